@@ -1,0 +1,154 @@
+//! Exact counts: bytes that crossed from one rank to another, and bytes of model state that a rank holds.
+
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+
+use serde::{Deserialize, Serialize};
+
+/// Bytes that one rank received from the others, by operation.
+///
+/// The convention of the ZeRO paper (section 7): gathering or scattering a tensor of `n` bytes over `N` ranks moves
+/// `n (N - 1) / N` bytes per rank, an all-reduce twice that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct WireBytes {
+    /// All-gathers, one-sided gathers of parameters among them.
+    pub all_gather: u64,
+    /// Reduce-scatters.
+    pub reduce_scatter: u64,
+    /// All-reduces.
+    pub all_reduce: u64,
+    /// Broadcasts (nothing on the root).
+    pub broadcast: u64,
+    /// All-to-alls.
+    pub all_to_all: u64,
+}
+
+impl WireBytes {
+    /// Sum over the operations.
+    pub fn total(&self) -> u64 {
+        self.all_gather + self.reduce_scatter + self.all_reduce + self.broadcast + self.all_to_all
+    }
+
+    /// What was moved since `earlier`.
+    pub fn since(&self, earlier: &WireBytes) -> WireBytes {
+        WireBytes {
+            all_gather: self.all_gather - earlier.all_gather,
+            reduce_scatter: self.reduce_scatter - earlier.reduce_scatter,
+            all_reduce: self.all_reduce - earlier.all_reduce,
+            broadcast: self.broadcast - earlier.broadcast,
+            all_to_all: self.all_to_all - earlier.all_to_all,
+        }
+    }
+}
+
+/// The kinds of traffic that [`WireBytes`] tells apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WireKind {
+    /// See [`WireBytes::all_gather`].
+    AllGather,
+    /// See [`WireBytes::reduce_scatter`].
+    ReduceScatter,
+    /// See [`WireBytes::all_reduce`].
+    AllReduce,
+    /// See [`WireBytes::broadcast`].
+    Broadcast,
+    /// See [`WireBytes::all_to_all`].
+    AllToAll,
+}
+
+/// One rank's running count of [`WireBytes`]; shared by all groups the rank belongs to.
+#[derive(Debug, Default)]
+pub struct WireCounter([AtomicU64; 5]);
+
+impl WireCounter {
+    /// Adds `bytes` received. Relaxed: a statistic, it orders nothing.
+    pub fn add(&self, kind: WireKind, bytes: usize) {
+        self.0[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// The count so far.
+    pub fn read(&self) -> WireBytes {
+        let at = |kind: WireKind| self.0[kind as usize].load(Ordering::Relaxed);
+        WireBytes {
+            all_gather: at(WireKind::AllGather),
+            reduce_scatter: at(WireKind::ReduceScatter),
+            all_reduce: at(WireKind::AllReduce),
+            broadcast: at(WireKind::Broadcast),
+            all_to_all: at(WireKind::AllToAll),
+        }
+    }
+}
+
+/// Bytes now held and the most held since the last [`Gauge::reset_peak`].
+#[derive(Debug, Default)]
+pub struct Gauge {
+    live: AtomicI64,
+    peak: AtomicI64,
+}
+
+impl Gauge {
+    /// Adds `bytes` (negative: frees them).
+    pub fn add(&self, bytes: i64) {
+        let now = self.live.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Bytes held now.
+    pub fn live(&self) -> u64 {
+        self.live.load(Ordering::Relaxed).max(0) as u64
+    }
+
+    /// The most bytes held since the last reset.
+    pub fn peak(&self) -> u64 {
+        self.peak.load(Ordering::Relaxed).max(0) as u64
+    }
+
+    /// Starts a new measuring period from what is held now.
+    pub fn reset_peak(&self) {
+        self.peak.store(self.live.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+/// Bytes of model state by kind, as the ZeRO paper counts them (section 3.1).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct StateBytes {
+    /// Parameters.
+    pub parameters: u64,
+    /// Gradients.
+    pub gradients: u64,
+    /// Optimizer state.
+    pub optimizer: u64,
+}
+
+impl StateBytes {
+    /// Sum over the kinds.
+    pub fn total(&self) -> u64 {
+        self.parameters + self.gradients + self.optimizer
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gauge_keeps_the_peak_of_a_period() {
+        let gauge = Gauge::default();
+        gauge.add(10);
+        gauge.add(-4);
+        assert_eq!((gauge.live(), gauge.peak()), (6, 10));
+        gauge.reset_peak();
+        gauge.add(1);
+        assert_eq!((gauge.live(), gauge.peak()), (7, 7));
+    }
+
+    #[test]
+    fn counter_tells_kinds_apart() {
+        let counter = WireCounter::default();
+        counter.add(WireKind::AllGather, 3);
+        let before = counter.read();
+        counter.add(WireKind::AllGather, 4);
+        counter.add(WireKind::ReduceScatter, 5);
+        let moved = counter.read().since(&before);
+        assert_eq!((moved.all_gather, moved.reduce_scatter, moved.total()), (4, 5, 9));
+    }
+}

@@ -1,0 +1,117 @@
+//! The collectives that ZeRO uses, as a trait that several engines implement.
+//!
+//! Every operation takes its buffer by value and gives one back, so that no engine ever holds a borrow across ranks.
+//! Reductions add in rank order (rank 0 first), so that a result depends on the number of ranks alone: it is
+//! bit-reproducible, and a reduce-scatter gives the same bits as the matching piece of an all-reduce.
+
+mod buffer;
+mod progress;
+pub mod threads;
+
+use std::sync::Arc;
+
+pub use buffer::{Buffer, DType};
+pub use progress::Pending;
+
+use crate::CommError;
+use crate::accounting::WireCounter;
+
+/// How values of several ranks become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReduceOp {
+    /// Sum, in rank order.
+    Sum,
+    /// Largest.
+    Max,
+}
+
+/// One collective with this rank's contribution.
+#[derive(Debug)]
+pub enum Request {
+    /// Concatenates the ranks' equally long buffers in rank order.
+    AllGather(Buffer),
+    /// Reduces buffers of `N * k` elements and gives rank `r` elements `[r k, (r + 1) k)` of the result.
+    ReduceScatter(Buffer, ReduceOp),
+    /// Reduces equally long buffers and gives every rank the whole result.
+    AllReduce(Buffer, ReduceOp),
+    /// Gives every rank `root`'s buffer (the others pass one of the same length).
+    Broadcast(Buffer, usize),
+    /// Gives rank `r` the `r`-th of `N` equal pieces of every rank's buffer, in rank order.
+    AllToAll(Buffer),
+    /// Returns when every rank has called it.
+    Barrier,
+}
+
+impl Request {
+    /// The operation's name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Request::AllGather(_) => "all_gather",
+            Request::ReduceScatter(..) => "reduce_scatter",
+            Request::AllReduce(..) => "all_reduce",
+            Request::Broadcast(..) => "broadcast",
+            Request::AllToAll(_) => "all_to_all",
+            Request::Barrier => "barrier",
+        }
+    }
+}
+
+/// A group of ranks, as one of them sees it.
+///
+/// All ranks must issue the same operations in the same order. When they do not, when one panics, leaves or is late,
+/// every other rank gets a [`CommError`] within the deadline; a group that has failed stays failed.
+pub trait Collective: Send + Sync + core::fmt::Debug {
+    /// This rank, from 0.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world(&self) -> usize;
+
+    /// Name of the group, for errors.
+    fn label(&self) -> &str;
+
+    /// Bytes that this rank has received, over all groups duplicated from one another.
+    fn wire(&self) -> &Arc<WireCounter>;
+
+    /// Runs `request` on the calling thread, after whatever was started before it.
+    fn execute(&self, request: Request) -> Result<Buffer, CommError>;
+
+    /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`].
+    fn start(&self, request: Request) -> Pending;
+
+    /// A second group of the same ranks with its own order of operations. Itself a collective.
+    fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;
+
+    /// Makes every other rank's present and future operation fail with `reason`.
+    fn abort(&self, reason: &str);
+
+    /// See [`Request::AllGather`].
+    fn all_gather(&self, shard: Buffer) -> Result<Buffer, CommError> {
+        self.execute(Request::AllGather(shard))
+    }
+
+    /// See [`Request::ReduceScatter`].
+    fn reduce_scatter(&self, input: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
+        self.execute(Request::ReduceScatter(input, op))
+    }
+
+    /// See [`Request::AllReduce`].
+    fn all_reduce(&self, input: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
+        self.execute(Request::AllReduce(input, op))
+    }
+
+    /// See [`Request::Broadcast`].
+    fn broadcast(&self, buffer: Buffer, root: usize) -> Result<Buffer, CommError> {
+        self.execute(Request::Broadcast(buffer, root))
+    }
+
+    /// See [`Request::AllToAll`].
+    fn all_to_all(&self, input: Buffer) -> Result<Buffer, CommError> {
+        self.execute(Request::AllToAll(input))
+    }
+
+    /// See [`Request::Barrier`].
+    fn barrier(&self) -> Result<(), CommError> {
+        self.execute(Request::Barrier).map(|_| ())
+    }
+}

@@ -1,0 +1,164 @@
+//! Errors of communication and of launching ranks. Each names rank, group, operation and sequence number.
+
+use std::sync::Arc;
+
+/// What a collective, a gather or a wait ran into.
+///
+/// `op` is the operation with its size as the failing rank called it ("reduce_scatter of 4096 f32"), `seq` counts the
+/// operations of that rank in that group from 0, so that two logs can be laid side by side.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum CommError {
+    /// Two ranks called different operations at the same place in the sequence.
+    #[error(
+        "rank {rank} called {op} as operation {seq} of group '{group}', but rank {other_rank} called {other_op}: \
+         every rank must call the same collectives in the same order"
+    )]
+    Mismatch {
+        /// Group label.
+        group: String,
+        /// Sequence number in the group.
+        seq: u64,
+        /// The rank that found out.
+        rank: usize,
+        /// What it called.
+        op: String,
+        /// The rank it differs from.
+        other_rank: usize,
+        /// What that one called.
+        other_op: String,
+    },
+    /// Other ranks did not come within the deadline.
+    #[error(
+        "rank {rank} waited {waited_ms} ms in {op} (operation {seq} of group '{group}') for rank(s) {missing:?}, which \
+         never called it: check that every rank runs the same steps, or raise the deadline"
+    )]
+    Timeout {
+        /// Group label.
+        group: String,
+        /// Sequence number in the group.
+        seq: u64,
+        /// The rank that waited.
+        rank: usize,
+        /// What it waited in.
+        op: String,
+        /// Milliseconds waited.
+        waited_ms: u64,
+        /// Ranks that had not come.
+        missing: Vec<usize>,
+    },
+    /// Another rank ended before it came to this operation.
+    #[error(
+        "rank {rank} cannot finish {op} (operation {seq} of group '{group}'): rank {peer} has already ended; every rank \
+         must run the same number of steps"
+    )]
+    PeerLeft {
+        /// Group label.
+        group: String,
+        /// Sequence number in the group.
+        seq: u64,
+        /// The rank that waited.
+        rank: usize,
+        /// What it waited in.
+        op: String,
+        /// The rank that had ended.
+        peer: usize,
+    },
+    /// Another rank failed.
+    #[error("rank {rank} stopped in {op} (operation {seq} of group '{group}') because rank {peer} failed: {reason}")]
+    PeerFailed {
+        /// Group label.
+        group: String,
+        /// Sequence number in the group.
+        seq: u64,
+        /// The rank that was stopped.
+        rank: usize,
+        /// What it was in.
+        op: String,
+        /// The rank that failed first.
+        peer: usize,
+        /// Why.
+        reason: Arc<str>,
+    },
+    /// A buffer does not fit the operation.
+    #[error("rank {rank}, group '{group}', operation {seq}, {op}: {expected}, got {got}")]
+    Shape {
+        /// Group label.
+        group: String,
+        /// Sequence number in the group.
+        seq: u64,
+        /// The rank.
+        rank: usize,
+        /// The operation.
+        op: String,
+        /// What the operation needs.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// A one-sided read named something its owner has already replaced.
+    #[error(
+        "rank {rank} reads {what} of rank {peer}, which has already replaced it: ranks must not update parameters \
+         while another still reads them"
+    )]
+    Gone {
+        /// The rank that reads.
+        rank: usize,
+        /// What it reads.
+        what: String,
+        /// The owner.
+        peer: usize,
+    },
+}
+
+/// How one rank ended badly.
+#[derive(Debug)]
+pub enum RankFailure<E> {
+    /// Its body returned an error.
+    Failed(E),
+    /// Its body panicked with this message.
+    Panicked(String),
+    /// A collective failed under it.
+    Comm(CommError),
+    /// It called [`crate::Collective::abort`] with this reason.
+    Aborted(String),
+}
+
+impl<E: core::fmt::Display> core::fmt::Display for RankFailure<E> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            RankFailure::Failed(error) => write!(f, "{error}"),
+            RankFailure::Panicked(message) => write!(f, "panicked: {message}"),
+            RankFailure::Comm(error) => write!(f, "{error}"),
+            RankFailure::Aborted(reason) => write!(f, "{reason}"),
+        }
+    }
+}
+
+/// A run of several ranks that did not finish: the rank whose trouble came first, and what it was.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
+    /// A rank failed; the others were stopped.
+    #[error("rank {rank} of {world}: {failure}")]
+    Rank {
+        /// The rank that failed first.
+        rank: usize,
+        /// Number of ranks.
+        world: usize,
+        /// What happened to it.
+        failure: RankFailure<E>,
+    },
+    /// A number of ranks that cannot be run.
+    #[error("cannot run {world} ranks: expected at least 1")]
+    World {
+        /// The number asked for.
+        world: usize,
+    },
+    /// The operating system gave no thread.
+    #[error("rank {rank} could not be started: {source}")]
+    Spawn {
+        /// The rank.
+        rank: usize,
+        /// The system's error.
+        source: std::io::Error,
+    },
+}

@@ -1,0 +1,74 @@
+//! What a rank will hold and move, by formula (ZeRO paper, sections 5 and 7, <https://arxiv.org/abs/1910.02054>).
+
+use crate::Stage;
+use crate::accounting::StateBytes;
+
+/// Bytes per parameter of each kind of model state before sharding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Precision {
+    /// Bytes of one parameter as the model computes with it.
+    pub parameter: u64,
+    /// Bytes of one gradient.
+    pub gradient: u64,
+    /// Bytes of optimizer state per parameter (master copy included, where there is one).
+    pub optimizer: u64,
+}
+
+impl Precision {
+    /// fp32 with AdamW: 4 + 4 + 8 bytes.
+    pub const FP32_ADAMW: Precision = Precision { parameter: 4, gradient: 4, optimizer: 8 };
+    /// 16-bit compute with fp32 master copy and AdamW: 2 + 2 + 12 bytes.
+    pub const MIXED_ADAMW: Precision = Precision { parameter: 2, gradient: 2, optimizer: 12 };
+}
+
+/// Bytes of model state on one rank of `world` for `parameters` parameters.
+///
+/// ```
+/// use zero_core::{Stage, estimate::{Precision, model_state}};
+/// let psi = 1_000_000;
+/// assert_eq!(model_state(psi, Stage::Parameters, 4, Precision::FP32_ADAMW).total(), 16 * psi / 4);
+/// ```
+pub fn model_state(parameters: u64, stage: Stage, world: u64, precision: Precision) -> StateBytes {
+    let part = |bytes: u64, sharded: bool| {
+        let whole = bytes * parameters;
+        if sharded { whole.div_ceil(world) } else { whole }
+    };
+    StateBytes {
+        parameters: part(precision.parameter, stage.shards_parameters()),
+        gradients: part(precision.gradient, stage.shards_gradients()),
+        optimizer: part(precision.optimizer, stage.shards_optimizer()),
+    }
+}
+
+/// Elements that one rank receives in one training step: `2 Psi (N-1)/N`, at stage 3 `3 Psi (N-1)/N`.
+///
+/// `persistent` parameters (below the persistence threshold) are gathered once per step instead of twice at stage 3.
+pub fn wire_elements(parameters: u64, persistent: u64, stage: Stage, world: u64) -> u64 {
+    let moved = if stage.shards_parameters() { 3 * parameters - persistent } else { 2 * parameters };
+    moved * (world - 1) / world
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_papers_formulas() {
+        let (psi, n) = (1_200u64, 4u64);
+        let total = |stage| model_state(psi, stage, n, Precision::FP32_ADAMW).total();
+        assert_eq!(total(Stage::DataParallel), 16 * psi);
+        assert_eq!(total(Stage::OptimizerState), 8 * psi + 8 * psi / n);
+        assert_eq!(total(Stage::Gradients), 4 * psi + 12 * psi / n);
+        assert_eq!(total(Stage::Parameters), 16 * psi / n);
+        let mixed = |stage| model_state(psi, stage, n, Precision::MIXED_ADAMW).total();
+        assert_eq!(mixed(Stage::OptimizerState), 4 * psi + 12 * psi / n);
+        assert_eq!(mixed(Stage::Gradients), 2 * psi + 14 * psi / n);
+    }
+
+    #[test]
+    fn wire_volume() {
+        assert_eq!(wire_elements(1_000, 0, Stage::Gradients, 4), 1_500);
+        assert_eq!(wire_elements(1_000, 0, Stage::Parameters, 4), 2_250);
+        assert_eq!(wire_elements(1_000, 0, Stage::Parameters, 1), 0);
+    }
+}

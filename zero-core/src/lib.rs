@@ -1,0 +1,23 @@
+//! What ZeRO is made of, without a tensor library: flat partitions, collectives and the engine that runs ranks as
+//! threads of one process, a one-sided window for gathers, exact byte accounting, and memory estimates.
+//!
+//! * In: plain buffers ([`Buffer`]) and handles of any type ([`window::Window`]).
+//! * Out: reduced or gathered buffers, or a [`CommError`] that names rank, group, operation and sequence number.
+//! * Memory: a collective takes its buffer by value and returns one by value; nothing is borrowed across ranks.
+//! * Threads: a blocking call runs on the caller; a started one on the communicator's named progress thread.
+//!
+//! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
+//! <https://arxiv.org/abs/1910.02054>.
+
+pub mod accounting;
+pub mod collective;
+mod error;
+pub mod estimate;
+mod partition;
+mod stage;
+pub mod window;
+
+pub use collective::{Buffer, Collective, Pending, ReduceOp, Request};
+pub use error::{CommError, LaunchError, RankFailure};
+pub use partition::Partition;
+pub use stage::{InvalidStage, Stage};

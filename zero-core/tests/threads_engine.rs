@@ -1,0 +1,187 @@
+//! The threads engine through its public face: results, byte counts, and that trouble is never a hang.
+
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
+use zero_core::{Buffer, Collective, CommError, LaunchError, ReduceOp, Request};
+
+fn options() -> ThreadOptions {
+    ThreadOptions { deadline: Duration::from_secs(20) }
+}
+
+fn ranks<T: Send>(
+    world: usize,
+    body: impl Fn(&ThreadComm) -> Result<T, CommError> + Sync,
+) -> Result<Vec<T>, LaunchError<CommError>> {
+    run(world, &options(), |comm| body(&comm))
+}
+
+fn value(rank: usize, i: usize) -> f32 {
+    ((rank * 7919 + i * 104_729) % 1000) as f32 / 7.0 - 50.0
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn results_are_those_of_one_rank_adding_in_order(world in 1usize..6, per_rank in 0usize..40) {
+        let numel = world * per_rank;
+        let input = |rank: usize| (0..numel).map(|i| value(rank, i)).collect::<Vec<f32>>();
+        let mut sum = input(0);
+        for rank in 1..world {
+            sum.iter_mut().zip(input(rank)).for_each(|(a, b)| *a += b);
+        }
+        let got = ranks(world, |comm| {
+            let rank = comm.rank();
+            let full = || Buffer::F32(input(rank));
+            let scattered = comm.reduce_scatter(full(), ReduceOp::Sum)?.into_f32();
+            let gathered = comm.all_gather(Buffer::F32(scattered.clone()))?.into_f32();
+            let reduced = comm.all_reduce(full(), ReduceOp::Sum)?.into_f32();
+            let swapped = comm.all_to_all(full())?.into_f32();
+            let sent = comm.broadcast(full(), world - 1)?.into_f32();
+            Ok((scattered, gathered, reduced, swapped, sent))
+        }).unwrap();
+        for (rank, (scattered, gathered, reduced, swapped, sent)) in got.into_iter().enumerate() {
+            prop_assert_eq!(&scattered[..], &sum[rank * per_rank..(rank + 1) * per_rank]);
+            prop_assert_eq!(&gathered, &sum);
+            prop_assert_eq!(&reduced, &sum);
+            let expected: Vec<f32> =
+                (0..world).flat_map(|from| input(from)[rank * per_rank..(rank + 1) * per_rank].to_vec()).collect();
+            prop_assert_eq!(swapped, expected);
+            prop_assert_eq!(sent, input(world - 1));
+        }
+    }
+}
+
+#[test]
+fn bytes_are_counted_as_in_the_paper() {
+    let wires = ranks(4, |comm| {
+        comm.all_gather(Buffer::F32(vec![0.0; 25]))?;
+        comm.reduce_scatter(Buffer::F32(vec![0.0; 100]), ReduceOp::Sum)?;
+        comm.all_reduce(Buffer::F32(vec![0.0; 100]), ReduceOp::Sum)?;
+        comm.broadcast(Buffer::U8(vec![0; 10]), 0)?;
+        Ok(comm.wire().read())
+    })
+    .unwrap();
+    for (rank, wire) in wires.iter().enumerate() {
+        assert_eq!(wire.all_gather, 300);
+        assert_eq!(wire.reduce_scatter, 300);
+        assert_eq!(wire.all_reduce, 600);
+        assert_eq!(wire.broadcast, if rank == 0 { 0 } else { 10 });
+    }
+}
+
+#[test]
+fn started_operations_run_in_order_beside_the_caller_and_mix_with_blocking_ones() {
+    let sums = ranks(3, |comm| {
+        let pending: Vec<_> =
+            (0..5).map(|i| comm.start(Request::AllReduce(Buffer::F64(vec![i as f64; 3]), ReduceOp::Sum))).collect();
+        let max = comm.all_reduce(Buffer::U8(vec![comm.rank() as u8]), ReduceOp::Max)?.into_u8();
+        let sums: Result<Vec<f64>, CommError> = pending.into_iter().map(|p| Ok(p.wait()?.into_f64()[0])).collect();
+        Ok((sums?, max[0]))
+    })
+    .unwrap();
+    assert_eq!(sums, vec![(vec![0.0, 3.0, 6.0, 9.0, 12.0], 2); 3]);
+}
+
+#[test]
+fn duplicated_groups_have_their_own_order() {
+    ranks(2, |comm| {
+        let other = comm.duplicate("other")?;
+        // Opposite orders over two groups: legal, because each group counts for itself.
+        if comm.rank() == 0 {
+            let pending = other.start(Request::Barrier);
+            comm.barrier()?;
+            pending.wait()?;
+        } else {
+            let pending = comm.start(Request::Barrier);
+            other.barrier()?;
+            pending.wait()?;
+        }
+        assert_eq!(other.label(), "other");
+        Ok(())
+    })
+    .unwrap();
+}
+
+fn fails_fast(world: usize, body: impl Fn(&ThreadComm) -> Result<(), CommError> + Sync) -> String {
+    let begin = Instant::now();
+    let error = ranks(world, body).expect_err("the run must fail").to_string();
+    assert!(begin.elapsed() < Duration::from_secs(10), "took {:?}", begin.elapsed());
+    error
+}
+
+#[test]
+fn different_operations_are_an_error_that_names_both() {
+    let error = fails_fast(3, |comm| {
+        comm.barrier()?;
+        if comm.rank() == 1 {
+            comm.all_gather(Buffer::F32(vec![1.0]))?;
+        } else {
+            comm.barrier()?;
+        }
+        Ok(())
+    });
+    assert!(error.contains("all_gather") && error.contains("barrier") && error.contains("operation 1"), "{error}");
+}
+
+#[test]
+fn different_lengths_are_an_error() {
+    let error =
+        fails_fast(2, |comm| comm.all_reduce(Buffer::F32(vec![0.0; 3 + comm.rank()]), ReduceOp::Sum).map(|_| ()));
+    assert!(error.contains("of 3 f32") && error.contains("of 4 f32"), "{error}");
+}
+
+#[test]
+fn a_panicking_rank_stops_the_others() {
+    let error = fails_fast(4, |comm| {
+        if comm.rank() == 2 {
+            panic!("disk on fire");
+        }
+        comm.barrier()
+    });
+    assert_eq!(error, "rank 2 of 4: panicked: disk on fire");
+}
+
+#[test]
+fn a_rank_that_leaves_early_stops_the_others() {
+    let error = fails_fast(3, |comm| if comm.rank() == 0 { Ok(()) } else { comm.barrier() });
+    assert!(error.contains("rank 0 has already ended"), "{error}");
+}
+
+#[test]
+fn a_late_rank_is_named_at_the_deadline() {
+    let options = ThreadOptions { deadline: Duration::from_millis(100) };
+    let error = run(2, &options, |comm| -> Result<(), CommError> {
+        if comm.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        comm.barrier()
+    })
+    .unwrap_err()
+    .to_string();
+    assert!(error.contains("rank 0 waited") && error.contains("[1]") && error.contains("barrier"), "{error}");
+}
+
+#[test]
+fn an_error_of_one_rank_is_the_error_of_the_run() {
+    let error = run(3, &options(), |comm| -> Result<(), String> {
+        if comm.rank() == 1 {
+            return Err("no data".into());
+        }
+        comm.barrier().map_err(|e| e.to_string())
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("no data"), "{error}");
+}
+
+#[test]
+fn lengths_that_ranks_do_not_divide_are_refused() {
+    let error = fails_fast(2, |comm| comm.reduce_scatter(Buffer::F32(vec![0.0; 3]), ReduceOp::Sum).map(|_| ()));
+    assert!(error.contains("2 ranks divide"), "{error}");
+}
+
+#[test]
+fn no_ranks_are_refused() {
+    assert!(ranks(0, |_| Ok(())).unwrap_err().to_string().contains("at least 1"));
+}
