@@ -118,7 +118,7 @@ pub enum RankFailure<E> {
     /// Its body panicked with this message.
     Panicked(String),
     /// A collective failed under it.
-    Comm(CommError),
+    Comm(Box<CommError>),
     /// It called [`crate::Collective::abort`] with this reason.
     Aborted(String),
 }
@@ -145,7 +145,7 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
         /// Number of ranks.
         world: usize,
         /// What happened to it.
-        failure: RankFailure<E>,
+        failure: Box<RankFailure<E>>,
     },
     /// A number of ranks that cannot be run.
     #[error("cannot run {world} ranks: expected at least 1")]

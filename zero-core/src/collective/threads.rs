@@ -305,6 +305,18 @@ impl ThreadComm {
         Arc::new(Self { inner, progress: OnceLock::new() })
     }
 
+    /// Counts this rank as ended, and waits until the others have ended too or one has failed: what they still read
+    /// from this rank (see [`crate::window`]) stays there so long. A collective that still waits for this rank fails at
+    /// once, as it does when the rank returns.
+    pub fn wait_for_others(&self) {
+        let run = self.run();
+        run.left.lock()[self.inner.rank] = true;
+        // Bounded by the others' own deadlines: each of them ends, well or badly.
+        while run.failure.lock().is_none() && !run.left.lock().iter().all(|left| *left) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// The run that this rank belongs to, for waits outside of collectives.
     pub(crate) fn run(&self) -> &Arc<Run> {
         &self.inner.group.run
@@ -427,7 +439,7 @@ where
                     }
                     Ok(Err(error)) => RankFailure::Failed(error),
                     Err(payload) => match payload.downcast::<CommError>() {
-                        Ok(error) => RankFailure::Comm(*error),
+                        Ok(error) => RankFailure::Comm(error),
                         Err(payload) => RankFailure::Panicked(panic_message(&*payload)),
                     },
                 };
@@ -458,7 +470,7 @@ where
     if let Some(Failure { peer: rank, reason }) = first {
         // A rank that called `abort` and then returned normally has left only its reason.
         let failure = failures.into_inner()[rank].take().unwrap_or(RankFailure::Aborted(reason.to_string()));
-        return Err(LaunchError::Rank { rank, world, failure });
+        return Err(LaunchError::Rank { rank, world, failure: Box::new(failure) });
     }
     Ok(results.into_iter().map(|value| value.expect("a rank without failure has a result")).collect())
 }

@@ -1,0 +1,176 @@
+//! The decorator: types, the `Backend` trait, and the gradient hooks of `DistributedBackend`.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use burn_backend::distributed::{
+    CollectiveTensor, DistributedBackend, DistributedConfig, DistributedParams, ReduceOperation, TensorRef,
+};
+use burn_backend::tensor::{Device, FloatTensor};
+use burn_backend::{Backend, BackendTypes, DTypeUsageSet, DeviceId, ExecutionError, TensorData};
+use burn_std::DType;
+use zero_core::ReduceOp;
+
+use crate::birth::{Birth, within};
+use crate::context::{Context, Slot, raise};
+use crate::device::ZeroDevice;
+use crate::gather::read;
+use crate::reduce::gradient_template;
+use crate::shard::{Cell, slice_piece};
+use crate::tensor::{Shard, ZeroTensor};
+
+/// Any Burn backend `B`, with ZeRO.
+///
+/// `Autodiff<Zero<B>>` trains; `Zero<B>` alone evaluates. See the crate's documentation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Zero<B>(PhantomData<B>);
+
+impl<B: Backend> BackendTypes for Zero<B> {
+    type Device = ZeroDevice<B::Device>;
+    type FloatTensorPrimitive = ZeroTensor<B>;
+    type FloatElem = B::FloatElem;
+    type IntTensorPrimitive = B::IntTensorPrimitive;
+    type IntElem = B::IntElem;
+    type BoolTensorPrimitive = B::BoolTensorPrimitive;
+    type BoolElem = B::BoolElem;
+    type QuantizedTensorPrimitive = B::QuantizedTensorPrimitive;
+}
+
+#[deny(clippy::missing_trait_methods)]
+impl<B: Backend> Backend for Zero<B> {
+    fn ad_enabled(device: &Device<Self>) -> bool {
+        B::ad_enabled(device.inner())
+    }
+
+    /// The scope in which parameters are born and loaded: what is created inside is a shard.
+    fn memory_persistent_allocations<Output: Send, Input: Send, Func: Fn(Input) -> Output + Send>(
+        device: &Device<Self>,
+        input: Input,
+        func: Func,
+    ) -> Output {
+        B::memory_persistent_allocations(device.inner(), input, move |input| within(Birth::Parameter, || func(input)))
+    }
+
+    fn memory_cleanup(device: &Device<Self>) {
+        B::memory_cleanup(device.inner())
+    }
+
+    fn name(device: &Device<Self>) -> String {
+        format!("zero<{}>", B::name(device.inner()))
+    }
+
+    fn seed(device: &Device<Self>, seed: u64) {
+        B::seed(device.inner(), seed);
+        Context::<B>::current().reseed(seed);
+    }
+
+    fn sync(device: &Device<Self>) -> Result<(), ExecutionError> {
+        B::sync(device.inner())
+    }
+
+    fn staging<'a, Iter>(data: Iter, device: &Device<Self>)
+    where
+        Iter: Iterator<Item = &'a mut TensorData>,
+    {
+        B::staging(data, device.inner())
+    }
+
+    fn supports_dtype(device: &Device<Self>, dtype: DType) -> bool {
+        B::supports_dtype(device.inner(), dtype)
+    }
+
+    fn dtype_usage(device: &Device<Self>, dtype: DType) -> DTypeUsageSet {
+        B::dtype_usage(device.inner(), dtype)
+    }
+
+    fn device_count(type_id: u16) -> usize {
+        B::device_count(type_id)
+    }
+}
+
+/// Burn's gradient hooks. Its own communication server is not used: nothing is to be started or closed.
+impl<B: Backend> DistributedBackend for Zero<B> {
+    fn start_communication_server(_devices: &[Device<Self>], _config: DistributedConfig) {}
+
+    fn close_communication_server(_device: &Device<Self>) {}
+
+    /// A backward pass begins. Runs under autodiff's lock: hands over, never waits.
+    fn register_sync_parameters(_device: &Device<Self>, params: Vec<DistributedParams>) {
+        let context = Context::<B>::current();
+        if let Some(reducer) = &context.reducer {
+            let indices = params.iter().filter_map(|p| context.slot_of(p.param_id)).map(|slot| slot.index).collect();
+            reducer.begin(context.clone(), indices);
+        }
+    }
+
+    /// The backward pass has ended, and autodiff has released its locks: here the rank waits for its reductions.
+    fn submit_sync_collective(_device: &Device<Self>) {
+        let context = Context::<B>::current();
+        let settled = match &context.reducer {
+            Some(reducer) => reducer.end().unwrap_or_else(|error| raise(error)),
+            None => Vec::new(),
+        };
+        context.end_backward(settled);
+        context.gatherer.drop_unused(&context);
+    }
+
+    /// A parameter's gradient is complete on this rank: it is handed to the reducer, and a shard that will hold the
+    /// reduced piece takes its place. Runs under autodiff's lock: never waits.
+    fn submit_gradient_sync(tensor: TensorRef<Self>, params: DistributedParams) {
+        // SAFETY: autodiff passes a pointer to the entry of its gradient container that it has just registered, which
+        // it does not touch until this call returns.
+        let gradient = unsafe { &mut *tensor.0 };
+        let context = Context::<B>::current();
+        let Some(slot) = context.slot_of(params.param_id) else {
+            panic!(
+                "a gradient came for a parameter that zero_burn::module::prepare has not seen: call prepare on the \
+                 whole model before its first forward pass"
+            );
+        };
+        if matches!(gradient, ZeroTensor::Dense(_)) {
+            reduce_in_place(&context, &slot, gradient);
+        }
+    }
+
+    fn all_reduce(
+        tensor: FloatTensor<Self>,
+        op: ReduceOperation,
+        _device_ids: Vec<DeviceId>,
+    ) -> CollectiveTensor<Self> {
+        let context = Context::<B>::current();
+        let tensor = tensor.load();
+        let device = B::float_device(&tensor);
+        let data = read::<B>(tensor);
+        let (shape, dtype) = (data.shape.clone(), data.dtype);
+        let mut values = context.reduce_scalars(data.iter::<f64>().collect(), ReduceOp::Sum);
+        if op == ReduceOperation::Mean {
+            values.iter_mut().for_each(|value| *value /= context.world as f64);
+        }
+        let data = TensorData::new(values, shape).convert_dtype(dtype);
+        CollectiveTensor::new(ZeroTensor::Replicated(B::float_from_data(data, &device)))
+    }
+
+    /// [`Zero`]'s all-reduce has already waited.
+    fn sync_collective(_device: &Device<Self>) {}
+}
+
+/// Puts in the place of a dense gradient the shard that holds, or will hold, its reduced piece.
+pub(crate) fn reduce_in_place<B: Backend>(
+    context: &Arc<Context<B>>,
+    slot: &Arc<Slot<B>>,
+    gradient: &mut ZeroTensor<B>,
+) {
+    let template = gradient_template(context, slot, context.device.clone());
+    match &context.reducer {
+        Some(reducer) => {
+            let cell = Cell::pending(template, slot.dtype);
+            // The only handle goes to the reducer, so that it reads the gradient without a copy.
+            let dense = std::mem::replace(gradient, ZeroTensor::Shard(Shard::new(cell.clone()))).load();
+            reducer.submit(context, slot, dense, cell);
+        }
+        None => {
+            let flat = slice_piece::<B>(gradient.clone().load(), slot.partition, 0);
+            *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, flat)));
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Where sharded tensors come from: parameters are born, and optimizer state is loaded, as shards.
+//!
+//! Burn creates and loads parameters inside `Backend::memory_persistent_allocations`; inside that scope the creating
+//! operations of `Zero<B>` keep only this rank's piece (where parameters are sharded), so that a model larger than one
+//! rank's memory can be built. What DeepSpeed calls `zero.Init`.
+
+use std::cell::Cell as StdCell;
+use std::sync::Arc;
+
+use burn_backend::{Backend, Distribution, Scalar, TensorData};
+use burn_std::{DType, FloatDType, Shape};
+use zero_core::Partition;
+
+use crate::context::{Context, Slot};
+use crate::gather::empty;
+use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
+use crate::tensor::{Shard, ZeroTensor};
+
+/// What the creating operations make.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Birth {
+    /// Ordinary tensors.
+    Dense,
+    /// Parameters.
+    Parameter,
+    /// Optimizer state that is the same on all ranks.
+    State,
+}
+
+thread_local! {
+    static SCOPE: StdCell<Birth> = const { StdCell::new(Birth::Dense) };
+}
+
+pub(crate) fn scope() -> Birth {
+    SCOPE.get()
+}
+
+/// Runs `f` with creating operations making `birth`.
+pub(crate) fn within<R>(birth: Birth, f: impl FnOnce() -> R) -> R {
+    struct Restore(Birth);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            SCOPE.set(self.0);
+        }
+    }
+    let _restore = Restore(SCOPE.replace(birth));
+    f()
+}
+
+/// Loads optimizer state as shards.
+///
+/// Burn loads an optimizer's record without telling the backend what it is. Inside `f` every float tensor created from
+/// data is kept as this rank's piece, cut as its parameter is; each rank must read the same data.
+///
+/// ```no_run
+/// # use burn::{record::{BinFileRecorder, FullPrecisionSettings, Recorder}, optim::Optimizer, tensor::backend::AutodiffBackend, module::AutodiffModule};
+/// # fn resume<B: AutodiffBackend, M: AutodiffModule<B>, O: Optimizer<M, B>>(optimizer: O, device: &B::Device) -> O {
+/// let recorder = BinFileRecorder::<FullPrecisionSettings>::new();
+/// zero_burn::load_state(|| optimizer.load_record(recorder.load("optimizer".into(), device).unwrap()))
+/// # }
+/// ```
+pub fn load_state<R>(f: impl FnOnce() -> R) -> R {
+    within(Birth::State, f)
+}
+
+/// What a new tensor is filled with.
+pub(crate) enum Fill {
+    Data(TensorData),
+    Random(Distribution),
+    Value(Scalar),
+}
+
+impl Fill {
+    /// Elements of the whole that lie in this rank's piece, or the whole in its shape.
+    fn make<B: Backend>(
+        self,
+        context: &Context<B>,
+        slot: Option<&Slot<B>>,
+        partition: Partition,
+        place: Option<usize>,
+        shape: &Shape,
+        dtype: DType,
+        device: &B::Device,
+    ) -> B::FloatTensorPrimitive {
+        if partition.is_empty() && place.is_none() {
+            return empty::<B>(shape, dtype, device);
+        }
+        let range = place.map_or(0..partition.numel(), |place| partition.range(place));
+        if range.is_empty() {
+            return B::float_zeros(Shape::new([1]), device, dtype.into());
+        }
+        let shape = match place {
+            Some(_) => Shape::new([range.len()]),
+            None => shape.clone(),
+        };
+        match self {
+            Fill::Data(data) if range.len() == data.num_elements() => {
+                B::float_from_data(TensorData { shape, ..data }, device)
+            }
+            Fill::Data(data) => {
+                let size = dtype.size();
+                let bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
+                B::float_from_data(TensorData::from_bytes_vec(bytes, shape, dtype), device)
+            }
+            Fill::Random(distribution) => {
+                let slot = slot.expect("only parameters are drawn");
+                let data = context.parameter_stream(slot).data(range, distribution, shape, dtype);
+                B::float_from_data(data, device)
+            }
+            Fill::Value(value) => B::float_full(shape, value, device, dtype.into()),
+        }
+    }
+}
+
+/// A new tensor of `shape`, by the scope: an ordinary one, a parameter, or optimizer state.
+pub(crate) fn create<B: Backend>(
+    fill: Fill,
+    shape: Shape,
+    device: &B::Device,
+    dtype: FloatDType,
+    dense: impl FnOnce(Fill) -> B::FloatTensorPrimitive,
+) -> ZeroTensor<B> {
+    let dtype: DType = dtype.into();
+    match scope() {
+        Birth::Dense => ZeroTensor::Dense(dense(fill)),
+        Birth::Parameter => parameter(fill, shape, device, dtype),
+        Birth::State => {
+            let context = Context::<B>::current();
+            let partition = context.partition(shape.num_elements());
+            let place = if partition.is_whole() { 0 } else { context.rank };
+            let local = fill.make(&context, None, partition, Some(place), &shape, dtype, device);
+            let kind = Kind::Optimizer;
+            let template =
+                Template { context, slot: None, partition, shape, device: device.clone(), kind, origin: PRIOR };
+            ZeroTensor::Shard(Shard::new(Cell::ready(template, local)))
+        }
+    }
+}
+
+/// A new parameter: at stage 3 this rank's piece, at stages 1 and 2 the whole, at stage 0 the whole as the only piece.
+pub(crate) fn parameter<B: Backend>(fill: Fill, shape: Shape, device: &B::Device, dtype: DType) -> ZeroTensor<B> {
+    let context = Context::<B>::current();
+    let slot = context.new_slot(shape.clone(), dtype);
+    let partition = slot.partition;
+    let sharded = context.config.stage.shards_parameters() || partition.is_whole();
+    let place = sharded.then(|| if partition.is_whole() { 0 } else { context.rank });
+    let tensor = fill.make(&context, Some(&slot), partition, place, &shape, dtype, device);
+    let template = Template {
+        context: Arc::clone(&context),
+        slot: Some(slot),
+        partition,
+        shape,
+        device: device.clone(),
+        kind: Kind::Parameter,
+        origin: Origin::Version,
+    };
+    let cell = if sharded { Cell::ready(template, tensor) } else { Cell::whole(template, tensor) };
+    ZeroTensor::Shard(Shard::new(cell))
+}

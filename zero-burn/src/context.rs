@@ -1,0 +1,386 @@
+//! What one rank knows: its place, its parameters, its counters, and the threads that work for it.
+//!
+//! One [`Context`] per rank and inner backend. A launch installs it in the rank's thread; a thread outside of a launch
+//! has the process-wide context of a lone rank. Sharded tensors carry their context; the thread-local serves where a
+//! tensor is born and where a dense tensor is asked for its device.
+
+use std::any::{Any, TypeId};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, OnceLock, Weak};
+
+use burn_backend::distributed::DistributedParamId;
+use burn_backend::{Backend, Distribution, TensorData};
+use burn_std::{DType, Shape};
+use parking_lot::Mutex;
+use zero_core::accounting::{Gauge, WireCounter};
+use zero_core::window::{Key, Window, WindowHost};
+use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp};
+
+use crate::config::ZeroConfig;
+use crate::gather::Gatherer;
+use crate::random::{Stream, sign};
+use crate::reduce::Reducer;
+use crate::shard::Cell;
+
+/// A parameter's identity, the same on every rank: its number is the order of its birth.
+pub(crate) struct Slot<B: Backend> {
+    pub(crate) index: u64,
+    pub(crate) shape: Shape,
+    pub(crate) dtype: DType,
+    /// The cut of the parameter's optimizer state (whole at stage 0).
+    pub(crate) partition: Partition,
+    /// Names of what belongs to this parameter.
+    pub(crate) names: Mutex<Names>,
+    /// The version that the module holds, as far as it is known here.
+    pub(crate) current: Mutex<Weak<Cell<B>>>,
+}
+
+/// Gives every piece that belongs to a parameter a name that is the same on every rank.
+///
+/// Versions of the parameter are numbered. Gradients and optimizer state are named by the version they were made after
+/// and by their *signature*, what operations made them of what, so that it does not matter in which order ranks visit
+/// their parameters, nor that one rank computes something more for its log.
+#[derive(Default)]
+pub(crate) struct Names {
+    /// Versions so far.
+    epoch: u64,
+    /// Pieces of each signature since the last version.
+    ordinals: HashMap<u64, u64>,
+}
+
+impl Names {
+    /// The name of the next version of parameter `index`.
+    pub(crate) fn version(&mut self, index: u64) -> Key {
+        self.epoch += 1;
+        self.ordinals.clear();
+        Key { object: index, version: self.epoch }
+    }
+
+    /// The name of a new piece with `signature`.
+    pub(crate) fn derived(&mut self, index: u64, signature: u64) -> Key {
+        let ordinal = self.ordinals.entry(signature).or_insert(0);
+        *ordinal += 1;
+        // The top bit sets these apart from parameters' own numbers.
+        Key { object: sign(&[index, signature, *ordinal]) | 1 << 63, version: self.epoch }
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+}
+
+impl<B: Backend> core::fmt::Display for Slot<B> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "parameter {} {:?}", self.index, self.shape.as_slice())
+    }
+}
+
+/// Bytes by kind, see [`crate::stats`].
+#[derive(Default)]
+pub(crate) struct Gauges {
+    pub(crate) parameters: Gauge,
+    pub(crate) gradients: Gauge,
+    pub(crate) optimizer: Gauge,
+    pub(crate) gathered: Gauge,
+}
+
+pub(crate) struct Context<B: Backend> {
+    pub(crate) rank: usize,
+    pub(crate) world: usize,
+    pub(crate) config: ZeroConfig,
+    pub(crate) device: B::Device,
+    pub(crate) wire: Arc<WireCounter>,
+    pub(crate) gauges: Gauges,
+    pub(crate) window: Window<Cell<B>>,
+    pub(crate) gatherer: Gatherer<B>,
+    /// Reductions beside the backward pass; absent on a lone rank.
+    pub(crate) reducer: Option<Reducer<B>>,
+    /// Blocking collectives of the rank's own thread; absent on a lone rank.
+    main: Option<Arc<dyn Collective>>,
+    slots: Mutex<Vec<Arc<Slot<B>>>>,
+    ids: Mutex<HashMap<DistributedParamId, Arc<Slot<B>>>>,
+    /// Reduced gradients of parameters that only other ranks had a gradient for.
+    settled: Mutex<HashMap<u64, Arc<Cell<B>>>>,
+    /// See [`Context::retire`].
+    retired: Mutex<Vec<Arc<Cell<B>>>>,
+    running: AtomicBool,
+    seed: AtomicU64,
+    draws: AtomicU64,
+    /// Set at the end of a backward pass, cleared by the fence before the first update after it.
+    fence_due: AtomicBool,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Installed>> = const { RefCell::new(None) };
+}
+
+#[derive(Clone)]
+struct Installed {
+    rank: usize,
+    context: Arc<dyn Any + Send + Sync>,
+}
+
+/// The lone rank's context of each inner backend.
+static LONE: LazyLock<Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
+
+/// The rank of this thread, 0 outside of a launch.
+pub(crate) fn current_rank() -> usize {
+    CURRENT.with_borrow(|current| current.as_ref().map_or(0, |installed| installed.rank))
+}
+
+/// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed.
+pub(crate) fn raise(error: CommError) -> ! {
+    std::panic::resume_unwind(Box::new(error))
+}
+
+/// Uninstalls the context of a rank's thread.
+pub(crate) struct InstallGuard<B: Backend>(Arc<Context<B>>);
+
+impl<B: Backend> Drop for InstallGuard<B> {
+    fn drop(&mut self) {
+        CURRENT.set(None);
+        self.0.running.store(false, Ordering::Relaxed);
+        // Retired cells hold the context: they end with the rank, not with each other.
+        drop(std::mem::take(&mut *self.0.retired.lock()));
+        self.0.gatherer.stop();
+        if let Some(reducer) = &self.0.reducer {
+            reducer.stop();
+        }
+    }
+}
+
+impl<B: Backend> Context<B> {
+    /// The context of one of several ranks. A collective: every rank calls it.
+    pub(crate) fn new(
+        config: ZeroConfig,
+        device: B::Device,
+        comm: Arc<dyn Collective>,
+        window: Window<Cell<B>>,
+    ) -> Result<Arc<Self>, CommError> {
+        let (rank, world) = (comm.rank(), comm.world());
+        let reducer = if world > 1 { Some(Reducer::spawn(comm.duplicate("gradients")?, &config)) } else { None };
+        let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
+        Ok(Self::build(config, device, rank, world, comm.wire().clone(), window, reducer, main))
+    }
+
+    #[allow(clippy::too_many_arguments)] // the two constructors' common tail
+    fn build(
+        config: ZeroConfig,
+        device: B::Device,
+        rank: usize,
+        world: usize,
+        wire: Arc<WireCounter>,
+        window: Window<Cell<B>>,
+        reducer: Option<Reducer<B>>,
+        main: Option<Arc<dyn Collective>>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            rank,
+            world,
+            gatherer: Gatherer::new(rank, &config),
+            seed: AtomicU64::new(config.seed),
+            config,
+            device,
+            wire,
+            gauges: Gauges::default(),
+            window,
+            reducer,
+            main,
+            slots: Mutex::default(),
+            ids: Mutex::default(),
+            settled: Mutex::default(),
+            retired: Mutex::default(),
+            running: AtomicBool::new(true),
+            draws: AtomicU64::new(0),
+            fence_due: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether this rank is still running.
+    pub(crate) fn is_installed(&self) -> bool {
+        self.running.load(Ordering::Relaxed)
+    }
+
+    /// The context of this thread.
+    pub(crate) fn current() -> Arc<Self> {
+        let installed = CURRENT.with_borrow(|current| current.clone());
+        if let Some(installed) = installed {
+            if let Ok(context) = installed.context.downcast::<Self>() {
+                return context;
+            }
+        }
+        let mut lone = LONE.lock();
+        let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
+            let window = WindowHost::default().alone();
+            Self::build(ZeroConfig::default(), Default::default(), 0, 1, Arc::default(), window, None, None)
+        });
+        context.clone().downcast::<Self>().expect("contexts are stored under their own type")
+    }
+
+    /// Makes this the context of the current thread until the guard is dropped.
+    pub(crate) fn install(self: &Arc<Self>) -> InstallGuard<B> {
+        CURRENT.set(Some(Installed { rank: self.rank, context: self.clone() }));
+        InstallGuard(self.clone())
+    }
+
+    // ---- parameters ----
+
+    /// The cut of a tensor of `numel` elements by the policy of the stage.
+    pub(crate) fn partition(&self, numel: usize) -> Partition {
+        let world = if self.config.stage.shards_optimizer() { self.world } else { 1 };
+        Partition::new(numel, world)
+    }
+
+    /// Numbers a new parameter.
+    pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
+        let mut slots = self.slots.lock();
+        let slot = Arc::new(Slot {
+            index: slots.len() as u64,
+            partition: self.partition(shape.num_elements()),
+            shape,
+            dtype,
+            names: Mutex::default(),
+            current: Mutex::new(Weak::new()),
+        });
+        slots.push(slot.clone());
+        slot
+    }
+
+    pub(crate) fn slot(&self, index: u64) -> Arc<Slot<B>> {
+        self.slots.lock()[index as usize].clone()
+    }
+
+    pub(crate) fn slot_count(&self) -> usize {
+        self.slots.lock().len()
+    }
+
+    pub(crate) fn name_slot(&self, id: DistributedParamId, slot: Arc<Slot<B>>) {
+        self.ids.lock().insert(id, slot);
+    }
+
+    pub(crate) fn slot_of(&self, id: DistributedParamId) -> Option<Arc<Slot<B>>> {
+        self.ids.lock().get(&id).cloned()
+    }
+
+    // ---- phases ----
+
+    /// A backward pass has ended: before anything is updated, all ranks must have read what they need.
+    pub(crate) fn end_backward(&self, settled: Vec<(u64, Arc<Cell<B>>)>) {
+        self.settled.lock().extend(settled);
+        self.fence_due.store(true, Ordering::Relaxed);
+        self.gatherer.end_cycle();
+    }
+
+    pub(crate) fn take_settled(&self) -> HashMap<u64, Arc<Cell<B>>> {
+        std::mem::take(&mut *self.settled.lock())
+    }
+
+    /// Before a parameter is updated for the first time after a backward pass: waits until every rank has come this
+    /// far, so that none still reads what the others are about to replace.
+    pub(crate) fn before_update(&self) {
+        if self.fence_due.swap(false, Ordering::Relaxed) {
+            self.barrier();
+            drop(std::mem::take(&mut *self.retired.lock()));
+        }
+    }
+
+    /// Waits until every rank has come this far.
+    pub(crate) fn barrier(&self) {
+        if let Some(main) = &self.main {
+            main.barrier().unwrap_or_else(|error| raise(error));
+        }
+    }
+
+    /// Keeps a parameter's last version readable for the other ranks when this rank has dropped its module: until the
+    /// next fence, or until all ranks have ended.
+    pub(crate) fn retire(&self, cell: Arc<Cell<B>>) {
+        self.retired.lock().push(cell);
+    }
+
+    // ---- collectives of the rank's own thread ----
+
+    /// Reduces one number over the ranks, in rank order.
+    pub(crate) fn reduce_scalars(&self, values: Vec<f64>, op: ReduceOp) -> Vec<f64> {
+        match &self.main {
+            None => values,
+            Some(main) => main.all_reduce(Buffer::F64(values), op).unwrap_or_else(|error| raise(error)).into_f64(),
+        }
+    }
+
+    /// Gathers equally long byte strings in rank order.
+    pub(crate) fn gather_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
+        match &self.main {
+            None => bytes,
+            Some(main) => main.all_gather(Buffer::U8(bytes)).unwrap_or_else(|error| raise(error)).into_u8(),
+        }
+    }
+
+    /// Rank 0's bytes on every rank.
+    pub(crate) fn broadcast_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
+        match &self.main {
+            None => bytes,
+            Some(main) => main.broadcast(Buffer::U8(bytes), 0).unwrap_or_else(|error| raise(error)).into_u8(),
+        }
+    }
+
+    // ---- random numbers ----
+
+    pub(crate) fn reseed(&self, seed: u64) {
+        self.seed.store(seed, Ordering::Relaxed);
+        self.draws.store(0, Ordering::Relaxed);
+    }
+
+    /// The stream of a parameter's first values: the same on every rank, for any number of ranks.
+    pub(crate) fn parameter_stream(&self, slot: &Slot<B>) -> Stream {
+        Stream::new(&[self.seed.load(Ordering::Relaxed), u64::MAX, slot.index])
+    }
+
+    /// One draw of this rank (dropout, noise): different on every rank and at every call.
+    pub(crate) fn draw(&self, shape: Shape, distribution: Distribution, dtype: DType) -> TensorData {
+        let draw = self.draws.fetch_add(1, Ordering::Relaxed);
+        let stream = Stream::new(&[self.seed.load(Ordering::Relaxed), self.rank as u64, draw]);
+        stream.data(0..shape.num_elements(), distribution, shape, dtype)
+    }
+}
+
+/// A lazily started worker thread that takes jobs until it is stopped.
+pub(crate) struct Worker<J: Send + 'static> {
+    jobs: Mutex<Option<crossbeam_channel::Sender<J>>>,
+    thread: Mutex<Option<std::thread::JoinHandle<()>>>,
+    started: OnceLock<()>,
+    name: String,
+}
+
+impl<J: Send + 'static> Worker<J> {
+    pub(crate) fn new(name: String) -> Self {
+        Self { jobs: Mutex::new(None), thread: Mutex::new(None), started: OnceLock::new(), name }
+    }
+
+    /// Hands a job to the thread; `body` is what the thread runs with its inbox when it is first needed.
+    pub(crate) fn send(&self, job: J, body: impl FnOnce(crossbeam_channel::Receiver<J>) + Send + 'static) {
+        self.started.get_or_init(|| {
+            let (jobs, inbox) = crossbeam_channel::unbounded();
+            let thread = std::thread::Builder::new()
+                .name(self.name.clone())
+                .spawn(move || body(inbox))
+                .expect("the operating system gives a thread to a rank that it gave one");
+            *self.jobs.lock() = Some(jobs);
+            *self.thread.lock() = Some(thread);
+        });
+        if let Some(jobs) = &*self.jobs.lock() {
+            // A worker that has ended has left its error where its results are waited for.
+            let _ = jobs.send(job);
+        }
+    }
+
+    /// Ends the thread after the jobs it has, and waits for it.
+    pub(crate) fn stop(&self) {
+        *self.jobs.lock() = None;
+        if let Some(thread) = self.thread.lock().take() {
+            // Its panic, if any, has been reported to whoever waited for its results.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The rule of propagation: which operations run on pieces.
+//!
+//! * An elementwise operation whose operands are pieces cut alike (or scalars, or replicated single values) runs on the
+//!   pieces and gives a piece. From this follows that Burn's own optimizers keep their state in shards.
+//! * A full reduction of a piece is a local reduction and one all-reduce of one number; the result is *replicated*.
+//! * Anything else loads its operand, which is correct and counted.
+//! * Two combinations would be wrong without a word, because an ordinary tensor differs from rank to rank, and are
+//!   refused with a message: a reduced gradient or optimizer state with an ordinary tensor, and a parameter minus an
+//!   ordinary tensor of its shape (an update with a gradient that was never reduced).
+
+use std::sync::Arc;
+
+use burn_backend::{Backend, Scalar, TensorData, TensorMetadata};
+use burn_std::{FloatDType, Shape, Slice};
+use zero_core::{Partition, ReduceOp};
+
+use crate::gather::read;
+use crate::shard::{Cell, Kind, Origin};
+use crate::tensor::{Shard, ZeroTensor};
+use crate::view::{Extent, Views};
+
+/// An elementwise operation of one tensor. It commutes with views: of a parameter it is recorded, of any other piece it
+/// is computed.
+pub(crate) fn unary<B: Backend>(
+    op: &'static str,
+    tensor: ZeroTensor<B>,
+    f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive + Send + Sync + 'static,
+) -> ZeroTensor<B> {
+    match tensor {
+        ZeroTensor::Dense(tensor) => ZeroTensor::Dense(f(tensor)),
+        ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(f(tensor)),
+        ZeroTensor::Shard(Shard { cell, views }) if cell.is_version() => {
+            ZeroTensor::Shard(Shard { cell, views: views.map(Arc::new(move |x, _| f(x))) })
+        }
+        ZeroTensor::Shard(shard) => piecewise(op, shard, f),
+    }
+}
+
+/// Computes on the piece of a tensor that is no parameter.
+fn piecewise<B: Backend>(
+    op: &str,
+    Shard { cell, views }: Shard<B>,
+    f: impl FnOnce(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
+) -> ZeroTensor<B> {
+    // A gradient that is scaled or clipped is on its way into the optimizer's state or into an update.
+    let template = cell.template(Kind::Optimizer, Cell::derivation(op, &[&cell]));
+    let cell = Cell::ready(template, f(cell.into_local()));
+    let views = views.with_dtype(cell.dtype);
+    ZeroTensor::Shard(Shard { cell, views })
+}
+
+/// A change of element type.
+pub(crate) fn cast<B: Backend>(tensor: ZeroTensor<B>, dtype: FloatDType) -> ZeroTensor<B> {
+    if tensor.dtype() == dtype.into() {
+        return tensor;
+    }
+    match unary("float_cast", tensor, move |x| B::float_cast(x, dtype)) {
+        ZeroTensor::Shard(Shard { cell, views }) => {
+            ZeroTensor::Shard(Shard { cell, views: views.with_dtype(dtype.into()) })
+        }
+        other => other,
+    }
+}
+
+/// An elementwise operation of two tensors.
+pub(crate) fn binary<B: Backend>(
+    op: &'static str,
+    lhs: ZeroTensor<B>,
+    rhs: ZeroTensor<B>,
+    f: impl Fn(B::FloatTensorPrimitive, B::FloatTensorPrimitive) -> B::FloatTensorPrimitive + Send + Sync + 'static,
+) -> ZeroTensor<B> {
+    match (lhs, rhs) {
+        (ZeroTensor::Shard(a), ZeroTensor::Shard(b))
+            if Arc::ptr_eq(&a.cell, &b.cell) && a.is_parameter() && a.views.only_maps() && b.views.only_maps() =>
+        {
+            // Two functions of one parameter are one function of it.
+            let views = Views::none(a.cell.shape.clone(), a.views.dtype());
+            let (of_a, of_b) = (a.views, b.views);
+            let both = move |x: B::FloatTensorPrimitive, extent| {
+                f(of_a.apply_maps(x.clone(), extent), of_b.apply_maps(x, extent))
+            };
+            ZeroTensor::Shard(Shard { cell: a.cell, views: views.map(Arc::new(both)) })
+        }
+        (ZeroTensor::Shard(a), ZeroTensor::Shard(b)) if computes_on_pieces(&a, &b) => {
+            // An optimizer updates a parameter, or mixes it into a gradient (weight decay).
+            if a.is_parameter() || b.is_parameter() {
+                a.cell.context.before_update();
+            }
+            let accumulates = op == ADD && a.cell.kind() == Kind::Gradient && b.cell.kind() == Kind::Gradient;
+            let kind = if accumulates { Kind::Gradient } else { Kind::Optimizer };
+            let origin =
+                if op == SUB && a.is_parameter() { Origin::Version } else { Cell::derivation(op, &[&a.cell, &b.cell]) };
+            let parent = if a.cell.slot.is_some() { &a.cell } else { &b.cell };
+            let template = parent.template(kind, origin);
+            // Without other handles on the operands, the inner backend may compute in place.
+            let (x, y) = (a.into_piece(), b.into_piece());
+            ZeroTensor::Shard(Shard::new(Cell::ready(template, f(x, y))))
+        }
+        (ZeroTensor::Shard(a), ZeroTensor::Replicated(b)) if is_single(&b) => {
+            let b = B::float_reshape(b, Shape::new([1]));
+            unary(op, ZeroTensor::Shard(a), move |x| {
+                let ones = Shape::from(vec![1; x.shape().num_dims()]);
+                f(x, B::float_reshape(b.clone(), ones))
+            })
+        }
+        (ZeroTensor::Replicated(a), ZeroTensor::Shard(b)) if is_single(&a) => {
+            let a = B::float_reshape(a, Shape::new([1]));
+            unary(op, ZeroTensor::Shard(b), move |y| {
+                let ones = Shape::from(vec![1; y.shape().num_dims()]);
+                f(B::float_reshape(a.clone(), ones), y)
+            })
+        }
+        (ZeroTensor::Replicated(a), ZeroTensor::Replicated(b)) => ZeroTensor::Replicated(f(a, b)),
+        (lhs, rhs) => {
+            refuse_unreduced(op, &lhs, &rhs);
+            ZeroTensor::Dense(f(lhs.load(), rhs.load()))
+        }
+    }
+}
+
+/// The operation that accumulates gradients.
+const ADD: &str = "float_add";
+/// The operation that ends an optimizer's step.
+const SUB: &str = "float_sub";
+
+/// `mask_fill`: elements where `mask` holds become `value`.
+pub(crate) fn mask_fill<B: Backend>(
+    tensor: ZeroTensor<B>,
+    mask: B::BoolTensorPrimitive,
+    value: Scalar,
+) -> ZeroTensor<B> {
+    match tensor {
+        ZeroTensor::Shard(shard) if shard.views.only_maps() && mask.shape() == shard.cell.shape => {
+            let (partition, place) = (shard.cell.partition, shard.cell.place());
+            if !shard.is_parameter() {
+                let mask = mask_piece::<B>(mask, partition, place);
+                return piecewise("float_mask_fill", shard, |x| B::float_mask_fill(x, mask, value));
+            }
+            let Shard { cell, views } = shard;
+            let views = views.map(Arc::new(move |x, extent| {
+                let mask = match extent {
+                    Extent::Whole => mask.clone(),
+                    Extent::Piece(partition, place) => mask_piece::<B>(mask.clone(), partition, place),
+                };
+                B::float_mask_fill(x, mask, value)
+            }));
+            ZeroTensor::Shard(Shard { cell, views })
+        }
+        tensor => ZeroTensor::Dense(B::float_mask_fill(tensor.load(), mask, value)),
+    }
+}
+
+/// `mask_where`: elements where `mask` holds become those of `value`.
+pub(crate) fn mask_where<B: Backend>(
+    tensor: ZeroTensor<B>,
+    mask: B::BoolTensorPrimitive,
+    value: ZeroTensor<B>,
+) -> ZeroTensor<B> {
+    match (tensor, value) {
+        (ZeroTensor::Shard(a), ZeroTensor::Shard(b)) if computes_on_pieces(&a, &b) && mask.shape() == a.cell.shape => {
+            let mask = mask_piece::<B>(mask, a.cell.partition, a.cell.place());
+            binary("float_mask_where", ZeroTensor::Shard(a), ZeroTensor::Shard(b), move |x, y| {
+                B::float_mask_where(x, mask.clone(), y)
+            })
+        }
+        (tensor, value) => {
+            refuse_unreduced("float_mask_where", &tensor, &value);
+            ZeroTensor::Dense(B::float_mask_where(tensor.load(), mask, value.load()))
+        }
+    }
+}
+
+fn mask_piece<B: Backend>(mask: B::BoolTensorPrimitive, partition: Partition, place: usize) -> B::BoolTensorPrimitive {
+    let range = partition.range(place);
+    let flat = B::bool_reshape(mask, Shape::new([partition.numel()]));
+    // A rank without a piece computes on one element of filler; any mask value serves.
+    let range = if range.is_empty() { 0..1 } else { range };
+    B::bool_slice(flat, &[Slice::from(range)])
+}
+
+/// The sum of all elements. Of a piece it is added in rank order at every stage, so that stages give the same bits.
+pub(crate) fn sum<B: Backend>(tensor: ZeroTensor<B>) -> ZeroTensor<B> {
+    reduce(tensor, ReduceOp::Sum, 1.0, B::float_sum, B::float_sum)
+}
+
+/// A full reduction: `whole` of an ordinary tensor, `sign * op(piece)` of pieces.
+///
+/// A parameter is gathered for it, because a forward pass must not wait for another rank to come to the same operation;
+/// the result is replicated, as parameters are alike on all ranks.
+pub(crate) fn reduce<B: Backend>(
+    tensor: ZeroTensor<B>,
+    op: ReduceOp,
+    sign: f64,
+    whole: impl FnOnce(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
+    piece: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
+) -> ZeroTensor<B> {
+    match tensor {
+        ZeroTensor::Dense(tensor) => ZeroTensor::Dense(whole(tensor)),
+        ZeroTensor::Shard(shard)
+            if shard.views.is_empty() && !shard.is_parameter() && !shard.cell.partition.is_empty() =>
+        {
+            let neutral = if op == ReduceOp::Sum { 0.0 } else { f64::NEG_INFINITY };
+            replicated(&shard.cell, sign * reduce_pieces(&shard.cell, op, neutral, piece))
+        }
+        alike => ZeroTensor::Replicated(whole(alike.load())),
+    }
+}
+
+/// Reduces each rank's piece with `f`, then the ranks' numbers in rank order.
+fn reduce_pieces<B: Backend>(
+    cell: &Arc<Cell<B>>,
+    op: ReduceOp,
+    neutral: f64,
+    f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
+) -> f64 {
+    let computed = piece_numbers(cell, f);
+    if cell.partition.is_whole() {
+        let combine = |a: f64, b: f64| if op == ReduceOp::Sum { a + b } else { a.max(b) };
+        computed.into_iter().map(|(_, number)| number).fold(neutral, combine)
+    } else {
+        let mine = computed.first().map_or(neutral, |&(_, number)| number);
+        cell.context.reduce_scalars(vec![mine], op)[0]
+    }
+}
+
+/// `f` of each rank's piece that this rank holds: its own, or, at stage 0, every rank's, so that the same numbers are
+/// added in the same order at every stage. Ranks without elements are left out.
+pub(crate) fn piece_numbers<B: Backend>(
+    cell: &Arc<Cell<B>>,
+    f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
+) -> Vec<(usize, f64)> {
+    let context = &cell.context;
+    let pieces = Partition::new(cell.partition.numel(), context.world);
+    let number = |tensor| read::<B>(f(tensor)).iter::<f64>().next().expect("a full reduction gives one number");
+    if !cell.partition.is_whole() {
+        let mine = (pieces.len(context.rank) > 0).then(|| (context.rank, number(cell.local())));
+        return mine.into_iter().collect();
+    }
+    let local = cell.local();
+    (0..pieces.world())
+        .filter(|&rank| pieces.len(rank) > 0)
+        .map(|rank| (rank, number(B::float_slice(local.clone(), &[Slice::from(pieces.range(rank))]))))
+        .collect()
+}
+
+fn replicated<B: Backend>(cell: &Cell<B>, value: f64) -> ZeroTensor<B> {
+    let data = TensorData::new(vec![value], Shape::new([1])).convert_dtype(cell.dtype);
+    ZeroTensor::Replicated(B::float_from_data(data, &cell.device))
+}
+
+/// Whether an operation of `a` and `b` runs on their pieces: they are cut alike, nothing but elementwise operations has
+/// been recorded of them, and one of them is not a parameter (two parameters meet in a forward pass, not in an update).
+fn computes_on_pieces<B: Backend>(a: &Shard<B>, b: &Shard<B>) -> bool {
+    a.cell.partition == b.cell.partition
+        && a.cell.shape == b.cell.shape
+        && a.views.only_maps()
+        && b.views.only_maps()
+        && !(a.is_parameter() && b.is_parameter())
+}
+
+fn is_single<T: TensorMetadata>(tensor: &T) -> bool {
+    tensor.shape().num_elements() == 1
+}
+
+fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<B>) {
+    let several_ranks = |shard: &Shard<B>| shard.cell.context.world > 1;
+    if let (ZeroTensor::Shard(shard), ZeroTensor::Dense(_)) | (ZeroTensor::Dense(_), ZeroTensor::Shard(shard)) =
+        (lhs, rhs)
+    {
+        if several_ranks(shard) && !shard.is_parameter() {
+            panic!(
+                "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor, which differs from rank \
+                 to rank: pass every gradient through zero_burn::module::collect_grads before accumulating or stepping, \
+                 and load optimizer records inside zero_burn::load_state",
+                shard.views.shape().as_slice()
+            );
+        }
+    }
+    if let (SUB, ZeroTensor::Shard(shard), ZeroTensor::Dense(delta)) = (op, lhs, rhs) {
+        if several_ranks(shard) && shard.views.only_maps() && delta.shape() == shard.cell.shape {
+            panic!(
+                "a parameter of shape {:?} would be updated with a gradient that was never reduced over the ranks: \
+                 call zero_burn::module::prepare on the model, and zero_burn::module::collect_grads on its gradients, \
+                 before the optimizer's step",
+                shard.cell.shape.as_slice()
+            );
+        }
+    }
+}

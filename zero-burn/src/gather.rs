@@ -1,0 +1,303 @@
+//! Loads: from a cell to the whole tensor, and the policy by which the whole is kept.
+//!
+//! A parameter is gathered by reading the other ranks' pieces where they lie ([`zero_core::window`]); they do not take
+//! part. At stages 0 to 2 the whole is kept until the parameter is updated. At stage 3 it is kept only when it is small
+//! (persistence threshold) or needed again at once, and gathered again otherwise; the order of gathers of one step (the
+//! *trace*) is recorded and tells, in the next step, what to prefetch and what is needed again.
+//!
+//! Gradients and optimizer state are read the same way when they are saved or inspected, in any order, and never kept;
+//! every rank must do so, as their owners wait until all have read. Only state that was loaded and not used yet has no
+//! name that other ranks know: it is gathered by a collective, in the same order on every rank.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use burn_backend::{Backend, TensorData};
+use burn_std::{DType, Shape, reader::try_read_sync};
+use parking_lot::Mutex;
+use zero_core::CommError;
+use zero_core::accounting::WireKind;
+
+use crate::config::ZeroConfig;
+use crate::context::{Context, Slot, Worker, raise};
+use crate::shard::{Cell, Kind};
+
+/// The whole tensor of `cell` in its own shape.
+pub(crate) fn load<B: Backend>(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
+    cell.adopt();
+    if cell.partition.is_empty() {
+        return empty::<B>(&cell.shape, cell.dtype, &cell.device);
+    }
+    if cell.partition.is_whole() {
+        return B::float_reshape(cell.local(), cell.shape.clone());
+    }
+    match &cell.slot {
+        Some(slot) if cell.is_version() => load_parameter(cell, slot),
+        Some(_) => {
+            let whole = gather(cell).unwrap_or_else(|error| raise(error));
+            // Optimizers replace their state at once: not before every rank has read it.
+            cell.context.barrier();
+            whole
+        }
+        None => gather_collectively(cell),
+    }
+}
+
+/// A tensor without elements: created from data, as not every backend slices or reshapes to nothing.
+pub(crate) fn empty<B: Backend>(shape: &Shape, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
+    B::float_from_data(TensorData::from_bytes_vec(Vec::new(), shape.clone(), dtype), device)
+}
+
+fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::FloatTensorPrimitive {
+    let context = &cell.context;
+    let keep = context.gatherer.plan_load(context, slot);
+    let mut state = cell.state.lock();
+    // The prefetch thread may be at it. Its gather has a deadline, and so has this wait.
+    while state.gathering {
+        cell.changed.wait_for(&mut state, Duration::from_millis(20));
+    }
+    if state.whole.is_none() {
+        drop(state);
+        let whole = gather(cell).unwrap_or_else(|error| raise(error));
+        state = cell.state.lock();
+        cell.update(&mut state, |state| state.whole = Some(whole));
+    }
+    if std::mem::take(&mut state.prefetched) {
+        context.gatherer.forget_prefetched(cell.partition.numel());
+    }
+    let sharded_home = context.config.stage.shards_parameters();
+    cell.update(&mut state, |state| {
+        if !sharded_home && state.local.is_some() {
+            // Stages 1 and 2: the whole is the parameter's home; a piece beside it would be held twice.
+            state.local = None;
+        }
+        if keep { state.whole.clone() } else { state.whole.take() }
+    })
+    .expect("the whole was put there above")
+}
+
+/// Reads all pieces and joins them.
+fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommError> {
+    let (context, partition) = (&cell.context, cell.partition);
+    let (slot, key) = (cell.slot.as_ref(), cell.key);
+    let (slot, key) = slot.zip(key).expect("only what belongs to a parameter is read one-sidedly");
+    let mut pieces = Vec::with_capacity(partition.world());
+    for rank in 0..partition.world() {
+        if partition.len(rank) == 0 {
+            continue;
+        }
+        if rank == context.rank {
+            pieces.push(cell.local());
+        } else {
+            let peer = context.window.read(rank, key, slot)?;
+            if peer.shape != cell.shape || peer.dtype != cell.dtype {
+                return Err(CommError::Mismatch {
+                    group: "window".into(),
+                    seq: slot.index,
+                    rank: context.rank,
+                    op: format!("a gather of {slot} of {:?}", cell.dtype),
+                    other_rank: rank,
+                    other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
+                });
+            }
+            pieces.push(peer.local());
+        }
+    }
+    let received = partition.numel() - partition.len(context.rank);
+    context.wire.add(WireKind::AllGather, received * cell.dtype.size());
+    let flat = match pieces.len() {
+        1 => pieces.swap_remove(0),
+        _ => B::float_cat(pieces, 0),
+    };
+    Ok(B::float_reshape(flat, cell.shape.clone()))
+}
+
+/// Gathers a tensor that has no name; every rank must call it.
+fn gather_collectively<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
+    let (partition, size) = (cell.partition, cell.dtype.size());
+    let mut bytes = read::<B>(cell.local()).into_bytes().to_vec();
+    bytes.truncate(partition.len(cell.place()) * size);
+    bytes.resize(partition.stride() * size, 0);
+    let mut whole = cell.context.gather_bytes(bytes);
+    whole.truncate(partition.numel() * size);
+    B::float_from_data(TensorData::from_bytes_vec(whole, cell.shape.clone(), cell.dtype), &cell.device)
+}
+
+/// A tensor's data, on the host, now.
+pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
+    let data = try_read_sync(B::float_into_data(tensor)).expect("the inner backend reads synchronously");
+    data.unwrap_or_else(|error| panic!("reading a tensor from the device failed: {error}"))
+}
+
+/// The order of gathers of the last step and the place in it.
+#[derive(Default)]
+struct Trace {
+    /// This step's gathers so far.
+    recorded: Vec<(u64, usize)>,
+    /// The last step's, with the number of elements gathered before the same parameter's next use.
+    plan: Vec<(u64, usize, usize)>,
+    cursor: usize,
+    /// Where prefetch has got to.
+    ahead: usize,
+    /// Whether this step has followed the plan so far.
+    followed: bool,
+}
+
+/// A parameter to be gathered ahead of its use.
+type Job<B> = Arc<Cell<B>>;
+
+/// The policy of stage 3.
+pub(crate) struct Gatherer<B: Backend> {
+    trace: Mutex<Trace>,
+    prefetch: Worker<Job<B>>,
+    /// Elements gathered ahead and not used yet.
+    prefetched: AtomicUsize,
+    max_reuse_distance: usize,
+    prefetch_bucket_size: usize,
+}
+
+impl<B: Backend> Gatherer<B> {
+    pub(crate) fn new(rank: usize, config: &ZeroConfig) -> Self {
+        Self {
+            trace: Mutex::default(),
+            prefetch: Worker::new(format!("rank-{rank}-prefetch")),
+            prefetched: AtomicUsize::new(0),
+            max_reuse_distance: config.max_reuse_distance,
+            prefetch_bucket_size: config.prefetch_bucket_size,
+        }
+    }
+
+    pub(crate) fn forget_prefetched(&self, numel: usize) {
+        self.prefetched.fetch_sub(numel, Ordering::Relaxed);
+    }
+
+    pub(crate) fn stop(&self) {
+        self.prefetch.stop();
+    }
+
+    /// Records a load; returns whether its result is to be kept. Starts what is due ahead of it.
+    fn plan_load(&self, context: &Context<B>, slot: &Slot<B>) -> bool {
+        let config = &context.config;
+        let numel = slot.partition.numel();
+        if !config.stage.shards_parameters() || numel <= config.param_persistence_threshold {
+            return true;
+        }
+        let mut trace = self.trace.lock();
+        if trace.plan.get(trace.cursor).is_none_or(|&(index, ..)| index != slot.index) {
+            // Off the plan: an evaluation, or another path through the model. A step that begins again is followed
+            // from its beginning.
+            trace.followed = trace.plan.first().is_some_and(|&(index, ..)| index == slot.index);
+            trace.cursor = 0;
+            trace.ahead = 0;
+            if trace.followed {
+                trace.recorded.clear();
+            }
+        }
+        trace.recorded.push((slot.index, numel));
+        if !trace.followed {
+            return false;
+        }
+        let reuse_distance = trace.plan[trace.cursor].2;
+        trace.cursor += 1;
+        let room = self.room(context);
+        self.prefetch_from(context, &mut trace, room.saturating_sub(numel));
+        reuse_distance <= self.max_reuse_distance && numel <= room
+    }
+
+    /// Elements that may still be gathered and kept.
+    fn room(&self, context: &Context<B>) -> usize {
+        let live = context.gauges.gathered.live() as usize / size_of::<f32>();
+        context.config.max_live_parameters.saturating_sub(live)
+    }
+
+    fn prefetch_from(&self, context: &Context<B>, trace: &mut Trace, mut room: usize) {
+        trace.ahead = trace.ahead.max(trace.cursor);
+        while let Some(&(index, numel, _)) = trace.plan.get(trace.ahead) {
+            let ahead = self.prefetched.load(Ordering::Relaxed);
+            if ahead + numel > self.prefetch_bucket_size || numel > room {
+                return;
+            }
+            trace.ahead += 1;
+            let Some(cell) = context.slot(index).current.lock().upgrade() else { continue };
+            {
+                let mut state = cell.state.lock();
+                if state.whole.is_some() || state.gathering {
+                    continue;
+                }
+                state.gathering = true;
+            }
+            room -= numel;
+            self.prefetched.fetch_add(numel, Ordering::Relaxed);
+            self.prefetch.send(cell, |inbox| {
+                for cell in inbox {
+                    let result = gather(&cell);
+                    let mut state = cell.state.lock();
+                    cell.update(&mut state, |state| {
+                        state.gathering = false;
+                        // An error is left to the load, which meets it again on the rank's own thread.
+                        state.whole = result.ok();
+                        state.prefetched = state.whole.is_some();
+                    });
+                    if !state.prefetched {
+                        cell.context.gatherer.forget_prefetched(cell.partition.numel());
+                    }
+                    cell.changed.notify_all();
+                }
+            });
+        }
+    }
+
+    /// A step has ended: its gathers become the plan, and what was gathered for nothing is dropped.
+    pub(crate) fn end_cycle(&self) {
+        let mut trace = self.trace.lock();
+        let recorded = std::mem::take(&mut trace.recorded);
+        trace.plan = with_reuse_distances(&recorded);
+        trace.cursor = 0;
+        trace.ahead = 0;
+        trace.followed = false;
+    }
+
+    /// Drops gathered copies that the policy does not keep between steps.
+    pub(crate) fn drop_unused(&self, context: &Context<B>) {
+        let indices: Vec<u64> = self.trace.lock().plan.iter().map(|&(index, ..)| index).collect();
+        for index in indices {
+            let Some(cell) = context.slot(index).current.lock().upgrade() else { continue };
+            let mut state = cell.state.lock();
+            if cell.kind() == Kind::Parameter && !state.gathering && state.local.is_some() && state.whole.is_some() {
+                if std::mem::take(&mut state.prefetched) {
+                    self.forget_prefetched(cell.partition.numel());
+                }
+                cell.update(&mut state, |state| state.whole = None);
+            }
+        }
+    }
+}
+
+/// Adds to each gather the number of elements gathered between it and the next gather of the same parameter.
+fn with_reuse_distances(recorded: &[(u64, usize)]) -> Vec<(u64, usize, usize)> {
+    let mut plan: Vec<(u64, usize, usize)> = Vec::with_capacity(recorded.len());
+    // Elements gathered from a place to the end, and for each parameter that count at its next use.
+    let mut after = 0;
+    let mut at_next_use: HashMap<u64, usize> = HashMap::new();
+    for &(index, numel) in recorded.iter().rev() {
+        let distance = at_next_use.insert(index, after + numel).map_or(usize::MAX, |next| after - next);
+        plan.push((index, numel, distance));
+        after += numel;
+    }
+    plan.reverse();
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reuse_distances_count_what_lies_between() {
+        let plan = with_reuse_distances(&[(0, 10), (1, 5), (0, 10), (0, 10), (2, 3)]);
+        let distances: Vec<usize> = plan.iter().map(|&(_, _, distance)| distance).collect();
+        assert_eq!(distances, [5, usize::MAX, 0, usize::MAX, usize::MAX]);
+    }
+}

@@ -1,0 +1,239 @@
+//! What a training program calls on its module: [`prepare`] once, [`mark`] before a further forward pass, and
+//! [`collect_grads`] on every set of gradients.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Tensor, TensorPrimitive, backend::AutodiffBackend};
+use burn_autodiff::Autodiff;
+use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn_backend::distributed::DistributedParamId;
+use burn_backend::ops::FloatTensorOps;
+use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
+use zero_core::ReduceOp;
+
+use crate::ZeroDevice;
+use crate::backend::{Zero, reduce_in_place};
+use crate::birth::{Fill, parameter};
+use crate::context::{Context, raise};
+use crate::elementwise::piece_numbers;
+use crate::gather::read;
+use crate::shard::Cell;
+use crate::tensor::{Shard, ZeroTensor};
+
+/// An autodiff backend over [`Zero`]: `Autodiff<Zero<B>>`, with any checkpointing strategy.
+pub trait ZeroAutodiff:
+    AutodiffBackend<InnerBackend = Zero<Self::Base>, Device = ZeroDevice<<Self::Base as BackendTypes>::Device>>
+{
+    /// The backend that `Zero` decorates.
+    type Base: Backend;
+}
+
+impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
+    type Base = B;
+}
+
+/// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
+/// ranks), and every parameter that requires a gradient is marked for reduction.
+///
+/// Call it once, on the whole module, on every rank. It also creates parameters that are still lazy, in the order of
+/// the module's fields, which numbers them alike on every rank.
+///
+/// # Panics
+///
+/// With the launcher's error when ranks differ in their modules.
+pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> M {
+    struct Prepare<'a, A: ZeroAutodiff> {
+        context: Arc<Context<A::Base>>,
+        device: &'a A::Device,
+    }
+
+    impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
+            let (id, tensor, mapper) = param.consume();
+            let requires_grad = tensor.is_require_grad();
+            let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
+                return Param::from_mapped_value(id, tensor, mapper);
+            };
+            let (tensor, cell) = match primitive {
+                ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() => {
+                    (tensor, shard.cell.clone())
+                }
+                other => {
+                    let shard = share(&self.context, other, self.device);
+                    let cell = shard.cell.clone();
+                    let tensor =
+                        Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(shard)));
+                    (Tensor::from_inner(tensor).set_require_grad(requires_grad), cell)
+                }
+            };
+            let slot = cell.slot.clone().expect("a parameter's cell has a slot");
+            self.context.name_slot(DistributedParamId::from(id.val()), slot);
+            let tensor =
+                if requires_grad { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
+            Param::from_mapped_value(id, tensor, mapper)
+        }
+    }
+
+    module.map(&mut Prepare::<A> { context: Context::current(), device })
+}
+
+/// A dense tensor as a parameter, with rank 0's values.
+fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate::ZeroDevice<B::Device>) -> Shard<B> {
+    let (shape, dtype) = (tensor.shape(), tensor.dtype());
+    let bytes = context.broadcast_bytes(read::<B>(tensor.load()).as_bytes().to_vec());
+    let data = TensorData::from_bytes_vec(bytes, shape.clone(), dtype);
+    match parameter(Fill::Data(data), shape, device.inner(), dtype) {
+        ZeroTensor::Shard(shard) => shard,
+        _ => unreachable!("a parameter is always a shard"),
+    }
+}
+
+/// Marks the module's parameters for the next backward pass, and counts updated ones as parameters.
+///
+/// Burn's autodiff forgets a mark in the backward pass that used it; Burn's optimizers set it anew. So a loop of
+/// forward, backward and step needs no call. Call it before each further forward pass of the same step (accumulation,
+/// gradient penalties): gradients without a mark are reduced all the same, by [`collect_grads`], but only at the end.
+pub fn mark<A: ZeroAutodiff, M: Module<A>>(module: &M) {
+    struct Mark;
+    impl<A: ZeroAutodiff> ModuleVisitor<A> for Mark {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+            let tensor = param.val();
+            if let Some(shard) = shard_of(&tensor) {
+                shard.cell.adopt();
+            }
+            if tensor.is_require_grad() {
+                // The mark is kept by the graph under the tensor's identity, not by the returned handle.
+                drop(tensor.set_distributed(DistributedParamId::from(param.id.val())));
+            }
+        }
+    }
+    module.visit(&mut Mark);
+}
+
+fn shard_of<A: ZeroAutodiff, const D: usize>(tensor: &Tensor<A, D>) -> Option<Shard<A::Base>> {
+    match tensor.clone().inner().into_primitive() {
+        TensorPrimitive::Float(ZeroTensor::Shard(shard)) => Some(shard),
+        _ => None,
+    }
+}
+
+/// Completes a set of gradients: what the backward pass has not reduced is reduced now, and parameters that got a
+/// gradient on other ranks only get it here too. Every rank must call it after every backward pass.
+///
+/// After it, all ranks hold gradients for the same parameters, each as a shard, averaged over the ranks; Burn's
+/// optimizers, accumulators and clipping can be used on them.
+///
+/// # Panics
+///
+/// With the launcher's error when a collective fails.
+pub fn collect_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: GradientsParams, module: &M) -> GradientsParams {
+    let context = Context::<A::Base>::current();
+    let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };
+    module.visit(&mut leftovers);
+    let Leftovers { grads, found, .. } = leftovers;
+
+    let mut settled = context.take_settled();
+    if let Some(reducer) = &context.reducer {
+        reducer.begin(context.clone(), found.iter().map(|(slot, _)| slot.index).collect());
+    }
+    let mut reduced = HashMap::new();
+    for (slot, dense) in found {
+        let mut gradient = ZeroTensor::Dense(dense);
+        reduce_in_place(&context, &slot, &mut gradient);
+        if let ZeroTensor::Shard(shard) = gradient {
+            reduced.insert(slot.index, shard.cell);
+        }
+    }
+    if let Some(reducer) = &context.reducer {
+        settled.extend(reducer.end().unwrap_or_else(|error| raise(error)));
+    }
+    settled.extend(reduced);
+    let mut fill = Supply::<A> { grads, cells: settled, context };
+    module.visit(&mut fill);
+    fill.grads
+}
+
+/// Takes out the gradients that are still dense.
+struct Leftovers<A: ZeroAutodiff> {
+    grads: GradientsParams,
+    context: Arc<Context<A::Base>>,
+    found: Vec<(Arc<crate::context::Slot<A::Base>>, <A::Base as BackendTypes>::FloatTensorPrimitive)>,
+}
+
+impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+        let Some(gradient) = self.grads.remove::<A::InnerBackend, D>(param.id) else { return };
+        match gradient.into_primitive() {
+            TensorPrimitive::Float(ZeroTensor::Dense(dense)) => {
+                let Some(slot) = self.context.slot_of(DistributedParamId::from(param.id.val())) else {
+                    panic!(
+                        "a gradient came for parameter {} that zero_burn::module::prepare has not seen: call prepare \
+                         on the whole model before its first forward pass",
+                        param.id
+                    );
+                };
+                self.found.push((slot, dense));
+            }
+            other => self.grads.register::<A::InnerBackend, D>(param.id, Tensor::from_primitive(other)),
+        }
+    }
+}
+
+/// Puts reduced gradients in where this rank has none.
+struct Supply<A: ZeroAutodiff> {
+    grads: GradientsParams,
+    cells: HashMap<u64, Arc<Cell<A::Base>>>,
+    context: Arc<Context<A::Base>>,
+}
+
+impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<A> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+        let Some(slot) = self.context.slot_of(DistributedParamId::from(param.id.val())) else { return };
+        let Some(cell) = self.cells.remove(&slot.index) else { return };
+        let primitive = TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(cell)));
+        let tensor = Tensor::<A::InnerBackend, D>::from_primitive(primitive);
+        let tensor = match self.grads.remove::<A::InnerBackend, D>(param.id) {
+            Some(present) => present.add(tensor),
+            None => tensor,
+        };
+        self.grads.register::<A::InnerBackend, D>(param.id, tensor);
+    }
+}
+
+/// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on
+/// gradients from [`collect_grads`].
+pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
+    struct Squares<'a, A: ZeroAutodiff> {
+        grads: &'a GradientsParams,
+        context: Arc<Context<A::Base>>,
+        /// Per parameter one sum of squares for each rank's piece, zero where another rank computes it.
+        pieces: Vec<f64>,
+    }
+    impl<A: ZeroAutodiff> ModuleVisitor<A> for Squares<'_, A> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+            let Some(gradient) = self.grads.get::<A::InnerBackend, D>(param.id) else { return };
+            let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = gradient.into_primitive() else {
+                panic!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id)
+            };
+            let square = |x: <A::Base as BackendTypes>::FloatTensorPrimitive| {
+                A::Base::float_sum(A::Base::float_mul(x.clone(), x))
+            };
+            let computed = piece_numbers(&shard.cell, square);
+            let base = self.pieces.len();
+            self.pieces.resize(base + self.context.world, 0.0);
+            computed.into_iter().for_each(|(rank, sum)| self.pieces[base + rank] = sum);
+        }
+    }
+    let context = Context::<A::Base>::current();
+    let mut squares = Squares::<A> { grads, context: context.clone(), pieces: Vec::new() };
+    module.visit(&mut squares);
+    let mut pieces = squares.pieces;
+    // At stage 0 every rank has computed every piece, and they are equal; otherwise adding zeros changes no bit.
+    if context.config.stage.shards_optimizer() {
+        pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
+    }
+    pieces.iter().sum::<f64>().sqrt()
+}

@@ -1,0 +1,163 @@
+//! Neural-network operations. Where a backward operation reads only the shape of a weight, the weight is not gathered.
+
+use burn_backend::ops::*;
+
+use super::*;
+
+#[deny(clippy::missing_trait_methods)]
+impl<B: Backend> ModuleOps<Self> for Zero<B> {
+    forward! {
+        fn embedding(weights: float, indices: int) -> float;
+        fn embedding_backward(weights: shape_of, output_grad: float, indices: int) -> float;
+        fn linear(x: float, weight: float, bias: opt_float) -> float;
+        fn linear_x_backward(weight: float, output_grad: float) -> float;
+        fn linear_weight_backward(x: float, output_grad: float) -> float;
+        fn linear_bias_backward(output_grad: float) -> float;
+        fn conv1d(x: float, weight: float, bias: opt_float, options: (ConvOptions<1>)) -> float;
+        fn conv1d_x_backward(x: float, weight: float, output_grad: float, options: (ConvOptions<1>)) -> float;
+        fn conv1d_weight_backward(x: float, weight: shape_of, output_grad: float, options: (ConvOptions<1>)) -> float;
+        fn conv1d_bias_backward(x: float, bias: shape_of, output_grad: float) -> float;
+        fn conv2d(x: float, weight: float, bias: opt_float, options: (ConvOptions<2>)) -> float;
+        fn conv2d_x_backward(x: float, weight: float, output_grad: float, options: (ConvOptions<2>)) -> float;
+        fn conv2d_weight_backward(x: float, weight: shape_of, output_grad: float, options: (ConvOptions<2>)) -> float;
+        fn conv2d_bias_backward(x: float, bias: shape_of, output_grad: float) -> float;
+        fn deform_conv2d(x: float, offset: float, weight: float, mask: opt_float, bias: opt_float, options: (DeformConvOptions<2>)) -> float;
+        fn conv3d(x: float, weight: float, bias: opt_float, options: (ConvOptions<3>)) -> float;
+        fn conv3d_x_backward(x: float, weight: float, output_grad: float, options: (ConvOptions<3>)) -> float;
+        fn conv3d_weight_backward(x: float, weight: shape_of, output_grad: float, options: (ConvOptions<3>)) -> float;
+        fn conv3d_bias_backward(x: float, bias: shape_of, output_grad: float) -> float;
+        fn conv_transpose1d(x: float, weight: float, bias: opt_float, options: (ConvTransposeOptions<1>)) -> float;
+        fn conv_transpose1d_x_backward(weight: float, output_grad: float, options: (ConvTransposeOptions<1>)) -> float;
+        fn conv_transpose1d_weight_backward(x: float, weight: shape_of, output_grad: float, options: (ConvTransposeOptions<1>)) -> float;
+        fn conv_transpose1d_bias_backward(x: float, bias: shape_of, output_grad: float) -> float;
+        fn conv_transpose2d(x: float, weight: float, bias: opt_float, options: (ConvTransposeOptions<2>)) -> float;
+        fn conv_transpose2d_x_backward(weight: float, output_grad: float, options: (ConvTransposeOptions<2>)) -> float;
+        fn conv_transpose2d_weight_backward(x: float, weight: shape_of, output_grad: float, options: (ConvTransposeOptions<2>)) -> float;
+        fn conv_transpose2d_bias_backward(x: float, bias: shape_of, output_grad: float) -> float;
+        fn conv_transpose3d(x: float, weight: float, bias: opt_float, options: (ConvTransposeOptions<3>)) -> float;
+        fn conv_transpose3d_x_backward(weight: float, output_grad: float, options: (ConvTransposeOptions<3>)) -> float;
+        fn conv_transpose3d_weight_backward(x: float, weight: shape_of, output_grad: float, options: (ConvTransposeOptions<3>)) -> float;
+        fn conv_transpose3d_bias_backward(x: float, bias: shape_of, output_grad: float) -> float;
+        fn unfold4d(x: float, kernel_size: ([usize; 2]), options: (UnfoldOptions)) -> float;
+        fn avg_pool1d(x: float, kernel_size: (usize), stride: (usize), padding: (usize), count_include_pad: (bool), ceil_mode: (bool)) -> float;
+        fn avg_pool1d_backward(x: float, grad: float, kernel_size: (usize), stride: (usize), padding: (usize), count_include_pad: (bool), ceil_mode: (bool)) -> float;
+        fn avg_pool2d(x: float, kernel_size: ([usize; 2]), stride: ([usize; 2]), padding: ([usize; 2]), count_include_pad: (bool), ceil_mode: (bool)) -> float;
+        fn avg_pool2d_backward(x: float, grad: float, kernel_size: ([usize; 2]), stride: ([usize; 2]), padding: ([usize; 2]), count_include_pad: (bool), ceil_mode: (bool)) -> float;
+        fn adaptive_avg_pool2d(x: float, output_size: ([usize; 2])) -> float;
+        fn adaptive_avg_pool2d_backward(x: float, grad: float) -> float;
+        fn adaptive_avg_pool1d(x: float, output_size: (usize)) -> float;
+        fn adaptive_avg_pool1d_backward(x: float, grad: float) -> float;
+        fn max_pool1d(x: float, kernel_size: (usize), stride: (usize), padding: (usize), dilation: (usize), ceil_mode: (bool)) -> float;
+        fn max_pool2d(x: float, kernel_size: ([usize; 2]), stride: ([usize; 2]), padding: ([usize; 2]), dilation: ([usize; 2]), ceil_mode: (bool)) -> float;
+        fn interpolate(x: float, output_size: ([usize; 2]), options: (InterpolateOptions)) -> float;
+        fn interpolate_backward(x: float, grad: float, output_size: ([usize; 2]), options: (InterpolateOptions)) -> float;
+        fn attention(query: float, key: float, value: float, mask: opt_bool, attn_bias: opt_float, options: (AttentionModuleOptions)) -> float;
+        fn layer_norm(tensor: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float;
+        fn ctc_loss(log_probs: float, targets: int, input_lengths: int, target_lengths: int, blank: (usize)) -> float;
+        fn has_ctc_loss_backward() -> (bool);
+        fn ctc_loss_backward(log_probs: float, targets: int, input_lengths: int, target_lengths: int, grad_loss: float, blank: (usize)) -> float;
+        fn rfft(signal: float, dim: (usize), n: (Option<usize>)) -> float_float;
+        fn irfft(spectrum_re: float, spectrum_im: float, dim: (usize), n: (Option<usize>)) -> float;
+    }
+
+    fn deform_conv2d_backward(
+        x: ty!(float),
+        offset: ty!(float),
+        weight: ty!(float),
+        mask: ty!(opt_float),
+        bias: ty!(opt_float),
+        output_grad: ty!(float),
+        options: DeformConvOptions<2>,
+    ) -> DeformConv2dBackward<Self> {
+        let DeformConv2dBackward { x_grad, offset_grad, weight_grad, mask_grad, bias_grad } = B::deform_conv2d_backward(
+            x.load(),
+            offset.load(),
+            weight.load(),
+            mask.map(ZeroTensor::load),
+            bias.map(ZeroTensor::load),
+            output_grad.load(),
+            options,
+        );
+        DeformConv2dBackward::new(
+            ZeroTensor::Dense(x_grad),
+            ZeroTensor::Dense(offset_grad),
+            ZeroTensor::Dense(weight_grad),
+            mask_grad.map(ZeroTensor::Dense),
+            bias_grad.map(ZeroTensor::Dense),
+        )
+    }
+
+    fn max_pool1d_with_indices(
+        x: ty!(float),
+        kernel_size: usize,
+        stride: usize,
+        padding: usize,
+        dilation: usize,
+        ceil_mode: bool,
+    ) -> MaxPool1dWithIndices<Self> {
+        let MaxPool1dWithIndices { output, indices } =
+            B::max_pool1d_with_indices(x.load(), kernel_size, stride, padding, dilation, ceil_mode);
+        MaxPool1dWithIndices::new(ZeroTensor::Dense(output), indices)
+    }
+
+    fn max_pool1d_with_indices_backward(
+        x: ty!(float),
+        kernel_size: usize,
+        stride: usize,
+        padding: usize,
+        dilation: usize,
+        ceil_mode: bool,
+        output_grad: ty!(float),
+        indices: ty!(int),
+    ) -> MaxPool1dBackward<Self> {
+        let (x, output_grad) = (x.load(), output_grad.load());
+        let MaxPool1dBackward { x_grad } = B::max_pool1d_with_indices_backward(
+            x,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            ceil_mode,
+            output_grad,
+            indices,
+        );
+        MaxPool1dBackward::new(ZeroTensor::Dense(x_grad))
+    }
+
+    fn max_pool2d_with_indices(
+        x: ty!(float),
+        kernel_size: [usize; 2],
+        stride: [usize; 2],
+        padding: [usize; 2],
+        dilation: [usize; 2],
+        ceil_mode: bool,
+    ) -> MaxPool2dWithIndices<Self> {
+        let MaxPool2dWithIndices { output, indices } =
+            B::max_pool2d_with_indices(x.load(), kernel_size, stride, padding, dilation, ceil_mode);
+        MaxPool2dWithIndices::new(ZeroTensor::Dense(output), indices)
+    }
+
+    fn max_pool2d_with_indices_backward(
+        x: ty!(float),
+        kernel_size: [usize; 2],
+        stride: [usize; 2],
+        padding: [usize; 2],
+        dilation: [usize; 2],
+        ceil_mode: bool,
+        output_grad: ty!(float),
+        indices: ty!(int),
+    ) -> MaxPool2dBackward<Self> {
+        let (x, output_grad) = (x.load(), output_grad.load());
+        let MaxPool2dBackward { x_grad } = B::max_pool2d_with_indices_backward(
+            x,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            ceil_mode,
+            output_grad,
+            indices,
+        );
+        MaxPool2dBackward::new(ZeroTensor::Dense(x_grad))
+    }
+}

@@ -1,0 +1,139 @@
+//! Counter-based random numbers: element `i` of a draw depends on the seed, the draw's stream and `i` alone.
+//!
+//! So each rank can draw only its shard of a parameter, and what is drawn does not depend on the number of ranks. The
+//! mixer is SplitMix64's finalizer (Steele, Lea, Flood 2014, <https://doi.org/10.1145/2714064.2660195>) over a keyed
+//! Weyl sequence; normals are Box-Muller pairs.
+
+use std::ops::Range;
+
+use burn_backend::{Distribution, TensorData};
+use burn_std::{DType, Shape};
+
+const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// A hash of `words` that depends on their order.
+pub(crate) fn sign(words: &[u64]) -> u64 {
+    words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
+}
+
+/// A stream of random numbers addressed by position.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stream(u64);
+
+impl Stream {
+    /// The stream of `words` (such as seed, rank, draw number).
+    pub(crate) fn new(words: &[u64]) -> Self {
+        Self(sign(words))
+    }
+
+    fn bits(self, i: u64) -> u64 {
+        mix(self.0.wrapping_add(i.wrapping_add(1).wrapping_mul(WEYL)))
+    }
+
+    /// Uniform in [0, 1) with 53 bits.
+    fn unit(self, i: u64) -> f64 {
+        (self.bits(i) >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+    }
+
+    /// The pair of standard normals of positions `2 pair` and `2 pair + 1`.
+    fn normals(self, pair: u64) -> (f64, f64) {
+        // 1 - u lies in (0, 1], so that the logarithm is finite.
+        let radius = (-2.0 * (1.0 - self.unit(2 * pair)).ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * self.unit(2 * pair + 1)).sin_cos();
+        (radius * cos, radius * sin)
+    }
+
+    /// Elements `range` of a draw from `distribution`, in the type `T`.
+    fn sample<T>(self, range: Range<usize>, distribution: Distribution, from: impl Fn(f64) -> T) -> Vec<T> {
+        // 24 bits, so that an f32 never rounds up to the excluded upper end of [0, 1).
+        let unit24 = |i: usize| (self.bits(i as u64) >> 40) as f64 * (1.0 / (1u64 << 24) as f64);
+        let scaled =
+            |low: f64, high: f64| range.clone().map(|i| from(low + (high - low) * unit24(i))).collect::<Vec<T>>();
+        match distribution {
+            Distribution::Default => scaled(0.0, 1.0),
+            Distribution::Uniform(low, high) => scaled(low, high),
+            Distribution::Bernoulli(p) => range.map(|i| from(if unit24(i) < p { 1.0 } else { 0.0 })).collect(),
+            Distribution::Normal(mean, std) => {
+                let mut out = Vec::with_capacity(range.len());
+                let mut i = range.start;
+                while i < range.end {
+                    let (even, odd) = self.normals(i as u64 / 2);
+                    if i.is_multiple_of(2) {
+                        out.push(from(mean + std * even));
+                        i += 1;
+                    }
+                    if i < range.end {
+                        out.push(from(mean + std * odd));
+                        i += 1;
+                    }
+                }
+                out
+            }
+        }
+    }
+
+    /// Elements `range` of a draw as data of `shape` (whose size is the range's) and `dtype`.
+    pub(crate) fn data(
+        self,
+        range: Range<usize>,
+        distribution: Distribution,
+        shape: impl Into<Shape>,
+        dtype: DType,
+    ) -> TensorData {
+        match dtype {
+            DType::F32 => TensorData::new(self.sample(range, distribution, |x| x as f32), shape),
+            DType::F64 => TensorData::new(self.sample(range, distribution, |x| x), shape),
+            DType::I64 => TensorData::new(self.sample(range, distribution, |x| x as i64), shape),
+            DType::I32 => TensorData::new(self.sample(range, distribution, |x| x as i32), shape),
+            other => TensorData::new(self.sample(range, distribution, |x| x as f32), shape).convert_dtype(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(range: Range<usize>, distribution: Distribution) -> Vec<f64> {
+        let len = range.len();
+        Stream::new(&[1, 2]).data(range, distribution, [len], DType::F64).to_vec().unwrap()
+    }
+
+    #[test]
+    fn a_part_is_the_part_of_the_whole() {
+        for distribution in [Distribution::Default, Distribution::Normal(1.0, 2.0), Distribution::Bernoulli(0.3)] {
+            let whole = values(0..1000, distribution);
+            for range in [0..1, 3..4, 7..500, 500..1000, 999..1000] {
+                assert_eq!(values(range.clone(), distribution), whole[range]);
+            }
+        }
+    }
+
+    #[test]
+    fn moments_are_those_of_the_distribution() {
+        let n = 200_000;
+        let moments = |v: Vec<f64>| {
+            let mean = v.iter().sum::<f64>() / n as f64;
+            (mean, (v.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n as f64).sqrt())
+        };
+        let (mean, std) = moments(values(0..n, Distribution::Normal(0.5, 0.02)));
+        assert!((mean - 0.5).abs() < 3e-4 && (std - 0.02).abs() < 2e-4, "{mean} {std}");
+        let (mean, std) = moments(values(0..n, Distribution::Uniform(-1.0, 1.0)));
+        assert!(mean.abs() < 5e-3 && (std - 1.0 / 3f64.sqrt()).abs() < 3e-3, "{mean} {std}");
+        let (mean, _) = moments(values(0..n, Distribution::Bernoulli(0.1)));
+        assert!((mean - 0.1).abs() < 3e-3, "{mean}");
+    }
+
+    #[test]
+    fn streams_differ() {
+        let of = |words: &[u64]| Stream::new(words).bits(0);
+        assert_ne!(of(&[0, 1]), of(&[1, 0]));
+        assert_ne!(of(&[0]), of(&[0, 0]));
+    }
+}

@@ -1,0 +1,426 @@
+//! Gradient reduction beside the backward pass.
+//!
+//! The rank's thread only hands over gradients as the backward pass finishes them; it never waits there, because inside
+//! Burn's autodiff it holds locks that other ranks' threads may need. A reducer thread per rank does the rest:
+//!
+//! 1. *begin*: the ranks agree, by one small all-reduce, which parameters get a gradient on at least one of them.
+//! 2. The union, in descending order of birth (about the order in which a backward pass finishes them), is laid out in
+//!    buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
+//! 3. A bucket is sent when its last gradient has come: reduce-scatter (stages 2 and 3, and stage 1 at the end of the
+//!    pass), or all-reduce (stage 0). One bucket is in flight while the next is filled.
+//! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer holds up
+//!    nobody; their reduced gradients are handed back as *settled*.
+//!
+//! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn_backend::{Backend, TensorData};
+use burn_std::{DType, Shape};
+use crossbeam_channel::{Receiver, Sender, bounded};
+use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request, Stage};
+
+use crate::config::ZeroConfig;
+use crate::context::{Context, Slot, Worker};
+use crate::gather::read;
+use crate::shard::{Cell, GRADIENT, Kind, Template};
+
+/// A dense gradient on its way and the cell that will hold its reduced piece.
+pub(crate) struct Contribution<B: Backend> {
+    gradient: B::FloatTensorPrimitive,
+    cell: Arc<Cell<B>>,
+}
+
+enum Job<B: Backend> {
+    Begin { context: Arc<Context<B>>, indices: Vec<u64> },
+    Gradient { index: u64, contribution: Contribution<B> },
+    End { reply: Sender<Result<Settled<B>, CommError>> },
+}
+
+/// Reduced gradients of parameters that this rank had no gradient for, by parameter.
+pub(crate) type Settled<B> = Vec<(u64, Arc<Cell<B>>)>;
+
+/// The rank's end of its reducer thread.
+pub(crate) struct Reducer<B: Backend> {
+    worker: Worker<Job<B>>,
+    comm: Arc<dyn Collective>,
+    bucket_size: usize,
+    stage: Stage,
+}
+
+impl<B: Backend> Reducer<B> {
+    pub(crate) fn spawn(comm: Arc<dyn Collective>, config: &ZeroConfig) -> Self {
+        Self {
+            worker: Worker::new(format!("rank-{}-reducer", comm.rank())),
+            comm,
+            bucket_size: config.reduce_bucket_size,
+            stage: config.stage,
+        }
+    }
+
+    fn send(&self, job: Job<B>) {
+        let (comm, bucket_size, stage) = (self.comm.clone(), self.bucket_size, self.stage);
+        self.worker.send(job, move |inbox| serve(inbox, comm, bucket_size, stage));
+    }
+
+    /// A backward pass begins that will give gradients for the parameters `indices` on this rank.
+    pub(crate) fn begin(&self, context: Arc<Context<B>>, indices: Vec<u64>) {
+        self.send(Job::Begin { context, indices });
+    }
+
+    /// Hands a gradient over; `cell`, pending, will hold its reduced piece.
+    pub(crate) fn submit(
+        &self,
+        context: &Context<B>,
+        slot: &Slot<B>,
+        gradient: B::FloatTensorPrimitive,
+        cell: Arc<Cell<B>>,
+    ) {
+        context.gauges.gradients.add(slot.bytes());
+        self.send(Job::Gradient { index: slot.index, contribution: Contribution { gradient, cell } });
+    }
+
+    /// Waits until all gradients of this backward pass are reduced. Every collective under it has a deadline.
+    pub(crate) fn end(&self) -> Result<Settled<B>, CommError> {
+        let (reply, result) = bounded(1);
+        self.send(Job::End { reply });
+        result.recv().expect("the reducer answers before it ends")
+    }
+
+    pub(crate) fn stop(&self) {
+        self.worker.stop();
+    }
+}
+
+impl<B: Backend> Slot<B> {
+    fn bytes(&self) -> i64 {
+        (self.partition.numel() * self.dtype.size()) as i64
+    }
+}
+
+/// How the gradient of `slot` is cut.
+pub(crate) fn gradient_template<B: Backend>(
+    context: &Arc<Context<B>>,
+    slot: &Arc<Slot<B>>,
+    device: B::Device,
+) -> Template<B> {
+    Template {
+        context: context.clone(),
+        slot: Some(slot.clone()),
+        partition: slot.partition,
+        shape: slot.shape.clone(),
+        device,
+        kind: Kind::Gradient,
+        origin: GRADIENT,
+    }
+}
+
+/// One backward pass on the reducer thread.
+struct Pass<B: Backend> {
+    context: Arc<Context<B>>,
+    /// Parameters with a gradient on some rank, in the order in which they are laid out.
+    plan: Vec<u64>,
+    next: usize,
+    arrived: HashMap<u64, Contribution<B>>,
+    settled: Settled<B>,
+    buckets: Buckets<B>,
+}
+
+fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage) {
+    let mut pass: Option<Pass<B>> = None;
+    let mut failure: Option<CommError> = None;
+    for job in inbox {
+        let outcome = match job {
+            Job::Begin { context, indices } => {
+                failure = None;
+                agree(&*comm, &context, &indices).map(|plan| {
+                    let buckets = Buckets::new(comm.clone(), bucket_size, stage, &context, &plan);
+                    pass = Some(Pass { context, plan, next: 0, arrived: HashMap::new(), settled: Vec::new(), buckets });
+                })
+            }
+            Job::Gradient { index, contribution } => match (&mut pass, &failure) {
+                (Some(pass), None) => {
+                    pass.arrived.insert(index, contribution);
+                    // Stage 1 keeps whole gradients until the end of the pass, as its memory formula says.
+                    if stage == Stage::OptimizerState { Ok(()) } else { pass.advance() }
+                }
+                (_, failure) => {
+                    contribution.cell.settle(Err(failure.clone().unwrap_or_else(|| stray(&*comm))));
+                    Ok(())
+                }
+            },
+            Job::End { reply } => {
+                let result = match (failure.take(), pass.take()) {
+                    (Some(error), _) => Err(error),
+                    (None, Some(mut pass)) => {
+                        let result = pass.finish();
+                        if let Err(error) = &result {
+                            pass.fail(error);
+                        }
+                        result
+                    }
+                    (None, None) => Ok(Vec::new()),
+                };
+                // The rank's thread may have been stopped meanwhile: then nobody waits.
+                let _ = reply.send(result);
+                Ok(())
+            }
+        };
+        if let Err(error) = outcome {
+            if let Some(pass) = &mut pass {
+                pass.fail(&error);
+            }
+            failure = Some(error);
+        }
+    }
+}
+
+fn stray(comm: &dyn Collective) -> CommError {
+    CommError::Shape {
+        group: comm.label().into(),
+        seq: 0,
+        rank: comm.rank(),
+        op: "gradient".into(),
+        expected: "a gradient between the begin and the end of a backward pass".into(),
+        got: "one outside".into(),
+    }
+}
+
+/// The union over the ranks of the parameters that get a gradient, latest born first.
+fn agree<B: Backend>(comm: &dyn Collective, context: &Context<B>, indices: &[u64]) -> Result<Vec<u64>, CommError> {
+    let mut flags = vec![0u8; context.slot_count()];
+    for &index in indices {
+        flags[index as usize] = 1;
+    }
+    let union = comm.all_reduce(Buffer::U8(flags), ReduceOp::Max)?.into_u8();
+    Ok((0..union.len() as u64).rev().filter(|&index| union[index as usize] == 1).collect())
+}
+
+impl<B: Backend> Pass<B> {
+    /// Lays out gradients as far as they have come in the order of the plan.
+    fn advance(&mut self) -> Result<(), CommError> {
+        while let Some(index) = self.plan.get(self.next) {
+            let Some(contribution) = self.arrived.remove(index) else { break };
+            self.lay_out(*index, Some(contribution))?;
+        }
+        Ok(())
+    }
+
+    /// Lays out everything, zeros for what has not come.
+    fn finish(&mut self) -> Result<Settled<B>, CommError> {
+        while let Some(&index) = self.plan.get(self.next) {
+            let contribution = self.arrived.remove(&index);
+            self.lay_out(index, contribution)?;
+        }
+        self.buckets.flush()?;
+        self.buckets.wait()?;
+        Ok(std::mem::take(&mut self.settled))
+    }
+
+    fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
+        let slot = self.context.slot(index);
+        let (values, cell) = match contribution {
+            Some(Contribution { gradient, cell }) => (Some(read::<B>(gradient).convert::<f32>()), cell),
+            None => {
+                let device = self.buckets.device.clone();
+                let cell = Cell::pending(gradient_template(&self.context, &slot, device), slot.dtype);
+                self.settled.push((index, cell.clone()));
+                (None, cell)
+            }
+        };
+        self.next += 1;
+        let counted = if values.is_some() { slot.bytes() } else { 0 };
+        let values = values.as_ref().map(|data| data.as_slice::<f32>().expect("converted to f32 above"));
+        let result = self.buckets.push(values, cell, slot.partition.numel());
+        self.context.gauges.gradients.add(-counted);
+        result
+    }
+
+    fn fail(&mut self, error: &CommError) {
+        for (_, contribution) in self.arrived.drain() {
+            contribution.cell.settle(Err(error.clone()));
+        }
+        for (_, cell) in self.settled.drain(..) {
+            cell.settle(Err(error.clone()));
+        }
+        self.buckets.fail(error);
+    }
+}
+
+/// A gradient's reduced piece as it is put together from buckets.
+struct Piece<B: Backend> {
+    cell: Arc<Cell<B>>,
+    values: Vec<f32>,
+    /// Columns of the layout that have been reduced.
+    columns_done: usize,
+    columns: usize,
+}
+
+/// `columns` columns of piece `piece`, from its column `from`, at column `at` of the bucket.
+struct Segment {
+    piece: usize,
+    from: usize,
+    at: usize,
+    columns: usize,
+}
+
+/// Rows of one bucket: for each rank `capacity` columns.
+struct Buckets<B: Backend> {
+    comm: Arc<dyn Collective>,
+    stage: Stage,
+    device: B::Device,
+    /// Columns of a full bucket.
+    capacity: usize,
+    /// Columns still to come in this pass, so that the last bucket is no larger than it need be.
+    remaining: usize,
+    rows: Vec<f32>,
+    row_len: usize,
+    filled: usize,
+    segments: Vec<Segment>,
+    in_flight: Option<(Pending, Vec<Segment>, usize)>,
+    pieces: Vec<Option<Piece<B>>>,
+}
+
+impl<B: Backend> Buckets<B> {
+    fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, context: &Context<B>, plan: &[u64]) -> Self {
+        let world = comm.world();
+        let columns = |index: &u64| Partition::new(context.slot(*index).partition.numel(), world).stride();
+        Self {
+            capacity: (bucket_size / world).max(1),
+            remaining: plan.iter().map(columns).sum(),
+            comm,
+            stage,
+            device: context.device.clone(),
+            rows: Vec::new(),
+            row_len: 0,
+            filled: 0,
+            segments: Vec::new(),
+            in_flight: None,
+            pieces: Vec::new(),
+        }
+    }
+
+    /// Lays `values` (zeros if absent) of one gradient into buckets, sending those that fill up.
+    fn push(&mut self, values: Option<&[f32]>, cell: Arc<Cell<B>>, numel: usize) -> Result<(), CommError> {
+        let world = self.comm.world();
+        let layout = Partition::new(numel, world);
+        let piece = self.pieces.len();
+        let len = if self.stage.shards_optimizer() { layout.len(self.comm.rank()) } else { numel };
+        self.pieces.push(Some(Piece {
+            cell,
+            values: vec![0.0; len.max(1)],
+            columns_done: 0,
+            columns: layout.stride(),
+        }));
+        if numel == 0 {
+            self.complete(piece);
+            return Ok(());
+        }
+        let mut from = 0;
+        while from < layout.stride() {
+            if self.row_len == 0 {
+                self.row_len = self.capacity.min(self.remaining);
+                self.rows = vec![0.0; self.row_len * world];
+            }
+            let columns = (self.row_len - self.filled).min(layout.stride() - from);
+            if let Some(values) = values {
+                for rank in 0..world {
+                    let owned = layout.range(rank);
+                    let source = (owned.start + from).min(owned.end)..(owned.start + from + columns).min(owned.end);
+                    let at = rank * self.row_len + self.filled;
+                    self.rows[at..at + source.len()].copy_from_slice(&values[source]);
+                }
+            }
+            self.segments.push(Segment { piece, from, at: self.filled, columns });
+            self.filled += columns;
+            self.remaining -= columns;
+            from += columns;
+            if self.filled == self.row_len {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends the bucket, full by now, once the one before it is done.
+    fn flush(&mut self) -> Result<(), CommError> {
+        if self.filled == 0 {
+            return Ok(());
+        }
+        debug_assert_eq!(self.filled, self.row_len, "a bucket is never larger than what remains");
+        self.wait()?;
+        let rows = Buffer::F32(std::mem::take(&mut self.rows));
+        let request = if self.stage.shards_optimizer() {
+            Request::ReduceScatter(rows, ReduceOp::Sum)
+        } else {
+            Request::AllReduce(rows, ReduceOp::Sum)
+        };
+        let segments = std::mem::take(&mut self.segments);
+        self.in_flight = Some((self.comm.start(request), segments, self.row_len));
+        self.filled = 0;
+        self.row_len = 0;
+        Ok(())
+    }
+
+    /// Takes in the result of the bucket in flight.
+    fn wait(&mut self) -> Result<(), CommError> {
+        let Some((pending, segments, row_len)) = self.in_flight.take() else { return Ok(()) };
+        let reduced = match pending.wait() {
+            Ok(reduced) => reduced.into_f32(),
+            Err(error) => {
+                for segment in segments {
+                    if let Some(piece) = self.pieces[segment.piece].take() {
+                        piece.cell.settle(Err(error.clone()));
+                    }
+                }
+                return Err(error);
+            }
+        };
+        let world = self.comm.world();
+        let scale = 1.0 / world as f32;
+        for Segment { piece: index, from, at, columns } in segments {
+            let piece = self.pieces[index].as_mut().expect("a piece is completed by its last segment");
+            if self.stage.shards_optimizer() {
+                let from = from.min(piece.values.len());
+                let take = columns.min(piece.values.len() - from);
+                copy_scaled(&mut piece.values[from..from + take], &reduced[at..at + take], scale);
+            } else {
+                let layout = Partition::new(piece.values.len(), world);
+                for rank in 0..world {
+                    let owned = layout.range(rank);
+                    let target = (owned.start + from).min(owned.end)..(owned.start + from + columns).min(owned.end);
+                    let source = rank * row_len + at;
+                    let len = target.len();
+                    copy_scaled(&mut piece.values[target], &reduced[source..source + len], scale);
+                }
+            }
+            piece.columns_done += columns;
+            if piece.columns_done == piece.columns {
+                self.complete(index);
+            }
+        }
+        Ok(())
+    }
+
+    fn complete(&mut self, index: usize) {
+        let piece = self.pieces[index].take().expect("a piece is completed once");
+        let len = piece.values.len();
+        let dtype = piece.cell.dtype;
+        let mut data = TensorData::new(piece.values, Shape::new([len]));
+        if dtype != DType::F32 {
+            data = data.convert_dtype(dtype);
+        }
+        piece.cell.settle(Ok(B::float_from_data(data, &piece.cell.device)));
+    }
+
+    fn fail(&mut self, error: &CommError) {
+        for piece in self.pieces.iter_mut().filter_map(Option::take) {
+            piece.cell.settle(Err(error.clone()));
+        }
+    }
+}
+
+fn copy_scaled(target: &mut [f32], source: &[f32], scale: f32) {
+    target.iter_mut().zip(source).for_each(|(t, s)| *t = s * scale);
+}

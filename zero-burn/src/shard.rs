@@ -1,0 +1,375 @@
+//! A cell: this rank's piece of one flat tensor, and, while it is worth keeping, the gathered whole.
+//!
+//! States of `local` and `whole`:
+//! * *pending*: a gradient whose reduction is under way; neither is there yet. Ends in *ready* or *failed*.
+//! * *ready, sharded*: `local` is there (stage 3, optimizer state, reduced gradients); `whole` comes and goes by the
+//!   policy of [`crate::gather`].
+//! * *ready, whole*: only `whole` is there (parameters at stages 1 and 2: the piece is a slice of it, taken on demand).
+//!
+//! A cell is written by its owner's thread or by the owner's reducer and prefetch threads, and read by other ranks
+//! through the window; its mutex gives the happens-before edge.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use burn_backend::{Backend, TensorMetadata};
+use burn_std::{DType, Shape, Slice};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use zero_core::accounting::Gauge;
+use zero_core::window::Key;
+use zero_core::{CommError, Partition};
+
+use crate::context::{Context, Slot, raise};
+use crate::random::sign;
+
+/// What a cell's bytes are counted as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    Parameter,
+    Gradient,
+    Optimizer,
+}
+
+pub(crate) struct State<B: Backend> {
+    pub(crate) local: Option<B::FloatTensorPrimitive>,
+    pub(crate) whole: Option<B::FloatTensorPrimitive>,
+    pub(crate) pending: bool,
+    pub(crate) failed: Option<CommError>,
+    /// A gather is under way, by this rank's main or prefetch thread.
+    pub(crate) gathering: bool,
+    /// `whole` was put there ahead of its use and counts against the prefetch budget.
+    pub(crate) prefetched: bool,
+}
+
+impl<B: Backend> State<B> {
+    fn new() -> Self {
+        Self { local: None, whole: None, pending: false, failed: None, gathering: false, prefetched: false }
+    }
+}
+
+pub(crate) struct Cell<B: Backend> {
+    pub(crate) context: Arc<Context<B>>,
+    /// The parameter that this belongs to: as a version of it, its gradient, or optimizer state. Absent of optimizer
+    /// state that was loaded and not used yet.
+    pub(crate) slot: Option<Arc<Slot<B>>>,
+    /// Under which the other ranks read this rank's piece.
+    pub(crate) key: Option<Key>,
+    signature: u64,
+    /// A version of the parameter as a module holds it, not something an optimizer derives on the way.
+    is_version: bool,
+    pub(crate) partition: Partition,
+    pub(crate) shape: Shape,
+    pub(crate) dtype: DType,
+    pub(crate) device: B::Device,
+    kind: AtomicU8,
+    /// Kept for other ranks only, see [`Context::retire`].
+    retired: bool,
+    pub(crate) state: Mutex<State<B>>,
+    pub(crate) changed: Condvar,
+}
+
+/// What a cell derived from another has in common with it.
+pub(crate) struct Template<B: Backend> {
+    pub(crate) context: Arc<Context<B>>,
+    pub(crate) slot: Option<Arc<Slot<B>>>,
+    pub(crate) partition: Partition,
+    pub(crate) shape: Shape,
+    pub(crate) device: B::Device,
+    pub(crate) kind: Kind,
+    pub(crate) origin: Origin,
+}
+
+/// How a cell came to be, see [`crate::context::Names`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// A parameter's birth or update.
+    Version,
+    /// Anything else, by its signature.
+    Derived(u64),
+}
+
+/// Signature of a reduced gradient.
+pub(crate) const GRADIENT: Origin = Origin::Derived(1);
+/// Signature of loaded state, and of whatever was there before the last version.
+pub(crate) const PRIOR: Origin = Origin::Derived(2);
+/// Signature of a version in what is derived from it.
+const VERSION_SIGNATURE: u64 = 3;
+
+impl<B: Backend> core::fmt::Debug for Cell<B> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let what = match &self.slot {
+            Some(slot) => format!("{slot}"),
+            None => format!("{:?}", self.shape.as_slice()),
+        };
+        write!(f, "{:?} shard of {what} on rank {}", self.kind(), self.context.rank)
+    }
+}
+
+impl<B: Backend> Cell<B> {
+    fn new(template: Template<B>, dtype: DType, state: State<B>) -> Arc<Self> {
+        let Template { context, slot, partition, shape, device, kind, origin } = template;
+        let key = slot.as_ref().map(|slot| {
+            let mut names = slot.names.lock();
+            match origin {
+                Origin::Version => names.version(slot.index),
+                Origin::Derived(signature) => names.derived(slot.index, signature),
+            }
+        });
+        let signature = match origin {
+            Origin::Version => VERSION_SIGNATURE,
+            Origin::Derived(signature) => signature,
+        };
+        let cell = Arc::new(Self {
+            context,
+            slot,
+            key,
+            signature,
+            is_version: origin == Origin::Version,
+            partition,
+            shape,
+            dtype,
+            device,
+            kind: AtomicU8::new(kind as u8),
+            retired: false,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        {
+            let state = cell.state.lock();
+            cell.count(&state, 1);
+        }
+        if let (Some(slot), Some(key)) = (&cell.slot, cell.key) {
+            cell.context.window.publish(key, &cell);
+            if cell.is_version {
+                *slot.current.lock() = Arc::downgrade(&cell);
+            }
+        }
+        cell
+    }
+
+    /// A cell whose piece is there.
+    pub(crate) fn ready(template: Template<B>, local: B::FloatTensorPrimitive) -> Arc<Self> {
+        let dtype = local.dtype();
+        Self::new(template, dtype, State { local: Some(local), ..State::new() })
+    }
+
+    /// A parameter that this rank holds whole.
+    pub(crate) fn whole(template: Template<B>, whole: B::FloatTensorPrimitive) -> Arc<Self> {
+        let dtype = whole.dtype();
+        Self::new(template, dtype, State { whole: Some(whole), ..State::new() })
+    }
+
+    /// A cell whose piece is still being reduced.
+    pub(crate) fn pending(template: Template<B>, dtype: DType) -> Arc<Self> {
+        Self::new(template, dtype, State { pending: true, ..State::new() })
+    }
+
+    pub(crate) fn kind(&self) -> Kind {
+        match self.kind.load(Ordering::Relaxed) {
+            0 => Kind::Parameter,
+            1 => Kind::Gradient,
+            _ => Kind::Optimizer,
+        }
+    }
+
+    pub(crate) fn is_version(&self) -> bool {
+        self.is_version
+    }
+
+    /// What this contributes to the signature of something derived from it now.
+    fn signature(&self) -> u64 {
+        let before_last_version = match (&self.slot, self.key) {
+            (Some(slot), Some(key)) => !self.is_version && key.version < slot.names.lock().epoch(),
+            _ => true,
+        };
+        match PRIOR {
+            Origin::Derived(prior) if before_last_version => prior,
+            _ => self.signature,
+        }
+    }
+
+    /// The origin of what operation `op` makes of cells.
+    pub(crate) fn derivation(op: &str, cells: &[&Cell<B>]) -> Origin {
+        let name = op.bytes().fold(0, |hash: u64, byte| sign(&[hash, u64::from(byte)]));
+        let words: Vec<u64> = std::iter::once(name).chain(cells.iter().map(|cell| cell.signature())).collect();
+        Origin::Derived(sign(&words))
+    }
+
+    /// The same description for a derived cell.
+    pub(crate) fn template(&self, kind: Kind, origin: Origin) -> Template<B> {
+        Template {
+            context: self.context.clone(),
+            slot: self.slot.clone(),
+            partition: self.partition,
+            shape: self.shape.clone(),
+            device: self.device.clone(),
+            kind,
+            origin,
+        }
+    }
+
+    /// The rank of the piece within the partition (0 where one rank's piece is everything).
+    pub(crate) fn place(&self) -> usize {
+        if self.partition.is_whole() { 0 } else { self.context.rank }
+    }
+
+    fn gauge(&self, whole: bool) -> &Gauge {
+        let gauges = &self.context.gauges;
+        match (self.kind(), whole) {
+            // Where parameters are not sharded, the whole is the parameter itself.
+            (Kind::Parameter, true) if !self.context.config.stage.shards_parameters() => &gauges.parameters,
+            (_, true) => &gauges.gathered,
+            (Kind::Parameter, false) => &gauges.parameters,
+            (Kind::Gradient, false) => &gauges.gradients,
+            (Kind::Optimizer, false) => &gauges.optimizer,
+        }
+    }
+
+    fn count(&self, state: &State<B>, sign: i64) {
+        let size = self.dtype.size() as i64;
+        if state.local.is_some() {
+            self.gauge(false).add(sign * size * self.partition.len(self.place()) as i64);
+        }
+        if state.whole.is_some() {
+            self.gauge(true).add(sign * size * self.partition.numel() as i64);
+        }
+    }
+
+    /// Changes the state and keeps the byte counts true.
+    pub(crate) fn update<R>(&self, state: &mut State<B>, change: impl FnOnce(&mut State<B>) -> R) -> R {
+        self.count(state, -1);
+        let result = change(state);
+        self.count(state, 1);
+        result
+    }
+
+    /// Counts this cell as a parameter from now on, if it is the next version of one.
+    pub(crate) fn adopt(&self) {
+        if self.is_version && self.kind() != Kind::Parameter {
+            let state = self.state.lock();
+            self.count(&state, -1);
+            self.kind.store(Kind::Parameter as u8, Ordering::Relaxed);
+            self.count(&state, 1);
+        }
+    }
+
+    /// Ends *pending*: the reduced piece, or why there is none.
+    pub(crate) fn settle(&self, result: Result<B::FloatTensorPrimitive, CommError>) {
+        let mut state = self.state.lock();
+        self.update(&mut state, |state| {
+            state.pending = false;
+            match result {
+                Ok(local) => state.local = Some(local),
+                Err(error) => state.failed = Some(error),
+            }
+        });
+        self.changed.notify_all();
+    }
+
+    /// The state once it is no longer pending. The wait ends because every collective has a deadline.
+    pub(crate) fn settled(&self) -> MutexGuard<'_, State<B>> {
+        let mut state = self.state.lock();
+        while state.pending {
+            self.changed.wait_for(&mut state, Duration::from_millis(20));
+        }
+        if let Some(error) = &state.failed {
+            let error = error.clone();
+            drop(state);
+            raise(error);
+        }
+        state
+    }
+
+    /// This rank's piece, flat. One element of filler when the rank owns none.
+    pub(crate) fn local(&self) -> B::FloatTensorPrimitive {
+        let state = self.settled();
+        match (&state.local, &state.whole) {
+            (Some(local), _) => local.clone(),
+            (None, Some(whole)) => slice_piece::<B>(whole.clone(), self.partition, self.place()),
+            (None, None) => unreachable!("a settled cell holds its piece or the whole"),
+        }
+    }
+
+    /// The piece by value: without a second handle when this was the last use of the cell, so that the inner backend
+    /// may compute in place.
+    pub(crate) fn into_local(self: Arc<Self>) -> B::FloatTensorPrimitive {
+        match Arc::try_unwrap(self) {
+            Ok(cell) => {
+                let mut state = cell.settled();
+                match cell.update(&mut state, |state| state.local.take()) {
+                    Some(local) => local,
+                    None => {
+                        drop(state);
+                        cell.local()
+                    }
+                }
+            }
+            Err(cell) => cell.local(),
+        }
+    }
+}
+
+impl<B: Backend> Drop for Cell<B> {
+    fn drop(&mut self) {
+        let state = std::mem::replace(self.state.get_mut(), State::new());
+        self.count(&state, -1);
+        if state.prefetched {
+            self.context.gatherer.forget_prefetched(self.partition.numel());
+        }
+        let (Some(slot), Some(key)) = (&self.slot, self.key) else { return };
+        // Superseded versions have been read by all ranks before their fence, and the rest is read in step. A module
+        // that is dropped may still be read by a slower rank.
+        let last = self.is_version && !self.partition.is_whole() && key.version == slot.names.lock().epoch();
+        let readable = state.local.is_some() || state.whole.is_some();
+        if last && readable && !self.retired && self.context.is_installed() {
+            self.context.clone().retire(self.retire(state));
+        } else {
+            self.context.window.retract(key);
+        }
+    }
+}
+
+impl<B: Backend> Cell<B> {
+    /// A cell that goes on being readable under this one's name.
+    fn retire(&self, state: State<B>) -> Arc<Self> {
+        let cell = Arc::new(Self {
+            context: self.context.clone(),
+            slot: self.slot.clone(),
+            key: self.key,
+            signature: self.signature,
+            is_version: true,
+            partition: self.partition,
+            shape: self.shape.clone(),
+            dtype: self.dtype,
+            device: self.device.clone(),
+            kind: AtomicU8::new(self.kind() as u8),
+            retired: true,
+            state: Mutex::new(State { prefetched: false, gathering: false, ..state }),
+            changed: Condvar::new(),
+        });
+        cell.count(&cell.state.lock(), 1);
+        if let Some(key) = self.key {
+            self.context.window.publish(key, &cell);
+        }
+        cell
+    }
+}
+
+/// Elements `range(place)` of a whole tensor, flat; one element of filler for an empty range.
+pub(crate) fn slice_piece<B: Backend>(
+    whole: B::FloatTensorPrimitive,
+    partition: Partition,
+    place: usize,
+) -> B::FloatTensorPrimitive {
+    let range = partition.range(place);
+    if range.is_empty() {
+        return B::float_zeros(Shape::new([1]), &B::float_device(&whole), whole.dtype().into());
+    }
+    let flat = B::float_reshape(whole, Shape::new([partition.numel()]));
+    if range.len() == partition.numel() {
+        return flat;
+    }
+    B::float_slice(flat, &[Slice::from(range)])
+}

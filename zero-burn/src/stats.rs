@@ -1,0 +1,59 @@
+//! What a rank holds and what it has received, measured.
+
+use burn_backend::Backend;
+use serde::{Deserialize, Serialize};
+use zero_core::accounting::{StateBytes, WireBytes};
+
+use crate::context::Context;
+
+/// One rank's measured memory and traffic.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankStats {
+    /// Model state: parameters and optimizer state held now, gradients at their peak since the last reset.
+    pub model_state_bytes: StateBytes,
+    /// Most bytes of gathered parameters held at one time since the last reset, by the cache of gathered copies.
+    pub gathered_bytes_peak: u64,
+    /// Bytes of gathered parameters held now.
+    pub gathered_bytes: u64,
+    /// Bytes received from other ranks since the rank began.
+    pub wire_bytes: WireBytes,
+}
+
+/// The measurements of the current thread's rank over inner backend `B`.
+pub fn rank_stats<B: Backend>() -> RankStats {
+    let context = Context::<B>::current();
+    let gauges = &context.gauges;
+    RankStats {
+        model_state_bytes: StateBytes {
+            parameters: gauges.parameters.live(),
+            gradients: gauges.gradients.peak(),
+            optimizer: gauges.optimizer.live(),
+        },
+        gathered_bytes_peak: gauges.gathered.peak(),
+        gathered_bytes: gauges.gathered.live(),
+        wire_bytes: context.wire.read(),
+    }
+}
+
+/// Starts a new measuring period for peaks.
+pub fn reset_peaks<B: Backend>() {
+    let context = Context::<B>::current();
+    context.gauges.gathered.reset_peak();
+    context.gauges.gradients.reset_peak();
+}
+
+/// Every rank's `values`, in rank order, on every rank. A collective; it moves 8 bytes a value and rank.
+///
+/// All ranks pass equally many values.
+pub fn all_gather<B: Backend>(values: &[f64]) -> Vec<Vec<f64>> {
+    let context = Context::<B>::current();
+    let bytes = context.gather_bytes(values.iter().flat_map(|value| value.to_le_bytes()).collect());
+    let all: Vec<f64> = bytes
+        .chunks_exact(size_of::<f64>())
+        .map(|chunk| f64::from_le_bytes(chunk.try_into().expect("chunks of eight bytes")))
+        .collect();
+    match values.len() {
+        0 => vec![Vec::new(); context.world],
+        len => all.chunks_exact(len).map(<[f64]>::to_vec).collect(),
+    }
+}

@@ -1,0 +1,271 @@
+//! What must hold over any inner backend.
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::{AutodiffModule, Module};
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdaGradConfig, AdamConfig, AdamWConfig, GradientsAccumulator, GradientsParams, Optimizer, RmsPropConfig, SgdConfig,
+};
+use burn::tensor::Tensor;
+use burn_autodiff::Autodiff;
+use burn_backend::Backend;
+use zero_burn::Zero;
+use zero_burn::config::ZeroConfig;
+use zero_burn::module::{collect_grads, grad_norm, mark, prepare};
+use zero_burn::stats::rank_stats;
+use zero_core::Stage;
+
+use super::model::{Awkward, tokens};
+use super::{config, ranks};
+
+type Ad<B> = Autodiff<Zero<B>>;
+
+fn bits(losses: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    losses.iter().map(|rank| rank.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+/// How a step is made of micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Steps {
+    /// Forward, backward, step; nothing called but `prepare`.
+    Plain,
+    /// Two micro-batches through Burn's accumulator.
+    Accumulate,
+    /// Two forward passes, then two backward passes.
+    TwoForwards,
+    /// An evaluation after every step.
+    Evaluate,
+    /// A layer used on odd ranks only.
+    RankDependent,
+}
+
+/// Losses of each rank over some steps with any Burn optimizer.
+fn train<B: Backend, O: Optimizer<Awkward<Ad<B>>, Ad<B>>>(
+    world: usize,
+    config: &ZeroConfig,
+    steps: Steps,
+    optimizer: impl Fn() -> O + Sync,
+) -> Vec<Vec<f32>> {
+    ranks::<B, _>(world, config, |device| {
+        let mut model = prepare::<Ad<B>, _>(Awkward::new(&device), &device);
+        let mut optimizer = optimizer();
+        let mut losses = Vec::new();
+        let (rank, per_rank) = (device.rank(), 12 / world);
+        for step in 0..6 {
+            let batch = |micro: usize| {
+                let first = (step * 2 + micro) * 12 + rank * per_rank;
+                tokens::<Ad<B>>(first..first + per_rank, &device)
+            };
+            let optional = steps != Steps::RankDependent || (rank % 2 == 1 && step % 2 == 0);
+            let backward = |model: &Awkward<Ad<B>>, loss: Tensor<Ad<B>, 1>, losses: &mut Vec<f32>| {
+                losses.push(loss.clone().into_data().iter::<f32>().next().unwrap());
+                GradientsParams::from_grads(loss.backward(), model)
+            };
+            let grads = match steps {
+                Steps::Plain => {
+                    let loss = model.loss(batch(0), optional);
+                    backward(&model, loss, &mut losses)
+                }
+                Steps::Evaluate | Steps::RankDependent => {
+                    let loss = model.loss(batch(0), optional);
+                    let grads = backward(&model, loss, &mut losses);
+                    collect_grads::<Ad<B>, _>(grads, &model)
+                }
+                Steps::Accumulate => {
+                    let mut accumulator = GradientsAccumulator::new();
+                    for micro in 0..2 {
+                        mark::<Ad<B>, _>(&model);
+                        let loss = model.loss(batch(micro), optional);
+                        let grads = backward(&model, loss, &mut losses);
+                        accumulator.accumulate(&model, collect_grads::<Ad<B>, _>(grads, &model));
+                    }
+                    accumulator.grads()
+                }
+                Steps::TwoForwards => {
+                    let (first, second) = (model.loss(batch(0), optional), model.loss(batch(1), optional));
+                    let mut accumulator = GradientsAccumulator::new();
+                    for loss in [first, second] {
+                        let grads = backward(&model, loss, &mut losses);
+                        accumulator.accumulate(&model, collect_grads::<Ad<B>, _>(grads, &model));
+                    }
+                    accumulator.grads()
+                }
+            };
+            model = optimizer.step(0.05, model, grads);
+            if steps == Steps::Evaluate {
+                let loss = model.valid().loss(tokens::<Zero<B>>(0..3, &device), optional);
+                losses.push(loss.into_data().iter::<f32>().next().unwrap());
+            }
+        }
+        losses
+    })
+}
+
+fn adamw<B: Backend>() -> impl Optimizer<Awkward<Ad<B>>, Ad<B>> {
+    AdamWConfig::new().init()
+}
+
+/// Every stage gives the same bits at the same number of ranks, however steps are made.
+pub fn stages_agree<B: Backend>(steps: Steps) {
+    for world in 1..=4 {
+        let reference = train::<B, _>(world, &config(Stage::DataParallel), steps, adamw::<B>);
+        let first = reference.iter().map(|rank| rank[0]).sum::<f32>();
+        let last = reference.iter().map(|rank| *rank.last().unwrap()).sum::<f32>();
+        assert!(last < first, "{steps:?}, {world} ranks: the loss does not fall: {first} to {last}");
+        for stage in &Stage::ALL[1..] {
+            let losses = train::<B, _>(world, &config(*stage), steps, adamw::<B>);
+            assert_eq!(bits(&reference), bits(&losses), "{steps:?}, {world} ranks, stage {stage}");
+        }
+        for changed in [
+            ZeroConfig { prefetch_bucket_size: 0, ..config(Stage::Parameters) },
+            ZeroConfig { param_persistence_threshold: 40, max_live_parameters: 50, ..config(Stage::Parameters) },
+            ZeroConfig { max_reuse_distance: 1 << 20, reduce_bucket_size: 1 << 20, ..config(Stage::Parameters) },
+        ] {
+            let losses = train::<B, _>(world, &changed, steps, adamw::<B>);
+            assert_eq!(bits(&reference), bits(&losses), "{steps:?}, {world} ranks, {changed:?}");
+        }
+    }
+}
+
+/// The same global batch over 1, 2, 3 and 4 ranks gives the same training.
+pub fn worlds_agree<B: Backend>() {
+    let mean = |losses: Vec<Vec<f32>>| -> Vec<f64> {
+        let world = losses.len() as f64;
+        (0..losses[0].len()).map(|i| losses.iter().map(|rank| f64::from(rank[i])).sum::<f64>() / world).collect()
+    };
+    let one = mean(train::<B, _>(1, &config(Stage::Parameters), Steps::Plain, adamw::<B>));
+    for world in 2..=4 {
+        let many = mean(train::<B, _>(world, &config(Stage::Parameters), Steps::Plain, adamw::<B>));
+        for (a, b) in one.iter().zip(&many) {
+            assert!((a - b).abs() / a < 1e-5, "{world} ranks: {one:?} against {many:?}");
+        }
+    }
+}
+
+/// Burn's optimizers, unmodified, give the same bits at every stage.
+pub fn optimizers_work<B: Backend>() {
+    macro_rules! agree {
+        ($name:literal, $config:expr) => {{
+            let run = |stage| train::<B, _>(3, &config(stage), Steps::Plain, || $config.init());
+            let reference = run(Stage::DataParallel);
+            assert_ne!(reference[0][0], reference[0][5], $name);
+            for stage in &Stage::ALL[1..] {
+                assert_eq!(bits(&reference), bits(&run(*stage)), "{} at stage {stage}", $name);
+            }
+        }};
+    }
+    agree!(
+        "AdamW, amsgrad, cautious",
+        AdamWConfig::new().with_amsgrad(true).with_cautious_weight_decay(true).with_weight_decay(0.1)
+    );
+    agree!("Adam", AdamConfig::new().with_weight_decay(Some(WeightDecayConfig::new(0.01))));
+    agree!(
+        "Sgd with momentum",
+        SgdConfig::new()
+            .with_momentum(Some(MomentumConfig::new()))
+            .with_weight_decay(Some(WeightDecayConfig::new(0.01)))
+    );
+    agree!("Sgd", SgdConfig::new());
+    agree!("AdaGrad", AdaGradConfig::new());
+    agree!("RmsProp", RmsPropConfig::new());
+    agree!(
+        "RmsProp centered",
+        RmsPropConfig::new().with_centered(true).with_weight_decay(Some(WeightDecayConfig::new(0.01)))
+    );
+    agree!("clipped by norm", AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Norm(0.01))));
+    agree!("clipped by value", AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(0.001))));
+}
+
+/// The gradient norm is the same on every rank, at every stage, and equals that of one rank with the whole batch.
+pub fn gradient_norms_agree<B: Backend>() {
+    let norm = |world: usize, stage: Stage| {
+        ranks::<B, _>(world, &config(stage), |device| {
+            let model = prepare::<Ad<B>, _>(Awkward::new(&device), &device);
+            let (rank, per_rank) = (device.rank(), 12 / world);
+            let batch = tokens::<Ad<B>>(rank * per_rank..(rank + 1) * per_rank, &device);
+            let grads = GradientsParams::from_grads(model.loss(batch, true).backward(), &model);
+            grad_norm::<Ad<B>, _>(&collect_grads::<Ad<B>, _>(grads, &model), &model)
+        })
+    };
+    let one = norm(1, Stage::DataParallel)[0];
+    for stage in Stage::ALL {
+        let three = norm(3, stage);
+        assert!(three.iter().all(|n| n.to_bits() == three[0].to_bits()), "{three:?}");
+        assert_eq!(three[0].to_bits(), norm(3, Stage::DataParallel)[0].to_bits());
+        assert!((three[0] - one).abs() / one < 1e-5, "{one} against {three:?}");
+    }
+}
+
+/// Records and data of a sharded module are those of the whole one; a record loads into any stage.
+pub fn records_round_trip<B: Backend>() {
+    use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
+    let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
+    let run = |stage: Stage| {
+        ranks::<B, _>(3, &config(stage), |device| {
+            let mut model = prepare::<Ad<B>, _>(Awkward::new(&device), &device);
+            let mut optimizer = AdamWConfig::new().init::<Ad<B>, Awkward<Ad<B>>>();
+            assert_eq!(model.num_params(), 17 * 10 + 110 * 2 + 20 + 33 + 100 + 1);
+            let step = |model: Awkward<Ad<B>>, optimizer: &mut _| {
+                let loss = model.loss(tokens(device.rank()..device.rank() + 2, &device), true);
+                let value = loss.clone().into_data().iter::<f32>().next().unwrap();
+                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                let grads = collect_grads::<Ad<B>, _>(grads, &model);
+                (Optimizer::<Awkward<Ad<B>>, Ad<B>>::step(optimizer, 0.05, model, grads), value)
+            };
+            (model, _) = step(model, &mut optimizer);
+            let bytes = recorder.record(model.clone().into_record(), ()).unwrap();
+            let state = recorder.record(optimizer.to_record(), ()).unwrap();
+
+            let fresh = Awkward::<Ad<B>>::new(&device).load_record(recorder.load(bytes.clone(), &device).unwrap());
+            let fresh = prepare::<Ad<B>, _>(fresh, &device);
+            let mut restored = zero_burn::load_state(|| {
+                AdamWConfig::new()
+                    .init::<Ad<B>, Awkward<Ad<B>>>()
+                    .load_record(recorder.load(state.clone(), &device).unwrap())
+            });
+            let parameters = rank_stats::<B>().model_state_bytes;
+            let (mut a, mut b, mut values) = (model, fresh, Vec::new());
+            for _ in 0..3 {
+                let (next, x) = step(a, &mut optimizer);
+                let (other, y) = step(b, &mut restored);
+                assert_eq!(x.to_bits(), y.to_bits());
+                values.push(x);
+                (a, b) = (next, other);
+            }
+            (bytes, values, parameters)
+        })
+    };
+    let reference = run(Stage::DataParallel);
+    for stage in &Stage::ALL[1..] {
+        let got = run(*stage);
+        for ((_, a, _), (_, b, _)) in reference.iter().zip(&got) {
+            assert_eq!(a, b, "stage {stage}");
+        }
+        // Both models' optimizer state was loaded as shards: two models, 8 bytes a trained parameter, a third of it.
+        let trained = 17 * 10 + 110 + 20 + 100 + 1;
+        let optimizer = got[0].2.optimizer as f64;
+        assert!(optimizer < 1.1 * 2.0 * 8.0 * trained as f64 / 3.0, "{optimizer} bytes at stage {stage}");
+    }
+}
+
+/// After a forward pass no gathered copy is alive, neither in the graph nor in the cache.
+pub fn forward_keeps_no_gathered_copies<B: Backend>() {
+    let config = ZeroConfig { prefetch_bucket_size: 0, ..config(Stage::Parameters) };
+    ranks::<B, _>(2, &config, |device| {
+        let mut model = prepare::<Ad<B>, _>(Awkward::new(&device), &device);
+        let mut optimizer = AdamWConfig::new().init();
+        for step in 0..3 {
+            let before = rank_stats::<B>();
+            let loss = model.loss(tokens(0..2, &device), true);
+            let after = rank_stats::<B>();
+            assert!(after.wire_bytes.all_gather > before.wire_bytes.all_gather, "parameters were gathered");
+            // From the second step on the trace says that the tied head is needed again at once: it alone is kept.
+            let kept = if step == 0 { 0 } else { 17 * 10 * 4 };
+            assert!(after.gathered_bytes <= kept, "{} bytes are still gathered", after.gathered_bytes);
+            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            assert_eq!(rank_stats::<B>().gathered_bytes, 0);
+            model = optimizer.step(0.05, model, grads);
+        }
+    });
+}

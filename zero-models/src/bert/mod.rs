@@ -1,0 +1,15 @@
+//! BERT with the heads it is pre-trained with, <https://arxiv.org/abs/1810.04805>.
+//!
+//! In go token ids, segment ids and a padding mask, out come the masked-token and next-sentence logits, or their
+//! loss. [`BertConfig`] is a preset or a Hugging Face `config.json`, [`Bert`] the module that it initialises, and
+//! [`weights`] fills it from a Hugging Face checkpoint.
+
+mod batch;
+mod config;
+mod hf_config;
+mod model;
+pub mod weights;
+
+pub use batch::BertBatch;
+pub use config::BertConfig;
+pub use model::{Bert, BertEmbeddings, BertLayer};

@@ -1,0 +1,281 @@
+//! BERT as a module: in go token ids, segment ids and a padding mask, out come logits or a loss.
+//!
+//! Between embedding and heads, activations are rows `[n, d]`, as in [`crate::gpt2`].
+//!
+//! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows,
+//! `m` rows that a prediction is made for, `r` and `s` see [`crate::attention`].
+
+use burn::module::{Module, Param};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
+use burn::tensor::backend::Backend;
+use burn::tensor::module::{embedding, linear};
+use burn::tensor::{Int, Tensor, s};
+
+use crate::attention::{attend, padding_mask, split_heads, split_heads_scaled};
+use crate::loss::cross_entropy_with_ignored;
+use crate::{Activation, BertBatch, BertConfig, init};
+
+/// A BERT with the two heads of its pre-training, as Hugging Face's `BertForPreTraining`.
+#[derive(Module, Debug)]
+pub struct Bert<B: Backend> {
+    /// The embeddings.
+    pub embeddings: BertEmbeddings<B>,
+    /// The layers.
+    pub layers: Vec<BertLayer<B>>,
+    /// What the next-sentence head reads, from the first token.
+    pub pooler: Linear<B>,
+    /// The prediction head's dense layer.
+    pub transform: Linear<B>,
+    /// The prediction head's norm.
+    pub transform_norm: LayerNorm<B>,
+    /// The prediction head's weight `[vocab_size, hidden_size]`, if it is not tied to the word embedding.
+    pub decoder: Option<Param<Tensor<B, 2>>>,
+    /// The prediction head's bias `[vocab_size]`.
+    pub prediction_bias: Param<Tensor<B, 1>>,
+    /// The next-sentence head.
+    pub seq_relationship: Linear<B>,
+    num_attention_heads: usize,
+    activation: Activation,
+}
+
+/// The sum of word, position and segment embeddings, normed.
+#[derive(Module, Debug)]
+pub struct BertEmbeddings<B: Backend> {
+    /// `[vocab_size, hidden_size]`, and the prediction head's weight if that is tied.
+    pub word_embeddings: Param<Tensor<B, 2>>,
+    /// `[max_position_embeddings, hidden_size]`
+    pub position_embeddings: Param<Tensor<B, 2>>,
+    /// `[type_vocab_size, hidden_size]`
+    pub token_type_embeddings: Param<Tensor<B, 2>>,
+    /// The norm of the sum.
+    pub norm: LayerNorm<B>,
+    dropout: Dropout,
+}
+
+/// One layer: attention and feed-forward layer, each added to what it read and then normed.
+#[derive(Module, Debug)]
+pub struct BertLayer<B: Backend> {
+    /// Queries.
+    pub query: Linear<B>,
+    /// Keys.
+    pub key: Linear<B>,
+    /// Values.
+    pub value: Linear<B>,
+    /// What heads give, back to the width of the model.
+    pub attention_output: Linear<B>,
+    /// The norm after attention.
+    pub attention_norm: LayerNorm<B>,
+    /// Up, `[hidden_size, intermediate_size]`.
+    pub intermediate: Linear<B>,
+    /// Down, `[intermediate_size, hidden_size]`.
+    pub output: Linear<B>,
+    /// The norm after the feed-forward layer.
+    pub output_norm: LayerNorm<B>,
+    num_attention_heads: usize,
+    activation: Activation,
+    hidden_dropout: Dropout,
+    attention_dropout: Dropout,
+}
+
+impl BertConfig {
+    /// A model with fresh parameters: weights from a normal distribution of deviation `initializer_range`, biases
+    /// zero. Hugging Face also zeroes the padding token's embedding, which a padding mask hides anyway. A parameter
+    /// is allocated on its first use.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses the configuration.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> Bert<B> {
+        if let Err(error) = self.validate() {
+            panic!("{error}");
+        }
+        let (v, d, std) = (self.vocab_size, self.hidden_size, self.initializer_range);
+        Bert {
+            embeddings: BertEmbeddings {
+                word_embeddings: init::normal([v, d], std, device),
+                position_embeddings: init::normal([self.max_position_embeddings, d], std, device),
+                token_type_embeddings: init::normal([self.type_vocab_size, d], std, device),
+                norm: self.init_norm(device),
+                dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
+            },
+            layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
+            pooler: init::linear(d, d, std, device),
+            transform: init::linear(d, d, std, device),
+            transform_norm: self.init_norm(device),
+            decoder: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
+            prediction_bias: init::zeros([v], device),
+            seq_relationship: init::linear(d, 2, std, device),
+            num_attention_heads: self.num_attention_heads,
+            activation: self.hidden_act,
+        }
+    }
+
+    fn init_layer<B: Backend>(&self, device: &B::Device) -> BertLayer<B> {
+        let (d, f, std) = (self.hidden_size, self.intermediate_size, self.initializer_range);
+        BertLayer {
+            query: init::linear(d, d, std, device),
+            key: init::linear(d, d, std, device),
+            value: init::linear(d, d, std, device),
+            attention_output: init::linear(d, d, std, device),
+            attention_norm: self.init_norm(device),
+            intermediate: init::linear(d, f, std, device),
+            output: init::linear(f, d, std, device),
+            output_norm: self.init_norm(device),
+            num_attention_heads: self.num_attention_heads,
+            activation: self.hidden_act,
+            hidden_dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
+            attention_dropout: DropoutConfig::new(self.attention_probs_dropout_prob).init(),
+        }
+    }
+
+    fn init_norm<B: Backend>(&self, device: &B::Device) -> LayerNorm<B> {
+        LayerNormConfig::new(self.hidden_size).with_epsilon(self.layer_norm_eps).init(device)
+    }
+}
+
+impl<B: Backend> Bert<B> {
+    /// Logits of the token at every position, and of whether the second segment follows the first.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
+    /// - `token_type_ids_bt`: `[b, t]`, each id in `0..type_vocab_size`
+    /// - `attention_mask_bt`: `[b, t]`, 1 at tokens and 0 at padding; `None` if there is no padding
+    /// - returns `[b, t, v]` and `[b, 2]`
+    ///
+    /// # Panics
+    /// If `t` is more than `max_position_embeddings`.
+    pub fn forward(
+        &self,
+        input_ids_bt: Tensor<B, 2, Int>,
+        token_type_ids_bt: Tensor<B, 2, Int>,
+        attention_mask_bt: Option<Tensor<B, 2, Int>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 2>) {
+        let [b, t] = input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
+        let relation_b2 = self.relation_logits(hidden_nd.clone(), b);
+        let logits_nv = self.prediction_logits(hidden_nd);
+        let [_, v] = logits_nv.dims();
+        (logits_nv.reshape([b, t, v]), relation_b2)
+    }
+
+    /// The last layer's output; shapes as for [`forward`](Self::forward), returns `[b, t, d]`.
+    ///
+    /// # Panics
+    /// If `t` is more than `max_position_embeddings`.
+    pub fn forward_hidden(
+        &self,
+        input_ids_bt: Tensor<B, 2, Int>,
+        token_type_ids_bt: Tensor<B, 2, Int>,
+        attention_mask_bt: Option<Tensor<B, 2, Int>>,
+    ) -> Tensor<B, 3> {
+        let [b, t] = input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
+        let [_, d] = hidden_nd.dims();
+        hidden_nd.reshape([b, t, d])
+    }
+
+    /// The loss of pre-training, `[1]`: the mean cross-entropy in nats over the batch's labelled tokens, plus that of
+    /// the next-sentence predictions, as Hugging Face's `BertForPreTraining`.
+    ///
+    /// # Panics
+    /// If the batch's rows are longer than `max_position_embeddings`.
+    pub fn loss(&self, batch: BertBatch<B>) -> Tensor<B, 1> {
+        let [b, t] = batch.input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(batch.input_ids_bt, batch.token_type_ids_bt, batch.attention_mask_bt);
+        let relation_b2 = self.relation_logits(hidden_nd.clone(), b);
+        let labels_n = batch.labels_bt.reshape([b * t]);
+        let (hidden_md, labels_m) = match batch.predicted_positions_m {
+            Some(rows_m) => (hidden_nd.select(0, rows_m.clone()), labels_n.select(0, rows_m)),
+            None => (hidden_nd, labels_n),
+        };
+        let predicted = cross_entropy_with_ignored(self.prediction_logits(hidden_md), labels_m);
+        let related = cross_entropy_with_ignored(relation_b2, batch.next_sentence_labels_b);
+        predicted + related
+    }
+
+    /// The weight of the prediction head, `[v, d]`: the word embedding, or its own.
+    pub fn head_weight(&self) -> Tensor<B, 2> {
+        self.decoder.as_ref().unwrap_or(&self.embeddings.word_embeddings).val()
+    }
+
+    fn hidden_rows(
+        &self,
+        input_ids_bt: Tensor<B, 2, Int>,
+        token_type_ids_bt: Tensor<B, 2, Int>,
+        attention_mask_bt: Option<Tensor<B, 2, Int>>,
+    ) -> Tensor<B, 2> {
+        let [b, _] = input_ids_bt.dims();
+        let mask_rs = attention_mask_bt.map(|mask_bt| padding_mask(mask_bt, self.num_attention_heads));
+        let mut x_nd = self.embeddings.forward(input_ids_bt, token_type_ids_bt);
+        for layer in &self.layers {
+            x_nd = layer.forward(x_nd, mask_rs.as_ref(), b);
+        }
+        x_nd
+    }
+
+    /// `[n, d]` of `b` rows to `[b, 2]`.
+    fn relation_logits(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
+        let [n, d] = hidden_nd.dims();
+        let first_bd = hidden_nd.reshape([b, n / b, d]).slice(s![.., 0..1, ..]).reshape([b, d]);
+        let pooled_bd = self.pooler.forward(first_bd).tanh();
+        self.seq_relationship.forward(pooled_bd)
+    }
+
+    /// `[m, d]` to `[m, v]`.
+    fn prediction_logits(&self, hidden_md: Tensor<B, 2>) -> Tensor<B, 2> {
+        let x_md = self.activation.forward(self.transform.forward(hidden_md));
+        linear(self.transform_norm.forward(x_md), self.head_weight().transpose(), Some(self.prediction_bias.val()))
+    }
+}
+
+impl<B: Backend> BertEmbeddings<B> {
+    /// Embeds tokens.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`, `token_type_ids_bt`: `[b, t]`
+    /// - returns `[n, d]`
+    ///
+    /// # Panics
+    /// If `t` is more than `max_position_embeddings`.
+    pub fn forward(&self, input_ids_bt: Tensor<B, 2, Int>, token_type_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+        let [b, t] = input_ids_bt.dims();
+        let position_table = self.position_embeddings.val();
+        let [longest, d] = position_table.dims();
+        assert!(
+            t <= longest,
+            "rows of {t} tokens, but the model has {longest} positions: shorten the rows or raise \
+             max_position_embeddings"
+        );
+        let words = embedding(self.word_embeddings.val(), input_ids_bt).reshape([b, t * d]);
+        let types = embedding(self.token_type_embeddings.val(), token_type_ids_bt).reshape([b, t * d]);
+        let positions = position_table.slice(s![0..t, ..]).reshape([1, t * d]);
+        let x_nd = (words + types + positions).reshape([b * t, d]);
+        self.dropout.forward(self.norm.forward(x_nd))
+    }
+}
+
+impl<B: Backend> BertLayer<B> {
+    /// Applies the layer to rows of `b` sequences.
+    ///
+    /// # Shapes
+    /// - `x_nd`: `[n, d]`, sequence after sequence
+    /// - `mask_rs`: `[b * num_attention_heads, t * t]`, added to the scores
+    /// - returns `[n, d]`
+    pub fn forward(&self, x_nd: Tensor<B, 2>, mask_rs: Option<&Tensor<B, 2>>, b: usize) -> Tensor<B, 2> {
+        let heads = self.num_attention_heads;
+        let [_, d] = x_nd.dims();
+        let scale = ((d / heads) as f64).sqrt().recip();
+        let mixed_nd = attend(
+            split_heads_scaled(self.query.forward(x_nd.clone()), b, heads, scale),
+            split_heads(self.key.forward(x_nd.clone()), b, heads),
+            split_heads(self.value.forward(x_nd.clone()), b, heads),
+            mask_rs,
+            &self.attention_dropout,
+        );
+        let attended_nd = self.hidden_dropout.forward(self.attention_output.forward(mixed_nd));
+        let x_nd = self.attention_norm.forward(x_nd + attended_nd);
+
+        let wide = self.activation.forward(self.intermediate.forward(x_nd.clone()));
+        let fed_nd = self.hidden_dropout.forward(self.output.forward(wide));
+        self.output_norm.forward(x_nd + fed_nd)
+    }
+}

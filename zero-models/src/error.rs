@@ -1,0 +1,314 @@
+//! The one error type of this crate. Every message says what was expected, what came, and what to change.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use safetensors::tensor::{Dtype, SafeTensorError};
+
+/// What can go wrong while reading a configuration or a checkpoint.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// A preset that does not exist.
+    #[error(
+        "there is no {model} preset \"{got}\"{}; choose one of {}",
+        did_you_mean(suggestion),
+        presets.join(", ")
+    )]
+    UnknownPreset {
+        /// The model family.
+        model: &'static str,
+        /// The name that was asked for.
+        got: String,
+        /// The names that exist.
+        presets: &'static [&'static str],
+        /// The existing name that is close to what was asked for.
+        suggestion: Option<&'static str>,
+    },
+
+    /// A configuration that is not the JSON of a configuration.
+    #[error("the {model} configuration cannot be read as JSON; pass the text of a Hugging Face config.json")]
+    ConfigSyntax {
+        /// The model family.
+        model: &'static str,
+        /// Where the JSON breaks off or has the wrong type.
+        source: serde_json::Error,
+    },
+
+    /// A configuration of another model.
+    #[error(
+        "the configuration has model_type \"{got}\", expected \"{expected}\"; load it as the model that it describes"
+    )]
+    ModelType {
+        /// The `model_type` that this family has.
+        expected: &'static str,
+        /// The `model_type` in the file.
+        got: String,
+    },
+
+    /// A setting that would change the mathematics and is not implemented.
+    #[error(
+        "{model} with {key} = {got} is not implemented, and ignoring it would give other results; supported: {supported}"
+    )]
+    Unsupported {
+        /// The model family.
+        model: &'static str,
+        /// The key in `config.json`.
+        key: &'static str,
+        /// Its value.
+        got: String,
+        /// The values that are implemented.
+        supported: String,
+    },
+
+    /// A value that no model can have.
+    #[error("{model} cannot have {field} = {got}; change it to {expected}")]
+    ConfigValue {
+        /// The model family.
+        model: &'static str,
+        /// The key in `config.json`.
+        field: &'static str,
+        /// Its value.
+        got: String,
+        /// What it may be.
+        expected: String,
+    },
+
+    /// An error in a file that has a name.
+    #[error("in {}: {error}", path.display())]
+    InFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        error: Box<ModelError>,
+    },
+
+    /// The operating system refused.
+    #[error("cannot {action} {}; check that it exists and may be read", path.display())]
+    Io {
+        /// What was tried: `open`, `read` or `map`.
+        action: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the system answered.
+        source: std::io::Error,
+    },
+
+    /// A folder without a checkpoint in it.
+    #[error(
+        "no checkpoint in {}: expected model.safetensors or model.safetensors.index.json; {hint}",
+        dir.display()
+    )]
+    NoCheckpoint {
+        /// The folder.
+        dir: PathBuf,
+        /// What to do about it.
+        hint: &'static str,
+    },
+
+    /// A checkpoint file that ends too early.
+    #[error(
+        "{} is cut short: it has {got_bytes} bytes, its header asks for {expected_bytes}; copy or download it again",
+        path.display()
+    )]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// The length its header asks for; for a file cut inside the header, the length up to the header's end.
+        expected_bytes: u64,
+        /// The length it has.
+        got_bytes: u64,
+    },
+
+    /// A checkpoint file that breaks the safetensors format.
+    #[error("{} is not a valid safetensors file; copy or download it again", path.display())]
+    Safetensors {
+        /// The file.
+        path: PathBuf,
+        /// How it breaks the format.
+        source: SafeTensorError,
+    },
+
+    /// An index that is not the JSON of an index.
+    #[error(
+        "{} is not a safetensors index: expected {{\"weight_map\": {{tensor: file}}}}; copy or download it again",
+        path.display()
+    )]
+    IndexSyntax {
+        /// The index file.
+        path: PathBuf,
+        /// Where the JSON breaks off or has the wrong type.
+        source: serde_json::Error,
+    },
+
+    /// An index that names a file elsewhere.
+    #[error(
+        "{} puts tensor \"{tensor}\" into \"{shard}\"; a shard must be a plain file name in the folder of the index",
+        index.display()
+    )]
+    ShardOutside {
+        /// The index file.
+        index: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The file that the index names.
+        shard: String,
+    },
+
+    /// An index that names a file which is not there.
+    #[error(
+        "{} puts tensor \"{tensor}\" into \"{shard}\", which is not in that folder; copy the missing shard there",
+        index.display()
+    )]
+    ShardMissing {
+        /// The index file.
+        index: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The file that the index names.
+        shard: String,
+    },
+
+    /// An index and a shard that disagree.
+    #[error(
+        "{} and {} disagree about tensor \"{tensor}\": the index {}; take index and shards from one checkpoint",
+        index.display(),
+        shard.display(),
+        if *listed { "lists it there, the shard lacks it" } else { "does not list it there, the shard has it" }
+    )]
+    IndexDisagrees {
+        /// The index file.
+        index: PathBuf,
+        /// The shard.
+        shard: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Whether the index lists the tensor in this shard.
+        listed: bool,
+    },
+
+    /// Two tensors in the checkpoint that are one parameter of the model.
+    #[error(
+        "checkpoint {} has both \"{first}\" and \"{second}\", which are the same parameter; remove one of them",
+        dir.display()
+    )]
+    SameParameter {
+        /// The folder.
+        dir: PathBuf,
+        /// The one name.
+        first: String,
+        /// The other name.
+        second: String,
+    },
+
+    /// Tensors that are missing from a checkpoint, or that the model has no place for.
+    #[error(
+        "checkpoint {} does not fit the model: {}; take config.json and weights from one checkpoint, \
+         and check the model class it was saved from",
+        dir.display(),
+        names_differ(missing, unexpected)
+    )]
+    TensorNames {
+        /// The folder.
+        dir: PathBuf,
+        /// Parameters of the model without a tensor.
+        missing: Vec<String>,
+        /// Tensors without a parameter, as the file names them.
+        unexpected: Vec<String>,
+    },
+
+    /// Tensors of another shape than the model's parameters.
+    #[error(
+        "checkpoint {} does not fit the model: {}; take config.json and weights from one checkpoint",
+        dir.display(),
+        listed(mismatches)
+    )]
+    TensorShapes {
+        /// The folder.
+        dir: PathBuf,
+        /// What does not fit.
+        mismatches: Vec<ShapeMismatch>,
+    },
+
+    /// A tensor with elements that cannot be converted to 32-bit floats.
+    #[error(
+        "tensor \"{name}\" in {} has elements of type {got:?}, expected F32, F16, BF16 or F64; \
+         save the checkpoint unquantised",
+        path.display()
+    )]
+    TensorDtype {
+        /// The tensor.
+        name: String,
+        /// Its file.
+        path: PathBuf,
+        /// Its element type.
+        got: Dtype,
+    },
+}
+
+/// A tensor whose shape is not the one that the model has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShapeMismatch {
+    /// The tensor, as the file names it.
+    pub name: String,
+    /// The file it lies in.
+    pub path: PathBuf,
+    /// The shape that the model has, in the layout of the file.
+    pub expected: Vec<usize>,
+    /// The shape in the file.
+    pub got: Vec<usize>,
+}
+
+impl fmt::Display for ShapeMismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let file = self.path.file_name().unwrap_or(self.path.as_os_str());
+        write!(
+            f,
+            "tensor \"{}\" in {} has shape {:?}, expected {:?}",
+            self.name,
+            file.to_string_lossy(),
+            self.got,
+            self.expected
+        )
+    }
+}
+
+/// How many names a message lists before it says "and n more".
+const LISTED: usize = 10;
+
+fn listed<T: fmt::Display>(items: &[T]) -> String {
+    let mut text = items.iter().take(LISTED).map(T::to_string).collect::<Vec<_>>().join(", ");
+    if items.len() > LISTED {
+        text += &format!(" and {} more", items.len() - LISTED);
+    }
+    text
+}
+
+fn names_differ(missing: &[String], unexpected: &[String]) -> String {
+    let mut parts = Vec::new();
+    if !missing.is_empty() {
+        parts.push(format!("{} missing: {}", missing.len(), listed(missing)));
+    }
+    if !unexpected.is_empty() {
+        parts.push(format!("{} unexpected: {}", unexpected.len(), listed(unexpected)));
+    }
+    parts.join("; ")
+}
+
+fn did_you_mean(suggestion: &Option<&'static str>) -> String {
+    suggestion.map(|word| format!(", did you mean \"{word}\"?")).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_are_capped() {
+        let names: Vec<String> = (0..13).map(|i| format!("t{i}")).collect();
+        assert_eq!(
+            names_differ(&names, &names[..1]),
+            "13 missing: t0, t1, t2, t3, t4, t5, t6, t7, t8, t9 and 3 more; 1 unexpected: t0"
+        );
+    }
+}

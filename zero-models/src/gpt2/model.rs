@@ -1,0 +1,267 @@
+//! GPT-2 as a module: in go token ids, out come logits or a loss.
+//!
+//! Between embedding and head, activations are rows `[n, d]`: a product of matrices of rank two needs no batched
+//! weight gradient that is summed afterwards.
+//!
+//! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows,
+//! `r` and `s` see [`crate::attention`].
+
+use burn::module::{Module, Param};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
+use burn::tensor::backend::Backend;
+use burn::tensor::module::{embedding, linear};
+use burn::tensor::{Int, Tensor, s};
+
+use crate::attention::{attend, causal_mask, split_heads, split_heads_scaled};
+use crate::loss::{cross_entropy, cross_entropy_with_ignored};
+use crate::{Activation, Gpt2Config, init};
+
+/// A GPT-2 with its language-model head. Fields are named as in Hugging Face's `GPT2LMHeadModel`.
+#[derive(Module, Debug)]
+pub struct Gpt2<B: Backend> {
+    /// Token embedding `[vocab_size, n_embd]`, and the head's weight if that is tied.
+    pub wte: Param<Tensor<B, 2>>,
+    /// Position embedding `[n_positions, n_embd]`.
+    pub wpe: Param<Tensor<B, 2>>,
+    /// The blocks.
+    pub h: Vec<Gpt2Block<B>>,
+    /// The last layer norm.
+    pub ln_f: LayerNorm<B>,
+    /// The head's weight `[vocab_size, n_embd]`, if it is not tied.
+    pub lm_head: Option<Param<Tensor<B, 2>>>,
+    embd_dropout: Dropout,
+}
+
+/// One block: attention and feed-forward layer, each on a normed copy of what it is added to.
+#[derive(Module, Debug)]
+pub struct Gpt2Block<B: Backend> {
+    /// The norm before attention.
+    pub ln_1: LayerNorm<B>,
+    /// Attention.
+    pub attn: Gpt2Attention<B>,
+    /// The norm before the feed-forward layer.
+    pub ln_2: LayerNorm<B>,
+    /// The feed-forward layer.
+    pub mlp: Gpt2Mlp<B>,
+    resid_dropout: Dropout,
+}
+
+/// Causal self-attention.
+#[derive(Module, Debug)]
+pub struct Gpt2Attention<B: Backend> {
+    /// Queries, keys and values, in this order, `[n_embd, 3 * n_embd]`.
+    pub c_attn: Linear<B>,
+    /// What heads give, back to the width of the model.
+    pub c_proj: Linear<B>,
+    n_head: usize,
+    scale: f64,
+    dropout: Dropout,
+}
+
+/// The feed-forward layer.
+#[derive(Module, Debug)]
+pub struct Gpt2Mlp<B: Backend> {
+    /// Up, `[n_embd, inner_width]`.
+    pub c_fc: Linear<B>,
+    /// Down, `[inner_width, n_embd]`.
+    pub c_proj: Linear<B>,
+    activation: Activation,
+}
+
+impl Gpt2Config {
+    /// A model with fresh parameters, drawn as Hugging Face does: weights from a normal distribution of deviation
+    /// `initializer_range`, those of projections back into the residual stream divided by `sqrt(2 * n_layer)`, biases
+    /// zero. A parameter is allocated on its first use.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses the configuration.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> Gpt2<B> {
+        if let Err(error) = self.validate() {
+            panic!("{error}");
+        }
+        let (v, d, std) = (self.vocab_size, self.n_embd, self.initializer_range);
+        Gpt2 {
+            wte: init::normal([v, d], std, device),
+            wpe: init::normal([self.n_positions, d], std, device),
+            h: (0..self.n_layer).map(|_| self.init_block(device)).collect(),
+            ln_f: self.init_norm(device),
+            lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
+            embd_dropout: DropoutConfig::new(self.embd_pdrop).init(),
+        }
+    }
+
+    fn init_block<B: Backend>(&self, device: &B::Device) -> Gpt2Block<B> {
+        let (d, f, std) = (self.n_embd, self.inner_width(), self.initializer_range);
+        let residual_std = std / (2.0 * self.n_layer as f64).sqrt();
+        let head_width = (d / self.n_head) as f64;
+        Gpt2Block {
+            ln_1: self.init_norm(device),
+            attn: Gpt2Attention {
+                c_attn: init::linear(d, 3 * d, std, device),
+                c_proj: init::linear(d, d, residual_std, device),
+                n_head: self.n_head,
+                scale: if self.scale_attn_weights { head_width.sqrt().recip() } else { 1.0 },
+                dropout: DropoutConfig::new(self.attn_pdrop).init(),
+            },
+            ln_2: self.init_norm(device),
+            mlp: Gpt2Mlp {
+                c_fc: init::linear(d, f, std, device),
+                c_proj: init::linear(f, d, residual_std, device),
+                activation: self.activation,
+            },
+            resid_dropout: DropoutConfig::new(self.resid_pdrop).init(),
+        }
+    }
+
+    fn init_norm<B: Backend>(&self, device: &B::Device) -> LayerNorm<B> {
+        LayerNormConfig::new(self.n_embd).with_epsilon(self.layer_norm_epsilon).init(device)
+    }
+}
+
+impl<B: Backend> Gpt2<B> {
+    /// Logits of the token that comes next, at every position.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
+    /// - returns `[b, t, v]`
+    ///
+    /// # Panics
+    /// If `t` is more than `n_positions`.
+    pub fn forward(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        let [b, t] = input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bt);
+        let logits_nv = self.logits_of_rows(hidden_nd);
+        let [_, v] = logits_nv.dims();
+        logits_nv.reshape([b, t, v])
+    }
+
+    /// What the head reads: the last layer norm's output.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`: `[b, t]`
+    /// - returns `[b, t, d]`
+    ///
+    /// # Panics
+    /// If `t` is more than `n_positions`.
+    pub fn forward_hidden(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        let [b, t] = input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bt);
+        let [_, d] = hidden_nd.dims();
+        hidden_nd.reshape([b, t, d])
+    }
+
+    /// The mean cross-entropy in nats of predicting each token of a row from those before it, over all `b * (t - 1)`
+    /// predictions. This is what Hugging Face computes with `labels=input_ids`.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`: `[b, t]`
+    /// - returns `[1]`
+    ///
+    /// # Panics
+    /// If `t` is below 2 or more than `n_positions`.
+    pub fn loss(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+        let (logits_nv, targets_n) = self.predictions(input_ids_bt.clone(), input_ids_bt);
+        cross_entropy(logits_nv, targets_n)
+    }
+
+    /// As [`loss`](Self::loss) with other labels, of which those equal to
+    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count. Labels are shifted here, as Hugging Face does: the
+    /// prediction at position `i` is compared with the label at `i + 1`.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`, `labels_bt`: `[b, t]`
+    /// - returns `[1]`
+    ///
+    /// # Panics
+    /// If `t` is below 2 or more than `n_positions`, or if the shapes differ.
+    pub fn loss_with_labels(&self, input_ids_bt: Tensor<B, 2, Int>, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+        let (logits_nv, labels_n) = self.predictions(input_ids_bt, labels_bt);
+        cross_entropy_with_ignored(logits_nv, labels_n)
+    }
+
+    /// The weight of the head, `[v, d]`: the token embedding, or its own.
+    pub fn head_weight(&self) -> Tensor<B, 2> {
+        self.lm_head.as_ref().unwrap_or(&self.wte).val()
+    }
+
+    /// Logits `[b * (t - 1), v]` of all positions but each row's last, and the labels one position on. The last
+    /// position is dropped before the head, by far the largest product of a small model.
+    fn predictions(
+        &self,
+        input_ids_bt: Tensor<B, 2, Int>,
+        labels_bt: Tensor<B, 2, Int>,
+    ) -> (Tensor<B, 2>, Tensor<B, 1, Int>) {
+        let [b, t] = input_ids_bt.dims();
+        assert!(t >= 2, "a next-token loss needs rows of at least 2 tokens, got {t}");
+        assert_eq!(labels_bt.dims(), [b, t], "labels must have the shape of input_ids");
+        let hidden_btd = self.forward_hidden(input_ids_bt);
+        let [_, _, d] = hidden_btd.dims();
+        let hidden_nd = hidden_btd.slice(s![.., 0..t - 1, ..]).reshape([b * (t - 1), d]);
+        let labels_n = labels_bt.slice(s![.., 1..t]).reshape([b * (t - 1)]);
+        (self.logits_of_rows(hidden_nd), labels_n)
+    }
+
+    fn hidden_rows(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+        let [b, t] = input_ids_bt.dims();
+        let wpe = self.wpe.val();
+        let [n_positions, d] = wpe.dims();
+        assert!(
+            t <= n_positions,
+            "rows of {t} tokens, but the model has {n_positions} positions: shorten the rows or raise n_positions"
+        );
+        let device = input_ids_bt.device();
+        let tokens = embedding(self.wte.val(), input_ids_bt).reshape([b, t * d]);
+        let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
+        let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
+        let mask_rs = causal_mask(t, &device);
+        for block in &self.h {
+            x_nd = block.forward(x_nd, &mask_rs, b);
+        }
+        self.ln_f.forward(x_nd)
+    }
+
+    fn logits_of_rows(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+        linear(hidden_nd, self.head_weight().transpose(), None)
+    }
+}
+
+impl<B: Backend> Gpt2Block<B> {
+    /// Adds attention and feed-forward layer to rows of `b` sequences.
+    ///
+    /// # Shapes
+    /// - `x_nd`: `[n, d]`, sequence after sequence
+    /// - `mask_rs`: `[1, t * t]`, added to the scores
+    /// - returns `[n, d]`
+    pub fn forward(&self, x_nd: Tensor<B, 2>, mask_rs: &Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
+        let attended_nd = self.attn.forward(self.ln_1.forward(x_nd.clone()), mask_rs, b);
+        let x_nd = x_nd + self.resid_dropout.forward(attended_nd);
+        let fed_nd = self.mlp.forward(self.ln_2.forward(x_nd.clone()));
+        x_nd + self.resid_dropout.forward(fed_nd)
+    }
+}
+
+impl<B: Backend> Gpt2Attention<B> {
+    /// Lets each position look at itself and those before it; shapes as for [`Gpt2Block::forward`].
+    pub fn forward(&self, x_nd: Tensor<B, 2>, mask_rs: &Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
+        let [_, d] = x_nd.dims();
+        let qkv = self.c_attn.forward(x_nd);
+        let q_nd = qkv.clone().slice(s![.., 0..d]);
+        let k_nd = qkv.clone().slice(s![.., d..2 * d]);
+        let v_nd = qkv.slice(s![.., 2 * d..3 * d]);
+        let mixed_nd = attend(
+            split_heads_scaled(q_nd, b, self.n_head, self.scale),
+            split_heads(k_nd, b, self.n_head),
+            split_heads(v_nd, b, self.n_head),
+            Some(mask_rs),
+            &self.dropout,
+        );
+        self.c_proj.forward(mixed_nd)
+    }
+}
+
+impl<B: Backend> Gpt2Mlp<B> {
+    /// Applies the layer to rows `[n, d]`.
+    pub fn forward(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.c_proj.forward(self.activation.forward(self.c_fc.forward(x_nd)))
+    }
+}

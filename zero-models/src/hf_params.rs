@@ -1,0 +1,235 @@
+//! Hugging Face names of a module's parameters, and loading by them.
+//!
+//! In go a module, the [`Names`] of its family and a checkpoint; out comes the module with loaded parameters. Names,
+//! shapes and element types of everything are checked before the first tensor is loaded. Then one parameter at a time
+//! is converted and created on the device, inside `Backend::memory_persistent_allocations`.
+
+use std::collections::BTreeMap;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+
+use crate::safetensors_file::{Checkpoint, StoredTensor};
+use crate::{ModelError, ShapeMismatch};
+
+/// A parameter of a model as Hugging Face knows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HfParam {
+    /// Burn's id of the parameter.
+    pub id: ParamId,
+    /// Its name in the `state_dict` of the Hugging Face model.
+    pub name: String,
+    /// Its shape there.
+    pub shape: Vec<usize>,
+    /// Whether it is stored there transposed: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
+    pub transposed: bool,
+}
+
+/// How a family of models names its parameters.
+pub(crate) struct Names {
+    /// The Hugging Face name of the parameter at a path of Burn field names, and whether it is transposed there.
+    pub of_path: fn(&[String]) -> (String, bool),
+    /// What a tensor in a checkpoint is.
+    pub in_file: fn(&str) -> FileTensor,
+    /// Names under which a checkpoint may repeat a parameter, with the parameter.
+    pub repeats: &'static [(&'static str, &'static str)],
+}
+
+/// What a tensor in a checkpoint is.
+pub(crate) enum FileTensor {
+    /// A parameter, of this name in the `state_dict`; whether the model has it is checked later.
+    Parameter(String),
+    /// A buffer that is computed from the configuration and not loaded.
+    Buffer,
+}
+
+/// The parameters in the order in which the module visits them. No lazy parameter is allocated.
+pub(crate) fn describe<B: Backend, M: Module<B>>(model: &M, names: &Names) -> Vec<HfParam> {
+    let mut visitor = Describe { names, path: Vec::new(), found: Vec::new() };
+    model.visit(&mut visitor);
+    visitor.found
+}
+
+/// Loads every parameter of the model from the checkpoint.
+pub(crate) fn load_checked<B: Backend, M: Module<B>>(
+    model: M,
+    names: &Names,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<M, ModelError> {
+    let params = describe(&model, names);
+    let sources = match_names(&params, names, checkpoint)?;
+    check_shapes(&params, &sources, checkpoint)?;
+    Ok(model.map(&mut Load {
+        names,
+        path: Vec::new(),
+        sources: sources.into_iter().map(|(name, (stored, _))| (name, stored)).collect(),
+        device,
+    }))
+}
+
+/// For each parameter the tensor to load, and the tensors that repeat it.
+type Sources<'a> = BTreeMap<String, (StoredTensor<'a>, Vec<StoredTensor<'a>>)>;
+
+fn match_names<'a>(params: &[HfParam], names: &Names, checkpoint: &'a Checkpoint) -> Result<Sources<'a>, ModelError> {
+    let mut in_file: BTreeMap<String, StoredTensor<'a>> = BTreeMap::new();
+    for name in checkpoint.names() {
+        let FileTensor::Parameter(parameter) = (names.in_file)(name) else {
+            continue;
+        };
+        let stored = checkpoint.get(name).expect("it is one of its names");
+        if let Some(first) = in_file.insert(parameter, stored) {
+            return Err(ModelError::SameParameter {
+                dir: checkpoint.dir().to_path_buf(),
+                first: first.name.to_string(),
+                second: name.to_string(),
+            });
+        }
+    }
+
+    let mut sources = Sources::new();
+    let mut missing = Vec::new();
+    for param in params {
+        // A name that repeats another parameter in one model is a parameter of its own in another (an untied head).
+        let repeats = names
+            .repeats
+            .iter()
+            .filter(|(repeat, of)| *of == param.name && !params.iter().any(|other| other.name == *repeat));
+        let mut found: Vec<_> = std::iter::once(param.name.as_str())
+            .chain(repeats.map(|(repeat, _)| *repeat))
+            .filter_map(|name| in_file.remove(name))
+            .collect();
+        if found.is_empty() {
+            missing.push(param.name.clone());
+        } else {
+            let first = found.remove(0);
+            sources.insert(param.name.clone(), (first, found));
+        }
+    }
+    if missing.is_empty() && in_file.is_empty() {
+        return Ok(sources);
+    }
+    Err(ModelError::TensorNames {
+        dir: checkpoint.dir().to_path_buf(),
+        missing,
+        unexpected: in_file.values().map(|stored| stored.name.to_string()).collect(),
+    })
+}
+
+fn check_shapes(params: &[HfParam], sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<(), ModelError> {
+    let mut mismatches = Vec::new();
+    for param in params {
+        let (first, repeats) = &sources[&param.name];
+        for stored in std::iter::once(first).chain(repeats) {
+            stored.check_dtype()?;
+            if stored.shape != param.shape {
+                mismatches.push(ShapeMismatch {
+                    name: stored.name.to_string(),
+                    path: stored.path.to_path_buf(),
+                    expected: param.shape.clone(),
+                    got: stored.shape.to_vec(),
+                });
+            }
+        }
+    }
+    if mismatches.is_empty() {
+        return Ok(());
+    }
+    Err(ModelError::TensorShapes { dir: checkpoint.dir().to_path_buf(), mismatches })
+}
+
+struct Describe<'a> {
+    names: &'a Names,
+    path: Vec<String>,
+    found: Vec<HfParam>,
+}
+
+impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let (name, transposed) = (self.names.of_path)(&self.path);
+        let mut shape = param.lazy_shape().dims::<D>().to_vec();
+        if transposed {
+            shape.reverse();
+        }
+        self.found.push(HfParam { id: param.id, name, shape, transposed });
+    }
+}
+
+struct Load<'a, B: Backend> {
+    names: &'a Names,
+    path: Vec<String>,
+    sources: BTreeMap<String, StoredTensor<'a>>,
+    device: &'a B::Device,
+}
+
+impl<B: Backend> ModuleMapper<B> for Load<'_, B> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (name, transposed) = (self.names.of_path)(&self.path);
+        let stored = &self.sources[&name];
+        let values = stored.to_f32().expect("element types were checked");
+        let data = if transposed {
+            let [rows, columns] = [stored.shape[0], stored.shape[1]];
+            TensorData::new(transpose(&values, rows, columns), [columns, rows])
+        } else {
+            TensorData::new(values, stored.shape)
+        };
+
+        let device = self.device;
+        let tensor = B::memory_persistent_allocations(device, data, |data| Tensor::<B, D>::from_data(data, device));
+        let configured_for = param.lazy_device();
+        let id = param.id;
+        // Keeps the id, and whether the parameter is trained, without drawing the values it would start from.
+        let loaded = param.transform_for_load(tensor, id);
+        if configured_for == *device { loaded } else { loaded.fork(device) }
+    }
+}
+
+/// A row-major `[rows, columns]` as a row-major `[columns, rows]`, tile by tile so that both sides stay in the cache.
+fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+    const TILE: usize = 32;
+    let mut out = vec![0.0; values.len()];
+    for first_row in (0..rows).step_by(TILE) {
+        for first_column in (0..columns).step_by(TILE) {
+            for row in first_row..rows.min(first_row + TILE) {
+                for column in first_column..columns.min(first_column + TILE) {
+                    out[column * rows + row] = values[row * columns + column];
+                }
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transposes_across_tiles() {
+        let (rows, columns) = (70, 33);
+        let values: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
+        let out = transpose(&values, rows, columns);
+        for row in 0..rows {
+            for column in 0..columns {
+                assert_eq!(out[column * rows + row], values[row * columns + column]);
+            }
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! Fresh parameters as Hugging Face draws them: normal weights, zero biases, layer norms of one and zero.
+//!
+//! Burn's initialisers give lazy parameters: nothing is allocated before first use, and then inside
+//! `Backend::memory_persistent_allocations`, so that a backend knows that what is created is a parameter. A model
+//! whose weights are loaded before first use never allocates what is drawn here.
+
+use burn::module::{Initializer, Param};
+use burn::nn::Linear;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+
+/// A parameter drawn from a normal distribution of mean zero.
+pub(crate) fn normal<B: Backend, const D: usize>(
+    shape: [usize; D],
+    std: f64,
+    device: &B::Device,
+) -> Param<Tensor<B, D>> {
+    Initializer::Normal { mean: 0.0, std }.init(shape, device)
+}
+
+/// A parameter of zeros.
+pub(crate) fn zeros<B: Backend, const D: usize>(shape: [usize; D], device: &B::Device) -> Param<Tensor<B, D>> {
+    Initializer::Zeros.init(shape, device)
+}
+
+/// A linear layer with normal weights `[d_in, d_out]` and a bias of zeros.
+pub(crate) fn linear<B: Backend>(d_in: usize, d_out: usize, std: f64, device: &B::Device) -> Linear<B> {
+    Linear { weight: normal([d_in, d_out], std, device), bias: Some(zeros([d_out], device)) }
+}

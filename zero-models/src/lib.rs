@@ -1,0 +1,37 @@
+//! GPT-2 and BERT as plain Burn modules.
+//!
+//! What goes in: a configuration (a preset, or a Hugging Face `config.json`), a device, and token ids.
+//! What comes out: logits and losses. The modules are generic over [`Backend`](burn::tensor::backend::Backend),
+//! know nothing of ranks or of where their parameters live, and run the same on a bare backend. They own their
+//! parameters; a parameter is created on first use, or by [`gpt2::weights`] and [`bert::weights`], which read the
+//! checkpoints that Hugging Face publishes. Everything runs on the caller's thread.
+//!
+//! ```
+//! use burn::tensor::{Int, Tensor};
+//! use burn_flex::Flex;
+//! use zero_models::Gpt2Config;
+//!
+//! let device = Default::default();
+//! let config = Gpt2Config { vocab_size: 32, n_embd: 16, n_layer: 1, n_head: 2, ..Gpt2Config::preset("tiny")? };
+//! let model = config.init::<Flex>(&device);
+//! let ids = Tensor::<Flex, 2, Int>::from_data([[1, 2, 3, 4]], &device);
+//! assert_eq!(model.loss(ids).dims(), [1]);
+//! # Ok::<(), zero_models::ModelError>(())
+//! ```
+
+mod activation;
+mod attention;
+pub mod bert;
+mod error;
+pub mod gpt2;
+mod hf_params;
+mod init;
+pub mod loss;
+pub mod safetensors_file;
+mod suggest;
+
+pub use activation::Activation;
+pub use bert::{Bert, BertBatch, BertConfig};
+pub use error::{ModelError, ShapeMismatch};
+pub use gpt2::{Gpt2, Gpt2Config};
+pub use hf_params::HfParam;

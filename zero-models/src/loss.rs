@@ -1,0 +1,86 @@
+//! Cross-entropy over a vocabulary: in go logits and the indices that should have been predicted, out comes a mean.
+//!
+//! `-log softmax(logits)[target] = log(sum(exp(logits))) - logits[target]`, with the row's largest logit taken out of
+//! the exponentials. The full table of log-probabilities is never formed.
+//!
+//! Shape suffixes: `n` rows, `v` vocabulary.
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+
+/// The label of a position that does not count.
+pub const IGNORED_LABEL: i32 = -100;
+
+/// The mean over all rows of the cross-entropy in nats.
+///
+/// # Shapes
+/// - `logits_nv`: `[n, v]`
+/// - `targets_n`: `[n]`, each in `0..v`
+/// - returns `[1]`
+pub fn cross_entropy<B: Backend>(logits_nv: Tensor<B, 2>, targets_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
+    row_losses(logits_nv, targets_n).mean()
+}
+
+/// The mean of the cross-entropy in nats over the rows whose label is not [`IGNORED_LABEL`]; 0 if there are none.
+///
+/// # Shapes
+/// - `logits_nv`: `[n, v]`
+/// - `labels_n`: `[n]`, each in `0..v` or [`IGNORED_LABEL`]
+/// - returns `[1]`
+pub fn cross_entropy_with_ignored<B: Backend>(logits_nv: Tensor<B, 2>, labels_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
+    let ignored_n = labels_n.clone().equal_elem(IGNORED_LABEL);
+    let targets_n = labels_n.mask_fill(ignored_n.clone(), 0);
+    let counted = ignored_n.clone().bool_not().float().sum().clamp_min(1.0);
+    let losses_n = row_losses(logits_nv, targets_n).mask_fill(ignored_n, 0.0);
+    losses_n.sum() / counted
+}
+
+/// The cross-entropy of each row, `[n]`.
+fn row_losses<B: Backend>(logits_nv: Tensor<B, 2>, targets_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
+    let [n, _] = logits_nv.dims();
+    // The last use of the logits is the subtraction, so that it and the exponential may reuse their memory.
+    let largest_n1 = logits_nv.clone().detach().max_dim(1);
+    let picked_n1 = logits_nv.clone().gather(1, targets_n.reshape([n, 1]));
+    let sum_n1 = (logits_nv - largest_n1.clone()).exp().sum_dim(1);
+    (sum_n1.log() + largest_n1 - picked_n1).reshape([n])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_flex::Flex;
+
+    fn logits() -> Tensor<Flex, 2> {
+        Tensor::from_floats([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [-1.0, 5.0, 0.5]], &Default::default())
+    }
+
+    fn expected(row: [f64; 3], target: usize) -> f64 {
+        row.iter().map(|x| x.exp()).sum::<f64>().ln() - row[target]
+    }
+
+    #[test]
+    fn is_the_mean_of_the_rows() {
+        let targets = Tensor::from_ints([0, 2, 1], &Default::default());
+        let got = cross_entropy(logits(), targets).into_scalar() as f64;
+        let rows = expected([1.0, 2.0, 3.0], 0) + expected([0.0; 3], 2) + expected([-1.0, 5.0, 0.5], 1);
+        assert!((got - rows / 3.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn ignored_rows_do_not_count() {
+        let labels = Tensor::from_ints([0, IGNORED_LABEL, 1], &Default::default());
+        let got = cross_entropy_with_ignored(logits(), labels).into_scalar() as f64;
+        let rows = expected([1.0, 2.0, 3.0], 0) + expected([-1.0, 5.0, 0.5], 1);
+        assert!((got - rows / 2.0).abs() < 1e-6);
+        let none = Tensor::from_ints([IGNORED_LABEL; 3], &Default::default());
+        assert_eq!(cross_entropy_with_ignored(logits(), none).into_scalar(), 0.0);
+    }
+
+    #[test]
+    fn large_logits_stay_finite() {
+        let logits = Tensor::<Flex, 2>::from_floats([[1e4, -1e4, 0.0]], &Default::default());
+        let target = Tensor::from_ints([1], &Default::default());
+        let got = cross_entropy(logits, target).into_scalar();
+        assert!((got - 2e4).abs() < 1.0, "{got}");
+    }
+}

@@ -1,0 +1,264 @@
+//! Reading a Hugging Face checkpoint: in goes a folder, out come its tensors by name.
+//!
+//! The folder holds `model.safetensors`, or `model.safetensors.index.json` with the shards that it names. Files are
+//! memory-mapped: opening reads the headers only and checks them in full, and a tensor's bytes come from disk when it is converted,
+//! so that one converted tensor at a time is in memory. A [`Checkpoint`] owns the maps; a [`StoredTensor`] borrows
+//! from it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Component, Path, PathBuf};
+
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, Metadata};
+use serde::Deserialize;
+
+use crate::ModelError;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Bytes of the header's length at the start of a file.
+const LENGTH_BYTES: usize = 8;
+
+/// The tensors of one checkpoint, by name.
+#[derive(Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    files: Vec<MappedFile>,
+    /// Name of a tensor to the place of its file in `files`.
+    tensors: BTreeMap<String, usize>,
+}
+
+/// One tensor of a [`Checkpoint`], not yet read.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredTensor<'a> {
+    /// Its name in the file.
+    pub name: &'a str,
+    /// The file it lies in.
+    pub path: &'a Path,
+    /// Its shape.
+    pub shape: &'a [usize],
+    /// Its element type.
+    pub dtype: Dtype,
+    bytes: &'a [u8],
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in a folder; of a single file and an index, the single file, as Hugging Face does.
+    ///
+    /// # Errors
+    /// When there is no checkpoint, a file is cut short or malformed, or index and shards disagree.
+    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        let single = dir.join(SINGLE);
+        let index = dir.join(INDEX);
+        if single.is_file() {
+            Self::open_single(dir, single)
+        } else if index.is_file() {
+            Self::open_sharded(dir, index)
+        } else {
+            Err(no_checkpoint(dir))
+        }
+    }
+
+    fn open_single(dir: &Path, path: PathBuf) -> Result<Self, ModelError> {
+        let file = MappedFile::open(path)?;
+        let tensors = file.names().map(|name| (name, 0)).collect();
+        Ok(Self { dir: dir.to_path_buf(), files: vec![file], tensors })
+    }
+
+    fn open_sharded(dir: &Path, index: PathBuf) -> Result<Self, ModelError> {
+        #[derive(Deserialize)]
+        struct Index {
+            weight_map: BTreeMap<String, String>,
+        }
+
+        let text = fs::read_to_string(&index).map_err(|source| ModelError::Io {
+            action: "read",
+            path: index.clone(),
+            source,
+        })?;
+        let Index { weight_map } =
+            serde_json::from_str(&text).map_err(|source| ModelError::IndexSyntax { path: index.clone(), source })?;
+
+        let mut files = Vec::new();
+        let mut places: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut tensors = BTreeMap::new();
+        for (tensor, shard) in &weight_map {
+            let place = match places.get(shard.as_str()) {
+                Some(&place) => place,
+                None => {
+                    files.push(open_shard(dir, &index, tensor, shard)?);
+                    places.insert(shard, files.len() - 1);
+                    files.len() - 1
+                }
+            };
+            tensors.insert(tensor.clone(), place);
+        }
+
+        let disagree = |file: &MappedFile, tensor: &str, listed| ModelError::IndexDisagrees {
+            index: index.clone(),
+            shard: file.path.clone(),
+            tensor: tensor.to_string(),
+            listed,
+        };
+        for (tensor, &place) in &tensors {
+            if files[place].metadata.info(tensor).is_none() {
+                return Err(disagree(&files[place], tensor, true));
+            }
+        }
+        for (place, file) in files.iter().enumerate() {
+            if let Some(extra) = file.names().find(|name| tensors.get(name) != Some(&place)) {
+                return Err(disagree(file, &extra, false));
+            }
+        }
+        Ok(Self { dir: dir.to_path_buf(), files, tensors })
+    }
+
+    /// The folder that was opened.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The tensor of this name.
+    pub fn get(&self, name: &str) -> Option<StoredTensor<'_>> {
+        let (name, &place) = self.tensors.get_key_value(name)?;
+        self.files[place].tensor(name)
+    }
+}
+
+impl StoredTensor<'_> {
+    /// Whether [`to_f32`](Self::to_f32) can convert this tensor.
+    ///
+    /// # Errors
+    /// [`ModelError::TensorDtype`] when the elements are not 16, 32 or 64-bit floats.
+    pub fn check_dtype(&self) -> Result<(), ModelError> {
+        match self.dtype {
+            Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64 => Ok(()),
+            got => Err(ModelError::TensorDtype { name: self.name.to_string(), path: self.path.to_path_buf(), got }),
+        }
+    }
+
+    /// The elements in row-major order, as 32-bit floats.
+    ///
+    /// # Errors
+    /// As [`check_dtype`](Self::check_dtype).
+    pub fn to_f32(&self) -> Result<Vec<f32>, ModelError> {
+        self.check_dtype()?;
+        Ok(match self.dtype {
+            Dtype::F16 => self.convert(|bytes| f16::from_le_bytes(bytes).to_f32()),
+            Dtype::BF16 => self.convert(|bytes| bf16::from_le_bytes(bytes).to_f32()),
+            Dtype::F64 => self.convert(|bytes| f64::from_le_bytes(bytes) as f32),
+            _ => self.convert(f32::from_le_bytes),
+        })
+    }
+
+    /// Safetensors data is little-endian, and need not be aligned.
+    fn convert<const N: usize>(&self, element: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+        let (elements, rest) = self.bytes.as_chunks::<N>();
+        debug_assert!(rest.is_empty(), "the header was checked against the data");
+        elements.iter().map(|&bytes| element(bytes)).collect()
+    }
+}
+
+/// A safetensors file whose header has been read and checked against its length.
+#[derive(Debug)]
+struct MappedFile {
+    path: PathBuf,
+    map: Mmap,
+    metadata: Metadata,
+    /// Where the data starts, in bytes.
+    data_start: usize,
+}
+
+impl MappedFile {
+    fn open(path: PathBuf) -> Result<Self, ModelError> {
+        let io = |action, source| ModelError::Io { action, path: path.clone(), source };
+        let file = File::open(&path).map_err(|source| io("open", source))?;
+        let got_bytes = file.metadata().map_err(|source| io("open", source))?.len();
+        if got_bytes < LENGTH_BYTES as u64 {
+            return Err(ModelError::Truncated { path, expected_bytes: LENGTH_BYTES as u64, got_bytes });
+        }
+        // SAFETY: a map is unsound only if the file changes under it. Checkpoints are written to a new file and then
+        // renamed (this project's own too), and nothing here writes to the file.
+        let map = unsafe { Mmap::map(&file) }.map_err(|source| io("map", source))?;
+        match SafeTensors::read_metadata(&map) {
+            Ok((header_bytes, metadata)) => Ok(Self { data_start: LENGTH_BYTES + header_bytes, path, map, metadata }),
+            Err(source) => Err(match declared_bytes(&map) {
+                Some(expected_bytes) if expected_bytes > got_bytes => {
+                    ModelError::Truncated { path, expected_bytes, got_bytes }
+                }
+                _ => ModelError::Safetensors { path, source },
+            }),
+        }
+    }
+
+    fn names(&self) -> impl Iterator<Item = String> + use<> {
+        self.metadata.offset_keys().into_iter()
+    }
+
+    fn tensor<'a>(&'a self, name: &'a str) -> Option<StoredTensor<'a>> {
+        let info = self.metadata.info(name)?;
+        let (start, end) = info.data_offsets;
+        Some(StoredTensor {
+            name,
+            path: &self.path,
+            shape: &info.shape,
+            dtype: info.dtype,
+            bytes: &self.map[self.data_start + start..self.data_start + end],
+        })
+    }
+}
+
+/// The length that the file's own header asks for; the header's end if the file breaks off inside it.
+fn declared_bytes(file: &[u8]) -> Option<u64> {
+    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>()?;
+    let header_bytes = u64::from_le_bytes(*length);
+    let data_start = header_bytes.checked_add(LENGTH_BYTES as u64)?;
+    let Some(header) = rest.get(..usize::try_from(header_bytes).ok()?) else {
+        return Some(data_start);
+    };
+    let header: BTreeMap<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
+    let data_bytes =
+        header.values().filter_map(|tensor| tensor.get("data_offsets")?.get(1)?.as_u64()).max().unwrap_or(0);
+    data_start.checked_add(data_bytes)
+}
+
+fn open_shard(dir: &Path, index: &Path, tensor: &str, shard: &str) -> Result<MappedFile, ModelError> {
+    let mut components = Path::new(shard).components();
+    let plain = matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
+        && !shard.contains(['/', '\\']);
+    if !plain {
+        return Err(ModelError::ShardOutside {
+            index: index.to_path_buf(),
+            tensor: tensor.to_string(),
+            shard: shard.to_string(),
+        });
+    }
+    let path = dir.join(shard);
+    if !path.is_file() {
+        return Err(ModelError::ShardMissing {
+            index: index.to_path_buf(),
+            tensor: tensor.to_string(),
+            shard: shard.to_string(),
+        });
+    }
+    MappedFile::open(path)
+}
+
+fn no_checkpoint(dir: &Path) -> ModelError {
+    let hint = if !dir.is_dir() {
+        "this is not a folder, name the folder of the checkpoint"
+    } else if dir.join("pytorch_model.bin").is_file() || dir.join("pytorch_model.bin.index.json").is_file() {
+        "it has pytorch_model.bin, which is not read: save it with save_pretrained(..., safe_serialization=True)"
+    } else {
+        "name the folder that Hugging Face's save_pretrained wrote"
+    };
+    ModelError::NoCheckpoint { dir: dir.to_path_buf(), hint }
+}
