@@ -1,1 +1,1 @@
-//! The examples live in .
+//! The way in: see the programs under `examples/examples`.

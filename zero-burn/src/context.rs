@@ -83,6 +83,8 @@ pub(crate) struct Gauges {
     pub(crate) parameters: Gauge,
     pub(crate) gradients: Gauge,
     pub(crate) optimizer: Gauge,
+    /// Whole gradients on their way to being reduced, at the stages that shard gradients.
+    pub(crate) in_flight: Gauge,
     pub(crate) gathered: Gauge,
 }
 
@@ -246,6 +248,13 @@ impl<B: Backend> Context<B> {
         });
         slots.push(slot.clone());
         slot
+    }
+
+    /// Counts `bytes` of a gradient that the backward pass has given and that is not laid into a bucket yet.
+    pub(crate) fn count_unreduced(&self, bytes: i64) {
+        let sharded = self.config.stage.shards_gradients();
+        let gauge = if sharded { &self.gauges.in_flight } else { &self.gauges.gradients };
+        gauge.add(bytes);
     }
 
     pub(crate) fn slot(&self, index: u64) -> Arc<Slot<B>> {

@@ -185,10 +185,11 @@ impl<B: Backend> Gatherer<B> {
             return true;
         }
         let mut trace = self.trace.lock();
-        if trace.plan.get(trace.cursor).is_none_or(|&(index, ..)| index != slot.index) {
+        let expected = |&(index, ..): &(u64, usize, usize)| index == slot.index;
+        if !trace.followed || !trace.plan.get(trace.cursor).is_some_and(expected) {
             // Off the plan: an evaluation, or another path through the model. A step that begins again is followed
             // from its beginning.
-            trace.followed = trace.plan.first().is_some_and(|&(index, ..)| index == slot.index);
+            trace.followed = trace.plan.first().is_some_and(expected);
             trace.cursor = 0;
             trace.ahead = 0;
             if trace.followed {
@@ -256,7 +257,7 @@ impl<B: Backend> Gatherer<B> {
         trace.plan = with_reuse_distances(&recorded);
         trace.cursor = 0;
         trace.ahead = 0;
-        trace.followed = false;
+        trace.followed = !trace.plan.is_empty();
     }
 
     /// Drops gathered copies that the policy does not keep between steps.

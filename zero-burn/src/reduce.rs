@@ -77,7 +77,7 @@ impl<B: Backend> Reducer<B> {
         gradient: B::FloatTensorPrimitive,
         cell: Arc<Cell<B>>,
     ) {
-        context.gauges.gradients.add(slot.bytes());
+        context.count_unreduced(slot.bytes());
         self.send(Job::Gradient { index: slot.index, contribution: Contribution { gradient, cell } });
     }
 
@@ -233,7 +233,7 @@ impl<B: Backend> Pass<B> {
         let counted = if values.is_some() { slot.bytes() } else { 0 };
         let values = values.as_ref().map(|data| data.as_slice::<f32>().expect("converted to f32 above"));
         let result = self.buckets.push(values, cell, slot.partition.numel());
-        self.context.gauges.gradients.add(-counted);
+        self.context.count_unreduced(-counted);
         result
     }
 

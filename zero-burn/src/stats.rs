@@ -11,6 +11,9 @@ use crate::context::Context;
 pub struct RankStats {
     /// Model state: parameters and optimizer state held now, gradients at their peak since the last reset.
     pub model_state_bytes: StateBytes,
+    /// Most bytes of whole gradients waiting to be reduced since the last reset, at stages 2 and 3; at stages 0 and 1 they
+    /// are part of the model state.
+    pub gradients_in_flight_peak: u64,
     /// Most bytes of gathered parameters held at one time since the last reset, by the cache of gathered copies.
     pub gathered_bytes_peak: u64,
     /// Bytes of gathered parameters held now.
@@ -29,6 +32,7 @@ pub fn rank_stats<B: Backend>() -> RankStats {
             gradients: gauges.gradients.peak(),
             optimizer: gauges.optimizer.live(),
         },
+        gradients_in_flight_peak: gauges.in_flight.peak(),
         gathered_bytes_peak: gauges.gathered.peak(),
         gathered_bytes: gauges.gathered.live(),
         wire_bytes: context.wire.read(),
@@ -40,6 +44,7 @@ pub fn reset_peaks<B: Backend>() {
     let context = Context::<B>::current();
     context.gauges.gathered.reset_peak();
     context.gauges.gradients.reset_peak();
+    context.gauges.in_flight.reset_peak();
 }
 
 /// Every rank's `values`, in rank order, on every rank. A collective; it moves 8 bytes a value and rank.

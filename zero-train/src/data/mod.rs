@@ -1,0 +1,134 @@
+//! Token rows for language models: each row is one training example of `seq` tokens.
+//!
+//! Rows are used in order and wrap around: step `s` (from 0), rank `r` of `N` ranks with `b` rows each takes rows
+//! `(s N + r) b ..` of length `b`. Labels are the next tokens inside the row.
+
+mod safetensors_rows;
+mod text;
+
+use std::path::{Path, PathBuf};
+
+use crate::TrainError;
+
+/// Where rows come from.
+#[derive(Debug, Clone)]
+pub enum Source<'a> {
+    /// A file: safetensors with an int tensor `input_ids` `[rows, T]` by its ending `.safetensors`, else UTF-8 text.
+    File(&'a Path),
+    /// Text that is part of the program, with a name for errors.
+    Text(&'a str, &'static str),
+}
+
+/// Rows of token ids, all of one length.
+#[derive(Debug, Clone)]
+pub struct TokenRows {
+    tokens: Vec<i32>,
+    seq: usize,
+}
+
+impl TokenRows {
+    /// Reads and checks rows for a model with `vocab_size` tokens and `n_positions` positions.
+    ///
+    /// `seq` is the row length: for text `None` means 128 (or `n_positions` if that is less); a safetensors file has its
+    /// own, which `seq` must equal if given.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] when the file cannot be read, holds too few tokens or a token outside of the vocabulary, or does
+    /// not fit the row length.
+    pub fn load(
+        source: &Source<'_>,
+        seq: Option<usize>,
+        vocab_size: usize,
+        n_positions: usize,
+    ) -> Result<Self, TrainError> {
+        let (name, rows) = match source {
+            Source::File(path) if path.extension().is_some_and(|ending| ending == "safetensors") => {
+                (path.to_path_buf(), safetensors_rows::read(path, seq)?)
+            }
+            Source::File(path) => {
+                let text = std::fs::read(path).map_err(|source| TrainError::Io {
+                    action: "read",
+                    path: path.to_path_buf(),
+                    source,
+                })?;
+                let text = String::from_utf8(text).map_err(|error| TrainError::Data {
+                    path: path.to_path_buf(),
+                    problem: format!(
+                        "is not UTF-8 text (byte {}): expected text, or a file that ends in .safetensors",
+                        error.utf8_error().valid_up_to()
+                    ),
+                })?;
+                (path.to_path_buf(), text::rows(path, &text, seq, n_positions)?)
+            }
+            Source::Text(text, name) => {
+                let name = PathBuf::from(name);
+                let rows = text::rows(&name, text, seq, n_positions)?;
+                (name, rows)
+            }
+        };
+        rows.check(&name, vocab_size, n_positions)?;
+        Ok(rows)
+    }
+
+    fn check(&self, path: &Path, vocab_size: usize, n_positions: usize) -> Result<(), TrainError> {
+        let problem = |problem: String| Err(TrainError::Data { path: path.to_path_buf(), problem });
+        if self.seq < 2 {
+            return problem(format!("rows of {} token(s) have no next token: expected at least 2", self.seq));
+        }
+        if self.seq > n_positions {
+            return problem(format!(
+                "rows of {} tokens are longer than the model's {n_positions} positions: use --seq {n_positions} or a \
+                 model with more positions",
+                self.seq
+            ));
+        }
+        let outside = |&id: &i32| usize::try_from(id).map_or(true, |id| id >= vocab_size);
+        if let Some(at) = self.tokens.iter().position(outside) {
+            return problem(format!(
+                "token id {} at row {}, column {} is outside the model's vocabulary of {vocab_size}: expected ids from \
+                 0 to {}; use data made for this model's tokenizer",
+                self.tokens[at],
+                at / self.seq,
+                at % self.seq,
+                vocab_size - 1
+            ));
+        }
+        Ok(())
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.tokens.len() / self.seq
+    }
+
+    /// Tokens of a row.
+    pub fn seq(&self) -> usize {
+        self.seq
+    }
+
+    /// Rows of `step` (from 0) for `rank` of `world` ranks with `batch` rows each, flat: `[batch * seq]`.
+    pub fn batch(&self, step: usize, rank: usize, world: usize, batch: usize) -> Vec<i32> {
+        let first = (step * world + rank) * batch;
+        (first..first + batch)
+            .flat_map(|row| {
+                let start = (row % self.rows()) * self.seq;
+                self.tokens[start..start + self.seq].iter().copied()
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_taken_in_order_over_ranks_and_wrap_around() {
+        let rows = TokenRows { tokens: (0..12).collect(), seq: 2 };
+        assert_eq!(rows.batch(0, 0, 2, 2), [0, 1, 2, 3]);
+        assert_eq!(rows.batch(0, 1, 2, 2), [4, 5, 6, 7]);
+        assert_eq!(rows.batch(1, 0, 2, 2), [8, 9, 10, 11]);
+        assert_eq!(rows.batch(1, 1, 2, 2), [0, 1, 2, 3]);
+    }
+}

@@ -1,0 +1,57 @@
+//! The crate's errors: bad input, told in one message that says what to change.
+
+use std::path::PathBuf;
+
+use zero_models::ModelError;
+
+/// Why training cannot start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// An option's value cannot be used.
+    #[error("--{option} {got}: {expected}")]
+    Option {
+        /// The option's name, without dashes.
+        option: &'static str,
+        /// The value given.
+        got: String,
+        /// What is expected, and what to change.
+        expected: String,
+    },
+    /// A file or folder cannot be read or written.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// "read", "create", ...
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A data file has the wrong content.
+    #[error("{}: {problem}", path.display())]
+    Data {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, what was expected, and what to change.
+        problem: String,
+    },
+    /// A model cannot be configured or loaded.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The model does not fit into this machine's memory.
+    #[error("{0}")]
+    Memory(String),
+    /// A rank failed while training.
+    #[error("training failed: {0}")]
+    Run(String),
+}
+
+impl TrainError {
+    /// The exit code of a command that ends with this error: 2 for bad input, 1 for a run that failed.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            TrainError::Run(_) => 1,
+            _ => 2,
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! The end of a run: measured figures beside the ZeRO formulas.
+
+use serde::{Deserialize, Serialize};
+use zero_core::accounting::StateBytes;
+use zero_core::estimate::{Precision, model_state};
+
+use super::Plan;
+use crate::memory::format_bytes;
+use crate::metrics::StepMetrics;
+
+/// What a run came to. With `--json` this is what standard output holds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// Preset or folder.
+    pub model: String,
+    /// Number of parameters.
+    pub parameters: usize,
+    /// ZeRO stage.
+    pub stage: u8,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Steps trained.
+    pub steps: usize,
+    /// Rows per rank.
+    pub batch: usize,
+    /// Tokens per row.
+    pub seq: usize,
+    /// Loss of the first step, before its update.
+    pub loss_first: f64,
+    /// Loss of the last step, before its update.
+    pub loss_last: f64,
+    /// Median over the steps, without the first where there are more.
+    pub tokens_per_second: f64,
+    /// Measured bytes of model state on the rank that held most, in the last step.
+    pub model_state_bytes: StateBytes,
+    /// The same by the ZeRO formula.
+    pub model_state_bytes_formula: StateBytes,
+    /// Most bytes of gathered parameters at one time, on any rank.
+    pub gathered_bytes_peak: u64,
+    /// Measured bytes received per rank in the last step.
+    pub wire_bytes_per_step: u64,
+    /// The same by the ZeRO formula; at stage 3 without what the persistence threshold saves.
+    pub wire_bytes_per_step_formula: u64,
+    /// Most memory of the process.
+    pub peak_rss_bytes: u64,
+    /// Why another model than the default was trained, if so.
+    pub notice: Option<String>,
+}
+
+impl Summary {
+    pub(super) fn new(plan: &Plan, steps: &[StepMetrics]) -> Self {
+        let (first, last) = (&steps[0], &steps[steps.len() - 1]);
+        let mut speeds: Vec<f64> =
+            steps[usize::from(steps.len() > 1)..].iter().map(|step| step.tokens_per_second).collect();
+        speeds.sort_by(f64::total_cmp);
+        let state = last.ranks.iter().map(|rank| rank.model_state_bytes).max_by_key(StateBytes::total);
+        let psi = plan.model.num_params() as u64;
+        let formula = model_state(psi, plan.zero.stage, plan.ranks as u64, Precision::FP32_ADAMW);
+        let most = |value: fn(&crate::metrics::RankMetrics) -> u64| {
+            steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0)
+        };
+        Self {
+            model: plan.name.clone(),
+            parameters: plan.model.num_params(),
+            stage: plan.zero.stage.number(),
+            ranks: plan.ranks,
+            steps: steps.len(),
+            batch: plan.batch,
+            seq: plan.rows.seq(),
+            loss_first: first.loss,
+            loss_last: last.loss,
+            tokens_per_second: speeds[speeds.len() / 2],
+            model_state_bytes: state.unwrap_or_default(),
+            model_state_bytes_formula: formula,
+            gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
+            wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),
+            wire_bytes_per_step_formula: 4 * plan.wire_elements(),
+            peak_rss_bytes: most(|rank| rank.peak_rss_bytes),
+            notice: plan.notice.clone(),
+        }
+    }
+}
+
+impl core::fmt::Display for Summary {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let (state, formula) = (self.model_state_bytes, self.model_state_bytes_formula);
+        let row = |f: &mut core::fmt::Formatter<'_>, name: &str, measured: u64, formula: u64| {
+            let ratio = if formula == 0 { String::new() } else { format!("{:.3}", measured as f64 / formula as f64) };
+            writeln!(f, "  {name:<28} {:>12} {:>12} {ratio:>8}", format_bytes(measured), format_bytes(formula))
+        };
+        writeln!(f, "  {:<28} {:>12} {:>12}", "", "first", "last")?;
+        writeln!(f, "  {:<28} {:>12.4} {:>12.4}", "loss", self.loss_first, self.loss_last)?;
+        writeln!(f, "  {:<28} {:>12.1}", "tokens per second", self.tokens_per_second)?;
+        writeln!(f, "  {:<28} {:>12} {:>12} {:>8}", "bytes per rank", "measured", "formula", "ratio")?;
+        row(f, "  parameters", state.parameters, formula.parameters)?;
+        row(f, "  gradients (peak)", state.gradients, formula.gradients)?;
+        row(f, "  optimizer", state.optimizer, formula.optimizer)?;
+        row(f, "  model state", state.total(), formula.total())?;
+        row(f, "  wire, per step", self.wire_bytes_per_step, self.wire_bytes_per_step_formula)?;
+        writeln!(f, "  {:<28} {:>12}", "  gathered at one time", format_bytes(self.gathered_bytes_peak))?;
+        write!(f, "  {:<28} {:>12}", "peak memory of the process", format_bytes(self.peak_rss_bytes))
+    }
+}

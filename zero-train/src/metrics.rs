@@ -1,0 +1,134 @@
+//! `metrics.jsonl`: one JSON object a step. The names are a contract; new ones may be added, none changes its meaning.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use zero_burn::stats::RankStats;
+use zero_core::accounting::{StateBytes, WireBytes};
+
+use crate::TrainError;
+
+/// One training step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Number of the step, from 1.
+    pub step: usize,
+    /// Mean loss over the global batch, before the update.
+    pub loss: f64,
+    /// Global L2 norm of the averaged gradient.
+    pub grad_norm: f64,
+    /// Learning rate of the update.
+    pub lr: f64,
+    /// Tokens of the global batch.
+    pub tokens: usize,
+    /// Milliseconds of the step: data, forward, backward, update.
+    pub step_ms: f64,
+    /// Tokens of the global batch per second.
+    pub tokens_per_second: f64,
+    /// Whether the update was skipped (never in fp32).
+    pub skipped: bool,
+    /// Each rank's memory and traffic.
+    pub ranks: Vec<RankMetrics>,
+}
+
+/// One rank in one step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankMetrics {
+    /// The rank, from 0.
+    pub rank: usize,
+    /// Bytes of model state: parameters and optimizer state at the end of the step, gradients at their peak in it.
+    pub model_state_bytes: StateBytes,
+    /// Most bytes of gathered parameters held at one time in the step.
+    pub gathered_bytes_peak: u64,
+    /// Bytes received from other ranks in the step, by operation.
+    pub wire_bytes: WireBytes,
+    /// Most bytes of memory the rank's process has held so far; ranks that are threads share one process and figure.
+    pub peak_rss_bytes: u64,
+}
+
+/// Numbers of one rank that travel to all ranks at the end of a step.
+pub(crate) struct RankReport {
+    pub(crate) loss: f64,
+    pub(crate) stats: RankStats,
+    pub(crate) wire: WireBytes,
+    pub(crate) peak_rss: u64,
+}
+
+impl RankReport {
+    /// Counts below 2^53 travel as floats without loss.
+    pub(crate) fn to_values(&self) -> [f64; 11] {
+        let state = self.stats.model_state_bytes;
+        let wire = self.wire;
+        [
+            self.loss,
+            state.parameters as f64,
+            state.gradients as f64,
+            state.optimizer as f64,
+            self.stats.gathered_bytes_peak as f64,
+            wire.all_gather as f64,
+            wire.reduce_scatter as f64,
+            wire.all_reduce as f64,
+            wire.broadcast as f64,
+            wire.all_to_all as f64,
+            self.peak_rss as f64,
+        ]
+    }
+
+    pub(crate) fn metrics(rank: usize, values: &[f64]) -> RankMetrics {
+        let at = |i: usize| values[i] as u64;
+        RankMetrics {
+            rank,
+            model_state_bytes: StateBytes { parameters: at(1), gradients: at(2), optimizer: at(3) },
+            gathered_bytes_peak: at(4),
+            wire_bytes: WireBytes {
+                all_gather: at(5),
+                reduce_scatter: at(6),
+                all_reduce: at(7),
+                broadcast: at(8),
+                all_to_all: at(9),
+            },
+            peak_rss_bytes: at(10),
+        }
+    }
+}
+
+/// Writes `metrics.jsonl`, a whole line at a time.
+pub struct MetricsWriter {
+    file: BufWriter<File>,
+    path: PathBuf,
+}
+
+impl MetricsWriter {
+    /// Creates `dir` if need be and an empty `metrics.jsonl` in it, in place of an earlier run's.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Io`].
+    pub fn create(dir: &Path) -> Result<Self, TrainError> {
+        let io = |action, path: &Path| {
+            let path = path.to_path_buf();
+            move |source| TrainError::Io { action, path, source }
+        };
+        std::fs::create_dir_all(dir).map_err(io("create", dir))?;
+        let path = dir.join("metrics.jsonl");
+        let file = File::create(&path).map_err(io("create", &path))?;
+        Ok(Self { file: BufWriter::new(file), path })
+    }
+
+    /// Appends one step and hands it to the operating system.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Io`].
+    pub fn write(&mut self, step: &StepMetrics) -> Result<(), TrainError> {
+        let mut line = serde_json::to_vec(step).expect("metrics are plain numbers");
+        line.push(b'\n');
+        self.file.write_all(&line).and_then(|()| self.file.flush()).map_err(|source| TrainError::Io {
+            action: "write",
+            path: self.path.clone(),
+            source,
+        })
+    }
+}
