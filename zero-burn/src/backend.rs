@@ -15,7 +15,7 @@ use crate::birth::{Birth, within};
 use crate::context::{Context, Slot, raise};
 use crate::device::ZeroDevice;
 use crate::gather::read;
-use crate::reduce::gradient_template;
+use crate::reduce::{Phase, gradient_template};
 use crate::shard::{Cell, slice_piece};
 use crate::tensor::{Shard, ZeroTensor};
 
@@ -99,7 +99,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         let context = Context::<B>::current();
         if let Some(reducer) = &context.reducer {
             let indices = params.iter().filter_map(|p| context.slot_of(p.param_id)).map(|slot| slot.index).collect();
-            reducer.begin(context.clone(), indices);
+            reducer.begin(context.clone(), Phase::Backward, indices);
         }
     }
 
@@ -107,7 +107,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
     fn submit_sync_collective(_device: &Device<Self>) {
         let context = Context::<B>::current();
         let settled = match &context.reducer {
-            Some(reducer) => reducer.end().unwrap_or_else(|error| raise(error)),
+            Some(reducer) => reducer.end().unwrap_or_else(|error| raise(error)).settled,
             None => Vec::new(),
         };
         context.end_backward(settled);

@@ -16,12 +16,12 @@ use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::{Gauge, WireCounter};
 use zero_core::window::{Key, Window, WindowHost};
-use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp};
+use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
 
 use crate::config::ZeroConfig;
 use crate::gather::Gatherer;
 use crate::random::{Stream, sign};
-use crate::reduce::Reducer;
+use crate::reduce::{Reducer, Settled};
 use crate::shard::Cell;
 
 /// A parameter's identity, the same on every rank: its number is the order of its birth.
@@ -31,6 +31,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) dtype: DType,
     /// The cut of the parameter's optimizer state (whole at stage 0).
     pub(crate) partition: Partition,
+    /// Place in the module, from 1, as `prepare` has found it; 0 before.
+    pub(crate) place: AtomicU64,
     /// Names of what belongs to this parameter.
     pub(crate) names: Mutex<Names>,
     /// The version that the module holds, as far as it is known here.
@@ -41,7 +43,7 @@ pub(crate) struct Slot<B: Backend> {
 ///
 /// Versions of the parameter are numbered. Gradients and optimizer state are named by the version they were made after
 /// and by their *signature*, what operations made them of what, so that it does not matter in which order ranks visit
-/// their parameters, nor that one rank computes something more for its log.
+/// their parameters, nor that one rank computes something else besides for its log.
 #[derive(Default)]
 pub(crate) struct Names {
     /// Versions so far.
@@ -104,7 +106,7 @@ pub(crate) struct Context<B: Backend> {
     slots: Mutex<Vec<Arc<Slot<B>>>>,
     ids: Mutex<HashMap<DistributedParamId, Arc<Slot<B>>>>,
     /// Reduced gradients of parameters that only other ranks had a gradient for.
-    settled: Mutex<HashMap<u64, Arc<Cell<B>>>>,
+    settled: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
     /// See [`Context::retire`].
     retired: Mutex<Vec<Arc<Cell<B>>>>,
     running: AtomicBool,
@@ -112,6 +114,8 @@ pub(crate) struct Context<B: Backend> {
     draws: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
+    /// Fences so far, from 1.
+    fences: AtomicU64,
 }
 
 thread_local! {
@@ -144,7 +148,8 @@ impl<B: Backend> Drop for InstallGuard<B> {
     fn drop(&mut self) {
         CURRENT.set(None);
         self.0.running.store(false, Ordering::Relaxed);
-        // Retired cells hold the context: they end with the rank, not with each other.
+        // Cells hold the context: what the context holds of them ends with the rank.
+        drop(std::mem::take(&mut *self.0.settled.lock()));
         drop(std::mem::take(&mut *self.0.retired.lock()));
         self.0.gatherer.stop();
         if let Some(reducer) = &self.0.reducer {
@@ -197,6 +202,7 @@ impl<B: Backend> Context<B> {
             running: AtomicBool::new(true),
             draws: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
+            fences: AtomicU64::new(1),
         })
     }
 
@@ -243,6 +249,7 @@ impl<B: Backend> Context<B> {
             partition: self.partition(shape.num_elements()),
             shape,
             dtype,
+            place: AtomicU64::new(0),
             names: Mutex::default(),
             current: Mutex::new(Weak::new()),
         });
@@ -276,34 +283,48 @@ impl<B: Backend> Context<B> {
     // ---- phases ----
 
     /// A backward pass has ended: before anything is updated, all ranks must have read what they need.
-    pub(crate) fn end_backward(&self, settled: Vec<(u64, Arc<Cell<B>>)>) {
-        self.settled.lock().extend(settled);
+    pub(crate) fn end_backward(&self, settled: Settled<B>) {
+        self.add_settled(settled);
         self.fence_due.store(true, Ordering::Relaxed);
         self.gatherer.end_cycle();
     }
 
-    pub(crate) fn take_settled(&self) -> HashMap<u64, Arc<Cell<B>>> {
-        std::mem::take(&mut *self.settled.lock())
+    /// Keeps reduced gradients until [`Context::take_settled`] asks for their parameter.
+    pub(crate) fn add_settled(&self, cells: Settled<B>) {
+        let mut settled = self.settled.lock();
+        for (index, cell) in cells {
+            settled.entry(index).or_default().push(cell);
+        }
+    }
+
+    pub(crate) fn take_settled(&self, index: u64) -> Vec<Arc<Cell<B>>> {
+        self.settled.lock().remove(&index).unwrap_or_default()
     }
 
     /// Before a parameter is updated for the first time after a backward pass: waits until every rank has come this
     /// far, so that none still reads what the others are about to replace.
     pub(crate) fn before_update(&self) {
         if self.fence_due.swap(false, Ordering::Relaxed) {
-            self.barrier();
+            self.barrier("before an update");
+            self.fences.fetch_add(1, Ordering::Relaxed);
             drop(std::mem::take(&mut *self.retired.lock()));
         }
     }
 
-    /// Waits until every rank has come this far.
-    pub(crate) fn barrier(&self) {
+    /// Fences so far.
+    pub(crate) fn fences(&self) -> u64 {
+        self.fences.load(Ordering::Relaxed)
+    }
+
+    /// Waits until every rank has come this far, for the same purpose.
+    pub(crate) fn barrier(&self, purpose: &'static str) {
         if let Some(main) = &self.main {
-            main.barrier().unwrap_or_else(|error| raise(error));
+            main.execute(Request::Barrier(purpose)).unwrap_or_else(|error| raise(error));
         }
     }
 
-    /// Keeps a parameter's last version readable for the other ranks when this rank has dropped its module: until the
-    /// next fence, or until all ranks have ended.
+    /// Keeps a parameter's version that this rank has dropped readable for the other ranks: until the next fence, or until
+    /// all ranks have ended.
     pub(crate) fn retire(&self, cell: Arc<Cell<B>>) {
         self.retired.lock().push(cell);
     }

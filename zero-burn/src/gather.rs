@@ -10,6 +10,7 @@
 //! name that other ranks know: it is gathered by a collective, in the same order on every rank.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -38,7 +39,7 @@ pub(crate) fn load<B: Backend>(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
         Some(_) => {
             let whole = gather(cell).unwrap_or_else(|error| raise(error));
             // Optimizers replace their state at once: not before every rank has read it.
-            cell.context.barrier();
+            cell.context.barrier("after reading a gradient or optimizer state out");
             whole
         }
         None => gather_collectively(cell),
@@ -52,9 +53,10 @@ pub(crate) fn empty<B: Backend>(shape: &Shape, dtype: DType, device: &B::Device)
 
 fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::FloatTensorPrimitive {
     let context = &cell.context;
+    cell.mark_loaded();
     let keep = context.gatherer.plan_load(context, slot);
     let mut state = cell.state.lock();
-    // The prefetch thread may be at it. Its gather has a deadline, and so has this wait.
+    // The prefetch thread may be at it. Its gather has a deadline, and so has this wait: it ends `gathering` in any case.
     while state.gathering {
         cell.changed.wait_for(&mut state, Duration::from_millis(20));
     }
@@ -152,8 +154,10 @@ type Job<B> = Arc<Cell<B>>;
 pub(crate) struct Gatherer<B: Backend> {
     trace: Mutex<Trace>,
     prefetch: Worker<Job<B>>,
-    /// Elements gathered ahead and not used yet.
+    /// Elements gathered ahead, or about to be, and not used yet.
     prefetched: AtomicUsize,
+    /// The part of them that is not there yet.
+    in_flight: AtomicUsize,
     max_reuse_distance: usize,
     prefetch_bucket_size: usize,
 }
@@ -164,6 +168,7 @@ impl<B: Backend> Gatherer<B> {
             trace: Mutex::default(),
             prefetch: Worker::new(format!("rank-{rank}-prefetch")),
             prefetched: AtomicUsize::new(0),
+            in_flight: AtomicUsize::new(0),
             max_reuse_distance: config.max_reuse_distance,
             prefetch_bucket_size: config.prefetch_bucket_size,
         }
@@ -185,15 +190,16 @@ impl<B: Backend> Gatherer<B> {
             return true;
         }
         let mut trace = self.trace.lock();
-        let expected = |&(index, ..): &(u64, usize, usize)| index == slot.index;
-        if !trace.followed || !trace.plan.get(trace.cursor).is_some_and(expected) {
-            // Off the plan: an evaluation, or another path through the model. A step that begins again is followed
-            // from its beginning.
-            trace.followed = trace.plan.first().is_some_and(expected);
-            trace.cursor = 0;
-            trace.ahead = 0;
+        let planned = |at: usize, index: u64| trace.plan.get(at).is_some_and(|&(planned, ..)| planned == index);
+        if !trace.followed || !planned(trace.cursor, slot.index) {
+            // Off the plan: an evaluation, or another path through the model. A step that begins anew is told by its
+            // first two gathers, and followed from there.
+            let previous = trace.recorded.last().copied();
+            trace.followed = previous.is_some_and(|(index, _)| planned(0, index)) && planned(1, slot.index);
             if trace.followed {
-                trace.recorded.clear();
+                trace.recorded = previous.into_iter().collect();
+                trace.cursor = 1;
+                trace.ahead = 1;
             }
         }
         trace.recorded.push((slot.index, numel));
@@ -210,7 +216,7 @@ impl<B: Backend> Gatherer<B> {
     /// Elements that may still be gathered and kept.
     fn room(&self, context: &Context<B>) -> usize {
         let live = context.gauges.gathered.live() as usize / size_of::<f32>();
-        context.config.max_live_parameters.saturating_sub(live)
+        context.config.max_live_parameters.saturating_sub(live + self.in_flight.load(Ordering::Relaxed))
     }
 
     fn prefetch_from(&self, context: &Context<B>, trace: &mut Trace, mut room: usize) {
@@ -231,18 +237,21 @@ impl<B: Backend> Gatherer<B> {
             }
             room -= numel;
             self.prefetched.fetch_add(numel, Ordering::Relaxed);
+            self.in_flight.fetch_add(numel, Ordering::Relaxed);
             self.prefetch.send(cell, |inbox| {
                 for cell in inbox {
-                    let result = gather(&cell);
+                    // An error or a panic (no memory) is left to the load, which meets it on the rank's own thread.
+                    let whole = catch_unwind(AssertUnwindSafe(|| gather(&cell))).ok().and_then(Result::ok);
+                    let gatherer = &cell.context.gatherer;
                     let mut state = cell.state.lock();
+                    gatherer.in_flight.fetch_sub(cell.partition.numel(), Ordering::Relaxed);
                     cell.update(&mut state, |state| {
                         state.gathering = false;
-                        // An error is left to the load, which meets it again on the rank's own thread.
-                        state.whole = result.ok();
+                        state.whole = whole;
                         state.prefetched = state.whole.is_some();
                     });
                     if !state.prefetched {
-                        cell.context.gatherer.forget_prefetched(cell.partition.numel());
+                        gatherer.forget_prefetched(cell.partition.numel());
                     }
                     cell.changed.notify_all();
                 }

@@ -1,11 +1,12 @@
 //! Running ranks as threads of this process.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 
 use burn_backend::Backend;
-use zero_core::CommError;
-use zero_core::collective::threads::{ThreadOptions, run};
+use zero_core::collective::threads::{ThreadOptions, panic_reason, run};
 use zero_core::window::WindowHost;
+use zero_core::{Collective, CommError};
 
 use crate::config::{ConfigError, ZeroConfig};
 use crate::context::Context;
@@ -45,14 +46,6 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
     /// A rank failed.
     #[error(transparent)]
     Run(#[from] zero_core::LaunchError<E>),
-    /// The operating system gave no threads for a rank's compute pool.
-    #[error("a rank's pool of {threads} compute threads could not be started: {reason}")]
-    Pool {
-        /// Threads asked for.
-        threads: usize,
-        /// The pool's error.
-        reason: String,
-    },
 }
 
 /// Runs `body` once per rank, each on its own thread with its own pool of compute threads, and returns the results in
@@ -75,33 +68,39 @@ where
 {
     config.validate(world)?;
     let threads = options.threads(world);
-    // Pools are built first, so that a failure comes before any rank has started.
-    let pools = (0..world)
-        .map(|rank| {
-            rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"))
-                .build()
-                .map_err(|error| LaunchError::Pool { threads, reason: error.to_string() })
-        })
-        .collect::<Result<Vec<_>, _>>()?;
     let windows = WindowHost::default();
     let results = run(world, &ThreadOptions { deadline: options.deadline }, |comm| {
-        let rank = zero_core::Collective::rank(&*comm);
+        let rank = comm.rank();
         let window = windows.join(&comm);
-        // The rank's own thread is a worker of its pool, so that what it computes in parallel stays inside the pool.
-        pools[rank].install(|| {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
+        let rank_body = || {
             let farewell = comm.clone();
             let context = Context::<B>::new(config.clone(), B::Device::default(), comm, window)
                 .unwrap_or_else(|error: CommError| crate::context::raise(error));
             let _installed = context.install();
-            let result = body(ZeroDevice::here(B::Device::default()));
-            if result.is_ok() {
-                // Others may still read this rank's pieces.
-                farewell.wait_for_others();
+            let result = catch_unwind(AssertUnwindSafe(|| body(ZeroDevice::here(B::Device::default()))));
+            // The others learn of it before this rank takes down what they may be reading.
+            match result {
+                Ok(Ok(value)) => {
+                    farewell.wait_for_others();
+                    Ok(value)
+                }
+                Ok(Err(error)) => {
+                    farewell.abort(&error.to_string());
+                    Err(error)
+                }
+                Err(payload) => {
+                    farewell.abort(&panic_reason(&*payload));
+                    resume_unwind(payload)
+                }
             }
-            result
-        })
+        };
+        // The rank runs on a worker of its own pool, so that what it computes in parallel stays inside the pool, whose
+        // threads are joined before the rank ends.
+        pool.build_scoped(|thread| thread.run(), |pool| pool.install(rank_body))
+            .unwrap_or_else(|error| panic!("the operating system gave no {threads} compute thread(s): {error}"))
     })?;
     Ok(results)
 }

@@ -1,10 +1,10 @@
 //! What a training program calls on its module: [`prepare`] once, [`mark`] before a further forward pass, and
 //! [`collect_grads`] on every set of gradients.
 
-use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorPrimitive, backend::AutodiffBackend};
 use burn_autodiff::Autodiff;
@@ -12,7 +12,7 @@ use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
-use zero_core::ReduceOp;
+use zero_core::{CommError, ReduceOp};
 
 use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
@@ -20,7 +20,8 @@ use crate::birth::{Fill, parameter};
 use crate::context::{Context, raise};
 use crate::elementwise::piece_numbers;
 use crate::gather::read;
-use crate::shard::Cell;
+use crate::random::sign;
+use crate::reduce::{Outcome, Phase};
 use crate::tensor::{Shard, ZeroTensor};
 
 /// An autodiff backend over [`Zero`]: `Autodiff<Zero<B>>`, with any checkpointing strategy.
@@ -48,6 +49,10 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     struct Prepare<'a, A: ZeroAutodiff> {
         context: Arc<Context<A::Base>>,
         device: &'a A::Device,
+        /// Parameters so far.
+        places: u64,
+        /// Of their numbers, shapes and types.
+        signature: u64,
     }
 
     impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
@@ -70,6 +75,12 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                 }
             };
             let slot = cell.slot.clone().expect("a parameter's cell has a slot");
+            self.places += 1;
+            slot.place.store(self.places, Ordering::Relaxed);
+            let dims = slot.shape.iter().map(|&dim| dim as u64);
+            self.signature = sign(
+                &[&[self.signature, slot.index, slot.dtype.size() as u64][..], &dims.collect::<Vec<_>>()].concat(),
+            );
             self.context.name_slot(DistributedParamId::from(id.val()), slot);
             let tensor =
                 if requires_grad { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
@@ -77,7 +88,23 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
         }
     }
 
-    module.map(&mut Prepare::<A> { context: Context::current(), device })
+    let mut mapper = Prepare::<A> { context: Context::current(), device, places: 0, signature: 0 };
+    let module = module.map(&mut mapper);
+    let (context, signature) = (mapper.context, mapper.signature);
+    let all = context.gather_bytes(signature.to_le_bytes().to_vec());
+    if let Some(other) = all.chunks_exact(8).position(|bytes| bytes != signature.to_le_bytes()) {
+        raise(CommError::Mismatch {
+            group: "parameters".into(),
+            seq: 0,
+            rank: context.rank,
+            op: format!("prepare on a module of {} parameters", mapper.places),
+            other_rank: other,
+            other_op: "prepare on a module whose parameters have other shapes or were created in another order (build \
+                       the same model on every rank, and touch none of its parameters before)"
+                .into(),
+        });
+    }
+    module
 }
 
 /// A dense tensor as a parameter, with rank 0's values.
@@ -124,36 +151,61 @@ fn shard_of<A: ZeroAutodiff, const D: usize>(tensor: &Tensor<A, D>) -> Option<Sh
 /// gradient on other ranks only get it here too. Every rank must call it after every backward pass.
 ///
 /// After it, all ranks hold gradients for the same parameters, each as a shard, averaged over the ranks; Burn's
-/// optimizers, accumulators and clipping can be used on them.
+/// optimizers, accumulators and clipping can be used on them. For several optimizers with parameters of their own, see
+/// [`collect_grads_of`].
 ///
 /// # Panics
 ///
 /// With the launcher's error when a collective fails.
 pub fn collect_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: GradientsParams, module: &M) -> GradientsParams {
+    collect::<A, M>(grads, module, None)
+}
+
+/// As [`collect_grads`], for the gradients of some of the module's parameters (`GradientsParams::from_params`): those of
+/// the others are left for their own call. Every rank must call it with the same parameters.
+pub fn collect_grads_of<A: ZeroAutodiff, M: AutodiffModule<A>>(
+    grads: GradientsParams,
+    module: &M,
+    parameters: &[ParamId],
+) -> GradientsParams {
+    collect::<A, M>(grads, module, Some(parameters))
+}
+
+fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
+    grads: GradientsParams,
+    module: &M,
+    parameters: Option<&[ParamId]>,
+) -> GradientsParams {
     let context = Context::<A::Base>::current();
     let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };
     module.visit(&mut leftovers);
-    let Leftovers { grads, found, .. } = leftovers;
-
-    let mut settled = context.take_settled();
-    if let Some(reducer) = &context.reducer {
-        reducer.begin(context.clone(), found.iter().map(|(slot, _)| slot.index).collect());
-    }
-    let mut reduced = HashMap::new();
-    for (slot, dense) in found {
-        let mut gradient = ZeroTensor::Dense(dense);
-        reduce_in_place(&context, &slot, &mut gradient);
-        if let ZeroTensor::Shard(shard) = gradient {
-            reduced.insert(slot.index, shard.cell);
+    let Leftovers { grads, mut found, .. } = leftovers;
+    loop {
+        if let Some(reducer) = &context.reducer {
+            let indices = found.iter().map(|(slot, _)| slot.index).collect();
+            reducer.begin(context.clone(), Phase::Collect, indices);
+        }
+        let mut reduced = Vec::new();
+        for (slot, dense) in std::mem::take(&mut found) {
+            let mut gradient = ZeroTensor::Dense(dense);
+            reduce_in_place(&context, &slot, &mut gradient);
+            if let ZeroTensor::Shard(shard) = gradient {
+                reduced.push((slot.index, shard.cell));
+            }
+        }
+        let outcome = match &context.reducer {
+            Some(reducer) => reducer.end().unwrap_or_else(|error| raise(error)),
+            None => Outcome { settled: Vec::new(), in_backward: false },
+        };
+        context.add_settled(reduced);
+        context.add_settled(outcome.settled);
+        if !outcome.in_backward {
+            break;
         }
     }
-    if let Some(reducer) = &context.reducer {
-        settled.extend(reducer.end().unwrap_or_else(|error| raise(error)));
-    }
-    settled.extend(reduced);
-    let mut fill = Supply::<A> { grads, cells: settled, context };
-    module.visit(&mut fill);
-    fill.grads
+    let mut supply = Supply::<A> { grads, context, parameters };
+    module.visit(&mut supply);
+    supply.grads
 }
 
 /// Takes out the gradients that are still dense.
@@ -182,24 +234,28 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {
     }
 }
 
-/// Puts reduced gradients in where this rank has none.
-struct Supply<A: ZeroAutodiff> {
+/// Adds the reduced gradients that the context holds for the module's parameters.
+struct Supply<'a, A: ZeroAutodiff> {
     grads: GradientsParams,
-    cells: HashMap<u64, Arc<Cell<A::Base>>>,
     context: Arc<Context<A::Base>>,
+    parameters: Option<&'a [ParamId]>,
 }
 
-impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<A> {
+impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<'_, A> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+        if self.parameters.is_some_and(|parameters| !parameters.contains(&param.id)) {
+            return;
+        }
         let Some(slot) = self.context.slot_of(DistributedParamId::from(param.id.val())) else { return };
-        let Some(cell) = self.cells.remove(&slot.index) else { return };
-        let primitive = TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(cell)));
-        let tensor = Tensor::<A::InnerBackend, D>::from_primitive(primitive);
-        let tensor = match self.grads.remove::<A::InnerBackend, D>(param.id) {
-            Some(present) => present.add(tensor),
-            None => tensor,
-        };
-        self.grads.register::<A::InnerBackend, D>(param.id, tensor);
+        for cell in self.context.take_settled(slot.index) {
+            let primitive = TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(cell)));
+            let tensor = Tensor::<A::InnerBackend, D>::from_primitive(primitive);
+            let tensor = match self.grads.remove::<A::InnerBackend, D>(param.id) {
+                Some(present) => present.add(tensor),
+                None => tensor,
+            };
+            self.grads.register::<A::InnerBackend, D>(param.id, tensor);
+        }
     }
 }
 

@@ -4,17 +4,23 @@
 //! Burn's autodiff it holds locks that other ranks' threads may need. A reducer thread per rank does the rest:
 //!
 //! 1. *begin*: the ranks agree, by one small all-reduce, which parameters get a gradient on at least one of them.
-//! 2. The union, in descending order of birth (about the order in which a backward pass finishes them), is laid out in
-//!    buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
+//! 2. The union, from the module's last parameter to its first (about the order in which a backward pass finishes them),
+//!    is laid out in buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
 //! 3. A bucket is sent when its last gradient has come: reduce-scatter (stages 2 and 3, and stage 1 at the end of the
 //!    pass), or all-reduce (stage 0). One bucket is in flight while the next is filled.
 //! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer holds up
 //!    nobody; their reduced gradients are handed back as *settled*.
 //!
+//! A rank may have no pass for a backward pass of the others (its graph had no marked parameter). It then meets them in
+//! its next one, [`Phase::Collect`], which is repeated until no rank is in a backward pass: every gradient is reduced
+//! exactly once, whatever each rank's graph held.
+//!
 //! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
@@ -32,14 +38,30 @@ pub(crate) struct Contribution<B: Backend> {
     cell: Arc<Cell<B>>,
 }
 
+/// From where a pass is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// A backward pass.
+    Backward,
+    /// After it, for what it has not reduced.
+    Collect,
+}
+
 enum Job<B: Backend> {
-    Begin { context: Arc<Context<B>>, indices: Vec<u64> },
+    Begin { context: Arc<Context<B>>, phase: Phase, indices: Vec<u64> },
     Gradient { index: u64, contribution: Contribution<B> },
-    End { reply: Sender<Result<Settled<B>, CommError>> },
+    End { reply: Sender<Result<Outcome<B>, CommError>> },
 }
 
 /// Reduced gradients of parameters that this rank had no gradient for, by parameter.
 pub(crate) type Settled<B> = Vec<(u64, Arc<Cell<B>>)>;
+
+/// What a pass came to.
+pub(crate) struct Outcome<B: Backend> {
+    pub(crate) settled: Settled<B>,
+    /// Whether some rank was in a backward pass.
+    pub(crate) in_backward: bool,
+}
 
 /// The rank's end of its reducer thread.
 pub(crate) struct Reducer<B: Backend> {
@@ -64,9 +86,9 @@ impl<B: Backend> Reducer<B> {
         self.worker.send(job, move |inbox| serve(inbox, comm, bucket_size, stage));
     }
 
-    /// A backward pass begins that will give gradients for the parameters `indices` on this rank.
-    pub(crate) fn begin(&self, context: Arc<Context<B>>, indices: Vec<u64>) {
-        self.send(Job::Begin { context, indices });
+    /// A pass begins that will give gradients for the parameters `indices` on this rank.
+    pub(crate) fn begin(&self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) {
+        self.send(Job::Begin { context, phase, indices });
     }
 
     /// Hands a gradient over; `cell`, pending, will hold its reduced piece.
@@ -81,8 +103,8 @@ impl<B: Backend> Reducer<B> {
         self.send(Job::Gradient { index: slot.index, contribution: Contribution { gradient, cell } });
     }
 
-    /// Waits until all gradients of this backward pass are reduced. Every collective under it has a deadline.
-    pub(crate) fn end(&self) -> Result<Settled<B>, CommError> {
+    /// Waits until all gradients of this pass are reduced. Every collective under it has a deadline.
+    pub(crate) fn end(&self) -> Result<Outcome<B>, CommError> {
         let (reply, result) = bounded(1);
         self.send(Job::End { reply });
         result.recv().expect("the reducer answers before it ends")
@@ -121,6 +143,9 @@ struct Pass<B: Backend> {
     context: Arc<Context<B>>,
     /// Parameters with a gradient on some rank, in the order in which they are laid out.
     plan: Vec<u64>,
+    /// Those that this rank has a gradient for.
+    mine: HashSet<u64>,
+    in_backward: bool,
     next: usize,
     arrived: HashMap<u64, Contribution<B>>,
     settled: Settled<B>,
@@ -132,11 +157,20 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
     let mut failure: Option<CommError> = None;
     for job in inbox {
         let outcome = match job {
-            Job::Begin { context, indices } => {
+            Job::Begin { context, phase, indices } => {
                 failure = None;
-                agree(&*comm, &context, &indices).map(|plan| {
+                agree(&*comm, &context, phase, &indices).map(|(plan, in_backward)| {
                     let buckets = Buckets::new(comm.clone(), bucket_size, stage, &context, &plan);
-                    pass = Some(Pass { context, plan, next: 0, arrived: HashMap::new(), settled: Vec::new(), buckets });
+                    pass = Some(Pass {
+                        context,
+                        plan,
+                        mine: indices.into_iter().collect(),
+                        in_backward,
+                        next: 0,
+                        arrived: HashMap::new(),
+                        settled: Vec::new(),
+                        buckets,
+                    });
                 })
             }
             Job::Gradient { index, contribution } => match (&mut pass, &failure) {
@@ -160,7 +194,7 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
                         }
                         result
                     }
-                    (None, None) => Ok(Vec::new()),
+                    (None, None) => Ok(Outcome { settled: Vec::new(), in_backward: false }),
                 };
                 // The rank's thread may have been stopped meanwhile: then nobody waits.
                 let _ = reply.send(result);
@@ -187,35 +221,47 @@ fn stray(comm: &dyn Collective) -> CommError {
     }
 }
 
-/// The union over the ranks of the parameters that get a gradient, latest born first.
-fn agree<B: Backend>(comm: &dyn Collective, context: &Context<B>, indices: &[u64]) -> Result<Vec<u64>, CommError> {
-    let mut flags = vec![0u8; context.slot_count()];
+/// The union over the ranks of the parameters that get a gradient, the module's last first, and whether a rank is in a
+/// backward pass.
+fn agree<B: Backend>(
+    comm: &dyn Collective,
+    context: &Context<B>,
+    phase: Phase,
+    indices: &[u64],
+) -> Result<(Vec<u64>, bool), CommError> {
+    let mut flags = vec![0u8; 1 + context.slot_count()];
+    flags[0] = u8::from(phase == Phase::Backward);
     for &index in indices {
-        flags[index as usize] = 1;
+        flags[1 + index as usize] = 1;
     }
     let union = comm.all_reduce(Buffer::U8(flags), ReduceOp::Max)?.into_u8();
-    Ok((0..union.len() as u64).rev().filter(|&index| union[index as usize] == 1).collect())
+    let mut plan: Vec<u64> = (0..context.slot_count() as u64).filter(|&index| union[1 + index as usize] == 1).collect();
+    plan.sort_by_key(|&index| Reverse((context.slot(index).place.load(Ordering::Relaxed), index)));
+    Ok((plan, union[0] == 1))
 }
 
 impl<B: Backend> Pass<B> {
     /// Lays out gradients as far as they have come in the order of the plan.
     fn advance(&mut self) -> Result<(), CommError> {
-        while let Some(index) = self.plan.get(self.next) {
-            let Some(contribution) = self.arrived.remove(index) else { break };
-            self.lay_out(*index, Some(contribution))?;
+        while let Some(&index) = self.plan.get(self.next) {
+            let contribution = self.arrived.remove(&index);
+            if contribution.is_none() && self.mine.contains(&index) {
+                break;
+            }
+            self.lay_out(index, contribution)?;
         }
         Ok(())
     }
 
     /// Lays out everything, zeros for what has not come.
-    fn finish(&mut self) -> Result<Settled<B>, CommError> {
+    fn finish(&mut self) -> Result<Outcome<B>, CommError> {
         while let Some(&index) = self.plan.get(self.next) {
             let contribution = self.arrived.remove(&index);
             self.lay_out(index, contribution)?;
         }
         self.buckets.flush()?;
         self.buckets.wait()?;
-        Ok(std::mem::take(&mut self.settled))
+        Ok(Outcome { settled: std::mem::take(&mut self.settled), in_backward: self.in_backward })
     }
 
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {

@@ -10,7 +10,7 @@
 //! through the window; its mutex gives the happens-before edge.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use burn_backend::{Backend, TensorMetadata};
@@ -66,6 +66,8 @@ pub(crate) struct Cell<B: Backend> {
     kind: AtomicU8,
     /// Kept for other ranks only, see [`Context::retire`].
     retired: bool,
+    /// Fences before the last load; other ranks load about when this one does.
+    loaded: AtomicU64,
     pub(crate) state: Mutex<State<B>>,
     pub(crate) changed: Condvar,
 }
@@ -133,6 +135,7 @@ impl<B: Backend> Cell<B> {
             device,
             kind: AtomicU8::new(kind as u8),
             retired: false,
+            loaded: AtomicU64::new(0),
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
@@ -245,6 +248,15 @@ impl<B: Backend> Cell<B> {
         result
     }
 
+    pub(crate) fn mark_loaded(&self) {
+        self.loaded.store(self.context.fences(), Ordering::Relaxed);
+    }
+
+    /// Whether another rank may still be reading this: it has been loaded since the last fence.
+    fn may_be_read(&self) -> bool {
+        self.is_version && self.loaded.load(Ordering::Relaxed) == self.context.fences()
+    }
+
     /// Counts this cell as a parameter from now on, if it is the next version of one.
     pub(crate) fn adopt(&self) {
         if self.is_version && self.kind() != Kind::Parameter {
@@ -295,6 +307,9 @@ impl<B: Backend> Cell<B> {
     /// The piece by value: without a second handle when this was the last use of the cell, so that the inner backend
     /// may compute in place.
     pub(crate) fn into_local(self: Arc<Self>) -> B::FloatTensorPrimitive {
+        if self.may_be_read() {
+            return self.local();
+        }
         match Arc::try_unwrap(self) {
             Ok(cell) => {
                 let mut state = cell.settled();
@@ -319,14 +334,17 @@ impl<B: Backend> Drop for Cell<B> {
             self.context.gatherer.forget_prefetched(self.partition.numel());
         }
         let (Some(slot), Some(key)) = (&self.slot, self.key) else { return };
-        // Superseded versions have been read by all ranks before their fence, and the rest is read in step. A module
-        // that is dropped may still be read by a slower rank.
-        let last = self.is_version && !self.partition.is_whole() && key.version == slot.names.lock().epoch();
+        // A version that was loaded before the last fence and then replaced has been read by all ranks. One that was
+        // loaded since, or whose module was dropped, may still be read by a slower rank.
+        let last = self.is_version && key.version == slot.names.lock().epoch();
+        let wanted = (last || self.may_be_read()) && !self.partition.is_whole();
         let readable = state.local.is_some() || state.whole.is_some();
-        if last && readable && !self.retired && self.context.is_installed() {
+        if wanted && readable && !self.retired && self.context.is_installed() {
             self.context.clone().retire(self.retire(state));
-        } else {
+        } else if self.is_version {
             self.context.window.retract(key);
+        } else {
+            self.context.window.forget(key);
         }
     }
 }
@@ -346,6 +364,7 @@ impl<B: Backend> Cell<B> {
             device: self.device.clone(),
             kind: AtomicU8::new(self.kind() as u8),
             retired: true,
+            loaded: AtomicU64::new(0),
             state: Mutex::new(State { prefetched: false, gathering: false, ..state }),
             changed: Condvar::new(),
         });

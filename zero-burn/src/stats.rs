@@ -9,7 +9,7 @@ use crate::context::Context;
 /// One rank's measured memory and traffic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankStats {
-    /// Model state: parameters and optimizer state held now, gradients at their peak since the last reset.
+    /// Model state: parameters and gradients at their peak since the last reset, optimizer state held now.
     pub model_state_bytes: StateBytes,
     /// Most bytes of whole gradients waiting to be reduced since the last reset, at stages 2 and 3; at stages 0 and 1 they
     /// are part of the model state.
@@ -28,7 +28,7 @@ pub fn rank_stats<B: Backend>() -> RankStats {
     let gauges = &context.gauges;
     RankStats {
         model_state_bytes: StateBytes {
-            parameters: gauges.parameters.live(),
+            parameters: gauges.parameters.peak(),
             gradients: gauges.gradients.peak(),
             optimizer: gauges.optimizer.live(),
         },
@@ -42,6 +42,7 @@ pub fn rank_stats<B: Backend>() -> RankStats {
 /// Starts a new measuring period for peaks.
 pub fn reset_peaks<B: Backend>() {
     let context = Context::<B>::current();
+    context.gauges.parameters.reset_peak();
     context.gauges.gathered.reset_peak();
     context.gauges.gradients.reset_peak();
     context.gauges.in_flight.reset_peak();

@@ -32,6 +32,16 @@ fn stages_agree_when_a_layer_is_used_on_some_ranks_only() {
 }
 
 #[test]
+fn stages_agree_when_ranks_differ_between_unmarked_micro_batches() {
+    laws::stages_agree::<Inner>(Steps::RankDependentAccumulate);
+}
+
+#[test]
+fn stages_agree_when_an_older_module_is_read_after_the_step() {
+    laws::stages_agree::<Inner>(Steps::KeepBefore);
+}
+
+#[test]
 fn worlds_agree() {
     laws::worlds_agree::<Inner>();
 }

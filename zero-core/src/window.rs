@@ -86,11 +86,24 @@ impl<T> Window<T> {
         self.board.changed.notify_all();
     }
 
-    /// Forgets a version whose value is gone, so that the board does not grow.
+    /// As [`Window::retract`], but without remembering that the version was there: a later read of it waits, as for one
+    /// not published yet. For objects that come and go, so that the board does not grow with them.
+    pub fn forget(&self, key: Key) {
+        let mut published = self.board.published.lock();
+        if let Some(versions) = published.get_mut(&(self.rank, key.object)) {
+            versions.live.remove(&key.version);
+            if versions.live.is_empty() {
+                published.remove(&(self.rank, key.object));
+            }
+        }
+    }
+
+    /// Takes back a version whose value is gone; later reads of it say so.
     pub fn retract(&self, key: Key) {
         if let Some(versions) = self.board.published.lock().get_mut(&(self.rank, key.object)) {
             versions.live.remove(&key.version);
         }
+        self.board.changed.notify_all();
     }
 
     /// What `peer` has published under `key`, waiting for it if need be. `what` names it in errors.
@@ -104,11 +117,15 @@ impl<T> Window<T> {
         let mut published = self.board.published.lock();
         loop {
             if let Some(versions) = published.get(&(peer, key.object)) {
-                if let Some(weak) = versions.live.get(&key.version) {
-                    return weak.upgrade().ok_or_else(gone);
-                }
-                if versions.latest >= key.version {
-                    return Err(gone());
+                match versions.live.get(&key.version) {
+                    Some(weak) => {
+                        if let Some(value) = weak.upgrade() {
+                            return Ok(value);
+                        }
+                        // Its owner is dropping it: it will be retracted, or published again under the same key.
+                    }
+                    None if versions.latest >= key.version => return Err(gone()),
+                    None => {}
                 }
             }
             let Some(run) = &self.run else {

@@ -90,11 +90,11 @@ fn duplicated_groups_have_their_own_order() {
         let other = comm.duplicate("other")?;
         // Opposite orders over two groups: legal, because each group counts for itself.
         if comm.rank() == 0 {
-            let pending = other.start(Request::Barrier);
+            let pending = other.start(Request::Barrier(""));
             comm.barrier()?;
             pending.wait()?;
         } else {
-            let pending = comm.start(Request::Barrier);
+            let pending = comm.start(Request::Barrier(""));
             other.barrier()?;
             pending.wait()?;
         }

@@ -38,7 +38,7 @@ pub struct StepMetrics {
 pub struct RankMetrics {
     /// The rank, from 0.
     pub rank: usize,
-    /// Bytes of model state: parameters and optimizer state at the end of the step, gradients at their peak in it.
+    /// Bytes of model state: parameters and gradients at their peak in the step, optimizer state at its end.
     pub model_state_bytes: StateBytes,
     /// Most bytes of gathered parameters held at one time in the step.
     pub gathered_bytes_peak: u64,

@@ -21,8 +21,18 @@ use super::{config, ranks};
 
 type Ad<B> = Autodiff<Zero<B>>;
 
-fn bits(losses: &[Vec<f32>]) -> Vec<Vec<u32>> {
-    losses.iter().map(|rank| rank.iter().map(|x| x.to_bits()).collect()).collect()
+/// Asserts that two runs gave the same numbers.
+///
+/// Bit by bit over burn-flex. burn-ndarray does not give the same bits when the same program runs twice on one rank (its
+/// vectorised sums begin at whatever address a buffer has), so there no decorator can: within 1e-4, which training
+/// amplifies rounding to.
+fn assert_same<B: Backend>(a: &[Vec<f32>], b: &[Vec<f32>], what: &dyn std::fmt::Debug) {
+    let exact = B::name(&Default::default()) == "flex";
+    let same =
+        |x: f32, y: f32| if exact { x.to_bits() == y.to_bits() } else { (x - y).abs() <= 1e-4 * x.abs().max(1.0) };
+    let all = a.len() == b.len()
+        && a.iter().zip(b).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(|(&x, &y)| same(x, y)));
+    assert!(all, "{what:?}: {a:?} against {b:?}");
 }
 
 /// How a step is made of micro-batches.
@@ -38,6 +48,10 @@ pub enum Steps {
     Evaluate,
     /// A layer used on odd ranks only.
     RankDependent,
+    /// Two micro-batches, no second mark, a layer used by one rank in the first and by all in the second.
+    RankDependentAccumulate,
+    /// A copy of the module from before the step is evaluated after it and dropped.
+    KeepBefore,
 }
 
 /// Losses of each rank over some steps with any Burn optimizer.
@@ -67,15 +81,18 @@ fn train<B: Backend, O: Optimizer<Awkward<Ad<B>>, Ad<B>>>(
                     let loss = model.loss(batch(0), optional);
                     backward(&model, loss, &mut losses)
                 }
-                Steps::Evaluate | Steps::RankDependent => {
+                Steps::Evaluate | Steps::RankDependent | Steps::KeepBefore => {
                     let loss = model.loss(batch(0), optional);
                     let grads = backward(&model, loss, &mut losses);
                     collect_grads::<Ad<B>, _>(grads, &model)
                 }
-                Steps::Accumulate => {
+                Steps::Accumulate | Steps::RankDependentAccumulate => {
                     let mut accumulator = GradientsAccumulator::new();
                     for micro in 0..2 {
-                        mark::<Ad<B>, _>(&model);
+                        let optional = steps == Steps::Accumulate || rank == 0 || micro == 1;
+                        if steps == Steps::Accumulate {
+                            mark::<Ad<B>, _>(&model);
+                        }
                         let loss = model.loss(batch(micro), optional);
                         let grads = backward(&model, loss, &mut losses);
                         accumulator.accumulate(&model, collect_grads::<Ad<B>, _>(grads, &model));
@@ -92,7 +109,15 @@ fn train<B: Backend, O: Optimizer<Awkward<Ad<B>>, Ad<B>>>(
                     accumulator.grads()
                 }
             };
+            let before = (steps == Steps::KeepBefore).then(|| model.clone());
             model = optimizer.step(0.05, model, grads);
+            if let Some(before) = before {
+                if rank == 0 {
+                    std::thread::sleep(std::time::Duration::from_millis(3));
+                }
+                let distance = (before.valid().twice.weight.val() - model.valid().twice.weight.val()).abs().sum();
+                losses.push(distance.into_data().iter::<f32>().next().unwrap());
+            }
             if steps == Steps::Evaluate {
                 let loss = model.valid().loss(tokens::<Zero<B>>(0..3, &device), optional);
                 losses.push(loss.into_data().iter::<f32>().next().unwrap());
@@ -112,10 +137,13 @@ pub fn stages_agree<B: Backend>(steps: Steps) {
         let reference = train::<B, _>(world, &config(Stage::DataParallel), steps, adamw::<B>);
         let first = reference.iter().map(|rank| rank[0]).sum::<f32>();
         let last = reference.iter().map(|rank| *rank.last().unwrap()).sum::<f32>();
-        assert!(last < first, "{steps:?}, {world} ranks: the loss does not fall: {first} to {last}");
+        assert!(
+            steps == Steps::KeepBefore || last < first,
+            "{steps:?}, {world} ranks: the loss does not fall: {first} to {last}"
+        );
         for stage in &Stage::ALL[1..] {
             let losses = train::<B, _>(world, &config(*stage), steps, adamw::<B>);
-            assert_eq!(bits(&reference), bits(&losses), "{steps:?}, {world} ranks, stage {stage}");
+            assert_same::<B>(&reference, &losses, &format!("{steps:?}, {world} ranks, stage {stage}"));
         }
         for changed in [
             ZeroConfig { prefetch_bucket_size: 0, ..config(Stage::Parameters) },
@@ -123,7 +151,7 @@ pub fn stages_agree<B: Backend>(steps: Steps) {
             ZeroConfig { max_reuse_distance: 1 << 20, reduce_bucket_size: 1 << 20, ..config(Stage::Parameters) },
         ] {
             let losses = train::<B, _>(world, &changed, steps, adamw::<B>);
-            assert_eq!(bits(&reference), bits(&losses), "{steps:?}, {world} ranks, {changed:?}");
+            assert_same::<B>(&reference, &losses, &format!("{steps:?}, {world} ranks, {changed:?}"));
         }
     }
 }
@@ -151,7 +179,7 @@ pub fn optimizers_work<B: Backend>() {
             let reference = run(Stage::DataParallel);
             assert_ne!(reference[0][0], reference[0][5], $name);
             for stage in &Stage::ALL[1..] {
-                assert_eq!(bits(&reference), bits(&run(*stage)), "{} at stage {stage}", $name);
+                assert_same::<B>(&reference, &run(*stage), &format!("{} at stage {stage}", $name));
             }
         }};
     }
@@ -191,8 +219,9 @@ pub fn gradient_norms_agree<B: Backend>() {
     let one = norm(1, Stage::DataParallel)[0];
     for stage in Stage::ALL {
         let three = norm(3, stage);
-        assert!(three.iter().all(|n| n.to_bits() == three[0].to_bits()), "{three:?}");
-        assert_eq!(three[0].to_bits(), norm(3, Stage::DataParallel)[0].to_bits());
+        let as_losses = |norms: &[f64]| norms.iter().map(|&norm| vec![norm as f32]).collect::<Vec<_>>();
+        assert_same::<B>(&as_losses(&three), &as_losses(&[three[0]; 3]), &"ranks");
+        assert_same::<B>(&as_losses(&three), &as_losses(&norm(3, Stage::DataParallel)), &stage);
         assert!((three[0] - one).abs() / one < 1e-5, "{one} against {three:?}");
     }
 }
@@ -229,7 +258,7 @@ pub fn records_round_trip<B: Backend>() {
             for _ in 0..3 {
                 let (next, x) = step(a, &mut optimizer);
                 let (other, y) = step(b, &mut restored);
-                assert_eq!(x.to_bits(), y.to_bits());
+                assert_same::<B>(&[vec![x]], &[vec![y]], &"a restored optimizer");
                 values.push(x);
                 (a, b) = (next, other);
             }
@@ -240,7 +269,7 @@ pub fn records_round_trip<B: Backend>() {
     for stage in &Stage::ALL[1..] {
         let got = run(*stage);
         for ((_, a, _), (_, b, _)) in reference.iter().zip(&got) {
-            assert_eq!(a, b, "stage {stage}");
+            assert_same::<B>(&[a.clone()], &[b.clone()], &stage);
         }
         // Both models' optimizer state was loaded as shards: two models, 8 bytes a trained parameter, a third of it.
         let trained = 17 * 10 + 110 + 20 + 100 + 1;

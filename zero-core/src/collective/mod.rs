@@ -38,8 +38,8 @@ pub enum Request {
     Broadcast(Buffer, usize),
     /// Gives rank `r` the `r`-th of `N` equal pieces of every rank's buffer, in rank order.
     AllToAll(Buffer),
-    /// Returns when every rank has called it.
-    Barrier,
+    /// Returns when every rank has called it with the same purpose (empty, or what it is for).
+    Barrier(&'static str),
 }
 
 impl Request {
@@ -51,7 +51,7 @@ impl Request {
             Request::AllReduce(..) => "all_reduce",
             Request::Broadcast(..) => "broadcast",
             Request::AllToAll(_) => "all_to_all",
-            Request::Barrier => "barrier",
+            Request::Barrier(_) => "barrier",
         }
     }
 }
@@ -110,8 +110,8 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
         self.execute(Request::AllToAll(input))
     }
 
-    /// See [`Request::Barrier`].
+    /// See [`Request::Barrier`]; without a purpose.
     fn barrier(&self) -> Result<(), CommError> {
-        self.execute(Request::Barrier).map(|_| ())
+        self.execute(Request::Barrier("")).map(|_| ())
     }
 }

@@ -219,8 +219,9 @@ impl Inner {
         };
         let others = world - 1;
         match request {
-            Request::Barrier => {
-                let description = Description { op, detail: String::new() };
+            Request::Barrier(purpose) => {
+                let detail = if purpose.is_empty() { String::new() } else { format!(" ({purpose})") };
+                let description = Description { op, detail };
                 self.group.rendezvous(rank, (seq, 0), description, Arc::new(Buffer::U8(Vec::new())))?;
                 Ok(Buffer::U8(Vec::new()))
             }
@@ -440,7 +441,7 @@ where
                     Ok(Err(error)) => RankFailure::Failed(error),
                     Err(payload) => match payload.downcast::<CommError>() {
                         Ok(error) => RankFailure::Comm(error),
-                        Err(payload) => RankFailure::Panicked(panic_message(&*payload)),
+                        Err(payload) => RankFailure::Panicked(panic_reason(&*payload)),
                     },
                 };
                 // The first to fail is named by the run; what the others report is its echo.
@@ -475,7 +476,11 @@ where
     Ok(results.into_iter().map(|value| value.expect("a rank without failure has a result")).collect())
 }
 
-fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+/// What a panic's payload says: its message, or the [`CommError`] that travels in it.
+pub fn panic_reason(payload: &(dyn std::any::Any + Send)) -> String {
+    if let Some(error) = payload.downcast_ref::<CommError>() {
+        return error.to_string();
+    }
     payload
         .downcast_ref::<&str>()
         .map(|text| text.to_string())

@@ -1,0 +1,19 @@
+//! GPT-2 steps on the bare backend, `Autodiff<Flex>`: see `run.sh`.
+
+#[path = "../../gpt2_steps.rs"]
+mod gpt2_steps;
+
+use burn::backend::Autodiff;
+use burn_flex::{Flex, FlexDevice};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() {
+    let sizes = gpt2_steps::Sizes::from_args();
+    // As a rank of `Zero` does, compute on a worker of the pool.
+    let pool = rayon::ThreadPoolBuilder::new().build().expect("threads");
+    let (mut seconds, loss) =
+        pool.install(|| gpt2_steps::train::<Autodiff<Flex>>(&sizes, &FlexDevice, |model| model, |grads, _| grads));
+    gpt2_steps::report("bare", &sizes, &mut seconds, loss);
+}

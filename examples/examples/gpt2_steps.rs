@@ -1,0 +1,41 @@
+//! `cargo run --release --example gpt2_steps -- PRESET BATCH SEQ STEPS`
+//!
+//! GPT-2 steps on one rank of `Zero<Flex>`, timed: the other half of `bench/bare/run.sh`, which runs it side by side with
+//! the bare backend.
+
+#[path = "../../bench/gpt2_steps.rs"]
+mod gpt2_steps;
+
+use burn::backend::Autodiff;
+use burn_flex::Flex;
+use zero_burn::Zero;
+use zero_burn::config::ZeroConfig;
+use zero_burn::launch::launch;
+use zero_burn::module::{collect_grads, prepare};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+type B = Autodiff<Zero<Flex>>;
+
+fn main() {
+    let sizes = gpt2_steps::Sizes::from_args();
+    let results = launch::<Flex, _, String>(1, &ZeroConfig::default(), &Default::default(), |device| {
+        Ok(gpt2_steps::train::<B>(
+            &sizes,
+            &device,
+            |model| prepare::<B, _>(model, &device),
+            |grads, model| collect_grads::<B, _>(grads, model),
+        ))
+    });
+    match results {
+        Ok(mut results) => {
+            let (mut seconds, loss) = results.swap_remove(0);
+            gpt2_steps::report("zero", &sizes, &mut seconds, loss);
+        }
+        Err(error) => {
+            eprintln!("error: {error}");
+            std::process::exit(1);
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Memory by an allocator that counts, not by the accounting: what ranks hold after steps of training, and at stage 3
+//! how much is alive at most.
+//!
+//! One test in this file, as it counts the whole process:
+//! `cargo test -p zero-tests --test allocations -- --nocapture`.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::optim::{GradientsParams, Optimizer};
+use common::{B, Run, adamw, on_ranks};
+use zero_burn::config::ZeroConfig;
+use zero_burn::module::{collect_grads, mark, prepare};
+use zero_core::Stage;
+use zero_core::estimate::{Precision, model_state};
+use zero_models::{Gpt2, Gpt2Config};
+
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+fn count(size: usize) {
+    let live = LIVE.fetch_add(size, Ordering::Relaxed) + size;
+    PEAK.fetch_max(live, Ordering::Relaxed);
+}
+
+// SAFETY: every call goes to the system's allocator with the caller's arguments; counting touches atomics only.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: the caller keeps `alloc`'s contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller keeps `dealloc`'s contract.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Bytes alive in all ranks together: after training (parameters and optimizer state), and the peak of the last step.
+fn measure(run: &Run) -> (usize, usize) {
+    let before = LIVE.load(Ordering::SeqCst);
+    let together = Barrier::new(run.ranks);
+    let measured = on_ranks(run.ranks, &run.zero, |device| {
+        let mut model = prepare::<B, _>(run.model.init::<B>(&device), &device);
+        let mut optimizer = adamw::<Gpt2<B>>();
+        for step in 0..run.steps {
+            let last = step + 1 == run.steps;
+            if last {
+                // All ranks stand still, so that the peak is that of one step.
+                together.wait();
+                PEAK.store(LIVE.load(Ordering::SeqCst), Ordering::SeqCst);
+                together.wait();
+            }
+            let loss = model.loss(run.tokens(step, device.rank(), &device));
+            let grads = collect_grads::<B, _>(GradientsParams::from_grads(loss.backward(), &model), &model);
+            model = optimizer.step(1e-3, model, grads);
+            mark::<B, _>(&model);
+        }
+        together.wait();
+        let measured = (LIVE.load(Ordering::SeqCst) - before, PEAK.load(Ordering::SeqCst) - before);
+        together.wait();
+        drop((model, optimizer));
+        measured
+    });
+    measured[0]
+}
+
+/// The least of several runs: the matrix library's scratch memory (1 MiB a thread) is there in some and not in others.
+fn least(run: &Run) -> (usize, usize) {
+    (0..4).map(|_| measure(run)).reduce(|a, b| (a.0.min(b.0), a.1.min(b.1))).expect("four runs")
+}
+
+#[test]
+fn an_allocator_counts_what_the_formulas_say() {
+    let base = Run::tiny(Stage::DataParallel);
+    // One layer against five: what differs is model state alone, whatever the machinery around it takes.
+    let model = |layers| Gpt2Config { vocab_size: 256, n_embd: 256, n_layer: layers, ..base.model.clone() };
+    for ranks in [1, 2, 4] {
+        for stage in Stage::ALL {
+            let zero = ZeroConfig {
+                reduce_bucket_size: 100_000,
+                prefetch_bucket_size: 0,
+                max_live_parameters: 270_000,
+                param_persistence_threshold: 0,
+                ..ZeroConfig::new(stage)
+            };
+            let run = |layers| Run { model: model(layers), zero: zero.clone(), ranks, batch: 1, seq: 4, steps: 3 };
+            let (small, large) = (run(1), run(5));
+            let ((small_live, small_peak), (large_live, large_peak)) = (least(&small), least(&large));
+            let more = (large.model.num_params() - small.model.num_params()) as u64;
+            // After the update of stages 1 and 2 the parameters are in pieces until the next forward pass gathers them.
+            let parts = if stage.shards_optimizer() { ranks as u64 } else { 1 };
+            let formula = 12 * more / parts * ranks as u64;
+            let live = (large_live - small_live) as f64 / formula as f64;
+            let peak_formula = model_state(more, stage, ranks as u64, Precision::FP32_ADAMW).total() * ranks as u64;
+            let peak = (large_peak - small_peak) as f64 / peak_formula as f64;
+            println!(
+                "stage {stage}, {ranks} rank(s): between steps {live:.4} of the formula's parameters and optimizer \
+                 state; peak of a step {peak:.3} of its model state"
+            );
+            assert!((live - 1.0).abs() < 0.02, "stage {stage}, {ranks} ranks: {live}");
+            // The peak also holds activations and one layer's temporaries; it must not hold a second copy of anything.
+            assert!(peak < 1.35, "stage {stage}, {ranks} ranks: the peak is {peak} of the formula");
+        }
+    }
+}

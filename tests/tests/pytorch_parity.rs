@@ -1,0 +1,142 @@
+//! Parity with PyTorch: the fixtures' 20 AdamW losses and gradient norms, at every stage with two ranks.
+//!
+//! `cargo test -p zero-tests --test pytorch_parity -- --nocapture` prints the largest differences. The fixtures are made
+//! by `tests/fixtures/make_reference.py`.
+
+mod common;
+
+use std::fs;
+
+use burn::tensor::{Int, Tensor, TensorData};
+use common::{B, Device, adamw, fixture, on_ranks, step};
+use safetensors::SafeTensors;
+use serde_json::Value;
+use zero_burn::config::ZeroConfig;
+use zero_burn::module::prepare;
+use zero_core::Stage;
+use zero_models::{Bert, BertBatch, Gpt2, bert, gpt2};
+
+const RANKS: usize = 2;
+const TOLERANCE: f64 = 1e-4;
+
+struct Reference {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    batch: usize,
+}
+
+fn reference(name: &str) -> Reference {
+    let json: Value = serde_json::from_slice(&fs::read(fixture(name).join("reference.json")).unwrap()).unwrap();
+    let list = |key: &str| json[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+    Reference {
+        losses: list("losses"),
+        norms: list("grad_norms"),
+        batch: json["global_batch"].as_u64().unwrap() as usize / RANKS,
+    }
+}
+
+/// An integer tensor of the fixture's batches.
+struct Rows {
+    values: Vec<i64>,
+    width: usize,
+}
+
+fn rows(name: &str, tensor: &str) -> Rows {
+    let bytes = fs::read(fixture(name).join("batches.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let view = file.tensor(tensor).unwrap();
+    let values = view.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap())).collect();
+    Rows { values, width: view.shape().get(1).copied().unwrap_or(1) }
+}
+
+impl Rows {
+    fn take(&self, step: usize, rank: usize, batch: usize) -> Vec<i32> {
+        let count = self.values.len() / self.width;
+        let first = (step * RANKS + rank) * batch;
+        (first..first + batch)
+            .flat_map(|row| &self.values[row % count * self.width..][..self.width])
+            .map(|&id| id as i32)
+            .collect()
+    }
+
+    fn matrix(&self, step: usize, rank: usize, batch: usize, device: &Device) -> Tensor<B, 2, Int> {
+        Tensor::from_data(TensorData::new(self.take(step, rank, batch), [batch, self.width]), device)
+    }
+
+    fn vector(&self, step: usize, rank: usize, batch: usize, device: &Device) -> Tensor<B, 1, Int> {
+        Tensor::from_data(TensorData::new(self.take(step, rank, batch), [batch]), device)
+    }
+}
+
+fn compare(name: &str, stage: Stage, reference: &Reference, got: &[(f64, f64)]) {
+    let worst = |expected: &[f64], got: &mut dyn Iterator<Item = f64>| {
+        expected.iter().zip(got).map(|(e, g)| (e - g).abs() / e).fold(0.0, f64::max)
+    };
+    let loss = worst(&reference.losses, &mut got.iter().map(|x| x.0));
+    let norm = worst(&reference.norms, &mut got.iter().map(|x| x.1));
+    println!("{name}, stage {stage}, {RANKS} ranks: largest relative difference loss {loss:.1e}, norm {norm:.1e}");
+    assert_eq!(got.len(), reference.losses.len());
+    assert!(loss < TOLERANCE && norm < TOLERANCE, "{name}, stage {stage}: loss {loss:e}, norm {norm:e}");
+}
+
+/// Small enough that every parameter is cut, gathered and prefetched.
+fn config(stage: Stage) -> ZeroConfig {
+    ZeroConfig { param_persistence_threshold: 0, reduce_bucket_size: 5_000, ..ZeroConfig::new(stage) }
+}
+
+#[test]
+fn gpt2_trains_as_in_pytorch() {
+    for (name, weights) in [("gpt2_tiny", "gpt2_tiny"), ("gpt2_tiny", "gpt2_tiny_sharded")] {
+        let (reference, ids) = (reference(name), rows(name, "input_ids"));
+        for stage in Stage::ALL {
+            let got = on_ranks(RANKS, &config(stage), |device| {
+                let model = gpt2::weights::from_pretrained::<B>(&fixture(weights), &device).unwrap();
+                let mut model = prepare::<B, _>(model, &device);
+                let mut optimizer = adamw::<Gpt2<B>>();
+                let mut got = Vec::new();
+                for s in 0..reference.losses.len() {
+                    let batch = ids.matrix(s, device.rank(), reference.batch, &device);
+                    let (next, loss, norm) = step(model, &mut optimizer, |model| model.loss(batch.clone()));
+                    got.push((loss, norm));
+                    model = next;
+                }
+                got
+            });
+            compare(weights, stage, &reference, &got[0]);
+        }
+    }
+}
+
+#[test]
+fn bert_trains_as_in_pytorch() {
+    let name = "bert_tiny";
+    let reference = reference(name);
+    let read = |tensor| rows(name, tensor);
+    let (ids, types, mask, labels, next) = (
+        read("input_ids"),
+        read("token_type_ids"),
+        read("attention_mask"),
+        read("labels"),
+        read("next_sentence_label"),
+    );
+    for stage in Stage::ALL {
+        let got = on_ranks(RANKS, &config(stage), |device| {
+            let model = bert::weights::from_pretrained::<B>(&fixture(name), &device).unwrap();
+            let mut model = prepare::<B, _>(model, &device);
+            let mut optimizer = adamw::<Bert<B>>();
+            let mut got = Vec::new();
+            for s in 0..reference.losses.len() {
+                let of = |rows: &Rows| rows.matrix(s, device.rank(), reference.batch, &device);
+                let (updated, loss, norm) = step(model, &mut optimizer, |model| {
+                    let next = next.vector(s, device.rank(), reference.batch, &device);
+                    let batch = BertBatch::new(of(&ids), of(&types), of(&labels), next);
+                    model.loss(batch.with_attention_mask(of(&mask)))
+                });
+                got.push((loss, norm));
+                model = updated;
+            }
+            got
+        });
+        compare(name, stage, &reference, &got[0]);
+    }
+}

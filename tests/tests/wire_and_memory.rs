@@ -1,0 +1,101 @@
+//! Bytes on the wire and bytes of model state against the ZeRO formulas.
+//!
+//! `cargo test -p zero-tests --test wire_and_memory -- --nocapture` prints the figures.
+
+mod common;
+
+use common::{Run, gpt2_stats};
+use zero_burn::config::ZeroConfig;
+use zero_core::Stage;
+use zero_core::estimate::{Precision, model_state};
+use zero_models::Gpt2Config;
+
+/// 1.2 M parameters of which no single one dominates, nothing persistent.
+fn run(stage: Stage, ranks: usize) -> Run {
+    let mut run = Run::tiny(stage);
+    run.model = Gpt2Config { vocab_size: 512, n_embd: 128, n_layer: 6, n_positions: 16, ..run.model };
+    run.zero = ZeroConfig {
+        reduce_bucket_size: 20_000,
+        prefetch_bucket_size: 100_000,
+        max_live_parameters: 150_000,
+        param_persistence_threshold: 0,
+        ..ZeroConfig::new(stage)
+    };
+    Run { ranks, batch: 1, steps: 3, ..run }
+}
+
+#[test]
+fn wire_bytes_follow_the_formula() {
+    for ranks in [2, 3, 4] {
+        for stage in Stage::ALL {
+            let run = run(stage, ranks);
+            let psi = run.model.num_params() as f64;
+            let times = if stage == Stage::Parameters { 3.0 } else { 2.0 };
+            let formula = 4.0 * times * psi * (ranks - 1) as f64 / ranks as f64;
+            for (rank, stats) in gpt2_stats(&run).iter().enumerate() {
+                let ratio = stats.wire_bytes.total() as f64 / formula;
+                println!(
+                    "stage {stage}, rank {rank} of {ranks}: {} bytes a step, {ratio:.4} of {times} psi (N-1)/N",
+                    stats.wire_bytes.total()
+                );
+                assert!((ratio - 1.0).abs() < 0.01, "stage {stage}, rank {rank} of {ranks}: {ratio}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_persistence_threshold_saves_one_gather_of_small_parameters() {
+    let none = run(Stage::Parameters, 2);
+    let threshold = 1_000;
+    let some = Run { zero: ZeroConfig { param_persistence_threshold: threshold, ..none.zero.clone() }, ..none.clone() };
+    let shapes = none.model.parameter_shapes();
+    let small = |shape: &[usize]| shape.iter().product::<usize>() <= threshold;
+    // Layer norms' weights are gathered again in the backward pass; biases are not needed there.
+    let gathered_twice: usize = shapes
+        .iter()
+        .filter(|(name, shape)| small(shape) && name.contains("ln_") && name.ends_with("weight"))
+        .map(|(_, shape)| shape[0])
+        .sum();
+    let bytes = |run: &Run| gpt2_stats(run)[0].wire_bytes.all_gather as usize;
+    assert_eq!(bytes(&none) - bytes(&some), 4 * gathered_twice / 2);
+}
+
+#[test]
+fn model_state_follows_the_formula_and_gathers_are_bounded() {
+    for ranks in [1, 2, 4] {
+        for stage in Stage::ALL {
+            let run = run(stage, ranks);
+            let psi = run.model.num_params() as u64;
+            let formula = model_state(psi, stage, ranks as u64, Precision::FP32_ADAMW);
+            let bucket = 4 * run.zero.reduce_bucket_size as u64;
+            for stats in gpt2_stats(&run) {
+                let state = stats.model_state_bytes;
+                println!(
+                    "stage {stage}, {ranks} rank(s): parameters {:.4}, gradients {:.4}, optimizer {:.4} of the formula; \
+                     gathered at most {}",
+                    state.parameters as f64 / formula.parameters as f64,
+                    state.gradients as f64 / formula.gradients as f64,
+                    state.optimizer as f64 / formula.optimizer as f64,
+                    stats.gathered_bytes_peak
+                );
+                for (measured, formula) in [
+                    (state.parameters, formula.parameters),
+                    (state.gradients, formula.gradients),
+                    (state.optimizer, formula.optimizer),
+                ] {
+                    let slack = (formula as f64 * 0.02) as u64 + bucket;
+                    assert!(
+                        measured.abs_diff(formula) <= slack,
+                        "stage {stage}, {ranks} ranks: {state:?}, {formula:?}"
+                    );
+                }
+                if stage == Stage::Parameters && ranks > 1 {
+                    assert!(stats.gathered_bytes_peak > 0);
+                    assert!(stats.gathered_bytes_peak <= 4 * run.zero.max_live_parameters as u64);
+                    assert!(4 * run.zero.max_live_parameters as u64 * 4 < 4 * psi, "the bound is far below the model");
+                }
+            }
+        }
+    }
+}

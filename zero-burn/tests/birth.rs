@@ -1,0 +1,415 @@
+//! How parameters come to be: as shards, without communication, with values that depend on the seed alone; and how
+//! `prepare` shards those that were born whole.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use burn::module::{Initializer, Module, ModuleVisitor, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::{
+    Dropout, DropoutConfig, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, LinearLayout,
+};
+use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
+use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
+use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
+use burn_autodiff::Autodiff;
+use burn_flex::{Flex, FlexDevice};
+use zero_burn::config::ZeroConfig;
+use zero_burn::launch::{LaunchOptions, launch};
+use zero_burn::module::{collect_grads, mark, prepare};
+use zero_burn::stats::rank_stats;
+use zero_burn::{Zero, ZeroDevice};
+use zero_core::{Partition, Stage};
+
+type Ad = Autodiff<Zero<Flex>>;
+type Device = ZeroDevice<FlexDevice>;
+
+/// Every kind of parameter that is born as a shard, in sizes that no world divides.
+#[derive(Module, Debug)]
+struct Newborn<B: Backend> {
+    linear: Linear<B>,
+    embedding: Embedding<B>,
+    norm: LayerNorm<B>,
+    conv: Conv2d<B>,
+    data: Param<Tensor<B, 2>>,
+    single: Param<Tensor<B, 1>>,
+}
+
+/// Elements of its parameters, in the order of its fields.
+const SIZES: [usize; 9] = [7 * 5, 5, 11 * 3, 5, 5, 3 * 2 * 3 * 3, 3, 4 * 3, 1];
+
+impl<B: Backend> Newborn<B> {
+    fn new(device: &B::Device) -> Self {
+        let values: Vec<f32> = (0..12).map(|i| i as f32).collect();
+        Self {
+            linear: LinearConfig::new(7, 5).init(device),
+            embedding: EmbeddingConfig::new(11, 3).init(device),
+            norm: LayerNormConfig::new(5).init(device),
+            conv: Conv2dConfig::new([2, 3], [3, 3]).init(device),
+            data: Param::from_data(TensorData::new(values, [4, 3]), device),
+            single: Param::from_data(TensorData::from([0.5f32]), device),
+        }
+    }
+}
+
+/// Creates lazy parameters in the order of the module's fields, without looking at them.
+fn settle<M: Module<Ad>>(module: &M) {
+    struct Touch;
+    impl ModuleVisitor<Ad> for Touch {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Ad, D>>) {
+            drop(param.val());
+        }
+    }
+    module.visit(&mut Touch);
+}
+
+/// The data of every parameter, in the order of the module's fields.
+fn values<M: Module<Ad>>(module: &M) -> Vec<TensorData> {
+    struct Values(Vec<TensorData>);
+    impl ModuleVisitor<Ad> for Values {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Ad, D>>) {
+            self.0.push(param.val().into_data());
+        }
+    }
+    let mut values = Values(Vec::new());
+    module.visit(&mut values);
+    values.0
+}
+
+fn bits(data: &TensorData) -> Vec<u32> {
+    data.iter::<f32>().map(f32::to_bits).collect()
+}
+
+fn all_bits(data: &[TensorData]) -> Vec<Vec<u32>> {
+    data.iter().map(bits).collect()
+}
+
+/// No persistence, so that small parameters are sharded as large ones are.
+fn config(stage: Stage, seed: u64) -> ZeroConfig {
+    ZeroConfig { reduce_bucket_size: 64, param_persistence_threshold: 0, seed, ..ZeroConfig::new(stage) }
+}
+
+fn ranks<T: Send>(world: usize, config: ZeroConfig, body: impl Fn(Device) -> T + Sync) -> Vec<T> {
+    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60) };
+    launch::<Flex, T, String>(world, &config, &options, |device| Ok(body(device)))
+        .unwrap_or_else(|error| panic!("{world} ranks, {config:?}: {error}"))
+}
+
+/// Bytes of fp32 parameters of `sizes` that `rank` holds.
+fn bytes_of(sizes: &[usize], stage: Stage, world: usize, rank: usize) -> u64 {
+    let world = if stage.shards_parameters() { world } else { 1 };
+    sizes.iter().map(|&numel| 4 * Partition::new(numel, world).len(rank.min(world - 1)) as u64).sum()
+}
+
+// ---- (a) ----
+
+#[test]
+fn parameters_are_born_as_shards_without_communication() {
+    for stage in Stage::ALL {
+        for world in 1..=4 {
+            ranks(world, config(stage, 1), |device| {
+                let model = Newborn::<Ad>::new(&device);
+                settle(&model);
+                let expected = bytes_of(&SIZES, stage, world, device.rank());
+                let stats = rank_stats::<Flex>();
+                assert_eq!(stats.model_state_bytes.parameters, expected, "stage {stage}, {world} ranks");
+                assert_eq!(stats.wire_bytes.total(), 0, "stage {stage}, {world} ranks");
+                // Every one was a shard at birth, so that `prepare` has nothing to share: it only compares signatures.
+                let model = prepare::<Ad, _>(model, &device);
+                let stats = rank_stats::<Flex>();
+                assert_eq!(stats.model_state_bytes.parameters, expected, "stage {stage}, {world} ranks");
+                assert!(stats.wire_bytes.total() <= 8 * (world as u64 - 1), "{:?}", stats.wire_bytes);
+                assert_eq!((stats.gathered_bytes, stats.gathered_bytes_peak), (0, 0), "stage {stage}, {world} ranks");
+                drop(model);
+            });
+        }
+    }
+}
+
+/// The promise: about 4 bytes an element, shared by the ranks.
+#[test]
+fn a_large_layer_takes_a_ranks_share() {
+    let shares = ranks(4, config(Stage::Parameters, 1), |device| {
+        let model = LinearConfig::new(100, 1000).init::<Ad>(&device);
+        settle(&model);
+        rank_stats::<Flex>().model_state_bytes.parameters as f64 / (4.0 * 101_000.0)
+    });
+    assert!(shares.iter().all(|share| (share - 0.25).abs() < 1e-4), "{shares:?}");
+}
+
+// ---- (b) ----
+
+#[test]
+fn first_values_depend_on_the_seed_alone() {
+    let born = |world, stage, seed| {
+        ranks(world, config(stage, seed), |device| {
+            let model = Newborn::<Ad>::new(&device);
+            let before = all_bits(&values(&model));
+            let after = all_bits(&values(&prepare::<Ad, _>(model, &device)));
+            assert_eq!(before, after, "prepare changes values");
+            before
+        })
+    };
+    let reference = born(1, Stage::DataParallel, 5).remove(0);
+    assert_eq!(reference.iter().map(Vec::len).collect::<Vec<_>>(), SIZES);
+    for world in 1..=4 {
+        for stage in Stage::ALL {
+            for (rank, got) in born(world, stage, 5).into_iter().enumerate() {
+                assert_eq!(reference, got, "rank {rank} of {world}, stage {stage}");
+            }
+        }
+    }
+    let other = born(3, Stage::Parameters, 6).remove(0);
+    for (parameter, drawn) in [true, true, true, false, false, true, true, false, false].into_iter().enumerate() {
+        assert_eq!(reference[parameter] != other[parameter], drawn, "parameter {parameter} of another seed");
+    }
+    // No two drawn parameters begin alike.
+    let firsts: BTreeSet<u32> = [0, 1, 2, 5, 6].map(|parameter| reference[parameter][0]).into();
+    assert_eq!(firsts.len(), 5);
+}
+
+// ---- (c) ----
+
+#[test]
+fn seeding_reseeds_parameters() {
+    let born = |config_seed, seed: Option<u64>| {
+        ranks(2, config(Stage::Parameters, config_seed), |device| {
+            if let Some(seed) = seed {
+                Ad::seed(&device, seed);
+            }
+            all_bits(&values(&Newborn::<Ad>::new(&device)))
+        })
+        .remove(0)
+    };
+    assert_eq!(born(1, Some(9)), born(9, None));
+    assert_ne!(born(1, Some(9)), born(1, None));
+}
+
+#[test]
+fn seeding_reseeds_draws() {
+    for rank in ranks(2, config(Stage::Parameters, 1), |device| {
+        let draw = || bits(&Tensor::<Ad, 1>::random([64], Distribution::Default, &device).into_data());
+        let [a, b, c, d, e] = [Some(4), None, Some(4), None, Some(5)].map(|seed| {
+            if let Some(seed) = seed {
+                Ad::seed(&device, seed);
+            }
+            draw()
+        });
+        assert_eq!((&a, &b), (&c, &d));
+        assert!(a != b && a != e);
+        a
+    })
+    .windows(2)
+    {
+        assert_ne!(rank[0], rank[1], "ranks draw alike");
+    }
+}
+
+/// As on any Burn backend: the same seed, the same model.
+#[test]
+fn seeding_again_gives_the_same_parameters_again() {
+    ranks(2, config(Stage::Parameters, 1), |device| {
+        let born = || {
+            Ad::seed(&device, 9);
+            all_bits(&values(&Newborn::<Ad>::new(&device)))
+        };
+        assert_eq!(born(), born());
+    });
+}
+
+// ---- (d) ----
+
+#[test]
+fn tensor_parameters_get_the_first_ranks_values() {
+    for stage in Stage::ALL {
+        for world in 1..=4 {
+            let shape = [3, 5];
+            for got in ranks(world, config(stage, 1), |device| {
+                let own = Tensor::<Ad, 2>::full(shape, device.rank() as f32 + 1.0, &device)
+                    + Tensor::arange(0..15, &device).float().reshape(shape);
+                let model = Linear { weight: Param::from_tensor(own), bias: None };
+                let model = prepare::<Ad, _>(model, &device);
+                let held = rank_stats::<Flex>().model_state_bytes.parameters;
+                assert_eq!(held, bytes_of(&[15], stage, world, device.rank()), "stage {stage}, {world} ranks");
+                assert!(model.weight.val().is_require_grad());
+                values(&model).remove(0).to_vec::<f32>().unwrap()
+            }) {
+                let expected: Vec<f32> = (0..15).map(|i| i as f32 + 1.0).collect();
+                assert_eq!(got, expected, "stage {stage}, {world} ranks");
+            }
+        }
+    }
+}
+
+// ---- (e) ----
+
+/// A network of one layer that is born whole or as a view, and one that is not.
+#[derive(Module, Debug)]
+struct Odd<B: Backend> {
+    odd: Linear<B>,
+    even: Linear<B>,
+}
+
+fn orthogonal(device: &Device) -> Linear<Ad> {
+    // A bias has no rows to be orthogonal.
+    let config = LinearConfig::new(6, 4).with_bias(false);
+    config.with_initializer(Initializer::Orthogonal { gain: 1.0 }).init(device)
+}
+
+fn column(device: &Device) -> Linear<Ad> {
+    LinearConfig::new(6, 4).with_layout(LinearLayout::Col).init(device)
+}
+
+fn batch(device: &Device, step: usize) -> Tensor<Ad, 2> {
+    let salt = device.rank() * 31 + step * 7;
+    let values: Vec<f32> = (0..18).map(|i| ((i * 5 + salt * 3) % 11) as f32 / 7.0 - 0.6).collect();
+    Tensor::from_data(TensorData::new(values, [3, 6]), device)
+}
+
+fn train(mut model: Odd<Ad>, device: &Device) -> (Odd<Ad>, Vec<u32>) {
+    let mut optimizer = AdamWConfig::new().init();
+    let mut losses = Vec::new();
+    for step in 0..4 {
+        let x = batch(device, step);
+        let loss = (model.even.forward(model.odd.forward(x.clone())) - x).powf_scalar(2.0).mean();
+        losses.push(loss.clone().into_scalar().to_bits());
+        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        let grads = collect_grads::<Ad, _>(grads, &model);
+        model = optimizer.step(0.05, model, grads);
+    }
+    (model, losses)
+}
+
+/// First values alike in every world and at every stage; training bit-equal at every stage, in shards.
+fn an_odd_layer_works(odd: fn(&Device) -> Linear<Ad>, sizes: &[usize]) -> Vec<TensorData> {
+    let mut first: Option<Vec<TensorData>> = None;
+    for world in 1..=4 {
+        let mut reference = None;
+        for stage in Stage::ALL {
+            let run = ranks(world, config(stage, 5), |device| {
+                let model = Odd { odd: odd(&device), even: LinearConfig::new(4, 6).init(&device) };
+                let model = prepare::<Ad, _>(model, &device);
+                let born = values(&model);
+                let (model, losses) = train(model, &device);
+                // What the optimizer has made counts as parameters from here.
+                mark::<Ad, _>(&model);
+                let held = rank_stats::<Flex>().model_state_bytes.parameters;
+                let expected = bytes_of(sizes, stage, world, device.rank());
+                // At stages 1 and 2 an updated parameter is a piece until its first use.
+                let least = bytes_of(sizes, Stage::Parameters, world, device.rank());
+                let place = format!("stage {stage}, rank {} of {world}", device.rank());
+                assert!((least..=expected).contains(&held), "{held} bytes, not {expected}, {place}");
+                let trained = all_bits(&values(&model));
+                for (parameter, (before, after)) in all_bits(&born).iter().zip(&trained).enumerate() {
+                    assert_ne!(before, after, "parameter {parameter} was not trained, {place}");
+                }
+                drop(model);
+                (born, losses)
+            });
+            let losses: Vec<_> = run.iter().map(|(_, losses)| losses.clone()).collect();
+            assert_eq!(reference.get_or_insert_with(|| losses.clone()), &losses, "stage {stage}, {world} ranks");
+            assert!(f32::from_bits(losses[0][3]) < f32::from_bits(losses[0][0]), "the loss does not fall");
+            for (born, _) in run {
+                let first = first.get_or_insert_with(|| born.clone());
+                assert_eq!(all_bits(first), all_bits(&born), "stage {stage}, {world} ranks");
+            }
+        }
+    }
+    first.unwrap()
+}
+
+#[test]
+fn the_orthogonal_initializer_works() {
+    let weight = an_odd_layer_works(orthogonal, &[24, 24, 6]).remove(0).to_vec::<f32>().unwrap();
+    for a in 0..4 {
+        for b in 0..4 {
+            let product: f32 = (0..6).map(|row| weight[row * 4 + a] * weight[row * 4 + b]).sum();
+            assert!((product - if a == b { 1.0 } else { 0.0 }).abs() < 1e-5, "columns {a} and {b}: {product}");
+        }
+    }
+}
+
+#[test]
+fn a_column_layout_works() {
+    let born = an_odd_layer_works(column, &[24, 4, 24, 6]);
+    assert_eq!(born[0].shape.as_slice(), [6, 4]);
+}
+
+/// What an initializer makes on its way is gone after the first step, and no more than a few copies before.
+#[test]
+fn an_initializers_temporaries_do_not_stay() {
+    ranks(4, config(Stage::Parameters, 5), |device| {
+        let initializer = Initializer::Orthogonal { gain: 1.0 };
+        let odd = LinearConfig::new(64, 64).with_bias(false).with_initializer(initializer).init(&device);
+        let model = prepare::<Ad, _>(odd, &device);
+        let share = 4 * 64 * 64 / 4;
+        let held = rank_stats::<Flex>().model_state_bytes.parameters;
+        assert!(held <= 2 * share, "{held} bytes are held for a parameter of {share}");
+        drop(model);
+    });
+}
+
+/// A record of a column layout has the rows and columns that the file format says, from every stage into every stage.
+#[test]
+fn a_column_layouts_record_round_trips() {
+    let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
+    let bytes = |stage, world| {
+        ranks(world, config(stage, 5), |device| {
+            let model = prepare::<Ad, _>(column(&device), &device);
+            let (bytes, born) = (recorder.record(model.clone().into_record(), ()).unwrap(), all_bits(&values(&model)));
+            Ad::seed(&device, 99);
+            let fresh = column(&device).load_record(recorder.load(bytes.clone(), &device).unwrap());
+            let fresh = prepare::<Ad, _>(fresh, &device);
+            assert_eq!(all_bits(&values(&fresh)), born, "stage {stage}, {world} ranks");
+            let again = recorder.record(fresh.into_record(), ()).unwrap();
+            assert_eq!(bytes.len(), again.len());
+            born
+        })
+    };
+    let reference = bytes(Stage::DataParallel, 1).remove(0);
+    for stage in Stage::ALL {
+        for got in bytes(stage, 3) {
+            assert_eq!(got, reference, "stage {stage}");
+        }
+    }
+}
+
+// ---- (f) ----
+
+#[test]
+fn dropout_differs_between_ranks_and_calls_and_repeats_between_runs() {
+    let masks = |world, stage, seed| {
+        ranks(world, config(stage, seed), |device| {
+            let dropout: Dropout = DropoutConfig::new(0.4).init();
+            [(); 3].map(|()| bits(&dropout.forward(Tensor::<Ad, 2>::ones([8, 32], &device)).into_data()))
+        })
+    };
+    let reference = masks(4, Stage::Parameters, 5);
+    let distinct: BTreeSet<&Vec<u32>> = reference.iter().flatten().collect();
+    assert_eq!(distinct.len(), 12, "two masks are alike");
+    for mask in &distinct {
+        let kept = mask.iter().filter(|&&bits| bits != 0).count() as f64 / 256.0;
+        assert!((0.45..0.75).contains(&kept), "{kept} of the elements are kept, at a dropout of 0.4");
+        let scale = 1.0f32 / 0.6;
+        assert!(mask.iter().all(|&bits| bits == 0 || (f32::from_bits(bits) - scale).abs() < 1e-6));
+    }
+    for stage in Stage::ALL {
+        assert_eq!(masks(4, stage, 5), reference, "another run, stage {stage}");
+    }
+    let fewer = masks(2, Stage::Parameters, 5);
+    assert_eq!(fewer[..], reference[..2], "a rank's masks depend on the number of ranks");
+    let other = masks(4, Stage::Parameters, 6);
+    assert!(other.iter().flatten().all(|mask| !distinct.contains(mask)));
+}
+
+/// Dropout in a forward and backward pass: the backward pass uses the mask of the forward pass.
+#[test]
+fn the_backward_pass_uses_the_mask_of_the_forward_pass() {
+    ranks(2, config(Stage::Parameters, 5), |device| {
+        let dropout: Dropout = DropoutConfig::new(0.5).init();
+        let x = Tensor::<Ad, 2>::ones([8, 32], &device).require_grad();
+        let y = dropout.forward(x.clone());
+        let gradient = x.grad(&y.clone().sum().backward()).unwrap().into_data();
+        assert_eq!(bits(&gradient), bits(&y.into_data()));
+    });
+}

@@ -1,0 +1,564 @@
+//! What happens when a program uses ZeRO wrongly: one error that says what to do, soon; never a hang, never ranks that
+//! silently train different models.
+//!
+//! Every run has a watchdog. Where an error needs no waiting, the deadline is far longer than the time allowed, so that
+//! an error by the deadline would not pass.
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use burn::module::{Initializer, Module, Param};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
+use burn::tensor::module::linear;
+use burn::tensor::{Tensor, TensorData, activation, backend::Backend};
+use burn_autodiff::Autodiff;
+use burn_flex::{Flex, FlexDevice};
+use zero_burn::config::ZeroConfig;
+use zero_burn::launch::{LaunchOptions, launch};
+use zero_burn::module::{collect_grads, mark, prepare};
+use zero_burn::{Zero, ZeroDevice};
+use zero_core::Stage;
+
+type Ad = Autodiff<Zero<Flex>>;
+type Device = ZeroDevice<FlexDevice>;
+
+/// A deadline that an error must not need.
+const FAR: Duration = Duration::from_secs(40);
+/// A deadline that an error may need.
+const NEAR: Duration = Duration::from_secs(3);
+/// What an error may take that needs no deadline.
+const SOON: Duration = Duration::from_secs(15);
+/// What makes a run a hang.
+const HANG: Duration = Duration::from_secs(90);
+
+#[derive(Module, Debug)]
+struct Net<B: Backend> {
+    first: Linear<B>,
+    second: Linear<B>,
+    optional: Option<Linear<B>>,
+}
+
+impl<B: Backend> Net<B> {
+    fn new(device: &B::Device) -> Self {
+        Self::of_width(6, device)
+    }
+
+    fn of_width(width: usize, device: &B::Device) -> Self {
+        Self {
+            first: LinearConfig::new(4, width).init(device),
+            second: LinearConfig::new(width, 4).init(device),
+            optional: None,
+        }
+    }
+
+    fn with_optional(device: &B::Device) -> Self {
+        Self { optional: Some(LinearConfig::new(4, 4).init(device)), ..Self::new(device) }
+    }
+
+    fn loss(&self, x: Tensor<B, 2>, optional: bool) -> Tensor<B, 1> {
+        let weight = self.first.weight.val();
+        // Whatever its shape: one rank may hold it otherwise than another.
+        let width = weight.shape().num_elements() / 4;
+        let bias = self.first.bias.as_ref().map(|bias| bias.val());
+        let mut y = self.second.forward(activation::relu(linear(x.clone(), weight.reshape([4, width]), bias)));
+        if let (Some(layer), true) = (&self.optional, optional) {
+            y = layer.forward(y);
+        }
+        (y - x).powf_scalar(2.0).mean()
+    }
+}
+
+/// A batch of three rows, different on every rank and in every step.
+fn batch(device: &Device, step: usize) -> Tensor<Ad, 2> {
+    let salt = device.rank() * 31 + step * 7;
+    let values: Vec<f32> = (0..12).map(|i| ((i * 5 + salt * 3) % 11) as f32 / 7.0 - 0.6).collect();
+    Tensor::from_data(TensorData::new(values, [3, 4]), device)
+}
+
+fn gradients(model: &Net<Ad>, device: &Device, step: usize) -> GradientsParams {
+    GradientsParams::from_grads(model.loss(batch(device, step), true).backward(), model)
+}
+
+/// A right step of a right program.
+fn step(model: Net<Ad>, optimizer: &mut impl Optimizer<Net<Ad>, Ad>, device: &Device, step: usize) -> Net<Ad> {
+    let grads = collect_grads::<Ad, _>(gradients(&model, device, step), &model);
+    optimizer.step(0.05, model, grads)
+}
+
+fn config(stage: Stage) -> ZeroConfig {
+    ZeroConfig { reduce_bucket_size: 16, param_persistence_threshold: 0, seed: 3, ..ZeroConfig::new(stage) }
+}
+
+/// What a launch came to, and how long it took. A run that does not come back is a hang, which fails the test.
+fn outcome<T: Send + 'static>(
+    world: usize,
+    config: ZeroConfig,
+    deadline: Duration,
+    body: impl Fn(Device) -> Result<T, String> + Send + Sync + 'static,
+) -> (Result<Vec<T>, String>, Duration) {
+    let begin = Instant::now();
+    let (sender, receiver) = channel();
+    let name = std::thread::current().name().unwrap_or("test").to_string();
+    let runner = std::thread::Builder::new().name(name).spawn(move || {
+        let options = LaunchOptions { threads_per_rank: 1, deadline };
+        let result = launch::<Flex, T, String>(world, &config, &options, body);
+        // The receiver is gone only when the watchdog has already failed the test.
+        let _ = sender.send(result.map_err(|error| error.to_string()));
+    });
+    let result = match receiver.recv_timeout(HANG) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Timeout) => panic!("a run with a deadline of {deadline:?} hangs"),
+        Err(RecvTimeoutError::Disconnected) => panic!("launch itself panicked"),
+    };
+    runner.unwrap().join().unwrap();
+    (result, begin.elapsed())
+}
+
+/// The error of a run that must fail within `within`.
+fn error<T: Send + core::fmt::Debug + 'static>(
+    what: &str,
+    (result, took): (Result<Vec<T>, String>, Duration),
+    within: Duration,
+) -> String {
+    let error = match result {
+        Ok(values) => panic!("{what}: nobody noticed; the ranks returned {values:?}"),
+        Err(error) => error,
+    };
+    // To be read with `--nocapture`.
+    println!("{what} ({} ms): {error}", took.as_millis());
+    assert!(took < within, "{what}: took {took:?}: {error}");
+    error
+}
+
+/// One error, that says `phrases`.
+fn assert_says(what: &str, error: &str, phrases: &[&str]) {
+    for phrase in phrases {
+        assert!(error.contains(phrase), "{what}: '{phrase}' is not in: {error}");
+    }
+    assert!(error.lines().count() == 1, "{what}: more than one line: {error}");
+    assert!(error.len() < 600, "{what}: {} characters: {error}", error.len());
+}
+
+/// After a failure the process is as good as new.
+fn assert_a_right_run_works(stage: Stage) {
+    let (result, _) = outcome(2, config(stage), FAR, |device| {
+        let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+        let mut optimizer = AdamWConfig::new().init();
+        for n in 0..2 {
+            model = step(model, &mut optimizer, &device, n);
+        }
+        Ok(model.loss(batch(&device, 0), true).into_scalar())
+    });
+    let losses = result.unwrap_or_else(|error| panic!("a right run after a wrong one, stage {stage}: {error}"));
+    assert!(losses.iter().all(|loss| loss.is_finite()));
+}
+
+// ---- (a) a model that was never prepared ----
+
+/// Two steps without `prepare`, and what each rank's first parameter has become.
+fn unprepared<M, O>(
+    stage: Stage,
+    build: impl Fn(&Device) -> M + Send + Sync + 'static,
+    forward: impl Fn(&M, Tensor<Ad, 2>) -> Tensor<Ad, 2> + Send + Sync + 'static,
+    optimizer: impl Fn() -> O + Send + Sync + 'static,
+) -> (Result<Vec<f32>, String>, Duration)
+where
+    M: burn::module::AutodiffModule<Ad> + 'static,
+    O: Optimizer<M, Ad>,
+{
+    outcome(2, config(stage), FAR, move |device| {
+        let (mut model, mut optimizer) = (build(&device), optimizer());
+        for step in 0..2 {
+            let x = batch(&device, step);
+            let loss = (forward(&model, x.clone()) - x).powf_scalar(2.0).mean();
+            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            model = optimizer.step(0.05, model, grads);
+        }
+        Ok(forward(&model, Tensor::ones([1, 4], &device)).sum().into_scalar())
+    })
+}
+
+#[test]
+fn a_step_on_a_model_that_was_never_prepared() {
+    for stage in Stage::ALL {
+        let build = |device: &Device| LinearConfig::new(4, 4).init::<Ad>(device);
+        let forward = |model: &Linear<Ad>, x| model.forward(x);
+        for (name, outcome) in [
+            ("AdamW", unprepared(stage, build, forward, || AdamWConfig::new().with_weight_decay(0.1).init())),
+            ("Sgd", unprepared(stage, build, forward, || SgdConfig::new().init())),
+        ] {
+            let what = format!("never prepared, {name}, stage {stage}");
+            let error = error(&what, outcome, SOON);
+            assert_says(&what, &error, &["zero_burn::module::prepare", "never reduced", "[4, 4]"]);
+        }
+    }
+}
+
+#[test]
+fn collecting_the_gradients_of_a_model_that_was_never_prepared() {
+    let run = outcome(2, config(Stage::Parameters), FAR, |device| {
+        let model = Net::<Ad>::new(&device);
+        Ok(collect_grads::<Ad, _>(gradients(&model, &device, 0), &model).len())
+    });
+    let error = error("collect_grads without prepare", run, SOON);
+    assert_says("collect_grads without prepare", &error, &["has not seen", "call prepare on the whole model"]);
+}
+
+/// Only a part of the model is prepared.
+#[test]
+fn a_step_on_a_model_that_was_prepared_in_part() {
+    for stage in Stage::ALL {
+        let run = outcome(2, config(stage), FAR, |device| {
+            let mut model = Net::<Ad>::new(&device);
+            model.first = prepare::<Ad, _>(model.first, &device);
+            let grads = gradients(&model, &device, 0);
+            Ok(AdamWConfig::new().init().step(0.05, model, grads).second.weight.val().to_data().to_string())
+        });
+        let what = format!("prepared in part, stage {stage}");
+        let error = error(&what, run, SOON);
+        assert_says(&what, &error, &["zero_burn::module::prepare", "never reduced"]);
+    }
+}
+
+/// `Param::from_tensor` is no shard at birth.
+#[test]
+fn a_step_on_a_tensor_parameter_that_was_never_prepared() {
+    for stage in Stage::ALL {
+        let build = |device: &Device| Linear::<Ad> {
+            weight: Param::from_tensor(Tensor::full([4, 4], 0.1, device)),
+            bias: None,
+        };
+        let forward = |model: &Linear<Ad>, x| model.forward(x);
+        let what = format!("from_tensor, never prepared, stage {stage}");
+        let error = error(&what, unprepared(stage, build, forward, || SgdConfig::new().init()), SOON);
+        assert_says(&what, &error, &["zero_burn::module::prepare"]);
+    }
+}
+
+/// A column layout's weight is a transposed view of its shard.
+#[test]
+fn a_step_on_a_column_layout_that_was_never_prepared() {
+    for stage in Stage::ALL {
+        let build = |device: &Device| {
+            LinearConfig::new(4, 4).with_bias(false).with_layout(LinearLayout::Col).init::<Ad>(device)
+        };
+        let forward = |model: &Linear<Ad>, x| model.forward(x);
+        let what = format!("LinearLayout::Col, never prepared, stage {stage}");
+        let error = error(&what, unprepared(stage, build, forward, || SgdConfig::new().init()), SOON);
+        assert_says(&what, &error, &["zero_burn::module::prepare"]);
+    }
+}
+
+/// The orthogonal initialiser ends with an ordinary tensor.
+#[test]
+fn a_step_on_an_orthogonal_weight_that_was_never_prepared() {
+    for stage in Stage::ALL {
+        let build = |device: &Device| {
+            let initializer = Initializer::Orthogonal { gain: 1.0 };
+            LinearConfig::new(4, 4).with_bias(false).with_initializer(initializer).init::<Ad>(device)
+        };
+        let forward = |model: &Linear<Ad>, x| model.forward(x);
+        let what = format!("Orthogonal, never prepared, stage {stage}");
+        let error = error(&what, unprepared(stage, build, forward, || SgdConfig::new().init()), SOON);
+        assert_says(&what, &error, &["zero_burn::module::prepare"]);
+    }
+}
+
+// ---- (b) micro-batches ----
+
+#[test]
+fn accumulation_without_mark_or_collect() {
+    for stage in Stage::ALL {
+        let run = outcome(2, config(stage), FAR, |device| {
+            let model = prepare::<Ad, _>(Net::new(&device), &device);
+            let mut accumulator = GradientsAccumulator::new();
+            for micro in 0..2 {
+                accumulator.accumulate(&model, gradients(&model, &device, micro));
+            }
+            let model = AdamWConfig::new().init().step(0.05, model, accumulator.grads());
+            Ok(model.loss(batch(&device, 9), true).into_scalar())
+        });
+        let what = format!("accumulation without mark or collect_grads, stage {stage}");
+        let error = error(&what, run, SOON);
+        assert_says(&what, &error, &["zero_burn::module::collect_grads", "before accumulating"]);
+    }
+}
+
+/// The first backward pass has used the marks up, and its gradients are thrown away.
+#[test]
+fn a_step_with_a_second_backward_pass_without_mark_or_collect() {
+    for stage in Stage::ALL {
+        let run = outcome(2, config(stage), FAR, |device| {
+            let model = prepare::<Ad, _>(Net::new(&device), &device);
+            drop(gradients(&model, &device, 0));
+            let grads = gradients(&model, &device, 1);
+            let model = AdamWConfig::new().init().step(0.05, model, grads);
+            Ok(model.loss(batch(&device, 9), true).into_scalar())
+        });
+        let what = format!("second backward pass without mark or collect_grads, stage {stage}");
+        let error = error(&what, run, SOON);
+        assert_says(&what, &error, &["zero_burn::module::collect_grads", "never reduced"]);
+    }
+}
+
+/// A layer that only one rank uses gets its gradient on the others by `collect_grads` alone.
+#[test]
+fn a_layer_used_on_one_rank_without_collect() {
+    for stage in Stage::ALL {
+        let run = outcome(2, config(stage), NEAR, |device| {
+            let mut model = prepare::<Ad, _>(Net::with_optional(&device), &device);
+            let mut optimizer = SgdConfig::new().init();
+            for n in 0..2 {
+                let loss = model.loss(batch(&device, n), device.rank() == 1);
+                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                model = optimizer.step(0.05, model, grads);
+            }
+            Ok(model.optional.unwrap().forward(Tensor::<Ad, 2>::ones([1, 4], &device)).sum().into_scalar())
+        });
+        let what = format!("a layer used on one rank, without collect_grads, stage {stage}");
+        let error = error(&what, run, NEAR + SOON);
+        assert_says(&what, &error, &["collect_grads"]);
+    }
+}
+
+// ---- (c) ranks with different models ----
+
+/// Two training steps of models that differ from rank to rank.
+fn different_models(
+    stage: Stage,
+    build: impl Fn(&Device) -> Net<Ad> + Send + Sync + 'static,
+) -> (Result<Vec<f32>, String>, Duration) {
+    outcome(2, config(stage), NEAR, move |device| {
+        let mut model = prepare::<Ad, _>(build(&device), &device);
+        let mut optimizer = AdamWConfig::new().init();
+        for n in 0..2 {
+            model = step(model, &mut optimizer, &device, n);
+        }
+        Ok(model.loss(batch(&device, 9), true).into_scalar())
+    })
+}
+
+#[test]
+fn ranks_with_models_of_different_width() {
+    for stage in Stage::ALL {
+        let run = different_models(stage, |device| Net::of_width(6 + device.rank(), device));
+        let what = format!("different widths, stage {stage}");
+        let error = error(&what, run, NEAR + SOON);
+        assert_says(&what, &error, &["the same model on every rank"]);
+    }
+}
+
+fn weight_data(shape: [usize; 2]) -> TensorData {
+    TensorData::new((0..24).map(|i| i as f32 / 24.0 - 0.4).collect::<Vec<f32>>(), shape)
+}
+
+/// As many elements, in another shape: nothing but the shapes can tell.
+#[test]
+fn ranks_with_models_of_equal_size_and_different_shape() {
+    for stage in Stage::ALL {
+        let run = different_models(stage, |device| {
+            let shape = if device.rank() == 0 { [4, 6] } else { [6, 4] };
+            let mut model = Net::new(device);
+            model.first.weight = Param::from_data(weight_data(shape), device);
+            model
+        });
+        let what = format!("different shapes of equal size, stage {stage}");
+        let error = error(&what, run, NEAR + SOON);
+        assert_says(&what, &error, &["the same model on every rank"]);
+    }
+}
+
+#[test]
+fn ranks_with_models_of_different_depth() {
+    for stage in Stage::ALL {
+        let run = different_models(stage, |device| match device.rank() {
+            0 => Net::new(device),
+            _ => Net::with_optional(device),
+        });
+        let what = format!("different depths, stage {stage}");
+        let error = error(&what, run, NEAR + SOON);
+        assert_says(&what, &error, &["the same model on every rank"]);
+    }
+}
+
+/// `prepare` shares what was born as an ordinary tensor, and here that is so on one rank only.
+#[test]
+fn ranks_with_parameters_born_differently() {
+    for stage in Stage::ALL {
+        let run = different_models(stage, |device| {
+            let mut model = Net::new(device);
+            model.first.weight = match device.rank() {
+                0 => Param::from_data(weight_data([4, 6]), device),
+                _ => Param::from_tensor(Tensor::from_data(weight_data([4, 6]), device)),
+            };
+            model
+        });
+        let what = format!("parameters born differently, stage {stage}");
+        let error = error(&what, run, NEAR + SOON);
+        assert_says(&what, &error, &["every rank"]);
+    }
+}
+
+// ---- (d), (e), (f) ranks that leave ----
+
+#[test]
+fn a_rank_panics_in_the_middle_of_a_forward_pass() {
+    for stage in Stage::ALL {
+        let run = outcome(3, config(stage), FAR, |device| {
+            let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+            let mut optimizer = AdamWConfig::new().init();
+            for n in 0..4 {
+                if device.rank() == 1 && n == 2 {
+                    let half = model.first.forward(batch(&device, n));
+                    // The others are in their backward pass by then, and wait for this rank's gradients.
+                    std::thread::sleep(Duration::from_millis(300));
+                    panic!("the tokenizer broke at {:?}", half.dims());
+                }
+                model = step(model, &mut optimizer, &device, n);
+            }
+            Ok(())
+        });
+        let what = format!("a panic in a forward pass, stage {stage}");
+        let error = error(&what, run, SOON);
+        assert_says(&what, &error, &["rank 1 of 3", "the tokenizer broke at [3, 6]"]);
+        assert_a_right_run_works(stage);
+    }
+}
+
+/// The backward pass holds autodiff's lock when a rank stops in a gather there.
+#[test]
+fn a_rank_panics_between_forward_and_backward() {
+    for stage in Stage::ALL {
+        let run = outcome(3, config(stage), FAR, |device| {
+            let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+            let mut optimizer = AdamWConfig::new().init();
+            for n in 0..4 {
+                if device.rank() == 2 && n == 1 {
+                    let loss = model.loss(batch(&device, n), true);
+                    panic!("the loss is {}", if loss.into_scalar().is_finite() { "wrong" } else { "no number" });
+                }
+                model = step(model, &mut optimizer, &device, n);
+            }
+            Ok(())
+        });
+        let what = format!("a panic before a backward pass, stage {stage}");
+        let error = error(&what, run, SOON);
+        assert_says(&what, &error, &["rank 2 of 3", "the loss is wrong"]);
+        assert_a_right_run_works(stage);
+    }
+}
+
+#[test]
+fn a_rank_returns_an_error_while_others_go_on() {
+    for stage in Stage::ALL {
+        let run = outcome(3, config(stage), FAR, |device| {
+            let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+            let mut optimizer = AdamWConfig::new().init();
+            for n in 0..50 {
+                if device.rank() == 2 && n == 2 {
+                    return Err("shard 7 of the data is missing".to_string());
+                }
+                model = step(model, &mut optimizer, &device, n);
+            }
+            Ok(())
+        });
+        let what = format!("an error after two steps, stage {stage}");
+        let error = error(&what, run, SOON);
+        assert_says(&what, &error, &["rank 2 of 3: shard 7 of the data is missing"]);
+        assert_a_right_run_works(stage);
+    }
+}
+
+#[test]
+fn a_rank_runs_fewer_steps() {
+    for stage in Stage::ALL {
+        for short in 0..3 {
+            let run = outcome(3, config(stage), FAR, move |device| {
+                let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+                let mut optimizer = AdamWConfig::new().init();
+                for n in 0..if device.rank() == short { 2 } else { 4 } {
+                    model = step(model, &mut optimizer, &device, n);
+                }
+                Ok(())
+            });
+            let what = format!("fewer steps on rank {short}, stage {stage}");
+            let error = error(&what, run, SOON);
+            let ended = format!("rank {short} has already ended");
+            assert_says(&what, &error, &[&ended, "every rank must run the same number of steps"]);
+        }
+    }
+}
+
+// ---- (g), (h) configurations ----
+
+#[test]
+fn a_bucket_smaller_than_the_world() {
+    let few = ZeroConfig { reduce_bucket_size: 2, ..config(Stage::Gradients) };
+    let what = "a bucket smaller than the world";
+    let error = error::<()>(what, outcome(3, few, FAR, |_| panic!("no rank starts")), SOON);
+    assert_says(what, &error, &["reduce_bucket_size is 2", "3 ranks", "raise reduce_bucket_size"]);
+}
+
+#[test]
+fn no_ranks() {
+    let error = error::<()>("no ranks", outcome(0, config(Stage::Gradients), FAR, |_| panic!("no rank starts")), SOON);
+    assert_says("no ranks", &error, &["cannot run 0 ranks", "at least 1"]);
+}
+
+// ---- (i) a collective that one rank only calls ----
+
+/// Trains three steps; `rank` reads a gradient in step `at`.
+fn one_reader(stage: Stage, rank: usize, at: usize) -> (Result<Vec<f32>, String>, Duration) {
+    outcome(2, config(stage), NEAR, move |device| {
+        let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+        let mut optimizer = AdamWConfig::new().init();
+        let mut read = 0.0;
+        for n in 0..3 {
+            let grads = collect_grads::<Ad, _>(gradients(&model, &device, n), &model);
+            if device.rank() == rank && n == at {
+                let gradient = grads.get::<Zero<Flex>, 2>(model.second.weight.id).unwrap();
+                read = gradient.into_data().iter::<f32>().sum();
+            }
+            model = optimizer.step(0.05, model, grads);
+        }
+        Ok(read)
+    })
+}
+
+#[test]
+fn one_rank_reads_a_gradient() {
+    // At stage 0 every rank holds the whole gradient: nothing is wrong.
+    one_reader(Stage::DataParallel, 0, 1).0.unwrap();
+    for stage in &Stage::ALL[1..] {
+        for rank in 0..2 {
+            for at in [0, 2] {
+                let what = format!("rank {rank} alone reads a gradient in step {at}, stage {stage}");
+                let error = error(&what, one_reader(*stage, rank, at), NEAR + SOON);
+                assert_says(&what, &error, &["every rank"]);
+            }
+        }
+    }
+}
+
+/// The same program, right: every rank reads.
+#[test]
+fn every_rank_reads_a_gradient() {
+    for stage in Stage::ALL {
+        let (result, _) = outcome(2, config(stage), FAR, |device| {
+            let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+            let mut optimizer = AdamWConfig::new().init();
+            let mut read = Vec::new();
+            for n in 0..3 {
+                mark::<Ad, _>(&model);
+                let grads = collect_grads::<Ad, _>(gradients(&model, &device, n), &model);
+                let gradient = grads.get::<Zero<Flex>, 2>(model.second.weight.id).unwrap();
+                read.push(gradient.into_data().iter::<f32>().sum::<f32>().to_bits());
+                model = optimizer.step(0.05, model, grads);
+            }
+            Ok(read)
+        });
+        let read = result.unwrap();
+        assert_eq!(read[0], read[1], "stage {stage}");
+    }
+}
