@@ -12,7 +12,7 @@ use burn_std::DType;
 use zero_core::ReduceOp;
 
 use crate::birth::{Birth, within};
-use crate::context::{Context, Slot, raise};
+use crate::context::{Context, Slot, misuse, raise};
 use crate::device::ZeroDevice;
 use crate::gather::read;
 use crate::reduce::{Phase, gradient_template};
@@ -115,20 +115,24 @@ impl<B: Backend> DistributedBackend for Zero<B> {
     }
 
     /// A parameter's gradient is complete on this rank: it is handed to the reducer, and a shard that will hold the
-    /// reduced piece takes its place. Runs under autodiff's lock: never waits.
+    /// reduced piece takes its place. Runs under autodiff's lock: never waits for another rank without giving up soon.
     fn submit_gradient_sync(tensor: TensorRef<Self>, params: DistributedParams) {
         // SAFETY: autodiff passes a pointer to the entry of its gradient container that it has just registered, which
         // it does not touch until this call returns.
         let gradient = unsafe { &mut *tensor.0 };
         let context = Context::<B>::current();
         let Some(slot) = context.slot_of(params.param_id) else {
-            panic!(
+            misuse(
                 "a gradient came for a parameter that zero_burn::module::prepare has not seen: call prepare on the \
                  whole model before its first forward pass"
+                    .into(),
             );
         };
         if matches!(gradient, ZeroTensor::Dense(_)) {
             reduce_in_place(&context, &slot, gradient);
+            if let Some(reducer) = &context.reducer {
+                reducer.catch_up(&context);
+            }
         }
     }
 

@@ -15,6 +15,7 @@ use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::{Gauge, WireCounter};
+use zero_core::collective::threads::Stopped;
 use zero_core::window::{Key, Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
 
@@ -111,6 +112,8 @@ pub(crate) struct Context<B: Backend> {
     retired: Mutex<Vec<Arc<Cell<B>>>>,
     running: AtomicBool,
     seed: AtomicU64,
+    /// Parameters born before the last seed.
+    seeded_at: AtomicU64,
     draws: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
@@ -141,6 +144,16 @@ pub(crate) fn raise(error: CommError) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }
 
+/// Ends a computation that cannot return an error because the program uses the library wrongly. As [`raise`], nothing is
+/// printed but by whoever reports the launch's error; outside of a launch it is an ordinary panic.
+pub(crate) fn misuse(message: String) -> ! {
+    if CURRENT.with_borrow(Option::is_some) {
+        std::panic::resume_unwind(Box::new(Stopped(message)))
+    } else {
+        panic!("{message}")
+    }
+}
+
 /// Uninstalls the context of a rank's thread.
 pub(crate) struct InstallGuard<B: Backend>(Arc<Context<B>>);
 
@@ -150,7 +163,7 @@ impl<B: Backend> Drop for InstallGuard<B> {
         self.0.running.store(false, Ordering::Relaxed);
         // Cells hold the context: what the context holds of them ends with the rank.
         drop(std::mem::take(&mut *self.0.settled.lock()));
-        drop(std::mem::take(&mut *self.0.retired.lock()));
+        self.0.drop_retired();
         self.0.gatherer.stop();
         if let Some(reducer) = &self.0.reducer {
             reducer.stop();
@@ -200,6 +213,7 @@ impl<B: Backend> Context<B> {
             settled: Mutex::default(),
             retired: Mutex::default(),
             running: AtomicBool::new(true),
+            seeded_at: AtomicU64::new(0),
             draws: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
@@ -282,6 +296,16 @@ impl<B: Backend> Context<B> {
 
     // ---- phases ----
 
+    /// Another rank has run a backward pass that this one had no part in: this one passes the next fence too.
+    pub(crate) fn join_fence(&self) {
+        self.fence_due.store(true, Ordering::Relaxed);
+    }
+
+    /// Drops retired versions: every rank has come to the same place, past their last use.
+    pub(crate) fn drop_retired(&self) {
+        drop(std::mem::take(&mut *self.retired.lock()));
+    }
+
     /// A backward pass has ended: before anything is updated, all ranks must have read what they need.
     pub(crate) fn end_backward(&self, settled: Settled<B>) {
         self.add_settled(settled);
@@ -305,9 +329,17 @@ impl<B: Backend> Context<B> {
     /// far, so that none still reads what the others are about to replace.
     pub(crate) fn before_update(&self) {
         if self.fence_due.swap(false, Ordering::Relaxed) {
+            if let Some(&index) = self.settled.lock().keys().next() {
+                misuse(format!(
+                    "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
+                     the gradients before the optimizer's step",
+                    self.rank,
+                    self.slot(index)
+                ));
+            }
             self.barrier("before an update");
             self.fences.fetch_add(1, Ordering::Relaxed);
-            drop(std::mem::take(&mut *self.retired.lock()));
+            self.drop_retired();
         }
     }
 
@@ -360,11 +392,13 @@ impl<B: Backend> Context<B> {
     pub(crate) fn reseed(&self, seed: u64) {
         self.seed.store(seed, Ordering::Relaxed);
         self.draws.store(0, Ordering::Relaxed);
+        self.seeded_at.store(self.slot_count() as u64, Ordering::Relaxed);
     }
 
     /// The stream of a parameter's first values: the same on every rank, for any number of ranks.
     pub(crate) fn parameter_stream(&self, slot: &Slot<B>) -> Stream {
-        Stream::new(&[self.seed.load(Ordering::Relaxed), u64::MAX, slot.index])
+        let since_seed = slot.index - self.seeded_at.load(Ordering::Relaxed);
+        Stream::new(&[self.seed.load(Ordering::Relaxed), u64::MAX, since_seed])
     }
 
     /// One draw of this rank (dropout, noise): different on every rank and at every call.
@@ -403,6 +437,11 @@ impl<J: Send + 'static> Worker<J> {
             // A worker that has ended has left its error where its results are waited for.
             let _ = jobs.send(job);
         }
+    }
+
+    /// Jobs that wait for the thread.
+    pub(crate) fn backlog(&self) -> usize {
+        self.jobs.lock().as_ref().map_or(0, crossbeam_channel::Sender::len)
     }
 
     /// Ends the thread after the jobs it has, and waits for it.

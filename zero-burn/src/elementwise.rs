@@ -14,6 +14,8 @@ use burn_backend::{Backend, Scalar, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape, Slice};
 use zero_core::{Partition, ReduceOp};
 
+use crate::birth::{Birth, scope};
+use crate::context::misuse;
 use crate::gather::read;
 use crate::shard::{Cell, Kind, Origin};
 use crate::tensor::{Shard, ZeroTensor};
@@ -263,27 +265,31 @@ fn is_single<T: TensorMetadata>(tensor: &T) -> bool {
 }
 
 fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<B>) {
+    if scope() != Birth::Dense {
+        // An initialiser computes with what it draws (the orthogonal one factorises), alike on all ranks.
+        return;
+    }
     let several_ranks = |shard: &Shard<B>| shard.cell.context.world > 1;
     if let (ZeroTensor::Shard(shard), ZeroTensor::Dense(_)) | (ZeroTensor::Dense(_), ZeroTensor::Shard(shard)) =
         (lhs, rhs)
     {
         if several_ranks(shard) && !shard.is_parameter() {
-            panic!(
+            misuse(format!(
                 "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor, which differs from rank \
                  to rank: pass every gradient through zero_burn::module::collect_grads before accumulating or stepping, \
                  and load optimizer records inside zero_burn::load_state",
                 shard.views.shape().as_slice()
-            );
+            ));
         }
     }
     if let (SUB, ZeroTensor::Shard(shard), ZeroTensor::Dense(delta)) = (op, lhs, rhs) {
-        if several_ranks(shard) && shard.views.only_maps() && delta.shape() == shard.cell.shape {
-            panic!(
+        if several_ranks(shard) && delta.shape() == *shard.views.shape() {
+            misuse(format!(
                 "a parameter of shape {:?} would be updated with a gradient that was never reduced over the ranks: \
                  call zero_burn::module::prepare on the model, and zero_burn::module::collect_grads on its gradients, \
                  before the optimizer's step",
                 shard.cell.shape.as_slice()
-            );
+            ));
         }
     }
 }

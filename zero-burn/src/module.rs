@@ -17,7 +17,7 @@ use zero_core::{CommError, ReduceOp};
 use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
 use crate::birth::{Fill, parameter};
-use crate::context::{Context, raise};
+use crate::context::{Context, misuse, raise};
 use crate::elementwise::piece_numbers;
 use crate::gather::read;
 use crate::random::sign;
@@ -41,6 +41,9 @@ impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
 ///
 /// Call it once, on the whole module, on every rank. It also creates parameters that are still lazy, in the order of
 /// the module's fields, which numbers them alike on every rank.
+///
+/// A linear layer in Burn's column layout must be created on `Zero<B>` and made trainable with `from_inner`: Burn 0.21
+/// transposes its weight after it has become a leaf of the graph, so that on any autodiff backend it is never trained.
 ///
 /// # Panics
 ///
@@ -104,6 +107,8 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                 .into(),
         });
     }
+    // All ranks are here and none has read anything: what initialisers left over is not needed.
+    context.drop_retired();
     module
 }
 
@@ -202,6 +207,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
         if !outcome.in_backward {
             break;
         }
+        context.join_fence();
     }
     let mut supply = Supply::<A> { grads, context, parameters };
     module.visit(&mut supply);
@@ -221,11 +227,11 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {
         match gradient.into_primitive() {
             TensorPrimitive::Float(ZeroTensor::Dense(dense)) => {
                 let Some(slot) = self.context.slot_of(DistributedParamId::from(param.id.val())) else {
-                    panic!(
+                    misuse(format!(
                         "a gradient came for parameter {} that zero_burn::module::prepare has not seen: call prepare \
                          on the whole model before its first forward pass",
                         param.id
-                    );
+                    ));
                 };
                 self.found.push((slot, dense));
             }
@@ -272,7 +278,10 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
             let Some(gradient) = self.grads.get::<A::InnerBackend, D>(param.id) else { return };
             let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = gradient.into_primitive() else {
-                panic!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id)
+                misuse(format!(
+                    "gradient of parameter {} is not reduced: pass gradients through collect_grads",
+                    param.id
+                ))
             };
             let square = |x: <A::Base as BackendTypes>::FloatTensorPrimitive| {
                 A::Base::float_sum(A::Base::float_mul(x.clone(), x))

@@ -20,7 +20,8 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
@@ -69,7 +70,12 @@ pub(crate) struct Reducer<B: Backend> {
     comm: Arc<dyn Collective>,
     bucket_size: usize,
     stage: Stage,
+    /// Whether this pass has given up waiting for slower ranks.
+    hurried: AtomicBool,
 }
+
+/// How long a rank that is ahead waits, without any progress of the reduction, before it goes on regardless.
+const NO_PROGRESS: Duration = Duration::from_secs(1);
 
 impl<B: Backend> Reducer<B> {
     pub(crate) fn spawn(comm: Arc<dyn Collective>, config: &ZeroConfig) -> Self {
@@ -78,6 +84,7 @@ impl<B: Backend> Reducer<B> {
             comm,
             bucket_size: config.reduce_bucket_size,
             stage: config.stage,
+            hurried: AtomicBool::new(false),
         }
     }
 
@@ -88,6 +95,7 @@ impl<B: Backend> Reducer<B> {
 
     /// A pass begins that will give gradients for the parameters `indices` on this rank.
     pub(crate) fn begin(&self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) {
+        self.hurried.store(false, Ordering::Relaxed);
         self.send(Job::Begin { context, phase, indices });
     }
 
@@ -101,6 +109,30 @@ impl<B: Backend> Reducer<B> {
     ) {
         context.count_unreduced(slot.bytes());
         self.send(Job::Gradient { index: slot.index, contribution: Contribution { gradient, cell } });
+    }
+
+    /// Lets the reducer catch up when this rank is so far ahead of the others that unreduced gradients pile up.
+    ///
+    /// This runs under autodiff's lock, which another rank may need to get on (ADR 2): so it ends when nothing has moved
+    /// for a while, and is not tried again in this pass.
+    pub(crate) fn catch_up(&self, context: &Context<B>) {
+        if !context.config.stage.shards_gradients() || self.hurried.load(Ordering::Relaxed) {
+            return;
+        }
+        let unreduced = || context.gauges.in_flight.live();
+        let limit = (2 * self.bucket_size * size_of::<f32>()) as u64;
+        let (mut seen, mut since) = (unreduced(), Instant::now());
+        // Without a backlog the reducer waits for this rank's next gradients, not for other ranks.
+        while seen > limit && self.worker.backlog() > 0 {
+            std::thread::sleep(Duration::from_micros(200));
+            let now = unreduced();
+            if now != seen {
+                (seen, since) = (now, Instant::now());
+            } else if since.elapsed() > NO_PROGRESS {
+                self.hurried.store(true, Ordering::Relaxed);
+                return;
+            }
+        }
     }
 
     /// Waits until all gradients of this pass are reduced. Every collective under it has a deadline.

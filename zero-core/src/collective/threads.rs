@@ -441,6 +441,7 @@ where
                     Ok(Err(error)) => RankFailure::Failed(error),
                     Err(payload) => match payload.downcast::<CommError>() {
                         Ok(error) => RankFailure::Comm(error),
+                        Err(payload) if payload.is::<Stopped>() => RankFailure::Aborted(panic_reason(&*payload)),
                         Err(payload) => RankFailure::Panicked(panic_reason(&*payload)),
                     },
                 };
@@ -476,10 +477,18 @@ where
     Ok(results.into_iter().map(|value| value.expect("a rank without failure has a result")).collect())
 }
 
+/// A panic payload with which code that cannot return errors ends its rank: the message is reported as the rank's
+/// failure, and nothing is printed on the way (`std::panic::resume_unwind(Box::new(Stopped(message)))`).
+#[derive(Debug)]
+pub struct Stopped(pub String);
+
 /// What a panic's payload says: its message, or the [`CommError`] that travels in it.
 pub fn panic_reason(payload: &(dyn std::any::Any + Send)) -> String {
     if let Some(error) = payload.downcast_ref::<CommError>() {
         return error.to_string();
+    }
+    if let Some(Stopped(reason)) = payload.downcast_ref::<Stopped>() {
+        return reason.clone();
     }
     payload
         .downcast_ref::<&str>()
