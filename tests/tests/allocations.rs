@@ -108,9 +108,10 @@ fn an_allocator_counts_what_the_formulas_say() {
                 "stage {stage}, {ranks} rank(s): between steps {live:.4} of the formula's parameters and optimizer \
                  state; peak of a step {peak:.3} of its model state"
             );
-            assert!((live - 1.0).abs() < 0.02, "stage {stage}, {ranks} ranks: {live}");
-            // The peak also holds activations and one layer's temporaries; it must not hold a second copy of anything.
-            assert!(peak < 1.35, "stage {stage}, {ranks} ranks: the peak is {peak} of the formula");
+            let bucket = (4 * large.zero.reduce_bucket_size) as f64 / formula as f64;
+            assert!((live - 1.0).abs() < 0.02 + bucket, "stage {stage}, {ranks} ranks: {live}");
+            // What is gathered and what is on its way must not grow with the model.
+            assert!(peak < 1.1, "stage {stage}, {ranks} ranks: the peak is {peak} of the formula");
         }
     }
 }

@@ -32,7 +32,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) dtype: DType,
     /// The cut of the parameter's optimizer state (whole at stage 0).
     pub(crate) partition: Partition,
-    /// Place in the module, from 1, as `prepare` has found it; 0 before.
+    /// Later is laid out first when gradients are reduced: the place in the module, from 1, as `prepare` has found it (0
+    /// before), then the place from the end of a backward pass.
     pub(crate) place: AtomicU64,
     /// Names of what belongs to this parameter.
     pub(crate) names: Mutex<Names>,

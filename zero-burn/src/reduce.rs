@@ -4,8 +4,8 @@
 //! Burn's autodiff it holds locks that other ranks' threads may need. A reducer thread per rank does the rest:
 //!
 //! 1. *begin*: the ranks agree, by one small all-reduce, which parameters get a gradient on at least one of them.
-//! 2. The union, from the module's last parameter to its first (about the order in which a backward pass finishes them),
-//!    is laid out in buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
+//! 2. The union is laid out in the order in which rank 0's first backward pass gave gradients (in that pass itself: from
+//!    the module's last parameter to its first), in buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
 //! 3. A bucket is sent when its last gradient has come: reduce-scatter (stages 2 and 3, and stage 1 at the end of the
 //!    pass), or all-reduce (stage 0). One bucket is in flight while the next is filled.
 //! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer holds up
@@ -178,6 +178,8 @@ struct Pass<B: Backend> {
     /// Those that this rank has a gradient for.
     mine: HashSet<u64>,
     in_backward: bool,
+    /// Gradients in the order in which they came.
+    order: Vec<u64>,
     next: usize,
     arrived: HashMap<u64, Contribution<B>>,
     settled: Settled<B>,
@@ -187,6 +189,8 @@ struct Pass<B: Backend> {
 fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage) {
     let mut pass: Option<Pass<B>> = None;
     let mut failure: Option<CommError> = None;
+    // Whether the order of a backward pass is known; all ranks learn it in the same pass.
+    let mut ordered = false;
     for job in inbox {
         let outcome = match job {
             Job::Begin { context, phase, indices } => {
@@ -198,6 +202,7 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
                         plan,
                         mine: indices.into_iter().collect(),
                         in_backward,
+                        order: Vec::new(),
                         next: 0,
                         arrived: HashMap::new(),
                         settled: Vec::new(),
@@ -208,6 +213,7 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
             Job::Gradient { index, contribution } => match (&mut pass, &failure) {
                 (Some(pass), None) => {
                     pass.arrived.insert(index, contribution);
+                    pass.order.push(index);
                     // Stage 1 keeps whole gradients until the end of the pass, as its memory formula says.
                     if stage == Stage::OptimizerState { Ok(()) } else { pass.advance() }
                 }
@@ -220,7 +226,13 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
                 let result = match (failure.take(), pass.take()) {
                     (Some(error), _) => Err(error),
                     (None, Some(mut pass)) => {
-                        let result = pass.finish();
+                        let result = pass.finish().and_then(|outcome| {
+                            if outcome.in_backward && !ordered {
+                                share_order(&*comm, &pass)?;
+                                ordered = true;
+                            }
+                            Ok(outcome)
+                        });
                         if let Err(error) = &result {
                             pass.fail(error);
                         }
@@ -240,6 +252,23 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
             failure = Some(error);
         }
     }
+}
+
+/// Tells all ranks the order in which rank 0's backward pass gave its gradients. It differs from the module's: autodiff
+/// finishes a parameter that is used through a view (a layer norm's weight) at the very end.
+fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), CommError> {
+    let slots = pass.context.slot_count();
+    let mut order = pass.order.clone();
+    order.resize(slots, u64::MAX);
+    let bytes = order.iter().flat_map(|index| index.to_le_bytes()).collect();
+    let bytes = comm.broadcast(Buffer::U8(bytes), 0)?.into_u8();
+    let order = bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("chunks of eight bytes")));
+    for (position, index) in order.enumerate().filter(|&(_, index)| index != u64::MAX) {
+        // Before everything that is placed by the module's order alone.
+        let place = (2 * slots - position) as u64;
+        pass.context.slot(index).place.store(place, Ordering::Relaxed);
+    }
+    Ok(())
 }
 
 fn stray(comm: &dyn Collective) -> CommError {
