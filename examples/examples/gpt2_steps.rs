@@ -21,12 +21,7 @@ type B = Autodiff<Zero<Flex>>;
 fn main() {
     let sizes = gpt2_steps::Sizes::from_args();
     let results = launch::<Flex, _, String>(1, &ZeroConfig::default(), &Default::default(), |device| {
-        Ok(gpt2_steps::train::<B>(
-            &sizes,
-            &device,
-            |model| prepare::<B, _>(model, &device),
-            |grads, model| collect_grads::<B, _>(grads, model),
-        ))
+        Ok(gpt2_steps::train::<B>(&sizes, &device, |model| prepare::<B, _>(model, &device), collect_grads::<B, _>))
     });
     match results {
         Ok(mut results) => {

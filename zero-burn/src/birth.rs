@@ -11,8 +11,9 @@ use burn_backend::{Backend, Distribution, Scalar, TensorData};
 use burn_std::{DType, FloatDType, Shape};
 use zero_core::Partition;
 
-use crate::context::{Context, Slot};
+use crate::context::Context;
 use crate::gather::empty;
+use crate::random::Stream;
 use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
 use crate::tensor::{Shard, ZeroTensor};
 
@@ -74,10 +75,8 @@ impl Fill {
     /// Elements of the whole that lie in this rank's piece, or the whole in its shape.
     fn make<B: Backend>(
         self,
-        context: &Context<B>,
-        slot: Option<&Slot<B>>,
-        partition: Partition,
-        place: Option<usize>,
+        stream: Option<Stream>,
+        (partition, place): (Partition, Option<usize>),
         shape: &Shape,
         dtype: DType,
         device: &B::Device,
@@ -103,8 +102,8 @@ impl Fill {
                 B::float_from_data(TensorData::from_bytes_vec(bytes, shape, dtype), device)
             }
             Fill::Random(distribution) => {
-                let slot = slot.expect("only parameters are drawn");
-                let data = context.parameter_stream(slot).data(range, distribution, shape, dtype);
+                let stream = stream.expect("only parameters are drawn");
+                let data = stream.data(range, distribution, shape, dtype);
                 B::float_from_data(data, device)
             }
             Fill::Value(value) => B::float_full(shape, value, device, dtype.into()),
@@ -128,7 +127,7 @@ pub(crate) fn create<B: Backend>(
             let context = Context::<B>::current();
             let partition = context.partition(shape.num_elements());
             let place = if partition.is_whole() { 0 } else { context.rank };
-            let local = fill.make(&context, None, partition, Some(place), &shape, dtype, device);
+            let local = fill.make::<B>(None, (partition, Some(place)), &shape, dtype, device);
             let kind = Kind::Optimizer;
             let template =
                 Template { context, slot: None, partition, shape, device: device.clone(), kind, origin: PRIOR };
@@ -144,7 +143,7 @@ pub(crate) fn parameter<B: Backend>(fill: Fill, shape: Shape, device: &B::Device
     let partition = slot.partition;
     let sharded = context.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| if partition.is_whole() { 0 } else { context.rank });
-    let tensor = fill.make(&context, Some(&slot), partition, place, &shape, dtype, device);
+    let tensor = fill.make::<B>(Some(context.parameter_stream(&slot)), (partition, place), &shape, dtype, device);
     let template = Template {
         context: Arc::clone(&context),
         slot: Some(slot),

@@ -229,10 +229,8 @@ impl<B: Backend> Context<B> {
     /// The context of this thread.
     pub(crate) fn current() -> Arc<Self> {
         let installed = CURRENT.with_borrow(|current| current.clone());
-        if let Some(installed) = installed {
-            if let Ok(context) = installed.context.downcast::<Self>() {
-                return context;
-            }
+        if let Some(Ok(context)) = installed.map(|installed| installed.context.downcast::<Self>()) {
+            return context;
         }
         let mut lone = LONE.lock();
         let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {

@@ -269,27 +269,29 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
         // An initialiser computes with what it draws (the orthogonal one factorises), alike on all ranks.
         return;
     }
-    let several_ranks = |shard: &Shard<B>| shard.cell.context.world > 1;
-    if let (ZeroTensor::Shard(shard), ZeroTensor::Dense(_)) | (ZeroTensor::Dense(_), ZeroTensor::Shard(shard)) =
-        (lhs, rhs)
-    {
-        if several_ranks(shard) && !shard.is_parameter() {
-            misuse(format!(
-                "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor, which differs from rank \
-                 to rank: pass every gradient through zero_burn::module::collect_grads before accumulating or stepping, \
-                 and load optimizer records inside zero_burn::load_state",
-                shard.views.shape().as_slice()
-            ));
+    let (shard, dense) = match (lhs, rhs) {
+        (ZeroTensor::Shard(shard), ZeroTensor::Dense(dense)) | (ZeroTensor::Dense(dense), ZeroTensor::Shard(shard)) => {
+            (shard, dense)
         }
+        _ => return,
+    };
+    if shard.cell.context.world == 1 {
+        return;
     }
-    if let (SUB, ZeroTensor::Shard(shard), ZeroTensor::Dense(delta)) = (op, lhs, rhs) {
-        if several_ranks(shard) && delta.shape() == *shard.views.shape() {
-            misuse(format!(
-                "a parameter of shape {:?} would be updated with a gradient that was never reduced over the ranks: \
-                 call zero_burn::module::prepare on the model, and zero_burn::module::collect_grads on its gradients, \
-                 before the optimizer's step",
-                shard.cell.shape.as_slice()
-            ));
-        }
+    if !shard.is_parameter() {
+        misuse(format!(
+            "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor, which differs from rank to \
+             rank: pass every gradient through zero_burn::module::collect_grads before accumulating or stepping, and \
+             load optimizer records inside zero_burn::load_state",
+            shard.views.shape().as_slice()
+        ));
+    }
+    if op == SUB && matches!(lhs, ZeroTensor::Shard(_)) && dense.shape() == *shard.views.shape() {
+        misuse(format!(
+            "a parameter of shape {:?} would be updated with a gradient that was never reduced over the ranks: call \
+             zero_burn::module::prepare on the model, and zero_burn::module::collect_grads on its gradients, before the \
+             optimizer's step",
+            shard.cell.shape.as_slice()
+        ));
     }
 }

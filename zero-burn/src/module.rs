@@ -17,7 +17,7 @@ use zero_core::{CommError, ReduceOp};
 use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
 use crate::birth::{Fill, parameter};
-use crate::context::{Context, misuse, raise};
+use crate::context::{Context, Slot, misuse, raise};
 use crate::elementwise::piece_numbers;
 use crate::gather::read;
 use crate::random::sign;
@@ -214,11 +214,14 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     supply.grads
 }
 
+/// A parameter and its dense gradient.
+type Leftover<B> = (Arc<Slot<B>>, <B as BackendTypes>::FloatTensorPrimitive);
+
 /// Takes out the gradients that are still dense.
 struct Leftovers<A: ZeroAutodiff> {
     grads: GradientsParams,
     context: Arc<Context<A::Base>>,
-    found: Vec<(Arc<crate::context::Slot<A::Base>>, <A::Base as BackendTypes>::FloatTensorPrimitive)>,
+    found: Vec<Leftover<A::Base>>,
 }
 
 impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {

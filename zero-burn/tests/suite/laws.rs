@@ -269,7 +269,7 @@ pub fn records_round_trip<B: Backend>() {
     for stage in &Stage::ALL[1..] {
         let got = run(*stage);
         for ((_, a, _), (_, b, _)) in reference.iter().zip(&got) {
-            assert_same::<B>(&[a.clone()], &[b.clone()], &stage);
+            assert_same::<B>(std::slice::from_ref(a), std::slice::from_ref(b), &stage);
         }
         // Both models' optimizer state was loaded as shards: two models, 8 bytes a trained parameter, a third of it.
         let trained = 17 * 10 + 110 + 20 + 100 + 1;
