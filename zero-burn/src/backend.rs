@@ -12,7 +12,7 @@ use burn_std::DType;
 use zero_core::ReduceOp;
 
 use crate::birth::{Birth, within};
-use crate::context::{Context, Slot, misuse, raise};
+use crate::context::{Context, Slot, raise, stop};
 use crate::device::ZeroDevice;
 use crate::gather::read;
 use crate::reduce::{Phase, gradient_template};
@@ -122,7 +122,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         let gradient = unsafe { &mut *tensor.0 };
         let context = Context::<B>::current();
         let Some(slot) = context.slot_of(params.param_id) else {
-            misuse(
+            stop(
                 "a gradient came for a parameter that zero_burn::module::prepare has not seen: call prepare on the \
                  whole model before its first forward pass"
                     .into(),

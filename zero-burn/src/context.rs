@@ -145,9 +145,9 @@ pub(crate) fn raise(error: CommError) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }
 
-/// Ends a computation that cannot return an error because the program uses the library wrongly. As [`raise`], nothing is
+/// Ends a computation that cannot return an error for a reason that is not a collective (the library used wrongly, a thread lost). As [`raise`], nothing is
 /// printed but by whoever reports the launch's error; outside of a launch it is an ordinary panic.
-pub(crate) fn misuse(message: String) -> ! {
+pub(crate) fn stop(message: String) -> ! {
     if CURRENT.with_borrow(Option::is_some) {
         std::panic::resume_unwind(Box::new(Stopped(message)))
     } else {
@@ -329,7 +329,7 @@ impl<B: Backend> Context<B> {
     pub(crate) fn before_update(&self) {
         if self.fence_due.swap(false, Ordering::Relaxed) {
             if let Some(&index) = self.settled.lock().keys().next() {
-                misuse(format!(
+                stop(format!(
                     "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
                      the gradients before the optimizer's step",
                     self.rank,

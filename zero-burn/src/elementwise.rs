@@ -15,7 +15,7 @@ use burn_std::{FloatDType, Shape, Slice};
 use zero_core::{Partition, ReduceOp};
 
 use crate::birth::{Birth, scope};
-use crate::context::misuse;
+use crate::context::stop;
 use crate::gather::read;
 use crate::shard::{Cell, Kind, Origin};
 use crate::tensor::{Shard, ZeroTensor};
@@ -279,7 +279,7 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
         return;
     }
     if !shard.is_parameter() {
-        misuse(format!(
+        stop(format!(
             "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor, which differs from rank to \
              rank: pass every gradient through zero_burn::module::collect_grads before accumulating or stepping, and \
              load optimizer records inside zero_burn::load_state",
@@ -287,7 +287,7 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
         ));
     }
     if op == SUB && matches!(lhs, ZeroTensor::Shard(_)) && dense.shape() == *shard.views.shape() {
-        misuse(format!(
+        stop(format!(
             "a parameter of shape {:?} would be updated with a gradient that was never reduced over the ranks: call \
              zero_burn::module::prepare on the model, and zero_burn::module::collect_grads on its gradients, before the \
              optimizer's step",

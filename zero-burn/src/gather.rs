@@ -13,7 +13,6 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape, reader::try_read_sync};
@@ -55,11 +54,8 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
     let context = &cell.context;
     cell.mark_loaded();
     let keep = context.gatherer.plan_load(context, slot);
-    let mut state = cell.state.lock();
-    // The prefetch thread may be at it. Its gather has a deadline, and so has this wait: it ends `gathering` in any case.
-    while state.gathering {
-        cell.changed.wait_for(&mut state, Duration::from_millis(20));
-    }
+    // The prefetch thread may be at it. Its gather has a deadline, and it ends `gathering` in any case.
+    let mut state = cell.wait_until(|state| !state.gathering);
     if state.whole.is_none() {
         drop(state);
         let whole = gather(cell).unwrap_or_else(|error| raise(error));

@@ -46,6 +46,7 @@ mod gather;
 pub mod launch;
 pub mod module;
 mod ops;
+pub mod optim;
 mod random;
 mod reduce;
 mod shard;

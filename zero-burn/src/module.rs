@@ -17,7 +17,7 @@ use zero_core::{CommError, ReduceOp};
 use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
 use crate::birth::{Fill, parameter};
-use crate::context::{Context, Slot, misuse, raise};
+use crate::context::{Context, Slot, raise, stop};
 use crate::elementwise::piece_numbers;
 use crate::gather::read;
 use crate::random::sign;
@@ -230,7 +230,7 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {
         match gradient.into_primitive() {
             TensorPrimitive::Float(ZeroTensor::Dense(dense)) => {
                 let Some(slot) = self.context.slot_of(DistributedParamId::from(param.id.val())) else {
-                    misuse(format!(
+                    stop(format!(
                         "a gradient came for parameter {} that zero_burn::module::prepare has not seen: call prepare \
                          on the whole model before its first forward pass",
                         param.id
@@ -281,10 +281,7 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
             let Some(gradient) = self.grads.get::<A::InnerBackend, D>(param.id) else { return };
             let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = gradient.into_primitive() else {
-                misuse(format!(
-                    "gradient of parameter {} is not reduced: pass gradients through collect_grads",
-                    param.id
-                ))
+                stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id))
             };
             let square = |x: <A::Base as BackendTypes>::FloatTensorPrimitive| {
                 A::Base::float_sum(A::Base::float_mul(x.clone(), x))

@@ -19,6 +19,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -26,10 +27,11 @@ use std::time::{Duration, Instant};
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
 use crossbeam_channel::{Receiver, Sender, bounded};
+use zero_core::collective::threads::panic_reason;
 use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request, Stage};
 
 use crate::config::ZeroConfig;
-use crate::context::{Context, Slot, Worker};
+use crate::context::{Context, Slot, Worker, stop};
 use crate::gather::read;
 use crate::shard::{Cell, GRADIENT, Kind, Template};
 
@@ -90,7 +92,12 @@ impl<B: Backend> Reducer<B> {
 
     fn send(&self, job: Job<B>) {
         let (comm, bucket_size, stage) = (self.comm.clone(), self.bucket_size, self.stage);
-        self.worker.send(job, move |inbox| serve(inbox, comm, bucket_size, stage));
+        self.worker.send(job, move |inbox| {
+            let served = catch_unwind(AssertUnwindSafe(|| serve(inbox, comm.clone(), bucket_size, stage)));
+            if let Err(payload) = served {
+                comm.abort(&format!("reducing gradients panicked: {}", panic_reason(&*payload)));
+            }
+        });
     }
 
     /// A pass begins that will give gradients for the parameters `indices` on this rank.
@@ -139,7 +146,7 @@ impl<B: Backend> Reducer<B> {
     pub(crate) fn end(&self) -> Result<Outcome<B>, CommError> {
         let (reply, result) = bounded(1);
         self.send(Job::End { reply });
-        result.recv().expect("the reducer answers before it ends")
+        result.recv().unwrap_or_else(|_| stop("the thread that reduces gradients has panicked".into()))
     }
 
     pub(crate) fn stop(&self) {

@@ -280,12 +280,22 @@ impl<B: Backend> Cell<B> {
         self.changed.notify_all();
     }
 
-    /// The state once it is no longer pending. The wait ends because every collective has a deadline.
-    pub(crate) fn settled(&self) -> MutexGuard<'_, State<B>> {
+    /// The state once `ready`. The wait ends when a rank fails, and what is waited for has a deadline.
+    pub(crate) fn wait_until(&self, ready: impl Fn(&State<B>) -> bool) -> MutexGuard<'_, State<B>> {
         let mut state = self.state.lock();
-        while state.pending {
+        while !ready(&state) {
             self.changed.wait_for(&mut state, Duration::from_millis(20));
+            if let Err(error) = self.context.window.check(&format!("a wait for a {self:?}")) {
+                drop(state);
+                raise(error);
+            }
         }
+        state
+    }
+
+    /// The state once it is no longer pending.
+    pub(crate) fn settled(&self) -> MutexGuard<'_, State<B>> {
+        let state = self.wait_until(|state| !state.pending);
         if let Some(error) = &state.failed {
             let error = error.clone();
             drop(state);

@@ -106,6 +106,15 @@ impl<T> Window<T> {
         self.board.changed.notify_all();
     }
 
+    /// Whether waiting for something in this process still makes sense: an error when a rank has failed.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError::PeerFailed`].
+    pub fn check(&self, what: &dyn core::fmt::Display) -> Result<(), CommError> {
+        self.run.as_ref().map_or(Ok(()), |run| run.check("window", 0, self.rank, what, &[]))
+    }
+
     /// What `peer` has published under `key`, waiting for it if need be. `what` names it in errors.
     ///
     /// # Errors

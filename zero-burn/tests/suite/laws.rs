@@ -205,6 +205,46 @@ pub fn optimizers_work<B: Backend>() {
     agree!("clipped by value", AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(0.001))));
 }
 
+/// The fused AdamW gives the numbers of Burn's, at every stage, and continues from its record.
+pub fn fused_adamw_is_burns<B: Backend>() {
+    let burns = || AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01).init::<Ad<B>, Awkward<Ad<B>>>();
+    for world in [1, 3] {
+        let reference = train::<B, _>(world, &config(Stage::DataParallel), Steps::Plain, burns);
+        for stage in Stage::ALL {
+            let fused = || zero_burn::optim::AdamWConfig::default().init();
+            let losses = train::<B, _>(world, &config(stage), Steps::Plain, fused);
+            assert_same::<B>(&reference, &losses, &format!("{world} ranks, stage {stage}"));
+        }
+    }
+    for stage in Stage::ALL {
+        ranks::<B, _>(2, &config(stage), |device| {
+            let mut model = prepare::<Ad<B>, _>(Awkward::new(&device), &device);
+            let gradients = |model: &Awkward<Ad<B>>| {
+                let loss = model.loss(tokens(device.rank()..device.rank() + 2, &device), true);
+                collect_grads::<Ad<B>, _>(GradientsParams::from_grads(loss.backward(), model), model)
+            };
+            let mut burns = burns();
+            let grads = gradients(&model);
+            model = Optimizer::<Awkward<Ad<B>>, Ad<B>>::step(&mut burns, 0.05, model, grads);
+
+            use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
+            let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
+            let record = Optimizer::<Awkward<Ad<B>>, Ad<B>>::to_record(&burns);
+            let bytes = recorder.record(record, ()).unwrap();
+            let mut fused = zero_burn::load_state(|| {
+                zero_burn::optim::AdamWConfig::default()
+                    .init::<Ad<B>, Awkward<Ad<B>>>()
+                    .load_record(recorder.load(bytes.clone(), &device).unwrap())
+            });
+            let by_burns = Optimizer::step(&mut burns, 0.05, model.clone(), gradients(&model));
+            let by_fused = fused.step(0.05, model.clone(), gradients(&model));
+            let weights =
+                |model: &Awkward<Ad<B>>| model.twice.weight.val().into_data().iter::<f32>().collect::<Vec<_>>();
+            assert_same::<B>(&[weights(&by_burns)], &[weights(&by_fused)], &stage);
+        });
+    }
+}
+
 /// The gradient norm is the same on every rank, at every stage, and equals that of one rank with the whole batch.
 pub fn gradient_norms_agree<B: Backend>() {
     let norm = |world: usize, stage: Stage| {

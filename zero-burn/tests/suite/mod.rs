@@ -31,3 +31,74 @@ pub fn ranks<B: Backend, T: Send>(
     let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60) };
     launch::<B, T, String>(world, config, &options, |device| Ok(body(device))).unwrap_or_else(|error| panic!("{error}"))
 }
+
+/// One test per law, over one inner backend.
+#[macro_export]
+macro_rules! laws {
+    ($inner:ty) => {
+        #[test]
+        fn stages_agree_in_a_plain_loop() {
+            $crate::suite::laws::stages_agree::<$inner>($crate::suite::laws::Steps::Plain);
+        }
+
+        #[test]
+        fn stages_agree_with_accumulation() {
+            $crate::suite::laws::stages_agree::<$inner>($crate::suite::laws::Steps::Accumulate);
+        }
+
+        #[test]
+        fn stages_agree_with_two_forwards_before_two_backwards() {
+            $crate::suite::laws::stages_agree::<$inner>($crate::suite::laws::Steps::TwoForwards);
+        }
+
+        #[test]
+        fn stages_agree_with_evaluation_between_steps() {
+            $crate::suite::laws::stages_agree::<$inner>($crate::suite::laws::Steps::Evaluate);
+        }
+
+        #[test]
+        fn stages_agree_when_a_layer_is_used_on_some_ranks_only() {
+            $crate::suite::laws::stages_agree::<$inner>($crate::suite::laws::Steps::RankDependent);
+        }
+
+        #[test]
+        fn stages_agree_when_ranks_differ_between_unmarked_micro_batches() {
+            $crate::suite::laws::stages_agree::<$inner>($crate::suite::laws::Steps::RankDependentAccumulate);
+        }
+
+        #[test]
+        fn stages_agree_when_an_older_module_is_read_after_the_step() {
+            $crate::suite::laws::stages_agree::<$inner>($crate::suite::laws::Steps::KeepBefore);
+        }
+
+        #[test]
+        fn worlds_agree() {
+            $crate::suite::laws::worlds_agree::<$inner>();
+        }
+
+        #[test]
+        fn optimizers_work() {
+            $crate::suite::laws::optimizers_work::<$inner>();
+        }
+
+        #[test]
+        fn fused_adamw_is_burns() {
+            $crate::suite::laws::fused_adamw_is_burns::<$inner>();
+        }
+
+        #[test]
+        fn gradient_norms_agree() {
+            $crate::suite::laws::gradient_norms_agree::<$inner>();
+        }
+
+        #[test]
+        fn records_round_trip() {
+            $crate::suite::laws::records_round_trip::<$inner>();
+        }
+
+        #[test]
+        fn forward_keeps_no_gathered_copies() {
+            $crate::suite::laws::forward_keeps_no_gathered_copies::<$inner>();
+        }
+    };
+}
