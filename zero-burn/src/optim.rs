@@ -16,7 +16,6 @@ use std::sync::Arc;
 use burn::module::AutodiffModule;
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{AdamWState, AdaptiveMomentumState, LearningRate, SimpleOptimizer};
-use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Tensor, TensorPrimitive};
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
@@ -51,10 +50,7 @@ impl Default for AdamWConfig {
 
 impl AdamWConfig {
     /// The optimizer, for a module on `Autodiff<Zero<B>>`.
-    pub fn init<A: ZeroAutodiff, M: AutodiffModule<A>>(&self) -> OptimizerAdaptor<AdamW<A::Base>, M, A>
-    where
-        A: AutodiffBackend<InnerBackend = Zero<<A as ZeroAutodiff>::Base>>,
-    {
+    pub fn init<A: ZeroAutodiff, M: AutodiffModule<A>>(&self) -> OptimizerAdaptor<AdamW<A::Base>, M, A> {
         OptimizerAdaptor::from(AdamW { config: *self, _backend: PhantomData })
     }
 }
