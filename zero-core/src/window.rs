@@ -73,6 +73,12 @@ pub struct Window<T> {
     board: Arc<Board<T>>,
 }
 
+impl<T> Clone for Window<T> {
+    fn clone(&self) -> Self {
+        Self { rank: self.rank, run: self.run.clone(), board: self.board.clone() }
+    }
+}
+
 impl<T> Window<T> {
     /// Lets the other ranks read `value` under `key` for as long as this rank keeps it alive.
     pub fn publish(&self, key: Key, value: &Arc<T>) {
@@ -125,13 +131,16 @@ impl<T> Window<T> {
         let gone = || CommError::Gone { rank: self.rank, what: what.to_string(), peer };
         let mut published = self.board.published.lock();
         loop {
+            let mut dropping = false;
             if let Some(versions) = published.get(&(peer, key.object)) {
                 match versions.live.get(&key.version) {
                     Some(weak) => {
                         if let Some(value) = weak.upgrade() {
                             return Ok(value);
                         }
-                        // Its owner is dropping it: it will be retracted, or published again under the same key.
+                        // Its last holder is dropping it: it will be retracted, or published again under the same key.
+                        // That may be a third rank that was reading it, even after its owner has ended.
+                        dropping = true;
                     }
                     None if versions.latest >= key.version => return Err(gone()),
                     None => {}
@@ -141,7 +150,8 @@ impl<T> Window<T> {
                 return Err(gone());
             };
             let op = format!("a gather of {what}");
-            run.check("window", key.version, self.rank, &op, &[peer])?;
+            let missing: &[usize] = if dropping { &[] } else { &[peer] };
+            run.check("window", key.version, self.rank, &op, missing)?;
             let waited = begin.elapsed();
             if waited >= run.deadline {
                 return Err(CommError::Timeout {
@@ -160,6 +170,8 @@ impl<T> Window<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Weak;
+
     use super::*;
     use crate::collective::threads::{ThreadOptions, run};
 
@@ -192,6 +204,54 @@ mod tests {
             }
         });
         assert_eq!(seen.unwrap(), [0, 2]);
+    }
+
+    /// A value that publishes itself again when it is dropped, as a shard of a dropped module does.
+    struct Phoenix(Window<Phoenix>, std::sync::Arc<Mutex<Vec<Arc<Phoenix>>>>, bool);
+
+    impl Drop for Phoenix {
+        fn drop(&mut self) {
+            if self.2 {
+                std::thread::sleep(Duration::from_millis(100));
+                let next = Arc::new(Phoenix(self.0.clone(), self.1.clone(), false));
+                self.0.publish(Key { object: 1, version: 0 }, &next);
+                self.1.lock().push(next);
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_that_a_third_rank_drops_after_its_owner_has_ended_is_waited_for() {
+        let host = WindowHost::<Phoenix>::default();
+        let kept = Arc::new(Mutex::new(Vec::new()));
+        let held: Mutex<Option<Arc<Phoenix>>> = Mutex::new(None);
+        let options = ThreadOptions { deadline: Duration::from_secs(20) };
+        let key = Key { object: 1, version: 0 };
+        run(3, &options, |comm| -> Result<(), CommError> {
+            let window = host.join(&comm);
+            if comm.rank() == 0 {
+                let value = Arc::new(Phoenix(window.clone(), kept.clone(), true));
+                window.publish(key, &value);
+                *held.lock() = Some(value);
+                comm.barrier()?;
+                return Ok(());
+            }
+            comm.barrier()?;
+            // Rank 0 is ending; rank 1 holds the last reference and drops it while rank 2 reads.
+            std::thread::sleep(Duration::from_millis(100));
+            if comm.rank() == 1 {
+                let value = held.lock().take();
+                drop(value);
+            } else {
+                std::thread::sleep(Duration::from_millis(30));
+                window.read(0, key, &"a value")?;
+            }
+            Ok(())
+        })
+        .unwrap();
+        // The cycle of windows and values ends here.
+        let last: Vec<Weak<Phoenix>> = kept.lock().drain(..).map(|value| Arc::downgrade(&value)).collect();
+        assert!(last.iter().all(|value| value.upgrade().is_none()));
     }
 
     #[test]
