@@ -64,7 +64,7 @@ pub(crate) struct Cell<B: Backend> {
     pub(crate) dtype: DType,
     pub(crate) device: B::Device,
     kind: AtomicU8,
-    /// Kept for other ranks only, see [`Context::retire`].
+    /// Not to be retired when dropped, see [`Context::retire`]: it is retired already, or an update has consumed it.
     retired: bool,
     /// Fences before the last load; other ranks load about when this one does.
     loaded: AtomicU64,
@@ -321,7 +321,9 @@ impl<B: Backend> Cell<B> {
             return self.local();
         }
         match Arc::try_unwrap(self) {
-            Ok(cell) => {
+            Ok(mut cell) => {
+                // Consumed by what makes the next version, after the fence: no other rank needs it any more.
+                cell.retired = true;
                 let mut state = cell.settled();
                 match cell.update(&mut state, |state| state.local.take()) {
                     Some(local) => local,
