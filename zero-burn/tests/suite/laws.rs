@@ -23,9 +23,8 @@ type Ad<B> = Autodiff<Zero<B>>;
 
 /// Asserts that two runs gave the same numbers.
 ///
-/// Bit by bit over burn-flex. burn-ndarray does not give the same bits when the same program runs twice on one rank (its
-/// vectorised sums begin at whatever address a buffer has), so there no decorator can: within 1e-4, which training
-/// amplifies rounding to.
+/// Bit by bit over burn-flex. Over burn-ndarray bits differed between stages even on one rank, where stages do the same;
+/// whether the bare backend repeats its own bits has not been tested yet. There: within 1e-4.
 fn assert_same<B: Backend>(a: &[Vec<f32>], b: &[Vec<f32>], what: &dyn std::fmt::Debug) {
     let exact = B::name(&Default::default()) == "flex";
     let same =
