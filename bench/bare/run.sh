@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The decorator's cost: GPT-2 steps on one rank of Zero<Flex> and on bare Flex, in turn (A B A B ...), and the ratio of
-# the medians of their tokens per second.
+# The decorator's cost: GPT-2 steps on one rank of Zero<Flex> and on bare Flex, in turn (A B A B ...), the ratios
+# of tokens per second: by the median run, by pairs, and by the fastest step.
 #   bench/bare/run.sh [PRESET BATCH SEQ STEPS [ROUNDS]]      default: gpt2 1 128 6 5
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -8,11 +8,20 @@ rounds=${5:-5}
 args=("${1:-gpt2}" "${2:-1}" "${3:-128}" "${4:-6}")
 cargo build --release --quiet
 cargo build --release --quiet --manifest-path ../../Cargo.toml -p zero-examples --example gpt2_steps
-bare=() zero=()
+log=$(mktemp); trap 'rm -f "$log"' EXIT
 for ((round = 0; round < rounds; round++)); do
-  line=$(./target/release/zero-bench-bare "${args[@]}"); echo "$line"; bare+=("$(awk '{print $2}' <<<"$line")")
-  line=$(../../target/release/examples/gpt2_steps "${args[@]}"); echo "$line"; zero+=("$(awk '{print $2}' <<<"$line")")
+  ./target/release/zero-bench-bare "${args[@]}" | tee -a "$log"
+  ../../target/release/examples/gpt2_steps "${args[@]}" | tee -a "$log"
 done
-median() { printf '%s\n' "$@" | sort -n | awk '{v[NR] = $1} END {print v[int((NR + 1) / 2)]}'; }
-b=$(median "${bare[@]}"); z=$(median "${zero[@]}")
-awk -v b="$b" -v z="$z" 'BEGIN {printf "median: bare %.2f, zero %.2f tokens/s, zero / bare %.3f\n", b, z, z / b}'
+awk '
+  {gsub(",", ""); n[$1]++; median[$1, n[$1]] = $2; if ($6 > best[$1]) best[$1] = $6}
+  function middle(values, count,   i, j, t) {
+    for (i = 2; i <= count; i++) for (j = i; j > 1 && values[j] < values[j - 1]; j--) {t = values[j]; values[j] = values[j - 1]; values[j - 1] = t}
+    return values[int((count + 1) / 2)]
+  }
+  END {
+    for (i = 1; i <= n["zero"]; i++) {b[i] = median["bare", i]; z[i] = median["zero", i]; p[i] = z[i] / b[i]}
+    count = n["zero"]; mb = middle(b, count); mz = middle(z, count)
+    printf "median run:   bare %.2f, zero %.2f tokens/s, zero / bare %.3f (median of pairs %.3f)\n", mb, mz, mz / mb, middle(p, count)
+    printf "fastest step: bare %.2f, zero %.2f tokens/s, zero / bare %.3f\n", best["bare"], best["zero"], best["zero"] / best["bare"]
+  }' "$log"

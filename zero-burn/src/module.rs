@@ -30,10 +30,18 @@ pub trait ZeroAutodiff:
 {
     /// The backend that `Zero` decorates.
     type Base: Backend;
+
+    /// Whether autodiff follows what is computed from `tensor`.
+    #[doc(hidden)]
+    fn is_tracked(tensor: &Self::FloatTensorPrimitive) -> bool;
 }
 
 impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
     type Base = B;
+
+    fn is_tracked(tensor: &Self::FloatTensorPrimitive) -> bool {
+        tensor.is_tracked()
+    }
 }
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
@@ -42,8 +50,8 @@ impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
 /// Call it once, on the whole module, on every rank. It also creates parameters that are still lazy, in the order of
 /// the module's fields, which numbers them alike on every rank.
 ///
-/// A linear layer in Burn's column layout must be created on `Zero<B>` and made trainable with `from_inner`: Burn 0.21
-/// transposes its weight after it has become a leaf of the graph, so that on any autodiff backend it is never trained.
+/// A parameter that is the result of an operation on a trained tensor becomes a leaf of the graph: Burn 0.21 transposes
+/// the weight of a linear layer in column layout after it has begun to track it, and without `prepare` never trains it.
 ///
 /// # Panics
 ///
@@ -61,12 +69,16 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
             let (id, tensor, mapper) = param.consume();
+            let tracked =
+                matches!(tensor.clone().into_primitive(), TensorPrimitive::Float(tensor) if A::is_tracked(&tensor));
             let requires_grad = tensor.is_require_grad();
+            // Not a leaf of the graph, so that it would get no gradient: made one below.
+            let is_result = tracked && !requires_grad;
             let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
                 return Param::from_mapped_value(id, tensor, mapper);
             };
             let (tensor, cell) = match primitive {
-                ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() => {
+                ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() && !is_result => {
                     (tensor, shard.cell.clone())
                 }
                 other => {
@@ -74,7 +86,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                     let cell = shard.cell.clone();
                     let tensor =
                         Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(shard)));
-                    (Tensor::from_inner(tensor).set_require_grad(requires_grad), cell)
+                    (Tensor::from_inner(tensor).set_require_grad(tracked), cell)
                 }
             };
             let slot = cell.slot.clone().expect("a parameter's cell has a slot");
@@ -85,8 +97,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                 &[&[self.signature, slot.index, slot.dtype.size() as u64][..], &dims.collect::<Vec<_>>()].concat(),
             );
             self.context.name_slot(DistributedParamId::from(id.val()), slot);
-            let tensor =
-                if requires_grad { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
+            let tensor = if tracked { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
             Param::from_mapped_value(id, tensor, mapper)
         }
     }

@@ -40,6 +40,9 @@ pub struct RankMetrics {
     pub rank: usize,
     /// Bytes of model state: parameters and gradients at their peak in the step, optimizer state at its end.
     pub model_state_bytes: StateBytes,
+    /// Most bytes of whole gradients waiting to be reduced at one time in the step, at stages 2 and 3 (at stages 0 and 1
+    /// they are part of the model state).
+    pub gradients_in_flight_bytes_peak: u64,
     /// Most bytes of gathered parameters held at one time in the step.
     pub gathered_bytes_peak: u64,
     /// Bytes received from other ranks in the step, by operation.
@@ -58,7 +61,7 @@ pub(crate) struct RankReport {
 
 impl RankReport {
     /// Counts below 2^53 travel as floats without loss.
-    pub(crate) fn to_values(&self) -> [f64; 11] {
+    pub(crate) fn to_values(&self) -> [f64; 12] {
         let state = self.stats.model_state_bytes;
         let wire = self.wire;
         [
@@ -73,6 +76,7 @@ impl RankReport {
             wire.broadcast as f64,
             wire.all_to_all as f64,
             self.peak_rss as f64,
+            self.stats.gradients_in_flight_peak as f64,
         ]
     }
 
@@ -81,6 +85,7 @@ impl RankReport {
         RankMetrics {
             rank,
             model_state_bytes: StateBytes { parameters: at(1), gradients: at(2), optimizer: at(3) },
+            gradients_in_flight_bytes_peak: at(11),
             gathered_bytes_peak: at(4),
             wire_bytes: WireBytes {
                 all_gather: at(5),

@@ -35,6 +35,8 @@ pub struct Summary {
     pub model_state_bytes: StateBytes,
     /// The same by the ZeRO formula.
     pub model_state_bytes_formula: StateBytes,
+    /// Most bytes of whole gradients waiting to be reduced at one time, on any rank (stages 2 and 3).
+    pub gradients_in_flight_bytes_peak: u64,
     /// Most bytes of gathered parameters at one time, on any rank.
     pub gathered_bytes_peak: u64,
     /// Measured bytes received per rank in the last step.
@@ -72,6 +74,7 @@ impl Summary {
             tokens_per_second: speeds[speeds.len() / 2],
             model_state_bytes: state.unwrap_or_default(),
             model_state_bytes_formula: formula,
+            gradients_in_flight_bytes_peak: most(|rank| rank.gradients_in_flight_bytes_peak),
             gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
             wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),
             wire_bytes_per_step_formula: 4 * plan.wire_elements(),
@@ -97,6 +100,8 @@ impl core::fmt::Display for Summary {
         row(f, "  optimizer", state.optimizer, formula.optimizer)?;
         row(f, "  model state", state.total(), formula.total())?;
         row(f, "  wire, per step", self.wire_bytes_per_step, self.wire_bytes_per_step_formula)?;
+        let in_flight = format_bytes(self.gradients_in_flight_bytes_peak);
+        writeln!(f, "  {:<28} {in_flight:>12}", "  gradients not reduced yet")?;
         writeln!(f, "  {:<28} {:>12}", "  gathered at one time", format_bytes(self.gathered_bytes_peak))?;
         write!(f, "  {:<28} {:>12}", "peak memory of the process", format_bytes(self.peak_rss_bytes))
     }

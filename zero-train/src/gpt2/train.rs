@@ -4,12 +4,13 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use burn::backend::Autodiff;
-use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
+use burn::optim::{GradientsParams, Optimizer};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use indicatif::{ProgressBar, ProgressStyle};
 use zero_burn::launch::{LaunchError, launch};
 use zero_burn::module::{collect_grads, grad_norm, mark, prepare};
+use zero_burn::optim::AdamWConfig;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::RankFailure;
@@ -50,12 +51,7 @@ fn run_rank(
     }
     let mut model = prepare::<B, _>(model, device);
     let (lr, beta_1, beta_2, epsilon, weight_decay) = plan.adamw;
-    let mut optimizer = AdamWConfig::new()
-        .with_beta_1(beta_1)
-        .with_beta_2(beta_2)
-        .with_epsilon(epsilon)
-        .with_weight_decay(weight_decay)
-        .init();
+    let mut optimizer = AdamWConfig { beta_1, beta_2, epsilon, weight_decay }.init();
 
     let tokens_per_step = plan.ranks * plan.batch * plan.rows.seq();
     let mut steps = Vec::with_capacity(plan.steps);
