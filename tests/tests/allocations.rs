@@ -14,6 +14,7 @@ use burn::optim::{GradientsParams, Optimizer};
 use common::{B, Run, adamw, on_ranks};
 use zero_burn::config::ZeroConfig;
 use zero_burn::module::{collect_grads, mark, prepare};
+use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
 use zero_core::estimate::{Precision, model_state};
 use zero_models::{Gpt2, Gpt2Config};
@@ -84,7 +85,7 @@ fn measure<O: Optimizer<Gpt2<B>, B>>(run: &Run, optimizer: fn() -> O) -> (usize,
 #[test]
 fn an_allocator_counts_what_the_formulas_say() {
     follows_the_formulas("Burn's AdamW", adamw::<Gpt2<B>>);
-    follows_the_formulas("fused AdamW", || zero_burn::optim::AdamWConfig::default().init::<B, Gpt2<B>>());
+    follows_the_formulas("fused AdamW", || Fused::<B>::new(Rule::adamw()));
 }
 
 fn follows_the_formulas<O: Optimizer<Gpt2<B>, B>>(name: &str, optimizer: fn() -> O) {

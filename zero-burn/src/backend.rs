@@ -7,7 +7,7 @@ use burn_backend::distributed::{
     CollectiveTensor, DistributedBackend, DistributedConfig, DistributedParams, ReduceOperation, TensorRef,
 };
 use burn_backend::tensor::{Device, FloatTensor};
-use burn_backend::{Backend, BackendTypes, DTypeUsageSet, DeviceId, ExecutionError, TensorData};
+use burn_backend::{Backend, BackendTypes, DTypeUsageSet, DeviceId, ExecutionError, TensorData, TensorMetadata};
 use burn_std::DType;
 use zero_core::ReduceOp;
 
@@ -97,6 +97,9 @@ impl<B: Backend> DistributedBackend for Zero<B> {
     /// A backward pass begins. Runs under autodiff's lock: hands over, never waits.
     fn register_sync_parameters(_device: &Device<Self>, params: Vec<DistributedParams>) {
         let context = Context::<B>::current();
+        if context.is_holding_back() {
+            return;
+        }
         if let Some(reducer) = &context.reducer {
             let indices = params.iter().filter_map(|p| context.slot_of(p.param_id)).map(|slot| slot.index).collect();
             reducer.begin(context.clone(), Phase::Backward, indices);
@@ -107,6 +110,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
     fn submit_sync_collective(_device: &Device<Self>) {
         let context = Context::<B>::current();
         let settled = match &context.reducer {
+            _ if context.is_holding_back() => Vec::new(),
             Some(reducer) => reducer.end().unwrap_or_else(|error| raise(error)).settled,
             None => Vec::new(),
         };
@@ -121,6 +125,9 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         // it does not touch until this call returns.
         let gradient = unsafe { &mut *tensor.0 };
         let context = Context::<B>::current();
+        if context.is_holding_back() {
+            return;
+        }
         let Some(slot) = context.slot_of(params.param_id) else {
             stop(
                 "a gradient came for a parameter that zero_burn::module::prepare has not seen: call prepare on the \
@@ -167,13 +174,17 @@ pub(crate) fn reduce_in_place<B: Backend>(
     let template = gradient_template(context, slot, context.device.clone());
     match &context.reducer {
         Some(reducer) => {
-            let cell = Cell::pending(template, slot.dtype);
+            let cell = Cell::pending(template, context.gradient_dtype(slot));
             // The only handle goes to the reducer, so that it reads the gradient without a copy.
             let dense = std::mem::replace(gradient, ZeroTensor::Shard(Shard::new(cell.clone()))).load();
+            let dense = context.with_held_back(slot, dense);
             reducer.submit(context, slot, dense, cell);
         }
         None => {
-            let flat = slice_piece::<B>(gradient.clone().load(), slot.partition, 0);
+            let whole = context.with_held_back(slot, gradient.clone().load());
+            let flat = slice_piece::<B>(whole, slot.partition, 0);
+            let dtype = context.gradient_dtype(slot);
+            let flat = if flat.dtype() == dtype { flat } else { B::float_cast(flat, dtype.into()) };
             *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, flat)));
         }
     }

@@ -143,7 +143,7 @@ pub(crate) fn parameter<B: Backend>(fill: Fill, shape: Shape, device: &B::Device
     let partition = slot.partition;
     let sharded = context.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| if partition.is_whole() { 0 } else { context.rank });
-    let tensor = fill.make::<B>(Some(context.parameter_stream(&slot)), (partition, place), &shape, dtype, device);
+    let tensor = fill.make::<B>(Some(context.next_parameter_stream()), (partition, place), &shape, dtype, device);
     let template = Template {
         context: Arc::clone(&context),
         slot: Some(slot),

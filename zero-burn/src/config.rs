@@ -1,9 +1,48 @@
 //! Settings of [`Zero`](crate::Zero), validated once before ranks start.
 
+use burn_std::DType;
 use zero_core::Stage;
 
+/// A type of floating-point numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Float {
+    /// 32 bit.
+    #[default]
+    F32,
+    /// IEEE half precision: 5 bits of exponent, so that small gradients need a loss scale.
+    F16,
+    /// bfloat16: the exponent of f32, 8 bits of precision.
+    Bf16,
+}
+
+impl Float {
+    /// Bytes of one number.
+    pub fn size(self) -> usize {
+        match self {
+            Float::F32 => 4,
+            Float::F16 | Float::Bf16 => 2,
+        }
+    }
+
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Float::F32 => DType::F32,
+            Float::F16 => DType::F16,
+            Float::Bf16 => DType::BF16,
+        }
+    }
+
+    pub(crate) fn on_the_wire(self) -> zero_core::collective::DType {
+        match self {
+            Float::F32 => zero_core::collective::DType::F32,
+            Float::F16 => zero_core::collective::DType::F16,
+            Float::Bf16 => zero_core::collective::DType::Bf16,
+        }
+    }
+}
+
 /// What is sharded, and how much memory communication may take. Sizes are in elements, as DeepSpeed's keys are.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
     /// What is sharded.
     pub stage: Stage,
@@ -24,6 +63,17 @@ pub struct ZeroConfig {
     pub param_persistence_threshold: usize,
     /// Seed of parameters and of dropout, the same on every rank.
     pub seed: u64,
+    /// What `prepare` makes of fp32 parameters, and what is gathered. In 16 bit the model computes in 16 bit, and
+    /// [`Fused`](crate::optim::Fused) keeps an fp32 master of each parameter. Default fp32.
+    pub param_dtype: Float,
+    /// What reduced gradients are kept as, and added up as over micro-batches. Default: as the parameter.
+    pub gradient_dtype: Option<Float>,
+    /// What gradients are sent as; additions are in fp32, rounded once. Default: as the parameter; DeepSpeed's
+    /// `communication_data_type`.
+    pub communication_dtype: Option<Float>,
+    /// Gradients are divided by this before they are added and by the rest of the number of ranks afterwards, so that a
+    /// sum in 16 bit does not overflow. Default 1; DeepSpeed's `gradient_predivide_factor`.
+    pub gradient_predivide_factor: f32,
 }
 
 impl ZeroConfig {
@@ -36,10 +86,13 @@ impl ZeroConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] for a bucket without room for one element per rank.
+    /// [`ConfigError`]: a bucket without room for one element per rank, or a factor that is not above 0.
     pub fn validate(&self, world: usize) -> Result<(), ConfigError> {
         if self.reduce_bucket_size < world {
             return Err(ConfigError::Bucket { got: self.reduce_bucket_size, world });
+        }
+        if !(self.gradient_predivide_factor.is_finite() && self.gradient_predivide_factor > 0.0) {
+            return Err(ConfigError::Predivide { got: self.gradient_predivide_factor });
         }
         Ok(())
     }
@@ -55,12 +108,16 @@ impl Default for ZeroConfig {
             max_reuse_distance: 0,
             param_persistence_threshold: 100_000,
             seed: 0,
+            param_dtype: Float::F32,
+            gradient_dtype: None,
+            communication_dtype: None,
+            gradient_predivide_factor: 1.0,
         }
     }
 }
 
 /// A setting that cannot work.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ConfigError {
     /// A gradient bucket that does not hold one element for each rank.
     #[error("reduce_bucket_size is {got}, but {world} ranks need at least {world} elements: raise reduce_bucket_size")]
@@ -70,4 +127,15 @@ pub enum ConfigError {
         /// Number of ranks.
         world: usize,
     },
+    /// A factor that gradients cannot be divided by.
+    #[error("gradient_predivide_factor is {got}: expected a number above 0, 1 for no division before the addition")]
+    Predivide {
+        /// The factor given.
+        got: f32,
+    },
+}
+
+/// The configuration of the current thread's rank over inner backend `B`.
+pub fn current<B: burn_backend::Backend>() -> ZeroConfig {
+    crate::context::Context::<B>::current().config.clone()
 }

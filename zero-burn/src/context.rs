@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use burn_backend::distributed::DistributedParamId;
-use burn_backend::{Backend, Distribution, TensorData};
+use burn_backend::{Backend, Distribution, TensorData, TensorMetadata};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::{Gauge, WireCounter};
@@ -111,10 +111,14 @@ pub(crate) struct Context<B: Backend> {
     settled: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
     /// See [`Context::retire`].
     retired: Mutex<Vec<Arc<Cell<B>>>>,
+    /// Whether the backward pass under way leaves gradients unreduced.
+    holding: AtomicBool,
+    /// Whole gradients of such passes, in fp32, by parameter.
+    held_back: Mutex<HashMap<u64, B::FloatTensorPrimitive>>,
     running: AtomicBool,
     seed: AtomicU64,
-    /// Parameters born before the last seed.
-    seeded_at: AtomicU64,
+    /// Parameters born since the last seed.
+    births: AtomicU64,
     draws: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
@@ -164,6 +168,7 @@ impl<B: Backend> Drop for InstallGuard<B> {
         self.0.running.store(false, Ordering::Relaxed);
         // Cells hold the context: what the context holds of them ends with the rank.
         drop(std::mem::take(&mut *self.0.settled.lock()));
+        drop(std::mem::take(&mut *self.0.held_back.lock()));
         self.0.drop_retired();
         self.0.gatherer.stop();
         if let Some(reducer) = &self.0.reducer {
@@ -213,8 +218,10 @@ impl<B: Backend> Context<B> {
             ids: Mutex::default(),
             settled: Mutex::default(),
             retired: Mutex::default(),
+            holding: AtomicBool::new(false),
+            held_back: Mutex::default(),
             running: AtomicBool::new(true),
-            seeded_at: AtomicU64::new(0),
+            births: AtomicU64::new(0),
             draws: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
@@ -277,6 +284,11 @@ impl<B: Backend> Context<B> {
         gauge.add(bytes);
     }
 
+    /// The type of reduced gradients of a parameter.
+    pub(crate) fn gradient_dtype(&self, slot: &Slot<B>) -> DType {
+        self.config.gradient_dtype.map_or(slot.dtype, crate::config::Float::dtype)
+    }
+
     pub(crate) fn slot(&self, index: u64) -> Arc<Slot<B>> {
         self.slots.lock()[index as usize].clone()
     }
@@ -295,7 +307,7 @@ impl<B: Backend> Context<B> {
 
     // ---- phases ----
 
-    /// Another rank has run a backward pass that this one had no part in: this one passes the next fence too.
+    /// Gradients are being collected, perhaps of a backward pass that this rank had no part in: it passes the next fence.
     pub(crate) fn join_fence(&self) {
         self.fence_due.store(true, Ordering::Relaxed);
     }
@@ -310,6 +322,56 @@ impl<B: Backend> Context<B> {
         self.add_settled(settled);
         self.fence_due.store(true, Ordering::Relaxed);
         self.gatherer.end_cycle();
+    }
+
+    /// Backward passes leave gradients unreduced from here on, or not.
+    pub(crate) fn hold_back(&self, on: bool) {
+        self.holding.store(on, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_holding_back(&self) -> bool {
+        self.holding.load(Ordering::Relaxed)
+    }
+
+    /// Adds a gradient to what is held back of its parameter. In fp32, whatever the parameter is: these are sums.
+    pub(crate) fn add_held_back(&self, slot: &Slot<B>, gradient: B::FloatTensorPrimitive) {
+        let gradient = if gradient.dtype().size() < 4 { B::float_cast(gradient, DType::F32.into()) } else { gradient };
+        let bytes = (gradient.dtype().size() * slot.partition.numel()) as i64;
+        let mut held_back = self.held_back.lock();
+        let sum = match held_back.remove(&slot.index) {
+            Some(sum) => B::float_add(sum, gradient),
+            None => {
+                self.count_unreduced(bytes);
+                gradient
+            }
+        };
+        held_back.insert(slot.index, sum);
+    }
+
+    /// `gradient` and what is held back of its parameter.
+    pub(crate) fn with_held_back(&self, slot: &Slot<B>, gradient: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
+        match self.held_back.lock().remove(&slot.index) {
+            None => gradient,
+            Some(sum) => {
+                self.count_unreduced(-((sum.dtype().size() * slot.partition.numel()) as i64));
+                let gradient = if gradient.dtype() == sum.dtype() {
+                    gradient
+                } else {
+                    B::float_cast(gradient, sum.dtype().into())
+                };
+                B::float_add(sum, gradient)
+            }
+        }
+    }
+
+    /// Everything that is held back, in the order of the parameters' numbers.
+    pub(crate) fn held_back(&self) -> Vec<(Arc<Slot<B>>, B::FloatTensorPrimitive)> {
+        let mut held_back: Vec<_> = std::mem::take(&mut *self.held_back.lock()).into_iter().collect();
+        held_back.sort_by_key(|&(index, _)| index);
+        let slots = held_back.into_iter().map(|(index, sum)| (self.slot(index), sum));
+        slots
+            .inspect(|(slot, sum)| self.count_unreduced(-((sum.dtype().size() * slot.partition.numel()) as i64)))
+            .collect()
     }
 
     /// Keeps reduced gradients until [`Context::take_settled`] asks for their parameter.
@@ -378,12 +440,17 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// Rank 0's bytes on every rank.
-    pub(crate) fn broadcast_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
+    /// Rank `root`'s bytes on every rank; the others pass as many.
+    pub(crate) fn broadcast_bytes_from(&self, bytes: Vec<u8>, root: usize) -> Vec<u8> {
         match &self.main {
             None => bytes,
-            Some(main) => main.broadcast(Buffer::U8(bytes), 0).unwrap_or_else(|error| raise(error)).into_u8(),
+            Some(main) => main.broadcast(Buffer::U8(bytes), root).unwrap_or_else(|error| raise(error)).into_u8(),
         }
+    }
+
+    /// Rank 0's bytes on every rank.
+    pub(crate) fn broadcast_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
+        self.broadcast_bytes_from(bytes, 0)
     }
 
     // ---- random numbers ----
@@ -391,13 +458,13 @@ impl<B: Backend> Context<B> {
     pub(crate) fn reseed(&self, seed: u64) {
         self.seed.store(seed, Ordering::Relaxed);
         self.draws.store(0, Ordering::Relaxed);
-        self.seeded_at.store(self.slot_count() as u64, Ordering::Relaxed);
+        self.births.store(0, Ordering::Relaxed);
     }
 
-    /// The stream of a parameter's first values: the same on every rank, for any number of ranks.
-    pub(crate) fn parameter_stream(&self, slot: &Slot<B>) -> Stream {
-        let since_seed = slot.index - self.seeded_at.load(Ordering::Relaxed);
-        Stream::new(&[self.seed.load(Ordering::Relaxed), u64::MAX, since_seed])
+    /// The stream of the next parameter's first values: the same on every rank, for any number of ranks and any type.
+    pub(crate) fn next_parameter_stream(&self) -> Stream {
+        let birth = self.births.fetch_add(1, Ordering::Relaxed);
+        Stream::new(&[self.seed.load(Ordering::Relaxed), u64::MAX, birth])
     }
 
     /// One draw of this rank (dropout, noise): different on every rank and at every call.

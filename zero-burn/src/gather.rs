@@ -211,7 +211,7 @@ impl<B: Backend> Gatherer<B> {
 
     /// Elements that may still be gathered and kept.
     fn room(&self, context: &Context<B>) -> usize {
-        let live = context.gauges.gathered.live() as usize / size_of::<f32>();
+        let live = context.gauges.gathered.live() as usize / context.config.param_dtype.size();
         context.config.max_live_parameters.saturating_sub(live + self.in_flight.load(Ordering::Relaxed))
     }
 

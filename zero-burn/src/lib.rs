@@ -43,6 +43,7 @@ mod context;
 mod device;
 mod elementwise;
 mod gather;
+pub mod gathered;
 pub mod launch;
 pub mod module;
 mod ops;

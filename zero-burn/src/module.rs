@@ -12,6 +12,7 @@ use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
+use burn_std::DType;
 use zero_core::{CommError, ReduceOp};
 
 use crate::ZeroDevice;
@@ -22,6 +23,7 @@ use crate::elementwise::piece_numbers;
 use crate::gather::read;
 use crate::random::sign;
 use crate::reduce::{Outcome, Phase};
+use crate::shard::{Cell, Kind, Origin, Template};
 use crate::tensor::{Shard, ZeroTensor};
 
 /// An autodiff backend over [`Zero`]: `Autodiff<Zero<B>>`, with any checkpointing strategy.
@@ -45,7 +47,8 @@ impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
 }
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
-/// ranks), and every parameter that requires a gradient is marked for reduction.
+/// ranks), fp32 parameters are converted to the configuration's `param_dtype`, and every parameter that requires a
+/// gradient is marked for reduction.
 ///
 /// Call it once, on the whole module, on every rank. It also creates parameters that are still lazy, in the order of
 /// the module's fields, which numbers them alike on every rank.
@@ -77,12 +80,28 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
                 return Param::from_mapped_value(id, tensor, mapper);
             };
+            let wanted = self.context.config.param_dtype.dtype();
             let (tensor, cell) = match primitive {
-                ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() && !is_result => {
+                ZeroTensor::Shard(shard)
+                    if shard.is_parameter()
+                        && shard.views.is_empty()
+                        && !is_result
+                        && (shard.cell.dtype != DType::F32 || wanted == DType::F32) =>
+                {
                     (tensor, shard.cell.clone())
                 }
                 other => {
-                    let shard = share(&self.context, other, self.device);
+                    let shard = match other {
+                        ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() && !is_result => {
+                            shard
+                        }
+                        other => share(&self.context, other, self.device),
+                    };
+                    let shard = if shard.cell.dtype == DType::F32 && wanted != DType::F32 {
+                        converted(&self.context, &shard.cell, wanted)
+                    } else {
+                        shard
+                    };
                     let cell = shard.cell.clone();
                     let tensor =
                         Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(shard)));
@@ -132,6 +151,21 @@ fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate
         ZeroTensor::Shard(shard) => shard,
         _ => unreachable!("a parameter is always a shard"),
     }
+}
+
+/// A newborn parameter in another type: another parameter as far as the ranks are concerned.
+fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType) -> Shard<B> {
+    let template = Template {
+        slot: Some(context.new_slot(cell.shape.clone(), dtype)),
+        ..cell.template(Kind::Parameter, Origin::Version)
+    };
+    let whole = cell.settled().whole.clone();
+    let cast = |tensor| B::float_cast(tensor, dtype.into());
+    Shard::new(match whole {
+        // Where parameters are not sharded.
+        Some(whole) => Cell::whole(template, cast(whole)),
+        None => Cell::ready(template, cast(cell.local())),
+    })
 }
 
 /// Marks the module's parameters for the next backward pass, and counts updated ones as parameters.
@@ -193,9 +227,13 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     parameters: Option<&[ParamId]>,
 ) -> GradientsParams {
     let context = Context::<A::Base>::current();
+    // Every rank is here before the next update, whether it had a backward pass or not.
+    context.join_fence();
     let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };
     module.visit(&mut leftovers);
     let Leftovers { grads, mut found, .. } = leftovers;
+    // What was held back for parameters without a gradient in this pass.
+    found.extend(context.held_back());
     loop {
         if let Some(reducer) = &context.reducer {
             let indices = found.iter().map(|(slot, _)| slot.index).collect();
@@ -218,11 +256,35 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
         if !outcome.in_backward {
             break;
         }
-        context.join_fence();
     }
     let mut supply = Supply::<A> { grads, context, parameters };
     module.visit(&mut supply);
     supply.grads
+}
+
+/// A backward pass whose gradients stay on this rank, whole, until the next one that is reduced: that one's gradients
+/// are added to them first. So several micro-batches cost one reduction, at the price of a whole set of gradients on
+/// every rank. What DeepSpeed and PyTorch call `no_sync`.
+///
+/// The module's parameters must be marked again ([`mark`]) before the next forward pass. Ranks may differ in what they
+/// hold back.
+pub fn backward_no_sync<A: ZeroAutodiff, M: AutodiffModule<A>>(loss: Tensor<A, 1>, module: &M) {
+    struct Release<B: Backend>(Arc<Context<B>>);
+    impl<B: Backend> Drop for Release<B> {
+        fn drop(&mut self) {
+            self.0.hold_back(false);
+        }
+    }
+    let context = Context::<A::Base>::current();
+    context.hold_back(true);
+    let release = Release(context.clone());
+    let grads = GradientsParams::from_grads(loss.backward(), module);
+    drop(release);
+    let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };
+    module.visit(&mut leftovers);
+    for (slot, dense) in leftovers.found {
+        context.add_held_back(&slot, dense);
+    }
 }
 
 /// A parameter and its dense gradient.
@@ -279,6 +341,28 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<'_, A> {
     }
 }
 
+/// Every gradient of the module multiplied by `factor`, where it lies.
+pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
+    grads: GradientsParams,
+    module: &M,
+    factor: f32,
+) -> GradientsParams {
+    struct Scale(GradientsParams, f32);
+    impl<A: ZeroAutodiff> ModuleVisitor<A> for Scale {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+            if let Some(gradient) = self.0.remove::<A::InnerBackend, D>(param.id) {
+                self.0.register::<A::InnerBackend, D>(param.id, gradient.mul_scalar(self.1));
+            }
+        }
+    }
+    fn visit<A: ZeroAutodiff, M: Module<A>>(module: &M, scale: &mut impl ModuleVisitor<A>) {
+        module.visit(scale);
+    }
+    let mut scale = Scale(grads, factor);
+    visit::<A, M>(module, &mut scale);
+    scale.0
+}
+
 /// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on
 /// gradients from [`collect_grads`].
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
@@ -294,7 +378,9 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
             let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = gradient.into_primitive() else {
                 stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id))
             };
+            // In fp32: squares of what fits into 16 bit do not.
             let square = |x: <A::Base as BackendTypes>::FloatTensorPrimitive| {
+                let x = if x.dtype().size() < 4 { A::Base::float_cast(x, DType::F32.into()) } else { x };
                 A::Base::float_sum(A::Base::float_mul(x.clone(), x))
             };
             let computed = piece_numbers(&shard.cell, square);

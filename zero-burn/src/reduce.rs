@@ -335,10 +335,11 @@ impl<B: Backend> Pass<B> {
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
         let slot = self.context.slot(index);
         let (values, cell) = match contribution {
-            Some(Contribution { gradient, cell }) => (Some(read::<B>(gradient).convert::<f32>()), cell),
+            Some(Contribution { gradient, cell }) => (Some(read::<B>(gradient).convert_dtype(DType::F32)), cell),
             None => {
                 let device = self.buckets.device.clone();
-                let cell = Cell::pending(gradient_template(&self.context, &slot, device), slot.dtype);
+                let dtype = self.context.gradient_dtype(&slot);
+                let cell = Cell::pending(gradient_template(&self.context, &slot, device), dtype);
                 self.settled.push((index, cell.clone()));
                 (None, cell)
             }
@@ -384,6 +385,10 @@ struct Buckets<B: Backend> {
     comm: Arc<dyn Collective>,
     stage: Stage,
     device: B::Device,
+    /// What values are multiplied by before they are added, and their sum afterwards.
+    before: f32,
+    after: f32,
+    sent_as: zero_core::collective::DType,
     /// Columns of a full bucket.
     capacity: usize,
     /// Columns still to come in this pass, so that the last bucket is no larger than it need be.
@@ -400,7 +405,13 @@ impl<B: Backend> Buckets<B> {
     fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, context: &Context<B>, plan: &[u64]) -> Self {
         let world = comm.world();
         let columns = |index: &u64| Partition::new(context.slot(*index).partition.numel(), world).stride();
+        let config = &context.config;
+        let sent_as = config.communication_dtype.unwrap_or(config.param_dtype).on_the_wire();
+        let divided = config.gradient_predivide_factor;
         Self {
+            before: 1.0 / divided,
+            after: divided / world as f32,
+            sent_as,
             capacity: (bucket_size / world).max(1),
             remaining: plan.iter().map(columns).sum(),
             comm,
@@ -443,7 +454,7 @@ impl<B: Backend> Buckets<B> {
                     let owned = layout.range(rank);
                     let source = (owned.start + from).min(owned.end)..(owned.start + from + columns).min(owned.end);
                     let at = rank * self.row_len + self.filled;
-                    self.rows[at..at + source.len()].copy_from_slice(&values[source]);
+                    copy_scaled(&mut self.rows[at..at + source.len()], &values[source], self.before);
                 }
             }
             self.segments.push(Segment { piece, from, at: self.filled, columns });
@@ -464,7 +475,7 @@ impl<B: Backend> Buckets<B> {
         }
         debug_assert_eq!(self.filled, self.row_len, "a bucket is never larger than what remains");
         self.wait()?;
-        let rows = Buffer::F32(std::mem::take(&mut self.rows));
+        let rows = Buffer::from_f32(std::mem::take(&mut self.rows), self.sent_as);
         let request = if self.stage.shards_optimizer() {
             Request::ReduceScatter(rows, ReduceOp::Sum)
         } else {
@@ -492,7 +503,7 @@ impl<B: Backend> Buckets<B> {
             }
         };
         let world = self.comm.world();
-        let scale = 1.0 / world as f32;
+        let scale = self.after;
         for Segment { piece: index, from, at, columns } in segments {
             let piece = self.pieces[index].as_mut().expect("a piece is completed by its last segment");
             if self.stage.shards_optimizer() {
@@ -536,5 +547,9 @@ impl<B: Backend> Buckets<B> {
 }
 
 fn copy_scaled(target: &mut [f32], source: &[f32], scale: f32) {
+    if scale == 1.0 {
+        target.copy_from_slice(source);
+        return;
+    }
     target.iter_mut().zip(source).for_each(|(t, s)| *t = s * scale);
 }

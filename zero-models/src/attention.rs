@@ -29,6 +29,11 @@ pub(crate) fn padding_mask<B: Backend>(attention_mask_bt: Tensor<B, 2, Int>, hea
     hidden_bt.reshape([b, 1, 1, t]).expand([b, heads, t, t]).reshape([b * heads, t * t])
 }
 
+/// A mask in the type of the activations that it will meet.
+pub(crate) fn in_type_of<B: Backend>(mask_rs: Tensor<B, 2>, x_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
+    if mask_rs.dtype() == x_nd.dtype() { mask_rs } else { mask_rs.cast(x_nd.dtype()) }
+}
+
 /// Rows `[n, d]` to heads `[b, h, t, e]`.
 pub(crate) fn split_heads<B: Backend>(x_nd: Tensor<B, 2>, b: usize, heads: usize) -> Tensor<B, 4> {
     let [n, d] = x_nd.dims();

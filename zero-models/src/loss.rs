@@ -6,7 +6,7 @@
 //! Shape suffixes: `n` rows, `v` vocabulary.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 
 /// The label of a position that does not count.
 pub const IGNORED_LABEL: i32 = -100;
@@ -35,9 +35,11 @@ pub fn cross_entropy_with_ignored<B: Backend>(logits_nv: Tensor<B, 2>, labels_n:
     losses_n.sum() / counted
 }
 
-/// The cross-entropy of each row, `[n]`.
+/// The cross-entropy of each row, `[n]`. Of logits in 16 bit it is computed in fp32: a mean over thousands of rows needs
+/// more digits than they have.
 fn row_losses<B: Backend>(logits_nv: Tensor<B, 2>, targets_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
     let [n, _] = logits_nv.dims();
+    let logits_nv = if logits_nv.dtype().size() < 4 { logits_nv.cast(FloatDType::F32) } else { logits_nv };
     // The last use of the logits is the subtraction, so that it and the exponential may reuse their memory.
     let largest_n1 = logits_nv.clone().detach().max_dim(1);
     let picked_n1 = logits_nv.clone().gather(1, targets_n.reshape([n, 1]));

@@ -5,9 +5,12 @@
 //! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
 
 pub mod data;
+pub mod engine;
 mod error;
 pub mod gpt2;
+pub mod loss_scale;
 pub mod memory;
 pub mod metrics;
+pub mod schedule;
 
 pub use error::TrainError;

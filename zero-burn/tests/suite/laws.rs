@@ -13,6 +13,7 @@ use burn_backend::Backend;
 use zero_burn::Zero;
 use zero_burn::config::ZeroConfig;
 use zero_burn::module::{collect_grads, grad_norm, mark, prepare};
+use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::rank_stats;
 use zero_core::Stage;
 
@@ -199,15 +200,32 @@ pub fn optimizers_work<B: Backend>() {
     agree!("clipped by value", AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(0.001))));
 }
 
-/// The fused AdamW gives the numbers of Burn's, at every stage, and continues from its record.
+/// The fused AdamW gives the numbers of Burn's, at every stage.
 pub fn fused_adamw_is_burns<B: Backend>() {
     let burns = || AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01).init::<Ad<B>, Awkward<Ad<B>>>();
     for world in [1, 3] {
         let reference = train::<B, _>(world, &config(Stage::DataParallel), Steps::Plain, burns);
         for stage in Stage::ALL {
-            let fused = || zero_burn::optim::AdamWConfig::default().init();
-            let losses = train::<B, _>(world, &config(stage), Steps::Plain, fused);
+            let losses = train::<B, _>(world, &config(stage), Steps::Plain, || Fused::new(Rule::adamw()));
             assert_same(&reference, &losses, &format!("{world} ranks, stage {stage}"));
+        }
+    }
+}
+
+/// Every fused rule, in groups, gives the same bits at every stage, and continues from its record.
+pub fn fused_rules_work<B: Backend>() {
+    let momentum = Rule::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.01 };
+    for rule in [Rule::adam().with_weight_decay(0.01), Rule::sgd(), momentum, Rule::lion(), Rule::adagrad()] {
+        let optimizer = || {
+            Fused::<Ad<B>>::new(rule)
+                .with_group(rule.with_weight_decay(0.0), 1.0, |param| param.shape.len() < 2)
+                .with_group(Rule::sgd(), 0.1, |param| param.path == "twice.weight")
+        };
+        let run = |stage| train::<B, _>(3, &config(stage), Steps::Plain, optimizer);
+        let reference = run(Stage::DataParallel);
+        assert!(reference[0][5] < reference[0][0], "{rule:?}: {reference:?}");
+        for stage in &Stage::ALL[1..] {
+            assert_same(&reference, &run(*stage), &format!("{rule:?} at stage {stage}"));
         }
     }
     for stage in Stage::ALL {
@@ -217,24 +235,39 @@ pub fn fused_adamw_is_burns<B: Backend>() {
                 let loss = model.loss(tokens(device.rank()..device.rank() + 2, &device), true);
                 collect_grads::<Ad<B>, _>(GradientsParams::from_grads(loss.backward(), model), model)
             };
-            let mut burns = burns();
+            let weights =
+                |model: &Awkward<Ad<B>>| model.twice.weight.val().into_data().iter::<f32>().collect::<Vec<_>>();
+            type Opt<B> = Fused<Ad<B>>;
+            let mut optimizer = Opt::<B>::new(Rule::adamw());
             let grads = gradients(&model);
-            model = Optimizer::<Awkward<Ad<B>>, Ad<B>>::step(&mut burns, 0.05, model, grads);
+            model = optimizer.step(0.05, model, grads);
 
             use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
             let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
-            let record = Optimizer::<Awkward<Ad<B>>, Ad<B>>::to_record(&burns);
+            let record = Optimizer::<Awkward<Ad<B>>, Ad<B>>::to_record(&optimizer);
             let bytes = recorder.record(record, ()).unwrap();
-            let mut fused = zero_burn::load_state(|| {
-                zero_burn::optim::AdamWConfig::default()
-                    .init::<Ad<B>, Awkward<Ad<B>>>()
-                    .load_record(recorder.load(bytes.clone(), &device).unwrap())
+            let mut restored = zero_burn::load_state(|| {
+                Optimizer::<Awkward<Ad<B>>, Ad<B>>::load_record(
+                    Opt::<B>::new(Rule::adamw()),
+                    recorder.load(bytes.clone(), &device).unwrap(),
+                )
             });
-            let by_burns = Optimizer::step(&mut burns, 0.05, model.clone(), gradients(&model));
-            let by_fused = fused.step(0.05, model.clone(), gradients(&model));
-            let weights =
-                |model: &Awkward<Ad<B>>| model.twice.weight.val().into_data().iter::<f32>().collect::<Vec<_>>();
-            assert_same(&[weights(&by_burns)], &[weights(&by_fused)], &stage);
+            // Recording it again before it is used gives the same: ranks read loaded state in one order.
+            let record = Optimizer::<Awkward<Ad<B>>, Ad<B>>::to_record(&restored);
+            assert_eq!(recorder.record(record, ()).unwrap(), bytes);
+            let id = model.twice.weight.id;
+            let moment = restored.state(id, "exp_avg").unwrap().into_data().iter::<f32>().collect::<Vec<_>>();
+            assert_eq!(moment.len(), 100);
+            assert!(restored.state(id, "momentum_buffer").is_none());
+
+            let continued = optimizer.step(0.05, model.clone(), gradients(&model));
+            let resumed = restored.step(0.05, model.clone(), gradients(&model));
+            assert_same(&[weights(&continued)], &[weights(&resumed)], &stage);
+
+            assert!(restored.set_state(id, "exp_avg", &moment));
+            assert!(!restored.set_state(id, "exp_avg", &moment[1..]));
+            let read = restored.state(id, "exp_avg").unwrap().into_data().iter::<f32>().collect::<Vec<_>>();
+            assert_eq!(read, moment);
         });
     }
 }

@@ -87,6 +87,11 @@ macro_rules! laws {
         }
 
         #[test]
+        fn fused_rules_work() {
+            $crate::suite::laws::fused_rules_work::<$inner>();
+        }
+
+        #[test]
         fn gradient_norms_agree() {
             $crate::suite::laws::gradient_norms_agree::<$inner>();
         }

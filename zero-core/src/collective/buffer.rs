@@ -1,5 +1,8 @@
 //! The typed, owned memory that collectives move.
 
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
 use super::ReduceOp;
 
 /// Element type of a [`Buffer`].
@@ -9,6 +12,10 @@ pub enum DType {
     F32,
     /// 64-bit float.
     F64,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16: f32 without the lower half of its fraction.
+    Bf16,
     /// Bytes: flags, or anything that is moved but not added.
     U8,
 }
@@ -19,6 +26,7 @@ impl DType {
         match self {
             DType::F32 => 4,
             DType::F64 => 8,
+            DType::F16 | DType::Bf16 => 2,
             DType::U8 => 1,
         }
     }
@@ -28,6 +36,8 @@ impl DType {
         match self {
             DType::F32 => "f32",
             DType::F64 => "f64",
+            DType::F16 => "f16",
+            DType::Bf16 => "bf16",
             DType::U8 => "u8",
         }
     }
@@ -40,6 +50,10 @@ pub enum Buffer {
     F32(Vec<f32>),
     /// 64-bit floats.
     F64(Vec<f64>),
+    /// IEEE half precision.
+    F16(Vec<f16>),
+    /// bfloat16.
+    Bf16(Vec<bf16>),
     /// Bytes.
     U8(Vec<u8>),
 }
@@ -50,6 +64,8 @@ macro_rules! each {
         match $buffer {
             Buffer::F32($v) => $body,
             Buffer::F64($v) => $body,
+            Buffer::F16($v) => $body,
+            Buffer::Bf16($v) => $body,
             Buffer::U8($v) => $body,
         }
     };
@@ -71,6 +87,8 @@ impl Buffer {
         match self {
             Buffer::F32(_) => DType::F32,
             Buffer::F64(_) => DType::F64,
+            Buffer::F16(_) => DType::F16,
+            Buffer::Bf16(_) => DType::Bf16,
             Buffer::U8(_) => DType::U8,
         }
     }
@@ -80,7 +98,7 @@ impl Buffer {
         self.len() * self.dtype().size()
     }
 
-    /// The floats of an f32 buffer.
+    /// The floats of an f32 buffer, or of one in 16 bit, converted.
     ///
     /// # Panics
     ///
@@ -88,6 +106,8 @@ impl Buffer {
     pub fn into_f32(self) -> Vec<f32> {
         match self {
             Buffer::F32(v) => v,
+            Buffer::F16(v) => v.to_f32_vec(),
+            Buffer::Bf16(v) => v.to_f32_vec(),
             other => panic!("expected an f32 buffer, got {}", other.dtype().name()),
         }
     }
@@ -116,7 +136,30 @@ impl Buffer {
         }
     }
 
-    /// Elements `range` of the inputs, reduced in the order of the inputs.
+    /// `values` as `dtype`, rounded to the nearest.
+    ///
+    /// # Panics
+    ///
+    /// For [`DType::U8`] and [`DType::F64`], which floats are not sent as.
+    pub fn from_f32(values: Vec<f32>, dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Buffer::F32(values),
+            DType::F16 => {
+                let mut out = vec![f16::ZERO; values.len()];
+                out.convert_from_f32_slice(&values);
+                Buffer::F16(out)
+            }
+            DType::Bf16 => {
+                let mut out = vec![bf16::ZERO; values.len()];
+                out.convert_from_f32_slice(&values);
+                Buffer::Bf16(out)
+            }
+            DType::F64 | DType::U8 => panic!("floats are not sent as {}", dtype.name()),
+        }
+    }
+
+    /// Elements `range` of the inputs, reduced in the order of the inputs. What is in 16 bit is added in f32 and rounded
+    /// once, at the end.
     pub(super) fn reduce_range(
         inputs: &[std::sync::Arc<Buffer>],
         range: std::ops::Range<usize>,
@@ -138,9 +181,29 @@ impl Buffer {
                 Buffer::$variant(out)
             }};
         }
+        macro_rules! reduce_half {
+            ($variant:ident, $half:ty) => {{
+                let of = |i: usize| match &*inputs[i] {
+                    Buffer::$variant(v) => v[range.clone()].to_f32_vec(),
+                    _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
+                };
+                let mut out = of(0);
+                for i in 1..inputs.len() {
+                    match op {
+                        ReduceOp::Sum => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a += b),
+                        ReduceOp::Max => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a = a.max(b)),
+                    }
+                }
+                let mut rounded = vec![<$half>::ZERO; out.len()];
+                rounded.convert_from_f32_slice(&out);
+                Buffer::$variant(rounded)
+            }};
+        }
         match &*inputs[0] {
             Buffer::F32(_) => reduce!(F32, f32::max),
             Buffer::F64(_) => reduce!(F64, f64::max),
+            Buffer::F16(_) => reduce_half!(F16, f16),
+            Buffer::Bf16(_) => reduce_half!(Bf16, bf16),
             Buffer::U8(_) => reduce!(U8, u8::max),
         }
     }
@@ -164,6 +227,8 @@ impl Buffer {
         match &*inputs[0] {
             Buffer::F32(_) => concat!(F32),
             Buffer::F64(_) => concat!(F64),
+            Buffer::F16(_) => concat!(F16),
+            Buffer::Bf16(_) => concat!(Bf16),
             Buffer::U8(_) => concat!(U8),
         }
     }

@@ -296,6 +296,8 @@ fn concat_all(pieces: &[Arc<Buffer>], numel: usize) -> Buffer {
     match &*pieces[0] {
         Buffer::F32(_) => concat!(F32),
         Buffer::F64(_) => concat!(F64),
+        Buffer::F16(_) => concat!(F16),
+        Buffer::Bf16(_) => concat!(Bf16),
         Buffer::U8(_) => concat!(U8),
     }
 }

@@ -11,7 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::module::{embedding, linear};
 use burn::tensor::{Int, Tensor, s};
 
-use crate::attention::{attend, padding_mask, split_heads, split_heads_scaled};
+use crate::attention::{attend, in_type_of, padding_mask, split_heads, split_heads_scaled};
 use crate::loss::cross_entropy_with_ignored;
 use crate::{Activation, BertBatch, BertConfig, init};
 
@@ -204,8 +204,9 @@ impl<B: Backend> Bert<B> {
         attention_mask_bt: Option<Tensor<B, 2, Int>>,
     ) -> Tensor<B, 2> {
         let [b, _] = input_ids_bt.dims();
-        let mask_rs = attention_mask_bt.map(|mask_bt| padding_mask(mask_bt, self.num_attention_heads));
         let mut x_nd = self.embeddings.forward(input_ids_bt, token_type_ids_bt);
+        let mask_rs =
+            attention_mask_bt.map(|mask_bt| in_type_of(padding_mask(mask_bt, self.num_attention_heads), &x_nd));
         for layer in &self.layers {
             x_nd = layer.forward(x_nd, mask_rs.as_ref(), b);
         }

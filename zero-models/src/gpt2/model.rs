@@ -12,7 +12,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::module::{embedding, linear};
 use burn::tensor::{Int, Tensor, s};
 
-use crate::attention::{attend, causal_mask, split_heads, split_heads_scaled};
+use crate::attention::{attend, causal_mask, in_type_of, split_heads, split_heads_scaled};
 use crate::loss::{cross_entropy, cross_entropy_with_ignored};
 use crate::{Activation, Gpt2Config, init};
 
@@ -213,7 +213,7 @@ impl<B: Backend> Gpt2<B> {
         let tokens = embedding(self.wte.val(), input_ids_bt).reshape([b, t * d]);
         let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
-        let mask_rs = causal_mask(t, &device);
+        let mask_rs = in_type_of(causal_mask(t, &device), &x_nd);
         for block in &self.h {
             x_nd = block.forward(x_nd, &mask_rs, b);
         }

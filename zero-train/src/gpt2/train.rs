@@ -10,7 +10,7 @@ use burn_flex::Flex;
 use indicatif::{ProgressBar, ProgressStyle};
 use zero_burn::launch::{LaunchError, launch};
 use zero_burn::module::{collect_grads, grad_norm, mark, prepare};
-use zero_burn::optim::AdamWConfig;
+use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::RankFailure;
@@ -51,7 +51,7 @@ fn run_rank(
     }
     let mut model = prepare::<B, _>(model, device);
     let (lr, beta_1, beta_2, epsilon, weight_decay) = plan.adamw;
-    let mut optimizer = AdamWConfig { beta_1, beta_2, epsilon, weight_decay }.init();
+    let mut optimizer = Fused::new(Rule::AdamW { beta_1, beta_2, epsilon, weight_decay });
 
     let tokens_per_step = plan.ranks * plan.batch * plan.rows.seq();
     let mut steps = Vec::with_capacity(plan.steps);

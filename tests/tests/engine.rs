@@ -1,0 +1,593 @@
+//! The engine: accumulation, clipping, loss scales, mixed precision, evaluation, uneven data, access to what is sharded.
+//!
+//! `cargo test -p zero-tests --test engine -- --nocapture` prints the differences that are asserted on. The reference is
+//! `tests/fixtures/engine.json`, made by `tests/fixtures/make_engine_reference.py`.
+
+mod common;
+
+use std::fs;
+
+use burn::optim::AdamWConfig;
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_flex::Flex;
+use common::{B, Device, Run, fixture, launch_options, on_ranks};
+use safetensors::SafeTensors;
+use serde_json::Value;
+use zero_burn::config::{Float, ZeroConfig};
+use zero_burn::launch::launch;
+use zero_burn::optim::{Fused, Rule};
+use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
+use zero_core::Stage;
+use zero_core::estimate::{Precision, model_state};
+use zero_models::{Gpt2, gpt2};
+use zero_train::engine::{EngineConfig, EngineError, Step, Turn, ZeroEngine};
+use zero_train::loss_scale::{DynamicLossScale, LossScaler};
+use zero_train::schedule::Schedule;
+
+type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
+
+fn config(accumulation: usize) -> EngineConfig {
+    EngineConfig { accumulation, ..EngineConfig::default() }
+}
+
+fn engine(run: &Run, config: EngineConfig, device: &Device) -> Engine {
+    ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(Rule::adamw()), config, device).unwrap()
+}
+
+/// Rows `rows` of a stream of token rows that can be learnt.
+fn tokens(run: &Run, rows: std::ops::Range<usize>, device: &Device) -> Tensor<B, 2, Int> {
+    let (len, vocab) = (rows.len(), run.model.vocab_size);
+    let ids: Vec<i32> =
+        rows.flat_map(|row| (0..run.seq).map(move |i| ((row * 7 + i * (1 + row % 2)) % vocab) as i32)).collect();
+    Tensor::from_data(TensorData::new(ids, [len, run.seq]), device)
+}
+
+fn mean(values: Vec<Vec<f64>>) -> f64 {
+    values.iter().map(|values| values[0]).sum::<f64>() / values.len() as f64
+}
+
+fn value(loss: &Tensor<B, 1>) -> f64 {
+    f64::from(loss.clone().into_data().iter::<f32>().next().unwrap())
+}
+
+/// Global losses of `updates` updates of 8 rows a rank, cut into `accumulation` micro-batches, and wire bytes of the last.
+fn accumulated(run: &Run, accumulation: usize, updates: usize, no_sync: bool) -> (Vec<f64>, u64) {
+    on_ranks(run.ranks, &run.zero, |device| {
+        let mut engine = engine(run, config(accumulation), &device);
+        let (rank, per_rank, micro_rows) = (device.rank(), 8, 8 / accumulation);
+        let (mut losses, mut wire) = (Vec::new(), 0);
+        for update in 0..updates {
+            let before = rank_stats::<Flex>().wire_bytes.total();
+            let mut loss_sum = 0.0;
+            for micro in 0..accumulation {
+                let first = (update * run.ranks + rank) * per_rank + micro * micro_rows;
+                let batch = tokens(run, first..first + micro_rows, &device);
+                let mut pass = |engine: &mut Engine| {
+                    let loss = engine.forward(|model| model.loss(batch.clone()));
+                    loss_sum += value(&loss) / accumulation as f64;
+                    engine.backward(loss);
+                };
+                if no_sync && micro + 1 < accumulation {
+                    engine.no_sync(pass)
+                } else {
+                    pass(&mut engine)
+                }
+                let step = engine.step().unwrap();
+                assert_eq!(matches!(step, Step::Updated(_)), micro + 1 == accumulation, "{step:?}");
+            }
+            wire = rank_stats::<Flex>().wire_bytes.total() - before;
+            losses.push(mean(all_gather::<Flex>(&[loss_sum])));
+        }
+        assert_eq!(engine.steps(), updates);
+        (losses, wire)
+    })
+    .swap_remove(0)
+}
+
+fn worst(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs() / a.abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn four_micro_batches_of_two_are_one_of_eight() {
+    for ranks in [1, 2] {
+        for stage in Stage::ALL {
+            let run = Run { ranks, ..Run::tiny(stage) };
+            let (whole, one) = accumulated(&run, 1, 10, false);
+            let (parts, four) = accumulated(&run, 4, 10, false);
+            let (held, held_bytes) = accumulated(&run, 4, 10, true);
+            let (difference, with_no_sync) = (worst(&whole, &parts), worst(&whole, &held));
+            println!(
+                "stage {stage}, {ranks} ranks: 4 x 2 against 8 rows: {difference:.1e}, with no_sync {with_no_sync:.1e}; \
+                 bytes on the wire {one}, {four}, {held_bytes}"
+            );
+            assert!(difference < 1e-6 && with_no_sync < 1e-6, "stage {stage}: {difference:e}, {with_no_sync:e}");
+            if ranks > 1 && !stage.shards_gradients() {
+                // An update of four micro-batches costs as many bytes as one of one: a quarter per sample where
+                // micro-batches are of one size.
+                assert!((four as f64 / one as f64 - 1.0).abs() < 0.01, "stage {stage}: {four} against {one} bytes");
+            }
+            assert!(held_bytes <= four, "stage {stage}: no_sync sends {held_bytes}, not fewer than {four}");
+        }
+    }
+}
+
+#[test]
+fn wire_bytes_per_sample_fall_to_a_quarter_with_accumulation_at_stage_1() {
+    let per_sample = |accumulation: usize| {
+        let run = Run { batch: 2, ..Run::tiny(Stage::OptimizerState) };
+        on_ranks(run.ranks, &run.zero, |device| {
+            let mut engine = engine(&run, config(accumulation), &device);
+            let mut bytes = 0;
+            for update in 0..3 {
+                let before = rank_stats::<Flex>().wire_bytes.total();
+                for micro in 0..accumulation {
+                    let first = (update * accumulation + micro) * 4 + device.rank() * 2;
+                    let batch = tokens(&run, first..first + 2, &device);
+                    let loss = engine.forward(|model| model.loss(batch));
+                    engine.backward(loss);
+                    engine.step().unwrap();
+                }
+                bytes = rank_stats::<Flex>().wire_bytes.total() - before;
+            }
+            bytes as f64 / (2 * accumulation) as f64
+        })
+        .swap_remove(0)
+    };
+    let ratio = per_sample(4) / per_sample(1);
+    println!("stage 1, 2 ranks: bytes per sample with accumulation 4 to those without: {ratio:.4}");
+    assert!((ratio - 0.25).abs() < 0.0025, "{ratio}");
+}
+
+struct Fixture(Value);
+
+impl Fixture {
+    fn read() -> Self {
+        Self(serde_json::from_slice(&fs::read(fixture("engine.json")).unwrap()).unwrap())
+    }
+
+    fn numbers(value: &Value) -> Vec<f64> {
+        value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+    }
+}
+
+#[test]
+fn clipping_follows_pytorchs_clip_grad_norm() {
+    let fixture_of_engine = Fixture::read();
+    let reference = &fixture_of_engine.0["clipping"];
+    let (losses, norms) = (Fixture::numbers(&reference["losses"]), Fixture::numbers(&reference["norms"]));
+    let max_norm = reference["max_norm"].as_f64().unwrap();
+    assert!(norms.iter().any(|&norm| norm > max_norm) && norms.iter().any(|&norm| norm < max_norm));
+    let bytes = fs::read(fixture("gpt2_tiny").join("batches.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let view = file.tensor("input_ids").unwrap();
+    let ids: Vec<i32> = view.data().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as i32).collect();
+    let (rows, seq) = (view.shape()[0], view.shape()[1]);
+    for stage in Stage::ALL {
+        let zero = ZeroConfig { param_persistence_threshold: 0, reduce_bucket_size: 5_000, ..ZeroConfig::new(stage) };
+        for burns in [false, true] {
+            let got = on_ranks(2, &zero, |device| {
+                let model = gpt2::weights::from_pretrained::<B>(&fixture("gpt2_tiny"), &device).unwrap();
+                let config = EngineConfig { clipping: Some(max_norm), ..config(1) };
+                let batch = |step: usize| {
+                    let ids: Vec<i32> = (0..2)
+                        .map(|i| (step * 4 + device.rank() * 2 + i) % rows)
+                        .flat_map(|row| ids[row * seq..][..seq].to_vec())
+                        .collect();
+                    Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [2, seq]), &device)
+                };
+                macro_rules! train {
+                    ($optimizer:expr) => {{
+                        let mut engine = ZeroEngine::initialize(model, $optimizer, config, &device).unwrap();
+                        (0..losses.len())
+                            .map(|step| {
+                                let loss = engine.forward(|model| model.loss(batch(step)));
+                                let loss_value = mean(all_gather::<Flex>(&[value(&loss)]));
+                                engine.backward(loss);
+                                let Step::Updated(update) = engine.step().unwrap() else { panic!("not updated") };
+                                assert_eq!(update.clip_factor < 1.0, update.grad_norm > max_norm - 1e-6);
+                                (loss_value, update.grad_norm)
+                            })
+                            .collect::<Vec<_>>()
+                    }};
+                }
+                if burns {
+                    train!(AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01).init())
+                } else {
+                    train!(Fused::new(Rule::adamw()))
+                }
+            })
+            .swap_remove(0);
+            let (got_losses, got_norms): (Vec<f64>, Vec<f64>) = got.into_iter().unzip();
+            let (loss, norm) = (worst(&losses, &got_losses), worst(&norms, &got_norms));
+            let name = if burns { "Burn's AdamW" } else { "fused AdamW" };
+            println!("{name}, stage {stage}: loss {loss:.1e}, norm {norm:.1e} from clip_grad_norm_'s");
+            assert!(loss < 1e-4 && norm < 1e-4, "{name}, stage {stage}: loss {loss:e}, norm {norm:e}");
+        }
+    }
+}
+
+#[test]
+fn fused_optimizers_follow_pytorchs() {
+    use burn::module::{Module, Param};
+    use burn::optim::{GradientsParams, Optimizer};
+    use zero_burn::module::{collect_grads, prepare};
+
+    #[derive(Module, Debug)]
+    struct Weights<B: burn::tensor::backend::Backend> {
+        w: Param<Tensor<B, 1>>,
+    }
+    let fixture = Fixture::read();
+    let reference = &fixture.0["optimizers"];
+    let floats = |value: &Value| Fixture::numbers(value).into_iter().map(|x| x as f32).collect::<Vec<f32>>();
+    let start = floats(&reference["start"]);
+    let gradients: Vec<Vec<f32>> = reference["gradients"].as_array().unwrap().iter().map(floats).collect();
+    let adam = |decoupled| {
+        let (beta_1, beta_2, epsilon, weight_decay) = (0.8, 0.95, 1e-6, 0.1);
+        if decoupled {
+            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay }
+        } else {
+            Rule::Adam { beta_1, beta_2, epsilon, weight_decay }
+        }
+    };
+    let sgd = |momentum, nesterov| Rule::Sgd { momentum, nesterov, weight_decay: 0.1 };
+    for (name, rule) in [
+        ("adamw", adam(true)),
+        ("adam", adam(false)),
+        ("sgd", sgd(0.0, false)),
+        ("momentum", sgd(0.9, false)),
+        ("nesterov", sgd(0.9, true)),
+        ("adagrad", Rule::adagrad().with_weight_decay(0.1)),
+        ("lion", Rule::lion().with_weight_decay(0.1)),
+    ] {
+        for stage in [Stage::DataParallel, Stage::Parameters] {
+            let after =
+                on_ranks(2, &ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(stage) }, |device| {
+                    let data = TensorData::new(start.clone(), [start.len()]);
+                    let weights = Weights { w: Param::from_data(data, &device) };
+                    let mut weights = prepare::<B, _>(weights, &device);
+                    let mut optimizer = Fused::<B>::new(rule);
+                    gradients
+                        .iter()
+                        .map(|gradient| {
+                            let gradient =
+                                Tensor::<B, 1>::from_data(TensorData::new(gradient.clone(), [start.len()]), &device);
+                            let loss = (weights.w.val() * gradient).sum();
+                            let grads = GradientsParams::from_grads(loss.backward(), &weights);
+                            let grads = collect_grads::<B, _>(grads, &weights);
+                            weights = optimizer.step(0.02, weights.clone(), grads);
+                            weights.w.val().into_data().iter::<f32>().collect::<Vec<f32>>()
+                        })
+                        .collect::<Vec<_>>()
+                })
+                .swap_remove(0);
+            let mut largest = 0f32;
+            for (expected, got) in reference["after"][name].as_array().unwrap().iter().zip(&after) {
+                largest = floats(expected).iter().zip(got).map(|(e, g)| (e - g).abs()).fold(largest, f32::max);
+            }
+            println!("{name}, stage {stage}: {largest:.1e} from torch's after 8 steps");
+            assert!(largest < 2e-6, "{name}, stage {stage}: {largest:e}");
+        }
+    }
+}
+
+/// Losses, scales and skipped updates of 16 updates in 16 bit; on rank 1 the losses of updates `bad` are infinite.
+fn half(stage: Stage, float: Float, lr: f64, window: u64, bad: &[usize]) -> (Vec<f64>, Vec<f64>, usize) {
+    let base = Run::tiny(stage);
+    let run = Run { zero: ZeroConfig { param_dtype: float, ..base.zero.clone() }, ..base };
+    let updates = 16;
+    let results = on_ranks(run.ranks, &run.zero, |device| {
+        let scaler = LossScaler::dynamic(DynamicLossScale { initial_scale_power: 10, window, ..Default::default() });
+        let loss_scale = (float == Float::F16).then(|| scaler.unwrap());
+        let schedule = Schedule::Constant(lr);
+        let config = EngineConfig { loss_scale, skip_overflow: true, schedule, ..config(1) };
+        let mut engine = engine(&run, config, &device);
+        let (mut losses, mut scales) = (Vec::new(), Vec::new());
+        for update in 0..updates {
+            scales.push(engine.loss_scale());
+            let first = (update * run.ranks + device.rank()) * 2;
+            let batch = tokens(&run, first..first + 2, &device);
+            let mut loss = engine.forward(|model| model.loss(batch));
+            losses.push(mean(all_gather::<Flex>(&[value(&loss)])));
+            if device.rank() == 1 && bad.contains(&update) {
+                loss = loss * f32::INFINITY;
+            }
+            let before = engine.full_parameter("wte").unwrap().values;
+            engine.backward(loss);
+            let step = engine.step().unwrap();
+            let skipped = matches!(step, Step::Skipped { .. });
+            assert_eq!(skipped, bad.contains(&update), "update {update}: {step:?}");
+            assert_eq!(before == engine.full_parameter("wte").unwrap().values, skipped, "update {update}");
+        }
+        assert_eq!(engine.skipped(), bad.len());
+        assert_eq!(engine.steps(), updates - bad.len());
+        (losses, scales, engine.skipped())
+    });
+    assert_eq!(results[0], results[1], "all ranks skip the same updates");
+    results.into_iter().next().unwrap()
+}
+
+#[test]
+fn an_overflow_on_one_rank_skips_the_update_on_all() {
+    for stage in Stage::ALL {
+        // DeepSpeed's rules, hysteresis 2: the first overflow changes nothing, the second halves the scale; the window
+        // of 4 good updates doubles it with the fifth, and fills the hysteresis up again.
+        let (losses, scales, skipped) = half(stage, Float::F16, 5e-3, 4, &[2, 5, 6]);
+        let expected =
+            [1024., 1024., 1024., 1024., 1024., 1024., 512., 256., 256., 256., 256., 256., 512., 512., 512., 512.];
+        assert_eq!(scales, expected, "stage {stage}");
+        assert_eq!(skipped, 3);
+        assert!(losses[15] < losses[0] - 0.3, "training recovers: {losses:?}");
+    }
+}
+
+#[test]
+fn sixteen_bit_training_follows_fp32_and_is_bit_equal_over_stages() {
+    for (float, tolerance) in [(Float::Bf16, 1e-3), (Float::F16, 2e-4)] {
+        let reference = half(Stage::DataParallel, float, 1e-3, 1000, &[]).0;
+        let full = half(Stage::DataParallel, Float::F32, 1e-3, 1000, &[]).0;
+        let difference = worst(&full, &reference);
+        println!("{float:?} against fp32 over 16 updates: {difference:.1e}");
+        assert!(difference < tolerance && difference > 0.0, "{float:?}: {difference:e}");
+        for stage in &Stage::ALL[1..] {
+            let losses = half(*stage, float, 1e-3, 1000, &[]).0;
+            assert!(reference.iter().zip(&losses).all(|(a, b)| a.to_bits() == b.to_bits()), "{float:?}, stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn mixed_precision_state_is_two_two_and_twelve_bytes_a_parameter_and_sends_half() {
+    for stage in Stage::ALL {
+        let measure = |float: Float| {
+            let base = Run::tiny(stage);
+            let zero = ZeroConfig { param_dtype: float, param_persistence_threshold: 0, ..base.zero.clone() };
+            let run = Run { zero, ..base };
+            let stats = on_ranks(run.ranks, &run.zero, |device| {
+                let mut engine = engine(&run, config(1), &device);
+                let mut stats = rank_stats::<Flex>();
+                for update in 0..3 {
+                    reset_peaks::<Flex>();
+                    let before = rank_stats::<Flex>().wire_bytes;
+                    let batch = tokens(&run, update * 4..update * 4 + 2, &device);
+                    let loss = engine.forward(|model| model.loss(batch));
+                    engine.backward(loss);
+                    engine.step().unwrap();
+                    stats = rank_stats::<Flex>();
+                    stats.wire_bytes = stats.wire_bytes.since(&before);
+                }
+                stats
+            });
+            (run.model.num_params() as u64, stats[0])
+        };
+        let (psi, stats) = measure(Float::Bf16);
+        let formula = model_state(psi, stage, 2, Precision::MIXED_ADAMW);
+        let state = stats.model_state_bytes;
+        let ratio = state.total() as f64 / formula.total() as f64;
+        let wire = stats.wire_bytes.total() as f64 / measure(Float::F32).1.wire_bytes.total() as f64;
+        println!("stage {stage}: {state:?} against {formula:?}: {ratio:.4}; wire to fp32's {wire:.4}");
+        assert_eq!(state.optimizer as f64 / formula.optimizer as f64, 1.0, "stage {stage}: {state:?}, {formula:?}");
+        assert!((ratio - 1.0).abs() < 0.02, "stage {stage}: {ratio}");
+        assert!((wire - 0.5).abs() < 0.005, "stage {stage}: {wire}");
+    }
+}
+
+#[test]
+fn evaluation_in_the_middle_of_an_update_changes_nothing() {
+    for stage in Stage::ALL {
+        let run = Run::tiny(stage);
+        let losses = |evaluate: bool| {
+            on_ranks(run.ranks, &run.zero, |device| {
+                let mut engine = engine(&run, config(2), &device);
+                (0..6)
+                    .map(|micro| {
+                        let batch = tokens(&run, micro * 4..micro * 4 + 2, &device);
+                        let loss = engine.forward(|model| model.loss(batch));
+                        let loss_value = value(&loss);
+                        engine.backward(loss);
+                        // Ranks evaluate differently often.
+                        for _ in 0..if evaluate { device.rank() + 1 } else { 0 } {
+                            let inner = tokens(&run, 40..42, &device).inner();
+                            engine.evaluate(|model| model.loss(inner.clone())).into_data();
+                        }
+                        engine.step().unwrap();
+                        loss_value.to_bits()
+                    })
+                    .collect::<Vec<_>>()
+            })
+        };
+        assert_eq!(losses(false), losses(true), "stage {stage}");
+    }
+}
+
+#[test]
+fn ranks_may_run_out_of_data_at_different_times() {
+    for accumulation in [1, 2] {
+        let mut reference = None;
+        for stage in Stage::ALL {
+            let run = Run { ranks: 3, ..Run::tiny(stage) };
+            let losses = on_ranks(run.ranks, &run.zero, |device| {
+                let mut engine = engine(&run, config(accumulation), &device);
+                // 3, 5 and 7 micro-batches.
+                let mut data = (0..3 + 2 * device.rank()).map(|i| tokens(&run, i * 2..i * 2 + 2, &device));
+                let mut turns = Vec::new();
+                loop {
+                    match engine.turn(data.next()) {
+                        Turn::Batch(batch) => {
+                            let loss = engine.forward(|model| model.loss(batch));
+                            turns.push(value(&loss));
+                            engine.backward(loss);
+                        }
+                        Turn::Idle => {
+                            turns.push(0.0);
+                            engine.idle();
+                        }
+                        Turn::End => break,
+                    }
+                    engine.step().unwrap();
+                }
+                if accumulation == 2 {
+                    assert_eq!(engine.steps(), 3);
+                    engine.step_now().unwrap();
+                }
+                assert_eq!(engine.steps(), if accumulation == 2 { 4 } else { 7 });
+                let last = engine.full_parameter("ln_f.gamma").unwrap().values;
+                (turns, last)
+            });
+            assert!(losses.iter().all(|(turns, _)| turns.len() == 7));
+            assert!(losses.iter().all(|(_, last)| *last == losses[0].1), "ranks hold the same parameters");
+            let first = reference.get_or_insert_with(|| losses.clone());
+            for ((a, _), (b, _)) in first.iter().zip(&losses) {
+                assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-6 * a.abs()), "stage {stage}: {a:?}, {b:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_sharded_can_be_read_and_written_whole() {
+    for (stage, float) in Stage::ALL.into_iter().flat_map(|stage| [(stage, Float::F32), (stage, Float::Bf16)]) {
+        let base = Run::tiny(stage);
+        let run = Run { zero: ZeroConfig { param_dtype: float, ..base.zero.clone() }, ..base };
+        on_ranks(run.ranks, &run.zero, |device| {
+            let mut engine = engine(&run, config(1), &device);
+            let path = "h.1.mlp.c_fc.weight";
+            let train = |engine: &mut Engine, row: usize| {
+                let batch = tokens(&run, row..row + 2, &device);
+                let loss = engine.forward(|model| model.loss(batch));
+                engine.backward(loss);
+            };
+            assert!(matches!(engine.full_gradient(path), Err(EngineError::NoState { .. })));
+            train(&mut engine, device.rank() * 2);
+            let gradient = engine.full_gradient(path).unwrap();
+            assert_eq!(gradient.meta.shape, [32, 128]);
+            assert!(gradient.values.iter().any(|&x| x != 0.0));
+            assert!(matches!(engine.full_optimizer_state(path, "exp_avg"), Err(EngineError::NoState { .. })));
+            engine.step().unwrap();
+
+            // The first moment after one step of Adam is a tenth of the gradient.
+            let moment = engine.full_optimizer_state(path, "exp_avg").unwrap().values;
+            let tenth = moment.iter().zip(&gradient.values).map(|(m, g)| (m - 0.1 * g).abs()).fold(0f32, f32::max);
+            assert!(tenth < 1e-6, "{tenth}");
+            engine.set_full_optimizer_state(path, "exp_avg", &vec![0.25; moment.len()]).unwrap();
+            assert!(engine.full_optimizer_state(path, "exp_avg").unwrap().values.iter().all(|&x| x == 0.25));
+            assert!(matches!(
+                engine.set_full_optimizer_state(path, "exp_avg", &[0.0]),
+                Err(EngineError::Size { expected: 4096, got: 1, .. })
+            ));
+
+            engine.set_full_optimizer_state(path, "exp_avg", &moment).unwrap();
+
+            let new: Vec<f32> = (0..4096).map(|i| i as f32 / 4096.0 + 1e-4).collect();
+            engine.set_full_parameter(path, &new).unwrap();
+            assert_eq!(engine.full_parameter(path).unwrap().values, new, "an fp32 master keeps all digits");
+
+            // Rank 1's change wins; rank 0's is lost.
+            engine.gathered(
+                |param| param.path.starts_with("ln_f"),
+                Some(1),
+                |found| {
+                    assert_eq!(
+                        found.iter().map(|p| p.meta.path.as_str()).collect::<Vec<_>>(),
+                        ["ln_f.gamma", "ln_f.beta"]
+                    );
+                    for parameter in found {
+                        parameter.values.fill(if device.rank() == 1 { 0.5 } else { 7.0 });
+                    }
+                },
+            );
+            assert!(engine.full_parameter("ln_f.gamma").unwrap().values.iter().all(|&x| x == 0.5));
+            let seen = engine.gathered(|param| param.path == "ln_f.beta", None, |found| found[0].values.clone());
+            assert!(seen.iter().all(|&x| x == 0.5));
+
+            let error = engine.full_parameter("ln_f.gama").unwrap_err().to_string();
+            assert!(error.contains("did you mean \"ln_f.gamma\""), "{error}");
+            // Training goes on from what was written.
+            train(&mut engine, 8 + device.rank() * 2);
+            assert!(matches!(engine.step().unwrap(), Step::Updated(_)));
+            let moved = engine.full_parameter(path).unwrap().values;
+            assert!(moved != new && moved.iter().zip(&new).all(|(a, b)| (a - b).abs() < 0.01));
+        });
+    }
+}
+
+#[test]
+fn frozen_parameters_and_groups() {
+    use burn::module::Module;
+    for stage in Stage::ALL {
+        let run = Run::tiny(stage);
+        on_ranks(run.ranks, &run.zero, |device| {
+            let mut model = run.model.init::<B>(&device);
+            model.wpe = model.wpe.no_grad();
+            let optimizer = Fused::new(Rule::sgd())
+                .with_group(Rule::sgd(), 0.0, |param| param.shape.len() < 2)
+                .with_group(Rule::lion(), 1.0, |param| param.path == "wte");
+            let mut engine = ZeroEngine::initialize(model, optimizer, config(1), &device).unwrap();
+            let read = |engine: &Engine, path: &str| engine.full_parameter(path).unwrap().values;
+            let paths = ["wte", "wpe", "h.0.ln_1.gamma", "h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias"];
+            let before = paths.map(|path| read(&engine, path));
+            let batch = tokens(&run, device.rank() * 2..device.rank() * 2 + 2, &device);
+            let loss = engine.forward(|model| model.loss(batch));
+            engine.backward(loss);
+            engine.step().unwrap();
+            let moved: Vec<bool> = paths.iter().zip(&before).map(|(path, old)| read(&engine, path) != *old).collect();
+            assert_eq!(moved, [true, false, false, true, false], "frozen, or in the group whose rate is 0");
+            let step = read(&engine, "wte").iter().zip(&before[0]).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+            assert!((step - 1e-3).abs() < 1e-6, "a step of Lion is the learning rate: {step}");
+            let _ = engine.model().num_params();
+        });
+    }
+}
+
+#[test]
+fn mistakes_are_told() {
+    let run = Run::tiny(Stage::Parameters);
+    let fails = |zero: &ZeroConfig, body: fn(&Run, &Device) -> Result<(), EngineError>| {
+        let launched = launch::<Flex, (), EngineError>(2, zero, &launch_options(), |device| body(&run, &device));
+        launched.unwrap_err().to_string()
+    };
+    let error = fails(&run.zero, |run, device| engine(run, config(1), device).step().map(|_| ()));
+    assert!(error.contains("step was called before backward"), "{error}");
+    let error = fails(&run.zero, |run, device| {
+        let model = run.model.init::<B>(device);
+        ZeroEngine::initialize(model, Fused::new(Rule::sgd()), config(0), device).map(|_| ())
+    });
+    assert!(error.contains("accumulation is 0"), "{error}");
+    let error = fails(&ZeroConfig { param_dtype: Float::Bf16, ..run.zero.clone() }, |run, device| {
+        let optimizer = AdamWConfig::new().init();
+        ZeroEngine::initialize(run.model.init::<B>(device), optimizer, config(1), device).map(|_| ())
+    });
+    assert!(error.contains("keeps no fp32 masters"), "{error}");
+    let error = fails(&run.zero, |run, device| {
+        let mut engine = engine(run, config(1), device);
+        engine.no_sync(|engine| {
+            let batch = tokens(run, 0..2, device);
+            let loss = engine.forward(|model| model.loss(batch));
+            engine.backward(loss);
+            engine.step().map(|_| ())
+        })
+    });
+    assert!(error.contains("leave no_sync before the last micro-batch"), "{error}");
+}
+
+#[test]
+fn the_schedule_counts_updates() {
+    let run = Run::tiny(Stage::Gradients);
+    let schedule =
+        Schedule::WarmupLr { min_lr: 0.0, max_lr: 1e-2, warmup_steps: 4, kind: zero_train::schedule::Warmup::Linear };
+    let rates = on_ranks(2, &run.zero, |device| {
+        let mut engine = engine(&run, EngineConfig { schedule: schedule.clone(), ..config(2) }, &device);
+        let mut rates = Vec::new();
+        for micro in 0..12 {
+            let batch = tokens(&run, micro * 2..micro * 2 + 2, &device);
+            let loss = engine.forward(|model| model.loss(batch));
+            engine.backward(loss);
+            if let Step::Updated(update) = engine.step().unwrap() {
+                rates.push(update.lr);
+            }
+        }
+        rates
+    });
+    assert_eq!(rates[0], (0..6).map(|step| schedule.lr(step)).collect::<Vec<_>>());
+}

@@ -1,0 +1,305 @@
+//! The optimizer: a rule for each group of parameters, and their state.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{AutodiffModule, ModuleMapper, Param, ParamId};
+use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer};
+use burn::tensor::{Tensor, TensorPrimitive};
+use burn_backend::distributed::DistributedParamId;
+use burn_backend::{Backend, BackendTypes, TensorData};
+use burn_std::{DType, Shape};
+
+use super::pass::{Arrays, run};
+use super::rule::{Kernel, Rule};
+use super::state::{MASTER, ParamState, StateRecord, flat};
+use crate::backend::Zero;
+use crate::context::stop;
+use crate::gather::read;
+use crate::module::ZeroAutodiff;
+use crate::shard::{Cell, Kind, Origin, Template};
+use crate::tensor::{Shard, ZeroTensor};
+
+/// What is known of a parameter when it is put into a group.
+#[derive(Debug, Clone, Copy)]
+pub struct ParamInfo<'a> {
+    /// Names of fields from the module down, with dots: "h.0.attn.c_attn.weight".
+    pub path: &'a str,
+    /// Its shape.
+    pub shape: &'a [usize],
+}
+
+/// Whether a parameter belongs to a group.
+type Select = Arc<dyn Fn(ParamInfo<'_>) -> bool + Send + Sync>;
+
+#[derive(Clone)]
+struct Group {
+    rule: Rule,
+    lr_scale: f64,
+    select: Select,
+}
+
+/// A fused optimizer over a module on `Autodiff<Zero<B>>`.
+///
+/// ```
+/// use zero_burn::optim::{Fused, Rule};
+/// # type A = burn_autodiff::Autodiff<zero_burn::Zero<burn_flex::Flex>>;
+/// // No weight decay for biases and norms, half the learning rate for embeddings.
+/// let optimizer: Fused<A> = Fused::new(Rule::adamw())
+///     .with_group(Rule::adamw().with_weight_decay(0.0), 1.0, |param| param.shape.len() < 2)
+///     .with_group(Rule::adamw(), 0.5, |param| param.path.starts_with("wte"));
+/// ```
+pub struct Fused<A: ZeroAutodiff> {
+    rule: Rule,
+    groups: Vec<Group>,
+    states: Vec<ParamState<A::Base>>,
+    /// Places in `states`.
+    index: HashMap<ParamId, usize>,
+}
+
+impl<A: ZeroAutodiff> Clone for Fused<A> {
+    fn clone(&self) -> Self {
+        Self { rule: self.rule, groups: self.groups.clone(), states: self.states.clone(), index: self.index.clone() }
+    }
+}
+
+impl<A: ZeroAutodiff> Fused<A> {
+    /// One rule for all parameters.
+    pub fn new(rule: Rule) -> Self {
+        Self { rule, groups: Vec::new(), states: Vec::new(), index: HashMap::new() }
+    }
+
+    /// Adds a group with a rule of its own, whose learning rate is the step's times `lr_scale`. A parameter belongs to
+    /// the first group that selects it.
+    #[must_use]
+    pub fn with_group(
+        mut self,
+        rule: Rule,
+        lr_scale: f64,
+        select: impl Fn(ParamInfo<'_>) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.groups.push(Group { rule, lr_scale, select: Arc::new(select) });
+        self
+    }
+
+    /// As [`Optimizer::step`], with all gradients multiplied by `grad_scale` in the same pass: for clipping by the
+    /// global norm and for loss scales.
+    pub fn step_scaled<M: AutodiffModule<A>>(
+        &mut self,
+        lr: LearningRate,
+        grad_scale: f32,
+        module: M,
+        grads: GradientsParams,
+    ) -> M {
+        module.map(&mut Step { optimizer: self, grads, lr, grad_scale, path: Vec::new() })
+    }
+
+    /// One state of a parameter by its name ([`Rule::state_names`], or "fp32_param" for the master of a parameter in 16
+    /// bit), flat. Reading its data is done by all ranks. `None` before the parameter's first step.
+    pub fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>> {
+        let state = &self.states[*self.index.get(&id)?];
+        state.cells.iter().find(|(known, _)| known == name).map(|(_, cell)| flat(cell))
+    }
+
+    /// Replaces one state of a parameter by `values`, whole and flat, the same on every rank. `false` if there is no
+    /// such state or it has another size.
+    pub fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool {
+        let Some(&place) = self.index.get(&id) else { return false };
+        let cells = &mut self.states[place].cells;
+        let Some((_, cell)) = cells.iter_mut().find(|(known, _)| known == name) else { return false };
+        if values.len() != cell.partition.numel() {
+            return false;
+        }
+        let range = cell.partition.range(cell.place());
+        let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
+        let len = piece.len();
+        let origin = Cell::derivation("set_state", &[cell]);
+        let local = <A::Base as burn_backend::ops::FloatTensorOps<A::Base>>::float_from_data(
+            TensorData::new(piece, [len]),
+            &cell.device,
+        );
+        *cell = Cell::ready(cell.template(Kind::Optimizer, origin), local);
+        true
+    }
+
+    fn group(&self, path: &str, shape: &[usize]) -> (Rule, f64) {
+        let info = ParamInfo { path, shape };
+        let group = self.groups.iter().find(|group| (group.select)(info));
+        group.map_or((self.rule, 1.0), |group| (group.rule, group.lr_scale))
+    }
+
+    fn state_of(&mut self, id: ParamId) -> &mut ParamState<A::Base> {
+        let place = *self.index.entry(id).or_insert_with(|| {
+            self.states.push(ParamState { id, time: 0, cells: Vec::new() });
+            self.states.len() - 1
+        });
+        &mut self.states[place]
+    }
+}
+
+impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
+    type Record = Vec<StateRecord<A>>;
+
+    fn step(&mut self, lr: LearningRate, module: M, grads: GradientsParams) -> M {
+        self.step_scaled(lr, 1.0, module, grads)
+    }
+
+    fn step_multi(&mut self, lr: LearningRate, module: M, mut grads: MultiGradientsParams) -> M {
+        match (grads.grads.pop(), grads.grads.is_empty()) {
+            (Some((grads, _)), true) => self.step_scaled(lr, 1.0, module, grads),
+            (None, _) => module,
+            (Some(_), false) => stop(
+                "gradients came from several devices: on Zero<B> every device is a rank of its own, whose gradients are \
+                 averaged by the backward pass; call step with the rank's gradients"
+                    .into(),
+            ),
+        }
+    }
+
+    fn to_record(&self) -> Self::Record {
+        self.states.iter().map(ParamState::to_record).collect()
+    }
+
+    fn load_record(mut self, record: Self::Record) -> Self {
+        self.states = record
+            .into_iter()
+            .map(|record| {
+                let id = record.id.clone();
+                ParamState::from_record(record).unwrap_or_else(|name| {
+                    stop(format!(
+                        "optimizer state {name} of parameter {id} is an ordinary tensor: load optimizer records inside \
+                         zero_burn::load_state"
+                    ))
+                })
+            })
+            .collect();
+        self.index = self.states.iter().enumerate().map(|(place, state)| (state.id, place)).collect();
+        self
+    }
+}
+
+/// One step over a module.
+struct Step<'a, A: ZeroAutodiff> {
+    optimizer: &'a mut Fused<A>,
+    grads: GradientsParams,
+    lr: f64,
+    grad_scale: f32,
+    path: Vec<String>,
+}
+
+impl<A: ZeroAutodiff> ModuleMapper<A> for Step<'_, A> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
+        let Some(gradient) = self.grads.remove::<A::InnerBackend, D>(param.id) else { return param };
+        let (id, tensor, mapper) = param.consume();
+        let requires_grad = tensor.is_require_grad();
+        let parameter = shard(tensor.inner(), "parameter");
+        let gradient = shard(gradient, "gradient");
+        let (rule, lr_scale) = self.optimizer.group(&self.path.join("."), parameter.cell.shape.as_slice());
+        let state = self.optimizer.state_of(id);
+        let updated = update(state, rule, self.lr * lr_scale, self.grad_scale, parameter, gradient);
+        let updated = Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(
+            Shard::new(updated),
+        )));
+        let mut tensor = Tensor::<A, D>::from_inner(updated).set_require_grad(requires_grad);
+        if requires_grad {
+            tensor = tensor.set_distributed(DistributedParamId::from(id.val()));
+        }
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// The parameter's next version, in place where its memory is this one's alone.
+fn update<B: Backend>(
+    state: &mut ParamState<B>,
+    rule: Rule,
+    lr: f64,
+    grad_scale: f32,
+    parameter: Shard<B>,
+    gradient: Shard<B>,
+) -> Arc<Cell<B>> {
+    parameter.cell.context.before_update();
+    let (parent, dtype) = (gradient.cell.clone(), parameter.cell.dtype);
+    let (device, updated) = (parent.device.clone(), parameter.cell.template(Kind::Optimizer, Origin::Version));
+    let names = rule.state_names();
+    let origins: Vec<Origin> = names.iter().chain([&MASTER]).map(|name| Cell::derivation(name, &[&parent])).collect();
+    let template = |origin| Template { origin, kind: Kind::Optimizer, ..parent.template(Kind::Optimizer, origin) };
+    let templates: Vec<Template<B>> = origins.into_iter().map(template).collect();
+    drop(parent);
+
+    let half = matches!(dtype, DType::F16 | DType::BF16);
+    let mut held = std::mem::take(&mut state.cells);
+    let mut taken = |name: &str| {
+        let place = held.iter().position(|(known, _)| known == name)?;
+        Some(host::<B>(held.swap_remove(place).1.into_local()))
+    };
+    let mut tensors: Vec<Option<TensorData>> = names.iter().map(|name| taken(name)).collect();
+    let master = taken(MASTER);
+    // Also when the rule has changed since: state that it does not know is dropped, what is missing begins anew.
+    let complete = tensors.iter().all(Option::is_some);
+    state.time = if complete { state.time + 1 } else { 1 };
+
+    let piece = parameter.into_piece();
+    let (mut p, mut copy) = if half {
+        let copy = as_is::<B>(piece);
+        (master.unwrap_or_else(|| copy.clone().convert_dtype(DType::F32)), Some(copy))
+    } else {
+        (host::<B>(piece), None)
+    };
+    let mut g = as_is::<B>(gradient.into_piece());
+    if !matches!(g.dtype, DType::F32 | DType::F16 | DType::BF16) {
+        g = g.convert_dtype(DType::F32);
+    }
+    let elements = g.num_elements();
+    let mut tensors: Vec<TensorData> = tensors
+        .iter_mut()
+        .map(|data| data.take().unwrap_or_else(|| TensorData::new(vec![0f32; elements], [elements])))
+        .collect();
+    let arrays = Arrays { parameter: &mut p, gradient: &g, state: &mut tensors, copy: copy.as_mut() };
+    run(Kernel::new(rule, lr, state.time), grad_scale, arrays);
+    drop(g);
+
+    let mut templates = templates.into_iter();
+    for (name, data) in names.iter().zip(tensors) {
+        let template = templates.next().expect("a template for each name");
+        state.cells.push((name.to_string(), Cell::ready(template, B::float_from_data(data, &device))));
+    }
+    let p = match copy {
+        None => p.convert_dtype(dtype),
+        Some(copy) => {
+            let template = templates.next().expect("a template for the master");
+            state.cells.push((MASTER.into(), Cell::ready(template, B::float_from_data(p, &device))));
+            copy
+        }
+    };
+    Cell::ready(updated, B::float_from_data(p, &device))
+}
+
+fn shard<B: Backend, const D: usize>(tensor: Tensor<Zero<B>, D>, what: &str) -> Shard<B> {
+    match tensor.into_primitive() {
+        TensorPrimitive::Float(ZeroTensor::Shard(shard)) if shard.views.only_maps() => shard,
+        _ => stop(format!(
+            "the fused optimizer got a {what} that is an ordinary tensor: call zero_burn::module::prepare on the model \
+             and zero_burn::module::collect_grads on its gradients"
+        )),
+    }
+}
+
+/// A piece in host memory, in place if this is its only handle, flat.
+fn as_is<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive) -> TensorData {
+    let mut data = read::<B>(piece);
+    data.shape = Shape::new([data.num_elements()]);
+    data
+}
+
+/// The same as f32.
+fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive) -> TensorData {
+    as_is::<B>(piece).convert_dtype(DType::F32)
+}

@@ -1,0 +1,18 @@
+//! Fused optimizers: one pass over memory, on this rank's pieces.
+//!
+//! Burn's AdamW makes a dozen passes, each with a buffer of its own. These read parameter, gradient and state once and
+//! write parameter and state in place: 28 bytes a parameter for AdamW in fp32. AdamW rounds as Burn's does, operation by
+//! operation, so that over a backend that computes in IEEE arithmetic both give the same bits. A parameter in 16 bit gets
+//! an fp32 master, kept with the optimizer's state.
+//!
+//! * Memory: host memory; a backend whose tensors live elsewhere copies them in and out.
+//! * Threads: the rank's pool of compute threads.
+
+mod fused;
+mod pass;
+mod rule;
+mod state;
+
+pub use fused::{Fused, ParamInfo};
+pub use rule::Rule;
+pub use state::StateRecord;

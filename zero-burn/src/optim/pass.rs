@@ -1,0 +1,122 @@
+//! One parallel pass over this rank's piece of a parameter, its gradient and its state, in host memory.
+
+use burn_backend::TensorData;
+use burn_std::DType;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::rule::Kernel;
+
+/// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
+const CHUNK: usize = 1 << 13;
+
+/// A gradient, read.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    Bf16(&'a [bf16]),
+}
+
+/// The 16-bit copy of a parameter, written.
+enum Target<'a> {
+    F16(&'a mut [f16]),
+    Bf16(&'a mut [bf16]),
+}
+
+/// Everything about a stretch of the piece.
+struct Chunk<'a> {
+    p: &'a mut [f32],
+    g: Source<'a>,
+    a: &'a mut [f32],
+    b: &'a mut [f32],
+    copy: Option<Target<'a>>,
+}
+
+/// The arrays of a pass. All are as long as `parameter`, in elements.
+pub(super) struct Arrays<'a> {
+    /// The fp32 parameter, or its fp32 master.
+    pub(super) parameter: &'a mut TensorData,
+    /// fp32, fp16 or bf16.
+    pub(super) gradient: &'a TensorData,
+    /// fp32 state in the order of the rule's names, at most two.
+    pub(super) state: &'a mut [TensorData],
+    /// Where the updated parameter is also written, in 16 bit.
+    pub(super) copy: Option<&'a mut TensorData>,
+}
+
+/// Updates by `kernel`, with the gradient multiplied by `scale` first.
+///
+/// # Panics
+///
+/// When an array has another type than said above; callers have converted them.
+pub(super) fn run(kernel: Kernel, scale: f32, arrays: Arrays<'_>) {
+    const TYPES: &str = "callers pass arrays of the types named at Arrays";
+    let Arrays { parameter, gradient, state, copy } = arrays;
+    let mut p = parameter.as_mut_slice::<f32>().expect(TYPES).chunks_mut(CHUNK);
+    let sources: Vec<Source<'_>> = match gradient.dtype {
+        DType::F16 => gradient.as_slice().expect(TYPES).chunks(CHUNK).map(Source::F16).collect(),
+        DType::BF16 => gradient.as_slice().expect(TYPES).chunks(CHUNK).map(Source::Bf16).collect(),
+        _ => gradient.as_slice().expect(TYPES).chunks(CHUNK).map(Source::F32).collect(),
+    };
+    let mut targets: Vec<Option<Target<'_>>> = match copy {
+        None => sources.iter().map(|_| None).collect(),
+        Some(copy) if copy.dtype == DType::F16 => {
+            copy.as_mut_slice().expect(TYPES).chunks_mut(CHUNK).map(|chunk| Some(Target::F16(chunk))).collect()
+        }
+        Some(copy) => {
+            copy.as_mut_slice().expect(TYPES).chunks_mut(CHUNK).map(|chunk| Some(Target::Bf16(chunk))).collect()
+        }
+    };
+    let mut state = state.iter_mut().map(|data| data.as_mut_slice::<f32>().expect(TYPES).chunks_mut(CHUNK));
+    let (mut a, mut b) = (state.next(), state.next());
+    let chunks: Vec<Chunk<'_>> = sources
+        .into_iter()
+        .zip(targets.iter_mut())
+        .map(|(g, copy)| Chunk {
+            p: p.next().unwrap_or_default(),
+            g,
+            a: a.as_mut().and_then(Iterator::next).unwrap_or_default(),
+            b: b.as_mut().and_then(Iterator::next).unwrap_or_default(),
+            copy: copy.take(),
+        })
+        .collect();
+    let arch = pulp::Arch::new();
+    chunks.into_par_iter().for_each(|chunk| arch.dispatch(|| one(kernel, scale, chunk)));
+}
+
+#[inline(always)]
+fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>) {
+    let Chunk { p, g, a, b, copy } = chunk;
+    let mut converted = [0f32; CHUNK];
+    let g = match g {
+        Source::F32(g) if scale == 1.0 => g,
+        Source::F32(g) => {
+            converted[..g.len()].copy_from_slice(g);
+            scaled(&mut converted[..g.len()], scale)
+        }
+        Source::F16(g) => {
+            g.convert_to_f32_slice(&mut converted[..g.len()]);
+            scaled(&mut converted[..g.len()], scale)
+        }
+        Source::Bf16(g) => {
+            g.convert_to_f32_slice(&mut converted[..g.len()]);
+            scaled(&mut converted[..g.len()], scale)
+        }
+    };
+    kernel.apply(p, g, a, b);
+    match copy {
+        None => {}
+        Some(Target::F16(out)) => out.convert_from_f32_slice(p),
+        Some(Target::Bf16(out)) => out.convert_from_f32_slice(p),
+    }
+}
+
+#[inline(always)]
+fn scaled(values: &mut [f32], scale: f32) -> &[f32] {
+    if scale != 1.0 {
+        values.iter_mut().for_each(|value| *value *= scale);
+    }
+    values
+}

@@ -1,0 +1,74 @@
+//! What an optimizer keeps for a parameter.
+
+use std::sync::Arc;
+
+use burn::module::ParamId;
+use burn::record::Record;
+use burn::tensor::{Tensor, TensorPrimitive};
+use burn_backend::Backend;
+use burn_std::Shape;
+
+use crate::backend::Zero;
+use crate::module::ZeroAutodiff;
+use crate::shard::Cell;
+use crate::tensor::{Shard, ZeroTensor};
+
+/// Name of the fp32 master of a parameter in 16 bit.
+pub(super) const MASTER: &str = "fp32_param";
+
+/// A parameter's state: this rank's pieces.
+pub(super) struct ParamState<B: Backend> {
+    pub(super) id: ParamId,
+    /// Steps so far.
+    pub(super) time: usize,
+    /// In the order of the rule's names, then the master if there is one.
+    pub(super) cells: Vec<(String, Arc<Cell<B>>)>,
+}
+
+impl<B: Backend> Clone for ParamState<B> {
+    fn clone(&self) -> Self {
+        Self { id: self.id, time: self.time, cells: self.cells.clone() }
+    }
+}
+
+/// A parameter's state as it is saved: whole tensors, flat.
+#[derive(Record, Clone)]
+pub struct StateRecord<B: burn::tensor::backend::Backend> {
+    /// The parameter's identity, as in the module's record.
+    pub id: String,
+    /// Steps so far.
+    pub time: usize,
+    /// Names of the tensors.
+    pub names: Vec<String>,
+    /// fp32, `[elements of the parameter]` each.
+    pub tensors: Vec<Tensor<B, 1>>,
+}
+
+/// The tensor of `cell`, flat. Reading its data is done by all ranks.
+pub(super) fn flat<B: Backend>(cell: &Arc<Cell<B>>) -> Tensor<Zero<B>, 1> {
+    let Shard { cell, views } = Shard::new(cell.clone());
+    let views = views.reshape(Shape::new([cell.partition.numel()]));
+    Tensor::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, views })))
+}
+
+impl<B: Backend> ParamState<B> {
+    pub(super) fn to_record<A: ZeroAutodiff<Base = B>>(&self) -> StateRecord<A> {
+        StateRecord {
+            id: self.id.serialize(),
+            time: self.time,
+            names: self.cells.iter().map(|(name, _)| name.clone()).collect(),
+            tensors: self.cells.iter().map(|(_, cell)| Tensor::from_inner(flat(cell))).collect(),
+        }
+    }
+
+    /// The state of a record that was loaded inside [`load_state`](crate::load_state); otherwise which tensor is whole.
+    pub(super) fn from_record<A: ZeroAutodiff<Base = B>>(record: StateRecord<A>) -> Result<Self, String> {
+        let tensors = record.tensors.into_iter().map(|tensor| tensor.inner().into_primitive());
+        let cells = record.names.into_iter().zip(tensors).map(|(name, tensor)| match tensor {
+            TensorPrimitive::Float(ZeroTensor::Shard(shard)) if shard.views.is_empty() => Ok((name, shard.cell)),
+            _ => Err(name),
+        });
+        let cells = cells.collect::<Result<_, String>>()?;
+        Ok(Self { id: ParamId::deserialize(&record.id), time: record.time, cells })
+    }
+}

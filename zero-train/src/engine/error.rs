@@ -1,0 +1,61 @@
+//! What can be wrong with how an engine is set up or called.
+
+use crate::loss_scale::LossScaleError;
+
+/// Why the engine cannot do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A setting that cannot work.
+    #[error("{key} is {got}: {expected}")]
+    Setting {
+        /// Which setting.
+        key: &'static str,
+        /// Its value.
+        got: String,
+        /// What was expected, and what to change.
+        expected: String,
+    },
+    /// The parameters are in 16 bit and the optimizer keeps no fp32 masters of them.
+    #[error(
+        "parameters are kept in 16 bit, but {optimizer} keeps no fp32 masters of them, so that small updates would be \
+         lost: use zero_burn::optim::Fused, or fp32"
+    )]
+    NoMasters {
+        /// The optimizer's type.
+        optimizer: &'static str,
+    },
+    /// A name that no parameter has.
+    #[error("there is no parameter {path:?}{}", hint.as_ref().map(|hint| format!("; did you mean {hint:?}?")).unwrap_or_default())]
+    UnknownParameter {
+        /// The name given.
+        path: String,
+        /// A name that is close to it.
+        hint: Option<String>,
+    },
+    /// A parameter has no such state, or not yet.
+    #[error("parameter {path:?} has no {what}: {why}")]
+    NoState {
+        /// The parameter.
+        path: String,
+        /// What was asked for.
+        what: String,
+        /// Why there is none.
+        why: &'static str,
+    },
+    /// Values of another number than the parameter has elements.
+    #[error("{path:?} has {expected} elements, but {got} values were given")]
+    Size {
+        /// The parameter.
+        path: String,
+        /// Its number of elements.
+        expected: usize,
+        /// How many came.
+        got: usize,
+    },
+    /// A call at the wrong time.
+    #[error("{0}")]
+    Order(&'static str),
+    /// The loss scale cannot get smaller.
+    #[error(transparent)]
+    LossScale(#[from] LossScaleError),
+}

@@ -1,0 +1,398 @@
+//! The training engine: `forward`, `backward`, `step`, as DeepSpeed's users know them.
+//!
+//! * In: a module on `Autodiff<Zero<B>>`, an optimizer ([`Fused`](zero_burn::optim::Fused) or Burn's), and an
+//!   [`EngineConfig`].
+//! * It makes every call that ranks must make alike (marks, reductions, collection, norms), so that none can be
+//!   forgotten; each rank drives its own engine through the same steps.
+//! * Memory: the engine owns module, optimizer and the gradients between `backward` and `step`.
+//!
+//! ```
+//! use burn::{nn::LinearConfig, tensor::Tensor};
+//! use zero_burn::{Zero, config::ZeroConfig, launch::launch, optim::{Fused, Rule}};
+//! use zero_train::engine::{EngineConfig, EngineError, ZeroEngine};
+//! # use burn_flex::Flex;
+//! type B = burn::backend::Autodiff<Zero<Flex>>;
+//!
+//! launch::<Flex, _, EngineError>(2, &ZeroConfig::new(zero_core::Stage::Parameters), &Default::default(), |device| {
+//!     let model = LinearConfig::new(4, 4).init::<B>(&device);
+//!     let config = EngineConfig { accumulation: 2, clipping: Some(1.0), ..EngineConfig::default() };
+//!     let mut engine = ZeroEngine::initialize(model, Fused::new(Rule::adamw()), config, &device)?;
+//!     for _ in 0..10 {
+//!         let x = Tensor::<B, 2>::ones([8, 4], &device);
+//!         let loss = engine.forward(|model| model.forward(x).powf_scalar(2.0).mean());
+//!         engine.backward(loss);
+//!         engine.step()?;                      // updates at every second call
+//!     }
+//!     assert_eq!(engine.steps(), 5);
+//!     Ok(())
+//! })
+//! .unwrap();
+//! ```
+
+mod error;
+mod optimizer;
+mod state;
+
+use std::time::{Duration, Instant};
+
+use burn::module::AutodiffModule;
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::Tensor;
+pub use error::EngineError;
+pub use optimizer::EngineOptimizer;
+use zero_burn::config::{self, Float};
+use zero_burn::module::{ZeroAutodiff, backward_no_sync, collect_grads, grad_norm, mark, prepare};
+use zero_burn::stats::all_gather;
+
+use crate::loss_scale::LossScaler;
+use crate::schedule::Schedule;
+
+/// How an engine steps.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Micro-batches per update. Their losses are averaged. At stages 0 and 1 gradients are reduced once, at the last; at
+    /// stages 2 and 3 with each micro-batch, into this rank's shard.
+    pub accumulation: usize,
+    /// Gradients are scaled down so that their L2 norm over all parameters and ranks is at most this.
+    pub clipping: Option<f64>,
+    /// Learning rate by update.
+    pub schedule: Schedule,
+    /// What the loss is multiplied by, for fp16.
+    pub loss_scale: Option<LossScaler>,
+    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all. Always so with a loss scale.
+    pub skip_overflow: bool,
+}
+
+impl Default for EngineConfig {
+    /// One micro-batch, no clipping, learning rate 1e-3, no loss scale.
+    fn default() -> Self {
+        Self {
+            accumulation: 1,
+            clipping: None,
+            schedule: Schedule::Constant(1e-3),
+            loss_scale: None,
+            skip_overflow: false,
+        }
+    }
+}
+
+/// What a call of [`ZeroEngine::step`] came to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Step {
+    /// More micro-batches belong to the update.
+    Accumulating {
+        /// Micro-batches so far.
+        micro_batches: usize,
+    },
+    /// The parameters have been updated.
+    Updated(Update),
+    /// The gradients held an infinity or a NaN on some rank: nothing has been updated.
+    Skipped {
+        /// The loss scale that overflowed.
+        loss_scale: f64,
+        /// The loss scale from here on.
+        next_loss_scale: f64,
+        /// Skipped updates so far.
+        skipped: usize,
+    },
+}
+
+/// An update of the parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Number of the update, from 1.
+    pub step: usize,
+    /// Learning rate used.
+    pub lr: f64,
+    /// L2 norm of the averaged gradient over all parameters, before clipping.
+    pub grad_norm: f64,
+    /// What gradients were multiplied by to clip them; 1 if they were not.
+    pub clip_factor: f64,
+    /// The loss scale used.
+    pub loss_scale: f64,
+}
+
+/// What a rank does in a micro-batch, see [`ZeroEngine::turn`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn<T> {
+    /// Train on it.
+    Batch(T),
+    /// This rank has no data left but others have: call [`ZeroEngine::idle`] in place of forward and backward.
+    Idle,
+    /// No rank has data left.
+    End,
+}
+
+/// Seconds spent since the last [`ZeroEngine::take_times`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Times {
+    /// In [`ZeroEngine::forward`].
+    pub forward: Duration,
+    /// In [`ZeroEngine::backward`], reductions beside it included.
+    pub backward: Duration,
+    /// In [`ZeroEngine::step`].
+    pub step: Duration,
+}
+
+/// A module in training.
+pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> {
+    /// Absent only while an update replaces it.
+    model: Option<M>,
+    optimizer: O,
+    config: EngineConfig,
+    device: A::Device,
+    /// Reduced gradients of the micro-batches so far.
+    accumulator: GradientsAccumulator<M>,
+    micro_batches: usize,
+    /// A backward pass has used up the parameters' marks.
+    unmarked: bool,
+    /// Gradients of non-final micro-batches stay on the rank.
+    reduces_once: bool,
+    in_no_sync: bool,
+    /// Micro-batches whose gradients have not been reduced yet.
+    unreduced: usize,
+    steps: usize,
+    skipped: usize,
+    times: Times,
+}
+
+impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
+    /// Takes a module that was built on this rank's device and shards it. Every rank calls it, with the same model.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Setting`] and [`EngineError::NoMasters`].
+    pub fn initialize(model: M, optimizer: O, config: EngineConfig, device: &A::Device) -> Result<Self, EngineError> {
+        if config.accumulation == 0 {
+            return Err(setting("accumulation", 0, "expected at least 1 micro-batch per update"));
+        }
+        if let Some(clipping) = config.clipping.filter(|clipping| !(*clipping > 0.0 && clipping.is_finite())) {
+            return Err(setting("clipping", clipping, "expected a norm above 0, or none for no clipping"));
+        }
+        let settings = config::current::<A::Base>();
+        if settings.param_dtype != Float::F32 && !O::KEEPS_MASTERS {
+            return Err(EngineError::NoMasters { optimizer: std::any::type_name::<O>() });
+        }
+        Ok(Self {
+            model: Some(prepare::<A, M>(model, device)),
+            optimizer,
+            reduces_once: !settings.stage.shards_gradients(),
+            config,
+            device: device.clone(),
+            accumulator: GradientsAccumulator::new(),
+            micro_batches: 0,
+            unmarked: false,
+            in_no_sync: false,
+            unreduced: 0,
+            steps: 0,
+            skipped: 0,
+            times: Times::default(),
+        })
+    }
+
+    /// The module. Use it for a forward pass through [`forward`](Self::forward) only.
+    pub fn model(&self) -> &M {
+        self.model.as_ref().expect("the module is absent only inside of step")
+    }
+
+    /// The optimizer.
+    pub fn optimizer(&self) -> &O {
+        &self.optimizer
+    }
+
+    /// This rank's device.
+    pub fn device(&self) -> &A::Device {
+        &self.device
+    }
+
+    /// Updates so far, without skipped ones.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// Skipped updates so far.
+    pub fn skipped(&self) -> usize {
+        self.skipped
+    }
+
+    /// The learning rate of the next update.
+    pub fn lr(&self) -> f64 {
+        self.config.schedule.lr(self.steps)
+    }
+
+    /// What the loss is multiplied by now.
+    pub fn loss_scale(&self) -> f64 {
+        self.config.loss_scale.as_ref().map_or(1.0, LossScaler::scale)
+    }
+
+    /// Whether the next backward pass is the last of its update.
+    pub fn is_boundary(&self) -> bool {
+        self.micro_batches + 1 == self.config.accumulation
+    }
+
+    /// What has been spent since the last call.
+    pub fn take_times(&mut self) -> Times {
+        std::mem::take(&mut self.times)
+    }
+
+    /// A forward pass with gradients.
+    pub fn forward<R>(&mut self, f: impl FnOnce(&M) -> R) -> R {
+        let begin = Instant::now();
+        if std::mem::take(&mut self.unmarked) {
+            mark::<A, M>(self.model());
+        }
+        let result = f(self.model());
+        self.times.forward += begin.elapsed();
+        result
+    }
+
+    /// A forward pass without gradients, at any time, also between micro-batches. Ranks may differ in it.
+    pub fn evaluate<R>(&self, f: impl FnOnce(&M::InnerModule) -> R) -> R {
+        f(&self.model().valid())
+    }
+
+    /// The backward pass of a micro-batch's `loss`, a mean over the rank's rows. All ranks call it equally often (or
+    /// [`idle`](Self::idle)); their graphs may differ.
+    pub fn backward(&mut self, loss: Tensor<A, 1>) {
+        let begin = Instant::now();
+        let factor = self.loss_scale() / self.config.accumulation as f64;
+        let loss = if factor == 1.0 { loss } else { loss.mul_scalar(factor) };
+        if self.in_no_sync || (self.reduces_once && !self.is_boundary()) {
+            backward_no_sync::<A, M>(loss, self.model());
+            self.unreduced += 1;
+        } else {
+            let grads = GradientsParams::from_grads(loss.backward(), self.model());
+            self.collect(grads);
+        }
+        self.end_micro_batch(begin);
+    }
+
+    /// In place of forward and backward on a rank that has no data for this micro-batch: it contributes nothing to the
+    /// sum. The average is over all ranks, as in PyTorch's `join`.
+    pub fn idle(&mut self) {
+        let begin = Instant::now();
+        if self.in_no_sync || (self.reduces_once && !self.is_boundary()) {
+            self.unreduced += 1;
+        } else {
+            self.collect(GradientsParams::new());
+        }
+        self.end_micro_batch(begin);
+    }
+
+    fn collect(&mut self, grads: GradientsParams) {
+        let model = self.model.as_ref().expect("the module is absent only inside of step");
+        let grads = collect_grads::<A, M>(grads, model);
+        self.accumulator.accumulate(model, grads);
+        self.unreduced = 0;
+    }
+
+    fn end_micro_batch(&mut self, begin: Instant) {
+        self.micro_batches += 1;
+        self.unmarked = true;
+        self.times.backward += begin.elapsed();
+    }
+
+    /// Backward passes inside of `f` are not reduced, at any stage: their gradients wait, whole, for the first one after
+    /// it. At stages 0 and 1 accumulation does this by itself.
+    pub fn no_sync<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> R {
+        let before = std::mem::replace(&mut self.in_no_sync, true);
+        let result = f(self);
+        self.in_no_sync = before;
+        result
+    }
+
+    /// Agrees with the other ranks on the next micro-batch when they may run out of data at different times: `batch` is
+    /// this rank's next one. A collective of 8 bytes.
+    pub fn turn<T>(&self, batch: Option<T>) -> Turn<T> {
+        let have = all_gather::<A::Base>(&[f64::from(u8::from(batch.is_some()))]);
+        match batch {
+            Some(batch) => Turn::Batch(batch),
+            None if have.iter().any(|rank| rank[0] > 0.0) => Turn::Idle,
+            None => Turn::End,
+        }
+    }
+
+    /// Ends a micro-batch: updates the parameters if it was the last of its update. Every rank calls it after every
+    /// [`backward`](Self::backward) or [`idle`](Self::idle).
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Order`] before a backward pass, or where gradients are still unreduced;
+    /// [`EngineError::LossScale`] when a dynamic loss scale cannot get smaller.
+    pub fn step(&mut self) -> Result<Step, EngineError> {
+        if self.micro_batches == 0 {
+            return Err(EngineError::Order("step was called before backward: call forward and backward first"));
+        }
+        if self.micro_batches < self.config.accumulation {
+            return Ok(Step::Accumulating { micro_batches: self.micro_batches });
+        }
+        self.update()
+    }
+
+    /// Updates with the micro-batches so far, fewer than the configuration says (the end of an epoch). Gradients are of
+    /// the sum over them, divided by the configured number. Every rank calls it.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn step_now(&mut self) -> Result<Step, EngineError> {
+        if self.micro_batches == 0 {
+            return Err(EngineError::Order("step_now was called before backward: call forward and backward first"));
+        }
+        if self.unreduced > 0 && !self.in_no_sync {
+            self.collect(GradientsParams::new());
+        }
+        self.update()
+    }
+
+    fn update(&mut self) -> Result<Step, EngineError> {
+        if self.unreduced > 0 {
+            return Err(EngineError::Order(
+                "the update's last backward pass was inside of no_sync, so that its gradients are not reduced: leave \
+                 no_sync before the last micro-batch",
+            ));
+        }
+        let begin = Instant::now();
+        self.micro_batches = 0;
+        let grads = self.accumulator.grads();
+        let loss_scale = self.loss_scale();
+        let model = self.model.take().expect("the module is absent only inside of step");
+        let grad_norm = grad_norm::<A, M>(&grads, &model) / loss_scale;
+        let overflow = !grad_norm.is_finite();
+        if overflow && (self.config.loss_scale.is_some() || self.config.skip_overflow) {
+            self.model = Some(model);
+            self.skipped += 1;
+            drop(grads);
+            self.times.step += begin.elapsed();
+            // The same on every rank: the norm is.
+            if let Some(scaler) = &mut self.config.loss_scale {
+                scaler.update(true)?;
+            }
+            let next_loss_scale = self.loss_scale();
+            return Ok(Step::Skipped { loss_scale, next_loss_scale, skipped: self.skipped });
+        }
+        // PyTorch's clip_grad_norm_ adds the same 1e-6.
+        let clip_factor = self.config.clipping.map_or(1.0, |most| (most / (grad_norm + 1e-6)).min(1.0));
+        let lr = self.lr();
+        let model = self.optimizer.step_scaled(lr, (clip_factor / loss_scale) as f32, model, grads);
+        // Counts the new versions as parameters.
+        mark::<A, M>(&model);
+        self.unmarked = false;
+        self.model = Some(model);
+        self.steps += 1;
+        if let Some(scaler) = &mut self.config.loss_scale {
+            scaler.update(false)?;
+        }
+        self.times.step += begin.elapsed();
+        Ok(Step::Updated(Update { step: self.steps, lr, grad_norm, clip_factor, loss_scale }))
+    }
+
+    /// The trained module and its optimizer.
+    pub fn into_parts(self) -> (M, O) {
+        (self.model.expect("the module is absent only inside of step"), self.optimizer)
+    }
+}
+
+fn setting(key: &'static str, got: impl ToString, expected: &str) -> EngineError {
+    EngineError::Setting { key, got: got.to_string(), expected: expected.into() }
+}

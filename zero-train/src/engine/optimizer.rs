@@ -1,0 +1,61 @@
+//! What the engine asks of an optimizer.
+
+use burn::module::{AutodiffModule, ParamId};
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{GradientsParams, Optimizer, SimpleOptimizer};
+use burn::tensor::Tensor;
+use zero_burn::module::{ZeroAutodiff, scale_grads};
+use zero_burn::optim::Fused;
+
+/// An optimizer that a [`ZeroEngine`](super::ZeroEngine) can drive: [`Fused`], or one of Burn's.
+pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A> {
+    /// Whether it keeps fp32 masters of parameters in 16 bit.
+    const KEEPS_MASTERS: bool;
+
+    /// A step with every gradient multiplied by `grad_scale`.
+    fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M;
+
+    /// A state of a parameter by its name, flat, if the optimizer gives access to it.
+    fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>>;
+
+    /// Replaces a state of a parameter; `false` if there is none of that name and size.
+    fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool;
+}
+
+impl<A: ZeroAutodiff, M: AutodiffModule<A>> EngineOptimizer<A, M> for Fused<A> {
+    const KEEPS_MASTERS: bool = true;
+
+    fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
+        Fused::step_scaled(self, lr, grad_scale, module, grads)
+    }
+
+    fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>> {
+        Fused::state(self, id, name)
+    }
+
+    fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool {
+        Fused::set_state(self, id, name, values)
+    }
+}
+
+impl<A, M, O> EngineOptimizer<A, M> for OptimizerAdaptor<O, M, A>
+where
+    A: ZeroAutodiff,
+    M: AutodiffModule<A>,
+    O: SimpleOptimizer<A::InnerBackend>,
+{
+    const KEEPS_MASTERS: bool = false;
+
+    fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
+        let grads = if grad_scale == 1.0 { grads } else { scale_grads::<A, M>(grads, &module, grad_scale) };
+        self.step(lr, module, grads)
+    }
+
+    fn state(&self, _id: ParamId, _name: &str) -> Option<Tensor<A::InnerBackend, 1>> {
+        None
+    }
+
+    fn set_state(&mut self, _id: ParamId, _name: &str, _values: &[f32]) -> bool {
+        false
+    }
+}

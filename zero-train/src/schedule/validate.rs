@@ -1,0 +1,221 @@
+//! Checking a schedule before it is used: every message names the key of the configuration file and what to set it to.
+
+use super::{Schedule, at_least_two};
+
+/// Why a schedule cannot be used. Keys are DeepSpeed's, as in the configuration file.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ScheduleError {
+    /// A value out of its range.
+    #[error("scheduler {schedule}: {key} is {got}; set it to {expected}")]
+    Value {
+        /// DeepSpeed's name of the schedule.
+        schedule: &'static str,
+        /// DeepSpeed's name of the parameter.
+        key: &'static str,
+        /// The value given.
+        got: f64,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// The schedule ends before its warm-up does. DeepSpeed warns and goes on; see
+    /// [`is_warning_in_deepspeed`](Self::is_warning_in_deepspeed).
+    #[error(
+        "scheduler {schedule}: total_num_steps is {total_steps}, but the warm-up alone takes {warmup_steps}; raise \
+         total_num_steps or lower warmup_num_steps"
+    )]
+    TotalBelowWarmup {
+        /// DeepSpeed's name of the schedule.
+        schedule: &'static str,
+        /// The whole schedule, in updates.
+        total_steps: usize,
+        /// The warm-up, in updates (at least 2).
+        warmup_steps: usize,
+    },
+}
+
+impl ScheduleError {
+    /// Whether DeepSpeed only warns about this. [`Schedule::lr`] is defined all the same, and equal to DeepSpeed's: a caller
+    /// that wants to be as lenient prints the error and goes on.
+    pub fn is_warning_in_deepspeed(&self) -> bool {
+        matches!(self, ScheduleError::TotalBelowWarmup { .. })
+    }
+}
+
+impl Schedule {
+    /// Checks every parameter. A valid schedule's rate is never negative.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::Value`] for a parameter that is negative, not a number, or zero where it divides;
+    /// [`ScheduleError::TotalBelowWarmup`], checked last, for a warm-up longer than the schedule.
+    pub fn validate(&self) -> Result<(), ScheduleError> {
+        let check = Check { schedule: self.name() };
+        match *self {
+            Schedule::Constant(lr) => check.rate("lr", lr),
+            Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind: _ } => {
+                check.rate("warmup_min_lr", min_lr)?;
+                check.rate("warmup_max_lr", max_lr)?;
+                check.count("warmup_num_steps", warmup_steps)
+            }
+            Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind: _, total_steps } => {
+                check.rate("warmup_min_lr", min_lr)?;
+                check.rate("warmup_max_lr", max_lr)?;
+                check.count("warmup_num_steps", warmup_steps)?;
+                check.total(total_steps, warmup_steps)
+            }
+            Schedule::WarmupCosineLr {
+                base_lr,
+                total_steps,
+                warmup_min_ratio,
+                warmup_steps,
+                cos_min_ratio,
+                kind: _,
+            } => {
+                check.rate("lr", base_lr)?;
+                check.rate("warmup_min_ratio", warmup_min_ratio)?;
+                check.rate("cos_min_ratio", cos_min_ratio)?;
+                check.count("warmup_num_steps", warmup_steps)?;
+                check.total(total_steps, warmup_steps)
+            }
+            Schedule::OneCycle(ref cycle) => {
+                check.rate("cycle_min_lr", cycle.cycle_min_lr)?;
+                check.rate("cycle_max_lr", cycle.cycle_max_lr)?;
+                check.rate("decay_lr_rate", cycle.decay_lr_rate)?;
+                check.count("cycle_first_step_size", cycle.first_step_size)?;
+                if let Some(momentum) = cycle.momentum {
+                    check.beta("cycle_min_mom", momentum.min_mom)?;
+                    check.beta("cycle_max_mom", momentum.max_mom)?;
+                    let rate = momentum.decay_mom_rate;
+                    check.that(rate.is_finite(), "decay_mom_rate", rate, "a finite number")?;
+                }
+                Ok(())
+            }
+            Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase: _ } => {
+                check.rate("lr_range_test_min_lr", min_lr)?;
+                check.count("lr_range_test_step_size", step_size)?;
+                check.rate("lr_range_test_step_rate", step_rate)
+            }
+        }
+    }
+}
+
+/// The checks of [`Schedule::validate`], which name the schedule.
+struct Check {
+    schedule: &'static str,
+}
+
+impl Check {
+    fn that(&self, ok: bool, key: &'static str, got: f64, expected: &'static str) -> Result<(), ScheduleError> {
+        if ok { Ok(()) } else { Err(ScheduleError::Value { schedule: self.schedule, key, got, expected }) }
+    }
+
+    fn rate(&self, key: &'static str, got: f64) -> Result<(), ScheduleError> {
+        self.that(got.is_finite() && got >= 0.0, key, got, "a finite number, 0 or more")
+    }
+
+    fn beta(&self, key: &'static str, got: f64) -> Result<(), ScheduleError> {
+        self.that((0.0..1.0).contains(&got), key, got, "a number from 0 up to, but not including, 1")
+    }
+
+    fn count(&self, key: &'static str, got: usize) -> Result<(), ScheduleError> {
+        self.that(got > 0, key, got as f64, "a whole number, 1 or more")
+    }
+
+    fn total(&self, total_steps: usize, warmup_steps: usize) -> Result<(), ScheduleError> {
+        let warmup_steps = at_least_two(warmup_steps);
+        if total_steps >= warmup_steps {
+            return Ok(());
+        }
+        Err(ScheduleError::TotalBelowWarmup { schedule: self.schedule, total_steps, warmup_steps })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::{CycleMomentum, OneCycle, Warmup};
+
+    fn cosine() -> Schedule {
+        Schedule::WarmupCosineLr {
+            base_lr: 1e-3,
+            total_steps: 50,
+            warmup_min_ratio: 0.0,
+            warmup_steps: 10,
+            cos_min_ratio: 1e-4,
+            kind: Warmup::Log,
+        }
+    }
+
+    fn one_cycle() -> OneCycle {
+        let momentum = Some(CycleMomentum { min_mom: 0.8, max_mom: 0.9, decay_mom_rate: 0.0 });
+        OneCycle {
+            cycle_min_lr: 1e-4,
+            cycle_max_lr: 1e-3,
+            decay_lr_rate: 0.0,
+            first_step_size: 10,
+            second_step_size: 0,
+            first_stair_count: 0,
+            second_stair_count: 0,
+            decay_step_size: 0,
+            momentum,
+        }
+    }
+
+    #[track_caller]
+    fn refused(schedule: Schedule, key: &str) {
+        match schedule.validate() {
+            Err(ScheduleError::Value { key: named, .. }) => assert_eq!(named, key),
+            other => panic!("{schedule:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn good_schedules_pass() {
+        let schedules = [Schedule::Constant(0.0), cosine(), Schedule::OneCycle(one_cycle())];
+        for schedule in schedules {
+            assert_eq!(schedule.validate(), Ok(()), "{schedule:?}");
+        }
+    }
+
+    #[test]
+    fn values_out_of_range_are_named() {
+        let warmup =
+            |min_lr, max_lr, warmup_steps| Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind: Warmup::Log };
+        let range =
+            |min_lr, step_size, step_rate| Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase: true };
+        refused(Schedule::Constant(f64::NAN), "lr");
+        refused(warmup(-1.0, 1.0, 1), "warmup_min_lr");
+        refused(warmup(0.0, f64::INFINITY, 1), "warmup_max_lr");
+        refused(warmup(0.0, 1.0, 0), "warmup_num_steps");
+        refused(range(1.0, 0, 1.0), "lr_range_test_step_size");
+        refused(range(1.0, 1, -1.0), "lr_range_test_step_rate");
+        refused(Schedule::OneCycle(OneCycle { first_step_size: 0, ..one_cycle() }), "cycle_first_step_size");
+        let momentum = Some(CycleMomentum { min_mom: 0.8, max_mom: 1.0, decay_mom_rate: 0.0 });
+        refused(Schedule::OneCycle(OneCycle { momentum, ..one_cycle() }), "cycle_max_mom");
+    }
+
+    #[test]
+    fn a_total_below_the_warmup_is_told_and_marked_as_lenient() {
+        let mut schedule = cosine();
+        if let Schedule::WarmupCosineLr { total_steps, .. } = &mut schedule {
+            *total_steps = 9;
+        }
+        let error = schedule.validate().unwrap_err();
+        assert!(error.is_warning_in_deepspeed());
+        let told = "scheduler WarmupCosineLR: total_num_steps is 9, but the warm-up alone takes 10; raise total_num_steps \
+                    or lower warmup_num_steps";
+        assert_eq!(error.to_string(), told);
+    }
+
+    #[test]
+    fn refused_schedules_do_not_panic() {
+        let cycle = OneCycle { first_step_size: 0, first_stair_count: 3, ..one_cycle() };
+        let range = Schedule::LrRangeTest { min_lr: 1.0, step_size: 0, step_rate: f64::NAN, staircase: true };
+        let warmup = Schedule::WarmupLr { min_lr: 0.0, max_lr: 1.0, warmup_steps: 0, kind: Warmup::Linear };
+        for schedule in [Schedule::OneCycle(cycle), range, warmup, cosine()] {
+            for step in [0, 1, 2, 9, 10, 11, 12, usize::MAX] {
+                let _ = (schedule.lr(step), schedule.momentum(step));
+            }
+        }
+    }
+}
