@@ -87,6 +87,113 @@ fn hugging_face_weights_and_token_files_train_as_in_pytorch() {
     }
 }
 
+/// Losses of a run with `args`, on the tiny preset.
+fn losses(args: &[&str]) -> (Vec<f64>, Vec<f64>, String) {
+    let out = tempfile::tempdir().unwrap();
+    let run = gpt2()
+        .args(["--model", "tiny", "--seq", "32", "--threads", "1", "--json", "--out"])
+        .arg(out.path())
+        .args(args)
+        .assert()
+        .success();
+    let steps = lines(&out.path().join("metrics.jsonl"));
+    let of = |name: &str| steps.iter().map(|step| step[name].as_f64().unwrap()).collect();
+    (of("loss"), of("lr"), String::from_utf8(run.get_output().stderr.clone()).unwrap())
+}
+
+#[test]
+fn a_deepspeed_config_trains_as_the_same_settings_by_hand() {
+    let config = fixture("configs/deepspeed_zero3.json");
+    let (by_config, rates, stderr) = losses(&["--steps", "6", "--config", config.to_str().unwrap()]);
+    // What has not landed is named; what is acted on is not.
+    assert!(stderr.contains("warning: zero_optimization.stage3_gather_16bit_weights_on_model_save"), "{stderr}");
+    // The schedule warms up over 5 steps and then falls; while it warms up it is the same as --warmup 5. Buckets do not
+    // change the numbers.
+    let by_hand =
+        ["--ranks", "2", "--batch", "2", "--accumulation", "2", "--clip", "1", "--lr", "1e-3", "--warmup", "5"];
+    let (expected, expected_rates, _) = losses(&[&["--steps", "6", "--stage", "3"], &by_hand[..]].concat());
+    assert_eq!(by_config, expected);
+    assert_eq!(rates, expected_rates);
+    assert!(rates.last().is_some_and(|&last| last > 7e-4), "{rates:?}");
+}
+
+#[test]
+fn an_accelerate_config_trains_as_the_same_settings_by_hand() {
+    let config = fixture("configs/accelerate_zero3_cpu.yaml");
+    let (by_config, _, stderr) = losses(&["--steps", "4", "--batch", "2", "--config", config.to_str().unwrap()]);
+    for key in ["offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"] {
+        assert!(stderr.contains(key), "{key} in {stderr}");
+    }
+    let (expected, ..) = losses(&["--steps", "4", "--batch", "2", "--ranks", "1", "--stage", "3", "--clip", "1"]);
+    assert_eq!(by_config, expected);
+}
+
+#[test]
+fn everything_is_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("ds.json");
+    let logs = dir.path().join("logs");
+    let text = serde_json::json!({
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": true, "initial_scale_power": 32, "hysteresis": 1},
+        "steps_per_print": 2, "wall_clock_breakdown": true, "memory_breakdown": true,
+        "tensorboard": {"enabled": true, "output_path": logs, "job_name": "tb"},
+        "csv_monitor": {"enabled": true, "output_path": logs, "job_name": "csv"},
+    });
+    std::fs::write(&config, text.to_string()).unwrap();
+    let out = dir.path().join("out");
+    let run = gpt2()
+        .args(["--model", "tiny", "--seq", "32", "--steps", "4", "--eval", "4", "--config"])
+        .arg(&config)
+        .arg("--out")
+        .arg(&out)
+        .assert()
+        .success();
+    let stdout = String::from_utf8(run.get_output().stdout.clone()).unwrap();
+    for part in [
+        "step 1: gradients overflowed, update skipped on all ranks (1 so far), loss scale 4294967296 -> 2147483648",
+        "step 2: loss",
+        "| forward",
+        "memory of train",
+        "memory of eval",
+        "total peak",
+        "held out: loss",
+        "held-out perplexity",
+        "skipped updates",
+        "fp16 with the loss scaled by 2^32",
+    ] {
+        assert!(stdout.contains(part), "{part} in:\n{stdout}");
+    }
+    let steps = lines(&out.join("metrics.jsonl"));
+    assert_eq!(steps[0]["skipped"], true);
+    assert_eq!(steps[0]["grad_norm"], Value::Null);
+    let csv = std::fs::read_to_string(out.join("metrics.csv")).unwrap();
+    assert_eq!(csv.lines().count(), 5);
+    assert!(csv.starts_with("step,loss,perplexity,grad_norm,lr,loss_scale,skipped,"), "{csv}");
+    assert_eq!(csv, std::fs::read_to_string(logs.join("csv/metrics.csv")).unwrap());
+    assert!(std::fs::read_to_string(out.join("loss.svg")).unwrap().contains("<svg"));
+    assert_eq!(std::fs::read_dir(logs.join("tb")).unwrap().count(), 1);
+}
+
+#[test]
+fn configs_and_options_must_agree() {
+    let config = fixture("configs/deepspeed_zero3.json");
+    let config = config.to_str().unwrap();
+    refused(
+        &["--model", "tiny", "--config", config, "--stage", "2"],
+        "says 3; leave the option out, or change the file",
+    );
+    refused(&["--model", "tiny", "--config", config, "--ranks", "3"], "train_batch_size");
+    refused(&["--model", "tiny", "--config", "absent.json"], "absent.json");
+    let dir = tempfile::tempdir().unwrap();
+    let wrong = dir.path().join("wrong.json");
+    std::fs::write(&wrong, r#"{"zero_optimization": {"stage": 3, "stage3_max_live_params": 5}}"#).unwrap();
+    let expected = "unknown key; did you mean `stage3_max_live_parameters`?";
+    refused(&["--model", "tiny", "--config", wrong.to_str().unwrap()], expected);
+    refused(&["--model", "tiny", "--eval", "3"], "--eval 3: expected a multiple of the 2 ranks, such as 4");
+    refused(&["--model", "tiny", "--warmup", "20"], "--warmup 20: expected fewer than the 20 steps");
+}
+
 #[test]
 fn the_plan_and_the_table_are_for_people() {
     let run = gpt2().args(["--model", "tiny", "--steps", "2", "--seq", "16", "--stage", "2"]).assert().success();

@@ -177,12 +177,10 @@ pub(crate) fn reduce_in_place<B: Backend>(
             let cell = Cell::pending(template, context.gradient_dtype(slot));
             // The only handle goes to the reducer, so that it reads the gradient without a copy.
             let dense = std::mem::replace(gradient, ZeroTensor::Shard(Shard::new(cell.clone()))).load();
-            let dense = context.with_held_back(slot, dense);
-            reducer.submit(context, slot, dense, cell);
+            reducer.submit(context, slot.index, dense, cell);
         }
         None => {
-            let whole = context.with_held_back(slot, gradient.clone().load());
-            let flat = slice_piece::<B>(whole, slot.partition, 0);
+            let flat = slice_piece::<B>(gradient.clone().load(), slot.partition, 0);
             let dtype = context.gradient_dtype(slot);
             let flat = if flat.dtype() == dtype { flat } else { B::float_cast(flat, dtype.into()) };
             *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, flat)));

@@ -71,6 +71,9 @@ pub struct ZeroConfig {
     /// What gradients are sent as; additions are in fp32, rounded once. Default: as the parameter; DeepSpeed's
     /// `communication_data_type`.
     pub communication_dtype: Option<Float>,
+    /// Gradients are reduced beside the backward pass, as they come; otherwise after it, by `collect_grads`, which keeps
+    /// them whole until then. Default true; DeepSpeed's `overlap_comm`.
+    pub overlap_comm: bool,
     /// Gradients are divided by this before they are added and by the rest of the number of ranks afterwards, so that a
     /// sum in 16 bit does not overflow. Default 1; DeepSpeed's `gradient_predivide_factor`.
     pub gradient_predivide_factor: f32,
@@ -111,6 +114,7 @@ impl Default for ZeroConfig {
             param_dtype: Float::F32,
             gradient_dtype: None,
             communication_dtype: None,
+            overlap_comm: true,
             gradient_predivide_factor: 1.0,
         }
     }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use burn_backend::distributed::DistributedParamId;
-use burn_backend::{Backend, Distribution, TensorData, TensorMetadata};
+use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::{Gauge, WireCounter};
@@ -113,8 +113,6 @@ pub(crate) struct Context<B: Backend> {
     retired: Mutex<Vec<Arc<Cell<B>>>>,
     /// Whether the backward pass under way leaves gradients unreduced.
     holding: AtomicBool,
-    /// Whole gradients of such passes, in fp32, by parameter.
-    held_back: Mutex<HashMap<u64, B::FloatTensorPrimitive>>,
     running: AtomicBool,
     seed: AtomicU64,
     /// Parameters born since the last seed.
@@ -168,7 +166,6 @@ impl<B: Backend> Drop for InstallGuard<B> {
         self.0.running.store(false, Ordering::Relaxed);
         // Cells hold the context: what the context holds of them ends with the rank.
         drop(std::mem::take(&mut *self.0.settled.lock()));
-        drop(std::mem::take(&mut *self.0.held_back.lock()));
         self.0.drop_retired();
         self.0.gatherer.stop();
         if let Some(reducer) = &self.0.reducer {
@@ -219,7 +216,6 @@ impl<B: Backend> Context<B> {
             settled: Mutex::default(),
             retired: Mutex::default(),
             holding: AtomicBool::new(false),
-            held_back: Mutex::default(),
             running: AtomicBool::new(true),
             births: AtomicU64::new(0),
             draws: AtomicU64::new(0),
@@ -329,49 +325,9 @@ impl<B: Backend> Context<B> {
         self.holding.store(on, Ordering::Relaxed);
     }
 
+    /// Whether the backward pass under way leaves its gradients as they are.
     pub(crate) fn is_holding_back(&self) -> bool {
-        self.holding.load(Ordering::Relaxed)
-    }
-
-    /// Adds a gradient to what is held back of its parameter. In fp32, whatever the parameter is: these are sums.
-    pub(crate) fn add_held_back(&self, slot: &Slot<B>, gradient: B::FloatTensorPrimitive) {
-        let gradient = if gradient.dtype().size() < 4 { B::float_cast(gradient, DType::F32.into()) } else { gradient };
-        let bytes = (gradient.dtype().size() * slot.partition.numel()) as i64;
-        let mut held_back = self.held_back.lock();
-        let sum = match held_back.remove(&slot.index) {
-            Some(sum) => B::float_add(sum, gradient),
-            None => {
-                self.count_unreduced(bytes);
-                gradient
-            }
-        };
-        held_back.insert(slot.index, sum);
-    }
-
-    /// `gradient` and what is held back of its parameter.
-    pub(crate) fn with_held_back(&self, slot: &Slot<B>, gradient: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
-        match self.held_back.lock().remove(&slot.index) {
-            None => gradient,
-            Some(sum) => {
-                self.count_unreduced(-((sum.dtype().size() * slot.partition.numel()) as i64));
-                let gradient = if gradient.dtype() == sum.dtype() {
-                    gradient
-                } else {
-                    B::float_cast(gradient, sum.dtype().into())
-                };
-                B::float_add(sum, gradient)
-            }
-        }
-    }
-
-    /// Everything that is held back, in the order of the parameters' numbers.
-    pub(crate) fn held_back(&self) -> Vec<(Arc<Slot<B>>, B::FloatTensorPrimitive)> {
-        let mut held_back: Vec<_> = std::mem::take(&mut *self.held_back.lock()).into_iter().collect();
-        held_back.sort_by_key(|&(index, _)| index);
-        let slots = held_back.into_iter().map(|(index, sum)| (self.slot(index), sum));
-        slots
-            .inspect(|(slot, sum)| self.count_unreduced(-((sum.dtype().size() * slot.partition.numel()) as i64)))
-            .collect()
+        !self.config.overlap_comm || self.holding.load(Ordering::Relaxed)
     }
 
     /// Keeps reduced gradients until [`Context::take_settled`] asks for their parameter.
@@ -398,10 +354,15 @@ impl<B: Backend> Context<B> {
                     self.slot(index)
                 ));
             }
-            self.barrier("before an update");
-            self.fences.fetch_add(1, Ordering::Relaxed);
-            self.drop_retired();
+            self.fence("before an update");
         }
+    }
+
+    /// Waits until every rank has come this far: what was loaded before is read by none any more.
+    pub(crate) fn fence(&self, purpose: &'static str) {
+        self.barrier(purpose);
+        self.fences.fetch_add(1, Ordering::Relaxed);
+        self.drop_retired();
     }
 
     /// Fences so far.

@@ -2,6 +2,7 @@
 //! `GatheredParameters`.
 
 use std::collections::HashMap;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -60,27 +61,15 @@ pub struct Gathered {
     pub values: Vec<f32>,
 }
 
-/// Gathers the parameters that `select` names, runs `f` on them on every rank, and, with `modify_on_rank`, makes what that
-/// rank has left in `values` the parameters' values on all ranks. Every rank must call it alike.
+/// The parameters that `select` names, whole, on this rank. Ranks may differ in what they read.
 ///
-/// Memory: the selected parameters whole, on every rank; select one at a time where that matters.
-///
-/// # Panics
-///
-/// With the launcher's error when a collective fails, when `modify_on_rank` is no rank, or when `f` changes the number of
-/// a parameter's values.
-pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
-    module: M,
-    select: impl Fn(&ParamMeta) -> bool,
-    modify_on_rank: Option<usize>,
-    f: impl FnOnce(&mut [Gathered]) -> R,
-) -> (M, R) {
-    struct Read<A: ZeroAutodiff> {
+/// Memory: the selected parameters whole; select one at a time where that matters.
+pub fn read<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, select: impl Fn(&ParamMeta) -> bool) -> Vec<Gathered> {
+    struct Read {
         wanted: HashMap<ParamId, ParamMeta>,
         found: Vec<Gathered>,
-        _backend: std::marker::PhantomData<A>,
     }
-    impl<A: ZeroAutodiff> ModuleVisitor<A> for Read<A> {
+    impl<A: ZeroAutodiff> ModuleVisitor<A> for Read {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
             if let Some(meta) = self.wanted.remove(&param.id) {
                 let values = param.val().inner().into_data().iter::<f32>().collect();
@@ -88,19 +77,37 @@ pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
             }
         }
     }
-    let context = Context::<A::Base>::current();
-    let wanted = parameters::<A, M>(&module).into_iter().filter(|meta| select(meta)).map(|meta| (meta.id, meta));
-    let mut read = Read::<A> { wanted: wanted.collect(), found: Vec::new(), _backend: std::marker::PhantomData };
-    module.visit(&mut read);
-    let mut found = read.found;
-    let result = f(&mut found);
-    let Some(root) = modify_on_rank else { return (module, result) };
-    if root >= context.world {
-        stop(format!("modify_on_rank is {root}, but there are {} ranks, from 0", context.world));
+    fn visit<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, visitor: &mut impl ModuleVisitor<A>) {
+        module.visit(visitor);
     }
+    let wanted = parameters::<A, M>(module).into_iter().filter(|meta| select(meta)).map(|meta| (meta.id, meta));
+    let mut read = Read { wanted: wanted.collect(), found: Vec::new() };
+    visit::<A, M>(module, &mut read);
+    read.found
+}
 
-    let mut replacements = HashMap::new();
-    for Gathered { meta, values } in found {
+/// Makes rank `root`'s `values` the parameters' values on all ranks; returns the module and the values. Every rank calls
+/// it, with the same parameters. Between a backward pass and its update it is not allowed: gradients would be of other
+/// parameters.
+///
+/// An optimizer that keeps fp32 masters must be told ([`Fused::set_state`](crate::optim::Fused::set_state)); zero-train's
+/// engine does that.
+///
+/// # Panics
+///
+/// With the launcher's error when a collective fails, when `root` is no rank, or when a parameter has another number of
+/// elements than values were given.
+pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
+    module: M,
+    root: usize,
+    parameters: Vec<Gathered>,
+) -> (M, Vec<Gathered>) {
+    let context = Context::<A::Base>::current();
+    if root >= context.world {
+        stop(format!("the values of rank {root} were asked for, but there are {} ranks, from 0", context.world));
+    }
+    let mut written = Vec::with_capacity(parameters.len());
+    for Gathered { meta, values } in parameters {
         let expected: usize = meta.shape.iter().product();
         if values.len() != expected {
             stop(format!("{} has {expected} elements, but {} values were left in its place", meta.path, values.len()));
@@ -108,19 +115,43 @@ pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let bytes = context.broadcast_bytes_from(bytes, root);
         let values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("chunks of four bytes")));
-        replacements.insert(meta.id, values.collect::<Vec<f32>>());
+        written.push(Gathered { meta, values: values.collect() });
     }
-    context.barrier("before gathered parameters are replaced");
-    (module.map(&mut Replace::<A> { context, replacements, _backend: std::marker::PhantomData }), result)
+    let replacements = written.iter().map(|parameter| (parameter.meta.id, parameter.values.as_slice())).collect();
+    // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
+    context.fence("before parameters are replaced");
+    let module = module.map(&mut Replace::<A> { context: context.clone(), replacements, _backend: PhantomData });
+    context.fence("after parameters are replaced");
+    (module, written)
 }
 
-struct Replace<A: ZeroAutodiff> {
+/// Gathers the parameters that `select` names, runs `f` on them on every rank, and, with `modify_on_rank`, makes what that
+/// rank has left in `values` the parameters' values on all ranks, as [`write()`] does. Every rank must call it alike.
+///
+/// # Panics
+///
+/// As [`write()`].
+pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
+    module: M,
+    select: impl Fn(&ParamMeta) -> bool,
+    modify_on_rank: Option<usize>,
+    f: impl FnOnce(&mut [Gathered]) -> R,
+) -> (M, R) {
+    let mut found = read::<A, M>(&module, select);
+    let result = f(&mut found);
+    match modify_on_rank {
+        Some(root) => (write::<A, M>(module, root, found).0, result),
+        None => (module, result),
+    }
+}
+
+struct Replace<'a, A: ZeroAutodiff> {
     context: Arc<Context<A::Base>>,
-    replacements: HashMap<ParamId, Vec<f32>>,
-    _backend: std::marker::PhantomData<A>,
+    replacements: HashMap<ParamId, &'a [f32]>,
+    _backend: PhantomData<A>,
 }
 
-impl<A: ZeroAutodiff> ModuleMapper<A> for Replace<A> {
+impl<A: ZeroAutodiff> ModuleMapper<A> for Replace<'_, A> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
         let Some(values) = self.replacements.remove(&param.id) else { return param };
         let (id, tensor, mapper) = param.consume();

@@ -1,6 +1,7 @@
 //! What a training program calls on its module: [`prepare`] once, [`mark`] before a further forward pass, and
 //! [`collect_grads`] on every set of gradients.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -71,6 +72,13 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
 
     impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
+            let wanted = self.context.config.param_dtype.dtype();
+            if !A::Base::supports_dtype(self.device.inner(), wanted) {
+                let backend = A::Base::name(self.device.inner());
+                stop(format!(
+                    "backend {backend} cannot compute in {wanted:?}: use another param_dtype, or another backend"
+                ));
+            }
             let (id, tensor, mapper) = param.consume();
             let tracked =
                 matches!(tensor.clone().into_primitive(), TensorPrimitive::Float(tensor) if A::is_tracked(&tensor));
@@ -80,7 +88,6 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
                 return Param::from_mapped_value(id, tensor, mapper);
             };
-            let wanted = self.context.config.param_dtype.dtype();
             let (tensor, cell) = match primitive {
                 ZeroTensor::Shard(shard)
                     if shard.is_parameter()
@@ -208,7 +215,7 @@ fn shard_of<A: ZeroAutodiff, const D: usize>(tensor: &Tensor<A, D>) -> Option<Sh
 ///
 /// With the launcher's error when a collective fails.
 pub fn collect_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: GradientsParams, module: &M) -> GradientsParams {
-    collect::<A, M>(grads, module, None)
+    collect::<A, M>(grads, module, None, Vec::new())
 }
 
 /// As [`collect_grads`], for the gradients of some of the module's parameters (`GradientsParams::from_params`): those of
@@ -218,13 +225,14 @@ pub fn collect_grads_of<A: ZeroAutodiff, M: AutodiffModule<A>>(
     module: &M,
     parameters: &[ParamId],
 ) -> GradientsParams {
-    collect::<A, M>(grads, module, Some(parameters))
+    collect::<A, M>(grads, module, Some(parameters), Vec::new())
 }
 
 fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads: GradientsParams,
     module: &M,
     parameters: Option<&[ParamId]>,
+    held: Vec<Leftover<A::Base>>,
 ) -> GradientsParams {
     let context = Context::<A::Base>::current();
     // Every rank is here before the next update, whether it had a backward pass or not.
@@ -232,8 +240,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };
     module.visit(&mut leftovers);
     let Leftovers { grads, mut found, .. } = leftovers;
-    // What was held back for parameters without a gradient in this pass.
-    found.extend(context.held_back());
+    found.extend(held);
     loop {
         if let Some(reducer) = &context.reducer {
             let indices = found.iter().map(|(slot, _)| slot.index).collect();
@@ -262,29 +269,74 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     supply.grads
 }
 
-/// A backward pass whose gradients stay on this rank, whole, until the next one that is reduced: that one's gradients
-/// are added to them first. So several micro-batches cost one reduction, at the price of a whole set of gradients on
-/// every rank. What DeepSpeed and PyTorch call `no_sync`.
+/// Whole gradients that have not been reduced: sums over micro-batches, in fp32, of this rank alone.
 ///
-/// The module's parameters must be marked again ([`mark`]) before the next forward pass. Ranks may differ in what they
-/// hold back.
-pub fn backward_no_sync<A: ZeroAutodiff, M: AutodiffModule<A>>(loss: Tensor<A, 1>, module: &M) {
-    struct Release<B: Backend>(Arc<Context<B>>);
-    impl<B: Backend> Drop for Release<B> {
-        fn drop(&mut self) {
-            self.0.hold_back(false);
+/// What DeepSpeed and PyTorch call `no_sync`: several backward passes cost one reduction, at the price of a whole set of
+/// fp32 gradients on every rank.
+pub struct HeldGrads<A: ZeroAutodiff> {
+    context: Arc<Context<A::Base>>,
+    /// By the parameter's number.
+    sums: BTreeMap<u64, Leftover<A::Base>>,
+}
+
+impl<A: ZeroAutodiff> Default for HeldGrads<A> {
+    fn default() -> Self {
+        Self { context: Context::current(), sums: BTreeMap::new() }
+    }
+}
+
+impl<A: ZeroAutodiff> HeldGrads<A> {
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.sums.is_empty()
+    }
+
+    /// Runs `loss`'s backward pass without reductions and adds its gradients. The module's parameters must be marked
+    /// again ([`mark`]) before the next forward pass. Ranks may differ in how many passes they hold.
+    pub fn backward<M: AutodiffModule<A>>(&mut self, loss: Tensor<A, 1>, module: &M) {
+        struct Release<B: Backend>(Arc<Context<B>>);
+        impl<B: Backend> Drop for Release<B> {
+            fn drop(&mut self) {
+                self.0.hold_back(false);
+            }
+        }
+        self.context.hold_back(true);
+        let release = Release(self.context.clone());
+        let grads = GradientsParams::from_grads(loss.backward(), module);
+        drop(release);
+        let mut leftovers = Leftovers::<A> { grads, context: self.context.clone(), found: Vec::new() };
+        module.visit(&mut leftovers);
+        for (slot, gradient) in leftovers.found {
+            let gradient =
+                if gradient.dtype().size() < 4 { A::Base::float_cast(gradient, DType::F32.into()) } else { gradient };
+            let sum = match self.sums.remove(&slot.index) {
+                Some((_, sum)) => A::Base::float_add(sum, gradient),
+                None => {
+                    self.context.count_unreduced(bytes_of::<A::Base>(&gradient));
+                    gradient
+                }
+            };
+            self.sums.insert(slot.index, (slot, sum));
         }
     }
-    let context = Context::<A::Base>::current();
-    context.hold_back(true);
-    let release = Release(context.clone());
-    let grads = GradientsParams::from_grads(loss.backward(), module);
-    drop(release);
-    let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };
-    module.visit(&mut leftovers);
-    for (slot, dense) in leftovers.found {
-        context.add_held_back(&slot, dense);
+
+    /// Reduces what is held, as [`collect_grads`] does. Every rank must call it, whether it holds anything or not.
+    pub fn collect<M: AutodiffModule<A>>(mut self, module: &M) -> GradientsParams {
+        let held = std::mem::take(&mut self.sums);
+        held.values().for_each(|(_, sum)| self.context.count_unreduced(-bytes_of::<A::Base>(sum)));
+        collect::<A, M>(GradientsParams::new(), module, None, held.into_values().collect())
     }
+}
+
+impl<A: ZeroAutodiff> Drop for HeldGrads<A> {
+    fn drop(&mut self) {
+        self.sums.values().for_each(|(_, sum)| self.context.count_unreduced(-bytes_of::<A::Base>(sum)));
+    }
+}
+
+/// Bytes of a dense gradient.
+pub(crate) fn bytes_of<B: Backend>(gradient: &B::FloatTensorPrimitive) -> i64 {
+    (gradient.shape().num_elements() * gradient.dtype().size()) as i64
 }
 
 /// A parameter and its dense gradient.
@@ -339,6 +391,53 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<'_, A> {
             self.grads.register::<A::InnerBackend, D>(param.id, tensor);
         }
     }
+}
+
+/// Puts `values`, whole and flat and the same on every rank, in the place of a parameter's reduced gradient; `false` if
+/// there is none of that size.
+pub fn set_gradient<A: ZeroAutodiff, M: AutodiffModule<A>>(
+    grads: &mut GradientsParams,
+    module: &M,
+    id: ParamId,
+    values: &[f32],
+) -> bool {
+    struct Set<'a> {
+        grads: &'a mut GradientsParams,
+        id: ParamId,
+        values: &'a [f32],
+        done: bool,
+    }
+    impl<A: ZeroAutodiff> ModuleVisitor<A> for Set<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+            if param.id != self.id {
+                return;
+            }
+            let Some(gradient) = self.grads.get::<A::InnerBackend, D>(param.id) else { return };
+            let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = gradient.into_primitive() else {
+                return;
+            };
+            if cell.partition.numel() != self.values.len() {
+                return;
+            }
+            let range = cell.partition.range(cell.place());
+            let piece = if range.is_empty() { vec![0.0] } else { self.values[range].to_vec() };
+            let len = piece.len();
+            let data = TensorData::new(piece, [len]).convert_dtype(cell.dtype);
+            let origin = Cell::derivation("set_gradient", &[&cell]);
+            let piece = A::Base::float_from_data(data, &cell.device);
+            let cell = Cell::ready(cell.template(Kind::Gradient, origin), piece);
+            let primitive = TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(cell)));
+            self.grads.remove::<A::InnerBackend, D>(param.id);
+            self.grads.register::<A::InnerBackend, D>(param.id, Tensor::from_primitive(primitive));
+            self.done = true;
+        }
+    }
+    fn visit<A: ZeroAutodiff, M: Module<A>>(module: &M, set: &mut impl ModuleVisitor<A>) {
+        module.visit(set);
+    }
+    let mut set = Set { grads, id, values, done: false };
+    visit::<A, M>(module, &mut set);
+    set.done
 }
 
 /// Every gradient of the module multiplied by `factor`, where it lies.

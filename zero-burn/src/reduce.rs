@@ -33,6 +33,7 @@ use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Req
 use crate::config::ZeroConfig;
 use crate::context::{Context, Slot, Worker, stop};
 use crate::gather::read;
+use crate::module::bytes_of;
 use crate::shard::{Cell, GRADIENT, Kind, Template};
 
 /// A dense gradient on its way and the cell that will hold its reduced piece.
@@ -110,12 +111,12 @@ impl<B: Backend> Reducer<B> {
     pub(crate) fn submit(
         &self,
         context: &Context<B>,
-        slot: &Slot<B>,
+        index: u64,
         gradient: B::FloatTensorPrimitive,
         cell: Arc<Cell<B>>,
     ) {
-        context.count_unreduced(slot.bytes());
-        self.send(Job::Gradient { index: slot.index, contribution: Contribution { gradient, cell } });
+        context.count_unreduced(bytes_of::<B>(&gradient));
+        self.send(Job::Gradient { index, contribution: Contribution { gradient, cell } });
     }
 
     /// Lets the reducer catch up when this rank is so far ahead of the others that unreduced gradients pile up.
@@ -151,12 +152,6 @@ impl<B: Backend> Reducer<B> {
 
     pub(crate) fn stop(&self) {
         self.worker.stop();
-    }
-}
-
-impl<B: Backend> Slot<B> {
-    fn bytes(&self) -> i64 {
-        (self.partition.numel() * self.dtype.size()) as i64
     }
 }
 
@@ -219,7 +214,10 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
             }
             Job::Gradient { index, contribution } => match (&mut pass, &failure) {
                 (Some(pass), None) => {
-                    pass.arrived.insert(index, contribution);
+                    if let Some(first) = pass.arrived.insert(index, contribution) {
+                        // A parameter has one gradient in a pass.
+                        first.cell.settle(Err(stray(&*comm)));
+                    }
                     pass.order.push(index);
                     // Stage 1 keeps whole gradients until the end of the pass, as its memory formula says.
                     if stage == Stage::OptimizerState { Ok(()) } else { pass.advance() }
@@ -334,6 +332,7 @@ impl<B: Backend> Pass<B> {
 
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
         let slot = self.context.slot(index);
+        let counted = contribution.as_ref().map_or(0, |contribution| bytes_of::<B>(&contribution.gradient));
         let (values, cell) = match contribution {
             Some(Contribution { gradient, cell }) => (Some(read::<B>(gradient).convert_dtype(DType::F32)), cell),
             None => {
@@ -345,7 +344,6 @@ impl<B: Backend> Pass<B> {
             }
         };
         self.next += 1;
-        let counted = if values.is_some() { slot.bytes() } else { 0 };
         let values = values.as_ref().map(|data| data.as_slice::<f32>().expect("converted to f32 above"));
         let result = self.buckets.push(values, cell, slot.partition.numel());
         self.context.count_unreduced(-counted);

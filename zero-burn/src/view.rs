@@ -109,7 +109,11 @@ impl<B: Backend> Views<B> {
 
     pub(crate) fn swap_dims(mut self, a: usize, b: usize) -> Self {
         self.shape.swap(a, b);
-        self.ops.push(View::SwapDims(a, b));
+        // Burn's column layout transposes when it saves and again when it loads: what is left is the parameter itself.
+        match self.ops.last() {
+            Some(&View::SwapDims(x, y)) if (x, y) == (a, b) || (x, y) == (b, a) => drop(self.ops.pop()),
+            _ => self.ops.push(View::SwapDims(a, b)),
+        }
         self
     }
 

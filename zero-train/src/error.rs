@@ -35,12 +35,21 @@ pub enum TrainError {
         /// What is wrong, what was expected, and what to change.
         problem: String,
     },
+    /// The engine refused its settings, or stopped.
+    #[error(transparent)]
+    Engine(#[from] crate::engine::EngineError),
+    /// A log file cannot be written.
+    #[error(transparent)]
+    Monitor(#[from] crate::monitor::MonitorError),
     /// A model cannot be configured or loaded.
     #[error(transparent)]
     Model(#[from] ModelError),
     /// The model does not fit into this machine's memory.
     #[error("{0}")]
     Memory(String),
+    /// A configuration file, or the plan made of options, is wrong.
+    #[error(transparent)]
+    Config(#[from] crate::config::ConfigError),
     /// A rank failed while training.
     #[error("training failed: {0}")]
     Run(String),
@@ -50,7 +59,7 @@ impl TrainError {
     /// The exit code of a command that ends with this error: 2 for bad input, 1 for a run that failed.
     pub fn exit_code(&self) -> u8 {
         match self {
-            TrainError::Run(_) => 1,
+            TrainError::Run(_) | TrainError::Engine(crate::engine::EngineError::LossScale(_)) => 1,
             _ => 2,
         }
     }

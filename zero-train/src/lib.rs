@@ -1,16 +1,24 @@
-//! Training on [`Zero<B>`](zero_burn::Zero): data, launching ranks, metrics, and the GPT-2 command.
+//! Training on [`Zero<B>`](zero_burn::Zero): configurations, the engine, Burn's learner on ranks, data, metrics, and the
+//! GPT-2 command.
 //!
-//! * In: command-line options ([`gpt2::Options`]), a text or token file, a preset or a Hugging Face folder.
-//! * Out: `metrics.jsonl` (one [`metrics::StepMetrics`] a step), a table or a JSON summary.
+//! * In: a DeepSpeed JSON or an Accelerate YAML ([`config`]), command-line options ([`gpt2::Options`]), a text or token
+//!   file, a preset or a Hugging Face folder.
+//! * Out: a trained module ([`engine::ZeroEngine`], [`learner::ZeroStrategy`]); `metrics.jsonl` (one
+//!   [`metrics::StepMetrics`] a step), CSV, TensorBoard event files, an SVG plot, a table or a JSON summary.
 //! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
 
+pub mod config;
 pub mod data;
 pub mod engine;
 mod error;
+pub mod estimate;
 pub mod gpt2;
+pub mod learner;
 pub mod loss_scale;
 pub mod memory;
 pub mod metrics;
+pub mod monitor;
 pub mod schedule;
+pub mod wizard;
 
 pub use error::TrainError;

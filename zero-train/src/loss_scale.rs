@@ -16,8 +16,8 @@
 //!
 //! These are the rules of the scaler that DeepSpeed uses with ZeRO, stages 1 to 3:
 //! <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py>. (Its optimizer for
-//! fp16 without ZeRO has a simpler one, without hysteresis and without the error.) Two differences, both where
-//! DeepSpeed cannot train on: the scale stops doubling at 2^127, because float32 has no larger power of two; and
+//! fp16 without ZeRO has a simpler one, without hysteresis and without the error.) Two differences: the
+//! scale stops doubling at 2^127, because float32 has no larger power of two and every loss would be infinite; and
 //! settings under which the scale could never fall, or would rise on an overflow, are refused.
 //!
 //! # Which scale to divide by
@@ -72,9 +72,9 @@ pub enum LossScaleError {
     },
     /// The gradients overflow even at the smallest scale.
     #[error(
-        "the gradients overflowed and the loss scale is already at its minimum, {min_scale}: the loss or the weights are \
-         most likely infinite or NaN. Lower the learning rate, clip the gradients, check the data, train in bf16, or \
-         lower fp16.min_loss_scale"
+        "the gradients overflowed and the loss scale is already at its minimum, {min_scale}: the loss or the weights \
+         are most likely infinite or NaN. Lower the learning rate, clip the gradients, check the data, train in bf16, \
+         or lower fp16.min_loss_scale"
     )]
     AtMinimum {
         /// The scale and its minimum.

@@ -17,7 +17,8 @@ pub struct StepMetrics {
     pub step: usize,
     /// Mean loss over the global batch, before the update.
     pub loss: f64,
-    /// Global L2 norm of the averaged gradient.
+    /// Global L2 norm of the averaged gradient, before clipping.
+    #[serde(deserialize_with = "number_or_infinity")]
     pub grad_norm: f64,
     /// Learning rate of the update.
     pub lr: f64,
@@ -27,10 +28,40 @@ pub struct StepMetrics {
     pub step_ms: f64,
     /// Tokens of the global batch per second.
     pub tokens_per_second: f64,
-    /// Whether the update was skipped (never in fp32).
+    /// Whether the update was skipped because gradients overflowed (never in fp32); `grad_norm` is then null.
     pub skipped: bool,
+    /// What the loss was multiplied by; 1 but in fp16.
+    pub loss_scale: f64,
     /// Each rank's memory and traffic.
     pub ranks: Vec<RankMetrics>,
+}
+
+/// JSON has no infinity: it is written as null.
+fn number_or_infinity<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::INFINITY))
+}
+
+/// One pass over the training data.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EpochMetrics {
+    /// Number of the epoch, from 1.
+    pub epoch: usize,
+    /// Its last step.
+    pub step: usize,
+    /// Mean training loss over its steps.
+    pub loss: f64,
+    /// `exp(loss)`.
+    pub perplexity: f64,
+    /// Mean loss over the held-out rows, at its end.
+    pub eval_loss: Option<f64>,
+    /// `exp(eval_loss)`.
+    pub eval_perplexity: Option<f64>,
+}
+
+impl EpochMetrics {
+    pub(crate) fn new(epoch: usize, step: usize, loss: f64, eval_loss: Option<f64>) -> Self {
+        Self { epoch, step, loss, perplexity: loss.exp(), eval_loss, eval_perplexity: eval_loss.map(f64::exp) }
+    }
 }
 
 /// One rank in one step.

@@ -7,6 +7,7 @@ use burn::module::{AutodiffModule, ModuleMapper, Param, ParamId};
 use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer};
 use burn::tensor::{Tensor, TensorPrimitive};
 use burn_backend::distributed::DistributedParamId;
+use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData};
 use burn_std::{DType, Shape};
 
@@ -14,10 +15,10 @@ use super::pass::{Arrays, run};
 use super::rule::{Kernel, Rule};
 use super::state::{MASTER, ParamState, StateRecord, flat};
 use crate::backend::Zero;
-use crate::context::stop;
+use crate::context::{Context, stop};
 use crate::gather::read;
 use crate::module::ZeroAutodiff;
-use crate::shard::{Cell, Kind, Origin, Template};
+use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
 use crate::tensor::{Shard, ZeroTensor};
 
 /// What is known of a parameter when it is put into a group.
@@ -82,6 +83,21 @@ impl<A: ZeroAutodiff> Fused<A> {
         self
     }
 
+    /// Sets the momentum (the first beta of Adam and Lion) and, for Adam, the second beta, of all groups from the next step
+    /// on: schedules that cycle the momentum use it. A rule without momentum keeps none.
+    pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
+        for rule in self.groups.iter_mut().map(|group| &mut group.rule).chain([&mut self.rule]) {
+            match rule {
+                Rule::AdamW { beta_1, beta_2, .. } | Rule::Adam { beta_1, beta_2, .. } => {
+                    (*beta_1, *beta_2) = (momentum, second_beta);
+                }
+                Rule::Sgd { momentum: own, .. } if *own != 0.0 => *own = momentum,
+                Rule::Lion { beta_1, .. } => *beta_1 = momentum,
+                Rule::Sgd { .. } | Rule::Adagrad { .. } => {}
+            }
+        }
+    }
+
     /// As [`Optimizer::step`], with all gradients multiplied by `grad_scale` in the same pass: for clipping by the
     /// global norm and for loss scales.
     pub fn step_scaled<M: AutodiffModule<A>>(
@@ -102,8 +118,19 @@ impl<A: ZeroAutodiff> Fused<A> {
     }
 
     /// Replaces one state of a parameter by `values`, whole and flat, the same on every rank. `false` if there is no
-    /// such state or it has another size.
+    /// such state or it has another size; an fp32 master is made if there is none yet.
     pub fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool {
+        if name == MASTER && self.state(id, name).is_none() {
+            // Otherwise the parameter's first update makes it, from the parameter.
+            let context = Context::<A::Base>::current();
+            let (shape, device) = (Shape::new([values.len()]), context.device.clone());
+            let partition = context.partition(values.len());
+            let nothing =
+                <A::Base as FloatTensorOps<A::Base>>::float_zeros(Shape::new([1]), &device, DType::F32.into());
+            let kind = Kind::Optimizer;
+            let template = Template { context, slot: None, partition, shape, device, kind, origin: PRIOR };
+            self.state_of(id).cells.push((name.into(), Cell::ready(template, nothing)));
+        }
         let Some(&place) = self.index.get(&id) else { return false };
         let cells = &mut self.states[place].cells;
         let Some((_, cell)) = cells.iter_mut().find(|(known, _)| known == name) else { return false };
@@ -114,10 +141,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
         let len = piece.len();
         let origin = Cell::derivation("set_state", &[cell]);
-        let local = <A::Base as burn_backend::ops::FloatTensorOps<A::Base>>::float_from_data(
-            TensorData::new(piece, [len]),
-            &cell.device,
-        );
+        let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(TensorData::new(piece, [len]), &cell.device);
         *cell = Cell::ready(cell.template(Kind::Optimizer, origin), local);
         true
     }
@@ -258,6 +282,15 @@ fn update<B: Backend>(
         g = g.convert_dtype(DType::F32);
     }
     let elements = g.num_elements();
+    for data in [Some(&p), copy.as_ref()].into_iter().flatten().chain(tensors.iter().flatten()) {
+        if data.num_elements() != elements {
+            stop(format!(
+                "optimizer state of {} elements does not belong to a parameter whose piece has {elements}: the record was \
+                 made by another model, or was not loaded inside zero_burn::load_state",
+                data.num_elements()
+            ));
+        }
+    }
     let mut tensors: Vec<TensorData> = tensors
         .iter_mut()
         .map(|data| data.take().unwrap_or_else(|| TensorData::new(vec![0f32; elements], [elements])))

@@ -171,6 +171,7 @@ impl Kernel {
                     let old = if fresh { 0.0 } else { *m };
                     let update = old * beta_1 + g * (1.0 - beta_1);
                     let sign = f32::from(u8::from(update > 0.0)) - f32::from(u8::from(update < 0.0));
+                    let sign = if update.is_nan() { update } else { sign };
                     *p = *p * keep - sign * lr;
                     *m = old * beta_2 + g * (1.0 - beta_2);
                 }

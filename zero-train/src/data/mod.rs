@@ -97,6 +97,12 @@ impl TokenRows {
         Ok(())
     }
 
+    /// Cuts the last `rows` rows off, for evaluation. `None` if that leaves none to train on.
+    pub fn split_off(&mut self, rows: usize) -> Option<Self> {
+        let keep = self.rows().checked_sub(rows).filter(|&keep| keep > 0)?;
+        Some(Self { tokens: self.tokens.split_off(keep * self.seq), seq: self.seq })
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.tokens.len() / self.seq

@@ -55,6 +55,9 @@ pub enum EngineError {
     /// A call at the wrong time.
     #[error("{0}")]
     Order(&'static str),
+    /// A schedule that cannot work.
+    #[error(transparent)]
+    Schedule(#[from] crate::schedule::ScheduleError),
     /// The loss scale cannot get smaller.
     #[error(transparent)]
     LossScale(#[from] LossScaleError),

@@ -41,17 +41,17 @@ use burn::tensor::Tensor;
 pub use error::EngineError;
 pub use optimizer::EngineOptimizer;
 use zero_burn::config::{self, Float};
-use zero_burn::module::{ZeroAutodiff, backward_no_sync, collect_grads, grad_norm, mark, prepare};
+use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, grad_norm, mark, prepare};
 use zero_burn::stats::all_gather;
 
 use crate::loss_scale::LossScaler;
-use crate::schedule::Schedule;
+use crate::schedule::{ONE_CYCLE_BETA2, Schedule};
 
 /// How an engine steps.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Micro-batches per update. Their losses are averaged. At stages 0 and 1 gradients are reduced once, at the last; at
-    /// stages 2 and 3 with each micro-batch, into this rank's shard.
+    /// Micro-batches per update. Their losses are averaged. At stages 0 and 1 gradients are summed on the rank, whole and in
+    /// fp32, and reduced once, at the last; at stages 2 and 3 with each micro-batch, into this rank's shard.
     pub accumulation: usize,
     /// Gradients are scaled down so that their L2 norm over all parameters and ranks is at most this.
     pub clipping: Option<f64>,
@@ -149,8 +149,10 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     /// Gradients of non-final micro-batches stay on the rank.
     reduces_once: bool,
     in_no_sync: bool,
-    /// Micro-batches whose gradients have not been reduced yet.
-    unreduced: usize,
+    /// Gradients of micro-batches that have not been reduced yet.
+    held: HeldGrads<A>,
+    /// Whether there are such micro-batches, on this rank or another.
+    unreduced: bool,
     steps: usize,
     skipped: usize,
     times: Times,
@@ -162,14 +164,35 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// [`EngineError::Setting`] and [`EngineError::NoMasters`].
-    pub fn initialize(model: M, optimizer: O, config: EngineConfig, device: &A::Device) -> Result<Self, EngineError> {
+    pub fn initialize(
+        model: M,
+        mut optimizer: O,
+        config: EngineConfig,
+        device: &A::Device,
+    ) -> Result<Self, EngineError> {
         if config.accumulation == 0 {
             return Err(setting("accumulation", 0, "expected at least 1 micro-batch per update"));
+        }
+        let settings = config::current::<A::Base>();
+        if settings.param_dtype == Float::F16 && config.loss_scale.is_none() {
+            let expected = "fp16 loses small gradients without one: set LossScaler::dynamic, or use bf16";
+            return Err(setting("loss_scale", "absent", expected));
         }
         if let Some(clipping) = config.clipping.filter(|clipping| !(*clipping > 0.0 && clipping.is_finite())) {
             return Err(setting("clipping", clipping, "expected a norm above 0, or none for no clipping"));
         }
-        let settings = config::current::<A::Base>();
+        if let Err(error) = config.schedule.validate()
+            && !error.is_warning_in_deepspeed()
+        {
+            return Err(error.into());
+        }
+        if let Some(momentum) = config.schedule.momentum(0)
+            && !optimizer.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32)
+        {
+            let expected =
+                "this optimizer's momentum cannot be changed: use zero_burn::optim::Fused, or cycle_momentum false";
+            return Err(setting("cycle_momentum", true, expected));
+        }
         if settings.param_dtype != Float::F32 && !O::KEEPS_MASTERS {
             return Err(EngineError::NoMasters { optimizer: std::any::type_name::<O>() });
         }
@@ -183,7 +206,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             micro_batches: 0,
             unmarked: false,
             in_no_sync: false,
-            unreduced: 0,
+            held: HeldGrads::default(),
+            unreduced: false,
             steps: 0,
             skipped: 0,
             times: Times::default(),
@@ -227,7 +251,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// Whether the next backward pass is the last of its update.
     pub fn is_boundary(&self) -> bool {
-        self.micro_batches + 1 == self.config.accumulation
+        self.micro_batches + 1 >= self.config.accumulation
     }
 
     /// What has been spent since the last call.
@@ -257,12 +281,17 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let begin = Instant::now();
         let factor = self.loss_scale() / self.config.accumulation as f64;
         let loss = if factor == 1.0 { loss } else { loss.mul_scalar(factor) };
-        if self.in_no_sync || (self.reduces_once && !self.is_boundary()) {
-            backward_no_sync::<A, M>(loss, self.model());
-            self.unreduced += 1;
+        let model = self.model.as_ref().expect("the module is absent only inside of step");
+        let waits = self.in_no_sync || (self.reduces_once && !self.is_boundary());
+        if waits || self.unreduced {
+            self.held.backward(loss, model);
+            self.unreduced = true;
         } else {
-            let grads = GradientsParams::from_grads(loss.backward(), self.model());
-            self.collect(grads);
+            let grads = GradientsParams::from_grads(loss.backward(), model);
+            self.accumulator.accumulate(model, collect_grads::<A, M>(grads, model));
+        }
+        if !waits && self.unreduced {
+            self.reduce_held();
         }
         self.end_micro_batch(begin);
     }
@@ -271,19 +300,19 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// sum. The average is over all ranks, as in PyTorch's `join`.
     pub fn idle(&mut self) {
         let begin = Instant::now();
-        if self.in_no_sync || (self.reduces_once && !self.is_boundary()) {
-            self.unreduced += 1;
-        } else {
-            self.collect(GradientsParams::new());
+        let waits = self.in_no_sync || (self.reduces_once && !self.is_boundary());
+        self.unreduced |= waits;
+        if !waits {
+            self.reduce_held();
         }
         self.end_micro_batch(begin);
     }
 
-    fn collect(&mut self, grads: GradientsParams) {
+    fn reduce_held(&mut self) {
         let model = self.model.as_ref().expect("the module is absent only inside of step");
-        let grads = collect_grads::<A, M>(grads, model);
+        let grads = std::mem::take(&mut self.held).collect(model);
         self.accumulator.accumulate(model, grads);
-        self.unreduced = 0;
+        self.unreduced = false;
     }
 
     fn end_micro_batch(&mut self, begin: Instant) {
@@ -323,6 +352,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step was called before backward: call forward and backward first"));
         }
+        if self.micro_batches > self.config.accumulation {
+            return Err(EngineError::Order(
+                "backward was called more often than the update has micro-batches: call step after every backward, or \
+                 raise accumulation",
+            ));
+        }
         if self.micro_batches < self.config.accumulation {
             return Ok(Step::Accumulating { micro_batches: self.micro_batches });
         }
@@ -339,14 +374,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step_now was called before backward: call forward and backward first"));
         }
-        if self.unreduced > 0 && !self.in_no_sync {
-            self.collect(GradientsParams::new());
+        if self.unreduced && !self.in_no_sync {
+            self.reduce_held();
         }
         self.update()
     }
 
     fn update(&mut self) -> Result<Step, EngineError> {
-        if self.unreduced > 0 {
+        if self.unreduced {
             return Err(EngineError::Order(
                 "the update's last backward pass was inside of no_sync, so that its gradients are not reduced: leave \
                  no_sync before the last micro-batch",
@@ -374,6 +409,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         // PyTorch's clip_grad_norm_ adds the same 1e-6.
         let clip_factor = self.config.clipping.map_or(1.0, |most| (most / (grad_norm + 1e-6)).min(1.0));
         let lr = self.lr();
+        if let Some(momentum) = self.config.schedule.momentum(self.steps) {
+            self.optimizer.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32);
+        }
         let model = self.optimizer.step_scaled(lr, (clip_factor / loss_scale) as f32, model, grads);
         // Counts the new versions as parameters.
         mark::<A, M>(&model);

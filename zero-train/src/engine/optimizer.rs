@@ -15,6 +15,10 @@ pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A
     /// A step with every gradient multiplied by `grad_scale`.
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M;
 
+    /// Sets the momentum (Adam's first beta) and, for Adam, the second beta, of the next steps; `false` if the optimizer
+    /// has no such setting.
+    fn set_momentum(&mut self, momentum: f32, beta_2: f32) -> bool;
+
     /// A state of a parameter by its name, flat, if the optimizer gives access to it.
     fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>>;
 
@@ -27,6 +31,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> EngineOptimizer<A, M> for Fused<A> {
 
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
         Fused::step_scaled(self, lr, grad_scale, module, grads)
+    }
+
+    fn set_momentum(&mut self, momentum: f32, beta_2: f32) -> bool {
+        Fused::set_momentum(self, momentum, beta_2);
+        true
     }
 
     fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>> {
@@ -49,6 +58,10 @@ where
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
         let grads = if grad_scale == 1.0 { grads } else { scale_grads::<A, M>(grads, &module, grad_scale) };
         self.step(lr, module, grads)
+    }
+
+    fn set_momentum(&mut self, _momentum: f32, _beta_2: f32) -> bool {
+        false
     }
 
     fn state(&self, _id: ParamId, _name: &str) -> Option<Tensor<A::InnerBackend, 1>> {

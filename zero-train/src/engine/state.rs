@@ -1,12 +1,15 @@
 //! Reading and writing whole parameters, gradients and optimizer state through their shards: what DeepSpeed calls
 //! `GatheredParameters` and `safe_get_full_*`, `safe_set_full_*`. Every rank calls these alike.
 
+use std::hash::Hasher;
+
 use burn::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use zero_burn::config::{self, Float};
-use zero_burn::gathered::{Gathered, ParamMeta, gathered, parameters};
-use zero_burn::module::ZeroAutodiff;
+use zero_burn::gathered::{self, Gathered, ParamMeta, parameters};
+use zero_burn::module::{ZeroAutodiff, set_gradient};
+use zero_burn::stats::all_gather;
 
 use super::{EngineError, EngineOptimizer, ZeroEngine};
 
@@ -19,30 +22,51 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         parameters::<A, M>(self.model())
     }
 
-    /// Runs `f` on the whole parameters that `select` names, on every rank; with `modify_on_rank`, what that rank leaves
-    /// there becomes their value everywhere, masters included.
+    /// Runs `f` on the whole parameters that `select` names, on every rank, with all digits of their masters where they are
+    /// kept in 16 bit. With `modify_on_rank`, those that that rank changes have its values everywhere afterwards, masters
+    /// included. Not between [`backward`](Self::backward) and [`step`](Self::step) then.
     ///
     /// # Panics
     ///
-    /// As [`zero_burn::gathered::gathered`].
+    /// As [`zero_burn::gathered::write`].
     pub fn gathered<R>(
         &mut self,
         select: impl Fn(&ParamMeta) -> bool,
         modify_on_rank: Option<usize>,
         f: impl FnOnce(&mut [Gathered]) -> R,
     ) -> R {
+        let mut found = gathered::read::<A, M>(self.model(), select);
+        for parameter in &mut found {
+            if let Some(master) = self.optimizer.state(parameter.meta.id, MASTER) {
+                parameter.values = master.into_data().iter::<f32>().collect();
+            }
+        }
+        let before: Vec<u64> = found.iter().map(|parameter| fingerprint(&parameter.values)).collect();
+        let result = f(&mut found);
+        if let Some(root) = modify_on_rank {
+            let changed: Vec<f64> = found
+                .iter()
+                .zip(before)
+                .map(|(parameter, before)| f64::from(u8::from(fingerprint(&parameter.values) != before)))
+                .collect();
+            let all = all_gather::<A::Base>(&changed);
+            // An unknown rank is told by `write`.
+            let changed = all.get(root).unwrap_or(&changed);
+            let found = found.into_iter().zip(changed).filter(|(_, changed)| **changed > 0.0).map(|(p, _)| p).collect();
+            self.write(root, found);
+        }
+        result
+    }
+
+    fn write(&mut self, root: usize, parameters: Vec<Gathered>) {
         let model = self.model.take().expect("the module is absent only inside of step");
-        let ids: Vec<ParamMeta> = parameters::<A, M>(&model).into_iter().filter(|meta| select(meta)).collect();
-        let (model, result) = gathered::<A, M, R>(model, select, modify_on_rank, f);
+        let (model, written) = gathered::write::<A, M>(model, root, parameters);
         self.model = Some(model);
-        if modify_on_rank.is_some() && config::current::<A::Base>().param_dtype != Float::F32 {
-            for meta in ids {
-                let values = self.values(&meta);
-                // There is none before the parameter's first update, which makes it from the parameter.
+        if config::current::<A::Base>().param_dtype != Float::F32 {
+            for Gathered { meta, values } in written {
                 self.optimizer.set_state(meta.id, MASTER, &values);
             }
         }
-        result
     }
 
     /// A parameter in fp32: its master where it is kept in 16 bit.
@@ -52,14 +76,16 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// [`EngineError::UnknownParameter`].
     pub fn full_parameter(&self, path: &str) -> Result<Gathered, EngineError> {
         let meta = self.meta(path)?;
-        let values = match self.optimizer.state(meta.id, MASTER) {
-            Some(master) => master.into_data().iter::<f32>().collect(),
-            None => self.values(&meta),
-        };
-        Ok(Gathered { meta, values })
+        Ok(match self.optimizer.state(meta.id, MASTER) {
+            Some(master) => Gathered { values: master.into_data().iter::<f32>().collect(), meta },
+            None => {
+                let found = gathered::read::<A, M>(self.model(), |other| other.id == meta.id);
+                found.into_iter().next().expect("the module has the parameter that was found in it")
+            }
+        })
     }
 
-    /// Sets a parameter, and its master, to `values`, the same on every rank.
+    /// Sets a parameter, and its master, to rank 0's `values`.
     ///
     /// # Errors
     ///
@@ -67,21 +93,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     pub fn set_full_parameter(&mut self, path: &str, values: &[f32]) -> Result<(), EngineError> {
         let meta = self.meta(path)?;
         check_size(&meta, values)?;
-        let model = self.model.take().expect("the module is absent only inside of step");
-        let (model, ()) = gathered::<A, M, ()>(
-            model,
-            |other| other.id == meta.id,
-            Some(0),
-            |found| {
-                found.iter_mut().for_each(|parameter| parameter.values = values.to_vec());
-            },
-        );
-        self.model = Some(model);
-        self.optimizer.set_state(meta.id, MASTER, values);
+        self.write(0, vec![Gathered { meta, values: values.to_vec() }]);
         Ok(())
     }
 
-    /// The gradient of a parameter, averaged over ranks and summed over the micro-batches so far, without the loss scale.
+    /// The gradient of a parameter, averaged over ranks and summed over the micro-batches so far (each
+    /// divided by their number), without the loss scale.
     /// Between [`backward`](Self::backward) and [`step`](Self::step), where it has been reduced.
     ///
     /// # Errors
@@ -112,12 +129,25 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let scale = self.loss_scale() as f32;
         match values {
             Some(values) => Ok(Gathered { meta, values: values.into_iter().map(|value| value / scale).collect() }),
-            None => Err(EngineError::NoState {
-                path: path.into(),
-                what: "reduced gradient".into(),
-                why: "read it between the update's last backward and its step; a parameter that no rank has used has none",
-            }),
+            None => Err(no_gradient(path)),
         }
+    }
+
+    /// Sets a reduced gradient to `values`, the same on every rank; on the scale of [`full_gradient`](Self::full_gradient).
+    ///
+    /// # Errors
+    ///
+    /// As [`full_gradient`](Self::full_gradient), and [`EngineError::Size`].
+    pub fn set_full_gradient(&mut self, path: &str, values: &[f32]) -> Result<(), EngineError> {
+        let meta = self.meta(path)?;
+        check_size(&meta, values)?;
+        let scale = self.loss_scale() as f32;
+        let values: Vec<f32> = values.iter().map(|value| value * scale).collect();
+        let mut grads = self.accumulator.grads();
+        let model = self.model.as_ref().expect("the module is absent only inside of step");
+        let set = set_gradient::<A, M>(&mut grads, model, meta.id, &values);
+        self.accumulator.accumulate(model, grads);
+        if set { Ok(()) } else { Err(no_gradient(path)) }
     }
 
     /// A state of the optimizer for a parameter, by its name (for AdamW "exp_avg" and "exp_avg_sq").
@@ -140,23 +170,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// As [`full_optimizer_state`](Self::full_optimizer_state), and [`EngineError::Size`].
     pub fn set_full_optimizer_state(&mut self, path: &str, name: &str, values: &[f32]) -> Result<(), EngineError> {
+        if name == MASTER {
+            return self.set_full_parameter(path, values);
+        }
         let meta = self.meta(path)?;
         check_size(&meta, values)?;
         if self.optimizer.set_state(meta.id, name, values) { Ok(()) } else { Err(no_state(path, name)) }
-    }
-
-    fn values(&self, meta: &ParamMeta) -> Vec<f32> {
-        struct Read(ParamId, Vec<f32>);
-        impl<A: ZeroAutodiff> ModuleVisitor<A> for Read {
-            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-                if param.id == self.0 {
-                    self.1 = param.val().inner().into_data().iter::<f32>().collect();
-                }
-            }
-        }
-        let mut read = Read(meta.id, Vec::new());
-        ModuleVisitorRun::<A, M>::run(self.model(), &mut read);
-        read.1
     }
 
     fn meta(&self, path: &str) -> Result<ParamMeta, EngineError> {
@@ -190,6 +209,21 @@ fn check_size(meta: &ParamMeta, values: &[f32]) -> Result<(), EngineError> {
         got if got == expected => Ok(()),
         got => Err(EngineError::Size { path: meta.path.clone(), expected, got }),
     }
+}
+
+fn no_gradient(path: &str) -> EngineError {
+    EngineError::NoState {
+        path: path.into(),
+        what: "reduced gradient".into(),
+        why: "it is there between the update's last backward and its step; a parameter that no rank has used has none",
+    }
+}
+
+/// Of the bits of `values`, to see whether any has changed.
+fn fingerprint(values: &[f32]) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    values.iter().for_each(|value| hasher.write_u32(value.to_bits()));
+    hasher.finish()
 }
 
 fn no_state(path: &str, name: &str) -> EngineError {

@@ -1,13 +1,15 @@
 //! The GPT-2 training command: options to a validated plan, ranks that train, a report.
 
+mod observer;
 mod options;
 mod plan;
 mod report;
 mod train;
+mod zero_plan;
 
 use std::process::ExitCode;
 
-pub use options::Options;
+pub use options::{Dtype, Options};
 pub use plan::{MemoryNeed, Plan};
 pub use report::Summary;
 
@@ -53,8 +55,11 @@ pub fn run(options: &Options, default_model: &str, default_data: &Source<'_>) ->
     if !options.json {
         println!("{plan}");
     }
-    let steps = train::train(&plan)?;
-    let summary = Summary::new(&plan, &steps);
+    for warning in &plan.plan.warnings {
+        eprintln!("warning: {warning}");
+    }
+    let measured = train::train(&plan)?;
+    let summary = Summary::new(&plan, &measured);
     if options.json {
         println!("{}", serde_json::to_string(&summary).expect("a summary is plain numbers and names"));
     } else {

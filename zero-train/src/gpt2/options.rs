@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
-/// Options of GPT-2 training.
+/// Options of GPT-2 training. What is not given is taken from `--config`, and without that has the default named.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
     /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b), or a folder with a Hugging Face
@@ -18,46 +18,76 @@ pub struct Options {
     /// Text, or a .safetensors file with an int tensor `input_ids` [rows, T], to train on
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
+    /// A DeepSpeed JSON or an Accelerate YAML; other options fill its "auto" values and must not contradict it
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
     /// ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded over the ranks
-    #[arg(long, default_value_t = 3)]
-    pub stage: u8,
-    /// Number of data-parallel ranks (threads of this process)
-    #[arg(long, default_value_t = 2)]
-    pub ranks: usize,
+    /// [default: 3]
+    #[arg(long)]
+    pub stage: Option<u8>,
+    /// Number of data-parallel ranks (threads of this process) [default: 2]
+    #[arg(long)]
+    pub ranks: Option<usize>,
     /// Training steps
     #[arg(long, default_value_t = 20)]
     pub steps: usize,
-    /// Rows per rank and step
-    #[arg(long, default_value_t = 1)]
-    pub batch: usize,
+    /// Rows per rank and micro-batch [default: 1]
+    #[arg(long)]
+    pub batch: Option<usize>,
+    /// Micro-batches per step [default: 1]
+    #[arg(long)]
+    pub accumulation: Option<usize>,
     /// Tokens per row [default: 128, or what the data file has]
     #[arg(long)]
     pub seq: Option<usize>,
-    /// AdamW's learning rate
-    #[arg(long, default_value_t = 1e-3)]
-    pub lr: f64,
-    /// AdamW's decay of the mean of gradients
-    #[arg(long, default_value_t = 0.9)]
-    pub beta1: f32,
-    /// AdamW's decay of the mean of squared gradients
-    #[arg(long, default_value_t = 0.999)]
-    pub beta2: f32,
-    /// AdamW's term for numerical stability
-    #[arg(long, default_value_t = 1e-8)]
-    pub eps: f32,
-    /// AdamW's weight decay
-    #[arg(long, default_value_t = 0.01)]
-    pub weight_decay: f32,
+    /// Learning rate of the optimizer [default: 0.001]
+    #[arg(long)]
+    pub lr: Option<f64>,
+    /// AdamW's decay of the mean of gradients [default: 0.9]
+    #[arg(long)]
+    pub beta1: Option<f64>,
+    /// AdamW's decay of the mean of squared gradients [default: 0.999]
+    #[arg(long)]
+    pub beta2: Option<f64>,
+    /// AdamW's term for numerical stability [default: 1e-8]
+    #[arg(long)]
+    pub eps: Option<f64>,
+    /// AdamW's weight decay [default: 0.01]
+    #[arg(long)]
+    pub weight_decay: Option<f64>,
+    /// Steps over which the learning rate rises from 0 in a line [default: 0]
+    #[arg(long, value_name = "STEPS")]
+    pub warmup: Option<usize>,
+    /// Scale gradients down to this global L2 norm; 0 for no clipping [default: 0]
+    #[arg(long, value_name = "NORM")]
+    pub clip: Option<f64>,
+    /// What the model computes in, with fp32 masters in the optimizer [default: fp32]
+    #[arg(long)]
+    pub dtype: Option<Dtype>,
+    /// Hold out the last ROWS rows of the data, and evaluate on them at the end of every epoch and of training
+    #[arg(long, value_name = "ROWS", default_value_t = 0)]
+    pub eval: usize,
     /// Compute threads per rank [default: the machine's cores, shared evenly]
     #[arg(long)]
     pub threads: Option<usize>,
     /// Seed of the initial weights and of dropout
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Write metrics.jsonl into this folder
+    /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Print a machine-readable summary on standard output, and nothing else there
     #[arg(long)]
     pub json: bool,
+}
+
+/// A type to compute in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Dtype {
+    /// 32 bit.
+    Fp32,
+    /// IEEE half precision with a dynamic loss scale.
+    Fp16,
+    /// bfloat16.
+    Bf16,
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use zero_burn::config::ZeroConfig;
+use zero_burn::config::{Float, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
@@ -11,7 +11,9 @@ use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
 
 use super::Options;
+use super::zero_plan::zero_plan;
 use crate::TrainError;
+use crate::config::ZeroPlan;
 use crate::data::{Source, TokenRows};
 use crate::memory::{available_bytes, format_bytes};
 
@@ -29,16 +31,14 @@ pub struct Plan {
     pub weights: Option<PathBuf>,
     /// Training rows.
     pub rows: TokenRows,
-    /// Sharding and buckets.
+    /// Rows held out for evaluation.
+    pub eval_rows: Option<TokenRows>,
+    /// Sharding, batch, precision, optimizer, schedule, reports.
+    pub plan: ZeroPlan,
+    /// The same as settings of the decorator.
     pub zero: ZeroConfig,
-    /// Number of ranks.
-    pub ranks: usize,
     /// Steps.
     pub steps: usize,
-    /// Rows per rank and step.
-    pub batch: usize,
-    /// AdamW: learning rate, first and second decay, stability term, weight decay.
-    pub adamw: (f64, f32, f32, f32, f32),
     /// Threads and deadline of ranks.
     pub launch: LaunchOptions,
     /// Folder for metrics.
@@ -65,10 +65,11 @@ pub struct MemoryNeed {
 }
 
 impl MemoryNeed {
-    /// For `batch` rows of `seq` tokens per rank.
-    pub fn new(model: &Gpt2Config, stage: Stage, ranks: usize, batch: usize, seq: usize, zero: &ZeroConfig) -> Self {
+    /// For `plan` on rows of `seq` tokens.
+    pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize) -> Self {
+        let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
         let psi = model.num_params() as u64;
-        let state = model_state(psi, stage, ranks as u64, Precision::FP32_ADAMW);
+        let state = model_state(psi, stage, ranks as u64, precision(plan));
         let largest =
             model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
@@ -76,7 +77,7 @@ impl MemoryNeed {
         // One gathered copy, one dense gradient, two buckets in flight with their results; four pieces of temporaries
         // in the optimizer.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
-        let working = 4 * (gathered + largest + 3 * zero.reduce_bucket_size.min(2 * model.num_params()) + 4 * piece);
+        let working = 4 * (gathered + largest + 3 * plan.reduce_bucket_size.min(2 * model.num_params()) + 4 * piece);
         // Floats kept per token and layer: about 34 widths (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198,
         // section 4, counts 34 bytes for half of it in 16 bit), and two or three T x T score matrices per head.
         let per_layer = tokens * 34 * width + (batch * model.n_head) as u64 * 3 * (seq * seq) as u64;
@@ -109,28 +110,25 @@ impl Plan {
     ///
     /// [`TrainError`], the first thing that is wrong.
     pub fn new(options: &Options, default_model: &str, default_data: &Source<'_>) -> Result<Self, TrainError> {
-        let stage = Stage::try_from(options.stage).map_err(|error| wrong("stage", options.stage, error.to_string()))?;
-        positive("ranks", options.ranks)?;
         positive("steps", options.steps)?;
-        positive("batch", options.batch)?;
         if let Some(threads) = options.threads {
             positive("threads", threads)?;
         }
-        check_adamw(options)?;
-
-        let zero = ZeroConfig { seed: options.seed, ..ZeroConfig::new(stage) };
-        zero.validate(options.ranks).map_err(|error| wrong("ranks", options.ranks, error.to_string()))?;
-
         let seq_guess = options.seq.unwrap_or(128);
-        let (name, model, notice) = choose_model(options, default_model, stage, seq_guess, &zero)?;
+        let (name, model, notice) = choose_model(options, default_model, seq_guess)?;
         model.validate()?;
+        let plan = zero_plan(options, &model)?;
+        let (stage, ranks) = (plan.stage, plan.world);
+        let zero = plan.zero_config(options.seed);
+        zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
         if let Some(seq) = options.seq.filter(|&seq| seq < 2 || seq > model.n_positions) {
             let expected = format!("expected 2 to {}, the positions of model {name}", model.n_positions);
             return Err(wrong("seq", seq, expected));
         }
         let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
-        let rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
-        let need = MemoryNeed::new(&model, stage, options.ranks, options.batch, rows.seq(), &zero);
+        let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
+        let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
+        let need = MemoryNeed::new(&model, &plan, rows.seq());
         if let Some(available) = available_bytes().filter(|&available| need.total() > available) {
             return Err(TrainError::Memory(format!(
                 "model {name} does not fit: {}, but {} of memory is available; use a smaller --model, --batch or --seq, \
@@ -145,11 +143,10 @@ impl Plan {
             model,
             weights: options.weights.clone(),
             rows,
+            eval_rows,
+            plan,
             zero,
-            ranks: options.ranks,
             steps: options.steps,
-            batch: options.batch,
-            adamw: (options.lr, options.beta1, options.beta2, options.eps, options.weight_decay),
             launch: LaunchOptions { threads_per_rank: options.threads.unwrap_or(0), deadline: DEADLINE },
             out: options.out.clone(),
             progress: !options.json,
@@ -158,25 +155,57 @@ impl Plan {
         })
     }
 
-    /// Elements that one rank receives in one step by the ZeRO formula.
-    pub fn wire_elements(&self) -> u64 {
-        let persistent: usize = self
-            .model
-            .parameter_shapes()
-            .iter()
-            .map(|(_, shape)| shape.iter().product::<usize>())
-            .filter(|&numel| numel <= self.zero.param_persistence_threshold)
-            .sum();
-        zero_core::estimate::wire_elements(
-            self.model.num_params() as u64,
-            persistent as u64,
-            self.zero.stage,
-            self.ranks as u64,
-        )
+    /// Bytes that one rank receives in one step by the ZeRO formula. With `A` micro-batches gradients are reduced once at
+    /// stages 0 and 1 and `A` times at 2 and 3; at stage 3 parameters are gathered twice in each, those below the
+    /// persistence threshold once.
+    pub fn wire_bytes(&self) -> u64 {
+        let shapes = self.model.parameter_shapes();
+        let sizes = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>());
+        let persistent: usize = sizes.filter(|&numel| numel <= self.zero.param_persistence_threshold).sum();
+        let (psi, persistent) = (self.model.num_params() as u64, persistent as u64);
+        let (world, micro_batches) = (self.plan.world as u64, self.plan.batch.accumulation as u64);
+        let parameter = self.zero.param_dtype.size() as u64;
+        let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
+        let moved = match self.plan.stage {
+            Stage::DataParallel => 2 * psi * gradient,
+            Stage::OptimizerState => psi * (gradient + parameter),
+            Stage::Gradients => psi * (micro_batches * gradient + parameter),
+            Stage::Parameters => {
+                micro_batches * psi * gradient + (2 * micro_batches * (psi - persistent) + persistent) * parameter
+            }
+        };
+        moved * (world - 1) / world
     }
 }
 
-fn wrong(option: &'static str, got: impl ToString, expected: impl Into<String>) -> TrainError {
+/// Bytes per parameter of each kind of model state.
+pub(super) fn precision(plan: &ZeroPlan) -> Precision {
+    let config = plan.zero_config(0);
+    let (parameter, names) = (config.param_dtype.size() as u64, plan.rule().state_names().len() as u64);
+    Precision {
+        parameter,
+        gradient: config.gradient_dtype.unwrap_or(config.param_dtype).size() as u64,
+        optimizer: 4 * (names + u64::from(config.param_dtype != Float::F32)),
+    }
+}
+
+/// Takes the rows for evaluation from the end of the data.
+fn hold_out(eval: usize, ranks: usize, rows: &mut TokenRows) -> Result<Option<TokenRows>, TrainError> {
+    if eval == 0 {
+        return Ok(None);
+    }
+    if !eval.is_multiple_of(ranks) {
+        let near = eval.next_multiple_of(ranks);
+        return Err(wrong("eval", eval, format!("expected a multiple of the {ranks} ranks, such as {near}")));
+    }
+    let all = rows.rows();
+    match rows.split_off(eval) {
+        Some(held_out) => Ok(Some(held_out)),
+        None => Err(wrong("eval", eval, format!("expected fewer than the {all} rows of the data"))),
+    }
+}
+
+pub(super) fn wrong(option: &'static str, got: impl ToString, expected: impl Into<String>) -> TrainError {
     TrainError::Option { option, got: got.to_string(), expected: expected.into() }
 }
 
@@ -184,32 +213,11 @@ fn positive(option: &'static str, value: usize) -> Result<(), TrainError> {
     if value == 0 { Err(wrong(option, 0, "expected at least 1")) } else { Ok(()) }
 }
 
-fn check_adamw(options: &Options) -> Result<(), TrainError> {
-    let finite_from_zero = |option, value: f64| {
-        if value.is_finite() && value >= 0.0 {
-            Ok(())
-        } else {
-            Err(wrong(option, value, "expected a number of 0 or more"))
-        }
-    };
-    finite_from_zero("lr", options.lr)?;
-    finite_from_zero("eps", options.eps.into())?;
-    finite_from_zero("weight-decay", options.weight_decay.into())?;
-    for (option, beta) in [("beta1", options.beta1), ("beta2", options.beta2)] {
-        if !(0.0..1.0).contains(&beta) {
-            return Err(wrong(option, beta, "expected 0 or more and less than 1"));
-        }
-    }
-    Ok(())
-}
-
 /// The model by name, folder or weights; if none is named, the default, or the largest preset that fits.
 fn choose_model(
     options: &Options,
     default_model: &str,
-    stage: Stage,
     seq: usize,
-    zero: &ZeroConfig,
 ) -> Result<(String, Gpt2Config, Option<String>), TrainError> {
     match (&options.model, &options.weights) {
         (Some(name), _) if Path::new(name).is_dir() => {
@@ -219,13 +227,13 @@ fn choose_model(
         (None, Some(dir)) => Ok((dir.display().to_string(), Gpt2Config::from_file(&dir.join("config.json"))?, None)),
         (None, None) => {
             let wanted = Gpt2Config::preset(default_model)?;
-            let need = |model: &Gpt2Config| {
-                MemoryNeed::new(model, stage, options.ranks, options.batch, seq.min(model.n_positions), zero)
+            let need = |model: &Gpt2Config| -> Result<MemoryNeed, TrainError> {
+                Ok(MemoryNeed::new(model, &zero_plan(options, model)?, seq.min(model.n_positions)))
             };
             let Some(available) = available_bytes() else {
                 return Ok((default_model.to_string(), wanted, None));
             };
-            let too_much = need(&wanted);
+            let too_much = need(&wanted)?;
             if too_much.total() <= available {
                 return Ok((default_model.to_string(), wanted, None));
             }
@@ -233,7 +241,7 @@ fn choose_model(
                 let model = Gpt2Config::preset(name).ok()?;
                 let smaller =
                     model.num_params() < wanted.num_params() && options.seq.is_none_or(|s| s <= model.n_positions);
-                (smaller && need(&model).total() <= available).then_some((name, model))
+                (smaller && need(&model).ok()?.total() <= available).then_some((name, model))
             });
             let why = format!(
                 "{default_model} does not fit: {}, but {} of memory is available",
@@ -258,24 +266,30 @@ impl core::fmt::Display for Plan {
         if let Some(notice) = &self.notice {
             writeln!(f, "{notice}\n")?;
         }
-        let state = self.need.state;
+        let (state, plan) = (self.need.state, &self.plan);
         writeln!(f, "plan")?;
         writeln!(f, "  model          {}, {} parameters", self.name, self.model.num_params())?;
+        let threads = self.launch.threads(plan.world);
+        writeln!(f, "  ranks          {} at stage {}, {threads} compute thread(s) each", plan.world, plan.stage)?;
+        let micro_batches = match plan.batch.accumulation {
+            1 => String::new(),
+            micro_batches => format!(" in each of {micro_batches} micro-batches"),
+        };
         writeln!(
             f,
-            "  ranks          {} at stage {}, {} compute thread(s) each",
-            self.ranks,
-            self.zero.stage,
-            self.launch.threads(self.ranks)
-        )?;
-        writeln!(
-            f,
-            "  batch          {} row(s) of {} tokens per rank, {} tokens a step, {} rows of data",
-            self.batch,
+            "  batch          {} row(s) of {} tokens per rank{micro_batches}, {} tokens a step, {} rows of data",
+            plan.batch.micro,
             self.rows.seq(),
-            self.ranks * self.batch * self.rows.seq(),
+            plan.batch.global * self.rows.seq(),
             self.rows.rows()
         )?;
+        for line in plan
+            .explain()
+            .lines()
+            .filter(|line| !["ZeRO", "Batch", "Warning"].iter().any(|start| line.starts_with(start)))
+        {
+            writeln!(f, "  {line}")?;
+        }
         writeln!(f, "  bytes per rank (estimated)")?;
         for (kind, bytes) in [
             ("parameters", state.parameters),

@@ -2,11 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 use zero_core::accounting::StateBytes;
-use zero_core::estimate::{Precision, model_state};
+use zero_core::estimate::model_state;
 
 use super::Plan;
+use super::plan::precision;
+use super::train::Measured;
 use crate::memory::format_bytes;
-use crate::metrics::StepMetrics;
+use crate::metrics::EpochMetrics;
 
 /// What a run came to. With `--json` this is what standard output holds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -21,14 +23,20 @@ pub struct Summary {
     pub ranks: usize,
     /// Steps trained.
     pub steps: usize,
-    /// Rows per rank.
+    /// Rows per rank and micro-batch.
     pub batch: usize,
+    /// Micro-batches per step.
+    pub accumulation: usize,
     /// Tokens per row.
     pub seq: usize,
     /// Loss of the first step, before its update.
     pub loss_first: f64,
     /// Loss of the last step, before its update.
     pub loss_last: f64,
+    /// Skipped updates.
+    pub skipped: usize,
+    /// Epochs, also an unfinished one that was evaluated.
+    pub epochs: Vec<EpochMetrics>,
     /// Median over the steps, without the first where there are more.
     pub tokens_per_second: f64,
     /// Measured bytes of model state on the rank that held most, in the last step.
@@ -50,14 +58,15 @@ pub struct Summary {
 }
 
 impl Summary {
-    pub(super) fn new(plan: &Plan, steps: &[StepMetrics]) -> Self {
+    pub(super) fn new(plan: &Plan, measured: &Measured) -> Self {
+        let steps = &measured.steps;
         let (first, last) = (&steps[0], &steps[steps.len() - 1]);
         let mut speeds: Vec<f64> =
             steps[usize::from(steps.len() > 1)..].iter().map(|step| step.tokens_per_second).collect();
         speeds.sort_by(f64::total_cmp);
         let state = last.ranks.iter().map(|rank| rank.model_state_bytes).max_by_key(StateBytes::total);
         let psi = plan.model.num_params() as u64;
-        let formula = model_state(psi, plan.zero.stage, plan.ranks as u64, Precision::FP32_ADAMW);
+        let formula = model_state(psi, plan.zero.stage, plan.plan.world as u64, precision(&plan.plan));
         let most = |value: fn(&crate::metrics::RankMetrics) -> u64| {
             steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0)
         };
@@ -65,19 +74,22 @@ impl Summary {
             model: plan.name.clone(),
             parameters: plan.model.num_params(),
             stage: plan.zero.stage.number(),
-            ranks: plan.ranks,
+            ranks: plan.plan.world,
             steps: steps.len(),
-            batch: plan.batch,
+            batch: plan.plan.batch.micro,
+            accumulation: plan.plan.batch.accumulation,
             seq: plan.rows.seq(),
             loss_first: first.loss,
             loss_last: last.loss,
+            skipped: steps.iter().filter(|step| step.skipped).count(),
+            epochs: measured.epochs.clone(),
             tokens_per_second: speeds[speeds.len() / 2],
             model_state_bytes: state.unwrap_or_default(),
             model_state_bytes_formula: formula,
             gradients_in_flight_bytes_peak: most(|rank| rank.gradients_in_flight_bytes_peak),
             gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
             wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),
-            wire_bytes_per_step_formula: 4 * plan.wire_elements(),
+            wire_bytes_per_step_formula: plan.wire_bytes(),
             peak_rss_bytes: most(|rank| rank.peak_rss_bytes),
             notice: plan.notice.clone(),
         }
@@ -93,6 +105,17 @@ impl core::fmt::Display for Summary {
         };
         writeln!(f, "  {:<28} {:>12} {:>12}", "", "first", "last")?;
         writeln!(f, "  {:<28} {:>12.4} {:>12.4}", "loss", self.loss_first, self.loss_last)?;
+        let perplexity = [self.loss_first.exp(), self.loss_last.exp()];
+        writeln!(f, "  {:<28} {:>12.2} {:>12.2}", "perplexity", perplexity[0], perplexity[1])?;
+        if let Some(epoch) = self.epochs.last()
+            && let (Some(loss), Some(perplexity)) = (epoch.eval_loss, epoch.eval_perplexity)
+        {
+            writeln!(f, "  {:<28} {:>12} {loss:>12.4}", "held-out loss", "")?;
+            writeln!(f, "  {:<28} {:>12} {perplexity:>12.2}", "held-out perplexity", "")?;
+        }
+        if self.skipped > 0 {
+            writeln!(f, "  {:<28} {:>12} {:>12}", "skipped updates", "", self.skipped)?;
+        }
         writeln!(f, "  {:<28} {:>12.1}", "tokens per second", self.tokens_per_second)?;
         writeln!(f, "  {:<28} {:>12} {:>12} {:>8}", "bytes per rank", "measured", "formula", "ratio")?;
         row(f, "  parameters", state.parameters, formula.parameters)?;

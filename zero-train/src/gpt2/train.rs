@@ -1,36 +1,48 @@
 //! The training loop of each rank.
 
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn::backend::Autodiff;
-use burn::optim::{GradientsParams, Optimizer};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
-use indicatif::{ProgressBar, ProgressStyle};
 use zero_burn::launch::{LaunchError, launch};
-use zero_burn::module::{collect_grads, grad_norm, mark, prepare};
-use zero_burn::optim::{Fused, Rule};
+use zero_burn::optim::Fused;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::RankFailure;
+use zero_models::Gpt2;
 use zero_models::gpt2::weights;
 
 use super::Plan;
+use super::observer::Observer;
 use crate::TrainError;
-use crate::memory::{format_bytes, peak_rss_bytes};
-use crate::metrics::{MetricsWriter, RankReport, StepMetrics};
+use crate::data::TokenRows;
+use crate::engine::{Step, ZeroEngine};
+use crate::memory::peak_rss_bytes;
+use crate::metrics::{EpochMetrics, RankReport, StepMetrics};
+use crate::monitor::Phase;
 
 type B = Autodiff<Zero<Flex>>;
+type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
+type Device = ZeroDevice<burn_flex::FlexDevice>;
+
+/// What a run has measured.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Measured {
+    pub(super) steps: Vec<StepMetrics>,
+    pub(super) epochs: Vec<EpochMetrics>,
+}
 
 /// Trains by the plan; returns every step's metrics.
-pub(super) fn train(plan: &Plan) -> Result<Vec<StepMetrics>, TrainError> {
+pub(super) fn train(plan: &Plan) -> Result<Measured, TrainError> {
     let observer = Mutex::new(Observer::new(plan)?);
-    let outcome = launch::<Flex, _, TrainError>(plan.ranks, &plan.zero, &plan.launch, |device| {
+    let outcome = launch::<Flex, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| {
         run_rank(plan, &device, &observer)
     });
     match outcome {
-        Ok(mut steps) => Ok(steps.swap_remove(0)),
+        Ok(mut measured) => Ok(measured.swap_remove(0)),
         Err(LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure })) => Err(match *failure {
             RankFailure::Failed(error) => error,
             other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
@@ -39,105 +51,149 @@ pub(super) fn train(plan: &Plan) -> Result<Vec<StepMetrics>, TrainError> {
     }
 }
 
-fn run_rank(
-    plan: &Plan,
-    device: &ZeroDevice<burn_flex::FlexDevice>,
-    observer: &Mutex<Observer>,
-) -> Result<Vec<StepMetrics>, TrainError> {
+fn run_rank(plan: &Plan, device: &Device, observer: &Mutex<Observer>) -> Result<Measured, TrainError> {
     let rank = device.rank();
+    // Rank 0 alone prints and writes.
+    let observe = |what: &mut dyn FnMut(&mut Observer) -> Result<(), TrainError>| match rank {
+        0 => what(&mut observer.lock().expect("the observer is used by rank 0 alone")),
+        _ => Ok(()),
+    };
     let mut model = plan.model.init::<B>(device);
     if let Some(dir) = &plan.weights {
         model = weights::load(model, dir, device)?;
     }
-    let mut model = prepare::<B, _>(model, device);
-    let (lr, beta_1, beta_2, epsilon, weight_decay) = plan.adamw;
-    let mut optimizer = Fused::new(Rule::AdamW { beta_1, beta_2, epsilon, weight_decay });
+    let config = plan.plan.engine_config().map_err(crate::engine::EngineError::from)?;
+    let mut engine = ZeroEngine::initialize(model, Fused::new(plan.plan.rule()), config, device)?;
+    observe(&mut |observer| observer.begin(Phase::Train))?;
 
-    let tokens_per_step = plan.ranks * plan.batch * plan.rows.seq();
-    let mut steps = Vec::with_capacity(plan.steps);
+    let (world, batch) = (plan.plan.world, plan.plan.batch);
+    let tokens_per_step = batch.global * plan.rows.seq();
+    let mut measured = Measured::default();
+    let mut epoch = Epoch::new(plan.rows.rows());
     for step in 0..plan.steps {
         let begin = Instant::now();
         reset_peaks::<Flex>();
         let wire_before = rank_stats::<Flex>().wire_bytes;
-        let ids = plan.rows.batch(step, rank, plan.ranks, plan.batch);
-        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [plan.batch, plan.rows.seq()]), device);
-
-        let loss = model.loss(ids);
-        let loss_value = f64::from(loss.clone().into_scalar());
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
-        let grads = collect_grads::<B, _>(grads, &model);
-        let grad_norm = grad_norm::<B, _>(&grads, &model);
-        model = optimizer.step(lr, model, grads);
-        mark::<B, _>(&model);
-
+        let mut loss_sum = 0.0;
+        let mut outcome = Step::Accumulating { micro_batches: 0 };
+        let lr = engine.lr();
+        let loss_scale = engine.loss_scale();
+        for micro in 0..batch.accumulation {
+            let ids = micro_batch::<B>(&plan.rows, step * batch.accumulation + micro, batch.micro, world, device);
+            let loss = engine.forward(|model| model.loss(ids));
+            loss_sum += loss.clone().into_data().iter::<f64>().sum::<f64>();
+            engine.backward(loss);
+            outcome = engine.step()?;
+        }
         let elapsed = begin.elapsed();
         let stats = rank_stats::<Flex>();
         let report = RankReport {
-            loss: loss_value,
+            loss: loss_sum / batch.accumulation as f64,
             stats,
             wire: stats.wire_bytes.since(&wire_before),
             peak_rss: peak_rss_bytes().unwrap_or(0),
         };
         let reports = all_gather::<Flex>(&report.to_values());
-        if rank == 0 {
-            let metrics = StepMetrics {
-                step: step + 1,
-                loss: reports.iter().map(|values| values[0]).sum::<f64>() / plan.ranks as f64,
-                grad_norm,
-                lr,
-                tokens: tokens_per_step,
-                step_ms: elapsed.as_secs_f64() * 1e3,
-                tokens_per_second: tokens_per_step as f64 / elapsed.as_secs_f64(),
-                skipped: false,
-                ranks: reports.iter().enumerate().map(|(rank, values)| RankReport::metrics(rank, values)).collect(),
+        let metrics = StepMetrics {
+            step: step + 1,
+            loss: reports.iter().map(|values| values[0]).sum::<f64>() / world as f64,
+            grad_norm: match outcome {
+                Step::Updated(update) => update.grad_norm,
+                _ => f64::INFINITY,
+            },
+            lr,
+            tokens: tokens_per_step,
+            step_ms: elapsed.as_secs_f64() * 1e3,
+            tokens_per_second: tokens_per_step as f64 / elapsed.as_secs_f64(),
+            skipped: matches!(outcome, Step::Skipped { .. }),
+            loss_scale,
+            ranks: reports.iter().enumerate().map(|(rank, values)| RankReport::metrics(rank, values)).collect(),
+        };
+        let times = engine.take_times();
+        observe(&mut |observer| observer.step(&metrics, &outcome, times))?;
+        // The same on every rank, so that all stop here.
+        if !metrics.loss.is_finite() {
+            return Err(TrainError::Run(format!(
+                "the loss became {} in step {}: use a smaller learning rate, a warm-up, or clipping",
+                metrics.loss, metrics.step
+            )));
+        }
+        let ended = epoch.add(metrics.loss, batch.global);
+        let last = step + 1 == plan.steps;
+        measured.steps.push(metrics);
+        if ended || (last && plan.eval_rows.is_some()) {
+            let eval_loss = match &plan.eval_rows {
+                Some(rows) => {
+                    observe(&mut |observer| observer.begin(Phase::Eval))?;
+                    let loss = evaluate(&engine, rows, batch.micro, world, device);
+                    observe(&mut |observer| observer.begin(Phase::Train))?;
+                    Some(loss)
+                }
+                None => None,
             };
-            observer.lock().expect("the observer is used by rank 0 alone").step(&metrics)?;
-            if !metrics.loss.is_finite() {
-                return Err(TrainError::Run(format!(
-                    "the loss became {} in step {}: use a smaller --lr",
-                    metrics.loss, metrics.step
-                )));
-            }
-            steps.push(metrics);
+            let metrics = epoch.end(step + 1, eval_loss);
+            observe(&mut |observer| observer.epoch(&metrics))?;
+            measured.epochs.push(metrics);
         }
     }
-    Ok(steps)
+    observe(&mut Observer::end)?;
+    Ok(measured)
 }
 
-/// Rank 0's progress bar and metrics file.
-struct Observer {
-    bar: ProgressBar,
-    writer: Option<MetricsWriter>,
+/// Rows of micro-batch `index` for this rank, `[batch, seq]`.
+fn micro_batch<T: Backend<Device = Device>>(
+    rows: &TokenRows,
+    index: usize,
+    batch: usize,
+    world: usize,
+    device: &Device,
+) -> Tensor<T, 2, Int> {
+    let ids = rows.batch(index, device.rank(), world, batch);
+    Tensor::from_data(TensorData::new(ids, [batch, rows.seq()]), device)
 }
 
-impl Observer {
-    fn new(plan: &Plan) -> Result<Self, TrainError> {
-        let writer = plan.out.as_deref().map(MetricsWriter::create).transpose()?;
-        let bar = if plan.progress { ProgressBar::new(plan.steps as u64) } else { ProgressBar::hidden() };
-        bar.set_style(
-            ProgressStyle::with_template("{bar:24} {pos}/{len} steps  {msg}  [{elapsed} < {eta}]")
-                .expect("the template is a constant"),
-        );
-        bar.set_message("building the model");
-        bar.enable_steady_tick(Duration::from_millis(500));
-        Ok(Self { bar, writer })
+/// Mean loss over all of `rows`, of which each rank takes as many.
+fn evaluate(engine: &Engine, rows: &TokenRows, batch: usize, world: usize, device: &Device) -> f64 {
+    let mine = rows.rows() / world;
+    let mut sum = 0.0;
+    let mut done = 0;
+    while done < mine {
+        let take = batch.min(mine - done);
+        let ids: Vec<i32> = (0..take).flat_map(|i| rows.batch(device.rank() * mine + done + i, 0, 1, 1)).collect();
+        let ids = Tensor::<Zero<Flex>, 2, Int>::from_data(TensorData::new(ids, [take, rows.seq()]), device);
+        let loss = engine.evaluate(|model| model.loss(ids.clone()));
+        sum += loss.into_data().iter::<f64>().sum::<f64>() * take as f64;
+        done += take;
+    }
+    all_gather::<Flex>(&[sum]).iter().map(|rank| rank[0]).sum::<f64>() / rows.rows() as f64
+}
+
+/// One pass over the training rows.
+struct Epoch {
+    rows: usize,
+    number: usize,
+    seen: usize,
+    loss_sum: f64,
+    steps: usize,
+}
+
+impl Epoch {
+    fn new(rows: usize) -> Self {
+        Self { rows, number: 1, seen: 0, loss_sum: 0.0, steps: 0 }
     }
 
-    fn step(&mut self, metrics: &StepMetrics) -> Result<(), TrainError> {
-        let memory = metrics.ranks.first().map_or(0, |rank| rank.peak_rss_bytes);
-        self.bar.set_message(format!(
-            "loss {:.4}  {:.0} tokens/s  peak memory {}",
-            metrics.loss,
-            metrics.tokens_per_second,
-            format_bytes(memory)
-        ));
-        self.bar.inc(1);
-        self.writer.as_mut().map_or(Ok(()), |writer| writer.write(metrics))
+    /// Counts a step; whether the epoch has ended with it.
+    fn add(&mut self, loss: f64, rows: usize) -> bool {
+        self.seen += rows;
+        self.loss_sum += loss;
+        self.steps += 1;
+        self.seen >= self.rows
     }
-}
 
-impl Drop for Observer {
-    fn drop(&mut self) {
-        self.bar.finish_and_clear();
+    fn end(&mut self, step: usize, eval_loss: Option<f64>) -> EpochMetrics {
+        let metrics = EpochMetrics::new(self.number, step, self.loss_sum / self.steps as f64, eval_loss);
+        let begun = Self { number: self.number + 1, seen: self.seen.saturating_sub(self.rows), ..Self::new(self.rows) };
+        *self = begun;
+        metrics
     }
 }

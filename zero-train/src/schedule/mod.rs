@@ -1,8 +1,8 @@
 //! Learning rate schedules, number for number DeepSpeed's.
 //!
 //! * In: a [`Schedule`] and how many optimizer steps have been applied so far.
-//! * Out: the learning rate (and, for [`OneCycle`], the momentum) of the next update. Pure functions; nothing is stored,
-//!   so a resumed run only needs the step count.
+//! * Out: the learning rate (and, for [`OneCycle`], the momentum) of the next update. Pure functions; nothing is
+//!   stored, so a resumed run only needs the step count.
 //!
 //! # Which update uses which value
 //!
@@ -10,13 +10,15 @@
 //!
 //! In DeepSpeed a scheduler keeps `last_batch_iteration`, -1 when it is built. Building it writes a rate into the
 //! optimizer, and the first update uses that one. The engine steps the scheduler after each update, which sets
-//! `last_batch_iteration` to 0 after the first, 1 after the second, and so on. So `lr(0)` is what building the scheduler
-//! leaves behind, and `lr(n)` for `n >= 1` is `get_lr()` at `last_batch_iteration = n - 1`. Consequences that surprise:
+//! `last_batch_iteration` to 0 after the first, 1 after the second, and so on. So `lr(0)` is what building the
+//! scheduler leaves behind, and `lr(n)` for `n >= 1` is `get_lr()` at `last_batch_iteration = n - 1`. Consequences that
+//! surprise:
 //!
 //! * The warm-up schedules repeat their first value: `lr(0)` and `lr(1)` are both the minimum, because
 //!   `last_batch_iteration` 0 is still the start of the ramp. The maximum is reached at `lr(warmup_steps + 1)` with
 //!   [`Warmup::Linear`] and already at `lr(warmup_steps)` with [`Warmup::Log`].
-//! * `WarmupCosineLr` starts with an update of rate 0, whatever `warmup_min_ratio` says; the ratio counts from the second.
+//! * `WarmupCosineLr` starts with an update of rate 0, whatever `warmup_min_ratio` says; the ratio counts from the
+//!   second.
 //! * [`OneCycle`] and `LrRangeTest` do not repeat: their `get_lr()` looks one iteration ahead.
 //! * [`OneCycle`]'s first update uses `min_mom`; from the second on the momentum falls from `max_mom`.
 //!
@@ -25,7 +27,8 @@
 //!
 //! Facts checked against DeepSpeed 0.19.6:
 //! <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/lr_schedules.py> and, for when the scheduler
-//! is stepped, `_take_model_step` of <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py>.
+//! is stepped, `_take_model_step` of
+//! <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py>.
 
 mod one_cycle;
 mod validate;
@@ -152,8 +155,8 @@ impl Schedule {
         }
     }
 
-    /// The momentum (Adam's first beta) of the next update after `step` applied updates; `None` where the schedule leaves
-    /// it alone. With a momentum, DeepSpeed also sets the second beta, to [`ONE_CYCLE_BETA2`].
+    /// The momentum (Adam's first beta) of the next update after `step` applied updates; `None` where the schedule
+    /// leaves it alone. With a momentum, DeepSpeed also sets the second beta, to [`ONE_CYCLE_BETA2`].
     pub fn momentum(&self, step: usize) -> Option<f64> {
         match self {
             Schedule::OneCycle(cycle) => cycle.momentum(step),

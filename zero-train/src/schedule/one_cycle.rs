@@ -36,8 +36,8 @@ pub struct CycleMomentum {
     pub min_mom: f64,
     /// Momentum at the ends of the rate's cycle (DeepSpeed's default 0.9).
     pub max_mom: f64,
-    /// After the cycle the momentum is `max_mom * (1 + decay_mom_rate * intervals)`, so a positive rate raises it. It is
-    /// not clamped, as in DeepSpeed; 0 keeps it at `max_mom`.
+    /// After the cycle the momentum is `max_mom * (1 + decay_mom_rate * intervals)`, so a positive rate raises it. It
+    /// is not clamped, as in DeepSpeed; 0 keeps it at `max_mom`.
     pub decay_mom_rate: f64,
 }
 
@@ -67,15 +67,16 @@ impl OneCycle {
         self.first_step_size as f64 + self.second_step_size as f64
     }
 
-    /// Updates since the end of the cycle, or `None` within it. The cycle's last value, back at the minimum, is the one at
+    /// Updates since the end of the cycle, or `None` within it. The cycle's last value, back at the minimum, is the one
+    /// at
     /// `step` equal to its length.
     fn decay_updates(&self, step: usize) -> Option<f64> {
         let after = step as f64 - self.cycle_updates();
         (after > 0.0).then_some(after)
     }
 
-    /// How high the cycle stands at `step`: 0 at its ends, 1 at its top. The operations and their order are DeepSpeed's,
-    /// for equal rounding.
+    /// How high the cycle stands at `step`: 0 at its ends, 1 at its top. The operations and their order are
+    /// DeepSpeed's, for equal rounding.
     fn height(&self, step: usize) -> f64 {
         let (first, second, total) = (self.first_step_size as f64, self.second_step_size as f64, self.cycle_updates());
         let step = step as f64;

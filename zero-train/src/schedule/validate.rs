@@ -34,8 +34,8 @@ pub enum ScheduleError {
 }
 
 impl ScheduleError {
-    /// Whether DeepSpeed only warns about this. [`Schedule::lr`] is defined all the same, and equal to DeepSpeed's: a caller
-    /// that wants to be as lenient prints the error and goes on.
+    /// Whether DeepSpeed only warns about this. [`Schedule::lr`] is defined all the same, and equal to DeepSpeed's: a
+    /// caller that wants to be as lenient prints the error and goes on.
     pub fn is_warning_in_deepspeed(&self) -> bool {
         matches!(self, ScheduleError::TotalBelowWarmup { .. })
     }
@@ -202,8 +202,8 @@ mod tests {
         }
         let error = schedule.validate().unwrap_err();
         assert!(error.is_warning_in_deepspeed());
-        let told = "scheduler WarmupCosineLR: total_num_steps is 9, but the warm-up alone takes 10; raise total_num_steps \
-                    or lower warmup_num_steps";
+        let told = "scheduler WarmupCosineLR: total_num_steps is 9, but the warm-up alone takes 10; raise \
+                    total_num_steps or lower warmup_num_steps";
         assert_eq!(error.to_string(), told);
     }
 

@@ -1,0 +1,242 @@
+//! The commands that do not train.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, ValueEnum};
+use zero_core::estimate::Precision as Bytes;
+use zero_models::Gpt2Config;
+use zero_train::config::{Auto, Config, Context, MixedPrecision};
+use zero_train::data::Source;
+use zero_train::estimate::{estimates, table};
+use zero_train::gpt2::{self, Dtype, Options};
+use zero_train::memory::{available_bytes, format_bytes};
+use zero_train::wizard::{Answers, Place, Precision};
+
+use crate::ask::Terminal;
+
+/// Where something is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// On the device.
+    None,
+    /// In host memory.
+    Cpu,
+    /// On disk.
+    Nvme,
+}
+
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    /// The file to write
+    #[arg(long, short, default_value = "zero.yaml")]
+    output: PathBuf,
+    /// Replace the file if it is there
+    #[arg(long)]
+    force: bool,
+    /// Ask nothing: defaults for what no flag says
+    #[arg(long)]
+    defaults: bool,
+    /// ZeRO stage, 0 to 3
+    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
+    stage: Option<u8>,
+    /// Number of ranks
+    #[arg(long, value_parser = at_least_one)]
+    ranks: Option<usize>,
+    /// Micro-batches per update
+    #[arg(long, value_parser = at_least_one)]
+    accumulation: Option<usize>,
+    /// Largest global norm of the gradient
+    #[arg(long)]
+    clip: Option<f64>,
+    /// Where to keep optimizer state (from stage 2)
+    #[arg(long)]
+    offload_optimizer: Option<Device>,
+    /// Where to keep parameters (stage 3)
+    #[arg(long)]
+    offload_param: Option<Device>,
+    /// Folder for what is kept on disk
+    #[arg(long, value_name = "DIR")]
+    nvme_path: Option<PathBuf>,
+    /// Save 16-bit weights beside the shards (stage 3)
+    #[arg(long)]
+    save_16bit: bool,
+    /// A DeepSpeed JSON to refer to, in place of everything about ZeRO
+    #[arg(long, value_name = "FILE")]
+    deepspeed_config: Option<PathBuf>,
+    /// Precision
+    #[arg(long)]
+    dtype: Option<Dtype>,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("expected at least 1".into()),
+        Ok(number) => Ok(number),
+        Err(_) => Err("expected a whole number".into()),
+    }
+}
+
+impl ConfigArgs {
+    /// The defaults with what flags say.
+    fn answers(&self) -> Result<Answers> {
+        let mut answers = Answers::default();
+        if let Some(stage) = self.stage {
+            answers.stage = stage;
+        }
+        answers.processes = self.ranks.unwrap_or(answers.processes);
+        answers.accumulation = self.accumulation.unwrap_or(answers.accumulation);
+        answers.clipping = self.clip.filter(|&clip| clip != 0.0);
+        if let Some(clip) = self.clip.filter(|clip| !(clip.is_finite() && *clip >= 0.0)) {
+            bail!("--clip {clip}: expected a norm above 0, or 0 for no clipping");
+        }
+        let place = |device: Option<Device>, flag: &str, least: u8| -> Result<Place> {
+            let place = match (device, &self.nvme_path) {
+                (None | Some(Device::None), _) => return Ok(Place::Device),
+                (Some(Device::Cpu), _) => Place::Cpu,
+                (Some(Device::Nvme), Some(path)) => Place::Nvme(path.clone()),
+                (Some(Device::Nvme), None) => bail!("--{flag} nvme: say in which folder with --nvme-path DIR"),
+            };
+            if answers.stage < least {
+                bail!("--{flag}: expected stage {least} or above, this is stage {}: raise --stage", answers.stage);
+            }
+            Ok(place)
+        };
+        answers.offload_optimizer = place(self.offload_optimizer, "offload-optimizer", 1)?;
+        answers.offload_param = place(self.offload_param, "offload-param", 3)?;
+        if self.save_16bit && answers.stage != 3 {
+            bail!("--save-16bit: at stage {} every rank holds whole weights anyway; leave it out", answers.stage);
+        }
+        answers.save_16bit = self.save_16bit;
+        answers.zero_init = answers.stage == 3;
+        answers.deepspeed_config = self.deepspeed_config.clone();
+        answers.precision = match self.dtype {
+            None | Some(Dtype::Fp32) => Precision::No,
+            Some(Dtype::Fp16) => Precision::Fp16,
+            Some(Dtype::Bf16) => Precision::Bf16,
+        };
+        Ok(answers)
+    }
+}
+
+pub fn config(args: &ConfigArgs) -> Result<()> {
+    let path = &args.output;
+    if path.exists() && !args.force {
+        bail!("{} is there already: name another file with --output, or replace it with --force", path.display());
+    }
+    let mut answers = args.answers()?;
+    if !args.defaults {
+        if !std::io::stdin().is_terminal() {
+            bail!("there is no terminal to ask questions on: use --defaults, with flags for what is to be otherwise");
+        }
+        answers = answers.ask(&mut Terminal)?;
+    }
+    // Whole or not at all.
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file =
+        tempfile::NamedTempFile::new_in(dir).with_context(|| format!("cannot write to {}", dir.display()))?;
+    file.write_all(answers.to_yaml().as_bytes())?;
+    file.as_file().sync_all()?;
+    file.persist(path).with_context(|| format!("cannot write {}", path.display()))?;
+    println!("The configuration is saved at {}", path.display());
+    Ok(())
+}
+
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    /// A DeepSpeed JSON or an Accelerate YAML
+    file: PathBuf,
+    /// Number of ranks, where the file does not say [default: 1]
+    #[arg(long, value_parser = at_least_one)]
+    ranks: Option<usize>,
+    /// A preset or a folder with a config.json, to fill "auto" values that depend on the model
+    #[arg(long, value_name = "PRESET|DIR")]
+    model: Option<String>,
+    /// Rows per rank and micro-batch, for "auto"
+    #[arg(long, value_parser = at_least_one)]
+    batch: Option<usize>,
+    /// Steps of the training, for "auto"
+    #[arg(long, value_parser = at_least_one)]
+    steps: Option<usize>,
+    /// Learning rate, for "auto"
+    #[arg(long)]
+    lr: Option<f64>,
+}
+
+pub fn check(args: &CheckArgs) -> Result<()> {
+    let model = args.model.as_deref().map(model).transpose()?;
+    let config = Config::from_file(&args.file)?;
+    let auto = Auto {
+        hidden_size: model.map(|(_, model)| model.n_embd),
+        micro_batch: Some(args.batch.unwrap_or(1)),
+        learning_rate: args.lr,
+        total_steps: args.steps,
+        warmup_steps: Some(0),
+        weight_decay: Some(0.01),
+        beta_1: Some(0.9),
+        beta_2: Some(0.999),
+        epsilon: Some(1e-8),
+        mixed_precision: Some(MixedPrecision::No),
+        ..Auto::default()
+    };
+    let plan = config.resolve(&Context { world: args.ranks, auto })?;
+    println!("{} is right.\n{}", args.file.display(), plan.explain());
+    Ok(())
+}
+
+#[derive(Debug, Args)]
+pub struct EstimateArgs {
+    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b), or a folder with a config.json
+    #[arg(long, value_name = "PRESET|DIR")]
+    model: String,
+    /// Number of ranks over all nodes
+    #[arg(long, default_value = "2", value_parser = at_least_one)]
+    ranks: usize,
+    /// Number of machines the ranks are spread over
+    #[arg(long, default_value = "1", value_parser = at_least_one)]
+    nodes: usize,
+    /// Precision: fp32, or 16 bit with fp32 masters
+    #[arg(long, default_value = "fp32")]
+    dtype: Dtype,
+}
+
+pub fn estimate(args: &EstimateArgs) -> Result<()> {
+    if !args.ranks.is_multiple_of(args.nodes) {
+        bail!("--ranks {}: expected a multiple of the {} nodes", args.ranks, args.nodes);
+    }
+    let (name, model) = model(&args.model)?;
+    let precision = match args.dtype {
+        Dtype::Fp32 => Bytes::FP32_ADAMW,
+        Dtype::Fp16 | Dtype::Bf16 => Bytes::MIXED_ADAMW,
+    };
+    let (parameters, here) = (model.num_params() as u64, (args.ranks / args.nodes) as u64);
+    let sizes = model.parameter_shapes().into_iter().map(|(_, shape)| shape.iter().product::<usize>() as u64);
+    let rows = estimates(parameters, sizes.max().unwrap_or(0), args.ranks as u64, precision);
+    let available = available_bytes();
+    println!("{name}: {parameters} parameters, AdamW, {} ranks, {here} on this machine", args.ranks);
+    match available {
+        Some(bytes) => println!("memory available here: {}\n", format_bytes(bytes)),
+        None => println!("memory available here: unknown\n"),
+    }
+    println!("{}", table(&rows, here, available));
+    Ok(())
+}
+
+fn model(name: &str) -> Result<(String, Gpt2Config)> {
+    let path = Path::new(name);
+    let model =
+        if path.is_dir() { Gpt2Config::from_file(&path.join("config.json"))? } else { Gpt2Config::preset(name)? };
+    Ok((name.into(), model))
+}
+
+pub fn train(options: &Options) -> ExitCode {
+    if options.data.is_none() {
+        eprintln!(
+            "error: --data is missing: name a text file, or a .safetensors file with an int tensor `input_ids` [rows, T]"
+        );
+        return ExitCode::from(2);
+    }
+    gpt2::main(options, "gpt2", &Source::Text("", "no data"))
+}

@@ -1,0 +1,68 @@
+//! `zero`: write a configuration, check it, estimate memory, train.
+
+mod ask;
+mod commands;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+/// Fresh buffers of tens of megabytes cost a page fault every 4 KiB with the system's allocator; this one keeps pages.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Train large models with ZeRO on Burn: data-parallel ranks that do not each hold a whole copy.
+#[derive(Parser)]
+#[command(
+    name = "zero",
+    version,
+    after_help = "\
+First steps:
+  zero estimate --model gpt2-xl --ranks 2       what each stage needs, and what fits here
+  zero config --defaults --stage 3              a configuration file without questions
+  zero check zero.yaml                          what a file means, in words; what is wrong with it
+  zero train --model tiny --data book.txt --config zero.yaml --out run
+
+Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Write a configuration file that Accelerate reads too, by questions or by flags
+    Config(commands::ConfigArgs),
+    /// Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
+    Check(commands::CheckArgs),
+    /// Bytes of model state per rank at every stage and offload, and what fits into this machine
+    Estimate(commands::EstimateArgs),
+    /// Train a GPT-2 on text or token files, on the CPU
+    Train(Box<zero_train::gpt2::Options>),
+    /// Print a completion script for your shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Config(args) => commands::config(&args),
+        Command::Check(args) => commands::check(&args),
+        Command::Estimate(args) => commands::estimate(&args),
+        Command::Train(options) => return commands::train(&options),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
+            Ok(())
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! An Accelerate YAML, turned into the DeepSpeed configuration that Accelerate would make of it.
+
+use super::error::{Findings, ProblemKind};
+use super::keys::ACCELERATE;
+use super::node::Node;
+use super::walk::{is_none, walk};
+
+/// What an Accelerate file says.
+pub(super) struct Accelerate {
+    /// DeepSpeed's keys; replaced by `deepspeed_file`'s when there is one.
+    pub(super) tree: Node,
+    /// DeepSpeed path, file, and the path there.
+    pub(super) names: Vec<(String, String, String)>,
+    /// `num_processes`.
+    pub(super) processes: Option<usize>,
+    /// `deepspeed_config.deepspeed_config_file`, as written.
+    pub(super) deepspeed_file: Option<String>,
+}
+
+/// Accelerate's key inside `deepspeed_config`, and DeepSpeed's. With a `deepspeed_config_file` Accelerate refuses them.
+const PLUGIN: &[(&str, &str)] = &[
+    ("zero_stage", "zero_optimization.stage"),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+    ("gradient_clipping", "gradient_clipping"),
+    ("offload_optimizer_device", "zero_optimization.offload_optimizer.device"),
+    ("offload_optimizer_nvme_path", "zero_optimization.offload_optimizer.nvme_path"),
+    ("offload_param_device", "zero_optimization.offload_param.device"),
+    ("offload_param_nvme_path", "zero_optimization.offload_param.nvme_path"),
+    ("zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+];
+
+/// Any of these makes a file an Accelerate file.
+const MARKS: &[&str] = &[
+    "distributed_type",
+    "compute_environment",
+    "deepspeed_config",
+    "num_processes",
+    "num_machines",
+    "mixed_precision",
+];
+
+const SUPPORTED: &str = "DEEPSPEED, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type";
+const DATA_PARALLEL: &[&str] = &[
+    "MULTI_CPU",
+    "MULTI_GPU",
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_HPU",
+    "MULTI_NEURON",
+];
+
+pub(super) fn is_accelerate(node: &Node) -> bool {
+    MARKS.iter().any(|mark| node.get(mark).is_some())
+}
+
+/// Checks the file's own keys and turns them into DeepSpeed's.
+pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accelerate {
+    // Stage 3: what depends on the stage is checked on DeepSpeed's keys.
+    let yaml = walk(node, ACCELERATE, 3, findings);
+    let at = |path: &str| yaml.at(path).filter(|value| **value != Node::Null);
+    let mut names: Vec<_> = PLUGIN
+        .iter()
+        .map(|(name, path)| ((*path).to_owned(), file.to_owned(), format!("deepspeed_config.{name}")))
+        .collect();
+    for section in ["offload_optimizer", "offload_param"] {
+        let shown = format!("deepspeed_config.{section}_device");
+        names.push((format!("zero_optimization.{section}"), file.to_owned(), shown));
+    }
+    names.push(("num_processes".to_owned(), file.to_owned(), "num_processes".to_owned()));
+
+    let processes = at("num_processes").and_then(Node::as_usize);
+    if processes == Some(0) {
+        let got = "0".to_owned();
+        findings.problem("num_processes", ProblemKind::Value { expected: "at least 1".to_owned(), got });
+    }
+    let kind = at("distributed_type").and_then(Node::as_text).unwrap_or_default().to_ascii_uppercase();
+    let deepspeed = distributed(&kind, processes, findings);
+    let deepspeed_file = at("deepspeed_config.deepspeed_config_file")
+        .and_then(Node::as_text)
+        .filter(|name| deepspeed && !is_none(name) && !name.is_empty())
+        .map(str::to_owned);
+    let mut accelerate = Accelerate { tree: Node::Map(Vec::new()), names, processes, deepspeed_file };
+
+    let precision = precision(at("mixed_precision"), findings);
+    if let Some(inner) = &accelerate.deepspeed_file {
+        let refuse = |path: String, instead: &str, findings: &mut Findings| {
+            let message = format!(
+                "stands beside deepspeed_config_file, and Accelerate refuses two truths: remove it \
+                here and write `{instead}` in {inner}"
+            );
+            findings.conflict(&path, message);
+        };
+        for (name, instead) in PLUGIN {
+            if at(&format!("deepspeed_config.{name}")).is_some() {
+                refuse(format!("deepspeed_config.{name}"), instead, findings);
+            }
+        }
+        if at("mixed_precision").is_some() {
+            refuse("mixed_precision".to_owned(), "fp16.enabled` or `bf16.enabled", findings);
+        }
+        accelerate.names.retain(|(path, _, _)| path == "num_processes");
+        return accelerate;
+    }
+
+    let tree = &mut accelerate.tree;
+    tree.set("train_batch_size", "auto".into());
+    tree.set("train_micro_batch_size_per_gpu", "auto".into());
+    tree.set("gradient_accumulation_steps", "auto".into());
+    if let Some(section) = precision {
+        tree.set(&format!("{section}.enabled"), true.into());
+    }
+    if !deepspeed {
+        tree.set("gradient_clipping", Node::Int(0));
+        if at("deepspeed_config").is_some_and(|plugin| !plugin.is_empty()) {
+            findings.warn("deepspeed_config", format!("has no effect: distributed_type is {kind}"));
+        }
+        return accelerate;
+    }
+    tree.set("gradient_clipping", "auto".into());
+    tree.set("zero_optimization.stage", Node::Int(2));
+    for (name, path) in PLUGIN {
+        let value = match at(&format!("deepspeed_config.{name}")) {
+            None => continue,
+            Some(Node::Text(word)) if name.ends_with("nvme_path") && is_none(word) => continue,
+            Some(value) => value.clone(),
+        };
+        tree.set(path, value);
+    }
+    let off = at("deepspeed_config.zero3_init_flag") == Some(&Node::Bool(false));
+    if off && tree.at("zero_optimization.stage") == Some(&Node::Int(3)) {
+        let path = "deepspeed_config.zero3_init_flag";
+        findings.warn(path, "has no effect: at stage 3 parameters are always created as shards");
+    }
+    accelerate
+}
+
+/// Whether the type is DeepSpeed rather than plain data parallelism; reports any other.
+fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) -> bool {
+    let refuse = |reason: &str, findings: &mut Findings| {
+        let kind = ProblemKind::Refused { got: kind.to_owned(), reason: reason.to_owned() };
+        findings.problem("distributed_type", kind);
+    };
+    match kind {
+        "DEEPSPEED" => return true,
+        "NO" => {
+            if let Some(processes) = processes.filter(|processes| *processes > 1) {
+                let message = format!("is {processes}, but distributed_type NO runs one process: change one of them");
+                findings.conflict("num_processes", message);
+            }
+        }
+        "" => findings.problem("distributed_type", ProblemKind::Missing { what: format!("give {SUPPORTED}") }),
+        "FSDP" => refuse("write DEEPSPEED with zero_stage 3, which shards the same", findings),
+        "XLA" | "TPU" => refuse("there are no TPUs here", findings),
+        "MEGATRON_LM" => refuse("there is no tensor or pipeline parallelism; write DEEPSPEED", findings),
+        kind if DATA_PARALLEL.contains(&kind) => {}
+        kind => {
+            let kind = ProblemKind::Value { expected: SUPPORTED.to_owned(), got: format!("{kind:?}") };
+            findings.problem("distributed_type", kind);
+        }
+    }
+    false
+}
+
+/// The section that `mixed_precision` enables.
+fn precision(value: Option<&Node>, findings: &mut Findings) -> Option<&'static str> {
+    match value.and_then(Node::as_text).unwrap_or_default().to_ascii_lowercase().as_str() {
+        "fp16" => Some("fp16"),
+        "bf16" => Some("bf16"),
+        "fp8" => {
+            let reason = "fp8 does not exist here; write bf16".to_owned();
+            findings.problem("mixed_precision", ProblemKind::Refused { got: "fp8".to_owned(), reason });
+            None
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,195 @@
+//! global batch = micro-batch × accumulation × ranks, from whichever of the three the configuration gives.
+
+use super::error::Findings;
+
+const GLOBAL: &str = "train_batch_size";
+const MICRO: &str = "train_micro_batch_size_per_gpu";
+const ACCUMULATION: &str = "gradient_accumulation_steps";
+
+/// How the rows of one optimizer step are split; `global == micro * accumulation * world`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Batch {
+    /// Rows of one optimizer step, over all ranks (`train_batch_size`).
+    pub global: usize,
+    /// Rows per rank and micro-batch (`train_micro_batch_size_per_gpu`).
+    pub micro: usize,
+    /// Micro-batches per optimizer step (`gradient_accumulation_steps`).
+    pub accumulation: usize,
+}
+
+/// Batch sizes that do not fit together.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BatchError {
+    /// Neither the global nor the micro-batch size is known.
+    #[error("no batch size: give {GLOBAL} or {MICRO}, or let the program supply Auto::micro_batch")]
+    Unknown,
+    /// The global batch cannot be split evenly.
+    #[error("{GLOBAL} {global} cannot be split: {by} = {divisor}, and {global} / {divisor} leaves {}; {}",
+        global % divisor, nearest(*global, *divisor))]
+    Indivisible {
+        /// Rows asked for in one step.
+        global: usize,
+        /// What it is split by, in words and numbers.
+        by: String,
+        /// What it is split by.
+        divisor: usize,
+    },
+    /// All three are given and their product is another.
+    #[error(
+        "{MICRO} {micro} × {ACCUMULATION} {accumulation} × {world} ranks = {product}, but {GLOBAL} is {global}; \
+        set {GLOBAL} to {product} or remove one of the three"
+    )]
+    Contradiction {
+        /// Rows asked for in one step.
+        global: usize,
+        /// Rows per rank and micro-batch.
+        micro: usize,
+        /// Micro-batches per step.
+        accumulation: usize,
+        /// Number of ranks.
+        world: usize,
+        /// What the others make.
+        product: usize,
+    },
+    /// A product that does not fit a machine word.
+    #[error(
+        "{micro} rows × {accumulation} micro-batches × {world} ranks is more than can be counted; use smaller numbers"
+    )]
+    Overflow {
+        /// Rows per rank and micro-batch.
+        micro: usize,
+        /// Micro-batches per step.
+        accumulation: usize,
+        /// Number of ranks.
+        world: usize,
+    },
+}
+
+fn nearest(global: usize, divisor: usize) -> String {
+    let below = global / divisor * divisor;
+    match (below, below.checked_add(divisor)) {
+        (0, _) => format!("set {GLOBAL} to at least {divisor} or use fewer ranks"),
+        (below, Some(above)) => format!("set {GLOBAL} to {below} or {above}"),
+        (below, None) => format!("set {GLOBAL} to {below}"),
+    }
+}
+
+impl Batch {
+    /// Derives what is missing by DeepSpeed's rules: one missing is computed; of two missing, accumulation is 1.
+    ///
+    /// # Errors
+    ///
+    /// [`BatchError`]. All numbers must be at least 1, or the error is [`BatchError::Unknown`].
+    pub fn solve(
+        global: Option<usize>,
+        micro: Option<usize>,
+        accumulation: Option<usize>,
+        world: usize,
+    ) -> Result<Self, BatchError> {
+        if [global, micro, accumulation, Some(world)].contains(&Some(0)) {
+            return Err(BatchError::Unknown);
+        }
+        let split = |global: usize, others: &[(&str, usize)]| {
+            let mut by = String::new();
+            let mut divisor = Some(world);
+            for (name, value) in others {
+                by.push_str(&format!("{name} {value} × "));
+                divisor = divisor.and_then(|divisor| divisor.checked_mul(*value));
+            }
+            by.push_str(&format!("{world} ranks"));
+            match divisor {
+                Some(divisor) if global.is_multiple_of(divisor) => Ok(global / divisor),
+                // One too large to count is larger than any batch.
+                divisor => Err(BatchError::Indivisible { global, by, divisor: divisor.unwrap_or(usize::MAX) }),
+            }
+        };
+        let product = |micro: usize, accumulation: usize| {
+            let overflow = BatchError::Overflow { micro, accumulation, world };
+            micro.checked_mul(accumulation).and_then(|rows| rows.checked_mul(world)).ok_or(overflow)
+        };
+        match (global, micro, accumulation) {
+            (Some(global), Some(micro), Some(accumulation)) => match product(micro, accumulation)? {
+                product if product == global => Ok(Self { global, micro, accumulation }),
+                product => Err(BatchError::Contradiction { global, micro, accumulation, world, product }),
+            },
+            (Some(global), Some(micro), None) => {
+                Ok(Self { global, micro, accumulation: split(global, &[(MICRO, micro)])? })
+            }
+            (Some(global), None, Some(accumulation)) => {
+                Ok(Self { global, micro: split(global, &[(ACCUMULATION, accumulation)])?, accumulation })
+            }
+            (Some(global), None, None) => Ok(Self { global, micro: split(global, &[])?, accumulation: 1 }),
+            (None, Some(micro), accumulation) => {
+                let accumulation = accumulation.unwrap_or(1);
+                Ok(Self { global: product(micro, accumulation)?, micro, accumulation })
+            }
+            (None, None, _) => Err(BatchError::Unknown),
+        }
+    }
+
+    /// [`solve`](Self::solve), with the error reported where it arises.
+    pub(super) fn find(sizes: [Option<usize>; 3], world: usize, findings: &mut Findings) -> Self {
+        Self::solve(sizes[0], sizes[1], sizes[2], world).unwrap_or_else(|error| {
+            let path = if matches!(error, BatchError::Indivisible { .. } | BatchError::Contradiction { .. }) {
+                GLOBAL
+            } else {
+                MICRO
+            };
+            findings.problem(path, error);
+            Self { global: world, micro: 1, accumulation: 1 }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn any_one_or_two_determine_the_rest() {
+        let batch = |global, micro, accumulation| Batch { global, micro, accumulation };
+        for (given, world, expected) in [
+            ((None, Some(4), None), 2, batch(8, 4, 1)),
+            ((None, Some(4), Some(3)), 2, batch(24, 4, 3)),
+            ((Some(8), None, None), 2, batch(8, 4, 1)),
+            ((Some(24), None, Some(3)), 2, batch(24, 4, 3)),
+            ((Some(24), Some(4), None), 2, batch(24, 4, 3)),
+            ((Some(24), Some(4), Some(3)), 2, batch(24, 4, 3)),
+        ] {
+            assert_eq!(Batch::solve(given.0, given.1, given.2, world), Ok(expected), "{given:?}");
+        }
+    }
+
+    #[test]
+    fn errors_print_the_arithmetic() {
+        let message = |global, micro, accumulation, world| {
+            Batch::solve(global, micro, accumulation, world).unwrap_err().to_string()
+        };
+        insta::assert_snapshot!(message(Some(10), Some(4), None, 2), @"train_batch_size 10 cannot be split: train_micro_batch_size_per_gpu 4 × 2 ranks = 8, and 10 / 8 leaves 2; set train_batch_size to 8 or 16");
+        insta::assert_snapshot!(message(Some(3), None, None, 4), @"train_batch_size 3 cannot be split: 4 ranks = 4, and 3 / 4 leaves 3; set train_batch_size to at least 4 or use fewer ranks");
+        insta::assert_snapshot!(message(Some(16), Some(2), Some(2), 2), @"train_micro_batch_size_per_gpu 2 × gradient_accumulation_steps 2 × 2 ranks = 8, but train_batch_size is 16; set train_batch_size to 8 or remove one of the three");
+        insta::assert_snapshot!(message(None, None, Some(2), 2), @"no batch size: give train_batch_size or train_micro_batch_size_per_gpu, or let the program supply Auto::micro_batch");
+        assert!(matches!(Batch::solve(None, Some(usize::MAX), Some(2), 1), Err(BatchError::Overflow { .. })));
+        assert_eq!(Batch::solve(Some(8), Some(0), None, 1), Err(BatchError::Unknown));
+    }
+
+    proptest! {
+        #[test]
+        fn a_solution_satisfies_the_equation(
+            global in proptest::option::of(any::<usize>()),
+            micro in proptest::option::of(any::<usize>()),
+            accumulation in proptest::option::of(0_usize..9),
+            world in 0_usize..9,
+        ) {
+            if let Ok(batch) = Batch::solve(global, micro, accumulation, world) {
+                prop_assert_eq!(batch.micro * batch.accumulation * world, batch.global);
+                prop_assert!(batch.global > 0);
+                prop_assert_eq!(global.unwrap_or(batch.global), batch.global);
+                prop_assert_eq!(micro.unwrap_or(batch.micro), batch.micro);
+                prop_assert_eq!(accumulation.unwrap_or(batch.accumulation), batch.accumulation);
+            }
+        }
+    }
+}

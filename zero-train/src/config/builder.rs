@@ -1,0 +1,190 @@
+//! A plan in code: the same keys, checks and arithmetic as a file's.
+
+use std::path::Path;
+
+use zero_core::Stage;
+
+use super::auto::Context;
+use super::error::ConfigError;
+use super::load::Config;
+use super::node::Node;
+use super::optimizer::OptimizerPlan;
+use super::plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, ZeroPlan};
+use super::schedule::SchedulePlan;
+
+const REDUCE_BUCKET: &str = "zero_optimization.reduce_bucket_size";
+const REUSE_DISTANCE: &str = "zero_optimization.stage3_max_reuse_distance";
+
+/// Makes a [`ZeroPlan`]. What is not set is as in a DeepSpeed file, but for these: one row per rank and micro-batch,
+/// gradient buckets of 8,388,608 elements, a reuse distance of 0, no clipping.
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct ZeroPlanBuilder {
+    tree: Node,
+}
+
+macro_rules! setters {
+    ($($(#[$doc:meta])+ $name:ident: $type:ty => $path:expr;)+) => {$(
+        $(#[$doc])+
+        pub fn $name(self, value: $type) -> Self {
+            self.set($path, value)
+        }
+    )+};
+}
+
+impl ZeroPlanBuilder {
+    pub(super) fn new(stage: Stage) -> Self {
+        let builder = Self { tree: Node::Map(Vec::new()) };
+        builder.set("zero_optimization.stage", usize::from(stage.number())).set("gradient_clipping", 0_usize)
+    }
+
+    setters! {
+        /// Rows of one optimizer step, over all ranks.
+        global_batch: usize => "train_batch_size";
+        /// Rows per rank and micro-batch.
+        micro_batch: usize => "train_micro_batch_size_per_gpu";
+        /// Micro-batches per optimizer step.
+        accumulation: usize => "gradient_accumulation_steps";
+        /// Elements of one gradient bucket.
+        reduce_bucket_size: usize => REDUCE_BUCKET;
+        /// Elements gathered ahead of their use. Stage 3.
+        prefetch_bucket_size: usize => "zero_optimization.stage3_prefetch_bucket_size";
+        /// Elements of gathered parameters that may be kept. Stage 3.
+        max_live_parameters: usize => "zero_optimization.stage3_max_live_parameters";
+        /// Elements used in between up to which a gathered parameter is kept. Stage 3.
+        max_reuse_distance: usize => REUSE_DISTANCE;
+        /// Elements up to which a parameter stays gathered. Stage 3.
+        param_persistence_threshold: usize => "zero_optimization.stage3_param_persistence_threshold";
+        /// Whether gradients are reduced while the backward pass goes on.
+        overlap_comm: bool => "zero_optimization.overlap_comm";
+        /// Whether whole 16-bit weights are saved beside the shards. Stage 3.
+        save_16bit_model: bool => "zero_optimization.stage3_gather_16bit_weights_on_model_save";
+        /// Highest norm of the whole gradient; 0 does not clip.
+        gradient_clipping: f64 => "gradient_clipping";
+        /// Whether gradients are divided before they are summed.
+        prescale_gradients: bool => "prescale_gradients";
+        /// What they are divided by before the sum.
+        gradient_predivide_factor: f64 => "gradient_predivide_factor";
+        /// Steps between progress lines.
+        steps_per_print: usize => "steps_per_print";
+        /// Whether the time of each phase of a step is printed.
+        wall_clock_breakdown: bool => "wall_clock_breakdown";
+        /// Whether memory is printed after each phase.
+        memory_breakdown: bool => "memory_breakdown";
+    }
+
+    /// The type of parameters and activations.
+    pub fn precision(self, precision: Precision) -> Self {
+        let (fp16, bf16) = match precision {
+            Precision::Fp32 => (Node::Null, Node::Null),
+            Precision::Bf16 { check_grad_overflow } => {
+                (Node::Null, map([("enabled", true.into()), ("check_grad_overflow", check_grad_overflow.into())]))
+            }
+            Precision::Fp16 { loss_scale: LossScale::Static(scale) } => {
+                (map([("enabled", true.into()), ("loss_scale", scale.into())]), Node::Null)
+            }
+            Precision::Fp16 {
+                loss_scale:
+                    LossScale::Dynamic { initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale },
+            } => {
+                let fp16 = map([
+                    ("enabled", true.into()),
+                    ("initial_scale_power", initial_scale_power.into()),
+                    ("loss_scale_window", window.into()),
+                    ("hysteresis", hysteresis.into()),
+                    ("consecutive_hysteresis", consecutive_hysteresis.into()),
+                    ("min_loss_scale", min_scale.into()),
+                ]);
+                (fp16, Node::Null)
+            }
+        };
+        self.set("fp16", fp16).set("bf16", bf16)
+    }
+
+    /// The type gradients are reduced in.
+    pub fn communication_data_type(self, value: DataType) -> Self {
+        self.set("communication_data_type", value.name())
+    }
+
+    /// The type gradients of micro-batches are added up in.
+    pub fn grad_accum_dtype(self, value: DataType) -> Self {
+        self.set("data_types.grad_accum_dtype", value.name())
+    }
+
+    /// The optimizer.
+    pub fn optimizer(self, value: OptimizerPlan) -> Self {
+        self.set("optimizer", value.to_node())
+    }
+
+    /// The learning-rate schedule.
+    pub fn schedule(self, value: SchedulePlan) -> Self {
+        self.set("scheduler", value.to_node())
+    }
+
+    /// Where optimizer state is kept. Not acted on yet: there is a warning.
+    pub fn offload_optimizer(self, value: &Offload) -> Self {
+        self.set("zero_optimization.offload_optimizer", offload(value))
+    }
+
+    /// Where parameters are kept. Not acted on yet: there is a warning. Stage 3.
+    pub fn offload_param(self, value: &Offload) -> Self {
+        self.set("zero_optimization.offload_param", offload(value))
+    }
+
+    /// TensorBoard event files.
+    pub fn tensorboard(self, value: &LogFiles) -> Self {
+        self.set("tensorboard", log_files(value))
+    }
+
+    /// CSV files.
+    pub fn csv_monitor(self, value: &LogFiles) -> Self {
+        self.set("csv_monitor", log_files(value))
+    }
+
+    /// The plan for `world` ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Invalid`] with every problem found; keys have the names they have in a DeepSpeed file.
+    pub fn build(mut self, world: usize) -> Result<ZeroPlan, ConfigError> {
+        if self.tree.get("train_batch_size").is_none() && self.tree.get("train_micro_batch_size_per_gpu").is_none() {
+            self = self.micro_batch(1);
+        }
+        let config = Config::from_tree("plan", &self.tree)?;
+        let mut plan = config.resolve(&Context { world: Some(world), ..Context::default() })?;
+        // zero-burn's defaults: DeepSpeed's buckets are made for GPUs with tens of GB.
+        if self.tree.at(REDUCE_BUCKET).is_none() {
+            plan.reduce_bucket_size = 1 << 23;
+        }
+        if self.tree.at(REUSE_DISTANCE).is_none() {
+            plan.max_reuse_distance = 0;
+        }
+        Ok(plan)
+    }
+
+    fn set(mut self, path: &str, value: impl Into<Node>) -> Self {
+        self.tree.set(path, value.into());
+        self
+    }
+}
+
+fn map<const N: usize>(entries: [(&str, Node); N]) -> Node {
+    Node::Map(entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+}
+
+fn offload(value: &Offload) -> Node {
+    let (device, path) = match &value.device {
+        OffloadDevice::Cpu => ("cpu", Node::Null),
+        OffloadDevice::Nvme { path } => ("nvme", text(path)),
+    };
+    map([("device", device.into()), ("nvme_path", path), ("pin_memory", value.pin_memory.into())])
+}
+
+fn log_files(value: &LogFiles) -> Node {
+    let (path, job) = (text(&value.output_path), value.job_name.clone().into());
+    map([("enabled", true.into()), ("output_path", path), ("job_name", job)])
+}
+
+fn text(path: &Path) -> Node {
+    path.display().to_string().into()
+}

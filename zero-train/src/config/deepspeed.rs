@@ -1,0 +1,66 @@
+//! The checks of a DeepSpeed configuration that no single key can make.
+
+use zero_core::Stage;
+
+use super::error::{Findings, ProblemKind};
+use super::keys::DEEPSPEED;
+use super::node::Node;
+use super::walk::{is_none, walk};
+
+/// Checks `node` against the table and its keys against one another; returns it with proper names, and the stage.
+pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
+    let mut node = node.clone();
+    old_form(&mut node, findings);
+    let stage = node.at("zero_optimization.stage");
+    if stage.is_some_and(Node::is_auto) {
+        let supply = "the stage decides what the other keys mean; give a number from 0 to 3".to_owned();
+        findings.problem("zero_optimization.stage", ProblemKind::Unfilled { supply });
+    }
+    let number = stage.and_then(Node::as_usize).and_then(|number| u8::try_from(number).ok());
+    // One that does not exist is reported by the walk.
+    let stage = number.and_then(|number| Stage::try_from(number).ok()).unwrap_or_default();
+    let tree = walk(&node, DEEPSPEED, stage.number(), findings);
+    if matches!(tree, Node::Map(_)) {
+        offload(&tree, stage, findings);
+        if tree.get("gradient_clipping").is_none_or(|value| *value == Node::Null) {
+            let message = "not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were \
+                not clipped); write 1.0, or 0 for none";
+            findings.warn("gradient_clipping", message);
+        }
+    }
+    (tree, stage)
+}
+
+/// DeepSpeed's first form: `zero_optimization: true` is stage 1.
+fn old_form(node: &mut Node, findings: &mut Findings) {
+    if let Some(Node::Bool(on)) = node.get("zero_optimization") {
+        let stage = usize::from(*on);
+        findings.warn("zero_optimization", format!("deprecated; write {{\"stage\": {stage}}}"));
+        node.set("zero_optimization", Node::Null);
+        node.set("zero_optimization.stage", stage.into());
+    }
+}
+
+fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
+    for section in ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"] {
+        let Some(offload) = tree.at(section) else { continue };
+        let device = offload.get("device").and_then(Node::as_text).filter(|word| !is_none(word) && *word != "auto");
+        let Some(device) = device else { continue };
+        if section.ends_with("param") && !stage.shards_parameters() {
+            let message = format!(
+                "parameters can only be offloaded at stage 3, and this is stage {stage}: raise the \
+                stage, or set the device to none"
+            );
+            findings.conflict(&format!("{section}.device"), message);
+        }
+        let path = offload.get("nvme_path").and_then(Node::as_text).filter(|path| !is_none(path) && !path.is_empty());
+        if device.eq_ignore_ascii_case("nvme") && path.is_none() {
+            let what = "the device is nvme; give the folder to write to".to_owned();
+            findings.problem(&format!("{section}.nvme_path"), ProblemKind::Missing { what });
+        }
+        if offload.get("ratio").and_then(Node::as_f64).is_some_and(|ratio| ratio < 1.0) && !stage.shards_parameters() {
+            let message = format!("a part can only be offloaded at stage 3, and this is stage {stage}: remove the key");
+            findings.conflict(&format!("{section}.ratio"), message);
+        }
+    }
+}

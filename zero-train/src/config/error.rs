@@ -1,0 +1,212 @@
+//! What can be wrong with a configuration, and what is worth a warning.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use super::batch::BatchError;
+
+/// The two formats read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// JSON, as DeepSpeed writes it.
+    Json,
+    /// YAML, as Accelerate writes it.
+    Yaml,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Format::Json => "JSON",
+            Format::Yaml => "YAML",
+        })
+    }
+}
+
+/// Why there is no plan.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A file that cannot be read.
+    #[error("{}: cannot be read: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file that is not of its format.
+    #[error("{file}: not valid {format}: {message}")]
+    Syntax {
+        /// The file.
+        file: String,
+        /// The format it was read as.
+        format: Format,
+        /// The parser's message, which says where.
+        message: String,
+    },
+    /// Everything found wrong, one line each.
+    #[error("{}", problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
+    Invalid {
+        /// At least one.
+        problems: Vec<Problem>,
+    },
+}
+
+impl ConfigError {
+    /// The problems found in the settings; empty for a file that could not be read or parsed.
+    pub fn problems(&self) -> &[Problem] {
+        match self {
+            ConfigError::Invalid { problems } => problems,
+            ConfigError::Io { .. } | ConfigError::Syntax { .. } => &[],
+        }
+    }
+}
+
+/// One thing wrong at one place.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Problem {
+    /// The file, as it was named.
+    pub file: String,
+    /// The dotted path of the key; empty for the file as a whole.
+    pub path: String,
+    /// What is wrong there.
+    pub kind: ProblemKind,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let separator = if self.path.is_empty() { "" } else { ": " };
+        write!(f, "{}: {}{separator}{}", self.file, self.path, self.kind)
+    }
+}
+
+/// What is wrong with a key.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ProblemKind {
+    /// A key that neither DeepSpeed nor Accelerate has.
+    #[error("unknown key{}", hint(suggestion.as_deref(), known))]
+    UnknownKey {
+        /// The known key it resembles.
+        suggestion: Option<String>,
+        /// All keys of the section, when they are few.
+        known: Vec<&'static str>,
+    },
+    /// A value of the wrong type or outside its range.
+    #[error("expected {expected}, got {got}")]
+    Value {
+        /// What may stand there.
+        expected: String,
+        /// What stands there.
+        got: String,
+    },
+    /// A feature that does not exist here and that training without would be another training.
+    #[error("{got} is not supported: {reason}")]
+    Refused {
+        /// What stands there.
+        got: String,
+        /// What it would do, and what to do instead.
+        reason: String,
+    },
+    /// A key that must be given.
+    #[error("missing: {what}")]
+    Missing {
+        /// What to give.
+        what: String,
+    },
+    /// An `"auto"` that nothing was supplied for.
+    #[error("\"auto\" cannot be filled: {supply}")]
+    Unfilled {
+        /// What the program would have to supply.
+        supply: String,
+    },
+    /// Settings that exclude each other.
+    #[error("{message}")]
+    Conflict {
+        /// Which, and what to change.
+        message: String,
+    },
+    /// The file and the program disagree on the number of ranks.
+    #[error("the file asks for a world of {file}, but the program has {program}: change one of them")]
+    World {
+        /// The file's number.
+        file: usize,
+        /// The program's number.
+        program: usize,
+    },
+    /// Batch sizes that do not fit together.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+}
+
+fn hint(suggestion: Option<&str>, known: &[&str]) -> String {
+    match (suggestion, known) {
+        (Some(key), _) => format!("; did you mean `{key}`?"),
+        (None, []) => String::new(),
+        (None, known) => format!("; known here: {}", known.join(", ")),
+    }
+}
+
+/// Something accepted that does not do what it says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning {
+    /// The dotted path of the key.
+    pub path: String,
+    /// What happens instead, and why.
+    pub message: String,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.path, self.message)
+    }
+}
+
+/// More than anyone reads; a file with so many is not a configuration.
+const MAX_PROBLEMS: usize = 100;
+
+/// Collects problems and warnings, and names keys as the user wrote them: an Accelerate YAML is turned into DeepSpeed's
+/// keys before it is read.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Findings {
+    /// The file problems are reported for.
+    pub(super) file: String,
+    /// DeepSpeed path, and the file and path to show instead.
+    pub(super) names: Vec<(String, String, String)>,
+    pub(super) problems: Vec<Problem>,
+    pub(super) warnings: Vec<Warning>,
+}
+
+impl Findings {
+    pub(super) fn new(file: &str) -> Self {
+        Self { file: file.to_owned(), ..Self::default() }
+    }
+
+    pub(super) fn problem(&mut self, path: &str, kind: impl Into<ProblemKind>) {
+        let (file, path) = self.shown(path);
+        let problem = Problem { file, path, kind: kind.into() };
+        if self.problems.len() < MAX_PROBLEMS && !self.problems.contains(&problem) {
+            self.problems.push(problem);
+        }
+    }
+
+    pub(super) fn conflict(&mut self, path: &str, message: impl Into<String>) {
+        self.problem(path, ProblemKind::Conflict { message: message.into() });
+    }
+
+    pub(super) fn warn(&mut self, path: &str, message: impl Into<String>) {
+        let path = self.shown(path).1;
+        self.warnings.push(Warning { path, message: message.into() });
+    }
+
+    /// The warnings, or all problems.
+    pub(super) fn finish(self) -> Result<Vec<Warning>, ConfigError> {
+        if self.problems.is_empty() { Ok(self.warnings) } else { Err(ConfigError::Invalid { problems: self.problems }) }
+    }
+
+    fn shown(&self, path: &str) -> (String, String) {
+        self.names
+            .iter()
+            .find(|(inner, _, _)| inner == path)
+            .map_or_else(|| (self.file.clone(), path.to_owned()), |(_, file, shown)| (file.clone(), shown.clone()))
+    }
+}

@@ -1,0 +1,157 @@
+//! The plan in plain words.
+
+use super::optimizer::OptimizerPlan;
+use super::plan::{LossScale, OffloadDevice, Precision, ZeroPlan};
+use super::schedule::SchedulePlan;
+
+impl ZeroPlan {
+    /// The plan in a few lines that say what happens to someone who never saw the file.
+    pub fn explain(&self) -> String {
+        let mut lines = vec![
+            format!("ZeRO stage {} over {}: {}.", self.stage, count(self.world, "rank"), self.sharding()),
+            format!(
+                "Batch: {} per rank × {} × {} = {} per optimizer step.",
+                count(self.batch.micro, "row"),
+                count(self.batch.accumulation, "micro-batch"),
+                count(self.world, "rank"),
+                count(self.batch.global, "row"),
+            ),
+            format!("Precision: {}.", precision(self.precision)),
+            format!(
+                "Optimizer: {}.",
+                self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), describe_optimizer)
+            ),
+            format!(
+                "Learning rate: {}.",
+                self.schedule.as_ref().map_or_else(|| "no schedule".to_owned(), describe_schedule)
+            ),
+            match self.gradient_clipping {
+                Some(norm) => format!("Gradients: clipped to a global norm of {norm}, {}.", self.reduction()),
+                None => format!("Gradients: not clipped, {}.", self.reduction()),
+            },
+        ];
+        if self.stage.shards_parameters() {
+            lines.push(format!(
+                "Parameters: gathered {} elements ahead of their use; one stays gathered if it has up to {} elements, or \
+                is used again within {} and no more than {} are held.",
+                number(self.prefetch_bucket_size),
+                number(self.param_persistence_threshold),
+                number(self.max_reuse_distance),
+                number(self.max_live_parameters),
+            ));
+        }
+        for (what, offload) in [("optimizer state", &self.offload_optimizer), ("parameters", &self.offload_param)] {
+            if let Some(offload) = offload {
+                let place = match &offload.device {
+                    OffloadDevice::Cpu => "host memory".to_owned(),
+                    OffloadDevice::Nvme { path } => path.display().to_string(),
+                };
+                lines.push(format!("Offload: {what} to {place} is asked for, but not acted on yet."));
+            }
+        }
+        lines.extend(self.warnings.iter().map(|warning| format!("Warning: {warning}.")));
+        lines.join("\n")
+    }
+
+    fn sharding(&self) -> &'static str {
+        match self.stage.number() {
+            0 => "every rank holds everything; gradients are averaged",
+            1 => "each rank keeps its part of the optimizer state, and whole gradients and parameters",
+            2 => "each rank keeps its part of the optimizer state and of the gradients, and whole parameters",
+            _ => "each rank keeps its part of the optimizer state, of the gradients and of the parameters",
+        }
+    }
+
+    fn reduction(&self) -> String {
+        let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", dtype.name()));
+        let overlap = match self.overlap_comm {
+            Some(true) => " during the backward pass",
+            Some(false) => " after the backward pass",
+            None => "",
+        };
+        format!("averaged over the ranks{dtype} in buckets of {} elements{overlap}", number(self.reduce_bucket_size))
+    }
+}
+
+fn precision(precision: Precision) -> String {
+    match precision {
+        Precision::Fp32 => "fp32".to_owned(),
+        Precision::Bf16 { check_grad_overflow: true } => "bf16; a step with gradients not finite is skipped".to_owned(),
+        Precision::Bf16 { check_grad_overflow: false } => "bf16".to_owned(),
+        Precision::Fp16 { loss_scale: LossScale::Static(scale) } => format!("fp16 with the loss scaled by {scale}"),
+        Precision::Fp16 { loss_scale: LossScale::Dynamic { initial_scale_power, window, .. } } => {
+            format!("fp16 with the loss scaled by 2^{initial_scale_power} at first, doubled every {window} good steps")
+        }
+    }
+}
+
+fn describe_optimizer(plan: &OptimizerPlan) -> String {
+    match plan {
+        OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay } => {
+            format!("AdamW, lr {lr}, betas {beta_1} and {beta_2}, epsilon {epsilon}, weight decay {weight_decay}")
+        }
+        OptimizerPlan::Adam { lr, beta_1, beta_2, epsilon, weight_decay } => {
+            format!("Adam, lr {lr}, betas {beta_1} and {beta_2}, epsilon {epsilon}, L2 penalty {weight_decay}")
+        }
+        OptimizerPlan::Sgd { lr, momentum, weight_decay, nesterov } => {
+            let kind = if *nesterov { "Nesterov momentum" } else { "momentum" };
+            format!("SGD, lr {lr}, {kind} {momentum}, L2 penalty {weight_decay}")
+        }
+        OptimizerPlan::Lion { lr, beta_1, beta_2, weight_decay } => {
+            format!("Lion, lr {lr}, betas {beta_1} and {beta_2}, weight decay {weight_decay}")
+        }
+        OptimizerPlan::Adagrad { lr, epsilon, weight_decay } => {
+            format!("Adagrad, lr {lr}, epsilon {epsilon}, L2 penalty {weight_decay}")
+        }
+    }
+}
+
+fn describe_schedule(plan: &SchedulePlan) -> String {
+    match plan {
+        SchedulePlan::WarmupLr { min_lr, max_lr, warmup_steps, warmup_type } => {
+            format!("{min_lr} to {max_lr} in {warmup_steps} steps ({}), then constant", warmup_type.name())
+        }
+        SchedulePlan::WarmupDecayLr { min_lr, max_lr, warmup_steps, warmup_type, total_steps } => format!(
+            "{min_lr} to {max_lr} in {warmup_steps} steps ({}), then linearly to 0 at step {total_steps}",
+            warmup_type.name()
+        ),
+        SchedulePlan::WarmupCosineLr { total_steps, warmup_min_ratio, warmup_steps, cos_min_ratio, warmup_type } => {
+            format!(
+                "{warmup_min_ratio} to 1 times the optimizer's in {warmup_steps} steps ({}), then along a cosine to \
+                {cos_min_ratio} times at step {total_steps}",
+                warmup_type.name()
+            )
+        }
+        SchedulePlan::OneCycle { min_lr, max_lr, first_step_size, second_step_size, cycle_momentum, .. } => format!(
+            "one cycle from {min_lr} to {max_lr} in {first_step_size} steps and back in {}{}",
+            second_step_size.unwrap_or(*first_step_size),
+            if *cycle_momentum { ", the momentum against it" } else { "" }
+        ),
+        SchedulePlan::LrRangeTest { min_lr, step_size, step_rate, staircase } => format!(
+            "a range test from {min_lr}, growing by {step_rate} times that {}every {step_size} steps",
+            if *staircase { "in stairs " } else { "" }
+        ),
+    }
+}
+
+fn count(number: usize, what: &str) -> String {
+    let ending = match (number, what.ends_with("ch")) {
+        (1, _) => "",
+        (_, true) => "es",
+        _ => "s",
+    };
+    format!("{number} {what}{ending}")
+}
+
+/// With commas between thousands.
+fn number(value: usize) -> String {
+    let digits = value.to_string();
+    let mut out = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}

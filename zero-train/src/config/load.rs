@@ -1,0 +1,122 @@
+//! From a file to a [`Config`]: which format, which of the two kinds of configuration, and everything that can be
+//! checked without knowing the number of ranks.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use zero_core::Stage;
+
+use super::accelerate::{self, Accelerate};
+use super::deepspeed;
+use super::error::{ConfigError, Findings, Format, ProblemKind, Warning};
+use super::node::{MAX_BYTES, Node};
+
+/// A configuration whose keys and types are known to be right; [`resolve`](Config::resolve) makes the plan of it.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// DeepSpeed's keys, checked, each under its proper name.
+    pub(super) tree: Node,
+    pub(super) stage: Stage,
+    /// The file of `tree`, the names to show for its keys, and the warnings so far.
+    pub(super) findings: Findings,
+    /// The number of ranks the file asks for.
+    pub(super) processes: Option<usize>,
+}
+
+impl Config {
+    /// Reads a DeepSpeed JSON or an Accelerate YAML (or either in the other format). What the file is follows from its
+    /// keys; its format from the extension, or without one from its first character.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] with every problem found.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        let path = path.as_ref();
+        let text = read(path)?;
+        let format = match path.extension().and_then(OsStr::to_str).map(str::to_ascii_lowercase).as_deref() {
+            Some("json") => Format::Json,
+            Some("yaml" | "yml") => Format::Yaml,
+            _ if text.trim_start().starts_with('{') => Format::Json,
+            _ => Format::Yaml,
+        };
+        Self::from_text(path, format, &text)
+    }
+
+    /// As [`from_file`](Self::from_file), with the text at hand. `path` names it in messages, and a
+    /// `deepspeed_config_file` is looked for beside it.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] with every problem found.
+    pub fn from_text(path: impl AsRef<Path>, format: Format, text: &str) -> Result<Self, ConfigError> {
+        let path = path.as_ref();
+        let file = path.display().to_string();
+        let node = parse(&file, format, text)?;
+        if accelerate::is_accelerate(&node) {
+            Self::from_accelerate(path, &node)
+        } else {
+            Self::from_tree(&file, &node)
+        }
+    }
+
+    /// What is accepted but does not do what it says, as far as it is known without the number of ranks.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.findings.warnings
+    }
+
+    /// The ZeRO stage.
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    /// The number of ranks the file asks for (Accelerate's `num_processes`).
+    pub fn processes(&self) -> Option<usize> {
+        self.processes
+    }
+
+    /// Checks a tree of DeepSpeed's keys.
+    pub(super) fn from_tree(file: &str, node: &Node) -> Result<Self, ConfigError> {
+        Self::checked(node, Findings::new(file), None)
+    }
+
+    fn from_accelerate(path: &Path, node: &Node) -> Result<Self, ConfigError> {
+        let file = path.display().to_string();
+        let mut findings = Findings::new(&file);
+        let Accelerate { mut tree, names, processes, deepspeed_file } = accelerate::convert(&file, node, &mut findings);
+        findings.names = names;
+        if let Some(name) = deepspeed_file {
+            let inner = path.parent().unwrap_or(Path::new("")).join(name);
+            findings.file = inner.display().to_string();
+            tree = parse(&findings.file, Format::Json, &read(&inner)?)?;
+            if tree.get("zero_optimization").is_none() {
+                let what = "Accelerate asks for this section in a deepspeed_config_file".to_owned();
+                findings.problem("zero_optimization", ProblemKind::Missing { what });
+            }
+        }
+        Self::checked(&tree, findings, processes)
+    }
+
+    fn checked(node: &Node, mut findings: Findings, processes: Option<usize>) -> Result<Self, ConfigError> {
+        let (tree, stage) = deepspeed::check(node, &mut findings);
+        if findings.problems.is_empty() {
+            Ok(Self { tree, stage, findings, processes })
+        } else {
+            Err(ConfigError::Invalid { problems: findings.problems })
+        }
+    }
+}
+
+fn parse(file: &str, format: Format, text: &str) -> Result<Node, ConfigError> {
+    Node::parse(format, text).map_err(|message| ConfigError::Syntax { file: file.to_owned(), format, message })
+}
+
+/// The whole file, up to a little more than a configuration may have.
+fn read(path: &Path) -> Result<String, ConfigError> {
+    let mut text = String::new();
+    File::open(path)
+        .and_then(|file| file.take(MAX_BYTES as u64 + 1).read_to_string(&mut text))
+        .map_err(|source| ConfigError::Io { path: path.to_owned(), source })?;
+    Ok(text)
+}

@@ -1,0 +1,325 @@
+//! The tree both formats are read into: generic, in the order of the file, without duplicate keys.
+
+use std::collections::HashSet;
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+
+use super::error::Format;
+
+/// The most bytes a configuration may have; real ones have a few thousand.
+pub(super) const MAX_BYTES: usize = 1 << 20;
+
+/// A value of a JSON or YAML file. A whole number is an [`Int`](Node::Int) however it is written: `5e8` and `1.0` too.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Node {
+    /// `null`, `~` or nothing.
+    Null,
+    /// `true` or `false`.
+    Bool(bool),
+    /// A whole number.
+    Int(i128),
+    /// Any other number.
+    Float(f64),
+    /// A string.
+    Text(String),
+    /// A list.
+    List(Vec<Node>),
+    /// Keys and values in the order of the file; a key occurs once.
+    Map(Vec<(String, Node)>),
+}
+
+impl Node {
+    /// Parses `text`.
+    ///
+    /// # Errors
+    ///
+    /// The parser's message, which says where: bad syntax, a duplicate key, too much nesting or too many aliases.
+    pub fn parse(format: Format, text: &str) -> Result<Self, String> {
+        if text.len() > MAX_BYTES {
+            return Err(format!("{} bytes, and a configuration has at most {MAX_BYTES}", text.len()));
+        }
+        if text.trim().is_empty() {
+            return Err("the file is empty".to_owned());
+        }
+        match format {
+            Format::Json => serde_json::from_str(text).map_err(|error| error.to_string()),
+            Format::Yaml => {
+                // YAML 1.2 booleans: `no` stays the word, as Accelerate's keys mean it.
+                let options = serde_saphyr::options! {
+                    strict_booleans: true,
+                    with_snippet: false,
+                    merge_keys: serde_saphyr::options::MergeKeyPolicy::Error,
+                    budget: serde_saphyr::budget! {
+                        max_events: 50_000,
+                        max_aliases: 100,
+                        max_anchors: 100,
+                        max_recorded_anchor_events: 10_000,
+                        max_depth: 32,
+                        max_documents: 1,
+                        max_nodes: 20_000,
+                        max_total_scalar_bytes: MAX_BYTES,
+                    },
+                    alias_limits: serde_saphyr::alias_limits! {
+                        max_total_replayed_events: 10_000,
+                        max_replay_stack_depth: 8,
+                    },
+                };
+                serde_saphyr::from_str_with_options(text, options).map_err(|error| error.to_string())
+            }
+        }
+    }
+
+    /// The value of `key`, when this is a map that has it.
+    pub fn get(&self, key: &str) -> Option<&Node> {
+        let Node::Map(entries) = self else { return None };
+        entries.iter().find(|(name, _)| name == key).map(|(_, value)| value)
+    }
+
+    /// The value at a dotted path of maps.
+    pub(super) fn at(&self, path: &str) -> Option<&Node> {
+        path.split('.').try_fold(self, |node, key| node.get(key))
+    }
+
+    /// Sets the value at a dotted path of maps, making the maps on the way.
+    pub(super) fn set(&mut self, path: &str, value: Node) {
+        let (key, rest) = path.split_once('.').map_or((path, None), |(key, rest)| (key, Some(rest)));
+        if !matches!(self, Node::Map(_)) {
+            *self = Node::Map(Vec::new());
+        }
+        let Node::Map(entries) = self else { return };
+        let index = entries.iter().position(|(name, _)| name == key).unwrap_or_else(|| {
+            entries.push((key.to_owned(), Node::Null));
+            entries.len() - 1
+        });
+        match rest {
+            Some(rest) => entries[index].1.set(rest, value),
+            None => entries[index].1 = value,
+        }
+    }
+
+    /// The number, when this is one.
+    pub fn as_f64(&self) -> Option<f64> {
+        match self {
+            Node::Int(value) => Some(*value as f64),
+            Node::Float(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    /// The whole number, when this is one that fits.
+    pub fn as_usize(&self) -> Option<usize> {
+        let Node::Int(value) = self else { return None };
+        usize::try_from(*value).ok()
+    }
+
+    /// The truth value, when this is one.
+    pub fn as_bool(&self) -> Option<bool> {
+        let Node::Bool(value) = self else { return None };
+        Some(*value)
+    }
+
+    /// The string, when this is one.
+    pub fn as_text(&self) -> Option<&str> {
+        let Node::Text(value) = self else { return None };
+        Some(value)
+    }
+
+    fn is_scalar(&self) -> bool {
+        !matches!(self, Node::List(_) | Node::Map(_))
+    }
+
+    pub(super) fn is_auto(&self) -> bool {
+        self.as_text() == Some("auto")
+    }
+
+    /// No value, or an empty list, map or string.
+    pub(super) fn is_empty(&self) -> bool {
+        match self {
+            Node::Null => true,
+            Node::Text(text) => text.is_empty(),
+            Node::List(items) => items.is_empty(),
+            Node::Map(entries) => entries.is_empty(),
+            Node::Bool(_) | Node::Int(_) | Node::Float(_) => false,
+        }
+    }
+}
+
+/// As a message shows it: scalars and short lists as JSON, other containers by their kind alone.
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Node::Null => f.write_str("null"),
+            Node::Bool(value) => write!(f, "{value}"),
+            Node::Int(value) => write!(f, "{value}"),
+            Node::Float(value) => write!(f, "{value}"),
+            Node::Text(value) if value.chars().count() > 60 => {
+                write!(f, "{:?}...", value.chars().take(60).collect::<String>())
+            }
+            Node::Text(value) => write!(f, "{value:?}"),
+            Node::List(items) if items.len() <= 4 && items.iter().all(Node::is_scalar) => {
+                let items: Vec<_> = items.iter().map(ToString::to_string).collect();
+                write!(f, "[{}]", items.join(", "))
+            }
+            Node::List(items) => write!(f, "a list of {}", items.len()),
+            Node::Map(_) => f.write_str("a map"),
+        }
+    }
+}
+
+macro_rules! node_from {
+    ($($from:ty => |$value:ident| $node:expr;)+) => {$(
+        impl From<$from> for Node {
+            fn from($value: $from) -> Self {
+                $node
+            }
+        }
+    )+};
+}
+
+node_from! {
+    bool => |value| Node::Bool(value);
+    u32 => |value| Node::Int(i128::from(value));
+    // `usize` has at most 64 bits on every platform Rust supports.
+    usize => |value| Node::Int(value as i128);
+    f64 => |value| whole(value).map_or(Node::Float(value), Node::Int);
+    &str => |value| Node::Text(value.to_owned());
+    String => |value| Node::Text(value);
+}
+
+/// `value` as an integer, when it is one that an `f64` tells apart from its neighbours well enough to mean it.
+fn whole(value: f64) -> Option<i128> {
+    (value.fract() == 0.0 && value.abs() < 1e30).then_some(value as i128)
+}
+
+impl<'de> Deserialize<'de> for Node {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(NodeVisitor)
+    }
+}
+
+struct NodeVisitor;
+
+impl<'de> Visitor<'de> for NodeVisitor {
+    type Value = Node;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Node, E> {
+        Ok(Node::Null)
+    }
+
+    fn visit_none<E: Error>(self) -> Result<Node, E> {
+        Ok(Node::Null)
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Node, D::Error> {
+        Node::deserialize(deserializer)
+    }
+
+    fn visit_bool<E: Error>(self, value: bool) -> Result<Node, E> {
+        Ok(Node::Bool(value))
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<Node, E> {
+        Ok(Node::Int(i128::from(value)))
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<Node, E> {
+        Ok(Node::Int(i128::from(value)))
+    }
+
+    fn visit_i128<E: Error>(self, value: i128) -> Result<Node, E> {
+        Ok(Node::Int(value))
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<Node, E> {
+        Ok(Node::from(value))
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<Node, E> {
+        Ok(Node::Text(value.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Node, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element()? {
+            list.push(item);
+        }
+        Ok(Node::List(list))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut pairs: A) -> Result<Node, A::Error> {
+        let mut entries = Vec::new();
+        let mut seen = HashSet::new();
+        while let Some(key) = pairs.next_key::<String>()? {
+            if !seen.insert(key.clone()) {
+                return Err(A::Error::custom(format_args!("the key `{key}` is given twice")));
+            }
+            entries.push((key, pairs.next_value()?));
+        }
+        Ok(Node::Map(entries))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_whole_when_their_value_is() {
+        let node = Node::parse(Format::Json, r#"{"a": 5e8, "b": 1.0, "c": 1e-3, "d": 18446744073709551615}"#).unwrap();
+        assert_eq!(node.get("a"), Some(&Node::Int(500_000_000)));
+        assert_eq!(node.get("b"), Some(&Node::Int(1)));
+        assert_eq!(node.get("c"), Some(&Node::Float(1e-3)));
+        assert_eq!(node.get("d"), Some(&Node::Int(u64::MAX.into())));
+        let node = Node::parse(Format::Yaml, "a: 5e8\nb: 1e-3\nc: no\nd: 'no'\ne: NO\nf: ~\ng:\nh: False\n").unwrap();
+        assert_eq!(node.get("a"), Some(&Node::Int(500_000_000)));
+        assert_eq!(node.get("b"), Some(&Node::Float(1e-3)));
+        for key in ["c", "d"] {
+            assert_eq!(node.get(key).and_then(Node::as_text), Some("no"));
+        }
+        assert_eq!(node.get("e").and_then(Node::as_text), Some("NO"));
+        assert_eq!(node.get("f"), Some(&Node::Null));
+        assert_eq!(node.get("g"), Some(&Node::Null));
+        assert_eq!(node.get("h"), Some(&Node::Bool(false)));
+    }
+
+    #[test]
+    fn duplicate_keys_are_refused_at_any_depth() {
+        let message = Node::parse(Format::Json, r#"{"a": {"b": 1, "b": 2}}"#).unwrap_err();
+        assert_eq!(message, "the key `b` is given twice at line 1 column 18");
+        let message = Node::parse(Format::Yaml, "a:\n  b: 1\n  b: 2\n").unwrap_err();
+        assert!(message.contains("duplicate") && message.contains('b'), "{message}");
+    }
+
+    #[test]
+    fn bombs_are_errors() {
+        let deep = "[".repeat(200_000);
+        assert!(Node::parse(Format::Json, &deep).unwrap_err().contains("recursion limit"));
+        assert!(Node::parse(Format::Yaml, &deep).is_err());
+        let block: String = (0..200).map(|depth| format!("{}a:\n", " ".repeat(depth))).collect();
+        assert!(Node::parse(Format::Yaml, &block).is_err());
+        let mut aliases = String::from("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n");
+        for level in 1..10 {
+            let items = vec![format!("*a{}", level - 1); 10].join(", ");
+            aliases.push_str(&format!("a{level}: &a{level} [{items}]\n"));
+        }
+        assert!(Node::parse(Format::Yaml, &aliases).is_err());
+        let huge = format!("\"{}\"", "x".repeat(MAX_BYTES));
+        assert!(Node::parse(Format::Json, &huge).unwrap_err().contains("at most 1048576"));
+    }
+
+    #[test]
+    fn set_makes_the_maps_on_the_way() {
+        let mut node = Node::Null;
+        node.set("a.b", Node::Int(1));
+        node.set("a.c", Node::Int(2));
+        node.set("a.b", Node::Int(3));
+        assert_eq!(node.at("a.b"), Some(&Node::Int(3)));
+        assert_eq!(node.at("a.c"), Some(&Node::Int(2)));
+        assert_eq!(node.at("a.c.d"), None);
+    }
+}

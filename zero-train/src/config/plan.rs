@@ -1,0 +1,190 @@
+//! The validated plan: everything after reads this and never a file.
+
+use std::path::PathBuf;
+
+use zero_core::Stage;
+
+use super::batch::Batch;
+use super::builder::ZeroPlanBuilder;
+use super::error::Warning;
+use super::optimizer::OptimizerPlan;
+use super::schedule::SchedulePlan;
+
+/// How to train: what is sharded over how many ranks, in which precision, with which optimizer and schedule.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ZeroPlan {
+    /// What is sharded.
+    pub stage: Stage,
+    /// Number of ranks, at least 1.
+    pub world: usize,
+    /// How the rows of a step are split.
+    pub batch: Batch,
+    /// Elements of one gradient bucket, at least 1.
+    pub reduce_bucket_size: usize,
+    /// Elements of parameters gathered ahead of their use; 0 turns prefetch off. Stage 3.
+    pub prefetch_bucket_size: usize,
+    /// Elements of gathered parameters that may be kept. Stage 3.
+    pub max_live_parameters: usize,
+    /// A gathered parameter is kept when at most this many other elements are used before it is used again. Stage 3.
+    pub max_reuse_distance: usize,
+    /// Parameters of at most this many elements stay gathered. Stage 3.
+    pub param_persistence_threshold: usize,
+    /// Whether gradients are reduced while the backward pass goes on, which is also what `None` does.
+    pub overlap_comm: Option<bool>,
+    /// Highest norm of the whole gradient; `None` does not clip.
+    pub gradient_clipping: Option<f64>,
+    /// Whether gradients are divided by the number of ranks before they are summed rather than after.
+    pub prescale_gradients: bool,
+    /// Without `prescale_gradients`: what they are divided by before the sum, the rest after it. Above 0.
+    pub gradient_predivide_factor: f64,
+    /// The type of parameters and activations.
+    pub precision: Precision,
+    /// The type gradients are reduced in; `None` is their own.
+    pub communication_data_type: Option<DataType>,
+    /// The type gradients of micro-batches are added up in; `None` is their own.
+    pub grad_accum_dtype: Option<DataType>,
+    /// The optimizer; `None` leaves it to the program.
+    pub optimizer: Option<OptimizerPlan>,
+    /// The learning-rate schedule; `None` leaves it to the program.
+    pub schedule: Option<SchedulePlan>,
+    /// Where optimizer state is kept when not on the device. Not acted on yet: there is a warning.
+    pub offload_optimizer: Option<Offload>,
+    /// Where parameters are kept when not on the device. Not acted on yet: there is a warning. Stage 3.
+    pub offload_param: Option<Offload>,
+    /// What is printed and logged.
+    pub report: Report,
+    /// Whether whole 16-bit weights are saved beside the shards. Not acted on yet: there is a warning. Stage 3.
+    pub save_16bit_model: bool,
+    /// Everything accepted that does not do what it says.
+    pub warnings: Vec<Warning>,
+}
+
+impl ZeroPlan {
+    /// Starts a plan in code, with [`ZeroPlanBuilder`]'s defaults.
+    ///
+    /// ```
+    /// use zero_train::config::ZeroPlan;
+    /// use zero_core::Stage;
+    ///
+    /// let plan = ZeroPlan::builder(Stage::Parameters).micro_batch(2).accumulation(3).build(4)?;
+    /// assert_eq!(plan.batch.global, 24);
+    /// # Ok::<(), zero_train::config::ConfigError>(())
+    /// ```
+    pub fn builder(stage: Stage) -> ZeroPlanBuilder {
+        ZeroPlanBuilder::new(stage)
+    }
+}
+
+/// The type of parameters and activations; master weights and optimizer state are fp32 always.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Precision {
+    /// fp32 throughout.
+    Fp32,
+    /// bf16.
+    Bf16 {
+        /// Whether a step whose gradients are not finite is skipped.
+        check_grad_overflow: bool,
+    },
+    /// fp16; a step whose gradients are not finite is skipped.
+    Fp16 {
+        /// What the loss is multiplied by.
+        loss_scale: LossScale,
+    },
+}
+
+/// What the loss is multiplied by before the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum LossScale {
+    /// The same number throughout, above 0.
+    Static(f64),
+    /// Doubled after a run of good steps and halved after overflows.
+    Dynamic {
+        /// It begins at 2 to this power, at most 127.
+        initial_scale_power: u32,
+        /// Steps without overflow after which it doubles, at least 1.
+        window: usize,
+        /// Overflows tolerated before it halves, at least 1.
+        hysteresis: usize,
+        /// Whether a good step gives the tolerated overflows back.
+        consecutive_hysteresis: bool,
+        /// It never falls below this, above 0.
+        min_scale: f64,
+    },
+}
+
+/// A floating-point type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DataType {
+    /// 32 bits.
+    Fp32,
+    /// 16 bits, 5 of them exponent.
+    Fp16,
+    /// 16 bits, 8 of them exponent.
+    Bf16,
+}
+
+impl DataType {
+    /// DeepSpeed's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            DataType::Fp32 => "fp32",
+            DataType::Fp16 => "fp16",
+            DataType::Bf16 => "bf16",
+        }
+    }
+
+    /// By DeepSpeed's or PyTorch's name.
+    pub(super) fn named(name: &str) -> Option<Self> {
+        match name.trim_start_matches("torch.") {
+            "fp32" | "float32" | "float" => Some(DataType::Fp32),
+            "fp16" | "float16" | "half" => Some(DataType::Fp16),
+            "bf16" | "bfloat16" => Some(DataType::Bf16),
+            _ => None,
+        }
+    }
+}
+
+/// Where something is kept when not on the device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Offload {
+    /// The kind of memory.
+    pub device: OffloadDevice,
+    /// Whether host memory is pinned.
+    pub pin_memory: bool,
+}
+
+/// The kind of memory something is offloaded to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OffloadDevice {
+    /// Host memory.
+    Cpu,
+    /// Files under a folder.
+    Nvme {
+        /// The folder.
+        path: PathBuf,
+    },
+}
+
+/// What is printed and logged.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Steps between progress lines, at least 1; `None` leaves it to the program.
+    pub steps_per_print: Option<usize>,
+    /// Whether the time of each phase of a step is printed.
+    pub wall_clock_breakdown: bool,
+    /// Whether memory is printed after each phase.
+    pub memory_breakdown: bool,
+    /// TensorBoard event files.
+    pub tensorboard: Option<LogFiles>,
+    /// CSV files, one per quantity.
+    pub csv_monitor: Option<LogFiles>,
+}
+
+/// Where a log is written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogFiles {
+    /// The folder; empty for the current one.
+    pub output_path: PathBuf,
+    /// The folder inside `output_path`.
+    pub job_name: String,
+}

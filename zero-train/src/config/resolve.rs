@@ -1,0 +1,156 @@
+//! From a checked [`Config`] and the program's [`Context`] to a [`ZeroPlan`].
+
+use std::cell::RefCell;
+use std::path::PathBuf;
+
+use super::auto::{Auto, Context};
+use super::batch::Batch;
+use super::error::{ConfigError, ProblemKind};
+use super::keys::DEEPSPEED;
+use super::load::Config;
+use super::optimizer::OptimizerPlan;
+use super::plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, ZeroPlan};
+use super::reader::Reader;
+use super::schedule::SchedulePlan;
+
+impl Config {
+    /// Fills `"auto"`, does the batch arithmetic and reads the plan.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Invalid`] with every problem found.
+    pub fn resolve(&self, context: &Context) -> Result<ZeroPlan, ConfigError> {
+        let findings = RefCell::new(self.findings.clone());
+        let auto = &context.auto;
+        let top = Reader::new(&self.tree, DEEPSPEED, self.stage.number(), auto, &findings);
+        let world = self.world(context.world, &top);
+        let zero = top.section("zero_optimization");
+        let optimizer = OptimizerPlan::read(&top);
+        let sizes = batch_sizes(&top, auto);
+        let batch = Batch::find(sizes, world, &mut findings.borrow_mut());
+        let mut plan = ZeroPlan {
+            stage: self.stage,
+            world,
+            batch,
+            reduce_bucket_size: zero.usize("reduce_bucket_size"),
+            prefetch_bucket_size: zero.usize("stage3_prefetch_bucket_size"),
+            max_live_parameters: zero.usize("stage3_max_live_parameters"),
+            max_reuse_distance: zero.usize("stage3_max_reuse_distance"),
+            param_persistence_threshold: zero.usize("stage3_param_persistence_threshold"),
+            overlap_comm: zero.maybe_bool("overlap_comm"),
+            gradient_clipping: Some(top.f64("gradient_clipping")).filter(|norm| *norm > 0.0),
+            prescale_gradients: top.bool("prescale_gradients"),
+            gradient_predivide_factor: top.f64("gradient_predivide_factor"),
+            precision: precision(&top),
+            communication_data_type: DataType::named(&top.text("communication_data_type")),
+            grad_accum_dtype: DataType::named(&top.section("data_types").text("grad_accum_dtype")),
+            schedule: SchedulePlan::read(&top, optimizer.as_ref(), auto.learning_rate),
+            optimizer,
+            offload_optimizer: offload(&zero.section("offload_optimizer")),
+            offload_param: offload(&zero.section("offload_param")),
+            report: Report {
+                steps_per_print: top.maybe_usize("steps_per_print"),
+                wall_clock_breakdown: top.bool("wall_clock_breakdown"),
+                memory_breakdown: top.bool("memory_breakdown"),
+                tensorboard: log_files(&top.section("tensorboard")),
+                csv_monitor: log_files(&top.section("csv_monitor")),
+            },
+            save_16bit_model: zero.bool("stage3_gather_16bit_weights_on_model_save"),
+            warnings: Vec::new(),
+        };
+        plan.warnings = findings.into_inner().finish()?;
+        Ok(plan)
+    }
+
+    fn world(&self, program: Option<usize>, top: &Reader<'_>) -> usize {
+        match (program, self.processes) {
+            (Some(0), _) => {
+                top.conflict("", "the program says there are 0 ranks; Context::world is at least 1");
+                1
+            }
+            (Some(program), Some(file)) if program != file => {
+                top.problem("num_processes", ProblemKind::World { file, program });
+                program
+            }
+            (Some(world), _) | (None, Some(world)) => world,
+            (None, None) => 1,
+        }
+    }
+}
+
+/// Global batch, micro-batch, accumulation. For `"auto"`, or where the file has nothing to start from, the program's
+/// value counts; the rest is left to the arithmetic.
+fn batch_sizes(top: &Reader<'_>, auto: &Auto) -> [Option<usize>; 3] {
+    let [global, micro, accumulation] =
+        ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
+    let absent = |key: &str| !top.given(key) && !top.is_auto(key);
+    let supplied = |key: &str, value: Option<usize>, wanted: bool| {
+        if top.given(key) {
+            return top.maybe_usize(key);
+        }
+        let value = value.filter(|_| wanted || top.is_auto(key));
+        if value == Some(0) {
+            top.problem(
+                key,
+                ProblemKind::Value { expected: "at least 1 from the program".to_owned(), got: "0".into() },
+            );
+        }
+        value
+    };
+    let sizeless = absent(global) && absent(micro);
+    [
+        supplied(global, None, false),
+        supplied(micro, auto.micro_batch, sizeless),
+        supplied(accumulation, auto.accumulation, sizeless && absent(accumulation)),
+    ]
+}
+
+fn precision(top: &Reader<'_>) -> Precision {
+    let (fp16, bf16) = (top.section("fp16"), top.section("bf16"));
+    match (fp16.bool("enabled"), bf16.bool("enabled")) {
+        (true, true) => {
+            bf16.conflict("enabled", "bf16 and fp16 are both enabled: set one of them to false");
+            Precision::Fp32
+        }
+        (false, false) => Precision::Fp32,
+        (false, true) => Precision::Bf16 { check_grad_overflow: bf16.bool("check_grad_overflow") },
+        (true, false) => {
+            let scale = fp16.f64("loss_scale");
+            if scale > 0.0 {
+                return Precision::Fp16 { loss_scale: LossScale::Static(scale) };
+            }
+            for key in ["loss_scale_window", "min_loss_scale"] {
+                if fp16.f64(key) == 0.0 {
+                    let expected = "more than 0 when loss_scale is 0 (dynamic)".to_owned();
+                    fp16.problem(key, ProblemKind::Value { expected, got: "0".to_owned() });
+                }
+            }
+            Precision::Fp16 {
+                loss_scale: LossScale::Dynamic {
+                    // The table's range fits.
+                    initial_scale_power: u32::try_from(fp16.usize("initial_scale_power")).unwrap_or_default(),
+                    window: fp16.usize("loss_scale_window"),
+                    hysteresis: fp16.usize("hysteresis"),
+                    consecutive_hysteresis: fp16.bool("consecutive_hysteresis"),
+                    min_scale: fp16.f64("min_loss_scale"),
+                },
+            }
+        }
+    }
+}
+
+fn offload(section: &Reader<'_>) -> Option<Offload> {
+    let device = match section.text("device").as_str() {
+        "cpu" => OffloadDevice::Cpu,
+        "nvme" => OffloadDevice::Nvme { path: PathBuf::from(section.text("nvme_path")) },
+        _ => return None,
+    };
+    Some(Offload { device, pin_memory: section.bool("pin_memory") })
+}
+
+fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
+    section.bool("enabled").then(|| LogFiles {
+        output_path: section.maybe_text("output_path").map(PathBuf::from).unwrap_or_default(),
+        job_name: section.text("job_name"),
+    })
+}

@@ -1,0 +1,233 @@
+//! The vocabulary of the key tables: what a key may hold, what it holds by default, and what becomes of it.
+
+use super::auto::Fill;
+use super::node::Node;
+
+/// One known key.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Key {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) default: Default,
+    pub(super) treatment: Treatment,
+    /// What stands for `"auto"`.
+    pub(super) fill: Fill,
+    /// The ZeRO stage from which the key has an effect.
+    pub(super) from_stage: u8,
+}
+
+/// What a key may hold. `null` is always accepted and means "not given".
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Kind {
+    /// `true` or `false`.
+    Bool,
+    /// A truth value that YAML files also write as `yes` or `no`.
+    YesNo,
+    /// A whole number from `min` to `max`.
+    Int { min: i128, max: i128 },
+    /// A finite number, at least `min`, at most `max`.
+    Num { min: f64, max: f64 },
+    /// A number in [0, 1): the decay of a running average.
+    Decay,
+    /// Two of them.
+    Betas,
+    /// A string.
+    Text,
+    /// A string or a list of strings.
+    Texts,
+    /// One of these words, in any case.
+    OneOf(&'static [&'static str]),
+    /// Anything.
+    Any,
+    /// A map of these keys.
+    Section(&'static [Key], Gate),
+    /// A map whose `type` says which `params` it takes.
+    Tagged(&'static Tagged),
+    /// A map whose keys are not looked at, because the feature does not exist here.
+    Open(Gate),
+}
+
+/// When a section does anything; a section that does nothing gives no warning and is never refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Gate {
+    /// When it is not empty.
+    Given,
+    /// When its `enabled`, or for an open section that of a part of it, is true.
+    Enabled,
+    /// When its `device` is not `none`.
+    Device,
+}
+
+/// A section with a `type` and its `params`.
+#[derive(Debug)]
+pub(super) struct Tagged {
+    /// What the section is, for messages.
+    pub(super) what: &'static str,
+    pub(super) variants: &'static [(&'static str, &'static [Key])],
+    /// DeepSpeed's types that do not exist here.
+    pub(super) refused: &'static [&'static str],
+    /// Keys beside `type` and `params`.
+    pub(super) beside: &'static [Key],
+}
+
+/// What a key holds when it is not given.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Default {
+    Null,
+    Bool(bool),
+    Int(i128),
+    Num(f64),
+    Text(&'static str),
+    Pair(f64, f64),
+    Empty,
+}
+
+/// What becomes of a key that is set to something other than its default.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Treatment {
+    /// It is read into the plan.
+    Acted,
+    /// Nothing, and nothing is lost: not worth a warning.
+    Quiet,
+    /// It has no meaning here: a warning with the reason.
+    NoEffect(&'static str),
+    /// It will act one day, and training is right without it: a warning with the reason.
+    NotYet(&'static str),
+    /// Training without it would be another training: an error with the reason.
+    Refused(&'static str),
+    /// Another name of a key of the same section, with the value turned into that key's; deprecated ones are warned of.
+    Renamed { to: &'static str, change: fn(&Node) -> Node, deprecated: bool },
+}
+
+pub(super) const fn key(name: &'static str, kind: Kind, default: Default, treatment: Treatment) -> Key {
+    Key { name, kind, default, treatment, fill: Fill::None, from_stage: 0 }
+}
+
+/// A map of `keys` that acts as its keys say.
+pub(super) const fn section(name: &'static str, keys: &'static [Key]) -> Key {
+    key(name, Kind::Section(keys, Gate::Given), Default::Empty, Treatment::Acted)
+}
+
+/// Another name for `to`.
+pub(super) const fn alias(name: &'static str, kind: Kind, to: &'static str) -> Key {
+    key(name, kind, Default::Null, Treatment::Renamed { to, change: Node::clone, deprecated: false })
+}
+
+impl Key {
+    pub(super) const fn auto(mut self, fill: Fill) -> Self {
+        self.fill = fill;
+        self
+    }
+
+    pub(super) const fn since_stage(mut self, stage: u8) -> Self {
+        self.from_stage = stage;
+        self
+    }
+
+    pub(super) fn find<'a>(keys: &'a [Key], name: &str) -> Option<&'a Key> {
+        keys.iter().find(|key| key.name == name)
+    }
+
+    /// Whether `value` says what leaving the key out would say.
+    pub(super) fn is_default(&self, value: &Node) -> bool {
+        match (value, self.default) {
+            (Node::Null, _) => true,
+            (Node::Text(value), Default::Text(default)) => value.eq_ignore_ascii_case(default),
+            (value, Default::Empty) => value.is_empty(),
+            (value, default) => match (value.as_f64(), default.node().as_f64()) {
+                (Some(value), Some(default)) => value == default,
+                _ => *value == default.node(),
+            },
+        }
+    }
+}
+
+impl Default {
+    pub(super) fn node(self) -> Node {
+        match self {
+            Default::Null | Default::Empty => Node::Null,
+            Default::Bool(value) => Node::Bool(value),
+            Default::Int(value) => Node::Int(value),
+            Default::Num(value) => Node::Float(value),
+            Default::Text(value) => Node::Text(value.to_owned()),
+            Default::Pair(first, second) => Node::List(vec![Node::Float(first), Node::Float(second)]),
+        }
+    }
+}
+
+impl Kind {
+    /// A count that may be zero.
+    pub(super) const COUNT: Kind = Kind::Int { min: 0, max: i64::MAX as i128 };
+    /// A count of at least one.
+    pub(super) const ONE_UP: Kind = Kind::Int { min: 1, max: i64::MAX as i128 };
+    /// Any whole number.
+    pub(super) const INT: Kind = Kind::Int { min: i64::MIN as i128, max: i64::MAX as i128 };
+    /// A number that is not negative.
+    pub(super) const POSITIVE: Kind = Kind::Num { min: 0.0, max: f64::MAX };
+    /// A number from 0 to 1.
+    pub(super) const FRACTION: Kind = Kind::Num { min: 0.0, max: 1.0 };
+    /// Any number.
+    pub(super) const NUM: Kind = Kind::Num { min: f64::MIN, max: f64::MAX };
+
+    /// `value` with YAML's several spellings of no and yes made one.
+    pub(super) fn normal(self, value: &Node) -> Node {
+        match (self, value) {
+            (Kind::YesNo, Node::Text(word)) => yes_no(word).map_or_else(|| value.clone(), Node::Bool),
+            // YAML 1.1 reads a bare `no` as false.
+            (Kind::OneOf(words), Node::Bool(false)) if words.contains(&"no") => "no".into(),
+            _ => value.clone(),
+        }
+    }
+
+    /// Whether `value` may stand here. Containers are only checked to be containers.
+    pub(super) fn accepts(self, value: &Node) -> bool {
+        match (self, value) {
+            (_, Node::Null) | (Kind::Any, _) => true,
+            (Kind::Bool | Kind::YesNo, Node::Bool(_)) => true,
+            (Kind::Int { min, max }, Node::Int(value)) => (min..=max).contains(value),
+            (Kind::Num { min, max }, value) => value.as_f64().is_some_and(|value| (min..=max).contains(&value)),
+            (Kind::Decay, value) => value.as_f64().is_some_and(|value| (0.0..1.0).contains(&value)),
+            (Kind::Betas, Node::List(items)) => items.len() == 2 && items.iter().all(is_decay),
+            (Kind::Text | Kind::Texts, Node::Text(_)) => true,
+            (Kind::Texts, Node::List(items)) => items.iter().all(|item| item.as_text().is_some()),
+            (Kind::OneOf(words), Node::Text(word)) => words.iter().any(|known| known.eq_ignore_ascii_case(word)),
+            (Kind::Section(..) | Kind::Tagged(_) | Kind::Open(_), Node::Map(_)) => true,
+            // An open section of Accelerate may hold anything, and an empty list is as good as nothing.
+            (Kind::Open(_), value) => value.is_empty() || value.as_bool().is_some(),
+            _ => false,
+        }
+    }
+
+    /// What may stand here, in words.
+    pub(super) fn expected(self) -> String {
+        match self {
+            Kind::Bool | Kind::YesNo => "true or false".to_owned(),
+            Kind::Int { min, max } if max < 1_000_000 => format!("a whole number from {min} to {max}"),
+            Kind::Int { min, .. } if min > i128::from(i64::MIN) => format!("a whole number of at least {min}"),
+            Kind::Int { .. } => "a whole number".to_owned(),
+            Kind::Num { min, max } if max < f64::MAX => format!("a number from {min} to {max}"),
+            Kind::Num { min, .. } if min > f64::MIN => format!("a number of at least {min}"),
+            Kind::Num { .. } => "a number".to_owned(),
+            Kind::Decay => "a number of at least 0 and below 1".to_owned(),
+            Kind::Betas => "two numbers of at least 0 and below 1".to_owned(),
+            Kind::Text => "a string".to_owned(),
+            Kind::Texts => "a string or a list of strings".to_owned(),
+            Kind::OneOf(words) => format!("one of {}", words.join(", ")),
+            Kind::Any => "anything".to_owned(),
+            Kind::Section(..) | Kind::Tagged(_) | Kind::Open(_) => "a map".to_owned(),
+        }
+    }
+}
+
+fn is_decay(node: &Node) -> bool {
+    Kind::Decay.accepts(node) && *node != Node::Null
+}
+
+/// The truth value of YAML 1.1's words.
+fn yes_no(word: &str) -> Option<bool> {
+    match word.to_ascii_lowercase().as_str() {
+        "yes" | "true" | "on" => Some(true),
+        "no" | "false" | "off" => Some(false),
+        _ => None,
+    }
+}

@@ -1,0 +1,204 @@
+//! What rank 0 shows and writes while it trains.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::Plan;
+use crate::TrainError;
+use crate::config::{LogFiles, Report};
+use crate::engine::{Step, Times};
+use crate::memory::format_bytes;
+use crate::metrics::{EpochMetrics, MetricsWriter, StepMetrics};
+use crate::monitor::{CsvMonitor, LossPlot, MemoryTracker, Phase, TensorBoardMonitor, Timer, WallClock};
+
+/// Columns of `metrics.csv`, and names of the scalars in TensorBoard.
+const COLUMNS: [&str; 8] =
+    ["loss", "perplexity", "grad_norm", "lr", "loss_scale", "skipped", "tokens_per_second", "peak_rss_bytes"];
+
+pub(super) struct Observer {
+    bar: ProgressBar,
+    report: Report,
+    /// Nothing but the summary on standard output.
+    quiet: bool,
+    writer: Option<MetricsWriter>,
+    csv: Vec<CsvMonitor>,
+    tensorboard: Option<TensorBoardMonitor>,
+    plot: Option<(PathBuf, LossPlot)>,
+    clock: WallClock,
+    tracker: Option<MemoryTracker>,
+    skipped: usize,
+}
+
+impl Observer {
+    pub(super) fn new(plan: &Plan) -> Result<Self, TrainError> {
+        let report = plan.plan.report.clone();
+        let writer = plan.out.as_deref().map(MetricsWriter::create).transpose()?;
+        let mut csv = Vec::new();
+        let mut plot = None;
+        if let Some(out) = &plan.out {
+            // As metrics.jsonl: an earlier run's is replaced.
+            remove(&out.join("metrics.csv"))?;
+            csv.push(CsvMonitor::open(out, "metrics", &COLUMNS)?);
+            let title = format!("{}, {} ranks, stage {}", plan.name, plan.plan.world, plan.plan.stage);
+            plot = Some((out.join("loss.svg"), LossPlot { title, ..LossPlot::default() }));
+        }
+        if let Some(files) = &report.csv_monitor {
+            csv.push(CsvMonitor::open(&folder(files), "metrics", &COLUMNS)?);
+        }
+        let tensorboard = report.tensorboard.as_ref().map(|files| TensorBoardMonitor::create(&folder(files)));
+        let bar = if plan.progress { ProgressBar::new(plan.steps as u64) } else { ProgressBar::hidden() };
+        bar.set_style(
+            ProgressStyle::with_template("{bar:24} {pos}/{len} steps  {msg}  [{elapsed} < {eta}]")
+                .expect("the template is a constant"),
+        );
+        bar.set_message("building the model");
+        bar.enable_steady_tick(Duration::from_millis(500));
+        Ok(Self {
+            bar,
+            clock: WallClock::new(report.steps_per_print.unwrap_or(1)),
+            report,
+            quiet: !plan.progress,
+            writer,
+            csv,
+            tensorboard: tensorboard.transpose()?,
+            plot,
+            tracker: None,
+            skipped: 0,
+        })
+    }
+
+    /// A line for a person: on standard output, or with `--json` on standard error.
+    fn say(&self, line: &str) {
+        if self.quiet {
+            eprintln!("{line}");
+        } else {
+            self.bar.suspend(|| println!("{line}"));
+        }
+    }
+
+    /// A phase begins; the one before it ends.
+    pub(super) fn begin(&mut self, phase: Phase) -> Result<(), TrainError> {
+        self.end_phase()?;
+        if self.report.memory_breakdown {
+            self.tracker = Some(MemoryTracker::begin(phase)?);
+        }
+        Ok(())
+    }
+
+    fn end_phase(&mut self) -> Result<(), TrainError> {
+        if let Some(tracker) = self.tracker.take() {
+            let table = tracker.end()?;
+            self.say(&table.to_string());
+        }
+        Ok(())
+    }
+
+    pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, times: Times) -> Result<(), TrainError> {
+        let memory = metrics.ranks.first().map_or(0, |rank| rank.peak_rss_bytes);
+        let speed = metrics.tokens_per_second;
+        self.bar.set_message(format!(
+            "loss {:.4}  {speed:.0} tokens/s  peak memory {}{}",
+            metrics.loss,
+            format_bytes(memory),
+            if self.skipped > 0 { format!("  {} skipped", self.skipped) } else { String::new() }
+        ));
+        self.bar.inc(1);
+        if let Step::Skipped { loss_scale, next_loss_scale, skipped } = outcome {
+            self.skipped = *skipped;
+            let scale = match loss_scale == next_loss_scale {
+                true => format!("loss scale {loss_scale} kept"),
+                false => format!("loss scale {loss_scale} -> {next_loss_scale}"),
+            };
+            self.say(&format!(
+                "step {}: gradients overflowed, update skipped on all ranks ({skipped} so far), {scale}",
+                metrics.step
+            ));
+        }
+        if self.report.steps_per_print.is_some_and(|every| metrics.step.is_multiple_of(every)) {
+            self.say(&format!(
+                "step {}: loss {:.4}, lr {:.3e}, gradient norm {:.4}, {speed:.0} tokens/s",
+                metrics.step, metrics.loss, metrics.lr, metrics.grad_norm
+            ));
+        }
+        for (timer, time) in
+            [(Timer::Forward, times.forward), (Timer::Backward, times.backward), (Timer::Step, times.step)]
+        {
+            self.clock.add(timer, time);
+        }
+        let (_, mean) = self.clock.end_step(metrics.step)?;
+        if let Some(mean) = mean.filter(|_| self.report.wall_clock_breakdown) {
+            self.say(&mean.to_string());
+        }
+
+        let values: [f64; COLUMNS.len()] = [
+            metrics.loss,
+            metrics.loss.exp(),
+            metrics.grad_norm,
+            metrics.lr,
+            metrics.loss_scale,
+            f64::from(u8::from(metrics.skipped)),
+            speed,
+            memory as f64,
+        ];
+        let named: Vec<(&str, f64)> = COLUMNS.into_iter().zip(values).collect();
+        for csv in &mut self.csv {
+            csv.write(metrics.step, &named)?;
+        }
+        if let Some(tensorboard) = &mut self.tensorboard {
+            tensorboard.write(metrics.step, &named)?;
+        }
+        if let Some((_, plot)) = &mut self.plot {
+            plot.loss.push((metrics.step, metrics.loss));
+            plot.memory_bytes.push((metrics.step, memory));
+        }
+        self.writer.as_mut().map_or(Ok(()), |writer| writer.write(metrics))
+    }
+
+    pub(super) fn epoch(&mut self, metrics: &EpochMetrics) -> Result<(), TrainError> {
+        let eval = match (metrics.eval_loss, metrics.eval_perplexity) {
+            (Some(loss), Some(perplexity)) => format!("; held out: loss {loss:.4}, perplexity {perplexity:.2}"),
+            _ => String::new(),
+        };
+        self.say(&format!(
+            "epoch {} (to step {}): loss {:.4}, perplexity {:.2}{eval}",
+            metrics.epoch, metrics.step, metrics.loss, metrics.perplexity
+        ));
+        if let Some(tensorboard) = &mut self.tensorboard {
+            let values = [("eval_loss", metrics.eval_loss), ("eval_perplexity", metrics.eval_perplexity)];
+            let values: Vec<(&str, f64)> =
+                values.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+            tensorboard.write(metrics.step, &values)?;
+        }
+        Ok(())
+    }
+
+    /// The last phase ends, and the plot is drawn.
+    pub(super) fn end(&mut self) -> Result<(), TrainError> {
+        self.end_phase()?;
+        if let Some((path, plot)) = &self.plot {
+            plot.write(path)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Observer {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+fn folder(files: &LogFiles) -> PathBuf {
+    files.output_path.join(&files.job_name)
+}
+
+fn remove(path: &Path) -> Result<(), TrainError> {
+    match std::fs::remove_file(path) {
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+            Err(TrainError::Io { action: "replace", path: path.to_path_buf(), source })
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,385 @@
+//! Burn's `Learner` on several ranks: a training strategy for `SupervisedTraining`.
+//!
+//! * In: on every rank, the same `SupervisedTraining` and `Learner` over `Autodiff<Zero<B>>`, built in the body of
+//!   [`launch`](zero_burn::launch::launch), with the whole data set. [`ZeroStrategy::attach`] gives the training its
+//!   strategy.
+//! * Out: the trained model on every rank. Rank 0 renders, logs, and decides on checkpoints and on stopping early, from
+//!   metrics over the outputs of all ranks ([`AcrossRanks`]).
+//! * Every rank trains on a part of its own of each data set. An iteration is one batch on each rank, so that a batch size
+//!   of 8 on 4 ranks is 32; the learning rate scheduler steps once an iteration.
+//! * Threads: tensors are touched on the rank's thread only. What Burn's event thread is given is whole and stays whole.
+//!
+//! ```no_run
+//! # use burn::{module::AutodiffModule, optim::{Optimizer, lr_scheduler::LrScheduler}, record::CompactRecorder};
+//! # use burn::train::{Learner, LearningComponentsMarker, InferenceStep, SupervisedTraining, TrainStep};
+//! # use zero_burn::module::ZeroAutodiff;
+//! # use zero_train::learner::{AcrossRanks, ZeroStrategy};
+//! # fn train<A: ZeroAutodiff, L: LrScheduler + 'static, M, O: Optimizer<M, A> + 'static>(
+//! #     training: SupervisedTraining<LearningComponentsMarker<A, L, M, O>>,
+//! #     learner: Learner<LearningComponentsMarker<A, L, M, O>>,
+//! #     device: A::Device,
+//! # ) where
+//! #     LearningComponentsMarker<A, L, M, O>: Send,
+//! #     M: TrainStep<Output: AcrossRanks> + AutodiffModule<A> + core::fmt::Display + 'static,
+//! #     M::InnerModule: InferenceStep<Output: AcrossRanks>,
+//! # {
+//! // In the body of a launch, where `device` is this rank's.
+//! let training = ZeroStrategy::new(&device)
+//!     .with_clipping(1.0)
+//!     .with_checkpoints("out/checkpoint", CompactRecorder::new())
+//!     .attach(training);
+//! let result = training.launch(learner);
+//! # }
+//! ```
+
+mod across;
+mod checkpoints;
+mod silent;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use burn::data::dataloader::{DataLoader, Progress};
+use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::record::FileRecorder;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Device, Tensor};
+use burn::train::checkpoint::CheckpointingStrategy;
+use burn::train::{
+    EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent, LearningComponentsTypes,
+    SupervisedLearningStrategy, SupervisedTraining, SupervisedTrainingEventProcessor, TrainLoader, TrainStep,
+    TrainingBackend, TrainingComponents, TrainingItem, TrainingModel, TrainingStrategy, ValidLoader,
+};
+use zero_burn::gathered::parameters;
+use zero_burn::module::{ZeroAutodiff, collect_grads, grad_norm, mark, prepare, scale_grads};
+
+pub use self::across::{AcrossRanks, Ranks};
+use self::checkpoints::Checkpoints;
+pub use self::silent::SilentRenderer;
+
+/// Trains a Burn `Learner` data-parallel over the ranks of a launch, sharded by the launch's stage.
+///
+/// It calls `prepare` on the learner's model. Gradients are averaged over the ranks with every batch; Burn's
+/// `grads_accumulation` adds up what has been averaged, so that at stages 0 and 1 it saves no communication.
+pub struct ZeroStrategy<LC: LearningComponentsTypes> {
+    device: Device<TrainingBackend<LC>>,
+    clipping: Option<f64>,
+    checkpoints: Option<Checkpoints<LC>>,
+}
+
+impl<LC> ZeroStrategy<LC>
+where
+    LC: LearningComponentsTypes + 'static,
+    LC::Backend: ZeroAutodiff,
+    <LC::TrainingModel as TrainStep>::Output: AcrossRanks,
+    <LC::InferenceModel as InferenceStep>::Output: AcrossRanks,
+{
+    /// The strategy of the rank whose device this is.
+    pub fn new(device: &Device<TrainingBackend<LC>>) -> Self {
+        Self { device: device.clone(), clipping: None, checkpoints: None }
+    }
+
+    /// Scales gradients down so that their L2 norm over all parameters and ranks is at most `norm`. Burn's own clipping,
+    /// of each parameter by itself, is set on the optimizer.
+    #[must_use]
+    pub fn with_clipping(mut self, norm: f64) -> Self {
+        self.clipping = Some(norm);
+        self
+    }
+
+    /// Saves model, optimizer and scheduler to `directory` after an epoch, in files as Burn's `with_file_checkpointer`
+    /// writes them, and reads them where `SupervisedTraining::checkpoint` asks for it, also on another number of ranks or
+    /// at another stage. Keeps the last two epochs; see [`with_checkpointing_strategy`](Self::with_checkpointing_strategy).
+    ///
+    /// Memory: model and optimizer state whole, on every rank, while they are saved.
+    #[must_use]
+    pub fn with_checkpoints<FR>(mut self, directory: impl AsRef<Path>, recorder: FR) -> Self
+    where
+        FR: FileRecorder<LC::Backend> + 'static,
+    {
+        self.checkpoints = Some(Checkpoints::new(directory.as_ref(), recorder));
+        self
+    }
+
+    /// When checkpoints are saved and deleted. Asked on rank 0.
+    ///
+    /// # Panics
+    ///
+    /// Without [`with_checkpoints`](Self::with_checkpoints) before it.
+    #[must_use]
+    pub fn with_checkpointing_strategy(self, strategy: impl CheckpointingStrategy + 'static) -> Self {
+        match &self.checkpoints {
+            Some(checkpoints) => checkpoints.set_strategy(Box::new(strategy)),
+            None => panic!("with_checkpointing_strategy has no effect without with_checkpoints: call that first"),
+        }
+        self
+    }
+
+    /// Makes this the strategy of `training`, and silences it on all ranks but rank 0. Set a renderer and loggers before.
+    pub fn attach(self, training: SupervisedTraining<LC>) -> SupervisedTraining<LC> {
+        let rank = self.device.rank();
+        let training = training.with_training_strategy(TrainingStrategy::Custom(Arc::new(self)));
+        match rank {
+            0 => training,
+            _ => training.renderer(SilentRenderer).with_application_logger(None),
+        }
+    }
+
+    fn ranks(&self) -> Ranks {
+        Ranks::new::<LC::Backend>(self.device.rank())
+    }
+
+    /// Prepares the learner's model.
+    fn shard(&self, learner: &mut Learner<LC>, ranks: &Ranks) {
+        let prepared = prepare::<LC::Backend, _>(learner.model(), &self.device);
+        let wanted = parameters::<LC::Backend, _>(&prepared);
+        replace_model(learner, prepared);
+        // Burn takes over whether a parameter is trained from the model it replaces, where a parameter that has been
+        // transposed since its birth counts as the result of an operation.
+        let got = parameters::<LC::Backend, _>(&learner.model());
+        if let Some((lost, _)) = wanted.iter().zip(&got).find(|(wanted, got)| wanted.trained != got.trained) {
+            ranks.stop(format!(
+                "the learner would not train {}: call zero_burn::module::prepare on the model before Learner::new",
+                lost.path
+            ));
+        }
+    }
+
+    fn train_epoch(&self, epoch: &mut Epoch<'_, LC>, loader: &TrainLoader<LC>, accumulation: Option<usize>) -> Ended {
+        let ranks = epoch.ranks;
+        let mut batches = loader.iter();
+        let mut accumulator = GradientsAccumulator::new();
+        let mut accumulated = 0;
+        let mut iteration = 0;
+        let ended = loop {
+            let batch = batches.next();
+            let turn = Turn::agree(&ranks, batch.is_some(), &batches.progress(), epoch.interrupter);
+            if let Some(ended) = turn.ended {
+                break ended;
+            }
+            iteration += 1;
+            epoch.learner.lr_step();
+            // Every backward pass forgets the marks, and of a step's parameters not all optimizers set them anew.
+            mark::<LC::Backend, _>(&epoch.learner.model());
+            let (grads, output) = match batch {
+                Some(batch) => {
+                    let output = epoch.learner.train_step(batch);
+                    (output.grads, Some(output.item))
+                }
+                // Others have a batch left. This rank adds nothing to the sum.
+                None => (GradientsParams::new(), None),
+            };
+            let model = epoch.learner.model();
+            let grads = collect_grads::<LC::Backend, _>(grads, &model);
+            let due = match accumulation {
+                None => Some(grads),
+                Some(count) => {
+                    accumulator.accumulate(&model, grads);
+                    accumulated += 1;
+                    (accumulated >= count).then(|| {
+                        accumulated = 0;
+                        accumulator.grads()
+                    })
+                }
+            };
+            if let Some(grads) = due {
+                let grads = self.clip(grads, &model);
+                // One handle of the old parameters less while they are updated.
+                drop(model);
+                epoch.learner.optimizer_step(grads);
+            }
+            let output = AcrossRanks::across_ranks(output, &ranks);
+            if ranks.rank() == 0 {
+                let lr = Some(epoch.learner.lr_current());
+                let item = TrainingItem::new(output, turn.progress, epoch.progress.clone(), Some(iteration), lr);
+                epoch.processor.process_train(LearnerEvent::ProcessedItem(item));
+            }
+        };
+        // The last update's parameters count as such.
+        mark::<LC::Backend, _>(&epoch.learner.model());
+        if ranks.rank() == 0 {
+            epoch.processor.process_train(LearnerEvent::EndEpoch(epoch.progress.items_processed));
+        }
+        ended
+    }
+
+    fn clip(&self, grads: GradientsParams, model: &TrainingModel<LC>) -> GradientsParams {
+        let Some(most) = self.clipping else { return grads };
+        let norm = grad_norm::<LC::Backend, _>(&grads, model);
+        // PyTorch's clip_grad_norm_ adds the same 1e-6.
+        let factor = (most / (norm + 1e-6)).min(1.0);
+        if factor < 1.0 { scale_grads::<LC::Backend, _>(grads, model, factor as f32) } else { grads }
+    }
+
+    fn validate(&self, epoch: &mut Epoch<'_, LC>, loader: &ValidLoader<LC>) -> Ended {
+        let ranks = epoch.ranks;
+        let model = epoch.learner.model().valid();
+        let mut batches = loader.iter();
+        let mut iteration = 0;
+        let ended = loop {
+            let batch = batches.next();
+            let turn = Turn::agree(&ranks, batch.is_some(), &batches.progress(), epoch.interrupter);
+            if let Some(ended) = turn.ended {
+                break ended;
+            }
+            iteration += 1;
+            let output = AcrossRanks::across_ranks(batch.map(|batch| model.step(batch)), &ranks);
+            if ranks.rank() == 0 {
+                let item = TrainingItem::new(output, turn.progress, epoch.progress.clone(), Some(iteration), None);
+                epoch.processor.process_valid(LearnerEvent::ProcessedItem(item));
+            }
+        };
+        if ranks.rank() == 0 {
+            epoch.processor.process_valid(LearnerEvent::EndEpoch(epoch.progress.items_processed));
+        }
+        ended
+    }
+}
+
+impl<LC> SupervisedLearningStrategy<LC> for ZeroStrategy<LC>
+where
+    LC: LearningComponentsTypes + 'static,
+    LC::Backend: ZeroAutodiff,
+    <LC::TrainingModel as TrainStep>::Output: AcrossRanks,
+    <LC::InferenceModel as InferenceStep>::Output: AcrossRanks,
+{
+    fn fit(
+        &self,
+        components: TrainingComponents<LC>,
+        mut learner: Learner<LC>,
+        train: TrainLoader<LC>,
+        valid: ValidLoader<LC>,
+        starting_epoch: usize,
+    ) -> (TrainingModel<LC>, SupervisedTrainingEventProcessor<LC>) {
+        let ranks = self.ranks();
+        if components.checkpointer.is_some() {
+            ranks.stop(
+                "with_file_checkpointer saves from a thread of its own, which sees one rank's shards only: use \
+                 ZeroStrategy::with_checkpoints",
+            );
+        }
+        self.shard(&mut learner, &ranks);
+        if let Some(epoch) = components.checkpoint {
+            match &self.checkpoints {
+                Some(checkpoints) => checkpoints.restore(&mut learner, epoch, &self.device, &ranks),
+                None => ranks.stop("checkpoint asks for an epoch to resume from: add ZeroStrategy::with_checkpoints"),
+            }
+            // What has been loaded are new parameters, under the identities of the files.
+            self.shard(&mut learner, &ranks);
+        }
+        let train = part_of_rank(&train, &self.device, &ranks);
+        let valid = part_of_rank(&valid, &self.device, &ranks);
+
+        let mut processor = components.event_processor;
+        let mut early_stopping = components.early_stopping;
+        for number in starting_epoch..=components.num_epochs {
+            let mut epoch = Epoch {
+                learner: &mut learner,
+                processor: &mut processor,
+                interrupter: &components.interrupter,
+                progress: Progress::new(number, components.num_epochs),
+                ranks,
+            };
+            if self.train_epoch(&mut epoch, &train, components.grad_accumulation) == Ended::Interrupted {
+                break;
+            }
+            // Interrupted while it validates, Burn's strategies still save this epoch.
+            let ended = self.validate(&mut epoch, &valid);
+            if ranks.rank() == 0 {
+                settle::<LC>(&mut processor);
+            }
+            if let Some(checkpoints) = &self.checkpoints {
+                checkpoints.after_epoch(&learner, number, &components.event_store, &ranks);
+            }
+            let stop = early_stopping
+                .as_mut()
+                .is_some_and(|strategy| ranks.decide(|| strategy.should_stop(number, &components.event_store)));
+            if stop || ended == Ended::Interrupted {
+                break;
+            }
+        }
+        (learner.model(), processor)
+    }
+}
+
+/// What an epoch works on.
+struct Epoch<'a, LC: LearningComponentsTypes> {
+    learner: &'a mut Learner<LC>,
+    processor: &'a mut SupervisedTrainingEventProcessor<LC>,
+    interrupter: &'a Interrupter,
+    /// Of the epochs.
+    progress: Progress,
+    ranks: Ranks,
+}
+
+/// Why a loop over batches has ended, on all ranks alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ended {
+    /// No rank has data left.
+    Data,
+    /// An interrupter has been set on some rank.
+    Interrupted,
+}
+
+/// What the ranks agree on before an iteration.
+struct Turn {
+    ended: Option<Ended>,
+    /// Items of all ranks.
+    progress: Progress,
+}
+
+impl Turn {
+    fn agree(ranks: &Ranks, has_batch: bool, progress: &Progress, interrupter: &Interrupter) -> Self {
+        let mine = [
+            f64::from(u8::from(has_batch)),
+            f64::from(u8::from(interrupter.should_stop())),
+            progress.items_processed as f64,
+            progress.items_total as f64,
+        ];
+        let all = ranks.all_gather(&mine);
+        let sum = |i: usize| all.iter().map(|rank| rank[i]).sum::<f64>();
+        let ended = match (sum(1) > 0.0, sum(0) > 0.0) {
+            (true, _) => Some(Ended::Interrupted),
+            (false, false) => Some(Ended::Data),
+            (false, true) => None,
+        };
+        Self { ended, progress: Progress::new(sum(2) as usize, sum(3) as usize) }
+    }
+}
+
+/// The rank's part of a data set: contiguous, and at most one item larger than another rank's.
+fn part_of_rank<B: Backend, O: 'static>(
+    loader: &Arc<dyn DataLoader<B, O>>,
+    device: &B::Device,
+    ranks: &Ranks,
+) -> Arc<dyn DataLoader<B, O>> {
+    let (rank, world, items) = (ranks.rank(), ranks.world(), loader.num_items());
+    if world == 1 {
+        return loader.to_device(device);
+    }
+    loader.slice(rank * items / world, (rank + 1) * items / world).to_device(device)
+}
+
+/// Puts `model` in the place of the learner's, which Burn allows by way of a record only.
+fn replace_model<LC: LearningComponentsTypes>(learner: &mut Learner<LC>, model: TrainingModel<LC>) {
+    /// A record holds no part of a graph.
+    struct Untracked;
+    impl<B: Backend> ModuleMapper<B> for Untracked {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            let (id, tensor, mapper) = param.consume();
+            Param::from_mapped_value(id, tensor.detach().set_require_grad(false), mapper)
+        }
+    }
+    learner.load_model(Module::<LC::Backend>::map(model, &mut Untracked).into_record());
+}
+
+/// Waits until the event thread has passed on everything that it was given, so that what is asked of the event store is
+/// of the whole epoch.
+///
+/// The thread's inbox holds one event: when it has room for the second of two more, the event before them is done. Burn
+/// ignores a validation's start.
+fn settle<LC: LearningComponentsTypes>(processor: &mut SupervisedTrainingEventProcessor<LC>) {
+    processor.process_valid(LearnerEvent::Start);
+    processor.process_valid(LearnerEvent::Start);
+}

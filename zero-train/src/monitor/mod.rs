@@ -1,0 +1,92 @@
+//! Watching a run: files a person or a program can read while it goes on, and tables of time and memory.
+//!
+//! * In: a step number and named values, `&[(&str, f64)]`; or timer and memory events.
+//! * Out: [`CsvMonitor`] and [`TensorBoardMonitor`] append to files, a whole record at a time; [`LossPlot`] draws an
+//!   SVG; [`MemoryTracker`] and [`WallClock`] give values that print as a table and as a line.
+//! * Threads: everything runs on the caller's thread, except the sampler of [`MemoryTracker`]. Meant for rank 0.
+
+mod breakdown;
+mod csv;
+mod host_memory;
+mod memory_table;
+mod plot;
+mod tensorboard;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+pub use breakdown::{StepTimes, Timer, WallClock};
+pub use csv::CsvMonitor;
+pub use memory_table::{MemoryFigures, MemoryReport, MemoryTracker, Phase};
+pub use plot::LossPlot;
+pub use tensorboard::TensorBoardMonitor;
+
+/// Why a monitor cannot go on. None of these needs to end a run.
+#[derive(Debug, thiserror::Error)]
+pub enum MonitorError {
+    /// A file or folder cannot be read or written.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// "create", "read", "write", ...
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A monitor's name that is no plain file name.
+    #[error("{got:?} cannot name a file; use letters, digits, '.', '-' and '_'")]
+    Name {
+        /// The name given.
+        got: String,
+    },
+    /// A CSV file with other columns is in the way.
+    #[error(
+        "{} was written with other columns, \"{got}\" instead of \"{expected}\"; move it away or choose another name",
+        path.display()
+    )]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// The first line it should have.
+        expected: String,
+        /// The first line it has.
+        got: String,
+    },
+    /// A value for a column that the CSV file does not have.
+    #[error("{} has no column {got:?}; its columns are {}", path.display(), columns.join(", "))]
+    Column {
+        /// The file.
+        path: PathBuf,
+        /// The value's name.
+        got: String,
+        /// The names there are.
+        columns: Vec<String>,
+    },
+    /// A plot cannot be drawn.
+    #[error("cannot draw the plot: {problem}")]
+    Draw {
+        /// What the drawing library says.
+        problem: String,
+    },
+    /// A timer is started while it runs, or stopped while it does not.
+    #[error("the timer \"{timer}\" {problem}; pair every start with one stop in the same step")]
+    Timer {
+        /// The timer.
+        timer: Timer,
+        /// What is wrong.
+        problem: &'static str,
+    },
+    /// The thread that samples the memory cannot be started, or panicked.
+    #[error("cannot sample the memory: {problem}")]
+    Sampler {
+        /// What went wrong.
+        problem: String,
+    },
+}
+
+/// Names the action and the path of a failed operation.
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MonitorError {
+    let path = path.to_path_buf();
+    move |source| MonitorError::Io { action, path, source }
+}

@@ -1,0 +1,374 @@
+//! The questions of `zero config`, and the file they lead to: an Accelerate YAML, in Accelerate's order and words.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+/// Asks a person. What comes back is one of what was offered, or the default.
+pub trait Ask {
+    /// One of `options`, by its place.
+    ///
+    /// # Errors
+    ///
+    /// [`Stopped`] when the person gives up or cannot be asked.
+    fn choose(&mut self, question: &str, options: &[&str], default: usize) -> Result<usize, Stopped>;
+
+    /// Yes or no.
+    ///
+    /// # Errors
+    ///
+    /// [`Stopped`].
+    fn yes(&mut self, question: &str, default: bool) -> Result<bool, Stopped>;
+
+    /// A number of at least `least`.
+    ///
+    /// # Errors
+    ///
+    /// [`Stopped`].
+    fn number(&mut self, question: &str, least: usize, default: usize) -> Result<usize, Stopped>;
+
+    /// A number above 0.
+    ///
+    /// # Errors
+    ///
+    /// [`Stopped`].
+    fn fraction(&mut self, question: &str, default: f64) -> Result<f64, Stopped>;
+
+    /// A line of text that is not empty.
+    ///
+    /// # Errors
+    ///
+    /// [`Stopped`].
+    fn text(&mut self, question: &str, default: &str) -> Result<String, Stopped>;
+}
+
+/// The questions were broken off; nothing has been written.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("stopped before the last question ({0}); nothing was written")]
+pub struct Stopped(pub String);
+
+/// The precision of an Accelerate configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// fp32.
+    #[default]
+    No,
+    /// fp16 with a loss scale.
+    Fp16,
+    /// bf16.
+    Bf16,
+}
+
+const PRECISIONS: [&str; 3] = ["no", "fp16", "bf16"];
+const DEVICES: [&str; 3] = ["none", "cpu", "nvme"];
+
+/// Where something is kept.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Place {
+    /// On the device.
+    #[default]
+    Device,
+    /// In host memory.
+    Cpu,
+    /// On disk, in this folder.
+    Nvme(PathBuf),
+}
+
+impl Place {
+    fn name(&self) -> &'static str {
+        match self {
+            Place::Device => DEVICES[0],
+            Place::Cpu => DEVICES[1],
+            Place::Nvme(_) => DEVICES[2],
+        }
+    }
+}
+
+/// What the questions come to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answers {
+    /// A DeepSpeed JSON, in place of all answers about ZeRO.
+    pub deepspeed_config: Option<PathBuf>,
+    /// ZeRO stage.
+    pub stage: u8,
+    /// Where optimizer state is kept.
+    pub offload_optimizer: Place,
+    /// Where parameters are kept (stage 3).
+    pub offload_param: Place,
+    /// Micro-batches per update.
+    pub accumulation: usize,
+    /// Largest global norm of the gradient.
+    pub clipping: Option<f64>,
+    /// Save 16-bit weights (stage 3).
+    pub save_16bit: bool,
+    /// Build the model in shards (stage 3).
+    pub zero_init: bool,
+    /// Number of machines.
+    pub machines: usize,
+    /// This machine's number.
+    pub machine_rank: usize,
+    /// Address and port of the first machine.
+    pub main_process: Option<(String, u16)>,
+    /// Ranks over all machines.
+    pub processes: usize,
+    /// Precision.
+    pub precision: Precision,
+}
+
+impl Default for Answers {
+    /// Stage 2 on two ranks of one machine, in fp32.
+    fn default() -> Self {
+        Self {
+            deepspeed_config: None,
+            stage: 2,
+            offload_optimizer: Place::Device,
+            offload_param: Place::Device,
+            accumulation: 1,
+            clipping: None,
+            save_16bit: false,
+            zero_init: false,
+            machines: 1,
+            machine_rank: 0,
+            main_process: None,
+            processes: 2,
+            precision: Precision::No,
+        }
+    }
+}
+
+impl Answers {
+    /// Asks for everything, in Accelerate's order. What `self` holds are the defaults.
+    ///
+    /// # Errors
+    ///
+    /// [`Stopped`].
+    pub fn ask(mut self, ask: &mut dyn Ask) -> Result<Self, Stopped> {
+        let defaults = self.clone();
+        self.machines = ask.number("How many machines will train?", 1, defaults.machines)?;
+        if self.machines > 1 {
+            let ranks: Vec<String> = (0..self.machines).map(|rank| rank.to_string()).collect();
+            let ranks: Vec<&str> = ranks.iter().map(String::as_str).collect();
+            self.machine_rank = ask.choose("Which of them is this one?", &ranks, defaults.machine_rank)?;
+            let address = ask.text("The address of machine 0?", "localhost")?;
+            let port = ask.number("The port to meet on there?", 1, 29500)?;
+            self.main_process = Some((address, u16::try_from(port).unwrap_or(29500)));
+        }
+        if ask.yes("Do you have a DeepSpeed configuration file (JSON)?", false)? {
+            self.deepspeed_config = Some(ask.text("Where is it?", "ds_config.json")?.into());
+        } else {
+            let stages = [
+                "0: every rank holds everything",
+                "1: optimizer state in shards",
+                "2: and gradients",
+                "3: and parameters",
+            ];
+            self.stage = ask.choose("Which ZeRO stage?", &stages, usize::from(defaults.stage))? as u8;
+            if self.stage >= 2 {
+                self.offload_optimizer = place(ask, "optimizer state")?;
+            }
+            if self.stage == 3 {
+                self.offload_param = place(ask, "parameters")?;
+            }
+            self.accumulation = ask.number("How many micro-batches make an update?", 1, defaults.accumulation)?;
+            if ask.yes("Clip gradients by their global norm?", defaults.clipping.is_some())? {
+                self.clipping = Some(ask.fraction("At which norm?", defaults.clipping.unwrap_or(1.0))?);
+            }
+            if self.stage == 3 {
+                self.save_16bit = ask.yes("Save 16-bit weights beside the shards?", defaults.save_16bit)?;
+                self.zero_init =
+                    ask.yes("Build the model in shards, so that it may be larger than a rank's memory?", true)?;
+            }
+        }
+        self.processes = ask.number("How many ranks, over all machines?", self.machines, defaults.processes)?;
+        self.precision = match ask.choose("Which precision?", &PRECISIONS, defaults.precision as usize)? {
+            1 => Precision::Fp16,
+            2 => Precision::Bf16,
+            _ => Precision::No,
+        };
+        Ok(self)
+    }
+
+    /// The file: what Accelerate's own `accelerate config` writes.
+    pub fn to_yaml(&self) -> String {
+        let mut yaml = String::from("compute_environment: LOCAL_MACHINE\ndebug: false\ndeepspeed_config:\n");
+        let mut zero = |key: &str, value: String| {
+            // Writing to a string cannot fail.
+            let _ = writeln!(yaml, "  {key}: {value}");
+        };
+        match &self.deepspeed_config {
+            Some(path) => {
+                zero("deepspeed_config_file", quoted(&path.display().to_string()));
+                zero("zero3_init_flag", self.zero_init.to_string());
+            }
+            None => {
+                zero("gradient_accumulation_steps", self.accumulation.to_string());
+                // 0 is DeepSpeed's "no clipping"; without the key it clips at 1.
+                zero("gradient_clipping", self.clipping.map_or("0.0".into(), |norm| format!("{norm:?}")));
+                zero("offload_optimizer_device", self.offload_optimizer.name().into());
+                if let Place::Nvme(path) = &self.offload_optimizer {
+                    zero("offload_optimizer_nvme_path", quoted(&path.display().to_string()));
+                }
+                zero("offload_param_device", self.offload_param.name().into());
+                if let Place::Nvme(path) = &self.offload_param {
+                    zero("offload_param_nvme_path", quoted(&path.display().to_string()));
+                }
+                zero("zero3_init_flag", self.zero_init.to_string());
+                if self.stage == 3 {
+                    zero("zero3_save_16bit_model", self.save_16bit.to_string());
+                }
+                zero("zero_stage", self.stage.to_string());
+            }
+        }
+        yaml.push_str("distributed_type: DEEPSPEED\ndowncast_bf16: 'no'\n");
+        let mut top = |key: &str, value: String| {
+            let _ = writeln!(yaml, "{key}: {value}");
+        };
+        top("machine_rank", self.machine_rank.to_string());
+        if let Some((address, port)) = &self.main_process {
+            top("main_process_ip", quoted(address));
+            top("main_process_port", port.to_string());
+        }
+        top("main_training_function", "main".into());
+        if self.deepspeed_config.is_none() {
+            top("mixed_precision", quoted(PRECISIONS[self.precision as usize]));
+        }
+        top("num_machines", self.machines.to_string());
+        top("num_processes", self.processes.to_string());
+        top("rdzv_backend", "static".into());
+        top("same_network", "true".into());
+        top("use_cpu", "false".into());
+        yaml
+    }
+}
+
+fn place(ask: &mut dyn Ask, what: &str) -> Result<Place, Stopped> {
+    Ok(match ask.choose(&format!("Where to keep {what}?"), &DEVICES, 0)? {
+        1 => Place::Cpu,
+        2 => Place::Nvme(ask.text(&format!("In which folder, on a fast disk, for {what}?"), "/nvme")?.into()),
+        _ => Place::Device,
+    })
+}
+
+/// Text that YAML reads as this text, whatever is in it.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', "''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Auto, Config, Context, Format};
+
+    /// Answers from a list; what was asked is kept.
+    struct Script {
+        answers: Vec<&'static str>,
+        asked: Vec<String>,
+    }
+
+    impl Script {
+        fn next(&mut self, question: &str) -> Result<&'static str, Stopped> {
+            self.asked.push(question.into());
+            if self.answers.is_empty() { Err(Stopped(question.into())) } else { Ok(self.answers.remove(0)) }
+        }
+    }
+
+    impl Ask for Script {
+        fn choose(&mut self, question: &str, options: &[&str], _default: usize) -> Result<usize, Stopped> {
+            let answer = self.next(question)?;
+            Ok(options.iter().position(|option| option.starts_with(answer)).expect("an option"))
+        }
+
+        fn yes(&mut self, question: &str, _default: bool) -> Result<bool, Stopped> {
+            Ok(self.next(question)? == "yes")
+        }
+
+        fn number(&mut self, question: &str, _least: usize, _default: usize) -> Result<usize, Stopped> {
+            Ok(self.next(question)?.parse().unwrap())
+        }
+
+        fn fraction(&mut self, question: &str, _default: f64) -> Result<f64, Stopped> {
+            Ok(self.next(question)?.parse().unwrap())
+        }
+
+        fn text(&mut self, question: &str, _default: &str) -> Result<String, Stopped> {
+            Ok(self.next(question)?.into())
+        }
+    }
+
+    fn answered(answers: &[&'static str]) -> (Answers, Vec<String>) {
+        let mut script = Script { answers: answers.to_vec(), asked: Vec::new() };
+        let answers = Answers::default().ask(&mut script).unwrap();
+        assert!(script.answers.is_empty(), "not asked for: {:?}", script.answers);
+        (answers, script.asked)
+    }
+
+    #[test]
+    fn the_whole_of_stage_3() {
+        let (answers, asked) =
+            answered(&["1", "no", "3", "cpu", "nvme", "/fast's disk", "4", "yes", "0.5", "yes", "yes", "8", "bf16"]);
+        assert_eq!(asked.len(), 13);
+        let yaml = answers.to_yaml();
+        insta::assert_snapshot!(yaml, @r"
+        compute_environment: LOCAL_MACHINE
+        debug: false
+        deepspeed_config:
+          gradient_accumulation_steps: 4
+          gradient_clipping: 0.5
+          offload_optimizer_device: cpu
+          offload_param_device: nvme
+          offload_param_nvme_path: '/fast''s disk'
+          zero3_init_flag: true
+          zero3_save_16bit_model: true
+          zero_stage: 3
+        distributed_type: DEEPSPEED
+        downcast_bf16: 'no'
+        machine_rank: 0
+        main_training_function: main
+        mixed_precision: 'bf16'
+        num_machines: 1
+        num_processes: 8
+        rdzv_backend: static
+        same_network: true
+        use_cpu: false
+        ");
+        let config = Config::from_text("wizard.yaml", Format::Yaml, &yaml).unwrap();
+        let auto = Auto { micro_batch: Some(1), ..Auto::default() };
+        let plan = config.resolve(&Context { world: None, auto }).unwrap();
+        assert_eq!((plan.world, plan.batch.accumulation, plan.gradient_clipping), (8, 4, Some(0.5)));
+    }
+
+    #[test]
+    fn lower_stages_ask_less() {
+        let (answers, asked) = answered(&["1", "no", "1", "1", "no", "2", "no"]);
+        assert_eq!(answers, Answers { stage: 1, ..Answers::default() });
+        assert!(asked.iter().all(|question| !question.contains("keep")), "{asked:?}");
+        let config = Config::from_text("wizard.yaml", Format::Yaml, &answers.to_yaml()).unwrap();
+        let auto = Auto { micro_batch: Some(1), ..Auto::default() };
+        let plan = config.resolve(&Context { world: None, auto }).unwrap();
+        assert_eq!(plan.gradient_clipping, None);
+        assert_eq!(plan.warnings, []);
+    }
+
+    #[test]
+    fn several_machines_and_a_file() {
+        let (answers, _) = answered(&["2", "1", "10.0.0.1", "4242", "yes", "ds.json", "4", "no"]);
+        let yaml = answers.to_yaml();
+        for line in [
+            "  deepspeed_config_file: 'ds.json'",
+            "machine_rank: 1",
+            "main_process_ip: '10.0.0.1'",
+            "main_process_port: 4242",
+            "num_machines: 2",
+        ] {
+            assert!(yaml.lines().any(|got| got == line), "{line} in\n{yaml}");
+        }
+        // Accelerate refuses it beside a file.
+        assert!(!yaml.contains("mixed_precision"));
+    }
+
+    #[test]
+    fn giving_up_writes_nothing() {
+        let mut script = Script { answers: vec!["1", "no"], asked: Vec::new() };
+        let stopped = Answers::default().ask(&mut script).unwrap_err();
+        assert_eq!(stopped.to_string(), "stopped before the last question (Which ZeRO stage?); nothing was written");
+    }
+}
