@@ -35,7 +35,7 @@ fn help_teaches() {
     Commands:
       config       Write a configuration file that Accelerate reads too, by questions or by flags
       check        Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
-      estimate     Bytes of model state per rank at every stage and offload, and what fits into this machine
+      estimate     Bytes of model state per rank at every stage, and what fits into this machine
       train        Train a GPT-2 on text or token files, on the CPU
       completions  Print a completion script for your shell
       help         Print this message or the help of the given subcommand(s)

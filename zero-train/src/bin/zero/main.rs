@@ -36,7 +36,7 @@ enum Command {
     Config(commands::ConfigArgs),
     /// Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
     Check(commands::CheckArgs),
-    /// Bytes of model state per rank at every stage and offload, and what fits into this machine
+    /// Bytes of model state per rank at every stage, and what fits into this machine
     Estimate(commands::EstimateArgs),
     /// Train a GPT-2 on text or token files, on the CPU
     Train(Box<zero_train::gpt2::Options>),
