@@ -30,13 +30,14 @@ impl Sizes {
     }
 }
 
-/// Trains and returns the seconds of each step but the first, and the last loss.
+/// Trains and returns the seconds of each step but the first, of forward, backward (with reduction) and update, and the
+/// last loss.
 pub fn train<B: AutodiffBackend>(
     sizes: &Sizes,
     device: &B::Device,
     prepare: impl Fn(Gpt2<B>) -> Gpt2<B>,
     collect: impl Fn(GradientsParams, &Gpt2<B>) -> GradientsParams,
-) -> (Vec<f64>, f64)
+) -> (Vec<[f64; 3]>, f64)
 where
     Gpt2<B>: AutodiffModule<B>,
 {
@@ -44,27 +45,34 @@ where
     let mut optimizer = AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01).init();
     let (mut seconds, mut last) = (Vec::new(), 0.0);
     for step in 0..=sizes.steps {
-        let begin = Instant::now();
         let ids: Vec<i32> = (0..sizes.batch * sizes.seq)
             .map(|i| ((step * 7919 + i * 104_729) % sizes.model.vocab_size) as i32)
             .collect();
         let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [sizes.batch, sizes.seq]), device);
+        let begin = Instant::now();
         let loss = model.loss(ids);
         last = loss.clone().into_data().iter::<f64>().next().expect("a loss is one number");
+        let forward = Instant::now();
         let grads = collect(GradientsParams::from_grads(loss.backward(), &model), &model);
+        let backward = Instant::now();
         model = optimizer.step(1e-4, model, grads);
         if step > 0 {
-            seconds.push(begin.elapsed().as_secs_f64());
+            let phases = [forward - begin, backward - forward, backward.elapsed()];
+            seconds.push(phases.map(|phase| phase.as_secs_f64()));
         }
     }
     (seconds, last)
 }
 
-/// One line: tokens per second by the median step and by the fastest one, and the last loss. Other work on the machine
-/// only ever adds to a step's time, so the fastest steps of many compare best where it is not quiet.
-pub fn report(name: &str, sizes: &Sizes, seconds: &mut [f64], loss: f64) {
-    seconds.sort_by(f64::total_cmp);
-    let tokens = (sizes.batch * sizes.seq) as f64;
-    let (median, fastest) = (tokens / seconds[seconds.len() / 2], tokens / seconds[0]);
-    println!("{name} {median:.2} tokens/s, fastest step {fastest:.2}, last loss {loss:.4}");
+/// One line: tokens per second by the median step, the fastest forward, backward and update in ms, and the last loss.
+/// Other work on the machine only ever adds to a time, so the fastest of many compare best where it is not quiet.
+pub fn report(name: &str, sizes: &Sizes, seconds: &[[f64; 3]], loss: f64) {
+    let mut steps: Vec<f64> = seconds.iter().map(|phases| phases.iter().sum()).collect();
+    steps.sort_by(f64::total_cmp);
+    let median = (sizes.batch * sizes.seq) as f64 / steps[steps.len() / 2];
+    let fastest = |phase: usize| seconds.iter().map(|phases| phases[phase] * 1e3).fold(f64::INFINITY, f64::min);
+    let (forward, backward, update) = (fastest(0), fastest(1), fastest(2));
+    println!(
+        "{name} {median:.2} tokens/s, fastest phases {forward:.1} {backward:.1} {update:.1} ms, last loss {loss:.4}"
+    );
 }

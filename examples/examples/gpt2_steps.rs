@@ -25,8 +25,8 @@ fn main() {
     });
     match results {
         Ok(mut results) => {
-            let (mut seconds, loss) = results.swap_remove(0);
-            gpt2_steps::report("zero", &sizes, &mut seconds, loss);
+            let (seconds, loss) = results.swap_remove(0);
+            gpt2_steps::report("zero", &sizes, &seconds, loss);
         }
         Err(error) => {
             eprintln!("error: {error}");

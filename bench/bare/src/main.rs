@@ -13,7 +13,7 @@ fn main() {
     let sizes = gpt2_steps::Sizes::from_args();
     // As a rank of `Zero` does, compute on a worker of the pool.
     let pool = rayon::ThreadPoolBuilder::new().build().expect("threads");
-    let (mut seconds, loss) =
+    let (seconds, loss) =
         pool.install(|| gpt2_steps::train::<Autodiff<Flex>>(&sizes, &FlexDevice, |model| model, |grads, _| grads));
-    gpt2_steps::report("bare", &sizes, &mut seconds, loss);
+    gpt2_steps::report("bare", &sizes, &seconds, loss);
 }

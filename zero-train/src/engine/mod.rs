@@ -196,6 +196,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if settings.param_dtype != Float::F32 && !O::KEEPS_MASTERS {
             return Err(EngineError::NoMasters { optimizer: std::any::type_name::<O>() });
         }
+        if settings.gradient_dtype.is_some_and(|dtype| dtype != settings.param_dtype) && !O::KEEPS_MASTERS {
+            let expected = "Burn's optimizers need gradients of the parameters' type: use zero_burn::optim::Fused";
+            return Err(setting("gradient_dtype", format!("{:?}", settings.gradient_dtype), expected));
+        }
         Ok(Self {
             model: Some(prepare::<A, M>(model, device)),
             optimizer,
