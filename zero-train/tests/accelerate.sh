@@ -1,10 +1,10 @@
 #!/bin/sh
 # Checks that Accelerate reads what `zero config` writes. Needs Python 3 and, the first time, PyPI (accelerate brings torch).
 #
-#   tests/accelerate.sh [VENV]     VENV is made if need be and kept (default: target/accelerate-venv)
+#   tests/accelerate.sh [VENV]     VENV is made if need be and kept (default: ../target/accelerate-venv)
 set -eu
 cd "$(dirname "$0")/.."
-venv=${1:-target/accelerate-venv}
+venv=${1:-../target/accelerate-venv}
 if ! "$venv/bin/python" -c 'import accelerate' 2>/dev/null; then
     [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
     "$venv/bin/pip" install --quiet accelerate

@@ -6,8 +6,8 @@ use zero_burn::optim::Rule;
 use super::optimizer::OptimizerPlan;
 use super::plan::{DataType, LossScale, Precision, ZeroPlan};
 use super::schedule::{SchedulePlan, WarmupType};
-use crate::engine::EngineConfig;
-use crate::loss_scale::{DynamicLossScale, LossScaleError, LossScaler};
+use crate::engine::{EngineConfig, EngineError};
+use crate::loss_scale::{DynamicLossScale, LossScaler};
 use crate::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
 
 /// The optimizer of a plan that names none: AdamW with PyTorch's defaults.
@@ -44,8 +44,8 @@ impl ZeroPlan {
     ///
     /// # Errors
     ///
-    /// [`LossScaleError`] for a loss scale that cannot be used; a plan from a file or the builder has none.
-    pub fn engine_config(&self) -> Result<EngineConfig, LossScaleError> {
+    /// [`EngineError::LossScale`] for a loss scale that cannot be used; a plan from a file or the builder has none.
+    pub fn engine_config(&self) -> Result<EngineConfig, EngineError> {
         let (loss_scale, skip_overflow) = match self.precision {
             Precision::Fp32 => (None, false),
             Precision::Bf16 { check_grad_overflow } => (None, check_grad_overflow),

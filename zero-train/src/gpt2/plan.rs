@@ -77,7 +77,7 @@ impl MemoryNeed {
         // One gathered copy, one dense gradient, two buckets in flight with their results; four pieces of temporaries
         // in the optimizer.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
-        let working = 4 * (gathered + largest + 3 * plan.reduce_bucket_size.min(2 * model.num_params()) + 4 * piece);
+        let working = 4 * (gathered + largest + 3 * plan.reduce_bucket_size.min(model.num_params()) + 4 * piece);
         // Floats kept per token and layer: about 34 widths (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198,
         // section 4, counts 34 bytes for half of it in 16 bit), and two or three T x T score matrices per head.
         let per_layer = tokens * 34 * width + (batch * model.n_head) as u64 * 3 * (seq * seq) as u64;

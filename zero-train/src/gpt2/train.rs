@@ -62,7 +62,7 @@ fn run_rank(plan: &Plan, device: &Device, observer: &Mutex<Observer>) -> Result<
     if let Some(dir) = &plan.weights {
         model = weights::load(model, dir, device)?;
     }
-    let config = plan.plan.engine_config().map_err(crate::engine::EngineError::from)?;
+    let config = plan.plan.engine_config()?;
     let mut engine = ZeroEngine::initialize(model, Fused::new(plan.plan.rule()), config, device)?;
     observe(&mut |observer| observer.begin(Phase::Train))?;
 
