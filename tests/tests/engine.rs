@@ -389,6 +389,111 @@ fn mixed_precision_state_is_two_two_and_twelve_bytes_a_parameter_and_sends_half(
     }
 }
 
+/// Losses of 6 updates of one rank's view, and what rank 0 measures in the last.
+fn measured(zero: &ZeroConfig, accumulation: usize) -> (Vec<u64>, zero_burn::stats::RankStats) {
+    let run = Run { zero: zero.clone(), ..Run::tiny(zero.stage) };
+    on_ranks(run.ranks, zero, |device| {
+        let mut engine = engine(&run, config(accumulation), &device);
+        let mut losses = Vec::new();
+        let mut stats = rank_stats::<Flex>();
+        for update in 0..6 {
+            reset_peaks::<Flex>();
+            let before = rank_stats::<Flex>().wire_bytes;
+            for micro in 0..accumulation {
+                let first = (update * accumulation + micro) * 4 + device.rank() * 2;
+                let loss = engine.forward(|model| model.loss(tokens(&run, first..first + 2, &device)));
+                losses.push(value(&loss).to_bits());
+                engine.backward(loss);
+                engine.step().unwrap();
+            }
+            stats = rank_stats::<Flex>();
+            stats.wire_bytes = stats.wire_bytes.since(&before);
+        }
+        (losses, stats)
+    })
+    .swap_remove(0)
+}
+
+#[test]
+fn settings_of_reductions_do_what_they_say() {
+    for stage in Stage::ALL {
+        let base = ZeroConfig { param_persistence_threshold: 0, ..Run::tiny(stage).zero };
+        let (losses, stats) = measured(&base, 1);
+        // When gradients are reduced, and powers of two before or after the sum, change no bit.
+        for changed in [
+            ZeroConfig { overlap_comm: false, ..base.clone() },
+            ZeroConfig { gradient_predivide_factor: 2.0, ..base.clone() },
+        ] {
+            let (same, other) = measured(&changed, 1);
+            assert_eq!(losses, same, "stage {stage}: {changed:?}");
+            // Without a reducing backward pass there is one agreement less, of a byte a parameter.
+            let (bytes, other) = (stats.wire_bytes.total(), other.wire_bytes.total());
+            assert!(other <= bytes && bytes - other < 100, "stage {stage}: {bytes}, {other} with {changed:?}");
+        }
+        // Gradients sent in 16 bit: half of their bytes, other numbers.
+        let sent = ZeroConfig { communication_dtype: Some(Float::Bf16), ..base.clone() };
+        let (rounded, half) = measured(&sent, 1);
+        assert_ne!(losses, rounded, "stage {stage}");
+        let bytes = |stats: &zero_burn::stats::RankStats| {
+            let wire = stats.wire_bytes;
+            if stage == Stage::DataParallel { wire.all_reduce } else { wire.reduce_scatter }
+        };
+        let ratio = bytes(&half) as f64 / bytes(&stats) as f64;
+        assert!((ratio - 0.5).abs() < 0.01, "stage {stage}: {ratio}");
+
+        // Sums over micro-batches kept in fp32: twice the bytes of gradients, nearer to fp32.
+        let half = ZeroConfig { param_dtype: Float::Bf16, ..base.clone() };
+        let full = ZeroConfig { gradient_dtype: Some(Float::F32), ..half.clone() };
+        let ((bf16, small), (fp32, large)) = (measured(&half, 2), measured(&full, 2));
+        // At stages 0 and 1 sums are in fp32 anyway, and rounded once, by what they are sent as.
+        assert_eq!(bf16 != fp32, stage.shards_gradients(), "stage {stage}");
+        if stage.shards_gradients() {
+            assert_eq!(2 * small.model_state_bytes.gradients, large.model_state_bytes.gradients, "stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn one_cycle_moves_the_momentum() {
+    use zero_train::schedule::{CycleMomentum, OneCycle};
+    let run = Run::tiny(Stage::Parameters);
+    let cycle = |momentum| {
+        Schedule::OneCycle(OneCycle {
+            cycle_min_lr: 1e-3,
+            cycle_max_lr: 1e-2,
+            decay_lr_rate: 0.0,
+            first_step_size: 3,
+            second_step_size: 3,
+            first_stair_count: 0,
+            second_stair_count: 0,
+            decay_step_size: 0,
+            momentum,
+        })
+    };
+    // After the first update, the first moment is `1 - momentum` times the gradient.
+    let share = |momentum: Option<CycleMomentum>| {
+        on_ranks(2, &run.zero, |device| {
+            let mut engine = engine(&run, EngineConfig { schedule: cycle(momentum), ..config(1) }, &device);
+            let loss = engine.forward(|model| model.loss(tokens(&run, 0..2, &device)));
+            engine.backward(loss);
+            let gradient = engine.full_gradient("wte").unwrap().values;
+            engine.step().unwrap();
+            let moment = engine.full_optimizer_state("wte", "exp_avg").unwrap().values;
+            let at = gradient.iter().position(|x| x.abs() > 1e-3).expect("a gradient that is not small");
+            moment[at] / gradient[at]
+        })[0]
+    };
+    assert!((share(None) - 0.1).abs() < 1e-5);
+    let cycled = share(Some(CycleMomentum { min_mom: 0.75, max_mom: 0.95, decay_mom_rate: 0.0 }));
+    assert!((cycled - 0.25).abs() < 1e-5, "{cycled}");
+    let error = launch::<Flex, (), EngineError>(2, &run.zero, &launch_options(), |device| {
+        let momentum = Some(CycleMomentum { min_mom: 0.75, max_mom: 0.95, decay_mom_rate: 0.0 });
+        let config = EngineConfig { schedule: cycle(momentum), ..config(1) };
+        ZeroEngine::initialize(run.model.init::<B>(&device), AdamWConfig::new().init(), config, &device).map(|_| ())
+    });
+    assert!(error.unwrap_err().to_string().contains("cycle_momentum"));
+}
+
 #[test]
 fn evaluation_in_the_middle_of_an_update_changes_nothing() {
     for stage in Stage::ALL {
