@@ -1,8 +1,8 @@
 //! Float tensors: creation by scope, elementwise operations on pieces, lazy views, reductions; the rest loads.
 
 use burn_backend::ops::{FloatTensorOps, GridSampleOptions};
-use burn_backend::tensor::IndexingUpdateOp;
-use burn_backend::{Distribution, ExecutionError, Scalar, TensorData};
+use burn_backend::tensor::{FloatTensor, IndexingUpdateOp};
+use burn_backend::{Distribution, ExecutionError, Scalar, TensorData, TensorMetadata};
 use burn_std::{BoolDType, FloatDType, IntDType, Shape, Slice};
 
 use zero_core::ReduceOp;
@@ -15,6 +15,19 @@ use super::*;
 
 #[deny(clippy::missing_trait_methods)]
 impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
+    /// A flat piece is given as a column: burn-flex 0.21 takes two handles on one flat tensor, as its square multiplies, for
+    /// a row to be broadcast, and copies before it multiplies.
+    fn float_powi_scalar(lhs: FloatTensor<Self>, rhs: Scalar) -> FloatTensor<Self> {
+        elementwise::unary("float_powi_scalar", lhs, move |x| {
+            let shape = x.shape();
+            if shape.num_dims() != 1 {
+                return B::float_powi_scalar(x, rhs);
+            }
+            let column = B::float_reshape(x, Shape::new([shape.num_elements(), 1]));
+            B::float_reshape(B::float_powi_scalar(column, rhs), shape)
+        })
+    }
+
     unary! {
         fn float_add_scalar(lhs: float, rhs: (Scalar)) -> float;
         fn float_clamp_min(tensor: float, min: (Scalar)) -> float;
@@ -29,7 +42,6 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         fn float_exp(tensor: float) -> float;
         fn float_log(tensor: float) -> float;
         fn float_log1p(tensor: float) -> float;
-        fn float_powi_scalar(lhs: float, rhs: (Scalar)) -> float;
         fn float_powi_scalar_impl(lhs: float, rhs: (Scalar)) -> float;
         fn float_powf_scalar(tensor: float, value: (Scalar)) -> float;
         fn float_powf_scalar_impl(tensor: float, value: (Scalar)) -> float;
