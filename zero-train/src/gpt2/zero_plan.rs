@@ -54,14 +54,20 @@ fn check(options: &Options) -> Result<(), TrainError> {
     Ok(())
 }
 
+/// AdamW's learning rate, betas, epsilon and weight decay.
+fn adamw_values(options: &Options) -> (f64, f64, f64, f64, f64) {
+    (
+        options.lr.unwrap_or(DEFAULT_LR),
+        options.beta1.unwrap_or(0.9),
+        options.beta2.unwrap_or(0.999),
+        options.eps.unwrap_or(1e-8),
+        options.weight_decay.unwrap_or(0.01),
+    )
+}
+
 fn adamw(options: &Options) -> OptimizerPlan {
-    OptimizerPlan::AdamW {
-        lr: options.lr.unwrap_or(DEFAULT_LR),
-        beta_1: options.beta1.unwrap_or(0.9),
-        beta_2: options.beta2.unwrap_or(0.999),
-        epsilon: options.eps.unwrap_or(1e-8),
-        weight_decay: options.weight_decay.unwrap_or(0.01),
-    }
+    let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
+    OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay }
 }
 
 fn warmup(options: &Options) -> Option<SchedulePlan> {
@@ -106,10 +112,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
 
 fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<ZeroPlan, TrainError> {
     let config = Config::from_file(path)?;
-    let adamw_options = adamw(options);
-    let OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay } = adamw_options else {
-        unreachable!("made as AdamW above")
-    };
+    let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
     let auto = Auto {
         hidden_size: Some(model.n_embd),
         micro_batch: Some(options.batch.unwrap_or(1)),
@@ -131,7 +134,7 @@ fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<Zer
     };
     let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
     let mut plan = config.resolve(&Context { world, auto })?;
-    plan.optimizer.get_or_insert(adamw_options);
+    plan.optimizer.get_or_insert(adamw(options));
     if plan.schedule.is_none() {
         plan.schedule = warmup(options);
     }
