@@ -83,7 +83,23 @@ pub(super) fn run(kernel: Kernel, scale: f32, arrays: Arrays<'_>) {
         })
         .collect();
     let arch = pulp::Arch::new();
-    chunks.into_par_iter().for_each(|chunk| arch.dispatch(|| one(kernel, scale, chunk)));
+    chunks.into_par_iter().for_each(|chunk| arch.dispatch(Task { kernel, scale, chunk }));
+}
+
+/// A chunk's update. A closure would be compiled for the baseline processor; this is inlined into what is dispatched to.
+struct Task<'a> {
+    kernel: Kernel,
+    scale: f32,
+    chunk: Chunk<'a>,
+}
+
+impl pulp::NullaryFnOnce for Task<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        one(self.kernel, self.scale, self.chunk);
+    }
 }
 
 #[inline(always)]
