@@ -57,6 +57,7 @@ use zero_burn::module::{ZeroAutodiff, collect_grads, grad_norm, mark, prepare, s
 pub use self::across::{AcrossRanks, Ranks};
 use self::checkpoints::Checkpoints;
 pub use self::silent::SilentRenderer;
+use crate::engine::clip_factor;
 
 /// Trains a Burn `Learner` data-parallel over the ranks of a launch, sharded by the launch's stage.
 ///
@@ -207,8 +208,7 @@ where
     fn clip(&self, grads: GradientsParams, model: &TrainingModel<LC>) -> GradientsParams {
         let Some(most) = self.clipping else { return grads };
         let norm = grad_norm::<LC::Backend, _>(&grads, model);
-        // PyTorch's clip_grad_norm_ adds the same 1e-6.
-        let factor = (most / (norm + 1e-6)).min(1.0);
+        let factor = clip_factor(most, norm);
         if factor < 1.0 { scale_grads::<LC::Backend, _>(grads, model, factor as f32) } else { grads }
     }
 

@@ -105,23 +105,14 @@ impl pulp::NullaryFnOnce for Task<'_> {
 #[inline(always)]
 fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>) {
     let Chunk { p, g, a, b, copy } = chunk;
-    let mut converted = [0f32; CHUNK];
-    let g = match g {
-        Source::F32(g) if scale == 1.0 => g,
-        Source::F32(g) => {
-            converted[..g.len()].copy_from_slice(g);
-            scaled(&mut converted[..g.len()], scale)
+    match g {
+        Source::F32(g) if scale == 1.0 => kernel.apply(p, g, a, b),
+        other => {
+            // Here only: clearing it would cost what a chunk's arithmetic does.
+            let mut converted = [0f32; CHUNK];
+            kernel.apply(p, other.scaled_into(&mut converted, scale), a, b);
         }
-        Source::F16(g) => {
-            g.convert_to_f32_slice(&mut converted[..g.len()]);
-            scaled(&mut converted[..g.len()], scale)
-        }
-        Source::Bf16(g) => {
-            g.convert_to_f32_slice(&mut converted[..g.len()]);
-            scaled(&mut converted[..g.len()], scale)
-        }
-    };
-    kernel.apply(p, g, a, b);
+    }
     match copy {
         None => {}
         Some(Target::F16(out)) => out.convert_from_f32_slice(p),
@@ -129,10 +120,28 @@ fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>) {
     }
 }
 
-#[inline(always)]
-fn scaled(values: &mut [f32], scale: f32) -> &[f32] {
-    if scale != 1.0 {
-        values.iter_mut().for_each(|value| *value *= scale);
+impl Source<'_> {
+    /// The gradient in fp32, multiplied by `scale`.
+    #[inline(always)]
+    fn scaled_into(self, buffer: &mut [f32; CHUNK], scale: f32) -> &[f32] {
+        let len = match self {
+            Source::F32(g) => {
+                buffer[..g.len()].copy_from_slice(g);
+                g.len()
+            }
+            Source::F16(g) => {
+                g.convert_to_f32_slice(&mut buffer[..g.len()]);
+                g.len()
+            }
+            Source::Bf16(g) => {
+                g.convert_to_f32_slice(&mut buffer[..g.len()]);
+                g.len()
+            }
+        };
+        let values = &mut buffer[..len];
+        if scale != 1.0 {
+            values.iter_mut().for_each(|value| *value *= scale);
+        }
+        values
     }
-    values
 }

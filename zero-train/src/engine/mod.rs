@@ -410,8 +410,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             let next_loss_scale = self.loss_scale();
             return Ok(Step::Skipped { loss_scale, next_loss_scale, skipped: self.skipped });
         }
-        // PyTorch's clip_grad_norm_ adds the same 1e-6.
-        let clip_factor = self.config.clipping.map_or(1.0, |most| (most / (grad_norm + 1e-6)).min(1.0));
+        let clip_factor = self.config.clipping.map_or(1.0, |most| clip_factor(most, grad_norm));
         let lr = self.lr();
         if let Some(momentum) = self.config.schedule.momentum(self.steps) {
             self.optimizer.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32);
@@ -433,6 +432,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     pub fn into_parts(self) -> (M, O) {
         (self.model.expect("the module is absent only inside of step"), self.optimizer)
     }
+}
+
+/// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
+pub(crate) fn clip_factor(most: f64, norm: f64) -> f64 {
+    (most / (norm + 1e-6)).min(1.0)
 }
 
 fn setting(key: &'static str, got: impl ToString, expected: &str) -> EngineError {

@@ -23,14 +23,6 @@ pub(super) fn rss_bytes(page_bytes: u64) -> Option<u64> {
     pages.checked_mul(page_bytes)
 }
 
-/// The most bytes the process has held since it began, as the kernel saw it (`VmHWM`).
-pub(super) fn high_water_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/self/status").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    kib.checked_mul(1024)
-}
-
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;

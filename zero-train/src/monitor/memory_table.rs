@@ -17,7 +17,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::MonitorError;
-use super::host_memory::{high_water_bytes, page_bytes, rss_bytes};
+use super::host_memory::{page_bytes, rss_bytes};
+use crate::memory::peak_rss_bytes;
 
 /// Time between two looks.
 const INTERVAL: Duration = Duration::from_millis(10);
@@ -137,7 +138,7 @@ impl MemoryTracker {
         bytes_in_use: impl Fn() -> Option<u64> + Send + 'static,
     ) -> Result<Self, MonitorError> {
         let look = look(Box::new(bytes_in_use));
-        let (high_water_before, before) = (high_water_bytes(), look());
+        let (high_water_before, before) = (peak_rss_bytes(), look());
         let (stop, stopped) = mpsc::channel();
         let sampler = thread::Builder::new()
             .name("zero-memory-sampler".to_string())
@@ -154,7 +155,7 @@ impl MemoryTracker {
     pub fn end(mut self) -> Result<MemoryReport, MonitorError> {
         let panicked = || MonitorError::Sampler { problem: "the device's function panicked".to_string() };
         let (end, mut peak) = self.join().ok_or_else(panicked)?;
-        let high_water = high_water_bytes();
+        let high_water = peak_rss_bytes();
         if high_water > self.high_water_before {
             peak[0] = peak[0].max(high_water);
         }
