@@ -9,6 +9,7 @@ use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor, TensorData};
 use zero_models::{Gpt2, Gpt2Config};
+use zero_ops::FusedBackend;
 
 /// Sizes of a measurement, from the command line: `PRESET BATCH SEQ STEPS`.
 pub struct Sizes {
@@ -32,7 +33,7 @@ impl Sizes {
 
 /// Trains and returns the seconds of each step but the first, of forward, backward (with reduction) and update, and the
 /// last loss.
-pub fn train<B: AutodiffBackend>(
+pub fn train<B: AutodiffBackend + FusedBackend>(
     sizes: &Sizes,
     device: &B::Device,
     prepare: impl Fn(Gpt2<B>) -> Gpt2<B>,

@@ -6,15 +6,18 @@
 #[path = "../../bench/gpt2_steps.rs"]
 mod gpt2_steps;
 
+use std::alloc::System;
+
 use burn::backend::Autodiff;
 use burn_flex::Flex;
 use zero_burn::Zero;
 use zero_burn::config::ZeroConfig;
 use zero_burn::launch::launch;
 use zero_burn::module::{collect_grads, prepare};
+use zero_core::alloc::PageKeeper;
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
 type B = Autodiff<Zero<Flex>>;
 

@@ -3,6 +3,7 @@
 //! How much of the machine's memory bandwidth the fused AdamW uses: 28 bytes a parameter (parameter and two moments read
 //! and written, gradient read), against what the same threads reach scaling one array in place, in turn in one run.
 
+use std::alloc::System;
 use std::time::Instant;
 
 use burn::backend::Autodiff;
@@ -17,9 +18,10 @@ use zero_burn::module::{collect_grads, prepare};
 use zero_burn::optim::{Fused, Rule};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
+use zero_core::alloc::PageKeeper;
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
 type A = Autodiff<Zero<Flex>>;
 

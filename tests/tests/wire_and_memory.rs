@@ -51,10 +51,13 @@ fn the_persistence_threshold_saves_one_gather_of_small_parameters() {
     let some = Run { zero: ZeroConfig { param_persistence_threshold: threshold, ..none.zero.clone() }, ..none.clone() };
     let shapes = none.model.parameter_shapes();
     let small = |shape: &[usize]| shape.iter().product::<usize>() <= threshold;
-    // Layer norms' weights are gathered again in the backward pass; biases are not needed there.
+    // What a backward pass reads again: layer norms' weights, and the biases inside activations. Other biases are not.
     let gathered_twice: usize = shapes
         .iter()
-        .filter(|(name, shape)| small(shape) && name.contains("ln_") && name.ends_with("weight"))
+        .filter(|(name, shape)| {
+            let normed = name.contains("ln_") && name.ends_with("weight");
+            small(shape) && (normed || name.ends_with("c_fc.bias"))
+        })
         .map(|(_, shape)| shape[0])
         .sum();
     let bytes = |run: &Run| gpt2_stats(run)[0].wire_bytes.all_gather as usize;

@@ -1,70 +1,114 @@
-//! Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>.
-//!
-//! In go queries, keys and values as rows, and a mask that all layers of one forward pass share; out come rows.
-//! Masks are added to the scores: unlike filling, an addition costs nothing in the backward pass.
+//! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where probabilities are
+//! dropped out.
 //!
 //! Shape suffixes: `b` batch, `h` heads, `t` positions, `e` width of a head, `d` = `h * e` width of the model,
 //! `n` = `b * t` rows, `r` = `b * h` or 1, `s` = `t * t` scores.
 
 use burn::nn::Dropout;
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor, activation};
+use zero_ops::{AttentionOptions, FusedBackend};
 
 /// What is added to a masked score: its probability is then exactly zero in 32 bits. It is finite also in 16 bits, so
 /// that a row with nothing but masked positions gives no NaN.
 const MASKED: f64 = -3.0e4;
 
-/// Hides the positions that come after the one that looks. Returns `[1, t * t]`.
-pub(crate) fn causal_mask<B: Backend>(t: usize, device: &B::Device) -> Tensor<B, 2> {
-    let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, device);
-    Tensor::zeros([t, t], device).mask_fill(future_tt, MASKED).reshape([1, t * t])
+/// The masks that all layers of one forward pass share. They are added to the scores: unlike filling, an addition costs
+/// nothing in the backward pass.
+pub(crate) struct Masks<B: FusedBackend> {
+    /// Of each key, `[b, t]`; `None` if there is no padding.
+    keys_bt: Option<Tensor<B, 2>>,
+    /// Of each pair, `[r, t * t]`: what the elementary operations add. Only where probabilities are dropped out.
+    pairs_rs: Option<Tensor<B, 2>>,
 }
 
-/// Hides the positions where `attention_mask_bt` is 0. Returns `[b * heads, t * t]`.
-///
-/// It is written out in full, once per forward pass, so that each layer adds tensors of one shape.
-pub(crate) fn padding_mask<B: Backend>(attention_mask_bt: Tensor<B, 2, Int>, heads: usize) -> Tensor<B, 2> {
-    let [b, t] = attention_mask_bt.dims();
-    let hidden_bt = (attention_mask_bt.float() - 1.0) * -MASKED;
-    hidden_bt.reshape([b, 1, 1, t]).expand([b, heads, t, t]).reshape([b * heads, t * t])
+impl<B: FusedBackend> Masks<B> {
+    /// Hides from each position those that come after it. `like_nd` has the type of the activations.
+    pub(crate) fn causal(t: usize, dropout: &Dropout, like_nd: &Tensor<B, 2>) -> Self {
+        let device = like_nd.device();
+        let pairs_rs = is_active(dropout, like_nd).then(|| {
+            let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device);
+            let mask_rs = Tensor::zeros([t, t], &device).mask_fill(future_tt, MASKED).reshape([1, t * t]);
+            in_type_of(mask_rs, like_nd)
+        });
+        Self { keys_bt: None, pairs_rs }
+    }
+
+    /// Hides the positions where `attention_mask_bt` is 0, if there is a mask.
+    pub(crate) fn padding(
+        attention_mask_bt: Option<Tensor<B, 2, Int>>,
+        heads: usize,
+        dropout: &Dropout,
+        like_nd: &Tensor<B, 2>,
+    ) -> Self {
+        let keys_bt = attention_mask_bt.map(|mask_bt| in_type_of((mask_bt.float() - 1.0) * -MASKED, like_nd));
+        let pairs_rs = keys_bt.clone().filter(|_| is_active(dropout, like_nd)).map(|keys_bt| {
+            let [b, t] = keys_bt.dims();
+            keys_bt.reshape([b, 1, 1, t]).expand([b, heads, t, t]).reshape([b * heads, t * t])
+        });
+        Self { keys_bt, pairs_rs }
+    }
 }
 
 /// A mask in the type of the activations that it will meet.
-pub(crate) fn in_type_of<B: Backend>(mask_rs: Tensor<B, 2>, x_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
-    if mask_rs.dtype() == x_nd.dtype() { mask_rs } else { mask_rs.cast(x_nd.dtype()) }
+fn in_type_of<B: FusedBackend>(mask: Tensor<B, 2>, x_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
+    if mask.dtype() == x_nd.dtype() { mask } else { mask.cast(x_nd.dtype()) }
 }
 
-/// Rows `[n, d]` to heads `[b, h, t, e]`.
-pub(crate) fn split_heads<B: Backend>(x_nd: Tensor<B, 2>, b: usize, heads: usize) -> Tensor<B, 4> {
-    let [n, d] = x_nd.dims();
-    x_nd.reshape([b, n / b, heads, d / heads]).swap_dims(1, 2)
+/// Whether `dropout` does anything to tensors like `x_nd`: not in evaluation.
+pub(crate) fn is_active<B: FusedBackend>(dropout: &Dropout, x_nd: &Tensor<B, 2>) -> bool {
+    dropout.prob > 0.0 && B::ad_enabled(&x_nd.device())
 }
 
-/// As [`split_heads`], and scaled. The reshape leaves a tensor of its own, which is scaled in place.
-pub(crate) fn split_heads_scaled<B: Backend>(x_nd: Tensor<B, 2>, b: usize, heads: usize, scale: f64) -> Tensor<B, 4> {
-    let [n, d] = x_nd.dims();
-    (x_nd.reshape([b, n / b, heads, d / heads]) * scale).swap_dims(1, 2)
-}
-
-/// Mixes the values by the probabilities that queries and keys give. Queries are scaled already.
+/// Mixes values by the probabilities that queries and keys give.
 ///
 /// # Shapes
-/// - `q_bhte`, `k_bhte`, `v_bhte`: `[b, h, t, e]`
-/// - `mask_rs`: `[1, t * t]` or `[b * h, t * t]`, added to the scores
-/// - returns rows `[b * t, h * e]`
-pub(crate) fn attend<B: Backend>(
-    q_bhte: Tensor<B, 4>,
-    k_bhte: Tensor<B, 4>,
-    v_bhte: Tensor<B, 4>,
-    mask_rs: Option<&Tensor<B, 2>>,
+/// - `q_nd`, `k_nd`, `v_nd`: `[n, d]`
+/// - returns `[n, d]`
+pub(crate) fn attend<B: FusedBackend>(
+    [q_nd, k_nd, v_nd]: [Tensor<B, 2>; 3],
+    masks: &Masks<B>,
+    options: AttentionOptions,
     dropout: &Dropout,
 ) -> Tensor<B, 2> {
-    let [b, h, t, e] = q_bhte.dims();
-    let mut scores_bhtt = q_bhte.matmul(k_bhte.transpose());
-    if let Some(mask_rs) = mask_rs {
+    if is_active(dropout, &q_nd) {
+        attend_with_dropout([q_nd, k_nd, v_nd], masks, options, dropout)
+    } else {
+        zero_ops::attention(q_nd, k_nd, v_nd, masks.keys_bt.clone(), options)
+    }
+}
+
+/// As [`attend`] of rows `[n, 3 * d]` that hold query, key and value side by side.
+pub(crate) fn attend_packed<B: FusedBackend>(
+    qkv_nw: Tensor<B, 2>,
+    masks: &Masks<B>,
+    options: AttentionOptions,
+    dropout: &Dropout,
+) -> Tensor<B, 2> {
+    if is_active(dropout, &qkv_nw) {
+        let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");
+        attend_with_dropout(parts, masks, options, dropout)
+    } else {
+        zero_ops::packed_attention(qkv_nw, masks.keys_bt.clone(), options)
+    }
+}
+
+fn attend_with_dropout<B: FusedBackend>(
+    [q_nd, k_nd, v_nd]: [Tensor<B, 2>; 3],
+    masks: &Masks<B>,
+    options: AttentionOptions,
+    dropout: &Dropout,
+) -> Tensor<B, 2> {
+    let [n, d] = q_nd.dims();
+    let (b, h) = (options.batch, options.heads);
+    let (t, e) = (n / b, d / h);
+    let heads = |x_nd: Tensor<B, 2>| x_nd.reshape([b, t, h, e]).swap_dims(1, 2);
+    // The reshape leaves a tensor of its own, which is scaled in place.
+    let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
+    let mut scores_bhtt = q_bhte.matmul(heads(k_nd).transpose());
+    if let Some(mask_rs) = &masks.pairs_rs {
         let scores_rs = scores_bhtt.reshape([b * h, t * t]) + mask_rs.clone();
         scores_bhtt = scores_rs.reshape([b, h, t, t]);
     }
     let probabilities_bhtt = dropout.forward(activation::softmax(scores_bhtt, 3));
-    probabilities_bhtt.matmul(v_bhte).swap_dims(1, 2).reshape([b * t, h * e])
+    probabilities_bhtt.matmul(heads(v_nd)).swap_dims(1, 2).reshape([n, d])
 }

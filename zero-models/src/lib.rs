@@ -26,6 +26,7 @@ mod error;
 pub mod gpt2;
 mod hf_params;
 mod init;
+mod layers;
 pub mod loss;
 pub mod safetensors_file;
 mod suggest;

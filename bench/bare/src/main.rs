@@ -3,11 +3,14 @@
 #[path = "../../gpt2_steps.rs"]
 mod gpt2_steps;
 
+use std::alloc::System;
+
 use burn::backend::Autodiff;
 use burn_flex::{Flex, FlexDevice};
+use zero_core::alloc::PageKeeper;
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
 fn main() {
     let sizes = gpt2_steps::Sizes::from_args();

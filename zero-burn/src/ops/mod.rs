@@ -7,6 +7,7 @@
 mod activation;
 mod bool;
 mod float;
+mod fused;
 mod int;
 mod module;
 mod quantized;

@@ -3,15 +3,16 @@
 //! Between embedding and heads, activations are rows `[n, d]`, as in [`crate::gpt2`].
 //!
 //! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows,
-//! `m` rows that a prediction is made for, `r` and `s` see [`crate::attention`].
+//! `m` rows that a prediction is made for, `f` inner width.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::backend::Backend;
-use burn::tensor::module::{embedding, linear};
 use burn::tensor::{Int, Tensor, s};
+use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 
-use crate::attention::{attend, in_type_of, padding_mask, split_heads, split_heads_scaled};
+use crate::attention::{Masks, attend};
+use crate::layers::{dense, dense_activated, dense_onto, normed};
 use crate::loss::cross_entropy_with_ignored;
 use crate::{Activation, BertBatch, BertConfig, init};
 
@@ -36,6 +37,7 @@ pub struct Bert<B: Backend> {
     pub seq_relationship: Linear<B>,
     num_attention_heads: usize,
     activation: Activation,
+    layer_norm_eps: f64,
 }
 
 /// The sum of word, position and segment embeddings, normed.
@@ -50,6 +52,7 @@ pub struct BertEmbeddings<B: Backend> {
     /// The norm of the sum.
     pub norm: LayerNorm<B>,
     dropout: Dropout,
+    layer_norm_eps: f64,
 }
 
 /// One layer: attention and feed-forward layer, each added to what it read and then normed.
@@ -75,6 +78,7 @@ pub struct BertLayer<B: Backend> {
     activation: Activation,
     hidden_dropout: Dropout,
     attention_dropout: Dropout,
+    layer_norm_eps: f64,
 }
 
 impl BertConfig {
@@ -96,6 +100,7 @@ impl BertConfig {
                 token_type_embeddings: init::normal([self.type_vocab_size, d], std, device),
                 norm: self.init_norm(device),
                 dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
+                layer_norm_eps: self.layer_norm_eps,
             },
             layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
             pooler: init::linear(d, d, std, device),
@@ -106,6 +111,7 @@ impl BertConfig {
             seq_relationship: init::linear(d, 2, std, device),
             num_attention_heads: self.num_attention_heads,
             activation: self.hidden_act,
+            layer_norm_eps: self.layer_norm_eps,
         }
     }
 
@@ -124,6 +130,7 @@ impl BertConfig {
             activation: self.hidden_act,
             hidden_dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
             attention_dropout: DropoutConfig::new(self.attention_probs_dropout_prob).init(),
+            layer_norm_eps: self.layer_norm_eps,
         }
     }
 
@@ -132,7 +139,7 @@ impl BertConfig {
     }
 }
 
-impl<B: Backend> Bert<B> {
+impl<B: FusedBackend> Bert<B> {
     /// Logits of the token at every position, and of whether the second segment follows the first.
     ///
     /// # Shapes
@@ -205,10 +212,10 @@ impl<B: Backend> Bert<B> {
     ) -> Tensor<B, 2> {
         let [b, _] = input_ids_bt.dims();
         let mut x_nd = self.embeddings.forward(input_ids_bt, token_type_ids_bt);
-        let mask_rs =
-            attention_mask_bt.map(|mask_bt| in_type_of(padding_mask(mask_bt, self.num_attention_heads), &x_nd));
+        let Some(first) = self.layers.first() else { return x_nd };
+        let masks = Masks::padding(attention_mask_bt, self.num_attention_heads, &first.attention_dropout, &x_nd);
         for layer in &self.layers {
-            x_nd = layer.forward(x_nd, mask_rs.as_ref(), b);
+            x_nd = layer.forward(x_nd, &masks, b);
         }
         x_nd
     }
@@ -217,18 +224,19 @@ impl<B: Backend> Bert<B> {
     fn relation_logits(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
         let [n, d] = hidden_nd.dims();
         let first_bd = hidden_nd.reshape([b, n / b, d]).slice(s![.., 0..1, ..]).reshape([b, d]);
-        let pooled_bd = self.pooler.forward(first_bd).tanh();
-        self.seq_relationship.forward(pooled_bd)
+        let pooled_bd = dense(&self.pooler, first_bd).tanh();
+        dense(&self.seq_relationship, pooled_bd)
     }
 
     /// `[m, d]` to `[m, v]`.
     fn prediction_logits(&self, hidden_md: Tensor<B, 2>) -> Tensor<B, 2> {
-        let x_md = self.activation.forward(self.transform.forward(hidden_md));
-        linear(self.transform_norm.forward(x_md), self.head_weight().transpose(), Some(self.prediction_bias.val()))
+        let x_md = dense_activated(&self.transform, self.activation, hidden_md);
+        let x_md = normed(&self.transform_norm, self.layer_norm_eps, x_md);
+        linear(x_md, self.head_weight().transpose(), Some(self.prediction_bias.val()), None)
     }
 }
 
-impl<B: Backend> BertEmbeddings<B> {
+impl<B: FusedBackend> BertEmbeddings<B> {
     /// Embeds tokens.
     ///
     /// # Shapes
@@ -246,37 +254,28 @@ impl<B: Backend> BertEmbeddings<B> {
             "rows of {t} tokens, but the model has {longest} positions: shorten the rows or raise \
              max_position_embeddings"
         );
-        let words = embedding(self.word_embeddings.val(), input_ids_bt).reshape([b, t * d]);
-        let types = embedding(self.token_type_embeddings.val(), token_type_ids_bt).reshape([b, t * d]);
+        let rows_of = |table, ids_bt: Tensor<B, 2, Int>| embedding(table, ids_bt.reshape([b * t])).reshape([b, t * d]);
+        let words = rows_of(self.word_embeddings.val(), input_ids_bt);
+        let types = rows_of(self.token_type_embeddings.val(), token_type_ids_bt);
         let positions = position_table.slice(s![0..t, ..]).reshape([1, t * d]);
         let x_nd = (words + types + positions).reshape([b * t, d]);
-        self.dropout.forward(self.norm.forward(x_nd))
+        self.dropout.forward(normed(&self.norm, self.layer_norm_eps, x_nd))
     }
 }
 
-impl<B: Backend> BertLayer<B> {
-    /// Applies the layer to rows of `b` sequences.
-    ///
-    /// # Shapes
-    /// - `x_nd`: `[n, d]`, sequence after sequence
-    /// - `mask_rs`: `[b * num_attention_heads, t * t]`, added to the scores
-    /// - returns `[n, d]`
-    pub fn forward(&self, x_nd: Tensor<B, 2>, mask_rs: Option<&Tensor<B, 2>>, b: usize) -> Tensor<B, 2> {
-        let heads = self.num_attention_heads;
+impl<B: FusedBackend> BertLayer<B> {
+    /// Applies the layer to rows `[n, d]` of `b` sequences, one after the other.
+    fn forward(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
+        let (heads, epsilon) = (self.num_attention_heads, self.layer_norm_eps);
         let [_, d] = x_nd.dims();
-        let scale = ((d / heads) as f64).sqrt().recip();
-        let mixed_nd = attend(
-            split_heads_scaled(self.query.forward(x_nd.clone()), b, heads, scale),
-            split_heads(self.key.forward(x_nd.clone()), b, heads),
-            split_heads(self.value.forward(x_nd.clone()), b, heads),
-            mask_rs,
-            &self.attention_dropout,
-        );
-        let attended_nd = self.hidden_dropout.forward(self.attention_output.forward(mixed_nd));
-        let x_nd = self.attention_norm.forward(x_nd + attended_nd);
+        let options = AttentionOptions { batch: b, heads, causal: false, scale: ((d / heads) as f64).sqrt().recip() };
+        let parts = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone()));
+        let mixed_nd = attend(parts, masks, options, &self.attention_dropout);
+        let sum_nd = dense_onto(&self.attention_output, mixed_nd, &self.hidden_dropout, x_nd);
+        let x_nd = normed(&self.attention_norm, epsilon, sum_nd);
 
-        let wide = self.activation.forward(self.intermediate.forward(x_nd.clone()));
-        let fed_nd = self.hidden_dropout.forward(self.output.forward(wide));
-        self.output_norm.forward(x_nd + fed_nd)
+        let wide_nf = dense_activated(&self.intermediate, self.activation, x_nd.clone());
+        let sum_nd = dense_onto(&self.output, wide_nf, &self.hidden_dropout, x_nd);
+        normed(&self.output_norm, epsilon, sum_nd)
     }
 }

@@ -4,16 +4,18 @@
 //! weight gradient that is summed afterwards.
 //!
 //! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows,
-//! `r` and `s` see [`crate::attention`].
+//! `f` inner width.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::backend::Backend;
-use burn::tensor::module::{embedding, linear};
+use burn::tensor::module::linear;
 use burn::tensor::{Int, Tensor, s};
+use zero_ops::{AttentionOptions, FusedBackend, embedding, linear_cross_entropy};
 
-use crate::attention::{attend, causal_mask, in_type_of, split_heads, split_heads_scaled};
-use crate::loss::{cross_entropy, cross_entropy_with_ignored};
+use crate::attention::{Masks, attend_packed};
+use crate::layers::{dense, dense_activated, dense_onto, normed};
+use crate::loss::IGNORED_LABEL;
 use crate::{Activation, Gpt2Config, init};
 
 /// A GPT-2 with its language-model head. Fields are named as in Hugging Face's `GPT2LMHeadModel`.
@@ -30,6 +32,7 @@ pub struct Gpt2<B: Backend> {
     /// The head's weight `[vocab_size, n_embd]`, if it is not tied.
     pub lm_head: Option<Param<Tensor<B, 2>>>,
     embd_dropout: Dropout,
+    layer_norm_epsilon: f64,
 }
 
 /// One block: attention and feed-forward layer, each on a normed copy of what it is added to.
@@ -44,6 +47,7 @@ pub struct Gpt2Block<B: Backend> {
     /// The feed-forward layer.
     pub mlp: Gpt2Mlp<B>,
     resid_dropout: Dropout,
+    layer_norm_epsilon: f64,
 }
 
 /// Causal self-attention.
@@ -87,6 +91,7 @@ impl Gpt2Config {
             ln_f: self.init_norm(device),
             lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
             embd_dropout: DropoutConfig::new(self.embd_pdrop).init(),
+            layer_norm_epsilon: self.layer_norm_epsilon,
         }
     }
 
@@ -110,6 +115,7 @@ impl Gpt2Config {
                 activation: self.activation,
             },
             resid_dropout: DropoutConfig::new(self.resid_pdrop).init(),
+            layer_norm_epsilon: self.layer_norm_epsilon,
         }
     }
 
@@ -118,7 +124,7 @@ impl Gpt2Config {
     }
 }
 
-impl<B: Backend> Gpt2<B> {
+impl<B: FusedBackend> Gpt2<B> {
     /// Logits of the token that comes next, at every position.
     ///
     /// # Shapes
@@ -160,8 +166,7 @@ impl<B: Backend> Gpt2<B> {
     /// # Panics
     /// If `t` is below 2 or more than `n_positions`.
     pub fn loss(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-        let (logits_nv, targets_n) = self.predictions(input_ids_bt.clone(), input_ids_bt);
-        cross_entropy(logits_nv, targets_n)
+        self.loss_with_labels(input_ids_bt.clone(), input_ids_bt)
     }
 
     /// As [`loss`](Self::loss) with other labels, of which those equal to
@@ -175,30 +180,19 @@ impl<B: Backend> Gpt2<B> {
     /// # Panics
     /// If `t` is below 2 or more than `n_positions`, or if the shapes differ.
     pub fn loss_with_labels(&self, input_ids_bt: Tensor<B, 2, Int>, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-        let (logits_nv, labels_n) = self.predictions(input_ids_bt, labels_bt);
-        cross_entropy_with_ignored(logits_nv, labels_n)
+        let [b, t] = input_ids_bt.dims();
+        assert!(t >= 2, "a next-token loss needs rows of at least 2 tokens, got {t}");
+        assert_eq!(labels_bt.dims(), [b, t], "labels must have the shape of input_ids");
+        // The last position of a row predicts nothing: ignoring it costs less than copying all others.
+        let nothing_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + IGNORED_LABEL;
+        let next_n = Tensor::cat(vec![labels_bt.slice(s![.., 1..t]), nothing_b1], 1).reshape([b * t]);
+        let hidden_nd = self.hidden_rows(input_ids_bt);
+        linear_cross_entropy(hidden_nd, self.head_weight(), next_n, Some(IGNORED_LABEL.into()))
     }
 
     /// The weight of the head, `[v, d]`: the token embedding, or its own.
     pub fn head_weight(&self) -> Tensor<B, 2> {
         self.lm_head.as_ref().unwrap_or(&self.wte).val()
-    }
-
-    /// Logits `[b * (t - 1), v]` of all positions but each row's last, and the labels one position on. The last
-    /// position is dropped before the head, by far the largest product of a small model.
-    fn predictions(
-        &self,
-        input_ids_bt: Tensor<B, 2, Int>,
-        labels_bt: Tensor<B, 2, Int>,
-    ) -> (Tensor<B, 2>, Tensor<B, 1, Int>) {
-        let [b, t] = input_ids_bt.dims();
-        assert!(t >= 2, "a next-token loss needs rows of at least 2 tokens, got {t}");
-        assert_eq!(labels_bt.dims(), [b, t], "labels must have the shape of input_ids");
-        let hidden_btd = self.forward_hidden(input_ids_bt);
-        let [_, _, d] = hidden_btd.dims();
-        let hidden_nd = hidden_btd.slice(s![.., 0..t - 1, ..]).reshape([b * (t - 1), d]);
-        let labels_n = labels_bt.slice(s![.., 1..t]).reshape([b * (t - 1)]);
-        (self.logits_of_rows(hidden_nd), labels_n)
     }
 
     fn hidden_rows(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
@@ -209,15 +203,15 @@ impl<B: Backend> Gpt2<B> {
             t <= n_positions,
             "rows of {t} tokens, but the model has {n_positions} positions: shorten the rows or raise n_positions"
         );
-        let device = input_ids_bt.device();
-        let tokens = embedding(self.wte.val(), input_ids_bt).reshape([b, t * d]);
+        let tokens = embedding(self.wte.val(), input_ids_bt.reshape([b * t])).reshape([b, t * d]);
         let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
-        let mask_rs = in_type_of(causal_mask(t, &device), &x_nd);
+        let Some(first) = self.h.first() else { return x_nd };
+        let masks = Masks::causal(t, &first.attn.dropout, &x_nd);
         for block in &self.h {
-            x_nd = block.forward(x_nd, &mask_rs, b);
+            x_nd = block.forward(x_nd, &masks, b);
         }
-        self.ln_f.forward(x_nd)
+        normed(&self.ln_f, self.layer_norm_epsilon, x_nd)
     }
 
     fn logits_of_rows(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
@@ -225,43 +219,28 @@ impl<B: Backend> Gpt2<B> {
     }
 }
 
-impl<B: Backend> Gpt2Block<B> {
-    /// Adds attention and feed-forward layer to rows of `b` sequences.
-    ///
-    /// # Shapes
-    /// - `x_nd`: `[n, d]`, sequence after sequence
-    /// - `mask_rs`: `[1, t * t]`, added to the scores
-    /// - returns `[n, d]`
-    pub fn forward(&self, x_nd: Tensor<B, 2>, mask_rs: &Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
-        let attended_nd = self.attn.forward(self.ln_1.forward(x_nd.clone()), mask_rs, b);
-        let x_nd = x_nd + self.resid_dropout.forward(attended_nd);
-        let fed_nd = self.mlp.forward(self.ln_2.forward(x_nd.clone()));
-        x_nd + self.resid_dropout.forward(fed_nd)
+impl<B: FusedBackend> Gpt2Block<B> {
+    /// Adds attention and feed-forward layer to rows `[n, d]` of `b` sequences, one after the other.
+    fn forward(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
+        let epsilon = self.layer_norm_epsilon;
+        let mixed_nd = self.attn.mix(normed(&self.ln_1, epsilon, x_nd.clone()), masks, b);
+        let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, &self.resid_dropout, x_nd);
+        let wide_nf = self.mlp.widen(normed(&self.ln_2, epsilon, x_nd.clone()));
+        dense_onto(&self.mlp.c_proj, wide_nf, &self.resid_dropout, x_nd)
     }
 }
 
-impl<B: Backend> Gpt2Attention<B> {
-    /// Lets each position look at itself and those before it; shapes as for [`Gpt2Block::forward`].
-    pub fn forward(&self, x_nd: Tensor<B, 2>, mask_rs: &Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
-        let [_, d] = x_nd.dims();
-        let qkv = self.c_attn.forward(x_nd);
-        let q_nd = qkv.clone().slice(s![.., 0..d]);
-        let k_nd = qkv.clone().slice(s![.., d..2 * d]);
-        let v_nd = qkv.slice(s![.., 2 * d..3 * d]);
-        let mixed_nd = attend(
-            split_heads_scaled(q_nd, b, self.n_head, self.scale),
-            split_heads(k_nd, b, self.n_head),
-            split_heads(v_nd, b, self.n_head),
-            Some(mask_rs),
-            &self.dropout,
-        );
-        self.c_proj.forward(mixed_nd)
+impl<B: FusedBackend> Gpt2Attention<B> {
+    /// Lets each position look at itself and those before it; `c_proj` is left to the caller.
+    fn mix(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
+        let options = AttentionOptions { batch: b, heads: self.n_head, causal: true, scale: self.scale };
+        attend_packed(dense(&self.c_attn, x_nd), masks, options, &self.dropout)
     }
 }
 
-impl<B: Backend> Gpt2Mlp<B> {
-    /// Applies the layer to rows `[n, d]`.
-    pub fn forward(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.c_proj.forward(self.activation.forward(self.c_fc.forward(x_nd)))
+impl<B: FusedBackend> Gpt2Mlp<B> {
+    /// The first half of the layer, `[n, d]` to `[n, inner_width]`; `c_proj` is left to the caller.
+    fn widen(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+        dense_activated(&self.c_fc, self.activation, x_nd)
     }
 }

@@ -1,0 +1,315 @@
+//! The fused operations against the same mathematics from Burn's own operations, values and gradients: the kernels of
+//! burn-flex through the hand-written backward passes, and the default bodies.
+//! The reference is differentiated by Burn's autodiff alone. Here, not in zero-ops: with burn's `distributed` feature, which
+//! Cargo unifies over the workspace, a bare `Autodiff<Flex>` is no `AutodiffBackend` (ADR 3).
+
+use burn::backend::Autodiff;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Bool, Distribution, FloatDType, Int, Tensor, activation};
+use burn_flex::Flex;
+use zero_burn::Zero;
+use zero_ops::{AttentionOptions, Gelu};
+
+type A = Autodiff<I>;
+type I = Zero<Flex>;
+
+/// Largest difference allowed, relative to the largest value of the reference.
+const TOLERANCE: f32 = 1e-5;
+
+fn random<const D: usize>(shape: [usize; D]) -> Tensor<A, D> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Default::default()).require_grad()
+}
+
+fn values<const D: usize>(x: Tensor<I, D>) -> Vec<f32> {
+    x.cast(FloatDType::F32).into_data().to_vec().expect("fp32")
+}
+
+fn close(what: &str, got: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(1e-6f32, |largest, x| largest.max(x.abs()));
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (got - expected).abs() / scale;
+        assert!(error <= tolerance, "{what}, element {i}: {got}, expected {expected} ({error:e} of the largest)");
+    }
+}
+
+/// A tensor of any rank that gradients are asked for.
+trait Leaf {
+    fn gradient(&self, grads: &<A as AutodiffBackend>::Gradients) -> Vec<f32>;
+}
+
+impl<const D: usize> Leaf for Tensor<A, D> {
+    fn gradient(&self, grads: &<A as AutodiffBackend>::Gradients) -> Vec<f32> {
+        values(self.grad(grads).expect("a leaf that takes part has a gradient"))
+    }
+}
+
+/// Values and gradients of two computations of the same thing. Results meet random weights, so that gradients differ from
+/// element to element.
+fn same<const D: usize>(what: &str, got: Tensor<A, D>, expected: Tensor<A, D>, leaves: &[(&str, &dyn Leaf)]) {
+    same_within(TOLERANCE, what, got, expected, leaves);
+}
+
+fn same_within<const D: usize>(
+    tolerance: f32,
+    what: &str,
+    got: Tensor<A, D>,
+    expected: Tensor<A, D>,
+    leaves: &[(&str, &dyn Leaf)],
+) {
+    close(what, &values(got.clone().inner()), &values(expected.clone().inner()), tolerance);
+    let weights = Tensor::<I, D>::random(got.shape(), Distribution::Normal(0.0, 1.0), &Default::default());
+    let weights = Tensor::<A, D>::from_inner(weights);
+    let got = (got * weights.clone()).sum().backward();
+    let expected = (expected * weights).sum().backward();
+    for (name, leaf) in leaves {
+        close(&format!("{what}, gradient of {name}"), &leaf.gradient(&got), &leaf.gradient(&expected), tolerance);
+    }
+}
+
+/// The same values in a graph of their own: Burn forgets a leaf of which one of several graphs was differentiated.
+fn again<const D: usize>(x: &Tensor<A, D>) -> Tensor<A, D> {
+    Tensor::from_inner(x.clone().inner()).require_grad()
+}
+
+#[test]
+fn linear() {
+    for (n, d, f) in [(1, 1, 1), (3, 7, 5), (33, 64, 100)] {
+        for (with_bias, with_residual) in [(true, true), (true, false), (false, true), (false, false)] {
+            for transposed in [false, true] {
+                let (x, b, r) = (random([n, d]), random([f]), random([n, f]));
+                let w = if transposed { random([f, d]) } else { random([d, f]) };
+                // As a tied head's weight lies.
+                let weight = || if transposed { w.clone().transpose() } else { w.clone() };
+                let bias = with_bias.then(|| b.clone());
+                let residual = with_residual.then(|| r.clone());
+                let got = zero_ops::linear(x.clone(), weight(), bias.clone(), residual.clone());
+
+                let mut expected = x.clone().matmul(weight());
+                let mut leaves: Vec<(&str, &dyn Leaf)> = vec![("x", &x), ("weight", &w)];
+                if with_bias {
+                    expected = expected + b.clone().unsqueeze::<2>();
+                    leaves.push(("bias", &b));
+                }
+                if with_residual {
+                    expected = expected + r.clone();
+                    leaves.push(("residual", &r));
+                }
+                let what =
+                    format!("{n}, {d}, {f}, bias {with_bias}, residual {with_residual}, transposed {transposed}");
+                same(&what, got, expected, &leaves);
+            }
+        }
+    }
+}
+
+#[test]
+fn linear_gives_gradients_only_to_those_who_want_them() {
+    let (x, w, b) = (random([4, 3]), random([3, 2]), random([2]));
+    let frozen = Tensor::<A, 2>::from_inner(w.clone().inner());
+    let grads = zero_ops::linear(x.clone(), frozen.clone(), Some(b.clone()), None).sum().backward();
+    assert!(frozen.grad(&grads).is_none());
+    close("x", &x.gradient(&grads), &values(w.inner().sum_dim(1).transpose().repeat_dim(0, 4)), TOLERANCE);
+    assert_eq!(b.gradient(&grads), [4.0, 4.0]);
+}
+
+#[test]
+fn layer_norm() {
+    for (n, d) in [(1, 5), (3, 7), (40, 64), (5, 768)] {
+        let (x, gamma, beta) = (random([n, d]), random([d]), random([d]));
+        let plain = || {
+            let mean = x.clone().mean_dim(1);
+            let centred = x.clone() - mean;
+            let variance = (centred.clone() * centred.clone()).mean_dim(1);
+            centred / (variance + 1e-5).sqrt() * gamma.clone().unsqueeze()
+        };
+        let got = zero_ops::layer_norm(x.clone(), gamma.clone(), Some(beta.clone()), 1e-5);
+        let leaves: [(&str, &dyn Leaf); 3] = [("x", &x), ("gamma", &gamma), ("beta", &beta)];
+        same("with beta", got, plain() + beta.clone().unsqueeze(), &leaves);
+        same("without", zero_ops::layer_norm(x.clone(), gamma.clone(), None, 1e-5), plain(), &leaves[..2]);
+    }
+}
+
+#[test]
+fn gelu() {
+    for (n, f) in [(1, 1), (3, 7), (40, 100)] {
+        let (x, bias) = (random([n, f]), random([f]));
+        for kind in [Gelu::Tanh, Gelu::Erf] {
+            let plain = |x: Tensor<A, 2>| match kind {
+                Gelu::Erf => x.clone() * 0.5 * ((x * std::f64::consts::FRAC_1_SQRT_2).erf() + 1.0),
+                Gelu::Tanh => {
+                    let inner = (x.clone() + x.clone() * x.clone() * x.clone() * 0.044715) * 0.7978845608028654;
+                    x * 0.5 * (inner.tanh() + 1.0)
+                }
+            };
+            let got = zero_ops::gelu(kind, x.clone(), Some(bias.clone()));
+            let leaves: [(&str, &dyn Leaf); 2] = [("x", &x), ("bias", &bias)];
+            same("with bias", got, plain(x.clone() + bias.clone().unsqueeze()), &leaves);
+            same("without", zero_ops::gelu(kind, x.clone(), None), plain(x.clone()), &leaves[..1]);
+        }
+    }
+}
+
+/// Attention with all scores, by Burn's operations.
+fn plain_attention(
+    [q, k, v]: [Tensor<A, 2>; 3],
+    mask: Option<Tensor<A, 2>>,
+    options: AttentionOptions,
+) -> Tensor<A, 2> {
+    let [n, d] = q.dims();
+    let (b, h) = (options.batch, options.heads);
+    let (t, e) = (n / b, d / h);
+    let heads = |x: Tensor<A, 2>| x.reshape([b, t, h, e]).swap_dims(1, 2);
+    let mut scores = heads(q).matmul(heads(k).transpose()) * options.scale;
+    if options.causal {
+        let future =
+            Tensor::<A, 2, Bool>::tril_mask([t, t], 0, &Default::default()).reshape([1, 1, t, t]).expand([b, h, t, t]);
+        scores = scores.mask_fill(future, -3e4);
+    }
+    if let Some(mask) = mask {
+        scores = scores + mask.reshape([b, 1, 1, t]);
+    }
+    activation::softmax(scores, 3).matmul(heads(v)).swap_dims(1, 2).reshape([n, d])
+}
+
+#[test]
+fn attention() {
+    for (batch, t, heads, e) in [(1, 1, 1, 1), (2, 5, 3, 4), (1, 33, 2, 8), (2, 130, 2, 16), (1, 200, 1, 64)] {
+        let (n, d) = (batch * t, heads * e);
+        let mask = Tensor::<I, 2>::random([batch, t], Distribution::Uniform(0.0, 1.0), &Default::default());
+        // Of a row that sees nothing, the two say different things: keep the first key visible.
+        let mask = mask.slice_fill([0..batch, 0..1], 1.0);
+        let mask = Tensor::<A, 2>::from_inner(mask.lower_elem(0.3).float() * -3e4);
+        for causal in [true, false] {
+            for mask in [None, Some(mask.clone())] {
+                let options = AttentionOptions { batch, heads, causal, scale: 0.3 };
+                let what = format!("{batch} x {t}, {heads} heads of {e}, causal {causal}, mask {}", mask.is_some());
+                let parts = [(); 3].map(|()| random([n, d]));
+                let [q, k, v] = parts.clone();
+                let got = zero_ops::attention(q.clone(), k.clone(), v.clone(), mask.clone(), options);
+                let expected = plain_attention(parts, mask.clone(), options);
+                same(&what, got, expected, &[("q", &q), ("k", &k), ("v", &v)]);
+
+                let qkv = random([n, 3 * d]);
+                let parts = qkv.clone().chunk(3, 1).try_into().expect("three thirds");
+                let got = zero_ops::packed_attention(qkv.clone(), mask.clone(), options);
+                same(&format!("packed {what}"), got, plain_attention(parts, mask, options), &[("qkv", &qkv)]);
+            }
+        }
+    }
+}
+
+#[test]
+fn embedding() {
+    let table = random([11, 6]);
+    let ids = Tensor::<A, 1, Int>::from_ints([3, 0, 10, 3, 3, 7], &Default::default());
+    let got = zero_ops::embedding(table.clone(), ids.clone());
+    same("rows", got, table.clone().select(0, ids), &[("table", &table)]);
+}
+
+#[test]
+fn linear_cross_entropy() {
+    // More rows than a chunk has, at the last size.
+    for (n, d, v) in [(1, 3, 2), (9, 7, 33), (150, 16, 70_000)] {
+        let (x, w) = (random([n, d]), random([v, d]));
+        let targets: Vec<i32> = (0..n).map(|i| if i % 3 == 1 { -100 } else { (i * 7919 % v) as i32 }).collect();
+        let counted: Vec<i32> = (0..n as i32).filter(|i| i % 3 != 1).collect();
+        let targets = Tensor::<A, 1, Int>::from_ints(targets.as_slice(), &Default::default());
+        let counted = Tensor::<A, 1, Int>::from_ints(counted.as_slice(), &Default::default());
+        let plain = || {
+            let logits = x.clone().matmul(w.clone().transpose()).select(0, counted.clone());
+            let [m, _] = logits.dims();
+            let picked = targets.clone().select(0, counted.clone()).reshape([m, 1]);
+            activation::log_softmax(logits, 1).gather(1, picked).mean().neg()
+        };
+        let got = zero_ops::linear_cross_entropy(x.clone(), w.clone(), targets.clone(), Some(-100));
+        same("loss", got, plain(), &[("x", &x), ("weight", &w)]);
+        let got =
+            zero_ops::linear_cross_entropy(x.clone().inner(), w.clone().inner(), targets.clone().inner(), Some(-100));
+        close("evaluation", &values(got), &values(plain().inner()), TOLERANCE);
+    }
+}
+
+#[test]
+fn a_loss_of_no_rows_is_zero() {
+    let (x, w) = (random([2, 3]), random([4, 3]));
+    let targets = Tensor::<A, 1, Int>::from_ints([-100, -100], &Default::default());
+    let loss = zero_ops::linear_cross_entropy(x.clone(), w.clone(), targets, Some(-100));
+    assert_eq!(loss.clone().into_scalar(), 0.0);
+    let grads = loss.backward();
+    assert!(x.gradient(&grads).iter().chain(&w.gradient(&grads)).all(|g| *g == 0.0));
+}
+
+/// In 16 bit the default bodies run; they must agree with the kernels to what 16 bit resolve.
+#[test]
+fn half_precision_takes_the_default_bodies() {
+    const BF16: f32 = 3e-2;
+    let half = |x: &Tensor<A, 2>| x.clone().cast(FloatDType::BF16);
+    let half_row = |x: &Tensor<A, 1>| x.clone().cast(FloatDType::BF16);
+    let full = |x: Tensor<A, 2>| x.cast(FloatDType::F32);
+
+    let (x, w, b) = (random([6, 12]), random([12, 4]), random([4]));
+    let got = full(zero_ops::linear(half(&x), half(&w), Some(half_row(&b)), None));
+    let expected = zero_ops::linear(x.clone(), w.clone(), Some(b.clone()), None);
+    same_within(BF16, "linear", got, expected, &[("x", &x), ("weight", &w), ("bias", &b)]);
+
+    let (x, gamma, beta) = (again(&x), random([12]), random([12]));
+    let got = full(zero_ops::layer_norm(half(&x), half_row(&gamma), Some(half_row(&beta)), 1e-5));
+    let expected = zero_ops::layer_norm(x.clone(), gamma.clone(), Some(beta.clone()), 1e-5);
+    same_within(BF16, "layer norm", got, expected, &[("x", &x), ("gamma", &gamma), ("beta", &beta)]);
+
+    for kind in [Gelu::Tanh, Gelu::Erf] {
+        let (x, bias) = (again(&x), again(&beta));
+        let got = full(zero_ops::gelu(kind, half(&x), Some(half_row(&bias))));
+        let expected = zero_ops::gelu(kind, x.clone(), Some(bias.clone()));
+        same_within(BF16, "gelu", got, expected, &[("x", &x), ("bias", &bias)]);
+    }
+
+    let qkv = again(&x);
+    let options = AttentionOptions { batch: 2, heads: 2, causal: true, scale: 0.5 };
+    let got = full(zero_ops::packed_attention(half(&qkv), None, options));
+    same_within(BF16, "attention", got, zero_ops::packed_attention(qkv.clone(), None, options), &[("qkv", &qkv)]);
+
+    let (x, head) = (again(&x), random([4, 12]));
+    let targets = Tensor::<A, 1, Int>::from_ints([0, 3, -100, 2, 1, 1], &Default::default());
+    let got = zero_ops::linear_cross_entropy(half(&x), half(&head), targets.clone(), Some(-100));
+    let expected = zero_ops::linear_cross_entropy(x.clone(), head.clone(), targets, Some(-100));
+    same_within(BF16, "cross-entropy", got, expected, &[("x", &x), ("weight", &head)]);
+
+    let table = random([5, 3]);
+    let ids = Tensor::<A, 1, Int>::from_ints([4, 4, 0], &Default::default());
+    let got = full(zero_ops::embedding(half(&table), ids.clone()));
+    same_within(BF16, "embedding", got, zero_ops::embedding(table.clone(), ids), &[("table", &table)]);
+}
+
+/// Views (slices, transposes) are not what kernels like best, and must give the same.
+#[test]
+fn views_give_what_copies_give() {
+    let wide = random([6, 20]);
+    let view = wide.clone().narrow(1, 3, 12);
+    let copy = Tensor::<A, 2>::from_inner(view.clone().inner() + 0.0);
+    let gamma = random([12]);
+    let norm = |x| values(zero_ops::layer_norm(x, gamma.clone(), None, 1e-5).inner());
+    assert_eq!(norm(view.clone()), norm(copy.clone()));
+    let gelu = |x| values(zero_ops::gelu(Gelu::Erf, x, None).inner());
+    assert_eq!(gelu(view.clone()), gelu(copy.clone()));
+    let options = AttentionOptions { batch: 1, heads: 3, causal: false, scale: 1.0 };
+    let attended = |x: Tensor<A, 2>| values(zero_ops::attention(x.clone(), x.clone(), x, None, options).inner());
+    assert_eq!(attended(view.clone()), attended(copy.clone()));
+    assert_eq!(attended(view.clone().transpose().transpose()), attended(copy));
+}
+
+#[test]
+fn wrong_shapes_are_named() {
+    let panics = |work: Box<dyn FnOnce()>| -> String {
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).expect_err("it should panic");
+        panic.downcast_ref::<String>().cloned().unwrap_or_default()
+    };
+    let (x, w) = (random([2, 3]), random([4, 5]));
+    let text = panics(Box::new(move || drop(zero_ops::linear(x, w, None, None))));
+    assert!(text.contains("rows of 3 need a weight [3, _], got [4, 5]"), "{text}");
+    let x = random([5, 6]);
+    let options = AttentionOptions { batch: 2, heads: 2, causal: true, scale: 1.0 };
+    let text = panics(Box::new(move || drop(zero_ops::packed_attention(x, None, options))));
+    assert!(text.contains("5 rows are no 2 sequences"), "{text}");
+}

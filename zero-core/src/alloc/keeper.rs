@@ -1,0 +1,204 @@
+//! [`PageKeeper`]: who serves a request, how long its block is, and what is done under the lock.
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    ptr,
+    sync::{Mutex, PoisonError},
+};
+
+use super::{
+    space::{AVAILABLE, GRANULE, HUGE, Space},
+    stats::{Counters, Stats},
+};
+
+/// The least request, in bytes, that the keeper serves itself.
+pub const THRESHOLD: usize = 64 << 10;
+
+/// The greatest alignment, in bytes, that the keeper serves itself.
+pub const MAX_ALIGN: usize = HUGE;
+
+/// The length of a block must not be a multiple of this: see [`block_len`].
+const COLOUR_PERIOD: usize = 16 * GRANULE;
+
+/// What a [`PageKeeper`] may be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// The most freed bytes to keep: a block whose freeing would exceed them goes back to the system at once.
+    pub keep_bytes: u64,
+    /// Whether to ask the kernel for huge pages (`madvise`); otherwise the system's own setting decides.
+    pub huge_pages: bool,
+}
+
+impl Settings {
+    /// Keep all that is freed, and ask for huge pages.
+    pub const DEFAULT: Self = Self { keep_bytes: u64::MAX, huge_pages: true };
+}
+
+/// The allocator: large blocks from ranges whose pages it keeps, the rest from `A`. Meant as a static: what it maps is
+/// never unmapped, not even when it is dropped. See the module's documentation for an example.
+pub struct PageKeeper<A = System> {
+    small: A,
+    settings: Settings,
+    space: Mutex<Space>,
+    counters: Counters,
+}
+
+impl<A> PageKeeper<A> {
+    /// A keeper with [`Settings::DEFAULT`] that passes small requests on to `small`.
+    pub const fn new(small: A) -> Self {
+        Self::with_settings(small, Settings::DEFAULT)
+    }
+
+    /// A keeper that passes small requests on to `small`.
+    pub const fn with_settings(small: A, settings: Settings) -> Self {
+        Self { small, settings, space: Mutex::new(Space::new()), counters: Counters::new() }
+    }
+
+    /// Gives all free pages back to the system and returns how many bytes they were. Other threads' large requests
+    /// wait meanwhile. Where the kernel had put free and live pages into one huge page, it may return the free ones
+    /// only when memory becomes scarce.
+    pub fn trim(&self) -> usize {
+        self.locked(|space| {
+            let given = space.trim();
+            self.counters.trimmed(given);
+            given
+        })
+    }
+
+    /// The counters so far, read without the lock.
+    pub fn stats(&self) -> Stats {
+        self.counters.read()
+    }
+
+    fn locked<R>(&self, work: impl FnOnce(&mut Space) -> R) -> R {
+        // An allocator must not unwind, and a half-changed space must not be used again.
+        let bomb = AbortOnUnwind;
+        let result = work(&mut self.space.lock().unwrap_or_else(PoisonError::into_inner));
+        std::mem::forget(bomb);
+        result
+    }
+
+    /// A block and the number of zero bytes at its end.
+    fn take(&self, layout: Layout) -> (*mut u8, usize) {
+        let len = block_len(layout.size());
+        let taken = self.locked(|space| {
+            let taken = space.take(len, layout.align().max(GRANULE), self.settings.huge_pages)?;
+            self.counters.took_block(len, taken.fresh);
+            Some(taken)
+        });
+        match taken {
+            Some(taken) => (ptr::with_exposed_provenance_mut(taken.addr), taken.zero_tail),
+            None => (ptr::null_mut(), 0),
+        }
+    }
+
+    fn give(&self, block: *mut u8, layout: Layout) {
+        let (addr, len) = (block.expose_provenance(), block_len(layout.size()));
+        self.locked(|space| {
+            let keep =
+                self.counters.kept().saturating_add(len as u64) <= self.settings.keep_bytes || !space.clean(addr, len);
+            space.give(addr, len);
+            self.counters.gave(len, if keep { len } else { 0 });
+        });
+    }
+
+    /// Changes a block's size where it lies; false: it does not fit there, and is as it was.
+    fn resize(&self, block: *mut u8, old_size: usize, new_size: usize) -> bool {
+        let (addr, old, new) = (block.expose_provenance(), block_len(old_size), block_len(new_size));
+        if new == old {
+            return true;
+        }
+        self.locked(|space| {
+            if new < old {
+                let done = space.shrink(addr + new, old - new);
+                if done {
+                    self.counters.gave(old - new, old - new);
+                }
+                return done;
+            }
+            let fresh = space.grow(addr, old, new - old, self.settings.huge_pages);
+            if let Some(fresh) = fresh {
+                self.counters.took(new - old, fresh);
+            }
+            fresh.is_some()
+        })
+    }
+}
+
+/// Ends the process if a panic passes through.
+struct AbortOnUnwind;
+
+impl Drop for AbortOnUnwind {
+    fn drop(&mut self) {
+        std::process::abort();
+    }
+}
+
+/// Whether the keeper serves these requests itself; the same answer for a block's whole life.
+fn serves(size: usize, align: usize) -> bool {
+    AVAILABLE && size >= THRESHOLD && align <= MAX_ALIGN
+}
+
+/// The bytes of a block for `size` bytes: whole granules, and one more where blocks of this size laid side by side
+/// would otherwise all begin at the same place modulo [`COLOUR_PERIOD`], and so contend for the same cache sets.
+fn block_len(size: usize) -> usize {
+    let len = size.next_multiple_of(GRANULE);
+    if len.is_multiple_of(COLOUR_PERIOD) { len + GRANULE } else { len }
+}
+
+// SAFETY: `serves` depends on the layout alone, so a block goes back to the allocator that it came from. Own blocks
+// come from `Space`, which hands out no byte twice before it is given back, and are at least as long and as aligned
+// as asked: `block_len` rounds up, and `Space::take` aligns. Nothing unwinds (`locked` aborts).
+unsafe impl<A: GlobalAlloc> GlobalAlloc for PageKeeper<A> {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if serves(layout.size(), layout.align()) {
+            return self.take(layout).0;
+        }
+        // SAFETY: the caller's promises are the ones that `small` asks for.
+        unsafe { self.small.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if serves(layout.size(), layout.align()) {
+            let (block, zero_tail) = self.take(layout);
+            if !block.is_null() {
+                let used = (block_len(layout.size()) - zero_tail).min(layout.size());
+                // SAFETY: the block is this caller's alone and has at least `layout.size()` bytes.
+                unsafe { block.write_bytes(0, used) };
+            }
+            return block;
+        }
+        // SAFETY: the caller's promises are the ones that `small` asks for.
+        unsafe { self.small.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        if serves(layout.size(), layout.align()) {
+            return self.give(block, layout);
+        }
+        // SAFETY: by `serves` the block came from `small`; the caller promises the rest.
+        unsafe { self.small.dealloc(block, layout) }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        match (serves(layout.size(), layout.align()), serves(new_size, layout.align())) {
+            // SAFETY: by `serves` the block came from `small` and would again; the caller promises the rest.
+            (false, false) => return unsafe { self.small.realloc(block, layout, new_size) },
+            (true, true) if self.resize(block, layout.size(), new_size) => return block,
+            _ => {}
+        }
+        // SAFETY: the caller promises that `new_size` rounded up to the alignment does not overflow `isize`.
+        let new_layout = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
+        // SAFETY: the caller promises that `new_size` is not zero.
+        let new_block = unsafe { self.alloc(new_layout) };
+        if !new_block.is_null() {
+            // SAFETY: both blocks are live, distinct and have that many bytes; the old one is freed once, with the
+            // layout that it was allocated with.
+            unsafe {
+                ptr::copy_nonoverlapping(block, new_block, layout.size().min(new_size));
+                self.dealloc(block, layout);
+            }
+        }
+        new_block
+    }
+}

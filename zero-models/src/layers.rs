@@ -1,0 +1,50 @@
+//! Burn's layers, applied with fused operations: the modules keep their parameters, names and records.
+//!
+//! Shape suffixes: `n` rows, `d` and `f` widths.
+
+use burn::nn::{Dropout, LayerNorm, Linear};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use zero_ops::FusedBackend;
+
+use crate::Activation;
+use crate::attention::is_active;
+
+fn bias<B: Backend>(layer: &Linear<B>) -> Option<Tensor<B, 1>> {
+    layer.bias.as_ref().map(|bias| bias.val())
+}
+
+/// `layer` of rows.
+pub(crate) fn dense<B: FusedBackend>(layer: &Linear<B>, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+    zero_ops::linear(x_nd, layer.weight.val(), bias(layer), None)
+}
+
+/// `layer` of rows, dropped out, added to `residual_nf`.
+pub(crate) fn dense_onto<B: FusedBackend>(
+    layer: &Linear<B>,
+    x_nd: Tensor<B, 2>,
+    dropout: &Dropout,
+    residual_nf: Tensor<B, 2>,
+) -> Tensor<B, 2> {
+    if is_active(dropout, &x_nd) {
+        residual_nf + dropout.forward(dense(layer, x_nd))
+    } else {
+        zero_ops::linear(x_nd, layer.weight.val(), bias(layer), Some(residual_nf))
+    }
+}
+
+/// `activation` of `layer` of rows; the bias is added where the activation reads.
+pub(crate) fn dense_activated<B: FusedBackend>(
+    layer: &Linear<B>,
+    activation: Activation,
+    x_nd: Tensor<B, 2>,
+) -> Tensor<B, 2> {
+    let product_nf = zero_ops::linear(x_nd, layer.weight.val(), None, None);
+    activation.forward_with_bias(product_nf, bias(layer))
+}
+
+/// `norm` of rows. Its epsilon is private to Burn's module.
+pub(crate) fn normed<B: FusedBackend>(norm: &LayerNorm<B>, epsilon: f64, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+    let beta = norm.beta.as_ref().map(|beta| beta.val());
+    zero_ops::layer_norm(x_nd, norm.gamma.val(), beta, epsilon)
+}

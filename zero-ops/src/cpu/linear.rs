@@ -1,0 +1,307 @@
+//! A linear layer: product, bias and residual in one result.
+//!
+//! gemm adds to what its destination holds, so bias and residual are what the result begins with.
+
+use std::cell::Cell;
+
+use super::parallel::{BLOCK, gemm_threads, rows_of_task, spread};
+use super::product::{Matrix, Write, multiply};
+use super::reduce::{add, add_partials};
+
+/// `x * w + bias + residual`.
+///
+/// # Shapes
+///
+/// `x`: `[n, k]`; `w`: `[k, m]`, any strides; `bias`: `[m]`; `residual`, `out`: `[n, m]`.
+///
+/// # Panics
+///
+/// When the lengths do not fit together.
+pub fn forward(x: &[f32], w: Matrix<'_>, bias: Option<&[f32]>, residual: Option<&[f32]>, out: &mut [f32]) {
+    let (k, m) = (w.rows(), w.columns());
+    let n = rows("out", out.len(), m);
+    check("x", x.len(), n, k);
+    check("bias", bias.map_or(m, <[f32]>::len), 1, m);
+    check("residual", residual.map_or(n * m, <[f32]>::len), n, m);
+    let write = if bias.is_none() && residual.is_none() { Write::Over } else { Write::Add };
+    if write == Write::Add && !out.is_empty() {
+        let part = rows_of_task(m) * m;
+        let mut residuals = residual.map(|residual| residual.chunks(part));
+        let tasks: Vec<_> = (out.chunks_mut(part))
+            .map(|out| Begin { bias, residual: residuals.as_mut().and_then(Iterator::next), m, out })
+            .collect();
+        let arch = pulp::Arch::new();
+        spread(n * m, tasks, |task| arch.dispatch(task));
+    }
+    multiply_rows(out, write, Matrix::new(x, n, k), w);
+}
+
+/// The gradient of [`forward`] for `x`, given that of its result: `g` times the transpose of `w`.
+///
+/// # Shapes
+///
+/// `g`: `[n, m]`; `w`: `[k, m]`, any strides; `dx`: `[n, k]`.
+///
+/// # Panics
+///
+/// When the lengths do not fit together.
+pub fn backward_x(g: &[f32], w: Matrix<'_>, dx: &mut [f32]) {
+    let (k, m) = (w.rows(), w.columns());
+    let n = rows("dx", dx.len(), k);
+    check("g", g.len(), n, m);
+    multiply_rows(dx, Write::Over, Matrix::new(g, n, m), w.transposed());
+}
+
+/// The gradient of [`forward`] for `w` of `k` rows: the transpose of `x` times `g`.
+///
+/// # Shapes
+///
+/// `x`: `[n, k]`; `g`: `[n, m]`; `dw`: `[k, m]`.
+///
+/// # Panics
+///
+/// When the lengths do not fit together.
+pub fn backward_w(x: &[f32], g: &[f32], k: usize, dw: &mut [f32]) {
+    let n = rows("x", x.len(), k);
+    let m = dw.len().checked_div(k).unwrap_or(0);
+    check("dw", dw.len(), k, m);
+    check("g", g.len(), n, m);
+    multiply(dw, Write::Over, Matrix::new(x, n, k).transposed(), Matrix::new(g, n, m), 1.0, gemm_threads());
+}
+
+/// The gradient of [`forward`] for `bias`: the sum of the rows of `g`.
+///
+/// # Shapes
+///
+/// `g`: `[n, m]`; `db`: `[m]`.
+///
+/// # Panics
+///
+/// When the lengths do not fit together.
+pub fn backward_bias(g: &[f32], db: &mut [f32]) {
+    let m = db.len();
+    rows("g", g.len(), m);
+    if m == 0 {
+        return;
+    }
+    let mut partials = vec![0f32; g.len().div_ceil(BLOCK * m) * m];
+    let arch = pulp::Arch::new();
+    let tasks: Vec<_> = g.chunks(BLOCK * m).zip(partials.chunks_mut(m)).collect();
+    spread(g.len(), tasks, |(g, sum)| arch.dispatch(Sum { g, sum }));
+    add_partials(&partials, db);
+}
+
+thread_local! {
+    /// The buffer of [`multiply_rows`], taken out while in use: its thread may run another task meanwhile.
+    static TURNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// `a * b` into `out`, by way of its transpose where that is faster.
+///
+/// gemm copies the right matrix of a row-major result, across its columns. Where those are what is contiguous, and a
+/// multiple of a page apart, what it reads together shares a few sets of the cache. Of the transposed product it copies
+/// the other matrix, so with few rows of `a` that and turning the result take a quarter less time. The choice depends
+/// on the shapes alone.
+fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
+    let (n, k, m) = (a.rows(), a.columns(), b.columns());
+    if !b.has_columns_pages_apart() || n < TILE || 2 * n > m || k < m {
+        multiply(out, write, a, b, 1.0, gemm_threads());
+        return;
+    }
+    let mut turned = TURNED.take();
+    if turned.len() < n * m {
+        turned.resize(n * m, 0.0);
+    }
+    multiply(&mut turned[..n * m], Write::Over, b.transposed(), a.transposed(), 1.0, gemm_threads());
+    let tasks: Vec<_> = out.chunks_mut(TILE * m).enumerate().collect();
+    let (from, arch) = (&turned[..n * m], pulp::Arch::new());
+    spread(n * m, tasks, |(block, out)| arch.dispatch(Turn { from, n, first: block * TILE, m, add: write, out }));
+    TURNED.set(turned);
+}
+
+/// Rows, and columns, of a tile of [`Turn`]: a cache line of each.
+const TILE: usize = 16;
+
+/// Up to [`TILE`] rows of `out` (`[n, m]`) from number `first` on, from columns of `from` (`[m, n]`).
+struct Turn<'a> {
+    from: &'a [f32],
+    n: usize,
+    first: usize,
+    m: usize,
+    add: Write,
+    out: &'a mut [f32],
+}
+
+impl pulp::NullaryFnOnce for Turn<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self { from, n, first, m, add, out } = self;
+        let rows = out.len() / m;
+        for column in (0..m).step_by(TILE) {
+            let width = TILE.min(m - column);
+            let mut tile = [[0f32; TILE]; TILE];
+            for j in 0..width {
+                let at = (column + j) * n + first;
+                for (row, value) in tile.iter_mut().zip(&from[at..at + rows]) {
+                    row[j] = *value;
+                }
+            }
+            for (out, tile) in out.chunks_exact_mut(m).zip(&tile) {
+                let out = &mut out[column..column + width];
+                match add {
+                    Write::Over => out.copy_from_slice(&tile[..width]),
+                    Write::Add => out.iter_mut().zip(tile).for_each(|(out, value)| *out += value),
+                }
+            }
+        }
+    }
+}
+
+fn check(name: &str, got: usize, n: usize, width: usize) {
+    assert_eq!(got, n * width, "linear: `{name}` has {got} elements, expected {n} rows of {width}");
+}
+
+/// The number of rows of `width` that `len` elements are.
+fn rows(name: &str, len: usize, width: usize) -> usize {
+    let n = len.checked_div(width).unwrap_or(0);
+    assert_eq!(len, n * width, "linear: `{name}` has {len} elements, which are not whole rows of {width}");
+    n
+}
+
+/// Some rows of what a result begins with.
+struct Begin<'a> {
+    bias: Option<&'a [f32]>,
+    residual: Option<&'a [f32]>,
+    m: usize,
+    out: &'a mut [f32],
+}
+
+impl pulp::NullaryFnOnce for Begin<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self { bias, residual, m, out } = self;
+        match (bias, residual) {
+            (Some(bias), Some(residual)) => {
+                for (out, residual) in out.chunks_exact_mut(m).zip(residual.chunks_exact(m)) {
+                    for ((out, residual), bias) in out.iter_mut().zip(residual).zip(bias) {
+                        *out = residual + bias;
+                    }
+                }
+            }
+            (Some(bias), None) => out.chunks_exact_mut(m).for_each(|out| out.copy_from_slice(bias)),
+            (None, Some(residual)) => out.copy_from_slice(residual),
+            (None, None) => {}
+        }
+    }
+}
+
+/// A block of rows and its partial sum, zero at first.
+struct Sum<'a> {
+    g: &'a [f32],
+    sum: &'a mut [f32],
+}
+
+impl pulp::NullaryFnOnce for Sum<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        self.g.chunks_exact(self.sum.len()).for_each(|g| add(g, self.sum));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
+
+    fn product(a: &[f64], b: &[f64], n: usize, k: usize, m: usize) -> Vec<f64> {
+        (0..n * m).map(|i| (0..k).map(|l| a[i / m * k + l] * b[l * m + i % m]).sum()).collect()
+    }
+
+    fn transpose<T: Copy>(a: &[T], rows: usize, columns: usize) -> Vec<T> {
+        (0..rows * columns).map(|i| a[i % rows * columns + i / rows]).collect()
+    }
+
+    #[test]
+    fn agrees_with_f64_for_odd_sizes() {
+        for (n, k, m) in [
+            (1, 1, 1),
+            (3, 7, 64),
+            (17, 100, 7),
+            (33, 64, 100),
+            (1, 100, 64),
+            (33, 1, 7),
+            (70, 33, 129),
+            (33, 150, 77),
+            (33, 77, 150),
+        ] {
+            let (x, w, g) = (numbers(n * k, 1), numbers(k * m, 2), numbers(n * m, 5));
+            let (bias, residual) = (numbers(m, 3), numbers(n * m, 4));
+            let (x64, w64, g64) = (wide(&x), wide(&w), wide(&g));
+            let flat = transpose(&w, k, m);
+            for (with_bias, with_residual) in [(true, true), (true, false), (false, true), (false, false)] {
+                let mut expected = product(&x64, &w64, n, k, m);
+                for (i, value) in expected.iter_mut().enumerate() {
+                    *value += if with_bias { f64::from(bias[i % m]) } else { 0.0 };
+                    *value += if with_residual { f64::from(residual[i]) } else { 0.0 };
+                }
+                for w in [Matrix::new(&w, k, m), Matrix::new(&flat, m, k).transposed()] {
+                    let mut out = vec![f32::NAN; n * m];
+                    if with_bias || with_residual {
+                        out.fill(9.0);
+                    }
+                    let (bias, residual) = (with_bias.then_some(&bias[..]), with_residual.then_some(&residual[..]));
+                    forward(&x, w, bias, residual, &mut out);
+                    assert_close("out", &out, &expected, 1e-5);
+                }
+            }
+            let (mut dx, mut dw, mut db) = (vec![f32::NAN; n * k], vec![f32::NAN; k * m], vec![f32::NAN; m]);
+            backward_x(&g, Matrix::new(&w, k, m), &mut dx);
+            backward_w(&x, &g, k, &mut dw);
+            backward_bias(&g, &mut db);
+            assert_close("dx", &dx, &product(&g64, &transpose(&w64, k, m), n, m, k), 1e-5);
+            assert_close("dw", &dw, &product(&transpose(&x64, n, k), &g64, k, n, m), 1e-5);
+            assert_close("db", &db, &product(&vec![1.0; n], &g64, 1, n, m), 1e-5);
+            let loss =
+                |x: &[f64], w: &[f64]| -> f64 { product(x, w, n, k, m).iter().zip(&g64).map(|(y, g)| y * g).sum() };
+            assert_differences("x", &x, &dx, |x| loss(x, &w64));
+            assert_differences("w", &w, &dw, |w| loss(&x64, w));
+        }
+    }
+
+    #[test]
+    fn the_number_of_threads_changes_no_bit() {
+        let (n, k, m) = (129, 270, 1024);
+        let (x, w, g) = (numbers(n * k, 1), numbers(k * m, 2), numbers(n * m, 5));
+        same_bits(|| {
+            let (mut out, mut dx) = (vec![0.0; n * m], vec![0.0; n * k]);
+            let (mut dw, mut db) = (vec![0.0; k * m], vec![0.0; m]);
+            forward(&x, Matrix::new(&w, k, m), Some(&w[..m]), Some(&g), &mut out);
+            backward_x(&g, Matrix::new(&w, k, m), &mut dx);
+            backward_w(&x, &g, k, &mut dw);
+            backward_bias(&g, &mut db);
+            [out, dx, dw, db].concat()
+        });
+    }
+
+    #[test]
+    fn lengths_that_do_not_fit_are_named() {
+        let w = [0.0; 6];
+        let w = Matrix::new(&w, 2, 3);
+        assert_panics(&["`x` has 3 elements, expected 2 rows of 2"], || {
+            forward(&[0.0; 3], w, None, None, &mut [0.0; 6])
+        });
+        assert_panics(&["`bias` has 2 elements"], || forward(&[0.0; 4], w, Some(&[0.0; 2]), None, &mut [0.0; 6]));
+        assert_panics(&["`residual` has 5 elements"], || forward(&[0.0; 4], w, None, Some(&[0.0; 5]), &mut [0.0; 6]));
+        assert_panics(&["`g` has 5 elements, expected 2 rows of 3"], || backward_x(&[0.0; 5], w, &mut [0.0; 4]));
+        assert_panics(&["`g` has 5 elements", "rows of 3"], || backward_bias(&[0.0; 5], &mut [0.0; 3]));
+        assert_panics(&["ends at element 6", "there are 6"], || {
+            assert_eq!(Matrix::strided(&[0.0; 6], 2, 3, 4, 1).rows(), 2)
+        });
+    }
+}

@@ -1,0 +1,35 @@
+//! How work is spread over the pool that a kernel is called in.
+
+use rayon::prelude::*;
+
+/// Elements of work below which starting a second thread costs more than it saves.
+const WORTH_SPREADING: usize = 1 << 15;
+
+/// Elements that a task of element-wise work takes: a handful of arrays of it fit a core's second-level cache.
+const TASK: usize = 1 << 13;
+
+/// Rows that a partial sum over rows covers. Fixed, so that a sum's bits do not depend on the number of threads.
+pub(super) const BLOCK: usize = 32;
+
+/// Runs `work` on every task, on several threads where `elements` of work are enough for it.
+pub(super) fn spread<T: Send>(elements: usize, tasks: Vec<T>, work: impl Fn(T) + Sync + Send) {
+    // Outside of a pool rayon would hand even one thread's work to another thread and wait for it.
+    if tasks.len() < 2 || elements < WORTH_SPREADING || rayon::current_num_threads() < 2 {
+        tasks.into_iter().for_each(work);
+    } else {
+        tasks.into_par_iter().for_each(work);
+    }
+}
+
+/// Rows of `width` elements that a task of element-wise work takes, at least one.
+pub(super) fn rows_of_task(width: usize) -> usize {
+    (TASK / width.max(1)).max(1)
+}
+
+/// gemm's word for the number of threads of this pool.
+pub(super) fn gemm_threads() -> gemm::Parallelism {
+    match rayon::current_num_threads() {
+        0 | 1 => gemm::Parallelism::None,
+        threads => gemm::Parallelism::Rayon(threads),
+    }
+}

@@ -1,0 +1,142 @@
+//! Products of strided matrices, over the `gemm` crate.
+
+use gemm::Parallelism;
+
+/// A strided view of a matrix, such as a transpose that was never copied.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a> {
+    data: &'a [f32],
+    rows: usize,
+    columns: usize,
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// A row-major matrix without gaps.
+    ///
+    /// # Panics
+    ///
+    /// When `data` does not have `rows * columns` elements.
+    pub fn new(data: &'a [f32], rows: usize, columns: usize) -> Self {
+        assert_eq!(data.len(), rows * columns, "a matrix of {rows} x {columns} has another number of elements");
+        Self { data, rows, columns, row_stride: columns, column_stride: 1 }
+    }
+
+    /// A matrix whose element (i, j) is `data[i * row_stride + j * column_stride]`.
+    ///
+    /// # Panics
+    ///
+    /// When the last element lies outside of `data`.
+    pub fn strided(data: &'a [f32], rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> Self {
+        if rows > 0 && columns > 0 {
+            let last = (rows - 1) * row_stride + (columns - 1) * column_stride;
+            assert!(
+                last < data.len(),
+                "a matrix of {rows} x {columns} with strides {row_stride} and {column_stride} ends at element {last}, \
+                 and there are {}",
+                data.len()
+            );
+        }
+        Self { data, rows, columns, row_stride, column_stride }
+    }
+
+    /// The transpose, a view of the same elements.
+    pub fn transposed(self) -> Self {
+        Self {
+            data: self.data,
+            rows: self.columns,
+            columns: self.rows,
+            row_stride: self.column_stride,
+            column_stride: self.row_stride,
+        }
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The number of columns.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+}
+
+impl Matrix<'_> {
+    /// Whether its columns are contiguous and a multiple of 4 KiB apart.
+    pub(super) fn has_columns_pages_apart(&self) -> bool {
+        self.row_stride == 1 && self.column_stride.is_multiple_of(1 << 10)
+    }
+}
+
+/// What becomes of the elements that a product is written to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Write {
+    /// They are overwritten, and may be uninitialised.
+    Over,
+    /// The product is added to them.
+    Add,
+}
+
+impl Write {
+    /// [`Write::Over`] for the first of several products into one place, [`Write::Add`] for the others.
+    pub(super) fn first(first: bool) -> Self {
+        if first { Self::Over } else { Self::Add }
+    }
+}
+
+/// `scale * a * b` into `out`, row-major without gaps.
+pub(super) fn multiply(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>, scale: f32, threads: Parallelism) {
+    assert_eq!(out.len(), a.rows * b.columns, "a product of {} x {}", a.rows, b.columns);
+    // SAFETY: `out` is borrowed for this call alone and holds every element, by the length just checked.
+    unsafe { multiply_into(out.as_mut_ptr(), b.columns, write, a, b, scale, threads) }
+}
+
+/// `scale * a * b` into the rows that start `stride` elements apart at `out`.
+///
+/// gemm itself exchanges and transposes the operands of a row-major result, so asking for the transpose would change
+/// nothing.
+///
+/// # Safety
+///
+/// Elements `i * stride + j` from `out`, for every row i of `a` and column j of `b`, are valid for reads and writes, and
+/// nothing else reads or writes them during the call.
+pub(super) unsafe fn multiply_into(
+    out: *mut f32,
+    stride: usize,
+    write: Write,
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    scale: f32,
+    threads: Parallelism,
+) {
+    assert_eq!(a.columns, b.rows, "the width of the left matrix is not the height of the right one");
+    let [stride, a_rs, a_cs, b_rs, b_cs] =
+        [stride, a.row_stride, a.column_stride, b.row_stride, b.column_stride].map(|stride| stride as isize);
+    // SAFETY: a view's elements lie in its slice, which its constructors checked; the caller vouches for `out`, which
+    // is not read under `Write::Over`.
+    unsafe {
+        gemm::gemm(
+            a.rows,
+            b.columns,
+            a.columns,
+            out,
+            1,
+            stride,
+            write == Write::Add,
+            a.data.as_ptr(),
+            a_cs,
+            a_rs,
+            b.data.as_ptr(),
+            b_cs,
+            b_rs,
+            1.0,
+            scale,
+            false,
+            false,
+            false,
+            threads,
+        );
+    }
+}

@@ -1,0 +1,129 @@
+//! Sums and maxima in independent lanes, and sums over rows.
+
+#![allow(clippy::needless_range_loop)] // An index for several arrays reads better here than zipped iterators.
+
+use super::parallel::spread;
+
+/// Independent partial results of a reduction over a row, so that it vectorises: a register of the widest set.
+const LANES: usize = 16;
+
+/// A row's whole registers are taken in twos, each with its own partial results: an addition takes as long as four.
+const STEP: usize = 2 * LANES;
+
+// The loops below keep to a form that the compiler turns into vectors: fixed lengths, lanes never indexed by a
+// variable that it cannot unroll, and what is left of a row apart from them.
+
+/// The sum of the lanes, in a fixed tree.
+#[inline(always)]
+fn sum_lanes(a: [f32; LANES], b: [f32; LANES], rest: f32) -> f32 {
+    let mut sum = [0f32; LANES];
+    for l in 0..LANES {
+        sum[l] = a[l] + b[l];
+    }
+    let mut half = [0f32; LANES / 2];
+    for l in 0..LANES / 2 {
+        half[l] = sum[l] + sum[l + LANES / 2];
+    }
+    let mut quarter = [0f32; LANES / 4];
+    for l in 0..LANES / 4 {
+        quarter[l] = half[l] + half[l + LANES / 4];
+    }
+    (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]) + rest
+}
+
+/// The larger, as a select: `f32::max` also handles NaN, for which it compiles to more instructions.
+#[inline(always)]
+pub(super) fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
+/// Folds `term` over the elements of rows of one length, in lanes.
+#[inline(always)]
+pub(super) fn sum_over<const ROWS: usize>(rows: [&[f32]; ROWS], term: impl Fn([f32; ROWS], f32) -> f32) -> f32 {
+    let (mut a, mut b) = ([0f32; LANES], [0f32; LANES]);
+    let parts = rows.map(|row| row[..rows[0].len()].as_chunks::<STEP>());
+    for i in 0..parts[0].0.len() {
+        let values = parts.map(|(whole, _)| &whole[i]);
+        for l in 0..LANES {
+            a[l] = term(values.map(|values| values[l]), a[l]);
+        }
+        for l in 0..LANES {
+            b[l] = term(values.map(|values| values[LANES + l]), b[l]);
+        }
+    }
+    let mut rest = 0.0;
+    for i in 0..parts[0].1.len() {
+        rest = term(parts.map(|(_, rest)| rest[i]), rest);
+    }
+    sum_lanes(a, b, rest)
+}
+
+/// Puts `f` of each value of a row in its place, and returns their sum.
+#[inline(always)]
+pub(super) fn replace_and_sum(row: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
+    // Two passes over what the first-level cache holds: together they would not be vectorised.
+    let mut sum = 0.0;
+    for part in row.chunks_mut(1 << 11) {
+        part.iter_mut().for_each(|value| *value = f(*value));
+        sum += sum_over([part], |[value], sum| sum + value);
+    }
+    sum
+}
+
+/// The largest value of a row.
+#[inline(always)]
+pub(super) fn largest(row: &[f32]) -> f32 {
+    let (mut a, mut b) = ([f32::NEG_INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+    let (whole, rest) = row.as_chunks::<STEP>();
+    for values in whole {
+        for l in 0..LANES {
+            a[l] = larger(a[l], values[l]);
+        }
+        for l in 0..LANES {
+            b[l] = larger(b[l], values[LANES + l]);
+        }
+    }
+    let rest = rest.iter().copied().fold(f32::NEG_INFINITY, larger);
+    a.into_iter().chain(b).fold(rest, larger)
+}
+
+/// Columns that a task of [`add_partials`] takes.
+const COLUMNS: usize = 1 << 10;
+
+/// Writes the sum of the rows of `partials` (`[blocks, out.len()]`), in order, to `out`.
+pub(super) fn add_partials(partials: &[f32], out: &mut [f32]) {
+    let width = out.len();
+    let arch = pulp::Arch::new();
+    let tasks: Vec<_> = out.chunks_mut(COLUMNS).enumerate().collect();
+    spread(partials.len(), tasks, |(task, out)| {
+        arch.dispatch(Add { partials, width, first: task * COLUMNS, out });
+    });
+}
+
+struct Add<'a> {
+    partials: &'a [f32],
+    width: usize,
+    first: usize,
+    out: &'a mut [f32],
+}
+
+impl pulp::NullaryFnOnce for Add<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self { partials, width, first, out } = self;
+        out.fill(0.0);
+        for row in partials.chunks_exact(width) {
+            add(&row[first..first + out.len()], out);
+        }
+    }
+}
+
+/// Adds a row to `sum`.
+#[inline(always)]
+pub(super) fn add(row: &[f32], sum: &mut [f32]) {
+    for (sum, value) in sum.iter_mut().zip(row) {
+        *sum += value;
+    }
+}

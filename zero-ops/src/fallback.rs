@@ -1,0 +1,317 @@
+//! The fused operations from Burn's own: what a backend without kernels of its own runs, and what kernels are tested
+//! against.
+
+use burn::tensor::{FloatDType, Int, Tensor, TensorPrimitive, activation, s};
+use burn_backend::Backend;
+use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_std::DType;
+
+use crate::backend::{AttentionOptions, Gelu};
+
+/// Hides a key from a row: the probability is then zero in fp32, and the number is finite in 16 bit too.
+const MASKED: f64 = -3.0e4;
+
+fn wrap<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+fn unwrap<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
+}
+
+fn row<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
+    wrap::<B, 1>(x).unsqueeze::<2>()
+}
+
+pub(crate) fn linear<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+    residual: Option<FloatTensor<B>>,
+) -> FloatTensor<B> {
+    let out = B::linear(x, weight, bias);
+    match residual {
+        Some(residual) => B::float_add(out, residual),
+        None => out,
+    }
+}
+
+pub(crate) fn linear_x_backward<B: Backend>(weight: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
+    B::linear_x_backward(weight, grad)
+}
+
+pub(crate) fn linear_weight_backward<B: Backend>(x: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
+    B::linear_weight_backward(x, grad)
+}
+
+pub(crate) fn linear_bias_backward<B: Backend>(grad: FloatTensor<B>) -> FloatTensor<B> {
+    B::linear_bias_backward(grad)
+}
+
+pub(crate) fn layer_norm_forward<B: Backend>(
+    x: FloatTensor<B>,
+    gamma: FloatTensor<B>,
+    beta: Option<FloatTensor<B>>,
+    epsilon: f64,
+) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    let (centred, mean, rstd) = normed::<B>(wrap(x), epsilon);
+    let mut out = centred * rstd.clone() * row::<B>(gamma);
+    if let Some(beta) = beta {
+        out = out + row::<B>(beta);
+    }
+    let [n, _] = mean.dims();
+    (unwrap(out), unwrap(mean.reshape([n])), unwrap(rstd.reshape([n])))
+}
+
+/// `x - mean`, and mean and reciprocal standard deviation as columns.
+fn normed<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) {
+    let mean = x.clone().mean_dim(1);
+    let centred = x - mean.clone();
+    let variance = (centred.clone() * centred.clone()).mean_dim(1);
+    (centred, mean, (variance + epsilon).sqrt().recip())
+}
+
+pub(crate) fn layer_norm_backward<B: Backend>(
+    x: FloatTensor<B>,
+    gamma: FloatTensor<B>,
+    mean: FloatTensor<B>,
+    rstd: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    let x: Tensor<B, 2> = wrap(x);
+    let grad: Tensor<B, 2> = wrap(grad);
+    let [n, d] = x.dims();
+    let rstd: Tensor<B, 2> = wrap::<B, 1>(rstd).reshape([n, 1]);
+    let normed = (x - wrap::<B, 1>(mean).reshape([n, 1])) * rstd.clone();
+    let d_beta = grad.clone().sum_dim(0).reshape([d]);
+    let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).reshape([d]);
+    let g = grad * row::<B>(gamma);
+    let along = (g.clone() * normed.clone()).mean_dim(1);
+    let dx = (g.clone() - g.mean_dim(1) - normed * along) * rstd;
+    (unwrap(dx), unwrap(d_gamma), unwrap(d_beta))
+}
+
+/// `sqrt(2 / pi)`
+const SQRT_2_OVER_PI: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
+const CUBIC: f64 = 0.044715;
+
+fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> Tensor<B, 2> {
+    let x = wrap(x);
+    match bias {
+        Some(bias) => x + row::<B>(bias),
+        None => x,
+    }
+}
+
+pub(crate) fn gelu<B: Backend>(kind: Gelu, x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatTensor<B> {
+    let x = biased::<B>(x, bias);
+    unwrap(match kind {
+        Gelu::Erf => activation::gelu(x),
+        Gelu::Tanh => {
+            let gate = gate(x.clone());
+            x * gate
+        }
+    })
+}
+
+/// `0.5 (1 + tanh(y)) = sigmoid(2 y)` of the tanh formula.
+fn gate<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
+    let slope = (x.clone() * x.clone()) * (2.0 * CUBIC * SQRT_2_OVER_PI) + 2.0 * SQRT_2_OVER_PI;
+    activation::sigmoid(x * slope)
+}
+
+pub(crate) fn gelu_backward<B: Backend>(
+    kind: Gelu,
+    x: FloatTensor<B>,
+    bias: Option<FloatTensor<B>>,
+    grad: FloatTensor<B>,
+) -> (FloatTensor<B>, Option<FloatTensor<B>>) {
+    let has_bias = bias.is_some();
+    let x = biased::<B>(x, bias);
+    let dx = match kind {
+        Gelu::Erf => {
+            let density = (x.clone() * x.clone() * -0.5).exp() * (0.5 * SQRT_2_OVER_PI);
+            let below = (x.clone() * std::f64::consts::FRAC_1_SQRT_2).erf() * 0.5 + 0.5;
+            below + x * density
+        }
+        Gelu::Tanh => {
+            let gate = gate(x.clone());
+            let slope = (x.clone() * x.clone()) * (6.0 * CUBIC * SQRT_2_OVER_PI) + 2.0 * SQRT_2_OVER_PI;
+            gate.clone() + x * slope * (gate.clone() - gate.clone() * gate)
+        }
+    };
+    let dx = dx * wrap(grad);
+    let [_, f] = dx.dims();
+    let d_bias = has_bias.then(|| unwrap::<B, 1>(dx.clone().sum_dim(0).reshape([f])));
+    (unwrap(dx), d_bias)
+}
+
+/// Rows `[n, 3 d]` to three times `[n, d]`.
+pub(crate) fn unpack<B: Backend>(qkv: FloatTensor<B>) -> [FloatTensor<B>; 3] {
+    let qkv: Tensor<B, 2> = wrap(qkv);
+    let [_, width] = qkv.dims();
+    let d = width / 3;
+    [0, 1, 2].map(|i| unwrap(qkv.clone().slice(s![.., i * d..(i + 1) * d])))
+}
+
+/// Rows `[n, d]` to heads `[b, h, t, e]`.
+fn split<B: Backend>(x: FloatTensor<B>, options: AttentionOptions) -> Tensor<B, 4> {
+    let x: Tensor<B, 2> = wrap(x);
+    let [n, d] = x.dims();
+    x.reshape([options.batch, n / options.batch, options.heads, d / options.heads]).swap_dims(1, 2)
+}
+
+/// Heads `[b, h, t, e]` to rows `[n, d]`.
+fn join<B: Backend>(x: Tensor<B, 4>) -> FloatTensor<B> {
+    let [b, h, t, e] = x.dims();
+    unwrap(x.swap_dims(1, 2).reshape([b * t, h * e]))
+}
+
+fn scores<B: Backend>(
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    mask: Option<FloatTensor<B>>,
+    options: AttentionOptions,
+) -> Tensor<B, 4> {
+    let [b, _, t, _] = q.dims();
+    let device = q.device();
+    let mut scores = (q * options.scale).matmul(k.transpose());
+    if options.causal {
+        let future = Tensor::<B, 2, burn::tensor::Bool>::tril_mask([t, t], 0, &device);
+        let hidden = Tensor::<B, 2>::zeros([t, t], &device).mask_fill(future, MASKED).cast(scores.dtype());
+        scores = scores + hidden.reshape([1, 1, t, t]);
+    }
+    if let Some(mask) = mask {
+        scores = scores + wrap::<B, 2>(mask).reshape([b, 1, 1, t]);
+    }
+    scores
+}
+
+pub(crate) fn attention_forward<B: Backend>(
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    mask: Option<FloatTensor<B>>,
+    options: AttentionOptions,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let scores = scores(split::<B>(q, options), split::<B>(k, options), mask, options);
+    let largest = scores.clone().max_dim(3);
+    let exponentials = (scores - largest.clone()).exp();
+    let sums = exponentials.clone().sum_dim(3);
+    let [b, h, t, _] = sums.dims();
+    let lse = (sums.clone().log() + largest).reshape([b, h, t]);
+    let out = (exponentials / sums).matmul(split::<B>(v, options));
+    (join(out), unwrap(lse))
+}
+
+#[allow(clippy::too_many_arguments)] // As the method that this is the body of.
+pub(crate) fn attention_backward<B: Backend>(
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    mask: Option<FloatTensor<B>>,
+    out: FloatTensor<B>,
+    lse: FloatTensor<B>,
+    grad: FloatTensor<B>,
+    options: AttentionOptions,
+) -> [FloatTensor<B>; 3] {
+    let [q, k, v, out, grad] = [q, k, v, out, grad].map(|x| split::<B>(x, options));
+    let lse = wrap::<B, 3>(lse).unsqueeze_dim::<4>(3);
+    let probabilities = (scores(q.clone(), k.clone(), mask, options) - lse).exp();
+    let dv = probabilities.clone().transpose().matmul(grad.clone());
+    let along = (grad.clone() * out).sum_dim(3);
+    let d_scores = probabilities * (grad.matmul(v.transpose()) - along) * options.scale;
+    let dq = d_scores.clone().matmul(k);
+    let dk = d_scores.transpose().matmul(q);
+    [dq, dk, dv].map(join)
+}
+
+pub(crate) fn embedding_backward<B: Backend>(ids: IntTensor<B>, grad: FloatTensor<B>, rows: usize) -> FloatTensor<B> {
+    let grad: Tensor<B, 2> = wrap(grad);
+    let [_, d] = grad.dims();
+    let table = Tensor::<B, 2>::zeros([rows, d], (&grad.device(), grad.dtype()));
+    B::float_select_add(unwrap(table), 0, ids, unwrap(grad))
+}
+
+/// What a row's loss and its gradient are made of.
+struct Predictions<B: Backend> {
+    /// Logits in fp32: a mean over thousands of rows needs more digits than 16 bit have.
+    logits: Tensor<B, 2>,
+    lse: Tensor<B, 2>,
+    /// Targets `[n, 1]`, 0 where ignored.
+    targets: Tensor<B, 2, Int>,
+    /// 1 where a row counts, 0 where not, `[n, 1]`.
+    counts: Tensor<B, 2>,
+}
+
+fn predictions<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    targets: IntTensor<B>,
+    ignored: Option<i64>,
+) -> Predictions<B> {
+    let weight: Tensor<B, 2> = wrap(weight);
+    let x: Tensor<B, 2> = wrap(x);
+    let [n, _] = x.dims();
+    let logits = x.matmul(weight.transpose());
+    let logits = if logits.dtype().size() < 4 { logits.cast(FloatDType::F32) } else { logits };
+    let targets = Tensor::<B, 1, Int>::from_primitive(targets).reshape([n, 1]);
+    let (targets, counts) = match ignored {
+        Some(ignored) => {
+            let ignored = targets.clone().equal_elem(ignored);
+            (targets.mask_fill(ignored.clone(), 0), ignored.bool_not().float())
+        }
+        None => (targets, Tensor::ones([n, 1], &logits.device())),
+    };
+    let largest = logits.clone().max_dim(1);
+    let lse = (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest;
+    let counts = counts.cast(logits.dtype());
+    Predictions { logits, lse, targets, counts }
+}
+
+fn mean_loss<B: Backend>(predictions: &Predictions<B>, counted: Tensor<B, 1>) -> Tensor<B, 1> {
+    let Predictions { logits, lse, targets, counts } = predictions;
+    let losses = (lse.clone() - logits.clone().gather(1, targets.clone())) * counts.clone();
+    losses.sum() / counted
+}
+
+pub(crate) fn linear_cross_entropy<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    targets: IntTensor<B>,
+    ignored: Option<i64>,
+) -> FloatTensor<B> {
+    let predictions = predictions::<B>(x, weight, targets, ignored);
+    let counted = predictions.counts.clone().sum().clamp_min(1.0);
+    unwrap(mean_loss(&predictions, counted))
+}
+
+pub(crate) fn linear_cross_entropy_with_gradients<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    targets: IntTensor<B>,
+    ignored: Option<i64>,
+) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
+    let (of_x, of_weight): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x.clone()), wrap(weight.clone()));
+    let predictions = predictions::<B>(x, weight, targets, ignored);
+    let counted = predictions.counts.clone().sum().clamp_min(1.0);
+    let loss = mean_loss(&predictions, counted.clone());
+    let Predictions { logits, lse, targets, counts } = predictions;
+    let shares = counts / counted.reshape([1, 1]);
+    let d_logits = (logits - lse).exp() * shares.clone();
+    let d_logits = d_logits.scatter(1, targets, shares.neg(), burn::tensor::IndexingUpdateOp::Add);
+    let d_logits = d_logits.cast(float_type(of_x.dtype()));
+    let dx = d_logits.clone().matmul(of_weight);
+    let d_weight = d_logits.transpose().matmul(of_x);
+    (unwrap(loss), unwrap(dx), unwrap(d_weight))
+}
+
+fn float_type(dtype: DType) -> FloatDType {
+    dtype.into()
+}
+
+pub(crate) fn scaled_by<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>) -> FloatTensor<B> {
+    let x: Tensor<B, 2> = wrap(x);
+    let factor = wrap::<B, 1>(factor).reshape([1, 1]).cast(float_type(x.dtype()));
+    unwrap(x * factor)
+}

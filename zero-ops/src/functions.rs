@@ -1,0 +1,172 @@
+//! What a model calls: the fused operations on Burn's tensors, with their shapes checked.
+
+use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn_backend::tensor::FloatTensor;
+
+use crate::backend::{AttentionOptions, FusedBackend, Gelu};
+
+fn wrap<B: FusedBackend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+fn unwrap<B: FusedBackend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
+}
+
+/// `x weight + bias + residual`: the residual connection costs nothing beside the product.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`
+/// - returns `[n, f]`
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn linear<B: FusedBackend>(
+    x: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    residual: Option<Tensor<B, 2>>,
+) -> Tensor<B, 2> {
+    let ([n, d], [rows, f]) = (x.dims(), weight.dims());
+    assert_eq!(d, rows, "linear: rows of {d} need a weight [{d}, _], got [{rows}, {f}]");
+    if let Some(bias) = &bias {
+        assert_eq!(bias.dims(), [f], "linear: a weight [{d}, {f}] needs a bias [{f}]");
+    }
+    if let Some(residual) = &residual {
+        assert_eq!(residual.dims(), [n, f], "linear: the residual must have the shape of the result");
+    }
+    wrap(B::fused_linear(unwrap(x), unwrap(weight), bias.map(unwrap), residual.map(unwrap)))
+}
+
+/// Layer norm of rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the
+/// biased variance.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `gamma`, `beta`: `[d]`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn layer_norm<B: FusedBackend>(
+    x: Tensor<B, 2>,
+    gamma: Tensor<B, 1>,
+    beta: Option<Tensor<B, 1>>,
+    epsilon: f64,
+) -> Tensor<B, 2> {
+    let [_, d] = x.dims();
+    assert_eq!(gamma.dims(), [d], "layer norm: rows of {d} need a gamma [{d}]");
+    if let Some(beta) = &beta {
+        assert_eq!(beta.dims(), [d], "layer norm: rows of {d} need a beta [{d}]");
+    }
+    wrap(B::fused_layer_norm(unwrap(x), unwrap(gamma), beta.map(unwrap), epsilon))
+}
+
+/// `gelu(x + bias)`, <https://arxiv.org/abs/1606.08415>.
+///
+/// # Shapes
+/// - `x`: `[n, f]`, `bias`: `[f]`
+/// - returns `[n, f]`
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn gelu<B: FusedBackend>(kind: Gelu, x: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
+    let [_, f] = x.dims();
+    if let Some(bias) = &bias {
+        assert_eq!(bias.dims(), [f], "gelu: rows of {f} need a bias [{f}]");
+    }
+    wrap(B::fused_gelu(kind, unwrap(x), bias.map(unwrap)))
+}
+
+fn check_attention<B: FusedBackend>(n: usize, d: usize, mask: Option<&Tensor<B, 2>>, options: AttentionOptions) {
+    let AttentionOptions { batch, heads, .. } = options;
+    assert!(
+        batch > 0 && n.is_multiple_of(batch),
+        "attention: {n} rows are no {batch} sequences of one length; change `batch`"
+    );
+    assert!(heads > 0 && d.is_multiple_of(heads), "attention: {heads} heads do not divide a width of {d}");
+    if let Some(mask) = mask {
+        let expected = [batch, n / batch];
+        assert_eq!(mask.dims(), expected, "attention: the mask must be [batch, positions] = {expected:?}");
+    }
+}
+
+/// Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without holding the scores of all pairs,
+/// <https://arxiv.org/abs/2307.08691>.
+///
+/// # Shapes
+/// - `q`, `k`, `v`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
+/// - `mask`: `[batch, n / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. Infinities
+///   give NaN where they hide all of a row. No gradient flows into it.
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn attention<B: FusedBackend>(
+    q: Tensor<B, 2>,
+    k: Tensor<B, 2>,
+    v: Tensor<B, 2>,
+    mask: Option<Tensor<B, 2>>,
+    options: AttentionOptions,
+) -> Tensor<B, 2> {
+    let [n, d] = q.dims();
+    assert_eq!(k.dims(), [n, d], "attention: keys must have the shape of the queries");
+    assert_eq!(v.dims(), [n, d], "attention: values must have the shape of the queries");
+    check_attention(n, d, mask.as_ref(), options);
+    wrap(B::fused_attention(unwrap(q), unwrap(k), unwrap(v), mask.map(unwrap), options))
+}
+
+/// As [`attention`] of rows that hold query, key and value side by side, which are never taken apart.
+///
+/// # Shapes
+/// - `qkv`: `[n, 3 d]`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn packed_attention<B: FusedBackend>(
+    qkv: Tensor<B, 2>,
+    mask: Option<Tensor<B, 2>>,
+    options: AttentionOptions,
+) -> Tensor<B, 2> {
+    let [n, width] = qkv.dims();
+    assert!(width.is_multiple_of(3), "packed attention: rows hold three parts of one width, got {width} columns");
+    check_attention(n, width / 3, mask.as_ref(), options);
+    wrap(B::fused_packed_attention(unwrap(qkv), mask.map(unwrap), options))
+}
+
+/// The rows of a table.
+///
+/// # Shapes
+/// - `table`: `[v, d]`, `ids`: `[n]`, each in `0..v`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If an id is out of range.
+pub fn embedding<B: FusedBackend>(table: Tensor<B, 2>, ids: Tensor<B, 1, Int>) -> Tensor<B, 2> {
+    wrap(B::fused_embedding(unwrap(table), ids.into_primitive()))
+}
+
+/// The mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not
+/// `ignored`; 0 if there are none.
+///
+/// Logits are made for some rows at a time and never held for all. Under autodiff the gradients are made beside them, in
+/// the forward pass, and only scaled in the backward pass; a forward pass that no backward pass follows should run on the
+/// inner backend (`model.valid()`), where they are not made.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `weight`: `[v, d]`, `targets`: `[n]`, each in `0..v` or `ignored`
+/// - returns `[1]`
+///
+/// # Panics
+/// If the shapes do not fit, or a target is out of range.
+pub fn linear_cross_entropy<B: FusedBackend>(
+    x: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    targets: Tensor<B, 1, Int>,
+    ignored: Option<i64>,
+) -> Tensor<B, 1> {
+    let ([n, d], [v, width]) = (x.dims(), weight.dims());
+    assert_eq!(d, width, "cross-entropy: rows of {d} need a weight [_, {d}], got [{v}, {width}]");
+    assert_eq!(targets.dims(), [n], "cross-entropy: {n} rows need {n} targets");
+    wrap(B::fused_linear_cross_entropy(unwrap(x), unwrap(weight), targets.into_primitive(), ignored))
+}

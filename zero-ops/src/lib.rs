@@ -1,0 +1,22 @@
+//! The operations of transformers that are worth more than a chain of elementary ones: each with a forward and a backward
+//! pass written by hand, as an extension of Burn's backends.
+//!
+//! - [`FusedBackend`] is the extension. Every method has a body made of Burn's own operations, so that a backend needs
+//!   `impl FusedBackend for It {}` and no more; burn-flex has SIMD kernels (`cpu`), [`Autodiff`](burn_autodiff::Autodiff)
+//!   the backward passes.
+//! - The functions [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`packed_attention`], [`embedding`] and
+//!   [`linear_cross_entropy`] are what a model calls.
+//!
+//! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only.
+
+mod autodiff;
+mod backend;
+#[cfg(feature = "flex")]
+pub mod cpu;
+mod fallback;
+#[cfg(feature = "flex")]
+mod flex;
+mod functions;
+
+pub use backend::{AttentionOptions, FusedBackend, Gelu};
+pub use functions::{attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
