@@ -7,23 +7,21 @@
 //! all-reduce or a broadcast gives to every rank. So N ranks that each write a whole result do N copies' work for one
 //! payload; ranks beyond the machine's cores share them.
 //!
-//! **In a time:** from rank 0's call of the collective until every rank has its result, with the result's allocation
-//! and the release of the inputs. **Overhead in it:** the [`barrier`] that tells rank 0 that the others have their
-//! results, measured alone as well, and the time that ranks take to wake from the barrier before. **Not in it:** making
-//! the inputs, dropping the results, starting the threads. An iteration is a sample, without a warm-up: `slowest` is
-//! often the first, which touches new pages. The allocator is the one that the training command installs.
-//!
-//! With the System allocator in its place the engine pays for fresh pages at every call.
+//! **In a time:** the collective on all ranks, until the last has its result, with that result's allocation and the
+//! release of the inputs. **Overhead in it:** handing each rank its input through a channel and each result back to the
+//! measuring thread, which is no rank; [`hand_over`] is that alone. **Not in it:** making the inputs, dropping the
+//! results, starting the threads. An iteration is a sample, without a warm-up: `slowest` is often the first, which
+//! touches new pages, and beside other programs `fastest` is the column to trust. The allocator is the one that the training command installs; with the system's in its place the
+//! engine would pay for new pages at every call.
 
 use core::fmt;
 use std::alloc::System;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crossbeam_channel::bounded;
 use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
-use parking_lot::Mutex;
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
 use zero_core::window::{Key, Window, WindowHost};
@@ -37,6 +35,9 @@ const SIZES_MIB: [usize; 2] = [1, 64];
 
 /// Numbers of ranks.
 const WORLDS: [usize; 3] = [1, 2, 4];
+
+/// The longest that a collective may take.
+const DEADLINE: Duration = Duration::from_secs(60);
 
 fn main() {
     divan::main();
@@ -76,76 +77,75 @@ impl Case {
 
 /// Measures `collective` on all ranks, each of which gives a buffer of `len` elements.
 ///
-/// Ranks go in lockstep. Before an iteration a barrier makes every rank wait until all have their inputs; behind it the
-/// peers look whether rank 0 has raised `done` instead of beginning another. That barrier's lock gives the
-/// happens-before edge from the raising to the looking.
+/// Ranks end when the measuring thread, by returning or by a panic, drops the channels that their inputs come through.
 fn measure(
     bencher: Bencher<'_, '_>,
     case: &Case,
     len: usize,
     collective: impl Fn(&ThreadComm, Buffer) -> Result<Buffer, CommError> + Sync,
 ) {
-    let bencher = Mutex::new(Some(bencher.counter(case.payload())));
-    let done = AtomicBool::new(false);
-    let options = ThreadOptions { deadline: Duration::from_secs(60) };
-    run(case.world, &options, |comm| -> Result<(), CommError> {
-        let input = || -> Result<Buffer, CommError> {
-            let input = Buffer::F32(vec![comm.rank() as f32; len]);
-            comm.barrier()?;
-            Ok(input)
-        };
-        let iteration = |input| -> Result<Buffer, CommError> {
-            let result = collective(&comm, input)?;
-            comm.barrier()?;
-            Ok(result)
-        };
-        if comm.rank() == 0 {
-            let bencher = bencher.lock().take().expect("there is one rank 0");
-            bencher
-                .with_inputs(|| input().expect("no rank fails"))
-                .bench_local_values(|input| iteration(input).expect("no rank fails"));
-            done.store(true, Ordering::Relaxed);
-            return comm.barrier();
-        }
-        loop {
-            let input = input()?;
-            if done.load(Ordering::Relaxed) {
-                return Ok(());
+    let (to_ranks, inputs): (Vec<_>, Vec<_>) = (0..case.world).map(|_| bounded::<Buffer>(1)).unzip();
+    let (from_ranks, results) = bounded(case.world);
+    let ranks = || {
+        run(case.world, &ThreadOptions { deadline: DEADLINE }, |comm| -> Result<(), CommError> {
+            for input in &inputs[comm.rank()] {
+                // Nobody listens any more when the measuring thread has panicked over another rank's error.
+                let _ = from_ranks.send(collective(&comm, input));
             }
-            // Dropped when rank 0 has seen that it is there, so outside of the time.
-            drop(black_box(iteration(input)?));
-        }
-    })
-    .expect("no rank fails");
+            Ok(())
+        })
+        .expect("errors of collectives travel with the results");
+    };
+    std::thread::scope(move |scope| {
+        std::thread::Builder::new()
+            .name("launcher".into())
+            .spawn_scoped(scope, ranks)
+            .expect("the system gives a thread");
+        let result =
+            || results.recv_timeout(2 * DEADLINE).expect("a collective ends within the deadline, well or badly");
+        bencher
+            .with_inputs(|| -> Vec<Buffer> {
+                (0..case.world).map(|rank| Buffer::F32(vec![rank as f32 + 1.0; len])).collect()
+            })
+            .bench_local_values(|inputs| -> Vec<Buffer> {
+                for (rank, input) in to_ranks.iter().zip(inputs) {
+                    rank.send(input).expect("ranks live as long as their channels");
+                }
+                to_ranks.iter().map(|_| result().expect("no rank fails")).collect()
+            });
+        drop(to_ranks);
+    });
 }
 
-#[divan::bench(args = cases(), sample_size = 1, max_time = 1)]
+#[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
 fn all_reduce(bencher: Bencher<'_, '_>, case: &Case) {
-    measure(bencher, case, case.numel(), |comm, input| comm.all_reduce(input, ReduceOp::Sum));
+    measure(bencher.counter(case.payload()), case, case.numel(), |comm, input| comm.all_reduce(input, ReduceOp::Sum));
 }
 
-#[divan::bench(args = cases(), sample_size = 1, max_time = 1)]
+#[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
 fn reduce_scatter(bencher: Bencher<'_, '_>, case: &Case) {
-    measure(bencher, case, case.numel(), |comm, input| comm.reduce_scatter(input, ReduceOp::Sum));
+    measure(bencher.counter(case.payload()), case, case.numel(), |comm, input| {
+        comm.reduce_scatter(input, ReduceOp::Sum)
+    });
 }
 
-#[divan::bench(args = cases(), sample_size = 1, max_time = 1)]
+#[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
 fn all_gather(bencher: Bencher<'_, '_>, case: &Case) {
-    measure(bencher, case, case.piece(), |comm, input| comm.all_gather(input));
+    measure(bencher.counter(case.payload()), case, case.piece(), |comm, input| comm.all_gather(input));
 }
 
-#[divan::bench(args = cases(), sample_size = 1, max_time = 1)]
+#[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
 fn broadcast(bencher: Bencher<'_, '_>, case: &Case) {
-    measure(bencher, case, case.numel(), |comm, input| comm.broadcast(input, 0));
+    measure(bencher.counter(case.payload()), case, case.numel(), |comm, input| comm.broadcast(input, 0));
 }
 
 /// As [`all_gather`], but through the window: every rank reads the pieces where they lie and joins them.
-#[divan::bench(args = cases(), sample_size = 1, max_time = 1)]
+#[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
 fn window_gather(bencher: Bencher<'_, '_>, case: &Case) {
     let host = WindowHost::default();
     let key = Key { object: 0, version: 0 };
     let pieces: Vec<Arc<Vec<f32>>> = (0..case.world).map(|rank| Arc::new(vec![rank as f32; case.piece()])).collect();
-    measure(bencher, case, 0, |comm, _| {
+    measure(bencher.counter(case.payload()), case, 0, |comm, _| {
         let window: Window<Vec<f32>> = host.join(comm);
         // Costs a lock: nothing is copied.
         window.publish(key, &pieces[comm.rank()]);
@@ -158,7 +158,7 @@ fn window_gather(bencher: Bencher<'_, '_>, case: &Case) {
 }
 
 /// One read of what has been published, without a copy: what the window itself costs, whatever the size.
-#[divan::bench(max_time = 1)]
+#[divan::bench(min_time = 0.2, max_time = 1)]
 fn window_read(bencher: Bencher<'_, '_>) {
     let window = WindowHost::default().alone();
     let (key, value) = (Key { object: 0, version: 0 }, Arc::new(0f32));
@@ -166,16 +166,15 @@ fn window_read(bencher: Bencher<'_, '_>) {
     bencher.bench_local(|| window.read(0, black_box(key), &"a number").expect("it is published and held"));
 }
 
-/// The overhead in every time above: one barrier, after all ranks have left another.
-#[divan::bench(args = WORLDS, sample_size = 1, max_time = 1)]
-fn barrier(bencher: Bencher<'_, '_>, world: usize) {
-    measure(bencher, &Case { mib: 0, world }, 0, |_, input| Ok(input));
+/// The overhead in every time above: empty buffers, to each rank and back.
+#[divan::bench(args = WORLDS.map(|world| Case { mib: 0, world }), sample_size = 1, min_time = 0.2, max_time = 1)]
+fn hand_over(bencher: Bencher<'_, '_>, case: &Case) {
+    measure(bencher, case, 0, |_, input| Ok(input));
 }
 
-/// The yardstick: one thread copies as many bytes, between buffers that it has touched before.
-#[divan::bench(args = SIZES_MIB, max_time = 1)]
-fn memcpy(bencher: Bencher<'_, '_>, mib: usize) {
-    let case = Case { mib, world: 1 };
+/// The yardstick: the measuring thread alone copies as many bytes, between buffers that it has touched before.
+#[divan::bench(args = SIZES_MIB.map(|mib| Case { mib, world: 1 }), min_time = 0.2, max_time = 1)]
+fn memcpy(bencher: Bencher<'_, '_>, case: &Case) {
     let (from, mut to) = (vec![1f32; case.numel()], vec![0f32; case.numel()]);
     bencher.counter(case.payload()).bench_local(|| {
         to.copy_from_slice(black_box(&from));

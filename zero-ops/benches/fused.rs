@@ -1,8 +1,10 @@
 //! `cargo bench -p zero-ops --bench fused`
 //!
 //! The kernels of `zero_ops::cpu` at the sizes of GPT-2 124M: [`N`] rows (one sequence), [`D`] features, [`F`] in the
-//! middle of the MLP, [`HEADS`] heads, [`V`] tokens; each in a rayon pool of 1 thread and of 2. The measuring loop runs
-//! on a worker of the pool, as a rank does, so no hand-over between threads is in a time.
+//! middle of the MLP, [`HEADS`] heads, [`V`] tokens. There are two tables, of a rayon pool of 1 thread and of one of 2.
+//! The measuring loop runs on a worker of that pool, as a rank does, so no hand-over between threads is in a time.
+//!
+//! Beside other programs `fastest` is the column to trust, above all of 2 threads.
 //!
 //! - `items/s` are FLOP/s: the multiplications and additions of the products that an operation is defined by (for
 //!   attention those with keys that a query may see). Bias, softmax and what causality wastes count as nothing.
@@ -30,17 +32,12 @@ const HEADS: usize = 12;
 /// Tokens.
 const V: usize = 50257;
 
-/// Threads of the pool.
-const THREADS: [usize; 2] = [1, 2];
-
 fn main() {
-    divan::main();
-}
-
-/// Runs `work` on a worker of a pool of `threads`.
-fn in_pool(threads: usize, work: impl FnOnce() + Send) {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("the system gives two threads");
-    pool.install(work);
+    for threads in [1, 2] {
+        println!("threads: {threads}");
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("the system gives two threads");
+        pool.install(divan::main);
+    }
 }
 
 /// `len` numbers in `[-1, 1)`, the same for the same seed.
@@ -68,147 +65,110 @@ fn flop(products: usize, multiplications: usize) -> ItemsCount {
     ItemsCount::new(2 * products * multiplications)
 }
 
-#[divan::bench_group(max_time = 1)]
+#[divan::bench_group(min_time = 0.2, max_time = 1)]
 mod linear {
     use super::*;
 
-    /// A layer of an MLP and the threads it runs on.
-    struct Case {
-        k: usize,
-        m: usize,
-        threads: usize,
-    }
+    /// The features that go into a layer, and those that come out.
+    struct Widths(usize, usize);
 
-    impl fmt::Display for Case {
+    impl fmt::Display for Widths {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "{} -> {}, threads: {}", self.k, self.m, self.threads)
+            write!(f, "{} to {}", self.0, self.1)
         }
     }
 
-    fn cases() -> impl Iterator<Item = Case> {
-        [(D, F), (F, D)].into_iter().flat_map(|(k, m)| THREADS.map(|threads| Case { k, m, threads }))
-    }
+    /// The layers of an MLP.
+    const LAYERS: [Widths; 2] = [Widths(D, F), Widths(F, D)];
 
     /// With bias and, for the layer that ends an MLP, the residual.
-    #[divan::bench(args = cases())]
-    fn forward(bencher: Bencher, &Case { k, m, threads }: &Case) {
+    #[divan::bench(args = LAYERS)]
+    fn forward(bencher: Bencher, &Widths(k, m): &Widths) {
         let (x, w, bias, residual) = (numbers(N * k, 1), numbers(k * m, 2), numbers(m, 3), numbers(N * m, 4));
         let residual = (k > m).then_some(&residual[..]);
         let mut out = vec![0.0; N * m];
-        in_pool(threads, || {
-            bencher
-                .counter(flop(1, N * k * m))
-                .bench_local(|| cpu::linear::forward(&x, Matrix::new(&w, k, m), Some(&bias), residual, &mut out));
-        });
+        bencher
+            .counter(flop(1, N * k * m))
+            .bench_local(|| cpu::linear::forward(&x, Matrix::new(&w, k, m), Some(&bias), residual, &mut out));
     }
 
-    #[divan::bench(args = cases())]
-    fn backward_x(bencher: Bencher, &Case { k, m, threads }: &Case) {
+    #[divan::bench(args = LAYERS)]
+    fn backward_x(bencher: Bencher, &Widths(k, m): &Widths) {
         let (g, w, mut dx) = (numbers(N * m, 1), numbers(k * m, 2), vec![0.0; N * k]);
-        in_pool(threads, || {
-            bencher
-                .counter(flop(1, N * k * m))
-                .bench_local(|| cpu::linear::backward_x(&g, Matrix::new(&w, k, m), &mut dx));
-        });
+        bencher.counter(flop(1, N * k * m)).bench_local(|| cpu::linear::backward_x(&g, Matrix::new(&w, k, m), &mut dx));
     }
 
-    #[divan::bench(args = cases())]
-    fn backward_w(bencher: Bencher, &Case { k, m, threads }: &Case) {
+    #[divan::bench(args = LAYERS)]
+    fn backward_w(bencher: Bencher, &Widths(k, m): &Widths) {
         let (x, g, mut dw) = (numbers(N * k, 1), numbers(N * m, 2), vec![0.0; k * m]);
-        in_pool(threads, || {
-            bencher.counter(flop(1, N * k * m)).bench_local(|| cpu::linear::backward_w(&x, &g, k, &mut dw));
-        });
+        bencher.counter(flop(1, N * k * m)).bench_local(|| cpu::linear::backward_w(&x, &g, k, &mut dw));
     }
 
-    #[divan::bench(args = cases())]
-    fn backward_bias(bencher: Bencher, &Case { m, threads, .. }: &Case) {
+    #[divan::bench(args = LAYERS)]
+    fn backward_bias(bencher: Bencher, &Widths(_, m): &Widths) {
         let (g, mut db) = (numbers(N * m, 1), vec![0.0; m]);
-        in_pool(threads, || {
-            bencher.counter(bytes(1, m)).bench_local(|| cpu::linear::backward_bias(&g, &mut db));
-        });
+        bencher.counter(bytes(1, m)).bench_local(|| cpu::linear::backward_bias(&g, &mut db));
     }
 }
 
-#[divan::bench_group(max_time = 1)]
+#[divan::bench_group(min_time = 0.2, max_time = 1)]
 mod layer_norm {
     use super::*;
 
     const EPSILON: f32 = 1e-5;
 
-    #[divan::bench(args = THREADS)]
-    fn forward(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn forward(bencher: Bencher) {
         let (x, gamma, beta) = (numbers(N * D, 1), numbers(D, 2), numbers(D, 3));
         let (mut out, mut mean, mut rstd) = (vec![0.0; N * D], vec![0.0; N], vec![0.0; N]);
-        in_pool(threads, || {
-            bencher.counter(bytes(2, D)).bench_local(|| {
-                cpu::layer_norm::forward(&x, &gamma, Some(&beta), EPSILON, &mut out, &mut mean, &mut rstd);
-            });
+        bencher.counter(bytes(2, D)).bench_local(|| {
+            cpu::layer_norm::forward(&x, &gamma, Some(&beta), EPSILON, &mut out, &mut mean, &mut rstd);
         });
     }
 
-    #[divan::bench(args = THREADS)]
-    fn backward(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn backward(bencher: Bencher) {
         let (x, gamma, g) = (numbers(N * D, 1), numbers(D, 2), numbers(N * D, 3));
         let (mut dx, mut mean, mut rstd) = (vec![0.0; N * D], vec![0.0; N], vec![0.0; N]);
         let (mut dgamma, mut dbeta) = (vec![0.0; D], vec![0.0; D]);
         cpu::layer_norm::forward(&x, &gamma, None, EPSILON, &mut dx, &mut mean, &mut rstd);
-        in_pool(threads, || {
-            bencher.counter(bytes(3, D)).bench_local(|| {
-                cpu::layer_norm::backward(&x, &gamma, &mean, &rstd, &g, &mut dx, &mut dgamma, Some(&mut dbeta));
-            });
+        bencher.counter(bytes(3, D)).bench_local(|| {
+            cpu::layer_norm::backward(&x, &gamma, &mean, &rstd, &g, &mut dx, &mut dgamma, Some(&mut dbeta));
         });
     }
 }
 
-#[divan::bench_group(max_time = 1)]
+#[divan::bench_group(min_time = 0.2, max_time = 1)]
 mod gelu {
     use zero_ops::Gelu;
 
     use super::*;
 
-    /// A formula and the threads that it runs on.
-    struct Case {
-        kind: Gelu,
-        threads: usize,
-    }
-
-    impl fmt::Display for Case {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "{:?}, threads: {}", self.kind, self.threads)
-        }
-    }
-
-    fn cases() -> impl Iterator<Item = Case> {
-        [Gelu::Tanh, Gelu::Erf].into_iter().flat_map(|kind| THREADS.map(|threads| Case { kind, threads }))
-    }
+    const KINDS: [Gelu; 2] = [Gelu::Tanh, Gelu::Erf];
 
     /// What goes in: `[N, F]` in `[-4, 4)`, where the formulas are neither 0 nor the identity.
     fn inputs() -> Vec<f32> {
         numbers(N * F, 1).into_iter().map(|x| 4.0 * x).collect()
     }
 
-    #[divan::bench(args = cases())]
-    fn forward(bencher: Bencher, &Case { kind, threads }: &Case) {
+    #[divan::bench(args = KINDS)]
+    fn forward(bencher: Bencher, kind: Gelu) {
         let (x, bias, mut out) = (inputs(), numbers(F, 2), vec![0.0; N * F]);
-        in_pool(threads, || {
-            bencher.counter(bytes(2, F)).bench_local(|| cpu::gelu::forward(kind, &x, Some(&bias), &mut out));
-        });
+        bencher.counter(bytes(2, F)).bench_local(|| cpu::gelu::forward(kind, &x, Some(&bias), &mut out));
     }
 
-    #[divan::bench(args = cases())]
-    fn backward(bencher: Bencher, &Case { kind, threads }: &Case) {
+    #[divan::bench(args = KINDS)]
+    fn backward(bencher: Bencher, kind: Gelu) {
         let (x, bias, g) = (inputs(), numbers(F, 2), numbers(N * F, 3));
         let (mut dx, mut dbias) = (vec![0.0; N * F], vec![0.0; F]);
-        in_pool(threads, || {
-            bencher
-                .counter(bytes(3, F))
-                .bench_local(|| cpu::gelu::backward(kind, &x, Some(&bias), &g, &mut dx, Some(&mut dbias)));
-        });
+        bencher
+            .counter(bytes(3, F))
+            .bench_local(|| cpu::gelu::backward(kind, &x, Some(&bias), &g, &mut dx, Some(&mut dbias)));
     }
 }
 
 /// Causal, over queries, keys and values that lie side by side in one buffer, as a GPT-2 block leaves them.
-#[divan::bench_group(max_time = 1)]
+#[divan::bench_group(min_time = 0.2, max_time = 1)]
 mod attention {
     use zero_ops::cpu::attention::{Rows, RowsMut, Shape};
 
@@ -228,30 +188,26 @@ mod attention {
     const MULTIPLICATIONS: usize = N * (N + 1) / 2 * D;
 
     /// Two products: scores, and what they weigh.
-    #[divan::bench(args = THREADS)]
-    fn forward(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn forward(bencher: Bencher) {
         let qkv = numbers(3 * N * D, 1);
         let [q, k, v] = split(&qkv);
         let (mut out, mut lse) = (vec![0.0; N * D], vec![0.0; HEADS * N]);
-        in_pool(threads, || {
-            bencher
-                .counter(flop(2, MULTIPLICATIONS))
-                .bench_local(|| cpu::attention::forward(shape(), q, k, v, None, &mut out, &mut lse));
-        });
+        bencher
+            .counter(flop(2, MULTIPLICATIONS))
+            .bench_local(|| cpu::attention::forward(shape(), q, k, v, None, &mut out, &mut lse));
     }
 
     /// Five products: scores again, their gradients, and those of queries, keys and values.
-    #[divan::bench(args = THREADS)]
-    fn backward(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn backward(bencher: Bencher) {
         let (qkv, g) = (numbers(3 * N * D, 1), numbers(N * D, 2));
         let [q, k, v] = split(&qkv);
         let (mut out, mut lse, mut dqkv) = (vec![0.0; N * D], vec![0.0; HEADS * N], vec![0.0; 3 * N * D]);
         cpu::attention::forward(shape(), q, k, v, None, &mut out, &mut lse);
-        in_pool(threads, || {
-            bencher.counter(flop(5, MULTIPLICATIONS)).bench_local(|| {
-                let [dq, dk, dv] = RowsMut::split_qkv(&mut dqkv, D);
-                cpu::attention::backward(shape(), q, k, v, None, &out, &lse, &g, dq, dk, dv);
-            });
+        bencher.counter(flop(5, MULTIPLICATIONS)).bench_local(|| {
+            let [dq, dk, dv] = RowsMut::split_qkv(&mut dqkv, D);
+            cpu::attention::backward(shape(), q, k, v, None, &out, &lse, &g, dq, dk, dv);
         });
     }
 }
@@ -265,45 +221,37 @@ mod cross_entropy {
     const SHAPE: Shape = Shape { rows: N, width: D, vocabulary: V };
 
     /// One product: logits.
-    #[divan::bench(args = THREADS)]
-    fn loss(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn loss(bencher: Bencher) {
         let (x, w, targets) = (numbers(N * D, 1), numbers(V * D, 2), tokens());
-        in_pool(threads, || {
-            bencher.counter(flop(1, N * D * V)).bench_local(|| forward_backward(SHAPE, &x, &w, &targets, None, None));
-        });
+        bencher.counter(flop(1, N * D * V)).bench_local(|| forward_backward(SHAPE, &x, &w, &targets, None, None));
     }
 
     /// Three products: logits, and the gradients of both factors.
-    #[divan::bench(args = THREADS)]
-    fn loss_and_gradients(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn loss_and_gradients(bencher: Bencher) {
         let (x, w, targets) = (numbers(N * D, 1), numbers(V * D, 2), tokens());
         let (mut dx, mut dw) = (vec![0.0; N * D], numbers(V * D, 3));
-        in_pool(threads, || {
-            bencher
-                .counter(flop(3, N * D * V))
-                .bench_local(|| forward_backward(SHAPE, &x, &w, &targets, None, Some((&mut dx, &mut dw))));
-        });
+        bencher
+            .counter(flop(3, N * D * V))
+            .bench_local(|| forward_backward(SHAPE, &x, &w, &targets, None, Some((&mut dx, &mut dw))));
     }
 }
 
-#[divan::bench_group(max_time = 1)]
+#[divan::bench_group(min_time = 0.2, max_time = 1)]
 mod embedding {
     use super::*;
 
-    #[divan::bench(args = THREADS)]
-    fn forward(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn forward(bencher: Bencher) {
         let (table, ids, mut out) = (numbers(V * D, 1), tokens(), vec![0.0; N * D]);
-        in_pool(threads, || {
-            bencher.counter(bytes(2, D)).bench_local(|| cpu::embedding::forward(&table, &ids, &mut out));
-        });
+        bencher.counter(bytes(2, D)).bench_local(|| cpu::embedding::forward(&table, &ids, &mut out));
     }
 
     /// Reads the gradient, reads and writes rows of the table's.
-    #[divan::bench(args = THREADS)]
-    fn backward(bencher: Bencher, threads: usize) {
+    #[divan::bench]
+    fn backward(bencher: Bencher) {
         let (ids, g, mut dtable) = (tokens(), numbers(N * D, 1), numbers(V * D, 2));
-        in_pool(threads, || {
-            bencher.counter(bytes(3, D)).bench_local(|| cpu::embedding::backward(&ids, &g, D, &mut dtable));
-        });
+        bencher.counter(bytes(3, D)).bench_local(|| cpu::embedding::backward(&ids, &g, D, &mut dtable));
     }
 }

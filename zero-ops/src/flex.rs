@@ -190,14 +190,7 @@ impl FusedBackend for Flex {
         let [n, f] = dims(&x);
         let mut dx = buffer(n * f);
         let mut d_bias = bias.as_ref().map(|_| buffer(f));
-        gelu::backward(
-            kind,
-            values(&x),
-            bias.as_ref().map(values),
-            values(&grad),
-            &mut dx,
-            d_bias.as_mut().map(|d_bias| d_bias.as_mut_slice()),
-        );
+        gelu::backward(kind, values(&x), bias.as_ref().map(values), values(&grad), &mut dx, d_bias.as_deref_mut());
         (tensor(dx, [n, f]), d_bias.map(|d_bias| tensor(d_bias, [f])))
     }
 
