@@ -11,8 +11,8 @@
 //! release of the inputs. **Overhead in it:** handing each rank its input through a channel and each result back to the
 //! measuring thread, which is no rank; [`hand_over`] is that alone. **Not in it:** making the inputs, dropping the
 //! results, starting the threads. An iteration is a sample, without a warm-up: `slowest` is often the first, which
-//! touches new pages, and beside other programs `fastest` is the column to trust. The allocator is the one that the training command installs; with the system's in its place the
-//! engine would pay for new pages at every call.
+//! touches new pages. Beside other programs `fastest` is the column to trust. The allocator is the one that the
+//! training command installs; with the system's in its place the engine would pay for new pages at every call.
 
 use core::fmt;
 use std::alloc::System;
@@ -79,7 +79,7 @@ impl Case {
 ///
 /// Ranks end when the measuring thread, by returning or by a panic, drops the channels that their inputs come through.
 fn measure(
-    bencher: Bencher<'_, '_>,
+    bencher: Bencher,
     case: &Case,
     len: usize,
     collective: impl Fn(&ThreadComm, Buffer) -> Result<Buffer, CommError> + Sync,
@@ -118,30 +118,30 @@ fn measure(
 }
 
 #[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
-fn all_reduce(bencher: Bencher<'_, '_>, case: &Case) {
+fn all_reduce(bencher: Bencher, case: &Case) {
     measure(bencher.counter(case.payload()), case, case.numel(), |comm, input| comm.all_reduce(input, ReduceOp::Sum));
 }
 
 #[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
-fn reduce_scatter(bencher: Bencher<'_, '_>, case: &Case) {
+fn reduce_scatter(bencher: Bencher, case: &Case) {
     measure(bencher.counter(case.payload()), case, case.numel(), |comm, input| {
         comm.reduce_scatter(input, ReduceOp::Sum)
     });
 }
 
 #[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
-fn all_gather(bencher: Bencher<'_, '_>, case: &Case) {
+fn all_gather(bencher: Bencher, case: &Case) {
     measure(bencher.counter(case.payload()), case, case.piece(), |comm, input| comm.all_gather(input));
 }
 
 #[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
-fn broadcast(bencher: Bencher<'_, '_>, case: &Case) {
+fn broadcast(bencher: Bencher, case: &Case) {
     measure(bencher.counter(case.payload()), case, case.numel(), |comm, input| comm.broadcast(input, 0));
 }
 
 /// As [`all_gather`], but through the window: every rank reads the pieces where they lie and joins them.
 #[divan::bench(args = cases(), sample_size = 1, min_time = 0.2, max_time = 1)]
-fn window_gather(bencher: Bencher<'_, '_>, case: &Case) {
+fn window_gather(bencher: Bencher, case: &Case) {
     let host = WindowHost::default();
     let key = Key { object: 0, version: 0 };
     let pieces: Vec<Arc<Vec<f32>>> = (0..case.world).map(|rank| Arc::new(vec![rank as f32; case.piece()])).collect();
@@ -159,7 +159,7 @@ fn window_gather(bencher: Bencher<'_, '_>, case: &Case) {
 
 /// One read of what has been published, without a copy: what the window itself costs, whatever the size.
 #[divan::bench(min_time = 0.2, max_time = 1)]
-fn window_read(bencher: Bencher<'_, '_>) {
+fn window_read(bencher: Bencher) {
     let window = WindowHost::default().alone();
     let (key, value) = (Key { object: 0, version: 0 }, Arc::new(0f32));
     window.publish(key, &value);
@@ -168,13 +168,13 @@ fn window_read(bencher: Bencher<'_, '_>) {
 
 /// The overhead in every time above: empty buffers, to each rank and back.
 #[divan::bench(args = WORLDS.map(|world| Case { mib: 0, world }), sample_size = 1, min_time = 0.2, max_time = 1)]
-fn hand_over(bencher: Bencher<'_, '_>, case: &Case) {
+fn hand_over(bencher: Bencher, case: &Case) {
     measure(bencher, case, 0, |_, input| Ok(input));
 }
 
 /// The yardstick: the measuring thread alone copies as many bytes, between buffers that it has touched before.
 #[divan::bench(args = SIZES_MIB.map(|mib| Case { mib, world: 1 }), min_time = 0.2, max_time = 1)]
-fn memcpy(bencher: Bencher<'_, '_>, case: &Case) {
+fn memcpy(bencher: Bencher, case: &Case) {
     let (from, mut to) = (vec![1f32; case.numel()], vec![0f32; case.numel()]);
     bencher.counter(case.payload()).bench_local(|| {
         to.copy_from_slice(black_box(&from));

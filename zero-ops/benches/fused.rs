@@ -12,7 +12,7 @@
 //!   stay in the caches from one iteration to the next: the number is no bandwidth of memory.
 //!
 //! Buffers are allocated and touched before the loop; only what a kernel allocates itself is in its time (the chunk of
-//! logits of `cross_entropy`, partial sums, lists of tasks). A filter takes one group: `... --bench fused -- attention`.
+//! logits of `cross_entropy`, partial sums, lists of tasks). For one group: `... --bench fused -- attention`.
 
 use core::fmt;
 
