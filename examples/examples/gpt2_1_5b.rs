@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use zero_core::alloc::PageKeeper;
 use zero_train::data::Source;
-use zero_train::gpt2::{self, Options};
+use zero_train::gpt2::{self, Options, Program};
 
 /// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
 #[global_allocator]
@@ -26,5 +26,10 @@ struct Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    gpt2::main(&cli.options, "gpt2-xl", &Source::Text(TEXT, "examples/data/tinyshakespeare.txt"))
+    let program = Program {
+        model: "gpt2-xl",
+        data: Source::Text(TEXT, "examples/data/tinyshakespeare.txt"),
+        allocator: Some(|| ALLOCATOR.stats()),
+    };
+    gpt2::main(&cli.options, &program)
 }

@@ -373,6 +373,7 @@ impl<B: Backend> Context<B> {
     /// Waits until every rank has come this far, for the same purpose.
     pub(crate) fn barrier(&self, purpose: &'static str) {
         if let Some(main) = &self.main {
+            let _span = tracing::trace_span!("wait for ranks", purpose).entered();
             main.execute(Request::Barrier(purpose)).unwrap_or_else(|error| raise(error));
         }
     }

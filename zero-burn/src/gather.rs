@@ -55,7 +55,10 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
     cell.mark_loaded();
     let keep = context.gatherer.plan_load(context, slot);
     // The prefetch thread may be at it. Its gather has a deadline, and it ends `gathering` in any case.
-    let mut state = cell.wait_until(|state| !state.gathering);
+    let mut state = {
+        let _span = tracing::trace_span!("wait for prefetch", parameter = slot.index).entered();
+        cell.wait_until(|state| !state.gathering)
+    };
     if state.whole.is_none() {
         drop(state);
         let whole = gather(cell).unwrap_or_else(|error| raise(error));
@@ -81,6 +84,7 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
     let (context, partition) = (&cell.context, cell.partition);
     let (slot, key) = (cell.slot.as_ref(), cell.key);
     let (slot, key) = slot.zip(key).expect("only what belongs to a parameter is read one-sidedly");
+    let _span = tracing::trace_span!("gather", parameter = slot.index, elements = partition.numel()).entered();
     let mut pieces = Vec::with_capacity(partition.world());
     for rank in 0..partition.world() {
         if partition.len(rank) == 0 {

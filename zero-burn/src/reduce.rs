@@ -6,6 +6,8 @@
 //! 1. *begin*: the ranks agree, by one small all-reduce, which parameters get a gradient on at least one of them.
 //! 2. The union is laid out in the order in which rank 0's first backward pass gave gradients (in that pass itself: from
 //!    the module's last parameter to its first), in buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
+//!    A large gradient that the ranks divide evenly goes alone, as it is: its rows are already those of a bucket, and
+//!    nothing is copied.
 //! 3. A bucket is sent when its last gradient has come: reduce-scatter (stages 2 and 3, and stage 1 at the end of the
 //!    pass), or all-reduce (stage 0). One bucket is in flight while the next is filled.
 //! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer holds up
@@ -145,6 +147,7 @@ impl<B: Backend> Reducer<B> {
 
     /// Waits until all gradients of this pass are reduced. Every collective under it has a deadline.
     pub(crate) fn end(&self) -> Result<Outcome<B>, CommError> {
+        let _span = tracing::trace_span!("wait for reduction").entered();
         let (reply, result) = bounded(1);
         self.send(Job::End { reply });
         result.recv().unwrap_or_else(|_| stop("the thread that reduces gradients has panicked".into()))
@@ -344,7 +347,7 @@ impl<B: Backend> Pass<B> {
             }
         };
         self.next += 1;
-        let values = values.as_ref().map(|data| data.as_slice::<f32>().expect("converted to f32 above"));
+        let _span = tracing::trace_span!("lay out gradient", parameter = index).entered();
         let result = self.buckets.push(values, cell, slot.partition.numel());
         self.context.count_unreduced(-counted);
         result
@@ -395,23 +398,35 @@ struct Buckets<B: Backend> {
     row_len: usize,
     filled: usize,
     segments: Vec<Segment>,
-    in_flight: Option<(Pending, Vec<Segment>, usize)>,
+    in_flight: Option<(Pending, Sent)>,
     pieces: Vec<Option<Piece<B>>>,
 }
+
+/// What a request holds.
+enum Sent {
+    /// A bucket of rows of `row_len` columns.
+    Bucket { segments: Vec<Segment>, row_len: usize },
+    /// One gradient: the result is its piece.
+    Alone { piece: usize },
+}
+
+/// Elements from which a gradient goes alone: 256 KiB, beyond which a request's own cost is nothing.
+const ALONE: usize = 1 << 16;
 
 impl<B: Backend> Buckets<B> {
     fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, context: &Context<B>, plan: &[u64]) -> Self {
         let world = comm.world();
-        let columns = |index: &u64| Partition::new(context.slot(*index).partition.numel(), world).stride();
+        let columns = |numel: usize| Partition::new(numel, world).stride();
         let config = &context.config;
         let sent_as = config.communication_dtype.unwrap_or(config.param_dtype).on_the_wire();
         let divided = config.gradient_predivide_factor;
+        let sizes = || plan.iter().map(|index| context.slot(*index).partition.numel());
         Self {
             before: 1.0 / divided,
             after: divided / world as f32,
             sent_as,
             capacity: (bucket_size / world).max(1),
-            remaining: plan.iter().map(columns).sum(),
+            remaining: sizes().filter(|&numel| !goes_alone(numel, world, sent_as, 1.0 / divided)).map(columns).sum(),
             comm,
             stage,
             device: context.device.clone(),
@@ -425,7 +440,11 @@ impl<B: Backend> Buckets<B> {
     }
 
     /// Lays `values` (zeros if absent) of one gradient into buckets, sending those that fill up.
-    fn push(&mut self, values: Option<&[f32]>, cell: Arc<Cell<B>>, numel: usize) -> Result<(), CommError> {
+    fn push(&mut self, values: Option<TensorData>, cell: Arc<Cell<B>>, numel: usize) -> Result<(), CommError> {
+        if self.goes_alone(numel) {
+            return self.send_alone(values, cell, numel);
+        }
+        let values = values.as_ref().map(|data| data.as_slice::<f32>().expect("callers converted it"));
         let world = self.comm.world();
         let layout = Partition::new(numel, world);
         let piece = self.pieces.len();
@@ -480,26 +499,58 @@ impl<B: Backend> Buckets<B> {
             Request::AllReduce(rows, ReduceOp::Sum)
         };
         let segments = std::mem::take(&mut self.segments);
-        self.in_flight = Some((self.comm.start(request), segments, self.row_len));
+        self.in_flight = Some((self.comm.start(request), Sent::Bucket { segments, row_len: self.row_len }));
         self.filled = 0;
         self.row_len = 0;
         Ok(())
     }
 
-    /// Takes in the result of the bucket in flight.
-    fn wait(&mut self) -> Result<(), CommError> {
-        let Some((pending, segments, row_len)) = self.in_flight.take() else { return Ok(()) };
-        let reduced = match pending.wait() {
-            Ok(reduced) => reduced.into_f32(),
-            Err(error) => {
-                for segment in segments {
-                    if let Some(piece) = self.pieces[segment.piece].take() {
-                        piece.cell.settle(Err(error.clone()));
-                    }
-                }
-                return Err(error);
-            }
+    /// Whether a gradient is sent as it is; the same on every rank. Not where it is converted or divided first.
+    fn goes_alone(&self, numel: usize) -> bool {
+        goes_alone(numel, self.comm.world(), self.sent_as, self.before)
+    }
+
+    fn send_alone(&mut self, values: Option<TensorData>, cell: Arc<Cell<B>>, numel: usize) -> Result<(), CommError> {
+        let columns = Partition::new(numel, self.comm.world()).stride();
+        let piece = self.pieces.len();
+        self.pieces.push(Some(Piece { cell, values: Vec::new(), columns_done: 0, columns }));
+        let values = match values {
+            Some(values) => values.into_vec::<f32>().expect("callers converted it"),
+            None => vec![0.0; numel],
         };
+        self.wait()?;
+        let values = Buffer::F32(values);
+        let request = if self.stage.shards_optimizer() {
+            Request::ReduceScatter(values, ReduceOp::Mean)
+        } else {
+            Request::AllReduce(values, ReduceOp::Mean)
+        };
+        self.in_flight = Some((self.comm.start(request), Sent::Alone { piece }));
+        Ok(())
+    }
+
+    /// Takes in the result of the request in flight.
+    fn wait(&mut self) -> Result<(), CommError> {
+        let Some((pending, sent)) = self.in_flight.take() else { return Ok(()) };
+        let reduced = pending.wait().map(Buffer::into_f32);
+        match (sent, reduced) {
+            (Sent::Alone { piece: index }, Ok(reduced)) => {
+                let piece = self.pieces[index].as_mut().expect("a piece is completed once");
+                piece.values = reduced;
+                self.complete(index);
+                Ok(())
+            }
+            (Sent::Bucket { segments, row_len }, Ok(reduced)) => {
+                self.take_in(segments, row_len, &reduced);
+                Ok(())
+            }
+            // What was in flight and all that is still to come: `fail` tells their cells.
+            (_, Err(error)) => Err(error),
+        }
+    }
+
+    /// Copies the reduced rows of a bucket to the pieces that they are parts of.
+    fn take_in(&mut self, segments: Vec<Segment>, row_len: usize, reduced: &[f32]) {
         let world = self.comm.world();
         let scale = self.after;
         for Segment { piece: index, from, at, columns } in segments {
@@ -523,7 +574,6 @@ impl<B: Backend> Buckets<B> {
                 self.complete(index);
             }
         }
-        Ok(())
     }
 
     fn complete(&mut self, index: usize) {
@@ -542,6 +592,11 @@ impl<B: Backend> Buckets<B> {
             piece.cell.settle(Err(error.clone()));
         }
     }
+}
+
+/// See [`Buckets::goes_alone`].
+fn goes_alone(numel: usize, world: usize, sent_as: zero_core::collective::DType, before: f32) -> bool {
+    numel >= ALONE && numel.is_multiple_of(world) && sent_as == zero_core::collective::DType::F32 && before == 1.0
 }
 
 fn copy_scaled(target: &mut [f32], source: &[f32], scale: f32) {

@@ -185,3 +185,24 @@ fn lengths_that_ranks_do_not_divide_are_refused() {
 fn no_ranks_are_refused() {
     assert!(ranks(0, |_| Ok(())).unwrap_err().to_string().contains("at least 1"));
 }
+
+#[test]
+fn a_mean_is_the_sum_times_one_over_the_ranks() {
+    // More than a block of the reduction, and not a multiple of one.
+    let len = 3 * 5001;
+    let means = ranks(3, |comm| {
+        let values: Vec<f32> = (0..len).map(|i| (i * (comm.rank() + 1)) as f32 * 0.1).collect();
+        let sum = comm.all_reduce(Buffer::F32(values.clone()), ReduceOp::Sum)?.into_f32();
+        let all = comm.all_reduce(Buffer::F32(values.clone()), ReduceOp::Mean)?.into_f32();
+        let part = comm.reduce_scatter(Buffer::F32(values), ReduceOp::Mean)?.into_f32();
+        let half = comm.all_reduce(Buffer::from_f32(vec![3.0; 4], zero_core::collective::DType::Bf16), ReduceOp::Mean)?;
+        Ok((sum, all, part, half.into_f32()))
+    })
+    .unwrap();
+    for (rank, (sum, all, part, half)) in means.into_iter().enumerate() {
+        let expected: Vec<f32> = sum.iter().map(|x| x * (1.0 / 3.0)).collect();
+        assert_eq!(all, expected);
+        assert_eq!(part, expected[rank * 5001..(rank + 1) * 5001]);
+        assert_eq!(half, [3.0; 4]);
+    }
+}

@@ -86,6 +86,7 @@ impl FusedBackend for Flex {
         bias: Option<FlexTensor>,
         residual: Option<FlexTensor>,
     ) -> FlexTensor {
+        let _span = tracing::trace_span!("linear").entered();
         let all_f32 = are_f32([&x, &weight].into_iter().chain(&bias).chain(&residual));
         let Some(w) = all_f32.then(|| matrix(&weight)).flatten() else {
             return fallback::linear::<Self>(x, weight, bias, residual);
@@ -98,6 +99,7 @@ impl FusedBackend for Flex {
     }
 
     fn fused_linear_x_backward(weight: FlexTensor, grad: FlexTensor) -> FlexTensor {
+        let _span = tracing::trace_span!("linear: gradient of x").entered();
         let all_f32 = are_f32([&weight, &grad]);
         let Some(w) = all_f32.then(|| matrix(&weight)).flatten() else {
             return fallback::linear_x_backward::<Self>(weight, grad);
@@ -110,6 +112,7 @@ impl FusedBackend for Flex {
     }
 
     fn fused_linear_weight_backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
+        let _span = tracing::trace_span!("linear: gradient of weight").entered();
         if !are_f32([&x, &grad]) {
             return fallback::linear_weight_backward::<Self>(x, grad);
         }
@@ -121,6 +124,7 @@ impl FusedBackend for Flex {
     }
 
     fn fused_linear_bias_backward(grad: FlexTensor) -> FlexTensor {
+        let _span = tracing::trace_span!("linear: gradient of bias").entered();
         if !are_f32([&grad]) {
             return fallback::linear_bias_backward::<Self>(grad);
         }
@@ -137,6 +141,7 @@ impl FusedBackend for Flex {
         beta: Option<FlexTensor>,
         epsilon: f64,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
+        let _span = tracing::trace_span!("layer norm").entered();
         if !are_f32([&x, &gamma].into_iter().chain(&beta)) {
             return fallback::layer_norm_forward::<Self>(x, gamma, beta, epsilon);
         }
@@ -155,6 +160,7 @@ impl FusedBackend for Flex {
         rstd: FlexTensor,
         grad: FlexTensor,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
+        let _span = tracing::trace_span!("layer norm: gradient").entered();
         if !are_f32([&x, &gamma, &mean, &rstd, &grad]) {
             return fallback::layer_norm_backward::<Self>(x, gamma, mean, rstd, grad);
         }
@@ -167,6 +173,7 @@ impl FusedBackend for Flex {
     }
 
     fn fused_gelu(kind: Gelu, x: FlexTensor, bias: Option<FlexTensor>) -> FlexTensor {
+        let _span = tracing::trace_span!("gelu").entered();
         if !are_f32([&x].into_iter().chain(&bias)) {
             return fallback::gelu::<Self>(kind, x, bias);
         }
@@ -183,6 +190,7 @@ impl FusedBackend for Flex {
         bias: Option<FlexTensor>,
         grad: FlexTensor,
     ) -> (FlexTensor, Option<FlexTensor>) {
+        let _span = tracing::trace_span!("gelu: gradient").entered();
         if !are_f32([&x, &grad].into_iter().chain(&bias)) {
             return fallback::gelu_backward::<Self>(kind, x, bias, grad);
         }
@@ -201,6 +209,7 @@ impl FusedBackend for Flex {
         mask: Option<FlexTensor>,
         options: AttentionOptions,
     ) -> (FlexTensor, FlexTensor) {
+        let _span = tracing::trace_span!("attention").entered();
         if !are_f32([&q, &k, &v].into_iter().chain(&mask)) {
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
         }
@@ -219,6 +228,7 @@ impl FusedBackend for Flex {
         grad: FlexTensor,
         options: AttentionOptions,
     ) -> [FlexTensor; 3] {
+        let _span = tracing::trace_span!("attention: gradient").entered();
         if !are_f32([&q, &k, &v, &out, &lse, &grad].into_iter().chain(&mask)) {
             return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
         }
@@ -235,6 +245,7 @@ impl FusedBackend for Flex {
         mask: Option<FlexTensor>,
         options: AttentionOptions,
     ) -> (FlexTensor, FlexTensor) {
+        let _span = tracing::trace_span!("attention").entered();
         if !are_f32([&qkv].into_iter().chain(&mask)) {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
@@ -253,6 +264,7 @@ impl FusedBackend for Flex {
         grad: FlexTensor,
         options: AttentionOptions,
     ) -> FlexTensor {
+        let _span = tracing::trace_span!("attention: gradient").entered();
         if !are_f32([&qkv, &out, &lse, &grad].into_iter().chain(&mask)) {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             let parts = fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
@@ -268,6 +280,7 @@ impl FusedBackend for Flex {
     }
 
     fn fused_embedding(table: FlexTensor, indices: FlexTensor) -> FlexTensor {
+        let _span = tracing::trace_span!("embedding").entered();
         if !are_f32([&table]) {
             return Self::float_select(table, 0, indices);
         }
@@ -280,6 +293,7 @@ impl FusedBackend for Flex {
     }
 
     fn fused_embedding_backward(indices: FlexTensor, grad: FlexTensor, table_rows: usize) -> FlexTensor {
+        let _span = tracing::trace_span!("embedding: gradient").entered();
         if !are_f32([&grad]) {
             return fallback::embedding_backward::<Self>(indices, grad, table_rows);
         }
@@ -296,6 +310,7 @@ impl FusedBackend for Flex {
         targets: FlexTensor,
         ignored: Option<i64>,
     ) -> FlexTensor {
+        let _span = tracing::trace_span!("cross-entropy").entered();
         if !are_f32([&x, &weight]) {
             return fallback::linear_cross_entropy::<Self>(x, weight, targets, ignored);
         }
@@ -311,6 +326,7 @@ impl FusedBackend for Flex {
         targets: FlexTensor,
         ignored: Option<i64>,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
+        let _span = tracing::trace_span!("cross-entropy with gradients").entered();
         if !are_f32([&x, &weight]) {
             return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
         }
@@ -325,6 +341,7 @@ impl FusedBackend for Flex {
     }
 
     fn scaled_by(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
+        let _span = tracing::trace_span!("scale").entered();
         // The usual factor: nothing was done to the loss.
         if are_f32([&factor]) && factor.to_contiguous().as_slice::<f32>() == Some(&[1.0]) {
             return x;

@@ -32,6 +32,10 @@ pub struct StepMetrics {
     pub skipped: bool,
     /// What the loss was multiplied by; 1 but in fp16.
     pub loss_scale: f64,
+    /// Bytes of memory, in large blocks, that the process had never used before this step; absent where the program's
+    /// allocator does not count them.
+    #[serde(default)]
+    pub fresh_bytes: Option<u64>,
     /// Each rank's memory and traffic.
     pub ranks: Vec<RankMetrics>,
 }

@@ -5,6 +5,9 @@ use half::{bf16, f16};
 
 use super::ReduceOp;
 
+/// Elements that are reduced at a time: a few arrays of them fit the first-level cache.
+const BLOCK: usize = 1 << 11;
+
 /// Element type of a [`Buffer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DType {
@@ -166,21 +169,32 @@ impl Buffer {
         op: ReduceOp,
     ) -> Buffer {
         macro_rules! reduce {
-            ($variant:ident, $max:expr) => {{
+            ($variant:ident, $max:expr, $mean:expr) => {{
                 let of = |i: usize| match &*inputs[i] {
                     Buffer::$variant(v) => &v[range.clone()],
                     _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
                 };
-                let mut out = of(0).to_vec();
-                for i in 1..inputs.len() {
-                    match op {
-                        ReduceOp::Sum => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a += *b),
-                        ReduceOp::Max => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a = $max(*a, *b)),
+                let mut out = Vec::with_capacity(range.len());
+                // Block by block, so that all but one pass over a block find it in the cache.
+                for begin in (0..range.len()).step_by(BLOCK) {
+                    let block = begin..range.len().min(begin + BLOCK);
+                    out.extend_from_slice(&of(0)[block.clone()]);
+                    let sum = &mut out[block.clone()];
+                    for i in 1..inputs.len() {
+                        let other = &of(i)[block.clone()];
+                        match op {
+                            ReduceOp::Sum | ReduceOp::Mean => sum.iter_mut().zip(other).for_each(|(a, b)| *a += *b),
+                            ReduceOp::Max => sum.iter_mut().zip(other).for_each(|(a, b)| *a = $max(*a, *b)),
+                        }
+                    }
+                    if op == ReduceOp::Mean {
+                        sum.iter_mut().for_each(|a| *a = $mean(*a));
                     }
                 }
                 Buffer::$variant(out)
             }};
         }
+        let world = inputs.len();
         macro_rules! reduce_half {
             ($variant:ident, $half:ty) => {{
                 let of = |i: usize| match &*inputs[i] {
@@ -190,9 +204,12 @@ impl Buffer {
                 let mut out = of(0);
                 for i in 1..inputs.len() {
                     match op {
-                        ReduceOp::Sum => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a += b),
+                        ReduceOp::Sum | ReduceOp::Mean => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a += b),
                         ReduceOp::Max => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a = a.max(b)),
                     }
+                }
+                if op == ReduceOp::Mean {
+                    out.iter_mut().for_each(|a| *a *= 1.0 / world as f32);
                 }
                 let mut rounded = vec![<$half>::ZERO; out.len()];
                 rounded.convert_from_f32_slice(&out);
@@ -200,11 +217,11 @@ impl Buffer {
             }};
         }
         match &*inputs[0] {
-            Buffer::F32(_) => reduce!(F32, f32::max),
-            Buffer::F64(_) => reduce!(F64, f64::max),
+            Buffer::F32(_) => reduce!(F32, f32::max, |a: f32| a * (1.0 / world as f32)),
+            Buffer::F64(_) => reduce!(F64, f64::max, |a: f64| a * (1.0 / world as f64)),
             Buffer::F16(_) => reduce_half!(F16, f16),
             Buffer::Bf16(_) => reduce_half!(Bf16, bf16),
-            Buffer::U8(_) => reduce!(U8, u8::max),
+            Buffer::U8(_) => reduce!(U8, u8::max, |a: u8| (usize::from(a) / world) as u8),
         }
     }
 

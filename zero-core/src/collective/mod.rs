@@ -21,6 +21,8 @@ use crate::accounting::WireCounter;
 pub enum ReduceOp {
     /// Sum, in rank order.
     Sum,
+    /// The sum, in rank order, times `1 / N` (of bytes: rounded down).
+    Mean,
     /// Largest.
     Max,
 }

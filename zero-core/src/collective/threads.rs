@@ -198,6 +198,7 @@ impl Inner {
         let seq = self.next.fetch_add(1, Ordering::Relaxed);
         let (world, rank) = (self.group.world, self.rank);
         let op = request.name();
+        let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
         let shape = |expected: String, got: String| CommError::Shape {
             group: self.group.label.clone(),
             seq,
@@ -276,6 +277,7 @@ impl Inner {
 fn reduce_name(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Sum => " (sum)",
+        ReduceOp::Mean => " (mean)",
         ReduceOp::Max => " (max)",
     }
 }

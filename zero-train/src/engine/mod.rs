@@ -265,6 +265,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// A forward pass with gradients.
     pub fn forward<R>(&mut self, f: impl FnOnce(&M) -> R) -> R {
+        let _span = tracing::trace_span!("forward").entered();
         let begin = Instant::now();
         if std::mem::take(&mut self.unmarked) {
             mark::<A, M>(self.model());
@@ -282,6 +283,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// The backward pass of a micro-batch's `loss`, a mean over the rank's rows. All ranks call it equally often (or
     /// [`idle`](Self::idle)); their graphs may differ.
     pub fn backward(&mut self, loss: Tensor<A, 1>) {
+        let _span = tracing::trace_span!("backward").entered();
         let begin = Instant::now();
         let factor = self.loss_scale() / self.config.accumulation as f64;
         let loss = if factor == 1.0 { loss } else { loss.mul_scalar(factor) };
@@ -391,6 +393,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                  no_sync before the last micro-batch",
             ));
         }
+        let _span = tracing::trace_span!("update").entered();
         let begin = Instant::now();
         self.micro_batches = 0;
         let grads = self.accumulator.grads();

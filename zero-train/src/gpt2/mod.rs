@@ -4,6 +4,7 @@ mod observer;
 mod options;
 mod plan;
 mod report;
+mod trace;
 mod train;
 mod zero_plan;
 
@@ -16,13 +17,22 @@ pub use report::Summary;
 use crate::TrainError;
 use crate::data::Source;
 
+/// What a program brings along.
+#[derive(Debug, Clone)]
+pub struct Program<'a> {
+    /// Trained when the options name no model; if it does not fit into memory, the largest preset that does is.
+    pub model: &'a str,
+    /// Read when the options name no file.
+    pub data: Source<'a>,
+    /// The counters of the program's allocator, if it is a [`PageKeeper`](zero_core::alloc::PageKeeper): memory that a
+    /// step takes afresh is then part of its metrics.
+    pub allocator: Option<fn() -> zero_core::alloc::Stats>,
+}
+
 /// Runs the whole command and turns its outcome into an exit code: 0, 2 for bad input, 1 for a run that failed. The
 /// error, if any, is printed once, on standard error.
-///
-/// `default_model` is trained when the options name none; if it does not fit into memory, the largest preset that does
-/// is. `default_data` is read when the options name no file.
-pub fn main(options: &Options, default_model: &str, default_data: &Source<'_>) -> ExitCode {
-    match run(options, default_model, default_data) {
+pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
+    match run(options, program) {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", chain(&error));
@@ -50,15 +60,16 @@ fn chain(error: &dyn std::error::Error) -> String {
 /// # Errors
 ///
 /// [`TrainError`].
-pub fn run(options: &Options, default_model: &str, default_data: &Source<'_>) -> Result<Summary, TrainError> {
-    let plan = Plan::new(options, default_model, default_data)?;
+pub fn run(options: &Options, program: &Program<'_>) -> Result<Summary, TrainError> {
+    let plan = Plan::new(options, program.model, &program.data)?;
+    let _trace = options.trace.as_deref().map(trace::begin).transpose()?;
     if !options.json {
         println!("{plan}");
     }
     for warning in &plan.plan.warnings {
         eprintln!("warning: {warning}");
     }
-    let measured = train::train(&plan)?;
+    let measured = train::train(&plan, program.allocator)?;
     let summary = Summary::new(&plan, &measured);
     if options.json {
         println!("{}", serde_json::to_string(&summary).expect("a summary is plain numbers and names"));

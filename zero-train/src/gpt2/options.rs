@@ -76,6 +76,9 @@ pub struct Options {
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Write the time of every operation, gather and reduction into this file, for chrome://tracing or Perfetto
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Print a machine-readable summary on standard output, and nothing else there
     #[arg(long)]
     pub json: bool,

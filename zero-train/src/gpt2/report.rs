@@ -51,6 +51,9 @@ pub struct Summary {
     pub wire_bytes_per_step: u64,
     /// The same by the ZeRO formula; at stage 3 without what the persistence threshold saves.
     pub wire_bytes_per_step_formula: u64,
+    /// Bytes of memory, in large blocks, that the steps after the second took from the system: 0 when every buffer of a
+    /// step is one of the step before. Absent where the program's allocator does not count them.
+    pub fresh_bytes_after_two_steps: Option<u64>,
     /// Most memory of the process.
     pub peak_rss_bytes: u64,
     /// Why another model than the default was trained, if so.
@@ -90,6 +93,7 @@ impl Summary {
             gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
             wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),
             wire_bytes_per_step_formula: plan.wire_bytes(),
+            fresh_bytes_after_two_steps: steps.iter().skip(2).map(|step| step.fresh_bytes).sum(),
             peak_rss_bytes: most(|rank| rank.peak_rss_bytes),
             notice: plan.notice.clone(),
         }
@@ -126,6 +130,9 @@ impl core::fmt::Display for Summary {
         let in_flight = format_bytes(self.gradients_in_flight_bytes_peak);
         writeln!(f, "  {:<28} {in_flight:>12}", "  gradients not reduced yet")?;
         writeln!(f, "  {:<28} {:>12}", "  gathered at one time", format_bytes(self.gathered_bytes_peak))?;
+        if let Some(fresh) = self.fresh_bytes_after_two_steps {
+            writeln!(f, "  {:<28} {:>12}", "fresh memory after step 2", format_bytes(fresh))?;
+        }
         write!(f, "  {:<28} {:>12}", "peak memory of the process", format_bytes(self.peak_rss_bytes))
     }
 }

@@ -28,6 +28,8 @@ type B = Autodiff<Zero<Flex>>;
 type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
 type Device = ZeroDevice<burn_flex::FlexDevice>;
 
+type AllocatorStats = fn() -> zero_core::alloc::Stats;
+
 /// What a run has measured.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Measured {
@@ -36,10 +38,12 @@ pub(super) struct Measured {
 }
 
 /// Trains by the plan; returns every step's metrics.
-pub(super) fn train(plan: &Plan) -> Result<Measured, TrainError> {
+///
+/// `allocator` reads the process's counters of fresh memory.
+pub(super) fn train(plan: &Plan, allocator: Option<AllocatorStats>) -> Result<Measured, TrainError> {
     let observer = Mutex::new(Observer::new(plan)?);
     let outcome = launch::<Flex, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| {
-        run_rank(plan, &device, &observer)
+        run_rank(plan, &device, &observer, allocator)
     });
     match outcome {
         Ok(mut measured) => Ok(measured.swap_remove(0)),
@@ -51,7 +55,12 @@ pub(super) fn train(plan: &Plan) -> Result<Measured, TrainError> {
     }
 }
 
-fn run_rank(plan: &Plan, device: &Device, observer: &Mutex<Observer>) -> Result<Measured, TrainError> {
+fn run_rank(
+    plan: &Plan,
+    device: &Device,
+    observer: &Mutex<Observer>,
+    allocator: Option<AllocatorStats>,
+) -> Result<Measured, TrainError> {
     let rank = device.rank();
     // Rank 0 alone prints and writes.
     let observe = |what: &mut dyn FnMut(&mut Observer) -> Result<(), TrainError>| match rank {
@@ -70,6 +79,8 @@ fn run_rank(plan: &Plan, device: &Device, observer: &Mutex<Observer>) -> Result<
     let tokens_per_step = batch.global * plan.rows.seq();
     let mut measured = Measured::default();
     let mut epoch = Epoch::new(plan.rows.rows());
+    let fresh_bytes = || allocator.map(|stats| stats().fresh_bytes);
+    let mut fresh_before = fresh_bytes();
     for step in 0..plan.steps {
         let begin = Instant::now();
         reset_peaks::<Flex>();
@@ -93,7 +104,9 @@ fn run_rank(plan: &Plan, device: &Device, observer: &Mutex<Observer>) -> Result<
             wire: stats.wire_bytes.since(&wire_before),
             peak_rss: peak_rss_bytes().unwrap_or(0),
         };
+        // All ranks' memory: none is past this before all have come.
         let reports = all_gather::<Flex>(&report.to_values());
+        let fresh_after = fresh_bytes();
         let metrics = StepMetrics {
             step: step + 1,
             loss: reports.iter().map(|values| values[0]).sum::<f64>() / world as f64,
@@ -107,8 +120,10 @@ fn run_rank(plan: &Plan, device: &Device, observer: &Mutex<Observer>) -> Result<
             tokens_per_second: tokens_per_step as f64 / elapsed.as_secs_f64(),
             skipped: matches!(outcome, Step::Skipped { .. }),
             loss_scale,
+            fresh_bytes: fresh_after.zip(fresh_before).map(|(after, before)| after - before),
             ranks: reports.iter().enumerate().map(|(rank, values)| RankReport::metrics(rank, values)).collect(),
         };
+        fresh_before = fresh_after;
         let times = engine.take_times();
         observe(&mut |observer| observer.step(&metrics, &outcome, times))?;
         // The same on every rank, so that all stop here.

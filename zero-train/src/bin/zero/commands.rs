@@ -11,7 +11,7 @@ use zero_models::Gpt2Config;
 use zero_train::config::{Auto, Config, Context, MixedPrecision};
 use zero_train::data::Source;
 use zero_train::estimate::{estimates, table};
-use zero_train::gpt2::{self, Dtype, Options};
+use zero_train::gpt2::{self, Dtype, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
 use zero_train::wizard::{Answers, Place, Precision};
 
@@ -238,5 +238,10 @@ pub fn train(options: &Options) -> ExitCode {
         );
         return ExitCode::from(2);
     }
-    gpt2::main(options, "gpt2", &Source::Text("", "no data"))
+    let program = Program {
+        model: "gpt2",
+        data: Source::Text("", "no data"),
+        allocator: Some(|| crate::ALLOCATOR.stats()),
+    };
+    gpt2::main(options, &program)
 }

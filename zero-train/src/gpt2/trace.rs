@@ -1,0 +1,27 @@
+//! `--trace`: the spans of all threads into a file for chrome://tracing or <https://ui.perfetto.dev>.
+//!
+//! Compute threads show forward, backward and update, the operations inside, and what they wait for; `prefetch`,
+//! `reducer` and `gradients` threads show the communication that goes on beside. `bench/overlap.py` adds it up.
+
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::Path;
+
+use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
+use tracing_subscriber::layer::SubscriberExt;
+
+use crate::TrainError;
+
+/// Records until the guard is dropped, which completes the file.
+pub(super) fn begin(path: &Path) -> Result<FlushGuard, TrainError> {
+    let file = File::create(path).map_err(|source| TrainError::Io {
+        action: "create",
+        path: path.to_path_buf(),
+        source,
+    })?;
+    let (layer, guard) = ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build();
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer)).map_err(|_| {
+        TrainError::Run("--trace cannot record: this program already has a tracing subscriber; use that one".into())
+    })?;
+    Ok(guard)
+}
