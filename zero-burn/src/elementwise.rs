@@ -215,7 +215,8 @@ fn reduce_pieces<B: Backend>(
     neutral: f64,
     f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
 ) -> f64 {
-    let computed = piece_numbers(cell, f);
+    let number = |tensor| read::<B>(f(tensor)).iter::<f64>().next().expect("a full reduction gives one number");
+    let computed = piece_numbers(cell, number);
     if cell.partition.is_whole() {
         let combine = |a: f64, b: f64| if op == ReduceOp::Sum { a + b } else { a.max(b) };
         computed.into_iter().map(|(_, number)| number).fold(neutral, combine)
@@ -225,15 +226,14 @@ fn reduce_pieces<B: Backend>(
     }
 }
 
-/// `f` of each rank's piece that this rank holds: its own, or, at stage 0, every rank's, so that the same numbers are
+/// `number` of each rank's piece that this rank holds: its own, or, at stage 0, every rank's, so that the same numbers are
 /// added in the same order at every stage. Ranks without elements are left out.
 pub(crate) fn piece_numbers<B: Backend>(
     cell: &Arc<Cell<B>>,
-    f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
+    number: impl Fn(B::FloatTensorPrimitive) -> f64,
 ) -> Vec<(usize, f64)> {
     let context = &cell.context;
     let pieces = Partition::new(cell.partition.numel(), context.world);
-    let number = |tensor| read::<B>(f(tensor)).iter::<f64>().next().expect("a full reduction gives one number");
     if !cell.partition.is_whole() {
         let mine = (pieces.len(context.rank) > 0).then(|| (context.rank, number(cell.local())));
         return mine.into_iter().collect();

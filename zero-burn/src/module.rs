@@ -462,6 +462,15 @@ pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
     scale.0
 }
 
+fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
+    // One pass over memory where the elements are at hand, three otherwise.
+    if let Some(values) = zero_ops::host_values::<B>(&x) {
+        return zero_ops::cpu::norm::sum_of_squares(values);
+    }
+    let sum = B::float_sum(B::float_mul(x.clone(), x));
+    read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
+}
+
 /// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on
 /// gradients from [`collect_grads`].
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
@@ -478,11 +487,10 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
                 stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id))
             };
             // In fp32: squares of what fits into 16 bit do not.
-            let square = |x: <A::Base as BackendTypes>::FloatTensorPrimitive| {
+            let computed = piece_numbers(&shard.cell, |x| {
                 let x = if x.dtype().size() < 4 { A::Base::float_cast(x, DType::F32.into()) } else { x };
-                A::Base::float_sum(A::Base::float_mul(x.clone(), x))
-            };
-            let computed = piece_numbers(&shard.cell, square);
+                sum_of_squares::<A::Base>(x)
+            });
             let base = self.pieces.len();
             self.pieces.resize(base + self.context.world, 0.0);
             computed.into_iter().for_each(|(rank, sum)| self.pieces[base + rank] = sum);

@@ -240,46 +240,69 @@ fn a_loss_of_no_rows_is_zero() {
     assert!(x.gradient(&grads).iter().chain(&w.gradient(&grads)).all(|g| *g == 0.0));
 }
 
-/// In 16 bit the default bodies run; they must agree with the kernels to what 16 bit resolve.
-#[test]
-fn half_precision_takes_the_default_bodies() {
-    const BF16: f32 = 3e-2;
-    let half = |x: &Tensor<A, 2>| x.clone().cast(FloatDType::BF16);
-    let half_row = |x: &Tensor<A, 1>| x.clone().cast(FloatDType::BF16);
-    let full = |x: Tensor<A, 2>| x.cast(FloatDType::F32);
+/// Every operation with its operands cast to another type, against fp32.
+fn agrees_with_fp32(dtype: FloatDType, tolerance: f32) {
+    let to = |x: &Tensor<A, 2>| x.clone().cast(dtype);
+    let to_row = |x: &Tensor<A, 1>| x.clone().cast(dtype);
+    let back = |x: Tensor<A, 2>| x.cast(FloatDType::F32);
 
-    let (x, w, b) = (random([6, 12]), random([12, 4]), random([4]));
-    let got = full(zero_ops::linear(half(&x), half(&w), Some(half_row(&b)), None));
-    let expected = zero_ops::linear(x.clone(), w.clone(), Some(b.clone()), None);
-    same_within(BF16, "linear", got, expected, &[("x", &x), ("weight", &w), ("bias", &b)]);
+    let (x, w, b, r) = (random([6, 12]), random([12, 4]), random([4]), random([6, 4]));
+    let got = back(zero_ops::linear(to(&x), to(&w), Some(to_row(&b)), Some(to(&r))));
+    let expected = zero_ops::linear(x.clone(), w.clone(), Some(b.clone()), Some(r.clone()));
+    same_within(tolerance, "linear", got, expected, &[("x", &x), ("weight", &w), ("bias", &b), ("residual", &r)]);
 
     let (x, gamma, beta) = (again(&x), random([12]), random([12]));
-    let got = full(zero_ops::layer_norm(half(&x), half_row(&gamma), Some(half_row(&beta)), 1e-5));
+    let got = back(zero_ops::layer_norm(to(&x), to_row(&gamma), Some(to_row(&beta)), 1e-5));
     let expected = zero_ops::layer_norm(x.clone(), gamma.clone(), Some(beta.clone()), 1e-5);
-    same_within(BF16, "layer norm", got, expected, &[("x", &x), ("gamma", &gamma), ("beta", &beta)]);
+    same_within(tolerance, "layer norm", got, expected, &[("x", &x), ("gamma", &gamma), ("beta", &beta)]);
 
     for kind in [Gelu::Tanh, Gelu::Erf] {
         let (x, bias) = (again(&x), again(&beta));
-        let got = full(zero_ops::gelu(kind, half(&x), Some(half_row(&bias))));
+        let got = back(zero_ops::gelu(kind, to(&x), Some(to_row(&bias))));
         let expected = zero_ops::gelu(kind, x.clone(), Some(bias.clone()));
-        same_within(BF16, "gelu", got, expected, &[("x", &x), ("bias", &bias)]);
+        same_within(tolerance, "gelu", got, expected, &[("x", &x), ("bias", &bias)]);
     }
 
-    let qkv = again(&x);
     let options = AttentionOptions { batch: 2, heads: 2, causal: true, scale: 0.5 };
-    let got = full(zero_ops::packed_attention(half(&qkv), None, options));
-    same_within(BF16, "attention", got, zero_ops::packed_attention(qkv.clone(), None, options), &[("qkv", &qkv)]);
+    let qkv = again(&x);
+    let got = back(zero_ops::packed_attention(to(&qkv), None, options));
+    let expected = zero_ops::packed_attention(qkv.clone(), None, options);
+    same_within(tolerance, "packed attention", got, expected, &[("qkv", &qkv)]);
+
+    let mask = Tensor::<A, 2>::from_floats([[0.0, -3e4, 0.0], [0.0, 0.0, -3e4]], &Default::default());
+    let [q, k, v] = [(); 3].map(|()| random([6, 8]));
+    let options = AttentionOptions { causal: false, ..options };
+    let got = back(zero_ops::attention(to(&q), to(&k), to(&v), Some(to(&mask)), options));
+    let expected = zero_ops::attention(q.clone(), k.clone(), v.clone(), Some(mask), options);
+    same_within(tolerance, "attention", got, expected, &[("q", &q), ("k", &k), ("v", &v)]);
 
     let (x, head) = (again(&x), random([4, 12]));
     let targets = Tensor::<A, 1, Int>::from_ints([0, 3, -100, 2, 1, 1], &Default::default());
-    let got = zero_ops::linear_cross_entropy(half(&x), half(&head), targets.clone(), Some(-100));
-    let expected = zero_ops::linear_cross_entropy(x.clone(), head.clone(), targets, Some(-100));
-    same_within(BF16, "cross-entropy", got, expected, &[("x", &x), ("weight", &head)]);
+    let got = zero_ops::linear_cross_entropy(to(&x), to(&head), targets.clone(), Some(-100)).cast(FloatDType::F32);
+    let expected = zero_ops::linear_cross_entropy(x.clone(), head.clone(), targets.clone(), Some(-100));
+    let evaluated = |x: Tensor<A, 2>, head: Tensor<A, 2>| {
+        values(zero_ops::linear_cross_entropy(x.inner(), head.inner(), targets.clone().inner(), Some(-100)))
+    };
+    close("evaluation", &evaluated(to(&x), to(&head)), &evaluated(x.clone(), head.clone()), tolerance);
+    // Scaled, as in training with a loss scale.
+    same_within(tolerance, "cross-entropy", got * 64.0, expected * 64.0, &[("x", &x), ("weight", &head)]);
 
     let table = random([5, 3]);
     let ids = Tensor::<A, 1, Int>::from_ints([4, 4, 0], &Default::default());
-    let got = full(zero_ops::embedding(half(&table), ids.clone()));
-    same_within(BF16, "embedding", got, zero_ops::embedding(table.clone(), ids), &[("table", &table)]);
+    let got = back(zero_ops::embedding(to(&table), ids.clone()));
+    same_within(tolerance, "embedding", got, zero_ops::embedding(table.clone(), ids), &[("table", &table)]);
+}
+
+#[test]
+fn sixteen_bits_agree_with_fp32() {
+    agrees_with_fp32(FloatDType::BF16, 2e-2);
+    agrees_with_fp32(FloatDType::F16, 3e-3);
+}
+
+/// burn-flex has no kernels of ours in f64.
+#[test]
+fn the_default_bodies_agree_with_the_kernels() {
+    agrees_with_fp32(FloatDType::F64, 1e-5);
 }
 
 /// Views (slices, transposes) are not what kernels like best, and must give the same.

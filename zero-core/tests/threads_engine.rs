@@ -195,7 +195,8 @@ fn a_mean_is_the_sum_times_one_over_the_ranks() {
         let sum = comm.all_reduce(Buffer::F32(values.clone()), ReduceOp::Sum)?.into_f32();
         let all = comm.all_reduce(Buffer::F32(values.clone()), ReduceOp::Mean)?.into_f32();
         let part = comm.reduce_scatter(Buffer::F32(values), ReduceOp::Mean)?.into_f32();
-        let half = comm.all_reduce(Buffer::from_f32(vec![3.0; 4], zero_core::collective::DType::Bf16), ReduceOp::Mean)?;
+        let half =
+            comm.all_reduce(Buffer::from_f32(vec![3.0; 4], zero_core::collective::DType::Bf16), ReduceOp::Mean)?;
         Ok((sum, all, part, half.into_f32()))
     })
     .unwrap();

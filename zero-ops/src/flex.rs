@@ -1,12 +1,22 @@
-//! burn-flex: the kernels of [`crate::cpu`] on its tensors, in fp32. Tensors of other types take the default bodies.
+//! burn-flex: the kernels of [`crate::cpu`] on its tensors.
+//!
+//! Tensors in 16 bit are computed in fp32 and rounded once, at the end of an operation; products of bfloat16 are made as
+//! they are (`bf16`). Tensors of other types take the default bodies.
+
+mod bf16;
+
+use std::any::Any;
 
 use burn_backend::ops::{FloatTensorOps, IntTensorOps};
-use burn_backend::{DType, TensorMetadata};
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, DType, Element, TensorMetadata};
 use burn_flex::{Flex, FlexTensor, Layout};
 use burn_std::{Bytes, IntDType, Shape};
+use bytemuck::Pod;
 
 use crate::backend::{AttentionOptions, FusedBackend, Gelu};
 use crate::cpu::attention::{Rows, RowsMut};
+use crate::cpu::half::{Half, narrowed, widened};
 use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear};
 use crate::fallback;
 
@@ -25,6 +35,11 @@ fn values(x: &FlexTensor) -> &[f32] {
     x.as_slice().expect("a packed fp32 tensor is a slice")
 }
 
+/// The elements of a tensor of any backend, without a copy, if it is burn-flex's, in fp32 and without gaps.
+pub fn host_values<B: Backend>(x: &FloatTensor<B>) -> Option<&[f32]> {
+    (x as &dyn Any).downcast_ref::<FlexTensor>()?.as_slice()
+}
+
 /// A buffer that a kernel writes whole before it reads any of it.
 fn buffer(len: usize) -> Vec<f32> {
     let mut buffer = Vec::with_capacity(len);
@@ -39,6 +54,35 @@ fn buffer(len: usize) -> Vec<f32> {
 
 fn tensor<const D: usize>(data: Vec<f32>, shape: [usize; D]) -> FlexTensor {
     FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(Shape::from(shape)), DType::F32)
+}
+
+/// The type of a tensor in 16 bit.
+fn sixteen_bit(x: &FlexTensor) -> Option<DType> {
+    matches!(x.dtype(), DType::F16 | DType::BF16).then(|| x.dtype())
+}
+
+/// The tensor in fp32, from 16 bit or as it is.
+fn widen(x: FlexTensor) -> FlexTensor {
+    fn converted<H: Half + Element + Pod>(x: FlexTensor) -> FlexTensor {
+        let x = if x.as_slice::<H>().is_some() { x } else { x.to_contiguous() };
+        let data = widened(x.as_slice::<H>().expect("a packed tensor is a slice"));
+        FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(x.shape()), DType::F32)
+    }
+    match x.dtype() {
+        DType::BF16 => converted::<half::bf16>(x),
+        DType::F16 => converted::<half::f16>(x),
+        _ => x,
+    }
+}
+
+/// An fp32 tensor, rounded to 16 bit.
+fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
+    let x = packed(x);
+    let bytes = match dtype {
+        DType::BF16 => Bytes::from_elems(narrowed::<half::bf16>(values(&x))),
+        _ => Bytes::from_elems(narrowed::<half::f16>(values(&x))),
+    };
+    FlexTensor::new(bytes, Layout::contiguous(x.shape()), dtype)
 }
 
 /// A matrix as it lies, transposed or not. `None` if it runs backwards.
@@ -87,6 +131,13 @@ impl FusedBackend for Flex {
         residual: Option<FlexTensor>,
     ) -> FlexTensor {
         let _span = tracing::trace_span!("linear").entered();
+        if let Some(dtype) = sixteen_bit(&x) {
+            if let Some(out) = bf16::linear(&x, &weight, bias.as_ref(), residual.as_ref()) {
+                return out;
+            }
+            let (bias, residual) = (bias.map(widen), residual.map(widen));
+            return narrow(Self::fused_linear(widen(x), widen(weight), bias, residual), dtype);
+        }
         let all_f32 = are_f32([&x, &weight].into_iter().chain(&bias).chain(&residual));
         let Some(w) = all_f32.then(|| matrix(&weight)).flatten() else {
             return fallback::linear::<Self>(x, weight, bias, residual);
@@ -100,6 +151,10 @@ impl FusedBackend for Flex {
 
     fn fused_linear_x_backward(weight: FlexTensor, grad: FlexTensor) -> FlexTensor {
         let _span = tracing::trace_span!("linear: gradient of x").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            return bf16::linear_x_backward(&weight, &grad)
+                .unwrap_or_else(|| narrow(Self::fused_linear_x_backward(widen(weight), widen(grad)), dtype));
+        }
         let all_f32 = are_f32([&weight, &grad]);
         let Some(w) = all_f32.then(|| matrix(&weight)).flatten() else {
             return fallback::linear_x_backward::<Self>(weight, grad);
@@ -113,6 +168,10 @@ impl FusedBackend for Flex {
 
     fn fused_linear_weight_backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
         let _span = tracing::trace_span!("linear: gradient of weight").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            return bf16::linear_weight_backward(&x, &grad)
+                .unwrap_or_else(|| narrow(Self::fused_linear_weight_backward(widen(x), widen(grad)), dtype));
+        }
         if !are_f32([&x, &grad]) {
             return fallback::linear_weight_backward::<Self>(x, grad);
         }
@@ -125,6 +184,9 @@ impl FusedBackend for Flex {
 
     fn fused_linear_bias_backward(grad: FlexTensor) -> FlexTensor {
         let _span = tracing::trace_span!("linear: gradient of bias").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            return narrow(Self::fused_linear_bias_backward(widen(grad)), dtype);
+        }
         if !are_f32([&grad]) {
             return fallback::linear_bias_backward::<Self>(grad);
         }
@@ -142,6 +204,11 @@ impl FusedBackend for Flex {
         epsilon: f64,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         let _span = tracing::trace_span!("layer norm").entered();
+        if let Some(dtype) = sixteen_bit(&x) {
+            let (out, mean, rstd) = Self::layer_norm_forward(widen(x), widen(gamma), beta.map(widen), epsilon);
+            // What is saved stays in fp32: it is small, and all gradients depend on it.
+            return (narrow(out, dtype), mean, rstd);
+        }
         if !are_f32([&x, &gamma].into_iter().chain(&beta)) {
             return fallback::layer_norm_forward::<Self>(x, gamma, beta, epsilon);
         }
@@ -161,6 +228,11 @@ impl FusedBackend for Flex {
         grad: FlexTensor,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         let _span = tracing::trace_span!("layer norm: gradient").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            let [x, gamma, grad] = [x, gamma, grad].map(widen);
+            let (dx, d_gamma, d_beta) = Self::layer_norm_backward(x, gamma, mean, rstd, grad);
+            return (narrow(dx, dtype), narrow(d_gamma, dtype), narrow(d_beta, dtype));
+        }
         if !are_f32([&x, &gamma, &mean, &rstd, &grad]) {
             return fallback::layer_norm_backward::<Self>(x, gamma, mean, rstd, grad);
         }
@@ -174,6 +246,9 @@ impl FusedBackend for Flex {
 
     fn fused_gelu(kind: Gelu, x: FlexTensor, bias: Option<FlexTensor>) -> FlexTensor {
         let _span = tracing::trace_span!("gelu").entered();
+        if let Some(dtype) = sixteen_bit(&x) {
+            return narrow(Self::fused_gelu(kind, widen(x), bias.map(widen)), dtype);
+        }
         if !are_f32([&x].into_iter().chain(&bias)) {
             return fallback::gelu::<Self>(kind, x, bias);
         }
@@ -191,6 +266,10 @@ impl FusedBackend for Flex {
         grad: FlexTensor,
     ) -> (FlexTensor, Option<FlexTensor>) {
         let _span = tracing::trace_span!("gelu: gradient").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            let (dx, d_bias) = Self::gelu_backward_fused(kind, widen(x), bias.map(widen), widen(grad));
+            return (narrow(dx, dtype), d_bias.map(|d_bias| narrow(d_bias, dtype)));
+        }
         if !are_f32([&x, &grad].into_iter().chain(&bias)) {
             return fallback::gelu_backward::<Self>(kind, x, bias, grad);
         }
@@ -210,6 +289,11 @@ impl FusedBackend for Flex {
         options: AttentionOptions,
     ) -> (FlexTensor, FlexTensor) {
         let _span = tracing::trace_span!("attention").entered();
+        if let Some(dtype) = sixteen_bit(&q) {
+            let [q, k, v] = [q, k, v].map(widen);
+            let (out, lse) = Self::attention_forward(q, k, v, mask.map(widen), options);
+            return (narrow(out, dtype), lse);
+        }
         if !are_f32([&q, &k, &v].into_iter().chain(&mask)) {
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
         }
@@ -229,6 +313,11 @@ impl FusedBackend for Flex {
         options: AttentionOptions,
     ) -> [FlexTensor; 3] {
         let _span = tracing::trace_span!("attention: gradient").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            let [q, k, v, out, grad] = [q, k, v, out, grad].map(widen);
+            let parts = Self::attention_backward(q, k, v, mask.map(widen), out, lse, grad, options);
+            return parts.map(|part| narrow(part, dtype));
+        }
         if !are_f32([&q, &k, &v, &out, &lse, &grad].into_iter().chain(&mask)) {
             return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
         }
@@ -246,6 +335,10 @@ impl FusedBackend for Flex {
         options: AttentionOptions,
     ) -> (FlexTensor, FlexTensor) {
         let _span = tracing::trace_span!("attention").entered();
+        if let Some(dtype) = sixteen_bit(&qkv) {
+            let (out, lse) = Self::packed_attention_forward(widen(qkv), mask.map(widen), options);
+            return (narrow(out, dtype), lse);
+        }
         if !are_f32([&qkv].into_iter().chain(&mask)) {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
@@ -265,6 +358,10 @@ impl FusedBackend for Flex {
         options: AttentionOptions,
     ) -> FlexTensor {
         let _span = tracing::trace_span!("attention: gradient").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            let [qkv, out, grad] = [qkv, out, grad].map(widen);
+            return narrow(Self::packed_attention_backward(qkv, mask.map(widen), out, lse, grad, options), dtype);
+        }
         if !are_f32([&qkv, &out, &lse, &grad].into_iter().chain(&mask)) {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             let parts = fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
@@ -294,6 +391,9 @@ impl FusedBackend for Flex {
 
     fn fused_embedding_backward(indices: FlexTensor, grad: FlexTensor, table_rows: usize) -> FlexTensor {
         let _span = tracing::trace_span!("embedding: gradient").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            return narrow(Self::fused_embedding_backward(indices, widen(grad), table_rows), dtype);
+        }
         if !are_f32([&grad]) {
             return fallback::embedding_backward::<Self>(indices, grad, table_rows);
         }
@@ -311,6 +411,10 @@ impl FusedBackend for Flex {
         ignored: Option<i64>,
     ) -> FlexTensor {
         let _span = tracing::trace_span!("cross-entropy").entered();
+        if sixteen_bit(&x).is_some() {
+            return bf16::linear_cross_entropy(&x, &weight, targets.clone(), ignored)
+                .unwrap_or_else(|| Self::fused_linear_cross_entropy(widen(x), widen(weight), targets, ignored));
+        }
         if !are_f32([&x, &weight]) {
             return fallback::linear_cross_entropy::<Self>(x, weight, targets, ignored);
         }
@@ -327,6 +431,13 @@ impl FusedBackend for Flex {
         ignored: Option<i64>,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         let _span = tracing::trace_span!("cross-entropy with gradients").entered();
+        if let Some(dtype) = sixteen_bit(&x) {
+            let (loss, dx, d_weight) = bf16::linear_cross_entropy_with_gradients(&x, &weight, targets.clone(), ignored)
+                .unwrap_or_else(|| {
+                    Self::linear_cross_entropy_with_gradients(widen(x), widen(weight), targets, ignored)
+                });
+            return (loss, narrow(dx, dtype), narrow(d_weight, dtype));
+        }
         if !are_f32([&x, &weight]) {
             return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
         }
@@ -342,6 +453,9 @@ impl FusedBackend for Flex {
 
     fn scaled_by(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
         let _span = tracing::trace_span!("scale").entered();
+        if let Some(dtype) = sixteen_bit(&x) {
+            return narrow(Self::scaled_by(widen(x), factor), dtype);
+        }
         // The usual factor: nothing was done to the loss.
         if are_f32([&factor]) && factor.to_contiguous().as_slice::<f32>() == Some(&[1.0]) {
             return x;

@@ -19,4 +19,6 @@ mod flex;
 mod functions;
 
 pub use backend::{AttentionOptions, FusedBackend, Gelu};
+#[cfg(feature = "flex")]
+pub use flex::host_values;
 pub use functions::{attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};

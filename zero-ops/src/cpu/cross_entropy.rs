@@ -3,9 +3,13 @@
 //! Rows are taken some at a time: their logits, the softmax in their place, and the products that the gradients are
 //! sums of. The buffer of one such chunk is all that is allocated, for the length of a call.
 
+use half::bf16;
+
+use super::half::narrowed;
 use super::math::exp;
 use super::parallel::{gemm_threads, spread};
 use super::product::{Matrix, Write, multiply};
+use super::product_bf16::{self, MatrixBf16, Out};
 use super::reduce::{largest, replace_and_sum, sum_over};
 
 /// Logits that a chunk has at most, unless that were too few rows: 32 MiB. Twice that was 7 % faster for 255 rows and a
@@ -28,7 +32,8 @@ pub struct Shape {
 
 /// The mean over rows, in nats, of `-ln softmax(x w^T)[target]`, and its gradients if `grads` are given.
 ///
-/// Rows whose target is `ignored` do not count. With no row left the loss and the gradients are 0.
+/// Rows whose target is `ignored` do not count. With no row left the loss and the gradients are 0. Operands in bfloat16 are
+/// multiplied as they are; logits, sums and gradients are f32.
 ///
 /// # Shapes
 ///
@@ -37,10 +42,10 @@ pub struct Shape {
 /// # Panics
 ///
 /// When the lengths do not fit together, or a target that is not `ignored` is outside of `0..v`.
-pub fn forward_backward(
+pub fn forward_backward<T: Operand>(
     shape: Shape,
-    x: &[f32],
-    w: &[f32],
+    x: &[T],
+    w: &[T],
     targets: &[i64],
     ignored: Option<i64>,
     grads: Option<(&mut [f32], &mut [f32])>,
@@ -49,11 +54,54 @@ pub fn forward_backward(
     by_chunks(rows, shape, x, w, targets, ignored, grads)
 }
 
-fn by_chunks(
+/// A type that products can be made of.
+pub trait Operand: Sized {
+    /// `x w^T` of some rows.
+    #[doc(hidden)]
+    fn logits(out: &mut [f32], x: &[Self], w: &[Self], width: usize);
+    /// From the gradient of the logits: that of `x`, and of `w`, which is added to unless these rows are the first.
+    #[doc(hidden)]
+    fn gradients(p: &[f32], x: &[Self], w: &[Self], width: usize, dx: &mut [f32], dw: &mut [f32], first: bool);
+}
+
+impl Operand for f32 {
+    fn logits(out: &mut [f32], x: &[f32], w: &[f32], width: usize) {
+        let x = Matrix::new(x, x.len() / width, width);
+        let w = Matrix::new(w, w.len() / width, width);
+        multiply(out, Write::Over, x, w.transposed(), 1.0, gemm_threads());
+    }
+
+    fn gradients(p: &[f32], x: &[f32], w: &[f32], width: usize, dx: &mut [f32], dw: &mut [f32], first: bool) {
+        let (rows, vocabulary) = (x.len() / width, w.len() / width);
+        let p = Matrix::new(p, rows, vocabulary);
+        multiply(dx, Write::Over, p, Matrix::new(w, vocabulary, width), 1.0, gemm_threads());
+        multiply(dw, Write::first(first), p.transposed(), Matrix::new(x, rows, width), 1.0, gemm_threads());
+    }
+}
+
+impl Operand for bf16 {
+    fn logits(out: &mut [f32], x: &[bf16], w: &[bf16], width: usize) {
+        let x = MatrixBf16::new(x, x.len() / width, width);
+        let w = MatrixBf16::new(w, w.len() / width, width);
+        product_bf16::multiply(Out::F32 { data: out, add: false }, x, w.transposed(), gemm_threads());
+    }
+
+    fn gradients(p: &[f32], x: &[bf16], w: &[bf16], width: usize, dx: &mut [f32], dw: &mut [f32], first: bool) {
+        let (rows, vocabulary) = (x.len() / width, w.len() / width);
+        let p = narrowed::<bf16>(p);
+        let p = MatrixBf16::new(&p, rows, vocabulary);
+        let w = MatrixBf16::new(w, vocabulary, width);
+        product_bf16::multiply(Out::F32 { data: dx, add: false }, p, w, gemm_threads());
+        let x = MatrixBf16::new(x, rows, width);
+        product_bf16::multiply(Out::F32 { data: dw, add: !first }, p.transposed(), x, gemm_threads());
+    }
+}
+
+fn by_chunks<T: Operand>(
     rows: usize,
     shape: Shape,
-    x: &[f32],
-    w: &[f32],
+    x: &[T],
+    w: &[T],
     targets: &[i64],
     ignored: Option<i64>,
     mut grads: Option<(&mut [f32], &mut [f32])>,
@@ -81,22 +129,18 @@ fn by_chunks(
     // Equal chunks rather than a small last one, which the products would be slow for.
     let chunks = n.div_ceil(rows);
     let rows = n.div_ceil(chunks);
-    let weights = Matrix::new(w, v, d);
     let mut logits = vec![0f32; rows * v];
     let mut losses = vec![0f32; n];
     let share = grads.is_some().then_some(1.0 / count as f32);
-    let threads = gemm_threads();
     for first in (0..n).step_by(rows) {
         let end = n.min(first + rows);
         let here = end - first;
         let logits = &mut logits[..here * v];
-        let x = Matrix::new(&x[first * d..end * d], here, d);
-        multiply(logits, Write::Over, x, weights.transposed(), 1.0, threads);
+        let x = &x[first * d..end * d];
+        T::logits(logits, x, w, d);
         softmax(logits, &targets[first..end], ignored, &mut losses[first..end], share);
         if let Some((dx, dw)) = &mut grads {
-            let p = Matrix::new(logits, here, v);
-            multiply(&mut dx[first * d..end * d], Write::Over, p, weights, 1.0, threads);
-            multiply(dw, Write::first(first == 0), p.transposed(), x, 1.0, threads);
+            T::gradients(logits, x, w, d, &mut dx[first * d..end * d], dw, first == 0);
         }
     }
     (losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / count as f64) as f32
@@ -159,6 +203,7 @@ impl pulp::NullaryFnOnce for Row<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::half::widened;
     use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
 
     const IGNORED: Option<i64> = Some(-100);
@@ -251,5 +296,23 @@ mod tests {
         assert_panics(&["target 4 of row 1", "0..4"], || run(6, [0, 4]));
         assert_panics(&["target -1 of row 0", "0..4"], || run(6, [-1, 0]));
         assert_panics(&["`x` has 5 elements, expected 2 rows of 3"], || run(5, [0, 1]));
+    }
+
+    #[test]
+    fn bfloat16_is_as_close_as_its_operands_allow() {
+        // Several chunks.
+        let shape = Shape { rows: 7, width: 33, vocabulary: 50 };
+        let x = numbers(7 * 33, 1);
+        let w = numbers(50 * 33, 2);
+        let targets = [3, 49, -100, 0, 7, 7, 21];
+        let (x16, w16) = (narrowed::<bf16>(&x), narrowed::<bf16>(&w));
+        let (x, w) = (widened(&x16), widened(&w16));
+        let (loss, dx, dw) = reference(shape, &wide(&x), &wide(&w), &targets);
+        let (mut dx16, mut dw16) = (vec![0f32; dx.len()], vec![0f32; dw.len()]);
+        let got = by_chunks(3, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, &mut dw16)));
+        assert_close("loss", &[got], &[loss], 1e-5);
+        // The gradient of the logits is rounded to 8 bits.
+        assert_close("dx", &dx16, &dx, 4e-3);
+        assert_close("dw", &dw16, &dw, 4e-3);
     }
 }

@@ -12,11 +12,14 @@ pub mod attention;
 pub mod cross_entropy;
 pub mod embedding;
 pub mod gelu;
+pub mod half;
 pub mod layer_norm;
 pub mod linear;
 pub mod math;
-mod parallel;
+pub mod norm;
+pub(crate) mod parallel;
 mod product;
+pub mod product_bf16;
 mod reduce;
 #[cfg(test)]
 mod testing;

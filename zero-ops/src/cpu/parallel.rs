@@ -6,7 +6,7 @@ use rayon::prelude::*;
 const WORTH_SPREADING: usize = 1 << 15;
 
 /// Elements that a task of element-wise work takes: a handful of arrays of it fit a core's second-level cache.
-const TASK: usize = 1 << 13;
+pub(super) const TASK: usize = 1 << 13;
 
 /// Rows that a partial sum over rows covers. Fixed, so that a sum's bits do not depend on the number of threads.
 pub(super) const BLOCK: usize = 32;
@@ -27,7 +27,7 @@ pub(super) fn rows_of_task(width: usize) -> usize {
 }
 
 /// gemm's word for the number of threads of this pool.
-pub(super) fn gemm_threads() -> gemm::Parallelism {
+pub(crate) fn gemm_threads() -> gemm::Parallelism {
     match rayon::current_num_threads() {
         0 | 1 => gemm::Parallelism::None,
         threads => gemm::Parallelism::Rayon(threads),

@@ -1,0 +1,133 @@
+//! Conversions between f32 and 16 bit, of whole slices.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use super::parallel::{TASK, spread};
+
+/// A 16-bit float.
+pub trait Half: Copy + Send + Sync + 'static {
+    /// Converts equally long slices.
+    #[doc(hidden)]
+    fn widen(from: &[Self], to: &mut [f32]);
+    /// Converts equally long slices, rounding to nearest even.
+    #[doc(hidden)]
+    fn narrow(from: &[f32], to: &mut [Self]);
+    /// Zero.
+    #[doc(hidden)]
+    const ZERO: Self;
+}
+
+impl Half for bf16 {
+    const ZERO: Self = bf16::ZERO;
+
+    fn widen(from: &[Self], to: &mut [f32]) {
+        pulp::Arch::new().dispatch(WidenBf16 { from, to });
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        pulp::Arch::new().dispatch(NarrowBf16 { from, to });
+    }
+}
+
+impl Half for f16 {
+    const ZERO: Self = f16::ZERO;
+
+    fn widen(from: &[Self], to: &mut [f32]) {
+        from.convert_to_f32_slice(to);
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        to.convert_from_f32_slice(from);
+    }
+}
+
+struct WidenBf16<'a> {
+    from: &'a [bf16],
+    to: &'a mut [f32],
+}
+
+impl pulp::NullaryFnOnce for WidenBf16<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+        }
+    }
+}
+
+struct NarrowBf16<'a> {
+    from: &'a [f32],
+    to: &'a mut [bf16],
+}
+
+impl pulp::NullaryFnOnce for NarrowBf16<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            let bits = from.to_bits();
+            // Half of the last place that stays, less one where that place is even.
+            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+            // A quiet NaN: rounding could carry one into an infinity.
+            let nan = (bits >> 16) | 0x40;
+            *to = bf16::from_bits(if from.is_nan() { nan } else { rounded } as u16);
+        }
+    }
+}
+
+/// Converts `from` into a new vector.
+pub fn widened<H: Half>(from: &[H]) -> Vec<f32> {
+    let mut to = vec![0.0; from.len()];
+    let tasks = from.chunks(TASK).zip(to.chunks_mut(TASK)).collect();
+    spread(from.len(), tasks, |(from, to)| H::widen(from, to));
+    to
+}
+
+/// Converts `from` into `to`, rounding to nearest even.
+///
+/// # Panics
+///
+/// When they differ in length.
+pub fn narrow_into<H: Half>(from: &[f32], to: &mut [H]) {
+    assert_eq!(from.len(), to.len(), "a conversion keeps the number of elements");
+    let tasks = from.chunks(TASK).zip(to.chunks_mut(TASK)).collect();
+    spread(from.len(), tasks, |(from, to)| H::narrow(from, to));
+}
+
+/// Converts `from` into a new vector, rounding to nearest even.
+pub fn narrowed<H: Half>(from: &[f32]) -> Vec<H> {
+    let mut to = vec![H::ZERO; from.len()];
+    narrow_into(from, &mut to);
+    to
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn round_trips<H: Half>(from_f32: fn(f32) -> H, to_f32: fn(H) -> f32) {
+        let mut values = vec![0.0, -0.0, 1.0, -1.5, f32::INFINITY, f32::NEG_INFINITY, 1e-40, f32::MAX, 65504.0, 3.0e-8];
+        values.extend((0..70_000).map(|i| (i as f32 - 35_000.0) * 0.001_37));
+        // Halfway cases, on both sides of even.
+        values.extend((0..64).map(|i| f32::from_bits(0x3f80_0000 + i * 0x8000)));
+        let narrow: Vec<H> = narrowed(&values);
+        for (value, got) in values.iter().zip(&narrow) {
+            assert_eq!(to_f32(*got).to_bits(), to_f32(from_f32(*value)).to_bits(), "{value}");
+        }
+        for (half, got) in narrow.iter().zip(widened(&narrow)) {
+            assert_eq!(got.to_bits(), to_f32(*half).to_bits());
+        }
+        assert!(to_f32(narrowed::<H>(&[f32::NAN])[0]).is_nan());
+        assert!(to_f32(narrowed::<H>(&[f32::from_bits(0x7f80_0001)])[0]).is_nan());
+    }
+
+    #[test]
+    fn conversions_are_those_of_single_numbers() {
+        round_trips(bf16::from_f32, bf16::to_f32);
+        round_trips(f16::from_f32, f16::to_f32);
+    }
+}

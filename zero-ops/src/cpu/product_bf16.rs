@@ -1,0 +1,196 @@
+//! Products of bfloat16 matrices, accumulated in f32.
+//!
+//! In go strided views of the caller's slices, out comes a row-major slice that the caller allocated. What is copied,
+//! into the order that the kernel reads, lies in buffers that each thread keeps. Work is spread over the rayon pool
+//! that the call is made in.
+//!
+//! # Numerics
+//!
+//! Every element is a sum of f32 over the whole depth, to which bias and residual are added in f32, and which is then
+//! rounded to bfloat16 once, to nearest even. The number of threads changes no bit.
+//!
+//! Where the processor has AVX512_BF16, its `vdpbf16ps` adds the products of two neighbours in depth, the odd one
+//! first, to an f32. A product of two bfloat16 is exact; each of the two additions rounds to nearest even, whatever the
+//! rounding mode; denormal inputs count as zero and denormal sums become zero. Bias, residual and the last rounding
+//! keep denormals. The order of the additions depends on the depth alone, so an element has the same bits in a larger
+//! matrix, or in one that is stored otherwise.
+//!
+//! Elsewhere the operands are widened and multiplied by `gemm`, which keeps denormals and adds in another order, that
+//! it chooses by the shapes; the two agree to f32 rounding, not to the bit.
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod pack;
+mod target;
+mod widened;
+
+use gemm::Parallelism;
+use half::bf16;
+
+use target::{Rows, Target};
+
+/// A strided view of a bfloat16 matrix, such as a transpose that was never copied.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixBf16<'a> {
+    data: &'a [bf16],
+    rows: usize,
+    columns: usize,
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a> MatrixBf16<'a> {
+    /// A row-major matrix without gaps.
+    ///
+    /// # Panics
+    ///
+    /// When `data` does not have `rows * columns` elements.
+    pub fn new(data: &'a [bf16], rows: usize, columns: usize) -> Self {
+        assert_eq!(data.len(), rows * columns, "a matrix of {rows} x {columns} has another number of elements");
+        Self { data, rows, columns, row_stride: columns, column_stride: 1 }
+    }
+
+    /// A matrix whose element (i, j) is `data[i * row_stride + j * column_stride]`.
+    ///
+    /// # Panics
+    ///
+    /// When the last element lies outside of `data`.
+    pub fn strided(data: &'a [bf16], rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> Self {
+        if rows > 0 && columns > 0 {
+            let last = (rows - 1)
+                .checked_mul(row_stride)
+                .zip((columns - 1).checked_mul(column_stride))
+                .and_then(|(row, column)| row.checked_add(column));
+            assert!(
+                last.is_some_and(|last| last < data.len()),
+                "a matrix of {rows} x {columns} with strides {row_stride} and {column_stride} ends beyond the {} \
+                 elements there are",
+                data.len()
+            );
+        }
+        Self { data, rows, columns, row_stride, column_stride }
+    }
+
+    /// The transpose, a view of the same elements.
+    pub fn transposed(self) -> Self {
+        Self {
+            data: self.data,
+            rows: self.columns,
+            columns: self.rows,
+            row_stride: self.column_stride,
+            column_stride: self.row_stride,
+        }
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// The number of columns.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+}
+
+/// What is added to a product before it is rounded.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Begin<'a> {
+    /// `[m]`, added to every row.
+    pub bias: Option<&'a [bf16]>,
+    /// `[n, m]`.
+    pub residual: Option<&'a [bf16]>,
+}
+
+/// Where a product goes: `[n, m]`, row-major without gaps.
+#[derive(Debug)]
+pub enum Out<'a> {
+    /// Overwritten by the rounded product.
+    Bf16 {
+        /// `[n, m]`; what it held is not read.
+        data: &'a mut [bf16],
+        /// What the product begins with.
+        begin: Option<Begin<'a>>,
+    },
+    /// Written in the precision of the sums.
+    F32 {
+        /// `[n, m]`.
+        data: &'a mut [f32],
+        /// Whether the product is added to what `data` holds, or overwrites it unread.
+        add: bool,
+    },
+}
+
+impl<'a> Out<'a> {
+    fn into_target(self, n: usize, m: usize) -> Target<'a> {
+        let check = |name: &str, got: usize, expected: usize| {
+            assert_eq!(got, expected, "product_bf16: `{name}` has {got} elements, expected {expected} for {n} x {m}");
+        };
+        match self {
+            Self::Bf16 { data, begin } => {
+                let begin = begin.unwrap_or_default();
+                check("out", data.len(), n * m);
+                check("bias", begin.bias.map_or(m, <[bf16]>::len), m);
+                check("residual", begin.residual.map_or(n * m, <[bf16]>::len), n * m);
+                Target::Bf16 { out: Rows::new(data, m), begin, partial: None }
+            }
+            Self::F32 { data, add } => {
+                check("out", data.len(), n * m);
+                Target::F32 { out: Rows::new(data, m), add }
+            }
+        }
+    }
+}
+
+/// `a * b` into `out`, on the threads of the pool that the call is made in, or on this one under `Parallelism::None`.
+///
+/// # Shapes
+///
+/// `a`: `[n, k]`; `b`: `[k, m]`; `out`: `[n, m]`.
+///
+/// # Panics
+///
+/// When the shapes do not fit together.
+///
+/// # Example
+///
+/// ```
+/// # use zero_ops::cpu::product_bf16::{MatrixBf16, Out, multiply};
+/// # use half::bf16;
+/// let [x, w] = [[1.0, 2.0], [3.0, 4.0]].map(|row| row.map(bf16::from_f32));
+/// let mut out = [0.0];
+/// let (x, w) = (MatrixBf16::new(&x, 1, 2), MatrixBf16::new(&w, 1, 2));
+/// multiply(Out::F32 { data: &mut out, add: false }, x, w.transposed(), gemm::Parallelism::None);
+/// assert_eq!(out, [11.0]);
+/// ```
+pub fn multiply(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Parallelism) {
+    assert_eq!(a.columns, b.rows, "the width of the left matrix is not the height of the right one");
+    let target = out.into_target(a.rows, b.columns);
+    if a.rows == 0 || b.columns == 0 {
+        return;
+    }
+    #[cfg(target_arch = "x86_64")]
+    if let Some(kernel) = avx512::Kernel::detect() {
+        return kernel.multiply(target, a, b, threads);
+    }
+    widened::multiply(target, a, b, threads);
+}
+
+/// Runs `work` on every task: those of the pool where `threads` and the number of multiplications say so.
+fn spread<T: Send>(multiplications: usize, threads: Parallelism, tasks: Vec<T>, work: impl Fn(T) + Sync + Send) {
+    /// Multiplications in the time that element-wise work takes for one element.
+    const PER_ELEMENT: usize = 16;
+    match threads {
+        Parallelism::None => tasks.into_iter().for_each(work),
+        Parallelism::Rayon(_) => super::parallel::spread(multiplications / PER_ELEMENT, tasks, work),
+    }
+}
+
+/// `0..len` in parts of `size`, the last one possibly smaller.
+fn parts(len: usize, size: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    (0..len).step_by(size).map(move |begin| begin..len.min(begin + size))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,194 @@
+//! Copies of an operand in the order that the kernel reads it.
+//!
+//! Both operands are lines along the depth: rows of the left matrix, columns of the right one. A panel is `W` lines; it
+//! holds, for each pair of neighbours in depth, that pair of every line, as one u32 whose low half comes first. Lines
+//! and depth that are missing count as zero.
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use half::bf16;
+
+use super::MatrixBf16;
+
+/// Lines and pairs of a tile that is transposed in registers.
+const TILE: usize = 16;
+/// How far ahead lines that are contiguous across the depth are fetched: the processor foresees no jump from depth to
+/// depth.
+const AHEAD: usize = 16;
+
+/// An operand as lines along the depth.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lines<'a> {
+    data: &'a [bf16],
+    pub(super) count: usize,
+    pub(super) depth: usize,
+    stride: usize,
+    depth_stride: usize,
+}
+
+impl<'a> Lines<'a> {
+    /// The rows of a matrix.
+    pub(super) fn rows(matrix: MatrixBf16<'a>) -> Self {
+        let MatrixBf16 { data, rows, columns, row_stride, column_stride } = matrix;
+        Self { data, count: rows, depth: columns, stride: row_stride, depth_stride: column_stride }
+    }
+
+    /// The columns of a matrix.
+    pub(super) fn columns(matrix: MatrixBf16<'a>) -> Self {
+        Self::rows(matrix.transposed())
+    }
+
+    /// The element of line `line` at `depth`.
+    fn at(&self, line: usize, depth: usize) -> u32 {
+        u32::from(self.data[line * self.stride + depth * self.depth_stride].to_bits())
+    }
+
+    /// A pointer to that element.
+    ///
+    /// # Safety
+    ///
+    /// There is one.
+    unsafe fn pointer(&self, line: usize, depth: usize) -> *const i16 {
+        // SAFETY: the constructors of a matrix checked that its elements lie in its slice.
+        unsafe { self.data.as_ptr().add(line * self.stride + depth * self.depth_stride).cast() }
+    }
+
+    /// Packs `lines` over `depth` into `panels` of `W` lines, all of which it overwrites.
+    ///
+    /// # Panics
+    ///
+    /// When `panels` has another length, or `W` is no multiple of half a tile.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    pub(super) fn pack<const W: usize>(&self, lines: Range<usize>, depth: Range<usize>, panels: &mut [u32]) {
+        assert!(lines.end <= self.count && depth.end <= self.depth, "{lines:?} and {depth:?} lie outside of {self:?}");
+        let pairs = depth.len().div_ceil(2);
+        let mut panels = Panels::<W>::new(panels, lines.len(), pairs);
+        for line in (0..lines.len()).step_by(TILE) {
+            let count = TILE.min(lines.len() - line);
+            if self.depth_stride == 1 {
+                for pair in (0..pairs).step_by(TILE) {
+                    let width = (2 * TILE).min(depth.len() - 2 * pair);
+                    let mut tile = [_mm512_setzero_si512(); TILE];
+                    for (i, tile) in tile.iter_mut().enumerate().take(count) {
+                        // SAFETY: `width` elements from that one on are in the line, contiguous, and the mask leaves
+                        // out all others.
+                        *tile = unsafe {
+                            let from = self.pointer(lines.start + line + i, depth.start + 2 * pair);
+                            // The next tile's: the processor foresees no jump from line to line.
+                            _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(self.stride.wrapping_mul(TILE)).cast());
+                            _mm512_maskz_loadu_epi16(u32::MAX >> (2 * TILE - width), from)
+                        };
+                    }
+                    for (i, lines) in transpose(tile).into_iter().enumerate().take(width.div_ceil(2)) {
+                        panels.store(line, pair + i, lines);
+                    }
+                }
+            }
+        }
+        if self.depth_stride == 1 {
+            return;
+        }
+        for pair in 0..pairs {
+            let at = depth.start + 2 * pair;
+            let second = at + 1 < depth.end;
+            for line in (0..lines.len()).step_by(TILE) {
+                let count = TILE.min(lines.len() - line);
+                let first = lines.start + line;
+                let packed = if self.stride == 1 {
+                    let ahead = self
+                        .data
+                        .as_ptr()
+                        .wrapping_add((at + AHEAD).wrapping_mul(self.depth_stride).wrapping_add(first));
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(self.depth_stride).cast());
+                    let mask = u16::MAX >> (TILE - count);
+                    // SAFETY: `count` elements from that one on are in the matrix, contiguous at this depth, and the
+                    // mask leaves out all others; there is an odd neighbour unless the depth ends before it.
+                    let (even, odd) = unsafe {
+                        let even = _mm256_maskz_loadu_epi16(mask, self.pointer(first, at));
+                        let mask = if second { mask } else { 0 };
+                        (even, _mm256_maskz_loadu_epi16(mask, self.pointer(first, at + usize::from(second))))
+                    };
+                    let [even, odd] = [even, odd].map(|half| _mm512_cvtepu16_epi32(half));
+                    _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd))
+                } else {
+                    let mut packed = [0u32; TILE];
+                    for (i, packed) in packed.iter_mut().enumerate().take(count) {
+                        let odd = if second { self.at(first + i, at + 1) } else { 0 };
+                        *packed = self.at(first + i, at) | odd << 16;
+                    }
+                    // SAFETY: the array is as large as what is read.
+                    unsafe { _mm512_loadu_si512(packed.as_ptr().cast()) }
+                };
+                panels.store(line, pair, packed);
+            }
+        }
+    }
+}
+
+/// Elements of the panels for `lines` over `pairs`.
+pub(super) fn packed_len<const W: usize>(lines: usize, pairs: usize) -> usize {
+    lines.next_multiple_of(W) * pairs
+}
+
+/// Panels being written.
+struct Panels<'a, const W: usize> {
+    data: &'a mut [u32],
+    pairs: usize,
+}
+
+impl<'a, const W: usize> Panels<'a, W> {
+    fn new(data: &'a mut [u32], lines: usize, pairs: usize) -> Self {
+        const { assert!(W.is_multiple_of(TILE / 2), "half a tile of lines would lie in two panels") };
+        assert_eq!(data.len(), packed_len::<W>(lines, pairs), "panels of {lines} lines of {pairs} pairs");
+        Self { data, pairs }
+    }
+
+    /// Writes a pair of up to [`TILE`] lines, from `line` on, as far as there are panels for them.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn store(&mut self, line: usize, pair: usize, lines: __m512i) {
+        let halves = [_mm512_castsi512_si256(lines), _mm512_extracti64x4_epi64::<1>(lines)];
+        for (i, half) in halves.into_iter().enumerate() {
+            let line = line + i * TILE / 2;
+            let at = (line / W * self.pairs + pair) * W + line % W;
+            if let Some(to) = self.data.get_mut(at..at + TILE / 2) {
+                // SAFETY: the slice has the eight elements that are written.
+                unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), half) };
+            }
+        }
+    }
+}
+
+/// The transpose of a square of u32.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn transpose(rows: [__m512i; TILE]) -> [__m512i; TILE] {
+    let r = rows;
+    let mut t = r;
+    for i in 0..TILE / 2 {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    // Now the quarters of register 4 g + c hold column c of each quarter, of rows 4 g to 4 g + 3.
+    let mut q = t;
+    for g in 0..TILE / 4 {
+        let [a, b, c, d] = [t[4 * g], t[4 * g + 1], t[4 * g + 2], t[4 * g + 3]];
+        q[4 * g] = _mm512_unpacklo_epi64(a, c);
+        q[4 * g + 1] = _mm512_unpackhi_epi64(a, c);
+        q[4 * g + 2] = _mm512_unpacklo_epi64(b, d);
+        q[4 * g + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    let mut columns = q;
+    for c in 0..TILE / 4 {
+        let [a, b, e, f] = [q[c], q[4 + c], q[8 + c], q[12 + c]];
+        let even = [_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0x88>(e, f)];
+        let odd = [_mm512_shuffle_i32x4::<0xdd>(a, b), _mm512_shuffle_i32x4::<0xdd>(e, f)];
+        columns[c] = _mm512_shuffle_i32x4::<0x88>(even[0], even[1]);
+        columns[4 + c] = _mm512_shuffle_i32x4::<0x88>(odd[0], odd[1]);
+        columns[8 + c] = _mm512_shuffle_i32x4::<0xdd>(even[0], even[1]);
+        columns[12 + c] = _mm512_shuffle_i32x4::<0xdd>(odd[0], odd[1]);
+    }
+    columns
+}
