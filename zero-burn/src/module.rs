@@ -464,9 +464,11 @@ pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
 
 fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
     // One pass over memory where the elements are at hand, three otherwise.
-    if let Some(values) = zero_ops::host_values::<B>(&x) {
-        return zero_ops::cpu::norm::sum_of_squares(values);
+    if let Some(sum) = zero_ops::sum_of_squares::<B>(&x) {
+        return sum;
     }
+    // In fp32: squares of what fits into 16 bit do not.
+    let x = if x.dtype().size() < 4 { B::float_cast(x, DType::F32.into()) } else { x };
     let sum = B::float_sum(B::float_mul(x.clone(), x));
     read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
 }
@@ -486,11 +488,7 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
             let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = gradient.into_primitive() else {
                 stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id))
             };
-            // In fp32: squares of what fits into 16 bit do not.
-            let computed = piece_numbers(&shard.cell, |x| {
-                let x = if x.dtype().size() < 4 { A::Base::float_cast(x, DType::F32.into()) } else { x };
-                sum_of_squares::<A::Base>(x)
-            });
+            let computed = piece_numbers(&shard.cell, sum_of_squares::<A::Base>);
             let base = self.pieces.len();
             self.pieces.resize(base + self.context.world, 0.0);
             computed.into_iter().for_each(|(rank, sum)| self.pieces[base + rank] = sum);

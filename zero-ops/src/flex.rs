@@ -17,7 +17,7 @@ use bytemuck::Pod;
 use crate::backend::{AttentionOptions, FusedBackend, Gelu};
 use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
-use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear};
+use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, norm};
 use crate::fallback;
 
 /// Whether the kernels can take these tensors.
@@ -35,9 +35,16 @@ fn values(x: &FlexTensor) -> &[f32] {
     x.as_slice().expect("a packed fp32 tensor is a slice")
 }
 
-/// The elements of a tensor of any backend, without a copy, if it is burn-flex's, in fp32 and without gaps.
-pub fn host_values<B: Backend>(x: &FloatTensor<B>) -> Option<&[f32]> {
-    (x as &dyn Any).downcast_ref::<FlexTensor>()?.as_slice()
+/// The sum of the squares of a tensor of any backend, in one pass over it and without a copy, if it is burn-flex's, of 32 or
+/// 16 bit, and without gaps.
+pub fn sum_of_squares<B: Backend>(x: &FloatTensor<B>) -> Option<f64> {
+    let x = (x as &dyn Any).downcast_ref::<FlexTensor>()?;
+    match x.dtype() {
+        DType::F32 => x.as_slice().map(norm::sum_of_squares),
+        DType::BF16 => x.as_slice::<half::bf16>().map(norm::sum_of_squares_of),
+        DType::F16 => x.as_slice::<half::f16>().map(norm::sum_of_squares_of),
+        _ => None,
+    }
 }
 
 /// A buffer that a kernel writes whole before it reads any of it.
@@ -391,8 +398,10 @@ impl FusedBackend for Flex {
 
     fn fused_embedding_backward(indices: FlexTensor, grad: FlexTensor, table_rows: usize) -> FlexTensor {
         let _span = tracing::trace_span!("embedding: gradient").entered();
-        if let Some(dtype) = sixteen_bit(&grad) {
-            return narrow(Self::fused_embedding_backward(indices, widen(grad), table_rows), dtype);
+        match grad.dtype() {
+            DType::BF16 => return embedding_backward_of::<half::bf16>(indices, grad, table_rows),
+            DType::F16 => return embedding_backward_of::<half::f16>(indices, grad, table_rows),
+            _ => {}
         }
         if !are_f32([&grad]) {
             return fallback::embedding_backward::<Self>(indices, grad, table_rows);
@@ -453,15 +462,29 @@ impl FusedBackend for Flex {
 
     fn scaled_by(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
         let _span = tracing::trace_span!("scale").entered();
-        if let Some(dtype) = sixteen_bit(&x) {
-            return narrow(Self::scaled_by(widen(x), factor), dtype);
-        }
         // The usual factor: nothing was done to the loss.
         if are_f32([&factor]) && factor.to_contiguous().as_slice::<f32>() == Some(&[1.0]) {
             return x;
         }
+        if let Some(dtype) = sixteen_bit(&x) {
+            return narrow(Self::scaled_by(widen(x), factor), dtype);
+        }
         fallback::scaled_by::<Self>(x, factor)
     }
+}
+
+/// The gradient of a table in 16 bit.
+fn embedding_backward_of<H: Half + Element + Pod>(
+    indices: FlexTensor,
+    grad: FlexTensor,
+    table_rows: usize,
+) -> FlexTensor {
+    let [_, d] = dims(&grad);
+    let dtype = grad.dtype();
+    let (grad, indices) = (widen(grad), ids(indices));
+    let mut table = vec![H::ZERO; table_rows * d];
+    embedding::backward_of(&indices, values(&grad), d, &mut table);
+    FlexTensor::new(Bytes::from_elems(table), Layout::contiguous(Shape::from([table_rows, d])), dtype)
 }
 
 /// Query, key and value of packed rows.

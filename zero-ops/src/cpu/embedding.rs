@@ -1,5 +1,6 @@
 //! Rows of a table by number, and the scatter-add of their gradients.
 
+use super::half::Half;
 use super::parallel::{rows_of_task, spread};
 
 /// Row `ids[i]` of the table into row i of `out`.
@@ -110,6 +111,26 @@ impl pulp::NullaryFnOnce for Scatter<'_> {
             let at = (ids[*i] as usize - first) * d;
             super::reduce::add(&g[i * d..(i + 1) * d], &mut dtable[at..at + d]);
         }
+    }
+}
+
+/// As [`backward`], into a table in 16 bit: the rows of an id are added in f32 and rounded once, over what the table held.
+///
+/// # Panics
+///
+/// As [`backward`].
+pub fn backward_of<H: Half>(ids: &[i64], g: &[f32], d: usize, dtable: &mut [H]) {
+    let n = ids.len();
+    assert_eq!(g.len(), n * d, "embedding: `g` has {} elements, expected {n} rows of {d}", g.len());
+    check(ids, dtable.len(), d);
+    let mut order: Vec<usize> = (0..n).collect();
+    order.sort_by_key(|i| ids[*i]);
+    let mut sum = vec![0f32; d];
+    for rows in order.chunk_by(|a, b| ids[*a] == ids[*b]) {
+        sum.fill(0.0);
+        rows.iter().for_each(|row| sum.iter_mut().zip(&g[row * d..(row + 1) * d]).for_each(|(sum, g)| *sum += g));
+        let id = ids[rows[0]] as usize;
+        H::narrow(&sum, &mut dtable[id * d..(id + 1) * d]);
     }
 }
 

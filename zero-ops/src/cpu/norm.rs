@@ -1,5 +1,6 @@
 //! The sum of squares of a long vector, for norms of gradients.
 
+use super::half::Half;
 use super::parallel::spread;
 use super::reduce::sum_over;
 
@@ -11,10 +12,28 @@ const SHORT: usize = 1 << 10;
 
 /// The sum of the squares of `x`: short stretches in f32, their sums in f64, in the order of the elements.
 pub fn sum_of_squares(x: &[f32]) -> f64 {
+    by_blocks(x, |arch, x| arch.dispatch(Squares { x }))
+}
+
+/// As [`sum_of_squares`] of numbers in 16 bit, whose squares are those of the f32 that they are.
+pub fn sum_of_squares_of<H: Half>(x: &[H]) -> f64 {
+    by_blocks(x, |arch, x| {
+        let mut wide = [0f32; SHORT];
+        let mut sum = 0.0;
+        for short in x.chunks(SHORT) {
+            let wide = &mut wide[..short.len()];
+            H::widen(short, wide);
+            sum += arch.dispatch(Squares { x: wide });
+        }
+        sum
+    })
+}
+
+fn by_blocks<T: Sync>(x: &[T], squares: impl Fn(pulp::Arch, &[T]) -> f64 + Sync + Send) -> f64 {
     let mut partials = vec![0f64; x.len().div_ceil(BLOCK)];
     let arch = pulp::Arch::new();
     let tasks: Vec<_> = x.chunks(BLOCK).zip(&mut partials).collect();
-    spread(x.len(), tasks, |(x, sum)| *sum = arch.dispatch(Squares { x }));
+    spread(x.len(), tasks, |(x, sum)| *sum = squares(arch, x));
     partials.iter().sum()
 }
 
@@ -25,10 +44,15 @@ struct Squares<'a> {
 impl pulp::NullaryFnOnce for Squares<'_> {
     type Output = f64;
 
+    // A loop: the closure of an iterator's adapter would be compiled for the baseline processor, where a fused
+    // multiplication is a call.
     #[inline(always)]
     fn call(self) -> f64 {
-        let square = |[x]: [f32; 1], sum| x.mul_add(x, sum);
-        self.x.chunks(SHORT).map(|short| f64::from(sum_over([short], square))).sum()
+        let mut total = 0.0;
+        for short in self.x.chunks(SHORT) {
+            total += f64::from(sum_over([short], |[x], sum| x.mul_add(x, sum)));
+        }
+        total
     }
 }
 
@@ -51,6 +75,13 @@ mod tests {
     fn has_the_same_bits_on_any_number_of_threads() {
         let x = numbers(200_001, 3);
         same_bits(|| vec![sum_of_squares(&x) as f32]);
+    }
+
+    #[test]
+    fn sixteen_bits_are_widened_first() {
+        let x = numbers(40_001, 5);
+        let half = crate::cpu::half::narrowed::<half::bf16>(&x);
+        assert_eq!(sum_of_squares_of(&half), sum_of_squares(&crate::cpu::half::widened(&half)));
     }
 
     #[test]
