@@ -96,12 +96,14 @@ def main():
     ranks = sorted({name.split("-")[1] for name, *_ in every if name.startswith("rank-")})
     starts = {r: sorted(b for name, span, b, *_ in every if span == "forward" and name.startswith(f"rank-{r}-compute")) for r in ranks}
     ends = {r: sorted(e for name, span, _, e, _ in every if span == "update" and name.startswith(f"rank-{r}-compute")) for r in ranks}
-    if any(len(s) <= args.skip for s in starts.values()):
-        parser.error(f"the trace has {min(len(s) for s in starts.values())} steps, --skip leaves none")
+    if not ends or any(len(e) <= args.skip for e in ends.values()):
+        parser.error(f"the trace has {min(map(len, ends.values()), default=0)} steps, --skip leaves none")
     kinds, walls = collections.Counter(), []
     lines = []
     for r in ranks:
-        first, last, steps = starts[r][args.skip], ends[r][-1], len(ends[r]) - args.skip
+        # A step is an update and the forward passes (several, with accumulation) since the one before.
+        begin = ends[r][args.skip - 1] if args.skip else 0
+        first, last, steps = min(s for s in starts[r] if s >= begin), ends[r][-1], len(ends[r]) - args.skip
         mine = [s for s in every if s[0].startswith(f"rank-{r}-") and s[2] >= first and s[3] <= last]
         walls.append((last - first) / steps)
         compute = [s for s in mine if s[0].startswith(f"rank-{r}-compute")]

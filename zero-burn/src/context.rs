@@ -273,7 +273,7 @@ impl<B: Backend> Context<B> {
         slot
     }
 
-    /// Counts `bytes` of a gradient that the backward pass has given and that is not laid into a bucket yet.
+    /// Counts `bytes` of a gradient that the backward pass has given and that is neither in a bucket nor reduced yet.
     pub(crate) fn count_unreduced(&self, bytes: i64) {
         let sharded = self.config.stage.shards_gradients();
         let gauge = if sharded { &self.gauges.in_flight } else { &self.gauges.gradients };

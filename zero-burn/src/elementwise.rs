@@ -228,7 +228,7 @@ fn reduce_pieces<B: Backend>(
 
 /// `number` of each rank's piece that this rank holds: its own, or, at stage 0, every rank's, so that the same numbers are
 /// added in the same order at every stage. Ranks without elements are left out.
-pub(crate) fn piece_numbers<B: Backend>(
+fn piece_numbers<B: Backend>(
     cell: &Arc<Cell<B>>,
     number: impl Fn(B::FloatTensorPrimitive) -> f64,
 ) -> Vec<(usize, f64)> {
@@ -243,6 +243,19 @@ pub(crate) fn piece_numbers<B: Backend>(
         .filter(|&rank| pieces.len(rank) > 0)
         .map(|rank| (rank, number(B::float_slice(local.clone(), &[Slice::from(pieces.range(rank))]))))
         .collect()
+}
+
+/// `number` of this rank's piece, also of a tensor that it holds whole. `None` if it has no elements.
+pub(crate) fn own_piece_number<B: Backend>(
+    cell: &Arc<Cell<B>>,
+    number: impl Fn(B::FloatTensorPrimitive) -> f64,
+) -> Option<f64> {
+    let context = &cell.context;
+    let range = Partition::new(cell.partition.numel(), context.world).range(context.rank);
+    (!range.is_empty()).then(|| match cell.partition.is_whole() {
+        true => number(B::float_slice(cell.local(), &[Slice::from(range)])),
+        false => number(cell.local()),
+    })
 }
 
 fn replicated<B: Backend>(cell: &Cell<B>, value: f64) -> ZeroTensor<B> {

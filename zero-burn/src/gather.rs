@@ -1,7 +1,8 @@
 //! Loads: from a cell to the whole tensor, and the policy by which the whole is kept.
 //!
 //! A parameter is gathered by reading the other ranks' pieces where they lie ([`zero_core::window`]); they do not take
-//! part. At stages 0 to 2 the whole is kept until the parameter is updated. At stage 3 it is kept only when it is small
+//! part. At stage 3 the first rank to need it joins the pieces, and the others borrow the result for as long as it is used
+//! anywhere: ranks of one process hold one copy. Bytes are counted as if each had read its own. At stages 0 to 2 the whole is kept until the parameter is updated. At stage 3 it is kept only when it is small
 //! (persistence threshold) or needed again at once, and gathered again otherwise; the order of gathers of one step (the
 //! *trace*) is recorded and tells, in the next step, what to prefetch and what is needed again.
 //!
@@ -13,6 +14,7 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape, reader::try_read_sync};
@@ -79,19 +81,23 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
     .expect("the whole was put there above")
 }
 
-/// Reads all pieces and joins them.
+/// How long a rank waits for another that is joining the same pieces, before it does so itself. Bounded, and short: this may
+/// run under autodiff's locks (ADR 2).
+const JOINING: Duration = Duration::from_millis(50);
+
+/// Reads all pieces and joins them, or borrows what another rank has joined.
 fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommError> {
     let (context, partition) = (&cell.context, cell.partition);
     let (slot, key) = (cell.slot.as_ref(), cell.key);
     let (slot, key) = slot.zip(key).expect("only what belongs to a parameter is read one-sidedly");
     let _span = tracing::trace_span!("gather", parameter = slot.index, elements = partition.numel()).entered();
-    let mut pieces = Vec::with_capacity(partition.world());
+    let mut cells: Vec<Option<Arc<Cell<B>>>> = Vec::with_capacity(partition.world());
     for rank in 0..partition.world() {
         if partition.len(rank) == 0 {
             continue;
         }
         if rank == context.rank {
-            pieces.push(cell.local());
+            cells.push(None);
         } else {
             let peer = context.window.read(rank, key, slot)?;
             if peer.shape != cell.shape || peer.dtype != cell.dtype {
@@ -104,16 +110,29 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
                     other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
                 });
             }
-            pieces.push(peer.local());
+            cells.push(Some(peer));
         }
     }
     let received = partition.numel() - partition.len(context.rank);
     context.wire.add(WireKind::AllGather, received * cell.dtype.size());
-    let flat = match pieces.len() {
-        1 => pieces.swap_remove(0),
-        _ => B::float_cat(pieces, 0),
+    let cells = || cells.iter().map(|peer| peer.as_deref().unwrap_or(cell));
+    let join = || {
+        let mut pieces: Vec<B::FloatTensorPrimitive> = cells().map(Cell::local).collect();
+        let flat = match pieces.len() {
+            1 => pieces.swap_remove(0),
+            _ => B::float_cat(pieces, 0),
+        };
+        B::float_reshape(flat, cell.shape.clone())
     };
-    Ok(B::float_reshape(flat, cell.shape.clone()))
+    // At the other stages a whole is the parameter's home, of which each rank has its own.
+    if !context.config.stage.shards_parameters() || cells().any(|peer| peer.device != cell.device) {
+        return Ok(join());
+    }
+    let _joining = cells().next().and_then(|first| first.joining.try_lock_for(JOINING));
+    let borrowed = cells().find_map(|peer| peer.lent.lock().as_ref()?.borrow::<B>());
+    let whole = borrowed.unwrap_or_else(join);
+    *cell.lent.lock() = zero_ops::Lent::of::<B>(&whole);
+    Ok(whole)
 }
 
 /// Gathers a tensor that has no name; every rank must call it.

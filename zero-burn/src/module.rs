@@ -20,7 +20,7 @@ use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
 use crate::birth::{Fill, parameter};
 use crate::context::{Context, Slot, raise, stop};
-use crate::elementwise::piece_numbers;
+use crate::elementwise::own_piece_number;
 use crate::gather::read;
 use crate::random::sign;
 use crate::reduce::{Outcome, Phase};
@@ -488,19 +488,18 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
             let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = gradient.into_primitive() else {
                 stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id))
             };
-            let computed = piece_numbers(&shard.cell, sum_of_squares::<A::Base>);
             let base = self.pieces.len();
             self.pieces.resize(base + self.context.world, 0.0);
-            computed.into_iter().for_each(|(rank, sum)| self.pieces[base + rank] = sum);
+            if let Some(sum) = own_piece_number(&shard.cell, sum_of_squares::<A::Base>) {
+                self.pieces[base + self.context.rank] = sum;
+            }
         }
     }
     let context = Context::<A::Base>::current();
     let mut squares = Squares::<A> { grads, context: context.clone(), pieces: Vec::new() };
     module.visit(&mut squares);
     let mut pieces = squares.pieces;
-    // At stage 0 every rank has computed every piece, and they are equal; otherwise adding zeros changes no bit.
-    if context.config.stage.shards_optimizer() {
-        pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
-    }
+    // Adding zeros changes no bit. At stage 0 too each rank squares its part only: gradients are the same on all.
+    pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
     pieces.iter().sum::<f64>().sqrt()
 }

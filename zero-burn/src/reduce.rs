@@ -263,7 +263,7 @@ fn serve<B: Backend>(inbox: Receiver<Job<B>>, comm: Arc<dyn Collective>, bucket_
 }
 
 /// Tells all ranks the order in which rank 0's backward pass gave its gradients. It differs from the module's: autodiff
-/// finishes a parameter that is used through a view (a layer norm's weight) at the very end.
+/// finishes a parameter that is used through a view (a slice of position embeddings) at the very end.
 fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), CommError> {
     let slots = pass.context.slot_count();
     let mut order = pass.order.clone();
@@ -348,13 +348,12 @@ impl<B: Backend> Pass<B> {
         };
         self.next += 1;
         let _span = tracing::trace_span!("lay out gradient", parameter = index).entered();
-        let result = self.buckets.push(values, cell, slot.partition.numel());
-        self.context.count_unreduced(-counted);
-        result
+        self.buckets.push(values, cell, slot.partition.numel(), counted)
     }
 
     fn fail(&mut self, error: &CommError) {
         for (_, contribution) in self.arrived.drain() {
+            self.context.count_unreduced(-bytes_of::<B>(&contribution.gradient));
             contribution.cell.settle(Err(error.clone()));
         }
         for (_, cell) in self.settled.drain(..) {
@@ -383,6 +382,7 @@ struct Segment {
 
 /// Rows of one bucket: for each rank `capacity` columns.
 struct Buckets<B: Backend> {
+    context: Arc<Context<B>>,
     comm: Arc<dyn Collective>,
     stage: Stage,
     device: B::Device,
@@ -407,14 +407,20 @@ enum Sent {
     /// A bucket of rows of `row_len` columns.
     Bucket { segments: Vec<Segment>, row_len: usize },
     /// One gradient: the result is its piece.
-    Alone { piece: usize },
+    Alone { piece: usize, counted: i64 },
 }
 
 /// Elements from which a gradient goes alone: 256 KiB, beyond which a request's own cost is nothing.
 const ALONE: usize = 1 << 16;
 
 impl<B: Backend> Buckets<B> {
-    fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, context: &Context<B>, plan: &[u64]) -> Self {
+    fn new(
+        comm: Arc<dyn Collective>,
+        bucket_size: usize,
+        stage: Stage,
+        context: &Arc<Context<B>>,
+        plan: &[u64],
+    ) -> Self {
         let world = comm.world();
         let columns = |numel: usize| Partition::new(numel, world).stride();
         let config = &context.config;
@@ -427,6 +433,7 @@ impl<B: Backend> Buckets<B> {
             sent_as,
             capacity: (bucket_size / world).max(1),
             remaining: sizes().filter(|&numel| !goes_alone(numel, world, sent_as, 1.0 / divided)).map(columns).sum(),
+            context: context.clone(),
             comm,
             stage,
             device: context.device.clone(),
@@ -440,10 +447,19 @@ impl<B: Backend> Buckets<B> {
     }
 
     /// Lays `values` (zeros if absent) of one gradient into buckets, sending those that fill up.
-    fn push(&mut self, values: Option<TensorData>, cell: Arc<Cell<B>>, numel: usize) -> Result<(), CommError> {
+    /// `counted` bytes of it were counted as not reduced.
+    fn push(
+        &mut self,
+        values: Option<TensorData>,
+        cell: Arc<Cell<B>>,
+        numel: usize,
+        counted: i64,
+    ) -> Result<(), CommError> {
         if self.goes_alone(numel) {
-            return self.send_alone(values, cell, numel);
+            return self.send_alone(values, cell, numel, counted);
         }
+        // It is in the bucket by the end of this.
+        self.context.count_unreduced(-counted);
         let values = values.as_ref().map(|data| data.as_slice::<f32>().expect("callers converted it"));
         let world = self.comm.world();
         let layout = Partition::new(numel, world);
@@ -510,7 +526,13 @@ impl<B: Backend> Buckets<B> {
         goes_alone(numel, self.comm.world(), self.sent_as, self.before)
     }
 
-    fn send_alone(&mut self, values: Option<TensorData>, cell: Arc<Cell<B>>, numel: usize) -> Result<(), CommError> {
+    fn send_alone(
+        &mut self,
+        values: Option<TensorData>,
+        cell: Arc<Cell<B>>,
+        numel: usize,
+        counted: i64,
+    ) -> Result<(), CommError> {
         let columns = Partition::new(numel, self.comm.world()).stride();
         let piece = self.pieces.len();
         self.pieces.push(Some(Piece { cell, values: Vec::new(), columns_done: 0, columns }));
@@ -518,14 +540,17 @@ impl<B: Backend> Buckets<B> {
             Some(values) => values.into_vec::<f32>().expect("callers converted it"),
             None => vec![0.0; numel],
         };
-        self.wait()?;
+        if let Err(error) = self.wait() {
+            self.context.count_unreduced(-counted);
+            return Err(error);
+        }
         let values = Buffer::F32(values);
         let request = if self.stage.shards_optimizer() {
             Request::ReduceScatter(values, ReduceOp::Mean)
         } else {
             Request::AllReduce(values, ReduceOp::Mean)
         };
-        self.in_flight = Some((self.comm.start(request), Sent::Alone { piece }));
+        self.in_flight = Some((self.comm.start(request), Sent::Alone { piece, counted }));
         Ok(())
     }
 
@@ -533,8 +558,11 @@ impl<B: Backend> Buckets<B> {
     fn wait(&mut self) -> Result<(), CommError> {
         let Some((pending, sent)) = self.in_flight.take() else { return Ok(()) };
         let reduced = pending.wait().map(Buffer::into_f32);
+        if let Sent::Alone { counted, .. } = sent {
+            self.context.count_unreduced(-counted);
+        }
         match (sent, reduced) {
-            (Sent::Alone { piece: index }, Ok(reduced)) => {
+            (Sent::Alone { piece: index, .. }, Ok(reduced)) => {
                 let piece = self.pieces[index].as_mut().expect("a piece is completed once");
                 piece.values = reduced;
                 self.complete(index);

@@ -70,6 +70,10 @@ pub(crate) struct Cell<B: Backend> {
     loaded: AtomicU64,
     pub(crate) state: Mutex<State<B>>,
     pub(crate) changed: Condvar,
+    /// Held by the rank that joins the pieces, on the cell of the first rank that has one.
+    pub(crate) joining: Mutex<()>,
+    /// The whole that this rank joined or borrowed last, for the other ranks.
+    pub(crate) lent: Mutex<Option<zero_ops::Lent>>,
 }
 
 /// What a cell derived from another has in common with it.
@@ -138,6 +142,8 @@ impl<B: Backend> Cell<B> {
             loaded: AtomicU64::new(0),
             state: Mutex::new(state),
             changed: Condvar::new(),
+            joining: Mutex::new(()),
+            lent: Mutex::new(None),
         });
         {
             let state = cell.state.lock();
@@ -379,6 +385,8 @@ impl<B: Backend> Cell<B> {
             loaded: AtomicU64::new(0),
             state: Mutex::new(State { prefetched: false, gathering: false, ..state }),
             changed: Condvar::new(),
+            joining: Mutex::new(()),
+            lent: Mutex::new(self.lent.lock().take()),
         });
         cell.count(&cell.state.lock(), 1);
         if let Some(key) = self.key {

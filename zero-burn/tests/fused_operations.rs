@@ -299,6 +299,52 @@ fn sixteen_bits_agree_with_fp32() {
     agrees_with_fp32(FloatDType::F16, 3e-3);
 }
 
+/// The gradient of a mean over a vocabulary is smaller than fp16 resolves; that of the scaled loss is not.
+#[test]
+fn a_loss_scale_keeps_small_gradients_in_fp16() {
+    let (n, d, v, scale) = (64, 16, 4000, 65536.0);
+    let [x, w] = [random([n, d]), random([v, d])].map(|x| Tensor::<A, 2>::from_inner(x.inner() * 0.25));
+    let targets: Vec<i32> = (0..n as i32).collect();
+    let targets = Tensor::<A, 1, Int>::from_ints(targets.as_slice(), &Default::default());
+    let gradients = |dtype| {
+        let (x, w) = (again(&x), again(&w));
+        let loss = zero_ops::linear_cross_entropy(x.clone().cast(dtype), w.clone().cast(dtype), targets.clone(), None);
+        let grads = (loss.cast(FloatDType::F32) * scale).backward();
+        (x.gradient(&grads), w.gradient(&grads))
+    };
+    let (got, expected) = (gradients(FloatDType::F16), gradients(FloatDType::F32));
+    close("x", &got.0, &expected.0, 1e-2);
+    // Of tokens that are no target: a thousandth of the others'.
+    let rest = n * d;
+    let sum = |gradient: &[f32]| gradient[rest..].iter().map(|g| f64::from(g.abs())).sum::<f64>();
+    let (got, expected) = (sum(&got.1), sum(&expected.1));
+    assert!(expected / scale < 1e-5 * (v * d) as f64, "they are small without the scale: {expected}");
+    assert!((got / expected - 1.0).abs() < 1e-2, "{got}, expected {expected}");
+}
+
+#[test]
+fn causal_rows_never_see_the_future_even_if_their_own_key_is_hidden() {
+    // Left padding: the first two keys of each sequence are hidden.
+    let mask = Tensor::<I, 2>::from_floats([[-3e4, -3e4, 0.0, 0.0]], &Default::default());
+    let options = AttentionOptions { batch: 1, heads: 1, causal: true, scale: 1.0 };
+    let v = Tensor::<I, 2>::from_floats([[1.0], [2.0], [3.0], [4.0]], &Default::default());
+    let same = v.zeros_like();
+    for dtype in [FloatDType::F32, FloatDType::F64, FloatDType::F16] {
+        let [q, k, v, mask] = [&same, &same, &v, &mask].map(|x| x.clone().cast(dtype));
+        let got = values(zero_ops::attention(q, k, v, Some(mask), options));
+        close("rows", &got, &[1.0, 1.5, 3.0, 3.5], 1e-3);
+    }
+}
+
+#[test]
+fn operands_of_different_types_are_refused() {
+    let (x, w) = (random([2, 3]).cast(FloatDType::BF16), random([3, 5]));
+    let work = std::panic::AssertUnwindSafe(|| zero_ops::linear(x, w, None, None));
+    let panic = std::panic::catch_unwind(work).expect_err("it should panic");
+    let text = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+    assert!(text.contains("linear: x is BF16 and weight is F32"), "{text}");
+}
+
 /// burn-flex has no kernels of ours in f64.
 #[test]
 fn the_default_bodies_agree_with_the_kernels() {

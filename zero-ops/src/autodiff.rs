@@ -10,6 +10,7 @@ use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, TensorMetadata};
+use burn_std::FloatDType;
 
 use crate::backend::{AttentionOptions, FusedBackend, Gelu};
 
@@ -182,14 +183,14 @@ impl<B: FusedBackend> Backward<B, 1> for Embedding {
 struct LinearCrossEntropy;
 
 impl<B: FusedBackend> Backward<B, 2> for LinearCrossEntropy {
-    /// The gradients of the mean, made in the forward pass.
-    type State = [FloatTensor<B>; 2];
+    /// The gradients of the mean, made in the forward pass, and the types of what they are gradients of.
+    type State = [(FloatTensor<B>, FloatDType); 2];
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state: [dx, d_weight] } = ops;
+        let Ops { parents, node, state: [(dx, x_type), (d_weight, weight_type)] } = ops;
         let grad = grads.consume::<B>(&node);
-        give!(grads, parents[1], B::scaled_by(d_weight, grad.clone()));
-        give!(grads, parents[0], B::scaled_by(dx, grad.clone()));
+        give!(grads, parents[1], B::scaled_by(d_weight, grad.clone(), weight_type));
+        give!(grads, parents[0], B::scaled_by(dx, grad.clone(), x_type));
     }
 }
 
@@ -297,9 +298,10 @@ impl<B: FusedBackend, C: CheckpointStrategy> FusedBackend for Autodiff<B, C> {
     ) -> FloatTensor<Self> {
         match LinearCrossEntropy.prepare::<C>([x.node, weight.node]).compute_bound().stateful() {
             OpsKind::Tracked(prepared) => {
+                let types: [FloatDType; 2] = [x.primitive.dtype().into(), weight.primitive.dtype().into()];
                 let (loss, dx, d_weight) =
                     B::linear_cross_entropy_with_gradients(x.primitive, weight.primitive, targets, ignored);
-                prepared.finish([dx, d_weight], loss)
+                prepared.finish([(dx, types[0]), (d_weight, types[1])], loss)
             }
             OpsKind::UnTracked(prepared) => {
                 prepared.finish(B::fused_linear_cross_entropy(x.primitive, weight.primitive, targets, ignored))

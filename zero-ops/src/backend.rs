@@ -5,6 +5,7 @@
 
 use burn_backend::Backend;
 use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_std::FloatDType;
 
 use crate::fallback;
 
@@ -205,7 +206,8 @@ pub trait FusedBackend: Backend {
     }
 
     /// As [`fused_linear_cross_entropy`](Self::fused_linear_cross_entropy), with the gradients of the mean for `x` and for
-    /// `weight`: they are made from logits that are at hand only now, and never are all at hand.
+    /// `weight`: they are made from logits that are at hand only now, and never are all at hand. Of operands in 16 bit they
+    /// are in fp32: a loss scale, without which they vanish in fp16, multiplies them only in the backward pass.
     fn linear_cross_entropy_with_gradients(
         x: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -215,9 +217,9 @@ pub trait FusedBackend: Backend {
         fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored)
     }
 
-    /// `x` times the one number in `factor`.
-    fn scaled_by(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
-        fallback::scaled_by::<Self>(x, factor)
+    /// `x` `[_, _]` times the one number in `factor`, rounded once to `dtype`.
+    fn scaled_by(x: FloatTensor<Self>, factor: FloatTensor<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+        fallback::scaled_by::<Self>(x, factor, dtype)
     }
 }
 

@@ -8,8 +8,8 @@ use burn_std::DType;
 
 use crate::backend::{AttentionOptions, Gelu};
 
-/// Hides a key from a row: the probability is then zero in fp32, and the number is finite in 16 bit too.
-const MASKED: f64 = -3.0e4;
+/// The score of a key that comes after a row: far below those that a mask hides, and finite in 16 bit too.
+const FUTURE: f64 = -6.5e4;
 
 fn wrap<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))
@@ -173,16 +173,15 @@ fn scores<B: Backend>(
     mask: Option<FloatTensor<B>>,
     options: AttentionOptions,
 ) -> Tensor<B, 4> {
-    let [b, _, t, _] = q.dims();
+    let [b, h, t, _] = q.dims();
     let device = q.device();
     let mut scores = (q * options.scale).matmul(k.transpose());
-    if options.causal {
-        let future = Tensor::<B, 2, burn::tensor::Bool>::tril_mask([t, t], 0, &device);
-        let hidden = Tensor::<B, 2>::zeros([t, t], &device).mask_fill(future, MASKED).cast(scores.dtype());
-        scores = scores + hidden.reshape([1, 1, t, t]);
-    }
     if let Some(mask) = mask {
         scores = scores + wrap::<B, 2>(mask).reshape([b, 1, 1, t]);
+    }
+    if options.causal {
+        let future = Tensor::<B, 2, burn::tensor::Bool>::tril_mask([t, t], 0, &device).reshape([1, 1, t, t]);
+        scores = scores.mask_fill(future.expand([b, h, t, t]), FUTURE);
     }
     scores
 }
@@ -300,9 +299,9 @@ pub(crate) fn linear_cross_entropy_with_gradients<B: Backend>(
     let shares = counts / counted.reshape([1, 1]);
     let d_logits = (logits - lse).exp() * shares.clone();
     let d_logits = d_logits.scatter(1, targets, shares.neg(), burn::tensor::IndexingUpdateOp::Add);
-    let d_logits = d_logits.cast(float_type(of_x.dtype()));
-    let dx = d_logits.clone().matmul(of_weight);
-    let d_weight = d_logits.transpose().matmul(of_x);
+    let full = float_type(d_logits.dtype());
+    let dx = d_logits.clone().matmul(of_weight.cast(full));
+    let d_weight = d_logits.transpose().matmul(of_x.cast(full));
     (unwrap(loss), unwrap(dx), unwrap(d_weight))
 }
 
@@ -310,8 +309,8 @@ fn float_type(dtype: DType) -> FloatDType {
     dtype.into()
 }
 
-pub(crate) fn scaled_by<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>) -> FloatTensor<B> {
+pub(crate) fn scaled_by<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     let x: Tensor<B, 2> = wrap(x);
     let factor = wrap::<B, 1>(factor).reshape([1, 1]).cast(float_type(x.dtype()));
-    unwrap(x * factor)
+    unwrap((x * factor).cast(dtype))
 }

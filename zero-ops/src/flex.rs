@@ -4,6 +4,7 @@
 //! they are (`bf16`). Tensors of other types take the default bodies.
 
 mod bf16;
+mod lent;
 
 use std::any::Any;
 
@@ -11,7 +12,7 @@ use burn_backend::ops::{FloatTensorOps, IntTensorOps};
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, DType, Element, TensorMetadata};
 use burn_flex::{Flex, FlexTensor, Layout};
-use burn_std::{Bytes, IntDType, Shape};
+use burn_std::{Bytes, FloatDType, IntDType, Shape};
 use bytemuck::Pod;
 
 use crate::backend::{AttentionOptions, FusedBackend, Gelu};
@@ -19,6 +20,8 @@ use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
 use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, norm};
 use crate::fallback;
+
+pub use lent::Lent;
 
 /// Whether the kernels can take these tensors.
 fn are_f32<'a>(tensors: impl IntoIterator<Item = &'a FlexTensor>) -> bool {
@@ -98,19 +101,22 @@ fn matrix(x: &FlexTensor) -> Option<Matrix<'_>> {
     let [rows, columns] = dims(x);
     let [row_stride, column_stride] = [layout.strides()[0], layout.strides()[1]];
     let (row_stride, column_stride) = (usize::try_from(row_stride).ok()?, usize::try_from(column_stride).ok()?);
-    Some(Matrix::strided(&x.storage()[layout.start_offset()..], rows, columns, row_stride, column_stride))
+    // An empty view may begin beyond the end.
+    let data = x.storage().get(layout.start_offset()..).unwrap_or_default();
+    Some(Matrix::strided(data, rows, columns, row_stride, column_stride))
 }
 
 /// Rows of a wider matrix, as a slice of columns leaves them; a copy only if a row has gaps.
 fn with_whole_rows(x: FlexTensor) -> FlexTensor {
     let strides = x.layout().strides();
-    if strides[1] == 1 && strides[0] > 0 { x } else { packed(x) }
+    let whole = strides[1] == 1 && strides[0] >= dims::<2>(&x)[1] as isize;
+    if whole { x } else { packed(x) }
 }
 
 fn rows(x: &FlexTensor) -> Rows<'_> {
     let layout = x.layout();
     let stride = usize::try_from(layout.strides()[0]).expect("rows run forwards");
-    Rows { data: &x.storage()[layout.start_offset()..], stride }
+    Rows { data: x.storage().get(layout.start_offset()..).unwrap_or_default(), stride }
 }
 
 fn dims<const D: usize>(x: &FlexTensor) -> [usize; D] {
@@ -440,12 +446,10 @@ impl FusedBackend for Flex {
         ignored: Option<i64>,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         let _span = tracing::trace_span!("cross-entropy with gradients").entered();
-        if let Some(dtype) = sixteen_bit(&x) {
-            let (loss, dx, d_weight) = bf16::linear_cross_entropy_with_gradients(&x, &weight, targets.clone(), ignored)
-                .unwrap_or_else(|| {
-                    Self::linear_cross_entropy_with_gradients(widen(x), widen(weight), targets, ignored)
-                });
-            return (loss, narrow(dx, dtype), narrow(d_weight, dtype));
+        if sixteen_bit(&x).is_some() {
+            return bf16::linear_cross_entropy_with_gradients(&x, &weight, targets.clone(), ignored).unwrap_or_else(
+                || Self::linear_cross_entropy_with_gradients(widen(x), widen(weight), targets, ignored),
+            );
         }
         if !are_f32([&x, &weight]) {
             return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
@@ -460,16 +464,17 @@ impl FusedBackend for Flex {
         (tensor(vec![loss], [1]), tensor(dx, [n, d]), tensor(d_weight, [v, d]))
     }
 
-    fn scaled_by(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
+    fn scaled_by(x: FlexTensor, factor: FlexTensor, dtype: FloatDType) -> FlexTensor {
         let _span = tracing::trace_span!("scale").entered();
         // The usual factor: nothing was done to the loss.
-        if are_f32([&factor]) && factor.to_contiguous().as_slice::<f32>() == Some(&[1.0]) {
-            return x;
+        let unscaled = are_f32([&factor]) && factor.to_contiguous().as_slice::<f32>() == Some(&[1.0]);
+        let own = x.dtype().into();
+        let x = if unscaled { x } else { fallback::scaled_by::<Self>(x, factor, own) };
+        match dtype {
+            _ if dtype == own => x,
+            FloatDType::BF16 | FloatDType::F16 if are_f32([&x]) => narrow(x, dtype.into()),
+            _ => Self::float_cast(x, dtype),
         }
-        if let Some(dtype) = sixteen_bit(&x) {
-            return narrow(Self::scaled_by(widen(x), factor), dtype);
-        }
-        fallback::scaled_by::<Self>(x, factor)
     }
 }
 

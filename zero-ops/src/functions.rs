@@ -2,6 +2,7 @@
 
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_backend::tensor::FloatTensor;
+use burn_std::DType;
 
 use crate::backend::{AttentionOptions, FusedBackend, Gelu};
 
@@ -13,6 +14,19 @@ fn unwrap<B: FusedBackend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     x.into_primitive().tensor()
 }
 
+/// Panics unless all operands that there are have the type of the first.
+fn check_types<const N: usize>(op: &str, operands: [(&str, Option<DType>); N]) {
+    let (first, dtype) = operands[0];
+    for (name, other) in operands {
+        assert!(
+            other.is_none() || other == dtype,
+            "{op}: {first} is {:?} and {name} is {:?}; cast one of them",
+            dtype.expect("the first operand is there"),
+            other.expect("it is there, or it would equal"),
+        );
+    }
+}
+
 /// `x weight + bias + residual`: the residual connection costs nothing beside the product.
 ///
 /// # Shapes
@@ -20,13 +34,22 @@ fn unwrap<B: FusedBackend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
 /// - returns `[n, f]`
 ///
 /// # Panics
-/// If the shapes do not fit.
+/// If the shapes do not fit, or the operands differ in type.
 pub fn linear<B: FusedBackend>(
     x: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     bias: Option<Tensor<B, 1>>,
     residual: Option<Tensor<B, 2>>,
 ) -> Tensor<B, 2> {
+    check_types(
+        "linear",
+        [
+            ("x", Some(x.dtype())),
+            ("weight", Some(weight.dtype())),
+            ("bias", bias.as_ref().map(Tensor::dtype)),
+            ("residual", residual.as_ref().map(Tensor::dtype)),
+        ],
+    );
     let ([n, d], [rows, f]) = (x.dims(), weight.dims());
     assert_eq!(d, rows, "linear: rows of {d} need a weight [{d}, _], got [{rows}, {f}]");
     if let Some(bias) = &bias {
@@ -46,13 +69,17 @@ pub fn linear<B: FusedBackend>(
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit.
+/// If the shapes do not fit, or the operands differ in type.
 pub fn layer_norm<B: FusedBackend>(
     x: Tensor<B, 2>,
     gamma: Tensor<B, 1>,
     beta: Option<Tensor<B, 1>>,
     epsilon: f64,
 ) -> Tensor<B, 2> {
+    check_types(
+        "layer norm",
+        [("x", Some(x.dtype())), ("gamma", Some(gamma.dtype())), ("beta", beta.as_ref().map(Tensor::dtype))],
+    );
     let [_, d] = x.dims();
     assert_eq!(gamma.dims(), [d], "layer norm: rows of {d} need a gamma [{d}]");
     if let Some(beta) = &beta {
@@ -68,8 +95,9 @@ pub fn layer_norm<B: FusedBackend>(
 /// - returns `[n, f]`
 ///
 /// # Panics
-/// If the shapes do not fit.
+/// If the shapes do not fit, or the operands differ in type.
 pub fn gelu<B: FusedBackend>(kind: Gelu, x: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
+    check_types("gelu", [("x", Some(x.dtype())), ("bias", bias.as_ref().map(Tensor::dtype))]);
     let [_, f] = x.dims();
     if let Some(bias) = &bias {
         assert_eq!(bias.dims(), [f], "gelu: rows of {f} need a bias [{f}]");
@@ -100,7 +128,7 @@ fn check_attention<B: FusedBackend>(n: usize, d: usize, mask: Option<&Tensor<B, 
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit.
+/// If the shapes do not fit, or the operands differ in type.
 pub fn attention<B: FusedBackend>(
     q: Tensor<B, 2>,
     k: Tensor<B, 2>,
@@ -108,6 +136,15 @@ pub fn attention<B: FusedBackend>(
     mask: Option<Tensor<B, 2>>,
     options: AttentionOptions,
 ) -> Tensor<B, 2> {
+    check_types(
+        "attention",
+        [
+            ("q", Some(q.dtype())),
+            ("k", Some(k.dtype())),
+            ("v", Some(v.dtype())),
+            ("mask", mask.as_ref().map(Tensor::dtype)),
+        ],
+    );
     let [n, d] = q.dims();
     assert_eq!(k.dims(), [n, d], "attention: keys must have the shape of the queries");
     assert_eq!(v.dims(), [n, d], "attention: values must have the shape of the queries");
@@ -122,12 +159,13 @@ pub fn attention<B: FusedBackend>(
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit.
+/// If the shapes do not fit, or the operands differ in type.
 pub fn packed_attention<B: FusedBackend>(
     qkv: Tensor<B, 2>,
     mask: Option<Tensor<B, 2>>,
     options: AttentionOptions,
 ) -> Tensor<B, 2> {
+    check_types("packed attention", [("qkv", Some(qkv.dtype())), ("mask", mask.as_ref().map(Tensor::dtype))]);
     let [n, width] = qkv.dims();
     assert!(width.is_multiple_of(3), "packed attention: rows hold three parts of one width, got {width} columns");
     check_attention(n, width / 3, mask.as_ref(), options);
@@ -158,13 +196,14 @@ pub fn embedding<B: FusedBackend>(table: Tensor<B, 2>, ids: Tensor<B, 1, Int>) -
 /// - returns `[1]`
 ///
 /// # Panics
-/// If the shapes do not fit, or a target is out of range.
+/// If the shapes do not fit, the operands differ in type, or a target is out of range.
 pub fn linear_cross_entropy<B: FusedBackend>(
     x: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     targets: Tensor<B, 1, Int>,
     ignored: Option<i64>,
 ) -> Tensor<B, 1> {
+    check_types("cross-entropy", [("x", Some(x.dtype())), ("weight", Some(weight.dtype()))]);
     let ([n, d], [v, width]) = (x.dims(), weight.dims());
     assert_eq!(d, width, "cross-entropy: rows of {d} need a weight [_, {d}], got [{v}, {width}]");
     assert_eq!(targets.dims(), [n], "cross-entropy: {n} rows need {n} targets");

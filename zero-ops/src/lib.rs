@@ -20,5 +20,5 @@ mod functions;
 
 pub use backend::{AttentionOptions, FusedBackend, Gelu};
 #[cfg(feature = "flex")]
-pub use flex::sum_of_squares;
+pub use flex::{Lent, sum_of_squares};
 pub use functions::{attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};

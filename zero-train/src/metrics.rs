@@ -32,8 +32,8 @@ pub struct StepMetrics {
     pub skipped: bool,
     /// What the loss was multiplied by; 1 but in fp16.
     pub loss_scale: f64,
-    /// Bytes of memory, in large blocks, that the process had never used before this step; absent where the program's
-    /// allocator does not count them.
+    /// Bytes of memory, in large blocks, that this step took from the system (never used before, or given back since);
+    /// absent where the program's allocator does not count them.
     #[serde(default)]
     pub fresh_bytes: Option<u64>,
     /// Each rank's memory and traffic.

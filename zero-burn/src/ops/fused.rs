@@ -1,6 +1,7 @@
 //! The fused operations of [`zero_ops`]: parameters are gathered, and `B`'s kernels run.
 
 use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_std::FloatDType;
 use zero_ops::{AttentionOptions, FusedBackend, Gelu};
 
 use super::*;
@@ -22,7 +23,7 @@ impl<B: FusedBackend> FusedBackend for Zero<B> {
         fn fused_embedding(table: float, ids: int) -> float;
         fn fused_embedding_backward(ids: int, grad: float, rows: (usize)) -> float;
         fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float;
-        fn scaled_by(x: float, factor: float) -> float;
+        fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float;
     }
 
     fn layer_norm_forward(

@@ -110,6 +110,9 @@ impl<A> PageKeeper<A> {
         }
         self.locked(|space| {
             if new < old {
+                if self.counters.kept().saturating_add((old - new) as u64) > self.settings.keep_bytes {
+                    return false;
+                }
                 let done = space.shrink(addr + new, old - new);
                 if done {
                     self.counters.gave(old - new, old - new);

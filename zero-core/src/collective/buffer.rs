@@ -221,7 +221,7 @@ impl Buffer {
             Buffer::F64(_) => reduce!(F64, f64::max, |a: f64| a * (1.0 / world as f64)),
             Buffer::F16(_) => reduce_half!(F16, f16),
             Buffer::Bf16(_) => reduce_half!(Bf16, bf16),
-            Buffer::U8(_) => reduce!(U8, u8::max, |a: u8| (usize::from(a) / world) as u8),
+            Buffer::U8(_) => reduce!(U8, u8::max, |a: u8| a),
         }
     }
 

@@ -21,7 +21,7 @@ use crate::accounting::WireCounter;
 pub enum ReduceOp {
     /// Sum, in rank order.
     Sum,
-    /// The sum, in rank order, times `1 / N` (of bytes: rounded down).
+    /// The sum, in rank order, times `1 / N`; of floats only.
     Mean,
     /// Largest.
     Max,

@@ -219,6 +219,11 @@ impl Inner {
             }
         };
         let others = world - 1;
+        if let Request::ReduceScatter(input, ReduceOp::Mean) | Request::AllReduce(input, ReduceOp::Mean) = &request
+            && input.dtype() == super::DType::U8
+        {
+            return Err(shape("floats to take a mean of".into(), input.dtype().name().into()));
+        }
         match request {
             Request::Barrier(purpose) => {
                 let detail = if purpose.is_empty() { String::new() } else { format!(" ({purpose})") };

@@ -9,9 +9,8 @@
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::backend::Backend;
-use burn::tensor::module::linear;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, embedding, linear_cross_entropy};
+use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_entropy};
 
 use crate::attention::{Masks, attend_packed};
 use crate::layers::{dense, dense_activated, dense_onto, normed};
@@ -206,16 +205,17 @@ impl<B: FusedBackend> Gpt2<B> {
         let tokens = embedding(self.wte.val(), input_ids_bt.reshape([b * t])).reshape([b, t * d]);
         let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
-        let Some(first) = self.h.first() else { return x_nd };
-        let masks = Masks::causal(t, &first.attn.dropout, &x_nd);
-        for block in &self.h {
-            x_nd = block.forward(x_nd, &masks, b);
+        if let Some(first) = self.h.first() {
+            let masks = Masks::causal(t, &first.attn.dropout, &x_nd);
+            for block in &self.h {
+                x_nd = block.forward(x_nd, &masks, b);
+            }
         }
         normed(&self.ln_f, self.layer_norm_epsilon, x_nd)
     }
 
     fn logits_of_rows(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-        linear(hidden_nd, self.head_weight().transpose(), None)
+        linear(hidden_nd, self.head_weight().transpose(), None, None)
     }
 }
 

@@ -201,8 +201,14 @@ impl<'a> Inputs<'a> {
     fn check_rows(&self, name: &str, len: usize, width: usize, stride: usize, rows: usize) {
         let d = self.d();
         assert!(width >= d, "attention: rows of `{name}` have {width} elements, expected at least {d}");
-        let needed = rows.checked_sub(1).map_or(0, |last| last * stride + d);
-        assert!(len >= needed, "attention: `{name}` has {len} elements, expected {rows} rows, that is {needed}");
+        let needed = match rows.checked_sub(1) {
+            None => Some(0),
+            Some(last) => last.checked_mul(stride).and_then(|begin| begin.checked_add(d)),
+        };
+        assert!(
+            needed.is_some_and(|needed| len >= needed),
+            "attention: `{name}` has {len} elements, expected {rows} rows of stride {stride}"
+        );
     }
 
     fn d(&self) -> usize {
@@ -706,7 +712,7 @@ mod tests {
             forward(shape, q, k, k, Some(&mask), &mut [0.0; 4], &mut vec![0.0; lse]);
         };
         assert_panics(&["causal with 2 queries and 3 keys"], || run(Shape { keys: 3, ..shape }, 6, 2, 3, 2));
-        assert_panics(&["`k` has 3 elements, expected 2 rows, that is 4"], || run(shape, 3, 2, 2, 2));
+        assert_panics(&["`k` has 3 elements, expected 2 rows of stride 2"], || run(shape, 3, 2, 2, 2));
         assert_panics(&["rows of `k` have 1 elements, expected at least 2"], || run(shape, 4, 1, 2, 2));
         assert_panics(&["`key_mask` has 1 elements, expected 2"], || run(shape, 4, 2, 1, 2));
         assert_panics(&["`lse` has 3 elements, expected 2"], || run(shape, 4, 2, 2, 3));

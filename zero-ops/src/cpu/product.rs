@@ -30,11 +30,14 @@ impl<'a> Matrix<'a> {
     /// When the last element lies outside of `data`.
     pub fn strided(data: &'a [f32], rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> Self {
         if rows > 0 && columns > 0 {
-            let last = (rows - 1) * row_stride + (columns - 1) * column_stride;
+            let last = (rows - 1)
+                .checked_mul(row_stride)
+                .zip((columns - 1).checked_mul(column_stride))
+                .and_then(|(row, column)| row.checked_add(column));
             assert!(
-                last < data.len(),
-                "a matrix of {rows} x {columns} with strides {row_stride} and {column_stride} ends at element {last}, \
-                 and there are {}",
+                last.is_some_and(|last| last < data.len()),
+                "a matrix of {rows} x {columns} with strides {row_stride} and {column_stride} ends beyond the {} \
+                 elements there are",
                 data.len()
             );
         }

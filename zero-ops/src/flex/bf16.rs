@@ -19,7 +19,8 @@ fn matrix(x: &FlexTensor) -> Option<MatrixBf16<'_>> {
     let [rows, columns] = dims(x);
     let row_stride = usize::try_from(layout.strides()[0]).ok()?;
     let column_stride = usize::try_from(layout.strides()[1]).ok()?;
-    Some(MatrixBf16::strided(&x.storage()[layout.start_offset()..], rows, columns, row_stride, column_stride))
+    let data = x.storage().get(layout.start_offset()..).unwrap_or_default();
+    Some(MatrixBf16::strided(data, rows, columns, row_stride, column_stride))
 }
 
 /// The elements in row-major order without gaps; a copy only if they do not lie so.

@@ -93,7 +93,11 @@ impl Summary {
             gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
             wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),
             wire_bytes_per_step_formula: plan.wire_bytes(),
-            fresh_bytes_after_two_steps: steps.iter().skip(2).map(|step| step.fresh_bytes).sum(),
+            // Of no steps, nothing is known.
+            fresh_bytes_after_two_steps: steps
+                .get(2..)
+                .filter(|steps| !steps.is_empty())
+                .and_then(|steps| steps.iter().map(|step| step.fresh_bytes).sum()),
             peak_rss_bytes: most(|rank| rank.peak_rss_bytes),
             notice: plan.notice.clone(),
         }

@@ -1,7 +1,7 @@
 //! `--trace`: the spans of all threads into a file for chrome://tracing or <https://ui.perfetto.dev>.
 //!
 //! Compute threads show forward, backward and update, the operations inside, and what they wait for; `prefetch`,
-//! `reducer` and `gradients` threads show the communication that goes on beside. `bench/overlap.py` adds it up.
+//! `reducer` and `gradients` threads show the communication that goes on beside. `bench/trace.py` adds it up.
 
 use std::fs::File;
 use std::io::BufWriter;

@@ -104,8 +104,8 @@ fn run_rank(
             wire: stats.wire_bytes.since(&wire_before),
             peak_rss: peak_rss_bytes().unwrap_or(0),
         };
-        // All ranks' memory: none is past this before all have come.
         let reports = all_gather::<Flex>(&report.to_values());
+        // All ranks', up to about here: one may have begun its next step.
         let fresh_after = fresh_bytes();
         let metrics = StepMetrics {
             step: step + 1,

@@ -1,8 +1,8 @@
 //! Copies of an operand in the order that the kernel reads it.
 //!
 //! Both operands are lines along the depth: rows of the left matrix, columns of the right one. A panel is `W` lines; it
-//! holds, for each pair of neighbours in depth, that pair of every line, as one u32 whose low half comes first. Lines
-//! and depth that are missing count as zero.
+//! holds, for each pair of neighbours in depth, that pair of every line, as one u32 whose low half comes first. Depth
+//! that is missing counts as zero; lines that are missing hold whatever was there, in columns that are dropped.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
