@@ -1,0 +1,87 @@
+//! Files and folders whose contents and names are on the disk when a function returns.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+use super::error::{CheckpointError, io_at};
+
+/// Makes `dir` and what is missing above it, each name durable in its parent.
+pub(super) fn create_dir(dir: &Path) -> Result<(), CheckpointError> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    let parent = parent_of(dir);
+    if parent != dir {
+        create_dir(parent)?;
+    }
+    match fs::create_dir(dir) {
+        // Made by somebody else in the meantime.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
+        outcome => outcome.map_err(io_at("create folder", dir)),
+    }?;
+    sync_dir(parent)
+}
+
+fn parent_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+        Some(parent) => parent,
+        None => path,
+    }
+}
+
+/// Makes the names in `dir` durable: files created there, renamed or removed.
+pub(super) fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
+    // Elsewhere a folder cannot be opened as a file, and renames are written through.
+    if cfg!(unix) {
+        File::open(dir).and_then(|folder| folder.sync_all()).map_err(io_at("sync folder", dir))?;
+    }
+    Ok(())
+}
+
+/// Writes a new file, contents durable; its name is so after [`sync_dir`].
+pub(super) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let mut file = File::create(path).map_err(io_at("create", path))?;
+    file.write_all(bytes).map_err(io_at("write", path))?;
+    file.sync_all().map_err(io_at("sync", path))
+}
+
+/// Gives a file or folder another name, or the place of the file that has it.
+pub(super) fn rename(from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    fs::rename(from, to).map_err(io_at("rename to", to))
+}
+
+/// Fills `out` from byte `offset` on. Positioned reads and no mapping, because a bad sector, or a file that somebody
+/// cuts off, is then an error and not the end of the process by a signal.
+pub(super) fn read_at(file: &File, path: &Path, out: &mut [u8], offset: u64) -> Result<(), CheckpointError> {
+    match read_exact_at(file, out, offset) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(CheckpointError::Truncated {
+            path: path.to_path_buf(),
+            expected_bytes: offset + out.len() as u64,
+            got_bytes: file.metadata().map_err(io_at("look at", path))?.len(),
+        }),
+        outcome => outcome.map_err(io_at("read", path)),
+    }
+}
+
+#[cfg(unix)]
+fn read_exact_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
+}
+
+#[cfg(windows)]
+fn read_exact_at(file: &File, mut out: &mut [u8], mut offset: u64) -> io::Result<()> {
+    while !out.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, out, offset) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => {
+                out = &mut out[read..];
+                offset += read as u64;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,200 @@
+//! What saving or reading a checkpoint ran into: what was expected, what came, and what to change.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::CommError;
+
+/// Why a checkpoint could not be saved or read.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The operating system refused.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried, as a verb.
+        action: &'static str,
+        /// On which path.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Something that must be there is not.
+    #[error("{what} is missing: expected it at {}; restore the file, or resume from another checkpoint", path.display())]
+    Missing {
+        /// What it would have been.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+    },
+    /// A file is shorter than the manifest says.
+    #[error(
+        "{} is truncated: expected {expected_bytes} bytes, found {got_bytes}; copy it again, or resume from another \
+         checkpoint", path.display()
+    )]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Size when it was saved.
+        expected_bytes: u64,
+        /// Size now.
+        got_bytes: u64,
+    },
+    /// A file is longer than the manifest says.
+    #[error(
+        "{} is not the file that was saved: expected {expected_bytes} bytes, found {got_bytes}; copy it again, or resume \
+         from another checkpoint", path.display()
+    )]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// Size when it was saved.
+        expected_bytes: u64,
+        /// Size now.
+        got_bytes: u64,
+    },
+    /// A tensor's bytes are not the saved ones.
+    #[error(
+        "tensor '{tensor}' is corrupt in {}: expected crc32c {expected:08x}, its bytes give {got:08x}; copy the file \
+         again, or resume from another checkpoint", path.display()
+    )]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// The tensor whose piece is damaged.
+        tensor: String,
+        /// Checksum when it was saved.
+        expected: u32,
+        /// Checksum now.
+        got: u32,
+    },
+    /// A sound file of another rank, step or save lies in this file's place.
+    #[error(
+        "{} is in the wrong place: expected the file of {expected}, found the file of {got}; put the right file there, or \
+         resume from another checkpoint", path.display()
+    )]
+    Swapped {
+        /// The file.
+        path: PathBuf,
+        /// Whose file it must be.
+        expected: String,
+        /// Whose it is.
+        got: String,
+    },
+    /// A file's header cannot be read, or says something else than the manifest.
+    #[error("the header of {} is damaged: {reason}; copy the file again, or resume from another checkpoint", path.display())]
+    BadHeader {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with what was expected.
+        reason: String,
+    },
+    /// The manifest cannot be read, or contradicts itself.
+    #[error(
+        "the manifest {} is damaged: {reason}; restore it (it is not meant to be edited), or resume from another \
+         checkpoint", path.display()
+    )]
+    BadManifest {
+        /// The manifest.
+        path: PathBuf,
+        /// What is wrong, with what was expected.
+        reason: String,
+    },
+    /// The checkpoint was written by a later version of this crate.
+    #[error(
+        "{} has format {version}, written by version {written_by}; this version {} reads formats up to {supported}: \
+         update to read it", path.display(), env!("CARGO_PKG_VERSION")
+    )]
+    NewerFormat {
+        /// The manifest.
+        path: PathBuf,
+        /// Its format.
+        version: u64,
+        /// The newest format that can be read.
+        supported: u32,
+        /// The version of the crate that wrote it.
+        written_by: String,
+    },
+    /// Ranks called [`save`](super::save()) with different things.
+    #[error("ranks disagree on {what}: rank {rank} saves {got}, rank 0 saves {expected}; all ranks must save the same")]
+    Disagree {
+        /// On what.
+        what: String,
+        /// The first rank that differs from rank 0.
+        rank: usize,
+        /// Rank 0's.
+        expected: String,
+        /// That rank's.
+        got: String,
+    },
+    /// A rank could not do its part; every rank gets this error, and earlier checkpoints are as they were.
+    #[error("saving step {step} failed on rank {rank} of {world}: {reason}")]
+    SaveFailed {
+        /// The step.
+        step: u64,
+        /// The first rank that failed.
+        rank: usize,
+        /// Number of ranks.
+        world: usize,
+        /// That rank's error.
+        reason: String,
+    },
+    /// Another save into the same folder has not ended.
+    #[error("another save into {} is going on: wait for it, or give each run a folder of its own", dir.display())]
+    Busy {
+        /// The folder.
+        dir: PathBuf,
+    },
+    /// What is to be written does not fit what was announced.
+    #[error("tensor '{tensor}': expected {expected}, got {got}")]
+    Unfit {
+        /// The tensor.
+        tensor: String,
+        /// What fits.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// The checkpoint has no such tensor.
+    #[error("{} has no tensor '{tensor}' among its {count}; look at its tensors for the names", path.display())]
+    NoTensor {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The name asked for.
+        tensor: String,
+        /// Number of tensors in the checkpoint.
+        count: usize,
+    },
+    /// Elements were asked for that the tensor does not have.
+    #[error("tensor '{tensor}' has {numel} elements: elements {start}..{end} were asked for")]
+    OutOfRange {
+        /// The tensor.
+        tensor: String,
+        /// Its elements.
+        numel: usize,
+        /// First element asked for.
+        start: usize,
+        /// First element not asked for.
+        end: usize,
+    },
+    /// The thread of an [`AsyncSaver`](super::AsyncSaver) ended in a panic.
+    #[error("rank {rank}'s checkpoint thread stopped: {reason}")]
+    Stopped {
+        /// The rank.
+        rank: usize,
+        /// The panic's message.
+        reason: String,
+    },
+    /// The ranks could not talk to each other.
+    #[error("{doing}: {source}")]
+    Comm {
+        /// What they were about to do.
+        doing: String,
+        /// The collective's error.
+        source: Box<CommError>,
+    },
+}
+
+/// Names action and path of an error of the system.
+pub(super) fn io_at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    move |source| CheckpointError::Io { action, path: path.to_path_buf(), source }
+}

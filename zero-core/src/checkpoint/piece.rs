@@ -1,0 +1,65 @@
+//! What a rank hands over to be saved.
+
+use std::borrow::Cow;
+
+use super::ElementType;
+use super::error::CheckpointError;
+use crate::Partition;
+
+/// A rank's part of one tensor: the elements of `Partition::new(numel, world)` that are its own, possibly none.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Piece<'a> {
+    /// The tensor's name, the same on every rank.
+    pub name: Cow<'a, str>,
+    /// Element type.
+    pub dtype: ElementType,
+    /// Dimensions of the whole tensor.
+    pub shape: Cow<'a, [usize]>,
+    /// The rank's elements, little-endian.
+    pub bytes: Cow<'a, [u8]>,
+}
+
+impl<'a> Piece<'a> {
+    /// A piece of `bytes` of the tensor `name`, which has `shape` as a whole.
+    pub fn new(
+        name: impl Into<Cow<'a, str>>,
+        dtype: ElementType,
+        shape: impl Into<Cow<'a, [usize]>>,
+        bytes: impl Into<Cow<'a, [u8]>>,
+    ) -> Self {
+        Self { name: name.into(), dtype, shape: shape.into(), bytes: bytes.into() }
+    }
+
+    /// The same piece, copied where it is borrowed.
+    pub fn into_owned(self) -> Piece<'static> {
+        Piece {
+            name: self.name.into_owned().into(),
+            dtype: self.dtype,
+            shape: self.shape.into_owned().into(),
+            bytes: self.bytes.into_owned().into(),
+        }
+    }
+
+    /// Whether the bytes are what `rank` of `world` owns.
+    pub(super) fn check(&self, rank: usize, world: usize) -> Result<(), CheckpointError> {
+        let unfit = |expected: String, got: String| {
+            Err(CheckpointError::Unfit { tensor: self.name.to_string(), expected, got })
+        };
+        if self.name.is_empty() || self.name == "__metadata__" {
+            return unfit("a name that safetensors can hold".into(), format!("'{}'", self.name));
+        }
+        if self.dtype.bytes_of(&self.shape).is_none() {
+            return unfit("a size that a file can have".into(), format!("{} {:?}", self.dtype, self.shape));
+        }
+        let elems = Partition::new(self.shape.iter().product(), world).len(rank);
+        let bytes = elems * self.dtype.size();
+        if self.bytes.len() != bytes {
+            let whole = format!("{} {:?} over {world} ranks", self.dtype, self.shape);
+            return unfit(
+                format!("{bytes} bytes for the {elems} elements that rank {rank} has of {whole}"),
+                format!("{} bytes", self.bytes.len()),
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,193 @@
+//! Rank 0's part of a save: the folder that nobody sees yet, and making it the newest checkpoint.
+
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::disk::{create_dir, rename, sync_dir, write_file};
+use super::error::{CheckpointError, io_at};
+use super::latest::{LATEST, names_in, pointed_at, step_of};
+use super::save::Published;
+use super::{MANIFEST, Manifest, SaveOptions, step_folder};
+
+const LOCK: &str = ".lock";
+const SAVING: &str = ".saving-";
+const PRUNED: &str = ".pruned-";
+/// A checkpoint that another of the same step is about to replace; readers know it (see [`names_in`]).
+pub(super) const REPLACED: &str = ".replaced-";
+const NEW_LATEST: &str = ".latest-new";
+const NEW_MANIFEST: &str = ".manifest-new";
+
+/// A save that has begun. Dropped before it is published, it removes what it has made.
+#[derive(Debug)]
+pub(super) struct Staging {
+    dir: PathBuf,
+    step: u64,
+    id: String,
+    /// `None` once the folder has been published.
+    folder: Option<PathBuf>,
+    /// Locked; the system unlocks it when the file is closed, at the latest when the process ends.
+    _lock: File,
+}
+
+impl Staging {
+    /// Takes the folder `dir` for this save, removes remains of others and makes the folder that the ranks write into.
+    pub(super) fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
+        create_dir(dir)?;
+        let path = dir.join(LOCK);
+        let lock =
+            File::options().create(true).truncate(false).write(true).open(&path).map_err(io_at("open", &path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
+            Err(TryLockError::Error(error)) => return Err(io_at("lock", &path)(error)),
+        }
+        sweep(dir)?;
+        let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        let id = format!("{nanos:x}-{:x}", std::process::id());
+        let folder = dir.join(Self::folder_name(step, &id));
+        fs::create_dir(&folder).map_err(io_at("create folder", &folder))?;
+        Ok(Self { dir: dir.to_path_buf(), step, id, folder: Some(folder), _lock: lock })
+    }
+
+    pub(super) fn id(&self) -> &str {
+        &self.id
+    }
+
+    pub(super) fn folder_name(step: u64, id: &str) -> String {
+        format!("{SAVING}{}-{id}", step_folder(step))
+    }
+
+    /// Makes the folder, in which every rank's file is durable, the newest checkpoint.
+    pub(super) fn publish(
+        mut self,
+        mut manifest: Manifest,
+        options: &SaveOptions,
+    ) -> Result<Published, CheckpointError> {
+        let folder = self.folder.clone().expect("a staging is published once");
+        for file in &manifest.files {
+            let path = folder.join(&file.name);
+            let got_bytes = match fs::metadata(&path) {
+                Ok(found) => found.len(),
+                // Written, its rank says, so that rank sees another disk under this path.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return Err(CheckpointError::Missing { what: "a rank's file, as rank 0 sees the folder,", path });
+                }
+                Err(error) => return Err(io_at("look at", &path)(error)),
+            };
+            if got_bytes != file.bytes {
+                return Err(CheckpointError::Truncated { path, expected_bytes: file.bytes, got_bytes });
+            }
+        }
+        manifest.saved_unix_ms = self.now_unix_ms();
+        let path = folder.join(MANIFEST);
+        let new_manifest = folder.join(NEW_MANIFEST);
+        write_file(&new_manifest, &manifest.encode(&path)?)?;
+        rename(&new_manifest, &path)?;
+        sync_dir(&folder)?;
+
+        let name = step_folder(self.step);
+        let (new_latest, latest) = (self.dir.join(NEW_LATEST), self.dir.join(LATEST));
+        write_file(&new_latest, format!("{name}\n").as_bytes())?;
+
+        let target = self.dir.join(&name);
+        let aside = self.dir.join(format!("{REPLACED}{name}"));
+        let replaces = target.exists();
+        if replaces {
+            rename(&target, &aside)?;
+        }
+        if let Err(error) = rename(&folder, &target) {
+            if replaces {
+                rename(&aside, &target)?;
+            }
+            return Err(error);
+        }
+        self.folder = None;
+        sync_dir(&self.dir)?;
+        rename(&new_latest, &latest)?;
+        sync_dir(&self.dir)?;
+
+        let mut published = Published::default();
+        if replaces {
+            remove(&aside).unwrap_or_else(|error| published.not_pruned.push(error.to_string()));
+        }
+        self.prune(&name, options, &mut published);
+        Ok(published)
+    }
+
+    /// The time, or just after the time of the newest checkpoint when the clock went back.
+    fn now_unix_ms(&self) -> u64 {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+        let before = pointed_at(&self.dir).ok().flatten().and_then(|name| Manifest::read(&self.dir.join(name)).ok());
+        before.map_or(now, |manifest| now.max(manifest.saved_unix_ms.saturating_add(1)))
+    }
+
+    /// Removes the oldest checkpoints. Folders without a sound manifest are not counted and not touched.
+    fn prune(&self, newest: &str, options: &SaveOptions, published: &mut Published) {
+        let Some(keep) = options.keep_last else { return };
+        let names = match names_in(&self.dir) {
+            Ok(names) => names,
+            Err(error) => return published.not_pruned.push(error.to_string()),
+        };
+        let mut complete: Vec<(u64, u64, String)> = names
+            .into_iter()
+            .filter_map(|name| Some((Manifest::read(&self.dir.join(&name)).ok()?, name)))
+            .map(|(manifest, name)| (manifest.saved_unix_ms, manifest.step, name))
+            .collect();
+        complete.sort_by(|a, b| b.cmp(a));
+        for (_, step, name) in complete.into_iter().skip(keep.get()) {
+            if name == newest || options.protect.contains(&step) {
+                continue;
+            }
+            let gone = self.dir.join(format!("{PRUNED}{name}"));
+            // The new name first, on the disk too, so that no crash leaves half a checkpoint under the old one.
+            let renamed = rename(&self.dir.join(&name), &gone).and_then(|()| sync_dir(&self.dir));
+            match renamed.and_then(|()| remove(&gone)) {
+                Ok(()) => published.pruned.push(name),
+                Err(error) => published.not_pruned.push(error.to_string()),
+            }
+        }
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        let Some(folder) = &self.folder else { return };
+        for path in [folder.clone(), self.dir.join(NEW_LATEST)] {
+            // The save has failed already, and its own error is the one to return.
+            if let Err(error) = remove(&path) {
+                tracing::warn!("what a failed save leaves, until the next one: {error}");
+            }
+        }
+    }
+}
+
+/// Removes what saves of processes that have died left behind, and gives a checkpoint that was to be replaced its name
+/// back. Only for who holds the lock.
+fn sweep(dir: &Path) -> Result<(), CheckpointError> {
+    // A process that was killed may not have come to this: what it renamed must not come back as it was.
+    sync_dir(dir)?;
+    for entry in fs::read_dir(dir).map_err(io_at("list", dir))? {
+        let entry = entry.map_err(io_at("list", dir))?;
+        let (path, name) = (entry.path(), entry.file_name());
+        let Some(name) = name.to_str() else { continue };
+        let replaced = name.strip_prefix(REPLACED).filter(|name| step_of(name).is_some());
+        if let Some(former) = replaced.map(|name| dir.join(name)).filter(|former| !former.exists()) {
+            rename(&path, &former)?;
+            sync_dir(dir)?;
+        } else if replaced.is_some() || name.starts_with(SAVING) || name.starts_with(PRUNED) || name == NEW_LATEST {
+            remove(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes a file, or a folder with its contents, that may be gone already.
+fn remove(path: &Path) -> Result<(), CheckpointError> {
+    let outcome = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match outcome {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        outcome => outcome.map_err(io_at("remove", path)),
+    }
+}

@@ -1,0 +1,229 @@
+//! The collective that saves: agree, write, exchange, publish. The order on the disk is told in [`super`].
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::exchange::share;
+use super::publish::Staging;
+use super::{CheckpointError, ElementType, FORMAT_VERSION, FileEntry, Manifest, Piece, SafetensorsWriter, TensorEntry};
+use super::{rank_file, step_folder};
+use crate::Collective;
+
+/// What to do besides saving.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// Complete checkpoints to keep, the new one among them; all when `None`.
+    pub keep_last: Option<NonZeroUsize>,
+    /// Steps that are kept in any case, such as the best so far.
+    pub protect: Vec<u64>,
+}
+
+/// A checkpoint that has been saved.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Saved {
+    /// Its folder.
+    pub path: PathBuf,
+    /// The step.
+    pub step: u64,
+    /// Size of all ranks' files.
+    pub bytes: u64,
+    /// Wall time of the call.
+    pub seconds: f64,
+    /// Checkpoints that were removed after it.
+    pub pruned: Vec<PathBuf>,
+    /// Why others could not be removed; the new checkpoint is complete all the same.
+    pub not_pruned: Vec<String>,
+}
+
+/// What the ranks must agree on.
+#[derive(Debug, Serialize, Deserialize)]
+struct Plan {
+    dir: String,
+    step: u64,
+    options: String,
+    tensors: Vec<(String, ElementType, Vec<usize>)>,
+}
+
+/// What a rank has written.
+#[derive(Debug, Serialize, Deserialize)]
+struct Written {
+    bytes: u64,
+    /// In the order of the sorted pieces.
+    crc32c: Vec<Option<u32>>,
+}
+
+/// What rank 0 has made visible.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Published {
+    pub(super) pruned: Vec<String>,
+    pub(super) not_pruned: Vec<String>,
+}
+
+/// Saves `pieces` and rank 0's `state` as the checkpoint of `step` in `dir`, and names it in `dir/latest`.
+///
+/// A collective: every rank calls it, with a piece of every tensor, empty where it has no elements. It returns on every
+/// rank when the checkpoint is durable. A checkpoint of the same step is replaced. Floats of `state` are exact; JSON has
+/// no infinities and NaNs, so those belong into a tensor. A rank that writes slower than the others keeps them waiting,
+/// so the communicator's deadline must be longer than a write.
+///
+/// # Errors
+///
+/// The same on every rank: [`CheckpointError::Disagree`], [`CheckpointError::SaveFailed`] with the error of the rank
+/// that failed, or [`CheckpointError::Comm`]. The checkpoints before are as they were, and so is `latest`.
+pub fn save(
+    comm: &dyn Collective,
+    dir: &Path,
+    step: u64,
+    pieces: &[Piece<'_>],
+    state: &Value,
+    options: &SaveOptions,
+) -> Result<Saved, CheckpointError> {
+    let begin = Instant::now();
+    let (rank, world) = (comm.rank(), comm.world());
+    // Large elements first keeps each tensor aligned to its own; names make the order the same on every rank.
+    let mut pieces: Vec<&Piece<'_>> = pieces.iter().collect();
+    pieces.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
+    let plan = plan(dir, step, &pieces, options, (rank, world));
+    agree(&share(comm, step, plan)?)?;
+
+    let (mut staging, mut id) = (None, Ok(String::new()));
+    if rank == 0 {
+        id = Staging::begin(dir, step).map(|begun| staging.insert(begun).id().to_string());
+    }
+    let id = share(comm, step, id)?.swap_remove(0);
+
+    let folder = dir.join(Staging::folder_name(step, &id));
+    let written = share(comm, step, write(&folder, step, &id, &pieces, (rank, world)))?;
+    let bytes = written.iter().map(|file| file.bytes).sum();
+
+    let published = match staging {
+        Some(staging) => staging.publish(manifest(step, id, &pieces, &written, state), options),
+        None => Ok(Published::default()),
+    };
+    let Published { pruned, not_pruned } = share(comm, step, published)?.swap_remove(0);
+    if rank == 0 {
+        for reason in &not_pruned {
+            tracing::warn!("an old checkpoint stays: {reason}");
+        }
+    }
+    Ok(Saved {
+        path: dir.join(step_folder(step)),
+        step,
+        bytes,
+        seconds: begin.elapsed().as_secs_f64(),
+        pruned: pruned.into_iter().map(|name| dir.join(name)).collect(),
+        not_pruned,
+    })
+}
+
+fn plan(
+    dir: &Path,
+    step: u64,
+    pieces: &[&Piece<'_>],
+    options: &SaveOptions,
+    (rank, world): (usize, usize),
+) -> Result<Plan, CheckpointError> {
+    let mut names = std::collections::HashSet::new();
+    for piece in pieces {
+        piece.check(rank, world)?;
+        if !names.insert(&*piece.name) {
+            let (expected, got) = ("one tensor of this name".to_string(), "two".to_string());
+            return Err(CheckpointError::Unfit { tensor: piece.name.to_string(), expected, got });
+        }
+    }
+    let tensors = pieces.iter().map(|piece| (piece.name.to_string(), piece.dtype, piece.shape.to_vec())).collect();
+    Ok(Plan { dir: dir.to_string_lossy().into_owned(), step, options: format!("{options:?}"), tensors })
+}
+
+/// The first difference from rank 0, by name. Every rank has the same plans before it, and comes to the same end.
+fn agree(plans: &[Plan]) -> Result<(), CheckpointError> {
+    let first = &plans[0];
+    let first_tensors: BTreeMap<&str, _> = first.tensors.iter().map(|(name, d, s)| (name.as_str(), (d, s))).collect();
+    for (rank, plan) in plans.iter().enumerate().skip(1) {
+        let differ = |what: &str, expected: &dyn std::fmt::Display, got: &dyn std::fmt::Display| {
+            let (expected, got) = (expected.to_string(), got.to_string());
+            Err(CheckpointError::Disagree { what: what.to_string(), rank, expected, got })
+        };
+        if plan.step != first.step {
+            return differ("the step", &format_args!("step {}", first.step), &format_args!("step {}", plan.step));
+        }
+        if plan.dir != first.dir {
+            return differ("the folder", &format_args!("into {}", first.dir), &format_args!("into {}", plan.dir));
+        }
+        if plan.options != first.options {
+            return differ("the options", &first.options, &plan.options);
+        }
+        let tensors: BTreeMap<&str, _> = plan.tensors.iter().map(|(name, d, s)| (name.as_str(), (d, s))).collect();
+        for (name, (dtype, shape)) in &tensors {
+            let what = format!("tensor '{name}'");
+            match first_tensors.get(name) {
+                None => return differ(&what, &"no such tensor", &format_args!("{dtype} {shape:?}")),
+                Some((first_dtype, first_shape)) if (first_dtype, first_shape) != (dtype, shape) => {
+                    let first = format!("{first_dtype} {first_shape:?}");
+                    return differ(&what, &first, &format_args!("{dtype} {shape:?}"));
+                }
+                Some(_) => {}
+            }
+        }
+        if let Some((name, (dtype, shape))) = first_tensors.iter().find(|(name, _)| !tensors.contains_key(*name)) {
+            let what = format!("tensor '{name}'");
+            return differ(&what, &format_args!("{dtype} {shape:?}"), &"no such tensor");
+        }
+    }
+    Ok(())
+}
+
+/// What a rank's file says about itself, so that one in another's place is known.
+pub(super) fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, String> {
+    [("rank", rank.to_string()), ("world", world.to_string()), ("step", step.to_string()), ("id", id.to_string())]
+        .map(|(key, value)| (key.to_string(), value))
+        .into()
+}
+
+fn write(
+    folder: &Path,
+    step: u64,
+    id: &str,
+    pieces: &[&Piece<'_>],
+    (rank, world): (usize, usize),
+) -> Result<Written, CheckpointError> {
+    let own = |piece: &&&Piece<'_>| !piece.bytes.is_empty();
+    let tensors = pieces
+        .iter()
+        .filter(own)
+        .map(|piece| (piece.name.to_string(), piece.dtype, vec![piece.bytes.len() / piece.dtype.size()]))
+        .collect();
+    let path = folder.join(rank_file(rank, world));
+    let mut writer = SafetensorsWriter::create(&path, &metadata(rank, world, step, id), tensors)?;
+    let mut crc32c = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        crc32c.push(if own(&piece) { Some(writer.write(&piece.name, &piece.bytes)?) } else { None });
+    }
+    Ok(Written { bytes: writer.finish()?, crc32c })
+}
+
+fn manifest(step: u64, id: String, pieces: &[&Piece<'_>], written: &[Written], state: &Value) -> Manifest {
+    let world = written.len();
+    let files = written.iter().enumerate();
+    let files = files.map(|(rank, file)| FileEntry { name: rank_file(rank, world), bytes: file.bytes }).collect();
+    let tensors = pieces.iter().enumerate().map(|(index, piece)| {
+        let crc32c = written.iter().map(|file| file.crc32c[index]).collect();
+        (piece.name.to_string(), TensorEntry { dtype: piece.dtype, shape: piece.shape.to_vec(), crc32c })
+    });
+    Manifest {
+        format_version: FORMAT_VERSION,
+        crate_version: env!("CARGO_PKG_VERSION").to_string(),
+        id,
+        step,
+        world,
+        saved_unix_ms: 0,
+        files,
+        tensors: tensors.collect(),
+        state: state.clone(),
+    }
+}
