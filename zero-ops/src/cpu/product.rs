@@ -3,22 +3,30 @@
 use gemm::Parallelism;
 
 /// A strided view of a matrix, such as a transpose that was never copied.
-#[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a> {
-    data: &'a [f32],
-    rows: usize,
-    columns: usize,
-    row_stride: usize,
-    column_stride: usize,
+#[derive(Debug)]
+pub struct Matrix<'a, T = f32> {
+    pub(super) data: &'a [T],
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) row_stride: usize,
+    pub(super) column_stride: usize,
 }
 
-impl<'a> Matrix<'a> {
+impl<T> Clone for Matrix<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Matrix<'_, T> {}
+
+impl<'a, T> Matrix<'a, T> {
     /// A row-major matrix without gaps.
     ///
     /// # Panics
     ///
     /// When `data` does not have `rows * columns` elements.
-    pub fn new(data: &'a [f32], rows: usize, columns: usize) -> Self {
+    pub fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
         assert_eq!(data.len(), rows * columns, "a matrix of {rows} x {columns} has another number of elements");
         Self { data, rows, columns, row_stride: columns, column_stride: 1 }
     }
@@ -28,7 +36,7 @@ impl<'a> Matrix<'a> {
     /// # Panics
     ///
     /// When the last element lies outside of `data`.
-    pub fn strided(data: &'a [f32], rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> Self {
+    pub fn strided(data: &'a [T], rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> Self {
         if rows > 0 && columns > 0 {
             let last = (rows - 1)
                 .checked_mul(row_stride)

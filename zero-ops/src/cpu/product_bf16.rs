@@ -28,71 +28,11 @@ mod widened;
 use gemm::Parallelism;
 use half::bf16;
 
+use super::product::Matrix;
 use target::{Rows, Target};
 
-/// A strided view of a bfloat16 matrix, such as a transpose that was never copied.
-#[derive(Clone, Copy, Debug)]
-pub struct MatrixBf16<'a> {
-    data: &'a [bf16],
-    rows: usize,
-    columns: usize,
-    row_stride: usize,
-    column_stride: usize,
-}
-
-impl<'a> MatrixBf16<'a> {
-    /// A row-major matrix without gaps.
-    ///
-    /// # Panics
-    ///
-    /// When `data` does not have `rows * columns` elements.
-    pub fn new(data: &'a [bf16], rows: usize, columns: usize) -> Self {
-        assert_eq!(data.len(), rows * columns, "a matrix of {rows} x {columns} has another number of elements");
-        Self { data, rows, columns, row_stride: columns, column_stride: 1 }
-    }
-
-    /// A matrix whose element (i, j) is `data[i * row_stride + j * column_stride]`.
-    ///
-    /// # Panics
-    ///
-    /// When the last element lies outside of `data`.
-    pub fn strided(data: &'a [bf16], rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> Self {
-        if rows > 0 && columns > 0 {
-            let last = (rows - 1)
-                .checked_mul(row_stride)
-                .zip((columns - 1).checked_mul(column_stride))
-                .and_then(|(row, column)| row.checked_add(column));
-            assert!(
-                last.is_some_and(|last| last < data.len()),
-                "a matrix of {rows} x {columns} with strides {row_stride} and {column_stride} ends beyond the {} \
-                 elements there are",
-                data.len()
-            );
-        }
-        Self { data, rows, columns, row_stride, column_stride }
-    }
-
-    /// The transpose, a view of the same elements.
-    pub fn transposed(self) -> Self {
-        Self {
-            data: self.data,
-            rows: self.columns,
-            columns: self.rows,
-            row_stride: self.column_stride,
-            column_stride: self.row_stride,
-        }
-    }
-
-    /// The number of rows.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// The number of columns.
-    pub fn columns(&self) -> usize {
-        self.columns
-    }
-}
+/// A strided view of a bfloat16 matrix.
+pub type MatrixBf16<'a> = Matrix<'a, bf16>;
 
 /// What is added to a product before it is rounded.
 #[derive(Clone, Copy, Debug, Default)]
