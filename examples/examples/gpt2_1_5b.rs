@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     let program = Program {
         model: "gpt2-xl",
         data: Source::Text(TEXT, "examples/data/tinyshakespeare.txt"),
-        allocator: Some(|| ALLOCATOR.stats()),
+        allocator: Some(&ALLOCATOR),
     };
     gpt2::main(&cli.options, &program)
 }

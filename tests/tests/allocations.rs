@@ -111,7 +111,8 @@ fn follows_the_formulas<O: Optimizer<Gpt2<B>, B>>(name: &str, optimizer: fn() ->
                 param_persistence_threshold: 0,
                 ..ZeroConfig::new(stage)
             };
-            let run = |layers| Run { model: model(layers), zero: zero.clone(), ranks, batch: 1, seq: 4, steps: 2 + MEASURED };
+            let run =
+                |layers| Run { model: model(layers), zero: zero.clone(), ranks, batch: 1, seq: 4, steps: 2 + MEASURED };
             let (small, large) = (run(1), run(3));
             let ((small_live, small_peak), (large_live, large_peak)) =
                 (measure(&small, optimizer), measure(&large, optimizer));

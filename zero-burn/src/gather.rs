@@ -83,7 +83,7 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
 
 /// How long a rank waits for another that is joining the same pieces, before it does so itself. Bounded, and short: this may
 /// run under autodiff's locks (ADR 2).
-const JOINING: Duration = Duration::from_millis(50);
+const JOINING: Duration = Duration::from_secs(1);
 
 /// Reads all pieces and joins them, or borrows what another rank has joined.
 fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommError> {

@@ -43,6 +43,12 @@ pub struct PageKeeper<A = System> {
     counters: Counters,
 }
 
+impl<A> std::fmt::Debug for PageKeeper<A> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PageKeeper").field("settings", &self.settings).field("stats", &self.stats()).finish()
+    }
+}
+
 impl<A> PageKeeper<A> {
     /// A keeper with [`Settings::DEFAULT`] that passes small requests on to `small`.
     pub const fn new(small: A) -> Self {
@@ -63,6 +69,38 @@ impl<A> PageKeeper<A> {
             self.counters.trimmed(given);
             given
         })
+    }
+
+    /// Takes `bytes`, rounded up to pages, from the system and keeps them as if they had been used and freed: room for
+    /// a program whose next peak may be higher than those before. Returns how many bytes were taken, 0 where the system
+    /// has not as many addresses in one piece, or [`Settings::keep_bytes`] does not allow it. They count as fresh.
+    pub fn reserve(&self, bytes: usize) -> usize {
+        let len = bytes.next_multiple_of(GRANULE);
+        if !AVAILABLE || len == 0 || self.counters.kept().saturating_add(len as u64) > self.settings.keep_bytes {
+            return 0;
+        }
+        let taken = self.locked(|space| {
+            // The first arena, where there is none yet.
+            if self.counters.read().fresh_bytes == 0 {
+                let first = space.take(GRANULE, GRANULE, self.settings.huge_pages)?;
+                space.give(first.addr, GRANULE);
+                self.counters.took_block(GRANULE, first.fresh);
+                self.counters.gave(GRANULE, GRANULE);
+            }
+            let addr = space.take_clean(len, self.settings.huge_pages)?;
+            self.counters.took_block(len, len);
+            Some(addr)
+        });
+        let Some(addr) = taken else { return 0 };
+        for page in (addr..addr + len).step_by(GRANULE) {
+            // SAFETY: the block is this caller's alone, and `page` lies in it. Volatile, as nobody reads it.
+            unsafe { ptr::with_exposed_provenance_mut::<u8>(page).write_volatile(0) };
+        }
+        self.locked(|space| {
+            space.give(addr, len);
+            self.counters.gave(len, len);
+        });
+        len
     }
 
     /// The counters so far, read without the lock.

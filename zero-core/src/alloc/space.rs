@@ -94,6 +94,26 @@ impl Space {
         Some(Taken { addr, fresh, zero_tail })
     }
 
+    /// Hands out `len` clean bytes (whole granules) beside the kept pages at the low end of the largest free range, or
+    /// `None` where that has no clean piece as long.
+    pub(crate) fn take_clean(&mut self, len: usize, huge_pages: bool) -> Option<usize> {
+        if !self.reserve_nodes(1) {
+            return None;
+        }
+        let (free_len, free_addr) = self.mixed.below(&self.nodes, (usize::MAX, 0))?;
+        let end = free_addr + free_len;
+        let (addr, to) = self.clean.last_within(&self.nodes, free_addr, end)?;
+        if to - addr < len {
+            return None;
+        }
+        self.unlink(free_addr, free_len);
+        self.link(free_addr, addr);
+        self.link(addr + len, end);
+        self.live_blocks += 1;
+        self.use_pages(addr, addr + len, huge_pages);
+        Some(addr)
+    }
+
     /// Makes the live block `[addr, addr + len)` longer by `more` bytes, if they are free; returns how many of those
     /// were clean.
     pub(crate) fn grow(&mut self, addr: usize, len: usize, more: usize, huge_pages: bool) -> Option<usize> {

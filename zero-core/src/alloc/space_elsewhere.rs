@@ -22,6 +22,10 @@ impl Space {
         None
     }
 
+    pub(crate) fn take_clean(&mut self, _: usize, _: bool) -> Option<usize> {
+        None
+    }
+
     pub(crate) fn grow(&mut self, _: usize, _: usize, _: usize, _: bool) -> Option<usize> {
         None
     }

@@ -14,6 +14,8 @@ pub use options::{Dtype, Options};
 pub use plan::{MemoryNeed, Plan};
 pub use report::Summary;
 
+use zero_core::alloc::PageKeeper;
+
 use crate::TrainError;
 use crate::data::Source;
 
@@ -24,9 +26,8 @@ pub struct Program<'a> {
     pub model: &'a str,
     /// Read when the options name no file.
     pub data: Source<'a>,
-    /// The counters of the program's allocator, if it is a [`PageKeeper`](zero_core::alloc::PageKeeper): memory that a
-    /// step takes afresh is then part of its metrics.
-    pub allocator: Option<fn() -> zero_core::alloc::Stats>,
+    /// The program's allocator, if it is one that counts: memory that a step takes afresh is then part of its metrics.
+    pub allocator: Option<&'a PageKeeper>,
 }
 
 /// Runs the whole command and turns its outcome into an exit code: 0, 2 for bad input, 1 for a run that failed. The

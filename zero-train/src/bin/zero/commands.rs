@@ -238,7 +238,6 @@ pub fn train(options: &Options) -> ExitCode {
         );
         return ExitCode::from(2);
     }
-    let program =
-        Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(|| crate::ALLOCATOR.stats()) };
+    let program = Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(&crate::ALLOCATOR) };
     gpt2::main(options, &program)
 }
