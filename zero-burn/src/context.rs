@@ -15,12 +15,13 @@ use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::{Gauge, WireCounter};
-use zero_core::collective::threads::Stopped;
+use zero_core::collective::threads::{Stopped, alone};
 use zero_core::window::{Key, Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
 
 use crate::config::ZeroConfig;
 use crate::gather::Gatherer;
+use crate::pieces::RandomState;
 use crate::random::{Stream, sign};
 use crate::reduce::{Reducer, Settled};
 use crate::shard::Cell;
@@ -415,7 +416,21 @@ impl<B: Backend> Context<B> {
         self.broadcast_bytes_from(bytes, 0)
     }
 
+    /// The ranks, for other collectives on the rank's own thread.
+    pub(crate) fn collective(&self) -> Arc<dyn Collective> {
+        self.main.clone().unwrap_or_else(alone)
+    }
+
     // ---- random numbers ----
+
+    pub(crate) fn random_state(&self) -> RandomState {
+        RandomState { seed: self.seed.load(Ordering::Relaxed), draws: self.draws.load(Ordering::Relaxed) }
+    }
+
+    pub(crate) fn set_random_state(&self, state: RandomState) {
+        self.seed.store(state.seed, Ordering::Relaxed);
+        self.draws.store(state.draws, Ordering::Relaxed);
+    }
 
     pub(crate) fn reseed(&self, seed: u64) {
         self.seed.store(seed, Ordering::Relaxed);

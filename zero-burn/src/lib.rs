@@ -48,6 +48,7 @@ pub mod launch;
 pub mod module;
 mod ops;
 pub mod optim;
+pub mod pieces;
 mod random;
 mod reduce;
 mod shard;

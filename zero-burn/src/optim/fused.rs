@@ -18,6 +18,7 @@ use crate::backend::Zero;
 use crate::context::{Context, stop};
 use crate::gather::read;
 use crate::module::ZeroAutodiff;
+use crate::pieces::cell_bytes;
 use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
 use crate::tensor::{Shard, ZeroTensor};
 
@@ -144,6 +145,56 @@ impl<A: ZeroAutodiff> Fused<A> {
         let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(TensorData::new(piece, [len]), &cell.device);
         *cell = Cell::ready(cell.template(Kind::Optimizer, origin), local);
         true
+    }
+
+    /// Updates of a parameter so far, and the names of its states, the master ("fp32_param") included. `None` before its
+    /// first update.
+    pub fn states(&self, id: ParamId) -> Option<(usize, Vec<&str>)> {
+        let state = &self.states[*self.index.get(&id)?];
+        Some((state.time, state.cells.iter().map(|(name, _)| name.as_str()).collect()))
+    }
+
+    /// This rank's part of a state, fp32 and little-endian, cut as [`pieces`](crate::pieces) are. Nothing is gathered.
+    pub fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
+        let state = &self.states[*self.index.get(&id)?];
+        state.cells.iter().find(|(known, _)| known == name).map(|(_, cell)| cell_bytes(cell))
+    }
+
+    /// Makes `states` all that is known of a parameter of `numel` elements that has been updated `time` times: for each
+    /// name the elements that this rank holds ([`held_range`](crate::pieces::held_range)).
+    ///
+    /// # Panics
+    ///
+    /// When a state has another number of elements.
+    pub fn load_states(&mut self, id: ParamId, numel: usize, time: usize, states: Vec<(String, Vec<f32>)>) {
+        let context = Context::<A::Base>::current();
+        let partition = context.partition(numel);
+        let held = partition.len(if partition.is_whole() { 0 } else { context.rank });
+        let mut cells = Vec::with_capacity(states.len());
+        for (name, mut values) in states {
+            assert_eq!(values.len(), held, "elements of {name} that this rank holds");
+            // One element of filler where it holds none, as everywhere.
+            values.resize(values.len().max(1), 0.0);
+            let (kind, device, len) = (Kind::Optimizer, context.device.clone(), values.len());
+            let data = TensorData::new(values, [len]);
+            let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &device);
+            let (context, shape) = (context.clone(), Shape::new([numel]));
+            let template = Template { context, slot: None, partition, shape, device, kind, origin: PRIOR };
+            cells.push((name, Cell::ready(template, local)));
+        }
+        let state = self.state_of(id);
+        (state.time, state.cells) = (time, cells);
+    }
+
+    /// Forgets all state, as before the first update.
+    pub fn clear_states(&mut self) {
+        self.states.clear();
+        self.index.clear();
+    }
+
+    /// The rule of parameters that no group selects.
+    pub fn rule(&self) -> Rule {
+        self.rule
     }
 
     fn group(&self, path: &str, shape: &[usize]) -> (Rule, f64) {

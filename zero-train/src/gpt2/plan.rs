@@ -11,6 +11,7 @@ use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
 
 use super::Options;
+use super::checkpoints::Checkpoints;
 use super::zero_plan::zero_plan;
 use crate::TrainError;
 use crate::config::ZeroPlan;
@@ -43,6 +44,8 @@ pub struct Plan {
     pub launch: LaunchOptions,
     /// Folder for metrics.
     pub out: Option<PathBuf>,
+    /// What is saved, and where training goes on.
+    pub checkpoints: Checkpoints,
     /// Whether a progress bar is shown.
     pub progress: bool,
     /// What the run needs.
@@ -149,6 +152,7 @@ impl Plan {
             steps: options.steps,
             launch: LaunchOptions { threads_per_rank: options.threads.unwrap_or(0), deadline: DEADLINE },
             out: options.out.clone(),
+            checkpoints: Checkpoints::new(options)?,
             progress: !options.json,
             need,
             notice,
@@ -289,6 +293,16 @@ impl core::fmt::Display for Plan {
             .filter(|line| !["ZeRO", "Batch", "Warning"].iter().any(|start| line.starts_with(start)))
         {
             writeln!(f, "  {line}")?;
+        }
+        if let Some(checkpoint) = &self.checkpoints.resume {
+            let manifest = checkpoint.manifest();
+            writeln!(
+                f,
+                "  goes on from   {}, step {}, saved by {} rank(s)",
+                checkpoint.path().display(),
+                manifest.step,
+                manifest.world
+            )?;
         }
         writeln!(f, "  bytes per rank (estimated)")?;
         for (kind, bytes) in [
