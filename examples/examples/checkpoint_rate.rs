@@ -122,7 +122,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         if rank == 0 {
             let [save, write, load, read] = seconds.map(|mut seconds| median(&mut seconds));
             let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
-            let mib = bytes / ranks as u64 >> 20;
+            let mib = (bytes / ranks as u64) >> 20;
             println!("{preset}, {ranks} ranks with a file of {mib} MiB each, medians of {rounds} rounds in turn");
             println!(
                 "save  {:6.2} GB/s, plain write and sync {:6.2} GB/s: {:.3}",
