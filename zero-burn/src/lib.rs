@@ -54,6 +54,7 @@ mod reduce;
 mod shard;
 pub mod stats;
 mod tensor;
+mod tier;
 mod view;
 
 pub use backend::Zero;

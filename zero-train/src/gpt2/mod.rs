@@ -12,7 +12,7 @@ mod zero_plan;
 use std::process::ExitCode;
 
 pub use checkpoints::Checkpoints;
-pub use options::{Dtype, Options};
+pub use options::{Dtype, OffloadChoice, Options};
 pub use plan::{MemoryNeed, Plan};
 pub use report::Summary;
 

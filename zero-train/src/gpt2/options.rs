@@ -76,6 +76,12 @@ pub struct Options {
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Keep model state on a disk: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3)
+    #[arg(long, value_name = "WHAT")]
+    pub offload: Option<OffloadChoice>,
+    /// The folder for --offload, on a fast disk; a run makes one of its own in it and removes it at its end
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub swap: PathBuf,
     /// Save checkpoints into this folder: at the end, and with --save-every on the way
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
@@ -102,6 +108,17 @@ pub struct Options {
     /// Print a machine-readable summary on standard output, and nothing else there
     #[arg(long)]
     pub json: bool,
+}
+
+/// What is kept on a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OffloadChoice {
+    /// Nothing.
+    None,
+    /// Optimizer state, and gradients from their reduction to the update.
+    Optimizer,
+    /// Parameters too.
+    All,
 }
 
 /// A type to compute in.

@@ -14,7 +14,7 @@ use super::Options;
 use super::checkpoints::Checkpoints;
 use super::zero_plan::zero_plan;
 use crate::TrainError;
-use crate::config::ZeroPlan;
+use crate::config::{Offload, OffloadDevice, ZeroPlan};
 use crate::data::{Source, TokenRows};
 use crate::memory::{available_bytes, format_bytes};
 
@@ -72,7 +72,17 @@ impl MemoryNeed {
     pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize) -> Self {
         let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
         let psi = model.num_params() as u64;
-        let state = model_state(psi, stage, ranks as u64, precision(plan));
+        let mut state = model_state(psi, stage, ranks as u64, precision(plan));
+        let on_disk = |offload: &Option<Offload>| {
+            offload.as_ref().is_some_and(|offload| matches!(offload.device, OffloadDevice::Nvme { .. }))
+        };
+        if on_disk(&plan.offload_optimizer) {
+            state.optimizer = 0;
+            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
+        }
+        if on_disk(&plan.offload_param) {
+            state.parameters = 0;
+        }
         let largest =
             model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
