@@ -2,13 +2,14 @@
 //!
 //! In go a module, the [`Names`] of its family and a checkpoint; out comes the module with loaded parameters. Names,
 //! shapes and element types of everything are checked before the first tensor is loaded. Then one parameter at a time
-//! is converted and created on the device, inside `Backend::memory_persistent_allocations`.
+//! is created on the device by [`zero_ops::parameter_from`]: of a sharded parameter a rank converts its piece.
 
 use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use zero_ops::FusedBackend;
 
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{ModelError, ShapeMismatch};
@@ -52,7 +53,7 @@ pub(crate) fn describe<B: Backend, M: Module<B>>(model: &M, names: &Names) -> Ve
 }
 
 /// Loads every parameter of the model from the checkpoint.
-pub(crate) fn load_checked<B: Backend, M: Module<B>>(
+pub(crate) fn load_checked<B: FusedBackend, M: Module<B>>(
     model: M,
     names: &Names,
     checkpoint: &Checkpoint,
@@ -171,7 +172,7 @@ struct Load<'a, B: Backend> {
     device: &'a B::Device,
 }
 
-impl<B: Backend> ModuleMapper<B> for Load<'_, B> {
+impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_string());
     }
@@ -183,53 +184,19 @@ impl<B: Backend> ModuleMapper<B> for Load<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (name, transposed) = (self.names.of_path)(&self.path);
         let stored = &self.sources[&name];
-        let values = stored.to_f32().expect("element types were checked");
-        let data = if transposed {
-            let [rows, columns] = [stored.shape[0], stored.shape[1]];
-            TensorData::new(transpose(&values, rows, columns), [columns, rows])
-        } else {
-            TensorData::new(values, stored.shape)
-        };
-
+        let mut shape: [usize; D] = stored.shape.try_into().expect("shapes were checked");
+        if transposed {
+            shape.reverse();
+        }
         let device = self.device;
-        let tensor = B::memory_persistent_allocations(device, data, |data| Tensor::<B, D>::from_data(data, device));
+        let tensor = zero_ops::parameter_from::<B, D>(shape, device, |range| {
+            let elements = if transposed { stored.elements_transposed(range) } else { stored.elements(range) };
+            elements.expect("element types were checked")
+        });
         let configured_for = param.lazy_device();
         let id = param.id;
         // Keeps the id, and whether the parameter is trained, without drawing the values it would start from.
         let loaded = param.transform_for_load(tensor, id);
         if configured_for == *device { loaded } else { loaded.fork(device) }
-    }
-}
-
-/// A row-major `[rows, columns]` as a row-major `[columns, rows]`, tile by tile so that both sides stay in the cache.
-fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
-    const TILE: usize = 32;
-    let mut out = vec![0.0; values.len()];
-    for first_row in (0..rows).step_by(TILE) {
-        for first_column in (0..columns).step_by(TILE) {
-            for row in first_row..rows.min(first_row + TILE) {
-                for column in first_column..columns.min(first_column + TILE) {
-                    out[column * rows + row] = values[row * columns + column];
-                }
-            }
-        }
-    }
-    out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn transposes_across_tiles() {
-        let (rows, columns) = (70, 33);
-        let values: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
-        let out = transpose(&values, rows, columns);
-        for row in 0..rows {
-            for column in 0..columns {
-                assert_eq!(out[column * rows + row], values[row * columns + column]);
-            }
-        }
     }
 }

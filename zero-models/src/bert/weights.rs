@@ -12,6 +12,7 @@ use std::path::Path;
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
+use zero_ops::FusedBackend;
 
 use super::{Bert, BertConfig};
 use crate::ModelError;
@@ -34,20 +35,33 @@ const NAMES: Names = Names {
 ///
 /// # Errors
 /// As [`BertConfig::from_file`] and [`load`].
-pub fn from_pretrained<B: Backend>(dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
+pub fn from_pretrained<B: FusedBackend>(dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
     let config = BertConfig::from_file(&dir.join("config.json"))?;
     load(config.init(device), dir, device)
 }
 
-/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`.
+/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded, each
+/// rank converts the elements of its own pieces only; every rank must read the same checkpoint.
 ///
 /// The parameters keep their ids, and whether they are trained.
 ///
 /// # Errors
 /// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
 /// checked before the first tensor is loaded.
-pub fn load<B: Backend>(model: Bert<B>, dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
-    load_checked(model, &NAMES, &Checkpoint::open(dir)?, device)
+pub fn load<B: FusedBackend>(model: Bert<B>, dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
+    load_from(model, &Checkpoint::open(dir)?, device)
+}
+
+/// As [`load`], from a checkpoint that is open already.
+///
+/// # Errors
+/// When its names, shapes or element types are not the model's.
+pub fn load_from<B: FusedBackend>(
+    model: Bert<B>,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<Bert<B>, ModelError> {
+    load_checked(model, &NAMES, checkpoint, device)
 }
 
 /// Every parameter with its name in the `state_dict` of `BertForPreTraining`, in visiting order.

@@ -11,6 +11,7 @@ use std::path::Path;
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
+use zero_ops::FusedBackend;
 
 use super::{Gpt2, Gpt2Config};
 use crate::ModelError;
@@ -26,20 +27,33 @@ const NAMES: Names = Names { of_path, in_file, repeats: &[(HEAD, "transformer.wt
 ///
 /// # Errors
 /// As [`Gpt2Config::from_file`] and [`load`].
-pub fn from_pretrained<B: Backend>(dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
+pub fn from_pretrained<B: FusedBackend>(dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
     let config = Gpt2Config::from_file(&dir.join("config.json"))?;
     load(config.init(device), dir, device)
 }
 
-/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`.
+/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded, each
+/// rank converts the elements of its own pieces only; every rank must read the same checkpoint.
 ///
 /// The parameters keep their ids, and whether they are trained.
 ///
 /// # Errors
 /// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
 /// checked before the first tensor is loaded.
-pub fn load<B: Backend>(model: Gpt2<B>, dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
-    load_checked(model, &NAMES, &Checkpoint::open(dir)?, device)
+pub fn load<B: FusedBackend>(model: Gpt2<B>, dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
+    load_from(model, &Checkpoint::open(dir)?, device)
+}
+
+/// As [`load`], from a checkpoint that is open already.
+///
+/// # Errors
+/// When its names, shapes or element types are not the model's.
+pub fn load_from<B: FusedBackend>(
+    model: Gpt2<B>,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<Gpt2<B>, ModelError> {
+    load_checked(model, &NAMES, checkpoint, device)
 }
 
 /// Every parameter with its name in the `state_dict` of `GPT2LMHeadModel`, in visiting order.
