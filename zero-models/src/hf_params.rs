@@ -27,6 +27,36 @@ pub struct HfParam {
     pub transposed: bool,
 }
 
+/// A parameter by its place in the module and its place in a Hugging Face checkpoint: known from a configuration alone,
+/// without a module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelParam {
+    /// Burn's field names from the module down, with dots: `h.0.attn.c_attn.weight`.
+    pub path: String,
+    /// Its shape in the module.
+    pub shape: Vec<usize>,
+    /// Its name in the `state_dict` of the Hugging Face model.
+    pub name: String,
+    /// Whether it is stored there transposed: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
+    pub transposed: bool,
+}
+
+impl ModelParam {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Its shape in the Hugging Face checkpoint.
+    pub fn hf_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if self.transposed {
+            shape.reverse();
+        }
+        shape
+    }
+}
+
 /// How a family of models names its parameters.
 pub(crate) struct Names {
     /// The Hugging Face name of the parameter at a path of Burn field names, and whether it is transposed there.
@@ -50,6 +80,21 @@ pub(crate) fn describe<B: Backend, M: Module<B>>(model: &M, names: &Names) -> Ve
     let mut visitor = Describe { names, path: Vec::new(), found: Vec::new() };
     model.visit(&mut visitor);
     visitor.found
+}
+
+/// The parameters at `paths`, whose Hugging Face names and shapes are `hf_shapes`, in the same order.
+pub(crate) fn at_paths(paths: Vec<String>, hf_shapes: Vec<(String, Vec<usize>)>, names: &Names) -> Vec<ModelParam> {
+    assert_eq!(paths.len(), hf_shapes.len(), "one path for each parameter");
+    let param = |(path, (name, mut shape)): (String, (String, Vec<usize>))| {
+        let fields: Vec<String> = path.split('.').map(str::to_string).collect();
+        let (named, transposed) = (names.of_path)(&fields);
+        assert_eq!(named, name, "paths and names have one order");
+        if transposed {
+            shape.reverse();
+        }
+        ModelParam { path, shape, name, transposed }
+    };
+    paths.into_iter().zip(hf_shapes).map(param).collect()
 }
 
 /// Loads every parameter of the model from the checkpoint.

@@ -19,8 +19,8 @@ use serde::Deserialize;
 
 use crate::ModelError;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of the header's length at the start of a file.
 const LENGTH_BYTES: usize = 8;
 
@@ -239,7 +239,7 @@ enum Order {
 
 /// Elements `range` of the transpose of a row-major `[rows, columns]`, tile by tile so that both sides stay in the cache.
 /// `element` gives the matrix's element at a flat place.
-fn transposed<T: Copy + Default>(
+pub(crate) fn transposed<T: Copy + Default>(
     rows: usize,
     columns: usize,
     range: Range<usize>,

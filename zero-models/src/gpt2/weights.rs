@@ -15,7 +15,7 @@ use zero_ops::FusedBackend;
 
 use super::{Gpt2, Gpt2Config};
 use crate::ModelError;
-use crate::hf_params::{FileTensor, HfParam, Names, describe, load_checked};
+use crate::hf_params::{FileTensor, HfParam, ModelParam, Names, at_paths, describe, load_checked};
 use crate::safetensors_file::Checkpoint;
 
 const PREFIX: &str = "transformer.";
@@ -64,6 +64,27 @@ pub fn hf_names<B: Backend>(model: &Gpt2<B>) -> Vec<(ParamId, String)> {
 /// Every parameter as the `state_dict` of `GPT2LMHeadModel` has it, in visiting order.
 pub fn hf_params<B: Backend>(model: &Gpt2<B>) -> Vec<HfParam> {
     describe(model, &NAMES)
+}
+
+/// The parameters of a model of this configuration, in visiting order, without a model.
+pub fn parameters(config: &Gpt2Config) -> Vec<ModelParam> {
+    let mut paths = vec!["wte".to_string(), "wpe".to_string()];
+    for i in 0..config.n_layer {
+        let layers = [
+            ["ln_1.gamma", "ln_1.beta"],
+            ["attn.c_attn.weight", "attn.c_attn.bias"],
+            ["attn.c_proj.weight", "attn.c_proj.bias"],
+            ["ln_2.gamma", "ln_2.beta"],
+            ["mlp.c_fc.weight", "mlp.c_fc.bias"],
+            ["mlp.c_proj.weight", "mlp.c_proj.bias"],
+        ];
+        paths.extend(layers.as_flattened().iter().map(|field| format!("h.{i}.{field}")));
+    }
+    paths.extend(["ln_f.gamma", "ln_f.beta"].map(str::to_string));
+    if !config.tie_word_embeddings {
+        paths.push("lm_head".to_string());
+    }
+    at_paths(paths, config.parameter_shapes(), &NAMES)
 }
 
 fn of_path(path: &[String]) -> (String, bool) {
