@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertForPreTraining
 
 transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
 root = sys.argv[1]
 print(f"torch {torch.__version__}, transformers {transformers.__version__}")
 
