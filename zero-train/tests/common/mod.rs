@@ -1,4 +1,5 @@
 //! What the tests of training runs share.
+#![allow(dead_code)] // each test uses its part
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! `zero`: write a configuration, check it, estimate memory, train.
+//! `zero`: write a configuration, check it, estimate memory, train, export what was trained.
 
 mod ask;
 mod commands;
@@ -42,6 +42,8 @@ enum Command {
     Estimate(commands::EstimateArgs),
     /// Train a GPT-2 on text or token files, on the CPU
     Train(Box<zero_train::gpt2::Options>),
+    /// Write a saved model as a folder that Hugging Face's transformers loads
+    Export(commands::ExportArgs),
     /// Print a completion script for your shell
     Completions {
         /// The shell
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Config(args) => commands::config(&args),
         Command::Check(args) => commands::check(&args),
         Command::Estimate(args) => commands::estimate(&args),
+        Command::Export(args) => commands::export(&args),
         Command::Train(options) => return commands::train(&options),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
