@@ -5,6 +5,7 @@
 //! converted, any range of them, so that one tensor, or one rank's piece of it, is in memory at a time. A [`Checkpoint`]
 //! owns the maps; a [`StoredTensor`] borrows from it.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::ops::Range;
@@ -13,8 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::{bf16, f16};
 use memmap2::Mmap;
-use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, Metadata};
+use safetensors::tensor::{Dtype, Metadata, SafeTensorError};
 use serde::Deserialize;
 
 use crate::ModelError;
@@ -23,6 +23,8 @@ pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of the header's length at the start of a file.
 const LENGTH_BYTES: usize = 8;
+/// The longest header that readers of the format accept.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The tensors of one checkpoint, by name.
 #[derive(Debug)]
@@ -282,20 +284,17 @@ impl MappedFile {
         let io = |action, source| ModelError::Io { action, path: path.clone(), source };
         let file = File::open(&path).map_err(|source| io("open", source))?;
         let got_bytes = file.metadata().map_err(|source| io("open", source))?.len();
-        if got_bytes < LENGTH_BYTES as u64 {
+        if got_bytes == 0 {
+            // Which cannot be mapped.
             return Err(ModelError::Truncated { path, expected_bytes: LENGTH_BYTES as u64, got_bytes });
         }
         // SAFETY: a map is unsound only if the file changes under it. Checkpoints are written to a new file and then
         // renamed (this project's own too), and nothing here writes to the file.
         let map = unsafe { Mmap::map(&file) }.map_err(|source| io("map", source))?;
-        match SafeTensors::read_metadata(&map) {
-            Ok((header_bytes, metadata)) => Ok(Self { data_start: LENGTH_BYTES + header_bytes, path, map, metadata }),
-            Err(source) => Err(match declared_bytes(&map) {
-                Some(expected_bytes) if expected_bytes > got_bytes => {
-                    ModelError::Truncated { path, expected_bytes, got_bytes }
-                }
-                _ => ModelError::Safetensors { path, source },
-            }),
+        match read_header(&map) {
+            Ok((data_start, metadata)) => Ok(Self { data_start, path, map, metadata }),
+            Err(Damage::Short { expected_bytes }) => Err(ModelError::Truncated { path, expected_bytes, got_bytes }),
+            Err(Damage::Format(source)) => Err(ModelError::Safetensors { path, source }),
         }
     }
 
@@ -317,18 +316,41 @@ impl MappedFile {
     }
 }
 
-/// The length that the file's own header asks for; the header's end if the file breaks off inside it.
-fn declared_bytes(file: &[u8]) -> Option<u64> {
-    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>()?;
-    let header_bytes = u64::from_le_bytes(*length);
-    let data_start = header_bytes.checked_add(LENGTH_BYTES as u64)?;
-    let Some(header) = rest.get(..usize::try_from(header_bytes).ok()?) else {
-        return Some(data_start);
+/// What is wrong with a file.
+enum Damage {
+    /// Its header asks for more bytes; for a file cut inside the header, for those up to the header's end.
+    Short { expected_bytes: u64 },
+    /// It breaks the format.
+    Format(SafeTensorError),
+}
+
+/// Where the data of a file starts, and what its header says, checked in full: the tensors lie in the file, one after
+/// another, each with the bytes of its shape.
+///
+/// Not by `SafeTensors::read_metadata`: safetensors 0.7.0 adds up the sizes of header and tensors without a check, and a
+/// header of tensors that end just below 2^64 makes it panic where overflows are checked.
+fn read_header(file: &[u8]) -> Result<(usize, Metadata), Damage> {
+    let got_bytes = file.len() as u64;
+    let Some((length, rest)) = file.split_first_chunk::<LENGTH_BYTES>() else {
+        return Err(Damage::Short { expected_bytes: LENGTH_BYTES as u64 });
     };
-    let header: BTreeMap<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
-    let data_bytes =
-        header.values().filter_map(|tensor| tensor.get("data_offsets")?.get(1)?.as_u64()).max().unwrap_or(0);
-    data_start.checked_add(data_bytes)
+    let length = u64::from_le_bytes(*length);
+    let data_start = length.saturating_add(LENGTH_BYTES as u64);
+    let header = usize::try_from(length).ok().and_then(|length| rest.get(..length));
+    let header = header.ok_or(Damage::Short { expected_bytes: data_start })?;
+    if length > MAX_HEADER_BYTES {
+        return Err(Damage::Format(SafeTensorError::HeaderTooLarge));
+    }
+    // Checks everything but the file's length.
+    let metadata: Metadata = serde_json::from_slice(header)
+        .map_err(|error| Damage::Format(SafeTensorError::InvalidHeaderDeserialization(error)))?;
+    let data_bytes = metadata.tensors().values().map(|tensor| tensor.data_offsets.1 as u64).max().unwrap_or(0);
+    let expected_bytes = data_start.saturating_add(data_bytes);
+    match expected_bytes.cmp(&got_bytes) {
+        Ordering::Greater => Err(Damage::Short { expected_bytes }),
+        Ordering::Less => Err(Damage::Format(SafeTensorError::MetadataIncompleteBuffer)),
+        Ordering::Equal => Ok((LENGTH_BYTES + header.len(), metadata)),
+    }
 }
 
 fn open_shard(dir: &Path, index: &Path, tensor: &str, shard: &str) -> Result<MappedFile, ModelError> {

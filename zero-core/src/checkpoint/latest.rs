@@ -38,14 +38,9 @@ pub struct Found {
 pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
     let mut found = Found::default();
     let mut names = names_in(dir)?;
-    match pointed_at(dir) {
+    match named_by_latest(dir, &names) {
         Ok(None) => {}
-        Ok(Some(mut named)) => {
-            // Between two renames of a save the checkpoint is where it was set aside.
-            let aside = format!("{REPLACED}{named}");
-            if names.contains(&aside) {
-                named = aside;
-            }
+        Ok(Some(named)) => {
             names.retain(|name| *name != named);
             if found.try_one(dir.join(named), check) {
                 return Ok(found);
@@ -64,6 +59,15 @@ pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
         }
     }
     Ok(found)
+}
+
+/// The folder that `latest` means, of those of [`names_in`] or none of them.
+pub(super) fn named_by_latest(dir: &Path, names: &[String]) -> Result<Option<String>, CheckpointError> {
+    Ok(pointed_at(dir)?.map(|named| {
+        // Between two renames of a save the checkpoint is where it was set aside.
+        let aside = format!("{REPLACED}{named}");
+        if names.contains(&aside) { aside } else { named }
+    }))
 }
 
 impl Found {

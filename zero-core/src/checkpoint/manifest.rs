@@ -41,6 +41,7 @@ pub struct Manifest {
     /// One file per rank, in rank order.
     pub files: Vec<FileEntry>,
     /// Every tensor by name.
+    #[serde(deserialize_with = "super::unique::map")]
     pub tensors: BTreeMap<String, TensorEntry>,
     /// What the engine gave, unchanged.
     pub state: Value,
@@ -247,6 +248,8 @@ mod tests {
         assert!(reason("rank-00001-of", "../../etc/p-of").contains("expected 'rank-00001-of-00002.safetensors'"));
         assert!(reason("[1]", "[5000000000,5000000000]").contains("larger than any file"));
         assert!(reason("[1]", "[2]").contains("one checksum for each rank"));
+        let twice = r#""w":{"dtype":"F32","shape":[0],"crc32c":[null,null]},"w":"#;
+        assert!(reason("\"w\":", twice).contains("'w' comes twice"));
         assert!(reason("[7,null]", "[7]").contains("one checksum for each rank"));
     }
 

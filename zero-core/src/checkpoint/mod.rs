@@ -34,6 +34,7 @@
 //! leaves `latest` on the former checkpoint, which is still there, because 8 comes after.
 
 mod asynchronous;
+mod compare;
 mod disk;
 mod element;
 mod error;
@@ -41,24 +42,31 @@ mod exchange;
 mod folder;
 mod header;
 mod latest;
+mod list;
 mod manifest;
+mod number;
 mod open;
 mod piece;
 mod publish;
 mod save;
 mod shard;
+mod state;
+mod unique;
 mod writer;
 
 pub use asynchronous::{AsyncSaver, Started};
+pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike, compare};
 pub use element::ElementType;
 pub use error::CheckpointError;
 pub use folder::NewFolder;
 pub use header::{Header, HeaderEntry};
 pub use latest::{Check, Found, find_latest};
+pub use list::{Listed, Listing, Remains, disk_bytes, is_checkpoint_name, list};
 pub use manifest::{FORMAT_VERSION, FileEntry, Manifest, TensorEntry};
 pub use open::{Checkpoint, piece_for, verify};
 pub use piece::{Piece, TensorSpec};
 pub use save::{SaveOptions, Saved, save, save_streamed};
+pub use state::{StateDifference, compare_states};
 pub use writer::SafetensorsWriter;
 
 /// Name of the manifest in a checkpoint's folder.

@@ -12,11 +12,11 @@ use super::save::Published;
 use super::{MANIFEST, Manifest, SaveOptions, step_folder};
 
 const LOCK: &str = ".lock";
-const SAVING: &str = ".saving-";
-const PRUNED: &str = ".pruned-";
+pub(super) const SAVING: &str = ".saving-";
+pub(super) const PRUNED: &str = ".pruned-";
 /// A checkpoint that another of the same step is about to replace; readers know it (see [`names_in`]).
 pub(super) const REPLACED: &str = ".replaced-";
-const NEW_LATEST: &str = ".latest-new";
+pub(super) const NEW_LATEST: &str = ".latest-new";
 const NEW_MANIFEST: &str = ".manifest-new";
 
 /// A save that has begun. Dropped before it is published, it removes what it has made.

@@ -1,0 +1,162 @@
+//! Everything that a folder of checkpoints holds, for whoever looks at it. Nothing is changed.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::error::{CheckpointError, io_at};
+use super::latest::{LATEST, named_by_latest, names_in, step_of};
+use super::publish::{NEW_LATEST, PRUNED, REPLACED, SAVING};
+use super::{Check, Manifest};
+
+/// What a folder of checkpoints holds.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// The checkpoints, by step.
+    pub checkpoints: Vec<Listed>,
+    /// The name of the folder that `latest` means, which need not exist.
+    pub latest: Option<String>,
+    /// What is wrong with `latest` when it cannot be read.
+    pub latest_problem: Option<CheckpointError>,
+    /// The name of the checkpoint that [`find_latest`](super::find_latest) takes after as close a look.
+    pub resume: Option<String>,
+    /// What saves left that did not end, by name. The next save into the folder removes it. Of a save that goes on at this
+    /// moment it is the beginning.
+    pub remains: Vec<Remains>,
+}
+
+/// A checkpoint of a [`Listing`].
+#[derive(Debug)]
+pub struct Listed {
+    /// Its folder's name.
+    pub name: String,
+    /// Its folder.
+    pub path: PathBuf,
+    /// The step that the name says.
+    pub step: u64,
+    /// When it was saved, in milliseconds since 1970, if its manifest can be read.
+    pub saved_unix_ms: Option<u64>,
+    /// Number of ranks that saved it, if its manifest can be read.
+    pub world: Option<usize>,
+    /// Version of the crate that wrote it, if its manifest can be read.
+    pub crate_version: Option<String>,
+    /// Size of the files in its folder.
+    pub disk_bytes: u64,
+    /// Everything that is wrong with it; nothing when it is sound.
+    pub problems: Vec<CheckpointError>,
+}
+
+/// What a save left that did not end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remains {
+    /// Its name.
+    pub name: String,
+    /// Its size.
+    pub disk_bytes: u64,
+}
+
+/// Looks at everything in `dir`, which may be written to at the same time.
+///
+/// # Errors
+///
+/// When the system does not let `dir` be read, or there is none.
+pub fn list(dir: &Path, check: Check) -> Result<Listing, CheckpointError> {
+    let entries = fs::read_dir(dir).map_err(io_at("list", dir))?;
+    let names = names_in(dir)?;
+    let mut listing = Listing::default();
+    match named_by_latest(dir, &names) {
+        Ok(named) => listing.latest = named,
+        Err(error) => listing.latest_problem = Some(error),
+    }
+    for entry in entries {
+        let entry = entry.map_err(io_at("list", dir))?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let begun = [SAVING, PRUNED, REPLACED].iter().any(|prefix| name.starts_with(prefix)) || name == NEW_LATEST;
+        if begun && !names.contains(&name) {
+            listing.remains.push(Remains { disk_bytes: disk_bytes(&entry.path())?, name });
+        }
+    }
+    listing.remains.sort_by(|a, b| a.name.cmp(&b.name));
+    for name in names {
+        let path = dir.join(&name);
+        let (manifest, problems) = match Manifest::read(&path) {
+            Ok(manifest) => {
+                let problems = manifest.problems(&path, check);
+                (Some(manifest), problems)
+            }
+            Err(error) => (None, vec![error]),
+        };
+        let disk_bytes = disk_bytes(&path)?;
+        let Some(step) = step_of(name.strip_prefix(REPLACED).unwrap_or(&name)) else { continue };
+        let (mut saved_unix_ms, mut world, mut crate_version) = (None, None, None);
+        if let Some(manifest) = manifest {
+            (saved_unix_ms, world) = (Some(manifest.saved_unix_ms), Some(manifest.world));
+            crate_version = Some(manifest.crate_version);
+        }
+        listing.checkpoints.push(Listed {
+            name,
+            path,
+            step,
+            saved_unix_ms,
+            world,
+            crate_version,
+            disk_bytes,
+            problems,
+        });
+    }
+    listing.checkpoints.sort_by(|a, b| (a.step, &a.name).cmp(&(b.step, &b.name)));
+    listing.resume = listing.choose();
+    Ok(listing)
+}
+
+impl Listing {
+    /// As [`find_latest`](super::find_latest): the named one if it is sound, else the one saved last of those that are.
+    fn choose(&self) -> Option<String> {
+        let sound = || self.checkpoints.iter().filter(|listed| listed.problems.is_empty());
+        let named = sound().find(|listed| self.latest.as_ref() == Some(&listed.name));
+        let chosen = named.or_else(|| sound().max_by_key(|listed| (listed.saved_unix_ms, listed.step)));
+        chosen.map(|listed| listed.name.clone())
+    }
+
+    /// What is wrong with the folder besides its checkpoints: a `latest` that names none of them.
+    pub fn problem(&self, dir: &Path) -> Option<String> {
+        if let Some(error) = &self.latest_problem {
+            return Some(error.to_string());
+        }
+        let named = self.latest.as_ref()?;
+        let there = self.checkpoints.iter().any(|listed| listed.name == *named);
+        (!there).then(|| format!("{} names {named}, which is not there", dir.join(LATEST).display()))
+    }
+}
+
+/// Whether a checkpoint's folder may have this name.
+pub fn is_checkpoint_name(name: &str) -> bool {
+    step_of(name.strip_prefix(REPLACED).unwrap_or(name)).is_some()
+}
+
+/// Size of a file, or of the files in a folder, in bytes as they are read. What has gone in the meantime has none.
+///
+/// # Errors
+///
+/// What the system says.
+pub fn disk_bytes(path: &Path) -> Result<u64, CheckpointError> {
+    let gone = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound => Ok(0),
+        _ => Err(io_at("look at", path)(error)),
+    };
+    match fs::metadata(path) {
+        Ok(found) if !found.is_dir() => return Ok(found.len()),
+        Ok(_) => {}
+        Err(error) => return gone(error),
+    }
+    let entries = match fs::read_dir(path) {
+        Ok(entries) => entries,
+        Err(error) => return gone(error),
+    };
+    let mut bytes = 0;
+    for entry in entries {
+        let found = entry.and_then(|entry| entry.metadata());
+        bytes += found.map_or_else(gone, |found| Ok(if found.is_file() { found.len() } else { 0 }))?;
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,456 @@
+//! cargo test -p zero-core --test checkpoint_fuzz
+//!
+//! Manifests and safetensors headers that somebody has damaged or made up: every one is read or refused, none makes a
+//! parser panic, and none makes it allocate more than in proportion to the bytes that are there.
+//!
+//! # The bound
+//!
+//! While `bytes` of JSON are parsed, at most `FACTOR * bytes + SMALL` are allocated at one time, results and errors
+//! included. It holds for every input, so a *declared* size (a header's length, a shape, a number of ranks) allocates
+//! nothing. What the factors are made of, per byte of the densest JSON:
+//!
+//! * [`HEADER_FACTOR`]: a text in the place of something else is in the error, where a byte that cannot be printed becomes
+//!   6, in serde_json's copy (6), in the string that it is written to (6) and in the one of twice the size that this
+//!   string moves to (12): 24 a byte. `0,` of a shape is 2 bytes and 8 in memory, 12 a byte while a full vector moves to
+//!   one of twice its size; an entry of the texts takes 12 a byte, a tensor's entry 4.
+//! * [`MANIFEST_FACTOR`]: the state is a tree of `serde_json::Value`; an object of one member, `{"":…}`, is 5 bytes, and
+//!   632 in memory: a node of a B-tree, made for 11. That is 126 a byte. All else is as in headers.
+
+mod common;
+#[path = "common/counting.rs"]
+mod counting;
+#[path = "common/mutate.rs"]
+mod mutate;
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+
+use common::{save_specs, small_specs};
+use counting::{Counting, peak};
+use mutate::{Random, mutate, on};
+use zero_core::checkpoint::{Checkpoint, CheckpointError, Header, Manifest, SafetensorsWriter, SaveOptions, verify};
+
+/// Mutated inputs of each kind.
+const MANIFESTS: usize = 250_000;
+const HEADERS: usize = 250_000;
+const HEADER_FILES: usize = 20_000;
+const CHECKPOINTS: usize = 10_000;
+
+const HEADER_FACTOR: usize = 24;
+const MANIFEST_FACTOR: usize = 128;
+/// Paths, errors, and the first node of each map.
+const SMALL: usize = 4096;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const ACCEPTED: &str = "accepted";
+
+/// What came of many inputs.
+#[derive(Default)]
+struct Tally {
+    outcomes: BTreeMap<String, usize>,
+    /// The most bytes allocated per byte of an input, of those that are not tiny.
+    ratio: f64,
+}
+
+impl Tally {
+    /// Checks the bound for one input of `json` bytes.
+    fn add(&mut self, outcome: &str, json: usize, factor: usize, peak: usize) {
+        *self.outcomes.entry(outcome.to_string()).or_default() += 1;
+        assert!(peak <= factor * json + SMALL, "{peak} bytes for {json} bytes: {outcome}");
+        if json >= 512 {
+            self.ratio = self.ratio.max(peak as f64 / json as f64);
+        }
+    }
+
+    /// Not by a macro, whose output the test harness keeps for itself.
+    fn print(&self, what: &str) {
+        let cases: usize = self.outcomes.values().sum();
+        let accepted = self.outcomes.get(ACCEPTED).copied().unwrap_or(0);
+        let (refused, reasons) =
+            (cases - accepted, self.outcomes.keys().filter(|outcome| *outcome != ACCEPTED).count());
+        let ratio = self.ratio;
+        let mut out = std::io::stderr().lock();
+        writeln!(out, "{cases} {what}: {accepted} accepted, {refused} refused for {reasons} reasons; at most {ratio:.1} bytes allocated per byte")
+            .unwrap();
+    }
+}
+
+/// The kind of an error, and for headers and manifests the first words of the reason.
+fn outcome<T>(result: &Result<T, CheckpointError>) -> String {
+    let reason = |of: &str, reason: &str| {
+        let words: Vec<&str> = reason.split(' ').filter(|word| word.chars().all(char::is_alphabetic)).take(3).collect();
+        format!("{of} ({})", words.join(" "))
+    };
+    match result {
+        Ok(_) => ACCEPTED.to_string(),
+        Err(CheckpointError::BadHeader { reason: why, .. }) => reason("header", why),
+        Err(CheckpointError::BadManifest { reason: why, .. }) => reason("manifest", why),
+        Err(CheckpointError::Swapped { .. }) => "swapped".to_string(),
+        Err(CheckpointError::Missing { .. }) => "missing".to_string(),
+        Err(CheckpointError::Truncated { .. } | CheckpointError::TooLong { .. }) => "size".to_string(),
+        Err(CheckpointError::NewerFormat { .. }) => "newer".to_string(),
+        Err(other) => format!("{other:?}").split(' ').next().unwrap_or_default().to_string(),
+    }
+}
+
+const SEAL: usize = r#"{"crc32c":"00000000","#.len();
+
+/// A manifest with `body` after its checksum, which is right.
+fn seal(body: &[u8]) -> Vec<u8> {
+    [format!(r#"{{"crc32c":"{:08x}","#, crc32c::crc32c(body)).as_bytes(), body].concat()
+}
+
+fn parse_manifest(bytes: &[u8]) -> Result<Manifest, CheckpointError> {
+    Manifest::parse(bytes, Path::new("m"))
+}
+
+/// The bytes of manifests that are sound: many tensors, and few.
+fn manifests() -> [Vec<u8>; 2] {
+    let dir = tempfile::tempdir().unwrap();
+    let few = small_specs().into_iter().take(2).collect::<Vec<_>>();
+    [(1, small_specs(), 3), (2, few, 1)].map(|(step, specs, world)| {
+        let saved = save_specs(&specs, dir.path(), step, world, &SaveOptions::default());
+        fs::read(saved[0].path.join("manifest.json")).unwrap()
+    })
+}
+
+/// The bytes of safetensors files that are sound: many tensors, and few.
+fn files() -> [Vec<u8>; 2] {
+    let dir = tempfile::tempdir().unwrap();
+    let texts = BTreeMap::from([("rank".to_string(), "0".to_string()), ("wörld".to_string(), "\n\"2\"".to_string())]);
+    [small_specs(), small_specs().into_iter().take(2).collect()].map(|specs| {
+        let path = dir.path().join(format!("{}.safetensors", specs.len()));
+        let mut writer = SafetensorsWriter::create(&path, &texts, specs.clone()).unwrap();
+        for (name, dtype, shape) in &specs {
+            writer.write(name, &vec![7; shape.iter().product::<usize>() * dtype.size()]).unwrap();
+        }
+        writer.finish().unwrap();
+        fs::read(path).unwrap()
+    })
+}
+
+/// The header's JSON of a sound file, and the bytes that follow it.
+fn header_of(file: &[u8]) -> (Vec<u8>, u64) {
+    let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    (file[8..8 + length].to_vec(), (file.len() - 8 - length) as u64)
+}
+
+#[test]
+fn mutated_manifests() {
+    let (sound, mut random, mut tally) = (manifests(), Random(1), Tally::default());
+    for case in 0..MANIFESTS {
+        let mut bytes = sound[case % sound.len()].clone();
+        // Three in four have the right checksum, without which little is read.
+        if case % 8 < 6 {
+            let mut body = bytes.split_off(SEAL);
+            mutate(&mut random, &mut body);
+            bytes = seal(&body);
+        } else {
+            mutate(&mut random, &mut bytes);
+        }
+        let (result, peak) = on("a manifest", case, &bytes, || peak(|| parse_manifest(&bytes)));
+        tally.add(&outcome(&result), bytes.len(), MANIFEST_FACTOR, peak);
+        if let Ok(manifest) = result {
+            assert_eq!(manifest.files.len(), manifest.world);
+            for tensor in manifest.tensors.values() {
+                assert_eq!(tensor.crc32c.len(), manifest.world);
+                assert!(tensor.numel().checked_mul(tensor.dtype.size()).is_some());
+            }
+        }
+    }
+    tally.print("mutated manifests");
+}
+
+#[test]
+fn mutated_headers() {
+    let (sound, mut random, mut tally) = (files().map(|file| header_of(&file)), Random(2), Tally::default());
+    for case in 0..HEADERS {
+        let (mut json, mut data_bytes) = sound[case % sound.len()].clone();
+        mutate(&mut random, &mut json);
+        if random.below(8) == 0 {
+            data_bytes = random.next() >> random.below(64);
+        }
+        let parse = || Header::parse(&json, data_bytes);
+        let (result, peak) = on("a header", case, &json, || peak(parse));
+        let result = result.map_err(|reason| CheckpointError::BadHeader { path: "h".into(), reason });
+        tally.add(&outcome(&result), json.len(), HEADER_FACTOR, peak);
+        if let Ok(header) = result {
+            let total: u64 = header.tensors.values().map(|entry| entry.data_offsets.1 - entry.data_offsets.0).sum();
+            assert_eq!(total, data_bytes);
+        }
+    }
+    tally.print("mutated headers");
+}
+
+/// The JSON that a reader of the file may look at: nothing, when the length is a lie.
+fn json_bytes(file: &[u8]) -> usize {
+    let Some((length, rest)) = file.split_first_chunk::<8>() else { return 0 };
+    usize::try_from(u64::from_le_bytes(*length)).ok().filter(|length| *length <= rest.len()).unwrap_or(0)
+}
+
+/// Makes these the bytes of a file, without `fs::write`, after which some file systems wait for the disk.
+fn put(path: &Path, bytes: &[u8]) {
+    let mut file = File::options().create(true).truncate(false).write(true).open(path).unwrap();
+    file.write_all(bytes).unwrap();
+    file.set_len(bytes.len() as u64).unwrap();
+}
+
+/// Reads the header of a file with these bytes.
+fn read_header(path: &Path, bytes: &[u8]) -> (Result<Header, CheckpointError>, usize) {
+    put(path, bytes);
+    let file = File::open(path).unwrap();
+    peak(|| Header::read(&file, path))
+}
+
+/// Changes a safetensors file: mostly its header, whose length is then right or, rarely, not.
+fn mutate_file(random: &mut Random, file: &mut Vec<u8>) {
+    match random.below(8) {
+        0 => {
+            let length = random.next() >> random.below(64);
+            file[..8].copy_from_slice(&length.to_le_bytes());
+        }
+        1 => file.truncate(random.below(file.len())),
+        2 => mutate(random, file),
+        _ => {
+            let (mut json, data_bytes) = header_of(file);
+            let data = file.split_off(file.len() - data_bytes as usize);
+            mutate(random, &mut json);
+            *file = [&(json.len() as u64).to_le_bytes()[..], &json, &data].concat();
+        }
+    }
+}
+
+#[test]
+fn mutated_files() {
+    let (sound, mut random, mut tally) = (files(), Random(3), Tally::default());
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    for case in 0..HEADER_FILES {
+        let mut bytes = sound[case % sound.len()].clone();
+        mutate_file(&mut random, &mut bytes);
+        let (result, peak) = on("a file", case, &bytes, || read_header(&path, &bytes));
+        // One byte more per byte: the JSON itself.
+        tally.add(&outcome(&result), json_bytes(&bytes), HEADER_FACTOR + 1, peak);
+    }
+    tally.print("mutated safetensors files");
+}
+
+#[test]
+fn mutated_checkpoints() {
+    let (mut random, mut tally) = (Random(4), Tally::default());
+    let dir = tempfile::tempdir().unwrap();
+    let specs: Vec<_> = small_specs().into_iter().step_by(3).collect();
+    let folder = save_specs(&specs, dir.path(), 1, 2, &SaveOptions::default()).swap_remove(0).path;
+    let names = ["manifest.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"];
+    let paths = names.map(|name| folder.join(name));
+    let sound = paths.each_ref().map(|path| fs::read(path).unwrap());
+    let json: usize = sound[1..].iter().map(|file| json_bytes(file)).sum();
+    for case in 0..CHECKPOINTS {
+        // One of the three, and in most cases the manifest says how large a mutated file is, so that it is looked into.
+        let which = case % 3;
+        let mut manifest = sound[0].clone();
+        let mut body = manifest.split_off(SEAL);
+        let mut file = Vec::new();
+        if which == 0 {
+            mutate(&mut random, &mut body);
+        } else {
+            file = sound[which].clone();
+            mutate_file(&mut random, &mut file);
+            put(&paths[which], &file);
+            if random.below(8) > 0 {
+                let size = |bytes: &[u8]| format!("{}\",\"bytes\":{}", names[which], bytes.len());
+                let text = String::from_utf8(body).unwrap();
+                body = text.replace(&size(&sound[which]), &size(&file)).into_bytes();
+            }
+        }
+        let manifest = seal(&body);
+        put(&paths[0], &manifest);
+        on("a checkpoint", case, &[&manifest[..], &file].concat(), || {
+            let (result, peak) = peak(|| Checkpoint::open(&folder));
+            // The manifest and the headers, all at the larger factor.
+            tally.add(&outcome(&result), manifest.len() + json_bytes(&file) + json, MANIFEST_FACTOR, peak);
+            if let Ok(checkpoint) = result {
+                for (name, entry) in checkpoint.tensors() {
+                    let _ = checkpoint.read(name, 0..entry.numel());
+                }
+                let _ = checkpoint.verify();
+            }
+        });
+        if which > 0 {
+            put(&paths[which], &sound[which]);
+        }
+    }
+    put(&paths[0], &sound[0]);
+    assert!(verify(&folder).is_empty());
+    tally.print("mutated checkpoints");
+}
+
+const MILLION: usize = 1_000_000;
+
+/// `count` times what `entry` gives, with commas.
+fn many(count: usize, entry: impl Fn(usize) -> String) -> String {
+    (0..count).map(entry).collect::<Vec<_>>().join(",")
+}
+
+fn tensor(dtype: &str, shape: &str, offsets: &str) -> String {
+    format!(r#"{{"dtype":{dtype:?},"shape":{shape},"data_offsets":{offsets}}}"#)
+}
+
+#[test]
+fn crafted_headers() {
+    let mut tally = Tally::default();
+    let mut case = |what: &str, json: String, data_bytes: u64, accepted: bool| {
+        let (result, peak) = peak(|| Header::parse(json.as_bytes(), data_bytes));
+        let got = result.as_ref().map(|_| "accepted").map_err(|reason| reason.get(..300).unwrap_or(reason));
+        assert_eq!(result.is_ok(), accepted, "{what}: {got:?}");
+        drop(result);
+        tally.add(if accepted { ACCEPTED } else { what }, json.len(), HEADER_FACTOR, peak);
+    };
+    let u8s = |shape: &str| format!(r#"{{"a":{}}}"#, tensor("U8", shape, "[0,2]"));
+    case("huge shape", u8s("[9223372036854775807,2]"), 2, false);
+    case("shape whose product wraps to 2", u8s("[9223372036854775809,2]"), 2, false);
+    case("shape whose product wraps to 0", u8s("[4294967296,4294967296]"), 0, false);
+    case("huge shape with a 0", u8s("[9223372036854775807,4,0]"), 0, false);
+    case("dimension above 64 bits", u8s("[18446744073709551616]"), 2, false);
+    case("million dimensions of 1", u8s(&format!("[2,{}]", many(MILLION, |_| "1".into()))), 2, true);
+    case("dimensions of 0, a full vector", u8s(&format!("[{}]", many((1 << 20) + 1, |_| "0".into()))), 2, false);
+    case("end before begin", format!(r#"{{"a":{}}}"#, tensor("U8", "[2]", "[2,0]")), 2, false);
+    case(
+        "offsets at the end of 64 bits",
+        u8s("[2]").replace("[0,2]", "[18446744073709551613,18446744073709551615]"),
+        2,
+        false,
+    );
+    case("offsets out of range", u8s("[3]").replace("[0,2]", "[0,3]"), 2, false);
+    case("overlapping", format!(r#"{{"a":{0},"b":{0}}}"#, tensor("U8", "[2]", "[0,2]")), 2, false);
+    case("the same name twice", format!(r#"{{"a":{0},"a":{0}}}"#, tensor("U8", "[0]", "[0,0]")), 0, false);
+    case("the texts twice", r#"{"__metadata__":{},"__metadata__":{}}"#.into(), 0, false);
+    // 7 tensors of 2^61 - 1 bytes, so that sums of ends and lengths come near 2^64.
+    let huge = many(7, |at| {
+        let (begin, bytes) = (at as u64 * ((1 << 61) - 1), (1u64 << 61) - 1);
+        format!(r#""{at}":{}"#, tensor("U8", &format!("[{bytes}]"), &format!("[{begin},{}]", begin + bytes)))
+    });
+    case("sums near 2^64", format!("{{{huge}}}"), u64::MAX, false);
+    for (open, close) in [("[", "]"), (r#"{"a":"#, "}"), (r#"{"a":{"x":"#, "}}"), (r#"{"__metadata__":{"a":"#, "}}")] {
+        let what = format!("million times {open}");
+        case(&what, open.repeat(MILLION), 0, false);
+        case(&what, format!("{}0{}", open.repeat(MILLION), close.repeat(MILLION)), 0, false);
+    }
+    let nested = format!(
+        r#"{{"a":{{"x":{}{},"dtype":"U8","shape":[0],"data_offsets":[0,0]}}}}"#,
+        "[".repeat(100),
+        "]".repeat(100)
+    );
+    case("an unknown key of 100 brackets", nested.clone(), 0, true);
+    case("an unknown key of a million brackets", nested.replace(&"[".repeat(100), &"[".repeat(MILLION)), 0, false);
+    let empty = tensor("U8", "[0]", "[0,0]");
+    case("million tensors", format!("{{{}}}", many(MILLION, |at| format!(r#""{at:x}":{empty}"#))), 0, true);
+    case(
+        "million texts",
+        format!(r#"{{"__metadata__":{{{}}}}}"#, many(MILLION, |at| format!(r#""{at:x}":"""#))),
+        0,
+        true,
+    );
+    case(
+        "million texts of one name",
+        format!(r#"{{"__metadata__":{{{}}}}}"#, many(MILLION, |_| r#""":"""#.into())),
+        0,
+        true,
+    );
+    let unprintable = "\u{7f}".repeat(MILLION);
+    case("a text for a shape", u8s(&format!("\"{unprintable}\"")), 2, false);
+    case("a text for a tensor", format!(r#"{{"a":"{unprintable}"}}"#), 0, false);
+    case("a text for a type", format!(r#"{{"a":{}}}"#, empty.replace("U8", &unprintable)), 0, false);
+    case("a long name", format!(r#"{{"{unprintable}":{}}}"#, tensor("U8", "[1]", "[0,0]")), 0, false);
+    case("a name of escapes", format!(r#"{{"{}":{empty}}}"#, r"\u007f".repeat(MILLION)), 0, true);
+    case("a number of a million digits", u8s(&format!("[{}]", "9".repeat(MILLION))), 2, false);
+    case("no JSON", "\0".repeat(MILLION), 0, false);
+    tally.print("crafted headers");
+}
+
+#[test]
+fn lengths_that_are_lies() {
+    let (sound, dir) = (files()[1].clone(), tempfile::tempdir().unwrap());
+    let mut tally = Tally::default();
+    let bytes = sound.len() as u64;
+    let true_length = bytes - 8 - header_of(&sound).1;
+    for length in
+        [0, 1, true_length - 1, true_length + 1, bytes - 9, bytes - 8, bytes - 7, bytes, 100_000_000, 100_000_001]
+            .into_iter()
+            .chain((31..64).flat_map(|bits| [(1u64 << bits) - 8, 1 << bits]))
+            .chain([u64::MAX - 8, u64::MAX - 7, u64::MAX])
+    {
+        let file = [&length.to_le_bytes(), &sound[8..]].concat();
+        let (result, peak) = read_header(&dir.path().join("x"), &file);
+        assert!(matches!(result, Err(CheckpointError::BadHeader { .. })), "{length}");
+        tally.add("refused", json_bytes(&file), HEADER_FACTOR + 1, peak);
+    }
+    tally.print("false lengths");
+}
+
+#[test]
+fn crafted_manifests() {
+    let mut tally = Tally::default();
+    let sound = |state: &str, tensors: &str, world: &str, files: &str| {
+        format!(
+            r#""format_version":1,"crate_version":"0","id":"","step":1,"world":{world},"saved_unix_ms":0,"files":[{files}],"tensors":{{{tensors}}},"state":{state}}}"#
+        )
+    };
+    let file = r#"{"name":"rank-00000-of-00001.safetensors","bytes":0}"#;
+    let of_state = |state: &str| sound(state, "", "1", file);
+    let of_tensors = |tensors: &str| sound("0", tensors, "1", file);
+    let of_shape = |shape: &str| of_tensors(&format!(r#""a":{{"dtype":"U8","shape":{shape},"crc32c":[0]}}"#));
+    let mut case = |what: &str, body: String, accepted: bool| {
+        let bytes = seal(body.as_bytes());
+        drop(body);
+        let (result, peak) = peak(|| parse_manifest(&bytes));
+        assert_eq!(result.is_ok(), accepted, "{what}: {}", outcome(&result));
+        drop(result);
+        tally.add(if accepted { ACCEPTED } else { what }, bytes.len(), MANIFEST_FACTOR, peak);
+    };
+    case("state of integers, a full vector", of_state(&format!("[{}]", many((1 << 20) + 1, |_| "0".into()))), true);
+    case("state of small objects", of_state(&format!("[{}]", many(MILLION / 4, |_| r#"{"":0}"#.into()))), true);
+    let chain = format!("{}0{}", r#"{"":"#.repeat(100), "}".repeat(100));
+    case("state of chains of objects", of_state(&format!("[{}]", many(MILLION / 400, |_| chain.clone()))), true);
+    let chain = format!("{}{}", "[".repeat(100), "]".repeat(100));
+    case("state of chains of arrays", of_state(&format!("[{}]", many(MILLION / 400, |_| chain.clone()))), true);
+    case("state of a million keys", of_state(&format!("{{{}}}", many(MILLION, |at| format!(r#""{at:x}":0"#)))), true);
+    case("state of a long number", of_state(&"9".repeat(MILLION)), false);
+    case("state of a long fraction", of_state(&format!("0.{}", "9".repeat(MILLION))), true);
+    for (open, close) in [("[", "]"), (r#"{"a":"#, "}")] {
+        let what = format!("state of a million {open}");
+        case(&what, of_state(&format!("{}0{}", open.repeat(MILLION), close.repeat(MILLION))), false);
+        case(&what, of_state(&open.repeat(MILLION)), false);
+    }
+    case("an unknown key of a million brackets", of_state(&format!("0,\"x\":{}", "[".repeat(MILLION))), false);
+    case("a size of no file", of_shape("[9223372036854775807,2]"), false);
+    case("a size that wraps to 1", of_shape("[9223372036854775809,2]"), false);
+    case("a size that wraps to 0", of_shape("[4294967296,4294967296,0]"), false);
+    case("the largest size", of_shape("[9223372036854775807]"), true);
+    case("million dimensions", of_shape(&format!("[{}]", many(MILLION, |_| "1".into()))), true);
+    case(
+        "million ranks in a tensor",
+        of_shape("[1]").replace("[0]", &format!("[{}]", many(MILLION, |_| "0".into()))),
+        false,
+    );
+    let empty = |at| format!(r#""{at:x}":{{"dtype":"U8","shape":[0],"crc32c":[null]}}"#);
+    case("million tensors", of_tensors(&many(MILLION, empty)), true);
+    case("the same tensor twice", of_tensors(&many(2, |_| empty(1))), false);
+    for world in ["0", "2", "4294967296", "18446744073709551615", "18446744073709551616", "-1", "1.0", "null", "[1]"] {
+        case("ranks without files", sound("0", "", world, file), false);
+    }
+    let file_of = |at: usize| format!(r#"{{"name":"rank-{at:05}-of-1000000.safetensors","bytes":0}}"#);
+    case("million ranks", sound("0", "", "1000000", &many(MILLION, file_of)), true);
+    let few = many(MILLION / 2, file_of);
+    case("half a million files of a million ranks", sound("0", "", "1000000", &few), false);
+    case("a file elsewhere", of_state("0").replace("rank-00000-of-00001", "../../etc/passwd"), false);
+    let unprintable = "\u{7f}".repeat(MILLION);
+    case("a text for a number", of_state("0").replace("\"step\":1", &format!("\"step\":\"{unprintable}\"")), false);
+    case("a long name of a file", of_state("0").replace("rank-", &unprintable), false);
+    case("the same key a million times", of_state(&format!("0,{}", many(MILLION, |_| "\"step\":1".into()))), false);
+    tally.print("crafted manifests");
+}

@@ -1,0 +1,56 @@
+//! An allocator that counts: `#[global_allocator] static ALLOCATOR: Counting = Counting;`
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+/// Counts what each thread has allocated now and at most, so that tests beside each other do not disturb each other.
+pub struct Counting;
+
+thread_local! {
+    static NOW: Cell<usize> = const { Cell::new(0) };
+    static PEAK: Cell<usize> = const { Cell::new(0) };
+}
+
+fn took(bytes: usize) {
+    let now = NOW.get().wrapping_add(bytes);
+    NOW.set(now);
+    // A thread may free what another took, and be below 0.
+    if now as isize > PEAK.get() as isize {
+        PEAK.set(now);
+    }
+}
+
+fn gave(bytes: usize) {
+    NOW.set(NOW.get().wrapping_sub(bytes));
+}
+
+// SAFETY: the system's allocator does everything; the counters have neither destructors nor allocations of their own.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        took(layout.size());
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        gave(layout.size());
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(block, layout) }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // Both are there while the bytes move.
+        took(size);
+        gave(layout.size());
+        // SAFETY: as the caller promises.
+        unsafe { System.realloc(block, layout, size) }
+    }
+}
+
+/// What `body` gives, and the most bytes that it had at one time.
+pub fn peak<T>(body: impl FnOnce() -> T) -> (T, usize) {
+    let before = NOW.get();
+    PEAK.set(before);
+    let result = body();
+    (result, PEAK.get().wrapping_sub(before))
+}
