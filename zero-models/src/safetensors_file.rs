@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -146,7 +146,7 @@ impl Checkpoint {
     /// Bytes of elements that have been converted so far, as they lie in the files. A rank that keeps a piece of each
     /// parameter converts that piece.
     pub fn converted_bytes(&self) -> u64 {
-        self.converted_bytes.load(Ordering::Relaxed)
+        self.converted_bytes.load(Relaxed)
     }
 }
 
@@ -208,7 +208,7 @@ impl StoredTensor<'_> {
             self.name,
             self.numel()
         );
-        self.converted_bytes.fetch_add((range.len() * self.dtype.bitsize() / 8) as u64, Ordering::Relaxed);
+        self.converted_bytes.fetch_add((range.len() * self.dtype.bitsize() / 8) as u64, Relaxed);
         Ok(match self.dtype {
             Dtype::F16 => self.select(range, order, |bytes| f16::from_le_bytes(bytes).to_f32()),
             Dtype::BF16 => self.select(range, order, |bytes| bf16::from_le_bytes(bytes).to_f32()),
