@@ -13,6 +13,7 @@ pub mod engine;
 mod error;
 pub mod estimate;
 pub mod gpt2;
+pub mod inspect;
 pub mod learner;
 pub mod loss_scale;
 pub mod memory;

@@ -2,6 +2,8 @@
 
 mod ask;
 mod commands;
+mod diff;
+mod inspect;
 
 use std::alloc::System;
 use std::process::ExitCode;
@@ -24,6 +26,7 @@ First steps:
   zero config --defaults --stage 3              a configuration file without questions
   zero check zero.yaml                          what a file means, in words; what is wrong with it
   zero train --model tiny --data book.txt --config zero.yaml --out run
+  zero inspect run/checkpoints                  what was saved, and whether it is sound
 
 Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are."
 )]
@@ -42,6 +45,10 @@ enum Command {
     Estimate(commands::EstimateArgs),
     /// Train a GPT-2 on text or token files, on the CPU
     Train(Box<zero_train::gpt2::Options>),
+    /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
+    Inspect(inspect::InspectArgs),
+    /// Compare two checkpoints, saved by any numbers of ranks
+    Diff(diff::DiffArgs),
     /// Print a completion script for your shell
     Completions {
         /// The shell
@@ -55,6 +62,14 @@ fn main() -> ExitCode {
         Command::Check(args) => commands::check(&args),
         Command::Estimate(args) => commands::estimate(&args),
         Command::Train(options) => return commands::train(&options),
+        Command::Inspect(args) => match inspect::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
+        Command::Diff(args) => match diff::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
             Ok(())
