@@ -2,9 +2,11 @@
 //!
 //! Burn creates and loads parameters inside `Backend::memory_persistent_allocations`; inside that scope the creating
 //! operations of `Zero<B>` keep only this rank's piece (where parameters are sharded), so that a model larger than one
-//! rank's memory can be built. What DeepSpeed calls `zero.Init`.
+//! rank's memory can be built. What DeepSpeed calls `zero.Init`. A parameter whose values lie in a file is born by
+//! `zero_ops::parameter_from`, which asks for the elements of this rank's piece and for no others.
 
 use std::cell::Cell as StdCell;
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn_backend::{Backend, Distribution, Scalar, TensorData};
@@ -65,13 +67,15 @@ pub fn load_state<R>(f: impl FnOnce() -> R) -> R {
 }
 
 /// What a new tensor is filled with.
-pub(crate) enum Fill {
+pub(crate) enum Fill<'a> {
     Data(TensorData),
+    /// Asked for the elements that are kept here.
+    Elements(&'a mut dyn FnMut(Range<usize>) -> Vec<f32>),
     Random(Distribution),
     Value(Scalar),
 }
 
-impl Fill {
+impl Fill<'_> {
     /// Elements of the whole that lie in this rank's piece, or the whole in its shape.
     fn make<B: Backend>(
         self,
@@ -101,6 +105,10 @@ impl Fill {
                 let bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
                 B::float_from_data(TensorData::from_bytes_vec(bytes, shape, dtype), device)
             }
+            Fill::Elements(elements) => {
+                let data = TensorData::new(elements(range), shape).convert_dtype(dtype);
+                B::memory_persistent_allocations(device, data, |data| B::float_from_data(data, device))
+            }
             Fill::Random(distribution) => {
                 let stream = stream.expect("only parameters are drawn");
                 let data = stream.data(range, distribution, shape, dtype);
@@ -113,11 +121,11 @@ impl Fill {
 
 /// A new tensor of `shape`, by the scope: an ordinary one, a parameter, or optimizer state.
 pub(crate) fn create<B: Backend>(
-    fill: Fill,
+    fill: Fill<'_>,
     shape: Shape,
     device: &B::Device,
     dtype: FloatDType,
-    dense: impl FnOnce(Fill) -> B::FloatTensorPrimitive,
+    dense: impl FnOnce(Fill<'_>) -> B::FloatTensorPrimitive,
 ) -> ZeroTensor<B> {
     let dtype: DType = dtype.into();
     match scope() {
@@ -137,7 +145,7 @@ pub(crate) fn create<B: Backend>(
 }
 
 /// A new parameter: at stage 3 this rank's piece, at stages 1 and 2 the whole, at stage 0 the whole as the only piece.
-pub(crate) fn parameter<B: Backend>(fill: Fill, shape: Shape, device: &B::Device, dtype: DType) -> ZeroTensor<B> {
+pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DType) -> ZeroTensor<B> {
     let context = Context::<B>::current();
     let slot = context.new_slot(shape.clone(), dtype);
     let partition = slot.partition;

@@ -1,7 +1,11 @@
 //! Settings of [`Zero`](crate::Zero), validated once before ranks start.
 
+use std::path::PathBuf;
+use std::time::Duration;
+
 use burn_std::DType;
 use zero_core::Stage;
+use zero_core::offload::{AioOptions, PipelineOptions};
 
 /// A type of floating-point numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -41,6 +45,88 @@ impl Float {
     }
 }
 
+/// Where shards are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Tier {
+    /// In the device's memory; on the CPU backend that is the host's.
+    #[default]
+    Memory,
+    /// In a file, see [`Disk`].
+    Disk,
+}
+
+/// Where each kind of model state is kept.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Offload {
+    /// Optimizer state, and gradients from their reduction to the update; from stage 1 on (gradients from stage 2 on).
+    /// DeepSpeed's `offload_optimizer`.
+    pub optimizer: Tier,
+    /// Parameters, at stage 3. DeepSpeed's `offload_param`.
+    pub parameters: Tier,
+    /// How the disk is used.
+    pub disk: Disk,
+}
+
+/// How a disk is used; each rank has a file and buffers of its own.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Disk {
+    /// The folder, in which each run makes one of its own. DeepSpeed's `nvme_path`.
+    pub path: PathBuf,
+    /// Sizes and parallelism of requests; DeepSpeed's `aio`.
+    pub aio: AioOptions,
+    /// Buffers of each rank, at least 6: what moves between memory and disk, and nothing else that grows. Default 16.
+    pub buffer_count: usize,
+    /// Bytes of a buffer. Default 8 MiB.
+    pub buffer_bytes: usize,
+    /// Whether buffers are locked into memory.
+    pub pin_memory: bool,
+    /// Most elements of a stretch of an update, whose arrays are read, computed and written together; no more than a buffer
+    /// has. DeepSpeed's `sub_group_size`.
+    pub sub_group_size: usize,
+    /// Elements of this rank's parameters that stay in memory all the same, in the order of their birth. Default 0;
+    /// DeepSpeed's `max_in_cpu`, whose default is 1,000,000,000.
+    pub max_in_memory: usize,
+    /// Pieces of fewer bytes stay in memory: moving them would cost more than they take. Default 64 KiB.
+    pub min_bytes: usize,
+    /// Later stretches are read while one is computed.
+    pub pipeline_read: bool,
+    /// Stretches are written while later ones are computed.
+    pub pipeline_write: bool,
+    /// The longest wait for one transfer.
+    pub limit: Duration,
+}
+
+impl Default for Disk {
+    fn default() -> Self {
+        Self {
+            path: PathBuf::new(),
+            aio: AioOptions::default(),
+            buffer_count: 16,
+            buffer_bytes: 8 << 20,
+            pin_memory: false,
+            sub_group_size: usize::MAX,
+            max_in_memory: 0,
+            min_bytes: 64 << 10,
+            pipeline_read: true,
+            pipeline_write: true,
+            limit: Duration::from_secs(600),
+        }
+    }
+}
+
+impl Disk {
+    /// Parameter, gradient, two states and a 16-bit copy of an update, and one to go on with.
+    pub const FEWEST_BUFFERS: usize = 6;
+
+    /// Two stretches of the shortest length, in bytes of fp32.
+    pub const SMALLEST_BUFFER: usize = 64 << 10;
+
+    pub(crate) fn pipeline(&self) -> PipelineOptions {
+        let Self { pipeline_read, pipeline_write, limit, .. } = *self;
+        PipelineOptions { pipeline_read, pipeline_write, limit }
+    }
+}
+
 /// What is sharded, and how much memory communication may take. Sizes are in elements, as DeepSpeed's keys are.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
@@ -77,6 +163,8 @@ pub struct ZeroConfig {
     /// Gradients are divided by this before they are added and by the rest of the number of ranks afterwards, so that a
     /// sum in 16 bit does not overflow. Default 1; DeepSpeed's `gradient_predivide_factor`.
     pub gradient_predivide_factor: f32,
+    /// What is not kept in memory. Default: nothing.
+    pub offload: Offload,
 }
 
 impl ZeroConfig {
@@ -97,6 +185,28 @@ impl ZeroConfig {
         if !(self.gradient_predivide_factor.is_finite() && self.gradient_predivide_factor > 0.0) {
             return Err(ConfigError::Predivide { got: self.gradient_predivide_factor });
         }
+        let offload = &self.offload;
+        let refuse = |key, expected| Err(ConfigError::Offload { key, expected });
+        if offload.parameters == Tier::Disk && !self.stage.shards_parameters() {
+            return refuse("parameters", "parameters can only be kept on a disk at stage 3, where they are sharded");
+        }
+        if offload.optimizer == Tier::Disk && !self.stage.shards_optimizer() {
+            return refuse(
+                "optimizer",
+                "optimizer state can only be kept on a disk from stage 1 on, where it is sharded",
+            );
+        }
+        if (offload.optimizer, offload.parameters) != (Tier::Memory, Tier::Memory) {
+            if offload.disk.path.as_os_str().is_empty() {
+                return refuse("disk.path", "name a folder on a fast disk");
+            }
+            if offload.disk.buffer_count < Disk::FEWEST_BUFFERS {
+                return refuse("disk.buffer_count", "at least 6 buffers: an update takes up to five at once");
+            }
+            if offload.disk.buffer_bytes < Disk::SMALLEST_BUFFER {
+                return refuse("disk.buffer_bytes", "buffers of at least 64 KiB");
+            }
+        }
         Ok(())
     }
 }
@@ -116,6 +226,7 @@ impl Default for ZeroConfig {
             communication_dtype: None,
             overlap_comm: true,
             gradient_predivide_factor: 1.0,
+            offload: Offload::default(),
         }
     }
 }
@@ -136,6 +247,14 @@ pub enum ConfigError {
     Predivide {
         /// The factor given.
         got: f32,
+    },
+    /// State cannot be kept where it is asked to be.
+    #[error("offload.{key}: {expected}")]
+    Offload {
+        /// The setting.
+        key: &'static str,
+        /// What is expected.
+        expected: &'static str,
     },
 }
 

@@ -15,15 +15,17 @@ use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::{Gauge, WireCounter};
-use zero_core::collective::threads::Stopped;
+use zero_core::collective::threads::{Stopped, alone};
 use zero_core::window::{Key, Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
 
-use crate::config::ZeroConfig;
+use crate::config::{Offload, Tier, ZeroConfig};
 use crate::gather::Gatherer;
+use crate::pieces::RandomState;
 use crate::random::{Stream, sign};
 use crate::reduce::{Reducer, Settled};
-use crate::shard::Cell;
+use crate::shard::{Cell, Kind};
+use crate::tier::{Disk, or_stop};
 
 /// A parameter's identity, the same on every rank: its number is the order of its birth.
 pub(crate) struct Slot<B: Backend> {
@@ -37,6 +39,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) place: AtomicU64,
     /// Names of what belongs to this parameter.
     pub(crate) names: Mutex<Names>,
+    /// Whether the parameter stays in memory although others are on the disk.
+    pub(crate) resident: bool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
 }
@@ -122,6 +126,10 @@ pub(crate) struct Context<B: Backend> {
     fence_due: AtomicBool,
     /// Fences so far, from 1.
     fences: AtomicU64,
+    /// Elements of parameters born so far, a piece of each.
+    resident_elements: AtomicU64,
+    /// Where pieces lie that are not kept in memory.
+    pub(crate) disk: Option<Arc<Disk>>,
 }
 
 thread_local! {
@@ -185,7 +193,13 @@ impl<B: Backend> Context<B> {
         let (rank, world) = (comm.rank(), comm.world());
         let reducer = if world > 1 { Some(Reducer::spawn(comm.duplicate("gradients")?, &config)) } else { None };
         let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
-        Ok(Self::build(config, device, rank, world, comm.wire().clone(), window, reducer, main))
+        let Offload { optimizer, parameters, disk } = &config.offload;
+        let disk = match (optimizer, parameters) {
+            (Tier::Memory, Tier::Memory) => None,
+            _ => Some(or_stop(Disk::open(rank, disk))),
+        };
+        let wire = comm.wire().clone();
+        Ok(Self::build(config, device, rank, world, wire, window, reducer, main, disk))
     }
 
     #[allow(clippy::too_many_arguments)] // the two constructors' common tail
@@ -198,6 +212,7 @@ impl<B: Backend> Context<B> {
         window: Window<Cell<B>>,
         reducer: Option<Reducer<B>>,
         main: Option<Arc<dyn Collective>>,
+        disk: Option<Arc<Disk>>,
     ) -> Arc<Self> {
         Arc::new(Self {
             rank,
@@ -221,6 +236,8 @@ impl<B: Backend> Context<B> {
             draws: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
+            resident_elements: AtomicU64::new(0),
+            disk,
         })
     }
 
@@ -238,7 +255,7 @@ impl<B: Backend> Context<B> {
         let mut lone = LONE.lock();
         let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
             let window = WindowHost::default().alone();
-            Self::build(ZeroConfig::default(), Default::default(), 0, 1, Arc::default(), window, None, None)
+            Self::build(ZeroConfig::default(), Default::default(), 0, 1, Arc::default(), window, None, None, None)
         });
         context.clone().downcast::<Self>().expect("contexts are stored under their own type")
     }
@@ -260,9 +277,13 @@ impl<B: Backend> Context<B> {
     /// Numbers a new parameter.
     pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
         let mut slots = self.slots.lock();
+        let partition = self.partition(shape.num_elements());
+        let disk = &self.config.offload.disk;
+        let before = self.resident_elements.fetch_add(partition.stride() as u64, Ordering::Relaxed);
         let slot = Arc::new(Slot {
             index: slots.len() as u64,
-            partition: self.partition(shape.num_elements()),
+            partition,
+            resident: before as usize + partition.stride() <= disk.max_in_memory,
             shape,
             dtype,
             place: AtomicU64::new(0),
@@ -299,6 +320,18 @@ impl<B: Backend> Context<B> {
 
     pub(crate) fn slot_of(&self, id: DistributedParamId) -> Option<Arc<Slot<B>>> {
         self.ids.lock().get(&id).cloned()
+    }
+
+    /// The disk, if pieces of this kind and size are kept there.
+    pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<Disk>> {
+        let offload = &self.config.offload;
+        let tier = match kind {
+            Kind::Parameter if slot.is_some_and(|slot| slot.resident) => Tier::Memory,
+            Kind::Parameter => offload.parameters,
+            Kind::Gradient if !self.config.stage.shards_gradients() => Tier::Memory,
+            Kind::Gradient | Kind::Optimizer => offload.optimizer,
+        };
+        self.disk.as_ref().filter(|disk| tier == Tier::Disk && bytes >= disk.settings.min_bytes.max(1))
     }
 
     // ---- phases ----
@@ -415,7 +448,21 @@ impl<B: Backend> Context<B> {
         self.broadcast_bytes_from(bytes, 0)
     }
 
+    /// The ranks, for other collectives on the rank's own thread.
+    pub(crate) fn collective(&self) -> Arc<dyn Collective> {
+        self.main.clone().unwrap_or_else(alone)
+    }
+
     // ---- random numbers ----
+
+    pub(crate) fn random_state(&self) -> RandomState {
+        RandomState { seed: self.seed.load(Ordering::Relaxed), draws: self.draws.load(Ordering::Relaxed) }
+    }
+
+    pub(crate) fn set_random_state(&self, state: RandomState) {
+        self.seed.store(state.seed, Ordering::Relaxed);
+        self.draws.store(state.draws, Ordering::Relaxed);
+    }
 
     pub(crate) fn reseed(&self, seed: u64) {
         self.seed.store(seed, Ordering::Relaxed);

@@ -25,6 +25,7 @@ use zero_core::accounting::WireKind;
 use crate::config::ZeroConfig;
 use crate::context::{Context, Slot, Worker, raise};
 use crate::shard::{Cell, Kind};
+use crate::tier::{filled, or_stop};
 
 /// The whole tensor of `cell` in its own shape.
 pub(crate) fn load<B: Backend>(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
@@ -117,6 +118,9 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
     context.wire.add(WireKind::AllGather, received * cell.dtype.size());
     let cells = || cells.iter().map(|peer| peer.as_deref().unwrap_or(cell));
     let join = || {
+        if cells().any(|piece| piece.stored().is_some()) {
+            return join_from_disk(cell, cells());
+        }
         let mut pieces: Vec<B::FloatTensorPrimitive> = cells().map(Cell::local).collect();
         let flat = match pieces.len() {
             1 => pieces.swap_remove(0),
@@ -133,6 +137,25 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
     let whole = borrowed.unwrap_or_else(join);
     *cell.lent.lock() = zero_ops::Lent::of::<B>(&whole);
     Ok(whole)
+}
+
+/// Joins pieces of which some are on a disk, in one new array.
+fn join_from_disk<'c, B: Backend>(
+    cell: &Cell<B>,
+    pieces: impl Iterator<Item = &'c Cell<B>>,
+) -> B::FloatTensorPrimitive {
+    let size = cell.dtype.size();
+    let data = filled(cell.partition.numel(), cell.dtype, cell.shape.clone(), |whole| {
+        for piece in pieces {
+            let range = cell.partition.range(piece.place());
+            let part = &mut whole[range.start * size..range.end * size];
+            match piece.stored() {
+                Some(stored) => or_stop(stored.read_into(part)),
+                None => part.copy_from_slice(&read::<B>(piece.local()).as_bytes()[..part.len()]),
+            }
+        }
+    });
+    B::float_from_data(data, &cell.device)
 }
 
 /// Gathers a tensor that has no name; every rank must call it.
@@ -294,7 +317,7 @@ impl<B: Backend> Gatherer<B> {
         for index in indices {
             let Some(cell) = context.slot(index).current.lock().upgrade() else { continue };
             let mut state = cell.state.lock();
-            if cell.kind() == Kind::Parameter && !state.gathering && state.local.is_some() && state.whole.is_some() {
+            if cell.kind() == Kind::Parameter && !state.gathering && state.has_piece() && state.whole.is_some() {
                 if std::mem::take(&mut state.prefetched) {
                     self.forget_prefetched(cell.partition.numel());
                 }

@@ -48,11 +48,13 @@ pub mod launch;
 pub mod module;
 mod ops;
 pub mod optim;
+pub mod pieces;
 mod random;
 mod reduce;
 mod shard;
 pub mod stats;
 mod tensor;
+mod tier;
 mod view;
 
 pub use backend::Zero;

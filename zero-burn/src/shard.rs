@@ -4,6 +4,7 @@
 //! * *pending*: a gradient whose reduction is under way; neither is there yet. Ends in *ready* or *failed*.
 //! * *ready, sharded*: `local` is there (stage 3, optimizer state, reduced gradients); `whole` comes and goes by the
 //!   policy of [`crate::gather`].
+//! * *ready, stored*: the piece is in this rank's file (`stored`), and read when it is asked for ([`crate::tier`]).
 //! * *ready, whole*: only `whole` is there (parameters at stages 1 and 2: the piece is a slice of it, taken on demand).
 //!
 //! A cell is written by its owner's thread or by the owner's reducer and prefetch threads, and read by other ranks
@@ -21,7 +22,9 @@ use zero_core::window::Key;
 use zero_core::{CommError, Partition};
 
 use crate::context::{Context, Slot, raise};
+use crate::gather::read;
 use crate::random::sign;
+use crate::tier::{Disk, Stored, fetch, or_stop};
 
 /// What a cell's bytes are counted as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +38,8 @@ pub(crate) enum Kind {
 pub(crate) struct State<B: Backend> {
     pub(crate) local: Option<B::FloatTensorPrimitive>,
     pub(crate) whole: Option<B::FloatTensorPrimitive>,
+    /// In place of `local`, where pieces of this kind are kept on a disk.
+    pub(crate) stored: Option<Arc<Stored>>,
     pub(crate) pending: bool,
     pub(crate) failed: Option<CommError>,
     /// A gather is under way, by this rank's main or prefetch thread.
@@ -44,8 +49,21 @@ pub(crate) struct State<B: Backend> {
 }
 
 impl<B: Backend> State<B> {
+    /// Whether the piece is there, besides the whole.
+    pub(crate) fn has_piece(&self) -> bool {
+        self.local.is_some() || self.stored.is_some()
+    }
+
     fn new() -> Self {
-        Self { local: None, whole: None, pending: false, failed: None, gathering: false, prefetched: false }
+        Self {
+            local: None,
+            whole: None,
+            stored: None,
+            pending: false,
+            failed: None,
+            gathering: false,
+            prefetched: false,
+        }
     }
 }
 
@@ -161,7 +179,14 @@ impl<B: Backend> Cell<B> {
     /// A cell whose piece is there.
     pub(crate) fn ready(template: Template<B>, local: B::FloatTensorPrimitive) -> Arc<Self> {
         let dtype = local.dtype();
-        Self::new(template, dtype, State { local: Some(local), ..State::new() })
+        let kind = if template.origin == Origin::Version { Kind::Parameter } else { template.kind };
+        match disk_for(&template, kind, dtype).cloned() {
+            Some(disk) => {
+                let stored = or_stop(disk.store(read::<B>(local).as_bytes()));
+                Self::new(template, dtype, State { stored: Some(stored), ..State::new() })
+            }
+            None => Self::new(template, dtype, State { local: Some(local), ..State::new() }),
+        }
     }
 
     /// A parameter that this rank holds whole.
@@ -275,15 +300,56 @@ impl<B: Backend> Cell<B> {
 
     /// Ends *pending*: the reduced piece, or why there is none.
     pub(crate) fn settle(&self, result: Result<B::FloatTensorPrimitive, CommError>) {
+        // Before the lock: it takes a while.
+        let (mut settled_local, mut settled_stored, mut failed) = (None, None, None);
+        match (result, self.disk()) {
+            (Ok(local), Some(disk)) => match disk.store(read::<B>(local).as_bytes()) {
+                Ok(stored) => settled_stored = Some(stored),
+                Err(error) => {
+                    failed = Some(CommError::Disk { rank: self.context.rank, reason: error.to_string().into() });
+                }
+            },
+            (Ok(local), None) => settled_local = Some(local),
+            (Err(error), _) => failed = Some(error),
+        }
         let mut state = self.state.lock();
         self.update(&mut state, |state| {
             state.pending = false;
-            match result {
-                Ok(local) => state.local = Some(local),
-                Err(error) => state.failed = Some(error),
-            }
+            (state.local, state.stored, state.failed) = (settled_local, settled_stored, failed);
         });
         self.changed.notify_all();
+    }
+
+    /// Ends *pending*: the piece is on the disk.
+    pub(crate) fn settle_stored(&self, stored: Arc<Stored>) {
+        let mut state = self.state.lock();
+        state.pending = false;
+        state.stored = Some(stored);
+        self.changed.notify_all();
+    }
+
+    /// The disk, if this piece is to be kept there.
+    fn disk(&self) -> Option<&Arc<Disk>> {
+        let kind = if self.is_version { Kind::Parameter } else { self.kind() };
+        self.context.disk_for(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
+    }
+
+    /// The piece's place on the disk if it is kept there, to be written over: its own if this was the last use of the cell,
+    /// otherwise a copy. The cell itself if it is in memory.
+    pub(crate) fn into_stored(self: Arc<Self>) -> Result<Arc<Stored>, Arc<Self>> {
+        let Some(stored) = self.settled().stored.clone() else { return Err(self) };
+        if !self.may_be_read() {
+            match Arc::try_unwrap(self) {
+                Ok(mut cell) => {
+                    cell.retired = true;
+                    return Ok(stored);
+                }
+                Err(_) => {}
+            }
+        }
+        let mut bytes = vec![0; stored.region().bytes()];
+        or_stop(stored.read_into(&mut bytes));
+        Ok(or_stop(stored.disk.store(&bytes)))
     }
 
     /// The state once `ready`. The wait ends when a rank fails, and what is waited for has a deadline.
@@ -313,11 +379,21 @@ impl<B: Backend> Cell<B> {
     /// This rank's piece, flat. One element of filler when the rank owns none.
     pub(crate) fn local(&self) -> B::FloatTensorPrimitive {
         let state = self.settled();
-        match (&state.local, &state.whole) {
-            (Some(local), _) => local.clone(),
-            (None, Some(whole)) => slice_piece::<B>(whole.clone(), self.partition, self.place()),
-            (None, None) => unreachable!("a settled cell holds its piece or the whole"),
+        match (&state.local, &state.whole, &state.stored) {
+            (Some(local), ..) => local.clone(),
+            (None, Some(whole), _) => slice_piece::<B>(whole.clone(), self.partition, self.place()),
+            (None, None, Some(stored)) => {
+                let stored = stored.clone();
+                drop(state);
+                fetch::<B>(&stored, self.dtype, &self.device)
+            }
+            (None, None, None) => unreachable!("a settled cell holds its piece or the whole"),
         }
+    }
+
+    /// The piece's place on the disk, if it is kept there.
+    pub(crate) fn stored(&self) -> Option<Arc<Stored>> {
+        self.settled().stored.clone()
     }
 
     /// The piece by value: without a second handle when this was the last use of the cell, so that the inner backend
@@ -356,7 +432,7 @@ impl<B: Backend> Drop for Cell<B> {
         // loaded since, or whose module was dropped, may still be read by a slower rank.
         let last = self.is_version && key.version == slot.names.lock().epoch();
         let wanted = (last || self.may_be_read()) && !self.partition.is_whole();
-        let readable = state.local.is_some() || state.whole.is_some();
+        let readable = state.local.is_some() || state.whole.is_some() || state.stored.is_some();
         if wanted && readable && !self.retired && self.context.is_installed() {
             self.context.clone().retire(self.retire(state));
         } else if self.is_version {
@@ -394,6 +470,11 @@ impl<B: Backend> Cell<B> {
         }
         cell
     }
+}
+
+fn disk_for<B: Backend>(template: &Template<B>, kind: Kind, dtype: DType) -> Option<&Arc<Disk>> {
+    let place = if template.partition.is_whole() { 0 } else { template.context.rank };
+    template.context.disk_for(kind, template.partition.len(place) * dtype.size(), template.slot.as_deref())
 }
 
 /// Elements `range(place)` of a whole tensor, flat; one element of filler for an empty range.

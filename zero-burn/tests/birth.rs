@@ -143,6 +143,34 @@ fn a_large_layer_takes_a_ranks_share() {
     assert!(shares.iter().all(|share| (share - 0.25).abs() < 1e-4), "{shares:?}");
 }
 
+/// Where values come from a file, a rank asks for the elements of its piece and for no others.
+#[test]
+fn a_parameter_asks_for_the_elements_that_it_keeps() {
+    for stage in Stage::ALL {
+        for world in 1..=4 {
+            for shape in [[5, 7], [2, 1]] {
+                ranks(world, config(stage, 1), |device| {
+                    let mut asked = Vec::new();
+                    let parameter: Tensor<Ad, 2> = zero_ops::parameter_from(shape, &device, |range| {
+                        asked.push(range.clone());
+                        range.map(|i| i as f32).collect()
+                    });
+                    let numel = shape[0] * shape[1];
+                    let (pieces, place) = if stage.shards_parameters() { (world, device.rank()) } else { (1, 0) };
+                    let own = Partition::new(numel, pieces).range(place);
+                    let held = 4 * own.len() as u64;
+                    let expected = if own.is_empty() { vec![] } else { vec![own] };
+                    assert_eq!(asked, expected, "stage {stage}, {world} ranks");
+                    let stats = rank_stats::<Flex>();
+                    assert_eq!((stats.model_state_bytes.parameters, stats.wire_bytes.total()), (held, 0));
+                    let values: Vec<f32> = parameter.into_data().to_vec().unwrap();
+                    assert_eq!(values, (0..numel).map(|i| i as f32).collect::<Vec<_>>());
+                });
+            }
+        }
+    }
+}
+
 // ---- (b) ----
 
 #[test]

@@ -79,6 +79,14 @@ pub enum CommError {
         /// Why.
         reason: Arc<str>,
     },
+    /// A rank's disk, on which it keeps what belongs to the operation, failed.
+    #[error("rank {rank}: {reason}")]
+    Disk {
+        /// The rank.
+        rank: usize,
+        /// What its disk said.
+        reason: Arc<str>,
+    },
     /// A buffer does not fit the operation.
     #[error("rank {rank}, group '{group}', operation {seq}, {op}: {expected}, got {got}")]
     Shape {

@@ -1,6 +1,6 @@
 //! What ZeRO is made of, without a tensor library: flat partitions, collectives and the engine that runs ranks as
 //! threads of one process, a one-sided window for gathers, exact byte accounting, memory estimates, sharded checkpoints,
-//! and an allocator that keeps a step's pages.
+//! state on a disk, and an allocator that keeps a step's pages.
 //!
 //! * In: plain buffers ([`Buffer`]) and handles of any type ([`window::Window`]).
 //! * Out: reduced or gathered buffers, or a [`CommError`] that names rank, group, operation and sequence number.
@@ -16,6 +16,7 @@ pub mod checkpoint;
 pub mod collective;
 mod error;
 pub mod estimate;
+pub mod offload;
 mod partition;
 mod stage;
 pub mod window;

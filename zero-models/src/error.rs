@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use safetensors::tensor::{Dtype, SafeTensorError};
 
-/// What can go wrong while reading a configuration or a checkpoint.
+/// What can go wrong while reading a configuration or a checkpoint, or writing one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
@@ -244,6 +244,57 @@ pub enum ModelError {
         /// Its element type.
         got: Dtype,
     },
+
+    /// A setting of an export that cannot be used.
+    #[error("{setting} \"{got}\" cannot be exported; expected {expected}")]
+    ExportSetting {
+        /// Which setting.
+        setting: &'static str,
+        /// What was given.
+        got: String,
+        /// What is understood.
+        expected: &'static str,
+    },
+
+    /// A parameter could not be read to be exported.
+    #[error("parameter \"{path}\" cannot be read to be exported")]
+    Read {
+        /// Where it is in the module.
+        path: String,
+        /// What whoever reads it says.
+        source: crate::hf_export::ReadError,
+    },
+
+    /// Another number of elements than asked for came to be exported.
+    #[error(
+        "{expected} elements of parameter \"{path}\" were asked for to be exported, {got} came; check that the \
+         configuration is the model's"
+    )]
+    ReadSize {
+        /// Where the parameter is in the module.
+        path: String,
+        /// Elements asked for.
+        expected: usize,
+        /// Elements that came.
+        got: usize,
+    },
+
+    /// A number that the element type of an export cannot hold.
+    #[error("tensor \"{name}\" has the element {value:e}, which is infinite in {dtype}; export as {instead}")]
+    Overflow {
+        /// The tensor, as Hugging Face names it.
+        name: String,
+        /// The number.
+        value: f32,
+        /// The element type.
+        dtype: crate::hf_export::ExportDtype,
+        /// The types that can hold it.
+        instead: &'static str,
+    },
+
+    /// A checkpoint could not be written.
+    #[error(transparent)]
+    Write(#[from] zero_core::checkpoint::CheckpointError),
 }
 
 /// A tensor whose shape is not the one that the model has.

@@ -2,13 +2,14 @@
 //!
 //! In go a module, the [`Names`] of its family and a checkpoint; out comes the module with loaded parameters. Names,
 //! shapes and element types of everything are checked before the first tensor is loaded. Then one parameter at a time
-//! is converted and created on the device, inside `Backend::memory_persistent_allocations`.
+//! is created on the device by [`zero_ops::parameter_from`]: of a sharded parameter a rank converts its piece.
 
 use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use zero_ops::FusedBackend;
 
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{ModelError, ShapeMismatch};
@@ -24,6 +25,36 @@ pub struct HfParam {
     pub shape: Vec<usize>,
     /// Whether it is stored there transposed: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
     pub transposed: bool,
+}
+
+/// A parameter by its place in the module and its place in a Hugging Face checkpoint: known from a configuration alone,
+/// without a module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelParam {
+    /// Burn's field names from the module down, with dots: `h.0.attn.c_attn.weight`.
+    pub path: String,
+    /// Its shape in the module.
+    pub shape: Vec<usize>,
+    /// Its name in the `state_dict` of the Hugging Face model.
+    pub name: String,
+    /// Whether it is stored there transposed: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
+    pub transposed: bool,
+}
+
+impl ModelParam {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Its shape in the Hugging Face checkpoint.
+    pub fn hf_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if self.transposed {
+            shape.reverse();
+        }
+        shape
+    }
 }
 
 /// How a family of models names its parameters.
@@ -51,8 +82,23 @@ pub(crate) fn describe<B: Backend, M: Module<B>>(model: &M, names: &Names) -> Ve
     visitor.found
 }
 
+/// The parameters at `paths`, whose Hugging Face names and shapes are `hf_shapes`, in the same order.
+pub(crate) fn at_paths(paths: Vec<String>, hf_shapes: Vec<(String, Vec<usize>)>, names: &Names) -> Vec<ModelParam> {
+    assert_eq!(paths.len(), hf_shapes.len(), "one path for each parameter");
+    let param = |(path, (name, mut shape)): (String, (String, Vec<usize>))| {
+        let fields: Vec<String> = path.split('.').map(str::to_string).collect();
+        let (named, transposed) = (names.of_path)(&fields);
+        assert_eq!(named, name, "paths and names have one order");
+        if transposed {
+            shape.reverse();
+        }
+        ModelParam { path, shape, name, transposed }
+    };
+    paths.into_iter().zip(hf_shapes).map(param).collect()
+}
+
 /// Loads every parameter of the model from the checkpoint.
-pub(crate) fn load_checked<B: Backend, M: Module<B>>(
+pub(crate) fn load_checked<B: FusedBackend, M: Module<B>>(
     model: M,
     names: &Names,
     checkpoint: &Checkpoint,
@@ -171,7 +217,7 @@ struct Load<'a, B: Backend> {
     device: &'a B::Device,
 }
 
-impl<B: Backend> ModuleMapper<B> for Load<'_, B> {
+impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_string());
     }
@@ -183,53 +229,19 @@ impl<B: Backend> ModuleMapper<B> for Load<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (name, transposed) = (self.names.of_path)(&self.path);
         let stored = &self.sources[&name];
-        let values = stored.to_f32().expect("element types were checked");
-        let data = if transposed {
-            let [rows, columns] = [stored.shape[0], stored.shape[1]];
-            TensorData::new(transpose(&values, rows, columns), [columns, rows])
-        } else {
-            TensorData::new(values, stored.shape)
-        };
-
+        let mut shape: [usize; D] = stored.shape.try_into().expect("shapes were checked");
+        if transposed {
+            shape.reverse();
+        }
         let device = self.device;
-        let tensor = B::memory_persistent_allocations(device, data, |data| Tensor::<B, D>::from_data(data, device));
+        let tensor = zero_ops::parameter_from::<B, D>(shape, device, |range| {
+            let elements = if transposed { stored.elements_transposed(range) } else { stored.elements(range) };
+            elements.expect("element types were checked")
+        });
         let configured_for = param.lazy_device();
         let id = param.id;
         // Keeps the id, and whether the parameter is trained, without drawing the values it would start from.
         let loaded = param.transform_for_load(tensor, id);
         if configured_for == *device { loaded } else { loaded.fork(device) }
-    }
-}
-
-/// A row-major `[rows, columns]` as a row-major `[columns, rows]`, tile by tile so that both sides stay in the cache.
-fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
-    const TILE: usize = 32;
-    let mut out = vec![0.0; values.len()];
-    for first_row in (0..rows).step_by(TILE) {
-        for first_column in (0..columns).step_by(TILE) {
-            for row in first_row..rows.min(first_row + TILE) {
-                for column in first_column..columns.min(first_column + TILE) {
-                    out[column * rows + row] = values[row * columns + column];
-                }
-            }
-        }
-    }
-    out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn transposes_across_tiles() {
-        let (rows, columns) = (70, 33);
-        let values: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
-        let out = transpose(&values, rows, columns);
-        for row in 0..rows {
-            for column in 0..columns {
-                assert_eq!(out[column * rows + row], values[row * columns + column]);
-            }
-        }
     }
 }

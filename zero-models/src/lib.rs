@@ -4,7 +4,8 @@
 //! What comes out: logits and losses. The modules are generic over [`Backend`](burn::tensor::backend::Backend),
 //! know nothing of ranks or of where their parameters live, and run the same on a bare backend. They own their
 //! parameters; a parameter is created on first use, or by [`gpt2::weights`] and [`bert::weights`], which read the
-//! checkpoints that Hugging Face publishes. Everything runs on the caller's thread.
+//! checkpoints that Hugging Face publishes. [`hf_export`] writes such a checkpoint, from a configuration and whoever can
+//! read parameters by name. Everything runs on the caller's thread.
 //!
 //! ```
 //! use burn::tensor::{Int, Tensor};
@@ -24,10 +25,12 @@ mod attention;
 pub mod bert;
 mod error;
 pub mod gpt2;
+pub mod hf_export;
 mod hf_params;
 mod init;
 mod layers;
 pub mod loss;
+mod model_config;
 pub mod safetensors_file;
 mod suggest;
 
@@ -35,4 +38,5 @@ pub use activation::Activation;
 pub use bert::{Bert, BertBatch, BertConfig};
 pub use error::{ModelError, ShapeMismatch};
 pub use gpt2::{Gpt2, Gpt2Config};
-pub use hf_params::HfParam;
+pub use hf_params::{HfParam, ModelParam};
+pub use model_config::ModelConfig;

@@ -1,14 +1,16 @@
 //! Reading a Hugging Face checkpoint: in goes a folder, out come its tensors by name.
 //!
 //! The folder holds `model.safetensors`, or `model.safetensors.index.json` with the shards that it names. Files are
-//! memory-mapped: opening reads the headers only and checks them in full, and a tensor's bytes come from disk when it is converted,
-//! so that one converted tensor at a time is in memory. A [`Checkpoint`] owns the maps; a [`StoredTensor`] borrows
-//! from it.
+//! memory-mapped: opening reads the headers only and checks them in full, and elements come from disk when they are
+//! converted, any range of them, so that one tensor, or one rank's piece of it, is in memory at a time. A [`Checkpoint`]
+//! owns the maps; a [`StoredTensor`] borrows from it.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -17,8 +19,8 @@ use serde::Deserialize;
 
 use crate::ModelError;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of the header's length at the start of a file.
 const LENGTH_BYTES: usize = 8;
 /// The longest header that readers of the format accept.
@@ -31,6 +33,8 @@ pub struct Checkpoint {
     files: Vec<MappedFile>,
     /// Name of a tensor to the place of its file in `files`.
     tensors: BTreeMap<String, usize>,
+    /// A count and nothing else: it guards no memory, so it is relaxed.
+    converted_bytes: AtomicU64,
 }
 
 /// One tensor of a [`Checkpoint`], not yet read.
@@ -45,6 +49,7 @@ pub struct StoredTensor<'a> {
     /// Its element type.
     pub dtype: Dtype,
     bytes: &'a [u8],
+    converted_bytes: &'a AtomicU64,
 }
 
 impl Checkpoint {
@@ -67,7 +72,7 @@ impl Checkpoint {
     fn open_single(dir: &Path, path: PathBuf) -> Result<Self, ModelError> {
         let file = MappedFile::open(path)?;
         let tensors = file.names().map(|name| (name, 0)).collect();
-        Ok(Self { dir: dir.to_path_buf(), files: vec![file], tensors })
+        Ok(Self::of(dir, vec![file], tensors))
     }
 
     fn open_sharded(dir: &Path, index: PathBuf) -> Result<Self, ModelError> {
@@ -115,7 +120,11 @@ impl Checkpoint {
                 return Err(disagree(file, &extra, false));
             }
         }
-        Ok(Self { dir: dir.to_path_buf(), files, tensors })
+        Ok(Self::of(dir, files, tensors))
+    }
+
+    fn of(dir: &Path, files: Vec<MappedFile>, tensors: BTreeMap<String, usize>) -> Self {
+        Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0) }
     }
 
     /// The folder that was opened.
@@ -131,7 +140,13 @@ impl Checkpoint {
     /// The tensor of this name.
     pub fn get(&self, name: &str) -> Option<StoredTensor<'_>> {
         let (name, &place) = self.tensors.get_key_value(name)?;
-        self.files[place].tensor(name)
+        self.files[place].tensor(name, &self.converted_bytes)
+    }
+
+    /// Bytes of elements that have been converted so far, as they lie in the files. A rank that keeps a piece of each
+    /// parameter converts that piece.
+    pub fn converted_bytes(&self) -> u64 {
+        self.converted_bytes.load(Relaxed)
     }
 }
 
@@ -147,26 +162,111 @@ impl StoredTensor<'_> {
         }
     }
 
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
     /// The elements in row-major order, as 32-bit floats.
     ///
     /// # Errors
     /// As [`check_dtype`](Self::check_dtype).
     pub fn to_f32(&self) -> Result<Vec<f32>, ModelError> {
+        self.elements(0..self.numel())
+    }
+
+    /// Elements `range` in row-major order, as 32-bit floats.
+    ///
+    /// # Errors
+    /// As [`check_dtype`](Self::check_dtype).
+    ///
+    /// # Panics
+    /// If the range reaches beyond the tensor.
+    pub fn elements(&self, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        self.convert(range, Order::AsStored)
+    }
+
+    /// Elements `range` in row-major order of the tensor's transpose, as 32-bit floats.
+    ///
+    /// # Errors
+    /// As [`check_dtype`](Self::check_dtype).
+    ///
+    /// # Panics
+    /// If the tensor is no matrix, or the range reaches beyond it.
+    pub fn elements_transposed(&self, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let &[rows, columns] = self.shape else {
+            panic!("tensor \"{}\" of shape {:?} has no transpose", self.name, self.shape);
+        };
+        self.convert(range, Order::Transposed { rows, columns })
+    }
+
+    fn convert(&self, range: Range<usize>, order: Order) -> Result<Vec<f32>, ModelError> {
         self.check_dtype()?;
+        assert!(
+            range.start <= range.end && range.end <= self.numel(),
+            "tensor \"{}\" has {} elements, {range:?} were asked for",
+            self.name,
+            self.numel()
+        );
+        self.converted_bytes.fetch_add((range.len() * self.dtype.bitsize() / 8) as u64, Relaxed);
         Ok(match self.dtype {
-            Dtype::F16 => self.convert(|bytes| f16::from_le_bytes(bytes).to_f32()),
-            Dtype::BF16 => self.convert(|bytes| bf16::from_le_bytes(bytes).to_f32()),
-            Dtype::F64 => self.convert(|bytes| f64::from_le_bytes(bytes) as f32),
-            _ => self.convert(f32::from_le_bytes),
+            Dtype::F16 => self.select(range, order, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            Dtype::BF16 => self.select(range, order, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            Dtype::F64 => self.select(range, order, |bytes| f64::from_le_bytes(bytes) as f32),
+            _ => self.select(range, order, f32::from_le_bytes),
         })
     }
 
     /// Safetensors data is little-endian, and need not be aligned.
-    fn convert<const N: usize>(&self, element: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+    fn select<const N: usize>(&self, range: Range<usize>, order: Order, element: impl Fn([u8; N]) -> f32) -> Vec<f32> {
         let (elements, rest) = self.bytes.as_chunks::<N>();
         debug_assert!(rest.is_empty(), "the header was checked against the data");
-        elements.iter().map(|&bytes| element(bytes)).collect()
+        match order {
+            Order::AsStored => elements[range].iter().map(|&bytes| element(bytes)).collect(),
+            Order::Transposed { rows, columns } => transposed(rows, columns, range, |at| element(elements[at])),
+        }
     }
+}
+
+/// In which order elements are wanted.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    AsStored,
+    /// Of a matrix of these sizes in the file.
+    Transposed {
+        rows: usize,
+        columns: usize,
+    },
+}
+
+/// Elements `range` of the transpose of a row-major `[rows, columns]`, tile by tile so that both sides stay in the cache.
+/// `element` gives the matrix's element at a flat place.
+pub(crate) fn transposed<T: Copy + Default>(
+    rows: usize,
+    columns: usize,
+    range: Range<usize>,
+    element: impl Fn(usize) -> T,
+) -> Vec<T> {
+    const TILE: usize = 32;
+    let mut out = vec![T::default(); range.len()];
+    if range.is_empty() {
+        return out;
+    }
+    // The transpose's rows are the matrix's columns; the first and the last that the range touches may be cut.
+    let (first, end) = (range.start / rows, range.end.div_ceil(rows));
+    debug_assert!(end <= columns, "the range lies within the matrix");
+    for first_column in (first..end).step_by(TILE) {
+        for first_row in (0..rows).step_by(TILE) {
+            for column in first_column..end.min(first_column + TILE) {
+                let begin = (column * rows + first_row).max(range.start);
+                let until = (column * rows + rows.min(first_row + TILE)).min(range.end);
+                for at in begin..until {
+                    out[at - range.start] = element((at - column * rows) * columns + column);
+                }
+            }
+        }
+    }
+    out
 }
 
 /// A safetensors file whose header has been read and checked against its length.
@@ -202,7 +302,7 @@ impl MappedFile {
         self.metadata.offset_keys().into_iter()
     }
 
-    fn tensor<'a>(&'a self, name: &'a str) -> Option<StoredTensor<'a>> {
+    fn tensor<'a>(&'a self, name: &'a str, converted_bytes: &'a AtomicU64) -> Option<StoredTensor<'a>> {
         let info = self.metadata.info(name)?;
         let (start, end) = info.data_offsets;
         Some(StoredTensor {
@@ -211,6 +311,7 @@ impl MappedFile {
             shape: &info.shape,
             dtype: info.dtype,
             bytes: &self.map[self.data_start + start..self.data_start + end],
+            converted_bytes,
         })
     }
 }
@@ -283,4 +384,19 @@ fn no_checkpoint(dir: &Path) -> ModelError {
         "name the folder that Hugging Face's save_pretrained wrote"
     };
     ModelError::NoCheckpoint { dir: dir.to_path_buf(), hint }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_range_of_a_transpose_is_its_slice() {
+        let (rows, columns) = (70, 33);
+        let whole: Vec<usize> = (0..rows * columns).map(|i| i % rows * columns + i / rows).collect();
+        for range in [0..rows * columns, 0..0, 5..5, 0..1, 69..71, 35..36, 1000..2309, 2309..2310, 140..210, 3..2000] {
+            assert_eq!(transposed(rows, columns, range.clone(), |at| at), whole[range]);
+        }
+        assert_eq!(transposed(0, 5, 0..0, |at| at), [0usize; 0]);
+    }
 }

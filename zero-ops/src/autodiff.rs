@@ -3,14 +3,16 @@
 //! What a node saves are handles of the inner backend: under `Zero<B>` a saved parameter is a handle that is gathered
 //! again, not its values. Saved activations share the memory of the tensors that the model made.
 
+use std::ops::Range;
+
 use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::base::Checkpointer;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
-use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 use burn_backend::{Backend, TensorMetadata};
-use burn_std::FloatDType;
+use burn_std::{FloatDType, Shape};
 
 use crate::backend::{AttentionOptions, FusedBackend, Gelu};
 
@@ -288,6 +290,15 @@ impl<B: FusedBackend, C: CheckpointStrategy> FusedBackend for Autodiff<B, C> {
         let rows = table.shape()[0];
         let out = B::fused_embedding(table.primitive, ids.clone());
         finish!(Embedding.prepare::<C>([table.node]), (ids, rows), out)
+    }
+
+    fn parameter_from(
+        shape: Shape,
+        device: &Device<Self>,
+        dtype: FloatDType,
+        elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
+    ) -> FloatTensor<Self> {
+        <FloatTensor<Self>>::new(B::parameter_from(shape, device, dtype, elements))
     }
 
     fn fused_linear_cross_entropy(

@@ -3,9 +3,11 @@
 //! Shape suffixes of this crate: `n` rows, `d` width, `f` wider width, `v` vocabulary, `b` sequences of `t` rows each
 //! (`n = b * t`), `h` heads.
 
-use burn_backend::Backend;
-use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_std::FloatDType;
+use std::ops::Range;
+
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
+use burn_backend::{Backend, TensorData};
+use burn_std::{FloatDType, Shape};
 
 use crate::fallback;
 
@@ -220,6 +222,21 @@ pub trait FusedBackend: Backend {
     /// `x` `[_, _]` times the one number in `factor`, rounded once to `dtype`.
     fn scaled_by(x: FloatTensor<Self>, factor: FloatTensor<Self>, dtype: FloatDType) -> FloatTensor<Self> {
         fallback::scaled_by::<Self>(x, factor, dtype)
+    }
+
+    /// A parameter of `shape` with elements from `elements`, which gives those of a flat range, row-major.
+    ///
+    /// `elements` is asked for what is kept here and for nothing else: for everything by this body, for a piece by a backend
+    /// that shards parameters, and perhaps not at all.
+    fn parameter_from(
+        shape: Shape,
+        device: &Device<Self>,
+        dtype: FloatDType,
+        elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
+    ) -> FloatTensor<Self> {
+        let values = elements(0..shape.num_elements());
+        let data = TensorData::new(values, shape).convert_dtype(dtype.into());
+        Self::memory_persistent_allocations(device, data, |data| Self::float_from_data(data, device))
     }
 }
 

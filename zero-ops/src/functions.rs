@@ -1,8 +1,11 @@
 //! What a model calls: the fused operations on Burn's tensors, with their shapes checked.
 
+use std::ops::Range;
+
 use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn_backend::get_device_settings;
 use burn_backend::tensor::FloatTensor;
-use burn_std::DType;
+use burn_std::{DType, Shape};
 
 use crate::backend::{AttentionOptions, FusedBackend, Gelu};
 
@@ -208,4 +211,32 @@ pub fn linear_cross_entropy<B: FusedBackend>(
     assert_eq!(d, width, "cross-entropy: rows of {d} need a weight [_, {d}], got [{v}, {width}]");
     assert_eq!(targets.dims(), [n], "cross-entropy: {n} rows need {n} targets");
     wrap(B::fused_linear_cross_entropy(unwrap(x), unwrap(weight), targets.into_primitive(), ignored))
+}
+
+/// A parameter of the device's float type with elements from `elements`, which is asked for the flat ranges (row-major) that
+/// are kept here: for everything once, or for this rank's piece where parameters are sharded. Every rank calls it for the
+/// same parameters in the same order.
+///
+/// # Panics
+/// If `elements` gives another number of values than the range has.
+///
+/// ```
+/// use burn::tensor::Tensor;
+/// use burn_flex::Flex;
+///
+/// let x: Tensor<Flex, 2> = zero_ops::parameter_from([2, 3], &Default::default(), |range| range.map(|i| i as f32).collect());
+/// assert_eq!(x.into_data().to_vec::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+/// ```
+pub fn parameter_from<B: FusedBackend, const D: usize>(
+    shape: [usize; D],
+    device: &B::Device,
+    mut elements: impl FnMut(Range<usize>) -> Vec<f32>,
+) -> Tensor<B, D> {
+    let dtype = get_device_settings::<B>(device).float_dtype;
+    let mut checked = |range: Range<usize>| {
+        let (expected, values) = (range.len(), elements(range.clone()));
+        assert_eq!(values.len(), expected, "parameter_from: elements {range:?} of {shape:?} were asked for");
+        values
+    };
+    wrap(B::parameter_from(Shape::new(shape), device, dtype, &mut checked))
 }

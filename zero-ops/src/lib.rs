@@ -6,6 +6,8 @@
 //!   the backward passes.
 //! - The functions [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`packed_attention`], [`embedding`] and
 //!   [`linear_cross_entropy`] are what a model calls.
+//! - [`parameter_from`] makes a parameter of elements that are asked for by range, so that a rank with a piece of it reads
+//!   its piece.
 //!
 //! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only.
 
@@ -21,4 +23,6 @@ mod functions;
 pub use backend::{AttentionOptions, FusedBackend, Gelu};
 #[cfg(feature = "flex")]
 pub use flex::{Lent, sum_of_squares};
-pub use functions::{attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
+pub use functions::{
+    attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
+};

@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
+use zero_core::checkpoint::CheckpointError;
 use zero_models::ModelError;
+
+use crate::engine::EngineError;
 
 /// Why training cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +40,7 @@ pub enum TrainError {
     },
     /// The engine refused its settings, or stopped.
     #[error(transparent)]
-    Engine(#[from] crate::engine::EngineError),
+    Engine(#[from] EngineError),
     /// A log file cannot be written.
     #[error(transparent)]
     Monitor(#[from] crate::monitor::MonitorError),
@@ -59,7 +62,10 @@ impl TrainError {
     /// The exit code of a command that ends with this error: 2 for bad input, 1 for a run that failed.
     pub fn exit_code(&self) -> u8 {
         match self {
-            TrainError::Run(_) | TrainError::Engine(crate::engine::EngineError::LossScale(_)) => 1,
+            TrainError::Run(_) | TrainError::Engine(EngineError::LossScale(_) | EngineError::LoadFailed { .. }) => 1,
+            TrainError::Engine(EngineError::Checkpoint(
+                CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },
+            )) => 1,
             _ => 2,
         }
     }

@@ -4,7 +4,8 @@
 //! * In: a DeepSpeed JSON or an Accelerate YAML ([`config`]), command-line options ([`gpt2::Options`]), a text or token
 //!   file, a preset or a Hugging Face folder.
 //! * Out: a trained module ([`engine::ZeroEngine`], [`learner::ZeroStrategy`]); `metrics.jsonl` (one
-//!   [`metrics::StepMetrics`] a step), CSV, TensorBoard event files, an SVG plot, a table or a JSON summary.
+//!   [`metrics::StepMetrics`] a step), CSV, TensorBoard event files, an SVG plot, a table or a JSON summary; a Hugging
+//!   Face checkpoint of what the engine saved ([`export`](mod@export)).
 //! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
 
 pub mod config;
@@ -12,6 +13,7 @@ pub mod data;
 pub mod engine;
 mod error;
 pub mod estimate;
+pub mod export;
 pub mod gpt2;
 pub mod inspect;
 pub mod learner;

@@ -9,6 +9,7 @@ use zero_burn::stats::RankStats;
 use zero_core::accounting::{StateBytes, WireBytes};
 
 use crate::TrainError;
+use crate::memory::format_bytes;
 
 /// One training step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -65,6 +66,27 @@ pub struct EpochMetrics {
 impl EpochMetrics {
     pub(crate) fn new(epoch: usize, step: usize, loss: f64, eval_loss: Option<f64>) -> Self {
         Self { epoch, step, loss, perplexity: loss.exp(), eval_loss, eval_perplexity: eval_loss.map(f64::exp) }
+    }
+}
+
+/// One checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct SaveMetrics {
+    /// Steps behind it.
+    pub step: usize,
+    /// How long the training stood still for it.
+    pub stall_seconds: f64,
+    /// Size of all ranks' files; unknown yet when it is written beside the training.
+    pub bytes: Option<u64>,
+}
+
+impl core::fmt::Display for SaveMetrics {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let seconds = self.stall_seconds;
+        match self.bytes {
+            Some(bytes) => write!(f, "step {}: saved {} in {seconds:.2} s", self.step, format_bytes(bytes)),
+            None => write!(f, "step {}: copied in {seconds:.2} s, to be saved beside the training", self.step),
+        }
     }
 }
 
@@ -155,6 +177,36 @@ impl MetricsWriter {
         let path = dir.join("metrics.jsonl");
         let file = File::create(&path).map_err(io("create", &path))?;
         Ok(Self { file: BufWriter::new(file), path })
+    }
+
+    /// As [`create`](Self::create), for a run that goes on after `steps` steps: keeps the lines of those steps in an
+    /// existing `metrics.jsonl`, which are returned, and drops what an interrupted run has written beyond them.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Io`].
+    pub fn resume(dir: &Path, steps: usize) -> Result<(Self, Vec<StepMetrics>), TrainError> {
+        let path = dir.join("metrics.jsonl");
+        let io = |action, path: &Path| {
+            let path = path.to_path_buf();
+            move |source| TrainError::Io { action, path, source }
+        };
+        let text = match std::fs::read(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((Self::create(dir)?, Vec::new())),
+            text => text.map_err(io("read", &path))?,
+        };
+        // The last line may have been cut by the end of its process.
+        let kept: Vec<StepMetrics> = text
+            .split(|&byte| byte == b'\n')
+            .filter_map(|line| serde_json::from_slice(line).ok())
+            .filter(|metrics: &StepMetrics| metrics.step <= steps)
+            .collect();
+        // Beside it and renamed, so that no moment loses what is kept.
+        let aside = dir.join(".metrics.jsonl");
+        let mut writer = Self { file: BufWriter::new(File::create(&aside).map_err(io("create", &aside))?), path };
+        kept.iter().try_for_each(|metrics| writer.write(metrics))?;
+        std::fs::rename(&aside, &writer.path).map_err(io("replace", &writer.path))?;
+        Ok((writer, kept))
     }
 
     /// Appends one step and hands it to the operating system.

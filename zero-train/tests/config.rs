@@ -89,6 +89,8 @@ fn the_shared_deepspeed_file() {
         }),
         offload_optimizer: None,
         offload_param: None,
+        sub_group_size: 1_000_000_000,
+        aio: zero_core::offload::AioOptions::default(),
         report: Report { steps_per_print: Some(10), wall_clock_breakdown: true, ..Report::default() },
         save_16bit_model: true,
         warnings: plan.warnings.clone(),
@@ -175,12 +177,11 @@ fn stage_2_with_cpu_offload_and_bf16() {
     .unwrap();
     assert_eq!(plan.batch, Batch { global: 256, micro: 4, accumulation: 8 });
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
-    assert_eq!(plan.offload_optimizer, Some(Offload { device: OffloadDevice::Cpu, pin_memory: true }));
+    assert_eq!(plan.offload_optimizer, Some(Offload { pin_memory: true, ..Offload::to(OffloadDevice::Cpu) }));
     assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(DataType::Fp32), Some(DataType::Fp32)));
     assert!(matches!(plan.optimizer, Some(OptimizerPlan::Adam { weight_decay: 0.0, .. })));
     insta::assert_snapshot!(warnings(&plan), @r#"
-    zero_optimization.offload_optimizer.device: not acted on yet: nothing is moved off the device yet; training is the same, but needs the memory
-    zero_optimization.round_robin_gradients: not acted on yet: offloading has not landed yet
+    zero_optimization.round_robin_gradients: has no effect: on the CPU the device's memory and the host's are one
     "#);
 }
 
@@ -203,18 +204,22 @@ fn stage_3_with_everything_on_nvme() {
     )
     .unwrap();
     let nvme = OffloadDevice::Nvme { path: "/local_nvme".into() };
-    assert_eq!(plan.offload_optimizer, Some(Offload { device: nvme.clone(), pin_memory: false }));
-    assert_eq!(plan.offload_param, Some(Offload { device: nvme, pin_memory: true }));
+    assert_eq!(plan.offload_optimizer, Some(Offload::to(nvme.clone())));
+    assert_eq!(
+        plan.offload_param,
+        Some(Offload {
+            pin_memory: true,
+            buffer_count: 5,
+            buffer_size: 1_000_000_000,
+            max_in_cpu: 1_000_000_000,
+            ..Offload::to(nvme)
+        })
+    );
     assert_eq!(plan.prefetch_bucket_size, 10_000_000);
     assert_eq!(plan.precision, Precision::Fp16 { loss_scale: LossScale::Static(128.0) });
     assert_eq!(plan.report.tensorboard, Some(LogFiles { output_path: "logs".into(), job_name: "run".into() }));
     assert_eq!(plan.report.csv_monitor, None);
     insta::assert_snapshot!(warnings(&plan), @r#"
-    zero_optimization.offload_optimizer.device: not acted on yet: nothing is moved off the device yet; training is the same, but needs the memory
-    zero_optimization.offload_optimizer.pin_memory: not acted on yet: offloading has not landed yet
-    zero_optimization.offload_param.device: not acted on yet: nothing is moved off the device yet; training is the same, but needs the memory
-    zero_optimization.offload_param.buffer_size: not acted on yet: offloading has not landed yet
-    aio.queue_depth: not acted on yet: nothing is read from or written to NVMe yet
     activation_checkpointing.partition_activations: not acted on yet: activations are not checkpointed by the configuration yet
     activation_checkpointing.cpu_checkpointing: not acted on yet: activations are not checkpointed by the configuration yet
     "#);
@@ -303,11 +308,17 @@ fn the_shared_accelerate_file() {
     assert_eq!((plan.world, plan.gradient_clipping), (1, Some(1.0)));
     assert_eq!(plan.precision, Precision::Fp32);
     assert!(plan.save_16bit_model);
-    assert_eq!(plan.offload_param, Some(Offload { device: OffloadDevice::Cpu, pin_memory: true }));
+    assert_eq!(
+        plan.offload_param,
+        Some(Offload {
+            pin_memory: true,
+            buffer_count: 5,
+            max_in_cpu: 1_000_000_000,
+            ..Offload::to(OffloadDevice::Cpu)
+        })
+    );
     assert_eq!(plan.reduce_bucket_size, 500_000_000);
     insta::assert_snapshot!(warnings(&plan), @r#"
-    deepspeed_config.offload_optimizer_device: not acted on yet: nothing is moved off the device yet; training is the same, but needs the memory
-    deepspeed_config.offload_param_device: not acted on yet: nothing is moved off the device yet; training is the same, but needs the memory
     deepspeed_config.zero3_save_16bit_model: not acted on yet: weights are not exported by the engine yet
     "#);
     let error = config.resolve(&Context { world: Some(2), ..context }).unwrap_err().to_string();
@@ -375,9 +386,10 @@ fn the_templates_of_accelerate() {
             assert!(!plan.save_16bit_model);
         }
         let count = |part: &str| plan.warnings.iter().filter(|warning| warning.path.contains(part)).count();
-        assert_eq!(count("offload_"), offloads);
+        let offloaded = [&plan.offload_optimizer, &plan.offload_param].into_iter().flatten().count();
+        assert_eq!((count("offload_"), offloaded), (0, offloads));
         assert_eq!(count("allgather_bucket_size"), usize::from(stage < 3));
-        assert_eq!(plan.warnings.len(), offloads + usize::from(stage < 3), "{}", warnings(&plan));
+        assert_eq!(plan.warnings.len(), usize::from(stage < 3), "{}", warnings(&plan));
     }
 }
 
@@ -546,9 +558,7 @@ fn old_spellings_are_read_with_a_warning() {
     bfloat16: deprecated; write `bf16`
     fp32_allreduce: deprecated; write `communication_data_type`
     zero_optimization.cpu_offload: deprecated; write `offload_optimizer`
-    zero_optimization.offload_optimizer.device: not acted on yet: nothing is moved off the device yet; training is the same, but needs the memory
     zero_optimization.cpu_offload_params: deprecated; write `offload_param`
-    zero_optimization.offload_param.device: not acted on yet: nothing is moved off the device yet; training is the same, but needs the memory
     zero_optimization.cpu_offload_use_pin_memory: has no effect: deprecated; write `pin_memory` in `offload_param` or `offload_optimizer`
     zero_optimization.stage3_gather_fp16_weights_on_model_save: deprecated; write `stage3_gather_16bit_weights_on_model_save`
     zero_optimization.stage3_gather_fp16_weights_on_model_save: not acted on yet: weights are not exported by the engine yet
@@ -623,7 +633,7 @@ fn the_builder_has_the_files_rules() {
     assert_eq!(plan.warnings, []);
 
     let files = LogFiles { output_path: "out".into(), job_name: "job".into() };
-    let nvme = Offload { device: OffloadDevice::Nvme { path: "/n".into() }, pin_memory: false };
+    let nvme = Offload::to(OffloadDevice::Nvme { path: "/n".into() });
     let plan = ZeroPlan::builder(Stage::Parameters)
         .global_batch(16)
         .accumulation(2)

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use zero_core::checkpoint::{CheckpointError, ElementType, Piece, SaveOptions, save};
 use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
 use zero_core::{Collective, Partition};
+use zero_models::{BertConfig, Gpt2Config, ModelConfig};
 
 /// Exit code, standard output and standard error of `zero` with these arguments.
 fn zero(args: &[&str]) -> (i32, String, String) {
@@ -54,6 +55,24 @@ fn tensors() -> Vec<Tensor> {
         ("optimizer.ln.bias.exp_avg", f32, &[3], f32s(3, 0.0)),
         ("optimizer.ln.bias.exp_avg_sq", f32, &[3], f32s(3, 1.0)),
     ]
+}
+
+/// A GPT-2 that can be exported, and its state.
+fn gpt2(ranks: usize) -> (Vec<Tensor>, Value) {
+    let tiny = Gpt2Config::preset("tiny").unwrap();
+    let config = Gpt2Config { vocab_size: 500, n_positions: 8, n_embd: 4, n_layer: 1, n_head: 1, ..tiny };
+    let config = ModelConfig::from(config);
+    let tensors = config.parameters().into_iter().flat_map(|param| {
+        let numel = param.shape.iter().product();
+        let shape: &[usize] = param.shape.leak();
+        ["model.PATH", "optimizer.PATH.exp_avg", "optimizer.PATH.exp_avg_sq"].map(|name| {
+            let name: &str = name.replace("PATH", &param.path).leak();
+            (name, ElementType::F32, shape, f32s(numel, 0.5))
+        })
+    });
+    let mut state = state(ranks);
+    state["model"] = serde_json::to_value(&config).unwrap();
+    (tensors.collect(), state)
 }
 
 fn state(ranks: usize) -> Value {
@@ -115,32 +134,28 @@ fn shown(out: &str, dir: &Path) -> String {
 #[test]
 fn one_checkpoint_is_told_in_words() {
     let dir = tempfile::tempdir().unwrap();
-    let path = checkpoint(dir.path(), 12, 2);
-    let out = prints(0, &["inspect", text(&path), "--tensors"]);
+    let (tensors, state) = gpt2(2);
+    let path = save_as(dir.path(), 12, 2, &tensors, &state);
+    let out = prints(0, &["inspect", text(&path)]);
     let on_disk: u64 = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
     let on_disk = zero_train::memory::format_bytes(on_disk);
-    insta::assert_snapshot!(shown(&out, dir.path()).replace(&on_disk, "SIZE"), @r#"
+    insta::assert_snapshot!(shown(&out, dir.path()).replace(&on_disk, "SIZE"), @r"
     DIR/step-00000012: sound (every checksum was computed)
 
     step          12, saved MOMENT by version 0.1.0
     run           2 ranks, stage 3, bf16 with fp32 masters, 12 updates
-    model         gpt2, 1,503 parameters in 2 tensors (n_layer 2, n_head 1, n_embd 3)
+    model         gpt2, 2,284 parameters in 16 tensors (n_layer 1, n_head 1, n_embd 4)
     optimizer     adamw: exp_avg, exp_avg_sq of every parameter, after 12 updates
     loss scale    1024 (dynamic), 2 updates skipped
     other state   trainer
-    size          parameters 5.87 KiB, optimizer state 11.74 KiB; SIZE on disk
+    size          parameters 8.92 KiB, optimizer state 17.84 KiB; SIZE on disk
 
-    resume        at any number of ranks, any stage, any bucket sizes, with adamw
-    bit for bit   takes 2 ranks, each with its own random stream from here, and bf16 as saved
-    export        `zero export` writes it as a Hugging Face gpt2
-
-    model.ln.bias                    F32 [3]                      12 B
-    model.wte.weight                 F32 [500, 3]             5.86 KiB
-    optimizer.ln.bias.exp_avg        F32 [3]                      12 B
-    optimizer.ln.bias.exp_avg_sq     F32 [3]                      12 B
-    optimizer.wte.weight.exp_avg     F32 [500, 3]             5.86 KiB
-    optimizer.wte.weight.exp_avg_sq  F32 [500, 3]             5.86 KiB
-    "#);
+    resume        at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit, with adamw
+    bit for bit   takes 2 ranks, each with its own random stream from here, and bf16 as saved; other numbers of ranks go on from the same parameters and moments, with other dropout and sums in another order
+    export        `zero export` writes it as a GPT2LMHeadModel of Hugging Face
+    ");
+    let out = prints(0, &["inspect", text(&path), "--tensors"]);
+    assert_contains(&out, &["\nmodel.wte.weight                      F32 [500, 4]             7.81 KiB\n"]);
     let quick = prints(0, &["inspect", text(&path), "--quick"]);
     assert_contains(&quick, &["sound (only manifest, sizes and headers were looked at)"]);
     assert!(!quick.contains("F32 ["));
@@ -167,7 +182,7 @@ fn json_has_the_same() {
     assert_eq!(of["parameters"], json!({"tensors": 2, "elements": 1503, "bytes": 6012, "dtypes": {"F32": 2}}));
     assert_eq!(of["optimizer"]["states"]["exp_avg"]["bytes"], 6012);
     assert_eq!((&of["optimizer"]["without"], &of["optimizer"]["updates"]), (&json!([]), &json!([12, 12])));
-    assert_eq!((&of["use"]["can_resume"], &of["use"]["can_export"]), (&json!(true), &json!(true)));
+    assert_eq!((&of["use"]["can_resume"], &of["use"]["can_export"]), (&json!(true), &json!(false)));
     assert_eq!(of["state_keys"], json!(["engine", "model", "trainer"]));
     assert_eq!(of["tensors"].as_array().unwrap().len(), 6);
     assert_eq!(of["tensors"][0], json!({"name": "model.ln.bias", "dtype": "F32", "shape": [3], "bytes": 12}));
@@ -283,6 +298,24 @@ fn states_of_other_programs_are_no_trouble() {
             states.push(changed);
         }
     }
+    // Models of any size, for which nothing may be allocated.
+    for (family, keys) in [
+        ("gpt2", ["vocab_size", "n_positions", "n_embd", "n_layer", "n_inner"]),
+        ("bert", ["vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "intermediate_size"]),
+    ] {
+        let sound = match family {
+            "gpt2" => ModelConfig::from(Gpt2Config::preset("tiny").unwrap()),
+            _ => ModelConfig::from(BertConfig::preset("bert-tiny").unwrap()),
+        };
+        for key in keys {
+            for huge in [1 << 40, 1 << 62, u64::MAX] {
+                let mut changed = state(1);
+                changed["model"] = serde_json::to_value(&sound).unwrap();
+                changed["model"]["config"][key] = json!(huge);
+                states.push(changed);
+            }
+        }
+    }
     let dir = tempfile::tempdir().unwrap();
     let odd: Vec<Tensor> = ["optimizer.", "optimizer.x", "optimizer..", "model.", "other", "."]
         .map(|name| (name, ElementType::U8, &[2][..], vec![1, 2]))
@@ -296,7 +329,7 @@ fn states_of_other_programs_are_no_trouble() {
     let path = dir.path().join("step-00000000");
     assert_contains(
         &prints(0, &["inspect", text(&path)]),
-        &["not by the engine, which did not save it: its state has no \"engine\"", "`zero export` cannot"],
+        &["not by the engine, which did not save it: its state has no \"engine\"", "`zero export` refuses it"],
     );
 }
 
@@ -315,9 +348,11 @@ fn who_can_use_it_follows_the_state() {
     let out = told(&|state| state["engine"]["random"]["draws"] = json!([1]), &all);
     assert_contains(&out, &["expected the random streams of 2 ranks, it has 1"]);
     let out = told(&|state| state["model"]["family"] = json!("llama"), &all);
-    assert_contains(&out, &["family \"llama\", it writes gpt2 and bert"]);
+    assert_contains(&out, &["`zero export` refuses it", "no configuration of a GPT-2 or a BERT"]);
+    let out = told(&|state| drop(state.as_object_mut().unwrap().remove("trainer")), &all);
+    assert_contains(&out, &["by your program's ZeroEngine::load", "which `zero train --resume` needs"]);
     let out = told(&|state| drop(state.as_object_mut().unwrap().remove("model")), &all);
-    assert_contains(&out, &["its state has no \"model\" (family and config)", "not named, 1,503 parameters"]);
+    assert_contains(&out, &["has no \"model\", from which", "not named, 1,503 parameters"]);
     let out = told(&|state| state["engine"]["param_dtype"] = json!("F32"), &all[..2]);
     assert_contains(&out, &["there is no optimizer state, which begins anew", "fp32 as saved", "adamw, without state"]);
     let out = told(&|_| {}, &all[..5]);

@@ -37,6 +37,7 @@ fn help_teaches() {
       check        Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
       estimate     Bytes of model state per rank at every stage, and what fits into this machine
       train        Train a GPT-2 on text or token files, on the CPU
+      export       Write a saved model as a folder that Hugging Face's transformers loads
       inspect      Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
       diff         Compare two checkpoints, saved by any numbers of ranks
       completions  Print a completion script for your shell

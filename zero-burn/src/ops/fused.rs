@@ -1,8 +1,12 @@
 //! The fused operations of [`zero_ops`]: parameters are gathered, and `B`'s kernels run.
 
-use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_std::FloatDType;
+use std::ops::Range;
+
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
+use burn_std::{FloatDType, Shape};
 use zero_ops::{AttentionOptions, FusedBackend, Gelu};
+
+use crate::birth::{Fill, parameter};
 
 use super::*;
 
@@ -81,5 +85,15 @@ impl<B: FusedBackend> FusedBackend for Zero<B> {
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x.load(), weight.load(), targets, ignored);
         (ZeroTensor::Dense(loss), ZeroTensor::Dense(dx), ZeroTensor::Dense(d_weight))
+    }
+
+    /// At stage 3 only the elements of this rank's piece are asked for.
+    fn parameter_from(
+        shape: Shape,
+        device: &Device<Self>,
+        dtype: FloatDType,
+        elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
+    ) -> FloatTensor<Self> {
+        parameter(Fill::Elements(elements), shape, device.inner(), dtype.into())
     }
 }

@@ -11,6 +11,7 @@ use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData};
 use burn_std::{DType, Shape};
 
+use super::disk::{Home, Job, run_jobs};
 use super::pass::{Arrays, run};
 use super::rule::{Kernel, Rule};
 use super::state::{MASTER, ParamState, StateRecord, flat};
@@ -18,8 +19,10 @@ use crate::backend::Zero;
 use crate::context::{Context, stop};
 use crate::gather::read;
 use crate::module::ZeroAutodiff;
+use crate::pieces::cell_bytes;
 use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
 use crate::tensor::{Shard, ZeroTensor};
+use crate::tier::{filled, or_stop};
 
 /// What is known of a parameter when it is put into a group.
 #[derive(Debug, Clone, Copy)]
@@ -107,7 +110,16 @@ impl<A: ZeroAutodiff> Fused<A> {
         module: M,
         grads: GradientsParams,
     ) -> M {
-        module.map(&mut Step { optimizer: self, grads, lr, grad_scale, path: Vec::new() })
+        let mut step = Step { optimizer: self, grads, lr, grad_scale, path: Vec::new(), jobs: Vec::new() };
+        let module = module.map(&mut step);
+        let Step { grads, jobs, .. } = step;
+        // What is on the disk of these is free before more is read.
+        drop(grads);
+        if !jobs.is_empty() {
+            let context = Context::<A::Base>::current();
+            run_jobs(context.disk.as_ref().expect("only what is on a disk makes a job"), jobs);
+        }
+        module
     }
 
     /// One state of a parameter by its name ([`Rule::state_names`], or "fp32_param" for the master of a parameter in 16
@@ -144,6 +156,56 @@ impl<A: ZeroAutodiff> Fused<A> {
         let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(TensorData::new(piece, [len]), &cell.device);
         *cell = Cell::ready(cell.template(Kind::Optimizer, origin), local);
         true
+    }
+
+    /// Updates of a parameter so far, and the names of its states, the master ("fp32_param") included. `None` before its
+    /// first update.
+    pub fn states(&self, id: ParamId) -> Option<(usize, Vec<&str>)> {
+        let state = &self.states[*self.index.get(&id)?];
+        Some((state.time, state.cells.iter().map(|(name, _)| name.as_str()).collect()))
+    }
+
+    /// This rank's part of a state, fp32 and little-endian, cut as [`pieces`](crate::pieces) are. Nothing is gathered.
+    pub fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
+        let state = &self.states[*self.index.get(&id)?];
+        state.cells.iter().find(|(known, _)| known == name).map(|(_, cell)| cell_bytes(cell))
+    }
+
+    /// Makes `states` all that is known of a parameter of `numel` elements that has been updated `time` times: for each
+    /// name the elements that this rank holds ([`held_range`](crate::pieces::held_range)).
+    ///
+    /// # Panics
+    ///
+    /// When a state has another number of elements.
+    pub fn load_states(&mut self, id: ParamId, numel: usize, time: usize, states: Vec<(String, Vec<f32>)>) {
+        let context = Context::<A::Base>::current();
+        let partition = context.partition(numel);
+        let held = partition.len(if partition.is_whole() { 0 } else { context.rank });
+        let mut cells = Vec::with_capacity(states.len());
+        for (name, mut values) in states {
+            assert_eq!(values.len(), held, "elements of {name} that this rank holds");
+            // One element of filler where it holds none, as everywhere.
+            values.resize(values.len().max(1), 0.0);
+            let (kind, device, len) = (Kind::Optimizer, context.device.clone(), values.len());
+            let data = TensorData::new(values, [len]);
+            let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &device);
+            let (context, shape) = (context.clone(), Shape::new([numel]));
+            let template = Template { context, slot: None, partition, shape, device, kind, origin: PRIOR };
+            cells.push((name, Cell::ready(template, local)));
+        }
+        let state = self.state_of(id);
+        (state.time, state.cells) = (time, cells);
+    }
+
+    /// Forgets all state, as before the first update.
+    pub fn clear_states(&mut self) {
+        self.states.clear();
+        self.index.clear();
+    }
+
+    /// The rule of parameters that no group selects.
+    pub fn rule(&self) -> Rule {
+        self.rule
     }
 
     fn group(&self, path: &str, shape: &[usize]) -> (Rule, f64) {
@@ -209,6 +271,8 @@ struct Step<'a, A: ZeroAutodiff> {
     lr: f64,
     grad_scale: f32,
     path: Vec<String>,
+    /// Updates of what is on a disk, to be run together.
+    jobs: Vec<Job<A::Base>>,
 }
 
 impl<A: ZeroAutodiff> ModuleMapper<A> for Step<'_, A> {
@@ -228,7 +292,7 @@ impl<A: ZeroAutodiff> ModuleMapper<A> for Step<'_, A> {
         let gradient = shard(gradient, "gradient");
         let (rule, lr_scale) = self.optimizer.group(&self.path.join("."), parameter.cell.shape.as_slice());
         let state = self.optimizer.state_of(id);
-        let updated = update(state, rule, self.lr * lr_scale, self.grad_scale, parameter, gradient);
+        let updated = update(state, rule, self.lr * lr_scale, self.grad_scale, parameter, gradient, &mut self.jobs);
         let updated = Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(
             Shard::new(updated),
         )));
@@ -248,6 +312,7 @@ fn update<B: Backend>(
     grad_scale: f32,
     parameter: Shard<B>,
     gradient: Shard<B>,
+    jobs: &mut Vec<Job<B>>,
 ) -> Arc<Cell<B>> {
     parameter.cell.context.before_update();
     let (parent, dtype) = (gradient.cell.clone(), parameter.cell.dtype);
@@ -260,15 +325,33 @@ fn update<B: Backend>(
 
     let half = matches!(dtype, DType::F16 | DType::BF16);
     let mut held = std::mem::take(&mut state.cells);
+    let elements = gradient.cell.partition.len(gradient.cell.place());
+    let on_disk = |kind, size| updated.context.disk_for(kind, elements * size, updated.slot.as_deref()).is_some();
+    if on_disk(Kind::Optimizer, 4)
+        || on_disk(Kind::Parameter, dtype.size())
+        || [&parameter.cell, &gradient.cell]
+            .into_iter()
+            .chain(held.iter().map(|(_, cell)| cell))
+            .any(|c| c.stored().is_some())
+    {
+        let (kernel, time) = next_kernel(rule, lr, state.time, |name| held.iter().any(|(known, _)| known == name));
+        state.time = time;
+        let (job, cells) = job(rule, (kernel, grad_scale), (parameter, gradient), held, (templates, updated));
+        state.cells = cells;
+        let version = job.cells.last().expect("the parameter's next version is its last").clone();
+        jobs.push(job);
+        return version;
+    }
     let mut taken = |name: &str| {
         let place = held.iter().position(|(known, _)| known == name)?;
         Some(host::<B>(held.swap_remove(place).1.into_local()))
     };
     let mut tensors: Vec<Option<TensorData>> = names.iter().map(|name| taken(name)).collect();
     let master = taken(MASTER);
-    // Also when the rule has changed since: state that it does not know is dropped, what is missing begins anew.
-    let complete = tensors.iter().all(Option::is_some);
-    state.time = if complete { state.time + 1 } else { 1 };
+    let (kernel, time) = next_kernel(rule, lr, state.time, |name| {
+        names.iter().position(|known| *known == name).is_some_and(|place| tensors[place].is_some())
+    });
+    state.time = time;
 
     let piece = parameter.into_piece();
     let (mut p, mut copy) = if half {
@@ -296,7 +379,7 @@ fn update<B: Backend>(
         .map(|data| data.take().unwrap_or_else(|| TensorData::new(vec![0f32; elements], [elements])))
         .collect();
     let arrays = Arrays { parameter: &mut p, gradient: &g, state: &mut tensors, copy: copy.as_mut() };
-    run(Kernel::new(rule, lr, state.time), grad_scale, arrays);
+    run(kernel, grad_scale, arrays);
     drop(g);
 
     let mut templates = templates.into_iter();
@@ -313,6 +396,98 @@ fn update<B: Backend>(
         }
     };
     Cell::ready(updated, B::float_from_data(p, &device))
+}
+
+/// The update's arithmetic, and its number. Also when the rule has changed since: state that it does not know is dropped,
+/// what is missing begins anew.
+fn next_kernel(rule: Rule, lr: f64, time: usize, has: impl Fn(&str) -> bool) -> (Kernel, usize) {
+    let complete = rule.state_names().iter().all(|name| has(name));
+    let time = if complete { time + 1 } else { 1 };
+    (Kernel::new(rule, lr, time), time)
+}
+
+/// States of a parameter by name.
+type States<B> = Vec<(String, Arc<Cell<B>>)>;
+
+/// An update to be run from the disk, and the states that come of it, pending.
+fn job<B: Backend>(
+    rule: Rule,
+    (kernel, scale): (Kernel, f32),
+    (parameter, gradient): (Shard<B>, Shard<B>),
+    mut held: States<B>,
+    (templates, updated): (Vec<Template<B>>, Template<B>),
+) -> (Job<B>, States<B>) {
+    let (context, dtype) = (updated.context.clone(), parameter.cell.dtype);
+    let elements = gradient.cell.partition.len(gradient.cell.place());
+    let half = matches!(dtype, DType::F16 | DType::BF16);
+    // Where a state is that may be there already.
+    let mut home = |name: &str| match held.iter().position(|(known, _)| known == name) {
+        Some(place) => Some(match held.swap_remove(place).1.into_stored() {
+            Ok(stored) => Home::Disk { stored, fresh: false },
+            Err(cell) => Home::Memory(host::<B>(cell.into_local())),
+        }),
+        None => None,
+    };
+    let fresh = || match context.disk_for(Kind::Optimizer, elements * 4, None) {
+        Some(disk) => Home::Disk { stored: or_stop(disk.reserve(elements * 4)), fresh: true },
+        None => Home::Memory(TensorData::new(vec![0f32; elements], [elements])),
+    };
+    let names = rule.state_names();
+    let states: Vec<Home> = names.iter().map(|name| home(name).unwrap_or_else(fresh)).collect();
+    let master = home(MASTER);
+    let own = match parameter.views.is_empty() {
+        true => parameter.cell.into_stored().map_err(Shard::new),
+        false => Err(parameter),
+    };
+    let own = match own {
+        Ok(stored) => Home::Disk { stored, fresh: false },
+        Err(parameter) => Home::Memory(as_is::<B>(parameter.into_piece())),
+    };
+    let (parameter, copy) = match (half, own) {
+        (false, own) => (own, None),
+        (true, own) => {
+            let master =
+                master.unwrap_or_else(|| match (&own, context.disk_for(Kind::Optimizer, elements * 4, None)) {
+                    (Home::Memory(copy), None) => Home::Memory(copy.clone().convert_dtype(DType::F32)),
+                    (Home::Disk { stored, .. }, None) => {
+                        let copy = filled(elements, dtype, [elements], |bytes| or_stop(stored.read_into(bytes)));
+                        Home::Memory(copy.convert_dtype(DType::F32))
+                    }
+                    (_, Some(_)) => fresh(),
+                });
+            (master, Some((own, dtype)))
+        }
+    };
+    let gradient_dtype = gradient.cell.dtype;
+    let gradient = match gradient.views.is_empty() {
+        true => gradient.cell.stored().ok_or(gradient),
+        false => Err(gradient),
+    };
+    let gradient = match gradient {
+        Ok(stored) if matches!(gradient_dtype, DType::F32 | DType::F16 | DType::BF16) => {
+            (Home::Disk { stored, fresh: false }, gradient_dtype)
+        }
+        Ok(stored) => {
+            let data = filled(elements, gradient_dtype, [elements], |bytes| or_stop(stored.read_into(bytes)));
+            (Home::Memory(data.convert_dtype(DType::F32)), DType::F32)
+        }
+        Err(gradient) => {
+            let data = as_is::<B>(gradient.into_piece());
+            let data = match data.dtype {
+                DType::F32 | DType::F16 | DType::BF16 => data,
+                _ => data.convert_dtype(DType::F32),
+            };
+            let dtype = data.dtype;
+            (Home::Memory(data), dtype)
+        }
+    };
+    // In the order in which an update in memory makes them: names of cells count on it.
+    let kept = names.iter().copied().chain(half.then_some(MASTER));
+    let cells = kept.zip(templates).map(|(name, template)| (name.to_string(), Cell::pending(template, DType::F32)));
+    let cells: States<B> = cells.collect();
+    let version = Cell::pending(updated, dtype);
+    let results = cells.iter().map(|(_, cell)| cell.clone()).chain([version]).collect();
+    (Job { kernel, scale, elements, parameter, gradient, states, copy, cells: results }, cells)
 }
 
 fn shard<B: Backend, const D: usize>(tensor: Tensor<Zero<B>, D>, what: &str) -> Shard<B> {

@@ -13,25 +13,25 @@ const CHUNK: usize = 1 << 13;
 
 /// A gradient, read.
 #[derive(Clone, Copy)]
-enum Source<'a> {
+pub(super) enum Source<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     Bf16(&'a [bf16]),
 }
 
 /// The 16-bit copy of a parameter, written.
-enum Target<'a> {
+pub(super) enum Target<'a> {
     F16(&'a mut [f16]),
     Bf16(&'a mut [bf16]),
 }
 
-/// Everything about a stretch of the piece.
-struct Chunk<'a> {
-    p: &'a mut [f32],
-    g: Source<'a>,
-    a: &'a mut [f32],
-    b: &'a mut [f32],
-    copy: Option<Target<'a>>,
+/// The arrays of a stretch of the piece, equally long but for states that the rule does not keep, which are empty.
+pub(super) struct Stretch<'a> {
+    pub(super) p: &'a mut [f32],
+    pub(super) g: Source<'a>,
+    pub(super) a: &'a mut [f32],
+    pub(super) b: &'a mut [f32],
+    pub(super) copy: Option<Target<'a>>,
 }
 
 /// The arrays of a pass. All are as long as `parameter`, in elements.
@@ -54,32 +54,35 @@ pub(super) struct Arrays<'a> {
 pub(super) fn run(kernel: Kernel, scale: f32, arrays: Arrays<'_>) {
     const TYPES: &str = "callers pass arrays of the types named at Arrays";
     let Arrays { parameter, gradient, state, copy } = arrays;
-    let mut p = parameter.as_mut_slice::<f32>().expect(TYPES).chunks_mut(CHUNK);
-    let sources: Vec<Source<'_>> = match gradient.dtype {
-        DType::F16 => gradient.as_slice().expect(TYPES).chunks(CHUNK).map(Source::F16).collect(),
-        DType::BF16 => gradient.as_slice().expect(TYPES).chunks(CHUNK).map(Source::Bf16).collect(),
-        _ => gradient.as_slice().expect(TYPES).chunks(CHUNK).map(Source::F32).collect(),
+    let g = match gradient.dtype {
+        DType::F16 => Source::F16(gradient.as_slice().expect(TYPES)),
+        DType::BF16 => Source::Bf16(gradient.as_slice().expect(TYPES)),
+        _ => Source::F32(gradient.as_slice().expect(TYPES)),
     };
-    let mut targets: Vec<Option<Target<'_>>> = match copy {
-        None => sources.iter().map(|_| None).collect(),
-        Some(copy) if copy.dtype == DType::F16 => {
-            copy.as_mut_slice().expect(TYPES).chunks_mut(CHUNK).map(|chunk| Some(Target::F16(chunk))).collect()
-        }
-        Some(copy) => {
-            copy.as_mut_slice().expect(TYPES).chunks_mut(CHUNK).map(|chunk| Some(Target::Bf16(chunk))).collect()
-        }
-    };
-    let mut state = state.iter_mut().map(|data| data.as_mut_slice::<f32>().expect(TYPES).chunks_mut(CHUNK));
-    let (mut a, mut b) = (state.next(), state.next());
-    let chunks: Vec<Chunk<'_>> = sources
-        .into_iter()
-        .zip(targets.iter_mut())
-        .map(|(g, copy)| Chunk {
-            p: p.next().unwrap_or_default(),
+    let copy = copy.map(|copy| match copy.dtype {
+        DType::F16 => Target::F16(copy.as_mut_slice().expect(TYPES)),
+        _ => Target::Bf16(copy.as_mut_slice().expect(TYPES)),
+    });
+    let mut state = state.iter_mut().map(|data| data.as_mut_slice::<f32>().expect(TYPES));
+    let (a, b) = (state.next().unwrap_or_default(), state.next().unwrap_or_default());
+    let p = parameter.as_mut_slice::<f32>().expect(TYPES);
+    run_stretch(kernel, scale, Stretch { p, g, a, b, copy });
+}
+
+/// Updates a stretch of any length, on all threads of the pool.
+pub(super) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>) {
+    let Stretch { p, g, a, b, copy } = stretch;
+    let mut copies = copy.map(Target::chunks);
+    let (mut a, mut b) = (a.chunks_mut(CHUNK), b.chunks_mut(CHUNK));
+    let chunks: Vec<Stretch<'_>> = p
+        .chunks_mut(CHUNK)
+        .zip(g.chunks())
+        .map(|(p, g)| Stretch {
+            p,
             g,
-            a: a.as_mut().and_then(Iterator::next).unwrap_or_default(),
-            b: b.as_mut().and_then(Iterator::next).unwrap_or_default(),
-            copy: copy.take(),
+            a: a.next().unwrap_or_default(),
+            b: b.next().unwrap_or_default(),
+            copy: copies.as_mut().and_then(Iterator::next),
         })
         .collect();
     let arch = pulp::Arch::new();
@@ -90,7 +93,7 @@ pub(super) fn run(kernel: Kernel, scale: f32, arrays: Arrays<'_>) {
 struct Task<'a> {
     kernel: Kernel,
     scale: f32,
-    chunk: Chunk<'a>,
+    chunk: Stretch<'a>,
 }
 
 impl pulp::NullaryFnOnce for Task<'_> {
@@ -103,8 +106,8 @@ impl pulp::NullaryFnOnce for Task<'_> {
 }
 
 #[inline(always)]
-fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>) {
-    let Chunk { p, g, a, b, copy } = chunk;
+fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>) {
+    let Stretch { p, g, a, b, copy } = chunk;
     match g {
         Source::F32(g) if scale == 1.0 => kernel.apply(p, g, a, b),
         other => {
@@ -120,7 +123,24 @@ fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>) {
     }
 }
 
-impl Source<'_> {
+impl<'a> Target<'a> {
+    fn chunks(self) -> Box<dyn Iterator<Item = Target<'a>> + 'a> {
+        match self {
+            Target::F16(all) => Box::new(all.chunks_mut(CHUNK).map(Target::F16)),
+            Target::Bf16(all) => Box::new(all.chunks_mut(CHUNK).map(Target::Bf16)),
+        }
+    }
+}
+
+impl<'a> Source<'a> {
+    fn chunks(self) -> Box<dyn Iterator<Item = Source<'a>> + 'a> {
+        match self {
+            Source::F32(all) => Box::new(all.chunks(CHUNK).map(Source::F32)),
+            Source::F16(all) => Box::new(all.chunks(CHUNK).map(Source::F16)),
+            Source::Bf16(all) => Box::new(all.chunks(CHUNK).map(Source::Bf16)),
+        }
+    }
+
     /// The gradient in fp32, multiplied by `scale`.
     #[inline(always)]
     fn scaled_into(self, buffer: &mut [f32; CHUNK], scale: f32) -> &[f32] {

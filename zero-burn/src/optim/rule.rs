@@ -100,6 +100,17 @@ impl Rule {
         self
     }
 
+    /// Its name, as DeepSpeed's configuration has it but in lower case.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Rule::AdamW { .. } => "adamw",
+            Rule::Adam { .. } => "adam",
+            Rule::Sgd { .. } => "sgd",
+            Rule::Lion { .. } => "lion",
+            Rule::Adagrad { .. } => "adagrad",
+        }
+    }
+
     /// Names of the state kept for each parameter, each with one fp32 number an element, as PyTorch and DeepSpeed name
     /// it.
     pub fn state_names(&self) -> &'static [&'static str] {

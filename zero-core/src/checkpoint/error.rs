@@ -144,6 +144,14 @@ pub enum CheckpointError {
         /// The folder.
         dir: PathBuf,
     },
+    /// A folder cannot be made where it was asked for.
+    #[error("cannot write a folder at {}: {reason}", path.display())]
+    Destination {
+        /// Where.
+        path: PathBuf,
+        /// What is in the way, and what to change.
+        reason: String,
+    },
     /// What is to be written does not fit what was announced.
     #[error("tensor '{tensor}': expected {expected}, got {got}")]
     Unfit {

@@ -9,8 +9,8 @@
 //! * In: each rank's [`Piece`] of every tensor, cut by [`Partition`](crate::Partition) at every ZeRO stage, so that the
 //!   layout knows nothing of stages, buckets or offloading; and a JSON value, the engine's state.
 //! * Out: elements of any tensor by their range, checked against the checksum of every piece that they come from.
-//! * Memory: [`save`](save()) borrows the pieces and holds one buffer of a MiB per rank; [`AsyncSaver`] owns a copy of them
-//!   until they are written; [`Checkpoint`] holds the headers, and reads what is asked for into the caller's memory.
+//! * Memory: [`save`](save()) borrows the pieces and holds one buffer of a MiB per rank; [`save_streamed`] holds one piece at
+//!   a time; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds the headers, and reads what is asked for into the caller's memory.
 //! * Threads: [`save`](save()) runs on the callers and is a collective; [`AsyncSaver`] has a named thread per rank.
 //!
 //! # Why a crash at any moment leaves a sound checkpoint
@@ -39,6 +39,7 @@ mod disk;
 mod element;
 mod error;
 mod exchange;
+mod folder;
 mod header;
 mod latest;
 mod list;
@@ -57,13 +58,14 @@ pub use asynchronous::{AsyncSaver, Started};
 pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike, compare};
 pub use element::ElementType;
 pub use error::CheckpointError;
+pub use folder::NewFolder;
 pub use header::{Header, HeaderEntry};
 pub use latest::{Check, Found, find_latest};
 pub use list::{Listed, Listing, Remains, disk_bytes, is_checkpoint_name, list};
 pub use manifest::{FORMAT_VERSION, FileEntry, Manifest, TensorEntry};
 pub use open::{Checkpoint, piece_for, verify};
-pub use piece::Piece;
-pub use save::{SaveOptions, Saved, save};
+pub use piece::{Piece, TensorSpec};
+pub use save::{SaveOptions, Saved, save, save_streamed};
 pub use state::{StateDifference, compare_states};
 pub use writer::SafetensorsWriter;
 

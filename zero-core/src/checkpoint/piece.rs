@@ -40,25 +40,55 @@ impl<'a> Piece<'a> {
         }
     }
 
+    /// What tensor it is of.
+    pub(super) fn spec(&self) -> TensorSpec {
+        TensorSpec { name: self.name.to_string(), dtype: self.dtype, shape: self.shape.to_vec() }
+    }
+
     /// Whether the bytes are what `rank` of `world` owns.
     pub(super) fn check(&self, rank: usize, world: usize) -> Result<(), CheckpointError> {
-        let unfit = |expected: String, got: String| {
-            Err(CheckpointError::Unfit { tensor: self.name.to_string(), expected, got })
-        };
-        if self.name.is_empty() || self.name == "__metadata__" {
-            return unfit("a name that safetensors can hold".into(), format!("'{}'", self.name));
-        }
-        if self.dtype.bytes_of(&self.shape).is_none() {
-            return unfit("a size that a file can have".into(), format!("{} {:?}", self.dtype, self.shape));
-        }
+        self.spec().check()?;
         let elems = Partition::new(self.shape.iter().product(), world).len(rank);
         let bytes = elems * self.dtype.size();
         if self.bytes.len() != bytes {
             let whole = format!("{} {:?} over {world} ranks", self.dtype, self.shape);
-            return unfit(
-                format!("{bytes} bytes for the {elems} elements that rank {rank} has of {whole}"),
-                format!("{} bytes", self.bytes.len()),
-            );
+            return Err(CheckpointError::Unfit {
+                tensor: self.name.to_string(),
+                expected: format!("{bytes} bytes for the {elems} elements that rank {rank} has of {whole}"),
+                got: format!("{} bytes", self.bytes.len()),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// A tensor as a whole, of which every rank has a piece.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name, the same on every rank.
+    pub name: String,
+    /// Element type.
+    pub dtype: ElementType,
+    /// Dimensions.
+    pub shape: Vec<usize>,
+}
+
+impl TensorSpec {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether a file can hold it.
+    pub(super) fn check(&self) -> Result<(), CheckpointError> {
+        let unfit = |expected: &str, got: String| {
+            Err(CheckpointError::Unfit { tensor: self.name.clone(), expected: expected.into(), got })
+        };
+        if self.name.is_empty() || self.name == "__metadata__" {
+            return unfit("a name that safetensors can hold", format!("'{}'", self.name));
+        }
+        if self.dtype.bytes_of(&self.shape).is_none() {
+            return unfit("a size that a file can have", format!("{} {:?}", self.dtype, self.shape));
         }
         Ok(())
     }

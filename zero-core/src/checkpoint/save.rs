@@ -1,5 +1,6 @@
 //! The collective that saves: agree, write, exchange, publish. The order on the disk is told in [`super`].
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -10,9 +11,12 @@ use serde_json::Value;
 
 use super::exchange::share;
 use super::publish::Staging;
-use super::{CheckpointError, ElementType, FORMAT_VERSION, FileEntry, Manifest, Piece, SafetensorsWriter, TensorEntry};
+use super::{
+    CheckpointError, ElementType, FORMAT_VERSION, FileEntry, Manifest, Piece, SafetensorsWriter, TensorEntry,
+    TensorSpec,
+};
 use super::{rank_file, step_folder};
-use crate::Collective;
+use crate::{Collective, Partition};
 
 /// What to do besides saving.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -83,12 +87,54 @@ pub fn save(
     state: &Value,
     options: &SaveOptions,
 ) -> Result<Saved, CheckpointError> {
+    let place = (comm.rank(), comm.world());
+    let checked = pieces.iter().try_for_each(|piece| piece.check(place.0, place.1));
+    let tensors: Vec<TensorSpec> = pieces.iter().map(Piece::spec).collect();
+    let mut bytes = |index: usize| Ok(Cow::Borrowed(&*pieces[index].bytes));
+    save_checked(comm, dir, step, (checked, &tensors), &mut bytes, state, options)
+}
+
+/// As [`save`], with pieces that are made when their turn to be written comes, one at a time: `bytes` gives the rank's
+/// elements of the tensor with the index it is given, little-endian. It is called once for each tensor of which the rank has
+/// elements, in an order that is the same on every rank, so it may not wait for other ranks beyond that.
+///
+/// # Errors
+///
+/// As [`save`]; an error of `bytes` is that rank's failure.
+pub fn save_streamed<'p>(
+    comm: &dyn Collective,
+    dir: &Path,
+    step: u64,
+    tensors: &[TensorSpec],
+    bytes: &mut dyn FnMut(usize) -> Result<Cow<'p, [u8]>, CheckpointError>,
+    state: &Value,
+    options: &SaveOptions,
+) -> Result<Saved, CheckpointError> {
+    save_checked(comm, dir, step, (Ok(()), tensors), bytes, state, options)
+}
+
+/// Gives the bytes of a piece by its index.
+type Read<'r, 'p> = &'r mut dyn FnMut(usize) -> Result<Cow<'p, [u8]>, CheckpointError>;
+
+fn save_checked<'p>(
+    comm: &dyn Collective,
+    dir: &Path,
+    step: u64,
+    (checked, tensors): (Result<(), CheckpointError>, &[TensorSpec]),
+    bytes: Read<'_, 'p>,
+    state: &Value,
+    options: &SaveOptions,
+) -> Result<Saved, CheckpointError> {
     let begin = Instant::now();
     let (rank, world) = (comm.rank(), comm.world());
     // Large elements first keeps each tensor aligned to its own; names make the order the same on every rank.
-    let mut pieces: Vec<&Piece<'_>> = pieces.iter().collect();
-    pieces.sort_by(|a, b| b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name)));
-    let plan = plan(dir, step, &pieces, options, (rank, world));
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    order.sort_by(|&a, &b| {
+        let (a, b) = (&tensors[a], &tensors[b]);
+        b.dtype.size().cmp(&a.dtype.size()).then_with(|| a.name.cmp(&b.name))
+    });
+    let sorted: Vec<&TensorSpec> = order.iter().map(|&index| &tensors[index]).collect();
+    let plan = checked.and_then(|()| plan(dir, step, &sorted, options));
     agree(&share(comm, step, plan)?)?;
 
     let (mut staging, mut id) = (None, Ok(String::new()));
@@ -98,11 +144,12 @@ pub fn save(
     let id = share(comm, step, id)?.swap_remove(0);
 
     let folder = dir.join(Staging::folder_name(step, &id));
-    let written = share(comm, step, write(&folder, step, &id, &pieces, (rank, world)))?;
+    let mut in_order = |place: usize| bytes(order[place]);
+    let written = share(comm, step, write(&folder, step, &id, &sorted, &mut in_order, (rank, world)))?;
     let bytes = written.iter().map(|file| file.bytes).sum();
 
     let published = match staging {
-        Some(staging) => staging.publish(manifest(step, id, &pieces, &written, state), options),
+        Some(staging) => staging.publish(manifest(step, id, &sorted, &written, state), options),
         None => Ok(Published::default()),
     };
     let Published { pruned, not_pruned } = share(comm, step, published)?.swap_remove(0);
@@ -121,22 +168,16 @@ pub fn save(
     })
 }
 
-fn plan(
-    dir: &Path,
-    step: u64,
-    pieces: &[&Piece<'_>],
-    options: &SaveOptions,
-    (rank, world): (usize, usize),
-) -> Result<Plan, CheckpointError> {
+fn plan(dir: &Path, step: u64, tensors: &[&TensorSpec], options: &SaveOptions) -> Result<Plan, CheckpointError> {
     let mut names = std::collections::HashSet::new();
-    for piece in pieces {
-        piece.check(rank, world)?;
-        if !names.insert(&*piece.name) {
+    for tensor in tensors {
+        tensor.check()?;
+        if !names.insert(&tensor.name) {
             let (expected, got) = ("one tensor of this name".to_string(), "two".to_string());
-            return Err(CheckpointError::Unfit { tensor: piece.name.to_string(), expected, got });
+            return Err(CheckpointError::Unfit { tensor: tensor.name.clone(), expected, got });
         }
     }
-    let tensors = pieces.iter().map(|piece| (piece.name.to_string(), piece.dtype, piece.shape.to_vec())).collect();
+    let tensors = tensors.iter().map(|tensor| (tensor.name.clone(), tensor.dtype, tensor.shape.clone())).collect();
     Ok(Plan { dir: dir.to_string_lossy().into_owned(), step, options: format!("{options:?}"), tensors })
 }
 
@@ -189,31 +230,30 @@ fn write(
     folder: &Path,
     step: u64,
     id: &str,
-    pieces: &[&Piece<'_>],
+    tensors: &[&TensorSpec],
+    bytes: Read<'_, '_>,
     (rank, world): (usize, usize),
 ) -> Result<Written, CheckpointError> {
-    let own = |piece: &&&Piece<'_>| !piece.bytes.is_empty();
-    let tensors = pieces
-        .iter()
-        .filter(own)
-        .map(|piece| (piece.name.to_string(), piece.dtype, vec![piece.bytes.len() / piece.dtype.size()]))
-        .collect();
+    let elements = |tensor: &TensorSpec| Partition::new(tensor.numel(), world).len(rank);
+    let own = |tensor: &&&TensorSpec| elements(tensor) > 0;
+    let header =
+        tensors.iter().filter(own).map(|tensor| (tensor.name.clone(), tensor.dtype, vec![elements(tensor)])).collect();
     let path = folder.join(rank_file(rank, world));
-    let mut writer = SafetensorsWriter::create(&path, &metadata(rank, world, step, id), tensors)?;
-    let mut crc32c = Vec::with_capacity(pieces.len());
-    for piece in pieces {
-        crc32c.push(if own(&piece) { Some(writer.write(&piece.name, &piece.bytes)?) } else { None });
+    let mut writer = SafetensorsWriter::create(&path, &metadata(rank, world, step, id), header)?;
+    let mut crc32c = Vec::with_capacity(tensors.len());
+    for (place, tensor) in tensors.iter().enumerate() {
+        crc32c.push(if own(&tensor) { Some(writer.write(&tensor.name, &bytes(place)?)?) } else { None });
     }
     Ok(Written { bytes: writer.finish()?, crc32c })
 }
 
-fn manifest(step: u64, id: String, pieces: &[&Piece<'_>], written: &[Written], state: &Value) -> Manifest {
+fn manifest(step: u64, id: String, tensors: &[&TensorSpec], written: &[Written], state: &Value) -> Manifest {
     let world = written.len();
     let files = written.iter().enumerate();
     let files = files.map(|(rank, file)| FileEntry { name: rank_file(rank, world), bytes: file.bytes }).collect();
-    let tensors = pieces.iter().enumerate().map(|(index, piece)| {
+    let tensors = tensors.iter().enumerate().map(|(index, tensor)| {
         let crc32c = written.iter().map(|file| file.crc32c[index]).collect();
-        (piece.name.to_string(), TensorEntry { dtype: piece.dtype, shape: piece.shape.to_vec(), crc32c })
+        (tensor.name.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), crc32c })
     });
     Manifest {
         format_version: FORMAT_VERSION,

@@ -1,4 +1,5 @@
-//! A safetensors file written front to back: header first, then one tensor after another, none of them held.
+//! A safetensors file written front to back: header first, then one tensor after another, whole or part by part, none of
+//! them held.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -33,6 +34,8 @@ pub struct SafetensorsWriter {
     /// Name and bytes of each tensor.
     expected: Vec<(String, u64)>,
     next: usize,
+    /// Bytes of the next tensor that have come by [`SafetensorsWriter::append`].
+    begun: u64,
     file_bytes: u64,
 }
 
@@ -55,7 +58,7 @@ impl SafetensorsWriter {
         let sizes = entries.iter().map(|entry| entry.data_offsets.1 - entry.data_offsets.0);
         let file_bytes = header.len() as u64 + entries.last().map_or(0, |entry| entry.data_offsets.1);
         let expected = tensors.iter().map(|(name, ..)| name.clone()).zip(sizes).collect();
-        Ok(Self { path: path.to_path_buf(), out, expected, next: 0, file_bytes })
+        Ok(Self { path: path.to_path_buf(), out, expected, next: 0, begun: 0, file_bytes })
     }
 
     /// Writes the next tensor's bytes and returns their crc32c.
@@ -64,24 +67,51 @@ impl SafetensorsWriter {
     ///
     /// [`CheckpointError::Unfit`] when it is another tensor's turn or the size differs, and what the system says.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<u32, CheckpointError> {
-        let got = (name, bytes.len() as u64);
         match self.expected.get(self.next) {
-            Some((next, size)) if (next.as_str(), *size) == got => self.next += 1,
-            other => {
-                let expected = match other {
-                    Some((next, size)) => format!("{size} bytes of '{next}' as number {} of the file", self.next),
-                    None => format!("no more than the {} tensors of the header", self.expected.len()),
-                };
-                let got = format!("{} bytes of '{name}'", bytes.len());
-                return Err(CheckpointError::Unfit { tensor: name.to_string(), expected, got });
-            }
+            Some((next, size)) if next == name && *size == bytes.len() as u64 && self.begun == 0 => {}
+            _ => return Err(self.unfit(name, bytes)),
         }
+        self.put(bytes)
+    }
+
+    /// Writes the next part of the next tensor's bytes; the tensor after it may come when all of them have.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unfit`] when it is another tensor's turn or there are more bytes than the tensor has left, and
+    /// what the system says.
+    pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        match self.expected.get(self.next) {
+            Some((next, size)) if next == name && bytes.len() as u64 <= size - self.begun => {}
+            _ => return Err(self.unfit(name, bytes)),
+        }
+        self.put(bytes).map(drop)
+    }
+
+    /// Writes bytes of the next tensor, and returns their crc32c.
+    fn put(&mut self, bytes: &[u8]) -> Result<u32, CheckpointError> {
         let mut sum = 0;
         for chunk in bytes.chunks(CHUNK_BYTES) {
             sum = crc32c::crc32c_append(sum, chunk);
             self.out.write_all(chunk).map_err(io_at("write", &self.path))?;
         }
+        self.begun += bytes.len() as u64;
+        if self.begun == self.expected[self.next].1 {
+            (self.next, self.begun) = (self.next + 1, 0);
+        }
         Ok(sum)
+    }
+
+    fn unfit(&self, name: &str, bytes: &[u8]) -> CheckpointError {
+        let expected = match self.expected.get(self.next) {
+            Some((next, size)) if self.begun > 0 => {
+                format!("the remaining {} of the {size} bytes of '{next}'", size - self.begun)
+            }
+            Some((next, size)) => format!("{size} bytes of '{next}' as number {} of the file", self.next),
+            None => format!("no more than the {} tensors of the header", self.expected.len()),
+        };
+        let got = format!("{} bytes of '{name}'", bytes.len());
+        CheckpointError::Unfit { tensor: name.to_string(), expected, got }
     }
 
     /// Makes the contents durable and returns the size of the file in bytes.
@@ -91,7 +121,8 @@ impl SafetensorsWriter {
     /// [`CheckpointError::Unfit`] when a tensor of the header has not come, and what the system says.
     pub fn finish(self) -> Result<u64, CheckpointError> {
         if let Some((name, size)) = self.expected.get(self.next) {
-            let (expected, got) = (format!("{size} bytes before the file is finished"), "nothing".to_string());
+            let (expected, got) =
+                (format!("{size} bytes before the file is finished"), format!("{} bytes", self.begun));
             return Err(CheckpointError::Unfit { tensor: name.clone(), expected, got });
         }
         let file = self.out.into_inner().map_err(|error| io_at("write", &self.path)(error.into_error()))?;
@@ -121,5 +152,45 @@ mod tests {
         writer.write("a", &[0; 8]).unwrap();
         assert!(writer.finish().unwrap_err().to_string().contains("tensor 'b'"));
         assert!(create("x").unwrap_err().to_string().contains("cannot create"));
+    }
+    #[test]
+    fn parts_make_the_file_that_wholes_make() {
+        let dir = tempfile::tempdir().unwrap();
+        let create = |name: &str| {
+            let tensors = [
+                ("a", ElementType::F32, vec![3]),
+                ("none", ElementType::F32, vec![0]),
+                ("b", ElementType::U8, vec![5]),
+            ];
+            let tensors = tensors.map(|(name, dtype, shape)| (name.to_string(), dtype, shape)).into();
+            SafetensorsWriter::create(&dir.path().join(name), &BTreeMap::new(), tensors).unwrap()
+        };
+        let bytes: Vec<u8> = (0..12).collect();
+        let mut whole = create("whole");
+        for (name, len) in [("a", 12), ("none", 0), ("b", 5)] {
+            whole.write(name, &bytes[..len]).unwrap();
+        }
+        let whole_bytes = whole.finish().unwrap();
+
+        let mut parts = create("parts");
+        parts.append("a", &bytes[..5]).unwrap();
+        let error = parts.append("b", &[0]).unwrap_err().to_string();
+        assert!(error.contains("expected the remaining 7 of the 12 bytes of 'a', got 1 bytes of 'b'"), "{error}");
+        assert!(parts.append("a", &bytes[..8]).unwrap_err().to_string().contains("got 8 bytes of 'a'"));
+        assert!(parts.write("a", &bytes).unwrap_err().to_string().contains("remaining 7"));
+        parts.append("a", &bytes[5..]).unwrap();
+        parts.append("none", &[]).unwrap();
+        parts.append("b", &bytes[..4]).unwrap();
+        parts.append("b", &[]).unwrap();
+        parts.append("b", &bytes[4..5]).unwrap();
+        assert!(parts.append("b", &[0]).unwrap_err().to_string().contains("no more than the 3 tensors"));
+        assert_eq!(parts.finish().unwrap(), whole_bytes);
+        let [a, b] = ["whole", "parts"].map(|name| std::fs::read(dir.path().join(name)).unwrap());
+        assert_eq!(a, b);
+
+        let mut partial = create("partial");
+        partial.append("a", &bytes[..5]).unwrap();
+        let error = partial.finish().unwrap_err().to_string();
+        assert!(error.contains("tensor 'a': expected 12 bytes") && error.contains("got 5"), "{error}");
     }
 }

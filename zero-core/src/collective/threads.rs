@@ -486,6 +486,13 @@ where
     Ok(results.into_iter().map(|value| value.expect("a rank without failure has a result")).collect())
 }
 
+/// A group of one rank, outside of any run: its collectives return at once.
+pub fn alone() -> Arc<dyn Collective> {
+    let run =
+        Run { failure: Mutex::new(None), left: Mutex::new(vec![false]), deadline: ThreadOptions::default().deadline };
+    ThreadComm::new(0, Group::new("alone".to_string(), 1, Arc::new(run)), Arc::default())
+}
+
 /// A panic payload with which code that cannot return errors ends its rank: the message is reported as the rank's
 /// failure, and nothing is printed on the way (`std::panic::resume_unwind(Box::new(Stopped(message)))`).
 #[derive(Debug)]

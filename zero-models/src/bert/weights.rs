@@ -12,42 +12,55 @@ use std::path::Path;
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
+use zero_ops::FusedBackend;
 
 use super::{Bert, BertConfig};
 use crate::ModelError;
-use crate::hf_params::{FileTensor, HfParam, Names, describe, load_checked};
+use crate::hf_params::{FileTensor, HfParam, ModelParam, Names, at_paths, describe, load_checked};
 use crate::safetensors_file::Checkpoint;
 
 const PREFIX: &str = "bert.";
 const DECODER: &str = "cls.predictions.decoder.weight";
+pub(crate) const PREDICTION_BIAS: &str = "cls.predictions.bias";
+pub(crate) const DECODER_BIAS: &str = "cls.predictions.decoder.bias";
 
 const NAMES: Names = Names {
     of_path,
     in_file,
-    repeats: &[
-        (DECODER, "bert.embeddings.word_embeddings.weight"),
-        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
-    ],
+    repeats: &[(DECODER, "bert.embeddings.word_embeddings.weight"), (DECODER_BIAS, PREDICTION_BIAS)],
 };
 
 /// Loads the model that lies in a folder, its `config.json` and its weights.
 ///
 /// # Errors
 /// As [`BertConfig::from_file`] and [`load`].
-pub fn from_pretrained<B: Backend>(dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
+pub fn from_pretrained<B: FusedBackend>(dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
     let config = BertConfig::from_file(&dir.join("config.json"))?;
     load(config.init(device), dir, device)
 }
 
-/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`.
+/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded, each
+/// rank converts the elements of its own pieces only; every rank must read the same checkpoint.
 ///
 /// The parameters keep their ids, and whether they are trained.
 ///
 /// # Errors
 /// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
 /// checked before the first tensor is loaded.
-pub fn load<B: Backend>(model: Bert<B>, dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
-    load_checked(model, &NAMES, &Checkpoint::open(dir)?, device)
+pub fn load<B: FusedBackend>(model: Bert<B>, dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
+    load_from(model, &Checkpoint::open(dir)?, device)
+}
+
+/// As [`load`], from a checkpoint that is open already.
+///
+/// # Errors
+/// When its names, shapes or element types are not the model's.
+pub fn load_from<B: FusedBackend>(
+    model: Bert<B>,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<Bert<B>, ModelError> {
+    load_checked(model, &NAMES, checkpoint, device)
 }
 
 /// Every parameter with its name in the `state_dict` of `BertForPreTraining`, in visiting order.
@@ -58,6 +71,32 @@ pub fn hf_names<B: Backend>(model: &Bert<B>) -> Vec<(ParamId, String)> {
 /// Every parameter as the `state_dict` of `BertForPreTraining` has it, in visiting order.
 pub fn hf_params<B: Backend>(model: &Bert<B>) -> Vec<HfParam> {
     describe(model, &NAMES)
+}
+
+/// The parameters of a model of this configuration, in visiting order, without a model.
+pub fn parameters(config: &BertConfig) -> Vec<ModelParam> {
+    let linear = |layer: String| [format!("{layer}.weight"), format!("{layer}.bias")];
+    let norm = |layer: String| [format!("{layer}.gamma"), format!("{layer}.beta")];
+    let table = |name: &str| format!("embeddings.{name}_embeddings");
+    let mut paths = vec![table("word"), table("position"), table("token_type")];
+    paths.extend(norm("embeddings.norm".to_string()));
+    for i in 0..config.num_hidden_layers {
+        let projections = ["query", "key", "value", "attention_output"];
+        paths.extend(projections.into_iter().flat_map(|layer| linear(format!("layers.{i}.{layer}"))));
+        paths.extend(norm(format!("layers.{i}.attention_norm")));
+        paths.extend(linear(format!("layers.{i}.intermediate")));
+        paths.extend(linear(format!("layers.{i}.output")));
+        paths.extend(norm(format!("layers.{i}.output_norm")));
+    }
+    paths.extend(linear("pooler".to_string()));
+    paths.extend(linear("transform".to_string()));
+    paths.extend(norm("transform_norm".to_string()));
+    if !config.tie_word_embeddings {
+        paths.push("decoder".to_string());
+    }
+    paths.push("prediction_bias".to_string());
+    paths.extend(linear("seq_relationship".to_string()));
+    at_paths(paths, config.parameter_shapes(), &NAMES)
 }
 
 fn of_path(path: &[String]) -> (String, bool) {

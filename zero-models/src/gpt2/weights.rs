@@ -11,10 +11,11 @@ use std::path::Path;
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
+use zero_ops::FusedBackend;
 
 use super::{Gpt2, Gpt2Config};
 use crate::ModelError;
-use crate::hf_params::{FileTensor, HfParam, Names, describe, load_checked};
+use crate::hf_params::{FileTensor, HfParam, ModelParam, Names, at_paths, describe, load_checked};
 use crate::safetensors_file::Checkpoint;
 
 const PREFIX: &str = "transformer.";
@@ -26,20 +27,33 @@ const NAMES: Names = Names { of_path, in_file, repeats: &[(HEAD, "transformer.wt
 ///
 /// # Errors
 /// As [`Gpt2Config::from_file`] and [`load`].
-pub fn from_pretrained<B: Backend>(dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
+pub fn from_pretrained<B: FusedBackend>(dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
     let config = Gpt2Config::from_file(&dir.join("config.json"))?;
     load(config.init(device), dir, device)
 }
 
-/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`.
+/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded, each
+/// rank converts the elements of its own pieces only; every rank must read the same checkpoint.
 ///
 /// The parameters keep their ids, and whether they are trained.
 ///
 /// # Errors
 /// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
 /// checked before the first tensor is loaded.
-pub fn load<B: Backend>(model: Gpt2<B>, dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
-    load_checked(model, &NAMES, &Checkpoint::open(dir)?, device)
+pub fn load<B: FusedBackend>(model: Gpt2<B>, dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
+    load_from(model, &Checkpoint::open(dir)?, device)
+}
+
+/// As [`load`], from a checkpoint that is open already.
+///
+/// # Errors
+/// When its names, shapes or element types are not the model's.
+pub fn load_from<B: FusedBackend>(
+    model: Gpt2<B>,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<Gpt2<B>, ModelError> {
+    load_checked(model, &NAMES, checkpoint, device)
 }
 
 /// Every parameter with its name in the `state_dict` of `GPT2LMHeadModel`, in visiting order.
@@ -50,6 +64,27 @@ pub fn hf_names<B: Backend>(model: &Gpt2<B>) -> Vec<(ParamId, String)> {
 /// Every parameter as the `state_dict` of `GPT2LMHeadModel` has it, in visiting order.
 pub fn hf_params<B: Backend>(model: &Gpt2<B>) -> Vec<HfParam> {
     describe(model, &NAMES)
+}
+
+/// The parameters of a model of this configuration, in visiting order, without a model.
+pub fn parameters(config: &Gpt2Config) -> Vec<ModelParam> {
+    let mut paths = vec!["wte".to_string(), "wpe".to_string()];
+    for i in 0..config.n_layer {
+        let layers = [
+            ["ln_1.gamma", "ln_1.beta"],
+            ["attn.c_attn.weight", "attn.c_attn.bias"],
+            ["attn.c_proj.weight", "attn.c_proj.bias"],
+            ["ln_2.gamma", "ln_2.beta"],
+            ["mlp.c_fc.weight", "mlp.c_fc.bias"],
+            ["mlp.c_proj.weight", "mlp.c_proj.bias"],
+        ];
+        paths.extend(layers.as_flattened().iter().map(|field| format!("h.{i}.{field}")));
+    }
+    paths.extend(["ln_f.gamma", "ln_f.beta"].map(str::to_string));
+    if !config.tie_word_embeddings {
+        paths.push("lm_head".to_string());
+    }
+    at_paths(paths, config.parameter_shapes(), &NAMES)
 }
 
 fn of_path(path: &[String]) -> (String, bool) {

@@ -1,10 +1,11 @@
 //! Checkpoints as Hugging Face writes them, made from a model: in go a module and its names, out come files.
+#![allow(dead_code)] // each test uses its part
 
 use std::collections::HashMap;
 use std::path::Path;
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::tensor::Tensor;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Distribution, Tensor};
 use burn_flex::Flex;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use zero_models::HfParam;
@@ -55,6 +56,45 @@ pub fn state_dict<M: Module<Flex>>(model: &M, params: &[HfParam]) -> Vec<Entry> 
             Entry::f32(&param.name, &param.shape, &values)
         })
         .collect()
+}
+
+/// The model with noise on every parameter, so that none is constant.
+pub fn noisy<M: Module<Flex>>(model: M) -> M {
+    struct Noise;
+    impl ModuleMapper<Flex> for Noise {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Flex, D>>) -> Param<Tensor<Flex, D>> {
+            param.map(|x| {
+                let noise = Tensor::random(x.shape(), Distribution::Normal(0.0, 0.2), &x.device());
+                x + noise
+            })
+        }
+    }
+    model.map(&mut Noise)
+}
+
+/// The parameters' elements by their path in the module, in visiting order.
+pub fn by_path<M: Module<Flex>>(model: &M) -> Vec<(String, Vec<f32>)> {
+    #[derive(Default)]
+    struct Values {
+        path: Vec<String>,
+        found: Vec<(String, Vec<f32>)>,
+    }
+    impl ModuleVisitor<Flex> for Values {
+        fn enter_module(&mut self, name: &str, _container_type: &str) {
+            self.path.push(name.to_string());
+        }
+
+        fn exit_module(&mut self, _name: &str, _container_type: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Flex, D>>) {
+            self.found.push((self.path.join("."), param.val().into_data().to_vec().unwrap()));
+        }
+    }
+    let mut values = Values::default();
+    model.visit(&mut values);
+    values.found
 }
 
 /// The bytes of a safetensors file.

@@ -1,10 +1,12 @@
 //! From the plan to the settings of decorator, engine and optimizer.
 
-use zero_burn::config::{Float, ZeroConfig};
+use std::path::PathBuf;
+
+use zero_burn::config::{Disk, Float, Tier, ZeroConfig};
 use zero_burn::optim::Rule;
 
 use super::optimizer::OptimizerPlan;
-use super::plan::{DataType, LossScale, Precision, ZeroPlan};
+use super::plan::{DataType, LossScale, Offload, OffloadDevice, Precision, ZeroPlan};
 use super::schedule::{SchedulePlan, WarmupType};
 use crate::engine::{EngineConfig, EngineError};
 use crate::loss_scale::{DynamicLossScale, LossScaler};
@@ -33,9 +35,41 @@ impl ZeroPlan {
             gradient_dtype: self.grad_accum_dtype.map(float),
             communication_dtype: self.communication_data_type.map(float),
             overlap_comm: self.overlap_comm.unwrap_or(true),
+            offload: self.offload(),
             gradient_predivide_factor: match self.prescale_gradients {
                 true => self.world as f32,
                 false => self.gradient_predivide_factor as f32,
+            },
+        }
+    }
+
+    /// Where state is kept. On the CPU the device's memory and the host's are one.
+    fn offload(&self) -> zero_burn::config::Offload {
+        let path = |offload: &Option<Offload>| match offload.as_ref().map(|offload| &offload.device) {
+            Some(OffloadDevice::Nvme { path }) => Some(path.clone()),
+            _ => None,
+        };
+        let (optimizer, parameters) = (path(&self.offload_optimizer), path(&self.offload_param));
+        let tier = |path: &Option<PathBuf>| if path.is_some() { Tier::Disk } else { Tier::Memory };
+        let both = || [&self.offload_optimizer, &self.offload_param].into_iter().flatten();
+        let parts = Disk::default();
+        let buffer_count = both().zip([4, 1]).map(|(offload, arrays)| offload.buffer_count * arrays).max();
+        let buffer_bytes = self.offload_param.as_ref().map_or(usize::MAX, |offload| offload.buffer_size * 4);
+        let update = self.offload_optimizer.as_ref();
+        zero_burn::config::Offload {
+            optimizer: tier(&optimizer),
+            parameters: tier(&parameters),
+            disk: Disk {
+                path: optimizer.or(parameters).unwrap_or_default(),
+                pin_memory: both().any(|offload| offload.pin_memory),
+                aio: self.aio.clone(),
+                buffer_count: buffer_count.map_or(parts.buffer_count, |count| count.max(Disk::FEWEST_BUFFERS)),
+                buffer_bytes: parts.buffer_bytes.min(buffer_bytes).max(Disk::SMALLEST_BUFFER),
+                sub_group_size: self.sub_group_size,
+                max_in_memory: self.offload_param.as_ref().map_or(0, |offload| offload.max_in_cpu),
+                pipeline_read: update.is_none_or(|offload| offload.pipeline_read),
+                pipeline_write: update.is_none_or(|offload| offload.pipeline_write),
+                ..parts
             },
         }
     }

@@ -123,12 +123,12 @@ impl ZeroPlanBuilder {
 
     /// Where optimizer state is kept. Not acted on yet: there is a warning.
     pub fn offload_optimizer(self, value: &Offload) -> Self {
-        self.set("zero_optimization.offload_optimizer", offload(value))
+        self.set("zero_optimization.offload_optimizer", offload(value, false))
     }
 
     /// Where parameters are kept. Not acted on yet: there is a warning. Stage 3.
     pub fn offload_param(self, value: &Offload) -> Self {
-        self.set("zero_optimization.offload_param", offload(value))
+        self.set("zero_optimization.offload_param", offload(value, true))
     }
 
     /// TensorBoard event files.
@@ -172,12 +172,22 @@ fn map<const N: usize>(entries: [(&str, Node); N]) -> Node {
     Node::Map(entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
 }
 
-fn offload(value: &Offload) -> Node {
+fn offload(value: &Offload, of_parameters: bool) -> Node {
     let (device, path) = match &value.device {
         OffloadDevice::Cpu => ("cpu", Node::Null),
         OffloadDevice::Nvme { path } => ("nvme", text(path)),
     };
-    map([("device", device.into()), ("nvme_path", path), ("pin_memory", value.pin_memory.into())])
+    let own: [(&str, Node); 2] = match of_parameters {
+        true => [("buffer_size", value.buffer_size.into()), ("max_in_cpu", value.max_in_cpu.into())],
+        false => [("pipeline_read", value.pipeline_read.into()), ("pipeline_write", value.pipeline_write.into())],
+    };
+    let common = [
+        ("device", device.into()),
+        ("nvme_path", path),
+        ("pin_memory", value.pin_memory.into()),
+        ("buffer_count", value.buffer_count.into()),
+    ];
+    Node::Map(common.into_iter().chain(own).map(|(key, value)| (key.to_owned(), value)).collect())
 }
 
 fn log_files(value: &LogFiles) -> Node {

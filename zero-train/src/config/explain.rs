@@ -42,11 +42,12 @@ impl ZeroPlan {
         }
         for (what, offload) in [("optimizer state", &self.offload_optimizer), ("parameters", &self.offload_param)] {
             if let Some(offload) = offload {
-                let place = match &offload.device {
-                    OffloadDevice::Cpu => "host memory".to_owned(),
-                    OffloadDevice::Nvme { path } => path.display().to_string(),
-                };
-                lines.push(format!("Offload: {what} to {place} is asked for, but not acted on yet."));
+                lines.push(match &offload.device {
+                    OffloadDevice::Cpu => {
+                        format!("Offload: {what} in host memory, which on the CPU is the device's too: nothing moves.")
+                    }
+                    OffloadDevice::Nvme { path } => format!("Offload: {what} on the disk, below {}.", path.display()),
+                });
             }
         }
         lines.extend(self.warnings.iter().map(|warning| format!("Warning: {warning}.")));

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use zero_core::Stage;
+use zero_core::offload::AioOptions;
 
 use super::batch::Batch;
 use super::builder::ZeroPlanBuilder;
@@ -47,10 +48,14 @@ pub struct ZeroPlan {
     pub optimizer: Option<OptimizerPlan>,
     /// The learning-rate schedule; `None` leaves it to the program.
     pub schedule: Option<SchedulePlan>,
-    /// Where optimizer state is kept when not on the device. Not acted on yet: there is a warning.
+    /// Where optimizer state is kept when not on the device.
     pub offload_optimizer: Option<Offload>,
-    /// Where parameters are kept when not on the device. Not acted on yet: there is a warning. Stage 3.
+    /// Where parameters are kept when not on the device. Stage 3.
     pub offload_param: Option<Offload>,
+    /// Most elements of a stretch of an update from a disk.
+    pub sub_group_size: usize,
+    /// Sizes and parallelism of requests to a disk.
+    pub aio: AioOptions,
     /// What is printed and logged.
     pub report: Report,
     /// Whether whole 16-bit weights are saved beside the shards. Not acted on yet: there is a warning. Stage 3.
@@ -151,6 +156,31 @@ pub struct Offload {
     pub device: OffloadDevice,
     /// Whether host memory is pinned.
     pub pin_memory: bool,
+    /// Buffers of each array that moves to and from a disk; an update moves four arrays.
+    pub buffer_count: usize,
+    /// Most elements of a buffer of parameters.
+    pub buffer_size: usize,
+    /// Elements of each rank's parameters that stay in memory all the same.
+    pub max_in_cpu: usize,
+    /// Whether an update reads ahead.
+    pub pipeline_read: bool,
+    /// Whether an update writes behind.
+    pub pipeline_write: bool,
+}
+
+impl Offload {
+    /// To `device`, with overlap, nothing pinned, and nothing staying in memory.
+    pub fn to(device: OffloadDevice) -> Self {
+        Self {
+            device,
+            pin_memory: false,
+            buffer_count: 4,
+            buffer_size: 100_000_000,
+            max_in_cpu: 0,
+            pipeline_read: true,
+            pipeline_write: true,
+        }
+    }
 }
 
 /// The kind of memory something is offloaded to.

@@ -3,6 +3,8 @@
 use std::cell::RefCell;
 use std::path::PathBuf;
 
+use zero_core::offload::AioOptions;
+
 use super::auto::{Auto, Context};
 use super::batch::Batch;
 use super::error::{ConfigError, ProblemKind};
@@ -46,8 +48,10 @@ impl Config {
             grad_accum_dtype: DataType::named(&top.section("data_types").text("grad_accum_dtype")),
             schedule: SchedulePlan::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,
-            offload_optimizer: offload(&zero.section("offload_optimizer")),
-            offload_param: offload(&zero.section("offload_param")),
+            offload_optimizer: offload(&zero.section("offload_optimizer"), false),
+            offload_param: offload(&zero.section("offload_param"), true),
+            sub_group_size: zero.usize("sub_group_size"),
+            aio: aio(&top.section("aio")),
             report: Report {
                 steps_per_print: top.maybe_usize("steps_per_print"),
                 wall_clock_breakdown: top.bool("wall_clock_breakdown"),
@@ -139,13 +143,39 @@ fn precision(top: &Reader<'_>) -> Precision {
     }
 }
 
-fn offload(section: &Reader<'_>) -> Option<Offload> {
+fn offload(section: &Reader<'_>, of_parameters: bool) -> Option<Offload> {
     let device = match section.text("device").as_str() {
         "cpu" => OffloadDevice::Cpu,
         "nvme" => OffloadDevice::Nvme { path: PathBuf::from(section.text("nvme_path")) },
         _ => return None,
     };
-    Some(Offload { device, pin_memory: section.bool("pin_memory") })
+    let common = Offload {
+        pin_memory: section.bool("pin_memory"),
+        buffer_count: section.usize("buffer_count"),
+        ..Offload::to(device)
+    };
+    // Each section has keys of its own.
+    Some(match of_parameters {
+        true => {
+            Offload { buffer_size: section.usize("buffer_size"), max_in_cpu: section.usize("max_in_cpu"), ..common }
+        }
+        false => Offload {
+            pipeline_read: section.bool("pipeline_read"),
+            pipeline_write: section.bool("pipeline_write"),
+            ..common
+        },
+    })
+}
+
+fn aio(section: &Reader<'_>) -> AioOptions {
+    AioOptions {
+        block_size: section.usize("block_size"),
+        queue_depth: section.usize("queue_depth"),
+        intra_op_parallelism: section.usize("intra_op_parallelism"),
+        single_submit: section.bool("single_submit"),
+        overlap_events: section.bool("overlap_events"),
+        use_gds: false,
+    }
 }
 
 fn log_files(section: &Reader<'_>) -> Option<LogFiles> {

@@ -113,15 +113,19 @@ impl TokenRows {
         self.seq
     }
 
-    /// Rows of `step` (from 0) for `rank` of `world` ranks with `batch` rows each, flat: `[batch * seq]`.
-    pub fn batch(&self, step: usize, rank: usize, world: usize, batch: usize) -> Vec<i32> {
-        let first = (step * world + rank) * batch;
-        (first..first + batch)
+    /// `rows` rows from row `first` on, counted over all passes through the data, flat: `[rows * seq]`.
+    pub fn from(&self, first: usize, rows: usize) -> Vec<i32> {
+        (first..first + rows)
             .flat_map(|row| {
                 let start = (row % self.rows()) * self.seq;
                 self.tokens[start..start + self.seq].iter().copied()
             })
             .collect()
+    }
+
+    /// Rows of `step` (from 0) for `rank` of `world` ranks with `batch` rows each, flat: `[batch * seq]`.
+    pub fn batch(&self, step: usize, rank: usize, world: usize, batch: usize) -> Vec<i32> {
+        self.from((step * world + rank) * batch, batch)
     }
 }
 

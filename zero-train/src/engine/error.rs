@@ -1,5 +1,9 @@
 //! What can be wrong with how an engine is set up or called.
 
+use std::path::PathBuf;
+
+use zero_core::checkpoint::CheckpointError;
+
 use crate::loss_scale::LossScaleError;
 
 /// Why the engine cannot do what it was asked.
@@ -58,6 +62,28 @@ pub enum EngineError {
     /// A schedule that cannot work.
     #[error(transparent)]
     Schedule(#[from] crate::schedule::ScheduleError),
+    /// What cannot be saved, and what to do instead.
+    #[error("this training cannot be saved: {0}")]
+    CannotSave(String),
+    /// A checkpoint of another training.
+    #[error("cannot go on from {}: {what}", path.display())]
+    Mismatch {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What differs, and what to change.
+        what: String,
+    },
+    /// Another rank could not load its part; its own error says why.
+    #[error("rank {rank} could not load its part of {}", path.display())]
+    LoadFailed {
+        /// The first rank that failed.
+        rank: usize,
+        /// The checkpoint.
+        path: PathBuf,
+    },
+    /// A checkpoint could not be saved or read.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The loss scale cannot get smaller.
     #[error(transparent)]
     LossScale(#[from] LossScaleError),

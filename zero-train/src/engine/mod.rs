@@ -29,6 +29,7 @@
 //! .unwrap();
 //! ```
 
+mod checkpoint;
 mod error;
 mod optimizer;
 mod state;
@@ -38,11 +39,13 @@ use std::time::{Duration, Instant};
 use burn::module::AutodiffModule;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Tensor;
+pub use checkpoint::Parts;
 pub use error::EngineError;
 pub use optimizer::EngineOptimizer;
 use zero_burn::config::{self, Float};
 use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, grad_norm, mark, prepare};
 use zero_burn::stats::all_gather;
+use zero_core::checkpoint::AsyncSaver;
 
 use crate::loss_scale::LossScaler;
 use crate::schedule::{ONE_CYCLE_BETA2, Schedule};
@@ -156,6 +159,8 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     steps: usize,
     skipped: usize,
     times: Times,
+    /// Saves beside the training, from the first one on.
+    saver: Option<AsyncSaver>,
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
@@ -215,6 +220,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             steps: 0,
             skipped: 0,
             times: Times::default(),
+            saver: None,
         })
     }
 

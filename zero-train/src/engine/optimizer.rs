@@ -12,6 +12,24 @@ pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A
     /// Whether it keeps fp32 masters of parameters in 16 bit.
     const KEEPS_MASTERS: bool;
 
+    /// Whether its state can be saved and loaded piece by piece.
+    const SAVES_STATES: bool;
+
+    /// Its rule's name, as in a DeepSpeed configuration but in lower case.
+    fn name(&self) -> String;
+
+    /// Updates of a parameter so far and the names of its states, the master included; `None` before the first.
+    fn states(&self, id: ParamId) -> Option<(usize, Vec<String>)>;
+
+    /// This rank's part of a state, see [`Fused::state_piece`].
+    fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>>;
+
+    /// Makes these the states of a parameter, see [`Fused::load_states`].
+    fn load_states(&mut self, id: ParamId, numel: usize, time: usize, states: Vec<(String, Vec<f32>)>);
+
+    /// Forgets all state.
+    fn clear_states(&mut self);
+
     /// A step with every gradient multiplied by `grad_scale`.
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M;
 
@@ -28,6 +46,28 @@ pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>> EngineOptimizer<A, M> for Fused<A> {
     const KEEPS_MASTERS: bool = true;
+    const SAVES_STATES: bool = true;
+
+    fn name(&self) -> String {
+        self.rule().name().into()
+    }
+
+    fn states(&self, id: ParamId) -> Option<(usize, Vec<String>)> {
+        let (time, names) = Fused::states(self, id)?;
+        Some((time, names.into_iter().map(String::from).collect()))
+    }
+
+    fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
+        Fused::state_piece(self, id, name)
+    }
+
+    fn load_states(&mut self, id: ParamId, numel: usize, time: usize, states: Vec<(String, Vec<f32>)>) {
+        Fused::load_states(self, id, numel, time, states);
+    }
+
+    fn clear_states(&mut self) {
+        Fused::clear_states(self);
+    }
 
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
         Fused::step_scaled(self, lr, grad_scale, module, grads)
@@ -54,6 +94,23 @@ where
     O: SimpleOptimizer<A::InnerBackend>,
 {
     const KEEPS_MASTERS: bool = false;
+    const SAVES_STATES: bool = false;
+
+    fn name(&self) -> String {
+        std::any::type_name::<O>().into()
+    }
+
+    fn states(&self, _id: ParamId) -> Option<(usize, Vec<String>)> {
+        None
+    }
+
+    fn state_piece(&self, _id: ParamId, _name: &str) -> Option<Vec<u8>> {
+        None
+    }
+
+    fn load_states(&mut self, _id: ParamId, _numel: usize, _time: usize, _states: Vec<(String, Vec<f32>)>) {}
+
+    fn clear_states(&mut self) {}
 
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
         let grads = if grad_scale == 1.0 { grads } else { scale_grads::<A, M>(grads, &module, grad_scale) };

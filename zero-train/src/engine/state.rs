@@ -14,7 +14,7 @@ use zero_burn::stats::all_gather;
 use super::{EngineError, EngineOptimizer, ZeroEngine};
 
 /// The optimizer's name for the fp32 master of a parameter in 16 bit.
-const MASTER: &str = "fp32_param";
+pub(super) const MASTER: &str = "fp32_param";
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
     /// The float parameters, in the order of the module's fields.

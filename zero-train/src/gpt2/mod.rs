@@ -1,5 +1,6 @@
 //! The GPT-2 training command: options to a validated plan, ranks that train, a report.
 
+mod checkpoints;
 mod observer;
 mod options;
 mod plan;
@@ -10,7 +11,8 @@ mod zero_plan;
 
 use std::process::ExitCode;
 
-pub use options::{Dtype, Options};
+pub use checkpoints::Checkpoints;
+pub use options::{Dtype, OffloadChoice, Options};
 pub use plan::{MemoryNeed, Plan};
 pub use report::Summary;
 
@@ -56,19 +58,26 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// As [`main`], with the summary or the error as a value.
+/// As [`main`], with the summary or the error as a value. No summary when the checkpoint to go on from has all the steps
+/// behind it.
 ///
 /// # Errors
 ///
 /// [`TrainError`].
-pub fn run(options: &Options, program: &Program<'_>) -> Result<Summary, TrainError> {
+pub fn run(options: &Options, program: &Program<'_>) -> Result<Option<Summary>, TrainError> {
     let plan = Plan::new(options, program.model, &program.data)?;
     let _trace = options.trace.as_deref().map(trace::begin).transpose()?;
     if !options.json {
         println!("{plan}");
     }
-    for warning in &plan.plan.warnings {
+    for warning in plan.plan.warnings.iter().map(|warning| warning.to_string()).chain(plan.checkpoints.warnings.clone())
+    {
         eprintln!("warning: {warning}");
+    }
+    let done = plan.checkpoints.resumed_steps();
+    if done >= plan.steps {
+        eprintln!("the checkpoint has {done} steps behind it, --steps is {}: nothing is left to do", plan.steps);
+        return Ok(None);
     }
     let measured = train::train(&plan, program.allocator)?;
     let summary = Summary::new(&plan, &measured);
@@ -77,5 +86,5 @@ pub fn run(options: &Options, program: &Program<'_>) -> Result<Summary, TrainErr
     } else {
         println!("{summary}");
     }
-    Ok(summary)
+    Ok(Some(summary))
 }

@@ -34,15 +34,27 @@ pub(super) struct Observer {
 impl Observer {
     pub(super) fn new(plan: &Plan) -> Result<Self, TrainError> {
         let report = plan.plan.report.clone();
-        let writer = plan.out.as_deref().map(MetricsWriter::create).transpose()?;
+        let done = plan.checkpoints.resumed_steps();
+        let (writer, kept) = match &plan.out {
+            Some(out) if done > 0 => {
+                let (writer, kept) = MetricsWriter::resume(out, done)?;
+                (Some(writer), kept)
+            }
+            out => (out.as_deref().map(MetricsWriter::create).transpose()?, Vec::new()),
+        };
         let mut csv = Vec::new();
         let mut plot = None;
         if let Some(out) = &plan.out {
-            // As metrics.jsonl: an earlier run's is replaced.
+            // As metrics.jsonl: an earlier run's is replaced, and of the run that is resumed the steps are kept.
             remove(&out.join("metrics.csv"))?;
             csv.push(CsvMonitor::open(out, "metrics", &COLUMNS)?);
             let title = format!("{}, {} ranks, stage {}", plan.name, plan.plan.world, plan.plan.stage);
-            plot = Some((out.join("loss.svg"), LossPlot { title, ..LossPlot::default() }));
+            let mut drawn = LossPlot { title, ..LossPlot::default() };
+            for metrics in &kept {
+                csv[0].write(metrics.step, &named(metrics))?;
+                draw(&mut drawn, metrics);
+            }
+            plot = Some((out.join("loss.svg"), drawn));
         }
         if let Some(files) = &report.csv_monitor {
             csv.push(CsvMonitor::open(&folder(files), "metrics", &COLUMNS)?);
@@ -53,6 +65,7 @@ impl Observer {
             ProgressStyle::with_template("{bar:24} {pos}/{len} steps  {msg}  [{elapsed} < {eta}]")
                 .expect("the template is a constant"),
         );
+        bar.set_position(done as u64);
         bar.set_message("building the model");
         bar.enable_steady_tick(Duration::from_millis(500));
         Ok(Self {
@@ -70,7 +83,7 @@ impl Observer {
     }
 
     /// A line for a person: on standard output, or with `--json` on standard error.
-    fn say(&self, line: &str) {
+    pub(super) fn say(&self, line: &str) {
         if self.quiet {
             eprintln!("{line}");
         } else {
@@ -96,7 +109,7 @@ impl Observer {
     }
 
     pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, times: Times) -> Result<(), TrainError> {
-        let memory = metrics.ranks.first().map_or(0, |rank| rank.peak_rss_bytes);
+        let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
         self.bar.set_message(format!(
             "loss {:.4}  {speed:.0} tokens/s  peak memory {}{}",
@@ -132,17 +145,7 @@ impl Observer {
             self.say(&mean.to_string());
         }
 
-        let values: [f64; COLUMNS.len()] = [
-            metrics.loss,
-            metrics.loss.exp(),
-            metrics.grad_norm,
-            metrics.lr,
-            metrics.loss_scale,
-            f64::from(u8::from(metrics.skipped)),
-            speed,
-            memory as f64,
-        ];
-        let named: Vec<(&str, f64)> = COLUMNS.into_iter().zip(values).collect();
+        let named = named(metrics);
         for csv in &mut self.csv {
             csv.write(metrics.step, &named)?;
         }
@@ -150,8 +153,7 @@ impl Observer {
             tensorboard.write(metrics.step, &named)?;
         }
         if let Some((_, plot)) = &mut self.plot {
-            plot.loss.push((metrics.step, metrics.loss));
-            plot.memory_bytes.push((metrics.step, memory));
+            draw(plot, metrics);
         }
         self.writer.as_mut().map_or(Ok(()), |writer| writer.write(metrics))
     }
@@ -188,6 +190,31 @@ impl Drop for Observer {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }
+}
+
+/// Most memory of the process so far, in bytes.
+fn memory(metrics: &StepMetrics) -> u64 {
+    metrics.ranks.first().map_or(0, |rank| rank.peak_rss_bytes)
+}
+
+/// The values of [`COLUMNS`].
+fn named(metrics: &StepMetrics) -> Vec<(&'static str, f64)> {
+    let values: [f64; COLUMNS.len()] = [
+        metrics.loss,
+        metrics.loss.exp(),
+        metrics.grad_norm,
+        metrics.lr,
+        metrics.loss_scale,
+        f64::from(u8::from(metrics.skipped)),
+        metrics.tokens_per_second,
+        memory(metrics) as f64,
+    ];
+    COLUMNS.into_iter().zip(values).collect()
+}
+
+fn draw(plot: &mut LossPlot, metrics: &StepMetrics) {
+    plot.loss.push((metrics.step, metrics.loss));
+    plot.memory_bytes.push((metrics.step, memory(metrics)));
 }
 
 fn folder(files: &LogFiles) -> PathBuf {

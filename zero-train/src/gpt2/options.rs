@@ -76,12 +76,49 @@ pub struct Options {
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Keep model state on a disk: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3)
+    #[arg(long, value_name = "WHAT")]
+    pub offload: Option<OffloadChoice>,
+    /// The folder for --offload, on a fast disk; a run makes one of its own in it and removes it at its end
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub swap: PathBuf,
+    /// Save checkpoints into this folder: at the end, and with --save-every on the way
+    #[arg(long, value_name = "DIR")]
+    pub save: Option<PathBuf>,
+    /// Save every N steps
+    #[arg(long, value_name = "N", requires = "save")]
+    pub save_every: Option<usize>,
+    /// Keep the last N checkpoints [default: all]
+    #[arg(long, value_name = "N", requires = "save")]
+    pub keep_last: Option<usize>,
+    /// Keep the best checkpoint too: by the loss over the --eval rows, or without them by the mean training loss since
+    /// the checkpoint before
+    #[arg(long, requires = "keep_last")]
+    pub keep_best: bool,
+    /// Save beside the training, from a copy of this rank's shards in memory
+    #[arg(long, requires = "save")]
+    pub save_async: bool,
+    /// Go on from a checkpoint: `auto` for the newest sound one in --save, from the start if there is none; or the folder
+    /// of one. Any number of ranks, stage and precision
+    #[arg(long, value_name = "auto|DIR")]
+    pub resume: Option<PathBuf>,
     /// Write the time of every operation, gather and reduction into this file, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// Print a machine-readable summary on standard output, and nothing else there
     #[arg(long)]
     pub json: bool,
+}
+
+/// What is kept on a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OffloadChoice {
+    /// Nothing.
+    None,
+    /// Optimizer state, and gradients from their reduction to the update.
+    Optimizer,
+    /// Parameters too.
+    All,
 }
 
 /// A type to compute in.

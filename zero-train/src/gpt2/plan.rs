@@ -11,9 +11,10 @@ use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
 
 use super::Options;
+use super::checkpoints::Checkpoints;
 use super::zero_plan::zero_plan;
 use crate::TrainError;
-use crate::config::ZeroPlan;
+use crate::config::{Offload, OffloadDevice, ZeroPlan};
 use crate::data::{Source, TokenRows};
 use crate::memory::{available_bytes, format_bytes};
 
@@ -43,6 +44,8 @@ pub struct Plan {
     pub launch: LaunchOptions,
     /// Folder for metrics.
     pub out: Option<PathBuf>,
+    /// What is saved, and where training goes on.
+    pub checkpoints: Checkpoints,
     /// Whether a progress bar is shown.
     pub progress: bool,
     /// What the run needs.
@@ -69,7 +72,17 @@ impl MemoryNeed {
     pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize) -> Self {
         let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
         let psi = model.num_params() as u64;
-        let state = model_state(psi, stage, ranks as u64, precision(plan));
+        let mut state = model_state(psi, stage, ranks as u64, precision(plan));
+        let on_disk = |offload: &Option<Offload>| {
+            offload.as_ref().is_some_and(|offload| matches!(offload.device, OffloadDevice::Nvme { .. }))
+        };
+        if on_disk(&plan.offload_optimizer) {
+            state.optimizer = 0;
+            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
+        }
+        if on_disk(&plan.offload_param) {
+            state.parameters = 0;
+        }
         let largest =
             model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
@@ -149,6 +162,7 @@ impl Plan {
             steps: options.steps,
             launch: LaunchOptions { threads_per_rank: options.threads.unwrap_or(0), deadline: DEADLINE },
             out: options.out.clone(),
+            checkpoints: Checkpoints::new(options)?,
             progress: !options.json,
             need,
             notice,
@@ -289,6 +303,16 @@ impl core::fmt::Display for Plan {
             .filter(|line| !["ZeRO", "Batch", "Warning"].iter().any(|start| line.starts_with(start)))
         {
             writeln!(f, "  {line}")?;
+        }
+        if let Some(checkpoint) = &self.checkpoints.resume {
+            let manifest = checkpoint.manifest();
+            writeln!(
+                f,
+                "  goes on from   {}, step {}, saved by {} rank(s)",
+                checkpoint.path().display(),
+                manifest.step,
+                manifest.world
+            )?;
         }
         writeln!(f, "  bytes per rank (estimated)")?;
         for (kind, bytes) in [

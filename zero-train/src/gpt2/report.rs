@@ -56,6 +56,10 @@ pub struct Summary {
     pub fresh_bytes_after_two_steps: Option<u64>,
     /// Most memory of the process.
     pub peak_rss_bytes: u64,
+    /// Checkpoints saved.
+    pub checkpoints: usize,
+    /// How long the training stood still for them, in all.
+    pub checkpoint_stall_seconds: f64,
     /// Why another model than the default was trained, if so.
     pub notice: Option<String>,
 }
@@ -99,6 +103,8 @@ impl Summary {
                 .filter(|steps| !steps.is_empty())
                 .and_then(|steps| steps.iter().map(|step| step.fresh_bytes).sum()),
             peak_rss_bytes: most(|rank| rank.peak_rss_bytes),
+            checkpoints: measured.saves.len(),
+            checkpoint_stall_seconds: measured.saves.iter().map(|save| save.stall_seconds).sum(),
             notice: plan.notice.clone(),
         }
     }
@@ -134,6 +140,10 @@ impl core::fmt::Display for Summary {
         let in_flight = format_bytes(self.gradients_in_flight_bytes_peak);
         writeln!(f, "  {:<28} {in_flight:>12}", "  gradients not reduced yet")?;
         writeln!(f, "  {:<28} {:>12}", "  gathered at one time", format_bytes(self.gathered_bytes_peak))?;
+        if self.checkpoints > 0 {
+            let stall = self.checkpoint_stall_seconds / self.checkpoints as f64;
+            writeln!(f, "  {:<28} {:>12} {stall:>12.2} s of standing still each", "checkpoints", self.checkpoints)?;
+        }
         if let Some(fresh) = self.fresh_bytes_after_two_steps {
             writeln!(f, "  {:<28} {:>12}", "fresh memory after step 2", format_bytes(fresh))?;
         }

@@ -1,5 +1,6 @@
 //! The training loop of each rank.
 
+use std::path::Path;
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -17,12 +18,13 @@ use zero_models::Gpt2;
 use zero_models::gpt2::weights;
 
 use super::Plan;
+use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use crate::TrainError;
 use crate::data::TokenRows;
-use crate::engine::{Step, ZeroEngine};
+use crate::engine::{Parts, Step, ZeroEngine};
 use crate::memory::peak_rss_bytes;
-use crate::metrics::{EpochMetrics, RankReport, StepMetrics};
+use crate::metrics::{EpochMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::Phase;
 
 type B = Autodiff<Zero<Flex>>;
@@ -41,12 +43,14 @@ const HEADROOM: u64 = 20;
 pub(super) struct Measured {
     pub(super) steps: Vec<StepMetrics>,
     pub(super) epochs: Vec<EpochMetrics>,
+    pub(super) saves: Vec<SaveMetrics>,
 }
 
 /// Trains by the plan; returns every step's metrics.
 ///
 /// `allocator` is the process's.
 pub(super) fn train(plan: &Plan, allocator: Option<&PageKeeper>) -> Result<Measured, TrainError> {
+    plan.checkpoints.prepare()?;
     let observer = Mutex::new(Observer::new(plan)?);
     let outcome = launch::<Flex, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| {
         run_rank(plan, &device, &observer, allocator)
@@ -79,15 +83,24 @@ fn run_rank(
     }
     let config = plan.plan.engine_config()?;
     let mut engine = ZeroEngine::initialize(model, Fused::new(plan.plan.rule()), config, device)?;
+    let (mut state, warning) = begin(plan, &mut engine)?;
+    if let Some(warning) = warning {
+        observe(&mut |observer| {
+            observer.say(&format!("warning: {warning}"));
+            Ok(())
+        })?;
+    }
     observe(&mut |observer| observer.begin(Phase::Train))?;
 
     let (world, batch) = (plan.plan.world, plan.plan.batch);
     let tokens_per_step = batch.global * plan.rows.seq();
     let mut measured = Measured::default();
-    let mut epoch = Epoch::new(plan.rows.rows());
+    let mut epoch = Epoch::new(plan.rows.rows(), state.epoch);
+    // Mean training loss since the last checkpoint, for --keep-best without --eval.
+    let mut since_save = (0.0, 0);
     let fresh_bytes = || allocator.map(|keeper| keeper.stats().fresh_bytes);
     let mut fresh_before = fresh_bytes();
-    for step in 0..plan.steps {
+    for step in state.step..plan.steps {
         let begin = Instant::now();
         reset_peaks::<Flex>();
         let wire_before = rank_stats::<Flex>().wire_bytes;
@@ -96,7 +109,8 @@ fn run_rank(
         let lr = engine.lr();
         let loss_scale = engine.loss_scale();
         for micro in 0..batch.accumulation {
-            let ids = micro_batch::<B>(&plan.rows, step * batch.accumulation + micro, batch.micro, world, device);
+            let first = state.data.used + (micro * world + rank) * batch.micro;
+            let ids = micro_batch::<B>(&plan.rows, first, batch.micro, device);
             let loss = engine.forward(|model| model.loss(ids));
             loss_sum += loss.clone().into_data().iter::<f64>().sum::<f64>();
             engine.backward(loss);
@@ -142,38 +156,95 @@ fn run_rank(
                 metrics.loss, metrics.step
             )));
         }
+        state.step = step + 1;
+        state.data.used += batch.global;
+        since_save = (since_save.0 + metrics.loss, since_save.1 + 1);
         let ended = epoch.add(metrics.loss, batch.global);
         let last = step + 1 == plan.steps;
+        let mut eval_loss = None;
+        let mut evaluate = |engine: &Engine| -> Result<Option<f64>, TrainError> {
+            if let (None, Some(rows)) = (eval_loss, &plan.eval_rows) {
+                observe(&mut |observer| observer.begin(Phase::Eval))?;
+                eval_loss = Some(evaluate(engine, rows, batch.micro, world, device));
+                observe(&mut |observer| observer.begin(Phase::Train))?;
+            }
+            Ok(eval_loss)
+        };
         measured.steps.push(metrics);
         if ended || (last && plan.eval_rows.is_some()) {
-            let eval_loss = match &plan.eval_rows {
-                Some(rows) => {
-                    observe(&mut |observer| observer.begin(Phase::Eval))?;
-                    let loss = evaluate(&engine, rows, batch.micro, world, device);
-                    observe(&mut |observer| observer.begin(Phase::Train))?;
-                    Some(loss)
-                }
-                None => None,
-            };
+            let eval_loss = evaluate(&engine)?;
             let metrics = epoch.end(step + 1, eval_loss);
             observe(&mut |observer| observer.epoch(&metrics))?;
             measured.epochs.push(metrics);
         }
+        if let Some(dir) = plan.checkpoints.due(step + 1, plan.steps) {
+            if plan.checkpoints.keep_best {
+                let loss = evaluate(&engine)?.unwrap_or(since_save.0 / since_save.1 as f64);
+                if state.best.is_none_or(|best| loss < best.loss) {
+                    state.best = Some(Best { step: step as u64 + 1, loss });
+                }
+            }
+            since_save = (0.0, 0);
+            state.epoch = epoch.state;
+            let save = save(plan, &mut engine, dir, &state)?;
+            observe(&mut |observer| {
+                observer.say(&save.to_string());
+                Ok(())
+            })?;
+            measured.saves.push(save);
+        }
+    }
+    if let Some(saved) = engine.wait_for_save()? {
+        observe(&mut |observer| {
+            observer.say(&format!("checkpoint {} is written", saved.path.display()));
+            Ok(())
+        })?;
     }
     observe(&mut Observer::end)?;
     Ok(measured)
 }
 
-/// Rows of micro-batch `index` for this rank, `[batch, seq]`.
+/// The state to begin with: of nothing, or of the checkpoint, into which the engine is put. Also what is to be told.
+fn begin(plan: &Plan, engine: &mut Engine) -> Result<(TrainerState, Option<String>), TrainError> {
+    let (rows, seq) = (plan.rows.rows(), plan.rows.seq());
+    let data = DataPosition { used: 0, rows, seq };
+    let Some(checkpoint) = &plan.checkpoints.resume else {
+        return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, None));
+    };
+    let loaded = engine.load(checkpoint, Parts::All)?;
+    let mut state = TrainerState::loaded(&loaded, checkpoint)?;
+    let there = state.data;
+    if (there.rows, there.seq) == (rows, seq) {
+        return Ok((state, None));
+    }
+    (state.data, state.epoch) = (data, EpochState { number: state.epoch.number, ..EpochState::first() });
+    let (rows_there, seq_there) = (there.rows, there.seq);
+    let warning = format!(
+        "the checkpoint was trained on {rows_there} rows of {seq_there} tokens, the data has {rows} rows of {seq}: training \
+         goes on with its first row"
+    );
+    Ok((state, Some(warning)))
+}
+
+fn save(plan: &Plan, engine: &mut Engine, dir: &Path, state: &TrainerState) -> Result<SaveMetrics, TrainError> {
+    let (step, options) = (state.step as u64, plan.checkpoints.options(state.best));
+    let extra = state.saved(plan);
+    let begin = Instant::now();
+    let bytes = match plan.checkpoints.beside {
+        true => engine.save_async(dir, step, extra, &options).map(|_| None)?,
+        false => Some(engine.save(dir, step, extra, &options)?.bytes),
+    };
+    Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
+}
+
+/// Rows from `first` on, `[batch, seq]`.
 fn micro_batch<T: Backend<Device = Device>>(
     rows: &TokenRows,
-    index: usize,
+    first: usize,
     batch: usize,
-    world: usize,
     device: &Device,
 ) -> Tensor<T, 2, Int> {
-    let ids = rows.batch(index, device.rank(), world, batch);
-    Tensor::from_data(TensorData::new(ids, [batch, rows.seq()]), device)
+    Tensor::from_data(TensorData::new(rows.from(first, batch), [batch, rows.seq()]), device)
 }
 
 /// Mean loss over all of `rows`, of which each rank takes as many.
@@ -183,7 +254,7 @@ fn evaluate(engine: &Engine, rows: &TokenRows, batch: usize, world: usize, devic
     let mut done = 0;
     while done < mine {
         let take = batch.min(mine - done);
-        let ids: Vec<i32> = (0..take).flat_map(|i| rows.batch(device.rank() * mine + done + i, 0, 1, 1)).collect();
+        let ids = rows.from(device.rank() * mine + done, take);
         let ids = Tensor::<Zero<Flex>, 2, Int>::from_data(TensorData::new(ids, [take, rows.seq()]), device);
         let loss = engine.evaluate(|model| model.loss(ids.clone()));
         sum += loss.into_data().iter::<f64>().sum::<f64>() * take as f64;
@@ -195,29 +266,25 @@ fn evaluate(engine: &Engine, rows: &TokenRows, batch: usize, world: usize, devic
 /// One pass over the training rows.
 struct Epoch {
     rows: usize,
-    number: usize,
-    seen: usize,
-    loss_sum: f64,
-    steps: usize,
+    state: EpochState,
 }
 
 impl Epoch {
-    fn new(rows: usize) -> Self {
-        Self { rows, number: 1, seen: 0, loss_sum: 0.0, steps: 0 }
+    fn new(rows: usize, state: EpochState) -> Self {
+        Self { rows, state }
     }
 
     /// Counts a step; whether the epoch has ended with it.
     fn add(&mut self, loss: f64, rows: usize) -> bool {
-        self.seen += rows;
-        self.loss_sum += loss;
-        self.steps += 1;
-        self.seen >= self.rows
+        self.state.seen += rows;
+        self.state.loss_sum += loss;
+        self.state.steps += 1;
+        self.state.seen >= self.rows
     }
 
     fn end(&mut self, step: usize, eval_loss: Option<f64>) -> EpochMetrics {
-        let metrics = EpochMetrics::new(self.number, step, self.loss_sum / self.steps as f64, eval_loss);
-        let begun = Self { number: self.number + 1, seen: self.seen.saturating_sub(self.rows), ..Self::new(self.rows) };
-        *self = begun;
-        metrics
+        let EpochState { number, seen, loss_sum, steps } = self.state;
+        self.state = EpochState { number: number + 1, seen: seen.saturating_sub(self.rows), ..EpochState::first() };
+        EpochMetrics::new(number, step, loss_sum / steps as f64, eval_loss)
     }
 }

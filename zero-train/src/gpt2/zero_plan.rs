@@ -5,11 +5,12 @@ use std::path::Path;
 use zero_core::Stage;
 use zero_models::Gpt2Config;
 
-use super::options::{Dtype, Options};
+use super::options::{Dtype, OffloadChoice, Options};
 use super::plan::wrong;
 use crate::TrainError;
 use crate::config::{
-    Auto, Config, Context, LossScale, MixedPrecision, OptimizerPlan, Precision, SchedulePlan, WarmupType, ZeroPlan,
+    Auto, Config, Context, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision, SchedulePlan,
+    WarmupType, ZeroPlan,
 };
 
 const DEFAULT_RANKS: usize = 2;
@@ -106,6 +107,14 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
         .optimizer(adamw(options));
     if let Some(schedule) = warmup(options) {
         builder = builder.schedule(schedule);
+    }
+    let disk = Offload::to(OffloadDevice::Nvme { path: options.swap.clone() });
+    let choice = options.offload.unwrap_or(OffloadChoice::None);
+    if choice != OffloadChoice::None {
+        builder = builder.offload_optimizer(&disk);
+    }
+    if choice == OffloadChoice::All {
+        builder = builder.offload_param(&disk);
     }
     Ok(builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?)
 }

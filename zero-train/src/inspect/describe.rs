@@ -11,6 +11,7 @@ use super::optimizer::OptimizerFacts;
 use super::time::utc;
 use super::words::Use;
 use super::{FORMAT, InspectError};
+use crate::export::model_of;
 
 /// What was found out about one checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -94,6 +95,8 @@ pub struct EngineFacts {
 pub struct ModelFacts {
     /// Such as "gpt2".
     pub family: Option<String>,
+    /// What the program calls it, such as "tiny".
+    pub name: Option<String>,
     /// Its configuration.
     pub config: Value,
 }
@@ -167,7 +170,7 @@ pub fn inspect(path: &Path, check: Check, tensors: bool) -> Result<Inspection, I
         checked: checked(check),
         sound: problems.is_empty(),
         disk_bytes: disk_bytes(path)?,
-        checkpoint: manifest.map(|manifest| Description::new(manifest, problems.is_empty(), tensors)),
+        checkpoint: manifest.map(|manifest| Description::new(path, manifest, problems.is_empty(), tensors)),
         problems: problems.iter().map(ToString::to_string).collect(),
     })
 }
@@ -181,7 +184,7 @@ pub(super) fn checked(check: Check) -> &'static str {
 }
 
 impl Description {
-    fn new(manifest: Manifest, sound: bool, tensors: bool) -> Self {
+    fn new(path: &Path, manifest: Manifest, sound: bool, tensors: bool) -> Self {
         let state = &manifest.state;
         let engine = state.get("engine").unwrap_or(&Value::Null);
         let (mut parameters, mut other) = (Group::default(), Group::default());
@@ -195,7 +198,9 @@ impl Description {
         let optimizer = OptimizerFacts::new(&manifest, engine);
         let engine = engine.is_object().then(|| EngineFacts::new(engine));
         let model = state.get("model").filter(|model| model.is_object()).map(ModelFacts::new);
-        let good_for = Use::new(manifest.world, engine.as_ref(), model.as_ref(), &parameters, &optimizer, sound);
+        let export = model_of(path, state, &manifest.tensors);
+        let has_trainer = state.get("trainer").is_some();
+        let good_for = Use::new(manifest.world, engine.as_ref(), &parameters, &optimizer, has_trainer, export, sound);
         Self {
             step: manifest.step,
             saved_unix_ms: manifest.saved_unix_ms,
@@ -234,10 +239,8 @@ impl EngineFacts {
 
 impl ModelFacts {
     fn new(model: &Value) -> Self {
-        Self {
-            family: model.get("family").and_then(Value::as_str).map(String::from),
-            config: model.get("config").cloned().unwrap_or(Value::Null),
-        }
+        let text = |key: &str| model.get(key).and_then(Value::as_str).map(String::from);
+        Self { family: text("family"), name: text("name"), config: model.get("config").cloned().unwrap_or(Value::Null) }
     }
 }
 

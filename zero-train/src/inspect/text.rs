@@ -126,6 +126,9 @@ impl EngineFacts {
 
 fn model(model: Option<&ModelFacts>, parameters: &Group) -> String {
     let mut text = match model {
+        Some(ModelFacts { family: Some(family), name: Some(name), .. }) if name != family => {
+            format!("{family} ({name}), ")
+        }
         Some(ModelFacts { family: Some(family), .. }) => format!("{family}, "),
         Some(_) => "of a family not named, ".to_string(),
         None => "not named, ".to_string(),

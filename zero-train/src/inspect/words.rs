@@ -2,14 +2,14 @@
 
 use serde::Serialize;
 
-use super::describe::{EngineFacts, Group, ModelFacts};
+use zero_models::ModelConfig;
+
+use super::describe::{EngineFacts, Group};
 use super::optimizer::OptimizerFacts;
+use crate::export::ExportError;
 
 /// The version of the engine's state that this crate reads.
 const ENGINE_VERSION: u64 = 1;
-
-/// Model families that `zero export` writes.
-const FAMILIES: [&str; 2] = ["gpt2", "bert"];
 
 /// What a checkpoint can be used for.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -27,16 +27,22 @@ pub struct Use {
 }
 
 impl Use {
+    /// `export` is the model that the export would write, or why it would not.
     pub(super) fn new(
         ranks: usize,
         engine: Option<&EngineFacts>,
-        model: Option<&ModelFacts>,
         parameters: &Group,
         optimizer: &OptimizerFacts,
+        has_trainer: bool,
+        export: Result<ModelConfig, ExportError>,
         sound: bool,
     ) -> Self {
-        let resume = resume(engine, parameters, optimizer, sound);
-        let export = export(model, parameters, sound);
+        let resume = resume(engine, parameters, optimizer, has_trainer, sound);
+        let export = match export {
+            Ok(_) if !sound => Err("`zero export` refuses it while it is damaged".to_string()),
+            Ok(model) => Ok(format!("`zero export` writes it as a {} of Hugging Face", model.architecture())),
+            Err(error) => Err(format!("`zero export` refuses it: {error}")),
+        };
         Self {
             can_resume: resume.is_ok(),
             bit_for_bit: resume.is_ok().then(|| bit_for_bit(ranks, engine)),
@@ -52,6 +58,7 @@ fn resume(
     engine: Option<&EngineFacts>,
     parameters: &Group,
     optimizer: &OptimizerFacts,
+    has_trainer: bool,
     sound: bool,
 ) -> Result<String, String> {
     let reader = "zero_core::checkpoint::Checkpoint reads its tensors at any number of ranks";
@@ -74,13 +81,17 @@ fn resume(
     if !sound {
         return Err("by nobody while it is damaged".to_string());
     }
-    let mut words = "at any number of ranks, any stage, any bucket sizes".to_string();
+    let mut words = "at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit".to_string();
     match &optimizer.name {
         Some(name) => words += &format!(", with {name}"),
         None => words += ", with the optimizer that saved it",
     }
     if optimizer.all.tensors == 0 {
         words += "; there is no optimizer state, which begins anew";
+    }
+    if !has_trainer {
+        words +=
+            "; by your program's ZeroEngine::load: there is no \"trainer\" state, which `zero train --resume` needs";
     }
     Ok(words)
 }
@@ -91,7 +102,11 @@ fn bit_for_bit(ranks: usize, engine: Option<&EngineFacts>) -> String {
         .map_or_else(|| "the same precision".to_string(), |dtype| format!("{} as saved", precision(dtype)));
     match engine.and_then(|engine| engine.random_streams) {
         Some(streams) if streams == ranks => {
-            format!("takes {}, each with its own random stream from here, and {precision}", count(ranks, "rank"))
+            format!(
+                "takes {}, each with its own random stream from here, and {precision}; other numbers of ranks go on from \
+                 the same parameters and moments, with other dropout and sums in another order",
+                count(ranks, "rank")
+            )
         }
         Some(streams) => format!(
             "not where random numbers are drawn, such as by dropout: expected the random streams of {}, it has {streams}",
@@ -104,30 +119,6 @@ fn bit_for_bit(ranks: usize, engine: Option<&EngineFacts>) -> String {
             )
         }
     }
-}
-
-/// As what, or why not.
-fn export(model: Option<&ModelFacts>, parameters: &Group, sound: bool) -> Result<String, String> {
-    let Some(model) = model else {
-        return Err("`zero export` cannot: its state has no \"model\" (family and config)".to_string());
-    };
-    let family = match model.family.as_deref() {
-        Some(family) if FAMILIES.contains(&family) => family,
-        Some(family) => {
-            return Err(format!(
-                "`zero export` cannot: its model is of family {family:?}, it writes {}",
-                FAMILIES.join(" and ")
-            ));
-        }
-        None => return Err("`zero export` cannot: its \"model\" state names no family".to_string()),
-    };
-    if parameters.tensors == 0 {
-        return Err("`zero export` cannot: it has no tensor `model.…`".to_string());
-    }
-    if !sound {
-        return Err("`zero export` cannot while it is damaged".to_string());
-    }
-    Ok(format!("`zero export` writes it as a Hugging Face {family}"))
 }
 
 /// Of the types of an engine, as they are spoken of.

@@ -8,9 +8,11 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
 use zero_models::Gpt2Config;
+use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
 use zero_train::config::{Auto, Config, Context, MixedPrecision};
 use zero_train::data::Source;
 use zero_train::estimate::{estimates, table};
+use zero_train::export::export_checkpoint;
 use zero_train::gpt2::{self, Dtype, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
 use zero_train::wizard::{Answers, Place, Precision};
@@ -229,6 +231,59 @@ fn model(name: &str) -> Result<(String, Gpt2Config)> {
     let model =
         if path.is_dir() { Gpt2Config::from_file(&path.join("config.json"))? } else { Gpt2Config::preset(name)? };
     Ok((name.into(), model))
+}
+
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// A checkpoint: a folder step-..., or the folder above it, of which the newest sound one is taken
+    #[arg(value_name = "CKPT")]
+    checkpoint: PathBuf,
+    /// The folder to write, which must not exist or be empty
+    out: PathBuf,
+    /// Type of the elements: bf16, fp16 or fp32
+    #[arg(long, default_value = "bf16")]
+    dtype: ExportDtype,
+    /// Most bytes of tensors in one file, such as 5GB or 512MiB
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_bytes)]
+    max_shard_size: u64,
+}
+
+pub fn export(args: &ExportArgs) -> Result<()> {
+    let options = ExportOptions { dtype: args.dtype, max_shard_bytes: args.max_shard_size, ..ExportOptions::default() };
+    let exported = match export_checkpoint(&args.checkpoint, &args.out, &options) {
+        Ok(exported) => exported,
+        Err(error) => bail!(told_once(&error)),
+    };
+    for (path, reason) in &exported.skipped {
+        eprintln!("warning: {} was passed over: {reason}", path.display());
+    }
+    let written = &exported.written;
+    println!(
+        "{}, step {}: {} with {} tensors in {}, {} in {} file(s), is in {}",
+        exported.checkpoint.display(),
+        exported.step,
+        exported.model.architecture(),
+        written.tensors,
+        options.dtype,
+        format_bytes(written.bytes),
+        written.files.len(),
+        written.path.display()
+    );
+    Ok(())
+}
+
+/// An error with its causes, each of which some errors tell themselves.
+fn told_once(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        let more = inner.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        cause = inner.source();
+    }
+    text
 }
 
 pub fn train(options: &Options) -> ExitCode {

@@ -1,4 +1,4 @@
-//! `zero`: write a configuration, check it, estimate memory, train.
+//! `zero`: write a configuration, check it, estimate memory, train, look at what was saved, export it.
 
 mod ask;
 mod commands;
@@ -45,6 +45,8 @@ enum Command {
     Estimate(commands::EstimateArgs),
     /// Train a GPT-2 on text or token files, on the CPU
     Train(Box<zero_train::gpt2::Options>),
+    /// Write a saved model as a folder that Hugging Face's transformers loads
+    Export(commands::ExportArgs),
     /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
     Inspect(inspect::InspectArgs),
     /// Compare two checkpoints, saved by any numbers of ranks
@@ -61,6 +63,7 @@ fn main() -> ExitCode {
         Command::Config(args) => commands::config(&args),
         Command::Check(args) => commands::check(&args),
         Command::Estimate(args) => commands::estimate(&args),
+        Command::Export(args) => commands::export(&args),
         Command::Train(options) => return commands::train(&options),
         Command::Inspect(args) => match inspect::run(&args) {
             Ok(code) => return code,

@@ -10,7 +10,7 @@ const LOADER: T = T::NoEffect("the data loader is the program's");
 const EXPERTS: T = T::NoEffect("there is no expert parallelism");
 const CUDA: T = T::NoEffect("it tunes PyTorch's CUDA graphs");
 const ACTIVATIONS: T = T::NotYet("activations are not checkpointed by the configuration yet");
-const NO_AIO: T = T::NotYet("nothing is read from or written to NVMe yet");
+const NO_GDS: T = T::Refused("data does not move between a disk and a GPU's memory directly; remove the key");
 const LOW_PRECISION_MASTER: T = T::Refused("master weights and optimizer states are always fp32; remove the key");
 const NO_LOGGER: T = T::NotYet("there is no such log yet; use tensorboard or csv_monitor");
 const SAVES: T = T::NotYet("checkpoints have no such option yet");
@@ -180,18 +180,18 @@ const ACTIVATION_CHECKPOINTING: &[Key] = &[
 ];
 
 const AIO: &[Key] = &[
-    key("block_size", K::ONE_UP, D::Int(1_048_576), NO_AIO),
-    key("queue_depth", K::ONE_UP, D::Int(8), NO_AIO),
+    key("block_size", K::ONE_UP, D::Int(1_048_576), T::Acted),
+    key("queue_depth", K::ONE_UP, D::Int(8), T::Acted),
     key(
         "thread_count",
         K::ONE_UP,
         D::Int(1),
         T::Renamed { to: "intra_op_parallelism", change: Node::clone, deprecated: true },
     ),
-    key("intra_op_parallelism", K::ONE_UP, D::Int(1), NO_AIO),
-    key("single_submit", K::Bool, D::Bool(false), NO_AIO),
-    key("overlap_events", K::Bool, D::Bool(true), NO_AIO),
-    key("use_gds", K::Bool, D::Bool(false), NO_AIO),
+    key("intra_op_parallelism", K::ONE_UP, D::Int(1), T::Acted),
+    key("single_submit", K::Bool, D::Bool(false), T::Acted),
+    key("overlap_events", K::Bool, D::Bool(true), T::Acted),
+    key("use_gds", K::Bool, D::Bool(false), NO_GDS),
 ];
 
 const CHECKPOINT: &[Key] = &[

@@ -12,8 +12,8 @@ const GATHERS: T = T::NoEffect("the gather of parameters has no such setting");
 const PYTORCH: T = T::NoEffect("it works around PyTorch");
 const FETCHES: T = T::NotYet("the fetch of parameters has no such variant yet");
 const QUANTIZED: T = T::Refused("quantised communication would change the numbers trained with; remove the key");
-const OFFLOAD: T = T::NotYet("nothing is moved off the device yet; training is the same, but needs the memory");
-const OFFLOAD_DETAIL: T = T::NotYet("offloading has not landed yet");
+const ONE_MEMORY: T = T::NoEffect("on the CPU the device's memory and the host's are one");
+const BEGINS_ON_DISK: T = T::NoEffect("optimizer state on a disk begins there, without being written first");
 const SAVES_16BIT: T = T::NotYet("weights are not exported by the engine yet");
 const NO_MICS: T = T::Refused("MiCS is not available: states would be sharded over all ranks; remove the key");
 
@@ -29,10 +29,10 @@ pub(in crate::config) const ZERO: &[Key] = &[
     key("overlap_comm", K::Bool, D::Null, T::Acted),
     key("load_from_fp32_weights", K::Bool, D::Bool(true), T::NotYet("checkpoints have no such option yet")),
     key("elastic_checkpoint", K::Bool, D::Bool(false), T::NotYet("checkpoints have no such option yet")),
-    key("round_robin_gradients", K::Bool, D::Bool(false), OFFLOAD_DETAIL),
+    key("round_robin_gradients", K::Bool, D::Bool(false), ONE_MEMORY),
     key("ignore_unused_parameters", K::Bool, D::Bool(true), T::NotYet("unused parameters are never an error")),
     key("legacy_stage1", K::Bool, D::Bool(false), T::NoEffect("there is one implementation of stage 1")),
-    key("sub_group_size", K::COUNT, D::Int(1_000_000_000), OFFLOAD_DETAIL),
+    key("sub_group_size", K::ONE_UP, D::Int(1_000_000_000), T::Acted),
     key("offload_optimizer", K::Section(OFFLOAD_OPTIMIZER, Gate::Device), D::Empty, T::Acted).since_stage(1),
     key("offload_param", K::Section(OFFLOAD_PARAM, Gate::Device), D::Empty, T::Acted),
     // Stage 3.
@@ -121,29 +121,30 @@ pub(in crate::config) const ZERO: &[Key] = &[
     alias("allgather_sequential", K::Bool, "stage3_allgather_sequential"),
 ];
 
-const DEVICE: Key = key("device", K::OneOf(&["none", "cpu", "nvme"]), D::Text("none"), OFFLOAD);
+const DEVICE: Key = key("device", K::OneOf(&["none", "cpu", "nvme"]), D::Text("none"), T::Acted);
 const NVME_PATH: Key = key("nvme_path", K::Text, D::Null, T::Acted);
-const PIN_MEMORY: Key = key("pin_memory", K::Bool, D::Bool(true), OFFLOAD_DETAIL);
+const PIN_MEMORY: Key = key("pin_memory", K::Bool, D::Bool(true), T::Acted);
 
 const OFFLOAD_OPTIMIZER: &[Key] = &[
     DEVICE,
     NVME_PATH,
-    key("buffer_count", K::COUNT, D::Int(4), OFFLOAD_DETAIL),
+    key("buffer_count", K::ONE_UP, D::Int(4), T::Acted),
     PIN_MEMORY,
-    key("pipeline_read", K::Bool, D::Bool(false), OFFLOAD_DETAIL),
-    key("pipeline_write", K::Bool, D::Bool(false), OFFLOAD_DETAIL),
-    key("fast_init", K::Bool, D::Bool(false), OFFLOAD_DETAIL),
-    key("ratio", K::FRACTION, D::Num(1.0), OFFLOAD_DETAIL),
-    key("super_offload", K::Bool, D::Bool(false), OFFLOAD_DETAIL),
-    key("cpuadam_cores_perc", K::FRACTION, D::Num(0.8), OFFLOAD_DETAIL),
+    // DeepSpeed has them off unless asked for; overlapping changes no number.
+    key("pipeline_read", K::Bool, D::Bool(true), T::Acted),
+    key("pipeline_write", K::Bool, D::Bool(true), T::Acted),
+    key("fast_init", K::Bool, D::Bool(false), BEGINS_ON_DISK),
+    key("ratio", K::FRACTION, D::Num(1.0), ONE_MEMORY),
+    key("super_offload", K::Bool, D::Bool(false), ONE_MEMORY),
+    key("cpuadam_cores_perc", K::FRACTION, D::Num(0.8), ONE_MEMORY),
 ];
 
 const OFFLOAD_PARAM: &[Key] = &[
     DEVICE,
     NVME_PATH,
-    key("buffer_count", K::COUNT, D::Int(5), OFFLOAD_DETAIL),
-    key("buffer_size", K::COUNT, D::Int(100_000_000), OFFLOAD_DETAIL),
-    key("max_in_cpu", K::COUNT, D::Int(1_000_000_000), OFFLOAD_DETAIL),
+    key("buffer_count", K::ONE_UP, D::Int(5), T::Acted),
+    key("buffer_size", K::ONE_UP, D::Int(100_000_000), T::Acted),
+    key("max_in_cpu", K::COUNT, D::Int(1_000_000_000), T::Acted),
     PIN_MEMORY,
 ];
 

@@ -1,0 +1,200 @@
+//! State on a disk: the same bits as in memory, with every combination of tiers.
+//!
+//! `cargo test -p zero-tests --test offload -- --nocapture` prints what is compared.
+
+mod common;
+
+use std::path::Path;
+
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_flex::Flex;
+use common::{B, Device, Run, launch_options, on_ranks};
+use serde_json::Map;
+use zero_burn::config::{Disk, Float, Offload, Tier};
+use zero_burn::launch::launch;
+use zero_burn::optim::{Fused, Rule};
+use zero_burn::stats::{all_gather, rank_stats};
+use zero_core::Stage;
+use zero_core::checkpoint::{Checkpoint, SaveOptions};
+use zero_core::offload::AioOptions;
+use zero_models::Gpt2;
+use zero_train::engine::{EngineConfig, Parts, ZeroEngine};
+
+type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
+
+const STEPS: usize = 4;
+
+fn engine(run: &Run, rule: Rule, accumulation: usize, device: &Device) -> Engine {
+    let config = EngineConfig { clipping: Some(1.0), accumulation, ..EngineConfig::default() };
+    ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(rule), config, device).unwrap()
+}
+
+fn tokens(run: &Run, micro: usize, device: &Device) -> Tensor<B, 2, Int> {
+    let first = (micro * run.ranks + device.rank()) * run.batch;
+    let vocab = run.model.vocab_size;
+    let ids: Vec<i32> = (first..first + run.batch)
+        .flat_map(|row| (0..run.seq).map(move |i| ((row * 7 + i * (1 + row % 2)) % vocab) as i32))
+        .collect();
+    Tensor::from_data(TensorData::new(ids, [run.batch, run.seq]), device)
+}
+
+/// Global losses, and the bits of one parameter and its moments at the end.
+fn train(
+    run: &Run,
+    engine: &mut Engine,
+    steps: std::ops::Range<usize>,
+    accumulation: usize,
+    device: &Device,
+) -> Vec<f64> {
+    steps
+        .map(|step| {
+            let mut sum = 0.0;
+            for micro in 0..accumulation {
+                let loss = engine.forward(|model| model.loss(tokens(run, step * accumulation + micro, device)));
+                sum += loss.clone().into_data().iter::<f64>().next().unwrap();
+                engine.backward(loss);
+                engine.step().unwrap();
+            }
+            all_gather::<Flex>(&[sum]).iter().map(|rank| rank[0]).sum()
+        })
+        .collect()
+}
+
+fn bits(engine: &Engine) -> Vec<Vec<u32>> {
+    let path = "h.1.mlp.c_fc.weight";
+    let names = engine.optimizer().rule().state_names();
+    let states = names.iter().map(|name| engine.full_optimizer_state(path, name).unwrap().values);
+    std::iter::once(engine.full_parameter(path).unwrap().values)
+        .chain(states)
+        .map(|values| values.into_iter().map(f32::to_bits).collect())
+        .collect()
+}
+
+fn disk(path: &Path) -> Disk {
+    // So small that every tensor is in several stretches, and everything is on the disk.
+    let aio = AioOptions { block_size: 16 << 10, ..AioOptions::default() };
+    Disk { path: path.into(), aio, buffer_count: 7, buffer_bytes: 64 << 10, min_bytes: 1, ..Disk::default() }
+}
+
+fn tiers(stage: Stage) -> Vec<(Tier, Tier)> {
+    let mut tiers = vec![(Tier::Disk, Tier::Memory)];
+    if stage.shards_parameters() {
+        tiers.extend([(Tier::Memory, Tier::Disk), (Tier::Disk, Tier::Disk)]);
+    }
+    tiers
+}
+
+fn run_of(stage: Stage, ranks: usize) -> Run {
+    let mut run = Run { ranks, ..Run::tiny(stage) };
+    // Wider, so that a piece is longer than a buffer.
+    run.model.n_embd = 96;
+    run.zero.max_live_parameters = 100_000;
+    run
+}
+
+fn compare(name: &str, run: &Run, rule: Rule, accumulation: usize) -> usize {
+    let run_with = |offload: Offload| {
+        let mut run = run.clone();
+        run.zero.offload = offload;
+        on_ranks(run.ranks, &run.zero, |device| {
+            let mut engine = engine(&run, rule, accumulation, &device);
+            let losses = train(&run, &mut engine, 0..STEPS, accumulation, &device);
+            (losses, bits(&engine), rank_stats::<Flex>().model_state_bytes)
+        })
+        .swap_remove(0)
+    };
+    let (losses, state, bytes) = run_with(Offload::default());
+    let mut combinations = 0;
+    for (optimizer, parameters) in tiers(run.zero.stage) {
+        let dir = tempfile::tempdir().unwrap();
+        let (got, got_state, got_bytes) = run_with(Offload { optimizer, parameters, disk: disk(dir.path()) });
+        let name = format!("{name}, {} rank(s), stage {}, {optimizer:?}, {parameters:?}", run.ranks, run.zero.stage);
+        assert_eq!(got, losses, "{name}");
+        assert!(got_state == state, "{name}: the state at the end differs");
+        if optimizer == Tier::Disk {
+            assert_eq!(got_bytes.optimizer, 0, "{name}: optimizer state in memory");
+        }
+        if parameters == Tier::Disk {
+            assert_eq!(got_bytes.parameters, 0, "{name}: parameters in memory");
+        }
+        assert!(bytes.optimizer > 0 || rule.state_names().is_empty(), "{name}: the comparison is with memory");
+        let left = std::fs::read_dir(dir.path()).unwrap().count();
+        assert_eq!(left, 0, "{name}: files are left");
+        combinations += 1;
+    }
+    combinations
+}
+
+#[test]
+fn every_combination_of_tiers_gives_the_same_bits() {
+    let mut combinations = 0;
+    for ranks in [1, 2, 3] {
+        for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
+            combinations += compare("AdamW", &run_of(stage, ranks), Rule::adamw(), 1);
+        }
+        combinations += compare("two micro-batches", &run_of(Stage::Parameters, ranks), Rule::adamw(), 2);
+    }
+    for rule in [Rule::sgd(), Rule::lion(), Rule::adagrad()] {
+        combinations += compare(rule.name(), &run_of(Stage::Parameters, 2), rule, 1);
+    }
+    println!("{combinations} combinations of tiers: every loss and the state at the end equal those in memory");
+}
+
+#[test]
+fn masters_on_the_disk_give_the_same_bits_in_16_bit() {
+    for stage in [Stage::OptimizerState, Stage::Gradients, Stage::Parameters] {
+        let mut run = run_of(stage, 2);
+        run.zero.param_dtype = Float::Bf16;
+        compare("bf16", &run, Rule::adamw(), 1);
+    }
+}
+
+#[test]
+fn checkpoints_go_from_tier_to_tier() {
+    let [memory, both] = [Tier::Memory, Tier::Disk].map(|tier| {
+        let run = run_of(Stage::Parameters, 2);
+        (run, tier)
+    });
+    let swap = tempfile::tempdir().unwrap();
+    let saves = tempfile::tempdir().unwrap();
+    let offload = |tier| Offload { optimizer: tier, parameters: tier, disk: disk(swap.path()) };
+    for (from, to) in [(&memory, &both), (&both, &memory), (&both, &both)] {
+        let mut run = from.0.clone();
+        run.zero.offload = offload(from.1);
+        let (path, next) = on_ranks(2, &run.zero, |device| {
+            let mut engine = engine(&run, Rule::adamw(), 1, &device);
+            train(&run, &mut engine, 0..2, 1, &device);
+            let path = engine.save(saves.path(), 2, Map::new(), &SaveOptions::default()).unwrap().path;
+            (path, (train(&run, &mut engine, 2..STEPS, 1, &device), bits(&engine)))
+        })
+        .swap_remove(0);
+        let mut run = to.0.clone();
+        run.zero.offload = offload(to.1);
+        let resumed = on_ranks(2, &run.zero, |device| {
+            let mut engine = engine(&run, Rule::adamw(), 1, &device);
+            engine.load(&Checkpoint::open(&path).unwrap(), Parts::All).unwrap();
+            (train(&run, &mut engine, 2..STEPS, 1, &device), bits(&engine))
+        })
+        .swap_remove(0);
+        assert!(resumed == next, "{:?} -> {:?}", from.1, to.1);
+    }
+}
+
+#[test]
+fn what_cannot_work_is_refused() {
+    let refused = |stage, offload: Offload, expected: &str| {
+        let mut run = run_of(stage, 2);
+        run.zero.offload = offload;
+        let error = launch::<Flex, (), String>(2, &run.zero, &launch_options(), |_| Ok(())).unwrap_err().to_string();
+        assert!(error.contains(expected), "{expected} in {error}");
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let on = |optimizer, parameters, disk| Offload { optimizer, parameters, disk };
+    refused(Stage::Gradients, on(Tier::Memory, Tier::Disk, disk(dir.path())), "only be kept on a disk at stage 3");
+    refused(Stage::DataParallel, on(Tier::Disk, Tier::Memory, disk(dir.path())), "from stage 1 on");
+    refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, Disk::default()), "name a folder on a fast disk");
+    let few = Disk { buffer_count: 5, ..disk(dir.path()) };
+    refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, few), "at least 6 buffers");
+    let absent = disk(&dir.path().join("absent/deeper"));
+    refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, absent), "absent");
+}

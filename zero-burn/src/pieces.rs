@@ -1,0 +1,265 @@
+//! This rank's pieces of a module's parameters, as bytes in host memory: what checkpoints are made of.
+//!
+//! * Out ([`pieces`]): each parameter cut by `Partition::new(elements, ranks)` at every stage, so that what is saved does
+//!   not depend on the stage; where a rank holds a parameter whole, it gives the part that would be its own.
+//! * In ([`load_pieces`]): the elements that this rank holds at its stage, read by their range.
+//! * Memory: one piece at a time is copied to the host, when it is asked for.
+//!
+//! No piece is ever gathered. [`RandomState`] is what dropout's random numbers go on from.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn_backend::distributed::DistributedParamId;
+use burn_backend::ops::FloatTensorOps;
+use burn_backend::{Backend, TensorData, TensorMetadata};
+use burn_std::{DType, Shape, Slice};
+use serde::{Deserialize, Serialize};
+use zero_core::checkpoint::ElementType;
+use zero_core::{Collective, Partition};
+
+use crate::context::{Context, stop};
+use crate::gather::read;
+use crate::gathered::ParamMeta;
+use crate::module::ZeroAutodiff;
+use crate::shard::{Cell, Kind, Origin};
+use crate::tensor::{Shard, ZeroTensor};
+
+/// A parameter of a module, and where this rank has its piece. It keeps the parameter's version alive.
+pub struct ParamPiece<B: Backend> {
+    /// Which parameter it is.
+    pub meta: ParamMeta,
+    dtype: DType,
+    held: Held<B>,
+}
+
+enum Held<B: Backend> {
+    Cell(Arc<Cell<B>>),
+    /// An ordinary tensor, such as a batch norm's running mean: each rank's own.
+    Dense(B::FloatTensorPrimitive),
+}
+
+impl<B: Backend> ParamPiece<B> {
+    /// The type that it is kept in.
+    pub fn element_type(&self) -> ElementType {
+        element_type(self.dtype)
+    }
+
+    /// This rank's elements, little-endian; none if it has none.
+    pub fn bytes(&self) -> Vec<u8> {
+        match &self.held {
+            Held::Cell(cell) => cell_bytes(cell),
+            Held::Dense(tensor) => {
+                let numel = self.meta.shape.iter().product();
+                let flat = B::float_reshape(tensor.clone(), Shape::new([numel]));
+                let context = Context::<B>::current();
+                part::<B>(flat, Partition::new(numel, context.world).range(context.rank))
+            }
+        }
+    }
+}
+
+/// This rank's elements by the cut that does not depend on the stage.
+pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
+    let context = &cell.context;
+    let range = Partition::new(cell.partition.numel(), context.world).range(context.rank);
+    match cell.partition.is_whole() {
+        _ if range.is_empty() => Vec::new(),
+        true => part::<B>(cell.local(), range),
+        false => part::<B>(cell.local(), 0..range.len()),
+    }
+}
+
+/// Elements `range` of a flat tensor.
+fn part<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> Vec<u8> {
+    if range.is_empty() {
+        return Vec::new();
+    }
+    let whole = range.len() == flat.shape().num_elements();
+    let tensor = if whole { flat } else { B::float_slice(flat, &[Slice::from(range)]) };
+    read::<B>(tensor).as_bytes().to_vec()
+}
+
+fn element_type(dtype: DType) -> ElementType {
+    match dtype {
+        DType::F64 => ElementType::F64,
+        DType::F32 => ElementType::F32,
+        DType::F16 => ElementType::F16,
+        DType::BF16 => ElementType::Bf16,
+        other => stop(format!("a parameter of type {other:?} cannot be saved: expected floats of 16, 32 or 64 bits")),
+    }
+}
+
+fn dtype(element: ElementType) -> Option<DType> {
+    Some(match element {
+        ElementType::F64 => DType::F64,
+        ElementType::F32 => DType::F32,
+        ElementType::F16 => DType::F16,
+        ElementType::Bf16 => DType::BF16,
+        _ => return None,
+    })
+}
+
+/// The module's float parameters in the order of its fields, and the paths of those that are of no float type.
+pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPiece<A::Base>>, Vec<String>) {
+    struct Collect<A: ZeroAutodiff> {
+        path: Vec<String>,
+        pieces: Vec<ParamPiece<A::Base>>,
+        others: Vec<String>,
+    }
+    impl<A: ZeroAutodiff> ModuleVisitor<A> for Collect<A> {
+        fn enter_module(&mut self, name: &str, _container_type: &str) {
+            self.path.push(name.to_owned());
+        }
+
+        fn exit_module(&mut self, _name: &str, _container_type: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
+            let tensor = param.val();
+            let meta = ParamMeta {
+                id: param.id,
+                path: self.path.join("."),
+                shape: tensor.dims().to_vec(),
+                trained: tensor.is_require_grad(),
+            };
+            let TensorPrimitive::Float(primitive) = tensor.inner().into_primitive() else {
+                self.others.push(meta.path);
+                return;
+            };
+            let dtype = primitive.dtype();
+            let held = match primitive {
+                ZeroTensor::Shard(Shard { cell, views }) if views.is_empty() => Held::Cell(cell),
+                other => Held::Dense(other.load()),
+            };
+            self.pieces.push(ParamPiece { meta, dtype, held });
+        }
+
+        fn visit_int<const D: usize>(&mut self, _param: &Param<Tensor<A, D, Int>>) {
+            self.others.push(self.path.join("."));
+        }
+
+        fn visit_bool<const D: usize>(&mut self, _param: &Param<Tensor<A, D, burn::tensor::Bool>>) {
+            self.others.push(self.path.join("."));
+        }
+    }
+    let mut collect = Collect::<A> { path: Vec::new(), pieces: Vec::new(), others: Vec::new() };
+    module.visit(&mut collect);
+    (collect.pieces, collect.others)
+}
+
+/// Replaces every float parameter by what `read` gives for its elements in a range: their type, and their bytes,
+/// little-endian. Every rank calls it; it reads what it holds at its stage. Not between a backward pass and its update.
+///
+/// # Errors
+///
+/// The first error of `read` on this rank, after which the module is a mixture of old and new parameters. Errors are this
+/// rank's alone: it is for the caller to tell the others.
+pub fn load_pieces<A: ZeroAutodiff, M: Module<A>, E>(
+    module: M,
+    read: impl FnMut(&str, &[usize], Range<usize>) -> Result<(ElementType, Vec<u8>), E>,
+) -> (M, Result<(), E>) {
+    let context = Context::<A::Base>::current();
+    // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
+    context.fence("before parameters are loaded");
+    let mut load = Load::<A, _, E> { path: Vec::new(), read, error: None, _backend: PhantomData };
+    let module = module.map(&mut load);
+    context.fence("after parameters are loaded");
+    (module, load.error.map_or(Ok(()), Err))
+}
+
+struct Load<A: ZeroAutodiff, F, E> {
+    path: Vec<String>,
+    read: F,
+    error: Option<E>,
+    _backend: PhantomData<A>,
+}
+
+impl<A, F, E> ModuleMapper<A> for Load<A, F, E>
+where
+    A: ZeroAutodiff,
+    F: FnMut(&str, &[usize], Range<usize>) -> Result<(ElementType, Vec<u8>), E>,
+{
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
+        if self.error.is_some() {
+            return param;
+        }
+        let (id, tensor, mapper) = param.consume();
+        let requires_grad = tensor.is_require_grad();
+        let path = self.path.join(".");
+        let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = tensor.clone().inner().into_primitive()
+        else {
+            stop(format!("parameter {path} is an ordinary tensor: call zero_burn::module::prepare on the model"));
+        };
+        let range = cell.partition.range(cell.place());
+        let len = range.len().max(1);
+        let bytes = match range.is_empty() {
+            // One element of filler, as everywhere.
+            true => Ok((ElementType::F32, vec![0; 4])),
+            false => (self.read)(&path, cell.shape.as_slice(), range),
+        };
+        let (element, bytes) = match bytes {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                self.error = Some(error);
+                return Param::from_mapped_value(id, tensor, mapper);
+            }
+        };
+        let Some(dtype) = dtype(element) else {
+            stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));
+        };
+        let data = TensorData::from_bytes_vec(bytes, [len], dtype).convert_dtype(cell.dtype);
+        let piece = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &cell.device);
+        let next = Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece);
+        let tensor =
+            Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(next))));
+        let mut tensor = Tensor::<A, D>::from_inner(tensor).set_require_grad(requires_grad);
+        if requires_grad {
+            tensor = tensor.set_distributed(DistributedParamId::from(id.val()));
+        }
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// The elements of a flat tensor of `numel` that this rank holds of optimizer state: its piece, or everything at stage 0.
+pub fn held_range<B: Backend>(numel: usize) -> Range<usize> {
+    let context = Context::<B>::current();
+    let partition = context.partition(numel);
+    partition.range(if partition.is_whole() { 0 } else { context.rank })
+}
+
+/// The ranks, for blocking collectives on the rank's own thread.
+pub fn collective<B: Backend>() -> Arc<dyn Collective> {
+    Context::<B>::current().collective()
+}
+
+/// What this rank's random numbers (dropout, noise) go on from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RandomState {
+    /// The seed of all ranks.
+    pub seed: u64,
+    /// Draws of this rank so far.
+    pub draws: u64,
+}
+
+/// The random state of the current thread's rank over inner backend `B`.
+pub fn random_state<B: Backend>() -> RandomState {
+    Context::<B>::current().random_state()
+}
+
+/// Goes on from `state`: the next draws are those that came after it.
+pub fn set_random_state<B: Backend>(state: RandomState) {
+    Context::<B>::current().set_random_state(state);
+}

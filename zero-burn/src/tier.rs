@@ -1,0 +1,174 @@
+//! Pieces that are not in memory: this rank's swap file, and handles of what lies in it.
+//!
+//! A [`Stored`] piece is moved through a few buffers of constant size, several of them in flight, from and to memory that
+//! the caller has. Nobody holds a buffer while waiting for another one, so that a rank's threads, and the ranks that read
+//! its pieces, can share the pool.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use burn_backend::{Backend, TensorData};
+use burn_std::{DType, Shape};
+use half::{bf16, f16};
+use zero_core::collective::threads::Stopped;
+use zero_core::offload::{
+    Buffer, BufferPool, DiskError, PoolOptions, Region, SwapDir, SwapFile, SwapFileOptions, Ticket,
+};
+
+use crate::config::Disk as Settings;
+use crate::context::stop;
+
+/// This rank's file, and the buffers that move its data.
+pub(crate) struct Disk {
+    pub(crate) file: SwapFile,
+    pub(crate) pool: BufferPool,
+    pub(crate) settings: Settings,
+}
+
+impl Disk {
+    /// A file of this rank's own below the configured folder.
+    pub(crate) fn open(rank: usize, settings: &Settings) -> Result<Arc<Self>, DiskError> {
+        let dir = SwapDir::open(&settings.path)?;
+        let file =
+            dir.create_file(rank, &SwapFileOptions { aio: settings.aio.clone(), ..SwapFileOptions::default() })?;
+        let pool = BufferPool::new(&PoolOptions {
+            count: settings.buffer_count,
+            bytes: settings.buffer_bytes,
+            alignment: file.alignment(),
+            pin_memory: settings.pin_memory,
+            ..PoolOptions::default()
+        })?;
+        Ok(Arc::new(Self { file, pool, settings: settings.clone() }))
+    }
+
+    /// Place for a piece of `bytes`; what it holds is not defined until it is written.
+    pub(crate) fn reserve(self: &Arc<Self>, bytes: usize) -> Result<Arc<Stored>, DiskError> {
+        Ok(Arc::new(Stored { region: self.file.alloc(bytes)?, disk: self.clone() }))
+    }
+
+    /// Writes a piece.
+    pub(crate) fn store(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<Stored>, DiskError> {
+        let stored = self.reserve(bytes.len())?;
+        stored.write(bytes)?;
+        Ok(stored)
+    }
+}
+
+/// A piece in a rank's file; its place is free again when the last handle is dropped.
+pub(crate) struct Stored {
+    region: Region,
+    pub(crate) disk: Arc<Disk>,
+}
+
+impl Stored {
+    pub(crate) fn region(&self) -> Region {
+        self.region
+    }
+
+    /// Writes the whole piece.
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<(), DiskError> {
+        let mut rest = bytes;
+        let start = |part: Region, mut buffer: Buffer| {
+            let (now, later) = rest.split_at(part.bytes());
+            buffer.set_len(now.len());
+            buffer.bytes_mut().copy_from_slice(now);
+            rest = later;
+            self.disk.file.write(part, buffer)
+        };
+        self.transfer(start, |_| {})
+    }
+
+    /// Reads the whole piece into `out`, which is as long.
+    pub(crate) fn read_into(&self, out: &mut [u8]) -> Result<(), DiskError> {
+        let mut rest = out;
+        let end = |buffer: &Buffer| {
+            let (now, later) = std::mem::take(&mut rest).split_at_mut(buffer.len());
+            now.copy_from_slice(buffer.bytes());
+            rest = later;
+        };
+        self.transfer(|part, buffer| self.disk.file.read(part, buffer), end)
+    }
+
+    /// Moves the piece part by part, in order, with as many parts in flight as there are free buffers.
+    fn transfer(
+        &self,
+        mut start: impl FnMut(Region, Buffer) -> Result<Ticket, DiskError>,
+        mut end: impl FnMut(&Buffer),
+    ) -> Result<(), DiskError> {
+        let (pool, limit) = (&self.disk.pool, self.disk.settings.limit);
+        let mut flying: VecDeque<Ticket> = VecDeque::new();
+        for part in self.region.parts(pool.buffer_bytes()) {
+            let buffer = loop {
+                match (pool.try_take_many(1), flying.pop_front()) {
+                    (Some(mut buffers), oldest) => {
+                        if let Some(oldest) = oldest {
+                            flying.push_front(oldest);
+                        }
+                        break buffers.swap_remove(0);
+                    }
+                    // The oldest part's buffer is the next one that is free.
+                    (None, Some(oldest)) => end(&oldest.wait(limit)?),
+                    (None, None) => break pool.take(limit)?,
+                }
+            };
+            flying.push_back(start(part, buffer)?);
+        }
+        flying.into_iter().try_for_each(|ticket| {
+            end(&ticket.wait(limit)?);
+            Ok(())
+        })
+    }
+}
+
+impl Drop for Stored {
+    fn drop(&mut self) {
+        if let Err(error) = self.disk.file.free(self.region) {
+            tracing::error!("{error}");
+        }
+    }
+}
+
+/// Ends the rank with an error of its disk, which reaches through code that cannot return errors. Nothing is printed but by
+/// whoever reports the launch's error.
+pub(crate) fn or_stop<T>(result: Result<T, DiskError>) -> T {
+    result.unwrap_or_else(|error| std::panic::resume_unwind(Box::new(Stopped(error.to_string()))))
+}
+
+/// `elements` numbers of type `dtype`, filled by `fill`.
+pub(crate) fn filled(
+    elements: usize,
+    dtype: DType,
+    shape: impl Into<Shape>,
+    fill: impl FnOnce(&mut [u8]),
+) -> TensorData {
+    match dtype {
+        DType::F32 => {
+            let mut values = vec![0f32; elements];
+            fill(bytemuck::cast_slice_mut(&mut values));
+            TensorData::new(values, shape)
+        }
+        DType::F64 => {
+            let mut values = vec![0f64; elements];
+            fill(bytemuck::cast_slice_mut(&mut values));
+            TensorData::new(values, shape)
+        }
+        DType::F16 => {
+            let mut values = vec![f16::ZERO; elements];
+            fill(bytemuck::cast_slice_mut(&mut values));
+            TensorData::new(values, shape)
+        }
+        DType::BF16 => {
+            let mut values = vec![bf16::ZERO; elements];
+            fill(bytemuck::cast_slice_mut(&mut values));
+            TensorData::new(values, shape)
+        }
+        other => stop(format!("a piece of type {other:?} cannot be kept on a disk: expected floats")),
+    }
+}
+
+/// The piece as a flat tensor.
+pub(crate) fn fetch<B: Backend>(stored: &Stored, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
+    let elements = stored.region.bytes() / dtype.size();
+    let data = filled(elements, dtype, [elements], |bytes| or_stop(stored.read_into(bytes)));
+    B::float_from_data(data, device)
+}

@@ -1,0 +1,226 @@
+//! The open file: past the page cache where the file system can, else with the page cache kept empty; and its growth.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags, StatxFlags};
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+use crate::offload::error::system_at;
+use crate::offload::faults::Faults;
+use crate::offload::memory::Memory;
+use crate::offload::transfer::Direction;
+use crate::offload::{DiskError, SwapDir, folder};
+
+/// What memory and offsets are aligned to at least: the page, and the sector of almost every disk.
+const LEAST_ALIGNMENT: usize = 4096;
+
+/// `statfs` of a file system that is kept in memory.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+
+pub(crate) struct Backing {
+    /// Keeps the folder until the file is closed.
+    dir: SwapDir,
+    file: File,
+    path: PathBuf,
+    direct: bool,
+    alignment: usize,
+    /// The file system cannot reserve space: found out by the first growth.
+    sparse: AtomicBool,
+    /// Why the file's transfers can no longer be relied on.
+    stopped: Mutex<Option<String>>,
+    pub(crate) faults: Faults,
+}
+
+impl Backing {
+    /// Creates the file. With `direct`, it bypasses the page cache if the file system can; if not, the log says why.
+    pub(crate) fn create(dir: SwapDir, name: &str, direct: bool) -> Result<Self, DiskError> {
+        let path = dir.path().join(name);
+        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+        let file = file.map_err(|error| folder::not_writable(&path, error))?;
+        if rustix::fs::fstatfs(&file).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC) {
+            dir.warn_once("is kept in memory (tmpfs): what is swapped out to it frees none".to_string());
+        }
+        let (stopped, faults, sparse) = (Mutex::new(None), Faults::default(), AtomicBool::new(false));
+        let mut backing = Self { dir, file, path, direct: false, alignment: LEAST_ALIGNMENT, sparse, stopped, faults };
+        if direct {
+            match backing.bypass_page_cache() {
+                Ok(alignment) => (backing.direct, backing.alignment) = (true, alignment),
+                Err(reason) => backing.dir.warn_once(format!(
+                    "{reason}; using buffered I/O, with the page cache dropped behind it, which is slower"
+                )),
+            }
+        }
+        if !backing.direct {
+            // Without it the kernel reads ahead, into pages that nobody drops. Where it is not heard, they stay a while.
+            let _ = rustix::fs::fadvise(&backing.file, 0, None, Advice::Random);
+        }
+        Ok(backing)
+    }
+
+    /// Switches to direct I/O and returns the alignment it needs, or says what was refused.
+    fn bypass_page_cache(&self) -> Result<usize, String> {
+        let flags = StatxFlags::DIOALIGN;
+        let stat = rustix::fs::statx(&self.file, c"", AtFlags::EMPTY_PATH, flags).ok();
+        let told = stat.filter(|stat| stat.stx_mask & flags.bits() != 0);
+        let needed = match told {
+            Some(stat) if stat.stx_dio_offset_align == 0 => return Err("the file system has no direct I/O".to_string()),
+            Some(stat) => stat.stx_dio_mem_align.max(stat.stx_dio_offset_align) as usize,
+            // A kernel before 6.1: the probe below finds out whether the usual alignment will do.
+            None => LEAST_ALIGNMENT,
+        };
+        let alignment = needed.max(LEAST_ALIGNMENT).next_power_of_two();
+        let flags =
+            rustix::fs::fcntl_getfl(&self.file).map_err(|error| format!("cannot read the file's flags: {error}"))?;
+        rustix::fs::fcntl_setfl(&self.file, flags | OFlags::DIRECT)
+            .map_err(|error| format!("O_DIRECT is refused: {error}"))?;
+        // Some file systems take the flag and refuse the transfer.
+        let probe = Memory::map(alignment, alignment).map_err(|error| error.to_string())?;
+        // SAFETY: the probe's memory is `alignment` bytes, and nobody else has it.
+        let outcome = unsafe { self.request(Direction::Write, probe.start(), alignment, 0) };
+        outcome.map(|_| alignment).map_err(|error| {
+            // The flags were valid a moment ago; if they cannot be set, every transfer will say so.
+            let _ = rustix::fs::fcntl_setfl(&self.file, flags);
+            format!("direct I/O is refused: {error}")
+        })
+    }
+
+    pub(crate) fn dir(&self) -> &SwapDir {
+        &self.dir
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// What offsets, lengths and addresses of transfers are multiples of.
+    pub(crate) fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    /// One `pread` or `pwrite`; returns how many bytes it moved.
+    ///
+    /// # Safety
+    /// `[at, at + bytes)` is readable and writable, and nobody else uses it during the call.
+    pub(crate) unsafe fn request(
+        &self,
+        direction: Direction,
+        at: NonNull<u8>,
+        bytes: usize,
+        offset: u64,
+    ) -> io::Result<usize> {
+        let (fd, at) = (self.file.as_raw_fd(), at.as_ptr().cast());
+        let offset = libc::off_t::try_from(offset).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let moved = match direction {
+            // SAFETY: by this function's contract; the descriptor is open as long as `self`.
+            Direction::Read => unsafe { libc::pread(fd, at, bytes, offset) },
+            // SAFETY: as above.
+            Direction::Write => unsafe { libc::pwrite(fd, at, bytes, offset) },
+        };
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// After a piece was moved through the page cache: writes it to the disk and drops it from the cache.
+    pub(crate) fn settle(&self, direction: Direction, offset: u64, bytes: usize) -> io::Result<()> {
+        if self.direct {
+            return Ok(());
+        }
+        if direction == Direction::Write {
+            // The next call drops clean pages only.
+            let flags =
+                libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+            // SAFETY: it takes numbers only.
+            let failed =
+                unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset as i64, bytes as i64, flags) } != 0;
+            let error = io::Error::last_os_error();
+            // Not every file system has it. What stays in the cache is then the kernel's to write, as with any file.
+            if failed && !matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL | libc::ESPIPE)) {
+                return Err(error);
+            }
+        }
+        let len = std::num::NonZeroU64::new(bytes as u64);
+        rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed).or_else(|error| match error {
+            Errno::INVAL | Errno::NOSYS => Ok(()),
+            error => Err(error.into()),
+        })
+    }
+
+    /// Makes the file `more` bytes longer than `end`, with space on the disk where the file system can reserve it.
+    pub(crate) fn grow(&self, end: u64, more: u64) -> Result<(), DiskError> {
+        let needed_bytes = end.saturating_add(more);
+        let too_large = |limit_bytes| DiskError::FileTooLarge { path: self.path.clone(), needed_bytes, limit_bytes };
+        // Beyond the limit the kernel would not only refuse, but send a signal that ends the process.
+        if let Some(limit_bytes) = getrlimit(Resource::Fsize).current
+            && needed_bytes > limit_bytes
+        {
+            return Err(too_large(limit_bytes));
+        }
+        if !self.sparse.load(Ordering::Relaxed) {
+            let outcome = loop {
+                match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), end, more) {
+                    Err(Errno::INTR) => {}
+                    outcome => break outcome,
+                }
+            };
+            match outcome {
+                Ok(()) => return Ok(()),
+                Err(error @ (Errno::NOSPC | Errno::DQUOT)) => {
+                    // Part of it may have been reserved. What cannot be given back now is given back with the file.
+                    let _ = rustix::fs::ftruncate(&self.file, end);
+                    return Err(folder::no_space(&self.path, more, error == Errno::DQUOT));
+                }
+                Err(Errno::FBIG) => return Err(too_large(self.file.metadata().map_or(0, |found| found.len()))),
+                Err(error @ (Errno::OPNOTSUPP | Errno::NOSYS)) => {
+                    self.dir.warn_once(format!(
+                        "the file system cannot reserve space ({error}), which may run out during training"
+                    ));
+                    self.sparse.store(true, Ordering::Relaxed);
+                }
+                Err(error) => return Err(system_at("reserve space for", &self.path)(error)),
+            }
+        }
+        folder::require(&self.path, more)?;
+        rustix::fs::ftruncate(&self.file, needed_bytes).map_err(system_at("extend", &self.path))
+    }
+
+    /// Makes every later transfer an error.
+    pub(crate) fn stop(&self, reason: String) {
+        self.stopped.lock().get_or_insert(reason);
+    }
+
+    pub(crate) fn check(&self) -> Result<(), DiskError> {
+        match &*self.stopped.lock() {
+            Some(reason) => Err(DiskError::Stopped { path: self.path.clone(), reason: reason.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// The error of a part of a transfer.
+    pub(crate) fn io_error(&self, direction: Direction, offset: u64, bytes: usize, source: io::Error) -> DiskError {
+        let path = self.path.clone();
+        match source.raw_os_error() {
+            Some(libc::ENOSPC) => folder::no_space(&path, bytes as u64, false),
+            Some(libc::EDQUOT) => folder::no_space(&path, bytes as u64, true),
+            _ => DiskError::Io { action: direction.verb(), path, offset, bytes, source },
+        }
+    }
+}
+
+/// Longest wait for what must end by itself: transfers of a ticket that is dropped, threads of a file that is.
+pub(crate) const ENDING_LIMIT: Duration = Duration::from_secs(60);

@@ -1,0 +1,351 @@
+//! A constant number of aligned buffers, mapped once, lent out and returned when dropped.
+
+use std::fmt;
+use std::mem::{align_of, size_of};
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::offload::error::Size;
+use crate::offload::memory::{HUGE, Memory};
+use crate::offload::{DiskError, Element};
+
+/// What a pool consists of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolOptions {
+    /// How many buffers: `buffer_count`.
+    pub count: usize,
+    /// The least bytes of each; rounded up to `alignment`.
+    pub bytes: usize,
+    /// Where each begins in memory, and what its length is a multiple of: the disk's
+    /// [`SwapFile::alignment`](crate::offload::SwapFile::alignment), a power of two.
+    pub alignment: usize,
+    /// Keep the buffers in memory whatever else is short of it. Where the system does not allow it, the log says so.
+    pub pin_memory: bool,
+    /// Ask for huge pages, with which the kernel has less to do per piece.
+    pub huge_pages: bool,
+}
+
+impl Default for PoolOptions {
+    fn default() -> Self {
+        Self { count: 4, bytes: 32 << 20, alignment: 4096, pin_memory: false, huge_pages: true }
+    }
+}
+
+/// Buffers of equal size. A clone is another handle of the same buffers.
+#[derive(Clone)]
+pub struct BufferPool {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    memory: Memory,
+    count: usize,
+    bytes: usize,
+    alignment: usize,
+    state: Mutex<State>,
+    returned: Condvar,
+}
+
+struct State {
+    /// Indices of the buffers that nobody has. The last one returned goes out first: the processor's cache may have it.
+    free: Vec<usize>,
+    peak: usize,
+}
+
+impl BufferPool {
+    /// Maps all buffers.
+    ///
+    /// # Errors
+    /// [`DiskError::Setting`] for no buffers or an impossible alignment, [`DiskError::Memory`] if there is no memory.
+    pub fn new(options: &PoolOptions) -> Result<Self, DiskError> {
+        let refuse = |key, value: usize, reason: &str| {
+            Err(DiskError::Setting { key, value: value.to_string(), reason: reason.to_string() })
+        };
+        if options.count == 0 {
+            return refuse("buffer_count", 0, "a pool needs a buffer");
+        }
+        if options.bytes == 0 {
+            return refuse("buffer_size", 0, "a buffer needs a size");
+        }
+        if !options.alignment.is_power_of_two() || options.alignment < 4096 {
+            return refuse("alignment", options.alignment, "it must be a power of two of at least 4096");
+        }
+        let bytes = options.bytes.checked_next_multiple_of(options.alignment);
+        let Some((bytes, total)) = bytes.and_then(|bytes| Some((bytes, bytes.checked_mul(options.count)?))) else {
+            return refuse("buffer_size", options.bytes, "all buffers together exceed the address space");
+        };
+        let huge_pages = options.huge_pages && total >= HUGE;
+        let memory = Memory::map(total, if huge_pages { options.alignment.max(HUGE) } else { options.alignment })?;
+        if huge_pages && let Err(error) = memory.ask_for_huge_pages() {
+            tracing::warn!("huge_pages has no effect on {} of buffers: {error}", Size(total as u64));
+        }
+        if options.pin_memory
+            && let Err(error) = memory.pin()
+        {
+            tracing::warn!(
+                "pin_memory has no effect: cannot lock {} of buffers: {error}; raise the limit (ulimit -l), or set \
+                 pin_memory to false",
+                Size(total as u64)
+            );
+        }
+        let state = State { free: (0..options.count).rev().collect(), peak: 0 };
+        let (count, alignment) = (options.count, options.alignment);
+        let shared = Shared { memory, count, bytes, alignment, state: Mutex::new(state), returned: Condvar::new() };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// How many buffers there are.
+    pub fn count(&self) -> usize {
+        self.shared.count
+    }
+
+    /// Bytes of each.
+    pub fn buffer_bytes(&self) -> usize {
+        self.shared.bytes
+    }
+
+    /// How many nobody has.
+    pub fn free(&self) -> usize {
+        self.shared.state.lock().free.len()
+    }
+
+    /// The most that were ever lent out at the same time.
+    pub fn peak(&self) -> usize {
+        self.shared.state.lock().peak
+    }
+
+    /// Borrows a buffer; waits for one for at most `limit`.
+    ///
+    /// # Errors
+    /// [`DiskError::Deadline`] if none came back in time.
+    pub fn take(&self, limit: Duration) -> Result<Buffer, DiskError> {
+        let mut taken = self.take_many(1, limit)?;
+        Ok(taken.pop().expect("one was taken"))
+    }
+
+    /// Borrows `count` buffers, all at the same time, so that two who need several each never wait for each other with
+    /// half of theirs in hand.
+    ///
+    /// # Errors
+    /// [`DiskError::FewBuffers`] if there are fewer, [`DiskError::Deadline`] if they were not free in time.
+    pub fn take_many(&self, count: usize, limit: Duration) -> Result<Vec<Buffer>, DiskError> {
+        if count > self.shared.count {
+            return Err(DiskError::FewBuffers { needed: count, count: self.shared.count });
+        }
+        let start = Instant::now();
+        let mut state = self.shared.state.lock();
+        while state.free.len() < count {
+            let waited = start.elapsed();
+            if waited >= limit {
+                let doing = format!("waiting for {count} of {} buffers ({} are free)", self.count(), state.free.len());
+                return Err(DiskError::Deadline { doing, waited });
+            }
+            self.shared.returned.wait_for(&mut state, limit - waited);
+        }
+        Ok(self.lend(&mut state, count))
+    }
+
+    /// Borrows `count` buffers if as many are free.
+    pub fn try_take_many(&self, count: usize) -> Option<Vec<Buffer>> {
+        let mut state = self.shared.state.lock();
+        (state.free.len() >= count).then(|| self.lend(&mut state, count))
+    }
+
+    fn lend(&self, state: &mut State, count: usize) -> Vec<Buffer> {
+        let left = state.free.len() - count;
+        let lent = state.free.split_off(left);
+        state.peak = state.peak.max(self.shared.count - left);
+        lent.into_iter().map(|index| self.buffer(index)).collect()
+    }
+
+    fn buffer(&self, index: usize) -> Buffer {
+        let bytes = self.shared.bytes;
+        // SAFETY: the mapping has `count * bytes` bytes, and `index` is below `count`.
+        let start = unsafe { self.shared.memory.start().add(index * bytes) };
+        Buffer { shared: self.shared.clone(), index, start, len: bytes }
+    }
+}
+
+impl fmt::Debug for BufferPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (count, bytes) = (self.count(), self.buffer_bytes());
+        f.debug_struct("BufferPool").field("count", &count).field("bytes", &bytes).finish_non_exhaustive()
+    }
+}
+
+/// A borrowed buffer: goes back to its pool when dropped. What it held is still there when it is lent again.
+pub struct Buffer {
+    shared: Arc<Shared>,
+    index: usize,
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a buffer is the only way to its bytes, like a box.
+unsafe impl Send for Buffer {}
+// SAFETY: shared references give out shared references to bytes only.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// Bytes that it has room for.
+    pub fn capacity(&self) -> usize {
+        self.shared.bytes
+    }
+
+    /// Bytes that the views show: all at first, the region's after a read.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the views show nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Lets the views show the first `len` bytes.
+    ///
+    /// # Panics
+    /// If that is more than [`Buffer::capacity`].
+    pub fn set_len(&mut self, len: usize) {
+        assert!(len <= self.capacity(), "a buffer of {} bytes cannot show {len}", self.capacity());
+        self.len = len;
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.view()
+    }
+
+    /// The bytes.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.view_mut()
+    }
+
+    /// The bytes as numbers.
+    ///
+    /// # Panics
+    /// If [`Buffer::len`] is no multiple of the numbers' size.
+    pub fn view<T: Element>(&self) -> &[T] {
+        let len = self.elements::<T>();
+        // SAFETY: `len` numbers lie within the buffer, on a page's boundary, mapped and so initialised; any bits are a
+        // value of `T`; and nobody writes while `self` is borrowed, since the buffer is the only way to its bytes.
+        unsafe { slice::from_raw_parts(self.start.as_ptr().cast(), len) }
+    }
+
+    /// The bytes as numbers.
+    ///
+    /// # Panics
+    /// If [`Buffer::len`] is no multiple of the numbers' size.
+    pub fn view_mut<T: Element>(&mut self) -> &mut [T] {
+        let len = self.elements::<T>();
+        // SAFETY: as in `view`, and `self` is borrowed for this view alone.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr().cast(), len) }
+    }
+
+    fn elements<T: Element>(&self) -> usize {
+        const { assert!(align_of::<T>() <= 4096) };
+        let size = size_of::<T>();
+        assert!(self.len.is_multiple_of(size), "{} bytes are no whole number of elements of {size} bytes", self.len);
+        self.len / size
+    }
+
+    /// Where the bytes are, for a transfer that owns the buffer.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// What the buffer's address and capacity are multiples of.
+    pub(crate) fn alignment(&self) -> usize {
+        self.shared.alignment
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.shared.state.lock().free.push(self.index);
+        // Everyone, since who waits for one may be behind who waits for several.
+        self.shared.returned.notify_all();
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("index", &self.index).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(20);
+
+    fn pool(count: usize, bytes: usize) -> BufferPool {
+        BufferPool::new(&PoolOptions { count, bytes, ..PoolOptions::default() }).unwrap()
+    }
+
+    #[test]
+    fn buffers_are_aligned_apart_and_come_back() {
+        let pool = pool(3, 5000);
+        assert_eq!(pool.buffer_bytes(), 8192);
+        let mut all = pool.take_many(3, SHORT).unwrap();
+        for (fill, buffer) in all.iter_mut().enumerate() {
+            assert_eq!(buffer.bytes().as_ptr().addr() % 4096, 0);
+            buffer.bytes_mut().fill(fill as u8);
+        }
+        assert!(all.iter().enumerate().all(|(fill, buffer)| buffer.bytes().iter().all(|byte| *byte == fill as u8)));
+        assert!(matches!(pool.take(SHORT), Err(DiskError::Deadline { .. })));
+        drop(all);
+        assert_eq!((pool.free(), pool.peak()), (3, 3));
+    }
+
+    #[test]
+    fn taking_several_waits_until_all_are_there() {
+        let pool = pool(2, 4096);
+        let first = pool.take(SHORT).unwrap();
+        let other = pool.clone();
+        let both = std::thread::spawn(move || other.take_many(2, Duration::from_secs(20)).map(|taken| taken.len()));
+        std::thread::sleep(SHORT);
+        drop(first);
+        assert_eq!(both.join().unwrap().unwrap(), 2);
+        assert!(matches!(pool.take_many(3, SHORT), Err(DiskError::FewBuffers { needed: 3, count: 2 })));
+    }
+
+    #[test]
+    fn views_are_of_whole_elements() {
+        let pool = pool(1, 4096);
+        let mut buffer = pool.take(SHORT).unwrap();
+        buffer.set_len(12);
+        buffer.view_mut::<f32>().copy_from_slice(&[1.0, 2.0, 3.0]);
+        assert_eq!(buffer.bytes()[..4], 1.0_f32.to_ne_bytes());
+        assert_eq!(buffer.view::<u16>().len(), 6);
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| buffer.view::<f64>().len()));
+        assert!(outcome.is_err());
+    }
+
+    #[test]
+    fn a_pool_may_be_aligned_to_more_than_a_page() {
+        let options =
+            PoolOptions { count: 2, bytes: 1, alignment: 1 << 16, huge_pages: false, ..PoolOptions::default() };
+        let pool = BufferPool::new(&options).unwrap();
+        let buffers = pool.take_many(2, SHORT).unwrap();
+        assert!(buffers.iter().all(|buffer| buffer.bytes().as_ptr().addr().is_multiple_of(1 << 16)));
+    }
+
+    #[test]
+    fn pinned_memory_is_locked_if_this_user_may() {
+        let locked = || {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix("VmLck:")).unwrap().trim().to_string();
+            line.trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
+        };
+        let options = PoolOptions { count: 2, bytes: 1 << 20, pin_memory: true, ..PoolOptions::default() };
+        let pool = BufferPool::new(&options).unwrap();
+        assert!(locked() >= 2 << 20);
+        drop(pool.take(SHORT).unwrap());
+    }
+}

@@ -1,0 +1,106 @@
+//! What has been moved, and how long it took.
+
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::offload::transfer::Direction;
+
+/// Totals of a file since it was created. A transfer counts when it has ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DiskStats {
+    /// Bytes read, padding included.
+    pub bytes_read: u64,
+    /// Bytes written, padding included.
+    pub bytes_written: u64,
+    /// Time during which a read was under way, from its submission on.
+    pub reading: Duration,
+    /// Time during which a write was under way, from its submission on.
+    pub writing: Duration,
+    /// Time during which anything was under way: less than the sum of the two where they overlapped.
+    pub busy: Duration,
+}
+
+/// One clock that runs while something is under way.
+#[derive(Default)]
+struct Clock {
+    running: usize,
+    since: Option<Instant>,
+    total: Duration,
+}
+
+impl Clock {
+    fn start(&mut self, now: Instant) {
+        self.running += 1;
+        self.since.get_or_insert(now);
+    }
+
+    fn stop(&mut self, now: Instant) {
+        self.running -= 1;
+        if self.running == 0
+            && let Some(since) = self.since.take()
+        {
+            self.total += now - since;
+        }
+    }
+
+    fn at(&self, now: Instant) -> Duration {
+        self.total + self.since.map_or(Duration::ZERO, |since| now - since)
+    }
+}
+
+#[derive(Default)]
+struct State {
+    read: Clock,
+    write: Clock,
+    any: Clock,
+    bytes_read: u64,
+    bytes_written: u64,
+}
+
+/// The counters of a file.
+#[derive(Default)]
+pub(crate) struct Counters {
+    state: Mutex<State>,
+}
+
+impl Counters {
+    pub(crate) fn start(&self, direction: Direction) {
+        let mut state = self.state.lock();
+        let now = Instant::now();
+        state.any.start(now);
+        match direction {
+            Direction::Read => state.read.start(now),
+            Direction::Write => state.write.start(now),
+        }
+    }
+
+    /// A transfer has ended, which moved `bytes`.
+    pub(crate) fn stop(&self, direction: Direction, bytes: u64) {
+        let mut state = self.state.lock();
+        let now = Instant::now();
+        state.any.stop(now);
+        match direction {
+            Direction::Read => {
+                state.read.stop(now);
+                state.bytes_read += bytes;
+            }
+            Direction::Write => {
+                state.write.stop(now);
+                state.bytes_written += bytes;
+            }
+        }
+    }
+
+    pub(crate) fn stats(&self) -> DiskStats {
+        let state = self.state.lock();
+        let now = Instant::now();
+        DiskStats {
+            bytes_read: state.bytes_read,
+            bytes_written: state.bytes_written,
+            reading: state.read.at(now),
+            writing: state.write.at(now),
+            busy: state.any.at(now),
+        }
+    }
+}

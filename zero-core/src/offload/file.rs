@@ -1,0 +1,203 @@
+//! The swap file of one rank: regions, and transfers of them.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::offload::backing::Backing;
+use crate::offload::counters::Counters;
+use crate::offload::engine::Engine;
+use crate::offload::regions::Regions;
+use crate::offload::transfer::{Direction, Transfer};
+use crate::offload::{
+    AioOptions, Buffer, DiskError, DiskStats, EngineChoice, EngineKind, Region, SwapDir, Ticket, folder,
+};
+
+/// What a file grows by at least, if the disk has room, so that few regions cost a call to the file system.
+const GROWTH: u64 = 64 << 20;
+
+/// How a file is opened and served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SwapFileOptions {
+    /// How its transfers are cut and how many pieces are in flight.
+    pub aio: AioOptions,
+    /// What moves the bytes.
+    pub engine: EngineChoice,
+    /// Bypass the page cache where the file system can. Where it cannot, or without this, what was moved is dropped from
+    /// the page cache.
+    pub direct: bool,
+}
+
+impl Default for SwapFileOptions {
+    fn default() -> Self {
+        Self { aio: AioOptions::default(), engine: EngineChoice::Auto, direct: true }
+    }
+}
+
+/// A file of regions in a [`SwapDir`], for one rank. All methods may be called from several threads.
+///
+/// Dropping it carries out what was submitted and ends its threads; the file goes with the folder.
+pub struct SwapFile {
+    engine: Engine,
+    backing: Arc<Backing>,
+    counters: Arc<Counters>,
+    block: usize,
+    regions: Mutex<Regions>,
+}
+
+impl SwapFile {
+    pub(crate) fn create(dir: SwapDir, rank: usize, options: &SwapFileOptions) -> Result<Self, DiskError> {
+        let backing = Backing::create(dir, &format!("rank-{rank:05}.swap"), options.direct)?;
+        options.aio.check(backing.alignment())?;
+        let backing = Arc::new(backing);
+        let engine = Engine::start(&backing, rank, &options.aio, options.engine)?;
+        let regions = Mutex::new(Regions::new(backing.alignment()));
+        Ok(Self { engine, backing, counters: Arc::default(), block: options.aio.block_size, regions })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        self.backing.path()
+    }
+
+    /// Which engine moves the bytes.
+    pub fn engine(&self) -> EngineKind {
+        self.engine.kind()
+    }
+
+    /// Whether the page cache is bypassed.
+    pub fn is_direct(&self) -> bool {
+        self.backing.is_direct()
+    }
+
+    /// What buffers must be aligned to: the logical block of the disk, at least 4096.
+    pub fn alignment(&self) -> usize {
+        self.backing.alignment()
+    }
+
+    /// What has been moved so far.
+    pub fn stats(&self) -> DiskStats {
+        self.counters.stats()
+    }
+
+    /// Bytes of the file, allocated or not.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.regions.lock().end()
+    }
+
+    /// Makes sure that `bytes` more can be allocated, and reserves them on the disk where the file system can: call it
+    /// before the first step with everything that will be needed, so that no later step finds the disk full.
+    ///
+    /// # Errors
+    /// [`DiskError::NoSpace`] or [`DiskError::FileTooLarge`], with what is needed and what there is.
+    pub fn require(&self, bytes: u64) -> Result<(), DiskError> {
+        let mut regions = self.regions.lock();
+        let missing = bytes.saturating_sub(regions.free_bytes());
+        let Some(missing) = missing.checked_next_multiple_of(self.alignment() as u64) else {
+            return Err(folder::no_space(self.path(), bytes, false));
+        };
+        if missing > 0 {
+            // Says so at once, where the reservation would first take what there is.
+            folder::require(self.backing.dir().path(), missing)?;
+            self.backing.grow(regions.end(), missing)?;
+            regions.grow(missing);
+        }
+        Ok(())
+    }
+
+    /// Allocates a region of `bytes`, of any length. What it holds is not defined until it is written.
+    ///
+    /// # Errors
+    /// As [`SwapFile::require`], if the file has to grow.
+    pub fn alloc(&self, bytes: usize) -> Result<Region, DiskError> {
+        self.backing.check()?;
+        let mut regions = self.regions.lock();
+        let missing = regions.missing(bytes);
+        if missing > 0 {
+            let end = regions.end();
+            let grown = match self.backing.grow(end, missing.max(GROWTH)) {
+                Ok(()) => missing.max(GROWTH),
+                // Not as much as would be convenient: then what is needed.
+                Err(DiskError::NoSpace { .. } | DiskError::FileTooLarge { .. }) if missing < GROWTH => {
+                    self.backing.grow(end, missing)?;
+                    missing
+                }
+                Err(error) => return Err(error),
+            };
+            regions.grow(grown);
+        }
+        Ok(regions.take(bytes).expect("the file has grown by what was missing"))
+    }
+
+    /// Frees a region for others. Its transfers must have been waited for.
+    ///
+    /// # Errors
+    /// [`DiskError::NotAllocated`] if it is none of this file, or freed already.
+    pub fn free(&self, region: Region) -> Result<(), DiskError> {
+        if self.regions.lock().give(&region) { Ok(()) } else { Err(self.not_allocated(&region)) }
+    }
+
+    /// Starts to read a region into a buffer, which then shows the region's bytes.
+    ///
+    /// # Errors
+    /// [`DiskError::NotAllocated`], [`DiskError::Unfit`], or [`DiskError::Stopped`] after an earlier transfer did not
+    /// end in time. Errors of the disk come from [`Ticket::wait`].
+    pub fn read(&self, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
+        self.submit(Direction::Read, region, buffer)
+    }
+
+    /// Starts to write the first bytes of a buffer, as many as the region has.
+    ///
+    /// # Errors
+    /// As [`SwapFile::read`].
+    pub fn write(&self, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
+        self.submit(Direction::Write, region, buffer)
+    }
+
+    fn submit(&self, direction: Direction, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
+        self.check(&region, &buffer)?;
+        let (backing, counters) = (self.backing.clone(), self.counters.clone());
+        let transfer = Transfer::new(direction, region, buffer, self.block, backing, counters);
+        if region.bytes() > 0 {
+            self.engine.submit(transfer.clone());
+        }
+        Ok(Ticket::new(transfer))
+    }
+
+    /// Whether a region can be moved to or from a buffer.
+    pub(crate) fn check(&self, region: &Region, buffer: &Buffer) -> Result<(), DiskError> {
+        self.backing.check()?;
+        if !self.regions.lock().holds(region) {
+            return Err(self.not_allocated(region));
+        }
+        if region.padded_bytes() > buffer.capacity() || buffer.alignment() < self.alignment() {
+            return Err(DiskError::Unfit {
+                region_bytes: region.bytes(),
+                padded_bytes: region.padded_bytes(),
+                buffer_bytes: buffer.capacity(),
+                buffer_alignment: buffer.alignment(),
+                alignment: self.alignment(),
+            });
+        }
+        Ok(())
+    }
+
+    fn not_allocated(&self, region: &Region) -> DiskError {
+        DiskError::NotAllocated { path: self.path().to_path_buf(), offset: region.offset(), bytes: region.bytes() }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn faults(&self) -> &crate::offload::faults::Faults {
+        &self.backing.faults
+    }
+}
+
+impl fmt::Debug for SwapFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (path, engine, direct) = (self.path(), self.engine(), self.is_direct());
+        let mut text = f.debug_struct("SwapFile");
+        text.field("path", &path).field("engine", &engine).field("direct", &direct).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,170 @@
+//! A job's own folder among those of others, gone when the job is.
+
+use std::collections::BTreeSet;
+use std::collections::hash_map::RandomState;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::hash::{BuildHasher, Hasher};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rustix::fs::FlockOperation;
+
+use crate::offload::error::system_at;
+use crate::offload::file::{SwapFile, SwapFileOptions};
+use crate::offload::{DiskError, sweep};
+
+/// How the name of a job's folder begins.
+pub(crate) const PREFIX: &str = "zero-swap-";
+
+/// How it begins before its lock is held, so that nobody takes it for a dead job's.
+pub(crate) const NEWBORN_PREFIX: &str = ".zero-swap-new-";
+
+/// The file in it whose lock says that the job lives.
+pub(crate) const LOCK: &str = "owner.lock";
+
+/// A folder for the swap files of one job, removed when the last handle is dropped, files included. A clone is another
+/// handle; a [`SwapFile`] holds one.
+///
+/// The system gives the lock back when the process dies, however it dies, and the next job that opens a folder in the
+/// same place removes what is left.
+#[derive(Clone, Debug)]
+pub struct SwapDir {
+    owned: Arc<Owned>,
+}
+
+#[derive(Debug)]
+struct Owned {
+    path: PathBuf,
+    /// What the log has been told, so that it is not told again for every rank.
+    told: Mutex<BTreeSet<String>>,
+    /// Holds the lock until it is closed, after the folder was removed.
+    _lock: File,
+}
+
+impl SwapDir {
+    /// Removes what dead jobs left in `parent`, and creates a folder for this one.
+    ///
+    /// # Errors
+    /// [`DiskError::Missing`], [`DiskError::NotAFolder`] or [`DiskError::NotWritable`], if that is what `parent` is.
+    pub fn open(parent: &Path) -> Result<Self, DiskError> {
+        match fs::metadata(parent) {
+            Ok(found) if found.is_dir() => {}
+            Ok(_) => return Err(DiskError::NotAFolder { path: parent.to_path_buf() }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(DiskError::Missing { path: parent.to_path_buf() });
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                return Err(DiskError::NotAFolder { path: parent.to_path_buf() });
+            }
+            Err(error) => return Err(system_at("look at", parent)(error)),
+        }
+        sweep::sweep(parent)?;
+        let name = format!("{}-{:016x}", std::process::id(), RandomState::new().build_hasher().finish());
+        let newborn = parent.join(format!("{NEWBORN_PREFIX}{name}"));
+        DirBuilder::new().mode(0o700).create(&newborn).map_err(|error| not_writable(parent, error))?;
+        let outcome = lock_new(&newborn.join(LOCK)).and_then(|lock| {
+            // The name by which others know it comes last: whoever sees it finds the lock held.
+            let path = parent.join(format!("{PREFIX}{name}"));
+            fs::rename(&newborn, &path).map_err(system_at("rename to", &path))?;
+            Ok(Self { owned: Arc::new(Owned { path, told: Mutex::default(), _lock: lock }) })
+        });
+        if outcome.is_err() {
+            // The error that is returned says more than why the empty folder stays.
+            let _ = fs::remove_dir_all(&newborn);
+        }
+        outcome
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.owned.path
+    }
+
+    /// Bytes that this user may still write to the disk.
+    ///
+    /// # Errors
+    /// [`DiskError::System`] if the system does not say.
+    pub fn free_bytes(&self) -> Result<u64, DiskError> {
+        free_bytes(self.path()).map_err(system_at("look at the disk of", self.path()))
+    }
+
+    /// Makes sure that the disk has room for `bytes` more, before the first of them is written. It does not keep others
+    /// from using the room: [`SwapFile::require`] does.
+    ///
+    /// # Errors
+    /// [`DiskError::NoSpace`] with what is needed and what there is.
+    pub fn require(&self, bytes: u64) -> Result<(), DiskError> {
+        require(self.path(), bytes)
+    }
+
+    /// Writes a warning about the folder to the log, once.
+    pub(crate) fn warn_once(&self, message: String) {
+        let mut told = self.owned.told.lock();
+        if !told.contains(&message) {
+            tracing::warn!("{}: {message}", self.path().display());
+            told.insert(message);
+        }
+    }
+
+    /// Creates the file of `rank`, and starts the threads that serve it.
+    ///
+    /// # Errors
+    /// [`DiskError::Setting`] for a setting that cannot be acted on, [`DiskError::NoUring`] if io_uring was asked for
+    /// and is not available, and what the system says.
+    pub fn create_file(&self, rank: usize, options: &SwapFileOptions) -> Result<SwapFile, DiskError> {
+        SwapFile::create(self.clone(), rank, options)
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // Not there: somebody removed it by hand, or another job helped as soon as the lock file was gone.
+        if let Err(error) = fs::remove_dir_all(&self.path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!("cannot remove {}: {error}; the next job in its parent folder will", self.path.display());
+        }
+    }
+}
+
+fn lock_new(path: &Path) -> Result<File, DiskError> {
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path);
+    let mut file = file.map_err(|error| not_writable(path, error))?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(system_at("lock", path))?;
+    // For people who look; programs look at the lock.
+    writeln!(file, "{}", std::process::id()).map_err(|error| not_writable(path, error))?;
+    Ok(file)
+}
+
+/// The error of creating something at `path`.
+pub(crate) fn not_writable(path: &Path, source: io::Error) -> DiskError {
+    match source.kind() {
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            DiskError::NotWritable { path: path.to_path_buf(), source }
+        }
+        io::ErrorKind::StorageFull => no_space(path, 1, false),
+        io::ErrorKind::QuotaExceeded => no_space(path, 1, true),
+        _ => system_at("create in", path)(source),
+    }
+}
+
+/// The error of a disk without room for `needed_bytes` more.
+pub(crate) fn no_space(path: &Path, needed_bytes: u64, quota: bool) -> DiskError {
+    let folder = path.parent().filter(|_| !path.is_dir()).unwrap_or(path);
+    // Where the system does not say what is free, it said that it is too little.
+    DiskError::NoSpace { path: folder.to_path_buf(), needed_bytes, free_bytes: free_bytes(folder).unwrap_or(0), quota }
+}
+
+/// Says whether the disk of `path` has room for `bytes` more.
+pub(crate) fn require(path: &Path, bytes: u64) -> Result<(), DiskError> {
+    let free = free_bytes(path).map_err(system_at("look at the disk of", path))?;
+    if bytes > free { Err(no_space(path, bytes, false)) } else { Ok(()) }
+}
+
+fn free_bytes(path: &Path) -> io::Result<u64> {
+    let stat = rustix::fs::statvfs(path)?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}

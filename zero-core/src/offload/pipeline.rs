@@ -1,0 +1,218 @@
+//! A sequence of items, each read, computed on and written back, with the disk kept busy beside the compute.
+//!
+//! The caller's thread submits and computes; the file's threads move bytes. An item goes through these states, and its
+//! buffers with it:
+//!
+//! 1. *Ahead*: its buffers are taken from the pool and its reads submitted, in the items' order, as soon as the pool has
+//!    buffers for all of its parts. An item that shares bytes with one that is still to be written waits for that.
+//! 2. *Current*: its reads have ended and `compute` runs.
+//! 3. *Behind*: its writes are submitted, with the same buffers. Buffers of ended writes go back to the pool.
+//!
+//! The pool bounds all of it. No item waits for a buffer that a later one has, since buffers are taken in order and for a
+//! whole item at once; if none are free for the current one, the oldest write is waited for.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use crate::offload::{Buffer, BufferPool, DiskError, Region, SwapFile, Ticket};
+
+/// What becomes of a part of an item.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// It is read, and not changed on the disk.
+    Read,
+    /// It is read and written back.
+    Update,
+    /// It is written; the buffer holds anything at first.
+    Write,
+}
+
+/// A region, or a part of one ([`Region::parts`]), and what becomes of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Where it is.
+    pub region: Region,
+    /// What becomes of it.
+    pub access: Access,
+}
+
+/// What is computed on at the same time, each part in a buffer of its own: parameters, moments and gradients of a
+/// sub-group. The parts of an item must not share bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Item {
+    /// In the order in which the compute gets their buffers.
+    pub parts: Vec<Part>,
+}
+
+/// What overlaps, under DeepSpeed's names and with its defaults.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PipelineOptions {
+    /// Read later items while computing. Without it, an item is read when the one before has been computed.
+    pub pipeline_read: bool,
+    /// Go on while writes are under way. Without it, an item's writes are waited for after its compute.
+    pub pipeline_write: bool,
+    /// The longest wait for one read or write, or for buffers.
+    pub limit: Duration,
+}
+
+impl Default for PipelineOptions {
+    fn default() -> Self {
+        Self { pipeline_read: false, pipeline_write: false, limit: Duration::from_secs(600) }
+    }
+}
+
+/// Where the time of a [`pipeline()`] went, on its caller's thread.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PipelineReport {
+    /// Waiting for reads.
+    pub reading: Duration,
+    /// In `compute`.
+    pub computing: Duration,
+    /// Waiting for writes, or for the buffers that they hold.
+    pub writing: Duration,
+    /// From the first submission to the end of the last write.
+    pub elapsed: Duration,
+}
+
+/// Reads every item, calls `compute` with its index and its buffers, in order, and writes back what is to be written.
+/// Everything is on the disk (as far as the kernel knows) when it returns.
+///
+/// # Errors
+/// The first error, of the disk or of `compute`. Nothing is started after it, and what is under way is waited for: all
+/// buffers are back in the pool. [`DiskError::FewBuffers`] if an item has more parts than the pool has buffers.
+pub fn pipeline<E: From<DiskError>>(
+    file: &SwapFile,
+    pool: &BufferPool,
+    items: &[Item],
+    options: &PipelineOptions,
+    mut compute: impl FnMut(usize, &mut [Buffer]) -> Result<(), E>,
+) -> Result<PipelineReport, E> {
+    let needed = items.iter().map(|item| item.parts.len()).max().unwrap_or(0);
+    if needed > pool.count() {
+        return Err(DiskError::FewBuffers { needed, count: pool.count() }.into());
+    }
+    let (ahead, behind, report) = (VecDeque::new(), VecDeque::new(), PipelineReport::default());
+    let mut run = Run { file, pool, items, options, next: 0, ahead, behind, report };
+    let start = Instant::now();
+    for (index, item) in items.iter().enumerate() {
+        run.read_ahead(index)?;
+        let mut buffers = run.finish_reads()?;
+        // While this one is computed on, buffers that have come free meanwhile can be filled.
+        run.read_ahead(index)?;
+        let begin = Instant::now();
+        compute(index, &mut buffers)?;
+        run.report.computing += begin.elapsed();
+        run.write_behind(index, item, buffers)?;
+    }
+    while run.finish_oldest_write()? {}
+    run.report.elapsed = start.elapsed();
+    Ok(run.report)
+}
+
+struct Run<'a> {
+    file: &'a SwapFile,
+    pool: &'a BufferPool,
+    items: &'a [Item],
+    options: &'a PipelineOptions,
+    /// The first item whose reads have not been submitted.
+    next: usize,
+    /// Items from the current one to `next`.
+    ahead: VecDeque<Vec<Loading>>,
+    /// Items whose writes may be under way, oldest first.
+    behind: VecDeque<(usize, Vec<Ticket>)>,
+    report: PipelineReport,
+}
+
+/// A part's buffer before the compute.
+enum Loading {
+    Reading(Ticket),
+    Ready(Buffer),
+}
+
+impl Run<'_> {
+    /// Submits the reads of `current`, if they have not been, and of as many items after it as there are buffers for.
+    fn read_ahead(&mut self, current: usize) -> Result<(), DiskError> {
+        while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(Ticket::is_done)) {
+            self.finish_oldest_write()?;
+        }
+        while self.next < self.items.len() && (self.next <= current || self.options.pipeline_read) {
+            let (items, index) = (self.items, self.next);
+            let parts = &items[index].parts;
+            let buffers = if self.must_wait(index, current) { None } else { self.pool.try_take_many(parts.len()) };
+            let buffers = match buffers {
+                Some(buffers) => buffers,
+                None if index > current => break,
+                None if self.finish_oldest_write()? => continue,
+                // Others have them.
+                None => {
+                    let begin = Instant::now();
+                    let buffers = self.pool.take_many(parts.len(), self.options.limit)?;
+                    self.report.writing += begin.elapsed();
+                    buffers
+                }
+            };
+            let mut loading = Vec::with_capacity(parts.len());
+            for (part, mut buffer) in parts.iter().zip(buffers) {
+                loading.push(if part.access == Access::Write {
+                    // What the write would refuse is refused before the compute.
+                    self.file.check(&part.region, &buffer)?;
+                    buffer.set_len(part.region.bytes());
+                    Loading::Ready(buffer)
+                } else {
+                    Loading::Reading(self.file.read(part.region, buffer)?)
+                });
+            }
+            self.ahead.push_back(loading);
+            self.next += 1;
+        }
+        Ok(())
+    }
+
+    /// Whether an item shares bytes with what an earlier one has yet to write.
+    fn must_wait(&self, index: usize, current: usize) -> bool {
+        let earlier = self.behind.iter().map(|(earlier, _)| *earlier).chain(current..index);
+        let parts = || self.items[index].parts.iter();
+        earlier
+            .flat_map(|earlier| &self.items[earlier].parts)
+            .any(|written| written.access != Access::Read && parts().any(|part| part.region.overlaps(&written.region)))
+    }
+
+    /// Waits for the reads of the item that comes next.
+    fn finish_reads(&mut self) -> Result<Vec<Buffer>, DiskError> {
+        let begin = Instant::now();
+        let loading = self.ahead.pop_front().expect("the current item's reads have been submitted");
+        let wait = |part| match part {
+            Loading::Reading(ticket) => ticket.wait(self.options.limit),
+            Loading::Ready(buffer) => Ok(buffer),
+        };
+        let buffers = loading.into_iter().map(wait).collect();
+        self.report.reading += begin.elapsed();
+        buffers
+    }
+
+    /// Submits the writes of an item that has been computed on.
+    fn write_behind(&mut self, index: usize, item: &Item, buffers: Vec<Buffer>) -> Result<(), DiskError> {
+        let mut tickets = Vec::with_capacity(buffers.len());
+        for (part, buffer) in item.parts.iter().zip(buffers) {
+            if part.access != Access::Read {
+                tickets.push(self.file.write(part.region, buffer)?);
+            }
+        }
+        self.behind.push_back((index, tickets));
+        if !self.options.pipeline_write {
+            while self.finish_oldest_write()? {}
+        }
+        Ok(())
+    }
+
+    /// Waits for the writes of the oldest item; false if there are none.
+    fn finish_oldest_write(&mut self) -> Result<bool, DiskError> {
+        let Some((_, tickets)) = self.behind.pop_front() else { return Ok(false) };
+        let begin = Instant::now();
+        for ticket in tickets {
+            ticket.wait(self.options.limit)?;
+        }
+        self.report.writing += begin.elapsed();
+        Ok(true)
+    }
+}

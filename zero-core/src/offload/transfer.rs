@@ -1,0 +1,331 @@
+//! One read or write of a region: it owns the buffer until its last piece has ended, and then wakes who waits.
+//!
+//! Pieces end on the file's threads; [`Ticket`] waits on the caller's. The last piece of a transfer sees what all others
+//! did (`left` is counted down with release and acquire), puts it under the lock of `state`, and the waiter, who takes
+//! that lock, sees the bytes.
+
+use std::io;
+use std::mem;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::offload::backing::{Backing, ENDING_LIMIT};
+use crate::offload::counters::Counters;
+use crate::offload::{Buffer, DiskError, Region};
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Read,
+    Write,
+}
+
+impl Direction {
+    pub(crate) fn verb(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+}
+
+pub(crate) struct Transfer {
+    pub(crate) direction: Direction,
+    pub(crate) region: Region,
+    pub(crate) backing: Arc<Backing>,
+    counters: Arc<Counters>,
+    start: NonNull<u8>,
+    /// Pieces that have not ended.
+    left: AtomicUsize,
+    /// A piece failed: what has not been started is skipped.
+    failed: AtomicBool,
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+struct State {
+    /// Until it is handed back. Always there while a piece is in flight.
+    buffer: Option<Buffer>,
+    error: Option<DiskError>,
+    ended: bool,
+    /// Nobody waits any more: the buffer goes to its pool when the transfer ends.
+    abandoned: bool,
+}
+
+// SAFETY: `start` points into the buffer that the transfer owns, and the pieces that are made of it, one for each range,
+// are used by one thread (or the kernel) each.
+unsafe impl Send for Transfer {}
+// SAFETY: as above; everything else in it is atomic or locked.
+unsafe impl Sync for Transfer {}
+
+impl Transfer {
+    /// A transfer in pieces of `block` bytes. The caller has checked that the region's padded bytes fit the buffer.
+    pub(crate) fn new(
+        direction: Direction,
+        region: Region,
+        mut buffer: Buffer,
+        block: usize,
+        backing: Arc<Backing>,
+        counters: Arc<Counters>,
+    ) -> Arc<Self> {
+        counters.start(direction);
+        let pieces = region.padded_bytes().div_ceil(block);
+        if direction == Direction::Read {
+            buffer.set_len(region.bytes());
+        }
+        let start = buffer.start();
+        let state = State { buffer: Some(buffer), error: None, ended: false, abandoned: false };
+        let transfer = Self {
+            direction,
+            region,
+            backing,
+            counters,
+            start,
+            left: AtomicUsize::new(pieces),
+            failed: AtomicBool::new(false),
+            state: Mutex::new(state),
+            ended: Condvar::new(),
+        };
+        if pieces == 0 {
+            transfer.end();
+        }
+        Arc::new(transfer)
+    }
+
+    pub(crate) fn failed(&self) -> bool {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    fn piece_ended(&self, outcome: Result<(), DiskError>) {
+        if let Err(error) = outcome {
+            self.failed.store(true, Ordering::Relaxed);
+            self.state.lock().error.get_or_insert(error);
+        }
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.end();
+        }
+    }
+
+    fn end(&self) {
+        let mut state = self.state.lock();
+        let moved = if state.error.is_none() { self.region.padded_bytes() as u64 } else { 0 };
+        self.counters.stop(self.direction, moved);
+        state.ended = true;
+        if state.abandoned {
+            state.buffer = None;
+        }
+        self.ended.notify_all();
+    }
+
+    /// Ends the transfer although the kernel may still use the buffer, which is therefore lost for good.
+    fn lose(&self, reason: &str) {
+        let mut state = self.state.lock();
+        if !state.ended {
+            self.counters.stop(self.direction, 0);
+            state.ended = true;
+            let path = self.backing.path().to_path_buf();
+            state.error = Some(DiskError::Stopped { path, reason: reason.to_string() });
+            mem::forget(state.buffer.take());
+            self.ended.notify_all();
+        }
+    }
+
+    /// Waits for the end; false if `limit` passed before.
+    fn wait(&self, limit: Duration) -> (MutexGuard<'_, State>, bool) {
+        let until = Instant::now().checked_add(limit);
+        let mut state = self.state.lock();
+        while !state.ended {
+            match until {
+                Some(until) if self.ended.wait_until(&mut state, until).timed_out() => break,
+                Some(_) => {}
+                // Beyond what the clock can say.
+                None => self.ended.wait(&mut state),
+            }
+        }
+        let ended = state.ended;
+        (state, ended)
+    }
+
+    fn describe(&self) -> String {
+        let (verb, region, path) = (self.direction.verb(), &self.region, self.backing.path().display());
+        format!("the {verb} of {} bytes at byte {} of {path}", region.bytes(), region.offset())
+    }
+
+    /// Leaves the buffer to the transfer. What the region holds is then unknown, so nothing may be read from it, nor
+    /// may it be given to another: the file is stopped.
+    fn abandon(&self, mut state: MutexGuard<'_, State>, waited: Duration) -> DiskError {
+        state.abandoned = true;
+        drop(state);
+        let doing = self.describe();
+        self.backing.stop(format!("{doing} did not end within {waited:?}"));
+        DiskError::Deadline { doing, waited }
+    }
+}
+
+/// A part of a transfer that is one request to the kernel, or several if the kernel moves less than it was asked to.
+///
+/// Whoever has a piece answers for it with [`Piece::answered`] or [`Piece::skip`]. One that is dropped without (a panic, or a
+/// ring that cannot be asked any more) takes its transfer's buffer with it, since the kernel may still use that.
+pub(crate) struct Piece {
+    transfer: Arc<Transfer>,
+    ended: bool,
+    /// The last request moved less than a block.
+    stalled: bool,
+    /// Where the rest begins, in the transfer.
+    start: usize,
+    /// Where it ends.
+    end: usize,
+}
+
+impl Piece {
+    /// The piece `[start, end)` of a transfer. Each byte is in one piece only.
+    pub(crate) fn new(transfer: Arc<Transfer>, start: usize, end: usize) -> Self {
+        Self { transfer, ended: false, stalled: false, start, end }
+    }
+
+    pub(crate) fn transfer(&self) -> &Arc<Transfer> {
+        &self.transfer
+    }
+
+    pub(crate) fn direction(&self) -> Direction {
+        self.transfer.direction
+    }
+
+    /// The rest's place in memory.
+    pub(crate) fn at(&self) -> NonNull<u8> {
+        // SAFETY: `start` is within the transfer's padded bytes, which fit the buffer that it owns.
+        unsafe { self.transfer.start.add(self.start) }
+    }
+
+    /// The rest's bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// The rest's place in the file.
+    pub(crate) fn offset(&self) -> u64 {
+        self.transfer.region.offset() + self.start as u64
+    }
+
+    /// Takes the kernel's answer to a request for the rest. Returns the piece if something is left to be asked for:
+    /// the kernel moved a part, or was interrupted.
+    pub(crate) fn answered(mut self, outcome: io::Result<usize>) -> Option<Self> {
+        let backing = self.transfer.backing.clone();
+        let outcome = match outcome {
+            Ok(0) => Err(match self.direction() {
+                Direction::Read => io::ErrorKind::UnexpectedEof.into(),
+                Direction::Write => io::ErrorKind::WriteZero.into(),
+            }),
+            Ok(moved) if moved < self.bytes() => {
+                // With direct I/O the rest must begin aligned. What was moved of a block is moved again; if that is all
+                // there was twice in a row, the file or the disk ends within the block.
+                let unit = if backing.is_direct() { backing.alignment() } else { 1 };
+                let whole = moved / unit * unit;
+                if whole == 0 && self.stalled {
+                    Err(io::ErrorKind::UnexpectedEof.into())
+                } else {
+                    let settled = backing.settle(self.direction(), self.offset(), whole);
+                    self.start += whole;
+                    self.stalled = whole == 0;
+                    match settled {
+                        Ok(()) => return Some(self),
+                        Err(error) => Err(error),
+                    }
+                }
+            }
+            Ok(_) => backing.settle(self.direction(), self.offset(), self.bytes()),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => return Some(self),
+            Err(error) => Err(error),
+        };
+        let (direction, offset, bytes) = (self.direction(), self.offset(), self.bytes());
+        self.end(outcome.map_err(|error| backing.io_error(direction, offset, bytes, error)));
+        None
+    }
+
+    /// Ends a piece of which no request was made or is under way.
+    pub(crate) fn skip(self, error: Option<DiskError>) {
+        self.end(error.map_or(Ok(()), Err));
+    }
+
+    fn end(mut self, outcome: Result<(), DiskError>) {
+        self.ended = true;
+        self.transfer.piece_ended(outcome);
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.transfer.lose("what served it stopped in the middle of a transfer");
+        }
+    }
+}
+
+/// A transfer under way. Dropped without waiting, it waits for the end.
+#[must_use = "dropping a ticket waits for its transfer"]
+#[derive(Debug)]
+pub struct Ticket {
+    transfer: Option<Arc<Transfer>>,
+}
+
+impl Ticket {
+    pub(crate) fn new(transfer: Arc<Transfer>) -> Self {
+        Self { transfer: Some(transfer) }
+    }
+
+    /// Whether [`Ticket::wait`] would return at once.
+    pub fn is_done(&self) -> bool {
+        self.transfer.as_ref().is_none_or(|transfer| transfer.state.lock().ended)
+    }
+
+    /// Waits for the end for at most `limit`, and gives the buffer back: after a read with the region's bytes.
+    ///
+    /// # Errors
+    /// What the system said, with the file, the place and the length; the buffer is back in its pool. Or
+    /// [`DiskError::Deadline`]: then the transfer keeps the buffer until the system is done with it, and every later use
+    /// of the file is an error, because nobody knows what the region holds.
+    pub fn wait(mut self, limit: Duration) -> Result<Buffer, DiskError> {
+        let transfer = self.transfer.take().expect("only waiting takes the transfer, and it takes the ticket");
+        let start = Instant::now();
+        let (mut state, ended) = transfer.wait(limit);
+        if !ended {
+            return Err(transfer.abandon(state, start.elapsed()));
+        }
+        let buffer = state.buffer.take();
+        match state.error.take() {
+            Some(error) => Err(error),
+            None => Ok(buffer.expect("a transfer without error has its buffer until it is waited for")),
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let Some(transfer) = self.transfer.take() else { return };
+        let (mut state, ended) = transfer.wait(ENDING_LIMIT);
+        if !ended {
+            let error = transfer.abandon(state, ENDING_LIMIT);
+            tracing::error!("a dropped transfer: {error}");
+            return;
+        }
+        // Back in its pool now, though the thread that ended the transfer may still have a share of it.
+        let buffer = state.buffer.take();
+        if let Some(error) = state.error.take() {
+            tracing::error!("a dropped transfer failed: {error}");
+        }
+        drop((state, buffer));
+    }
+}
+
+impl std::fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.describe())
+    }
+}
+
+#[cfg(test)]
+mod tests;

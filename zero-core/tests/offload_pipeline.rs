@@ -1,0 +1,240 @@
+//! The pipeline: the same result with and without overlap, never more buffers than the pool has, and one error.
+
+mod offload_common;
+
+use std::time::Duration;
+
+use offload_common::{LIMIT, pool, setup, small_blocks, ways};
+use zero_core::offload::{
+    Access, Buffer, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, Region, SwapFile, pipeline,
+};
+
+const ELEMS: usize = 5_003;
+
+fn options(pipeline_read: bool, pipeline_write: bool) -> PipelineOptions {
+    PipelineOptions { pipeline_read, pipeline_write, limit: LIMIT }
+}
+
+fn all_options() -> [PipelineOptions; 4] {
+    [options(false, false), options(true, false), options(false, true), options(true, true)]
+}
+
+fn regions(file: &SwapFile, count: usize) -> Vec<Region> {
+    (0..count).map(|_| file.alloc(ELEMS * 4).unwrap()).collect()
+}
+
+/// Fills region after region with its number.
+fn fill(file: &SwapFile, pool: &BufferPool, regions: &[Region]) {
+    let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Write)])).collect();
+    let write = |index: usize, buffers: &mut [Buffer]| {
+        buffers[0].view_mut::<f32>().fill(index as f32);
+        Ok::<(), DiskError>(())
+    };
+    pipeline(file, pool, &items, &options(true, true), write).unwrap();
+}
+
+fn item(parts: &[(Region, Access)]) -> Item {
+    Item { parts: parts.iter().map(|(region, access)| Part { region: *region, access: *access }).collect() }
+}
+
+fn values(file: &SwapFile, pool: &BufferPool, regions: &[Region]) -> Vec<f32> {
+    let read = |region: &Region| {
+        let buffer = file.read(*region, pool.take(LIMIT).unwrap()).unwrap().wait(LIMIT).unwrap();
+        let first = buffer.view::<f32>()[0];
+        assert!(buffer.len() == ELEMS * 4 && buffer.view::<f32>().iter().all(|value| *value == first));
+        first
+    };
+    regions.iter().map(read).collect()
+}
+
+#[test]
+fn every_overlap_gives_the_same_result_within_the_pool() {
+    for (way, engine, direct) in ways() {
+        for options in all_options() {
+            for buffers in [3, 4, 7] {
+                let setup = setup(&small_blocks(engine, direct));
+                let pool = pool(buffers, ELEMS * 4);
+                let regions = regions(&setup.file, 30);
+                fill(&setup.file, &pool, &regions);
+                // Each item: a gradient that is read, a moment that is updated, an output that is written.
+                let items: Vec<Item> = regions
+                    .chunks(3)
+                    .map(|three| {
+                        item(&[(three[0], Access::Read), (three[1], Access::Update), (three[2], Access::Write)])
+                    })
+                    .collect();
+                let mut order = Vec::new();
+                let step = |index: usize, buffers: &mut [Buffer]| {
+                    order.push(index);
+                    let [gradient, moment, output] = buffers else { panic!("three parts") };
+                    assert_eq!(output.len(), ELEMS * 4);
+                    for ((gradient, moment), output) in gradient
+                        .view_mut::<f32>()
+                        .iter_mut()
+                        .zip(moment.view_mut::<f32>())
+                        .zip(output.view_mut::<f32>())
+                    {
+                        *moment += 100.0 * *gradient;
+                        *output = *moment + 0.5;
+                        // Not written back.
+                        *gradient = -1.0;
+                    }
+                    Ok::<(), DiskError>(())
+                };
+                let report = pipeline(&setup.file, &pool, &items, &options, step).unwrap();
+                assert_eq!(order, (0..10).collect::<Vec<_>>());
+                assert!(report.elapsed >= report.computing);
+                let expected = (0..10).flat_map(|index| {
+                    let (gradient, moment) = (3.0 * index as f32, 3.0 * index as f32 + 1.0 + 300.0 * index as f32);
+                    [gradient, moment, moment + 0.5]
+                });
+                assert_eq!(values(&setup.file, &pool, &regions), expected.collect::<Vec<_>>(), "{way}, {options:?}");
+                assert!(pool.peak() <= buffers && pool.free() == buffers);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_item_that_needs_what_an_earlier_one_writes_sees_it() {
+    for (way, engine, direct) in ways() {
+        for options in all_options() {
+            let setup = setup(&small_blocks(engine, direct));
+            let pool = pool(6, ELEMS * 4);
+            let regions = regions(&setup.file, 3);
+            fill(&setup.file, &pool, &regions);
+            // The same regions over and over, as fast as it goes.
+            let order: Vec<usize> = (0..40).map(|step| step * step % 3).collect();
+            let items: Vec<Item> = order.iter().map(|place| item(&[(regions[*place], Access::Update)])).collect();
+            let add = |_: usize, buffers: &mut [Buffer]| {
+                buffers[0].view_mut::<f32>().iter_mut().for_each(|value| *value += 1.0);
+                Ok::<(), DiskError>(())
+            };
+            pipeline(&setup.file, &pool, &items, &options, add).unwrap();
+            let count = |place: usize| order.iter().filter(|other| **other == place).count() as f32;
+            let expected: Vec<f32> = (0..3).map(|place| place as f32 + count(place)).collect();
+            assert_eq!(values(&setup.file, &pool, &regions), expected, "{way}, {options:?}");
+        }
+    }
+}
+
+#[derive(Debug)]
+enum StepError {
+    Disk(DiskError),
+    Overflow(usize),
+}
+
+impl From<DiskError> for StepError {
+    fn from(error: DiskError) -> Self {
+        Self::Disk(error)
+    }
+}
+
+#[test]
+fn the_first_error_of_the_compute_ends_it() {
+    for options in all_options() {
+        let setup = setup(&small_blocks(EngineChoice::Auto, true));
+        let pool = pool(4, ELEMS * 4);
+        let regions = regions(&setup.file, 12);
+        fill(&setup.file, &pool, &regions);
+        let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Update)])).collect();
+        let mut last = 0;
+        let outcome = pipeline(&setup.file, &pool, &items, &options, |index, buffers| {
+            last = index;
+            buffers[0].view_mut::<f32>().fill(77.0);
+            if index == 5 { Err(StepError::Overflow(index)) } else { Ok(()) }
+        });
+        assert!(matches!(outcome, Err(StepError::Overflow(5))) && last == 5);
+        assert_eq!(pool.free(), 4);
+        // What came before is on the disk, and the rest as it was.
+        let expected: Vec<f32> = (0..12).map(|index| if index < 5 { 77.0 } else { index as f32 }).collect();
+        assert_eq!(values(&setup.file, &pool, &regions), expected);
+    }
+}
+
+#[test]
+fn an_error_of_the_disk_ends_it() {
+    for options in all_options() {
+        let setup = setup(&small_blocks(EngineChoice::Auto, true));
+        let pool = pool(4, ELEMS * 4);
+        let regions = regions(&setup.file, 12);
+        fill(&setup.file, &pool, &regions);
+        // Behind its back: from the seventh region on, there is nothing to read.
+        let file = std::fs::File::options().write(true).open(setup.file.path()).unwrap();
+        file.set_len(regions[6].offset()).unwrap();
+        let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Update)])).collect();
+        let mut last = 0;
+        let outcome = pipeline(&setup.file, &pool, &items, &options, |index, _| {
+            last = index;
+            Ok::<(), StepError>(())
+        });
+        assert!(matches!(outcome, Err(StepError::Disk(DiskError::Io { action: "read", .. }))), "{outcome:?}");
+        assert_eq!((last, pool.free()), (5, 4));
+    }
+}
+
+#[test]
+fn a_panic_of_the_compute_leaves_nothing_under_way() {
+    let setup = setup(&small_blocks(EngineChoice::Auto, true));
+    let pool = pool(4, ELEMS * 4);
+    let regions = regions(&setup.file, 12);
+    fill(&setup.file, &pool, &regions);
+    let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Update)])).collect();
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        pipeline(&setup.file, &pool, &items, &options(true, true), |index, _| {
+            assert!(index < 5, "a test's panic");
+            Ok::<(), DiskError>(())
+        })
+    }));
+    assert!(outcome.is_err());
+    assert_eq!(pool.free(), 4);
+}
+
+#[test]
+fn what_cannot_fit_is_refused_before_the_compute() {
+    let setup = setup(&small_blocks(EngineChoice::Auto, true));
+    let small = pool(2, 4096);
+    let three = regions(&setup.file, 3);
+    let never = |_: usize, _: &mut [Buffer]| -> Result<(), DiskError> { panic!("nothing to compute") };
+    let items = [item(&[(three[0], Access::Read), (three[1], Access::Read), (three[2], Access::Read)])];
+    let error = pipeline(&setup.file, &small, &items, &options(true, true), never).unwrap_err();
+    assert!(matches!(error, DiskError::FewBuffers { needed: 3, count: 2 }));
+    for access in [Access::Read, Access::Write] {
+        let error =
+            pipeline(&setup.file, &small, &[item(&[(three[0], access)])], &options(true, true), never).unwrap_err();
+        assert!(matches!(error, DiskError::Unfit { .. }));
+    }
+    // Somebody else has the buffers and does not give them back.
+    let held = small.take_many(2, LIMIT).unwrap();
+    let short = PipelineOptions { limit: Duration::from_millis(20), ..options(true, true) };
+    let region = setup.file.alloc(100).unwrap();
+    let error = pipeline(&setup.file, &small, &[item(&[(region, Access::Read)])], &short, never).unwrap_err();
+    assert!(matches!(error, DiskError::Deadline { .. }), "{error}");
+    drop(held);
+}
+
+#[test]
+fn ranks_may_share_a_pool() {
+    let pool = pool(5, ELEMS * 4);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let setup = setup(&small_blocks(EngineChoice::Auto, true));
+                let regions = regions(&setup.file, 30);
+                fill(&setup.file, &pool, &regions);
+                let items: Vec<Item> = regions
+                    .chunks(3)
+                    .map(|three| item(&three.iter().map(|region| (*region, Access::Update)).collect::<Vec<_>>()))
+                    .collect();
+                let add = |_: usize, buffers: &mut [Buffer]| {
+                    buffers.iter_mut().flat_map(|buffer| buffer.view_mut::<f32>()).for_each(|value| *value += 1.0);
+                    Ok::<(), DiskError>(())
+                };
+                pipeline(&setup.file, &pool, &items, &options(true, true), add).unwrap();
+                let expected: Vec<f32> = (0..30).map(|index| index as f32 + 1.0).collect();
+                assert_eq!(values(&setup.file, &pool, &regions), expected);
+            });
+        }
+    });
+    assert!(pool.peak() <= 5 && pool.free() == 5);
+}

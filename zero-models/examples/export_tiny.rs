@@ -1,0 +1,145 @@
+//! cargo run -p zero-models --example export_tiny -- OUT
+//!
+//! Exports tiny models, of both families, with tied and untied heads, in fp32 and bf16, in one file and in several, and
+//! writes what they compute: the other side of `tests/transformers_export.sh`.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::path::Path;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Distribution, Int, Tensor, TensorData};
+use burn_flex::Flex;
+use serde_json::{Value, json};
+use zero_models::hf_export::{ExportDtype, ExportOptions, export};
+use zero_models::{Activation, BertConfig, Gpt2Config, ModelConfig};
+
+const VOCABULARY: usize = 101;
+const ROWS: [usize; 2] = [3, 14];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let out = std::env::args().nth(1).ok_or("name the folder to write")?;
+    let out = Path::new(&out);
+    let device = Default::default();
+    Flex::seed(&device, 7);
+    let ids = rows(&device, VOCABULARY, 7);
+    for tied in [true, false] {
+        let head = if tied { "tied" } else { "untied" };
+
+        let config = Gpt2Config {
+            vocab_size: VOCABULARY,
+            n_positions: 16,
+            n_embd: 24,
+            n_layer: 2,
+            n_head: 3,
+            n_inner: Some(56),
+            tie_word_embeddings: tied,
+            ..Gpt2Config::preset("tiny")?
+        };
+        let model = noisy(config.init::<Flex>(&device));
+        let computed = json!({ "input_ids": ints(&ids), "logits": floats(model.forward(ids.clone())) });
+        write(out, &format!("gpt2_{head}"), &config.into(), &model, computed)?;
+
+        let config = BertConfig {
+            vocab_size: VOCABULARY,
+            hidden_size: 24,
+            num_attention_heads: 3,
+            intermediate_size: 56,
+            max_position_embeddings: 16,
+            hidden_act: Activation::GeluErf,
+            tie_word_embeddings: tied,
+            ..BertConfig::preset("bert-tiny")?
+        };
+        let model = noisy(config.init::<Flex>(&device));
+        let types = rows(&device, 2, 1);
+        let padding = [11, 14, 9].map(|tokens| std::array::from_fn::<i32, 14, _>(|t| i32::from(t < tokens)));
+        let mask = Tensor::<Flex, 2, Int>::from_data(padding, &device);
+        let (logits, relation) = model.forward(ids.clone(), types.clone(), Some(mask.clone()));
+        let computed = json!({
+            "input_ids": ints(&ids),
+            "token_type_ids": ints(&types),
+            "attention_mask": ints(&mask),
+            "logits": floats(logits),
+            "relation": floats(relation),
+        });
+        write(out, &format!("bert_{head}"), &config.into(), &model, computed)?;
+    }
+    Ok(())
+}
+
+fn rows(
+    device: &<Flex as burn::tensor::backend::BackendTypes>::Device,
+    below: usize,
+    factor: usize,
+) -> Tensor<Flex, 2, Int> {
+    let ids: Vec<i32> = (0..ROWS[0] * ROWS[1]).map(|i| ((i * i * factor + i / 5) % below) as i32).collect();
+    Tensor::from_data(TensorData::new(ids, ROWS), device)
+}
+
+fn ints(x: &Tensor<Flex, 2, Int>) -> Vec<Vec<i64>> {
+    let flat: Vec<i64> = x.to_data().iter().collect();
+    flat.chunks(ROWS[1]).map(<[i64]>::to_vec).collect()
+}
+
+fn floats<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
+    x.into_data().iter().collect()
+}
+
+/// The model with noise on every parameter, so that a bias or a gain in the wrong place shows.
+fn noisy<M: Module<Flex>>(model: M) -> M {
+    struct Noise;
+    impl ModuleMapper<Flex> for Noise {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Flex, D>>) -> Param<Tensor<Flex, D>> {
+            param.map(|x| {
+                let noise = Tensor::random(x.shape(), Distribution::Normal(0.0, 0.2), &x.device());
+                x + noise
+            })
+        }
+    }
+    model.map(&mut Noise)
+}
+
+fn write<M: Module<Flex>>(
+    out: &Path,
+    name: &str,
+    config: &ModelConfig,
+    model: &M,
+    computed: Value,
+) -> Result<(), Box<dyn Error>> {
+    let values = values(model);
+    for (dtype, files, max_shard_bytes) in
+        [(ExportDtype::Fp32, "one", 1 << 40), (ExportDtype::Bf16, "one", 1 << 40), (ExportDtype::Fp32, "many", 20_000)]
+    {
+        let options = ExportOptions { dtype, max_shard_bytes, ..ExportOptions::default() };
+        let folder = out.join(format!("{name}-{dtype}-{files}"));
+        export(config, &folder, &options, |param, range| Ok(values[&param.path][range].to_vec()))?;
+    }
+    std::fs::write(out.join(format!("{name}.json")), computed.to_string())?;
+    Ok(())
+}
+
+/// The parameters' elements by their path in the module.
+fn values<M: Module<Flex>>(model: &M) -> HashMap<String, Vec<f32>> {
+    #[derive(Default)]
+    struct Values {
+        path: Vec<String>,
+        found: HashMap<String, Vec<f32>>,
+    }
+    impl ModuleVisitor<Flex> for Values {
+        fn enter_module(&mut self, name: &str, _container_type: &str) {
+            self.path.push(name.to_string());
+        }
+
+        fn exit_module(&mut self, _name: &str, _container_type: &str) {
+            self.path.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Flex, D>>) {
+            self.found.insert(self.path.join("."), floats(param.val()));
+        }
+    }
+    let mut values = Values::default();
+    model.visit(&mut values);
+    values.found
+}

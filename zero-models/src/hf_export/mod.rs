@@ -1,0 +1,224 @@
+//! Writing a Hugging Face checkpoint: in go a configuration and a function that reads elements of a parameter, out comes a
+//! folder that transformers and [`crate::gpt2::weights`] or [`crate::bert::weights`] load.
+//!
+//! * In: a [`ModelConfig`], from which follow the parameters, and `read`, which gives elements of one by a flat range in
+//!   fp32: from a module, from ranks that gather it, or from files. No module is needed.
+//! * Out: `config.json`, and `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index, as
+//!   transformers' `save_pretrained` names and fills them. A tied head is not written, as there.
+//! * Memory: one chunk of a parameter that lies in the file as it lies in the module; all of one that is transposed. Nothing
+//!   is held of the parameters before it.
+//! * On the disk: everything goes into a hidden sibling of the folder, is synced, and the folder is given its name at the
+//!   end ([`NewFolder`]). After an error, or a panic of `read`, nothing is left.
+//! * Threads: all on the caller's.
+//!
+//! ```
+//! use zero_models::hf_export::{ExportOptions, export};
+//! use zero_models::{Gpt2Config, ModelConfig};
+//!
+//! let config = Gpt2Config { vocab_size: 32, n_embd: 16, n_layer: 1, n_head: 2, ..Gpt2Config::preset("tiny")? };
+//! # let dir = tempfile::tempdir().unwrap();
+//! # let out = dir.path().join("model");
+//! let written = export(&config.into(), &out, &ExportOptions::default(), |_parameter, range| Ok(vec![0.5; range.len()]))?;
+//! assert_eq!(written.files, ["model.safetensors"]);
+//! # Ok::<(), zero_models::ModelError>(())
+//! ```
+
+mod dtype;
+mod shards;
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use zero_core::checkpoint::{CheckpointError, Header, NewFolder, SafetensorsWriter};
+
+use crate::safetensors_file::{INDEX, transposed};
+use crate::{ModelConfig, ModelError, ModelParam};
+
+pub use dtype::ExportDtype;
+pub use shards::parse_bytes;
+use shards::{Tensor, shard_name, split, tensors};
+
+/// Elements that are converted and written at a time.
+const PART_ELEMS: usize = 1 << 18;
+
+/// How to write a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportOptions {
+    /// Type of the elements in the files.
+    pub dtype: ExportDtype,
+    /// The most bytes of tensors in one file; a tensor that is larger has a file of its own.
+    pub max_shard_bytes: u64,
+    /// The most elements that are asked for at a time, for parameters that lie in the file as they lie in the module. Who
+    /// has to gather a whole parameter anyway says `usize::MAX`.
+    pub chunk_elems: usize,
+}
+
+impl Default for ExportOptions {
+    /// bfloat16, 5 GB, 4 MiB of fp32.
+    fn default() -> Self {
+        Self { dtype: ExportDtype::Bf16, max_shard_bytes: 5_000_000_000, chunk_elems: 1 << 20 }
+    }
+}
+
+/// A checkpoint that has been written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exported {
+    /// The folder.
+    pub path: PathBuf,
+    /// The files with tensors, in order.
+    pub files: Vec<String>,
+    /// Number of tensors in them.
+    pub tensors: usize,
+    /// Bytes of tensors in them.
+    pub bytes: u64,
+}
+
+/// Any error of the function that reads parameters.
+pub type ReadError = Box<dyn Error + Send + Sync>;
+
+/// Writes a checkpoint into the folder `out`, which must not exist or be empty.
+///
+/// `read` gives the elements of a parameter in a range of its flat, row-major order in the module; it is asked for every
+/// element of every parameter once, front to back, in the order of [`ModelConfig::parameters`]. (The one exception is the
+/// prediction bias of a BERT whose head is not tied: transformers wants it under two names.) Elements are rounded to the
+/// nearest, ties to even; NaN and infinities are written as they are.
+///
+/// # Errors
+/// [`ModelError::Read`] and [`ModelError::ReadSize`] for what `read` gives, [`ModelError::Overflow`] for a number that the
+/// element type cannot hold, [`ModelError::Write`] when `out` is taken or the system refuses. Nothing is left then.
+pub fn export(
+    config: &ModelConfig,
+    out: &Path,
+    options: &ExportOptions,
+    mut read: impl FnMut(&ModelParam, Range<usize>) -> Result<Vec<f32>, ReadError>,
+) -> Result<Exported, ModelError> {
+    let parameters = config.parameters();
+    let tensors = tensors(config, &parameters, options.dtype);
+    let files = split(&tensors, options.max_shard_bytes);
+    let names: Vec<String> = (0..files.len()).map(|file| shard_name(file, files.len())).collect();
+    let total_bytes = tensors.iter().map(|tensor| tensor.bytes).sum();
+
+    let folder = NewFolder::begin(out)?;
+    for (name, tensors) in names.iter().zip(&files) {
+        write_file(&folder.path().join(name), tensors, options, &mut read)?;
+    }
+    if files.len() > 1 {
+        folder.write_file(INDEX, &index(&names, &files, total_bytes, options.dtype))?;
+    }
+    folder.write_file("config.json", &pretty(&config_json(config, options.dtype)))?;
+    let path = folder.publish()?;
+    Ok(Exported { path, files: names, tensors: tensors.len(), bytes: total_bytes })
+}
+
+type Read<'a> = dyn FnMut(&ModelParam, Range<usize>) -> Result<Vec<f32>, ReadError> + 'a;
+
+fn write_file(
+    path: &Path,
+    tensors: &[Tensor<'_>],
+    options: &ExportOptions,
+    read: &mut Read<'_>,
+) -> Result<(), ModelError> {
+    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let dtype = options.dtype.element();
+    let announced = tensors.iter().map(|tensor| (tensor.name.to_string(), dtype, tensor.param.hf_shape())).collect();
+    let mut writer = SafetensorsWriter::create(path, &metadata, announced)?;
+    for tensor in tensors {
+        write_tensor(&mut writer, tensor, options, read)?;
+    }
+    writer.finish()?;
+    check_file(path, tensors, options.dtype)
+}
+
+fn write_tensor(
+    writer: &mut SafetensorsWriter,
+    tensor: &Tensor<'_>,
+    options: &ExportOptions,
+    read: &mut Read<'_>,
+) -> Result<(), ModelError> {
+    let (param, numel) = (tensor.param, tensor.param.numel());
+    let mut put = |values: &[f32]| -> Result<(), ModelError> {
+        for part in values.chunks(PART_ELEMS) {
+            let bytes = options.dtype.encode(part).map_err(|value| ModelError::Overflow {
+                name: tensor.name.to_string(),
+                value,
+                dtype: options.dtype,
+                instead: options.dtype.wider(),
+            })?;
+            writer.append(tensor.name, &bytes)?;
+        }
+        Ok(())
+    };
+    if !param.transposed {
+        for range in ranges(numel, options.chunk_elems) {
+            put(&read_checked(read, param, range)?)?;
+        }
+        return Ok(());
+    }
+    let &[rows, columns] = param.shape.as_slice() else {
+        unreachable!("only the weights of linear layers are transposed");
+    };
+    let values = read_checked(read, param, 0..numel)?;
+    for range in ranges(numel, PART_ELEMS) {
+        put(&transposed(rows, columns, range, |at| values[at]))?;
+    }
+    Ok(())
+}
+
+fn ranges(numel: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let most = most.clamp(1, numel.max(1));
+    (0..numel).step_by(most).map(move |begin| begin..numel.min(begin + most))
+}
+
+fn read_checked(read: &mut Read<'_>, param: &ModelParam, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+    let expected = range.len();
+    let values = read(param, range).map_err(|source| ModelError::Read { path: param.path.clone(), source })?;
+    match values.len() {
+        got if got == expected => Ok(values),
+        got => Err(ModelError::ReadSize { path: param.path.clone(), expected, got }),
+    }
+}
+
+/// Whether the file on the disk has the tensors that it was to have. Its length has been checked already.
+fn check_file(path: &Path, tensors: &[Tensor<'_>], dtype: ExportDtype) -> Result<(), ModelError> {
+    let file =
+        File::open(path).map_err(|source| ModelError::Io { action: "open", path: path.to_path_buf(), source })?;
+    let header = Header::read(&file, path)?;
+    for tensor in tensors {
+        let expected = (dtype.element(), tensor.param.hf_shape());
+        let found = header.tensors.get(tensor.name).map(|entry| (entry.dtype, entry.shape.clone()));
+        if found.as_ref() != Some(&expected) {
+            let (expected, got) = (format!("{expected:?} in {}", path.display()), format!("{found:?}"));
+            return Err(CheckpointError::Unfit { tensor: tensor.name.to_string(), expected, got }.into());
+        }
+    }
+    Ok(())
+}
+
+fn index(names: &[String], files: &[Vec<Tensor<'_>>], total_bytes: u64, dtype: ExportDtype) -> Vec<u8> {
+    let place = |(name, tensors): (&String, &Vec<Tensor<'_>>)| {
+        tensors.iter().map(|tensor| (tensor.name.to_string(), name.clone())).collect::<Vec<_>>()
+    };
+    let weight_map: BTreeMap<String, String> = names.iter().zip(files).flat_map(place).collect();
+    let elements = total_bytes / dtype.element().size() as u64;
+    pretty(&json!({
+        "metadata": { "total_parameters": elements, "total_size": total_bytes },
+        "weight_map": weight_map,
+    }))
+}
+
+fn config_json(config: &ModelConfig, dtype: ExportDtype) -> Value {
+    let mut value = config.to_hf();
+    value["architectures"] = json!([config.architecture()]);
+    value["torch_dtype"] = json!(dtype.torch_name());
+    value
+}
+
+fn pretty(value: &Value) -> Vec<u8> {
+    let mut text = serde_json::to_vec_pretty(value).expect("texts and numbers have a JSON form");
+    text.push(b'\n');
+    text
+}

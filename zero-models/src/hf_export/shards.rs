@@ -1,0 +1,117 @@
+//! Which tensor comes into which file.
+
+use crate::{ModelConfig, ModelError, ModelParam};
+
+use super::ExportDtype;
+
+/// A tensor of the checkpoint.
+#[derive(Clone, Debug)]
+pub(super) struct Tensor<'a> {
+    pub(super) name: &'a str,
+    pub(super) param: &'a ModelParam,
+    pub(super) bytes: u64,
+}
+
+/// Every tensor, in the order of the parameters.
+pub(super) fn tensors<'a>(config: &ModelConfig, parameters: &'a [ModelParam], dtype: ExportDtype) -> Vec<Tensor<'a>> {
+    let mut tensors = Vec::with_capacity(parameters.len());
+    for param in parameters {
+        let bytes = (param.numel() * dtype.element().size()) as u64;
+        let names = [Some(param.name.as_str()), config.repeated_as(param)];
+        tensors.extend(names.into_iter().flatten().map(|name| Tensor { name, param, bytes }));
+    }
+    tensors
+}
+
+/// The tensors of each file: filled in order, a new one begun when the next tensor would make it larger than `most` bytes.
+pub(super) fn split<'a>(tensors: &[Tensor<'a>], most: u64) -> Vec<Vec<Tensor<'a>>> {
+    let mut files: Vec<Vec<Tensor<'a>>> = Vec::new();
+    let mut room = 0;
+    for tensor in tensors {
+        match files.last_mut() {
+            Some(file) if tensor.bytes <= room => {
+                file.push(tensor.clone());
+                room -= tensor.bytes;
+            }
+            _ => {
+                files.push(vec![tensor.clone()]);
+                room = most.saturating_sub(tensor.bytes);
+            }
+        }
+    }
+    files
+}
+
+/// The name that transformers gives file `index` of `count`.
+pub(super) fn shard_name(index: usize, count: usize) -> String {
+    match count {
+        1 => crate::safetensors_file::SINGLE.to_string(),
+        _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+    }
+}
+
+/// Bytes of a size as transformers' `max_shard_size` takes it: `5GB` is 5 * 10^9, `512MiB` is 512 * 2^20, a number alone is
+/// bytes.
+///
+/// # Errors
+/// [`ModelError::ExportSetting`] for anything else, and for nothing.
+pub fn parse_bytes(text: &str) -> Result<u64, ModelError> {
+    let units = [("KB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)].into_iter().chain([
+        ("KiB", 1024.0),
+        ("MiB", 1024f64.powi(2)),
+        ("GiB", 1024f64.powi(3)),
+        ("TiB", 1024f64.powi(4)),
+        ("B", 1.0),
+    ]);
+    let lower = text.trim().to_ascii_lowercase();
+    let split = units
+        .into_iter()
+        .find_map(|(unit, factor)| Some((lower.strip_suffix(&unit.to_ascii_lowercase())?.to_string(), factor)));
+    let (number, factor) = split.unwrap_or((lower, 1.0));
+    match number.trim().parse::<f64>() {
+        Ok(number) if number.is_finite() && number * factor >= 1.0 => Ok((number * factor) as u64),
+        _ => Err(ModelError::ExportSetting {
+            setting: "shard size",
+            got: text.to_string(),
+            expected: "a size such as 5GB, 500MB or 512MiB",
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_filled_in_order() {
+        let param = ModelParam { path: String::new(), shape: vec![1], name: "p".to_string(), transposed: false };
+        let sizes = |most: u64, bytes: &[u64]| -> Vec<Vec<u64>> {
+            let tensors: Vec<_> = bytes.iter().map(|&bytes| Tensor { name: "p", param: &param, bytes }).collect();
+            split(&tensors, most).iter().map(|file| file.iter().map(|tensor| tensor.bytes).collect()).collect()
+        };
+        assert_eq!(sizes(10, &[4, 6, 1, 30, 2, 8]), [vec![4, 6], vec![1], vec![30], vec![2, 8]]);
+        assert_eq!(sizes(10, &[11, 11]), [[11], [11]]);
+        assert_eq!(sizes(100, &[4, 6]), [[4, 6]]);
+        assert_eq!(shard_name(0, 1), "model.safetensors");
+        assert_eq!(shard_name(1, 12), "model-00002-of-00012.safetensors");
+    }
+
+    #[test]
+    fn sizes_are_read_as_transformers_reads_them() {
+        for (text, bytes) in [
+            ("5GB", 5_000_000_000),
+            ("1.5 gb", 1_500_000_000),
+            ("512MiB", 512 << 20),
+            ("1KB", 1000),
+            ("2TiB", 2 << 40),
+            ("300", 300),
+            ("300B", 300),
+        ] {
+            assert_eq!(parse_bytes(text).unwrap(), bytes, "{text}");
+        }
+        for text in ["", "GB", "0", "-1GB", "5PB", "infGB", "nan"] {
+            let error = parse_bytes(text).unwrap_err().to_string();
+            assert!(error.contains("such as 5GB"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! A configuration of any family: what a checkpoint has to say about the model that it holds.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
+use crate::{BertConfig, Gpt2Config, ModelError, ModelParam, bert, gpt2};
+
+/// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
+///
+/// ```
+/// use zero_models::{Gpt2Config, ModelConfig};
+///
+/// let config = ModelConfig::from(Gpt2Config::preset("tiny")?);
+/// assert_eq!(config.parameters()[2].path, "h.0.ln_1.gamma");
+/// assert_eq!(config.parameters()[2].name, "transformer.h.0.ln_1.weight");
+/// # Ok::<(), zero_models::ModelError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "family", content = "config", rename_all = "lowercase")]
+pub enum ModelConfig {
+    /// A GPT-2 with its language-model head.
+    Gpt2(Gpt2Config),
+    /// A BERT with the heads of its pre-training.
+    Bert(BertConfig),
+}
+
+impl ModelConfig {
+    /// Reads a Hugging Face `config.json` of either family.
+    ///
+    /// # Errors
+    /// As [`Gpt2Config::from_file`] and [`BertConfig::from_file`]; a file without `model_type` is taken for a GPT-2's.
+    pub fn from_file(path: &Path) -> Result<Self, ModelError> {
+        match Gpt2Config::from_file(path) {
+            Err(ModelError::InFile { error, .. }) if matches!(&*error, ModelError::ModelType { got, .. } if got == "bert") => {
+                BertConfig::from_file(path).map(Self::Bert)
+            }
+            gpt2 => gpt2.map(Self::Gpt2),
+        }
+    }
+
+    /// Every parameter, in the order in which the module visits them. A tied head is not listed.
+    pub fn parameters(&self) -> Vec<ModelParam> {
+        match self {
+            Self::Gpt2(config) => gpt2::weights::parameters(config),
+            Self::Bert(config) => bert::weights::parameters(config),
+        }
+    }
+
+    /// The class of Hugging Face's transformers that has these parameters.
+    pub fn architecture(&self) -> &'static str {
+        match self {
+            Self::Gpt2(_) => "GPT2LMHeadModel",
+            Self::Bert(_) => "BertForPreTraining",
+        }
+    }
+
+    /// The keys of Hugging Face's `config.json`.
+    pub(crate) fn to_hf(&self) -> Value {
+        let value = match self {
+            Self::Gpt2(config) => serde_json::to_value(config),
+            Self::Bert(config) => serde_json::to_value(config),
+        };
+        value.expect("a configuration is numbers and texts")
+    }
+
+    /// Another name under which a checkpoint must repeat a parameter. transformers ties the bias of BERT's decoder to the
+    /// prediction bias together with the decoder's weight, so that an untied model has a bias under either name.
+    pub(crate) fn repeated_as(&self, param: &ModelParam) -> Option<&'static str> {
+        match self {
+            Self::Bert(config) if !config.tie_word_embeddings && param.name == PREDICTION_BIAS => Some(DECODER_BIAS),
+            _ => None,
+        }
+    }
+}
+
+impl From<Gpt2Config> for ModelConfig {
+    fn from(config: Gpt2Config) -> Self {
+        Self::Gpt2(config)
+    }
+}
+
+impl From<BertConfig> for ModelConfig {
+    fn from(config: BertConfig) -> Self {
+        Self::Bert(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_read_as_it_is_written() {
+        let gpt2 = ModelConfig::from(Gpt2Config::preset("gpt2-xl").unwrap());
+        let bert = ModelConfig::from(BertConfig::preset("bert-base").unwrap());
+        for (config, family) in [(gpt2, "gpt2"), (bert, "bert")] {
+            let value = serde_json::to_value(&config).unwrap();
+            assert_eq!(value["family"], family);
+            assert_eq!(value["config"]["model_type"], family);
+            assert_eq!(serde_json::from_value::<ModelConfig>(value).unwrap(), config);
+        }
+        let wrong = serde_json::json!({"family": "gpt2", "config": {"n_head": 5}});
+        assert!(serde_json::from_value::<ModelConfig>(wrong).unwrap_err().to_string().contains("n_head = 5"));
+    }
+
+    #[test]
+    fn a_config_file_says_its_family() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        let read = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            ModelConfig::from_file(&path)
+        };
+        assert!(matches!(read(r#"{"model_type": "gpt2"}"#), Ok(ModelConfig::Gpt2(_))));
+        assert!(matches!(read(r#"{"model_type": "bert"}"#), Ok(ModelConfig::Bert(_))));
+        assert!(read(r#"{"model_type": "llama"}"#).unwrap_err().to_string().contains("llama"));
+        assert!(read(r#"{"model_type": "bert", "is_decoder": true}"#).unwrap_err().to_string().contains("is_decoder"));
+    }
+}

@@ -1,0 +1,415 @@
+//! Saving and resuming an engine: parameters, optimizer state, and what else the next step depends on.
+//!
+//! * Tensors: `model.<path>`, a parameter in fp32 if the optimizer keeps a master of it, otherwise in its own type; and
+//!   `optimizer.<path>.<state>` in fp32. Each rank writes what would be its own shard, at any stage.
+//! * State, under the key `engine`: updates and skipped ones, the loss scale with its history, each parameter's number of
+//!   updates, the random state of every rank. A program adds keys of its own, such as `model`, which `zero export` reads.
+//! * Resuming: any number of ranks, any stage, any bucket sizes, fp32 or 16 bit. With the same number of ranks and the same
+//!   precision the next losses are those of an unbroken run, bit by bit; with another number of ranks parameters, moments and
+//!   step are, but dropout draws other numbers and sums over ranks have another order.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use burn::module::{AutodiffModule, ParamId};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use zero_burn::config;
+use zero_burn::module::ZeroAutodiff;
+use zero_burn::pieces::{self, ParamPiece, RandomState};
+use zero_burn::stats::all_gather;
+use zero_core::checkpoint::{
+    AsyncSaver, Checkpoint, CheckpointError, ElementType, Piece, SaveOptions, Saved, Started, TensorEntry, TensorSpec,
+    save_streamed,
+};
+
+use super::state::MASTER;
+use super::{EngineError, EngineOptimizer, ZeroEngine};
+use crate::loss_scale::LossScaler;
+
+/// The version of [`EngineState`] that is written, and the newest that is read.
+const STATE_VERSION: u32 = 1;
+
+/// The key of the engine's state in a checkpoint's.
+const ENGINE: &str = "engine";
+
+/// What an engine's next step depends on, besides its tensors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct EngineState {
+    version: u32,
+    steps: usize,
+    skipped: usize,
+    /// For the reader; any stage can resume.
+    stage: u8,
+    /// For the reader; any precision can resume.
+    param_dtype: String,
+    loss_scaler: Option<LossScaler>,
+    optimizer: OptimizerState,
+    random: RandomStates,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct OptimizerState {
+    name: String,
+    /// Updates of each parameter that has been updated.
+    times: BTreeMap<String, usize>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct RandomStates {
+    seed: u64,
+    /// Of each rank.
+    draws: Vec<u64>,
+}
+
+/// What of a checkpoint is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Parts {
+    /// Everything: training goes on.
+    #[default]
+    All,
+    /// The parameters alone: a new training starts from them, with any optimizer.
+    Parameters,
+}
+
+/// What a tensor of the checkpoint is made of.
+enum Source {
+    /// The parameter with this place among the pieces.
+    Parameter(usize),
+    /// A state of the optimizer.
+    State(ParamId, String),
+}
+
+impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
+    /// Saves everything that training needs to go on as the checkpoint of `step` in `dir`, with `extra` beside it, and
+    /// returns when it is durable. A collective; see [`zero_core::checkpoint::save`](zero_core::checkpoint::save()).
+    /// Memory: one piece of this rank's shards at a time.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Order`] between the micro-batches of an update, whose gradients a checkpoint does not hold;
+    /// [`EngineError::CannotSave`] for an optimizer or a module that cannot be saved; [`EngineError::Checkpoint`].
+    pub fn save(
+        &self,
+        dir: &Path,
+        step: u64,
+        extra: Map<String, Value>,
+        options: &SaveOptions,
+    ) -> Result<Saved, EngineError> {
+        let (parameters, specs, sources) = self.tensors()?;
+        let state = self.saved_state(&parameters, extra)?;
+        let mut bytes = |index: usize| Ok(Cow::Owned(self.bytes(&parameters, &sources[index])));
+        Ok(save_streamed(&*pieces::collective::<A::Base>(), dir, step, &specs, &mut bytes, &state, options)?)
+    }
+
+    /// As [`save`](Self::save), but returns when this rank's shards are copied; they are written beside the training. The
+    /// stall is part of what is returned. A save that is still under way is waited for first.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`](Self::save), and those of the save before, in which case this one has not been started.
+    pub fn save_async(
+        &mut self,
+        dir: &Path,
+        step: u64,
+        extra: Map<String, Value>,
+        options: &SaveOptions,
+    ) -> Result<Started, EngineError> {
+        // Its copy is given back before the next one is made.
+        let previous = self.wait_for_save()?;
+        let (parameters, specs, sources) = self.tensors()?;
+        let state = self.saved_state(&parameters, extra)?;
+        if self.saver.is_none() {
+            self.saver = Some(AsyncSaver::new(&*pieces::collective::<A::Base>())?);
+        }
+        let begin = std::time::Instant::now();
+        let copies = specs.into_iter().zip(&sources).map(|(TensorSpec { name, dtype, shape }, source)| {
+            Piece::new(name, dtype, shape, self.bytes(&parameters, source))
+        });
+        let copies: Vec<Piece<'static>> = copies.collect();
+        let saver = self.saver.as_mut().expect("it was made above");
+        let mut started = saver.save(dir, step, copies, state, options.clone())?;
+        started.stall = begin.elapsed();
+        started.previous = started.previous.or(previous);
+        Ok(started)
+    }
+
+    /// Waits until the save that [`save_async`](Self::save_async) has started is durable; `None` if there is none.
+    ///
+    /// # Errors
+    ///
+    /// Those of that save.
+    pub fn wait_for_save(&mut self) -> Result<Option<Saved>, EngineError> {
+        match &mut self.saver {
+            Some(saver) => Ok(saver.wait()?),
+            None => Ok(None),
+        }
+    }
+
+    /// Goes on from a checkpoint, whatever number of ranks, stage or precision it was saved at. Every rank calls it, and
+    /// reads what it holds. Returns what the program has saved beside.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Mismatch`] when the checkpoint is of another model or optimizer, before anything is changed;
+    /// [`EngineError::Checkpoint`] for one that cannot be read, and [`EngineError::LoadFailed`] on the other ranks: then
+    /// the engine is of no use any more.
+    pub fn load(&mut self, checkpoint: &Checkpoint, parts: Parts) -> Result<Map<String, Value>, EngineError> {
+        if self.micro_batches > 0 {
+            return Err(EngineError::Order(
+                "load was called between the micro-batches of an update: call it before forward, or after step",
+            ));
+        }
+        let mut extra = match checkpoint.state() {
+            Value::Object(state) => state.clone(),
+            _ => Map::new(),
+        };
+        let state = match parts {
+            Parts::Parameters => None,
+            Parts::All => Some(engine_state(checkpoint, extra.remove(ENGINE))?),
+        };
+        self.check(checkpoint, state.as_ref())?;
+        let loaded = self.load_tensors(checkpoint, state.as_ref());
+        // All ranks or none: one that goes on alone would train another model.
+        let failed = all_gather::<A::Base>(&[f64::from(u8::from(loaded.is_err()))]);
+        loaded?;
+        if let Some(rank) = failed.iter().position(|rank| rank[0] > 0.0) {
+            return Err(EngineError::LoadFailed { rank, path: checkpoint.path().to_path_buf() });
+        }
+        if let Some(state) = state {
+            let random = pieces::random_state::<A::Base>();
+            let mine = state.random.draws.get(self.device.rank()).copied();
+            let most = state.random.draws.iter().copied().max().unwrap_or(random.draws);
+            let same_world = state.random.draws.len() == failed.len();
+            let draws = mine.filter(|_| same_world).unwrap_or(most);
+            pieces::set_random_state::<A::Base>(RandomState { seed: state.random.seed, draws });
+            self.steps = state.steps;
+            self.skipped = state.skipped;
+            if let (Some(own), Some(saved)) = (&mut self.config.loss_scale, state.loss_scaler) {
+                *own = saved;
+            }
+        }
+        Ok(extra)
+    }
+
+    /// Parameters, and what is to be saved of them and of the optimizer.
+    #[allow(clippy::type_complexity)] // three lists for the two callers above
+    fn tensors(&self) -> Result<(Vec<ParamPiece<A::Base>>, Vec<TensorSpec>, Vec<Source>), EngineError> {
+        if self.micro_batches > 0 {
+            return Err(EngineError::Order(
+                "save was called between the micro-batches of an update, whose gradients a checkpoint does not hold: call \
+                 it after the step that updates",
+            ));
+        }
+        if !O::SAVES_STATES {
+            return Err(EngineError::CannotSave(format!(
+                "the state of {} cannot be reached piece by piece: use zero_burn::optim::Fused, or save the records of \
+                 model and optimizer with one of Burn's recorders",
+                std::any::type_name::<O>()
+            )));
+        }
+        let (parameters, others) = pieces::pieces::<A, M>(self.model());
+        if let Some(path) = others.first() {
+            return Err(EngineError::CannotSave(format!(
+                "parameter {path:?} is not of a float type: expected floats, which are cut over the ranks; save the record \
+                 of the model with one of Burn's recorders"
+            )));
+        }
+        let (mut specs, mut sources) = (Vec::new(), Vec::new());
+        for (place, piece) in parameters.iter().enumerate() {
+            let (id, path, shape) = (piece.meta.id, &piece.meta.path, &piece.meta.shape);
+            let states = self.optimizer.states(id).map_or_else(Vec::new, |(_, names)| names);
+            let mut add = |name: String, dtype, source| {
+                specs.push(TensorSpec { name, dtype, shape: shape.clone() });
+                sources.push(source);
+            };
+            let parameter = parameter_name(path);
+            match states.iter().find(|name| *name == MASTER) {
+                Some(master) => add(parameter, ElementType::F32, Source::State(id, master.clone())),
+                None => add(parameter, piece.element_type(), Source::Parameter(place)),
+            }
+            for name in states.into_iter().filter(|name| name != MASTER) {
+                add(state_name(path, &name), ElementType::F32, Source::State(id, name));
+            }
+        }
+        Ok((parameters, specs, sources))
+    }
+
+    fn bytes(&self, parameters: &[ParamPiece<A::Base>], source: &Source) -> Vec<u8> {
+        match source {
+            Source::Parameter(place) => parameters[*place].bytes(),
+            Source::State(id, name) => {
+                self.optimizer.state_piece(*id, name).expect("the optimizer has the states that it named")
+            }
+        }
+    }
+
+    fn saved_state(
+        &self,
+        parameters: &[ParamPiece<A::Base>],
+        mut extra: Map<String, Value>,
+    ) -> Result<Value, EngineError> {
+        if extra.contains_key(ENGINE) {
+            return Err(EngineError::CannotSave(format!(
+                "the program's state has the key {ENGINE:?}, which is the engine's own: use another"
+            )));
+        }
+        let settings = config::current::<A::Base>();
+        let RandomState { seed, draws } = pieces::random_state::<A::Base>();
+        // Exact: a run makes fewer than 2^53 draws.
+        let draws = all_gather::<A::Base>(&[draws as f64]).iter().map(|rank| rank[0] as u64).collect();
+        let times = parameters
+            .iter()
+            .filter_map(|piece| self.optimizer.states(piece.meta.id).map(|(time, _)| (piece.meta.path.clone(), time)));
+        let state = EngineState {
+            version: STATE_VERSION,
+            steps: self.steps,
+            skipped: self.skipped,
+            stage: settings.stage.number(),
+            param_dtype: format!("{:?}", settings.param_dtype).to_uppercase(),
+            loss_scaler: self.config.loss_scale.clone(),
+            optimizer: OptimizerState { name: self.optimizer.name(), times: times.collect() },
+            random: RandomStates { seed, draws },
+        };
+        extra.insert(ENGINE.into(), serde_json::to_value(state).expect("plain numbers and names"));
+        Ok(Value::Object(extra))
+    }
+
+    /// Whether the checkpoint is of this model and this optimizer.
+    fn check(&self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<(), EngineError> {
+        let path = checkpoint.path();
+        let mismatch = |what: String| Err(EngineError::Mismatch { path: path.to_path_buf(), what });
+        let saved = checkpoint.tensors();
+        let parameters = self.parameters();
+        let mut missing = Vec::new();
+        for meta in &parameters {
+            let Some(tensor) = saved.get(&parameter_name(&meta.path)) else {
+                missing.push(meta.path.as_str());
+                continue;
+            };
+            if tensor.shape != meta.shape {
+                let (path, here, there) = (&meta.path, &meta.shape, &tensor.shape);
+                return mismatch(format!(
+                    "parameter {path:?} has shape {here:?} here and {there:?} there: configure the same model"
+                ));
+            }
+            if !matches!(tensor.dtype, ElementType::F64 | ElementType::F32 | ElementType::F16 | ElementType::Bf16) {
+                return mismatch(format!("parameter {:?} is of type {} there", meta.path, tensor.dtype));
+            }
+        }
+        let unexpected: Vec<&str> = saved
+            .keys()
+            .filter_map(|name| name.strip_prefix("model."))
+            .filter(|path| !parameters.iter().any(|meta| meta.path == *path))
+            .collect();
+        if !missing.is_empty() || !unexpected.is_empty() {
+            let list = |names: &[&str]| match names {
+                [] => "none".to_string(),
+                few if few.len() <= 3 => few.join(", "),
+                many => format!("{}, ... ({} in all)", many[..3].join(", "), many.len()),
+            };
+            return mismatch(format!(
+                "parameters that only this model has: {}; that only the checkpoint has: {}: configure the same model",
+                list(&missing),
+                list(&unexpected)
+            ));
+        }
+        let Some(state) = state else { return Ok(()) };
+        if !O::SAVES_STATES {
+            return mismatch(format!(
+                "{} cannot take up saved state: use zero_burn::optim::Fused, or load the parameters alone",
+                std::any::type_name::<O>()
+            ));
+        }
+        let (here, there) = (self.optimizer.name(), &state.optimizer.name);
+        if here != *there {
+            return mismatch(format!(
+                "it was trained with optimizer {there}, this run uses {here}: use {there}, or load the parameters alone"
+            ));
+        }
+        for meta in &parameters {
+            if !state.optimizer.times.contains_key(&meta.path) {
+                continue;
+            }
+            for (name, tensor) in states_of(checkpoint, &meta.path) {
+                if tensor.dtype != ElementType::F32 || tensor.shape != meta.shape {
+                    let (path, here, (dtype, there)) = (&meta.path, &meta.shape, (tensor.dtype, &tensor.shape));
+                    return mismatch(format!(
+                        "optimizer state {name} of {path:?} is {dtype} {there:?} there: expected F32 {here:?}"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn load_tensors(&mut self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<(), EngineError> {
+        let model = self.model.take().expect("the module is absent only inside of step");
+        let (model, loaded) = pieces::load_pieces::<A, M, CheckpointError>(model, |path, _shape, range| {
+            let name = parameter_name(path);
+            Ok((checkpoint.tensors()[&name].dtype, checkpoint.read(&name, range)?))
+        });
+        self.model = Some(model);
+        loaded?;
+        self.optimizer.clear_states();
+        let in_16_bit = config::current::<A::Base>().param_dtype != config::Float::F32;
+        for meta in self.parameters() {
+            let numel = meta.shape.iter().product();
+            let range = pieces::held_range::<A::Base>(numel);
+            let read = |name: &str| -> Result<Vec<f32>, CheckpointError> {
+                let mut values = vec![0f32; range.len()];
+                checkpoint.read_into(name, range.clone(), bytemuck::cast_slice_mut(&mut values))?;
+                if cfg!(target_endian = "big") {
+                    values.iter_mut().for_each(|value| *value = f32::from_bits(value.to_bits().swap_bytes()));
+                }
+                Ok(values)
+            };
+            let mut states = Vec::new();
+            let time = state.and_then(|state| state.optimizer.times.get(&meta.path).copied());
+            if time.is_some() {
+                for (name, _) in states_of(checkpoint, &meta.path) {
+                    states.push((name.to_string(), read(&state_name(&meta.path, name))?));
+                }
+            }
+            let parameter = parameter_name(&meta.path);
+            if in_16_bit && meta.trained && checkpoint.tensors()[&parameter].dtype == ElementType::F32 {
+                states.push((MASTER.to_string(), read(&parameter)?));
+            }
+            if !states.is_empty() || time.is_some() {
+                self.optimizer.load_states(meta.id, numel, time.unwrap_or(0), states);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn parameter_name(path: &str) -> String {
+    format!("model.{path}")
+}
+
+fn state_name(path: &str, name: &str) -> String {
+    format!("optimizer.{path}.{name}")
+}
+
+/// The optimizer's states of a parameter in a checkpoint, by name.
+fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c TensorEntry)> {
+    let prefix = state_name(path, "");
+    let states = checkpoint.tensors().range(prefix.clone()..);
+    let states = states.map_while(|(name, tensor)| Some((name.strip_prefix(&prefix)?, tensor)));
+    // Another parameter's path may go on from this one's; a state's name has no dot.
+    states.filter(|(name, _)| !name.contains('.')).collect()
+}
+
+fn engine_state(checkpoint: &Checkpoint, state: Option<Value>) -> Result<EngineState, EngineError> {
+    let mismatch = |what: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what };
+    let Some(state) = state else {
+        return Err(mismatch("it has no state of an engine: it was not saved by ZeroEngine::save".into()));
+    };
+    if let Some(version) = state.get("version").and_then(Value::as_u64).filter(|v| *v > STATE_VERSION.into()) {
+        return Err(mismatch(format!(
+            "its engine state has version {version}, this program reads up to {STATE_VERSION}: update the program"
+        )));
+    }
+    serde_json::from_value(state).map_err(|error| mismatch(format!("its engine state cannot be read: {error}")))
+}

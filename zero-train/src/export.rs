@@ -1,0 +1,248 @@
+//! From a sharded checkpoint of the engine to a Hugging Face checkpoint, without a model and without ranks.
+//!
+//! * In: a folder that [`zero_core::checkpoint`] wrote, by any number of ranks. Its tensors `model.<path of the module>` are
+//!   the parameters, in fp32 or 16 bit, and its state has `"model"`, a [`ModelConfig`]. Everything else in it is left alone.
+//! * Out: a folder as [`zero_models::hf_export`] writes it; every byte that it comes from has met its checksum.
+//! * Memory: as of [`zero_models::hf_export`], a chunk, or one parameter that is transposed; never the model.
+//! * Threads: all on the caller's.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use burn::tensor::{bf16, f16};
+use serde_json::Value;
+use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
+use zero_models::hf_export::{ExportOptions, Exported, ReadError, export};
+use zero_models::{ModelConfig, ModelError, ModelParam};
+
+/// What names of parameters begin with in a checkpoint.
+const PREFIX: &str = "model.";
+
+/// Elements in 16 bit that are read and widened at a time.
+const PART_ELEMS: usize = 1 << 18;
+
+/// Why a checkpoint cannot be exported.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    /// There is nothing to export.
+    #[error(
+        "no checkpoint in {}: expected a folder step-... with a manifest.json, or the folder above it{}",
+        dir.display(),
+        reasons(skipped)
+    )]
+    NoCheckpoint {
+        /// The folder that was looked into.
+        dir: PathBuf,
+        /// Checkpoints that are not sound, with the reason.
+        skipped: Vec<(PathBuf, CheckpointError)>,
+    },
+    /// The checkpoint does not say of which model it is.
+    #[error(
+        "the state of {} has no \"model\", from which the names of its tensors follow: expected {{\"family\": \"gpt2\" or \
+         \"bert\", \"config\": {{...}}}}; save the checkpoint by an engine that knows the model's configuration",
+        path.display()
+    )]
+    NoModel {
+        /// The checkpoint.
+        path: PathBuf,
+    },
+    /// What the checkpoint says of its model cannot be read.
+    #[error(
+        "the \"model\" in the state of {} is no configuration of a GPT-2 or a BERT: {reason}; expected {{\"family\": \"gpt2\" \
+         or \"bert\", \"config\": {{...}}}}",
+        path.display()
+    )]
+    BadModel {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The checkpoint's parameters are not those of the model that it names.
+    #[error("{} does not fit the configuration in its state: {problems}; export a checkpoint of one run", path.display())]
+    Unfit {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What is missing, unexpected, or of another shape or type, by name.
+        problems: String,
+    },
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The folder cannot be written.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+/// A checkpoint that has been exported.
+#[derive(Debug)]
+pub struct ExportedCheckpoint {
+    /// The checkpoint's folder.
+    pub checkpoint: PathBuf,
+    /// Its step.
+    pub step: u64,
+    /// Newer ones that are not sound, with the reason.
+    pub skipped: Vec<(PathBuf, CheckpointError)>,
+    /// Its model.
+    pub model: ModelConfig,
+    /// What has been written.
+    pub written: Exported,
+}
+
+/// Exports the parameters of `checkpoint`, a folder `step-...` or the folder above it, of which the newest sound one is
+/// taken (by its manifest and the sizes of its files; contents are checked as they are read), into the folder `out`.
+///
+/// # Errors
+/// [`ExportError`]; nothing is left at `out` then.
+pub fn export_checkpoint(
+    checkpoint: &Path,
+    out: &Path,
+    options: &ExportOptions,
+) -> Result<ExportedCheckpoint, ExportError> {
+    let (checkpoint, skipped) = open(checkpoint)?;
+    let model = model_of(checkpoint.path(), checkpoint.state(), checkpoint.tensors())?;
+    let read = |param: &ModelParam, range| {
+        elements(&checkpoint, &format!("{PREFIX}{}", param.path), range).map_err(ReadError::from)
+    };
+    let written = export(&model, out, options, read)?;
+    Ok(ExportedCheckpoint {
+        checkpoint: checkpoint.path().to_path_buf(),
+        step: checkpoint.step(),
+        skipped,
+        model,
+        written,
+    })
+}
+
+type Skipped = Vec<(PathBuf, CheckpointError)>;
+
+fn open(path: &Path) -> Result<(Checkpoint, Skipped), ExportError> {
+    let named = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
+    match Manifest::read(path) {
+        Err(CheckpointError::Missing { .. }) if !named => {}
+        _ => return Ok((Checkpoint::open(path)?, Vec::new())),
+    }
+    let found = find_latest(path, Check::Sizes)?;
+    match found.checkpoint {
+        Some(newest) => Ok((Checkpoint::open(&newest)?, found.skipped)),
+        None => Err(ExportError::NoCheckpoint { dir: path.to_path_buf(), skipped: found.skipped }),
+    }
+}
+
+/// The model that the state of the checkpoint in `path` names, if the parameters among `tensors` are those of this model.
+///
+/// # Errors
+/// [`ExportError::NoModel`], [`ExportError::BadModel`] and [`ExportError::Unfit`].
+pub(crate) fn model_of(
+    path: &Path,
+    state: &Value,
+    tensors: &BTreeMap<String, TensorEntry>,
+) -> Result<ModelConfig, ExportError> {
+    let model = state.get("model").ok_or_else(|| ExportError::NoModel { path: path.to_path_buf() })?;
+    let model: ModelConfig = serde_json::from_value(model.clone())
+        .map_err(|error| ExportError::BadModel { path: path.to_path_buf(), reason: error.to_string() })?;
+    check_size(&model, tensors)
+        .and_then(|()| check(tensors, &model.parameters()))
+        .map_err(|problems| ExportError::Unfit { path: path.to_path_buf(), problems })?;
+    Ok(model)
+}
+
+/// Whether the tensors may be those of `model`, before its parameters are listed: a configuration can name any number of
+/// layers, of any width.
+fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> Result<(), String> {
+    let (layers, widths) = match model {
+        ModelConfig::Gpt2(model) => {
+            (model.n_layer, [model.vocab_size, model.n_positions, model.n_embd, model.inner_width()])
+        }
+        ModelConfig::Bert(model) => (
+            model.num_hidden_layers,
+            [model.vocab_size, model.max_position_embeddings, model.hidden_size, model.intermediate_size],
+        ),
+    };
+    if layers > tensors.len() {
+        return Err(format!("{layers} layers, and {} tensors in all", tensors.len()));
+    }
+    let widest = tensors.values().flat_map(|tensor| &tensor.shape).copied().max().unwrap_or(0).min(u32::MAX as usize);
+    match widths.into_iter().find(|width| *width > widest) {
+        Some(width) => Err(format!("a width of {width}, and no tensor wider than {widest}")),
+        None => Ok(()),
+    }
+}
+
+/// Whether the parameters among `tensors` are these and no others, or what is missing, unexpected or different.
+fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> Result<(), String> {
+    let mut unexpected: BTreeSet<&str> =
+        tensors.keys().filter(|name| name.starts_with(PREFIX)).map(String::as_str).collect();
+    let (mut missing, mut differing) = (Vec::new(), Vec::new());
+    for param in parameters {
+        let name = format!("{PREFIX}{}", param.path);
+        let Some(entry) = tensors.get(&name) else {
+            missing.push(name);
+            continue;
+        };
+        unexpected.remove(name.as_str());
+        if entry.shape != param.shape {
+            differing.push(format!("\"{name}\" has shape {:?}, expected {:?}", entry.shape, param.shape));
+        } else if !matches!(entry.dtype, ElementType::F32 | ElementType::F16 | ElementType::Bf16) {
+            differing.push(format!("\"{name}\" has elements of type {}, expected F32, F16 or BF16", entry.dtype));
+        }
+    }
+    let unexpected: Vec<String> = unexpected.into_iter().map(str::to_string).collect();
+    let mut problems = Vec::new();
+    for (what, names) in [("missing", &missing), ("unexpected", &unexpected)] {
+        if !names.is_empty() {
+            problems.push(format!("{} {what}: {}", names.len(), listed(names)));
+        }
+    }
+    if !differing.is_empty() {
+        problems.push(listed(&differing));
+    }
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(problems.join("; ")),
+    }
+}
+
+/// Elements of a tensor in fp32, which holds numbers of 16 bits exactly. The only copy is the one that is returned.
+fn elements(checkpoint: &Checkpoint, tensor: &str, range: Range<usize>) -> Result<Vec<f32>, CheckpointError> {
+    let dtype = checkpoint.tensors()[tensor].dtype;
+    let mut values = vec![0f32; range.len()];
+    if dtype == ElementType::F32 {
+        checkpoint.read_into(tensor, range, bytemuck::cast_slice_mut(&mut values))?;
+        // Files are little-endian: nothing changes on a machine that is.
+        values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
+        return Ok(values);
+    }
+    let widened: fn([u8; 2]) -> f32 = match dtype {
+        ElementType::F16 => |bytes| f16::from_le_bytes(bytes).to_f32(),
+        _ => |bytes| bf16::from_le_bytes(bytes).to_f32(),
+    };
+    let mut bytes = vec![0; 2 * PART_ELEMS.min(values.len())];
+    let mut begin = range.start;
+    for part in values.chunks_mut(PART_ELEMS) {
+        let bytes = &mut bytes[..2 * part.len()];
+        checkpoint.read_into(tensor, begin..begin + part.len(), bytes)?;
+        for (value, bytes) in part.iter_mut().zip(bytes.as_chunks::<2>().0) {
+            *value = widened(*bytes);
+        }
+        begin += part.len();
+    }
+    Ok(values)
+}
+
+/// How many names a message lists before it says "and n more".
+const LISTED: usize = 10;
+
+fn listed(items: &[String]) -> String {
+    let mut text = items.iter().take(LISTED).cloned().collect::<Vec<_>>().join(", ");
+    if items.len() > LISTED {
+        write!(text, " and {} more", items.len() - LISTED).expect("a string takes what is written");
+    }
+    text
+}
+
+fn reasons(skipped: &Skipped) -> String {
+    skipped.iter().map(|(_, error)| format!("; {error}")).collect()
+}

@@ -1,0 +1,193 @@
+//! When checkpoints are saved, which are kept, and where a run goes on.
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use zero_core::checkpoint::{Check, Checkpoint, SaveOptions, find_latest};
+
+use super::plan::wrong;
+use super::{Options, Plan};
+use crate::TrainError;
+use crate::engine::EngineError;
+
+/// The key of the trainer's state in a checkpoint's.
+const TRAINER: &str = "trainer";
+
+/// Settings of checkpoints, checked; and the checkpoint to go on from, open and verified.
+#[derive(Debug, Clone, Default)]
+pub struct Checkpoints {
+    /// Folder to save into.
+    pub dir: Option<PathBuf>,
+    /// Steps between two checkpoints; none but the last without.
+    pub every: Option<usize>,
+    /// How many are kept.
+    pub keep_last: Option<NonZeroUsize>,
+    /// Whether the best is kept too.
+    pub keep_best: bool,
+    /// Whether they are written beside the training.
+    pub beside: bool,
+    /// What training goes on from.
+    pub resume: Option<Arc<Checkpoint>>,
+    /// What was found unsound on the way to it.
+    pub warnings: Vec<String>,
+}
+
+/// What the trainer's next step depends on, besides the engine's.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct TrainerState {
+    /// Steps so far, skipped ones too.
+    pub(super) step: usize,
+    pub(super) data: DataPosition,
+    pub(super) epoch: EpochState,
+    pub(super) best: Option<Best>,
+}
+
+/// Where in the data the next step begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct DataPosition {
+    /// Rows used so far, over all passes.
+    pub(super) used: usize,
+    /// Rows of the data.
+    pub(super) rows: usize,
+    /// Tokens of a row.
+    pub(super) seq: usize,
+}
+
+/// The pass over the data that is under way.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(super) struct EpochState {
+    pub(super) number: usize,
+    pub(super) seen: usize,
+    pub(super) loss_sum: f64,
+    pub(super) steps: usize,
+}
+
+impl EpochState {
+    pub(super) fn first() -> Self {
+        Self { number: 1, seen: 0, loss_sum: 0.0, steps: 0 }
+    }
+}
+
+/// The checkpoint with the least loss so far.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(super) struct Best {
+    pub(super) step: u64,
+    pub(super) loss: f64,
+}
+
+impl Checkpoints {
+    pub(super) fn new(options: &Options) -> Result<Self, TrainError> {
+        let at_least_one = |option, value: Option<usize>| match value {
+            Some(0) => Err(wrong(option, 0, "expected at least 1")),
+            _ => Ok(()),
+        };
+        at_least_one("save-every", options.save_every)?;
+        at_least_one("keep-last", options.keep_last)?;
+        let mut checkpoints = Self {
+            dir: options.save.clone(),
+            every: options.save_every,
+            keep_last: options.keep_last.and_then(NonZeroUsize::new),
+            keep_best: options.keep_best,
+            beside: options.save_async,
+            ..Self::default()
+        };
+        if let Some(dir) = options.save.as_ref().filter(|dir| dir.exists() && !dir.is_dir()) {
+            return Err(wrong("save", dir.display(), "expected a folder, or a name for one; this is a file"));
+        }
+        match options.resume.as_deref() {
+            None => {}
+            Some(auto) if auto == Path::new("auto") => {
+                let Some(dir) = &options.save else {
+                    return Err(wrong(
+                        "resume",
+                        "auto",
+                        "expected --save DIR too, the folder to look for checkpoints in",
+                    ));
+                };
+                checkpoints.resume = checkpoints.latest(dir)?;
+            }
+            Some(path) if path.join("manifest.json").is_file() => {
+                checkpoints.resume = Some(Arc::new(open(path)?));
+            }
+            Some(path) => match checkpoints.latest(path)? {
+                Some(latest) => checkpoints.resume = Some(latest),
+                None => {
+                    let found = match checkpoints.warnings.as_slice() {
+                        [] => "expected a checkpoint (step-...), or a folder that has some".to_string(),
+                        reasons => format!("no checkpoint there is sound: {}", reasons.join("; ")),
+                    };
+                    return Err(wrong("resume", path.display(), found));
+                }
+            },
+        }
+        Ok(checkpoints)
+    }
+
+    /// The newest sound checkpoint in `dir`, every byte of it verified.
+    fn latest(&mut self, dir: &Path) -> Result<Option<Arc<Checkpoint>>, TrainError> {
+        let found = find_latest(dir, Check::Contents).map_err(EngineError::from)?;
+        for (path, reason) in found.skipped {
+            self.warnings.push(format!("checkpoint {} is passed over: {reason}", path.display()));
+        }
+        found.checkpoint.map(|path| open(&path).map(Arc::new)).transpose()
+    }
+
+    /// Makes the folder, and sees that it can be written to, before the first step rather than after the hundredth.
+    pub(super) fn prepare(&self) -> Result<(), TrainError> {
+        let Some(dir) = &self.dir else { return Ok(()) };
+        let io = |source| TrainError::Io { action: "save checkpoints into", path: dir.clone(), source };
+        std::fs::create_dir_all(dir).map_err(io)?;
+        tempfile::tempfile_in(dir).map_err(io)?;
+        Ok(())
+    }
+
+    /// Steps that the checkpoint to go on from has behind it; 0 without.
+    pub fn resumed_steps(&self) -> usize {
+        self.resume.as_ref().map_or(0, |checkpoint| checkpoint.step() as usize)
+    }
+
+    /// Whether a checkpoint is due after `step` (from 1) of `steps`.
+    pub(super) fn due(&self, step: usize, steps: usize) -> Option<&Path> {
+        let due = step == steps || self.every.is_some_and(|every| step.is_multiple_of(every));
+        self.dir.as_deref().filter(|_| due)
+    }
+
+    pub(super) fn options(&self, best: Option<Best>) -> SaveOptions {
+        let protect = best.filter(|_| self.keep_best).map(|best| best.step).into_iter().collect();
+        SaveOptions { keep_last: self.keep_last, protect }
+    }
+}
+
+fn open(path: &Path) -> Result<Checkpoint, TrainError> {
+    Ok(Checkpoint::open(path).map_err(EngineError::from)?)
+}
+
+impl TrainerState {
+    /// What is saved beside the engine's state: this, the model, and the plan in words.
+    pub(super) fn saved(&self, plan: &Plan) -> Map<String, Value> {
+        let model = json!({ "family": "gpt2", "name": plan.name, "config": plan.model });
+        let lines = plan.plan.explain();
+        let entries = [
+            (TRAINER, serde_json::to_value(self).expect("plain numbers")),
+            ("model", model),
+            ("plan", json!(lines.lines().collect::<Vec<_>>())),
+        ];
+        entries.map(|(key, value)| (key.to_string(), value)).into_iter().collect()
+    }
+
+    /// The state in what the engine has loaded.
+    pub(super) fn loaded(state: &Map<String, Value>, checkpoint: &Checkpoint) -> Result<Self, TrainError> {
+        let what = |problem: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what: problem };
+        let own = state.get(TRAINER).ok_or_else(|| {
+            what(
+                "it has no state of this command: it was saved by another program; load it with ZeroEngine::load"
+                    .into(),
+            )
+        })?;
+        let read = serde_json::from_value(own.clone());
+        Ok(read.map_err(|error| what(format!("the state of this command cannot be read: {error}")))?)
+    }
+}
