@@ -4,9 +4,12 @@
 mod common;
 
 use std::fs;
+use std::num::NonZeroUsize;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use common::{check, child, child_dir, pieces, ranks, save_specs, small_specs, specs, state};
 use zero_core::Collective;
@@ -184,4 +187,26 @@ fn child_saves_and_fails() {
     assert_eq!(found.checkpoint, Some(dir.join("step-00000003")));
     fs::remove_dir_all(dir.join("step-00000003")).unwrap();
     fs::write(dir.join("latest"), "step-00000001\n").unwrap();
+}
+
+#[test]
+fn a_process_started_in_the_middle_of_a_save_does_not_keep_the_lock() {
+    let dir = tempfile::tempdir().unwrap();
+    std::thread::scope(|scope| {
+        let saves = scope.spawn(|| {
+            let options = SaveOptions { keep_last: NonZeroUsize::new(1), ..SaveOptions::default() };
+            (1..=40).for_each(|step| drop(save_specs(&small_specs(), dir.path(), step, 1, &options)));
+        });
+        while !saves.is_finished() {
+            let mut process = Command::new("true");
+            // Between fork and exec it has every open file, for longer than a save takes.
+            let wait = || {
+                std::thread::sleep(Duration::from_millis(20));
+                Ok(())
+            };
+            // SAFETY: sleeping is allowed between fork and exec.
+            unsafe { process.pre_exec(wait) };
+            process.status().unwrap();
+        }
+    });
 }

@@ -6,13 +6,14 @@
 //! * Memory: as of [`zero_models::hf_export`], a chunk, or one parameter that is transposed; never the model.
 //! * Threads: all on the caller's.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::{bf16, f16};
-use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, find_latest};
+use serde_json::Value;
+use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
 use zero_models::hf_export::{ExportOptions, Exported, ReadError, export};
 use zero_models::{ModelConfig, ModelError, ModelParam};
 
@@ -101,8 +102,7 @@ pub fn export_checkpoint(
     options: &ExportOptions,
 ) -> Result<ExportedCheckpoint, ExportError> {
     let (checkpoint, skipped) = open(checkpoint)?;
-    let model = model_config(&checkpoint)?;
-    check(&checkpoint, &model.parameters())?;
+    let model = model_of(checkpoint.path(), checkpoint.state(), checkpoint.tensors())?;
     let read = |param: &ModelParam, range| {
         elements(&checkpoint, &format!("{PREFIX}{}", param.path), range).map_err(ReadError::from)
     };
@@ -131,16 +131,48 @@ fn open(path: &Path) -> Result<(Checkpoint, Skipped), ExportError> {
     }
 }
 
-fn model_config(checkpoint: &Checkpoint) -> Result<ModelConfig, ExportError> {
-    let path = || checkpoint.path().to_path_buf();
-    let model = checkpoint.state().get("model").ok_or_else(|| ExportError::NoModel { path: path() })?;
-    serde_json::from_value(model.clone())
-        .map_err(|error| ExportError::BadModel { path: path(), reason: error.to_string() })
+/// The model that the state of the checkpoint in `path` names, if the parameters among `tensors` are those of this model.
+///
+/// # Errors
+/// [`ExportError::NoModel`], [`ExportError::BadModel`] and [`ExportError::Unfit`].
+pub(crate) fn model_of(
+    path: &Path,
+    state: &Value,
+    tensors: &BTreeMap<String, TensorEntry>,
+) -> Result<ModelConfig, ExportError> {
+    let model = state.get("model").ok_or_else(|| ExportError::NoModel { path: path.to_path_buf() })?;
+    let model: ModelConfig = serde_json::from_value(model.clone())
+        .map_err(|error| ExportError::BadModel { path: path.to_path_buf(), reason: error.to_string() })?;
+    check_size(&model, tensors)
+        .and_then(|()| check(tensors, &model.parameters()))
+        .map_err(|problems| ExportError::Unfit { path: path.to_path_buf(), problems })?;
+    Ok(model)
 }
 
-/// Whether the checkpoint has these parameters and no others.
-fn check(checkpoint: &Checkpoint, parameters: &[ModelParam]) -> Result<(), ExportError> {
-    let tensors = checkpoint.tensors();
+/// Whether the tensors may be those of `model`, before its parameters are listed: a configuration can name any number of
+/// layers, of any width.
+fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> Result<(), String> {
+    let (layers, widths) = match model {
+        ModelConfig::Gpt2(model) => {
+            (model.n_layer, [model.vocab_size, model.n_positions, model.n_embd, model.inner_width()])
+        }
+        ModelConfig::Bert(model) => (
+            model.num_hidden_layers,
+            [model.vocab_size, model.max_position_embeddings, model.hidden_size, model.intermediate_size],
+        ),
+    };
+    if layers > tensors.len() {
+        return Err(format!("{layers} layers, and {} tensors in all", tensors.len()));
+    }
+    let widest = tensors.values().flat_map(|tensor| &tensor.shape).copied().max().unwrap_or(0).min(u32::MAX as usize);
+    match widths.into_iter().find(|width| *width > widest) {
+        Some(width) => Err(format!("a width of {width}, and no tensor wider than {widest}")),
+        None => Ok(()),
+    }
+}
+
+/// Whether the parameters among `tensors` are these and no others, or what is missing, unexpected or different.
+fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> Result<(), String> {
     let mut unexpected: BTreeSet<&str> =
         tensors.keys().filter(|name| name.starts_with(PREFIX)).map(String::as_str).collect();
     let (mut missing, mut differing) = (Vec::new(), Vec::new());
@@ -169,7 +201,7 @@ fn check(checkpoint: &Checkpoint, parameters: &[ModelParam]) -> Result<(), Expor
     }
     match problems.is_empty() {
         true => Ok(()),
-        false => Err(ExportError::Unfit { path: checkpoint.path().to_path_buf(), problems: problems.join("; ") }),
+        false => Err(problems.join("; ")),
     }
 }
 

@@ -15,6 +15,7 @@ mod error;
 pub mod estimate;
 pub mod export;
 pub mod gpt2;
+pub mod inspect;
 pub mod learner;
 pub mod loss_scale;
 pub mod memory;

@@ -38,6 +38,8 @@ fn help_teaches() {
       estimate     Bytes of model state per rank at every stage, and what fits into this machine
       train        Train a GPT-2 on text or token files, on the CPU
       export       Write a saved model as a folder that Hugging Face's transformers loads
+      inspect      Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
+      diff         Compare two checkpoints, saved by any numbers of ranks
       completions  Print a completion script for your shell
       help         Print this message or the help of the given subcommand(s)
 
@@ -50,6 +52,7 @@ fn help_teaches() {
       zero config --defaults --stage 3              a configuration file without questions
       zero check zero.yaml                          what a file means, in words; what is wrong with it
       zero train --model tiny --data book.txt --config zero.yaml --out run
+      zero inspect run/checkpoints                  what was saved, and whether it is sound
 
     Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are.
     ");

@@ -27,8 +27,21 @@ pub(super) struct Staging {
     id: String,
     /// `None` once the folder has been published.
     folder: Option<PathBuf>,
-    /// Locked; the system unlocks it when the file is closed, at the latest when the process ends.
-    _lock: File,
+    _lock: Lock,
+}
+
+/// A locked file, unlocked by dropping it; by the system when the process ends before.
+#[derive(Debug)]
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Not left to the closing of the file: a process that another thread is starting right now has a copy of it, and
+        // the next save would find it locked.
+        if let Err(error) = self.0.unlock() {
+            tracing::warn!("the lock of a folder of checkpoints cannot be given back: {error}");
+        }
+    }
 }
 
 impl Staging {
@@ -43,6 +56,7 @@ impl Staging {
             Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
             Err(TryLockError::Error(error)) => return Err(io_at("lock", &path)(error)),
         }
+        let lock = Lock(lock);
         sweep(dir)?;
         let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let id = format!("{nanos:x}-{:x}", std::process::id());

@@ -1,4 +1,4 @@
-//! Bytes with something changed, for parsers that must not trust them: the same inputs in every run of a seed.
+//! Bytes with something changed, for parsers that must not trust them: of the same bytes and seed, the same every time.
 #![allow(dead_code)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -158,7 +158,8 @@ impl Gpt2Config {
 
     /// Width of the feed-forward layer.
     pub fn inner_width(&self) -> usize {
-        self.n_inner.unwrap_or(4 * self.n_embd)
+        // Not above what a number holds, for a configuration that somebody made up.
+        self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
     /// Number of parameters; a tied head counts once.

@@ -1,7 +1,9 @@
-//! `zero`: write a configuration, check it, estimate memory, train, export what was trained.
+//! `zero`: write a configuration, check it, estimate memory, train, look at what was saved, export it.
 
 mod ask;
 mod commands;
+mod diff;
+mod inspect;
 
 use std::alloc::System;
 use std::process::ExitCode;
@@ -24,6 +26,7 @@ First steps:
   zero config --defaults --stage 3              a configuration file without questions
   zero check zero.yaml                          what a file means, in words; what is wrong with it
   zero train --model tiny --data book.txt --config zero.yaml --out run
+  zero inspect run/checkpoints                  what was saved, and whether it is sound
 
 Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are."
 )]
@@ -44,6 +47,10 @@ enum Command {
     Train(Box<zero_train::gpt2::Options>),
     /// Write a saved model as a folder that Hugging Face's transformers loads
     Export(commands::ExportArgs),
+    /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
+    Inspect(inspect::InspectArgs),
+    /// Compare two checkpoints, saved by any numbers of ranks
+    Diff(diff::DiffArgs),
     /// Print a completion script for your shell
     Completions {
         /// The shell
@@ -58,6 +65,14 @@ fn main() -> ExitCode {
         Command::Estimate(args) => commands::estimate(&args),
         Command::Export(args) => commands::export(&args),
         Command::Train(options) => return commands::train(&options),
+        Command::Inspect(args) => match inspect::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
+        Command::Diff(args) => match diff::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
             Ok(())
