@@ -1,7 +1,7 @@
 //! How near this engine comes to what the disk can do.
 //!
 //! ```text
-//! cargo run --release --example disk_rate -- FOLDER [ROUNDS [GIB [BLOCK_KIB [DEPTH [threads]]]]]
+//! cargo run --release -p zero-core --example disk_rate -- FOLDER [ROUNDS [GIB [BLOCK_KIB [DEPTH [threads]]]]]
 //! ```
 //!
 //! In each round, one after the other on the same disk: the simplest loop that keeps `DEPTH` blocks in flight (like fio)

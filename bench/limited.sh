@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Trains a GPT-2 under a hard limit on the memory of the whole process (page cache included), with model state on a disk, and
+# prints each step's loss and time and the highest use of memory.
+#   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
+#   bench/limited.sh 6144 gpt2-xl 5 /mnt/fast --lr 1e-4
+# The limit is a memory cgroup's (version 1 or 2), which takes root. Exit codes: the run's own; 2 without a cgroup.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+limit=${1:-6144} model=${2:-gpt2-xl} steps=${3:-5} swap=${4:-.}
+shift $(($# < 4 ? $# : 4))
+cargo build --release --quiet -p zero-examples --example gpt2_1_5b
+
+name=zero-limited-$$
+if [[ -d /sys/fs/cgroup/memory ]]; then
+  group=/sys/fs/cgroup/memory/$name most=memory.limit_in_bytes peak=memory.max_usage_in_bytes
+else
+  group=/sys/fs/cgroup/$name most=memory.max peak=memory.peak
+fi
+mkdir "$group" 2>/dev/null || { echo "error: cannot make the memory cgroup $group: run as root" >&2; exit 2; }
+out=$(mktemp -d)
+trap 'rm -rf "$out"; rmdir "$group" 2>/dev/null || true' EXIT
+echo $((limit << 20)) >"$group/$most"
+[[ $most = memory.max ]] && echo 0 >"$group/memory.swap.max" 2>/dev/null || true
+
+status=0
+(
+  echo $BASHPID >"$group/cgroup.procs"
+  exec target/release/examples/gpt2_1_5b --model "$model" --seq 128 --batch 1 --ranks 2 --stage 3 --steps "$steps" \
+    --offload all --swap "$swap" --out "$out" --json "$@" >"$out/summary.json"
+) || status=$?
+python3 - "$out" "$limit" "$(cat "$group/$peak")" <<'PYTHON'
+import json, sys
+out, limit, peak = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+for line in open(f"{out}/metrics.jsonl"):
+    step = json.loads(line)
+    print(f"step {step['step']}: loss {step['loss']:.4f}, {step['step_ms'] / 1e3:.1f} s, "
+          f"peak RSS {max(rank['peak_rss_bytes'] for rank in step['ranks']) >> 20} MiB")
+print(f"limit {limit} MiB, highest use of the cgroup {peak >> 20} MiB")
+PYTHON
+exit $status
