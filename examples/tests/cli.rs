@@ -231,7 +231,8 @@ fn bad_options_are_refused() {
     refused(&["--model", "tiny", "--beta2", "1"], "--beta2 1: expected 0 or more and less than 1");
     refused(&["--model", "tiny", "--batch", "two"], "invalid value 'two'");
     refused(&["--model", "tiny", "--rank", "2"], "unexpected argument '--rank'");
-    refused(&["--model", "gpt2-10b"], "does not fit");
+    refused(&["--model", "gpt2-10b", "--offload", "none", "--memory", "20GiB"], "does not fit");
+    refused(&["--model", "tiny", "--memory", "much"], "--memory much: ");
 }
 
 #[test]

@@ -164,7 +164,11 @@ pub(crate) fn require(path: &Path, bytes: u64) -> Result<(), DiskError> {
     if bytes > free { Err(no_space(path, bytes, false)) } else { Ok(()) }
 }
 
-fn free_bytes(path: &Path) -> io::Result<u64> {
+/// Bytes that the file system of `path` still has for this user.
+///
+/// # Errors
+/// What the system says.
+pub fn free_bytes(path: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(path)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }

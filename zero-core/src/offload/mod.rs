@@ -68,7 +68,7 @@ pub use element::Element;
 pub use engine::EngineKind;
 pub use error::DiskError;
 pub use file::{SwapFile, SwapFileOptions};
-pub use folder::SwapDir;
+pub use folder::{SwapDir, free_bytes};
 pub use options::{AioOptions, EngineChoice};
 pub use pipeline::{Access, Item, Part, PipelineOptions, PipelineReport, pipeline};
 pub use regions::Region;

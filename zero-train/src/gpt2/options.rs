@@ -76,12 +76,16 @@ pub struct Options {
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Keep model state on a disk: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3)
+    /// Keep model state on a disk: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the
+    /// least that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]
     pub offload: Option<OffloadChoice>,
     /// The folder for --offload, on a fast disk; a run makes one of its own in it and removes it at its end
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub swap: PathBuf,
+    /// Use no more memory than this, such as 6GiB [default: what is available]
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<String>,
     /// Save checkpoints into this folder: at the end, and with --save-every on the way
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
@@ -119,6 +123,17 @@ pub enum OffloadChoice {
     Optimizer,
     /// Parameters too.
     All,
+}
+
+impl OffloadChoice {
+    /// As on the command line.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            OffloadChoice::None => "none",
+            OffloadChoice::Optimizer => "optimizer",
+            OffloadChoice::All => "all",
+        }
+    }
 }
 
 /// A type to compute in.

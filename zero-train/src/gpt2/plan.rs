@@ -9,10 +9,11 @@ use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
 use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
+use zero_models::hf_export::parse_bytes;
 
-use super::Options;
 use super::checkpoints::Checkpoints;
 use super::zero_plan::zero_plan;
+use super::{OffloadChoice, Options};
 use crate::TrainError;
 use crate::config::{Offload, OffloadDevice, ZeroPlan};
 use crate::data::{Source, TokenRows};
@@ -65,6 +66,8 @@ pub struct MemoryNeed {
     pub activations: u64,
     /// Number of ranks in this process.
     pub ranks: u64,
+    /// Model state of one rank on the disk.
+    pub disk: u64,
 }
 
 impl MemoryNeed {
@@ -87,16 +90,23 @@ impl MemoryNeed {
             model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
         let (tokens, width) = ((batch * seq) as u64, model.n_embd as u64);
-        // One gathered copy, one dense gradient, two buckets in flight with their results; four pieces of temporaries
-        // in the optimizer.
+        // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
-        let working = 4 * (gathered + largest + 3 * plan.reduce_bucket_size.min(model.num_params()) + 4 * piece);
-        // Floats kept per token and layer: about 34 widths (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198,
-        // section 4, counts 34 bytes for half of it in 16 bit), and two or three T x T score matrices per head.
-        let per_layer = tokens * 34 * width + (batch * model.n_head) as u64 * 3 * (seq * seq) as u64;
-        let logits = 3 * tokens * model.vocab_size as u64;
+        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(model.num_params()));
+        let mut disk = 0;
+        if on_disk(&plan.offload_optimizer) || on_disk(&plan.offload_param) {
+            let settings = plan.zero_config(0).offload.disk;
+            working += settings.buffer_count * settings.buffer_bytes;
+            let in_memory = model_state(psi, stage, ranks as u64, precision(plan)).total() - state.total();
+            disk = in_memory;
+        }
+        // Floats that the fused operations keep per token and layer, in widths: the input, the two norms' results, query,
+        // key and value, attention's result, the sum after it, and the feed-forward layer before and after its activation.
+        let per_layer = tokens * (8 * width + 2 * model.inner_width() as u64);
+        // Logits are made for a few rows at a time.
+        let logits = 2 * tokens.min(256) * model.vocab_size as u64;
         let activations = 4 * (model.n_layer as u64 * per_layer + logits);
-        Self { state, working: working as u64, activations, ranks: ranks as u64 }
+        Self { state, working: working as u64, activations, ranks: ranks as u64, disk }
     }
 
     /// Sum over all ranks.
@@ -128,8 +138,10 @@ impl Plan {
             positive("threads", threads)?;
         }
         let seq_guess = options.seq.unwrap_or(128);
-        let (name, model, notice) = choose_model(options, default_model, seq_guess)?;
+        let budget = Budget::new(options)?;
+        let Choice { name, model, offload, notice } = choose(options, default_model, seq_guess, &budget)?;
         model.validate()?;
+        let options = &Options { offload, ..options.clone() };
         let plan = zero_plan(options, &model)?;
         let (stage, ranks) = (plan.stage, plan.world);
         let zero = plan.zero_config(options.seed);
@@ -142,13 +154,17 @@ impl Plan {
         let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
         let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
         let need = MemoryNeed::new(&model, &plan, rows.seq());
-        if let Some(available) = available_bytes().filter(|&available| need.total() > available) {
+        if !budget.holds(&need) {
             return Err(TrainError::Memory(format!(
-                "model {name} does not fit: {}, but {} of memory is available; use a smaller --model, --batch or --seq, \
-                 or fewer --ranks{}",
+                "model {name} does not fit: {}{}; use a smaller --model, --batch or --seq, fewer --ranks{}{}",
                 need.arithmetic(),
-                format_bytes(available),
-                if stage == Stage::Parameters { "" } else { ", or --stage 3" }
+                budget.but(&need),
+                if stage == Stage::Parameters { "" } else { ", or --stage 3" },
+                if options.config.is_none() && options.offload != Some(OffloadChoice::All) {
+                    ", or --offload all with a fast disk at --swap"
+                } else {
+                    ""
+                }
             )));
         }
         Ok(Self {
@@ -227,52 +243,131 @@ fn positive(option: &'static str, value: usize) -> Result<(), TrainError> {
     if value == 0 { Err(wrong(option, 0, "expected at least 1")) } else { Ok(()) }
 }
 
-/// The model by name, folder or weights; if none is named, the default, or the largest preset that fits.
-fn choose_model(
-    options: &Options,
-    default_model: &str,
-    seq: usize,
-) -> Result<(String, Gpt2Config, Option<String>), TrainError> {
-    match (&options.model, &options.weights) {
-        (Some(name), _) if Path::new(name).is_dir() => {
-            Ok((name.clone(), Gpt2Config::from_file(&Path::new(name).join("config.json"))?, None))
-        }
-        (Some(name), _) => Ok((name.clone(), Gpt2Config::preset(name)?, None)),
-        (None, Some(dir)) => Ok((dir.display().to_string(), Gpt2Config::from_file(&dir.join("config.json"))?, None)),
-        (None, None) => {
-            let wanted = Gpt2Config::preset(default_model)?;
-            let need = |model: &Gpt2Config| -> Result<MemoryNeed, TrainError> {
-                Ok(MemoryNeed::new(model, &zero_plan(options, model)?, seq.min(model.n_positions)))
-            };
-            let Some(available) = available_bytes() else {
-                return Ok((default_model.to_string(), wanted, None));
-            };
-            let too_much = need(&wanted)?;
-            if too_much.total() <= available {
-                return Ok((default_model.to_string(), wanted, None));
+/// Memory and disk that a run may take.
+struct Budget {
+    /// `None`: unknown, and not limited.
+    memory: Option<u64>,
+    disk: Option<u64>,
+}
+
+impl Budget {
+    fn new(options: &Options) -> Result<Self, TrainError> {
+        let limit = options.memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
+            let got = options.memory.clone().unwrap_or_default();
+            wrong("memory", got, error.to_string())
+        })?;
+        let memory = available_bytes().into_iter().chain(limit).min();
+        Ok(Self { memory, disk: free_disk(&options.swap) })
+    }
+
+    fn holds(&self, need: &MemoryNeed) -> bool {
+        self.memory.is_none_or(|memory| need.total() <= memory)
+            && (need.disk == 0 || self.disk.is_none_or(|disk| need.disk * need.ranks <= disk))
+    }
+
+    /// What there is too little of.
+    fn but(&self, need: &MemoryNeed) -> String {
+        match (self.memory, self.disk) {
+            (Some(memory), _) if need.total() > memory => {
+                format!(", but {} of memory may be used", format_bytes(memory))
             }
-            let fits = Gpt2Config::PRESETS.iter().rev().find_map(|&name| {
-                let model = Gpt2Config::preset(name).ok()?;
-                let smaller =
-                    model.num_params() < wanted.num_params() && options.seq.is_none_or(|s| s <= model.n_positions);
-                (smaller && need(&model).ok()?.total() <= available).then_some((name, model))
-            });
-            let why = format!(
-                "{default_model} does not fit: {}, but {} of memory is available",
-                too_much.arithmetic(),
-                format_bytes(available)
-            );
-            match fits {
-                Some((name, model)) => {
-                    let notice = format!("{why}.\nTraining {name}, the largest preset that fits.");
-                    Ok((name.to_string(), model, Some(notice)))
-                }
-                None => Err(TrainError::Memory(format!(
-                    "{why}, and no smaller preset fits either; use fewer --ranks or a smaller --seq or --batch"
-                ))),
+            (_, Some(disk)) => {
+                format!(", and {} on the disk, which has {}", format_bytes(need.disk * need.ranks), format_bytes(disk))
             }
+            _ => String::new(),
         }
     }
+}
+
+/// Free bytes of the file system of a folder, or of the nearest folder above it that exists.
+fn free_disk(folder: &Path) -> Option<u64> {
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    let existing = folder.ancestors().find(|ancestor| ancestor.is_dir()).unwrap_or(Path::new("."));
+    zero_core::offload::free_bytes(existing).ok()
+}
+
+/// The model, and what of it is kept on a disk.
+struct Choice {
+    name: String,
+    model: Gpt2Config,
+    offload: Option<OffloadChoice>,
+    notice: Option<String>,
+}
+
+/// The model by name, folder or weights; if none is named, the default, or the largest preset that fits. Without --offload
+/// and --config, the cheapest tier of memory and disk that fits.
+fn choose(options: &Options, default_model: &str, seq: usize, budget: &Budget) -> Result<Choice, TrainError> {
+    let need = |model: &Gpt2Config, offload: Option<OffloadChoice>| -> Result<MemoryNeed, TrainError> {
+        let options = Options { offload, ..options.clone() };
+        Ok(MemoryNeed::new(model, &zero_plan(&options, model)?, seq.min(model.n_positions)))
+    };
+    let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
+        (Some(given), _) => &[Some(given)],
+        (None, Some(_)) => &[None],
+        (None, None) => match options.stage.unwrap_or(3) {
+            0 => &[None],
+            1 | 2 => &[None, Some(OffloadChoice::Optimizer)],
+            _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
+        },
+    };
+    // The first tier that fits, with what is to be said about it.
+    let fitting = |model: &Gpt2Config| -> Result<Option<(Option<OffloadChoice>, Option<String>)>, TrainError> {
+        for &tier in tiers {
+            let with = need(model, tier)?;
+            if budget.holds(&with) {
+                let notice = match tier {
+                    Some(choice) if options.offload.is_none() => {
+                        let without = need(model, None)?;
+                        Some(format!(
+                            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {} below {}.",
+                            without.arithmetic(),
+                            budget.but(&without),
+                            choice.name(),
+                            format_bytes(with.total()),
+                            format_bytes(with.disk * with.ranks),
+                            options.swap.display()
+                        ))
+                    }
+                    _ => None,
+                };
+                return Ok(Some((tier, notice)));
+            }
+        }
+        Ok(None)
+    };
+    let named = match (&options.model, &options.weights) {
+        (Some(name), _) if Path::new(name).is_dir() => {
+            Some((name.clone(), Gpt2Config::from_file(&Path::new(name).join("config.json"))?))
+        }
+        (Some(name), _) => Some((name.clone(), Gpt2Config::preset(name)?)),
+        (None, Some(dir)) => Some((dir.display().to_string(), Gpt2Config::from_file(&dir.join("config.json"))?)),
+        (None, None) => None,
+    };
+    if let Some((name, model)) = named {
+        // What does not fit is told with the length of the data's rows.
+        let (offload, notice) = fitting(&model)?.unwrap_or((options.offload, None));
+        return Ok(Choice { name, model, offload, notice });
+    }
+    let wanted = Gpt2Config::preset(default_model)?;
+    if let Some((offload, notice)) = fitting(&wanted)? {
+        return Ok(Choice { name: default_model.to_string(), model: wanted, offload, notice });
+    }
+    let too_much = need(&wanted, options.offload)?;
+    let why = format!("{default_model} does not fit: {}{}", too_much.arithmetic(), budget.but(&too_much));
+    for &name in Gpt2Config::PRESETS.iter().rev() {
+        let model = Gpt2Config::preset(name)?;
+        if model.num_params() >= wanted.num_params() || options.seq.is_some_and(|seq| seq > model.n_positions) {
+            continue;
+        }
+        if let Some((offload, notice)) = fitting(&model)? {
+            let notice = [Some(format!("{why}.\nTraining {name}, the largest preset that fits.")), notice];
+            let notice = notice.into_iter().flatten().collect::<Vec<_>>().join("\n");
+            return Ok(Choice { name: name.to_string(), model, offload, notice: Some(notice) });
+        }
+    }
+    Err(TrainError::Memory(format!(
+        "{why}, and no smaller preset fits either; use fewer --ranks or a smaller --seq or --batch"
+    )))
 }
 
 impl core::fmt::Display for Plan {
@@ -324,6 +419,10 @@ impl core::fmt::Display for Plan {
         ] {
             writeln!(f, "    {kind:<12} {:>12}", format_bytes(bytes))?;
         }
-        write!(f, "  all ranks      {}", format_bytes(self.need.total()))
+        write!(f, "  all ranks      {}", format_bytes(self.need.total()))?;
+        if self.need.disk > 0 {
+            write!(f, ", and {} on the disk", format_bytes(self.need.disk * self.need.ranks))?;
+        }
+        Ok(())
     }
 }
