@@ -21,8 +21,10 @@ use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::all_gather;
 use zero_core::Stage;
 use zero_core::checkpoint::{Check, Checkpoint, ElementType, SaveOptions, find_latest};
-use zero_models::{Gpt2, Gpt2Config};
+use zero_models::hf_export::{ExportDtype, ExportOptions};
+use zero_models::{Gpt2, Gpt2Config, ModelConfig};
 use zero_train::engine::{EngineConfig, EngineError, Parts, Step, ZeroEngine};
+use zero_train::export::export_checkpoint;
 use zero_train::loss_scale::{DynamicLossScale, LossScaler};
 use zero_train::schedule::{Schedule, Warmup};
 
@@ -419,5 +421,37 @@ fn records_go_on_at_any_shape() {
         })
         .swap_remove(0);
         assert!(loaded == saved.2, "records -> {ranks} ranks at stage {stage}");
+    }
+}
+
+#[test]
+fn a_live_model_is_exported_as_its_checkpoint_is() {
+    for (dtype, stage, ranks) in
+        [(Float::F32, Stage::Parameters, 3), (Float::Bf16, Stage::Parameters, 2), (Float::F32, Stage::DataParallel, 2)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let run = Run { ranks, ..half(dtype, stage) };
+        let model = ModelConfig::Gpt2(run.model.clone());
+        let options = ExportOptions { dtype: ExportDtype::Fp32, ..ExportOptions::default() };
+        let (live, offline) = (dir.path().join("live"), dir.path().join("offline"));
+        let path = on_ranks(ranks, &run.zero, |device| {
+            let mut engine = half_engine(&run, &device);
+            train(&run, &mut engine, 0..2, &device);
+            let exported = engine.export(&model, &live, &options).unwrap();
+            assert_eq!(exported.is_some(), device.rank() == 0);
+            // Again into the same folder: refused on rank 0, and told to the others.
+            let error = engine.export(&model, &live, &options).unwrap_err().to_string();
+            let expected = if device.rank() == 0 { "live" } else { "rank 0 could not write" };
+            assert!(error.contains(expected), "{error}");
+            let mut state = Map::new();
+            state.insert("model".into(), serde_json::to_value(&model).unwrap());
+            engine.save(&dir.path().join("checkpoints"), 2, state, &SaveOptions::default()).unwrap().path
+        })
+        .swap_remove(0);
+        export_checkpoint(&path, &offline, &options).unwrap();
+        for file in ["model.safetensors", "config.json"] {
+            let [live, offline] = [&live, &offline].map(|folder| std::fs::read(folder.join(file)).unwrap());
+            assert!(live == offline, "{file} of {dtype:?} at stage {stage} on {ranks} ranks");
+        }
     }
 }

@@ -84,6 +84,15 @@ pub enum EngineError {
     /// A checkpoint could not be saved or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// Weights could not be written for Hugging Face.
+    #[error(transparent)]
+    Export(#[from] zero_models::ModelError),
+    /// Rank 0 could not write weights; its own error says why.
+    #[error("rank 0 could not write {}", out.display())]
+    ExportFailed {
+        /// The folder.
+        out: PathBuf,
+    },
     /// The loss scale cannot get smaller.
     #[error(transparent)]
     LossScale(#[from] LossScaleError),

@@ -31,6 +31,7 @@
 
 mod checkpoint;
 mod error;
+mod export;
 mod optimizer;
 mod state;
 

@@ -178,7 +178,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if self.optimizer.set_state(meta.id, name, values) { Ok(()) } else { Err(no_state(path, name)) }
     }
 
-    fn meta(&self, path: &str) -> Result<ParamMeta, EngineError> {
+    pub(super) fn meta(&self, path: &str) -> Result<ParamMeta, EngineError> {
         let all = self.parameters();
         let close = || {
             let distance = |meta: &ParamMeta| strsim::levenshtein(&meta.path, path);
