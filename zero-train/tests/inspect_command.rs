@@ -155,7 +155,8 @@ fn one_checkpoint_is_told_in_words() {
     export        `zero export` writes it as a GPT2LMHeadModel of Hugging Face
     ");
     let out = prints(0, &["inspect", text(&path), "--tensors"]);
-    assert_contains(&out, &["\nmodel.wte.weight                      F32 [500, 4]             7.81 KiB\n"]);
+    let line = out.lines().find(|line| line.starts_with("model.wte ")).unwrap();
+    assert_eq!(line.split_whitespace().collect::<Vec<_>>().join(" "), "model.wte F32 [500, 4] 7.81 KiB");
     let quick = prints(0, &["inspect", text(&path), "--quick"]);
     assert_contains(&quick, &["sound (only manifest, sizes and headers were looked at)"]);
     assert!(!quick.contains("F32 ["));
