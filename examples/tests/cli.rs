@@ -121,9 +121,9 @@ fn a_deepspeed_config_trains_as_the_same_settings_by_hand() {
 fn an_accelerate_config_trains_as_the_same_settings_by_hand() {
     let config = fixture("configs/accelerate_zero3_cpu.yaml");
     let (by_config, _, stderr) = losses(&["--steps", "4", "--batch", "2", "--config", config.to_str().unwrap()]);
-    for key in ["offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"] {
-        assert!(stderr.contains(key), "{key} in {stderr}");
-    }
+    assert!(stderr.contains("zero3_save_16bit_model"), "{stderr}");
+    // To host memory: on the CPU it is the device's, which the plan says.
+    assert!(!stderr.contains("offload_"), "{stderr}");
     let (expected, ..) = losses(&["--steps", "4", "--batch", "2", "--ranks", "1", "--stage", "3", "--clip", "1"]);
     assert_eq!(by_config, expected);
 }

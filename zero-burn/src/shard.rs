@@ -338,14 +338,11 @@ impl<B: Backend> Cell<B> {
     /// otherwise a copy. The cell itself if it is in memory.
     pub(crate) fn into_stored(self: Arc<Self>) -> Result<Arc<Stored>, Arc<Self>> {
         let Some(stored) = self.settled().stored.clone() else { return Err(self) };
-        if !self.may_be_read() {
-            match Arc::try_unwrap(self) {
-                Ok(mut cell) => {
-                    cell.retired = true;
-                    return Ok(stored);
-                }
-                Err(_) => {}
-            }
+        if !self.may_be_read()
+            && let Ok(mut cell) = Arc::try_unwrap(self)
+        {
+            cell.retired = true;
+            return Ok(stored);
         }
         let mut bytes = vec![0; stored.region().bytes()];
         or_stop(stored.read_into(&mut bytes));

@@ -70,8 +70,8 @@ pub fn table(rows: &[Estimate], ranks_here: u64, available: Option<u64>) -> Stri
     for row in rows {
         let offloaded = match row.offloaded {
             Offloaded::Nothing => "nothing",
-            Offloaded::Optimizer => "optimizer *",
-            Offloaded::OptimizerAndParameters => "optimizer, parameters *",
+            Offloaded::Optimizer => "optimizer",
+            Offloaded::OptimizerAndParameters => "optimizer, parameters",
         };
         let here = row.total() * ranks_here;
         // Writing to a string cannot fail.
@@ -87,7 +87,7 @@ pub fn table(rows: &[Estimate], ranks_here: u64, available: Option<u64>) -> Stri
             let _ = write!(text, "  {}", if here <= available { "yes" } else { "no" });
         }
     }
-    text.push_str("\n* by formula: offloading is not available yet. Activations and buffers come on top.");
+    text.push_str("\nActivations and buffers come on top. What is offloaded to a disk (--offload) takes no memory of this machine.");
     text
 }
 
@@ -103,13 +103,13 @@ mod tests {
         stage   offloaded                 device/rank    host/rank   this machine  fits
         0       nothing                     14.90 GiB          0 B      59.60 GiB  no
         1       nothing                      6.52 GiB          0 B      26.08 GiB  yes
-        1       optimizer *                  3.73 GiB     2.79 GiB      26.08 GiB  yes
+        1       optimizer                    3.73 GiB     2.79 GiB      26.08 GiB  yes
         2       nothing                      5.12 GiB          0 B      20.49 GiB  yes
-        2       optimizer *                  2.33 GiB     2.79 GiB      20.49 GiB  yes
+        2       optimizer                    2.33 GiB     2.79 GiB      20.49 GiB  yes
         3       nothing                      3.73 GiB          0 B      14.90 GiB  yes
-        3       optimizer *                953.67 MiB     2.79 GiB      14.90 GiB  yes
-        3       optimizer, parameters *    629.43 MiB     3.26 GiB      15.50 GiB  yes
-        * by formula: offloading is not available yet. Activations and buffers come on top.
+        3       optimizer                  953.67 MiB     2.79 GiB      14.90 GiB  yes
+        3       optimizer, parameters      629.43 MiB     3.26 GiB      15.50 GiB  yes
+        Activations and buffers come on top. What is offloaded to a disk (--offload) takes no memory of this machine.
         ");
     }
 }

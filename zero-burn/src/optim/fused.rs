@@ -421,12 +421,12 @@ fn job<B: Backend>(
     let elements = gradient.cell.partition.len(gradient.cell.place());
     let half = matches!(dtype, DType::F16 | DType::BF16);
     // Where a state is that may be there already.
-    let mut home = |name: &str| match held.iter().position(|(known, _)| known == name) {
-        Some(place) => Some(match held.swap_remove(place).1.into_stored() {
+    let mut home = |name: &str| {
+        let place = held.iter().position(|(known, _)| known == name)?;
+        Some(match held.swap_remove(place).1.into_stored() {
             Ok(stored) => Home::Disk { stored, fresh: false },
             Err(cell) => Home::Memory(host::<B>(cell.into_local())),
-        }),
-        None => None,
+        })
     };
     let fresh = || match context.disk_for(Kind::Optimizer, elements * 4, None) {
         Some(disk) => Home::Disk { stored: or_stop(disk.reserve(elements * 4)), fresh: true },

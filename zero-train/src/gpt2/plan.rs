@@ -294,6 +294,9 @@ struct Choice {
     notice: Option<String>,
 }
 
+/// A tier that fits, and what is to be said about it.
+type Fitting = (Option<OffloadChoice>, Option<String>);
+
 /// The model by name, folder or weights; if none is named, the default, or the largest preset that fits. Without --offload
 /// and --config, the cheapest tier of memory and disk that fits.
 fn choose(options: &Options, default_model: &str, seq: usize, budget: &Budget) -> Result<Choice, TrainError> {
@@ -311,7 +314,7 @@ fn choose(options: &Options, default_model: &str, seq: usize, budget: &Budget) -
         },
     };
     // The first tier that fits, with what is to be said about it.
-    let fitting = |model: &Gpt2Config| -> Result<Option<(Option<OffloadChoice>, Option<String>)>, TrainError> {
+    let fitting = |model: &Gpt2Config| -> Result<Option<Fitting>, TrainError> {
         for &tier in tiers {
             let with = need(model, tier)?;
             if budget.holds(&with) {
