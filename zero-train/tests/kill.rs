@@ -18,7 +18,9 @@ const STEPS: usize = 150;
 fn train(inputs: &Path, run: &Path, options: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
     let at = |name: &str| inputs.join(name).into_os_string();
-    command.arg("train").arg("--model").arg(at("model")).arg("--data").arg(at("rows.safetensors"));
+    let model = if options.contains(&"--offload") { "wide" } else { "model" };
+    command.arg("train").arg("--model").arg(at(model)).arg("--data").arg(at("rows.safetensors"));
+    command.arg("--swap").arg(at("swap"));
     command.args(["--batch", "2", "--threads", "1", "--json", "--steps"]).arg(STEPS.to_string());
     command.args(["--warmup", "20", "--clip", "1", "--resume", "auto"]);
     command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);
@@ -31,7 +33,9 @@ fn fifty_kills_change_no_bit_of_the_losses() {
     let dir = tempfile::tempdir().unwrap();
     write_inputs(dir.path());
     let (mut kills, mut inside, mut before_any, mut runs) = (0, 0, 0, 0);
-    let kinds: [&[&str]; 4] = [
+    std::fs::create_dir(dir.path().join("swap")).unwrap();
+    let kinds: [&[&str]; 5] = [
+        &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2", "--offload", "all"],
         &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2"],
         &["--ranks", "2", "--stage", "1", "--save-every", "1", "--keep-last", "1", "--save-async"],
         &[
@@ -75,6 +79,8 @@ fn fifty_kills_change_no_bit_of_the_losses() {
         }
         let (expected, got) = (trajectory(&unbroken), trajectory(&broken));
         assert_eq!(expected.len(), STEPS);
+        let left = std::fs::read_dir(dir.path().join("swap")).unwrap().count();
+        assert_eq!(left, 0, "what killed runs left on the disk is removed by those that follow");
         assert_eq!(got, expected, "run {runs} with {options:?}");
         runs += 1;
     }

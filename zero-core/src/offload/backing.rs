@@ -204,6 +204,16 @@ impl Backing {
         self.stopped.lock().get_or_insert(reason);
     }
 
+    /// Whether the file still has the bytes that were reserved.
+    pub(crate) fn check_length(&self, expected_bytes: u64) -> Result<(), DiskError> {
+        let got_bytes = self.file.metadata().map_err(system_at("look at", &self.path))?.len();
+        if got_bytes < expected_bytes {
+            let path = self.path.clone();
+            return Err(DiskError::Truncated { path, expected_bytes, got_bytes });
+        }
+        Ok(())
+    }
+
     pub(crate) fn check(&self) -> Result<(), DiskError> {
         match &*self.stopped.lock() {
             Some(reason) => Err(DiskError::Stopped { path: self.path.clone(), reason: reason.clone() }),

@@ -48,6 +48,19 @@ pub enum DiskError {
         /// The system's error.
         source: io::Error,
     },
+    /// The file has been cut by somebody else: what it held is lost.
+    #[error(
+        "{} was cut from outside: expected {expected_bytes} bytes, found {got_bytes}; nothing else may write to it: go on from \
+         the last checkpoint", path.display()
+    )]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Bytes reserved in it.
+        expected_bytes: u64,
+        /// Bytes that it has.
+        got_bytes: u64,
+    },
     /// The disk is too small.
     #[error(
         "no space for {} more in {}, {} is free{}: free some, or set nvme_path to a folder on a larger disk",

@@ -142,8 +142,8 @@ impl SwapFile {
     /// Starts to read a region into a buffer, which then shows the region's bytes.
     ///
     /// # Errors
-    /// [`DiskError::NotAllocated`], [`DiskError::Unfit`], or [`DiskError::Stopped`] after an earlier transfer did not
-    /// end in time. Errors of the disk come from [`Ticket::wait`].
+    /// [`DiskError::NotAllocated`], [`DiskError::Unfit`], [`DiskError::Truncated`] when the file has been cut from outside,
+    /// or [`DiskError::Stopped`] after an earlier transfer did not end in time. Errors of the disk come from [`Ticket::wait`].
     pub fn read(&self, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
         self.submit(Direction::Read, region, buffer)
     }
@@ -169,9 +169,16 @@ impl SwapFile {
     /// Whether a region can be moved to or from a buffer.
     pub(crate) fn check(&self, region: &Region, buffer: &Buffer) -> Result<(), DiskError> {
         self.backing.check()?;
-        if !self.regions.lock().holds(region) {
-            return Err(self.not_allocated(region));
-        }
+        let reserved_bytes = {
+            let regions = self.regions.lock();
+            if !regions.holds(region) {
+                drop(regions);
+                return Err(self.not_allocated(region));
+            }
+            regions.end()
+        };
+        // A file that somebody has cut would read as zeros where a later write makes it long again.
+        self.backing.check_length(reserved_bytes)?;
         if region.padded_bytes() > buffer.capacity() || buffer.alignment() < self.alignment() {
             return Err(DiskError::Unfit {
                 region_bytes: region.bytes(),

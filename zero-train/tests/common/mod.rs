@@ -15,6 +15,13 @@ pub fn write_inputs(dir: &Path) {
     });
     std::fs::create_dir(dir.join("model")).unwrap();
     std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
+    // So wide that its pieces are worth a disk.
+    let wide = json!({
+        "model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 192, "n_layer": 1, "n_head": 4,
+        "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0
+    });
+    std::fs::create_dir(dir.join("wide")).unwrap();
+    std::fs::write(dir.join("wide/config.json"), wide.to_string()).unwrap();
     let ids: Vec<u8> = (0..37 * 12i32).flat_map(|i| ((i * i + i / 12) % 61).to_le_bytes()).collect();
     let rows = TensorView::new(Dtype::I32, vec![37, 12], &ids).unwrap();
     safetensors::serialize_to_file([("input_ids", rows)], None, &dir.join("rows.safetensors")).unwrap();
