@@ -13,7 +13,7 @@ use serde_json::Map;
 use zero_burn::config::{Disk, Float, Offload, Tier};
 use zero_burn::launch::launch;
 use zero_burn::optim::{Fused, Rule};
-use zero_burn::stats::{all_gather, rank_stats};
+use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
 use zero_core::offload::AioOptions;
@@ -177,6 +177,45 @@ fn checkpoints_go_from_tier_to_tier() {
         })
         .swap_remove(0);
         assert!(resumed == next, "{:?} -> {:?}", from.1, to.1);
+    }
+}
+
+#[test]
+fn states_leave_memory_for_a_while_and_come_back() {
+    for (stage, ranks, dtype) in [
+        (Stage::DataParallel, 2, Float::F32),
+        (Stage::OptimizerState, 3, Float::F32),
+        (Stage::Gradients, 2, Float::Bf16),
+        (Stage::Parameters, 2, Float::F32),
+    ] {
+        let mut run = run_of(stage, ranks);
+        run.zero.param_dtype = dtype;
+        let train_with = |pause: bool| {
+            on_ranks(ranks, &run.zero, |device| {
+                let dir = tempfile::tempdir().unwrap();
+                let mut engine = engine(&run, Rule::adamw(), 1, &device);
+                let mut losses = train(&run, &mut engine, 0..2, 1, &device);
+                if pause {
+                    let before = rank_stats::<Flex>();
+                    let moved = engine.offload_states(&disk(dir.path())).unwrap();
+                    reset_peaks::<Flex>();
+                    let state = rank_stats::<Flex>().model_state_bytes;
+                    assert_eq!((state.parameters, state.optimizer), (0, 0), "stage {stage}");
+                    assert!(moved >= before.model_state_bytes.optimizer, "{moved} bytes moved");
+                    assert!(engine.offload_states(&disk(dir.path())).is_err(), "twice");
+                    // An evaluation reads from the disk.
+                    let ids = tokens(&run, 9, &device).inner();
+                    let loss = engine.evaluate(|model| model.loss(ids));
+                    assert!(loss.into_data().iter::<f32>().next().unwrap().is_finite());
+                    engine.reload_states();
+                    assert_eq!(rank_stats::<Flex>().model_state_bytes.optimizer, before.model_state_bytes.optimizer);
+                }
+                losses.extend(train(&run, &mut engine, 2..STEPS, 1, &device));
+                (losses, bits(&engine))
+            })
+            .swap_remove(0)
+        };
+        assert!(train_with(true) == train_with(false), "stage {stage}, {ranks} ranks, {dtype:?}");
     }
 }
 

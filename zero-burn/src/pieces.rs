@@ -19,14 +19,17 @@ use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use serde::{Deserialize, Serialize};
 use zero_core::checkpoint::ElementType;
+use zero_core::offload::DiskError;
 use zero_core::{Collective, Partition};
 
+use crate::config::Disk as DiskSettings;
 use crate::context::{Context, stop};
 use crate::gather::read;
 use crate::gathered::ParamMeta;
 use crate::module::ZeroAutodiff;
 use crate::shard::{Cell, Kind, Origin};
 use crate::tensor::{Shard, ZeroTensor};
+use crate::tier::Disk;
 
 /// A parameter of a module, and where this rank has its piece. It keeps the parameter's version alive.
 pub struct ParamPiece<B: Backend> {
@@ -238,6 +241,61 @@ pub fn held_range<B: Backend>(numel: usize) -> Range<usize> {
     let context = Context::<B>::current();
     let partition = context.partition(numel);
     partition.range(if partition.is_whole() { 0 } else { context.rank })
+}
+
+/// Model state that has been moved to a disk for a while. What DeepSpeed calls `offload_states`.
+///
+/// It can be used meanwhile, from the disk; an update is not in place then. Dropping this leaves it there.
+pub struct Parked<B: Backend> {
+    disk: Arc<Disk>,
+    cells: Vec<Arc<Cell<B>>>,
+    bytes: u64,
+}
+
+impl<B: Backend> Parked<B> {
+    /// Makes ready to move state into a file of this rank's own below `settings.path`. Every rank calls it: none still reads
+    /// what will be moved.
+    ///
+    /// # Errors
+    ///
+    /// [`DiskError`] for a folder or settings that cannot be used.
+    pub fn begin(settings: &DiskSettings) -> Result<Self, DiskError> {
+        let context = Context::<B>::current();
+        context.fence("before states are offloaded");
+        Ok(Self { disk: Disk::open(context.rank, settings)?, cells: Vec::new(), bytes: 0 })
+    }
+
+    /// Moves the parameters of `module`.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says; what has been moved so far is kept there.
+    pub fn add_module<A: ZeroAutodiff<Base = B>, M: AutodiffModule<A>>(&mut self, module: &M) -> Result<(), DiskError> {
+        let (pieces, _) = pieces::<A, M>(module);
+        pieces.into_iter().try_for_each(|piece| match piece.held {
+            Held::Cell(cell) => self.add(&cell),
+            Held::Dense(_) => Ok(()),
+        })
+    }
+
+    pub(crate) fn add(&mut self, cell: &Arc<Cell<B>>) -> Result<(), DiskError> {
+        if cell.park(&self.disk)? {
+            self.bytes += (cell.partition.len(cell.place()) * cell.dtype.size()) as u64;
+            self.cells.push(cell.clone());
+        }
+        Ok(())
+    }
+
+    /// Bytes moved.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Moves everything back into memory. Every rank calls it.
+    pub fn reload(self) {
+        self.cells.iter().for_each(|cell| cell.unpark());
+        Context::<B>::current().fence("after states are reloaded");
+    }
 }
 
 /// The ranks, for blocking collectives on the rank's own thread.

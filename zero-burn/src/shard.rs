@@ -18,6 +18,7 @@ use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use zero_core::accounting::Gauge;
+use zero_core::offload::DiskError;
 use zero_core::window::Key;
 use zero_core::{CommError, Partition};
 
@@ -332,6 +333,29 @@ impl<B: Backend> Cell<B> {
     fn disk(&self) -> Option<&Arc<Disk>> {
         let kind = if self.is_version { Kind::Parameter } else { self.kind() };
         self.context.disk_for(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
+    }
+
+    /// Moves the piece to the disk, wherever pieces of this kind are kept; whether it was in memory. Nobody reads it
+    /// meanwhile.
+    pub(crate) fn park(&self, disk: &Arc<Disk>) -> Result<bool, DiskError> {
+        if self.partition.len(self.place()) == 0 || self.settled().stored.is_some() {
+            return Ok(false);
+        }
+        let stored = disk.store(read::<B>(self.local()).as_bytes())?;
+        let mut state = self.wait_until(|state| !state.gathering);
+        self.update(&mut state, |state| {
+            (state.local, state.whole, state.stored) = (None, None, Some(stored));
+        });
+        Ok(true)
+    }
+
+    /// Moves a parked piece back into memory.
+    pub(crate) fn unpark(&self) {
+        let mut state = self.settled();
+        if let Some(stored) = state.stored.take() {
+            let local = fetch::<B>(&stored, self.dtype, &self.device);
+            self.update(&mut state, |state| state.local = Some(local));
+        }
     }
 
     /// The piece's place on the disk if it is kept there, to be written over: its own if this was the last use of the cell,

@@ -11,6 +11,8 @@ use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData};
 use burn_std::{DType, Shape};
 
+use zero_core::offload::DiskError;
+
 use super::disk::{Home, Job, run_jobs};
 use super::pass::{Arrays, run};
 use super::rule::{Kernel, Rule};
@@ -19,7 +21,7 @@ use crate::backend::Zero;
 use crate::context::{Context, stop};
 use crate::gather::read;
 use crate::module::ZeroAutodiff;
-use crate::pieces::cell_bytes;
+use crate::pieces::{Parked, cell_bytes};
 use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::{filled, or_stop};
@@ -195,6 +197,15 @@ impl<A: ZeroAutodiff> Fused<A> {
         }
         let state = self.state_of(id);
         (state.time, state.cells) = (time, cells);
+    }
+
+    /// Moves all state to a disk for a while.
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    pub fn park(&self, parked: &mut Parked<A::Base>) -> Result<(), DiskError> {
+        self.states.iter().flat_map(|state| &state.cells).try_for_each(|(_, cell)| parked.add(cell))
     }
 
     /// Forgets all state, as before the first update.

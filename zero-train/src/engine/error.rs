@@ -84,6 +84,9 @@ pub enum EngineError {
     /// A checkpoint could not be saved or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// State could not be moved to a disk.
+    #[error(transparent)]
+    Disk(#[from] zero_core::offload::DiskError),
     /// Weights could not be written for Hugging Face.
     #[error(transparent)]
     Export(#[from] zero_models::ModelError),

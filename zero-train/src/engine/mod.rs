@@ -45,6 +45,7 @@ pub use error::EngineError;
 pub use optimizer::EngineOptimizer;
 use zero_burn::config::{self, Float};
 use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, grad_norm, mark, prepare};
+use zero_burn::pieces::Parked;
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
 
@@ -162,6 +163,8 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     times: Times,
     /// Saves beside the training, from the first one on.
     saver: Option<AsyncSaver>,
+    /// Model state that is on a disk for a while.
+    parked: Option<Parked<A::Base>>,
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
@@ -222,6 +225,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             skipped: 0,
             times: Times::default(),
             saver: None,
+            parked: None,
         })
     }
 

@@ -6,6 +6,8 @@ use burn::optim::{GradientsParams, Optimizer, SimpleOptimizer};
 use burn::tensor::Tensor;
 use zero_burn::module::{ZeroAutodiff, scale_grads};
 use zero_burn::optim::Fused;
+use zero_burn::pieces::Parked;
+use zero_core::offload::DiskError;
 
 /// An optimizer that a [`ZeroEngine`](super::ZeroEngine) can drive: [`Fused`], or one of Burn's.
 pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A> {
@@ -29,6 +31,13 @@ pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A
 
     /// Forgets all state.
     fn clear_states(&mut self);
+
+    /// Moves all state to a disk for a while, see [`Fused::park`].
+    ///
+    /// # Errors
+    ///
+    /// What the disk says.
+    fn park(&self, parked: &mut Parked<A::Base>) -> Result<(), DiskError>;
 
     /// A step with every gradient multiplied by `grad_scale`.
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M;
@@ -67,6 +76,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> EngineOptimizer<A, M> for Fused<A> {
 
     fn clear_states(&mut self) {
         Fused::clear_states(self);
+    }
+
+    fn park(&self, parked: &mut Parked<A::Base>) -> Result<(), DiskError> {
+        Fused::park(self, parked)
     }
 
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
@@ -111,6 +124,10 @@ where
     fn load_states(&mut self, _id: ParamId, _numel: usize, _time: usize, _states: Vec<(String, Vec<f32>)>) {}
 
     fn clear_states(&mut self) {}
+
+    fn park(&self, _parked: &mut Parked<A::Base>) -> Result<(), DiskError> {
+        Ok(())
+    }
 
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
         let grads = if grad_scale == 1.0 { grads } else { scale_grads::<A, M>(grads, &module, grad_scale) };

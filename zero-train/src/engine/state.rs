@@ -6,9 +6,10 @@ use std::hash::Hasher;
 use burn::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
-use zero_burn::config::{self, Float};
+use zero_burn::config::{self, Disk, Float};
 use zero_burn::gathered::{self, Gathered, ParamMeta, parameters};
 use zero_burn::module::{ZeroAutodiff, set_gradient};
+use zero_burn::pieces::Parked;
 use zero_burn::stats::all_gather;
 
 use super::{EngineError, EngineOptimizer, ZeroEngine};
@@ -56,6 +57,36 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             self.write(root, found);
         }
         result
+    }
+
+    /// Moves parameters and the state of a fused optimizer from memory to a file below `disk.path`, between two updates, and
+    /// returns this rank's bytes. Memory goes back to the system only when the allocator gives it
+    /// ([`PageKeeper::trim`](zero_core::alloc::PageKeeper::trim)). Every rank calls it. DeepSpeed's `offload_states`.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Order`] between micro-batches or when they are offloaded already; [`EngineError::Disk`].
+    pub fn offload_states(&mut self, disk: &Disk) -> Result<u64, EngineError> {
+        if self.micro_batches > 0 || self.parked.is_some() {
+            return Err(EngineError::Order(
+                "offload_states was called between the micro-batches of an update, or twice: call it after step, and \
+                 reload_states before it is called again",
+            ));
+        }
+        let mut parked = Parked::begin(disk)?;
+        let moved = parked.add_module::<A, M>(self.model()).and_then(|()| self.optimizer.park(&mut parked));
+        let bytes = parked.bytes();
+        // What has been moved is used from the disk, also after an error.
+        self.parked = Some(parked);
+        moved?;
+        Ok(bytes)
+    }
+
+    /// Moves back into memory what [`offload_states`](Self::offload_states) has moved. Every rank calls it.
+    pub fn reload_states(&mut self) {
+        if let Some(parked) = self.parked.take() {
+            parked.reload();
+        }
     }
 
     fn write(&mut self, root: usize, parameters: Vec<Gathered>) {
