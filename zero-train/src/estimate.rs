@@ -49,14 +49,44 @@ pub fn estimates(parameters: u64, largest: u64, ranks: u64, precision: Precision
         let StateBytes { parameters: p, gradients: g, optimizer: o } = model_state(parameters, stage, ranks, precision);
         let mut row = |offloaded, device, host| rows.push(Estimate { stage, offloaded, device, host });
         row(Offloaded::Nothing, p + g + o, 0);
+        // Gradients follow the optimizer's state as soon as they are reduced, where each rank keeps its part.
+        let (stay, go) = if stage.shards_gradients() { (0, g) } else { (g, 0) };
         if stage.shards_optimizer() {
-            row(Offloaded::Optimizer, p + g, o);
+            row(Offloaded::Optimizer, p + stay, o + go);
         }
         if stage.shards_parameters() {
-            row(Offloaded::OptimizerAndParameters, g + largest * precision.parameter, o + p);
+            row(Offloaded::OptimizerAndParameters, stay + largest * precision.parameter, o + go + p);
         }
     }
     rows
+}
+
+/// What fits `memory` bytes of a machine with `ranks_here` ranks at stage 3, with the least on a disk: in words.
+pub fn cheapest(rows: &[Estimate], ranks_here: u64, memory: u64) -> String {
+    let mut sharded = rows.iter().filter(|row| row.stage.shards_parameters());
+    let fits = sharded.find(|row| row.device * ranks_here <= memory);
+    let memory = format_bytes(memory);
+    match fits {
+        None => {
+            format!("Nothing fits {memory}, not even with all state on a disk: use more machines, or a smaller model.")
+        }
+        Some(row) => {
+            let (device, disk) = (format_bytes(row.device * ranks_here), format_bytes(row.host * ranks_here));
+            match row.offloaded {
+                Offloaded::Nothing => {
+                    format!("Cheapest that fits {memory}: stage 3, {device} of model state in memory.")
+                }
+                Offloaded::Optimizer => format!(
+                    "Cheapest that fits {memory}: stage 3 with --offload optimizer, {device} of model state in memory and \
+                     {disk} on a disk."
+                ),
+                Offloaded::OptimizerAndParameters => format!(
+                    "Cheapest that fits {memory}: stage 3 with --offload all, {device} of model state in memory and {disk} on \
+                     a disk."
+                ),
+            }
+        }
+    }
 }
 
 /// The table, and which rows fit `available` bytes when `ranks_here` ranks run on this machine, where device and host are
@@ -96,6 +126,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_least_on_a_disk_that_fits_is_named() {
+        let rows = estimates(1_000_000_000, 80_000_000, 2, Precision::FP32_ADAMW);
+        let gib = |gib: u64| cheapest(&rows, 2, gib << 30);
+        assert!(gib(20).contains("stage 3, 14.90 GiB of model state in memory."), "{}", gib(20));
+        assert!(
+            gib(5).contains("--offload optimizer, 3.73 GiB of model state in memory and 11.18 GiB on a disk"),
+            "{}",
+            gib(10)
+        );
+        assert!(gib(3).contains("--offload all"), "{}", gib(3));
+        assert!(gib(0).contains("Nothing fits 0 B"), "{}", gib(0));
+    }
+
+    #[test]
     fn the_table_of_a_billion() {
         let rows = estimates(1_000_000_000, 80_000_000, 4, Precision::MIXED_ADAMW);
         assert_eq!(rows.len(), 4 + 3 + 1);
@@ -105,10 +149,10 @@ mod tests {
         1       nothing                      6.52 GiB          0 B      26.08 GiB  yes
         1       optimizer                    3.73 GiB     2.79 GiB      26.08 GiB  yes
         2       nothing                      5.12 GiB          0 B      20.49 GiB  yes
-        2       optimizer                    2.33 GiB     2.79 GiB      20.49 GiB  yes
+        2       optimizer                    1.86 GiB     3.26 GiB      20.49 GiB  yes
         3       nothing                      3.73 GiB          0 B      14.90 GiB  yes
-        3       optimizer                  953.67 MiB     2.79 GiB      14.90 GiB  yes
-        3       optimizer, parameters      629.43 MiB     3.26 GiB      15.50 GiB  yes
+        3       optimizer                  476.84 MiB     3.26 GiB      14.90 GiB  yes
+        3       optimizer, parameters      152.59 MiB     3.73 GiB      15.50 GiB  yes
         Activations and buffers come on top. What is offloaded to a disk (--offload) takes no memory of this machine.
         ");
     }

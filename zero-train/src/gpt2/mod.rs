@@ -4,6 +4,7 @@ mod checkpoints;
 mod observer;
 mod options;
 mod plan;
+mod predict;
 mod report;
 mod trace;
 mod train;
@@ -14,6 +15,7 @@ use std::process::ExitCode;
 pub use checkpoints::Checkpoints;
 pub use options::{Dtype, OffloadChoice, Options};
 pub use plan::{MemoryNeed, Plan};
+pub use predict::Prediction;
 pub use report::Summary;
 
 use zero_core::alloc::PageKeeper;

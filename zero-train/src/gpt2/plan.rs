@@ -13,7 +13,7 @@ use zero_models::hf_export::parse_bytes;
 
 use super::checkpoints::Checkpoints;
 use super::zero_plan::zero_plan;
-use super::{OffloadChoice, Options};
+use super::{OffloadChoice, Options, Prediction};
 use crate::TrainError;
 use crate::config::{Offload, OffloadDevice, ZeroPlan};
 use crate::data::{Source, TokenRows};
@@ -51,6 +51,8 @@ pub struct Plan {
     pub progress: bool,
     /// What the run needs.
     pub need: MemoryNeed,
+    /// How long a step will take, for a person to read before it begins; not with `--json`, nor for small models.
+    pub prediction: Option<Prediction>,
     /// What was said about the choice of the model.
     pub notice: Option<String>,
 }
@@ -167,7 +169,12 @@ impl Plan {
                 }
             )));
         }
+        let prediction = match options.json {
+            true => None,
+            false => Prediction::new(&model, &plan, rows.seq(), &need),
+        };
         Ok(Self {
+            prediction,
             name,
             model,
             weights: options.weights.clone(),
@@ -411,6 +418,9 @@ impl core::fmt::Display for Plan {
                 manifest.step,
                 manifest.world
             )?;
+        }
+        if let Some(prediction) = &self.prediction {
+            writeln!(f, "  a step         {prediction}")?;
         }
         writeln!(f, "  bytes per rank (estimated)")?;
         for (kind, bytes) in [

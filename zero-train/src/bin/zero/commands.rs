@@ -11,7 +11,7 @@ use zero_models::Gpt2Config;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
 use zero_train::config::{Auto, Config, Context, MixedPrecision};
 use zero_train::data::Source;
-use zero_train::estimate::{estimates, table};
+use zero_train::estimate::{cheapest, estimates, table};
 use zero_train::export::export_checkpoint;
 use zero_train::gpt2::{self, Dtype, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
@@ -190,6 +190,9 @@ pub fn check(args: &CheckArgs) -> Result<()> {
 
 #[derive(Debug, Args)]
 pub struct EstimateArgs {
+    /// Memory to fit into, such as 6GiB [default: what is available here]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    memory: Option<u64>,
     /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b), or a folder with a config.json
     #[arg(long, value_name = "PRESET|DIR")]
     model: String,
@@ -223,6 +226,9 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
         None => println!("memory available here: unknown\n"),
     }
     println!("{}", table(&rows, here, available));
+    if let Some(memory) = args.memory.or(available) {
+        println!("{}", cheapest(&rows, here, memory));
+    }
     Ok(())
 }
 

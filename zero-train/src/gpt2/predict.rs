@@ -1,0 +1,122 @@
+//! How long a step will take, from a short probe of the machine: products of matrices, and the disk if state lies on one.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use burn::tensor::{Distribution, Tensor};
+use burn_flex::Flex;
+use zero_core::offload::{BufferPool, DiskError, PoolOptions, SwapDir, SwapFile, SwapFileOptions, Ticket};
+use zero_models::Gpt2Config;
+
+use super::MemoryNeed;
+use crate::config::ZeroPlan;
+
+/// What a step's products reach of the rate of one large product, as measured on GPT-2 124M (docs/performance.md).
+const EFFICIENCY: f64 = 0.8;
+
+/// Steps below this many floating-point operations take less than a second: not worth a probe.
+const WORTH_A_PROBE: f64 = 1e11;
+
+/// Bytes that the disk is probed with.
+const PROBE_BYTES: usize = 128 << 20;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Seconds of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Prediction {
+    /// Of products of matrices.
+    pub compute: f64,
+    /// Of moving state between disk and memory; partly beside the compute.
+    pub disk: f64,
+}
+
+impl Prediction {
+    /// For a step of `plan`; `None` for one that takes less than about a second, or when a probe fails.
+    pub(super) fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize, need: &MemoryNeed) -> Option<Self> {
+        let tokens = (plan.batch.global * seq) as f64;
+        let operations = model.flops_per_token(seq) as f64 * tokens;
+        if operations < WORTH_A_PROBE {
+            return None;
+        }
+        let compute = operations / (product_rate() * EFFICIENCY);
+        let disk = match need.disk {
+            0 => 0.0,
+            _ => moved_bytes(model, plan) / disk_rate(&plan.zero_config(0).offload.disk.path).ok()?,
+        };
+        Some(Self { compute, disk })
+    }
+
+    /// Both, one after the other.
+    pub fn total(&self) -> f64 {
+        self.compute + self.disk
+    }
+}
+
+impl core::fmt::Display for Prediction {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "about {:.0} s: {:.0} s of compute", self.total(), self.compute)?;
+        if self.disk > 0.0 {
+            write!(f, ", {:.0} s of moving state to and from the disk", self.disk)?;
+        }
+        write!(f, " (by a short probe)")
+    }
+}
+
+/// Bytes that all ranks together read and write in a step.
+fn moved_bytes(model: &Gpt2Config, plan: &ZeroPlan) -> f64 {
+    let offload = plan.zero_config(0).offload;
+    let micro_batches = plan.batch.accumulation as f64;
+    let on_disk = |tier| f64::from(u8::from(tier == zero_burn::config::Tier::Disk));
+    // Two moments, each read and written; a gradient written with each micro-batch and read once.
+    let optimizer = on_disk(offload.optimizer) * (16.0 + 4.0 * micro_batches + 4.0);
+    // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
+    let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
+    model.num_params() as f64 * (optimizer + parameters)
+}
+
+/// Floating-point operations a second of a product on all cores.
+fn product_rate() -> f64 {
+    let device = Default::default();
+    let random = |shape| Tensor::<Flex, 2>::random(shape, Distribution::Uniform(-1.0, 1.0), &device);
+    let (a, b) = (random([512, 1024]), random([1024, 2048]));
+    let seconds = (0..4).map(|_| {
+        let begin = Instant::now();
+        let _ = a.clone().matmul(b.clone()).into_data();
+        begin.elapsed().as_secs_f64()
+    });
+    2.0 * (512 * 1024 * 2048) as f64 / seconds.fold(f64::INFINITY, f64::min)
+}
+
+/// Bytes a second of writing and then reading a file below `path`.
+fn disk_rate(path: &Path) -> Result<f64, DiskError> {
+    let file = SwapDir::open(path)?.create_file(0, &SwapFileOptions::default())?;
+    let pool = BufferPool::new(&PoolOptions { bytes: 8 << 20, ..PoolOptions::default() })?;
+    let region = file.alloc(PROBE_BYTES)?;
+    let mut seconds = 0.0;
+    // Written twice: the first write of a place costs more, and a step writes what has been written before.
+    for (write, counts) in [(true, false), (true, true), (false, true)] {
+        let begin = Instant::now();
+        let mut flying: Vec<Ticket> = Vec::new();
+        for part in region.parts(pool.buffer_bytes()) {
+            if flying.len() == pool.count() {
+                flying.remove(0).wait(LIMIT)?;
+            }
+            let mut buffer = pool.take(LIMIT)?;
+            buffer.set_len(part.bytes());
+            flying.push(transfer(&file, write, part, buffer)?);
+        }
+        flying.into_iter().try_for_each(|ticket| ticket.wait(LIMIT).map(drop))?;
+        seconds += if counts { begin.elapsed().as_secs_f64() } else { 0.0 };
+    }
+    Ok(2.0 * PROBE_BYTES as f64 / seconds)
+}
+
+fn transfer(
+    file: &SwapFile,
+    write: bool,
+    part: zero_core::offload::Region,
+    buffer: zero_core::offload::Buffer,
+) -> Result<Ticket, DiskError> {
+    if write { file.write(part, buffer) } else { file.read(part, buffer) }
+}
