@@ -2,7 +2,7 @@
 # Trains a GPT-2 under a hard limit on the memory of the whole process (page cache included), with model state on a disk, and
 # prints each step's loss and time and the highest use of memory.
 #   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
-#   bench/limited.sh 6144 gpt2-xl 5 /mnt/fast --lr 1e-4
+#   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 1e-5      MODEL may be a folder with a config.json
 # The limit is a memory cgroup's (version 1 or 2), which takes root. Exit codes: the run's own; 2 without a cgroup.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -31,7 +31,11 @@ status=0
 python3 - "$out" "$limit" "$(cat "$group/$peak")" <<'PYTHON'
 import json, sys
 out, limit, peak = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-for line in open(f"{out}/metrics.jsonl"):
+try:
+    lines = open(f"{out}/metrics.jsonl").readlines()
+except FileNotFoundError:
+    sys.exit()  # refused before the first step, and said why
+for line in lines:
     step = json.loads(line)
     print(f"step {step['step']}: loss {step['loss']:.4f}, {step['step_ms'] / 1e3:.1f} s, "
           f"peak RSS {max(rank['peak_rss_bytes'] for rank in step['ranks']) >> 20} MiB")

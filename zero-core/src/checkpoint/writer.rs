@@ -16,6 +16,10 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// Bytes that are summed and then written while the processor's cache has them.
 const CHUNK_BYTES: usize = 1 << 20;
 
+/// Bytes after which the system is asked to begin writing to the disk, so that it works beside the summing instead of in the
+/// sync at the end.
+const BEGIN_BYTES: u64 = 32 << 20;
+
 /// Writes one safetensors file. The file is whole and durable when [`SafetensorsWriter::finish`] has returned.
 ///
 /// ```
@@ -37,6 +41,9 @@ pub struct SafetensorsWriter {
     /// Bytes of the next tensor that have come by [`SafetensorsWriter::append`].
     begun: u64,
     file_bytes: u64,
+    /// Bytes handed over so far, and how many of them the system has been asked to begin with.
+    written: u64,
+    asked: u64,
 }
 
 impl SafetensorsWriter {
@@ -58,7 +65,7 @@ impl SafetensorsWriter {
         let sizes = entries.iter().map(|entry| entry.data_offsets.1 - entry.data_offsets.0);
         let file_bytes = header.len() as u64 + entries.last().map_or(0, |entry| entry.data_offsets.1);
         let expected = tensors.iter().map(|(name, ..)| name.clone()).zip(sizes).collect();
-        Ok(Self { path: path.to_path_buf(), out, expected, next: 0, begun: 0, file_bytes })
+        Ok(Self { path: path.to_path_buf(), out, expected, next: 0, begun: 0, file_bytes, written: 0, asked: 0 })
     }
 
     /// Writes the next tensor's bytes and returns their crc32c.
@@ -94,6 +101,11 @@ impl SafetensorsWriter {
         for chunk in bytes.chunks(CHUNK_BYTES) {
             sum = crc32c::crc32c_append(sum, chunk);
             self.out.write_all(chunk).map_err(io_at("write", &self.path))?;
+            self.written += chunk.len() as u64;
+            if self.written - self.asked >= BEGIN_BYTES {
+                begin_writing(self.out.get_ref(), self.asked, self.written - self.asked);
+                self.asked = self.written;
+            }
         }
         self.begun += bytes.len() as u64;
         if self.begun == self.expected[self.next].1 {
@@ -134,6 +146,17 @@ impl SafetensorsWriter {
         Ok(got_bytes)
     }
 }
+
+/// Asks the system to write these bytes of the file to the disk soon. Advice: what it answers does not matter.
+#[cfg(target_os = "linux")]
+fn begin_writing(file: &File, offset: u64, bytes: u64) {
+    use std::os::fd::AsRawFd;
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and no memory is touched.
+    unsafe { libc::sync_file_range(file.as_raw_fd(), offset as i64, bytes as i64, libc::SYNC_FILE_RANGE_WRITE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn begin_writing(_file: &File, _offset: u64, _bytes: u64) {}
 
 #[cfg(test)]
 mod tests {
