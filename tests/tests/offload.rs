@@ -13,6 +13,7 @@ use serde_json::Map;
 use zero_burn::config::{Disk, Float, Offload, Tier};
 use zero_burn::launch::launch;
 use zero_burn::optim::{Fused, Rule};
+use zero_burn::pieces::disk_bytes;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
@@ -177,6 +178,29 @@ fn checkpoints_go_from_tier_to_tier() {
         })
         .swap_remove(0);
         assert!(resumed == next, "{:?} -> {:?}", from.1, to.1);
+    }
+}
+
+#[test]
+fn all_the_room_is_taken_before_the_first_step() {
+    for (optimizer, parameters, dtype) in [
+        (Tier::Disk, Tier::Disk, Float::F32),
+        (Tier::Disk, Tier::Memory, Float::F32),
+        (Tier::Disk, Tier::Disk, Float::Bf16),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut run = run_of(Stage::Parameters, 2);
+        run.zero.param_dtype = dtype;
+        // Wider than what a file grows by at a time, so that a need for more would be seen.
+        run.model.n_embd = 768;
+        run.model.n_layer = 1;
+        run.zero.offload = Offload { optimizer, parameters, disk: Disk { buffer_bytes: 1 << 20, ..disk(dir.path()) } };
+        on_ranks(run.ranks, &run.zero, |device| {
+            let mut engine = engine(&run, Rule::adamw(), 1, &device);
+            let begun = disk_bytes::<Flex>();
+            train(&run, &mut engine, 0..2, 1, &device);
+            assert_eq!(disk_bytes::<Flex>(), begun, "{optimizer:?}, {parameters:?}, {dtype:?}");
+        });
     }
 }
 

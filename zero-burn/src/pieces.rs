@@ -298,6 +298,23 @@ impl<B: Backend> Parked<B> {
     }
 }
 
+/// Reserves `bytes` more in this rank's file, if state is kept on a disk, so that no later step finds the disk full.
+///
+/// # Errors
+///
+/// [`DiskError::NoSpace`] with what is needed and what there is.
+pub fn reserve_on_disk<B: Backend>(bytes: u64) -> Result<(), DiskError> {
+    match &Context::<B>::current().disk {
+        Some(disk) => disk.file.require(bytes),
+        None => Ok(()),
+    }
+}
+
+/// Bytes of this rank's file on a disk, used or reserved; 0 without one.
+pub fn disk_bytes<B: Backend>() -> u64 {
+    Context::<B>::current().disk.as_ref().map_or(0, |disk| disk.file.reserved_bytes())
+}
+
 /// The ranks, for blocking collectives on the rank's own thread.
 pub fn collective<B: Backend>() -> Arc<dyn Collective> {
     Context::<B>::current().collective()

@@ -43,14 +43,18 @@ use burn::tensor::Tensor;
 pub use checkpoint::Parts;
 pub use error::EngineError;
 pub use optimizer::EngineOptimizer;
-use zero_burn::config::{self, Float};
+use zero_burn::config::{self, Float, Tier};
+use zero_burn::gathered::parameters;
 use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, grad_norm, mark, prepare};
-use zero_burn::pieces::Parked;
+use zero_burn::pieces::{Parked, held_range, reserve_on_disk};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
 
 use crate::loss_scale::LossScaler;
 use crate::schedule::{ONE_CYCLE_BETA2, Schedule};
+
+/// What a disk's places are multiples of, in bytes, with the disks there are.
+const BLOCK: usize = 4096;
 
 /// How an engine steps.
 #[derive(Debug, Clone)]
@@ -172,7 +176,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// # Errors
     ///
-    /// [`EngineError::Setting`] and [`EngineError::NoMasters`].
+    /// [`EngineError::Setting`] and [`EngineError::NoMasters`]; [`EngineError::Disk`] when a disk has no room for the state that
+    /// is to be kept there.
     pub fn initialize(
         model: M,
         mut optimizer: O,
@@ -209,8 +214,22 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             let expected = "Burn's optimizers need gradients of the parameters' type: use zero_burn::optim::Fused";
             return Err(setting("gradient_dtype", format!("{:?}", settings.gradient_dtype), expected));
         }
+        let model = prepare::<A, M>(model, device);
+        if settings.offload.optimizer == Tier::Disk {
+            // Parameters have their place already. All of the rest before the first step: states, masters, gradients.
+            let half = settings.param_dtype != Float::F32;
+            let gradient = settings.gradient_dtype.unwrap_or(settings.param_dtype).size();
+            let mut arrays = vec![4; optimizer.state_bytes() / 4 + usize::from(half)];
+            arrays.extend(settings.stage.shards_gradients().then_some(gradient));
+            let trained = parameters::<A, M>(&model).into_iter().filter(|meta| meta.trained);
+            let elements = trained.map(|meta| held_range::<A::Base>(meta.shape.iter().product()).len());
+            // A disk gives whole blocks.
+            let bytes =
+                |elements: usize| arrays.iter().map(|size| (elements * size).next_multiple_of(BLOCK)).sum::<usize>();
+            reserve_on_disk::<A::Base>(elements.map(bytes).sum::<usize>() as u64)?;
+        }
         Ok(Self {
-            model: Some(prepare::<A, M>(model, device)),
+            model: Some(model),
             optimizer,
             reduces_once: !settings.stage.shards_gradients(),
             config,

@@ -20,6 +20,9 @@ pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A
     /// Its rule's name, as in a DeepSpeed configuration but in lower case.
     fn name(&self) -> String;
 
+    /// Bytes of state that it keeps for each element, without the master; 0 if that is not known.
+    fn state_bytes(&self) -> usize;
+
     /// Updates of a parameter so far and the names of its states, the master included; `None` before the first.
     fn states(&self, id: ParamId) -> Option<(usize, Vec<String>)>;
 
@@ -59,6 +62,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> EngineOptimizer<A, M> for Fused<A> {
 
     fn name(&self) -> String {
         self.rule().name().into()
+    }
+
+    fn state_bytes(&self) -> usize {
+        4 * self.rule().state_names().len()
     }
 
     fn states(&self, id: ParamId) -> Option<(usize, Vec<String>)> {
@@ -111,6 +118,10 @@ where
 
     fn name(&self) -> String {
         std::any::type_name::<O>().into()
+    }
+
+    fn state_bytes(&self) -> usize {
+        0
     }
 
     fn states(&self, _id: ParamId) -> Option<(usize, Vec<String>)> {
