@@ -165,15 +165,22 @@ impl<A: ZeroAutodiff> ModuleMapper<A> for Replace<'_, A> {
         let range = cell.partition.range(cell.place());
         let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
         let len = piece.len();
-        let data = TensorData::new(piece, [len]).convert_dtype(cell.dtype);
-        let piece = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &cell.device);
-        let next = Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece);
-        let tensor =
-            Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(next))));
-        let mut tensor = Tensor::<A, D>::from_inner(tensor).set_require_grad(requires_grad);
-        if requires_grad {
-            tensor = tensor.set_distributed(DistributedParamId::from(id.val()));
-        }
+        let tensor = next_version::<A, D>(id, &cell, TensorData::new(piece, [len]), requires_grad);
         Param::from_mapped_value(id, tensor, mapper)
     }
+}
+
+/// The parameter's next version, of which `piece` is this rank's part, converted to its type.
+pub(crate) fn next_version<A: ZeroAutodiff, const D: usize>(
+    id: ParamId,
+    cell: &Cell<A::Base>,
+    piece: TensorData,
+    requires_grad: bool,
+) -> Tensor<A, D> {
+    let piece = <A::Base as FloatTensorOps<A::Base>>::float_from_data(piece.convert_dtype(cell.dtype), &cell.device);
+    let next = Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece);
+    let tensor =
+        Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(next))));
+    let tensor = Tensor::<A, D>::from_inner(tensor).set_require_grad(requires_grad);
+    if requires_grad { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor }
 }

@@ -13,8 +13,6 @@ use std::sync::Arc;
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Int, Tensor, TensorPrimitive};
-use burn_backend::distributed::DistributedParamId;
-use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use serde::{Deserialize, Serialize};
@@ -25,9 +23,9 @@ use zero_core::{Collective, Partition};
 use crate::config::Disk as DiskSettings;
 use crate::context::{Context, stop};
 use crate::gather::read;
-use crate::gathered::ParamMeta;
+use crate::gathered::{ParamMeta, next_version};
 use crate::module::ZeroAutodiff;
-use crate::shard::{Cell, Kind, Origin};
+use crate::shard::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::Disk;
 
@@ -223,15 +221,8 @@ where
         let Some(dtype) = dtype(element) else {
             stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));
         };
-        let data = TensorData::from_bytes_vec(bytes, [len], dtype).convert_dtype(cell.dtype);
-        let piece = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &cell.device);
-        let next = Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece);
-        let tensor =
-            Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(next))));
-        let mut tensor = Tensor::<A, D>::from_inner(tensor).set_require_grad(requires_grad);
-        if requires_grad {
-            tensor = tensor.set_distributed(DistributedParamId::from(id.val()));
-        }
+        let piece = TensorData::from_bytes_vec(bytes, [len], dtype);
+        let tensor = next_version::<A, D>(id, &cell, piece, requires_grad);
         Param::from_mapped_value(id, tensor, mapper)
     }
 }
