@@ -104,6 +104,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             meet();
             let begin = Instant::now();
             model = fused.step_scaled(1e-3, 1.0, model, grads);
+            fused.wait();
             meet();
             // The first round makes the moments.
             if round > 0 {

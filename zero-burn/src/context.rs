@@ -21,6 +21,7 @@ use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
 
 use crate::config::{Offload, Tier, ZeroConfig};
 use crate::gather::Gatherer;
+use crate::optim::disk::Updates;
 use crate::pieces::RandomState;
 use crate::random::{Stream, sign};
 use crate::reduce::{Reducer, Settled};
@@ -130,6 +131,8 @@ pub(crate) struct Context<B: Backend> {
     resident_elements: AtomicU64,
     /// Where pieces lie that are not kept in memory.
     pub(crate) disk: Option<Arc<Disk>>,
+    /// Updates of what lies there.
+    pub(crate) updates: Option<Updates<B>>,
 }
 
 thread_local! {
@@ -176,6 +179,9 @@ impl<B: Backend> Drop for InstallGuard<B> {
         drop(std::mem::take(&mut *self.0.settled.lock()));
         self.0.drop_retired();
         self.0.gatherer.stop();
+        if let Some(updates) = &self.0.updates {
+            updates.stop();
+        }
         if let Some(reducer) = &self.0.reducer {
             reducer.stop();
         }
@@ -237,6 +243,7 @@ impl<B: Backend> Context<B> {
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
             resident_elements: AtomicU64::new(0),
+            updates: disk.is_some().then(|| Updates::new(rank)),
             disk,
         })
     }
@@ -379,6 +386,7 @@ impl<B: Backend> Context<B> {
     /// far, so that none still reads what the others are about to replace.
     pub(crate) fn before_update(&self) {
         if self.fence_due.swap(false, Ordering::Relaxed) {
+            self.wait_for_updates();
             if let Some(&index) = self.settled.lock().keys().next() {
                 stop(format!(
                     "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
@@ -388,6 +396,13 @@ impl<B: Backend> Context<B> {
                 ));
             }
             self.fence("before an update");
+        }
+    }
+
+    /// Waits for updates that go on beside the rank's own thread; their error ends the rank.
+    pub(crate) fn wait_for_updates(&self) {
+        if let Some(updates) = &self.updates {
+            updates.wait().unwrap_or_else(|error| raise(error));
         }
     }
 

@@ -80,7 +80,12 @@ where
             let context = Context::<B>::new(config.clone(), B::Device::default(), comm, window)
                 .unwrap_or_else(|error: CommError| crate::context::raise(error));
             let _installed = context.install();
-            let result = catch_unwind(AssertUnwindSafe(|| body(ZeroDevice::here(B::Device::default()))));
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                let value = body(ZeroDevice::here(B::Device::default()))?;
+                // An update that fails after the body has ended is this rank's error still.
+                context.wait_for_updates();
+                Ok::<T, E>(value)
+            }));
             // The others learn of it before this rank takes down what they may be reading.
             match result {
                 Ok(Ok(value)) => {

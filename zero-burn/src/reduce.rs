@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
 use crossbeam_channel::{Receiver, Sender, bounded};
+use zero_core::collective::Joined;
 use zero_core::collective::threads::panic_reason;
 use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request, Stage};
 
@@ -398,16 +399,18 @@ struct Buckets<B: Backend> {
     row_len: usize,
     filled: usize,
     segments: Vec<Segment>,
-    in_flight: Option<(Pending, Sent)>,
+    in_flight: Option<InFlight>,
     pieces: Vec<Option<Piece<B>>>,
 }
 
-/// What a request holds.
-enum Sent {
+/// A request, and what it holds.
+enum InFlight {
     /// A bucket of rows of `row_len` columns.
-    Bucket { segments: Vec<Segment>, row_len: usize },
+    Bucket { pending: Pending, segments: Vec<Segment>, row_len: usize },
     /// One gradient: the result is its piece.
-    Alone { piece: usize, counted: i64 },
+    Alone { pending: Pending, piece: usize, counted: i64 },
+    /// One gradient that every rank keeps whole: the result is a tensor, the same for all ranks of this process.
+    Shared { pending: Pending<Joined>, piece: usize, counted: i64 },
 }
 
 /// Elements from which a gradient goes alone: 256 KiB, beyond which a request's own cost is nothing.
@@ -515,7 +518,8 @@ impl<B: Backend> Buckets<B> {
             Request::AllReduce(rows, ReduceOp::Sum)
         };
         let segments = std::mem::take(&mut self.segments);
-        self.in_flight = Some((self.comm.start(request), Sent::Bucket { segments, row_len: self.row_len }));
+        let pending = self.comm.start(request);
+        self.in_flight = Some(InFlight::Bucket { pending, segments, row_len: self.row_len });
         self.filled = 0;
         self.row_len = 0;
         Ok(())
@@ -545,36 +549,49 @@ impl<B: Backend> Buckets<B> {
             return Err(error);
         }
         let values = Buffer::F32(values);
-        let request = if self.stage.shards_optimizer() {
-            Request::ReduceScatter(values, ReduceOp::Mean)
+        self.in_flight = Some(if self.stage.shards_optimizer() {
+            let pending = self.comm.start(Request::ReduceScatter(values, ReduceOp::Mean));
+            InFlight::Alone { pending, piece, counted }
         } else {
-            Request::AllReduce(values, ReduceOp::Mean)
-        };
-        self.in_flight = Some((self.comm.start(request), Sent::Alone { piece, counted }));
+            let cell = &self.pieces[piece].as_ref().expect("it is completed by its result").cell;
+            let (device, dtype) = (cell.device.clone(), cell.dtype);
+            let join = move |pieces: &[Arc<Buffer>]| -> Joined {
+                Arc::new(tensor::<B>(Buffer::join(pieces).into_f32(), dtype, &device))
+            };
+            let pending = self.comm.start_shared(values, ReduceOp::Mean, Box::new(join));
+            InFlight::Shared { pending, piece, counted }
+        });
         Ok(())
     }
 
     /// Takes in the result of the request in flight.
     fn wait(&mut self) -> Result<(), CommError> {
-        let Some((pending, sent)) = self.in_flight.take() else { return Ok(()) };
-        let reduced = pending.wait().map(Buffer::into_f32);
-        if let Sent::Alone { counted, .. } = sent {
-            self.context.count_unreduced(-counted);
-        }
-        match (sent, reduced) {
-            (Sent::Alone { piece: index, .. }, Ok(reduced)) => {
-                let piece = self.pieces[index].as_mut().expect("a piece is completed once");
-                piece.values = reduced;
-                self.complete(index);
-                Ok(())
+        // An error: `fail` tells the cells of what was in flight and of all that is still to come.
+        match self.in_flight.take() {
+            None => {}
+            Some(InFlight::Bucket { pending, segments, row_len }) => {
+                self.take_in(segments, row_len, &pending.wait()?.into_f32());
             }
-            (Sent::Bucket { segments, row_len }, Ok(reduced)) => {
-                self.take_in(segments, row_len, &reduced);
-                Ok(())
+            Some(InFlight::Alone { pending, piece, counted }) => {
+                let reduced = pending.wait().map(Buffer::into_f32);
+                self.context.count_unreduced(-counted);
+                self.pieces[piece].as_mut().expect("a piece is completed once").values = reduced?;
+                self.complete(piece);
             }
-            // What was in flight and all that is still to come: `fail` tells their cells.
-            (_, Err(error)) => Err(error),
+            Some(InFlight::Shared { pending, piece, counted }) => {
+                let joined = pending.wait();
+                self.context.count_unreduced(-counted);
+                let joined = joined?.downcast::<B::FloatTensorPrimitive>();
+                let whole = (*joined.expect("every rank joins to a tensor of the one inner backend")).clone();
+                let cell = self.pieces[piece].take().expect("a piece is completed once").cell;
+                let whole = match B::float_device(&whole) == cell.device {
+                    true => whole,
+                    false => B::float_to_device(whole, &cell.device),
+                };
+                cell.settle(Ok(whole));
+            }
         }
+        Ok(())
     }
 
     /// Copies the reduced rows of a bucket to the pieces that they are parts of.
@@ -606,13 +623,7 @@ impl<B: Backend> Buckets<B> {
 
     fn complete(&mut self, index: usize) {
         let piece = self.pieces[index].take().expect("a piece is completed once");
-        let len = piece.values.len();
-        let dtype = piece.cell.dtype;
-        let mut data = TensorData::new(piece.values, Shape::new([len]));
-        if dtype != DType::F32 {
-            data = data.convert_dtype(dtype);
-        }
-        piece.cell.settle(Ok(B::float_from_data(data, &piece.cell.device)));
+        piece.cell.settle(Ok(tensor::<B>(piece.values, piece.cell.dtype, &piece.cell.device)));
     }
 
     fn fail(&mut self, error: &CommError) {
@@ -620,6 +631,16 @@ impl<B: Backend> Buckets<B> {
             piece.cell.settle(Err(error.clone()));
         }
     }
+}
+
+/// A flat tensor of `values`, as `dtype`.
+fn tensor<B: Backend>(values: Vec<f32>, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
+    let len = values.len();
+    let mut data = TensorData::new(values, Shape::new([len]));
+    if dtype != DType::F32 {
+        data = data.convert_dtype(dtype);
+    }
+    B::float_from_data(data, device)
 }
 
 /// See [`Buckets::goes_alone`].

@@ -321,6 +321,10 @@ impl<B: Backend> Cell<B> {
         self.changed.notify_all();
     }
 
+    pub(crate) fn is_pending(&self) -> bool {
+        self.state.lock().pending
+    }
+
     /// Ends *pending*: the piece is on the disk.
     pub(crate) fn settle_stored(&self, stored: Arc<Stored>) {
         let mut state = self.state.lock();

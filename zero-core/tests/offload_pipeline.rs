@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use offload_common::{LIMIT, pool, setup, small_blocks, ways};
 use zero_core::offload::{
-    Access, Buffer, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, Region, SwapFile, pipeline,
+    Access, Buffer, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, Region, SwapFile, Work, pipeline,
+    pipeline_with,
 };
 
 const ELEMS: usize = 5_003;
@@ -45,6 +46,46 @@ fn values(file: &SwapFile, pool: &BufferPool, regions: &[Region]) -> Vec<f32> {
         first
     };
     regions.iter().map(read).collect()
+}
+
+/// Fills items, and looks at each that is said to be written.
+struct Fill<'a> {
+    file: &'a SwapFile,
+    look: &'a BufferPool,
+    regions: &'a [Region],
+    computed: usize,
+    written: Vec<(usize, usize)>,
+}
+
+impl Work<DiskError> for Fill<'_> {
+    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), DiskError> {
+        buffers[0].view_mut::<f32>().fill(index as f32);
+        self.computed += 1;
+        Ok(())
+    }
+
+    fn written(&mut self, index: usize) {
+        assert_eq!(values(self.file, self.look, &self.regions[index..=index]), [index as f32]);
+        self.written.push((index, self.computed));
+    }
+}
+
+#[test]
+fn what_is_written_is_told_in_order_while_the_rest_goes_on() {
+    for (way, engine, direct) in ways() {
+        for options in all_options() {
+            let setup = setup(&small_blocks(engine, direct));
+            let (pool, look) = (pool(3, ELEMS * 4), pool(1, ELEMS * 4));
+            let regions = regions(&setup.file, 20);
+            let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Write)])).collect();
+            let mut work = Fill { file: &setup.file, look: &look, regions: &regions, computed: 0, written: Vec::new() };
+            pipeline_with(&setup.file, &pool, &items, &options, &mut work).unwrap();
+            let indices: Vec<usize> = work.written.iter().map(|(index, _)| *index).collect();
+            assert_eq!(indices, (0..20).collect::<Vec<_>>(), "{way}");
+            // Three buffers: when the fourth item is computed, the first has been written.
+            assert!(work.written.iter().all(|(index, computed)| *computed <= index + 3), "{way}: {:?}", work.written);
+        }
+    }
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! The threads engine through its public face: results, byte counts, and that trouble is never a hang.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use zero_core::collective::Joined;
 use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
 use zero_core::{Buffer, Collective, CommError, LaunchError, ReduceOp, Request};
 
@@ -19,6 +21,36 @@ fn ranks<T: Send>(
 
 fn value(rank: usize, i: usize) -> f32 {
     ((rank * 7919 + i * 104_729) % 1000) as f32 / 7.0 - 50.0
+}
+
+#[test]
+fn ranks_share_one_result_of_an_all_reduce() {
+    for world in 1..5 {
+        let numel = 10;
+        let input = |rank: usize| Buffer::F32((0..numel).map(|i| value(rank, i)).collect());
+        let got = ranks(world, |comm| {
+            // Twice, so that a result is not taken for another's.
+            let mut shared = Vec::new();
+            for shift in 0..2 {
+                let join = |pieces: &[Arc<Buffer>]| -> Joined { Arc::new(Buffer::join(pieces)) };
+                let pending = comm.start_shared(input(comm.rank() + shift), ReduceOp::Mean, Box::new(join));
+                shared.push(pending.wait()?.downcast::<Buffer>().unwrap());
+            }
+            let own = [0, 1].map(|shift| comm.all_reduce(input(comm.rank() + shift), ReduceOp::Mean));
+            Ok((shared, own.into_iter().collect::<Result<Vec<_>, _>>()?, comm.wire().read().all_reduce))
+        })
+        .unwrap();
+        for (shared, own, received) in &got {
+            for i in 0..2 {
+                assert_eq!(*shared[i], own[i]);
+                assert!(Arc::ptr_eq(&shared[i], &got[0].0[i]), "one result, of {world} ranks");
+            }
+            // Four all-reduces: each rank is sent the others' part of its stride, and the others' strides.
+            assert!((world == 1) == (*received == 0));
+        }
+        let total: u64 = got.iter().map(|(.., received)| *received).sum();
+        assert_eq!(total, 4 * 2 * 4 * (numel * (world - 1)) as u64);
+    }
 }
 
 proptest! {

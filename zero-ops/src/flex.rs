@@ -41,11 +41,31 @@ fn values(x: &FlexTensor) -> &[f32] {
 /// The sum of the squares of a tensor of any backend, in one pass over it and without a copy, if it is burn-flex's, of 32 or
 /// 16 bit, and without gaps.
 pub fn sum_of_squares<B: Backend>(x: &FloatTensor<B>) -> Option<f64> {
+    Some(match elements::<B>(x)? {
+        Elements::F32(x) => norm::sum_of_squares(x),
+        Elements::Bf16(x) => norm::sum_of_squares_of(x),
+        Elements::F16(x) => norm::sum_of_squares_of(x),
+    })
+}
+
+/// Elements of a tensor where they lie.
+#[derive(Debug, Clone, Copy)]
+pub enum Elements<'a> {
+    /// 32-bit floats.
+    F32(&'a [f32]),
+    /// IEEE half precision.
+    F16(&'a [half::f16]),
+    /// bfloat16.
+    Bf16(&'a [half::bf16]),
+}
+
+/// The elements of a tensor of any backend, without a copy, if it is burn-flex's, of 32 or 16 bit, and without gaps.
+pub fn elements<B: Backend>(x: &FloatTensor<B>) -> Option<Elements<'_>> {
     let x = (x as &dyn Any).downcast_ref::<FlexTensor>()?;
     match x.dtype() {
-        DType::F32 => x.as_slice().map(norm::sum_of_squares),
-        DType::BF16 => x.as_slice::<half::bf16>().map(norm::sum_of_squares_of),
-        DType::F16 => x.as_slice::<half::f16>().map(norm::sum_of_squares_of),
+        DType::F32 => x.as_slice().map(Elements::F32),
+        DType::BF16 => x.as_slice().map(Elements::Bf16),
+        DType::F16 => x.as_slice().map(Elements::F16),
         _ => None,
     }
 }

@@ -22,7 +22,7 @@ mod functions;
 
 pub use backend::{AttentionOptions, FusedBackend, Gelu};
 #[cfg(feature = "flex")]
-pub use flex::{Lent, sum_of_squares};
+pub use flex::{Elements, Lent, elements, sum_of_squares};
 pub use functions::{
     attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
 };

@@ -1,23 +1,31 @@
 //! Updates of what lies on a disk: all parameters of a step in one pipeline that reads, computes and writes back stretches
 //! of their arrays beside one another, in a few buffers of constant size.
 //!
-//! A cell of the result is *pending* until the pipeline has ended: who reads it earlier waits. Updates are in place, on the
-//! disk too, after the fence that keeps fast ranks from replacing what slow ranks still read.
+//! The pipeline runs on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its
+//! parameter's last stretch is on the disk: who reads it earlier waits. Updates are in place, on the disk too, after the fence
+//! that keeps fast ranks from replacing what slow ranks still read.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::slice::IterMut;
 use std::sync::Arc;
 
 use burn_backend::{Backend, TensorData};
 use burn_std::DType;
+use crossbeam_channel::{Receiver, Sender, bounded};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use zero_core::offload::{Access, Buffer, DiskError, Item, Part, pipeline};
+use parking_lot::Mutex;
+use zero_core::CommError;
+use zero_core::collective::threads::panic_reason;
+use zero_core::offload::{Access, Buffer, DiskError, Item, Part, Work, pipeline_with};
+use zero_ops::Elements;
 
-use super::pass::{Source, Stretch, Target, run_stretch};
+use super::pass::{Stretch, Target, run_stretch};
 use super::rule::Kernel;
+use crate::context::{Context, Worker, stop};
 use crate::shard::Cell;
-use crate::tier::{Disk, Stored, or_stop};
+use crate::tier::{Disk, Stored};
 
 /// The stretches that the pipeline moves are of a multiple of so many elements, so that each array's begin where the disk
 /// wants them to, in any type.
@@ -75,9 +83,9 @@ impl<B: Backend> Job<B> {
         let fresh = is_fresh(&self.parameter);
         let p = floats(&mut self.parameter, &mut buffers, &range);
         let g = match &mut self.gradient {
-            (home, DType::F16) => Source::F16(halves(home, &mut buffers, &range)),
-            (home, DType::BF16) => Source::Bf16(halves(home, &mut buffers, &range)),
-            (home, _) => Source::F32(floats(home, &mut buffers, &range)),
+            (home, DType::F16) => Elements::F16(halves(home, &mut buffers, &range)),
+            (home, DType::BF16) => Elements::Bf16(halves(home, &mut buffers, &range)),
+            (home, _) => Elements::F32(floats(home, &mut buffers, &range)),
         };
         let mut states = self.states.iter_mut().map(|home| {
             let fresh = is_fresh(home);
@@ -149,38 +157,166 @@ fn buffer<'a>(buffers: &mut IterMut<'a, Buffer>) -> &'a mut Buffer {
     buffers.next().expect("the pipeline gives a buffer for each array on the disk")
 }
 
-/// Runs all updates, in order, and settles their cells.
-pub(super) fn run_jobs<B: Backend>(disk: &Disk, mut jobs: Vec<Job<B>>) {
-    let most = disk.settings.sub_group_size.min(disk.pool.buffer_bytes() / 4) / GRAIN * GRAIN;
-    let stretch = most.max(GRAIN);
-    let (mut items, mut places) = (Vec::new(), Vec::new());
-    for (job_index, job) in jobs.iter().enumerate() {
-        let arrays = job.arrays();
-        let mut regions: Vec<_> = arrays
-            .iter()
-            .filter_map(|(home, size, access)| match home {
-                Home::Disk { stored, .. } => Some((stored.region().parts(stretch * size), *access)),
-                Home::Memory(_) => None,
-            })
-            .collect();
-        let mut start = 0;
-        while start < job.elements {
-            let end = (start + stretch).min(job.elements);
-            let part = |(parts, access): &mut (_, Access)| {
-                let region = Iterator::next(parts).expect("a region is as long as its array");
-                Part { region, access: *access }
-            };
-            items.push(Item { parts: regions.iter_mut().map(part).collect() });
-            places.push((job_index, start..end));
-            start = end;
+/// Stretches of all jobs, in order.
+struct Layout {
+    items: Vec<Item>,
+    /// Of each item, the job and the elements.
+    places: Vec<(usize, Range<usize>)>,
+    /// Of each job, the number of items up to its end.
+    ends: Vec<usize>,
+}
+
+impl Layout {
+    fn new<B: Backend>(disk: &Disk, jobs: &[Job<B>]) -> Self {
+        let most = disk.settings.sub_group_size.min(disk.pool.buffer_bytes() / 4) / GRAIN * GRAIN;
+        let stretch = most.max(GRAIN);
+        let mut layout = Self { items: Vec::new(), places: Vec::new(), ends: Vec::with_capacity(jobs.len()) };
+        for (job_index, job) in jobs.iter().enumerate() {
+            let arrays = job.arrays();
+            let mut regions: Vec<_> = arrays
+                .iter()
+                .filter_map(|(home, size, access)| match home {
+                    Home::Disk { stored, .. } => Some((stored.region().parts(stretch * size), *access)),
+                    Home::Memory(_) => None,
+                })
+                .collect();
+            let mut start = 0;
+            while start < job.elements {
+                let end = (start + stretch).min(job.elements);
+                let part = |(parts, access): &mut (_, Access)| {
+                    let region = Iterator::next(parts).expect("a region is as long as its array");
+                    Part { region, access: *access }
+                };
+                layout.items.push(Item { parts: regions.iter_mut().map(part).collect() });
+                layout.places.push((job_index, start..end));
+                start = end;
+            }
+            layout.ends.push(layout.items.len());
+        }
+        layout
+    }
+}
+
+/// Why a pipeline ended early.
+enum Failure {
+    Disk(DiskError),
+    /// Another rank has failed.
+    Comm(CommError),
+}
+
+impl From<DiskError> for Failure {
+    fn from(error: DiskError) -> Self {
+        Self::Disk(error)
+    }
+}
+
+/// Jobs under way. One that has ended gives its cells what they wait for.
+struct Running<'a, B: Backend> {
+    layout: &'a Layout,
+    jobs: Vec<Option<Job<B>>>,
+    /// Jobs that have ended.
+    ended: usize,
+    context: Arc<Context<B>>,
+}
+
+impl<B: Backend> Running<'_, B> {
+    fn settle_up_to(&mut self, items: usize) {
+        while self.layout.ends.get(self.ended).is_some_and(|&end| end <= items) {
+            self.jobs[self.ended].take().expect("a job ends once").settle();
+            self.ended += 1;
         }
     }
-    let compute = |index: usize, buffers: &mut [Buffer]| {
-        let (job, range) = places[index].clone();
-        jobs[job].compute(range, buffers);
-        Ok::<(), DiskError>(())
+}
+
+impl<B: Backend> Work<Failure> for Running<'_, B> {
+    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), Failure> {
+        self.context.window.check(&"an update from the disk").map_err(Failure::Comm)?;
+        let (job, range) = self.layout.places[index].clone();
+        self.jobs[job].as_mut().expect("a job ends after its last item").compute(range, buffers);
+        Ok(())
+    }
+
+    fn written(&mut self, index: usize) {
+        self.settle_up_to(index + 1);
+    }
+}
+
+fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, context: &Arc<Context<B>>, disk: &Disk) -> Result<(), CommError> {
+    let layout = Layout::new(disk, &jobs);
+    let cells: Vec<_> = jobs.iter().flat_map(|job| job.cells.iter().cloned()).collect();
+    let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let mut running =
+            Running { layout: &layout, jobs: jobs.into_iter().map(Some).collect(), ended: 0, context: context.clone() };
+        let run = pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running);
+        if run.is_ok() {
+            // Those without elements at the end have no items.
+            running.settle_up_to(layout.items.len());
+        }
+        run
+    }));
+    let reason = |reason: String| CommError::Disk { rank: context.rank, reason: reason.into() };
+    let error = match result {
+        Ok(Ok(_)) => return Ok(()),
+        Ok(Err(Failure::Comm(error))) => error,
+        Ok(Err(Failure::Disk(error))) => reason(error.to_string()),
+        Err(payload) => reason(format!("an update from the disk panicked: {}", panic_reason(&*payload))),
     };
-    let _span = tracing::trace_span!("update from disk", items = items.len()).entered();
-    or_stop(pipeline(&disk.file, &disk.pool, &items, &disk.settings.pipeline(), compute));
-    jobs.into_iter().for_each(Job::settle);
+    for cell in cells.into_iter().filter(|cell| cell.is_pending()) {
+        cell.settle(Err(error.clone()));
+    }
+    Err(error)
+}
+
+/// What a thread that updates is given, and where it says how it went.
+type Order<B> = (Vec<Job<B>>, Arc<Context<B>>, Sender<Result<(), CommError>>);
+
+/// The rank's thread for updates of what is on the disk, beside the next forward pass: that waits for a parameter only as
+/// long as this parameter takes. One step's updates run at a time.
+pub(crate) struct Updates<B: Backend> {
+    worker: Worker<Order<B>>,
+    under_way: Mutex<Option<Receiver<Result<(), CommError>>>>,
+}
+
+impl<B: Backend> Updates<B> {
+    pub(crate) fn new(rank: usize) -> Self {
+        Self { worker: Worker::new(format!("rank-{rank}-update")), under_way: Mutex::new(None) }
+    }
+
+    /// Starts the updates of a step, once the last step's have ended.
+    pub(super) fn start(&self, context: &Arc<Context<B>>, jobs: Vec<Job<B>>) -> Result<(), CommError> {
+        self.wait()?;
+        let (reply, result) = bounded(1);
+        *self.under_way.lock() = Some(result);
+        // As many threads as the rank computes with. They sleep but for the arithmetic of a stretch.
+        let threads = rayon::current_num_threads();
+        self.worker.send((jobs, context.clone(), reply), move |inbox| {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(|thread| format!("update-{thread}"))
+                .build();
+            for (jobs, context, reply) in inbox {
+                let disk = context.disk.clone().expect("only what is on a disk makes a job");
+                let result = match &pool {
+                    Ok(pool) => pool.install(|| run_jobs(jobs, &context, &disk)),
+                    // The system gives no more threads: this one will do.
+                    Err(_) => run_jobs(jobs, &context, &disk),
+                };
+                // Whoever waited may have been stopped.
+                let _ = reply.send(result);
+            }
+        });
+        Ok(())
+    }
+
+    /// Waits for the updates under way. The disk's waits have deadlines.
+    pub(crate) fn wait(&self) -> Result<(), CommError> {
+        let Some(result) = self.under_way.lock().take() else { return Ok(()) };
+        let _span = tracing::trace_span!("wait for update").entered();
+        result.recv().unwrap_or_else(|_| stop("the thread that updates from the disk has ended".into()))
+    }
+
+    pub(crate) fn stop(&self) {
+        self.worker.stop();
+    }
 }

@@ -8,17 +8,17 @@ use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer
 use burn::tensor::{Tensor, TensorPrimitive};
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
-use burn_backend::{Backend, BackendTypes, TensorData};
+use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
 use burn_std::{DType, Shape};
 
 use zero_core::offload::DiskError;
 
-use super::disk::{Home, Job, run_jobs};
-use super::pass::{Arrays, run};
+use super::disk::{Home, Job};
+use super::pass::{Arrays, elements_of, run};
 use super::rule::{Kernel, Rule};
 use super::state::{MASTER, ParamState, StateRecord, flat};
 use crate::backend::Zero;
-use crate::context::{Context, stop};
+use crate::context::{Context, raise, stop};
 use crate::gather::read;
 use crate::module::ZeroAutodiff;
 use crate::pieces::{Parked, cell_bytes};
@@ -119,9 +119,16 @@ impl<A: ZeroAutodiff> Fused<A> {
         drop(grads);
         if !jobs.is_empty() {
             let context = Context::<A::Base>::current();
-            run_jobs(context.disk.as_ref().expect("only what is on a disk makes a job"), jobs);
+            let updates = context.updates.as_ref().expect("only what is on a disk makes a job");
+            updates.start(&context, jobs).unwrap_or_else(|error| raise(error));
         }
         module
+    }
+
+    /// Waits until the last step's updates have ended. Those of what is kept on a disk go on beside what follows the step;
+    /// whatever needs a parameter or a state waits for that one by itself, so this is for measuring.
+    pub fn wait(&self) {
+        Context::<A::Base>::current().wait_for_updates();
     }
 
     /// One state of a parameter by its name ([`Rule::state_names`], or "fp32_param" for the master of a parameter in 16
@@ -371,11 +378,9 @@ fn update<B: Backend>(
     } else {
         (host::<B>(piece), None)
     };
-    let mut g = as_is::<B>(gradient.into_piece());
-    if !matches!(g.dtype, DType::F32 | DType::F16 | DType::BF16) {
-        g = g.convert_dtype(DType::F32);
-    }
-    let elements = g.num_elements();
+    // Other ranks of this process may share it: read where it lies.
+    let g = gradient.into_piece();
+    let elements = g.shape().num_elements();
     for data in [Some(&p), copy.as_ref()].into_iter().flatten().chain(tensors.iter().flatten()) {
         if data.num_elements() != elements {
             stop(format!(
@@ -389,8 +394,15 @@ fn update<B: Backend>(
         .iter_mut()
         .map(|data| data.take().unwrap_or_else(|| TensorData::new(vec![0f32; elements], [elements])))
         .collect();
-    let arrays = Arrays { parameter: &mut p, gradient: &g, state: &mut tensors, copy: copy.as_mut() };
-    run(kernel, grad_scale, arrays);
+    let data;
+    let gradient = match zero_ops::elements::<B>(&g) {
+        Some(elements) => elements,
+        None => {
+            data = narrow_or_f32(as_is::<B>(g.clone()));
+            elements_of(&data)
+        }
+    };
+    run(kernel, grad_scale, Arrays { parameter: &mut p, gradient, state: &mut tensors, copy: copy.as_mut() });
     drop(g);
 
     let mut templates = templates.into_iter();
@@ -483,11 +495,7 @@ fn job<B: Backend>(
             (Home::Memory(data.convert_dtype(DType::F32)), DType::F32)
         }
         Err(gradient) => {
-            let data = as_is::<B>(gradient.into_piece());
-            let data = match data.dtype {
-                DType::F32 | DType::F16 | DType::BF16 => data,
-                _ => data.convert_dtype(DType::F32),
-            };
+            let data = narrow_or_f32(as_is::<B>(gradient.into_piece()));
             let dtype = data.dtype;
             (Home::Memory(data), dtype)
         }
@@ -521,4 +529,12 @@ fn as_is<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive) -> Tensor
 /// The same as f32.
 fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive) -> TensorData {
     as_is::<B>(piece).convert_dtype(DType::F32)
+}
+
+/// As f32, unless it is in 16 bit.
+fn narrow_or_f32(data: TensorData) -> TensorData {
+    match data.dtype {
+        DType::F16 | DType::BF16 => data,
+        _ => data.convert_dtype(DType::F32),
+    }
 }

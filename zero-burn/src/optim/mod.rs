@@ -8,7 +8,7 @@
 //! * Memory: host memory; a backend whose tensors live elsewhere copies them in and out.
 //! * Threads: the rank's pool of compute threads.
 
-mod disk;
+pub(crate) mod disk;
 mod fused;
 mod pass;
 mod rule;

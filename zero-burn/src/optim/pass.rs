@@ -7,17 +7,10 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::rule::Kernel;
+use zero_ops::Elements;
 
 /// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
 const CHUNK: usize = 1 << 13;
-
-/// A gradient, read.
-#[derive(Clone, Copy)]
-pub(super) enum Source<'a> {
-    F32(&'a [f32]),
-    F16(&'a [f16]),
-    Bf16(&'a [bf16]),
-}
 
 /// The 16-bit copy of a parameter, written.
 pub(super) enum Target<'a> {
@@ -28,7 +21,7 @@ pub(super) enum Target<'a> {
 /// The arrays of a stretch of the piece, equally long but for states that the rule does not keep, which are empty.
 pub(super) struct Stretch<'a> {
     pub(super) p: &'a mut [f32],
-    pub(super) g: Source<'a>,
+    pub(super) g: Elements<'a>,
     pub(super) a: &'a mut [f32],
     pub(super) b: &'a mut [f32],
     pub(super) copy: Option<Target<'a>>,
@@ -38,12 +31,25 @@ pub(super) struct Stretch<'a> {
 pub(super) struct Arrays<'a> {
     /// The fp32 parameter, or its fp32 master.
     pub(super) parameter: &'a mut TensorData,
-    /// fp32, fp16 or bf16.
-    pub(super) gradient: &'a TensorData,
+    pub(super) gradient: Elements<'a>,
     /// fp32 state in the order of the rule's names, at most two.
     pub(super) state: &'a mut [TensorData],
     /// Where the updated parameter is also written, in 16 bit.
     pub(super) copy: Option<&'a mut TensorData>,
+}
+
+/// Elements of data of 32 or 16 bit.
+///
+/// # Panics
+///
+/// When it is of another type.
+pub(super) fn elements_of(data: &TensorData) -> Elements<'_> {
+    const TYPES: &str = "callers pass data of 32 or 16 bit";
+    match data.dtype {
+        DType::F16 => Elements::F16(data.as_slice().expect(TYPES)),
+        DType::BF16 => Elements::Bf16(data.as_slice().expect(TYPES)),
+        _ => Elements::F32(data.as_slice().expect(TYPES)),
+    }
 }
 
 /// Updates by `kernel`, with the gradient multiplied by `scale` first.
@@ -54,11 +60,6 @@ pub(super) struct Arrays<'a> {
 pub(super) fn run(kernel: Kernel, scale: f32, arrays: Arrays<'_>) {
     const TYPES: &str = "callers pass arrays of the types named at Arrays";
     let Arrays { parameter, gradient, state, copy } = arrays;
-    let g = match gradient.dtype {
-        DType::F16 => Source::F16(gradient.as_slice().expect(TYPES)),
-        DType::BF16 => Source::Bf16(gradient.as_slice().expect(TYPES)),
-        _ => Source::F32(gradient.as_slice().expect(TYPES)),
-    };
     let copy = copy.map(|copy| match copy.dtype {
         DType::F16 => Target::F16(copy.as_mut_slice().expect(TYPES)),
         _ => Target::Bf16(copy.as_mut_slice().expect(TYPES)),
@@ -66,7 +67,7 @@ pub(super) fn run(kernel: Kernel, scale: f32, arrays: Arrays<'_>) {
     let mut state = state.iter_mut().map(|data| data.as_mut_slice::<f32>().expect(TYPES));
     let (a, b) = (state.next().unwrap_or_default(), state.next().unwrap_or_default());
     let p = parameter.as_mut_slice::<f32>().expect(TYPES);
-    run_stretch(kernel, scale, Stretch { p, g, a, b, copy });
+    run_stretch(kernel, scale, Stretch { p, g: gradient, a, b, copy });
 }
 
 /// Updates a stretch of any length, on all threads of the pool.
@@ -76,7 +77,7 @@ pub(super) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>) {
     let (mut a, mut b) = (a.chunks_mut(CHUNK), b.chunks_mut(CHUNK));
     let chunks: Vec<Stretch<'_>> = p
         .chunks_mut(CHUNK)
-        .zip(g.chunks())
+        .zip(chunks_of(g))
         .map(|(p, g)| Stretch {
             p,
             g,
@@ -109,11 +110,11 @@ impl pulp::NullaryFnOnce for Task<'_> {
 fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>) {
     let Stretch { p, g, a, b, copy } = chunk;
     match g {
-        Source::F32(g) if scale == 1.0 => kernel.apply(p, g, a, b),
+        Elements::F32(g) if scale == 1.0 => kernel.apply(p, g, a, b),
         other => {
             // Here only: clearing it would cost what a chunk's arithmetic does.
             let mut converted = [0f32; CHUNK];
-            kernel.apply(p, other.scaled_into(&mut converted, scale), a, b);
+            kernel.apply(p, scaled_into(other, &mut converted, scale), a, b);
         }
     }
     match copy {
@@ -132,36 +133,34 @@ impl<'a> Target<'a> {
     }
 }
 
-impl<'a> Source<'a> {
-    fn chunks(self) -> Box<dyn Iterator<Item = Source<'a>> + 'a> {
-        match self {
-            Source::F32(all) => Box::new(all.chunks(CHUNK).map(Source::F32)),
-            Source::F16(all) => Box::new(all.chunks(CHUNK).map(Source::F16)),
-            Source::Bf16(all) => Box::new(all.chunks(CHUNK).map(Source::Bf16)),
-        }
+fn chunks_of<'a>(all: Elements<'a>) -> Box<dyn Iterator<Item = Elements<'a>> + 'a> {
+    match all {
+        Elements::F32(all) => Box::new(all.chunks(CHUNK).map(Elements::F32)),
+        Elements::F16(all) => Box::new(all.chunks(CHUNK).map(Elements::F16)),
+        Elements::Bf16(all) => Box::new(all.chunks(CHUNK).map(Elements::Bf16)),
     }
+}
 
-    /// The gradient in fp32, multiplied by `scale`.
-    #[inline(always)]
-    fn scaled_into(self, buffer: &mut [f32; CHUNK], scale: f32) -> &[f32] {
-        let len = match self {
-            Source::F32(g) => {
-                buffer[..g.len()].copy_from_slice(g);
-                g.len()
-            }
-            Source::F16(g) => {
-                g.convert_to_f32_slice(&mut buffer[..g.len()]);
-                g.len()
-            }
-            Source::Bf16(g) => {
-                g.convert_to_f32_slice(&mut buffer[..g.len()]);
-                g.len()
-            }
-        };
-        let values = &mut buffer[..len];
-        if scale != 1.0 {
-            values.iter_mut().for_each(|value| *value *= scale);
+/// A chunk of a gradient in fp32, multiplied by `scale`.
+#[inline(always)]
+fn scaled_into<'a>(chunk: Elements<'_>, buffer: &'a mut [f32; CHUNK], scale: f32) -> &'a [f32] {
+    let len = match chunk {
+        Elements::F32(g) => {
+            buffer[..g.len()].copy_from_slice(g);
+            g.len()
         }
-        values
+        Elements::F16(g) => {
+            g.convert_to_f32_slice(&mut buffer[..g.len()]);
+            g.len()
+        }
+        Elements::Bf16(g) => {
+            g.convert_to_f32_slice(&mut buffer[..g.len()]);
+            g.len()
+        }
+    };
+    let values = &mut buffer[..len];
+    if scale != 1.0 {
+        values.iter_mut().for_each(|value| *value *= scale);
     }
+    values
 }

@@ -249,4 +249,32 @@ impl Buffer {
             Buffer::U8(_) => concat!(U8),
         }
     }
+
+    /// Pieces of one type, of any lengths, one after the other.
+    ///
+    /// # Panics
+    ///
+    /// Without pieces, or with pieces of several types.
+    pub fn join(pieces: &[std::sync::Arc<Buffer>]) -> Buffer {
+        let numel = pieces.iter().map(|piece| piece.len()).sum();
+        macro_rules! join {
+            ($variant:ident) => {{
+                let mut out = Vec::with_capacity(numel);
+                for piece in pieces {
+                    match &**piece {
+                        Buffer::$variant(v) => out.extend_from_slice(v),
+                        other => panic!("pieces of {} and {}", pieces[0].dtype().name(), other.dtype().name()),
+                    }
+                }
+                Buffer::$variant(out)
+            }};
+        }
+        match &*pieces[0] {
+            Buffer::F32(_) => join!(F32),
+            Buffer::F64(_) => join!(F64),
+            Buffer::F16(_) => join!(F16),
+            Buffer::Bf16(_) => join!(Bf16),
+            Buffer::U8(_) => join!(U8),
+        }
+    }
 }

@@ -8,6 +8,7 @@ mod buffer;
 mod progress;
 pub mod threads;
 
+use std::any::Any;
 use std::sync::Arc;
 
 pub use buffer::{Buffer, DType};
@@ -58,6 +59,12 @@ impl Request {
     }
 }
 
+/// What ranks of one process share of a result.
+pub type Joined = Arc<dyn Any + Send + Sync>;
+
+/// Makes a result of its pieces, which are in rank order and follow each other without a gap.
+pub type Join = Box<dyn FnOnce(&[Arc<Buffer>]) -> Joined + Send>;
+
 /// A group of ranks, as one of them sees it.
 ///
 /// All ranks must issue the same operations in the same order. When they do not, when one panics, leaves or is late,
@@ -80,6 +87,10 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
 
     /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`].
     fn start(&self, request: Request) -> Pending;
+
+    /// Starts an all-reduce whose result the ranks of one process share: `join` makes it, on one of them, and all of them
+    /// get that. The values are those of [`Request::AllReduce`].
+    fn start_shared(&self, input: Buffer, op: ReduceOp, join: Join) -> Pending<Joined>;
 
     /// A second group of the same ranks with its own order of operations. Itself a collective.
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;

@@ -4,19 +4,19 @@ use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
-use super::{Buffer, Request};
+use super::Buffer;
 use crate::CommError;
 
 /// A started collective. Dropping it without waiting is allowed; the operation still runs, as the other ranks need it.
 #[derive(Debug)]
 #[must_use = "the result, or the error, is in `wait`"]
-pub struct Pending(Receiver<Result<Buffer, CommError>>);
+pub struct Pending<T = Buffer>(Receiver<Result<T, CommError>>);
 
-impl Pending {
+impl<T> Pending<T> {
     /// The result, once it is there.
     ///
     /// The wait is bounded: the operation itself fails at the group's deadline.
-    pub fn wait(self) -> Result<Buffer, CommError> {
+    pub fn wait(self) -> Result<T, CommError> {
         self.0.recv().expect("the progress thread answers every request before it ends")
     }
 
@@ -26,7 +26,7 @@ impl Pending {
     }
 }
 
-type Job = (Request, Sender<Result<Buffer, CommError>>);
+type Job = Box<dyn FnOnce() + Send>;
 
 /// The thread that runs started operations; joined when dropped.
 #[derive(Debug)]
@@ -36,27 +36,24 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn spawn(name: String, run: impl Fn(Request) -> Result<Buffer, CommError> + Send + 'static) -> Self {
+    pub(super) fn spawn(name: String) -> Self {
         let (jobs, inbox) = unbounded::<Job>();
         let thread = std::thread::Builder::new()
             .name(name)
-            .spawn(move || {
-                for (request, reply) in inbox {
-                    // The waiter may have dropped its `Pending`: then nobody wants the result.
-                    let _ = reply.send(run(request));
-                }
-            })
+            .spawn(move || inbox.into_iter().for_each(|job| job()))
             .expect("the operating system gives a thread to a rank that it gave one");
         Self { jobs: Some(jobs), thread: Some(thread) }
     }
 
-    pub(super) fn start(&self, request: Request) -> Pending {
+    pub(super) fn start<T: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> Result<T, CommError> + Send + 'static,
+    ) -> Pending<T> {
         let (reply, result) = bounded(1);
-        self.jobs
-            .as_ref()
-            .expect("jobs are closed only on drop")
-            .send((request, reply))
-            .expect("the progress thread lives as long as its communicator");
+        // The waiter may have dropped its `Pending`: then nobody wants the result.
+        let job = Box::new(move || drop(reply.send(job())));
+        let jobs = self.jobs.as_ref().expect("jobs are closed only on drop");
+        jobs.send(job).expect("the progress thread lives as long as its communicator");
         Pending(result)
     }
 }

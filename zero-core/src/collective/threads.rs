@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::progress::Progress;
-use super::{Buffer, Collective, Pending, ReduceOp, Request};
+use super::{Buffer, Collective, Join, Joined, Pending, ReduceOp, Request};
 use crate::accounting::{WireCounter, WireKind};
 use crate::{CommError, LaunchError, RankFailure};
 
@@ -82,6 +82,9 @@ impl Run {
     }
 }
 
+/// A result that the first rank to need it makes.
+type Shared = Arc<OnceLock<Joined>>;
+
 #[derive(Debug)]
 struct Group {
     label: String,
@@ -90,6 +93,8 @@ struct Group {
     /// Keyed by sequence number and phase (an all-reduce has two).
     slots: Mutex<HashMap<(u64, u8), Slot>>,
     arrived: Condvar,
+    /// Shared results by sequence number, and how many ranks have fetched theirs.
+    joined: Mutex<HashMap<u64, (Shared, usize)>>,
     /// Groups made by [`Collective::duplicate`], by sequence number, until every rank has fetched its end.
     children: Mutex<HashMap<u64, (Arc<Group>, usize)>>,
 }
@@ -105,6 +110,7 @@ impl Group {
             run,
             slots: Mutex::default(),
             arrived: Condvar::new(),
+            joined: Mutex::default(),
             children: Mutex::default(),
         })
     }
@@ -207,10 +213,7 @@ impl Inner {
             expected,
             got,
         };
-        let describe = |buffer: &Buffer, more: &str| Description {
-            op,
-            detail: format!(" of {} {}{more}", buffer.len(), buffer.dtype().name()),
-        };
+        let describe = |buffer: &Buffer, more: &str| describe(op, buffer, more);
         let divisible = |buffer: &Buffer| {
             if buffer.len().is_multiple_of(world) {
                 Ok(buffer.len() / world)
@@ -219,10 +222,8 @@ impl Inner {
             }
         };
         let others = world - 1;
-        if let Request::ReduceScatter(input, ReduceOp::Mean) | Request::AllReduce(input, ReduceOp::Mean) = &request
-            && input.dtype() == super::DType::U8
-        {
-            return Err(shape("floats to take a mean of".into(), input.dtype().name().into()));
+        if let Request::ReduceScatter(input, reduce) | Request::AllReduce(input, reduce) = &request {
+            self.check_mean(seq, op, input, *reduce)?;
         }
         match request {
             Request::Barrier(purpose) => {
@@ -244,19 +245,7 @@ impl Inner {
                 self.wire.add(WireKind::ReduceScatter, len * size * others);
                 Ok(Buffer::reduce_range(&inputs, rank * len..(rank + 1) * len, reduce))
             }
-            Request::AllReduce(input, reduce) => {
-                // Each rank reduces its stride of the buffer, then all gather: the order of additions, and so every
-                // bit, is that of a reduce-scatter.
-                let (numel, size) = (input.len(), input.dtype().size());
-                let part = crate::Partition::new(numel, world);
-                let description = describe(&input, reduce_name(reduce));
-                let inputs = self.group.rendezvous(rank, (seq, 0), description.clone(), Arc::new(input))?;
-                let piece = Arc::new(Buffer::reduce_range(&inputs, part.range(rank), reduce));
-                drop(inputs);
-                let pieces = self.group.rendezvous(rank, (seq, 1), description, piece)?;
-                self.wire.add(WireKind::AllReduce, size * (part.len(rank) * others + numel - part.len(rank)));
-                Ok(concat_all(&pieces, numel))
-            }
+            Request::AllReduce(input, reduce) => Ok(Buffer::join(&self.all_reduce(seq, input, reduce)?)),
             Request::Broadcast(buffer, root) => {
                 if root >= world {
                     return Err(shape(format!("a root below {world}"), root.to_string()));
@@ -279,33 +268,68 @@ impl Inner {
     }
 }
 
+impl Inner {
+    /// The pieces of the reduced buffer, in rank order. Each rank reduces its stride of the buffer, then all exchange
+    /// them: the order of additions, and so every bit, is that of a reduce-scatter.
+    fn all_reduce(&self, seq: u64, input: Buffer, reduce: ReduceOp) -> Result<Vec<Arc<Buffer>>, CommError> {
+        let (numel, size, rank) = (input.len(), input.dtype().size(), self.rank);
+        let part = crate::Partition::new(numel, self.group.world);
+        let description = describe("all_reduce", &input, reduce_name(reduce));
+        let inputs = self.group.rendezvous(rank, (seq, 0), description.clone(), Arc::new(input))?;
+        let piece = Arc::new(Buffer::reduce_range(&inputs, part.range(rank), reduce));
+        drop(inputs);
+        let pieces = self.group.rendezvous(rank, (seq, 1), description, piece)?;
+        let received = part.len(rank) * (self.group.world - 1) + numel - part.len(rank);
+        self.wire.add(WireKind::AllReduce, size * received);
+        Ok(pieces)
+    }
+
+    /// See [`Collective::start_shared`].
+    fn all_reduce_shared(&self, input: Buffer, reduce: ReduceOp, join: Join) -> Result<Joined, CommError> {
+        // Relaxed: as in `run`.
+        let seq = self.next.fetch_add(1, Ordering::Relaxed);
+        let op = "all_reduce";
+        let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
+        self.check_mean(seq, op, &input, reduce)?;
+        let pieces = self.all_reduce(seq, input, reduce)?;
+        let once = {
+            let mut joined = self.group.joined.lock();
+            let (once, fetched) = joined.entry(seq).or_default();
+            *fetched += 1;
+            let (once, all) = (once.clone(), *fetched == self.group.world);
+            if all {
+                joined.remove(&seq);
+            }
+            once
+        };
+        // Others wait for as long as one copies: memory that this process has.
+        Ok(once.get_or_init(|| join(&pieces)).clone())
+    }
+
+    fn check_mean(&self, seq: u64, op: &str, input: &Buffer, reduce: ReduceOp) -> Result<(), CommError> {
+        if reduce != ReduceOp::Mean || input.dtype() != super::DType::U8 {
+            return Ok(());
+        }
+        Err(CommError::Shape {
+            group: self.group.label.clone(),
+            seq,
+            rank: self.rank,
+            op: op.to_string(),
+            expected: "floats to take a mean of".into(),
+            got: input.dtype().name().into(),
+        })
+    }
+}
+
+fn describe(op: &'static str, buffer: &Buffer, more: &str) -> Description {
+    Description { op, detail: format!(" of {} {}{more}", buffer.len(), buffer.dtype().name()) }
+}
+
 fn reduce_name(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Sum => " (sum)",
         ReduceOp::Mean => " (mean)",
         ReduceOp::Max => " (max)",
-    }
-}
-
-/// Concatenates pieces of different lengths.
-fn concat_all(pieces: &[Arc<Buffer>], numel: usize) -> Buffer {
-    macro_rules! concat {
-        ($variant:ident) => {{
-            let mut out = Vec::with_capacity(numel);
-            for piece in pieces {
-                if let Buffer::$variant(v) = &**piece {
-                    out.extend_from_slice(v);
-                }
-            }
-            Buffer::$variant(out)
-        }};
-    }
-    match &*pieces[0] {
-        Buffer::F32(_) => concat!(F32),
-        Buffer::F64(_) => concat!(F64),
-        Buffer::F16(_) => concat!(F16),
-        Buffer::Bf16(_) => concat!(Bf16),
-        Buffer::U8(_) => concat!(U8),
     }
 }
 
@@ -325,6 +349,11 @@ impl ThreadComm {
         while run.failure.lock().is_none() && !run.left.lock().iter().all(|left| *left) {
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    fn progress(&self) -> &Progress {
+        let Inner { rank, group, .. } = &*self.inner;
+        self.progress.get_or_init(|| Progress::spawn(format!("rank-{rank}-{}", group.label)))
     }
 
     /// The run that this rank belongs to, for waits outside of collectives.
@@ -353,17 +382,19 @@ impl Collective for ThreadComm {
     fn execute(&self, request: Request) -> Result<Buffer, CommError> {
         match self.progress.get() {
             // Order is kept by going through the same queue.
-            Some(progress) => progress.start(request).wait(),
+            Some(_) => self.start(request).wait(),
             None => self.inner.run(request),
         }
     }
 
     fn start(&self, request: Request) -> Pending {
-        let progress = self.progress.get_or_init(|| {
-            let inner = self.inner.clone();
-            Progress::spawn(format!("rank-{}-{}", inner.rank, inner.group.label), move |request| inner.run(request))
-        });
-        progress.start(request)
+        let inner = self.inner.clone();
+        self.progress().start(move || inner.run(request))
+    }
+
+    fn start_shared(&self, input: Buffer, op: ReduceOp, join: Join) -> Pending<Joined> {
+        let inner = self.inner.clone();
+        self.progress().start(move || inner.all_reduce_shared(input, op, join))
     }
 
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError> {

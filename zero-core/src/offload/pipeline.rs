@@ -74,6 +74,19 @@ pub struct PipelineReport {
     pub elapsed: Duration,
 }
 
+/// What a pipeline does with its items ([`pipeline_with`]).
+pub trait Work<E> {
+    /// Computes on the buffers of item `index`.
+    ///
+    /// # Errors
+    ///
+    /// Whatever ends the pipeline.
+    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), E>;
+
+    /// Item `index`, and all before it, is on the disk as far as the kernel knows.
+    fn written(&mut self, _index: usize) {}
+}
+
 /// Reads every item, calls `compute` with its index and its buffers, in order, and writes back what is to be written.
 /// Everything is on the disk (as far as the kernel knows) when it returns.
 ///
@@ -85,26 +98,57 @@ pub fn pipeline<E: From<DiskError>>(
     pool: &BufferPool,
     items: &[Item],
     options: &PipelineOptions,
-    mut compute: impl FnMut(usize, &mut [Buffer]) -> Result<(), E>,
+    compute: impl FnMut(usize, &mut [Buffer]) -> Result<(), E>,
+) -> Result<PipelineReport, E> {
+    struct Compute<F>(F);
+    impl<E, F: FnMut(usize, &mut [Buffer]) -> Result<(), E>> Work<E> for Compute<F> {
+        fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), E> {
+            self.0(index, buffers)
+        }
+    }
+    pipeline_with(file, pool, items, options, &mut Compute(compute))
+}
+
+/// As [`pipeline()`], with work that is told what has been written.
+///
+/// # Errors
+/// As [`pipeline()`].
+pub fn pipeline_with<E: From<DiskError>>(
+    file: &SwapFile,
+    pool: &BufferPool,
+    items: &[Item],
+    options: &PipelineOptions,
+    work: &mut impl Work<E>,
 ) -> Result<PipelineReport, E> {
     let needed = items.iter().map(|item| item.parts.len()).max().unwrap_or(0);
     if needed > pool.count() {
         return Err(DiskError::FewBuffers { needed, count: pool.count() }.into());
     }
-    let (ahead, behind, report) = (VecDeque::new(), VecDeque::new(), PipelineReport::default());
-    let mut run = Run { file, pool, items, options, next: 0, ahead, behind, report };
+    let (ahead, behind, written) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
+    let mut run =
+        Run { file, pool, items, options, next: 0, ahead, behind, written, report: PipelineReport::default() };
     let start = Instant::now();
     for (index, item) in items.iter().enumerate() {
         run.read_ahead(index)?;
         let mut buffers = run.finish_reads()?;
         // While this one is computed on, buffers that have come free meanwhile can be filled.
         run.read_ahead(index)?;
+        while let Some(written) = run.written.pop_front() {
+            work.written(written);
+        }
         let begin = Instant::now();
-        compute(index, &mut buffers)?;
+        work.compute(index, &mut buffers)?;
         run.report.computing += begin.elapsed();
         run.write_behind(index, item, buffers)?;
     }
-    while run.finish_oldest_write()? {}
+    loop {
+        while let Some(written) = run.written.pop_front() {
+            work.written(written);
+        }
+        if !run.finish_oldest_write()? {
+            break;
+        }
+    }
     run.report.elapsed = start.elapsed();
     Ok(run.report)
 }
@@ -120,6 +164,8 @@ struct Run<'a> {
     ahead: VecDeque<Vec<Loading>>,
     /// Items whose writes may be under way, oldest first.
     behind: VecDeque<(usize, Vec<Ticket>)>,
+    /// Items whose writes have ended since this was looked at, in order.
+    written: VecDeque<usize>,
     report: PipelineReport,
 }
 
@@ -207,12 +253,13 @@ impl Run<'_> {
 
     /// Waits for the writes of the oldest item; false if there are none.
     fn finish_oldest_write(&mut self) -> Result<bool, DiskError> {
-        let Some((_, tickets)) = self.behind.pop_front() else { return Ok(false) };
+        let Some((index, tickets)) = self.behind.pop_front() else { return Ok(false) };
         let begin = Instant::now();
         for ticket in tickets {
             ticket.wait(self.options.limit)?;
         }
         self.report.writing += begin.elapsed();
+        self.written.push_back(index);
         Ok(true)
     }
 }
