@@ -50,6 +50,7 @@ mod ops;
 pub mod optim;
 pub mod pieces;
 mod random;
+pub mod ranks;
 mod reduce;
 mod shard;
 pub mod stats;

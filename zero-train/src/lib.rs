@@ -16,6 +16,7 @@ pub mod estimate;
 pub mod export;
 pub mod gpt2;
 pub mod inspect;
+pub mod launcher;
 pub mod learner;
 pub mod loss_scale;
 pub mod memory;

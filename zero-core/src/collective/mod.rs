@@ -76,6 +76,11 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     /// Number of ranks.
     fn world(&self) -> usize;
 
+    /// This rank among those of its machine, from 0.
+    fn local_rank(&self) -> usize {
+        self.rank()
+    }
+
     /// Name of the group, for errors.
     fn label(&self) -> &str;
 

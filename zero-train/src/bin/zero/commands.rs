@@ -73,7 +73,7 @@ pub struct ConfigArgs {
     dtype: Option<Dtype>,
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("expected at least 1".into()),
         Ok(number) => Ok(number),

@@ -4,6 +4,7 @@ mod ask;
 mod commands;
 mod diff;
 mod inspect;
+mod launch;
 
 use std::alloc::System;
 use std::process::ExitCode;
@@ -26,6 +27,7 @@ First steps:
   zero config --defaults --stage 3              a configuration file without questions
   zero check zero.yaml                          what a file means, in words; what is wrong with it
   zero train --model tiny --data book.txt --config zero.yaml --out run
+  zero launch --ranks 4 --hosts hosts -- train --model gpt2 --data book.txt --save run/checkpoints
   zero inspect run/checkpoints                  what was saved, and whether it is sound
 
 Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are."
@@ -45,6 +47,8 @@ enum Command {
     Estimate(commands::EstimateArgs),
     /// Train a GPT-2 on text or token files, on the CPU
     Train(Box<zero_train::gpt2::Options>),
+    /// Start ranks as processes under an MPI launcher, on this machine or on several, and again after one has died
+    Launch(launch::LaunchArgs),
     /// Write a saved model as a folder that Hugging Face's transformers loads
     Export(commands::ExportArgs),
     /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
@@ -70,6 +74,10 @@ fn main() -> ExitCode {
             Err(error) => Err(error),
         },
         Command::Diff(args) => match diff::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
+        Command::Launch(args) => match launch::launch(&args) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },

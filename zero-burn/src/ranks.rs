@@ -1,0 +1,81 @@
+//! A rank among the others, for code that is not the same on all: under the names that Accelerate has for it
+//! (<https://huggingface.co/docs/accelerate/package_reference/accelerator>), so that scripts are easy to bring over.
+//!
+//! All of it works alike for ranks that are threads and ranks that are processes, and for a lone rank outside of a launch.
+//!
+//! ```
+//! use burn_flex::Flex;
+//! use zero_burn::{config::ZeroConfig, launch::launch, ranks};
+//! use zero_core::Stage;
+//!
+//! let file = std::env::temp_dir().join(format!("vocabulary-{}", std::process::id()));
+//! let read = launch::<Flex, _, std::io::Error>(3, &ZeroConfig::new(Stage::DataParallel), &Default::default(), |_| {
+//!     // Rank 0 makes what the others then find.
+//!     ranks::main_process_first::<Flex, _>(|| {
+//!         if ranks::is_main_process::<Flex>() {
+//!             std::fs::write(&file, "a b c")?;
+//!         }
+//!         std::fs::read_to_string(&file)
+//!     })
+//! })
+//! .unwrap();
+//! assert_eq!(read, ["a b c"; 3]);
+//! # std::fs::remove_file(&file).unwrap();
+//! ```
+
+use burn_backend::Backend;
+
+use crate::context::Context;
+
+/// This rank, from 0.
+pub fn process_index<B: Backend>() -> usize {
+    Context::<B>::current().rank
+}
+
+/// Number of ranks.
+pub fn num_processes<B: Backend>() -> usize {
+    Context::<B>::current().world
+}
+
+/// Whether this is rank 0, the one that prints and writes what all have.
+pub fn is_main_process<B: Backend>() -> bool {
+    process_index::<B>() == 0
+}
+
+/// This rank among those of its machine, from 0.
+pub fn local_process_index<B: Backend>() -> usize {
+    Context::<B>::current().collective().local_rank()
+}
+
+/// Whether this is the first rank of its machine.
+pub fn is_local_main_process<B: Backend>() -> bool {
+    local_process_index::<B>() == 0
+}
+
+/// Returns when every rank has called it. A collective.
+pub fn wait_for_everyone<B: Backend>() {
+    Context::<B>::current().barrier("wait_for_everyone");
+}
+
+/// Runs `f` on rank 0, and then on the others: for what the first makes and the others find, such as a download or a cache. A
+/// collective.
+pub fn main_process_first<B: Backend, R>(f: impl FnOnce() -> R) -> R {
+    first::<B, R>(is_main_process::<B>(), f)
+}
+
+/// As [`main_process_first`], with the first rank of each machine: for what is on a machine's own disk. A collective.
+pub fn local_main_process_first<B: Backend, R>(f: impl FnOnce() -> R) -> R {
+    first::<B, R>(is_local_main_process::<B>(), f)
+}
+
+fn first<B: Backend, R>(is_first: bool, f: impl FnOnce() -> R) -> R {
+    let wait = || Context::<B>::current().barrier("main_process_first");
+    if is_first {
+        let result = f();
+        wait();
+        result
+    } else {
+        wait();
+        f()
+    }
+}

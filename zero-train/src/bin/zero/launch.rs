@@ -1,0 +1,177 @@
+//! `zero launch`: ranks as processes, on this machine or on many.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use zero_train::launcher::{Job, Mpirun, RESTARTS, parse_hosts, physical_cores, slots, spread, supervise};
+
+/// What a program ends with when its input is wrong: trying again would not help.
+const BAD_INPUT: i32 = 2;
+
+#[derive(Debug, Args)]
+pub struct LaunchArgs {
+    /// Number of ranks, each a process
+    #[arg(long, short = 'n', value_parser = super::commands::at_least_one)]
+    ranks: usize,
+    /// The machines: a line each, `node1 slots=4` or `node1:4`; read again before every restart
+    #[arg(long, value_name = "FILE")]
+    hosts: Option<PathBuf>,
+    /// Cores of each machine, to bind ranks to equal shares of [default: this machine's, without --hosts]
+    #[arg(long, value_parser = super::commands::at_least_one)]
+    cores: Option<usize>,
+    /// The MPI launcher [default: mpirun or mpiexec of the PATH]
+    #[arg(long, value_name = "PATH")]
+    mpirun: Option<PathBuf>,
+    /// A variable for the ranks' environment; may be given several times
+    #[arg(long = "env", value_name = "NAME=VALUE", value_parser = variable)]
+    variables: Vec<(String, String)>,
+    /// An option for the MPI launcher, such as `--mpirun-option=--tag-output`; may be given several times
+    #[arg(long = "mpirun-option", value_name = "OPTION", allow_hyphen_values = true)]
+    options: Vec<String>,
+    /// Start again so often after a rank has died, from the last sound checkpoint in the program's --save
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    max_restarts: usize,
+    /// Number of ranks from the first restart on; with --hosts, never more than they have slots for [default: --ranks]
+    #[arg(long, value_name = "N", value_parser = super::commands::at_least_one)]
+    restart_ranks: Option<usize>,
+    /// Seconds that the MPI launcher has to end after a rank has failed, before it is ended
+    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
+    grace: u64,
+    /// Print the command line, and run nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// The program with its arguments; `train ...` is this program's
+    #[arg(last = true, required = true)]
+    program: Vec<OsString>,
+}
+
+fn variable(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.into(), value.into())),
+        _ => Err("expected NAME=VALUE".into()),
+    }
+}
+
+impl LaunchArgs {
+    /// The ranks of an attempt, the first of which has number 0.
+    fn job(&self, attempt: usize) -> Result<Job> {
+        let mut ranks = if attempt == 0 { self.ranks } else { self.restart_ranks.unwrap_or(self.ranks) };
+        let hosts = match &self.hosts {
+            None => Vec::new(),
+            Some(path) => {
+                let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+                let hosts = parse_hosts(&text).with_context(|| path.display().to_string())?;
+                if attempt > 0 {
+                    ranks = ranks.min(slots(&hosts).unwrap_or(ranks));
+                }
+                spread(&hosts, ranks).with_context(|| path.display().to_string())?
+            }
+        };
+        let mut program = self.program.clone();
+        if program[0] == OsStr::new("train") {
+            program.insert(0, std::env::current_exe().context("this program's own path is not known")?.into());
+        }
+        let mut variables = self.variables.clone();
+        variables.push((RESTARTS.into(), attempt.to_string()));
+        let cores = self.cores.or_else(|| if hosts.is_empty() { physical_cores() } else { None });
+        Ok(Job { ranks, hosts, cores, variables, options: self.options.clone(), program })
+    }
+}
+
+pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
+    let mpirun = Mpirun::find(args.mpirun.as_deref())?;
+    let root = rustix::process::geteuid().is_root();
+    let saves = args.program.iter().any(|word| word == "--save" || word.as_encoded_bytes().starts_with(b"--save="));
+    if args.max_restarts > 0 && !saves {
+        eprintln!("warning: the program saves no checkpoints (--save DIR): a restart begins at the beginning");
+    }
+    let mut attempt = 0;
+    loop {
+        let job = args.job(attempt)?;
+        let command = job.command(&mpirun, root);
+        let line = shell(&command);
+        if args.dry_run {
+            println!("{line}");
+            return Ok(ExitCode::SUCCESS);
+        }
+        eprintln!("{line}");
+        let ended = supervise(&command, Duration::from_secs(args.grace))?;
+        for failure in &ended.failures {
+            eprintln!("{failure}");
+        }
+        if ended.ended {
+            eprintln!("{} had not ended {} s after a rank failed, and was ended", mpirun.path.display(), args.grace);
+        }
+        if ended.code == 0 {
+            return Ok(ExitCode::SUCCESS);
+        }
+        if ended.code == BAD_INPUT || attempt == args.max_restarts {
+            if attempt > 0 {
+                eprintln!(
+                    "error: given up after {attempt} restart(s); the last attempt ended with exit code {}",
+                    ended.code
+                );
+            }
+            return Ok(ExitCode::from(u8::try_from(ended.code).unwrap_or(1)));
+        }
+        attempt += 1;
+        eprintln!(
+            "the ranks ended with exit code {}: restart {attempt} of {}{}",
+            ended.code,
+            args.max_restarts,
+            if saves { ", from the last sound checkpoint" } else { "" }
+        );
+    }
+}
+
+/// As a shell would read it.
+fn shell(command: &[OsString]) -> String {
+    let plain =
+        |text: &str| !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_=./:,@%+".contains(c));
+    let words = command.iter().map(|word| {
+        let text = word.to_string_lossy();
+        if plain(&text) { text.into_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+#[derive(Debug, Args)]
+pub struct FlightArgs {
+    /// Records, flight-rank-N.json, or folders with them
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+}
+
+/// The records that `files` name.
+pub fn records(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut records = Vec::new();
+    for path in files {
+        if !path.is_dir() {
+            records.push(path.clone());
+            continue;
+        }
+        let entries = std::fs::read_dir(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let is_record = |path: &Path| {
+            let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            name.starts_with("flight-rank-") && name.ends_with(".json")
+        };
+        let mut found: Vec<PathBuf> =
+            entries.flatten().map(|entry| entry.path()).filter(|path| is_record(path)).collect();
+        if found.is_empty() {
+            bail!("{} has no records: expected files named flight-rank-N.json", path.display());
+        }
+        found.sort();
+        records.append(&mut found);
+    }
+    Ok(records)
+}
+
+impl FlightArgs {
+    pub fn records(&self) -> Result<Vec<PathBuf>> {
+        records(&self.files)
+    }
+}

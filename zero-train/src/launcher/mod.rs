@@ -1,0 +1,96 @@
+//! Starting ranks as processes by an MPI launcher, and starting them again.
+//!
+//! * In: how many ranks, on which hosts, and the program with its arguments ([`Job`]).
+//! * Out: the command line of `mpirun` ([`Job::command`]), and its exit code ([`supervise`]).
+//! * Processes: the launcher is a child of this process and ends with it, in whatever way that ends.
+//!
+//! A rank that fails tells so in a file of the folder that [`STATUS_DIR`] names, if it runs on this machine: so a launcher
+//! that cannot reach the other machines any more, and would wait for them, is ended too.
+
+mod hosts;
+mod mpirun;
+mod supervise;
+mod topology;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+pub use hosts::{Host, parse_hosts, slots, spread};
+pub use mpirun::{Flavor, Mpirun};
+pub use supervise::{Attempt, leave_word, supervise};
+pub use topology::physical_cores;
+
+/// The variable that names the folder where failing ranks leave word.
+pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
+
+/// The variable that says how often a job has been started again.
+pub const RESTARTS: &str = "ZERO_RESTARTS";
+
+/// Ranks to be started.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Where, and how many of them on each; this machine if none are named.
+    pub hosts: Vec<(String, usize)>,
+    /// Cores of each machine, if known: ranks are bound to equal shares of them.
+    pub cores: Option<usize>,
+    /// Variables for the ranks.
+    pub variables: Vec<(String, String)>,
+    /// Options for the launcher, before the program.
+    pub options: Vec<String>,
+    /// The program and its arguments.
+    pub program: Vec<OsString>,
+}
+
+/// Why nothing could be launched.
+#[derive(Debug, thiserror::Error)]
+pub enum LauncherError {
+    /// No MPI launcher.
+    #[error(
+        "no MPI launcher was found (looked for {looked_for}): install Open MPI (Debian: apt-get install openmpi-bin) or \
+         MPICH, or name it with --mpirun PATH"
+    )]
+    NoMpirun {
+        /// What was looked for.
+        looked_for: String,
+    },
+    /// It is something else.
+    #[error("{path} is no launcher of Open MPI or MPICH that is known: it calls itself '{says}'")]
+    Unknown {
+        /// The program.
+        path: PathBuf,
+        /// The first line of its version.
+        says: String,
+    },
+    /// A line of a list of hosts.
+    #[error("line {line} of the hosts: expected {expected}, got '{got}'")]
+    Hosts {
+        /// The line, from 1.
+        line: usize,
+        /// What was expected.
+        expected: String,
+        /// What is there.
+        got: String,
+    },
+    /// Too few slots.
+    #[error(
+        "{ranks} ranks do not fit: the hosts take {slots}; ask for fewer with --ranks, or raise slots= of the hosts"
+    )]
+    Slots {
+        /// Asked for.
+        ranks: usize,
+        /// There are.
+        slots: usize,
+    },
+    /// The operating system's.
+    #[error("cannot {action} {path}: {source}")]
+    Io {
+        /// What failed.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
