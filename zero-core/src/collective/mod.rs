@@ -5,6 +5,12 @@
 //! bit-reproducible, and a reduce-scatter gives the same bits as the matching piece of an all-reduce.
 
 mod buffer;
+pub mod exit;
+pub mod flight;
+pub mod launcher;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+mod operation;
 mod progress;
 pub mod threads;
 

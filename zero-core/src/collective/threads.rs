@@ -16,23 +16,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::operation::{Description, Place, received, reduce_name};
 use super::progress::Progress;
-use super::{Buffer, Collective, Pending, ReduceOp, Request};
+use super::{Buffer, Collective, Pending, Request};
 use crate::accounting::{WireCounter, WireKind};
 use crate::{CommError, LaunchError, RankFailure};
-
-/// What a rank brought to a rendezvous, in the words of the error messages.
-#[derive(Debug, Clone, PartialEq)]
-struct Description {
-    op: &'static str,
-    detail: String,
-}
-
-impl core::fmt::Display for Description {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{}{}", self.op, self.detail)
-    }
-}
 
 #[derive(Debug)]
 struct Slot {
@@ -199,49 +187,36 @@ impl Inner {
         let (world, rank) = (self.group.world, self.rank);
         let op = request.name();
         let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
-        let shape = |expected: String, got: String| CommError::Shape {
-            group: self.group.label.clone(),
-            seq,
-            rank,
-            op: op.to_string(),
-            expected,
-            got,
-        };
-        let describe = |buffer: &Buffer, more: &str| Description {
-            op,
-            detail: format!(" of {} {}{more}", buffer.len(), buffer.dtype().name()),
-        };
-        let divisible = |buffer: &Buffer| {
-            if buffer.len().is_multiple_of(world) {
-                Ok(buffer.len() / world)
-            } else {
-                Err(shape(format!("a length that {world} ranks divide"), buffer.len().to_string()))
+        Place { group: &self.group.label, seq, rank, world }.check(&request)?;
+        let received = received(&request, rank, world);
+        let count = || {
+            if let Some((kind, bytes)) = received {
+                self.wire.add(kind, bytes);
             }
         };
+        let describe = |buffer: &Buffer, more: &str| Description::of(op, buffer, more);
         let others = world - 1;
-        if let Request::ReduceScatter(input, ReduceOp::Mean) | Request::AllReduce(input, ReduceOp::Mean) = &request
-            && input.dtype() == super::DType::U8
-        {
-            return Err(shape("floats to take a mean of".into(), input.dtype().name().into()));
-        }
         match request {
             Request::Barrier(purpose) => {
-                let detail = if purpose.is_empty() { String::new() } else { format!(" ({purpose})") };
-                let description = Description { op, detail };
-                self.group.rendezvous(rank, (seq, 0), description, Arc::new(Buffer::U8(Vec::new())))?;
+                self.group.rendezvous(
+                    rank,
+                    (seq, 0),
+                    Description::of_barrier(purpose),
+                    Arc::new(Buffer::U8(Vec::new())),
+                )?;
                 Ok(Buffer::U8(Vec::new()))
             }
             Request::AllGather(shard) => {
-                let (len, size) = (shard.len(), shard.dtype().size());
+                let len = shard.len();
                 let inputs = self.group.rendezvous(rank, (seq, 0), describe(&shard, ""), Arc::new(shard))?;
-                self.wire.add(WireKind::AllGather, len * size * others);
+                count();
                 Ok(Buffer::concat(&inputs, 0..len))
             }
             Request::ReduceScatter(input, reduce) => {
-                let (len, size) = (divisible(&input)?, input.dtype().size());
+                let len = input.len() / world;
                 let description = describe(&input, reduce_name(reduce));
                 let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(input))?;
-                self.wire.add(WireKind::ReduceScatter, len * size * others);
+                count();
                 Ok(Buffer::reduce_range(&inputs, rank * len..(rank + 1) * len, reduce))
             }
             Request::AllReduce(input, reduce) => {
@@ -258,32 +233,18 @@ impl Inner {
                 Ok(concat_all(&pieces, numel))
             }
             Request::Broadcast(buffer, root) => {
-                if root >= world {
-                    return Err(shape(format!("a root below {world}"), root.to_string()));
-                }
-                let bytes = buffer.bytes();
                 let description = describe(&buffer, &format!(" from rank {root}"));
                 let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(buffer))?;
-                if rank != root {
-                    self.wire.add(WireKind::Broadcast, bytes);
-                }
+                count();
                 Ok((*inputs[root]).clone())
             }
             Request::AllToAll(input) => {
-                let (len, size) = (divisible(&input)?, input.dtype().size());
+                let len = input.len() / world;
                 let inputs = self.group.rendezvous(rank, (seq, 0), describe(&input, ""), Arc::new(input))?;
-                self.wire.add(WireKind::AllToAll, len * size * others);
+                count();
                 Ok(Buffer::concat(&inputs, rank * len..(rank + 1) * len))
             }
         }
-    }
-}
-
-fn reduce_name(op: ReduceOp) -> &'static str {
-    match op {
-        ReduceOp::Sum => " (sum)",
-        ReduceOp::Mean => " (mean)",
-        ReduceOp::Max => " (max)",
     }
 }
 
