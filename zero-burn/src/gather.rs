@@ -19,11 +19,12 @@ use std::time::Duration;
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape, reader::try_read_sync};
 use parking_lot::Mutex;
-use zero_core::CommError;
 use zero_core::accounting::WireKind;
+use zero_core::window::{Key, Whole};
+use zero_core::{Buffer, CommError};
 
 use crate::config::ZeroConfig;
-use crate::context::{Context, Slot, Worker, raise};
+use crate::context::{Context, Slot, Worker, raise, stop};
 use crate::shard::{Cell, Kind};
 use crate::tier::{filled, or_stop};
 
@@ -92,6 +93,9 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
     let (slot, key) = (cell.slot.as_ref(), cell.key);
     let (slot, key) = slot.zip(key).expect("only what belongs to a parameter is read one-sidedly");
     let _span = tracing::trace_span!("gather", parameter = slot.index, elements = partition.numel()).entered();
+    if context.window.is_remote() {
+        return gather_from_processes(cell, slot, key);
+    }
     let mut cells: Vec<Option<Arc<Cell<B>>>> = Vec::with_capacity(partition.world());
     for rank in 0..partition.world() {
         if partition.len(rank) == 0 {
@@ -100,7 +104,7 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
         if rank == context.rank {
             cells.push(None);
         } else {
-            let peer = context.window.read(rank, key, slot)?;
+            let peer = context.window.read(rank, key, slot)?.here().expect("ranks of one process show what they have");
             if peer.shape != cell.shape || peer.dtype != cell.dtype {
                 return Err(CommError::Mismatch {
                     group: "window".into(),
@@ -137,6 +141,48 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
     let whole = borrowed.unwrap_or_else(join);
     *cell.lent.lock() = zero_ops::Lent::of::<B>(&whole);
     Ok(whole)
+}
+
+/// What a piece is called between processes: ranks whose tensors differ do not take each other's.
+pub(crate) fn tag(shape: &Shape, dtype: DType) -> String {
+    format!("{dtype:?} of {:?}", shape.as_slice())
+}
+
+/// Has the other processes' pieces sent to where they belong in the whole.
+fn gather_from_processes<B: Backend>(
+    cell: &Cell<B>,
+    slot: &Slot<B>,
+    key: Key,
+) -> Result<B::FloatTensorPrimitive, CommError> {
+    let (context, partition, size) = (&cell.context, cell.partition, cell.dtype.size());
+    let bytes = |rank: usize| {
+        let range = partition.range(rank);
+        range.start * size..range.end * size
+    };
+    let pieces: Vec<_> =
+        (0..partition.world()).filter(|&rank| rank != context.rank).map(|rank| (rank, bytes(rank))).collect();
+    let mine = bytes(context.rank);
+    let own = (!mine.is_empty()).then(|| read::<B>(cell.local()));
+    let own = own.as_ref().map(|data| (mine.start, &data.as_bytes()[..mine.len()]));
+    let dtype = match cell.dtype {
+        DType::F64 => zero_core::collective::DType::F64,
+        DType::F16 => zero_core::collective::DType::F16,
+        DType::BF16 => zero_core::collective::DType::Bf16,
+        DType::F32 => zero_core::collective::DType::F32,
+        other => stop(format!("a tensor of type {other:?} cannot be gathered from other processes: expected floats")),
+    };
+    let whole = Whole { dtype, elements: partition.numel(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
+    let whole = context.window.gather(whole, key, slot)?;
+    context.wire.add(WireKind::AllGather, (partition.numel() - partition.len(context.rank)) * size);
+    let shape = cell.shape.clone();
+    let data = match whole {
+        Buffer::F32(values) => TensorData::new(values, shape),
+        Buffer::F64(values) => TensorData::new(values, shape),
+        Buffer::F16(values) => TensorData::new(values, shape),
+        Buffer::Bf16(values) => TensorData::new(values, shape),
+        Buffer::U8(_) => unreachable!("a gather gives the type that it was asked for"),
+    };
+    Ok(B::float_from_data(data, &cell.device))
 }
 
 /// Joins pieces of which some are on a disk, in one new array.

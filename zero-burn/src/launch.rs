@@ -1,16 +1,22 @@
-//! Running ranks as threads of this process.
+//! Running ranks: as threads of this process, or this process as one of the ranks that an MPI launcher has started.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn_backend::Backend;
-use zero_core::collective::threads::{ThreadOptions, panic_reason, run};
-use zero_core::window::WindowHost;
+use zero_core::collective::launcher::{World, launched};
+#[cfg(feature = "mpi")]
+use zero_core::collective::mpi;
+use zero_core::collective::threads::{ThreadComm, ThreadOptions, panic_reason, run};
+use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError};
 
 use crate::config::{ConfigError, ZeroConfig};
-use crate::context::Context;
+use crate::context::{Context, raise};
 use crate::device::ZeroDevice;
+use crate::shard::Cell;
 
 /// How ranks are run.
 #[derive(Debug, Clone)]
@@ -19,11 +25,13 @@ pub struct LaunchOptions {
     pub threads_per_rank: usize,
     /// The longest that any wait for another rank may take.
     pub deadline: Duration,
+    /// Where ranks that are processes leave their flight records when a deadline passes or a rank fails.
+    pub flight_dir: Option<PathBuf>,
 }
 
 impl Default for LaunchOptions {
     fn default() -> Self {
-        Self { threads_per_rank: 0, deadline: ThreadOptions::default().deadline }
+        Self { threads_per_rank: 0, deadline: ThreadOptions::default().deadline, flight_dir: None }
     }
 }
 
@@ -35,6 +43,34 @@ impl LaunchOptions {
             threads => threads,
         }
     }
+
+    /// Compute threads of this process beside `ranks - 1` others of the same machine. A process that its launcher has bound
+    /// to some cores has those; otherwise all share the machine's.
+    #[cfg(feature = "mpi")]
+    pub fn threads_beside(&self, ranks: usize) -> usize {
+        let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+        let bound = online_processors().is_some_and(|all| allowed * ranks <= all);
+        match self.threads_per_rank {
+            0 if bound => allowed,
+            _ => self.threads(ranks),
+        }
+    }
+
+    /// The same for the engine of processes.
+    #[cfg(feature = "mpi")]
+    pub fn mpi(&self) -> mpi::MpiOptions {
+        mpi::MpiOptions { deadline: self.deadline, flight_dir: self.flight_dir.clone(), ..mpi::MpiOptions::default() }
+    }
+}
+
+/// Processors of this machine, whichever of them this process may use.
+#[cfg(feature = "mpi")]
+fn online_processors() -> Option<usize> {
+    let text = std::fs::read_to_string("/sys/devices/system/cpu/online").ok()?;
+    text.trim().split(',').try_fold(0, |sum, part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(sum + last.parse::<usize>().ok()? + 1 - first.parse::<usize>().ok()?)
+    })
 }
 
 /// Why a launch failed.
@@ -46,11 +82,40 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
     /// A rank failed.
     #[error(transparent)]
     Run(#[from] zero_core::LaunchError<E>),
+    /// An MPI launcher has started this process as one of several, and this program knows nothing of MPI.
+    #[error(
+        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
+         would train a copy of its own: build it with `--features mpi`, or start it alone, with ranks that are threads"
+    )]
+    WithoutMpi {
+        /// Its rank.
+        rank: usize,
+        /// Number of processes.
+        world: usize,
+        /// The variable that says so.
+        variable: &'static str,
+    },
+    /// The program wants another number of ranks than were started.
+    #[error(
+        "{asked} ranks were asked for, but {started} processes were started (by {variable}): each of them is one rank"
+    )]
+    World {
+        /// The program's number.
+        asked: usize,
+        /// The launcher's.
+        started: usize,
+        /// The variable that says so.
+        variable: &'static str,
+    },
 }
 
 /// Runs `body` once per rank, each on its own thread with its own pool of compute threads, and returns the results in
 /// rank order. `body` builds the model on the device it is given; what it returns should be plain data, since sharded
 /// tensors are of no use once the other ranks have gone.
+///
+/// In a process that an MPI launcher has started as one of several (`mpirun`, `srun`), this process is one rank: `body` runs
+/// once, and its result is the only one in the list. `world` is then the launcher's number of processes, and one launch is
+/// all that a process can have.
 ///
 /// # Errors
 ///
@@ -67,45 +132,151 @@ where
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
     config.validate(world)?;
+    if let Some(launched) = launched() {
+        if launched.world != world {
+            return Err(LaunchError::World { asked: world, started: launched.world, variable: launched.variable });
+        }
+        return as_process::<B, T, E>(config, options, body, &launched);
+    }
     let threads = options.threads(world);
     let windows = WindowHost::default();
     let results = run(world, &ThreadOptions { deadline: options.deadline }, |comm| {
-        let rank = comm.rank();
         let window = windows.join(&comm);
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
-        let rank_body = || {
-            let farewell = comm.clone();
-            let context = Context::<B>::new(config.clone(), B::Device::default(), comm, window)
-                .unwrap_or_else(|error: CommError| crate::context::raise(error));
-            let _installed = context.install();
-            let result = catch_unwind(AssertUnwindSafe(|| {
-                let value = body(ZeroDevice::here(B::Device::default()))?;
-                // An update that fails after the body has ended is this rank's error still.
-                context.wait_for_updates();
-                Ok::<T, E>(value)
-            }));
-            // The others learn of it before this rank takes down what they may be reading.
-            match result {
-                Ok(Ok(value)) => {
-                    farewell.wait_for_others();
-                    Ok(value)
-                }
-                Ok(Err(error)) => {
-                    farewell.abort(&error.to_string());
-                    Err(error)
-                }
-                Err(payload) => {
-                    farewell.abort(&panic_reason(&*payload));
-                    resume_unwind(payload)
-                }
-            }
-        };
-        // The rank runs on a worker of its own pool, so that what it computes in parallel stays inside the pool, whose
-        // threads are joined before the rank ends.
-        pool.build_scoped(|thread| thread.run(), |pool| pool.install(rank_body))
-            .unwrap_or_else(|error| panic!("the operating system gave no {threads} compute thread(s): {error}"))
+        let others: &dyn Others = &*comm.clone();
+        run_rank::<B, T, E>(config, threads, (comm, window, others), &body)
     })?;
     Ok(results)
+}
+
+#[cfg(feature = "mpi")]
+fn as_process<B, T, E>(
+    config: &ZeroConfig,
+    options: &LaunchOptions,
+    body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
+    _launched: &World,
+) -> Result<Vec<T>, LaunchError<E>>
+where
+    B: Backend,
+    T: Send,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+{
+    let result = mpi::run(&options.mpi(), |run| launch_on::<B, T, E>(run, config, options, &body))?;
+    Ok(vec![result])
+}
+
+#[cfg(not(feature = "mpi"))]
+fn as_process<B, T, E>(
+    _config: &ZeroConfig,
+    _options: &LaunchOptions,
+    _body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
+    launched: &World,
+) -> Result<Vec<T>, LaunchError<E>>
+where
+    B: Backend,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+{
+    let World { rank, world, variable, .. } = *launched;
+    Err(LaunchError::WithoutMpi { rank, world, variable })
+}
+
+/// Runs `body` as the rank of this process, inside of [`mpi::run`]: for programs that have something to settle with the other
+/// ranks before they train.
+///
+/// # Errors
+///
+/// The body's own. All other trouble travels as a panic payload that [`mpi::run`] knows.
+#[cfg(feature = "mpi")]
+pub fn launch_on<B, T, E>(
+    run: &mpi::MpiRun,
+    config: &ZeroConfig,
+    options: &LaunchOptions,
+    body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
+) -> Result<T, E>
+where
+    B: Backend,
+    T: Send,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+{
+    let comm = run.comm();
+    let threads = options.threads_beside(comm.place().local_world);
+    run_rank::<B, T, E>(config, threads, (comm.clone(), Window::join_processes(comm), run), body)
+}
+
+/// What a rank tells the others at its end.
+trait Others: Sync {
+    /// Keeps what the others still read until they have ended too.
+    fn wait(&self) -> Result<(), CommError>;
+
+    /// They are to stop.
+    fn stop(&self, reason: &str);
+}
+
+impl Others for ThreadComm {
+    fn wait(&self) -> Result<(), CommError> {
+        self.wait_for_others();
+        Ok(())
+    }
+
+    fn stop(&self, reason: &str) {
+        self.abort(reason);
+    }
+}
+
+#[cfg(feature = "mpi")]
+impl Others for mpi::MpiRun {
+    fn wait(&self) -> Result<(), CommError> {
+        self.wait_for_others()
+    }
+
+    fn stop(&self, reason: &str) {
+        self.comm().abort(reason);
+    }
+}
+
+/// One rank, on a pool of its own.
+fn run_rank<B, T, E>(
+    config: &ZeroConfig,
+    threads: usize,
+    (comm, window, others): (Arc<dyn Collective>, Window<Cell<B>>, &dyn Others),
+    body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
+) -> Result<T, E>
+where
+    B: Backend,
+    T: Send,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+{
+    let rank = comm.rank();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
+    let rank_body = || {
+        let context = Context::<B>::new(config.clone(), B::Device::default(), comm, window)
+            .unwrap_or_else(|error: CommError| raise(error));
+        let _installed = context.install();
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            let value = body(ZeroDevice::here(B::Device::default()))?;
+            // An update that fails after the body has ended is this rank's error still.
+            context.wait_for_updates();
+            Ok::<T, E>(value)
+        }));
+        // The others learn of it before this rank takes down what they may be reading.
+        match result {
+            Ok(Ok(value)) => {
+                others.wait().unwrap_or_else(|error| raise(error));
+                Ok(value)
+            }
+            Ok(Err(error)) => {
+                others.stop(&error.to_string());
+                Err(error)
+            }
+            Err(payload) => {
+                others.stop(&panic_reason(&*payload));
+                resume_unwind(payload)
+            }
+        }
+    };
+    // The rank runs on a worker of its own pool, so that what it computes in parallel stays inside the pool, whose
+    // threads are joined before the rank ends.
+    pool.build_scoped(|thread| thread.run(), |pool| pool.install(rank_body))
+        .unwrap_or_else(|error| panic!("the operating system gave no {threads} compute thread(s): {error}"))
 }

@@ -512,17 +512,29 @@ impl<B: Backend> Buckets<B> {
         debug_assert_eq!(self.filled, self.row_len, "a bucket is never larger than what remains");
         self.wait()?;
         let rows = Buffer::from_f32(std::mem::take(&mut self.rows), self.sent_as);
+        let name = self.names(self.segments.iter().map(|segment| segment.piece));
         let request = if self.stage.shards_optimizer() {
             Request::ReduceScatter(rows, ReduceOp::Sum)
         } else {
             Request::AllReduce(rows, ReduceOp::Sum)
         };
         let segments = std::mem::take(&mut self.segments);
-        let pending = self.comm.start(request);
+        let pending = self.comm.start(request.named(&name));
         self.in_flight = Some(InFlight::Bucket { pending, segments, row_len: self.row_len });
         self.filled = 0;
         self.row_len = 0;
         Ok(())
+    }
+
+    /// What the pieces are gradients of, in the words of errors and flight records.
+    fn names(&self, pieces: impl Iterator<Item = usize>) -> String {
+        let slots = pieces.filter_map(|piece| self.pieces[piece].as_ref()?.cell.slot.clone());
+        let slots: Vec<Arc<Slot<B>>> = slots.collect();
+        match &slots[..] {
+            [] => String::new(),
+            [one] => format!("gradient of {one}"),
+            [first, .., last] => format!("gradients of {} parameters from {first} to {last}", slots.len()),
+        }
     }
 
     /// Whether a gradient is sent as it is; the same on every rank. Not where it is converted or divided first.
@@ -549,8 +561,9 @@ impl<B: Backend> Buckets<B> {
             return Err(error);
         }
         let values = Buffer::F32(values);
+        let name = self.names(std::iter::once(piece));
         self.in_flight = Some(if self.stage.shards_optimizer() {
-            let pending = self.comm.start(Request::ReduceScatter(values, ReduceOp::Mean));
+            let pending = self.comm.start(Request::ReduceScatter(values, ReduceOp::Mean).named(&name));
             InFlight::Alone { pending, piece, counted }
         } else {
             let cell = &self.pieces[piece].as_ref().expect("it is completed by its result").cell;
@@ -558,7 +571,7 @@ impl<B: Backend> Buckets<B> {
             let join = move |pieces: &[Arc<Buffer>]| -> Joined {
                 Arc::new(tensor::<B>(Buffer::join(pieces).into_f32(), dtype, &device))
             };
-            let pending = self.comm.start_shared(values, ReduceOp::Mean, Box::new(join));
+            let pending = self.comm.start_shared(values, ReduceOp::Mean, &name, Box::new(join));
             InFlight::Shared { pending, piece, counted }
         });
         Ok(())

@@ -10,20 +10,22 @@
 //! A cell is written by its owner's thread or by the owner's reducer and prefetch threads, and read by other ranks
 //! through the window; its mutex gives the happens-before edge.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
-use burn_backend::{Backend, TensorMetadata};
+use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use zero_core::accounting::Gauge;
+use zero_core::collective::threads::panic_reason;
 use zero_core::offload::DiskError;
-use zero_core::window::Key;
+use zero_core::window::{Expose, Exposure, Key};
 use zero_core::{CommError, Partition};
 
 use crate::context::{Context, Slot, raise};
-use crate::gather::read;
+use crate::gather::{read, tag};
 use crate::random::sign;
 use crate::tier::{Disk, Stored, fetch, or_stop};
 
@@ -442,6 +444,43 @@ impl<B: Backend> Cell<B> {
             }
             Err(cell) => cell.local(),
         }
+    }
+}
+
+/// A piece's bytes, for ranks that are other processes. Called on the thread that serves them: it waits for nobody.
+impl<B: Backend> Expose for Cell<B> {
+    fn expose(&self) -> Exposure {
+        {
+            let state = self.state.lock();
+            if state.pending {
+                return Exposure::Pending;
+            }
+            if let Some(error) = &state.failed {
+                return Exposure::Failed(error.to_string());
+            }
+        }
+        // What is settled stays settled, so that nothing below waits.
+        let bytes = self.partition.len(self.place()) * self.dtype.size();
+        match catch_unwind(AssertUnwindSafe(|| read::<B>(self.local()))) {
+            Ok(data) => {
+                let tag = tag(&self.shape, self.dtype);
+                Exposure::Ready { tag, bytes: Box::new(Exposed { data, bytes }) }
+            }
+            // The disk's error, or no memory.
+            Err(payload) => Exposure::Failed(panic_reason(&*payload)),
+        }
+    }
+}
+
+/// The bytes of a piece, without filler.
+struct Exposed {
+    data: TensorData,
+    bytes: usize,
+}
+
+impl AsRef<[u8]> for Exposed {
+    fn as_ref(&self) -> &[u8] {
+        &self.data.as_bytes()[..self.bytes]
     }
 }
 

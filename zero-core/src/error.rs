@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 /// What a collective, a gather or a wait ran into.
 ///
 /// `op` is the operation with its size as the failing rank called it ("reduce_scatter of 4096 f32"), `seq` counts the
 /// operations of that rank in that group from 0, so that two logs can be laid side by side.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 pub enum CommError {
     /// Two ranks called different operations at the same place in the sequence.
     #[error(
@@ -142,6 +144,16 @@ impl<E: core::fmt::Display> core::fmt::Display for RankFailure<E> {
     }
 }
 
+/// The MPI library, or the engine that stands on it, could not do something.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{call}: {reason}")]
+pub struct MpiError {
+    /// The call.
+    pub call: &'static str,
+    /// What it said.
+    pub reason: String,
+}
+
 /// A run of several ranks that did not finish: the rank whose trouble came first, and what it was.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
@@ -161,6 +173,9 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
         /// The number asked for.
         world: usize,
     },
+    /// MPI could not be started.
+    #[error("MPI cannot be used: {0}")]
+    Mpi(MpiError),
     /// The operating system gave no thread.
     #[error("rank {rank} could not be started: {source}")]
     Spawn {

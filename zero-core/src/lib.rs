@@ -22,6 +22,6 @@ mod stage;
 pub mod window;
 
 pub use collective::{Buffer, Collective, Pending, ReduceOp, Request};
-pub use error::{CommError, LaunchError, RankFailure};
+pub use error::{CommError, LaunchError, MpiError, RankFailure};
 pub use partition::Partition;
 pub use stage::{InvalidStage, Stage};

@@ -9,16 +9,18 @@
 //! there reads as [`CommError::Gone`]; one not published yet is waited for, up to the run's deadline.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::CommError;
-use crate::collective::Collective;
+use crate::collective::landing::Landing;
 use crate::collective::threads::{Run, ThreadComm};
+use crate::collective::{Buffer, Collective, DType};
 
-/// How long a reader sleeps before it looks whether the run has failed.
+/// How long a reader in this process sleeps before it looks whether the run has failed.
 const POLL: Duration = Duration::from_millis(20);
 
 /// Names one version of one object, alike on every rank.
@@ -28,6 +30,28 @@ pub struct Key {
     pub object: u64,
     /// Its version, from 0, ascending.
     pub version: u64,
+}
+
+/// What a published value gives to a reader in another process.
+pub enum Exposure {
+    /// Nothing yet: it is being made. The reader waits.
+    Pending,
+    /// Its bytes.
+    Ready {
+        /// What they are (type and shape); the reader compares it with what it expects.
+        tag: String,
+        /// The bytes, lent for as long as it takes to send them.
+        bytes: Box<dyn AsRef<[u8]> + Send + Sync>,
+    },
+    /// Nothing ever: why.
+    Failed(String),
+}
+
+/// A value whose bytes other processes may read.
+pub trait Expose {
+    /// The bytes as they are now. Called on a thread that serves the other ranks' reads: it may copy or read a disk, but
+    /// does not wait for anything that another rank does.
+    fn expose(&self) -> Exposure;
 }
 
 #[derive(Debug)]
@@ -56,26 +80,133 @@ impl<T> Default for WindowHost<T> {
 impl<T> WindowHost<T> {
     /// The view of `comm`'s rank. Every rank of one run joins the same host.
     pub fn join(&self, comm: &ThreadComm) -> Window<T> {
-        Window { rank: comm.rank(), run: Some(comm.run().clone()), board: self.0.clone() }
+        Window { rank: comm.rank(), peers: Peers::Threads(comm.run().clone()), board: self.0.clone() }
     }
 
     /// The view of a lone rank, which never waits.
     pub fn alone(&self) -> Window<T> {
-        Window { rank: 0, run: None, board: self.0.clone() }
+        Window { rank: 0, peers: Peers::None, board: self.0.clone() }
     }
+}
+
+/// Where the other ranks are.
+#[derive(Debug, Clone)]
+enum Peers {
+    None,
+    /// In this process; what they publish is on the same board.
+    Threads(Arc<Run>),
+    /// In processes of their own, each with a board.
+    #[cfg(feature = "mpi")]
+    Processes(crate::collective::mpi::remote::Remote),
 }
 
 /// One rank's view of what all ranks have published.
 #[derive(Debug)]
 pub struct Window<T> {
     rank: usize,
-    run: Option<Arc<Run>>,
+    peers: Peers,
     board: Arc<Board<T>>,
 }
 
 impl<T> Clone for Window<T> {
     fn clone(&self) -> Self {
-        Self { rank: self.rank, run: self.run.clone(), board: self.board.clone() }
+        Self { rank: self.rank, peers: self.peers.clone(), board: self.board.clone() }
+    }
+}
+
+/// What a read gives.
+#[derive(Debug)]
+pub enum Seen<T> {
+    /// The value itself, of a rank of this process.
+    Here(Arc<T>),
+    /// What its owner, another process, exposes of it.
+    Bytes {
+        /// What the bytes are, in the owner's words.
+        tag: String,
+        /// The bytes.
+        bytes: Vec<u8>,
+    },
+}
+
+impl<T> Seen<T> {
+    /// The value, where ranks share memory.
+    pub fn here(self) -> Option<Arc<T>> {
+        match self {
+            Seen::Here(value) => Some(value),
+            Seen::Bytes { .. } => None,
+        }
+    }
+}
+
+/// A read that has been begun; several may be under way at a time.
+#[must_use = "the value, or the error, is in `wait`"]
+#[derive(Debug)]
+pub struct Reading<T>(Begun<T>);
+
+#[derive(Debug)]
+enum Begun<T> {
+    /// Looked for when it is waited for: nothing is gained by looking earlier.
+    Here { window: Window<T>, peer: usize, key: Key, what: String },
+    #[cfg(feature = "mpi")]
+    There(crate::collective::mpi::remote::Asking),
+}
+
+impl<T> Reading<T> {
+    /// What was read.
+    ///
+    /// # Errors
+    ///
+    /// As [`Window::read`]'s.
+    pub fn wait(self) -> Result<Seen<T>, CommError> {
+        match self.0 {
+            Begun::Here { window, peer, key, what } => window.read_here(peer, key, &what).map(Seen::Here),
+            #[cfg(feature = "mpi")]
+            Begun::There(asking) => {
+                let (tag, bytes) = asking.wait()?;
+                Ok(Seen::Bytes { tag, bytes: bytes.expect("the read was given no place for its bytes") })
+            }
+        }
+    }
+}
+
+/// What a rank finds under a key on its board.
+enum Looked<T> {
+    Absent,
+    /// Its last holder is dropping it.
+    Dropping,
+    Gone,
+    Here(Arc<T>),
+}
+
+impl<T> Board<T> {
+    fn look(published: &HashMap<(usize, u64), Versions<T>>, peer: usize, key: Key) -> Looked<T> {
+        let Some(versions) = published.get(&(peer, key.object)) else { return Looked::Absent };
+        match versions.live.get(&key.version) {
+            Some(weak) => weak.upgrade().map_or(Looked::Dropping, Looked::Here),
+            None if versions.latest >= key.version => Looked::Gone,
+            None => Looked::Absent,
+        }
+    }
+}
+
+#[cfg(feature = "mpi")]
+impl<T: Expose + Send + Sync + 'static> Window<T> {
+    /// The view of a process's rank. Every rank of a run joins its windows in the same order.
+    pub fn join_processes(comm: &crate::collective::mpi::MpiComm) -> Self {
+        use crate::collective::mpi::{remote::Remote, serve::Found};
+        let (rank, board) = (comm.place().rank, WindowHost::<T>::default().0);
+        let shown = board.clone();
+        let lookup = move |key: Key| {
+            let looked = Board::look(&shown.published.lock(), rank, key);
+            match looked {
+                // What is being dropped will be retracted, or published again.
+                Looked::Absent | Looked::Dropping => Found::Absent,
+                Looked::Gone => Found::Gone,
+                // The board is free while bytes are made.
+                Looked::Here(value) => Found::Here(value.expose()),
+            }
+        };
+        Self { rank, peers: Peers::Processes(Remote::join(comm, Box::new(lookup))), board }
     }
 }
 
@@ -89,7 +220,7 @@ impl<T> Window<T> {
         versions.live.insert(key.version, Arc::downgrade(value));
         versions.latest = versions.latest.max(key.version);
         drop(published);
-        self.board.changed.notify_all();
+        self.changed();
     }
 
     /// As [`Window::retract`], but without remembering that the version was there: a later read of it waits, as for one
@@ -109,7 +240,26 @@ impl<T> Window<T> {
         if let Some(versions) = self.board.published.lock().get_mut(&(self.rank, key.object)) {
             versions.live.remove(&key.version);
         }
+        self.changed();
+    }
+
+    /// Tells readers to look again: what was [`Exposure::Pending`] is ready. They do so by themselves every few
+    /// milliseconds; this spares them the wait.
+    pub fn changed(&self) {
         self.board.changed.notify_all();
+        #[cfg(feature = "mpi")]
+        if let Peers::Processes(remote) = &self.peers {
+            remote.changed();
+        }
+    }
+
+    /// Whether the other ranks are processes, of which reads give bytes.
+    pub fn is_remote(&self) -> bool {
+        match &self.peers {
+            Peers::None | Peers::Threads(_) => false,
+            #[cfg(feature = "mpi")]
+            Peers::Processes(_) => true,
+        }
     }
 
     /// Whether waiting for something in this process still makes sense: an error when a rank has failed.
@@ -118,7 +268,12 @@ impl<T> Window<T> {
     ///
     /// [`CommError::PeerFailed`].
     pub fn check(&self, what: &dyn core::fmt::Display) -> Result<(), CommError> {
-        self.run.as_ref().map_or(Ok(()), |run| run.check("window", 0, self.rank, what, &[]))
+        match &self.peers {
+            Peers::None => Ok(()),
+            Peers::Threads(run) => run.check("window", 0, self.rank, what, &[]),
+            #[cfg(feature = "mpi")]
+            Peers::Processes(remote) => remote.check(&what.to_string()),
+        }
     }
 
     /// What `peer` has published under `key`, waiting for it if need be. `what` names it in errors.
@@ -126,27 +281,52 @@ impl<T> Window<T> {
     /// # Errors
     ///
     /// [`CommError`] when the peer has dropped the version, fails, leaves, or does not publish within the deadline.
-    pub fn read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<Arc<T>, CommError> {
+    pub fn read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<Seen<T>, CommError> {
+        self.begin_read(peer, key, what).wait()
+    }
+
+    /// As [`Window::read`], of several peers, all at once; in the order of `peers`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Window::read`]'s, of the first peer that has one.
+    pub fn read_all(
+        &self,
+        peers: &[usize],
+        key: Key,
+        what: &dyn core::fmt::Display,
+    ) -> Result<Vec<Seen<T>>, CommError> {
+        let readings: Vec<Reading<T>> = peers.iter().map(|&peer| self.begin_read(peer, key, what)).collect();
+        readings.into_iter().map(Reading::wait).collect()
+    }
+
+    /// Begins a [`Window::read`].
+    pub fn begin_read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Reading<T> {
+        #[cfg(feature = "mpi")]
+        if let Peers::Processes(remote) = &self.peers
+            && peer != self.rank
+        {
+            return Reading(Begun::There(remote.begin(peer, key, &what.to_string(), None)));
+        }
+        Reading(Begun::Here { window: self.clone(), peer, key, what: what.to_string() })
+    }
+
+    /// Looks at the board of this process.
+    fn read_here(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<Arc<T>, CommError> {
         let begin = Instant::now();
         let gone = || CommError::Gone { rank: self.rank, what: what.to_string(), peer };
         let mut published = self.board.published.lock();
         loop {
-            let mut dropping = false;
-            if let Some(versions) = published.get(&(peer, key.object)) {
-                match versions.live.get(&key.version) {
-                    Some(weak) => {
-                        if let Some(value) = weak.upgrade() {
-                            return Ok(value);
-                        }
-                        // Its last holder is dropping it: it will be retracted, or published again under the same key.
-                        // That may be a third rank that was reading it, even after its owner has ended.
-                        dropping = true;
-                    }
-                    None if versions.latest >= key.version => return Err(gone()),
-                    None => {}
-                }
-            }
-            let Some(run) = &self.run else {
+            let dropping = match Board::look(&published, peer, key) {
+                Looked::Here(value) => return Ok(value),
+                Looked::Gone => return Err(gone()),
+                // It will be retracted, or published again under the same key. That may be a third rank that was reading
+                // it, even after its owner has ended.
+                Looked::Dropping => true,
+                Looked::Absent => false,
+            };
+            // A process that reads what it has not published itself would wait for ever.
+            let Peers::Threads(run) = &self.peers else {
                 return Err(gone());
             };
             let op = format!("a gather of {what}");
@@ -166,6 +346,104 @@ impl<T> Window<T> {
             self.board.changed.wait_for(&mut published, POLL.min(run.deadline - waited));
         }
     }
+}
+
+impl<T: Expose> Window<T> {
+    /// Several ranks' pieces of one array: `own` is copied, and `pieces` are read at once from the ranks
+    /// named there, straight to where they belong. Together they cover the array; each rank exposes its piece as `tag`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Window::read`]'s; [`CommError::Mismatch`] where a rank exposes another tag or length, [`CommError::Shape`] when
+    /// the pieces do not cover the array.
+    pub fn gather(&self, whole: Whole<'_>, key: Key, what: &dyn core::fmt::Display) -> Result<Buffer, CommError> {
+        let Whole { dtype, elements, tag, own, pieces } = whole;
+        let bytes = elements * dtype.size();
+        let shape = |got: String| CommError::Shape {
+            group: "window".to_string(),
+            seq: key.version,
+            rank: self.rank,
+            op: format!("a gather of {what}"),
+            expected: format!("pieces that cover {bytes} bytes once"),
+            got,
+        };
+        let mut ranges: Vec<Range<usize>> = pieces.iter().map(|(_, range)| range.clone()).collect();
+        ranges.extend(own.map(|(begin, part)| begin..begin + part.len()));
+        ranges.retain(|range| !range.is_empty());
+        ranges.sort_unstable_by_key(|range| range.start);
+        let mut covered = 0;
+        for range in &ranges {
+            if range.start != covered {
+                return Err(shape(format!("{ranges:?}")));
+            }
+            covered = range.end;
+        }
+        if covered != bytes {
+            return Err(shape(format!("{ranges:?}")));
+        }
+        #[cfg(feature = "mpi")]
+        if let Peers::Processes(remote) = &self.peers {
+            return remote.gather((dtype, elements), tag, own, pieces, key, &what.to_string());
+        }
+        let all = Landing::new(dtype, elements);
+        if let Some((begin, part)) = own {
+            // SAFETY: the pieces cover the whole once (above), and this thread alone writes them.
+            unsafe { all.fill(begin, part) }
+        }
+        for (peer, range) in pieces.iter().filter(|(_, range)| !range.is_empty()) {
+            let value = self.read_here(*peer, key, what)?;
+            let begin = Instant::now();
+            let (theirs, part) = loop {
+                let missing = match value.expose() {
+                    Exposure::Ready { tag, bytes } => break (tag, bytes),
+                    Exposure::Failed(reason) => Some(reason),
+                    Exposure::Pending => None,
+                };
+                self.check(what)?;
+                let (group, op) = ("window".to_string(), format!("a gather of {what}"));
+                let (seq, rank, peer) = (key.version, self.rank, *peer);
+                if let Some(reason) = missing {
+                    return Err(CommError::PeerFailed { group, seq, rank, op, peer, reason: reason.into() });
+                }
+                let deadline = if let Peers::Threads(run) = &self.peers { run.deadline } else { Duration::ZERO };
+                if begin.elapsed() >= deadline {
+                    let waited_ms = begin.elapsed().as_millis() as u64;
+                    return Err(CommError::Timeout { group, seq, rank, op, waited_ms, missing: vec![peer] });
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            };
+            let part = (*part).as_ref();
+            if theirs != tag || part.len() != range.len() {
+                return Err(CommError::Mismatch {
+                    group: "window".to_string(),
+                    seq: key.version,
+                    rank: self.rank,
+                    op: format!("a gather of {what} of {tag}, {} bytes", range.len()),
+                    other_rank: *peer,
+                    other_op: format!("published {theirs}, {} bytes there", part.len()),
+                });
+            }
+            // SAFETY: as above; the part is as long as its range.
+            unsafe { all.fill(range.start, part) }
+        }
+        // SAFETY: every piece has been written, and they cover the whole.
+        Ok(unsafe { all.into_buffer() })
+    }
+}
+
+/// What [`Window::gather`] puts together.
+#[derive(Debug, Clone, Copy)]
+pub struct Whole<'a> {
+    /// Type of the array.
+    pub dtype: DType,
+    /// Number of its elements.
+    pub elements: usize,
+    /// What every rank must call its piece.
+    pub tag: &'a str,
+    /// This rank's own piece, and the byte where it begins.
+    pub own: Option<(usize, &'a [u8])>,
+    /// The other ranks, each with the bytes of the whole that are its piece. Nobody is asked for an empty piece.
+    pub pieces: &'a [(usize, Range<usize>)],
 }
 
 #[cfg(test)]
@@ -196,7 +474,7 @@ mod tests {
                 Ok(0)
             } else {
                 comm.barrier()?;
-                let value = *window.read(0, key(1), &"a number")?;
+                let value = *window.read(0, key(1), &"a number")?.here().expect("the ranks share memory");
                 comm.barrier()?;
                 assert!(matches!(window.read(0, key(0), &"a number"), Err(CommError::Gone { peer: 0, .. })));
                 comm.barrier()?;

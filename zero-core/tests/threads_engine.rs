@@ -33,7 +33,8 @@ fn ranks_share_one_result_of_an_all_reduce() {
             let mut shared = Vec::new();
             for shift in 0..2 {
                 let join = |pieces: &[Arc<Buffer>]| -> Joined { Arc::new(Buffer::join(pieces)) };
-                let pending = comm.start_shared(input(comm.rank() + shift), ReduceOp::Mean, Box::new(join));
+                let pending =
+                    comm.start_shared(input(comm.rank() + shift), ReduceOp::Mean, "a gradient", Box::new(join));
                 shared.push(pending.wait()?.downcast::<Buffer>().unwrap());
             }
             let own = [0, 1].map(|shift| comm.all_reduce(input(comm.rank() + shift), ReduceOp::Mean));

@@ -161,6 +161,16 @@ impl Buffer {
         }
     }
 
+    /// The elements as they lie in memory.
+    #[cfg(feature = "mpi")]
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        each!(self, v => {
+            // SAFETY: the elements are floats or bytes: every byte of them is initialised, and `u8` has no alignment. The
+            // borrow of `self` keeps them where they are.
+            unsafe { std::slice::from_raw_parts(v.as_ptr().cast(), size_of_val(v.as_slice())) }
+        })
+    }
+
     /// Elements `range` of the inputs, reduced in the order of the inputs. What is in 16 bit is added in f32 and rounded
     /// once, at the end.
     pub(super) fn reduce_range(
@@ -168,16 +178,22 @@ impl Buffer {
         range: std::ops::Range<usize>,
         op: ReduceOp,
     ) -> Buffer {
+        let parts: Vec<(&Buffer, usize)> = inputs.iter().map(|input| (&**input, range.start)).collect();
+        Self::reduce_parts(&parts, range.len(), op)
+    }
+
+    /// As [`Buffer::reduce_range`], of `len` elements that begin at an offset of each input's own.
+    pub(super) fn reduce_parts(inputs: &[(&Buffer, usize)], len: usize, op: ReduceOp) -> Buffer {
         macro_rules! reduce {
             ($variant:ident, $max:expr, $mean:expr) => {{
-                let of = |i: usize| match &*inputs[i] {
-                    Buffer::$variant(v) => &v[range.clone()],
+                let of = |i: usize| match inputs[i] {
+                    (Buffer::$variant(v), begin) => &v[begin..begin + len],
                     _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
                 };
-                let mut out = Vec::with_capacity(range.len());
+                let mut out = Vec::with_capacity(len);
                 // Block by block, so that all but one pass over a block find it in the cache.
-                for begin in (0..range.len()).step_by(BLOCK) {
-                    let block = begin..range.len().min(begin + BLOCK);
+                for begin in (0..len).step_by(BLOCK) {
+                    let block = begin..len.min(begin + BLOCK);
                     out.extend_from_slice(&of(0)[block.clone()]);
                     let sum = &mut out[block.clone()];
                     for i in 1..inputs.len() {
@@ -197,8 +213,8 @@ impl Buffer {
         let world = inputs.len();
         macro_rules! reduce_half {
             ($variant:ident, $half:ty) => {{
-                let of = |i: usize| match &*inputs[i] {
-                    Buffer::$variant(v) => v[range.clone()].to_f32_vec(),
+                let of = |i: usize| match inputs[i] {
+                    (Buffer::$variant(v), begin) => v[begin..begin + len].to_f32_vec(),
                     _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
                 };
                 let mut out = of(0);
@@ -216,7 +232,7 @@ impl Buffer {
                 Buffer::$variant(rounded)
             }};
         }
-        match &*inputs[0] {
+        match inputs[0].0 {
             Buffer::F32(_) => reduce!(F32, f32::max, |a: f32| a * (1.0 / world as f32)),
             Buffer::F64(_) => reduce!(F64, f64::max, |a: f64| a * (1.0 / world as f64)),
             Buffer::F16(_) => reduce_half!(F16, f16),

@@ -5,6 +5,13 @@
 //! bit-reproducible, and a reduce-scatter gives the same bits as the matching piece of an all-reduce.
 
 mod buffer;
+pub mod exit;
+pub mod flight;
+pub(crate) mod landing;
+pub mod launcher;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+mod operation;
 mod progress;
 pub mod threads;
 
@@ -43,6 +50,9 @@ pub enum Request {
     AllToAll(Buffer),
     /// Returns when every rank has called it with the same purpose (empty, or what it is for).
     Barrier(&'static str),
+    /// One of the others, with what it is of (a parameter's name): ranks whose names differ do not match. See
+    /// [`Request::named`].
+    Named(Box<Request>, String),
 }
 
 impl Request {
@@ -55,6 +65,24 @@ impl Request {
             Request::Broadcast(..) => "broadcast",
             Request::AllToAll(_) => "all_to_all",
             Request::Barrier(_) => "barrier",
+            Request::Named(request, _) => request.name(),
+        }
+    }
+
+    /// With what it is of, for errors and for the check that ranks call the same. Without, if that is empty.
+    #[must_use]
+    pub fn named(self, what: &str) -> Self {
+        match what {
+            "" => self,
+            what => Request::Named(Box::new(self), what.to_string()),
+        }
+    }
+
+    /// The request itself.
+    pub(crate) fn without_name(self) -> Self {
+        match self {
+            Request::Named(request, _) => request.without_name(),
+            request => request,
         }
     }
 }
@@ -94,8 +122,8 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     fn start(&self, request: Request) -> Pending;
 
     /// Starts an all-reduce whose result the ranks of one process share: `join` makes it, on one of them, and all of them
-    /// get that. The values are those of [`Request::AllReduce`].
-    fn start_shared(&self, input: Buffer, op: ReduceOp, join: Join) -> Pending<Joined>;
+    /// get that. The values are those of [`Request::AllReduce`]. `what` is as in [`Request::named`].
+    fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined>;
 
     /// A second group of the same ranks with its own order of operations. Itself a collective.
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;

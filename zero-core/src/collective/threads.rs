@@ -16,23 +16,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::operation::{Description, Place, received};
 use super::progress::Progress;
 use super::{Buffer, Collective, Join, Joined, Pending, ReduceOp, Request};
-use crate::accounting::{WireCounter, WireKind};
+use crate::accounting::WireCounter;
 use crate::{CommError, LaunchError, RankFailure};
-
-/// What a rank brought to a rendezvous, in the words of the error messages.
-#[derive(Debug, Clone, PartialEq)]
-struct Description {
-    op: &'static str,
-    detail: String,
-}
-
-impl core::fmt::Display for Description {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{}{}", self.op, self.detail)
-    }
-}
 
 #[derive(Debug)]
 struct Slot {
@@ -205,65 +193,49 @@ impl Inner {
         let (world, rank) = (self.group.world, self.rank);
         let op = request.name();
         let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
-        let shape = |expected: String, got: String| CommError::Shape {
-            group: self.group.label.clone(),
-            seq,
-            rank,
-            op: op.to_string(),
-            expected,
-            got,
-        };
-        let describe = |buffer: &Buffer, more: &str| describe(op, buffer, more);
-        let divisible = |buffer: &Buffer| {
-            if buffer.len().is_multiple_of(world) {
-                Ok(buffer.len() / world)
-            } else {
-                Err(shape(format!("a length that {world} ranks divide"), buffer.len().to_string()))
+        Place { group: &self.group.label, seq, rank, world }.check(&request)?;
+        let received = received(&request, rank, world);
+        let count = || {
+            if let Some((kind, bytes)) = received {
+                self.wire.add(kind, bytes);
             }
         };
-        let others = world - 1;
-        if let Request::ReduceScatter(input, reduce) | Request::AllReduce(input, reduce) = &request {
-            self.check_mean(seq, op, input, *reduce)?;
-        }
-        match request {
-            Request::Barrier(purpose) => {
-                let detail = if purpose.is_empty() { String::new() } else { format!(" ({purpose})") };
-                let description = Description { op, detail };
-                self.group.rendezvous(rank, (seq, 0), description, Arc::new(Buffer::U8(Vec::new())))?;
+        let description = Description::of_request(&request);
+        let meet = |input| self.group.rendezvous(rank, (seq, 0), description.clone(), Arc::new(input));
+        match request.without_name() {
+            Request::Barrier(_) => {
+                meet(Buffer::U8(Vec::new()))?;
                 Ok(Buffer::U8(Vec::new()))
             }
             Request::AllGather(shard) => {
-                let (len, size) = (shard.len(), shard.dtype().size());
-                let inputs = self.group.rendezvous(rank, (seq, 0), describe(&shard, ""), Arc::new(shard))?;
-                self.wire.add(WireKind::AllGather, len * size * others);
+                let len = shard.len();
+                let inputs = meet(shard)?;
+                count();
                 Ok(Buffer::concat(&inputs, 0..len))
             }
             Request::ReduceScatter(input, reduce) => {
-                let (len, size) = (divisible(&input)?, input.dtype().size());
-                let description = describe(&input, reduce_name(reduce));
-                let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(input))?;
-                self.wire.add(WireKind::ReduceScatter, len * size * others);
+                let len = input.len() / world;
+                let inputs = meet(input)?;
+                count();
                 Ok(Buffer::reduce_range(&inputs, rank * len..(rank + 1) * len, reduce))
             }
-            Request::AllReduce(input, reduce) => Ok(Buffer::join(&self.all_reduce(seq, input, reduce)?)),
+            Request::AllReduce(input, reduce) => {
+                let pieces = self.all_reduce(seq, description, input, reduce)?;
+                count();
+                Ok(Buffer::join(&pieces))
+            }
             Request::Broadcast(buffer, root) => {
-                if root >= world {
-                    return Err(shape(format!("a root below {world}"), root.to_string()));
-                }
-                let bytes = buffer.bytes();
-                let description = describe(&buffer, &format!(" from rank {root}"));
-                let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(buffer))?;
-                if rank != root {
-                    self.wire.add(WireKind::Broadcast, bytes);
-                }
+                let inputs = meet(buffer)?;
+                count();
                 Ok((*inputs[root]).clone())
             }
             Request::AllToAll(input) => {
-                let (len, size) = (divisible(&input)?, input.dtype().size());
-                let inputs = self.group.rendezvous(rank, (seq, 0), describe(&input, ""), Arc::new(input))?;
-                self.wire.add(WireKind::AllToAll, len * size * others);
+                let len = input.len() / world;
+                let inputs = meet(input)?;
+                count();
                 Ok(Buffer::concat(&inputs, rank * len..(rank + 1) * len))
             }
+            Request::Named(..) => unreachable!("the name was taken off"),
         }
     }
 }
@@ -271,32 +243,43 @@ impl Inner {
 impl Inner {
     /// The pieces of the reduced buffer, in rank order. Each rank reduces its stride of the buffer, then all exchange
     /// them: the order of additions, and so every bit, is that of a reduce-scatter.
-    fn all_reduce(&self, seq: u64, input: Buffer, reduce: ReduceOp) -> Result<Vec<Arc<Buffer>>, CommError> {
-        let (numel, size, rank) = (input.len(), input.dtype().size(), self.rank);
-        let part = crate::Partition::new(numel, self.group.world);
-        let description = describe("all_reduce", &input, reduce_name(reduce));
+    fn all_reduce(
+        &self,
+        seq: u64,
+        description: Description,
+        input: Buffer,
+        reduce: ReduceOp,
+    ) -> Result<Vec<Arc<Buffer>>, CommError> {
+        let rank = self.rank;
+        let part = crate::Partition::new(input.len(), self.group.world);
         let inputs = self.group.rendezvous(rank, (seq, 0), description.clone(), Arc::new(input))?;
         let piece = Arc::new(Buffer::reduce_range(&inputs, part.range(rank), reduce));
         drop(inputs);
-        let pieces = self.group.rendezvous(rank, (seq, 1), description, piece)?;
-        let received = part.len(rank) * (self.group.world - 1) + numel - part.len(rank);
-        self.wire.add(WireKind::AllReduce, size * received);
-        Ok(pieces)
+        self.group.rendezvous(rank, (seq, 1), description, piece)
     }
 
     /// See [`Collective::start_shared`].
-    fn all_reduce_shared(&self, input: Buffer, reduce: ReduceOp, join: Join) -> Result<Joined, CommError> {
+    fn all_reduce_shared(&self, request: Request, join: Join) -> Result<Joined, CommError> {
         // Relaxed: as in `run`.
         let seq = self.next.fetch_add(1, Ordering::Relaxed);
-        let op = "all_reduce";
+        let (world, rank) = (self.group.world, self.rank);
+        let op = request.name();
         let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
-        self.check_mean(seq, op, &input, reduce)?;
-        let pieces = self.all_reduce(seq, input, reduce)?;
+        Place { group: &self.group.label, seq, rank, world }.check(&request)?;
+        let received = received(&request, rank, world);
+        let description = Description::of_request(&request);
+        let Request::AllReduce(input, reduce) = request.without_name() else {
+            unreachable!("`start_shared` takes the input of an all-reduce")
+        };
+        let pieces = self.all_reduce(seq, description, input, reduce)?;
+        if let Some((kind, bytes)) = received {
+            self.wire.add(kind, bytes);
+        }
         let once = {
             let mut joined = self.group.joined.lock();
             let (once, fetched) = joined.entry(seq).or_default();
             *fetched += 1;
-            let (once, all) = (once.clone(), *fetched == self.group.world);
+            let (once, all) = (once.clone(), *fetched == world);
             if all {
                 joined.remove(&seq);
             }
@@ -304,32 +287,6 @@ impl Inner {
         };
         // Others wait for as long as one copies: memory that this process has.
         Ok(once.get_or_init(|| join(&pieces)).clone())
-    }
-
-    fn check_mean(&self, seq: u64, op: &str, input: &Buffer, reduce: ReduceOp) -> Result<(), CommError> {
-        if reduce != ReduceOp::Mean || input.dtype() != super::DType::U8 {
-            return Ok(());
-        }
-        Err(CommError::Shape {
-            group: self.group.label.clone(),
-            seq,
-            rank: self.rank,
-            op: op.to_string(),
-            expected: "floats to take a mean of".into(),
-            got: input.dtype().name().into(),
-        })
-    }
-}
-
-fn describe(op: &'static str, buffer: &Buffer, more: &str) -> Description {
-    Description { op, detail: format!(" of {} {}{more}", buffer.len(), buffer.dtype().name()) }
-}
-
-fn reduce_name(op: ReduceOp) -> &'static str {
-    match op {
-        ReduceOp::Sum => " (sum)",
-        ReduceOp::Mean => " (mean)",
-        ReduceOp::Max => " (max)",
     }
 }
 
@@ -392,9 +349,10 @@ impl Collective for ThreadComm {
         self.progress().start(move || inner.run(request))
     }
 
-    fn start_shared(&self, input: Buffer, op: ReduceOp, join: Join) -> Pending<Joined> {
+    fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined> {
         let inner = self.inner.clone();
-        self.progress().start(move || inner.all_reduce_shared(input, op, join))
+        let request = Request::AllReduce(input, op).named(what);
+        self.progress().start(move || inner.all_reduce_shared(request, join))
     }
 
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError> {

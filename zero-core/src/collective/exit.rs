@@ -1,0 +1,36 @@
+//! How a rank that is a process ends: its exit codes, and an end that nothing can hold up.
+
+use std::io::Write;
+
+use crate::{CommError, LaunchError, RankFailure};
+
+/// What a rank's process ends with.
+pub mod code {
+    /// All went well.
+    pub const SUCCESS: i32 = 0;
+    /// A rank failed.
+    pub const FAILURE: i32 = 1;
+    /// A deadline passed in a wait for another rank (`EX_TEMPFAIL` of sysexits.h: trying again may help).
+    pub const WATCHDOG: i32 = 75;
+}
+
+/// The exit code that tells of `error`.
+pub fn code_of<E: core::fmt::Display + core::fmt::Debug>(error: &LaunchError<E>) -> i32 {
+    match error {
+        LaunchError::Rank { failure, .. } => match &**failure {
+            RankFailure::Comm(error) if matches!(**error, CommError::Timeout { .. }) => code::WATCHDOG,
+            _ => code::FAILURE,
+        },
+        _ => code::FAILURE,
+    }
+}
+
+/// Ends the process at once, after what was printed: without destructors and exit handlers, which an MPI library uses to
+/// wait for ranks that may never come.
+pub fn end_process(code: i32) -> ! {
+    // Who cannot be written to any more will not read why.
+    let _ = std::io::stdout().flush();
+    let _ = std::io::stderr().flush();
+    // SAFETY: `_exit` may be called at any time; it does not return.
+    unsafe { libc::_exit(code) }
+}

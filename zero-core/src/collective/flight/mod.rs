@@ -1,0 +1,314 @@
+//! The flight recorder: what a rank did last, kept in memory, and written down when something goes wrong.
+//!
+//! A [`Recorder`] keeps a rank's last [`KEPT`] operations. At a deadline, or when a rank fails, every rank that can still
+//! be reached writes its [`Record`] as JSON; [`merge`] lays the records side by side and says who is late, and where.
+
+mod merge;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+pub use merge::{Different, Late, Report, Unreadable, Wait, merge};
+
+/// Operations that a recorder keeps.
+pub const KEPT: usize = 100;
+
+/// How far an operation has come.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// It is under way.
+    Waiting {
+        /// Ranks that have not come to it.
+        for_ranks: Vec<usize>,
+        /// Ranks that have come, and whose bytes are on the way.
+        receiving_from: Vec<usize>,
+    },
+    /// It has ended well.
+    Done,
+    /// It has failed.
+    Failed {
+        /// Its error.
+        why: String,
+        /// Ranks that had not come to it.
+        without: Vec<usize>,
+    },
+}
+
+/// One operation of a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Operation {
+    /// Label of its group.
+    pub group: String,
+    /// The group itself: labels may be used twice. Alike on all ranks.
+    pub group_id: u64,
+    /// Sequence number in the group; of a one-sided read the version that is read.
+    pub seq: u64,
+    /// What was called, as in errors: two ranks whose words differ at one sequence number do not match.
+    pub op: String,
+    /// A read of what one rank has published, in which sequence numbers of different ranks mean nothing to each other.
+    pub one_sided: bool,
+    /// Bytes that it brings to this rank.
+    pub bytes: u64,
+    /// Microseconds from the start of the run.
+    pub started_us: u64,
+    /// Microseconds since 1970.
+    pub started_unix_us: u64,
+    /// Microseconds from the start of the run.
+    pub ended_us: Option<u64>,
+    /// How far it has come.
+    pub state: State,
+}
+
+/// What a rank writes down.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// The rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// Its process.
+    pub pid: u32,
+    /// Why the record was written.
+    pub reason: String,
+    /// When the rank started, in microseconds since 1970.
+    pub started_unix_us: u64,
+    /// When the record was written, in microseconds from the start.
+    pub written_us: u64,
+    /// The latest operations, oldest first.
+    pub operations: Vec<Operation>,
+    /// The last sequence number that ended well in each group, by label and identity, even if it is older than
+    /// `operations`.
+    pub completed: Vec<(String, u64, u64)>,
+}
+
+fn unix_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+}
+
+/// One rank's memory of its last operations.
+#[derive(Debug)]
+pub struct Recorder {
+    rank: usize,
+    world: usize,
+    folder: Option<PathBuf>,
+    begin: Instant,
+    begin_unix_us: u64,
+    ring: Mutex<VecDeque<Arc<Entry>>>,
+    completed: Mutex<BTreeMap<(u64, String), u64>>,
+    written: AtomicBool,
+}
+
+/// An operation that is being recorded.
+#[derive(Debug)]
+pub(crate) struct Entry(Mutex<Operation>);
+
+/// What is known of an operation when it begins.
+#[derive(Debug)]
+pub(crate) struct Opening<'a> {
+    pub(crate) group: &'a str,
+    pub(crate) group_id: u64,
+    pub(crate) seq: u64,
+    pub(crate) op: String,
+    pub(crate) bytes: usize,
+    pub(crate) one_sided: bool,
+    pub(crate) waiting_for: Vec<usize>,
+}
+
+impl Recorder {
+    /// The recorder of `rank`; records go to `folder`, if there is one.
+    pub fn new(rank: usize, world: usize, folder: Option<PathBuf>) -> Self {
+        Self {
+            rank,
+            world,
+            folder,
+            begin: Instant::now(),
+            begin_unix_us: unix_us(),
+            ring: Mutex::default(),
+            completed: Mutex::default(),
+            written: AtomicBool::new(false),
+        }
+    }
+
+    fn now_us(&self) -> u64 {
+        self.begin.elapsed().as_micros() as u64
+    }
+
+    pub(crate) fn open(&self, opening: Opening<'_>) -> Arc<Entry> {
+        let started_us = self.now_us();
+        let entry = Arc::new(Entry(Mutex::new(Operation {
+            group: opening.group.to_string(),
+            group_id: opening.group_id,
+            seq: opening.seq,
+            op: opening.op,
+            one_sided: opening.one_sided,
+            bytes: opening.bytes as u64,
+            started_us,
+            started_unix_us: self.begin_unix_us + started_us,
+            ended_us: None,
+            state: State::Waiting { for_ranks: opening.waiting_for, receiving_from: Vec::new() },
+        })));
+        let mut ring = self.ring.lock();
+        if ring.len() == KEPT {
+            // An operation under way is what a record is for: it stays before one that has ended.
+            let ended = ring.iter().position(|entry| entry.0.lock().ended_us.is_some()).unwrap_or(0);
+            ring.remove(ended);
+        }
+        ring.push_back(entry.clone());
+        entry
+    }
+
+    /// Ends `entry`, well or with an error's text.
+    pub(crate) fn close(&self, entry: &Entry, outcome: Result<(), String>) {
+        let mut operation = entry.0.lock();
+        if operation.ended_us.is_some() {
+            return;
+        }
+        operation.ended_us = Some(self.now_us());
+        operation.state = match outcome {
+            Ok(()) => State::Done,
+            Err(why) => {
+                let without = match &operation.state {
+                    State::Waiting { for_ranks, .. } => for_ranks.clone(),
+                    _ => Vec::new(),
+                };
+                State::Failed { why, without }
+            }
+        };
+        if operation.state == State::Done && !operation.one_sided {
+            let key = (operation.group_id, operation.group.clone());
+            let seq = operation.seq;
+            drop(operation);
+            let mut completed = self.completed.lock();
+            let last = completed.entry(key).or_insert(seq);
+            *last = seq.max(*last);
+        }
+    }
+
+    /// The record as of now.
+    pub fn record(&self, reason: &str) -> Record {
+        let operations = self.ring.lock().iter().map(|entry| entry.0.lock().clone()).collect();
+        let completed = self.completed.lock();
+        Record {
+            rank: self.rank,
+            world: self.world,
+            pid: std::process::id(),
+            reason: reason.to_string(),
+            started_unix_us: self.begin_unix_us,
+            written_us: self.now_us(),
+            operations,
+            completed: completed.iter().map(|((id, label), seq)| (label.clone(), *id, *seq)).collect(),
+        }
+    }
+
+    /// Writes the record to `flight-rank-<r>.json` in the folder, once: the first reason is the interesting one. Gives
+    /// the file, or nothing where there is no folder or the record has been written.
+    ///
+    /// # Errors
+    ///
+    /// The system's, on writing.
+    pub fn write(&self, reason: &str) -> std::io::Result<Option<PathBuf>> {
+        // AcqRel: whoever comes second does nothing.
+        match &self.folder {
+            Some(folder) if !self.written.swap(true, Ordering::AcqRel) => {
+                std::fs::create_dir_all(folder)?;
+                write_record(folder, &self.record(reason)).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+fn write_record(folder: &Path, record: &Record) -> std::io::Result<PathBuf> {
+    let path = folder.join(format!("flight-rank-{}.json", record.rank));
+    let beside = folder.join(format!(".flight-rank-{}.json.{}", record.rank, record.pid));
+    let mut file = std::fs::File::create(&beside)?;
+    serde_json::to_writer_pretty(&mut file, record)?;
+    file.write_all(b"\n")?;
+    file.sync_all()?;
+    std::fs::rename(&beside, &path)?;
+    Ok(path)
+}
+
+impl Entry {
+    /// `peer` has come; its bytes are there, or on the way.
+    pub(crate) fn arrived(&self, peer: usize, underway: bool) {
+        if let State::Waiting { for_ranks, receiving_from } = &mut self.0.lock().state {
+            for_ranks.retain(|&rank| rank != peer);
+            if underway {
+                receiving_from.push(peer);
+            }
+        }
+    }
+
+    /// All bytes of `peer` are there.
+    pub(crate) fn received(&self, peer: usize) {
+        if let State::Waiting { receiving_from, .. } = &mut self.0.lock().state {
+            receiving_from.retain(|&rank| rank != peer);
+        }
+    }
+
+    /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
+    pub(crate) fn missing(&self) -> Vec<usize> {
+        match &self.0.lock().state {
+            State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from.clone(),
+            State::Waiting { for_ranks, .. } => for_ranks.clone(),
+            State::Failed { without, .. } => without.clone(),
+            State::Done => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(recorder: &Recorder, seq: u64) -> Arc<Entry> {
+        recorder.open(Opening {
+            group: "world",
+            group_id: 0,
+            seq,
+            op: "barrier".into(),
+            bytes: 0,
+            one_sided: false,
+            waiting_for: vec![1, 2],
+        })
+    }
+
+    #[test]
+    fn the_ring_keeps_the_latest_and_what_is_under_way() {
+        let recorder = Recorder::new(0, 3, None);
+        let stuck = open(&recorder, 0);
+        for seq in 1..300 {
+            let entry = open(&recorder, seq);
+            recorder.close(&entry, Ok(()));
+        }
+        stuck.arrived(1, true);
+        let record = recorder.record("test");
+        assert_eq!(record.operations.len(), KEPT);
+        assert_eq!(record.operations[0].seq, 0);
+        assert_eq!(record.operations[0].state, State::Waiting { for_ranks: vec![2], receiving_from: vec![1] });
+        assert_eq!(record.operations[1].seq, 201);
+        assert_eq!(record.completed, [("world".to_string(), 0, 299)]);
+        let text = serde_json::to_string(&record).unwrap();
+        assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+    }
+
+    #[test]
+    fn a_record_is_written_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let recorder = Recorder::new(4, 5, Some(folder.path().join("flight")));
+        let path = recorder.write("first").unwrap().unwrap();
+        assert!(path.ends_with("flight-rank-4.json"));
+        assert_eq!(recorder.write("second").unwrap(), None);
+        let record: Record = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        assert_eq!((record.rank, record.reason.as_str()), (4, "first"));
+    }
+}

@@ -1,0 +1,154 @@
+//! Memory that several transfers fill at once, each its own range, before it becomes a buffer.
+
+use std::mem::ManuallyDrop;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use half::{bf16, f16};
+
+use super::{Buffer, DType};
+
+/// An allocation of a buffer's elements that are not there yet.
+///
+/// Whoever fills it holds an `Arc`; so it stays where it is for as long as MPI may write to it, even when the operation
+/// that it was for has been given up.
+#[derive(Debug)]
+pub(crate) struct Landing {
+    base: NonNull<u8>,
+    elements: usize,
+    capacity: usize,
+    dtype: DType,
+}
+
+// SAFETY: the memory is owned, of plain numbers, and reached only through `fill` and `target`, whose callers answer for
+// ranges that do not overlap, and through `into_buffer`, which has it alone.
+unsafe impl Send for Landing {}
+// SAFETY: as above.
+unsafe impl Sync for Landing {}
+
+/// Runs `$body` with `$t` as the type of `$dtype`'s elements and `$variant` as its buffer.
+macro_rules! typed {
+    ($dtype:expr, $t:ident, $variant:ident => $body:expr) => {
+        match $dtype {
+            DType::F32 => typed!(@ f32, F32, $t, $variant, $body),
+            DType::F64 => typed!(@ f64, F64, $t, $variant, $body),
+            DType::F16 => typed!(@ f16, F16, $t, $variant, $body),
+            DType::Bf16 => typed!(@ bf16, Bf16, $t, $variant, $body),
+            DType::U8 => typed!(@ u8, U8, $t, $variant, $body),
+        }
+    };
+    (@ $type:ty, $name:ident, $t:ident, $variant:ident, $body:expr) => {{
+        type $t = $type;
+        let $variant = Buffer::$name;
+        $body
+    }};
+}
+
+impl Landing {
+    /// Room for `elements` elements.
+    pub(crate) fn new(dtype: DType, elements: usize) -> Self {
+        typed!(dtype, T, variant => {
+            let _ = variant;
+            let mut room = ManuallyDrop::new(Vec::<T>::with_capacity(elements));
+            let base = NonNull::new(room.as_mut_ptr().cast()).expect("a vector's pointer is never null");
+            Self { base, elements, capacity: room.capacity(), dtype }
+        })
+    }
+
+    /// Size in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.elements * self.dtype.size()
+    }
+
+    /// Copies `from` to where byte `begin` will be.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else writes to this range, nor has it read, meanwhile.
+    ///
+    /// # Panics
+    ///
+    /// When it does not fit.
+    pub(crate) unsafe fn fill(&self, begin: usize, from: &[u8]) {
+        assert!(begin + from.len() <= self.bytes(), "a piece lies inside its whole");
+        // SAFETY: the range is inside the allocation (above) and the caller's alone; `from` cannot overlap it, as no
+        // reference to this memory exists before `into_buffer`.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.base.as_ptr().add(begin), from.len()) }
+    }
+
+    /// Where MPI may write the bytes of `range`.
+    ///
+    /// # Panics
+    ///
+    /// When it does not fit.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn target(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.bytes(), "a piece lies inside its whole");
+        // SAFETY: inside the allocation, or one past its end.
+        unsafe { self.base.as_ptr().add(range.start) }
+    }
+
+    /// The buffer.
+    ///
+    /// # Safety
+    ///
+    /// Every byte has been written.
+    pub(crate) unsafe fn into_buffer(self) -> Buffer {
+        let this = ManuallyDrop::new(self);
+        typed!(this.dtype, T, variant => {
+            // SAFETY: pointer and capacity come from a vector of this type, whose ownership ends here; all elements have
+            // been written (the caller's word), and every pattern of bits is a number.
+            variant(unsafe { Vec::from_raw_parts(this.base.as_ptr().cast::<T>(), this.elements, this.capacity) })
+        })
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        typed!(self.dtype, T, variant => {
+            let _ = variant;
+            // SAFETY: pointer and capacity come from a vector of this type; it holds no elements that want dropping.
+            drop(unsafe { Vec::from_raw_parts(self.base.as_ptr().cast::<T>(), 0, self.capacity) });
+        });
+    }
+}
+
+/// The messages that `bytes` bytes are cut into: offset and length, of at most `chunk` bytes each. Nothing is sent for
+/// nothing.
+#[cfg(any(feature = "mpi", test))]
+pub(crate) fn chunks(bytes: usize, chunk: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes).step_by(chunk.max(1)).map(move |begin| begin..bytes.min(begin.saturating_add(chunk.max(1))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_cover_every_byte_once() {
+        for (bytes, chunk) in [(0, 4), (1, 4), (4, 4), (5, 4), (12, 4), (7, 1), (3, usize::MAX)] {
+            let mut next = 0;
+            for range in chunks(bytes, chunk) {
+                assert_eq!(range.start, next);
+                assert!(!range.is_empty() && range.len() <= chunk);
+                next = range.end;
+            }
+            assert_eq!(next, bytes);
+        }
+        assert_eq!(chunks(5 << 30, 1 << 30).count(), 5);
+        assert_eq!(chunks((5 << 30) + 1, 1 << 30).last(), Some(5 << 30..(5 << 30) + 1));
+    }
+
+    #[test]
+    fn what_is_filled_becomes_a_buffer() {
+        let landing = Landing::new(DType::F32, 3);
+        // SAFETY: one thread; the ranges do not overlap and cover all.
+        let buffer = unsafe {
+            landing.fill(4, Buffer::F32(vec![2.0, 3.0]).as_bytes());
+            landing.fill(0, Buffer::F32(vec![1.0]).as_bytes());
+            landing.into_buffer()
+        };
+        assert_eq!(buffer, Buffer::F32(vec![1.0, 2.0, 3.0]));
+        drop(Landing::new(DType::F64, 5));
+    }
+}

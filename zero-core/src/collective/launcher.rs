@@ -1,0 +1,189 @@
+//! What the environment says of the launcher that started this process, and a rank's place among the machines.
+//!
+//! Read without MPI: a program that was built without the `mpi` feature must be able to refuse to train N copies.
+
+use serde::{Deserialize, Serialize};
+
+/// A rank among the ranks that a launcher has started, as its environment variables say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct World {
+    /// This process's rank.
+    pub rank: usize,
+    /// Number of processes; at least 2.
+    pub world: usize,
+    /// Rank among the processes of the same machine, where the launcher says so.
+    pub local_rank: Option<usize>,
+    /// Number of processes of the same machine, where the launcher says so.
+    pub local_world: Option<usize>,
+    /// The variable that told the number of processes.
+    pub variable: &'static str,
+}
+
+/// A launcher's variables: rank, size, local rank, local size.
+struct Dialect {
+    rank: &'static str,
+    size: &'static str,
+    local_rank: &'static str,
+    local_size: &'static str,
+    /// A variable without which the others mean something else.
+    needs: Option<&'static str>,
+}
+
+/// In the order in which they are believed: `srun mpirun` sets the later ones too.
+const DIALECTS: [Dialect; 4] = [
+    // Open MPI.
+    Dialect {
+        rank: "OMPI_COMM_WORLD_RANK",
+        size: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        needs: None,
+    },
+    // MPICH and Intel MPI (Hydra).
+    Dialect {
+        rank: "PMI_RANK",
+        size: "PMI_SIZE",
+        local_rank: "MPI_LOCALRANKID",
+        local_size: "MPI_LOCALNRANKS",
+        needs: None,
+    },
+    // Slurm's own launcher with PMIx (`srun --mpi=pmix`).
+    Dialect {
+        rank: "PMIX_RANK",
+        size: "SLURM_NTASKS",
+        local_rank: "SLURM_LOCALID",
+        local_size: "",
+        needs: Some("PMIX_NAMESPACE"),
+    },
+    // Slurm's own launcher otherwise. A batch script has SLURM_NTASKS too, but is no step of several tasks.
+    Dialect {
+        rank: "SLURM_PROCID",
+        size: "SLURM_STEP_NUM_TASKS",
+        local_rank: "SLURM_LOCALID",
+        local_size: "",
+        needs: None,
+    },
+];
+
+/// Whether an MPI launcher (mpirun, mpiexec, srun) has started this process as one of several.
+pub fn launched() -> Option<World> {
+    launched_by(|name| std::env::var(name).ok())
+}
+
+fn launched_by(variable: impl Fn(&str) -> Option<String>) -> Option<World> {
+    let number = |name: &str| if name.is_empty() { None } else { variable(name)?.trim().parse::<usize>().ok() };
+    DIALECTS.iter().find_map(|dialect| {
+        if dialect.needs.is_some_and(|name| variable(name).is_none()) {
+            return None;
+        }
+        let (rank, world) = (number(dialect.rank)?, number(dialect.size)?);
+        (world > 1 && rank < world).then(|| World {
+            rank,
+            world,
+            local_rank: number(dialect.local_rank),
+            local_world: number(dialect.local_size),
+            variable: dialect.size,
+        })
+    })
+}
+
+/// Where a rank is: which machine, and which of its ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// This rank among those of its machine.
+    pub local_rank: usize,
+    /// Ranks of its machine.
+    pub local_world: usize,
+    /// Its machine, from 0, in the order of their lowest ranks.
+    pub node: usize,
+    /// Number of machines.
+    pub nodes: usize,
+    /// Every rank's machine.
+    pub node_of: Vec<usize>,
+}
+
+impl Place {
+    /// From each rank's *leader*, the lowest rank of its machine.
+    #[cfg_attr(not(feature = "mpi"), allow(dead_code))]
+    pub(crate) fn from_leaders(rank: usize, leaders: &[usize]) -> Self {
+        let mut nodes: Vec<usize> = leaders.to_vec();
+        nodes.sort_unstable();
+        nodes.dedup();
+        let node_of: Vec<usize> = leaders
+            .iter()
+            .map(|leader| nodes.binary_search(leader).expect("every leader is among the leaders"))
+            .collect();
+        let node = node_of[rank];
+        let on_node = |ranks: &[usize]| ranks.iter().filter(|&&of| of == node).count();
+        Self {
+            rank,
+            world: leaders.len(),
+            local_rank: on_node(&node_of[..rank]),
+            local_world: on_node(&node_of),
+            node,
+            nodes: nodes.len(),
+            node_of,
+        }
+    }
+
+    /// The ranks of this rank's machine.
+    pub fn of_node(&self) -> Vec<usize> {
+        (0..self.world).filter(|&rank| self.node_of[rank] == self.node).collect()
+    }
+
+    /// The ranks, one of each machine that has so many, that are as many-eth on their machine as this one.
+    pub fn across_nodes(&self) -> Vec<usize> {
+        let local = |rank: usize| self.node_of[..rank].iter().filter(|&&of| of == self.node_of[rank]).count();
+        (0..self.world).filter(|&rank| local(rank) == self.local_rank).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(variables: &[(&str, &str)]) -> Option<World> {
+        launched_by(|name| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string()))
+    }
+
+    #[test]
+    fn launchers_are_known_by_their_variables() {
+        assert_eq!(with(&[]), None);
+        let open = with(&[
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ])
+        .unwrap();
+        assert_eq!((open.rank, open.world, open.local_rank, open.local_world), (1, 4, Some(1), Some(2)));
+        let hydra = with(&[("PMI_RANK", "0"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "0")]).unwrap();
+        assert_eq!((hydra.rank, hydra.world, hydra.local_rank), (0, 2, Some(0)));
+        let slurm = with(&[("SLURM_PROCID", "2"), ("SLURM_STEP_NUM_TASKS", "3"), ("SLURM_LOCALID", "0")]).unwrap();
+        assert_eq!((slurm.rank, slurm.world, slurm.variable), (2, 3, "SLURM_STEP_NUM_TASKS"));
+        let pmix = with(&[("PMIX_RANK", "1"), ("PMIX_NAMESPACE", "x"), ("SLURM_NTASKS", "2")]).unwrap();
+        assert_eq!((pmix.rank, pmix.world), (1, 2));
+    }
+
+    #[test]
+    fn one_process_or_nonsense_is_no_launch() {
+        assert_eq!(with(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")]), None);
+        assert_eq!(with(&[("PMI_RANK", "x"), ("PMI_SIZE", "2")]), None);
+        assert_eq!(with(&[("PMI_RANK", "2"), ("PMI_SIZE", "2")]), None);
+        assert_eq!(with(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]), None, "a batch script");
+    }
+
+    #[test]
+    fn places_follow_from_leaders() {
+        // Machines of 2, 1 and 2 ranks, the first and last of them interleaved.
+        let place = Place::from_leaders(3, &[0, 1, 0, 1, 4]);
+        assert_eq!((place.node, place.nodes, place.local_rank, place.local_world), (1, 3, 1, 2));
+        assert_eq!(place.node_of, [0, 1, 0, 1, 2]);
+        assert_eq!((place.of_node(), place.across_nodes()), (vec![1, 3], vec![2, 3]));
+        assert_eq!(Place::from_leaders(0, &[0, 1, 0, 1, 4]).across_nodes(), [0, 1, 4]);
+    }
+}

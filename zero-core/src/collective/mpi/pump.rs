@@ -1,0 +1,620 @@
+//! The communication thread (`rank-N-mpi`): it alone calls MPI.
+//!
+//! It takes commands from the rank's other threads and messages from the other ranks, and brings them together. An
+//! exchange is *announced* to every other rank of its group by a control message, with its payload inside or on its way.
+//! What another rank announces is *early* until this rank has come to the same operation; only then are its words
+//! compared and its payload's receive posted. Buffers belong to this thread for as long as MPI may touch them, so that
+//! an operation that is given up leaves nothing dangling.
+//!
+//! MPI makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
+//! with naps that grow otherwise ([`Idle`]); a command ends a nap at once.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender};
+
+use super::super::landing::{Landing, chunks};
+use super::super::{Buffer, DType};
+use super::link::{Channel, Link, MAX_TAG, Ongoing};
+use super::message::{Answer, INLINE, Message, Payload, Slot};
+use super::serve::{Asked, Exposed, Job};
+use super::shared::{At, Command, Exchange, Got, Read, Receive, Send, Served, Shared};
+use crate::CommError;
+use crate::error::MpiError;
+
+/// What keeps bytes where they are while MPI sends them.
+#[allow(dead_code)] // Held, not read.
+enum Held {
+    Message(Vec<u8>),
+    Input(Arc<Buffer>),
+    Exposed(Arc<Exposed>),
+}
+
+struct Outgoing {
+    ongoing: Ongoing,
+    held: Held,
+    /// The exchange that waits until this is sent.
+    slot: Option<Slot>,
+}
+
+/// For what a piece comes in.
+#[derive(Clone, Copy)]
+enum For {
+    Exchange(Slot, usize),
+    Read(u64),
+}
+
+/// What MPI has not finished with.
+#[derive(Default)]
+struct Underway {
+    outgoing: Vec<Outgoing>,
+    incoming: Vec<Incoming>,
+}
+
+impl Drop for Underway {
+    fn drop(&mut self) {
+        // MPI, or its network card, may still read and write this memory: after a failure it is never given back.
+        std::mem::forget(std::mem::take(&mut self.outgoing));
+        std::mem::forget(std::mem::take(&mut self.incoming));
+    }
+}
+
+struct Incoming {
+    ongoing: Ongoing,
+    bytes: usize,
+    /// Keeps the memory that MPI writes to.
+    landing: Arc<Landing>,
+    purpose: For,
+}
+
+/// An exchange under way.
+struct Active {
+    exchange: Exchange,
+    /// Ranks that have not announced it.
+    missing: Vec<usize>,
+    /// Per rank with pieces on the way, how many.
+    receiving: HashMap<usize, usize>,
+    /// Pieces of the input that are to be sent before it ends.
+    sending: usize,
+}
+
+struct Reading {
+    read: Read,
+    tag: String,
+    landing: Option<Arc<Landing>>,
+    pieces: usize,
+}
+
+/// What another rank has announced before this one has come to it.
+struct Early {
+    from: usize,
+    op: String,
+    payload: Payload,
+}
+
+pub(super) struct Pump {
+    link: Link,
+    shared: Arc<Shared>,
+    inbox: Receiver<Command>,
+    chunk: usize,
+    active: HashMap<Slot, Active>,
+    early: HashMap<Slot, Vec<Early>>,
+    reads: HashMap<u64, Reading>,
+    underway: Underway,
+    next_tag: i32,
+    aborted: bool,
+    ending: Option<(bool, Instant)>,
+}
+
+impl Pump {
+    pub(super) fn new(link: Link, shared: Arc<Shared>, inbox: Receiver<Command>, chunk: usize) -> Self {
+        Self {
+            link,
+            shared,
+            inbox,
+            chunk,
+            active: HashMap::new(),
+            early: HashMap::new(),
+            reads: HashMap::new(),
+            underway: Underway::default(),
+            next_tag: 0,
+            aborted: false,
+            ending: None,
+        }
+    }
+
+    /// Runs until it is told to finish; gives MPI's error, if it came to one. Whether MPI was ended.
+    pub(super) fn run(mut self) -> Result<bool, MpiError> {
+        let mut idle = Idle::new();
+        loop {
+            match self.turn() {
+                Ok(true) => idle.reset(),
+                Ok(false) => {}
+                Err(error) => {
+                    self.shared.fail(&error.to_string(), None);
+                    self.stop_waits();
+                    return Err(error);
+                }
+            }
+            if let Some((finalize, until)) = self.ending
+                && (self.is_quiet() || Instant::now() >= until)
+            {
+                let sound = self.shared.trouble().is_none() && self.is_quiet();
+                self.stop_waits();
+                return if finalize && sound { self.link.close().map(|()| true) } else { Ok(false) };
+            }
+            let nap = idle.next(!self.underway.incoming.is_empty(), self.expects());
+            if nap.is_zero() {
+                std::thread::yield_now();
+            } else if let Ok(command) = self.inbox.recv_timeout(nap) {
+                idle.reset();
+                if let Err(error) = self.obey(command) {
+                    self.shared.fail(&error.to_string(), None);
+                }
+            }
+        }
+    }
+
+    /// Whether MPI has finished with everything.
+    fn is_quiet(&self) -> bool {
+        self.underway.outgoing.is_empty() && self.underway.incoming.is_empty()
+    }
+
+    /// Whether something is expected of other ranks.
+    fn expects(&self) -> bool {
+        !self.active.is_empty() || !self.reads.is_empty() || !self.underway.outgoing.is_empty()
+    }
+
+    /// Does all that can be done now; whether there was anything.
+    fn turn(&mut self) -> Result<bool, MpiError> {
+        let mut busy = false;
+        while let Ok(command) = self.inbox.try_recv() {
+            self.obey(command)?;
+            busy = true;
+        }
+        while let Some((from, bytes)) = self.link.next_message()? {
+            match Message::decode(&bytes) {
+                Ok(message) => self.hear(from, message)?,
+                Err(error) => self.shared.fail(&format!("rank {from} sent {error}"), None),
+            }
+            busy = true;
+        }
+        busy |= self.test()?;
+        Ok(busy)
+    }
+
+    fn obey(&mut self, command: Command) -> Result<(), MpiError> {
+        match command {
+            Command::Exchange(exchange) => self.begin(exchange)?,
+            Command::Read(read) => {
+                let (id, window, key, peer) = (read.id, read.window, read.key, read.peer);
+                if let Err(error) = self.shared.check(at_read(&read), []) {
+                    end_read(Reading { read, tag: String::new(), landing: None, pieces: 0 }, Err(error));
+                    return Ok(());
+                }
+                self.reads.insert(id, Reading { read, tag: String::new(), landing: None, pieces: 0 });
+                self.say(peer, &Message::Read { id, window, key })?;
+            }
+            Command::Serve { to, id, served } => {
+                let answer = match served {
+                    Served::Gone => Answer::Gone,
+                    Served::Left => Answer::Left,
+                    Served::Failed(reason) => Answer::Failed(reason),
+                    Served::Ready { tag, bytes } => return self.send_exposed(to, id, tag, bytes),
+                };
+                self.say(to, &Message::Seen { id, answer })?;
+            }
+            Command::Abort => {
+                if let Some(trouble) = self.shared.trouble()
+                    && !std::mem::replace(&mut self.aborted, true)
+                {
+                    self.say_all(&Message::Abort(trouble))?;
+                }
+                self.stop_waits();
+            }
+            Command::Leave => {
+                self.say_all(&Message::Bye)?;
+                self.shared.leave(self.shared.rank());
+                // The serving thread lives until this one has ended.
+                let _ = self.shared.jobs.send(Job::Left);
+            }
+            Command::Finish { finalize, within } => self.ending = Some((finalize, Instant::now() + within)),
+        }
+        Ok(())
+    }
+
+    fn hear(&mut self, from: usize, message: Message) -> Result<(), MpiError> {
+        match message {
+            Message::Arrived { slot, op, payload } => {
+                let early = Early { from, op, payload };
+                match self.active.contains_key(&slot) {
+                    true => self.meet(slot, early)?,
+                    false => self.early.entry(slot).or_default().push(early),
+                }
+            }
+            Message::Read { id, window, key } => {
+                let _ = self.shared.jobs.send(Job::Asked(Asked { from, id, window, key }));
+            }
+            Message::Seen { id, answer } => self.see(id, answer)?,
+            Message::Abort(trouble) => {
+                // What this rank was in is written down before it is ended by the news.
+                self.shared.note(trouble);
+                self.aborted = true;
+                self.stop_waits();
+            }
+            Message::Bye => {
+                self.shared.leave(from);
+                let waiting: Vec<Slot> =
+                    self.active.iter().filter(|(_, of)| of.missing.contains(&from)).map(|(slot, _)| *slot).collect();
+                for slot in waiting {
+                    let active = self.active.remove(&slot).expect("the slot was just found");
+                    let error = self.shared.check(at(&active.exchange), [from]);
+                    end_exchange(active.exchange, error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Announces an exchange, and takes what has been announced for it.
+    fn begin(&mut self, exchange: Exchange) -> Result<(), MpiError> {
+        let slot = exchange.slot;
+        let early = self.early.remove(&slot).unwrap_or_default();
+        let missing: Vec<usize> = exchange.receives.iter().map(|receive| receive.from).collect();
+        let absent = missing.iter().copied().filter(|&peer| early.iter().all(|early| early.from != peer));
+        if let Err(error) = self.shared.check(at(&exchange), absent) {
+            end_exchange(exchange, Err(error));
+            return Ok(());
+        }
+        let mut sending = 0;
+        for Send { to, bytes } in &exchange.sends {
+            let payload = &exchange.input.as_bytes()[bytes.clone()];
+            let (announced, tag) = self.announce_payload(payload);
+            self.say(*to, &Message::Arrived { slot, op: exchange.op.clone(), payload: announced })?;
+            if let Some(tag) = tag {
+                let (input, then) = (exchange.input.clone(), exchange.until_sent.then_some(slot));
+                sending += self.send_payload(*to, tag, payload, then, || Held::Input(input.clone()))?;
+            }
+        }
+        let sending = if exchange.until_sent { sending } else { 0 };
+        self.active.insert(slot, Active { exchange, missing, receiving: HashMap::new(), sending });
+        for early in early {
+            self.meet(slot, early)?;
+        }
+        self.end_if_complete(slot);
+        Ok(())
+    }
+
+    /// Compares what another rank has announced with what this one is in, and takes its payload.
+    fn meet(&mut self, slot: Slot, early: Early) -> Result<(), MpiError> {
+        // An early announcement that did not match has ended the exchange.
+        let Some(active) = self.active.get_mut(&slot) else { return Ok(()) };
+        let Early { from, op, payload } = early;
+        let exchange = &active.exchange;
+        let receive = exchange.receives.iter().find(|receive| receive.from == from);
+        let expected = receive.map_or(0, |receive| receive.bytes.len());
+        if op != exchange.op || receive.is_none() || payload.bytes() != expected {
+            let other_op = if op == exchange.op { format!("{op}, of {} bytes here", payload.bytes()) } else { op };
+            let error = CommError::Mismatch {
+                group: exchange.group.to_string(),
+                seq: slot.1,
+                rank: self.shared.rank(),
+                op: exchange.op.clone(),
+                other_rank: from,
+                other_op,
+            };
+            self.shared.fail(&error.to_string(), Some(&error));
+            let active = self.active.remove(&slot).expect("it was just found");
+            end_exchange(active.exchange, self.shared.check(At { group: "", seq: slot.1, op: "" }, []));
+            return Ok(());
+        }
+        let Receive { bytes, .. } = receive.expect("checked above");
+        let (landing, bytes) = (exchange.landing.clone(), bytes.clone());
+        active.missing.retain(|&peer| peer != from);
+        exchange.entry.arrived(from, matches!(payload, Payload::Follows { .. }));
+        match payload {
+            // SAFETY: this rank's part of the landing is this announcement's alone, and comes once.
+            Payload::Inline(inline) => unsafe { landing.fill(bytes.start, &inline) },
+            Payload::Follows { tag, .. } => {
+                let pieces = self.receive_payload(from, tag, &landing, bytes, For::Exchange(slot, from))?;
+                let active = self.active.get_mut(&slot).expect("posting receives ends no exchange");
+                active.receiving.insert(from, pieces);
+            }
+        }
+        // Who waits for the exchange is the only one to hold its memory then.
+        drop(landing);
+        self.end_if_complete(slot);
+        Ok(())
+    }
+
+    fn end_if_complete(&mut self, slot: Slot) {
+        let complete =
+            |active: &Active| active.missing.is_empty() && active.receiving.is_empty() && active.sending == 0;
+        if self.active.get(&slot).is_some_and(complete)
+            && let Some(active) = self.active.remove(&slot)
+        {
+            end_exchange(active.exchange, Ok(()));
+        }
+    }
+
+    /// Takes an owner's answer.
+    fn see(&mut self, id: u64, answer: Answer) -> Result<(), MpiError> {
+        // Of a read that failed in the meantime: its payload stays where it is.
+        let Some(reading) = self.reads.get_mut(&id) else { return Ok(()) };
+        let read = &reading.read;
+        let (peer, seq, rank) = (read.peer, read.key.version, self.shared.rank());
+        let error = match answer {
+            Answer::Ready { tag, payload } => {
+                read.entry.arrived(peer, true);
+                reading.tag = tag;
+                let size = payload.bytes();
+                let (landing, range) = match &read.into {
+                    Some((landing, range)) if range.len() == size => (landing.clone(), range.clone()),
+                    Some((_, range)) => {
+                        let error = CommError::Mismatch {
+                            group: "window".into(),
+                            seq,
+                            rank,
+                            op: format!("{} of {} bytes", read.op, range.len()),
+                            other_rank: peer,
+                            other_op: format!("published {} of {size} bytes there", reading.tag),
+                        };
+                        self.end_read(id, Err(error));
+                        return Ok(());
+                    }
+                    None => {
+                        let landing = Arc::new(Landing::new(DType::U8, size));
+                        reading.landing = Some(landing.clone());
+                        (landing, 0..size)
+                    }
+                };
+                match payload {
+                    // SAFETY: the range is this read's alone.
+                    Payload::Inline(bytes) => unsafe { landing.fill(range.start, &bytes) },
+                    Payload::Follows { tag, .. } => {
+                        let pieces = self.receive_payload(peer, tag, &landing, range, For::Read(id))?;
+                        if let Some(reading) = self.reads.get_mut(&id) {
+                            reading.pieces = pieces;
+                        }
+                        return Ok(());
+                    }
+                }
+                drop(landing);
+                self.end_read(id, Ok(()));
+                return Ok(());
+            }
+            Answer::Gone => CommError::Gone { rank, what: read.what.clone(), peer },
+            Answer::Left => {
+                let op = read.op.clone();
+                CommError::PeerLeft { group: "window".into(), seq, rank, op, peer }
+            }
+            Answer::Failed(reason) => {
+                let op = read.op.clone();
+                CommError::PeerFailed { group: "window".into(), seq, rank, op, peer, reason: reason.into() }
+            }
+        };
+        self.end_read(id, Err(error));
+        Ok(())
+    }
+
+    fn end_read(&mut self, id: u64, outcome: Result<(), CommError>) {
+        if let Some(reading) = self.reads.remove(&id) {
+            end_read(reading, outcome);
+        }
+    }
+
+    /// Ends every wait of this rank with the run's trouble.
+    fn stop_waits(&mut self) {
+        for (_, active) in self.active.drain() {
+            let error = Err(self.shared.stopped(at(&active.exchange)));
+            end_exchange(active.exchange, error);
+        }
+        for (_, reading) in self.reads.drain() {
+            let error = Err(self.shared.stopped(at_read(&reading.read)));
+            end_read(reading, error);
+        }
+    }
+
+    // ---- bytes ----
+
+    /// How a payload is announced, and the tag under which it is to be sent, if it does not go along.
+    fn announce_payload(&mut self, bytes: &[u8]) -> (Payload, Option<i32>) {
+        if bytes.len() <= INLINE {
+            return (Payload::Inline(bytes.to_vec()), None);
+        }
+        let tag = self.next_tag;
+        // Payloads of one pair of ranks that are under way at once are far fewer than there are tags.
+        self.next_tag = (tag + 1) % MAX_TAG;
+        (Payload::Follows { bytes: bytes.len() as u64, tag }, Some(tag))
+    }
+
+    fn say(&mut self, to: usize, message: &Message) -> Result<(), MpiError> {
+        let bytes = message.encode();
+        // SAFETY: the vector is kept, unmoved on the heap, until the send has ended.
+        let ongoing = unsafe { self.link.send(Channel::Control, to, 0, bytes.as_ptr(), bytes.len()) }?;
+        self.underway.outgoing.push(Outgoing { ongoing, held: Held::Message(bytes), slot: None });
+        Ok(())
+    }
+
+    fn say_all(&mut self, message: &Message) -> Result<(), MpiError> {
+        let rank = self.shared.rank();
+        (0..self.shared.place.world).filter(|&to| to != rank).try_for_each(|to| self.say(to, message))
+    }
+
+    /// Starts sending a payload; in how many pieces.
+    fn send_payload(
+        &mut self,
+        to: usize,
+        tag: i32,
+        bytes: &[u8],
+        slot: Option<Slot>,
+        held: impl Fn() -> Held,
+    ) -> Result<usize, MpiError> {
+        let mut pieces = 0;
+        for range in chunks(bytes.len(), self.chunk) {
+            let piece = &bytes[range];
+            // SAFETY: what is held keeps the bytes where they are, and nobody writes to them, until the send has ended.
+            let ongoing = unsafe { self.link.send(Channel::Data, to, tag, piece.as_ptr(), piece.len()) }?;
+            self.underway.outgoing.push(Outgoing { ongoing, held: held(), slot });
+            pieces += 1;
+        }
+        Ok(pieces)
+    }
+
+    fn send_exposed(&mut self, to: usize, id: u64, tag: String, exposed: Arc<Exposed>) -> Result<(), MpiError> {
+        let bytes = exposed.bytes();
+        let (payload, data_tag) = self.announce_payload(bytes);
+        self.say(to, &Message::Seen { id, answer: Answer::Ready { tag, payload } })?;
+        match data_tag {
+            Some(data_tag) => {
+                self.send_payload(to, data_tag, bytes, None, || Held::Exposed(exposed.clone()))?;
+            }
+            None => dispose(&self.shared.jobs, exposed),
+        }
+        Ok(())
+    }
+
+    /// Posts the receives of a payload; how many.
+    fn receive_payload(
+        &mut self,
+        from: usize,
+        tag: i32,
+        landing: &Arc<Landing>,
+        range: core::ops::Range<usize>,
+        purpose: For,
+    ) -> Result<usize, MpiError> {
+        let mut pieces = 0;
+        for piece in chunks(range.len(), self.chunk) {
+            let piece = range.start + piece.start..range.start + piece.end;
+            // SAFETY: the landing is kept until the receive has ended, and this range of it is this payload's alone.
+            let ongoing = unsafe { self.link.receive(from, tag, landing.target(&piece), piece.len()) }?;
+            self.underway.incoming.push(Incoming { ongoing, bytes: piece.len(), landing: landing.clone(), purpose });
+            pieces += 1;
+        }
+        Ok(pieces)
+    }
+
+    /// Takes what MPI has finished with.
+    fn test(&mut self) -> Result<bool, MpiError> {
+        let mut busy = false;
+        let mut at = 0;
+        while at < self.underway.outgoing.len() {
+            if self.link.test(&mut self.underway.outgoing[at].ongoing)?.is_some() {
+                let Outgoing { held, slot, .. } = self.underway.outgoing.swap_remove(at);
+                match held {
+                    Held::Exposed(exposed) => dispose(&self.shared.jobs, exposed),
+                    held => drop(held),
+                }
+                if let Some(slot) = slot
+                    && let Some(active) = self.active.get_mut(&slot)
+                {
+                    active.sending -= 1;
+                    self.end_if_complete(slot);
+                }
+                busy = true;
+            } else {
+                at += 1;
+            }
+        }
+        let mut at = 0;
+        while at < self.underway.incoming.len() {
+            match self.link.test(&mut self.underway.incoming[at].ongoing)? {
+                Some(bytes) => {
+                    let Incoming { bytes: expected, landing, purpose, .. } = self.underway.incoming.swap_remove(at);
+                    drop(landing);
+                    if bytes != expected {
+                        let reason = format!("{bytes} bytes came where {expected} were announced");
+                        self.shared.fail(&reason, None);
+                        return Ok(true);
+                    }
+                    self.landed(purpose);
+                    busy = true;
+                }
+                None => at += 1,
+            }
+        }
+        Ok(busy)
+    }
+
+    /// A piece has come.
+    fn landed(&mut self, purpose: For) {
+        match purpose {
+            For::Exchange(slot, from) => {
+                // An exchange that was ended has nobody who waits for the piece.
+                let Some(active) = self.active.get_mut(&slot) else { return };
+                if let Some(pieces) = active.receiving.get_mut(&from) {
+                    *pieces -= 1;
+                    if *pieces == 0 {
+                        active.receiving.remove(&from);
+                        active.exchange.entry.received(from);
+                    }
+                }
+                self.end_if_complete(slot);
+            }
+            For::Read(id) => {
+                let Some(reading) = self.reads.get_mut(&id) else { return };
+                reading.pieces -= 1;
+                if reading.pieces == 0 {
+                    self.end_read(id, Ok(()));
+                }
+            }
+        }
+    }
+}
+
+fn at(exchange: &Exchange) -> At<'_> {
+    At { group: &exchange.group, seq: exchange.slot.1, op: &exchange.op }
+}
+
+fn at_read(read: &Read) -> At<'_> {
+    At { group: "window", seq: read.key.version, op: &read.op }
+}
+
+/// Gives the exchange's result to whoever waits for it, after this thread's hold of its memory.
+fn end_exchange(exchange: Exchange, outcome: Result<(), CommError>) {
+    let Exchange { reply, landing, input, .. } = exchange;
+    drop((landing, input));
+    // Nobody listens any more when the wait has passed its deadline.
+    let _ = reply.send(outcome);
+}
+
+fn end_read(reading: Reading, outcome: Result<(), CommError>) {
+    let Reading { read: Read { reply, into, .. }, tag, landing, .. } = reading;
+    drop(into);
+    let _ = reply.send(outcome.map(|()| Got { tag, bytes: landing }));
+}
+
+fn dispose(jobs: &Sender<Job>, exposed: Arc<Exposed>) {
+    // When the serving thread has ended, the value is dropped here.
+    let _ = jobs.send(Job::Dispose(exposed));
+}
+
+/// How long the thread may nap between two looks at MPI.
+struct Idle {
+    since: Instant,
+}
+
+impl Idle {
+    fn new() -> Self {
+        Self { since: Instant::now() }
+    }
+
+    fn reset(&mut self) {
+        self.since = Instant::now();
+    }
+
+    fn next(&self, receiving: bool, expecting: bool) -> Duration {
+        let quiet = self.since.elapsed();
+        let steps: [(u64, u64); 4] = match (receiving, expecting) {
+            // A payload on its way is copied by these very calls. A sender that does not move is given the processor.
+            (true, _) => [(5_000, 0), (50_000, 20), (1_000_000, 50), (u64::MAX, 200)],
+            (false, true) => [(50, 0), (2_000, 20), (50_000, 50), (u64::MAX, 200)],
+            (false, false) => [(20, 0), (2_000, 50), (200_000, 200), (u64::MAX, 500)],
+        };
+        let quiet = quiet.as_micros() as u64;
+        let nap = steps.iter().find(|(until, _)| quiet < *until).map_or(500, |&(_, nap)| nap);
+        Duration::from_micros(nap)
+    }
+}

@@ -1,0 +1,175 @@
+//! A reader's side of the window between processes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
+
+use super::super::flight::{Entry, Opening};
+use super::super::landing::Landing;
+use super::super::{Buffer, DType};
+use super::comm::MpiComm;
+use super::serve::{Job, Lookup};
+use super::shared::{At, Command, Got, Read, Shared};
+use crate::CommError;
+use crate::window::Key;
+
+/// One window of a run, as the ranks number them: each in the order in which it joins.
+#[derive(Debug, Clone)]
+pub(crate) struct Remote {
+    shared: Arc<Shared>,
+    window: u32,
+}
+
+impl Remote {
+    /// The next window of `comm`'s run, of which other ranks see what `lookup` finds.
+    pub(crate) fn join(comm: &MpiComm, lookup: Lookup) -> Self {
+        let shared = comm.shared().clone();
+        // Relaxed: only the number matters, and windows are joined in an order that the program gives.
+        let window = shared.next_window.fetch_add(1, Ordering::Relaxed);
+        // A run that has ended has nobody who asks.
+        let _ = shared.jobs.send(Job::Join { window, lookup });
+        Self { shared, window }
+    }
+
+    /// Something was published, or what was pending is ready.
+    pub(crate) fn changed(&self) {
+        // Relaxed: a hint, see `serve`.
+        if self.shared.parked.load(Ordering::Relaxed) > 0 {
+            let _ = self.shared.jobs.send(Job::Changed);
+        }
+    }
+
+    pub(crate) fn check(&self, what: &str) -> Result<(), CommError> {
+        self.shared.check(At { group: "window", seq: 0, op: what }, [])
+    }
+
+    /// Asks `peer` for `key`. The bytes go to `into`, or else get memory of their own.
+    pub(crate) fn begin(
+        &self,
+        peer: usize,
+        key: Key,
+        what: &str,
+        into: Option<(Arc<Landing>, Range<usize>)>,
+    ) -> Asking {
+        let op = format!("a gather of {what}");
+        let shared = self.shared.clone();
+        let entry = shared.recorder.open(Opening {
+            group: "window",
+            group_id: u64::from(self.window),
+            seq: key.version,
+            op: op.clone(),
+            bytes: into.as_ref().map_or(0, |(_, range)| range.len()),
+            one_sided: true,
+            waiting_for: vec![peer],
+        });
+        let (reply, result) = bounded(1);
+        shared.send(Command::Read(Read {
+            // Relaxed: only the number matters.
+            id: shared.next_read.fetch_add(1, Ordering::Relaxed),
+            peer,
+            window: self.window,
+            key,
+            what: what.to_string(),
+            op: op.clone(),
+            into,
+            reply,
+            entry: entry.clone(),
+        }));
+        Asking { shared, entry, result, begin: Instant::now(), peer, key, op }
+    }
+}
+
+impl Remote {
+    /// Pieces that together cover `bytes` bytes: `own`, and those of other ranks, which are received in place.
+    pub(crate) fn gather(
+        &self,
+        (dtype, elements): (DType, usize),
+        tag: &str,
+        own: Option<(usize, &[u8])>,
+        pieces: &[(usize, Range<usize>)],
+        key: Key,
+        what: &str,
+    ) -> Result<Buffer, CommError> {
+        let landing = Arc::new(Landing::new(dtype, elements));
+        let askings: Vec<(Asking, usize)> = pieces
+            .iter()
+            .filter(|(_, range)| !range.is_empty())
+            .map(|(peer, range)| (self.begin(*peer, key, what, Some((landing.clone(), range.clone()))), range.len()))
+            .collect();
+        if let Some((begin, part)) = own {
+            // SAFETY: the pieces cover the whole once (the caller has checked it), so this range is this rank's alone.
+            unsafe { landing.fill(begin, part) }
+        }
+        for (asking, length) in askings {
+            let peer = asking.peer;
+            let (theirs, _) = asking.wait()?;
+            if theirs != tag {
+                return Err(CommError::Mismatch {
+                    group: "window".to_string(),
+                    seq: key.version,
+                    rank: self.shared.rank(),
+                    op: format!("a gather of {what} of {tag}, {length} bytes"),
+                    other_rank: peer,
+                    other_op: format!("published {theirs} there"),
+                });
+            }
+        }
+        let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
+        // SAFETY: every piece has come, and they cover the whole.
+        Ok(unsafe { landing.into_buffer() })
+    }
+}
+
+/// A read that has been asked for.
+#[derive(Debug)]
+pub(crate) struct Asking {
+    shared: Arc<Shared>,
+    entry: Arc<Entry>,
+    result: Receiver<Result<Got, CommError>>,
+    begin: Instant,
+    peer: usize,
+    key: Key,
+    op: String,
+}
+
+impl Asking {
+    /// The owner's tag, and the bytes unless they went elsewhere.
+    pub(crate) fn wait(self) -> Result<(String, Option<Vec<u8>>), CommError> {
+        let at = At { group: "window", seq: self.key.version, op: &self.op };
+        let deadline = self.shared.deadline;
+        let outcome = match self.result.recv_timeout(deadline.saturating_sub(self.begin.elapsed())) {
+            Ok(outcome) => outcome,
+            Err(RecvTimeoutError::Disconnected) => Err(self.shared.stopped(at)),
+            Err(RecvTimeoutError::Timeout) => {
+                let error = CommError::Timeout {
+                    group: "window".to_string(),
+                    seq: self.key.version,
+                    rank: self.shared.rank(),
+                    op: self.op.clone(),
+                    waited_ms: self.begin.elapsed().as_millis() as u64,
+                    missing: vec![self.peer],
+                };
+                self.shared.fail(&error.to_string(), Some(&error));
+                Err(error)
+            }
+        };
+        self.shared.recorder.close(&self.entry, outcome.as_ref().map(|_| ()).map_err(CommError::to_string));
+        let Got { tag, bytes } = outcome?;
+        let bytes = bytes.map(|landing| {
+            let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
+            // SAFETY: the read has ended well, so all bytes have come.
+            unsafe { landing.into_buffer() }.into_u8()
+        });
+        Ok((tag, bytes))
+    }
+}
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        // Nothing when it was waited for.
+        self.shared.recorder.close(&self.entry, Err("nobody waits for it any more".to_string()));
+    }
+}

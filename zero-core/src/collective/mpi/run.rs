@@ -1,0 +1,271 @@
+//! A rank's process from its start to its end.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{bounded, unbounded};
+
+use super::super::flight::Recorder;
+use super::super::threads::{Stopped, ThreadOptions, panic_reason};
+use super::super::{Collective, launcher};
+use super::comm::MpiComm;
+use super::link::{Link, MAX_CHUNK};
+use super::message::Trouble;
+use super::pump::Pump;
+use super::serve::{Job, serve};
+use super::shared::{At, Command, Shared};
+use crate::error::MpiError;
+use crate::{CommError, LaunchError, RankFailure};
+
+/// How a rank that is a process is run.
+#[derive(Debug, Clone)]
+pub struct MpiOptions {
+    /// The longest that any wait for another rank may take.
+    pub deadline: Duration,
+    /// Where every rank writes its flight record (`flight-rank-<r>.json`) when a deadline passes or a rank fails.
+    pub flight_dir: Option<PathBuf>,
+    /// After a failure: how long a rank waits for the others to come to their ends too, so that each can still say what
+    /// it knows. A launcher kills them all when the first ends badly.
+    pub grace: Duration,
+    /// So many ranks in a row count as one machine, instead of those that share memory.
+    pub node_size: Option<usize>,
+    /// Most bytes of one message; at most 1 GiB.
+    pub chunk_bytes: usize,
+}
+
+impl Default for MpiOptions {
+    fn default() -> Self {
+        Self {
+            deadline: ThreadOptions::default().deadline,
+            flight_dir: None,
+            grace: Duration::from_secs(3),
+            node_size: None,
+            chunk_bytes: MAX_CHUNK,
+        }
+    }
+}
+
+/// How long a thread that has nothing left to do may take to end.
+const JOIN: Duration = Duration::from_secs(1);
+
+/// This process's rank, from [`start`] to [`MpiRun::finish`].
+#[derive(Debug)]
+pub struct MpiRun {
+    comm: Arc<MpiComm>,
+    grace: Duration,
+    threads: Option<Threads>,
+}
+
+#[derive(Debug)]
+struct Threads {
+    pump: JoinHandle<Result<bool, MpiError>>,
+    window: JoinHandle<()>,
+}
+
+/// Starts MPI and this process's rank. A collective: every process calls it, once.
+///
+/// # Errors
+///
+/// [`MpiError`] when MPI cannot be started, or was started before.
+pub fn start(options: &MpiOptions) -> Result<MpiRun, MpiError> {
+    let name = match launcher::launched() {
+        Some(world) => format!("rank-{}-mpi", world.rank),
+        None => "rank-0-mpi".to_string(),
+    };
+    let failed = |source: std::io::Error| MpiError { call: "thread", reason: source.to_string() };
+    let (commands, inbox) = unbounded();
+    let (jobs, requests) = unbounded();
+    let (ready, started) = bounded(1);
+    let MpiOptions { deadline, flight_dir, node_size, chunk_bytes, .. } = options.clone();
+    let communicate = move || {
+        sleep_exactly();
+        let (link, place) = match Link::open(node_size) {
+            Ok(opened) => opened,
+            Err(error) => {
+                // `start` waits for one of the two.
+                let _ = ready.send(Err(error.clone()));
+                return Err(error);
+            }
+        };
+        let recorder = Recorder::new(place.rank, place.world, flight_dir);
+        let shared = Shared::new(place, deadline, recorder, commands, jobs);
+        let _ = ready.send(Ok(shared.clone()));
+        let pump = Pump::new(link, shared.clone(), inbox, chunk_bytes.clamp(1, MAX_CHUNK));
+        catch_unwind(AssertUnwindSafe(|| pump.run())).unwrap_or_else(|payload| {
+            let error = MpiError { call: "the communication thread", reason: panic_reason(&*payload) };
+            shared.fail(&error.to_string(), None);
+            Err(error)
+        })
+    };
+    let pump = std::thread::Builder::new().name(name).spawn(communicate).map_err(failed)?;
+    let ended = |_| Err(MpiError { call: "MPI_Init_thread", reason: "its thread has panicked".into() });
+    let shared = started.recv().unwrap_or_else(ended)?;
+    let server = shared.clone();
+    let window = std::thread::Builder::new()
+        .name(format!("rank-{}-window", shared.rank()))
+        .spawn(move || serve(&server, &requests, &server.parked))
+        .map_err(failed)?;
+    let threads = Some(Threads { pump, window });
+    Ok(MpiRun { comm: MpiComm::world_of(shared), grace: options.grace, threads })
+}
+
+/// Naps of microseconds are to last that long: the system rounds them up to 50 otherwise.
+fn sleep_exactly() {
+    #[cfg(target_os = "linux")]
+    // SAFETY: sets a property of the calling thread; a refusal changes nothing.
+    unsafe {
+        libc::prctl(libc::PR_SET_TIMERSLACK, 1_000 as libc::c_ulong);
+    }
+}
+
+impl MpiRun {
+    /// The group of all ranks.
+    pub fn comm(&self) -> &Arc<MpiComm> {
+        &self.comm
+    }
+
+    /// Counts this rank as ended, and waits until the others have ended too: what they still read from this rank (see
+    /// [`crate::window`]) must stay there so long. A collective that still waits for this rank fails.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError`] when a rank fails meanwhile, or does not end within the deadline.
+    pub fn wait_for_others(&self) -> Result<(), CommError> {
+        let shared = self.comm.shared();
+        let op = "waiting for the other ranks to end";
+        let at = At { group: self.comm.label(), seq: u64::MAX, op };
+        shared.check(at, [])?;
+        let begin = Instant::now();
+        shared.send(Command::Leave);
+        let missing = shared.wait_for_leavers(shared.deadline, false);
+        shared.check(at, [])?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let error = CommError::Timeout {
+            group: self.comm.label().to_string(),
+            seq: u64::MAX,
+            rank: shared.rank(),
+            op: op.to_string(),
+            waited_ms: begin.elapsed().as_millis() as u64,
+            missing,
+        };
+        shared.fail(&error.to_string(), Some(&error));
+        Err(error)
+    }
+
+    /// Ends this rank. When all has gone well everywhere, MPI is ended too. When a rank has failed, MPI is left as it is
+    /// (its end could wait for ever for a rank that is dead or cut off): the process should then end by
+    /// [`super::super::exit::end_process`].
+    ///
+    /// # Errors
+    ///
+    /// The trouble of the first rank that failed, if one did.
+    pub fn finish(mut self) -> Result<(), CommError> {
+        let waited = self.wait_for_others();
+        let ended = self.end();
+        waited.and(ended)
+    }
+
+    fn end(&mut self) -> Result<(), CommError> {
+        let Some(Threads { pump, window }) = self.threads.take() else { return Ok(()) };
+        let shared = self.comm.shared().clone();
+        let sound = shared.trouble().is_none();
+        if !sound {
+            shared.send(Command::Leave);
+            shared.wait_for_leavers(self.grace, true);
+        }
+        let within = if sound { shared.deadline } else { Duration::from_millis(50) };
+        shared.send(Command::Finish { finalize: sound, within });
+        // The communication thread ends first: it still hands values to the other one.
+        let ended = joined(pump, if sound { within + shared.deadline } else { JOIN });
+        let _ = shared.jobs.send(Job::Stop);
+        joined(window, JOIN);
+        let at = At { group: self.comm.label(), seq: u64::MAX, op: "ending" };
+        shared.check(at, [])?;
+        match ended {
+            Some(Ok(Ok(true))) => Ok(()),
+            _ => Err(shared.stopped(at)),
+        }
+    }
+}
+
+/// A thread's result, if it ends in time; one that does not (it is inside MPI) is left to the end of the process.
+fn joined<T>(thread: JoinHandle<T>, within: Duration) -> Option<std::thread::Result<T>> {
+    let end = Instant::now() + within;
+    while !thread.is_finished() {
+        if Instant::now() >= end {
+            return None;
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    Some(thread.join())
+}
+
+impl Drop for MpiRun {
+    fn drop(&mut self) {
+        if self.threads.is_some() {
+            self.comm.abort("it dropped its run without finishing it");
+            // Told to the others; this rank has nobody left to tell.
+            let _ = self.end();
+        }
+    }
+}
+
+/// Runs `body` as this process's rank, from MPI's start to its end, and gives its result.
+///
+/// The first rank that fails, by an error, a panic or a collective, stops all the others; its trouble is the error
+/// returned on every rank. A [`CommError`] may travel through code that cannot return errors as a panic payload, as with
+/// [`super::super::threads::run`]. After an error the process should end by [`super::super::exit::end_process`].
+///
+/// # Errors
+///
+/// [`LaunchError`] as described; [`LaunchError::Mpi`] when MPI cannot be started.
+pub fn run<T, E, F>(options: &MpiOptions, body: F) -> Result<T, LaunchError<E>>
+where
+    E: core::fmt::Display + core::fmt::Debug,
+    F: FnOnce(&MpiRun) -> Result<T, E>,
+{
+    let run = start(options).map_err(LaunchError::Mpi)?;
+    let shared = run.comm.shared().clone();
+    let (rank, world) = (shared.rank(), shared.place.world);
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(&run)));
+    let (value, failure) = match outcome {
+        Ok(Ok(value)) => (Some(value), None),
+        Ok(Err(error)) => (None, Some(RankFailure::Failed(error))),
+        Err(payload) => match payload.downcast::<CommError>() {
+            Ok(error) => (None, Some(RankFailure::Comm(error))),
+            Err(payload) if payload.is::<Stopped>() => (None, Some(RankFailure::Aborted(panic_reason(&*payload)))),
+            Err(payload) => (None, Some(RankFailure::Panicked(panic_reason(&*payload)))),
+        },
+    };
+    if let Some(failure) = &failure {
+        let cause = match failure {
+            RankFailure::Comm(error) => Some(&**error),
+            _ => None,
+        };
+        // The first to fail is named by the run; what the others report is its echo.
+        shared.fail(&failure.to_string(), cause);
+    }
+    let finished = run.finish();
+    match (shared.trouble(), value, failure) {
+        (None, Some(value), None) if finished.is_ok() => Ok(value),
+        (Some(Trouble { peer, .. }), _, Some(failure)) if peer == rank => {
+            Err(LaunchError::Rank { rank, world, failure: Box::new(failure) })
+        }
+        (Some(Trouble { peer, reason, cause }), ..) => {
+            let failure = match cause {
+                Some(error) => RankFailure::Comm(Box::new(error)),
+                None => RankFailure::Aborted(reason),
+            };
+            Err(LaunchError::Rank { rank: peer, world, failure: Box::new(failure) })
+        }
+        (None, ..) => {
+            let reason = finished.err().map_or_else(String::new, |error| error.to_string());
+            Err(LaunchError::Rank { rank, world, failure: Box::new(RankFailure::Aborted(reason)) })
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The thread that answers other ranks' reads of what this rank has published (`rank-N-window`).
+//!
+//! Making bytes may cost a copy or a read of a disk, so it does not happen on the communication thread, which only passes
+//! requests in and answers out. A request for what is not there yet is *parked*: tried again when something is published,
+//! and every few milliseconds, until it can be answered; the others do not wait behind it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError};
+
+use super::super::threads::panic_reason;
+use super::shared::{Command, Served, Shared};
+use crate::window::{Exposure, Key};
+
+/// How soon parked requests are tried again: the first time, and at most.
+const RETRY: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(5)];
+
+/// Bytes that a value lends to be sent.
+pub(super) struct Exposed(Box<dyn AsRef<[u8]> + Send + Sync>);
+
+impl Exposed {
+    pub(super) fn bytes(&self) -> &[u8] {
+        (*self.0).as_ref()
+    }
+}
+
+impl core::fmt::Debug for Exposed {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Exposed({} bytes)", self.bytes().len())
+    }
+}
+
+/// What a window knows of a key.
+pub(crate) enum Found {
+    /// Not published yet.
+    Absent,
+    /// Replaced by a later version.
+    Gone,
+    /// Published.
+    Here(Exposure),
+}
+
+/// How a window is looked into.
+pub(crate) type Lookup = Box<dyn Fn(Key) -> Found + Send>;
+
+pub(super) enum Job {
+    /// A window is there.
+    Join { window: u32, lookup: Lookup },
+    /// A rank asks.
+    Asked(Asked),
+    /// Something was published.
+    Changed,
+    /// Values that were sent: dropped here, since dropping one may run its owner's code.
+    Dispose(Arc<Exposed>),
+    /// This rank publishes nothing more.
+    Left,
+    /// Ends the thread.
+    Stop,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asked {
+    pub(super) from: usize,
+    pub(super) id: u64,
+    pub(super) window: u32,
+    pub(super) key: Key,
+}
+
+/// Requests that are parked; publishing looks here first.
+pub(crate) type Parked = Arc<AtomicUsize>;
+
+/// Answers until it is told to stop.
+pub(super) fn serve(shared: &Shared, jobs: &Receiver<Job>, waiting: &Parked) {
+    let mut lookups: Vec<(u32, Lookup)> = Vec::new();
+    let mut parked: Vec<Asked> = Vec::new();
+    let (mut left, mut retry) = (false, RETRY[0]);
+    loop {
+        let job = if parked.is_empty() {
+            jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        } else {
+            jobs.recv_timeout(retry)
+        };
+        let mut again = false;
+        match job {
+            Ok(Job::Join { window, lookup }) => {
+                lookups.push((window, lookup));
+                again = true;
+            }
+            Ok(Job::Asked(asked)) => {
+                if !answer(shared, &lookups, asked, left) {
+                    parked.push(asked);
+                    retry = RETRY[0];
+                }
+            }
+            Ok(Job::Changed) => again = true,
+            Ok(Job::Dispose(exposed)) => drop(exposed),
+            Ok(Job::Left) => (left, again) = (true, true),
+            Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {
+                again = true;
+                retry = RETRY[1].min(retry * 2);
+            }
+        }
+        if again {
+            parked.retain(|&asked| !answer(shared, &lookups, asked, left));
+        }
+        // Relaxed: a hint to those who publish; a hint missed is made up for by the next try.
+        waiting.store(parked.len(), Ordering::Relaxed);
+    }
+}
+
+/// Answers a request, if it can be answered now.
+fn answer(shared: &Shared, lookups: &[(u32, Lookup)], asked: Asked, left: bool) -> bool {
+    let Asked { from, id, window, key } = asked;
+    let found = match lookups.iter().find(|(of, _)| *of == window) {
+        Some((_, lookup)) => catch_unwind(AssertUnwindSafe(|| lookup(key)))
+            .unwrap_or_else(|payload| Found::Here(Exposure::Failed(panic_reason(&*payload)))),
+        None => Found::Absent,
+    };
+    let served = match found {
+        Found::Here(Exposure::Pending) => return false,
+        Found::Absent if !left => return false,
+        Found::Absent => Served::Left,
+        Found::Gone => Served::Gone,
+        Found::Here(Exposure::Failed(reason)) => Served::Failed(reason),
+        Found::Here(Exposure::Ready { tag, bytes }) => Served::Ready { tag, bytes: Arc::new(Exposed(bytes)) },
+    };
+    shared.send(Command::Serve { to: from, id, served });
+    true
+}

@@ -1,0 +1,250 @@
+//! What a rank's threads share: the run's state, and the way to the communication thread.
+//!
+//! States of a run: *sound* -> *failed* (first trouble kept; it ends every wait of every rank that can be reached).
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::Sender;
+use parking_lot::{Condvar, Mutex};
+
+use super::super::Buffer;
+use super::super::flight::{Entry, Recorder};
+use super::super::landing::Landing;
+use super::super::launcher::Place;
+use super::message::{Slot, Trouble};
+use super::serve::{Exposed, Job, Parked};
+use crate::CommError;
+use crate::accounting::WireCounter;
+use crate::window::Key;
+
+/// Part of an input that goes to a rank: its bytes.
+#[derive(Debug)]
+pub(super) struct Send {
+    pub(super) to: usize,
+    pub(super) bytes: Range<usize>,
+}
+
+/// What a rank's part of an operation fills.
+#[derive(Debug)]
+pub(super) struct Receive {
+    pub(super) from: usize,
+    pub(super) bytes: Range<usize>,
+}
+
+/// One phase of a collective, as the communication thread runs it.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    pub(super) slot: Slot,
+    /// Label of the group, for errors.
+    pub(super) group: Arc<str>,
+    pub(super) op: String,
+    pub(super) input: Arc<Buffer>,
+    /// Whether the input is to be free again when the exchange has ended.
+    pub(super) until_sent: bool,
+    /// To every other rank of the group, be it nothing.
+    pub(super) sends: Vec<Send>,
+    pub(super) landing: Arc<Landing>,
+    /// From every other rank of the group, be it nothing.
+    pub(super) receives: Vec<Receive>,
+    pub(super) entry: Arc<Entry>,
+    pub(super) reply: Sender<Result<(), CommError>>,
+}
+
+/// A read of what a peer has published.
+#[derive(Debug)]
+pub(super) struct Read {
+    pub(super) id: u64,
+    pub(super) peer: usize,
+    pub(super) window: u32,
+    pub(super) key: Key,
+    pub(super) what: String,
+    /// The read in the words of errors.
+    pub(super) op: String,
+    /// Where its bytes go; otherwise they get memory of their own.
+    pub(super) into: Option<(Arc<Landing>, Range<usize>)>,
+    pub(super) entry: Arc<Entry>,
+    pub(super) reply: Sender<Result<Got, CommError>>,
+}
+
+/// What a read has brought: the owner's tag, and the bytes, unless they went where the reader wanted them.
+#[derive(Debug)]
+pub(super) struct Got {
+    pub(super) tag: String,
+    pub(super) bytes: Option<Arc<Landing>>,
+}
+
+/// What an owner's serving thread has for a reader.
+#[derive(Debug)]
+pub(super) enum Served {
+    Ready { tag: String, bytes: Arc<Exposed> },
+    Gone,
+    Left,
+    Failed(String),
+}
+
+#[derive(Debug)]
+pub(super) enum Command {
+    Exchange(Exchange),
+    Read(Read),
+    Serve {
+        to: usize,
+        id: u64,
+        served: Served,
+    },
+    /// This rank has failed: the state says how.
+    Abort,
+    /// This rank takes part in nothing more.
+    Leave,
+    /// Ends the thread, when all has been sent or `within` has passed; MPI is ended if asked for.
+    Finish {
+        finalize: bool,
+        within: Duration,
+    },
+}
+
+#[derive(Debug)]
+struct State {
+    trouble: Option<Trouble>,
+    left: Vec<bool>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(super) place: Place,
+    pub(super) deadline: Duration,
+    pub(super) commands: Sender<Command>,
+    pub(super) jobs: Sender<Job>,
+    /// Reads that wait for something to be published here.
+    pub(super) parked: Parked,
+    pub(super) recorder: Recorder,
+    pub(super) wire: Arc<WireCounter>,
+    pub(super) next_read: AtomicU64,
+    pub(super) next_window: AtomicU32,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// Where a wait is, for its errors.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct At<'a> {
+    pub(super) group: &'a str,
+    pub(super) seq: u64,
+    pub(super) op: &'a str,
+}
+
+impl Shared {
+    pub(super) fn new(
+        place: Place,
+        deadline: Duration,
+        recorder: Recorder,
+        commands: Sender<Command>,
+        jobs: Sender<Job>,
+    ) -> Arc<Self> {
+        let state = State { trouble: None, left: vec![false; place.world] };
+        Arc::new(Self {
+            place,
+            deadline,
+            commands,
+            jobs,
+            parked: Parked::default(),
+            recorder,
+            wire: Arc::default(),
+            next_read: AtomicU64::new(0),
+            next_window: AtomicU32::new(0),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.place.rank
+    }
+
+    /// Fails the run for a reason of this rank's own; all ranks hear of it.
+    pub(super) fn fail(&self, reason: &str, cause: Option<&CommError>) {
+        let trouble = Trouble { peer: self.rank(), reason: reason.to_string(), cause: cause.cloned() };
+        if self.note(trouble) {
+            self.send(Command::Abort);
+        }
+    }
+
+    /// Keeps the first trouble, and writes the flight record with it; whether this was the first.
+    pub(super) fn note(&self, trouble: Trouble) -> bool {
+        let reason = trouble.reason.clone();
+        {
+            let mut state = self.state.lock();
+            if state.trouble.is_some() {
+                return false;
+            }
+            state.trouble = Some(trouble);
+        }
+        self.changed.notify_all();
+        if let Err(error) = self.recorder.write(&reason) {
+            tracing::warn!(rank = self.rank(), %error, "the flight record could not be written");
+        }
+        true
+    }
+
+    pub(super) fn trouble(&self) -> Option<Trouble> {
+        self.state.lock().trouble.clone()
+    }
+
+    /// `peer` takes part in nothing more.
+    pub(super) fn leave(&self, peer: usize) {
+        self.state.lock().left[peer] = true;
+        self.changed.notify_all();
+    }
+
+    /// The error of a wait `at` some place when the run has failed or a rank it waits for has left.
+    pub(super) fn check(&self, at: At<'_>, missing: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
+        let (group, seq, rank, op) = (at.group.to_string(), at.seq, self.rank(), at.op.to_string());
+        let state = self.state.lock();
+        if let Some(Trouble { peer, reason, cause }) = &state.trouble {
+            return Err(match cause {
+                // Both descriptions, on every rank.
+                Some(mismatch @ CommError::Mismatch { .. }) => mismatch.clone(),
+                _ => CommError::PeerFailed { group, seq, rank, op, peer: *peer, reason: reason.as_str().into() },
+            });
+        }
+        match missing.into_iter().find(|&peer| state.left[peer]) {
+            Some(peer) => Err(CommError::PeerLeft { group, seq, rank, op, peer }),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until every rank has left, the run has failed, or `within` has passed: then the ranks that have not left.
+    pub(super) fn wait_for_leavers(&self, within: Duration, despite_trouble: bool) -> Vec<usize> {
+        let end = Instant::now() + within;
+        let mut state = self.state.lock();
+        loop {
+            let staying: Vec<usize> = (0..state.left.len()).filter(|&rank| !state.left[rank]).collect();
+            if staying.is_empty() || (state.trouble.is_some() && !despite_trouble) {
+                return staying;
+            }
+            if self.changed.wait_until(&mut state, end).timed_out() {
+                return staying;
+            }
+        }
+    }
+
+    /// Hands the communication thread something to do. When it has ended, whoever waits for a reply is told so by the
+    /// reply's channel.
+    pub(super) fn send(&self, command: Command) {
+        let _ = self.commands.send(command);
+    }
+
+    /// The error of a wait for a communication thread that has ended.
+    pub(super) fn stopped(&self, at: At<'_>) -> CommError {
+        self.check(at, []).err().unwrap_or_else(|| CommError::PeerFailed {
+            group: at.group.to_string(),
+            seq: at.seq,
+            rank: self.rank(),
+            op: at.op.to_string(),
+            peer: self.rank(),
+            reason: "this rank has ended its communication".into(),
+        })
+    }
+}

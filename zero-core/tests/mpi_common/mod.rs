@@ -1,0 +1,164 @@
+//! Runs cases of a test binary as ranks under `mpirun`: the binary starts itself with the case's name in its environment.
+
+use std::io::Read;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The environment variables that make a process a rank of a case.
+const CASE: &str = "ZERO_MPI_TEST_CASE";
+const FOLDER: &str = "ZERO_MPI_TEST_FOLDER";
+
+/// The case that this process is to run, and its folder, if it is a rank.
+pub fn rank_of() -> Option<(String, PathBuf)> {
+    Some((std::env::var(CASE).ok()?, std::env::var_os(FOLDER)?.into()))
+}
+
+/// What became of a launch.
+#[derive(Debug)]
+pub struct Launched {
+    /// mpirun's exit code; none when a signal ended it.
+    pub code: Option<i32>,
+    /// What all ranks and mpirun have printed.
+    pub output: String,
+    /// What each rank has noted, if it came so far.
+    pub notes: Vec<Option<String>>,
+    pub took: Duration,
+    pub folder: tempfile::TempDir,
+}
+
+impl Launched {
+    pub fn note(&self, rank: usize) -> &str {
+        self.notes[rank].as_deref().unwrap_or_else(|| panic!("rank {rank} has noted nothing: {}", self.output))
+    }
+
+    /// Every rank has noted "ok" and mpirun has ended well.
+    pub fn assert_ok(&self) {
+        assert_eq!(self.code, Some(0), "{:?}\n{}", self.notes, self.output);
+        for rank in 0..self.notes.len() {
+            assert_eq!(self.note(rank), "ok", "{}", self.output);
+        }
+    }
+
+    pub fn flights(&self) -> Vec<PathBuf> {
+        (0..self.notes.len())
+            .map(|rank| self.folder.path().join(format!("flight-rank-{rank}.json")))
+            .filter(|path| path.exists())
+            .collect()
+    }
+}
+
+/// A rank's note to the test that started it.
+pub fn note(folder: &Path, rank: usize, text: &str) {
+    std::fs::write(folder.join(format!("note-{rank}")), text).expect("the test's folder can be written");
+}
+
+/// Starts a program as `ranks` ranks, with a limit on its time, and leaves no process behind.
+pub fn launch(case: &str, ranks: usize, limit: Duration, meanwhile: impl FnOnce(&Path)) -> Launched {
+    // Two cores: one launch at a time.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let begin = Instant::now();
+    let mut command = Command::new("mpirun");
+    if std::env::var_os("OPAL_PREFIX").is_some() || is_open_mpi() {
+        command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--tag-output"]);
+    }
+    command
+        .args(["-n", &ranks.to_string()])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "rank", "--nocapture", "--test-threads", "1"])
+        .env(CASE, case)
+        .env(FOLDER, folder.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0);
+    let mut child = command.spawn().expect("mpirun can be started: install openmpi-bin");
+    let (mut out, mut err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+    let read = |from: &mut dyn Read| {
+        let mut text = Vec::new();
+        let _ = from.read_to_end(&mut text);
+        String::from_utf8_lossy(&text).into_owned()
+    };
+    let output = std::thread::spawn(move || read(&mut out));
+    let errors = std::thread::spawn(move || read(&mut err));
+    meanwhile(folder.path());
+    let mut overdue = false;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if begin.elapsed() > limit {
+            overdue = true;
+            signal(child.id(), libc::SIGTERM);
+            std::thread::sleep(Duration::from_secs(2));
+            let _ = child.kill();
+            break child.wait().unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let took = begin.elapsed();
+    // mpirun has ended; a rank that is still there is a failure, and must not stay.
+    let mut stayed = Vec::new();
+    for rank in 0..ranks {
+        if let Some(pid) = pid(folder.path(), rank)
+            && !gone(pid, Duration::from_secs(3))
+        {
+            signal(pid, libc::SIGKILL);
+            stayed.push(rank);
+        }
+    }
+    let output = format!("{}\n{}", output.join().unwrap(), errors.join().unwrap());
+    let notes =
+        (0..ranks).map(|rank| std::fs::read_to_string(folder.path().join(format!("note-{rank}"))).ok()).collect();
+    assert!(!overdue, "case {case} with {ranks} ranks took longer than {limit:?}: {notes:?}\n{output}");
+    assert!(stayed.is_empty(), "rank(s) {stayed:?} outlived mpirun ({:?}): {output}", status.signal());
+    Launched { code: status.code(), output, notes, took, folder }
+}
+
+fn is_open_mpi() -> bool {
+    let version = Command::new("mpirun").arg("--version").output();
+    version.is_ok_and(|version| String::from_utf8_lossy(&version.stdout).contains("Open MPI"))
+}
+
+/// Says which process a rank is.
+pub fn note_pid(folder: &Path, rank: usize) {
+    std::fs::write(folder.join(format!("pid-{rank}")), std::process::id().to_string()).unwrap();
+}
+
+/// A rank's process, once it has said so.
+pub fn pid(folder: &Path, rank: usize) -> Option<u32> {
+    std::fs::read_to_string(folder.join(format!("pid-{rank}"))).ok()?.parse().ok()
+}
+
+pub fn signal(pid: u32, signal: i32) {
+    // SAFETY: sends a signal to a process that this test has started.
+    unsafe { libc::kill(pid as i32, signal) };
+}
+
+fn gone(pid: u32, within: Duration) -> bool {
+    let end = Instant::now() + within;
+    loop {
+        // A process whose parent has not fetched its end counts as gone.
+        let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let running = state.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim().starts_with('Z'));
+        if !running {
+            return true;
+        }
+        if Instant::now() > end {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Waits for a file that a rank makes.
+pub fn await_file(path: &Path) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !path.exists() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
