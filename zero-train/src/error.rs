@@ -53,15 +53,23 @@ pub enum TrainError {
     /// A configuration file, or the plan made of options, is wrong.
     #[error(transparent)]
     Config(#[from] crate::config::ConfigError),
+    /// This process cannot be one of its launcher's ranks.
+    #[error("{0}")]
+    Launch(String),
+    /// A deadline passed in a wait for another rank.
+    #[error("training stopped: {0}")]
+    Late(String),
     /// A rank failed while training.
     #[error("training failed: {0}")]
     Run(String),
 }
 
 impl TrainError {
-    /// The exit code of a command that ends with this error: 2 for bad input, 1 for a run that failed.
+    /// The exit code of a command that ends with this error: 2 for bad input, 75 when a deadline passed in a wait for
+    /// another rank, 1 for a run that failed in another way.
     pub fn exit_code(&self) -> u8 {
         match self {
+            TrainError::Late(_) => zero_core::collective::exit::code::WATCHDOG as u8,
             TrainError::Run(_) | TrainError::Engine(EngineError::LossScale(_) | EngineError::LoadFailed { .. }) => 1,
             TrainError::Engine(EngineError::Checkpoint(
                 CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },

@@ -27,6 +27,12 @@ pub struct TokenRows {
 }
 
 impl TokenRows {
+    /// Of all tokens and the rows' length, to tell data from other data.
+    pub fn checksum(&self) -> u32 {
+        let seed = crc32c::crc32c(&self.seq.to_le_bytes());
+        crc32c::crc32c_append(seed, bytemuck::cast_slice(&self.tokens))
+    }
+
     /// Reads and checks rows for a model with `vocab_size` tokens and `n_positions` positions.
     ///
     /// `seq` is the row length: for text `None` means 128 (or `n_positions` if that is less); a safetensors file has its

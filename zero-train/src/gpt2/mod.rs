@@ -5,6 +5,7 @@ mod observer;
 mod options;
 mod plan;
 mod predict;
+mod ranks;
 mod report;
 mod trace;
 mod train;
@@ -19,9 +20,13 @@ pub use predict::Prediction;
 pub use report::Summary;
 
 use zero_core::alloc::PageKeeper;
+use zero_core::collective::exit::end_process;
+use zero_core::collective::launcher::launched;
 
+use self::ranks::{Ranks, with_ranks};
 use crate::TrainError;
 use crate::data::Source;
+use crate::launcher::leave_word;
 
 /// What a program brings along.
 #[derive(Debug, Clone)]
@@ -40,7 +45,13 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     match run(options, program) {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", chain(&error));
+            let text = chain(&error);
+            eprintln!("error: {text}");
+            if let Some(launched) = launched() {
+                leave_word(launched.rank, &format!("rank {}: {text}", launched.rank));
+                // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
+                end_process(error.exit_code().into());
+            }
             ExitCode::from(error.exit_code())
         }
     }
@@ -61,14 +72,21 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 /// As [`main`], with the summary or the error as a value. No summary when the checkpoint to go on from has all the steps
-/// behind it.
+/// behind it, nor in a process that is not rank 0.
 ///
 /// # Errors
 ///
 /// [`TrainError`].
 pub fn run(options: &Options, program: &Program<'_>) -> Result<Option<Summary>, TrainError> {
-    let plan = Plan::new(options, program.model, &program.data)?;
-    let _trace = options.trace.as_deref().map(trace::begin).transpose()?;
+    with_ranks(options, |ranks| run_on(ranks, options, program))
+}
+
+fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result<Option<Summary>, TrainError> {
+    ranks.quieten(options.out.as_deref())?;
+    let plan = Plan::new(options, program.model, &program.data, ranks)?;
+    ranks.agree(&plan.fingerprint())?;
+    let trace = options.trace.as_deref().filter(|_| ranks.is_main());
+    let _trace = trace.map(trace::begin).transpose()?;
     if !options.json {
         println!("{plan}");
     }
@@ -81,7 +99,10 @@ pub fn run(options: &Options, program: &Program<'_>) -> Result<Option<Summary>, 
         eprintln!("the checkpoint has {done} steps behind it, --steps is {}: nothing is left to do", plan.steps);
         return Ok(None);
     }
-    let measured = train::train(&plan, program.allocator)?;
+    let measured = train::train(&plan, ranks, program.allocator)?;
+    if !ranks.is_main() {
+        return Ok(None);
+    }
     let summary = Summary::new(&plan, &measured);
     if options.json {
         println!("{}", serde_json::to_string(&summary).expect("a summary is plain numbers and names"));

@@ -25,7 +25,7 @@ pub struct Options {
     /// [default: 3]
     #[arg(long)]
     pub stage: Option<u8>,
-    /// Number of data-parallel ranks (threads of this process) [default: 2]
+    /// Number of data-parallel ranks (threads of this process) [default: 2, or the processes that mpirun or srun started]
     #[arg(long)]
     pub ranks: Option<usize>,
     /// Training steps
@@ -106,6 +106,13 @@ pub struct Options {
     /// of one. Any number of ranks, stage and precision
     #[arg(long, value_name = "auto|DIR")]
     pub resume: Option<PathBuf>,
+    /// Seconds that a rank waits for another before all end with exit code 75 [default: 600]
+    #[arg(long, value_name = "SECONDS", env = "ZERO_DEADLINE")]
+    pub deadline: Option<f64>,
+    /// Where ranks that are processes leave their last operations when one fails or is late, for `zero flight` [default:
+    /// flight in --out]
+    #[arg(long, value_name = "DIR", env = "ZERO_FLIGHT_DIR")]
+    pub flight: Option<PathBuf>,
     /// Write the time of every operation, gather and reduction into this file, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,

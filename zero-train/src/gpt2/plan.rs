@@ -6,21 +6,27 @@ use std::time::Duration;
 use zero_burn::config::{Float, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::accounting::StateBytes;
+use zero_core::collective::launcher::World;
 use zero_core::estimate::{Precision, model_state};
 use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
 use zero_models::hf_export::parse_bytes;
 
 use super::checkpoints::Checkpoints;
+use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{OffloadChoice, Options, Prediction};
 use crate::TrainError;
 use crate::config::{Offload, OffloadDevice, ZeroPlan};
 use crate::data::{Source, TokenRows};
+use crate::launcher::RESTARTS;
 use crate::memory::{available_bytes, format_bytes};
 
 /// The longest that a rank waits for another.
 const DEADLINE: Duration = Duration::from_secs(600);
+
+/// In seconds: a year.
+const MAX_DEADLINE: f64 = 365.0 * 86_400.0;
 
 /// What will be trained, on what, how.
 #[derive(Debug, Clone)]
@@ -66,7 +72,7 @@ pub struct MemoryNeed {
     pub working: u64,
     /// Activations kept for the backward pass, and logits, of one rank.
     pub activations: u64,
-    /// Number of ranks in this process.
+    /// Number of ranks on this machine.
     pub ranks: u64,
     /// Model state of one rank on the disk.
     pub disk: u64,
@@ -111,7 +117,13 @@ impl MemoryNeed {
         Self { state, working: working as u64, activations, ranks: ranks as u64, disk }
     }
 
-    /// Sum over all ranks.
+    /// The same with so many ranks on this machine.
+    #[must_use]
+    pub fn with_ranks_here(self, ranks: usize) -> Self {
+        Self { ranks: ranks as u64, ..self }
+    }
+
+    /// Sum over the ranks of this machine.
     pub fn total(&self) -> u64 {
         (self.state.total() + self.working + self.activations) * self.ranks
     }
@@ -134,13 +146,19 @@ impl Plan {
     /// # Errors
     ///
     /// [`TrainError`], the first thing that is wrong.
-    pub fn new(options: &Options, default_model: &str, default_data: &Source<'_>) -> Result<Self, TrainError> {
+    pub(super) fn new(
+        options: &Options,
+        default_model: &str,
+        default_data: &Source<'_>,
+        here: &Ranks<'_>,
+    ) -> Result<Self, TrainError> {
         positive("steps", options.steps)?;
         if let Some(threads) = options.threads {
             positive("threads", threads)?;
         }
         let seq_guess = options.seq.unwrap_or(128);
-        let budget = Budget::new(options)?;
+        let options = &as_launched(options, here)?;
+        let budget = Budget::new(options, here)?;
         let Choice { name, model, offload, notice } = choose(options, default_model, seq_guess, &budget)?;
         model.validate()?;
         let options = &Options { offload, ..options.clone() };
@@ -155,7 +173,7 @@ impl Plan {
         let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
         let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
         let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
-        let need = MemoryNeed::new(&model, &plan, rows.seq());
+        let need = MemoryNeed::new(&model, &plan, rows.seq()).with_ranks_here(here.on_this_machine(ranks));
         if !budget.holds(&need) {
             return Err(TrainError::Memory(format!(
                 "model {name} does not fit: {}{}; use a smaller --model, --batch or --seq, fewer --ranks{}{}",
@@ -169,7 +187,7 @@ impl Plan {
                 }
             )));
         }
-        let prediction = match options.json {
+        let prediction = match options.json || !here.is_main() {
             true => None,
             false => Prediction::new(&model, &plan, rows.seq(), &need),
         };
@@ -183,13 +201,38 @@ impl Plan {
             plan,
             zero,
             steps: options.steps,
-            launch: LaunchOptions { threads_per_rank: options.threads.unwrap_or(0), deadline: DEADLINE },
+            launch: launch_options(options)?,
             out: options.out.clone(),
             checkpoints: Checkpoints::new(options)?,
             progress: !options.json,
             need,
             notice,
         })
+    }
+
+    /// What must be the same on every rank, a line each. Not where things lie, which may differ between machines.
+    pub(super) fn fingerprint(&self) -> Vec<String> {
+        let mut zero = self.zero.clone();
+        zero.offload.disk = Default::default();
+        let eval = self.eval_rows.as_ref().map(TokenRows::checksum);
+        let (every, last, best) = (self.checkpoints.every, self.checkpoints.keep_last, self.checkpoints.keep_best);
+        let saves = self.checkpoints.dir.is_some();
+        vec![
+            format!("zero {}", env!("CARGO_PKG_VERSION")),
+            format!("the model {:?}", self.model),
+            format!("{:?} ranks at stage {}", self.plan.world, self.plan.stage),
+            format!("the batch {:?}", self.plan.batch),
+            format!("the precision {:?}", self.plan.precision),
+            format!("the optimizer {:?}", self.plan.rule()),
+            format!("the schedule {:?}", self.plan.schedule),
+            format!("clipping {:?}", self.plan.gradient_clipping),
+            format!("the settings {zero:?}"),
+            format!("{} steps", self.steps),
+            format!("data with the checksum {:08x}, held out {eval:08x?}", self.rows.checksum()),
+            format!("checkpoints {saves}, every {every:?}, keeping {last:?}, the best {best}"),
+            format!("{} steps behind it", self.checkpoints.resumed_steps()),
+            format!("weights to start from: {}", self.weights.is_some()),
+        ]
     }
 
     /// Bytes that one rank receives in one step by the ZeRO formula. With `A` micro-batches gradients are reduced once at
@@ -255,16 +298,20 @@ struct Budget {
     /// `None`: unknown, and not limited.
     memory: Option<u64>,
     disk: Option<u64>,
+    /// Ranks on this machine, if they are processes; otherwise all.
+    ranks_here: Option<usize>,
 }
 
 impl Budget {
-    fn new(options: &Options) -> Result<Self, TrainError> {
+    fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self, TrainError> {
         let limit = options.memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
             let got = options.memory.clone().unwrap_or_default();
             wrong("memory", got, error.to_string())
         })?;
         let memory = available_bytes().into_iter().chain(limit).min();
-        Ok(Self { memory, disk: free_disk(&options.swap) })
+        // What the fewest have, so that ranks on several machines take the same tier.
+        let (memory, disk) = (ranks.least(memory)?, ranks.least(free_disk(&options.swap))?);
+        Ok(Self { memory, disk, ranks_here: ranks.world().map(|world| ranks.on_this_machine(world.world)) })
     }
 
     fn holds(&self, need: &MemoryNeed) -> bool {
@@ -284,6 +331,38 @@ impl Budget {
             _ => String::new(),
         }
     }
+}
+
+/// The options as the launcher has them too: the number of ranks is the number of its processes, and after a restart training
+/// goes on from the last checkpoint.
+fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainError> {
+    let mut options = options.clone();
+    if let Some(World { world, variable, .. }) = ranks.world() {
+        if let Some(asked) = options.ranks.filter(|asked| asked != world) {
+            let expected =
+                format!("expected {world}, the processes that were started (by {variable}); leave --ranks out");
+            return Err(wrong("ranks", asked, expected));
+        }
+        options.ranks = Some(*world);
+    }
+    let restarts = std::env::var(RESTARTS).ok().and_then(|restarts| restarts.parse::<usize>().ok());
+    if restarts.is_some_and(|restarts| restarts > 0) && options.save.is_some() {
+        options.resume = Some("auto".into());
+    }
+    Ok(options)
+}
+
+/// Threads, deadline and flight records of the ranks.
+pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions, TrainError> {
+    let deadline = match options.deadline {
+        Some(seconds) if !(seconds.is_finite() && seconds > 0.0 && seconds <= MAX_DEADLINE) => {
+            return Err(wrong("deadline", seconds, "expected seconds above 0 and up to a year"));
+        }
+        Some(seconds) => Duration::from_secs_f64(seconds),
+        None => DEADLINE,
+    };
+    let flight_dir = options.flight.clone().or_else(|| options.out.as_ref().map(|out| out.join("flight")));
+    Ok(LaunchOptions { threads_per_rank: options.threads.unwrap_or(0), deadline, flight_dir })
 }
 
 /// Free bytes of the file system of a folder, or of the nearest folder above it that exists.
@@ -309,7 +388,9 @@ type Fitting = (Option<OffloadChoice>, Option<String>);
 fn choose(options: &Options, default_model: &str, seq: usize, budget: &Budget) -> Result<Choice, TrainError> {
     let need = |model: &Gpt2Config, offload: Option<OffloadChoice>| -> Result<MemoryNeed, TrainError> {
         let options = Options { offload, ..options.clone() };
-        Ok(MemoryNeed::new(model, &zero_plan(&options, model)?, seq.min(model.n_positions)))
+        let plan = zero_plan(&options, model)?;
+        let need = MemoryNeed::new(model, &plan, seq.min(model.n_positions));
+        Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
     };
     let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
         (Some(given), _) => &[Some(given)],

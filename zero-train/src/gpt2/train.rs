@@ -8,18 +8,18 @@ use burn::backend::Autodiff;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
-use zero_burn::launch::{LaunchError, launch};
 use zero_burn::optim::Fused;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
-use zero_core::RankFailure;
 use zero_core::alloc::PageKeeper;
+use zero_core::collective::launcher::launched;
 use zero_models::Gpt2;
 use zero_models::gpt2::weights;
 
 use super::Plan;
 use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
+use super::ranks::Ranks;
 use crate::TrainError;
 use crate::data::TokenRows;
 use crate::engine::{Parts, Step, ZeroEngine};
@@ -49,32 +49,22 @@ pub(super) struct Measured {
 /// Trains by the plan; returns every step's metrics.
 ///
 /// `allocator` is the process's.
-pub(super) fn train(plan: &Plan, allocator: Option<&PageKeeper>) -> Result<Measured, TrainError> {
+pub(super) fn train(plan: &Plan, ranks: &Ranks<'_>, allocator: Option<&PageKeeper>) -> Result<Measured, TrainError> {
     plan.checkpoints.prepare()?;
-    let observer = Mutex::new(Observer::new(plan)?);
-    let outcome = launch::<Flex, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| {
-        run_rank(plan, &device, &observer, allocator)
-    });
-    match outcome {
-        Ok(mut measured) => Ok(measured.swap_remove(0)),
-        Err(LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure })) => Err(match *failure {
-            RankFailure::Failed(error) => error,
-            other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
-        }),
-        Err(other) => Err(TrainError::Run(other.to_string())),
-    }
+    let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
+    ranks.launch(plan, |device| run_rank(plan, device, observer.as_ref(), allocator))
 }
 
 fn run_rank(
     plan: &Plan,
     device: &Device,
-    observer: &Mutex<Observer>,
+    observer: Option<&Mutex<Observer>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured, TrainError> {
     let rank = device.rank();
     // Rank 0 alone prints and writes.
-    let observe = |what: &mut dyn FnMut(&mut Observer) -> Result<(), TrainError>| match rank {
-        0 => what(&mut observer.lock().expect("the observer is used by rank 0 alone")),
+    let observe = |what: &mut dyn FnMut(&mut Observer) -> Result<(), TrainError>| match observer {
+        Some(observer) if rank == 0 => what(&mut observer.lock().expect("the observer is used by rank 0 alone")),
         _ => Ok(()),
     };
     let mut model = plan.model.init::<B>(device);
@@ -99,6 +89,8 @@ fn run_rank(
     // Mean training loss since the last checkpoint, for --keep-best without --eval.
     let mut since_save = (0.0, 0);
     let fresh_bytes = || allocator.map(|keeper| keeper.stats().fresh_bytes);
+    // One rank of each process.
+    let first_here = rank == 0 || launched().is_some();
     let mut fresh_before = fresh_bytes();
     for step in state.step..plan.steps {
         let begin = Instant::now();
@@ -125,7 +117,7 @@ fn run_rank(
             peak_rss: peak_rss_bytes().unwrap_or(0),
         };
         let reports = all_gather::<Flex>(&report.to_values());
-        if let Some(keeper) = allocator.filter(|_| step + 1 == SETTLED && rank == 0 && world > 1) {
+        if let Some(keeper) = allocator.filter(|_| step + 1 == SETTLED && first_here && world > 1) {
             keeper.reserve((keeper.stats().live_bytes_peak / HEADROOM) as usize);
         }
         // All ranks', up to about here: one may have begun its next step.

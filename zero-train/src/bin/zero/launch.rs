@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use zero_core::collective::flight::merge;
 use zero_train::launcher::{Job, Mpirun, RESTARTS, parse_hosts, physical_cores, slots, spread, supervise};
 
 /// What a program ends with when its input is wrong: trying again would not help.
@@ -147,7 +148,7 @@ pub struct FlightArgs {
 }
 
 /// The records that `files` name.
-pub fn records(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
+fn records(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut records = Vec::new();
     for path in files {
         if !path.is_dir() {
@@ -170,8 +171,8 @@ pub fn records(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(records)
 }
 
-impl FlightArgs {
-    pub fn records(&self) -> Result<Vec<PathBuf>> {
-        records(&self.files)
-    }
+pub fn flight(args: &FlightArgs) -> Result<()> {
+    let files = records(&args.files)?;
+    println!("{}", merge(&files)?);
+    Ok(())
 }

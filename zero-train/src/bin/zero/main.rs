@@ -49,6 +49,8 @@ enum Command {
     Train(Box<zero_train::gpt2::Options>),
     /// Start ranks as processes under an MPI launcher, on this machine or on several, and again after one has died
     Launch(launch::LaunchArgs),
+    /// Say from the ranks' last operations which of them is late, and where
+    Flight(launch::FlightArgs),
     /// Write a saved model as a folder that Hugging Face's transformers loads
     Export(commands::ExportArgs),
     /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
@@ -81,6 +83,7 @@ fn main() -> ExitCode {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        Command::Flight(args) => launch::flight(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
             Ok(())

@@ -1,0 +1,209 @@
+//! The ranks of a run: threads of this process, or processes that an MPI launcher has started, of which this is one.
+
+use std::cell::Cell;
+use std::path::Path;
+
+use burn_flex::Flex;
+use zero_burn::launch::LaunchError;
+use zero_burn::{ZeroDevice, launch};
+use zero_core::collective::launcher::{World, launched};
+use zero_core::{CommError, RankFailure};
+
+use super::{Options, Plan};
+use crate::TrainError;
+
+type Device = ZeroDevice<burn_flex::FlexDevice>;
+
+/// Where a run's ranks are.
+pub(super) struct Ranks<'a> {
+    /// What started this process as one of several.
+    launched: Option<World>,
+    #[cfg(feature = "mpi")]
+    process: Option<&'a zero_core::collective::mpi::MpiRun>,
+    /// Without MPI nothing is borrowed.
+    #[cfg(not(feature = "mpi"))]
+    process: std::marker::PhantomData<&'a ()>,
+}
+
+/// Runs `body` where this process's ranks are: chosen by what started it.
+///
+/// # Errors
+///
+/// The body's, another rank's, or MPI's.
+pub(super) fn with_ranks<T>(
+    options: &Options,
+    body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
+) -> Result<T, TrainError> {
+    match launched() {
+        None => body(&Ranks { launched: None, process: Default::default() }),
+        Some(world) => as_process(options, world, body),
+    }
+}
+
+#[cfg(not(feature = "mpi"))]
+fn as_process<T>(
+    _options: &Options,
+    World { rank, world, variable, .. }: World,
+    _body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
+) -> Result<T, TrainError> {
+    let error = LaunchError::<TrainError>::WithoutMpi { rank, world, variable };
+    Err(TrainError::Launch(error.to_string()))
+}
+
+#[cfg(feature = "mpi")]
+fn as_process<T>(
+    options: &Options,
+    world: World,
+    body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
+) -> Result<T, TrainError> {
+    use zero_core::collective::mpi;
+
+    let launch = super::plan::launch_options(options)?;
+    // What this rank itself found wrong, where another was the first to say so: the same input is wrong on all of them.
+    let own: Cell<Option<TrainError>> = Cell::new(None);
+    let outcome = mpi::run(&launch.mpi(), |run| {
+        let ranks = Ranks { launched: Some(world.clone()), process: Some(run) };
+        body(&ranks).map_err(|error| {
+            let reason = error.to_string();
+            own.set(Some(error));
+            reason
+        })
+    });
+    match outcome {
+        Ok(value) => Ok(value),
+        Err(error) => Err(match own.take() {
+            Some(own) => own,
+            None => from_launch(error, |reason| TrainError::Run(reason)),
+        }),
+    }
+}
+
+/// A launch's error as this crate's.
+fn from_launch<E: core::fmt::Display + core::fmt::Debug>(
+    error: zero_core::LaunchError<E>,
+    failed: impl FnOnce(E) -> TrainError,
+) -> TrainError {
+    match error {
+        zero_core::LaunchError::Rank { rank, world, failure } => match *failure {
+            RankFailure::Failed(error) => failed(error),
+            RankFailure::Comm(error) if matches!(*error, CommError::Timeout { .. }) => {
+                TrainError::Late(format!("rank {rank} of {world}: {error}"))
+            }
+            other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
+        },
+        other => TrainError::Run(other.to_string()),
+    }
+}
+
+impl Ranks<'_> {
+    /// The number that the launcher gives, if there is one.
+    pub(super) fn world(&self) -> Option<&World> {
+        self.launched.as_ref()
+    }
+
+    /// Whether this process is the one that prints and writes.
+    pub(super) fn is_main(&self) -> bool {
+        self.launched.as_ref().is_none_or(|launched| launched.rank == 0)
+    }
+
+    /// How many of `world` ranks share this machine.
+    pub(super) fn on_this_machine(&self, world: usize) -> usize {
+        #[cfg(feature = "mpi")]
+        if let Some(process) = self.process {
+            return process.comm().place().local_world;
+        }
+        world
+    }
+
+    /// The least that a rank has of something, so that all of them decide alike; none if one does not know.
+    pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>, TrainError> {
+        #[cfg(feature = "mpi")]
+        if let Some(process) = self.process {
+            let values = gather(process, &value.map_or(u64::MAX, |value| value).to_le_bytes())?;
+            let least =
+                values.iter().map(|bytes| u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes were sent")));
+            return Ok(least.min().filter(|&least| least != u64::MAX));
+        }
+        Ok(value)
+    }
+
+    /// Ends all ranks, before anything is trained, when one of them has another `line` than rank 0.
+    pub(super) fn agree(&self, lines: &[String]) -> Result<(), TrainError> {
+        #[cfg(feature = "mpi")]
+        if let Some(process) = self.process {
+            let mine = lines.join("\n");
+            let length = self.least(Some(u64::MAX - 1 - mine.len() as u64))?.map_or(0, |rest| u64::MAX - 1 - rest);
+            let mut padded = mine.into_bytes();
+            padded.resize(length as usize, b' ');
+            let all = gather(process, &padded)?;
+            let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
+            let first = text(0);
+            for rank in 1..all.len() {
+                let other = text(rank);
+                let differs = |(a, b): &(&str, &str)| a.trim_end() != b.trim_end();
+                if let Some((ours, theirs)) = first.lines().zip(other.lines()).find(differs) {
+                    return Err(TrainError::Launch(format!(
+                        "ranks were started with different settings: rank 0 has {}, rank {rank} has {}; give every rank the \
+                         same program, options, files and environment",
+                        ours.trim_end(),
+                        theirs.trim_end()
+                    )));
+                }
+            }
+        }
+        let _ = lines;
+        Ok(())
+    }
+
+    /// Runs every rank of this process; the first one's result.
+    pub(super) fn launch<T: Send>(
+        &self,
+        plan: &Plan,
+        body: impl Fn(&Device) -> Result<T, TrainError> + Sync,
+    ) -> Result<T, TrainError> {
+        #[cfg(feature = "mpi")]
+        if let Some(process) = self.process {
+            return launch::launch_on::<Flex, _, TrainError>(process, &plan.zero, &plan.launch, |device| body(&device));
+        }
+        match launch::launch::<Flex, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| body(&device)) {
+            Ok(mut results) => Ok(results.swap_remove(0)),
+            Err(LaunchError::Run(error)) => Err(from_launch(error, |error| error)),
+            Err(other) => Err(TrainError::Run(other.to_string())),
+        }
+    }
+
+    /// What other ranks than the first print goes to a file of the rank's own in `out`, or nowhere.
+    pub(super) fn quieten(&self, out: Option<&Path>) -> Result<(), TrainError> {
+        let Some(World { rank, .. }) = self.launched.as_ref().filter(|_| !self.is_main()) else { return Ok(()) };
+        let path = match out {
+            None => Path::new("/dev/null").to_path_buf(),
+            Some(out) => {
+                let logs = out.join("logs");
+                let io = |source| TrainError::Io { action: "create", path: logs.clone(), source };
+                std::fs::create_dir_all(&logs).map_err(io)?;
+                logs.join(format!("rank-{rank:05}.log"))
+            }
+        };
+        let io = |source| TrainError::Io { action: "write", path: path.clone(), source };
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(&path).map_err(io)?;
+        rustix::stdio::dup2_stdout(&file).map_err(|error| io(error.into()))?;
+        if out.is_some() {
+            // Without a folder for it, trouble is still told.
+            rustix::stdio::dup2_stderr(&file).map_err(|error| io(error.into()))?;
+        }
+        Ok(())
+    }
+}
+
+/// Every rank's bytes, of which all have as many.
+#[cfg(feature = "mpi")]
+fn gather(process: &zero_core::collective::mpi::MpiRun, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
+    use zero_core::{Buffer, Collective as _};
+
+    if bytes.is_empty() {
+        return Ok(vec![Vec::new(); process.comm().world()]);
+    }
+    let all =
+        process.comm().all_gather(Buffer::U8(bytes.to_vec())).map_err(|error| TrainError::Run(error.to_string()))?;
+    Ok(all.into_u8().chunks_exact(bytes.len()).map(<[u8]>::to_vec).collect())
+}
