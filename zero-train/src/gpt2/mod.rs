@@ -57,6 +57,13 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     }
 }
 
+/// A line on standard output. That nobody reads it any more (`| head`) is no reason to stop training.
+fn tell(line: &dyn core::fmt::Display) {
+    use std::io::Write;
+
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
 /// An error with its causes, on one line.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
@@ -88,7 +95,7 @@ fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result
     let trace = options.trace.as_deref().filter(|_| ranks.is_main());
     let _trace = trace.map(trace::begin).transpose()?;
     if !options.json {
-        println!("{plan}");
+        tell(&plan);
     }
     for warning in plan.plan.warnings.iter().map(|warning| warning.to_string()).chain(plan.checkpoints.warnings.clone())
     {
@@ -105,9 +112,9 @@ fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result
     }
     let summary = Summary::new(&plan, &measured);
     if options.json {
-        println!("{}", serde_json::to_string(&summary).expect("a summary is plain numbers and names"));
+        tell(&serde_json::to_string(&summary).expect("a summary is plain numbers and names"));
     } else {
-        println!("{summary}");
+        tell(&summary);
     }
     Ok(Some(summary))
 }

@@ -87,7 +87,7 @@ impl Observer {
         if self.quiet {
             eprintln!("{line}");
         } else {
-            self.bar.suspend(|| println!("{line}"));
+            self.bar.suspend(|| super::tell(&line));
         }
     }
 

@@ -1,0 +1,239 @@
+//! Ranks as processes: `cargo test -p zero-train --features mpi --test mpi`, with Open MPI's mpirun.
+//!
+//! What threads compute, processes compute, bit by bit; what one saves, the other goes on from; and a job that cannot work,
+//! or that dies, says so.
+
+mod common;
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{trajectory, write_inputs};
+use serde_json::Value;
+
+const ZERO: &str = env!("CARGO_BIN_EXE_zero");
+
+/// No job here takes as long, however busy the machine.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// mpirun with so many ranks.
+fn mpirun(ranks: usize) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]).arg(ranks.to_string());
+    command
+}
+
+/// Adds a small training to a command, whose results go to `run`.
+fn small(command: &mut Command, inputs: &Path, run: &Path, options: &[&str]) {
+    let at = |name: &str| inputs.join(name).into_os_string();
+    let model = if options.contains(&"--offload") { "wide" } else { "model" };
+    command.arg("--model").arg(at(model)).arg("--data").arg(at("rows.safetensors"));
+    command.args(["--batch", "2", "--threads", "1", "--json", "--warmup", "2", "--clip", "1"]);
+    command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);
+}
+
+fn threads(ranks: usize, inputs: &Path, run: &Path, options: &[&str]) {
+    let mut command = Command::new(ZERO);
+    command.arg("train").args(["--ranks", &ranks.to_string()]);
+    small(&mut command, inputs, run, options);
+    good(&finish(&mut command));
+}
+
+fn processes(ranks: usize, inputs: &Path, run: &Path, options: &[&str]) {
+    let mut command = mpirun(ranks);
+    command.args([ZERO, "train"]);
+    small(&mut command, inputs, run, options);
+    good(&finish(&mut command));
+}
+
+/// Runs to the end, which comes within the limit.
+fn finish(command: &mut Command) -> Output {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let pid = child.id().to_string();
+    let (done, watch) = std::sync::mpsc::channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if watch.recv_timeout(LIMIT).is_err() {
+            // mpirun ends its ranks.
+            Command::new("kill").args(["-TERM", &pid]).status().unwrap();
+            panic!("not done within {LIMIT:?}");
+        }
+    });
+    let output = child.wait_with_output().unwrap();
+    done.send(()).unwrap();
+    watchdog.join().unwrap();
+    output
+}
+
+fn good(output: &Output) {
+    assert!(output.status.success(), "{}: {}", output.status, text(output));
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Bytes that each rank has received, by step and kind.
+fn wire(run: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
+    let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    steps
+        .flat_map(|step| {
+            step["ranks"].as_array().unwrap().iter().map(|rank| rank["wire_bytes"].clone()).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+#[test]
+fn processes_compute_what_threads_compute_bit_by_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    std::fs::create_dir(dir.path().join("swap")).unwrap();
+    let swap = dir.path().join("swap").into_os_string().into_string().unwrap();
+    let mut runs: Vec<(usize, Vec<&str>)> = Vec::new();
+    for ranks in 1..=4 {
+        for stage in ["0", "1", "2", "3"] {
+            runs.push((ranks, vec!["--stage", stage]));
+        }
+    }
+    runs.push((2, vec!["--stage", "3", "--dtype", "bf16"]));
+    runs.push((2, vec!["--stage", "2", "--dtype", "fp16", "--accumulation", "2"]));
+    runs.push((3, vec!["--stage", "1", "--accumulation", "2"]));
+    runs.push((2, vec!["--stage", "3", "--offload", "all", "--swap", &swap]));
+    for (place, (ranks, options)) in runs.iter().enumerate() {
+        let options: Vec<&str> = options.iter().copied().chain(["--steps", "4"]).collect();
+        let (ours, theirs) = (dir.path().join(format!("threads-{place}")), dir.path().join(format!("mpi-{place}")));
+        threads(*ranks, dir.path(), &ours, &options);
+        if *ranks == 1 {
+            // One process under mpirun is what it is without: a rank of threads.
+            processes(1, dir.path(), &theirs, &[&options[..], &["--ranks", "1"]].concat());
+        } else {
+            processes(*ranks, dir.path(), &theirs, &options);
+        }
+        assert_eq!(trajectory(&theirs).len(), 4);
+        assert_eq!(trajectory(&theirs), trajectory(&ours), "{ranks} ranks, {options:?}");
+        let (here, there) = (wire(&ours), wire(&theirs));
+        assert!(here.len() == 4 * ranks && here.iter().all(Value::is_object), "{here:?}");
+        assert_eq!(there, here, "bytes received, {ranks} ranks, {options:?}");
+        let (ours, theirs) = (ours.join("checkpoints/step-00000004"), theirs.join("checkpoints/step-00000004"));
+        let diff = finish(Command::new(ZERO).arg("diff").arg(ours).arg(theirs));
+        good(&diff);
+    }
+}
+
+#[test]
+fn what_one_engine_saves_the_other_goes_on_from() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    for stage in ["0", "3"] {
+        let unbroken = dir.path().join(format!("unbroken-{stage}"));
+        let options = ["--stage", stage, "--save-every", "2"];
+        threads(2, dir.path(), &unbroken, &[&options[..], &["--steps", "6"]].concat());
+        for first_are_threads in [true, false] {
+            let run = dir.path().join(format!("both-{stage}-{first_are_threads}"));
+            let half = [&options[..], &["--steps", "4"]].concat();
+            let rest = [&options[..], &["--steps", "6", "--resume", "auto"]].concat();
+            // A schedule counts on all steps, so the first part is cut short by its last checkpoint's step.
+            let (first, second) = match first_are_threads {
+                true => (threads as fn(usize, &Path, &Path, &[&str]), processes as fn(usize, &Path, &Path, &[&str])),
+                false => (processes as fn(usize, &Path, &Path, &[&str]), threads as fn(usize, &Path, &Path, &[&str])),
+            };
+            first(2, dir.path(), &run, &half);
+            second(2, dir.path(), &run, &rest);
+            assert_eq!(trajectory(&run), trajectory(&unbroken), "stage {stage}, threads first: {first_are_threads}");
+        }
+    }
+    // At another number of processes: the state is equal, and training goes on.
+    let run = dir.path().join("both-0-true");
+    processes(3, dir.path(), &run, &["--stage", "2", "--steps", "8", "--resume", "auto"]);
+    assert_eq!(trajectory(&run).len(), 8);
+}
+
+#[test]
+fn ranks_with_different_settings_are_told_apart_before_they_train() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let script = format!(
+        "exec {ZERO} train --model {0}/model --data {0}/rows.safetensors --steps 3 $([ $OMPI_COMM_WORLD_RANK = 1 ] && echo $ODD)",
+        dir.path().display()
+    );
+    for (odd, words) in [
+        ("--stage 2", "rank 0 has 2 ranks at stage 3"),
+        ("--lr 0.5", "the optimizer"),
+        ("--seed 7", "seed"),
+        ("--batch 3", "the batch"),
+        ("--model tiny", "the model"),
+    ] {
+        let output = finish(mpirun(2).args(["-x", &format!("ODD={odd}"), "sh", "-c", &script]));
+        let told = text(&output);
+        assert_eq!(output.status.code(), Some(2), "{odd}: {told}");
+        assert!(told.contains("ranks were started with different settings") && told.contains(words), "{odd}: {told}");
+    }
+}
+
+#[test]
+fn bad_input_ends_every_rank_with_its_exit_code() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    for options in [&["--ranks", "3"][..], &["--stage", "7"], &["--data", "/nowhere"], &["--deadline", "0"]] {
+        let mut command = mpirun(2);
+        command.args([ZERO, "train"]);
+        small(&mut command, dir.path(), &dir.path().join("run"), &["--steps", "3"]);
+        let output = finish(command.args(options));
+        assert_eq!(output.status.code(), Some(2), "{options:?}: {}", text(&output));
+        assert!(!dir.path().join("run/out/metrics.jsonl").exists());
+    }
+}
+
+#[test]
+fn launch_starts_a_job_again_that_has_lost_a_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let options = ["--stage", "3", "--steps", "60", "--save-every", "2", "--keep-last", "2"];
+    let unbroken = dir.path().join("unbroken");
+    threads(2, dir.path(), &unbroken, &options);
+    let run = dir.path().join("broken");
+    let mut command = Command::new(ZERO);
+    command.args(["launch", "--ranks", "2", "--max-restarts", "2", "--", "train"]);
+    small(&mut command, dir.path(), &run, &options);
+    let job = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    // A rank of the first attempt, once there is something to go on from.
+    let begin = Instant::now();
+    while !run.join("checkpoints/latest").exists() {
+        assert!(begin.elapsed() < LIMIT, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let out = run.join("out");
+    let ranks = Command::new("pgrep").arg("-f").arg(format!("^{ZERO} train .*{}", out.display())).output().unwrap();
+    let ranks = String::from_utf8(ranks.stdout).unwrap();
+    let ranks: Vec<&str> = ranks.lines().collect();
+    assert_eq!(ranks.len(), 2, "{ranks:?}");
+    assert!(Command::new("kill").args(["-KILL", ranks[1]]).status().unwrap().success());
+    let output = job.wait_with_output().unwrap();
+    let told = text(&output);
+    assert!(output.status.success(), "{told}");
+    assert!(told.contains("restart 1 of 2, from the last sound checkpoint"), "{told}");
+    assert_eq!(trajectory(&run), trajectory(&unbroken));
+}
+
+#[test]
+fn launch_says_what_it_would_run_and_what_it_lacks() {
+    let dir = tempfile::tempdir().unwrap();
+    let hosts = dir.path().join("hosts");
+    std::fs::write(&hosts, "node1 slots=2\nnode2 slots=2\n").unwrap();
+    let dry = |options: &[&str]| {
+        finish(Command::new(ZERO).args(["launch", "--dry-run", "--hosts"]).arg(&hosts).args(options))
+    };
+    let mut command = Command::new(ZERO);
+    command.args(["launch", "--dry-run", "--ranks", "4", "--cores", "8", "--hosts"]).arg(&hosts);
+    let output = command.args(["--", "my program", "--flag"]).output().unwrap();
+    let line = String::from_utf8(output.stdout).unwrap();
+    assert!(line.contains("--host node1:2,node2:2") && line.contains("slot:PE=4"), "{line}");
+    assert!(line.trim_end().ends_with("'my program' --flag"), "{line}");
+    let output = dry(&["--ranks", "5", "--", "x"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output).contains("5 ranks do not fit: the hosts take 4"), "{}", text(&output));
+    let output = dry(&["--ranks", "2", "--mpirun", "/nowhere/mpirun", "--", "x"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output).contains("no MPI launcher was found"), "{}", text(&output));
+}
