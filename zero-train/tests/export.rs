@@ -245,7 +245,7 @@ fn what_the_command_trained_is_exported() {
     assert_eq!(exported.len(), 28);
     for (path, values) in exported {
         let name = format!("model.{path}");
-        let bytes = saved.read(&name, 0..saved.tensors()[&name].numel()).unwrap();
+        let bytes = saved.read(&name, 0..saved.tensor(&name).unwrap().numel()).unwrap();
         assert_eq!(values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>(), bytes, "{path}");
     }
 }

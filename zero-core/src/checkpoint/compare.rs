@@ -135,7 +135,7 @@ impl Comparison {
 /// As [`Checkpoint::read`], for the first tensor that is damaged.
 pub fn compare(a: &Checkpoint, b: &Checkpoint, tolerance: Option<Tolerance>) -> Result<Comparison, CheckpointError> {
     let without = |one: &Checkpoint, other: &Checkpoint| {
-        one.tensors().keys().filter(|name| !other.tensors().contains_key(*name)).cloned().collect()
+        one.tensors().keys().filter(|name| !other.tensors().contains_key(name)).map(String::from).collect()
     };
     let mut found = Comparison {
         steps: [a.step(), b.step()],
@@ -145,16 +145,17 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, tolerance: Option<Tolerance>) -> 
         tensors: Vec::new(),
         equal_tensors: 0,
         equal_elements: 0,
-        state: compare_states(a.state(), b.state()),
+        state: compare_states(&a.state()?, &b.state()?),
     };
     let mut buffers = [vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]];
-    for (name, entry) in a.tensors() {
+    for (name, entry) in a.tensors().iter() {
         let Some(other) = b.tensors().get(name) else { continue };
-        if Kind::of(entry) != Kind::of(other) {
-            found.unlike.push(Unlike { name: name.clone(), a: Kind::of(entry), b: Kind::of(other) });
+        let (kind, other) = (Kind::of(&entry), Kind::of(&other));
+        if kind != other {
+            found.unlike.push(Unlike { name: name.to_string(), a: kind, b: other });
             continue;
         }
-        let tensor = compare_tensor([a, b], name, entry, tolerance, &mut buffers)?;
+        let tensor = compare_tensor([a, b], name, &entry, tolerance, &mut buffers)?;
         if tensor.bit_equal == tensor.elements {
             found.equal_tensors += 1;
             found.equal_elements += tensor.elements;

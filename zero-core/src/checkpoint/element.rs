@@ -2,7 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::json;
+use super::table::{put_number, take_number};
 use crate::collective::DType;
+
+/// The most dimensions of a tensor that are read; what others write has fewer.
+const MAX_DIMENSIONS: usize = 64;
 
 /// Element type of a saved tensor. Its bytes are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -72,18 +77,9 @@ impl ElementType {
         }
     }
 
-    /// Bytes of a tensor of `shape`, or `None` when no file could hold it.
-    pub(super) fn bytes_of(self, shape: &[usize]) -> Option<u64> {
-        // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.
-        let numel = shape.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)))?;
-        let bytes = u64::try_from(numel.checked_mul(self.size())?).ok().filter(|&bytes| bytes <= i64::MAX as u64)?;
-        Some(if shape.contains(&0) { 0 } else { bytes })
-    }
-}
-
-impl core::fmt::Display for ElementType {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str(match self {
+    /// Its name in a file.
+    fn name(self) -> &'static str {
+        match self {
             ElementType::Bool => "BOOL",
             ElementType::U8 => "U8",
             ElementType::I8 => "I8",
@@ -99,7 +95,54 @@ impl core::fmt::Display for ElementType {
             ElementType::I64 => "I64",
             ElementType::U64 => "U64",
             ElementType::F64 => "F64",
-        })
+        }
+    }
+
+    /// The type whose name is written as `json`.
+    pub(super) fn parse(json: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|dtype| json::is(json, dtype.name()));
+        found.ok_or_else(|| json::unexpected(json, "an element type, such as \"F32\""))
+    }
+
+    /// Bytes of a tensor of `shape`, or `None` when no file could hold it.
+    pub(super) fn bytes_of(self, shape: &[usize]) -> Option<u64> {
+        // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.
+        let numel = shape.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)))?;
+        let bytes = u64::try_from(numel.checked_mul(self.size())?).ok().filter(|&bytes| bytes <= i64::MAX as u64)?;
+        Some(if shape.contains(&0) { 0 } else { bytes })
+    }
+}
+
+/// The dimensions that are written as `json`.
+pub(super) fn parse_shape(json: &str) -> Result<Vec<usize>, String> {
+    let mut shape = Vec::new();
+    json::elements(json, "a list of dimensions", |dimension| {
+        if shape.len() == MAX_DIMENSIONS {
+            return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, which is the most that is read"));
+        }
+        shape.push(json::number(dimension, "shape")?);
+        Ok(())
+    })?;
+    Ok(shape)
+}
+
+/// Writes type and dimensions into a record of a [`Table`](super::Table).
+pub(super) fn put_kind(record: &mut Vec<u8>, dtype: ElementType, shape: &[usize]) {
+    put_number(record, dtype as u64);
+    put_number(record, shape.len() as u64);
+    shape.iter().for_each(|&dimension| put_number(record, dimension as u64));
+}
+
+/// Reads what [`put_kind`] wrote.
+pub(super) fn take_kind(record: &mut &[u8]) -> (ElementType, Vec<usize>) {
+    let dtype = ElementType::ALL[take_number(record) as usize];
+    let rank = take_number(record);
+    (dtype, (0..rank).map(|_| take_number(record) as usize).collect())
+}
+
+impl core::fmt::Display for ElementType {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -123,7 +166,22 @@ mod tests {
     fn the_shown_name_is_the_one_in_the_file() {
         for element in ElementType::ALL {
             assert_eq!(serde_json::to_value(element).unwrap(), element.to_string());
+            assert_eq!(ElementType::parse(&format!("\"{element}\"")), Ok(element));
         }
+        assert!(ElementType::parse("\"F31\"").unwrap_err().contains("such as \"F32\""));
+    }
+
+    #[test]
+    fn type_and_dimensions_are_read_as_they_were_written() {
+        for element in ElementType::ALL {
+            for shape in [vec![], vec![0, 127, 128], vec![usize::MAX; MAX_DIMENSIONS]] {
+                let mut record = Vec::new();
+                put_kind(&mut record, element, &shape);
+                assert_eq!(take_kind(&mut &record[..]), (element, shape.clone()));
+                assert_eq!(parse_shape(&format!("{shape:?}")), Ok(shape));
+            }
+        }
+        assert!(parse_shape(&format!("{:?}", [1; MAX_DIMENSIONS + 1])).unwrap_err().contains("more than 64"));
     }
 
     #[test]

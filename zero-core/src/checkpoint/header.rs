@@ -1,20 +1,22 @@
 //! The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
 //!
 //! The format: <https://huggingface.co/docs/safetensors/index>. What is read here is not trusted: a length counts only
-//! when the file is as long, tensors must tile the data without gap or overlap, and a name may come only once. What is
-//! allocated is in proportion to bytes that are in the file.
+//! when the file is as long, tensors must tile the data without gap or overlap, and a name may come only once. All that is
+//! allocated beside the JSON has fewer bytes than it (see [`super::json`] and [`Table`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 
-use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
-use serde::{Deserialize, Serialize};
 
-use super::ElementType;
 use super::disk::read_at;
+use super::element::{parse_shape, put_kind, take_kind};
 use super::error::{CheckpointError, io_at};
+use super::json::{self, brief};
+use super::table::{Record, put_end, put_number, take_number};
+use super::{ElementType, Table};
 
 /// The key under which a header has texts about the file.
 const METADATA: &str = "__metadata__";
@@ -22,8 +24,11 @@ const METADATA: &str = "__metadata__";
 /// The longest header that readers of the format accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// What a header must be.
+const EXPECTED: &str = "an object of tensors by name";
+
 /// Where and what one tensor of a file is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct HeaderEntry {
     /// Element type.
     pub dtype: ElementType,
@@ -34,12 +39,12 @@ pub struct HeaderEntry {
 }
 
 /// A header that has been checked against the size of its file.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Header {
     /// Texts about the file.
-    pub metadata: BTreeMap<String, String>,
+    pub metadata: Table<str>,
     /// The tensors by name.
-    pub tensors: BTreeMap<String, HeaderEntry>,
+    pub tensors: Table<HeaderEntry>,
     /// Bytes before the first tensor.
     pub data_start: u64,
 }
@@ -73,31 +78,40 @@ impl Header {
     ///
     /// What is wrong with it, in words.
     pub fn parse(json: &[u8], data_bytes: u64) -> Result<Self, String> {
-        let mut header: Header = serde_json::from_slice(json).map_err(|error| error.to_string())?;
-        header.data_start = 8 + json.len() as u64;
-        let mut in_order: Vec<(&String, &HeaderEntry)> = header.tensors.iter().collect();
-        in_order.sort_by_key(|(_, entry)| entry.data_offsets);
-        let mut next = 0;
-        for (name, entry) in in_order {
-            let (begin, end) = entry.data_offsets;
-            if begin != next || end < begin {
-                return Err(format!("tensor '{name}' lies at {begin}..{end}, expected it to begin at {next}"));
+        let data_start = 8 + json.len() as u64;
+        let json = json::check(json)?;
+        let (mut count, mut metadata) = (0, None);
+        json::members(json, EXPECTED, |name, value| {
+            if !json::is(name, METADATA) {
+                count += 1;
+            } else if metadata.replace(value).is_some() {
+                return Err(format!("'{METADATA}' comes twice"));
             }
-            let expected = entry.dtype.bytes_of(&entry.shape);
-            if expected != Some(end - begin) {
-                return Err(format!(
-                    "tensor '{name}', {} {:?}, has {} bytes, which is not what its shape needs",
-                    entry.dtype,
-                    entry.shape,
-                    end - begin
-                ));
+            Ok(())
+        })?;
+        let metadata = metadata.unwrap_or("{}");
+        let mut tensors = Table::with_room(json.len().saturating_sub(metadata.len()), count);
+        let metadata = texts(metadata)?;
+        json::members(json, EXPECTED, |name, value| {
+            if json::is(name, METADATA) {
+                return Ok(());
             }
-            next = end;
+            let of = |reason| format!("tensor '{}': {reason}", json::shown(name));
+            let entry = HeaderEntry::parse(value).map_err(of)?;
+            let record = tensors.begin();
+            json::unescape(name, record).map_err(of)?;
+            put_end(record);
+            entry.write(record);
+            Ok(())
+        })?;
+        tensors.sort();
+        if let Some(name) = tensors.twice() {
+            return Err(format!("'{}' comes twice", brief(name)));
         }
-        if next != data_bytes {
-            return Err(format!("its tensors have {next} bytes, the file has {data_bytes} after the header"));
-        }
-        Ok(header)
+        tensors.sort_by(HeaderEntry::read_offsets);
+        check_places(&tensors, data_bytes)?;
+        tensors.sort();
+        Ok(Self { metadata, tensors, data_start })
     }
 
     /// The bytes before the first tensor, for tensors that follow each other in this order, and where each will lie.
@@ -129,6 +143,87 @@ impl Header {
     }
 }
 
+/// The texts about a file, by name.
+fn texts(json: &str) -> Result<Table<str>, String> {
+    const EXPECTED: &str = "an object of texts";
+    let mut texts = Table::with_room(json.len(), json::count_members(json, EXPECTED)?);
+    json::members(json, EXPECTED, |name, value| {
+        let record = texts.begin();
+        for text in [name, value] {
+            json::unescape(text, record).map_err(|reason| format!("'{METADATA}': {reason}"))?;
+            put_end(record);
+        }
+        Ok(())
+    })?;
+    texts.sort();
+    texts.keep_last();
+    Ok(texts)
+}
+
+/// Whether tensors, in the order of their offsets, are what follows a header, without gap or overlap.
+fn check_places(tensors: &Table<HeaderEntry>, data_bytes: u64) -> Result<(), String> {
+    let mut next = 0;
+    for (name, entry) in tensors.iter() {
+        let (begin, end) = entry.data_offsets;
+        if begin != next || end < begin {
+            let name = brief(name);
+            return Err(format!("tensor '{name}' lies at {begin}..{end}, expected it to begin at {next}"));
+        }
+        if entry.dtype.bytes_of(&entry.shape) != Some(end - begin) {
+            return Err(format!(
+                "tensor '{}', {} {}, has {} bytes, which is not what its shape needs",
+                brief(name),
+                entry.dtype,
+                brief(format_args!("{:?}", entry.shape)),
+                end - begin
+            ));
+        }
+        next = end;
+    }
+    if next != data_bytes {
+        return Err(format!("its tensors have {next} bytes, the file has {data_bytes} after the header"));
+    }
+    Ok(())
+}
+
+impl HeaderEntry {
+    fn parse(json: &str) -> Result<Self, String> {
+        const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
+        let found = json::fields(json, "an object", FIELDS)?;
+        let [dtype, shape, data_offsets] = json::required(FIELDS, found)?;
+        let mut offsets = Vec::with_capacity(2);
+        json::elements(data_offsets, "a list of two offsets", |offset| {
+            if offsets.len() == 2 {
+                return Err("`data_offsets`: invalid length, expected two".to_string());
+            }
+            offsets.push(json::number(offset, "data_offsets")?);
+            Ok(())
+        })?;
+        let [begin, end] = offsets[..] else { return Err("`data_offsets`: invalid length, expected two".to_string()) };
+        Ok(Self { dtype: ElementType::parse(dtype)?, shape: parse_shape(shape)?, data_offsets: (begin, end) })
+    }
+
+    fn write(&self, record: &mut Vec<u8>) {
+        put_number(record, self.data_offsets.0);
+        put_number(record, self.data_offsets.1);
+        put_kind(record, self.dtype, &self.shape);
+    }
+
+    fn read_offsets(record: &mut &[u8]) -> (u64, u64) {
+        (take_number(record), take_number(record))
+    }
+}
+
+impl Record for HeaderEntry {
+    type View<'t> = HeaderEntry;
+
+    fn read(record: &mut &[u8]) -> Self {
+        let data_offsets = Self::read_offsets(record);
+        let (dtype, shape) = take_kind(record);
+        Self { dtype, shape, data_offsets }
+    }
+}
+
 /// A header to be written, its tensors in the order of their bytes.
 struct InOrder<'a> {
     metadata: &'a BTreeMap<String, String>,
@@ -143,37 +238,6 @@ impl Serialize for InOrder<'_> {
             map.serialize_entry(name, entry)?;
         }
         map.end()
-    }
-}
-
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
-            type Value = Header;
-
-            fn expecting(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-                f.write_str("an object of tensors by name")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
-                let mut header = Header::default();
-                let mut has_metadata = false;
-                while let Some(name) = map.next_key::<String>()? {
-                    let twice = if name == METADATA {
-                        header.metadata = map.next_value()?;
-                        std::mem::replace(&mut has_metadata, true)
-                    } else {
-                        header.tensors.insert(name.clone(), map.next_value()?).is_some()
-                    };
-                    if twice {
-                        return Err(A::Error::custom(format!("'{name}' comes twice")));
-                    }
-                }
-                Ok(header)
-            }
-        }
-        deserializer.deserialize_map(Entries)
     }
 }
 
@@ -194,8 +258,8 @@ mod tests {
         assert_eq!(bytes.len() % 8, 0);
         let header = Header::parse(&bytes[8..], 27).unwrap();
         assert_eq!(header.data_start, bytes.len() as u64);
-        assert_eq!(header.metadata["rank"], "0");
-        assert_eq!(header.tensors["b"].data_offsets, (24, 27));
+        assert_eq!(header.metadata.get("rank"), Some("0"));
+        assert_eq!(header.tensors.get("b").unwrap().data_offsets, (24, 27));
     }
 
     #[test]
@@ -213,6 +277,23 @@ mod tests {
         assert!(parse(&tensor(0, 2).replace("U8", "Q8"), 3).contains("invalid type"));
         let huge = r#"{"a":{"dtype":"F64","shape":[9223372036854775807,8],"data_offsets":[0,2]}}"#;
         assert!(parse(huge, 2).contains("not what its shape needs"));
+    }
+
+    #[test]
+    fn all_that_the_format_allows_is_read() {
+        let long = "n".repeat(1 << 10);
+        let json = format!(
+            "{{ \"{long}\" :\n{{\"data_offsets\": [0 , 2],\"shape\":[2],\"new\":[{{}}],\"dtype\":\"U8\"}},\t\"__metadata__\":\
+             {{\"\":\"\",\"a\\n\\ud83d\\ude00\":\"{{\\\"b\\\":[]}}\"}}, \"\\u0061\":{{\"dtype\":\"F64\",\"shape\":[],\
+             \"data_offsets\":[2,10]}}}}     "
+        );
+        let header = Header::parse(json.as_bytes(), 10).unwrap();
+        assert_eq!(header.tensors.keys().collect::<Vec<_>>(), ["a", &long]);
+        assert_eq!(header.tensors.get(&long).unwrap().shape, [2]);
+        let texts: Vec<_> = header.metadata.iter().collect();
+        assert_eq!(texts, [("", ""), ("a\n\u{1f600}", "{\"b\":[]}")]);
+        let ours = Header::parse(br#"{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#, 0).unwrap();
+        assert!(ours.metadata.is_empty() && Header::parse(b"{}", 0).unwrap().tensors.is_empty());
     }
 
     /// What mutations insert: what JSON is made of.

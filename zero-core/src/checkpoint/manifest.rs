@@ -4,16 +4,18 @@
 //! or edited step, loss scale or random state is found like a damaged tensor. Keys that this version does not know are
 //! ignored; a change that older readers must not ignore raises [`FORMAT_VERSION`].
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::{Serialize, Serializer};
 use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::error::{CheckpointError, io_at};
-use super::{ElementType, MANIFEST, rank_file};
+use super::json::{self, brief};
+use super::tensor_entry::parse_tensors;
+use super::{MANIFEST, Table, TensorEntry, rank_file};
 use crate::Partition;
 
 /// The format that is written, and the newest that is read.
@@ -23,8 +25,12 @@ const SEAL_BEGIN: &[u8] = br#"{"crc32c":""#;
 const SEAL_END: &[u8] = br#"","#;
 const SEAL_DIGITS: usize = 8;
 
-/// What a checkpoint consists of.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+/// The keys that are read.
+const KEYS: [&str; 9] =
+    ["format_version", "crate_version", "id", "step", "world", "saved_unix_ms", "files", "tensors", "state"];
+
+/// What a checkpoint consists of. It takes less memory than its JSON.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Manifest {
     /// See [`FORMAT_VERSION`].
     pub format_version: u32,
@@ -38,40 +44,12 @@ pub struct Manifest {
     pub world: usize,
     /// When it was saved, in milliseconds since 1970, and later than the one that was the latest before.
     pub saved_unix_ms: u64,
-    /// One file per rank, in rank order.
-    pub files: Vec<FileEntry>,
+    /// The size of each rank's file, in rank order.
+    pub file_bytes: Vec<u64>,
     /// Every tensor by name.
-    #[serde(deserialize_with = "super::unique::map")]
-    pub tensors: BTreeMap<String, TensorEntry>,
-    /// What the engine gave, unchanged.
-    pub state: Value,
-}
-
-/// One rank's file.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileEntry {
-    /// Its name in the folder.
-    pub name: String,
-    /// Its size.
-    pub bytes: u64,
-}
-
-/// One tensor as a whole.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TensorEntry {
-    /// Element type.
-    pub dtype: ElementType,
-    /// Dimensions of the whole.
-    pub shape: Vec<usize>,
-    /// Checksum of each rank's piece, in rank order; none for a rank that has no elements of it.
-    pub crc32c: Vec<Option<u32>>,
-}
-
-impl TensorEntry {
-    /// Number of elements of the whole.
-    pub fn numel(&self) -> usize {
-        self.shape.iter().product()
-    }
+    pub tensors: Table<TensorEntry>,
+    /// What the engine gave, as JSON, whose values take many times as much memory.
+    pub(super) state: Box<str>,
 }
 
 impl Manifest {
@@ -97,43 +75,48 @@ impl Manifest {
         }
     }
 
-    /// Reads and checks the bytes of a manifest; `path` is for the error.
+    /// Reads and checks the bytes of a manifest, all but what is in the state; `path` is for the error.
     ///
     /// # Errors
     ///
     /// As [`Manifest::read`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, CheckpointError> {
-        #[derive(Deserialize)]
-        struct Version {
-            format_version: u64,
-            #[serde(default)]
-            crate_version: String,
-        }
         let bad = |reason: String| CheckpointError::BadManifest { path: path.to_path_buf(), reason };
+        let found = json::check(bytes).and_then(|json| json::fields(json, "an object", KEYS));
         // Before the checksum, which another format may keep elsewhere.
-        let version: Result<Version, _> = serde_json::from_slice(bytes);
-        if let Ok(Version { format_version: version, crate_version: written_by }) = &version
-            && *version > u64::from(FORMAT_VERSION)
+        if let Ok([Some(version), crate_version, ..]) = found
+            && let Ok(version) = json::number(version, KEYS[0])
+            && version > u64::from(FORMAT_VERSION)
         {
-            let (path, written_by) = (path.to_path_buf(), written_by.clone());
-            return Err(CheckpointError::NewerFormat {
-                path,
-                version: *version,
-                supported: FORMAT_VERSION,
-                written_by,
-            });
+            let written_by = crate_version.and_then(|json| json::text(json).ok()).map_or(String::new(), brief);
+            let path = path.to_path_buf();
+            return Err(CheckpointError::NewerFormat { path, version, supported: FORMAT_VERSION, written_by });
         }
-        let (expected, body) = unseal(bytes).ok_or_else(|| match version {
-            Err(error) => bad(error.to_string()),
-            Ok(_) => bad("it does not begin with its checksum".to_string()),
-        })?;
+        let Some((expected, body)) = unseal(bytes) else {
+            return Err(bad(found.err().unwrap_or("it does not begin with its checksum".to_string())));
+        };
         let got = crc32c::crc32c(body);
         if got != expected {
             return Err(bad(format!("expected crc32c {expected:08x}, its contents give {got:08x}")));
         }
-        let manifest: Manifest = serde_json::from_slice(bytes).map_err(|error| bad(error.to_string()))?;
-        manifest.check().map_err(bad)?;
-        Ok(manifest)
+        found.and_then(|found| Self::of(json::required(KEYS, found)?)).map_err(bad)
+    }
+
+    /// The manifest whose values are written so, in the order of [`KEYS`].
+    fn of(values: [&str; KEYS.len()]) -> Result<Self, String> {
+        let [format_version, crate_version, id, step, world, saved_unix_ms, files, tensors, state] = values;
+        let format_version = json::number(format_version, "format_version")?;
+        if format_version == 0 {
+            return Err("expected a format from 1, got 0".to_string());
+        }
+        let text = |json, name| json::text(json).map_err(|reason| format!("`{name}`: {reason}"));
+        let (crate_version, id) = (text(crate_version, "crate_version")?, text(id, "id")?);
+        let (step, world) = (json::number(step, "step")?, json::number(world, "world")?);
+        let saved_unix_ms = json::number(saved_unix_ms, "saved_unix_ms")?;
+        let file_bytes = file_bytes(files, world)?;
+        let tensors = parse_tensors(tensors, world)?;
+        let state = state.into();
+        Ok(Self { format_version, crate_version, id, step, world, saved_unix_ms, file_bytes, tensors, state })
     }
 
     /// The bytes to be written, which give this manifest when they are parsed.
@@ -143,49 +126,106 @@ impl Manifest {
     /// [`CheckpointError::BadManifest`] when they would not, such as for a state nested too deep to be read.
     pub(super) fn encode(&self, path: &Path) -> Result<Vec<u8>, CheckpointError> {
         let bad = |reason: String| CheckpointError::BadManifest { path: path.to_path_buf(), reason };
-        let json = serde_json::to_vec(self).map_err(|error| bad(error.to_string()))?;
+        let json = serde_json::to_vec(&Written::of(self).map_err(|error| bad(error.to_string()))?);
+        let json = json.map_err(|error| bad(error.to_string()))?;
         let body = [&json[1..], b"\n"].concat();
         let sum = format!("{:08x}", crc32c::crc32c(&body));
         let bytes = [SEAL_BEGIN, sum.as_bytes(), SEAL_END, &body].concat();
-        if Self::parse(&bytes, path)? != *self {
+        let read = Self::parse(&bytes, path)?;
+        let state = read.state_at(path)?.to_string();
+        if read != *self || *state != *self.state {
             return Err(bad("what is read from it differs from what was written".to_string()));
         }
         Ok(bytes)
+    }
+
+    /// What the engine gave when it saved, unchanged; `folder`, from which the manifest was read, is for the error. Its
+    /// values are made now, and take many times as much memory as they take in the file.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::BadManifest`] when it has a number that is too large, or half of a pair of `\u`.
+    pub fn state(&self, folder: &Path) -> Result<Value, CheckpointError> {
+        self.state_at(&folder.join(MANIFEST))
+    }
+
+    fn state_at(&self, path: &Path) -> Result<Value, CheckpointError> {
+        serde_json::from_str(&self.state).map_err(|error| {
+            let reason = format!("its state cannot be read: {error}");
+            CheckpointError::BadManifest { path: path.to_path_buf(), reason }
+        })
     }
 
     /// How a tensor of this checkpoint is cut.
     pub fn partition(&self, tensor: &TensorEntry) -> Partition {
         Partition::new(tensor.numel(), self.world)
     }
+}
 
-    fn check(&self) -> Result<(), String> {
-        if self.format_version == 0 {
-            return Err("expected a format from 1, got 0".to_string());
+/// The sizes of the files that are written as `json`, if there is one for each rank.
+fn file_bytes(json: &str, world: usize) -> Result<Vec<u64>, String> {
+    const FIELDS: [&str; 2] = ["name", "bytes"];
+    let what = "a list of files";
+    let count = json::count_elements(json, what)?;
+    if world == 0 || count != world {
+        return Err(format!("{world} ranks saved {count} files, expected one per rank"));
+    }
+    let mut sizes = Vec::with_capacity(count);
+    json::elements(json, what, |file| {
+        let [name, bytes] = json::required(FIELDS, json::fields(file, "an object", FIELDS)?)?;
+        let rank = sizes.len();
+        let expected = rank_file(rank, world);
+        // Also keeps a manifest from naming a file outside of its folder.
+        if !json::is(name, &expected) {
+            return Err(format!("rank {rank}'s file is named '{}', expected '{expected}'", json::shown(name)));
         }
-        if self.world == 0 || self.files.len() != self.world {
-            return Err(format!("{} ranks saved {} files, expected one per rank", self.world, self.files.len()));
-        }
-        for (rank, file) in self.files.iter().enumerate() {
-            // Also keeps a manifest from naming a file outside of its folder.
-            let expected = rank_file(rank, self.world);
-            if file.name != expected {
-                return Err(format!("rank {rank}'s file is named '{}', expected '{expected}'", file.name));
-            }
-        }
-        for (name, tensor) in &self.tensors {
-            if tensor.dtype.bytes_of(&tensor.shape).is_none() {
-                return Err(format!("tensor '{name}', {} {:?}, is larger than any file", tensor.dtype, tensor.shape));
-            }
-            let partition = self.partition(tensor);
-            let mut sums = tensor.crc32c.iter().enumerate();
-            let fits = |(rank, sum): (usize, &Option<u32>)| sum.is_some() == (partition.len(rank) > 0);
-            if tensor.crc32c.len() != self.world || !sums.all(fits) {
-                return Err(format!(
-                    "tensor '{name}' does not have one checksum for each rank that has elements of it"
-                ));
-            }
-        }
+        sizes.push(json::number(bytes, "bytes")?);
         Ok(())
+    })?;
+    Ok(sizes)
+}
+
+/// A manifest as it is written, without its checksum.
+#[derive(Serialize)]
+struct Written<'m> {
+    format_version: u32,
+    crate_version: &'m str,
+    id: &'m str,
+    step: u64,
+    world: usize,
+    saved_unix_ms: u64,
+    files: Vec<WrittenFile>,
+    #[serde(serialize_with = "by_name")]
+    tensors: &'m Table<TensorEntry>,
+    state: &'m RawValue,
+}
+
+#[derive(Serialize)]
+struct WrittenFile {
+    name: String,
+    bytes: u64,
+}
+
+fn by_name<S: Serializer>(tensors: &Table<TensorEntry>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(tensors.iter())
+}
+
+impl<'m> Written<'m> {
+    fn of(manifest: &'m Manifest) -> Result<Self, serde_json::Error> {
+        let Manifest { format_version, crate_version, id, step, world, saved_unix_ms, file_bytes, tensors, state } =
+            manifest;
+        let file = |(rank, &bytes)| WrittenFile { name: rank_file(rank, *world), bytes };
+        Ok(Self {
+            format_version: *format_version,
+            crate_version,
+            id,
+            step: *step,
+            world: *world,
+            saved_unix_ms: *saved_unix_ms,
+            files: file_bytes.iter().enumerate().map(file).collect(),
+            tensors,
+            state: serde_json::from_str(state)?,
+        })
     }
 }
 
@@ -198,6 +238,7 @@ fn unseal(bytes: &[u8]) -> Option<(u32, &[u8])> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ElementType;
     use super::*;
     use proptest::prelude::*;
     use serde_json::json;
@@ -211,9 +252,9 @@ mod tests {
             step: 12,
             world: 2,
             saved_unix_ms: 5,
-            files: (0..2).map(|rank| FileEntry { name: rank_file(rank, 2), bytes: 72 }).collect(),
-            tensors: BTreeMap::from([("w".into(), tensor)]),
-            state: json!({ "scale": 65536.0, "seed": u64::MAX }),
+            file_bytes: vec![72; 2],
+            tensors: Table::from_iter([("w".into(), tensor)]),
+            state: json!({ "scale": 65536.0, "seed": u64::MAX }).to_string().into(),
         }
     }
 
@@ -256,10 +297,12 @@ mod tests {
     #[test]
     fn floats_and_large_integers_of_the_state_are_exact() {
         let mut manifest = example();
-        manifest.state = json!([0.1 + 0.2, f64::MIN_POSITIVE, 1.7976931348623157e308, u64::MAX, i64::MIN, 8.589973e-9]);
-        manifest.encode(Path::new("m")).unwrap();
+        let state = json!([0.1 + 0.2, f64::MIN_POSITIVE, 1.7976931348623157e308, u64::MAX, i64::MIN, 8.589973e-9]);
+        manifest.state = state.to_string().into();
+        let read = parse(&manifest.encode(Path::new("m")).unwrap()).unwrap();
+        assert_eq!(read.state(Path::new("m")).unwrap(), state);
         let deep = (0..200).fold(json!(1), |inner, _| json!([inner]));
-        manifest.state = deep;
+        manifest.state = deep.to_string().into();
         assert!(manifest.encode(Path::new("m")).unwrap_err().to_string().contains("recursion limit"));
     }
 
@@ -302,7 +345,7 @@ mod tests {
             let sum = format!("{:08x}", crc32c::crc32c(&body));
             let bytes = if sealed { [SEAL_BEGIN, sum.as_bytes(), SEAL_END, &body].concat() } else { body };
             if let Ok(manifest) = parse(&bytes) {
-                prop_assert_eq!(manifest.files.len(), manifest.world);
+                prop_assert_eq!(manifest.file_bytes.len(), manifest.world);
             }
         }
     }

@@ -10,7 +10,8 @@
 //!   layout knows nothing of stages, buckets or offloading; and a JSON value, the engine's state.
 //! * Out: elements of any tensor by their range, checked against the checksum of every piece that they come from.
 //! * Memory: [`save`](save()) borrows the pieces and holds one buffer of a MiB per rank; [`save_streamed`] holds one piece at
-//!   a time; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds the headers, and reads what is asked for into the caller's memory.
+//!   a time; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds what manifest and headers say, in
+//!   fewer bytes than their JSON has, and reads what is asked for into the caller's memory.
 //! * Threads: [`save`](save()) runs on the callers and is a collective; [`AsyncSaver`] has a named thread per rank.
 //!
 //! # Why a crash at any moment leaves a sound checkpoint
@@ -41,6 +42,7 @@ mod error;
 mod exchange;
 mod folder;
 mod header;
+mod json;
 mod latest;
 mod list;
 mod manifest;
@@ -51,7 +53,8 @@ mod publish;
 mod save;
 mod shard;
 mod state;
-mod unique;
+mod table;
+mod tensor_entry;
 mod writer;
 
 pub use asynchronous::{AsyncSaver, Started};
@@ -62,11 +65,13 @@ pub use folder::NewFolder;
 pub use header::{Header, HeaderEntry};
 pub use latest::{Check, Found, find_latest};
 pub use list::{Listed, Listing, Remains, disk_bytes, is_checkpoint_name, list};
-pub use manifest::{FORMAT_VERSION, FileEntry, Manifest, TensorEntry};
+pub use manifest::{FORMAT_VERSION, Manifest};
 pub use open::{Checkpoint, piece_for, verify};
 pub use piece::{Piece, TensorSpec};
 pub use save::{SaveOptions, Saved, save, save_streamed};
 pub use state::{StateDifference, compare_states};
+pub use table::Table;
+pub use tensor_entry::TensorEntry;
 pub use writer::SafetensorsWriter;
 
 /// Name of the manifest in a checkpoint's folder.

@@ -1,13 +1,12 @@
 //! Reading a checkpoint, by as many ranks as there are now.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::shard::Shard;
-use super::{Check, CheckpointError, Manifest, TensorEntry};
+use super::{Check, CheckpointError, Manifest, Table, TensorEntry};
 use crate::Partition;
 
 /// A complete checkpoint, open for reading. Threads may share it; it stays readable when its folder is removed.
@@ -20,7 +19,7 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     /// Opens the checkpoint in `folder`: its manifest, and of each file the size and the header. The tensors' bytes are
-    /// checked when they are read.
+    /// checked when they are read, and the values of the state when they are asked for.
     ///
     /// # Errors
     ///
@@ -47,13 +46,26 @@ impl Checkpoint {
     }
 
     /// Every tensor by name.
-    pub fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
+    pub fn tensors(&self) -> &Table<TensorEntry> {
         &self.manifest.tensors
     }
 
-    /// What the engine gave when it saved.
-    pub fn state(&self) -> &Value {
-        &self.manifest.state
+    /// The tensor of this name.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NoTensor`].
+    pub fn tensor(&self, name: &str) -> Result<TensorEntry, CheckpointError> {
+        Ok(self.checked(name, &(0..0))?.1)
+    }
+
+    /// What the engine gave when it saved, made from the manifest at each call.
+    ///
+    /// # Errors
+    ///
+    /// As [`Manifest::state`].
+    pub fn state(&self) -> Result<Value, CheckpointError> {
+        self.manifest.state(&self.path)
     }
 
     /// Elements `range` of the flat tensor, little-endian.
@@ -65,9 +77,9 @@ impl Checkpoint {
     /// [`CheckpointError::NoTensor`], [`CheckpointError::OutOfRange`], [`CheckpointError::Corrupt`], and what the
     /// system says. Bytes that were not verified are never returned.
     pub fn read(&self, tensor: &str, range: Range<usize>) -> Result<Vec<u8>, CheckpointError> {
-        let entry = self.checked(tensor, &range)?;
+        let (place, entry) = self.checked(tensor, &range)?;
         let mut out = vec![0; range.len() * entry.dtype.size()];
-        self.fill(tensor, entry, range, &mut out)?;
+        self.fill(place, &entry, range, &mut out)?;
         Ok(out)
     }
 
@@ -78,39 +90,41 @@ impl Checkpoint {
     /// As [`Checkpoint::read`], after which `out` holds nothing of use; [`CheckpointError::Unfit`] when `out` does not
     /// have the size of the elements.
     pub fn read_into(&self, tensor: &str, range: Range<usize>, out: &mut [u8]) -> Result<(), CheckpointError> {
-        let entry = self.checked(tensor, &range)?;
+        let (place, entry) = self.checked(tensor, &range)?;
         let bytes = range.len() * entry.dtype.size();
         if out.len() != bytes {
             let (expected, got) = (format!("room for {bytes} bytes"), format!("{} bytes", out.len()));
             return Err(CheckpointError::Unfit { tensor: tensor.to_string(), expected, got });
         }
-        self.fill(tensor, entry, range, out)
+        self.fill(place, &entry, range, out)
     }
 
     /// Reads every tensor again and says what is damaged; nothing when all is sound.
     pub fn verify(&self) -> Vec<CheckpointError> {
         let mut problems = Vec::new();
-        self.shards.iter().for_each(|shard| shard.verify(&mut problems));
+        self.shards.iter().for_each(|shard| shard.verify(self.tensors(), &mut problems));
         problems
     }
 
-    fn checked(&self, tensor: &str, range: &Range<usize>) -> Result<&TensorEntry, CheckpointError> {
-        let entry = self.tensors().get(tensor).ok_or_else(|| CheckpointError::NoTensor {
+    /// The tensor and its place in the table, if it has these elements.
+    fn checked(&self, tensor: &str, range: &Range<usize>) -> Result<(usize, TensorEntry), CheckpointError> {
+        let place = self.tensors().place(tensor).ok_or_else(|| CheckpointError::NoTensor {
             path: self.path.clone(),
             tensor: tensor.to_string(),
             count: self.tensors().len(),
         })?;
+        let (_, entry) = self.tensors().at(place);
         let numel = entry.numel();
         if range.start > range.end || range.end > numel {
             let (start, end) = (range.start, range.end);
             return Err(CheckpointError::OutOfRange { tensor: tensor.to_string(), numel, start, end });
         }
-        Ok(entry)
+        Ok((place, entry))
     }
 
     fn fill(
         &self,
-        tensor: &str,
+        place: usize,
         entry: &TensorEntry,
         range: Range<usize>,
         mut out: &mut [u8],
@@ -122,7 +136,7 @@ impl Checkpoint {
             let piece = partition.range(rank);
             let end = piece.end.min(range.end);
             let (now, later) = out.split_at_mut((end - at) * size);
-            self.shards[rank].read(tensor, ((at - piece.start) * size) as u64, now)?;
+            self.shards[rank].read(self.tensors(), place, ((at - piece.start) * size) as u64, now)?;
             (out, at) = (later, end);
         }
         Ok(())
@@ -135,7 +149,7 @@ impl Checkpoint {
 ///
 /// As [`Checkpoint::read`].
 pub fn piece_for(checkpoint: &Checkpoint, tensor: &str, rank: usize, world: usize) -> Result<Vec<u8>, CheckpointError> {
-    let numel = checkpoint.checked(tensor, &(0..0))?.numel();
+    let numel = checkpoint.tensor(tensor)?.numel();
     checkpoint.read(tensor, Partition::new(numel, world).range(rank))
 }
 
@@ -152,10 +166,10 @@ impl Manifest {
     /// Everything that is wrong with the files in `folder` that this manifest, read from there, is about, as far as
     /// `check` looks; nothing when they are sound. One file is open at a time, and a MiB of it is in memory.
     pub fn problems(&self, folder: &Path, check: Check) -> Vec<CheckpointError> {
-        let mut problems = Vec::new();
+        let mut problems: Vec<CheckpointError> = self.state(folder).err().into_iter().collect();
         for rank in 0..self.world {
             match Shard::open(folder, self, rank) {
-                Ok(shard) if check == Check::Contents => shard.verify(&mut problems),
+                Ok(shard) if check == Check::Contents => shard.verify(&self.tensors, &mut problems),
                 Ok(_) => {}
                 Err(error) => problems.push(error),
             }

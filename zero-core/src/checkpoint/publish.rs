@@ -9,7 +9,7 @@ use super::disk::{create_dir, rename, sync_dir, write_file};
 use super::error::{CheckpointError, io_at};
 use super::latest::{LATEST, names_in, pointed_at, step_of};
 use super::save::Published;
-use super::{MANIFEST, Manifest, SaveOptions, step_folder};
+use super::{MANIFEST, Manifest, SaveOptions, rank_file, step_folder};
 
 const LOCK: &str = ".lock";
 pub(super) const SAVING: &str = ".saving-";
@@ -80,8 +80,8 @@ impl Staging {
         options: &SaveOptions,
     ) -> Result<Published, CheckpointError> {
         let folder = self.folder.clone().expect("a staging is published once");
-        for file in &manifest.files {
-            let path = folder.join(&file.name);
+        for (rank, &expected_bytes) in manifest.file_bytes.iter().enumerate() {
+            let path = folder.join(rank_file(rank, manifest.world));
             let got_bytes = match fs::metadata(&path) {
                 Ok(found) => found.len(),
                 // Written, its rank says, so that rank sees another disk under this path.
@@ -90,8 +90,8 @@ impl Staging {
                 }
                 Err(error) => return Err(io_at("look at", &path)(error)),
             };
-            if got_bytes != file.bytes {
-                return Err(CheckpointError::Truncated { path, expected_bytes: file.bytes, got_bytes });
+            if got_bytes != expected_bytes {
+                return Err(CheckpointError::Truncated { path, expected_bytes, got_bytes });
             }
         }
         manifest.saved_unix_ms = self.now_unix_ms();

@@ -12,8 +12,7 @@ use serde_json::Value;
 use super::exchange::share;
 use super::publish::Staging;
 use super::{
-    CheckpointError, ElementType, FORMAT_VERSION, FileEntry, Manifest, Piece, SafetensorsWriter, TensorEntry,
-    TensorSpec,
+    CheckpointError, ElementType, FORMAT_VERSION, Manifest, Piece, SafetensorsWriter, TensorEntry, TensorSpec,
 };
 use super::{rank_file, step_folder};
 use crate::{Collective, Partition};
@@ -220,10 +219,11 @@ fn agree(plans: &[Plan]) -> Result<(), CheckpointError> {
 }
 
 /// What a rank's file says about itself, so that one in another's place is known.
-pub(super) fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, String> {
-    [("rank", rank.to_string()), ("world", world.to_string()), ("step", step.to_string()), ("id", id.to_string())]
-        .map(|(key, value)| (key.to_string(), value))
-        .into()
+pub(super) const OWNER: [&str; 4] = ["rank", "world", "step", "id"];
+
+fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, String> {
+    let values = [rank.to_string(), world.to_string(), step.to_string(), id.to_string()];
+    OWNER.map(String::from).into_iter().zip(values).collect()
 }
 
 fn write(
@@ -249,8 +249,6 @@ fn write(
 
 fn manifest(step: u64, id: String, tensors: &[&TensorSpec], written: &[Written], state: &Value) -> Manifest {
     let world = written.len();
-    let files = written.iter().enumerate();
-    let files = files.map(|(rank, file)| FileEntry { name: rank_file(rank, world), bytes: file.bytes }).collect();
     let tensors = tensors.iter().enumerate().map(|(index, tensor)| {
         let crc32c = written.iter().map(|file| file.crc32c[index]).collect();
         (tensor.name.clone(), TensorEntry { dtype: tensor.dtype, shape: tensor.shape.clone(), crc32c })
@@ -262,8 +260,8 @@ fn manifest(step: u64, id: String, tensors: &[&TensorSpec], written: &[Written],
         step,
         world,
         saved_unix_ms: 0,
-        files,
+        file_bytes: written.iter().map(|file| file.bytes).collect(),
         tensors: tensors.collect(),
-        state: state.clone(),
+        state: state.to_string().into(),
     }
 }

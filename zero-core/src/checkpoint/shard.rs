@@ -1,6 +1,5 @@
 //! One rank's file, open for reading, its header checked against the manifest.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,14 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::disk::read_at;
 use super::error::{CheckpointError, io_at};
-use super::save::metadata;
-use super::{Header, Manifest};
+use super::json::brief;
+use super::save::OWNER;
+use super::{Header, Manifest, Table, TensorEntry, rank_file};
 
 /// Bytes that are read and then summed while the processor's cache has them.
 const CHUNK_BYTES: u64 = 1 << 20;
 
 #[derive(Debug)]
 struct PieceAt {
+    /// The tensor's place in the manifest's table.
+    tensor: usize,
     /// First byte in the file.
     offset: u64,
     bytes: u64,
@@ -29,14 +31,14 @@ struct PieceAt {
 pub(super) struct Shard {
     path: PathBuf,
     file: File,
-    pieces: BTreeMap<String, PieceAt>,
+    /// Of the tensors that the rank has elements of, in the order of the manifest's table.
+    pieces: Vec<PieceAt>,
 }
 
 impl Shard {
     /// Opens the file of `rank` of the checkpoint in `folder` and checks everything but the tensors' bytes.
     pub(super) fn open(folder: &Path, manifest: &Manifest, rank: usize) -> Result<Self, CheckpointError> {
-        let entry = &manifest.files[rank];
-        let path = folder.join(&entry.name);
+        let path = folder.join(rank_file(rank, manifest.world));
         let file = match File::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(CheckpointError::Missing { what: "a rank's file", path });
@@ -46,39 +48,53 @@ impl Shard {
         let header = Header::read(&file, &path);
         // Whose file it is comes before its size: that of another rank or step has another size for a good reason.
         if let Ok(header) = &header {
-            check_owner(&header.metadata, &metadata(rank, manifest.world, manifest.step, &manifest.id), &path)?;
+            check_owner(&header.metadata, manifest, rank, &path)?;
         }
-        let (expected_bytes, got_bytes) = (entry.bytes, file.metadata().map_err(io_at("look at", &path))?.len());
+        let (expected_bytes, got_bytes) =
+            (manifest.file_bytes[rank], file.metadata().map_err(io_at("look at", &path))?.len());
         if got_bytes < expected_bytes {
             return Err(CheckpointError::Truncated { path, expected_bytes, got_bytes });
         }
         if got_bytes > expected_bytes {
             return Err(CheckpointError::TooLong { path, expected_bytes, got_bytes });
         }
-        let pieces = pieces(header?, manifest, rank)
+        let pieces = pieces(&header?, manifest, rank)
             .map_err(|reason| CheckpointError::BadHeader { path: path.clone(), reason })?;
         Ok(Self { path, file, pieces })
     }
 
-    /// Reads from byte `begin` of this rank's piece of `tensor`, which has elements, to the end of `out`. The first
-    /// read of a piece reads all of it and checks its sum; what comes into `out` is then the very bytes summed.
-    pub(super) fn read(&self, tensor: &str, begin: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
-        let piece = &self.pieces[tensor];
+    /// Reads from byte `begin` of this rank's piece of the tensor at `place` of the manifest's table, which has elements,
+    /// to the end of `out`. The first read of a piece reads all of it and checks its sum; what comes into `out` is then
+    /// the very bytes summed.
+    pub(super) fn read(
+        &self,
+        tensors: &Table<TensorEntry>,
+        place: usize,
+        begin: u64,
+        out: &mut [u8],
+    ) -> Result<(), CheckpointError> {
+        let piece = self.pieces.binary_search_by_key(&place, |piece| piece.tensor);
+        let piece = &self.pieces[piece.expect("the rank has elements of the tensor")];
         if piece.verified.load(Ordering::Relaxed) {
             return read_at(&self.file, &self.path, out, piece.offset + begin);
         }
-        self.read_and_sum(tensor, begin, out)?;
+        self.read_and_sum(tensors, piece, begin, out)?;
         piece.verified.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Reads everything, also what has been read before, and adds what is wrong.
-    pub(super) fn verify(&self, problems: &mut Vec<CheckpointError>) {
-        problems.extend(self.pieces.keys().filter_map(|tensor| self.read_and_sum(tensor, 0, &mut []).err()));
+    /// Reads everything, also what has been read before, and adds what is wrong. `tensors` are the manifest's.
+    pub(super) fn verify(&self, tensors: &Table<TensorEntry>, problems: &mut Vec<CheckpointError>) {
+        problems.extend(self.pieces.iter().filter_map(|piece| self.read_and_sum(tensors, piece, 0, &mut []).err()));
     }
 
-    fn read_and_sum(&self, tensor: &str, begin: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
-        let piece = &self.pieces[tensor];
+    fn read_and_sum(
+        &self,
+        tensors: &Table<TensorEntry>,
+        piece: &PieceAt,
+        begin: u64,
+        out: &mut [u8],
+    ) -> Result<(), CheckpointError> {
         let end = begin + out.len() as u64;
         let mut other =
             vec![0; if out.len() as u64 == piece.bytes { 0 } else { CHUNK_BYTES.min(piece.bytes) as usize }];
@@ -98,49 +114,54 @@ impl Shard {
             at += chunk.len() as u64;
         }
         if got != piece.crc32c {
-            let (path, tensor, expected) = (self.path.clone(), tensor.to_string(), piece.crc32c);
+            let tensor = tensors.at(piece.tensor).0.to_string();
+            let (path, expected) = (self.path.clone(), piece.crc32c);
             return Err(CheckpointError::Corrupt { path, tensor, expected, got });
         }
         Ok(())
     }
 }
 
-fn check_owner(
-    got: &BTreeMap<String, String>,
-    expected: &BTreeMap<String, String>,
-    path: &Path,
-) -> Result<(), CheckpointError> {
-    let wanted = expected.keys();
-    if let Some(key) = wanted.clone().find(|key| !got.contains_key(*key)) {
-        let reason = format!("it does not name the {key} that the file is of");
+/// Whether a header's texts say that its file is that of `rank`.
+fn check_owner(got: &Table<str>, manifest: &Manifest, rank: usize, path: &Path) -> Result<(), CheckpointError> {
+    let (rank, world, step) = (rank.to_string(), manifest.world.to_string(), manifest.step.to_string());
+    let expected: [&str; 4] = [&rank, &world, &step, &manifest.id];
+    let found = OWNER.map(|key| got.get(key));
+    if let Some(at) = found.iter().position(Option::is_none) {
+        let reason = format!("it does not name the {} that the file is of", OWNER[at]);
         return Err(CheckpointError::BadHeader { path: path.to_path_buf(), reason });
     }
-    if wanted.clone().all(|key| got[key] == expected[key]) {
+    let got = found.map(Option::unwrap_or_default);
+    if got == expected {
         return Ok(());
     }
-    let name = |of: &BTreeMap<String, String>| {
-        format!("rank {} of {}, step {}, save {}", of["rank"], of["world"], of["step"], of["id"])
+    let name = |of: [&str; 4]| {
+        let [rank, world, step, id] = of.map(brief);
+        format!("rank {rank} of {world}, step {step}, save {id}")
     };
     Err(CheckpointError::Swapped { path: path.to_path_buf(), expected: name(expected), got: name(got) })
 }
 
 /// Where the rank's piece of each tensor lies, if the header says what the manifest says.
-fn pieces(mut header: Header, manifest: &Manifest, rank: usize) -> Result<BTreeMap<String, PieceAt>, String> {
-    let mut pieces = BTreeMap::new();
-    for (name, tensor) in &manifest.tensors {
+fn pieces(header: &Header, manifest: &Manifest, rank: usize) -> Result<Vec<PieceAt>, String> {
+    let mut pieces = Vec::with_capacity(header.tensors.len());
+    for (place, (name, tensor)) in manifest.tensors.iter().enumerate() {
         let Some(crc32c) = tensor.crc32c[rank] else { continue };
-        let shape = vec![manifest.partition(tensor).len(rank)];
-        let found = header.tensors.remove(name).ok_or_else(|| format!("tensor '{name}' is not in it"))?;
-        if (found.dtype, &found.shape) != (tensor.dtype, &shape) {
-            let (dtype, found_shape) = (found.dtype, found.shape);
-            return Err(format!("tensor '{name}' is {dtype} {found_shape:?}, expected {} {shape:?}", tensor.dtype));
+        let shape = [manifest.partition(&tensor).len(rank)];
+        let found = header.tensors.get(name).ok_or_else(|| format!("tensor '{}' is not in it", brief(name)))?;
+        if (found.dtype, &found.shape[..]) != (tensor.dtype, &shape[..]) {
+            let (name, dtype, found_shape) = (brief(name), found.dtype, brief(format_args!("{:?}", found.shape)));
+            return Err(format!("tensor '{name}' is {dtype} {found_shape}, expected {} {shape:?}", tensor.dtype));
         }
         let (begin, end) = found.data_offsets;
         let (offset, bytes) = (header.data_start + begin, end - begin);
-        pieces.insert(name.clone(), PieceAt { offset, bytes, crc32c, verified: AtomicBool::new(false) });
+        pieces.push(PieceAt { tensor: place, offset, bytes, crc32c, verified: AtomicBool::new(false) });
     }
-    match header.tensors.keys().next() {
-        Some(name) => Err(format!("tensor '{name}' is in it, but not in the manifest")),
-        None => Ok(pieces),
+    if pieces.len() < header.tensors.len() {
+        let expected = |name: &str| manifest.tensors.get(name).is_some_and(|tensor| tensor.crc32c[rank].is_some());
+        if let Some(name) = header.tensors.keys().find(|name| !expected(name)) {
+            return Err(format!("tensor '{}' is in it, but not in the manifest", brief(name)));
+        }
     }
+    Ok(pieces)
 }

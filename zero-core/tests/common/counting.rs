@@ -1,19 +1,23 @@
 //! An allocator that counts: `#[global_allocator] static ALLOCATOR: Counting = Counting;`
 
+#![allow(dead_code)]
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// Counts what each thread has allocated now and at most, so that tests beside each other do not disturb each other.
+/// Counts what each thread has allocated now, at most, and at once, so that tests beside each other do not disturb each other.
 pub struct Counting;
 
 thread_local! {
     static NOW: Cell<usize> = const { Cell::new(0) };
     static PEAK: Cell<usize> = const { Cell::new(0) };
+    static LARGEST: Cell<usize> = const { Cell::new(0) };
 }
 
 fn took(bytes: usize) {
     let now = NOW.get().wrapping_add(bytes);
     NOW.set(now);
+    LARGEST.set(LARGEST.get().max(bytes));
     // A thread may free what another took, and be below 0.
     if now as isize > PEAK.get() as isize {
         PEAK.set(now);
@@ -47,10 +51,26 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// What `body` gives, and the most bytes that it had at one time.
-pub fn peak<T>(body: impl FnOnce() -> T) -> (T, usize) {
+/// Bytes that were allocated.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken {
+    /// The most at one time.
+    pub peak: usize,
+    /// The most in one allocation.
+    pub largest: usize,
+}
+
+/// What `body` gives, and what it allocated.
+pub fn taken<T>(body: impl FnOnce() -> T) -> (T, Taken) {
     let before = NOW.get();
     PEAK.set(before);
+    LARGEST.set(0);
     let result = body();
-    (result, PEAK.get().wrapping_sub(before))
+    (result, Taken { peak: PEAK.get().wrapping_sub(before), largest: LARGEST.get() })
+}
+
+/// What `body` gives, and the most bytes that it had at one time.
+pub fn peak<T>(body: impl FnOnce() -> T) -> (T, usize) {
+    let (result, taken) = taken(body);
+    (result, taken.peak)
 }

@@ -161,8 +161,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 "load was called between the micro-batches of an update: call it before forward, or after step",
             ));
         }
-        let mut extra = match checkpoint.state() {
-            Value::Object(state) => state.clone(),
+        let mut extra = match checkpoint.state()? {
+            Value::Object(state) => state,
             _ => Map::new(),
         };
         let state = match parts {
@@ -348,7 +348,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let model = self.model.take().expect("the module is absent only inside of step");
         let (model, loaded) = pieces::load_pieces::<A, M, CheckpointError>(model, |path, _shape, range| {
             let name = parameter_name(path);
-            Ok((checkpoint.tensors()[&name].dtype, checkpoint.read(&name, range)?))
+            Ok((checkpoint.tensor(&name)?.dtype, checkpoint.read(&name, range)?))
         });
         self.model = Some(model);
         loaded?;
@@ -373,7 +373,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 }
             }
             let parameter = parameter_name(&meta.path);
-            if in_16_bit && meta.trained && checkpoint.tensors()[&parameter].dtype == ElementType::F32 {
+            if in_16_bit && meta.trained && checkpoint.tensor(&parameter)?.dtype == ElementType::F32 {
                 states.push((MASTER.to_string(), read(&parameter)?));
             }
             if !states.is_empty() || time.is_some() {
@@ -393,10 +393,9 @@ fn state_name(path: &str, name: &str) -> String {
 }
 
 /// The optimizer's states of a parameter in a checkpoint, by name.
-fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c TensorEntry)> {
+fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, TensorEntry)> {
     let prefix = state_name(path, "");
-    let states = checkpoint.tensors().range(prefix.clone()..);
-    let states = states.map_while(|(name, tensor)| Some((name.strip_prefix(&prefix)?, tensor)));
+    let states = checkpoint.tensors().starting_with(&prefix).map(|(name, tensor)| (&name[prefix.len()..], tensor));
     // Another parameter's path may go on from this one's; a state's name has no dot.
     states.filter(|(name, _)| !name.contains('.')).collect()
 }

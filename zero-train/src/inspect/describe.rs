@@ -185,20 +185,21 @@ pub(super) fn checked(check: Check) -> &'static str {
 
 impl Description {
     fn new(path: &Path, manifest: Manifest, sound: bool, tensors: bool) -> Self {
-        let state = &manifest.state;
+        // One that cannot be read is among the problems.
+        let state = manifest.state(path).unwrap_or(Value::Null);
         let engine = state.get("engine").unwrap_or(&Value::Null);
         let (mut parameters, mut other) = (Group::default(), Group::default());
-        for (name, tensor) in &manifest.tensors {
+        for (name, tensor) in manifest.tensors.iter() {
             match Part::of(name) {
-                Part::Parameter(_) => parameters.add(tensor),
+                Part::Parameter(_) => parameters.add(&tensor),
                 Part::OptimizerState(..) => {}
-                Part::Other => other.add(tensor),
+                Part::Other => other.add(&tensor),
             }
         }
         let optimizer = OptimizerFacts::new(&manifest, engine);
         let engine = engine.is_object().then(|| EngineFacts::new(engine));
         let model = state.get("model").filter(|model| model.is_object()).map(ModelFacts::new);
-        let export = model_of(path, state, &manifest.tensors);
+        let export = model_of(path, &state, &manifest.tensors);
         let has_trainer = state.get("trainer").is_some();
         let good_for = Use::new(manifest.world, engine.as_ref(), &parameters, &optimizer, has_trainer, export, sound);
         Self {
@@ -256,8 +257,8 @@ impl Group {
 }
 
 impl TensorFacts {
-    fn new((name, tensor): (&String, &TensorEntry)) -> Self {
-        Self { name: name.clone(), dtype: tensor.dtype, shape: tensor.shape.clone(), bytes: bytes(tensor) }
+    fn new((name, tensor): (&str, TensorEntry)) -> Self {
+        Self { name: name.to_string(), dtype: tensor.dtype, bytes: bytes(&tensor), shape: tensor.shape }
     }
 }
 

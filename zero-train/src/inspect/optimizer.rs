@@ -31,14 +31,14 @@ impl OptimizerFacts {
             ..Self::default()
         };
         let mut states_of: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-        for (name, tensor) in &manifest.tensors {
+        for (name, tensor) in manifest.tensors.iter() {
             match Part::of(name) {
                 Part::Parameter(path) => {
                     states_of.entry(path).or_default();
                 }
                 Part::OptimizerState(path, state) => {
-                    facts.all.add(tensor);
-                    facts.states.entry(state.to_string()).or_default().add(tensor);
+                    facts.all.add(&tensor);
+                    facts.states.entry(state.to_string()).or_default().add(&tensor);
                     states_of.entry(path).or_default().insert(state);
                 }
                 Part::Other => {}

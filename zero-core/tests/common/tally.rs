@@ -1,0 +1,82 @@
+//! What came of many inputs of a parser, none of which may make it allocate more bytes than it has.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+
+use zero_core::checkpoint::CheckpointError;
+
+use crate::counting::Taken;
+
+/// All that is allocated for an input that is in memory, and for one that is in a file, per byte.
+pub const IN_MEMORY: usize = 1;
+pub const IN_FILE: usize = 2;
+/// All that is allocated for an input of no size: paths, errors and one shape.
+const SMALL_IN_ALL: usize = 4096;
+/// The largest of these.
+pub const SMALL: usize = 1024;
+
+/// The outcome of what is no error.
+pub const ACCEPTED: &str = "accepted";
+
+/// What came of many inputs.
+#[derive(Default)]
+pub struct Tally {
+    outcomes: BTreeMap<String, usize>,
+    /// Bytes of the inputs that count for the following.
+    counted_from: usize,
+    /// The largest allocation, and all at one time, per byte of an input.
+    largest: f64,
+    peak: f64,
+}
+
+impl Tally {
+    /// None, and what is allocated per byte counts for inputs from this size on.
+    pub fn counting_from(counted_from: usize) -> Self {
+        Self { counted_from, ..Self::default() }
+    }
+
+    /// Checks the bound for one input of `json` bytes, which may come `factor` times.
+    pub fn add(&mut self, outcome: &str, json: usize, factor: usize, taken: Taken) {
+        *self.outcomes.entry(outcome.to_string()).or_default() += 1;
+        let Taken { peak, largest } = taken;
+        assert!(largest <= json.max(SMALL), "{largest} bytes at once for {json} bytes: {outcome}");
+        assert!(peak <= factor * json + SMALL_IN_ALL, "{peak} bytes for {json} bytes: {outcome}");
+        if json >= self.counted_from {
+            self.largest = self.largest.max(largest as f64 / json as f64);
+            self.peak = self.peak.max(peak as f64 / json as f64);
+        }
+    }
+
+    /// Not by a macro, whose output the test harness keeps for itself.
+    pub fn print(&self, what: &str) {
+        let cases: usize = self.outcomes.values().sum();
+        let accepted = self.outcomes.get(ACCEPTED).copied().unwrap_or(0);
+        let (refused, reasons) =
+            (cases - accepted, self.outcomes.keys().filter(|outcome| *outcome != ACCEPTED).count());
+        let Self { counted_from, largest, peak, .. } = self;
+        writeln!(
+            std::io::stderr().lock(),
+            "{cases} {what}: {accepted} accepted, {refused} refused for {reasons} reasons; of {counted_from} bytes and \
+             more, at most {largest:.2} bytes a byte in one allocation and {peak:.2} in all"
+        )
+        .unwrap();
+    }
+}
+
+/// The kind of an error, and for headers and manifests the first words of the reason.
+pub fn outcome<T>(result: &Result<T, CheckpointError>) -> String {
+    let reason = |of: &str, reason: &str| {
+        let words: Vec<&str> = reason.split(' ').filter(|word| word.chars().all(char::is_alphabetic)).take(3).collect();
+        format!("{of} ({})", words.join(" "))
+    };
+    match result {
+        Ok(_) => ACCEPTED.to_string(),
+        Err(CheckpointError::BadHeader { reason: why, .. }) => reason("header", why),
+        Err(CheckpointError::BadManifest { reason: why, .. }) => reason("manifest", why),
+        Err(CheckpointError::Swapped { .. }) => "swapped".to_string(),
+        Err(CheckpointError::Missing { .. }) => "missing".to_string(),
+        Err(CheckpointError::Truncated { .. } | CheckpointError::TooLong { .. }) => "size".to_string(),
+        Err(CheckpointError::NewerFormat { .. }) => "newer".to_string(),
+        Err(other) => format!("{other:?}").split(' ').next().unwrap_or_default().to_string(),
+    }
+}
