@@ -148,11 +148,9 @@ impl Pump {
             let nap = idle.next(!self.underway.incoming.is_empty(), self.expects());
             if nap.is_zero() {
                 std::thread::yield_now();
-            } else if let Ok(command) = self.inbox.recv_timeout(nap) {
-                idle.reset();
-                if let Err(error) = self.obey(command) {
-                    self.shared.fail(&error.to_string(), None);
-                }
+            } else {
+                // A command that came since the last look has unparked this thread: then this returns at once.
+                std::thread::park_timeout(nap);
             }
         }
     }
@@ -611,10 +609,10 @@ impl Idle {
             // A payload on its way is copied by these very calls. A sender that does not move is given the processor.
             (true, _) => [(5_000, 0), (50_000, 20), (1_000_000, 50), (u64::MAX, 200)],
             (false, true) => [(50, 0), (2_000, 20), (50_000, 50), (u64::MAX, 200)],
-            (false, false) => [(20, 0), (2_000, 50), (200_000, 200), (u64::MAX, 500)],
+            (false, false) => [(20, 0), (2_000, 50), (200_000, 200), (u64::MAX, 1_000)],
         };
         let quiet = quiet.as_micros() as u64;
-        let nap = steps.iter().find(|(until, _)| quiet < *until).map_or(500, |&(_, nap)| nap);
+        let nap = steps.iter().find(|(until, _)| quiet < *until).map_or(1_000, |&(_, nap)| nap);
         Duration::from_micros(nap)
     }
 }

@@ -5,6 +5,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
@@ -115,7 +116,9 @@ struct State {
 pub(crate) struct Shared {
     pub(super) place: Place,
     pub(super) deadline: Duration,
-    pub(super) commands: Sender<Command>,
+    commands: Sender<Command>,
+    /// The communication thread, to be woken from its naps.
+    pump: Thread,
     pub(super) jobs: Sender<Job>,
     /// Reads that wait for something to be published here.
     pub(super) parked: Parked,
@@ -136,6 +139,7 @@ pub(super) struct At<'a> {
 }
 
 impl Shared {
+    /// Called on the communication thread.
     pub(super) fn new(
         place: Place,
         deadline: Duration,
@@ -148,6 +152,7 @@ impl Shared {
             place,
             deadline,
             commands,
+            pump: std::thread::current(),
             jobs,
             parked: Parked::default(),
             recorder,
@@ -234,6 +239,7 @@ impl Shared {
     /// reply's channel.
     pub(super) fn send(&self, command: Command) {
         let _ = self.commands.send(command);
+        self.pump.unpark();
     }
 
     /// The error of a wait for a communication thread that has ended.
