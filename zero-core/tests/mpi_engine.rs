@@ -189,8 +189,8 @@ fn groups(run: &MpiRun, _: &Path) -> Result<(), CommError> {
         }
         Ok(())
     };
+    let slow = comm.rank() == 0;
     std::thread::scope(|scope| {
-        let slow = comm.rank() == 0;
         let other = scope.spawn(|| use_it(&*left, 1, slow));
         use_it(&*right, 2, !slow)?;
         other.join().unwrap()
@@ -243,6 +243,7 @@ fn ranks_form_groups_by_machine() {
 // ---- the window ----
 
 /// A piece as a parameter's: bytes, which may not be there yet.
+#[derive(Debug)]
 struct Piece {
     bytes: Vec<u8>,
     ready: AtomicBool,

@@ -253,7 +253,10 @@ where
     let finished = run.finish();
     match (shared.trouble(), value, failure) {
         (None, Some(value), None) if finished.is_ok() => Ok(value),
-        (Some(Trouble { peer, .. }), _, Some(failure)) if peer == rank => {
+        // A deadline stays one, whatever the body made of it: the exit code depends on it.
+        (Some(Trouble { peer, cause, .. }), _, Some(failure))
+            if peer == rank && !matches!(cause, Some(CommError::Timeout { .. })) =>
+        {
             Err(LaunchError::Rank { rank, world, failure: Box::new(failure) })
         }
         (Some(Trouble { peer, reason, cause }), ..) => {
