@@ -12,7 +12,6 @@ use std::alloc::System;
 use std::time::{Duration, Instant};
 
 use zero_core::alloc::PageKeeper;
-use zero_core::collective::exit::{code_of, end_process};
 use zero_core::collective::mpi::{MpiOptions, run};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
 use zero_core::{Buffer, Collective, CommError, ReduceOp};
@@ -125,11 +124,8 @@ fn main() {
         // The others sleep meanwhile.
         comm.barrier()
     });
-    match outcome {
-        Ok(()) => end_process(0),
-        Err(error) => {
-            eprintln!("{error}");
-            end_process(code_of(&error))
-        }
+    if let Err(failed) = outcome {
+        eprintln!("{failed}");
+        failed.end_process();
     }
 }

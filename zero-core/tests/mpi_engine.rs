@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use mpi_common::{Launched, await_file, launch, note, note_pid, pid, rank_of, signal};
-use zero_core::collective::exit::{code_of, end_process};
+use zero_core::collective::exit::{code, end_process};
 use zero_core::collective::flight;
 use zero_core::collective::mpi::{MpiOptions, MpiRun, run};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
@@ -62,12 +62,12 @@ fn rank() {
         note_pid(&folder, run.comm().place().rank);
         case(run, &folder)
     });
-    let (code, text) = match &outcome {
-        Ok(()) => (0, "ok".to_string()),
-        Err(error) => (code_of(error), error.to_string()),
-    };
+    let text = outcome.as_ref().map_or_else(ToString::to_string, |()| "ok".to_string());
     note(&folder, who.expect("MPI can be started"), &text);
-    end_process(code);
+    match outcome {
+        Ok(()) => end_process(code::SUCCESS),
+        Err(failed) => failed.end_process(),
+    }
 }
 
 fn launched(case: &str, ranks: usize) -> Launched {
@@ -424,7 +424,7 @@ fn window_late(run: &MpiRun, _: &Path) -> Result<(), CommError> {
 #[test]
 fn a_reader_gives_up_at_the_deadline() {
     let launched = launched("window late", 2);
-    assert_eq!(launched.code, Some(75), "{}", launched.output);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
     for rank in 0..2 {
         let note = launched.note(rank);
         assert!(note.contains("a gather of parameter 9") && note.contains("for rank(s) [0]"), "{note}");
@@ -552,7 +552,7 @@ fn panics(run: &MpiRun, _: &Path) -> Result<(), CommError> {
 #[test]
 fn a_panic_is_the_trouble_of_all() {
     let launched = launched("panic", 2);
-    assert_eq!(launched.code, Some(1));
+    assert_eq!(launched.code, Some(code::FAILURE));
     for rank in 0..2 {
         let note = launched.note(rank);
         assert!(note.starts_with("rank 0 of 2:") && note.contains("index 7 is out of bounds"), "{note}");
@@ -573,7 +573,7 @@ fn late(run: &MpiRun, _: &Path) -> Result<(), CommError> {
 #[test]
 fn a_deadline_leaves_records_that_name_the_late_rank() {
     let launched = launched("late", 3);
-    assert_eq!(launched.code, Some(75), "{}", launched.output);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
     for rank in 0..3 {
         let note = launched.note(rank);
         assert!(note.contains("all_reduce of 10 f32 (sum)") && note.contains("for rank(s) [2]"), "{note}");
@@ -612,13 +612,15 @@ fn a_stopped_rank_is_found_at_the_deadline() {
         await_file(&folder.join("ready"));
         signal(pid(folder, 1).unwrap(), libc::SIGSTOP);
     });
-    assert_eq!(launched.code, Some(75), "{}", launched.output);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
     assert!(launched.took < Duration::from_secs(15), "{:?}", launched.took);
     for rank in [0, 2] {
         let note = launched.note(rank);
         assert!(note.contains("all_gather of 30000 f32") && note.contains("for rank(s) [1]"), "{note}");
     }
     let report = flight::merge(&launched.flights()).unwrap();
-    assert_eq!(report.without_record, [1], "{report}");
-    assert_eq!((report.late[0].rank, report.late[0].recorded), (1, false), "{report}");
+    // mpirun lets a stopped rank run again to end it: it may come to leave a record too.
+    let late = &report.late[0];
+    assert_eq!((late.rank, late.recorded), (1, report.without_record.is_empty()), "{report}");
+    assert_eq!(late.waited_for_by, [0, 2], "{report}");
 }

@@ -81,11 +81,23 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     /// Bytes that this rank has received, over all groups duplicated from one another.
     fn wire(&self) -> &Arc<WireCounter>;
 
-    /// Runs `request` on the calling thread, after whatever was started before it.
-    fn execute(&self, request: Request) -> Result<Buffer, CommError>;
+    /// Runs `request` on the calling thread, after whatever was started before it. `what` it is for (a parameter's name)
+    /// is part of what all ranks must agree on, and stands in errors and flight records; it may be empty.
+    fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError>;
 
-    /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`].
-    fn start(&self, request: Request) -> Pending;
+    /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`]. `what` it is for
+    /// as in [`Collective::execute_for`].
+    fn start_for(&self, request: Request, what: &str) -> Pending;
+
+    /// [`Collective::execute_for`] nothing in particular.
+    fn execute(&self, request: Request) -> Result<Buffer, CommError> {
+        self.execute_for(request, "")
+    }
+
+    /// [`Collective::start_for`] nothing in particular.
+    fn start(&self, request: Request) -> Pending {
+        self.start_for(request, "")
+    }
 
     /// A second group of the same ranks with its own order of operations. Itself a collective.
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;

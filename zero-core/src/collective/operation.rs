@@ -30,17 +30,28 @@ impl Description {
         Self { op: "barrier", detail }
     }
 
-    /// The words of a whole request.
-    pub(super) fn of_request(request: &Request) -> Self {
+    /// With what the caller says it is for, if anything.
+    pub(super) fn labelled(mut self, what: &str) -> Self {
+        if !what.is_empty() {
+            self.detail.push_str(" for ");
+            self.detail.push_str(what);
+        }
+        self
+    }
+
+    /// The words of a whole request, for `what`.
+    #[cfg(feature = "mpi")]
+    pub(super) fn of_request(request: &Request, what: &str) -> Self {
         let op = request.name();
-        match request {
+        let description = match request {
             Request::Barrier(purpose) => Self::of_barrier(purpose),
             Request::AllGather(buffer) | Request::AllToAll(buffer) => Self::of(op, buffer, ""),
             Request::ReduceScatter(buffer, reduce) | Request::AllReduce(buffer, reduce) => {
                 Self::of(op, buffer, reduce_name(*reduce))
             }
             Request::Broadcast(buffer, root) => Self::of(op, buffer, &format!(" from rank {root}")),
-        }
+        };
+        description.labelled(what)
     }
 }
 
@@ -87,6 +98,19 @@ impl Place<'_> {
             got: expected.1,
         })
     }
+}
+
+/// Identity of a group made by operation `seq` of group `parent`, the same on every rank without a message: a mix of the
+/// numbers (splitmix64's finaliser).
+pub(super) fn child_id(parent: u64, seq: u64, color: u64) -> u64 {
+    let mut id = parent;
+    for word in [seq, color] {
+        id = (id ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        id ^= id >> 31;
+    }
+    id
 }
 
 /// Bytes that rank `rank` of `world` receives in `request`, see [`crate::accounting::WireBytes`].

@@ -26,7 +26,8 @@ impl Pending {
     }
 }
 
-type Job = (Request, Sender<Result<Buffer, CommError>>);
+/// A request, what it is for, and where its result goes.
+type Job = (Request, String, Sender<Result<Buffer, CommError>>);
 
 /// The thread that runs started operations; joined when dropped.
 #[derive(Debug)]
@@ -36,26 +37,29 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn spawn(name: String, run: impl Fn(Request) -> Result<Buffer, CommError> + Send + 'static) -> Self {
+    pub(super) fn spawn(
+        name: String,
+        run: impl Fn(Request, &str) -> Result<Buffer, CommError> + Send + 'static,
+    ) -> Self {
         let (jobs, inbox) = unbounded::<Job>();
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || {
-                for (request, reply) in inbox {
+                for (request, what, reply) in inbox {
                     // The waiter may have dropped its `Pending`: then nobody wants the result.
-                    let _ = reply.send(run(request));
+                    let _ = reply.send(run(request, &what));
                 }
             })
             .expect("the operating system gives a thread to a rank that it gave one");
         Self { jobs: Some(jobs), thread: Some(thread) }
     }
 
-    pub(super) fn start(&self, request: Request) -> Pending {
+    pub(super) fn start(&self, request: Request, what: &str) -> Pending {
         let (reply, result) = bounded(1);
         self.jobs
             .as_ref()
             .expect("jobs are closed only on drop")
-            .send((request, reply))
+            .send((request, what.to_string(), reply))
             .expect("the progress thread lives as long as its communicator");
         Pending(result)
     }

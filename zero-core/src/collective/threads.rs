@@ -10,12 +10,14 @@
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::flight::{Entry, Opening, Recorder};
 use super::operation::{Description, Place, received, reduce_name};
 use super::progress::Progress;
 use super::{Buffer, Collective, Pending, Request};
@@ -43,11 +45,29 @@ pub(crate) struct Run {
     failure: Mutex<Option<Failure>>,
     left: Mutex<Vec<bool>>,
     pub(crate) deadline: Duration,
+    /// Each rank's.
+    recorders: Vec<Recorder>,
 }
 
 impl Run {
+    fn new(world: usize, deadline: Duration, flight_dir: Option<&Path>) -> Arc<Self> {
+        let recorders = (0..world).map(|rank| Recorder::new(rank, world, flight_dir.map(Path::to_path_buf))).collect();
+        Arc::new(Self { failure: Mutex::new(None), left: Mutex::new(vec![false; world]), deadline, recorders })
+    }
+
     fn fail(&self, peer: usize, reason: &str) {
-        self.failure.lock().get_or_insert_with(|| Failure { peer, reason: reason.into() });
+        {
+            let mut failure = self.failure.lock();
+            if failure.is_some() {
+                return;
+            }
+            *failure = Some(Failure { peer, reason: reason.into() });
+        }
+        for recorder in &self.recorders {
+            if let Err(error) = recorder.write(reason) {
+                tracing::warn!(%error, "a flight record could not be written");
+            }
+        }
     }
 
     /// Ends a wait of `rank` when the run has failed or a rank it waits for has ended.
@@ -73,6 +93,8 @@ impl Run {
 #[derive(Debug)]
 struct Group {
     label: String,
+    /// Tells groups of one label apart in flight records.
+    id: u64,
     world: usize,
     run: Arc<Run>,
     /// Keyed by sequence number and phase (an all-reduce has two).
@@ -86,9 +108,10 @@ struct Group {
 const POLL: Duration = Duration::from_millis(20);
 
 impl Group {
-    fn new(label: String, world: usize, run: Arc<Run>) -> Arc<Self> {
+    fn new(label: String, id: u64, world: usize, run: Arc<Run>) -> Arc<Self> {
         Arc::new(Self {
             label,
+            id,
             world,
             run,
             slots: Mutex::default(),
@@ -104,6 +127,30 @@ impl Group {
         (seq, phase): (u64, u8),
         description: Description,
         input: Arc<Buffer>,
+    ) -> Result<Vec<Arc<Buffer>>, CommError> {
+        let recorder = &self.run.recorders[rank];
+        let entry = recorder.open(Opening {
+            group: &self.label,
+            group_id: self.id,
+            seq,
+            op: description.to_string(),
+            bytes: input.bytes(),
+            one_sided: false,
+            waiting_for: (0..self.world).filter(|&peer| peer != rank).collect(),
+            last: phase > 0 || description.op != "all_reduce",
+        });
+        let came = self.meet(rank, (seq, phase), description, input, &entry);
+        recorder.close(&entry, came.as_ref().map(|_| ()).map_err(CommError::to_string));
+        came
+    }
+
+    fn meet(
+        &self,
+        rank: usize,
+        (seq, phase): (u64, u8),
+        description: Description,
+        input: Arc<Buffer>,
+        entry: &Entry,
     ) -> Result<Vec<Arc<Buffer>>, CommError> {
         let begin = Instant::now();
         let mut slots = self.slots.lock();
@@ -122,6 +169,7 @@ impl Group {
                 other_rank: slot.first_rank,
                 other_op: slot.description.to_string(),
             };
+            drop(slots);
             self.run.fail(rank, &error.to_string());
             self.arrived.notify_all();
             return Err(error);
@@ -141,6 +189,7 @@ impl Group {
                 }
                 return Ok(inputs);
             }
+            entry.only_waits_for(&missing);
             self.run.check(&self.label, seq, rank, &description, &missing)?;
             let waited = begin.elapsed();
             if waited >= self.run.deadline {
@@ -152,6 +201,8 @@ impl Group {
                     waited_ms: waited.as_millis() as u64,
                     missing,
                 };
+                // Records are written without the slots' lock, which the other ranks want.
+                drop(slots);
                 self.run.fail(rank, &error.to_string());
                 return Err(error);
             }
@@ -181,7 +232,7 @@ impl core::fmt::Debug for ThreadComm {
 }
 
 impl Inner {
-    fn run(&self, request: Request) -> Result<Buffer, CommError> {
+    fn run(&self, request: Request, what: &str) -> Result<Buffer, CommError> {
         // Relaxed: a communicator's operations are issued by one thread at a time (its user or its progress thread).
         let seq = self.next.fetch_add(1, Ordering::Relaxed);
         let (world, rank) = (self.group.world, self.rank);
@@ -194,14 +245,14 @@ impl Inner {
                 self.wire.add(kind, bytes);
             }
         };
-        let describe = |buffer: &Buffer, more: &str| Description::of(op, buffer, more);
+        let describe = |buffer: &Buffer, more: &str| Description::of(op, buffer, more).labelled(what);
         let others = world - 1;
         match request {
             Request::Barrier(purpose) => {
                 self.group.rendezvous(
                     rank,
                     (seq, 0),
-                    Description::of_barrier(purpose),
+                    Description::of_barrier(purpose).labelled(what),
                     Arc::new(Buffer::U8(Vec::new())),
                 )?;
                 Ok(Buffer::U8(Vec::new()))
@@ -311,20 +362,22 @@ impl Collective for ThreadComm {
         &self.inner.wire
     }
 
-    fn execute(&self, request: Request) -> Result<Buffer, CommError> {
+    fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError> {
         match self.progress.get() {
             // Order is kept by going through the same queue.
-            Some(progress) => progress.start(request).wait(),
-            None => self.inner.run(request),
+            Some(progress) => progress.start(request, what).wait(),
+            None => self.inner.run(request, what),
         }
     }
 
-    fn start(&self, request: Request) -> Pending {
+    fn start_for(&self, request: Request, what: &str) -> Pending {
         let progress = self.progress.get_or_init(|| {
             let inner = self.inner.clone();
-            Progress::spawn(format!("rank-{}-{}", inner.rank, inner.group.label), move |request| inner.run(request))
+            Progress::spawn(format!("rank-{}-{}", inner.rank, inner.group.label), move |request, what| {
+                inner.run(request, what)
+            })
         });
-        progress.start(request)
+        progress.start(request, what)
     }
 
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError> {
@@ -333,8 +386,10 @@ impl Collective for ThreadComm {
         // Every rank has passed the same barrier, so its sequence number names this duplication on all of them.
         let seq = self.inner.next.load(Ordering::Relaxed);
         let mut children = group.children.lock();
-        let (child, fetched) =
-            children.entry(seq).or_insert_with(|| (Group::new(label.to_string(), group.world, group.run.clone()), 0));
+        let (child, fetched) = children.entry(seq).or_insert_with(|| {
+            let id = super::operation::child_id(group.id, seq, 0);
+            (Group::new(label.to_string(), id, group.world, group.run.clone()), 0)
+        });
         *fetched += 1;
         let (child, all) = (child.clone(), *fetched == group.world);
         if all {
@@ -385,12 +440,30 @@ where
     E: core::fmt::Display + core::fmt::Debug + Send,
     F: Fn(Arc<ThreadComm>) -> Result<T, E> + Sync,
 {
+    run_recorded(world, options, None, body)
+}
+
+/// As [`run`]; when a rank fails or a deadline passes, every rank's flight record goes to `flight_dir`.
+///
+/// # Errors
+///
+/// As [`run`]'s.
+pub fn run_recorded<T, E, F>(
+    world: usize,
+    options: &ThreadOptions,
+    flight_dir: Option<&Path>,
+    body: F,
+) -> Result<Vec<T>, LaunchError<E>>
+where
+    T: Send,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+    F: Fn(Arc<ThreadComm>) -> Result<T, E> + Sync,
+{
     if world == 0 {
         return Err(LaunchError::World { world });
     }
-    let run =
-        Arc::new(Run { failure: Mutex::new(None), left: Mutex::new(vec![false; world]), deadline: options.deadline });
-    let group = Group::new("world".to_string(), world, run.clone());
+    let run = Run::new(world, options.deadline, flight_dir);
+    let group = Group::new("world".to_string(), 0, world, run.clone());
     let failures: Mutex<Vec<Option<RankFailure<E>>>> = Mutex::new((0..world).map(|_| None).collect());
     let mut results: Vec<Option<T>> = Vec::new();
     let mut spawn_error = None;
@@ -449,9 +522,8 @@ where
 
 /// A group of one rank, outside of any run: its collectives return at once.
 pub fn alone() -> Arc<dyn Collective> {
-    let run =
-        Run { failure: Mutex::new(None), left: Mutex::new(vec![false]), deadline: ThreadOptions::default().deadline };
-    ThreadComm::new(0, Group::new("alone".to_string(), 1, Arc::new(run)), Arc::default())
+    let run = Run::new(1, ThreadOptions::default().deadline, None);
+    ThreadComm::new(0, Group::new("alone".to_string(), 0, 1, run), Arc::default())
 }
 
 /// A panic payload with which code that cannot return errors ends its rank: the message is reported as the rank's
