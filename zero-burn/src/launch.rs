@@ -9,7 +9,7 @@ use burn_backend::Backend;
 use zero_core::collective::launcher::{World, launched};
 #[cfg(feature = "mpi")]
 use zero_core::collective::mpi;
-use zero_core::collective::threads::{ThreadComm, ThreadOptions, panic_reason, run};
+use zero_core::collective::threads::{ThreadComm, ThreadOptions, panic_reason, run_recorded};
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError};
 
@@ -25,7 +25,7 @@ pub struct LaunchOptions {
     pub threads_per_rank: usize,
     /// The longest that any wait for another rank may take.
     pub deadline: Duration,
-    /// Where ranks that are processes leave their flight records when a deadline passes or a rank fails.
+    /// Where ranks leave their flight records, their last operations, when a deadline passes or a rank fails.
     pub flight_dir: Option<PathBuf>,
 }
 
@@ -140,11 +140,12 @@ where
     }
     let threads = options.threads(world);
     let windows = WindowHost::default();
-    let results = run(world, &ThreadOptions { deadline: options.deadline }, |comm| {
-        let window = windows.join(&comm);
-        let others: &dyn Others = &*comm.clone();
-        run_rank::<B, T, E>(config, threads, (comm, window, others), &body)
-    })?;
+    let results =
+        run_recorded(world, &ThreadOptions { deadline: options.deadline }, options.flight_dir.as_deref(), |comm| {
+            let window = windows.join(&comm);
+            let others: &dyn Others = &*comm.clone();
+            run_rank::<B, T, E>(config, threads, (comm, window, others), &body)
+        })?;
     Ok(results)
 }
 

@@ -519,7 +519,7 @@ impl<B: Backend> Buckets<B> {
             Request::AllReduce(rows, ReduceOp::Sum)
         };
         let segments = std::mem::take(&mut self.segments);
-        let pending = self.comm.start(request.named(&name));
+        let pending = self.comm.start_for(request, &name);
         self.in_flight = Some(InFlight::Bucket { pending, segments, row_len: self.row_len });
         self.filled = 0;
         self.row_len = 0;
@@ -563,7 +563,7 @@ impl<B: Backend> Buckets<B> {
         let values = Buffer::F32(values);
         let name = self.names(std::iter::once(piece));
         self.in_flight = Some(if self.stage.shards_optimizer() {
-            let pending = self.comm.start(Request::ReduceScatter(values, ReduceOp::Mean).named(&name));
+            let pending = self.comm.start_for(Request::ReduceScatter(values, ReduceOp::Mean), &name);
             InFlight::Alone { pending, piece, counted }
         } else {
             let cell = &self.pieces[piece].as_ref().expect("it is completed by its result").cell;

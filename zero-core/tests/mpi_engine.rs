@@ -5,13 +5,18 @@
 mod mpi_common;
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use half::{bf16, f16};
-use mpi_common::{Launched, launch, note, note_pid, rank_of};
-use zero_core::collective::exit::{code_of, end_process};
+use mpi_common::{Launched, await_file, launch, note, note_pid, pid, rank_of, signal};
+use zero_core::collective::DType;
+use zero_core::collective::exit::{code, end_process};
+use zero_core::collective::flight;
 use zero_core::collective::mpi::{MpiOptions, MpiRun, run};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
+use zero_core::window::{Expose, Exposure, Key, Seen, Whole, Window};
 use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
 
 type Case = fn(&MpiRun, &Path) -> Result<(), CommError>;
@@ -20,8 +25,29 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 fn cases() -> Vec<(&'static str, MpiOptions, Case)> {
     let options = MpiOptions { deadline: Duration::from_secs(20), ..MpiOptions::default() };
-    let small = MpiOptions { chunk_bytes: 1000, ..options.clone() };
-    vec![("collectives", options.clone(), collectives as Case), ("chunks", small, collectives as Case)]
+    let chunks = MpiOptions { chunk_bytes: 1000, ..options.clone() };
+    let hasty = MpiOptions { deadline: Duration::from_millis(700), ..options.clone() };
+    let nodes = MpiOptions { node_size: Some(2), ..options.clone() };
+    let of = |options: &MpiOptions| options.clone();
+    vec![
+        ("collectives", of(&options), collectives as Case),
+        ("chunks", of(&chunks), collectives),
+        ("groups", of(&options), groups),
+        ("nodes", of(&nodes), nodes_of_two),
+        ("window", of(&options), window),
+        ("window chunks", of(&chunks), window),
+        ("window failed", of(&options), window_failed),
+        ("window left", of(&options), window_left),
+        ("window late", of(&hasty), window_late),
+        ("window tag", of(&options), window_tag),
+        ("mismatch", of(&options), mismatch),
+        ("skip", of(&options), skip),
+        ("leave", of(&options), leave),
+        ("abort", of(&options), abort),
+        ("panic", of(&options), panics),
+        ("late", of(&hasty), late),
+        ("signal", of(&MpiOptions { deadline: Duration::from_secs(2), ..options }), signalled),
+    ]
 }
 
 /// A rank of a case. Without the environment of one it does nothing.
@@ -37,12 +63,12 @@ fn rank() {
         note_pid(&folder, run.comm().place().rank);
         case(run, &folder)
     });
-    let (code, text) = match &outcome {
-        Ok(()) => (0, "ok".to_string()),
-        Err(error) => (code_of(error), error.to_string()),
-    };
+    let text = outcome.as_ref().map_or_else(ToString::to_string, |()| "ok".to_string());
     note(&folder, who.expect("MPI can be started"), &text);
-    end_process(code);
+    match outcome {
+        Ok(()) => end_process(code::SUCCESS),
+        Err(failed) => failed.end_process(),
+    }
 }
 
 fn launched(case: &str, ranks: usize) -> Launched {
@@ -143,4 +169,459 @@ fn payloads_of_several_messages_arrive_whole() {
     for ranks in [2, 3] {
         launched("chunks", ranks).assert_ok();
     }
+}
+
+/// Two groups of the same ranks, used by two threads at the same time, in orders of their own.
+fn groups(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    let (left, right) = (comm.duplicate("left")?, comm.duplicate("right")?);
+    let use_it = |group: &dyn Collective, salt: usize, pause: bool| -> Result<(), CommError> {
+        for round in 0..100 {
+            if pause && round % 10 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let len = 1 + (round * 37 + salt) % 4000;
+            let sum = group.all_reduce(Buffer::F32(values(group.rank(), len, salt)), ReduceOp::Sum)?.into_f32();
+            let mut expected = values(0, len, salt);
+            for rank in 1..group.world() {
+                expected.iter_mut().zip(values(rank, len, salt)).for_each(|(a, b)| *a += b);
+            }
+            assert_eq!(sum, expected);
+        }
+        Ok(())
+    };
+    let slow = comm.rank() == 0;
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| use_it(&*left, 1, slow));
+        use_it(&*right, 2, !slow)?;
+        other.join().unwrap()
+    })?;
+    assert_eq!((left.label(), right.label()), ("left", "right"));
+    // A group of a group, while the first has started operations.
+    let pending: Vec<_> = (0..10).map(|i| left.start(Request::AllGather(Buffer::U8(vec![i; 3])))).collect();
+    let child = left.duplicate("child")?;
+    child.barrier()?;
+    for (i, pending) in pending.into_iter().enumerate() {
+        assert_eq!(pending.wait()?.into_u8(), vec![i as u8; 3 * comm.world()]);
+    }
+    Ok(())
+}
+
+#[test]
+fn groups_are_used_at_the_same_time() {
+    launched("groups", 2).assert_ok();
+    launched("groups", 3).assert_ok();
+}
+
+fn nodes_of_two(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let (comm, place) = (run.comm(), run.comm().place());
+    let (rank, world) = (comm.rank(), comm.world());
+    assert_eq!((place.node, place.local_rank), (rank / 2, rank % 2));
+    assert_eq!((place.nodes, place.local_world), (world.div_ceil(2), 2.min(world - rank / 2 * 2)));
+    let node = comm.split_by_node("node")?;
+    assert_eq!(node.members(), place.of_node());
+    assert_eq!((node.rank(), node.world()), (place.local_rank, place.local_world));
+    let across = comm.split_across_nodes("across")?;
+    assert_eq!(across.members(), place.across_nodes());
+    // The sum over all, by way of both, and in the groups at the same time.
+    let part = node.all_reduce(Buffer::F64(vec![rank as f64 + 1.0; 5]), ReduceOp::Sum)?;
+    let here: f64 = place.of_node().iter().map(|&rank| rank as f64 + 1.0).sum();
+    assert_eq!(part, Buffer::F64(vec![here; 5]));
+    let seen = across.all_gather(Buffer::U8(vec![rank as u8]))?.into_u8();
+    assert_eq!(seen, across.members().iter().map(|&rank| rank as u8).collect::<Vec<_>>());
+    let all = comm.all_gather(Buffer::U8(vec![rank as u8]))?;
+    assert_eq!(all.into_u8().len(), world);
+    Ok(())
+}
+
+#[test]
+fn ranks_form_groups_by_machine() {
+    for ranks in [1, 3, 4] {
+        launched("nodes", ranks).assert_ok();
+    }
+}
+
+// ---- the window ----
+
+/// A piece as a parameter's: bytes, which may not be there yet.
+#[derive(Debug)]
+struct Piece {
+    bytes: Vec<u8>,
+    ready: AtomicBool,
+    broken: bool,
+}
+
+impl Piece {
+    fn new(rank: usize, len: usize) -> Arc<Self> {
+        let bytes = (0..len).map(|i| (i * 31 + rank * 7) as u8).collect();
+        Arc::new(Self { bytes, ready: AtomicBool::new(true), broken: false })
+    }
+}
+
+impl Expose for Piece {
+    fn expose(&self) -> Exposure {
+        if self.broken {
+            return Exposure::Failed("its disk is gone".to_string());
+        }
+        if !self.ready.load(Ordering::Acquire) {
+            return Exposure::Pending;
+        }
+        Exposure::Ready { tag: format!("u8 [{}]", self.bytes.len()), bytes: Box::new(self.bytes.clone()) }
+    }
+}
+
+fn bytes_of(seen: Seen<Piece>) -> (String, Vec<u8>) {
+    match seen {
+        Seen::Bytes { tag, bytes } => (tag, bytes),
+        Seen::Here(_) => panic!("ranks are processes"),
+    }
+}
+
+fn window(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    let (rank, world) = (comm.rank(), comm.world());
+    let window: Window<Piece> = Window::join_processes(comm);
+    let second: Window<Piece> = Window::join_processes(comm);
+    let peers: Vec<usize> = (0..world).filter(|&peer| peer != rank).collect();
+    let key = |object, version| Key { object, version };
+    assert!(window.is_remote());
+
+    // Sizes inside and outside of the message, all at once, some published late.
+    let sizes = [0, 1, 100, 8192, 8193, 300_000];
+    let mut kept = Vec::new();
+    for (object, &len) in sizes.iter().enumerate() {
+        if object == 3 && rank == 0 {
+            std::thread::sleep(Duration::from_millis(60));
+        }
+        let piece = Piece::new(rank, len + rank);
+        window.publish(key(object as u64, 0), &piece);
+        kept.push(piece);
+        for (seen, &peer) in window.read_all(&peers, key(object as u64, 0), &"a piece")?.into_iter().zip(&peers) {
+            let (tag, bytes) = bytes_of(seen);
+            assert_eq!(tag, format!("u8 [{}]", len + peer));
+            assert_eq!(bytes, Piece::new(peer, len + peer).bytes);
+        }
+    }
+    // This rank's own is the value itself.
+    assert!(window.read(rank, key(1, 0), &"my own")?.here().is_some());
+
+    // The whole, in place: rank r has `len` bytes at `r len`.
+    let len = 70_001;
+    let piece = Piece::new(rank, len);
+    window.publish(key(50, 3), &piece);
+    let pieces: Vec<_> = peers.iter().map(|&peer| (peer, peer * len..(peer + 1) * len)).collect();
+    let tag = format!("u8 [{len}]");
+    let own = Some((rank * len, &piece.bytes[..]));
+    let whole = Whole { dtype: DType::U8, elements: world * len, tag: &tag, own, pieces: &pieces };
+    let all = window.gather(whole, key(50, 3), &"a whole")?;
+    assert_eq!(all.into_u8(), (0..world).flat_map(|rank| Piece::new(rank, len).bytes.clone()).collect::<Vec<u8>>());
+    let hole = Whole { own: None, ..whole };
+    assert!(matches!(window.gather(hole, key(50, 3), &"a whole"), Err(CommError::Shape { .. })));
+
+    // A pending value holds up nobody but those who want it.
+    let pending = Arc::new(Piece { bytes: vec![9; 10], ready: AtomicBool::new(false), broken: false });
+    window.publish(key(60, 0), &pending);
+    let waiting: Vec<_> = peers.iter().map(|&peer| window.begin_read(peer, key(60, 0), &"what is pending")).collect();
+    for seen in second_of(&second, rank, &peers)? {
+        assert_eq!(seen, 4);
+    }
+    comm.barrier()?;
+    pending.ready.store(true, Ordering::Release);
+    window.changed();
+    for reading in waiting {
+        assert_eq!(bytes_of(reading.wait()?).1, vec![9; 10]);
+    }
+
+    // What was replaced is gone.
+    comm.barrier()?;
+    let next = Piece::new(rank, 5);
+    window.publish(key(60, 1), &next);
+    drop(pending);
+    window.retract(key(60, 0));
+    comm.barrier()?;
+    for &peer in &peers {
+        let gone = window.read(peer, key(60, 0), &"the old one");
+        assert!(matches!(gone, Err(CommError::Gone { .. })), "{gone:?}");
+    }
+
+    // Values live until all have ended: ranks read from one that has returned.
+    let last = Piece::new(rank, 20_000);
+    window.publish(key(70, 0), &last);
+    if rank == 0 {
+        std::mem::forget((last, kept));
+        return Ok(());
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(bytes_of(window.read(0, key(70, 0), &"of a rank that has ended")?).1.len(), 20_000);
+    Ok(())
+}
+
+/// A second window has keys of its own.
+fn second_of(window: &Window<Piece>, rank: usize, peers: &[usize]) -> Result<Vec<usize>, CommError> {
+    let piece = Piece::new(rank, 4);
+    let key = Key { object: 60, version: 0 };
+    window.publish(key, &piece);
+    let seen = window.read_all(peers, key, &"the second window's")?;
+    let lens = seen.into_iter().map(|seen| bytes_of(seen).1.len()).collect();
+    // Kept until the process ends: a slower rank may still ask.
+    std::mem::forget(piece);
+    Ok(lens)
+}
+
+#[test]
+fn windows_reach_across_processes() {
+    for ranks in [1, 2, 3] {
+        launched("window", ranks).assert_ok();
+    }
+    launched("window chunks", 2).assert_ok();
+}
+
+fn window_failed(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    let key = Key { object: 1, version: 0 };
+    let broken = Arc::new(Piece { bytes: vec![], ready: AtomicBool::new(true), broken: true });
+    if run.comm().rank() == 0 {
+        window.publish(key, &broken);
+        return run.comm().barrier();
+    }
+    window.read(0, key, &"parameter 7").map(|_| ())
+}
+
+#[test]
+fn a_value_that_cannot_be_had_fails_its_readers() {
+    let launched = launched("window failed", 2);
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.contains("parameter 7") && note.contains("its disk is gone"), "{note}");
+    }
+}
+
+fn window_left(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    if run.comm().rank() == 0 {
+        return Ok(());
+    }
+    window.read(0, Key { object: 1, version: 0 }, &"parameter 8").map(|_| ())
+}
+
+#[test]
+fn an_owner_that_has_ended_publishes_nothing_more() {
+    let launched = launched("window left", 2);
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.contains("parameter 8") && note.contains("rank 0 has already ended"), "{note}");
+    }
+}
+
+fn window_late(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    if run.comm().rank() == 0 {
+        std::thread::sleep(Duration::from_millis(1500));
+        return run.comm().barrier();
+    }
+    window.read(0, Key { object: 1, version: 0 }, &"parameter 9").map(|_| ())
+}
+
+#[test]
+fn a_reader_gives_up_at_the_deadline() {
+    let launched = launched("window late", 2);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.contains("a gather of parameter 9") && note.contains("for rank(s) [0]"), "{note}");
+    }
+    let report = flight::merge(&launched.flights()).unwrap();
+    assert!(report.waits.iter().any(|wait| wait.rank == 1 && wait.for_ranks == [0]), "{report}");
+}
+
+fn window_tag(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    let (rank, world, key) = (run.comm().rank(), run.comm().world(), Key { object: 1, version: 0 });
+    let piece = Piece::new(rank, 10 + rank);
+    window.publish(key, &piece);
+    run.comm().barrier()?;
+    if rank == 1 {
+        let tag = "u8 [10]";
+        let whole = Whole { dtype: DType::U8, elements: 11, tag, own: None, pieces: &[(0, 0..11)] };
+        assert!(matches!(window.gather(whole, key, &"a"), Err(CommError::Mismatch { .. })));
+        let whole = Whole { dtype: DType::U8, elements: 10, tag: "f32 [10]", own: None, pieces: &[(0, 0..10)] };
+        let error = window.gather(whole, key, &"a").unwrap_err().to_string();
+        assert!(error.contains("f32 [10]") && error.contains("u8 [10]"), "{error}");
+        let whole = Whole { dtype: DType::U8, elements: 10, tag, own: None, pieces: &[(0, 0..10)] };
+        assert_eq!(window.gather(whole, key, &"a")?.into_u8(), Piece::new(0, 10).bytes);
+    }
+    assert!(world == 2);
+    run.comm().barrier()
+}
+
+#[test]
+fn a_piece_of_another_kind_is_refused() {
+    launched("window tag", 2).assert_ok();
+}
+
+// ---- trouble ----
+
+fn mismatch(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    comm.barrier()?;
+    let len = if comm.rank() == 1 { 5000 } else { 4000 };
+    comm.all_reduce(Buffer::F32(vec![0.0; len]), ReduceOp::Sum)?;
+    comm.barrier()
+}
+
+#[test]
+fn all_ranks_see_both_sides_of_a_mismatch() {
+    for ranks in [2, 3, 4] {
+        let launched = launched("mismatch", ranks);
+        assert_ne!(launched.code, Some(0));
+        for rank in 0..ranks {
+            let note = launched.note(rank);
+            assert!(note.contains("all_reduce of 4000 f32 (sum)") && note.contains("of 5000 f32"), "{note}");
+            assert!(note.contains("operation 1 of group 'world'"), "{note}");
+        }
+        let report = flight::merge(&launched.flights()).unwrap();
+        assert_eq!(launched.flights().len(), ranks, "{}", launched.output);
+        assert!(report.mismatches.len() == 1 && report.mismatches[0].seq == 1, "{report}");
+    }
+}
+
+fn skip(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    comm.barrier()?;
+    if comm.rank() != 1 {
+        comm.all_gather(Buffer::F32(vec![1.0; 3]))?;
+    }
+    comm.all_reduce(Buffer::F64(vec![1.0; 3]), ReduceOp::Max).map(|_| ())
+}
+
+#[test]
+fn a_skipped_collective_is_a_mismatch() {
+    let launched = launched("skip", 3);
+    for rank in 0..3 {
+        let note = launched.note(rank);
+        assert!(note.contains("all_gather of 3 f32") && note.contains("all_reduce of 3 f64 (max)"), "{note}");
+    }
+}
+
+fn leave(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    if comm.rank() == 1 {
+        return Ok(());
+    }
+    comm.barrier()
+}
+
+#[test]
+fn a_rank_that_returns_early_is_named() {
+    let launched = launched("leave", 3);
+    for rank in 0..3 {
+        let note = launched.note(rank);
+        assert!(note.contains("rank 1 has already ended"), "{note}");
+    }
+}
+
+fn abort(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    if comm.rank() == 1 {
+        comm.abort("the data ends here");
+    }
+    // Present and future operations fail; one of them is under way on a thread of its own.
+    let pending = comm.start(Request::AllGather(Buffer::U8(vec![1])));
+    assert!(matches!(pending.wait(), Err(CommError::PeerFailed { peer: 1, .. })));
+    let again = comm.barrier();
+    assert!(matches!(again, Err(CommError::PeerFailed { peer: 1, .. })));
+    Ok(())
+}
+
+#[test]
+fn an_abort_reaches_every_rank() {
+    let launched = launched("abort", 3);
+    assert_ne!(launched.code, Some(0));
+    for rank in 0..3 {
+        assert_eq!(launched.note(rank), "rank 1 of 3: the data ends here");
+    }
+    assert_eq!(launched.flights().len(), 3);
+}
+
+fn panics(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    if run.comm().rank() == 0 {
+        panic!("index 7 is out of bounds");
+    }
+    run.comm().barrier()
+}
+
+#[test]
+fn a_panic_is_the_trouble_of_all() {
+    let launched = launched("panic", 2);
+    assert_eq!(launched.code, Some(code::FAILURE));
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.starts_with("rank 0 of 2:") && note.contains("index 7 is out of bounds"), "{note}");
+    }
+}
+
+fn late(run: &MpiRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    for _ in 0..3 {
+        comm.barrier()?;
+    }
+    if comm.rank() == 2 {
+        std::thread::sleep(Duration::from_millis(1500));
+    }
+    comm.all_reduce(Buffer::F32(vec![0.0; 10]), ReduceOp::Sum).map(|_| ())
+}
+
+#[test]
+fn a_deadline_leaves_records_that_name_the_late_rank() {
+    let launched = launched("late", 3);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
+    for rank in 0..3 {
+        let note = launched.note(rank);
+        assert!(note.contains("all_reduce of 10 f32 (sum)") && note.contains("for rank(s) [2]"), "{note}");
+    }
+    assert_eq!(launched.flights().len(), 3);
+    let report = flight::merge(&launched.flights()).unwrap();
+    let late = &report.late[0];
+    assert_eq!((late.rank, late.seq, late.last_completed), (2, 3, Some(2)), "{report}");
+    assert_eq!(late.waited_for_by, [0, 1], "{report}");
+    println!("{report}");
+}
+
+fn signalled(run: &MpiRun, folder: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    comm.barrier()?;
+    if comm.rank() == 1 {
+        std::fs::write(folder.join("ready"), "").unwrap();
+        std::thread::sleep(Duration::from_secs(30));
+    }
+    comm.all_gather(Buffer::F32(vec![0.0; 30_000])).map(|_| ())
+}
+
+#[test]
+fn a_killed_rank_ends_the_others() {
+    let launched = launch("signal", 3, LIMIT, |folder| {
+        await_file(&folder.join("ready"));
+        signal(pid(folder, 1).unwrap(), libc::SIGKILL);
+    });
+    assert_ne!(launched.code, Some(0));
+    assert!(launched.took < Duration::from_secs(10), "{:?}: {}", launched.took, launched.output);
+}
+
+#[test]
+fn a_stopped_rank_is_found_at_the_deadline() {
+    let launched = launch("signal", 3, LIMIT, |folder| {
+        await_file(&folder.join("ready"));
+        signal(pid(folder, 1).unwrap(), libc::SIGSTOP);
+    });
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
+    assert!(launched.took < Duration::from_secs(15), "{:?}", launched.took);
+    for rank in [0, 2] {
+        let note = launched.note(rank);
+        assert!(note.contains("all_gather of 30000 f32") && note.contains("for rank(s) [1]"), "{note}");
+    }
+    let report = flight::merge(&launched.flights()).unwrap();
+    // mpirun lets a stopped rank run again to end it: it may come to leave a record too.
+    let late = &report.late[0];
+    assert_eq!((late.rank, late.recorded), (1, report.without_record.is_empty()), "{report}");
+    assert_eq!(late.waited_for_by, [0, 2], "{report}");
 }

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use zero_core::collective::Joined;
-use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
+use zero_core::collective::flight::merge;
+use zero_core::collective::threads::{ThreadComm, ThreadOptions, run, run_recorded};
 use zero_core::{Buffer, Collective, CommError, LaunchError, ReduceOp, Request};
 
 fn options() -> ThreadOptions {
@@ -239,4 +240,35 @@ fn a_mean_is_the_sum_times_one_over_the_ranks() {
         assert_eq!(part, expected[rank * 5001..(rank + 1) * 5001]);
         assert_eq!(half, [3.0; 4]);
     }
+}
+
+#[test]
+fn a_deadline_leaves_records_that_name_the_late_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = ThreadOptions { deadline: Duration::from_millis(200) };
+    let error = run_recorded(3, &options, Some(folder.path()), |comm| -> Result<(), CommError> {
+        comm.barrier()?;
+        if comm.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        comm.execute_for(Request::AllGather(Buffer::U8(vec![1])), "what is new").map(|_| ())
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("all_gather of 1 u8 for what is new"), "{error}");
+    let files: Vec<_> = (0..3).map(|rank| folder.path().join(format!("flight-rank-{rank}.json"))).collect();
+    let report = merge(&files).unwrap();
+    let late = &report.late[0];
+    assert_eq!((late.rank, late.seq, late.last_completed), (1, 1, Some(0)), "{report}");
+    assert_eq!(late.waited_for_by, [0, 2]);
+}
+
+#[test]
+fn what_an_operation_is_for_must_agree() {
+    let error = run(2, &ThreadOptions::default(), |comm| {
+        let what = if comm.rank() == 0 { "layer 1" } else { "layer 2" };
+        comm.execute_for(Request::AllReduce(Buffer::F32(vec![1.0]), ReduceOp::Sum), what)
+    })
+    .unwrap_err()
+    .to_string();
+    assert!(error.contains("(sum) for layer 1") && error.contains("(sum) for layer 2"), "{error}");
 }

@@ -162,7 +162,7 @@ impl Buffer {
     }
 
     /// The elements as they lie in memory.
-    #[cfg(feature = "mpi")]
+    #[cfg(any(feature = "mpi", test))]
     pub(super) fn as_bytes(&self) -> &[u8] {
         each!(self, v => {
             // SAFETY: the elements are floats or bytes: every byte of them is initialised, and `u8` has no alignment. The

@@ -28,9 +28,14 @@ pub fn code_of<E: core::fmt::Display + core::fmt::Debug>(error: &LaunchError<E>)
 /// Ends the process at once, after what was printed: without destructors and exit handlers, which an MPI library uses to
 /// wait for ranks that may never come.
 pub fn end_process(code: i32) -> ! {
+    flush();
+    // SAFETY: `_exit` may be called at any time; it does not return.
+    unsafe { libc::_exit(code) }
+}
+
+/// Lets out what was printed.
+pub(crate) fn flush() {
     // Who cannot be written to any more will not read why.
     let _ = std::io::stdout().flush();
     let _ = std::io::stderr().flush();
-    // SAFETY: `_exit` may be called at any time; it does not return.
-    unsafe { libc::_exit(code) }
 }

@@ -1,7 +1,6 @@
 //! Memory that several transfers fill at once, each its own range, before it becomes a buffer.
 
 use std::mem::ManuallyDrop;
-use std::ops::Range;
 use std::ptr::NonNull;
 
 use half::{bf16, f16};
@@ -82,7 +81,7 @@ impl Landing {
     ///
     /// When it does not fit.
     #[cfg(feature = "mpi")]
-    pub(crate) fn target(&self, range: &Range<usize>) -> *mut u8 {
+    pub(crate) fn target(&self, range: &std::ops::Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.bytes(), "a piece lies inside its whole");
         // SAFETY: inside the allocation, or one past its end.
         unsafe { self.base.as_ptr().add(range.start) }
@@ -116,7 +115,7 @@ impl Drop for Landing {
 /// The messages that `bytes` bytes are cut into: offset and length, of at most `chunk` bytes each. Nothing is sent for
 /// nothing.
 #[cfg(any(feature = "mpi", test))]
-pub(crate) fn chunks(bytes: usize, chunk: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn chunks(bytes: usize, chunk: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..bytes).step_by(chunk.max(1)).map(move |begin| begin..bytes.min(begin.saturating_add(chunk.max(1))))
 }
 

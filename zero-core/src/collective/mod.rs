@@ -50,9 +50,6 @@ pub enum Request {
     AllToAll(Buffer),
     /// Returns when every rank has called it with the same purpose (empty, or what it is for).
     Barrier(&'static str),
-    /// One of the others, with what it is of (a parameter's name): ranks whose names differ do not match. See
-    /// [`Request::named`].
-    Named(Box<Request>, String),
 }
 
 impl Request {
@@ -65,24 +62,6 @@ impl Request {
             Request::Broadcast(..) => "broadcast",
             Request::AllToAll(_) => "all_to_all",
             Request::Barrier(_) => "barrier",
-            Request::Named(request, _) => request.name(),
-        }
-    }
-
-    /// With what it is of, for errors and for the check that ranks call the same. Without, if that is empty.
-    #[must_use]
-    pub fn named(self, what: &str) -> Self {
-        match what {
-            "" => self,
-            what => Request::Named(Box::new(self), what.to_string()),
-        }
-    }
-
-    /// The request itself.
-    pub(crate) fn without_name(self) -> Self {
-        match self {
-            Request::Named(request, _) => request.without_name(),
-            request => request,
         }
     }
 }
@@ -115,14 +94,26 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     /// Bytes that this rank has received, over all groups duplicated from one another.
     fn wire(&self) -> &Arc<WireCounter>;
 
-    /// Runs `request` on the calling thread, after whatever was started before it.
-    fn execute(&self, request: Request) -> Result<Buffer, CommError>;
+    /// Runs `request` on the calling thread, after whatever was started before it. `what` it is for (a parameter's name)
+    /// is part of what all ranks must agree on, and stands in errors and flight records; it may be empty.
+    fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError>;
 
-    /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`].
-    fn start(&self, request: Request) -> Pending;
+    /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`]. `what` it is for
+    /// as in [`Collective::execute_for`].
+    fn start_for(&self, request: Request, what: &str) -> Pending;
+
+    /// [`Collective::execute_for`] nothing in particular.
+    fn execute(&self, request: Request) -> Result<Buffer, CommError> {
+        self.execute_for(request, "")
+    }
+
+    /// [`Collective::start_for`] nothing in particular.
+    fn start(&self, request: Request) -> Pending {
+        self.start_for(request, "")
+    }
 
     /// Starts an all-reduce whose result the ranks of one process share: `join` makes it, on one of them, and all of them
-    /// get that. The values are those of [`Request::AllReduce`]. `what` is as in [`Request::named`].
+    /// get that. The values are those of [`Request::AllReduce`]. `what` is as in [`Collective::execute_for`].
     fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined>;
 
     /// A second group of the same ranks with its own order of operations. Itself a collective.

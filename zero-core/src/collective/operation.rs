@@ -30,21 +30,28 @@ impl Description {
         Self { op: "barrier", detail }
     }
 
-    /// The words of a whole request.
-    pub(super) fn of_request(request: &Request) -> Self {
+    /// With what the caller says it is for, if anything.
+    pub(super) fn labelled(mut self, what: &str) -> Self {
+        if !what.is_empty() {
+            self.detail.push_str(" for ");
+            self.detail.push_str(what);
+        }
+        self
+    }
+
+    /// The words of a whole request, for `what`.
+    #[cfg(feature = "mpi")]
+    pub(super) fn of_request(request: &Request, what: &str) -> Self {
         let op = request.name();
-        match request {
+        let description = match request {
             Request::Barrier(purpose) => Self::of_barrier(purpose),
             Request::AllGather(buffer) | Request::AllToAll(buffer) => Self::of(op, buffer, ""),
             Request::ReduceScatter(buffer, reduce) | Request::AllReduce(buffer, reduce) => {
                 Self::of(op, buffer, reduce_name(*reduce))
             }
             Request::Broadcast(buffer, root) => Self::of(op, buffer, &format!(" from rank {root}")),
-            Request::Named(request, what) => {
-                let Self { op, detail } = Self::of_request(request);
-                Self { op, detail: format!("{detail}, {what}") }
-            }
-        }
+        };
+        description.labelled(what)
     }
 }
 
@@ -69,9 +76,6 @@ pub(super) struct Place<'a> {
 impl Place<'_> {
     /// Whether `request` can be run by a group of this size.
     pub(super) fn check(&self, request: &Request) -> Result<(), CommError> {
-        if let Request::Named(request, _) = request {
-            return self.check(request);
-        }
         let world = self.world;
         let expected = match request {
             Request::ReduceScatter(input, ReduceOp::Mean) | Request::AllReduce(input, ReduceOp::Mean)
@@ -96,12 +100,24 @@ impl Place<'_> {
     }
 }
 
+/// Identity of a group made by operation `seq` of group `parent`, the same on every rank without a message: a mix of the
+/// numbers (splitmix64's finaliser).
+pub(super) fn child_id(parent: u64, seq: u64, color: u64) -> u64 {
+    let mut id = parent;
+    for word in [seq, color] {
+        id = (id ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        id ^= id >> 31;
+    }
+    id
+}
+
 /// Bytes that rank `rank` of `world` receives in `request`, see [`crate::accounting::WireBytes`].
 pub(super) fn received(request: &Request, rank: usize, world: usize) -> Option<(WireKind, usize)> {
     let others = world - 1;
     let counted = match request {
         Request::Barrier(_) => return None,
-        Request::Named(request, _) => return received(request, rank, world),
         Request::AllGather(shard) => (WireKind::AllGather, shard.bytes() * others),
         Request::ReduceScatter(input, _) => (WireKind::ReduceScatter, input.bytes() / world * others),
         Request::AllToAll(input) => (WireKind::AllToAll, input.bytes() / world * others),

@@ -10,13 +10,15 @@
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::operation::{Description, Place, received};
+use super::flight::{Entry, Opening, Recorder};
+use super::operation::{Description, Place, received, reduce_name};
 use super::progress::Progress;
 use super::{Buffer, Collective, Join, Joined, Pending, ReduceOp, Request};
 use crate::accounting::WireCounter;
@@ -43,11 +45,29 @@ pub(crate) struct Run {
     failure: Mutex<Option<Failure>>,
     left: Mutex<Vec<bool>>,
     pub(crate) deadline: Duration,
+    /// Each rank's.
+    recorders: Vec<Recorder>,
 }
 
 impl Run {
+    fn new(world: usize, deadline: Duration, flight_dir: Option<&Path>) -> Arc<Self> {
+        let recorders = (0..world).map(|rank| Recorder::new(rank, world, flight_dir.map(Path::to_path_buf))).collect();
+        Arc::new(Self { failure: Mutex::new(None), left: Mutex::new(vec![false; world]), deadline, recorders })
+    }
+
     fn fail(&self, peer: usize, reason: &str) {
-        self.failure.lock().get_or_insert_with(|| Failure { peer, reason: reason.into() });
+        {
+            let mut failure = self.failure.lock();
+            if failure.is_some() {
+                return;
+            }
+            *failure = Some(Failure { peer, reason: reason.into() });
+        }
+        for recorder in &self.recorders {
+            if let Err(error) = recorder.write(reason) {
+                tracing::warn!(%error, "a flight record could not be written");
+            }
+        }
     }
 
     /// Ends a wait of `rank` when the run has failed or a rank it waits for has ended.
@@ -76,6 +96,8 @@ type Shared = Arc<OnceLock<Joined>>;
 #[derive(Debug)]
 struct Group {
     label: String,
+    /// Tells groups of one label apart in flight records.
+    id: u64,
     world: usize,
     run: Arc<Run>,
     /// Keyed by sequence number and phase (an all-reduce has two).
@@ -91,9 +113,10 @@ struct Group {
 const POLL: Duration = Duration::from_millis(20);
 
 impl Group {
-    fn new(label: String, world: usize, run: Arc<Run>) -> Arc<Self> {
+    fn new(label: String, id: u64, world: usize, run: Arc<Run>) -> Arc<Self> {
         Arc::new(Self {
             label,
+            id,
             world,
             run,
             slots: Mutex::default(),
@@ -110,6 +133,30 @@ impl Group {
         (seq, phase): (u64, u8),
         description: Description,
         input: Arc<Buffer>,
+    ) -> Result<Vec<Arc<Buffer>>, CommError> {
+        let recorder = &self.run.recorders[rank];
+        let entry = recorder.open(Opening {
+            group: &self.label,
+            group_id: self.id,
+            seq,
+            op: description.to_string(),
+            bytes: input.bytes(),
+            one_sided: false,
+            waiting_for: (0..self.world).filter(|&peer| peer != rank).collect(),
+            last: phase > 0 || description.op != "all_reduce",
+        });
+        let came = self.meet(rank, (seq, phase), description, input, &entry);
+        recorder.close(&entry, came.as_ref().map(|_| ()).map_err(CommError::to_string));
+        came
+    }
+
+    fn meet(
+        &self,
+        rank: usize,
+        (seq, phase): (u64, u8),
+        description: Description,
+        input: Arc<Buffer>,
+        entry: &Entry,
     ) -> Result<Vec<Arc<Buffer>>, CommError> {
         let begin = Instant::now();
         let mut slots = self.slots.lock();
@@ -128,6 +175,7 @@ impl Group {
                 other_rank: slot.first_rank,
                 other_op: slot.description.to_string(),
             };
+            drop(slots);
             self.run.fail(rank, &error.to_string());
             self.arrived.notify_all();
             return Err(error);
@@ -147,6 +195,7 @@ impl Group {
                 }
                 return Ok(inputs);
             }
+            entry.only_waits_for(&missing);
             self.run.check(&self.label, seq, rank, &description, &missing)?;
             let waited = begin.elapsed();
             if waited >= self.run.deadline {
@@ -158,6 +207,8 @@ impl Group {
                     waited_ms: waited.as_millis() as u64,
                     missing,
                 };
+                // Records are written without the slots' lock, which the other ranks want.
+                drop(slots);
                 self.run.fail(rank, &error.to_string());
                 return Err(error);
             }
@@ -187,7 +238,7 @@ impl core::fmt::Debug for ThreadComm {
 }
 
 impl Inner {
-    fn run(&self, request: Request) -> Result<Buffer, CommError> {
+    fn run(&self, request: Request, what: &str) -> Result<Buffer, CommError> {
         // Relaxed: a communicator's operations are issued by one thread at a time (its user or its progress thread).
         let seq = self.next.fetch_add(1, Ordering::Relaxed);
         let (world, rank) = (self.group.world, self.rank);
@@ -200,42 +251,48 @@ impl Inner {
                 self.wire.add(kind, bytes);
             }
         };
-        let description = Description::of_request(&request);
-        let meet = |input| self.group.rendezvous(rank, (seq, 0), description.clone(), Arc::new(input));
-        match request.without_name() {
-            Request::Barrier(_) => {
-                meet(Buffer::U8(Vec::new()))?;
+        let describe = |buffer: &Buffer, more: &str| Description::of(op, buffer, more).labelled(what);
+        match request {
+            Request::Barrier(purpose) => {
+                self.group.rendezvous(
+                    rank,
+                    (seq, 0),
+                    Description::of_barrier(purpose).labelled(what),
+                    Arc::new(Buffer::U8(Vec::new())),
+                )?;
                 Ok(Buffer::U8(Vec::new()))
             }
             Request::AllGather(shard) => {
                 let len = shard.len();
-                let inputs = meet(shard)?;
+                let inputs = self.group.rendezvous(rank, (seq, 0), describe(&shard, ""), Arc::new(shard))?;
                 count();
                 Ok(Buffer::concat(&inputs, 0..len))
             }
             Request::ReduceScatter(input, reduce) => {
                 let len = input.len() / world;
-                let inputs = meet(input)?;
+                let description = describe(&input, reduce_name(reduce));
+                let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(input))?;
                 count();
                 Ok(Buffer::reduce_range(&inputs, rank * len..(rank + 1) * len, reduce))
             }
             Request::AllReduce(input, reduce) => {
+                let description = describe(&input, reduce_name(reduce));
                 let pieces = self.all_reduce(seq, description, input, reduce)?;
                 count();
                 Ok(Buffer::join(&pieces))
             }
             Request::Broadcast(buffer, root) => {
-                let inputs = meet(buffer)?;
+                let description = describe(&buffer, &format!(" from rank {root}"));
+                let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(buffer))?;
                 count();
                 Ok((*inputs[root]).clone())
             }
             Request::AllToAll(input) => {
                 let len = input.len() / world;
-                let inputs = meet(input)?;
+                let inputs = self.group.rendezvous(rank, (seq, 0), describe(&input, ""), Arc::new(input))?;
                 count();
                 Ok(Buffer::concat(&inputs, rank * len..(rank + 1) * len))
             }
-            Request::Named(..) => unreachable!("the name was taken off"),
         }
     }
 }
@@ -259,18 +316,17 @@ impl Inner {
     }
 
     /// See [`Collective::start_shared`].
-    fn all_reduce_shared(&self, request: Request, join: Join) -> Result<Joined, CommError> {
+    fn all_reduce_shared(&self, input: Buffer, reduce: ReduceOp, what: &str, join: Join) -> Result<Joined, CommError> {
         // Relaxed: as in `run`.
         let seq = self.next.fetch_add(1, Ordering::Relaxed);
         let (world, rank) = (self.group.world, self.rank);
+        let request = Request::AllReduce(input, reduce);
         let op = request.name();
         let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
         Place { group: &self.group.label, seq, rank, world }.check(&request)?;
         let received = received(&request, rank, world);
-        let description = Description::of_request(&request);
-        let Request::AllReduce(input, reduce) = request.without_name() else {
-            unreachable!("`start_shared` takes the input of an all-reduce")
-        };
+        let Request::AllReduce(input, reduce) = request else { unreachable!("it was made above") };
+        let description = Description::of(op, &input, reduce_name(reduce)).labelled(what);
         let pieces = self.all_reduce(seq, description, input, reduce)?;
         if let Some((kind, bytes)) = received {
             self.wire.add(kind, bytes);
@@ -336,23 +392,22 @@ impl Collective for ThreadComm {
         &self.inner.wire
     }
 
-    fn execute(&self, request: Request) -> Result<Buffer, CommError> {
+    fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError> {
         match self.progress.get() {
             // Order is kept by going through the same queue.
-            Some(_) => self.start(request).wait(),
-            None => self.inner.run(request),
+            Some(_) => self.start_for(request, what).wait(),
+            None => self.inner.run(request, what),
         }
     }
 
-    fn start(&self, request: Request) -> Pending {
-        let inner = self.inner.clone();
-        self.progress().start(move || inner.run(request))
+    fn start_for(&self, request: Request, what: &str) -> Pending {
+        let (inner, what) = (self.inner.clone(), what.to_string());
+        self.progress().start(move || inner.run(request, &what))
     }
 
     fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined> {
-        let inner = self.inner.clone();
-        let request = Request::AllReduce(input, op).named(what);
-        self.progress().start(move || inner.all_reduce_shared(request, join))
+        let (inner, what) = (self.inner.clone(), what.to_string());
+        self.progress().start(move || inner.all_reduce_shared(input, op, &what, join))
     }
 
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError> {
@@ -361,8 +416,10 @@ impl Collective for ThreadComm {
         // Every rank has passed the same barrier, so its sequence number names this duplication on all of them.
         let seq = self.inner.next.load(Ordering::Relaxed);
         let mut children = group.children.lock();
-        let (child, fetched) =
-            children.entry(seq).or_insert_with(|| (Group::new(label.to_string(), group.world, group.run.clone()), 0));
+        let (child, fetched) = children.entry(seq).or_insert_with(|| {
+            let id = super::operation::child_id(group.id, seq, 0);
+            (Group::new(label.to_string(), id, group.world, group.run.clone()), 0)
+        });
         *fetched += 1;
         let (child, all) = (child.clone(), *fetched == group.world);
         if all {
@@ -413,12 +470,30 @@ where
     E: core::fmt::Display + core::fmt::Debug + Send,
     F: Fn(Arc<ThreadComm>) -> Result<T, E> + Sync,
 {
+    run_recorded(world, options, None, body)
+}
+
+/// As [`run`]; when a rank fails or a deadline passes, every rank's flight record goes to `flight_dir`.
+///
+/// # Errors
+///
+/// As [`run`]'s.
+pub fn run_recorded<T, E, F>(
+    world: usize,
+    options: &ThreadOptions,
+    flight_dir: Option<&Path>,
+    body: F,
+) -> Result<Vec<T>, LaunchError<E>>
+where
+    T: Send,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+    F: Fn(Arc<ThreadComm>) -> Result<T, E> + Sync,
+{
     if world == 0 {
         return Err(LaunchError::World { world });
     }
-    let run =
-        Arc::new(Run { failure: Mutex::new(None), left: Mutex::new(vec![false; world]), deadline: options.deadline });
-    let group = Group::new("world".to_string(), world, run.clone());
+    let run = Run::new(world, options.deadline, flight_dir);
+    let group = Group::new("world".to_string(), 0, world, run.clone());
     let failures: Mutex<Vec<Option<RankFailure<E>>>> = Mutex::new((0..world).map(|_| None).collect());
     let mut results: Vec<Option<T>> = Vec::new();
     let mut spawn_error = None;
@@ -477,9 +552,8 @@ where
 
 /// A group of one rank, outside of any run: its collectives return at once.
 pub fn alone() -> Arc<dyn Collective> {
-    let run =
-        Run { failure: Mutex::new(None), left: Mutex::new(vec![false]), deadline: ThreadOptions::default().deadline };
-    ThreadComm::new(0, Group::new("alone".to_string(), 1, Arc::new(run)), Arc::default())
+    let run = Run::new(1, ThreadOptions::default().deadline, None);
+    ThreadComm::new(0, Group::new("alone".to_string(), 0, 1, run), Arc::default())
 }
 
 /// A panic payload with which code that cannot return errors ends its rank: the message is reported as the rank's

@@ -109,8 +109,7 @@ pub struct Options {
     /// Seconds that a rank waits for another before all end with exit code 75 [default: 600]
     #[arg(long, value_name = "SECONDS", env = "ZERO_DEADLINE")]
     pub deadline: Option<f64>,
-    /// Where ranks that are processes leave their last operations when one fails or is late, for `zero flight` [default:
-    /// flight in --out]
+    /// Where ranks leave their last operations when one fails or is late, for `zero flight` [default: flight in --out]
     #[arg(long, value_name = "DIR", env = "ZERO_FLIGHT_DIR")]
     pub flight: Option<PathBuf>,
     /// Write the time of every operation, gather and reduction into this file, for chrome://tracing or Perfetto

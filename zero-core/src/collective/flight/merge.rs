@@ -73,6 +73,24 @@ pub struct Different {
     pub called: Vec<(String, Vec<usize>)>,
 }
 
+/// How far the ranks have come in a group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Progress {
+    /// Label of the group.
+    pub group: String,
+    /// Each rank that left a record, with the last operation that it ended well.
+    pub completed: Vec<(usize, Option<u64>)>,
+}
+
+/// An operation of a group that a rank has not come to.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Wanted {
+    rank: usize,
+    group_id: u64,
+    group: String,
+    seq: u64,
+}
+
 /// What the records say together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
@@ -86,8 +104,8 @@ pub struct Report {
     pub waits: Vec<Wait>,
     /// Sequence numbers at which ranks disagree.
     pub mismatches: Vec<Different>,
-    /// Per group: its label, and each recorded rank with the last operation that it ended well.
-    pub progress: Vec<(String, Vec<(usize, Option<u64>)>)>,
+    /// How far each group has come.
+    pub progress: Vec<Progress>,
     /// Each record's reason.
     pub reasons: Vec<(usize, String)>,
 }
@@ -136,14 +154,17 @@ impl Report {
         let mut called: BTreeMap<(u64, String, u64), BTreeMap<String, Vec<usize>>> = BTreeMap::new();
         let mut groups: BTreeSet<(u64, String)> = BTreeSet::new();
         // Who has not come: by rank and place, who waits and in what words.
-        let mut wanted: BTreeMap<(usize, u64, String, u64), (String, Vec<usize>)> = BTreeMap::new();
+        let mut wanted: BTreeMap<Wanted, (String, Vec<usize>)> = BTreeMap::new();
         for record in &records {
             for operation in &record.operations {
                 let Operation { group, group_id, seq, op, one_sided, .. } = operation;
                 if !one_sided {
                     groups.insert((*group_id, group.clone()));
                     let place = (*group_id, group.clone(), *seq);
-                    called.entry(place).or_default().entry(op.clone()).or_default().push(record.rank);
+                    let ranks = called.entry(place).or_default().entry(op.clone()).or_default();
+                    if ranks.last() != Some(&record.rank) {
+                        ranks.push(record.rank);
+                    }
                 }
                 let waits_for = missing(operation);
                 if waits_for.is_empty() {
@@ -157,7 +178,7 @@ impl Report {
                     for_ranks: waits_for.to_vec(),
                 });
                 for &peer in waits_for {
-                    let place = (peer, *group_id, group.clone(), *seq);
+                    let place = Wanted { rank: peer, group_id: *group_id, group: group.clone(), seq: *seq };
                     wanted.entry(place).or_insert_with(|| (op.clone(), Vec::new())).1.push(record.rank);
                 }
             }
@@ -170,9 +191,9 @@ impl Report {
         }
         for (id, label) in groups {
             let ranks = records.iter().map(|record| (record.rank, completed(record, id, &label))).collect();
-            report.progress.push((label, ranks));
+            report.progress.push(Progress { group: label, completed: ranks });
         }
-        for ((rank, id, group, seq), (op, waited_for_by)) in wanted {
+        for (Wanted { rank, group_id: id, group, seq }, (op, waited_for_by)) in wanted {
             let record = records.iter().find(|record| record.rank == rank);
             let has_come = record.is_some_and(|record| {
                 let same = |o: &Operation| o.group_id == id && o.group == group && o.seq == seq && !o.one_sided;
@@ -232,7 +253,7 @@ impl core::fmt::Display for Report {
         if !self.without_record.is_empty() {
             writeln!(f, "no record of rank(s) {:?}", self.without_record)?;
         }
-        for (group, ranks) in &self.progress {
+        for Progress { group, completed: ranks } in &self.progress {
             let text = |last: Option<u64>| last.map_or("none".to_string(), |seq| seq.to_string());
             let all: Vec<String> = ranks.iter().map(|&(rank, last)| format!("rank {rank}: {}", text(last))).collect();
             let behind = ranks.iter().map(|&(_, last)| last).min().flatten();
@@ -256,7 +277,7 @@ mod tests {
     use super::*;
 
     fn opening(seq: u64, op: &str, waiting_for: Vec<usize>) -> Opening<'static> {
-        Opening { group: "world", group_id: 1, seq, op: op.into(), bytes: 4, one_sided: false, waiting_for }
+        Opening { group: "world", group_id: 1, seq, op: op.into(), bytes: 4, one_sided: false, waiting_for, last: true }
     }
 
     fn record(rank: usize, done: u64, waiting: Option<(&str, Vec<usize>)>) -> Record {

@@ -15,7 +15,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-pub use merge::{Different, Late, Report, Unreadable, Wait, merge};
+pub use merge::{Different, Late, Progress, Report, Unreadable, Wait, merge};
 
 /// Operations that a recorder keeps.
 pub const KEPT: usize = 100;
@@ -108,7 +108,11 @@ pub struct Recorder {
 
 /// An operation that is being recorded.
 #[derive(Debug)]
-pub(crate) struct Entry(Mutex<Operation>);
+pub(crate) struct Entry {
+    operation: Mutex<Operation>,
+    /// Whether its end is the end of what was called: an all-reduce is recorded in two steps.
+    last: bool,
+}
 
 /// What is known of an operation when it begins.
 #[derive(Debug)]
@@ -120,6 +124,8 @@ pub(crate) struct Opening<'a> {
     pub(crate) bytes: usize,
     pub(crate) one_sided: bool,
     pub(crate) waiting_for: Vec<usize>,
+    /// Whether the operation ends with this entry.
+    pub(crate) last: bool,
 }
 
 impl Recorder {
@@ -143,22 +149,25 @@ impl Recorder {
 
     pub(crate) fn open(&self, opening: Opening<'_>) -> Arc<Entry> {
         let started_us = self.now_us();
-        let entry = Arc::new(Entry(Mutex::new(Operation {
-            group: opening.group.to_string(),
-            group_id: opening.group_id,
-            seq: opening.seq,
-            op: opening.op,
-            one_sided: opening.one_sided,
-            bytes: opening.bytes as u64,
-            started_us,
-            started_unix_us: self.begin_unix_us + started_us,
-            ended_us: None,
-            state: State::Waiting { for_ranks: opening.waiting_for, receiving_from: Vec::new() },
-        })));
+        let entry = Arc::new(Entry {
+            last: opening.last,
+            operation: Mutex::new(Operation {
+                group: opening.group.to_string(),
+                group_id: opening.group_id,
+                seq: opening.seq,
+                op: opening.op,
+                one_sided: opening.one_sided,
+                bytes: opening.bytes as u64,
+                started_us,
+                started_unix_us: self.begin_unix_us + started_us,
+                ended_us: None,
+                state: State::Waiting { for_ranks: opening.waiting_for, receiving_from: Vec::new() },
+            }),
+        });
         let mut ring = self.ring.lock();
         if ring.len() == KEPT {
             // An operation under way is what a record is for: it stays before one that has ended.
-            let ended = ring.iter().position(|entry| entry.0.lock().ended_us.is_some()).unwrap_or(0);
+            let ended = ring.iter().position(|entry| entry.operation.lock().ended_us.is_some()).unwrap_or(0);
             ring.remove(ended);
         }
         ring.push_back(entry.clone());
@@ -167,7 +176,7 @@ impl Recorder {
 
     /// Ends `entry`, well or with an error's text.
     pub(crate) fn close(&self, entry: &Entry, outcome: Result<(), String>) {
-        let mut operation = entry.0.lock();
+        let mut operation = entry.operation.lock();
         if operation.ended_us.is_some() {
             return;
         }
@@ -182,7 +191,7 @@ impl Recorder {
                 State::Failed { why, without }
             }
         };
-        if operation.state == State::Done && !operation.one_sided {
+        if operation.state == State::Done && !operation.one_sided && entry.last {
             let key = (operation.group_id, operation.group.clone());
             let seq = operation.seq;
             drop(operation);
@@ -194,7 +203,7 @@ impl Recorder {
 
     /// The record as of now.
     pub fn record(&self, reason: &str) -> Record {
-        let operations = self.ring.lock().iter().map(|entry| entry.0.lock().clone()).collect();
+        let operations = self.ring.lock().iter().map(|entry| entry.operation.lock().clone()).collect();
         let completed = self.completed.lock();
         Record {
             rank: self.rank,
@@ -239,8 +248,9 @@ fn write_record(folder: &Path, record: &Record) -> std::io::Result<PathBuf> {
 
 impl Entry {
     /// `peer` has come; its bytes are there, or on the way.
+    #[cfg(any(feature = "mpi", test))]
     pub(crate) fn arrived(&self, peer: usize, underway: bool) {
-        if let State::Waiting { for_ranks, receiving_from } = &mut self.0.lock().state {
+        if let State::Waiting { for_ranks, receiving_from } = &mut self.operation.lock().state {
             for_ranks.retain(|&rank| rank != peer);
             if underway {
                 receiving_from.push(peer);
@@ -248,16 +258,26 @@ impl Entry {
         }
     }
 
+    /// Of the ranks that had not come, these have not come yet.
+    pub(crate) fn only_waits_for(&self, missing: &[usize]) {
+        if let State::Waiting { for_ranks, .. } = &mut self.operation.lock().state {
+            for_ranks.clear();
+            for_ranks.extend_from_slice(missing);
+        }
+    }
+
     /// All bytes of `peer` are there.
+    #[cfg(feature = "mpi")]
     pub(crate) fn received(&self, peer: usize) {
-        if let State::Waiting { receiving_from, .. } = &mut self.0.lock().state {
+        if let State::Waiting { receiving_from, .. } = &mut self.operation.lock().state {
             receiving_from.retain(|&rank| rank != peer);
         }
     }
 
     /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
+    #[cfg(feature = "mpi")]
     pub(crate) fn missing(&self) -> Vec<usize> {
-        match &self.0.lock().state {
+        match &self.operation.lock().state {
             State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from.clone(),
             State::Waiting { for_ranks, .. } => for_ranks.clone(),
             State::Failed { without, .. } => without.clone(),
@@ -279,6 +299,7 @@ mod tests {
             bytes: 0,
             one_sided: false,
             waiting_for: vec![1, 2],
+            last: true,
         })
     }
 

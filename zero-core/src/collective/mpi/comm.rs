@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use crossbeam_channel::{RecvTimeoutError, bounded};
 
 use super::super::landing::Landing;
-use super::super::operation::{self, Description};
+use super::super::operation::{self, Description, child_id};
 use super::super::progress::Progress;
 use super::super::{Buffer, Collective, DType, Join, Joined, Pending, ReduceOp, Request, flight, launcher};
 use super::shared::{At, Command, Exchange, Receive, Send, Shared};
@@ -44,19 +44,6 @@ impl core::fmt::Debug for MpiComm {
     }
 }
 
-/// Identity of a group made by operation `seq` of group `parent`, the same on every rank without a message: a mix of the
-/// numbers (splitmix64's finaliser).
-fn child_id(parent: u64, seq: u64, color: u64) -> u64 {
-    let mut id = parent;
-    for word in [seq, color] {
-        id = (id ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        id ^= id >> 31;
-    }
-    id
-}
-
 /// The plan of one exchange: which bytes of the input each rank gets, and where its own go.
 struct Plan<'a> {
     seq: u64,
@@ -71,6 +58,8 @@ struct Plan<'a> {
     own: Option<(core::ops::Range<usize>, usize)>,
     /// Whether the input is wanted back.
     until_sent: bool,
+    /// Whether the operation ends with this exchange.
+    last: bool,
 }
 
 impl Inner {
@@ -84,7 +73,7 @@ impl Inner {
     ///
     /// `take` and `own` do not overlap and cover the landing, and `take` is as long as what each rank gives.
     unsafe fn exchange(&self, plan: Plan<'_>, landing: Landing) -> Result<Buffer, CommError> {
-        let Plan { seq, phase, op, input, give, take, own, until_sent } = plan;
+        let Plan { seq, phase, op, input, give, take, own, until_sent, last } = plan;
         let at = At { group: &self.label, seq, op };
         let landing = Arc::new(landing);
         let sends = self.others().map(|place| Send { to: self.members[place], bytes: give(place) }).collect();
@@ -98,6 +87,7 @@ impl Inner {
             bytes: receives.iter().map(|receive| receive.bytes.len()).sum(),
             one_sided: false,
             waiting_for: receives.iter().map(|receive| receive.from).collect(),
+            last,
         });
         let (reply, result) = bounded(1);
         if receives.is_empty() {
@@ -137,14 +127,14 @@ impl Inner {
                 Err(error)
             }
         };
-        self.shared.recorder.close(&entry, outcome.as_ref().map(|()| ()).map_err(CommError::to_string));
+        self.shared.recorder.close(&entry, outcome.clone().map_err(|error| error.to_string()));
         outcome?;
         let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
         // SAFETY: the exchange has ended well, so every rank's part has come, and this rank's was copied: all is written.
         Ok(unsafe { landing.into_buffer() })
     }
 
-    fn run(&self, request: Request) -> Result<Buffer, CommError> {
+    fn run(&self, request: Request, what: &str) -> Result<Buffer, CommError> {
         // Relaxed: a communicator's operations are issued by one thread at a time (its user or its progress thread).
         let seq = self.next.fetch_add(1, Ordering::Relaxed);
         let (world, me) = (self.members.len(), self.me);
@@ -152,7 +142,7 @@ impl Inner {
         let place = operation::Place { group: &self.label, seq, rank: self.shared.rank(), world };
         place.check(&request)?;
         let received = operation::received(&request, me, world);
-        let op = Description::of_request(&request).to_string();
+        let op = Description::of_request(&request, what).to_string();
         let result = self.perform(seq, &op, request);
         if let (Ok(_), Some((kind, bytes))) = (&result, received) {
             self.shared.wire.add(kind, bytes);
@@ -163,7 +153,7 @@ impl Inner {
     fn perform(&self, seq: u64, op: &str, request: Request) -> Result<Buffer, CommError> {
         let (world, me) = (self.members.len(), self.me);
         let nothing = |_: usize| 0..0;
-        match request.without_name() {
+        match request {
             Request::Barrier(_) => {
                 let input = Arc::new(Buffer::U8(Vec::new()));
                 let plan = Plan {
@@ -175,6 +165,7 @@ impl Inner {
                     take: &nothing,
                     own: None,
                     until_sent: false,
+                    last: true,
                 };
                 // SAFETY: nothing lands.
                 unsafe { self.exchange(plan, Landing::new(DType::U8, 0)) }
@@ -184,8 +175,17 @@ impl Inner {
                 let input = Arc::new(shard);
                 let take = |place: usize| place * bytes..(place + 1) * bytes;
                 let own = Some((0..bytes, me * bytes));
-                let plan =
-                    Plan { seq, phase: 0, op, input: &input, give: &|_| 0..bytes, take: &take, own, until_sent: false };
+                let plan = Plan {
+                    seq,
+                    phase: 0,
+                    op,
+                    input: &input,
+                    give: &|_| 0..bytes,
+                    take: &take,
+                    own,
+                    until_sent: false,
+                    last: true,
+                };
                 // SAFETY: one stretch for each rank, in order.
                 unsafe { self.exchange(plan, landing) }
             }
@@ -194,8 +194,17 @@ impl Inner {
                 let input = Arc::new(input);
                 let stretch = |place: usize| place * bytes..(place + 1) * bytes;
                 let own = Some((stretch(me), me * bytes));
-                let plan =
-                    Plan { seq, phase: 0, op, input: &input, give: &stretch, take: &stretch, own, until_sent: false };
+                let plan = Plan {
+                    seq,
+                    phase: 0,
+                    op,
+                    input: &input,
+                    give: &stretch,
+                    take: &stretch,
+                    own,
+                    until_sent: false,
+                    last: true,
+                };
                 // SAFETY: one stretch for each rank, in order.
                 unsafe { self.exchange(plan, landing) }
             }
@@ -212,6 +221,7 @@ impl Inner {
                         take: &nothing,
                         own: None,
                         until_sent: true,
+                        last: true,
                     };
                     // SAFETY: nothing lands at the root.
                     unsafe { self.exchange(plan, Landing::new(DType::U8, 0)) }?;
@@ -228,29 +238,38 @@ impl Inner {
                     take: &take,
                     own: None,
                     until_sent: false,
+                    last: true,
                 };
                 // SAFETY: all of it comes from the root.
                 unsafe { self.exchange(plan, landing) }
             }
             Request::ReduceScatter(input, reduce) => {
                 let part = Partition::new(input.len(), world);
-                self.reduce(seq, op, &Arc::new(input), &part, reduce)
+                self.reduce(seq, op, &Arc::new(input), &part, reduce, true)
             }
             Request::AllReduce(input, reduce) => {
                 // Each rank reduces its stride of the buffer, then all gather: the order of additions, and so every bit,
                 // is that of a reduce-scatter.
                 let (numel, dtype) = (input.len(), input.dtype());
                 let part = Partition::new(numel, world);
-                let piece = Arc::new(self.reduce(seq, op, &Arc::new(input), &part, reduce)?);
+                let piece = Arc::new(self.reduce(seq, op, &Arc::new(input), &part, reduce, false)?);
                 let stretch = |place: usize| bytes_of(&part, place, dtype);
                 let own = Some((0..piece.bytes(), stretch(me).start));
                 let give = |_: usize| 0..piece.bytes();
-                let plan =
-                    Plan { seq, phase: 1, op, input: &piece, give: &give, take: &stretch, own, until_sent: false };
+                let plan = Plan {
+                    seq,
+                    phase: 1,
+                    op,
+                    input: &piece,
+                    give: &give,
+                    take: &stretch,
+                    own,
+                    until_sent: false,
+                    last: true,
+                };
                 // SAFETY: the parts of a partition.
                 unsafe { self.exchange(plan, Landing::new(dtype, numel)) }
             }
-            Request::Named(..) => unreachable!("the name was taken off"),
         }
     }
 
@@ -262,6 +281,7 @@ impl Inner {
         input: &Arc<Buffer>,
         part: &Partition,
         reduce: ReduceOp,
+        last: bool,
     ) -> Result<Buffer, CommError> {
         let (world, me, dtype) = (self.members.len(), self.me, input.dtype());
         let (len, bytes) = (part.len(me), part.len(me) * dtype.size());
@@ -269,7 +289,7 @@ impl Inner {
         let slot = |place: usize| if place < me { place } else { place - 1 };
         let take = |place: usize| slot(place) * bytes..(slot(place) + 1) * bytes;
         let give = |place: usize| bytes_of(part, place, dtype);
-        let plan = Plan { seq, phase: 0, op, input, give: &give, take: &take, own: None, until_sent: false };
+        let plan = Plan { seq, phase: 0, op, input, give: &give, take: &take, own: None, until_sent: false, last };
         // SAFETY: one stretch for each other rank, in order.
         let others = unsafe { self.exchange(plan, Landing::new(dtype, len * (world - 1))) }?;
         let parts: Vec<(&Buffer, usize)> = (0..world)
@@ -370,24 +390,23 @@ impl Collective for MpiComm {
         &self.inner.shared.wire
     }
 
-    fn execute(&self, request: Request) -> Result<Buffer, CommError> {
+    fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError> {
         match self.progress.get() {
             // Order is kept by going through the same queue.
-            Some(_) => self.start(request).wait(),
-            None => self.inner.run(request),
+            Some(_) => self.start_for(request, what).wait(),
+            None => self.inner.run(request, what),
         }
     }
 
-    fn start(&self, request: Request) -> Pending {
-        let inner = self.inner.clone();
-        self.progress().start(move || inner.run(request))
+    fn start_for(&self, request: Request, what: &str) -> Pending {
+        let (inner, what) = (self.inner.clone(), what.to_string());
+        self.progress().start(move || inner.run(request, &what))
     }
 
     fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined> {
-        let inner = self.inner.clone();
-        let request = Request::AllReduce(input, op).named(what);
+        let (inner, what) = (self.inner.clone(), what.to_string());
         // This process has one rank, which shares with nobody.
-        self.progress().start(move || Ok(join(&[Arc::new(inner.run(request)?)])))
+        self.progress().start(move || Ok(join(&[Arc::new(inner.run(Request::AllReduce(input, op), &what)?)])))
     }
 
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError> {

@@ -67,6 +67,8 @@ pub(super) enum Message {
     Abort(Trouble),
     /// The sender takes part in nothing more.
     Bye,
+    /// After a failure: the sender has said all that it has to say, and may be ended.
+    Done,
 }
 
 /// A message that cannot be read: the ranks run different builds.
@@ -177,6 +179,7 @@ impl Message {
                 writer.byte(3).bytes(&text).0
             }
             Message::Bye => writer.byte(4).0,
+            Message::Done => writer.byte(5).0,
         }
     }
 
@@ -208,6 +211,7 @@ impl Message {
                 Err(_) => return reader.malformed(),
             },
             4 => Message::Bye,
+            5 => Message::Done,
             _ => return reader.malformed(),
         };
         if reader.at == all.len() { Ok(message) } else { reader.malformed() }
@@ -236,6 +240,7 @@ mod tests {
             Message::Abort(Trouble { peer: 1, reason: "é".into(), cause: Some(cause) }),
             Message::Abort(Trouble { peer: 0, reason: String::new(), cause: None }),
             Message::Bye,
+            Message::Done,
         ]
     }
 

@@ -25,4 +25,4 @@ pub(crate) mod serve;
 mod shared;
 
 pub use comm::MpiComm;
-pub use run::{MpiOptions, MpiRun, run, start};
+pub use run::{Failed, MpiOptions, MpiRun, run, start};

@@ -148,11 +148,9 @@ impl Pump {
             let nap = idle.next(!self.underway.incoming.is_empty(), self.expects());
             if nap.is_zero() {
                 std::thread::yield_now();
-            } else if let Ok(command) = self.inbox.recv_timeout(nap) {
-                idle.reset();
-                if let Err(error) = self.obey(command) {
-                    self.shared.fail(&error.to_string(), None);
-                }
+            } else {
+                // A command that came since the last look has unparked this thread: then this returns at once.
+                std::thread::park_timeout(nap);
             }
         }
     }
@@ -220,6 +218,10 @@ impl Pump {
                 // The serving thread lives until this one has ended.
                 let _ = self.shared.jobs.send(Job::Left);
             }
+            Command::Done => {
+                self.say_all(&Message::Done)?;
+                self.shared.note_done(self.shared.rank());
+            }
             Command::Finish { finalize, within } => self.ending = Some((finalize, Instant::now() + within)),
         }
         Ok(())
@@ -244,6 +246,7 @@ impl Pump {
                 self.aborted = true;
                 self.stop_waits();
             }
+            Message::Done => self.shared.note_done(from),
             Message::Bye => {
                 self.shared.leave(from);
                 let waiting: Vec<Slot> =
@@ -591,7 +594,7 @@ fn dispose(jobs: &Sender<Job>, exposed: Arc<Exposed>) {
     let _ = jobs.send(Job::Dispose(exposed));
 }
 
-/// How long the thread may nap between two looks at MPI.
+/// How long the thread may nap between two looks at MPI: the longer the longer nothing has happened.
 struct Idle {
     since: Instant,
 }
@@ -607,14 +610,15 @@ impl Idle {
 
     fn next(&self, receiving: bool, expecting: bool) -> Duration {
         let quiet = self.since.elapsed();
-        let steps: [(u64, u64); 4] = match (receiving, expecting) {
+        let steps: &[(u64, u64)] = match (receiving, expecting) {
             // A payload on its way is copied by these very calls. A sender that does not move is given the processor.
-            (true, _) => [(5_000, 0), (50_000, 20), (1_000_000, 50), (u64::MAX, 200)],
-            (false, true) => [(50, 0), (2_000, 20), (50_000, 50), (u64::MAX, 200)],
-            (false, false) => [(20, 0), (2_000, 50), (200_000, 200), (u64::MAX, 500)],
+            (true, _) => &[(5_000, 0), (50_000, 20), (1_000_000, 50)],
+            (false, true) => &[(50, 0), (2_000, 20), (20_000, 50), (200_000, 200)],
+            (false, false) => &[(20, 0), (1_000, 50), (10_000, 100), (100_000, 500), (1_000_000, 1_000)],
         };
+        let longest = if receiving || expecting { 500 } else { 2_000 };
         let quiet = quiet.as_micros() as u64;
-        let nap = steps.iter().find(|(until, _)| quiet < *until).map_or(500, |&(_, nap)| nap);
+        let nap = steps.iter().find(|(until, _)| quiet < *until).map_or(longest, |&(_, nap)| nap);
         Duration::from_micros(nap)
     }
 }

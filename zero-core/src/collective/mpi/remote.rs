@@ -64,6 +64,7 @@ impl Remote {
             bytes: into.as_ref().map_or(0, |(_, range)| range.len()),
             one_sided: true,
             waiting_for: vec![peer],
+            last: true,
         });
         let (reply, result) = bounded(1);
         shared.send(Command::Read(Read {

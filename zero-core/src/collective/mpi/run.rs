@@ -10,7 +10,7 @@ use crossbeam_channel::{bounded, unbounded};
 
 use super::super::flight::Recorder;
 use super::super::threads::{Stopped, ThreadOptions, panic_reason};
-use super::super::{Collective, launcher};
+use super::super::{Collective, exit, launcher};
 use super::comm::MpiComm;
 use super::link::{Link, MAX_CHUNK};
 use super::message::Trouble;
@@ -139,8 +139,8 @@ impl MpiRun {
         let at = At { group: self.comm.label(), seq: u64::MAX, op };
         shared.check(at, [])?;
         let begin = Instant::now();
-        shared.send(Command::Leave);
-        let missing = shared.wait_for_leavers(shared.deadline, false);
+        shared.say_goodbye();
+        let missing = shared.wait_for_leavers(shared.deadline);
         shared.check(at, [])?;
         if missing.is_empty() {
             return Ok(());
@@ -158,25 +158,53 @@ impl MpiRun {
     }
 
     /// Ends this rank. When all has gone well everywhere, MPI is ended too. When a rank has failed, MPI is left as it is
-    /// (its end could wait for ever for a rank that is dead or cut off): the process should then end by
-    /// [`super::super::exit::end_process`].
+    /// (its end could wait for ever for a rank that is dead or cut off), and what is left to do is in the [`Failed`].
     ///
     /// # Errors
     ///
     /// The trouble of the first rank that failed, if one did.
-    pub fn finish(mut self) -> Result<(), CommError> {
-        let waited = self.wait_for_others();
-        let ended = self.end();
-        waited.and(ended)
+    pub fn finish(self) -> Result<(), Failed<CommError>> {
+        self.close(None)
     }
 
-    fn end(&mut self) -> Result<(), CommError> {
-        let Some(Threads { pump, window }) = self.threads.take() else { return Ok(()) };
+    /// Ends this rank, after `failure`, if it has one of its own.
+    fn close<E>(mut self, failure: Option<RankFailure<E>>) -> Result<(), Failed<E>>
+    where
+        E: core::fmt::Display + core::fmt::Debug,
+    {
+        let shared = self.comm.shared().clone();
+        let (rank, world) = (shared.rank(), shared.place.world);
+        if let Some(failure) = &failure {
+            let cause = match failure {
+                RankFailure::Comm(error) => Some(&**error),
+                _ => None,
+            };
+            // The first to fail is named by the run; what the others report is its echo.
+            shared.fail(&failure.to_string(), cause);
+        }
+        let waited = self.wait_for_others();
+        if waited.is_ok() {
+            self.end();
+        }
+        let Some(Trouble { peer, reason, cause }) = shared.trouble() else { return Ok(()) };
+        let failure = match (failure, cause) {
+            // A deadline stays one, whatever the body made of it: the exit code depends on it.
+            (Some(own), cause) if peer == rank && !matches!(cause, Some(CommError::Timeout { .. })) => own,
+            (_, Some(error)) => RankFailure::Comm(Box::new(error)),
+            (_, None) => RankFailure::Aborted(reason),
+        };
+        let error = LaunchError::Rank { rank: peer, world, failure: Box::new(failure) };
+        Err(Failed { error, ending: Some(self) })
+    }
+
+    /// Ends the threads, and MPI if all is well.
+    fn end(&mut self) {
+        let Some(Threads { pump, window }) = self.threads.take() else { return };
         let shared = self.comm.shared().clone();
         let sound = shared.trouble().is_none();
         if !sound {
-            shared.send(Command::Leave);
-            shared.wait_for_leavers(self.grace, true);
+            shared.send(Command::Done);
+            shared.wait_for_done(self.grace);
         }
         let within = if sound { shared.deadline } else { Duration::from_millis(50) };
         shared.send(Command::Finish { finalize: sound, within });
@@ -184,12 +212,54 @@ impl MpiRun {
         let ended = joined(pump, if sound { within + shared.deadline } else { JOIN });
         let _ = shared.jobs.send(Job::Stop);
         joined(window, JOIN);
-        let at = At { group: self.comm.label(), seq: u64::MAX, op: "ending" };
-        shared.check(at, [])?;
-        match ended {
-            Some(Ok(Ok(true))) => Ok(()),
-            _ => Err(shared.stopped(at)),
-        }
+        let reason = match ended {
+            Some(Ok(Ok(true))) => return,
+            Some(Ok(Err(error))) => error.to_string(),
+            _ => "MPI did not end".to_string(),
+        };
+        // Kept as this run's trouble, if it has none yet; nobody is left to be told.
+        shared.note(Trouble { peer: shared.rank(), reason, cause: None });
+    }
+}
+
+/// A run that has failed, and this process's part in it that is not over: its end.
+///
+/// A launcher ends all ranks when the first ends badly. So a rank first says what it has to say (prints the error), and
+/// then drops this, or calls [`Failed::end_process`]: it tells the others that it may be ended, and waits until all have
+/// come so far, at most [`MpiOptions::grace`].
+#[derive(Debug)]
+pub struct Failed<E: core::fmt::Display + core::fmt::Debug> {
+    /// The trouble of the first rank that failed.
+    pub error: LaunchError<E>,
+    /// Ended by being dropped.
+    ending: Option<MpiRun>,
+}
+
+impl<E: core::fmt::Display + core::fmt::Debug> Failed<E> {
+    /// The exit code that tells of the error.
+    pub fn code(&self) -> i32 {
+        exit::code_of(&self.error)
+    }
+
+    /// Waits for the others as described, and ends the process; without exit handlers, which an MPI library may use to
+    /// wait for ranks that never come.
+    pub fn end_process(self) -> ! {
+        let code = self.code();
+        exit::flush();
+        drop(self.ending);
+        exit::end_process(code)
+    }
+}
+
+impl<E: core::fmt::Display + core::fmt::Debug> core::fmt::Display for Failed<E> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<E: core::fmt::Display + core::fmt::Debug> std::error::Error for Failed<E> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        None
     }
 }
 
@@ -208,9 +278,9 @@ fn joined<T>(thread: JoinHandle<T>, within: Duration) -> Option<std::thread::Res
 impl Drop for MpiRun {
     fn drop(&mut self) {
         if self.threads.is_some() {
-            self.comm.abort("it dropped its run without finishing it");
-            // Told to the others; this rank has nobody left to tell.
-            let _ = self.end();
+            // Nothing new when the run has failed already.
+            self.comm.abort("it ended its run without finishing it");
+            self.end();
         }
     }
 }
@@ -219,53 +289,38 @@ impl Drop for MpiRun {
 ///
 /// The first rank that fails, by an error, a panic or a collective, stops all the others; its trouble is the error
 /// returned on every rank. A [`CommError`] may travel through code that cannot return errors as a panic payload, as with
-/// [`super::super::threads::run`]. After an error the process should end by [`super::super::exit::end_process`].
+/// [`super::super::threads::run`].
 ///
 /// # Errors
 ///
-/// [`LaunchError`] as described; [`LaunchError::Mpi`] when MPI cannot be started.
-pub fn run<T, E, F>(options: &MpiOptions, body: F) -> Result<T, LaunchError<E>>
+/// [`Failed`] as described, to be printed and ended with; its error is [`LaunchError::Mpi`] when MPI cannot be started.
+///
+/// ```no_run
+/// use zero_core::collective::mpi::{MpiOptions, run};
+/// use zero_core::{Buffer, Collective, CommError, ReduceOp};
+/// let sum = run(&MpiOptions::default(), |run| -> Result<Buffer, CommError> {
+///     run.comm().all_reduce(Buffer::F32(vec![run.comm().rank() as f32]), ReduceOp::Sum)
+/// });
+/// if let Err(failed) = sum {
+///     eprintln!("{failed}");
+///     failed.end_process();
+/// }
+/// ```
+pub fn run<T, E, F>(options: &MpiOptions, body: F) -> Result<T, Failed<E>>
 where
     E: core::fmt::Display + core::fmt::Debug,
     F: FnOnce(&MpiRun) -> Result<T, E>,
 {
-    let run = start(options).map_err(LaunchError::Mpi)?;
-    let shared = run.comm.shared().clone();
-    let (rank, world) = (shared.rank(), shared.place.world);
-    let outcome = catch_unwind(AssertUnwindSafe(|| body(&run)));
-    let (value, failure) = match outcome {
-        Ok(Ok(value)) => (Some(value), None),
-        Ok(Err(error)) => (None, Some(RankFailure::Failed(error))),
+    let run = start(options).map_err(|error| Failed { error: LaunchError::Mpi(error), ending: None })?;
+    let failure = match catch_unwind(AssertUnwindSafe(|| body(&run))) {
+        Ok(Ok(value)) => return run.close(None).map(|()| value),
+        Ok(Err(error)) => RankFailure::Failed(error),
         Err(payload) => match payload.downcast::<CommError>() {
-            Ok(error) => (None, Some(RankFailure::Comm(error))),
-            Err(payload) if payload.is::<Stopped>() => (None, Some(RankFailure::Aborted(panic_reason(&*payload)))),
-            Err(payload) => (None, Some(RankFailure::Panicked(panic_reason(&*payload)))),
+            Ok(error) => RankFailure::Comm(error),
+            Err(payload) if payload.is::<Stopped>() => RankFailure::Aborted(panic_reason(&*payload)),
+            Err(payload) => RankFailure::Panicked(panic_reason(&*payload)),
         },
     };
-    if let Some(failure) = &failure {
-        let cause = match failure {
-            RankFailure::Comm(error) => Some(&**error),
-            _ => None,
-        };
-        // The first to fail is named by the run; what the others report is its echo.
-        shared.fail(&failure.to_string(), cause);
-    }
-    let finished = run.finish();
-    match (shared.trouble(), value, failure) {
-        (None, Some(value), None) if finished.is_ok() => Ok(value),
-        (Some(Trouble { peer, .. }), _, Some(failure)) if peer == rank => {
-            Err(LaunchError::Rank { rank, world, failure: Box::new(failure) })
-        }
-        (Some(Trouble { peer, reason, cause }), ..) => {
-            let failure = match cause {
-                Some(error) => RankFailure::Comm(Box::new(error)),
-                None => RankFailure::Aborted(reason),
-            };
-            Err(LaunchError::Rank { rank: peer, world, failure: Box::new(failure) })
-        }
-        (None, ..) => {
-            let reason = finished.err().map_or_else(String::new, |error| error.to_string());
-            Err(LaunchError::Rank { rank, world, failure: Box::new(RankFailure::Aborted(reason)) })
-        }
-    }
+    let failed = run.close(Some(failure));
+    Err(failed.expect_err("a run with a rank that failed has failed"))
 }

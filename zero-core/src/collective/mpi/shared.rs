@@ -4,7 +4,8 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
@@ -98,6 +99,8 @@ pub(super) enum Command {
     Abort,
     /// This rank takes part in nothing more.
     Leave,
+    /// After a failure: this rank's process is about to end.
+    Done,
     /// Ends the thread, when all has been sent or `within` has passed; MPI is ended if asked for.
     Finish {
         finalize: bool,
@@ -109,13 +112,17 @@ pub(super) enum Command {
 struct State {
     trouble: Option<Trouble>,
     left: Vec<bool>,
+    /// Ranks that have ended after a failure.
+    done: Vec<bool>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(super) place: Place,
     pub(super) deadline: Duration,
-    pub(super) commands: Sender<Command>,
+    commands: Sender<Command>,
+    /// The communication thread, to be woken from its naps.
+    pump: Thread,
     pub(super) jobs: Sender<Job>,
     /// Reads that wait for something to be published here.
     pub(super) parked: Parked,
@@ -123,6 +130,8 @@ pub(crate) struct Shared {
     pub(super) wire: Arc<WireCounter>,
     pub(super) next_read: AtomicU64,
     pub(super) next_window: AtomicU32,
+    /// Whether the others have been told that this rank takes part in nothing more.
+    leaving: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -136,6 +145,7 @@ pub(super) struct At<'a> {
 }
 
 impl Shared {
+    /// Called on the communication thread.
     pub(super) fn new(
         place: Place,
         deadline: Duration,
@@ -143,17 +153,19 @@ impl Shared {
         commands: Sender<Command>,
         jobs: Sender<Job>,
     ) -> Arc<Self> {
-        let state = State { trouble: None, left: vec![false; place.world] };
+        let state = State { trouble: None, left: vec![false; place.world], done: vec![false; place.world] };
         Arc::new(Self {
             place,
             deadline,
             commands,
+            pump: std::thread::current(),
             jobs,
             parked: Parked::default(),
             recorder,
             wire: Arc::default(),
             next_read: AtomicU64::new(0),
             next_window: AtomicU32::new(0),
+            leaving: AtomicBool::new(false),
             state: Mutex::new(state),
             changed: Condvar::new(),
         })
@@ -192,6 +204,14 @@ impl Shared {
         self.state.lock().trouble.clone()
     }
 
+    /// Tells the others that this rank takes part in nothing more; once.
+    pub(super) fn say_goodbye(&self) {
+        // Relaxed: only who comes first matters.
+        if !self.leaving.swap(true, Ordering::Relaxed) {
+            self.send(Command::Leave);
+        }
+    }
+
     /// `peer` takes part in nothing more.
     pub(super) fn leave(&self, peer: usize) {
         self.state.lock().left[peer] = true;
@@ -215,17 +235,29 @@ impl Shared {
         }
     }
 
+    /// After a failure, `peer` may be ended.
+    pub(super) fn note_done(&self, peer: usize) {
+        self.state.lock().done[peer] = true;
+        self.changed.notify_all();
+    }
+
     /// Waits until every rank has left, the run has failed, or `within` has passed: then the ranks that have not left.
-    pub(super) fn wait_for_leavers(&self, within: Duration, despite_trouble: bool) -> Vec<usize> {
+    pub(super) fn wait_for_leavers(&self, within: Duration) -> Vec<usize> {
+        self.wait_for(within, |state| if state.trouble.is_some() { Vec::new() } else { absent(&state.left) })
+    }
+
+    /// After a failure: waits until every rank may be ended, or `within` has passed.
+    pub(super) fn wait_for_done(&self, within: Duration) {
+        self.wait_for(within, |state| absent(&state.done));
+    }
+
+    fn wait_for(&self, within: Duration, missing: impl Fn(&State) -> Vec<usize>) -> Vec<usize> {
         let end = Instant::now() + within;
         let mut state = self.state.lock();
         loop {
-            let staying: Vec<usize> = (0..state.left.len()).filter(|&rank| !state.left[rank]).collect();
-            if staying.is_empty() || (state.trouble.is_some() && !despite_trouble) {
-                return staying;
-            }
-            if self.changed.wait_until(&mut state, end).timed_out() {
-                return staying;
+            let missing = missing(&state);
+            if missing.is_empty() || self.changed.wait_until(&mut state, end).timed_out() {
+                return missing;
             }
         }
     }
@@ -234,6 +266,7 @@ impl Shared {
     /// reply's channel.
     pub(super) fn send(&self, command: Command) {
         let _ = self.commands.send(command);
+        self.pump.unpark();
     }
 
     /// The error of a wait for a communication thread that has ended.
@@ -247,4 +280,8 @@ impl Shared {
             reason: "this rank has ended its communication".into(),
         })
     }
+}
+
+fn absent(present: &[bool]) -> Vec<usize> {
+    (0..present.len()).filter(|&rank| !present[rank]).collect()
 }
