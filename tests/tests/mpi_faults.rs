@@ -109,11 +109,10 @@ fn rank() {
         Ok(_) => note(&folder, rank, "ok"),
         Err(error) => {
             note(&folder, rank, &error.to_string());
-            let code = match &error {
-                LaunchError::Run(error) => code_of(error),
-                _ => code::FAILURE,
-            };
-            end_process(code);
+            match error {
+                LaunchError::Process(failed) => failed.end_process(),
+                _ => end_process(code::FAILURE),
+            }
         }
     }
 }

@@ -82,6 +82,11 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
     /// A rank failed.
     #[error(transparent)]
     Run(#[from] zero_core::LaunchError<E>),
+    /// A rank failed, and this process is one of the ranks: print this, and then end the process by
+    /// [`mpi::Failed::end_process`], so that the others can say what they have to say before their launcher ends them.
+    #[cfg(feature = "mpi")]
+    #[error("{0}")]
+    Process(mpi::Failed<E>),
     /// An MPI launcher has started this process as one of several, and this program knows nothing of MPI.
     #[error(
         "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
@@ -161,8 +166,10 @@ where
     T: Send,
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
-    let result = mpi::run(&options.mpi(), |run| launch_on::<B, T, E>(run, config, options, &body))?;
-    Ok(vec![result])
+    match mpi::run(&options.mpi(), |run| launch_on::<B, T, E>(run, config, options, &body)) {
+        Ok(result) => Ok(vec![result]),
+        Err(failed) => Err(LaunchError::Process(failed)),
+    }
 }
 
 #[cfg(not(feature = "mpi"))]

@@ -1,4 +1,5 @@
 //! The `mpi` engine with real processes: `cargo test -p zero-core --features mpi --test mpi_engine`.
+//! With MPICH beside Open MPI: build with `MPICC=mpicc.mpich`, run with `ZERO_TEST_MPIRUN=mpirun.mpich`.
 //!
 //! Each test starts this binary again under `mpirun`; there the test `rank` runs the case that the environment names.
 

@@ -62,8 +62,8 @@ pub fn launch(case: &str, ranks: usize, limit: Duration, meanwhile: impl FnOnce(
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let begin = Instant::now();
-    let mut command = Command::new("mpirun");
-    if std::env::var_os("OPAL_PREFIX").is_some() || is_open_mpi() {
+    let mut command = Command::new(mpirun());
+    if is_open_mpi() {
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--tag-output"]);
     }
     command
@@ -119,8 +119,13 @@ pub fn launch(case: &str, ranks: usize, limit: Duration, meanwhile: impl FnOnce(
     Launched { code: status.code(), output, notes, took, folder }
 }
 
+/// The launcher that belongs to the library that this was built with.
+fn mpirun() -> std::ffi::OsString {
+    std::env::var_os("ZERO_TEST_MPIRUN").unwrap_or_else(|| "mpirun".into())
+}
+
 fn is_open_mpi() -> bool {
-    let version = Command::new("mpirun").arg("--version").output();
+    let version = Command::new(mpirun()).arg("--version").output();
     version.is_ok_and(|version| String::from_utf8_lossy(&version.stdout).contains("Open MPI"))
 }
 

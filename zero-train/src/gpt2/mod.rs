@@ -42,15 +42,18 @@ pub struct Program<'a> {
 /// Runs the whole command and turns its outcome into an exit code: 0, 2 for bad input, 1 for a run that failed. The
 /// error, if any, is printed once, on standard error.
 pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
-    match run(options, program) {
+    match with_ranks(options, |ranks| run_on(ranks, options, program)) {
         Ok(_) => ExitCode::SUCCESS,
-        Err(error) => {
-            let text = chain(&error);
+        Err(stopped) => {
+            let error = &stopped.error;
+            let text = chain(error);
             eprintln!("error: {text}");
             if let Some(launched) = launched() {
                 leave_word(launched.rank, &format!("rank {}: {text}", launched.rank));
+                let code = error.exit_code().into();
+                drop(stopped);
                 // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
-                end_process(error.exit_code().into());
+                end_process(code);
             }
             ExitCode::from(error.exit_code())
         }
@@ -85,7 +88,7 @@ fn chain(error: &dyn std::error::Error) -> String {
 ///
 /// [`TrainError`].
 pub fn run(options: &Options, program: &Program<'_>) -> Result<Option<Summary>, TrainError> {
-    with_ranks(options, |ranks| run_on(ranks, options, program))
+    with_ranks(options, |ranks| run_on(ranks, options, program)).map_err(|stopped| stopped.error)
 }
 
 fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result<Option<Summary>, TrainError> {

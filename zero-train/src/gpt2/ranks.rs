@@ -1,5 +1,7 @@
 //! The ranks of a run: threads of this process, or processes that an MPI launcher has started, of which this is one.
 
+use std::any::Any;
+#[cfg(feature = "mpi")]
 use std::cell::Cell;
 use std::path::Path;
 
@@ -25,6 +27,20 @@ pub(super) struct Ranks<'a> {
     process: std::marker::PhantomData<&'a ()>,
 }
 
+/// Why the ranks stopped. A launcher ends all processes when the first ends badly: the error is to be printed before this is
+/// dropped, which waits, for a few seconds at most, until the other ranks have come as far.
+pub(super) struct Stopped {
+    pub(super) error: TrainError,
+    /// Waits when it is dropped.
+    _ending: Option<Box<dyn Any>>,
+}
+
+impl From<TrainError> for Stopped {
+    fn from(error: TrainError) -> Self {
+        Self { error, _ending: None }
+    }
+}
+
 /// Runs `body` where this process's ranks are: chosen by what started it.
 ///
 /// # Errors
@@ -33,9 +49,9 @@ pub(super) struct Ranks<'a> {
 pub(super) fn with_ranks<T>(
     options: &Options,
     body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
-) -> Result<T, TrainError> {
+) -> Result<T, Stopped> {
     match launched() {
-        None => body(&Ranks { launched: None, process: Default::default() }),
+        None => Ok(body(&Ranks { launched: None, process: Default::default() })?),
         Some(world) => as_process(options, world, body),
     }
 }
@@ -45,9 +61,9 @@ fn as_process<T>(
     _options: &Options,
     World { rank, world, variable, .. }: World,
     _body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
-) -> Result<T, TrainError> {
+) -> Result<T, Stopped> {
     let error = LaunchError::<TrainError>::WithoutMpi { rank, world, variable };
-    Err(TrainError::Launch(error.to_string()))
+    Err(TrainError::Launch(error.to_string()).into())
 }
 
 #[cfg(feature = "mpi")]
@@ -55,7 +71,7 @@ fn as_process<T>(
     options: &Options,
     world: World,
     body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
-) -> Result<T, TrainError> {
+) -> Result<T, Stopped> {
     use zero_core::collective::mpi;
 
     let launch = super::plan::launch_options(options)?;
@@ -69,24 +85,28 @@ fn as_process<T>(
             reason
         })
     });
-    match outcome {
-        Ok(value) => Ok(value),
-        Err(error) => Err(match own.take() {
-            Some(own) => own,
-            None => from_launch(error, |reason| TrainError::Run(reason)),
-        }),
-    }
+    outcome.map_err(|failed| {
+        let error = own.take().unwrap_or_else(|| from_launch(&failed.error));
+        Stopped { error, _ending: Some(Box::new(failed)) }
+    })
 }
 
 /// A launch's error as this crate's.
-fn from_launch<E: core::fmt::Display + core::fmt::Debug>(
-    error: zero_core::LaunchError<E>,
-    failed: impl FnOnce(E) -> TrainError,
-) -> TrainError {
+#[cfg(feature = "mpi")]
+fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
+    if let zero_core::LaunchError::Rank { failure, .. } = error
+        && let RankFailure::Failed(reason) = &**failure
+    {
+        return TrainError::Run(reason.clone());
+    }
+    of_ranks(error)
+}
+
+/// A launch's error that no rank's body gave.
+fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
     match error {
-        zero_core::LaunchError::Rank { rank, world, failure } => match *failure {
-            RankFailure::Failed(error) => failed(error),
-            RankFailure::Comm(error) if matches!(*error, CommError::Timeout { .. }) => {
+        zero_core::LaunchError::Rank { rank, world, failure } => match &**failure {
+            RankFailure::Comm(error) if matches!(**error, CommError::Timeout { .. }) => {
                 TrainError::Late(format!("rank {rank} of {world}: {error}"))
             }
             other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
@@ -167,7 +187,10 @@ impl Ranks<'_> {
         }
         match launch::launch::<Flex, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| body(&device)) {
             Ok(mut results) => Ok(results.swap_remove(0)),
-            Err(LaunchError::Run(error)) => Err(from_launch(error, |error| error)),
+            Err(LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure })) => match *failure {
+                RankFailure::Failed(error) => Err(error),
+                other => Err(of_ranks(&zero_core::LaunchError::Rank { rank, world, failure: Box::new(other) })),
+            },
             Err(other) => Err(TrainError::Run(other.to_string())),
         }
     }

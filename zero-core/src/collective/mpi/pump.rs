@@ -9,65 +9,25 @@
 //! MPI makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
 //! with naps that grow otherwise ([`Idle`]); a command ends a nap at once.
 
+mod payload;
+
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::Receiver;
 
-use super::super::landing::{Landing, chunks};
-use super::super::{Buffer, DType};
-use super::link::{Channel, Link, MAX_TAG, Ongoing};
-use super::message::{Answer, INLINE, Message, Payload, Slot};
-use super::serve::{Asked, Exposed, Job};
+use payload::dispose;
+
+use super::super::DType;
+use super::super::landing::Landing;
+use super::link::Link;
+use super::message::{Answer, Message, Payload, Slot};
+use super::serve::{Asked, Job};
 use super::shared::{At, Command, Exchange, Got, Read, Receive, Send, Served, Shared};
+use super::traffic::{For, Held, Idle, Incoming, Outgoing, Underway};
 use crate::CommError;
 use crate::error::MpiError;
-
-/// What keeps bytes where they are while MPI sends them.
-#[allow(dead_code)] // Held, not read.
-enum Held {
-    Message(Vec<u8>),
-    Input(Arc<Buffer>),
-    Exposed(Arc<Exposed>),
-}
-
-struct Outgoing {
-    ongoing: Ongoing,
-    held: Held,
-    /// The exchange that waits until this is sent.
-    slot: Option<Slot>,
-}
-
-/// For what a piece comes in.
-#[derive(Clone, Copy)]
-enum For {
-    Exchange(Slot, usize),
-    Read(u64),
-}
-
-/// What MPI has not finished with.
-#[derive(Default)]
-struct Underway {
-    outgoing: Vec<Outgoing>,
-    incoming: Vec<Incoming>,
-}
-
-impl Drop for Underway {
-    fn drop(&mut self) {
-        // MPI, or its network card, may still read and write this memory: after a failure it is never given back.
-        std::mem::forget(std::mem::take(&mut self.outgoing));
-        std::mem::forget(std::mem::take(&mut self.incoming));
-    }
-}
-
-struct Incoming {
-    ongoing: Ongoing,
-    bytes: usize,
-    /// Keeps the memory that MPI writes to.
-    landing: Arc<Landing>,
-    purpose: For,
-}
 
 /// An exchange under way.
 struct Active {
@@ -145,7 +105,7 @@ impl Pump {
                 self.stop_waits();
                 return if finalize && sound { self.link.close().map(|()| true) } else { Ok(false) };
             }
-            let nap = idle.next(!self.underway.incoming.is_empty(), self.expects());
+            let nap = idle.next(self.moves(), self.expects());
             if nap.is_zero() {
                 std::thread::yield_now();
             } else {
@@ -158,6 +118,16 @@ impl Pump {
     /// Whether MPI has finished with everything.
     fn is_quiet(&self) -> bool {
         self.underway.outgoing.is_empty() && self.underway.incoming.is_empty()
+    }
+
+    /// Whether a payload is on its way: one that comes in, or one that its receiver has come to.
+    fn moves(&self) -> bool {
+        let wanted = |outgoing: &Outgoing| match (&outgoing.held, outgoing.slot) {
+            (Held::Message(_), _) => false,
+            (_, None) => true,
+            (_, Some(slot)) => self.active.get(&slot).is_none_or(|active| !active.missing.contains(&outgoing.to)),
+        };
+        !self.underway.incoming.is_empty() || self.underway.outgoing.iter().any(wanted)
     }
 
     /// Whether something is expected of other ranks.
@@ -277,8 +247,8 @@ impl Pump {
             let (announced, tag) = self.announce_payload(payload);
             self.say(*to, &Message::Arrived { slot, op: exchange.op.clone(), payload: announced })?;
             if let Some(tag) = tag {
-                let (input, then) = (exchange.input.clone(), exchange.until_sent.then_some(slot));
-                sending += self.send_payload(*to, tag, payload, then, || Held::Input(input.clone()))?;
+                let input = exchange.input.clone();
+                sending += self.send_payload(*to, tag, payload, Some(slot), || Held::Input(input.clone()))?;
             }
         }
         let sending = if exchange.until_sent { sending } else { 0 };
@@ -420,85 +390,6 @@ impl Pump {
         }
     }
 
-    // ---- bytes ----
-
-    /// How a payload is announced, and the tag under which it is to be sent, if it does not go along.
-    fn announce_payload(&mut self, bytes: &[u8]) -> (Payload, Option<i32>) {
-        if bytes.len() <= INLINE {
-            return (Payload::Inline(bytes.to_vec()), None);
-        }
-        let tag = self.next_tag;
-        // Payloads of one pair of ranks that are under way at once are far fewer than there are tags.
-        self.next_tag = (tag + 1) % MAX_TAG;
-        (Payload::Follows { bytes: bytes.len() as u64, tag }, Some(tag))
-    }
-
-    fn say(&mut self, to: usize, message: &Message) -> Result<(), MpiError> {
-        let bytes = message.encode();
-        // SAFETY: the vector is kept, unmoved on the heap, until the send has ended.
-        let ongoing = unsafe { self.link.send(Channel::Control, to, 0, bytes.as_ptr(), bytes.len()) }?;
-        self.underway.outgoing.push(Outgoing { ongoing, held: Held::Message(bytes), slot: None });
-        Ok(())
-    }
-
-    fn say_all(&mut self, message: &Message) -> Result<(), MpiError> {
-        let rank = self.shared.rank();
-        (0..self.shared.place.world).filter(|&to| to != rank).try_for_each(|to| self.say(to, message))
-    }
-
-    /// Starts sending a payload; in how many pieces.
-    fn send_payload(
-        &mut self,
-        to: usize,
-        tag: i32,
-        bytes: &[u8],
-        slot: Option<Slot>,
-        held: impl Fn() -> Held,
-    ) -> Result<usize, MpiError> {
-        let mut pieces = 0;
-        for range in chunks(bytes.len(), self.chunk) {
-            let piece = &bytes[range];
-            // SAFETY: what is held keeps the bytes where they are, and nobody writes to them, until the send has ended.
-            let ongoing = unsafe { self.link.send(Channel::Data, to, tag, piece.as_ptr(), piece.len()) }?;
-            self.underway.outgoing.push(Outgoing { ongoing, held: held(), slot });
-            pieces += 1;
-        }
-        Ok(pieces)
-    }
-
-    fn send_exposed(&mut self, to: usize, id: u64, tag: String, exposed: Arc<Exposed>) -> Result<(), MpiError> {
-        let bytes = exposed.bytes();
-        let (payload, data_tag) = self.announce_payload(bytes);
-        self.say(to, &Message::Seen { id, answer: Answer::Ready { tag, payload } })?;
-        match data_tag {
-            Some(data_tag) => {
-                self.send_payload(to, data_tag, bytes, None, || Held::Exposed(exposed.clone()))?;
-            }
-            None => dispose(&self.shared.jobs, exposed),
-        }
-        Ok(())
-    }
-
-    /// Posts the receives of a payload; how many.
-    fn receive_payload(
-        &mut self,
-        from: usize,
-        tag: i32,
-        landing: &Arc<Landing>,
-        range: core::ops::Range<usize>,
-        purpose: For,
-    ) -> Result<usize, MpiError> {
-        let mut pieces = 0;
-        for piece in chunks(range.len(), self.chunk) {
-            let piece = range.start + piece.start..range.start + piece.end;
-            // SAFETY: the landing is kept until the receive has ended, and this range of it is this payload's alone.
-            let ongoing = unsafe { self.link.receive(from, tag, landing.target(&piece), piece.len()) }?;
-            self.underway.incoming.push(Incoming { ongoing, bytes: piece.len(), landing: landing.clone(), purpose });
-            pieces += 1;
-        }
-        Ok(pieces)
-    }
-
     /// Takes what MPI has finished with.
     fn test(&mut self) -> Result<bool, MpiError> {
         let mut busy = false;
@@ -512,6 +403,7 @@ impl Pump {
                 }
                 if let Some(slot) = slot
                     && let Some(active) = self.active.get_mut(&slot)
+                    && active.sending > 0
                 {
                     active.sending -= 1;
                     self.end_if_complete(slot);
@@ -587,38 +479,4 @@ fn end_read(reading: Reading, outcome: Result<(), CommError>) {
     let Reading { read: Read { reply, into, .. }, tag, landing, .. } = reading;
     drop(into);
     let _ = reply.send(outcome.map(|()| Got { tag, bytes: landing }));
-}
-
-fn dispose(jobs: &Sender<Job>, exposed: Arc<Exposed>) {
-    // When the serving thread has ended, the value is dropped here.
-    let _ = jobs.send(Job::Dispose(exposed));
-}
-
-/// How long the thread may nap between two looks at MPI: the longer the longer nothing has happened.
-struct Idle {
-    since: Instant,
-}
-
-impl Idle {
-    fn new() -> Self {
-        Self { since: Instant::now() }
-    }
-
-    fn reset(&mut self) {
-        self.since = Instant::now();
-    }
-
-    fn next(&self, receiving: bool, expecting: bool) -> Duration {
-        let quiet = self.since.elapsed();
-        let steps: &[(u64, u64)] = match (receiving, expecting) {
-            // A payload on its way is copied by these very calls. A sender that does not move is given the processor.
-            (true, _) => &[(5_000, 0), (50_000, 20), (1_000_000, 50)],
-            (false, true) => &[(50, 0), (2_000, 20), (20_000, 50), (200_000, 200)],
-            (false, false) => &[(20, 0), (1_000, 50), (10_000, 100), (100_000, 500), (1_000_000, 1_000)],
-        };
-        let longest = if receiving || expecting { 500 } else { 2_000 };
-        let quiet = quiet.as_micros() as u64;
-        let nap = steps.iter().find(|(until, _)| quiet < *until).map_or(longest, |&(_, nap)| nap);
-        Duration::from_micros(nap)
-    }
 }
