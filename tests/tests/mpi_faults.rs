@@ -6,6 +6,7 @@
 //! A run trains a small GPT-2 by the engine on 2 or 3 ranks. One of them, the *victim*, kills itself, stops, or does
 //! something else than the others, at a moment that is drawn anew in each run.
 
+#[allow(dead_code)] // its other half is zero-core's
 #[path = "../../zero-core/tests/mpi_common/mod.rs"]
 mod mpi_common;
 
@@ -123,7 +124,8 @@ fn train(fault: &Fault, device: &Device, folder: &Path) -> Result<(), String> {
     let odd = rank == fault.victim;
     let width = if fault.kind == "model" && odd { 48 } else { 32 };
     let layers = if fault.kind == "depth" && odd { 3 } else { 2 };
-    let model = Gpt2Config { n_embd: width, n_layer: layers, ..Gpt2Config::tiny() };
+    let model =
+        Gpt2Config { n_embd: width, n_layer: layers, ..Gpt2Config::preset("tiny").map_err(|error| error.to_string())? };
     if odd && (fault.kind == "model" || fault.kind == "depth") {
         std::fs::write(folder.join("when"), micros().to_string()).unwrap();
     }
@@ -215,7 +217,7 @@ fn a_stopped_rank_is_found_by_the_deadline_and_named() {
             assert!(got.note(rank).contains("waited"), "{got:?}");
         }
         let report = flight::merge(&got.flights()).unwrap();
-        assert!(report.without_record.contains(&victim), "{report}");
+        // The victim itself may still write its record: mpirun wakes it before it ends it.
         named += usize::from(report.late.iter().any(|late| late.rank == victim));
     });
     assert_eq!(named, runs(), "the records name the stopped rank");
