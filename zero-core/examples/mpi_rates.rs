@@ -87,12 +87,11 @@ fn cpu_of(name_begins: &str, name_ends: &str) -> Duration {
     let mut ticks = 0;
     for task in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
         let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-        let Some((head, tail)) = stat.rsplit_once(')') else { continue };
+        let Some((head, _)) = stat.rsplit_once(')') else { continue };
         let name = head.split_once('(').map_or("", |(_, name)| name);
         if name.starts_with(name_begins) && name.ends_with(name_ends) {
             let schedstat = std::fs::read_to_string(task.path().join("schedstat")).unwrap_or_default();
             ticks += schedstat.split(' ').next().and_then(|ns| ns.parse::<u64>().ok()).unwrap_or(0);
-            let _ = tail;
         }
     }
     Duration::from_nanos(ticks)

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use zero_core::Stage;
 use zero_train::config::{
     Auto, Batch, Config, ConfigError, Context, DataType, Format, LogFiles, LossScale, MixedPrecision, Offload,
-    OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, SchedulePlan, WarmupType, ZeroPlan,
+    OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, SchedulePlan, WarmupType, Watchdog, ZeroPlan,
 };
 
 fn file(name: &str) -> PathBuf {
@@ -92,11 +92,12 @@ fn the_shared_deepspeed_file() {
         sub_group_size: 1_000_000_000,
         aio: zero_core::offload::AioOptions::default(),
         report: Report { steps_per_print: Some(10), wall_clock_breakdown: true, ..Report::default() },
+        watchdog: Watchdog::default(),
         save_16bit_model: true,
         warnings: plan.warnings.clone(),
     };
     assert_eq!(plan, expected);
-    insta::assert_snapshot!(warnings(&plan), @"zero_optimization.stage3_gather_16bit_weights_on_model_save: not acted on yet: weights are not exported by the engine yet");
+    insta::assert_snapshot!(warnings(&plan), @"zero_optimization.stage3_gather_16bit_weights_on_model_save: not acted on yet: 16-bit weights come from `zero export`, or from ZeroEngine::export");
     insta::assert_snapshot!(plan.explain(), @r#"
     ZeRO stage 3 over 2 ranks: each rank keeps its part of the optimizer state, of the gradients and of the parameters.
     Batch: 2 rows per rank × 2 micro-batches × 2 ranks = 8 rows per optimizer step.
@@ -105,7 +106,7 @@ fn the_shared_deepspeed_file() {
     Learning rate: 0 to 0.001 in 5 steps (linear), then linearly to 0 at step 50.
     Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements during the backward pass.
     Parameters: gathered 50,000 elements ahead of their use; one stays gathered if it has up to 1,000 elements, or is used again within 1,000,000,000 and no more than 1,000,000 are held.
-    Warning: zero_optimization.stage3_gather_16bit_weights_on_model_save: not acted on yet: weights are not exported by the engine yet.
+    Warning: zero_optimization.stage3_gather_16bit_weights_on_model_save: not acted on yet: 16-bit weights come from `zero export`, or from ZeroEngine::export.
     "#);
     // Written for two ranks; at others its three batch sizes contradict each other.
     let error = Config::from_file(file("deepspeed_zero3.json")).unwrap().resolve(&on(4)).unwrap_err();
@@ -279,7 +280,7 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
         plan.schedule,
         Some(SchedulePlan::WarmupLr { min_lr: 0.0, max_lr: 2e-5, warmup_steps: 100, warmup_type: WarmupType::Log })
     );
-    insta::assert_snapshot!(warnings(&plan), @"zero_optimization.stage3_gather_16bit_weights_on_model_save: not acted on yet: weights are not exported by the engine yet");
+    insta::assert_snapshot!(warnings(&plan), @"zero_optimization.stage3_gather_16bit_weights_on_model_save: not acted on yet: 16-bit weights come from `zero export`, or from ZeroEngine::export");
     // Without the program's values each is named, with what to supply.
     insta::assert_snapshot!(json(text, &Context::default()).unwrap_err(), @r#"
     ds.json: optimizer.params.lr: "auto" cannot be filled: supply the learning rate (Auto::learning_rate), or give a number
@@ -319,7 +320,7 @@ fn the_shared_accelerate_file() {
     );
     assert_eq!(plan.reduce_bucket_size, 500_000_000);
     insta::assert_snapshot!(warnings(&plan), @r#"
-    deepspeed_config.zero3_save_16bit_model: not acted on yet: weights are not exported by the engine yet
+    deepspeed_config.zero3_save_16bit_model: not acted on yet: 16-bit weights come from `zero export`, or from ZeroEngine::export
     "#);
     let error = config.resolve(&Context { world: Some(2), ..context }).unwrap_err().to_string();
     assert!(
@@ -561,7 +562,7 @@ fn old_spellings_are_read_with_a_warning() {
     zero_optimization.cpu_offload_params: deprecated; write `offload_param`
     zero_optimization.cpu_offload_use_pin_memory: has no effect: deprecated; write `pin_memory` in `offload_param` or `offload_optimizer`
     zero_optimization.stage3_gather_fp16_weights_on_model_save: deprecated; write `stage3_gather_16bit_weights_on_model_save`
-    zero_optimization.stage3_gather_fp16_weights_on_model_save: not acted on yet: weights are not exported by the engine yet
+    zero_optimization.stage3_gather_fp16_weights_on_model_save: not acted on yet: 16-bit weights come from `zero export`, or from ZeroEngine::export
     "#);
     let plan = json(r#"{"train_batch_size": 2, "gradient_clipping": 1, "zero_optimization": true}"#, &on(2)).unwrap();
     assert_eq!(plan.stage, Stage::OptimizerState);
@@ -737,4 +738,15 @@ fn optimizers_and_schedules_survive_the_builder() {
     }
     let bad = OptimizerPlan::Sgd { lr: -0.1, momentum: 0.0, weight_decay: 0.0, nesterov: true };
     insta::assert_snapshot!(ZeroPlan::builder(Stage::DataParallel).optimizer(bad).build(1).unwrap_err(), @"plan: optimizer.params.lr: expected a number of at least 0, got -0.1");
+}
+
+#[test]
+fn the_watchdog_has_a_section() {
+    let text = r#"{ "train_batch_size": 2, "watchdog": { "deadline_seconds": 7.5, "flight_dir": "records" } }"#;
+    let expected = Watchdog { deadline: Some(7.5), flight_dir: Some("records".into()) };
+    assert_eq!(Config::from_text("ds.json", Format::Json, text).unwrap().watchdog(), expected);
+    assert_eq!(json(text, &on(2)).unwrap().watchdog, expected);
+    assert_eq!(json(r#"{ "train_batch_size": 2 }"#, &on(2)).unwrap().watchdog, Watchdog::default());
+    let error = json(r#"{ "train_batch_size": 2, "watchdog": { "deadline": 7 } }"#, &on(2)).unwrap_err().to_string();
+    assert!(error.contains("watchdog.deadline") && error.contains("deadline_seconds"), "{error}");
 }

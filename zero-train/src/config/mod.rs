@@ -38,5 +38,5 @@ pub use error::{ConfigError, Format, Problem, ProblemKind, Warning};
 pub use load::Config;
 pub use node::Node;
 pub use optimizer::OptimizerPlan;
-pub use plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, ZeroPlan};
+pub use plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
 pub use schedule::{SchedulePlan, WarmupType};

@@ -58,6 +58,8 @@ pub struct ZeroPlan {
     pub aio: AioOptions,
     /// What is printed and logged.
     pub report: Report,
+    /// How long ranks wait for one another, and what they leave when one does not come.
+    pub watchdog: Watchdog,
     /// Whether whole 16-bit weights are saved beside the shards. Not acted on yet: there is a warning. Stage 3.
     pub save_16bit_model: bool,
     /// Everything accepted that does not do what it says.
@@ -78,6 +80,15 @@ impl ZeroPlan {
     pub fn builder(stage: Stage) -> ZeroPlanBuilder {
         ZeroPlanBuilder::new(stage)
     }
+}
+
+/// `watchdog`, a section of this project's own. What is absent is left to the program.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Watchdog {
+    /// Seconds that a rank waits for another at most; above 0 (`deadline_seconds`).
+    pub deadline: Option<f64>,
+    /// Where ranks leave their last operations (`flight_dir`).
+    pub flight_dir: Option<PathBuf>,
 }
 
 /// The type of parameters and activations; master weights and optimizer state are fp32 always.

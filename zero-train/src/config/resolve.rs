@@ -11,9 +11,17 @@ use super::error::{ConfigError, ProblemKind};
 use super::keys::DEEPSPEED;
 use super::load::Config;
 use super::optimizer::OptimizerPlan;
-use super::plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, ZeroPlan};
+use super::plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
 use super::reader::Reader;
 use super::schedule::SchedulePlan;
+
+fn watchdog(top: &Reader<'_>) -> Watchdog {
+    let section = top.section("watchdog");
+    Watchdog {
+        deadline: section.maybe_f64("deadline_seconds").filter(|seconds| *seconds > 0.0),
+        flight_dir: section.maybe_text("flight_dir").map(PathBuf::from),
+    }
+}
 
 impl Config {
     /// Fills `"auto"`, does the batch arithmetic and reads the plan.
@@ -59,11 +67,18 @@ impl Config {
                 tensorboard: log_files(&top.section("tensorboard")),
                 csv_monitor: log_files(&top.section("csv_monitor")),
             },
+            watchdog: watchdog(&top),
             save_16bit_model: zero.bool("stage3_gather_16bit_weights_on_model_save"),
             warnings: Vec::new(),
         };
         plan.warnings = findings.into_inner().finish()?;
         Ok(plan)
+    }
+
+    /// What the file says of waits, which a program may need before it knows its ranks.
+    pub fn watchdog(&self) -> Watchdog {
+        let (auto, findings) = (Auto::default(), RefCell::default());
+        watchdog(&Reader::new(&self.tree, DEEPSPEED, self.stage.number(), &auto, &findings))
     }
 
     fn world(&self, program: Option<usize>, top: &Reader<'_>) -> usize {

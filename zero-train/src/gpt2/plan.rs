@@ -17,7 +17,7 @@ use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{OffloadChoice, Options, Prediction};
 use crate::TrainError;
-use crate::config::{Offload, OffloadDevice, ZeroPlan};
+use crate::config::{Config, Offload, OffloadDevice, Watchdog, ZeroPlan};
 use crate::data::{Source, TokenRows};
 use crate::launcher::RESTARTS;
 use crate::memory::{available_bytes, format_bytes};
@@ -355,14 +355,19 @@ fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainErr
 
 /// Threads, deadline and flight records of the ranks.
 pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions, TrainError> {
-    let deadline = match options.deadline {
+    let watchdog = match &options.config {
+        Some(path) => Config::from_file(path)?.watchdog(),
+        None => Watchdog::default(),
+    };
+    let deadline = match options.deadline.or(watchdog.deadline) {
         Some(seconds) if !(seconds.is_finite() && seconds > 0.0 && seconds <= MAX_DEADLINE) => {
             return Err(wrong("deadline", seconds, "expected seconds above 0 and up to a year"));
         }
         Some(seconds) => Duration::from_secs_f64(seconds),
         None => DEADLINE,
     };
-    let flight_dir = options.flight.clone().or_else(|| options.out.as_ref().map(|out| out.join("flight")));
+    let flight_dir =
+        options.flight.clone().or(watchdog.flight_dir).or_else(|| options.out.as_ref().map(|out| out.join("flight")));
     Ok(LaunchOptions { threads_per_rank: options.threads.unwrap_or(0), deadline, flight_dir })
 }
 

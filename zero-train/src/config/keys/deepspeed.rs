@@ -119,6 +119,8 @@ pub(in crate::config) const DEEPSPEED: &[Key] = &[
     // Memory, files.
     section("activation_checkpointing", ACTIVATION_CHECKPOINTING),
     section("aio", AIO),
+    // Not DeepSpeed's, which has no such keys.
+    section("watchdog", WATCHDOG),
     section("checkpoint", CHECKPOINT),
     switch("nebula", NEBULA, T::NoEffect("it is a service of one cloud")),
     absent("datastates_ckpt", Gate::Given, SAVES),
@@ -193,6 +195,9 @@ const AIO: &[Key] = &[
     key("overlap_events", K::Bool, D::Bool(true), T::Acted),
     key("use_gds", K::Bool, D::Bool(false), NO_GDS),
 ];
+
+const WATCHDOG: &[Key] =
+    &[key("deadline_seconds", K::POSITIVE, D::Null, T::Acted), key("flight_dir", K::Text, D::Null, T::Acted)];
 
 const CHECKPOINT: &[Key] = &[
     key("tag_validation", K::OneOf(&["Ignore", "Warn", "Fail"]), D::Text("Warn"), SAVES),

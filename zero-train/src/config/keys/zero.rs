@@ -14,7 +14,7 @@ const FETCHES: T = T::NotYet("the fetch of parameters has no such variant yet");
 const QUANTIZED: T = T::Refused("quantised communication would change the numbers trained with; remove the key");
 const ONE_MEMORY: T = T::NoEffect("on the CPU the device's memory and the host's are one");
 const BEGINS_ON_DISK: T = T::NoEffect("optimizer state on a disk begins there, without being written first");
-const SAVES_16BIT: T = T::NotYet("weights are not exported by the engine yet");
+const SAVES_16BIT: T = T::NotYet("16-bit weights come from `zero export`, or from ZeroEngine::export");
 const NO_MICS: T = T::Refused("MiCS is not available: states would be sharded over all ranks; remove the key");
 
 /// All keys of `zero_optimization`.
