@@ -42,6 +42,7 @@ need slurmd slurmd
 need sbatch slurm-client
 need mpicc libopenmpi-dev
 need gcc gcc
+need pgrep procps
 need python3 python3
 python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
 if [ ${#missing[@]} -gt 0 ]; then
@@ -129,6 +130,8 @@ NodeName=n0 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=16 Cores
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[2]} CPUs=16 CoresPerSocket=16 RealMemory=65536
 PartitionName=main Nodes=ALL Default=YES State=UP
 CONF
+    # Nothing of it is used. Left to itself slurmd looks which version is mounted, and a container may have none that it likes.
+    echo CgroupPlugin=cgroup/v1 >"$work/cgroup.conf"
     export SLURM_CONF=$work/slurm.conf
     munged --force --num-threads=2 --key-file="$work/munge/key" --socket="$work/munge/socket" \
         --pid-file="$work/munge/pid" --log-file="$work/munge/log" --seed-file="$work/munge/seed" 2>"$work/munged.log" ||
