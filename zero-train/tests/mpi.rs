@@ -154,7 +154,9 @@ fn ranks_with_different_settings_are_told_apart_before_they_train() {
     let dir = tempfile::tempdir().unwrap();
     write_inputs(dir.path());
     let script = format!(
-        "exec {ZERO} train --model {0}/model --data {0}/rows.safetensors --steps 3 $([ $OMPI_COMM_WORLD_RANK = 1 ] && echo $ODD)",
+        "MODEL={0}/model
+         if [ $OMPI_COMM_WORLD_RANK = 1 ]; then set -- $ODD; [ $1 = --model ] && MODEL=$2 && set --; fi
+         exec {ZERO} train --model $MODEL --data {0}/rows.safetensors --steps 3 \"$@\"",
         dir.path().display()
     );
     for (odd, words) in [
@@ -183,6 +185,19 @@ fn bad_input_ends_every_rank_with_its_exit_code() {
         assert_eq!(output.status.code(), Some(2), "{options:?}: {}", text(&output));
         assert!(!dir.path().join("run/out/metrics.jsonl").exists());
     }
+}
+
+#[test]
+fn a_launcher_that_the_library_does_not_know_is_no_reason_to_train_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let mut command = Command::new(ZERO);
+    command.arg("train").env("PMI_RANK", "0").env("PMI_SIZE", "2").env("OMPI_ALLOW_RUN_AS_ROOT", "1");
+    small(command.env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), dir.path(), &dir.path().join("run"), &["--steps", "3"]);
+    let output = finish(&mut command);
+    let told = text(&output);
+    assert!(!output.status.success() && told.contains("started 2 ranks (by PMI_SIZE), but MPI sees 1"), "{told}");
+    assert!(!dir.path().join("run/out/metrics.jsonl").exists());
 }
 
 #[test]

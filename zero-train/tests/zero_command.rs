@@ -37,6 +37,8 @@ fn help_teaches() {
       check        Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
       estimate     Bytes of model state per rank at every stage, and what fits into this machine
       train        Train a GPT-2 on text or token files, on the CPU
+      launch       Start ranks as processes, on one machine or many, and again after one has died
+      flight       Say from the ranks' last operations which of them is late, and where
       export       Write a saved model as a folder that Hugging Face's transformers loads
       inspect      Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
       diff         Compare two checkpoints, saved by any numbers of ranks
@@ -52,6 +54,7 @@ fn help_teaches() {
       zero config --defaults --stage 3              a configuration file without questions
       zero check zero.yaml                          what a file means, in words; what is wrong with it
       zero train --model tiny --data book.txt --config zero.yaml --out run
+      zero launch --ranks 4 --hosts hosts -- train --model gpt2 --data book.txt --save run/checkpoints
       zero inspect run/checkpoints                  what was saved, and whether it is sound
 
     Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are.
@@ -153,4 +156,18 @@ fn completions_for_shells() {
     for shell in ["bash", "zsh", "fish"] {
         assert!(prints(&["completions", shell]).contains("estimate"), "{shell}");
     }
+}
+
+/// Otherwise each process of `mpirun -n N` would train a copy, and all would write the same files.
+#[test]
+#[cfg(not(feature = "mpi"))]
+fn a_program_without_mpi_is_no_rank_of_a_launcher() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = dir.path().join("text");
+    std::fs::write(&text, "some text ".repeat(200)).unwrap();
+    let mut run = zero();
+    run.args(["train", "--model", "tiny", "--data"]).arg(&text).env("PMI_RANK", "1").env("PMI_SIZE", "4");
+    let run = run.assert().code(2);
+    let told = String::from_utf8(run.get_output().stderr.clone()).unwrap();
+    assert!(told.contains("rank 1 of 4 (by PMI_SIZE)") && told.contains("--features mpi"), "{told}");
 }

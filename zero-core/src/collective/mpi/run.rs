@@ -103,6 +103,16 @@ pub fn start(options: &MpiOptions) -> Result<MpiRun, MpiError> {
     let pump = std::thread::Builder::new().name(name).spawn(communicate).map_err(failed)?;
     let ended = |_| Err(MpiError { call: "MPI_Init_thread", reason: "its thread has panicked".into() });
     let shared = started.recv().unwrap_or_else(ended)?;
+    // A library that does not understand its launcher (MPICH under Slurm's PMIx) starts every process as a lone rank, each of
+    // which would train a copy, and write the same files.
+    if let Some(launched) = launcher::launched().filter(|launched| launched.world != shared.place.world) {
+        let reason = format!(
+            "the launcher has started {} ranks (by {}), but MPI sees {}: use the launcher that belongs to this MPI library \
+             (srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI)",
+            launched.world, launched.variable, shared.place.world
+        );
+        return Err(MpiError { call: "MPI_Init_thread", reason });
+    }
     let server = shared.clone();
     let window = std::thread::Builder::new()
         .name(format!("rank-{}-window", shared.rank()))

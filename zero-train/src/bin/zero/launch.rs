@@ -13,6 +13,9 @@ use zero_train::launcher::{Job, Mpirun, RESTARTS, parse_hosts, physical_cores, s
 /// What a program ends with when its input is wrong: trying again would not help.
 const BAD_INPUT: i32 = 2;
 
+/// Before a restart. The first comes after a second.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
 #[derive(Debug, Args)]
 pub struct LaunchArgs {
     /// Number of ranks, each a process
@@ -120,12 +123,16 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             return Ok(ExitCode::from(u8::try_from(ended.code).unwrap_or(1)));
         }
         attempt += 1;
+        // A machine that is gone may come back: later attempts wait longer.
+        let pause = LONGEST_PAUSE.min(Duration::from_secs(1 << (attempt - 1).min(10)));
         eprintln!(
-            "the ranks ended with exit code {}: restart {attempt} of {}{}",
+            "the ranks ended with exit code {}: restart {attempt} of {}{}, in {} s",
             ended.code,
             args.max_restarts,
-            if saves { ", from the last sound checkpoint" } else { "" }
+            if saves { ", from the last sound checkpoint" } else { "" },
+            pause.as_secs()
         );
+        std::thread::sleep(pause);
     }
 }
 

@@ -47,7 +47,7 @@ enum Command {
     Estimate(commands::EstimateArgs),
     /// Train a GPT-2 on text or token files, on the CPU
     Train(Box<zero_train::gpt2::Options>),
-    /// Start ranks as processes under an MPI launcher, on this machine or on several, and again after one has died
+    /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),
     /// Say from the ranks' last operations which of them is late, and where
     Flight(launch::FlightArgs),
