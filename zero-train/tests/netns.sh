@@ -254,7 +254,7 @@ watch_ranks() {
     check "  rank $rank left its flight record on $host" test -s "$work/$host/flight/flight-rank-$rank.json"
   done
   check "  a rank said how long it waited, where and for whom" \
-    grep -q "rank 0 waited ${deadline}000 ms in .* for rank(s) \[1\]" "$out/log"
+    grep -q "rank 0 waited ${deadline}[0-9][0-9][0-9] ms in .* for rank(s) \[1\]" "$out/log"
   for rank in 0 1; do
     one=$("$zero" flight "$work/n$rank/flight" 2>&1) || true
     check "  zero flight on n$rank: $(head -n 1 <<<"$one")" grep -q "^rank $((1 - rank)) is late: rank(s) \[$rank\]" <<<"$one"
