@@ -90,7 +90,7 @@ fn config(stage: Stage, seed: u64) -> ZeroConfig {
 }
 
 fn ranks<T: Send>(world: usize, config: ZeroConfig, body: impl Fn(Device) -> T + Sync) -> Vec<T> {
-    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60) };
+    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60), ..LaunchOptions::default() };
     launch::<Flex, T, String>(world, &config, &options, |device| Ok(body(device)))
         .unwrap_or_else(|error| panic!("{world} ranks, {config:?}: {error}"))
 }

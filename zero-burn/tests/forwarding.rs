@@ -689,7 +689,7 @@ fn results_are_the_inner_backends_bit_for_bit() {
     // Outside of a launch, a lone rank; then ranks that hold the parameters in pieces.
     let alone = sample::<Zero<Flex>>(&ZeroDevice::default());
     assert_same_bits(&bare, &alone, "a lone rank");
-    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60) };
+    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60), ..LaunchOptions::default() };
     for (world, stage) in
         [(1, Stage::Parameters), (3, Stage::DataParallel), (3, Stage::Gradients), (3, Stage::Parameters)]
     {

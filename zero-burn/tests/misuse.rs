@@ -101,7 +101,7 @@ fn outcome<T: Send + 'static>(
     let (sender, receiver) = channel();
     let name = std::thread::current().name().unwrap_or("test").to_string();
     let runner = std::thread::Builder::new().name(name).spawn(move || {
-        let options = LaunchOptions { threads_per_rank: 1, deadline };
+        let options = LaunchOptions { threads_per_rank: 1, deadline, ..LaunchOptions::default() };
         let result = launch::<Flex, T, String>(world, &config, &options, body);
         // The receiver is gone only when the watchdog has already failed the test.
         let _ = sender.send(result.map_err(|error| error.to_string()));

@@ -64,7 +64,7 @@ impl Run {
 }
 
 pub fn launch_options() -> LaunchOptions {
-    LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(120) }
+    LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(120), ..LaunchOptions::default() }
 }
 
 /// Runs `body` on every rank.

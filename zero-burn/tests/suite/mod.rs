@@ -28,7 +28,7 @@ pub fn ranks<B: Backend, T: Send>(
     config: &ZeroConfig,
     body: impl Fn(ZeroDevice<B::Device>) -> T + Sync,
 ) -> Vec<T> {
-    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60) };
+    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60), ..LaunchOptions::default() };
     launch::<B, T, String>(world, config, &options, |device| Ok(body(device))).unwrap_or_else(|error| panic!("{error}"))
 }
 

@@ -49,7 +49,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
             let text = chain(error);
             eprintln!("error: {text}");
             if let Some(launched) = launched() {
-                leave_word(launched.rank, &format!("rank {}: {text}", launched.rank));
+                leave_word(launched.rank, error.exit_code(), &format!("rank {}: {text}", launched.rank));
                 let code = error.exit_code().into();
                 drop(stopped);
                 // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.

@@ -72,12 +72,14 @@ fn as_process<T>(
     world: World,
     body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
 ) -> Result<T, Stopped> {
+    use crate::launcher::say_begun;
     use zero_core::collective::mpi;
 
     let launch = super::plan::launch_options(options)?;
     // What this rank itself found wrong, where another was the first to say so: the same input is wrong on all of them.
     let own: Cell<Option<TrainError>> = Cell::new(None);
     let outcome = mpi::run(&launch.mpi(), |run| {
+        say_begun(world.rank);
         let ranks = Ranks { launched: Some(world.clone()), process: Some(run) };
         body(&ranks).map_err(|error| {
             let reason = error.to_string();

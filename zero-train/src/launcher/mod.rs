@@ -4,8 +4,8 @@
 //! * Out: the command line of `mpirun` ([`Job::command`]), and its exit code ([`supervise`]).
 //! * Processes: the launcher is a child of this process and ends with it, in whatever way that ends.
 //!
-//! A rank that fails tells so in a file of the folder that [`STATUS_DIR`] names, if it runs on this machine: so a launcher
-//! that cannot reach the other machines any more, and would wait for them, is ended too.
+//! A rank that begins or fails tells so in a file of the folder that [`STATUS_DIR`] names, if it runs on this machine: so a
+//! launcher that cannot reach the other machines, and would wait for them, is ended too.
 
 mod hosts;
 mod mpirun;
@@ -17,10 +17,10 @@ use std::path::PathBuf;
 
 pub use hosts::{Host, parse_hosts, slots, spread};
 pub use mpirun::{Flavor, Mpirun};
-pub use supervise::{Attempt, leave_word, supervise};
+pub use supervise::{Attempt, Ended, Limits, Word, leave_word, say_begun, supervise};
 pub use topology::physical_cores;
 
-/// The variable that names the folder where failing ranks leave word.
+/// The variable that names the folder where ranks leave word.
 pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
 
 /// The variable that says how often a job has been started again.

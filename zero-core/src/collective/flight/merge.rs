@@ -224,6 +224,17 @@ impl Report {
     }
 }
 
+impl Report {
+    /// Pairs of ranks that wait for each other although neither is behind, ascending.
+    fn mutual(&self) -> BTreeSet<(usize, usize)> {
+        let waits = |a: usize, b: usize| self.waits.iter().any(|wait| wait.rank == a && wait.for_ranks.contains(&b));
+        let ranks: BTreeSet<usize> = self.waits.iter().map(|wait| wait.rank).collect();
+        let pairs = ranks.iter().flat_map(|&a| ranks.range(a + 1..).map(move |&b| (a, b)));
+        // Ranks that call different things wait for each other too, and that is told.
+        pairs.filter(|&(a, b)| self.mismatches.is_empty() && waits(a, b) && waits(b, a)).collect()
+    }
+}
+
 impl core::fmt::Display for Report {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         for late in &self.late {
@@ -242,6 +253,13 @@ impl core::fmt::Display for Report {
                 None if late.recorded => writeln!(f, ", and it was in no operation")?,
                 None => writeln!(f)?,
             }
+        }
+        for (first, second) in self.mutual() {
+            writeln!(
+                f,
+                "ranks {first} and {second} wait for each other: what one has sent does not reach the other; look at the link \
+                 between their machines"
+            )?;
         }
         for Different { group, seq, called } in &self.mismatches {
             write!(f, "operation {seq} of group '{group}' differs:")?;
@@ -310,6 +328,17 @@ mod tests {
         assert_eq!(without.without_record, [2]);
         assert!(!without.late[0].recorded);
         assert!(without.to_string().contains("it left no record"), "{without}");
+    }
+
+    #[test]
+    fn a_cut_link_is_told_from_a_late_rank() {
+        let both = vec![
+            record(0, 5, Some(("all_reduce of 4 f32 (sum)", vec![1]))),
+            record(1, 5, Some(("all_reduce of 4 f32 (sum)", vec![0]))),
+        ];
+        let report = Report::of(both);
+        assert!(report.late.is_empty());
+        assert!(report.to_string().starts_with("ranks 0 and 1 wait for each other: "), "{report}");
     }
 
     #[test]

@@ -8,10 +8,15 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use zero_core::collective::flight::merge;
-use zero_train::launcher::{Job, Mpirun, RESTARTS, parse_hosts, physical_cores, slots, spread, supervise};
+use zero_train::launcher::{
+    Ended, Job, Limits, Mpirun, RESTARTS, parse_hosts, physical_cores, slots, spread, supervise,
+};
 
 /// What a program ends with when its input is wrong: trying again would not help.
 const BAD_INPUT: i32 = 2;
+
+/// For a first sign of a rank of this machine, where there was one in an earlier attempt.
+const START: Duration = Duration::from_secs(120);
 
 /// Before a restart. The first comes after a second.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -45,6 +50,10 @@ pub struct LaunchArgs {
     /// Seconds that the MPI launcher has to end after a rank has failed, before it is ended
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     grace: u64,
+    /// Seconds until a rank of this machine must have begun; for jobs that have ranks here [default: none for the first
+    /// attempt, and for later ones 120 if there were ranks here]
+    #[arg(long, value_name = "SECONDS")]
+    start_timeout: Option<u64>,
     /// Print the command line, and run nothing
     #[arg(long)]
     dry_run: bool,
@@ -93,7 +102,7 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
     if args.max_restarts > 0 && !saves {
         eprintln!("warning: the program saves no checkpoints (--save DIR): a restart begins at the beginning");
     }
-    let mut attempt = 0;
+    let (mut attempt, mut begin) = (0, args.start_timeout.map(Duration::from_secs));
     loop {
         let job = args.job(attempt)?;
         let command = job.command(&mpirun, root);
@@ -103,12 +112,28 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
         eprintln!("{line}");
-        let ended = supervise(&command, Duration::from_secs(args.grace))?;
+        let ended = supervise(&command, Limits { grace: Duration::from_secs(args.grace), begin })?;
         for failure in &ended.failures {
-            eprintln!("{failure}");
+            eprintln!("{}", failure.reason);
         }
-        if ended.ended {
-            eprintln!("{} had not ended {} s after a rank failed, and was ended", mpirun.path.display(), args.grace);
+        match (ended.ended, begin) {
+            (Some(Ended::AfterFailure), _) => {
+                eprintln!(
+                    "{} had not ended {} s after a rank failed, and was ended",
+                    mpirun.path.display(),
+                    args.grace
+                );
+            }
+            (Some(Ended::NotBegun), Some(limit)) => eprintln!(
+                "{} had started no rank here after {} s (--start-timeout), and was ended: is a host of the job down?",
+                mpirun.path.display(),
+                limit.as_secs()
+            ),
+            _ => {}
+        }
+        if ended.began {
+            // There are ranks on this machine, then: of later attempts a first sign is expected.
+            begin = begin.or(Some(START));
         }
         if ended.code == 0 {
             return Ok(ExitCode::SUCCESS);
