@@ -208,7 +208,6 @@ fn a_killed_rank_ends_the_others() {
 
 #[test]
 fn a_stopped_rank_is_found_by_the_deadline_and_named() {
-    let mut named = 0;
     repeat("stop-backward", 4_000, |got, victim| {
         last_save_is_sound(got);
         assert_eq!(got.code, Some(code::WATCHDOG), "{got:?}");
@@ -216,11 +215,12 @@ fn a_stopped_rank_is_found_by_the_deadline_and_named() {
         for rank in others {
             assert!(got.note(rank).contains("waited"), "{got:?}");
         }
-        let report = flight::merge(&got.flights()).unwrap();
-        // The victim itself may still write its record: mpirun wakes it before it ends it.
-        named += usize::from(report.late.iter().any(|late| late.rank == victim));
+        // mpirun wakes the victim before it ends it, so that it may still write a record of its own, in which it waits too.
+        let survivors: Vec<_> =
+            got.flights().into_iter().filter(|path| !path.ends_with(format!("flight-rank-{victim}.json"))).collect();
+        let report = flight::merge(&survivors).unwrap();
+        assert!(report.late.iter().any(|late| late.rank == victim), "{report}");
     });
-    assert_eq!(named, runs(), "the records name the stopped rank");
 }
 
 #[test]

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn_backend::Backend;
+#[cfg(feature = "mpi")]
+use zero_core::Buffer;
 use zero_core::collective::launcher::{World, launched};
 #[cfg(feature = "mpi")]
 use zero_core::collective::mpi;
@@ -44,16 +46,29 @@ impl LaunchOptions {
         }
     }
 
-    /// Compute threads of this process beside `ranks - 1` others of the same machine. A process that its launcher has bound
-    /// to some cores has those; otherwise all share the machine's.
+    /// Compute threads of a process that is a rank. One that its launcher has bound to processors of its own has those;
+    /// otherwise the ranks of a machine share what they may use. A collective.
+    ///
+    /// # Errors
+    ///
+    /// As any collective's.
     #[cfg(feature = "mpi")]
-    pub fn threads_beside(&self, ranks: usize) -> usize {
-        let allowed = std::thread::available_parallelism().map_or(1, usize::from);
-        let bound = online_processors().is_some_and(|all| allowed * ranks <= all);
-        match self.threads_per_rank {
-            0 if bound => allowed,
-            _ => self.threads(ranks),
-        }
+    pub fn threads_of(&self, comm: &mpi::MpiComm) -> Result<usize, CommError> {
+        let mut mask = allowed_processors();
+        mask.resize(MASK, 0);
+        let masks = comm.all_gather(Buffer::U8(mask))?.into_u8();
+        let local: Vec<&[u8]> = comm.place().of_node().into_iter().map(|rank| &masks[rank * MASK..][..MASK]).collect();
+        let shared = (0..MASK).any(|byte| {
+            local
+                .iter()
+                .fold((0u8, false), |(seen, twice), mask| (seen | mask[byte], twice || seen & mask[byte] != 0))
+                .1
+        });
+        let known = local.iter().all(|mask| mask.iter().any(|&byte| byte != 0));
+        Ok(match self.threads_per_rank {
+            0 if known && !shared => std::thread::available_parallelism().map_or(1, usize::from),
+            _ => self.threads(local.len()),
+        })
     }
 
     /// The same for the engine of processes.
@@ -63,14 +78,24 @@ impl LaunchOptions {
     }
 }
 
-/// Processors of this machine, whichever of them this process may use.
+/// Bytes of a set of processors, a bit each.
 #[cfg(feature = "mpi")]
-fn online_processors() -> Option<usize> {
-    let text = std::fs::read_to_string("/sys/devices/system/cpu/online").ok()?;
-    text.trim().split(',').try_fold(0, |sum, part| {
+const MASK: usize = 1024;
+
+/// The processors that this process may use, a bit each; none if the system does not say.
+#[cfg(feature = "mpi")]
+fn allowed_processors() -> Vec<u8> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
+    let mut mask = vec![0; MASK];
+    for part in list.trim().split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(sum + last.parse::<usize>().ok()? + 1 - first.parse::<usize>().ok()?)
-    })
+        let (Ok(first), Ok(last)) = (first.parse::<usize>(), last.parse::<usize>()) else { continue };
+        for processor in (first..=last).filter(|processor| processor / 8 < MASK) {
+            mask[processor / 8] |= 1 << (processor % 8);
+        }
+    }
+    mask
 }
 
 /// Why a launch failed.
@@ -206,7 +231,7 @@ where
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
     let comm = run.comm();
-    let threads = options.threads_beside(comm.place().local_world);
+    let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
     run_rank::<B, T, E>(config, threads, (comm.clone(), Window::join_processes(comm), run), body)
 }
 
@@ -265,6 +290,8 @@ where
             let value = body(ZeroDevice::here(B::Device::default()))?;
             // An update that fails after the body has ended is this rank's error still.
             context.wait_for_updates();
+            // What is gathered ahead for nothing is asked of ranks that are still there.
+            context.gatherer.stop();
             Ok::<T, E>(value)
         }));
         // The others learn of it before this rank takes down what they may be reading.

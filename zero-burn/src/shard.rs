@@ -320,7 +320,9 @@ impl<B: Backend> Cell<B> {
             state.pending = false;
             (state.local, state.stored, state.failed) = (settled_local, settled_stored, failed);
         });
+        drop(state);
         self.changed.notify_all();
+        self.context.window.changed();
     }
 
     pub(crate) fn is_pending(&self) -> bool {
@@ -332,11 +334,13 @@ impl<B: Backend> Cell<B> {
         let mut state = self.state.lock();
         state.pending = false;
         state.stored = Some(stored);
+        drop(state);
         self.changed.notify_all();
+        self.context.window.changed();
     }
 
     /// The disk, if this piece is to be kept there.
-    fn disk(&self) -> Option<&Arc<Disk>> {
+    pub(crate) fn disk(&self) -> Option<&Arc<Disk>> {
         let kind = if self.is_version { Kind::Parameter } else { self.kind() };
         self.context.disk_for(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
     }

@@ -70,6 +70,11 @@ impl TrainError {
     pub fn exit_code(&self) -> u8 {
         match self {
             TrainError::Late(_) => zero_core::collective::exit::code::WATCHDOG as u8,
+            TrainError::Engine(EngineError::Checkpoint(CheckpointError::Comm { source, .. }))
+                if matches!(**source, zero_core::CommError::Timeout { .. }) =>
+            {
+                zero_core::collective::exit::code::WATCHDOG as u8
+            }
             TrainError::Run(_) | TrainError::Engine(EngineError::LossScale(_) | EngineError::LoadFailed { .. }) => 1,
             TrainError::Engine(EngineError::Checkpoint(
                 CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },

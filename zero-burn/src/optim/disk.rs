@@ -111,6 +111,12 @@ impl<B: Backend> Job<B> {
         run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy });
     }
 
+    /// Whether something that it has in memory belongs on the disk.
+    fn is_to_be_stored(&self) -> bool {
+        let homes = self.states.iter().chain([&self.parameter]).chain(self.copy.as_ref().map(|(copy, _)| copy));
+        homes.zip(&self.cells).any(|(home, cell)| matches!(home, Home::Memory(_)) && cell.disk().is_some())
+    }
+
     fn settle(self) {
         let mut cells = self.cells.into_iter();
         let homes = self.states.into_iter();
@@ -222,7 +228,10 @@ struct Running<'a, B: Backend> {
 impl<B: Backend> Running<'_, B> {
     fn settle_up_to(&mut self, items: usize) {
         while self.layout.ends.get(self.ended).is_some_and(|&end| end <= items) {
-            self.jobs[self.ended].take().expect("a job ends once").settle();
+            // What is yet to be put on the disk needs buffers, which the pipeline has: it waits for the end of that.
+            if let Some(job) = self.jobs[self.ended].take_if(|job| !job.is_to_be_stored()) {
+                job.settle();
+            }
             self.ended += 1;
         }
     }
@@ -242,16 +251,16 @@ impl<B: Backend> Work<Failure> for Running<'_, B> {
 }
 
 fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, context: &Arc<Context<B>>, disk: &Disk) -> Result<(), CommError> {
-    let layout = Layout::new(disk, &jobs);
     let cells: Vec<_> = jobs.iter().flat_map(|job| job.cells.iter().cloned()).collect();
-    let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
     let result = catch_unwind(AssertUnwindSafe(|| {
+        let layout = Layout::new(disk, &jobs);
+        let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
         let mut running =
             Running { layout: &layout, jobs: jobs.into_iter().map(Some).collect(), ended: 0, context: context.clone() };
         let run = pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running);
         if run.is_ok() {
-            // Those without elements at the end have no items.
-            running.settle_up_to(layout.items.len());
+            // Those without elements have no items, and others waited for the buffers.
+            running.jobs.into_iter().flatten().for_each(Job::settle);
         }
         run
     }));

@@ -64,9 +64,7 @@ impl Run {
             *failure = Some(Failure { peer, reason: reason.into() });
         }
         for recorder in &self.recorders {
-            if let Err(error) = recorder.write(reason) {
-                tracing::warn!(%error, "a flight record could not be written");
-            }
+            recorder.write(reason);
         }
     }
 
@@ -108,6 +106,9 @@ struct Group {
     /// Groups made by [`Collective::duplicate`], by sequence number, until every rank has fetched its end.
     children: Mutex<HashMap<u64, (Arc<Group>, usize)>>,
 }
+
+/// How long the end of a failed run waits for a flight record to be written.
+const FLIGHT: Duration = Duration::from_secs(5);
 
 /// How long a waiting rank sleeps before it looks whether the run has failed elsewhere.
 const POLL: Duration = Duration::from_millis(20);
@@ -540,6 +541,9 @@ where
 
     if let Some(error) = spawn_error {
         return Err(error);
+    }
+    for recorder in &run.recorders {
+        recorder.finish(FLIGHT);
     }
     let first = run.failure.lock().clone();
     if let Some(Failure { peer: rank, reason }) = first {

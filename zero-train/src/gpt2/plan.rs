@@ -6,6 +6,7 @@ use std::time::Duration;
 use zero_burn::config::{Float, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::accounting::StateBytes;
+use zero_core::checkpoint::{Check, Manifest, find_latest};
 use zero_core::collective::launcher::World;
 use zero_core::estimate::{Precision, model_state};
 use zero_core::{Partition, Stage};
@@ -19,7 +20,8 @@ use super::{OffloadChoice, Options, Prediction};
 use crate::TrainError;
 use crate::config::{Config, Offload, OffloadDevice, Watchdog, ZeroPlan};
 use crate::data::{Source, TokenRows};
-use crate::launcher::RESTARTS;
+use crate::engine::EngineError;
+use crate::launcher::{LAUNCHED, RESTARTS};
 use crate::memory::{available_bytes, format_bytes};
 
 /// The longest that a rank waits for another.
@@ -72,7 +74,7 @@ pub struct MemoryNeed {
     pub working: u64,
     /// Activations kept for the backward pass, and logits, of one rank.
     pub activations: u64,
-    /// Number of ranks on this machine.
+    /// Number of ranks on this machine, or on the one that has most.
     pub ranks: u64,
     /// Model state of one rank on the disk.
     pub disk: u64,
@@ -117,13 +119,13 @@ impl MemoryNeed {
         Self { state, working: working as u64, activations, ranks: ranks as u64, disk }
     }
 
-    /// The same with so many ranks on this machine.
+    /// The same with so many ranks on a machine.
     #[must_use]
     pub fn with_ranks_here(self, ranks: usize) -> Self {
         Self { ranks: ranks as u64, ..self }
     }
 
-    /// Sum over the ranks of this machine.
+    /// Sum over the ranks of a machine.
     pub fn total(&self) -> u64 {
         (self.state.total() + self.working + self.activations) * self.ranks
     }
@@ -173,7 +175,7 @@ impl Plan {
         let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
         let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
         let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
-        let need = MemoryNeed::new(&model, &plan, rows.seq()).with_ranks_here(here.on_this_machine(ranks));
+        let need = MemoryNeed::new(&model, &plan, rows.seq()).with_ranks_here(budget.ranks_here.unwrap_or(ranks));
         if !budget.holds(&need) {
             return Err(TrainError::Memory(format!(
                 "model {name} does not fit: {}{}; use a smaller --model, --batch or --seq, fewer --ranks{}{}",
@@ -232,6 +234,7 @@ impl Plan {
             format!("data with the checksum {:08x}, held out {eval:08x?}", self.rows.checksum()),
             format!("checkpoints {saves}, every {every:?}, keeping {last:?}, the best {best}"),
             format!("{} steps behind it", self.checkpoints.resumed_steps()),
+            format!("a deadline of {:?}", self.launch.deadline),
             format!("weights to start from: {}", self.weights.is_some()),
         ]
     }
@@ -299,7 +302,7 @@ struct Budget {
     /// `None`: unknown, and not limited.
     memory: Option<u64>,
     disk: Option<u64>,
-    /// Ranks on this machine, if they are processes; otherwise all.
+    /// The most ranks of a machine, if they are processes; otherwise all.
     ranks_here: Option<usize>,
 }
 
@@ -312,7 +315,7 @@ impl Budget {
         let memory = available_bytes().into_iter().chain(limit).min();
         // What the fewest have, so that ranks on several machines take the same tier.
         let (memory, disk) = (ranks.least(memory)?, ranks.least(free_disk(&options.swap))?);
-        Ok(Self { memory, disk, ranks_here: ranks.world().map(|world| ranks.on_this_machine(world.world)) })
+        Ok(Self { memory, disk, ranks_here: ranks.most_on_a_machine() })
     }
 
     fn holds(&self, need: &MemoryNeed) -> bool {
@@ -335,7 +338,7 @@ impl Budget {
 }
 
 /// The options as the launcher has them too: the number of ranks is the number of its processes, and after a restart training
-/// goes on from the last checkpoint.
+/// goes on from the last checkpoint that the job has saved.
 fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainError> {
     let mut options = options.clone();
     if let Some(World { world, variable, .. }) = ranks.world() {
@@ -346,9 +349,19 @@ fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainErr
         }
         options.ranks = Some(*world);
     }
-    let restarts = std::env::var(RESTARTS).ok().and_then(|restarts| restarts.parse::<usize>().ok());
-    if restarts.is_some_and(|restarts| restarts > 0) && options.save.is_some() {
-        options.resume = Some("auto".into());
+    let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
+    if number(RESTARTS).is_some_and(|restarts| restarts > 0)
+        && let Some(save) = &options.save
+        && options.resume.as_deref() != Some(Path::new("auto"))
+    {
+        // What an earlier attempt has saved. What lay there before is not this job's: without a checkpoint of its own it
+        // begins as it was told to.
+        let since = number(LAUNCHED).unwrap_or(0);
+        let latest = find_latest(save, Check::Sizes).map_err(EngineError::from)?.checkpoint;
+        let own = latest.map(|path| Manifest::read(&path)).transpose().map_err(EngineError::from)?;
+        if own.is_some_and(|manifest| manifest.saved_unix_ms >= since) {
+            options.resume = Some("auto".into());
+        }
     }
     Ok(options)
 }

@@ -27,6 +27,10 @@ pub(super) struct Ranks<'a> {
     process: std::marker::PhantomData<&'a ()>,
 }
 
+/// The exit code of bad input.
+#[cfg(feature = "mpi")]
+const BAD_INPUT: u8 = 2;
+
 /// Why the ranks stopped. A launcher ends all processes when the first ends badly: the error is to be printed before this is
 /// dropped, which waits, for a few seconds at most, until the other ranks have come as far.
 pub(super) struct Stopped {
@@ -88,7 +92,9 @@ fn as_process<T>(
         })
     });
     outcome.map_err(|failed| {
-        let error = own.take().unwrap_or_else(|| from_launch(&failed.error));
+        // What is wrong with the input is wrong on every rank, and each says so; all else is the first rank's to say.
+        let own = own.take().filter(|own| own.exit_code() == BAD_INPUT);
+        let error = own.unwrap_or_else(|| from_launch(&failed.error));
         Stopped { error, _ending: Some(Box::new(failed)) }
     })
 }
@@ -128,16 +134,18 @@ impl Ranks<'_> {
         self.launched.as_ref().is_none_or(|launched| launched.rank == 0)
     }
 
-    /// How many of `world` ranks share this machine.
-    pub(super) fn on_this_machine(&self, world: usize) -> usize {
+    /// How many ranks share the machine that has most of them, so that all ranks decide alike; none for threads.
+    pub(super) fn most_on_a_machine(&self) -> Option<usize> {
         #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
-            return process.comm().place().local_world;
+            let place = process.comm().place();
+            let most = (0..place.nodes).map(|node| place.node_of.iter().filter(|&&of| of == node).count()).max();
+            return most;
         }
-        world
+        None
     }
 
-    /// The least that a rank has of something, so that all of them decide alike; none if one does not know.
+    /// The least that a rank has of something, so that all of them decide alike; none if no rank knows.
     pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>, TrainError> {
         #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
@@ -228,7 +236,10 @@ fn gather(process: &zero_core::collective::mpi::MpiRun, bytes: &[u8]) -> Result<
     if bytes.is_empty() {
         return Ok(vec![Vec::new(); process.comm().world()]);
     }
-    let all =
-        process.comm().all_gather(Buffer::U8(bytes.to_vec())).map_err(|error| TrainError::Run(error.to_string()))?;
+    let gathered = process.comm().all_gather(Buffer::U8(bytes.to_vec()));
+    let all = gathered.map_err(|error| match error {
+        late @ CommError::Timeout { .. } => TrainError::Late(late.to_string()),
+        other => TrainError::Run(other.to_string()),
+    })?;
     Ok(all.into_u8().chunks_exact(bytes.len()).map(<[u8]>::to_vec).collect())
 }

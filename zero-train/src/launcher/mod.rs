@@ -26,6 +26,9 @@ pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
 /// The variable that says how often a job has been started again.
 pub const RESTARTS: &str = "ZERO_RESTARTS";
 
+/// The variable that says when a job was launched first, in milliseconds since 1970.
+pub const LAUNCHED: &str = "ZERO_LAUNCHED_UNIX_MS";
+
 /// Ranks to be started.
 #[derive(Debug, Clone)]
 pub struct Job {

@@ -10,8 +10,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use crossbeam_channel::{Receiver, bounded};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
@@ -104,6 +105,8 @@ pub struct Recorder {
     ring: Mutex<VecDeque<Arc<Entry>>>,
     completed: Mutex<BTreeMap<(u64, String), u64>>,
     written: AtomicBool,
+    /// Says when the thread that writes has ended.
+    writing: Mutex<Option<Receiver<()>>>,
 }
 
 /// An operation that is being recorded.
@@ -131,7 +134,7 @@ pub(crate) struct Opening<'a> {
 impl Recorder {
     /// The recorder of `rank`; records go to `folder`, if there is one.
     pub fn new(rank: usize, world: usize, folder: Option<PathBuf>) -> Self {
-        Self {
+        let recorder = Self {
             rank,
             world,
             folder,
@@ -140,7 +143,10 @@ impl Recorder {
             ring: Mutex::default(),
             completed: Mutex::default(),
             written: AtomicBool::new(false),
-        }
+            writing: Mutex::default(),
+        };
+        recorder.clear();
+        recorder
     }
 
     fn now_us(&self) -> u64 {
@@ -217,20 +223,52 @@ impl Recorder {
         }
     }
 
-    /// Writes the record to `flight-rank-<r>.json` in the folder, once: the first reason is the interesting one. Gives
-    /// the file, or nothing where there is no folder or the record has been written.
+    /// Writes the record to `flight-rank-<r>.json` in the folder, once: the first reason is the interesting one. Where there
+    /// is no folder, or the record is written already, nothing happens.
     ///
-    /// # Errors
-    ///
-    /// The system's, on writing.
-    pub fn write(&self, reason: &str) -> std::io::Result<Option<PathBuf>> {
+    /// On a thread of its own: a disk that has stopped answering, which may be why a rank is late, must not keep the news from
+    /// the other ranks. [`Recorder::finish`] waits for it.
+    pub fn write(&self, reason: &str) {
         // AcqRel: whoever comes second does nothing.
-        match &self.folder {
-            Some(folder) if !self.written.swap(true, Ordering::AcqRel) => {
-                std::fs::create_dir_all(folder)?;
-                write_record(folder, &self.record(reason)).map(Some)
+        let Some(folder) = self.folder.clone().filter(|_| !self.written.swap(true, Ordering::AcqRel)) else { return };
+        let record = self.record(reason);
+        let (done, ended) = bounded(1);
+        let write = move || {
+            let written = std::fs::create_dir_all(&folder).and_then(|()| write_record(&folder, &record));
+            if let Err(error) = written {
+                tracing::warn!(rank = record.rank, %error, "the flight record could not be written");
             }
-            _ => Ok(None),
+            // Nobody may wait any more.
+            let _ = done.send(());
+        };
+        // Without a thread there is no record; what is being told matters more.
+        if std::thread::Builder::new().name(format!("rank-{}-flight", self.rank)).spawn(write).is_ok() {
+            *self.writing.lock() = Some(ended);
+        }
+    }
+
+    /// Waits for a record that is being written, at most so long.
+    pub fn finish(&self, within: Duration) {
+        if let Some(ended) = self.writing.lock().take() {
+            // Late, or ended: in either case there is no more to wait for.
+            let _ = ended.recv_timeout(within);
+        }
+    }
+
+    /// Removes what an earlier run has left in the folder under this rank's name, and on rank 0 what ranks left that this run
+    /// does not have.
+    fn clear(&self) {
+        let Some(folder) = &self.folder else { return };
+        // What cannot be removed is replaced when there is something to write.
+        let _ = std::fs::remove_file(folder.join(format!("flight-rank-{}.json", self.rank)));
+        let entries = if self.rank == 0 { std::fs::read_dir(folder).ok() } else { None };
+        for path in entries.into_iter().flatten().flatten().map(|entry| entry.path()) {
+            let name = path.file_name().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
+            let rank =
+                name.strip_prefix("flight-rank-").and_then(|rest| rest.strip_suffix(".json")?.parse::<usize>().ok());
+            if rank.is_some_and(|rank| rank >= self.world) {
+                let _ = std::fs::remove_file(path);
+            }
         }
     }
 }
@@ -326,10 +364,24 @@ mod tests {
     fn a_record_is_written_once() {
         let folder = tempfile::tempdir().unwrap();
         let recorder = Recorder::new(4, 5, Some(folder.path().join("flight")));
-        let path = recorder.write("first").unwrap().unwrap();
-        assert!(path.ends_with("flight-rank-4.json"));
-        assert_eq!(recorder.write("second").unwrap(), None);
+        recorder.write("first");
+        recorder.write("second");
+        recorder.finish(Duration::from_secs(20));
+        let path = folder.path().join("flight/flight-rank-4.json");
         let record: Record = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
         assert_eq!((record.rank, record.reason.as_str()), (4, "first"));
+    }
+
+    #[test]
+    fn what_an_earlier_run_has_left_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |rank: usize| folder.path().join(format!("flight-rank-{rank}.json"));
+        for rank in 0..4 {
+            std::fs::write(path(rank), "old").unwrap();
+        }
+        Recorder::new(1, 3, Some(folder.path().into()));
+        assert_eq!([0, 1, 2, 3].map(|rank| path(rank).exists()), [true, false, true, true]);
+        Recorder::new(0, 3, Some(folder.path().into()));
+        assert_eq!([0, 2, 3].map(|rank| path(rank).exists()), [false, true, false]);
     }
 }

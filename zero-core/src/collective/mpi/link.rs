@@ -190,7 +190,7 @@ impl Link {
     pub(super) fn next_message(&self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
         let (mut flag, mut status) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed());
         // SAFETY: as in `test`; what is received then fits the vector, whose length MPI has said, and comes from a message
-        // that is already here, so that the call does not wait for another rank to send it.
+        // that has been announced: control messages are short enough to be sent with their announcement.
         unsafe {
             let (any, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
             checked("MPI_Iprobe", ffi::MPI_Iprobe(any, tag, self.control, &raw mut flag, status.as_mut_ptr()))?;

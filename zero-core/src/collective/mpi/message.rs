@@ -9,7 +9,7 @@ use crate::CommError;
 use crate::window::Key;
 
 /// Payloads up to this many bytes travel inside the control message.
-pub(super) const INLINE: usize = 8 << 10;
+pub(super) const INLINE: usize = 2 << 10;
 
 /// Bytes that belong to a message.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{bounded, unbounded};
+use crossbeam_channel::{RecvTimeoutError, bounded, unbounded};
 
 use super::super::flight::Recorder;
 use super::super::threads::{Stopped, ThreadOptions, panic_reason};
@@ -101,8 +101,17 @@ pub fn start(options: &MpiOptions) -> Result<MpiRun, MpiError> {
         })
     };
     let pump = std::thread::Builder::new().name(name).spawn(communicate).map_err(failed)?;
-    let ended = |_| Err(MpiError { call: "MPI_Init_thread", reason: "its thread has panicked".into() });
-    let shared = started.recv().unwrap_or_else(ended)?;
+    // A rank that ended before it came here keeps the others inside MPI_Init.
+    let shared = match started.recv_timeout(deadline) {
+        Ok(shared) => shared?,
+        Err(RecvTimeoutError::Disconnected) => {
+            return Err(MpiError { call: "MPI_Init_thread", reason: "its thread has panicked".into() });
+        }
+        Err(RecvTimeoutError::Timeout) => {
+            let reason = format!("it has not returned after {} s: has a rank ended before it?", deadline.as_secs());
+            return Err(MpiError { call: "MPI_Init_thread", reason });
+        }
+    };
     // A library that does not understand its launcher (MPICH under Slurm's PMIx) starts every process as a lone rank, each of
     // which would train a copy, and write the same files.
     if let Some(launched) = launcher::launched().filter(|launched| launched.world != shared.place.world) {
@@ -213,6 +222,7 @@ impl MpiRun {
         let shared = self.comm.shared().clone();
         let sound = shared.trouble().is_none();
         if !sound {
+            shared.recorder.finish(self.grace);
             shared.send(Command::Done);
             shared.wait_for_done(self.grace);
         }

@@ -7,7 +7,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
@@ -76,12 +76,13 @@ pub(crate) type Parked = Arc<AtomicUsize>;
 pub(super) fn serve(shared: &Shared, jobs: &Receiver<Job>, waiting: &Parked) {
     let mut lookups: Vec<(u32, Lookup)> = Vec::new();
     let mut parked: Vec<Asked> = Vec::new();
-    let (mut left, mut retry) = (false, RETRY[0]);
+    let (mut left, mut retry, mut looked) = (false, RETRY[0], Instant::now());
     loop {
         let job = if parked.is_empty() {
             jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
         } else {
-            jobs.recv_timeout(retry)
+            // From the last look, not from the last job: those may come faster.
+            jobs.recv_timeout(retry.saturating_sub(looked.elapsed()))
         };
         let mut again = false;
         match job {
@@ -105,6 +106,7 @@ pub(super) fn serve(shared: &Shared, jobs: &Receiver<Job>, waiting: &Parked) {
             }
         }
         if again {
+            looked = Instant::now();
             parked.retain(|&asked| !answer(shared, &lookups, asked, left));
         }
         // Relaxed: a hint to those who publish; a hint missed is made up for by the next try.

@@ -178,14 +178,24 @@ impl Shared {
     /// Fails the run for a reason of this rank's own; all ranks hear of it.
     pub(super) fn fail(&self, reason: &str, cause: Option<&CommError>) {
         let trouble = Trouble { peer: self.rank(), reason: reason.to_string(), cause: cause.cloned() };
-        if self.note(trouble) {
+        let reason = trouble.reason.clone();
+        if self.keep(trouble) {
+            // The others first: the record may take a while.
             self.send(Command::Abort);
+            self.recorder.write(&reason);
         }
     }
 
-    /// Keeps the first trouble, and writes the flight record with it; whether this was the first.
-    pub(super) fn note(&self, trouble: Trouble) -> bool {
+    /// Keeps the first trouble, and writes the flight record with it.
+    pub(super) fn note(&self, trouble: Trouble) {
         let reason = trouble.reason.clone();
+        if self.keep(trouble) {
+            self.recorder.write(&reason);
+        }
+    }
+
+    /// Whether this trouble was the first.
+    fn keep(&self, trouble: Trouble) -> bool {
         {
             let mut state = self.state.lock();
             if state.trouble.is_some() {
@@ -194,9 +204,6 @@ impl Shared {
             state.trouble = Some(trouble);
         }
         self.changed.notify_all();
-        if let Err(error) = self.recorder.write(&reason) {
-            tracing::warn!(rank = self.rank(), %error, "the flight record could not be written");
-        }
         true
     }
 

@@ -3,13 +3,13 @@
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use zero_core::collective::flight::merge;
 use zero_train::launcher::{
-    Ended, Job, Limits, Mpirun, RESTARTS, parse_hosts, physical_cores, slots, spread, supervise,
+    Ended, Job, LAUNCHED, Limits, Mpirun, RESTARTS, parse_hosts, physical_cores, slots, spread, supervise,
 };
 
 /// What a program ends with when its input is wrong: trying again would not help.
@@ -71,7 +71,7 @@ fn variable(text: &str) -> Result<(String, String), String> {
 
 impl LaunchArgs {
     /// The ranks of an attempt, the first of which has number 0.
-    fn job(&self, attempt: usize) -> Result<Job> {
+    fn job(&self, attempt: usize, launched_unix_ms: u128) -> Result<Job> {
         let mut ranks = if attempt == 0 { self.ranks } else { self.restart_ranks.unwrap_or(self.ranks) };
         let hosts = match &self.hosts {
             None => Vec::new(),
@@ -90,6 +90,13 @@ impl LaunchArgs {
         }
         let mut variables = self.variables.clone();
         variables.push((RESTARTS.into(), attempt.to_string()));
+        variables.push((LAUNCHED.into(), launched_unix_ms.to_string()));
+        // An MPI launcher hands these to the ranks of this machine only.
+        for name in ["ZERO_DEADLINE", "ZERO_FLIGHT_DIR"] {
+            if let Ok(value) = std::env::var(name) {
+                variables.push((name.into(), value));
+            }
+        }
         let cores = self.cores.or_else(|| if hosts.is_empty() { physical_cores() } else { None });
         Ok(Job { ranks, hosts, cores, variables, options: self.options.clone(), program })
     }
@@ -102,9 +109,15 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
     if args.max_restarts > 0 && !saves {
         eprintln!("warning: the program saves no checkpoints (--save DIR): a restart begins at the beginning");
     }
-    let (mut attempt, mut begin) = (0, args.start_timeout.map(Duration::from_secs));
+    let launched = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
+    let (mut attempt, given, mut began_on) = (0, args.start_timeout.map(Duration::from_secs), None);
     loop {
-        let job = args.job(attempt)?;
+        let job = args.job(attempt, launched)?;
+        // Where ranks of an attempt began here, and the hosts are the same, a first sign is expected of the next too.
+        let begin = match &began_on {
+            Some(hosts) if *hosts == job.hosts => given.or(Some(START)),
+            _ => given,
+        };
         let command = job.command(&mpirun, root);
         let line = shell(&command);
         if args.dry_run {
@@ -113,8 +126,9 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
         }
         eprintln!("{line}");
         let ended = supervise(&command, Limits { grace: Duration::from_secs(args.grace), begin })?;
-        for failure in &ended.failures {
-            eprintln!("{}", failure.reason);
+        if ended.ended.is_some() {
+            // Otherwise the launcher has let the ranks' own words through.
+            ended.failures.iter().for_each(|failure| eprintln!("{}", failure.reason));
         }
         match (ended.ended, begin) {
             (Some(Ended::AfterFailure), _) => {
@@ -132,20 +146,22 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             _ => {}
         }
         if ended.began {
-            // There are ranks on this machine, then: of later attempts a first sign is expected.
-            begin = begin.or(Some(START));
+            began_on = Some(job.hosts);
         }
+        // The launcher tells of the rank that ended first, which may be one that only heard of the trouble.
+        let bad_input = ended.code == BAD_INPUT || ended.failures.iter().any(|failure| failure.code == BAD_INPUT);
+        let ended_with = if bad_input && ended.code != 0 { BAD_INPUT } else { ended.code };
         if ended.code == 0 {
             return Ok(ExitCode::SUCCESS);
         }
-        if ended.code == BAD_INPUT || attempt == args.max_restarts {
+        if bad_input || attempt == args.max_restarts {
             if attempt > 0 {
                 eprintln!(
                     "error: given up after {attempt} restart(s); the last attempt ended with exit code {}",
                     ended.code
                 );
             }
-            return Ok(ExitCode::from(u8::try_from(ended.code).unwrap_or(1)));
+            return Ok(ExitCode::from(u8::try_from(ended_with).unwrap_or(1)));
         }
         attempt += 1;
         // A machine that is gone may come back: later attempts wait longer.
