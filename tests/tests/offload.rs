@@ -6,12 +6,15 @@ mod common;
 
 use std::path::Path;
 
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::{GradientsParams, Optimizer};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use common::{B, Device, Run, launch_options, on_ranks};
 use serde_json::Map;
 use zero_burn::config::{Disk, Float, Offload, Tier};
 use zero_burn::launch::launch;
+use zero_burn::module::{collect_grads, mark, prepare};
 use zero_burn::optim::{Fused, Rule};
 use zero_burn::pieces::disk_bytes;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
@@ -260,4 +263,47 @@ fn what_cannot_work_is_refused() {
     refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, few), "at least 6 buffers");
     let absent = disk(&dir.path().join("absent/deeper"));
     refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, absent), "absent");
+}
+
+/// Keeps every weight within bounds, where it lies, as some training recipes do after each step.
+struct Clamp;
+
+impl ModuleMapper<B> for Clamp {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let tensor = Tensor::from_inner(tensor.inner().clamp(-0.03, 0.03)).require_grad();
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// Such a parameter is put on the disk after its update, by the thread whose pipeline has the buffers.
+#[test]
+fn weights_that_are_changed_between_steps_are_updated_from_the_disk_too() {
+    let run = run_of(Stage::Parameters, 2);
+    let run_with = |offload: Offload| {
+        let mut zero = run.zero.clone();
+        zero.offload = offload;
+        on_ranks(run.ranks, &zero, |device| {
+            let mut model = prepare::<B, _>(run.model.init::<B>(&device), &device);
+            let mut optimizer = Fused::<B>::new(Rule::adamw());
+            (0..STEPS)
+                .map(|step| {
+                    mark::<B, _>(&model);
+                    let loss = model.loss(tokens(&run, step, &device));
+                    let value = loss.clone().into_data().iter::<f64>().next().unwrap();
+                    let grads = GradientsParams::from_grads(loss.backward(), &model);
+                    let grads = collect_grads::<B, _>(grads, &model);
+                    let current = std::mem::replace(&mut model, run.model.init::<B>(&device));
+                    model = optimizer.step(1e-2, current, grads).map(&mut Clamp);
+                    value.to_bits()
+                })
+                .collect::<Vec<_>>()
+        })
+        .swap_remove(0)
+    };
+    let memory = run_with(Offload::default());
+    let dir = tempfile::tempdir().unwrap();
+    // As many buffers as two items have arrays on the disk, and little patience.
+    let disk = Disk { buffer_count: 6, limit: std::time::Duration::from_secs(10), ..disk(dir.path()) };
+    assert_eq!(run_with(Offload { optimizer: Tier::Disk, parameters: Tier::Disk, disk }), memory);
 }

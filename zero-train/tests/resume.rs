@@ -159,3 +159,30 @@ fn what_cannot_work_is_refused_before_the_first_step() {
     let said = stderr(&mut command, 2);
     assert!(said.contains("cannot go on from") && said.contains("only this model has: h.2."), "{said}");
 }
+
+/// What `zero launch` tells the ranks that it starts again.
+fn restarted(command: &mut Command, launched_unix_ms: u128) -> &mut Command {
+    command.env("ZERO_RESTARTS", "1").env("ZERO_LAUNCHED_UNIX_MS", launched_unix_ms.to_string())
+}
+
+#[test]
+fn a_restart_goes_on_from_what_its_job_has_saved_and_otherwise_as_it_was_told() {
+    let inputs = Inputs::new();
+    let shape = ["--ranks", "1", "--stage", "0", "--save-every", "2"];
+    stdout(&mut inputs.train("old", 4, &shape));
+    let old = inputs.path("old").join("checkpoints/step-00000002").into_os_string().into_string().unwrap();
+    let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis();
+    let launched = now();
+    let told = [&shape[..], &["--resume", &old]].concat();
+
+    // Nothing saved yet: from where the job was to begin, not from the beginning.
+    let said = stdout(restarted(&mut inputs.train("new", 6, &told), launched));
+    assert!(said.contains("goes on from") && said.contains("step 2, saved by"), "{said}");
+    // A checkpoint of its own, of step 6.
+    let said = stdout(restarted(&mut inputs.train("new", 8, &told), launched));
+    assert!(said.contains("step 6, saved by"), "{said}");
+    // What lay in the folder before the launch is another job's.
+    std::thread::sleep(std::time::Duration::from_millis(5));
+    let said = stdout(restarted(&mut inputs.train("new", 8, &told), now()));
+    assert!(said.contains("step 2, saved by"), "{said}");
+}
