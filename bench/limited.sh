@@ -2,7 +2,7 @@
 # Trains a GPT-2 under a hard limit on the memory of the whole process (page cache included), with model state on a disk, and
 # prints each step's loss and time and the highest use of memory.
 #   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
-#   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 1e-5      MODEL may be a folder with a config.json
+#   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 2e-6      MODEL may be a folder with a config.json
 # The limit is a memory cgroup's (version 1 or 2), which takes root. Exit codes: the run's own; 2 without a cgroup.
 set -euo pipefail
 cd "$(dirname "$0")/.."
