@@ -39,6 +39,8 @@ const DEADLINE: Duration = Duration::from_secs(2);
 const FOUND_WITHIN: Duration = Duration::from_secs(2 + 10);
 /// Of a whole run.
 const LIMIT: Duration = Duration::from_secs(60);
+/// What a rank may have that the others have not: a wider model, a deeper one, another setting of the decorator, of the engine.
+const ODD: [&str; 4] = ["model", "depth", "bucket", "clipping"];
 /// Long before it, the victim has had its trouble.
 const STEPS: usize = 40;
 
@@ -101,11 +103,18 @@ impl Fault {
 fn rank() {
     let Some((case, folder)) = rank_of() else { return };
     let fault = Fault::parse(&case);
-    let config = ZeroConfig::new(fault.stage);
+    let rank: usize = std::env::var("OMPI_COMM_WORLD_RANK").unwrap().parse().unwrap();
+    let odd = rank == fault.victim;
+    let mut config = ZeroConfig::new(fault.stage);
+    if odd && fault.kind == "bucket" {
+        config.reduce_bucket_size /= 2;
+    }
+    if odd && ODD.contains(&fault.kind.as_str()) {
+        std::fs::write(folder.join("when"), micros().to_string()).unwrap();
+    }
     let options = LaunchOptions { deadline: DEADLINE, flight_dir: Some(folder.clone()), threads_per_rank: 1 };
     let world = std::env::var("OMPI_COMM_WORLD_SIZE").unwrap().parse().unwrap();
     let result = launch_ranks::<Flex, _, String>(world, &config, &options, |device| train(&fault, &device, &folder));
-    let rank: usize = std::env::var("OMPI_COMM_WORLD_RANK").unwrap().parse().unwrap();
     match result {
         Ok(_) => note(&folder, rank, "ok"),
         Err(error) => {
@@ -126,10 +135,8 @@ fn train(fault: &Fault, device: &Device, folder: &Path) -> Result<(), String> {
     let layers = if fault.kind == "depth" && odd { 3 } else { 2 };
     let model =
         Gpt2Config { n_embd: width, n_layer: layers, ..Gpt2Config::preset("tiny").map_err(|error| error.to_string())? };
-    if odd && (fault.kind == "model" || fault.kind == "depth") {
-        std::fs::write(folder.join("when"), micros().to_string()).unwrap();
-    }
-    let config = EngineConfig { accumulation: 2, ..EngineConfig::default() };
+    let clipping = if fault.kind == "clipping" && odd { Some(1.0) } else { None };
+    let config = EngineConfig { accumulation: 2, clipping, ..EngineConfig::default() };
     let mut engine = ZeroEngine::initialize(model.init::<B>(device), Fused::new(Rule::adamw()), config, device)
         .map_err(|error| error.to_string())?;
     for step in 0..STEPS {
@@ -237,8 +244,8 @@ fn a_rank_that_skips_a_collective_is_found() {
 }
 
 #[test]
-fn ranks_with_different_models_are_told_before_they_train() {
-    for kind in ["model", "depth"] {
+fn ranks_with_different_models_or_settings_are_told_before_they_train() {
+    for kind in ODD {
         repeat(kind, 1, |got, _| {
             assert!(!got.folder.path().join("trained").exists(), "{got:?}");
             for rank in 0..got.notes.len() {

@@ -12,6 +12,8 @@ use zero_core::collective::launcher::{World, launched};
 #[cfg(feature = "mpi")]
 use zero_core::collective::mpi;
 use zero_core::collective::threads::{ThreadComm, ThreadOptions, panic_reason, run_recorded};
+#[cfg(feature = "mpi")]
+use zero_core::collective::{agree, threads::Stopped};
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError};
 
@@ -232,6 +234,13 @@ where
 {
     let comm = run.comm();
     let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
+    // Threads have one configuration; processes may be different programs. Where a rank keeps what is on a disk is its own.
+    let mut compared = config.clone();
+    compared.offload.disk = Default::default();
+    let lines: Vec<String> = format!("{compared:#?}").lines().map(String::from).collect();
+    if let Some(difference) = agree(&**comm, &lines).unwrap_or_else(|error| raise(error)) {
+        resume_unwind(Box::new(Stopped(difference.to_string())));
+    }
     run_rank::<B, T, E>(config, threads, (comm.clone(), Window::join_processes(comm), run), body)
 }
 

@@ -25,7 +25,9 @@
 
 use burn_backend::Backend;
 
-use crate::context::Context;
+use zero_core::collective::{self, Difference};
+
+use crate::context::{Context, raise};
 
 /// This rank, from 0.
 pub fn process_index<B: Backend>() -> usize {
@@ -55,6 +57,12 @@ pub fn is_local_main_process<B: Backend>() -> bool {
 /// Returns when every rank has called it. A collective.
 pub fn wait_for_everyone<B: Backend>() {
     Context::<B>::current().barrier("wait_for_everyone");
+}
+
+/// Compares what ranks say of themselves, a line each: the first line in which one differs from rank 0, on every rank. For
+/// settings that must be the same. A collective.
+pub fn agree<B: Backend>(lines: &[String]) -> Option<Difference> {
+    collective::agree(&*Context::<B>::current().collective(), lines).unwrap_or_else(|error| raise(error))
 }
 
 /// Runs `f` on rank 0, and then on the others: for what the first makes and the others find, such as a download or a cache. A

@@ -4,6 +4,7 @@
 //! Reductions add in rank order (rank 0 first), so that a result depends on the number of ranks alone: it is
 //! bit-reproducible, and a reduce-scatter gives the same bits as the matching piece of an all-reduce.
 
+mod agree;
 mod buffer;
 pub mod exit;
 pub mod flight;
@@ -18,6 +19,7 @@ pub mod threads;
 use std::any::Any;
 use std::sync::Arc;
 
+pub use agree::{Difference, agree};
 pub use buffer::{Buffer, DType};
 pub use progress::Pending;
 

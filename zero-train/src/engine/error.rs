@@ -9,6 +9,9 @@ use crate::loss_scale::LossScaleError;
 /// Why the engine cannot do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
+    /// Ranks have different settings.
+    #[error(transparent)]
+    Ranks(#[from] zero_core::collective::Difference),
     /// A setting that cannot work.
     #[error("{key} is {got}: {expected}")]
     Setting {

@@ -214,6 +214,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             let expected = "Burn's optimizers need gradients of the parameters' type: use zero_burn::optim::Fused";
             return Err(setting("gradient_dtype", format!("{:?}", settings.gradient_dtype), expected));
         }
+        // Before anything is sharded: ranks that accumulate, clip, scale or schedule differently would drift apart in silence.
+        let lines: Vec<String> = format!("{config:#?}").lines().map(String::from).collect();
+        if let Some(difference) = zero_burn::ranks::agree::<A::Base>(&lines) {
+            return Err(EngineError::Ranks(difference));
+        }
         let model = prepare::<A, M>(model, device);
         if settings.offload.optimizer == Tier::Disk {
             // Parameters have their place already. All of the rest before the first step: states, masters, gradients.

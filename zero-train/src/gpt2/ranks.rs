@@ -161,25 +161,8 @@ impl Ranks<'_> {
     pub(super) fn agree(&self, lines: &[String]) -> Result<(), TrainError> {
         #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
-            let mine = lines.join("\n");
-            let length = self.least(Some(u64::MAX - 1 - mine.len() as u64))?.map_or(0, |rest| u64::MAX - 1 - rest);
-            let mut padded = mine.into_bytes();
-            padded.resize(length as usize, b' ');
-            let all = gather(process, &padded)?;
-            let text = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
-            let first = text(0);
-            for rank in 1..all.len() {
-                let other = text(rank);
-                let differs = |(a, b): &(&str, &str)| a.trim_end() != b.trim_end();
-                if let Some((ours, theirs)) = first.lines().zip(other.lines()).find(differs) {
-                    return Err(TrainError::Launch(format!(
-                        "ranks were started with different settings: rank 0 has {}, rank {rank} has {}; give every rank the \
-                         same program, options, files and environment",
-                        ours.trim_end(),
-                        theirs.trim_end()
-                    )));
-                }
-            }
+            let compared = zero_core::collective::agree(&**process.comm(), lines).map_err(of_comm)?;
+            return compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())));
         }
         let _ = lines;
         Ok(())
@@ -237,9 +220,15 @@ fn gather(process: &zero_core::collective::mpi::MpiRun, bytes: &[u8]) -> Result<
         return Ok(vec![Vec::new(); process.comm().world()]);
     }
     let gathered = process.comm().all_gather(Buffer::U8(bytes.to_vec()));
-    let all = gathered.map_err(|error| match error {
+    let all = gathered.map_err(of_comm)?;
+    Ok(all.into_u8().chunks_exact(bytes.len()).map(<[u8]>::to_vec).collect())
+}
+
+/// A collective's error, outside of training.
+#[cfg(feature = "mpi")]
+fn of_comm(error: CommError) -> TrainError {
+    match error {
         late @ CommError::Timeout { .. } => TrainError::Late(late.to_string()),
         other => TrainError::Run(other.to_string()),
-    })?;
-    Ok(all.into_u8().chunks_exact(bytes.len()).map(<[u8]>::to_vec).collect())
+    }
 }

@@ -1,0 +1,83 @@
+//! Ranks that say of themselves what must be the same on all, before they begin.
+
+use super::{Buffer, Collective, Request};
+use crate::CommError;
+
+/// Two ranks that differ.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "ranks were started with different settings: rank 0 has {first}, rank {rank} has {other}; give every rank the same \
+     program, options, files and environment"
+)]
+pub struct Difference {
+    /// The rank that differs from rank 0.
+    pub rank: usize,
+    /// What rank 0 says.
+    pub first: String,
+    /// What that rank says in the same place.
+    pub other: String,
+}
+
+/// Compares the ranks' lines, which may be of any number and length. A collective; every rank gets the same result: the first
+/// difference of the first rank that differs from rank 0.
+///
+/// # Errors
+///
+/// As any collective's.
+pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Difference>, CommError> {
+    const WHAT: &str = "comparing settings";
+    let gather = |bytes: Vec<u8>| comm.execute_for(Request::AllGather(Buffer::U8(bytes)), WHAT).map(Buffer::into_u8);
+    if comm.world() == 1 {
+        return Ok(None);
+    }
+    let mine = lines.join("\n");
+    let lengths = gather((mine.len() as u64).to_le_bytes().to_vec())?;
+    let lengths: Vec<usize> = lengths
+        .chunks_exact(8)
+        .map(|bytes| u64::from_le_bytes(bytes.try_into().expect("chunks of eight bytes")) as usize)
+        .collect();
+    let most = lengths.iter().copied().max().unwrap_or(0);
+    let mut padded = mine.into_bytes();
+    padded.resize(most.max(1), b' ');
+    let all = gather(padded)?;
+    let said = |rank: usize| String::from_utf8_lossy(&all[rank * most.max(1)..][..lengths[rank]]).into_owned();
+    let first = said(0);
+    for rank in 1..comm.world() {
+        let other = said(rank);
+        let nothing = || std::iter::repeat("nothing more");
+        let places = first.lines().count().max(other.lines().count());
+        let pairs = first.lines().chain(nothing()).zip(other.lines().chain(nothing())).take(places);
+        if let Some((first, other)) = pairs.into_iter().find(|(first, other)| first != other) {
+            let plain = |line: &str| line.trim().trim_end_matches(',').to_string();
+            return Ok(Some(Difference { rank, first: plain(first), other: plain(other) }));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::threads::{ThreadOptions, run};
+
+    fn compared(lines: &[&[&str]]) -> Vec<Option<Difference>> {
+        run(lines.len(), &ThreadOptions::default(), |comm| {
+            let mine: Vec<String> = lines[comm.rank()].iter().map(|line| line.to_string()).collect();
+            agree(&*comm, &mine)
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn the_first_difference_is_told_to_all() {
+        assert_eq!(compared(&[&["a", "b"], &["a", "b"]]), [None, None]);
+        assert_eq!(compared(&[&["a"]]), [None]);
+        assert_eq!(compared(&[&[], &[]]), [None, None]);
+        let difference =
+            |rank, first: &str, other: &str| Some(Difference { rank, first: first.into(), other: other.into() });
+        let got = compared(&[&["a", "  b: 1,", "c"], &["a", "  b: 1,", "c"], &["a", "  b: 22,", "d"]]);
+        assert_eq!(got, vec![difference(2, "b: 1", "b: 22"); 3]);
+        assert_eq!(compared(&[&["a"], &["a", "b"]]), vec![difference(1, "nothing more", "b"); 2]);
+        assert_eq!(compared(&[&["a "], &["a"]]).len(), 2);
+    }
+}
