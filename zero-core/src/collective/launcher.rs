@@ -70,6 +70,21 @@ pub fn launched() -> Option<World> {
     launched_by(|name| std::env::var(name).ok())
 }
 
+/// Whether an MPI launcher has started this process as the only one: a program then has one rank, not its default number.
+pub fn launched_alone() -> bool {
+    alone_by(|name| std::env::var(name).ok())
+}
+
+fn alone_by(variable: impl Fn(&str) -> Option<String>) -> bool {
+    let number = |name: &str| variable(name)?.trim().parse::<usize>().ok();
+    let found = DIALECTS.iter().find(|dialect| {
+        dialect.needs.is_none_or(|name| variable(name).is_some())
+            && number(dialect.rank).is_some()
+            && number(dialect.size).is_some()
+    });
+    found.is_some_and(|dialect| number(dialect.size) == Some(1))
+}
+
 fn launched_by(variable: impl Fn(&str) -> Option<String>) -> Option<World> {
     let number = |name: &str| if name.is_empty() { None } else { variable(name)?.trim().parse::<usize>().ok() };
     DIALECTS.iter().find_map(|dialect| {
@@ -167,6 +182,17 @@ mod tests {
         assert_eq!((slurm.rank, slurm.world, slurm.variable), (2, 3, "SLURM_STEP_NUM_TASKS"));
         let pmix = with(&[("PMIX_RANK", "1"), ("PMIX_NAMESPACE", "x"), ("SLURM_NTASKS", "2")]).unwrap();
         assert_eq!((pmix.rank, pmix.world), (1, 2));
+    }
+
+    #[test]
+    fn a_lone_process_of_a_launcher_is_told_from_one_without() {
+        let with = |variables: &[(&str, &str)]| {
+            alone_by(|name| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string()))
+        };
+        assert!(with(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")]));
+        assert!(with(&[("PMI_RANK", "0"), ("PMI_SIZE", "1")]));
+        assert!(!with(&[]) && !with(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]));
+        assert!(!with(&[("SLURM_NTASKS", "1"), ("SLURM_PROCID", "0")]), "a batch script");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use zero_burn::config::{Float, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest, find_latest};
-use zero_core::collective::launcher::World;
+use zero_core::collective::launcher::{World, launched_alone};
 use zero_core::estimate::{Precision, model_state};
 use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
@@ -348,6 +348,9 @@ fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainErr
             return Err(wrong("ranks", asked, expected));
         }
         options.ranks = Some(*world);
+    } else if options.config.is_none() && launched_alone() {
+        // `mpirun -n 1`, or what is left after restarts.
+        options.ranks = options.ranks.or(Some(1));
     }
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     if number(RESTARTS).is_some_and(|restarts| restarts > 0)
