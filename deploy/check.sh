@@ -9,9 +9,9 @@
 #
 # What is missing is installed. Nothing is left running or lying about, and a Slurm that is here is not touched.
 set -euo pipefail
+zero=${1:+$(realpath "$1")}
 cd "$(dirname "$0")"
 here=$PWD
-zero=${1:+$(realpath "$1")}
 work=$(mktemp -d /tmp/zero-deploy.XXXXXX) # short: paths of sockets are
 step() { printf '\n== %s (%s s)\n' "$1" "$SECONDS"; }
 fail() {
