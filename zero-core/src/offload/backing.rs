@@ -224,6 +224,12 @@ impl Backing {
     /// The error of a part of a transfer.
     pub(crate) fn io_error(&self, direction: Direction, offset: u64, bytes: usize, source: io::Error) -> DiskError {
         let path = self.path.clone();
+        // Cut after it was looked at.
+        if source.kind() == io::ErrorKind::UnexpectedEof
+            && let Err(truncated) = self.check_length(offset + bytes as u64)
+        {
+            return truncated;
+        }
         match source.raw_os_error() {
             Some(libc::ENOSPC) => folder::no_space(&path, bytes as u64, false),
             Some(libc::EDQUOT) => folder::no_space(&path, bytes as u64, true),
