@@ -149,9 +149,12 @@ impl Ranks<'_> {
     pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>, TrainError> {
         #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
-            let values = gather(process, &value.map_or(u64::MAX, |value| value).to_le_bytes())?;
+            use zero_core::{Buffer, Collective as _};
+
+            let mine = value.unwrap_or(u64::MAX).to_le_bytes().to_vec();
+            let all = process.comm().all_gather(Buffer::U8(mine)).map_err(of_comm)?.into_u8();
             let least =
-                values.iter().map(|bytes| u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes were sent")));
+                all.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().expect("chunks of eight bytes")));
             return Ok(least.min().filter(|&least| least != u64::MAX));
         }
         Ok(value)
@@ -209,19 +212,6 @@ impl Ranks<'_> {
         }
         Ok(())
     }
-}
-
-/// Every rank's bytes, of which all have as many.
-#[cfg(feature = "mpi")]
-fn gather(process: &zero_core::collective::mpi::MpiRun, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
-    use zero_core::{Buffer, Collective as _};
-
-    if bytes.is_empty() {
-        return Ok(vec![Vec::new(); process.comm().world()]);
-    }
-    let gathered = process.comm().all_gather(Buffer::U8(bytes.to_vec()));
-    let all = gathered.map_err(of_comm)?;
-    Ok(all.into_u8().chunks_exact(bytes.len()).map(<[u8]>::to_vec).collect())
 }
 
 /// A collective's error, outside of training.
