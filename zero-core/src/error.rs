@@ -105,6 +105,40 @@ pub enum CommError {
         /// What came.
         got: String,
     },
+    /// An operation on the ranks' devices did not end within the deadline. A device cannot say whom it waits for.
+    #[error(
+        "rank {rank} waited {waited_ms} ms for {op} (operation {seq} of group '{group}') to end on its device; {state}: check \
+         that every rank issues the same collectives with the same sizes in the same order (the ranks' flight records side \
+         by side show where they part), or raise the deadline"
+    )]
+    Stalled {
+        /// Group label.
+        group: String,
+        /// Sequence number in the group.
+        seq: u64,
+        /// The rank that waited.
+        rank: usize,
+        /// What it waited for.
+        op: String,
+        /// Milliseconds waited, from when the operation was first in line.
+        waited_ms: u64,
+        /// What its device was seen to do.
+        state: String,
+    },
+    /// The device, or the library that runs collectives on it, reported an error.
+    #[error("rank {rank}, {op} (operation {seq} of group '{group}') failed on its device: {reason}")]
+    Device {
+        /// Group label.
+        group: String,
+        /// Sequence number in the group.
+        seq: u64,
+        /// The rank.
+        rank: usize,
+        /// The operation.
+        op: String,
+        /// What the library said, and what to do.
+        reason: Arc<str>,
+    },
     /// A one-sided read named something its owner has already replaced.
     #[error(
         "rank {rank} reads {what} of rank {peer}, which has already replaced it: ranks must not update parameters \

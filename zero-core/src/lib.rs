@@ -1,5 +1,6 @@
 //! What ZeRO is made of, without a tensor library: flat partitions, collectives and the engines that run ranks as
-//! threads of one process or, with the feature `mpi`, as processes, a one-sided window for gathers, exact byte accounting, memory estimates, sharded checkpoints,
+//! threads of one process or, with the feature `mpi`, as processes, collectives on the memory of GPUs with the feature
+//! `nccl`, a one-sided window for gathers, exact byte accounting, memory estimates, sharded checkpoints,
 //! state on a disk, and an allocator that keeps a step's pages.
 //!
 //! * In: plain buffers ([`Buffer`]) and handles of any type ([`window::Window`]).

@@ -55,6 +55,45 @@ fn ranks_share_one_result_of_an_all_reduce() {
     }
 }
 
+#[test]
+fn handles_are_exchanged_as_they_are() {
+    for world in 1..4 {
+        let got = ranks(world, |comm| {
+            let mut rounds = Vec::new();
+            for round in 0..3 {
+                let own: Joined = Arc::new((comm.rank(), round));
+                let all = comm.exchange(own.clone(), 8, "a handle")?;
+                assert!(Arc::ptr_eq(&all[comm.rank()], &own), "not a copy");
+                rounds.push(all.iter().map(|item| *item.downcast_ref::<(usize, i32)>().unwrap()).collect::<Vec<_>>());
+            }
+            // In one order with started operations.
+            let started = comm.start(Request::AllReduce(Buffer::F32(vec![1.0]), ReduceOp::Sum));
+            let last = comm.exchange(Arc::new(comm.rank()), 8, "another")?.len();
+            assert_eq!(started.wait()?.into_f32(), [world as f32]);
+            Ok((rounds, last, comm.wire().read().all_gather))
+        });
+        for (rounds, last, received) in got.unwrap() {
+            for (round, items) in rounds.into_iter().enumerate() {
+                assert_eq!(items, (0..world).map(|rank| (rank, round as i32)).collect::<Vec<_>>());
+            }
+            assert_eq!((last, received), (world, 0));
+        }
+    }
+}
+
+#[test]
+fn an_exchange_meets_only_its_like() {
+    let error = ranks(2, |comm| match comm.rank() {
+        0 => comm.exchange(Arc::new(0), 8, "gradients of 2 parameters").map(|_| ()),
+        _ => comm.exchange(Arc::new(0), 16, "gradients of 3 parameters").map(|_| ()),
+    })
+    .unwrap_err()
+    .to_string();
+    for word in ["exchange of 8 bytes for gradients of 2", "exchange of 16 bytes for gradients of 3"] {
+        assert!(error.contains(word), "{word} in {error}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]

@@ -162,12 +162,30 @@ impl Buffer {
     }
 
     /// The elements as they lie in memory.
-    #[cfg(any(feature = "mpi", test))]
     pub(super) fn as_bytes(&self) -> &[u8] {
         each!(self, v => {
             // SAFETY: the elements are floats or bytes: every byte of them is initialised, and `u8` has no alignment. The
             // borrow of `self` keeps them where they are.
             unsafe { std::slice::from_raw_parts(v.as_ptr().cast(), size_of_val(v.as_slice())) }
+        })
+    }
+
+    /// Elements of type `dtype` from bytes as they lie in memory; `None` when these are no whole number of elements.
+    pub(super) fn from_bytes(dtype: DType, bytes: Vec<u8>) -> Option<Self> {
+        if !bytes.len().is_multiple_of(dtype.size()) {
+            return None;
+        }
+        macro_rules! elements {
+            ($variant:ident, $t:ty, $size:literal) => {
+                Buffer::$variant(bytes.as_chunks::<$size>().0.iter().map(|at| <$t>::from_ne_bytes(*at)).collect())
+            };
+        }
+        Some(match dtype {
+            DType::F32 => elements!(F32, f32, 4),
+            DType::F64 => elements!(F64, f64, 8),
+            DType::F16 => elements!(F16, f16, 2),
+            DType::Bf16 => elements!(Bf16, bf16, 2),
+            DType::U8 => Buffer::U8(bytes),
         })
     }
 

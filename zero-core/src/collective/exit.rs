@@ -18,7 +18,9 @@ pub mod code {
 pub fn code_of<E: core::fmt::Display + core::fmt::Debug>(error: &LaunchError<E>) -> i32 {
     match error {
         LaunchError::Rank { failure, .. } => match &**failure {
-            RankFailure::Comm(error) if matches!(**error, CommError::Timeout { .. }) => code::WATCHDOG,
+            RankFailure::Comm(error) if matches!(**error, CommError::Timeout { .. } | CommError::Stalled { .. }) => {
+                code::WATCHDOG
+            }
             _ => code::FAILURE,
         },
         _ => code::FAILURE,

@@ -102,6 +102,103 @@ fn launched_by(variable: impl Fn(&str) -> Option<String>) -> Option<World> {
     })
 }
 
+/// A rank of a job whose environment was set by torchrun or by a training operator of Kubernetes, and where rank 0 is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rendezvous {
+    /// This process's rank (`RANK`).
+    pub rank: usize,
+    /// Number of processes (`WORLD_SIZE`).
+    pub world: usize,
+    /// Rank among the processes of the same machine (`LOCAL_RANK`), where the environment says so.
+    pub local_rank: Option<usize>,
+    /// Number of processes of the same machine (`LOCAL_WORLD_SIZE`), where the environment says so.
+    pub local_world: Option<usize>,
+    /// Name or address of rank 0's machine (`MASTER_ADDR`); empty for a job of one process that has none.
+    pub host: String,
+    /// The port that rank 0 listens on: `MASTER_PORT`, or the next one where torchrun's agent says that it listens on that
+    /// itself (`TORCHELASTIC_USE_AGENT_STORE`).
+    pub port: u16,
+}
+
+/// A variable of the environment that does not say what it should.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{variable}: expected {expected}, got {got}; {advice}")]
+pub struct EnvironmentError {
+    /// The variable.
+    pub variable: &'static str,
+    /// What it should be.
+    pub expected: String,
+    /// What it is.
+    pub got: String,
+    /// What to change.
+    pub advice: &'static str,
+}
+
+const START: &str = "start the ranks with torchrun, or set it as torchrun does";
+
+/// The job that `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` tell of; none when
+/// neither of the first two is set.
+///
+/// # Errors
+///
+/// [`EnvironmentError`] when they are incomplete, no numbers, or contradict each other.
+pub fn rendezvous() -> Result<Option<Rendezvous>, EnvironmentError> {
+    rendezvous_by(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+}
+
+fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Rendezvous>, EnvironmentError> {
+    if variable("RANK").is_none() && variable("WORLD_SIZE").is_none() {
+        return Ok(None);
+    }
+    let wrong = |name: &'static str, expected: &str, got: Option<String>, advice: &'static str| EnvironmentError {
+        variable: name,
+        expected: expected.to_string(),
+        got: got.map_or("nothing".to_string(), |value| format!("'{value}'")),
+        advice,
+    };
+    let optional = |name: &'static str| match variable(name) {
+        None => Ok(None),
+        Some(text) => match text.trim().parse::<usize>() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(wrong(name, "a number", Some(text), START)),
+        },
+    };
+    let needed = |name: &'static str| optional(name)?.ok_or_else(|| wrong(name, "a number", None, START));
+    let (rank, world) = (needed("RANK")?, needed("WORLD_SIZE")?);
+    if world == 0 {
+        return Err(wrong("WORLD_SIZE", "at least 1", variable("WORLD_SIZE"), START));
+    }
+    let below = |name: &'static str, number: usize, limit: usize, of: &str| {
+        if number < limit {
+            return Ok(());
+        }
+        let expected = format!("a number below {of} ({limit})");
+        Err(wrong(name, &expected, variable(name), "ranks count from 0; give each process its own"))
+    };
+    below("RANK", rank, world, "WORLD_SIZE")?;
+    let (local_rank, local_world) = (optional("LOCAL_RANK")?, optional("LOCAL_WORLD_SIZE")?);
+    if let (Some(local), Some(of)) = (local_rank, local_world) {
+        below("LOCAL_RANK", local, of, "LOCAL_WORLD_SIZE")?;
+    }
+    if world == 1 && variable("MASTER_ADDR").is_none() {
+        return Ok(Some(Rendezvous { rank, world, local_rank, local_world, host: String::new(), port: 0 }));
+    }
+    let host = variable("MASTER_ADDR").filter(|host| !host.trim().is_empty()).ok_or_else(|| {
+        wrong("MASTER_ADDR", "the name or address of rank 0's machine", variable("MASTER_ADDR"), START)
+    })?;
+    let port = variable("MASTER_PORT").and_then(|port| port.trim().parse::<u16>().ok()).filter(|&port| port > 0);
+    let port = port.ok_or_else(|| {
+        wrong("MASTER_PORT", "a port from 1 to 65535 that is free on rank 0's machine", variable("MASTER_PORT"), START)
+    })?;
+    let agent = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+    let port = match (agent, port) {
+        (false, port) => port,
+        (true, u16::MAX) => port - 1,
+        (true, port) => port + 1,
+    };
+    Ok(Some(Rendezvous { rank, world, local_rank, local_world, host: host.trim().to_string(), port }))
+}
+
 /// Where a rank is: which machine, and which of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
@@ -123,7 +220,7 @@ pub struct Place {
 
 impl Place {
     /// From each rank's *leader*, the lowest rank of its machine.
-    #[cfg_attr(not(feature = "mpi"), allow(dead_code))]
+    #[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
     pub(crate) fn from_leaders(rank: usize, leaders: &[usize]) -> Self {
         let mut nodes: Vec<usize> = leaders.to_vec();
         nodes.sort_unstable();
@@ -201,6 +298,56 @@ mod tests {
         assert_eq!(with(&[("PMI_RANK", "x"), ("PMI_SIZE", "2")]), None);
         assert_eq!(with(&[("PMI_RANK", "2"), ("PMI_SIZE", "2")]), None);
         assert_eq!(with(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]), None, "a batch script");
+    }
+
+    fn torch(variables: &[(&str, &str)]) -> Result<Option<Rendezvous>, String> {
+        let value = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        rendezvous_by(value).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_environment_of_torchrun_is_understood() {
+        assert_eq!(torch(&[("MASTER_ADDR", "a")]), Ok(None));
+        let (rank, world, host, port) =
+            (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "node-0"), ("MASTER_PORT", "29500"));
+        let local = [("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")];
+        let job = torch(&[rank, world, host, port, local[0], local[1]]).unwrap().unwrap();
+        assert_eq!((job.rank, job.world, job.local_rank, job.local_world), (1, 2, Some(1), Some(2)));
+        assert_eq!((job.host.as_str(), job.port), ("node-0", 29500));
+        let agent = torch(&[rank, world, host, port, ("TORCHELASTIC_USE_AGENT_STORE", "True")]).unwrap().unwrap();
+        assert_eq!((agent.port, agent.local_rank), (29501, None), "the agent listens on the first");
+        let alone = torch(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap().unwrap();
+        assert_eq!((alone.rank, alone.world), (0, 1));
+    }
+
+    #[test]
+    fn a_bad_environment_is_told_with_what_to_change() {
+        let (host, port) = (("MASTER_ADDR", "a"), ("MASTER_PORT", "1"));
+        let says = |variables: &[(&str, &str)], words: &str| {
+            let error = torch(variables).unwrap_err();
+            assert!(error.starts_with(words), "{error}");
+        };
+        says(&[("RANK", "0")], "WORLD_SIZE: expected a number, got nothing; start the ranks with torchrun");
+        says(&[("WORLD_SIZE", "2")], "RANK: expected a number, got nothing");
+        says(&[("RANK", "one"), ("WORLD_SIZE", "2")], "RANK: expected a number, got 'one'");
+        says(&[("RANK", "-1"), ("WORLD_SIZE", "2")], "RANK: expected a number, got '-1'");
+        says(&[("RANK", "0"), ("WORLD_SIZE", "0")], "WORLD_SIZE: expected at least 1, got '0'");
+        says(
+            &[("RANK", "2"), ("WORLD_SIZE", "2"), host, port],
+            "RANK: expected a number below WORLD_SIZE (2), got '2'; ranks count from 0",
+        );
+        says(
+            &[("RANK", "1"), ("WORLD_SIZE", "2"), port],
+            "MASTER_ADDR: expected the name or address of rank 0's machine",
+        );
+        says(&[("RANK", "1"), ("WORLD_SIZE", "2"), host], "MASTER_PORT: expected a port from 1 to 65535");
+        let far = ("MASTER_PORT", "70000");
+        says(&[("RANK", "1"), ("WORLD_SIZE", "2"), host, far], "MASTER_PORT: expected a port from 1 to 65535");
+        let local = [("LOCAL_RANK", "4"), ("LOCAL_WORLD_SIZE", "4")];
+        says(
+            &[("RANK", "1"), ("WORLD_SIZE", "8"), host, port, local[0], local[1]],
+            "LOCAL_RANK: expected a number below LOCAL_WORLD_SIZE (4)",
+        );
     }
 
     #[test]

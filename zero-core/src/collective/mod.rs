@@ -12,8 +12,11 @@ pub(crate) mod landing;
 pub mod launcher;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod operation;
 mod progress;
+pub mod tcp;
 pub mod threads;
 
 use std::any::Any;
@@ -118,11 +121,50 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     /// get that. The values are those of [`Request::AllReduce`]. `what` is as in [`Collective::execute_for`].
     fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined>;
 
+    /// Whether [`Collective::exchange`] works: the ranks share an address space.
+    fn shares_memory(&self) -> bool {
+        false
+    }
+
+    /// Gives every rank all ranks' items in rank order, as they are: handles of memory that all of them can reach, such as
+    /// tensors on a device. `bytes`, what each item stands for, and `what`, as in [`Collective::execute_for`], are part of
+    /// what all ranks must agree on. Counts nothing as received: the caller knows what of the items it reads.
+    ///
+    /// # Errors
+    ///
+    /// As any collective's; [`CommError::Shape`] where the ranks are processes ([`Collective::shares_memory`]).
+    fn exchange(&self, item: Joined, bytes: usize, what: &str) -> Result<Vec<Joined>, CommError> {
+        let _ = (item, bytes, what);
+        Err(CommError::Shape {
+            group: self.label().into(),
+            seq: 0,
+            rank: self.rank(),
+            op: "exchange".into(),
+            expected: "ranks that are threads of one process".into(),
+            got: "ranks that are processes".into(),
+        })
+    }
+
     /// A second group of the same ranks with its own order of operations. Itself a collective.
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;
 
     /// Makes every other rank's present and future operation fail with `reason`.
     fn abort(&self, reason: &str);
+
+    /// The longest that any operation may wait for other ranks.
+    fn deadline(&self) -> std::time::Duration;
+
+    /// This rank's flight recorder, in which an engine that stands on this group records too.
+    fn recorder(&self) -> &flight::Recorder;
+
+    /// Whether an engine that stands on this group may go on waiting in `op`, number `seq` of its group `group`: collectives
+    /// on devices cannot see that a rank has failed, and ask here.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError::PeerFailed`] when a rank has failed, and [`CommError::PeerLeft`] when one has ended well (it may have
+    /// done its part of the operation).
+    fn check(&self, group: &str, seq: u64, op: &str) -> Result<(), CommError>;
 
     /// See [`Request::AllGather`].
     fn all_gather(&self, shard: Buffer) -> Result<Buffer, CommError> {

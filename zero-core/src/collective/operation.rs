@@ -24,6 +24,11 @@ impl Description {
         Self { op, detail: format!(" of {} {}{more}", buffer.len(), buffer.dtype().name()) }
     }
 
+    /// An exchange of handles that stand for `bytes` each.
+    pub(super) fn of_exchange(bytes: usize) -> Self {
+        Self { op: "exchange", detail: format!(" of {bytes} bytes") }
+    }
+
     /// A barrier with its purpose, if it has one.
     pub(super) fn of_barrier(purpose: &str) -> Self {
         let detail = if purpose.is_empty() { String::new() } else { format!(" ({purpose})") };
@@ -40,7 +45,6 @@ impl Description {
     }
 
     /// The words of a whole request, for `what`.
-    #[cfg(feature = "mpi")]
     pub(super) fn of_request(request: &Request, what: &str) -> Self {
         let op = request.name();
         let description = match request {

@@ -28,7 +28,7 @@ use crate::{CommError, LaunchError, RankFailure};
 struct Slot {
     description: Description,
     first_rank: usize,
-    inputs: Vec<Option<Arc<Buffer>>>,
+    inputs: Vec<Option<Joined>>,
     taken: usize,
 }
 
@@ -127,21 +127,37 @@ impl Group {
         })
     }
 
-    /// Lays `input` into slot `(seq, phase)` and returns all ranks' inputs once all have come.
+    /// [`Group::rendezvous`] with buffers.
+    fn exchange_buffers(
+        &self,
+        rank: usize,
+        place: (u64, u8),
+        description: Description,
+        input: Arc<Buffer>,
+    ) -> Result<Vec<Arc<Buffer>>, CommError> {
+        let bytes = input.bytes();
+        let came = self.rendezvous(rank, place, description, input, bytes)?;
+        let buffer =
+            |input: Joined| input.downcast().expect("ranks whose operations match bring the same kind of input");
+        Ok(came.into_iter().map(buffer).collect())
+    }
+
+    /// Lays `input`, of `bytes`, into slot `(seq, phase)` and returns all ranks' inputs once all have come.
     fn rendezvous(
         &self,
         rank: usize,
         (seq, phase): (u64, u8),
         description: Description,
-        input: Arc<Buffer>,
-    ) -> Result<Vec<Arc<Buffer>>, CommError> {
+        input: Joined,
+        bytes: usize,
+    ) -> Result<Vec<Joined>, CommError> {
         let recorder = &self.run.recorders[rank];
         let entry = recorder.open(Opening {
             group: &self.label,
             group_id: self.id,
             seq,
             op: description.to_string(),
-            bytes: input.bytes(),
+            bytes,
             one_sided: false,
             waiting_for: (0..self.world).filter(|&peer| peer != rank).collect(),
             last: phase > 0 || description.op != "all_reduce",
@@ -156,9 +172,9 @@ impl Group {
         rank: usize,
         (seq, phase): (u64, u8),
         description: Description,
-        input: Arc<Buffer>,
+        input: Joined,
         entry: &Entry,
-    ) -> Result<Vec<Arc<Buffer>>, CommError> {
+    ) -> Result<Vec<Joined>, CommError> {
         let begin = Instant::now();
         let mut slots = self.slots.lock();
         let slot = slots.entry((seq, phase)).or_insert_with(|| Slot {
@@ -255,7 +271,7 @@ impl Inner {
         let describe = |buffer: &Buffer, more: &str| Description::of(op, buffer, more).labelled(what);
         match request {
             Request::Barrier(purpose) => {
-                self.group.rendezvous(
+                self.group.exchange_buffers(
                     rank,
                     (seq, 0),
                     Description::of_barrier(purpose).labelled(what),
@@ -265,14 +281,14 @@ impl Inner {
             }
             Request::AllGather(shard) => {
                 let len = shard.len();
-                let inputs = self.group.rendezvous(rank, (seq, 0), describe(&shard, ""), Arc::new(shard))?;
+                let inputs = self.group.exchange_buffers(rank, (seq, 0), describe(&shard, ""), Arc::new(shard))?;
                 count();
                 Ok(Buffer::concat(&inputs, 0..len))
             }
             Request::ReduceScatter(input, reduce) => {
                 let len = input.len() / world;
                 let description = describe(&input, reduce_name(reduce));
-                let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(input))?;
+                let inputs = self.group.exchange_buffers(rank, (seq, 0), description, Arc::new(input))?;
                 count();
                 Ok(Buffer::reduce_range(&inputs, rank * len..(rank + 1) * len, reduce))
             }
@@ -284,13 +300,13 @@ impl Inner {
             }
             Request::Broadcast(buffer, root) => {
                 let description = describe(&buffer, &format!(" from rank {root}"));
-                let inputs = self.group.rendezvous(rank, (seq, 0), description, Arc::new(buffer))?;
+                let inputs = self.group.exchange_buffers(rank, (seq, 0), description, Arc::new(buffer))?;
                 count();
                 Ok((*inputs[root]).clone())
             }
             Request::AllToAll(input) => {
                 let len = input.len() / world;
-                let inputs = self.group.rendezvous(rank, (seq, 0), describe(&input, ""), Arc::new(input))?;
+                let inputs = self.group.exchange_buffers(rank, (seq, 0), describe(&input, ""), Arc::new(input))?;
                 count();
                 Ok(Buffer::concat(&inputs, rank * len..(rank + 1) * len))
             }
@@ -310,10 +326,10 @@ impl Inner {
     ) -> Result<Vec<Arc<Buffer>>, CommError> {
         let rank = self.rank;
         let part = crate::Partition::new(input.len(), self.group.world);
-        let inputs = self.group.rendezvous(rank, (seq, 0), description.clone(), Arc::new(input))?;
+        let inputs = self.group.exchange_buffers(rank, (seq, 0), description.clone(), Arc::new(input))?;
         let piece = Arc::new(Buffer::reduce_range(&inputs, part.range(rank), reduce));
         drop(inputs);
-        self.group.rendezvous(rank, (seq, 1), description, piece)
+        self.group.exchange_buffers(rank, (seq, 1), description, piece)
     }
 
     /// See [`Collective::start_shared`].
@@ -411,6 +427,26 @@ impl Collective for ThreadComm {
         self.progress().start(move || inner.all_reduce_shared(input, op, &what, join))
     }
 
+    fn shares_memory(&self) -> bool {
+        true
+    }
+
+    fn exchange(&self, item: Joined, bytes: usize, what: &str) -> Result<Vec<Joined>, CommError> {
+        let (inner, what) = (self.inner.clone(), what.to_string());
+        let run = move || {
+            // Relaxed: as in `run`.
+            let seq = inner.next.fetch_add(1, Ordering::Relaxed);
+            let _span = tracing::trace_span!("collective", op = "exchange", group = %inner.group.label, seq).entered();
+            let description = Description::of_exchange(bytes).labelled(&what);
+            inner.group.rendezvous(inner.rank, (seq, 0), description, item, bytes)
+        };
+        match self.progress.get() {
+            // Order is kept by going through the same queue.
+            Some(progress) => progress.start(run).wait(),
+            None => run(),
+        }
+    }
+
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError> {
         let group = &self.inner.group;
         self.barrier()?;
@@ -431,6 +467,19 @@ impl Collective for ThreadComm {
 
     fn abort(&self, reason: &str) {
         self.inner.group.run.fail(self.inner.rank, reason);
+    }
+
+    fn deadline(&self) -> Duration {
+        self.inner.group.run.deadline
+    }
+
+    fn recorder(&self) -> &Recorder {
+        &self.inner.group.run.recorders[self.inner.rank]
+    }
+
+    fn check(&self, group: &str, seq: u64, op: &str) -> Result<(), CommError> {
+        let others: Vec<usize> = (0..self.inner.group.world).filter(|&peer| peer != self.inner.rank).collect();
+        self.inner.group.run.check(group, seq, self.inner.rank, &op, &others)
     }
 }
 

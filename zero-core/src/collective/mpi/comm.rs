@@ -420,4 +420,17 @@ impl Collective for MpiComm {
     fn abort(&self, reason: &str) {
         self.inner.shared.fail(reason, None);
     }
+
+    fn deadline(&self) -> std::time::Duration {
+        self.inner.shared.deadline
+    }
+
+    fn recorder(&self) -> &flight::Recorder {
+        &self.inner.shared.recorder
+    }
+
+    fn check(&self, group: &str, seq: u64, op: &str) -> Result<(), CommError> {
+        let others = self.inner.others().map(|place| self.inner.members[place]);
+        self.inner.shared.check(At { group, seq, op }, others)
+    }
 }

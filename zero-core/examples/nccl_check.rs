@@ -1,0 +1,420 @@
+//! Whether the `nccl` engine works on this machine: results, order, rates, and what becomes of a rank that does not come.
+//!
+//! ```text
+//! cargo run --release -p zero-core --features nccl --example nccl_check -- [MIB [DEADLINE_SECONDS]]
+//! torchrun --no-python --nproc-per-node 8 target/release/examples/nccl_check 256
+//! ```
+//!
+//! Without the environment of torchrun it is one rank, on device 0. Rank 0 prints a line for each check. It ends with 0 when
+//! all is well, with 1 when a check has failed, with 2 when something has to be set up differently, and with 75 when another
+//! rank is in trouble.
+
+use std::ffi::c_void;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+use half::{bf16, f16};
+use zero_core::collective::DType;
+use zero_core::collective::nccl::{Compute, DeviceRequest, DeviceSlice, NcclComm, NcclError, NcclOptions};
+use zero_core::{Buffer, CommError, ReduceOp};
+
+/// How the check ends when it does not end well: exit code and message.
+struct End(u8, String);
+
+impl From<NcclError> for End {
+    fn from(error: NcclError) -> Self {
+        End(error.code() as u8, error.to_string())
+    }
+}
+
+impl From<CommError> for End {
+    fn from(error: CommError) -> Self {
+        let code = match error {
+            CommError::PeerFailed { .. } | CommError::PeerLeft { .. } => 75,
+            CommError::Timeout { .. } | CommError::Stalled { .. } => 75,
+            _ => 1,
+        };
+        End(code, error.to_string())
+    }
+}
+
+fn cuda(call: &str, code: sys::CUresult) -> Result<(), End> {
+    match code {
+        sys::CUresult::CUDA_SUCCESS => Ok(()),
+        code => Err(End(1, format!("{call}: {code:?}"))),
+    }
+}
+
+/// Device memory, freed when dropped.
+struct Memory(DeviceSlice);
+
+impl Memory {
+    fn new(len: usize, dtype: DType) -> Result<Self, End> {
+        let mut pointer = 0;
+        // SAFETY: the pointer is to a local, and the device's context current on this thread.
+        cuda("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut pointer, (len * dtype.size()).max(1)) })?;
+        Ok(Self(DeviceSlice { pointer, len, dtype }))
+    }
+
+    fn of(values: &[f64], dtype: DType) -> Result<Self, End> {
+        let memory = Self::new(values.len(), dtype)?;
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|&value| match dtype {
+                DType::F32 => (value as f32).to_ne_bytes().to_vec(),
+                DType::F64 => value.to_ne_bytes().to_vec(),
+                DType::F16 => f16::from_f64(value).to_ne_bytes().to_vec(),
+                DType::Bf16 => bf16::from_f64(value).to_ne_bytes().to_vec(),
+                DType::U8 => vec![value as u8],
+            })
+            .collect();
+        // SAFETY: as many bytes as the memory has.
+        let code = unsafe { sys::cuMemcpyHtoD_v2(memory.0.pointer, bytes.as_ptr().cast(), bytes.len()) };
+        cuda("cuMemcpyHtoD", code).map(|()| memory)
+    }
+
+    fn read(&self) -> Result<Vec<f64>, End> {
+        let dtype = self.0.dtype;
+        let mut bytes = vec![0_u8; self.0.bytes()];
+        // SAFETY: as many bytes as the memory has.
+        let code = unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.0.pointer, bytes.len()) };
+        cuda("cuMemcpyDtoH", code)?;
+        let value = |at: &[u8]| match (dtype, at) {
+            (DType::F32, &[a, b, c, d]) => f32::from_ne_bytes([a, b, c, d]).into(),
+            (DType::F16, &[a, b]) => f16::from_ne_bytes([a, b]).into(),
+            (DType::Bf16, &[a, b]) => bf16::from_ne_bytes([a, b]).into(),
+            (DType::U8, &[a]) => a.into(),
+            (_, bytes) => bytes.try_into().map_or(f64::NAN, f64::from_ne_bytes),
+        };
+        Ok(bytes.chunks_exact(dtype.size()).map(value).collect())
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, and no longer in use. A refusal leaves it to the end of the process.
+        let _ = unsafe { sys::cuMemFree_v2(self.0.pointer) };
+    }
+}
+
+/// A stream that waits for no other of itself.
+struct Stream(sys::CUstream);
+
+impl Stream {
+    fn new() -> Result<Self, End> {
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: the pointer is to a local, and the device's context current on this thread.
+        cuda("cuStreamCreate", unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, 1, 0) })?;
+        Ok(Self(stream))
+    }
+
+    fn copy(&self, from: DeviceSlice, to: DeviceSlice) -> Result<(), End> {
+        // SAFETY: both are alive, of one size, and do not overlap.
+        let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to.pointer, from.pointer, from.bytes(), self.0) };
+        cuda("cuMemcpyDtoDAsync", code)
+    }
+
+    /// Holds up the stream until `open`.
+    fn hold(&self, open: &Arc<AtomicBool>) -> Result<(), End> {
+        unsafe extern "C" fn wait(data: *mut c_void) {
+            // SAFETY: the pointer that `hold` made, once.
+            let open = unsafe { Arc::from_raw(data.cast::<AtomicBool>()) };
+            while !open.load(Ordering::Acquire) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        let data = Arc::into_raw(open.clone()).cast_mut().cast();
+        // SAFETY: `wait` takes what is passed with it.
+        cuda("cuLaunchHostFunc", unsafe { sys::cuLaunchHostFunc(self.0, Some(wait), data) })
+    }
+
+    fn synchronize(&self) -> Result<(), End> {
+        // SAFETY: the stream is alive.
+        cuda("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0) })
+    }
+}
+
+fn values(rank: usize, len: usize) -> Vec<f64> {
+    (0..len).map(|i| ((i * 7 + rank * 5) % 13) as f64).collect()
+}
+
+/// All ranks' `values` reduced; these whole numbers, and means of them over 2, 4 or 8 ranks, every type has exactly.
+fn reduced(world: usize, len: usize, op: ReduceOp) -> Vec<f64> {
+    let all: Vec<Vec<f64>> = (0..world).map(|rank| values(rank, len)).collect();
+    let at = |i: usize| all.iter().map(move |values| values[i]);
+    let one = |i: usize| match op {
+        ReduceOp::Sum => at(i).sum(),
+        ReduceOp::Mean => at(i).sum::<f64>() / world as f64,
+        ReduceOp::Max => at(i).fold(0.0, f64::max),
+    };
+    (0..len).map(one).collect()
+}
+
+fn close(got: &[f64], expected: &[f64], dtype: DType) -> bool {
+    let tolerance = match dtype {
+        DType::F64 | DType::U8 => 1e-12,
+        DType::F32 => 1e-6,
+        DType::F16 => 2e-3,
+        DType::Bf16 => 2e-2,
+    };
+    let near = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * b.abs().max(1.0);
+    got.len() == expected.len() && got.iter().zip(expected).all(near)
+}
+
+/// Prints on rank 0, and keeps whether all has been well.
+struct Report {
+    first: bool,
+    failed: bool,
+}
+
+impl Report {
+    fn line(&mut self, comm: &NcclComm, name: &str, good: bool, detail: &str) -> Result<(), End> {
+        let mine = Buffer::U8(vec![u8::from(!good)]);
+        let bad = comm.control().all_reduce(mine, ReduceOp::Max)?.into_u8()[0] > 0;
+        self.failed |= bad;
+        if self.first {
+            println!("{:<6} {name:<34} {detail}", if bad { "FAILED" } else { "ok" });
+        }
+        Ok(())
+    }
+}
+
+fn results(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
+    let (rank, world, len) = (comm.rank(), comm.world(), 100_003 / comm.world());
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16, DType::U8] {
+        let name = |op: &str| format!("{op} {}", dtype.name());
+        let mine = Memory::of(&values(rank, len), dtype)?;
+        let (all, cast) = (Memory::new(len * world, dtype)?, Memory::of(&values(rank, len), dtype)?);
+        // SAFETY: memory of this device that is kept until the operation has ended.
+        unsafe { comm.all_gather(mine.0, all.0, "") }?.wait()?;
+        let gathered: Vec<f64> = (0..world).flat_map(|rank| values(rank, len)).collect();
+        report.line(comm, &name("all_gather"), all.read()? == gathered, &format!("{len} elements a rank"))?;
+        // SAFETY: as above.
+        unsafe { comm.broadcast(cast.0, world - 1, "") }?.wait()?;
+        let good = cast.read()? == values(world - 1, len);
+        report.line(comm, &name("broadcast"), good, &format!("from rank {}", world - 1))?;
+        for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max] {
+            if dtype == DType::U8 && op == ReduceOp::Mean {
+                continue;
+            }
+            let (wide, part) = (Memory::of(&values(rank, len * world), dtype)?, Memory::new(len, dtype)?);
+            let whole = Memory::new(len, dtype)?;
+            let requests = [
+                DeviceRequest::ReduceScatter { input: wide.0, output: part.0, op },
+                DeviceRequest::AllReduce { input: mine.0, output: whole.0, op },
+            ];
+            // SAFETY: as above.
+            unsafe { comm.submit(&requests, Compute::Context, "") }?.wait()?;
+            let expected = reduced(world, len * world, op);
+            let good = close(&part.read()?, &expected[rank * len..(rank + 1) * len], dtype)
+                && close(&whole.read()?, &reduced(world, len, op), dtype);
+            report.line(comm, &name("reduce_scatter, all_reduce"), good, &format!("{op:?}, one launch"))?;
+        }
+    }
+    Ok(())
+}
+
+/// A stream that is held up; a copy on it into what is reduced; the reduction; a copy of the result on the same stream.
+fn order(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
+    let (world, len) = (comm.world(), 1 << 20);
+    for explicit in [false, true] {
+        let stream = Stream::new()?;
+        let filled = Memory::of(&vec![3.0; len], DType::F32)?;
+        let (reduced, seen) = (Memory::of(&vec![0.0; len], DType::F32)?, Memory::new(len, DType::F32)?);
+        let open = Arc::new(AtomicBool::new(false));
+        let on_host = !explicit && !comm.orders_on_device();
+        if on_host {
+            open.store(true, Ordering::Release);
+        }
+        stream.hold(&open)?;
+        stream.copy(filled.0, reduced.0)?;
+        let compute = if explicit { Compute::Stream(stream.0 as u64) } else { Compute::Context };
+        let request = DeviceRequest::AllReduce { input: reduced.0, output: reduced.0, op: ReduceOp::Sum };
+        // SAFETY: memory of this device that is kept until the stream, which waits for the operation, has ended.
+        let ticket = unsafe { comm.submit(&[request], compute, "") }?;
+        if explicit {
+            // SAFETY: the stream is alive.
+            unsafe { ticket.order_stream(stream.0 as u64) }?;
+        } else {
+            ticket.order_compute()?;
+        }
+        stream.copy(reduced.0, seen.0)?;
+        std::thread::sleep(Duration::from_millis(20));
+        let waits = on_host || !ticket.is_done()?;
+        open.store(true, Ordering::Release);
+        stream.synchronize()?;
+        let good = waits && seen.read()? == vec![3.0 * world as f64; len];
+        let how = match (explicit, on_host) {
+            (true, _) => "by events of a stream",
+            (false, false) => "by events of the context, the host does not wait",
+            (false, true) => "the host waits: the driver is older than CUDA 12.5",
+        };
+        report.line(comm, "order among kernels", good, how)?;
+        ticket.wait()?;
+    }
+    Ok(())
+}
+
+/// Seconds of one of `ROUNDS` runs after a few that do not count.
+fn timed(mut run: impl FnMut() -> Result<(), End>) -> Result<f64, End> {
+    const ROUNDS: u32 = 20;
+    for _ in 0..3 {
+        run()?;
+    }
+    let begin = Instant::now();
+    for _ in 0..ROUNDS {
+        run()?;
+    }
+    Ok(begin.elapsed().as_secs_f64() / f64::from(ROUNDS))
+}
+
+/// Bus bandwidth as nccl-tests count it, beside a copy on the device.
+fn rates(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
+    let world = comm.world();
+    let len = (mib << 20) / 4 / world;
+    let (whole, part) = (Memory::new(len * world, DType::F32)?, Memory::new(len, DType::F32)?);
+    let stream = Stream::new()?;
+    let other = Memory::new(len * world, DType::F32)?;
+    let bytes = whole.0.bytes() as f64;
+    let copy = timed(|| stream.copy(whole.0, other.0).and_then(|()| stream.synchronize()))?;
+    // Read and written.
+    let device = 2.0 * bytes / copy / 1e9;
+    report.line(comm, "copy on the device", true, &format!("{mib} MiB, {device:.1} GB/s read and written"))?;
+    let share = (world - 1) as f64 / world as f64;
+    let cases = [
+        ("all_gather", DeviceRequest::AllGather { input: part.0, output: whole.0 }, share),
+        ("reduce_scatter", DeviceRequest::ReduceScatter { input: whole.0, output: part.0, op: ReduceOp::Sum }, share),
+        ("all_reduce", DeviceRequest::AllReduce { input: whole.0, output: other.0, op: ReduceOp::Sum }, 2.0 * share),
+        ("broadcast", DeviceRequest::Broadcast { buffer: whole.0, root: 0 }, if world > 1 { 1.0 } else { 0.0 }),
+    ];
+    for (name, request, factor) in cases {
+        // SAFETY: memory of this device that is kept until the operation has ended.
+        let seconds = timed(|| Ok(unsafe { comm.submit(&[request], Compute::Context, "") }?.wait()?))?;
+        let (algorithm, bus) = (bytes / seconds / 1e9, factor * bytes / seconds / 1e9);
+        let detail = format!(
+            "{mib} MiB, {:.3} ms, {algorithm:.1} GB/s, bus {bus:.1} GB/s = {:.2} of the copy",
+            seconds * 1e3,
+            bus / device
+        );
+        report.line(comm, &format!("rate of {name}"), true, &detail)?;
+    }
+    let small = Memory::new(256, DType::F32)?;
+    let issue = timed(|| {
+        // SAFETY: as above; the next one, or the wait below, comes after it.
+        unsafe { comm.all_reduce(small.0, small.0, ReduceOp::Max, "") }?.order_compute()?;
+        Ok(())
+    })?;
+    // SAFETY: as above.
+    unsafe { comm.all_reduce(small.0, small.0, ReduceOp::Max, "") }?.wait()?;
+    // SAFETY: as above.
+    let there = timed(|| Ok(unsafe { comm.all_reduce(small.0, small.0, ReduceOp::Max, "") }?.wait()?))?;
+    let detail =
+        format!("1 KiB, {:.1} us to issue, {:.1} us until the host has seen its end", issue * 1e6, there * 1e6);
+    report.line(comm, "latency of all_reduce", true, &detail)
+}
+
+/// A communicator of which the last rank does not come (of one rank: whose own work does not end) is aborted at its deadline,
+/// on all ranks.
+fn deadline(comm: NcclComm, report: &mut Report) -> Result<(), End> {
+    const LIMIT: Duration = Duration::from_secs(3);
+    let (control, device) = (comm.control().clone(), comm.device());
+    drop(comm);
+    let options = NcclOptions { deadline: LIMIT, ..NcclOptions::default() };
+    let comm = NcclComm::new(control, device, &options)?;
+    let (rank, world) = (comm.rank(), comm.world());
+    let memory = Memory::new(1 << 20, DType::F32)?;
+    let stream = Stream::new()?;
+    let open = Arc::new(AtomicBool::new(world > 1));
+    stream.hold(&open)?;
+    let opener = open.clone();
+    let release = std::thread::spawn(move || {
+        std::thread::sleep(LIMIT + Duration::from_secs(1));
+        opener.store(true, Ordering::Release);
+    });
+    let begin = Instant::now();
+    let error = if world > 1 && rank == world - 1 {
+        while comm.health().is_ok() && begin.elapsed() < 4 * LIMIT {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        comm.health().err()
+    } else {
+        // SAFETY: memory of this device, kept until the communicator has been aborted.
+        let ticket = unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Sum, "a rank that does not come") };
+        ticket.and_then(|ticket| ticket.wait()).err()
+    };
+    let took = begin.elapsed();
+    // The thread only sleeps and stores.
+    let _ = release.join();
+    let Some(error) = error else {
+        return Err(End(1, format!("rank {rank}: the operation ended, though a rank did not come to it")));
+    };
+    let good = matches!(error, CommError::Stalled { .. } | CommError::PeerFailed { .. })
+        && took < 4 * LIMIT
+        && comm.health().is_err_and(|again| again.to_string() == error.to_string());
+    report.failed |= !good;
+    if report.first || !good {
+        let word = if good { "ok" } else { "FAILED" };
+        println!("{word:<6} {:<34} after {:.1} s: {error}", "abort at the deadline", took.as_secs_f64());
+    }
+    Ok(())
+}
+
+fn check() -> Result<bool, End> {
+    let mut numbers = std::env::args().skip(1).map(|text| {
+        let number = text.parse::<usize>().ok().filter(|&number| number > 0);
+        number.ok_or_else(|| {
+            End(2, format!("expected a number above 0 (usage: nccl_check [MIB [SECONDS]]), got '{text}'"))
+        })
+    });
+    let mib = numbers.next().transpose()?.unwrap_or(64);
+    let seconds = numbers.next().transpose()?.unwrap_or(60);
+    let options = NcclOptions { deadline: Duration::from_secs(seconds as u64), ..NcclOptions::default() };
+    let begin = Instant::now();
+    let comm = NcclComm::from_environment(&options)?;
+    let (mut device, mut context) = (0, std::ptr::null_mut());
+    // SAFETY: pointers are to locals; the context stays current on this thread, and is kept until the process ends.
+    unsafe {
+        cuda("cuDeviceGet", sys::cuDeviceGet(&raw mut device, comm.device() as i32))?;
+        cuda("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+        cuda("cuCtxPushCurrent", sys::cuCtxPushCurrent_v2(context))?;
+    }
+    let mut report = Report { first: comm.rank() == 0, failed: false };
+    let detail = format!(
+        "{} rank(s) on {} machine(s), {:.2} s",
+        comm.world(),
+        comm.place().nodes,
+        begin.elapsed().as_secs_f64()
+    );
+    report.line(&comm, "communicator", true, &detail)?;
+    results(&comm, &mut report)?;
+    order(&comm, &mut report)?;
+    let (node, across) = (comm.split_by_node("node")?, comm.split_across_nodes("across")?);
+    let one = Memory::of(&[1.0], DType::F32)?;
+    let mut sums = Vec::new();
+    for comm in [&node, &across] {
+        let sum = Memory::new(1, DType::F32)?;
+        // SAFETY: memory of this device that is kept until the operation has ended.
+        unsafe { comm.all_reduce(one.0, sum.0, ReduceOp::Sum, "") }?.wait()?;
+        sums.push(sum.read()?[0] as usize);
+    }
+    let good = sums == [node.world(), across.world()];
+    report.line(&comm, "split", good, &format!("{} rank(s) of this machine, {} across", sums[0], sums[1]))?;
+    drop((node, across));
+    rates(&comm, &mut report, mib)?;
+    deadline(comm, &mut report)?;
+    Ok(!report.failed)
+}
+
+fn main() -> ExitCode {
+    match check() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(End(code, message)) => {
+            eprintln!("nccl_check: {message}");
+            ExitCode::from(code)
+        }
+    }
+}

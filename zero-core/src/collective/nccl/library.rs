@@ -1,0 +1,200 @@
+//! libnccl, found at run time.
+//!
+//! The types are cudarc's; the functions are looked up here, because cudarc's own look-up does not know the name
+//! `libnccl.so.2` (all that NVIDIA's run-time packages install), panics when a function is missing, and returns results as
+//! an enum, for which a code of a newer library would be undefined behaviour.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
+
+use super::NcclError;
+use crate::collective::{DType, ReduceOp};
+
+/// What a call returns; see `ncclResult_t`.
+pub(super) type Code = c_int;
+pub(super) const SUCCESS: Code = 0;
+pub(super) const IN_PROGRESS: Code = 7;
+
+/// The oldest library that has what is used: `ncclCommSplit` and non-blocking communicators.
+const OLDEST: &str = "NCCL 2.18";
+/// In which order names are tried.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+type Stream = *mut c_void;
+
+macro_rules! library {
+    ($($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
+        /// The functions of libnccl.
+        #[derive(Debug, Clone, Copy)]
+        pub(super) struct Library {
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Library {
+            fn find(library: *mut c_void) -> Result<Self, NcclError> {
+                Ok(Self {
+                    $($field: {
+                        let address = symbol(library, $symbol)?;
+                        // SAFETY: the function of this name has this signature, by nccl.h.
+                        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(address) }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+library! {
+    get_version = "ncclGetVersion": fn(*mut c_int) -> Code;
+    get_unique_id = "ncclGetUniqueId": fn(*mut ncclUniqueId) -> Code;
+    init = "ncclCommInitRankConfig": fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> Code;
+    split = "ncclCommSplit": fn(ncclComm_t, c_int, c_int, *mut ncclComm_t, *mut ncclConfig_t) -> Code;
+    finalize = "ncclCommFinalize": fn(ncclComm_t) -> Code;
+    destroy = "ncclCommDestroy": fn(ncclComm_t) -> Code;
+    abort = "ncclCommAbort": fn(ncclComm_t) -> Code;
+    get_async_error = "ncclCommGetAsyncError": fn(ncclComm_t, *mut Code) -> Code;
+    get_error_string = "ncclGetErrorString": fn(Code) -> *const c_char;
+    get_last_error = "ncclGetLastError": fn(ncclComm_t) -> *const c_char;
+    group_start = "ncclGroupStart": fn() -> Code;
+    group_end = "ncclGroupEnd": fn() -> Code;
+    all_gather = "ncclAllGather":
+        fn(*const c_void, *mut c_void, usize, ncclDataType_t, ncclComm_t, Stream) -> Code;
+    reduce_scatter = "ncclReduceScatter":
+        fn(*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, Stream) -> Code;
+    all_reduce = "ncclAllReduce":
+        fn(*const c_void, *mut c_void, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, Stream) -> Code;
+    broadcast = "ncclBroadcast":
+        fn(*const c_void, *mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, Stream) -> Code;
+}
+
+fn symbol(library: *mut c_void, name: &'static str) -> Result<*mut c_void, NcclError> {
+    let c_name = CString::new(name).expect("the names above hold no zero byte");
+    // SAFETY: the library is open, and is never closed; the name is a C string.
+    let address = unsafe { libc::dlsym(library, c_name.as_ptr()) };
+    if address.is_null() {
+        return Err(NcclError::Symbol { library: "libnccl", symbol: name, needed: OLDEST });
+    }
+    Ok(address)
+}
+
+/// The library, loaded once and never closed.
+pub(super) fn library() -> Result<&'static Library, NcclError> {
+    static LIBRARY: OnceLock<Library> = OnceLock::new();
+    if let Some(library) = LIBRARY.get() {
+        return Ok(library);
+    }
+    let mut said = Vec::new();
+    for name in NAMES {
+        let c_name = CString::new(name).expect("the names above hold no zero byte");
+        // SAFETY: runs the initialisers of NVIDIA's library, once, on this thread; the text of an error is read before any
+        // other call of the loader on this thread.
+        unsafe {
+            let library = libc::dlopen(c_name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
+            if !library.is_null() {
+                let found = Library::find(library)?;
+                return Ok(LIBRARY.get_or_init(|| found));
+            }
+            let error = libc::dlerror();
+            said.push(if error.is_null() { name.to_string() } else { text(error) });
+        }
+    }
+    Err(NcclError::Library {
+        library: "libnccl",
+        reason: said.join("; "),
+        advice: "install NCCL 2.18 or newer (the package libnccl2, or nvidia-nccl of pip) and put its folder into \
+                 LD_LIBRARY_PATH",
+    })
+}
+
+/// # Safety
+///
+/// `text` is a C string that lives during the call.
+unsafe fn text(text: *const c_char) -> String {
+    // SAFETY: the caller's word.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+impl Library {
+    /// What a code means, with the library's last words where it has any.
+    pub(super) fn explain(&self, code: Code) -> String {
+        // SAFETY: both take any value and give static or thread-local texts, or null.
+        unsafe {
+            let meaning = (self.get_error_string)(code);
+            let meaning = if meaning.is_null() { format!("code {code}") } else { text(meaning) };
+            let last = (self.get_last_error)(std::ptr::null_mut());
+            let last = if last.is_null() { String::new() } else { text(last) };
+            match last.trim() {
+                "" => format!("{meaning} (set NCCL_DEBUG=WARN to hear more)"),
+                last => format!("{meaning}: {last}"),
+            }
+        }
+    }
+
+    /// An error unless the call has succeeded, or goes on.
+    pub(super) fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {
+        match code {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            _ => Err(NcclError::Call { call, reason: self.explain(code) }),
+        }
+    }
+
+    /// Its version, as in 22304 for 2.23.4.
+    pub(super) fn version(&self) -> Result<u32, NcclError> {
+        let mut version = 0;
+        // SAFETY: the pointer is to a local.
+        self.check("ncclGetVersion", unsafe { (self.get_version)(&raw mut version) })?;
+        Ok(version.max(0) as u32)
+    }
+}
+
+/// A configuration in which nothing is set but that calls do not block: `NCCL_CONFIG_INITIALIZER` of nccl.h.
+pub(super) fn non_blocking(version: u32) -> ncclConfig_t {
+    /// `NCCL_CONFIG_UNDEF_INT`.
+    const UNDEFINED: c_int = c_int::MIN;
+    /// `NCCL_API_MAGIC`.
+    const MAGIC: u32 = 0xcafe_beef;
+    /// The version whose configuration this is; an older library reads as much of it as it knows.
+    const HEADER: u32 = 23_000;
+    ncclConfig_t {
+        size: size_of::<ncclConfig_t>(),
+        magic: MAGIC,
+        version: version.min(HEADER),
+        blocking: 0,
+        cgaClusterSize: UNDEFINED,
+        minCTAs: UNDEFINED,
+        maxCTAs: UNDEFINED,
+        netName: std::ptr::null(),
+        splitShare: UNDEFINED,
+        trafficClass: UNDEFINED,
+        commName: std::ptr::null(),
+        collnetEnable: UNDEFINED,
+        CTAPolicy: UNDEFINED,
+        shrinkShare: UNDEFINED,
+        nvlsCTAs: UNDEFINED,
+        nChannelsPerNetPeer: UNDEFINED,
+        nvlinkCentricSched: UNDEFINED,
+        graphUsageMode: UNDEFINED,
+        numRmaCtx: UNDEFINED,
+        maxP2pPeers: UNDEFINED,
+    }
+}
+
+pub(super) fn data_type(dtype: DType) -> ncclDataType_t {
+    match dtype {
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::F64 => ncclDataType_t::ncclFloat64,
+        DType::F16 => ncclDataType_t::ncclFloat16,
+        DType::Bf16 => ncclDataType_t::ncclBfloat16,
+        DType::U8 => ncclDataType_t::ncclUint8,
+    }
+}
+
+pub(super) fn reduction(op: ReduceOp) -> ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Mean => ncclRedOp_t::ncclAvg,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+    }
+}

@@ -1,0 +1,285 @@
+//! The `tcp` engine: `cargo test -p zero-core --test tcp_engine`. Ranks are threads here, each with connections of its own;
+//! `nccl_engine` runs it between processes, and kills them.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use zero_core::collective::launcher::Rendezvous;
+use zero_core::collective::tcp::{MAX_BYTES, RendezvousError, TcpComm, TcpOptions, connect};
+use zero_core::collective::threads::{ThreadOptions, run as run_threads};
+use zero_core::collective::{agree, flight};
+use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
+
+const PATIENT: Duration = Duration::from_secs(30);
+
+fn free_port() -> u16 {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+}
+
+fn place(rank: usize, world: usize, port: u16) -> Rendezvous {
+    Rendezvous { rank, world, local_rank: Some(rank), local_world: None, host: "127.0.0.1".into(), port }
+}
+
+fn options(deadline: Duration) -> TcpOptions {
+    TcpOptions { deadline, flight_dir: None }
+}
+
+/// Runs `body` on `world` ranks, and gives what each returns.
+fn on_ranks<T: Send>(world: usize, options: &TcpOptions, body: impl Fn(Arc<TcpComm>) -> T + Sync) -> Vec<T> {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let rank = |rank| {
+            let body = &body;
+            scope.spawn(move || body(connect(&place(rank, world, port), options).unwrap()))
+        };
+        let ranks: Vec<_> = (0..world).map(rank).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn requests(rank: usize, world: usize) -> Vec<Request> {
+    let values = |len: usize| -> Vec<f32> { (0..len).map(|i| (i * 31 + rank * 7) as f32 * 0.37 - 3.0).collect() };
+    let mut all = vec![Request::Barrier(""), Request::Barrier("a test")];
+    for len in [0, 1, 5, 1000] {
+        let kinds = |len: usize| {
+            let v = values(len);
+            let half = v.iter().map(|&x| bf16::from_f32(x)).collect();
+            [Buffer::F32(v.clone()), Buffer::Bf16(half), Buffer::F64(v.iter().map(|&x| x.into()).collect())]
+        };
+        for buffer in kinds(len) {
+            all.push(Request::AllGather(buffer.clone()));
+            all.extend((0..world).map(|root| Request::Broadcast(buffer.clone(), root)));
+            all.extend([ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max].map(|op| Request::AllReduce(buffer.clone(), op)));
+        }
+        for buffer in kinds(len * world) {
+            all.push(Request::AllToAll(buffer.clone()));
+            all.push(Request::ReduceScatter(buffer, ReduceOp::Mean));
+        }
+    }
+    all
+}
+
+#[test]
+fn results_and_counts_are_those_of_threads() {
+    for world in [1, 2, 3] {
+        let expected = run_threads(world, &ThreadOptions::default(), |comm| {
+            let results: Result<Vec<_>, CommError> =
+                requests(comm.rank(), world).into_iter().map(|request| comm.execute(request)).collect();
+            results.map(|results| (results, comm.wire().read()))
+        })
+        .unwrap();
+        let got = on_ranks(world, &options(PATIENT), |comm| {
+            let mut all = requests(comm.rank(), world).into_iter();
+            let mut results: Vec<Buffer> =
+                all.by_ref().take(20).map(|request| comm.execute(request).unwrap()).collect();
+            // The rest in flight at once.
+            let pending: Vec<_> = all.map(|request| comm.start(request)).collect();
+            results.extend(pending.into_iter().map(|pending| pending.wait().unwrap()));
+            (results, comm.wire().read())
+        });
+        assert_eq!(got, expected);
+    }
+}
+
+#[test]
+fn groups_of_some_ranks_and_settings() {
+    on_ranks(4, &options(PATIENT), |comm| {
+        let rank = comm.rank();
+        let half = comm.split("half", (rank / 2) as u64).unwrap();
+        let other = comm.duplicate("other").unwrap();
+        comm.check("device", 4, "all_gather").unwrap();
+        let sum = |comm: &dyn Collective| {
+            let mine = Buffer::F32(vec![rank as f32]);
+            comm.all_reduce(mine, ReduceOp::Sum).unwrap().into_f32()[0]
+        };
+        assert_eq!((half.members(), half.rank()), (&[rank / 2 * 2, rank / 2 * 2 + 1][..], rank % 2));
+        // In no common order: groups know nothing of each other.
+        let sums = match rank {
+            0 | 1 => (sum(&*half), sum(&*other)),
+            _ => {
+                let all = other.start(Request::AllReduce(Buffer::F32(vec![rank as f32]), ReduceOp::Sum));
+                (sum(&*half), all.wait().unwrap().into_f32()[0])
+            }
+        };
+        assert_eq!(sums, (if rank < 2 { 1.0 } else { 5.0 }, 6.0));
+        let lines = [format!("seed = {}", rank / 3)];
+        let difference = agree(&*comm, &lines).unwrap().unwrap();
+        assert_eq!((difference.rank, difference.other.as_str()), (3, "seed = 1"));
+    });
+}
+
+#[test]
+fn different_calls_are_told_to_all() {
+    let errors = on_ranks(3, &options(PATIENT), |comm| {
+        comm.barrier().unwrap();
+        let len = if comm.rank() == 1 { 4 } else { 5 };
+        comm.all_gather(Buffer::F32(vec![0.0; len])).unwrap_err()
+    });
+    for error in errors {
+        assert!(matches!(error, CommError::Mismatch { seq: 1, .. }), "{error}");
+        assert!(error.to_string().contains("of 4 f32") && error.to_string().contains("of 5 f32"), "{error}");
+    }
+}
+
+#[test]
+fn a_late_rank_is_named_within_the_deadline() {
+    let folder = tempfile::tempdir().unwrap();
+    let hasty = TcpOptions { deadline: Duration::from_millis(600), flight_dir: Some(folder.path().into()) };
+    let errors = on_ranks(3, &hasty, |comm| {
+        comm.barrier().unwrap();
+        if comm.rank() == 2 {
+            let limit = Instant::now() + PATIENT;
+            while comm.check("none", 0, "waiting").is_ok() && Instant::now() < limit {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        comm.all_reduce(Buffer::F32(vec![1.0]), ReduceOp::Sum).unwrap_err()
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        match error {
+            CommError::Timeout { missing, rank: of, .. } if rank < 2 => assert_eq!((missing, *of), (&vec![2], rank)),
+            CommError::PeerFailed { peer: 2, reason, .. } if rank == 2 => assert!(reason.contains("rank(s) [2]")),
+            error => panic!("rank {rank}: {error}"),
+        }
+    }
+    let records: Vec<_> = (0..3).map(|rank| folder.path().join(format!("flight-rank-{rank}.json"))).collect();
+    let report = flight::merge(&records).unwrap().to_string();
+    assert!(report.contains("rank 2"), "{report}");
+}
+
+#[test]
+fn a_rank_that_ends_or_aborts_is_named() {
+    let errors = on_ranks(3, &options(PATIENT), |comm| match comm.rank() {
+        1 => None,
+        _ => comm.barrier().err(),
+    });
+    for rank in [0, 2] {
+        assert!(matches!(errors[rank], Some(CommError::PeerLeft { peer: 1, .. })), "{errors:?}");
+    }
+    let errors = on_ranks(3, &options(PATIENT), |comm| {
+        if comm.rank() == 2 {
+            comm.abort("its data is gone");
+        }
+        comm.barrier().unwrap_err()
+    });
+    for error in errors {
+        assert!(matches!(&error, CommError::PeerFailed { peer: 2, .. }), "{error}");
+        assert!(error.to_string().contains("its data is gone"), "{error}");
+    }
+}
+
+#[test]
+fn bulk_is_refused() {
+    on_ranks(2, &options(PATIENT), |comm| {
+        let error = comm.all_gather(Buffer::U8(vec![0; MAX_BYTES + 1])).unwrap_err();
+        assert!(matches!(error, CommError::Shape { .. }), "{error}");
+        comm.barrier().unwrap();
+    });
+}
+
+/// What a client hears that says `hello`.
+fn stranger(port: u16, hello: &[u8]) -> String {
+    let mut stream = loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    let _ = stream.write_all(hello);
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+    let mut said = Vec::new();
+    let _ = stream.read_to_end(&mut said);
+    String::from_utf8_lossy(&said).into_owned()
+}
+
+fn hello(protocol: u32, world: u32, rank: u32) -> Vec<u8> {
+    [&b"zerorank"[..], &protocol.to_le_bytes(), &world.to_le_bytes(), &rank.to_le_bytes()].concat()
+}
+
+#[test]
+fn strangers_are_refused_and_the_job_goes_on() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let hub = scope.spawn(move || {
+            let comm = connect(&place(0, 3, port), &options(PATIENT)).unwrap();
+            comm.all_reduce(Buffer::F32(vec![1.0]), ReduceOp::Sum).unwrap().into_f32()[0]
+        });
+        let silent = scope.spawn(move || stranger(port, b""));
+        assert!(stranger(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").contains("does not speak this protocol"));
+        assert!(stranger(port, &hello(2, 3, 1)).contains("version 2 of the protocol, rank 0 version 1"));
+        assert!(stranger(port, &hello(1, 3, 3)).contains("RANK is 3, expected one from 1 to 2"));
+        let wrong = connect(&place(1, 5, port), &options(PATIENT)).unwrap_err().to_string();
+        assert!(wrong.contains("its WORLD_SIZE is 5, rank 0's is 3"), "{wrong}");
+        let one = scope.spawn(move || {
+            let comm = connect(&place(1, 3, port), &options(PATIENT)).unwrap();
+            comm.all_reduce(Buffer::F32(vec![1.0]), ReduceOp::Sum).unwrap().into_f32()[0]
+        });
+        let two = scope.spawn(move || {
+            let comm = connect(&place(2, 3, port), &options(PATIENT)).unwrap();
+            comm.all_reduce(Buffer::F32(vec![1.0]), ReduceOp::Sum).unwrap().into_f32()[0]
+        });
+        for rank in [hub, one, two] {
+            assert_eq!(rank.join().unwrap(), 3.0);
+        }
+        silent.join().unwrap();
+    });
+}
+
+#[test]
+fn a_second_process_of_a_rank_is_refused_and_a_lost_connection_names_its_rank() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let after = move |rank| {
+            let comm = connect(&place(rank, 3, port), &options(PATIENT)).unwrap();
+            comm.barrier().unwrap_err()
+        };
+        let hub = scope.spawn(move || after(0));
+        let mut first = loop {
+            match TcpStream::connect(("127.0.0.1", port)) {
+                Ok(stream) => break stream,
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        first.write_all(&hello(1, 3, 1)).unwrap();
+        first.read_exact(&mut [0; 4]).unwrap();
+        let error = connect(&place(1, 3, port), &options(PATIENT)).unwrap_err().to_string();
+        assert!(
+            error.contains("its RANK is 1, and that rank has connected already; give each process its own"),
+            "{error}"
+        );
+        let two = scope.spawn(move || after(2));
+        // Both wait in the barrier, or come to it, when the connection ends.
+        drop(first);
+        for error in [hub.join().unwrap(), two.join().unwrap()] {
+            assert!(matches!(&error, CommError::PeerFailed { peer: 1, .. }), "{error}");
+            assert!(error.to_string().contains("connection"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn ranks_that_do_not_find_each_other_say_so() {
+    let port = free_port();
+    let short = options(Duration::from_millis(400));
+    let begin = Instant::now();
+    let error = connect(&place(1, 2, port), &short).unwrap_err();
+    assert!(matches!(error, RendezvousError::Unreachable { rank: 1, .. }), "{error}");
+    assert!(error.to_string().contains("check that rank 0 was started"), "{error}");
+    std::thread::scope(|scope| {
+        let one = scope.spawn(|| connect(&place(1, 3, port), &options(PATIENT)).unwrap_err());
+        let other = scope.spawn(|| stranger(port, &hello(1, 2, 1)));
+        let error = connect(&place(0, 3, port), &options(Duration::from_secs(2))).unwrap_err();
+        assert!(matches!(&error, RendezvousError::Missing { missing, .. } if *missing == [2]), "{error}");
+        assert!(error.to_string().contains("its WORLD_SIZE is 2, rank 0's is 3"), "{error}");
+        let told = one.join().unwrap().to_string();
+        assert!(told.contains("rank 0 ended, or gave up, before all ranks had connected"), "{told}");
+        other.join().unwrap();
+    });
+    let taken = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let error = connect(&place(0, 2, taken.local_addr().unwrap().port()), &short).unwrap_err();
+    assert!(error.to_string().contains("MASTER_PORT to a port that nothing else uses"), "{error}");
+    assert!(begin.elapsed() < PATIENT);
+}
