@@ -41,11 +41,7 @@ fn values(x: &FlexTensor) -> &[f32] {
 /// The sum of the squares of a tensor of any backend, in one pass over it and without a copy, if it is burn-flex's, of 32 or
 /// 16 bit, and without gaps.
 pub fn sum_of_squares<B: Backend>(x: &FloatTensor<B>) -> Option<f64> {
-    Some(match elements::<B>(x)? {
-        Elements::F32(x) => norm::sum_of_squares(x),
-        Elements::Bf16(x) => norm::sum_of_squares_of(x),
-        Elements::F16(x) => norm::sum_of_squares_of(x),
-    })
+    elements::<B>(x).map(Elements::sum_of_squares)
 }
 
 /// Elements of a tensor where they lie.
@@ -57,6 +53,31 @@ pub enum Elements<'a> {
     F16(&'a [half::f16]),
     /// bfloat16.
     Bf16(&'a [half::bf16]),
+}
+
+impl Elements<'_> {
+    /// The elements `range`.
+    pub fn slice(self, range: std::ops::Range<usize>) -> Self {
+        match self {
+            Elements::F32(x) => Elements::F32(&x[range]),
+            Elements::F16(x) => Elements::F16(&x[range]),
+            Elements::Bf16(x) => Elements::Bf16(&x[range]),
+        }
+    }
+
+    /// The sum of their squares, in one pass.
+    pub fn sum_of_squares(self) -> f64 {
+        match self {
+            Elements::F32(x) => norm::sum_of_squares(x),
+            Elements::F16(x) => norm::sum_of_squares_of(x),
+            Elements::Bf16(x) => norm::sum_of_squares_of(x),
+        }
+    }
+}
+
+/// Whether tensors of this backend lie in the host's memory as slices that this crate can read and write: burn-flex's do.
+pub fn is_host<B: Backend>() -> bool {
+    std::any::TypeId::of::<B::FloatTensorPrimitive>() == std::any::TypeId::of::<FlexTensor>()
 }
 
 /// The elements of a tensor of any backend, without a copy, if it is burn-flex's, of 32 or 16 bit, and without gaps.

@@ -15,14 +15,30 @@ mod autodiff;
 mod backend;
 #[cfg(feature = "flex")]
 pub mod cpu;
+#[cfg(feature = "cubecl")]
+mod cube;
+#[cfg(feature = "cubecl")]
+pub mod devices;
 mod fallback;
 #[cfg(feature = "flex")]
 mod flex;
 mod functions;
+mod shared;
 
 pub use backend::{AttentionOptions, FusedBackend, Gelu};
+#[cfg(feature = "cubecl")]
+pub use cube::any::has_cube_tensors as is_cube;
+#[cfg(feature = "cuda")]
+pub use cube::any::{CudaSpan, on_cuda};
+#[cfg(feature = "cubecl")]
+pub use cube::norm::sums_of_squares;
+#[cfg(feature = "cubecl")]
+pub use cube::optim::{GradScale, Update, UpdateItem, UpdateRule, Updated, fused_update};
+#[cfg(feature = "cubecl")]
+pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 #[cfg(feature = "flex")]
-pub use flex::{Elements, Lent, elements, sum_of_squares};
+pub use flex::{Elements, Lent, elements, is_host, sum_of_squares};
 pub use functions::{
     attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
 };
+pub use shared::Shared;

@@ -1,0 +1,200 @@
+//! From a tensor of any backend to CubeCL's: functions for all backends come here to learn which of CubeCL's tensors, if any,
+//! a backend has.
+
+use std::any::{Any, TypeId};
+
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, TensorMetadata};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+
+use super::tensor::OnCube;
+
+/// What makes tensors from tensors on any runtime.
+pub(crate) trait Body: Send + Sync + 'static {
+    /// Makes the promised tensors.
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>>;
+}
+
+/// Runs `$found` with `$tensor` as the type that `$given` is, or `$otherwise`.
+macro_rules! on_the_tensor_of {
+    ($given:ty, $tensor:ident => $found:expr, $otherwise:expr) => {{
+        #[cfg(feature = "cuda")]
+        {
+            type $tensor = CubeTensor<cubecl::cuda::CudaRuntime>;
+            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
+                return $found;
+            }
+        }
+        #[cfg(feature = "cuda")]
+        {
+            type $tensor = burn_fusion::FusionTensor<burn_cubecl::fusion::FusionCubeRuntime<cubecl::cuda::CudaRuntime>>;
+            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
+                return $found;
+            }
+        }
+        #[cfg(feature = "vulkan")]
+        {
+            type $tensor = CubeTensor<burn_wgpu::WgpuRuntime>;
+            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
+                return $found;
+            }
+        }
+        #[cfg(feature = "vulkan")]
+        {
+            type $tensor = burn_fusion::FusionTensor<burn_cubecl::fusion::FusionCubeRuntime<burn_wgpu::WgpuRuntime>>;
+            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
+                return $found;
+            }
+        }
+        $otherwise
+    }};
+}
+
+/// Whether the tensors of `B` are CubeCL's, on a runtime that this was built for.
+pub fn has_cube_tensors<B: Backend>() -> bool {
+    on_the_tensor_of!(FloatTensor<B>, T => { let _ = TypeId::of::<T>(); true }, false)
+}
+
+/// Has `body` make tensors of the shapes and types `outputs` from `inputs`, of which there is at least one: at once, or when
+/// fusion comes to it.
+///
+/// # Panics
+///
+/// When [`has_cube_tensors`] is false.
+pub(crate) fn run<B: Backend>(
+    name: &'static str,
+    inputs: Vec<FloatTensor<B>>,
+    outputs: Vec<(Shape, DType)>,
+    body: impl Body,
+) -> Vec<FloatTensor<B>> {
+    on_the_tensor_of!(
+        FloatTensor<B>,
+        T => same(T::run(name, same::<Vec<FloatTensor<B>>, Vec<T>>(inputs), outputs, move |inputs| body.run(inputs))),
+        panic!("callers have asked whether the backend's tensors are CubeCL's")
+    )
+}
+
+/// Elements on a CUDA device.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CudaSpan {
+    /// Where they begin: a `CUdeviceptr` of the device's primary context.
+    pub pointer: u64,
+    /// How many.
+    pub elements: usize,
+}
+
+/// Has `body` write tensors of the shapes and types `outputs` from `inputs`, of which there is at least one, by their addresses:
+/// row-major without gaps; at once, or when fusion comes to it. What it starts on the device must come after all that the
+/// device's primary context has been given before, and before all that it is given later.
+///
+/// # Errors
+///
+/// The inputs, when the backend's tensors are not on CUDA.
+#[cfg(feature = "cuda")]
+pub fn on_cuda<B: Backend>(
+    name: &'static str,
+    inputs: Vec<FloatTensor<B>>,
+    outputs: Vec<(Shape, DType)>,
+    body: impl Fn(&[CudaSpan], &[CudaSpan]) + Send + Sync + 'static,
+) -> Result<Vec<FloatTensor<B>>, Vec<FloatTensor<B>>> {
+    type Plain = CubeTensor<cubecl::cuda::CudaRuntime>;
+    type Fused = burn_fusion::FusionTensor<burn_cubecl::fusion::FusionCubeRuntime<cubecl::cuda::CudaRuntime>>;
+
+    struct ByAddress<F> {
+        outputs: Vec<(Shape, DType)>,
+        body: F,
+    }
+
+    impl<F: Fn(&[CudaSpan], &[CudaSpan]) + Send + Sync + 'static> Body for ByAddress<F> {
+        fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+            let inputs: Vec<Plain> = same(inputs);
+            let inputs: Vec<Plain> = inputs.into_iter().map(super::tensor::packed).collect();
+            let first = inputs.first().expect("there is at least one input");
+            let make = |(shape, dtype): &(Shape, DType)| super::tensor::empty(first, shape.clone(), *dtype);
+            let outputs: Vec<Plain> = self.outputs.iter().map(make).collect();
+            // Asking for an address waits until the device's thread has launched all that comes before. The allocations
+            // are held until `body` has ordered what follows.
+            let resource = |x: &Plain| x.client.get_resource(x.handle.clone()).expect("memory that a handle holds");
+            let (from, to): (Vec<_>, Vec<_>) =
+                (inputs.iter().map(resource).collect(), outputs.iter().map(resource).collect());
+            let pointer = |x: &Plain, pointer: u64| CudaSpan { pointer, elements: elements(x) };
+            let sources: Vec<_> = inputs.iter().zip(&from).map(|(x, at)| pointer(x, at.resource().ptr)).collect();
+            let targets: Vec<_> = outputs.iter().zip(&to).map(|(x, at)| pointer(x, at.resource().ptr)).collect();
+            (self.body)(&sources, &targets);
+            drop((from, to));
+            same(outputs)
+        }
+    }
+
+    let given = TypeId::of::<FloatTensor<B>>();
+    if given != TypeId::of::<Plain>() && given != TypeId::of::<Fused>() {
+        return Err(inputs);
+    }
+    Ok(run::<B>(name, inputs, outputs.clone(), ByAddress { outputs, body }))
+}
+
+/// The memory of tensors, if they are CubeCL's; otherwise the tensors.
+#[allow(clippy::type_complexity)] // The arguments given back.
+pub(crate) fn into_memory<B: Backend>(
+    tensors: Vec<FloatTensor<B>>,
+) -> Result<Vec<Box<dyn Memory<B>>>, Vec<FloatTensor<B>>> {
+    on_the_tensor_of!(
+        FloatTensor<B>,
+        T => {
+            let memory = T::into_memory(same::<Vec<FloatTensor<B>>, Vec<T>>(tensors));
+            Ok(memory.into_iter().map(|memory| Box::new(Of::<T>(memory)) as Box<dyn Memory<B>>).collect())
+        },
+        Err(tensors)
+    )
+}
+
+/// A tensor's memory, as any thread may use it.
+pub(crate) trait Memory<B: Backend>: Send + Sync {
+    fn tensor(&self) -> FloatTensor<B>;
+
+    fn into_tensor(self: Box<Self>) -> FloatTensor<B>;
+
+    fn duplicate(&self) -> Box<dyn Memory<B>>;
+}
+
+/// Memory whose tensors are `T`.
+struct Of<T: OnCube>(CubeTensor<T::Runtime>);
+
+impl<B: Backend, T: OnCube> Memory<B> for Of<T> {
+    fn tensor(&self) -> FloatTensor<B> {
+        same(T::from_memory(self.0.clone()))
+    }
+
+    fn into_tensor(self: Box<Self>) -> FloatTensor<B> {
+        same(T::from_memory(self.0))
+    }
+
+    fn duplicate(&self) -> Box<dyn Memory<B>> {
+        Box::new(Self(self.0.clone()))
+    }
+}
+
+/// `value` under the name that its type has here.
+fn same<A: 'static, T: 'static>(value: A) -> T {
+    let mut value = Some(value);
+    let value = (&mut value as &mut dyn Any).downcast_mut::<Option<T>>();
+    value.and_then(Option::take).expect("the types have been compared")
+}
+
+/// Elements of a tensor.
+pub(crate) fn elements(x: &impl TensorMetadata) -> usize {
+    x.shape().num_elements()
+}
+
+/// Whether kernels here can count so many elements, in 32 bit and with a chunk's room above.
+pub(crate) fn is_countable(elements: usize) -> bool {
+    i32::try_from(elements).is_ok()
+}
+
+/// Whether kernels here read and write the type.
+pub(crate) fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}

@@ -1,0 +1,155 @@
+//! Attention by blocks of scores, whose products are Burn's.
+//!
+//! A block is the scores of some queries of some pairs of sequence and head, for all keys that these queries see. The
+//! products' time is what tensor cores make of it; what else costs time is the scores' way to memory and back, for which a
+//! block is to stay in the device's second-level cache.
+
+use burn_backend::TensorMetadata;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Metadata};
+
+use super::kernels::{accumulate, gathered, scatter};
+use super::softmax::{Block, gradients, probabilities};
+use super::{Inputs, Rows, Saved, Sizes, scratch};
+
+/// What the scores of a block may take, in bytes: about the second-level cache of an H200 (50 MB). Smaller blocks are more
+/// launches, larger ones go through memory.
+const BUDGET_BYTES: usize = 64 << 20;
+
+/// Products of fewer rows leave tensor cores idle.
+const LEAST_QUERIES: usize = 64;
+
+/// More batches than this are not asked of a product: devices take 65535 cubes along an axis.
+const MOST_PAIRS: usize = 32768;
+
+/// The way of blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Blocked {
+    /// What the scores of a block may take, in bytes.
+    pub budget_bytes: usize,
+    /// Whether Burn tunes the products. If not, it takes what it believes the best.
+    pub tuned: bool,
+}
+
+impl Default for Blocked {
+    fn default() -> Self {
+        Self { budget_bytes: BUDGET_BYTES, tuned: true }
+    }
+}
+
+/// The sizes of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    pub pairs: usize,
+    pub queries: usize,
+}
+
+impl Plan {
+    /// Blocks of at most `bytes` at `bytes_per_score`, or of one pair and [`LEAST_QUERIES`] if that is more.
+    ///
+    /// Causal queries see the keys before them, so that blocks of a part of the queries save products: a quarter saves
+    /// three eighths of them (all that there is to save is half), and smaller ones save little more.
+    pub fn new(sizes: Sizes, bytes: usize, bytes_per_score: usize) -> Self {
+        let Sizes { pairs, t, causal, .. } = sizes;
+        let wanted = if causal { t.div_ceil(4).next_multiple_of(LEAST_QUERIES) } else { t };
+        let scores = bytes / bytes_per_score;
+        let queries = wanted.min(scores / t / LEAST_QUERIES * LEAST_QUERIES).max(LEAST_QUERIES).min(t);
+        Self { pairs: (scores / (queries * t)).clamp(1, pairs.min(MOST_PAIRS)), queries }
+    }
+
+    /// The blocks' pairs, and for each of these the blocks' queries, those with the most keys first.
+    fn blocks(self, sizes: Sizes) -> impl Iterator<Item = (std::ops::Range<usize>, Vec<Block>)> {
+        (0..sizes.pairs).step_by(self.pairs).map(move |first| {
+            let pairs = first..(first + self.pairs).min(sizes.pairs);
+            let of_pairs = pairs.clone();
+            let blocks = (0..sizes.t).step_by(self.queries).rev().map(move |first| {
+                let queries = first..(first + self.queries).min(sizes.t);
+                let keys = if sizes.causal { queries.end } else { sizes.t };
+                Block { pairs: of_pairs.clone(), queries, keys }
+            });
+            (pairs, blocks.collect())
+        })
+    }
+}
+
+impl Blocked {
+    /// Bytes that a score takes: in fp32 for each product that makes one, and what it becomes in 16 bit.
+    fn plan(self, sizes: Sizes, products: usize, dtype: DType) -> Plan {
+        let rounded = if dtype == DType::F32 { 0 } else { dtype.size() };
+        Plan::new(sizes, self.budget_bytes, products * (DType::F32.size() + rounded))
+    }
+
+    pub fn forward<R: CubeRuntime>(self, inputs: &Inputs<R>, out: &CubeTensor<R>, lse: &CubeTensor<R>) {
+        let sizes = inputs.sizes;
+        let out = Rows::new(out.clone());
+        for (pairs, blocks) in self.plan(sizes, 1, inputs.dtype()).blocks(sizes) {
+            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.t, rows));
+            for block in blocks {
+                let q = gathered(sizes, pairs.clone(), block.queries.clone(), &inputs.q);
+                let products = self.product(q, transposed(first_rows(&k, block.keys)));
+                let probabilities = probabilities(inputs, &block, products, lse);
+                let of_block = self.product(probabilities, first_rows(&v, block.keys));
+                scatter(sizes, pairs.clone(), block.queries, of_block, &out);
+            }
+        }
+    }
+
+    /// `along`: as [`along`](super::kernels::along) makes it.
+    pub fn backward<R: CubeRuntime>(
+        self,
+        inputs: &Inputs<R>,
+        saved: &Saved<R>,
+        along: &CubeTensor<R>,
+        [dq, dk, dv]: &[Rows<R>; 3],
+    ) {
+        let sizes = inputs.sizes;
+        for (pairs, blocks) in self.plan(sizes, 2, inputs.dtype()).blocks(sizes) {
+            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.t, rows));
+            let mut sums: Option<[CubeTensor<R>; 2]> = None;
+            for block in blocks {
+                let [q, grad] =
+                    [&inputs.q, &saved.grad].map(|rows| gathered(sizes, pairs.clone(), block.queries.clone(), rows));
+                let products = self.product(q.clone(), transposed(first_rows(&k, block.keys)));
+                let d_probabilities = self.product(grad.clone(), transposed(first_rows(&v, block.keys)));
+                let [probabilities, d_products] =
+                    gradients(inputs, &block, [products, d_probabilities], &saved.lse, along);
+                let of_q = self.product(d_products.clone(), first_rows(&k, block.keys));
+                scatter(sizes, pairs.clone(), block.queries, of_q, dq);
+                let parts = [self.product(transposed(d_products), q), self.product(transposed(probabilities), grad)];
+                match &sums {
+                    Some(sums) => sums.iter().zip(parts).for_each(|(sum, part)| accumulate(sum, part)),
+                    // The first block has all keys.
+                    None => sums = Some(parts),
+                }
+            }
+            for (sum, rows) in sums.into_iter().flatten().zip([dk, dv]) {
+                scatter(sizes, pairs.clone(), 0..sizes.t, sum, rows);
+            }
+        }
+    }
+
+    /// A product of each pair's matrices, in fp32 whatever these are.
+    fn product<R: CubeRuntime>(self, lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
+        let [pairs, rows, _] = lhs.shape().dims();
+        let [_, _, columns] = rhs.shape().dims();
+        let out = scratch(&lhs, &[pairs, rows, columns], DType::F32);
+        let strategy = if self.tuned { MatmulStrategy::default() } else { MatmulStrategy::Cube };
+        matmul(lhs, rhs, Some(out), strategy, DType::F32).expect("a product of matrices of one type is set up")
+    }
+}
+
+/// The first rows of each matrix, where they are.
+fn first_rows<R: CubeRuntime>(x: &CubeTensor<R>, count: usize) -> CubeTensor<R> {
+    let [pairs, _, columns] = x.shape().dims();
+    let mut x = x.clone();
+    *x.meta = Metadata::new([pairs, count, columns], x.meta.strides().clone());
+    x
+}
+
+/// Each matrix transposed, where it is.
+fn transposed<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
+    x.meta.swap(1, 2);
+    x
+}

@@ -1,0 +1,270 @@
+//! The kernels between Burn's products: from scores to probabilities, and to the gradients of scores.
+
+use std::ops::Range;
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::DType;
+use cubecl::prelude::*;
+
+use super::{Inputs, address_type, grid, scratch};
+
+/// A block of scores: of which queries of which pairs, and for how many keys.
+#[derive(Clone, Debug)]
+pub(super) struct Block {
+    pub pairs: Range<usize>,
+    pub queries: Range<usize>,
+    /// The keys `0..keys`.
+    pub keys: usize,
+}
+
+impl Block {
+    /// The shape of its scores, `[pairs, queries, keys]`.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.pairs.len(), self.queries.len(), self.keys]
+    }
+
+    fn lines(&self) -> usize {
+        self.pairs.len() * self.queries.len()
+    }
+
+    /// A cube takes a line of scores. Its units are a power of two, which the tree of a sum needs.
+    fn units(&self) -> usize {
+        self.keys.next_power_of_two().clamp(32, 256)
+    }
+
+    fn lines_arg<R: CubeRuntime>(&self, t: usize, heads: usize) -> LinesLaunch<R> {
+        let [_, queries, keys] = self.shape();
+        LinesLaunch::new(self.lines(), queries, keys, self.pairs.start, self.queries.start, t, heads)
+    }
+}
+
+/// A [`Block`] in a kernel.
+#[derive(CubeLaunch, CubeType)]
+struct Lines {
+    /// Pairs times queries of the block.
+    lines: usize,
+    queries: usize,
+    keys: usize,
+    first_pair: usize,
+    first_query: usize,
+    t: usize,
+    heads: usize,
+}
+
+/// Probabilities of the products `q k^T` of a block, of the type of the inputs, and the logarithms of sums.
+///
+/// `products`: `[pairs, queries, keys]` in fp32; the probabilities take their place if these are fp32 too. `lse`: of all
+/// rows, `[b, h, t]`, of which the block's are written.
+pub(super) fn probabilities<R: CubeRuntime>(
+    inputs: &Inputs<R>,
+    block: &Block,
+    products: CubeTensor<R>,
+    lse: &CubeTensor<R>,
+) -> CubeTensor<R> {
+    let (sizes, units, client) = (inputs.sizes, block.units(), lse.client.clone());
+    let mask = inputs.mask.clone();
+    let (out, out_arg) = in_place_of(&products, 0, inputs.dtype());
+    // SAFETY: a cube takes one line of `products` and `out`, which have one shape; cubes beyond them stop.
+    unsafe {
+        probabilities_kernel::launch_unchecked(
+            &client,
+            grid(block.lines()),
+            CubeDim::new_1d(units as u32),
+            address_type([&products, lse, &mask]),
+            products.into_tensor_arg(),
+            out_arg,
+            lse.clone().into_tensor_arg(),
+            mask.into_tensor_arg(),
+            block.lines_arg(sizes.t, sizes.heads),
+            sizes.scale,
+            units,
+            sizes.causal,
+            inputs.masked,
+            inputs.dtype().into(),
+        );
+    }
+    out
+}
+
+/// Probabilities and gradients of the products `q k^T`, of the type of the inputs, where `products` and `gradients` (of
+/// probabilities, `dO v^T`) were if that is fp32: both `[pairs, queries, keys]` in fp32.
+pub(super) fn gradients<R: CubeRuntime>(
+    inputs: &Inputs<R>,
+    block: &Block,
+    [products, gradients]: [CubeTensor<R>; 2],
+    lse: &CubeTensor<R>,
+    along: &CubeTensor<R>,
+) -> [CubeTensor<R>; 2] {
+    let (sizes, units, client) = (inputs.sizes, block.units(), lse.client.clone());
+    let mask = inputs.mask.clone();
+    let (probabilities, probabilities_arg) = in_place_of(&products, 0, inputs.dtype());
+    let (d_products, d_products_arg) = in_place_of(&gradients, 1, inputs.dtype());
+    // SAFETY: a cube takes one line of the four, which have one shape; cubes beyond them stop.
+    unsafe {
+        gradients_kernel::launch_unchecked(
+            &client,
+            grid(block.lines()),
+            CubeDim::new_1d(units as u32),
+            address_type([&products, lse, &mask]),
+            products.into_tensor_arg(),
+            gradients.into_tensor_arg(),
+            probabilities_arg,
+            d_products_arg,
+            lse.clone().into_tensor_arg(),
+            along.clone().into_tensor_arg(),
+            mask.into_tensor_arg(),
+            block.lines_arg(sizes.t, sizes.heads),
+            sizes.scale,
+            units,
+            sizes.causal,
+            inputs.masked,
+            inputs.dtype().into(),
+        );
+    }
+    [probabilities, d_products]
+}
+
+/// The input at `position` once more if its type is right, else a new tensor of its shape.
+fn in_place_of<R: CubeRuntime>(x: &CubeTensor<R>, position: usize, dtype: DType) -> (CubeTensor<R>, TensorArg<R>) {
+    if x.dtype == dtype {
+        (x.clone(), x.as_tensor_alias(position))
+    } else {
+        let new = scratch(x, x.meta.shape(), dtype);
+        (new.clone(), new.into_tensor_arg())
+    }
+}
+
+/// How many keys a line's query sees.
+#[cube]
+fn seen(block: &Lines, query: usize, #[comptime] causal: bool) -> usize {
+    let mut seen = block.keys;
+    if causal && query + 1 < seen {
+        seen = query + 1;
+    }
+    seen
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn probabilities_kernel<E: Float>(
+    products: &Tensor<f32>,
+    probabilities: &mut Tensor<E>,
+    lse: &mut Tensor<f32>,
+    mask: &Tensor<f32>,
+    block: Lines,
+    scale: f32,
+    #[comptime] units: usize,
+    #[comptime] causal: bool,
+    #[comptime] masked: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let line = CUBE_POS;
+    if line >= block.lines {
+        terminate!();
+    }
+    let unit = UNIT_POS as usize;
+    let pair = block.first_pair + line / block.queries;
+    let query = block.first_query + line % block.queries;
+    let seen = seen(&block, query, causal);
+    let from = line * block.keys;
+    let of_mask = pair / block.heads * block.t;
+
+    // One pass for the largest score and the sum of exponentials below it, https://arxiv.org/abs/1805.02867.
+    let mut largest = f32::new(comptime!(f32::MIN));
+    let mut sum = f32::new(0.0);
+    let mut key = UNIT_POS as usize;
+    while key < seen {
+        let mut score = products[from + key] * scale;
+        if masked {
+            score += mask[of_mask + key];
+        }
+        if score > largest {
+            sum = sum * (largest - score).exp() + 1.0;
+            largest = score;
+        } else {
+            sum += (score - largest).exp();
+        }
+        key += units;
+    }
+    let mut all_largest = SharedMemory::<f32>::new(units);
+    let mut sums = SharedMemory::<f32>::new(units);
+    all_largest[unit] = largest;
+    sums[unit] = sum;
+    sync_cube();
+    let mut half = CUBE_DIM as usize / 2;
+    while half > 0 {
+        if unit < half {
+            let other = all_largest[unit + half];
+            let both = max(all_largest[unit], other);
+            sums[unit] = sums[unit] * (all_largest[unit] - both).exp() + sums[unit + half] * (other - both).exp();
+            all_largest[unit] = both;
+        }
+        sync_cube();
+        half /= 2;
+    }
+    let largest = all_largest[0];
+    let sum = sums[0];
+    if unit == 0 {
+        lse[pair * block.t + query] = sum.ln() + largest;
+    }
+
+    let mut key = UNIT_POS as usize;
+    while key < block.keys {
+        let mut probability = f32::new(0.0);
+        if key < seen {
+            let mut score = products[from + key] * scale;
+            if masked {
+                score += mask[of_mask + key];
+            }
+            probability = (score - largest).exp() / sum;
+        }
+        probabilities[from + key] = E::cast_from(probability);
+        key += units;
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn gradients_kernel<E: Float>(
+    products: &Tensor<f32>,
+    gradients: &Tensor<f32>,
+    probabilities: &mut Tensor<E>,
+    d_products: &mut Tensor<E>,
+    lse: &Tensor<f32>,
+    along: &Tensor<f32>,
+    mask: &Tensor<f32>,
+    block: Lines,
+    scale: f32,
+    #[comptime] units: usize,
+    #[comptime] causal: bool,
+    #[comptime] masked: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let line = CUBE_POS;
+    if line >= block.lines {
+        terminate!();
+    }
+    let pair = block.first_pair + line / block.queries;
+    let query = block.first_query + line % block.queries;
+    let seen = seen(&block, query, causal);
+    let from = line * block.keys;
+    let of_mask = pair / block.heads * block.t;
+    let lse = lse[pair * block.t + query];
+    let along = along[pair * block.t + query];
+
+    let mut key = UNIT_POS as usize;
+    while key < block.keys {
+        let mut probability = f32::new(0.0);
+        let mut gradient = f32::new(0.0);
+        if key < seen {
+            let mut score = products[from + key] * scale;
+            if masked {
+                score += mask[of_mask + key];
+            }
+            probability = (score - lse).exp();
+            gradient = probability * (gradients[from + key] - along) * scale;
+        }
+        probabilities[from + key] = E::cast_from(probability);
+        d_products[from + key] = E::cast_from(gradient);
+        key += units;
+    }
+}

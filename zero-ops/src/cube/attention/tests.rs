@@ -1,0 +1,367 @@
+use std::cell::Cell;
+
+use burn::tensor::{Tensor, TensorPrimitive};
+use burn_backend::ops::FloatTensorOps;
+use burn_backend::{Backend, TensorData};
+use burn_cubecl::CubeBackend;
+use burn_flex::Flex;
+use burn_std::Metadata;
+use burn_wgpu::{WgpuDevice, WgpuRuntime};
+
+use super::blocked::Plan;
+use super::*;
+use crate::fallback;
+
+type Vulkan = CubeBackend<WgpuRuntime, f32, i32, u8>;
+type Cube = CubeTensor<WgpuRuntime>;
+
+thread_local! {
+    static LARGEST: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Remembers the largest tensor that this thread makes.
+pub(super) fn record(elems: usize) {
+    LARGEST.with(|largest| largest.set(largest.get().max(elems)));
+}
+
+/// Untuned: tuning takes minutes on a device that is a processor.
+const BLOCKED: Way = Way::Blocked(Blocked { budget_bytes: 64 << 20, tuned: false });
+
+/// The least blocks: one pair's and 64 queries.
+const SMALL_BLOCKS: Way = Way::Blocked(Blocked { budget_bytes: 1, tuned: false });
+
+/// Numbers between -1 and 1, always the same of a seed.
+fn noise(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = |_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..len).map(next).collect()
+}
+
+fn on<B: Backend, const D: usize>(values: &[f32], shape: [usize; D]) -> B::FloatTensorPrimitive {
+    B::float_from_data(TensorData::new(values.to_vec(), shape), &B::Device::default())
+}
+
+fn values<B: Backend, const D: usize>(x: B::FloatTensorPrimitive) -> Vec<f32> {
+    let x = Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x));
+    x.into_data().convert::<f32>().to_vec().expect("fp32 was asked for")
+}
+
+/// Rows whose stride is wider than they are and whose first element is not the buffer's.
+fn pitched(values: &[f32], [n, width]: [usize; 2]) -> Cube {
+    let device = WgpuDevice::default();
+    let alignment = WgpuRuntime::client(&device).properties().memory.alignment as usize;
+    let (before, stride) = (alignment / size_of::<f32>(), width + 5);
+    let mut wide = vec![f32::NAN; before + n * stride];
+    for (row, values) in values.chunks(width).enumerate() {
+        wide[before + row * stride..][..width].copy_from_slice(values);
+    }
+    let len = wide.len();
+    let mut x: Cube = on::<Vulkan, 1>(&wide, [len]);
+    x.handle = x.handle.offset_start(alignment as u64);
+    *x.meta = Metadata::new([n, width], [stride, 1]);
+    x
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    batch: usize,
+    heads: usize,
+    t: usize,
+    e: usize,
+    causal: bool,
+    masked: bool,
+}
+
+impl Case {
+    /// All lengths with all widths of heads, each with `few` of the 16 other choices; neighbours take others, and all
+    /// are taken. (A device that is a processor needs a second for a few cases, most of it to compile them.)
+    fn some(few: usize) -> impl Iterator<Item = Self> {
+        let shapes = [1, 2, 17, 64, 100, 257].into_iter().flat_map(|t| [1, 8, 40, 64, 80].map(|e| (t, e)));
+        shapes.enumerate().flat_map(move |(at, (t, e))| {
+            (0..few).map(move |i| {
+                // 5 and 16 have no common divisor, and so all choices come.
+                let choice = (at * few + i) * 5 % 16;
+                let bit = |bit: usize| choice >> bit & 1 == 1;
+                let (batch, heads) = (1 + usize::from(bit(0)), 1 + 2 * usize::from(bit(1)));
+                Self { batch, heads, t, e, causal: bit(2), masked: bit(3) }
+            })
+        })
+    }
+
+    fn options(self) -> AttentionOptions {
+        let Self { batch, heads, e, causal, .. } = self;
+        AttentionOptions { batch, heads, causal, scale: 1.0 / (e as f64).sqrt() }
+    }
+
+    fn shape(self) -> [usize; 2] {
+        [self.batch * self.t, self.heads * self.e]
+    }
+
+    /// Hides every third key but the first.
+    fn mask(self) -> Option<Vec<f32>> {
+        let hidden = |i: usize| if i % self.t % 3 == 1 { -1e4 } else { 0.1 * (i % 5) as f32 };
+        self.masked.then(|| (0..self.batch * self.t).map(hidden).collect())
+    }
+}
+
+/// `q`, `k`, `v` and the gradient of the output.
+fn rows_of(case: Case) -> [Vec<f32>; 4] {
+    let [n, d] = case.shape();
+    [1, 2, 3, 4].map(|seed| noise(n * d, seed + 10 * n as u64))
+}
+
+/// Output, logarithms of sums, and the gradients.
+type Results = [Vec<f32>; 5];
+
+fn expected(case: Case, [q, k, v, grad]: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Results {
+    let shape = case.shape();
+    let [q, k, v, grad] = [q, k, v, grad].map(|x| on::<Flex, 2>(x, shape));
+    let mask = mask.as_ref().map(|mask| on::<Flex, 2>(mask, [case.batch, case.t]));
+    let options = case.options();
+    let (out, lse) = fallback::attention_forward::<Flex>(q.clone(), k.clone(), v.clone(), mask.clone(), options);
+    let [dq, dk, dv] = fallback::attention_backward::<Flex>(q, k, v, mask, out.clone(), lse.clone(), grad, options);
+    let [out, dq, dk, dv] = [out, dq, dk, dv].map(values::<Flex, 2>);
+    [out, values::<Flex, 3>(lse), dq, dk, dv]
+}
+
+fn separate(
+    way: Way,
+    case: Case,
+    rows: &[Vec<f32>; 4],
+    mask: &Option<Vec<f32>>,
+    make: impl Fn(&[f32], [usize; 2]) -> Cube,
+) -> Results {
+    let shape = case.shape();
+    let [q, k, v, grad] = [0, 1, 2, 3].map(|i| make(&rows[i], shape));
+    let mask = mask.as_ref().map(|mask| make(mask, [case.batch, case.t]));
+    let inputs = Inputs::separate([q, k, v], mask, case.options());
+    let (out, lse) = forward_of(inputs.clone(), way);
+    assert_eq!((out.shape().dims(), lse.shape().dims()), (shape, [case.batch, case.heads, case.t]));
+    assert_eq!(lse.dtype, DType::F32);
+    let [dq, dk, dv] = separate_backward(inputs, Saved::new(out.clone(), lse.clone(), grad), way);
+    let [out, dq, dk, dv] = [out, dq, dk, dv].map(values::<Vulkan, 2>);
+    [out, values::<Vulkan, 3>(lse), dq, dk, dv]
+}
+
+fn joint(
+    way: Way,
+    case: Case,
+    rows: &[Vec<f32>; 4],
+    mask: &Option<Vec<f32>>,
+    make: impl Fn(&[f32], [usize; 2]) -> Cube,
+) -> Results {
+    let [n, d] = case.shape();
+    let row = |row: usize| [0, 1, 2].map(|i| rows[i][row * d..][..d].to_vec()).concat();
+    let qkv = make(&(0..n).flat_map(row).collect::<Vec<f32>>(), [n, 3 * d]);
+    let grad = make(&rows[3], [n, d]);
+    let mask = mask.as_ref().map(|mask| make(mask, [case.batch, case.t]));
+    let inputs = Inputs::packed(qkv, mask, case.options());
+    let (out, lse) = forward_of(inputs.clone(), way);
+    let d_qkv = joint_backward(inputs, Saved::new(out.clone(), lse.clone(), grad), way);
+    assert_eq!(d_qkv.shape().dims(), [n, 3 * d]);
+    let d_qkv = values::<Vulkan, 2>(d_qkv);
+    let part = |i: usize| d_qkv.chunks(3 * d).flat_map(|row| row[i * d..][..d].to_vec()).collect();
+    [values::<Vulkan, 2>(out), values::<Vulkan, 3>(lse), part(0), part(1), part(2)]
+}
+
+/// Apart by no more than a 10000th of the largest value that is expected.
+fn assert_close(actual: &Results, expected: &Results, case: impl std::fmt::Debug) {
+    for ((actual, expected), name) in actual.iter().zip(expected).zip(["out", "lse", "dq", "dk", "dv"]) {
+        // Where all that is left is rounding (one key has a probability of 1, whatever its score), inputs are the measure.
+        let largest = expected.iter().fold(0.1f32, |largest, x| largest.max(x.abs()));
+        assert_eq!(actual.len(), expected.len());
+        for (i, (a, b)) in actual.iter().zip(expected).enumerate() {
+            let close = (a - b).abs() <= 1e-4 * largest;
+            assert!(close, "{case:?}: {name}[{i}] is {a}, not {b}; the largest is {largest}");
+        }
+    }
+}
+
+fn plain(values: &[f32], shape: [usize; 2]) -> Cube {
+    on::<Vulkan, 2>(values, shape)
+}
+
+fn agrees(way: Way, case: Case) {
+    let (rows, mask) = (rows_of(case), case.mask());
+    let expected = expected(case, &rows, &mask);
+    assert_close(&separate(way, case, &rows, &mask, pitched), &expected, (case, "pitched"));
+    assert_close(&joint(way, case, &rows, &mask, plain), &expected, (case, "packed"));
+}
+
+#[test]
+fn tiles_agree_with_the_default_bodies() {
+    for case in Case::some(3) {
+        agrees(Way::Flash, case);
+    }
+}
+
+#[test]
+fn blocks_agree_with_the_default_bodies() {
+    for case in Case::some(2) {
+        agrees(BLOCKED, case);
+    }
+}
+
+#[test]
+fn small_blocks_agree_with_the_default_bodies() {
+    for case in Case::some(4).filter(|case| case.t > 64 && case.heads == 3) {
+        agrees(SMALL_BLOCKS, case);
+    }
+}
+
+/// The widest heads that the tiles take, and lengths around a tile's.
+#[test]
+fn tiles_of_the_widest_heads_agree() {
+    for (t, e) in [(31, 128), (33, 127), (40, 96)] {
+        agrees(Way::Flash, Case { batch: 1, heads: 2, t, e, causal: true, masked: true });
+    }
+}
+
+#[test]
+fn two_runs_give_the_same_bits() {
+    let case = Case { batch: 2, heads: 3, t: 100, e: 40, causal: true, masked: true };
+    let (rows, mask) = (rows_of(case), case.mask());
+    let expected = expected(case, &rows, &mask);
+    for way in [Way::Flash, BLOCKED, SMALL_BLOCKS] {
+        let [first, second] = [(); 2].map(|()| joint(way, case, &rows, &mask, plain));
+        assert_eq!(first, second, "{way:?}");
+        assert_close(&first, &expected, way);
+    }
+}
+
+/// Of such scores only the mask is left in fp32: what is expected is what its rounding makes of them.
+#[test]
+fn a_mask_may_hide_everything() {
+    for causal in [false, true] {
+        let case = Case { batch: 2, heads: 3, t: 100, e: 8, causal, masked: true };
+        let rows = rows_of(case);
+        let mut mask = case.mask().expect("the case has a mask");
+        mask[..case.t].fill(-1e9);
+        let expected = expected(case, &rows, &Some(mask.clone()));
+        for way in [Way::Flash, BLOCKED, SMALL_BLOCKS] {
+            let actual = joint(way, case, &rows, &Some(mask.clone()), plain);
+            assert!(actual.iter().flatten().all(|x| x.is_finite()), "{way:?} {causal}");
+            // The default bodies score keys of the future above a mask as low as this one.
+            if !causal {
+                assert_close(&actual, &expected, (way, causal));
+            }
+        }
+    }
+}
+
+#[test]
+fn no_rows_are_no_work() {
+    let case = Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false };
+    let rows = [const { Vec::new() }; 4];
+    for way in [Way::Flash, BLOCKED] {
+        assert!(joint(way, case, &rows, &None, plain).iter().all(Vec::is_empty));
+    }
+}
+
+/// What fits runs in tiles where there are no matrix instructions, and in blocks where there are.
+#[test]
+fn the_device_and_the_width_choose_the_way() {
+    let client = WgpuRuntime::client(&WgpuDevice::default());
+    let matrices = &client.properties().features.matmul;
+    let accelerated = !matrices.cmma.is_empty() || !matrices.mma.is_empty();
+    let way = |e: usize| {
+        let case = Case { batch: 1, heads: 2, t: 3, e, causal: false, masked: false };
+        let qkv = plain(&vec![0.0; 3 * 6 * e], [3, 6 * e]);
+        Way::of(&Inputs::packed(qkv, None, case.options()))
+    };
+    for e in [1, 64, 128] {
+        assert_eq!(matches!(way(e), Way::Flash), !accelerated, "{e}");
+    }
+    assert!(matches!(way(129), Way::Blocked(_)));
+}
+
+#[test]
+fn the_functions_give_what_the_chosen_way_gives() {
+    let case = Case { batch: 2, heads: 3, t: 17, e: 40, causal: true, masked: true };
+    let (rows, mask) = (rows_of(case), case.mask());
+    let (shape, options) = (case.shape(), case.options());
+    let expected = expected(case, &rows, &mask);
+    let [q, k, v, grad] = [0, 1, 2, 3].map(|i| plain(&rows[i], shape));
+    let mask = mask.map(|mask| plain(&mask, [case.batch, case.t]));
+    let (out, lse) = forward(q.clone(), k.clone(), v.clone(), mask.clone(), options);
+    let [dq, dk, dv] =
+        backward(q.clone(), k.clone(), v.clone(), mask.clone(), out.clone(), lse.clone(), grad.clone(), options);
+    let [of_out, of_dq, of_dk, of_dv] = [out, dq, dk, dv].map(values::<Vulkan, 2>);
+    assert_close(&[of_out, values::<Vulkan, 3>(lse), of_dq, of_dk, of_dv], &expected, "separate");
+
+    let qkv = Vulkan::float_cat(vec![q, k, v], 1);
+    let (out, lse) = packed_forward(qkv.clone(), mask.clone(), options);
+    let d_qkv = packed_backward(qkv, mask, out.clone(), lse.clone(), grad, options);
+    let parts = fallback::unpack::<Vulkan>(d_qkv).map(values::<Vulkan, 2>);
+    let [of_dq, of_dk, of_dv] = parts;
+    assert_close(&[values::<Vulkan, 2>(out), values::<Vulkan, 3>(lse), of_dq, of_dk, of_dv], &expected, "packed");
+}
+
+/// The scores of all pairs of rows are never in one tensor.
+#[test]
+fn no_tensor_holds_all_scores() {
+    let case = Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false };
+    let (rows, scores) = (rows_of(case), case.batch * case.heads * case.t * case.t);
+    for way in [Way::Flash, SMALL_BLOCKS] {
+        LARGEST.with(|largest| largest.set(0));
+        separate(way, case, &rows, &None, plain);
+        let largest = LARGEST.with(Cell::get);
+        let inputs = case.t * case.heads * case.e;
+        let bound = if matches!(way, Way::Flash) { inputs } else { 64 * case.t };
+        assert!((inputs..=bound.max(inputs)).contains(&largest), "{way:?}: {largest} of {scores}");
+        assert!(largest < scores / 16);
+    }
+}
+
+#[test]
+fn blocks_keep_to_their_budget() {
+    let budget = 64 << 20;
+    for t in [1, 2, 63, 64, 65, 512, 1000, 1024, 8192, 100_000] {
+        for pairs in [1, 12, 200, 100_000] {
+            for causal in [false, true] {
+                for bytes in [4, 6, 8, 12] {
+                    let sizes = Sizes { pairs, heads: 1, t, e: 64, causal, scale: 1.0 };
+                    let plan = Plan::new(sizes, budget, bytes);
+                    let taken = plan.pairs * plan.queries * t * bytes;
+                    let least = t.min(64) * t * bytes;
+                    assert!(taken <= budget.max(least), "{sizes:?}: {plan:?}");
+                    assert!(plan.queries >= t.min(64) && plan.queries <= t && plan.pairs <= pairs);
+                    // Nothing is left undone, and nothing that could be in a block is in two.
+                    let all = plan.pairs == pairs.min(32768) && (plan.queries == t || causal);
+                    assert!(all || 4 * taken >= budget, "{sizes:?}: {plan:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Rows in 16 bit are computed in fp32 and rounded once.
+#[test]
+fn rows_in_16_bit_are_rounded_at_the_end() {
+    let case = Case { batch: 2, heads: 3, t: 40, e: 40, causal: true, masked: true };
+    let mask = case.mask();
+    for (dtype, digits) in [(DType::F16, 11), (DType::BF16, 8)] {
+        if !Vulkan::supports_dtype(&WgpuDevice::default(), dtype) {
+            println!("skipped: the device has no {dtype:?}");
+            continue;
+        }
+        let round = |x: &[f32], shape| Vulkan::float_cast(plain(x, shape), dtype.into());
+        let rows = rows_of(case).map(|x| values::<Vulkan, 2>(round(&x, case.shape())));
+        let expected = expected(case, &rows, &mask);
+        for way in [Way::Flash, BLOCKED] {
+            let actual = joint(way, case, &rows, &mask, round);
+            for (actual, expected) in actual.iter().zip(&expected) {
+                let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+                // Probabilities and their gradients are rounded too where a product takes them.
+                let bound = largest * 4.0 / (1 << digits) as f32;
+                let apart = actual.iter().zip(expected).fold(0f32, |apart, (a, b)| apart.max((a - b).abs()));
+                assert!(apart <= bound, "{dtype:?} {way:?}: {apart} > {bound}");
+            }
+        }
+    }
+}

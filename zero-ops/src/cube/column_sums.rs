@@ -1,0 +1,104 @@
+//! Sums of columns, in two stages of fixed order: those of blocks of rows, then theirs.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::rows::{
+    Blocks, HEIGHT, STRIP, address_type, dims, inputs, is_taken, over_height, vector_size, with_whole_rows, zeros,
+};
+use super::tensor::{OnCube, empty};
+
+/// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sums_of_blocks<E: Float, O: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    out: &mut Tensor<Vector<O, N>>,
+    rows: usize,
+    vectors: usize,
+    rows_per_block: usize,
+    #[define(E, O)] _dtypes: [StorageType; 2],
+) {
+    let mut shared = SharedMemory::<Vector<f32, N>>::new(STRIP * HEIGHT);
+    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
+    let first = CUBE_POS_Y as usize * rows_per_block;
+    let end = min(first + rows_per_block, rows);
+    let stride = x.stride(0) / N::value();
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    if column < vectors {
+        let mut row = first + UNIT_POS_Y as usize;
+        while row < end {
+            sum += Vector::cast_from(x[row * stride + column]);
+            row += HEIGHT.comptime();
+        }
+    }
+    let sum = over_height::<N>(&mut shared, sum);
+    if UNIT_POS_Y == 0 && column < vectors {
+        out[CUBE_POS_Y as usize * vectors + column] = Vector::cast_from(sum);
+    }
+}
+
+fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> CubeTensor<R> {
+    let [rows, d] = dims(&x);
+    let out = empty(&x, [blocks.blocks, d], dtype);
+    let size = vector_size(&[&x, &out]);
+    let client = x.client.clone();
+    let (address, types) = (address_type(&[&x, &out]), [x.dtype.into(), dtype.into()]);
+    // SAFETY: units read rows below `rows` and vectors below `d / size` of `x`, and write those of `blocks` rows.
+    unsafe {
+        sums_of_blocks::launch_unchecked::<R>(
+            &client,
+            blocks.count(d / size),
+            Blocks::dim(),
+            address,
+            size,
+            x.into_tensor_arg(),
+            out.clone().into_tensor_arg(),
+            rows,
+            d / size,
+            blocks.rows_per_block,
+            types,
+        );
+    }
+    out
+}
+
+/// The second stage: rows of partial sums `[blocks, d]` in fp32 to `[d]`.
+pub(super) fn total<R: CubeRuntime>(partial: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+    let [rows, d] = dims(&partial);
+    flat(launch(partial, Blocks::one(rows), dtype), d)
+}
+
+/// `[1, d]` to `[d]`.
+fn flat<R: CubeRuntime>(row: CubeTensor<R>, d: usize) -> CubeTensor<R> {
+    let CubeTensor { client, handle, device, dtype, .. } = row;
+    CubeTensor::new_contiguous(client, device, Shape::from([d]), handle, dtype)
+}
+
+/// The sums of the columns of `x` `[n, d]`, `[d]`, added in fp32 and rounded once.
+pub(super) fn column_sums<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let ([n, d], dtype) = (dims(&x), x.dtype);
+    if n * d == 0 {
+        return zeros(&x, [d], dtype);
+    }
+    let x = with_whole_rows(x);
+    let blocks = Blocks::new(n, d);
+    if blocks.blocks == 1 {
+        return flat(launch(x, blocks, dtype), d);
+    }
+    total(launch(x, blocks, DType::F32), dtype)
+}
+
+/// [`fused_linear_bias_backward`](crate::FusedBackend::fused_linear_bias_backward). `None` for types without a kernel.
+pub(crate) fn bias_backward<T: OnCube>(grad: &T) -> Option<T> {
+    let dtype = grad.dtype();
+    is_taken(dtype).then(|| {
+        let outputs = vec![(Shape::from([grad.shape()[1]]), dtype)];
+        let made = T::run("linear: gradient of bias", vec![grad.clone()], outputs, |given| {
+            let [grad] = inputs(given);
+            vec![column_sums(grad)]
+        });
+        made.into_iter().next().expect("one output was promised")
+    })
+}

@@ -1,0 +1,343 @@
+//! Cross-entropy of a linear layer's rows, whose logits exist for some rows at a time.
+//!
+//! For each chunk of rows: its logits by Burn's product, one kernel that makes each row's loss and puts the logits'
+//! gradient in the logits' place, and two products of that gradient, for `x` and for `weight`. Of operands in 16 bit the
+//! logits and their gradient are in 16 bit, as the product of such tensors is everywhere; the exponentials, the sums and
+//! what is made of the gradient are in fp32. The mean's divisor is applied to the products, from a number that stays on the
+//! device: in fp16 a share of thousands of rows would vanish in the logits' gradient.
+
+mod kernels;
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
+use burn_cubecl::kernel::{cast, slice};
+use burn_cubecl::ops::permute;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Metadata, Shape};
+use cubecl::prelude::*;
+
+use super::rows::{Blocks, address_type, cubes, dims, inputs, units, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, packed};
+use kernels::{count_kernel, mean_kernel, place_kernel, rows_kernel};
+
+/// What the logits of a chunk take at most.
+const LOGITS_BYTES: usize = 256 << 20;
+
+/// Chunks are a multiple of this many rows where they can be: products like it, and no slice then needs a copy.
+const ROWS: usize = 256;
+
+/// Rows of logits are this many bytes apart, or a multiple, so that vectors of them are aligned whatever the vocabulary.
+const ROW_BYTES: usize = 128;
+
+/// What fp16 gradients of logits, at most 1, are multiplied by: the smallest are 2^-24, and some matter that are smaller.
+const FP16_SCALE: f32 = 1024.0;
+
+/// What is ignored, in the type of the targets.
+#[derive(Clone, Copy)]
+struct Ignored {
+    is_any: bool,
+    value: InputScalar,
+}
+
+impl Ignored {
+    fn new(ignored: Option<i64>, dtype: DType) -> Self {
+        // A number that the type does not have is no target's.
+        let ignored = ignored.filter(|ignored| dtype == DType::I64 || i32::try_from(*ignored).is_ok());
+        Self { is_any: ignored.is_some(), value: InputScalar::new(ignored.unwrap_or(0), dtype) }
+    }
+}
+
+/// Targets that kernels can read.
+fn ids<R: CubeRuntime>(targets: CubeTensor<R>) -> CubeTensor<R> {
+    packed(if matches!(targets.dtype, DType::I32 | DType::I64) { targets } else { cast(targets, DType::I32) })
+}
+
+fn count<R: CubeRuntime>(targets: &CubeTensor<R>, ignored: Ignored) -> CubeTensor<R> {
+    let n = targets.meta.shape()[0];
+    let counted = empty(targets, [1], DType::F32);
+    let units = units(&targets.client, n, 8, 256);
+    // SAFETY: units read targets below `n`, and one writes the only element.
+    unsafe {
+        count_kernel::launch_unchecked::<R>(
+            &targets.client,
+            CubeCount::new_single(),
+            CubeDim::new_1d(units as u32),
+            targets.clone().into_tensor_arg(),
+            counted.clone().into_tensor_arg(),
+            n,
+            ignored.value,
+            ignored.is_any,
+            units,
+            targets.dtype.into(),
+        );
+    }
+    counted
+}
+
+fn mean<R: CubeRuntime>(losses: CubeTensor<R>, counted: CubeTensor<R>) -> CubeTensor<R> {
+    let n = losses.meta.shape()[0];
+    let mean = empty(&losses, [1], DType::F32);
+    let units = units(&losses.client, n, 8, 256);
+    let client = losses.client.clone();
+    // SAFETY: units read losses below `n`, and one writes the only element.
+    unsafe {
+        mean_kernel::launch_unchecked::<R>(
+            &client,
+            CubeCount::new_single(),
+            CubeDim::new_1d(units as u32),
+            losses.into_tensor_arg(),
+            counted.into_tensor_arg(),
+            mean.clone().into_tensor_arg(),
+            n,
+            units,
+        );
+    }
+    mean
+}
+
+/// A call's operands, and what the kernels put their results in.
+struct Call<R: CubeRuntime> {
+    x: CubeTensor<R>,
+    weight: CubeTensor<R>,
+    targets: CubeTensor<R>,
+    ignored: Ignored,
+    losses: CubeTensor<R>,
+    counted: CubeTensor<R>,
+    scale: f32,
+}
+
+impl<R: CubeRuntime> Call<R> {
+    fn new(x: CubeTensor<R>, weight: CubeTensor<R>, targets: CubeTensor<R>, ignored: Option<i64>) -> Self {
+        let targets = ids(targets);
+        let ignored = Ignored::new(ignored, targets.dtype);
+        let counted = count(&targets, ignored);
+        let losses = empty(&x, [dims(&x)[0]], DType::F32);
+        let scale = if x.dtype == DType::F16 { FP16_SCALE } else { 1.0 };
+        Self { x: with_whole_rows(x), weight: with_whole_rows(weight), targets, ignored, losses, counted, scale }
+    }
+
+    /// Rows of a chunk whose logits take at most `bytes`, about the same for all chunks.
+    fn rows_per_chunk(&self, bytes: usize) -> usize {
+        let ([n, _], [v, _]) = (dims(&self.x), dims(&self.weight));
+        let most = (bytes / (self.row_stride(v) * self.x.elem_size())).max(1);
+        let most = if most > ROWS { most / ROWS * ROWS } else { most };
+        let even = n.div_ceil(n.div_ceil(most));
+        even.next_multiple_of(ROWS).min(most).min(n)
+    }
+
+    /// Elements from one row of logits to the next.
+    fn row_stride(&self, vocabulary: usize) -> usize {
+        vocabulary.next_multiple_of(ROW_BYTES / self.x.elem_size())
+    }
+
+    /// The rows of `x` in `range`.
+    fn rows(&self, range: std::ops::Range<usize>) -> CubeTensor<R> {
+        let [n, d] = dims(&self.x);
+        if range == (0..n) { self.x.clone() } else { slice(self.x.clone(), &[range, 0..d]) }
+    }
+
+    /// `[rows, v]`, in memory that has a gap behind each row.
+    fn logits(&self, x: CubeTensor<R>) -> CubeTensor<R> {
+        let ([rows, _], [v, _], dtype) = (dims(&x), dims(&self.weight), x.dtype);
+        let stride = self.row_stride(v);
+        let memory = empty(&x, [rows, stride], dtype);
+        let CubeTensor { client, handle, device, .. } = memory;
+        let metadata = Metadata::new(Shape::from([rows, v]), [stride, 1]);
+        let logits = CubeTensor::new(client, handle, metadata, device, dtype);
+        let by = permute(self.weight.clone(), &[1, 0]);
+        product(x, by, Some(logits), dtype)
+    }
+
+    /// The losses of the rows from `first`, and the gradient of `logits` in their place if it is wanted.
+    fn losses(&self, logits: &CubeTensor<R>, first: usize, is_gradient: bool) {
+        let [rows, v] = dims(logits);
+        let stride = logits.meta.strides()[0];
+        let width = vector_size(&[&self.alike(logits, stride)]);
+        let units = units(&logits.client, v, 16, 512);
+        // SAFETY: units read and write vectors of rows of `logits`, whose memory has a whole number of vectors for each;
+        // targets and losses of `rows` rows from `first` on, which there are; the target's column by comparison only.
+        unsafe {
+            rows_kernel::launch_unchecked::<R>(
+                &logits.client,
+                CubeCount::new_1d(cubes(rows) as u32),
+                CubeDim::new_1d(units as u32),
+                address_type(&[logits]),
+                width,
+                logits.clone().into_tensor_arg(),
+                self.targets.clone().into_tensor_arg(),
+                self.losses.clone().into_tensor_arg(),
+                first,
+                rows,
+                v,
+                self.scale,
+                self.ignored.value,
+                self.ignored.is_any,
+                is_gradient,
+                units,
+                [logits.dtype.into(), self.targets.dtype.into()],
+            );
+        }
+    }
+
+    /// `logits` with the gaps behind its rows: what vectors may reach into.
+    fn alike(&self, logits: &CubeTensor<R>, stride: usize) -> CubeTensor<R> {
+        let mut whole = logits.clone();
+        *whole.meta = Metadata::new(Shape::from([dims(logits)[0], stride]), [stride, 1]);
+        whole
+    }
+
+    /// Puts `part` where it belongs in a gradient, with the mean's divisor.
+    fn place(&self, part: CubeTensor<R>, out: &CubeTensor<R>, first: usize, is_added: bool) {
+        let [rows, d] = dims(&part);
+        let size = vector_size(&[&part, out]);
+        let (blocks, client, address) = (Blocks::new(rows, d), part.client.clone(), address_type(&[&part, out]));
+        // SAFETY: units read rows below `rows` of `part`, and write as many of `out` from `first` on, which there are.
+        unsafe {
+            place_kernel::launch_unchecked::<R>(
+                &client,
+                blocks.count(d / size),
+                Blocks::dim(),
+                address,
+                size,
+                part.into_tensor_arg(),
+                self.counted.clone().into_tensor_arg(),
+                out.clone().into_tensor_arg(),
+                first,
+                rows,
+                d / size,
+                blocks.rows_per_block,
+                self.scale,
+                is_added,
+            );
+        }
+    }
+}
+
+fn product<R: CubeRuntime>(
+    lhs: CubeTensor<R>,
+    rhs: CubeTensor<R>,
+    out: Option<CubeTensor<R>>,
+    dtype: DType,
+) -> CubeTensor<R> {
+    matmul(lhs, rhs, out, MatmulStrategy::default(), dtype).expect("rows fit the weight, which was checked")
+}
+
+/// Ranges of `each` of `n` rows.
+fn chunks(n: usize, each: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    (0..n).step_by(each).map(move |first| first..n.min(first + each))
+}
+
+fn loss<R: CubeRuntime>(
+    [x, weight, targets]: [CubeTensor<R>; 3],
+    ignored: Option<i64>,
+    logits_bytes: usize,
+) -> CubeTensor<R> {
+    if dims(&x)[0] == 0 {
+        return zeros(&x, [1], DType::F32);
+    }
+    let call = Call::new(x, weight, targets, ignored);
+    for range in chunks(dims(&call.x)[0], call.rows_per_chunk(logits_bytes)) {
+        let logits = call.logits(call.rows(range.clone()));
+        call.losses(&logits, range.start, false);
+    }
+    mean(call.losses.clone(), call.counted)
+}
+
+fn loss_with_gradients<R: CubeRuntime>(
+    [x, weight, targets]: [CubeTensor<R>; 3],
+    ignored: Option<i64>,
+    logits_bytes: usize,
+) -> [CubeTensor<R>; 3] {
+    let ([n, d], [v, _]) = (dims(&x), dims(&weight));
+    let dx = empty(&x, [n, d], DType::F32);
+    if n == 0 {
+        return [zeros(&x, [1], DType::F32), dx, zeros(&weight, [v, d], DType::F32)];
+    }
+    let d_weight = empty(&x, [v, d], DType::F32);
+    let call = Call::new(x, weight, targets, ignored);
+    for range in chunks(n, call.rows_per_chunk(logits_bytes)) {
+        let x = call.rows(range.clone());
+        let logits = call.logits(x.clone());
+        call.losses(&logits, range.start, true);
+        let d_logits = logits;
+        call.place(product(d_logits.clone(), call.weight.clone(), None, DType::F32), &dx, range.start, false);
+        let of_weight = product(permute(d_logits, &[1, 0]), x, None, DType::F32);
+        call.place(of_weight, &d_weight, 0, range.start > 0);
+    }
+    [mean(call.losses.clone(), call.counted), dx, d_weight]
+}
+
+/// [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
+pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, ignored: Option<i64>) -> T {
+    let outputs = vec![(Shape::from([1]), DType::F32)];
+    let made = T::run("cross-entropy", vec![x, weight, targets], outputs, move |given| {
+        vec![loss(inputs(given), ignored, LOGITS_BYTES)]
+    });
+    made.into_iter().next().expect("one output was promised")
+}
+
+/// [`linear_cross_entropy_with_gradients`](crate::FusedBackend::linear_cross_entropy_with_gradients).
+///
+/// A target that is neither ignored nor a column makes the loss NaN: a device has no way to say which it was.
+pub(crate) fn linear_cross_entropy_with_gradients<T: OnCube>(
+    x: T,
+    weight: T,
+    targets: T,
+    ignored: Option<i64>,
+) -> (T, T, T) {
+    let outputs = vec![(Shape::from([1]), DType::F32), (x.shape(), DType::F32), (weight.shape(), DType::F32)];
+    let made = T::run("cross-entropy with gradients", vec![x, weight, targets], outputs, move |given| {
+        loss_with_gradients(inputs(given), ignored, LOGITS_BYTES).into()
+    });
+    let [loss, dx, d_weight] = made.try_into().unwrap_or_else(|_| unreachable!("three outputs were promised"));
+    (loss, dx, d_weight)
+}
+
+#[cfg(all(test, feature = "vulkan"))]
+mod tests {
+    use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
+    use burn_cubecl::CubeBackend;
+    use burn_wgpu::WgpuRuntime;
+
+    use super::*;
+
+    type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
+
+    fn rows(values: Vec<f32>, shape: [usize; 2]) -> CubeTensor<WgpuRuntime> {
+        Tensor::<Plain, 2>::from_data(TensorData::new(values, shape), &Default::default()).into_primitive().tensor()
+    }
+
+    fn values<const D: usize>(x: CubeTensor<WgpuRuntime>) -> Vec<f32> {
+        Tensor::<Plain, D>::from_primitive(TensorPrimitive::Float(x)).into_data().to_vec().unwrap()
+    }
+
+    /// 600 rows in chunks of one row, of some, of 256, and in one.
+    #[test]
+    fn chunks_change_nothing() {
+        let [n, d, v] = [600, 6, 11];
+        let number = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 50.0;
+        let given = || {
+            let ids: Vec<i32> = (0..n).map(|i| if i % 5 == 0 { -1 } else { (i % v) as i32 }).collect();
+            let ids = Tensor::<Plain, 1, Int>::from_data(TensorData::new(ids, [n]), &Default::default());
+            let x = rows((0..n * d).map(number).collect(), [n, d]);
+            [x, rows((7..7 + v * d).map(number).collect(), [v, d]), ids.into_primitive()]
+        };
+        let one = loss_with_gradients(given(), Some(-1), LOGITS_BYTES);
+        let [expected_loss, expected_dx, expected_d_weight] =
+            [values::<1>(one[0].clone()), values::<2>(one[1].clone()), values::<2>(one[2].clone())];
+        assert!(expected_loss[0] > 1.0 && expected_dx.iter().any(|value| value.abs() > 1e-5));
+        let close = |what: &str, got: &[f32], expected: &[f32]| {
+            for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+                assert!((got - expected).abs() <= 1e-6, "{what}[{i}]: {got}, {expected}");
+            }
+        };
+        for chunk in [1, 100, 256, 300] {
+            let bytes = chunk * ROW_BYTES;
+            let [loss, dx, d_weight] = loss_with_gradients(given(), Some(-1), bytes);
+            close("loss", &values::<1>(loss), &expected_loss);
+            close("dx", &values::<2>(dx), &expected_dx);
+            close("d weight", &values::<2>(d_weight), &expected_d_weight);
+            close("loss alone", &values::<1>(super::loss(given(), Some(-1), bytes)), &expected_loss);
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! The kernels of cross-entropy.
+
+#![allow(clippy::too_many_arguments)] // A kernel's arguments are all that it reads and writes.
+
+use cubecl::prelude::*;
+
+use crate::cube::rows::{HEIGHT, STRIP, over_cube};
+
+/// Lower than every logit, and finite.
+const LOWEST: f32 = f32::MIN;
+
+/// `counted`: the number of `targets` that are not ignored, or 1 if there are none.
+#[cube(launch_unchecked)]
+pub(super) fn count_kernel<I: Int>(
+    targets: &Tensor<I>,
+    counted: &mut Tensor<f32>,
+    rows: usize,
+    ignored: InputScalar,
+    #[comptime] is_any_ignored: bool,
+    #[comptime] units: usize,
+    #[define(I)] _dtype: StorageType,
+) {
+    let mut shared = SharedMemory::<f32>::new(2 * units);
+    let mut sum = 0.0f32;
+    let mut row = UNIT_POS as usize;
+    while row < rows {
+        if comptime!(is_any_ignored) {
+            if targets[row] != ignored.get::<I>() {
+                sum += 1.0f32;
+            }
+        } else {
+            sum += 1.0f32;
+        }
+        row += units;
+    }
+    let (sum, _) = over_cube(&mut shared, sum, 0.0f32, units);
+    if UNIT_POS == 0 {
+        counted[0] = max(sum, 1.0f32);
+    }
+}
+
+/// `mean`: the sum of `losses` by `counted`.
+#[cube(launch_unchecked)]
+pub(super) fn mean_kernel(
+    losses: &Tensor<f32>,
+    counted: &Tensor<f32>,
+    mean: &mut Tensor<f32>,
+    rows: usize,
+    #[comptime] units: usize,
+) {
+    let mut shared = SharedMemory::<f32>::new(2 * units);
+    let mut sum = 0.0f32;
+    let mut row = UNIT_POS as usize;
+    while row < rows {
+        sum += losses[row];
+        row += units;
+    }
+    let (sum, _) = over_cube(&mut shared, sum, 0.0f32, units);
+    if UNIT_POS == 0 {
+        mean[0] = sum / counted[0];
+    }
+}
+
+/// `logits`: `[rows, v]`, overwritten with the gradient of the sum of losses times `scale` if it is wanted; `targets`,
+/// `losses`: `[n]`, of which these are the rows from `first`.
+///
+/// The largest logit and the sum of exponentials are found together, in one pass; a second one makes the gradient.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
+    logits: &mut Tensor<Vector<E, N>>,
+    targets: &Tensor<I>,
+    losses: &mut Tensor<f32>,
+    first: usize,
+    rows: usize,
+    vocabulary: usize,
+    scale: f32,
+    ignored: InputScalar,
+    #[comptime] is_any_ignored: bool,
+    #[comptime] is_gradient: bool,
+    #[comptime] units: usize,
+    #[define(E, I)] _dtypes: [StorageType; 2],
+) {
+    let mut shared = SharedMemory::<f32>::new(2 * units);
+    let mut of_target = SharedMemory::<f32>::new(1usize);
+    let me = UNIT_POS as usize;
+    let stride = logits.stride(0) / N::value();
+    // The last vector may reach into the gap behind the row; what it finds there counts for nothing.
+    let vectors = vocabulary.div_ceil(N::value());
+    let mut row = CUBE_POS;
+    while row < rows {
+        let start = row * stride;
+        let id = targets[first + row];
+        let mut is_counted = true;
+        if comptime!(is_any_ignored) {
+            is_counted = id != ignored.get::<I>();
+        }
+        // An index that is no column matches none: nothing is read by it.
+        let is_in_range = id >= I::new(0) && usize::cast_from(id) < vocabulary;
+        let target = select(is_in_range, usize::cast_from(id), vocabulary);
+
+        let mut largest = LOWEST.comptime().runtime();
+        let mut sum = 0.0f32;
+        let mut column = me;
+        while column < vectors {
+            let values = Vector::<f32, N>::cast_from(logits[start + column]);
+            let mut of_vector = LOWEST.comptime().runtime();
+            #[unroll]
+            for k in 0..N::value() {
+                let index = column * N::value() + k;
+                if index < vocabulary {
+                    of_vector = max(of_vector, values[k]);
+                    if index == target {
+                        of_target[0] = values[k];
+                    }
+                }
+            }
+            let both = max(largest, of_vector);
+            sum *= (largest - both).exp();
+            #[unroll]
+            for k in 0..N::value() {
+                if column * N::value() + k < vocabulary {
+                    sum += (values[k] - both).exp();
+                }
+            }
+            largest = both;
+            column += units;
+        }
+        shared[me] = largest;
+        shared[me + units] = sum;
+        sync_cube();
+        let mut half = comptime!(units / 2).runtime();
+        while half > 0 {
+            if me < half {
+                let (a, b) = (shared[me], shared[me + half]);
+                let (sum_a, sum_b) = (shared[me + units], shared[me + half + units]);
+                let both = max(a, b);
+                shared[me] = both;
+                shared[me + units] = sum_a * (a - both).exp() + sum_b * (b - both).exp();
+            }
+            half /= 2;
+            sync_cube();
+        }
+        let lse = shared[0] + shared[units].ln();
+
+        if me == 0 {
+            let mut loss = 0.0f32;
+            if is_counted {
+                // A target that is no column has no loss: the mean says so.
+                loss = select(is_in_range, lse - of_target[0], f32::reinterpret(0x7fc0_0000u32));
+            }
+            losses[first + row] = loss;
+        }
+        if comptime!(is_gradient) {
+            let share = select(is_counted, scale, 0.0f32);
+            let mut column = me;
+            while column < vectors {
+                let values = Vector::<f32, N>::cast_from(logits[start + column]);
+                let mut gradient = (values - Vector::new(lse)).exp();
+                #[unroll]
+                for k in 0..N::value() {
+                    let index = column * N::value() + k;
+                    if index == target {
+                        gradient[k] -= 1.0f32;
+                    }
+                    gradient[k] = select(is_counted && index < vocabulary, gradient[k] * share, 0.0f32);
+                }
+                logits[start + column] = Vector::cast_from(gradient);
+                column += units;
+            }
+        }
+        // Nobody begins the next row before all have read this one's sums.
+        sync_cube();
+        row += CUBE_COUNT;
+    }
+}
+
+/// `out` from row `first`: `part` `[rows, d]` divided by `counted` and by what the logits' gradient was multiplied by, or
+/// that added to it.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn place_kernel<N: Size>(
+    part: &Tensor<Vector<f32, N>>,
+    counted: &Tensor<f32>,
+    out: &mut Tensor<Vector<f32, N>>,
+    first: usize,
+    rows: usize,
+    vectors: usize,
+    rows_per_block: usize,
+    scale: f32,
+    #[comptime] is_added: bool,
+) {
+    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
+    let begin = CUBE_POS_Y as usize * rows_per_block;
+    let end = min(begin + rows_per_block, rows);
+    let stride = part.stride(0) / N::value();
+    let factor = Vector::<f32, N>::new(1.0f32 / (counted[0] * scale));
+    if column < vectors {
+        let mut row = begin + UNIT_POS_Y as usize;
+        while row < end {
+            let at = (first + row) * vectors + column;
+            let value = part[row * stride + column] * factor;
+            if comptime!(is_added) {
+                out[at] += value;
+            } else {
+                out[at] = value;
+            }
+            row += HEIGHT.comptime();
+        }
+    }
+}

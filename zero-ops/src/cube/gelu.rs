@@ -1,0 +1,240 @@
+//! GELU with bias, <https://arxiv.org/abs/1606.08415>, and its gradients in one pass over `x` and the output's gradient.
+
+#![allow(clippy::too_many_arguments)] // A kernel's arguments are all that it reads and writes.
+
+use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::column_sums::total;
+use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, packed};
+use crate::backend::Gelu;
+
+/// `2 sqrt(2 / pi)`
+const SLOPE: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
+/// What `x^3` is multiplied by, relative to `x`.
+const CUBIC: f32 = 0.044715;
+/// `1 / sqrt(2)`
+const ROOT: f32 = FRAC_1_SQRT_2 as f32;
+/// The normal density at 0, `1 / sqrt(2 pi)`.
+const DENSITY: f32 = (0.5 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
+
+/// `0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y))` of the tanh formula.
+#[cube]
+fn tanh_gate<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+    let one = Vector::<f32, N>::new(1.0f32);
+    let slope = Vector::new(SLOPE.comptime()) + x * x * Vector::new((SLOPE * CUBIC).comptime());
+    // No infinity, of which a fast division may make something else than 0.
+    let exponent = min(Vector::new(0.0f32) - x * slope, Vector::new(80.0f32));
+    one / (one + exponent.exp())
+}
+
+/// The normal distribution's share below `x`.
+#[cube]
+fn erf_gate<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+    let half = Vector::<f32, N>::new(0.5f32);
+    (x * Vector::new(ROOT.comptime())).erf() * half + half
+}
+
+#[cube]
+fn value<N: Size>(x: Vector<f32, N>, #[comptime] tanh: bool) -> Vector<f32, N> {
+    if comptime!(tanh) { x * tanh_gate::<N>(x) } else { x * erf_gate::<N>(x) }
+}
+
+#[cube]
+fn derivative<N: Size>(x: Vector<f32, N>, #[comptime] tanh: bool) -> Vector<f32, N> {
+    if comptime!(tanh) {
+        let gate = tanh_gate::<N>(x);
+        let slope = Vector::new(SLOPE.comptime()) + x * x * Vector::new((3.0 * SLOPE * CUBIC).comptime());
+        gate + x * slope * (gate - gate * gate)
+    } else {
+        let density = (x * x * Vector::new(-0.5f32)).exp() * Vector::new(DENSITY.comptime());
+        erf_gate::<N>(x) + x * density
+    }
+}
+
+/// `x`: `[n, f]`, `bias`: `[f]`, `out`: `[n, f]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn forward_kernel<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    bias: &Tensor<Vector<E, N>>,
+    out: &mut Tensor<Vector<E, N>>,
+    rows: usize,
+    vectors: usize,
+    rows_per_block: usize,
+    #[comptime] has_bias: bool,
+    #[comptime] tanh: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
+    let first = CUBE_POS_Y as usize * rows_per_block;
+    let end = min(first + rows_per_block, rows);
+    let stride = x.stride(0) / N::value();
+    if column < vectors {
+        let mut shift = Vector::<f32, N>::new(0.0f32);
+        if comptime!(has_bias) {
+            shift = Vector::cast_from(bias[column]);
+        }
+        let mut row = first + UNIT_POS_Y as usize;
+        while row < end {
+            let x = Vector::<f32, N>::cast_from(x[row * stride + column]) + shift;
+            out[row * vectors + column] = Vector::cast_from(value::<N>(x, tanh));
+            row += HEIGHT.comptime();
+        }
+    }
+}
+
+/// `x`, `grad`: `[n, f]`, `bias`: `[f]`, `dx`: `[n, f]`, `partial`: the bias' gradient by blocks of rows, `[blocks, f]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn backward_kernel<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    bias: &Tensor<Vector<E, N>>,
+    grad: &Tensor<Vector<E, N>>,
+    dx: &mut Tensor<Vector<E, N>>,
+    partial: &mut Tensor<Vector<f32, N>>,
+    rows: usize,
+    vectors: usize,
+    rows_per_block: usize,
+    #[comptime] has_bias: bool,
+    #[comptime] tanh: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
+    let first = CUBE_POS_Y as usize * rows_per_block;
+    let end = min(first + rows_per_block, rows);
+    let x_stride = x.stride(0) / N::value();
+    let grad_stride = grad.stride(0) / N::value();
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    if column < vectors {
+        let mut shift = Vector::<f32, N>::new(0.0f32);
+        if comptime!(has_bias) {
+            shift = Vector::cast_from(bias[column]);
+        }
+        let mut row = first + UNIT_POS_Y as usize;
+        while row < end {
+            let x = Vector::<f32, N>::cast_from(x[row * x_stride + column]) + shift;
+            let grad = Vector::<f32, N>::cast_from(grad[row * grad_stride + column]);
+            let d = grad * derivative::<N>(x, tanh);
+            sum += d;
+            dx[row * vectors + column] = Vector::cast_from(d);
+            row += HEIGHT.comptime();
+        }
+    }
+    if comptime!(has_bias) {
+        let mut shared = SharedMemory::<Vector<f32, N>>::new(STRIP * HEIGHT);
+        let sum = over_height::<N>(&mut shared, sum);
+        if UNIT_POS_Y == 0 && column < vectors {
+            partial[CUBE_POS_Y as usize * vectors + column] = sum;
+        }
+    }
+}
+
+fn forward<R: CubeRuntime>(kind: Gelu, x: CubeTensor<R>, bias: Option<CubeTensor<R>>) -> CubeTensor<R> {
+    let [n, f] = dims(&x);
+    let out = empty(&x, [n, f], x.dtype);
+    if n * f == 0 {
+        return out;
+    }
+    let x = with_whole_rows(x);
+    let has_bias = bias.is_some();
+    // Where there is none, the kernel is given something to not read.
+    let bias = bias.map_or_else(|| x.clone(), packed);
+    let size = vector_size(&[&x, &bias, &out]);
+    let (blocks, client, dtype) = (Blocks::new(n, f), x.client.clone(), x.dtype.into());
+    let address = address_type(&[&x, &bias, &out]);
+    // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
+    unsafe {
+        forward_kernel::launch_unchecked::<R>(
+            &client,
+            blocks.count(f / size),
+            Blocks::dim(),
+            address,
+            size,
+            x.into_tensor_arg(),
+            bias.into_tensor_arg(),
+            out.clone().into_tensor_arg(),
+            n,
+            f / size,
+            blocks.rows_per_block,
+            has_bias,
+            kind == Gelu::Tanh,
+            dtype,
+        );
+    }
+    out
+}
+
+fn backward<R: CubeRuntime>(
+    kind: Gelu,
+    x: CubeTensor<R>,
+    bias: Option<CubeTensor<R>>,
+    grad: CubeTensor<R>,
+) -> (CubeTensor<R>, Option<CubeTensor<R>>) {
+    let ([n, f], dtype) = (dims(&x), x.dtype);
+    let dx = empty(&x, [n, f], dtype);
+    if n * f == 0 {
+        let d_bias = bias.map(|bias| zeros(&bias, [f], dtype));
+        return (dx, d_bias);
+    }
+    let (x, grad) = (with_whole_rows(x), with_whole_rows(grad));
+    let has_bias = bias.is_some();
+    let bias = bias.map_or_else(|| x.clone(), packed);
+    let blocks = Blocks::new(n, f);
+    let partial = empty(&x, [if has_bias { blocks.blocks } else { 1 }, f], DType::F32);
+    let size = vector_size(&[&x, &bias, &grad, &dx, &partial]);
+    let (client, address) = (x.client.clone(), address_type(&[&x, &bias, &grad, &dx, &partial]));
+    // SAFETY: units read and write rows below `n` and vectors below `f / size`, and those of `blocks` partial rows.
+    unsafe {
+        backward_kernel::launch_unchecked::<R>(
+            &client,
+            blocks.count(f / size),
+            Blocks::dim(),
+            address,
+            size,
+            x.into_tensor_arg(),
+            bias.into_tensor_arg(),
+            grad.into_tensor_arg(),
+            dx.clone().into_tensor_arg(),
+            partial.clone().into_tensor_arg(),
+            n,
+            f / size,
+            blocks.rows_per_block,
+            has_bias,
+            kind == Gelu::Tanh,
+            dtype.into(),
+        );
+    }
+    (dx, has_bias.then(|| total(partial, dtype)))
+}
+
+/// [`fused_gelu`](crate::FusedBackend::fused_gelu).
+pub(crate) fn gelu<T: OnCube>(kind: Gelu, x: T, bias: Option<T>) -> T {
+    let outputs = vec![(x.shape(), x.dtype())];
+    let given = [x].into_iter().chain(bias).collect();
+    let made = T::run("gelu", given, outputs, move |given| {
+        let mut given = given.into_iter();
+        let x = given.next().expect("rows are the first input");
+        vec![forward(kind, x, given.next())]
+    });
+    made.into_iter().next().expect("one output was promised")
+}
+
+/// [`gelu_backward_fused`](crate::FusedBackend::gelu_backward_fused).
+pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: T) -> (T, Option<T>) {
+    let mut outputs = vec![(x.shape(), x.dtype())];
+    outputs.extend(bias.as_ref().map(|_| (Shape::from([x.shape()[1]]), x.dtype())));
+    let given = [x, grad].into_iter().chain(bias).collect();
+    let made = T::run("gelu: gradient", given, outputs, move |given| {
+        let mut given = given.into_iter();
+        let x = given.next().expect("rows are the first input");
+        let grad = given.next().expect("their gradient is the second input");
+        let (dx, d_bias) = backward(kind, x, given.next(), grad);
+        [dx].into_iter().chain(d_bias).collect()
+    });
+    let mut made = made.into_iter();
+    (made.next().expect("an output was promised"), made.next())
+}

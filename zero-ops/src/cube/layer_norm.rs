@@ -1,0 +1,344 @@
+//! Layer norm of rows, <https://arxiv.org/abs/1607.06450>, and its gradients, in one pass over memory each.
+//!
+//! A cube has a row at a time, in the registers of its units unless the row is very wide: then it is read again, from the
+//! cache.
+
+#![allow(clippy::too_many_arguments)] // A kernel's arguments are all that it reads and writes.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::column_sums::total;
+use super::rows::{across, address_type, cubes, dims, inputs, over_cube, units, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, packed};
+
+/// Elements that a unit keeps in registers at most.
+const KEPT: usize = 16;
+
+/// Units of a cube at most.
+const UNITS: usize = 512;
+
+/// Blocks of rows whose share of the gradients for gamma and beta is summed by one cube, at most.
+const BLOCKS: usize = 1024;
+
+/// How a cube has a row.
+#[derive(Clone, Copy)]
+struct Plan {
+    units: usize,
+    /// Vectors of a unit at most.
+    each: usize,
+    /// Whether they stay in registers.
+    kept: bool,
+}
+
+fn plan<R: CubeRuntime>(client: &ComputeClient<R>, d: usize, size: usize) -> Plan {
+    let units = units(client, d, KEPT, UNITS);
+    let each = (d / size).div_ceil(units);
+    Plan { units, each, kept: each * size <= KEPT }
+}
+
+/// `x`: `[n, d]`, `gamma`, `beta`: `[d]`; `out`: `[n, d]`, `mean`, `rstd`: `[n]`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn forward_kernel<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    gamma: &Tensor<Vector<E, N>>,
+    beta: &Tensor<Vector<E, N>>,
+    out: &mut Tensor<Vector<E, N>>,
+    mean: &mut Tensor<f32>,
+    rstd: &mut Tensor<f32>,
+    rows: usize,
+    vectors: usize,
+    epsilon: f32,
+    #[comptime] has_beta: bool,
+    #[comptime] units: usize,
+    #[comptime] each: usize,
+    #[comptime] kept: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let mut shared = SharedMemory::<f32>::new(2 * units);
+    let mut own = Array::<Vector<f32, N>>::new(comptime!(if kept { each } else { 1 }));
+    let me = UNIT_POS as usize;
+    let stride = x.stride(0) / N::value();
+    let d = f32::cast_from(vectors * N::value());
+    let mut row = CUBE_POS;
+    while row < rows {
+        let start = row * stride;
+        let mut sum = 0.0f32;
+        #[unroll(kept)]
+        for i in 0..each {
+            let column = me + i * units;
+            if column < vectors {
+                let value = Vector::<f32, N>::cast_from(x[start + column]);
+                if comptime!(kept) {
+                    own[i] = value;
+                }
+                sum += across::<N>(value);
+            }
+        }
+        let (sum, _) = over_cube(&mut shared, sum, 0.0f32, units);
+        let middle = sum / d;
+
+        let mut squares = 0.0f32;
+        #[unroll(kept)]
+        for i in 0..each {
+            let column = me + i * units;
+            if column < vectors {
+                let value = if comptime!(kept) { own[i] } else { Vector::<f32, N>::cast_from(x[start + column]) };
+                let centred = value - Vector::new(middle);
+                squares += across::<N>(centred * centred);
+            }
+        }
+        let (squares, _) = over_cube(&mut shared, squares, 0.0f32, units);
+        let scale = 1.0f32 / (squares / d + epsilon).sqrt();
+
+        #[unroll(kept)]
+        for i in 0..each {
+            let column = me + i * units;
+            if column < vectors {
+                let value = if comptime!(kept) { own[i] } else { Vector::<f32, N>::cast_from(x[start + column]) };
+                let normed = (value - Vector::new(middle)) * Vector::new(scale);
+                let mut result = normed * Vector::cast_from(gamma[column]);
+                if comptime!(has_beta) {
+                    result += Vector::cast_from(beta[column]);
+                }
+                out[row * vectors + column] = Vector::cast_from(result);
+            }
+        }
+        if me == 0 {
+            mean[row] = middle;
+            rstd[row] = scale;
+        }
+        row += CUBE_COUNT;
+    }
+}
+
+/// `x`, `grad`: `[n, d]`, `gamma`: `[d]`, `mean`, `rstd`: `[n]`; `dx`: `[n, d]`, `d_gamma`, `d_beta`: by blocks of rows,
+/// `[blocks, d]`.
+///
+/// A cube has the rows of a block one after another, and a unit the same columns of each: what it adds up is its own.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn backward_kernel<E: Float, N: Size>(
+    x: &Tensor<Vector<E, N>>,
+    gamma: &Tensor<Vector<E, N>>,
+    mean: &Tensor<f32>,
+    rstd: &Tensor<f32>,
+    grad: &Tensor<Vector<E, N>>,
+    dx: &mut Tensor<Vector<E, N>>,
+    d_gamma: &mut Tensor<Vector<f32, N>>,
+    d_beta: &mut Tensor<Vector<f32, N>>,
+    rows: usize,
+    vectors: usize,
+    rows_per_block: usize,
+    #[comptime] units: usize,
+    #[comptime] each: usize,
+    #[comptime] kept: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let mut shared = SharedMemory::<f32>::new(2 * units);
+    let in_registers = comptime!(if kept { each } else { 1 });
+    let mut own_normed = Array::<Vector<f32, N>>::new(in_registers);
+    let mut own_grad = Array::<Vector<f32, N>>::new(in_registers);
+    let mut sum_gamma = Array::<Vector<f32, N>>::new(in_registers);
+    let mut sum_beta = Array::<Vector<f32, N>>::new(in_registers);
+    let me = UNIT_POS as usize;
+    let x_stride = x.stride(0) / N::value();
+    let grad_stride = grad.stride(0) / N::value();
+    let d = f32::cast_from(vectors * N::value());
+    let zero = Vector::<f32, N>::new(0.0f32);
+    let block = CUBE_POS * vectors;
+    #[unroll(kept)]
+    for i in 0..each {
+        let column = me + i * units;
+        if comptime!(kept) {
+            sum_gamma[i] = zero;
+            sum_beta[i] = zero;
+        } else if column < vectors {
+            d_gamma[block + column] = zero;
+            d_beta[block + column] = zero;
+        }
+    }
+    let mut row = CUBE_POS * rows_per_block;
+    let end = min(row + rows_per_block, rows);
+    while row < end {
+        let (middle, scale) = (mean[row], rstd[row]);
+        let mut sum = 0.0f32;
+        let mut along = 0.0f32;
+        #[unroll(kept)]
+        for i in 0..each {
+            let column = me + i * units;
+            if column < vectors {
+                let value = Vector::<f32, N>::cast_from(x[row * x_stride + column]);
+                let normed = (value - Vector::new(middle)) * Vector::new(scale);
+                let grad = Vector::<f32, N>::cast_from(grad[row * grad_stride + column]);
+                let inner = grad * Vector::cast_from(gamma[column]);
+                sum += across::<N>(inner);
+                along += across::<N>(inner * normed);
+                if comptime!(kept) {
+                    sum_gamma[i] += grad * normed;
+                    sum_beta[i] += grad;
+                    own_normed[i] = normed;
+                    own_grad[i] = inner;
+                } else {
+                    d_gamma[block + column] += grad * normed;
+                    d_beta[block + column] += grad;
+                }
+            }
+        }
+        let (sum, along) = over_cube(&mut shared, sum, along, units);
+        let (sum, along) = (Vector::<f32, N>::new(sum / d), Vector::<f32, N>::new(along / d));
+        #[unroll(kept)]
+        for i in 0..each {
+            let column = me + i * units;
+            if column < vectors {
+                let normed = if comptime!(kept) {
+                    own_normed[i]
+                } else {
+                    let value = Vector::<f32, N>::cast_from(x[row * x_stride + column]);
+                    (value - Vector::new(middle)) * Vector::new(scale)
+                };
+                let inner = if comptime!(kept) {
+                    own_grad[i]
+                } else {
+                    Vector::<f32, N>::cast_from(grad[row * grad_stride + column]) * Vector::cast_from(gamma[column])
+                };
+                let value = (inner - sum - normed * along) * Vector::new(scale);
+                dx[row * vectors + column] = Vector::cast_from(value);
+            }
+        }
+        row += 1;
+    }
+    if comptime!(kept) {
+        #[unroll]
+        for i in 0..each {
+            let column = me + i * units;
+            if column < vectors {
+                d_gamma[block + column] = sum_gamma[i];
+                d_beta[block + column] = sum_beta[i];
+            }
+        }
+    }
+}
+
+fn cube_count(cubes: usize) -> CubeCount {
+    CubeCount::new_1d(cubes.try_into().expect("cubes are counted in 32 bit"))
+}
+
+fn forward<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    gamma: CubeTensor<R>,
+    beta: Option<CubeTensor<R>>,
+    epsilon: f64,
+) -> [CubeTensor<R>; 3] {
+    let ([n, d], dtype) = (dims(&x), x.dtype);
+    let out = empty(&x, [n, d], dtype);
+    let (mean, rstd) = (empty(&x, [n], DType::F32), empty(&x, [n], DType::F32));
+    if n * d == 0 {
+        return [out, mean, rstd];
+    }
+    let (x, gamma) = (with_whole_rows(x), packed(gamma));
+    let has_beta = beta.is_some();
+    // Where there is none, the kernel is given something to not read.
+    let beta = beta.map_or_else(|| gamma.clone(), packed);
+    let size = vector_size(&[&x, &gamma, &beta, &out]);
+    let Plan { units, each, kept } = plan(&x.client, d, size);
+    let (client, address) = (x.client.clone(), address_type(&[&x, &gamma, &beta, &out]));
+    // SAFETY: units read and write rows below `n` and vectors below `d / size`; all operands have so many.
+    unsafe {
+        forward_kernel::launch_unchecked::<R>(
+            &client,
+            cube_count(cubes(n)),
+            CubeDim::new_1d(units as u32),
+            address,
+            size,
+            x.into_tensor_arg(),
+            gamma.into_tensor_arg(),
+            beta.into_tensor_arg(),
+            out.clone().into_tensor_arg(),
+            mean.clone().into_tensor_arg(),
+            rstd.clone().into_tensor_arg(),
+            n,
+            d / size,
+            epsilon as f32,
+            has_beta,
+            units,
+            each,
+            kept,
+            dtype.into(),
+        );
+    }
+    [out, mean, rstd]
+}
+
+fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) -> [CubeTensor<R>; 3] {
+    let ([n, d], dtype) = (dims(&x), x.dtype);
+    let dx = empty(&x, [n, d], dtype);
+    if n * d == 0 {
+        return [dx, zeros(&x, [d], dtype), zeros(&x, [d], dtype)];
+    }
+    let [x, grad] = [x, grad].map(with_whole_rows);
+    let [gamma, mean, rstd] = [gamma, mean, rstd].map(packed);
+    let rows_per_block = n.div_ceil(BLOCKS).max(4);
+    let blocks = n.div_ceil(rows_per_block);
+    let (d_gamma, d_beta) = (empty(&x, [blocks, d], DType::F32), empty(&x, [blocks, d], DType::F32));
+    let operands = [&x, &gamma, &grad, &dx, &d_gamma, &d_beta];
+    let (size, address) = (vector_size(&operands), address_type(&operands));
+    let Plan { units, each, kept } = plan(&x.client, d, size);
+    let client = x.client.clone();
+    // SAFETY: units read and write rows below `n` and vectors below `d / size`, and those of `blocks` partial rows.
+    unsafe {
+        backward_kernel::launch_unchecked::<R>(
+            &client,
+            cube_count(blocks),
+            CubeDim::new_1d(units as u32),
+            address,
+            size,
+            x.into_tensor_arg(),
+            gamma.into_tensor_arg(),
+            mean.into_tensor_arg(),
+            rstd.into_tensor_arg(),
+            grad.into_tensor_arg(),
+            dx.clone().into_tensor_arg(),
+            d_gamma.clone().into_tensor_arg(),
+            d_beta.clone().into_tensor_arg(),
+            n,
+            d / size,
+            rows_per_block,
+            units,
+            each,
+            kept,
+            dtype.into(),
+        );
+    }
+    [dx, total(d_gamma, dtype), total(d_beta, dtype)]
+}
+
+/// [`layer_norm_forward`](crate::FusedBackend::layer_norm_forward). What is saved is in fp32 whatever the type of `x`: it is
+/// small, and all gradients depend on it.
+pub(crate) fn layer_norm<T: OnCube>(x: T, gamma: T, beta: Option<T>, epsilon: f64) -> (T, T, T) {
+    let rows = Shape::from([x.shape()[0]]);
+    let outputs = vec![(x.shape(), x.dtype()), (rows.clone(), DType::F32), (rows, DType::F32)];
+    let given = [x, gamma].into_iter().chain(beta).collect();
+    let made = T::run("layer norm", given, outputs, move |given| {
+        let mut given = given.into_iter();
+        let x = given.next().expect("rows are the first input");
+        let gamma = given.next().expect("gamma is the second input");
+        forward(x, gamma, given.next(), epsilon).into()
+    });
+    three(made)
+}
+
+/// [`layer_norm_backward`](crate::FusedBackend::layer_norm_backward).
+pub(crate) fn layer_norm_backward<T: OnCube>(x: T, gamma: T, mean: T, rstd: T, grad: T) -> (T, T, T) {
+    let (dtype, columns) = (x.dtype(), Shape::from([x.shape()[1]]));
+    let outputs = vec![(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
+    three(T::run("layer norm: gradient", vec![x, gamma, mean, rstd, grad], outputs, |given| {
+        backward(inputs(given)).into()
+    }))
+}
+
+fn three<T: OnCube>(made: Vec<T>) -> (T, T, T) {
+    let [a, b, c] = made.try_into().unwrap_or_else(|_| unreachable!("three outputs were promised"));
+    (a, b, c)
+}

@@ -1,0 +1,598 @@
+//! The optimizer's update of many parameters: one pass over parameter, gradient and state.
+//!
+//! Every operation is rounded to fp32 by itself, as on the CPU, so that a run gives nearly the same numbers on both. Compilers
+//! for devices would contract `a b + c` to one rounding: CUDA's does by default and CubeCL has no switch for it. So a product
+//! that is added to something is a fused multiply-add with a negative zero that the compiler does not know (an argument of the
+//! kernel): it rounds to what the product alone rounds to, sign of zero included, and cannot be contracted again.
+
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, TensorMetadata};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::any::{self, Body, elements, has_cube_tensors, is_countable, is_float};
+use super::many::{CHUNK, TAKES, UNITS, array, chunks, flat, grid, groups, overwritten, owned, shaped, width};
+use super::tensor::empty;
+
+/// How a parameter `p` is updated by its gradient `g`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum UpdateRule {
+    /// `m = beta_1 m + (1 - beta_1) g`, `v = beta_2 v + (1 - beta_2) g^2`,
+    /// `p = p (1 - lr weight_decay) - lr (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`,
+    /// <https://arxiv.org/abs/1711.05101>. States: `m`, `v`.
+    AdamW {
+        /// Decay of the mean of gradients.
+        beta_1: f32,
+        /// Decay of the mean of squared gradients.
+        beta_2: f32,
+        /// Added to the square root of the second moment.
+        epsilon: f32,
+        /// Decoupled weight decay.
+        weight_decay: f32,
+    },
+    /// As AdamW, with `weight_decay p` added to the gradient instead, <https://arxiv.org/abs/1412.6980>. States: `m`, `v`.
+    Adam {
+        /// Decay of the mean of gradients.
+        beta_1: f32,
+        /// Decay of the mean of squared gradients.
+        beta_2: f32,
+        /// Added to the square root of the second moment.
+        epsilon: f32,
+        /// L2 penalty.
+        weight_decay: f32,
+    },
+    /// `b = momentum b + g`, `p = p - lr b`, with Nesterov `p = p - lr (g + momentum b)`; `weight_decay p` is added to `g`.
+    /// States: `b`; none without momentum.
+    Sgd {
+        /// Decay of the sum of gradients; 0 keeps no state.
+        momentum: f32,
+        /// Looks ahead by one step of the momentum.
+        nesterov: bool,
+        /// L2 penalty.
+        weight_decay: f32,
+    },
+    /// `p = p (1 - lr weight_decay) - lr sign(beta_1 m + (1 - beta_1) g)`, then `m = beta_2 m + (1 - beta_2) g`,
+    /// <https://arxiv.org/abs/2302.06675>. States: `m`.
+    Lion {
+        /// Weight of the mean in the update.
+        beta_1: f32,
+        /// Decay of the mean of gradients.
+        beta_2: f32,
+        /// Decoupled weight decay.
+        weight_decay: f32,
+    },
+    /// `s = s + g^2`, `p = p - lr g / (sqrt(s) + epsilon)`; `weight_decay p` is added to `g`,
+    /// <https://jmlr.org/papers/v12/duchi11a.html>. States: `s`.
+    Adagrad {
+        /// Added to the square root of the sum.
+        epsilon: f32,
+        /// L2 penalty.
+        weight_decay: f32,
+    },
+}
+
+impl UpdateRule {
+    /// Number of the states that the rule keeps for a parameter.
+    pub fn states(&self) -> usize {
+        match self {
+            UpdateRule::AdamW { .. } | UpdateRule::Adam { .. } => 2,
+            UpdateRule::Sgd { momentum: 0.0, .. } => 0,
+            UpdateRule::Sgd { .. } | UpdateRule::Lion { .. } | UpdateRule::Adagrad { .. } => 1,
+        }
+    }
+
+    fn kind(&self) -> Kind {
+        match self {
+            UpdateRule::AdamW { .. } => Kind::AdamW,
+            UpdateRule::Adam { .. } => Kind::Adam,
+            UpdateRule::Sgd { momentum: 0.0, .. } => Kind::Sgd,
+            UpdateRule::Sgd { nesterov: false, .. } => Kind::Momentum,
+            UpdateRule::Sgd { nesterov: true, .. } => Kind::Nesterov,
+            UpdateRule::Lion { .. } => Kind::Lion,
+            UpdateRule::Adagrad { .. } => Kind::Adagrad,
+        }
+    }
+}
+
+/// A rule with the numbers of one step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// The rule.
+    pub rule: UpdateRule,
+    /// The learning rate of the step.
+    pub lr: f64,
+    /// Number of the step, from 1.
+    pub time: usize,
+    /// Whether states begin with this step: they are not read.
+    pub fresh: bool,
+}
+
+/// A parameter to be updated, all of equally many elements.
+#[derive(Debug, Clone)]
+pub struct UpdateItem<T> {
+    /// Rule and numbers.
+    pub update: Update,
+    /// The parameter, or its master, in fp32.
+    pub parameter: T,
+    /// The gradient, in fp32 or 16 bit.
+    pub gradient: T,
+    /// The rule's states in fp32; none if they begin with this step.
+    pub states: Vec<T>,
+    /// A tensor of 16 bit that the updated parameter is also written to, its elements not read.
+    pub copy: Option<T>,
+}
+
+/// An updated parameter.
+#[derive(Debug, Clone)]
+pub struct Updated<T> {
+    /// The parameter, or its master.
+    pub parameter: T,
+    /// The rule's states.
+    pub states: Vec<T>,
+    /// The parameter in 16 bit, if there was such a copy.
+    pub copy: Option<T>,
+}
+
+/// What gradients are multiplied by before all else.
+#[derive(Debug, Clone)]
+pub enum GradScale<T> {
+    /// A number that the host knows.
+    Number(f32),
+    /// The one fp32 number of a tensor, which the host need not know.
+    Tensor(T),
+}
+
+/// Updates all parameters in few launches, in place where nobody else holds a tensor, and without waiting for the device.
+/// Results are in the order of the items.
+///
+/// # Errors
+///
+/// The arguments, untouched, when the backend's tensors are not CubeCL's or are of other types than said at [`UpdateItem`].
+///
+/// # Panics
+///
+/// When the tensors of an item differ in their number of elements or there are other states than the rule has.
+#[allow(clippy::type_complexity)] // The arguments given back.
+pub fn fused_update<B: Backend>(
+    items: Vec<UpdateItem<FloatTensor<B>>>,
+    scale: GradScale<FloatTensor<B>>,
+) -> Result<Vec<Updated<FloatTensor<B>>>, (Vec<UpdateItem<FloatTensor<B>>>, GradScale<FloatTensor<B>>)> {
+    if items.is_empty() {
+        return Ok(Vec::new());
+    }
+    if !has_cube_tensors::<B>() || !items.iter().all(is_taken) {
+        return Err((items, scale));
+    }
+    let number = match &scale {
+        GradScale::Number(number) => Some(*number),
+        GradScale::Tensor(one) if one.dtype() == DType::F32 => {
+            assert_eq!(elements(one), 1, "gradients are scaled by one number");
+            None
+        }
+        GradScale::Tensor(_) => return Err((items, scale)),
+    };
+    items.iter().for_each(check);
+
+    let mut plans = Vec::with_capacity(items.len());
+    let mut inputs = Vec::new();
+    let mut outputs = Vec::new();
+    for UpdateItem { update, parameter, gradient, states, copy } in items {
+        let shape = parameter.shape();
+        plans.push(Plan { update, made: states.is_empty(), copied: copy.is_some() });
+        outputs.push((shape.clone(), DType::F32));
+        match states.is_empty() {
+            true => outputs.extend((0..update.rule.states()).map(|_| (shape.clone(), DType::F32))),
+            false => outputs.extend(states.iter().map(|state| (state.shape(), DType::F32))),
+        }
+        outputs.extend(copy.iter().map(|copy| (copy.shape(), copy.dtype())));
+        inputs.extend([parameter, gradient].into_iter().chain(states).chain(copy));
+    }
+    if let GradScale::Tensor(one) = scale {
+        inputs.push(one);
+    }
+    let order = plans.clone();
+    let mut made = any::run::<B>("fused update", inputs, outputs, FusedUpdate { plans, number }).into_iter();
+    let mut next = || made.next().expect("as many tensors as were promised");
+    let updated = order.into_iter().map(|plan| Updated {
+        parameter: next(),
+        states: (0..plan.update.rule.states()).map(|_| next()).collect(),
+        copy: plan.copied.then(&mut next),
+    });
+    Ok(updated.collect())
+}
+
+/// Whether the kernel reads and writes these types.
+fn is_taken<T: TensorMetadata>(item: &UpdateItem<T>) -> bool {
+    let of_32_bit = [&item.parameter].into_iter().chain(&item.states).all(|x| x.dtype() == DType::F32);
+    let copy = item.copy.as_ref().is_none_or(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16));
+    of_32_bit && copy && is_float(item.gradient.dtype()) && is_countable(elements(&item.parameter))
+}
+
+fn check<T: TensorMetadata>(item: &UpdateItem<T>) {
+    let UpdateItem { update, parameter, gradient, states, copy } = item;
+    let expected = update.rule.states();
+    assert!(
+        states.len() == expected || (states.is_empty() && update.fresh),
+        "{:?} keeps {expected} states, got {}",
+        update.rule,
+        states.len()
+    );
+    for x in [gradient].into_iter().chain(states).chain(copy) {
+        assert_eq!(elements(x), elements(parameter), "elements of a gradient, a state or a copy, and of its parameter");
+    }
+}
+
+/// What is known of an item before its tensors are.
+#[derive(Clone)]
+struct Plan {
+    update: Update,
+    /// Whether its states are made here.
+    made: bool,
+    copied: bool,
+}
+
+struct FusedUpdate {
+    plans: Vec<Plan>,
+    /// What gradients are multiplied by, or the last input is that.
+    number: Option<f32>,
+}
+
+/// An item's flat tensors.
+struct Tensors<R: CubeRuntime> {
+    update: Update,
+    parameter: CubeTensor<R>,
+    gradient: CubeTensor<R>,
+    states: Vec<CubeTensor<R>>,
+    copy: Option<CubeTensor<R>>,
+}
+
+impl<R: CubeRuntime> Tensors<R> {
+    fn width(&self) -> usize {
+        width([&self.parameter, &self.gradient].into_iter().chain(&self.states).chain(&self.copy))
+    }
+
+    /// What the kernel is compiled for.
+    fn family(&self) -> Family {
+        Family {
+            kind: self.update.rule.kind(),
+            gradient: self.gradient.dtype,
+            copy: self.copy.as_ref().map(|copy| copy.dtype),
+            width: self.width(),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct Family {
+    kind: Kind,
+    gradient: DType,
+    copy: Option<DType>,
+    width: usize,
+}
+
+impl Body for FusedUpdate {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        let mut inputs = inputs.into_iter();
+        let mut items = Vec::with_capacity(self.plans.len());
+        let mut shapes: Vec<Shape> = Vec::new();
+        for plan in &self.plans {
+            let mut next = || inputs.next().expect("as many tensors as were given");
+            let (parameter, gradient) = (next(), next());
+            let shape = parameter.meta.shape().clone();
+            shapes.push(shape.clone());
+            let parameter = owned(flat(parameter));
+            let states = (0..plan.update.rule.states()).map(|_| match plan.made {
+                true => {
+                    shapes.push(shape.clone());
+                    empty(&parameter, parameter.meta.shape().clone(), DType::F32)
+                }
+                false => {
+                    let state = next();
+                    shapes.push(state.meta.shape().clone());
+                    // What is not read need not be copied.
+                    let state = flat(state);
+                    if plan.update.fresh { overwritten(state) } else { owned(state) }
+                }
+            });
+            let states = states.collect();
+            let copy = plan.copied.then(|| {
+                let copy = next();
+                shapes.push(copy.meta.shape().clone());
+                overwritten(flat(copy))
+            });
+            items.push(Tensors { update: plan.update, parameter, gradient: flat(gradient), states, copy });
+        }
+        let factor = match self.number {
+            Some(_) => None,
+            None => Some(flat(inputs.next().expect("the factor is the last input"))),
+        };
+        launch(&items, self.number.unwrap_or(1.0), factor.as_ref());
+        let made = items.into_iter().flat_map(|item| [item.parameter].into_iter().chain(item.states).chain(item.copy));
+        made.zip(shapes).map(|(made, shape)| shaped(made, shape)).collect()
+    }
+}
+
+/// Launches the kernel for all items, those for one kernel together.
+fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&CubeTensor<R>>) {
+    let mut left: Vec<&Tensors<R>> = items.iter().filter(|item| item.parameter.meta.num_elements() > 0).collect();
+    while let Some(first) = left.first() {
+        let (family, client) = (first.family(), &first.parameter.client);
+        let (same, others): (Vec<_>, Vec<_>) = left.iter().partition(|item| item.family() == family);
+        let bindings = 2 + first.states.len() + usize::from(first.copy.is_some());
+        for group in groups(client, same, bindings) {
+            launch_group(&group, family, number, factor);
+        }
+        left = others;
+    }
+}
+
+fn launch_group<R: CubeRuntime>(group: &[&Tensors<R>], family: Family, number: f32, factor: Option<&CubeTensor<R>>) {
+    let client = &group[0].parameter.client;
+    let mut ends = SequenceArg::new();
+    let mut total = 0;
+    for item in group {
+        total += chunks(item.parameter.meta.num_elements() / family.width);
+        ends.push(total);
+    }
+    let (count, dim) = grid(client, total);
+    let storage = |dtype: DType| -> StorageType { dtype.into() };
+    // SAFETY: a unit reads and writes below the arrays' length, which `check` has found to be one for all of an item, and its
+    // loops end with the chunk.
+    unsafe {
+        update_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            family.width,
+            group.iter().map(|item| array(&item.parameter)).collect(),
+            group.iter().map(|item| array(&item.gradient)).collect(),
+            group.iter().filter_map(|item| item.states.first()).map(array).collect(),
+            group.iter().filter_map(|item| item.states.get(1)).map(array).collect(),
+            group.iter().filter_map(|item| item.copy.as_ref()).map(array).collect(),
+            factor.into_iter().map(array).collect(),
+            group.iter().map(|item| numbers(&item.update, number)).collect(),
+            ends,
+            family.kind,
+            [storage(family.gradient), storage(family.copy.unwrap_or(DType::F32))],
+        );
+    }
+}
+
+/// The numbers of a step as the kernel reads them; those that its rule has not are 0.
+fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
+    struct Of {
+        beta_1: f32,
+        beta_2: f32,
+        epsilon: f32,
+        weight_decay: f32,
+    }
+    let of = match update.rule {
+        UpdateRule::AdamW { beta_1, beta_2, epsilon, weight_decay }
+        | UpdateRule::Adam { beta_1, beta_2, epsilon, weight_decay } => Of { beta_1, beta_2, epsilon, weight_decay },
+        UpdateRule::Sgd { momentum, weight_decay, .. } => {
+            Of { beta_1: momentum, beta_2: 0.0, epsilon: 0.0, weight_decay }
+        }
+        UpdateRule::Lion { beta_1, beta_2, weight_decay } => Of { beta_1, beta_2, epsilon: 0.0, weight_decay },
+        UpdateRule::Adagrad { epsilon, weight_decay } => Of { beta_1: 0.0, beta_2: 0.0, epsilon, weight_decay },
+    };
+    let time = i32::try_from(update.time).unwrap_or(i32::MAX);
+    NumbersLaunch::new(
+        scale,
+        update.lr as f32,
+        (1.0 - update.lr * f64::from(of.weight_decay)) as f32,
+        of.weight_decay,
+        of.beta_1,
+        1.0 - of.beta_1,
+        of.beta_2,
+        1.0 - of.beta_2,
+        1.0 - of.beta_1.powi(time),
+        1.0 - of.beta_2.powi(time),
+        of.epsilon,
+        -0.0,
+        u32::from(update.fresh),
+    )
+}
+
+/// Which formulas the kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, CubeType)]
+enum Kind {
+    AdamW,
+    Adam,
+    Sgd,
+    Momentum,
+    Nesterov,
+    Lion,
+    Adagrad,
+}
+
+/// See [`numbers`].
+#[derive(CubeType, CubeLaunch)]
+struct Numbers {
+    scale: f32,
+    lr: f32,
+    /// What decoupled weight decay leaves of a parameter.
+    keep: f32,
+    weight_decay: f32,
+    /// Or the momentum.
+    beta_1: f32,
+    rest_1: f32,
+    beta_2: f32,
+    rest_2: f32,
+    correction_1: f32,
+    correction_2: f32,
+    epsilon: f32,
+    minus_zero: f32,
+    fresh: u32,
+}
+
+/// A product that is rounded whatever is done with it next; see the module's head.
+#[cube]
+fn times<N: Size>(a: Vector<f32, N>, b: f32, minus_zero: f32) -> Vector<f32, N> {
+    fma(a, Vector::new(b), Vector::new(minus_zero))
+}
+
+/// A state, or 0 if it begins with this step. What is in memory then may be anything.
+#[cube]
+fn old<N: Size>(state: &Array<Vector<f32, N>>, at: usize, fresh: u32) -> Vector<f32, N> {
+    let mut old = Vector::<f32, N>::new(0.0);
+    if fresh == 0 {
+        old = state[at];
+    }
+    old
+}
+
+/// Moves both means on and gives the direction of the step.
+#[cube]
+fn adam<N: Size>(
+    g: Vector<f32, N>,
+    first: &mut Array<Vector<f32, N>>,
+    second: &mut Array<Vector<f32, N>>,
+    at: usize,
+    n: &Numbers,
+) -> Vector<f32, N> {
+    let z = n.minus_zero;
+    let m = times(old(first, at, n.fresh), n.beta_1, z) + times(g, n.rest_1, z);
+    let v = times(old(second, at, n.fresh), n.beta_2, z) + times(g * g, n.rest_2, z);
+    first[at] = m;
+    second[at] = v;
+    let root = Vector::sqrt(v / Vector::new(n.correction_2));
+    (m / Vector::new(n.correction_1)) / (root + Vector::new(n.epsilon))
+}
+
+#[cube]
+fn sign<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+    let zero = Vector::<f32, N>::new(0.0);
+    let one = Vector::<f32, N>::new(1.0);
+    let sign = select_many(x.greater_than(zero), one, zero) - select_many(x.less_than(zero), one, zero);
+    let bits = Vector::<u32, N>::reinterpret(x) & Vector::new(0x7fff_ffffu32);
+    select_many(bits.greater_than(Vector::new(0x7f80_0000u32)), x, sign)
+}
+
+#[cube(launch_unchecked)]
+fn update_kernel<G: Float, C: Float, N: Size>(
+    parameters: &mut Sequence<Array<Vector<f32, N>>>,
+    gradients: &Sequence<Array<Vector<G, N>>>,
+    firsts: &mut Sequence<Array<Vector<f32, N>>>,
+    seconds: &mut Sequence<Array<Vector<f32, N>>>,
+    copies: &mut Sequence<Array<Vector<C, N>>>,
+    factor: &Sequence<Array<f32>>,
+    numbers: &Sequence<Numbers>,
+    ends: &Sequence<usize>,
+    #[comptime] kind: Kind,
+    #[define(G, C)] _types: [StorageType; 2],
+) {
+    let cube = CUBE_POS;
+    let mut begin = 0usize;
+    #[unroll]
+    for i in 0..comptime![parameters.len()] {
+        let end = *ends.index(i);
+        if cube >= begin && cube < end {
+            let n = numbers.index(i);
+            let z = n.minus_zero;
+            let mut scale = n.scale;
+            if comptime![factor.len() == 1] {
+                scale = factor.index(0usize)[0];
+            }
+            let p_all = parameters.index_mut(i);
+            let first_at = (cube - begin) * CHUNK as usize + UNIT_POS as usize;
+            for k in 0..TAKES as usize {
+                let at = first_at + k * UNITS as usize;
+                if at < p_all.len() {
+                    let g = times(Vector::<f32, N>::cast_from(gradients.index(i)[at]), scale, z);
+                    let p = p_all[at];
+                    let new = match kind {
+                        Kind::AdamW => {
+                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n);
+                            times(p, n.keep, z) - times(delta, n.lr, z)
+                        }
+                        Kind::Adam => {
+                            let g = g + times(p, n.weight_decay, z);
+                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n);
+                            p - times(delta, n.lr, z)
+                        }
+                        Kind::Sgd => {
+                            let g = g + times(p, n.weight_decay, z);
+                            p - times(g, n.lr, z)
+                        }
+                        Kind::Momentum => {
+                            let g = g + times(p, n.weight_decay, z);
+                            let states = firsts.index_mut(i);
+                            let m = times(old(states, at, n.fresh), n.beta_1, z) + g;
+                            states[at] = m;
+                            p - times(m, n.lr, z)
+                        }
+                        Kind::Nesterov => {
+                            let g = g + times(p, n.weight_decay, z);
+                            let states = firsts.index_mut(i);
+                            let m = times(old(states, at, n.fresh), n.beta_1, z) + g;
+                            states[at] = m;
+                            p - times(g + times(m, n.beta_1, z), n.lr, z)
+                        }
+                        Kind::Lion => {
+                            let states = firsts.index_mut(i);
+                            let m = old(states, at, n.fresh);
+                            let towards = times(m, n.beta_1, z) + times(g, n.rest_1, z);
+                            states[at] = times(m, n.beta_2, z) + times(g, n.rest_2, z);
+                            times(p, n.keep, z) - times(sign(towards), n.lr, z)
+                        }
+                        Kind::Adagrad => {
+                            let g = g + times(p, n.weight_decay, z);
+                            let states = firsts.index_mut(i);
+                            let square = fma(g, g, Vector::new(z));
+                            let s = old(states, at, n.fresh) + square;
+                            states[at] = s;
+                            p - times(g / (Vector::sqrt(s) + Vector::new(n.epsilon)), n.lr, z)
+                        }
+                    };
+                    p_all[at] = new;
+                    if comptime![copies.len() == gradients.len()] {
+                        copies.index_mut(i)[at] = Vector::cast_from(new);
+                    }
+                }
+            }
+        }
+        begin = end;
+    }
+}
+
+#[cfg(all(test, feature = "cuda", feature = "vulkan"))]
+mod tests {
+    use burn_wgpu::WgpuRuntime;
+
+    use super::*;
+    use crate::cube::cuda_source::{arrays, scalars, settings, source};
+
+    /// The source for CUDA holds no product that could be contracted with a sum.
+    #[test]
+    fn cuda_source() {
+        let rule = UpdateRule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 };
+        let update = Update { rule, lr: 0.1, time: 1, fresh: false };
+        for kind in [Kind::AdamW, Kind::Adam, Kind::Sgd, Kind::Momentum, Kind::Nesterov, Kind::Lion, Kind::Adagrad] {
+            for width in [1, 4] {
+                let (settings, client) = settings();
+                let kernel = update_kernel::UpdateKernel::<WgpuRuntime>::new(
+                    settings,
+                    client,
+                    arrays(2),
+                    arrays(2),
+                    arrays(2),
+                    arrays(2),
+                    arrays(2),
+                    arrays(1),
+                    (0..2).map(|_| scalars::<Numbers>(numbers(&update, 1.0))).collect(),
+                    (0..2).map(scalars::<usize>).collect(),
+                    width,
+                    kind,
+                    [DType::F16.into(), DType::BF16.into()],
+                );
+                let source = source(kernel);
+                if kind == Kind::AdamW && width == 1 {
+                    println!("{source}");
+                }
+                assert!(source.contains("__global__") && source.contains("fma("), "{kind:?}: {source}");
+            }
+        }
+    }
+}

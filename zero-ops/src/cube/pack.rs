@@ -1,0 +1,599 @@
+//! Between flat tensors and buckets, the rows that one collective sends for many tensors.
+//!
+//! A tensor of `numel` elements is cut over `world` ranks at multiples of `stride = ceil(numel / world)`. A bucket has a row for
+//! each rank; a tensor has the same columns of every row: rank `r`'s hold its elements from `r stride` on, and zeros where it
+//! has fewer than `stride`. A large tensor may span buckets: then a bucket has `columns` of its columns, from `from` on.
+
+use std::ops::Range;
+
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, TensorMetadata};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::ops::numeric::zeros_client;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::any::{self, Body, elements, has_cube_tensors, is_countable, is_float};
+use super::many::{CHUNK, TAKES, UNITS, WIDE, array, chunks, flat, grid, groups, owned, shaped, width};
+use super::tensor::empty;
+
+/// Columns of a bucket: those after the item's before it.
+#[derive(Debug, Clone)]
+pub struct PackItem<T> {
+    /// The tensor of `numel` elements in row-major order; zeros if there is none.
+    pub tensor: Option<T>,
+    /// Elements of the whole tensor.
+    pub numel: usize,
+    /// The first of the tensor's columns.
+    pub from: usize,
+    /// How many columns.
+    pub columns: usize,
+}
+
+/// Where columns of a bucket go: those after the item's before it.
+#[derive(Debug, Clone)]
+pub struct UnpackItem<T> {
+    /// The tensor of `numel` elements whose other columns have been written already, or none: others are zeros.
+    pub target: Option<T>,
+    /// Elements of the whole target: of the rank's piece when the bucket is one row, which may be fewer than columns.
+    pub numel: usize,
+    /// The first of the target's columns.
+    pub from: usize,
+    /// How many columns.
+    pub columns: usize,
+    /// The target's type.
+    pub dtype: DType,
+}
+
+/// Equally long tensors to be added, in the order of ranks.
+#[derive(Debug, Clone)]
+pub struct SumItem<T> {
+    /// The tensors, of one type.
+    pub parts: Vec<T>,
+    /// Which of their elements in row-major order: all for an all-reduce, a rank's row of a bucket for a reduce-scatter.
+    pub range: Range<usize>,
+    /// The type of the result.
+    pub dtype: DType,
+}
+
+/// A bucket `[world, columns]` of `dtype`, each element multiplied by `factor` in fp32 and rounded once.
+///
+/// # Errors
+///
+/// The items, when the backend's tensors are not CubeCL's, of other types than fp32 and 16 bit, or there is none.
+///
+/// # Panics
+///
+/// When a tensor has other than `numel` elements, or an item more columns than the tensor has from `from` on.
+pub fn pack<B: Backend>(
+    items: Vec<PackItem<FloatTensor<B>>>,
+    world: usize,
+    dtype: DType,
+    factor: f32,
+) -> Result<FloatTensor<B>, Vec<PackItem<FloatTensor<B>>>> {
+    let columns: usize = items.iter().map(|item| item.columns).sum();
+    let taken = |item: &PackItem<FloatTensor<B>>| {
+        item.tensor.as_ref().is_none_or(|x| is_float(x.dtype())) && is_countable(item.numel)
+    };
+    let some = items.iter().any(|item| item.tensor.is_some());
+    let fits = is_countable(world * columns);
+    if !some || !fits || !is_float(dtype) || !has_cube_tensors::<B>() || !items.iter().all(taken) {
+        return Err(items);
+    }
+    let mut cuts = Vec::with_capacity(items.len());
+    let mut inputs = Vec::new();
+    let mut at = 0;
+    for PackItem { tensor, numel, from, columns } in items {
+        let cut = Cut::new(numel, world, from, at, columns);
+        at += columns;
+        if let Some(tensor) = &tensor {
+            assert_eq!(elements(tensor), numel, "elements of a tensor that is packed");
+        }
+        cuts.push((cut, tensor.is_some()));
+        inputs.extend(tensor);
+    }
+    let body = Pack { cuts, world, columns, dtype, factor };
+    let bucket = any::run::<B>("pack", inputs, vec![(Shape::new([world, columns]), dtype)], body).pop();
+    Ok(bucket.expect("one tensor was promised"))
+}
+
+/// The targets of the columns of `bucket`, of `world` rows or, with 1, the rank's own row; each element multiplied by `factor`
+/// in fp32 and rounded once. Targets that nobody else holds are written in place. A target of no elements has one zero.
+///
+/// # Errors
+///
+/// The arguments, when the backend's tensors are not CubeCL's or of other types than fp32 and 16 bit.
+///
+/// # Panics
+///
+/// When the bucket has other than `world` rows of the items' columns, or a target another number of elements or type than said.
+#[allow(clippy::type_complexity)] // The arguments given back.
+pub fn unpack<B: Backend>(
+    bucket: FloatTensor<B>,
+    world: usize,
+    items: Vec<UnpackItem<FloatTensor<B>>>,
+    factor: f32,
+) -> Result<Vec<FloatTensor<B>>, (FloatTensor<B>, Vec<UnpackItem<FloatTensor<B>>>)> {
+    let columns: usize = items.iter().map(|item| item.columns).sum();
+    let taken = |item: &UnpackItem<FloatTensor<B>>| is_float(item.dtype) && is_countable(item.numel);
+    let fits = is_countable(world * columns);
+    if !fits || !is_float(bucket.dtype()) || !has_cube_tensors::<B>() || !items.iter().all(taken) {
+        return Err((bucket, items));
+    }
+    assert_eq!(elements(&bucket), world * columns, "elements of a bucket of {world} rows of {columns} columns");
+    let mut cuts = Vec::with_capacity(items.len());
+    let mut outputs = Vec::with_capacity(items.len());
+    let mut inputs = vec![bucket];
+    let mut at = 0;
+    for UnpackItem { target, numel, from, columns, dtype } in items {
+        // A rank's own row has all columns of a tensor, its piece perhaps fewer elements.
+        let cut = if world == 1 {
+            Cut::of_a_row(numel, from, at, columns)
+        } else {
+            Cut::new(numel, world, from, at, columns)
+        };
+        at += columns;
+        let mut shape = Shape::new([numel.max(1)]);
+        if let Some(target) = &target {
+            assert_eq!(elements(target), numel.max(1), "elements of a target");
+            assert_eq!(target.dtype(), dtype, "type of a target");
+            shape = target.shape();
+        }
+        outputs.push((shape, dtype));
+        cuts.push((cut, dtype, target.is_some()));
+        inputs.extend(target);
+    }
+    Ok(any::run::<B>("unpack", inputs, outputs, Unpack { cuts, world, columns, factor }))
+}
+
+/// For each item `((part_0 + part_1) + part_2 ...) scale` in fp32, rounded once: flat, of as many elements as its range.
+///
+/// # Errors
+///
+/// The items, when the backend's tensors are not CubeCL's or of other types than fp32 and 16 bit.
+///
+/// # Panics
+///
+/// When an item has no parts, or parts that differ in length or type, or a range beyond them.
+#[allow(clippy::type_complexity)] // The arguments given back.
+pub fn sum_parts<B: Backend>(
+    items: Vec<SumItem<FloatTensor<B>>>,
+    scale: f32,
+) -> Result<Vec<FloatTensor<B>>, Vec<SumItem<FloatTensor<B>>>> {
+    if items.is_empty() {
+        return Ok(Vec::new());
+    }
+    let taken = |item: &SumItem<FloatTensor<B>>| {
+        is_float(item.dtype) && item.parts.iter().all(|part| is_float(part.dtype()) && is_countable(elements(part)))
+    };
+    if !has_cube_tensors::<B>() || !items.iter().all(taken) {
+        return Err(items);
+    }
+    let mut plans = Vec::with_capacity(items.len());
+    let mut outputs = Vec::with_capacity(items.len());
+    let mut inputs = Vec::new();
+    for SumItem { parts, range, dtype } in items {
+        let first = parts.first().expect("a sum has at least one part");
+        for part in &parts {
+            assert_eq!((elements(part), part.dtype()), (elements(first), first.dtype()), "parts of a sum");
+        }
+        assert!(range.start <= range.end && range.end <= elements(first), "{range:?} of {}", elements(first));
+        outputs.push((Shape::new([range.len()]), dtype));
+        plans.push((parts.len(), range, dtype));
+        inputs.extend(parts);
+    }
+    Ok(any::run::<B>("sum parts", inputs, outputs, SumParts { plans, scale }))
+}
+
+/// Columns of a tensor and of a bucket.
+#[derive(Clone, Copy)]
+struct Cut {
+    numel: usize,
+    stride: usize,
+    from: usize,
+    at: usize,
+    columns: usize,
+}
+
+impl Cut {
+    fn new(numel: usize, world: usize, from: usize, at: usize, columns: usize) -> Self {
+        let stride = numel.div_ceil(world);
+        assert!(from + columns <= stride, "columns {from}..{} of a tensor that has {stride}", from + columns);
+        Self { numel, stride, from, at, columns }
+    }
+
+    /// Of one row: what it has beyond the target's elements is not read.
+    fn of_a_row(numel: usize, from: usize, at: usize, columns: usize) -> Self {
+        Self { numel, stride: numel, from, at, columns }
+    }
+
+    /// Whether all of it can be counted in wide vectors.
+    fn is_wide(&self) -> bool {
+        [self.numel, self.stride, self.from, self.at, self.columns].iter().all(|count| count.is_multiple_of(WIDE))
+    }
+
+    fn cubes(&self, world: usize, width: usize) -> usize {
+        world * chunks(self.columns / width)
+    }
+
+    fn segment<R: CubeRuntime>(&self, width: usize) -> SegmentLaunch<R> {
+        SegmentLaunch::new(
+            self.numel / width,
+            self.stride / width,
+            self.from / width,
+            self.at / width,
+            self.columns / width,
+            chunks(self.columns / width).max(1),
+        )
+    }
+}
+
+/// A [`Cut`] in vectors, and how many cubes a row of it takes.
+#[derive(CubeType, CubeLaunch)]
+struct Segment {
+    numel: usize,
+    stride: usize,
+    from: usize,
+    at: usize,
+    columns: usize,
+    cubes: usize,
+}
+
+/// The cubes of a group's items, as the sequence of where each item's end, and in all.
+fn ends<R: CubeRuntime>(cubes: impl Iterator<Item = usize>) -> (SequenceArg<R, usize>, usize) {
+    let mut total = 0;
+    let mut ends = SequenceArg::new();
+    for cubes in cubes {
+        total += cubes;
+        ends.push(total);
+    }
+    (ends, total)
+}
+
+/// Parts `items` by what `family` says of them, in the order in which families first come.
+fn families<T, F: PartialEq>(mut items: Vec<T>, family: impl Fn(&T) -> F) -> Vec<(F, Vec<T>)> {
+    let mut all = Vec::new();
+    while let Some(first) = items.first() {
+        let which = family(first);
+        let (same, others) = items.into_iter().partition(|item| family(item) == which);
+        all.push((which, same));
+        items = others;
+    }
+    all
+}
+
+struct Pack {
+    cuts: Vec<(Cut, bool)>,
+    world: usize,
+    columns: usize,
+    dtype: DType,
+    factor: f32,
+}
+
+impl Body for Pack {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        let inputs: Vec<CubeTensor<R>> = inputs.into_iter().map(flat).collect();
+        let mut present = inputs.iter();
+        let items = self.cuts.iter().map(|&(cut, some)| match some {
+            true => (cut, present.next().expect("as many tensors as were given")),
+            // Any array will do where there is nothing to read.
+            false => (Cut { numel: 0, ..cut }, &inputs[0]),
+        });
+        let bucket = empty(&inputs[0], [self.world, self.columns], self.dtype);
+        let wide_rows = self.columns.is_multiple_of(WIDE);
+        let items: Vec<(Cut, &CubeTensor<R>)> = items.filter(|(cut, _)| cut.columns > 0).collect();
+        let family = |(cut, x): &(Cut, &CubeTensor<R>)| {
+            (x.dtype, if wide_rows && cut.is_wide() { width([*x, &bucket]) } else { 1 })
+        };
+        for ((dtype, width), items) in families(items, family) {
+            for group in groups(&bucket.client, items, 1) {
+                let (ends, cubes) = ends(group.iter().map(|(cut, _)| cut.cubes(self.world, width)));
+                let (count, dim) = grid(&bucket.client, cubes);
+                let types: [StorageType; 2] = [dtype.into(), self.dtype.into()];
+                // SAFETY: `Cut` keeps columns within those of the tensor and of the bucket; a unit reads below `numel`, which
+                // is the tensor's length or 0.
+                unsafe {
+                    pack_kernel::launch_unchecked(
+                        &bucket.client,
+                        count,
+                        dim,
+                        width,
+                        group.iter().map(|(_, x)| array(x)).collect(),
+                        group.iter().map(|(cut, _)| cut.segment(width)).collect(),
+                        ends,
+                        array(&bucket),
+                        self.columns / width,
+                        self.factor,
+                        types,
+                    );
+                }
+            }
+        }
+        vec![bucket]
+    }
+}
+
+struct Unpack {
+    cuts: Vec<(Cut, DType, bool)>,
+    world: usize,
+    columns: usize,
+    factor: f32,
+}
+
+impl Body for Unpack {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        let mut inputs = inputs.into_iter();
+        let bucket = flat(inputs.next().expect("the bucket is the first input"));
+        let mut shapes: Vec<Shape> = Vec::new();
+        let targets: Vec<CubeTensor<R>> = self
+            .cuts
+            .iter()
+            .map(|&(cut, dtype, some)| {
+                let shape = Shape::new([cut.numel.max(1)]);
+                if some {
+                    let target = inputs.next().expect("as many tensors as were given");
+                    shapes.push(target.meta.shape().clone());
+                    return owned(flat(target));
+                }
+                shapes.push(shape.clone());
+                if cut.numel > 0 && cut.from == 0 && cut.columns >= cut.stride {
+                    return empty(&bucket, shape, dtype);
+                }
+                zeros_client(bucket.client.clone(), bucket.device.clone(), shape, dtype)
+            })
+            .collect();
+        let wide_rows = self.columns.is_multiple_of(WIDE);
+        let items = self.cuts.iter().map(|(cut, ..)| cut).zip(&targets);
+        let items = items.filter(|(cut, _)| cut.columns > 0 && cut.numel > 0).collect();
+        let family = |(cut, x): &(&Cut, &CubeTensor<R>)| {
+            (x.dtype, if wide_rows && cut.is_wide() { width([*x, &bucket]) } else { 1 })
+        };
+        for ((dtype, width), items) in families(items, family) {
+            for group in groups(&bucket.client, items, 1) {
+                let (ends, cubes) = ends(group.iter().map(|(cut, _)| cut.cubes(self.world, width)));
+                let (count, dim) = grid(&bucket.client, cubes);
+                let types: [StorageType; 2] = [bucket.dtype.into(), dtype.into()];
+                // SAFETY: as in `Pack`, with the bucket read and the tensors written below `numel`.
+                unsafe {
+                    unpack_kernel::launch_unchecked(
+                        &bucket.client,
+                        count,
+                        dim,
+                        width,
+                        array(&bucket),
+                        group.iter().map(|(cut, _)| cut.segment(width)).collect(),
+                        ends,
+                        group.iter().map(|(_, x)| array(x)).collect(),
+                        self.columns / width,
+                        self.factor,
+                        types,
+                    );
+                }
+            }
+        }
+        targets.into_iter().zip(shapes).map(|(target, shape)| shaped(target, shape)).collect()
+    }
+}
+
+struct SumParts {
+    plans: Vec<(usize, Range<usize>, DType)>,
+    scale: f32,
+}
+
+/// Parts, where to begin in them, and their sum.
+type Sum<R> = (Vec<CubeTensor<R>>, usize, CubeTensor<R>);
+
+impl Body for SumParts {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        let mut inputs = inputs.into_iter().map(flat);
+        let sums = self.plans.iter().map(|(parts, range, dtype)| {
+            let parts: Vec<CubeTensor<R>> = inputs.by_ref().take(*parts).collect();
+            let sum = empty(&parts[0], [range.len()], *dtype);
+            (parts, range.start, sum)
+        });
+        let sums: Vec<Sum<R>> = sums.collect();
+        let items: Vec<&Sum<R>> = sums.iter().filter(|(.., sum)| sum.meta.num_elements() > 0).collect();
+        let family = |(parts, start, sum): &&Sum<R>| {
+            let width = if start.is_multiple_of(WIDE) { width(parts.iter().chain([sum])) } else { 1 };
+            (parts.len(), parts[0].dtype, sum.dtype, width)
+        };
+        for ((parts, from, to, width), items) in families(items, family) {
+            let client = &items[0].2.client.clone();
+            for group in groups(client, items, 1 + parts) {
+                let (ends, cubes) = ends(group.iter().map(|(.., sum)| chunks(sum.meta.num_elements() / width)));
+                let (count, dim) = grid(client, cubes);
+                let types: [StorageType; 2] = [from.into(), to.into()];
+                // SAFETY: ranges are within the parts, and units stay below the sums' lengths.
+                unsafe {
+                    sum_kernel::launch_unchecked(
+                        client,
+                        count,
+                        dim,
+                        width,
+                        group.iter().flat_map(|(parts, ..)| parts.iter().map(array)).collect(),
+                        group.iter().map(|(_, start, _)| start / width).collect(),
+                        ends,
+                        group.iter().map(|(.., sum)| array(sum)).collect(),
+                        self.scale,
+                        parts,
+                        types,
+                    );
+                }
+            }
+        }
+        sums.into_iter().map(|(.., sum)| sum).collect()
+    }
+}
+
+/// The smaller of two counts.
+#[cube]
+fn smaller(a: usize, b: usize) -> usize {
+    select(a < b, a, b)
+}
+
+#[cube(launch_unchecked)]
+fn pack_kernel<I: Float, O: Float, N: Size>(
+    tensors: &Sequence<Array<Vector<I, N>>>,
+    segments: &Sequence<Segment>,
+    ends: &Sequence<usize>,
+    bucket: &mut Array<Vector<O, N>>,
+    row: usize,
+    factor: f32,
+    #[define(I, O)] _types: [StorageType; 2],
+) {
+    let cube = CUBE_POS;
+    let mut begin = 0usize;
+    #[unroll]
+    for i in 0..comptime![tensors.len()] {
+        let end = *ends.index(i);
+        if cube >= begin && cube < end {
+            let x = tensors.index(i);
+            let cut = segments.index(i);
+            let rank = (cube - begin) / cut.cubes;
+            let first = (cube - begin) % cut.cubes * CHUNK as usize + UNIT_POS as usize;
+            let stop = smaller((rank + 1) * cut.stride, cut.numel);
+            for k in 0..TAKES as usize {
+                let column = first + k * UNITS as usize;
+                if column < cut.columns {
+                    let at = rank * cut.stride + cut.from + column;
+                    let mut value = Vector::<f32, N>::new(0.0);
+                    if at < stop {
+                        value = Vector::<f32, N>::cast_from(x[at]) * Vector::new(factor);
+                    }
+                    bucket[rank * row + cut.at + column] = Vector::cast_from(value);
+                }
+            }
+        }
+        begin = end;
+    }
+}
+
+#[cube(launch_unchecked)]
+fn unpack_kernel<I: Float, O: Float, N: Size>(
+    bucket: &Array<Vector<I, N>>,
+    segments: &Sequence<Segment>,
+    ends: &Sequence<usize>,
+    tensors: &mut Sequence<Array<Vector<O, N>>>,
+    row: usize,
+    factor: f32,
+    #[define(I, O)] _types: [StorageType; 2],
+) {
+    let cube = CUBE_POS;
+    let mut begin = 0usize;
+    #[unroll]
+    for i in 0..comptime![tensors.len()] {
+        let end = *ends.index(i);
+        if cube >= begin && cube < end {
+            let x = tensors.index_mut(i);
+            let cut = segments.index(i);
+            let rank = (cube - begin) / cut.cubes;
+            let first = (cube - begin) % cut.cubes * CHUNK as usize + UNIT_POS as usize;
+            let stop = smaller((rank + 1) * cut.stride, cut.numel);
+            for k in 0..TAKES as usize {
+                let column = first + k * UNITS as usize;
+                let at = rank * cut.stride + cut.from + column;
+                if column < cut.columns && at < stop {
+                    let value = Vector::<f32, N>::cast_from(bucket[rank * row + cut.at + column]);
+                    x[at] = Vector::cast_from(value * Vector::new(factor));
+                }
+            }
+        }
+        begin = end;
+    }
+}
+
+#[cube(launch_unchecked)]
+fn sum_kernel<I: Float, O: Float, N: Size>(
+    parts: &Sequence<Array<Vector<I, N>>>,
+    starts: &Sequence<usize>,
+    ends: &Sequence<usize>,
+    sums: &mut Sequence<Array<Vector<O, N>>>,
+    scale: f32,
+    #[comptime] count: usize,
+    #[define(I, O)] _types: [StorageType; 2],
+) {
+    let cube = CUBE_POS;
+    let mut begin = 0usize;
+    #[unroll]
+    for i in 0..comptime![sums.len()] {
+        let end = *ends.index(i);
+        if cube >= begin && cube < end {
+            let out = sums.index_mut(i);
+            let start = *starts.index(i);
+            let first = (cube - begin) * CHUNK as usize + UNIT_POS as usize;
+            for k in 0..TAKES as usize {
+                let at = first + k * UNITS as usize;
+                if at < out.len() {
+                    let mut sum = Vector::<f32, N>::cast_from(parts.index(comptime![i * count])[start + at]);
+                    #[unroll]
+                    for part in 1..count {
+                        sum += Vector::<f32, N>::cast_from(parts.index(comptime![i * count + part])[start + at]);
+                    }
+                    out[at] = Vector::cast_from(sum * Vector::new(scale));
+                }
+            }
+        }
+        begin = end;
+    }
+}
+
+#[cfg(all(test, feature = "cuda", feature = "vulkan"))]
+mod tests {
+    use burn_wgpu::WgpuRuntime;
+
+    use super::*;
+    use crate::cube::cuda_source::{array, arrays, scalars, settings, source};
+
+    #[test]
+    fn cuda_source() {
+        let of_two = || (0..2).map(scalars::<usize>).collect();
+        for width in [1, 4] {
+            let segments = || (0..2).map(|_| scalars::<Segment>(Cut::new(8, 2, 0, 0, 4).segment(1))).collect();
+            let (row, factor) = (scalars::<usize>(4), scalars::<f32>(1.0));
+            let types = || [DType::F32.into(), DType::BF16.into()];
+            let (set, client) = settings();
+            let kernel = pack_kernel::PackKernel::<WgpuRuntime>::new(
+                set,
+                client,
+                arrays(2),
+                segments(),
+                of_two(),
+                array(),
+                row,
+                factor,
+                width,
+                types(),
+            );
+            assert!(source(kernel).contains("__nv_bfloat16"));
+            let (set, client) = settings();
+            let kernel = unpack_kernel::UnpackKernel::<WgpuRuntime>::new(
+                set,
+                client,
+                array(),
+                segments(),
+                of_two(),
+                arrays(2),
+                row,
+                factor,
+                width,
+                types(),
+            );
+            assert!(source(kernel).contains("__nv_bfloat16"));
+            let (set, client) = settings();
+            let kernel = sum_kernel::SumKernel::<WgpuRuntime>::new(
+                set,
+                client,
+                arrays(6),
+                of_two(),
+                of_two(),
+                arrays(2),
+                factor,
+                width,
+                3,
+                types(),
+            );
+            assert!(source(kernel).contains("__nv_bfloat16"));
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! What the kernels over rows share: how rows lie, how units are set out over them, sums over a cube.
+//!
+//! A kernel takes rows `[n, d]` of any distance from one another, as slices of wider tensors and the padded allocations of
+//! CUDA leave them, and reads vectors of up to [`WIDEST`] elements where all of its operands allow it.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::ops::numeric::zeros_client;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::tensor::{OnCube, empty, packed};
+
+/// Elements of a vector at most: what every compiler has as one value.
+const WIDEST: usize = 4;
+
+/// Cubes of one dimension of a launch at most, which is what Vulkan promises.
+const CUBES: usize = 65535;
+
+/// Vectors of a row that a strip of units covers.
+pub(super) const STRIP: usize = 32;
+
+/// Rows that a strip of units covers at a time.
+pub(super) const HEIGHT: usize = 8;
+
+/// Whether the kernels compute tensors of this type.
+pub(super) fn is_taken(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}
+
+/// Whether the kernels take such operands: they have one type.
+pub(super) fn takes<T: OnCube>(x: &T, others: &[&T]) -> bool {
+    is_taken(x.dtype()) && others.iter().all(|other| other.dtype() == x.dtype())
+}
+
+/// Rows and columns.
+pub(super) fn dims<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
+    x.meta.shape().dims()
+}
+
+/// Rows `[n, d]` without gaps in a row; a copy only if they have.
+pub(super) fn with_whole_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    let whole = x.meta.strides()[1] == 1 || x.meta.shape()[1] <= 1;
+    if whole { x } else { packed(x) }
+}
+
+/// The inputs that were given to [`run`](super::tensor::OnCube::run).
+pub(super) fn inputs<R: CubeRuntime, const N: usize>(inputs: Vec<CubeTensor<R>>) -> [CubeTensor<R>; N] {
+    inputs.try_into().unwrap_or_else(|inputs: Vec<_>| panic!("a kernel of {N} inputs was given {}", inputs.len()))
+}
+
+/// The elements of a vector that `tensors` of one width can all be read by.
+pub(super) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
+    let bytes = tensors.iter().map(|tensor| tensor.elem_size()).max().expect("a kernel has an operand");
+    let fits = |size: usize| {
+        tensors.iter().all(|tensor| {
+            let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+            let rank = shape.num_dims();
+            shape[rank - 1].is_multiple_of(size) && strides[..rank - 1].iter().all(|stride| stride.is_multiple_of(size))
+        })
+    };
+    let client = &tensors[0].client;
+    client.io_optimized_vector_sizes(bytes).find(|size| *size <= WIDEST && fits(*size)).unwrap_or(1)
+}
+
+/// The type that indices into all of these need.
+pub(super) fn address_type<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> AddressType {
+    tensors.iter().map(|tensor| tensor.required_address_type()).max().unwrap_or_default()
+}
+
+/// A power of two of units, of which each has about `each` of `elements`, from 32 to `most`.
+pub(super) fn units<R: CubeRuntime>(client: &ComputeClient<R>, elements: usize, each: usize, most: usize) -> usize {
+    let most = most.min(client.properties().hardware.max_units_per_cube as usize);
+    let most = if most.is_power_of_two() { most } else { most.next_power_of_two() / 2 };
+    elements.div_ceil(each).next_power_of_two().clamp(32.min(most), most)
+}
+
+/// As many cubes as there are items; each takes every `count`-th if that is too many.
+pub(super) fn cubes(items: usize) -> usize {
+    items.clamp(1, CUBES)
+}
+
+/// Units set out over rows and columns: cubes of [`STRIP`] vectors by [`HEIGHT`] rows, one above the other in blocks of
+/// `rows_per_block` rows.
+#[derive(Clone, Copy)]
+pub(super) struct Blocks {
+    pub blocks: usize,
+    pub rows_per_block: usize,
+}
+
+impl Blocks {
+    /// Enough cubes to fill a device with rows of `d` elements, in which no unit has fewer than 4 rows if there are more.
+    pub fn new(rows: usize, d: usize) -> Self {
+        let wanted = 2048usize.div_ceil(d.div_ceil(STRIP * WIDEST).max(1));
+        let most = rows.div_ceil(4 * HEIGHT).clamp(1, CUBES);
+        Self::of(rows, rows.div_ceil(wanted.min(most)))
+    }
+
+    /// Blocks of so many rows, and at least one.
+    fn of(rows: usize, rows_per_block: usize) -> Self {
+        let rows_per_block = rows_per_block.max(1);
+        Self { blocks: rows.div_ceil(rows_per_block).max(1), rows_per_block }
+    }
+
+    /// One block of all rows.
+    pub fn one(rows: usize) -> Self {
+        Self::of(rows, rows)
+    }
+
+    /// Cubes over rows of so many vectors.
+    pub fn count(&self, vectors: usize) -> CubeCount {
+        let strips = vectors.div_ceil(STRIP).try_into().expect("strips of a row are counted in 32 bit");
+        CubeCount::new_2d(strips, self.blocks.try_into().expect("there are at most 65535 blocks"))
+    }
+
+    pub fn dim() -> CubeDim {
+        CubeDim::new_2d(STRIP as u32, HEIGHT as u32)
+    }
+}
+
+/// Zeros beside `like`: what a sum over no rows is.
+pub(super) fn zeros<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
+    let shape = shape.into();
+    if shape.num_elements() == 0 {
+        return empty(like, shape, dtype);
+    }
+    packed(zeros_client(like.client.clone(), like.device.clone(), shape, dtype))
+}
+
+/// The sum of a vector's elements, from the first to the last.
+#[cube]
+pub(super) fn across<N: Size>(vector: Vector<f32, N>) -> f32 {
+    let mut sum = 0.0f32;
+    #[unroll]
+    for k in 0..N::value() {
+        sum += vector[k];
+    }
+    sum
+}
+
+/// The sums of `a` and of `b` over a cube of `units`, a power of two, in every unit; `shared` has two numbers for each.
+///
+/// The order of additions is that of a tree over units, the same on every device.
+#[cube]
+pub(super) fn over_cube(shared: &mut SharedMemory<f32>, a: f32, b: f32, #[comptime] units: usize) -> (f32, f32) {
+    let me = UNIT_POS as usize;
+    shared[me] = a;
+    shared[me + units] = b;
+    sync_cube();
+    let mut half = comptime!(units / 2).runtime();
+    while half > 0 {
+        if me < half {
+            let (other_a, other_b) = (shared[me + half], shared[me + half + units]);
+            shared[me] += other_a;
+            shared[me + units] += other_b;
+        }
+        half /= 2;
+        sync_cube();
+    }
+    let sums = (shared[0], shared[units]);
+    // Nobody writes the next sums before all have read these.
+    sync_cube();
+    sums
+}
+
+/// The sum over the [`HEIGHT`] units above one another, in those of the first row; others have parts of it.
+#[cube]
+pub(super) fn over_height<N: Size>(shared: &mut SharedMemory<Vector<f32, N>>, value: Vector<f32, N>) -> Vector<f32, N> {
+    let me = UNIT_POS as usize;
+    shared[me] = value;
+    sync_cube();
+    let mut half = comptime!(HEIGHT / 2).runtime();
+    while half > 0 {
+        if (UNIT_POS_Y as usize) < half {
+            let other = shared[me + half * STRIP.comptime()];
+            shared[me] += other;
+        }
+        half /= 2;
+        sync_cube();
+    }
+    shared[me]
+}

@@ -1,0 +1,128 @@
+//! Devices: whether they can be had, asked before anything is computed on them, since CubeCL panics where a driver is
+//! missing; and their memory.
+
+use std::any::Any;
+
+use burn_backend::Backend;
+
+/// Memory of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Bytes that tensors of the calling thread's stream hold.
+    pub in_use: u64,
+    /// Bytes taken from the device: by all its users, as the driver of an NVIDIA GPU says; elsewhere by the calling thread's
+    /// stream, for what it holds and what it keeps for later.
+    pub reserved: u64,
+}
+
+/// The memory of a device of `B`; `None` if it computes in the host's memory, or does not answer.
+pub fn memory<B: Backend>(device: &B::Device) -> Option<DeviceMemory> {
+    let device: &dyn Any = device;
+    #[cfg(feature = "cuda")]
+    if let Some(device) = device.downcast_ref::<cubecl::cuda::CudaDevice>() {
+        let in_use = usage::<cubecl::cuda::CudaRuntime>(device)?.in_use;
+        return Some(DeviceMemory { in_use, reserved: cuda_memory_in_use(device.index)? });
+    }
+    #[cfg(feature = "vulkan")]
+    if let Some(device) = device.downcast_ref::<cubecl::wgpu::WgpuDevice>() {
+        return usage::<cubecl::wgpu::WgpuRuntime>(device);
+    }
+    let _ = device;
+    None
+}
+
+/// The number of a device of `B` among the NVIDIA GPUs that the process sees, if it is one.
+pub fn cuda_ordinal<B: Backend>(device: &B::Device) -> Option<usize> {
+    let device: &dyn Any = device;
+    #[cfg(feature = "cuda")]
+    if let Some(device) = device.downcast_ref::<cubecl::cuda::CudaDevice>() {
+        return Some(device.index);
+    }
+    let _ = device;
+    None
+}
+
+fn usage<R: cubecl::Runtime>(device: &R::Device) -> Option<DeviceMemory> {
+    let usage = R::client(device).memory_usage().ok()?;
+    Some(DeviceMemory { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
+}
+
+/// What the driver says is taken of a GPU, by whomever.
+#[cfg(feature = "cuda")]
+fn cuda_memory_in_use(ordinal: usize) -> Option<u64> {
+    use cudarc::driver::result;
+
+    let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
+    // SAFETY: the device is the driver's own, and its primary context is retained by CubeCL, which computes there, for as
+    // long as the process lives; making it current is what CubeCL does on the threads that it uses.
+    let (free, total) = unsafe {
+        let context = result::primary_ctx::retain(device).ok()?;
+        result::ctx::set_current(context).ok()?;
+        let told = result::mem_get_info();
+        result::primary_ctx::release(device).ok()?;
+        told.ok()?
+    };
+    Some((total - free) as u64)
+}
+
+/// Bytes of memory of each NVIDIA GPU that the process may use.
+///
+/// # Errors
+///
+/// What is missing, and what to do.
+#[cfg(feature = "cuda")]
+pub fn cuda() -> Result<Vec<u64>, String> {
+    use cubecl::cuda::install::cuda_path;
+    use cudarc::{driver, nvrtc};
+
+    const OR: &str = "or compute on another backend (cpu)";
+    let version = |error: driver::DriverError| format!("the NVIDIA driver answers {error:?}: update it, {OR}");
+    // SAFETY: opens and closes a library, which runs its initialisers as any program that uses it does.
+    if !unsafe { driver::sys::is_culib_present() } {
+        return Err(format!("no NVIDIA driver was found (libcuda.so): install it, {OR}"));
+    }
+    // SAFETY: as above.
+    if !unsafe { nvrtc::sys::is_culib_present() } || cuda_path().is_none() {
+        return Err(format!(
+            "kernels are compiled on this machine, and CUDA's compiler library (libnvrtc.so) or its headers were not found: \
+             install the CUDA toolkit and set CUDA_PATH to its folder and LD_LIBRARY_PATH to its libraries, {OR}"
+        ));
+    }
+    driver::result::init().map_err(version)?;
+    let count = driver::result::device::get_count().map_err(version)?;
+    if count == 0 {
+        return Err(format!("the NVIDIA driver shows no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, {OR}"));
+    }
+    (0..count)
+        .map(|ordinal| {
+            let device = driver::result::device::get(ordinal).map_err(version)?;
+            // SAFETY: the device is the driver's own.
+            let bytes = unsafe { driver::result::device::total_mem(device) }.map_err(version)?;
+            Ok(bytes as u64)
+        })
+        .collect()
+}
+
+/// Opens the default device of the Vulkan drivers.
+///
+/// # Errors
+///
+/// What is missing, and what to do.
+#[cfg(feature = "vulkan")]
+pub fn vulkan() -> Result<(), String> {
+    use std::panic::{catch_unwind, set_hook, take_hook};
+
+    use cubecl::Runtime;
+    use cubecl::wgpu::WgpuRuntime;
+
+    // The one way to ask is to try, and trying panics.
+    let hook = take_hook();
+    set_hook(Box::new(|_| {}));
+    let opened = catch_unwind(|| drop(WgpuRuntime::client(&Default::default())));
+    set_hook(hook);
+    opened.map_err(|_| {
+        "no device with a Vulkan driver was found: install the driver of the graphics card, or a software one (Debian: \
+         mesa-vulkan-drivers), and look at vulkaninfo; or compute on another backend (cpu)"
+            .to_string()
+    })
+}

@@ -1,0 +1,109 @@
+//! Tensors that threads share.
+
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, TensorMetadata};
+use burn_std::{DType, Shape};
+
+#[cfg(feature = "cubecl")]
+use crate::cube::any::{Memory, into_memory};
+
+/// A tensor that belongs to no thread: each takes a tensor of its own from it.
+///
+/// On devices the operations of a thread are collected before they are sent (by Burn's fusion in a lazy stream for each
+/// thread, by CubeCL in a queue), and burn-fusion 0.21 loses count of a tensor that two streams use: one stream's last use,
+/// or its drop, may run before another's operation on it, which then finds no memory. So what makes the tensor is sent before
+/// it is shared, and what is shared is the device's memory, which CubeCL orders between streams by itself. In the host's
+/// memory this is the tensor.
+#[derive(Debug)]
+pub struct Shared<B: Backend> {
+    shape: Shape,
+    dtype: DType,
+    device: B::Device,
+    held: Held<B>,
+}
+
+enum Held<B: Backend> {
+    Tensor(FloatTensor<B>),
+    #[cfg(feature = "cubecl")]
+    Memory(Box<dyn Memory<B>>),
+}
+
+impl<B: Backend> Shared<B> {
+    /// Shares `tensor`.
+    pub fn new(tensor: FloatTensor<B>) -> Self {
+        Self::many(vec![tensor]).swap_remove(0)
+    }
+
+    /// Shares tensors, which costs what one does.
+    pub fn many(tensors: Vec<FloatTensor<B>>) -> Vec<Self> {
+        let about = |tensor: &FloatTensor<B>| (tensor.shape(), tensor.dtype(), B::float_device(tensor));
+        let abouts: Vec<(Shape, DType, B::Device)> = tensors.iter().map(about).collect();
+        let of = |((shape, dtype, device), held)| Self { shape, dtype, device, held };
+        #[cfg(feature = "cubecl")]
+        let tensors = match into_memory::<B>(tensors) {
+            Ok(memory) => return abouts.into_iter().zip(memory.into_iter().map(Held::Memory)).map(of).collect(),
+            Err(tensors) => tensors,
+        };
+        abouts.into_iter().zip(tensors.into_iter().map(Held::Tensor)).map(of).collect()
+    }
+
+    /// Keeps `tensor` as it is: no other thread may use it than the calling one.
+    pub fn not(tensor: FloatTensor<B>) -> Self {
+        let (shape, dtype, device) = (tensor.shape(), tensor.dtype(), B::float_device(&tensor));
+        Self { shape, dtype, device, held: Held::Tensor(tensor) }
+    }
+
+    /// A tensor of the calling thread's.
+    pub fn tensor(&self) -> FloatTensor<B> {
+        match &self.held {
+            Held::Tensor(tensor) => tensor.clone(),
+            #[cfg(feature = "cubecl")]
+            Held::Memory(memory) => memory.tensor(),
+        }
+    }
+
+    /// The tensor by value: without a second handle, so that the backend may compute in place.
+    pub fn into_tensor(self) -> FloatTensor<B> {
+        match self.held {
+            Held::Tensor(tensor) => tensor,
+            #[cfg(feature = "cubecl")]
+            Held::Memory(memory) => memory.into_tensor(),
+        }
+    }
+
+    /// Its type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Its shape.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &B::Device {
+        &self.device
+    }
+}
+
+impl<B: Backend> Clone for Shared<B> {
+    fn clone(&self) -> Self {
+        let held = match &self.held {
+            Held::Tensor(tensor) => Held::Tensor(tensor.clone()),
+            #[cfg(feature = "cubecl")]
+            Held::Memory(memory) => Held::Memory(memory.duplicate()),
+        };
+        Self { shape: self.shape.clone(), dtype: self.dtype, device: self.device.clone(), held }
+    }
+}
+
+impl<B: Backend> core::fmt::Debug for Held<B> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            Held::Tensor(_) => "a tensor",
+            #[cfg(feature = "cubecl")]
+            Held::Memory(_) => "memory of a device",
+        })
+    }
+}

@@ -1,0 +1,302 @@
+//! Every rule against its formulas.
+
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, DType, TensorMetadata};
+use burn_wgpu::{Vulkan, WgpuRuntime};
+use zero_ops::{GradScale, Update, UpdateItem, UpdateRule, Updated, fused_update};
+
+use crate::{Plain, assert_panics, device, numbers, rounded, supports, tensor, values};
+
+/// One step by the formulas, each operation rounded to fp32.
+fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut [Vec<f32>]) {
+    let Update { rule, lr, time, fresh } = update;
+    let (lr_32, time) = (lr as f32, time as i32);
+    let kept = |weight_decay: f32| (1.0 - lr * f64::from(weight_decay)) as f32;
+    for i in 0..p.len() {
+        let g = g[i] * scale;
+        let was = |states: &[Vec<f32>], k: usize| if fresh { 0.0 } else { states[k][i] };
+        match rule {
+            UpdateRule::AdamW { beta_1, beta_2, epsilon, weight_decay }
+            | UpdateRule::Adam { beta_1, beta_2, epsilon, weight_decay } => {
+                let decoupled = matches!(rule, UpdateRule::AdamW { .. });
+                let g = if decoupled { g } else { g + p[i] * weight_decay };
+                let m = was(states, 0) * beta_1 + g * (1.0 - beta_1);
+                let v = was(states, 1) * beta_2 + g * g * (1.0 - beta_2);
+                (states[0][i], states[1][i]) = (m, v);
+                let (c1, c2) = (1.0 - beta_1.powi(time), 1.0 - beta_2.powi(time));
+                let delta = (m / c1) / ((v / c2).sqrt() + epsilon);
+                p[i] = if decoupled { p[i] * kept(weight_decay) } else { p[i] } - delta * lr_32;
+            }
+            UpdateRule::Sgd { momentum, nesterov, weight_decay } => {
+                let g = g + p[i] * weight_decay;
+                let mut step = g;
+                if momentum != 0.0 {
+                    let b = was(states, 0) * momentum + g;
+                    states[0][i] = b;
+                    step = if nesterov { g + b * momentum } else { b };
+                }
+                p[i] -= step * lr_32;
+            }
+            UpdateRule::Lion { beta_1, beta_2, weight_decay } => {
+                let m = was(states, 0);
+                let towards = m * beta_1 + g * (1.0 - beta_1);
+                let sign = if towards == 0.0 { 0.0 } else { towards.signum() };
+                p[i] = p[i] * kept(weight_decay) - sign * lr_32;
+                states[0][i] = m * beta_2 + g * (1.0 - beta_2);
+            }
+            UpdateRule::Adagrad { epsilon, weight_decay } => {
+                let g = g + p[i] * weight_decay;
+                let s = was(states, 0) + g * g;
+                states[0][i] = s;
+                p[i] -= g / (s.sqrt() + epsilon) * lr_32;
+            }
+        }
+    }
+}
+
+const RULES: [UpdateRule; 8] = [
+    UpdateRule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 },
+    UpdateRule::Adam { beta_1: 0.8, beta_2: 0.99, epsilon: 1e-6, weight_decay: 0.1 },
+    UpdateRule::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.1 },
+    UpdateRule::Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.0 },
+    UpdateRule::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1 },
+    UpdateRule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.1 },
+    UpdateRule::Adagrad { epsilon: 1e-10, weight_decay: 0.1 },
+    UpdateRule::AdamW { beta_1: 0.95, beta_2: 0.95, epsilon: 1e-3, weight_decay: 0.0 },
+];
+
+const LENGTHS: [usize; 8] = [1, 2, 3, 31, 1000, 4097, 70_001, 65_536];
+
+/// Each operation agrees to one rounding of its device's division and square root.
+fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (got - expected).abs();
+        assert!(error <= 1e-6 * expected.abs().max(1e-2), "{what}[{i}]: {got}, expected {expected}");
+    }
+}
+
+/// An item on the device, and the same in plain Rust.
+struct Mirror<B: Backend> {
+    rule: UpdateRule,
+    /// `None` while it is away.
+    on_device: Option<Updated<FloatTensor<B>>>,
+    p: Vec<f32>,
+    states: Vec<Vec<f32>>,
+    gradient: DType,
+    copy: Option<DType>,
+}
+
+impl<B: Backend> Mirror<B> {
+    fn new(len: usize, seed: u64, rule: UpdateRule, gradient: DType, copy: Option<DType>) -> Self {
+        let p = numbers(len, seed);
+        let on_device = Updated {
+            parameter: tensor::<B>(p.clone(), DType::F32),
+            states: Vec::new(),
+            copy: copy.map(|copy| tensor::<B>(vec![7.0; len], copy)),
+        };
+        Self { rule, on_device: Some(on_device), states: vec![vec![0.0; len]; rule.states()], p, gradient, copy }
+    }
+}
+
+/// Steps all items together, and compares everything after each step.
+fn steps<B: Backend>(mut all: Vec<Mirror<B>>, scale: f32, by_tensor: bool) {
+    for time in 1..=4 {
+        let mut items = Vec::new();
+        for (i, mirror) in all.iter_mut().enumerate() {
+            let update = Update { rule: mirror.rule, lr: 1e-2 / time as f64, time, fresh: time == 1 };
+            let g = rounded(&numbers(mirror.p.len(), (100 * time + i) as u64), mirror.gradient);
+            let gradient = tensor::<B>(g.clone(), mirror.gradient);
+            let Updated { parameter, states, copy } = mirror.on_device.take().unwrap();
+            items.push(UpdateItem { update, parameter, gradient, states, copy });
+            reference(update, scale, &mut mirror.p, &g, &mut mirror.states);
+        }
+        let scale = match by_tensor {
+            true => GradScale::Tensor(tensor::<B>(vec![scale], DType::F32)),
+            false => GradScale::Number(scale),
+        };
+        let updated = fused_update::<B>(items, scale).unwrap_or_else(|_| panic!("the tensors are CubeCL's"));
+        assert_eq!(updated.len(), all.len());
+        for (i, (mirror, updated)) in all.iter_mut().zip(updated).enumerate() {
+            let what =
+                |part: &str| format!("step {time}, {part} of item {i}, {} elements, {:?}", mirror.p.len(), mirror.rule);
+            let got = values::<B>(updated.parameter.clone());
+            assert_close(&what("parameter"), &got, &mirror.p);
+            assert_eq!(updated.states.len(), mirror.states.len(), "{}", what("states"));
+            for (state, expected) in updated.states.iter().zip(&mirror.states) {
+                assert_close(&what("state"), &values::<B>(state.clone()), expected);
+            }
+            assert_eq!(updated.copy.is_some(), mirror.copy.is_some());
+            if let (Some(copy), Some(dtype)) = (&updated.copy, mirror.copy) {
+                assert_eq!(copy.dtype(), dtype);
+                let ulp = if dtype == DType::F16 { 1e-3 } else { 8e-3 };
+                for (copied, exact) in values::<B>(copy.clone()).iter().zip(&got) {
+                    assert!((copied - exact).abs() <= ulp * exact.abs().max(1e-4), "{}", what("copy"));
+                }
+            }
+            // What was compared is exact from here on, so that steps are compared one by one.
+            mirror.p = got;
+            mirror.states = updated.states.iter().map(|state| values::<B>(state.clone())).collect();
+            mirror.on_device = Some(updated);
+        }
+    }
+}
+
+fn all_rules_and_lengths<B: Backend>() {
+    for (r, rule) in RULES.into_iter().enumerate() {
+        let items = LENGTHS.iter().enumerate().map(|(i, &len)| Mirror::new(len, i as u64, rule, DType::F32, None));
+        steps::<B>(items.collect(), if r % 2 == 0 { 1.0 } else { 0.37 }, r % 3 == 0);
+    }
+}
+
+#[test]
+fn every_rule_at_every_length() {
+    all_rules_and_lengths::<Plain>();
+}
+
+#[test]
+fn every_rule_at_every_length_with_fusion() {
+    all_rules_and_lengths::<Vulkan>();
+}
+
+/// From 1 to 40 items, of several rules in one call: groups of every size.
+#[test]
+fn few_and_many_items() {
+    for count in [1, 2, 5, 17, 40] {
+        let items = (0..count).map(|i| {
+            let rule = if count == 40 { RULES[i % RULES.len()] } else { RULES[0] };
+            Mirror::new(LENGTHS[i % 6] + i / 6, i as u64, rule, DType::F32, None)
+        });
+        steps::<Vulkan>(items.collect(), 0.5, count % 2 == 0);
+    }
+}
+
+fn in_16_bit<B: Backend>(dtype: DType) {
+    if !supports::<B>(dtype) {
+        return;
+    }
+    for (gradient, copy) in [(dtype, None), (dtype, Some(dtype)), (DType::F32, Some(dtype))] {
+        let items = LENGTHS.iter().enumerate().map(|(i, &len)| Mirror::new(len, i as u64, RULES[0], gradient, copy));
+        steps::<B>(items.collect(), 0.25, true);
+    }
+}
+
+#[test]
+fn gradients_and_copies_in_f16() {
+    in_16_bit::<Plain>(DType::F16);
+    in_16_bit::<Vulkan>(DType::F16);
+}
+
+#[test]
+fn gradients_and_copies_in_bf16() {
+    in_16_bit::<Plain>(DType::BF16);
+    in_16_bit::<Vulkan>(DType::BF16);
+}
+
+fn item<B: Backend>(len: usize, fresh: bool) -> UpdateItem<FloatTensor<B>> {
+    let of = |seed| tensor::<B>(numbers(len, seed), DType::F32);
+    UpdateItem {
+        update: Update { rule: RULES[0], lr: 0.1, time: 3, fresh },
+        parameter: of(1),
+        gradient: of(2),
+        // Positive, as second moments are.
+        states: vec![of(3), tensor::<B>(numbers(len, 4).iter().map(|x| x.abs()).collect(), DType::F32)],
+        copy: None,
+    }
+}
+
+fn shared_tensors_stay<B: Backend>() {
+    for (len, fresh) in [(1000, false), (4097, true)] {
+        let given = item::<B>(len, fresh);
+        let expected: Vec<Vec<f32>> = [&given.parameter, &given.gradient, &given.states[0], &given.states[1]]
+            .map(|x| values::<B>(x.clone()))
+            .to_vec();
+        let kept = given.clone();
+        let [first] = fused_update::<B>(vec![given], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
+        let [second] = fused_update::<B>(vec![kept.clone()], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
+        let changed = values::<B>(first.parameter.clone());
+        assert_ne!(changed, expected[0], "the parameter was updated");
+        for (x, expected) in [kept.parameter, kept.gradient].into_iter().chain(kept.states).zip(expected) {
+            assert_eq!(values::<B>(x), expected, "what another holds is not changed");
+        }
+        let bits = |x: FloatTensor<B>| values::<B>(x).iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(first.parameter), bits(second.parameter), "the same step gives the same bits");
+    }
+}
+
+#[test]
+fn what_others_hold_is_not_changed() {
+    shared_tensors_stay::<Plain>();
+    shared_tensors_stay::<Vulkan>();
+}
+
+#[test]
+fn what_nobody_else_holds_is_updated_in_place() {
+    let memory = |x: &FloatTensor<Plain>| {
+        // The device's thread gives the handle its place.
+        <Plain as Backend>::sync(&device::<Plain>()).unwrap();
+        format!("{:?}", x.handle.memory)
+    };
+    let given = item::<Plain>(4097, false);
+    let before = [&given.parameter, &given.states[0], &given.states[1]].map(memory);
+    let shared = item::<Plain>(4097, false);
+    let (held, shared_before) = (shared.parameter.clone(), memory(&shared.parameter));
+    let [updated, other] =
+        fused_update::<Plain>(vec![given, shared], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
+    assert_eq!([&updated.parameter, &updated.states[0], &updated.states[1]].map(memory), before);
+    assert_ne!(memory(&other.parameter), shared_before, "a parameter that another holds moves");
+    drop(held);
+}
+
+/// With fusion handles are out of reach; memory that the device has handed out is not.
+#[test]
+fn in_place_with_fusion_too() {
+    let in_use = || {
+        <Vulkan as Backend>::sync(&device::<Vulkan>()).unwrap();
+        let client = <WgpuRuntime as burn_cubecl::cubecl::Runtime>::client(&device::<Vulkan>());
+        client.memory_usage().unwrap().bytes_in_use
+    };
+    const LEN: usize = 1 << 20;
+    let mut given = item::<Vulkan>(LEN, false);
+    let gradient = given.gradient.clone();
+    let before = in_use();
+    assert!(before >= 4 * 4 * LEN as u64, "{before} bytes are in use on this thread's stream");
+    for _ in 0..3 {
+        let update = given.update;
+        let [Updated { parameter, states, copy }] =
+            fused_update::<Vulkan>(vec![given], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
+        given = UpdateItem { update, parameter, gradient: gradient.clone(), states, copy };
+        assert!(in_use() <= before + 4 * LEN as u64 / 2, "no tensor was made: {} bytes, {before} before", in_use());
+    }
+}
+
+#[test]
+fn nothing_and_tensors_of_no_elements() {
+    assert!(fused_update::<Plain>(Vec::new(), GradScale::Number(1.0)).ok().unwrap().is_empty());
+    let items = vec![item::<Plain>(0, false), item::<Plain>(5, false)];
+    let updated = fused_update::<Plain>(items, GradScale::Number(1.0)).ok().unwrap();
+    assert_eq!(updated.iter().map(|one| one.parameter.shape().num_elements()).collect::<Vec<_>>(), [0, 5]);
+}
+
+#[test]
+fn other_types_are_given_back() {
+    let mut of_integers = item::<Plain>(5, false);
+    of_integers.parameter.dtype = DType::F64;
+    assert!(fused_update::<Plain>(vec![of_integers], GradScale::Number(1.0)).is_err());
+}
+
+#[test]
+#[cfg(feature = "flex")]
+fn tensors_of_other_backends_are_given_back() {
+    type Flex = burn_flex::Flex;
+    let expected = values::<Flex>(item::<Flex>(9, false).parameter);
+    let (items, _) = fused_update::<Flex>(vec![item::<Flex>(9, false)], GradScale::Number(1.0)).unwrap_err();
+    assert_eq!(values::<Flex>(items[0].parameter.clone()), expected);
+}
+
+#[test]
+fn lengths_that_differ_are_refused() {
+    let mut item = item::<Plain>(5, false);
+    item.gradient = tensor::<Plain>(vec![0.0; 6], DType::F32);
+    assert_panics("elements of a gradient", || drop(fused_update::<Plain>(vec![item], GradScale::Number(1.0))));
+}

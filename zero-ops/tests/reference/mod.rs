@@ -1,0 +1,175 @@
+//! The operations as plain loops in f64.
+
+use zero_ops::Gelu;
+
+/// `len` numbers in `[-1, 1)`, the same for the same seed.
+pub fn numbers(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+/// Panics unless every value is within `tolerance` of what is expected, relative to the largest (or to 1 if smaller).
+pub fn assert_close(what: &str, got: &[f32], expected: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(1f64, |scale, value| scale.max(value.abs()));
+    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let error = (f64::from(*got) - expected).abs();
+        assert!(error <= tolerance * scale, "{what}[{i}]: {got}, expected {expected}");
+    }
+}
+
+fn wide(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|value| f64::from(*value)).collect()
+}
+
+pub struct LayerNorm {
+    pub out: Vec<f64>,
+    pub mean: Vec<f64>,
+    pub rstd: Vec<f64>,
+}
+
+pub fn layer_norm(x: &[f32], gamma: &[f32], beta: Option<&[f32]>, d: usize, epsilon: f64) -> LayerNorm {
+    layer_norm_of(&wide(x), &wide(gamma), beta.map(wide).as_deref(), d, epsilon)
+}
+
+pub fn layer_norm_of(x: &[f64], gamma: &[f64], beta: Option<&[f64]>, d: usize, epsilon: f64) -> LayerNorm {
+    let mut made = LayerNorm { out: vec![], mean: vec![], rstd: vec![] };
+    for row in x.chunks(d) {
+        let mean = row.iter().sum::<f64>() / d as f64;
+        let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / d as f64;
+        let rstd = 1.0 / (variance + epsilon).sqrt();
+        made.out.extend((0..d).map(|i| (row[i] - mean) * rstd * gamma[i] + beta.map_or(0.0, |beta| beta[i])));
+        made.mean.push(mean);
+        made.rstd.push(rstd);
+    }
+    made
+}
+
+pub struct LayerNormGradients {
+    pub dx: Vec<f64>,
+    pub d_gamma: Vec<f64>,
+    pub d_beta: Vec<f64>,
+}
+
+pub fn layer_norm_backward(x: &[f32], gamma: &[f32], grad: &[f32], d: usize, epsilon: f64) -> LayerNormGradients {
+    let (gamma, grad) = (wide(gamma), wide(grad));
+    let normed = layer_norm_of(&wide(x), &vec![1.0; d], None, d, epsilon);
+    let mut made = LayerNormGradients { dx: vec![], d_gamma: vec![0.0; d], d_beta: vec![0.0; d] };
+    for ((normed, grad), rstd) in normed.out.chunks(d).zip(grad.chunks(d)).zip(&normed.rstd) {
+        let inner: Vec<f64> = grad.iter().zip(&gamma).map(|(grad, gamma)| grad * gamma).collect();
+        let mean = inner.iter().sum::<f64>() / d as f64;
+        let along = inner.iter().zip(normed).map(|(inner, normed)| inner * normed).sum::<f64>() / d as f64;
+        for i in 0..d {
+            made.dx.push((inner[i] - mean - normed[i] * along) * rstd);
+            made.d_gamma[i] += grad[i] * normed[i];
+            made.d_beta[i] += grad[i];
+        }
+    }
+    made
+}
+
+/// The error function to about 1e-15: its series where that converges, else the continued fraction of its complement.
+fn erf(x: f64) -> f64 {
+    let a = x.abs();
+    let y = if a < 3.0 {
+        let (mut term, mut sum, mut n) = (a, a, 0.0);
+        while term.abs() > 1e-18 * sum {
+            n += 1.0;
+            term *= -a * a / n;
+            sum += term / (2.0 * n + 1.0);
+        }
+        sum * std::f64::consts::FRAC_2_SQRT_PI
+    } else {
+        let fraction = (1..=80).rev().fold(0.0, |f, k| f64::from(k) / 2.0 / (a + f));
+        1.0 - (-a * a).exp() / std::f64::consts::PI.sqrt() / (a + fraction)
+    };
+    y.copysign(x)
+}
+
+/// The function's value and slope.
+fn gelu_at(kind: Gelu, x: f64) -> (f64, f64) {
+    match kind {
+        Gelu::Tanh => {
+            let root = (2.0 / std::f64::consts::PI).sqrt();
+            let tanh = (root * (x + 0.044715 * x.powi(3))).tanh();
+            let slope = root * (1.0 + 3.0 * 0.044715 * x * x);
+            (0.5 * x * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope)
+        }
+        Gelu::Erf => {
+            let below = 0.5 * (1.0 + erf(x * std::f64::consts::FRAC_1_SQRT_2));
+            let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            (x * below, below + x * density)
+        }
+    }
+}
+
+fn biased(x: &[f64], bias: Option<&[f64]>, f: usize) -> Vec<f64> {
+    x.iter().enumerate().map(|(i, x)| x + bias.map_or(0.0, |bias| bias[i % f])).collect()
+}
+
+pub fn gelu(kind: Gelu, x: &[f32], bias: Option<&[f32]>, f: usize) -> Vec<f64> {
+    gelu_of(kind, &wide(x), bias.map(wide).as_deref(), f)
+}
+
+pub fn gelu_of(kind: Gelu, x: &[f64], bias: Option<&[f64]>, f: usize) -> Vec<f64> {
+    biased(x, bias, f).into_iter().map(|x| gelu_at(kind, x).0).collect()
+}
+
+pub struct GeluGradients {
+    pub dx: Vec<f64>,
+    pub d_bias: Option<Vec<f64>>,
+}
+
+pub fn gelu_backward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, grad: &[f32], f: usize) -> GeluGradients {
+    let x = biased(&wide(x), bias.map(wide).as_deref(), f);
+    let dx: Vec<f64> = x.iter().zip(wide(grad)).map(|(x, grad)| grad * gelu_at(kind, *x).1).collect();
+    let d_bias = bias.map(|_| sums_of(&dx, f));
+    GeluGradients { dx, d_bias }
+}
+
+pub fn column_sums(x: &[f32], f: usize) -> Vec<f64> {
+    sums_of(&wide(x), f)
+}
+
+fn sums_of(x: &[f64], f: usize) -> Vec<f64> {
+    (0..f).map(|column| x.iter().skip(column).step_by(f).sum()).collect()
+}
+
+pub struct Gradients {
+    pub loss: f64,
+    pub dx: Vec<f64>,
+    pub d_weight: Vec<f64>,
+}
+
+pub fn cross_entropy(x: &[f32], weight: &[f32], ids: &[i64], ignored: Option<i64>, d: usize) -> Gradients {
+    cross_entropy_of(&wide(x), &wide(weight), ids, ignored, d)
+}
+
+pub fn cross_entropy_of(x: &[f64], weight: &[f64], ids: &[i64], ignored: Option<i64>, d: usize) -> Gradients {
+    let mut made = Gradients { loss: 0.0, dx: vec![0.0; x.len()], d_weight: vec![0.0; weight.len()] };
+    let counted = ids.iter().filter(|id| Some(**id) != ignored).count().max(1) as f64;
+    for ((x, dx), id) in x.chunks(d).zip(made.dx.chunks_mut(d)).zip(ids) {
+        if Some(*id) == ignored {
+            continue;
+        }
+        let target = usize::try_from(*id).unwrap();
+        let logits: Vec<f64> =
+            weight.chunks(d).map(|weight| weight.iter().zip(x).map(|(weight, x)| weight * x).sum()).collect();
+        let largest = logits.iter().fold(f64::NEG_INFINITY, |largest, logit| largest.max(*logit));
+        let lse = logits.iter().map(|logit| (logit - largest).exp()).sum::<f64>().ln() + largest;
+        made.loss += (lse - logits[target]) / counted;
+        for (column, logit) in logits.iter().enumerate() {
+            let share = ((logit - lse).exp() - f64::from(u8::from(column == target))) / counted;
+            for i in 0..d {
+                dx[i] += share * weight[column * d + i];
+                made.d_weight[column * d + i] += share * x[i];
+            }
+        }
+    }
+    made
+}
