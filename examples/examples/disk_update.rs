@@ -66,7 +66,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let tensors = args.next().map_or(Ok(192), |millions| millions.parse::<usize>())? * 1_000_000 / TENSOR;
     let rounds: usize = args.next().map_or(Ok(5), |rounds| rounds.parse())?;
     let disk = Disk { path: folder.clone(), ..Disk::default() };
-    let offload = Offload { optimizer: Tier::Disk, parameters: Tier::Disk, disk: disk.clone() };
+    let offload = Offload { optimizer: Tier::Disk, parameters: Tier::Disk, disk: disk.clone(), ..Offload::default() };
     let config = ZeroConfig { offload, ..ZeroConfig::new(Stage::Parameters) };
     let launched = launch::<Flex, _, String>(RANKS, &config, &Default::default(), |device| {
         let told = |error: DiskError| error.to_string();

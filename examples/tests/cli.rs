@@ -231,6 +231,13 @@ fn bad_options_are_refused() {
     refused(&["--model", "tiny", "--beta2", "1"], "--beta2 1: expected 0 or more and less than 1");
     refused(&["--model", "tiny", "--batch", "two"], "invalid value 'two'");
     refused(&["--model", "tiny", "--rank", "2"], "unexpected argument '--rank'");
+    refused(&["--model", "tiny", "--backend", "tpu"], "invalid value 'tpu'");
+    let to_host = ["--model", "tiny", "--offload", "optimizer", "--offload-to", "host"];
+    refused(&to_host, "--offload-to host: expected disk: the cpu backend computes in the host's memory");
+    if cfg!(not(feature = "cuda")) {
+        let expected = "--backend cuda: this program was built without it: build it with `--features cuda`";
+        refused(&["--model", "tiny", "--backend", "cuda"], expected);
+    }
     refused(&["--model", "gpt2-10b", "--offload", "none", "--memory", "20GiB"], "does not fit");
     refused(&["--model", "tiny", "--memory", "much"], "--memory much: ");
 }

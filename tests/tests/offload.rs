@@ -77,7 +77,7 @@ fn bits(engine: &Engine) -> Vec<Vec<u32>> {
 fn disk(path: &Path) -> Disk {
     // So small that every tensor is in several stretches, and everything is on the disk.
     let aio = AioOptions { block_size: 16 << 10, ..AioOptions::default() };
-    Disk { path: path.into(), aio, buffer_count: 7, buffer_bytes: 64 << 10, min_bytes: 1, ..Disk::default() }
+    Disk { path: path.into(), aio, buffer_count: 7, buffer_bytes: 64 << 10, ..Disk::default() }
 }
 
 fn tiers(stage: Stage) -> Vec<(Tier, Tier)> {
@@ -111,7 +111,8 @@ fn compare(name: &str, run: &Run, rule: Rule, accumulation: usize) -> usize {
     let mut combinations = 0;
     for (optimizer, parameters) in tiers(run.zero.stage) {
         let dir = tempfile::tempdir().unwrap();
-        let (got, got_state, got_bytes) = run_with(Offload { optimizer, parameters, disk: disk(dir.path()) });
+        let (got, got_state, got_bytes) =
+            run_with(Offload { optimizer, parameters, min_bytes: 1, disk: disk(dir.path()) });
         let name = format!("{name}, {} rank(s), stage {}, {optimizer:?}, {parameters:?}", run.ranks, run.zero.stage);
         assert_eq!(got, losses, "{name}");
         assert!(got_state == state, "{name}: the state at the end differs");
@@ -161,7 +162,7 @@ fn checkpoints_go_from_tier_to_tier() {
     });
     let swap = tempfile::tempdir().unwrap();
     let saves = tempfile::tempdir().unwrap();
-    let offload = |tier| Offload { optimizer: tier, parameters: tier, disk: disk(swap.path()) };
+    let offload = |tier| Offload { optimizer: tier, parameters: tier, min_bytes: 1, disk: disk(swap.path()) };
     for (from, to) in [(&memory, &both), (&both, &memory), (&both, &both)] {
         let mut run = from.0.clone();
         run.zero.offload = offload(from.1);
@@ -197,7 +198,8 @@ fn all_the_room_is_taken_before_the_first_step() {
         // Wider than what a file grows by at a time, so that a need for more would be seen.
         run.model.n_embd = 768;
         run.model.n_layer = 1;
-        run.zero.offload = Offload { optimizer, parameters, disk: Disk { buffer_bytes: 1 << 20, ..disk(dir.path()) } };
+        run.zero.offload =
+            Offload { optimizer, parameters, min_bytes: 1, disk: Disk { buffer_bytes: 1 << 20, ..disk(dir.path()) } };
         on_ranks(run.ranks, &run.zero, |device| {
             let mut engine = engine(&run, Rule::adamw(), 1, &device);
             let begun = disk_bytes::<Flex>();
@@ -255,8 +257,12 @@ fn what_cannot_work_is_refused() {
         assert!(error.contains(expected), "{expected} in {error}");
     };
     let dir = tempfile::tempdir().unwrap();
-    let on = |optimizer, parameters, disk| Offload { optimizer, parameters, disk };
-    refused(Stage::Gradients, on(Tier::Memory, Tier::Disk, disk(dir.path())), "only be kept on a disk at stage 3");
+    let on = |optimizer, parameters, disk| Offload { optimizer, parameters, min_bytes: 1, disk };
+    refused(
+        Stage::Gradients,
+        on(Tier::Memory, Tier::Disk, disk(dir.path())),
+        "only be kept on a disk or in the host's memory at stage 3",
+    );
     refused(Stage::DataParallel, on(Tier::Disk, Tier::Memory, disk(dir.path())), "from stage 1 on");
     refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, Disk::default()), "name a folder on a fast disk");
     let few = Disk { buffer_count: 5, ..disk(dir.path()) };
@@ -305,5 +311,5 @@ fn weights_that_are_changed_between_steps_are_updated_from_the_disk_too() {
     let dir = tempfile::tempdir().unwrap();
     // As many buffers as two items have arrays on the disk, and little patience.
     let disk = Disk { buffer_count: 6, limit: std::time::Duration::from_secs(10), ..disk(dir.path()) };
-    assert_eq!(run_with(Offload { optimizer: Tier::Disk, parameters: Tier::Disk, disk }), memory);
+    assert_eq!(run_with(Offload { optimizer: Tier::Disk, parameters: Tier::Disk, min_bytes: 1, disk }), memory);
 }

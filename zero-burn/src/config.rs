@@ -51,20 +51,37 @@ pub enum Tier {
     /// In the device's memory; on the CPU backend that is the host's.
     #[default]
     Memory,
+    /// In the host's memory, and computed on by the processor; on the CPU backend as [`Tier::Memory`].
+    Host,
     /// In a file, see [`Disk`].
     Disk,
 }
 
 /// Where each kind of model state is kept.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
-    /// Optimizer state, and gradients from their reduction to the update; from stage 1 on (gradients from stage 2 on).
-    /// DeepSpeed's `offload_optimizer`.
+    /// Optimizer state, and gradients from their reduction to the update: on a disk from stage 1 on (gradients from stage 2
+    /// on), in the host's memory at every stage (gradients from stage 1 on). DeepSpeed's `offload_optimizer`.
     pub optimizer: Tier,
     /// Parameters, at stage 3. DeepSpeed's `offload_param`.
     pub parameters: Tier,
+    /// Pieces of fewer bytes stay where the backend computes: moving them would cost more than they take. Default 64 KiB.
+    pub min_bytes: usize,
     /// How the disk is used.
     pub disk: Disk,
+}
+
+impl Default for Offload {
+    fn default() -> Self {
+        Self { optimizer: Tier::default(), parameters: Tier::default(), min_bytes: 64 << 10, disk: Disk::default() }
+    }
+}
+
+impl Offload {
+    /// Whether something is kept in this tier.
+    pub fn uses(&self, tier: Tier) -> bool {
+        [self.optimizer, self.parameters].contains(&tier)
+    }
 }
 
 /// How a disk is used; each rank has a file and buffers of its own.
@@ -83,11 +100,9 @@ pub struct Disk {
     /// Most elements of a stretch of an update, whose arrays are read, computed and written together; no more than a buffer
     /// has. DeepSpeed's `sub_group_size`.
     pub sub_group_size: usize,
-    /// Elements of this rank's parameters that stay in memory all the same, in the order of their birth. Default 0;
+    /// Elements of this rank's parameters that stay in the host's memory all the same, in the order of their birth. Default 0;
     /// DeepSpeed's `max_in_cpu`, whose default is 1,000,000,000.
     pub max_in_memory: usize,
-    /// Pieces of fewer bytes stay in memory: moving them would cost more than they take. Default 64 KiB.
-    pub min_bytes: usize,
     /// Later stretches are read while one is computed.
     pub pipeline_read: bool,
     /// Stretches are written while later ones are computed.
@@ -106,7 +121,6 @@ impl Default for Disk {
             pin_memory: false,
             sub_group_size: usize::MAX,
             max_in_memory: 0,
-            min_bytes: 64 << 10,
             pipeline_read: true,
             pipeline_write: true,
             limit: Duration::from_secs(600),
@@ -187,8 +201,11 @@ impl ZeroConfig {
         }
         let offload = &self.offload;
         let refuse = |key, expected| Err(ConfigError::Offload { key, expected });
-        if offload.parameters == Tier::Disk && !self.stage.shards_parameters() {
-            return refuse("parameters", "parameters can only be kept on a disk at stage 3, where they are sharded");
+        if offload.parameters != Tier::Memory && !self.stage.shards_parameters() {
+            return refuse(
+                "parameters",
+                "parameters can only be kept on a disk or in the host's memory at stage 3, where they are sharded",
+            );
         }
         if offload.optimizer == Tier::Disk && !self.stage.shards_optimizer() {
             return refuse(
@@ -196,7 +213,7 @@ impl ZeroConfig {
                 "optimizer state can only be kept on a disk from stage 1 on, where it is sharded",
             );
         }
-        if (offload.optimizer, offload.parameters) != (Tier::Memory, Tier::Memory) {
+        if offload.uses(Tier::Disk) {
             if offload.disk.path.as_os_str().is_empty() {
                 return refuse("disk.path", "name a folder on a fast disk");
             }

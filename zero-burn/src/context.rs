@@ -11,22 +11,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
 use burn_backend::distributed::DistributedParamId;
-use burn_backend::{Backend, Distribution, TensorData};
+use burn_backend::{Backend, Distribution, StreamId, TensorData};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::{Gauge, WireCounter};
 use zero_core::collective::threads::{Stopped, alone};
 use zero_core::window::{Key, Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
+use zero_ops::Shared;
 
-use crate::config::{Offload, Tier, ZeroConfig};
+use crate::config::{Tier, ZeroConfig};
 use crate::gather::Gatherer;
 use crate::optim::disk::Updates;
 use crate::pieces::RandomState;
 use crate::random::{Stream, sign};
 use crate::reduce::{Reducer, Settled};
 use crate::shard::{Cell, Kind};
-use crate::tier::{Disk, or_stop};
+use crate::tier::{Disk, Home, or_stop};
 
 /// A parameter's identity, the same on every rank: its number is the order of its birth.
 pub(crate) struct Slot<B: Backend> {
@@ -95,6 +96,8 @@ pub(crate) struct Gauges {
     /// Whole gradients on their way to being reduced, at the stages that shard gradients.
     pub(crate) in_flight: Gauge,
     pub(crate) gathered: Gauge,
+    /// What is kept in the host's memory in place of the backend's.
+    pub(crate) host: Gauge,
 }
 
 pub(crate) struct Context<B: Backend> {
@@ -142,6 +145,8 @@ thread_local! {
 #[derive(Clone)]
 struct Installed {
     rank: usize,
+    /// The inner backend's.
+    device: Arc<dyn Any + Send + Sync>,
     context: Arc<dyn Any + Send + Sync>,
 }
 
@@ -151,6 +156,11 @@ static LONE: LazyLock<Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>> = Lazy
 /// The rank of this thread, 0 outside of a launch.
 pub(crate) fn current_rank() -> usize {
     CURRENT.with_borrow(|current| current.as_ref().map_or(0, |installed| installed.rank))
+}
+
+/// The inner device of this thread's rank, if it is of this type.
+pub(crate) fn current_device<D: Clone + 'static>() -> Option<D> {
+    CURRENT.with_borrow(|current| current.as_ref()?.device.downcast_ref::<D>().cloned())
 }
 
 /// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed.
@@ -197,13 +207,12 @@ impl<B: Backend> Context<B> {
         window: Window<Cell<B>>,
     ) -> Result<Arc<Self>, CommError> {
         let (rank, world) = (comm.rank(), comm.world());
-        let reducer = if world > 1 { Some(Reducer::spawn(comm.duplicate("gradients")?, &config)) } else { None };
-        let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
-        let Offload { optimizer, parameters, disk } = &config.offload;
-        let disk = match (optimizer, parameters) {
-            (Tier::Memory, Tier::Memory) => None,
-            _ => Some(or_stop(Disk::open(rank, disk))),
+        let reducer = match world > 1 {
+            true => Some(Reducer::spawn(comm.duplicate("gradients")?, &config, &device)?),
+            false => None,
         };
+        let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
+        let disk = config.offload.uses(Tier::Disk).then(|| or_stop(Disk::open(rank, &config.offload.disk)));
         let wire = comm.wire().clone();
         Ok(Self::build(config, device, rank, world, wire, window, reducer, main, disk))
     }
@@ -220,6 +229,7 @@ impl<B: Backend> Context<B> {
         main: Option<Arc<dyn Collective>>,
         disk: Option<Arc<Disk>>,
     ) -> Arc<Self> {
+        let offloads = disk.is_some() || (config.offload.uses(Tier::Host) && !zero_ops::is_host::<B>());
         Arc::new(Self {
             rank,
             world,
@@ -243,7 +253,7 @@ impl<B: Backend> Context<B> {
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
             resident_elements: AtomicU64::new(0),
-            updates: disk.is_some().then(|| Updates::new(rank)),
+            updates: offloads.then(|| Updates::new(rank)),
             disk,
         })
     }
@@ -269,8 +279,28 @@ impl<B: Backend> Context<B> {
 
     /// Makes this the context of the current thread until the guard is dropped.
     pub(crate) fn install(self: &Arc<Self>) -> InstallGuard<B> {
-        CURRENT.set(Some(Installed { rank: self.rank, context: self.clone() }));
+        let device = Arc::new(self.device.clone());
+        CURRENT.set(Some(Installed { rank: self.rank, device, context: self.clone() }));
         InstallGuard(self.clone())
+    }
+
+    /// A tensor as a cell keeps it. A lone rank that updates nothing beside its own thread uses it on that alone.
+    pub(crate) fn share(&self, tensor: B::FloatTensorPrimitive) -> Shared<B> {
+        if self.is_on_several_threads() { Shared::new(tensor) } else { Shared::not(tensor) }
+    }
+
+    /// [`Context::share`] for many, which costs what one does.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn share_many(&self, tensors: Vec<B::FloatTensorPrimitive>) -> Vec<Shared<B>> {
+        if self.is_on_several_threads() {
+            Shared::many(tensors)
+        } else {
+            tensors.into_iter().map(Shared::not).collect()
+        }
+    }
+
+    fn is_on_several_threads(&self) -> bool {
+        self.world > 1 || self.updates.is_some()
     }
 
     // ---- parameters ----
@@ -329,16 +359,33 @@ impl<B: Backend> Context<B> {
         self.ids.lock().get(&id).cloned()
     }
 
-    /// The disk, if pieces of this kind and size are kept there.
-    pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<Disk>> {
-        let offload = &self.config.offload;
+    /// Where pieces of this kind and size are kept.
+    pub(crate) fn home(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Home<'_> {
+        let (offload, stage) = (&self.config.offload, self.config.stage);
+        if bytes < offload.min_bytes.max(1) {
+            return Home::Backend;
+        }
         let tier = match kind {
-            Kind::Parameter if slot.is_some_and(|slot| slot.resident) => Tier::Memory,
+            Kind::Parameter if slot.is_some_and(|slot| slot.resident) && offload.parameters == Tier::Disk => Tier::Host,
             Kind::Parameter => offload.parameters,
-            Kind::Gradient if !self.config.stage.shards_gradients() => Tier::Memory,
+            // Whole gradients, which are on their way to be reduced, stay where the backward pass gave them.
+            Kind::Gradient if offload.optimizer == Tier::Disk && !stage.shards_gradients() => Tier::Memory,
+            Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
             Kind::Gradient | Kind::Optimizer => offload.optimizer,
         };
-        self.disk.as_ref().filter(|disk| tier == Tier::Disk && bytes >= disk.settings.min_bytes.max(1))
+        match (tier, &self.disk) {
+            (Tier::Disk, Some(disk)) => Home::Disk(disk),
+            (Tier::Host, _) if !zero_ops::is_host::<B>() => Home::Host,
+            _ => Home::Backend,
+        }
+    }
+
+    /// The disk, if pieces of this kind and size are kept there.
+    pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<Disk>> {
+        match self.home(kind, bytes, slot) {
+            Home::Disk(disk) => Some(disk),
+            Home::Backend | Home::Host => None,
+        }
     }
 
     // ---- phases ----
@@ -499,7 +546,8 @@ impl<B: Backend> Context<B> {
     }
 }
 
-/// A lazily started worker thread that takes jobs until it is stopped.
+/// A lazily started worker thread that takes jobs until it is stopped. On devices its operations are in the stream of the
+/// thread that starts it.
 pub(crate) struct Worker<J: Send + 'static> {
     jobs: Mutex<Option<crossbeam_channel::Sender<J>>>,
     thread: Mutex<Option<std::thread::JoinHandle<()>>>,
@@ -516,9 +564,10 @@ impl<J: Send + 'static> Worker<J> {
     pub(crate) fn send(&self, job: J, body: impl FnOnce(crossbeam_channel::Receiver<J>) + Send + 'static) {
         self.started.get_or_init(|| {
             let (jobs, inbox) = crossbeam_channel::unbounded();
+            let stream = StreamId::current();
             let thread = std::thread::Builder::new()
                 .name(self.name.clone())
-                .spawn(move || body(inbox))
+                .spawn(move || stream.executes(|| body(inbox)))
                 .expect("the operating system gives a thread to a rank that it gave one");
             *self.jobs.lock() = Some(jobs);
             *self.thread.lock() = Some(thread);

@@ -10,8 +10,8 @@ const INNER_BITS: u16 = 8;
 
 /// An inner device as one rank sees it.
 ///
-/// `Default` is the rank of the current thread (rank 0 outside of a launch) on the inner default device, so that a
-/// program written for one device runs unchanged.
+/// `Default` is the rank of the current thread (rank 0 outside of a launch) on the inner device that its launch has given
+/// it (the default one outside), so that a program written for one device runs unchanged.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ZeroDevice<D> {
     inner: D,
@@ -35,9 +35,9 @@ impl<D> ZeroDevice<D> {
     }
 }
 
-impl<D: Default> Default for ZeroDevice<D> {
+impl<D: Default + Clone + 'static> Default for ZeroDevice<D> {
     fn default() -> Self {
-        Self::here(D::default())
+        Self::here(context::current_device().unwrap_or_default())
     }
 }
 

@@ -245,16 +245,13 @@ fn piece_numbers<B: Backend>(
         .collect()
 }
 
-/// `number` of this rank's piece, also of a tensor that it holds whole. `None` if it has no elements.
-pub(crate) fn own_piece_number<B: Backend>(
-    cell: &Arc<Cell<B>>,
-    number: impl Fn(B::FloatTensorPrimitive) -> f64,
-) -> Option<f64> {
+/// This rank's piece, also of a tensor that it holds whole. `None` if it has no elements.
+pub(crate) fn own_piece<B: Backend>(cell: &Arc<Cell<B>>) -> Option<B::FloatTensorPrimitive> {
     let context = &cell.context;
     let range = Partition::new(cell.partition.numel(), context.world).range(context.rank);
     (!range.is_empty()).then(|| match cell.partition.is_whole() {
-        true => number(B::float_slice(cell.local(), &[Slice::from(range)])),
-        false => number(cell.local()),
+        true => B::float_slice(cell.local(), &[Slice::from(range)]),
+        false => cell.local(),
     })
 }
 

@@ -22,6 +22,7 @@ use parking_lot::Mutex;
 use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
 use zero_core::{Buffer, CommError};
+use zero_ops::Shared;
 
 use crate::config::ZeroConfig;
 use crate::context::{Context, Slot, Worker, raise, stop};
@@ -66,6 +67,14 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
     if state.whole.is_none() {
         drop(state);
         let whole = gather(cell).unwrap_or_else(|error| raise(error));
+        if !keep {
+            // This thread's, for this once; counted as one that is kept until it is taken would be.
+            let bytes = (cell.partition.numel() * cell.dtype.size()) as i64;
+            context.gauges.gathered.add(bytes);
+            context.gauges.gathered.add(-bytes);
+            return whole;
+        }
+        let whole = context.share(whole);
         state = cell.state.lock();
         cell.update(&mut state, |state| state.whole = Some(whole));
     }
@@ -78,7 +87,7 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
             // Stages 1 and 2: the whole is the parameter's home; a piece beside it would be held twice.
             state.local = None;
         }
-        if keep { state.whole.clone() } else { state.whole.take() }
+        if keep { state.whole.as_ref().map(Shared::tensor) } else { state.whole.take().map(Shared::into_tensor) }
     })
     .expect("the whole was put there above")
 }
@@ -123,9 +132,10 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
     let cells = || cells.iter().map(|peer| peer.as_deref().unwrap_or(cell));
     let join = || {
         if cells().any(|piece| piece.stored().is_some()) {
-            return join_from_disk(cell, cells());
+            return join_stored(cell, cells());
         }
-        let mut pieces: Vec<B::FloatTensorPrimitive> = cells().map(Cell::local).collect();
+        // Ranks of one process may have a device each.
+        let mut pieces: Vec<_> = cells().map(|piece| here::<B>(piece.local(), &cell.device)).collect();
         let flat = match pieces.len() {
             1 => pieces.swap_remove(0),
             _ => B::float_cat(pieces, 0),
@@ -162,7 +172,7 @@ fn gather_from_processes<B: Backend>(
     let pieces: Vec<_> =
         (0..partition.world()).filter(|&rank| rank != context.rank).map(|rank| (rank, bytes(rank))).collect();
     let mine = bytes(context.rank);
-    let own = (!mine.is_empty()).then(|| read::<B>(cell.local()));
+    let own = (!mine.is_empty()).then(|| cell.data());
     let own = own.as_ref().map(|data| (mine.start, &data.as_bytes()[..mine.len()]));
     let dtype = match cell.dtype {
         DType::F64 => zero_core::collective::DType::F64,
@@ -185,11 +195,8 @@ fn gather_from_processes<B: Backend>(
     Ok(B::float_from_data(data, &cell.device))
 }
 
-/// Joins pieces of which some are on a disk, in one new array.
-fn join_from_disk<'c, B: Backend>(
-    cell: &Cell<B>,
-    pieces: impl Iterator<Item = &'c Cell<B>>,
-) -> B::FloatTensorPrimitive {
+/// Joins pieces of which some are in the host's memory or on a disk, in one new array.
+fn join_stored<'c, B: Backend>(cell: &Cell<B>, pieces: impl Iterator<Item = &'c Cell<B>>) -> B::FloatTensorPrimitive {
     let size = cell.dtype.size();
     let data = filled(cell.partition.numel(), cell.dtype, cell.shape.clone(), |whole| {
         for piece in pieces {
@@ -207,12 +214,17 @@ fn join_from_disk<'c, B: Backend>(
 /// Gathers a tensor that has no name; every rank must call it.
 fn gather_collectively<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     let (partition, size) = (cell.partition, cell.dtype.size());
-    let mut bytes = read::<B>(cell.local()).into_bytes().to_vec();
+    let mut bytes = cell.data().into_bytes().to_vec();
     bytes.truncate(partition.len(cell.place()) * size);
     bytes.resize(partition.stride() * size, 0);
     let mut whole = cell.context.gather_bytes(bytes);
     whole.truncate(partition.numel() * size);
     B::float_from_data(TensorData::from_bytes_vec(whole, cell.shape.clone(), cell.dtype), &cell.device)
+}
+
+/// `x` on `device`.
+pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -> B::FloatTensorPrimitive {
+    if B::float_device(&x) == *device { x } else { B::float_to_device(x, device) }
 }
 
 /// A tensor's data, on the host, now.
@@ -330,6 +342,7 @@ impl<B: Backend> Gatherer<B> {
                 for cell in inbox {
                     // An error or a panic (no memory) is left to the load, which meets it on the rank's own thread.
                     let whole = catch_unwind(AssertUnwindSafe(|| gather(&cell))).ok().and_then(Result::ok);
+                    let whole = whole.map(|whole| cell.context.share(whole));
                     let gatherer = &cell.context.gatherer;
                     let mut state = cell.state.lock();
                     gatherer.in_flight.fetch_sub(cell.partition.numel(), Ordering::Relaxed);

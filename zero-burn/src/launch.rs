@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn_backend::Backend;
+use burn_backend::{Backend, DeviceId, StreamId};
+use burn_std::device::Device;
 #[cfg(feature = "mpi")]
 use zero_core::Buffer;
 use zero_core::collective::launcher::{World, launched};
@@ -172,11 +173,14 @@ where
     }
     let threads = options.threads(world);
     let windows = WindowHost::default();
+    // On devices the operations of all ranks and of all their threads are one stream: CubeCL 0.10 does not order what one
+    // stream does to memory after another stream's use of it, but for the first that had it.
+    let stream = StreamId::current();
     let results =
         run_recorded(world, &ThreadOptions { deadline: options.deadline }, options.flight_dir.as_deref(), |comm| {
             let window = windows.join(&comm);
             let others: &dyn Others = &*comm.clone();
-            run_rank::<B, T, E>(config, threads, (comm, window, others), &body)
+            stream.executes(|| run_rank::<B, T, E>(config, threads, (comm, window, others), &body))
         })?;
     Ok(results)
 }
@@ -244,6 +248,16 @@ where
     run_rank::<B, T, E>(config, threads, (comm.clone(), Window::join_processes(comm), run), body)
 }
 
+/// The device of a rank of this machine: ranks take the backend's devices in turn.
+fn device_of<B: Backend>(local_rank: usize) -> B::Device {
+    let first = B::Device::default();
+    let id = first.to_id();
+    match B::device_count(id.type_id) {
+        0 | 1 => first,
+        count => B::Device::from_id(DeviceId { index_id: (local_rank % count) as u16, ..id }),
+    }
+}
+
 /// What a rank tells the others at its end.
 trait Others: Sync {
     /// Keeps what the others still read until they have ended too.
@@ -287,16 +301,17 @@ where
     T: Send,
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
-    let rank = comm.rank();
+    let (rank, stream) = (comm.rank(), StreamId::current());
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
     let rank_body = || {
-        let context = Context::<B>::new(config.clone(), B::Device::default(), comm, window)
+        let device = device_of::<B>(comm.local_rank());
+        let context = Context::<B>::new(config.clone(), device.clone(), comm, window)
             .unwrap_or_else(|error: CommError| raise(error));
         let _installed = context.install();
         let result = catch_unwind(AssertUnwindSafe(|| {
-            let value = body(ZeroDevice::here(B::Device::default()))?;
+            let value = body(ZeroDevice::here(device))?;
             // An update that fails after the body has ended is this rank's error still.
             context.wait_for_updates();
             // What is gathered ahead for nothing is asked of ranks that are still there.
@@ -321,6 +336,6 @@ where
     };
     // The rank runs on a worker of its own pool, so that what it computes in parallel stays inside the pool, whose
     // threads are joined before the rank ends.
-    pool.build_scoped(|thread| thread.run(), |pool| pool.install(rank_body))
+    pool.build_scoped(|thread| thread.run(), |pool| pool.install(|| stream.executes(rank_body)))
         .unwrap_or_else(|error| panic!("the operating system gave no {threads} compute thread(s): {error}"))
 }

@@ -14,18 +14,20 @@ use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
 use burn_std::DType;
-use zero_core::{CommError, ReduceOp};
+use zero_core::{CommError, Partition, ReduceOp};
 
 use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
 use crate::birth::{Fill, parameter};
 use crate::context::{Context, Slot, raise, stop};
-use crate::elementwise::own_piece_number;
+use crate::elementwise::own_piece;
 use crate::gather::read;
+use crate::optim::pass::elements_of;
 use crate::random::sign;
 use crate::reduce::{Outcome, Phase};
 use crate::shard::{Cell, Kind, Origin, Template};
 use crate::tensor::{Shard, ZeroTensor};
+use crate::tier::Stored;
 
 /// An autodiff backend over [`Zero`]: `Autodiff<Zero<B>>`, with any checkpointing strategy.
 pub trait ZeroAutodiff:
@@ -166,7 +168,7 @@ fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType
         slot: Some(context.new_slot(cell.shape.clone(), dtype)),
         ..cell.template(Kind::Parameter, Origin::Version)
     };
-    let whole = cell.settled().whole.clone();
+    let whole = cell.settled().whole.as_ref().map(zero_ops::Shared::tensor);
     let cast = |tensor| B::float_cast(tensor, dtype.into());
     Shard::new(match whole {
         // Where parameters are not sharded.
@@ -473,6 +475,28 @@ fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
     read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
 }
 
+/// The same of elements in the host's memory.
+fn sum_of_squares_on_host(data: &TensorData, range: std::ops::Range<usize>) -> f64 {
+    match data.dtype {
+        DType::F32 | DType::F16 | DType::BF16 => elements_of(data).slice(range).sum_of_squares(),
+        _ => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
+    }
+}
+
+/// The same of several tensors, read from their device at once where CubeCL computes.
+fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<f64> {
+    #[cfg(feature = "cubecl")]
+    if let Some(sums) = zero_ops::sums_of_squares::<B>(&tensors) {
+        let mut sums: Vec<f64> = read::<B>(sums).iter::<f64>().collect();
+        // The last is the number of elements that are not finite: sums may not tell, where arithmetic is fast and loose.
+        if sums.pop().is_some_and(|odd| odd > 0.0) {
+            sums.iter_mut().for_each(|sum| *sum = f64::NAN);
+        }
+        return sums;
+    }
+    tensors.into_iter().map(sum_of_squares::<B>).collect()
+}
+
 /// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on
 /// gradients from [`collect_grads`].
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
@@ -481,6 +505,8 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         context: Arc<Context<A::Base>>,
         /// Per parameter one sum of squares for each rank's piece, zero where another rank computes it.
         pieces: Vec<f64>,
+        /// Pieces on a device, and their places in `pieces`.
+        on_device: Vec<(usize, <A::Base as BackendTypes>::FloatTensorPrimitive)>,
     }
     impl<A: ZeroAutodiff> ModuleVisitor<A> for Squares<'_, A> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
@@ -490,15 +516,27 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
             };
             let base = self.pieces.len();
             self.pieces.resize(base + self.context.world, 0.0);
-            if let Some(sum) = own_piece_number(&shard.cell, sum_of_squares::<A::Base>) {
-                self.pieces[base + self.context.rank] = sum;
+            if let Some(data) = shard.cell.stored().as_ref().and_then(Stored::host) {
+                let range = Partition::new(shard.cell.partition.numel(), self.context.world).range(self.context.rank);
+                let own = if shard.cell.partition.is_whole() { range } else { 0..range.len() };
+                self.pieces[base + self.context.rank] = sum_of_squares_on_host(data, own);
+                return;
+            }
+            let Some(piece) = own_piece(&shard.cell) else { return };
+            match zero_ops::is_host::<A::Base>() {
+                true => self.pieces[base + self.context.rank] = sum_of_squares::<A::Base>(piece),
+                false => self.on_device.push((base + self.context.rank, piece)),
             }
         }
     }
     let context = Context::<A::Base>::current();
-    let mut squares = Squares::<A> { grads, context: context.clone(), pieces: Vec::new() };
+    let mut squares = Squares::<A> { grads, context: context.clone(), pieces: Vec::new(), on_device: Vec::new() };
     module.visit(&mut squares);
-    let mut pieces = squares.pieces;
+    let Squares { mut pieces, on_device, .. } = squares;
+    let (places, tensors): (Vec<usize>, Vec<_>) = on_device.into_iter().unzip();
+    for (place, sum) in places.into_iter().zip(sums_of_squares::<A::Base>(tensors)) {
+        pieces[place] = sum;
+    }
     // Adding zeros changes no bit. At stage 0 too each rank squares its part only: gradients are the same on all.
     pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
     pieces.iter().sum::<f64>().sqrt()

@@ -27,7 +27,7 @@ use crate::gathered::{ParamMeta, next_version};
 use crate::module::ZeroAutodiff;
 use crate::shard::Cell;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::tier::Disk;
+use crate::tier::{Disk, Stored};
 
 /// A parameter of a module, and where this rank has its piece. It keeps the parameter's version alive.
 pub struct ParamPiece<B: Backend> {
@@ -67,6 +67,12 @@ impl<B: Backend> ParamPiece<B> {
 pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
     let context = &cell.context;
     let range = Partition::new(cell.partition.numel(), context.world).range(context.rank);
+    if let Some(Stored::Host(data)) = cell.stored() {
+        // Whole at stage 0 alone.
+        let start = if cell.partition.is_whole() { range.start } else { 0 };
+        let bytes = cell.dtype.size();
+        return data.as_bytes()[start * bytes..(start + range.len()) * bytes].to_vec();
+    }
     match cell.partition.is_whole() {
         _ if range.is_empty() => Vec::new(),
         true => part::<B>(cell.local(), range),

@@ -4,7 +4,8 @@
 //! * *pending*: a gradient whose reduction is under way; neither is there yet. Ends in *ready* or *failed*.
 //! * *ready, sharded*: `local` is there (stage 3, optimizer state, reduced gradients); `whole` comes and goes by the
 //!   policy of [`crate::gather`].
-//! * *ready, stored*: the piece is in this rank's file (`stored`), and read when it is asked for ([`crate::tier`]).
+//! * *ready, stored*: the piece is in the host's memory or in this rank's file (`stored`), and moved to the backend when it
+//!   is asked for ([`crate::tier`]).
 //! * *ready, whole*: only `whole` is there (parameters at stages 1 and 2: the piece is a slice of it, taken on demand).
 //!
 //! A cell is written by its owner's thread or by the owner's reducer and prefetch threads, and read by other ranks
@@ -23,11 +24,12 @@ use zero_core::collective::threads::panic_reason;
 use zero_core::offload::DiskError;
 use zero_core::window::{Expose, Exposure, Key};
 use zero_core::{CommError, Partition};
+use zero_ops::Shared;
 
 use crate::context::{Context, Slot, raise};
 use crate::gather::{read, tag};
 use crate::random::sign;
-use crate::tier::{Disk, Stored, fetch, or_stop};
+use crate::tier::{Disk, Home, Stored, fetch, flat, or_stop};
 
 /// What a cell's bytes are counted as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,10 +41,10 @@ pub(crate) enum Kind {
 }
 
 pub(crate) struct State<B: Backend> {
-    pub(crate) local: Option<B::FloatTensorPrimitive>,
-    pub(crate) whole: Option<B::FloatTensorPrimitive>,
-    /// In place of `local`, where pieces of this kind are kept on a disk.
-    pub(crate) stored: Option<Arc<Stored>>,
+    pub(crate) local: Option<Shared<B>>,
+    pub(crate) whole: Option<Shared<B>>,
+    /// In place of `local`, where pieces of this kind are kept elsewhere.
+    pub(crate) stored: Option<Stored>,
     pub(crate) pending: bool,
     pub(crate) failed: Option<CommError>,
     /// A gather is under way, by this rank's main or prefetch thread.
@@ -183,23 +185,31 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn ready(template: Template<B>, local: B::FloatTensorPrimitive) -> Arc<Self> {
         let dtype = local.dtype();
         let kind = if template.origin == Origin::Version { Kind::Parameter } else { template.kind };
-        match disk_for(&template, kind, dtype).cloned() {
-            Some(disk) => {
-                let stored = or_stop(disk.store(read::<B>(local).as_bytes()));
-                Self::new(template, dtype, State { stored: Some(stored), ..State::new() })
-            }
-            None => Self::new(template, dtype, State { local: Some(local), ..State::new() }),
-        }
+        let context = template.context.clone();
+        let place = if template.partition.is_whole() { 0 } else { context.rank };
+        let bytes = template.partition.len(place) * dtype.size();
+        let state = match context.home(kind, bytes, template.slot.as_deref()) {
+            Home::Backend => State { local: Some(context.share(local)), ..State::new() },
+            home => match or_stop(Stored::of(home, Shared::not(local))) {
+                Ok(stored) => State { stored: Some(stored), ..State::new() },
+                Err(local) => State { local: Some(local), ..State::new() },
+            },
+        };
+        Self::new(template, dtype, state)
     }
 
     /// A parameter that this rank holds whole.
     pub(crate) fn whole(template: Template<B>, whole: B::FloatTensorPrimitive) -> Arc<Self> {
         let dtype = whole.dtype();
-        Self::new(template, dtype, State { whole: Some(whole), ..State::new() })
+        let whole = Some(template.context.share(whole));
+        Self::new(template, dtype, State { whole, ..State::new() })
     }
 
     /// A cell whose piece is still being reduced.
-    pub(crate) fn pending(template: Template<B>, dtype: DType) -> Arc<Self> {
+    pub(crate) fn pending(mut template: Template<B>, dtype: DType) -> Arc<Self> {
+        if template.origin == Origin::Version {
+            template.kind = Kind::Parameter;
+        }
         Self::new(template, dtype, State { pending: true, ..State::new() })
     }
 
@@ -269,6 +279,9 @@ impl<B: Backend> Cell<B> {
         if state.local.is_some() {
             self.gauge(false).add(sign * size * self.partition.len(self.place()) as i64);
         }
+        if let Some(data) = state.stored.as_ref().and_then(Stored::host) {
+            self.context.gauges.host.add(sign * data.as_bytes().len() as i64);
+        }
         if state.whole.is_some() {
             self.gauge(true).add(sign * size * self.partition.numel() as i64);
         }
@@ -302,18 +315,16 @@ impl<B: Backend> Cell<B> {
     }
 
     /// Ends *pending*: the reduced piece, or why there is none.
-    pub(crate) fn settle(&self, result: Result<B::FloatTensorPrimitive, CommError>) {
+    pub(crate) fn settle(&self, result: Result<Shared<B>, CommError>) {
         // Before the lock: it takes a while.
         let (mut settled_local, mut settled_stored, mut failed) = (None, None, None);
-        match (result, self.disk()) {
-            (Ok(local), Some(disk)) => match disk.store(read::<B>(local).as_bytes()) {
-                Ok(stored) => settled_stored = Some(stored),
-                Err(error) => {
-                    failed = Some(CommError::Disk { rank: self.context.rank, reason: error.to_string().into() });
-                }
-            },
-            (Ok(local), None) => settled_local = Some(local),
-            (Err(error), _) => failed = Some(error),
+        match result.map(|local| Stored::of(self.home(), local)) {
+            Ok(Ok(Ok(stored))) => settled_stored = Some(stored),
+            Ok(Ok(Err(local))) => settled_local = Some(local),
+            Ok(Err(error)) => {
+                failed = Some(CommError::Disk { rank: self.context.rank, reason: error.to_string().into() });
+            }
+            Err(error) => failed = Some(error),
         }
         let mut state = self.state.lock();
         self.update(&mut state, |state| {
@@ -329,20 +340,30 @@ impl<B: Backend> Cell<B> {
         self.state.lock().pending
     }
 
-    /// Ends *pending*: the piece is on the disk.
-    pub(crate) fn settle_stored(&self, stored: Arc<Stored>) {
+    /// Ends *pending*: the piece, computed in the host's memory.
+    pub(crate) fn settle_data(&self, data: TensorData) {
+        match self.home() {
+            Home::Host => self.settle_stored(Stored::Host(Arc::new(data))),
+            _ => self.settle(Ok(self.context.share(B::float_from_data(data, &self.device)))),
+        }
+    }
+
+    /// Ends *pending*: the piece is where it is kept.
+    pub(crate) fn settle_stored(&self, stored: Stored) {
         let mut state = self.state.lock();
-        state.pending = false;
-        state.stored = Some(stored);
+        self.update(&mut state, |state| {
+            state.pending = false;
+            state.stored = Some(stored);
+        });
         drop(state);
         self.changed.notify_all();
         self.context.window.changed();
     }
 
-    /// The disk, if this piece is to be kept there.
-    pub(crate) fn disk(&self) -> Option<&Arc<Disk>> {
+    /// Where this piece is to be kept.
+    pub(crate) fn home(&self) -> Home<'_> {
         let kind = if self.is_version { Kind::Parameter } else { self.kind() };
-        self.context.disk_for(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
+        self.context.home(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
     }
 
     /// Moves the piece to the disk, wherever pieces of this kind are kept; whether it was in memory. Nobody reads it
@@ -354,7 +375,7 @@ impl<B: Backend> Cell<B> {
         let stored = disk.store(read::<B>(self.local()).as_bytes())?;
         let mut state = self.wait_until(|state| !state.gathering);
         self.update(&mut state, |state| {
-            (state.local, state.whole, state.stored) = (None, None, Some(stored));
+            (state.local, state.whole, state.stored) = (None, None, Some(Stored::Disk(stored)));
         });
         Ok(true)
     }
@@ -364,13 +385,14 @@ impl<B: Backend> Cell<B> {
         let mut state = self.settled();
         if let Some(stored) = state.stored.take() {
             let local = fetch::<B>(&stored, self.dtype, &self.device);
+            let local = self.context.share(local);
             self.update(&mut state, |state| state.local = Some(local));
         }
     }
 
-    /// The piece's place on the disk if it is kept there, to be written over: its own if this was the last use of the cell,
-    /// otherwise a copy. The cell itself if it is in memory.
-    pub(crate) fn into_stored(self: Arc<Self>) -> Result<Arc<Stored>, Arc<Self>> {
+    /// The piece where it is kept if that is elsewhere, to be written over: its own place if this was the last use of the
+    /// cell, otherwise a copy. The cell itself if it is a tensor.
+    pub(crate) fn into_stored(self: Arc<Self>) -> Result<Stored, Arc<Self>> {
         let Some(stored) = self.settled().stored.clone() else { return Err(self) };
         if !self.may_be_read()
             && let Ok(mut cell) = Arc::try_unwrap(self)
@@ -378,9 +400,14 @@ impl<B: Backend> Cell<B> {
             cell.retired = true;
             return Ok(stored);
         }
-        let mut bytes = vec![0; stored.region().bytes()];
-        or_stop(stored.read_into(&mut bytes));
-        Ok(or_stop(stored.disk.store(&bytes)))
+        Ok(match stored {
+            Stored::Host(data) => Stored::Host(Arc::new(TensorData::clone(&data))),
+            Stored::Disk(on_disk) => {
+                let mut bytes = vec![0; on_disk.region().bytes()];
+                or_stop(on_disk.read_into(&mut bytes));
+                Stored::Disk(or_stop(on_disk.disk.store(&bytes)))
+            }
+        })
     }
 
     /// The state once `ready`. The wait ends when a rank fails, and what is waited for has a deadline.
@@ -411,8 +438,8 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn local(&self) -> B::FloatTensorPrimitive {
         let state = self.settled();
         match (&state.local, &state.whole, &state.stored) {
-            (Some(local), ..) => local.clone(),
-            (None, Some(whole), _) => slice_piece::<B>(whole.clone(), self.partition, self.place()),
+            (Some(local), ..) => local.tensor(),
+            (None, Some(whole), _) => slice_piece::<B>(whole.tensor(), self.partition, self.place()),
             (None, None, Some(stored)) => {
                 let stored = stored.clone();
                 drop(state);
@@ -422,8 +449,16 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// The piece's place on the disk, if it is kept there.
-    pub(crate) fn stored(&self) -> Option<Arc<Stored>> {
+    /// The piece's data, flat, in the host's memory. One element of filler when the rank owns none.
+    pub(crate) fn data(&self) -> TensorData {
+        match self.stored() {
+            Some(Stored::Host(data)) => TensorData::clone(&data),
+            _ => flat(read::<B>(self.local())),
+        }
+    }
+
+    /// The piece where it is kept, if that is elsewhere than with the backend.
+    pub(crate) fn stored(&self) -> Option<Stored> {
         self.settled().stored.clone()
     }
 
@@ -439,7 +474,7 @@ impl<B: Backend> Cell<B> {
                 cell.retired = true;
                 let mut state = cell.settled();
                 match cell.update(&mut state, |state| state.local.take()) {
-                    Some(local) => local,
+                    Some(local) => local.into_tensor(),
                     None => {
                         drop(state);
                         cell.local()
@@ -465,7 +500,7 @@ impl<B: Backend> Expose for Cell<B> {
         }
         // What is settled stays settled, so that nothing below waits.
         let bytes = self.partition.len(self.place()) * self.dtype.size();
-        match catch_unwind(AssertUnwindSafe(|| read::<B>(self.local()))) {
+        match catch_unwind(AssertUnwindSafe(|| self.data())) {
             Ok(data) => {
                 let tag = tag(&self.shape, self.dtype);
                 Exposure::Ready { tag, bytes: Box::new(Exposed { data, bytes }) }
@@ -538,11 +573,6 @@ impl<B: Backend> Cell<B> {
         }
         cell
     }
-}
-
-fn disk_for<B: Backend>(template: &Template<B>, kind: Kind, dtype: DType) -> Option<&Arc<Disk>> {
-    let place = if template.partition.is_whole() { 0 } else { template.context.rank };
-    template.context.disk_for(kind, template.partition.len(place) * dtype.size(), template.slot.as_deref())
 }
 
 /// Elements `range(place)` of a whole tensor, flat; one element of filler for an empty range.

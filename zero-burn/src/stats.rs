@@ -39,6 +39,11 @@ pub fn rank_stats<B: Backend>() -> RankStats {
     }
 }
 
+/// Bytes of this rank's model state that are in the host's memory in place of the backend's ([`Tier::Host`](crate::config::Tier)).
+pub fn host_bytes<B: Backend>() -> u64 {
+    Context::<B>::current().gauges.host.live()
+}
+
 /// Starts a new measuring period for peaks.
 pub fn reset_peaks<B: Backend>() {
     let context = Context::<B>::current();

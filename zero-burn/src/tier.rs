@@ -1,6 +1,6 @@
-//! Pieces that are not in memory: this rank's swap file, and handles of what lies in it.
+//! Pieces that are not in the memory of the backend: in the host's, or in this rank's swap file, and handles of what lies there.
 //!
-//! A [`Stored`] piece is moved through a few buffers of constant size, several of them in flight, from and to memory that
+//! A piece [`OnDisk`] is moved through a few buffers of constant size, several of them in flight, from and to memory that
 //! the caller has. Nobody holds a buffer while waiting for another one, so that a rank's threads, and the ranks that read
 //! its pieces, can share the pool.
 
@@ -15,8 +15,11 @@ use zero_core::offload::{
     Buffer, BufferPool, DiskError, PoolOptions, Region, SwapDir, SwapFile, SwapFileOptions, Ticket,
 };
 
+use zero_ops::Shared;
+
 use crate::config::Disk as Settings;
 use crate::context::stop;
+use crate::gather::read;
 
 /// This rank's file, and the buffers that move its data.
 pub(crate) struct Disk {
@@ -42,25 +45,78 @@ impl Disk {
     }
 
     /// Place for a piece of `bytes`; what it holds is not defined until it is written.
-    pub(crate) fn reserve(self: &Arc<Self>, bytes: usize) -> Result<Arc<Stored>, DiskError> {
-        Ok(Arc::new(Stored { region: self.file.alloc(bytes)?, disk: self.clone() }))
+    pub(crate) fn reserve(self: &Arc<Self>, bytes: usize) -> Result<Arc<OnDisk>, DiskError> {
+        Ok(Arc::new(OnDisk { region: self.file.alloc(bytes)?, disk: self.clone() }))
     }
 
     /// Writes a piece.
-    pub(crate) fn store(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<Stored>, DiskError> {
+    pub(crate) fn store(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<OnDisk>, DiskError> {
         let stored = self.reserve(bytes.len())?;
         stored.write(bytes)?;
         Ok(stored)
     }
 }
 
+/// Where pieces of a kind are kept.
+#[derive(Clone, Copy)]
+pub(crate) enum Home<'a> {
+    /// As tensors of the backend.
+    Backend,
+    Host,
+    Disk(&'a Arc<Disk>),
+}
+
+/// A piece that is no tensor of the backend.
+#[derive(Clone)]
+pub(crate) enum Stored {
+    /// In the host's memory, flat.
+    Host(Arc<TensorData>),
+    Disk(Arc<OnDisk>),
+}
+
+impl Stored {
+    /// Moves a piece out of the backend's memory.
+    pub(crate) fn of<B: Backend>(home: Home<'_>, piece: Shared<B>) -> Result<Result<Self, Shared<B>>, DiskError> {
+        Ok(match home {
+            Home::Backend => Err(piece),
+            Home::Host => Ok(Stored::Host(Arc::new(flat(read::<B>(piece.into_tensor()))))),
+            Home::Disk(disk) => Ok(Stored::Disk(disk.store(read::<B>(piece.into_tensor()).as_bytes())?)),
+        })
+    }
+
+    /// Reads the whole piece, without filler, into `out`, which is as long.
+    pub(crate) fn read_into(&self, out: &mut [u8]) -> Result<(), DiskError> {
+        match self {
+            Stored::Host(data) => {
+                out.copy_from_slice(&data.as_bytes()[..out.len()]);
+                Ok(())
+            }
+            Stored::Disk(on_disk) => on_disk.read_into(out),
+        }
+    }
+
+    /// The piece's data, if it is in the host's memory.
+    pub(crate) fn host(&self) -> Option<&Arc<TensorData>> {
+        match self {
+            Stored::Host(data) => Some(data),
+            Stored::Disk(_) => None,
+        }
+    }
+}
+
+/// Flat.
+pub(crate) fn flat(mut data: TensorData) -> TensorData {
+    data.shape = Shape::new([data.num_elements()]);
+    data
+}
+
 /// A piece in a rank's file; its place is free again when the last handle is dropped.
-pub(crate) struct Stored {
+pub(crate) struct OnDisk {
     region: Region,
     pub(crate) disk: Arc<Disk>,
 }
 
-impl Stored {
+impl OnDisk {
     pub(crate) fn region(&self) -> Region {
         self.region
     }
@@ -120,7 +176,7 @@ impl Stored {
     }
 }
 
-impl Drop for Stored {
+impl Drop for OnDisk {
     fn drop(&mut self) {
         if let Err(error) = self.disk.file.free(self.region) {
             tracing::error!("{error}");
@@ -168,7 +224,12 @@ pub(crate) fn filled(
 
 /// The piece as a flat tensor.
 pub(crate) fn fetch<B: Backend>(stored: &Stored, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
-    let elements = stored.region.bytes() / dtype.size();
-    let data = filled(elements, dtype, [elements], |bytes| or_stop(stored.read_into(bytes)));
+    let data = match stored {
+        Stored::Host(data) => TensorData::clone(data),
+        Stored::Disk(on_disk) => {
+            let elements = on_disk.region.bytes() / dtype.size();
+            filled(elements, dtype, [elements], |bytes| or_stop(on_disk.read_into(bytes)))
+        }
+    };
     B::float_from_data(data, device)
 }

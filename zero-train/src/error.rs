@@ -71,7 +71,7 @@ impl TrainError {
         match self {
             TrainError::Late(_) => zero_core::collective::exit::code::WATCHDOG as u8,
             TrainError::Engine(EngineError::Checkpoint(CheckpointError::Comm { source, .. }))
-                if matches!(**source, zero_core::CommError::Timeout { .. }) =>
+                if matches!(**source, zero_core::CommError::Timeout { .. } | zero_core::CommError::Stalled { .. }) =>
             {
                 zero_core::collective::exit::code::WATCHDOG as u8
             }

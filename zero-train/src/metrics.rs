@@ -37,6 +37,12 @@ pub struct StepMetrics {
     /// absent where the program's allocator does not count them.
     #[serde(default)]
     pub fresh_bytes: Option<u64>,
+    /// Bytes that rank 0's tensors hold on its device at the end of the step; absent on the processor.
+    #[serde(default)]
+    pub device_bytes_in_use: Option<u64>,
+    /// Bytes taken from rank 0's device, by all its users if it is an NVIDIA GPU; absent on the processor.
+    #[serde(default)]
+    pub device_bytes_reserved: Option<u64>,
     /// Each rank's memory and traffic.
     pub ranks: Vec<RankMetrics>,
 }

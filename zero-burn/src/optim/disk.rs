@@ -1,8 +1,9 @@
-//! Updates of what lies on a disk: all parameters of a step in one pipeline that reads, computes and writes back stretches
-//! of their arrays beside one another, in a few buffers of constant size.
+//! Updates of what is not kept with the backend, on the processor. What lies on a disk: all parameters of a step in one pipeline
+//! that reads, computes and writes back stretches of their arrays beside one another, in a few buffers of constant size. What
+//! lies in the host's memory: one after another, in place.
 //!
-//! The pipeline runs on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its
-//! parameter's last stretch is on the disk: who reads it earlier waits. Updates are in place, on the disk too, after the fence
+//! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its
+//! parameter's last stretch is there: who reads it earlier waits. Updates are in place, on the disk too, after the fence
 //! that keeps fast ranks from replacing what slow ranks still read.
 
 use std::ops::Range;
@@ -10,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::slice::IterMut;
 use std::sync::Arc;
 
-use burn_backend::{Backend, TensorData};
+use burn_backend::{Backend, StreamId, TensorData};
 use burn_std::DType;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use half::slice::HalfFloatSliceExt;
@@ -25,20 +26,31 @@ use super::pass::{Stretch, Target, run_stretch};
 use super::rule::Kernel;
 use crate::context::{Context, Worker, stop};
 use crate::shard::Cell;
-use crate::tier::{Disk, Stored};
+use crate::tier::{Disk, Home, OnDisk, Stored};
 
 /// The stretches that the pipeline moves are of a multiple of so many elements, so that each array's begin where the disk
 /// wants them to, in any type.
 const GRAIN: usize = 8 << 10;
 
 /// Where one array of an update is.
-pub(super) enum Home {
+pub(super) enum Array {
     Memory(TensorData),
     Disk {
-        stored: Arc<Stored>,
+        stored: Arc<OnDisk>,
         /// What is there means nothing yet.
         fresh: bool,
     },
+}
+
+impl Array {
+    /// What an array that is kept elsewhere than with the backend is to an update: the host's memory is written in place
+    /// where nobody else holds it.
+    pub(super) fn of(stored: Stored) -> Self {
+        match stored {
+            Stored::Host(data) => Array::Memory(Arc::unwrap_or_clone(data)),
+            Stored::Disk(stored) => Array::Disk { stored, fresh: false },
+        }
+    }
 }
 
 /// The update of one parameter.
@@ -47,21 +59,21 @@ pub(super) struct Job<B: Backend> {
     pub(super) scale: f32,
     pub(super) elements: usize,
     /// The fp32 parameter or its master, which is made of `copy` if it is fresh.
-    pub(super) parameter: Home,
-    pub(super) gradient: (Home, DType),
+    pub(super) parameter: Array,
+    pub(super) gradient: (Array, DType),
     /// In the order of the rule's names; zero where fresh.
-    pub(super) states: Vec<Home>,
+    pub(super) states: Vec<Array>,
     /// The parameter in 16 bit.
-    pub(super) copy: Option<(Home, DType)>,
+    pub(super) copy: Option<(Array, DType)>,
     /// What comes of it, pending: the states, the master if there is a copy, the parameter's next version.
     pub(super) cells: Vec<Arc<Cell<B>>>,
 }
 
 impl<B: Backend> Job<B> {
     /// Arrays in the order in which their buffers come, with their element's size and what becomes of them.
-    fn arrays(&self) -> Vec<(&Home, usize, Access)> {
-        let updated = |home: &Home| match home {
-            Home::Disk { fresh: true, .. } => Access::Write,
+    fn arrays(&self) -> Vec<(&Array, usize, Access)> {
+        let updated = |home: &Array| match home {
+            Array::Disk { fresh: true, .. } => Access::Write,
             _ => Access::Update,
         };
         let mut arrays = vec![
@@ -114,7 +126,13 @@ impl<B: Backend> Job<B> {
     /// Whether something that it has in memory belongs on the disk.
     fn is_to_be_stored(&self) -> bool {
         let homes = self.states.iter().chain([&self.parameter]).chain(self.copy.as_ref().map(|(copy, _)| copy));
-        homes.zip(&self.cells).any(|(home, cell)| matches!(home, Home::Memory(_)) && cell.disk().is_some())
+        let in_memory = |home: &Array| matches!(home, Array::Memory(_));
+        homes.zip(&self.cells).any(|(home, cell)| in_memory(home) && matches!(cell.home(), Home::Disk(_)))
+    }
+
+    /// Whether all of it is in memory, and stays there.
+    fn is_in_memory(&self) -> bool {
+        !self.is_to_be_stored() && self.arrays().iter().all(|(array, ..)| matches!(array, Array::Memory(_)))
     }
 
     fn settle(self) {
@@ -127,35 +145,32 @@ impl<B: Backend> Job<B> {
         for home in homes {
             let cell = cells.next().expect("a cell for each array that is kept");
             match home {
-                Home::Memory(data) => {
-                    let data = data.convert_dtype(cell.dtype);
-                    cell.settle(Ok(B::float_from_data(data, &cell.device)));
-                }
-                Home::Disk { stored, .. } => cell.settle_stored(stored),
+                Array::Memory(data) => cell.settle_data(data.convert_dtype(cell.dtype)),
+                Array::Disk { stored, .. } => cell.settle_stored(Stored::Disk(stored)),
             }
         }
     }
 }
 
-fn is_fresh(home: &Home) -> bool {
-    matches!(home, Home::Disk { fresh: true, .. })
+fn is_fresh(home: &Array) -> bool {
+    matches!(home, Array::Disk { fresh: true, .. })
 }
 
-fn floats<'a>(home: &'a mut Home, buffers: &mut IterMut<'a, Buffer>, range: &Range<usize>) -> &'a mut [f32] {
+fn floats<'a>(home: &'a mut Array, buffers: &mut IterMut<'a, Buffer>, range: &Range<usize>) -> &'a mut [f32] {
     match home {
-        Home::Memory(data) => &mut data.as_mut_slice::<f32>().expect("fp32, by its job")[range.clone()],
-        Home::Disk { .. } => buffer(buffers).view_mut::<f32>(),
+        Array::Memory(data) => &mut data.as_mut_slice::<f32>().expect("fp32, by its job")[range.clone()],
+        Array::Disk { .. } => buffer(buffers).view_mut::<f32>(),
     }
 }
 
 fn halves<'a, T: burn_backend::Element + zero_core::offload::Element>(
-    home: &'a mut Home,
+    home: &'a mut Array,
     buffers: &mut IterMut<'a, Buffer>,
     range: &Range<usize>,
 ) -> &'a mut [T] {
     match home {
-        Home::Memory(data) => &mut data.as_mut_slice::<T>().expect("16 bit, by its job")[range.clone()],
-        Home::Disk { .. } => buffer(buffers).view_mut::<T>(),
+        Array::Memory(data) => &mut data.as_mut_slice::<T>().expect("16 bit, by its job")[range.clone()],
+        Array::Disk { .. } => buffer(buffers).view_mut::<T>(),
     }
 }
 
@@ -182,8 +197,8 @@ impl Layout {
             let mut regions: Vec<_> = arrays
                 .iter()
                 .filter_map(|(home, size, access)| match home {
-                    Home::Disk { stored, .. } => Some((stored.region().parts(stretch * size), *access)),
-                    Home::Memory(_) => None,
+                    Array::Disk { stored, .. } => Some((stored.region().parts(stretch * size), *access)),
+                    Array::Memory(_) => None,
                 })
                 .collect();
             let mut start = 0;
@@ -250,9 +265,23 @@ impl<B: Backend> Work<Failure> for Running<'_, B> {
     }
 }
 
-fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, context: &Arc<Context<B>>, disk: &Disk) -> Result<(), CommError> {
+/// Runs updates whose arrays are all in memory.
+fn run_in_memory<B: Backend>(jobs: Vec<Job<B>>, context: &Context<B>) -> Result<(), Failure> {
+    for mut job in jobs {
+        context.window.check(&"an update in the host's memory").map_err(Failure::Comm)?;
+        let _span = tracing::trace_span!("update in host memory", elements = job.elements).entered();
+        job.compute(0..job.elements, &mut []);
+        job.settle();
+    }
+    Ok(())
+}
+
+fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, context: &Arc<Context<B>>) -> Result<(), CommError> {
     let cells: Vec<_> = jobs.iter().flat_map(|job| job.cells.iter().cloned()).collect();
     let result = catch_unwind(AssertUnwindSafe(|| {
+        let (in_memory, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_in_memory);
+        run_in_memory(in_memory, context)?;
+        let Some(disk) = context.disk.as_deref().filter(|_| !jobs.is_empty()) else { return Ok(()) };
         let layout = Layout::new(disk, &jobs);
         let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
         let mut running =
@@ -262,14 +291,14 @@ fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, context: &Arc<Context<B>>, disk: &Dis
             // Those without elements have no items, and others waited for the buffers.
             running.jobs.into_iter().flatten().for_each(Job::settle);
         }
-        run
+        run.map(|_| ())
     }));
     let reason = |reason: String| CommError::Disk { rank: context.rank, reason: reason.into() };
     let error = match result {
-        Ok(Ok(_)) => return Ok(()),
+        Ok(Ok(())) => return Ok(()),
         Ok(Err(Failure::Comm(error))) => error,
         Ok(Err(Failure::Disk(error))) => reason(error.to_string()),
-        Err(payload) => reason(format!("an update from the disk panicked: {}", panic_reason(&*payload))),
+        Err(payload) => reason(format!("an update panicked: {}", panic_reason(&*payload))),
     };
     for cell in cells.into_iter().filter(|cell| cell.is_pending()) {
         cell.settle(Err(error.clone()));
@@ -280,7 +309,7 @@ fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, context: &Arc<Context<B>>, disk: &Dis
 /// What a thread that updates is given, and where it says how it went.
 type Order<B> = (Vec<Job<B>>, Arc<Context<B>>, Sender<Result<(), CommError>>);
 
-/// The rank's thread for updates of what is on the disk, beside the next forward pass: that waits for a parameter only as
+/// The rank's thread for updates of what is not kept with the backend, beside the next forward pass: that waits for a parameter only as
 /// long as this parameter takes. One step's updates run at a time.
 pub(crate) struct Updates<B: Backend> {
     worker: Worker<Order<B>>,
@@ -305,11 +334,11 @@ impl<B: Backend> Updates<B> {
                 .thread_name(|thread| format!("update-{thread}"))
                 .build();
             for (jobs, context, reply) in inbox {
-                let disk = context.disk.clone().expect("only what is on a disk makes a job");
+                let stream = StreamId::current();
                 let result = match &pool {
-                    Ok(pool) => pool.install(|| run_jobs(jobs, &context, &disk)),
+                    Ok(pool) => pool.install(|| stream.executes(|| run_jobs(jobs, &context))),
                     // The system gives no more threads: this one will do.
-                    Err(_) => run_jobs(jobs, &context, &disk),
+                    Err(_) => run_jobs(jobs, &context),
                 };
                 // Whoever waited may have been stopped.
                 let _ = reply.send(result);
@@ -322,7 +351,7 @@ impl<B: Backend> Updates<B> {
     pub(crate) fn wait(&self) -> Result<(), CommError> {
         let Some(result) = self.under_way.lock().take() else { return Ok(()) };
         let _span = tracing::trace_span!("wait for update").entered();
-        result.recv().unwrap_or_else(|_| stop("the thread that updates from the disk has ended".into()))
+        result.recv().unwrap_or_else(|_| stop("the thread that updates has ended".into()))
     }
 
     pub(crate) fn stop(&self) {

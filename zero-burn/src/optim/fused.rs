@@ -13,7 +13,9 @@ use burn_std::{DType, Shape};
 
 use zero_core::offload::DiskError;
 
-use super::disk::{Home, Job};
+#[cfg(feature = "cubecl")]
+use super::device;
+use super::disk::{Array, Job};
 use super::pass::{Arrays, elements_of, run};
 use super::rule::{Kernel, Rule};
 use super::state::{MASTER, ParamState, StateRecord, flat};
@@ -24,7 +26,7 @@ use crate::module::ZeroAutodiff;
 use crate::pieces::{Parked, cell_bytes};
 use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::tier::{filled, or_stop};
+use crate::tier::{Home, Stored, filled, or_stop};
 
 /// What is known of a parameter when it is put into a group.
 #[derive(Debug, Clone, Copy)]
@@ -112,20 +114,23 @@ impl<A: ZeroAutodiff> Fused<A> {
         module: M,
         grads: GradientsParams,
     ) -> M {
-        let mut step = Step { optimizer: self, grads, lr, grad_scale, path: Vec::new(), jobs: Vec::new() };
+        let mut step = Step { optimizer: self, grads, lr, grad_scale, path: Vec::new(), jobs: Jobs::default() };
         let module = module.map(&mut step);
         let Step { grads, jobs, .. } = step;
-        // What is on the disk of these is free before more is read.
+        #[cfg(feature = "cubecl")]
+        device::run(jobs.on_device, grad_scale);
+        let jobs = jobs.on_processor;
+        // What is kept of these is free before more is read.
         drop(grads);
         if !jobs.is_empty() {
             let context = Context::<A::Base>::current();
-            let updates = context.updates.as_ref().expect("only what is on a disk makes a job");
+            let updates = context.updates.as_ref().expect("only what is kept elsewhere makes a job");
             updates.start(&context, jobs).unwrap_or_else(|error| raise(error));
         }
         module
     }
 
-    /// Waits until the last step's updates have ended. Those of what is kept on a disk go on beside what follows the step;
+    /// Waits until the last step's updates have ended. Those of what is kept in the host's memory or on a disk go on beside what follows the step;
     /// whatever needs a parameter or a state waits for that one by itself, so this is for measuring.
     pub fn wait(&self) {
         Context::<A::Base>::current().wait_for_updates();
@@ -289,8 +294,26 @@ struct Step<'a, A: ZeroAutodiff> {
     lr: f64,
     grad_scale: f32,
     path: Vec<String>,
-    /// Updates of what is on a disk, to be run together.
-    jobs: Vec<Job<A::Base>>,
+    jobs: Jobs<A::Base>,
+}
+
+/// Updates to be run together.
+struct Jobs<B: Backend> {
+    /// Of what is not kept with the backend.
+    on_processor: Vec<Job<B>>,
+    /// Of what is on a device.
+    #[cfg(feature = "cubecl")]
+    on_device: Vec<device::Job<B>>,
+}
+
+impl<B: Backend> Default for Jobs<B> {
+    fn default() -> Self {
+        Self {
+            on_processor: Vec::new(),
+            #[cfg(feature = "cubecl")]
+            on_device: Vec::new(),
+        }
+    }
 }
 
 impl<A: ZeroAutodiff> ModuleMapper<A> for Step<'_, A> {
@@ -330,7 +353,7 @@ fn update<B: Backend>(
     grad_scale: f32,
     parameter: Shard<B>,
     gradient: Shard<B>,
-    jobs: &mut Vec<Job<B>>,
+    jobs: &mut Jobs<B>,
 ) -> Arc<Cell<B>> {
     parameter.cell.context.before_update();
     let (parent, dtype) = (gradient.cell.clone(), parameter.cell.dtype);
@@ -344,20 +367,30 @@ fn update<B: Backend>(
     let half = matches!(dtype, DType::F16 | DType::BF16);
     let mut held = std::mem::take(&mut state.cells);
     let elements = gradient.cell.partition.len(gradient.cell.place());
-    let on_disk = |kind, size| updated.context.disk_for(kind, elements * size, updated.slot.as_deref()).is_some();
-    if on_disk(Kind::Optimizer, 4)
-        || on_disk(Kind::Parameter, dtype.size())
-        || [&parameter.cell, &gradient.cell]
-            .into_iter()
-            .chain(held.iter().map(|(_, cell)| cell))
-            .any(|c| c.stored().is_some())
+    let home = |kind, size| updated.context.home(kind, elements * size, updated.slot.as_deref());
+    let is_on_disk = |cell: &Arc<Cell<B>>| matches!(cell.stored(), Some(Stored::Disk(_)));
+    // A parameter alone in the host's memory is updated with its state, by the backend.
+    if !matches!(home(Kind::Optimizer, 4), Home::Backend)
+        || matches!(home(Kind::Parameter, dtype.size()), Home::Disk(_))
+        || [&parameter.cell, &gradient.cell].into_iter().any(is_on_disk)
+        || held.iter().any(|(_, cell)| cell.stored().is_some())
     {
         let (kernel, time) = next_kernel(rule, lr, state.time, |name| held.iter().any(|(known, _)| known == name));
         state.time = time;
         let (job, cells) = job(rule, (kernel, grad_scale), (parameter, gradient), held, (templates, updated));
         state.cells = cells;
         let version = job.cells.last().expect("the parameter's next version is its last").clone();
-        jobs.push(job);
+        jobs.on_processor.push(job);
+        return version;
+    }
+    #[cfg(feature = "cubecl")]
+    if zero_ops::is_cube::<B>() && matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        let (kernel, time) = next_kernel(rule, lr, state.time, |name| held.iter().any(|(known, _)| known == name));
+        state.time = time;
+        let (job, cells) = device::job(rule, kernel, (parameter, gradient), held, (templates, updated));
+        state.cells = cells;
+        let version = job.version();
+        jobs.on_device.push(job);
         return version;
     }
     let mut taken = |name: &str| {
@@ -383,11 +416,7 @@ fn update<B: Backend>(
     let elements = g.shape().num_elements();
     for data in [Some(&p), copy.as_ref()].into_iter().flatten().chain(tensors.iter().flatten()) {
         if data.num_elements() != elements {
-            stop(format!(
-                "optimizer state of {} elements does not belong to a parameter whose piece has {elements}: the record was \
-                 made by another model, or was not loaded inside zero_burn::load_state",
-                data.num_elements()
-            ));
+            stop(mismatch(data.num_elements(), elements));
         }
     }
     let mut tensors: Vec<TensorData> = tensors
@@ -429,10 +458,18 @@ fn next_kernel(rule: Rule, lr: f64, time: usize, has: impl Fn(&str) -> bool) -> 
     (Kernel::new(rule, lr, time), time)
 }
 
-/// States of a parameter by name.
-type States<B> = Vec<(String, Arc<Cell<B>>)>;
+/// What is said when optimizer state has another size than the parameter.
+pub(super) fn mismatch(state: usize, parameter: usize) -> String {
+    format!(
+        "optimizer state of {state} elements does not belong to a parameter whose piece has {parameter}: the record was made \
+         by another model, or was not loaded inside zero_burn::load_state"
+    )
+}
 
-/// An update to be run from the disk, and the states that come of it, pending.
+/// States of a parameter by name.
+pub(super) type States<B> = Vec<(String, Arc<Cell<B>>)>;
+
+/// An update to be run on the processor, beside what follows the step, and the states that come of it, pending.
 fn job<B: Backend>(
     rule: Rule,
     (kernel, scale): (Kernel, f32),
@@ -447,57 +484,57 @@ fn job<B: Backend>(
     let mut home = |name: &str| {
         let place = held.iter().position(|(known, _)| known == name)?;
         Some(match held.swap_remove(place).1.into_stored() {
-            Ok(stored) => Home::Disk { stored, fresh: false },
-            Err(cell) => Home::Memory(host::<B>(cell.into_local())),
+            Ok(stored) => Array::of(stored),
+            Err(cell) => Array::Memory(host::<B>(cell.into_local())),
         })
     };
     let fresh = || match context.disk_for(Kind::Optimizer, elements * 4, None) {
-        Some(disk) => Home::Disk { stored: or_stop(disk.reserve(elements * 4)), fresh: true },
-        None => Home::Memory(TensorData::new(vec![0f32; elements], [elements])),
+        Some(disk) => Array::Disk { stored: or_stop(disk.reserve(elements * 4)), fresh: true },
+        None => Array::Memory(TensorData::new(vec![0f32; elements], [elements])),
     };
     let names = rule.state_names();
-    let states: Vec<Home> = names.iter().map(|name| home(name).unwrap_or_else(fresh)).collect();
+    let states: Vec<Array> = names.iter().map(|name| home(name).unwrap_or_else(fresh)).collect();
     let master = home(MASTER);
     let own = match parameter.views.is_empty() {
         true => parameter.cell.into_stored().map_err(Shard::new),
         false => Err(parameter),
     };
     let own = match own {
-        Ok(stored) => Home::Disk { stored, fresh: false },
-        Err(parameter) => Home::Memory(as_is::<B>(parameter.into_piece())),
+        Ok(stored) => Array::of(stored),
+        Err(parameter) => Array::Memory(as_is::<B>(parameter.into_piece())),
     };
     let (parameter, copy) = match (half, own) {
         (false, own) => (own, None),
         (true, own) => {
             let master =
                 master.unwrap_or_else(|| match (&own, context.disk_for(Kind::Optimizer, elements * 4, None)) {
-                    (Home::Memory(copy), None) => Home::Memory(copy.clone().convert_dtype(DType::F32)),
-                    (Home::Disk { stored, .. }, None) => {
+                    (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
+                    (Array::Disk { stored, .. }, None) => {
                         let copy = filled(elements, dtype, [elements], |bytes| or_stop(stored.read_into(bytes)));
-                        Home::Memory(copy.convert_dtype(DType::F32))
+                        Array::Memory(copy.convert_dtype(DType::F32))
                     }
                     (_, Some(_)) => fresh(),
                 });
             (master, Some((own, dtype)))
         }
     };
+    let plain = matches!(gradient.cell.dtype, DType::F32 | DType::F16 | DType::BF16);
+    let kept = gradient.cell.stored().filter(|_| gradient.views.is_empty() && plain);
     let gradient_dtype = gradient.cell.dtype;
-    let gradient = match gradient.views.is_empty() {
-        true => gradient.cell.stored().ok_or(gradient),
-        false => Err(gradient),
-    };
-    let gradient = match gradient {
-        Ok(stored) if matches!(gradient_dtype, DType::F32 | DType::F16 | DType::BF16) => {
-            (Home::Disk { stored, fresh: false }, gradient_dtype)
+    let gradient = match kept {
+        // Only read: no copy of what others may still read.
+        Some(Stored::Disk(stored)) => (Array::Disk { stored, fresh: false }, gradient_dtype),
+        Some(kept @ Stored::Host(_)) => {
+            drop(kept);
+            match gradient.cell.into_stored() {
+                Ok(stored) => (Array::of(stored), gradient_dtype),
+                Err(cell) => (Array::Memory(cell.data()), gradient_dtype),
+            }
         }
-        Ok(stored) => {
-            let data = filled(elements, gradient_dtype, [elements], |bytes| or_stop(stored.read_into(bytes)));
-            (Home::Memory(data.convert_dtype(DType::F32)), DType::F32)
-        }
-        Err(gradient) => {
+        None => {
             let data = narrow_or_f32(as_is::<B>(gradient.into_piece()));
             let dtype = data.dtype;
-            (Home::Memory(data), dtype)
+            (Array::Memory(data), dtype)
         }
     };
     // In the order in which an update in memory makes them: names of cells count on it.

@@ -5,12 +5,14 @@
 //! operation, so that over a backend that computes in IEEE arithmetic both give the same bits. A parameter in 16 bit gets
 //! an fp32 master, kept with the optimizer's state.
 //!
-//! * Memory: host memory; a backend whose tensors live elsewhere copies them in and out.
+//! * Memory: the host's for burn-flex, the device's for CubeCL's backends (`device`); other backends copy in and out.
 //! * Threads: the rank's pool of compute threads.
 
+#[cfg(feature = "cubecl")]
+mod device;
 pub(crate) mod disk;
 mod fused;
-mod pass;
+pub(crate) mod pass;
 mod rule;
 mod state;
 

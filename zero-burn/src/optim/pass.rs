@@ -43,7 +43,7 @@ pub(super) struct Arrays<'a> {
 /// # Panics
 ///
 /// When it is of another type.
-pub(super) fn elements_of(data: &TensorData) -> Elements<'_> {
+pub(crate) fn elements_of(data: &TensorData) -> Elements<'_> {
     const TYPES: &str = "callers pass data of 32 or 16 bit";
     match data.dtype {
         DType::F16 => Elements::F16(data.as_slice().expect(TYPES)),

@@ -140,6 +140,12 @@ impl Kernel {
         Self { rule, lr, time, fresh: time == 1 }
     }
 
+    /// Whether state begins with this step.
+    #[cfg(feature = "cubecl")]
+    pub(super) fn is_fresh(self) -> bool {
+        self.fresh
+    }
+
     /// One pass over equally long slices; `a` and `b` are the rule's state in the order of its names, or empty.
     ///
     /// Every rule rounds operation by operation; AdamW in the order of Burn's, so that both give the same bits.
@@ -195,6 +201,27 @@ impl Kernel {
                 }
             }
         }
+    }
+}
+
+/// The same for devices.
+#[cfg(feature = "cubecl")]
+impl From<Kernel> for zero_ops::Update {
+    fn from(Kernel { rule, lr, time, fresh }: Kernel) -> Self {
+        use zero_ops::UpdateRule;
+
+        let rule = match rule {
+            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay } => {
+                UpdateRule::AdamW { beta_1, beta_2, epsilon, weight_decay }
+            }
+            Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => {
+                UpdateRule::Adam { beta_1, beta_2, epsilon, weight_decay }
+            }
+            Rule::Sgd { momentum, nesterov, weight_decay } => UpdateRule::Sgd { momentum, nesterov, weight_decay },
+            Rule::Lion { beta_1, beta_2, weight_decay } => UpdateRule::Lion { beta_1, beta_2, weight_decay },
+            Rule::Adagrad { epsilon, weight_decay } => UpdateRule::Adagrad { epsilon, weight_decay },
+        };
+        Self { rule, lr, time, fresh }
     }
 }
 

@@ -72,6 +72,11 @@ macro_rules! laws {
         }
 
         #[test]
+        fn state_in_the_hosts_memory_changes_nothing() {
+            $crate::suite::laws::host_memory_changes_nothing::<$inner>();
+        }
+
+        #[test]
         fn worlds_agree() {
             $crate::suite::laws::worlds_agree::<$inner>();
         }

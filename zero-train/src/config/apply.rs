@@ -1,7 +1,5 @@
 //! From the plan to the settings of decorator, engine and optimizer.
 
-use std::path::PathBuf;
-
 use zero_burn::config::{Disk, Float, Tier, ZeroConfig};
 use zero_burn::optim::Rule;
 
@@ -43,22 +41,27 @@ impl ZeroPlan {
         }
     }
 
-    /// Where state is kept. On the CPU the device's memory and the host's are one.
+    /// Where state is kept. On the CPU backend the device's memory and the host's are one.
     fn offload(&self) -> zero_burn::config::Offload {
         let path = |offload: &Option<Offload>| match offload.as_ref().map(|offload| &offload.device) {
             Some(OffloadDevice::Nvme { path }) => Some(path.clone()),
             _ => None,
         };
         let (optimizer, parameters) = (path(&self.offload_optimizer), path(&self.offload_param));
-        let tier = |path: &Option<PathBuf>| if path.is_some() { Tier::Disk } else { Tier::Memory };
+        let tier = |offload: &Option<Offload>| match offload.as_ref().map(|offload| &offload.device) {
+            Some(OffloadDevice::Nvme { .. }) => Tier::Disk,
+            Some(OffloadDevice::Cpu) => Tier::Host,
+            None => Tier::Memory,
+        };
         let both = || [&self.offload_optimizer, &self.offload_param].into_iter().flatten();
         let parts = Disk::default();
         let buffer_count = both().zip([4, 1]).map(|(offload, arrays)| offload.buffer_count * arrays).max();
         let buffer_bytes = self.offload_param.as_ref().map_or(usize::MAX, |offload| offload.buffer_size * 4);
         let update = self.offload_optimizer.as_ref();
         zero_burn::config::Offload {
-            optimizer: tier(&optimizer),
-            parameters: tier(&parameters),
+            optimizer: tier(&self.offload_optimizer),
+            parameters: tier(&self.offload_param),
+            min_bytes: zero_burn::config::Offload::default().min_bytes,
             disk: Disk {
                 path: optimizer.or(parameters).unwrap_or_default(),
                 pin_memory: both().any(|offload| offload.pin_memory),

@@ -44,7 +44,10 @@ impl ZeroPlan {
             if let Some(offload) = offload {
                 lines.push(match &offload.device {
                     OffloadDevice::Cpu => {
-                        format!("Offload: {what} in host memory, which on the CPU is the device's too: nothing moves.")
+                        format!(
+                            "Offload: {what} in the host's memory, where the processor updates it; the cpu backend \
+                            computes there anyway, and nothing moves."
+                        )
                     }
                     OffloadDevice::Nvme { path } => format!("Offload: {what} on the disk, below {}.", path.display()),
                 });

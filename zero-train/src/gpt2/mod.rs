@@ -1,5 +1,6 @@
 //! The GPT-2 training command: options to a validated plan, ranks that train, a report.
 
+mod backend;
 mod checkpoints;
 mod observer;
 mod options;
@@ -13,8 +14,9 @@ mod zero_plan;
 
 use std::process::ExitCode;
 
+pub use backend::BackendChoice;
 pub use checkpoints::Checkpoints;
-pub use options::{Dtype, OffloadChoice, Options};
+pub use options::{Dtype, OffloadChoice, OffloadTo, Options};
 pub use plan::{MemoryNeed, Plan};
 pub use predict::Prediction;
 pub use report::Summary;

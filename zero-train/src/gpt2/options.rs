@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::BackendChoice;
+
 /// Options of GPT-2 training. What is not given is taken from `--config`, and without that has the default named.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
@@ -18,6 +20,9 @@ pub struct Options {
     /// Text, or a .safetensors file with an int tensor `input_ids` [rows, T], to train on
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
+    /// Where ranks compute: cpu, cuda (ranks share the GPUs) or vulkan; the program needs the feature of that name
+    #[arg(long, value_name = "BACKEND", default_value = "cpu")]
+    pub backend: BackendChoice,
     /// A DeepSpeed JSON or an Accelerate YAML; other options fill its "auto" values and must not contradict it
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -76,11 +81,15 @@ pub struct Options {
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Keep model state on a disk: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the
-    /// least that makes the run fit into memory]
+    /// Keep model state elsewhere than where the backend computes: the optimizer's (and gradients, from stage 2 on), or all of
+    /// it (at stage 3) [default: the least that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]
     pub offload: Option<OffloadChoice>,
-    /// The folder for --offload, on a fast disk; a run makes one of its own in it and removes it at its end
+    /// Where to: the host's memory, where the processor updates it, or a disk [default: host for --backend cuda and vulkan,
+    /// disk for cpu, which computes in the host's memory]
+    #[arg(long, value_name = "WHERE")]
+    pub offload_to: Option<OffloadTo>,
+    /// The folder for --offload to a disk, on a fast one; a run makes one of its own in it and removes it at its end
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub swap: PathBuf,
     /// Use no more memory than this, such as 6GiB [default: what is available]
@@ -120,7 +129,7 @@ pub struct Options {
     pub json: bool,
 }
 
-/// What is kept on a disk.
+/// What is kept elsewhere than where the backend computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum OffloadChoice {
     /// Nothing.
@@ -140,6 +149,15 @@ impl OffloadChoice {
             OffloadChoice::All => "all",
         }
     }
+}
+
+/// Where model state is kept that is not kept where the backend computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum OffloadTo {
+    /// The host's memory.
+    Host,
+    /// A file on a disk.
+    Disk,
 }
 
 /// A type to compute in.

@@ -13,6 +13,7 @@ use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
 use zero_models::hf_export::parse_bytes;
 
+use super::BackendChoice;
 use super::checkpoints::Checkpoints;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
@@ -33,6 +34,8 @@ const MAX_DEADLINE: f64 = 365.0 * 86_400.0;
 /// What will be trained, on what, how.
 #[derive(Debug, Clone)]
 pub struct Plan {
+    /// Where ranks compute.
+    pub backend: BackendChoice,
     /// The preset's or folder's name.
     pub name: String,
     /// The model.
@@ -76,19 +79,26 @@ pub struct MemoryNeed {
     pub activations: u64,
     /// Number of ranks on this machine, or on the one that has most.
     pub ranks: u64,
+    /// Model state of one rank in the host's memory, where the backend has memory of its own.
+    pub host: u64,
     /// Model state of one rank on the disk.
     pub disk: u64,
 }
 
 impl MemoryNeed {
     /// For `plan` on rows of `seq` tokens.
-    pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize) -> Self {
+    pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize, backend: BackendChoice) -> Self {
         let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
         let psi = model.num_params() as u64;
         let mut state = model_state(psi, stage, ranks as u64, precision(plan));
         let on_disk = |offload: &Option<Offload>| {
             offload.as_ref().is_some_and(|offload| matches!(offload.device, OffloadDevice::Nvme { .. }))
         };
+        let on_host = |offload: &Option<Offload>| {
+            let is_host = |offload: &Offload| offload.device == OffloadDevice::Cpu;
+            backend != BackendChoice::Cpu && offload.as_ref().is_some_and(is_host)
+        };
+        let all = state.total();
         if on_disk(&plan.offload_optimizer) {
             state.optimizer = 0;
             state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
@@ -96,6 +106,16 @@ impl MemoryNeed {
         if on_disk(&plan.offload_param) {
             state.parameters = 0;
         }
+        let disk = all - state.total();
+        if on_host(&plan.offload_optimizer) {
+            state.optimizer = 0;
+            // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
+            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
+        }
+        if on_host(&plan.offload_param) {
+            state.parameters = 0;
+        }
+        let host = all - disk - state.total();
         let largest =
             model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
@@ -103,12 +123,9 @@ impl MemoryNeed {
         // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
         let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(model.num_params()));
-        let mut disk = 0;
         if on_disk(&plan.offload_optimizer) || on_disk(&plan.offload_param) {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
-            let in_memory = model_state(psi, stage, ranks as u64, precision(plan)).total() - state.total();
-            disk = in_memory;
         }
         // Floats that the fused operations keep per token and layer, in widths: the input, the two norms' results, query,
         // key and value, attention's result, the sum after it, and the feed-forward layer before and after its activation.
@@ -116,7 +133,7 @@ impl MemoryNeed {
         // Logits are made for a few rows at a time.
         let logits = 2 * tokens.min(256) * model.vocab_size as u64;
         let activations = 4 * (model.n_layer as u64 * per_layer + logits);
-        Self { state, working: working as u64, activations, ranks: ranks as u64, disk }
+        Self { state, working: working as u64, activations, ranks: ranks as u64, host, disk }
     }
 
     /// The same with so many ranks on a machine.
@@ -160,6 +177,7 @@ impl Plan {
         }
         let seq_guess = options.seq.unwrap_or(128);
         let options = &as_launched(options, here)?;
+        options.backend.check()?;
         let budget = Budget::new(options, here)?;
         let Choice { name, model, offload, notice } = choose(options, default_model, seq_guess, &budget)?;
         model.validate()?;
@@ -175,7 +193,8 @@ impl Plan {
         let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
         let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
         let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
-        let need = MemoryNeed::new(&model, &plan, rows.seq()).with_ranks_here(budget.ranks_here.unwrap_or(ranks));
+        let need = MemoryNeed::new(&model, &plan, rows.seq(), options.backend)
+            .with_ranks_here(budget.ranks_here.unwrap_or(ranks));
         if !budget.holds(&need) {
             return Err(TrainError::Memory(format!(
                 "model {name} does not fit: {}{}; use a smaller --model, --batch or --seq, fewer --ranks{}{}",
@@ -183,7 +202,7 @@ impl Plan {
                 budget.but(&need),
                 if stage == Stage::Parameters { "" } else { ", or --stage 3" },
                 if options.config.is_none() && options.offload != Some(OffloadChoice::All) {
-                    ", or --offload all with a fast disk at --swap"
+                    ", or --offload all (to a disk with --offload-to disk, and a fast one at --swap)"
                 } else {
                     ""
                 }
@@ -191,10 +210,12 @@ impl Plan {
         }
         let prediction = match options.json || !here.is_main() {
             true => None,
+            false if options.backend != BackendChoice::Cpu => None,
             false => Prediction::new(&model, &plan, rows.seq(), &need),
         };
         Ok(Self {
             prediction,
+            backend: options.backend,
             name,
             model,
             weights: options.weights.clone(),
@@ -221,6 +242,7 @@ impl Plan {
         let saves = self.checkpoints.dir.is_some();
         vec![
             format!("zero {}", env!("CARGO_PKG_VERSION")),
+            format!("the backend {}", self.backend.name()),
             format!("the model {:?}", self.model),
             format!("{:?} ranks at stage {}", self.plan.world, self.plan.stage),
             format!("the batch {:?}", self.plan.batch),
@@ -301,6 +323,8 @@ fn positive(option: &'static str, value: usize) -> Result<(), TrainError> {
 struct Budget {
     /// `None`: unknown, and not limited.
     memory: Option<u64>,
+    /// The host's memory, where the backend has memory of its own.
+    host: Option<u64>,
     disk: Option<u64>,
     /// The most ranks of a machine, if they are processes; otherwise all.
     ranks_here: Option<usize>,
@@ -312,24 +336,35 @@ impl Budget {
             let got = options.memory.clone().unwrap_or_default();
             wrong("memory", got, error.to_string())
         })?;
-        let memory = available_bytes().into_iter().chain(limit).min();
+        let available = match options.backend {
+            BackendChoice::Cpu => available_bytes(),
+            device => device.memory(),
+        };
+        let memory = available.into_iter().chain(limit).min();
+        let host = available_bytes().filter(|_| options.backend != BackendChoice::Cpu);
         // What the fewest have, so that ranks on several machines take the same tier.
-        let (memory, disk) = (ranks.least(memory)?, ranks.least(free_disk(&options.swap))?);
-        Ok(Self { memory, disk, ranks_here: ranks.most_on_a_machine() })
+        let (memory, host) = (ranks.least(memory)?, ranks.least(host)?);
+        let disk = ranks.least(free_disk(&options.swap))?;
+        Ok(Self { memory, host, disk, ranks_here: ranks.most_on_a_machine() })
     }
 
     fn holds(&self, need: &MemoryNeed) -> bool {
         self.memory.is_none_or(|memory| need.total() <= memory)
+            && (need.host == 0 || self.host.is_none_or(|host| need.host * need.ranks <= host))
             && (need.disk == 0 || self.disk.is_none_or(|disk| need.disk * need.ranks <= disk))
     }
 
     /// What there is too little of.
     fn but(&self, need: &MemoryNeed) -> String {
-        match (self.memory, self.disk) {
-            (Some(memory), _) if need.total() > memory => {
+        match (self.memory, self.host, self.disk) {
+            (Some(memory), ..) if need.total() > memory => {
                 format!(", but {} of memory may be used", format_bytes(memory))
             }
-            (_, Some(disk)) => {
+            (_, Some(host), _) if need.host * need.ranks > host => {
+                let needed = format_bytes(need.host * need.ranks);
+                format!(", and {needed} in the host's memory, of which {} are free", format_bytes(host))
+            }
+            (.., Some(disk)) => {
                 format!(", and {} on the disk, which has {}", format_bytes(need.disk * need.ranks), format_bytes(disk))
             }
             _ => String::new(),
@@ -411,7 +446,7 @@ fn choose(options: &Options, default_model: &str, seq: usize, budget: &Budget) -
     let need = |model: &Gpt2Config, offload: Option<OffloadChoice>| -> Result<MemoryNeed, TrainError> {
         let options = Options { offload, ..options.clone() };
         let plan = zero_plan(&options, model)?;
-        let need = MemoryNeed::new(model, &plan, seq.min(model.n_positions));
+        let need = MemoryNeed::new(model, &plan, seq.min(model.n_positions), options.backend);
         Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
     };
     let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
@@ -432,13 +467,17 @@ fn choose(options: &Options, default_model: &str, seq: usize, budget: &Budget) -
                     Some(choice) if options.offload.is_none() => {
                         let without = need(model, None)?;
                         Some(format!(
-                            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {} below {}.",
+                            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {}.",
                             without.arithmetic(),
                             budget.but(&without),
                             choice.name(),
                             format_bytes(with.total()),
-                            format_bytes(with.disk * with.ranks),
-                            options.swap.display()
+                            match with.disk {
+                                0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
+                                disk => {
+                                    format!("{} below {}", format_bytes(disk * with.ranks), options.swap.display())
+                                }
+                            }
                         ))
                     }
                     _ => None,
@@ -492,6 +531,9 @@ impl core::fmt::Display for Plan {
         writeln!(f, "plan")?;
         writeln!(f, "  model          {}, {} parameters", self.name, self.model.num_params())?;
         let threads = self.launch.threads(plan.world);
+        if self.backend != BackendChoice::Cpu {
+            writeln!(f, "  backend        {}", self.backend.name())?;
+        }
         writeln!(f, "  ranks          {} at stage {}, {threads} compute thread(s) each", plan.world, plan.stage)?;
         let micro_batches = match plan.batch.accumulation {
             1 => String::new(),
@@ -536,6 +578,9 @@ impl core::fmt::Display for Plan {
             writeln!(f, "    {kind:<12} {:>12}", format_bytes(bytes))?;
         }
         write!(f, "  all ranks      {}", format_bytes(self.need.total()))?;
+        if self.need.host > 0 {
+            write!(f, ", and {} in the host's memory", format_bytes(self.need.host * self.need.ranks))?;
+        }
         if self.need.disk > 0 {
             write!(f, ", and {} on the disk", format_bytes(self.need.disk * self.need.ranks))?;
         }

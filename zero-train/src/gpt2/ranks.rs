@@ -5,16 +5,15 @@ use std::any::Any;
 use std::cell::Cell;
 use std::path::Path;
 
-use burn_flex::Flex;
+use burn::tensor::backend::BackendTypes;
 use zero_burn::launch::LaunchError;
 use zero_burn::{ZeroDevice, launch};
 use zero_core::collective::launcher::{World, launched};
 use zero_core::{CommError, RankFailure};
+use zero_ops::FusedBackend;
 
 use super::{Options, Plan};
 use crate::TrainError;
-
-type Device = ZeroDevice<burn_flex::FlexDevice>;
 
 /// Where a run's ranks are.
 pub(super) struct Ranks<'a> {
@@ -114,7 +113,7 @@ fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
 fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
     match error {
         zero_core::LaunchError::Rank { rank, world, failure } => match &**failure {
-            RankFailure::Comm(error) if matches!(**error, CommError::Timeout { .. }) => {
+            RankFailure::Comm(error) if matches!(**error, CommError::Timeout { .. } | CommError::Stalled { .. }) => {
                 TrainError::Late(format!("rank {rank} of {world}: {error}"))
             }
             other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
@@ -171,17 +170,17 @@ impl Ranks<'_> {
         Ok(())
     }
 
-    /// Runs every rank of this process; the first one's result.
-    pub(super) fn launch<T: Send>(
+    /// Runs every rank of this process on backend `I`; the first one's result.
+    pub(super) fn launch<I: FusedBackend, T: Send>(
         &self,
         plan: &Plan,
-        body: impl Fn(&Device) -> Result<T, TrainError> + Sync,
+        body: impl Fn(&ZeroDevice<<I as BackendTypes>::Device>) -> Result<T, TrainError> + Sync,
     ) -> Result<T, TrainError> {
         #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
-            return launch::launch_on::<Flex, _, TrainError>(process, &plan.zero, &plan.launch, |device| body(&device));
+            return launch::launch_on::<I, _, TrainError>(process, &plan.zero, &plan.launch, |device| body(&device));
         }
-        match launch::launch::<Flex, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| body(&device)) {
+        match launch::launch::<I, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| body(&device)) {
             Ok(mut results) => Ok(results.swap_remove(0)),
             Err(LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure })) => match *failure {
                 RankFailure::Failed(error) => Err(error),
@@ -218,7 +217,7 @@ impl Ranks<'_> {
 #[cfg(feature = "mpi")]
 fn of_comm(error: CommError) -> TrainError {
     match error {
-        late @ CommError::Timeout { .. } => TrainError::Late(late.to_string()),
+        late @ (CommError::Timeout { .. } | CommError::Stalled { .. }) => TrainError::Late(late.to_string()),
         other => TrainError::Run(other.to_string()),
     }
 }

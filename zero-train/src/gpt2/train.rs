@@ -5,9 +5,8 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use burn::backend::Autodiff;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{Backend, BackendTypes};
 use burn::tensor::{Int, Tensor, TensorData};
-use burn_flex::Flex;
 use zero_burn::optim::Fused;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
@@ -15,8 +14,10 @@ use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::launched;
 use zero_models::Gpt2;
 use zero_models::gpt2::weights;
+use zero_ops::FusedBackend;
 
 use super::Plan;
+use super::backend::Work;
 use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use super::ranks::Ranks;
@@ -27,9 +28,9 @@ use crate::memory::peak_rss_bytes;
 use crate::metrics::{EpochMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::Phase;
 
-type B = Autodiff<Zero<Flex>>;
-type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
-type Device = ZeroDevice<burn_flex::FlexDevice>;
+type Trained<I> = Autodiff<Zero<I>>;
+type Engine<I> = ZeroEngine<Trained<I>, Gpt2<Trained<I>>, Fused<Trained<I>>>;
+type Device<I> = ZeroDevice<<I as BackendTypes>::Device>;
 
 /// The step after which memory is expected not to grow.
 const SETTLED: usize = 2;
@@ -52,12 +53,29 @@ pub(super) struct Measured {
 pub(super) fn train(plan: &Plan, ranks: &Ranks<'_>, allocator: Option<&PageKeeper>) -> Result<Measured, TrainError> {
     plan.checkpoints.prepare()?;
     let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
-    ranks.launch(plan, |device| run_rank(plan, device, observer.as_ref(), allocator))
+    plan.backend.run(Training { plan, ranks, observer: observer.as_ref(), allocator })
 }
 
-fn run_rank(
+/// [`run_rank`] on all ranks.
+struct Training<'a> {
+    plan: &'a Plan,
+    ranks: &'a Ranks<'a>,
+    observer: Option<&'a Mutex<Observer>>,
+    allocator: Option<&'a PageKeeper>,
+}
+
+impl Work for Training<'_> {
+    type Output = Result<Measured, TrainError>;
+
+    fn run<I: FusedBackend>(self) -> Self::Output {
+        let Self { plan, ranks, observer, allocator } = self;
+        ranks.launch::<I, _>(plan, |device| run_rank::<I>(plan, device, observer, allocator))
+    }
+}
+
+fn run_rank<I: FusedBackend>(
     plan: &Plan,
-    device: &Device,
+    device: &Device<I>,
     observer: Option<&Mutex<Observer>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured, TrainError> {
@@ -67,7 +85,7 @@ fn run_rank(
         Some(observer) if rank == 0 => what(&mut observer.lock().expect("the observer is used by rank 0 alone")),
         _ => Ok(()),
     };
-    let mut model = plan.model.init::<B>(device);
+    let mut model = plan.model.init::<Trained<I>>(device);
     if let Some(dir) = &plan.weights {
         model = weights::load(model, dir, device)?;
     }
@@ -94,34 +112,35 @@ fn run_rank(
     let mut fresh_before = fresh_bytes();
     for step in state.step..plan.steps {
         let begin = Instant::now();
-        reset_peaks::<Flex>();
-        let wire_before = rank_stats::<Flex>().wire_bytes;
+        reset_peaks::<I>();
+        let wire_before = rank_stats::<I>().wire_bytes;
         let mut loss_sum = 0.0;
         let mut outcome = Step::Accumulating { micro_batches: 0 };
         let lr = engine.lr();
         let loss_scale = engine.loss_scale();
         for micro in 0..batch.accumulation {
             let first = state.data.used + (micro * world + rank) * batch.micro;
-            let ids = micro_batch::<B>(&plan.rows, first, batch.micro, device);
+            let ids = micro_batch::<Trained<I>>(&plan.rows, first, batch.micro, device);
             let loss = engine.forward(|model| model.loss(ids));
             loss_sum += loss.clone().into_data().iter::<f64>().sum::<f64>();
             engine.backward(loss);
             outcome = engine.step()?;
         }
         let elapsed = begin.elapsed();
-        let stats = rank_stats::<Flex>();
+        let stats = rank_stats::<I>();
         let report = RankReport {
             loss: loss_sum / batch.accumulation as f64,
             stats,
             wire: stats.wire_bytes.since(&wire_before),
             peak_rss: peak_rss_bytes().unwrap_or(0),
         };
-        let reports = all_gather::<Flex>(&report.to_values());
+        let reports = all_gather::<I>(&report.to_values());
         if let Some(keeper) = allocator.filter(|_| step + 1 == SETTLED && first_here && world > 1) {
             keeper.reserve((keeper.stats().live_bytes_peak / HEADROOM) as usize);
         }
         // All ranks', up to about here: one may have begun its next step.
         let fresh_after = fresh_bytes();
+        let (device_bytes_in_use, device_bytes_reserved) = device_memory::<I>(device).unzip();
         let metrics = StepMetrics {
             step: step + 1,
             loss: reports.iter().map(|values| values[0]).sum::<f64>() / world as f64,
@@ -136,6 +155,8 @@ fn run_rank(
             skipped: matches!(outcome, Step::Skipped { .. }),
             loss_scale,
             fresh_bytes: fresh_after.zip(fresh_before).map(|(after, before)| after - before),
+            device_bytes_in_use,
+            device_bytes_reserved,
             ranks: reports.iter().enumerate().map(|(rank, values)| RankReport::metrics(rank, values)).collect(),
         };
         fresh_before = fresh_after;
@@ -154,10 +175,10 @@ fn run_rank(
         let ended = epoch.add(metrics.loss, batch.global);
         let last = step + 1 == plan.steps;
         let mut eval_loss = None;
-        let mut evaluate = |engine: &Engine| -> Result<Option<f64>, TrainError> {
+        let mut evaluate = |engine: &Engine<I>| -> Result<Option<f64>, TrainError> {
             if let (None, Some(rows)) = (eval_loss, &plan.eval_rows) {
                 observe(&mut |observer| observer.begin(Phase::Eval))?;
-                eval_loss = Some(evaluate(engine, rows, batch.micro, world, device));
+                eval_loss = Some(evaluate::<I>(engine, rows, batch.micro, world, device));
                 observe(&mut |observer| observer.begin(Phase::Train))?;
             }
             Ok(eval_loss)
@@ -197,7 +218,7 @@ fn run_rank(
 }
 
 /// The state to begin with: of nothing, or of the checkpoint, into which the engine is put. Also what is to be told.
-fn begin(plan: &Plan, engine: &mut Engine) -> Result<(TrainerState, Option<String>), TrainError> {
+fn begin<I: FusedBackend>(plan: &Plan, engine: &mut Engine<I>) -> Result<(TrainerState, Option<String>), TrainError> {
     let (rows, seq) = (plan.rows.rows(), plan.rows.seq());
     let data = DataPosition { used: 0, rows, seq };
     let Some(checkpoint) = &plan.checkpoints.resume else {
@@ -218,7 +239,12 @@ fn begin(plan: &Plan, engine: &mut Engine) -> Result<(TrainerState, Option<Strin
     Ok((state, Some(warning)))
 }
 
-fn save(plan: &Plan, engine: &mut Engine, dir: &Path, state: &TrainerState) -> Result<SaveMetrics, TrainError> {
+fn save<I: FusedBackend>(
+    plan: &Plan,
+    engine: &mut Engine<I>,
+    dir: &Path,
+    state: &TrainerState,
+) -> Result<SaveMetrics, TrainError> {
     let (step, options) = (state.step as u64, plan.checkpoints.options(state.best));
     let extra = state.saved(plan);
     let begin = Instant::now();
@@ -229,30 +255,42 @@ fn save(plan: &Plan, engine: &mut Engine, dir: &Path, state: &TrainerState) -> R
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
 }
 
+/// Bytes in use and bytes reserved of a device that has memory of its own.
+fn device_memory<I: FusedBackend>(device: &Device<I>) -> Option<(u64, u64)> {
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    return zero_ops::devices::memory::<I>(device.inner()).map(|memory| (memory.in_use, memory.reserved));
+    #[cfg(not(any(feature = "cuda", feature = "vulkan")))]
+    {
+        let _ = device;
+        None
+    }
+}
+
 /// Rows from `first` on, `[batch, seq]`.
-fn micro_batch<T: Backend<Device = Device>>(
-    rows: &TokenRows,
-    first: usize,
-    batch: usize,
-    device: &Device,
-) -> Tensor<T, 2, Int> {
+fn micro_batch<T: Backend>(rows: &TokenRows, first: usize, batch: usize, device: &T::Device) -> Tensor<T, 2, Int> {
     Tensor::from_data(TensorData::new(rows.from(first, batch), [batch, rows.seq()]), device)
 }
 
 /// Mean loss over all of `rows`, of which each rank takes as many.
-fn evaluate(engine: &Engine, rows: &TokenRows, batch: usize, world: usize, device: &Device) -> f64 {
+fn evaluate<I: FusedBackend>(
+    engine: &Engine<I>,
+    rows: &TokenRows,
+    batch: usize,
+    world: usize,
+    device: &Device<I>,
+) -> f64 {
     let mine = rows.rows() / world;
     let mut sum = 0.0;
     let mut done = 0;
     while done < mine {
         let take = batch.min(mine - done);
         let ids = rows.from(device.rank() * mine + done, take);
-        let ids = Tensor::<Zero<Flex>, 2, Int>::from_data(TensorData::new(ids, [take, rows.seq()]), device);
+        let ids = Tensor::<Zero<I>, 2, Int>::from_data(TensorData::new(ids, [take, rows.seq()]), device);
         let loss = engine.evaluate(|model| model.loss(ids.clone()));
         sum += loss.into_data().iter::<f64>().sum::<f64>() * take as f64;
         done += take;
     }
-    all_gather::<Flex>(&[sum]).iter().map(|rank| rank[0]).sum::<f64>() / rows.rows() as f64
+    all_gather::<I>(&[sum]).iter().map(|rank| rank[0]).sum::<f64>() / rows.rows() as f64
 }
 
 /// One pass over the training rows.

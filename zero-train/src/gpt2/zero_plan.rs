@@ -5,7 +5,8 @@ use std::path::Path;
 use zero_core::Stage;
 use zero_models::Gpt2Config;
 
-use super::options::{Dtype, OffloadChoice, Options};
+use super::BackendChoice;
+use super::options::{Dtype, OffloadChoice, OffloadTo, Options};
 use super::plan::wrong;
 use crate::TrainError;
 use crate::config::{
@@ -96,6 +97,24 @@ fn precision(dtype: Dtype) -> Precision {
     }
 }
 
+/// Where what is offloaded goes.
+///
+/// # Errors
+///
+/// [`TrainError`] for the host's memory where the backend computes in it.
+pub(super) fn offload_to(options: &Options) -> Result<OffloadTo, TrainError> {
+    match (options.offload_to, options.backend) {
+        (Some(OffloadTo::Host), BackendChoice::Cpu) => {
+            let expected = "expected disk: the cpu backend computes in the host's memory, so nothing would move; or use \
+                            --backend cuda";
+            Err(wrong("offload-to", "host", expected))
+        }
+        (Some(given), _) => Ok(given),
+        (None, BackendChoice::Cpu) => Ok(OffloadTo::Disk),
+        (None, _) => Ok(OffloadTo::Host),
+    }
+}
+
 fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     let stage = options.stage.unwrap_or(3);
     let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
@@ -108,13 +127,16 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if let Some(schedule) = warmup(options) {
         builder = builder.schedule(schedule);
     }
-    let disk = Offload::to(OffloadDevice::Nvme { path: options.swap.clone() });
+    let there = Offload::to(match offload_to(options)? {
+        OffloadTo::Host => OffloadDevice::Cpu,
+        OffloadTo::Disk => OffloadDevice::Nvme { path: options.swap.clone() },
+    });
     let choice = options.offload.unwrap_or(OffloadChoice::None);
     if choice != OffloadChoice::None {
-        builder = builder.offload_optimizer(&disk);
+        builder = builder.offload_optimizer(&there);
     }
     if choice == OffloadChoice::All {
-        builder = builder.offload_param(&disk);
+        builder = builder.offload_param(&there);
     }
     Ok(builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?)
 }

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes the token rows if they are not there, and runs compare.py, whose options follow (compare.py --help):
+#   bench/gpu/compare.sh target/release/examples/gpt2_1_5b [SEQ] [OPTIONS...]         SEQ: tokens a row, default 1024
+# Rows of GPT-2's tokens where the crate tiktoken-rs is on the machine (it is where ours was built), else of bytes; in
+# ROWS, default target/gpu/rows-SEQ.safetensors. PYTHON names the Python that has PyTorch, default python3.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+if (($# == 0)) || [[ $1 = -h || $1 = --help ]]; then
+  sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+  exit $(($# == 0 ? 2 : 0))
+fi
+ours=$1 seq=1024
+shift
+if (($#)) && [[ $1 =~ ^[0-9]+$ ]]; then
+  seq=$1
+  shift
+fi
+rows=${ROWS:-$here/../../target/gpu/rows-$seq.safetensors} python=${PYTHON:-python3}
+if [[ ! -e $rows ]]; then
+  table=("${CARGO_HOME:-$HOME/.cargo}"/registry/src/*/tiktoken-rs-*/assets/r50k_base.tiktoken)
+  bpe=()
+  [[ -e ${table[0]} ]] && bpe=(--bpe "${table[0]}")
+  python3 "$here/make_rows.py" --seq "$seq" "${bpe[@]}" "$rows"
+fi
+exec "$python" "$here/compare.py" --ours "$ours" --data "$rows" "$@"

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Losses on a device against the CPU backend's of the same run, at every stage, with 1 rank and with 2 that share the device.
+
+    bench/gpu/parity.py --ours target/release/examples/gpt2_1_5b --backend cuda
+    bench/gpu/parity.py --ours target/debug/examples/gpt2_1_5b --backend vulkan --model tiny --dtypes fp32
+
+Initial weights are drawn on the host, and rows come in the same order, so both train the same model on the same tokens.
+- fp32: every step's loss, of 20, within 1e-4 relative of the CPU's at the same stage and number of ranks (--fp32-bound).
+- bf16: every step's loss within 1 % of the CPU's fp32 curve (--bf16-bound).
+Prints a table and, at its end, the curves of the worst run of each type. Exit codes: 0 when all hold; 1 when one is out of
+bounds, failed or was not run; 2 for bad arguments.
+"""
+
+import argparse
+import math
+import time
+
+import common
+from common import BACKENDS, PRESETS, BadInput, Record, at_least, listed, markdown
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ours", required=True, metavar="FILE", help="the built example gpt2_1_5b")
+    parser.add_argument("--backend", choices=BACKENDS, default="cuda", help="default: cuda")
+    parser.add_argument("--model", choices=PRESETS, default="mini", help="default: mini")
+    parser.add_argument("--stages", type=listed(range(4), int), default=[0, 1, 2, 3], metavar="0,1,2,3")
+    parser.add_argument("--ranks", type=listed(range(1, 9), int), default=[1, 2], metavar="1,2")
+    parser.add_argument("--dtypes", type=listed(["fp32", "bf16"]), default=["fp32", "bf16"], metavar="fp32,bf16")
+    parser.add_argument("--steps", type=at_least(2), default=20, help="default: 20")
+    parser.add_argument("--batch", type=at_least(1), default=2, help="rows per rank (default: 2)")
+    parser.add_argument("--accumulation", type=at_least(1), default=1)
+    parser.add_argument("--seq", type=at_least(2), default=128, help="default: 128")
+    parser.add_argument("--data", metavar="FILE", help="default: the program's own text")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--fp32-bound", type=float, default=1e-4, help="largest relative difference (default: 1e-4)")
+    parser.add_argument("--bf16-bound", type=float, default=1e-2, help="default: 1e-2")
+    parser.add_argument("--timeout", type=at_least(1), default=180, metavar="SECONDS", help="of one run (default: 180)")
+    parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="end by then; what was not run fails")
+    parser.add_argument("--out", metavar="FILE", help="every run as a JSON line")
+    args = parser.parse_args()
+    if args.seq > PRESETS[args.model][3]:
+        raise BadInput(f"--seq {args.seq} is more than {args.model}'s {PRESETS[args.model][3]} positions")
+    return args
+
+
+class Runs:
+    """Losses of runs, each made once."""
+
+    def __init__(self, args, binary, record):
+        self.args, self.binary, self.record = args, binary, record
+        self.begin, self.known = time.monotonic(), {}
+
+    def losses(self, backend, dtype, stage, ranks):
+        """(losses, None), or (None, why there are none)."""
+        key = (backend, dtype, stage, ranks)
+        if key not in self.known:
+            self.known[key] = self._make(*key)
+        return self.known[key]
+
+    def _make(self, backend, dtype, stage, ranks):
+        args = self.args
+        if args.budget and time.monotonic() - self.begin > args.budget:
+            return None, f"not run: --budget {args.budget} s is spent"
+        options = ["--backend", backend, "--model", args.model, "--stage", stage, "--ranks", ranks, "--batch", args.batch,
+                   "--accumulation", args.accumulation, "--seq", args.seq, "--steps", args.steps, "--dtype", dtype, "--lr",
+                   args.lr, "--seed", 0, "--offload", "none"]
+        if args.data:
+            options += ["--data", args.data]
+        result = common.ours(self.binary, options, common.time_left(args, self.begin))
+        line = {"backend": backend, "dtype": dtype, "stage": stage, "ranks": ranks}
+        if "error" in result:
+            self.record.write({**line, "error": result["error"], "command": result["command"]})
+            return None, result["error"]
+        losses = [step["loss"] for step in result["steps"]]
+        self.record.write({**line, "wall_s": result["wall_s"], "losses": losses})
+        if len(losses) != args.steps:
+            return None, f"{len(losses)} steps in metrics.jsonl, {args.steps} expected"
+        return losses, None
+
+
+def differences(losses, reference):
+    """Relative difference of each step; not-a-number counts as infinite."""
+    found = [abs(a - b) / abs(b) if b else math.inf for a, b in zip(losses, reference)]
+    return [math.inf if math.isnan(value) else value for value in found]
+
+
+def main():
+    args = parse_arguments()
+    runs = Runs(args, common.program(args.ours), Record(args.out))
+    bounds = {"fp32": args.fp32_bound, "bf16": args.bf16_bound}
+    machine = common.machine()
+    print(f"--backend {args.backend} against --backend cpu: {args.model}, {args.steps} steps, {args.batch} rows of {args.seq} per "
+          f"rank, lr {args.lr}\nGPU: {machine['gpu']}\nours {common.commit()} (binary {common.digest(args.ours)})\n")
+    rows, worst, failed = [], {}, 0
+    for dtype in args.dtypes:
+        for ranks in args.ranks:
+            for stage in args.stages:
+                case = f"{dtype}, stage {stage}, {ranks} rank{'s' if ranks > 1 else ''}"
+                begin = time.monotonic()
+                reference, why = runs.losses("cpu", "fp32", stage, ranks)
+                why = why and f"the CPU's run: {why}"
+                losses = None
+                if reference:
+                    losses, why = runs.losses(args.backend, dtype, stage, ranks)
+                if not losses:
+                    failed += 1
+                    rows.append([case, "–", "–", "–", f"{bounds[dtype]:g}", f"✗ {why}"])
+                    print(f"{case}: ✗ {why}", flush=True)
+                    continue
+                found = differences(losses, reference)
+                most = max(found)
+                holds = most <= bounds[dtype]
+                failed += not holds
+                rows.append([case, f"{losses[0]:.6f} ({found[0]:.1e})", f"{losses[-1]:.6f} ({found[-1]:.1e})",
+                             f"{most:.1e} in step {found.index(most) + 1}", f"{bounds[dtype]:g}", "✓" if holds else "✗"])
+                print(f"{case}: {most:.1e} {'✓' if holds else '✗'} ({time.monotonic() - begin:.0f} s)", flush=True)
+                if dtype not in worst or most > worst[dtype][0]:
+                    worst[dtype] = (most, case, losses, reference, found)
+    print()
+    markdown(["run", "first loss (difference)", "last loss", "largest relative difference", "bound", "holds"], rows)
+    for _, case, losses, reference, found in worst.values():
+        print(f"{case}, the largest difference of its type:")
+        shown = sorted({0, 1, 2, 4, 9, 14, args.steps - 1, found.index(max(found))} & set(range(args.steps)))
+        markdown(["step", args.backend, "cpu, fp32", "difference"],
+                 [[i + 1, f"{losses[i]:.6f}", f"{reference[i]:.6f}", f"{found[i]:.1e}"] for i in shown])
+    print(f"{len(rows) - failed} of {len(rows)} hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,475 @@
+//! Gradient reduction beside the backward pass.
+//!
+//! The rank's thread only hands over gradients as the backward pass finishes them; it never waits there, because inside
+//! Burn's autodiff it holds locks that other ranks' threads may need. A reducer thread per rank does the rest:
+//!
+//! 1. *begin*: the ranks agree, by one small all-reduce, which parameters get a gradient on at least one of them.
+//! 2. The union is laid out in the order in which rank 0's first backward pass gave gradients (in that pass itself: from
+//!    the module's last parameter to its first), in buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
+//!    A large gradient that the ranks divide evenly goes alone, as it is: its rows are already those of a bucket, and
+//!    nothing is copied.
+//! 3. A bucket is sent when its last gradient has come: reduce-scatter (stages 2 and 3, and stage 1 at the end of the
+//!    pass), or all-reduce (stage 0). One bucket is in flight while the next is filled.
+//! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer holds up
+//!    nobody; their reduced gradients are handed back as *settled*.
+//!
+//! A rank may have no pass for a backward pass of the others (its graph had no marked parameter). It then meets them in
+//! its next one, [`Phase::Collect`], which is repeated until no rank is in a backward pass: every gradient is reduced
+//! exactly once, whatever each rank's graph held.
+//!
+//! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits.
+//!
+//! [`host`] lays gradients out in buckets in the host's memory, whatever the engine. [`tensors`] reduces them where they
+//! lie, on devices, when the ranks are threads of one process: handles are exchanged, nothing is copied to the host.
+//! `packed` lays them out in buckets on the device, when the ranks are processes, for NCCL or for one copy a bucket.
+
+#[cfg(feature = "cubecl")]
+mod bulk;
+mod host;
+#[cfg(feature = "cubecl")]
+mod packed;
+mod tensors;
+
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use burn_backend::Backend;
+use crossbeam_channel::{Receiver, Sender, bounded};
+use zero_core::collective::threads::panic_reason;
+use zero_core::{Buffer, Collective, CommError, ReduceOp, Stage};
+use zero_ops::Shared;
+
+use crate::config::ZeroConfig;
+use crate::context::{Context, Slot, Worker, stop};
+use crate::shard::{Cell, GRADIENT, Kind, Template};
+
+#[cfg(feature = "cubecl")]
+use bulk::Bulk;
+use host::Buckets;
+#[cfg(feature = "cubecl")]
+use packed::Packed;
+use tensors::Tensors;
+
+/// A dense gradient on its way and the cell that will hold its reduced piece.
+pub(crate) struct Contribution<B: Backend> {
+    gradient: Shared<B>,
+    cell: Arc<Cell<B>>,
+}
+
+/// From where a pass is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// A backward pass.
+    Backward,
+    /// After it, for what it has not reduced.
+    Collect,
+}
+
+enum Job<B: Backend> {
+    Begin { context: Arc<Context<B>>, phase: Phase, indices: Vec<u64> },
+    Gradient { index: u64, contribution: Contribution<B> },
+    End { reply: Sender<Result<Outcome<B>, CommError>> },
+}
+
+/// Reduced gradients of parameters that this rank had no gradient for, by parameter.
+pub(crate) type Settled<B> = Vec<(u64, Arc<Cell<B>>)>;
+
+/// What a pass came to.
+pub(crate) struct Outcome<B: Backend> {
+    pub(crate) settled: Settled<B>,
+    /// Whether some rank was in a backward pass.
+    pub(crate) in_backward: bool,
+}
+
+/// The rank's end of its reducer thread.
+pub(crate) struct Reducer<B: Backend> {
+    worker: Worker<Job<B>>,
+    means: Means,
+    bucket_size: usize,
+    stage: Stage,
+    /// Whether this pass has given up waiting for slower ranks.
+    hurried: AtomicBool,
+}
+
+/// How long a rank that is ahead waits, without any progress of the reduction, before it goes on regardless.
+const NO_PROGRESS: Duration = Duration::from_secs(1);
+
+/// By what the ranks reduce.
+#[derive(Clone)]
+struct Means {
+    comm: Arc<dyn Collective>,
+    /// Between processes that compute on devices.
+    #[cfg(feature = "cubecl")]
+    bulk: Option<Arc<Bulk>>,
+}
+
+impl<B: Backend> Reducer<B> {
+    /// A collective.
+    pub(crate) fn spawn(comm: Arc<dyn Collective>, config: &ZeroConfig, device: &B::Device) -> Result<Self, CommError> {
+        #[cfg(not(feature = "cubecl"))]
+        let _ = device;
+        Ok(Self {
+            worker: Worker::new(format!("rank-{}-reducer", comm.rank())),
+            means: Means {
+                #[cfg(feature = "cubecl")]
+                bulk: match !comm.shares_memory() && zero_ops::is_cube::<B>() {
+                    true => Some(Arc::new(Bulk::new::<B>(&comm, device)?)),
+                    false => None,
+                },
+                comm,
+            },
+            bucket_size: config.reduce_bucket_size,
+            stage: config.stage,
+            hurried: AtomicBool::new(false),
+        })
+    }
+
+    fn send(&self, job: Job<B>) {
+        let (means, bucket_size, stage) = (self.means.clone(), self.bucket_size, self.stage);
+        self.worker.send(job, move |inbox| {
+            let comm = means.comm.clone();
+            let served = catch_unwind(AssertUnwindSafe(|| serve(inbox, means, bucket_size, stage)));
+            if let Err(payload) = served {
+                comm.abort(&format!("reducing gradients panicked: {}", panic_reason(&*payload)));
+            }
+        });
+    }
+
+    /// A pass begins that will give gradients for the parameters `indices` on this rank.
+    pub(crate) fn begin(&self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) {
+        self.hurried.store(false, Ordering::Relaxed);
+        self.send(Job::Begin { context, phase, indices });
+    }
+
+    /// Hands a gradient over; `cell`, pending, will hold its reduced piece.
+    pub(crate) fn submit(
+        &self,
+        context: &Context<B>,
+        index: u64,
+        gradient: B::FloatTensorPrimitive,
+        cell: Arc<Cell<B>>,
+    ) {
+        let gradient = Shared::new(gradient);
+        context.count_unreduced(bytes_of(&gradient));
+        self.send(Job::Gradient { index, contribution: Contribution { gradient, cell } });
+    }
+
+    /// Lets the reducer catch up when this rank is so far ahead of the others that unreduced gradients pile up.
+    ///
+    /// This runs under autodiff's lock, which another rank may need to get on (ADR 2): so it ends when nothing has moved
+    /// for a while, and is not tried again in this pass.
+    pub(crate) fn catch_up(&self, context: &Context<B>) {
+        if !context.config.stage.shards_gradients() || self.hurried.load(Ordering::Relaxed) {
+            return;
+        }
+        let unreduced = || context.gauges.in_flight.live();
+        let limit = (2 * self.bucket_size * size_of::<f32>()) as u64;
+        let (mut seen, mut since) = (unreduced(), Instant::now());
+        // Without a backlog the reducer waits for this rank's next gradients, not for other ranks.
+        while seen > limit && self.worker.backlog() > 0 {
+            std::thread::sleep(Duration::from_micros(200));
+            let now = unreduced();
+            if now != seen {
+                (seen, since) = (now, Instant::now());
+            } else if since.elapsed() > NO_PROGRESS {
+                self.hurried.store(true, Ordering::Relaxed);
+                return;
+            }
+        }
+    }
+
+    /// Waits until all gradients of this pass are reduced. Every collective under it has a deadline.
+    pub(crate) fn end(&self) -> Result<Outcome<B>, CommError> {
+        let _span = tracing::trace_span!("wait for reduction").entered();
+        let (reply, result) = bounded(1);
+        self.send(Job::End { reply });
+        result.recv().unwrap_or_else(|_| stop("the thread that reduces gradients has panicked".into()))
+    }
+
+    pub(crate) fn stop(&self) {
+        self.worker.stop();
+    }
+}
+
+/// How the gradient of `slot` is cut.
+pub(crate) fn gradient_template<B: Backend>(
+    context: &Arc<Context<B>>,
+    slot: &Arc<Slot<B>>,
+    device: B::Device,
+) -> Template<B> {
+    Template {
+        context: context.clone(),
+        slot: Some(slot.clone()),
+        partition: slot.partition,
+        shape: slot.shape.clone(),
+        device,
+        kind: Kind::Gradient,
+        origin: GRADIENT,
+    }
+}
+
+/// One backward pass on the reducer thread.
+struct Pass<B: Backend> {
+    context: Arc<Context<B>>,
+    /// Parameters with a gradient on some rank, in the order in which they are laid out.
+    plan: Vec<u64>,
+    /// Those that this rank has a gradient for.
+    mine: HashSet<u64>,
+    in_backward: bool,
+    /// Gradients in the order in which they came.
+    order: Vec<u64>,
+    next: usize,
+    arrived: HashMap<u64, Contribution<B>>,
+    settled: Settled<B>,
+    lanes: Lanes<B>,
+}
+
+/// Bytes of a gradient.
+fn bytes_of<B: Backend>(gradient: &Shared<B>) -> i64 {
+    (gradient.shape().num_elements() * gradient.dtype().size()) as i64
+}
+
+/// Where gradients are reduced.
+enum Lanes<B: Backend> {
+    Host(Buckets<B>),
+    Tensors(Tensors<B>),
+    #[cfg(feature = "cubecl")]
+    Packed(Packed<B>),
+}
+
+/// One gradient to be reduced into `cell`: zeros if `gradient` is absent. `counted` bytes of it count as not reduced.
+struct Incoming<B: Backend> {
+    gradient: Option<Shared<B>>,
+    cell: Arc<Cell<B>>,
+    numel: usize,
+    counted: i64,
+}
+
+impl<B: Backend> Lanes<B> {
+    fn new(means: &Means, bucket_size: usize, stage: Stage, context: &Arc<Context<B>>, plan: &[u64]) -> Self {
+        #[cfg(feature = "cubecl")]
+        if let Some(bulk) = &means.bulk {
+            return Lanes::Packed(Packed::new(bulk.clone(), bucket_size, stage, context));
+        }
+        let comm = means.comm.clone();
+        match comm.shares_memory() && !zero_ops::is_host::<B>() {
+            true => Lanes::Tensors(Tensors::new(comm, bucket_size, stage, context)),
+            false => Lanes::Host(Buckets::new(comm, bucket_size, stage, context, plan)),
+        }
+    }
+
+    /// Takes one gradient in, sending what is due.
+    fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
+        match self {
+            Lanes::Host(buckets) => buckets.push(incoming),
+            Lanes::Tensors(tensors) => tensors.push(incoming),
+            #[cfg(feature = "cubecl")]
+            Lanes::Packed(packed) => packed.push(incoming),
+        }
+    }
+
+    /// Sends what has not been sent and waits for all results.
+    fn finish(&mut self) -> Result<(), CommError> {
+        match self {
+            Lanes::Host(buckets) => buckets.finish(),
+            Lanes::Tensors(tensors) => tensors.flush(),
+            #[cfg(feature = "cubecl")]
+            Lanes::Packed(packed) => packed.finish(),
+        }
+    }
+
+    fn fail(&mut self, error: &CommError) {
+        match self {
+            Lanes::Host(buckets) => buckets.fail(error),
+            Lanes::Tensors(tensors) => tensors.fail(error),
+            #[cfg(feature = "cubecl")]
+            Lanes::Packed(packed) => packed.fail(error),
+        }
+    }
+}
+
+/// What the cells' pieces are gradients of, in the words of errors and flight records.
+fn names<'c, B: Backend>(cells: impl Iterator<Item = &'c Cell<B>>) -> String {
+    let slots: Vec<Arc<Slot<B>>> = cells.filter_map(|cell| cell.slot.clone()).collect();
+    match &slots[..] {
+        [] => String::new(),
+        [one] => format!("gradient of {one}"),
+        [first, .., last] => format!("gradients of {} parameters from {first} to {last}", slots.len()),
+    }
+}
+
+fn serve<B: Backend>(inbox: Receiver<Job<B>>, means: Means, bucket_size: usize, stage: Stage) {
+    let comm = &means.comm;
+    let mut pass: Option<Pass<B>> = None;
+    let mut failure: Option<CommError> = None;
+    // Whether the order of a backward pass is known; all ranks learn it in the same pass.
+    let mut ordered = false;
+    for job in inbox {
+        let outcome = match job {
+            Job::Begin { context, phase, indices } => {
+                failure = None;
+                agree(&**comm, &context, phase, &indices).map(|(plan, in_backward)| {
+                    let lanes = Lanes::new(&means, bucket_size, stage, &context, &plan);
+                    pass = Some(Pass {
+                        context,
+                        plan,
+                        mine: indices.into_iter().collect(),
+                        in_backward,
+                        order: Vec::new(),
+                        next: 0,
+                        arrived: HashMap::new(),
+                        settled: Vec::new(),
+                        lanes,
+                    });
+                })
+            }
+            Job::Gradient { index, contribution } => match (&mut pass, &failure) {
+                (Some(pass), None) => {
+                    if let Some(first) = pass.arrived.insert(index, contribution) {
+                        // A parameter has one gradient in a pass.
+                        first.cell.settle(Err(stray(&**comm)));
+                    }
+                    pass.order.push(index);
+                    // Stage 1 keeps whole gradients until the end of the pass, as its memory formula says.
+                    if stage == Stage::OptimizerState { Ok(()) } else { pass.advance() }
+                }
+                (_, failure) => {
+                    contribution.cell.settle(Err(failure.clone().unwrap_or_else(|| stray(&**comm))));
+                    Ok(())
+                }
+            },
+            Job::End { reply } => {
+                let result = match (failure.take(), pass.take()) {
+                    (Some(error), _) => Err(error),
+                    (None, Some(mut pass)) => {
+                        let result = pass.finish().and_then(|outcome| {
+                            if outcome.in_backward && !ordered {
+                                share_order(&**comm, &pass)?;
+                                ordered = true;
+                            }
+                            Ok(outcome)
+                        });
+                        if let Err(error) = &result {
+                            pass.fail(error);
+                        }
+                        result
+                    }
+                    (None, None) => Ok(Outcome { settled: Vec::new(), in_backward: false }),
+                };
+                // The rank's thread may have been stopped meanwhile: then nobody waits.
+                let _ = reply.send(result);
+                Ok(())
+            }
+        };
+        if let Err(error) = outcome {
+            if let Some(pass) = &mut pass {
+                pass.fail(&error);
+            }
+            failure = Some(error);
+        }
+    }
+}
+
+/// Tells all ranks the order in which rank 0's backward pass gave its gradients. It differs from the module's: autodiff
+/// finishes a parameter that is used through a view (a slice of position embeddings) at the very end.
+fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), CommError> {
+    let slots = pass.context.slot_count();
+    let mut order = pass.order.clone();
+    order.resize(slots, u64::MAX);
+    let bytes = order.iter().flat_map(|index| index.to_le_bytes()).collect();
+    let bytes = comm.broadcast(Buffer::U8(bytes), 0)?.into_u8();
+    let order = bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("chunks of eight bytes")));
+    for (position, index) in order.enumerate().filter(|&(_, index)| index != u64::MAX) {
+        // Before everything that is placed by the module's order alone.
+        let place = (2 * slots - position) as u64;
+        pass.context.slot(index).place.store(place, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+fn stray(comm: &dyn Collective) -> CommError {
+    CommError::Shape {
+        group: comm.label().into(),
+        seq: 0,
+        rank: comm.rank(),
+        op: "gradient".into(),
+        expected: "a gradient between the begin and the end of a backward pass".into(),
+        got: "one outside".into(),
+    }
+}
+
+/// The union over the ranks of the parameters that get a gradient, the module's last first, and whether a rank is in a
+/// backward pass.
+fn agree<B: Backend>(
+    comm: &dyn Collective,
+    context: &Context<B>,
+    phase: Phase,
+    indices: &[u64],
+) -> Result<(Vec<u64>, bool), CommError> {
+    let mut flags = vec![0u8; 1 + context.slot_count()];
+    flags[0] = u8::from(phase == Phase::Backward);
+    for &index in indices {
+        flags[1 + index as usize] = 1;
+    }
+    let union = comm.all_reduce(Buffer::U8(flags), ReduceOp::Max)?.into_u8();
+    let mut plan: Vec<u64> = (0..context.slot_count() as u64).filter(|&index| union[1 + index as usize] == 1).collect();
+    plan.sort_by_key(|&index| Reverse((context.slot(index).place.load(Ordering::Relaxed), index)));
+    Ok((plan, union[0] == 1))
+}
+
+impl<B: Backend> Pass<B> {
+    /// Lays out gradients as far as they have come in the order of the plan.
+    fn advance(&mut self) -> Result<(), CommError> {
+        while let Some(&index) = self.plan.get(self.next) {
+            let contribution = self.arrived.remove(&index);
+            if contribution.is_none() && self.mine.contains(&index) {
+                break;
+            }
+            self.lay_out(index, contribution)?;
+        }
+        Ok(())
+    }
+
+    /// Lays out everything, zeros for what has not come.
+    fn finish(&mut self) -> Result<Outcome<B>, CommError> {
+        while let Some(&index) = self.plan.get(self.next) {
+            let contribution = self.arrived.remove(&index);
+            self.lay_out(index, contribution)?;
+        }
+        self.lanes.finish()?;
+        Ok(Outcome { settled: std::mem::take(&mut self.settled), in_backward: self.in_backward })
+    }
+
+    fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
+        let slot = self.context.slot(index);
+        let counted = contribution.as_ref().map_or(0, |contribution| bytes_of(&contribution.gradient));
+        let (gradient, cell) = match contribution {
+            Some(Contribution { gradient, cell }) => (Some(gradient), cell),
+            None => {
+                let device = self.context.device.clone();
+                let dtype = self.context.gradient_dtype(&slot);
+                let cell = Cell::pending(gradient_template(&self.context, &slot, device), dtype);
+                self.settled.push((index, cell.clone()));
+                (None, cell)
+            }
+        };
+        self.next += 1;
+        let _span = tracing::trace_span!("lay out gradient", parameter = index).entered();
+        self.lanes.push(Incoming { gradient, cell, numel: slot.partition.numel(), counted })
+    }
+
+    fn fail(&mut self, error: &CommError) {
+        for (_, contribution) in self.arrived.drain() {
+            self.context.count_unreduced(-bytes_of(&contribution.gradient));
+            contribution.cell.settle(Err(error.clone()));
+        }
+        for (_, cell) in self.settled.drain(..) {
+            cell.settle(Err(error.clone()));
+        }
+        self.lanes.fail(error);
+    }
+}

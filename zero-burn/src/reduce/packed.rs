@@ -1,0 +1,187 @@
+//! Buckets on devices, for ranks that are processes: packed, reduced ([`Bulk`]) and unpacked by kernels for many tensors.
+//!
+//! The layout is that of [`super::host`]: per rank a row, per parameter the same columns of each.
+
+use std::sync::Arc;
+
+use burn_backend::{Backend, TensorMetadata};
+use burn_std::{DType, Shape};
+use zero_core::{CommError, Partition, Stage};
+use zero_ops::{PackItem, Shared, UnpackItem};
+
+use super::bulk::{Bulk, Reducing};
+use super::{Incoming, names};
+use crate::context::{Context, stop};
+use crate::shard::Cell;
+
+/// What kernels do not take, of the floats on a device that come here.
+const TOO_LARGE: &str = "a parameter of 2^31 elements or more cannot be reduced on a device: cut it in two";
+
+/// A gradient's reduced piece as it is put together from buckets.
+struct Piece<B: Backend> {
+    cell: Arc<Cell<B>>,
+    target: Option<B::FloatTensorPrimitive>,
+    /// Elements of the target.
+    len: usize,
+    columns_done: usize,
+    columns: usize,
+}
+
+/// Columns of a bucket that are `columns` columns of a piece, from its column `from`.
+struct Segment {
+    piece: usize,
+    from: usize,
+    columns: usize,
+}
+
+struct InFlight<B: Backend> {
+    reducing: Reducing<B>,
+    segments: Vec<Segment>,
+}
+
+pub(super) struct Packed<B: Backend> {
+    context: Arc<Context<B>>,
+    bulk: Arc<Bulk>,
+    stage: Stage,
+    rank: usize,
+    world: usize,
+    /// What values are multiplied by before they are added, and their sum afterwards.
+    before: f32,
+    after: f32,
+    sent_as: DType,
+    /// Columns of a full bucket.
+    capacity: usize,
+    /// Of the bucket that is being filled.
+    items: Vec<PackItem<B::FloatTensorPrimitive>>,
+    segments: Vec<Segment>,
+    filled: usize,
+    /// Bytes of its gradients, which count as not reduced.
+    counted: i64,
+    in_flight: Option<InFlight<B>>,
+    pieces: Vec<Option<Piece<B>>>,
+}
+
+impl<B: Backend> Packed<B> {
+    pub(super) fn new(bulk: Arc<Bulk>, bucket_size: usize, stage: Stage, context: &Arc<Context<B>>) -> Self {
+        let (config, world) = (&context.config, context.world);
+        let divided = config.gradient_predivide_factor;
+        Self {
+            before: 1.0 / divided,
+            after: divided / world as f32,
+            sent_as: config.communication_dtype.unwrap_or(config.param_dtype).dtype(),
+            // Kernels count in 32 bit.
+            capacity: (bucket_size.min(i32::MAX as usize / 2) / world).max(1),
+            context: context.clone(),
+            bulk,
+            stage,
+            rank: context.rank,
+            world,
+            items: Vec::new(),
+            segments: Vec::new(),
+            filled: 0,
+            counted: 0,
+            in_flight: None,
+            pieces: Vec::new(),
+        }
+    }
+
+    /// Lays one gradient into buckets, sending those that fill up.
+    pub(super) fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
+        let Incoming { gradient, cell, numel, counted } = incoming;
+        self.counted += counted;
+        let tensor = gradient.map(|gradient| match gradient.dtype() {
+            DType::F32 | DType::F16 | DType::BF16 => gradient.into_tensor(),
+            _ => B::float_cast(gradient.into_tensor(), DType::F32.into()),
+        });
+        let layout = Partition::new(numel, self.world);
+        let piece = self.pieces.len();
+        let len = if self.stage.shards_optimizer() { layout.len(self.rank) } else { numel };
+        self.pieces.push(Some(Piece { cell, target: None, len, columns_done: 0, columns: layout.stride() }));
+        if numel == 0 {
+            self.complete(piece);
+            return Ok(());
+        }
+        let mut from = 0;
+        while from < layout.stride() {
+            let columns = (self.capacity - self.filled).min(layout.stride() - from);
+            self.items.push(PackItem { tensor: tensor.clone(), numel, from, columns });
+            self.segments.push(Segment { piece, from, columns });
+            self.filled += columns;
+            from += columns;
+            if self.filled == self.capacity {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends the bucket, once the one before it is done.
+    fn flush(&mut self) -> Result<(), CommError> {
+        if self.filled == 0 {
+            return Ok(());
+        }
+        self.wait()?;
+        let (items, segments) = (std::mem::take(&mut self.items), std::mem::take(&mut self.segments));
+        let columns = std::mem::take(&mut self.filled);
+        let is_empty = items.iter().all(|item| item.tensor.is_none());
+        let bucket = match is_empty {
+            true => B::float_zeros(Shape::new([self.world, columns]), &self.context.device, self.sent_as.into()),
+            false => {
+                let packed = zero_ops::pack::<B>(items, self.world, self.sent_as, self.before);
+                packed.unwrap_or_else(|_| stop(TOO_LARGE.into()))
+            }
+        };
+        self.context.count_unreduced(-std::mem::take(&mut self.counted));
+        let pieces = segments.iter().filter_map(|segment| self.pieces[segment.piece].as_ref());
+        let name = names(pieces.map(|piece| &*piece.cell));
+        let reducing = self.bulk.start::<B>(bucket, self.stage.shards_optimizer(), &name)?;
+        self.in_flight = Some(InFlight { reducing, segments });
+        Ok(())
+    }
+
+    /// Sends the last bucket and waits for all results.
+    pub(super) fn finish(&mut self) -> Result<(), CommError> {
+        self.flush()?;
+        self.wait()?;
+        self.bulk.check()
+    }
+
+    /// Takes in the result of the bucket in flight.
+    fn wait(&mut self) -> Result<(), CommError> {
+        let Some(InFlight { reducing, segments }) = self.in_flight.take() else { return Ok(()) };
+        let reduced = self.bulk.finish::<B>(reducing, &self.context.device)?;
+        let mut items = Vec::with_capacity(segments.len());
+        for Segment { piece, from, columns } in &segments {
+            let piece = self.pieces[*piece].as_mut().expect("a piece is completed by its last segment");
+            let (target, numel, dtype) = (piece.target.take(), piece.len, piece.cell.dtype);
+            items.push(UnpackItem { target, numel, from: *from, columns: *columns, dtype });
+        }
+        let rows = if self.stage.shards_optimizer() { 1 } else { self.world };
+        let unpacked = zero_ops::unpack::<B>(reduced, rows, items, self.after);
+        let unpacked = unpacked.unwrap_or_else(|_| stop(TOO_LARGE.into()));
+        for (Segment { piece: index, columns, .. }, target) in segments.into_iter().zip(unpacked) {
+            let piece = self.pieces[index].as_mut().expect("a piece is completed by its last segment");
+            piece.target = Some(target);
+            piece.columns_done += columns;
+            if piece.columns_done == piece.columns {
+                self.complete(index);
+            }
+        }
+        Ok(())
+    }
+
+    fn complete(&mut self, index: usize) {
+        let Piece { cell, target, .. } = self.pieces[index].take().expect("a piece is completed once");
+        // One element of filler where the rank has none.
+        let piece = target.unwrap_or_else(|| B::float_zeros(Shape::new([1]), &cell.device, cell.dtype.into()));
+        let len = piece.shape().num_elements();
+        cell.settle(Ok(Shared::new(B::float_reshape(piece, Shape::new([len])))));
+    }
+
+    pub(super) fn fail(&mut self, error: &CommError) {
+        self.context.count_unreduced(-std::mem::take(&mut self.counted));
+        for piece in self.pieces.iter_mut().filter_map(Option::take) {
+            piece.cell.settle(Err(error.clone()));
+        }
+    }
+}

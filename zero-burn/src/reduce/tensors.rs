@@ -1,0 +1,216 @@
+//! Gradients reduced where they lie.
+//!
+//! The ranks of a process give one another handles of their gradients, as many at a time as a bucket holds, and each adds
+//! up the pieces that are its own on its own device. What no rank needs any more is dropped by the last that has read it.
+//! At stage 0 each gradient is added up by one rank and shared with the others.
+
+use std::sync::Arc;
+
+use burn_backend::{Backend, TensorMetadata};
+use burn_std::{DType, Shape, Slice};
+use zero_core::accounting::WireKind;
+use zero_core::collective::Joined;
+use zero_core::{Collective, CommError, Partition, Stage};
+use zero_ops::Shared;
+
+use super::{Incoming, names};
+use crate::context::Context;
+use crate::gather::here;
+
+/// Gradients, or sums of them, that a rank hands to the others; absent where it has none.
+type Handed<B> = Vec<Option<Shared<B>>>;
+
+/// A mean that this rank makes: elements `range` of the gradient at `place`.
+struct Wanted {
+    place: usize,
+    range: std::ops::Range<usize>,
+}
+
+pub(super) struct Tensors<B: Backend> {
+    context: Arc<Context<B>>,
+    comm: Arc<dyn Collective>,
+    stage: Stage,
+    /// What values are multiplied by before they are added, and their sum afterwards.
+    before: f32,
+    after: f32,
+    /// What values are rounded to as if they were sent, so that bits are those of ranks that do send them.
+    sent_as: DType,
+    /// Elements that are handed over at once.
+    capacity: usize,
+    held: Vec<Incoming<B>>,
+    elements: usize,
+}
+
+impl<B: Backend> Tensors<B> {
+    pub(super) fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, context: &Arc<Context<B>>) -> Self {
+        let config = &context.config;
+        let divided = config.gradient_predivide_factor;
+        Self {
+            before: 1.0 / divided,
+            after: divided / comm.world() as f32,
+            sent_as: config.communication_dtype.unwrap_or(config.param_dtype).dtype(),
+            capacity: bucket_size.max(1),
+            context: context.clone(),
+            comm,
+            stage,
+            held: Vec::new(),
+            elements: 0,
+        }
+    }
+
+    pub(super) fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
+        self.elements += incoming.numel;
+        self.held.push(incoming);
+        if self.elements >= self.capacity { self.flush() } else { Ok(()) }
+    }
+
+    /// Reduces what is held.
+    pub(super) fn flush(&mut self) -> Result<(), CommError> {
+        if self.held.is_empty() {
+            return Ok(());
+        }
+        let name = names(self.held.iter().map(|held| &*held.cell));
+        let size = self.sent_as.size();
+        let bytes = self.elements * size;
+        let handed: Handed<B> = self.held.iter_mut().map(|held| held.gradient.take()).collect();
+        let all = self.exchange(handed, bytes, &name)?;
+        let (rank, world) = (self.comm.rank(), self.comm.world());
+        let columns: usize = self.held.iter().map(|held| Partition::new(held.numel, world).stride()).sum();
+        let shards = self.stage.shards_optimizer();
+        let wanted = (0..self.held.len()).filter_map(|place| {
+            let numel = self.held[place].numel;
+            let range = match shards {
+                true => Partition::new(numel, world).range(rank),
+                false if place % world == rank => 0..numel,
+                false => return None,
+            };
+            Some(Wanted { place, range })
+        });
+        let reduced = self.sums(&all, wanted.collect());
+        drop(all);
+        // As if they had been sent; an all-reduce is a reduce-scatter and an all-gather.
+        let received = columns * size * (world - 1);
+        let settled = match shards {
+            true => {
+                self.comm.wire().add(WireKind::ReduceScatter, received);
+                reduced
+            }
+            false => {
+                self.comm.wire().add(WireKind::AllReduce, 2 * received);
+                let all = self.exchange(reduced, bytes, &name)?;
+                let on_device = |whole: &Shared<B>| match whole.device() == &self.context.device {
+                    true => whole.clone(),
+                    false => Shared::new(B::float_to_device(whole.tensor(), &self.context.device)),
+                };
+                (0..self.held.len()).map(|place| all[place % world][place].as_ref().map(on_device)).collect()
+            }
+        };
+        self.elements = 0;
+        for (held, piece) in self.held.drain(..).zip(settled) {
+            self.context.count_unreduced(-held.counted);
+            held.cell.settle(Ok(piece.expect("every gradient is added up by this rank or by the one that shares it")));
+        }
+        Ok(())
+    }
+
+    fn exchange(&self, handed: Handed<B>, bytes: usize, name: &str) -> Result<Vec<Arc<Handed<B>>>, CommError> {
+        let all = self.comm.exchange(Arc::new(handed), bytes, name)?;
+        let tensors = |item: Joined| item.downcast().expect("every rank hands over tensors of the one inner backend");
+        Ok(all.into_iter().map(tensors).collect())
+    }
+
+    /// The means that are wanted, at their places.
+    fn sums(&self, all: &[Arc<Handed<B>>], wanted: Vec<Wanted>) -> Handed<B> {
+        let (mut places, mut sums) = (Vec::with_capacity(wanted.len()), Vec::with_capacity(wanted.len()));
+        #[cfg(feature = "cubecl")]
+        let wanted = self.sums_at_once(all, wanted, &mut places, &mut sums);
+        for Wanted { place, range } in wanted {
+            let numel = self.held[place].numel;
+            places.push(place);
+            sums.push(self.sum(all.iter().map(|handed| handed[place].as_ref()), numel, range, place));
+        }
+        let mut reduced: Handed<B> = vec![None; self.held.len()];
+        for (place, sum) in places.into_iter().zip(Shared::many(sums)) {
+            reduced[place] = Some(sum);
+        }
+        reduced
+    }
+
+    /// Makes of the means that are wanted those that CubeCL's kernel for many tensors makes; returns the others.
+    #[cfg(feature = "cubecl")]
+    fn sums_at_once(
+        &self,
+        all: &[Arc<Handed<B>>],
+        wanted: Vec<Wanted>,
+        places: &mut Vec<usize>,
+        sums: &mut Vec<B::FloatTensorPrimitive>,
+    ) -> Vec<Wanted> {
+        if self.before != 1.0 || self.sent_as != DType::F32 || !zero_ops::is_cube::<B>() {
+            return wanted;
+        }
+        let device = &self.context.device;
+        let (now, later): (Vec<Wanted>, Vec<Wanted>) = wanted.into_iter().partition(|wanted| {
+            let mut parts = all.iter().filter_map(|handed| handed[wanted.place].as_ref());
+            !wanted.range.is_empty() && parts.all(|part| part.dtype() == DType::F32 && part.device() == device)
+        });
+        let item = |Wanted { place, range }: &Wanted| zero_ops::SumItem {
+            parts: all.iter().filter_map(|handed| handed[*place].as_ref()).map(Shared::tensor).collect(),
+            range: range.clone(),
+            dtype: self.held[*place].cell.dtype,
+        };
+        match zero_ops::sum_parts::<B>(now.iter().map(item).collect(), self.after) {
+            Ok(made) => {
+                places.extend(now.iter().map(|wanted| wanted.place));
+                sums.extend(made);
+            }
+            Err(_) => return now.into_iter().chain(later).collect(),
+        }
+        later
+    }
+
+    /// Elements `range` of the mean over the ranks, added in rank order in fp32; one element of filler for an empty range.
+    fn sum<'t>(
+        &self,
+        gradients: impl Iterator<Item = Option<&'t Shared<B>>>,
+        numel: usize,
+        range: std::ops::Range<usize>,
+        place: usize,
+    ) -> B::FloatTensorPrimitive
+    where
+        B: 't,
+    {
+        let device = &self.context.device;
+        let dtype = self.held[place].cell.dtype;
+        if range.is_empty() {
+            return B::float_zeros(Shape::new([1]), device, dtype.into());
+        }
+        let sent = |x: B::FloatTensorPrimitive| cast::<B>(cast::<B>(x, self.sent_as), DType::F32);
+        let addend = |gradient: &Shared<B>| {
+            let flat = B::float_reshape(gradient.tensor(), Shape::new([numel]));
+            let piece = match range.len() == numel {
+                true => flat,
+                false => B::float_slice(flat, &[Slice::from(range.clone())]),
+            };
+            sent(scaled::<B>(here::<B>(piece, device), self.before))
+        };
+        let sum = gradients.flatten().map(addend).reduce(|sum, next| B::float_add(sum, next));
+        let sum = sum.expect("a parameter is reduced when at least one rank has a gradient of it");
+        cast::<B>(scaled::<B>(sent(sum), self.after), dtype)
+    }
+
+    pub(super) fn fail(&mut self, error: &CommError) {
+        for held in self.held.drain(..) {
+            self.context.count_unreduced(-held.counted);
+            held.cell.settle(Err(error.clone()));
+        }
+    }
+}
+
+fn cast<B: Backend>(x: B::FloatTensorPrimitive, dtype: DType) -> B::FloatTensorPrimitive {
+    if x.dtype() == dtype { x } else { B::float_cast(x, dtype.into()) }
+}
+
+/// In fp32, times `factor`.
+fn scaled<B: Backend>(x: B::FloatTensorPrimitive, factor: f32) -> B::FloatTensorPrimitive {
+    if factor == 1.0 { x } else { B::float_mul_scalar(cast::<B>(x, DType::F32), factor.into()) }
+}

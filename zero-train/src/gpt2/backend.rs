@@ -1,0 +1,78 @@
+//! Where ranks compute: the choice of a backend, whether this machine has it, and running what is generic over it.
+
+use clap::ValueEnum;
+use zero_ops::FusedBackend;
+
+use super::plan::wrong;
+use crate::TrainError;
+
+/// Where ranks compute.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum BackendChoice {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// NVIDIA GPUs, of the program's feature `cuda`.
+    Cuda,
+    /// A device with a Vulkan driver, of the program's feature `vulkan`.
+    Vulkan,
+}
+
+/// Work that is written for any backend.
+pub(super) trait Work {
+    type Output;
+
+    fn run<I: FusedBackend>(self) -> Self::Output;
+}
+
+impl BackendChoice {
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            BackendChoice::Cpu => "cpu",
+            BackendChoice::Cuda => "cuda",
+            BackendChoice::Vulkan => "vulkan",
+        }
+    }
+
+    /// Whether the program has the backend and this machine the device.
+    ///
+    /// # Errors
+    ///
+    /// What is missing, and what to do.
+    pub(super) fn check(self) -> Result<(), TrainError> {
+        let missing = match self {
+            BackendChoice::Cpu => None,
+            #[cfg(feature = "cuda")]
+            BackendChoice::Cuda => zero_ops::devices::cuda().err(),
+            #[cfg(feature = "vulkan")]
+            BackendChoice::Vulkan => zero_ops::devices::vulkan().err(),
+            #[allow(unreachable_patterns)] // Reached by what the features leave out.
+            _ => Some(format!(
+                "this program was built without it: build it with `--features {}`, or use --backend cpu",
+                self.name()
+            )),
+        };
+        missing.map_or(Ok(()), |missing| Err(wrong("backend", self.name(), missing)))
+    }
+
+    /// Bytes of the devices' memory for the ranks of this machine, if they have memory of their own and tell.
+    pub(super) fn memory(self) -> Option<u64> {
+        match self {
+            #[cfg(feature = "cuda")]
+            BackendChoice::Cuda => zero_ops::devices::cuda().ok().map(|devices| devices.iter().sum()),
+            _ => None,
+        }
+    }
+
+    /// Runs `work` with this backend, which has been checked.
+    pub(super) fn run<W: Work>(self, work: W) -> W::Output {
+        match self {
+            #[cfg(feature = "cuda")]
+            BackendChoice::Cuda => work.run::<burn_cuda::Cuda>(),
+            #[cfg(feature = "vulkan")]
+            BackendChoice::Vulkan => work.run::<burn_wgpu::Vulkan>(),
+            _ => work.run::<burn_flex::Flex>(),
+        }
+    }
+}
