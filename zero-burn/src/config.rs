@@ -57,6 +57,19 @@ pub enum Tier {
     Disk,
 }
 
+/// How parameters are gathered between ranks that are processes. Ranks that are threads read each other's pieces in any case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Gathers {
+    /// [`Gathers::Collective`] where the ranks have NCCL, otherwise [`Gathers::OneSided`].
+    #[default]
+    Auto,
+    /// By all ranks together, in the order of the program, without copies through the host with NCCL. Every rank must use the
+    /// same parameters in the same order; what differs is an error before anything is updated, or at the deadline.
+    Collective,
+    /// Each rank reads the others' pieces when it needs them, through the hosts' memory: ranks may use different parameters.
+    OneSided,
+}
+
 /// Where each kind of model state is kept.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
@@ -177,6 +190,8 @@ pub struct ZeroConfig {
     /// Gradients are divided by this before they are added and by the rest of the number of ranks afterwards, so that a
     /// sum in 16 bit does not overflow. Default 1; DeepSpeed's `gradient_predivide_factor`.
     pub gradient_predivide_factor: f32,
+    /// How processes gather parameters. Default: together where they have NCCL.
+    pub gathers: Gathers,
     /// What is not kept in memory. Default: nothing.
     pub offload: Offload,
 }
@@ -243,6 +258,7 @@ impl Default for ZeroConfig {
             communication_dtype: None,
             overlap_comm: true,
             gradient_predivide_factor: 1.0,
+            gathers: Gathers::default(),
             offload: Offload::default(),
         }
     }

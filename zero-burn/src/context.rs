@@ -6,7 +6,7 @@
 
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock, Weak};
 
@@ -20,8 +20,10 @@ use zero_core::window::{Key, Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
 use zero_ops::Shared;
 
+use crate::bulk::Bulk;
 use crate::config::{Tier, ZeroConfig};
 use crate::gather::Gatherer;
+use crate::mover::Mover;
 use crate::optim::disk::Updates;
 use crate::pieces::RandomState;
 use crate::random::{Stream, sign};
@@ -113,6 +115,12 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) reducer: Option<Reducer<B>>,
     /// Blocking collectives of the rank's own thread; absent on a lone rank.
     main: Option<Arc<dyn Collective>>,
+    /// Collectives on tensors, between ranks that are processes.
+    bulk: Option<Arc<Bulk>>,
+    /// Versions of parameters that all ranks will gather, and keep, before any is used.
+    awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
+    /// Those whose gather has begun.
+    arriving: Mutex<Vec<Weak<Cell<B>>>>,
     slots: Mutex<Vec<Arc<Slot<B>>>>,
     ids: Mutex<HashMap<DistributedParamId, Arc<Slot<B>>>>,
     /// Reduced gradients of parameters that only other ranks had a gradient for.
@@ -132,6 +140,8 @@ pub(crate) struct Context<B: Backend> {
     fences: AtomicU64,
     /// Elements of parameters born so far, a piece of each.
     resident_elements: AtomicU64,
+    /// Moves pieces from and to where they are kept, if that is not with the backend.
+    pub(crate) mover: Mover,
     /// Where pieces lie that are not kept in memory.
     pub(crate) disk: Option<Arc<Disk>>,
     /// Updates of what lies there.
@@ -187,6 +197,7 @@ impl<B: Backend> Drop for InstallGuard<B> {
         self.0.running.store(false, Ordering::Relaxed);
         // Cells hold the context: what the context holds of them ends with the rank.
         drop(std::mem::take(&mut *self.0.settled.lock()));
+        drop(std::mem::take(&mut *self.0.awaited.lock()));
         self.0.drop_retired();
         self.0.gatherer.stop();
         if let Some(updates) = &self.0.updates {
@@ -207,14 +218,22 @@ impl<B: Backend> Context<B> {
         window: Window<Cell<B>>,
     ) -> Result<Arc<Self>, CommError> {
         let (rank, world) = (comm.rank(), comm.world());
+        let bulk = match world > 1 && !comm.shares_memory() {
+            true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers)?)),
+            false => None,
+        };
         let reducer = match world > 1 {
-            true => Some(Reducer::spawn(comm.duplicate("gradients")?, &config, &device)?),
+            true => Some(Reducer::new(comm.duplicate("gradients")?, &config, bulk.clone())),
             false => None,
         };
         let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
         let disk = config.offload.uses(Tier::Disk).then(|| or_stop(Disk::open(rank, &config.offload.disk)));
+        let mover = match config.offload.uses(Tier::Host) || disk.is_some() {
+            true => Mover::open::<B>(&device, comm.deadline()),
+            false => Mover::default(),
+        };
         let wire = comm.wire().clone();
-        Ok(Self::build(config, device, rank, world, wire, window, reducer, main, disk))
+        Ok(Self::build(config, device, rank, world, wire, window, reducer, main, bulk, (disk, mover)))
     }
 
     #[allow(clippy::too_many_arguments)] // the two constructors' common tail
@@ -227,7 +246,8 @@ impl<B: Backend> Context<B> {
         window: Window<Cell<B>>,
         reducer: Option<Reducer<B>>,
         main: Option<Arc<dyn Collective>>,
-        disk: Option<Arc<Disk>>,
+        bulk: Option<Arc<Bulk>>,
+        (disk, mover): (Option<Arc<Disk>>, Mover),
     ) -> Arc<Self> {
         let offloads = disk.is_some() || (config.offload.uses(Tier::Host) && !zero_ops::is_host::<B>());
         Arc::new(Self {
@@ -242,6 +262,9 @@ impl<B: Backend> Context<B> {
             window,
             reducer,
             main,
+            bulk,
+            awaited: Mutex::default(),
+            arriving: Mutex::default(),
             slots: Mutex::default(),
             ids: Mutex::default(),
             settled: Mutex::default(),
@@ -254,6 +277,7 @@ impl<B: Backend> Context<B> {
             fences: AtomicU64::new(1),
             resident_elements: AtomicU64::new(0),
             updates: offloads.then(|| Updates::new(rank)),
+            mover,
             disk,
         })
     }
@@ -272,7 +296,18 @@ impl<B: Backend> Context<B> {
         let mut lone = LONE.lock();
         let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
             let window = WindowHost::default().alone();
-            Self::build(ZeroConfig::default(), Default::default(), 0, 1, Arc::default(), window, None, None, None)
+            Self::build(
+                ZeroConfig::default(),
+                Default::default(),
+                0,
+                1,
+                Arc::default(),
+                window,
+                None,
+                None,
+                None,
+                Default::default(),
+            )
         });
         context.clone().downcast::<Self>().expect("contexts are stored under their own type")
     }
@@ -290,7 +325,6 @@ impl<B: Backend> Context<B> {
     }
 
     /// [`Context::share`] for many, which costs what one does.
-    #[cfg(feature = "cubecl")]
     pub(crate) fn share_many(&self, tensors: Vec<B::FloatTensorPrimitive>) -> Vec<Shared<B>> {
         if self.is_on_several_threads() {
             Shared::many(tensors)
@@ -388,6 +422,82 @@ impl<B: Backend> Context<B> {
         }
     }
 
+    // ---- gathers by all ranks together ----
+
+    /// What gathers parameters by all ranks together, if that is how they are gathered.
+    pub(crate) fn collecting(&self) -> Option<&Arc<Bulk>> {
+        self.bulk.as_ref().filter(|bulk| bulk.gathers())
+    }
+
+    /// A version of parameter `index` is there: if its whole will be kept until the next one, all ranks gather it with the
+    /// others of its kind. The same versions on every rank: nothing here depends on what a rank has of them.
+    pub(crate) fn await_whole(&self, cell: &Arc<Cell<B>>, index: u64) {
+        let config = &self.config;
+        let is_kept = !config.stage.shards_parameters() || cell.partition.numel() <= config.param_persistence_threshold;
+        // Updates beside the next forward pass end one by one: gathers wait for each as it is used.
+        let is_late = config.offload.optimizer != Tier::Memory || config.offload.parameters != Tier::Memory;
+        if is_kept
+            && !is_late
+            && !cell.partition.is_whole()
+            && !cell.partition.is_empty()
+            && self.collecting().is_some()
+        {
+            self.awaited.lock().insert(index, Arc::downgrade(cell));
+        }
+    }
+
+    /// Begins to gather what waits for it, in few operations. Called where every rank comes: after an update, before a
+    /// parameter is used, before gradients are reduced, before a fence.
+    pub(crate) fn gather_awaited(&self) {
+        let Some(bulk) = self.collecting() else { return };
+        let awaited = std::mem::take(&mut *self.awaited.lock());
+        // One that was dropped was replaced, on every rank.
+        let cells: Vec<Arc<Cell<B>>> = awaited.into_values().filter_map(|cell| cell.upgrade()).collect();
+        let wanted = |cell: &Arc<Cell<B>>| {
+            let state = cell.settled();
+            state.whole.is_none() && state.arriving.is_none()
+        };
+        let cells: Vec<Arc<Cell<B>>> = cells.into_iter().filter(wanted).collect();
+        if cells.is_empty() {
+            return;
+        }
+        let _span = tracing::trace_span!("gather", parameters = cells.len()).entered();
+        let begun = bulk.begin_gathers(&cells).unwrap_or_else(|error| raise(error));
+        let mut arriving = self.arriving.lock();
+        for (cell, begun) in cells.iter().zip(begun) {
+            let mut state = cell.state.lock();
+            cell.update(&mut state, |state| state.arriving = Some(begun));
+            arriving.push(Arc::downgrade(cell));
+        }
+    }
+
+    /// Ends the gathers that [`Context::gather_awaited`] has begun: one of them is needed, and they come together.
+    pub(crate) fn end_awaited(&self) {
+        let Some(bulk) = self.collecting() else { return };
+        let (mut cells, mut wholes) = (Vec::new(), Vec::new());
+        for cell in std::mem::take(&mut *self.arriving.lock()).iter().filter_map(Weak::upgrade) {
+            let mut state = cell.state.lock();
+            let Some(begun) = cell.update(&mut state, |state| state.arriving.take()) else { continue };
+            drop(state);
+            wholes.push(bulk.end_gather(begun, &cell).unwrap_or_else(|error| raise(error)));
+            cells.push(cell);
+        }
+        if cells.is_empty() {
+            return;
+        }
+        let keeps_piece = self.config.stage.shards_parameters();
+        for (cell, whole) in cells.iter().zip(self.share_many(wholes)) {
+            let mut state = cell.state.lock();
+            cell.update(&mut state, |state| {
+                state.whole = Some(whole);
+                if !keeps_piece {
+                    // The whole is the parameter's home; a piece beside it would be held twice.
+                    state.local = None;
+                }
+            });
+        }
+    }
+
     // ---- phases ----
 
     /// Gradients are being collected, perhaps of a backward pass that this rank had no part in: it passes the next fence.
@@ -455,7 +565,14 @@ impl<B: Backend> Context<B> {
 
     /// Waits until every rank has come this far: what was loaded before is read by none any more.
     pub(crate) fn fence(&self, purpose: &'static str) {
-        self.barrier(purpose);
+        self.gather_awaited();
+        match (self.collecting(), &self.main) {
+            (Some(bulk), Some(main)) => {
+                let _span = tracing::trace_span!("wait for ranks", purpose).entered();
+                bulk.compare(&**main, purpose).unwrap_or_else(|error| raise(error));
+            }
+            _ => self.barrier(purpose),
+        }
         self.fences.fetch_add(1, Ordering::Relaxed);
         self.drop_retired();
     }

@@ -24,9 +24,11 @@ use zero_core::window::{Key, Whole};
 use zero_core::{Buffer, CommError};
 use zero_ops::Shared;
 
+use crate::bulk::Bulk;
 use crate::config::ZeroConfig;
 use crate::context::{Context, Slot, Worker, raise, stop};
-use crate::shard::{Cell, Kind};
+use crate::mover::For;
+use crate::shard::{Cell, Kind, State};
 use crate::tier::{filled, or_stop};
 
 /// The whole tensor of `cell` in its own shape.
@@ -41,7 +43,7 @@ pub(crate) fn load<B: Backend>(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
     match &cell.slot {
         Some(slot) if cell.is_version() => load_parameter(cell, slot),
         Some(_) => {
-            let whole = gather(cell).unwrap_or_else(|error| raise(error));
+            let whole = gather(cell, For::Own).unwrap_or_else(|error| raise(error));
             // Optimizers replace their state at once: not before every rank has read it.
             cell.context.barrier("after reading a gradient or optimizer state out");
             whole
@@ -58,6 +60,9 @@ pub(crate) fn empty<B: Backend>(shape: &Shape, dtype: DType, device: &B::Device)
 fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::FloatTensorPrimitive {
     let context = &cell.context;
     cell.mark_loaded();
+    if let Some(bulk) = context.collecting() {
+        return load_together(cell, slot, bulk);
+    }
     let keep = context.gatherer.plan_load(context, slot);
     // The prefetch thread may be at it. Its gather has a deadline, and it ends `gathering` in any case.
     let mut state = {
@@ -66,7 +71,7 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
     };
     if state.whole.is_none() {
         drop(state);
-        let whole = gather(cell).unwrap_or_else(|error| raise(error));
+        let whole = gather(cell, For::Own).unwrap_or_else(|error| raise(error));
         if !keep {
             // This thread's, for this once; counted as one that is kept until it is taken would be.
             let bytes = (cell.partition.numel() * cell.dtype.size()) as i64;
@@ -78,18 +83,51 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
         state = cell.state.lock();
         cell.update(&mut state, |state| state.whole = Some(whole));
     }
+    used(cell, &mut state, keep)
+}
+
+/// The whole, which is there, for a use after which it is kept or not.
+fn used<B: Backend>(cell: &Cell<B>, state: &mut State<B>, keep: bool) -> B::FloatTensorPrimitive {
+    let context = &cell.context;
     if std::mem::take(&mut state.prefetched) {
         context.gatherer.forget_prefetched(cell.partition.numel());
     }
     let sharded_home = context.config.stage.shards_parameters();
-    cell.update(&mut state, |state| {
+    cell.update(state, |state| {
         if !sharded_home && state.local.is_some() {
             // Stages 1 and 2: the whole is the parameter's home; a piece beside it would be held twice.
             state.local = None;
         }
         if keep { state.whole.as_ref().map(Shared::tensor) } else { state.whole.take().map(Shared::into_tensor) }
     })
-    .expect("the whole was put there above")
+    .expect("the whole is there")
+}
+
+/// [`load_parameter`] where all ranks gather together: begun here, on the rank's own thread, and what the plan says comes next
+/// with it, so that every rank begins the same gathers in the same order.
+fn load_together<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>, bulk: &Bulk) -> B::FloatTensorPrimitive {
+    let context = &cell.context;
+    context.gather_awaited();
+    context.end_awaited();
+    let is_there = {
+        let state = cell.settled();
+        state.whole.is_some() || state.arriving.is_some()
+    };
+    if !is_there {
+        let begun = bulk.begin_gathers(std::slice::from_ref(cell)).unwrap_or_else(|error| raise(error));
+        let mut state = cell.state.lock();
+        cell.update(&mut state, |state| state.arriving = begun.into_iter().next());
+    }
+    let keep = context.gatherer.plan_load(context, slot);
+    let mut state = cell.state.lock();
+    if let Some(begun) = cell.update(&mut state, |state| state.arriving.take()) {
+        drop(state);
+        let whole = bulk.end_gather(begun, cell).unwrap_or_else(|error| raise(error));
+        let whole = if keep { context.share(whole) } else { Shared::not(whole) };
+        state = cell.state.lock();
+        cell.update(&mut state, |state| state.whole = Some(whole));
+    }
+    used(cell, &mut state, keep)
 }
 
 /// How long a rank waits for another that is joining the same pieces, before it does so itself. Bounded, and short: this may
@@ -97,7 +135,7 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
 const JOINING: Duration = Duration::from_secs(1);
 
 /// Reads all pieces and joins them, or borrows what another rank has joined.
-fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommError> {
+fn gather<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
     let (context, partition) = (&cell.context, cell.partition);
     let (slot, key) = (cell.slot.as_ref(), cell.key);
     let (slot, key) = slot.zip(key).expect("only what belongs to a parameter is read one-sidedly");
@@ -132,7 +170,7 @@ fn gather<B: Backend>(cell: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommErr
     let cells = || cells.iter().map(|peer| peer.as_deref().unwrap_or(cell));
     let join = || {
         if cells().any(|piece| piece.stored().is_some()) {
-            return join_stored(cell, cells());
+            return join_stored(cell, cells(), who);
         }
         // Ranks of one process may have a device each.
         let mut pieces: Vec<_> = cells().map(|piece| here::<B>(piece.local(), &cell.device)).collect();
@@ -196,9 +234,13 @@ fn gather_from_processes<B: Backend>(
 }
 
 /// Joins pieces of which some are in the host's memory or on a disk, in one new array.
-fn join_stored<'c, B: Backend>(cell: &Cell<B>, pieces: impl Iterator<Item = &'c Cell<B>>) -> B::FloatTensorPrimitive {
-    let size = cell.dtype.size();
-    let data = filled(cell.partition.numel(), cell.dtype, cell.shape.clone(), |whole| {
+fn join_stored<'c, B: Backend>(
+    cell: &Cell<B>,
+    pieces: impl Iterator<Item = &'c Cell<B>>,
+    who: For,
+) -> B::FloatTensorPrimitive {
+    let (size, mover) = (cell.dtype.size(), &cell.context.mover);
+    let data = filled(mover, cell.partition.numel(), cell.dtype, cell.shape.clone(), |whole| {
         for piece in pieces {
             let range = cell.partition.range(piece.place());
             let part = &mut whole[range.start * size..range.end * size];
@@ -208,7 +250,7 @@ fn join_stored<'c, B: Backend>(cell: &Cell<B>, pieces: impl Iterator<Item = &'c 
             }
         }
     });
-    B::float_from_data(data, &cell.device)
+    mover.to_backend::<B>(data, cell.shape.clone(), &cell.device, who).into_tensor()
 }
 
 /// Gathers a tensor that has no name; every rank must call it.
@@ -321,27 +363,33 @@ impl<B: Backend> Gatherer<B> {
 
     fn prefetch_from(&self, context: &Context<B>, trace: &mut Trace, mut room: usize) {
         trace.ahead = trace.ahead.max(trace.cursor);
+        let mut together = Vec::new();
         while let Some(&(index, numel, _)) = trace.plan.get(trace.ahead) {
             let ahead = self.prefetched.load(Ordering::Relaxed);
             if ahead + numel > self.prefetch_bucket_size || numel > room {
-                return;
+                break;
             }
             trace.ahead += 1;
             let Some(cell) = context.slot(index).current.lock().upgrade() else { continue };
+            let is_together = context.collecting().is_some();
             {
                 let mut state = cell.state.lock();
-                if state.whole.is_some() || state.gathering {
+                if state.whole.is_some() || state.arriving.is_some() || state.gathering || state.prefetched {
                     continue;
                 }
-                state.gathering = true;
+                (state.gathering, state.prefetched) = (!is_together, is_together);
             }
             room -= numel;
             self.prefetched.fetch_add(numel, Ordering::Relaxed);
+            if is_together {
+                together.push(cell);
+                continue;
+            }
             self.in_flight.fetch_add(numel, Ordering::Relaxed);
             self.prefetch.send(cell, |inbox| {
                 for cell in inbox {
                     // An error or a panic (no memory) is left to the load, which meets it on the rank's own thread.
-                    let whole = catch_unwind(AssertUnwindSafe(|| gather(&cell))).ok().and_then(Result::ok);
+                    let whole = catch_unwind(AssertUnwindSafe(|| gather(&cell, For::Beside))).ok().and_then(Result::ok);
                     let whole = whole.map(|whole| cell.context.share(whole));
                     let gatherer = &cell.context.gatherer;
                     let mut state = cell.state.lock();
@@ -357,6 +405,12 @@ impl<B: Backend> Gatherer<B> {
                     cell.changed.notify_all();
                 }
             });
+        }
+        let Some(bulk) = context.collecting().filter(|_| !together.is_empty()) else { return };
+        let begun = bulk.begin_gathers(&together).unwrap_or_else(|error| raise(error));
+        for (cell, begun) in together.iter().zip(begun) {
+            let mut state = cell.state.lock();
+            cell.update(&mut state, |state| state.arriving = Some(begun));
         }
     }
 
@@ -376,11 +430,12 @@ impl<B: Backend> Gatherer<B> {
         for index in indices {
             let Some(cell) = context.slot(index).current.lock().upgrade() else { continue };
             let mut state = cell.state.lock();
-            if cell.kind() == Kind::Parameter && !state.gathering && state.has_piece() && state.whole.is_some() {
+            let is_whole = state.whole.is_some() || state.arriving.is_some();
+            if cell.kind() == Kind::Parameter && !state.gathering && state.has_piece() && is_whole {
                 if std::mem::take(&mut state.prefetched) {
                     self.forget_prefetched(cell.partition.numel());
                 }
-                cell.update(&mut state, |state| state.whole = None);
+                cell.update(&mut state, |state| (state.whole, state.arriving) = (None, None));
             }
         }
     }

@@ -38,6 +38,7 @@
 
 mod backend;
 mod birth;
+mod bulk;
 pub mod config;
 mod context;
 mod device;
@@ -46,6 +47,7 @@ mod gather;
 pub mod gathered;
 pub mod launch;
 pub mod module;
+mod mover;
 mod ops;
 pub mod optim;
 pub mod pieces;

@@ -7,6 +7,7 @@
 //! * *ready, stored*: the piece is in the host's memory or in this rank's file (`stored`), and moved to the backend when it
 //!   is asked for ([`crate::tier`]).
 //! * *ready, whole*: only `whole` is there (parameters at stages 1 and 2: the piece is a slice of it, taken on demand).
+//! * `arriving` stands for `whole` while all ranks gather it together ([`crate::bulk`]).
 //!
 //! A cell is written by its owner's thread or by the owner's reducer and prefetch threads, and read by other ranks
 //! through the window; its mutex gives the happens-before edge.
@@ -26,8 +27,10 @@ use zero_core::window::{Expose, Exposure, Key};
 use zero_core::{CommError, Partition};
 use zero_ops::Shared;
 
+use crate::bulk::Begun;
 use crate::context::{Context, Slot, raise};
 use crate::gather::{read, tag};
+use crate::mover::For;
 use crate::random::sign;
 use crate::tier::{Disk, Home, Stored, fetch, flat, or_stop};
 
@@ -49,8 +52,10 @@ pub(crate) struct State<B: Backend> {
     pub(crate) failed: Option<CommError>,
     /// A gather is under way, by this rank's main or prefetch thread.
     pub(crate) gathering: bool,
-    /// `whole` was put there ahead of its use and counts against the prefetch budget.
+    /// `whole` was put there, or is `arriving`, ahead of its use and counts against the prefetch budget.
     pub(crate) prefetched: bool,
+    /// The whole, as it is being gathered by all ranks together.
+    pub(crate) arriving: Option<Begun<B>>,
 }
 
 impl<B: Backend> State<B> {
@@ -68,6 +73,7 @@ impl<B: Backend> State<B> {
             failed: None,
             gathering: false,
             prefetched: false,
+            arriving: None,
         }
     }
 }
@@ -176,6 +182,7 @@ impl<B: Backend> Cell<B> {
             cell.context.window.publish(key, &cell);
             if cell.is_version {
                 *slot.current.lock() = Arc::downgrade(&cell);
+                cell.context.await_whole(&cell, slot.index);
             }
         }
         cell
@@ -190,7 +197,7 @@ impl<B: Backend> Cell<B> {
         let bytes = template.partition.len(place) * dtype.size();
         let state = match context.home(kind, bytes, template.slot.as_deref()) {
             Home::Backend => State { local: Some(context.share(local)), ..State::new() },
-            home => match or_stop(Stored::of(home, Shared::not(local))) {
+            home => match or_stop(Stored::of(home, Shared::not(local), &context.mover)) {
                 Ok(stored) => State { stored: Some(stored), ..State::new() },
                 Err(local) => State { local: Some(local), ..State::new() },
             },
@@ -282,7 +289,7 @@ impl<B: Backend> Cell<B> {
         if let Some(data) = state.stored.as_ref().and_then(Stored::host) {
             self.context.gauges.host.add(sign * data.as_bytes().len() as i64);
         }
-        if state.whole.is_some() {
+        if state.whole.is_some() || state.arriving.is_some() {
             self.gauge(true).add(sign * size * self.partition.numel() as i64);
         }
     }
@@ -318,7 +325,7 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn settle(&self, result: Result<Shared<B>, CommError>) {
         // Before the lock: it takes a while.
         let (mut settled_local, mut settled_stored, mut failed) = (None, None, None);
-        match result.map(|local| Stored::of(self.home(), local)) {
+        match result.map(|local| Stored::of(self.home(), local, &self.context.mover)) {
             Ok(Ok(Ok(stored))) => settled_stored = Some(stored),
             Ok(Ok(Err(local))) => settled_local = Some(local),
             Ok(Err(error)) => {
@@ -344,7 +351,10 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn settle_data(&self, data: TensorData) {
         match self.home() {
             Home::Host => self.settle_stored(Stored::Host(Arc::new(data))),
-            _ => self.settle(Ok(self.context.share(B::float_from_data(data, &self.device)))),
+            _ => {
+                let shape = data.shape.clone();
+                self.settle(Ok(self.context.mover.to_backend(data, shape, &self.device, For::Beside)));
+            }
         }
     }
 
@@ -375,7 +385,8 @@ impl<B: Backend> Cell<B> {
         let stored = disk.store(read::<B>(self.local()).as_bytes())?;
         let mut state = self.wait_until(|state| !state.gathering);
         self.update(&mut state, |state| {
-            (state.local, state.whole, state.stored) = (None, None, Some(Stored::Disk(stored)));
+            (state.local, state.whole, state.arriving) = (None, None, None);
+            state.stored = Some(Stored::Disk(stored));
         });
         Ok(true)
     }
@@ -384,8 +395,8 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn unpark(&self) {
         let mut state = self.settled();
         if let Some(stored) = state.stored.take() {
-            let local = fetch::<B>(&stored, self.dtype, &self.device);
-            let local = self.context.share(local);
+            let local = fetch::<B>(&stored, self.dtype, &self.device, &self.context.mover);
+            let local = self.context.share(local.into_tensor());
             self.update(&mut state, |state| state.local = Some(local));
         }
     }
@@ -443,7 +454,7 @@ impl<B: Backend> Cell<B> {
             (None, None, Some(stored)) => {
                 let stored = stored.clone();
                 drop(state);
-                fetch::<B>(&stored, self.dtype, &self.device)
+                fetch::<B>(&stored, self.dtype, &self.device, &self.context.mover).into_tensor()
             }
             (None, None, None) => unreachable!("a settled cell holds its piece or the whole"),
         }
@@ -562,7 +573,7 @@ impl<B: Backend> Cell<B> {
             kind: AtomicU8::new(self.kind() as u8),
             retired: true,
             loaded: AtomicU64::new(0),
-            state: Mutex::new(State { prefetched: false, gathering: false, ..state }),
+            state: Mutex::new(State { prefetched: false, gathering: false, arriving: None, ..state }),
             changed: Condvar::new(),
             joining: Mutex::new(()),
             lent: Mutex::new(self.lent.lock().take()),

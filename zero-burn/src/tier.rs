@@ -19,7 +19,7 @@ use zero_ops::Shared;
 
 use crate::config::Disk as Settings;
 use crate::context::stop;
-use crate::gather::read;
+use crate::mover::{For, Mover};
 
 /// This rank's file, and the buffers that move its data.
 pub(crate) struct Disk {
@@ -76,11 +76,15 @@ pub(crate) enum Stored {
 
 impl Stored {
     /// Moves a piece out of the backend's memory.
-    pub(crate) fn of<B: Backend>(home: Home<'_>, piece: Shared<B>) -> Result<Result<Self, Shared<B>>, DiskError> {
+    pub(crate) fn of<B: Backend>(
+        home: Home<'_>,
+        piece: Shared<B>,
+        mover: &Mover,
+    ) -> Result<Result<Self, Shared<B>>, DiskError> {
         Ok(match home {
             Home::Backend => Err(piece),
-            Home::Host => Ok(Stored::Host(Arc::new(flat(read::<B>(piece.into_tensor()))))),
-            Home::Disk(disk) => Ok(Stored::Disk(disk.store(read::<B>(piece.into_tensor()).as_bytes())?)),
+            Home::Host => Ok(Stored::Host(Arc::new(mover.to_host(piece)))),
+            Home::Disk(disk) => Ok(Stored::Disk(disk.store(mover.to_host(piece).as_bytes())?)),
         })
     }
 
@@ -190,13 +194,19 @@ pub(crate) fn or_stop<T>(result: Result<T, DiskError>) -> T {
     result.unwrap_or_else(|error| std::panic::resume_unwind(Box::new(Stopped(error.to_string()))))
 }
 
-/// `elements` numbers of type `dtype`, filled by `fill`.
+/// `elements` numbers of type `dtype`, filled by `fill`, for `mover` to move.
 pub(crate) fn filled(
+    mover: &Mover,
     elements: usize,
     dtype: DType,
     shape: impl Into<Shape>,
     fill: impl FnOnce(&mut [u8]),
 ) -> TensorData {
+    if let Some(mut data) = mover.array(elements, dtype) {
+        fill(&mut data.bytes);
+        data.shape = shape.into();
+        return data;
+    }
     match dtype {
         DType::F32 => {
             let mut values = vec![0f32; elements];
@@ -223,13 +233,14 @@ pub(crate) fn filled(
 }
 
 /// The piece as a flat tensor.
-pub(crate) fn fetch<B: Backend>(stored: &Stored, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
+pub(crate) fn fetch<B: Backend>(stored: &Stored, dtype: DType, device: &B::Device, mover: &Mover) -> Shared<B> {
     let data = match stored {
-        Stored::Host(data) => TensorData::clone(data),
+        Stored::Host(data) => data.clone(),
         Stored::Disk(on_disk) => {
             let elements = on_disk.region.bytes() / dtype.size();
-            filled(elements, dtype, [elements], |bytes| or_stop(on_disk.read_into(bytes)))
+            filled(mover, elements, dtype, [elements], |bytes| or_stop(on_disk.read_into(bytes))).into()
         }
     };
-    B::float_from_data(data, device)
+    let shape = data.shape.clone();
+    mover.to_backend(data, shape, device, For::Own)
 }

@@ -1,4 +1,5 @@
-//! Whether the `nccl` engine works on this machine: results, order, rates, and what becomes of a rank that does not come.
+//! Whether the `nccl` engine works on this machine: results, order, rates, and what becomes of a rank that does not come; and copies
+//! between the host and the device.
 //!
 //! ```text
 //! cargo run --release -p zero-core --features nccl --example nccl_check -- [MIB [DEADLINE_SECONDS]]
@@ -19,6 +20,7 @@ use cudarc::driver::sys;
 use half::{bf16, f16};
 use zero_core::collective::DType;
 use zero_core::collective::nccl::{Compute, DeviceRequest, DeviceSlice, NcclComm, NcclError, NcclOptions};
+use zero_core::copies::{Copies, CopyError};
 use zero_core::{Buffer, CommError, ReduceOp};
 
 /// How the check ends when it does not end well: exit code and message.
@@ -316,6 +318,75 @@ fn rates(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
     report.line(comm, "latency of all_reduce", true, &detail)
 }
 
+/// Copies between page-locked memory of the host and the device: results, order beside a stream that is held up, rates.
+fn copies(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
+    let copies = match Copies::open(comm.device(), Duration::from_secs(5)) {
+        Ok(copies) => copies,
+        Err(error) => {
+            return report.line(comm, "copies to and from the host", !comm.orders_on_device(), &error.to_string());
+        }
+    };
+    let failed = |error: CopyError| End(1, error.to_string());
+    let bytes = mib << 20;
+    let values = values(comm.rank(), bytes / 4);
+    let (from, to) = (Memory::of(&values, DType::F32)?, Memory::new(bytes / 4, DType::F32)?);
+    // SAFETY: memory of as many bytes, which nobody else uses.
+    let here = unsafe { copies.download(from.0.pointer, copies.alloc(bytes).map_err(failed)?) }.map_err(failed)?;
+    // SAFETY: as above.
+    unsafe { copies.upload(&here, to.0.pointer) }.map_err(failed)?;
+    report.line(comm, "copies to and from the host", to.read()? == values, &format!("{mib} MiB there and back"))?;
+
+    // Given after a copy that nobody waits for, and beside one that is waited for.
+    let (stream, seen) = (Stream::new()?, Memory::new(bytes / 4, DType::F32)?);
+    let target = Memory::new(bytes / 4, DType::F32)?;
+    let source = Arc::new(here);
+    // SAFETY: the memory is kept until the stream has ended.
+    unsafe { copies.upload_before(source.clone(), target.0.pointer) }.map_err(failed)?;
+    stream.copy(target.0, seen.0)?;
+    let ordered = {
+        stream.synchronize()?;
+        seen.read()? == values
+    };
+    // It waits for the first stream, which was held up before, and not for the second.
+    let (second, before, after) = (Stream::new()?, Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    stream.hold(&before)?;
+    let (address, to_here) = (from.0.pointer, copies.alloc(bytes).map_err(failed)?);
+    let beside = std::thread::scope(|scope| {
+        // SAFETY: nobody writes the memory, which outlives the copy.
+        let copier = scope.spawn(|| unsafe { copies.download(address, to_here) });
+        std::thread::sleep(Duration::from_millis(50));
+        let waits = !copier.is_finished();
+        let held = second.hold(&after);
+        before.store(true, Ordering::Release);
+        let copied = copier.join();
+        after.store(true, Ordering::Release);
+        held.and_then(|()| stream.synchronize()).and_then(|()| second.synchronize())?;
+        Ok::<bool, End>(waits && copied.is_ok_and(|copied| copied.is_ok()))
+    })?;
+    report.line(comm, "order of copies", ordered && beside, "before what follows; beside what is given later")?;
+
+    let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
+    let mut kept = Some(copies.alloc(bytes).map_err(failed)?);
+    let down = timed(|| {
+        let to = kept.take().expect("each round gives it back");
+        // SAFETY: as above.
+        kept = Some(unsafe { copies.download(from.0.pointer, to) }.map_err(failed)?);
+        Ok(())
+    })?;
+    // SAFETY: as above.
+    let up = timed(|| unsafe { copies.upload(&source, to.0.pointer) }.map_err(failed))?;
+    let ordinary = source.to_vec();
+    // SAFETY: as above.
+    let slow = timed(|| unsafe { copies.upload(&ordinary, to.0.pointer) }.map_err(failed))?;
+    let detail = format!(
+        "{mib} MiB, GB/s: down {:.1}, up {:.1}, up from ordinary memory {:.1}",
+        rate(down),
+        rate(up),
+        rate(slow)
+    );
+    report.line(comm, "rate of copies", true, &detail)
+}
+
 /// A communicator of which the last rank does not come (of one rank: whose own work does not end) is aborted at its deadline,
 /// on all ranks.
 fn deadline(comm: NcclComm, report: &mut Report) -> Result<(), End> {
@@ -404,6 +475,7 @@ fn check() -> Result<bool, End> {
     report.line(&comm, "split", good, &format!("{} rank(s) of this machine, {} across", sums[0], sums[1]))?;
     drop((node, across));
     rates(&comm, &mut report, mib)?;
+    copies(&comm, &mut report, mib)?;
     deadline(comm, &mut report)?;
     Ok(!report.failed)
 }

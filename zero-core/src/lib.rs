@@ -15,6 +15,8 @@ pub mod accounting;
 pub mod alloc;
 pub mod checkpoint;
 pub mod collective;
+#[cfg(feature = "nccl")]
+pub mod copies;
 mod error;
 pub mod estimate;
 pub mod offload;

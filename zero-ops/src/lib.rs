@@ -29,7 +29,7 @@ pub use backend::{AttentionOptions, FusedBackend, Gelu};
 #[cfg(feature = "cubecl")]
 pub use cube::any::has_cube_tensors as is_cube;
 #[cfg(feature = "cuda")]
-pub use cube::any::{CudaSpan, on_cuda};
+pub use cube::any::{CudaSpan, End, OnCuda, begin_on_cuda};
 #[cfg(feature = "cubecl")]
 pub use cube::norm::sums_of_squares;
 #[cfg(feature = "cubecl")]

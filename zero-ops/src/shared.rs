@@ -4,6 +4,8 @@ use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 
+#[cfg(feature = "cuda")]
+use crate::cube::any::{CudaSpan, uninit_on_cuda};
 #[cfg(feature = "cubecl")]
 use crate::cube::any::{Memory, into_memory};
 
@@ -51,6 +53,24 @@ impl<B: Backend> Shared<B> {
     pub fn not(tensor: FloatTensor<B>) -> Self {
         let (shape, dtype, device) = (tensor.shape(), tensor.dtype(), B::float_device(&tensor));
         Self { shape, dtype, device, held: Held::Tensor(tensor) }
+    }
+
+    /// New memory on a CUDA device, its elements whatever was there before, and where it lies: for what is copied there from
+    /// the host. None if the backend has other devices.
+    #[cfg(feature = "cuda")]
+    pub fn uninit_on_cuda(device: &B::Device, shape: Shape, dtype: DType) -> Option<(Self, CudaSpan)> {
+        let (memory, span) = uninit_on_cuda::<B>(device, shape.clone(), dtype)?;
+        Some((Self { shape, dtype, device: device.clone(), held: Held::Memory(memory) }, span))
+    }
+
+    /// Where it lies on a CUDA device, row-major without gaps, for as long as this is held; all that makes it has been given to
+    /// the device. None for what [`Shared::not`] keeps, and on other devices.
+    #[cfg(feature = "cuda")]
+    pub fn on_cuda(&self) -> Option<CudaSpan> {
+        match &self.held {
+            Held::Tensor(_) => None,
+            Held::Memory(memory) => memory.on_cuda(),
+        }
     }
 
     /// A tensor of the calling thread's.

@@ -127,6 +127,8 @@ impl<A: ZeroAutodiff> Fused<A> {
             let updates = context.updates.as_ref().expect("only what is kept elsewhere makes a job");
             updates.start(&context, jobs).unwrap_or_else(|error| raise(error));
         }
+        // Every rank comes here; later one may use a parameter alone.
+        Context::<A::Base>::current().gather_awaited();
         module
     }
 
@@ -501,7 +503,15 @@ fn job<B: Backend>(
     };
     let own = match own {
         Ok(stored) => Array::of(stored),
-        Err(parameter) => Array::Memory(as_is::<B>(parameter.into_piece())),
+        Err(parameter) => {
+            let piece = parameter.into_piece();
+            // A copy in 16 bit is written over from its master: there is no need to wait for its values.
+            let unread = match half && master.is_some() {
+                true => context.mover.array(piece.shape().num_elements(), dtype),
+                false => None,
+            };
+            Array::Memory(unread.unwrap_or_else(|| as_is::<B>(piece)))
+        }
     };
     let (parameter, copy) = match (half, own) {
         (false, own) => (own, None),
@@ -510,7 +520,8 @@ fn job<B: Backend>(
                 master.unwrap_or_else(|| match (&own, context.disk_for(Kind::Optimizer, elements * 4, None)) {
                     (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
                     (Array::Disk { stored, .. }, None) => {
-                        let copy = filled(elements, dtype, [elements], |bytes| or_stop(stored.read_into(bytes)));
+                        let read = |bytes: &mut [u8]| or_stop(stored.read_into(bytes));
+                        let copy = filled(&context.mover, elements, dtype, [elements], read);
                         Array::Memory(copy.convert_dtype(DType::F32))
                     }
                     (_, Some(_)) => fresh(),

@@ -22,9 +22,11 @@
 //! [`host`] lays gradients out in buckets in the host's memory, whatever the engine. [`tensors`] reduces them where they
 //! lie, on devices, when the ranks are threads of one process: handles are exchanged, nothing is copied to the host.
 //! `packed` lays them out in buckets on the device, when the ranks are processes, for NCCL or for one copy a bucket.
+//!
+//! Where all ranks gather parameters together ([`crate::bulk`]), what the reducer's thread would do is done by the rank's own
+//! thread when it hands a gradient over: operations of NCCL must come in one order on all ranks, those of gathers included.
+//! Nothing blocks there with NCCL, and ranks that are processes share no locks.
 
-#[cfg(feature = "cubecl")]
-mod bulk;
 mod host;
 #[cfg(feature = "cubecl")]
 mod packed;
@@ -38,17 +40,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use burn_backend::Backend;
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Sender, bounded};
+use parking_lot::Mutex;
 use zero_core::collective::threads::panic_reason;
 use zero_core::{Buffer, Collective, CommError, ReduceOp, Stage};
 use zero_ops::Shared;
 
+use crate::bulk::Bulk;
 use crate::config::ZeroConfig;
 use crate::context::{Context, Slot, Worker, stop};
 use crate::shard::{Cell, GRADIENT, Kind, Template};
 
-#[cfg(feature = "cubecl")]
-use bulk::Bulk;
 use host::Buckets;
 #[cfg(feature = "cubecl")]
 use packed::Packed;
@@ -85,12 +87,10 @@ pub(crate) struct Outcome<B: Backend> {
     pub(crate) in_backward: bool,
 }
 
-/// The rank's end of its reducer thread.
+/// The rank's end of its reducer.
 pub(crate) struct Reducer<B: Backend> {
-    worker: Worker<Job<B>>,
-    means: Means,
+    serving: Serving<B>,
     bucket_size: usize,
-    stage: Stage,
     /// Whether this pass has given up waiting for slower ranks.
     hurried: AtomicBool,
 }
@@ -98,41 +98,47 @@ pub(crate) struct Reducer<B: Backend> {
 /// How long a rank that is ahead waits, without any progress of the reduction, before it goes on regardless.
 const NO_PROGRESS: Duration = Duration::from_secs(1);
 
+/// Where what a rank hands over is reduced.
+enum Serving<B: Backend> {
+    /// By a thread, beside the rank's own.
+    Thread(Worker<Job<B>>, Means),
+    /// By the rank's own thread, at once.
+    Inline(Box<Mutex<Server<B>>>),
+}
+
 /// By what the ranks reduce.
 #[derive(Clone)]
 struct Means {
     comm: Arc<dyn Collective>,
-    /// Between processes that compute on devices.
-    #[cfg(feature = "cubecl")]
+    /// Between processes.
+    #[cfg_attr(not(feature = "cubecl"), allow(dead_code))] // What lies in the host's memory goes by `comm`.
     bulk: Option<Arc<Bulk>>,
+    bucket_size: usize,
+    stage: Stage,
 }
 
 impl<B: Backend> Reducer<B> {
-    /// A collective.
-    pub(crate) fn spawn(comm: Arc<dyn Collective>, config: &ZeroConfig, device: &B::Device) -> Result<Self, CommError> {
-        #[cfg(not(feature = "cubecl"))]
-        let _ = device;
-        Ok(Self {
-            worker: Worker::new(format!("rank-{}-reducer", comm.rank())),
-            means: Means {
-                #[cfg(feature = "cubecl")]
-                bulk: match !comm.shares_memory() && zero_ops::is_cube::<B>() {
-                    true => Some(Arc::new(Bulk::new::<B>(&comm, device)?)),
-                    false => None,
-                },
-                comm,
-            },
-            bucket_size: config.reduce_bucket_size,
-            stage: config.stage,
-            hurried: AtomicBool::new(false),
-        })
+    pub(crate) fn new(comm: Arc<dyn Collective>, config: &ZeroConfig, bulk: Option<Arc<Bulk>>) -> Self {
+        let is_inline = bulk.as_ref().is_some_and(|bulk| bulk.gathers());
+        let (bucket_size, stage) = (config.reduce_bucket_size, config.stage);
+        let worker = Worker::new(format!("rank-{}-reducer", comm.rank()));
+        let means = Means { comm, bulk, bucket_size, stage };
+        let serving = match is_inline {
+            true => Serving::Inline(Box::new(Mutex::new(Server::new(means)))),
+            false => Serving::Thread(worker, means),
+        };
+        Self { serving, bucket_size, hurried: AtomicBool::new(false) }
     }
 
     fn send(&self, job: Job<B>) {
-        let (means, bucket_size, stage) = (self.means.clone(), self.bucket_size, self.stage);
-        self.worker.send(job, move |inbox| {
+        let (worker, means) = match &self.serving {
+            Serving::Thread(worker, means) => (worker, means.clone()),
+            Serving::Inline(server) => return server.lock().serve(job),
+        };
+        worker.send(job, move |inbox| {
             let comm = means.comm.clone();
-            let served = catch_unwind(AssertUnwindSafe(|| serve(inbox, means, bucket_size, stage)));
+            let mut server = Server::new(means);
+            let served = catch_unwind(AssertUnwindSafe(|| inbox.into_iter().for_each(|job| server.serve(job))));
             if let Err(payload) = served {
                 comm.abort(&format!("reducing gradients panicked: {}", panic_reason(&*payload)));
             }
@@ -142,6 +148,7 @@ impl<B: Backend> Reducer<B> {
     /// A pass begins that will give gradients for the parameters `indices` on this rank.
     pub(crate) fn begin(&self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) {
         self.hurried.store(false, Ordering::Relaxed);
+        context.gather_awaited();
         self.send(Job::Begin { context, phase, indices });
     }
 
@@ -153,7 +160,10 @@ impl<B: Backend> Reducer<B> {
         gradient: B::FloatTensorPrimitive,
         cell: Arc<Cell<B>>,
     ) {
-        let gradient = Shared::new(gradient);
+        let gradient = match &self.serving {
+            Serving::Thread(..) => Shared::new(gradient),
+            Serving::Inline(_) => Shared::not(gradient),
+        };
         context.count_unreduced(bytes_of(&gradient));
         self.send(Job::Gradient { index, contribution: Contribution { gradient, cell } });
     }
@@ -163,6 +173,7 @@ impl<B: Backend> Reducer<B> {
     /// This runs under autodiff's lock, which another rank may need to get on (ADR 2): so it ends when nothing has moved
     /// for a while, and is not tried again in this pass.
     pub(crate) fn catch_up(&self, context: &Context<B>) {
+        let Serving::Thread(worker, _) = &self.serving else { return };
         if !context.config.stage.shards_gradients() || self.hurried.load(Ordering::Relaxed) {
             return;
         }
@@ -170,7 +181,7 @@ impl<B: Backend> Reducer<B> {
         let limit = (2 * self.bucket_size * size_of::<f32>()) as u64;
         let (mut seen, mut since) = (unreduced(), Instant::now());
         // Without a backlog the reducer waits for this rank's next gradients, not for other ranks.
-        while seen > limit && self.worker.backlog() > 0 {
+        while seen > limit && worker.backlog() > 0 {
             std::thread::sleep(Duration::from_micros(200));
             let now = unreduced();
             if now != seen {
@@ -191,7 +202,11 @@ impl<B: Backend> Reducer<B> {
     }
 
     pub(crate) fn stop(&self) {
-        self.worker.stop();
+        match &self.serving {
+            Serving::Thread(worker, _) => worker.stop(),
+            // What it holds of the context ends with the rank.
+            Serving::Inline(server) => server.lock().pass = None,
+        }
     }
 }
 
@@ -250,9 +265,10 @@ struct Incoming<B: Backend> {
 }
 
 impl<B: Backend> Lanes<B> {
-    fn new(means: &Means, bucket_size: usize, stage: Stage, context: &Arc<Context<B>>, plan: &[u64]) -> Self {
+    fn new(means: &Means, context: &Arc<Context<B>>, plan: &[u64]) -> Self {
+        let Means { bucket_size, stage, .. } = *means;
         #[cfg(feature = "cubecl")]
-        if let Some(bulk) = &means.bulk {
+        if let Some(bulk) = means.bulk.as_ref().filter(|_| zero_ops::is_cube::<B>()) {
             return Lanes::Packed(Packed::new(bulk.clone(), bucket_size, stage, context));
         }
         let comm = means.comm.clone();
@@ -302,75 +318,89 @@ fn names<'c, B: Backend>(cells: impl Iterator<Item = &'c Cell<B>>) -> String {
     }
 }
 
-fn serve<B: Backend>(inbox: Receiver<Job<B>>, means: Means, bucket_size: usize, stage: Stage) {
-    let comm = &means.comm;
-    let mut pass: Option<Pass<B>> = None;
-    let mut failure: Option<CommError> = None;
-    // Whether the order of a backward pass is known; all ranks learn it in the same pass.
-    let mut ordered = false;
-    for job in inbox {
+/// What serves a rank's jobs, one after another.
+struct Server<B: Backend> {
+    means: Means,
+    pass: Option<Pass<B>>,
+    failure: Option<CommError>,
+    /// Whether the order of a backward pass is known; all ranks learn it in the same pass.
+    ordered: bool,
+}
+
+impl<B: Backend> Server<B> {
+    fn new(means: Means) -> Self {
+        Self { means, pass: None, failure: None, ordered: false }
+    }
+
+    fn serve(&mut self, job: Job<B>) {
         let outcome = match job {
-            Job::Begin { context, phase, indices } => {
-                failure = None;
-                agree(&**comm, &context, phase, &indices).map(|(plan, in_backward)| {
-                    let lanes = Lanes::new(&means, bucket_size, stage, &context, &plan);
-                    pass = Some(Pass {
-                        context,
-                        plan,
-                        mine: indices.into_iter().collect(),
-                        in_backward,
-                        order: Vec::new(),
-                        next: 0,
-                        arrived: HashMap::new(),
-                        settled: Vec::new(),
-                        lanes,
-                    });
-                })
-            }
-            Job::Gradient { index, contribution } => match (&mut pass, &failure) {
-                (Some(pass), None) => {
-                    if let Some(first) = pass.arrived.insert(index, contribution) {
-                        // A parameter has one gradient in a pass.
-                        first.cell.settle(Err(stray(&**comm)));
-                    }
-                    pass.order.push(index);
-                    // Stage 1 keeps whole gradients until the end of the pass, as its memory formula says.
-                    if stage == Stage::OptimizerState { Ok(()) } else { pass.advance() }
-                }
-                (_, failure) => {
-                    contribution.cell.settle(Err(failure.clone().unwrap_or_else(|| stray(&**comm))));
-                    Ok(())
-                }
-            },
+            Job::Begin { context, phase, indices } => self.begin(context, phase, indices),
+            Job::Gradient { index, contribution } => self.take(index, contribution),
             Job::End { reply } => {
-                let result = match (failure.take(), pass.take()) {
-                    (Some(error), _) => Err(error),
-                    (None, Some(mut pass)) => {
-                        let result = pass.finish().and_then(|outcome| {
-                            if outcome.in_backward && !ordered {
-                                share_order(&**comm, &pass)?;
-                                ordered = true;
-                            }
-                            Ok(outcome)
-                        });
-                        if let Err(error) = &result {
-                            pass.fail(error);
-                        }
-                        result
-                    }
-                    (None, None) => Ok(Outcome { settled: Vec::new(), in_backward: false }),
-                };
                 // The rank's thread may have been stopped meanwhile: then nobody waits.
-                let _ = reply.send(result);
+                let _ = reply.send(self.end());
                 Ok(())
             }
         };
         if let Err(error) = outcome {
-            if let Some(pass) = &mut pass {
+            if let Some(pass) = &mut self.pass {
                 pass.fail(&error);
             }
-            failure = Some(error);
+            self.failure = Some(error);
         }
+    }
+
+    fn begin(&mut self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) -> Result<(), CommError> {
+        self.failure = None;
+        let (plan, in_backward) = agree(&*self.means.comm, &context, phase, &indices)?;
+        let lanes = Lanes::new(&self.means, &context, &plan);
+        self.pass = Some(Pass {
+            context,
+            plan,
+            mine: indices.into_iter().collect(),
+            in_backward,
+            order: Vec::new(),
+            next: 0,
+            arrived: HashMap::new(),
+            settled: Vec::new(),
+            lanes,
+        });
+        Ok(())
+    }
+
+    fn take(&mut self, index: u64, contribution: Contribution<B>) -> Result<(), CommError> {
+        let comm = &*self.means.comm;
+        let (Some(pass), None) = (&mut self.pass, &self.failure) else {
+            contribution.cell.settle(Err(self.failure.clone().unwrap_or_else(|| stray(comm))));
+            return Ok(());
+        };
+        if let Some(first) = pass.arrived.insert(index, contribution) {
+            // A parameter has one gradient in a pass.
+            first.cell.settle(Err(stray(comm)));
+        }
+        pass.order.push(index);
+        // Stage 1 keeps whole gradients until the end of the pass, as its memory formula says.
+        if self.means.stage == Stage::OptimizerState { Ok(()) } else { pass.advance() }
+    }
+
+    fn end(&mut self) -> Result<Outcome<B>, CommError> {
+        let comm = &*self.means.comm;
+        let mut pass = match (self.failure.take(), self.pass.take()) {
+            (Some(error), _) => return Err(error),
+            (None, Some(pass)) => pass,
+            (None, None) => return Ok(Outcome { settled: Vec::new(), in_backward: false }),
+        };
+        let result = pass.finish().and_then(|outcome| {
+            if outcome.in_backward && !self.ordered {
+                share_order(comm, &pass)?;
+                self.ordered = true;
+            }
+            Ok(outcome)
+        });
+        if let Err(error) = &result {
+            pass.fail(error);
+        }
+        result
     }
 }
 

@@ -9,8 +9,8 @@ use burn_std::{DType, Shape};
 use zero_core::{CommError, Partition, Stage};
 use zero_ops::{PackItem, Shared, UnpackItem};
 
-use super::bulk::{Bulk, Reducing};
 use super::{Incoming, names};
+use crate::bulk::{Begun, Bulk};
 use crate::context::{Context, stop};
 use crate::shard::Cell;
 
@@ -35,7 +35,7 @@ struct Segment {
 }
 
 struct InFlight<B: Backend> {
-    reducing: Reducing<B>,
+    begun: Begun<B>,
     segments: Vec<Segment>,
 }
 
@@ -134,8 +134,8 @@ impl<B: Backend> Packed<B> {
         self.context.count_unreduced(-std::mem::take(&mut self.counted));
         let pieces = segments.iter().filter_map(|segment| self.pieces[segment.piece].as_ref());
         let name = names(pieces.map(|piece| &*piece.cell));
-        let reducing = self.bulk.start::<B>(bucket, self.stage.shards_optimizer(), &name)?;
-        self.in_flight = Some(InFlight { reducing, segments });
+        let begun = self.bulk.begin_reduction::<B>(bucket, self.stage.shards_optimizer(), &name)?;
+        self.in_flight = Some(InFlight { begun, segments });
         Ok(())
     }
 
@@ -148,8 +148,8 @@ impl<B: Backend> Packed<B> {
 
     /// Takes in the result of the bucket in flight.
     fn wait(&mut self) -> Result<(), CommError> {
-        let Some(InFlight { reducing, segments }) = self.in_flight.take() else { return Ok(()) };
-        let reduced = self.bulk.finish::<B>(reducing, &self.context.device)?;
+        let Some(InFlight { begun, segments }) = self.in_flight.take() else { return Ok(()) };
+        let reduced = self.bulk.end::<B>(begun, &self.context.device)?;
         let mut items = Vec::with_capacity(segments.len());
         for Segment { piece, from, columns } in &segments {
             let piece = self.pieces[*piece].as_mut().expect("a piece is completed by its last segment");

@@ -1,5 +1,5 @@
-/* A CUDA driver in software, for tests of the nccl engine without a GPU: just the functions that the engine and its tests
- * call. "Device memory" is the host's; a stream is a thread that runs what it is given, in order, so that work that is not
+/* A CUDA driver in software, for tests of the nccl engine, and of copies, without a GPU: just the functions that these and their
+ * tests call. "Device memory" is the host's; a stream is a thread that runs what it is given, in order, so that work that is not
  * ordered really runs at another time; an event is a list of streams and how far each must have come.
  *
  * SHIM_DEVICES: number of devices (4). SHIM_CUDA_VERSION: what cuDriverGetVersion says (13000). Compiled with
@@ -245,4 +245,26 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, stream *s) {
     copy *c = malloc(sizeof *c);
     c->to = (void *)(uintptr_t)to, c->from = (void *)(uintptr_t)from, c->bytes = bytes;
     return cuLaunchHostFunc(s, do_copy, c);
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, stream *s) {
+    return cuMemcpyDtoDAsync_v2(to, (uint64_t)(uintptr_t)from, bytes, s);
+}
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, stream *s) {
+    return cuMemcpyDtoDAsync_v2((uint64_t)(uintptr_t)to, from, bytes, s);
+}
+/* SHIM_LOCKABLE: bytes that may be page-locked at a time; without end if it is not set. */
+static size_t locked;
+int cuMemHostAlloc(void **out, size_t bytes, unsigned flags) {
+    if (!now() || flags != 1) return INVALID_VALUE;
+    size_t *block = malloc(64 + bytes);
+    const char *most = getenv("SHIM_LOCKABLE");
+    if (most && locked + bytes > (size_t)atoll(most)) { free(block); return 2; }
+    locked += bytes, *block = bytes, *out = (char *)block + 64;
+    return SUCCESS;
+}
+int cuMemFreeHost(void *pointer) {
+    size_t *block = (size_t *)((char *)pointer - 64);
+    locked -= *block;
+    free(block);
+    return SUCCESS;
 }

@@ -86,45 +86,97 @@ pub struct CudaSpan {
     pub elements: usize,
 }
 
-/// Has `body` write tensors of the shapes and types `outputs` from `inputs`, of which there is at least one, by their addresses:
-/// row-major without gaps; at once, or when fusion comes to it. What it starts on the device must come after all that the
-/// device's primary context has been given before, and before all that it is given later.
+/// Makes what the device is given from now on come after an operation that was begun.
+#[cfg(feature = "cuda")]
+pub type End = Box<dyn FnOnce() + Send>;
+
+/// An operation that was begun on a CUDA device, beside what the device computes, with the memory that it reads. Once nobody
+/// holds it, what follows comes after it, so that its memory can be used again.
+#[cfg(feature = "cuda")]
+#[derive(Clone)]
+pub struct OnCuda(std::sync::Arc<Begun>);
+
+#[cfg(feature = "cuda")]
+#[derive(Default)]
+struct Begun(std::sync::Mutex<Option<(End, Box<dyn Any + Send>)>>);
+
+#[cfg(feature = "cuda")]
+impl Begun {
+    fn end(&self) {
+        let begun = self.0.lock().expect("nobody panics with it").take();
+        if let Some((end, inputs)) = begun {
+            end();
+            drop(inputs);
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Drop for Begun {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl OnCuda {
+    /// `tensors`, which the operation makes, for use by what follows.
+    pub fn end<B: Backend>(&self, tensors: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> {
+        struct Pass(OnCuda);
+
+        impl Body for Pass {
+            fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+                (self.0).0.end();
+                inputs
+            }
+        }
+
+        let outputs = tensors.iter().map(|tensor| (tensor.shape(), tensor.dtype())).collect();
+        run::<B>("end of an operation beside", tensors, outputs, Pass(self.clone()))
+    }
+}
+
+/// Has `begin` start to write tensors of the shapes and types `outputs` from `inputs`, of which there is at least one, by their
+/// addresses: row-major without gaps; at once, or when fusion comes to it. What it starts on the device must come after all
+/// that the device's primary context has been given before; what it gives makes all that is given later come after it, unless
+/// nothing was started. Nobody uses the tensors but through [`OnCuda::end`].
 ///
 /// # Errors
 ///
 /// The inputs, when the backend's tensors are not on CUDA.
 #[cfg(feature = "cuda")]
-pub fn on_cuda<B: Backend>(
+#[allow(clippy::type_complexity)] // The arguments given back.
+pub fn begin_on_cuda<B: Backend>(
     name: &'static str,
     inputs: Vec<FloatTensor<B>>,
     outputs: Vec<(Shape, DType)>,
-    body: impl Fn(&[CudaSpan], &[CudaSpan]) + Send + Sync + 'static,
-) -> Result<Vec<FloatTensor<B>>, Vec<FloatTensor<B>>> {
+    begin: impl Fn(&[CudaSpan], &[CudaSpan]) -> Option<End> + Send + Sync + 'static,
+) -> Result<(Vec<FloatTensor<B>>, OnCuda), Vec<FloatTensor<B>>> {
     type Plain = CubeTensor<cubecl::cuda::CudaRuntime>;
     type Fused = burn_fusion::FusionTensor<burn_cubecl::fusion::FusionCubeRuntime<cubecl::cuda::CudaRuntime>>;
 
     struct ByAddress<F> {
         outputs: Vec<(Shape, DType)>,
-        body: F,
+        begin: F,
+        begun: OnCuda,
     }
 
-    impl<F: Fn(&[CudaSpan], &[CudaSpan]) + Send + Sync + 'static> Body for ByAddress<F> {
+    impl<F> Body for ByAddress<F>
+    where
+        F: Fn(&[CudaSpan], &[CudaSpan]) -> Option<End> + Send + Sync + 'static,
+    {
         fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
             let inputs: Vec<Plain> = same(inputs);
             let inputs: Vec<Plain> = inputs.into_iter().map(super::tensor::packed).collect();
             let first = inputs.first().expect("there is at least one input");
             let make = |(shape, dtype): &(Shape, DType)| super::tensor::empty(first, shape.clone(), *dtype);
             let outputs: Vec<Plain> = self.outputs.iter().map(make).collect();
-            // Asking for an address waits until the device's thread has launched all that comes before. The allocations
-            // are held until `body` has ordered what follows.
-            let resource = |x: &Plain| x.client.get_resource(x.handle.clone()).expect("memory that a handle holds");
-            let (from, to): (Vec<_>, Vec<_>) =
-                (inputs.iter().map(resource).collect(), outputs.iter().map(resource).collect());
-            let pointer = |x: &Plain, pointer: u64| CudaSpan { pointer, elements: elements(x) };
-            let sources: Vec<_> = inputs.iter().zip(&from).map(|(x, at)| pointer(x, at.resource().ptr)).collect();
-            let targets: Vec<_> = outputs.iter().zip(&to).map(|(x, at)| pointer(x, at.resource().ptr)).collect();
-            (self.body)(&sources, &targets);
-            drop((from, to));
+            let spans = |memory: &[Plain]| memory.iter().map(span).collect::<Vec<_>>();
+            if let Some(end) = (self.begin)(&spans(&inputs), &spans(&outputs)) {
+                // Both sides' memory is held until what follows is ordered: the outputs too may be dropped before.
+                let held: Box<dyn Any + Send> = Box::new((inputs, outputs.clone()));
+                *self.begun.0.0.lock().expect("nobody panics with it") = Some((end, held));
+            }
             same(outputs)
         }
     }
@@ -133,7 +185,9 @@ pub fn on_cuda<B: Backend>(
     if given != TypeId::of::<Plain>() && given != TypeId::of::<Fused>() {
         return Err(inputs);
     }
-    Ok(run::<B>(name, inputs, outputs.clone(), ByAddress { outputs, body }))
+    let begun = OnCuda(std::sync::Arc::default());
+    let body = ByAddress { outputs: outputs.clone(), begin, begun: begun.clone() };
+    Ok((run::<B>(name, inputs, outputs, body), begun))
 }
 
 /// The memory of tensors, if they are CubeCL's; otherwise the tensors.
@@ -158,6 +212,10 @@ pub(crate) trait Memory<B: Backend>: Send + Sync {
     fn into_tensor(self: Box<Self>) -> FloatTensor<B>;
 
     fn duplicate(&self) -> Box<dyn Memory<B>>;
+
+    /// Where it lies, on CUDA and row-major without gaps.
+    #[cfg(feature = "cuda")]
+    fn on_cuda(&self) -> Option<CudaSpan>;
 }
 
 /// Memory whose tensors are `T`.
@@ -175,6 +233,38 @@ impl<B: Backend, T: OnCube> Memory<B> for Of<T> {
     fn duplicate(&self) -> Box<dyn Memory<B>> {
         Box::new(Self(self.0.clone()))
     }
+
+    #[cfg(feature = "cuda")]
+    fn on_cuda(&self) -> Option<CudaSpan> {
+        let memory: &dyn Any = &self.0;
+        let memory = memory.downcast_ref::<CubeTensor<cubecl::cuda::CudaRuntime>>()?;
+        memory.is_contiguous().then(|| span(memory))
+    }
+}
+
+/// Where a tensor without gaps lies. Asking waits until the device's thread has launched all that comes before.
+#[cfg(feature = "cuda")]
+fn span(memory: &CubeTensor<cubecl::cuda::CudaRuntime>) -> CudaSpan {
+    let resource = memory.client.get_resource(memory.handle.clone()).expect("memory that a handle holds");
+    CudaSpan { pointer: resource.resource().ptr, elements: elements(memory) }
+}
+
+/// New memory on a CUDA device of `B`, its elements whatever was there before; none if `B` has other devices.
+#[cfg(feature = "cuda")]
+pub(crate) fn uninit_on_cuda<B: Backend>(
+    device: &B::Device,
+    shape: Shape,
+    dtype: DType,
+) -> Option<(Box<dyn Memory<B>>, CudaSpan)> {
+    use cubecl::Runtime;
+    use cubecl::cuda::CudaRuntime;
+
+    let device: &dyn Any = device;
+    let device = device.downcast_ref::<cubecl::cuda::CudaDevice>()?.clone();
+    let client = CudaRuntime::client(&device);
+    let memory = burn_cubecl::ops::numeric::empty_device_contiguous_dtype::<CudaRuntime>(client, device, shape, dtype);
+    let span = span(&memory);
+    on_the_tensor_of!(FloatTensor<B>, T => Some((Box::new(Of::<T>(same(memory))), span)), None)
 }
 
 /// `value` under the name that its type has here.

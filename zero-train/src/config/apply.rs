@@ -1,6 +1,6 @@
 //! From the plan to the settings of decorator, engine and optimizer.
 
-use zero_burn::config::{Disk, Float, Tier, ZeroConfig};
+use zero_burn::config::{Disk, Float, Gathers, Tier, ZeroConfig};
 use zero_burn::optim::Rule;
 
 use super::optimizer::OptimizerPlan;
@@ -18,6 +18,7 @@ impl ZeroPlan {
     /// What the decorator is launched with. `seed` is of parameters and dropout.
     pub fn zero_config(&self, seed: u64) -> ZeroConfig {
         ZeroConfig {
+            gathers: Gathers::default(),
             stage: self.stage,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,

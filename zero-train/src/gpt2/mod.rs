@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 pub use backend::BackendChoice;
 pub use checkpoints::Checkpoints;
-pub use options::{Dtype, OffloadChoice, OffloadTo, Options};
+pub use options::{Dtype, GathersChoice, OffloadChoice, OffloadTo, Options};
 pub use plan::{MemoryNeed, Plan};
 pub use predict::Prediction;
 pub use report::Summary;

@@ -89,6 +89,10 @@ pub struct Options {
     /// disk for cpu, which computes in the host's memory]
     #[arg(long, value_name = "WHERE")]
     pub offload_to: Option<OffloadTo>,
+    /// How ranks that are processes gather parameters: all together, in the order of the program, or each by reading the others'
+    /// pieces through the hosts' memory [default: collective with NCCL, one-sided without]
+    #[arg(long, value_name = "HOW")]
+    pub gathers: Option<GathersChoice>,
     /// The folder for --offload to a disk, on a fast one; a run makes one of its own in it and removes it at its end
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub swap: PathBuf,
@@ -158,6 +162,15 @@ pub enum OffloadTo {
     Host,
     /// A file on a disk.
     Disk,
+}
+
+/// How processes gather parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum GathersChoice {
+    /// All ranks together.
+    Collective,
+    /// Each rank by itself.
+    OneSided,
 }
 
 /// A type to compute in.

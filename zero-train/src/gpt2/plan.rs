@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use zero_burn::config::{Float, ZeroConfig};
+use zero_burn::config::{Float, Gathers, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest, find_latest};
@@ -17,7 +17,7 @@ use super::BackendChoice;
 use super::checkpoints::Checkpoints;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
-use super::{OffloadChoice, Options, Prediction};
+use super::{GathersChoice, OffloadChoice, Options, Prediction};
 use crate::TrainError;
 use crate::config::{Config, Offload, OffloadDevice, Watchdog, ZeroPlan};
 use crate::data::{Source, TokenRows};
@@ -184,7 +184,8 @@ impl Plan {
         let options = &Options { offload, ..options.clone() };
         let plan = zero_plan(options, &model)?;
         let (stage, ranks) = (plan.stage, plan.world);
-        let zero = plan.zero_config(options.seed);
+        let mut zero = plan.zero_config(options.seed);
+        zero.gathers = gathers(options, here)?;
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
         if let Some(seq) = options.seq.filter(|&seq| seq < 2 || seq > model.n_positions) {
             let expected = format!("expected 2 to {}, the positions of model {name}", model.n_positions);
@@ -369,6 +370,20 @@ impl Budget {
             }
             _ => String::new(),
         }
+    }
+}
+
+/// How parameters are gathered.
+fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers, TrainError> {
+    match (options.gathers, ranks.world()) {
+        (None, _) => Ok(Gathers::Auto),
+        (Some(_), None) => {
+            let expected = "expected ranks that are processes (mpirun, torchrun): ranks that are threads read each other's \
+                            pieces where they lie; leave it out";
+            Err(wrong("gathers", "given", expected))
+        }
+        (Some(GathersChoice::Collective), Some(_)) => Ok(Gathers::Collective),
+        (Some(GathersChoice::OneSided), Some(_)) => Ok(Gathers::OneSided),
     }
 }
 

@@ -33,13 +33,13 @@ const NEEDED: [&str; 19] = [
     "cuGetErrorString",
 ];
 
-fn has(symbol: &str) -> bool {
+pub(crate) fn has(symbol: &str) -> bool {
     // SAFETY: the library is there (the callers have looked); the address is only compared with nothing, never called.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_ok()
 }
 
 /// An error unless the call has succeeded.
-pub(super) fn checked(call: &'static str, code: CUresult) -> Result<(), NcclError> {
+pub(crate) fn checked(call: &'static str, code: CUresult) -> Result<(), NcclError> {
     if code == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
@@ -85,14 +85,14 @@ pub fn device_count() -> Result<usize, NcclError> {
 
 /// A device, by its primary context.
 #[derive(Debug)]
-pub(super) struct Device {
-    pub(super) ordinal: usize,
+pub(crate) struct Device {
+    pub(crate) ordinal: usize,
     device: sys::CUdevice,
     context: CUcontext,
     /// Address on the machine's bus, the same in every process of the machine.
-    pub(super) bus: String,
+    pub(crate) bus: String,
     /// Whether an event can stand for all work of a context (the driver of CUDA 12.5).
-    pub(super) context_events: bool,
+    pub(crate) context_events: bool,
 }
 
 // SAFETY: a context is a handle that any thread may push and pop, and events and streams may be used from any thread.
@@ -102,7 +102,7 @@ unsafe impl Sync for Device {}
 
 /// The context is current on this thread until this is dropped.
 #[must_use]
-pub(super) struct Entered;
+pub(crate) struct Entered;
 
 impl Drop for Entered {
     fn drop(&mut self) {
@@ -113,7 +113,7 @@ impl Drop for Entered {
 }
 
 impl Device {
-    pub(super) fn open(ordinal: usize) -> Result<Arc<Self>, NcclError> {
+    pub(crate) fn open(ordinal: usize) -> Result<Arc<Self>, NcclError> {
         let count = device_count()?;
         if ordinal >= count {
             return Err(NcclError::Device { ordinal, count });
@@ -135,20 +135,20 @@ impl Device {
     }
 
     /// Makes the context current on this thread, on top of whatever was.
-    pub(super) fn enter(&self) -> Result<Entered, NcclError> {
+    pub(crate) fn enter(&self) -> Result<Entered, NcclError> {
         // SAFETY: the context is retained for as long as this device lives.
         checked("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.context) })?;
         Ok(Entered)
     }
 
     /// Makes all work that is given to the context from now on wait for `event`.
-    pub(super) fn wait(&self, event: &Event) -> Result<(), NcclError> {
+    pub(crate) fn wait(&self, event: &Event) -> Result<(), NcclError> {
         // SAFETY: both are alive; the function is there where `context_events` says so, which the caller has looked at.
         checked("cuCtxWaitEvent", unsafe { sys::cuCtxWaitEvent(self.context, event.raw) })
     }
 
     /// Waits for all work of the context, without a deadline.
-    pub(super) fn synchronize(&self) -> Result<(), NcclError> {
+    pub(crate) fn synchronize(&self) -> Result<(), NcclError> {
         let _entered = self.enter()?;
         // SAFETY: a context is current.
         checked("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
@@ -164,7 +164,7 @@ impl Drop for Device {
 
 /// A stream of a device, which no other stream waits for of itself.
 #[derive(Debug)]
-pub(super) struct Stream {
+pub(crate) struct Stream {
     raw: CUstream,
     device: Arc<Device>,
 }
@@ -176,7 +176,7 @@ unsafe impl Sync for Stream {}
 
 impl Stream {
     /// Of the highest priority if asked for: a collective that waits for room among computing kernels holds up all ranks.
-    pub(super) fn new(device: &Arc<Device>, high_priority: bool) -> Result<Self, NcclError> {
+    pub(crate) fn new(device: &Arc<Device>, high_priority: bool) -> Result<Self, NcclError> {
         let _entered = device.enter()?;
         let (mut raw, mut least, mut greatest) = (std::ptr::null_mut(), 0, 0);
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
@@ -191,12 +191,12 @@ impl Stream {
         Ok(Self { raw, device: device.clone() })
     }
 
-    pub(super) fn raw(&self) -> CUstream {
+    pub(crate) fn raw(&self) -> CUstream {
         self.raw
     }
 
     /// Makes what is given to the stream from now on wait for `event`.
-    pub(super) fn wait(&self, event: &Event) -> Result<(), NcclError> {
+    pub(crate) fn wait(&self, event: &Event) -> Result<(), NcclError> {
         // SAFETY: both are alive.
         unsafe { wait_on(self.raw, event) }
     }
@@ -207,7 +207,7 @@ impl Stream {
 /// # Safety
 ///
 /// `stream` is a stream of this process that is alive.
-pub(super) unsafe fn wait_on(stream: CUstream, event: &Event) -> Result<(), NcclError> {
+pub(crate) unsafe fn wait_on(stream: CUstream, event: &Event) -> Result<(), NcclError> {
     // SAFETY: the caller's word; the event is alive.
     checked("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event.raw, 0) })
 }
@@ -222,7 +222,7 @@ impl Drop for Stream {
 
 /// A mark in the work of a device.
 #[derive(Debug)]
-pub(super) struct Event {
+pub(crate) struct Event {
     raw: CUevent,
     device: Arc<Device>,
 }
@@ -247,7 +247,7 @@ impl Event {
     /// # Safety
     ///
     /// `stream` is a stream of the device that is alive.
-    pub(super) unsafe fn of_stream(device: &Arc<Device>, stream: CUstream) -> Result<Self, NcclError> {
+    pub(crate) unsafe fn of_stream(device: &Arc<Device>, stream: CUstream) -> Result<Self, NcclError> {
         let event = Self::new(device)?;
         // SAFETY: the caller's word; the event was just made.
         checked("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, stream) })?;
@@ -256,7 +256,7 @@ impl Event {
 
     /// What all streams of the device's context have been given so far. The caller has entered the device and looked at
     /// [`Device::context_events`].
-    pub(super) fn of_context(device: &Arc<Device>) -> Result<Self, NcclError> {
+    pub(crate) fn of_context(device: &Arc<Device>) -> Result<Self, NcclError> {
         let event = Self::new(device)?;
         // SAFETY: both are alive, and the function is there.
         checked("cuCtxRecordEvent", unsafe { sys::cuCtxRecordEvent(device.context, event.raw) })?;
@@ -264,7 +264,7 @@ impl Event {
     }
 
     /// Whether the device has come so far.
-    pub(super) fn reached(&self) -> Result<bool, NcclError> {
+    pub(crate) fn reached(&self) -> Result<bool, NcclError> {
         let _entered = self.device.enter()?;
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.raw) } {

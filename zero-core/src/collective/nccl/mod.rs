@@ -38,7 +38,7 @@
 //! Nothing to build; to run, a driver (libcuda) and NCCL 2.18 or newer (`libnccl.so.2`), found at run time.
 
 mod comm;
-mod cuda;
+pub(crate) mod cuda;
 mod error;
 mod init;
 mod issue;

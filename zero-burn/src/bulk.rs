@@ -1,0 +1,457 @@
+//! Collectives on whole tensors between ranks that are processes, issued by the rank's own thread in the order of the program.
+//!
+//! With NCCL tensors stay on their devices: an operation is *begun* after what the device has been given so far and *ended*,
+//! which makes what follows come after it; between the two the device computes beside it, and the host waits for neither.
+//! Otherwise tensors are read, sent by the group of this module, and written back.
+//!
+//! NCCL does not compare what ranks call. So every rank keeps a sign of all that it has called, and the ranks compare them
+//! before anything is updated ([`Bulk::compare`]): ranks that differ end with an error, not with wrong parameters.
+//! Ranks of which one does not come at all end at the deadline.
+
+use std::sync::Arc;
+
+use burn_backend::{Backend, Element, TensorData, TensorMetadata};
+use burn_std::{DType, Shape, Slice};
+use parking_lot::Mutex;
+#[cfg(feature = "cubecl")]
+use zero_core::ReduceOp;
+#[cfg(feature = "cuda")]
+use zero_core::accounting::WireKind;
+use zero_core::{Buffer, Collective, CommError, Pending, Request};
+#[cfg(feature = "cuda")]
+use zero_ops::Shared;
+
+use crate::config::Gathers;
+use crate::context::stop;
+use crate::gather::read;
+use crate::random::sign;
+use crate::shard::Cell;
+
+/// What moves tensors.
+pub(crate) struct Bulk {
+    comm: Arc<dyn Collective>,
+    gathers: bool,
+    issued: Mutex<Issued>,
+    #[cfg(feature = "cuda")]
+    nccl: Option<Nccl>,
+}
+
+/// What this rank has called.
+#[derive(Default)]
+struct Issued {
+    count: u64,
+    sign: u64,
+    last: String,
+}
+
+#[cfg(feature = "cuda")]
+struct Nccl {
+    comm: Arc<zero_core::collective::nccl::NcclComm>,
+    /// The first error of an operation, which is issued where no error can be returned.
+    error: Arc<Mutex<Option<CommError>>>,
+}
+
+/// An operation that was begun, which makes one tensor.
+pub(crate) enum Begun<B: Backend> {
+    Host {
+        pending: Pending,
+        /// Nothing of the backend's is held here.
+        _backend: std::marker::PhantomData<fn() -> B>,
+    },
+    #[cfg(feature = "cuda")]
+    Device { made: Shared<B>, begun: zero_ops::OnCuda },
+}
+
+/// Bytes of what a rank tells of what it has called: a number, a sign, and the words of the last.
+const TOLD: usize = 192;
+
+impl Bulk {
+    /// For the ranks of `comm`, processes. A collective of the group.
+    ///
+    /// # Errors
+    ///
+    /// As any collective's.
+    pub(crate) fn new<B: Backend>(
+        comm: Arc<dyn Collective>,
+        device: &B::Device,
+        gathers: Gathers,
+    ) -> Result<Self, CommError> {
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        #[cfg(feature = "cuda")]
+        let nccl = Nccl::new::<B>(&comm, device)?;
+        #[cfg(feature = "cuda")]
+        let on_device = nccl.is_some();
+        #[cfg(not(feature = "cuda"))]
+        let on_device = false;
+        Ok(Self {
+            gathers: match gathers {
+                Gathers::Auto => on_device,
+                Gathers::Collective => true,
+                Gathers::OneSided => false,
+            },
+            comm,
+            issued: Mutex::default(),
+            #[cfg(feature = "cuda")]
+            nccl,
+        })
+    }
+
+    /// Whether parameters are gathered by all ranks together.
+    pub(crate) fn gathers(&self) -> bool {
+        self.gathers
+    }
+
+    /// Begins the sum over the ranks of `bucket` `[world, columns]`: this rank's row of it if it is scattered, or all rows;
+    /// flat.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn begin_reduction<B: Backend>(
+        &self,
+        bucket: B::FloatTensorPrimitive,
+        is_scattered: bool,
+        name: &str,
+    ) -> Result<Begun<B>, CommError> {
+        self.check()?;
+        self.note(if is_scattered { "reduce_scatter" } else { "all_reduce" }, name, [bucket.shape().num_elements()]);
+        #[cfg(feature = "cuda")]
+        let bucket = match &self.nccl {
+            Some(nccl) => match nccl.reduce::<B>(&self.comm, bucket, is_scattered, name) {
+                Ok(begun) => return Ok(begun),
+                Err(bucket) => bucket,
+            },
+            None => bucket,
+        };
+        let buffer = buffer(read::<B>(bucket));
+        let request = match is_scattered {
+            true => Request::ReduceScatter(buffer, ReduceOp::Sum),
+            false => Request::AllReduce(buffer, ReduceOp::Sum),
+        };
+        Ok(Begun::Host { pending: self.comm.start_for(request, name), _backend: std::marker::PhantomData })
+    }
+
+    /// Begins to gather what the ranks have of each of `cells`, with NCCL in one operation. Bytes are counted as they come,
+    /// filler included.
+    pub(crate) fn begin_gathers<B: Backend>(&self, cells: &[Arc<Cell<B>>]) -> Result<Vec<Begun<B>>, CommError> {
+        self.check()?;
+        let rows: Vec<B::FloatTensorPrimitive> = cells.iter().map(|cell| row(cell)).collect();
+        let names: Vec<String> = cells.iter().map(|cell| words(cell)).collect();
+        for (cell, name) in cells.iter().zip(&names) {
+            self.note("all_gather", name, cell.shape.as_slice().iter().copied().chain([cell.dtype.size()]));
+        }
+        #[cfg(feature = "cuda")]
+        let rows = match &self.nccl {
+            Some(nccl) => {
+                let name = match &names[..] {
+                    [first, .., last] => format!("{} gathers from {first} to {last}", names.len()),
+                    one => one.concat(),
+                };
+                match nccl.gather::<B>(&self.comm, rows, &name) {
+                    Ok(begun) => return Ok(begun),
+                    Err(rows) => rows,
+                }
+            }
+            None => rows,
+        };
+        let begin = |(row, name): (B::FloatTensorPrimitive, &String)| Begun::Host {
+            pending: self.comm.start_for(Request::AllGather(buffer(read::<B>(row))), name),
+            _backend: std::marker::PhantomData,
+        };
+        Ok(rows.into_iter().zip(&names).map(begin).collect())
+    }
+
+    /// The result, flat, on `device`.
+    pub(crate) fn end<B: Backend>(
+        &self,
+        begun: Begun<B>,
+        device: &B::Device,
+    ) -> Result<B::FloatTensorPrimitive, CommError> {
+        match begun {
+            Begun::Host { pending, .. } => Ok(B::float_from_data(data(pending.wait()?), device)),
+            #[cfg(feature = "cuda")]
+            Begun::Device { made, begun } => Ok(begun.end::<B>(vec![made.into_tensor()]).swap_remove(0)),
+        }
+    }
+
+    /// The whole of `cell` in its own shape.
+    pub(crate) fn end_gather<B: Backend>(
+        &self,
+        begun: Begun<B>,
+        cell: &Cell<B>,
+    ) -> Result<B::FloatTensorPrimitive, CommError> {
+        let flat = self.end::<B>(begun, &cell.device)?;
+        let numel = cell.partition.numel();
+        // The last ranks' pieces may be shorter than the others'.
+        let flat = match flat.shape().num_elements() {
+            exactly if exactly == numel => flat,
+            _ => B::float_slice(flat, &[Slice::from(0..numel)]),
+        };
+        Ok(B::float_reshape(flat, cell.shape.clone()))
+    }
+
+    /// Whether all that was begun has gone well so far.
+    pub(crate) fn check(&self) -> Result<(), CommError> {
+        #[cfg(feature = "cuda")]
+        if let Some(nccl) = &self.nccl {
+            if let Some(error) = nccl.error.lock().clone() {
+                return Err(error);
+            }
+            return nccl.comm.health();
+        }
+        Ok(())
+    }
+
+    /// Waits until every rank has come this far (`purpose`), and compares what they have called by then.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError::Mismatch`], on every rank, when they differ; as any collective's.
+    pub(crate) fn compare(&self, main: &dyn Collective, purpose: &str) -> Result<(), CommError> {
+        self.check()?;
+        let (mine, here) = {
+            let issued = self.issued.lock();
+            let mut mine = [issued.count.to_le_bytes(), issued.sign.to_le_bytes()].concat();
+            mine.extend(issued.last.bytes().take(TOLD - mine.len()));
+            mine.resize(TOLD, b' ');
+            (mine, issued.count)
+        };
+        let all = main.execute_for(Request::AllGather(Buffer::U8(mine.clone())), purpose)?.into_u8();
+        let told = |bytes: &[u8]| {
+            let number = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
+            format!("called {number} so far, the last: {}", String::from_utf8_lossy(&bytes[16..]).trim_end())
+        };
+        match all.chunks_exact(TOLD).position(|other| other[..16] != mine[..16]) {
+            None => Ok(()),
+            Some(other) => Err(CommError::Mismatch {
+                group: self.comm.label().into(),
+                seq: here,
+                rank: self.comm.rank(),
+                op: told(&mine),
+                other_rank: other,
+                other_op: format!(
+                    "{} (ranks that do not use the same parameters in the same order need ZeroConfig::gathers = OneSided)",
+                    told(&all[other * TOLD..][..TOLD])
+                ),
+            }),
+        }
+    }
+
+    fn note(&self, op: &str, name: &str, sizes: impl IntoIterator<Item = usize>) {
+        let mut issued = self.issued.lock();
+        let last = format!("{op} of {name}");
+        let words = last.bytes().map(u64::from).chain(sizes.into_iter().map(|size| size as u64));
+        issued.sign = words.fold(issued.sign, |sum, word| sign(&[sum, word]));
+        issued.count += 1;
+        issued.last = last;
+    }
+}
+
+/// What a gather of the cell is called.
+fn words<B: Backend>(cell: &Cell<B>) -> String {
+    cell.slot.as_ref().map_or_else(String::new, |slot| slot.to_string())
+}
+
+/// This rank's piece, as long as every rank's.
+fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
+    let (len, stride) = (cell.partition.len(cell.place()), cell.partition.stride());
+    let local = cell.local();
+    if len == stride && local.shape().num_elements() == stride {
+        return B::float_reshape(local, Shape::new([stride]));
+    }
+    let filler = B::float_zeros(Shape::new([stride - len]), &cell.device, cell.dtype.into());
+    match len {
+        0 => filler,
+        _ => B::float_cat(vec![B::float_slice(local, &[Slice::from(0..len)]), filler], 0),
+    }
+}
+
+fn flat<E: Element>(values: Vec<E>) -> TensorData {
+    let elements = values.len();
+    TensorData::new(values, [elements])
+}
+
+/// What has come.
+fn data(buffer: Buffer) -> TensorData {
+    match buffer {
+        Buffer::F32(values) => flat(values),
+        Buffer::F64(values) => flat(values),
+        Buffer::F16(values) => flat(values),
+        Buffer::Bf16(values) => flat(values),
+        Buffer::U8(_) => stop("floats were sent between ranks, and bytes came".into()),
+    }
+}
+
+/// What is sent.
+fn buffer(data: TensorData) -> Buffer {
+    const TYPES: &str = "a tensor's data is of the type that it says";
+    match data.dtype {
+        DType::F32 => Buffer::F32(data.into_vec().expect(TYPES)),
+        DType::F64 => Buffer::F64(data.into_vec().expect(TYPES)),
+        DType::F16 => Buffer::F16(data.into_vec().expect(TYPES)),
+        DType::BF16 => Buffer::Bf16(data.into_vec().expect(TYPES)),
+        other => stop(format!("a tensor of {other:?} cannot be sent: expected floats")),
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Nccl {
+    /// NCCL between the ranks, if each has a GPU of its own and the library.
+    fn new<B: Backend>(comm: &Arc<dyn Collective>, device: &B::Device) -> Result<Option<Self>, CommError> {
+        use zero_core::collective::nccl::{NcclComm, NcclError, NcclOptions};
+
+        let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) else { return Ok(None) };
+        // All or none: making a communicator is a collective.
+        let lacks = u8::from(!zero_core::collective::nccl::is_there());
+        if comm.all_reduce(Buffer::U8(vec![lacks]), ReduceOp::Max)?.into_u8() != [0] {
+            tracing::warn!("NCCL was not found on every rank: tensors go through the hosts' memory");
+            return Ok(None);
+        }
+        let options = NcclOptions { deadline: comm.deadline(), ..NcclOptions::default() };
+        match NcclComm::new(comm.duplicate("nccl")?, ordinal, &options) {
+            Ok(comm) => Ok(Some(Self { comm: Arc::new(comm), error: Arc::default() })),
+            Err(NcclError::Comm(error)) => Err(error),
+            // Every rank comes to these by itself.
+            Err(error @ (NcclError::Duplicate { .. } | NcclError::Versions { .. })) => {
+                tracing::warn!("tensors go through the hosts' memory: {error}");
+                Ok(None)
+            }
+            Err(error) => Err(CommError::Device {
+                group: comm.label().into(),
+                seq: 0,
+                rank: comm.rank(),
+                op: "making a communicator".into(),
+                reason: error.to_string().into(),
+            }),
+        }
+    }
+
+    /// Begins one operation, which makes a tensor for each input; the inputs if they are not on CUDA.
+    fn begin<B: Backend>(
+        &self,
+        inputs: Vec<B::FloatTensorPrimitive>,
+        outputs: Vec<(Shape, DType)>,
+        name: &str,
+        request: impl Fn(
+            zero_core::collective::nccl::DeviceSlice,
+            zero_core::collective::nccl::DeviceSlice,
+        ) -> zero_core::collective::nccl::DeviceRequest
+        + Send
+        + Sync
+        + 'static,
+    ) -> Result<Vec<Begun<B>>, Vec<B::FloatTensorPrimitive>> {
+        use zero_core::collective::nccl::{Compute, DeviceSlice};
+
+        let types: Vec<zero_core::collective::DType> = inputs.iter().map(|input| on_the_wire(input.dtype())).collect();
+        let (comm, error, name) = (self.comm.clone(), self.error.clone(), name.to_owned());
+        let begin = move |inputs: &[zero_ops::CudaSpan], outputs: &[zero_ops::CudaSpan]| {
+            let slice =
+                |span: &zero_ops::CudaSpan, dtype| DeviceSlice { pointer: span.pointer, len: span.elements, dtype };
+            let requests: Vec<_> = inputs
+                .iter()
+                .zip(outputs)
+                .zip(&types)
+                .map(|((input, output), &dtype)| request(slice(input, dtype), slice(output, dtype)))
+                .collect();
+            // SAFETY: both are memory of CubeCL's primary context of the communicator's device, held until later work is
+            // ordered after the operation (`OnCuda`); the operation comes after all work so far (`Compute::Context`), and
+            // nobody writes the inputs or uses the outputs before.
+            match unsafe { comm.submit(&requests, Compute::Context, &name) } {
+                Ok(ticket) => {
+                    let error = error.clone();
+                    let end = move || {
+                        if let Err(failed) = ticket.order_compute() {
+                            error.lock().get_or_insert(failed);
+                        }
+                    };
+                    Some(Box::new(end) as zero_ops::End)
+                }
+                Err(failed) => {
+                    error.lock().get_or_insert(failed);
+                    None
+                }
+            }
+        };
+        let (made, begun) = zero_ops::begin_on_cuda::<B>("collective over NCCL", inputs, outputs, begin)?;
+        // Sent to the device now, not when fusion comes to it: other ranks wait for it.
+        let made = Shared::many(made).into_iter().map(|made| Begun::Device { made, begun: begun.clone() });
+        Ok(made.collect())
+    }
+
+    fn gather<B: Backend>(
+        &self,
+        group: &Arc<dyn Collective>,
+        rows: Vec<B::FloatTensorPrimitive>,
+        name: &str,
+    ) -> Result<Vec<Begun<B>>, Vec<B::FloatTensorPrimitive>> {
+        use zero_core::collective::nccl::DeviceRequest;
+
+        let world = self.comm.world();
+        let whole = |row: &B::FloatTensorPrimitive| (Shape::new([row.shape().num_elements() * world]), row.dtype());
+        let outputs: Vec<(Shape, DType)> = rows.iter().map(whole).collect();
+        let bytes: usize = rows.iter().map(|row| row.shape().num_elements() * row.dtype().size()).sum();
+        let begun = self.begin::<B>(rows, outputs, name, |input, output| DeviceRequest::AllGather { input, output })?;
+        group.wire().add(WireKind::AllGather, bytes * (world - 1));
+        Ok(begun)
+    }
+
+    fn reduce<B: Backend>(
+        &self,
+        group: &Arc<dyn Collective>,
+        bucket: B::FloatTensorPrimitive,
+        is_scattered: bool,
+        name: &str,
+    ) -> Result<Begun<B>, B::FloatTensorPrimitive> {
+        use zero_core::collective::nccl::DeviceRequest;
+
+        let (world, elements, dtype) = (self.comm.world(), bucket.shape().num_elements(), bucket.dtype());
+        let row = elements / world;
+        let request = move |input, output| match is_scattered {
+            true => DeviceRequest::ReduceScatter { input, output, op: ReduceOp::Sum },
+            false => DeviceRequest::AllReduce { input, output, op: ReduceOp::Sum },
+        };
+        let output = (Shape::new([if is_scattered { row } else { elements }]), dtype);
+        let begun = self.begin::<B>(vec![bucket], vec![output], name, request);
+        let begun = begun.map_err(|mut bucket| bucket.swap_remove(0))?.swap_remove(0);
+        let received = row * dtype.size() * (world - 1);
+        match is_scattered {
+            true => group.wire().add(WireKind::ReduceScatter, received),
+            false => group.wire().add(WireKind::AllReduce, 2 * received),
+        }
+        Ok(begun)
+    }
+}
+
+/// Kernels on devices make these types only.
+#[cfg(feature = "cuda")]
+fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
+    match dtype {
+        DType::F16 => zero_core::collective::DType::F16,
+        DType::BF16 => zero_core::collective::DType::Bf16,
+        DType::F64 => zero_core::collective::DType::F64,
+        _ => zero_core::collective::DType::F32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_flex::Flex;
+    use zero_core::collective::threads::{ThreadOptions, run};
+
+    use super::*;
+
+    #[test]
+    fn ranks_that_call_something_else_are_told_so_before_an_update() {
+        let told = run(2, &ThreadOptions::default(), |comm| -> Result<String, CommError> {
+            let rank = comm.rank();
+            let bulk = Bulk::new::<Flex>(comm.duplicate("tensors")?, &Default::default(), Gathers::Collective)?;
+            bulk.note("all_gather", "parameter 1 [4, 4]", [4, 4]);
+            bulk.compare(&*comm, "before an update")?;
+            bulk.note("all_gather", &format!("parameter {} [4, 4]", 2 + rank), [4, 4]);
+            Ok(bulk.compare(&*comm, "before an update").unwrap_err().to_string())
+        });
+        for (rank, told) in told.unwrap().iter().enumerate() {
+            let last = |rank: usize| format!("called 2 so far, the last: all_gather of parameter {} [4, 4]", 2 + rank);
+            assert!(told.contains(&last(rank)) && told.contains(&last(1 - rank)), "{told}");
+            assert!(told.contains("gathers = OneSided"), "{told}");
+        }
+    }
+}

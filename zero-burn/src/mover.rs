@@ -1,0 +1,173 @@
+//! Moving pieces between the backend's memory and the host's.
+//!
+//! On CUDA, host memory that pieces move through or stay in is page-locked, and copies have streams of their own
+//! ([`zero_core::copies`]): one that a thread beside the rank's own asks for is waited for there, and the device computes
+//! meanwhile; one that the rank's own thread asks for is waited for by what it gives the device next, and by no thread.
+//! Elsewhere, and with a driver that is too old for it, the backend copies.
+
+#[cfg(feature = "cuda")]
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+use std::time::Duration;
+
+use burn_backend::{Backend, TensorData};
+#[cfg(feature = "cuda")]
+use burn_std::{AllocationController, AllocationProperty, Bytes};
+use burn_std::{DType, Shape};
+#[cfg(feature = "cuda")]
+use zero_core::copies::{Copies, CopyError, Pinned};
+use zero_ops::Shared;
+
+#[cfg(feature = "cuda")]
+use crate::context::stop;
+use crate::gather::read;
+
+/// Who asks for a copy to the backend's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum For {
+    /// The rank's own thread, which computes with it next.
+    Own,
+    /// A thread beside it.
+    Beside,
+}
+
+/// What moves a rank's pieces.
+#[derive(Default)]
+pub(crate) struct Mover {
+    #[cfg(feature = "cuda")]
+    copies: Option<Arc<Copies>>,
+}
+
+impl Mover {
+    /// For `device`; no copy may take longer than `deadline`.
+    pub(crate) fn open<B: Backend>(device: &B::Device, deadline: Duration) -> Self {
+        #[cfg(feature = "cuda")]
+        if let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) {
+            let copies = Copies::open(ordinal, deadline)
+                .inspect_err(|error| tracing::warn!("what is offloaded moves in step with what is computed: {error}"));
+            return Self { copies: copies.ok() };
+        }
+        let _ = (device, deadline);
+        Self::default()
+    }
+
+    /// A piece's data, flat. Waits for it.
+    pub(crate) fn to_host<B: Backend>(&self, piece: Shared<B>) -> TensorData {
+        #[cfg(feature = "cuda")]
+        if let Some((copies, span)) = self.copies.as_ref().zip(piece.on_cuda())
+            && let Some(pinned) = self.pinned(span.elements * piece.dtype().size())
+        {
+            // SAFETY: the piece is held, so that its memory stays; nobody writes to it while somebody holds it.
+            let pinned = or_stop(unsafe { copies.download(span.pointer, pinned) });
+            return data(pinned, span.elements, piece.dtype());
+        }
+        let mut data = read::<B>(piece.into_tensor());
+        data.shape = Shape::new([data.num_elements()]);
+        data
+    }
+
+    /// A tensor of `shape` with this data: for the calling thread alone with [`For::Own`]; with [`For::Beside`] it has been
+    /// copied when this returns.
+    pub(crate) fn to_backend<B: Backend>(
+        &self,
+        data: impl Into<Arc<TensorData>>,
+        shape: Shape,
+        device: &B::Device,
+        who: For,
+    ) -> Shared<B> {
+        let data: Arc<TensorData> = data.into();
+        #[cfg(feature = "cuda")]
+        if let Some(copies) = &self.copies
+            && data.num_elements() > 0
+            && let Some((made, span)) = Shared::<B>::uninit_on_cuda(device, shape.clone(), data.dtype)
+        {
+            assert_eq!(span.elements, data.num_elements(), "data of another size than its shape");
+            // SAFETY: the memory is new, so that nobody uses it before this has returned, and as large as the data.
+            or_stop(match who {
+                For::Beside => unsafe { copies.upload(data.as_bytes(), span.pointer) },
+                // SAFETY: as above; later use of it comes after the copy, and also its use for something else.
+                For::Own => unsafe { copies.upload_before(Arc::new(Source(data)), span.pointer) },
+            });
+            return made;
+        }
+        let mut data = Arc::unwrap_or_clone(data);
+        data.shape = shape;
+        let made = B::float_from_data(data, device);
+        match who {
+            For::Own => Shared::not(made),
+            For::Beside => Shared::new(made),
+        }
+    }
+
+    /// An array of `elements` floats that is to be written, flat, its values whatever was there before; none where it would be
+    /// an ordinary one.
+    pub(crate) fn array(&self, elements: usize, dtype: DType) -> Option<TensorData> {
+        #[cfg(feature = "cuda")]
+        return self.pinned(elements * dtype.size()).map(|pinned| data(pinned, elements, dtype));
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (elements, dtype);
+            None
+        }
+    }
+
+    /// Page-locked memory, if there is some.
+    #[cfg(feature = "cuda")]
+    fn pinned(&self, bytes: usize) -> Option<Pinned> {
+        let copies = self.copies.as_ref().filter(|_| bytes > 0)?;
+        // Ordinary memory serves, slower.
+        copies.alloc(bytes).inspect_err(|error| tracing::warn!("{error}")).ok()
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn or_stop<T>(result: Result<T, CopyError>) -> T {
+    result.unwrap_or_else(|error| stop(error.to_string()))
+}
+
+#[cfg(feature = "cuda")]
+fn data(pinned: Pinned, elements: usize, dtype: DType) -> TensorData {
+    let len = pinned.len();
+    // SAFETY: all bytes of page-locked memory have values, `len` of them.
+    let bytes = unsafe { Bytes::from_controller(Box::new(PageLocked(pinned)), len) };
+    TensorData::from_bytes(bytes, [elements], dtype)
+}
+
+/// Page-locked memory as what a tensor's data is made of.
+#[cfg(feature = "cuda")]
+struct PageLocked(Pinned);
+
+#[cfg(feature = "cuda")]
+impl AllocationController for PageLocked {
+    fn alloc_align(&self) -> usize {
+        // The driver's are pages; the software driver's begin at 64 bytes after one.
+        64
+    }
+
+    fn property(&self) -> AllocationProperty {
+        AllocationProperty::Pinned
+    }
+
+    unsafe fn memory_mut(&mut self) -> &mut [MaybeUninit<u8>] {
+        let bytes: &mut [u8] = &mut self.0;
+        // SAFETY: the same bytes; the caller writes only bytes that have values.
+        unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
+    }
+
+    fn memory(&self) -> &[MaybeUninit<u8>] {
+        let bytes: &[u8] = &self.0;
+        // SAFETY: the same bytes, which have values.
+        unsafe { &*(std::ptr::from_ref(bytes) as *const [MaybeUninit<u8>]) }
+    }
+}
+
+/// Data whose bytes are copied.
+#[cfg(feature = "cuda")]
+struct Source(Arc<TensorData>);
+
+#[cfg(feature = "cuda")]
+impl AsRef<[u8]> for Source {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
