@@ -8,12 +8,12 @@ cd "$(dirname "$0")/.."
 python=${1:-python3} turns=${2:-5}
 "$python" -c 'import torch.distributed' 2>/dev/null || { echo "error: $python has no torch: name one that has" >&2; exit 2; }
 command -v mpirun >/dev/null || { echo 'error: mpirun is missing: apt-get install openmpi-bin' >&2; exit 2; }
-cargo build --release --quiet -p zero-core --features mpi --example mpi_rates
+cargo build --release --quiet -p zero-core --features mpi --example process_rates
 results=$(mktemp)
 trap 'rm -f "$results"' EXIT
 for ((turn = 0; turn < turns; turn++)); do
   "$python" bench/peer/gloo.py >>"$results"
-  mpirun --allow-run-as-root -n 2 --bind-to none target/release/examples/mpi_rates 100 15 >>"$results"
+  mpirun --allow-run-as-root -n 2 --bind-to none target/release/examples/process_rates 100 15 >>"$results"
 done
 python3 - "$results" <<'PYTHON'
 import json, re, statistics, sys

@@ -1,4 +1,4 @@
-//! Running ranks: as threads of this process, or this process as one of the ranks that an MPI launcher has started.
+//! Running ranks: as threads of this process, or this process as one of the ranks that a launcher has started.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
@@ -7,16 +7,12 @@ use std::time::Duration;
 
 use burn_backend::{Backend, DeviceId, StreamId};
 use burn_std::device::Device;
-#[cfg(feature = "mpi")]
-use zero_core::Buffer;
-use zero_core::collective::launcher::{World, launched};
-#[cfg(feature = "mpi")]
-use zero_core::collective::mpi;
-use zero_core::collective::threads::{ThreadComm, ThreadOptions, panic_reason, run_recorded};
-#[cfg(feature = "mpi")]
-use zero_core::collective::{agree, threads::Stopped};
+use zero_core::collective::agree;
+use zero_core::collective::launcher::{EnvironmentError, Start};
+use zero_core::collective::process::{self, Failed, ProcessComm, ProcessOptions, ProcessRun};
+use zero_core::collective::threads::{Stopped, ThreadComm, ThreadOptions, panic_reason, run_recorded};
 use zero_core::window::{Window, WindowHost};
-use zero_core::{Collective, CommError};
+use zero_core::{Buffer, Collective, CommError, StartError};
 
 use crate::config::{ConfigError, ZeroConfig};
 use crate::context::{Context, raise};
@@ -55,8 +51,7 @@ impl LaunchOptions {
     /// # Errors
     ///
     /// As any collective's.
-    #[cfg(feature = "mpi")]
-    pub fn threads_of(&self, comm: &mpi::MpiComm) -> Result<usize, CommError> {
+    pub fn threads_of(&self, comm: &ProcessComm) -> Result<usize, CommError> {
         let mut mask = allowed_processors();
         mask.resize(MASK, 0);
         let masks = comm.all_gather(Buffer::U8(mask))?.into_u8();
@@ -75,18 +70,16 @@ impl LaunchOptions {
     }
 
     /// The same for the engine of processes.
-    #[cfg(feature = "mpi")]
-    pub fn mpi(&self) -> mpi::MpiOptions {
-        mpi::MpiOptions { deadline: self.deadline, flight_dir: self.flight_dir.clone(), ..mpi::MpiOptions::default() }
+    pub fn process(&self) -> ProcessOptions {
+        let (deadline, flight_dir) = (self.deadline, self.flight_dir.clone());
+        ProcessOptions { deadline, flight_dir, ..ProcessOptions::default() }
     }
 }
 
 /// Bytes of a set of processors, a bit each.
-#[cfg(feature = "mpi")]
 const MASK: usize = 1024;
 
 /// The processors that this process may use, a bit each; none if the system does not say.
-#[cfg(feature = "mpi")]
 fn allowed_processors() -> Vec<u8> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
@@ -110,15 +103,18 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
     /// A rank failed.
     #[error(transparent)]
     Run(#[from] zero_core::LaunchError<E>),
-    /// A rank failed, and this process is one of the ranks: print this, and then end the process by
-    /// [`mpi::Failed::end_process`], so that the others can say what they have to say before their launcher ends them.
-    #[cfg(feature = "mpi")]
+    /// The environment of a launcher is incomplete, or contradicts itself.
+    #[error(transparent)]
+    Environment(#[from] EnvironmentError),
+    /// A rank failed, or the ranks did not find each other, and this process is one of them: print this, and then end the
+    /// process by [`Failed::end_process`], so that the others can say what they have to say before their launcher ends them.
     #[error("{0}")]
-    Process(mpi::Failed<E>),
+    Process(Failed<E>),
     /// An MPI launcher has started this process as one of several, and this program knows nothing of MPI.
     #[error(
         "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
-         would train a copy of its own: build it with `--features mpi`, or start it alone, with ranks that are threads"
+         would train a copy of its own: build it with `--features mpi`, start it with torchrun's variables instead, or start \
+         it alone, with ranks that are threads"
     )]
     WithoutMpi {
         /// Its rank.
@@ -146,7 +142,8 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
 /// rank order. `body` builds the model on the device it is given; what it returns should be plain data, since sharded
 /// tensors are of no use once the other ranks have gone.
 ///
-/// In a process that an MPI launcher has started as one of several (`mpirun`, `srun`), this process is one rank: `body` runs
+/// In a process that a launcher has started as one of several (torchrun, or anything that sets `RANK`, `WORLD_SIZE`,
+/// `MASTER_ADDR` and `MASTER_PORT`; with the feature `mpi` also `mpirun` and `srun`), this process is one rank: `body` runs
 /// once, and its result is the only one in the list. `world` is then the launcher's number of processes, and one launch is
 /// all that a process can have.
 ///
@@ -165,11 +162,12 @@ where
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
     config.validate(world)?;
-    if let Some(launched) = launched() {
-        if launched.world != world {
-            return Err(LaunchError::World { asked: world, started: launched.world, variable: launched.variable });
+    let start = Start::from_environment()?;
+    if let Some(started) = start.world() {
+        if started.world != world {
+            return Err(LaunchError::World { asked: world, started: started.world, variable: started.variable });
         }
-        return as_process::<B, T, E>(config, options, body, &launched);
+        return as_process::<B, T, E>(config, options, body, &start);
     }
     let threads = options.threads(world);
     let windows = WindowHost::default();
@@ -185,48 +183,37 @@ where
     Ok(results)
 }
 
-#[cfg(feature = "mpi")]
 fn as_process<B, T, E>(
     config: &ZeroConfig,
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
-    _launched: &World,
+    start: &Start,
 ) -> Result<Vec<T>, LaunchError<E>>
 where
     B: Backend,
     T: Send,
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
-    match mpi::run(&options.mpi(), |run| launch_on::<B, T, E>(run, config, options, &body)) {
+    match process::run(&options.process(), start, |run| launch_on::<B, T, E>(run, config, options, &body)) {
         Ok(result) => Ok(vec![result]),
-        Err(failed) => Err(LaunchError::Process(failed)),
+        Err(failed) => Err(match &failed.error {
+            zero_core::LaunchError::Start(error) => match **error {
+                StartError::WithoutMpi { rank, world, variable } => LaunchError::WithoutMpi { rank, world, variable },
+                _ => LaunchError::Process(failed),
+            },
+            _ => LaunchError::Process(failed),
+        }),
     }
 }
 
-#[cfg(not(feature = "mpi"))]
-fn as_process<B, T, E>(
-    _config: &ZeroConfig,
-    _options: &LaunchOptions,
-    _body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
-    launched: &World,
-) -> Result<Vec<T>, LaunchError<E>>
-where
-    B: Backend,
-    E: core::fmt::Display + core::fmt::Debug + Send,
-{
-    let World { rank, world, variable, .. } = *launched;
-    Err(LaunchError::WithoutMpi { rank, world, variable })
-}
-
-/// Runs `body` as the rank of this process, inside of [`mpi::run`]: for programs that have something to settle with the other
+/// Runs `body` as the rank of this process, inside of [`process::run`]: for programs that have something to settle with the other
 /// ranks before they train.
 ///
 /// # Errors
 ///
-/// The body's own. All other trouble travels as a panic payload that [`mpi::run`] knows.
-#[cfg(feature = "mpi")]
+/// The body's own. All other trouble travels as a panic payload that [`process::run`] knows.
 pub fn launch_on<B, T, E>(
-    run: &mpi::MpiRun,
+    run: &ProcessRun,
     config: &ZeroConfig,
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
@@ -278,8 +265,7 @@ impl Others for ThreadComm {
     }
 }
 
-#[cfg(feature = "mpi")]
-impl Others for mpi::MpiRun {
+impl Others for ProcessRun {
     fn wait(&self) -> Result<(), CommError> {
         self.wait_for_others()
     }

@@ -4,6 +4,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::collective::exit::code;
+use crate::collective::process::RendezvousError;
+
 /// What a collective, a gather or a wait ran into.
 ///
 /// `op` is the operation with its size as the failing rank called it ("reduce_scatter of 4096 f32"), `seq` counts the
@@ -178,14 +181,57 @@ impl<E: core::fmt::Display> core::fmt::Display for RankFailure<E> {
     }
 }
 
-/// The MPI library, or the engine that stands on it, could not do something.
+/// The link between the ranks' processes, or a library under it, could not do something.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{call}: {reason}")]
-pub struct MpiError {
+pub struct LinkError {
     /// The call.
     pub call: &'static str,
     /// What it said.
     pub reason: String,
+}
+
+/// A process could not become a rank of its job.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The ranks did not find each other.
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
+    /// MPI could not be started.
+    #[error("MPI cannot be used: {0}")]
+    Mpi(LinkError),
+    /// An MPI launcher has started this process as one of several, and this program knows nothing of MPI.
+    #[error(
+        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
+         would be alone: build it with `--features mpi`, or start it with torchrun's variables"
+    )]
+    WithoutMpi {
+        /// Its rank.
+        rank: usize,
+        /// Number of processes.
+        world: usize,
+        /// The variable that says so.
+        variable: &'static str,
+    },
+    /// The operating system gave no thread.
+    #[error("rank {rank} could not be started: {source}")]
+    Thread {
+        /// The rank.
+        rank: usize,
+        /// The system's error.
+        source: std::io::Error,
+    },
+}
+
+impl StartError {
+    /// The exit code that tells of it: 2 for what has to be set up differently, 75 where other ranks were late, 1 otherwise.
+    pub fn code(&self) -> i32 {
+        match self {
+            StartError::Rendezvous(error) if error.may_pass() => code::WATCHDOG,
+            StartError::Rendezvous(_) | StartError::WithoutMpi { .. } => code::BAD_INPUT,
+            StartError::Mpi(_) | StartError::Thread { .. } => code::FAILURE,
+        }
+    }
 }
 
 /// A run of several ranks that did not finish: the rank whose trouble came first, and what it was.
@@ -207,9 +253,9 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
         /// The number asked for.
         world: usize,
     },
-    /// MPI could not be started.
-    #[error("MPI cannot be used: {0}")]
-    Mpi(MpiError),
+    /// This process could not become a rank.
+    #[error(transparent)]
+    Start(Box<StartError>),
     /// The operating system gave no thread.
     #[error("rank {rank} could not be started: {source}")]
     Spawn {

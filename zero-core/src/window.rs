@@ -96,8 +96,7 @@ enum Peers {
     /// In this process; what they publish is on the same board.
     Threads(Arc<Run>),
     /// In processes of their own, each with a board.
-    #[cfg(feature = "mpi")]
-    Processes(crate::collective::mpi::remote::Remote),
+    Processes(crate::collective::process::remote::Remote),
 }
 
 /// One rank's view of what all ranks have published.
@@ -146,9 +145,13 @@ pub struct Reading<T>(Begun<T>);
 #[derive(Debug)]
 enum Begun<T> {
     /// Looked for when it is waited for: nothing is gained by looking earlier.
-    Here { window: Window<T>, peer: usize, key: Key, what: String },
-    #[cfg(feature = "mpi")]
-    There(crate::collective::mpi::remote::Asking),
+    Here {
+        window: Window<T>,
+        peer: usize,
+        key: Key,
+        what: String,
+    },
+    There(crate::collective::process::remote::Asking),
 }
 
 impl<T> Reading<T> {
@@ -160,7 +163,6 @@ impl<T> Reading<T> {
     pub fn wait(self) -> Result<Seen<T>, CommError> {
         match self.0 {
             Begun::Here { window, peer, key, what } => window.read_here(peer, key, &what).map(Seen::Here),
-            #[cfg(feature = "mpi")]
             Begun::There(asking) => {
                 let (tag, bytes) = asking.wait()?;
                 Ok(Seen::Bytes { tag, bytes: bytes.expect("the read was given no place for its bytes") })
@@ -189,11 +191,10 @@ impl<T> Board<T> {
     }
 }
 
-#[cfg(feature = "mpi")]
 impl<T: Expose + Send + Sync + 'static> Window<T> {
     /// The view of a process's rank. Every rank of a run joins its windows in the same order.
-    pub fn join_processes(comm: &crate::collective::mpi::MpiComm) -> Self {
-        use crate::collective::mpi::{remote::Remote, serve::Found};
+    pub fn join_processes(comm: &crate::collective::process::ProcessComm) -> Self {
+        use crate::collective::process::{remote::Remote, serve::Found};
         let (rank, board) = (comm.place().rank, WindowHost::<T>::default().0);
         let shown = board.clone();
         let lookup = move |key: Key| {
@@ -247,7 +248,6 @@ impl<T> Window<T> {
     /// milliseconds; this spares them the wait.
     pub fn changed(&self) {
         self.board.changed.notify_all();
-        #[cfg(feature = "mpi")]
         if let Peers::Processes(remote) = &self.peers {
             remote.changed();
         }
@@ -257,7 +257,6 @@ impl<T> Window<T> {
     pub fn is_remote(&self) -> bool {
         match &self.peers {
             Peers::None | Peers::Threads(_) => false,
-            #[cfg(feature = "mpi")]
             Peers::Processes(_) => true,
         }
     }
@@ -271,7 +270,6 @@ impl<T> Window<T> {
         match &self.peers {
             Peers::None => Ok(()),
             Peers::Threads(run) => run.check("window", 0, self.rank, what, &[]),
-            #[cfg(feature = "mpi")]
             Peers::Processes(remote) => remote.check(&what.to_string()),
         }
     }
@@ -302,7 +300,6 @@ impl<T> Window<T> {
 
     /// Begins a [`Window::read`].
     pub fn begin_read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Reading<T> {
-        #[cfg(feature = "mpi")]
         if let Peers::Processes(remote) = &self.peers
             && peer != self.rank
         {
@@ -381,7 +378,6 @@ impl<T: Expose> Window<T> {
         if covered != bytes {
             return Err(shape(format!("{ranges:?}")));
         }
-        #[cfg(feature = "mpi")]
         if let Peers::Processes(remote) = &self.peers {
             return remote.gather((dtype, elements), tag, own, pieces, key, &what.to_string());
         }

@@ -1,5 +1,5 @@
-//! The `tcp` engine: `cargo test -p zero-core --test tcp_engine`. Ranks are threads here, each with connections of its own;
-//! `nccl_engine` runs it between processes, and kills them.
+//! Ranks that find each other over sockets, and groups that end with their last handle: `cargo test -p zero-core --test
+//! tcp_engine`. Ranks are threads here, each with connections of its own; `process_engine` runs and kills processes.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use zero_core::collective::launcher::Rendezvous;
-use zero_core::collective::tcp::{MAX_BYTES, RendezvousError, TcpComm, TcpOptions, connect};
+use zero_core::collective::launcher::{Rendezvous, Start};
+use zero_core::collective::process::{ProcessComm, ProcessOptions, RendezvousError, start};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
 use zero_core::collective::{agree, flight};
-use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
+use zero_core::{Buffer, Collective, CommError, ReduceOp, Request, StartError};
 
 const PATIENT: Duration = Duration::from_secs(30);
 
@@ -23,12 +23,21 @@ fn place(rank: usize, world: usize, port: u16) -> Rendezvous {
     Rendezvous { rank, world, local_rank: Some(rank), local_world: None, host: "127.0.0.1".into(), port }
 }
 
-fn options(deadline: Duration) -> TcpOptions {
-    TcpOptions { deadline, flight_dir: None }
+fn options(deadline: Duration) -> ProcessOptions {
+    ProcessOptions { deadline, grace: Duration::from_millis(500), ..ProcessOptions::default() }
+}
+
+/// A rank's group, which ends with its last handle.
+fn connect(place: &Rendezvous, options: &ProcessOptions) -> Result<Arc<ProcessComm>, RendezvousError> {
+    match start(options, &Start::Job(place.clone())) {
+        Ok(run) => Ok(run.into_comm()),
+        Err(StartError::Rendezvous(error)) => Err(error),
+        Err(other) => panic!("{other}"),
+    }
 }
 
 /// Runs `body` on `world` ranks, and gives what each returns.
-fn on_ranks<T: Send>(world: usize, options: &TcpOptions, body: impl Fn(Arc<TcpComm>) -> T + Sync) -> Vec<T> {
+fn on_ranks<T: Send>(world: usize, options: &ProcessOptions, body: impl Fn(Arc<ProcessComm>) -> T + Sync) -> Vec<T> {
     let port = free_port();
     std::thread::scope(|scope| {
         let rank = |rank| {
@@ -127,7 +136,7 @@ fn different_calls_are_told_to_all() {
 #[test]
 fn a_late_rank_is_named_within_the_deadline() {
     let folder = tempfile::tempdir().unwrap();
-    let hasty = TcpOptions { deadline: Duration::from_millis(600), flight_dir: Some(folder.path().into()) };
+    let hasty = ProcessOptions { flight_dir: Some(folder.path().into()), ..options(Duration::from_millis(600)) };
     let errors = on_ranks(3, &hasty, |comm| {
         comm.barrier().unwrap();
         if comm.rank() == 2 {
@@ -141,7 +150,8 @@ fn a_late_rank_is_named_within_the_deadline() {
     for (rank, error) in errors.iter().enumerate() {
         match error {
             CommError::Timeout { missing, rank: of, .. } if rank < 2 => assert_eq!((missing, *of), (&vec![2], rank)),
-            CommError::PeerFailed { peer: 2, reason, .. } if rank == 2 => assert!(reason.contains("rank(s) [2]")),
+            // Told by the one whose deadline passed first.
+            CommError::PeerFailed { peer: 0 | 1, reason, .. } => assert!(reason.contains("for rank(s) [2]"), "{error}"),
             error => panic!("rank {rank}: {error}"),
         }
     }
@@ -171,12 +181,30 @@ fn a_rank_that_ends_or_aborts_is_named() {
     }
 }
 
+/// What rank 0 of a hub could not carry.
 #[test]
-fn bulk_is_refused() {
-    on_ranks(2, &options(PATIENT), |comm| {
-        let error = comm.all_gather(Buffer::U8(vec![0; MAX_BYTES + 1])).unwrap_err();
-        assert!(matches!(error, CommError::Shape { .. }), "{error}");
-        comm.barrier().unwrap();
+fn bulk_goes_between_any_two() {
+    on_ranks(3, &options(PATIENT), |comm| {
+        let rank = comm.rank() as u8;
+        let all = comm.all_gather(Buffer::U8(vec![rank; 17 << 20])).unwrap().into_u8();
+        assert!(all.chunks_exact(17 << 20).enumerate().all(|(of, part)| part.iter().all(|&byte| byte == of as u8)));
+    });
+}
+
+/// The rest go on without a rank that has ended well, also after its connections have.
+#[test]
+fn a_group_goes_on_without_a_rank_that_has_ended() {
+    on_ranks(3, &options(Duration::from_millis(1500)), |comm| {
+        let two = comm.split("two", u64::from(comm.rank() == 1)).unwrap();
+        if comm.rank() == 1 {
+            return;
+        }
+        // Longer than rank 1 waits for the others.
+        std::thread::sleep(Duration::from_millis(1500) + Duration::from_secs(3));
+        let sum = two.all_reduce(Buffer::F32(vec![1.0; 5000]), ReduceOp::Sum).unwrap().into_f32();
+        assert_eq!(sum, [2.0; 5000]);
+        let error = comm.barrier().unwrap_err();
+        assert!(matches!(error, CommError::PeerLeft { peer: 1, .. }), "{error}");
     });
 }
 
@@ -209,8 +237,8 @@ fn strangers_are_refused_and_the_job_goes_on() {
         });
         let silent = scope.spawn(move || stranger(port, b""));
         assert!(stranger(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").contains("does not speak this protocol"));
-        assert!(stranger(port, &hello(2, 3, 1)).contains("version 2 of the protocol, rank 0 version 1"));
-        assert!(stranger(port, &hello(1, 3, 3)).contains("RANK is 3, expected one from 1 to 2"));
+        assert!(stranger(port, &hello(1, 3, 1)).contains("version 1 of the protocol, rank 0 version 2"));
+        assert!(stranger(port, &hello(2, 3, 3)).contains("RANK is 3, expected one from 1 to 2"));
         let wrong = connect(&place(1, 5, port), &options(PATIENT)).unwrap_err().to_string();
         assert!(wrong.contains("its WORLD_SIZE is 5, rank 0's is 3"), "{wrong}");
         let one = scope.spawn(move || {
@@ -228,22 +256,24 @@ fn strangers_are_refused_and_the_job_goes_on() {
     });
 }
 
+/// A connection to rank 0, whenever it listens.
+fn reach(port: u16) -> TcpStream {
+    loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => return stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
 #[test]
-fn a_second_process_of_a_rank_is_refused_and_a_lost_connection_names_its_rank() {
+fn a_second_process_of_a_rank_is_refused_and_one_that_is_lost_is_named() {
     let port = free_port();
     std::thread::scope(|scope| {
-        let after = move |rank| {
-            let comm = connect(&place(rank, 3, port), &options(PATIENT)).unwrap();
-            comm.barrier().unwrap_err()
-        };
+        let after = move |rank| connect(&place(rank, 3, port), &options(PATIENT)).unwrap_err().to_string();
         let hub = scope.spawn(move || after(0));
-        let mut first = loop {
-            match TcpStream::connect(("127.0.0.1", port)) {
-                Ok(stream) => break stream,
-                Err(_) => std::thread::sleep(Duration::from_millis(5)),
-            }
-        };
-        first.write_all(&hello(1, 3, 1)).unwrap();
+        let mut first = reach(port);
+        first.write_all(&hello(2, 3, 1)).unwrap();
         first.read_exact(&mut [0; 4]).unwrap();
         let error = connect(&place(1, 3, port), &options(PATIENT)).unwrap_err().to_string();
         assert!(
@@ -251,11 +281,53 @@ fn a_second_process_of_a_rank_is_refused_and_a_lost_connection_names_its_rank() 
             "{error}"
         );
         let two = scope.spawn(move || after(2));
-        // Both wait in the barrier, or come to it, when the connection ends.
         drop(first);
         for error in [hub.join().unwrap(), two.join().unwrap()] {
-            assert!(matches!(&error, CommError::PeerFailed { peer: 1, .. }), "{error}");
-            assert!(error.to_string().contains("connection"), "{error}");
+            assert!(error.contains("rank 1 was lost while the ranks connected"), "{error}");
+        }
+    });
+}
+
+/// Rank 1, with what it says of its own door, where nobody listens.
+#[test]
+fn a_rank_that_another_cannot_reach_is_named_by_all() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let after =
+            move |rank| connect(&place(rank, 3, port), &options(Duration::from_secs(2))).unwrap_err().to_string();
+        let others = [0, 2].map(|rank| scope.spawn(move || after(rank)));
+        let mut first = reach(port);
+        first.write_all(&hello(2, 3, 1)).unwrap();
+        first.read_exact(&mut [0; 4]).unwrap();
+        let seat = format!(
+            "{{\"machine\":{{\"id\":\"a\",\"host\":\"b\"}},\"local_rank\":1,\"address\":null,\"port\":{}}}",
+            free_port()
+        );
+        first.write_all(&(seat.len() as u32).to_le_bytes()).unwrap();
+        first.write_all(seat.as_bytes()).unwrap();
+        let fine = b"{\"Ok\":null}";
+        first.write_all(&(fine.len() as u32).to_le_bytes()).unwrap();
+        first.write_all(fine).unwrap();
+        for other in others {
+            let error = other.join().unwrap();
+            assert!(error.contains("rank 2 did not reach rank 1 at 127.0.0.1:"), "{error}");
+            assert!(error.contains("every rank must be able to reach every other"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn one_local_rank_for_two_is_told_to_all() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let rank = |rank| {
+            scope.spawn(move || {
+                let place = Rendezvous { local_rank: Some(rank / 2), ..place(rank, 3, port) };
+                connect(&place, &options(PATIENT)).unwrap_err().to_string()
+            })
+        };
+        for error in [0, 1, 2].map(rank).map(|rank| rank.join().unwrap()) {
+            assert!(error.contains("ranks 0 and 1 are both on") && error.contains("both have LOCAL_RANK 0"), "{error}");
         }
     });
 }
@@ -270,7 +342,7 @@ fn ranks_that_do_not_find_each_other_say_so() {
     assert!(error.to_string().contains("check that rank 0 was started"), "{error}");
     std::thread::scope(|scope| {
         let one = scope.spawn(|| connect(&place(1, 3, port), &options(PATIENT)).unwrap_err());
-        let other = scope.spawn(|| stranger(port, &hello(1, 2, 1)));
+        let other = scope.spawn(|| stranger(port, &hello(2, 2, 1)));
         let error = connect(&place(0, 3, port), &options(Duration::from_secs(2))).unwrap_err();
         assert!(matches!(&error, RendezvousError::Missing { missing, .. } if *missing == [2]), "{error}");
         assert!(error.to_string().contains("its WORLD_SIZE is 2, rank 0's is 3"), "{error}");

@@ -121,61 +121,6 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
 }
 
 #[test]
-fn gathering_together_changes_no_bit() {
-    let dir = tempfile::tempdir().unwrap();
-    write_inputs(dir.path());
-    std::fs::create_dir(dir.path().join("swap")).unwrap();
-    let swap = dir.path().join("swap").into_os_string().into_string().unwrap();
-    // Nothing persists, and little is gathered ahead: every load is a gather of its own.
-    let lean = r#"{
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-        "zero_optimization": {
-            "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 9000,
-            "reduce_bucket_size": 2000
-        }
-    }"#;
-    std::fs::write(dir.path().join("lean.json"), lean).unwrap();
-    let lean = dir.path().join("lean.json").into_os_string().into_string().unwrap();
-    let mut runs: Vec<(usize, Vec<&str>)> = Vec::new();
-    for ranks in [2, 3] {
-        runs.extend(["0", "1", "2", "3"].map(|stage| (ranks, vec!["--stage", stage, "--eval", "6"])));
-        runs.push((ranks, vec!["--config", &lean, "--eval", "6"]));
-    }
-    runs.push((2, vec!["--stage", "2", "--dtype", "bf16", "--accumulation", "2"]));
-    runs.push((2, vec!["--config", &lean, "--accumulation", "2"]));
-    runs.push((2, vec!["--stage", "3", "--offload", "all", "--swap", &swap]));
-    for (place, (ranks, options)) in runs.iter().enumerate() {
-        let options: Vec<&str> = options.iter().copied().chain(["--steps", "4"]).collect();
-        let (ours, theirs) = (dir.path().join(format!("threads-{place}")), dir.path().join(format!("mpi-{place}")));
-        threads(*ranks, dir.path(), &ours, &options);
-        processes(*ranks, dir.path(), &theirs, &[&options[..], &["--gathers", "collective"]].concat());
-        assert_eq!(trajectory(&theirs), trajectory(&ours), "{ranks} ranks, {options:?}");
-        // What is kept is gathered at the end of an update, not at the next use: once more in all. Ranks have equally long
-        // pieces, with filler. Before an update each tells the others in 192 bytes what it has called. What comes after
-        // the last line was written is in none.
-        let (here, there) = (wire(&ours), wire(&theirs));
-        for kind in ["reduce_scatter", "all_reduce", "broadcast"] {
-            let of = |steps: &[Value]| steps.iter().map(|step| step[kind].clone()).collect::<Vec<_>>();
-            assert_eq!(of(&there), of(&here), "{kind}, {ranks} ranks, {options:?}");
-        }
-        let sum = |steps: &[Value]| steps.iter().map(|step| step["all_gather"].as_u64().unwrap()).sum::<u64>();
-        let told = 192 * (*ranks as u64 - 1) * here.len() as u64;
-        let (here, there) = (sum(&here), sum(&there) - told);
-        assert!(
-            (here * 2 / 3..=here * 4 / 3).contains(&there),
-            "bytes of gathers, {ranks} ranks, {options:?}: {there}, {here}"
-        );
-        let (ours, theirs) = (ours.join("checkpoints/step-00000004"), theirs.join("checkpoints/step-00000004"));
-        good(&finish(Command::new(ZERO).arg("diff").arg(ours).arg(theirs)));
-    }
-    let mut command = Command::new(ZERO);
-    small(command.args(["train", "--ranks", "2", "--gathers", "collective"]), dir.path(), &dir.path().join("run"), &[]);
-    let output = finish(&mut command);
-    assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output).contains("--gathers given: expected ranks that are processes"), "{}", text(&output));
-}
-
-#[test]
 fn what_one_engine_saves_the_other_goes_on_from() {
     let dir = tempfile::tempdir().unwrap();
     write_inputs(dir.path());

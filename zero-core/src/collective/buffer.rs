@@ -170,25 +170,6 @@ impl Buffer {
         })
     }
 
-    /// Elements of type `dtype` from bytes as they lie in memory; `None` when these are no whole number of elements.
-    pub(super) fn from_bytes(dtype: DType, bytes: Vec<u8>) -> Option<Self> {
-        if !bytes.len().is_multiple_of(dtype.size()) {
-            return None;
-        }
-        macro_rules! elements {
-            ($variant:ident, $t:ty, $size:literal) => {
-                Buffer::$variant(bytes.as_chunks::<$size>().0.iter().map(|at| <$t>::from_ne_bytes(*at)).collect())
-            };
-        }
-        Some(match dtype {
-            DType::F32 => elements!(F32, f32, 4),
-            DType::F64 => elements!(F64, f64, 8),
-            DType::F16 => elements!(F16, f16, 2),
-            DType::Bf16 => elements!(Bf16, bf16, 2),
-            DType::U8 => Buffer::U8(bytes),
-        })
-    }
-
     /// Elements `range` of the inputs, reduced in the order of the inputs. What is in 16 bit is added in f32 and rounded
     /// once, at the end.
     pub(super) fn reduce_range(

@@ -10,6 +10,8 @@ pub mod code {
     pub const SUCCESS: i32 = 0;
     /// A rank failed.
     pub const FAILURE: i32 = 1;
+    /// What was asked for, or the environment, cannot work: trying again does not help.
+    pub const BAD_INPUT: i32 = 2;
     /// A deadline passed in a wait for another rank (`EX_TEMPFAIL` of sysexits.h: trying again may help).
     pub const WATCHDOG: i32 = 75;
 }
@@ -23,6 +25,7 @@ pub fn code_of<E: core::fmt::Display + core::fmt::Debug>(error: &LaunchError<E>)
             }
             _ => code::FAILURE,
         },
+        LaunchError::Start(error) => error.code(),
         _ => code::FAILURE,
     }
 }

@@ -9,7 +9,7 @@ use super::{Buffer, DType};
 
 /// An allocation of a buffer's elements that are not there yet.
 ///
-/// Whoever fills it holds an `Arc`; so it stays where it is for as long as MPI may write to it, even when the operation
+/// Whoever fills it holds an `Arc`; so it stays where it is for as long as a link may write to it, even when the operation
 /// that it was for has been given up.
 #[derive(Debug)]
 pub(crate) struct Landing {
@@ -75,12 +75,11 @@ impl Landing {
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.base.as_ptr().add(begin), from.len()) }
     }
 
-    /// Where MPI may write the bytes of `range`.
+    /// Where a link may write the bytes of `range`.
     ///
     /// # Panics
     ///
     /// When it does not fit.
-    #[cfg(feature = "mpi")]
     pub(crate) fn target(&self, range: &std::ops::Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.bytes(), "a piece lies inside its whole");
         // SAFETY: inside the allocation, or one past its end.
@@ -114,7 +113,6 @@ impl Drop for Landing {
 
 /// The messages that `bytes` bytes are cut into: offset and length, of at most `chunk` bytes each. Nothing is sent for
 /// nothing.
-#[cfg(any(feature = "mpi", test))]
 pub(crate) fn chunks(bytes: usize, chunk: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..bytes).step_by(chunk.max(1)).map(move |begin| begin..bytes.min(begin.saturating_add(chunk.max(1))))
 }

@@ -1,6 +1,7 @@
 //! What the environment says of the launcher that started this process, and a rank's place among the machines.
 //!
-//! Read without MPI: a program that was built without the `mpi` feature must be able to refuse to train N copies.
+//! An MPI launcher's variables are read without MPI: a program that was built without the `mpi` feature must be able to refuse
+//! to train N copies.
 
 use serde::{Deserialize, Serialize};
 
@@ -70,9 +71,52 @@ pub fn launched() -> Option<World> {
     launched_by(|name| std::env::var(name).ok())
 }
 
-/// Whether an MPI launcher has started this process as the only one: a program then has one rank, not its default number.
+/// Whether a launcher has started this process as the only one: a program then has one rank, not its default number.
 pub fn launched_alone() -> bool {
     alone_by(|name| std::env::var(name).ok())
+}
+
+/// This process's place among those that a launcher has started, if it is one of several; none too where the environment is
+/// wrong, which [`Start::from_environment`] tells.
+pub fn started() -> Option<World> {
+    Start::from_environment().ok()?.world()
+}
+
+/// What this process is among others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Start {
+    /// It stands alone.
+    Alone,
+    /// A rank that an MPI launcher has started.
+    Mpi(World),
+    /// A rank of a job of several whose environment is torchrun's.
+    Job(Rendezvous),
+}
+
+impl Start {
+    /// What the environment says. An MPI launcher's variables are believed first, torchrun's next ([`rendezvous`]).
+    ///
+    /// # Errors
+    ///
+    /// [`EnvironmentError`], as [`rendezvous`]'s.
+    pub fn from_environment() -> Result<Self, EnvironmentError> {
+        if let Some(world) = launched() {
+            return Ok(Start::Mpi(world));
+        }
+        Ok(rendezvous()?.filter(|job| job.world > 1).map_or(Start::Alone, Start::Job))
+    }
+
+    /// Its place among the others, if there are any.
+    pub fn world(&self) -> Option<World> {
+        match self {
+            Start::Alone => None,
+            Start::Mpi(world) => Some(world.clone()),
+            Start::Job(job) => {
+                let Rendezvous { rank, world, local_rank, local_world, .. } = *job;
+                Some(World { rank, world, local_rank, local_world, variable: "WORLD_SIZE" })
+            }
+        }
+    }
 }
 
 fn alone_by(variable: impl Fn(&str) -> Option<String>) -> bool {
@@ -82,7 +126,10 @@ fn alone_by(variable: impl Fn(&str) -> Option<String>) -> bool {
             && number(dialect.rank).is_some()
             && number(dialect.size).is_some()
     });
-    found.is_some_and(|dialect| number(dialect.size) == Some(1))
+    match found {
+        Some(dialect) => number(dialect.size) == Some(1),
+        None => number("RANK") == Some(0) && number("WORLD_SIZE") == Some(1),
+    }
 }
 
 fn launched_by(variable: impl Fn(&str) -> Option<String>) -> Option<World> {
@@ -206,7 +253,7 @@ pub struct Place {
     pub rank: usize,
     /// Number of ranks.
     pub world: usize,
-    /// This rank among those of its machine.
+    /// This rank among those of its machine, as its launcher counts them, or else in the order of ranks.
     pub local_rank: usize,
     /// Ranks of its machine.
     pub local_world: usize,
@@ -220,7 +267,6 @@ pub struct Place {
 
 impl Place {
     /// From each rank's *leader*, the lowest rank of its machine.
-    #[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
     pub(crate) fn from_leaders(rank: usize, leaders: &[usize]) -> Self {
         let mut nodes: Vec<usize> = leaders.to_vec();
         nodes.sort_unstable();
@@ -249,8 +295,16 @@ impl Place {
 
     /// The ranks, one of each machine that has so many, that are as many-eth on their machine as this one.
     pub fn across_nodes(&self) -> Vec<usize> {
-        let local = |rank: usize| self.node_of[..rank].iter().filter(|&&of| of == self.node_of[rank]).count();
-        (0..self.world).filter(|&rank| local(rank) == self.local_rank).collect()
+        (0..self.world).filter(|&rank| self.index_of(rank) == self.index_on_node()).collect()
+    }
+
+    /// This rank among those of its machine, in the order of ranks.
+    pub(crate) fn index_on_node(&self) -> usize {
+        self.index_of(self.rank)
+    }
+
+    fn index_of(&self, rank: usize) -> usize {
+        self.node_of[..rank].iter().filter(|&&of| of == self.node_of[rank]).count()
     }
 }
 
@@ -288,6 +342,7 @@ mod tests {
         };
         assert!(with(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")]));
         assert!(with(&[("PMI_RANK", "0"), ("PMI_SIZE", "1")]));
+        assert!(with(&[("RANK", "0"), ("WORLD_SIZE", "1")]) && !with(&[("RANK", "0"), ("WORLD_SIZE", "2")]));
         assert!(!with(&[]) && !with(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]));
         assert!(!with(&[("SLURM_NTASKS", "1"), ("SLURM_PROCID", "0")]), "a batch script");
     }

@@ -10,13 +10,12 @@ pub mod exit;
 pub mod flight;
 pub(crate) mod landing;
 pub mod launcher;
-#[cfg(feature = "mpi")]
-pub mod mpi;
+mod machine;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod operation;
+pub mod process;
 mod progress;
-pub mod tcp;
 pub mod threads;
 
 use std::any::Any;

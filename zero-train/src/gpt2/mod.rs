@@ -23,7 +23,7 @@ pub use report::Summary;
 
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::exit::end_process;
-use zero_core::collective::launcher::launched;
+use zero_core::collective::launcher::started;
 
 use self::ranks::{Ranks, with_ranks};
 use crate::TrainError;
@@ -50,7 +50,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
             let error = &stopped.error;
             let text = chain(error);
             eprintln!("error: {text}");
-            if let Some(launched) = launched() {
+            if let Some(launched) = started() {
                 leave_word(launched.rank, error.exit_code(), &format!("rank {}: {text}", launched.rank));
                 let code = error.exit_code().into();
                 drop(stopped);

@@ -30,7 +30,7 @@ pub struct Options {
     /// [default: 3]
     #[arg(long)]
     pub stage: Option<u8>,
-    /// Number of data-parallel ranks (threads of this process) [default: 2, or the processes that mpirun or srun started]
+    /// Number of data-parallel ranks (threads of this process) [default: 2, or the processes that a launcher started]
     #[arg(long)]
     pub ranks: Option<usize>,
     /// Training steps

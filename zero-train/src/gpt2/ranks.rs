@@ -1,33 +1,29 @@
-//! The ranks of a run: threads of this process, or processes that an MPI launcher has started, of which this is one.
+//! The ranks of a run: threads of this process, or processes that a launcher has started, of which this is one.
 
 use std::any::Any;
-#[cfg(feature = "mpi")]
 use std::cell::Cell;
 use std::path::Path;
 
 use burn::tensor::backend::BackendTypes;
 use zero_burn::launch::LaunchError;
 use zero_burn::{ZeroDevice, launch};
-use zero_core::collective::launcher::{World, launched};
-use zero_core::{CommError, RankFailure};
+use zero_core::collective::launcher::{Start, World};
+use zero_core::collective::process::{self, ProcessRun};
+use zero_core::{Buffer, Collective, CommError, RankFailure, StartError};
 use zero_ops::FusedBackend;
 
 use super::{Options, Plan};
 use crate::TrainError;
+use crate::launcher::say_begun;
 
 /// Where a run's ranks are.
 pub(super) struct Ranks<'a> {
     /// What started this process as one of several.
     launched: Option<World>,
-    #[cfg(feature = "mpi")]
-    process: Option<&'a zero_core::collective::mpi::MpiRun>,
-    /// Without MPI nothing is borrowed.
-    #[cfg(not(feature = "mpi"))]
-    process: std::marker::PhantomData<&'a ()>,
+    process: Option<&'a ProcessRun>,
 }
 
 /// The exit code of bad input.
-#[cfg(feature = "mpi")]
 const BAD_INPUT: u8 = 2;
 
 /// Why the ranks stopped. A launcher ends all processes when the first ends badly: the error is to be printed before this is
@@ -48,40 +44,17 @@ impl From<TrainError> for Stopped {
 ///
 /// # Errors
 ///
-/// The body's, another rank's, or MPI's.
+/// The body's, another rank's, or those of ranks that cannot be connected.
 pub(super) fn with_ranks<T>(
     options: &Options,
     body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
 ) -> Result<T, Stopped> {
-    match launched() {
-        None => Ok(body(&Ranks { launched: None, process: Default::default() })?),
-        Some(world) => as_process(options, world, body),
-    }
-}
-
-#[cfg(not(feature = "mpi"))]
-fn as_process<T>(
-    _options: &Options,
-    World { rank, world, variable, .. }: World,
-    _body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
-) -> Result<T, Stopped> {
-    let error = LaunchError::<TrainError>::WithoutMpi { rank, world, variable };
-    Err(TrainError::Launch(error.to_string()).into())
-}
-
-#[cfg(feature = "mpi")]
-fn as_process<T>(
-    options: &Options,
-    world: World,
-    body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
-) -> Result<T, Stopped> {
-    use crate::launcher::say_begun;
-    use zero_core::collective::mpi;
-
+    let start = Start::from_environment().map_err(|error| TrainError::Launch(error.to_string()))?;
+    let Some(world) = start.world() else { return Ok(body(&Ranks { launched: None, process: None })?) };
     let launch = super::plan::launch_options(options)?;
     // What this rank itself found wrong, where another was the first to say so: the same input is wrong on all of them.
     let own: Cell<Option<TrainError>> = Cell::new(None);
-    let outcome = mpi::run(&launch.mpi(), |run| {
+    let outcome = process::run(&launch.process(), &start, |run| {
         say_begun(world.rank);
         let ranks = Ranks { launched: Some(world.clone()), process: Some(run) };
         body(&ranks).map_err(|error| {
@@ -99,12 +72,22 @@ fn as_process<T>(
 }
 
 /// A launch's error as this crate's.
-#[cfg(feature = "mpi")]
 fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
     if let zero_core::LaunchError::Rank { failure, .. } = error
         && let RankFailure::Failed(reason) = &**failure
     {
         return TrainError::Run(reason.clone());
+    }
+    if let zero_core::LaunchError::Start(start) = error {
+        return match &**start {
+            StartError::WithoutMpi { rank, world, variable } => {
+                let (rank, world) = (*rank, *world);
+                TrainError::Launch(LaunchError::<TrainError>::WithoutMpi { rank, world, variable }.to_string())
+            }
+            StartError::Rendezvous(error) if error.may_pass() => TrainError::Late(error.to_string()),
+            StartError::Rendezvous(error) => TrainError::Launch(error.to_string()),
+            other => TrainError::Run(other.to_string()),
+        };
     }
     of_ranks(error)
 }
@@ -135,7 +118,6 @@ impl Ranks<'_> {
 
     /// How many ranks share the machine that has most of them, so that all ranks decide alike; none for threads.
     pub(super) fn most_on_a_machine(&self) -> Option<usize> {
-        #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
             let place = process.comm().place();
             let most = (0..place.nodes).map(|node| place.node_of.iter().filter(|&&of| of == node).count()).max();
@@ -146,10 +128,7 @@ impl Ranks<'_> {
 
     /// The least that a rank has of something, so that all of them decide alike; none if no rank knows.
     pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>, TrainError> {
-        #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
-            use zero_core::{Buffer, Collective as _};
-
             let mine = value.unwrap_or(u64::MAX).to_le_bytes().to_vec();
             let all = process.comm().all_gather(Buffer::U8(mine)).map_err(of_comm)?.into_u8();
             let least =
@@ -161,7 +140,6 @@ impl Ranks<'_> {
 
     /// Ends all ranks, before anything is trained, when one of them has another `line` than rank 0.
     pub(super) fn agree(&self, lines: &[String]) -> Result<(), TrainError> {
-        #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
             let compared = zero_core::collective::agree(&**process.comm(), lines).map_err(of_comm)?;
             return compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())));
@@ -176,7 +154,6 @@ impl Ranks<'_> {
         plan: &Plan,
         body: impl Fn(&ZeroDevice<<I as BackendTypes>::Device>) -> Result<T, TrainError> + Sync,
     ) -> Result<T, TrainError> {
-        #[cfg(feature = "mpi")]
         if let Some(process) = self.process {
             return launch::launch_on::<I, _, TrainError>(process, &plan.zero, &plan.launch, |device| body(&device));
         }
@@ -214,7 +191,6 @@ impl Ranks<'_> {
 }
 
 /// A collective's error, outside of training.
-#[cfg(feature = "mpi")]
 fn of_comm(error: CommError) -> TrainError {
     match error {
         late @ (CommError::Timeout { .. } | CommError::Stalled { .. }) => TrainError::Late(late.to_string()),

@@ -11,7 +11,7 @@ use zero_burn::optim::Fused;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::alloc::PageKeeper;
-use zero_core::collective::launcher::launched;
+use zero_core::collective::launcher::started;
 use zero_models::Gpt2;
 use zero_models::gpt2::weights;
 use zero_ops::FusedBackend;
@@ -108,7 +108,7 @@ fn run_rank<I: FusedBackend>(
     let mut since_save = (0.0, 0);
     let fresh_bytes = || allocator.map(|keeper| keeper.stats().fresh_bytes);
     // One rank of each process.
-    let first_here = rank == 0 || launched().is_some();
+    let first_here = rank == 0 || started().is_some();
     let mut fresh_before = fresh_bytes();
     for step in state.step..plan.steps {
         let begin = Instant::now();

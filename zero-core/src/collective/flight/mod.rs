@@ -286,7 +286,6 @@ fn write_record(folder: &Path, record: &Record) -> std::io::Result<PathBuf> {
 
 impl Entry {
     /// `peer` has come; its bytes are there, or on the way.
-    #[cfg(any(feature = "mpi", test))]
     pub(crate) fn arrived(&self, peer: usize, underway: bool) {
         if let State::Waiting { for_ranks, receiving_from } = &mut self.operation.lock().state {
             for_ranks.retain(|&rank| rank != peer);
@@ -305,7 +304,6 @@ impl Entry {
     }
 
     /// All bytes of `peer` are there.
-    #[cfg(feature = "mpi")]
     pub(crate) fn received(&self, peer: usize) {
         if let State::Waiting { receiving_from, .. } = &mut self.operation.lock().state {
             receiving_from.retain(|&rank| rank != peer);
@@ -313,7 +311,6 @@ impl Entry {
     }
 
     /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
-    #[cfg(feature = "mpi")]
     pub(crate) fn missing(&self) -> Vec<usize> {
         match &self.operation.lock().state {
             State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from.clone(),

@@ -1,7 +1,6 @@
 //! Why a communicator could not be made.
 
-use crate::CommError;
-use crate::collective::tcp::RendezvousError;
+use crate::{CommError, StartError};
 
 /// What making a communicator ran into. An operation of one that is made fails with a [`CommError`].
 #[derive(Debug, thiserror::Error)]
@@ -76,7 +75,7 @@ pub enum NcclError {
     Thread(std::io::Error),
     /// The ranks did not find each other.
     #[error(transparent)]
-    Rendezvous(#[from] RendezvousError),
+    Rendezvous(#[from] StartError),
     /// A rank failed, or a deadline passed.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -89,7 +88,7 @@ impl NcclError {
         match self {
             NcclError::Comm(CommError::Shape { .. } | CommError::Device { .. } | CommError::Mismatch { .. }) => 1,
             NcclError::Comm(_) => 75,
-            NcclError::Rendezvous(RendezvousError::Missing { .. } | RendezvousError::Unreachable { .. }) => 75,
+            NcclError::Rendezvous(error) => error.code(),
             NcclError::Call { .. } | NcclError::Thread(_) => 1,
             _ => 2,
         }

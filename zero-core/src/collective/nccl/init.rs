@@ -14,18 +14,16 @@ use super::library;
 use super::state::{Core, Handle, State};
 use super::{NcclError, NcclOptions};
 use crate::collective::launcher::{self, Place};
+use crate::collective::machine::Machine;
 use crate::collective::operation::child_id;
-use crate::collective::tcp::{self, RendezvousError, TcpOptions};
+use crate::collective::process::{self, ProcessOptions, RendezvousError};
 use crate::collective::{Buffer, Collective, Request, threads};
-use crate::{CommError, accounting::WireCounter};
+use crate::{CommError, StartError, accounting::WireCounter};
 
 /// What ranks tell each other before they connect.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Identity {
-    /// The machine: the same in all its containers.
-    machine: String,
-    /// Its name, for errors.
-    host: String,
+    machine: Machine,
     bus: String,
     nccl: u32,
 }
@@ -38,11 +36,7 @@ const NO_COLOR: i32 = -1;
 
 impl Identity {
     fn of_this_process(device: &Device, nccl: u32) -> Self {
-        let read = |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_string());
-        let mut host = read("/proc/sys/kernel/hostname").unwrap_or_else(|| "unknown".into());
-        host.truncate(host.char_indices().nth(64).map_or(host.len(), |(at, _)| at));
-        let machine = read("/proc/sys/kernel/random/boot_id").unwrap_or_else(|| host.clone());
-        Self { machine, host, bus: device.bus.clone(), nccl }
+        Self { machine: Machine::here(), bus: device.bus.clone(), nccl }
     }
 
     fn encode(&self) -> Vec<u8> {
@@ -66,9 +60,9 @@ fn compare(all: &[Identity]) -> Result<(), NcclError> {
             let (first, other) = (version_name(all[0].nccl), version_name(identity.nccl));
             return Err(NcclError::Versions { rank, first, other });
         }
-        let same = |other: &Identity| (&other.machine, &other.bus) == (&identity.machine, &identity.bus);
+        let same = |other: &Identity| (&other.machine.id, &other.bus) == (&identity.machine.id, &identity.bus);
         if let Some(first) = all[..rank].iter().position(same) {
-            let (bus, host) = (identity.bus.clone(), identity.host.clone());
+            let (bus, host) = (identity.bus.clone(), identity.machine.host.clone());
             return Err(NcclError::Duplicate { first, second: rank, bus, host });
         }
     }
@@ -77,7 +71,7 @@ fn compare(all: &[Identity]) -> Result<(), NcclError> {
 
 /// The lowest rank of each rank's machine.
 fn leaders(all: &[Identity], node_size: Option<usize>) -> Vec<usize> {
-    let machine = |rank: usize| all.iter().position(|other| other.machine == all[rank].machine).unwrap_or(rank);
+    let machine = |rank: usize| all.iter().position(|other| other.machine.id == all[rank].machine.id).unwrap_or(rank);
     (0..all.len())
         .map(|rank| node_size.filter(|&size| size > 0).map_or(machine(rank), |size| rank / size * size))
         .collect()
@@ -120,14 +114,14 @@ impl NcclComm {
     }
 
     /// As [`NcclComm::new`], of the job that the environment tells of ([`launcher::rendezvous`]), with a control group over
-    /// TCP; without such an environment a communicator of this process alone. The device is `LOCAL_RANK`'s
+    /// sockets; without such an environment a communicator of this process alone. The device is `LOCAL_RANK`'s
     /// ([`device_of`]).
     ///
     /// # Errors
     ///
     /// [`NcclError`], of the environment and of the rendezvous too.
     pub fn from_environment(options: &NcclOptions) -> Result<Self, NcclError> {
-        let job = launcher::rendezvous().map_err(RendezvousError::from)?;
+        let job = launcher::rendezvous().map_err(|error| StartError::from(RendezvousError::from(error)))?;
         let local_rank = job.as_ref().and_then(|job| job.local_rank).unwrap_or(0);
         let Some(job) = job.filter(|job| job.world > 1) else {
             return Self::new(threads::alone(), device_of(local_rank)?, options);
@@ -135,8 +129,12 @@ impl NcclComm {
         // Before the others are kept waiting.
         library::library()?;
         let device = device_of(local_rank)?;
-        let control = TcpOptions { deadline: options.deadline, flight_dir: options.flight_dir.clone() };
-        Self::new(tcp::connect(&job, &control)?, device, options)
+        let NcclOptions { deadline, flight_dir, node_size, .. } = options.clone();
+        let control = ProcessOptions { deadline, flight_dir, node_size, ..ProcessOptions::default() };
+        // Ranks on one device are told by its address on the bus: where a launcher shows each process one GPU, several may
+        // have the same LOCAL_RANK.
+        let job = launcher::Start::Job(launcher::Rendezvous { local_rank: None, ..job });
+        Self::new(process::start(&control, &job)?.into_comm(), device, options)
     }
 
     fn make(control: Arc<dyn Collective>, device: usize, options: &NcclOptions) -> Result<Self, NcclError> {
@@ -301,7 +299,7 @@ mod tests {
     use super::*;
 
     fn identity(machine: &str, bus: &str, nccl: u32) -> Identity {
-        Identity { machine: machine.into(), host: format!("{machine}-name"), bus: bus.into(), nccl }
+        Identity { machine: Machine { id: machine.into(), host: format!("{machine}-name") }, bus: bus.into(), nccl }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //!   memory when the operation has ended. Nothing is allocated or copied.
 //! * Threads: any may issue; `rank-N-nccl-LABEL`, a watchdog for each communicator, looks for faults whoever waits.
 //! * Beside it stands a *control group* ([`NcclComm::control`]), a [`Collective`](super::Collective) of another engine
-//!   (`tcp`, `mpi`, `threads`) for what hosts say to each other: it hands out the unique identity of the communicator,
+//!   (of processes, or `threads`) for what hosts say to each other: it hands out the unique identity of the communicator,
 //!   compares devices and versions, carries scalars and settings, and tells of ranks that fail.
 //!
 //! # Order

@@ -1,15 +1,14 @@
-//! What MPI has been given and not finished with, and how the communication thread waits for it.
+//! What the link has been given and not finished with, and how the communication thread waits for it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::Buffer;
 use super::super::landing::Landing;
-use super::link::Ongoing;
 use super::message::Slot;
 use super::serve::Exposed;
 
-/// What keeps bytes where they are while MPI sends them.
+/// What keeps bytes where they are while the link sends them.
 #[allow(dead_code)] // Held, not read.
 pub(super) enum Held {
     Message(Vec<u8>),
@@ -17,8 +16,8 @@ pub(super) enum Held {
     Exposed(Arc<Exposed>),
 }
 
-pub(super) struct Outgoing {
-    pub(super) ongoing: Ongoing,
+pub(super) struct Outgoing<O> {
+    pub(super) ongoing: O,
     pub(super) held: Held,
     pub(super) to: usize,
     /// The exchange that this is part of.
@@ -30,32 +29,39 @@ pub(super) struct Outgoing {
 pub(super) enum For {
     Exchange(Slot, usize),
     Read(u64),
+    /// It is not what was asked for.
+    Nobody,
 }
 
-/// What MPI has not finished with.
-#[derive(Default)]
-pub(super) struct Underway {
-    pub(super) outgoing: Vec<Outgoing>,
-    pub(super) incoming: Vec<Incoming>,
+/// What the link has not finished with.
+pub(super) struct Underway<O> {
+    pub(super) outgoing: Vec<Outgoing<O>>,
+    pub(super) incoming: Vec<Incoming<O>>,
 }
 
-impl Drop for Underway {
+impl<O> Default for Underway<O> {
+    fn default() -> Self {
+        Self { outgoing: Vec::new(), incoming: Vec::new() }
+    }
+}
+
+impl<O> Drop for Underway<O> {
     fn drop(&mut self) {
-        // MPI, or its network card, may still read and write this memory: after a failure it is never given back.
+        // The link, MPI's network card say, may still read and write this memory: after a failure it is never given back.
         std::mem::forget(std::mem::take(&mut self.outgoing));
         std::mem::forget(std::mem::take(&mut self.incoming));
     }
 }
 
-pub(super) struct Incoming {
-    pub(super) ongoing: Ongoing,
+pub(super) struct Incoming<O> {
+    pub(super) ongoing: O,
     pub(super) bytes: usize,
-    /// Keeps the memory that MPI writes to.
+    /// Keeps the memory that the link writes to.
     pub(super) landing: Arc<Landing>,
     pub(super) purpose: For,
 }
 
-/// How long the thread may nap between two looks at MPI: the longer the longer nothing has happened.
+/// How long the thread may nap between two looks at the link: the longer the longer nothing has happened.
 pub(super) struct Idle {
     since: Instant,
 }

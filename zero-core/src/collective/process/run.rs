@@ -9,34 +9,37 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{RecvTimeoutError, bounded, unbounded};
 
 use super::super::flight::Recorder;
+use super::super::launcher::{Place, Start, World};
 use super::super::threads::{Stopped, ThreadOptions, panic_reason};
-use super::super::{Collective, exit, launcher};
-use super::comm::MpiComm;
+use super::super::{Collective, exit};
+use super::comm::ProcessComm;
+use super::link::tcp::TcpLink;
 use super::link::{Link, MAX_CHUNK};
 use super::message::Trouble;
 use super::pump::Pump;
+use super::rendezvous::{self, Mesh};
 use super::serve::{Job, serve};
 use super::shared::{At, Command, Shared};
-use crate::error::MpiError;
+use crate::error::{LinkError, StartError};
 use crate::{CommError, LaunchError, RankFailure};
 
 /// How a rank that is a process is run.
 #[derive(Debug, Clone)]
-pub struct MpiOptions {
-    /// The longest that any wait for another rank may take.
+pub struct ProcessOptions {
+    /// The longest that any wait for another rank may take, that for all to connect included.
     pub deadline: Duration,
     /// Where every rank writes its flight record (`flight-rank-<r>.json`) when a deadline passes or a rank fails.
     pub flight_dir: Option<PathBuf>,
     /// After a failure: how long a rank waits for the others to come to their ends too, so that each can still say what
     /// it knows. A launcher kills them all when the first ends badly.
     pub grace: Duration,
-    /// So many ranks in a row count as one machine, instead of those that share memory.
+    /// So many ranks in a row count as one machine, instead of those that say so.
     pub node_size: Option<usize>,
     /// Most bytes of one message; at most 1 GiB. Each message that ends shows that a payload moves, so that small ones keep both sides awake.
     pub chunk_bytes: usize,
 }
 
-impl Default for MpiOptions {
+impl Default for ProcessOptions {
     fn default() -> Self {
         Self {
             deadline: ThreadOptions::default().deadline,
@@ -48,44 +51,89 @@ impl Default for MpiOptions {
     }
 }
 
+/// How long a communicator that ends its run waits for the other ranks to end theirs.
+const LEAVE: Duration = Duration::from_secs(10);
+
 /// How long a thread that has nothing left to do may take to end.
 const JOIN: Duration = Duration::from_secs(1);
 
-/// This process's rank, from [`start`] to [`MpiRun::finish`].
+/// This process's rank, from [`start`] to [`ProcessRun::finish`].
 #[derive(Debug)]
-pub struct MpiRun {
-    comm: Arc<MpiComm>,
+pub struct ProcessRun {
+    comm: Arc<ProcessComm>,
     grace: Duration,
     threads: Option<Threads>,
 }
 
 #[derive(Debug)]
 struct Threads {
-    pump: JoinHandle<Result<bool, MpiError>>,
+    pump: JoinHandle<Result<bool, LinkError>>,
     window: JoinHandle<()>,
 }
 
-/// Starts MPI and this process's rank. A collective: every process calls it, once.
+/// Connects this process with the other ranks of the job that `start` tells of ([`Start::from_environment`]), and starts its
+/// rank. A collective: every process calls it, once.
 ///
 /// # Errors
 ///
-/// [`MpiError`] when MPI cannot be started, or was started before.
-pub fn start(options: &MpiOptions) -> Result<MpiRun, MpiError> {
-    let name = match launcher::launched() {
-        Some(world) => format!("rank-{}-mpi", world.rank),
-        None => "rank-0-mpi".to_string(),
-    };
-    let failed = |source: std::io::Error| MpiError { call: "thread", reason: source.to_string() };
+/// [`StartError`] when the ranks do not find each other within the deadline, or MPI cannot be started, or is needed and not
+/// there.
+pub fn start(options: &ProcessOptions, start: &Start) -> Result<ProcessRun, StartError> {
+    match start {
+        Start::Alone => over(options, 0, over_sockets(Mesh::alone())),
+        Start::Job(job) => {
+            let mesh = rendezvous::connect(job, options.deadline, options.node_size)?;
+            over(options, job.rank, over_sockets(mesh))
+        }
+        Start::Mpi(world) => over_mpi(options, world),
+    }
+}
+
+fn over_sockets(mesh: Mesh) -> impl FnOnce() -> Result<(TcpLink, Place), LinkError> + Send {
+    move || Ok((TcpLink::new(mesh.streams)?, mesh.place))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn over_mpi(_: &ProcessOptions, world: &World) -> Result<ProcessRun, StartError> {
+    let World { rank, world, variable, .. } = *world;
+    Err(StartError::WithoutMpi { rank, world, variable })
+}
+
+#[cfg(feature = "mpi")]
+fn over_mpi(options: &ProcessOptions, world: &World) -> Result<ProcessRun, StartError> {
+    let node_size = options.node_size;
+    let run = over(options, world.rank, move || super::link::mpi::MpiLink::open(node_size))?;
+    let sees = run.comm.place().world;
+    // A library that does not understand its launcher (MPICH under Slurm's PMIx) starts every process as a lone rank, each of
+    // which would train a copy, and write the same files.
+    if world.world != sees {
+        let reason = format!(
+            "the launcher has started {} ranks (by {}), but MPI sees {sees}: use the launcher that belongs to this MPI library \
+             (srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI)",
+            world.world, world.variable
+        );
+        return Err(StartError::Mpi(LinkError { call: "MPI_Init_thread", reason }));
+    }
+    Ok(run)
+}
+
+/// Starts rank `rank` over the link that `open` opens, on the thread that will use it.
+fn over<L: Link>(
+    options: &ProcessOptions,
+    rank: usize,
+    open: impl FnOnce() -> Result<(L, Place), LinkError> + Send + 'static,
+) -> Result<ProcessRun, StartError> {
+    let failed = |source: std::io::Error| StartError::Thread { rank, source };
     let (commands, inbox) = unbounded();
     let (jobs, requests) = unbounded();
     let (ready, started) = bounded(1);
-    let MpiOptions { deadline, flight_dir, node_size, chunk_bytes, .. } = options.clone();
+    let ProcessOptions { deadline, flight_dir, chunk_bytes, .. } = options.clone();
     let communicate = move || {
         sleep_exactly();
-        let (link, place) = match Link::open(node_size) {
+        let (link, place) = match open() {
             Ok(opened) => opened,
             Err(error) => {
-                // `start` waits for one of the two.
+                // `over` waits for one of the two.
                 let _ = ready.send(Err(error.clone()));
                 return Err(error);
             }
@@ -95,40 +143,29 @@ pub fn start(options: &MpiOptions) -> Result<MpiRun, MpiError> {
         let _ = ready.send(Ok(shared.clone()));
         let pump = Pump::new(link, shared.clone(), inbox, chunk_bytes.clamp(1, MAX_CHUNK));
         catch_unwind(AssertUnwindSafe(|| pump.run())).unwrap_or_else(|payload| {
-            let error = MpiError { call: "the communication thread", reason: panic_reason(&*payload) };
+            let error = LinkError { call: "the communication thread", reason: panic_reason(&*payload) };
             shared.fail(&error.to_string(), None);
             Err(error)
         })
     };
-    let pump = std::thread::Builder::new().name(name).spawn(communicate).map_err(failed)?;
-    // A rank that ended before it came here keeps the others inside MPI_Init.
+    let pump = std::thread::Builder::new().name(format!("rank-{rank}-link")).spawn(communicate).map_err(failed)?;
+    // Sockets are connected when this begins. A rank that ended before it came here keeps the others inside MPI_Init.
+    let unopened = |reason: String| StartError::Mpi(LinkError { call: "MPI_Init_thread", reason });
     let shared = match started.recv_timeout(deadline) {
-        Ok(shared) => shared?,
-        Err(RecvTimeoutError::Disconnected) => {
-            return Err(MpiError { call: "MPI_Init_thread", reason: "its thread has panicked".into() });
-        }
+        Ok(shared) => shared.map_err(StartError::Mpi)?,
+        Err(RecvTimeoutError::Disconnected) => return Err(unopened("its thread has panicked".into())),
         Err(RecvTimeoutError::Timeout) => {
-            let reason = format!("it has not returned after {} s: has a rank ended before it?", deadline.as_secs());
-            return Err(MpiError { call: "MPI_Init_thread", reason });
+            let waited = deadline.as_secs();
+            return Err(unopened(format!("it has not returned after {waited} s: has a rank ended before it?")));
         }
     };
-    // A library that does not understand its launcher (MPICH under Slurm's PMIx) starts every process as a lone rank, each of
-    // which would train a copy, and write the same files.
-    if let Some(launched) = launcher::launched().filter(|launched| launched.world != shared.place.world) {
-        let reason = format!(
-            "the launcher has started {} ranks (by {}), but MPI sees {}: use the launcher that belongs to this MPI library \
-             (srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI)",
-            launched.world, launched.variable, shared.place.world
-        );
-        return Err(MpiError { call: "MPI_Init_thread", reason });
-    }
     let server = shared.clone();
     let window = std::thread::Builder::new()
-        .name(format!("rank-{}-window", shared.rank()))
+        .name(format!("rank-{rank}-window"))
         .spawn(move || serve(&server, &requests, &server.parked))
         .map_err(failed)?;
     let threads = Some(Threads { pump, window });
-    Ok(MpiRun { comm: MpiComm::world_of(shared), grace: options.grace, threads })
+    Ok(ProcessRun { comm: ProcessComm::world_of(shared), grace: options.grace, threads })
 }
 
 /// Naps of microseconds are to last that long: the system rounds them up to 50 otherwise.
@@ -140,9 +177,9 @@ fn sleep_exactly() {
     }
 }
 
-impl MpiRun {
+impl ProcessRun {
     /// The group of all ranks.
-    pub fn comm(&self) -> &Arc<MpiComm> {
+    pub fn comm(&self) -> &Arc<ProcessComm> {
         &self.comm
     }
 
@@ -176,14 +213,21 @@ impl MpiRun {
         Err(error)
     }
 
-    /// Ends this rank. When all has gone well everywhere, MPI is ended too. When a rank has failed, MPI is left as it is
-    /// (its end could wait for ever for a rank that is dead or cut off), and what is left to do is in the [`Failed`].
+    /// Ends this rank. When all has gone well everywhere, the link is ended too. When a rank has failed, the link is left as
+    /// it is (MPI's end could wait for ever for a rank that is dead or cut off), and what is left to do is in the [`Failed`].
     ///
     /// # Errors
     ///
     /// The trouble of the first rank that failed, if one did.
     pub fn finish(self) -> Result<(), Failed<CommError>> {
         self.close(None)
+    }
+
+    /// The group of all ranks, for as long as it, or a group made of it, is kept: with the last of them this rank ends, well
+    /// unless its thread panics. For a group beside another engine, whose end is its own.
+    pub fn into_comm(self) -> Arc<ProcessComm> {
+        let comm = self.comm.clone();
+        ProcessComm::keeping(&comm, Keeper(Some(self)))
     }
 
     /// Ends this rank, after `failure`, if it has one of its own.
@@ -216,7 +260,7 @@ impl MpiRun {
         Err(Failed { error, ending: Some(self) })
     }
 
-    /// Ends the threads, and MPI if all is well.
+    /// Ends the threads, and the link well if all is well.
     fn end(&mut self) {
         let Some(Threads { pump, window }) = self.threads.take() else { return };
         let shared = self.comm.shared().clone();
@@ -235,10 +279,28 @@ impl MpiRun {
         let reason = match ended {
             Some(Ok(Ok(true))) => return,
             Some(Ok(Err(error))) => error.to_string(),
-            _ => "MPI did not end".to_string(),
+            _ => "its communication did not end".to_string(),
         };
         // Kept as this run's trouble, if it has none yet; nobody is left to be told.
         shared.note(Trouble { peer: shared.rank(), reason, cause: None });
+    }
+}
+
+/// Ends a run with the last of the communicators that it was made into.
+#[derive(Debug)]
+pub(super) struct Keeper(Option<ProcessRun>);
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let Some(mut run) = self.0.take() else { return };
+        if std::thread::panicking() {
+            run.comm.abort("it panicked");
+        }
+        let shared = run.comm.shared().clone();
+        shared.say_goodbye();
+        // The others go on among themselves without this rank; those that end too are waited for, so that none is cut off.
+        shared.wait_for_leavers(LEAVE.min(shared.deadline));
+        run.end();
     }
 }
 
@@ -246,13 +308,13 @@ impl MpiRun {
 ///
 /// A launcher ends all ranks when the first ends badly. So a rank first says what it has to say (prints the error), and
 /// then drops this, or calls [`Failed::end_process`]: it tells the others that it may be ended, and waits until all have
-/// come so far, at most [`MpiOptions::grace`].
+/// come so far, at most [`ProcessOptions::grace`].
 #[derive(Debug)]
 pub struct Failed<E: core::fmt::Display + core::fmt::Debug> {
     /// The trouble of the first rank that failed.
     pub error: LaunchError<E>,
     /// Ended by being dropped.
-    ending: Option<MpiRun>,
+    ending: Option<ProcessRun>,
 }
 
 impl<E: core::fmt::Display + core::fmt::Debug> Failed<E> {
@@ -295,7 +357,7 @@ fn joined<T>(thread: JoinHandle<T>, within: Duration) -> Option<std::thread::Res
     Some(thread.join())
 }
 
-impl Drop for MpiRun {
+impl Drop for ProcessRun {
     fn drop(&mut self) {
         if self.threads.is_some() {
             // Nothing new when the run has failed already.
@@ -305,7 +367,7 @@ impl Drop for MpiRun {
     }
 }
 
-/// Runs `body` as this process's rank, from MPI's start to its end, and gives its result.
+/// Runs `body` as this process's rank, from the ranks' connecting to its end, and gives its result.
 ///
 /// The first rank that fails, by an error, a panic or a collective, stops all the others; its trouble is the error
 /// returned on every rank. A [`CommError`] may travel through code that cannot return errors as a panic payload, as with
@@ -313,25 +375,29 @@ impl Drop for MpiRun {
 ///
 /// # Errors
 ///
-/// [`Failed`] as described, to be printed and ended with; its error is [`LaunchError::Mpi`] when MPI cannot be started.
+/// [`Failed`] as described, to be printed and ended with; its error is [`LaunchError::Start`] when this process cannot become a rank.
 ///
 /// ```no_run
-/// use zero_core::collective::mpi::{MpiOptions, run};
+/// use zero_core::collective::launcher::Start;
+/// use zero_core::collective::process::{ProcessOptions, run};
 /// use zero_core::{Buffer, Collective, CommError, ReduceOp};
-/// let sum = run(&MpiOptions::default(), |run| -> Result<Buffer, CommError> {
+/// let start = Start::from_environment()?;
+/// let sum = run(&ProcessOptions::default(), &start, |run| -> Result<Buffer, CommError> {
 ///     run.comm().all_reduce(Buffer::F32(vec![run.comm().rank() as f32]), ReduceOp::Sum)
 /// });
 /// if let Err(failed) = sum {
 ///     eprintln!("{failed}");
 ///     failed.end_process();
 /// }
+/// # Ok::<(), zero_core::collective::launcher::EnvironmentError>(())
 /// ```
-pub fn run<T, E, F>(options: &MpiOptions, body: F) -> Result<T, Failed<E>>
+pub fn run<T, E, F>(options: &ProcessOptions, start: &Start, body: F) -> Result<T, Failed<E>>
 where
     E: core::fmt::Display + core::fmt::Debug,
-    F: FnOnce(&MpiRun) -> Result<T, E>,
+    F: FnOnce(&ProcessRun) -> Result<T, E>,
 {
-    let run = start(options).map_err(|error| Failed { error: LaunchError::Mpi(error), ending: None })?;
+    let run = self::start(options, start)
+        .map_err(|error| Failed { error: LaunchError::Start(Box::new(error)), ending: None })?;
     let failure = match catch_unwind(AssertUnwindSafe(|| body(&run))) {
         Ok(Ok(value)) => return run.close(None).map(|()| value),
         Ok(Err(error)) => RankFailure::Failed(error),

@@ -1,12 +1,12 @@
-//! The communication thread (`rank-N-mpi`): it alone calls MPI.
+//! The communication thread (`rank-N-link`): it alone uses the link to the other ranks.
 //!
 //! It takes commands from the rank's other threads and messages from the other ranks, and brings them together. An
 //! exchange is *announced* to every other rank of its group by a control message, with its payload inside or on its way.
 //! What another rank announces is *early* until this rank has come to the same operation; only then are its words
-//! compared and its payload's receive posted. Buffers belong to this thread for as long as MPI may touch them, so that
+//! compared and its payload's receive posted. Buffers belong to this thread for as long as the link may touch them, so that
 //! an operation that is given up leaves nothing dangling.
 //!
-//! MPI makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
+//! The link makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
 //! with naps that grow otherwise ([`Idle`]); a command ends a nap at once.
 
 mod payload;
@@ -21,13 +21,13 @@ use payload::dispose;
 
 use super::super::DType;
 use super::super::landing::Landing;
-use super::link::Link;
+use super::link::{Heard, Link};
 use super::message::{Answer, Message, Payload, Slot};
 use super::serve::{Asked, Job};
 use super::shared::{At, Command, Exchange, Got, Read, Receive, Send, Served, Shared};
 use super::traffic::{For, Held, Idle, Incoming, Outgoing, Underway};
 use crate::CommError;
-use crate::error::MpiError;
+use crate::error::LinkError;
 
 /// An exchange under way.
 struct Active {
@@ -54,22 +54,26 @@ struct Early {
     payload: Payload,
 }
 
-pub(super) struct Pump {
-    link: Link,
+pub(super) struct Pump<L: Link> {
+    // Dropped before what it may still read and write.
+    link: L,
     shared: Arc<Shared>,
     inbox: Receiver<Command>,
     chunk: usize,
     active: HashMap<Slot, Active>,
     early: HashMap<Slot, Vec<Early>>,
     reads: HashMap<u64, Reading>,
-    underway: Underway,
+    underway: Underway<L::Ongoing>,
     next_tag: i32,
+    /// Ranks to which there is no connection any more.
+    lost: Vec<bool>,
     aborted: bool,
     ending: Option<(bool, Instant)>,
 }
 
-impl Pump {
-    pub(super) fn new(link: Link, shared: Arc<Shared>, inbox: Receiver<Command>, chunk: usize) -> Self {
+impl<L: Link> Pump<L> {
+    pub(super) fn new(link: L, shared: Arc<Shared>, inbox: Receiver<Command>, chunk: usize) -> Self {
+        let lost = vec![false; shared.place.world];
         Self {
             link,
             shared,
@@ -80,13 +84,14 @@ impl Pump {
             reads: HashMap::new(),
             underway: Underway::default(),
             next_tag: 0,
+            lost,
             aborted: false,
             ending: None,
         }
     }
 
-    /// Runs until it is told to finish; gives MPI's error, if it came to one. Whether MPI was ended.
-    pub(super) fn run(mut self) -> Result<bool, MpiError> {
+    /// Runs until it is told to finish; gives the link's error, if it came to one. Whether the link was ended well.
+    pub(super) fn run(mut self) -> Result<bool, LinkError> {
         let mut idle = Idle::new();
         loop {
             match self.turn() {
@@ -115,14 +120,14 @@ impl Pump {
         }
     }
 
-    /// Whether MPI has finished with everything.
+    /// Whether the link has finished with everything.
     fn is_quiet(&self) -> bool {
         self.underway.outgoing.is_empty() && self.underway.incoming.is_empty()
     }
 
     /// Whether a payload is on its way: one that comes in, or one that its receiver has come to.
     fn moves(&self) -> bool {
-        let wanted = |outgoing: &Outgoing| match (&outgoing.held, outgoing.slot) {
+        let wanted = |outgoing: &Outgoing<L::Ongoing>| match (&outgoing.held, outgoing.slot) {
             (Held::Message(_), _) => false,
             (_, None) => true,
             (_, Some(slot)) => self.active.get(&slot).is_none_or(|active| !active.missing.contains(&outgoing.to)),
@@ -136,16 +141,19 @@ impl Pump {
     }
 
     /// Does all that can be done now; whether there was anything.
-    fn turn(&mut self) -> Result<bool, MpiError> {
+    fn turn(&mut self) -> Result<bool, LinkError> {
         let mut busy = false;
         while let Ok(command) = self.inbox.try_recv() {
             self.obey(command)?;
             busy = true;
         }
-        while let Some((from, bytes)) = self.link.next_message()? {
-            match Message::decode(&bytes) {
-                Ok(message) => self.hear(from, message)?,
-                Err(error) => self.shared.fail(&format!("rank {from} sent {error}"), None),
+        while let Some(heard) = self.link.next_message()? {
+            match heard {
+                Heard::Message { from, bytes } => match Message::decode(&bytes) {
+                    Ok(message) => self.hear(from, message)?,
+                    Err(error) => self.shared.fail(&format!("rank {from} sent {error}"), None),
+                },
+                Heard::Lost { peer, reason } => self.lose(peer, &reason),
             }
             busy = true;
         }
@@ -153,12 +161,18 @@ impl Pump {
         Ok(busy)
     }
 
-    fn obey(&mut self, command: Command) -> Result<(), MpiError> {
+    fn obey(&mut self, command: Command) -> Result<(), LinkError> {
         match command {
             Command::Exchange(exchange) => self.begin(exchange)?,
             Command::Read(read) => {
                 let (id, window, key, peer) = (read.id, read.window, read.key, read.peer);
                 if let Err(error) = self.shared.check(at_read(&read), []) {
+                    end_read(Reading { read, tag: String::new(), landing: None, pieces: 0 }, Err(error));
+                    return Ok(());
+                }
+                if self.lost[peer] {
+                    self.shared.blame(peer, "it has ended, and what it had published with it");
+                    let error = self.shared.stopped(at_read(&read));
                     end_read(Reading { read, tag: String::new(), landing: None, pieces: 0 }, Err(error));
                     return Ok(());
                 }
@@ -197,7 +211,7 @@ impl Pump {
         Ok(())
     }
 
-    fn hear(&mut self, from: usize, message: Message) -> Result<(), MpiError> {
+    fn hear(&mut self, from: usize, message: Message) -> Result<(), LinkError> {
         match message {
             Message::Arrived { slot, op, payload } => {
                 let early = Early { from, op, payload };
@@ -231,8 +245,20 @@ impl Pump {
         Ok(())
     }
 
+    /// The connection to a rank has ended. After its goodbye that is what was to come, unless it owes this rank something.
+    fn lose(&mut self, peer: usize, reason: &str) {
+        self.lost[peer] = true;
+        // It says nothing more.
+        self.shared.note_done(peer);
+        let owes = self.reads.values().any(|reading| reading.read.peer == peer)
+            || self.active.values().any(|active| active.receiving.contains_key(&peer));
+        if owes || !self.shared.has_left(peer) {
+            self.shared.blame(peer, reason);
+        }
+    }
+
     /// Announces an exchange, and takes what has been announced for it.
-    fn begin(&mut self, exchange: Exchange) -> Result<(), MpiError> {
+    fn begin(&mut self, exchange: Exchange) -> Result<(), LinkError> {
         let slot = exchange.slot;
         let early = self.early.remove(&slot).unwrap_or_default();
         let missing: Vec<usize> = exchange.receives.iter().map(|receive| receive.from).collect();
@@ -261,7 +287,7 @@ impl Pump {
     }
 
     /// Compares what another rank has announced with what this one is in, and takes its payload.
-    fn meet(&mut self, slot: Slot, early: Early) -> Result<(), MpiError> {
+    fn meet(&mut self, slot: Slot, early: Early) -> Result<(), LinkError> {
         // An early announcement that did not match has ended the exchange.
         let Some(active) = self.active.get_mut(&slot) else { return Ok(()) };
         let Early { from, op, payload } = early;
@@ -313,7 +339,7 @@ impl Pump {
     }
 
     /// Takes an owner's answer.
-    fn see(&mut self, id: u64, answer: Answer) -> Result<(), MpiError> {
+    fn see(&mut self, id: u64, answer: Answer) -> Result<(), LinkError> {
         // Of a read that failed in the meantime: its payload stays where it is.
         let Some(reading) = self.reads.get_mut(&id) else { return Ok(()) };
         let read = &reading.read;
@@ -335,6 +361,11 @@ impl Pump {
                             other_op: format!("published {} of {size} bytes there", reading.tag),
                         };
                         self.end_read(id, Err(error));
+                        if let Payload::Follows { tag, .. } = payload {
+                            // Its owner is sending it, and ends only when it has come somewhere.
+                            let landing = Arc::new(Landing::new(DType::U8, size));
+                            self.receive_payload(peer, tag, &landing, 0..size, For::Nobody)?;
+                        }
                         return Ok(());
                     }
                     None => {
@@ -390,8 +421,8 @@ impl Pump {
         }
     }
 
-    /// Takes what MPI has finished with.
-    fn test(&mut self) -> Result<bool, MpiError> {
+    /// Takes what the link has finished with.
+    fn test(&mut self) -> Result<bool, LinkError> {
         let mut busy = false;
         let mut at = 0;
         while at < self.underway.outgoing.len() {
@@ -455,6 +486,7 @@ impl Pump {
                     self.end_read(id, Ok(()));
                 }
             }
+            For::Nobody => {}
         }
     }
 }

@@ -1,6 +1,6 @@
-//! The MPI library, as one thread sees it: messages of bytes on two communicators, and who is on which machine.
+//! A link over the MPI library: messages of bytes on two communicators, and who is on which machine.
 //!
-//! Everything here is called on the thread that called [`Link::open`] (`MPI_THREAD_FUNNELED`), which the type's being
+//! Everything here is called on the thread that called [`MpiLink::open`] (`MPI_THREAD_FUNNELED`), which the type's being
 //! neither `Send` nor `Sync` sees to. Errors are returned (`MPI_ERRORS_RETURN`), never fatal inside MPI.
 
 use std::ffi::{c_int, c_void};
@@ -9,27 +9,15 @@ use std::mem::MaybeUninit;
 
 use mpi::ffi;
 
-use super::super::launcher::Place;
-use crate::error::MpiError;
-
-/// Largest tag that every MPI library takes.
-pub(super) const MAX_TAG: i32 = 32_767;
-
-/// Most bytes of one message; MPI counts elements in a C `int`.
-pub(super) const MAX_CHUNK: usize = 1 << 30;
-
-/// The two streams of messages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Channel {
-    Control,
-    Data,
-}
+use super::super::super::launcher::Place;
+use super::{Channel, Heard, Link, MAX_CHUNK};
+use crate::error::LinkError;
 
 /// A send or receive that MPI has not finished with.
 #[derive(Debug)]
-pub(super) struct Ongoing(ffi::MPI_Request);
+pub(in super::super) struct Ongoing(ffi::MPI_Request);
 
-pub(super) struct Link {
+pub(in super::super) struct MpiLink {
     control: ffi::MPI_Comm,
     data: ffi::MPI_Comm,
     /// MPI calls belong to one thread.
@@ -37,7 +25,7 @@ pub(super) struct Link {
 }
 
 /// Turns a return code into a result.
-fn checked(call: &'static str, code: c_int) -> Result<(), MpiError> {
+fn checked(call: &'static str, code: c_int) -> Result<(), LinkError> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());
     }
@@ -50,18 +38,18 @@ fn checked(call: &'static str, code: c_int) -> Result<(), MpiError> {
         0 => format!("code {code}"),
         _ => String::from_utf8_lossy(&text[..length.min(text.len())]).into_owned(),
     };
-    Err(MpiError { call, reason })
+    Err(LinkError { call, reason })
 }
 
-impl Link {
+impl MpiLink {
     /// Starts MPI, and learns this rank's place. `node_size`: so many ranks in a row count as one machine.
-    pub(super) fn open(node_size: Option<usize>) -> Result<(Self, Place), MpiError> {
+    pub(in super::super) fn open(node_size: Option<usize>) -> Result<(Self, Place), LinkError> {
         let mut flag: c_int = 0;
         // SAFETY: this call may be made before MPI is started; the pointer is to a local.
         checked("MPI_Initialized", unsafe { ffi::MPI_Initialized(&raw mut flag) })?;
         if flag != 0 {
             let reason = "MPI was started before: a process runs one rank, once".to_string();
-            return Err(MpiError { call: "MPI_Init_thread", reason });
+            return Err(LinkError { call: "MPI_Init_thread", reason });
         }
         let mut provided: c_int = 0;
         // SAFETY: null arguments are allowed since MPI-2; MPI is not started (above); reading MPI's constants is reading
@@ -71,7 +59,7 @@ impl Link {
             checked("MPI_Init_thread", ffi::MPI_Init_thread(none, std::ptr::null_mut(), funneled, &raw mut provided))?;
             if provided < funneled {
                 let reason = format!("threads are supported to level {provided} only, {funneled} is needed");
-                return Err(MpiError { call: "MPI_Init_thread", reason });
+                return Err(LinkError { call: "MPI_Init_thread", reason });
             }
             checked(
                 "MPI_Comm_set_errhandler",
@@ -84,7 +72,7 @@ impl Link {
     }
 
     /// Who is where. Every rank has just started MPI, so that these collectives of MPI's own all meet.
-    fn place(&self, node_size: Option<usize>) -> Result<Place, MpiError> {
+    fn place(&self, node_size: Option<usize>) -> Result<Place, LinkError> {
         let (rank, world) = size_of(self.control)?;
         let mut leader = rank as c_int;
         match node_size {
@@ -119,20 +107,19 @@ impl Link {
             Channel::Data => self.data,
         }
     }
+}
 
-    /// Starts sending `length` bytes.
-    ///
-    /// # Safety
-    ///
-    /// The bytes stay where they are, unchanged, until [`Link::test`] has said that the send has ended.
-    pub(super) unsafe fn send(
-        &self,
+impl Link for MpiLink {
+    type Ongoing = Ongoing;
+
+    unsafe fn send(
+        &mut self,
         channel: Channel,
         to: usize,
         tag: i32,
         bytes: *const u8,
         length: usize,
-    ) -> Result<Ongoing, MpiError> {
+    ) -> Result<Ongoing, LinkError> {
         assert!(length <= MAX_CHUNK, "payloads are cut into messages that MPI can count");
         let mut request = MaybeUninit::uninit();
         // SAFETY: the caller answers for the bytes; `request` is written when the call succeeds, and read only then.
@@ -152,18 +139,7 @@ impl Link {
         }
     }
 
-    /// Starts receiving `length` bytes of data.
-    ///
-    /// # Safety
-    ///
-    /// The memory is there, and nobody else's, until [`Link::test`] has said that the receive has ended.
-    pub(super) unsafe fn receive(
-        &self,
-        from: usize,
-        tag: i32,
-        to: *mut u8,
-        length: usize,
-    ) -> Result<Ongoing, MpiError> {
+    unsafe fn receive(&mut self, from: usize, tag: i32, to: *mut u8, length: usize) -> Result<Ongoing, LinkError> {
         assert!(length <= MAX_CHUNK, "payloads are cut into messages that MPI can count");
         let mut request = MaybeUninit::uninit();
         // SAFETY: as in `send`.
@@ -176,8 +152,7 @@ impl Link {
         }
     }
 
-    /// Whether a send or receive has ended: then the number of bytes that have come (of a send: anything).
-    pub(super) fn test(&self, ongoing: &mut Ongoing) -> Result<Option<usize>, MpiError> {
+    fn test(&mut self, ongoing: &mut Ongoing) -> Result<Option<usize>, LinkError> {
         let (mut flag, mut status) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed());
         // SAFETY: the request is one of MPI's that has not been tested to its end; a status of zeros is a valid value.
         unsafe {
@@ -186,8 +161,7 @@ impl Link {
         }
     }
 
-    /// The next control message, if one has come: its sender and its bytes.
-    pub(super) fn next_message(&self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
+    fn next_message(&mut self) -> Result<Option<Heard>, LinkError> {
         let (mut flag, mut status) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed());
         // SAFETY: as in `test`; what is received then fits the vector, whose length MPI has said, and comes from a message
         // that has been announced: control messages are short enough to be sent with their announcement.
@@ -203,18 +177,18 @@ impl Link {
             let (from, tag) = (status.MPI_SOURCE, status.MPI_TAG);
             let code = ffi::MPI_Recv(to, length, ffi::RSMPI_UINT8_T, from, tag, self.control, ffi::RSMPI_STATUS_IGNORE);
             checked("MPI_Recv", code)?;
-            Ok(Some((from as usize, bytes)))
+            Ok(Some(Heard::Message { from: from as usize, bytes }))
         }
     }
 
     /// Ends MPI. Every rank must come here: it waits for them.
-    pub(super) fn close(self) -> Result<(), MpiError> {
+    fn close(self) -> Result<(), LinkError> {
         // SAFETY: MPI was started by `open`, on this thread, and is not used after this.
         checked("MPI_Finalize", unsafe { ffi::MPI_Finalize() })
     }
 }
 
-fn duplicate() -> Result<ffi::MPI_Comm, MpiError> {
+fn duplicate() -> Result<ffi::MPI_Comm, LinkError> {
     let mut copy = MaybeUninit::uninit();
     // SAFETY: `copy` is written when the call succeeds, and read only then. The error handler is inherited.
     unsafe {
@@ -223,7 +197,7 @@ fn duplicate() -> Result<ffi::MPI_Comm, MpiError> {
     }
 }
 
-fn size_of(comm: ffi::MPI_Comm) -> Result<(usize, usize), MpiError> {
+fn size_of(comm: ffi::MPI_Comm) -> Result<(usize, usize), LinkError> {
     let (mut rank, mut world) = (0, 0);
     // SAFETY: the pointers are to locals, the communicator is a live one.
     unsafe {
@@ -233,7 +207,7 @@ fn size_of(comm: ffi::MPI_Comm) -> Result<(usize, usize), MpiError> {
     Ok((rank as usize, world as usize))
 }
 
-fn count(status: &ffi::MPI_Status) -> Result<usize, MpiError> {
+fn count(status: &ffi::MPI_Status) -> Result<usize, LinkError> {
     let mut bytes = 0;
     // SAFETY: the status was written by MPI, or is of a send, for which any number will do.
     checked("MPI_Get_count", unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &raw mut bytes) })?;

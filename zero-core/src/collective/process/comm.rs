@@ -13,15 +13,16 @@ use super::super::landing::Landing;
 use super::super::operation::{self, Description, child_id};
 use super::super::progress::Progress;
 use super::super::{Buffer, Collective, DType, Join, Joined, Pending, ReduceOp, Request, flight, launcher};
+use super::run::Keeper;
 use super::shared::{At, Command, Exchange, Receive, Send, Shared};
 use crate::accounting::WireCounter;
 use crate::{CommError, Partition};
 
 /// One rank's end of a group of processes.
 ///
-/// Errors and flight records name ranks of the whole run, also in a group of some of them ([`MpiComm::split`]), where
+/// Errors and flight records name ranks of the whole run, also in a group of some of them ([`ProcessComm::split`]), where
 /// [`Collective::rank`] and the roots of broadcasts count within the group.
-pub struct MpiComm {
+pub struct ProcessComm {
     inner: Arc<Inner>,
     progress: OnceLock<Progress>,
 }
@@ -36,11 +37,13 @@ struct Inner {
     /// This rank's place among them.
     me: usize,
     next: AtomicU64,
+    /// Of a run that ends with its last communicator.
+    keeper: Option<Arc<Keeper>>,
 }
 
-impl core::fmt::Debug for MpiComm {
+impl core::fmt::Debug for ProcessComm {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "MpiComm({} of {}, '{}')", self.inner.me, self.inner.members.len(), self.inner.label)
+        write!(f, "ProcessComm({} of {}, '{}')", self.inner.me, self.inner.members.len(), self.inner.label)
     }
 }
 
@@ -304,18 +307,37 @@ fn bytes_of(part: &Partition, place: usize, dtype: DType) -> core::ops::Range<us
     range.start * dtype.size()..range.end * dtype.size()
 }
 
-impl MpiComm {
-    fn new(shared: Arc<Shared>, id: u64, label: &str, members: Arc<[usize]>) -> Arc<Self> {
+impl ProcessComm {
+    fn new(
+        (shared, keeper): (Arc<Shared>, Option<Arc<Keeper>>),
+        id: u64,
+        label: &str,
+        members: Arc<[usize]>,
+    ) -> Arc<Self> {
         let rank = shared.rank();
         let me = members.iter().position(|&member| member == rank).expect("a rank builds groups that it belongs to");
-        let inner = Inner { shared, id, label: label.into(), members, me, next: AtomicU64::new(0) };
+        let inner = Inner { shared, id, label: label.into(), members, me, next: AtomicU64::new(0), keeper };
         Arc::new(Self { inner: Arc::new(inner), progress: OnceLock::new() })
     }
 
     /// The group of all ranks.
     pub(super) fn world_of(shared: Arc<Shared>) -> Arc<Self> {
         let members = (0..shared.place.world).collect();
-        Self::new(shared, 0, "world", members)
+        Self::new((shared, None), 0, "world", members)
+    }
+
+    /// `comm`, with `keeper` ended when it and all groups made of it have gone.
+    pub(super) fn keeping(comm: &Self, keeper: Keeper) -> Arc<Self> {
+        let Inner { shared, id, label, members, next, .. } = &*comm.inner;
+        let kept = Self::new((shared.clone(), Some(Arc::new(keeper))), *id, label, members.clone());
+        // Relaxed: its operations come after those of `comm`, on the thread that goes over to it.
+        kept.inner.next.store(next.load(Ordering::Relaxed), Ordering::Relaxed);
+        kept
+    }
+
+    /// What a group made of this one shares with it.
+    fn family(&self) -> (Arc<Shared>, Option<Arc<Keeper>>) {
+        (self.inner.shared.clone(), self.inner.keeper.clone())
     }
 
     fn progress(&self) -> &Progress {
@@ -347,7 +369,7 @@ impl MpiComm {
         let seq = self.inner.next.load(Ordering::Relaxed);
         let same = colors.chunks_exact(8).zip(self.inner.members.iter()).filter(|(of, _)| **of == color.to_le_bytes());
         let members = same.map(|(_, &rank)| rank).collect();
-        Ok(Self::new(self.inner.shared.clone(), child_id(self.inner.id, seq, color.wrapping_add(1)), label, members))
+        Ok(Self::new(self.family(), child_id(self.inner.id, seq, color.wrapping_add(1)), label, members))
     }
 
     /// The ranks of this group on the same machine. A collective of this group.
@@ -359,17 +381,17 @@ impl MpiComm {
         self.split(label, self.place().node as u64)
     }
 
-    /// The ranks of this group that have the same local rank on their machines. A collective of this group.
+    /// The ranks of this group that are as many-eth on their machines as this one. A collective of this group.
     ///
     /// # Errors
     ///
     /// As any collective's.
     pub fn split_across_nodes(&self, label: &str) -> Result<Arc<Self>, CommError> {
-        self.split(label, self.place().local_rank as u64)
+        self.split(label, self.place().index_on_node() as u64)
     }
 }
 
-impl Collective for MpiComm {
+impl Collective for ProcessComm {
     fn rank(&self) -> usize {
         self.inner.me
     }
@@ -414,7 +436,7 @@ impl Collective for MpiComm {
         // Every rank has passed the same barrier, so its sequence number names this duplication on all of them.
         let seq = self.inner.next.load(Ordering::Relaxed);
         let id = child_id(self.inner.id, seq, 0);
-        Ok(Self::new(self.inner.shared.clone(), id, label, self.inner.members.clone()))
+        Ok(Self::new(self.family(), id, label, self.inner.members.clone()))
     }
 
     fn abort(&self, reason: &str) {

@@ -1,5 +1,6 @@
-//! `cargo build --release -p zero-core --features mpi --example mpi_rates`, then
-//! `mpirun -n 2 target/release/examples/mpi_rates [MB] [rounds]`
+//! `cargo build --release -p zero-core --example process_rates`, then over sockets
+//! `torchrun --nproc-per-node 2 --no-python target/release/examples/process_rates [MB] [rounds] [bytes of a message]`,
+//! or, built with `--features mpi`, over MPI `mpirun -n 2 target/release/examples/process_rates [MB] [rounds] ...`
 //!
 //! All-gather and reduce-scatter of `MB` (100) million bytes of f32 between processes, the same between threads of one
 //! process, and a plain copy of as many bytes, in one run. GB/s count the whole tensor once, as the micro-benchmark of
@@ -12,7 +13,9 @@ use std::alloc::System;
 use std::time::{Duration, Instant};
 
 use zero_core::alloc::PageKeeper;
-use zero_core::collective::mpi::{MpiOptions, run};
+use zero_core::collective::exit::code;
+use zero_core::collective::launcher::Start;
+use zero_core::collective::process::{ProcessOptions, run};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
 use zero_core::{Buffer, Collective, CommError, ReduceOp};
 
@@ -102,19 +105,27 @@ fn main() {
     let bytes = arguments.first().copied().unwrap_or(100) * 1_000_000;
     let rounds = arguments.get(1).copied().unwrap_or(15);
     let chunk = arguments.get(2).copied();
-    let mut options = MpiOptions { deadline: Duration::from_secs(60), ..MpiOptions::default() };
+    let mut options = ProcessOptions { deadline: Duration::from_secs(60), ..ProcessOptions::default() };
     options.chunk_bytes = chunk.unwrap_or(options.chunk_bytes);
-    let outcome = run(&options, |run| -> Result<(), CommError> {
+    let start = match Start::from_environment() {
+        Ok(start) => start,
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::exit(code::BAD_INPUT);
+        }
+    };
+    let link = if let Start::Mpi(_) = start { "mpi" } else { "sockets" };
+    let outcome = run(&options, &start, |run| -> Result<(), CommError> {
         let comm = run.comm();
-        engine("mpi", &**comm, bytes, rounds)?;
+        engine(link, &**comm, bytes, rounds)?;
         comm.barrier()?;
         std::thread::sleep(Duration::from_millis(500));
-        let before = cpu_of("rank-", "-mpi");
+        let before = cpu_of("rank-", "-link");
         std::thread::sleep(Duration::from_secs(2));
-        let idle = (cpu_of("rank-", "-mpi") - before) / 2;
+        let idle = (cpu_of("rank-", "-link") - before) / 2;
         comm.barrier()?;
         if comm.rank() == 0 {
-            println!("{:<28} {:>7.2} ms of processor time a second", "mpi, idle", idle.as_secs_f64() * 1e3);
+            println!("{:<28} {:>7.2} ms of processor time a second", format!("{link}, idle"), idle.as_secs_f64() * 1e3);
             memcpy(bytes, rounds);
             let threads = ThreadOptions { deadline: Duration::from_secs(60) };
             run_threads(comm.world(), &threads, |comm| engine("threads", &*comm, bytes, rounds))

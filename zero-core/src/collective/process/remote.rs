@@ -10,7 +10,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 use super::super::flight::{Entry, Opening};
 use super::super::landing::Landing;
 use super::super::{Buffer, DType};
-use super::comm::MpiComm;
+use super::comm::ProcessComm;
 use super::serve::{Job, Lookup};
 use super::shared::{At, Command, Got, Read, Shared};
 use crate::CommError;
@@ -25,7 +25,7 @@ pub(crate) struct Remote {
 
 impl Remote {
     /// The next window of `comm`'s run, of which other ranks see what `lookup` finds.
-    pub(crate) fn join(comm: &MpiComm, lookup: Lookup) -> Self {
+    pub(crate) fn join(comm: &ProcessComm, lookup: Lookup) -> Self {
         let shared = comm.shared().clone();
         // Relaxed: only the number matters, and windows are joined in an order that the program gives.
         let window = shared.next_window.fetch_add(1, Ordering::Relaxed);

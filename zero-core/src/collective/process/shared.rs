@@ -101,7 +101,7 @@ pub(super) enum Command {
     Leave,
     /// After a failure: this rank's process is about to end.
     Done,
-    /// Ends the thread, when all has been sent or `within` has passed; MPI is ended if asked for.
+    /// Ends the thread, when all has been sent or `within` has passed; the link is ended well if asked for.
     Finish {
         finalize: bool,
         within: Duration,
@@ -186,6 +186,14 @@ impl Shared {
         }
     }
 
+    /// Fails the run for the end of `peer`, which cannot say it itself; all ranks hear of it.
+    pub(super) fn blame(&self, peer: usize, reason: &str) {
+        if self.keep(Trouble { peer, reason: reason.to_string(), cause: None }) {
+            self.send(Command::Abort);
+            self.recorder.write(reason);
+        }
+    }
+
     /// Keeps the first trouble, and writes the flight record with it.
     pub(super) fn note(&self, trouble: Trouble) {
         let reason = trouble.reason.clone();
@@ -217,6 +225,11 @@ impl Shared {
         if !self.leaving.swap(true, Ordering::Relaxed) {
             self.send(Command::Leave);
         }
+    }
+
+    /// Whether `peer` has said that it takes part in nothing more.
+    pub(super) fn has_left(&self, peer: usize) -> bool {
+        self.state.lock().left[peer]
     }
 
     /// `peer` takes part in nothing more.

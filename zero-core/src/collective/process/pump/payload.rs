@@ -5,14 +5,14 @@ use std::sync::Arc;
 use crossbeam_channel::Sender;
 
 use super::super::super::landing::{Landing, chunks};
-use super::super::link::{Channel, MAX_TAG};
+use super::super::link::{Channel, Link, MAX_TAG};
 use super::super::message::{Answer, INLINE, Message, Payload, Slot};
 use super::super::serve::{Exposed, Job};
 use super::super::traffic::{For, Held, Incoming, Outgoing};
 use super::Pump;
-use crate::error::MpiError;
+use crate::error::LinkError;
 
-impl Pump {
+impl<L: Link> Pump<L> {
     /// How a payload is announced, and the tag under which it is to be sent, if it does not go along.
     pub(super) fn announce_payload(&mut self, bytes: &[u8]) -> (Payload, Option<i32>) {
         if bytes.len() <= INLINE {
@@ -24,7 +24,7 @@ impl Pump {
         (Payload::Follows { bytes: bytes.len() as u64, tag }, Some(tag))
     }
 
-    pub(super) fn say(&mut self, to: usize, message: &Message) -> Result<(), MpiError> {
+    pub(super) fn say(&mut self, to: usize, message: &Message) -> Result<(), LinkError> {
         let bytes = message.encode();
         // SAFETY: the vector is kept, unmoved on the heap, until the send has ended.
         let ongoing = unsafe { self.link.send(Channel::Control, to, 0, bytes.as_ptr(), bytes.len()) }?;
@@ -32,7 +32,7 @@ impl Pump {
         Ok(())
     }
 
-    pub(super) fn say_all(&mut self, message: &Message) -> Result<(), MpiError> {
+    pub(super) fn say_all(&mut self, message: &Message) -> Result<(), LinkError> {
         let rank = self.shared.rank();
         (0..self.shared.place.world).filter(|&to| to != rank).try_for_each(|to| self.say(to, message))
     }
@@ -45,7 +45,7 @@ impl Pump {
         bytes: &[u8],
         slot: Option<Slot>,
         held: impl Fn() -> Held,
-    ) -> Result<usize, MpiError> {
+    ) -> Result<usize, LinkError> {
         let mut pieces = 0;
         for range in chunks(bytes.len(), self.chunk) {
             let piece = &bytes[range];
@@ -63,7 +63,7 @@ impl Pump {
         id: u64,
         tag: String,
         exposed: Arc<Exposed>,
-    ) -> Result<(), MpiError> {
+    ) -> Result<(), LinkError> {
         let bytes = exposed.bytes();
         let (payload, data_tag) = self.announce_payload(bytes);
         self.say(to, &Message::Seen { id, answer: Answer::Ready { tag, payload } })?;
@@ -84,7 +84,7 @@ impl Pump {
         landing: &Arc<Landing>,
         range: core::ops::Range<usize>,
         purpose: For,
-    ) -> Result<usize, MpiError> {
+    ) -> Result<usize, LinkError> {
         let mut pieces = 0;
         for piece in chunks(range.len(), self.chunk) {
             let piece = range.start + piece.start..range.start + piece.end;

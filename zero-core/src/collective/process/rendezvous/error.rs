@@ -1,0 +1,135 @@
+//! Why ranks did not find each other.
+
+use super::super::super::launcher::EnvironmentError;
+
+/// A connection that was turned away.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// Where it came from.
+    pub from: String,
+    /// Why.
+    pub reason: String,
+}
+
+impl core::fmt::Display for Refused {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{} ({})", self.from, self.reason)
+    }
+}
+
+/// The ranks did not find each other.
+#[derive(Debug, thiserror::Error)]
+pub enum RendezvousError {
+    /// The environment does not say where.
+    #[error(transparent)]
+    Environment(#[from] EnvironmentError),
+    /// Rank 0 cannot listen.
+    #[error(
+        "rank 0 cannot listen at {host}:{port}: {source}; set MASTER_ADDR to rank 0's machine and MASTER_PORT to a port \
+         that nothing else uses there"
+    )]
+    Listen {
+        /// The address.
+        host: String,
+        /// The port.
+        port: u16,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// Ranks did not connect within the deadline.
+    #[error(
+        "rank 0 waited {waited_ms} ms at {host}:{port} for rank(s) {missing:?}, which did not connect{}: check that they \
+         were started, and that their MASTER_ADDR and MASTER_PORT are these", refused_list(.refused)
+    )]
+    Missing {
+        /// The address.
+        host: String,
+        /// The port.
+        port: u16,
+        /// Milliseconds waited.
+        waited_ms: u64,
+        /// The ranks.
+        missing: Vec<usize>,
+        /// Connections that were turned away meanwhile.
+        refused: Vec<Refused>,
+    },
+    /// Rank 0 could not be reached within the deadline.
+    #[error(
+        "rank {rank} could not reach rank 0 at {host}:{port} within {waited_ms} ms ({last}): check that rank 0 was started, \
+         that MASTER_ADDR is its machine, and that no firewall keeps MASTER_PORT closed"
+    )]
+    Unreachable {
+        /// This rank.
+        rank: usize,
+        /// The address.
+        host: String,
+        /// The port.
+        port: u16,
+        /// Milliseconds waited.
+        waited_ms: u64,
+        /// What the last attempt ran into.
+        last: String,
+    },
+    /// Rank 0 turned this process away, or is no rank 0.
+    #[error("rank {rank} was refused at {host}:{port}: {reason}")]
+    Refused {
+        /// This rank.
+        rank: usize,
+        /// The address.
+        host: String,
+        /// The port.
+        port: u16,
+        /// What it said.
+        reason: String,
+    },
+    /// Two ranks of a machine say that they are the same one of it.
+    #[error(
+        "ranks {first} and {second} are both on {host} and both have LOCAL_RANK {local_rank}: give each process of a machine \
+         its own, from 0, as torchrun does, or leave it out"
+    )]
+    LocalRank {
+        /// The lower of the two ranks.
+        first: usize,
+        /// The other.
+        second: usize,
+        /// Their machine.
+        host: String,
+        /// What both say.
+        local_rank: usize,
+    },
+    /// All ranks had found rank 0, but not all could connect with one another.
+    #[error(
+        "rank {rank}: the ranks could not all connect with one another: {reason}; every rank must be able to reach every \
+         other, on any port"
+    )]
+    Mesh {
+        /// This rank.
+        rank: usize,
+        /// Who could not, and why.
+        reason: String,
+    },
+    /// The operating system gave no thread or socket.
+    #[error("rank {rank} got no thread or socket for its connections: {source}")]
+    System {
+        /// This rank.
+        rank: usize,
+        /// The system's error.
+        source: std::io::Error,
+    },
+}
+
+impl RendezvousError {
+    /// Whether another try may help: ranks that were late, or lost, and not settings that have to be changed.
+    pub fn may_pass(&self) -> bool {
+        use RendezvousError::{Mesh, Missing, System, Unreachable};
+        matches!(self, Missing { .. } | Unreachable { .. } | Mesh { .. } | System { .. })
+    }
+}
+
+fn refused_list(refused: &[Refused]) -> String {
+    if refused.is_empty() {
+        return String::new();
+    }
+    let list: Vec<String> = refused.iter().map(ToString::to_string).collect();
+    format!("; turned away meanwhile: {}", list.join(", "))
+}

@@ -1,0 +1,324 @@
+//! How the ranks of a job find each other, and connect each with each.
+//!
+//! 1. Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`; the others connect to it and say hello ([`hello`]).
+//! 2. Each tells rank 0 its machine and the port of a listener of its own. When all have, rank 0 sends everyone the table of
+//!    them, with a token that only this job's ranks know.
+//! 3. Each connects to the ranks between rank 0 and itself, and takes the connections of those above it.
+//! 4. Each reports to rank 0, which says go, or why not.
+//!
+//! Trouble anywhere ends the rendezvous of all ranks with its reason. What is not meant: encryption and authentication. Like
+//! the stores of other frameworks, this belongs on the network of a cluster; the token keeps apart jobs that share one.
+
+mod error;
+mod hello;
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+use std::io::{Error, ErrorKind, Read, Write};
+use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+pub use error::{Refused, RendezvousError};
+use hello::{Expected, Token, Turned};
+
+use super::super::launcher::{Place, Rendezvous};
+use super::super::machine::Machine;
+
+/// What ranks that have all found rank 0 have at least left for the rest.
+const REST: Duration = Duration::from_secs(5);
+/// How much longer than rank 0 the others wait for what it says, so that its own error comes first.
+const LONGER: Duration = Duration::from_secs(1);
+/// The longest message of a rendezvous: a table of many thousand ranks.
+const LONGEST: usize = 16 << 20;
+
+/// A rank's connections to all the others, and its place among them.
+pub(super) struct Mesh {
+    /// By rank; none to itself.
+    pub(super) streams: Vec<Option<TcpStream>>,
+    pub(super) place: Place,
+}
+
+/// What a rank tells of itself.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Seat {
+    machine: Machine,
+    /// What its environment says.
+    local_rank: Option<usize>,
+    /// Where it listens; rank 0 fills in the address, as it sees it.
+    address: Option<IpAddr>,
+    port: u16,
+}
+
+/// What rank 0 tells the others.
+#[derive(Debug, Serialize, Deserialize)]
+enum Word {
+    Table {
+        token: Token,
+        seats: Vec<Seat>,
+    },
+    Go,
+    /// The rendezvous has failed.
+    Stop(String),
+}
+
+impl Mesh {
+    /// The only rank.
+    pub(super) fn alone() -> Self {
+        Self { streams: vec![None], place: Place::from_leaders(0, &[0]) }
+    }
+
+    fn new(rank: usize, streams: BTreeMap<usize, TcpStream>, seats: &[Seat], node_size: Option<usize>) -> Self {
+        let leader = |of: usize| match node_size {
+            Some(ranks) => of - of % ranks.max(1),
+            None => seats.iter().position(|seat| seat.machine.id == seats[of].machine.id).unwrap_or(of),
+        };
+        let leaders: Vec<usize> = (0..seats.len()).map(leader).collect();
+        let mut place = Place::from_leaders(rank, &leaders);
+        if let (None, Some(local_rank)) = (node_size, seats[rank].local_rank) {
+            place.local_rank = local_rank;
+        }
+        let mut all: Vec<Option<TcpStream>> = seats.iter().map(|_| None).collect();
+        for (peer, stream) in streams {
+            all[peer] = Some(stream);
+        }
+        Self { streams: all, place }
+    }
+}
+
+/// Connects this process with the other ranks of its job. A collective: every process calls it, once.
+pub(super) fn connect(job: &Rendezvous, deadline: Duration, node_size: Option<usize>) -> Result<Mesh, RendezvousError> {
+    let begin = Instant::now();
+    match (job.world, job.rank) {
+        (1, _) => Ok(Mesh::alone()),
+        (_, 0) => lead(job, begin, deadline, node_size),
+        _ => follow(job, begin, deadline, node_size),
+    }
+}
+
+/// Rank 0's part.
+fn lead(
+    job: &Rendezvous,
+    begin: Instant,
+    deadline: Duration,
+    node_size: Option<usize>,
+) -> Result<Mesh, RendezvousError> {
+    let Rendezvous { world, host, port, .. } = job;
+    let failed = |source| RendezvousError::Listen { host: host.clone(), port: *port, source };
+    let listener = hello::bind(host, *port).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    let expected = Expected { at: 0, world: *world, ranks: 1..*world, token: None };
+    let (mut streams, refused) = hello::receive(&listener, &expected, begin + deadline);
+    drop(listener);
+    let missing: Vec<usize> = (1..*world).filter(|rank| !streams.contains_key(rank)).collect();
+    if !missing.is_empty() {
+        for stream in streams.values() {
+            // They have been welcomed: what comes next is the end.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        let waited_ms = begin.elapsed().as_millis() as u64;
+        return Err(RendezvousError::Missing { host: host.clone(), port: *port, waited_ms, missing, refused });
+    }
+    let settled = settle(job, &mut streams, (begin + deadline).max(Instant::now() + REST));
+    let seats = settled.inspect_err(|error| tell(&mut streams, &Word::Stop(error.to_string())))?;
+    tell(&mut streams, &Word::Go);
+    Ok(Mesh::new(0, streams, &seats, node_size))
+}
+
+/// All ranks have found rank 0: lets them connect with one another.
+fn settle(
+    job: &Rendezvous,
+    streams: &mut BTreeMap<usize, TcpStream>,
+    until: Instant,
+) -> Result<Vec<Seat>, RendezvousError> {
+    let mesh = |reason: String| RendezvousError::Mesh { rank: 0, reason };
+    let lost = |rank: usize, error: Error| format!("rank {rank} was lost while the ranks connected ({error})");
+    let mut seats = vec![Seat { machine: Machine::here(), local_rank: job.local_rank, address: None, port: job.port }];
+    for (&rank, stream) in &mut *streams {
+        let mut seat: Seat = hear(stream, until).map_err(|error| mesh(lost(rank, error)))?;
+        seat.address = stream.peer_addr().ok().map(|address| address.ip().to_canonical());
+        seats.push(seat);
+    }
+    compare(&seats)?;
+    let random = [RandomState::new().hash_one(job.port), RandomState::new().hash_one(job.world)];
+    let token: Token = std::array::from_fn(|byte| random[byte / 8].to_le_bytes()[byte % 8]);
+    tell(streams, &Word::Table { token, seats: seats.clone() });
+    let mut reasons = Vec::new();
+    for (&rank, stream) in &mut *streams {
+        match hear::<Result<(), String>>(stream, until + LONGER) {
+            Ok(Ok(())) => {}
+            Ok(Err(reason)) => reasons.push(reason),
+            Err(error) => reasons.push(lost(rank, error)),
+        }
+    }
+    if reasons.is_empty() { Ok(seats) } else { Err(mesh(reasons.join("; "))) }
+}
+
+/// Two processes of one host that say that they are the same one of it. Containers of one machine count on their own.
+fn compare(seats: &[Seat]) -> Result<(), RendezvousError> {
+    for (second, seat) in seats.iter().enumerate() {
+        let Some(local_rank) = seat.local_rank else { continue };
+        let same = |other: &Seat| other.machine == seat.machine && other.local_rank == seat.local_rank;
+        if let Some(first) = seats[..second].iter().position(same) {
+            return Err(RendezvousError::LocalRank { first, second, host: seat.machine.host.clone(), local_rank });
+        }
+    }
+    Ok(())
+}
+
+/// The other ranks' part.
+fn follow(
+    job: &Rendezvous,
+    begin: Instant,
+    deadline: Duration,
+    node_size: Option<usize>,
+) -> Result<Mesh, RendezvousError> {
+    let Rendezvous { rank, world, host, port, .. } = job;
+    let until = begin + deadline;
+    let refused = |reason: String| RendezvousError::Refused { rank: *rank, host: host.clone(), port: *port, reason };
+    let system = |source| RendezvousError::System { rank: *rank, source };
+    let mut leader = hello::knock((host, *port), (*rank, *world), None, until).map_err(|turned| match turned {
+        Turned::Away(reason) => refused(reason),
+        Turned::Late(last) => {
+            let waited_ms = begin.elapsed().as_millis() as u64;
+            RendezvousError::Unreachable { rank: *rank, host: host.clone(), port: *port, waited_ms, last }
+        }
+    })?;
+    // On all addresses: those who reach this machine from elsewhere may not reach it where rank 0 does.
+    let listener = hello::bind_all(0).map_err(system)?;
+    listener.set_nonblocking(true).map_err(system)?;
+    let own_port = listener.local_addr().map_err(system)?.port();
+    let seat = Seat { machine: Machine::here(), local_rank: job.local_rank, address: None, port: own_port };
+    let ended = |_: Error| {
+        refused("rank 0 ended, or gave up, before all ranks had connected; its own error says which are missing".into())
+    };
+    say(&mut leader, &seat).map_err(ended)?;
+    let until = until.max(Instant::now() + REST);
+    let (token, seats) = match hear(&mut leader, until + LONGER).map_err(ended)? {
+        Word::Table { token, seats } if seats.len() == *world => (token, seats),
+        Word::Stop(reason) => return Err(refused(reason)),
+        other => return Err(refused(format!("it said what does not belong here: {other:?}"))),
+    };
+    let until = until.max(Instant::now() + REST);
+    let reached = reach(job, &leader, &listener, &token, &seats, until);
+    let report = reached.as_ref().map(|_| ()).map_err(Clone::clone);
+    say(&mut leader, &report).map_err(ended)?;
+    match hear(&mut leader, until + LONGER + LONGER).map_err(ended)? {
+        Word::Go => {}
+        Word::Stop(reason) => return Err(RendezvousError::Mesh { rank: *rank, reason }),
+        other => return Err(refused(format!("it said what does not belong here: {other:?}"))),
+    }
+    let mut streams = reached.map_err(|reason| RendezvousError::Mesh { rank: *rank, reason })?;
+    streams.insert(0, leader);
+    Ok(Mesh::new(*rank, streams, &seats, node_size))
+}
+
+/// Connects with every rank but rank 0.
+fn reach(
+    job: &Rendezvous,
+    leader: &TcpStream,
+    listener: &TcpListener,
+    token: &Token,
+    seats: &[Seat],
+    until: Instant,
+) -> Result<BTreeMap<usize, TcpStream>, String> {
+    let Rendezvous { rank, world, .. } = *job;
+    let mut streams = BTreeMap::new();
+    // A rank on rank 0's machine may be known there by an address that means nothing elsewhere.
+    let there = leader.peer_addr().map_err(|error| error.to_string())?.ip().to_canonical();
+    for (peer, seat) in seats.iter().enumerate().take(rank).skip(1) {
+        let address = seat.address.filter(|address| !address.is_loopback()).unwrap_or(there).to_string();
+        let door = (address.as_str(), seat.port);
+        let stream = hello::knock(door, (rank, world), Some(token), until).map_err(|turned| {
+            let (Turned::Away(why) | Turned::Late(why)) = turned;
+            format!("rank {rank} did not reach rank {peer} at {}:{} ({why})", door.0, door.1)
+        })?;
+        streams.insert(peer, stream);
+    }
+    let expected = Expected { at: rank, world, ranks: rank + 1..world, token: Some(token) };
+    let (above, refused) = hello::receive(listener, &expected, until);
+    let missing: Vec<usize> = (rank + 1..world).filter(|peer| !above.contains_key(peer)).collect();
+    streams.extend(above);
+    match missing.is_empty() {
+        true => Ok(streams),
+        false => {
+            let refused: Vec<String> = refused.iter().map(ToString::to_string).collect();
+            Err(format!("rank {rank} was not reached by rank(s) {missing:?} {}", refused.join(", ")))
+        }
+    }
+}
+
+/// Sends everyone a message. Who has gone is noticed by what it does not answer.
+fn tell(streams: &mut BTreeMap<usize, TcpStream>, word: &Word) {
+    for stream in streams.values_mut() {
+        let _ = say(stream, word);
+    }
+}
+
+fn say<T: Serialize>(stream: &mut TcpStream, message: &T) -> std::io::Result<()> {
+    let text = serde_json::to_vec(message)?;
+    let mut bytes = (text.len() as u32).to_le_bytes().to_vec();
+    bytes.extend_from_slice(&text);
+    stream.write_all(&bytes)
+}
+
+fn hear<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> std::io::Result<T> {
+    let mut read = |bytes: &mut [u8]| -> std::io::Result<()> {
+        let mut have = 0;
+        while have < bytes.len() {
+            let left = until.saturating_duration_since(Instant::now());
+            // A timeout of nothing would be none.
+            stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            match stream.read(&mut bytes[have..]) {
+                Ok(0) => return Err(Error::new(ErrorKind::UnexpectedEof, "its connection ended")),
+                Ok(more) => have += more,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    return Err(Error::new(ErrorKind::TimedOut, "it said nothing in time"));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    };
+    let mut length = [0; 4];
+    read(&mut length)?;
+    let length = u32::from_le_bytes(length) as usize;
+    if length > LONGEST {
+        return Err(Error::new(ErrorKind::InvalidData, "a message that is longer than any"));
+    }
+    let mut text = vec![0; length];
+    read(&mut text)?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seat(id: &str, host: &str, local_rank: Option<usize>) -> Seat {
+        Seat { machine: Machine { id: id.into(), host: host.into() }, local_rank, address: None, port: 1 }
+    }
+
+    #[test]
+    fn places_follow_from_machines_and_local_ranks() {
+        let seats = [seat("a", "x", Some(1)), seat("b", "y", None), seat("a", "x", Some(0)), seat("b", "y", None)];
+        compare(&seats).unwrap();
+        let place = |rank: usize, node_size| Mesh::new(rank, BTreeMap::new(), &seats, node_size).place;
+        assert_eq!(place(0, None).node_of, [0, 1, 0, 1]);
+        assert_eq!((place(0, None).local_rank, place(2, None).local_rank), (1, 0), "the environment's");
+        assert_eq!((place(1, None).local_rank, place(3, None).local_rank), (0, 1), "in the order of ranks");
+        assert_eq!(place(3, Some(2)).node_of, [0, 0, 1, 1]);
+    }
+
+    #[test]
+    fn one_local_rank_twice_on_a_host_is_told_with_both() {
+        let twice = [seat("a", "x", Some(0)), seat("a", "x", Some(1)), seat("a", "x", Some(1))];
+        let error = compare(&twice).unwrap_err().to_string();
+        assert!(error.starts_with("ranks 1 and 2 are both on x and both have LOCAL_RANK 1"), "{error}");
+        // Two containers of one machine, each with one process.
+        compare(&[seat("a", "pod-0", Some(0)), seat("a", "pod-1", Some(0))]).unwrap();
+    }
+}

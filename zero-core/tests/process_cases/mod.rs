@@ -1,0 +1,677 @@
+//! What the engine of processes must do over every link, as cases that run in processes of their own. Each test starts its
+//! binary again as several ranks; there the test `rank` runs the case that the environment names.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::process_common::{Launched, LinkUnderTest, await_file, launch, note, note_pid, pid, rank_of, signal};
+use half::{bf16, f16};
+use zero_core::collective::DType;
+use zero_core::collective::exit::{code, end_process};
+use zero_core::collective::flight;
+use zero_core::collective::launcher::Start;
+use zero_core::collective::process::{ProcessOptions, ProcessRun, run};
+use zero_core::collective::threads::{ThreadOptions, run as run_threads};
+use zero_core::window::{Expose, Exposure, Key, Seen, Whole, Window};
+use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
+
+type Case = fn(&ProcessRun, &Path) -> Result<(), CommError>;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn cases() -> Vec<(&'static str, ProcessOptions, Case)> {
+    let options = ProcessOptions { deadline: Duration::from_secs(20), ..ProcessOptions::default() };
+    let chunks = ProcessOptions { chunk_bytes: 1000, ..options.clone() };
+    let hasty = ProcessOptions { deadline: Duration::from_millis(700), ..options.clone() };
+    let nodes = ProcessOptions { node_size: Some(2), ..options.clone() };
+    let of = |options: &ProcessOptions| options.clone();
+    vec![
+        ("collectives", of(&options), collectives as Case),
+        ("chunks", of(&chunks), collectives),
+        ("groups", of(&options), groups),
+        ("nodes", of(&nodes), nodes_of_two),
+        ("window", of(&options), window),
+        ("window chunks", of(&chunks), window),
+        ("bulk", of(&options), bulk),
+        ("bulk chunks", of(&ProcessOptions { chunk_bytes: 100_000, ..options.clone() }), bulk),
+        ("window failed", of(&options), window_failed),
+        ("window left", of(&options), window_left),
+        ("window late", of(&hasty), window_late),
+        ("window tag", of(&options), window_tag),
+        ("mismatch", of(&options), mismatch),
+        ("skip", of(&options), skip),
+        ("leave", of(&options), leave),
+        ("abort", of(&options), abort),
+        ("panic", of(&options), panics),
+        ("late", of(&hasty), late),
+        ("signal", of(&ProcessOptions { deadline: Duration::from_secs(2), ..options }), signalled),
+    ]
+}
+
+/// A rank of a case. Without the environment of one it does nothing.
+#[test]
+fn rank() {
+    let Some((name, folder)) = rank_of() else { return };
+    let (_, mut options, case) =
+        cases().into_iter().find(|(of, ..)| *of == name).unwrap_or_else(|| panic!("no case '{name}'"));
+    options.flight_dir = Some(folder.clone());
+    let mut who = None;
+    let start = Start::from_environment().expect("the launcher sets what it should");
+    let outcome = run(&options, &start, |run| {
+        who = Some(run.comm().place().rank);
+        note_pid(&folder, run.comm().place().rank);
+        case(run, &folder)
+    });
+    let text = outcome.as_ref().map_or_else(ToString::to_string, |()| "ok".to_string());
+    note(&folder, who.expect("the ranks can be connected"), &text);
+    match outcome {
+        Ok(()) => end_process(code::SUCCESS),
+        Err(failed) => failed.end_process(),
+    }
+}
+
+fn launched(case: &str, ranks: usize) -> Launched {
+    launch((super::LINK, "process_cases::rank"), case, ranks, LIMIT, |_| {})
+}
+
+// ---- collectives ----
+
+fn values(rank: usize, len: usize, salt: usize) -> Vec<f32> {
+    (0..len)
+        .map(|i| ((i * 7919 + rank * 104_729 + salt * 31) % 2003) as f32 * 0.37 - 300.0 + 1e-3 * rank as f32)
+        .collect()
+}
+
+/// This rank's contribution, in each of the types.
+fn inputs(rank: usize, len: usize) -> Vec<Buffer> {
+    let v = values(rank, len, 1);
+    vec![
+        Buffer::F32(v.clone()),
+        Buffer::F64(v.iter().map(|&x| f64::from(x) * 1.1).collect()),
+        Buffer::F16(v.iter().map(|&x| f16::from_f32(x)).collect()),
+        Buffer::Bf16(v.iter().map(|&x| bf16::from_f32(x)).collect()),
+        Buffer::U8(v.iter().map(|&x| (x.abs() as u32 % 7) as u8).collect()),
+    ]
+}
+
+/// Every collective of every type and several sizes, in one order on every rank.
+fn requests(rank: usize, world: usize) -> Vec<Request> {
+    let mut all = vec![Request::Barrier(""), Request::Barrier("a test")];
+    for len in [0, 1, 2, 3, 7, 64, 1001, 5000] {
+        for buffer in inputs(rank, len) {
+            all.push(Request::AllGather(buffer.clone()));
+            all.extend((0..world).map(|root| Request::Broadcast(buffer.clone(), root)));
+            all.push(Request::AllReduce(buffer.clone(), ReduceOp::Max));
+            if buffer.dtype().name() != "u8" {
+                all.push(Request::AllReduce(buffer.clone(), ReduceOp::Sum));
+                all.push(Request::AllReduce(buffer, ReduceOp::Mean));
+            }
+        }
+        for buffer in inputs(rank, len * world) {
+            all.push(Request::AllToAll(buffer.clone()));
+            all.push(Request::ReduceScatter(buffer.clone(), ReduceOp::Max));
+            if buffer.dtype().name() != "u8" {
+                all.push(Request::ReduceScatter(buffer.clone(), ReduceOp::Sum));
+                all.push(Request::ReduceScatter(buffer, ReduceOp::Mean));
+            }
+        }
+    }
+    all
+}
+
+fn bits(buffer: &Buffer) -> Vec<u64> {
+    match buffer {
+        Buffer::F32(v) => v.iter().map(|x| u64::from(x.to_bits())).collect(),
+        Buffer::F64(v) => v.iter().map(|x| x.to_bits()).collect(),
+        Buffer::F16(v) => v.iter().map(|x| u64::from(x.to_bits())).collect(),
+        Buffer::Bf16(v) => v.iter().map(|x| u64::from(x.to_bits())).collect(),
+        Buffer::U8(v) => v.iter().map(|&x| u64::from(x)).collect(),
+    }
+}
+
+/// The same bits and the same count of bytes as the threads engine, whether run here or started.
+fn collectives(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    let (rank, world) = (comm.rank(), comm.world());
+    let expected = run_threads(world, &ThreadOptions::default(), |comm| {
+        let results: Result<Vec<Buffer>, CommError> =
+            requests(comm.rank(), world).into_iter().map(|request| comm.execute(request)).collect();
+        results.map(|results| (results, comm.wire().read()))
+    })
+    .unwrap();
+    let (results, wire) = &expected[rank];
+    let compare = |got: &Buffer, request: &str, i: usize| {
+        assert_eq!(got.dtype(), results[i].dtype(), "{request}");
+        assert_eq!(bits(got), bits(&results[i]), "{request}, number {i}");
+    };
+    for (i, request) in requests(rank, world).into_iter().enumerate() {
+        let name = format!("{request:?}");
+        compare(&comm.execute(request)?, &name, i);
+    }
+    assert_eq!(comm.wire().read(), *wire);
+    let started: Vec<_> = requests(rank, world).into_iter().map(|request| comm.start(request)).collect();
+    for (i, pending) in started.into_iter().enumerate() {
+        compare(&pending.wait()?, "started", i);
+    }
+    Ok(())
+}
+
+#[test]
+fn collectives_have_the_bits_of_the_threads_engine() {
+    for ranks in 1..=4 {
+        launched("collectives", ranks).assert_ok();
+    }
+}
+
+#[test]
+fn payloads_of_several_messages_arrive_whole() {
+    for ranks in [2, 3] {
+        launched("chunks", ranks).assert_ok();
+    }
+}
+
+/// Two groups of the same ranks, used by two threads at the same time, in orders of their own.
+fn groups(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    let (left, right) = (comm.duplicate("left")?, comm.duplicate("right")?);
+    let use_it = |group: &dyn Collective, salt: usize, pause: bool| -> Result<(), CommError> {
+        for round in 0..100 {
+            if pause && round % 10 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let len = 1 + (round * 37 + salt) % 4000;
+            let sum = group.all_reduce(Buffer::F32(values(group.rank(), len, salt)), ReduceOp::Sum)?.into_f32();
+            let mut expected = values(0, len, salt);
+            for rank in 1..group.world() {
+                expected.iter_mut().zip(values(rank, len, salt)).for_each(|(a, b)| *a += b);
+            }
+            assert_eq!(sum, expected);
+        }
+        Ok(())
+    };
+    let slow = comm.rank() == 0;
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| use_it(&*left, 1, slow));
+        use_it(&*right, 2, !slow)?;
+        other.join().unwrap()
+    })?;
+    assert_eq!((left.label(), right.label()), ("left", "right"));
+    // A group of a group, while the first has started operations.
+    let pending: Vec<_> = (0..10).map(|i| left.start(Request::AllGather(Buffer::U8(vec![i; 3])))).collect();
+    let child = left.duplicate("child")?;
+    child.barrier()?;
+    for (i, pending) in pending.into_iter().enumerate() {
+        assert_eq!(pending.wait()?.into_u8(), vec![i as u8; 3 * comm.world()]);
+    }
+    Ok(())
+}
+
+#[test]
+fn groups_are_used_at_the_same_time() {
+    launched("groups", 2).assert_ok();
+    launched("groups", 3).assert_ok();
+}
+
+fn nodes_of_two(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let (comm, place) = (run.comm(), run.comm().place());
+    let (rank, world) = (comm.rank(), comm.world());
+    assert_eq!((place.node, place.local_rank), (rank / 2, rank % 2));
+    assert_eq!((place.nodes, place.local_world), (world.div_ceil(2), 2.min(world - rank / 2 * 2)));
+    let node = comm.split_by_node("node")?;
+    assert_eq!(node.members(), place.of_node());
+    assert_eq!((node.rank(), node.world()), (place.local_rank, place.local_world));
+    let across = comm.split_across_nodes("across")?;
+    assert_eq!(across.members(), place.across_nodes());
+    // The sum over all, by way of both, and in the groups at the same time.
+    let part = node.all_reduce(Buffer::F64(vec![rank as f64 + 1.0; 5]), ReduceOp::Sum)?;
+    let here: f64 = place.of_node().iter().map(|&rank| rank as f64 + 1.0).sum();
+    assert_eq!(part, Buffer::F64(vec![here; 5]));
+    let seen = across.all_gather(Buffer::U8(vec![rank as u8]))?.into_u8();
+    assert_eq!(seen, across.members().iter().map(|&rank| rank as u8).collect::<Vec<_>>());
+    let all = comm.all_gather(Buffer::U8(vec![rank as u8]))?;
+    assert_eq!(all.into_u8().len(), world);
+    Ok(())
+}
+
+#[test]
+fn ranks_form_groups_by_machine() {
+    for ranks in [1, 3, 4] {
+        launched("nodes", ranks).assert_ok();
+    }
+}
+
+// ---- the window ----
+
+/// A piece as a parameter's: bytes, which may not be there yet.
+#[derive(Debug)]
+struct Piece {
+    bytes: Vec<u8>,
+    ready: AtomicBool,
+    broken: bool,
+}
+
+impl Piece {
+    fn new(rank: usize, len: usize) -> Arc<Self> {
+        let bytes = (0..len).map(|i| (i * 31 + rank * 7) as u8).collect();
+        Arc::new(Self { bytes, ready: AtomicBool::new(true), broken: false })
+    }
+}
+
+impl Expose for Piece {
+    fn expose(&self) -> Exposure {
+        if self.broken {
+            return Exposure::Failed("its disk is gone".to_string());
+        }
+        if !self.ready.load(Ordering::Acquire) {
+            return Exposure::Pending;
+        }
+        Exposure::Ready { tag: format!("u8 [{}]", self.bytes.len()), bytes: Box::new(self.bytes.clone()) }
+    }
+}
+
+fn bytes_of(seen: Seen<Piece>) -> (String, Vec<u8>) {
+    match seen {
+        Seen::Bytes { tag, bytes } => (tag, bytes),
+        Seen::Here(_) => panic!("ranks are processes"),
+    }
+}
+
+fn window(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    let (rank, world) = (comm.rank(), comm.world());
+    let window: Window<Piece> = Window::join_processes(comm);
+    let second: Window<Piece> = Window::join_processes(comm);
+    let peers: Vec<usize> = (0..world).filter(|&peer| peer != rank).collect();
+    let key = |object, version| Key { object, version };
+    assert!(window.is_remote());
+
+    // Sizes inside and outside of the message, all at once, some published late.
+    let sizes = [0, 1, 100, 8192, 8193, 300_000];
+    let mut kept = Vec::new();
+    for (object, &len) in sizes.iter().enumerate() {
+        if object == 3 && rank == 0 {
+            std::thread::sleep(Duration::from_millis(60));
+        }
+        let piece = Piece::new(rank, len + rank);
+        window.publish(key(object as u64, 0), &piece);
+        kept.push(piece);
+        for (seen, &peer) in window.read_all(&peers, key(object as u64, 0), &"a piece")?.into_iter().zip(&peers) {
+            let (tag, bytes) = bytes_of(seen);
+            assert_eq!(tag, format!("u8 [{}]", len + peer));
+            assert_eq!(bytes, Piece::new(peer, len + peer).bytes);
+        }
+    }
+    // This rank's own is the value itself.
+    assert!(window.read(rank, key(1, 0), &"my own")?.here().is_some());
+
+    // The whole, in place: rank r has `len` bytes at `r len`.
+    let len = 70_001;
+    let piece = Piece::new(rank, len);
+    window.publish(key(50, 3), &piece);
+    let pieces: Vec<_> = peers.iter().map(|&peer| (peer, peer * len..(peer + 1) * len)).collect();
+    let tag = format!("u8 [{len}]");
+    let own = Some((rank * len, &piece.bytes[..]));
+    let whole = Whole { dtype: DType::U8, elements: world * len, tag: &tag, own, pieces: &pieces };
+    let all = window.gather(whole, key(50, 3), &"a whole")?;
+    assert_eq!(all.into_u8(), (0..world).flat_map(|rank| Piece::new(rank, len).bytes.clone()).collect::<Vec<u8>>());
+    let hole = Whole { own: None, ..whole };
+    assert!(matches!(window.gather(hole, key(50, 3), &"a whole"), Err(CommError::Shape { .. })));
+
+    // A pending value holds up nobody but those who want it.
+    let pending = Arc::new(Piece { bytes: vec![9; 10], ready: AtomicBool::new(false), broken: false });
+    window.publish(key(60, 0), &pending);
+    let waiting: Vec<_> = peers.iter().map(|&peer| window.begin_read(peer, key(60, 0), &"what is pending")).collect();
+    for seen in second_of(&second, rank, &peers)? {
+        assert_eq!(seen, 4);
+    }
+    comm.barrier()?;
+    pending.ready.store(true, Ordering::Release);
+    window.changed();
+    for reading in waiting {
+        assert_eq!(bytes_of(reading.wait()?).1, vec![9; 10]);
+    }
+
+    // What was replaced is gone.
+    comm.barrier()?;
+    let next = Piece::new(rank, 5);
+    window.publish(key(60, 1), &next);
+    drop(pending);
+    window.retract(key(60, 0));
+    comm.barrier()?;
+    for &peer in &peers {
+        let gone = window.read(peer, key(60, 0), &"the old one");
+        assert!(matches!(gone, Err(CommError::Gone { .. })), "{gone:?}");
+    }
+
+    // Values live until all have ended: ranks read from one that has returned.
+    let last = Piece::new(rank, 20_000);
+    window.publish(key(70, 0), &last);
+    if rank == 0 {
+        std::mem::forget((last, kept));
+        return Ok(());
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(bytes_of(window.read(0, key(70, 0), &"of a rank that has ended")?).1.len(), 20_000);
+    Ok(())
+}
+
+/// Payloads far larger than any buffer on the way, both ways at once on two groups, and reads while nobody takes them.
+fn bulk(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    let (rank, world) = (comm.rank(), comm.world());
+    let window: Window<Piece> = Window::join_processes(comm);
+    let other = comm.duplicate("other")?;
+    let key = |object| Key { object, version: 0 };
+    let large = Piece::new(rank, 20_000_000 + rank);
+    window.publish(key(1), &large);
+    comm.barrier()?;
+    let peer = (rank + 1) % world;
+    for round in 0..3_u64 {
+        let mine = vec![rank as u8 + round as u8; 12_000_000];
+        // Rank 0 has sent its part, and its thread waits in a read; the others come to the exchange only when they have read.
+        let first = (rank == 0).then(|| comm.start(Request::AllGather(Buffer::U8(mine.clone()))));
+        let (_, bytes) = bytes_of(window.read(peer, key(1), &"a large piece")?);
+        assert_eq!((bytes.len(), bytes[77]), (20_000_000 + peer, Piece::new(peer, 78).bytes[77]));
+        let small = Piece::new(rank, 10);
+        window.publish(key(100 + round), &small);
+        assert_eq!(bytes_of(window.read(peer, key(100 + round), &"a small piece")?).1, Piece::new(peer, 10).bytes);
+        let also = other.start(Request::AllToAll(Buffer::F32(vec![rank as f32; 1_000_000 * world])));
+        let all = first.unwrap_or_else(|| comm.start(Request::AllGather(Buffer::U8(mine)))).wait()?.into_u8();
+        for from in 0..world {
+            let part = &all[from * 12_000_000..(from + 1) * 12_000_000];
+            assert!(part.iter().all(|&byte| byte == from as u8 + round as u8), "the part of rank {from}");
+        }
+        let also = also.wait()?.into_f32();
+        assert!(also.iter().enumerate().all(|(i, &value)| value == (i / 1_000_000) as f32));
+        std::mem::forget(small);
+    }
+    std::mem::forget(large);
+    Ok(())
+}
+
+#[test]
+fn large_payloads_both_ways_hold_up_no_read() {
+    launched("bulk", 2).assert_ok();
+    launched("bulk chunks", 3).assert_ok();
+}
+
+/// A second window has keys of its own.
+fn second_of(window: &Window<Piece>, rank: usize, peers: &[usize]) -> Result<Vec<usize>, CommError> {
+    let piece = Piece::new(rank, 4);
+    let key = Key { object: 60, version: 0 };
+    window.publish(key, &piece);
+    let seen = window.read_all(peers, key, &"the second window's")?;
+    let lens = seen.into_iter().map(|seen| bytes_of(seen).1.len()).collect();
+    // Kept until the process ends: a slower rank may still ask.
+    std::mem::forget(piece);
+    Ok(lens)
+}
+
+#[test]
+fn windows_reach_across_processes() {
+    for ranks in [1, 2, 3] {
+        launched("window", ranks).assert_ok();
+    }
+    launched("window chunks", 2).assert_ok();
+}
+
+fn window_failed(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    let key = Key { object: 1, version: 0 };
+    let broken = Arc::new(Piece { bytes: vec![], ready: AtomicBool::new(true), broken: true });
+    if run.comm().rank() == 0 {
+        window.publish(key, &broken);
+        return run.comm().barrier();
+    }
+    window.read(0, key, &"parameter 7").map(|_| ())
+}
+
+#[test]
+fn a_value_that_cannot_be_had_fails_its_readers() {
+    let launched = launched("window failed", 2);
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.contains("parameter 7") && note.contains("its disk is gone"), "{note}");
+    }
+}
+
+fn window_left(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    if run.comm().rank() == 0 {
+        return Ok(());
+    }
+    window.read(0, Key { object: 1, version: 0 }, &"parameter 8").map(|_| ())
+}
+
+#[test]
+fn an_owner_that_has_ended_publishes_nothing_more() {
+    let launched = launched("window left", 2);
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.contains("parameter 8") && note.contains("rank 0 has already ended"), "{note}");
+    }
+}
+
+fn window_late(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    if run.comm().rank() == 0 {
+        std::thread::sleep(Duration::from_millis(1500));
+        return run.comm().barrier();
+    }
+    window.read(0, Key { object: 1, version: 0 }, &"parameter 9").map(|_| ())
+}
+
+#[test]
+fn a_reader_gives_up_at_the_deadline() {
+    let launched = launched("window late", 2);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.contains("a gather of parameter 9") && note.contains("for rank(s) [0]"), "{note}");
+    }
+    let report = flight::merge(&launched.flights()).unwrap();
+    assert!(report.waits.iter().any(|wait| wait.rank == 1 && wait.for_ranks == [0]), "{report}");
+}
+
+fn window_tag(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let window: Window<Piece> = Window::join_processes(run.comm());
+    let (rank, world, key) = (run.comm().rank(), run.comm().world(), Key { object: 1, version: 0 });
+    let piece = Piece::new(rank, 5000 + rank);
+    window.publish(key, &piece);
+    run.comm().barrier()?;
+    if rank == 1 {
+        let tag = "u8 [5000]";
+        let whole = Whole { dtype: DType::U8, elements: 5001, tag, own: None, pieces: &[(0, 0..5001)] };
+        assert!(matches!(window.gather(whole, key, &"a"), Err(CommError::Mismatch { .. })));
+        let whole = Whole { dtype: DType::U8, elements: 5000, tag: "f32 [5000]", own: None, pieces: &[(0, 0..5000)] };
+        let error = window.gather(whole, key, &"a").unwrap_err().to_string();
+        assert!(error.contains("f32 [5000]") && error.contains("u8 [5000]"), "{error}");
+        let whole = Whole { dtype: DType::U8, elements: 5000, tag, own: None, pieces: &[(0, 0..5000)] };
+        assert_eq!(window.gather(whole, key, &"a")?.into_u8(), Piece::new(0, 5000).bytes);
+    }
+    assert!(world == 2);
+    run.comm().barrier()
+}
+
+#[test]
+fn a_piece_of_another_kind_is_refused() {
+    launched("window tag", 2).assert_ok();
+}
+
+// ---- trouble ----
+
+fn mismatch(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    comm.barrier()?;
+    let len = if comm.rank() == 1 { 5000 } else { 4000 };
+    comm.all_reduce(Buffer::F32(vec![0.0; len]), ReduceOp::Sum)?;
+    comm.barrier()
+}
+
+#[test]
+fn all_ranks_see_both_sides_of_a_mismatch() {
+    for ranks in [2, 3, 4] {
+        let launched = launched("mismatch", ranks);
+        assert_ne!(launched.code, Some(0));
+        for rank in 0..ranks {
+            let note = launched.note(rank);
+            assert!(note.contains("all_reduce of 4000 f32 (sum)") && note.contains("of 5000 f32"), "{note}");
+            assert!(note.contains("operation 1 of group 'world'"), "{note}");
+        }
+        let report = flight::merge(&launched.flights()).unwrap();
+        assert_eq!(launched.flights().len(), ranks, "{}", launched.output);
+        assert!(report.mismatches.len() == 1 && report.mismatches[0].seq == 1, "{report}");
+    }
+}
+
+fn skip(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    comm.barrier()?;
+    if comm.rank() != 1 {
+        comm.all_gather(Buffer::F32(vec![1.0; 3]))?;
+    }
+    comm.all_reduce(Buffer::F64(vec![1.0; 3]), ReduceOp::Max).map(|_| ())
+}
+
+#[test]
+fn a_skipped_collective_is_a_mismatch() {
+    let launched = launched("skip", 3);
+    for rank in 0..3 {
+        let note = launched.note(rank);
+        assert!(note.contains("all_gather of 3 f32") && note.contains("all_reduce of 3 f64 (max)"), "{note}");
+    }
+}
+
+fn leave(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    if comm.rank() == 1 {
+        return Ok(());
+    }
+    comm.barrier()
+}
+
+#[test]
+fn a_rank_that_returns_early_is_named() {
+    let launched = launched("leave", 3);
+    for rank in 0..3 {
+        let note = launched.note(rank);
+        assert!(note.contains("rank 1 has already ended"), "{note}");
+    }
+}
+
+fn abort(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    if comm.rank() == 1 {
+        comm.abort("the data ends here");
+    }
+    // Present and future operations fail; one of them is under way on a thread of its own.
+    let pending = comm.start(Request::AllGather(Buffer::U8(vec![1])));
+    assert!(matches!(pending.wait(), Err(CommError::PeerFailed { peer: 1, .. })));
+    let again = comm.barrier();
+    assert!(matches!(again, Err(CommError::PeerFailed { peer: 1, .. })));
+    Ok(())
+}
+
+#[test]
+fn an_abort_reaches_every_rank() {
+    let launched = launched("abort", 3);
+    assert_ne!(launched.code, Some(0));
+    for rank in 0..3 {
+        assert_eq!(launched.note(rank), "rank 1 of 3: the data ends here");
+    }
+    assert_eq!(launched.flights().len(), 3);
+}
+
+fn panics(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    if run.comm().rank() == 0 {
+        panic!("index 7 is out of bounds");
+    }
+    run.comm().barrier()
+}
+
+#[test]
+fn a_panic_is_the_trouble_of_all() {
+    let launched = launched("panic", 2);
+    assert_eq!(launched.code, Some(code::FAILURE));
+    for rank in 0..2 {
+        let note = launched.note(rank);
+        assert!(note.starts_with("rank 0 of 2:") && note.contains("index 7 is out of bounds"), "{note}");
+    }
+}
+
+fn late(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    for _ in 0..3 {
+        comm.barrier()?;
+    }
+    if comm.rank() == 2 {
+        std::thread::sleep(Duration::from_millis(1500));
+    }
+    comm.all_reduce(Buffer::F32(vec![0.0; 10]), ReduceOp::Sum).map(|_| ())
+}
+
+#[test]
+fn a_deadline_leaves_records_that_name_the_late_rank() {
+    let launched = launched("late", 3);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
+    for rank in 0..3 {
+        let note = launched.note(rank);
+        assert!(note.contains("all_reduce of 10 f32 (sum)") && note.contains("for rank(s) [2]"), "{note}");
+    }
+    assert_eq!(launched.flights().len(), 3);
+    let report = flight::merge(&launched.flights()).unwrap();
+    let late = &report.late[0];
+    assert_eq!((late.rank, late.seq, late.last_completed), (2, 3, Some(2)), "{report}");
+    assert_eq!(late.waited_for_by, [0, 1], "{report}");
+    println!("{report}");
+}
+
+fn signalled(run: &ProcessRun, folder: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    comm.barrier()?;
+    if comm.rank() == 1 {
+        std::fs::write(folder.join("ready"), "").unwrap();
+        std::thread::sleep(Duration::from_secs(30));
+    }
+    comm.all_gather(Buffer::F32(vec![0.0; 30_000])).map(|_| ())
+}
+
+#[test]
+fn a_killed_rank_ends_the_others() {
+    let launched = launch((super::LINK, "process_cases::rank"), "signal", 3, LIMIT, |folder| {
+        await_file(&folder.join("ready"));
+        signal(pid(folder, 1).unwrap(), libc::SIGKILL);
+    });
+    assert_ne!(launched.code, Some(0));
+    assert!(launched.took < Duration::from_secs(10), "{:?}: {}", launched.took, launched.output);
+    // Over MPI the launcher ends them before they know.
+    if super::LINK == LinkUnderTest::Sockets {
+        for rank in [0, 2] {
+            let note = launched.note(rank);
+            assert!(note.starts_with("rank 1 of 3: its connection ended: has its process, or its machine"), "{note}");
+        }
+        assert!(launched.took < Duration::from_secs(2), "far from the deadline: {:?}", launched.took);
+        assert_eq!(launched.flights().len(), 2);
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_found_at_the_deadline() {
+    let launched = launch((super::LINK, "process_cases::rank"), "signal", 3, LIMIT, |folder| {
+        await_file(&folder.join("ready"));
+        signal(pid(folder, 1).unwrap(), libc::SIGSTOP);
+    });
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
+    assert!(launched.took < Duration::from_secs(15), "{:?}", launched.took);
+    for rank in [0, 2] {
+        let note = launched.note(rank);
+        assert!(note.contains("all_gather of 30000 f32") && note.contains("for rank(s) [1]"), "{note}");
+    }
+    let report = flight::merge(&launched.flights()).unwrap();
+    // mpirun lets a stopped rank run again to end it: it may come to leave a record too.
+    let late = &report.late[0];
+    assert_eq!((late.rank, late.recorded), (1, report.without_record.is_empty()), "{report}");
+    assert_eq!(late.waited_for_by, [0, 2], "{report}");
+}

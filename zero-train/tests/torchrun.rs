@@ -1,0 +1,291 @@
+//! Ranks as processes without MPI: `cargo test -p zero-train --test torchrun`. The processes get the variables that torchrun
+//! sets, so that nothing is needed but the program.
+//!
+//! What threads compute, processes compute, bit by bit; and a job that cannot work, or that dies, says so on every rank.
+
+mod common;
+
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{trajectory, write_inputs};
+use serde_json::Value;
+
+const ZERO: &str = env!("CARGO_BIN_EXE_zero");
+
+/// No job here takes as long, however busy the machine.
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// Adds a small training to a command, whose results go to `run`.
+fn small(command: &mut Command, inputs: &Path, run: &Path, options: &[&str]) {
+    let at = |name: &str| inputs.join(name).into_os_string();
+    let model = if options.contains(&"--offload") { "wide" } else { "model" };
+    command.arg("train").arg("--model").arg(at(model)).arg("--data").arg(at("rows.safetensors"));
+    command.args(["--batch", "2", "--threads", "1", "--json", "--warmup", "2", "--clip", "1"]);
+    command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
+}
+
+/// One process as torchrun starts it.
+fn rank(rank: usize, ranks: usize, port: u16) -> Command {
+    let mut command = Command::new(ZERO);
+    let numbers = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks)];
+    command.envs(numbers.map(|(name, number)| (name, number.to_string())));
+    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    command
+}
+
+fn begin(command: &mut Command) -> Child {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// The ends of processes, which come within the limit.
+fn finish(children: Vec<Child>) -> Vec<Output> {
+    let pids: Vec<String> = children.iter().map(|child| child.id().to_string()).collect();
+    let (done, watch) = std::sync::mpsc::channel::<()>();
+    let watchdog = std::thread::spawn(move || {
+        if watch.recv_timeout(LIMIT).is_err() {
+            Command::new("kill").arg("-KILL").args(&pids).status().unwrap();
+            panic!("not done within {LIMIT:?}");
+        }
+    });
+    let outputs = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    done.send(()).unwrap();
+    watchdog.join().unwrap();
+    outputs
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn good(outputs: &[Output]) {
+    for output in outputs {
+        assert!(output.status.success(), "{}: {}", output.status, text(output));
+    }
+}
+
+fn threads(ranks: usize, inputs: &Path, run: &Path, options: &[&str]) {
+    let mut command = Command::new(ZERO);
+    small(&mut command, inputs, run, &[&["--ranks", &ranks.to_string()], options].concat());
+    good(&finish(vec![begin(&mut command)]));
+}
+
+fn processes(ranks: usize, inputs: &Path, run: &Path, options: &[&str]) -> Vec<Output> {
+    let port = free_port();
+    let start = |place: usize| {
+        let mut command = rank(place, ranks, port);
+        small(&mut command, inputs, run, options);
+        begin(&mut command)
+    };
+    finish((0..ranks).map(start).collect())
+}
+
+/// Bytes that each rank has received, by step and kind.
+fn wire(run: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
+    let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    steps
+        .flat_map(|step| {
+            step["ranks"].as_array().unwrap().iter().map(|rank| rank["wire_bytes"].clone()).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+#[test]
+fn processes_compute_what_threads_compute_bit_by_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let stages = ["0", "1", "2", "3"].map(|stage| (2, vec!["--stage", stage]));
+    let more = [
+        (3, vec!["--stage", "3"]),
+        (2, vec!["--stage", "3", "--dtype", "bf16"]),
+        (2, vec!["--stage", "1", "--accumulation", "2"]),
+        // One process is what it is without a launcher, and has one rank unless it is told otherwise.
+        (1, vec!["--stage", "1"]),
+    ];
+    for (place, (ranks, options)) in stages.into_iter().chain(more).enumerate() {
+        let options: Vec<&str> = options.into_iter().chain(["--steps", "4"]).collect();
+        let (ours, theirs) = (dir.path().join(format!("threads-{place}")), dir.path().join(format!("process-{place}")));
+        threads(ranks, dir.path(), &ours, &options);
+        good(&processes(ranks, dir.path(), &theirs, &options));
+        assert_eq!(trajectory(&theirs).len(), 4);
+        assert_eq!(trajectory(&theirs), trajectory(&ours), "{ranks} ranks, {options:?}");
+        let (here, there) = (wire(&ours), wire(&theirs));
+        assert!(here.len() == 4 * ranks && here.iter().all(Value::is_object), "{here:?}");
+        assert_eq!(there, here, "bytes received, {ranks} ranks, {options:?}");
+        let (ours, theirs) = (ours.join("checkpoints/step-00000004"), theirs.join("checkpoints/step-00000004"));
+        good(&finish(vec![begin(Command::new(ZERO).arg("diff").arg(ours).arg(theirs))]));
+    }
+}
+
+#[test]
+fn gathering_together_changes_no_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    std::fs::create_dir(dir.path().join("swap")).unwrap();
+    let swap = dir.path().join("swap").into_os_string().into_string().unwrap();
+    // Nothing persists, and little is gathered ahead: every load is a gather of its own.
+    let lean = r#"{
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 9000,
+            "reduce_bucket_size": 2000
+        }
+    }"#;
+    std::fs::write(dir.path().join("lean.json"), lean).unwrap();
+    let lean = dir.path().join("lean.json").into_os_string().into_string().unwrap();
+    let mut runs: Vec<(usize, Vec<&str>)> = Vec::new();
+    for ranks in [2, 3] {
+        runs.extend(["0", "1", "2", "3"].map(|stage| (ranks, vec!["--stage", stage, "--eval", "6"])));
+        runs.push((ranks, vec!["--config", &lean, "--eval", "6"]));
+    }
+    runs.push((2, vec!["--stage", "2", "--dtype", "bf16", "--accumulation", "2"]));
+    runs.push((2, vec!["--config", &lean, "--accumulation", "2"]));
+    runs.push((2, vec!["--stage", "3", "--offload", "all", "--swap", &swap]));
+    for (place, (ranks, options)) in runs.iter().enumerate() {
+        let options: Vec<&str> = options.iter().copied().chain(["--steps", "4"]).collect();
+        let (ours, theirs) = (dir.path().join(format!("threads-{place}")), dir.path().join(format!("process-{place}")));
+        threads(*ranks, dir.path(), &ours, &options);
+        good(&processes(*ranks, dir.path(), &theirs, &[&options[..], &["--gathers", "collective"]].concat()));
+        assert_eq!(trajectory(&theirs), trajectory(&ours), "{ranks} ranks, {options:?}");
+        // What is kept is gathered at the end of an update, not at the next use: once more in all. Ranks have equally long
+        // pieces, with filler. Before an update each tells the others in 192 bytes what it has called. What comes after
+        // the last line was written is in none.
+        let (here, there) = (wire(&ours), wire(&theirs));
+        for kind in ["reduce_scatter", "all_reduce", "broadcast"] {
+            let of = |steps: &[Value]| steps.iter().map(|step| step[kind].clone()).collect::<Vec<_>>();
+            assert_eq!(of(&there), of(&here), "{kind}, {ranks} ranks, {options:?}");
+        }
+        let sum = |steps: &[Value]| steps.iter().map(|step| step["all_gather"].as_u64().unwrap()).sum::<u64>();
+        let told = 192 * (*ranks as u64 - 1) * here.len() as u64;
+        let (here, there) = (sum(&here), sum(&there) - told);
+        assert!(
+            (here * 2 / 3..=here * 4 / 3).contains(&there),
+            "bytes of gathers, {ranks} ranks, {options:?}: {there}, {here}"
+        );
+        let (ours, theirs) = (ours.join("checkpoints/step-00000004"), theirs.join("checkpoints/step-00000004"));
+        good(&finish(vec![begin(Command::new(ZERO).arg("diff").arg(ours).arg(theirs))]));
+    }
+    let mut command = Command::new(ZERO);
+    small(&mut command, dir.path(), &dir.path().join("run"), &["--ranks", "2", "--gathers", "collective"]);
+    let output = finish(vec![begin(&mut command)]).swap_remove(0);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output).contains("--gathers given: expected ranks that are processes"), "{}", text(&output));
+}
+
+#[test]
+fn a_killed_rank_ends_the_other_which_names_it() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let run = dir.path().join("run");
+    let port = free_port();
+    let mut children: Vec<Child> = (0..2)
+        .map(|place| {
+            let mut command = rank(place, 2, port);
+            let endless = ["--stage", "3", "--steps", "100000", "--save-every", "5", "--deadline", "60"];
+            small(&mut command, dir.path(), &run, &endless);
+            begin(&mut command)
+        })
+        .collect();
+    let started = Instant::now();
+    while !run.join("checkpoints/latest").exists() {
+        assert!(started.elapsed() < LIMIT, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    children[1].kill().unwrap();
+    let killed = Instant::now();
+    let outputs = finish(children);
+    let told = text(&outputs[0]);
+    assert_eq!(outputs[0].status.code(), Some(1), "{told}");
+    assert!(told.contains("rank 1 of 2: its connection ended: has its process, or its machine, ended?"), "{told}");
+    assert!(killed.elapsed() < Duration::from_secs(15), "far from the deadline: {:?}", killed.elapsed());
+}
+
+#[test]
+fn ranks_that_do_not_find_each_other_say_why() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let run = dir.path().join("run");
+    let job = |places: &[(usize, usize, &str)]| -> Vec<(Option<i32>, String)> {
+        let port = free_port();
+        let start = |&(place, ranks, local): &(usize, usize, &str)| {
+            let mut command = rank(place, ranks, port);
+            small(command.env("LOCAL_RANK", local), dir.path(), &run, &["--steps", "3", "--deadline", "3"]);
+            begin(&mut command)
+        };
+        let outputs = finish(places.iter().map(start).collect());
+        outputs.iter().map(|output| (output.status.code(), text(output))).collect()
+    };
+    // A rank that was not started. Trying again may help.
+    let told = job(&[(0, 3, "0"), (1, 3, "1")]);
+    assert_eq!(told[0].0, Some(75), "{told:?}");
+    assert!(told[0].1.contains("for rank(s) [2], which did not connect"), "{told:?}");
+    assert!(told[1].1.contains("rank 0 ended, or gave up, before all ranks had connected"), "{told:?}");
+    // Settings that differ.
+    let told = job(&[(0, 2, "0"), (1, 3, "1")]);
+    assert_eq!(told[1].0, Some(2), "{told:?}");
+    assert!(told[1].1.contains("its WORLD_SIZE is 3, rank 0's is 2; give all ranks the same"), "{told:?}");
+    assert!(told[0].1.contains("its WORLD_SIZE is 3, rank 0's is 2"), "{told:?}");
+    // One local rank for two.
+    for (code, told) in job(&[(0, 2, "0"), (1, 2, "0")]) {
+        assert_eq!(code, Some(2), "{told}");
+        assert!(told.contains("ranks 0 and 1 are both on") && told.contains("LOCAL_RANK 0"), "{told}");
+    }
+    assert!(!run.join("out/metrics.jsonl").exists());
+}
+
+#[test]
+fn a_bad_environment_is_one_clear_error() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let run = dir.path().join("run");
+    let told = |variable: &str, value: Option<&str>| {
+        let mut command = rank(0, 2, free_port());
+        match value {
+            Some(value) => command.env(variable, value),
+            None => command.env_remove(variable),
+        };
+        small(&mut command, dir.path(), &run, &["--steps", "3"]);
+        let output = finish(vec![begin(&mut command)]).remove(0);
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output));
+        text(&output)
+    };
+    let error = told("MASTER_ADDR", None);
+    assert_eq!(error.trim().lines().count(), 1, "{error}");
+    assert!(error.contains("MASTER_ADDR: expected the name or address of rank 0's machine, got nothing"), "{error}");
+    let error = told("RANK", Some("2"));
+    assert!(error.contains("RANK: expected a number below WORLD_SIZE (2), got '2'"), "{error}");
+    assert!(!run.join("out").exists());
+}
+
+#[test]
+fn bad_input_and_settings_that_differ_end_every_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let run = dir.path().join("run");
+    for options in [&["--ranks", "3"][..], &["--stage", "7"], &["--data", "/nowhere"]] {
+        for output in processes(2, dir.path(), &run, &[options, &["--steps", "3"]].concat()) {
+            assert_eq!(output.status.code(), Some(2), "{options:?}: {}", text(&output));
+        }
+    }
+    let port = free_port();
+    let children = ["1", "2"].iter().enumerate().map(|(place, seed)| {
+        let mut command = rank(place, 2, port);
+        small(&mut command, dir.path(), &run, &["--steps", "3", "--seed", seed]);
+        begin(&mut command)
+    });
+    let outputs = finish(children.collect());
+    assert!(outputs.iter().all(|output| output.status.code() == Some(2)), "{outputs:?}");
+    // Others than rank 0 write to a file of their own by then.
+    let log = std::fs::read_to_string(run.join("out/logs/rank-00001.log")).unwrap();
+    for told in [text(&outputs[0]), log] {
+        assert!(told.contains("ranks were started with different settings") && told.contains("seed"), "{told}");
+    }
+    assert!(!run.join("out/metrics.jsonl").exists());
+}
