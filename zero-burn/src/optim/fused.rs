@@ -127,8 +127,10 @@ impl<A: ZeroAutodiff> Fused<A> {
             let updates = context.updates.as_ref().expect("only what is kept elsewhere makes a job");
             updates.start(&context, jobs).unwrap_or_else(|error| raise(error));
         }
-        // Every rank comes here; later one may use a parameter alone.
-        Context::<A::Base>::current().gather_awaited();
+        // Every rank comes here; later one may use a parameter alone. Ended at once, as pieces and wholes are there till then.
+        let context = Context::<A::Base>::current();
+        context.gather_awaited();
+        context.end_awaited();
         module
     }
 
