@@ -200,6 +200,12 @@ impl Bulk {
         Ok(())
     }
 
+    /// Waits until all that the ranks have begun through the hosts has ended. A collective.
+    pub(crate) fn finish(&self) -> Result<(), CommError> {
+        self.check()?;
+        self.comm.execute(Request::Barrier("the end of a rank")).map(drop)
+    }
+
     /// Waits until every rank has come this far (`purpose`), and compares what they have called by then.
     ///
     /// # Errors

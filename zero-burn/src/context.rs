@@ -498,6 +498,14 @@ impl<B: Backend> Context<B> {
         }
     }
 
+    /// The rank ends: what all ranks have begun together has ended on all of them. One that leaves with its part of an
+    /// operation still to come would keep the others.
+    pub(crate) fn end_gathers(&self) {
+        if let Some(bulk) = self.collecting() {
+            bulk.finish().unwrap_or_else(|error| raise(error));
+        }
+    }
+
     // ---- phases ----
 
     /// Gradients are being collected, perhaps of a backward pass that this rank had no part in: it passes the next fence.

@@ -302,6 +302,7 @@ where
             context.wait_for_updates();
             // What is gathered ahead for nothing is asked of ranks that are still there.
             context.gatherer.stop();
+            context.end_gathers();
             Ok::<T, E>(value)
         }));
         // The others learn of it before this rank takes down what they may be reading.

@@ -124,7 +124,7 @@ impl<B: Backend> Reducer<B> {
         let worker = Worker::new(format!("rank-{}-reducer", comm.rank()));
         let means = Means { comm, bulk, bucket_size, stage };
         let serving = match is_inline {
-            true => Serving::Inline(Box::new(Mutex::new(Server::new(means)))),
+            true => Serving::Inline(Box::new(Mutex::new(Server::inline(means)))),
             false => Serving::Thread(worker, means),
         };
         Self { serving, bucket_size, hurried: AtomicBool::new(false) }
@@ -204,8 +204,7 @@ impl<B: Backend> Reducer<B> {
     pub(crate) fn stop(&self) {
         match &self.serving {
             Serving::Thread(worker, _) => worker.stop(),
-            // What it holds of the context ends with the rank.
-            Serving::Inline(server) => server.lock().pass = None,
+            Serving::Inline(server) => server.lock().stop(),
         }
     }
 }
@@ -265,11 +264,13 @@ struct Incoming<B: Backend> {
 }
 
 impl<B: Backend> Lanes<B> {
-    fn new(means: &Means, context: &Arc<Context<B>>, plan: &[u64]) -> Self {
+    fn new(server: &Server<B>, context: &Arc<Context<B>>, plan: &[u64]) -> Self {
+        let means = &server.means;
         let Means { bucket_size, stage, .. } = *means;
         #[cfg(feature = "cubecl")]
         if let Some(bulk) = means.bulk.as_ref().filter(|_| zero_ops::is_cube::<B>()) {
-            return Lanes::Packed(Packed::new(bulk.clone(), bucket_size, stage, context));
+            let settler = server.settler.clone();
+            return Lanes::Packed(Packed::new(bulk.clone(), (bucket_size, stage), context, settler));
         }
         let comm = means.comm.clone();
         match comm.shares_memory() && !zero_ops::is_host::<B>() {
@@ -325,11 +326,41 @@ struct Server<B: Backend> {
     failure: Option<CommError>,
     /// Whether the order of a backward pass is known; all ranks learn it in the same pass.
     ordered: bool,
+    /// On the rank's own thread, which does not wait for the device.
+    #[cfg(feature = "cubecl")]
+    settler: Option<Arc<packed::Settler<B>>>,
 }
 
 impl<B: Backend> Server<B> {
     fn new(means: Means) -> Self {
-        Self { means, pass: None, failure: None, ordered: false }
+        Self {
+            means,
+            pass: None,
+            failure: None,
+            ordered: false,
+            #[cfg(feature = "cubecl")]
+            settler: None,
+        }
+    }
+
+    /// For the rank's own thread.
+    fn inline(means: Means) -> Self {
+        #[cfg(feature = "cubecl")]
+        let settler = Some(Arc::new(Worker::new(format!("rank-{}-reducer", means.comm.rank()))));
+        Self {
+            #[cfg(feature = "cubecl")]
+            settler,
+            ..Self::new(means)
+        }
+    }
+
+    /// Ends its thread, and what it holds of the context, which ends with the rank.
+    fn stop(&mut self) {
+        self.pass = None;
+        #[cfg(feature = "cubecl")]
+        if let Some(settler) = &self.settler {
+            settler.stop();
+        }
     }
 
     fn serve(&mut self, job: Job<B>) {
@@ -353,7 +384,7 @@ impl<B: Backend> Server<B> {
     fn begin(&mut self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) -> Result<(), CommError> {
         self.failure = None;
         let (plan, in_backward) = agree(&*self.means.comm, &context, phase, &indices)?;
-        let lanes = Lanes::new(&self.means, &context, &plan);
+        let lanes = Lanes::new(self, &context, &plan);
         self.pass = Some(Pass {
             context,
             plan,

@@ -2,17 +2,21 @@
 //!
 //! The layout is that of [`super::host`]: per rank a row, per parameter the same columns of each.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
+use crossbeam_channel::Receiver;
+use zero_core::collective::threads::panic_reason;
 use zero_core::{CommError, Partition, Stage};
 use zero_ops::{PackItem, Shared, UnpackItem};
 
 use super::{Incoming, names};
 use crate::bulk::{Begun, Bulk};
-use crate::context::{Context, stop};
+use crate::context::{Context, Worker, stop};
 use crate::shard::Cell;
+use crate::tier::Home;
 
 /// What kernels do not take, of the floats on a device that come here.
 const TOO_LARGE: &str = "a parameter of 2^31 elements or more cannot be reduced on a device: cut it in two";
@@ -59,10 +63,35 @@ pub(super) struct Packed<B: Backend> {
     counted: i64,
     in_flight: Option<InFlight<B>>,
     pieces: Vec<Option<Piece<B>>>,
+    /// Moves pieces that are kept elsewhere than on the device, where this runs on the rank's own thread.
+    settler: Option<Arc<Settler<B>>>,
+}
+
+/// The thread that moves reduced pieces out of a device's memory, which takes waiting for the device.
+pub(super) type Settler<B> = Worker<(Arc<Cell<B>>, Shared<B>)>;
+
+/// Gives a cell its piece, beside the rank's own thread.
+fn settle_beside<B: Backend>(inbox: Receiver<(Arc<Cell<B>>, Shared<B>)>) {
+    for (cell, piece) in inbox {
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| cell.settle(Ok(piece)))) {
+            cell.settle(Err(CommError::Device {
+                group: "gradients".into(),
+                seq: 0,
+                rank: cell.context.rank,
+                op: format!("moving a reduced gradient of {cell:?}"),
+                reason: panic_reason(&*payload).into(),
+            }));
+        }
+    }
 }
 
 impl<B: Backend> Packed<B> {
-    pub(super) fn new(bulk: Arc<Bulk>, bucket_size: usize, stage: Stage, context: &Arc<Context<B>>) -> Self {
+    pub(super) fn new(
+        bulk: Arc<Bulk>,
+        (bucket_size, stage): (usize, Stage),
+        context: &Arc<Context<B>>,
+        settler: Option<Arc<Settler<B>>>,
+    ) -> Self {
         let (config, world) = (&context.config, context.world);
         let divided = config.gradient_predivide_factor;
         Self {
@@ -82,6 +111,7 @@ impl<B: Backend> Packed<B> {
             counted: 0,
             in_flight: None,
             pieces: Vec::new(),
+            settler,
         }
     }
 
@@ -175,7 +205,11 @@ impl<B: Backend> Packed<B> {
         // One element of filler where the rank has none.
         let piece = target.unwrap_or_else(|| B::float_zeros(Shape::new([1]), &cell.device, cell.dtype.into()));
         let len = piece.shape().num_elements();
-        cell.settle(Ok(Shared::new(B::float_reshape(piece, Shape::new([len])))));
+        let piece = Shared::new(B::float_reshape(piece, Shape::new([len])));
+        match &self.settler {
+            Some(settler) if !matches!(cell.home(), Home::Backend) => settler.send((cell, piece), settle_beside),
+            _ => cell.settle(Ok(piece)),
+        }
     }
 
     pub(super) fn fail(&mut self, error: &CommError) {
