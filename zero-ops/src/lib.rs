@@ -23,6 +23,7 @@ mod fallback;
 #[cfg(feature = "flex")]
 mod flex;
 mod functions;
+mod rule;
 mod shared;
 
 pub use backend::{AttentionOptions, FusedBackend, Gelu};
@@ -33,7 +34,7 @@ pub use cube::any::{CudaSpan, End, OnCuda, begin_on_cuda};
 #[cfg(feature = "cubecl")]
 pub use cube::norm::sums_of_squares;
 #[cfg(feature = "cubecl")]
-pub use cube::optim::{GradScale, Update, UpdateItem, UpdateRule, Updated, fused_update};
+pub use cube::optim::{GradScale, Update, UpdateItem, Updated, fused_update};
 #[cfg(feature = "cubecl")]
 pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 #[cfg(feature = "flex")]
@@ -41,4 +42,5 @@ pub use flex::{Elements, Lent, elements, is_host, sum_of_squares};
 pub use functions::{
     attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
 };
+pub use rule::Rule;
 pub use shared::Shared;

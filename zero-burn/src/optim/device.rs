@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use burn_backend::{Backend, BackendTypes, TensorMetadata};
 use burn_std::DType;
-use zero_ops::{GradScale, Update, UpdateItem, Updated, fused_update};
+use zero_ops::{GradScale, Rule, Update, UpdateItem, Updated, fused_update};
 
 use super::fused::{States, mismatch};
-use super::rule::{Kernel, Rule};
+use super::rule::Kernel;
 use super::state::MASTER;
 use crate::context::stop;
 use crate::shard::{Cell, Template};

@@ -12,12 +12,13 @@ use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
 use burn_std::{DType, Shape};
 
 use zero_core::offload::DiskError;
+use zero_ops::Rule;
 
 #[cfg(feature = "cubecl")]
 use super::device;
 use super::disk::{Array, Job};
 use super::pass::{Arrays, elements_of, run};
-use super::rule::{Kernel, Rule};
+use super::rule::Kernel;
 use super::state::{MASTER, ParamState, StateRecord, flat};
 use crate::backend::Zero;
 use crate::context::{Context, raise, stop};

@@ -17,5 +17,5 @@ mod rule;
 mod state;
 
 pub use fused::{Fused, ParamInfo};
-pub use rule::Rule;
 pub use state::StateRecord;
+pub use zero_ops::Rule;

@@ -15,84 +15,18 @@ use cubecl::prelude::*;
 use super::any::{self, Body, elements, has_cube_tensors, is_countable, is_float};
 use super::many::{CHUNK, TAKES, UNITS, array, chunks, flat, grid, groups, overwritten, owned, shaped, width};
 use super::tensor::empty;
+use crate::rule::Rule;
 
-/// How a parameter `p` is updated by its gradient `g`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum UpdateRule {
-    /// `m = beta_1 m + (1 - beta_1) g`, `v = beta_2 v + (1 - beta_2) g^2`,
-    /// `p = p (1 - lr weight_decay) - lr (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`,
-    /// <https://arxiv.org/abs/1711.05101>. States: `m`, `v`.
-    AdamW {
-        /// Decay of the mean of gradients.
-        beta_1: f32,
-        /// Decay of the mean of squared gradients.
-        beta_2: f32,
-        /// Added to the square root of the second moment.
-        epsilon: f32,
-        /// Decoupled weight decay.
-        weight_decay: f32,
-    },
-    /// As AdamW, with `weight_decay p` added to the gradient instead, <https://arxiv.org/abs/1412.6980>. States: `m`, `v`.
-    Adam {
-        /// Decay of the mean of gradients.
-        beta_1: f32,
-        /// Decay of the mean of squared gradients.
-        beta_2: f32,
-        /// Added to the square root of the second moment.
-        epsilon: f32,
-        /// L2 penalty.
-        weight_decay: f32,
-    },
-    /// `b = momentum b + g`, `p = p - lr b`, with Nesterov `p = p - lr (g + momentum b)`; `weight_decay p` is added to `g`.
-    /// States: `b`; none without momentum.
-    Sgd {
-        /// Decay of the sum of gradients; 0 keeps no state.
-        momentum: f32,
-        /// Looks ahead by one step of the momentum.
-        nesterov: bool,
-        /// L2 penalty.
-        weight_decay: f32,
-    },
-    /// `p = p (1 - lr weight_decay) - lr sign(beta_1 m + (1 - beta_1) g)`, then `m = beta_2 m + (1 - beta_2) g`,
-    /// <https://arxiv.org/abs/2302.06675>. States: `m`.
-    Lion {
-        /// Weight of the mean in the update.
-        beta_1: f32,
-        /// Decay of the mean of gradients.
-        beta_2: f32,
-        /// Decoupled weight decay.
-        weight_decay: f32,
-    },
-    /// `s = s + g^2`, `p = p - lr g / (sqrt(s) + epsilon)`; `weight_decay p` is added to `g`,
-    /// <https://jmlr.org/papers/v12/duchi11a.html>. States: `s`.
-    Adagrad {
-        /// Added to the square root of the sum.
-        epsilon: f32,
-        /// L2 penalty.
-        weight_decay: f32,
-    },
-}
-
-impl UpdateRule {
-    /// Number of the states that the rule keeps for a parameter.
-    pub fn states(&self) -> usize {
-        match self {
-            UpdateRule::AdamW { .. } | UpdateRule::Adam { .. } => 2,
-            UpdateRule::Sgd { momentum: 0.0, .. } => 0,
-            UpdateRule::Sgd { .. } | UpdateRule::Lion { .. } | UpdateRule::Adagrad { .. } => 1,
-        }
-    }
-
-    fn kind(&self) -> Kind {
-        match self {
-            UpdateRule::AdamW { .. } => Kind::AdamW,
-            UpdateRule::Adam { .. } => Kind::Adam,
-            UpdateRule::Sgd { momentum: 0.0, .. } => Kind::Sgd,
-            UpdateRule::Sgd { nesterov: false, .. } => Kind::Momentum,
-            UpdateRule::Sgd { nesterov: true, .. } => Kind::Nesterov,
-            UpdateRule::Lion { .. } => Kind::Lion,
-            UpdateRule::Adagrad { .. } => Kind::Adagrad,
-        }
+/// Which of the kernels a rule is.
+fn kind(rule: &Rule) -> Kind {
+    match rule {
+        Rule::AdamW { .. } => Kind::AdamW,
+        Rule::Adam { .. } => Kind::Adam,
+        Rule::Sgd { momentum: 0.0, .. } => Kind::Sgd,
+        Rule::Sgd { nesterov: false, .. } => Kind::Momentum,
+        Rule::Sgd { nesterov: true, .. } => Kind::Nesterov,
+        Rule::Lion { .. } => Kind::Lion,
+        Rule::Adagrad { .. } => Kind::Adagrad,
     }
 }
 
@@ -100,7 +34,7 @@ impl UpdateRule {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
     /// The rule.
-    pub rule: UpdateRule,
+    pub rule: Rule,
     /// The learning rate of the step.
     pub lr: f64,
     /// Number of the step, from 1.
@@ -256,7 +190,7 @@ impl<R: CubeRuntime> Tensors<R> {
     /// What the kernel is compiled for.
     fn family(&self) -> Family {
         Family {
-            kind: self.update.rule.kind(),
+            kind: kind(&self.update.rule),
             gradient: self.gradient.dtype,
             copy: self.copy.as_ref().map(|copy| copy.dtype),
             width: self.width(),
@@ -369,13 +303,11 @@ fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
         weight_decay: f32,
     }
     let of = match update.rule {
-        UpdateRule::AdamW { beta_1, beta_2, epsilon, weight_decay }
-        | UpdateRule::Adam { beta_1, beta_2, epsilon, weight_decay } => Of { beta_1, beta_2, epsilon, weight_decay },
-        UpdateRule::Sgd { momentum, weight_decay, .. } => {
-            Of { beta_1: momentum, beta_2: 0.0, epsilon: 0.0, weight_decay }
-        }
-        UpdateRule::Lion { beta_1, beta_2, weight_decay } => Of { beta_1, beta_2, epsilon: 0.0, weight_decay },
-        UpdateRule::Adagrad { epsilon, weight_decay } => Of { beta_1: 0.0, beta_2: 0.0, epsilon, weight_decay },
+        Rule::AdamW { beta_1, beta_2, epsilon, weight_decay }
+        | Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => Of { beta_1, beta_2, epsilon, weight_decay },
+        Rule::Sgd { momentum, weight_decay, .. } => Of { beta_1: momentum, beta_2: 0.0, epsilon: 0.0, weight_decay },
+        Rule::Lion { beta_1, beta_2, weight_decay } => Of { beta_1, beta_2, epsilon: 0.0, weight_decay },
+        Rule::Adagrad { epsilon, weight_decay } => Of { beta_1: 0.0, beta_2: 0.0, epsilon, weight_decay },
     };
     let time = i32::try_from(update.time).unwrap_or(i32::MAX);
     NumbersLaunch::new(
@@ -567,7 +499,7 @@ mod tests {
     /// The source for CUDA holds no product that could be contracted with a sum.
     #[test]
     fn cuda_source() {
-        let rule = UpdateRule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 };
+        let rule = Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 };
         let update = Update { rule, lr: 0.1, time: 1, fresh: false };
         for kind in [Kind::AdamW, Kind::Adam, Kind::Sgd, Kind::Momentum, Kind::Nesterov, Kind::Lion, Kind::Adagrad] {
             for width in [1, 4] {

@@ -3,7 +3,7 @@
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, DType, TensorMetadata};
 use burn_wgpu::{Vulkan, WgpuRuntime};
-use zero_ops::{GradScale, Update, UpdateItem, UpdateRule, Updated, fused_update};
+use zero_ops::{GradScale, Rule, Update, UpdateItem, Updated, fused_update};
 
 use crate::{Plain, assert_panics, device, numbers, rounded, supports, tensor, values};
 
@@ -16,9 +16,9 @@ fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut 
         let g = g[i] * scale;
         let was = |states: &[Vec<f32>], k: usize| if fresh { 0.0 } else { states[k][i] };
         match rule {
-            UpdateRule::AdamW { beta_1, beta_2, epsilon, weight_decay }
-            | UpdateRule::Adam { beta_1, beta_2, epsilon, weight_decay } => {
-                let decoupled = matches!(rule, UpdateRule::AdamW { .. });
+            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay }
+            | Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => {
+                let decoupled = matches!(rule, Rule::AdamW { .. });
                 let g = if decoupled { g } else { g + p[i] * weight_decay };
                 let m = was(states, 0) * beta_1 + g * (1.0 - beta_1);
                 let v = was(states, 1) * beta_2 + g * g * (1.0 - beta_2);
@@ -27,7 +27,7 @@ fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut 
                 let delta = (m / c1) / ((v / c2).sqrt() + epsilon);
                 p[i] = if decoupled { p[i] * kept(weight_decay) } else { p[i] } - delta * lr_32;
             }
-            UpdateRule::Sgd { momentum, nesterov, weight_decay } => {
+            Rule::Sgd { momentum, nesterov, weight_decay } => {
                 let g = g + p[i] * weight_decay;
                 let mut step = g;
                 if momentum != 0.0 {
@@ -37,14 +37,14 @@ fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut 
                 }
                 p[i] -= step * lr_32;
             }
-            UpdateRule::Lion { beta_1, beta_2, weight_decay } => {
+            Rule::Lion { beta_1, beta_2, weight_decay } => {
                 let m = was(states, 0);
                 let towards = m * beta_1 + g * (1.0 - beta_1);
                 let sign = if towards == 0.0 { 0.0 } else { towards.signum() };
                 p[i] = p[i] * kept(weight_decay) - sign * lr_32;
                 states[0][i] = m * beta_2 + g * (1.0 - beta_2);
             }
-            UpdateRule::Adagrad { epsilon, weight_decay } => {
+            Rule::Adagrad { epsilon, weight_decay } => {
                 let g = g + p[i] * weight_decay;
                 let s = was(states, 0) + g * g;
                 states[0][i] = s;
@@ -54,15 +54,15 @@ fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut 
     }
 }
 
-const RULES: [UpdateRule; 8] = [
-    UpdateRule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 },
-    UpdateRule::Adam { beta_1: 0.8, beta_2: 0.99, epsilon: 1e-6, weight_decay: 0.1 },
-    UpdateRule::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.1 },
-    UpdateRule::Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.0 },
-    UpdateRule::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1 },
-    UpdateRule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.1 },
-    UpdateRule::Adagrad { epsilon: 1e-10, weight_decay: 0.1 },
-    UpdateRule::AdamW { beta_1: 0.95, beta_2: 0.95, epsilon: 1e-3, weight_decay: 0.0 },
+const RULES: [Rule; 8] = [
+    Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 },
+    Rule::Adam { beta_1: 0.8, beta_2: 0.99, epsilon: 1e-6, weight_decay: 0.1 },
+    Rule::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.1 },
+    Rule::Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.0 },
+    Rule::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1 },
+    Rule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.1 },
+    Rule::Adagrad { epsilon: 1e-10, weight_decay: 0.1 },
+    Rule::AdamW { beta_1: 0.95, beta_2: 0.95, epsilon: 1e-3, weight_decay: 0.0 },
 ];
 
 const LENGTHS: [usize; 8] = [1, 2, 3, 31, 1000, 4097, 70_001, 65_536];
@@ -78,7 +78,7 @@ fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
 
 /// An item on the device, and the same in plain Rust.
 struct Mirror<B: Backend> {
-    rule: UpdateRule,
+    rule: Rule,
     /// `None` while it is away.
     on_device: Option<Updated<FloatTensor<B>>>,
     p: Vec<f32>,
@@ -88,7 +88,7 @@ struct Mirror<B: Backend> {
 }
 
 impl<B: Backend> Mirror<B> {
-    fn new(len: usize, seed: u64, rule: UpdateRule, gradient: DType, copy: Option<DType>) -> Self {
+    fn new(len: usize, seed: u64, rule: Rule, gradient: DType, copy: Option<DType>) -> Self {
         let p = numbers(len, seed);
         let on_device = Updated {
             parameter: tensor::<B>(p.clone(), DType::F32),

@@ -1,0 +1,130 @@
+//! Update rules of optimizers, and what each keeps.
+
+/// How a parameter is updated by its gradient.
+///
+/// `lr` below is the learning rate of the step, `g` the gradient, `p` the parameter, `t` the number of the step from 1.
+/// Defaults of [`Rule::adamw`] and the like are PyTorch's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    /// `m = beta_1 m + (1 - beta_1) g`, `v = beta_2 v + (1 - beta_2) g^2`,
+    /// `p = p (1 - lr weight_decay) - lr (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`: *Decoupled Weight
+    /// Decay Regularization*, Loshchilov and Hutter 2019, <https://arxiv.org/abs/1711.05101>.
+    AdamW {
+        /// Decay of the mean of gradients.
+        beta_1: f32,
+        /// Decay of the mean of squared gradients.
+        beta_2: f32,
+        /// Added to the square root of the second moment.
+        epsilon: f32,
+        /// Decoupled weight decay.
+        weight_decay: f32,
+    },
+    /// As AdamW, with `weight_decay p` added to the gradient instead: *Adam*, Kingma and Ba 2015,
+    /// <https://arxiv.org/abs/1412.6980>.
+    Adam {
+        /// Decay of the mean of gradients.
+        beta_1: f32,
+        /// Decay of the mean of squared gradients.
+        beta_2: f32,
+        /// Added to the square root of the second moment.
+        epsilon: f32,
+        /// L2 penalty.
+        weight_decay: f32,
+    },
+    /// `b = momentum b + g` (`b = g` at first), `p = p - lr b`, with Nesterov `p = p - lr (g + momentum b)`; without
+    /// momentum `p = p - lr g`. `weight_decay p` is added to the gradient.
+    Sgd {
+        /// Decay of the sum of gradients; 0 keeps no state.
+        momentum: f32,
+        /// Looks ahead by one step of the momentum.
+        nesterov: bool,
+        /// L2 penalty.
+        weight_decay: f32,
+    },
+    /// `p = p (1 - lr weight_decay) - lr sign(beta_1 m + (1 - beta_1) g)`, then `m = beta_2 m + (1 - beta_2) g`:
+    /// *Symbolic Discovery of Optimization Algorithms*, Chen et al. 2023, <https://arxiv.org/abs/2302.06675>.
+    Lion {
+        /// Weight of the mean in the update.
+        beta_1: f32,
+        /// Decay of the mean of gradients.
+        beta_2: f32,
+        /// Decoupled weight decay.
+        weight_decay: f32,
+    },
+    /// `s = s + g^2`, `p = p - lr g / (sqrt(s) + epsilon)`: *Adaptive Subgradient Methods*, Duchi et al. 2011,
+    /// <https://jmlr.org/papers/v12/duchi11a.html>. `weight_decay p` is added to the gradient.
+    Adagrad {
+        /// Added to the square root of the sum.
+        epsilon: f32,
+        /// L2 penalty.
+        weight_decay: f32,
+    },
+}
+
+impl Rule {
+    /// AdamW with PyTorch's defaults: 0.9, 0.999, 1e-8, 0.01.
+    pub const fn adamw() -> Self {
+        Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 }
+    }
+
+    /// Adam with PyTorch's defaults: 0.9, 0.999, 1e-8, no weight decay.
+    pub const fn adam() -> Self {
+        Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.0 }
+    }
+
+    /// Plain gradient descent.
+    pub const fn sgd() -> Self {
+        Rule::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.0 }
+    }
+
+    /// Lion with the paper's defaults: 0.9, 0.99, no weight decay.
+    pub const fn lion() -> Self {
+        Rule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.0 }
+    }
+
+    /// Adagrad with PyTorch's defaults: 1e-10, no weight decay.
+    pub const fn adagrad() -> Self {
+        Rule::Adagrad { epsilon: 1e-10, weight_decay: 0.0 }
+    }
+
+    /// The same rule with another weight decay.
+    #[must_use]
+    pub fn with_weight_decay(mut self, value: f32) -> Self {
+        match &mut self {
+            Rule::AdamW { weight_decay, .. }
+            | Rule::Adam { weight_decay, .. }
+            | Rule::Sgd { weight_decay, .. }
+            | Rule::Lion { weight_decay, .. }
+            | Rule::Adagrad { weight_decay, .. } => *weight_decay = value,
+        }
+        self
+    }
+
+    /// Its name, as DeepSpeed's configuration has it but in lower case.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Rule::AdamW { .. } => "adamw",
+            Rule::Adam { .. } => "adam",
+            Rule::Sgd { .. } => "sgd",
+            Rule::Lion { .. } => "lion",
+            Rule::Adagrad { .. } => "adagrad",
+        }
+    }
+
+    /// Names of the state kept for each parameter, each with one fp32 number an element, as PyTorch and DeepSpeed name
+    /// it.
+    pub fn state_names(&self) -> &'static [&'static str] {
+        match self {
+            Rule::AdamW { .. } | Rule::Adam { .. } => &["exp_avg", "exp_avg_sq"],
+            Rule::Sgd { momentum: 0.0, .. } => &[],
+            Rule::Sgd { .. } => &["momentum_buffer"],
+            Rule::Lion { .. } => &["exp_avg"],
+            Rule::Adagrad { .. } => &["sum"],
+        }
+    }
+
+    /// Number of the states that the rule keeps for a parameter.
+    pub fn states(&self) -> usize {
+        self.state_names().len()
+    }
+}
