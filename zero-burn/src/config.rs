@@ -64,7 +64,9 @@ pub enum Gathers {
     #[default]
     Auto,
     /// By all ranks together, in the order of the program, without copies through the host with NCCL. Every rank must use the
-    /// same parameters in the same order; what differs is an error before anything is updated, or at the deadline.
+    /// same parameters in the same order; what differs is an error before anything is updated, or at the deadline. One rank
+    /// alone can use a module (to evaluate, to generate) at stages 0 to 2, between updates of [`Fused`](crate::optim::Fused)
+    /// whose state is on the device; with state offloaded, at stage 3, and with Burn's optimizers it cannot.
     Collective,
     /// Each rank reads the others' pieces when it needs them, through the hosts' memory: ranks may use different parameters.
     OneSided,

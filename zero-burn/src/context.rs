@@ -446,6 +446,16 @@ impl<B: Backend> Context<B> {
         }
     }
 
+    /// After what may go well on one rank and not on another: gathers what waits for it only if it is `sound` on all of them.
+    /// Otherwise ranks have made different versions, whose gathers would not match; the caller has an error to tell. A
+    /// collective, where ranks gather together.
+    pub(crate) fn keep_awaited_if(&self, sound: bool) {
+        if self.collecting().is_some() && self.reduce_scalars(vec![f64::from(u8::from(!sound))], ReduceOp::Max)[0] > 0.0
+        {
+            self.awaited.lock().clear();
+        }
+    }
+
     /// Begins to gather what waits for it, in few operations. Called where every rank comes: after an update, before a
     /// parameter is used, before gradients are reduced, before a fence.
     pub(crate) fn gather_awaited(&self) {

@@ -63,7 +63,7 @@ fn load_parameter<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>) -> B::Fl
     if let Some(bulk) = context.collecting() {
         return load_together(cell, slot, bulk);
     }
-    let keep = context.gatherer.plan_load(context, slot);
+    let keep = context.gatherer.plan_load(context, slot, 0);
     // The prefetch thread may be at it. Its gather has a deadline, and it ends `gathering` in any case.
     let mut state = {
         let _span = tracing::trace_span!("wait for prefetch", parameter = slot.index).entered();
@@ -113,12 +113,14 @@ fn load_together<B: Backend>(cell: &Arc<Cell<B>>, slot: &Arc<Slot<B>>, bulk: &Bu
         let state = cell.settled();
         state.whole.is_some() || state.arriving.is_some()
     };
+    // What counts as gathered already of what is about to be.
+    let begun = if is_there { 0 } else { cell.partition.numel() };
     if !is_there {
         let begun = bulk.begin_gathers(std::slice::from_ref(cell)).unwrap_or_else(|error| raise(error));
         let mut state = cell.state.lock();
         cell.update(&mut state, |state| state.arriving = begun.into_iter().next());
     }
-    let keep = context.gatherer.plan_load(context, slot);
+    let keep = context.gatherer.plan_load(context, slot, begun);
     let mut state = cell.state.lock();
     if let Some(begun) = cell.update(&mut state, |state| state.arriving.take()) {
         drop(state);
@@ -325,7 +327,8 @@ impl<B: Backend> Gatherer<B> {
     }
 
     /// Records a load; returns whether its result is to be kept. Starts what is due ahead of it.
-    fn plan_load(&self, context: &Context<B>, slot: &Slot<B>) -> bool {
+    /// `begun` elements of it count as gathered already.
+    fn plan_load(&self, context: &Context<B>, slot: &Slot<B>, begun: usize) -> bool {
         let config = &context.config;
         let numel = slot.partition.numel();
         if !config.stage.shards_parameters() || numel <= config.param_persistence_threshold {
@@ -350,7 +353,7 @@ impl<B: Backend> Gatherer<B> {
         }
         let reuse_distance = trace.plan[trace.cursor].2;
         trace.cursor += 1;
-        let room = self.room(context);
+        let room = self.room(context) + begun;
         self.prefetch_from(context, &mut trace, room.saturating_sub(numel));
         reuse_distance <= self.max_reuse_distance && numel <= room
     }

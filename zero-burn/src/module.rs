@@ -148,6 +148,9 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     }
     // All ranks are here and none has read anything: what initialisers left over is not needed.
     context.drop_retired();
+    // A rank may use a parameter alone later.
+    context.gather_awaited();
+    context.end_awaited();
     module
 }
 

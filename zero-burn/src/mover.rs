@@ -82,13 +82,21 @@ impl Mover {
             && let Some((made, span)) = Shared::<B>::uninit_on_cuda(device, shape.clone(), data.dtype)
         {
             assert_eq!(span.elements, data.num_elements(), "data of another size than its shape");
-            // SAFETY: the memory is new, so that nobody uses it before this has returned, and as large as the data.
-            or_stop(match who {
+            let copied = match who {
+                // SAFETY: the memory is new, so that nobody uses it before this has returned, and as large as the data; after
+                // an error it is given up, and the data too (below).
                 For::Beside => unsafe { copies.upload(data.as_bytes(), span.pointer) },
                 // SAFETY: as above; later use of it comes after the copy, and also its use for something else.
-                For::Own => unsafe { copies.upload_before(Arc::new(Source(data)), span.pointer) },
-            });
-            return made;
+                For::Own => unsafe { copies.upload_before(Arc::new(Source(data.clone())), span.pointer) },
+            };
+            match copied {
+                Ok(()) => return made,
+                Err(error) => {
+                    // The device may still come to the copy.
+                    std::mem::forget((made, data));
+                    stop(error.to_string());
+                }
+            }
         }
         let mut data = Arc::unwrap_or_clone(data);
         data.shape = shape;
@@ -97,6 +105,22 @@ impl Mover {
             For::Own => Shared::not(made),
             For::Beside => Shared::new(made),
         }
+    }
+
+    /// What a piece in the host's memory is to an update in place: its own bytes where nobody else holds them, otherwise a copy.
+    pub(crate) fn unshared(&self, data: Arc<TensorData>) -> TensorData {
+        #[cfg(feature = "cuda")]
+        if let Some(copies) = &self.copies {
+            // Copies that the device has made need their sources no more.
+            copies.sweep();
+        }
+        Arc::try_unwrap(data).unwrap_or_else(|shared| match self.array(shared.num_elements(), shared.dtype) {
+            Some(mut copy) => {
+                copy.bytes.copy_from_slice(shared.as_bytes());
+                copy
+            }
+            None => TensorData::clone(&shared),
+        })
     }
 
     /// An array of `elements` floats that is to be written, flat, its values whatever was there before; none where it would be
@@ -140,8 +164,8 @@ struct PageLocked(Pinned);
 #[cfg(feature = "cuda")]
 impl AllocationController for PageLocked {
     fn alloc_align(&self) -> usize {
-        // The driver's are pages; the software driver's begin at 64 bytes after one.
-        64
+        // The driver's are pages; copies of the bytes, which ask for the same, know no more than this.
+        align_of::<u128>()
     }
 
     fn property(&self) -> AllocationProperty {

@@ -175,6 +175,7 @@ pub fn load_pieces<A: ZeroAutodiff, M: Module<A>, E>(
     context.fence("before parameters are loaded");
     let mut load = Load::<A, _, E> { path: Vec::new(), read, error: None, _backend: PhantomData };
     let module = module.map(&mut load);
+    context.keep_awaited_if(load.error.is_none());
     context.fence("after parameters are loaded");
     (module, load.error.map_or(Ok(()), Err))
 }

@@ -380,15 +380,32 @@ impl<B: Backend> Cell<B> {
     /// meanwhile.
     pub(crate) fn park(&self, disk: &Arc<Disk>) -> Result<bool, DiskError> {
         if self.partition.len(self.place()) == 0 || self.settled().stored.is_some() {
+            // What is gathered goes on every rank, whatever it has of it itself: they gather it together later.
+            let has_piece = self.settled().has_piece();
+            let filler = (!has_piece).then(|| self.context.share(self.local()));
+            let mut state = self.wait_until(|state| !state.gathering);
+            self.forget_whole(&mut state);
+            if let Some(filler) = filler {
+                self.update(&mut state, |state| state.local = Some(filler));
+            }
             return Ok(false);
         }
         let stored = disk.store(read::<B>(self.local()).as_bytes())?;
         let mut state = self.wait_until(|state| !state.gathering);
+        self.forget_whole(&mut state);
         self.update(&mut state, |state| {
-            (state.local, state.whole, state.arriving) = (None, None, None);
+            state.local = None;
             state.stored = Some(Stored::Disk(stored));
         });
         Ok(true)
+    }
+
+    /// Drops what was gathered.
+    fn forget_whole(&self, state: &mut State<B>) {
+        if std::mem::take(&mut state.prefetched) {
+            self.context.gatherer.forget_prefetched(self.partition.numel());
+        }
+        self.update(state, |state| (state.whole, state.arriving) = (None, None));
     }
 
     /// Moves a parked piece back into memory.

@@ -12,7 +12,7 @@
 //! Memory that is not page-locked is copied by the driver through small buffers of its own, and the call then holds up the
 //! thread that sends work to the device.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -27,6 +27,9 @@ use crate::collective::nccl::cuda::{Device, Event, Stream, checked, has};
 
 /// The functions that are needed besides those of any device.
 const NEEDED: [&str; 4] = ["cuMemHostAlloc", "cuMemFreeHost", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"];
+
+/// Most bytes of sources of copies that nobody waits for.
+const AHEAD: usize = 1 << 30;
 
 /// What blocks are rounded up to.
 const GRAIN: usize = 64 << 10;
@@ -51,7 +54,7 @@ pub struct Copies {
     deadline: Duration,
     free: Mutex<BTreeMap<usize, Vec<Block>>>,
     /// Copies that nobody waits for, with what they copy from.
-    under_way: Mutex<Vec<(Event, Source)>>,
+    under_way: Mutex<VecDeque<(Event, Source)>>,
 }
 
 /// Bytes of the host that are to be copied.
@@ -128,7 +131,14 @@ impl Copies {
         let mut block: *mut c_void = std::ptr::null_mut();
         let _entered = self.device.enter().map_err(|error| self.failed(WHAT, error))?;
         // SAFETY: the pointer is to a local, and a context is current. Portable: any device's copies may use it.
-        let code = unsafe { sys::cuMemHostAlloc(&raw mut block, wanted, sys::CU_MEMHOSTALLOC_PORTABLE) };
+        let mut lock = || unsafe { sys::cuMemHostAlloc(&raw mut block, wanted, sys::CU_MEMHOSTALLOC_PORTABLE) };
+        let mut code = lock();
+        if code != sys::CUresult::CUDA_SUCCESS {
+            // What is kept for later may be what is missing now.
+            let kept = std::mem::take(&mut *self.free.lock());
+            kept.into_values().flatten().for_each(|block| free(&self.device, block));
+            code = lock();
+        }
         checked("cuMemHostAlloc", code).map_err(|error| {
             let reason = format!(
                 "{error} (of {wanted} bytes); lower what is kept in the host's memory, or ulimit -l allows less"
@@ -200,13 +210,32 @@ impl Copies {
         let copy = |stream: &Stream| unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), stream.raw())
         };
-        let done = self.begin(&self.up, "cuMemcpyHtoDAsync", copy).map_err(failed)?;
+        let done = match self.begin(&self.up, "cuMemcpyHtoDAsync", copy) {
+            Ok(done) => done,
+            Err(error) => {
+                // It may have been given to the device all the same.
+                std::mem::forget(from);
+                return Err(failed(error));
+            }
+        };
         let ordered = self.device.wait(&done).map_err(failed);
-        let mut under_way = self.under_way.lock();
+        self.under_way.lock().push_back((done, from));
+        ordered?;
+        self.sweep();
+        // What is locked for copies to come is bounded: a thread that is far ahead of the device waits for the oldest.
+        let begin = Instant::now();
+        let too_much = || self.under_way.lock().iter().map(|(_, from)| (**from).as_ref().len()).sum::<usize>() > AHEAD;
+        while too_much() && begin.elapsed() < self.deadline {
+            std::thread::sleep(Duration::from_micros(100));
+            self.sweep();
+        }
+        Ok(())
+    }
+
+    /// Lets go of the sources of copies that have been made.
+    pub fn sweep(&self) {
         // Whether one has ended may be unknown after an error of the device: its source stays.
-        under_way.retain(|(done, _)| !matches!(done.reached(), Ok(true)));
-        under_way.push((done, from.clone()));
-        ordered
+        self.under_way.lock().retain(|(done, _)| !matches!(done.reached(), Ok(true)));
     }
 
     /// Gives `stream` a copy after all work of the context, and marks its end.

@@ -237,8 +237,8 @@ fn strangers_are_refused_and_the_job_goes_on() {
         });
         let silent = scope.spawn(move || stranger(port, b""));
         assert!(stranger(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").contains("does not speak this protocol"));
-        assert!(stranger(port, &hello(1, 3, 1)).contains("version 1 of the protocol, rank 0 version 2"));
-        assert!(stranger(port, &hello(2, 3, 3)).contains("RANK is 3, expected one from 1 to 2"));
+        assert!(stranger(port, &hello(1, 3, 1)).contains("version 1 of the protocol, rank 0 version 3"));
+        assert!(stranger(port, &hello(3, 3, 3)).contains("RANK is 3, expected one from 1 to 2"));
         let wrong = connect(&place(1, 5, port), &options(PATIENT)).unwrap_err().to_string();
         assert!(wrong.contains("its WORLD_SIZE is 5, rank 0's is 3"), "{wrong}");
         let one = scope.spawn(move || {
@@ -267,20 +267,44 @@ fn reach(port: u16) -> TcpStream {
 }
 
 #[test]
-fn a_second_process_of_a_rank_is_refused_and_one_that_is_lost_is_named() {
+fn a_second_process_of_a_rank_is_refused_unless_the_first_has_gone() {
     let port = free_port();
     std::thread::scope(|scope| {
-        let after = move |rank| connect(&place(rank, 3, port), &options(PATIENT)).unwrap_err().to_string();
-        let hub = scope.spawn(move || after(0));
+        let joins = move |rank| {
+            let comm = connect(&place(rank, 3, port), &options(PATIENT)).unwrap();
+            comm.all_reduce(Buffer::F32(vec![1.0]), ReduceOp::Sum).unwrap().into_f32()[0]
+        };
+        let hub = scope.spawn(move || joins(0));
         let mut first = reach(port);
-        first.write_all(&hello(2, 3, 1)).unwrap();
-        first.read_exact(&mut [0; 4]).unwrap();
+        first.write_all(&hello(3, 3, 1)).unwrap();
+        // Welcomed, and told how long rank 0 still waits.
+        let mut welcome = [0; 8];
+        first.read_exact(&mut welcome).unwrap();
+        let left = u32::from_le_bytes(welcome[4..].try_into().unwrap());
+        assert!(welcome[..4] == [0; 4] && Duration::from_millis(left.into()) > PATIENT / 2, "{welcome:?}");
         let error = connect(&place(1, 3, port), &options(PATIENT)).unwrap_err().to_string();
         assert!(
             error.contains("its RANK is 1, and that rank has connected already; give each process its own"),
             "{error}"
         );
-        let two = scope.spawn(move || after(2));
+        drop(first);
+        for rank in [hub, scope.spawn(move || joins(1)), scope.spawn(move || joins(2))] {
+            assert_eq!(rank.join().unwrap(), 3.0);
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_is_lost_while_ranks_connect_is_named() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let after = move |rank| connect(&place(rank, 3, port), &options(PATIENT)).unwrap_err().to_string();
+        let (hub, two) = (scope.spawn(move || after(0)), scope.spawn(move || after(2)));
+        let mut first = reach(port);
+        // It says that it is there, and nothing more; all have come then.
+        first.write_all(&hello(3, 3, 1)).unwrap();
+        first.read_exact(&mut [0; 8]).unwrap();
+        std::thread::sleep(Duration::from_millis(1500));
         drop(first);
         for error in [hub.join().unwrap(), two.join().unwrap()] {
             assert!(error.contains("rank 1 was lost while the ranks connected"), "{error}");
@@ -297,8 +321,8 @@ fn a_rank_that_another_cannot_reach_is_named_by_all() {
             move |rank| connect(&place(rank, 3, port), &options(Duration::from_secs(2))).unwrap_err().to_string();
         let others = [0, 2].map(|rank| scope.spawn(move || after(rank)));
         let mut first = reach(port);
-        first.write_all(&hello(2, 3, 1)).unwrap();
-        first.read_exact(&mut [0; 4]).unwrap();
+        first.write_all(&hello(3, 3, 1)).unwrap();
+        first.read_exact(&mut [0; 8]).unwrap();
         let seat = format!(
             "{{\"machine\":{{\"id\":\"a\",\"host\":\"b\"}},\"local_rank\":1,\"address\":null,\"port\":{}}}",
             free_port()
@@ -342,7 +366,7 @@ fn ranks_that_do_not_find_each_other_say_so() {
     assert!(error.to_string().contains("check that rank 0 was started"), "{error}");
     std::thread::scope(|scope| {
         let one = scope.spawn(|| connect(&place(1, 3, port), &options(PATIENT)).unwrap_err());
-        let other = scope.spawn(|| stranger(port, &hello(2, 2, 1)));
+        let other = scope.spawn(|| stranger(port, &hello(3, 2, 1)));
         let error = connect(&place(0, 3, port), &options(Duration::from_secs(2))).unwrap_err();
         assert!(matches!(&error, RendezvousError::Missing { missing, .. } if *missing == [2]), "{error}");
         assert!(error.to_string().contains("its WORLD_SIZE is 2, rank 0's is 3"), "{error}");

@@ -25,6 +25,7 @@ use zero_ops::Elements;
 use super::pass::{Stretch, Target, run_stretch};
 use super::rule::Kernel;
 use crate::context::{Context, Worker, stop};
+use crate::mover::Mover;
 use crate::shard::Cell;
 use crate::tier::{Disk, Home, OnDisk, Stored};
 
@@ -45,9 +46,9 @@ pub(super) enum Array {
 impl Array {
     /// What an array that is kept elsewhere than with the backend is to an update: the host's memory is written in place
     /// where nobody else holds it.
-    pub(super) fn of(stored: Stored) -> Self {
+    pub(super) fn of(stored: Stored, mover: &Mover) -> Self {
         match stored {
-            Stored::Host(data) => Array::Memory(Arc::unwrap_or_clone(data)),
+            Stored::Host(data) => Array::Memory(mover.unshared(data)),
             Stored::Disk(stored) => Array::Disk { stored, fresh: false },
         }
     }

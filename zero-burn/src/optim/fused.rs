@@ -489,7 +489,7 @@ fn job<B: Backend>(
     let mut home = |name: &str| {
         let place = held.iter().position(|(known, _)| known == name)?;
         Some(match held.swap_remove(place).1.into_stored() {
-            Ok(stored) => Array::of(stored),
+            Ok(stored) => Array::of(stored, &context.mover),
             Err(cell) => Array::Memory(host::<B>(cell.into_local())),
         })
     };
@@ -505,7 +505,7 @@ fn job<B: Backend>(
         false => Err(parameter),
     };
     let own = match own {
-        Ok(stored) => Array::of(stored),
+        Ok(stored) => Array::of(stored, &context.mover),
         Err(parameter) => {
             let piece = parameter.into_piece();
             // A copy in 16 bit is written over from its master: there is no need to wait for its values.
@@ -541,7 +541,7 @@ fn job<B: Backend>(
         Some(kept @ Stored::Host(_)) => {
             drop(kept);
             match gradient.cell.into_stored() {
-                Ok(stored) => (Array::of(stored), gradient_dtype),
+                Ok(stored) => (Array::of(stored, &context.mover), gradient_dtype),
                 Err(cell) => (Array::Memory(cell.data()), gradient_dtype),
             }
         }

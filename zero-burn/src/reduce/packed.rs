@@ -4,6 +4,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
@@ -66,6 +67,9 @@ pub(super) struct Packed<B: Backend> {
     /// Moves pieces that are kept elsewhere than on the device, where this runs on the rank's own thread.
     settler: Option<Arc<Settler<B>>>,
 }
+
+/// Most pieces that wait to be moved out.
+const WAITING: usize = 8;
 
 /// The thread that moves reduced pieces out of a device's memory, which takes waiting for the device.
 pub(super) type Settler<B> = Worker<(Arc<Cell<B>>, Shared<B>)>;
@@ -207,7 +211,13 @@ impl<B: Backend> Packed<B> {
         let len = piece.shape().num_elements();
         let piece = Shared::new(B::float_reshape(piece, Shape::new([len])));
         match &self.settler {
-            Some(settler) if !matches!(cell.home(), Home::Backend) => settler.send((cell, piece), settle_beside),
+            Some(settler) if !matches!(cell.home(), Home::Backend) => {
+                // Pieces that wait for it take the device's memory, which they are to leave.
+                while settler.backlog() > WAITING {
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                settler.send((cell, piece), settle_beside);
+            }
             _ => cell.settle(Ok(piece)),
         }
     }

@@ -94,16 +94,24 @@ pub enum Start {
 }
 
 impl Start {
-    /// What the environment says. An MPI launcher's variables are believed first, torchrun's next ([`rendezvous`]).
+    /// What the environment says. torchrun's variables, where all of them are there, are believed first: what starts torchrun on
+    /// several machines (srun, mpirun) leaves its own to the ranks. An MPI launcher's are next, then what there is of torchrun's
+    /// ([`rendezvous`]).
     ///
     /// # Errors
     ///
     /// [`EnvironmentError`], as [`rendezvous`]'s.
     pub fn from_environment() -> Result<Self, EnvironmentError> {
-        if let Some(world) = launched() {
-            return Ok(Start::Mpi(world));
+        Self::by(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    fn by(variable: impl Fn(&str) -> Option<String>) -> Result<Self, EnvironmentError> {
+        let is_complete =
+            ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"].iter().all(|name| variable(name).is_some());
+        match launched_by(&variable) {
+            Some(world) if !is_complete => Ok(Start::Mpi(world)),
+            _ => Ok(rendezvous_by(&variable)?.filter(|job| job.world > 1).map_or(Start::Alone, Start::Job)),
         }
-        Ok(rendezvous()?.filter(|job| job.world > 1).map_or(Start::Alone, Start::Job))
     }
 
     /// Its place among the others, if there are any.
@@ -333,6 +341,22 @@ mod tests {
         assert_eq!((slurm.rank, slurm.world, slurm.variable), (2, 3, "SLURM_STEP_NUM_TASKS"));
         let pmix = with(&[("PMIX_RANK", "1"), ("PMIX_NAMESPACE", "x"), ("SLURM_NTASKS", "2")]).unwrap();
         assert_eq!((pmix.rank, pmix.world), (1, 2));
+    }
+
+    #[test]
+    fn torchrun_under_another_launcher_is_torchrun() {
+        let start = |variables: &[(&str, &str)]| {
+            let value = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+            Start::by(value).unwrap()
+        };
+        let slurm = [("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_LOCALID", "0")];
+        let torch = [("RANK", "9"), ("WORLD_SIZE", "16"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "29500")];
+        assert!(matches!(start(&slurm), Start::Mpi(World { rank: 1, world: 2, .. })));
+        let both = start(&[&slurm[..], &torch[..]].concat());
+        assert!(matches!(both, Start::Job(Rendezvous { rank: 9, world: 16, .. })));
+        // What a batch script exports for all ranks is not a rank.
+        assert!(matches!(start(&[&slurm[..], &torch[1..]].concat()), Start::Mpi(_)));
+        assert_eq!(start(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Start::Alone);
     }
 
     #[test]

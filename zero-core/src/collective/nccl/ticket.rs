@@ -38,8 +38,12 @@ impl Ticket {
         if !self.inner.context_events {
             return self.wait();
         }
-        self.core().sound()?;
         let core = self.core();
+        if let Err(error) = core.sound() {
+            // Its kernels may touch memory until then.
+            core.await_abort();
+            return Err(error);
+        }
         core.device
             .wait(&self.op.done)
             .map_err(|error| core.fault(core.here(self.op.seq, &self.op.words).failed(error)))

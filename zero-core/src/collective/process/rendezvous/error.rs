@@ -82,6 +82,20 @@ pub enum RendezvousError {
         /// What it said.
         reason: String,
     },
+    /// Rank 0 ended, or gave up, after it had let this rank in.
+    #[error("rank {rank} lost rank 0 at {host}:{port} while ranks still connected ({reason}): {what}")]
+    Lost {
+        /// This rank.
+        rank: usize,
+        /// The address.
+        host: String,
+        /// The port.
+        port: u16,
+        /// What the connection ran into.
+        reason: String,
+        /// What is known of it.
+        what: &'static str,
+    },
     /// Two ranks of a machine say that they are the same one of it.
     #[error(
         "ranks {first} and {second} are both on {host} and both have LOCAL_RANK {local_rank}: give each process of a machine \
@@ -121,8 +135,8 @@ pub enum RendezvousError {
 impl RendezvousError {
     /// Whether another try may help: ranks that were late, or lost, and not settings that have to be changed.
     pub fn may_pass(&self) -> bool {
-        use RendezvousError::{Mesh, Missing, System, Unreachable};
-        matches!(self, Missing { .. } | Unreachable { .. } | Mesh { .. } | System { .. })
+        use RendezvousError::{Lost, Mesh, Missing, System, Unreachable};
+        matches!(self, Missing { .. } | Unreachable { .. } | Lost { .. } | Mesh { .. } | System { .. })
     }
 }
 

@@ -4,8 +4,8 @@
 //! token) and is welcomed or refused with a reason. Who says something else is refused, told why, and kept in the list that
 //! stands in the error should a rank be missing at the end; the job goes on.
 
-use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::collections::{BTreeMap, HashMap};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use super::error::Refused;
 /// What a rank's first bytes are.
 const MAGIC: [u8; 8] = *b"zerorank";
 /// Raised when the messages change.
-const PROTOCOL: u32 = 2;
+const PROTOCOL: u32 = 3;
 /// Bytes of a hello without its token.
 const HELLO: usize = 20;
 
@@ -30,6 +30,11 @@ const HELLO_LIMIT: Duration = Duration::from_secs(5);
 const ATTEMPT: Duration = Duration::from_secs(3);
 /// How long a connection may take to take a message before the run begins: what is sent then is small.
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long what was sent may go without an answer of the other machine: longer than a machine that is moved, or a process that
+/// is stopped for a moment with its buffers full, stays away.
+#[cfg(target_os = "linux")]
+const CUT_OFF_MS: libc::c_int = 60_000;
 
 /// Who is expected at a door.
 pub(super) struct Expected<'a> {
@@ -52,12 +57,12 @@ pub(super) fn receive(
     let length = HELLO + expected.token.map_or(0, |token| token.len());
     std::thread::scope(|scope| {
         let (said, hellos) = unbounded();
-        // Connections that have not said hello, to be cut off at the end.
-        let mut silent = Vec::new();
+        // Connections that have not said hello, by where they came from, to be cut off at the end.
+        let mut silent = HashMap::new();
         while joined.len() < expected.ranks.len() && Instant::now() < until {
             match listener.accept() {
                 Ok((stream, from)) => {
-                    silent.extend(stream.try_clone());
+                    silent.extend(stream.try_clone().ok().map(|stream| (from, stream)));
                     let said = said.clone();
                     let greet = move || greet(stream, from, length, &said);
                     let name = format!("rank-{}-hello", expected.at);
@@ -68,11 +73,14 @@ pub(super) fn receive(
                 Err(_) => std::thread::sleep(Duration::from_millis(2)),
             }
             for Hello { stream, from, outcome } in hellos.try_iter() {
+                silent.remove(&from);
+                // One that has gone again, because it was welcomed late or has been started anew, has not come.
+                joined.retain(|_, stream| !is_gone(stream));
                 let taken = |rank: usize| joined.contains_key(&rank);
                 match outcome.and_then(|bytes| judge(&bytes, expected, taken)) {
                     Ok(rank) => {
-                        // One that has gone meanwhile comes again.
-                        joined.extend(welcome(stream).ok().map(|stream| (rank, stream)));
+                        let left = until.saturating_duration_since(Instant::now());
+                        joined.extend(welcome(stream, left).ok().map(|stream| (rank, stream)));
                     }
                     Err(reason) => {
                         tracing::warn!(%from, %reason, "a connection to rank {} was refused", expected.at);
@@ -82,10 +90,8 @@ pub(super) fn receive(
                 }
             }
         }
-        for stream in silent {
-            if !joined.values().any(|kept| kept.peer_addr().ok() == stream.peer_addr().ok()) {
-                let _ = stream.shutdown(Shutdown::Both);
-            }
+        for stream in silent.into_values() {
+            let _ = stream.shutdown(Shutdown::Both);
         }
     });
     (joined, refused)
@@ -139,10 +145,19 @@ fn judge(hello: &[u8], expected: &Expected<'_>, taken: impl Fn(usize) -> bool) -
     Ok(index)
 }
 
-fn welcome(mut stream: TcpStream) -> std::io::Result<TcpStream> {
+/// Lets a rank in, and tells it how long the others are still waited for.
+fn welcome(mut stream: TcpStream, left: Duration) -> std::io::Result<TcpStream> {
     settle(&stream)?;
-    stream.write_all(&0_u32.to_le_bytes())?;
+    let left = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
+    stream.write_all(&[0_u32.to_le_bytes(), left.to_le_bytes()].concat())?;
     Ok(stream)
+}
+
+/// Whether the other end of a connection has closed it. What it has sent stays to be read.
+fn is_gone(stream: &TcpStream) -> bool {
+    let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    let restored = stream.set_nonblocking(false);
+    restored.is_err() || !matches!(looked, Ok(1..)) && !looked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
 }
 
 fn refuse(mut stream: TcpStream, reason: &str) {
@@ -161,18 +176,18 @@ pub(super) enum Turned {
     Late(String),
 }
 
-/// Connects to a rank's door, and says hello, until it is late. The name may not be known yet, and nobody may listen yet:
-/// both are tried again.
+/// Connects to a rank's door, and says hello, until it is late; gives the connection, and how long the rank there waits for
+/// others. The name may not be known yet, and nobody may listen yet: both are tried again.
 pub(super) fn knock(
     (host, port): (&str, u16),
     (rank, world): (usize, usize),
     token: Option<&Token>,
     until: Instant,
-) -> Result<TcpStream, Turned> {
+) -> Result<(TcpStream, Duration), Turned> {
     let mut pause = Duration::from_millis(20);
     loop {
         let last = match attempt(host, port).and_then(|stream| introduce(stream, rank, world, token)) {
-            Ok(Ok(stream)) => return Ok(stream),
+            Ok(Ok(welcomed)) => return Ok(welcomed),
             Ok(Err(reason)) => return Err(Turned::Away(reason)),
             Err(error) => error.to_string(),
         };
@@ -206,7 +221,7 @@ fn introduce(
     rank: usize,
     world: usize,
     token: Option<&Token>,
-) -> std::io::Result<Result<TcpStream, String>> {
+) -> std::io::Result<Result<(TcpStream, Duration), String>> {
     let mut hello = MAGIC.to_vec();
     for number in [PROTOCOL, world as u32, rank as u32] {
         hello.extend_from_slice(&number.to_le_bytes());
@@ -217,9 +232,13 @@ fn introduce(
     stream.set_read_timeout(Some(HELLO_LIMIT + ATTEMPT))?;
     let mut length = [0; 4];
     stream.read_exact(&mut length)?;
-    stream.set_read_timeout(None)?;
     match u32::from_le_bytes(length) {
-        0 => Ok(Ok(stream)),
+        0 => {
+            let mut left = [0; 4];
+            stream.read_exact(&mut left)?;
+            stream.set_read_timeout(None)?;
+            Ok(Ok((stream, Duration::from_millis(u32::from_le_bytes(left).into()))))
+        }
         length @ 1..=4096 => {
             let mut reason = vec![0; length as usize];
             stream.read_exact(&mut reason)?;
@@ -269,7 +288,7 @@ fn settle(stream: &TcpStream) -> std::io::Result<()> {
         #[cfg(target_os = "linux")]
         (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
         #[cfg(target_os = "linux")]
-        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, 25_000),
+        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, CUT_OFF_MS),
     ];
     for (level, name, value) in options {
         let value: libc::c_int = value;

@@ -179,20 +179,32 @@ fn follow(
     let until = begin + deadline;
     let refused = |reason: String| RendezvousError::Refused { rank: *rank, host: host.clone(), port: *port, reason };
     let system = |source| RendezvousError::System { rank: *rank, source };
-    let mut leader = hello::knock((host, *port), (*rank, *world), None, until).map_err(|turned| match turned {
-        Turned::Away(reason) => refused(reason),
-        Turned::Late(last) => {
-            let waited_ms = begin.elapsed().as_millis() as u64;
-            RendezvousError::Unreachable { rank: *rank, host: host.clone(), port: *port, waited_ms, last }
-        }
-    })?;
+    let (mut leader, left) =
+        hello::knock((host, *port), (*rank, *world), None, until).map_err(|turned| match turned {
+            Turned::Away(reason) => refused(reason),
+            Turned::Late(last) => {
+                let waited_ms = begin.elapsed().as_millis() as u64;
+                RendezvousError::Unreachable { rank: *rank, host: host.clone(), port: *port, waited_ms, last }
+            }
+        })?;
     // On all addresses: those who reach this machine from elsewhere may not reach it where rank 0 does.
     let listener = hello::bind_all(0).map_err(system)?;
     listener.set_nonblocking(true).map_err(system)?;
     let own_port = listener.local_addr().map_err(system)?.port();
     let seat = Seat { machine: Machine::here(), local_rank: job.local_rank, address: None, port: own_port };
-    let ended = |_: Error| {
-        refused("rank 0 ended, or gave up, before all ranks had connected; its own error says which are missing".into())
+    // Rank 0 may have begun later, and waits for the others longer than this rank would.
+    let until = until.max(Instant::now() + left);
+    let ended = |error: Error| RendezvousError::Lost {
+        rank: *rank,
+        host: host.clone(),
+        port: *port,
+        reason: error.to_string(),
+        what: match error.kind() {
+            ErrorKind::TimedOut => {
+                "it has said nothing for its own deadline and longer: is its process stopped, or its machine cut off?"
+            }
+            _ => "rank 0 ended, or gave up, before all ranks had connected; its own error says which are missing",
+        },
     };
     say(&mut leader, &seat).map_err(ended)?;
     let until = until.max(Instant::now() + REST);
@@ -231,7 +243,7 @@ fn reach(
     for (peer, seat) in seats.iter().enumerate().take(rank).skip(1) {
         let address = seat.address.filter(|address| !address.is_loopback()).unwrap_or(there).to_string();
         let door = (address.as_str(), seat.port);
-        let stream = hello::knock(door, (rank, world), Some(token), until).map_err(|turned| {
+        let (stream, _) = hello::knock(door, (rank, world), Some(token), until).map_err(|turned| {
             let (Turned::Away(why) | Turned::Late(why)) = turned;
             format!("rank {rank} did not reach rank {peer} at {}:{} ({why})", door.0, door.1)
         })?;
