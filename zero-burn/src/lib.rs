@@ -58,6 +58,7 @@ mod shard;
 pub mod stats;
 mod tensor;
 mod tier;
+mod together;
 mod view;
 
 pub use backend::Zero;
