@@ -49,7 +49,13 @@ expect "RANK beyond the world" 2 "RANK: expected" 20 env RANK=3 WORLD_SIZE=2 MAS
 expect "no MASTER_ADDR" 2 "MASTER_ADDR: expected" 20 env RANK=0 WORLD_SIZE=2 "$binary"
 expect "MASTER_PORT is no port" 2 "MASTER_PORT: expected" 20 env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 "$binary"
 expect "no device to see" 2 "device|CUDA_VISIBLE_DEVICES|GPU" 60 env CUDA_VISIBLE_DEVICES= "$binary" 8
-expect "a device that is not there" 2 "no device 7" 60 env RANK=0 WORLD_SIZE=1 LOCAL_RANK=7 "$binary" 8
+# Of several GPUs a process has the one of its place; the only one that it sees is its own, whatever its place.
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+if ((gpus > 1)); then
+  expect "a device that is not there" 2 "no device $gpus" 60 env RANK=0 WORLD_SIZE=1 LOCAL_RANK="$gpus" "$binary" 8
+else
+  expect "the only device, at another place" 0 "abort at the deadline" 60 env RANK=0 WORLD_SIZE=1 LOCAL_RANK=7 "$binary" 8
+fi
 expect "rank 0 of 2, the other does not come" 75 rank 60 env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port + 1)) "$binary" 8 5
 expect "rank 1 of 2, nobody listens" 75 rank 60 env RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port + 2)) "$binary" 8 5
 
