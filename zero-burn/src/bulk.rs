@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use burn_backend::{Backend, Element, TensorData, TensorMetadata};
+use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use parking_lot::Mutex;
 #[cfg(feature = "cubecl")]
@@ -166,7 +166,11 @@ impl Bulk {
         device: &B::Device,
     ) -> Result<B::FloatTensorPrimitive, CommError> {
         match begun {
-            Begun::Host { pending, .. } => Ok(B::float_from_data(data(pending.wait()?), device)),
+            Begun::Host { pending, .. } => {
+                let buffer = pending.wait()?;
+                let shape = Shape::new([buffer.len()]);
+                Ok(B::float_from_data(data(buffer, shape), device))
+            }
             #[cfg(feature = "cuda")]
             Begun::Device { made, begun } => Ok(begun.end::<B>(vec![made.into_tensor()]).swap_remove(0)),
         }
@@ -270,18 +274,13 @@ fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     }
 }
 
-fn flat<E: Element>(values: Vec<E>) -> TensorData {
-    let elements = values.len();
-    TensorData::new(values, [elements])
-}
-
-/// What has come.
-fn data(buffer: Buffer) -> TensorData {
+/// What has come, in its shape.
+pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
     match buffer {
-        Buffer::F32(values) => flat(values),
-        Buffer::F64(values) => flat(values),
-        Buffer::F16(values) => flat(values),
-        Buffer::Bf16(values) => flat(values),
+        Buffer::F32(values) => TensorData::new(values, shape),
+        Buffer::F64(values) => TensorData::new(values, shape),
+        Buffer::F16(values) => TensorData::new(values, shape),
+        Buffer::Bf16(values) => TensorData::new(values, shape),
         Buffer::U8(_) => stop("floats were sent between ranks, and bytes came".into()),
     }
 }
@@ -426,14 +425,14 @@ impl Nccl {
     }
 }
 
-/// Kernels on devices make these types only.
-#[cfg(feature = "cuda")]
-fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
+/// The type as collectives know it.
+pub(crate) fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
     match dtype {
         DType::F16 => zero_core::collective::DType::F16,
         DType::BF16 => zero_core::collective::DType::Bf16,
+        DType::F32 => zero_core::collective::DType::F32,
         DType::F64 => zero_core::collective::DType::F64,
-        _ => zero_core::collective::DType::F32,
+        other => stop(format!("a tensor of type {other:?} cannot be sent to other processes: expected floats")),
     }
 }
 

@@ -19,14 +19,14 @@ use std::time::Duration;
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape, reader::try_read_sync};
 use parking_lot::Mutex;
+use zero_core::CommError;
 use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
-use zero_core::{Buffer, CommError};
 use zero_ops::Shared;
 
-use crate::bulk::Bulk;
+use crate::bulk::{Bulk, data, on_the_wire};
 use crate::config::ZeroConfig;
-use crate::context::{Context, Slot, Worker, raise, stop};
+use crate::context::{Context, Slot, Worker, raise};
 use crate::mover::For;
 use crate::shard::{Cell, Kind, State};
 use crate::tier::{filled, or_stop};
@@ -214,25 +214,11 @@ fn gather_from_processes<B: Backend>(
     let mine = bytes(context.rank);
     let own = (!mine.is_empty()).then(|| cell.data());
     let own = own.as_ref().map(|data| (mine.start, &data.as_bytes()[..mine.len()]));
-    let dtype = match cell.dtype {
-        DType::F64 => zero_core::collective::DType::F64,
-        DType::F16 => zero_core::collective::DType::F16,
-        DType::BF16 => zero_core::collective::DType::Bf16,
-        DType::F32 => zero_core::collective::DType::F32,
-        other => stop(format!("a tensor of type {other:?} cannot be gathered from other processes: expected floats")),
-    };
+    let dtype = on_the_wire(cell.dtype);
     let whole = Whole { dtype, elements: partition.numel(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
     let whole = context.window.gather(whole, key, slot)?;
     context.wire.add(WireKind::AllGather, (partition.numel() - partition.len(context.rank)) * size);
-    let shape = cell.shape.clone();
-    let data = match whole {
-        Buffer::F32(values) => TensorData::new(values, shape),
-        Buffer::F64(values) => TensorData::new(values, shape),
-        Buffer::F16(values) => TensorData::new(values, shape),
-        Buffer::Bf16(values) => TensorData::new(values, shape),
-        Buffer::U8(_) => unreachable!("a gather gives the type that it was asked for"),
-    };
-    Ok(B::float_from_data(data, &cell.device))
+    Ok(B::float_from_data(data(whole, cell.shape.clone()), &cell.device))
 }
 
 /// Joins pieces of which some are in the host's memory or on a disk, in one new array.

@@ -21,6 +21,7 @@ use zero_ops::Shared;
 #[cfg(feature = "cuda")]
 use crate::context::stop;
 use crate::gather::read;
+use crate::tier::flat;
 
 /// Who asks for a copy to the backend's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,9 +62,7 @@ impl Mover {
             let pinned = or_stop(unsafe { copies.download(span.pointer, pinned) });
             return data(pinned, span.elements, piece.dtype());
         }
-        let mut data = read::<B>(piece.into_tensor());
-        data.shape = Shape::new([data.num_elements()]);
-        data
+        flat(read::<B>(piece.into_tensor()))
     }
 
     /// A tensor of `shape` with this data: for the calling thread alone with [`For::Own`]; with [`For::Beside`] it has been
@@ -107,13 +106,16 @@ impl Mover {
         }
     }
 
-    /// What a piece in the host's memory is to an update in place: its own bytes where nobody else holds them, otherwise a copy.
-    pub(crate) fn unshared(&self, data: Arc<TensorData>) -> TensorData {
+    /// Before a step: lets go of the sources of copies that have been made, so that they are updated in place.
+    pub(crate) fn sweep(&self) {
         #[cfg(feature = "cuda")]
         if let Some(copies) = &self.copies {
-            // Copies that the device has made need their sources no more.
             copies.sweep();
         }
+    }
+
+    /// What a piece in the host's memory is to an update in place: its own bytes where nobody else holds them, otherwise a copy.
+    pub(crate) fn unshared(&self, data: Arc<TensorData>) -> TensorData {
         Arc::try_unwrap(data).unwrap_or_else(|shared| match self.array(shared.num_elements(), shared.dtype) {
             Some(mut copy) => {
                 copy.bytes.copy_from_slice(shared.as_bytes());

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{trajectory, write_inputs};
+use common::{small, trajectory, wire, write_inputs};
 use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
@@ -22,15 +22,6 @@ fn mpirun(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]).arg(ranks.to_string());
     command
-}
-
-/// Adds a small training to a command, whose results go to `run`.
-fn small(command: &mut Command, inputs: &Path, run: &Path, options: &[&str]) {
-    let at = |name: &str| inputs.join(name).into_os_string();
-    let model = if options.contains(&"--offload") { "wide" } else { "model" };
-    command.arg("--model").arg(at(model)).arg("--data").arg(at("rows.safetensors"));
-    command.args(["--batch", "2", "--threads", "1", "--json", "--warmup", "2", "--clip", "1"]);
-    command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);
 }
 
 fn threads(ranks: usize, inputs: &Path, run: &Path, options: &[&str]) {
@@ -71,17 +62,6 @@ fn good(output: &Output) {
 
 fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// Bytes that each rank has received, by step and kind.
-fn wire(run: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
-    let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    steps
-        .flat_map(|step| {
-            step["ranks"].as_array().unwrap().iter().map(|rank| rank["wire_bytes"].clone()).collect::<Vec<_>>()
-        })
-        .collect()
 }
 
 #[test]

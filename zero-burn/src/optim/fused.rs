@@ -115,6 +115,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         module: M,
         grads: GradientsParams,
     ) -> M {
+        Context::<A::Base>::current().mover.sweep();
         let mut step = Step { optimizer: self, grads, lr, grad_scale, path: Vec::new(), jobs: Jobs::default() };
         let module = module.map(&mut step);
         let Step { grads, jobs, .. } = step;

@@ -90,7 +90,6 @@ pub(crate) struct Outcome<B: Backend> {
 /// The rank's end of its reducer.
 pub(crate) struct Reducer<B: Backend> {
     serving: Serving<B>,
-    bucket_size: usize,
     /// Whether this pass has given up waiting for slower ranks.
     hurried: AtomicBool,
 }
@@ -127,7 +126,7 @@ impl<B: Backend> Reducer<B> {
             true => Serving::Inline(Box::new(Mutex::new(Server::inline(means)))),
             false => Serving::Thread(worker, means),
         };
-        Self { serving, bucket_size, hurried: AtomicBool::new(false) }
+        Self { serving, hurried: AtomicBool::new(false) }
     }
 
     fn send(&self, job: Job<B>) {
@@ -173,12 +172,12 @@ impl<B: Backend> Reducer<B> {
     /// This runs under autodiff's lock, which another rank may need to get on (ADR 2): so it ends when nothing has moved
     /// for a while, and is not tried again in this pass.
     pub(crate) fn catch_up(&self, context: &Context<B>) {
-        let Serving::Thread(worker, _) = &self.serving else { return };
+        let Serving::Thread(worker, means) = &self.serving else { return };
         if !context.config.stage.shards_gradients() || self.hurried.load(Ordering::Relaxed) {
             return;
         }
         let unreduced = || context.gauges.in_flight.live();
-        let limit = (2 * self.bucket_size * size_of::<f32>()) as u64;
+        let limit = (2 * means.bucket_size * size_of::<f32>()) as u64;
         let (mut seen, mut since) = (unreduced(), Instant::now());
         // Without a backlog the reducer waits for this rank's next gradients, not for other ranks.
         while seen > limit && worker.backlog() > 0 {

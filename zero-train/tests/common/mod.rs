@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test uses its part
 
 use std::path::Path;
+use std::process::Command;
 
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -36,4 +37,24 @@ pub fn trajectory(run: &Path) -> Vec<[String; 3]> {
         ["step", "loss", "grad_norm"].map(|key| metrics[key].to_string())
     };
     text.lines().map(of).collect()
+}
+
+/// Adds a small training to a command, whose results go to `run`.
+pub fn small(command: &mut Command, inputs: &Path, run: &Path, options: &[&str]) {
+    let at = |name: &str| inputs.join(name).into_os_string();
+    let model = if options.contains(&"--offload") { "wide" } else { "model" };
+    command.arg("--model").arg(at(model)).arg("--data").arg(at("rows.safetensors"));
+    command.args(["--batch", "2", "--threads", "1", "--json", "--warmup", "2", "--clip", "1"]);
+    command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);
+}
+
+/// Bytes that each rank has received, by step and kind.
+pub fn wire(run: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
+    let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    steps
+        .flat_map(|step| {
+            step["ranks"].as_array().unwrap().iter().map(|rank| rank["wire_bytes"].clone()).collect::<Vec<_>>()
+        })
+        .collect()
 }

@@ -25,9 +25,9 @@
 //! two, through shared memory (`--mca btl_vader_single_copy_mechanism none`), or over TCP (`--mca btl self,tcp`), 1.6 to 1.8
 //! GB/s.
 //!
-//! Over sockets, on another such machine, busy too, in turn with MPI (3 turns): an all-gather 1.9 to 2.5 GB/s and a
-//! reduce-scatter 1.4 to 2.3 GB/s, a barrier 20 to 44 microseconds, 9 to 12 ms of processor time a second when nothing happens;
-//! beside it MPI over TCP 0.9 to 2.6 and 1.6 to 2.4 GB/s, with one copy 4.8 to 7.1 and 2.5 to 5.3 GB/s.
+//! Over sockets, on another such machine, idle, in turn with MPI (3 turns): an all-gather 3.2 to 3.7 GB/s and a reduce-scatter
+//! 3.1 to 3.3 GB/s, a barrier 16 to 22 microseconds; beside it MPI over TCP 3.3 to 3.7 and 2.5 to 3.0 GB/s, with one copy 8.8 to
+//! 14.4 and 5.7 to 8.5 GB/s. 14 to 19 ms of processor time a second when nothing happens.
 //!
 //! A process runs one rank, once: MPI cannot be started again after it has ended, and rank 0's port is one job's.
 
