@@ -23,7 +23,7 @@ struct Params {
 
 #[test]
 fn every_trace_equals_its_golden() {
-    let cases: Vec<Case> = serde_json::from_str(include_str!("loss_scales.json")).unwrap();
+    let cases: Vec<Case> = serde_json::from_str(include_str!("../loss_scales.json")).unwrap();
     assert_eq!(cases.len(), 264);
     for case in cases {
         let params = &case.params;

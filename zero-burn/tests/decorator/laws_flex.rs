@@ -1,5 +1,5 @@
 //! The suite of laws over burn-flex.
 
-mod suite;
+use crate::laws;
 
 laws!(burn_flex::Flex);

@@ -1,8 +1,8 @@
 //! State on a disk: the same bits as in memory, with every combination of tiers.
 //!
-//! `cargo test -p zero-tests --test offload -- --nocapture` prints what is compared.
+//! `cargo test -p zero-tests --test ranks offload -- --nocapture` prints what is compared.
 
-mod common;
+use crate::common;
 
 use std::path::Path;
 

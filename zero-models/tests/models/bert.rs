@@ -1,4 +1,4 @@
-//! cargo test -p zero-models --test bert
+//! cargo test -p zero-models --test models bert
 //!
 //! What a BERT must do whatever its weights are.
 

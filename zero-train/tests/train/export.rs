@@ -1,10 +1,10 @@
-//! cargo test -p zero-train --test export
+//! cargo test -p zero-train --test train export
 //!
 //! From sharded checkpoints to Hugging Face's: exact, whatever the number of ranks that saved; and every checkpoint that
 //! must be refused.
 
-mod common;
-mod sharded;
+use crate::common;
+use crate::sharded;
 
 use std::path::Path;
 

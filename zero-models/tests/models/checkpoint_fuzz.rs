@@ -1,10 +1,9 @@
-//! cargo test -p zero-models --test checkpoint_fuzz
+//! cargo test -p zero-models --test models checkpoint_fuzz
 //!
 //! Hugging Face checkpoints that somebody has damaged or made up: every one is opened, and its tensors are converted, or it
 //! is refused with an error that names its file. None makes the reader panic.
 
-#[path = "../../zero-core/tests/common/mutate.rs"]
-mod mutate;
+use crate::mutate;
 
 use std::collections::BTreeMap;
 use std::fs;

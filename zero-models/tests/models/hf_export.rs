@@ -1,9 +1,9 @@
-//! cargo test -p zero-models --test hf_export
+//! cargo test -p zero-models --test models hf_export
 //!
 //! Checkpoints that are written as Hugging Face's: loaded again, laid out as transformers does, and never left half done.
 //! That transformers itself loads them is checked by `transformers_export.sh`.
 
-mod common;
+use crate::common;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;

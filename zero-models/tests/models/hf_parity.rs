@@ -1,4 +1,4 @@
-//! cargo test -p zero-models --test hf_parity
+//! cargo test -p zero-models --test models hf_parity
 //!
 //! The logits and the first loss of Hugging Face's models on the same weights and rows. The references come from
 //! `tests/fixtures/make_reference.py` at the root of the workspace.

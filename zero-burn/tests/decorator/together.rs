@@ -1,4 +1,4 @@
-//! Ranks that gather parameters together: `cargo test -p zero-burn --test together`. Ranks are threads here, each with sockets of
+//! Ranks that gather parameters together: `cargo test -p zero-burn --test decorator together`. Ranks are threads here, each with sockets of
 //! its own to the others, as processes have; so that nothing is run backward, which takes locks of the process. Training is in
 //! zero-train's `torchrun`.
 

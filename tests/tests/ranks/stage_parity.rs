@@ -1,8 +1,8 @@
 //! Parity between stages and numbers of ranks, on GPT-2: same seed and data give bit-equal fp32 losses at stages 0 to 3.
 //!
-//! `cargo test -p zero-tests --test stage_parity -- --nocapture` prints the figures.
+//! `cargo test -p zero-tests --test ranks stage_parity -- --nocapture` prints the figures.
 
-mod common;
+use crate::common;
 
 use common::{Run, gpt2_losses};
 use zero_core::Stage;

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use zero_train::config::{Auto, Config, Context, Format, MixedPrecision};
 
-const DEEPSPEED: &str = include_str!("configs/deepspeed_zero3.json");
-const ACCELERATE: &str = include_str!("configs/accelerate_zero3_cpu.yaml");
+const DEEPSPEED: &str = include_str!("../configs/deepspeed_zero3.json");
+const ACCELERATE: &str = include_str!("../configs/accelerate_zero3_cpu.yaml");
 
 /// Everything left to the program.
 const AUTO: &str = r#"{

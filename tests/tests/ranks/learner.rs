@@ -1,6 +1,6 @@
 //! Burn's `Learner` on ranks: the same bits as a plain loop on as many ranks, and the numbers of one rank.
 //!
-//! `cargo test -p zero-tests --test learner -- --nocapture` prints the differences that are asserted on.
+//! `cargo test -p zero-tests --test ranks learner -- --nocapture` prints the differences that are asserted on.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};

@@ -1,5 +1,5 @@
 //! The suite of laws over burn-ndarray.
 
-mod suite;
+use crate::laws;
 
 laws!(burn_ndarray::NdArray);

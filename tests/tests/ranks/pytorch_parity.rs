@@ -1,9 +1,9 @@
 //! Parity with PyTorch: the fixtures' 20 AdamW losses and gradient norms, at every stage with two ranks.
 //!
-//! `cargo test -p zero-tests --test pytorch_parity -- --nocapture` prints the largest differences. The fixtures are made
+//! `cargo test -p zero-tests --test ranks pytorch_parity -- --nocapture` prints the largest differences. The fixtures are made
 //! by `tests/fixtures/make_reference.py`.
 
-mod common;
+use crate::common;
 
 use std::fs;
 

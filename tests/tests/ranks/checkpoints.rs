@@ -1,8 +1,8 @@
 //! The engine's checkpoints: any number of ranks and any stage goes on where any other stopped, bit by bit.
 //!
-//! `cargo test -p zero-tests --test checkpoints -- --nocapture` prints what is compared.
+//! `cargo test -p zero-tests --test ranks checkpoints -- --nocapture` prints what is compared.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;

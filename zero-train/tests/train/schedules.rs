@@ -80,7 +80,7 @@ fn close(got: f64, expected: f64, what: &str) {
 
 #[test]
 fn every_schedule_equals_its_golden_sequence() {
-    let cases: Vec<Case> = serde_json::from_str(include_str!("schedules.json")).unwrap();
+    let cases: Vec<Case> = serde_json::from_str(include_str!("../schedules.json")).unwrap();
     assert_eq!(cases.len(), 24);
     for case in cases {
         let schedule = case.schedule();

@@ -1,9 +1,9 @@
 //! The engine: accumulation, clipping, loss scales, mixed precision, evaluation, uneven data, access to what is sharded.
 //!
-//! `cargo test -p zero-tests --test engine -- --nocapture` prints the differences that are asserted on. The reference is
+//! `cargo test -p zero-tests --test ranks engine -- --nocapture` prints the differences that are asserted on. The reference is
 //! `tests/fixtures/engine.json`, made by `tests/fixtures/make_engine_reference.py`.
 
-mod common;
+use crate::common;
 
 use std::fs;
 

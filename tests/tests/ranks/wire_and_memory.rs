@@ -1,8 +1,8 @@
 //! Bytes on the wire and bytes of model state against the ZeRO formulas.
 //!
-//! `cargo test -p zero-tests --test wire_and_memory -- --nocapture` prints the figures.
+//! `cargo test -p zero-tests --test ranks wire_and_memory -- --nocapture` prints the figures.
 
-mod common;
+use crate::common;
 
 use common::{Run, gpt2_stats};
 use zero_burn::config::ZeroConfig;

@@ -1,8 +1,8 @@
-//! cargo test -p zero-models --test checkpoints
+//! cargo test -p zero-models --test models checkpoints
 //!
 //! Checkpoints that load, in every layout Hugging Face has written, and every malformed one that must not.
 
-mod common;
+use crate::common;
 
 use std::path::Path;
 

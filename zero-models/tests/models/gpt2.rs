@@ -1,4 +1,4 @@
-//! cargo test -p zero-models --test gpt2
+//! cargo test -p zero-models --test models gpt2
 //!
 //! What a GPT-2 must do whatever its weights are.
 

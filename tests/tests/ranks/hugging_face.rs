@@ -1,9 +1,9 @@
 //! Hugging Face weights under ZeRO: every stage and number of ranks has the bits of a plain load, and of what is sharded a
 //! rank converts its piece.
 //!
-//! `cargo test -p zero-tests --test hugging_face -- --nocapture` prints the shares.
+//! `cargo test -p zero-tests --test ranks hugging_face -- --nocapture` prints the shares.
 
-mod common;
+use crate::common;
 
 use std::path::Path;
 

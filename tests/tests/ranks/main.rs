@@ -1,0 +1,12 @@
+//! Training on ranks, one binary, as each links all of Burn: `cargo test -p zero-tests --test ranks [MODULE]`.
+
+mod checkpoints;
+#[path = "../common/mod.rs"]
+mod common;
+mod engine;
+mod hugging_face;
+mod learner;
+mod offload;
+mod pytorch_parity;
+mod stage_parity;
+mod wire_and_memory;

@@ -1,0 +1,10 @@
+//! The decorator, one binary, as each links all of Burn: `cargo test -p zero-burn --test decorator [MODULE]`.
+
+mod birth;
+mod forwarding;
+mod fused_operations;
+mod laws_flex;
+mod laws_ndarray;
+mod misuse;
+mod suite;
+mod together;

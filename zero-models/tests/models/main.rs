@@ -1,0 +1,11 @@
+//! The models, one binary, as each links all of Burn: `cargo test -p zero-models --test models [MODULE]`.
+
+mod bert;
+mod checkpoint_fuzz;
+mod checkpoints;
+mod common;
+mod gpt2;
+mod hf_export;
+mod hf_parity;
+#[path = "../../../zero-core/tests/common/mutate.rs"]
+mod mutate;

@@ -1,0 +1,13 @@
+//! What needs no run of training: configurations, schedules, files and what commands say of them, one binary, as each links all of Burn: `cargo test -p zero-train --test train [MODULE]`.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod config;
+mod export;
+mod inspect_command;
+mod loss_scales;
+mod malformed;
+mod schedules;
+#[path = "../sharded/mod.rs"]
+mod sharded;
+mod zero_command;
