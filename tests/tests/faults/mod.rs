@@ -1,7 +1,7 @@
 //! Trouble of ranks that are processes: every kind is found in time, by every rank, and nothing hangs.
 //!
 //! `cargo test -p zero-tests --test socket_faults -- --nocapture`, or `--features mpi --test mpi_faults`, prints what was done
-//! to whom; `ZERO_FAULT_RUNS` sets the number of runs of each kind (25 in CI).
+//! to whom; `ZERO_FAULT_RUNS` sets the number of runs of each kind.
 //!
 //! A run trains a small GPT-2 by the engine on 2 or 3 ranks. One of them, the *victim*, kills itself, stops, or does
 //! something else than the others, at a moment that is drawn anew in each run.
