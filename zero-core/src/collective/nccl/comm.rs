@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys::ncclComm_t;
 
-use super::library::SUCCESS;
 use super::request::{DeviceRequest, DeviceSlice};
 use super::state::{ABORT, Core};
 use super::{NcclError, Ticket};
@@ -281,9 +280,7 @@ impl NcclComm {
 
 /// Ends what the library has begun to make and does not become a communicator.
 pub(super) fn discard(core: &Core, comm: ncclComm_t) {
-    // SAFETY: the library has given this communicator, and nobody else knows it.
-    let code = unsafe { (core.library.abort)(comm) };
-    if code != SUCCESS {
-        tracing::debug!(rank = core.rank(), code, "ncclCommAbort of a communicator that was not made");
+    if let Err(reason) = core.end_now(comm) {
+        tracing::debug!(rank = core.rank(), %reason, "of a communicator that was not made");
     }
 }
