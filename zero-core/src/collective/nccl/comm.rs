@@ -90,7 +90,8 @@ impl Inner {
             Err(_) => false,
         };
         let ended = {
-            let mut handle = core.handle.lock();
+            // A watchdog that is inside the library for good may hold it.
+            let Some(mut handle) = core.handle.try_lock_for(ABORT) else { return core.abort() };
             let Some(comm) = handle.0 else { return };
             let _entered = core.device.enter();
             // SAFETY: the communicator is alive, and the handle locked.

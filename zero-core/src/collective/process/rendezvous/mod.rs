@@ -12,6 +12,7 @@
 //! nobody else on it. What is not meant: encryption. Who can listen in on the network, or change what goes over it, sees and
 //! changes parameters.
 
+mod door;
 mod error;
 mod hello;
 
@@ -23,8 +24,9 @@ use std::time::{Duration, Instant};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use door::Expected;
 pub use error::{Refused, RendezvousError};
-use hello::{Expected, Key, Token, Turned};
+use hello::{Key, Token, Turned};
 
 use super::super::launcher::{Place, Rendezvous, random};
 use super::super::machine::Machine;
@@ -124,11 +126,11 @@ fn lead(
 ) -> Result<Mesh, RendezvousError> {
     let Rendezvous { world, host, port, .. } = job;
     let failed = |source| RendezvousError::Listen { host: host.clone(), port: *port, source };
-    let listener = hello::bind(host, *port).map_err(failed)?;
+    let listener = door::bind(host, *port).map_err(failed)?;
     listener.set_nonblocking(true).map_err(failed)?;
     let key = Key::of(job);
     let expected = Expected { at: 0, world: *world, ranks: 1..*world, key: &key };
-    let received = hello::receive(&listener, &expected, begin + deadline);
+    let received = door::receive(&listener, &expected, begin + deadline);
     let (mut streams, refused) = received.map_err(|source| RendezvousError::System { rank: 0, source })?;
     drop(listener);
     let missing: Vec<usize> = (1..*world).filter(|rank| !streams.contains_key(rank)).collect();
@@ -207,10 +209,11 @@ fn follow(
         })?;
     // Where rank 0 sees this rank, the others will. Over this machine's loopback it is not seen where those of other machines
     // will: then on all addresses, unless there are no other machines.
-    let seen = leader.local_addr().map_err(system)?.ip();
-    let listener = match seen.is_loopback() && !job.is_local() {
-        true => hello::bind_all(0),
-        false => TcpListener::bind((seen, 0)),
+    let mut seen = leader.local_addr().map_err(system)?;
+    seen.set_port(0);
+    let listener = match seen.ip().is_loopback() && !job.is_local() {
+        true => door::bind_all(0),
+        false => TcpListener::bind(seen),
     };
     let listener = listener.map_err(system)?;
     listener.set_nonblocking(true).map_err(system)?;
@@ -275,7 +278,7 @@ fn reach(
         streams.insert(peer, stream);
     }
     let expected = Expected { at: rank, world, ranks: rank + 1..world, key };
-    let (above, refused) = hello::receive(listener, &expected, until)
+    let (above, refused) = door::receive(listener, &expected, until)
         .map_err(|error| format!("rank {rank} got no sockets for its connections ({error})"))?;
     let missing: Vec<usize> = (rank + 1..world).filter(|peer| !above.contains_key(peer)).collect();
     streams.extend(above);
