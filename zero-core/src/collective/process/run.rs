@@ -67,7 +67,7 @@ pub struct ProcessRun {
     comm: Arc<ProcessComm>,
     grace: Duration,
     threads: Option<Threads>,
-    warnings: Vec<String>,
+    warnings: Box<[String]>,
 }
 
 #[derive(Debug)]
@@ -91,7 +91,7 @@ pub fn start(options: &ProcessOptions, start: &Start) -> Result<ProcessRun, Star
             let mut mesh = rendezvous::connect(job, deadline, node_size, trusted_network)?;
             let warnings = warnings(job, &std::mem::take(&mut mesh.refused));
             let mut run = over(options, job.rank, over_sockets(mesh))?;
-            run.warnings = warnings;
+            run.warnings = warnings.into();
             Ok(run)
         }
         Start::Mpi(world) => over_mpi(options, world),
@@ -190,7 +190,7 @@ fn over<L: Link>(
         .spawn(move || serve(&server, &requests, &server.parked))
         .map_err(failed)?;
     let threads = Some(Threads { pump, window });
-    Ok(ProcessRun { comm: ProcessComm::world_of(shared), grace: options.grace, threads, warnings: Vec::new() })
+    Ok(ProcessRun { comm: ProcessComm::world_of(shared), grace: options.grace, threads, warnings: Box::default() })
 }
 
 /// Naps of microseconds are to last that long: the system rounds them up to 50 otherwise.
