@@ -102,6 +102,15 @@ impl Bulk {
         self.gathers
     }
 
+    /// Whether sums are rounded at every step to the type of what is added.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn rounds_sums(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.nccl.is_some();
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
     /// Begins the sum over the ranks of `bucket` `[world, columns]`: this rank's row of it if it is scattered, or all rows;
     /// flat.
     #[cfg(feature = "cubecl")]

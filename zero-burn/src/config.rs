@@ -183,8 +183,8 @@ pub struct ZeroConfig {
     pub param_dtype: Float,
     /// What reduced gradients are kept as, and added up as over micro-batches. Default: as the parameter.
     pub gradient_dtype: Option<Float>,
-    /// What gradients are sent as; additions are in fp32, rounded once. Default: as the parameter; DeepSpeed's
-    /// `communication_data_type`.
+    /// What gradients are sent as; DeepSpeed's `communication_data_type`. Additions are in fp32, rounded once, but for NCCL's,
+    /// which adds in the type that is sent and rounds at every step. Default: with NCCL fp32, otherwise as the parameter.
     pub communication_dtype: Option<Float>,
     /// Gradients are reduced beside the backward pass, as they come; otherwise after it, by `collect_grads`, which keeps
     /// them whole until then. Default true; DeepSpeed's `overlap_comm`.
@@ -199,6 +199,18 @@ pub struct ZeroConfig {
 }
 
 impl ZeroConfig {
+    /// How gradients of `world` ranks are added up: what they are sent as, what they are multiplied by before, and the sum
+    /// after. `rounds_sums`: by NCCL, which rounds at every step to what is sent.
+    pub(crate) fn reduction(&self, world: usize, rounds_sums: bool) -> (Float, f32, f32) {
+        let (sent_as, divided) = match (self.communication_dtype, rounds_sums) {
+            (None, true) => (Float::F32, self.gradient_predivide_factor),
+            // A sum of more ranks would overflow sooner.
+            (Some(Float::F16), true) => (Float::F16, self.gradient_predivide_factor.max(world as f32)),
+            (given, _) => (given.unwrap_or(self.param_dtype), self.gradient_predivide_factor),
+        };
+        (sent_as, 1.0 / divided, divided / world as f32)
+    }
+
     /// The defaults at `stage`.
     pub fn new(stage: Stage) -> Self {
         Self { stage, ..Self::default() }
@@ -296,4 +308,28 @@ pub enum ConfigError {
 /// The configuration of the current thread's rank over inner backend `B`.
 pub fn current<B: burn_backend::Backend>() -> ZeroConfig {
     crate::context::Context::<B>::current().config.clone()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_are_rounded_once_unless_asked_otherwise() {
+        let config = |communication_dtype, predivide| ZeroConfig {
+            param_dtype: Float::Bf16,
+            communication_dtype,
+            gradient_predivide_factor: predivide,
+            ..ZeroConfig::new(Stage::Gradients)
+        };
+        // What adds in fp32 is sent what the parameters are.
+        assert_eq!(config(None, 1.0).reduction(8, false), (Float::Bf16, 1.0, 0.125));
+        assert_eq!(config(Some(Float::F16), 4.0).reduction(8, false), (Float::F16, 0.25, 0.5));
+        // What adds in what it is sent, fp32.
+        assert_eq!(config(None, 1.0).reduction(8, true), (Float::F32, 1.0, 0.125));
+        assert_eq!(config(Some(Float::Bf16), 1.0).reduction(8, true), (Float::Bf16, 1.0, 0.125));
+        // A sum of 1,000 ranks' fp16 gradients is no larger than the largest of them.
+        let (sent_as, before, after) = config(Some(Float::F16), 1.0).reduction(1000, true);
+        assert_eq!((sent_as, before * 1000.0, after), (Float::F16, 1.0, 1.0));
+    }
 }

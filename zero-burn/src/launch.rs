@@ -28,11 +28,15 @@ pub struct LaunchOptions {
     pub deadline: Duration,
     /// Where ranks leave their flight records, their last operations, when a deadline passes or a rank fails.
     pub flight_dir: Option<PathBuf>,
+    /// Whether ranks that are processes and have no secret (`ZERO_SECRET`) may meet at an address that other machines reach,
+    /// because nobody else is on their network; `ZERO_TRUSTED_NETWORK=1` says so too.
+    pub trusted_network: bool,
 }
 
 impl Default for LaunchOptions {
     fn default() -> Self {
-        Self { threads_per_rank: 0, deadline: ThreadOptions::default().deadline, flight_dir: None }
+        let deadline = ThreadOptions::default().deadline;
+        Self { threads_per_rank: 0, deadline, flight_dir: None, trusted_network: false }
     }
 }
 
@@ -71,8 +75,8 @@ impl LaunchOptions {
 
     /// The same for the engine of processes.
     pub fn process(&self) -> ProcessOptions {
-        let (deadline, flight_dir) = (self.deadline, self.flight_dir.clone());
-        ProcessOptions { deadline, flight_dir, ..ProcessOptions::default() }
+        let Self { deadline, flight_dir, trusted_network, .. } = self.clone();
+        ProcessOptions { deadline, flight_dir, trusted_network, ..ProcessOptions::default() }
     }
 }
 
@@ -256,8 +260,7 @@ trait Others: Sync {
 
 impl Others for ThreadComm {
     fn wait(&self) -> Result<(), CommError> {
-        self.wait_for_others();
-        Ok(())
+        self.wait_for_others()
     }
 
     fn stop(&self, reason: &str) {

@@ -348,6 +348,17 @@ fn a_collective_that_hangs_ends_at_the_deadline_on_all_ranks() {
     assert!(report.contains("all_reduce of 16 f32 (max) for gradients"), "{report}");
 }
 
+/// Nobody goes on with memory that a communicator may still write to.
+#[test]
+fn a_rank_whose_communicator_cannot_be_aborted_ends() {
+    let hung = with_fault("stall", 2, "no-abort:1:2");
+    assert!(hung.notes[1].is_none(), "{:?}", hung.notes);
+    let told = &hung.outputs[1];
+    assert!(told.contains("its communicator could not be ended (ncclCommAbort: "), "{told}");
+    assert!(told.contains("operation 2 of group 'world'"), "{told}");
+    assert!(hung.note(0).contains("operation 2 of group 'world'"), "{}", hung.note(0));
+}
+
 /// The fault is found though nobody waits.
 fn unwatched(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let memory = Memory::of(&[1.0; 16], DType::F32);

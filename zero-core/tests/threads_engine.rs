@@ -311,3 +311,20 @@ fn what_an_operation_is_for_must_agree() {
     .to_string();
     assert!(error.contains("(sum) for layer 1") && error.contains("(sum) for layer 2"), "{error}");
 }
+
+/// A rank that has ended waits for the others, but not for ever.
+#[test]
+fn the_wait_for_the_others_ends() {
+    let options = ThreadOptions { deadline: Duration::from_millis(50) };
+    let slow = |comm: Arc<ThreadComm>| -> Result<Duration, CommError> {
+        let begin = Instant::now();
+        if comm.rank() == 0 {
+            std::thread::sleep(Duration::from_millis(2500));
+        } else {
+            comm.wait_for_others()?;
+        }
+        Ok(begin.elapsed())
+    };
+    let error = run(2, &options, slow).unwrap_err();
+    assert!(error.to_string().contains("waiting for the other ranks to end"), "{error}");
+}

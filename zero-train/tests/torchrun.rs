@@ -271,3 +271,118 @@ fn bad_input_and_settings_that_differ_end_every_rank() {
     }
     assert!(!run.join("out/metrics.jsonl").exists());
 }
+
+/// `zero launch` without an MPI launcher.
+fn launch(options: &[&str]) -> Command {
+    let mut command = Command::new(ZERO);
+    command.args(["launch", "--sockets"]).args(options);
+    command
+}
+
+#[test]
+fn launched_ranks_meet_over_sockets_and_end_as_one() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let (ours, theirs) = (dir.path().join("threads"), dir.path().join("launched"));
+    let options = ["--stage", "3", "--steps", "4"];
+    threads(2, dir.path(), &ours, &options);
+    let mut command = launch(&["--ranks", "2", "--", "train"]);
+    small(&mut command, dir.path(), &theirs, &options);
+    let output = finish(vec![begin(&mut command)]).swap_remove(0);
+    assert!(output.status.success(), "{}", text(&output));
+    assert_eq!((trajectory(&theirs).len(), trajectory(&theirs)), (4, trajectory(&ours)));
+    // They have a secret, of which nothing is said.
+    let told = text(&output);
+    assert!(told.contains("RANK=1") && !told.contains("ZERO_SECRET"), "{told}");
+    // What is wrong on every rank is not tried again, and has its own exit code.
+    let mut command = launch(&["--ranks", "2", "--max-restarts", "3", "--", "train"]);
+    small(&mut command, dir.path(), &theirs, &["--stage", "7"]);
+    let output = finish(vec![begin(&mut command)]).swap_remove(0);
+    assert!(output.status.code() == Some(2) && !text(&output).contains("restart 1"), "{}", text(&output));
+    // Settings for an MPI launcher are not dropped.
+    let output = finish(vec![begin(&mut launch(&["--ranks", "2", "--cores", "2", "--", "train"]))]).swap_remove(0);
+    assert!(output.status.code() == Some(2) && text(&output).contains("cannot be used with"), "{}", text(&output));
+    let output = finish(vec![begin(&mut launch(&["--", "train"]))]).swap_remove(0);
+    assert!(output.status.code() == Some(2) && text(&output).contains("give --ranks N"), "{}", text(&output));
+}
+
+#[test]
+fn a_launched_job_that_loses_a_rank_goes_on_from_its_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let (unbroken, run) = (dir.path().join("unbroken"), dir.path().join("run"));
+    let options = ["--stage", "3", "--steps", "60", "--save-every", "5"];
+    threads(2, dir.path(), &unbroken, &options);
+    let mut command = launch(&["--ranks", "2", "--max-restarts", "1", "--", "train"]);
+    small(&mut command, dir.path(), &run, &options);
+    let job = begin(&mut command);
+    let started = Instant::now();
+    while !run.join("checkpoints/latest").exists() {
+        assert!(started.elapsed() < LIMIT, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let ranks = Command::new("pgrep").args(["-P", &job.id().to_string()]).output().unwrap();
+    let ranks = String::from_utf8(ranks.stdout).unwrap();
+    assert_eq!(ranks.lines().count(), 2, "{ranks}");
+    assert!(Command::new("kill").args(["-KILL", ranks.lines().last().unwrap()]).status().unwrap().success());
+    let output = finish(vec![job]).swap_remove(0);
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(text(&output).contains("restart 1 of 1, from the last sound checkpoint"), "{}", text(&output));
+    assert_eq!(trajectory(&run), trajectory(&unbroken));
+}
+
+/// Two "machines", each of which starts its half of the ranks that a file of Accelerate's asks for.
+#[test]
+fn machines_of_an_accelerate_file_start_their_shares() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let (ours, theirs) = (dir.path().join("threads"), dir.path().join("launched"));
+    let file = dir.path().join("accelerate.yaml");
+    let yaml = format!(
+        "distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 2\nmachine_rank: 0\nmain_process_ip: 127.0.0.1\n\
+         main_process_port: {}\n",
+        free_port()
+    );
+    std::fs::write(&file, yaml).unwrap();
+    let options = ["--stage", "2", "--steps", "4"];
+    threads(2, dir.path(), &ours, &options);
+    let machine = |more: &[&str]| {
+        let mut command = Command::new(ZERO);
+        command.arg("launch").arg("--config-file").arg(&file).args(more).args(["--", "train"]);
+        small(&mut command, dir.path(), &theirs, &options);
+        begin(&mut command)
+    };
+    // Here both are on one, where two ranks that are both its first are a mistake.
+    let second = ["--machine-rank", "1", "--env", "LOCAL_RANK=1", "--env", "LOCAL_WORLD_SIZE=2"];
+    good(&finish(vec![machine(&[]), machine(&second)]));
+    assert_eq!((trajectory(&theirs).len(), trajectory(&theirs)), (4, trajectory(&ours)));
+    let output = finish(vec![machine(&["--machine-rank", "2"])]).swap_remove(0);
+    assert!(output.status.code() == Some(2) && text(&output).contains("expected one from 0 to 1, got 2"));
+}
+
+#[test]
+fn ranks_that_other_machines_reach_need_a_secret() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let run = dir.path().join("run");
+    // An address for documentation: nothing is there.
+    let far = |more: &[&str], secret: &str| {
+        let mut command = rank(1, 2, free_port());
+        command.env("MASTER_ADDR", "192.0.2.1").env("ZERO_SECRET", secret);
+        if secret.is_empty() {
+            command.env_remove("ZERO_SECRET");
+        }
+        small(&mut command, dir.path(), &run, &[&["--steps", "3", "--deadline", "0.2"], more].concat());
+        let output = finish(vec![begin(&mut command)]).swap_remove(0);
+        (output.status.code(), text(&output))
+    };
+    let (code, told) = far(&[], "");
+    assert!(code == Some(2) && told.contains("has no ZERO_SECRET") && told.contains("--trusted-network"), "{told}");
+    assert_eq!(told.trim().lines().count(), 1, "{told}");
+    let (code, told) = far(&[], "hunter2");
+    assert!(code == Some(2) && told.contains("ZERO_SECRET: expected at least 16 characters, got 7"), "{told}");
+    for (more, secret) in [(&["--trusted-network"][..], ""), (&[], "0123456789abcdef")] {
+        let (code, told) = far(more, secret);
+        assert!(code == Some(75) && told.contains("could not reach rank 0"), "{told}");
+    }
+}

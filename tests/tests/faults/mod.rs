@@ -110,7 +110,8 @@ fn rank() {
     if odd && ODD.contains(&fault.kind.as_str()) {
         std::fs::write(folder.join("when"), micros().to_string()).unwrap();
     }
-    let options = LaunchOptions { deadline: DEADLINE, flight_dir: Some(folder.clone()), threads_per_rank: 1 };
+    let flight_dir = Some(folder.clone());
+    let options = LaunchOptions { deadline: DEADLINE, flight_dir, threads_per_rank: 1, ..LaunchOptions::default() };
     let result = launch_ranks::<Flex, _, String>(world, &config, &options, |device| train(&fault, &device, &folder));
     match result {
         Ok(_) => note(&folder, rank, "ok"),

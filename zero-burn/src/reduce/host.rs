@@ -75,15 +75,15 @@ impl<B: Backend> Buckets<B> {
         let world = comm.world();
         let columns = |numel: usize| Partition::new(numel, world).stride();
         let config = &context.config;
-        let sent_as = config.communication_dtype.unwrap_or(config.param_dtype).on_the_wire();
-        let divided = config.gradient_predivide_factor;
+        let (sent_as, before, after) = config.reduction(world, false);
+        let sent_as = sent_as.on_the_wire();
         let sizes = || plan.iter().map(|index| context.slot(*index).partition.numel());
         Self {
-            before: 1.0 / divided,
-            after: divided / world as f32,
+            before,
+            after,
             sent_as,
             capacity: (bucket_size / world).max(1),
-            remaining: sizes().filter(|&numel| !goes_alone(numel, world, sent_as, 1.0 / divided)).map(columns).sum(),
+            remaining: sizes().filter(|&numel| !goes_alone(numel, world, sent_as, before)).map(columns).sum(),
             context: context.clone(),
             comm,
             stage,

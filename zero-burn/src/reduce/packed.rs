@@ -96,12 +96,12 @@ impl<B: Backend> Packed<B> {
         context: &Arc<Context<B>>,
         settler: Option<Arc<Settler<B>>>,
     ) -> Self {
-        let (config, world) = (&context.config, context.world);
-        let divided = config.gradient_predivide_factor;
+        let world = context.world;
+        let (sent_as, before, after) = context.config.reduction(world, bulk.rounds_sums());
         Self {
-            before: 1.0 / divided,
-            after: divided / world as f32,
-            sent_as: config.communication_dtype.unwrap_or(config.param_dtype).dtype(),
+            before,
+            after,
+            sent_as: sent_as.dtype(),
             // Kernels count in 32 bit.
             capacity: (bucket_size.min(i32::MAX as usize / 2) / world).max(1),
             context: context.clone(),

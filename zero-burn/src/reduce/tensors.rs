@@ -43,12 +43,11 @@ pub(super) struct Tensors<B: Backend> {
 
 impl<B: Backend> Tensors<B> {
     pub(super) fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, context: &Arc<Context<B>>) -> Self {
-        let config = &context.config;
-        let divided = config.gradient_predivide_factor;
+        let (sent_as, before, after) = context.config.reduction(comm.world(), false);
         Self {
-            before: 1.0 / divided,
-            after: divided / comm.world() as f32,
-            sent_as: config.communication_dtype.unwrap_or(config.param_dtype).dtype(),
+            before,
+            after,
+            sent_as: sent_as.dtype(),
             capacity: bucket_size.max(1),
             context: context.clone(),
             comm,

@@ -62,7 +62,7 @@ fn on_ranks<T: Send>(
         let rank = |rank| {
             let (config, options, body) = (&config, &options, &body);
             let (host, local_rank) = ("127.0.0.1".to_string(), Some(rank));
-            let job = Rendezvous { rank, world, local_rank, local_world: Some(world), host, port };
+            let job = Rendezvous { rank, world, local_rank, host, port, ..Rendezvous::default() };
             scope.spawn(move || {
                 let launch = LaunchOptions { threads_per_rank: 1, deadline: FAR, ..LaunchOptions::default() };
                 let rank_body = |device: Device| body(rank, &device);

@@ -3,6 +3,9 @@
 //! An MPI launcher's variables are read without MPI: a program that was built without the `mpi` feature must be able to refuse
 //! to train N copies.
 
+use std::net::IpAddr;
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 /// A rank among the ranks that a launcher has started, as its environment variables say.
@@ -157,8 +160,58 @@ fn launched_by(variable: impl Fn(&str) -> Option<String>) -> Option<World> {
     })
 }
 
+/// The variable with what the ranks of a job know and nobody else ([`Secret`]).
+pub const SECRET: &str = "ZERO_SECRET";
+
+/// The variable that says that nobody else is on the ranks' network.
+pub const TRUSTED_NETWORK: &str = "ZERO_TRUSTED_NETWORK";
+
+/// What the ranks of a job know and nobody else. It is never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(Arc<str>);
+
+impl core::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+impl Secret {
+    /// Fewest characters of a secret: who listens in on ranks that connect can try guesses.
+    pub const SHORTEST: usize = 16;
+
+    /// A secret of these characters, if they are enough.
+    pub fn new(text: &str) -> Option<Self> {
+        (text.trim().chars().count() >= Self::SHORTEST).then(|| Self(text.trim().into()))
+    }
+
+    /// A new one, that nobody can guess.
+    ///
+    /// # Errors
+    ///
+    /// The system's, when it has no random numbers.
+    pub fn random() -> std::io::Result<Self> {
+        Ok(Self(random()?.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into()))
+    }
+
+    /// Its characters, for the environment of ranks and nothing else.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+/// Bytes that nobody can guess.
+pub(crate) fn random() -> std::io::Result<[u8; 32]> {
+    let mut bytes = [0; 32];
+    // SAFETY: writes so many bytes to a local; 256 are allowed.
+    match unsafe { libc::getentropy(bytes.as_mut_ptr().cast(), bytes.len()) } {
+        0 => Ok(bytes),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
 /// A rank of a job whose environment was set by torchrun or by a training operator of Kubernetes, and where rank 0 is.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rendezvous {
     /// This process's rank (`RANK`).
     pub rank: usize,
@@ -173,6 +226,20 @@ pub struct Rendezvous {
     /// The port that rank 0 listens on: `MASTER_PORT`, or the next one where torchrun's agent says that it listens on that
     /// itself (`TORCHELASTIC_USE_AGENT_STORE`).
     pub port: u16,
+    /// What tells this job from others: the ids that torchrun (`TORCHELASTIC_RUN_ID`) and Slurm (`SLURM_JOB_ID`, and
+    /// `SLURM_STEP_ID` where all ranks are of one step) have given it; its port otherwise.
+    pub id: String,
+    /// What only its ranks know (`ZERO_SECRET`).
+    pub secret: Option<Secret>,
+    /// Whether the network is said to have nobody else on it (`ZERO_TRUSTED_NETWORK=1`).
+    pub trusted_network: bool,
+}
+
+impl Rendezvous {
+    /// Whether all ranks are on one machine, and meet where no other reaches them.
+    pub fn is_local(&self) -> bool {
+        self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    }
 }
 
 /// A variable of the environment that does not say what it should.
@@ -236,7 +303,7 @@ fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Ren
         below("LOCAL_RANK", local, of, "LOCAL_WORLD_SIZE")?;
     }
     if world == 1 && variable("MASTER_ADDR").is_none() {
-        return Ok(Some(Rendezvous { rank, world, local_rank, local_world, host: String::new(), port: 0 }));
+        return Ok(Some(Rendezvous { rank, world, local_rank, local_world, ..Rendezvous::default() }));
     }
     let host = variable("MASTER_ADDR").filter(|host| !host.trim().is_empty()).ok_or_else(|| {
         wrong("MASTER_ADDR", "the name or address of rank 0's machine", variable("MASTER_ADDR"), START)
@@ -251,7 +318,43 @@ fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Ren
         (true, u16::MAX) => port - 1,
         (true, port) => port + 1,
     };
-    Ok(Some(Rendezvous { rank, world, local_rank, local_world, host: host.trim().to_string(), port }))
+    let secret = match variable(SECRET) {
+        None => None,
+        Some(text) => Some(Secret::new(&text).ok_or_else(|| EnvironmentError {
+            variable: SECRET,
+            expected: format!("at least {} characters", Secret::SHORTEST),
+            // It is not shown.
+            got: format!("{}", text.trim().chars().count()),
+            advice: "make one with `openssl rand -hex 32`, the same for all ranks, or leave it out",
+        })?),
+    };
+    let trusted_network = match variable(TRUSTED_NETWORK).as_deref().map(str::trim) {
+        None | Some("" | "0") => false,
+        Some("1") => true,
+        Some(_) => {
+            let advice = "set it only where nobody else reaches the ranks";
+            return Err(wrong(TRUSTED_NETWORK, "1 or 0", variable(TRUSTED_NETWORK), advice));
+        }
+    };
+    let (host, id) = (host.trim().to_string(), id_by(&variable, world, port));
+    Ok(Some(Rendezvous { rank, world, local_rank, local_world, host, port, id, secret, trusted_network }))
+}
+
+/// The job's id, alike for all its ranks.
+fn id_by(variable: impl Fn(&str) -> Option<String>, world: usize, port: u16) -> String {
+    let mut parts = Vec::new();
+    // "none" is torchrun's default.
+    parts.extend(variable("TORCHELASTIC_RUN_ID").filter(|id| id != "none").map(|id| format!("torchrun {id}")));
+    if let Some(job) = variable("SLURM_JOB_ID") {
+        // Ranks that were started by a step for each machine are of one job all the same.
+        let is_step = variable("SLURM_STEP_NUM_TASKS").is_some_and(|tasks| tasks.trim() == world.to_string());
+        let step = variable("SLURM_STEP_ID").filter(|_| is_step).map_or(String::new(), |step| format!(".{step}"));
+        parts.push(format!("Slurm {job}{step}"));
+    }
+    if parts.is_empty() {
+        parts.push(format!("port {port}"));
+    }
+    parts.join(", ")
 }
 
 /// Where a rank is: which machine, and which of its ranks.
@@ -397,6 +500,34 @@ mod tests {
         assert_eq!((agent.port, agent.local_rank), (29501, None), "the agent listens on the first");
         let alone = torch(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap().unwrap();
         assert_eq!((alone.rank, alone.world), (0, 1));
+    }
+
+    #[test]
+    fn jobs_have_ids_and_secrets() {
+        let job = |more: &[(&str, &str)]| {
+            let all = [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+            torch(&[&all[..], more].concat()).map(Option::unwrap)
+        };
+        let plain = job(&[]).unwrap();
+        assert_eq!((plain.id.as_str(), plain.secret, plain.trusted_network), ("port 29500", None, false));
+        assert_eq!(job(&[("TORCHELASTIC_RUN_ID", "none")]).unwrap().id, "port 29500");
+        assert_eq!(job(&[("TORCHELASTIC_RUN_ID", "a"), ("SLURM_JOB_ID", "7")]).unwrap().id, "torchrun a, Slurm 7");
+        let step = [("SLURM_JOB_ID", "7"), ("SLURM_STEP_ID", "3"), ("SLURM_STEP_NUM_TASKS", "2")];
+        assert_eq!(job(&step).unwrap().id, "Slurm 7.3");
+        assert_eq!(job(&[step[0], step[1], ("SLURM_STEP_NUM_TASKS", "1")]).unwrap().id, "Slurm 7");
+        let secret = job(&[("ZERO_SECRET", " 0123456789abcdef\n"), ("ZERO_TRUSTED_NETWORK", "1")]).unwrap();
+        assert_eq!((secret.secret.clone(), secret.trusted_network), (Secret::new("0123456789abcdef"), true));
+        assert!(!format!("{secret:?}").contains("0123"), "{secret:?}");
+        let error = job(&[("ZERO_SECRET", "hunter2")]).unwrap_err();
+        assert!(error.starts_with("ZERO_SECRET: expected at least 16 characters, got 7") && !error.contains("hunter"));
+        let error = job(&[("ZERO_TRUSTED_NETWORK", "yes")]).unwrap_err();
+        assert!(error.starts_with("ZERO_TRUSTED_NETWORK: expected 1 or 0, got 'yes'"), "{error}");
+        assert!(plain_host("localhost") && plain_host("127.0.1.1") && plain_host("::1"));
+        assert!(!plain_host("node-0") && !plain_host("10.0.0.1"));
+    }
+
+    fn plain_host(host: &str) -> bool {
+        Rendezvous { host: host.into(), ..Rendezvous::default() }.is_local()
     }
 
     #[test]

@@ -28,6 +28,10 @@ pub use progress::Pending;
 use crate::CommError;
 use crate::accounting::WireCounter;
 
+/// For how many deadlines a rank that has ended waits for the ends of the others: what is left to do after the last collective (an
+/// export by one rank) has no deadline of its own. Deadlines of 10 minutes make this 4 hours.
+pub(crate) const AT_THE_END: u32 = 24;
+
 /// How values of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReduceOp {

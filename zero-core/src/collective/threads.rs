@@ -20,7 +20,7 @@ use parking_lot::{Condvar, Mutex};
 use super::flight::{Entry, Opening, Recorder};
 use super::operation::{Description, Place, received, reduce_name};
 use super::progress::Progress;
-use super::{Buffer, Collective, Join, Joined, Pending, ReduceOp, Request};
+use super::{AT_THE_END, Buffer, Collective, Join, Joined, Pending, ReduceOp, Request};
 use crate::accounting::WireCounter;
 use crate::{CommError, LaunchError, RankFailure};
 
@@ -372,11 +372,27 @@ impl ThreadComm {
     /// Counts this rank as ended, and waits until the others have ended too or one has failed: what they still read
     /// from this rank (see [`crate::window`]) stays there so long. A collective that still waits for this rank fails at
     /// once, as it does when the rank returns.
-    pub fn wait_for_others(&self) {
-        let run = self.run();
-        run.left.lock()[self.inner.rank] = true;
-        // Bounded by the others' own deadlines: each of them ends, well or badly.
-        while run.failure.lock().is_none() && !run.left.lock().iter().all(|left| *left) {
+    ///
+    /// # Errors
+    ///
+    /// [`CommError`] when a rank fails meanwhile, or does not end within 24 deadlines.
+    pub fn wait_for_others(&self) -> Result<(), CommError> {
+        let (run, rank, group) = (self.run(), self.inner.rank, &self.inner.group.label);
+        let (begin, op) = (Instant::now(), "waiting for the other ranks to end");
+        run.left.lock()[rank] = true;
+        loop {
+            run.check(group, u64::MAX, rank, &op, &[])?;
+            let missing: Vec<usize> =
+                run.left.lock().iter().enumerate().filter_map(|(of, left)| (!left).then_some(of)).collect();
+            if missing.is_empty() {
+                return Ok(());
+            }
+            if begin.elapsed() >= run.deadline * AT_THE_END {
+                let (group, waited_ms) = (group.clone(), begin.elapsed().as_millis() as u64);
+                let error = CommError::Timeout { group, seq: u64::MAX, rank, op: op.into(), waited_ms, missing };
+                run.fail(rank, &error.to_string());
+                return Err(error);
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
     }

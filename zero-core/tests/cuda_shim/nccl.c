@@ -7,7 +7,7 @@
  *
  * SHIM_NCCL_FAULT, in a rank's environment or for all: KIND:RANK:OP. Rank RANK of the communicator, in its operation number
  * OP (from 0): "hang" never comes to it; "async" reports an error instead of ending it; "init-hang" never finishes making
- * the communicator (OP is of no meaning); "call" has the call itself fail. SHIM_NCCL_VERSION: what ncclGetVersion says. Compiled with
+ * the communicator (OP is of no meaning); "call" has the call itself fail; "no-abort" hangs, and cannot be aborted. SHIM_NCCL_VERSION: what ncclGetVersion says. Compiled with
  * NO_SPLIT it is an NCCL older than 2.18. */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -53,7 +53,7 @@ struct comm {
     launch staged[MAX_GROUP];
     int fault_kind, fault_op;
 };
-enum { NONE, HANG, ASYNC, INIT_HANG, CALL };
+enum { NONE, HANG, ASYNC, INIT_HANG, CALL, NO_ABORT };
 
 static __thread int group_depth;
 static __thread launch group[MAX_GROUP];
@@ -99,7 +99,8 @@ static comm *open_comm(const char *name, int rank, int world) {
     int of, op;
     if (fault && sscanf(fault, "%31[a-z-]:%d:%d", kind, &of, &op) == 3 && of == rank) {
         c->fault_kind = !strcmp(kind, "hang") ? HANG : !strcmp(kind, "async") ? ASYNC
-                      : !strcmp(kind, "init-hang") ? INIT_HANG : !strcmp(kind, "call") ? CALL : NONE;
+                      : !strcmp(kind, "init-hang") ? INIT_HANG : !strcmp(kind, "call") ? CALL
+                      : !strcmp(kind, "no-abort") ? NO_ABORT : NONE;
         c->fault_op = op;
     }
     return c;
@@ -208,6 +209,7 @@ static void perform(void *data) {
     if (l->kind == REDUCE_SCATTER) bytes *= c->world;
     int faulty = c->fault_op == l->number;
     if (faulty && c->fault_kind == ASYNC) c->state = REMOTE_ERROR;
+    while (faulty && c->fault_kind == NO_ABORT) nap();
     if (faulty && (c->fault_kind == HANG || c->fault_kind == ASYNC)) {
         while (!c->aborted) nap();
     } else if (!c->aborted) {
@@ -280,6 +282,7 @@ int ncclCommGetAsyncError(comm *c, int *state) {
     return SUCCESS;
 }
 int ncclCommAbort(comm *c) {
+    if (c->fault_kind == NO_ABORT) return REMOTE_ERROR;
     c->aborted = 1;
     while (c->running) nap();
     munmap(c->m, sizeof *c->m);

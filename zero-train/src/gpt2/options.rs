@@ -122,6 +122,10 @@ pub struct Options {
     /// Seconds that a rank waits for another before all end with exit code 75 [default: 600]
     #[arg(long, value_name = "SECONDS", env = "ZERO_DEADLINE")]
     pub deadline: Option<f64>,
+    /// Ranks that are processes may meet without a secret (ZERO_SECRET) where other machines reach them: nobody else is on
+    /// their network [or ZERO_TRUSTED_NETWORK=1]
+    #[arg(long)]
+    pub trusted_network: bool,
     /// Where ranks leave their last operations when one fails or is late, for `zero flight` [default: flight in --out]
     #[arg(long, value_name = "DIR", env = "ZERO_FLIGHT_DIR")]
     pub flight: Option<PathBuf>,

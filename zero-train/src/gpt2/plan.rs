@@ -434,7 +434,8 @@ pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions, TrainEr
     };
     let flight_dir =
         options.flight.clone().or(watchdog.flight_dir).or_else(|| options.out.as_ref().map(|out| out.join("flight")));
-    Ok(LaunchOptions { threads_per_rank: options.threads.unwrap_or(0), deadline, flight_dir })
+    let (threads_per_rank, trusted_network) = (options.threads.unwrap_or(0), options.trusted_network);
+    Ok(LaunchOptions { threads_per_rank, deadline, flight_dir, trusted_network })
 }
 
 /// Free bytes of the file system of a folder, or of the nearest folder above it that exists.

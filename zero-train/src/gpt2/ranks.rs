@@ -56,6 +56,7 @@ pub(super) fn with_ranks<T>(
     let own: Cell<Option<TrainError>> = Cell::new(None);
     let outcome = process::run(&launch.process(), &start, |run| {
         say_begun(world.rank);
+        run.warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
         let ranks = Ranks { launched: Some(world.clone()), process: Some(run) };
         body(&ranks).map_err(|error| {
             let reason = error.to_string();

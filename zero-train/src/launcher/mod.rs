@@ -1,14 +1,16 @@
-//! Starting ranks as processes by an MPI launcher, and starting them again.
+//! Starting ranks as processes, by an MPI launcher or without one, and starting them again.
 //!
 //! * In: how many ranks, on which hosts, and the program with its arguments ([`Job`]).
-//! * Out: the command line of `mpirun` ([`Job::command`]), and its exit code ([`supervise`]).
-//! * Processes: the launcher is a child of this process and ends with it, in whatever way that ends.
+//! * Out: what is to be started here, `mpirun` ([`Job::command`]) or this machine's ranks themselves, which meet over sockets
+//!   ([`Job::processes`]); and what it ends with ([`supervise`]).
+//! * Processes: what is started is a child of this process and ends with it, in whatever way that ends.
 //!
 //! A rank that begins or fails tells so in a file of the folder that [`STATUS_DIR`] names, if it runs on this machine: so a
 //! launcher that cannot reach the other machines, and would wait for them, is ended too.
 
 mod hosts;
 mod mpirun;
+mod sockets;
 mod supervise;
 mod topology;
 
@@ -17,7 +19,8 @@ use std::path::PathBuf;
 
 pub use hosts::{Host, parse_hosts, slots, spread};
 pub use mpirun::{Flavor, Mpirun};
-pub use supervise::{Attempt, Ended, Limits, Word, leave_word, say_begun, supervise};
+pub use sockets::{MAIN_PORT, Machines};
+pub use supervise::{Attempt, Ended, Limits, Process, Word, leave_word, say_begun, supervise};
 pub use topology::physical_cores;
 
 /// The variable that names the folder where ranks leave word.
@@ -52,7 +55,7 @@ pub enum LauncherError {
     /// No MPI launcher.
     #[error(
         "no MPI launcher was found (looked for {looked_for}): install Open MPI (Debian: apt-get install openmpi-bin) or \
-         MPICH, or name it with --mpirun PATH"
+         MPICH, or name it with --mpirun PATH; the ranks of this machine need none, with --sockets"
     )]
     NoMpirun {
         /// What was looked for.
@@ -74,6 +77,16 @@ pub enum LauncherError {
         /// What was expected.
         expected: String,
         /// What is there.
+        got: String,
+    },
+    /// Ranks that cannot be spread over machines without MPI.
+    #[error("{what}: expected {expected}, got {got}")]
+    Machines {
+        /// Which setting.
+        what: &'static str,
+        /// What was expected.
+        expected: String,
+        /// What it is.
         got: String,
     },
     /// Too few slots.

@@ -17,33 +17,42 @@ pub struct Word {
     pub reason: String,
 }
 
-/// How often the launcher and the ranks' words are looked at.
+/// What is to be started: a launcher, or a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Process {
+    /// Its command line, program first.
+    pub command: Vec<OsString>,
+    /// What its environment has besides this process's.
+    pub variables: Vec<(String, String)>,
+}
+
+/// How often what was started and the ranks' words are looked at.
 const POLL: Duration = Duration::from_millis(100);
 
 /// How an attempt ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
-    /// The launcher's exit code; 128 and the signal's number where a signal ended it. Where it had to be ended, the first
-    /// failed rank's.
+    /// The exit code of the launcher, or of the first rank that ended badly; 128 and the signal's number where a signal ended
+    /// it. Where a launcher had to be ended, the first failed rank's.
     pub code: i32,
     /// What failed ranks of this machine said, in rank order.
     pub failures: Vec<Word>,
     /// Whether a rank of this machine has begun.
     pub began: bool,
-    /// Whether the launcher had to be ended, and why.
+    /// Whether something had to be ended, and why.
     pub ended: Option<Ended>,
 }
 
-/// Why a launcher was ended.
+/// Why a launcher, or ranks, were ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// It went on after a rank had failed.
+    /// They went on after a rank had failed.
     AfterFailure,
     /// No rank of this machine had begun in time.
     NotBegun,
 }
 
-/// How long a launcher may take.
+/// How long a launcher, or ranks, may take.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// To end, once a rank of this machine has failed, or it was asked to.
@@ -52,38 +61,35 @@ pub struct Limits {
     pub begin: Option<Duration>,
 }
 
-/// Runs a launcher's command line to its end, which it is brought to when it exceeds a limit.
+/// Runs a launcher, or ranks, to their ends, which they are brought to when they exceed a limit: ranks that go on when one has
+/// ended badly have as long as a launcher has when one has said that it failed.
 ///
 /// # Errors
 ///
-/// [`LauncherError::Io`] when it cannot be started or watched.
-pub fn supervise(command: &[OsString], limits: Limits) -> Result<Attempt, LauncherError> {
+/// [`LauncherError::Io`] when they cannot be started or watched.
+pub fn supervise(processes: &[Process], limits: Limits) -> Result<Attempt, LauncherError> {
     let io = |action, path: &Path| {
         let path = path.to_path_buf();
         move |source| LauncherError::Io { action, path, source }
     };
     let status = tempfile::Builder::new().prefix("zero-launch-").tempdir();
     let status = status.map_err(io("make a folder in", &std::env::temp_dir()))?;
-    let (program, arguments) = command.split_first().expect("a command line names a program");
-    let mut builder = Command::new(program);
-    builder.args(arguments).env(STATUS_DIR, status.path());
-    // SAFETY: between fork and exec only prctl is called, which is safe there.
-    unsafe {
-        builder.pre_exec(|| {
-            // The launcher ends when this process does, in whatever way: it then ends its ranks.
-            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))?;
-            Ok(())
-        });
+    let program = processes.first().and_then(|process| process.command.first());
+    let program = Path::new(program.expect("a command line names a program"));
+    let mut running = Running(Vec::new());
+    for process in processes {
+        let child = begin(process, status.path()).map_err(io("start", program))?;
+        running.0.push(child);
     }
-    let mut child = builder.spawn().map_err(io("start", Path::new(program)))?;
-    let (start, mut failed_since, mut began) = (Instant::now(), None, false);
+    let (start, mut failed_since, mut began, mut first) = (Instant::now(), None, false, None);
     loop {
-        let exit = child.try_wait().map_err(io("wait for", Path::new(program)))?;
+        let exits = running.exits().map_err(io("wait for", program))?;
         began |= has_begun(status.path());
-        if let Some(exit) = exit {
-            return Ok(Attempt { code: code(exit), failures: words(status.path()), began, ended: None });
+        first = first.or(exits.into_iter().find(|&code| code != 0));
+        if running.0.is_empty() {
+            return Ok(Attempt { code: first.unwrap_or(0), failures: words(status.path()), began, ended: None });
         }
-        if failed_since.is_none() && !words(status.path()).is_empty() {
+        if failed_since.is_none() && (first.is_some() || !words(status.path()).is_empty()) {
             failed_since = Some(Instant::now());
         }
         let ended = if failed_since.is_some_and(|since: Instant| since.elapsed() > limits.grace) {
@@ -94,27 +100,76 @@ pub fn supervise(command: &[OsString], limits: Limits) -> Result<Attempt, Launch
             std::thread::sleep(POLL);
             continue;
         };
-        let exit = end(&mut child, limits.grace).map_err(io("end", Path::new(program)))?;
+        let exits = running.end(limits.grace).map_err(io("end", program))?;
         let failures = words(status.path());
-        // The launcher's own code tells of its end only.
-        let code = failures.first().map_or(if exit.success() { 1 } else { code(exit) }, |word| word.code);
+        // A launcher's own code tells of its end only.
+        let said = first.or(failures.first().map(|word| word.code));
+        let code = said.or(exits.into_iter().find(|&code| code != 0)).unwrap_or(1);
         return Ok(Attempt { code, failures, began, ended: Some(ended) });
     }
 }
 
-/// Asks the launcher to end, and after `grace` does not ask any more.
-fn end(child: &mut Child, grace: Duration) -> std::io::Result<ExitStatus> {
-    let pid = rustix::process::Pid::from_child(child);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
-    let since = Instant::now();
-    while since.elapsed() < grace {
-        if let Some(exit) = child.try_wait()? {
-            return Ok(exit);
-        }
-        std::thread::sleep(POLL);
+fn begin(process: &Process, status: &Path) -> std::io::Result<Child> {
+    let (program, arguments) = process.command.split_first().expect("a command line names a program");
+    let mut builder = Command::new(program);
+    builder.args(arguments).envs(process.variables.iter().map(|(name, value)| (name, value))).env(STATUS_DIR, status);
+    // SAFETY: between fork and exec only prctl is called, which is safe there.
+    unsafe {
+        builder.pre_exec(|| {
+            // It ends when this process does, in whatever way; a launcher then ends its ranks.
+            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))?;
+            Ok(())
+        });
     }
-    child.kill()?;
-    child.wait()
+    builder.spawn()
+}
+
+/// What was started and has not ended. None is left behind.
+struct Running(Vec<Child>);
+
+impl Running {
+    /// The exit codes of those that have ended since the last look.
+    fn exits(&mut self) -> std::io::Result<Vec<i32>> {
+        let mut codes = Vec::new();
+        let mut at = 0;
+        while at < self.0.len() {
+            match self.0[at].try_wait()? {
+                Some(exit) => {
+                    codes.push(code(exit));
+                    self.0.remove(at);
+                }
+                None => at += 1,
+            }
+        }
+        Ok(codes)
+    }
+
+    /// Asks them to end, and after `grace` does not ask any more.
+    fn end(&mut self, grace: Duration) -> std::io::Result<Vec<i32>> {
+        for child in &self.0 {
+            rustix::process::kill_process(rustix::process::Pid::from_child(child), rustix::process::Signal::TERM)?;
+        }
+        let (since, mut codes) = (Instant::now(), Vec::new());
+        while since.elapsed() < grace && !self.0.is_empty() {
+            codes.extend(self.exits()?);
+            std::thread::sleep(POLL);
+        }
+        for mut child in self.0.drain(..) {
+            child.kill()?;
+            codes.push(code(child.wait()?));
+        }
+        Ok(codes)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            // It may have ended.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
 }
 
 fn code(exit: ExitStatus) -> i32 {
@@ -167,8 +222,12 @@ mod tests {
     use super::*;
 
     fn run(script: &str, limits: Limits) -> Attempt {
-        let command = ["sh", "-c", script].map(OsString::from);
-        supervise(&command, limits).unwrap()
+        supervise(&[shell(script)], limits).unwrap()
+    }
+
+    fn shell(script: &str) -> Process {
+        let command = ["sh", "-c", script].map(OsString::from).to_vec();
+        Process { command, variables: vec![("OF_RANKS".into(), "yes".into())] }
     }
 
     fn grace(millis: u64) -> Limits {
@@ -212,7 +271,27 @@ mod tests {
 
     #[test]
     fn what_cannot_be_started_is_told() {
-        let error = supervise(&[OsString::from("/nowhere/mpirun")], grace(1000)).unwrap_err().to_string();
+        let error =
+            supervise(&[Process { command: vec!["/nowhere/mpirun".into()], variables: Vec::new() }], grace(1000))
+                .unwrap_err()
+                .to_string();
         assert!(error.contains("cannot start /nowhere/mpirun"), "{error}");
+    }
+
+    #[test]
+    fn ranks_end_with_the_first_that_ends_badly() {
+        let begin = Instant::now();
+        let all = |scripts: &[&str], limits| {
+            let processes: Vec<Process> = scripts.iter().map(|script| shell(script)).collect();
+            supervise(&processes, limits).unwrap()
+        };
+        let fine = Attempt { code: 0, failures: vec![], began: false, ended: None };
+        assert_eq!(all(&["test $OF_RANKS = yes", "sleep 0.3"], grace(1000)), fine);
+        // Those that hear of it end by themselves; the first one's code counts.
+        let told = all(&["sleep 0.7; exit 1", "exit 75", "sleep 0.7"], grace(20_000));
+        assert_eq!(told, Attempt { code: 75, ..fine.clone() });
+        let dead = all(&["exec sleep 600", "kill -9 $$", "trap '' TERM; while :; do sleep 0.05; done"], grace(300));
+        assert_eq!(dead, Attempt { code: 137, ended: Some(Ended::AfterFailure), ..fine });
+        assert!(begin.elapsed() < Duration::from_secs(60));
     }
 }

@@ -276,7 +276,9 @@ impl Recorder {
 fn write_record(folder: &Path, record: &Record) -> std::io::Result<PathBuf> {
     let path = folder.join(format!("flight-rank-{}.json", record.rank));
     let beside = folder.join(format!(".flight-rank-{}.json.{}", record.rank, record.pid));
-    let mut file = std::fs::File::create(&beside)?;
+    // A file or a link of this name is not this process's.
+    let _ = std::fs::remove_file(&beside);
+    let mut file = std::fs::File::create_new(&beside)?;
     serde_json::to_writer_pretty(&mut file, record)?;
     file.write_all(b"\n")?;
     file.sync_all()?;
@@ -336,6 +338,19 @@ mod tests {
             waiting_for: vec![1, 2],
             last: true,
         })
+    }
+
+    #[test]
+    fn a_record_is_not_written_through_a_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let theirs = folder.path().join("theirs");
+        std::fs::write(&theirs, "kept").unwrap();
+        let record = Recorder::new(0, 1, None).record("test");
+        let beside = folder.path().join(format!(".flight-rank-0.json.{}", record.pid));
+        std::os::unix::fs::symlink(&theirs, &beside).unwrap();
+        let path = write_record(folder.path(), &record).unwrap();
+        assert_eq!(std::fs::read_to_string(&theirs).unwrap(), "kept");
+        assert!(std::fs::symlink_metadata(path).unwrap().is_file());
     }
 
     #[test]

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys::ncclComm_t;
 
-use super::library::SUCCESS;
 use super::request::{DeviceRequest, DeviceSlice};
 use super::state::{ABORT, Core};
 use super::{NcclError, Ticket};
@@ -91,7 +90,8 @@ impl Inner {
             Err(_) => false,
         };
         let ended = {
-            let mut handle = core.handle.lock();
+            // A watchdog that is inside the library for good may hold it.
+            let Some(mut handle) = core.handle.try_lock_for(ABORT) else { return core.abort() };
             let Some(comm) = handle.0 else { return };
             let _entered = core.device.enter();
             // SAFETY: the communicator is alive, and the handle locked.
@@ -281,9 +281,7 @@ impl NcclComm {
 
 /// Ends what the library has begun to make and does not become a communicator.
 pub(super) fn discard(core: &Core, comm: ncclComm_t) {
-    // SAFETY: the library has given this communicator, and nobody else knows it.
-    let code = unsafe { (core.library.abort)(comm) };
-    if code != SUCCESS {
-        tracing::debug!(rank = core.rank(), code, "ncclCommAbort of a communicator that was not made");
+    if let Err(reason) = core.end_now(comm) {
+        tracing::debug!(rank = core.rank(), %reason, "of a communicator that was not made");
     }
 }

@@ -31,7 +31,9 @@
 //! NCCL does not compare what ranks call: sizes that differ hang, or give wrong results. The flight records of the ranks
 //! ([`super::flight`]), written when a run fails, show in which operation they differ.
 //!
-//! Results of a reduction have the library's order of additions, not that of the other engines.
+//! Results of a reduction have the library's order of additions, not that of the other engines; and the library adds in the
+//! type that it is given, so that a sum of floats in 16 bit is rounded, and may overflow, at each of its steps. Sums that are to
+//! be rounded once are asked for in fp32.
 //!
 //! # What is needed
 //!

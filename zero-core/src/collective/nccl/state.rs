@@ -1,7 +1,8 @@
 //! A communicator's state, and what finds its faults.
 //!
-//! States: *sound* -> *faulted* (first error kept, every later call gives it) -> *aborted* (`ncclCommAbort` has returned:
-//! no kernel of the communicator touches memory any more). Faults are found by whoever looks ([`Core::poll`]): a waiting
+//! States: *sound* -> *faulted* (first error kept, every later call gives it) -> *aborted* (`ncclCommAbort` has returned well:
+//! no kernel of the communicator touches memory any more). One that cannot be aborted ends the process, before anyone takes
+//! memory back because of the error. Faults are found by whoever looks ([`Core::poll`]): a waiting
 //! caller, or the watchdog, which looks at all times and is the only one to abort.
 //!
 //! Operations stand *in line* in the order of the communicator's stream. The deadline of an operation counts from when it
@@ -17,6 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::bounded;
 use cudarc::nccl::sys::ncclComm_t;
 use parking_lot::{Condvar, Mutex};
 
@@ -25,8 +27,8 @@ use super::library::{Code, IN_PROGRESS, Library, SUCCESS};
 use super::request::Here;
 use crate::CommError;
 use crate::accounting::{WireCounter, WireKind};
-use crate::collective::Collective;
 use crate::collective::flight::Entry;
+use crate::collective::{Collective, exit};
 
 /// An operation on the device that has been issued.
 #[derive(Debug)]
@@ -58,8 +60,15 @@ pub(super) struct State {
     /// Since when a rank is known to have ended.
     left_since: Option<Instant>,
     fault: Option<CommError>,
-    aborted: bool,
+    /// What became of the abort, once it is over.
+    aborted: Option<Result<(), String>>,
 }
+
+/// A communicator on its way to the thread that ends it.
+struct Ending(ncclComm_t);
+
+// SAFETY: as `Handle`; nobody else has it any more.
+unsafe impl Send for Ending {}
 
 /// What a communicator and its watchdog share.
 #[derive(Debug)]
@@ -261,30 +270,63 @@ impl Core {
 
     /// Ends the library's communicator after a fault: its kernels end, and nothing of it touches memory any more.
     pub(super) fn abort(&self) {
-        match self.handle.try_lock_for(ABORT) {
-            Some(mut handle) => {
-                if let Some(comm) = handle.0.take() {
-                    let entered = self.device.enter();
-                    // SAFETY: the communicator is alive, and nobody uses it after: the handle is empty now.
-                    let code = unsafe { (self.library.abort)(comm) };
-                    drop(entered);
-                    if code != SUCCESS && code != IN_PROGRESS {
-                        let reason = self.library.explain(code);
-                        tracing::warn!(rank = self.rank(), group = %self.label, %reason, "ncclCommAbort");
-                    }
-                }
-            }
-            None => tracing::warn!(rank = self.rank(), group = %self.label, "NCCL does not return: not aborted"),
+        let outcome = match self.handle.try_lock_for(ABORT) {
+            Some(mut handle) => handle.0.take().map_or(Ok(()), |comm| self.end_now(comm)),
+            None => Err("NCCL does not return from a call".to_string()),
+        };
+        if let Err(reason) = &outcome {
+            tracing::warn!(rank = self.rank(), group = %self.label, %reason, "not aborted");
         }
-        self.state.lock().aborted = true;
+        self.state.lock().aborted = Some(outcome);
         self.changed.notify_all();
     }
 
-    /// After a fault: waits until the communicator has been aborted, at most [`ABORT`].
+    /// `ncclCommAbort`, on a thread of its own: one that does not return is left behind.
+    pub(super) fn end_now(&self, comm: ncclComm_t) -> Result<(), String> {
+        let (done, ended) = bounded(1);
+        let (library, device, ending) = (self.library, self.device.clone(), Ending(comm));
+        let abort = move || {
+            let ending = ending;
+            let _entered = device.enter();
+            // SAFETY: the communicator is alive, and nobody has it but this thread.
+            let _ = done.send(unsafe { (library.abort)(ending.0) });
+        };
+        let thread = std::thread::Builder::new().name(format!("rank-{}-nccl-abort", self.rank())).spawn(abort);
+        let thread = thread.map_err(|error| format!("the system gives no thread to end it: {error}"))?;
+        match ended.recv_timeout(ABORT) {
+            Ok(code) => {
+                // It has nothing more to do.
+                let _ = thread.join();
+                match code {
+                    SUCCESS | IN_PROGRESS => Ok(()),
+                    _ => Err(format!("ncclCommAbort: {}", self.library.explain(code))),
+                }
+            }
+            Err(_) => Err(format!("ncclCommAbort has not returned after {} s", ABORT.as_secs())),
+        }
+    }
+
+    /// After a fault: waits until the communicator has been aborted. Its kernels could otherwise write to memory that the
+    /// caller takes back because of the error, which nothing but the process's end can keep them from: then it ends.
     pub(super) fn await_abort(&self) {
-        let end = Instant::now() + ABORT;
+        // For the lock, and for the call.
+        let end = Instant::now() + ABORT + ABORT + LEFT;
         let mut state = self.state.lock();
-        while !state.aborted && !self.changed.wait_until(&mut state, end).timed_out() {}
+        while state.aborted.is_none() && !self.changed.wait_until(&mut state, end).timed_out() {}
+        let why = match &state.aborted {
+            Some(Ok(())) => return,
+            Some(Err(reason)) => reason.clone(),
+            None => "its watchdog has not come to it".to_string(),
+        };
+        let error = state.fault.clone().map_or(String::new(), |error| error.to_string());
+        drop(state);
+        // The other ranks have been told with the fault.
+        self.control.recorder().finish(LEFT);
+        eprintln!(
+            "{error}; its communicator could not be ended ({why}), so that it may still write to memory of the GPU: this \
+             process ends here"
+        );
+        exit::end_process(exit::code::WATCHDOG)
     }
 
     /// Whether operations are under way.

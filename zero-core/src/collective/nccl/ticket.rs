@@ -39,11 +39,8 @@ impl Ticket {
             return self.wait();
         }
         let core = self.core();
-        if let Err(error) = core.sound() {
-            // Its kernels may touch memory until then.
-            core.await_abort();
-            return Err(error);
-        }
+        // Its kernels may touch memory until then.
+        core.sound().inspect_err(|_| core.await_abort())?;
         core.device
             .wait(&self.op.done)
             .map_err(|error| core.fault(core.here(self.op.seq, &self.op.words).failed(error)))
@@ -60,7 +57,7 @@ impl Ticket {
     /// `stream` is a stream of this process that is alive.
     pub unsafe fn order_stream(&self, stream: u64) -> Result<(), CommError> {
         let core = self.core();
-        core.sound()?;
+        core.sound().inspect_err(|_| core.await_abort())?;
         // SAFETY: the caller's word.
         let ordered = unsafe { cuda::wait_on(stream as *mut _, &self.op.done) };
         ordered.map_err(|error| core.fault(core.here(self.op.seq, &self.op.words).failed(error)))
@@ -86,7 +83,8 @@ impl Ticket {
     ///
     /// [`CommError::Stalled`] when the deadline passes, [`CommError::Device`] when the library reports an error,
     /// [`CommError::PeerFailed`] when another rank has failed. The communicator has then been aborted: nothing of it
-    /// touches memory any more, and every later call gives the same error.
+    /// touches memory any more, and every later call gives the same error. When it cannot be aborted, this does not return:
+    /// the process ends with [`code::WATCHDOG`](crate::collective::exit::code::WATCHDOG), and says why.
     pub fn wait(&self) -> Result<(), CommError> {
         let begin = Instant::now();
         loop {

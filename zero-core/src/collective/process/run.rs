@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{RecvTimeoutError, bounded, unbounded};
 
 use super::super::flight::Recorder;
-use super::super::launcher::{Place, Start, World};
+use super::super::launcher::{Place, Rendezvous, Start, World};
 use super::super::threads::{Stopped, ThreadOptions, panic_reason};
-use super::super::{Collective, exit};
+use super::super::{AT_THE_END, Collective, exit};
 use super::comm::ProcessComm;
 use super::link::tcp::TcpLink;
 use super::link::{Link, MAX_CHUNK};
 use super::message::Trouble;
 use super::pump::Pump;
-use super::rendezvous::{self, Mesh};
+use super::rendezvous::{self, Mesh, Refused};
 use super::serve::{Job, serve};
 use super::shared::{At, Command, Shared};
 use crate::error::{LinkError, StartError};
@@ -37,6 +37,9 @@ pub struct ProcessOptions {
     pub node_size: Option<usize>,
     /// Most bytes of one message; at most 1 GiB. Each message that ends shows that a payload moves, so that small ones keep both sides awake.
     pub chunk_bytes: usize,
+    /// Whether ranks without a secret may meet at an address that other machines reach, because nobody else is on their
+    /// network; [`Rendezvous::trusted_network`] says so too.
+    pub trusted_network: bool,
 }
 
 impl Default for ProcessOptions {
@@ -47,6 +50,7 @@ impl Default for ProcessOptions {
             grace: Duration::from_secs(3),
             node_size: None,
             chunk_bytes: 4 << 20,
+            trusted_network: false,
         }
     }
 }
@@ -63,6 +67,7 @@ pub struct ProcessRun {
     comm: Arc<ProcessComm>,
     grace: Duration,
     threads: Option<Threads>,
+    warnings: Box<[String]>,
 }
 
 #[derive(Debug)]
@@ -82,11 +87,31 @@ pub fn start(options: &ProcessOptions, start: &Start) -> Result<ProcessRun, Star
     match start {
         Start::Alone => over(options, 0, over_sockets(Mesh::alone())),
         Start::Job(job) => {
-            let mesh = rendezvous::connect(job, options.deadline, options.node_size)?;
-            over(options, job.rank, over_sockets(mesh))
+            let ProcessOptions { deadline, node_size, trusted_network, .. } = *options;
+            let mut mesh = rendezvous::connect(job, deadline, node_size, trusted_network)?;
+            let warnings = warnings(job, &std::mem::take(&mut mesh.refused));
+            let mut run = over(options, job.rank, over_sockets(mesh))?;
+            run.warnings = warnings.into();
+            Ok(run)
         }
         Start::Mpi(world) => over_mpi(options, world),
     }
+}
+
+/// What a user should know of how the ranks have met.
+fn warnings(job: &Rendezvous, refused: &[Refused]) -> Vec<String> {
+    let Rendezvous { rank, host, port, .. } = job;
+    let mut all = Vec::new();
+    if *rank == 0 && job.secret.is_none() {
+        let who = if job.is_local() { "any user of this machine" } else { "whoever reached rank 0" };
+        all.push(format!("the ranks have no ZERO_SECRET: {who} could have joined the job at {host}:{port}"));
+    }
+    all.extend(refused.iter().map(|refused| {
+        let Refused { count, from, reason } = refused;
+        let (were, first) = if *count == 1 { ("was", "from") } else { ("were", "the first from") };
+        format!("{count} connection(s) to rank {rank}, {first} {from}, {were} refused: {reason}")
+    }));
+    all
 }
 
 fn over_sockets(mesh: Mesh) -> impl FnOnce() -> Result<(TcpLink, Place), LinkError> + Send {
@@ -165,7 +190,7 @@ fn over<L: Link>(
         .spawn(move || serve(&server, &requests, &server.parked))
         .map_err(failed)?;
     let threads = Some(Threads { pump, window });
-    Ok(ProcessRun { comm: ProcessComm::world_of(shared), grace: options.grace, threads })
+    Ok(ProcessRun { comm: ProcessComm::world_of(shared), grace: options.grace, threads, warnings: Box::default() })
 }
 
 /// Naps of microseconds are to last that long: the system rounds them up to 50 otherwise.
@@ -183,12 +208,21 @@ impl ProcessRun {
         &self.comm
     }
 
+    /// What a user should know of how the ranks have met: connections that were refused, each reason once, and that there was
+    /// no secret.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
     /// Counts this rank as ended, and waits until the others have ended too: what they still read from this rank (see
     /// [`crate::window`]) must stay there so long. A collective that still waits for this rank fails.
     ///
+    /// The others may have much to do that is theirs alone, such as an export: this waits for [`AT_THE_END`] deadlines. A rank
+    /// whose process ends is noticed at once all the same.
+    ///
     /// # Errors
     ///
-    /// [`CommError`] when a rank fails meanwhile, or does not end within the deadline.
+    /// [`CommError`] when a rank fails meanwhile, or does not end in that time.
     pub fn wait_for_others(&self) -> Result<(), CommError> {
         let shared = self.comm.shared();
         let op = "waiting for the other ranks to end";
@@ -196,7 +230,7 @@ impl ProcessRun {
         shared.check(at, [])?;
         let begin = Instant::now();
         shared.say_goodbye();
-        let missing = shared.wait_for_leavers(shared.deadline);
+        let missing = shared.wait_for_leavers(shared.deadline * AT_THE_END);
         shared.check(at, [])?;
         if missing.is_empty() {
             return Ok(());

@@ -8,8 +8,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use zero_core::collective::flight::merge;
+use zero_core::collective::launcher::{SECRET, Secret, TRUSTED_NETWORK};
 use zero_train::launcher::{
-    Ended, Job, LAUNCHED, Limits, Mpirun, RESTARTS, parse_hosts, physical_cores, slots, spread, supervise,
+    Ended, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTARTS, parse_hosts, physical_cores,
+    slots, spread, supervise,
 };
 
 /// What a program ends with when its input is wrong: trying again would not help.
@@ -23,9 +25,31 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Args)]
 pub struct LaunchArgs {
-    /// Number of ranks, each a process
+    /// Number of ranks, each a process, on all machines together [default: num_processes of --config-file]
     #[arg(long, short = 'n', value_parser = super::commands::at_least_one)]
-    ranks: usize,
+    ranks: Option<usize>,
+    /// Start the ranks of this machine without an MPI launcher; they meet over sockets [default: where there is no mpirun, or
+    /// `train` was built without MPI]
+    #[arg(long, conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
+    sockets: bool,
+    /// A YAML file of Accelerate's: num_processes, num_machines, machine_rank, main_process_ip, main_process_port
+    #[arg(long, value_name = "FILE")]
+    config_file: Option<PathBuf>,
+    /// Number of machines, on each of which `zero launch` starts its share of the ranks; all need one ZERO_SECRET
+    #[arg(long, value_name = "N", conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
+    num_machines: Option<usize>,
+    /// Which of them this is, from 0
+    #[arg(long, value_name = "N")]
+    machine_rank: Option<usize>,
+    /// The address of machine 0, where rank 0 is
+    #[arg(long, value_name = "HOST")]
+    main_process_ip: Option<String>,
+    /// The port that rank 0 listens on [default: a free one; for several machines 29500]
+    #[arg(long, value_name = "PORT")]
+    main_process_port: Option<u16>,
+    /// Ranks may meet without a secret where other machines reach them: nobody else is on their network
+    #[arg(long)]
+    trusted_network: bool,
     /// The machines: a line each, `node1 slots=4` or `node1:4`; read again before every restart
     #[arg(long, value_name = "FILE")]
     hosts: Option<PathBuf>,
@@ -47,7 +71,7 @@ pub struct LaunchArgs {
     /// Number of ranks from the first restart on; with --hosts, never more than they have slots for [default: --ranks]
     #[arg(long, value_name = "N", value_parser = super::commands::at_least_one)]
     restart_ranks: Option<usize>,
-    /// Seconds that the MPI launcher has to end after a rank has failed, before it is ended
+    /// Seconds that the MPI launcher, or the other ranks, have to end after a rank has failed, before they are ended
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     grace: u64,
     /// Seconds until a rank of this machine must have begun; for jobs that have ranks here [default: none for the first
@@ -70,9 +94,49 @@ fn variable(text: &str) -> Result<(String, String), String> {
 }
 
 impl LaunchArgs {
+    /// Where the ranks are, as the command line says, and where that says nothing, the file.
+    fn machines(&self) -> Result<Machines> {
+        let given = Machines {
+            ranks: self.ranks,
+            count: self.num_machines,
+            this: self.machine_rank,
+            host: self.main_process_ip.clone(),
+            port: self.main_process_port,
+        };
+        match &self.config_file {
+            None => Ok(given),
+            Some(path) => Ok(given.or(Machines::from_accelerate(path)?)),
+        }
+    }
+
+    /// The MPI launcher; none where the ranks are to do without.
+    fn mpirun(&self, machines: &Machines) -> Result<Option<Mpirun>> {
+        let needs_mpi =
+            self.hosts.is_some() || self.mpirun.is_some() || self.cores.is_some() || !self.options.is_empty();
+        if self.sockets || machines.are_several() {
+            if needs_mpi {
+                bail!(
+                    "several machines of --config-file do without an MPI launcher: leave out --hosts, --mpirun, --cores and --mpirun-option"
+                );
+            }
+            return Ok(None);
+        }
+        let is_without_mpi = self.program[0] == OsStr::new("train") && !cfg!(feature = "mpi");
+        if is_without_mpi && !needs_mpi {
+            return Ok(None);
+        }
+        match Mpirun::find(self.mpirun.as_deref()) {
+            Err(LauncherError::NoMpirun { .. }) if !needs_mpi => Ok(None),
+            found => Ok(Some(found?)),
+        }
+    }
+
     /// The ranks of an attempt, the first of which has number 0.
-    fn job(&self, attempt: usize, launched_unix_ms: u128) -> Result<Job> {
-        let mut ranks = if attempt == 0 { self.ranks } else { self.restart_ranks.unwrap_or(self.ranks) };
+    fn job(&self, machines: &Machines, attempt: usize, launched_unix_ms: u128) -> Result<Job> {
+        let Some(asked) = machines.ranks else {
+            bail!("the number of ranks is missing: give --ranks N, or num_processes in --config-file");
+        };
+        let mut ranks = if attempt == 0 { asked } else { self.restart_ranks.unwrap_or(asked) };
         let hosts = match &self.hosts {
             None => Vec::new(),
             Some(path) => {
@@ -91,6 +155,9 @@ impl LaunchArgs {
         let mut variables = self.variables.clone();
         variables.push((RESTARTS.into(), attempt.to_string()));
         variables.push((LAUNCHED.into(), launched_unix_ms.to_string()));
+        if self.trusted_network {
+            variables.push((TRUSTED_NETWORK.into(), "1".into()));
+        }
         // An MPI launcher hands these to the ranks of this machine only.
         for name in ["ZERO_DEADLINE", "ZERO_FLIGHT_DIR"] {
             if let Ok(value) = std::env::var(name) {
@@ -102,45 +169,65 @@ impl LaunchArgs {
     }
 }
 
+/// What is to be started here, and how it is told: the MPI launcher, or the ranks of this machine.
+fn processes(job: &Job, mpirun: Option<&Mpirun>, machines: &Machines) -> Result<(Vec<Process>, String)> {
+    if let Some(mpirun) = mpirun {
+        let command = job.command(mpirun, rustix::process::geteuid().is_root());
+        let line = shell(&command);
+        return Ok((vec![Process { command, variables: Vec::new() }], line));
+    }
+    // The ranks of several machines can share only what they were given.
+    let secret = match machines.are_several() || std::env::var_os(SECRET).is_some() {
+        true => None,
+        false => Some(Secret::random().context("the system gives no random numbers for a secret")?),
+    };
+    let processes = job.processes(machines, secret.as_ref())?;
+    let lines = processes.iter().map(|process| {
+        let shown = process.variables.iter().filter(|(name, _)| name != SECRET);
+        let words = shown.map(|(name, value)| format!("{name}={value}").into()).chain(process.command.iter().cloned());
+        shell(&words.collect::<Vec<OsString>>())
+    });
+    let lines = lines.collect::<Vec<_>>().join("\n");
+    Ok((processes, lines))
+}
+
 pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
-    let mpirun = Mpirun::find(args.mpirun.as_deref())?;
-    let root = rustix::process::geteuid().is_root();
+    let machines = args.machines()?;
+    let mpirun = args.mpirun(&machines)?;
+    if machines.are_several() && args.restart_ranks.is_some() {
+        bail!("--restart-ranks changes the ranks of one machine: each of several starts its own share again");
+    }
     let saves = args.program.iter().any(|word| word == "--save" || word.as_encoded_bytes().starts_with(b"--save="));
     if args.max_restarts > 0 && !saves {
         eprintln!("warning: the program saves no checkpoints (--save DIR): a restart begins at the beginning");
     }
     let launched = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
+    let started = mpirun.as_ref().map_or("the job".to_string(), |mpirun| mpirun.path.display().to_string());
     let (mut attempt, given, mut began_on) = (0, args.start_timeout.map(Duration::from_secs), None);
     loop {
-        let job = args.job(attempt, launched)?;
+        let job = args.job(&machines, attempt, launched)?;
         // Where ranks of an attempt began here, and the hosts are the same, a first sign is expected of the next too.
         let begin = match &began_on {
             Some(hosts) if *hosts == job.hosts => given.or(Some(START)),
             _ => given,
         };
-        let command = job.command(&mpirun, root);
-        let line = shell(&command);
+        let (processes, lines) = processes(&job, mpirun.as_ref(), &machines)?;
         if args.dry_run {
-            println!("{line}");
+            println!("{lines}");
             return Ok(ExitCode::SUCCESS);
         }
-        eprintln!("{line}");
-        let ended = supervise(&command, Limits { grace: Duration::from_secs(args.grace), begin })?;
-        if ended.ended.is_some() {
-            // Otherwise the launcher has let the ranks' own words through.
+        eprintln!("{lines}");
+        let ended = supervise(&processes, Limits { grace: Duration::from_secs(args.grace), begin })?;
+        if ended.ended.is_some() && mpirun.is_some() {
+            // Otherwise the ranks' own words have come through.
             ended.failures.iter().for_each(|failure| eprintln!("{}", failure.reason));
         }
         match (ended.ended, begin) {
             (Some(Ended::AfterFailure), _) => {
-                eprintln!(
-                    "{} had not ended {} s after a rank failed, and was ended",
-                    mpirun.path.display(),
-                    args.grace
-                );
+                eprintln!("{started} had not ended {} s after a rank failed, and was ended", args.grace);
             }
             (Some(Ended::NotBegun), Some(limit)) => eprintln!(
-                "{} had started no rank here after {} s (--start-timeout), and was ended: is a host of the job down?",
-                mpirun.path.display(),
+                "{started} had started no rank here after {} s (--start-timeout), and was ended: is a host of the job down?",
                 limit.as_secs()
             ),
             _ => {}

@@ -2,18 +2,21 @@
 
 use super::super::super::launcher::EnvironmentError;
 
-/// A connection that was turned away.
+/// Connections that were turned away for one reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Where it came from.
+    /// Where the first of them came from.
     pub from: String,
     /// Why.
     pub reason: String,
+    /// How many they were.
+    pub count: usize,
 }
 
 impl core::fmt::Display for Refused {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{} ({})", self.from, self.reason)
+        let more = if self.count > 1 { format!(" and {} more", self.count - 1) } else { String::new() };
+        write!(f, "{}{more} ({})", self.from, self.reason)
     }
 }
 
@@ -23,6 +26,19 @@ pub enum RendezvousError {
     /// The environment does not say where.
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
+    /// Anyone who can reach rank 0 could join the job.
+    #[error(
+        "rank {rank} has no ZERO_SECRET, and rank 0's address, {host}, can be reached from other machines: whoever reaches it \
+         while the ranks connect could join the job, read its parameters and change them. Set ZERO_SECRET for all ranks to the \
+         same 16 or more characters that nobody else knows (`zero launch` does so by itself), or, on a network that nobody else \
+         is on, give --trusted-network, or ZERO_TRUSTED_NETWORK=1"
+    )]
+    Untrusted {
+        /// This rank.
+        rank: usize,
+        /// Rank 0's address.
+        host: String,
+    },
     /// Rank 0 cannot listen.
     #[error(
         "rank 0 cannot listen at {host}:{port}: {source}; set MASTER_ADDR to rank 0's machine and MASTER_PORT to a port \

@@ -1,30 +1,34 @@
 //! How the ranks of a job find each other, and connect each with each.
 //!
-//! 1. Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`; the others connect to it and say hello ([`hello`]).
+//! 1. Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`; the others connect to it, say which rank of which job they are, and prove
+//!    that they know its secret, as rank 0 proves it to them ([`hello`]).
 //! 2. Each tells rank 0 its machine and the port of a listener of its own. When all have, rank 0 sends everyone the table of
-//!    them, with a token that only this job's ranks know.
+//!    them, with a token that stands for having come so far.
 //! 3. Each connects to the ranks between rank 0 and itself, and takes the connections of those above it.
 //! 4. Each reports to rank 0, which says go, or why not.
 //!
-//! Trouble anywhere ends the rendezvous of all ranks with its reason. What is not meant: encryption and authentication. Like
-//! the stores of other frameworks, this belongs on the network of a cluster; the token keeps apart jobs that share one.
+//! Trouble anywhere ends the rendezvous of all ranks with its reason. Ranks listen only until all have connected, and only at the
+//! address at which the others reach them. A job without a secret is for one machine, or for a network that is said to have
+//! nobody else on it. What is not meant: encryption. Who can listen in on the network, or change what goes over it, sees and
+//! changes parameters.
 
+mod door;
 mod error;
 mod hello;
 
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, RandomState};
-use std::io::{Error, ErrorKind, Read, Write};
+use std::io::{Error, ErrorKind, Write};
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use door::Expected;
 pub use error::{Refused, RendezvousError};
-use hello::{Expected, Token, Turned};
+use hello::{Key, Token, Turned};
 
-use super::super::launcher::{Place, Rendezvous};
+use super::super::launcher::{Place, Rendezvous, random};
 use super::super::machine::Machine;
 
 /// What ranks that have all found rank 0 have at least left for the rest.
@@ -39,6 +43,8 @@ pub(super) struct Mesh {
     /// By rank; none to itself.
     pub(super) streams: Vec<Option<TcpStream>>,
     pub(super) place: Place,
+    /// Who was turned away from this rank's door.
+    pub(super) refused: Vec<Refused>,
 }
 
 /// What a rank tells of itself.
@@ -67,10 +73,15 @@ enum Word {
 impl Mesh {
     /// The only rank.
     pub(super) fn alone() -> Self {
-        Self { streams: vec![None], place: Place::from_leaders(0, &[0]) }
+        Self { streams: vec![None], place: Place::from_leaders(0, &[0]), refused: Vec::new() }
     }
 
-    fn new(rank: usize, streams: BTreeMap<usize, TcpStream>, seats: &[Seat], node_size: Option<usize>) -> Self {
+    fn new(
+        rank: usize,
+        (streams, refused): (BTreeMap<usize, TcpStream>, Vec<Refused>),
+        seats: &[Seat],
+        node_size: Option<usize>,
+    ) -> Self {
         let leader = |of: usize| match node_size {
             Some(ranks) => of - of % ranks.max(1),
             None => seats.iter().position(|seat| seat.machine.id == seats[of].machine.id).unwrap_or(of),
@@ -84,13 +95,21 @@ impl Mesh {
         for (peer, stream) in streams {
             all[peer] = Some(stream);
         }
-        Self { streams: all, place }
+        Self { streams: all, place, refused }
     }
 }
 
 /// Connects this process with the other ranks of its job. A collective: every process calls it, once.
-pub(super) fn connect(job: &Rendezvous, deadline: Duration, node_size: Option<usize>) -> Result<Mesh, RendezvousError> {
+pub(super) fn connect(
+    job: &Rendezvous,
+    deadline: Duration,
+    node_size: Option<usize>,
+    trusted_network: bool,
+) -> Result<Mesh, RendezvousError> {
     let begin = Instant::now();
+    if job.world > 1 && job.secret.is_none() && !job.is_local() && !job.trusted_network && !trusted_network {
+        return Err(RendezvousError::Untrusted { rank: job.rank, host: job.host.clone() });
+    }
     match (job.world, job.rank) {
         (1, _) => Ok(Mesh::alone()),
         (_, 0) => lead(job, begin, deadline, node_size),
@@ -107,10 +126,12 @@ fn lead(
 ) -> Result<Mesh, RendezvousError> {
     let Rendezvous { world, host, port, .. } = job;
     let failed = |source| RendezvousError::Listen { host: host.clone(), port: *port, source };
-    let listener = hello::bind(host, *port).map_err(failed)?;
+    let listener = door::bind(host, *port).map_err(failed)?;
     listener.set_nonblocking(true).map_err(failed)?;
-    let expected = Expected { at: 0, world: *world, ranks: 1..*world, token: None };
-    let (mut streams, refused) = hello::receive(&listener, &expected, begin + deadline);
+    let key = Key::of(job);
+    let expected = Expected { at: 0, world: *world, ranks: 1..*world, key: &key };
+    let received = door::receive(&listener, &expected, begin + deadline);
+    let (mut streams, refused) = received.map_err(|source| RendezvousError::System { rank: 0, source })?;
     drop(listener);
     let missing: Vec<usize> = (1..*world).filter(|rank| !streams.contains_key(rank)).collect();
     if !missing.is_empty() {
@@ -124,7 +145,7 @@ fn lead(
     let settled = settle(job, &mut streams, (begin + deadline).max(Instant::now() + REST));
     let seats = settled.inspect_err(|error| tell(&mut streams, &Word::Stop(error.to_string())))?;
     tell(&mut streams, &Word::Go);
-    Ok(Mesh::new(0, streams, &seats, node_size))
+    Ok(Mesh::new(0, (streams, refused), &seats, node_size))
 }
 
 /// All ranks have found rank 0: lets them connect with one another.
@@ -142,8 +163,7 @@ fn settle(
         seats.push(seat);
     }
     compare(&seats)?;
-    let random = [RandomState::new().hash_one(job.port), RandomState::new().hash_one(job.world)];
-    let token: Token = std::array::from_fn(|byte| random[byte / 8].to_le_bytes()[byte % 8]);
+    let token: Token = random().map_err(|source| RendezvousError::System { rank: 0, source })?;
     tell(streams, &Word::Table { token, seats: seats.clone() });
     let mut reasons = Vec::new();
     for (&rank, stream) in &mut *streams {
@@ -176,19 +196,26 @@ fn follow(
     node_size: Option<usize>,
 ) -> Result<Mesh, RendezvousError> {
     let Rendezvous { rank, world, host, port, .. } = job;
-    let until = begin + deadline;
+    let (until, key) = (begin + deadline, Key::of(job));
     let refused = |reason: String| RendezvousError::Refused { rank: *rank, host: host.clone(), port: *port, reason };
     let system = |source| RendezvousError::System { rank: *rank, source };
     let (mut leader, left) =
-        hello::knock((host, *port), (*rank, *world), None, until).map_err(|turned| match turned {
+        hello::knock((host, *port), 0, (*rank, *world), &key, until).map_err(|turned| match turned {
             Turned::Away(reason) => refused(reason),
             Turned::Late(last) => {
                 let waited_ms = begin.elapsed().as_millis() as u64;
                 RendezvousError::Unreachable { rank: *rank, host: host.clone(), port: *port, waited_ms, last }
             }
         })?;
-    // On all addresses: those who reach this machine from elsewhere may not reach it where rank 0 does.
-    let listener = hello::bind_all(0).map_err(system)?;
+    // Where rank 0 sees this rank, the others will. Over this machine's loopback it is not seen where those of other machines
+    // will: then on all addresses, unless there are no other machines.
+    let mut seen = leader.local_addr().map_err(system)?;
+    seen.set_port(0);
+    let listener = match seen.ip().is_loopback() && !job.is_local() {
+        true => door::bind_all(0),
+        false => TcpListener::bind(seen),
+    };
+    let listener = listener.map_err(system)?;
     listener.set_nonblocking(true).map_err(system)?;
     let own_port = listener.local_addr().map_err(system)?.port();
     let seat = Seat { machine: Machine::here(), local_rank: job.local_rank, address: None, port: own_port };
@@ -214,7 +241,8 @@ fn follow(
         other => return Err(refused(format!("it said what does not belong here: {other:?}"))),
     };
     let until = until.max(Instant::now() + REST);
-    let reached = reach(job, &leader, &listener, &token, &seats, until);
+    let reached = reach(job, &leader, &listener, &key.with(&token), &seats, until);
+    drop(listener);
     let report = reached.as_ref().map(|_| ()).map_err(Clone::clone);
     say(&mut leader, &report).map_err(ended)?;
     match hear(&mut leader, until + LONGER + LONGER).map_err(ended)? {
@@ -222,9 +250,9 @@ fn follow(
         Word::Stop(reason) => return Err(RendezvousError::Mesh { rank: *rank, reason }),
         other => return Err(refused(format!("it said what does not belong here: {other:?}"))),
     }
-    let mut streams = reached.map_err(|reason| RendezvousError::Mesh { rank: *rank, reason })?;
+    let (mut streams, refused) = reached.map_err(|reason| RendezvousError::Mesh { rank: *rank, reason })?;
     streams.insert(0, leader);
-    Ok(Mesh::new(*rank, streams, &seats, node_size))
+    Ok(Mesh::new(*rank, (streams, refused), &seats, node_size))
 }
 
 /// Connects with every rank but rank 0.
@@ -232,10 +260,10 @@ fn reach(
     job: &Rendezvous,
     leader: &TcpStream,
     listener: &TcpListener,
-    token: &Token,
+    key: &Key,
     seats: &[Seat],
     until: Instant,
-) -> Result<BTreeMap<usize, TcpStream>, String> {
+) -> Result<(BTreeMap<usize, TcpStream>, Vec<Refused>), String> {
     let Rendezvous { rank, world, .. } = *job;
     let mut streams = BTreeMap::new();
     // A rank on rank 0's machine may be known there by an address that means nothing elsewhere.
@@ -243,18 +271,19 @@ fn reach(
     for (peer, seat) in seats.iter().enumerate().take(rank).skip(1) {
         let address = seat.address.filter(|address| !address.is_loopback()).unwrap_or(there).to_string();
         let door = (address.as_str(), seat.port);
-        let (stream, _) = hello::knock(door, (rank, world), Some(token), until).map_err(|turned| {
+        let (stream, _) = hello::knock(door, peer, (rank, world), key, until).map_err(|turned| {
             let (Turned::Away(why) | Turned::Late(why)) = turned;
             format!("rank {rank} did not reach rank {peer} at {}:{} ({why})", door.0, door.1)
         })?;
         streams.insert(peer, stream);
     }
-    let expected = Expected { at: rank, world, ranks: rank + 1..world, token: Some(token) };
-    let (above, refused) = hello::receive(listener, &expected, until);
+    let expected = Expected { at: rank, world, ranks: rank + 1..world, key };
+    let (above, refused) = door::receive(listener, &expected, until)
+        .map_err(|error| format!("rank {rank} got no sockets for its connections ({error})"))?;
     let missing: Vec<usize> = (rank + 1..world).filter(|peer| !above.contains_key(peer)).collect();
     streams.extend(above);
     match missing.is_empty() {
-        true => Ok(streams),
+        true => Ok((streams, refused)),
         false => {
             let refused: Vec<String> = refused.iter().map(ToString::to_string).collect();
             Err(format!("rank {rank} was not reached by rank(s) {missing:?} {}", refused.join(", ")))
@@ -277,32 +306,14 @@ fn say<T: Serialize>(stream: &mut TcpStream, message: &T) -> std::io::Result<()>
 }
 
 fn hear<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> std::io::Result<T> {
-    let mut read = |bytes: &mut [u8]| -> std::io::Result<()> {
-        let mut have = 0;
-        while have < bytes.len() {
-            let left = until.saturating_duration_since(Instant::now());
-            // A timeout of nothing would be none.
-            stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-            match stream.read(&mut bytes[have..]) {
-                Ok(0) => return Err(Error::new(ErrorKind::UnexpectedEof, "its connection ended")),
-                Ok(more) => have += more,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                    return Err(Error::new(ErrorKind::TimedOut, "it said nothing in time"));
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    };
     let mut length = [0; 4];
-    read(&mut length)?;
+    hello::read_all(stream, &mut length, until)?;
     let length = u32::from_le_bytes(length) as usize;
     if length > LONGEST {
         return Err(Error::new(ErrorKind::InvalidData, "a message that is longer than any"));
     }
     let mut text = vec![0; length];
-    read(&mut text)?;
+    hello::read_all(stream, &mut text, until)?;
     Ok(serde_json::from_slice(&text)?)
 }
 
@@ -318,7 +329,7 @@ mod tests {
     fn places_follow_from_machines_and_local_ranks() {
         let seats = [seat("a", "x", Some(1)), seat("b", "y", None), seat("a", "x", Some(0)), seat("b", "y", None)];
         compare(&seats).unwrap();
-        let place = |rank: usize, node_size| Mesh::new(rank, BTreeMap::new(), &seats, node_size).place;
+        let place = |rank: usize, node_size| Mesh::new(rank, Default::default(), &seats, node_size).place;
         assert_eq!(place(0, None).node_of, [0, 1, 0, 1]);
         assert_eq!((place(0, None).local_rank, place(2, None).local_rank), (1, 0), "the environment's");
         assert_eq!((place(1, None).local_rank, place(3, None).local_rank), (0, 1), "in the order of ranks");

@@ -1,0 +1,416 @@
+//! A rank's door: takes the connections of those who are expected, by the words of [`hello`](super::hello).
+//!
+//! Who says something else is told why, and counted in the list that stands in the error should a rank be missing at the end; the job
+//! goes on. Strangers are kept in bounds: so many at a time may not have said yet who they are, for so long in all, in so few bytes.
+//! One thread looks at all of them; none can hold up another.
+
+use std::collections::BTreeMap;
+use std::io::{Error, ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use hmac::Mac;
+
+use super::super::super::launcher::random;
+use super::error::Refused;
+use super::hello::{CODE, HEAD, HELLO, HELLO_LIMIT, JOB, Key, MAGIC, PROTOCOL, REASON, settle};
+
+/// Most connections at a time that have not said who they are. When more come, the oldest has to go, if it has had this long.
+const GUESTS: usize = 256;
+const FAIR: Duration = Duration::from_millis(200);
+/// How long a door goes on without a descriptor for those who knock.
+const STARVED: Duration = Duration::from_secs(5);
+
+/// Who is expected at a door.
+pub(super) struct Expected<'a> {
+    /// The rank that listens.
+    pub(super) at: usize,
+    pub(super) world: usize,
+    /// The ranks that are to come.
+    pub(super) ranks: core::ops::Range<usize>,
+    pub(super) key: &'a Key,
+}
+
+/// Who was turned away: each reason once, with how many had it.
+#[derive(Default)]
+struct Tally(Vec<Refused>);
+
+impl Tally {
+    /// Reasons that are told apart; a stranger may make up many.
+    const REASONS: usize = 16;
+
+    fn add(&mut self, from: impl ToString, reason: &str) {
+        let reason = match self.0.iter().any(|refused| refused.reason == reason) {
+            false if self.0.len() >= Self::REASONS => "other reasons",
+            _ => reason,
+        };
+        match self.0.iter_mut().find(|refused| refused.reason == reason) {
+            Some(refused) => refused.count += 1,
+            None => self.0.push(Refused { from: from.to_string(), reason: reason.to_string(), count: 1 }),
+        }
+    }
+}
+
+/// How far a connection has come.
+enum Step {
+    Hello,
+    /// It was given this number, to prove that it is this rank.
+    Proof(usize, [u8; CODE]),
+    /// It was let in as this rank, and is to say that it has heard so.
+    Heard(usize),
+}
+
+/// A connection that is not one of a rank yet. It does not block.
+struct Guest {
+    stream: TcpStream,
+    from: SocketAddr,
+    since: Instant,
+    said: Vec<u8>,
+    step: Step,
+}
+
+/// Takes the connections of those who are expected, until all have come or it is late; and those who were turned away.
+///
+/// # Errors
+///
+/// The system's, when it gives no descriptors for connections.
+pub(super) fn receive(
+    listener: &TcpListener,
+    expected: &Expected<'_>,
+    until: Instant,
+) -> std::io::Result<(BTreeMap<usize, TcpStream>, Vec<Refused>)> {
+    let (mut joined, mut refused) = (BTreeMap::new(), Tally::default());
+    let mut guests: Vec<Guest> = Vec::new();
+    let mut starved: Option<Instant> = None;
+    while Instant::now() < until {
+        if joined.len() == expected.ranks.len() {
+            // One that has gone again has not come.
+            joined.retain(|_, stream| !is_gone(stream));
+            if joined.len() == expected.ranks.len() {
+                break;
+            }
+        }
+        let mut is_idle = true;
+        for _ in 0..GUESTS {
+            if guests.len() >= GUESTS {
+                let Some(at) = oldest(&guests, FAIR) else { break };
+                refused.add(guests.remove(at).from, "it had not said which rank it is, and others came");
+            }
+            match listener.accept() {
+                Ok((stream, from)) => {
+                    (is_idle, starved) = (false, None);
+                    // Without that it would hold up the others.
+                    if stream.set_nonblocking(true).is_ok() {
+                        guests.push(Guest { stream, from, since: Instant::now(), said: Vec::new(), step: Step::Hello });
+                    }
+                }
+                Err(error) if is_short(&error) => {
+                    if starved.get_or_insert_with(Instant::now).elapsed() > STARVED {
+                        return Err(error);
+                    }
+                    if let Some(at) = oldest(&guests, Duration::ZERO) {
+                        refused.add(guests.remove(at).from, &format!("no room for it: {error}; see ulimit -n"));
+                    }
+                    break;
+                }
+                // Nobody has come, or who came has gone again.
+                Err(_) => break,
+            }
+        }
+        let mut at = 0;
+        while at < guests.len() {
+            let welcomed: Vec<usize> = guests.iter().filter_map(Guest::welcomed).collect();
+            let is_held = |rank: usize| welcomed.contains(&rank);
+            match guests[at].turn(expected, until, &mut joined, is_held) {
+                Ok(None) => at += 1,
+                Ok(Some(rank)) => {
+                    is_idle = false;
+                    let Guest { stream, .. } = guests.swap_remove(at);
+                    joined.extend(settle(&stream).ok().map(|()| (rank, stream)));
+                }
+                Err(reason) => {
+                    is_idle = false;
+                    let guest = guests.swap_remove(at);
+                    guest.refuse(&reason);
+                    refused.add(guest.from, &reason);
+                }
+            }
+        }
+        if is_idle {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    for guest in guests {
+        refused.add(guest.from, "it had not said which rank it is when the others had");
+    }
+    for Refused { from, reason, count } in &refused.0 {
+        tracing::warn!(%from, %reason, count, "connections to rank {} were refused", expected.at);
+    }
+    Ok((joined, refused.0))
+}
+
+/// The place of the one that has waited longest, if that is longer than `than`; none that was let in.
+fn oldest(guests: &[Guest], than: Duration) -> Option<usize> {
+    let waiting = guests.iter().enumerate().filter(|(_, guest)| guest.welcomed().is_none());
+    let (at, guest) = waiting.min_by_key(|(_, guest)| guest.since)?;
+    (guest.since.elapsed() >= than).then_some(at)
+}
+
+/// Whether the system lacks what a connection takes: somebody has come, and waits.
+fn is_short(error: &Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
+}
+
+impl Guest {
+    /// The rank that it was let in as.
+    fn welcomed(&self) -> Option<usize> {
+        match self.step {
+            Step::Heard(rank) => Some(rank),
+            Step::Hello | Step::Proof(..) => None,
+        }
+    }
+
+    /// Goes on with what has come: the rank, once it is in, or why it is refused.
+    fn turn(
+        &mut self,
+        expected: &Expected<'_>,
+        until: Instant,
+        joined: &mut BTreeMap<usize, TcpStream>,
+        is_held: impl Fn(usize) -> bool,
+    ) -> Result<Option<usize>, String> {
+        if self.since.elapsed() > HELLO_LIMIT {
+            return Err(format!("it did not say which rank it is within {} s", HELLO_LIMIT.as_secs()));
+        }
+        if matches!(self.step, Step::Hello) {
+            if !self.has(HEAD)? {
+                return Ok(None);
+            }
+            let protocol = number(&self.said, 8);
+            if protocol != PROTOCOL {
+                return Err(format!(
+                    "it speaks version {protocol} of the protocol, rank 0 version {PROTOCOL}; run one program"
+                ));
+            }
+            if !self.has(HELLO)? {
+                return Ok(None);
+            }
+            let rank = judge(&self.said, expected)?;
+            let number = random().map_err(|error| format!("the system gives no random numbers: {error}"))?;
+            self.say(&[&0_u32.to_le_bytes(), &number])?;
+            self.step = Step::Proof(rank, number);
+        }
+        if let Step::Proof(rank, number) = self.step {
+            if !self.has(HELLO + CODE)? {
+                return Ok(None);
+            }
+            let (hello, code) = self.said.split_at(HELLO);
+            let right = expected.key.code("rank", expected.at, hello, &number);
+            // In constant time.
+            if right.verify_slice(code).is_err() {
+                return Err(match (expected.key.has_secret, expected.at) {
+                    (true, 0) => "it does not know this job's secret; give all ranks the same ZERO_SECRET".to_string(),
+                    _ => "it is not of this job".to_string(),
+                });
+            }
+            // Another process of this rank is being let in: whether it stays will be seen.
+            if is_held(rank) {
+                return Ok(None);
+            }
+            if joined.get(&rank).is_some_and(|stream| !is_gone(stream)) {
+                return Err(format!(
+                    "its RANK is {rank}, and that rank has connected already; give each process its own"
+                ));
+            }
+            let left = until.saturating_duration_since(Instant::now()).as_millis();
+            let left = u32::try_from(left).unwrap_or(u32::MAX);
+            let proof = expected.key.code("door", expected.at, hello, &number).finalize().into_bytes();
+            self.say(&[&0_u32.to_le_bytes(), &left.to_le_bytes(), &proof])?;
+            self.step = Step::Heard(rank);
+        }
+        let Step::Heard(rank) = self.step else {
+            unreachable!("a guest that has said hello has been asked for a proof")
+        };
+        Ok(self.has(HELLO + CODE + 1)?.then_some(rank))
+    }
+
+    /// Whether it has said `length` bytes by now; no more are read.
+    fn has(&mut self, length: usize) -> Result<bool, String> {
+        while self.said.len() < length {
+            let mut room = [0; HELLO + CODE + 1];
+            let ended = |why: String| Err(format!("it did not say which rank it is: {why}"));
+            match self.stream.read(&mut room[..length - self.said.len()]) {
+                Ok(0) => return ended("its connection ended".into()),
+                Ok(more) => self.said.extend_from_slice(&room[..more]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return ended(error.to_string()),
+            }
+        }
+        let magic = self.said.len().min(MAGIC.len());
+        if self.said[..magic] != MAGIC[..magic] {
+            return Err("it does not speak this protocol".into());
+        }
+        Ok(self.said.len() >= length)
+    }
+
+    /// What is said here fits the buffer of a connection to which little else was said.
+    fn say(&self, parts: &[&[u8]]) -> Result<(), String> {
+        let bytes = parts.concat();
+        match (&self.stream).write(&bytes) {
+            Ok(all) if all == bytes.len() => Ok(()),
+            Ok(_) => Err("it takes no answer".into()),
+            Err(error) => Err(format!("it takes no answer: {error}")),
+        }
+    }
+
+    fn refuse(&self, reason: &str) {
+        // It may have gone already. What it has said besides is read first: an end with unread bytes may overtake the reason.
+        let _ = (&self.stream).read(&mut [0; REASON]);
+        let _ = self.say(&[&(reason.len() as u32).to_le_bytes(), reason.as_bytes()]);
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+fn number(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+/// The rank that a hello is of, if it is expected.
+fn judge(hello: &[u8], expected: &Expected<'_>) -> Result<usize, String> {
+    let Expected { world, ranks, key, .. } = expected;
+    let (of, rank, has_secret) = (number(hello, HEAD), number(hello, HEAD + 4), hello[HEAD + 8] != 0);
+    let job = &hello[HEAD + 9..][..JOB];
+    if of as usize != *world {
+        return Err(format!("its WORLD_SIZE is {of}, rank 0's is {world}; give all ranks the same"));
+    }
+    if job != key.job {
+        let name = |job: &[u8]| String::from_utf8_lossy(job).trim_end_matches('\0').escape_debug().to_string();
+        return Err(format!("it is of another job, '{}', and not of '{}'", name(job), name(&key.job)));
+    }
+    match (has_secret, key.has_secret) {
+        (false, true) => return Err("it has no ZERO_SECRET, and rank 0 has one; give all ranks the same".into()),
+        (true, false) => return Err("it has a ZERO_SECRET, and rank 0 has none; give all ranks the same".into()),
+        _ => {}
+    }
+    match ranks.contains(&(rank as usize)) {
+        true => Ok(rank as usize),
+        false => Err(format!("its RANK is {rank}, expected one from {} to {}", ranks.start, ranks.end - 1)),
+    }
+}
+
+/// Whether the other end of a connection has closed it. What it has sent stays to be read.
+fn is_gone(stream: &TcpStream) -> bool {
+    let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    let restored = stream.set_nonblocking(false);
+    restored.is_err() || !matches!(looked, Ok(1..)) && !looked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+}
+
+/// Listens at the address itself, or, where that is a name for rank 0's machine and not an address of it (a service of
+/// Kubernetes), on all addresses. So too where a machine calls itself by the name and means its loopback, as Debian's do.
+pub(super) fn bind(host: &str, port: u16) -> std::io::Result<TcpListener> {
+    let resolved: Vec<SocketAddr> = (host, port).to_socket_addrs().map(Iterator::collect).unwrap_or_default();
+    let meant = host == "localhost" || host.parse::<IpAddr>().is_ok();
+    let mut failed = None;
+    for address in resolved.iter().filter(|address| meant || !address.ip().is_loopback()) {
+        match TcpListener::bind(address) {
+            Ok(listener) => return Ok(listener),
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => failed = Some(error),
+            Err(_) => {}
+        }
+    }
+    match failed {
+        Some(error) => Err(error),
+        None => bind_all(port),
+    }
+}
+
+/// Listens on all addresses of this machine.
+pub(super) fn bind_all(port: u16) -> std::io::Result<TcpListener> {
+    let (all6, all4) = (IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+    TcpListener::bind((all6, port)).or_else(|_| TcpListener::bind((all4, port)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::super::launcher::Rendezvous;
+    use super::super::hello::knock;
+    use super::*;
+
+    /// A listener that was held up finds the connection of a rank that has given up meanwhile, and will come again.
+    #[test]
+    fn a_connection_that_has_gone_is_not_taken_for_its_rank() {
+        let listener = bind("127.0.0.1", 0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        listener.set_nonblocking(true).unwrap();
+        let key = Key::of(&Rendezvous::default());
+        let mut stale = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let mut hello = MAGIC.to_vec();
+        for number in [PROTOCOL, 2, 1] {
+            hello.extend_from_slice(&number.to_le_bytes());
+        }
+        hello.resize(HELLO, 0);
+        stale.write_all(&hello).unwrap();
+        drop(stale);
+        let until = Instant::now() + Duration::from_secs(5);
+        std::thread::scope(|scope| {
+            let live = scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(300));
+                knock(("127.0.0.1", port), 0, (1, 2), &key, until).unwrap().0
+            });
+            let (joined, refused) =
+                receive(&listener, &Expected { at: 0, world: 2, ranks: 1..2, key: &key }, until).unwrap();
+            let live = live.join().unwrap();
+            assert_eq!(joined[&1].peer_addr().unwrap(), live.local_addr().unwrap());
+            assert!(refused.len() == 1 && refused[0].reason.contains("did not say which rank it is"), "{refused:?}");
+        });
+    }
+
+    /// One that came and has gone before the last came has not come.
+    #[test]
+    fn all_are_there_when_the_door_closes() {
+        let listener = bind("127.0.0.1", 0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        listener.set_nonblocking(true).unwrap();
+        let key = Key::of(&Rendezvous::default());
+        let until = Instant::now() + Duration::from_secs(5);
+        let come = |rank| knock(("127.0.0.1", port), 0, (rank, 3), &key, until).unwrap().0;
+        std::thread::scope(|scope| {
+            let ranks = scope.spawn(|| {
+                drop(come(1));
+                let two = come(2);
+                std::thread::sleep(Duration::from_millis(200));
+                (come(1), two)
+            });
+            let (joined, _) = receive(&listener, &Expected { at: 0, world: 3, ranks: 1..3, key: &key }, until).unwrap();
+            let (one, two) = ranks.join().unwrap();
+            for (rank, stream) in [(1, one), (2, two)] {
+                assert_eq!(joined[&rank].peer_addr().unwrap(), stream.local_addr().unwrap());
+            }
+        });
+    }
+
+    /// One byte now and then does not keep a connection.
+    #[test]
+    fn a_hello_has_one_deadline() {
+        let listener = bind("127.0.0.1", 0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        listener.set_nonblocking(true).unwrap();
+        let key = Key::of(&Rendezvous::default());
+        let until = Instant::now() + Duration::from_secs(8);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+                for byte in MAGIC.into_iter().chain([0; HELLO]) {
+                    std::thread::sleep(Duration::from_millis(900));
+                    // Two writes after its end the system says so.
+                    if stream.write_all(&[byte]).is_err() {
+                        return;
+                    }
+                }
+            });
+            let (_, refused) =
+                receive(&listener, &Expected { at: 0, world: 2, ranks: 1..2, key: &key }, until).unwrap();
+            assert!(refused[0].reason.contains("within 5 s"), "{refused:?}");
+        });
+    }
+}
