@@ -194,6 +194,11 @@ impl Progress {
         // Relaxed: it is compared with what it was, and guards nothing.
         self.0.fetch_add(1, Ordering::Relaxed);
     }
+
+    /// How often it has.
+    pub(super) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 /// Work on a disk, on a thread of its own.
@@ -236,7 +241,7 @@ impl<T> Work<T> {
             Ok(result) => Some(result),
             Err(RecvTimeoutError::Disconnected) => failed(io::ErrorKind::Other, "its thread panicked".to_string()),
             Err(RecvTimeoutError::Timeout) => {
-                let made = self.progress.0.load(Ordering::Relaxed);
+                let made = self.progress.count();
                 if made != self.seen.0 {
                     self.seen = (made, Instant::now());
                 }

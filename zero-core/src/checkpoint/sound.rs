@@ -75,3 +75,40 @@ pub(super) fn problem(folder: &Path, manifest: &Manifest, progress: &Progress) -
         _ => look(folder, manifest, (0, 1), Check::Contents, progress).map(|problem| problem.to_string()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Collective;
+    use crate::checkpoint::{ElementType, Piece, SaveOptions, save};
+    use crate::collective::threads::{ThreadOptions, run};
+
+    #[test]
+    fn a_rank_reads_its_share_of_the_files_alone_and_nothing_is_read_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = ThreadOptions { deadline: std::time::Duration::from_secs(60) };
+        let saved = run(3, &options, |comm| {
+            let piece = Piece::new("w", ElementType::F32, vec![3], vec![comm.rank() as u8; 4]);
+            save(&*comm, dir.path(), 1, &[piece], &serde_json::Value::Null, &SaveOptions::default())
+        });
+        let folder = &saved.unwrap()[0].path;
+        let manifest = Manifest::read(folder).unwrap();
+        let file = folder.join(rank_file(1, 3));
+        let bytes = std::fs::read(&file).unwrap();
+        std::fs::remove_file(&file).unwrap();
+        let look_at = |share| {
+            let progress = Progress::default();
+            (look(folder, &manifest, share, Check::Contents, &progress).is_some(), progress.count())
+        };
+        // Files 0 and 2, with one chunk each; and file 1, which is not there.
+        assert_eq!(look_at((0, 2)), (false, 4));
+        assert_eq!(look_at((1, 2)), (true, 1));
+        std::fs::write(&file, bytes).unwrap();
+        let problem = || {
+            let progress = Progress::default();
+            (problem(folder, &manifest, &progress), progress.count())
+        };
+        assert_eq!(problem(), (None, 6));
+        assert_eq!(problem(), (None, 0));
+    }
+}
