@@ -210,3 +210,139 @@ fn a_process_started_in_the_middle_of_a_save_does_not_keep_the_lock() {
         }
     });
 }
+
+/// What `body` gives, which must not wait for what lies in the folder.
+fn in_time<T: Send + 'static>(what: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || done.send(body()));
+    ended.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|error| panic!("{what}: {error}"))
+}
+
+fn fifo(path: &Path) {
+    fs::remove_file(path).ok();
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[test]
+fn what_is_no_file_of_ours_hangs_no_reader_and_is_not_read_whole() {
+    // Sparse: it takes no room, and more memory than there is.
+    let huge = |path: &Path| fs::File::options().write(true).open(path).unwrap().set_len(1 << 42).unwrap();
+    type Spoil<'a> = &'a dyn Fn(&Path);
+    for (file, spoil, word) in [
+        ("latest", &fifo as Spoil, "regular file"),
+        ("latest", &huge, "at most"),
+        ("step-00000002/manifest.json", &fifo, "regular file"),
+        ("step-00000002/manifest.json", &huge, "at most"),
+        ("step-00000002/rank-00001-of-00002.safetensors", &fifo, "regular file"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        first(dir.path());
+        save_specs(&small_specs(), dir.path(), 2, 2, &SaveOptions::default());
+        spoil(&dir.path().join(file));
+        let path = dir.path().to_path_buf();
+        let found = in_time(file, move || find_latest(&path, Check::Contents).unwrap());
+        // `latest` alone says nothing against the newest.
+        let sound = if file == "latest" { "step-00000002" } else { "step-00000001" };
+        assert_eq!(found.checkpoint, Some(dir.path().join(sound)), "{file}");
+        let why = found.skipped.iter().map(|(_, error)| error.to_string()).next().unwrap();
+        assert!(why.contains(word) && why.contains(file.rsplit('/').next().unwrap()), "{why}");
+    }
+}
+
+#[test]
+fn links_and_fifos_in_the_place_of_hidden_files_are_not_followed() {
+    let victim = tempfile::tempdir().unwrap();
+    let (file, made) = (victim.path().join("thesis"), victim.path().join("made"));
+    fs::write(&file, "mine").unwrap();
+    for place in [Some(&file), Some(&made), None] {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = dir.path().join(".lock");
+        match place {
+            Some(target) => std::os::unix::fs::symlink(target, lock).unwrap(),
+            None => fifo(&lock),
+        }
+        let path = dir.path().to_path_buf();
+        let error = in_time("a lock", move || {
+            ranks(1, |comm| save(comm, &path, 1, &pieces(&specs(), 1, 0, 1), &state(1), &SaveOptions::default()))
+        });
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(".lock") && error.contains("regular file"), "{error}");
+        assert!(!made.exists());
+    }
+    // Put there between the start of the save and its end.
+    let dir = tempfile::tempdir().unwrap();
+    let specs = small_specs();
+    let spec = |(name, dtype, shape): &common::Spec| zero_core::checkpoint::TensorSpec {
+        name: name.clone(),
+        dtype: *dtype,
+        shape: shape.clone(),
+    };
+    let tensors: Vec<_> = specs.iter().map(spec).collect();
+    let saved = ranks(1, |comm| {
+        let mut bytes = |index: usize| {
+            let _ = std::os::unix::fs::symlink(&file, dir.path().join(".latest-new"));
+            Ok(pieces(&specs, 1, 0, 1).swap_remove(index).bytes)
+        };
+        zero_core::checkpoint::save_streamed(
+            comm,
+            dir.path(),
+            1,
+            &tensors,
+            &mut bytes,
+            &state(1),
+            &SaveOptions::default(),
+        )
+    });
+    assert_eq!(fs::read_to_string(&file).unwrap(), "mine");
+    assert!(saved.unwrap_err().to_string().contains(".latest-new"));
+}
+
+#[test]
+fn what_is_named_alike_is_not_taken_for_remains() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = [".saving-notes", ".pruned-branches", ".replaced-drafts", ".saving-step-1"];
+    names.iter().for_each(|name| fs::create_dir_all(dir.path().join(name).join("mine")).unwrap());
+    first(dir.path());
+    assert!(names.iter().all(|name| dir.path().join(name).join("mine").exists()));
+}
+
+/// Makes `flock` fail with `error` on this thread, and those that it starts, from now on.
+fn refuse_locks(error: i32) {
+    let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    let jump_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    let give = (libc::BPF_RET | libc::BPF_K) as u16;
+    let mut program = [
+        libc::sock_filter { code: load, jt: 0, jf: 0, k: 0 },
+        libc::sock_filter { code: jump_equal, jt: 0, jf: 1, k: libc::SYS_flock as u32 },
+        libc::sock_filter { code: give, jt: 0, jf: 0, k: libc::SECCOMP_RET_ERRNO | error as u32 },
+        libc::sock_filter { code: give, jt: 0, jf: 0, k: libc::SECCOMP_RET_ALLOW },
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the calls take numbers, and a filter and its program that are valid during the call, which copies them.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let mode = libc::SECCOMP_SET_MODE_FILTER;
+        assert_eq!(libc::syscall(libc::SYS_seccomp, mode, 0, std::ptr::from_ref(&filter)), 0);
+    }
+}
+
+#[test]
+fn a_file_system_without_locks_is_saved_to_all_the_same() {
+    for error in [libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK] {
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            let saves = scope.spawn(|| {
+                refuse_locks(error);
+                let options = SaveOptions { keep_last: NonZeroUsize::new(1), ..SaveOptions::default() };
+                save_specs(&small_specs(), dir.path(), 1, 2, &options);
+                save_specs(&small_specs(), dir.path(), 1, 2, &options);
+                save_specs(&small_specs(), dir.path(), 2, 2, &options);
+            });
+            saves.join().unwrap();
+        });
+        assert_eq!(hidden(dir.path()), [""; 0]);
+        let found = find_latest(dir.path(), Check::Contents).unwrap();
+        assert_eq!(found.checkpoint, Some(dir.path().join("step-00000002")));
+        assert!(!dir.path().join("step-00000001").exists());
+    }
+}

@@ -4,13 +4,16 @@ mod common;
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::time::Duration;
 
 use common::{check, pieces, ranks, save_specs, small_specs, specs, state, whole};
 use proptest::prelude::*;
 use zero_core::Collective;
 use zero_core::checkpoint::{
-    AsyncSaver, Check, Checkpoint, CheckpointError, ElementType, Piece, SaveOptions, find_latest, save, verify,
+    AsyncSaver, Check, Checkpoint, CheckpointError, ElementType, Found, Piece, SaveOptions, TensorSpec, check_together,
+    find_latest, find_latest_together, save, save_streamed, verify,
 };
+use zero_core::collective::threads::{ThreadOptions, run};
 
 fn keep(last: usize) -> SaveOptions {
     SaveOptions { keep_last: NonZeroUsize::new(last), ..SaveOptions::default() }
@@ -217,4 +220,106 @@ fn an_asynchronous_failure_comes_with_the_next_call_on_every_rank() {
     assert_eq!(reasons[0], reasons[1]);
     assert!(reasons[0].contains("failed on rank 0 of 2: cannot create folder"), "{}", reasons[0]);
     assert!(find_latest(dir.path(), Check::Contents).unwrap().checkpoint.is_some());
+}
+
+/// Changes a byte of a tensor of the checkpoint, in the middle of rank 0's file.
+fn damage(folder: &Path) {
+    let path = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let path = path.filter(|path| path.to_string_lossy().contains("rank-00000")).next().unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_damaged_checkpoint_is_not_one_of_those_that_are_kept() {
+    let (specs, dir) = (small_specs(), tempfile::tempdir().unwrap());
+    for step in [50, 100, 200] {
+        save_specs(&specs, dir.path(), step, 2, &keep(3));
+    }
+    damage(&dir.path().join("step-00000200"));
+    // What a resume does.
+    let found = find_latest(dir.path(), Check::Contents).unwrap();
+    assert_eq!(found.checkpoint, Some(dir.path().join("step-00000100")));
+    let saved = save_specs(&specs, dir.path(), 300, 2, &keep(2));
+    assert_eq!(names(dir.path()), ["latest", "step-00000100", "step-00000200", "step-00000300"]);
+    assert_eq!(saved[0].pruned, [dir.path().join("step-00000050")]);
+    assert!(saved[0].not_pruned.iter().any(|why| why.contains("step-00000200")), "{:?}", saved[0].not_pruned);
+    // Found out by the save itself, in a file that this process has written.
+    damage(&dir.path().join("step-00000300"));
+    save_specs(&specs, dir.path(), 400, 2, &keep(2));
+    let left = ["latest", "step-00000100", "step-00000200", "step-00000300", "step-00000400"];
+    assert_eq!(names(dir.path()), left);
+    // With two sound ones that are newer, nothing is lost with the rest.
+    save_specs(&specs, dir.path(), 500, 2, &keep(2));
+    assert_eq!(names(dir.path()), ["latest", "step-00000400", "step-00000500"]);
+}
+
+#[test]
+fn a_slow_rank_is_waited_for_as_long_as_it_gets_on() {
+    let (deadline, dir) = (Duration::from_millis(800), tempfile::tempdir().unwrap());
+    let tensors: Vec<TensorSpec> =
+        (0..8).map(|i| TensorSpec { name: format!("t{i}"), dtype: ElementType::F32, shape: vec![1000] }).collect();
+    run(2, &ThreadOptions { deadline }, |comm| {
+        let mut bytes = |_: usize| {
+            if comm.rank() == 1 {
+                std::thread::sleep(deadline / 4);
+            }
+            Ok(vec![0; 2000].into())
+        };
+        save_streamed(&*comm, dir.path(), 1, &tensors, &mut bytes, &state(1), &SaveOptions::default())
+    })
+    .unwrap();
+    assert!(find_latest(dir.path(), Check::Contents).unwrap().checkpoint.is_some());
+}
+
+#[test]
+fn ranks_look_at_a_checkpoint_together_and_find_what_one_finds() {
+    let (specs, dir) = (small_specs(), tempfile::tempdir().unwrap());
+    for (step, world) in [(1, 3), (2, 3), (3, 1), (4, 5)] {
+        save_specs(&specs, dir.path(), step, world, &SaveOptions::default());
+    }
+    let told = |found: &Found| -> Vec<String> { found.skipped.iter().map(|(_, error)| error.to_string()).collect() };
+    let alike = |check: Check, expected: Option<&str>| {
+        let alone = find_latest(dir.path(), check).unwrap();
+        assert_eq!(alone.checkpoint, expected.map(|name| dir.path().join(name)));
+        for world in 1..=4 {
+            for found in ranks(world, |comm| find_latest_together(comm, dir.path(), check)).unwrap() {
+                assert_eq!((&found.checkpoint, told(&found)), (&alone.checkpoint, told(&alone)), "{world} ranks");
+            }
+        }
+    };
+    alike(Check::Contents, Some("step-00000004"));
+    damage(&dir.path().join("step-00000004"));
+    alike(Check::Sizes, Some("step-00000004"));
+    alike(Check::Contents, Some("step-00000003"));
+    std::fs::remove_file(dir.path().join("step-00000003/manifest.json")).unwrap();
+    alike(Check::Contents, Some("step-00000002"));
+    std::fs::write(dir.path().join("latest"), "nonsense").unwrap();
+    std::fs::remove_file(dir.path().join("step-00000002/rank-00002-of-00003.safetensors")).unwrap();
+    alike(Check::Sizes, Some("step-00000004"));
+    alike(Check::Contents, Some("step-00000001"));
+    let missing = ranks(2, |comm| check_together(comm, &dir.path().join("step-00000002"), Check::Sizes)).unwrap();
+    assert!(missing.iter().all(|problem| problem.as_ref().unwrap().to_string().contains("rank-00002-of-00003")));
+    assert!(
+        ranks(2, |comm| find_latest_together(comm, &dir.path().join("none"), Check::Sizes)).unwrap()[1]
+            .checkpoint
+            .is_none()
+    );
+}
+
+#[test]
+fn a_rank_opens_the_files_that_it_reads() {
+    let (spec, dir) = (("t".to_string(), ElementType::F32, vec![4000]), tempfile::tempdir().unwrap());
+    let saved = save_specs(std::slice::from_ref(&spec), dir.path(), 1, 4, &SaveOptions::default());
+    let checkpoint = Checkpoint::open_as_read(&saved[0].path).unwrap();
+    for rank in [0, 1, 3] {
+        std::fs::remove_file(saved[0].path.join(format!("rank-0000{rank}-of-00004.safetensors"))).unwrap();
+    }
+    assert!(Checkpoint::open(&saved[0].path).is_err());
+    assert!(checkpoint.read("t", 2000..3000).unwrap() == whole(&spec, 1)[8000..12_000]);
+    let error = checkpoint.read("t", 1999..3000).unwrap_err();
+    assert!(matches!(error, CheckpointError::Missing { .. }), "{error}");
+    assert_eq!(checkpoint.verify().len(), 3);
 }

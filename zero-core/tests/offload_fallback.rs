@@ -9,14 +9,14 @@ use std::ptr;
 use offload_common::{LIMIT, Log, pool, small_blocks};
 use zero_core::offload::{DiskError, EngineChoice, EngineKind, SwapDir, SwapFile, SwapFileOptions};
 
-/// Makes `io_uring_setup` fail with `error` on this thread from now on, as a container's filter does.
-fn refuse_io_uring(error: i32) {
+/// Makes the system call `number` fail with `error` on this thread from now on, as a container's filter does.
+fn refuse(number: libc::c_long, error: i32) {
     let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     let jump_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     let give = (libc::BPF_RET | libc::BPF_K) as u16;
     let mut program = [
         libc::sock_filter { code: load, jt: 0, jf: 0, k: 0 },
-        libc::sock_filter { code: jump_equal, jt: 0, jf: 1, k: libc::SYS_io_uring_setup as u32 },
+        libc::sock_filter { code: jump_equal, jt: 0, jf: 1, k: number as u32 },
         libc::sock_filter { code: give, jt: 0, jf: 0, k: libc::SECCOMP_RET_ERRNO | error as u32 },
         libc::sock_filter { code: give, jt: 0, jf: 0, k: libc::SECCOMP_RET_ALLOW },
     ];
@@ -44,7 +44,7 @@ fn without_io_uring_threads_are_used_and_the_reason_is_logged_once() {
     for (error, text) in [(libc::EPERM, "Operation not permitted"), (libc::ENOSYS, "Function not implemented")] {
         // In a thread of its own, since a filter stays.
         let body = move || {
-            refuse_io_uring(error);
+            refuse(libc::SYS_io_uring_setup, error);
             let parent = tempfile::tempdir().unwrap();
             let dir = SwapDir::open(parent.path()).unwrap();
             let options = |engine| SwapFileOptions { engine, ..SwapFileOptions::default() };
@@ -125,5 +125,27 @@ fn a_file_that_was_cut_off_is_neither_read_nor_written() {
             }
             assert_eq!(pool.free(), 1);
         }
+    }
+}
+
+#[test]
+fn a_file_system_without_locks_is_used_and_the_log_says_what_that_costs() {
+    for error in [libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK] {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().to_path_buf();
+        // In a thread of its own, since a filter stays.
+        let without_locks = std::thread::spawn(move || {
+            refuse(libc::SYS_flock, error);
+            Log::of(|| SwapDir::open(&path).unwrap())
+        });
+        let (job, log) = without_locks.join().unwrap();
+        assert!(log.iter().any(|line| line.starts_with("WARN") && line.contains("lock")), "{log:?}");
+        // A job that has locks does not take it for a dead one's, before it has files and after.
+        drop(SwapDir::open(parent.path()).unwrap());
+        move_something(&job.create_file(0, &SwapFileOptions::default()).unwrap());
+        drop(SwapDir::open(parent.path()).unwrap());
+        assert!(job.path().join("rank-00000.swap").exists());
+        drop(job);
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
     }
 }

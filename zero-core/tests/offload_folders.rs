@@ -2,10 +2,15 @@
 
 mod offload_common;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::SystemTime;
 
 use offload_common::{LIMIT, pool, small_blocks};
 use zero_core::offload::{DiskError, EngineChoice, SwapDir, SwapFileOptions};
@@ -107,11 +112,223 @@ fn what_is_no_job_of_ours_is_left_alone() {
     // A folder between its creation and its lock.
     fs::create_dir(parent.path().join(".zero-swap-new-1-2")).unwrap();
     // What is left of a folder that was being removed.
-    fs::create_dir(parent.path().join("zero-swap-1-2")).unwrap();
+    fs::create_dir(parent.path().join("zero-swap-1-00000000000000a2")).unwrap();
     drop(SwapDir::open(parent.path()).unwrap());
     let mut left: Vec<_> = fs::read_dir(parent.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     left.sort();
     assert_eq!(left, [".zero-swap-new-1-2", "data", "zero-swap-link", "zero-swap-notes.txt"]);
+}
+
+/// The name of a dead job's folder, and of a folder whose lock was not held yet when its job died. No process has that number.
+const DEAD: &str = "zero-swap-4194305-00112233aabbccdd";
+const NEWBORN: &str = ".zero-swap-new-4194305-00112233aabbccdd";
+
+/// A folder with files that hold their names.
+fn folder(path: PathBuf, files: &[&str]) -> PathBuf {
+    fs::create_dir_all(&path).unwrap();
+    files.iter().for_each(|name| fs::write(path.join(name), name).unwrap());
+    path
+}
+
+fn fifo(path: &Path) {
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+/// Everything below `path`, without following a link, with what a file holds and what a link says.
+fn everything(path: &Path, found: &mut BTreeMap<PathBuf, String>) {
+    for entry in fs::read_dir(path).unwrap().map(Result::unwrap) {
+        let (path, kind) = (entry.path(), entry.file_type().unwrap());
+        let holds = match kind {
+            _ if kind.is_dir() => "a folder".to_string(),
+            _ if kind.is_file() => fs::read_to_string(&path).unwrap(),
+            _ if kind.is_symlink() => format!("-> {}", fs::read_link(&path).unwrap().display()),
+            _ => format!("{kind:?}"),
+        };
+        if kind.is_dir() {
+            everything(&path, found);
+        }
+        found.insert(path, holds);
+    }
+}
+
+/// A job starts and ends in `parent`, in good time whatever lies there.
+fn start_and_end(parent: &Path) -> Vec<String> {
+    let (done, ended) = mpsc::channel();
+    let parent = parent.to_path_buf();
+    std::thread::spawn(move || done.send(offload_common::Log::of(|| drop(SwapDir::open(&parent).unwrap())).1));
+    ended.recv_timeout(LIMIT / 4).expect("a start hangs on what lies in the folder")
+}
+
+#[test]
+fn hostile_folders_are_left_as_they_are_and_hang_no_start() {
+    let build: [(&str, &dyn Fn(&Path)); 15] = [
+        ("results, named alike", &|at| drop(folder(at.join("zero-swap-results"), &["loss.csv", "rank-00000.swap"]))),
+        ("a name that is almost a job's", &|at| {
+            for name in
+                ["zero-swap-1-2", "zero-swap-017-00112233aabbccdd", "zero-swap-17-00112233AABBCCDD", "zero-swap-"]
+            {
+                folder(at.join(name), &["owner.lock", "rank-00000.swap"]);
+            }
+            folder(at.join(format!("{DEAD}.bak")), &["owner.lock", "rank-00000.swap"]);
+        }),
+        ("a job's name, foreign content", &|at| drop(folder(at.join(DEAD), &["thesis.tex", "rank-00000.swap"]))),
+        ("a job's name, a folder in it", &|at| {
+            folder(at.join(DEAD).join("rank-00000.swap"), &["thesis.tex"]);
+            folder(at.join(DEAD).join("data"), &["owner.lock"]);
+        }),
+        ("a link to a folder", &|at| {
+            folder(at.join("data"), &["owner.lock", "rank-00000.swap"]);
+            symlink("data", at.join(DEAD)).unwrap();
+        }),
+        ("a link to a file, and one to nothing", &|at| {
+            fs::write(at.join("file"), "mine").unwrap();
+            symlink("file", at.join(DEAD)).unwrap();
+            symlink("nowhere", at.join(DEAD.replace("aa", "bb"))).unwrap();
+        }),
+        ("a FIFO, and a file", &|at| {
+            fifo(&at.join(DEAD));
+            fs::write(at.join(DEAD.replace("aa", "bb")), "mine").unwrap();
+        }),
+        ("a FIFO for a lock", &|at| fifo(&folder(at.join(DEAD), &["rank-00000.swap"]).join("owner.lock"))),
+        ("a link for a lock", &|at| {
+            fs::write(at.join("lock"), "").unwrap();
+            symlink("../lock", folder(at.join(DEAD), &["rank-00000.swap"]).join("owner.lock")).unwrap();
+        }),
+        ("a folder for a lock", &|at| {
+            drop(folder(folder(at.join(DEAD), &["rank-00000.swap"]).join("owner.lock"), &["a"]))
+        }),
+        ("links, FIFOs and notes beside a lock", &|at| {
+            let dead = folder(at.join(DEAD), &["owner.lock", "notes.txt", "rank-0.swap", "rank-00000.swap.old"]);
+            folder(at.join("data"), &["weights"]);
+            symlink("../data/weights", dead.join("rank-00000.swap")).unwrap();
+            symlink("../data", dead.join("rank-00001.swap")).unwrap();
+            fifo(&dead.join("rank-00002.swap"));
+        }),
+        ("one without content that may be entered by nobody", &|at| {
+            let dead = folder(at.join(DEAD), &["thesis.tex"]);
+            fs::set_permissions(dead, fs::Permissions::from_mode(0o000)).unwrap();
+        }),
+        ("a name that is almost a newborn job's", &|at| {
+            for name in [".zero-swap-new-results", ".zero-swap-new-", ".zero-swap-newest-1-00112233aabbccdd"] {
+                let path = folder(at.join(name), &["loss.csv"]);
+                fs::File::open(path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
+            }
+        }),
+        ("an old newborn job's name, foreign content", &|at| {
+            let path = folder(at.join(NEWBORN), &["loss.csv"]);
+            fs::File::open(path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        }),
+        ("a link in a newborn job's place", &|at| {
+            folder(at.join("data"), &["owner.lock"]);
+            symlink("data", at.join(NEWBORN)).unwrap();
+        }),
+    ];
+    for (what, build) in build {
+        let parent = tempfile::tempdir().unwrap();
+        build(parent.path());
+        let (mut before, mut after) = (BTreeMap::new(), BTreeMap::new());
+        everything(parent.path(), &mut before);
+        // One that a job did leave, so that it is seen that there is a sweep.
+        let left = folder(parent.path().join("zero-swap-4194306-ffeeddccbbaa9988"), &["owner.lock", "rank-00001.swap"]);
+        start_and_end(parent.path());
+        assert!(!left.exists(), "{what}: what a dead job left stays");
+        everything(parent.path(), &mut after);
+        assert_eq!(after, before, "{what}");
+    }
+}
+
+#[test]
+fn what_else_lies_in_a_jobs_folder_stays_and_is_told() {
+    let parent = tempfile::tempdir().unwrap();
+    let dead = folder(parent.path().join(DEAD), &["owner.lock", "rank-00000.swap", "rank-00001.swap", "notes.txt"]);
+    let log = start_and_end(parent.path());
+    // The job is dead, so its own files go.
+    assert_eq!(fs::read_to_string(dead.join("notes.txt")).unwrap(), "notes.txt");
+    assert!(!dead.join("rank-00000.swap").exists() && !dead.join("rank-00001.swap").exists());
+    assert!(
+        log.iter().any(|line| line.contains("WARN") && line.contains(DEAD) && line.contains("notes.txt")),
+        "{log:?}"
+    );
+    // As in the folder of a job that ends.
+    let job = SwapDir::open(parent.path()).unwrap();
+    let file = job.create_file(0, &SwapFileOptions::default()).unwrap();
+    let path = job.path().to_path_buf();
+    folder(path.join("results"), &["loss.csv"]);
+    drop((job, file));
+    assert_eq!(fs::read_to_string(path.join("results/loss.csv")).unwrap(), "loss.csv");
+    assert!(!path.join("rank-00000.swap").exists());
+}
+
+#[test]
+fn a_living_jobs_folder_in_a_folder_named_alike_stays() {
+    for name in ["zero-swap-A", DEAD] {
+        let scratch = tempfile::tempdir().unwrap();
+        let (mut living, alive) = start_job(&folder(scratch.path().join(name), &[]));
+        start_and_end(scratch.path());
+        let there = alive.join("rank-00000.swap").exists();
+        living.kill().unwrap();
+        living.wait().unwrap();
+        assert!(there, "{}", alive.display());
+    }
+}
+
+/// Not a test: run by the one below, as another user.
+#[test]
+#[ignore = "run by another test"]
+fn child_starts_and_ends() {
+    let Some(parent) = std::env::var_os(PARENT) else { return };
+    start_and_end(Path::new(&parent));
+}
+
+#[test]
+fn another_users_folder_stays() {
+    // SAFETY: asks for a number.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("skipped: only root can make folders of two users");
+        return;
+    }
+    const NOBODY: u32 = 65534;
+    let parent = tempfile::tempdir().unwrap();
+    fs::set_permissions(parent.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let shown = folder(parent.path().join(DEAD), &["owner.lock", "rank-00000.swap"]);
+    let closed = folder(parent.path().join(DEAD.replace("aa", "bb")), &["owner.lock", "rank-00000.swap"]);
+    let waiting = folder(parent.path().join(DEAD.replace("aa", "cc")), &["rank-00000.swap"]);
+    fifo(&waiting.join("owner.lock"));
+    let hand_over = |owner| {
+        for folder in [&shown, &closed, &waiting] {
+            for path in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).chain([folder.clone()]) {
+                std::os::unix::fs::lchown(path, Some(owner), Some(owner)).unwrap();
+            }
+        }
+    };
+    let all_there = || [&shown, &closed, &waiting].iter().all(|folder| folder.join("rank-00000.swap").exists());
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
+    // Nobody's, and root starts.
+    hand_over(NOBODY);
+    start_and_end(parent.path());
+    assert!(all_there());
+    // Root's, and nobody starts: in a program of its own, which nobody may not read where it was built.
+    hand_over(0);
+    let program = parent.path().join("program");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let run = || {
+        let mut command = Command::new(&program);
+        command.args(["child_starts_and_ends", "--exact", "--ignored"]).env(PARENT, parent.path());
+        command.uid(NOBODY).gid(NOBODY).current_dir("/").output().unwrap()
+    };
+    let outcome = run();
+    assert!(outcome.status.success(), "{outcome:?}");
+    assert!(all_there());
+    // And a folder of nobody's own that nobody may not enter, beside one that goes.
+    std::os::unix::fs::chown(&closed, Some(NOBODY), Some(NOBODY)).unwrap();
+    let own = folder(parent.path().join(DEAD.replace("aa", "dd")), &["owner.lock"]);
+    for path in [own.join("owner.lock"), own.clone()] {
+        std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
+    }
+    let outcome = run();
+    assert!(outcome.status.success(), "{outcome:?}");
+    assert!(all_there() && !own.exists());
+    assert_eq!(fs::metadata(&shown).unwrap().uid(), 0);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use offload_common::{LIMIT, pool, setup, small_blocks, ways};
 use proptest::prelude::*;
-use zero_core::offload::{AioOptions, EngineChoice, Region, SwapFileOptions, Ticket};
+use zero_core::offload::{AioOptions, DiskError, EngineChoice, Region, SwapFile, SwapFileOptions, Ticket};
 
 const LARGEST: usize = 200_000;
 const BUFFERS: usize = 4;
@@ -217,4 +217,34 @@ fn wrong_regions_and_buffers_are_refused() {
     assert!(error.contains("are not allocated"), "{error}");
     assert!(first.file.free(region).is_err());
     assert_eq!(pool.free(), 1);
+}
+
+#[test]
+fn a_region_of_another_file_or_freed_before_is_refused() {
+    let setup = setup(&SwapFileOptions::default());
+    let other = setup.dir.create_file(1, &SwapFileOptions::default()).unwrap();
+    let pool = pool(1, 10_000);
+    let (first, second) = (setup.file.alloc(10_000).unwrap(), other.alloc(10_000).unwrap());
+    let refused = |file: &SwapFile, region| {
+        let read = file.read(region, pool.take(LIMIT).unwrap()).err();
+        let write = file.write(region, pool.take(LIMIT).unwrap()).err();
+        for error in [read, write] {
+            assert!(matches!(error, Some(DiskError::NotAllocated { .. })), "{error:?}");
+        }
+    };
+    // Of equal place and length, and not the same.
+    assert_eq!((first.offset(), first.bytes()), (second.offset(), second.bytes()));
+    refused(&setup.file, second);
+    refused(&other, first);
+    assert!(matches!(other.free(first), Err(DiskError::NotAllocated { .. })));
+    setup.file.free(first).unwrap();
+    let again = setup.file.alloc(10_000).unwrap();
+    assert_eq!(again.offset(), first.offset());
+    refused(&setup.file, first);
+    refused(&setup.file, first.parts(4096).next().unwrap());
+    assert!(matches!(setup.file.free(first), Err(DiskError::NotAllocated { .. })));
+    for part in again.parts(4096) {
+        drop(setup.file.write(part, pool.take(LIMIT).unwrap()).unwrap().wait(LIMIT).unwrap());
+    }
+    setup.file.free(again).unwrap();
 }

@@ -1,8 +1,11 @@
 //! The crate's errors: bad input, told in one message that says what to change.
 
+use std::error::Error;
+use std::io;
 use std::path::PathBuf;
 
 use zero_core::checkpoint::CheckpointError;
+use zero_core::offload::DiskError;
 use zero_models::ModelError;
 
 use crate::engine::EngineError;
@@ -66,20 +69,92 @@ pub enum TrainError {
 
 impl TrainError {
     /// The exit code of a command that ends with this error: 2 for bad input, 75 when a deadline passed in a wait for
-    /// another rank, 1 for a run that failed in another way.
+    /// another rank, 1 for a run that failed in another way, for which it may be started again.
     pub fn exit_code(&self) -> u8 {
         match self {
+            _ if self.is_of_a_device() => 1,
             TrainError::Late(_) => zero_core::collective::exit::code::WATCHDOG as u8,
             TrainError::Engine(EngineError::Checkpoint(CheckpointError::Comm { source, .. }))
                 if matches!(**source, zero_core::CommError::Timeout { .. } | zero_core::CommError::Stalled { .. }) =>
             {
                 zero_core::collective::exit::code::WATCHDOG as u8
             }
+            TrainError::Engine(EngineError::Disk(
+                DiskError::Truncated { .. } | DiskError::Deadline { .. } | DiskError::Stopped { .. },
+            )) => 1,
             TrainError::Run(_) | TrainError::Engine(EngineError::LossScale(_) | EngineError::LoadFailed { .. }) => 1,
             TrainError::Engine(EngineError::Checkpoint(
                 CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },
             )) => 1,
             _ => 2,
         }
+    }
+
+    /// Whether the system's error behind this one is no answer to what was asked of it, such as a file that is not there: a
+    /// disk, a network or a limit has failed it, which may pass.
+    fn is_of_a_device(&self) -> bool {
+        use io::ErrorKind as Kind;
+        let mut cause: Option<&(dyn Error + 'static)> = Some(self);
+        while let Some(error) = cause {
+            if let Some(error) = error.downcast_ref::<io::Error>() {
+                return !matches!(
+                    error.kind(),
+                    Kind::NotFound
+                        | Kind::PermissionDenied
+                        | Kind::AlreadyExists
+                        | Kind::NotADirectory
+                        | Kind::IsADirectory
+                        | Kind::DirectoryNotEmpty
+                        | Kind::ReadOnlyFilesystem
+                        | Kind::InvalidInput
+                        | Kind::InvalidData
+                        | Kind::InvalidFilename
+                        | Kind::ArgumentListTooLong
+                        | Kind::UnexpectedEof
+                        | Kind::Unsupported
+                        | Kind::FileTooLarge
+                        | Kind::CrossesDevices
+                        | Kind::NotSeekable
+                ) && error.raw_os_error() != Some(TOO_MANY_LINKS);
+            }
+            cause = error.source();
+        }
+        false
+    }
+}
+
+/// `ELOOP`, which has no stable kind: a link that leads to itself.
+const TOO_MANY_LINKS: i32 = 40;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_fails_is_no_bad_input() {
+        let path = || PathBuf::from("out/metrics.jsonl");
+        let errors: [&dyn Fn(io::Error) -> TrainError; 4] = [
+            &|source| TrainError::Io { action: "write", path: path(), source },
+            &|source| crate::monitor::MonitorError::Io { action: "write", path: path(), source }.into(),
+            &|source| EngineError::from(CheckpointError::Io { action: "read", path: path(), source }).into(),
+            &|source| {
+                let (offset, bytes) = (0, 1);
+                EngineError::from(DiskError::Io { action: "read", path: path(), offset, bytes, source }).into()
+            },
+        ];
+        for error in errors {
+            // No such file or folder, permission denied, read-only; an argument, a folder in a file's place.
+            for code in [2, 13, 30, 22, 21, 40] {
+                assert_eq!(error(io::Error::from_raw_os_error(code)).exit_code(), 2, "{code}");
+            }
+            // I/O error, no space, quota, stale handle, timed out, not connected (FUSE), too many open files, interrupted.
+            for code in [5, 28, 122, 116, 110, 107, 24, 4] {
+                assert_eq!(error(io::Error::from_raw_os_error(code)).exit_code(), 1, "{code}");
+            }
+        }
+        let wrong = TrainError::Option { option: "steps", got: "0".into(), expected: "at least 1".into() };
+        assert_eq!(wrong.exit_code(), 2);
+        let stopped = DiskError::Stopped { path: path(), reason: "it did not answer".into() };
+        assert_eq!(TrainError::from(EngineError::from(stopped)).exit_code(), 1);
     }
 }

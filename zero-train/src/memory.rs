@@ -1,11 +1,12 @@
 //! The machine's memory: what is free, what this process has used at most.
 
 use std::fs;
+use std::path::{Component, Path};
 
-/// Bytes this process may still take: what the system says is available, cut at the control group's limit.
+/// Bytes this process may still take: what the system says is available, cut at the limits of its control groups.
 pub fn available_bytes() -> Option<u64> {
     let system = proc_field("/proc/meminfo", "MemAvailable:")?;
-    let limit = cgroup_headroom().unwrap_or(u64::MAX);
+    let limit = cgroup_headroom(Path::new("/")).unwrap_or(u64::MAX);
     Some(system.min(limit))
 }
 
@@ -22,15 +23,62 @@ fn proc_field(path: &str, field: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// What the control group (version 2, then 1) leaves.
-fn cgroup_headroom() -> Option<u64> {
-    let read = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let v2 = || Some(read("/sys/fs/cgroup/memory.max")?.saturating_sub(read("/sys/fs/cgroup/memory.current")?));
-    let v1 = || {
-        let base = "/sys/fs/cgroup/memory/memory";
-        Some(read(&format!("{base}.limit_in_bytes"))?.saturating_sub(read(&format!("{base}.usage_in_bytes"))?))
+/// The names of a control group's files: its folder below the system's, limit, usage, and what of the usage is page cache.
+type Files = (&'static str, &'static str, &'static str, [&'static str; 2]);
+
+const V2: Files = ("sys/fs/cgroup", "memory.max", "memory.current", ["inactive_file", "active_file"]);
+
+/// Version 2 beside version 1, on systems that have both.
+const HYBRID: Files = ("sys/fs/cgroup/unified", V2.1, V2.2, V2.3);
+
+const V1: Files = (
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ["total_inactive_file", "total_active_file"],
+);
+
+/// What this process's control groups leave: the least of its own, which a job of Slurm or a service of systemd has, and of
+/// all above it. `root` is the root folder.
+fn cgroup_headroom(root: &Path) -> Option<u64> {
+    // "0::/a/b" is version 2's, "5:memory:/a/b" one of version 1's. Without such a file there is the topmost group.
+    let text = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let own = |is_its: &dyn Fn(&str) -> bool| {
+        let path = text.lines().find_map(|line| {
+            let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+            is_its(controllers).then_some(path)
+        });
+        path.unwrap_or("/").to_string()
     };
-    v2().or_else(v1)
+    let v2 = own(&|controllers| controllers.is_empty());
+    let v1 = own(&|controllers| controllers.split(',').any(|controller| controller == "memory"));
+    let all = [(V2, &v2), (HYBRID, &v2), (V1, &v1)];
+    all.into_iter().filter_map(|(files, path)| least_headroom(root, files, path)).min()
+}
+
+/// The least that the group at `path` and the groups above it leave, of those that can be seen and have a limit.
+fn least_headroom(root: &Path, (base, limit, usage, cache): Files, path: &str) -> Option<u64> {
+    let mut group = root.join(base);
+    let mut groups = vec![group.clone()];
+    // In a container a path may begin outside of what is seen here, or not exist here: then the topmost group is its own.
+    for part in Path::new(path).components() {
+        if let Component::Normal(part) = part {
+            group.push(part);
+            groups.push(group.clone());
+        }
+    }
+    let headroom = |group: &Path| {
+        let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
+        // What files are cached in is given back when it is needed, as in MemAvailable.
+        let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+        let cached = |line: &str| {
+            let (name, bytes) = line.split_once(' ')?;
+            cache.contains(&name).then(|| bytes.parse::<u64>().ok())?
+        };
+        let used = number(usage)?.saturating_sub(stat.lines().filter_map(cached).sum());
+        Some(number(limit)?.saturating_sub(used))
+    };
+    groups.iter().filter_map(|group| headroom(group)).min()
 }
 
 /// `bytes` in the largest binary unit that leaves at least one before the point: "1.50 GiB".
@@ -60,5 +108,56 @@ mod tests {
     fn this_process_has_memory() {
         assert!(peak_rss_bytes().is_some_and(|bytes| bytes > 1 << 20));
         assert!(available_bytes().is_some_and(|bytes| bytes > 1 << 20));
+    }
+
+    /// A root folder with these files.
+    fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn the_tightest_group_above_this_process_counts() {
+        let slurm = root(&[
+            ("proc/self/cgroup", "0::/system.slice/job_7/step_0\n"),
+            ("sys/fs/cgroup/memory.stat", "anon 5\n"),
+            ("sys/fs/cgroup/system.slice/memory.max", "max\n"),
+            ("sys/fs/cgroup/system.slice/memory.current", "900\n"),
+            ("sys/fs/cgroup/system.slice/job_7/memory.max", "1000\n"),
+            ("sys/fs/cgroup/system.slice/job_7/memory.current", "700\n"),
+            ("sys/fs/cgroup/system.slice/job_7/memory.stat", "anon 550\nfile 150\ninactive_file 100\nactive_file 50\n"),
+            ("sys/fs/cgroup/system.slice/job_7/step_0/memory.max", "5000\n"),
+            ("sys/fs/cgroup/system.slice/job_7/step_0/memory.current", "600\n"),
+            // Somebody else's.
+            ("sys/fs/cgroup/system.slice/job_8/memory.max", "10\n"),
+            ("sys/fs/cgroup/system.slice/job_8/memory.current", "1\n"),
+        ]);
+        assert_eq!(cgroup_headroom(slurm.path()), Some(450));
+        let v1 = root(&[
+            ("proc/self/cgroup", "12:cpu,cpuacct:/a\n5:hugetlb,memory:/slurm/uid_0/job_7\n0::/init.scope\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "123\n"),
+            ("sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.limit_in_bytes", "1000\n"),
+            ("sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.usage_in_bytes", "400\n"),
+            ("sys/fs/cgroup/memory/slurm/uid_0/job_7/memory.stat", "inactive_file 1\ntotal_inactive_file 50\n"),
+            ("sys/fs/cgroup/unified/init.scope/cgroup.procs", "1\n"),
+        ]);
+        assert_eq!(cgroup_headroom(v1.path()), Some(650));
+        // A container, which sees its own group as the topmost, and its path as the machine does, or above what it sees.
+        for path in ["/", "/kubepods/pod1/c2", "/../../kubepods"] {
+            let container = root(&[
+                ("proc/self/cgroup", &format!("0::{path}\n")),
+                ("sys/fs/cgroup/memory.max", "1000\n"),
+                ("sys/fs/cgroup/memory.current", "250\n"),
+            ]);
+            assert_eq!(cgroup_headroom(container.path()), Some(750), "{path}");
+        }
+        assert_eq!(cgroup_headroom(root(&[("proc/self/cgroup", "0::/\nnonsense\n")]).path()), None);
+        assert_eq!(cgroup_headroom(root(&[]).path()), None);
     }
 }

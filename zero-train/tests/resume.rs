@@ -123,6 +123,70 @@ fn other_data_is_told_and_begins_with_its_first_row() {
 }
 
 #[test]
+fn other_data_of_the_same_size_is_told_too_and_checkpoints_of_before_know_the_size_alone() {
+    let inputs = Inputs::new();
+    stdout(&mut inputs.train("run", 3, &["--save-every", "3"]));
+    let rows = inputs.path("rows.safetensors");
+    let former = std::fs::read(&rows).unwrap();
+    let mut other = former.clone();
+    // One token of 444, which stays in the vocabulary.
+    let last = other.len() - 4;
+    other[last] ^= 1;
+    std::fs::write(&rows, &other).unwrap();
+    let said = stdout(&mut inputs.train("run", 4, &["--resume", "auto"]));
+    for words in ["37 rows of 12 tokens, the data has 37 rows of 12", "checksum", "first row", "give the data"] {
+        assert!(said.contains(words), "{words} in {said}");
+    }
+    // The same data: not a word.
+    let said = stdout(&mut inputs.train("run", 5, &["--resume", "auto"]));
+    assert!(!said.contains("checksum"), "{said}");
+
+    // As an earlier version wrote it.
+    let folder = inputs.path("run/checkpoints/step-00000005");
+    let text = std::fs::read_to_string(folder.join("manifest.json")).unwrap();
+    let begin = text.find(",\"checksum\":").or_else(|| text.find("\"checksum\":")).unwrap();
+    let end = begin + 1 + text[begin + 1..].find([',', '}']).unwrap();
+    let end = if text[begin..].starts_with('"') { end + 1 } else { end };
+    let body = [&text[..begin], &text[end..]].concat();
+    let body = &body[r#"{"crc32c":"00000000","#.len()..];
+    let sealed = format!(r#"{{"crc32c":"{:08x}",{body}"#, crc32c::crc32c(body.as_bytes()));
+    std::fs::write(folder.join("manifest.json"), sealed).unwrap();
+    std::fs::write(&rows, &former).unwrap();
+    let said = stdout(&mut inputs.train("run", 6, &["--resume", "auto"]));
+    assert!(said.contains("step 5, saved by") && !said.contains("the data has"), "{said}");
+}
+
+#[test]
+fn a_csv_log_has_each_step_once_after_a_resume() {
+    let inputs = Inputs::new();
+    let config = inputs.path("config.json");
+    let logs = inputs.path("logs");
+    let settings = serde_json::json!({
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "csv_monitor": {"enabled": true, "output_path": logs, "job_name": "run"}
+    });
+    std::fs::write(&config, settings.to_string()).unwrap();
+    let train = |steps: usize, options: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+        command
+            .arg("train")
+            .arg("--model")
+            .arg(inputs.path("model"))
+            .arg("--data")
+            .arg(inputs.path("rows.safetensors"));
+        command.arg("--config").arg(&config).args(["--threads", "1", "--steps", &steps.to_string()]);
+        stdout(command.arg("--save").arg(inputs.path("checkpoints")).args(options));
+    };
+    train(6, &["--save-every", "4"]);
+    // As if the machine had gone before the last was saved.
+    std::fs::remove_dir_all(inputs.path("checkpoints/step-00000006")).unwrap();
+    train(7, &["--resume", "auto"]);
+    let text = std::fs::read_to_string(logs.join("run/metrics.csv")).unwrap();
+    let steps: Vec<&str> = text.lines().skip(1).map(|line| line.split(',').next().unwrap()).collect();
+    assert_eq!(steps, ["1", "2", "3", "4", "5", "6", "7"], "{text}");
+}
+
+#[test]
 fn what_cannot_work_is_refused_before_the_first_step() {
     let inputs = Inputs::new();
     let bare = |options: &[&str]| {

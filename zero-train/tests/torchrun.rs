@@ -107,6 +107,36 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
 }
 
 #[test]
+fn processes_look_at_checkpoints_together_and_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let run = dir.path().join("run");
+    let save = run.join("checkpoints");
+    good(&processes(2, dir.path(), &run, &["--stage", "3", "--steps", "6", "--save-every", "2"]));
+    let unbroken = trajectory(&run);
+    // What rank 1 looks at.
+    let damaged = save.join("step-00000006/rank-00001-of-00002.safetensors");
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x10;
+    std::fs::write(&damaged, bytes).unwrap();
+    let again = processes(2, dir.path(), &run, &["--stage", "3", "--steps", "6", "--resume", "auto"]);
+    good(&again);
+    let said = text(&again[0]);
+    assert!(said.contains("step-00000006 is passed over") && said.contains("is corrupt"), "{said}");
+    assert_eq!(trajectory(&run), unbroken, "from step 4 on");
+    // As many as are there now, whoever saved it.
+    good(&processes(3, dir.path(), &run, &["--stage", "2", "--steps", "7", "--resume", "auto"]));
+    std::fs::remove_file(save.join("step-00000002/rank-00001-of-00002.safetensors")).unwrap();
+    let named = save.join("step-00000002");
+    let options = ["--steps", "8", "--resume", named.to_str().unwrap()];
+    let refused = processes(2, dir.path(), &run, &options);
+    let said = text(&refused[0]);
+    assert!(refused.iter().all(|output| output.status.code() == Some(2)), "{said}");
+    assert!(said.contains("rank-00001-of-00002") && said.contains("missing"), "{said}");
+}
+
+#[test]
 fn gathering_together_changes_no_bit() {
     let dir = tempfile::tempdir().unwrap();
     write_inputs(dir.path());

@@ -92,7 +92,8 @@ impl AsyncSaver {
         Ok(Started { stall: begin.elapsed(), waited, previous })
     }
 
-    /// Waits for the save that is under way, if there is one. Bounded by the deadline of the collectives in it.
+    /// Waits for the save that is under way, if there is one, for as long as it gets on: a rank that does not come, or a disk that
+    /// does nothing, ends it after the communicator's deadline.
     ///
     /// # Errors
     ///

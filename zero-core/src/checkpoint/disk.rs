@@ -1,10 +1,14 @@
 //! Files and folders whose contents and names are on the disk when a function returns.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
+use parking_lot::Mutex;
+
 use super::error::{CheckpointError, io_at};
+use crate::files::is_not_offered;
 
 /// Makes `dir` and what is missing above it, each name durable in its parent.
 pub(super) fn create_dir(dir: &Path) -> Result<(), CheckpointError> {
@@ -34,15 +38,36 @@ fn parent_of(path: &Path) -> &Path {
 /// Makes the names in `dir` durable: files created there, renamed or removed.
 pub(super) fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
     // Elsewhere a folder cannot be opened as a file, and renames are written through.
-    if cfg!(unix) {
-        File::open(dir).and_then(|folder| folder.sync_all()).map_err(io_at("sync folder", dir))?;
+    if !cfg!(unix) {
+        return Ok(());
     }
-    Ok(())
+    match File::open(dir).and_then(|folder| folder.sync_all()) {
+        // Files are synced all the same; the order of names is then the file system's own.
+        Err(error) if is_not_offered(&error) => {
+            warn_once(format!(
+                "the file system of {} cannot sync a folder ({error}): after a power failure its newest names may be lost",
+                dir.display()
+            ));
+            Ok(())
+        }
+        outcome => outcome.map_err(io_at("sync folder", dir)),
+    }
+}
+
+/// Writes a warning to the log, once in the process.
+pub(super) fn warn_once(message: String) {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock();
+    if !told.contains(&message) {
+        tracing::warn!("{message}");
+        told.insert(message);
+    }
 }
 
 /// Writes a new file, contents durable; its name is so after [`sync_dir`].
 pub(super) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
-    let mut file = File::create(path).map_err(io_at("create", path))?;
+    // New, so that it is no link that somebody else has put there.
+    let mut file = File::create_new(path).map_err(io_at("create", path))?;
     file.write_all(bytes).map_err(io_at("write", path))?;
     file.sync_all().map_err(io_at("sync", path))
 }
@@ -84,4 +109,19 @@ fn read_exact_at(file: &File, mut out: &mut [u8], mut offset: u64) -> io::Result
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_folder_that_cannot_be_synced_is_used_all_the_same() {
+        // procfs syncs nothing, as some of CIFS and FUSE.
+        let refused = File::open("/proc/self").unwrap().sync_all().unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EINVAL));
+        sync_dir(Path::new("/proc/self")).unwrap();
+        assert!(sync_dir(Path::new("/proc/self/none")).is_err());
+    }
 }

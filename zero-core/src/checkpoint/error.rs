@@ -192,6 +192,14 @@ pub enum CheckpointError {
         /// The panic's message.
         reason: String,
     },
+    /// Another rank has found this wrong.
+    #[error("{reason}")]
+    Told {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        reason: String,
+    },
     /// The ranks could not talk to each other.
     #[error("{doing}: {source}")]
     Comm {

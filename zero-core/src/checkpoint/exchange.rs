@@ -1,41 +1,268 @@
-//! Values of any length between ranks, and the rule that one rank's failure is everybody's.
+//! Values of any length between ranks, the rule that one rank's failure is everybody's, and work on disks that ranks wait
+//! for as long as it gets on.
+//!
+//! What touches a disk runs on a thread of its own ([`Work`]), beside which the rank keeps talking to the others: every few
+//! seconds they tell each other how far they are. So a slow disk takes its time, and no collective reaches its deadline for
+//! it; and one that does nothing for a whole deadline fails what was to be done, not the run. Its thread is then left to it.
 
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
 use crate::{Buffer, Collective, CommError};
 
+/// The longest that ranks are silent while they work.
+const LONGEST_SILENCE: Duration = Duration::from_secs(5);
+
 #[derive(Serialize, Deserialize)]
 enum Outcome<T> {
     Done(T),
     Failed(String),
+    /// Not done, because another rank has failed.
+    Stopped,
 }
 
-/// Gives every rank what each rank brought, in rank order, or the error of the first rank that failed, on all of them.
-pub(super) fn share<T: Serialize + DeserializeOwned>(
-    comm: &dyn Collective,
-    step: u64,
-    mine: Result<T, CheckpointError>,
-) -> Result<Vec<T>, CheckpointError> {
-    let mine = match mine {
-        Ok(value) => Outcome::Done(value),
-        Err(error) => Outcome::Failed(error.to_string()),
-    };
-    let mine = serde_json::to_vec(&mine).expect("what ranks exchange has a JSON form");
-    let failed = |source| CheckpointError::Comm { doing: format!("saving step {step}"), source: Box::new(source) };
-    let all = gather(comm, mine).map_err(failed)?;
-    let mut values = Vec::with_capacity(all.len());
-    for (rank, bytes) in all.iter().enumerate() {
-        let outcome = serde_json::from_slice(bytes).map_err(|error| error.to_string());
-        match outcome {
-            Ok(Outcome::Done(value)) => values.push(value),
-            Ok(Outcome::Failed(reason)) | Err(reason) => {
-                return Err(CheckpointError::SaveFailed { step, rank, world: comm.world(), reason });
+/// How far a rank is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Status {
+    Done,
+    Working,
+    Failed,
+}
+
+/// What the ranks do together, for errors.
+#[derive(Debug, Clone)]
+pub(super) enum Task {
+    Save { step: u64 },
+    Check { path: PathBuf },
+}
+
+impl Task {
+    fn doing(&self) -> String {
+        match self {
+            Self::Save { step } => format!("saving step {step}"),
+            Self::Check { path } => format!("verifying {}", path.display()),
+        }
+    }
+
+    fn failed(&self, rank: usize, world: usize, reason: String) -> CheckpointError {
+        match self {
+            Self::Save { step } => CheckpointError::SaveFailed { step: *step, rank, world, reason },
+            Self::Check { path } => {
+                let source = io::Error::other(format!("rank {rank} of {world}: {reason}"));
+                CheckpointError::Io { action: "verify", path: path.clone(), source }
             }
         }
     }
-    Ok(values)
+}
+
+/// All ranks in a task, as one of them sees them.
+pub(super) struct Ranks<'c> {
+    comm: &'c dyn Collective,
+    task: Task,
+    /// How often they tell each other how far they are.
+    every: Duration,
+    last: Instant,
+}
+
+impl<'c> Ranks<'c> {
+    pub(super) fn new(comm: &'c dyn Collective, task: Task) -> Self {
+        let every = (comm.deadline() / 4).min(LONGEST_SILENCE);
+        Self { comm, task, every, last: Instant::now() }
+    }
+
+    /// How long work may do nothing.
+    pub(super) fn patience(&self) -> Duration {
+        self.comm.deadline()
+    }
+
+    /// How often the ranks tell each other how far they are.
+    pub(super) fn every(&self) -> Duration {
+        self.every
+    }
+
+    /// Gives every rank what each rank brought, in rank order, or the error of the first rank that failed, on all of them.
+    pub(super) fn share<T: Serialize + DeserializeOwned>(
+        &self,
+        mine: Result<T, CheckpointError>,
+    ) -> Result<Vec<T>, CheckpointError> {
+        self.share_outcome(match mine {
+            Ok(value) => Outcome::Done(value),
+            Err(error) => Outcome::Failed(error.to_string()),
+        })
+    }
+
+    fn share_outcome<T: Serialize + DeserializeOwned>(&self, mine: Outcome<T>) -> Result<Vec<T>, CheckpointError> {
+        let mine = serde_json::to_vec(&mine).expect("what ranks exchange has a JSON form");
+        let all = gather(self.comm, mine).map_err(|error| self.comm_error(error))?;
+        let (mut values, mut failed) = (Vec::with_capacity(all.len()), None);
+        for (rank, bytes) in all.iter().enumerate() {
+            match serde_json::from_slice(bytes).map_err(|error| error.to_string()) {
+                Ok(Outcome::Done(value)) => values.push(value),
+                Ok(Outcome::Stopped) => {}
+                Ok(Outcome::Failed(reason)) | Err(reason) => {
+                    failed.get_or_insert((rank, reason));
+                }
+            }
+        }
+        match failed {
+            None => Ok(values),
+            Some((rank, reason)) => Err(self.task.failed(rank, self.comm.world(), reason)),
+        }
+    }
+
+    /// As [`Ranks::share`], of what a rank's work gives, for as long as that takes. A rank without work brings `idle`.
+    pub(super) fn share_work<T: Serialize + DeserializeOwned>(
+        &mut self,
+        work: Option<Result<Work<T>, CheckpointError>>,
+        idle: impl FnOnce() -> T,
+    ) -> Result<Vec<T>, CheckpointError> {
+        let (work, ended) = match work {
+            None => (None, Some(Ok(idle()))),
+            Some(Ok(work)) => (Some(work), None),
+            Some(Err(error)) => (None, Some(Err(error))),
+        };
+        self.finish(work, ended)
+    }
+
+    /// Waits until all ranks' work has ended, or one's has failed, and shares what it gave. `ended` is this rank's outcome,
+    /// if it is known already.
+    pub(super) fn finish<T: Serialize + DeserializeOwned>(
+        &mut self,
+        mut work: Option<Work<T>>,
+        mut ended: Option<Result<T, CheckpointError>>,
+    ) -> Result<Vec<T>, CheckpointError> {
+        loop {
+            if let (None, Some(work)) = (&ended, &mut work) {
+                ended = work.wait(self.every, self.patience());
+            }
+            let status = match &ended {
+                None => Status::Working,
+                Some(Ok(_)) => Status::Done,
+                Some(Err(_)) => Status::Failed,
+            };
+            if self.turn(status)? != Status::Working {
+                break;
+            }
+        }
+        // All threads have ended, as far as disks let them, before any rank goes on: rank 0 may remove what they wrote.
+        if let Some(work) = work {
+            work.end(self.every);
+        }
+        match ended {
+            Some(outcome) => self.share(outcome),
+            None => self.share_outcome(Outcome::Stopped),
+        }
+    }
+
+    /// Tells the others that this rank is working, if it is time to. False: one has failed, so there is no more to be done.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Comm`].
+    pub(super) fn go_on(&mut self) -> Result<bool, CheckpointError> {
+        Ok(self.last.elapsed() < self.every || self.turn(Status::Working)? != Status::Failed)
+    }
+
+    fn turn(&mut self, mine: Status) -> Result<Status, CheckpointError> {
+        let all = self.comm.all_gather(Buffer::U8(vec![mine as u8])).map_err(|error| self.comm_error(error))?;
+        self.last = Instant::now();
+        let all = all.into_u8();
+        let any = |status: Status| all.contains(&(status as u8));
+        Ok([Status::Failed, Status::Working].into_iter().find(|&status| any(status)).unwrap_or(Status::Done))
+    }
+
+    fn comm_error(&self, source: CommError) -> CheckpointError {
+        CheckpointError::Comm { doing: self.task.doing(), source: Box::new(source) }
+    }
+}
+
+/// Says that work gets on.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Progress(Arc<AtomicU64>);
+
+impl Progress {
+    pub(super) fn made(&self) {
+        // Relaxed: it is compared with what it was, and guards nothing.
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often it has.
+    pub(super) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Work on a disk, on a thread of its own.
+pub(super) struct Work<T> {
+    path: PathBuf,
+    thread: JoinHandle<()>,
+    result: Receiver<Result<T, CheckpointError>>,
+    progress: Progress,
+    /// The progress when it was last looked at, and since when it is so.
+    seen: (u64, Instant),
+}
+
+impl<T: Send + 'static> Work<T> {
+    /// Starts work on `path`.
+    pub(super) fn start(
+        rank: usize,
+        path: PathBuf,
+        body: impl FnOnce(&Progress) -> Result<T, CheckpointError> + Send + 'static,
+    ) -> Result<Self, CheckpointError> {
+        let ((reply, result), progress) = (bounded(1), Progress::default());
+        let made = progress.clone();
+        let body = move || {
+            // Nobody may wait any more.
+            let _ = reply.send(body(&made));
+        };
+        let thread = std::thread::Builder::new().name(format!("rank-{rank}-save")).spawn(body);
+        let thread = thread.map_err(|error| CheckpointError::Stopped { rank, reason: error.to_string() })?;
+        Ok(Self { path, thread, result, progress, seen: (0, Instant::now()) })
+    }
+}
+
+impl<T> Work<T> {
+    /// What it gave, if that comes `within` so long; an error when it has not got on for `patience`.
+    pub(super) fn wait(&mut self, within: Duration, patience: Duration) -> Option<Result<T, CheckpointError>> {
+        let failed = |kind, reason: String| {
+            let source = io::Error::new(kind, reason);
+            Some(Err(CheckpointError::Io { action: "work on", path: self.path.clone(), source }))
+        };
+        match self.result.recv_timeout(within) {
+            Ok(result) => Some(result),
+            Err(RecvTimeoutError::Disconnected) => failed(io::ErrorKind::Other, "its thread panicked".to_string()),
+            Err(RecvTimeoutError::Timeout) => {
+                let made = self.progress.count();
+                if made != self.seen.0 {
+                    self.seen = (made, Instant::now());
+                }
+                if self.seen.1.elapsed() < patience {
+                    return None;
+                }
+                failed(io::ErrorKind::TimedOut, format!("the disk has done nothing for {patience:?}"))
+            }
+        }
+    }
+
+    /// Ends its thread, for which it waits at most so long.
+    pub(super) fn end(self, within: Duration) {
+        match self.result.recv_timeout(within) {
+            Err(RecvTimeoutError::Timeout) => {
+                tracing::error!("a thread is left to the disk of {}, which does nothing", self.path.display());
+            }
+            // It has given what it gives, or panicked, which `wait` says.
+            _ => drop(self.thread.join()),
+        }
+    }
 }
 
 /// An all-gather of byte strings of different lengths: first the lengths, then the bytes, padded to the longest.
@@ -49,4 +276,60 @@ fn gather(comm: &dyn Collective, mut mine: Vec<u8>) -> Result<Vec<Vec<u8>>, Comm
     mine.resize(longest, 0);
     let all = comm.all_gather(Buffer::U8(mine))?.into_u8();
     Ok(all.chunks_exact(longest).zip(lengths).map(|(bytes, length)| bytes[..length].to_vec()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::threads::{ThreadOptions, run};
+
+    const DEADLINE: Duration = Duration::from_millis(400);
+
+    /// Ranks 0 and 1 of two share work; rank 1's is `slow`.
+    fn shared(
+        slow: impl FnOnce(&Progress) -> Result<usize, CheckpointError> + Send + Sync + Copy + 'static,
+    ) -> Vec<String> {
+        run(2, &ThreadOptions { deadline: DEADLINE }, |comm| -> Result<String, CheckpointError> {
+            let mut ranks = Ranks::new(&*comm, Task::Save { step: 7 });
+            let rank = comm.rank();
+            let work =
+                Work::start(rank, "there".into(), move |progress| if rank == 1 { slow(progress) } else { Ok(5) });
+            let shared = ranks.share_work(Some(work), || 0);
+            // The ranks go on whatever became of it.
+            comm.barrier().map_err(|error| ranks.comm_error(error))?;
+            Ok(format!("{:?}", shared.map_err(|error| error.to_string())))
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn a_slow_disk_takes_its_time_while_it_gets_on() {
+        let slow = |progress: &Progress| {
+            for _ in 0..10 {
+                std::thread::sleep(DEADLINE / 4);
+                progress.made();
+            }
+            Ok(6)
+        };
+        assert_eq!(shared(slow), ["Ok([5, 6])"; 2]);
+    }
+
+    #[test]
+    fn a_disk_that_does_nothing_fails_the_save_and_not_the_run() {
+        let stuck = |_: &Progress| {
+            std::thread::sleep(10 * DEADLINE);
+            Ok(6)
+        };
+        let begin = Instant::now();
+        for outcome in shared(stuck) {
+            let words =
+                "saving step 7 failed on rank 1 of 2: cannot work on there: the disk has done nothing for 400ms";
+            assert!(outcome.contains(words), "{outcome}");
+        }
+        assert!(begin.elapsed() < 8 * DEADLINE);
+        let panics = |_: &Progress| panic!("a test's panic");
+        assert!(
+            shared(panics).iter().all(|outcome| outcome.contains("on rank 1 of 2") && outcome.contains("panicked"))
+        );
+    }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::error::{CheckpointError, io_at};
 use super::latest::{LATEST, named_by_latest, names_in, step_of};
-use super::publish::{NEW_LATEST, PRUNED, REPLACED, SAVING};
+use super::publish::{REPLACED, is_remains};
 use super::{Check, Manifest};
 
 /// What a folder of checkpoints holds.
@@ -71,8 +71,7 @@ pub fn list(dir: &Path, check: Check) -> Result<Listing, CheckpointError> {
     for entry in entries {
         let entry = entry.map_err(io_at("list", dir))?;
         let Ok(name) = entry.file_name().into_string() else { continue };
-        let begun = [SAVING, PRUNED, REPLACED].iter().any(|prefix| name.starts_with(prefix)) || name == NEW_LATEST;
-        if begun && !names.contains(&name) {
+        if is_remains(&name) && !names.contains(&name) {
             listing.remains.push(Remains { disk_bytes: disk_bytes(&entry.path())?, name });
         }
     }

@@ -4,7 +4,6 @@
 //! or edited step, loss scale or random state is found like a damaged tensor. Keys that this version does not know are
 //! ignored; a change that older readers must not ignore raises [`FORMAT_VERSION`].
 
-use std::fs;
 use std::io;
 use std::path::Path;
 
@@ -16,7 +15,10 @@ use super::error::{CheckpointError, io_at};
 use super::json::{self, brief};
 use super::tensor_entry::parse_tensors;
 use super::{MANIFEST, Table, TensorEntry, rank_file};
-use crate::Partition;
+use crate::{Partition, files};
+
+/// Bytes of a manifest at most: those of 10,000 tensors on 10,000 ranks.
+const LARGEST: u64 = 1 << 30;
 
 /// The format that is written, and the newest that is read.
 pub const FORMAT_VERSION: u32 = 1;
@@ -61,7 +63,7 @@ impl Manifest {
     /// system says.
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(MANIFEST);
-        match fs::read(&path) {
+        match files::read(&path, LARGEST) {
             Ok(bytes) => Self::parse(&bytes, &path),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let what = if folder.is_dir() {

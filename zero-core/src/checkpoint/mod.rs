@@ -9,10 +9,11 @@
 //! * In: each rank's [`Piece`] of every tensor, cut by [`Partition`](crate::Partition) at every ZeRO stage, so that the
 //!   layout knows nothing of stages, buckets or offloading; and a JSON value, the engine's state.
 //! * Out: elements of any tensor by their range, checked against the checksum of every piece that they come from.
-//! * Memory: [`save`](save()) borrows the pieces and holds one buffer of a MiB per rank; [`save_streamed`] holds one piece at
-//!   a time; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds what manifest and headers say, in
+//! * Memory: [`save`](save()) borrows the pieces and holds a few buffers of a MiB per rank; [`save_streamed`] one piece at
+//!   a time beside them; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds what manifest and headers say, in
 //!   fewer bytes than their JSON has, and reads what is asked for into the caller's memory.
-//! * Threads: [`save`](save()) runs on the callers and is a collective; [`AsyncSaver`] has a named thread per rank.
+//! * Threads: [`save`](save()) is a collective of its callers, whose disks are written by a thread of each rank, so that the
+//!   ranks can say that they get on; [`AsyncSaver`] has a named thread per rank for both.
 //!
 //! # Why a crash at any moment leaves a sound checkpoint
 //!
@@ -29,7 +30,8 @@
 //! 6. The folder is renamed to `step-...` and `DIR` synced: the checkpoint is visible. An earlier one of the same step
 //!    was set aside as `.replaced-step-...` a moment before, where readers find it until the new one is there.
 //! 7. `latest` is replaced by a rename and `DIR` synced, only now, because it must never name what may not survive.
-//! 8. Checkpoints beyond `keep_last` are renamed to `.pruned-...` and removed: none is ever seen half removed.
+//! 8. Checkpoints beyond the `keep_last` newest sound ones are renamed to `.pruned-...` and removed: none is ever seen half
+//!    removed. Damaged ones are not counted: they go when so many sound ones are newer.
 //!
 //! A crash before 6 leaves the former checkpoint and remains that the next save sweeps away. A crash between 6 and 7
 //! leaves `latest` on the former checkpoint, which is still there, because 8 comes after.
@@ -52,6 +54,7 @@ mod piece;
 mod publish;
 mod save;
 mod shard;
+mod sound;
 mod state;
 mod table;
 mod tensor_entry;
@@ -63,7 +66,7 @@ pub use element::ElementType;
 pub use error::CheckpointError;
 pub use folder::NewFolder;
 pub use header::{Header, HeaderEntry};
-pub use latest::{Check, Found, find_latest};
+pub use latest::{Check, Found, check_together, find_latest, find_latest_together};
 pub use list::{Listed, Listing, Remains, disk_bytes, is_checkpoint_name, list};
 pub use manifest::{FORMAT_VERSION, Manifest};
 pub use open::{Checkpoint, piece_for, verify};

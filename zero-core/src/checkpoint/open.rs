@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use serde_json::Value;
 
+use super::exchange::Progress;
 use super::shard::Shard;
 use super::{Check, CheckpointError, Manifest, Table, TensorEntry};
 use crate::Partition;
@@ -14,7 +16,8 @@ use crate::Partition;
 pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
-    shards: Vec<Shard>,
+    /// Those that have been opened.
+    shards: Vec<OnceLock<Shard>>,
 }
 
 impl Checkpoint {
@@ -25,9 +28,30 @@ impl Checkpoint {
     ///
     /// The first thing that is not as it was saved, by name; [`verify`] tells all of them.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let checkpoint = Self::open_as_read(folder)?;
+        (0..checkpoint.shards.len()).try_for_each(|rank| checkpoint.shard(rank).map(drop))?;
+        Ok(checkpoint)
+    }
+
+    /// As [`Checkpoint::open`], but each file is opened, and its size and header checked, when something is first read from
+    /// it, so that a rank opens only those that it reads. The files must stay until then.
+    ///
+    /// # Errors
+    ///
+    /// As [`Manifest::read`]; those of the files come from [`Checkpoint::read`].
+    pub fn open_as_read(folder: &Path) -> Result<Self, CheckpointError> {
         let manifest = Manifest::read(folder)?;
-        let shards = (0..manifest.world).map(|rank| Shard::open(folder, &manifest, rank)).collect::<Result<_, _>>()?;
+        let shards = (0..manifest.world).map(|_| OnceLock::new()).collect();
         Ok(Self { path: folder.to_path_buf(), manifest, shards })
+    }
+
+    fn shard(&self, rank: usize) -> Result<&Shard, CheckpointError> {
+        let shard = &self.shards[rank];
+        if shard.get().is_none() {
+            // Two threads may both open it: one of the two is kept.
+            let _ = shard.set(Shard::open(&self.path, &self.manifest, rank)?);
+        }
+        Ok(shard.get().expect("it has been set"))
     }
 
     /// The folder.
@@ -101,8 +125,13 @@ impl Checkpoint {
 
     /// Reads every tensor again and says what is damaged; nothing when all is sound.
     pub fn verify(&self) -> Vec<CheckpointError> {
-        let mut problems = Vec::new();
-        self.shards.iter().for_each(|shard| shard.verify(self.tensors(), &mut problems));
+        let (mut problems, progress) = (Vec::new(), Progress::default());
+        for rank in 0..self.shards.len() {
+            match self.shard(rank) {
+                Ok(shard) => problems.extend(shard.verify(self.tensors(), &progress)),
+                Err(error) => problems.push(error),
+            }
+        }
         problems
     }
 
@@ -136,7 +165,7 @@ impl Checkpoint {
             let piece = partition.range(rank);
             let end = piece.end.min(range.end);
             let (now, later) = out.split_at_mut((end - at) * size);
-            self.shards[rank].read(self.tensors(), place, ((at - piece.start) * size) as u64, now)?;
+            self.shard(rank)?.read(self.tensors(), place, ((at - piece.start) * size) as u64, now)?;
             (out, at) = (later, end);
         }
         Ok(())
@@ -169,7 +198,9 @@ impl Manifest {
         let mut problems: Vec<CheckpointError> = self.state(folder).err().into_iter().collect();
         for rank in 0..self.world {
             match Shard::open(folder, self, rank) {
-                Ok(shard) if check == Check::Contents => shard.verify(&self.tensors, &mut problems),
+                Ok(shard) if check == Check::Contents => {
+                    problems.extend(shard.verify(&self.tensors, &Progress::default()));
+                }
                 Ok(_) => {}
                 Err(error) => problems.push(error),
             }

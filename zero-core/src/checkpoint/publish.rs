@@ -5,18 +5,20 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::disk::{create_dir, rename, sync_dir, write_file};
+use super::disk::{create_dir, rename, sync_dir, warn_once, write_file};
 use super::error::{CheckpointError, io_at};
+use super::exchange::Progress;
 use super::latest::{LATEST, names_in, pointed_at, step_of};
 use super::save::Published;
-use super::{MANIFEST, Manifest, SaveOptions, rank_file, step_folder};
+use super::{MANIFEST, Manifest, SaveOptions, rank_file, sound, step_folder};
+use crate::files;
 
 const LOCK: &str = ".lock";
-pub(super) const SAVING: &str = ".saving-";
-pub(super) const PRUNED: &str = ".pruned-";
+const SAVING: &str = ".saving-";
+const PRUNED: &str = ".pruned-";
 /// A checkpoint that another of the same step is about to replace; readers know it (see [`names_in`]).
 pub(super) const REPLACED: &str = ".replaced-";
-pub(super) const NEW_LATEST: &str = ".latest-new";
+const NEW_LATEST: &str = ".latest-new";
 const NEW_MANIFEST: &str = ".manifest-new";
 
 /// A save that has begun. Dropped before it is published, it removes what it has made.
@@ -27,7 +29,8 @@ pub(super) struct Staging {
     id: String,
     /// `None` once the folder has been published.
     folder: Option<PathBuf>,
-    _lock: Lock,
+    /// `None` where the file system has no locks.
+    _lock: Option<Lock>,
 }
 
 /// A locked file, unlocked by dropping it; by the system when the process ends before.
@@ -49,14 +52,20 @@ impl Staging {
     pub(super) fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
         create_dir(dir)?;
         let path = dir.join(LOCK);
-        let lock =
-            File::options().create(true).truncate(false).write(true).open(&path).map_err(io_at("open", &path))?;
-        match lock.try_lock() {
-            Ok(()) => {}
+        let file = files::open_own(&path).map_err(io_at("open", &path))?;
+        let lock = match file.try_lock() {
+            Ok(()) => Some(Lock(file)),
             Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
+            // What is swept without it is never a complete checkpoint: a second run would lose its save, and be told.
+            Err(TryLockError::Error(error)) if files::is_not_offered(&error) => {
+                warn_once(format!(
+                    "{} cannot be locked ({error}): see that no two runs save into one folder",
+                    path.display()
+                ));
+                None
+            }
             Err(TryLockError::Error(error)) => return Err(io_at("lock", &path)(error)),
-        }
-        let lock = Lock(lock);
+        };
         sweep(dir)?;
         let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let id = format!("{nanos:x}-{:x}", std::process::id());
@@ -78,6 +87,7 @@ impl Staging {
         mut self,
         mut manifest: Manifest,
         options: &SaveOptions,
+        progress: &Progress,
     ) -> Result<Published, CheckpointError> {
         let folder = self.folder.clone().expect("a staging is published once");
         for (rank, &expected_bytes) in manifest.file_bytes.iter().enumerate() {
@@ -126,7 +136,7 @@ impl Staging {
         if replaces {
             remove(&aside).unwrap_or_else(|error| published.not_pruned.push(error.to_string()));
         }
-        self.prune(&name, options, &mut published);
+        self.prune((&name, &manifest), options, &mut published, progress);
         Ok(published)
     }
 
@@ -137,30 +147,57 @@ impl Staging {
         before.map_or(now, |manifest| now.max(manifest.saved_unix_ms.saturating_add(1)))
     }
 
-    /// Removes the oldest checkpoints. Folders without a sound manifest are not counted and not touched.
-    fn prune(&self, newest: &str, options: &SaveOptions, published: &mut Published) {
+    /// Removes the oldest checkpoints. Folders without a sound manifest are not counted and not touched; nor are those whose
+    /// tensors are damaged, until enough sound ones are newer: a sound one is never removed for them.
+    fn prune(
+        &self,
+        (newest, manifest): (&str, &Manifest),
+        options: &SaveOptions,
+        published: &mut Published,
+        progress: &Progress,
+    ) {
         let Some(keep) = options.keep_last else { return };
+        // Every rank has written it just now, and summed what it wrote.
+        sound::remember(&self.dir.join(newest), manifest, None);
         let names = match names_in(&self.dir) {
             Ok(names) => names,
             Err(error) => return published.not_pruned.push(error.to_string()),
         };
-        let mut complete: Vec<(u64, u64, String)> = names
+        let mut complete: Vec<(String, Manifest)> = names
             .into_iter()
-            .filter_map(|name| Some((Manifest::read(&self.dir.join(&name)).ok()?, name)))
-            .map(|(manifest, name)| (manifest.saved_unix_ms, manifest.step, name))
+            .filter_map(|name| Manifest::read(&self.dir.join(&name)).ok().map(|manifest| (name, manifest)))
             .collect();
-        complete.sort_by(|a, b| b.cmp(a));
-        for (_, step, name) in complete.into_iter().skip(keep.get()) {
-            if name == newest || options.protect.contains(&step) {
+        complete.sort_by(|(a, b), (c, d)| (d.saved_unix_ms, d.step, c).cmp(&(b.saved_unix_ms, b.step, a)));
+        // Nothing is looked at where nothing would be removed.
+        if complete.len() <= keep.get() {
+            return;
+        }
+        let mut kept = 0;
+        for (name, manifest) in complete {
+            let path = self.dir.join(&name);
+            if kept < keep.get() {
+                match sound::problem(&path, &manifest, progress) {
+                    None => kept += 1,
+                    Some(problem) => published.not_pruned.push(format!(
+                        "{name} is not one of the {keep} that are kept, because it is damaged; remove it: {problem}"
+                    )),
+                }
+                continue;
+            }
+            if name == newest || options.protect.contains(&manifest.step) {
                 continue;
             }
             let gone = self.dir.join(format!("{PRUNED}{name}"));
             // The new name first, on the disk too, so that no crash leaves half a checkpoint under the old one.
-            let renamed = rename(&self.dir.join(&name), &gone).and_then(|()| sync_dir(&self.dir));
+            let renamed = rename(&path, &gone).and_then(|()| sync_dir(&self.dir));
             match renamed.and_then(|()| remove(&gone)) {
-                Ok(()) => published.pruned.push(name),
+                Ok(()) => {
+                    sound::forget(&manifest);
+                    published.pruned.push(name);
+                }
                 Err(error) => published.not_pruned.push(error.to_string()),
             }
+            progress.made();
         }
     }
 }
@@ -186,15 +223,23 @@ fn sweep(dir: &Path) -> Result<(), CheckpointError> {
         let entry = entry.map_err(io_at("list", dir))?;
         let (path, name) = (entry.path(), entry.file_name());
         let Some(name) = name.to_str() else { continue };
-        let replaced = name.strip_prefix(REPLACED).filter(|name| step_of(name).is_some());
+        let replaced = name.strip_prefix(REPLACED).filter(|_| is_remains(name));
         if let Some(former) = replaced.map(|name| dir.join(name)).filter(|former| !former.exists()) {
             rename(&path, &former)?;
             sync_dir(dir)?;
-        } else if replaced.is_some() || name.starts_with(SAVING) || name.starts_with(PRUNED) || name == NEW_LATEST {
+        } else if is_remains(name) {
             remove(&path)?;
         }
     }
     Ok(())
+}
+
+/// Whether a name is one that a save gives to what it removes in the end.
+pub(super) fn is_remains(name: &str) -> bool {
+    let saving = name.strip_prefix(SAVING).and_then(|rest| Some(&rest[..rest.match_indices('-').nth(1)?.0]));
+    let pruned = name.strip_prefix(PRUNED).map(|name| name.strip_prefix(REPLACED).unwrap_or(name));
+    let step = saving.or(pruned).or(name.strip_prefix(REPLACED));
+    name == NEW_LATEST || step.is_some_and(|step| step_of(step).is_some())
 }
 
 /// Removes a file, or a folder with its contents, that may be gone already.

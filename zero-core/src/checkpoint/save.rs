@@ -4,18 +4,27 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use crossbeam_channel::{SendTimeoutError, bounded};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::exchange::share;
+use super::exchange::{Ranks, Task, Work};
 use super::publish::Staging;
 use super::{
     CheckpointError, ElementType, FORMAT_VERSION, Manifest, Piece, SafetensorsWriter, TensorEntry, TensorSpec,
 };
 use super::{rank_file, step_folder};
 use crate::{Collective, Partition};
+
+/// Bytes that are handed to the thread that writes at a time.
+const CHUNK_BYTES: usize = 1 << 20;
+
+/// How many of these wait for it at most.
+const CHUNKS: usize = 4;
 
 /// What to do besides saving.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -71,8 +80,8 @@ pub(super) struct Published {
 ///
 /// A collective: every rank calls it, with a piece of every tensor, empty where it has no elements. It returns on every
 /// rank when the checkpoint is durable. A checkpoint of the same step is replaced. Floats of `state` are exact; JSON has
-/// no infinities and NaNs, so those belong into a tensor. A rank that writes slower than the others keeps them waiting,
-/// so the communicator's deadline must be longer than a write.
+/// no infinities and NaNs, so those belong into a tensor. A rank whose disk is slow keeps the others waiting for as long as
+/// it gets on; a disk that does nothing for as long as the communicator's deadline fails the save.
 ///
 /// # Errors
 ///
@@ -95,7 +104,7 @@ pub fn save(
 
 /// As [`save`], with pieces that are made when their turn to be written comes, one at a time: `bytes` gives the rank's
 /// elements of the tensor with the index it is given, little-endian. It is called once for each tensor of which the rank has
-/// elements, in an order that is the same on every rank, so it may not wait for other ranks beyond that.
+/// elements, in an order that is the same on every rank; it may not wait for other ranks.
 ///
 /// # Errors
 ///
@@ -134,24 +143,44 @@ fn save_checked<'p>(
     });
     let sorted: Vec<&TensorSpec> = order.iter().map(|&index| &tensors[index]).collect();
     let plan = checked.and_then(|()| plan(dir, step, &sorted, options));
-    agree(&share(comm, step, plan)?)?;
+    let mut ranks = Ranks::new(comm, Task::Save { step });
+    agree(&ranks.share(plan)?)?;
 
-    let (mut staging, mut id) = (None, Ok(String::new()));
-    if rank == 0 {
-        id = Staging::begin(dir, step).map(|begun| staging.insert(begun).id().to_string());
-    }
-    let id = share(comm, step, id)?.swap_remove(0);
+    // Rank 0's, on its way between the threads that work on it.
+    let staging = Arc::new(Mutex::new(None));
+    let begun = (rank == 0).then(|| {
+        let (staging, dir) = (staging.clone(), dir.to_path_buf());
+        Work::start(rank, dir.clone(), move |_| {
+            let begun = Staging::begin(&dir, step)?;
+            Ok(staging.lock().insert(begun).id().to_string())
+        })
+    });
+    let id = ranks.share_work(begun, String::new)?.swap_remove(0);
 
     let folder = dir.join(Staging::folder_name(step, &id));
     let mut in_order = |place: usize| bytes(order[place]);
-    let written = share(comm, step, write(&folder, step, &id, &sorted, &mut in_order, (rank, world)))?;
+    let written = match write(&mut ranks, &folder, step, &id, &sorted, &mut in_order, (rank, world)) {
+        Ok(written) => written,
+        Err(error) => {
+            // Removing what was written may take as long as writing it.
+            if rank == 0
+                && let Ok(work) = Work::start(rank, folder, move |_| Ok(drop(staging.lock().take())))
+            {
+                work.end(comm.deadline() / 2);
+            }
+            return Err(error);
+        }
+    };
     let bytes = written.iter().map(|file| file.bytes).sum();
 
-    let published = match staging {
-        Some(staging) => staging.publish(manifest(step, id, &sorted, &written, state), options),
-        None => Ok(Published::default()),
-    };
-    let Published { pruned, not_pruned } = share(comm, step, published)?.swap_remove(0);
+    let published = (rank == 0).then(|| {
+        let (manifest, options) = (manifest(step, id, &sorted, &written, state), options.clone());
+        Work::start(rank, folder, move |progress| {
+            let staging = staging.lock().take().expect("it was begun above, by this rank");
+            staging.publish(manifest, &options, progress)
+        })
+    });
+    let Published { pruned, not_pruned } = ranks.share_work(published, Published::default)?.swap_remove(0);
     if rank == 0 {
         for reason in &not_pruned {
             tracing::warn!("an old checkpoint stays: {reason}");
@@ -226,25 +255,82 @@ fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, 
     OWNER.map(String::from).into_iter().zip(values).collect()
 }
 
+/// Writes every rank's file. The pieces are made here, and written by a thread of the rank's.
 fn write(
+    ranks: &mut Ranks<'_>,
     folder: &Path,
     step: u64,
     id: &str,
     tensors: &[&TensorSpec],
     bytes: Read<'_, '_>,
     (rank, world): (usize, usize),
-) -> Result<Written, CheckpointError> {
+) -> Result<Vec<Written>, CheckpointError> {
     let elements = |tensor: &TensorSpec| Partition::new(tensor.numel(), world).len(rank);
-    let own = |tensor: &&&TensorSpec| elements(tensor) > 0;
-    let header =
-        tensors.iter().filter(own).map(|tensor| (tensor.name.clone(), tensor.dtype, vec![elements(tensor)])).collect();
-    let path = folder.join(rank_file(rank, world));
-    let mut writer = SafetensorsWriter::create(&path, &metadata(rank, world, step, id), header)?;
-    let mut crc32c = Vec::with_capacity(tensors.len());
-    for (place, tensor) in tensors.iter().enumerate() {
-        crc32c.push(if own(&tensor) { Some(writer.write(&tensor.name, &bytes(place)?)?) } else { None });
+    let own: Vec<usize> = (0..tensors.len()).filter(|&place| elements(tensors[place]) > 0).collect();
+    let header = own.iter().map(|&place| tensors[place]);
+    let header: Vec<_> = header.map(|tensor| (tensor.name.clone(), tensor.dtype, vec![elements(tensor)])).collect();
+    let (path, metadata) = (folder.join(rank_file(rank, world)), metadata(rank, world, step, id));
+    let (chunks, inbox) = bounded::<(usize, Vec<u8>)>(CHUNKS);
+    let (count, places) = (tensors.len(), own.clone());
+    let work = Work::start(rank, path.clone(), move |progress| {
+        let names: Vec<String> = header.iter().map(|(name, ..)| name.clone()).collect();
+        let mut writer = SafetensorsWriter::create(&path, &metadata, header)?;
+        let mut crc32c = vec![None; count];
+        for (index, chunk) in inbox {
+            let sum = &mut crc32c[places[index]];
+            *sum = Some(writer.append_to_sum(&names[index], &chunk, sum.unwrap_or(0))?);
+            progress.made();
+        }
+        Ok(Written { bytes: writer.finish()?, crc32c })
+    });
+    let mut work = match work {
+        Ok(work) => work,
+        Err(error) => return ranks.finish(None, Some(Err(error))),
+    };
+    for (index, &place) in own.iter().enumerate() {
+        let piece = match bytes(place).and_then(|piece| check_piece(tensors[place], elements(tensors[place]), piece)) {
+            Ok(piece) => piece,
+            Err(error) => {
+                drop(chunks);
+                return ranks.finish(Some(work), Some(Err(error)));
+            }
+        };
+        for chunk in piece.chunks(CHUNK_BYTES) {
+            let mut chunk = (index, chunk.to_vec());
+            loop {
+                let full = match chunks.send_timeout(chunk, ranks.every()) {
+                    Ok(()) => None,
+                    Err(SendTimeoutError::Timeout(back)) => Some(back),
+                    // The thread has failed.
+                    Err(SendTimeoutError::Disconnected(_)) => return ranks.finish(Some(work), None),
+                };
+                let ended = full.as_ref().and_then(|_| work.wait(Duration::ZERO, ranks.patience()));
+                if ended.is_some() || !ranks.go_on()? {
+                    drop(chunks);
+                    return ranks.finish(Some(work), ended);
+                }
+                match full {
+                    Some(back) => chunk = back,
+                    None => break,
+                }
+            }
+        }
     }
-    Ok(Written { bytes: writer.finish()?, crc32c })
+    drop(chunks);
+    ranks.finish(Some(work), None)
+}
+
+fn check_piece<'p>(
+    tensor: &TensorSpec,
+    elements: usize,
+    piece: Cow<'p, [u8]>,
+) -> Result<Cow<'p, [u8]>, CheckpointError> {
+    let bytes = elements * tensor.dtype.size();
+    if piece.len() == bytes {
+        return Ok(piece);
+    }
+    let (expected, got) = (format!("{bytes} bytes of this rank's elements"), format!("{} bytes", piece.len()));
+    Err(CheckpointError::Unfit { tensor: tensor.name.clone(), expected, got })
 }
 
 fn manifest(step: u64, id: String, tensors: &[&TensorSpec], written: &[Written], state: &Value) -> Manifest {

@@ -7,9 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::disk::read_at;
 use super::error::{CheckpointError, io_at};
+use super::exchange::Progress;
 use super::json::brief;
 use super::save::OWNER;
 use super::{Header, Manifest, Table, TensorEntry, rank_file};
+use crate::files;
 
 /// Bytes that are read and then summed while the processor's cache has them.
 const CHUNK_BYTES: u64 = 1 << 20;
@@ -39,7 +41,7 @@ impl Shard {
     /// Opens the file of `rank` of the checkpoint in `folder` and checks everything but the tensors' bytes.
     pub(super) fn open(folder: &Path, manifest: &Manifest, rank: usize) -> Result<Self, CheckpointError> {
         let path = folder.join(rank_file(rank, manifest.world));
-        let file = match File::open(&path) {
+        let file = match files::open(&path, File::options().read(true)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(CheckpointError::Missing { what: "a rank's file", path });
             }
@@ -78,14 +80,18 @@ impl Shard {
         if piece.verified.load(Ordering::Relaxed) {
             return read_at(&self.file, &self.path, out, piece.offset + begin);
         }
-        self.read_and_sum(tensors, piece, begin, out)?;
+        self.read_and_sum(tensors, piece, begin, out, &Progress::default())?;
         piece.verified.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Reads everything, also what has been read before, and adds what is wrong. `tensors` are the manifest's.
-    pub(super) fn verify(&self, tensors: &Table<TensorEntry>, problems: &mut Vec<CheckpointError>) {
-        problems.extend(self.pieces.iter().filter_map(|piece| self.read_and_sum(tensors, piece, 0, &mut []).err()));
+    /// Reads everything, also what has been read before, and gives what is wrong. `tensors` are the manifest's.
+    pub(super) fn verify<'s>(
+        &'s self,
+        tensors: &'s Table<TensorEntry>,
+        progress: &'s Progress,
+    ) -> impl Iterator<Item = CheckpointError> + 's {
+        self.pieces.iter().filter_map(|piece| self.read_and_sum(tensors, piece, 0, &mut [], progress).err())
     }
 
     fn read_and_sum(
@@ -94,6 +100,7 @@ impl Shard {
         piece: &PieceAt,
         begin: u64,
         out: &mut [u8],
+        progress: &Progress,
     ) -> Result<(), CheckpointError> {
         let end = begin + out.len() as u64;
         let mut other =
@@ -112,6 +119,7 @@ impl Shard {
             read_at(&self.file, &self.path, chunk, piece.offset + at)?;
             got = crc32c::crc32c_append(got, chunk);
             at += chunk.len() as u64;
+            progress.made();
         }
         if got != piece.crc32c {
             let tensor = tensors.at(piece.tensor).0.to_string();

@@ -41,9 +41,9 @@ pub struct SafetensorsWriter {
     /// Bytes of the next tensor that have come by [`SafetensorsWriter::append`].
     begun: u64,
     file_bytes: u64,
-    /// Bytes handed over so far, and how many of them the system has been asked to begin with.
+    /// Bytes handed over so far; and how many of them are on the disk, and the system has been asked to begin with.
     written: u64,
-    asked: u64,
+    asked: (u64, u64),
 }
 
 impl SafetensorsWriter {
@@ -65,7 +65,7 @@ impl SafetensorsWriter {
         let sizes = entries.iter().map(|entry| entry.data_offsets.1 - entry.data_offsets.0);
         let file_bytes = header.len() as u64 + entries.last().map_or(0, |entry| entry.data_offsets.1);
         let expected = tensors.iter().map(|(name, ..)| name.clone()).zip(sizes).collect();
-        Ok(Self { path: path.to_path_buf(), out, expected, next: 0, begun: 0, file_bytes, written: 0, asked: 0 })
+        Ok(Self { path: path.to_path_buf(), out, expected, next: 0, begun: 0, file_bytes, written: 0, asked: (0, 0) })
     }
 
     /// Writes the next tensor's bytes and returns their crc32c.
@@ -78,7 +78,7 @@ impl SafetensorsWriter {
             Some((next, size)) if next == name && *size == bytes.len() as u64 && self.begun == 0 => {}
             _ => return Err(self.unfit(name, bytes)),
         }
-        self.put(bytes)
+        self.put(bytes, 0)
     }
 
     /// Writes the next part of the next tensor's bytes; the tensor after it may come when all of them have.
@@ -88,23 +88,29 @@ impl SafetensorsWriter {
     /// [`CheckpointError::Unfit`] when it is another tensor's turn or there are more bytes than the tensor has left, and
     /// what the system says.
     pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.append_to_sum(name, bytes, 0).map(drop)
+    }
+
+    /// As [`SafetensorsWriter::append`]; returns the crc32c of what `sum` is of and these bytes behind it.
+    pub(super) fn append_to_sum(&mut self, name: &str, bytes: &[u8], sum: u32) -> Result<u32, CheckpointError> {
         match self.expected.get(self.next) {
             Some((next, size)) if next == name && bytes.len() as u64 <= size - self.begun => {}
             _ => return Err(self.unfit(name, bytes)),
         }
-        self.put(bytes).map(drop)
+        self.put(bytes, sum)
     }
 
-    /// Writes bytes of the next tensor, and returns their crc32c.
-    fn put(&mut self, bytes: &[u8]) -> Result<u32, CheckpointError> {
-        let mut sum = 0;
+    /// Writes bytes of the next tensor, and adds them to their crc32c.
+    fn put(&mut self, bytes: &[u8], mut sum: u32) -> Result<u32, CheckpointError> {
         for chunk in bytes.chunks(CHUNK_BYTES) {
             sum = crc32c::crc32c_append(sum, chunk);
             self.out.write_all(chunk).map_err(io_at("write", &self.path))?;
             self.written += chunk.len() as u64;
-            if self.written - self.asked >= BEGIN_BYTES {
-                begin_writing(self.out.get_ref(), self.asked, self.written - self.asked);
-                self.asked = self.written;
+            if self.written - self.asked.1 >= BEGIN_BYTES {
+                let (waited, asked) = self.asked;
+                let pushed = push(self.out.get_ref(), (asked, self.written - asked), (waited, asked - waited));
+                pushed.map_err(io_at("write", &self.path))?;
+                self.asked = (asked, self.written);
             }
         }
         self.begun += bytes.len() as u64;
@@ -147,16 +153,36 @@ impl SafetensorsWriter {
     }
 }
 
-/// Asks the system to write these bytes of the file to the disk soon. Advice: what it answers does not matter.
+/// Asks the system to write bytes of the file (offset, length) to the disk soon, and waits for those it was asked for before:
+/// so that writing shows how fast the disk is, and the sync in the end is short.
+///
+/// # Errors
+///
+/// The disk's, which the sync in the end would not tell again.
 #[cfg(target_os = "linux")]
-fn begin_writing(file: &File, offset: u64, bytes: u64) {
+fn push(file: &File, begin: (u64, u64), finish: (u64, u64)) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
-    // SAFETY: the descriptor is open for as long as `file` is borrowed, and no memory is touched.
-    unsafe { libc::sync_file_range(file.as_raw_fd(), offset as i64, bytes as i64, libc::SYNC_FILE_RANGE_WRITE) };
+    let wait = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    for ((offset, bytes), flags) in [(begin, libc::SYNC_FILE_RANGE_WRITE), (finish, wait)] {
+        // A length of 0 would mean all to the end.
+        if bytes == 0 {
+            continue;
+        }
+        // SAFETY: the descriptor is open for as long as `file` is borrowed, and no memory is touched.
+        let failed = unsafe { libc::sync_file_range(file.as_raw_fd(), offset as i64, bytes as i64, flags) } != 0;
+        let error = std::io::Error::last_os_error();
+        // Not every file system has it.
+        if failed && !matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL | libc::ESPIPE)) {
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 #[cfg(not(target_os = "linux"))]
-fn begin_writing(_file: &File, _offset: u64, _bytes: u64) {}
+fn push(_file: &File, _begin: (u64, u64), _finish: (u64, u64)) -> std::io::Result<()> {
+    Ok(())
+}
 
 #[cfg(test)]
 mod tests {

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rustix::fs::FlockOperation;
 
+use crate::files::is_not_offered;
 use crate::offload::error::system_at;
 use crate::offload::file::{SwapFile, SwapFileOptions};
 use crate::offload::{DiskError, sweep};
@@ -25,11 +26,15 @@ pub(crate) const NEWBORN_PREFIX: &str = ".zero-swap-new-";
 /// The file in it whose lock says that the job lives.
 pub(crate) const LOCK: &str = "owner.lock";
 
+/// How the name of a job's folder begins where there are no locks: nobody can tell whether its job lives, so nobody removes
+/// it but the job.
+const UNLOCKED_PREFIX: &str = "zero-swap-nolock-";
+
 /// A folder for the swap files of one job, removed when the last handle is dropped, files included. A clone is another
 /// handle; a [`SwapFile`] holds one.
 ///
-/// The system gives the lock back when the process dies, however it dies, and the next job that opens a folder in the
-/// same place removes what is left.
+/// The system gives the lock back when the process dies, however it dies, and this user's next job that opens a folder in
+/// the same place removes what is left: swap files, the lock, and the folder if nothing else was put there.
 #[derive(Clone, Debug)]
 pub struct SwapDir {
     owned: Arc<Owned>,
@@ -65,15 +70,22 @@ impl SwapDir {
         let name = format!("{}-{:016x}", std::process::id(), RandomState::new().build_hasher().finish());
         let newborn = parent.join(format!("{NEWBORN_PREFIX}{name}"));
         DirBuilder::new().mode(0o700).create(&newborn).map_err(|error| not_writable(parent, error))?;
-        let outcome = lock_new(&newborn.join(LOCK)).and_then(|lock| {
+        let outcome = lock_new(&newborn.join(LOCK)).and_then(|(lock, refused)| {
             // The name by which others know it comes last: whoever sees it finds the lock held.
-            let path = parent.join(format!("{PREFIX}{name}"));
+            let prefix = if refused.is_some() { UNLOCKED_PREFIX } else { PREFIX };
+            let path = parent.join(format!("{prefix}{name}"));
             fs::rename(&newborn, &path).map_err(system_at("rename to", &path))?;
-            Ok(Self { owned: Arc::new(Owned { path, told: Mutex::default(), _lock: lock }) })
+            let job = Self { owned: Arc::new(Owned { path, told: Mutex::default(), _lock: lock }) };
+            if let Some(error) = refused {
+                job.warn_once(format!(
+                    "the file system has no locks ({error}): if this job is killed, remove the folder"
+                ));
+            }
+            Ok(job)
         });
         if outcome.is_err() {
             // The error that is returned says more than why the empty folder stays.
-            let _ = fs::remove_dir_all(&newborn);
+            let _ = sweep::remove(&newborn);
         }
         outcome
     }
@@ -122,21 +134,27 @@ impl SwapDir {
 impl Drop for Owned {
     fn drop(&mut self) {
         // Not there: somebody removed it by hand, or another job helped as soon as the lock file was gone.
-        if let Err(error) = fs::remove_dir_all(&self.path)
+        if let Err(error) = sweep::remove(&self.path)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!("cannot remove {}: {error}; the next job in its parent folder will", self.path.display());
+            tracing::warn!("{}, the folder of this job, stays: {error}", self.path.display());
         }
     }
 }
 
-fn lock_new(path: &Path) -> Result<File, DiskError> {
+/// Makes the file and locks it, or says why the file system takes no locks.
+fn lock_new(path: &Path) -> Result<(File, Option<io::Error>), DiskError> {
     let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path);
     let mut file = file.map_err(|error| not_writable(path, error))?;
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(system_at("lock", path))?;
+    let locked = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
+    let refused = match locked {
+        Ok(()) => None,
+        Err(error) if is_not_offered(&error) => Some(error),
+        Err(error) => return Err(system_at("lock", path)(error)),
+    };
     // For people who look; programs look at the lock.
     writeln!(file, "{}", std::process::id()).map_err(|error| not_writable(path, error))?;
-    Ok(file)
+    Ok((file, refused))
 }
 
 /// The error of creating something at `path`.

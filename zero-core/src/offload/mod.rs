@@ -5,6 +5,9 @@
 //! PATH/zero-swap-<pid>-<random>/rank-00000.swap   one file per rank
 //! ```
 //!
+//! Of other folders in PATH only those are removed that have exactly this name, belong to this user, and whose lock nobody
+//! holds; and of what is in them only these files.
+//!
 //! * In: a [`Buffer`] of a [`BufferPool`], moved into [`SwapFile::read`] or [`SwapFile::write`] with a [`Region`].
 //! * Out: the same buffer, from [`Ticket::wait`]. [`pipeline()`] does that for a sequence of items: read ahead, compute,
 //!   write behind.

@@ -1,14 +1,20 @@
 //! Which bytes of a swap file are whose.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Numbers the allocations of all files of the process, so that a region is one file's, and one allocation's.
+static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// A piece of a swap file, until it is freed: `bytes` bytes at `offset`, and on the disk what pads them to the
-/// alignment, so that any length can be moved.
+/// alignment, so that any length can be moved. A copy of one that was freed, or one of another file, is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
     offset: u64,
     bytes: usize,
     alignment: usize,
+    /// Of the allocation that it is, or is a part of.
+    number: u64,
 }
 
 impl Region {
@@ -40,6 +46,7 @@ impl Region {
             offset: region.offset + start as u64,
             bytes: step.min(region.bytes - start),
             alignment: region.alignment,
+            number: region.number,
         })
     }
 
@@ -61,8 +68,8 @@ pub(crate) struct Regions {
     free: BTreeMap<u64, u64>,
     /// The same by size: (bytes, offset).
     by_size: BTreeSet<(u64, u64)>,
-    /// Offset of each allocated range, with its bytes.
-    used: BTreeMap<u64, u64>,
+    /// Offset of each allocated range, with its bytes and its number.
+    used: BTreeMap<u64, (u64, u64)>,
     /// Bytes of the file that may be allocated.
     end: u64,
 }
@@ -103,8 +110,10 @@ impl Regions {
     /// Allocates the smallest range that fits, at the lowest offset among equals.
     pub(crate) fn take(&mut self, bytes: usize) -> Option<Region> {
         let alignment = self.alignment;
+        // Relaxed: numbers need only differ.
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
         if bytes == 0 {
-            return Some(Region { offset: 0, bytes, alignment });
+            return Some(Region { offset: 0, bytes, alignment, number });
         }
         let need = bytes.next_multiple_of(alignment) as u64;
         let (len, offset) = *self.by_size.range((need, 0)..).next()?;
@@ -112,8 +121,8 @@ impl Regions {
         if len > need {
             self.link(offset + need, len - need);
         }
-        self.used.insert(offset, need);
-        Some(Region { offset, bytes, alignment })
+        self.used.insert(offset, (need, number));
+        Some(Region { offset, bytes, alignment, number })
     }
 
     /// Frees what `take` returned; false if it is not allocated.
@@ -122,7 +131,7 @@ impl Regions {
             return true;
         }
         let len = region.padded_bytes() as u64;
-        if self.used.get(&region.offset) != Some(&len) {
+        if self.used.get(&region.offset) != Some(&(len, region.number)) {
             return false;
         }
         self.used.remove(&region.offset);
@@ -133,7 +142,9 @@ impl Regions {
     /// Whether the region, or what it is a part of, is allocated.
     pub(crate) fn holds(&self, region: &Region) -> bool {
         let around = self.used.range(..=region.offset).next_back();
-        region.bytes == 0 || around.is_some_and(|(offset, len)| region.end() <= offset + len)
+        let is_its =
+            |(offset, (len, number)): (&u64, &(u64, u64))| *number == region.number && region.end() <= offset + len;
+        region.bytes == 0 || around.is_some_and(is_its)
     }
 
     fn join(&mut self, offset: u64, len: u64) {

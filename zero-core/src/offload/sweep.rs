@@ -1,11 +1,17 @@
-//! Removal of what dead jobs left behind.
+//! Removal of what jobs leave behind: of their own files and nothing else.
+//!
+//! A parent folder is the users' too, and its names are anybody's to use. So a folder is a job's only if it has exactly the
+//! name that a job gives, is a folder and no link to one, and belongs to this user; and of what is in it only regular files
+//! with a job's names are removed. Everything goes through the open folder, so that nothing put in its place is met.
 
-use std::fs::{self, DirEntry, File};
+use std::ffi::CStr;
+use std::fs::{self, DirEntry};
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::offload::DiskError;
@@ -16,13 +22,14 @@ use crate::offload::folder::{LOCK, NEWBORN_PREFIX, PREFIX};
 const NEWBORN: Duration = Duration::from_secs(60);
 
 /// Removes the folders in `parent` whose owners are dead, which is to say, whose locks nobody holds. What cannot be
-/// removed (another user's) is named in the log and no error.
+/// removed is named in the log and no error.
 pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
     for entry in fs::read_dir(parent).map_err(system_at("list", parent))? {
         let entry = entry.map_err(system_at("list", parent))?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if !(name.starts_with(PREFIX) || name.starts_with(NEWBORN_PREFIX) && is_old(&entry)) {
+        let newborn = name.strip_prefix(NEWBORN_PREFIX);
+        if !newborn.or(name.strip_prefix(PREFIX)).is_some_and(is_job) || newborn.is_some() && !is_old(&entry) {
             continue;
         }
         match remove_if_dead(&entry.path()) {
@@ -30,10 +37,24 @@ pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
             Ok(false) => {}
             // Another job was faster.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!("cannot remove {}, left by another job: {error}", entry.path().display()),
+            Err(error) => tracing::warn!("{}, left by another job, stays: {error}", entry.path().display()),
         }
     }
     Ok(())
+}
+
+/// Whether a name goes on as a job's does: its process and 16 hexadecimal digits.
+fn is_job(rest: &str) -> bool {
+    let Some((process, random)) = rest.split_once('-') else { return false };
+    let is_hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    let is_process = process.parse::<u32>().is_ok_and(|number| number.to_string() == process);
+    is_process && random.len() == 16 && random.bytes().all(is_hex)
+}
+
+/// Whether a name is that of a rank's file.
+fn is_swap_file(name: &CStr) -> bool {
+    let rank = name.to_str().ok().and_then(|name| name.strip_prefix("rank-")?.strip_suffix(".swap"));
+    rank.is_some_and(|rank| rank.len() >= 5 && rank.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 fn is_old(entry: &DirEntry) -> bool {
@@ -41,22 +62,73 @@ fn is_old(entry: &DirEntry) -> bool {
     age.is_some_and(|age| age > NEWBORN)
 }
 
-fn remove_if_dead(folder: &Path) -> io::Result<bool> {
-    // Not followed if it is a link: what a link of that name points to is nobody's to remove.
-    if !fs::symlink_metadata(folder)?.is_dir() {
+fn remove_if_dead(path: &Path) -> io::Result<bool> {
+    let folder = match open(path) {
+        // A link or a file, or what only another user may enter.
+        Err(Errno::NOTDIR | Errno::LOOP) => return Ok(false),
+        folder => folder?,
+    };
+    if rustix::fs::fstat(&folder)?.st_uid != rustix::process::geteuid().as_raw() {
         return Ok(false);
     }
-    let lock = match File::open(folder.join(LOCK)) {
+    // What waits for nobody: a FIFO in the lock's place would keep the job from its start.
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let lock = match rustix::fs::openat(&folder, LOCK, flags, Mode::empty()) {
         Ok(lock) => lock,
-        // The owner died while its folder was being removed, or before it had a lock: nothing under a job's name
-        // comes into being without one.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return fs::remove_dir_all(folder).map(|()| true),
-        Err(error) => return Err(error),
+        // The owner died when all but the folder had been removed, or before it had a lock: nothing under a job's name
+        // comes into being without one. An empty folder goes, and no other.
+        Err(Errno::NOENT) => return remove_folder(path).map(|()| true),
+        Err(error) => return Err(io::Error::new(io::Error::from(error).kind(), format!("its {LOCK}: {error}"))),
     };
+    if !FileType::from_raw_mode(rustix::fs::fstat(&lock)?.st_mode).is_file() {
+        return Err(io::Error::other(format!("its {LOCK} is no regular file")));
+    }
     match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
         // Held until the folder is gone. Two sweepers cannot both get here, and no job takes an existing folder.
-        Ok(()) => fs::remove_dir_all(folder).map(|()| true),
+        Ok(()) => remove_own(path, folder.as_fd()).map(|()| true),
         Err(Errno::WOULDBLOCK) => Ok(false),
         Err(error) => Err(error.into()),
     }
+}
+
+fn open(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat(CWD, path, flags, Mode::empty())
+}
+
+/// Removes a folder that this job has made.
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
+    remove_own(path, open(path)?.as_fd())
+}
+
+/// Removes what a job makes in its folder, the lock last, and then the folder.
+fn remove_own(path: &Path, folder: BorrowedFd<'_>) -> io::Result<()> {
+    let (mut own, mut foreign) = (Vec::new(), None);
+    for entry in Dir::read_from(folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let is_file = |stat: rustix::fs::Stat| FileType::from_raw_mode(stat.st_mode).is_file();
+        let regular = || rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW).map(is_file);
+        match name.to_bytes() {
+            b"." | b".." => {}
+            bytes if bytes == LOCK.as_bytes() => {}
+            _ if is_swap_file(name) && regular()? => own.push(name.to_owned()),
+            _ => foreign = Some(name.to_owned()),
+        }
+    }
+    own.iter().try_for_each(|name| rustix::fs::unlinkat(folder, name, AtFlags::empty()))?;
+    if let Some(name) = foreign {
+        // With its lock, so that it is still known for what it is.
+        let name = name.to_string_lossy();
+        return Err(io::Error::other(format!("{name} in it is no job's: move it away, or remove the folder")));
+    }
+    match rustix::fs::unlinkat(folder, LOCK, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => remove_folder(path),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Removes an empty folder.
+fn remove_folder(path: &Path) -> io::Result<()> {
+    Ok(rustix::fs::unlinkat(CWD, path, AtFlags::REMOVEDIR)?)
 }

@@ -17,6 +17,9 @@ use crate::offload::backing::{Backing, ENDING_LIMIT};
 use crate::offload::counters::Counters;
 use crate::offload::{Buffer, DiskError, Region};
 
+/// The longest wait of a ticket, whatever it is told: a year.
+const LONGEST_WAIT: Duration = Duration::from_secs(365 * 86_400);
+
 /// Which way the bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
@@ -136,16 +139,10 @@ impl Transfer {
 
     /// Waits for the end; false if `limit` passed before.
     fn wait(&self, limit: Duration) -> (MutexGuard<'_, State>, bool) {
-        let until = Instant::now().checked_add(limit);
+        // Within what the clock can say.
+        let until = Instant::now() + limit.min(LONGEST_WAIT);
         let mut state = self.state.lock();
-        while !state.ended {
-            match until {
-                Some(until) if self.ended.wait_until(&mut state, until).timed_out() => break,
-                Some(_) => {}
-                // Beyond what the clock can say.
-                None => self.ended.wait(&mut state),
-            }
-        }
+        while !state.ended && !self.ended.wait_until(&mut state, until).timed_out() {}
         let ended = state.ended;
         (state, ended)
     }

@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use zero_core::checkpoint::{Check, Checkpoint, SaveOptions, find_latest};
+use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
 
 use super::plan::wrong;
+use super::ranks::Ranks;
 use super::{Options, Plan};
 use crate::TrainError;
+use crate::data::TokenRows;
 use crate::engine::EngineError;
 
 /// The key of the trainer's state in a checkpoint's.
@@ -54,6 +56,34 @@ pub(super) struct DataPosition {
     pub(super) rows: usize,
     /// Tokens of a row.
     pub(super) seq: usize,
+    /// Of all tokens; absent in checkpoints of earlier versions, which know data by its size only.
+    #[serde(default)]
+    pub(super) checksum: Option<u32>,
+}
+
+impl DataPosition {
+    /// The beginning of `rows`.
+    pub(super) fn first(rows: &TokenRows) -> Self {
+        Self { used: 0, rows: rows.rows(), seq: rows.seq(), checksum: Some(rows.checksum()) }
+    }
+
+    /// How `data` differs from the data that this is in, if it does.
+    pub(super) fn differs_from(&self, data: &Self) -> Option<String> {
+        let sizes = [self, data].map(|data| (data.rows, data.seq));
+        let sums = [self, data].map(|data| data.checksum);
+        if sizes[0] == sizes[1] && (sums[0] == sums[1] || sums.contains(&None)) {
+            return None;
+        }
+        let [(rows_there, seq_there), (rows, seq)] = sizes;
+        let tokens = match sums {
+            [Some(there), Some(here)] => format!(", and its tokens have checksum {here:08x} instead of {there:08x}"),
+            _ => String::new(),
+        };
+        Some(format!(
+            "the checkpoint was trained on {rows_there} rows of {seq_there} tokens, the data has {rows} rows of {seq}{tokens}: \
+             training goes on with its first row; to go on where the checkpoint was saved, give the data it was trained on"
+        ))
+    }
 }
 
 /// The pass over the data that is under way.
@@ -79,7 +109,7 @@ pub(super) struct Best {
 }
 
 impl Checkpoints {
-    pub(super) fn new(options: &Options) -> Result<Self, TrainError> {
+    pub(super) fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self, TrainError> {
         let at_least_one = |option, value: Option<usize>| match value {
             Some(0) => Err(wrong(option, 0, "expected at least 1")),
             _ => Ok(()),
@@ -107,12 +137,12 @@ impl Checkpoints {
                         "expected --save DIR too, the folder to look for checkpoints in",
                     ));
                 };
-                checkpoints.resume = checkpoints.latest(dir)?;
+                checkpoints.resume = checkpoints.latest(dir, ranks)?;
             }
             Some(path) if path.join("manifest.json").is_file() => {
-                checkpoints.resume = Some(Arc::new(open(path)?));
+                checkpoints.resume = Some(Arc::new(ranks.open(path)?));
             }
-            Some(path) => match checkpoints.latest(path)? {
+            Some(path) => match checkpoints.latest(path, ranks)? {
                 Some(latest) => checkpoints.resume = Some(latest),
                 None => {
                     let found = match checkpoints.warnings.as_slice() {
@@ -126,13 +156,14 @@ impl Checkpoints {
         Ok(checkpoints)
     }
 
-    /// The newest sound checkpoint in `dir`, every byte of it verified.
-    fn latest(&mut self, dir: &Path) -> Result<Option<Arc<Checkpoint>>, TrainError> {
-        let found = find_latest(dir, Check::Contents).map_err(EngineError::from)?;
+    /// The newest sound checkpoint in `dir`, every byte of it verified, by one rank.
+    fn latest(&mut self, dir: &Path, ranks: &Ranks<'_>) -> Result<Option<Arc<Checkpoint>>, TrainError> {
+        let found = ranks.find_latest(dir, Check::Contents)?;
         for (path, reason) in found.skipped {
             self.warnings.push(format!("checkpoint {} is passed over: {reason}", path.display()));
         }
-        found.checkpoint.map(|path| open(&path).map(Arc::new)).transpose()
+        let open = |path: PathBuf| Checkpoint::open_as_read(&path).map_err(EngineError::from);
+        Ok(found.checkpoint.map(open).transpose()?.map(Arc::new))
     }
 
     /// Makes the folder, and sees that it can be written to, before the first step rather than after the hundredth.
@@ -159,10 +190,6 @@ impl Checkpoints {
         let protect = best.filter(|_| self.keep_best).map(|best| best.step).into_iter().collect();
         SaveOptions { keep_last: self.keep_last, protect }
     }
-}
-
-fn open(path: &Path) -> Result<Checkpoint, TrainError> {
-    Ok(Checkpoint::open(path).map_err(EngineError::from)?)
 }
 
 impl TrainerState {

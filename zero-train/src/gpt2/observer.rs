@@ -57,7 +57,11 @@ impl Observer {
             plot = Some((out.join("loss.svg"), drawn));
         }
         if let Some(files) = &report.csv_monitor {
-            csv.push(CsvMonitor::open(&folder(files), "metrics", &COLUMNS)?);
+            let mut monitor = CsvMonitor::open(&folder(files), "metrics", &COLUMNS)?;
+            if done > 0 {
+                monitor.cut_after(done)?;
+            }
+            csv.push(monitor);
         }
         let tensorboard = report.tensorboard.as_ref().map(|files| TensorBoardMonitor::create(&folder(files)));
         let bar = if plan.progress { ProgressBar::new(plan.steps as u64) } else { ProgressBar::hidden() };

@@ -6,7 +6,7 @@ use std::time::Duration;
 use zero_burn::config::{Float, Gathers, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::accounting::StateBytes;
-use zero_core::checkpoint::{Check, Manifest, find_latest};
+use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
 use zero_core::estimate::{Precision, model_state};
 use zero_core::{Partition, Stage};
@@ -227,7 +227,7 @@ impl Plan {
             steps: options.steps,
             launch: launch_options(options)?,
             out: options.out.clone(),
-            checkpoints: Checkpoints::new(options)?,
+            checkpoints: Checkpoints::new(options, here)?,
             progress: !options.json,
             need,
             notice,
@@ -410,7 +410,7 @@ fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainErr
         // What an earlier attempt has saved. What lay there before is not this job's: without a checkpoint of its own it
         // begins as it was told to.
         let since = number(LAUNCHED).unwrap_or(0);
-        let latest = find_latest(save, Check::Sizes).map_err(EngineError::from)?.checkpoint;
+        let latest = ranks.find_latest(save, Check::Sizes)?.checkpoint;
         let own = latest.map(|path| Manifest::read(&path)).transpose().map_err(EngineError::from)?;
         if own.is_some_and(|manifest| manifest.saved_unix_ms >= since) {
             options.resume = Some("auto".into());

@@ -7,6 +7,7 @@ use std::path::Path;
 use burn::tensor::backend::BackendTypes;
 use zero_burn::launch::LaunchError;
 use zero_burn::{ZeroDevice, launch};
+use zero_core::checkpoint::{Check, Checkpoint, Found, check_together, find_latest, find_latest_together};
 use zero_core::collective::launcher::{Start, World};
 use zero_core::collective::process::{self, ProcessRun};
 use zero_core::{Buffer, Collective, CommError, RankFailure, StartError};
@@ -14,6 +15,7 @@ use zero_ops::FusedBackend;
 
 use super::{Options, Plan};
 use crate::TrainError;
+use crate::engine::EngineError;
 use crate::launcher::say_begun;
 
 /// Where a run's ranks are.
@@ -137,6 +139,25 @@ impl Ranks<'_> {
             return Ok(least.min().filter(|&least| least != u64::MAX));
         }
         Ok(value)
+    }
+
+    /// The newest sound checkpoint in `dir`; every rank looks at its share of the files.
+    pub(super) fn find_latest(&self, dir: &Path, check: Check) -> Result<Found, TrainError> {
+        let found = match self.process {
+            Some(process) => find_latest_together(&**process.comm(), dir, check),
+            None => find_latest(dir, check),
+        };
+        Ok(found.map_err(EngineError::from)?)
+    }
+
+    /// Opens the checkpoint at `path`; every rank looks at its share of the files.
+    pub(super) fn open(&self, path: &Path) -> Result<Checkpoint, TrainError> {
+        let opened = match self.process {
+            Some(process) => check_together(&**process.comm(), path, Check::Sizes)
+                .and_then(|problem| problem.map_or_else(|| Checkpoint::open_as_read(path), Err)),
+            None => Checkpoint::open(path),
+        };
+        Ok(opened.map_err(EngineError::from)?)
     }
 
     /// Ends all ranks, before anything is trained, when one of them has another `line` than rank 0.

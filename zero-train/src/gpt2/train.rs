@@ -219,24 +219,18 @@ fn run_rank<I: FusedBackend>(
 
 /// The state to begin with: of nothing, or of the checkpoint, into which the engine is put. Also what is to be told.
 fn begin<I: FusedBackend>(plan: &Plan, engine: &mut Engine<I>) -> Result<(TrainerState, Option<String>), TrainError> {
-    let (rows, seq) = (plan.rows.rows(), plan.rows.seq());
-    let data = DataPosition { used: 0, rows, seq };
+    let data = DataPosition::first(&plan.rows);
     let Some(checkpoint) = &plan.checkpoints.resume else {
         return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, None));
     };
     let loaded = engine.load(checkpoint, Parts::All)?;
     let mut state = TrainerState::loaded(&loaded, checkpoint)?;
-    let there = state.data;
-    if (there.rows, there.seq) == (rows, seq) {
-        return Ok((state, None));
+    let warning = state.data.differs_from(&data);
+    if warning.is_some() {
+        (state.data, state.epoch) = (data, EpochState { number: state.epoch.number, ..EpochState::first() });
     }
-    (state.data, state.epoch) = (data, EpochState { number: state.epoch.number, ..EpochState::first() });
-    let (rows_there, seq_there) = (there.rows, there.seq);
-    let warning = format!(
-        "the checkpoint was trained on {rows_there} rows of {seq_there} tokens, the data has {rows} rows of {seq}: training \
-         goes on with its first row"
-    );
-    Ok((state, Some(warning)))
+    state.data.checksum = data.checksum;
+    Ok((state, warning))
 }
 
 fn save<I: FusedBackend>(

@@ -5,7 +5,7 @@
 //! reader sees whole rows, and a run that was stopped can be taken up in the same file.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use super::{MonitorError, io_error};
@@ -53,6 +53,32 @@ impl CsvMonitor {
             file.write_all(header.as_bytes()).map_err(io_error("write", &path))?;
         }
         Ok(Self { file, path, columns: columns.iter().map(ToString::to_string).collect() })
+    }
+
+    /// Removes the rows after the last of a step up to `step`, for a run that goes on after that step: they are of steps that
+    /// come again.
+    ///
+    /// # Errors
+    ///
+    /// [`MonitorError::Io`].
+    pub fn cut_after(&mut self, step: usize) -> Result<(), MonitorError> {
+        self.file.seek(SeekFrom::Start(0)).map_err(io_error("read", &self.path))?;
+        let (mut lines, mut line) = (BufReader::new(&self.file), Vec::new());
+        let (mut at, mut keep) = (0, 0);
+        while lines.read_until(b'\n', &mut line).map_err(io_error("read", &self.path))? > 0 {
+            let number =
+                line.split(|&byte| byte == b',').next().and_then(|cell| std::str::from_utf8(cell).ok()?.parse().ok());
+            at += line.len() as u64;
+            // The header, which has no number, and steps that stay.
+            if number.is_none_or(|number: usize| number <= step) {
+                keep = at;
+            }
+            line.clear();
+        }
+        if keep < at {
+            self.file.set_len(keep).map_err(io_error("cut the rows of steps that come again off", &self.path))?;
+        }
+        Ok(())
     }
 
     /// Appends one row and hands it to the operating system. A column without a value stays empty; of two values for a
@@ -197,5 +223,21 @@ mod tests {
         let error = csv.write(1, &[("los", 1.0)]).unwrap_err();
         assert!(error.to_string().ends_with("has no column \"los\"; its columns are loss, lr"), "{error}");
         assert_eq!(text(&csv), "step,loss,lr\n");
+    }
+
+    #[test]
+    fn rows_of_steps_that_come_again_are_cut() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut csv = CsvMonitor::open(dir.path(), "x", &["loss"]).unwrap();
+        (1..=5).chain(1..=40).for_each(|step| csv.write(step, &[("loss", step as f64)]).unwrap());
+        csv.cut_after(40).unwrap();
+        assert_eq!(text(&csv).lines().count(), 46);
+        csv.cut_after(3).unwrap();
+        // An earlier run's rows stay, as they do without a resume.
+        assert_eq!(text(&csv).lines().count(), 9);
+        csv.write(4, &[("loss", 0.5)]).unwrap();
+        assert!(text(&csv).ends_with("3,3.0\n4,0.5\n"));
+        csv.cut_after(0).unwrap();
+        assert_eq!(text(&csv), "step,loss\n");
     }
 }

@@ -4,6 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::{Operation, Record, State};
+use crate::files;
+
+/// Bytes of a record at most: far more than those of its operations with a name for each of a million ranks.
+const LARGEST_RECORD: u64 = 1 << 30;
 
 /// A record that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -119,7 +123,7 @@ pub fn merge<P: AsRef<Path>>(files: &[P]) -> Result<Report, Unreadable> {
     let mut records = Vec::new();
     for path in files {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|source| Unreadable::Io { path: path.into(), source })?;
+        let bytes = files::read(path, LARGEST_RECORD).map_err(|source| Unreadable::Io { path: path.into(), source })?;
         let record: Record =
             serde_json::from_slice(&bytes).map_err(|source| Unreadable::Format { path: path.into(), source })?;
         records.push(record);

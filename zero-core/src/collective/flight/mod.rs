@@ -276,7 +276,7 @@ impl Recorder {
 fn write_record(folder: &Path, record: &Record) -> std::io::Result<PathBuf> {
     let path = folder.join(format!("flight-rank-{}.json", record.rank));
     let beside = folder.join(format!(".flight-rank-{}.json.{}", record.rank, record.pid));
-    // A file or a link of this name is not this process's.
+    // New, so that it is no link that somebody else has put there; what lies there is of an earlier process of that number.
     let _ = std::fs::remove_file(&beside);
     let mut file = std::fs::File::create_new(&beside)?;
     serde_json::to_writer_pretty(&mut file, record)?;
@@ -395,5 +395,19 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|rank| path(rank).exists()), [true, false, true, true]);
         Recorder::new(0, 3, Some(folder.path().into()));
         assert_eq!([0, 2, 3].map(|rank| path(rank).exists()), [false, true, false]);
+    }
+
+    #[test]
+    fn a_record_goes_through_no_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let mine = folder.path().join("mine");
+        std::fs::write(&mine, "thesis").unwrap();
+        for name in ["flight-rank-0.json".to_string(), format!(".flight-rank-0.json.{}", std::process::id())] {
+            std::os::unix::fs::symlink(&mine, folder.path().join(name)).unwrap();
+        }
+        let record = Recorder::new(0, 1, None).record("a test");
+        let path = write_record(folder.path(), &record).unwrap();
+        assert_eq!(std::fs::read_to_string(&mine).unwrap(), "thesis");
+        assert!(!std::fs::symlink_metadata(&path).unwrap().is_symlink() && merge(&[path]).is_ok());
     }
 }

@@ -1,0 +1,70 @@
+//! Files in folders that others may write to: no link is followed where a file is made, no FIFO is waited for, nothing is
+//! read without a limit; and what a file system may do without.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::path::Path;
+
+/// Opens a regular file; anything else, such as a FIFO, whose opening would wait for a writer, is an error.
+pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    // Regular files know nothing of it.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NONBLOCK);
+    regular(options.open(path)?)
+}
+
+/// Opens a file of our own for writing, in a folder that others may write to, and makes it if it is not there.
+pub(crate) fn open_own(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(false).read(true).write(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK | libc::O_NOFOLLOW);
+    match options.open(path) {
+        #[cfg(unix)]
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Err(no_regular_file()),
+        file => regular(file?),
+    }
+}
+
+fn regular(file: File) -> io::Result<File> {
+    if file.metadata()?.is_file() { Ok(file) } else { Err(no_regular_file()) }
+}
+
+fn no_regular_file() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "it is a link, a FIFO or a folder, not a regular file; remove it")
+}
+
+/// Reads a regular file of at most `limit` bytes.
+pub(crate) fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let file = open(path, OpenOptions::new().read(true))?;
+    let too_large = |bytes| {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("it has {bytes} bytes, expected at most {limit}; replace it"),
+        )
+    };
+    let bytes = file.metadata()?.len();
+    if bytes > limit {
+        return Err(too_large(bytes));
+    }
+    let mut read = Vec::with_capacity(bytes as usize);
+    // It may grow meanwhile.
+    match file.take(limit + 1).read_to_end(&mut read)? as u64 {
+        bytes if bytes > limit => Err(too_large(bytes)),
+        _ => Ok(read),
+    }
+}
+
+/// Whether an error of a lock, or of the sync of a folder, says that the file system has no such thing: Lustre without
+/// `flock`, and some of CIFS and FUSE.
+#[cfg(unix)]
+pub(crate) fn is_not_offered(error: &io::Error) -> bool {
+    let codes = [libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK, libc::EINVAL, libc::EBADF, libc::EISDIR];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
+/// As above.
+#[cfg(not(unix))]
+pub(crate) fn is_not_offered(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::Unsupported
+}
