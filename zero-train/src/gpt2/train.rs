@@ -220,7 +220,7 @@ fn run_rank<I: FusedBackend>(
             Ok(())
         })?;
     }
-    if let Some(out) = &plan.save_16bit {
+    if let Some(out) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
         let saved = save_16bit(plan, &engine, out)?;
         observe(&mut |observer| {
             observer.say(&saved);

@@ -173,7 +173,7 @@ pub fn check(args: &CheckArgs) -> Result<()> {
     let (plan, filled) = gpt2::outline(&args.file, &args.hyper, args.steps, args.ranks, model.as_ref())?;
     println!("{} is right.", args.file.display());
     if !filled.is_empty() {
-        println!("What stands for \"auto\" in `zero train`, and the option that sets it:");
+        println!("Values of \"auto\" in `zero train`, and the option that sets each:");
         let values: Vec<String> =
             filled.iter().map(|filled| filled.value.as_ref().map_or("?".into(), |value| value.to_string())).collect();
         let widest = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0);
