@@ -269,7 +269,7 @@ grep -qx 'rank 3 of 4, sum 6' "$work"/run/logs/*/attempt-0/rank-3.log || fail 'n
 grep '^attempt 0:' "$work/log"
 
 if [ -n "$zero" ]; then
-    step 'slurm: zero trains, and goes on from a checkpoint after a rank was killed'
+    step 'slurm: zero trains, and resumes from a checkpoint after a rank was killed'
     seq 20000 >"$work/text"
     (
         # The pid of rank 1, once there is a checkpoint to go on from.
@@ -285,7 +285,7 @@ if [ -n "$zero" ]; then
         --model tiny --data "$work/text" --stage 3 --steps 250 --seq 16 --batch 1
     wait
     [ "$(wc -l <"$work/run/metrics.jsonl")" = 250 ] || fail 'metrics.jsonl has not 250 steps'
-    grep -h 'goes on from .*, step [12]00,' "$work"/run/logs/*/attempt-1/rank-0.log || fail 'it began again'
+    grep -h 'resumes from .*, step [12]00,' "$work"/run/logs/*/attempt-1/rank-0.log || fail 'it began again'
 
     step 'slurm: zero with bad input'
     options='--nodes=1 --ntasks-per-node=2 --cpus-per-task=1' job "$zero" 2 1 --model tiny --data "$work/nothing"

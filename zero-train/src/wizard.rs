@@ -1,6 +1,7 @@
 //! The questions of `zero config`, and the file they lead to: an Accelerate YAML, in Accelerate's order and words.
 
 use std::fmt::Write;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 /// Asks a person. What comes back is one of what was offered, or the default.
@@ -19,12 +20,12 @@ pub trait Ask {
     /// [`Stopped`].
     fn yes(&mut self, question: &str, default: bool) -> Result<bool, Stopped>;
 
-    /// A number of at least `least`.
+    /// A number of `range`.
     ///
     /// # Errors
     ///
     /// [`Stopped`].
-    fn number(&mut self, question: &str, least: usize, default: usize) -> Result<usize, Stopped>;
+    fn number(&mut self, question: &str, range: RangeInclusive<usize>, default: usize) -> Result<usize, Stopped>;
 
     /// A number above 0.
     ///
@@ -143,21 +144,23 @@ impl Answers {
     /// [`Stopped`].
     pub fn ask(mut self, ask: &mut dyn Ask) -> Result<Self, Stopped> {
         let defaults = self.clone();
-        self.machines = ask.number("How many machines will train?", 1, defaults.machines)?;
+        self.machines = ask.number("How many machines will train?", 1..=usize::MAX, defaults.machines)?;
         if self.machines > 1 {
             let ranks: Vec<String> = (0..self.machines).map(|rank| rank.to_string()).collect();
             let ranks: Vec<&str> = ranks.iter().map(String::as_str).collect();
             self.machine_rank = ask.choose("Which of them is this one?", &ranks, defaults.machine_rank)?;
             let address = ask.text("The address of machine 0?", "localhost")?;
-            let port = ask.number("The port to meet on there?", 1, 29500)?;
-            self.main_process = Some((address, u16::try_from(port).unwrap_or(29500)));
+            let port = ask.number("The port to meet on there?", 1..=usize::from(u16::MAX), 29500)?;
+            self.main_process = Some((address, port as u16));
         }
-        if ask.yes("Do you have a DeepSpeed configuration file (JSON)?", false)? {
-            self.deepspeed_config = Some(ask.text("Where is it?", "ds_config.json")?.into());
+        let given = self.deepspeed_config.take();
+        if ask.yes("Do you have a DeepSpeed configuration file (JSON)?", given.is_some())? {
+            let default = given.unwrap_or("ds_config.json".into());
+            self.deepspeed_config = Some(ask.text("Where is it?", &default.display().to_string())?.into());
         } else {
             let stages = [
                 "0: every rank holds everything",
-                "1: optimizer state in shards",
+                "1: optimizer state is sharded",
                 "2: and gradients",
                 "3: and parameters",
             ];
@@ -168,22 +171,27 @@ impl Answers {
             if self.stage == 3 {
                 self.offload_param = place(ask, "parameters")?;
             }
-            self.accumulation = ask.number("How many micro-batches make an update?", 1, defaults.accumulation)?;
+            self.accumulation =
+                ask.number("How many micro-batches make a step?", 1..=usize::MAX, defaults.accumulation)?;
             if ask.yes("Clip gradients by their global norm?", defaults.clipping.is_some())? {
                 self.clipping = Some(ask.fraction("At which norm?", defaults.clipping.unwrap_or(1.0))?);
             }
             if self.stage == 3 {
-                self.save_16bit = ask.yes("Save 16-bit weights beside the shards?", defaults.save_16bit)?;
+                self.save_16bit = ask.yes("Save a 16-bit model at the end of training?", defaults.save_16bit)?;
                 self.zero_init =
-                    ask.yes("Build the model in shards, so that it may be larger than a rank's memory?", true)?;
+                    ask.yes("Create the model as shards, so that it may be larger than a rank's memory?", true)?;
             }
         }
-        self.processes = ask.number("How many ranks, over all machines?", self.machines, defaults.processes)?;
-        self.precision = match ask.choose("Which precision?", &PRECISIONS, defaults.precision as usize)? {
-            1 => Precision::Fp16,
-            2 => Precision::Bf16,
-            _ => Precision::No,
-        };
+        let ranks = defaults.processes.max(self.machines);
+        self.processes = ask.number("How many ranks, over all machines?", self.machines..=usize::MAX, ranks)?;
+        // A DeepSpeed file says it itself.
+        if self.deepspeed_config.is_none() {
+            self.precision = match ask.choose("Which precision?", &PRECISIONS, defaults.precision as usize)? {
+                1 => Precision::Fp16,
+                2 => Precision::Bf16,
+                _ => Precision::No,
+            };
+        }
         Ok(self)
     }
 
@@ -281,8 +289,10 @@ mod tests {
             Ok(self.next(question)? == "yes")
         }
 
-        fn number(&mut self, question: &str, _least: usize, _default: usize) -> Result<usize, Stopped> {
-            Ok(self.next(question)?.parse().unwrap())
+        fn number(&mut self, question: &str, range: RangeInclusive<usize>, _default: usize) -> Result<usize, Stopped> {
+            let number = self.next(question)?.parse().unwrap();
+            // A terminal asks again.
+            if range.contains(&number) { Ok(number) } else { Err(Stopped(format!("{number} of {range:?}"))) }
         }
 
         fn fraction(&mut self, question: &str, _default: f64) -> Result<f64, Stopped> {
@@ -350,7 +360,7 @@ mod tests {
 
     #[test]
     fn several_machines_and_a_file() {
-        let (answers, _) = answered(&["2", "1", "10.0.0.1", "4242", "yes", "ds.json", "4", "no"]);
+        let (answers, _) = answered(&["2", "1", "10.0.0.1", "4242", "yes", "ds.json", "4"]);
         let yaml = answers.to_yaml();
         for line in [
             "  deepspeed_config_file: 'ds.json'",
@@ -363,6 +373,29 @@ mod tests {
         }
         // Accelerate refuses it beside a file.
         assert!(!yaml.contains("mixed_precision"));
+    }
+
+    #[test]
+    fn a_file_given_by_flag_is_asked_about_and_can_be_left() {
+        let given = Answers { deepspeed_config: Some("ds.json".into()), ..Answers::default() };
+        let mut script = Script { answers: vec!["1", "no", "1", "1", "no", "2", "no"], asked: Vec::new() };
+        let answers = given.ask(&mut script).unwrap();
+        assert_eq!(answers.deepspeed_config, None);
+        assert!(!answers.to_yaml().contains("deepspeed_config_file"));
+    }
+
+    #[test]
+    fn a_port_is_none_beyond_65535() {
+        let mut script = Script { answers: vec!["2", "1", "10.0.0.1", "70000"], asked: Vec::new() };
+        let stopped = Answers::default().ask(&mut script).unwrap_err();
+        assert!(stopped.to_string().contains("70000 of 1..=65535"), "{stopped}");
+    }
+
+    #[test]
+    fn with_a_file_the_precision_is_not_asked_for() {
+        let (answers, asked) = answered(&["1", "yes", "ds.json", "4"]);
+        assert!(asked.iter().all(|question| !question.contains("precision")), "{asked:?}");
+        assert!(answers.to_yaml().contains("deepspeed_config_file: 'ds.json'"));
     }
 
     #[test]

@@ -15,7 +15,7 @@ ZERO = os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else "target/debug/zero"
 DOWN = b"\x1b[B"
 ANSWERS = [("How many machines", b""), ("DeepSpeed configuration file", b""), ("Which ZeRO stage", DOWN),
            ("Where to keep optimizer", b""), ("Where to keep parameters", b""), ("micro-batches make", b"4"),
-           ("Clip gradients", b"y"), ("At which norm", b"0.5"), ("Save 16-bit", b""), ("Build the model", b""),
+           ("Clip gradients", b"y"), ("At which norm", b"0.5"), ("Save a 16-bit", b""), ("Create the model", b""),
            ("How many ranks", b"3"), ("Which precision", b"")]
 EXPECTED = ["  gradient_accumulation_steps: 4", "  gradient_clipping: 0.5", "  zero_stage: 3", "num_processes: 3"]
 

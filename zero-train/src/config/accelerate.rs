@@ -77,6 +77,7 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
         findings.problem("num_processes", ProblemKind::Value { expected: "at least 1".to_owned(), got });
     }
     let kind = at("distributed_type").and_then(Node::as_text).unwrap_or_default().to_ascii_uppercase();
+    let processes = processes.or((kind == "NO").then_some(1));
     let deepspeed = distributed(&kind, processes, findings);
     let deepspeed_file = at("deepspeed_config.deepspeed_config_file")
         .and_then(Node::as_text)
@@ -88,7 +89,7 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     if let Some(inner) = &accelerate.deepspeed_file {
         let refuse = |path: String, instead: &str, findings: &mut Findings| {
             let message = format!(
-                "stands beside deepspeed_config_file, and Accelerate refuses two truths: remove it \
+                "stands beside deepspeed_config_file, and Accelerate refuses both: remove it \
                 here and write `{instead}` in {inner}"
             );
             findings.conflict(&path, message);

@@ -8,7 +8,7 @@ use super::plan::{DataType, LossScale, Offload, OffloadDevice, Precision, ZeroPl
 use super::schedule::{SchedulePlan, WarmupType};
 use crate::engine::{EngineConfig, EngineError};
 use crate::loss_scale::{DynamicLossScale, LossScaler};
-use crate::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
+use crate::schedule::{CycleMomentum, OneCycle, Schedule, Warmup, at_least_two};
 
 /// The optimizer of a plan that names none: AdamW with PyTorch's defaults.
 const DEFAULT_OPTIMIZER: OptimizerPlan =
@@ -148,9 +148,11 @@ impl ZeroPlan {
         match self.schedule {
             None => Schedule::Constant(base_lr),
             Some(SchedulePlan::WarmupLr { min_lr, max_lr, warmup_steps, warmup_type }) => {
+                let warmup_steps = at_least_two(warmup_steps);
                 Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind: warmup(warmup_type) }
             }
             Some(SchedulePlan::WarmupDecayLr { min_lr, max_lr, warmup_steps, warmup_type, total_steps }) => {
+                let warmup_steps = at_least_two(warmup_steps);
                 Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind: warmup(warmup_type), total_steps }
             }
             Some(SchedulePlan::WarmupCosineLr {
@@ -163,7 +165,7 @@ impl ZeroPlan {
                 base_lr,
                 total_steps,
                 warmup_min_ratio,
-                warmup_steps,
+                warmup_steps: at_least_two(warmup_steps),
                 cos_min_ratio,
                 kind: warmup(warmup_type),
             },

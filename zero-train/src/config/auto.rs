@@ -5,7 +5,8 @@ use super::node::Node;
 /// The program's side of a configuration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Context {
-    /// Number of ranks. Without it the file's `num_processes` counts, and without that 1.
+    /// Number of ranks. Without it the file's `num_processes` counts, and without that what its three batch sizes come to, if
+    /// it has all of them, or 1.
     pub world: Option<usize>,
     /// Values for `"auto"`.
     pub auto: Auto,
@@ -44,6 +45,17 @@ pub struct Auto {
     pub save_16bit_model: Option<bool>,
 }
 
+/// An `"auto"` of a file, and what stands for it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Filled {
+    /// The dotted path of the key.
+    pub path: String,
+    /// What fills it: options of `zero train`.
+    pub by: &'static str,
+    /// The value; `None` for one that the program has yet to supply.
+    pub value: Option<Node>,
+}
+
 /// Accelerate's `mixed_precision`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MixedPrecision {
@@ -79,6 +91,25 @@ pub(super) enum Fill {
 }
 
 impl Fill {
+    /// What fills the key, as options of `zero train`.
+    pub(super) fn by(self) -> &'static str {
+        match self {
+            Fill::None | Fill::MinLearningRate => "its default",
+            // The arithmetic of the three knows.
+            Fill::Batch => "the other batch sizes",
+            Fill::ReduceBucket | Fill::Prefetch | Fill::Persistence => "the hidden size of --model",
+            Fill::LearningRate => "--lr",
+            Fill::WeightDecay => "--weight-decay",
+            Fill::Betas => "--beta1, --beta2",
+            Fill::Epsilon => "--eps",
+            Fill::TotalSteps => "--steps",
+            Fill::WarmupSteps => "--warmup",
+            Fill::Clipping => "--clip",
+            Fill::SaveModel => "false, as in Accelerate",
+            Fill::Fp16 | Fill::Bf16 => "--dtype",
+        }
+    }
+
     /// The value, or what the program would have to supply.
     pub(super) fn value(self, auto: &Auto) -> Result<Node, &'static str> {
         const HIDDEN: &str = "supply the model's hidden size (Auto::hidden_size), or give a number of elements";

@@ -57,7 +57,7 @@ impl ZeroPlanBuilder {
         param_persistence_threshold: usize => "zero_optimization.stage3_param_persistence_threshold";
         /// Whether gradients are reduced while the backward pass goes on.
         overlap_comm: bool => "zero_optimization.overlap_comm";
-        /// Whether whole 16-bit weights are saved beside the shards. Stage 3.
+        /// Whether whole 16-bit weights are saved at the end of training. Stage 3.
         save_16bit_model: bool => "zero_optimization.stage3_gather_16bit_weights_on_model_save";
         /// Highest norm of the whole gradient; 0 does not clip.
         gradient_clipping: f64 => "gradient_clipping";
@@ -121,12 +121,12 @@ impl ZeroPlanBuilder {
         self.set("scheduler", value.to_node())
     }
 
-    /// Where optimizer state is kept. Not acted on yet: there is a warning.
+    /// Where optimizer state is kept.
     pub fn offload_optimizer(self, value: &Offload) -> Self {
         self.set("zero_optimization.offload_optimizer", offload(value, false))
     }
 
-    /// Where parameters are kept. Not acted on yet: there is a warning. Stage 3.
+    /// Where parameters are kept. Stage 3.
     pub fn offload_param(self, value: &Offload) -> Self {
         self.set("zero_optimization.offload_param", offload(value, true))
     }

@@ -42,6 +42,7 @@ fn old_form(node: &mut Node, findings: &mut Findings) {
 }
 
 fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
+    let mut folder = None;
     for section in ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"] {
         let Some(offload) = tree.at(section) else { continue };
         let device = offload.get("device").and_then(Node::as_text).filter(|word| !is_none(word) && *word != "auto");
@@ -54,9 +55,19 @@ fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
             findings.conflict(&format!("{section}.device"), message);
         }
         let path = offload.get("nvme_path").and_then(Node::as_text).filter(|path| !is_none(path) && !path.is_empty());
-        if device.eq_ignore_ascii_case("nvme") && path.is_none() {
-            let what = "the device is nvme; give the folder to write to".to_owned();
-            findings.problem(&format!("{section}.nvme_path"), ProblemKind::Missing { what });
+        match path {
+            _ if !device.eq_ignore_ascii_case("nvme") => {}
+            None => {
+                let what = "the device is nvme; give the folder to write to".to_owned();
+                findings.problem(&format!("{section}.nvme_path"), ProblemKind::Missing { what });
+            }
+            Some(path) => {
+                let first = *folder.get_or_insert(path);
+                if first != path {
+                    let message = format!("has no effect: parameters lie in the optimizer state's folder, {first}");
+                    findings.warn(&format!("{section}.nvme_path"), message);
+                }
+            }
         }
         if offload.get("ratio").and_then(Node::as_f64).is_some_and(|ratio| ratio < 1.0) && !stage.shards_parameters() {
             let message = format!("a part can only be offloaded at stage 3, and this is stage {stage}: remove the key");

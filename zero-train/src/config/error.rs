@@ -3,7 +3,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use super::auto::Filled;
 use super::batch::BatchError;
+use super::node::Node;
 
 /// The two formats read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,6 +176,7 @@ pub(super) struct Findings {
     pub(super) names: Vec<(String, String, String)>,
     pub(super) problems: Vec<Problem>,
     pub(super) warnings: Vec<Warning>,
+    pub(super) filled: Vec<Filled>,
 }
 
 impl Findings {
@@ -196,6 +199,14 @@ impl Findings {
     pub(super) fn warn(&mut self, path: &str, message: impl Into<String>) {
         let path = self.shown(path).1;
         self.warnings.push(Warning { path, message: message.into() });
+    }
+
+    /// What stands for an `"auto"`; the first time counts.
+    pub(super) fn filled(&mut self, path: &str, by: &'static str, value: Option<Node>) {
+        let path = self.shown(path).1;
+        if self.filled.iter().all(|filled| filled.path != path) {
+            self.filled.push(Filled { path, by, value });
+        }
     }
 
     /// The warnings, or all problems.

@@ -1,12 +1,22 @@
 //! The plan in plain words.
 
+use super::auto::Filled;
 use super::optimizer::OptimizerPlan;
 use super::plan::{LossScale, OffloadDevice, Precision, ZeroPlan};
 use super::schedule::SchedulePlan;
+use crate::schedule::at_least_two;
 
 impl ZeroPlan {
     /// The plan in a few lines that say what happens to someone who never saw the file.
     pub fn explain(&self) -> String {
+        self.explain_filled(&[])
+    }
+
+    /// As [`explain`](Self::explain); a size for which nothing stands in `filled` yet is told as `"auto"`.
+    pub fn explain_filled(&self, filled: &[Filled]) -> String {
+        let open = |key: &str| filled.iter().any(|filled| filled.value.is_none() && filled.path.ends_with(key));
+        let size = |key, value| if open(key) { "\"auto\"".to_owned() } else { number(value) };
+        let bucket = size("reduce_bucket_size", self.reduce_bucket_size);
         let mut lines = vec![
             format!("ZeRO stage {} over {}: {}.", self.stage, count(self.world, "rank"), self.sharding()),
             format!(
@@ -26,16 +36,16 @@ impl ZeroPlan {
                 self.schedule.as_ref().map_or_else(|| "no schedule".to_owned(), describe_schedule)
             ),
             match self.gradient_clipping {
-                Some(norm) => format!("Gradients: clipped to a global norm of {norm}, {}.", self.reduction()),
-                None => format!("Gradients: not clipped, {}.", self.reduction()),
+                Some(norm) => format!("Gradients: clipped to a global norm of {norm}, {}.", self.reduction(&bucket)),
+                None => format!("Gradients: not clipped, {}.", self.reduction(&bucket)),
             },
         ];
         if self.stage.shards_parameters() {
             lines.push(format!(
-                "Parameters: gathered {} elements ahead of their use; one stays gathered if it has up to {} elements, or \
-                is used again within {} and no more than {} are held.",
-                number(self.prefetch_bucket_size),
-                number(self.param_persistence_threshold),
+                "Parameters: {} elements are prefetched (all-gather ahead of use); one stays gathered if it has up to {} \
+                elements, or is used again within {} and no more than {} are held.",
+                size("prefetch_bucket_size", self.prefetch_bucket_size),
+                size("param_persistence_threshold", self.param_persistence_threshold),
                 number(self.max_reuse_distance),
                 number(self.max_live_parameters),
             ));
@@ -59,21 +69,21 @@ impl ZeroPlan {
 
     fn sharding(&self) -> &'static str {
         match self.stage.number() {
-            0 => "every rank holds everything; gradients are averaged",
-            1 => "each rank keeps its part of the optimizer state, and whole gradients and parameters",
-            2 => "each rank keeps its part of the optimizer state and of the gradients, and whole parameters",
-            _ => "each rank keeps its part of the optimizer state, of the gradients and of the parameters",
+            0 => "nothing is sharded, every rank holds all model state (data parallel)",
+            1 => "optimizer state is sharded, every rank holds all gradients and parameters",
+            2 => "optimizer state and gradients are sharded, every rank holds all parameters",
+            _ => "optimizer state, gradients and parameters are sharded",
         }
     }
 
-    fn reduction(&self) -> String {
+    fn reduction(&self, bucket: &str) -> String {
         let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", dtype.name()));
         let overlap = match self.overlap_comm {
-            Some(true) => " during the backward pass",
+            Some(true) => ", overlapped with the backward pass",
             Some(false) => " after the backward pass",
             None => "",
         };
-        format!("averaged over the ranks{dtype} in buckets of {} elements{overlap}", number(self.reduce_bucket_size))
+        format!("averaged over the ranks{dtype} in buckets of {bucket} elements{overlap}")
     }
 }
 
@@ -113,16 +123,22 @@ fn describe_optimizer(plan: &OptimizerPlan) -> String {
 fn describe_schedule(plan: &SchedulePlan) -> String {
     match plan {
         SchedulePlan::WarmupLr { min_lr, max_lr, warmup_steps, warmup_type } => {
-            format!("{min_lr} to {max_lr} in {warmup_steps} steps ({}), then constant", warmup_type.name())
+            format!(
+                "{min_lr} to {max_lr} in {} steps ({}), then constant",
+                at_least_two(*warmup_steps),
+                warmup_type.name()
+            )
         }
         SchedulePlan::WarmupDecayLr { min_lr, max_lr, warmup_steps, warmup_type, total_steps } => format!(
-            "{min_lr} to {max_lr} in {warmup_steps} steps ({}), then linearly to 0 at step {total_steps}",
+            "{min_lr} to {max_lr} in {} steps ({}), then linearly to 0 at step {total_steps}",
+            at_least_two(*warmup_steps),
             warmup_type.name()
         ),
         SchedulePlan::WarmupCosineLr { total_steps, warmup_min_ratio, warmup_steps, cos_min_ratio, warmup_type } => {
             format!(
-                "{warmup_min_ratio} to 1 times the optimizer's in {warmup_steps} steps ({}), then along a cosine to \
+                "{warmup_min_ratio} to 1 times the optimizer's in {} steps ({}), then along a cosine to \
                 {cos_min_ratio} times at step {total_steps}",
+                at_least_two(*warmup_steps),
                 warmup_type.name()
             )
         }

@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use zero_core::Stage;
 
@@ -44,8 +44,8 @@ impl Config {
         Self::from_text(path, format, &text)
     }
 
-    /// As [`from_file`](Self::from_file), with the text at hand. `path` names it in messages, and a
-    /// `deepspeed_config_file` is looked for beside it.
+    /// As [`from_file`](Self::from_file), with the text at hand. `path` names it in messages; a relative
+    /// `deepspeed_config_file` is looked for in the working directory, as by Accelerate, and else beside it.
     ///
     /// # Errors
     ///
@@ -87,9 +87,18 @@ impl Config {
         let Accelerate { mut tree, names, processes, deepspeed_file } = accelerate::convert(&file, node, &mut findings);
         findings.names = names;
         if let Some(name) = deepspeed_file {
-            let inner = path.parent().unwrap_or(Path::new("")).join(name);
+            // From the working directory, as Accelerate; else beside the YAML, with which it may have been copied.
+            let beside = path.parent().unwrap_or(Path::new("")).join(&name);
+            let inner = if Path::new(&name).is_file() { PathBuf::from(name) } else { beside };
             findings.file = inner.display().to_string();
-            tree = parse(&findings.file, Format::Json, &read(&inner)?)?;
+            let text = read(&inner).map_err(|error| match error {
+                ConfigError::Io { path, source } => {
+                    let looked = format!("{source}; looked in the working directory, then beside {file}");
+                    ConfigError::Io { path, source: std::io::Error::new(source.kind(), looked) }
+                }
+                other => other,
+            })?;
+            tree = parse(&findings.file, Format::Json, &text)?;
             if tree.get("zero_optimization").is_none() {
                 let what = "Accelerate asks for this section in a deepspeed_config_file".to_owned();
                 findings.problem("zero_optimization", ProblemKind::Missing { what });

@@ -31,7 +31,7 @@ mod rule;
 mod schedule;
 mod walk;
 
-pub use auto::{Auto, Context, MixedPrecision};
+pub use auto::{Auto, Context, Filled, MixedPrecision};
 pub use batch::{Batch, BatchError};
 pub use builder::ZeroPlanBuilder;
 pub use error::{ConfigError, Format, Problem, ProblemKind, Warning};

@@ -60,7 +60,8 @@ pub struct ZeroPlan {
     pub report: Report,
     /// How long ranks wait for one another, and what they leave when one does not come.
     pub watchdog: Watchdog,
-    /// Whether whole 16-bit weights are saved beside the shards. Not acted on yet: there is a warning. Stage 3.
+    /// Whether whole 16-bit weights are saved at the end of training: the GPT-2 command does it, a program of its own calls
+    /// [`ZeroEngine::export`](crate::engine::ZeroEngine::export). Stage 3.
     pub save_16bit_model: bool,
     /// Everything accepted that does not do what it says.
     pub warnings: Vec<Warning>,

@@ -116,6 +116,11 @@ impl<'a> Reader<'a> {
         self.findings.borrow_mut().warn(&self.path(name), message);
     }
 
+    /// What stands for an `"auto"`.
+    pub(super) fn filled(&self, name: &str, by: &'static str, value: Option<Node>) {
+        self.findings.borrow_mut().filled(&self.path(name), by, value);
+    }
+
     fn inner(&self, node: Option<&'a Node>, keys: &'static [Key], path: String) -> Reader<'a> {
         Reader { node, keys, path, stage: self.stage, auto: self.auto, findings: self.findings }
     }
@@ -131,10 +136,17 @@ impl<'a> Reader<'a> {
         if !value.is_auto() || key.kind.accepts(value) {
             return value.clone();
         }
-        if matches!(key.fill, Fill::None | Fill::Batch) || self.stage < key.from_stage {
+        // The batch sizes fill one another.
+        if key.fill == Fill::Batch || self.stage < key.from_stage {
             return default();
         }
-        match key.fill.value(self.auto) {
+        if key.fill == Fill::None {
+            self.filled(name, Fill::None.by(), Some(default()));
+            return default();
+        }
+        let value = key.fill.value(self.auto);
+        self.filled(name, key.fill.by(), value.as_ref().ok().cloned());
+        match value {
             Ok(value) if key.kind.accepts(&value) => value,
             Ok(value) => {
                 self.problem(name, ProblemKind::Value { expected: key.kind.expected(), got: value.to_string() });

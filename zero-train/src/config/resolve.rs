@@ -5,15 +5,19 @@ use std::path::PathBuf;
 
 use zero_core::offload::AioOptions;
 
-use super::auto::{Auto, Context};
+use super::auto::{Auto, Context, Filled};
 use super::batch::Batch;
-use super::error::{ConfigError, ProblemKind};
+use super::error::{ConfigError, Findings, ProblemKind};
 use super::keys::DEEPSPEED;
 use super::load::Config;
+use super::node::Node;
 use super::optimizer::OptimizerPlan;
 use super::plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
 use super::reader::Reader;
 use super::schedule::SchedulePlan;
+
+/// The three batch sizes: of a step, of a rank's micro-batch, and micro-batches of a step.
+const SIZES: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 fn watchdog(top: &Reader<'_>) -> Watchdog {
     let section = top.section("watchdog");
@@ -30,6 +34,26 @@ impl Config {
     ///
     /// [`ConfigError::Invalid`] with every problem found.
     pub fn resolve(&self, context: &Context) -> Result<ZeroPlan, ConfigError> {
+        let (mut plan, findings) = self.read(context);
+        plan.warnings = findings.finish()?;
+        Ok(plan)
+    }
+
+    /// As [`resolve`](Self::resolve), for someone who wants to see what the file means before everything is known: an
+    /// `"auto"` that `context` does not fill is no error but listed, without a value; the plan has the key's default there.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Invalid`] with every other problem found.
+    pub fn outline(&self, context: &Context) -> Result<(ZeroPlan, Vec<Filled>), ConfigError> {
+        let (mut plan, mut findings) = self.read(context);
+        findings.problems.retain(|problem| !matches!(problem.kind, ProblemKind::Unfilled { .. }));
+        let filled = std::mem::take(&mut findings.filled);
+        plan.warnings = findings.finish()?;
+        Ok((plan, filled))
+    }
+
+    fn read(&self, context: &Context) -> (ZeroPlan, Findings) {
         let findings = RefCell::new(self.findings.clone());
         let auto = &context.auto;
         let top = Reader::new(&self.tree, DEEPSPEED, self.stage.number(), auto, &findings);
@@ -38,7 +62,13 @@ impl Config {
         let optimizer = OptimizerPlan::read(&top);
         let sizes = batch_sizes(&top, auto);
         let batch = Batch::find(sizes, world, &mut findings.borrow_mut());
-        let mut plan = ZeroPlan {
+        let by = ["--batch x --accumulation x ranks", "--batch", "--accumulation"];
+        for ((key, by), value) in SIZES.into_iter().zip(by).zip([batch.global, batch.micro, batch.accumulation]) {
+            if top.is_auto(key) {
+                top.filled(key, by, Some(Node::from(value)));
+            }
+        }
+        let plan = ZeroPlan {
             stage: self.stage,
             world,
             batch,
@@ -71,8 +101,21 @@ impl Config {
             save_16bit_model: zero.bool("stage3_gather_16bit_weights_on_model_save"),
             warnings: Vec::new(),
         };
-        plan.warnings = findings.into_inner().finish()?;
-        Ok(plan)
+        (plan, findings.into_inner())
+    }
+
+    /// The folder of the disk that the file offloads to, if it does; a program measures its room before it plans.
+    pub fn nvme_path(&self) -> Option<PathBuf> {
+        let (auto, findings) = (Auto::default(), RefCell::default());
+        let zero =
+            Reader::new(&self.tree, DEEPSPEED, self.stage.number(), &auto, &findings).section("zero_optimization");
+        let sections = [("offload_optimizer", false), ("offload_param", true)];
+        sections.into_iter().find_map(|(name, of_parameters)| {
+            match offload(&zero.section(name), of_parameters)?.device {
+                OffloadDevice::Nvme { path } => Some(path),
+                OffloadDevice::Cpu => None,
+            }
+        })
     }
 
     /// What the file says of waits, which a program may need before it knows its ranks.
@@ -92,7 +135,13 @@ impl Config {
                 program
             }
             (Some(world), _) | (None, Some(world)) => world,
-            (None, None) => 1,
+            (None, None) => match SIZES.map(|key| top.maybe_usize(key).filter(|_| top.given(key))) {
+                [Some(global), Some(micro), Some(accumulation)] => {
+                    let of_a_rank = micro.checked_mul(accumulation).filter(|rows| global.is_multiple_of(*rows));
+                    of_a_rank.and_then(|rows| global.checked_div(rows)).unwrap_or(1).max(1)
+                }
+                _ => 1,
+            },
         }
     }
 }
@@ -100,8 +149,7 @@ impl Config {
 /// Global batch, micro-batch, accumulation. For `"auto"`, or where the file has nothing to start from, the program's
 /// value counts; the rest is left to the arithmetic.
 fn batch_sizes(top: &Reader<'_>, auto: &Auto) -> [Option<usize>; 3] {
-    let [global, micro, accumulation] =
-        ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
+    let [global, micro, accumulation] = SIZES;
     let absent = |key: &str| !top.given(key) && !top.is_auto(key);
     let supplied = |key: &str, value: Option<usize>, wanted: bool| {
         if top.given(key) {
@@ -116,7 +164,7 @@ fn batch_sizes(top: &Reader<'_>, auto: &Auto) -> [Option<usize>; 3] {
         }
         value
     };
-    let sizeless = absent(global) && absent(micro);
+    let sizeless = !top.given(global) && !top.given(micro);
     [
         supplied(global, None, false),
         supplied(micro, auto.micro_batch, sizeless),

@@ -127,6 +127,9 @@ impl SchedulePlan {
             }
             total
         };
+        if let Some(lr) = lr.filter(|_| params.is_auto("warmup_max_lr")) {
+            params.filled("warmup_max_lr", "the optimizer's lr", Some(lr.into()));
+        }
         let max_lr = || match lr {
             Some(lr) if params.is_auto("warmup_max_lr") || name == "WarmupLR" && !params.given("warmup_max_lr") => lr,
             None if name == "WarmupLR" && !params.given("warmup_max_lr") && !params.is_auto("warmup_max_lr") => {

@@ -26,6 +26,24 @@ pub struct TokenRows {
     seq: usize,
 }
 
+impl Source<'_> {
+    /// The length of rows that the data itself fixes, without reading them: of a safetensors file.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] when there is such a file and it cannot be read.
+    pub fn row_length(&self) -> Result<Option<usize>, TrainError> {
+        self.safetensors().map(|path| safetensors_rows::with_ids(path, |ids| Ok(ids.shape()[1]))).transpose()
+    }
+
+    fn safetensors(&self) -> Option<&Path> {
+        match self {
+            Source::File(path) if path.extension().is_some_and(|ending| ending == "safetensors") => Some(path),
+            _ => None,
+        }
+    }
+}
+
 impl TokenRows {
     /// Of all tokens and the rows' length, to tell data from other data.
     pub fn checksum(&self) -> u32 {
@@ -49,7 +67,7 @@ impl TokenRows {
         n_positions: usize,
     ) -> Result<Self, TrainError> {
         let (name, rows) = match source {
-            Source::File(path) if path.extension().is_some_and(|ending| ending == "safetensors") => {
+            Source::File(path) if source.safetensors().is_some() => {
                 (path.to_path_buf(), safetensors_rows::read(path, seq)?)
             }
             Source::File(path) => {

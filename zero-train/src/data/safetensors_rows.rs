@@ -4,12 +4,17 @@ use std::fs::File;
 use std::path::Path;
 
 use memmap2::Mmap;
+use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
 use super::TokenRows;
 use crate::TrainError;
 
-pub(super) fn read(path: &Path, seq: Option<usize>) -> Result<TokenRows, TrainError> {
+/// Gives `body` the tensor `input_ids` of the file, which has two dimensions and at least one row.
+pub(super) fn with_ids<T>(
+    path: &Path,
+    body: impl FnOnce(&TensorView<'_>) -> Result<T, TrainError>,
+) -> Result<T, TrainError> {
     let io = |source| TrainError::Io { action: "read", path: path.to_path_buf(), source };
     let problem = |problem: String| TrainError::Data { path: path.to_path_buf(), problem };
     let file = File::open(path).map_err(io)?;
@@ -22,31 +27,37 @@ pub(super) fn read(path: &Path, seq: Option<usize>) -> Result<TokenRows, TrainEr
         let names = tensors.names();
         problem(format!("has no tensor input_ids (it has {names:?}): expected an int tensor input_ids of [rows, T]"))
     })?;
-    let &[rows, t] = ids.shape() else {
-        return Err(problem(format!("input_ids has shape {:?}: expected two dimensions, [rows, T]", ids.shape())));
-    };
-    if rows == 0 {
-        return Err(problem("input_ids has no rows: expected at least one".into()));
+    match ids.shape() {
+        [0, _] => Err(problem("input_ids has no rows: expected at least one".into())),
+        [_, _] => body(&ids),
+        other => Err(problem(format!("input_ids has shape {other:?}: expected two dimensions, [rows, T]"))),
     }
-    if let Some(seq) = seq.filter(|&seq| seq != t) {
-        return Err(TrainError::Option {
-            option: "seq",
-            got: seq.to_string(),
-            expected: format!("{} has rows of {t} tokens: leave --seq out, or set it to {t}", path.display()),
-        });
-    }
-    let too_large = |id: i64| problem(format!("token id {id} is outside of any vocabulary: expected 0 or more"));
-    let narrow = |id: i64| i32::try_from(id).map_err(|_| too_large(id));
-    let data = ids.data();
-    let tokens: Result<Vec<i32>, TrainError> = match ids.dtype() {
-        Dtype::I64 => data.chunks_exact(8).map(|b| narrow(i64::from_le_bytes(bytes(b)))).collect(),
-        Dtype::I32 => data.chunks_exact(4).map(|b| Ok(i32::from_le_bytes(bytes(b)))).collect(),
-        Dtype::U32 => data.chunks_exact(4).map(|b| narrow(u32::from_le_bytes(bytes(b)).into())).collect(),
-        Dtype::U16 => data.chunks_exact(2).map(|b| Ok(u16::from_le_bytes(bytes(b)).into())).collect(),
-        Dtype::I16 => data.chunks_exact(2).map(|b| Ok(i16::from_le_bytes(bytes(b)).into())).collect(),
-        other => Err(problem(format!("input_ids has type {other:?}: expected I64, I32, U32, I16 or U16"))),
-    };
-    Ok(TokenRows { tokens: tokens?, seq: t })
+}
+
+pub(super) fn read(path: &Path, seq: Option<usize>) -> Result<TokenRows, TrainError> {
+    with_ids(path, |ids| {
+        let problem = |problem: String| TrainError::Data { path: path.to_path_buf(), problem };
+        let t = ids.shape()[1];
+        if let Some(seq) = seq.filter(|&seq| seq != t) {
+            return Err(TrainError::Option {
+                option: "seq",
+                got: seq.to_string(),
+                expected: format!("{} has rows of {t} tokens: leave --seq out, or set it to {t}", path.display()),
+            });
+        }
+        let too_large = |id: i64| problem(format!("token id {id} is outside of any vocabulary: expected 0 or more"));
+        let narrow = |id: i64| i32::try_from(id).map_err(|_| too_large(id));
+        let data = ids.data();
+        let tokens: Result<Vec<i32>, TrainError> = match ids.dtype() {
+            Dtype::I64 => data.chunks_exact(8).map(|b| narrow(i64::from_le_bytes(bytes(b)))).collect(),
+            Dtype::I32 => data.chunks_exact(4).map(|b| Ok(i32::from_le_bytes(bytes(b)))).collect(),
+            Dtype::U32 => data.chunks_exact(4).map(|b| narrow(u32::from_le_bytes(bytes(b)).into())).collect(),
+            Dtype::U16 => data.chunks_exact(2).map(|b| Ok(u16::from_le_bytes(bytes(b)).into())).collect(),
+            Dtype::I16 => data.chunks_exact(2).map(|b| Ok(i16::from_le_bytes(bytes(b)).into())).collect(),
+            other => Err(problem(format!("input_ids has type {other:?}: expected I64, I32, U32, I16 or U16"))),
+        };
+        Ok(TokenRows { tokens: tokens?, seq: t })
+    })
 }
 
 fn bytes<const N: usize>(chunk: &[u8]) -> [u8; N] {
@@ -56,7 +67,6 @@ fn bytes<const N: usize>(chunk: &[u8]) -> [u8; N] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use safetensors::tensor::TensorView;
 
     fn file(name: &str, dtype: Dtype, shape: Vec<usize>, data: &[u8]) -> tempfile::NamedTempFile {
         let view = TensorView::new(dtype, shape, data).unwrap();

@@ -310,7 +310,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         result
     }
 
-    /// A forward pass without gradients, at any time, also between micro-batches. Ranks may differ in it.
+    /// A forward pass without gradients, at any time, also between micro-batches. Ranks may differ in it, unless they gather
+    /// together ([`Gathers::Collective`](zero_burn::config::Gathers::Collective), as with NCCL).
     pub fn evaluate<R>(&self, f: impl FnOnce(&M::InnerModule) -> R) -> R {
         f(&self.model().valid())
     }

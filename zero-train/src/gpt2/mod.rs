@@ -2,6 +2,7 @@
 
 mod backend;
 mod checkpoints;
+mod fit;
 mod observer;
 mod options;
 mod plan;
@@ -16,10 +17,12 @@ use std::process::ExitCode;
 
 pub use backend::BackendChoice;
 pub use checkpoints::Checkpoints;
-pub use options::{Dtype, GathersChoice, OffloadChoice, OffloadTo, Options};
-pub use plan::{MemoryNeed, Plan};
+pub use fit::MemoryNeed;
+pub use options::{Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options};
+pub use plan::Plan;
 pub use predict::Prediction;
 pub use report::Summary;
+pub use zero_plan::outline;
 
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::exit::end_process;

@@ -1,10 +1,45 @@
 //! The command line, as given.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 
 use super::BackendChoice;
+
+/// What stands for `"auto"` in a configuration file, and without a file is used as it is.
+#[derive(Debug, Clone, Default, Args)]
+pub struct Hyperparameters {
+    /// Rows per rank and micro-batch [default: 1]
+    #[arg(long, visible_alias = "per-device-train-batch-size")]
+    pub batch: Option<usize>,
+    /// Micro-batches per step [default: 1]
+    #[arg(long, visible_alias = "gradient-accumulation-steps")]
+    pub accumulation: Option<usize>,
+    /// Learning rate of the optimizer [default: 0.001]
+    #[arg(long, visible_alias = "learning-rate")]
+    pub lr: Option<f64>,
+    /// AdamW's decay of the first moment [default: 0.9]
+    #[arg(long)]
+    pub beta1: Option<f64>,
+    /// AdamW's decay of the second moment [default: 0.999]
+    #[arg(long)]
+    pub beta2: Option<f64>,
+    /// AdamW's epsilon, for numerical stability [default: 1e-8]
+    #[arg(long)]
+    pub eps: Option<f64>,
+    /// AdamW's weight decay [default: 0.01]
+    #[arg(long)]
+    pub weight_decay: Option<f64>,
+    /// Warm-up steps, over which the learning rate rises linearly from 0 [default: 0]
+    #[arg(long, value_name = "STEPS")]
+    pub warmup: Option<usize>,
+    /// Clip gradients to this global L2 norm; 0 for no clipping [default: 0, or 1 for "auto"]
+    #[arg(long, value_name = "NORM", visible_alias = "max-grad-norm")]
+    pub clip: Option<f64>,
+    /// Precision of the model, with fp32 master weights in the optimizer [default: fp32]
+    #[arg(long, visible_alias = "mixed-precision")]
+    pub dtype: Option<Dtype>,
+}
 
 /// Options of GPT-2 training. What is not given is taken from `--config`, and without that has the default named.
 #[derive(Debug, Clone, Args)]
@@ -24,51 +59,25 @@ pub struct Options {
     #[arg(long, value_name = "BACKEND", default_value = "cpu")]
     pub backend: BackendChoice,
     /// A DeepSpeed JSON or an Accelerate YAML; other options fill its "auto" values and must not contradict it
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", visible_alias = "config-file")]
     pub config: Option<PathBuf>,
     /// ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded over the ranks
     /// [default: 3]
-    #[arg(long)]
+    #[arg(long, visible_alias = "zero-stage")]
     pub stage: Option<u8>,
-    /// Number of data-parallel ranks (threads of this process) [default: 2, or the processes that a launcher started]
+    /// Number of data-parallel ranks: threads of this process, or the processes that a launcher started [default: 2, or what
+    /// the launcher or the file says]
     #[arg(long)]
     pub ranks: Option<usize>,
     /// Training steps
     #[arg(long, default_value_t = 20)]
     pub steps: usize,
-    /// Rows per rank and micro-batch [default: 1]
-    #[arg(long)]
-    pub batch: Option<usize>,
-    /// Micro-batches per step [default: 1]
-    #[arg(long)]
-    pub accumulation: Option<usize>,
+    /// Hyperparameters.
+    #[command(flatten)]
+    pub hyper: Hyperparameters,
     /// Tokens per row [default: 128, or what the data file has]
     #[arg(long)]
     pub seq: Option<usize>,
-    /// Learning rate of the optimizer [default: 0.001]
-    #[arg(long)]
-    pub lr: Option<f64>,
-    /// AdamW's decay of the mean of gradients [default: 0.9]
-    #[arg(long)]
-    pub beta1: Option<f64>,
-    /// AdamW's decay of the mean of squared gradients [default: 0.999]
-    #[arg(long)]
-    pub beta2: Option<f64>,
-    /// AdamW's term for numerical stability [default: 1e-8]
-    #[arg(long)]
-    pub eps: Option<f64>,
-    /// AdamW's weight decay [default: 0.01]
-    #[arg(long)]
-    pub weight_decay: Option<f64>,
-    /// Steps over which the learning rate rises from 0 in a line [default: 0]
-    #[arg(long, value_name = "STEPS")]
-    pub warmup: Option<usize>,
-    /// Scale gradients down to this global L2 norm; 0 for no clipping [default: 0]
-    #[arg(long, value_name = "NORM")]
-    pub clip: Option<f64>,
-    /// What the model computes in, with fp32 masters in the optimizer [default: fp32]
-    #[arg(long)]
-    pub dtype: Option<Dtype>,
     /// Hold out the last ROWS rows of the data, and evaluate on them at the end of every epoch and of training
     #[arg(long, value_name = "ROWS", default_value_t = 0)]
     pub eval: usize,
@@ -81,21 +90,22 @@ pub struct Options {
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Keep model state elsewhere than where the backend computes: the optimizer's (and gradients, from stage 2 on), or all of
-    /// it (at stage 3) [default: the least that makes the run fit into memory]
+    /// Offload model state: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the least
+    /// that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]
     pub offload: Option<OffloadChoice>,
     /// Where to: the host's memory, where the processor updates it, or a disk [default: host for --backend cuda and vulkan,
     /// disk for cpu, which computes in the host's memory]
     #[arg(long, value_name = "WHERE")]
     pub offload_to: Option<OffloadTo>,
-    /// How ranks that are processes gather parameters: all together, in the order of the program, or each by reading the others'
-    /// pieces through the hosts' memory [default: collective with NCCL, one-sided without]
+    /// How ranks that are processes all-gather parameters: all together, in the order of the program, or each by reading the
+    /// others' shards through the hosts' memory [default: collective with NCCL, one-sided without]
     #[arg(long, value_name = "HOW")]
     pub gathers: Option<GathersChoice>,
     /// The folder for --offload to a disk, on a fast one; a run makes one of its own in it and removes it at its end
-    #[arg(long, value_name = "DIR", default_value = ".")]
-    pub swap: PathBuf,
+    /// [default: the current folder]
+    #[arg(long, value_name = "DIR")]
+    pub swap: Option<PathBuf>,
     /// Use no more memory than this, such as 6GiB [default: what is available]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<String>,
@@ -112,24 +122,25 @@ pub struct Options {
     /// the checkpoint before
     #[arg(long, requires = "keep_last")]
     pub keep_best: bool,
-    /// Save beside the training, from a copy of this rank's shards in memory
+    /// Save asynchronously: training continues while a copy of the shards is written
     #[arg(long, requires = "save")]
     pub save_async: bool,
-    /// Go on from a checkpoint: `auto` for the newest sound one in --save, from the start if there is none; or the folder
-    /// of one. Any number of ranks, stage and precision
+    /// Resume from a checkpoint: `auto` for the newest sound one in --save, from the start if there is none; or the folder of
+    /// one. It may have been saved with any number of ranks, stage and precision
     #[arg(long, value_name = "auto|DIR")]
     pub resume: Option<PathBuf>,
-    /// Seconds that a rank waits for another before all end with exit code 75 [default: 600]
+    /// Timeout in seconds of a wait for another rank, after which all end with exit code 75 [default: 600]
     #[arg(long, value_name = "SECONDS", env = "ZERO_DEADLINE")]
     pub deadline: Option<f64>,
     /// Ranks that are processes may meet without a secret (ZERO_SECRET) where other machines reach them: nobody else is on
     /// their network [or ZERO_TRUSTED_NETWORK=1]
     #[arg(long)]
     pub trusted_network: bool,
-    /// Where ranks leave their last operations when one fails or is late, for `zero flight` [default: flight in --out]
+    /// Where ranks write flight records, their last operations, when one fails or is late, for `zero flight` [default: flight
+    /// in --out]
     #[arg(long, value_name = "DIR", env = "ZERO_FLIGHT_DIR")]
     pub flight: Option<PathBuf>,
-    /// Write the time of every operation, gather and reduction into this file, for chrome://tracing or Perfetto
+    /// Write a trace of every operation, all-gather and reduction into this file, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// Print a machine-readable summary on standard output, and nothing else there
@@ -137,7 +148,14 @@ pub struct Options {
     pub json: bool,
 }
 
-/// What is kept elsewhere than where the backend computes.
+impl Options {
+    /// The folder of --swap.
+    pub(super) fn swap_dir(&self) -> &Path {
+        self.swap.as_deref().unwrap_or(Path::new("."))
+    }
+}
+
+/// What is offloaded from where the backend computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum OffloadChoice {
     /// Nothing.
@@ -159,7 +177,7 @@ impl OffloadChoice {
     }
 }
 
-/// Where model state is kept that is not kept where the backend computes.
+/// Where offloaded model state is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum OffloadTo {
     /// The host's memory.
@@ -181,6 +199,7 @@ pub enum GathersChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Dtype {
     /// 32 bit.
+    #[value(alias = "no")]
     Fp32,
     /// IEEE half precision with a dynamic loss scale.
     Fp16,

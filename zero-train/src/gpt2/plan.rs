@@ -3,27 +3,26 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use zero_burn::config::{Float, Gathers, ZeroConfig};
+use zero_burn::config::{Gathers, Tier, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
+use zero_core::Stage;
 use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
-use zero_core::estimate::{Precision, model_state};
-use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
-use zero_models::hf_export::parse_bytes;
 
 use super::BackendChoice;
 use super::checkpoints::Checkpoints;
+use super::fit::{Budget, Choice, MemoryNeed, choose};
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{GathersChoice, OffloadChoice, Options, Prediction};
 use crate::TrainError;
-use crate::config::{Config, Offload, OffloadDevice, Watchdog, ZeroPlan};
+use crate::config::{Config, Warning, Watchdog, ZeroPlan};
 use crate::data::{Source, TokenRows};
 use crate::engine::EngineError;
 use crate::launcher::{LAUNCHED, RESTARTS};
-use crate::memory::{available_bytes, format_bytes};
+use crate::memory::format_bytes;
 
 /// The longest that a rank waits for another.
 const DEADLINE: Duration = Duration::from_secs(600);
@@ -56,8 +55,10 @@ pub struct Plan {
     pub launch: LaunchOptions,
     /// Folder for metrics.
     pub out: Option<PathBuf>,
-    /// What is saved, and where training goes on.
+    /// What is saved, and where training resumes.
     pub checkpoints: Checkpoints,
+    /// The folder for the 16-bit model that the configuration asks for.
+    pub save_16bit: Option<PathBuf>,
     /// Whether a progress bar is shown.
     pub progress: bool,
     /// What the run needs.
@@ -66,97 +67,6 @@ pub struct Plan {
     pub prediction: Option<Prediction>,
     /// What was said about the choice of the model.
     pub notice: Option<String>,
-}
-
-/// Bytes that a run will take at its peak, by kind; an estimate except for model state, which is exact.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MemoryNeed {
-    /// Model state of one rank.
-    pub state: StateBytes,
-    /// Gathered parameters, gradients on their way and optimizer temporaries of one rank.
-    pub working: u64,
-    /// Activations kept for the backward pass, and logits, of one rank.
-    pub activations: u64,
-    /// Number of ranks on this machine, or on the one that has most.
-    pub ranks: u64,
-    /// Model state of one rank in the host's memory, where the backend has memory of its own.
-    pub host: u64,
-    /// Model state of one rank on the disk.
-    pub disk: u64,
-}
-
-impl MemoryNeed {
-    /// For `plan` on rows of `seq` tokens.
-    pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize, backend: BackendChoice) -> Self {
-        let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
-        let psi = model.num_params() as u64;
-        let mut state = model_state(psi, stage, ranks as u64, precision(plan));
-        let on_disk = |offload: &Option<Offload>| {
-            offload.as_ref().is_some_and(|offload| matches!(offload.device, OffloadDevice::Nvme { .. }))
-        };
-        let on_host = |offload: &Option<Offload>| {
-            let is_host = |offload: &Offload| offload.device == OffloadDevice::Cpu;
-            backend != BackendChoice::Cpu && offload.as_ref().is_some_and(is_host)
-        };
-        let all = state.total();
-        if on_disk(&plan.offload_optimizer) {
-            state.optimizer = 0;
-            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
-        }
-        if on_disk(&plan.offload_param) {
-            state.parameters = 0;
-        }
-        let disk = all - state.total();
-        if on_host(&plan.offload_optimizer) {
-            state.optimizer = 0;
-            // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
-            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
-        }
-        if on_host(&plan.offload_param) {
-            state.parameters = 0;
-        }
-        let host = all - disk - state.total();
-        let largest =
-            model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
-        let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
-        let (tokens, width) = ((batch * seq) as u64, model.n_embd as u64);
-        // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
-        let gathered = if stage.shards_parameters() { largest } else { 0 };
-        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(model.num_params()));
-        if on_disk(&plan.offload_optimizer) || on_disk(&plan.offload_param) {
-            let settings = plan.zero_config(0).offload.disk;
-            working += settings.buffer_count * settings.buffer_bytes;
-        }
-        // Floats that the fused operations keep per token and layer, in widths: the input, the two norms' results, query,
-        // key and value, attention's result, the sum after it, and the feed-forward layer before and after its activation.
-        let per_layer = tokens * (8 * width + 2 * model.inner_width() as u64);
-        // Logits are made for a few rows at a time.
-        let logits = 2 * tokens.min(256) * model.vocab_size as u64;
-        let activations = 4 * (model.n_layer as u64 * per_layer + logits);
-        Self { state, working: working as u64, activations, ranks: ranks as u64, host, disk }
-    }
-
-    /// The same with so many ranks on a machine.
-    #[must_use]
-    pub fn with_ranks_here(self, ranks: usize) -> Self {
-        Self { ranks: ranks as u64, ..self }
-    }
-
-    /// Sum over the ranks of a machine.
-    pub fn total(&self) -> u64 {
-        (self.state.total() + self.working + self.activations) * self.ranks
-    }
-
-    fn arithmetic(&self) -> String {
-        format!(
-            "{} ranks x ({} model state + {} working memory + {} activations) = {}",
-            self.ranks,
-            format_bytes(self.state.total()),
-            format_bytes(self.working),
-            format_bytes(self.activations),
-            format_bytes(self.total())
-        )
-    }
 }
 
 impl Plan {
@@ -175,23 +85,28 @@ impl Plan {
         if let Some(threads) = options.threads {
             positive("threads", threads)?;
         }
-        let seq_guess = options.seq.unwrap_or(128);
+        let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
+        let seq = options.seq.or(source.row_length()?).unwrap_or(128);
         let options = &as_launched(options, here)?;
         options.backend.check()?;
         let budget = Budget::new(options, here)?;
-        let Choice { name, model, offload, notice } = choose(options, default_model, seq_guess, &budget)?;
+        let Choice { name, model, offload, notice } = choose(options, default_model, seq, &budget)?;
         model.validate()?;
         let options = &Options { offload, ..options.clone() };
-        let plan = zero_plan(options, &model)?;
+        let mut plan = zero_plan(options, &model)?;
         let (stage, ranks) = (plan.stage, plan.world);
         let mut zero = plan.zero_config(options.seed);
         zero.gathers = gathers(options, here)?;
+        let (offload, disk) = (&zero.offload, &zero.offload.disk.path);
+        if [offload.optimizer, offload.parameters].contains(&Tier::Disk) && !disk.is_dir() {
+            let problem = "is no folder: create it on the disk that is to be used, or correct --swap or nvme_path";
+            return Err(TrainError::Data { path: disk.clone(), problem: problem.into() });
+        }
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
         if let Some(seq) = options.seq.filter(|&seq| seq < 2 || seq > model.n_positions) {
             let expected = format!("expected 2 to {}, the positions of model {name}", model.n_positions);
             return Err(wrong("seq", seq, expected));
         }
-        let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
         let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
         let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
         let need = MemoryNeed::new(&model, &plan, rows.seq(), options.backend)
@@ -222,12 +137,13 @@ impl Plan {
             weights: options.weights.clone(),
             rows,
             eval_rows,
-            plan,
             zero,
             steps: options.steps,
             launch: launch_options(options)?,
             out: options.out.clone(),
             checkpoints: Checkpoints::new(options, here)?,
+            save_16bit: save_16bit(options, &mut plan),
+            plan,
             progress: !options.json,
             need,
             notice,
@@ -259,6 +175,7 @@ impl Plan {
             format!("{} steps behind it", self.checkpoints.resumed_steps()),
             format!("a deadline of {:?}", self.launch.deadline),
             format!("weights to start from: {}", self.weights.is_some()),
+            format!("a 16-bit model at the end: {}", self.save_16bit.is_some()),
         ]
     }
 
@@ -282,17 +199,6 @@ impl Plan {
             }
         };
         moved * (world - 1) / world
-    }
-}
-
-/// Bytes per parameter of each kind of model state.
-pub(super) fn precision(plan: &ZeroPlan) -> Precision {
-    let config = plan.zero_config(0);
-    let (parameter, names) = (config.param_dtype.size() as u64, plan.rule().state_names().len() as u64);
-    Precision {
-        parameter,
-        gradient: config.gradient_dtype.unwrap_or(config.param_dtype).size() as u64,
-        optimizer: 4 * (names + u64::from(config.param_dtype != Float::F32)),
     }
 }
 
@@ -320,66 +226,13 @@ fn positive(option: &'static str, value: usize) -> Result<(), TrainError> {
     if value == 0 { Err(wrong(option, 0, "expected at least 1")) } else { Ok(()) }
 }
 
-/// Memory and disk that a run may take.
-struct Budget {
-    /// `None`: unknown, and not limited.
-    memory: Option<u64>,
-    /// The host's memory, where the backend has memory of its own.
-    host: Option<u64>,
-    disk: Option<u64>,
-    /// The most ranks of a machine, if they are processes; otherwise all.
-    ranks_here: Option<usize>,
-}
-
-impl Budget {
-    fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self, TrainError> {
-        let limit = options.memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
-            let got = options.memory.clone().unwrap_or_default();
-            wrong("memory", got, error.to_string())
-        })?;
-        let available = match options.backend {
-            BackendChoice::Cpu => available_bytes(),
-            device => device.memory(),
-        };
-        let memory = available.into_iter().chain(limit).min();
-        let host = available_bytes().filter(|_| options.backend != BackendChoice::Cpu);
-        // What the fewest have, so that ranks on several machines take the same tier.
-        let (memory, host) = (ranks.least(memory)?, ranks.least(host)?);
-        let disk = ranks.least(free_disk(&options.swap))?;
-        Ok(Self { memory, host, disk, ranks_here: ranks.most_on_a_machine() })
-    }
-
-    fn holds(&self, need: &MemoryNeed) -> bool {
-        self.memory.is_none_or(|memory| need.total() <= memory)
-            && (need.host == 0 || self.host.is_none_or(|host| need.host * need.ranks <= host))
-            && (need.disk == 0 || self.disk.is_none_or(|disk| need.disk * need.ranks <= disk))
-    }
-
-    /// What there is too little of.
-    fn but(&self, need: &MemoryNeed) -> String {
-        match (self.memory, self.host, self.disk) {
-            (Some(memory), ..) if need.total() > memory => {
-                format!(", but {} of memory may be used", format_bytes(memory))
-            }
-            (_, Some(host), _) if need.host * need.ranks > host => {
-                let needed = format_bytes(need.host * need.ranks);
-                format!(", and {needed} in the host's memory, of which {} are free", format_bytes(host))
-            }
-            (.., Some(disk)) => {
-                format!(", and {} on the disk, which has {}", format_bytes(need.disk * need.ranks), format_bytes(disk))
-            }
-            _ => String::new(),
-        }
-    }
-}
-
 /// How parameters are gathered.
 fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers, TrainError> {
     match (options.gathers, ranks.world()) {
         (None, _) => Ok(Gathers::Auto),
         (Some(_), None) => {
             let expected = "expected ranks that are processes (mpirun, torchrun): ranks that are threads read each other's \
-                            pieces where they lie; leave it out";
+                            shards in memory; leave it out";
             Err(wrong("gathers", "given", expected))
         }
         (Some(GathersChoice::Collective), Some(_)) => Ok(Gathers::Collective),
@@ -438,104 +291,19 @@ pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions, TrainEr
     Ok(LaunchOptions { threads_per_rank, deadline, flight_dir, trusted_network })
 }
 
-/// Free bytes of the file system of a folder, or of the nearest folder above it that exists.
-fn free_disk(folder: &Path) -> Option<u64> {
-    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    let existing = folder.ancestors().find(|ancestor| ancestor.is_dir()).unwrap_or(Path::new("."));
-    zero_core::offload::free_bytes(existing).ok()
-}
-
-/// The model, and what of it is kept on a disk.
-struct Choice {
-    name: String,
-    model: Gpt2Config,
-    offload: Option<OffloadChoice>,
-    notice: Option<String>,
-}
-
-/// A tier that fits, and what is to be said about it.
-type Fitting = (Option<OffloadChoice>, Option<String>);
-
-/// The model by name, folder or weights; if none is named, the default, or the largest preset that fits. Without --offload
-/// and --config, the cheapest tier of memory and disk that fits.
-fn choose(options: &Options, default_model: &str, seq: usize, budget: &Budget) -> Result<Choice, TrainError> {
-    let need = |model: &Gpt2Config, offload: Option<OffloadChoice>| -> Result<MemoryNeed, TrainError> {
-        let options = Options { offload, ..options.clone() };
-        let plan = zero_plan(&options, model)?;
-        let need = MemoryNeed::new(model, &plan, seq.min(model.n_positions), options.backend);
-        Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
-    };
-    let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
-        (Some(given), _) => &[Some(given)],
-        (None, Some(_)) => &[None],
-        (None, None) => match options.stage.unwrap_or(3) {
-            0 => &[None],
-            1 | 2 => &[None, Some(OffloadChoice::Optimizer)],
-            _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
-        },
-    };
-    // The first tier that fits, with what is to be said about it.
-    let fitting = |model: &Gpt2Config| -> Result<Option<Fitting>, TrainError> {
-        for &tier in tiers {
-            let with = need(model, tier)?;
-            if budget.holds(&with) {
-                let notice = match tier {
-                    Some(choice) if options.offload.is_none() => {
-                        let without = need(model, None)?;
-                        Some(format!(
-                            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {}.",
-                            without.arithmetic(),
-                            budget.but(&without),
-                            choice.name(),
-                            format_bytes(with.total()),
-                            match with.disk {
-                                0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
-                                disk => {
-                                    format!("{} below {}", format_bytes(disk * with.ranks), options.swap.display())
-                                }
-                            }
-                        ))
-                    }
-                    _ => None,
-                };
-                return Ok(Some((tier, notice)));
-            }
-        }
-        Ok(None)
-    };
-    let named = match (&options.model, &options.weights) {
-        (Some(name), _) if Path::new(name).is_dir() => {
-            Some((name.clone(), Gpt2Config::from_file(&Path::new(name).join("config.json"))?))
-        }
-        (Some(name), _) => Some((name.clone(), Gpt2Config::preset(name)?)),
-        (None, Some(dir)) => Some((dir.display().to_string(), Gpt2Config::from_file(&dir.join("config.json"))?)),
-        (None, None) => None,
-    };
-    if let Some((name, model)) = named {
-        // What does not fit is told with the length of the data's rows.
-        let (offload, notice) = fitting(&model)?.unwrap_or((options.offload, None));
-        return Ok(Choice { name, model, offload, notice });
+/// Where the 16-bit model goes that the file asks for: into --out, or without one into --save, by the run's last step.
+fn save_16bit(options: &Options, plan: &mut ZeroPlan) -> Option<PathBuf> {
+    if !(plan.save_16bit_model && plan.stage.shards_parameters()) {
+        return None;
     }
-    let wanted = Gpt2Config::preset(default_model)?;
-    if let Some((offload, notice)) = fitting(&wanted)? {
-        return Ok(Choice { name: default_model.to_string(), model: wanted, offload, notice });
-    }
-    let too_much = need(&wanted, options.offload)?;
-    let why = format!("{default_model} does not fit: {}{}", too_much.arithmetic(), budget.but(&too_much));
-    for &name in Gpt2Config::PRESETS.iter().rev() {
-        let model = Gpt2Config::preset(name)?;
-        if model.num_params() >= wanted.num_params() || options.seq.is_some_and(|seq| seq > model.n_positions) {
-            continue;
-        }
-        if let Some((offload, notice)) = fitting(&model)? {
-            let notice = [Some(format!("{why}.\nTraining {name}, the largest preset that fits.")), notice];
-            let notice = notice.into_iter().flatten().collect::<Vec<_>>().join("\n");
-            return Ok(Choice { name: name.to_string(), model, offload, notice: Some(notice) });
-        }
-    }
-    Err(TrainError::Memory(format!(
-        "{why}, and no smaller preset fits either; use fewer --ranks or a smaller --seq or --batch"
-    )))
+    let Some(dir) = options.out.as_ref().or(options.save.as_ref()) else {
+        plan.warnings.push(Warning {
+            path: "zero_optimization.stage3_gather_16bit_weights_on_model_save".into(),
+            message: "no 16-bit model will be saved: there is no folder for it; give --save DIR or --out DIR".into(),
+        });
+        return None;
+    };
+    Some(dir.join(format!("16bit-model-{:08}", options.steps)))
 }
 
 impl core::fmt::Display for Plan {
@@ -574,11 +342,14 @@ impl core::fmt::Display for Plan {
             let manifest = checkpoint.manifest();
             writeln!(
                 f,
-                "  goes on from   {}, step {}, saved by {} rank(s)",
+                "  resumes from   {}, step {}, saved by {} rank(s)",
                 checkpoint.path().display(),
                 manifest.step,
                 manifest.world
             )?;
+        }
+        if let Some(dir) = &self.save_16bit {
+            writeln!(f, "  16-bit model   saved at the end in {}", dir.display())?;
         }
         if let Some(prediction) = &self.prediction {
             writeln!(f, "  a step         {prediction}")?;

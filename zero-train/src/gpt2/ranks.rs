@@ -109,6 +109,12 @@ fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchE
 }
 
 impl Ranks<'_> {
+    /// Threads of this process.
+    #[cfg(test)]
+    pub(super) fn threads() -> Self {
+        Ranks { launched: None, process: None }
+    }
+
     /// The number that the launcher gives, if there is one.
     pub(super) fn world(&self) -> Option<&World> {
         self.launched.as_ref()

@@ -5,7 +5,7 @@ use zero_core::accounting::StateBytes;
 use zero_core::estimate::model_state;
 
 use super::Plan;
-use super::plan::precision;
+use super::fit::precision;
 use super::train::Measured;
 use crate::memory::format_bytes;
 use crate::metrics::EpochMetrics;

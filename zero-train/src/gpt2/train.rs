@@ -14,6 +14,7 @@ use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::started;
 use zero_models::Gpt2;
 use zero_models::gpt2::weights;
+use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_ops::FusedBackend;
 
 use super::Plan;
@@ -22,6 +23,7 @@ use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use super::ranks::Ranks;
 use crate::TrainError;
+use crate::config::Precision;
 use crate::data::TokenRows;
 use crate::engine::{Parts, Step, ZeroEngine};
 use crate::memory::peak_rss_bytes;
@@ -52,6 +54,11 @@ pub(super) struct Measured {
 /// `allocator` is the process's.
 pub(super) fn train(plan: &Plan, ranks: &Ranks<'_>, allocator: Option<&PageKeeper>) -> Result<Measured, TrainError> {
     plan.checkpoints.prepare()?;
+    if let Some(out) = plan.save_16bit.as_ref().filter(|out| out.exists()) {
+        let problem =
+            "is there already, and the 16-bit model of this run would go there: move it away, or name another --out";
+        return Err(TrainError::Data { path: out.clone(), problem: problem.into() });
+    }
     let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
     plan.backend.run(Training { plan, ranks, observer: observer.as_ref(), allocator })
 }
@@ -213,6 +220,13 @@ fn run_rank<I: FusedBackend>(
             Ok(())
         })?;
     }
+    if let Some(out) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
+        let saved = save_16bit(plan, &engine, out)?;
+        observe(&mut |observer| {
+            observer.say(&saved);
+            Ok(())
+        })?;
+    }
     observe(&mut Observer::end)?;
     Ok(measured)
 }
@@ -247,6 +261,15 @@ fn save<I: FusedBackend>(
         false => Some(engine.save(dir, step, extra, &options)?.bytes),
     };
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
+}
+
+/// Saves whole 16-bit weights as a folder that transformers loads; every rank takes part. What rank 0 is to say.
+fn save_16bit<I: FusedBackend>(plan: &Plan, engine: &Engine<I>, out: &Path) -> Result<String, TrainError> {
+    let dtype =
+        if matches!(plan.plan.precision, Precision::Fp16 { .. }) { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
+    let options = ExportOptions { dtype, ..ExportOptions::default() };
+    engine.export(&plan.model.clone().into(), out, &options)?;
+    Ok(format!("the 16-bit model ({dtype}) is saved in {}", out.display()))
 }
 
 /// Bytes in use and bytes reserved of a device that has memory of its own.

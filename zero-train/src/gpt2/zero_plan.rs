@@ -6,12 +6,12 @@ use zero_core::Stage;
 use zero_models::Gpt2Config;
 
 use super::BackendChoice;
-use super::options::{Dtype, OffloadChoice, OffloadTo, Options};
+use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options};
 use super::plan::wrong;
 use crate::TrainError;
 use crate::config::{
-    Auto, Config, Context, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision, SchedulePlan,
-    WarmupType, ZeroPlan,
+    Auto, Config, Context, Filled, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision,
+    SchedulePlan, WarmupType, ZeroPlan,
 };
 
 const DEFAULT_RANKS: usize = 2;
@@ -19,19 +19,40 @@ const DEFAULT_LR: f64 = 1e-3;
 
 /// The plan for `model`.
 pub(super) fn zero_plan(options: &Options, model: &Gpt2Config) -> Result<ZeroPlan, TrainError> {
-    check(options)?;
+    check(&options.hyper, options.steps, options.ranks)?;
     match &options.config {
         Some(path) => from_config(options, path, model),
         None => from_options(options),
     }
 }
 
-fn check(options: &Options) -> Result<(), TrainError> {
+/// What a configuration file means to a run of so many `steps`, before the model is known: an `"auto"` that depends on it has
+/// no value then.
+///
+/// # Errors
+///
+/// [`TrainError`], as for a run.
+pub fn outline(
+    file: &Path,
+    hyper: &Hyperparameters,
+    steps: usize,
+    ranks: Option<usize>,
+    model: Option<&Gpt2Config>,
+) -> Result<(ZeroPlan, Vec<Filled>), TrainError> {
+    check(hyper, steps, ranks)?;
+    let auto = auto(hyper, steps, model);
+    let (mut plan, filled) = Config::from_file(file)?.outline(&Context { world: ranks, auto })?;
+    complete(&mut plan, hyper);
+    check_against(hyper, file, &plan)?;
+    Ok((plan, filled))
+}
+
+fn check(options: &Hyperparameters, steps: usize, ranks: Option<usize>) -> Result<(), TrainError> {
     let positive = |option, value: Option<usize>| match value {
         Some(0) => Err(wrong(option, 0, "expected at least 1")),
         _ => Ok(()),
     };
-    positive("ranks", options.ranks)?;
+    positive("ranks", ranks)?;
     positive("batch", options.batch)?;
     positive("accumulation", options.accumulation)?;
     let finite_from_zero = |option, value: Option<f64>| match value {
@@ -49,15 +70,15 @@ fn check(options: &Options) -> Result<(), TrainError> {
             return Err(wrong(option, beta, "expected 0 or more and less than 1"));
         }
     }
-    if let Some(warmup) = options.warmup.filter(|&warmup| warmup >= options.steps && warmup > 0) {
-        let expected = format!("expected fewer than the {} steps of the training", options.steps);
+    if let Some(warmup) = options.warmup.filter(|&warmup| warmup >= steps && warmup > 0) {
+        let expected = format!("expected fewer than the {steps} steps of the training");
         return Err(wrong("warmup", warmup, expected));
     }
     Ok(())
 }
 
 /// AdamW's learning rate, betas, epsilon and weight decay.
-fn adamw_values(options: &Options) -> (f64, f64, f64, f64, f64) {
+fn adamw_values(options: &Hyperparameters) -> (f64, f64, f64, f64, f64) {
     (
         options.lr.unwrap_or(DEFAULT_LR),
         options.beta1.unwrap_or(0.9),
@@ -67,15 +88,16 @@ fn adamw_values(options: &Options) -> (f64, f64, f64, f64, f64) {
     )
 }
 
-fn adamw(options: &Options) -> OptimizerPlan {
+fn adamw(options: &Hyperparameters) -> OptimizerPlan {
     let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
     OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay }
 }
 
-fn warmup(options: &Options) -> Option<SchedulePlan> {
+/// The warm-up that the options ask for, to the optimizer's learning rate.
+fn warmup(options: &Hyperparameters, lr: f64) -> Option<SchedulePlan> {
     options.warmup.filter(|&warmup| warmup > 0).map(|warmup_steps| SchedulePlan::WarmupLr {
         min_lr: 0.0,
-        max_lr: options.lr.unwrap_or(DEFAULT_LR),
+        max_lr: lr,
         warmup_steps,
         warmup_type: WarmupType::Linear,
     })
@@ -118,18 +140,20 @@ pub(super) fn offload_to(options: &Options) -> Result<OffloadTo, TrainError> {
 fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     let stage = options.stage.unwrap_or(3);
     let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
+    let hyper = &options.hyper;
+    let optimizer = adamw(hyper);
     let mut builder = ZeroPlan::builder(stage)
-        .micro_batch(options.batch.unwrap_or(1))
-        .accumulation(options.accumulation.unwrap_or(1))
-        .gradient_clipping(options.clip.unwrap_or(0.0))
-        .precision(precision(options.dtype.unwrap_or(Dtype::Fp32)))
-        .optimizer(adamw(options));
-    if let Some(schedule) = warmup(options) {
+        .micro_batch(hyper.batch.unwrap_or(1))
+        .accumulation(hyper.accumulation.unwrap_or(1))
+        .gradient_clipping(hyper.clip.unwrap_or(0.0))
+        .precision(precision(hyper.dtype.unwrap_or(Dtype::Fp32)))
+        .optimizer(optimizer);
+    if let Some(schedule) = warmup(hyper, optimizer.learning_rate()) {
         builder = builder.schedule(schedule);
     }
     let there = Offload::to(match offload_to(options)? {
         OffloadTo::Host => OffloadDevice::Cpu,
-        OffloadTo::Disk => OffloadDevice::Nvme { path: options.swap.clone() },
+        OffloadTo::Disk => OffloadDevice::Nvme { path: options.swap_dir().to_path_buf() },
     });
     let choice = options.offload.unwrap_or(OffloadChoice::None);
     if choice != OffloadChoice::None {
@@ -141,11 +165,11 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     Ok(builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?)
 }
 
-fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<ZeroPlan, TrainError> {
-    let config = Config::from_file(path)?;
+/// Values for "auto".
+fn auto(options: &Hyperparameters, steps: usize, model: Option<&Gpt2Config>) -> Auto {
     let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
-    let auto = Auto {
-        hidden_size: Some(model.n_embd),
+    Auto {
+        hidden_size: model.map(|model| model.n_embd),
         micro_batch: Some(options.batch.unwrap_or(1)),
         accumulation: options.accumulation,
         learning_rate: Some(lr),
@@ -153,7 +177,7 @@ fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<Zer
         beta_1: Some(beta_1),
         beta_2: Some(beta_2),
         epsilon: Some(epsilon),
-        total_steps: Some(options.steps),
+        total_steps: Some(steps),
         warmup_steps: Some(options.warmup.unwrap_or(0)),
         gradient_clipping: options.clip,
         mixed_precision: Some(match options.dtype {
@@ -162,19 +186,49 @@ fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<Zer
             Some(Dtype::Bf16) => MixedPrecision::Bf16,
         }),
         save_16bit_model: None,
-    };
-    let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
-    let mut plan = config.resolve(&Context { world, auto })?;
-    plan.optimizer.get_or_insert(adamw(options));
-    if plan.schedule.is_none() {
-        plan.schedule = warmup(options);
     }
-    check_against(options, path, &plan)?;
+}
+
+/// What a file leaves to the program.
+fn complete(plan: &mut ZeroPlan, options: &Hyperparameters) {
+    let lr = plan.optimizer.get_or_insert(adamw(options)).learning_rate();
+    if plan.schedule.is_none() {
+        plan.schedule = warmup(options, lr);
+    }
+}
+
+fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<ZeroPlan, TrainError> {
+    let config = Config::from_file(path)?;
+    let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
+    let mut plan = config.resolve(&Context { world, auto: auto(&options.hyper, options.steps, Some(model)) })?;
+    complete(&mut plan, &options.hyper);
+    check_against(&options.hyper, path, &plan)?;
+    let (kept, device) = match (&plan.offload_optimizer, &plan.offload_param) {
+        (None, None) => ("none", None),
+        (Some(offload), None) => ("optimizer", Some(&offload.device)),
+        (None, Some(offload)) => ("parameters", Some(&offload.device)),
+        (Some(offload), Some(_)) => ("all", Some(&offload.device)),
+    };
+    let (to, swap) = match device {
+        None => ("nothing", "nothing".to_string()),
+        Some(OffloadDevice::Cpu) => ("host", "nothing".to_string()),
+        Some(OffloadDevice::Nvme { path }) => ("disk", path.display().to_string()),
+    };
+    let given_to = options.offload_to.map(|to| if to == OffloadTo::Host { "host" } else { "disk" }.to_string());
+    agree(
+        path,
+        [
+            ("stage", text(options.stage), plan.stage.number().to_string()),
+            ("offload", options.offload.map(|choice| choice.name().to_string()), kept.to_string()),
+            ("offload-to", given_to, to.to_string()),
+            ("swap", options.swap.as_ref().map(|swap| swap.display().to_string()), swap),
+        ],
+    )?;
     Ok(plan)
 }
 
-/// Options that say something else than the file.
-fn check_against(options: &Options, path: &Path, plan: &ZeroPlan) -> Result<(), TrainError> {
+/// Hyperparameters that say something else than the file.
+fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Result<(), TrainError> {
     let optimizer = plan.optimizer.unwrap_or_else(|| adamw(options));
     let (beta_1, beta_2, epsilon, weight_decay) = match optimizer {
         OptimizerPlan::AdamW { beta_1, beta_2, epsilon, weight_decay, .. }
@@ -186,9 +240,9 @@ fn check_against(options: &Options, path: &Path, plan: &ZeroPlan) -> Result<(), 
         OptimizerPlan::Sgd { weight_decay, .. } => (None, None, None, weight_decay),
     };
     let dtype = match plan.precision {
-        Precision::Fp32 => Dtype::Fp32,
-        Precision::Bf16 { .. } => Dtype::Bf16,
-        Precision::Fp16 { .. } => Dtype::Fp16,
+        Precision::Fp32 => "fp32",
+        Precision::Bf16 { .. } => "bf16",
+        Precision::Fp16 { .. } => "fp16",
     };
     let warmup_steps = match plan.schedule {
         Some(
@@ -198,8 +252,7 @@ fn check_against(options: &Options, path: &Path, plan: &ZeroPlan) -> Result<(), 
         ) => warmup_steps,
         _ => 0,
     };
-    let conflicts: [(&'static str, Option<String>, String); 11] = [
-        ("stage", text(options.stage), plan.stage.number().to_string()),
+    let options = [
         ("batch", text(options.batch), plan.batch.micro.to_string()),
         ("accumulation", text(options.accumulation), plan.batch.accumulation.to_string()),
         ("lr", text(options.lr), optimizer.learning_rate().to_string()),
@@ -209,9 +262,17 @@ fn check_against(options: &Options, path: &Path, plan: &ZeroPlan) -> Result<(), 
         ("weight-decay", text(options.weight_decay), weight_decay.to_string()),
         ("warmup", text(options.warmup), warmup_steps.to_string()),
         ("clip", text(options.clip), plan.gradient_clipping.unwrap_or(0.0).to_string()),
-        ("dtype", options.dtype.map(|dtype| format!("{dtype:?}")), format!("{dtype:?}")),
+        ("dtype", options.dtype.map(|dtype| format!("{dtype:?}").to_lowercase()), dtype.to_string()),
     ];
-    for (option, given, planned) in conflicts {
+    agree(path, options)
+}
+
+/// Options with what is given, if it is, and what the file says.
+fn agree(
+    path: &Path,
+    options: impl IntoIterator<Item = (&'static str, Option<String>, String)>,
+) -> Result<(), TrainError> {
+    for (option, given, planned) in options {
         if let Some(given) = given.filter(|given| *given != planned) {
             let expected = format!("{} says {planned}; leave the option out, or change the file", path.display());
             return Err(wrong(option, given, expected));
@@ -226,4 +287,50 @@ fn text(value: Option<impl ToString>) -> Option<String> {
 
 fn said(value: Option<f64>) -> String {
     value.map_or_else(|| "nothing of the kind".into(), |value| value.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use safetensors::tensor::{Dtype as Element, TensorView};
+
+    use super::*;
+    use crate::data::Source;
+    use crate::gpt2::ranks::Ranks;
+    use crate::gpt2::{MemoryNeed, Plan};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    /// Rows of 2048 tokens do not fit without offload, those of 128 would.
+    #[test]
+    fn the_tier_is_chosen_for_the_rows_of_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).display().to_string();
+        let config = serde_json::json!({
+            "model_type": "gpt2", "vocab_size": 61, "n_positions": 2048, "n_embd": 2048, "n_layer": 1, "n_head": 4
+        });
+        std::fs::create_dir(path("model")).unwrap();
+        std::fs::write(path("model/config.json"), config.to_string()).unwrap();
+        let rows = TensorView::new(Element::I32, vec![2, 2048], &[0; 2 * 2048 * 4]).unwrap();
+        safetensors::serialize_to_file([("input_ids", rows)], None, path("rows.safetensors").as_ref()).unwrap();
+
+        let model = Gpt2Config::from_file(path("model/config.json").as_ref()).unwrap();
+        let need = |offload: &str, seq: usize| {
+            let args = ["train", "--offload", offload];
+            let plan = zero_plan(&Line::parse_from(args).options, &model).unwrap();
+            MemoryNeed::new(&model, &plan, seq, BackendChoice::Cpu).total()
+        };
+        let memory = need("none", 128);
+        assert!(need("none", 2048) > memory && need("all", 2048) <= memory);
+        let (model, data, memory) = (path("model"), path("rows.safetensors"), format!("{memory}B"));
+        let args = ["train", "--json", "--model", &model, "--data", &data, "--memory", &memory];
+        let swap = path(".");
+        let options = Line::parse_from([&args[..], &["--swap", &swap]].concat()).options;
+        let plan = Plan::new(&options, "tiny", &Source::Text("", "none"), &Ranks::threads()).unwrap();
+        assert!(plan.need.disk > 0 && plan.notice.unwrap().contains("--offload"));
+    }
 }

@@ -189,7 +189,7 @@ impl Warmup {
 }
 
 /// DeepSpeed's lower bound of a warm-up; ln(1) would be a division by zero.
-fn at_least_two(warmup_steps: usize) -> usize {
+pub(crate) fn at_least_two(warmup_steps: usize) -> usize {
     warmup_steps.max(2)
 }
 

@@ -23,6 +23,7 @@ const AUTO: &str = r#"{
 /// Reads and, when that works, resolves: with nothing supplied and with everything.
 fn read(format: Format, text: &str) {
     let Ok(config) = Config::from_text("x/y", format, text) else { return };
+    let _ = config.nvme_path();
     let auto = Auto {
         hidden_size: Some(64),
         micro_batch: Some(2),
@@ -39,6 +40,11 @@ fn read(format: Format, text: &str) {
         save_16bit_model: Some(true),
     };
     for context in [Context::default(), Context { world: Some(2), auto }] {
+        // An outline is refused for nothing that a plan is not.
+        match config.outline(&context) {
+            Ok((plan, filled)) => assert!(!plan.explain_filled(&filled).is_empty()),
+            Err(_) => assert!(config.resolve(&context).is_err()),
+        }
         match config.resolve(&context) {
             Ok(plan) => {
                 assert_eq!(plan.batch.global, plan.batch.micro * plan.batch.accumulation * plan.world);

@@ -36,9 +36,10 @@ fn help_teaches() {
       config       Write a configuration file that Accelerate reads too, by questions or by flags
       check        Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
       estimate     Bytes of model state per rank at every stage, and what fits into this machine
-      train        Train a GPT-2 on text or token files, on the CPU
+      train        Train a GPT-2 on text or token files
       launch       Start ranks as processes, on one machine or many, and again after one has died
-      flight       Say from the ranks' last operations which of them is late, and where
+      flight       Find out from flight records, the ranks' last operations, which rank is late, and
+                   where
       export       Write a saved model as a folder that Hugging Face's transformers loads
       inspect      Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
       diff         Compare two checkpoints, saved by any numbers of ranks
@@ -94,6 +95,16 @@ fn config_refuses_what_does_not_go_together() {
     assert!(with(&["--defaults", "--stage", "1", "--save-16bit"]).contains("leave it out"));
     assert!(with(&["--defaults", "--clip=-1"]).contains("expected a norm above 0"));
     assert!(with(&["--defaults", "--ranks", "0"]).contains("expected at least 1"));
+    // Nothing that is given is left out of the file without a word.
+    assert!(with(&["--defaults", "--stage", "3", "--nvme-path", "/fast"]).contains("--nvme-path"));
+    for flag in
+        [["--dtype", "bf16"], ["--zero-stage", "2"], ["--gradient-accumulation-steps", "2"], ["--max-grad-norm", "1"]]
+    {
+        assert!(
+            with(&[&["--defaults", "--deepspeed-config", "ds.json"], &flag[..]].concat())
+                .contains("--deepspeed-config")
+        );
+    }
 }
 
 #[test]
@@ -119,9 +130,105 @@ fn check_says_what_is_wrong() {
     let auto = dir.path().join("auto.json");
     let text = r#"{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}"#;
     std::fs::write(&auto, text).unwrap();
-    assert!(refused(&["check", auto.to_str().unwrap()]).contains("hidden size"));
+    let explained = prints(&["check", auto.to_str().unwrap()]);
+    assert!(explained.contains("hidden size of --model") && explained.contains("buckets of \"auto\""), "{explained}");
     let explained = prints(&["check", auto.to_str().unwrap(), "--model", "gpt2"]);
     assert!(explained.contains("buckets of 589,824 elements"), "768 x 768: {explained}");
+}
+
+/// The line of `text` that begins with `start`.
+fn line<'a>(text: &'a str, start: &str) -> &'a str {
+    let found = text.lines().find(|line| line.trim_start().starts_with(start));
+    found.unwrap_or_else(|| panic!("no line begins with {start} in\n{text}"))
+}
+
+#[test]
+fn check_needs_no_model_for_the_templates_of_others() {
+    let templates = configs("templates");
+    let mut files: Vec<_> = std::fs::read_dir(&templates).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert_eq!(files.len(), 16);
+    for file in &files {
+        let (file, text) = (file.to_str().unwrap(), std::fs::read_to_string(file).unwrap());
+        let explained = prints(&["check", file]);
+        assert!(explained.contains("is right") && !explained.contains("Auto::"), "{explained}");
+        // One of the YAMLs names a JSON.
+        let auto = |key: &str| text.contains(&format!("{key:?}: \"auto\"")) || text.contains("deepspeed_config_file");
+        assert_eq!(auto("lr"), explained.contains("--lr"), "{explained}");
+        assert_eq!(auto("reduce_bucket_size"), explained.contains("hidden size"), "{explained}");
+    }
+    let file = configs("templates/hugging_face_stage3.json");
+    let file = file.to_str().unwrap();
+    let listed = prints(&["check", file]);
+    for (key, option) in [
+        ("optimizer.params.lr", "--lr"),
+        ("optimizer.params.betas", "--beta1, --beta2"),
+        ("optimizer.params.eps", "--eps"),
+        ("optimizer.params.weight_decay", "--weight-decay"),
+        ("scheduler.params.warmup_num_steps", "--warmup"),
+        ("zero_optimization.stage3_prefetch_bucket_size", "--model"),
+        ("fp16.enabled", "--dtype"),
+        ("gradient_clipping", "--clip"),
+        ("train_batch_size", "--batch"),
+        ("train_micro_batch_size_per_gpu", "--batch"),
+        ("gradient_accumulation_steps", "--accumulation"),
+    ] {
+        assert!(line(&listed, key).contains(option), "{key} in\n{listed}");
+    }
+    // What is given is filled and shown, under the names of others too.
+    let given =
+        ["--model", "gpt2", "--learning-rate", "3e-5", "--per-device-train-batch-size", "4", "--max-grad-norm", "0.5"];
+    let more = ["--gradient-accumulation-steps", "2", "--mixed-precision", "bf16", "--warmup", "10", "--ranks", "2"];
+    let filled = prints(&[&["check", file], &given[..], &more].concat());
+    for (key, value) in [
+        ("optimizer.params.lr", " 0.00003 "),
+        ("train_batch_size", " 16 "),
+        ("train_micro_batch_size_per_gpu", " 4 "),
+        ("gradient_accumulation_steps", " 2 "),
+        ("gradient_clipping", " 0.5 "),
+        ("bf16.enabled", " true "),
+        ("fp16.enabled", " false "),
+        ("scheduler.params.warmup_num_steps", " 10 "),
+        ("zero_optimization.reduce_bucket_size", " 589824 "),
+    ] {
+        assert!(line(&filled, key).contains(value), "{key} in\n{filled}");
+    }
+    assert!(filled.contains("AdamW, lr 0.00003") && filled.contains("Precision: bf16"), "{filled}");
+    // As in `zero train`, what a file says is not contradicted.
+    let shared = configs("deepspeed_zero3.json");
+    let error = refused(&["check", shared.to_str().unwrap(), "--ranks", "2", "--lr", "0.5"]);
+    assert!(error.contains("--lr 0.5") && error.contains("says 0.001"), "{error}");
+}
+
+/// As Accelerate finds it: from the working directory, whatever the YAML's folder; else beside the YAML.
+#[test]
+fn a_deepspeed_config_file_is_found_from_the_working_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("yamls")).unwrap();
+    std::fs::create_dir(dir.path().join("yamls/ds")).unwrap();
+    std::fs::create_dir(dir.path().join("ds")).unwrap();
+    let yaml = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds/x.json\n";
+    std::fs::write(dir.path().join("yamls/acc.yaml"), yaml).unwrap();
+    let json = |stage: u8| format!(r#"{{"train_batch_size": 4, "zero_optimization": {{"stage": {stage}}}}}"#);
+    let check = || {
+        let run = zero().args(["check", "yamls/acc.yaml"]).current_dir(dir.path()).output().unwrap();
+        String::from_utf8([run.stdout, run.stderr].concat()).unwrap()
+    };
+    let neither = check();
+    assert!(neither.contains("working directory") && neither.contains("ds/x.json"), "{neither}");
+    std::fs::write(dir.path().join("yamls/ds/x.json"), json(2)).unwrap();
+    assert!(check().contains("ZeRO stage 2 over 2 ranks"), "{}", check());
+    std::fs::write(dir.path().join("ds/x.json"), json(1)).unwrap();
+    assert!(check().contains("ZeRO stage 1 over 2 ranks"), "{}", check());
+}
+
+#[test]
+fn estimate_fits_into_the_memory_that_is_named() {
+    let fits = |memory: &str| {
+        let table = prints(&["estimate", "--model", "gpt2", "--memory", memory]);
+        table.lines().filter(|line| line.starts_with(['0', '1', '2', '3']) && line.ends_with("yes")).count()
+    };
+    assert_eq!((fits("1KiB"), fits("1000GiB")), (0, 8));
 }
 
 #[test]
@@ -149,6 +256,198 @@ fn train_trains_with_a_config() {
     assert!(summary.contains("\"accumulation\":2"), "{summary}");
     assert_eq!(std::fs::read_to_string(out.join("metrics.jsonl")).unwrap().lines().count(), 2);
     assert!(refused(&["train", "--model", "tiny"]).contains("--data is missing"));
+}
+
+/// `zero train` on the tiny model, in `dir`, with what it says on standard error.
+fn trains(dir: &Path, args: &[&str]) -> (std::process::Output, PathBuf) {
+    let (data, out) = (dir.join("book.txt"), dir.join("run"));
+    std::fs::write(&data, "It was the best of times, it was the worst of times. ".repeat(60)).unwrap();
+    let mut run = zero();
+    run.args(["train", "--model", "tiny", "--seq", "16", "--threads", "1", "--json", "--data"])
+        .arg(data)
+        .arg("--out")
+        .arg(&out);
+    (run.args(args).output().unwrap(), out)
+}
+
+/// A column of metrics.jsonl.
+fn column(out: &Path, name: &str) -> Vec<f64> {
+    let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()[name].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn the_canonical_file_of_hugging_face_trains_and_saves_16_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = configs("templates/hugging_face_stage3.json");
+    let args =
+        ["--config-file", file.to_str().unwrap(), "--steps", "4", "--learning-rate", "1e-4", "--mixed-precision", "no"];
+    let (run, out) = trains(dir.path(), &args);
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert!(run.status.success(), "{stderr}");
+    // No warm-up is one of 2 steps, as in DeepSpeed: two updates at its lowest rate, and then the rate itself.
+    assert_eq!(column(&out, "lr"), [0.0, 0.0, 1e-4, 1e-4]);
+    let saved = out.join("16bit-model-00000004");
+    assert!(saved.join("model.safetensors").is_file() && saved.join("config.json").is_file(), "{stderr}");
+    assert!(stderr.contains("16-bit model") && stderr.contains("16bit-model-00000004"), "{stderr}");
+    // What is there is not replaced, and that is told before anything is trained.
+    let (run, _) = trains(dir.path(), &args);
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("16bit-model-00000004") && stderr.contains("--out"), "{stderr}");
+}
+
+#[test]
+fn a_16_bit_model_without_a_folder_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("text"), "some text ".repeat(200)).unwrap();
+    let run = zero()
+        .args(["train", "--model", "tiny", "--seq", "16", "--steps", "1", "--json", "--data", "text", "--config"])
+        .arg(configs("templates/hugging_face_stage3.json"))
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert!(run.status.success(), "{stderr}");
+    assert!(stderr.contains("stage3_gather_16bit_weights_on_model_save") && stderr.contains("--save DIR"), "{stderr}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn no_warmup_in_a_file_is_deepspeeds_two_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("ds.json");
+    let text = r#"{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}"#;
+    std::fs::write(&file, text).unwrap();
+    let (run, out) = trains(dir.path(), &["--config", file.to_str().unwrap(), "--steps", "3"]);
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    assert_eq!(column(&out, "lr"), [0.0, 0.0, 5e-4]);
+}
+
+#[test]
+fn a_warmup_beside_a_file_keeps_its_rate() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("ds.json");
+    let text = r#"{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}"#;
+    std::fs::write(&file, text).unwrap();
+    let (run, out) = trains(dir.path(), &["--config", file.to_str().unwrap(), "--steps", "4", "--warmup", "2"]);
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    assert_eq!(column(&out, "lr"), [0.0, 0.0, 2.5e-4, 5e-4]);
+}
+
+#[test]
+fn offload_options_do_not_contradict_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, offload: &str| {
+        let path = dir.path().join(name);
+        let text = format!(
+            r#"{{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {{"stage": 3{offload}}}}}"#
+        );
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    std::fs::create_dir(dir.path().join("fast")).unwrap();
+    let fast = dir.path().join("fast").display().to_string();
+    let none = write("none.json", "");
+    let nvme = write("nvme.json", &format!(r#", "offload_optimizer": {{"device": "nvme", "nvme_path": {fast:?}}}"#));
+    for (file, options, told) in [
+        (&none, &["--offload", "optimizer"][..], "--offload optimizer"),
+        (&none, &["--offload-to", "disk"], "--offload-to disk"),
+        (&none, &["--swap", "/elsewhere"], "--swap /elsewhere"),
+        (&nvme, &["--offload", "all"], "--offload all"),
+        (&nvme, &["--swap", "/elsewhere"], "--swap /elsewhere"),
+    ] {
+        let (run, _) = trains(dir.path(), &[&["--config", file.as_str(), "--steps", "1"], options].concat());
+        let stderr = String::from_utf8(run.stderr).unwrap();
+        assert_eq!(run.status.code(), Some(2), "{options:?}: {stderr}");
+        assert!(stderr.contains(told) && stderr.contains("leave the option out, or change the file"), "{stderr}");
+    }
+    // A folder that is not there is bad input.
+    let absent = write("absent.json", r#", "offload_optimizer": {"device": "nvme", "nvme_path": "/absent/folder"}"#);
+    let (run, _) = trains(dir.path(), &["--config", &absent, "--steps", "1"]);
+    let stderr = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("/absent/folder: is no folder"), "{stderr}");
+    // What says the same is taken.
+    let (run, _) = trains(
+        dir.path(),
+        &["--config", &nvme, "--steps", "1", "--offload", "optimizer", "--offload-to", "disk", "--swap", &fast],
+    );
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+}
+
+/// The room for state on a disk is that of the file's nvme_path, not of the current folder, which has none here.
+#[test]
+#[cfg(target_os = "linux")]
+fn the_disk_of_a_file_is_the_one_that_is_measured() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, file) = (dir.path().join("book.txt"), dir.path().join("ds.json"));
+    std::fs::write(&data, "It was the best of times, it was the worst of times. ".repeat(60)).unwrap();
+    let text = serde_json::json!({
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": dir.path()}}
+    });
+    std::fs::write(&file, text.to_string()).unwrap();
+    let run = zero()
+        .args(["train", "--model", "tiny", "--seq", "16", "--steps", "1", "--json", "--data"])
+        .arg(&data)
+        .arg("--config")
+        .arg(&file)
+        .current_dir("/proc")
+        .output()
+        .unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+}
+
+#[test]
+fn names_of_others_are_aliases() {
+    for (command, options) in [
+        (
+            "train",
+            &[
+                "--per-device-train-batch-size",
+                "--gradient-accumulation-steps",
+                "--mixed-precision",
+                "--zero-stage",
+                "--config-file",
+                "--max-grad-norm",
+                "--learning-rate",
+            ][..],
+        ),
+        (
+            "check",
+            &[
+                "--per-device-train-batch-size",
+                "--gradient-accumulation-steps",
+                "--mixed-precision",
+                "--max-grad-norm",
+                "--learning-rate",
+            ],
+        ),
+        ("config", &["--gradient-accumulation-steps", "--mixed-precision", "--zero-stage", "--max-grad-norm"]),
+        ("estimate", &["--mixed-precision"]),
+    ] {
+        let help = prints(&[command, "--help"]);
+        for option in options {
+            assert!(help.contains(option), "{option} in\n{help}");
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let args = [
+        "--zero-stage",
+        "2",
+        "--per-device-train-batch-size",
+        "2",
+        "--gradient-accumulation-steps",
+        "2",
+        "--steps",
+        "1",
+    ];
+    let (run, out) = trains(dir.path(), &[&args[..], &["--learning-rate", "3e-4", "--max-grad-norm", "1"]].concat());
+    let summary: serde_json::Value = serde_json::from_slice(&run.stdout).expect("a summary");
+    assert_eq!((&summary["stage"], &summary["batch"], &summary["accumulation"]), (&2.into(), &2.into(), &2.into()));
+    assert_eq!(column(&out, "lr"), [3e-4]);
 }
 
 #[test]

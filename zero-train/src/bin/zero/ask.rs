@@ -1,5 +1,7 @@
 //! Questions on a terminal.
 
+use std::ops::RangeInclusive;
+
 use inquire::validator::Validation;
 use inquire::{Confirm, CustomType, InquireError, Select, Text};
 use zero_train::wizard::{Ask, Stopped};
@@ -24,15 +26,17 @@ impl Ask for Terminal {
         Confirm::new(question).with_default(default).prompt().map_err(stopped(question))
     }
 
-    fn number(&mut self, question: &str, least: usize, default: usize) -> Result<usize, Stopped> {
+    fn number(&mut self, question: &str, range: RangeInclusive<usize>, default: usize) -> Result<usize, Stopped> {
         CustomType::<usize>::new(question)
             .with_default(default)
             .with_error_message("a whole number, please")
             .with_validator(move |value: &usize| {
-                Ok(if *value >= least {
+                Ok(if range.contains(value) {
                     Validation::Valid
+                } else if *value < *range.start() {
+                    Validation::Invalid(format!("at least {}, please", range.start()).into())
                 } else {
-                    Validation::Invalid(format!("at least {least}, please").into())
+                    Validation::Invalid(format!("at most {}, please", range.end()).into())
                 })
             })
             .prompt()

@@ -9,11 +9,10 @@ use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
 use zero_models::Gpt2Config;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
-use zero_train::config::{Auto, Config, Context, MixedPrecision};
 use zero_train::data::Source;
 use zero_train::estimate::{cheapest, estimates, table};
 use zero_train::export::export_checkpoint;
-use zero_train::gpt2::{self, Dtype, Options, Program};
+use zero_train::gpt2::{self, Dtype, Hyperparameters, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
 use zero_train::wizard::{Answers, Place, Precision};
 
@@ -42,34 +41,36 @@ pub struct ConfigArgs {
     #[arg(long)]
     defaults: bool,
     /// ZeRO stage, 0 to 3
-    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
+    #[arg(long, visible_alias = "zero-stage", value_parser = clap::value_parser!(u8).range(0..=3))]
     stage: Option<u8>,
     /// Number of ranks
     #[arg(long, value_parser = at_least_one)]
     ranks: Option<usize>,
-    /// Micro-batches per update
-    #[arg(long, value_parser = at_least_one)]
+    /// Micro-batches per step
+    #[arg(long, visible_alias = "gradient-accumulation-steps", value_parser = at_least_one)]
     accumulation: Option<usize>,
-    /// Largest global norm of the gradient
-    #[arg(long)]
+    /// Clip gradients to this global norm; 0 for no clipping
+    #[arg(long, value_name = "NORM", visible_alias = "max-grad-norm")]
     clip: Option<f64>,
-    /// Where to keep optimizer state (from stage 2)
+    /// Where to offload optimizer state to (from stage 1)
     #[arg(long)]
     offload_optimizer: Option<Device>,
-    /// Where to keep parameters (stage 3)
+    /// Where to offload parameters to (stage 3)
     #[arg(long)]
     offload_param: Option<Device>,
-    /// Folder for what is kept on disk
+    /// Folder for what is offloaded to nvme
     #[arg(long, value_name = "DIR")]
     nvme_path: Option<PathBuf>,
-    /// Save 16-bit weights beside the shards (stage 3)
+    /// Save a 16-bit model at the end of training (stage 3)
     #[arg(long)]
     save_16bit: bool,
     /// A DeepSpeed JSON to refer to, in place of everything about ZeRO
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = [
+        "stage", "accumulation", "clip", "offload_optimizer", "offload_param", "nvme_path", "save_16bit", "dtype",
+    ])]
     deepspeed_config: Option<PathBuf>,
     /// Precision
-    #[arg(long)]
+    #[arg(long, visible_alias = "mixed-precision")]
     dtype: Option<Dtype>,
 }
 
@@ -108,6 +109,10 @@ impl ConfigArgs {
         };
         answers.offload_optimizer = place(self.offload_optimizer, "offload-optimizer", 1)?;
         answers.offload_param = place(self.offload_param, "offload-param", 3)?;
+        let on_disk = |place: &Place| matches!(place, Place::Nvme(_));
+        if self.nvme_path.is_some() && ![&answers.offload_optimizer, &answers.offload_param].into_iter().any(on_disk) {
+            bail!("--nvme-path: nothing is offloaded to nvme: add --offload-optimizer nvme, or leave it out");
+        }
         if self.save_16bit && answers.stage != 3 {
             bail!("--save-16bit: at stage {} every rank holds whole weights anyway; leave it out", answers.stage);
         }
@@ -150,41 +155,35 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
 pub struct CheckArgs {
     /// A DeepSpeed JSON or an Accelerate YAML
     file: PathBuf,
-    /// Number of ranks, where the file does not say [default: 1]
+    /// Number of ranks, where the file does not say [default: what its batch sizes come to, or 1]
     #[arg(long, value_parser = at_least_one)]
     ranks: Option<usize>,
     /// A preset or a folder with a config.json, to fill "auto" values that depend on the model
     #[arg(long, value_name = "PRESET|DIR")]
     model: Option<String>,
-    /// Rows per rank and micro-batch, for "auto"
-    #[arg(long, value_parser = at_least_one)]
-    batch: Option<usize>,
-    /// Steps of the training, for "auto"
-    #[arg(long, value_parser = at_least_one)]
-    steps: Option<usize>,
-    /// Learning rate, for "auto"
-    #[arg(long)]
-    lr: Option<f64>,
+    /// Training steps
+    #[arg(long, default_value_t = 20, value_parser = at_least_one)]
+    steps: usize,
+    #[command(flatten)]
+    hyper: Hyperparameters,
 }
 
 pub fn check(args: &CheckArgs) -> Result<()> {
-    let model = args.model.as_deref().map(model).transpose()?;
-    let config = Config::from_file(&args.file)?;
-    let auto = Auto {
-        hidden_size: model.map(|(_, model)| model.n_embd),
-        micro_batch: Some(args.batch.unwrap_or(1)),
-        learning_rate: args.lr,
-        total_steps: args.steps,
-        warmup_steps: Some(0),
-        weight_decay: Some(0.01),
-        beta_1: Some(0.9),
-        beta_2: Some(0.999),
-        epsilon: Some(1e-8),
-        mixed_precision: Some(MixedPrecision::No),
-        ..Auto::default()
-    };
-    let plan = config.resolve(&Context { world: args.ranks, auto })?;
-    println!("{} is right.\n{}", args.file.display(), plan.explain());
+    let model = args.model.as_deref().map(model).transpose()?.map(|(_, model)| model);
+    let (plan, filled) = gpt2::outline(&args.file, &args.hyper, args.steps, args.ranks, model.as_ref())?;
+    println!("{} is right.", args.file.display());
+    if !filled.is_empty() {
+        println!("Values of \"auto\" in `zero train`, and the option that sets each:");
+        let values: Vec<String> =
+            filled.iter().map(|filled| filled.value.as_ref().map_or("?".into(), |value| value.to_string())).collect();
+        let widest = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0);
+        let key = widest(&mut filled.iter().map(|filled| filled.path.len()));
+        let value = widest(&mut values.iter().map(String::len));
+        for (filled, shown) in filled.iter().zip(&values) {
+            println!("  {:key$}  {shown:value$}  {}", filled.path, filled.by);
+        }
+    }
+    println!("{}", plan.explain_filled(&filled));
     Ok(())
 }
 
@@ -202,8 +201,8 @@ pub struct EstimateArgs {
     /// Number of machines the ranks are spread over
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     nodes: usize,
-    /// Precision: fp32, or 16 bit with fp32 masters
-    #[arg(long, default_value = "fp32")]
+    /// Precision: fp32, or 16 bit with fp32 master weights
+    #[arg(long, default_value = "fp32", visible_alias = "mixed-precision")]
     dtype: Dtype,
 }
 
@@ -221,12 +220,14 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     let rows = estimates(parameters, sizes.max().unwrap_or(0), args.ranks as u64, precision);
     let available = available_bytes();
     println!("{name}: {parameters} parameters, AdamW, {} ranks, {here} on this machine", args.ranks);
-    match available {
-        Some(bytes) => println!("memory available here: {}\n", format_bytes(bytes)),
-        None => println!("memory available here: unknown\n"),
+    let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), format_bytes);
+    match args.memory {
+        Some(_) => println!("memory to fit into: {} (available here: {})\n", bytes(args.memory), bytes(available)),
+        None => println!("memory available here: {}\n", bytes(available)),
     }
-    println!("{}", table(&rows, here, available));
-    if let Some(memory) = args.memory.or(available) {
+    let memory = args.memory.or(available);
+    println!("{}", table(&rows, here, memory));
+    if let Some(memory) = memory {
         println!("{}", cheapest(&rows, here, memory));
     }
     Ok(())
@@ -279,7 +280,7 @@ pub fn export(args: &ExportArgs) -> Result<()> {
 }
 
 /// An error with its causes, each of which some errors tell themselves.
-fn told_once(error: &dyn std::error::Error) -> String {
+pub(super) fn told_once(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(inner) = cause {

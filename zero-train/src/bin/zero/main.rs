@@ -45,11 +45,11 @@ enum Command {
     Check(commands::CheckArgs),
     /// Bytes of model state per rank at every stage, and what fits into this machine
     Estimate(commands::EstimateArgs),
-    /// Train a GPT-2 on text or token files, on the CPU
+    /// Train a GPT-2 on text or token files
     Train(Box<zero_train::gpt2::Options>),
     /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),
-    /// Say from the ranks' last operations which of them is late, and where
+    /// Find out from flight records, the ranks' last operations, which rank is late, and where
     Flight(launch::FlightArgs),
     /// Write a saved model as a folder that Hugging Face's transformers loads
     Export(commands::ExportArgs),
@@ -92,7 +92,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", commands::told_once(error.as_ref()));
             ExitCode::from(2)
         }
     }

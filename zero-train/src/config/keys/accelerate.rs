@@ -4,7 +4,7 @@ use crate::config::auto::Fill;
 use crate::config::node::Node;
 use crate::config::rule::{Default as D, Gate, Key, Kind as K, Treatment as T, key, section};
 
-const LAUNCHER: T = T::NoEffect("whoever starts the ranks decides this, not the plan");
+const LAUNCHER: T = T::NoEffect("the launcher decides this (`zero launch`, torchrun, mpirun), not the plan");
 const TPU: T = T::NoEffect("there are no TPUs here");
 const DYNAMO: T = T::NoEffect("there is no torch.compile here");
 const OTHER_PLUGIN: T = T::NoEffect("the section belongs to another distributed_type");

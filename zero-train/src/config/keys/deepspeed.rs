@@ -96,7 +96,12 @@ pub(in crate::config) const DEEPSPEED: &[Key] = &[
     ),
     key("sparse_gradients", K::Bool, D::Bool(false), T::NoEffect("gradients of embeddings are dense")),
     key("disable_allgather", K::Bool, D::Bool(false), T::NoEffect("there is one way to gather")),
-    key("allgather_size", K::COUNT, D::Null, T::NoEffect("deprecated; the gather of parameters has no such setting")),
+    key(
+        "allgather_size",
+        K::COUNT,
+        D::Null,
+        T::NoEffect("deprecated; the all-gather of parameters has no such setting"),
+    ),
     key("zero_allow_untested_optimizer", K::Bool, D::Bool(false), T::Quiet),
     key("zero_force_ds_cpu_optimizer", K::Bool, D::Bool(true), T::NoEffect("there is one optimizer for all devices")),
     key("dataloader_drop_last", K::Bool, D::Bool(false), LOADER),

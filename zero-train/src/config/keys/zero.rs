@@ -8,13 +8,13 @@ use crate::config::rule::{Default as D, Gate, Key, Kind as K, Treatment as T, al
 const MAX_SIZE: i128 = i64::MAX as i128;
 
 const ALWAYS_BUCKETS: T = T::NoEffect("gradients are always reduced through contiguous buckets");
-const GATHERS: T = T::NoEffect("the gather of parameters has no such setting");
+const GATHERS: T = T::NoEffect("the all-gather of parameters has no such setting");
 const PYTORCH: T = T::NoEffect("it works around PyTorch");
-const FETCHES: T = T::NotYet("the fetch of parameters has no such variant yet");
+const FETCHES: T = T::NotYet("the all-gather of parameters has no such variant yet");
 const QUANTIZED: T = T::Refused("quantised communication would change the numbers trained with; remove the key");
-const ONE_MEMORY: T = T::NoEffect("on the CPU the device's memory and the host's are one");
+const WHOLE: T = T::NotYet("optimizer state is offloaded as a whole");
+const SUPER_OFFLOAD: T = T::NoEffect("updates of offloaded state overlap with the next forward pass anyway");
 const BEGINS_ON_DISK: T = T::NoEffect("optimizer state on a disk begins there, without being written first");
-const SAVES_16BIT: T = T::NotYet("16-bit weights come from `zero export`, or from ZeroEngine::export");
 const NO_MICS: T = T::Refused("MiCS is not available: states would be sharded over all ranks; remove the key");
 
 /// All keys of `zero_optimization`.
@@ -29,7 +29,12 @@ pub(in crate::config) const ZERO: &[Key] = &[
     key("overlap_comm", K::Bool, D::Null, T::Acted),
     key("load_from_fp32_weights", K::Bool, D::Bool(true), T::NotYet("checkpoints have no such option yet")),
     key("elastic_checkpoint", K::Bool, D::Bool(false), T::NotYet("checkpoints have no such option yet")),
-    key("round_robin_gradients", K::Bool, D::Bool(false), ONE_MEMORY),
+    key(
+        "round_robin_gradients",
+        K::Bool,
+        D::Bool(false),
+        T::NoEffect("each rank already moves only its own shard of a gradient"),
+    ),
     key("ignore_unused_parameters", K::Bool, D::Bool(true), T::NotYet("unused parameters are never an error")),
     key("legacy_stage1", K::Bool, D::Bool(false), T::NoEffect("there is one implementation of stage 1")),
     key("sub_group_size", K::ONE_UP, D::Int(1_000_000_000), T::Acted),
@@ -49,7 +54,7 @@ pub(in crate::config) const ZERO: &[Key] = &[
         T::NotYet("persistent parameters are not limited in sum"),
     )
     .since_stage(3),
-    key("stage3_gather_16bit_weights_on_model_save", K::Bool, D::Bool(false), SAVES_16BIT)
+    key("stage3_gather_16bit_weights_on_model_save", K::Bool, D::Bool(false), T::Acted)
         .since_stage(3)
         .auto(Fill::SaveModel),
     key("stage3_module_granularity_threshold", K::INT, D::Int(0), FETCHES).since_stage(3),
@@ -134,9 +139,9 @@ const OFFLOAD_OPTIMIZER: &[Key] = &[
     key("pipeline_read", K::Bool, D::Bool(true), T::Acted),
     key("pipeline_write", K::Bool, D::Bool(true), T::Acted),
     key("fast_init", K::Bool, D::Bool(false), BEGINS_ON_DISK),
-    key("ratio", K::FRACTION, D::Num(1.0), ONE_MEMORY),
-    key("super_offload", K::Bool, D::Bool(false), ONE_MEMORY),
-    key("cpuadam_cores_perc", K::FRACTION, D::Num(0.8), ONE_MEMORY),
+    key("ratio", K::FRACTION, D::Num(1.0), WHOLE),
+    key("super_offload", K::Bool, D::Bool(false), SUPER_OFFLOAD),
+    key("cpuadam_cores_perc", K::FRACTION, D::Num(0.8), SUPER_OFFLOAD),
 ];
 
 const OFFLOAD_PARAM: &[Key] = &[

@@ -1,0 +1,284 @@
+//! What fits into memory and onto a disk: what a run needs, what there is, and the model and the tier that follow.
+
+use std::path::Path;
+
+use zero_burn::config::Float;
+use zero_core::Partition;
+use zero_core::accounting::StateBytes;
+use zero_core::estimate::{Precision, model_state};
+use zero_models::Gpt2Config;
+use zero_models::hf_export::parse_bytes;
+
+use super::plan::wrong;
+use super::ranks::Ranks;
+use super::zero_plan::zero_plan;
+use super::{BackendChoice, OffloadChoice, Options};
+use crate::TrainError;
+use crate::config::{Config, Offload, OffloadDevice, ZeroPlan};
+use crate::memory::{available_bytes, format_bytes};
+
+/// Bytes that a run will take at its peak, by kind; an estimate except for model state, which is exact.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryNeed {
+    /// Model state of one rank.
+    pub state: StateBytes,
+    /// Gathered parameters, gradients on their way and optimizer temporaries of one rank.
+    pub working: u64,
+    /// Activations kept for the backward pass, and logits, of one rank.
+    pub activations: u64,
+    /// Number of ranks on this machine, or on the one that has most.
+    pub ranks: u64,
+    /// Model state of one rank in the host's memory, where the backend has memory of its own.
+    pub host: u64,
+    /// Model state of one rank on the disk.
+    pub disk: u64,
+}
+
+impl MemoryNeed {
+    /// For `plan` on rows of `seq` tokens.
+    pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize, backend: BackendChoice) -> Self {
+        let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
+        let psi = model.num_params() as u64;
+        let mut state = model_state(psi, stage, ranks as u64, precision(plan));
+        let on_disk = |offload: &Option<Offload>| {
+            offload.as_ref().is_some_and(|offload| matches!(offload.device, OffloadDevice::Nvme { .. }))
+        };
+        let on_host = |offload: &Option<Offload>| {
+            let is_host = |offload: &Offload| offload.device == OffloadDevice::Cpu;
+            backend != BackendChoice::Cpu && offload.as_ref().is_some_and(is_host)
+        };
+        let all = state.total();
+        if on_disk(&plan.offload_optimizer) {
+            state.optimizer = 0;
+            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
+        }
+        if on_disk(&plan.offload_param) {
+            state.parameters = 0;
+        }
+        let disk = all - state.total();
+        if on_host(&plan.offload_optimizer) {
+            state.optimizer = 0;
+            // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
+            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
+        }
+        if on_host(&plan.offload_param) {
+            state.parameters = 0;
+        }
+        let host = all - disk - state.total();
+        let largest =
+            model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
+        let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
+        let (tokens, width) = ((batch * seq) as u64, model.n_embd as u64);
+        // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
+        let gathered = if stage.shards_parameters() { largest } else { 0 };
+        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(model.num_params()));
+        if on_disk(&plan.offload_optimizer) || on_disk(&plan.offload_param) {
+            let settings = plan.zero_config(0).offload.disk;
+            working += settings.buffer_count * settings.buffer_bytes;
+        }
+        // Floats that the fused operations keep per token and layer, in widths: the input, the two norms' results, query,
+        // key and value, attention's result, the sum after it, and the feed-forward layer before and after its activation.
+        let per_layer = tokens * (8 * width + 2 * model.inner_width() as u64);
+        // Logits are made for a few rows at a time.
+        let logits = 2 * tokens.min(256) * model.vocab_size as u64;
+        let activations = 4 * (model.n_layer as u64 * per_layer + logits);
+        Self { state, working: working as u64, activations, ranks: ranks as u64, host, disk }
+    }
+
+    /// The same with so many ranks on a machine.
+    #[must_use]
+    pub fn with_ranks_here(self, ranks: usize) -> Self {
+        Self { ranks: ranks as u64, ..self }
+    }
+
+    /// Sum over the ranks of a machine.
+    pub fn total(&self) -> u64 {
+        (self.state.total() + self.working + self.activations) * self.ranks
+    }
+
+    pub(super) fn arithmetic(&self) -> String {
+        format!(
+            "{} ranks x ({} model state + {} working memory + {} activations) = {}",
+            self.ranks,
+            format_bytes(self.state.total()),
+            format_bytes(self.working),
+            format_bytes(self.activations),
+            format_bytes(self.total())
+        )
+    }
+}
+
+/// Bytes per parameter of each kind of model state.
+pub(super) fn precision(plan: &ZeroPlan) -> Precision {
+    let config = plan.zero_config(0);
+    let (parameter, names) = (config.param_dtype.size() as u64, plan.rule().state_names().len() as u64);
+    Precision {
+        parameter,
+        gradient: config.gradient_dtype.unwrap_or(config.param_dtype).size() as u64,
+        optimizer: 4 * (names + u64::from(config.param_dtype != Float::F32)),
+    }
+}
+
+/// Memory and disk that a run may take.
+pub(super) struct Budget {
+    /// `None`: unknown, and not limited.
+    memory: Option<u64>,
+    /// The host's memory, where the backend has memory of its own.
+    host: Option<u64>,
+    disk: Option<u64>,
+    /// The most ranks of a machine, if they are processes; otherwise all.
+    pub(super) ranks_here: Option<usize>,
+}
+
+impl Budget {
+    pub(super) fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self, TrainError> {
+        // Where state will lie: what the file says, or --swap.
+        let nvme_path = options.config.as_deref().map(Config::from_file).transpose()?.and_then(|file| file.nvme_path());
+        let limit = options.memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
+            let got = options.memory.clone().unwrap_or_default();
+            wrong("memory", got, error.to_string())
+        })?;
+        let available = match options.backend {
+            BackendChoice::Cpu => available_bytes(),
+            device => device.memory(),
+        };
+        let memory = available.into_iter().chain(limit).min();
+        let host = available_bytes().filter(|_| options.backend != BackendChoice::Cpu);
+        // What the fewest have, so that ranks on several machines take the same tier.
+        let (memory, host) = (ranks.least(memory)?, ranks.least(host)?);
+        let disk = ranks.least(free_disk(nvme_path.as_deref().unwrap_or(options.swap_dir())))?;
+        Ok(Self { memory, host, disk, ranks_here: ranks.most_on_a_machine() })
+    }
+
+    pub(super) fn holds(&self, need: &MemoryNeed) -> bool {
+        self.memory.is_none_or(|memory| need.total() <= memory)
+            && (need.host == 0 || self.host.is_none_or(|host| need.host * need.ranks <= host))
+            && (need.disk == 0 || self.disk.is_none_or(|disk| need.disk * need.ranks <= disk))
+    }
+
+    /// What there is too little of.
+    pub(super) fn but(&self, need: &MemoryNeed) -> String {
+        match (self.memory, self.host, self.disk) {
+            (Some(memory), ..) if need.total() > memory => {
+                format!(", but {} of memory may be used", format_bytes(memory))
+            }
+            (_, Some(host), _) if need.host * need.ranks > host => {
+                let needed = format_bytes(need.host * need.ranks);
+                format!(", and {needed} in the host's memory, of which {} are free", format_bytes(host))
+            }
+            (.., Some(disk)) => {
+                format!(", and {} on the disk, which has {}", format_bytes(need.disk * need.ranks), format_bytes(disk))
+            }
+            _ => String::new(),
+        }
+    }
+}
+
+/// Free bytes of the file system of a folder, or of the nearest folder above it that exists.
+fn free_disk(folder: &Path) -> Option<u64> {
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    let existing = folder.ancestors().find(|ancestor| ancestor.is_dir()).unwrap_or(Path::new("."));
+    zero_core::offload::free_bytes(existing).ok()
+}
+
+/// The model, and what of it is kept on a disk.
+pub(super) struct Choice {
+    pub(super) name: String,
+    pub(super) model: Gpt2Config,
+    pub(super) offload: Option<OffloadChoice>,
+    pub(super) notice: Option<String>,
+}
+
+/// A tier that fits, and what is to be said about it.
+type Fitting = (Option<OffloadChoice>, Option<String>);
+
+/// The model by name, folder or weights; if none is named, the default, or the largest preset that fits. Without --offload
+/// and --config, the cheapest tier of memory and disk that fits.
+pub(super) fn choose(
+    options: &Options,
+    default_model: &str,
+    seq: usize,
+    budget: &Budget,
+) -> Result<Choice, TrainError> {
+    let need = |model: &Gpt2Config, offload: Option<OffloadChoice>| -> Result<MemoryNeed, TrainError> {
+        let options = Options { offload, ..options.clone() };
+        let plan = zero_plan(&options, model)?;
+        let need = MemoryNeed::new(model, &plan, seq.min(model.n_positions), options.backend);
+        Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
+    };
+    let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
+        (Some(given), _) => &[Some(given)],
+        (None, Some(_)) => &[None],
+        (None, None) => match options.stage.unwrap_or(3) {
+            0 => &[None],
+            1 | 2 => &[None, Some(OffloadChoice::Optimizer)],
+            _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
+        },
+    };
+    // The first tier that fits, with what is to be said about it.
+    let fitting = |model: &Gpt2Config| -> Result<Option<Fitting>, TrainError> {
+        for &tier in tiers {
+            let with = need(model, tier)?;
+            if budget.holds(&with) {
+                let notice = match tier {
+                    Some(choice) if options.offload.is_none() => {
+                        let without = need(model, None)?;
+                        Some(format!(
+                            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {}.",
+                            without.arithmetic(),
+                            budget.but(&without),
+                            choice.name(),
+                            format_bytes(with.total()),
+                            match with.disk {
+                                0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
+                                disk => {
+                                    format!(
+                                        "{} below {}",
+                                        format_bytes(disk * with.ranks),
+                                        options.swap_dir().display()
+                                    )
+                                }
+                            }
+                        ))
+                    }
+                    _ => None,
+                };
+                return Ok(Some((tier, notice)));
+            }
+        }
+        Ok(None)
+    };
+    let named = match (&options.model, &options.weights) {
+        (Some(name), _) if Path::new(name).is_dir() => {
+            Some((name.clone(), Gpt2Config::from_file(&Path::new(name).join("config.json"))?))
+        }
+        (Some(name), _) => Some((name.clone(), Gpt2Config::preset(name)?)),
+        (None, Some(dir)) => Some((dir.display().to_string(), Gpt2Config::from_file(&dir.join("config.json"))?)),
+        (None, None) => None,
+    };
+    if let Some((name, model)) = named {
+        // What does not fit is told with the length of the data's rows.
+        let (offload, notice) = fitting(&model)?.unwrap_or((options.offload, None));
+        return Ok(Choice { name, model, offload, notice });
+    }
+    let wanted = Gpt2Config::preset(default_model)?;
+    if let Some((offload, notice)) = fitting(&wanted)? {
+        return Ok(Choice { name: default_model.to_string(), model: wanted, offload, notice });
+    }
+    let too_much = need(&wanted, options.offload)?;
+    let why = format!("{default_model} does not fit: {}{}", too_much.arithmetic(), budget.but(&too_much));
+    for &name in Gpt2Config::PRESETS.iter().rev() {
+        let model = Gpt2Config::preset(name)?;
+        if model.num_params() >= wanted.num_params() || options.seq.is_some_and(|seq| seq > model.n_positions) {
+            continue;
+        }
+        if let Some((offload, notice)) = fitting(&model)? {
+            let notice = [Some(format!("{why}.\nTraining {name}, the largest preset that fits.")), notice];
+            let notice = notice.into_iter().flatten().collect::<Vec<_>>().join("\n");
+            return Ok(Choice { name: name.to_string(), model, offload, notice: Some(notice) });
+        }
+    }
+    Err(TrainError::Memory(format!(
+        "{why}, and no smaller preset fits either; use fewer --ranks or a smaller --seq or --batch"
+    )))
+}

@@ -1,0 +1,128 @@
+//! Plans made in code.
+
+use super::*;
+
+#[test]
+fn the_builder_has_the_files_rules() {
+    let plan = ZeroPlan::builder(Stage::DataParallel).build(3).unwrap();
+    assert_eq!(plan.batch, Batch { global: 3, micro: 1, accumulation: 1 });
+    assert_eq!((plan.gradient_clipping, plan.reduce_bucket_size, plan.max_reuse_distance), (None, 1 << 23, 0));
+    assert_eq!(plan.warnings, []);
+
+    let files = LogFiles { output_path: "out".into(), job_name: "job".into() };
+    let nvme = Offload::to(OffloadDevice::Nvme { path: "/n".into() });
+    let plan = ZeroPlan::builder(Stage::Parameters)
+        .global_batch(16)
+        .accumulation(2)
+        .reduce_bucket_size(10)
+        .prefetch_bucket_size(11)
+        .max_live_parameters(12)
+        .max_reuse_distance(13)
+        .param_persistence_threshold(14)
+        .overlap_comm(false)
+        .save_16bit_model(true)
+        .gradient_clipping(0.25)
+        .prescale_gradients(true)
+        .gradient_predivide_factor(4.0)
+        .communication_data_type(DataType::Bf16)
+        .grad_accum_dtype(DataType::Fp16)
+        .precision(Precision::Fp16 { loss_scale: LossScale::Static(2.0) })
+        .precision(Precision::Bf16 { check_grad_overflow: false })
+        .offload_optimizer(&nvme)
+        .offload_param(&nvme)
+        .steps_per_print(5)
+        .wall_clock_breakdown(true)
+        .memory_breakdown(true)
+        .tensorboard(&files)
+        .csv_monitor(&files)
+        .build(4)
+        .unwrap();
+    assert_eq!(plan.batch, Batch { global: 16, micro: 2, accumulation: 2 });
+    let sizes = [
+        plan.reduce_bucket_size,
+        plan.prefetch_bucket_size,
+        plan.max_live_parameters,
+        plan.max_reuse_distance,
+        plan.param_persistence_threshold,
+    ];
+    assert_eq!(sizes, [10, 11, 12, 13, 14]);
+    assert_eq!((plan.overlap_comm, plan.gradient_clipping), (Some(false), Some(0.25)));
+    assert_eq!((plan.prescale_gradients, plan.gradient_predivide_factor), (true, 4.0));
+    assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: false });
+    assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(DataType::Bf16), Some(DataType::Fp16)));
+    assert_eq!((plan.offload_optimizer, plan.offload_param), (Some(nvme.clone()), Some(nvme)));
+    let report = Report {
+        steps_per_print: Some(5),
+        wall_clock_breakdown: true,
+        memory_breakdown: true,
+        tensorboard: Some(files.clone()),
+        csv_monitor: Some(files),
+    };
+    assert_eq!(plan.report, report);
+
+    let error = ZeroPlan::builder(Stage::Gradients).global_batch(5).gradient_clipping(f64::NAN).build(2).unwrap_err();
+    insta::assert_snapshot!(error, @"plan: gradient_clipping: expected a number of at least 0, got NaN");
+    let error = ZeroPlan::builder(Stage::Gradients).global_batch(5).build(2).unwrap_err();
+    insta::assert_snapshot!(error, @"plan: train_batch_size: train_batch_size 5 cannot be split: 2 ranks = 2, and 5 / 2 leaves 1; set train_batch_size to 4 or 6");
+    assert!(ZeroPlan::builder(Stage::Gradients).build(0).is_err());
+}
+
+#[test]
+fn optimizers_and_schedules_survive_the_builder() {
+    let optimizers = [
+        OptimizerPlan::AdamW { lr: 0.1, beta_1: 0.2, beta_2: 0.3, epsilon: 0.4, weight_decay: 0.5 },
+        OptimizerPlan::Adam { lr: 0.1, beta_1: 0.2, beta_2: 0.3, epsilon: 0.4, weight_decay: 0.5 },
+        OptimizerPlan::Sgd { lr: 0.1, momentum: 0.2, weight_decay: 0.3, nesterov: true },
+        OptimizerPlan::Lion { lr: 0.1, beta_1: 0.2, beta_2: 0.3, weight_decay: 0.4 },
+        OptimizerPlan::Adagrad { lr: 0.1, epsilon: 0.2, weight_decay: 0.3 },
+    ];
+    for optimizer in optimizers {
+        let plan = ZeroPlan::builder(Stage::DataParallel).optimizer(optimizer).build(1).unwrap();
+        assert_eq!(plan.optimizer, Some(optimizer));
+    }
+    let warmup_type = WarmupType::Linear;
+    let schedules = [
+        SchedulePlan::WarmupLr { min_lr: 0.1, max_lr: 0.2, warmup_steps: 3, warmup_type },
+        SchedulePlan::WarmupDecayLr { min_lr: 0.1, max_lr: 0.2, warmup_steps: 3, warmup_type, total_steps: 4 },
+        SchedulePlan::WarmupCosineLr {
+            total_steps: 4,
+            warmup_min_ratio: 0.1,
+            warmup_steps: 3,
+            cos_min_ratio: 0.2,
+            warmup_type,
+        },
+        SchedulePlan::OneCycle {
+            min_lr: 0.1,
+            max_lr: 0.2,
+            decay_lr_rate: 0.3,
+            first_step_size: 4,
+            second_step_size: None,
+            first_stair_count: 6,
+            second_stair_count: Some(7),
+            decay_step_size: 8,
+            cycle_momentum: false,
+            min_momentum: 0.4,
+            max_momentum: 0.5,
+            decay_momentum_rate: 0.6,
+        },
+        SchedulePlan::LrRangeTest { min_lr: 0.1, step_size: 2, step_rate: 0.3, staircase: true },
+    ];
+    for schedule in schedules {
+        let plan = ZeroPlan::builder(Stage::DataParallel).schedule(schedule).build(1).unwrap();
+        assert_eq!(plan.schedule, Some(schedule));
+        assert!(plan.explain().lines().all(|line| line.ends_with('.')));
+    }
+    let bad = OptimizerPlan::Sgd { lr: -0.1, momentum: 0.0, weight_decay: 0.0, nesterov: true };
+    insta::assert_snapshot!(ZeroPlan::builder(Stage::DataParallel).optimizer(bad).build(1).unwrap_err(), @"plan: optimizer.params.lr: expected a number of at least 0, got -0.1");
+}
+
+#[test]
+fn the_watchdog_has_a_section() {
+    let text = r#"{ "train_batch_size": 2, "watchdog": { "deadline_seconds": 7.5, "flight_dir": "records" } }"#;
+    let expected = Watchdog { deadline: Some(7.5), flight_dir: Some("records".into()) };
+    assert_eq!(Config::from_text("ds.json", Format::Json, text).unwrap().watchdog(), expected);
+    assert_eq!(json(text, &on(2)).unwrap().watchdog, expected);
+    assert_eq!(json(r#"{ "train_batch_size": 2 }"#, &on(2)).unwrap().watchdog, Watchdog::default());
+    let error = json(r#"{ "train_batch_size": 2, "watchdog": { "deadline": 7 } }"#, &on(2)).unwrap_err().to_string();
+    assert!(error.contains("watchdog.deadline") && error.contains("deadline_seconds"), "{error}");
+}

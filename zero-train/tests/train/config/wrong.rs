@@ -1,0 +1,156 @@
+//! What is said of wrong and of old settings.
+
+use super::*;
+
+#[test]
+fn all_problems_are_reported_together() {
+    let error = json(
+        r#"{
+            "train_batch_size": -8, "train_micro_batch_size": 4, "gradient_clipping": "1.0",
+            "optimizer": {"type": "AdamW", "params": {"learning_rate": 1, "betas": [0.9, 1.0], "amsgrad": true, "wd": 0}},
+            "scheduler": {"type": "Cosine"},
+            "bf16": {"enable": true}, "fp16": [],
+            "zero_optimization": {"stage": 3, "stage3_max_live_params": 1e9, "overlap_comm": 1, "reduce_bucket_size": 0.5,
+                "zero_quantized_gradients": true, "mics_shard_size": 8, "zenflow": {"topk_ratio": 0.1},
+                "offload_param": {"device": "disk"}}
+        }"#,
+        &on(2),
+    )
+    .unwrap_err();
+    insta::assert_snapshot!(error, @r#"
+    ds.json: train_batch_size: expected a whole number of at least 1, got -8
+    ds.json: train_micro_batch_size: unknown key; did you mean `train_micro_batch_size_per_gpu`?
+    ds.json: gradient_clipping: expected a number of at least 0, got "1.0"
+    ds.json: optimizer.params.learning_rate: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, capturable, set_grad_none, fused, foreach
+    ds.json: optimizer.params.betas: expected two numbers of at least 0 and below 1, got [0.9, 1]
+    ds.json: optimizer.params.amsgrad: true is not supported: the optimizer has no such variant; remove the key
+    ds.json: optimizer.params.wd: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, capturable, set_grad_none, fused, foreach
+    ds.json: scheduler.type: expected one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, got "Cosine"
+    ds.json: bf16.enable: unknown key; did you mean `enabled`?
+    ds.json: fp16: expected a map, got []
+    ds.json: zero_optimization.stage3_max_live_params: unknown key; did you mean `stage3_max_live_parameters`?
+    ds.json: zero_optimization.overlap_comm: expected true or false, got 1
+    ds.json: zero_optimization.reduce_bucket_size: expected a whole number of at least 1, got 0.5
+    ds.json: zero_optimization.zero_quantized_gradients: true is not supported: quantised communication would change the numbers trained with; remove the key
+    ds.json: zero_optimization.mics_shard_size: 8 is not supported: MiCS is not available: states would be sharded over all ranks; remove the key
+    ds.json: zero_optimization.zenflow: this section is not supported: ZenFlow applies most gradients late, which is another training; remove the section
+    ds.json: zero_optimization.offload_param.device: expected one of none, cpu, nvme, got "disk"
+    "#);
+    let key = "train_micro_batch_size";
+    let problem = error.problems().iter().find(|problem| problem.path == key).unwrap();
+    assert!(matches!(&problem.kind, ProblemKind::UnknownKey { suggestion: Some(key), .. }
+        if key == "train_micro_batch_size_per_gpu"));
+}
+
+#[test]
+fn features_that_would_change_training_are_refused() {
+    let message = |text: &str| json(text, &on(2)).unwrap_err().to_string();
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "Lamb", "params": {"lr": 1}}}"#), @r#"ds.json: optimizer.type: "Lamb" is not supported: use one of AdamW, Adam, SGD, Lion, Adagrad"#);
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}"#), @"ds.json: optimizer.params.max_grad_norm: 1 is not supported: clipping is the top-level key `gradient_clipping`; move the value there");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "elasticity": {"enabled": true}, "amp": {"enabled": true}}"#), @r#"
+    ds.json: elasticity: this section is not supported: it would choose other batch sizes; give them in the batch keys
+    ds.json: amp: this section is not supported: NVIDIA's amp does not exist here; use bf16 or fp16
+    "#);
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "gradient_allreduce_op": "sum"}"#), @r#"ds.json: gradient_allreduce_op: "sum" is not supported: gradients are averaged over the ranks; scale the loss instead"#);
+    assert!(
+        json(r#"{"train_batch_size": 2, "gradient_allreduce_op": "mean", "amp": {"enabled": false}}"#, &on(2)).is_ok()
+    );
+}
+
+#[test]
+fn settings_that_exclude_each_other() {
+    let message = |text: &str| json(text, &on(2)).unwrap_err().to_string();
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "bf16": {"enabled": true}, "fp16": {"enabled": true}}"#), @"ds.json: bf16.enabled: bf16 and fp16 are both enabled: set one of them to false");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#), @"ds.json: zero_optimization.offload_param.device: parameters can only be offloaded at stage 3, and this is stage 2: raise the stage, or set the device to none");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}"#), @"ds.json: zero_optimization.offload_optimizer.nvme_path: missing: the device is nvme; give the folder to write to");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {}}}"#), @"ds.json: zero_optimization.cpu_offload: is another name for `offload_optimizer`, which is given too: remove one");
+    insta::assert_snapshot!(message(r#"{"gradient_accumulation_steps": 2}"#), @"ds.json: train_micro_batch_size_per_gpu: no batch size: give train_batch_size or train_micro_batch_size_per_gpu, or let the program supply Auto::micro_batch");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "fp16": {"enabled": true, "loss_scale_window": 0}}"#), @"ds.json: fp16.loss_scale_window: expected more than 0 when loss_scale is 0 (dynamic), got 0");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {}}}"#), @"ds.json: scheduler.params.warmup_max_lr: missing: without an optimizer in the file there is no learning rate to take");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "scheduler": {"type": "WarmupCosineLR", "params": {}}}"#), @r#"ds.json: scheduler.params.total_num_steps: missing: the schedule needs the optimizer steps of the training, or "auto""#);
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": "auto"}, "steps_per_print": "auto"}"#), @r#"
+    ds.json: zero_optimization.stage: "auto" cannot be filled: the stage decides what the other keys mean; give a number from 0 to 3
+    ds.json: steps_per_print: "auto" cannot be filled: nothing stands for it at this key; give a value
+    "#);
+}
+
+#[test]
+fn old_spellings_are_read_with_a_warning() {
+    let plan = json(
+        r#"{"train_batch_size": 2, "gradient_clipping": 1, "bfloat16": {"enabled": true}, "fp32_allreduce": true,
+            "zero_optimization": {"stage": 3, "cpu_offload": true, "cpu_offload_params": true, "cpu_offload_use_pin_memory": true,
+                "stage3_gather_fp16_weights_on_model_save": true, "max_live_parameters": 7}}"#,
+        &on(2),
+    )
+    .unwrap();
+    assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
+    assert_eq!(plan.communication_data_type, Some(DataType::Fp32));
+    assert_eq!((plan.save_16bit_model, plan.max_live_parameters), (true, 7));
+    assert!(plan.offload_optimizer.is_some() && plan.offload_param.is_some());
+    insta::assert_snapshot!(warnings(&plan), @r#"
+    bfloat16: deprecated; write `bf16`
+    fp32_allreduce: deprecated; write `communication_data_type`
+    zero_optimization.cpu_offload: deprecated; write `offload_optimizer`
+    zero_optimization.cpu_offload_params: deprecated; write `offload_param`
+    zero_optimization.cpu_offload_use_pin_memory: has no effect: deprecated; write `pin_memory` in `offload_param` or `offload_optimizer`
+    zero_optimization.stage3_gather_fp16_weights_on_model_save: deprecated; write `stage3_gather_16bit_weights_on_model_save`
+    "#);
+    let plan = json(r#"{"train_batch_size": 2, "gradient_clipping": 1, "zero_optimization": true}"#, &on(2)).unwrap();
+    assert_eq!(plan.stage, Stage::OptimizerState);
+    insta::assert_snapshot!(warnings(&plan), @r#"zero_optimization: deprecated; write {"stage": 1}"#);
+}
+
+#[test]
+fn keys_without_effect_are_named() {
+    let plan = json(
+        r#"{"train_batch_size": 2, "sparse_gradients": true, "timers": {"throughput": {"enabled": false}},
+            "flops_profiler": {"enabled": true}, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5,
+            "stage3_prefetch_bucket_size": "auto", "stage3_max_reuse_distance": 1e9, "allgather_bucket_size": 2e8,
+            "offload_optimizer": {"device": "none", "pin_memory": false}}}"#,
+        &on(2),
+    )
+    .unwrap();
+    assert_eq!(plan.gradient_clipping, Some(1.0));
+    insta::assert_snapshot!(warnings(&plan), @r#"
+    sparse_gradients: has no effect: gradients of embeddings are dense
+    timers.throughput.enabled: has no effect: throughput is always measured, at the end of a step
+    flops_profiler: not acted on yet: operations are not counted yet
+    zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3
+    zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting
+    gradient_clipping: not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were not clipped); write 1.0, or 0 for none
+    "#);
+    insta::assert_snapshot!(plan.explain(), @r#"
+    ZeRO stage 2 over 2 ranks: optimizer state and gradients are sharded, every rank holds all parameters.
+    Batch: 1 row per rank × 1 micro-batch × 2 ranks = 2 rows per optimizer step.
+    Precision: fp32.
+    Optimizer: the program's own.
+    Learning rate: no schedule.
+    Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000,000 elements.
+    Warning: sparse_gradients: has no effect: gradients of embeddings are dense.
+    Warning: timers.throughput.enabled: has no effect: throughput is always measured, at the end of a step.
+    Warning: flops_profiler: not acted on yet: operations are not counted yet.
+    Warning: zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3.
+    Warning: zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting.
+    Warning: gradient_clipping: not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were not clipped); write 1.0, or 0 for none.
+    "#);
+}
+
+#[test]
+fn files_that_are_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.json");
+    assert!(matches!(Config::from_file(&path), Err(ConfigError::Io { .. })));
+    assert!(matches!(Config::from_file(folder.path()), Err(ConfigError::Io { .. })));
+    let message = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        Config::from_file(&path).unwrap_err().to_string().replace(&folder.path().display().to_string(), "DIR")
+    };
+    insta::assert_snapshot!(message(b"\xff\xfe{}"), @"DIR/x.json: cannot be read: stream did not contain valid UTF-8");
+    insta::assert_snapshot!(message(b" \n"), @"DIR/x.json: not valid JSON: the file is empty");
+    insta::assert_snapshot!(message(b"[1]"), @"DIR/x.json: expected a map of settings, got [1]");
+    insta::assert_snapshot!(message(b"{\"a\": 1,}"), @"DIR/x.json: not valid JSON: trailing comma at line 1 column 9");
+    insta::assert_snapshot!(message(b"{\"train_batch_size\": 1, \"train_batch_size\": 2}"), @"DIR/x.json: not valid JSON: the key `train_batch_size` is given twice at line 1 column 42");
+    std::fs::write(folder.path().join("x"), "num_processes: 0\n").unwrap();
+    let error = Config::from_file(folder.path().join("x")).unwrap_err().to_string();
+    assert!(error.contains("num_processes: expected at least 1, got 0"), "{error}");
+}
