@@ -30,7 +30,8 @@ pub struct Options {
     /// [default: 3]
     #[arg(long)]
     pub stage: Option<u8>,
-    /// Number of data-parallel ranks (threads of this process) [default: 2, or the processes that a launcher started]
+    /// Number of data-parallel ranks: threads of this process, or the processes that a launcher has started [default: 2, or their
+    /// number]
     #[arg(long)]
     pub ranks: Option<usize>,
     /// Training steps
@@ -81,7 +82,7 @@ pub struct Options {
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Keep model state elsewhere than where the backend computes: the optimizer's (and gradients, from stage 2 on), or all of
+    /// Offload model state from where the backend computes: the optimizer's (and gradients, from stage 2 on), or all of
     /// it (at stage 3) [default: the least that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]
     pub offload: Option<OffloadChoice>,
@@ -90,7 +91,7 @@ pub struct Options {
     #[arg(long, value_name = "WHERE")]
     pub offload_to: Option<OffloadTo>,
     /// How ranks that are processes gather parameters: all together, in the order of the program, or each by reading the others'
-    /// pieces through the hosts' memory [default: collective with NCCL, one-sided without]
+    /// shards through the hosts' memory [default: collective with NCCL, one-sided without]
     #[arg(long, value_name = "HOW")]
     pub gathers: Option<GathersChoice>,
     /// The folder for --offload to a disk, on a fast one; a run makes one of its own in it and removes it at its end
@@ -99,7 +100,12 @@ pub struct Options {
     /// Use no more memory than this, such as 6GiB [default: what is available]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<String>,
-    /// Save checkpoints into this folder: at the end, and with --save-every on the way
+    /// Write a line about the training to standard error every N steps, and for the first and the last [default: where that is
+    /// no terminal, every 10 steps or 10 seconds; on a terminal a bar is shown]
+    #[arg(long, value_name = "N")]
+    pub log_every: Option<usize>,
+    /// Save checkpoints into this folder: at the end, when SIGINT, SIGTERM or SIGUSR1 ends the run, and with --save-every on the
+    /// way
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
     /// Save every N steps
@@ -112,23 +118,23 @@ pub struct Options {
     /// the checkpoint before
     #[arg(long, requires = "keep_last")]
     pub keep_best: bool,
-    /// Save beside the training, from a copy of this rank's shards in memory
+    /// Overlap saving with training, from a copy of this rank's shards in memory
     #[arg(long, requires = "save")]
     pub save_async: bool,
-    /// Go on from a checkpoint: `auto` for the newest sound one in --save, from the start if there is none; or the folder
+    /// Resume from a checkpoint: `auto` for the newest sound one in --save, from the start if there is none; or the folder
     /// of one. Any number of ranks, stage and precision
     #[arg(long, value_name = "auto|DIR")]
     pub resume: Option<PathBuf>,
     /// Seconds that a rank waits for another before all end with exit code 75 [default: 600]
     #[arg(long, value_name = "SECONDS", env = "ZERO_DEADLINE")]
     pub deadline: Option<f64>,
-    /// Where ranks leave their last operations when one fails or is late, for `zero flight` [default: flight in --out]
+    /// Where ranks write their last operations (flight records) when one fails or is late, for `zero flight` [default: flight in --out]
     #[arg(long, value_name = "DIR", env = "ZERO_FLIGHT_DIR")]
     pub flight: Option<PathBuf>,
-    /// Write the time of every operation, gather and reduction into this file, for chrome://tracing or Perfetto
+    /// Write the time of every operation, all-gather and reduce-scatter into this file, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Print a machine-readable summary on standard output, and nothing else there
+    /// Print a machine-readable summary on standard output, and nothing else there; no bar, but lines as of --log-every
     #[arg(long)]
     pub json: bool,
 }

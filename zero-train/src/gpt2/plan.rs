@@ -175,6 +175,9 @@ impl Plan {
         if let Some(threads) = options.threads {
             positive("threads", threads)?;
         }
+        if let Some(every) = options.log_every {
+            positive("log-every", every)?;
+        }
         let seq_guess = options.seq.unwrap_or(128);
         let options = &as_launched(options, here)?;
         options.backend.check()?;
@@ -182,7 +185,8 @@ impl Plan {
         let Choice { name, model, offload, notice } = choose(options, default_model, seq_guess, &budget)?;
         model.validate()?;
         let options = &Options { offload, ..options.clone() };
-        let plan = zero_plan(options, &model)?;
+        let mut plan = zero_plan(options, &model)?;
+        plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
         let (stage, ranks) = (plan.stage, plan.world);
         let mut zero = plan.zero_config(options.seed);
         zero.gathers = gathers(options, here)?;
@@ -573,7 +577,7 @@ impl core::fmt::Display for Plan {
             let manifest = checkpoint.manifest();
             writeln!(
                 f,
-                "  goes on from   {}, step {}, saved by {} rank(s)",
+                "  resumes from   {}, step {}, saved by {} rank(s)",
                 checkpoint.path().display(),
                 manifest.step,
                 manifest.world

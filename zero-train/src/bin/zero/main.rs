@@ -45,7 +45,7 @@ enum Command {
     Check(commands::CheckArgs),
     /// Bytes of model state per rank at every stage, and what fits into this machine
     Estimate(commands::EstimateArgs),
-    /// Train a GPT-2 on text or token files, on the CPU
+    /// Train a GPT-2 on text or token files
     Train(Box<zero_train::gpt2::Options>),
     /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),
