@@ -328,3 +328,26 @@ fn a_run_that_fails_leaves_its_plot() {
     assert!(said.contains("the loss became"), "{said}");
     assert!(std::fs::read_to_string(inputs.path("run/out/loss.svg")).unwrap().contains("<svg"));
 }
+
+#[test]
+fn text_is_refused_for_a_model_with_another_tokenizer() {
+    let inputs = Inputs::new();
+    let text = inputs.path("text.txt");
+    // Tokens 0 to 60 of GPT-2 alone, which a vocabulary of 61 holds.
+    std::fs::write(&text, "!\"#$%&'()*+,-./0123456789".repeat(30)).unwrap();
+    let refused = |model: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+        command.arg("train").arg("--model").arg(model).arg("--data").arg(&text).args(["--seq", "8", "--steps", "1"]);
+        stderr(&mut command, 2)
+    };
+    let said = refused(&inputs.path("model"));
+    assert!(said.contains("is text, which is cut into GPT-2's tokens, but the model has 61 tokens"), "{said}");
+    let other = inputs.path("other");
+    std::fs::create_dir(&other).unwrap();
+    let config = std::fs::read_to_string(inputs.path("model/config.json")).unwrap();
+    std::fs::write(other.join("config.json"), config.replace("\"vocab_size\":61", "\"vocab_size\":50257")).unwrap();
+    std::fs::write(other.join("tokenizer.json"), r#"{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}"#).unwrap();
+    let said = refused(&other);
+    assert!(said.contains("tokenizer.json is the model's tokenizer, and is not GPT-2's"), "{said}");
+    assert!(said.contains("give the ids as --data FILE.safetensors with an int tensor input_ids"), "{said}");
+}

@@ -17,7 +17,7 @@ pub struct Options {
     /// config.json describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// Text, or a .safetensors file with an int tensor `input_ids` [rows, T], to train on
+    /// Text, for models with GPT-2's tokenizer, or a .safetensors file with an int tensor `input_ids` [rows, T], to train on
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
     /// Where ranks compute: cpu, cuda (ranks share the GPUs) or vulkan; the program needs the feature of that name

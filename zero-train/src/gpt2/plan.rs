@@ -196,7 +196,10 @@ impl Plan {
             return Err(wrong("seq", seq, expected));
         }
         let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
-        let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
+        // What is no folder has no tokenizer.
+        let folders = [options.weights.as_deref(), options.model.as_deref().map(Path::new)];
+        let folders: Vec<&Path> = folders.into_iter().flatten().collect();
+        let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions, &folders)?;
         let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
         let need = MemoryNeed::new(&model, &plan, rows.seq(), options.backend)
             .with_ranks_here(budget.ranks_here.unwrap_or(ranks));
