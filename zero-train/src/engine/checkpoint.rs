@@ -204,7 +204,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         if !O::SAVES_STATES {
             return Err(EngineError::CannotSave(format!(
-                "the state of {} cannot be reached piece by piece: use zero_burn::optim::Fused, or save the records of \
+                "the state of {} cannot be reached shard by shard: use zero_burn::optim::Fused, or save the records of \
                  model and optimizer with one of Burn's recorders",
                 std::any::type_name::<O>()
             )));
