@@ -169,14 +169,16 @@ start_slurm || fail 'Slurm does not start'
 sinfo -N
 
 # In the place of `zero`. PLAN has a word for each attempt: the exit code of all ranks; `some`, of rank 1 alone, while the
-# others wait; or `wait`, for a signal.
+# others wait; or `wait`, for USR1.
 cat >"$work/stub" <<'STUB'
 #!/bin/bash
 if [ "$1" = flight ]; then echo "flight of $(find "$2" -name 'flight-rank-*.json' | wc -l)"; exit; fi
+# A file of its own: `zero` leaves its output there.
+[ -f /proc/self/fd/1 ] || exit 1
 echo "rank $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, $PMIX_RANK in $PMIX_NAMESPACE of $SLURM_NTASKS: $*"
 read -ra plan <<<"$PLAN"
 case ${plan[ZERO_RESTARTS]} in
-    wait) sleep 600 ;;
+    wait) trap 'touch "$RUN/saved-$SLURM_PROCID"; exit 138' USR1; sleep 600 & wait ;;
     some) if [ "$SLURM_PROCID" = 1 ]; then exit 2; fi; sleep 600 ;;
     0) exit 0 ;;
     # The last argument is that of --flight.
@@ -244,6 +246,11 @@ done
 [ "$(scontrol show job "$id" | grep -oE 'JobState=\w+|Restarts=[0-9]+' | paste -sd' ')" = 'JobState=COMPLETED Restarts=1' ] ||
     fail "not requeued and completed: $(scontrol show job "$id")"
 [ -e "$work/run/logs/$id/attempt-1/rank-0.code" ] || fail 'there is no second turn'
+[ "$(find "$work/run" -name 'saved-*' | wc -l)" = 4 ] || fail 'not every rank was told to save'
+[ "$(cat "$work/run/logs/$id"/attempt-0/rank-*.code | sort -u)" = 138 ] || fail 'ranks did not end by USR1'
+
+step 'slurm: ranks that a signal has ended are not started again'
+PLAN='143 0' job "$work/stub" 143 1
 
 step 'slurm: ranks find each other'
 cat >"$work/ranks.c" <<'PROGRAM'

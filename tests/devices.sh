@@ -29,7 +29,9 @@ refused 'no Vulkan driver' 'no device with a Vulkan driver was found' \
 # The same losses as on the processor, and memory that does not grow.
 arguments=(--model tiny --steps 6 --seq 32 --ranks 2 --stage 3 --json)
 "$binary" "${arguments[@]}" --out "$work/cpu" >/dev/null
-"$binary" "${arguments[@]}" --backend vulkan --out "$work/vulkan" >/dev/null
+echo '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "memory_breakdown": true}' >"$work/ds.json"
+"$binary" "${arguments[@]}" --backend vulkan --config "$work/ds.json" --out "$work/vulkan" >/dev/null 2>"$work/err"
+awk '/^total peak/ { seen = $NF > 0 } END { exit !seen }' "$work/err" || fail "no memory of the device: $(cat "$work/err")"
 python3 - "$work" <<'PYTHON'
 import json, sys
 read = lambda name: [json.loads(line) for line in open(f"{sys.argv[1]}/{name}/metrics.jsonl")]

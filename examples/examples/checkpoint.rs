@@ -1,7 +1,7 @@
 //! `cargo run --release --example checkpoint -- [FOLDER [RANKS [STAGE]]]`
 //!
 //! Trains for 20 updates and saves every 5. Stop it at any moment, with any signal, and start it again, with another number
-//! of ranks or another stage if you like: it goes on from the newest sound checkpoint.
+//! of ranks or another stage if you like: it resumes from the newest sound checkpoint.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -33,10 +33,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let plan = ZeroPlan::builder(stage).micro_batch(ROWS / ranks).build(ranks)?;
     let model = Gpt2Config { vocab_size: 256, n_embd: 64, n_head: 4, n_layer: 2, ..Gpt2Config::preset("tiny")? };
 
-    // Every byte of the newest checkpoint is verified; one that is damaged is passed over.
+    // Every byte of the newest checkpoint is verified; one that is damaged is skipped.
     let found = find_latest(&dir, Check::Contents)?;
     for (path, reason) in &found.skipped {
-        eprintln!("{} is passed over: {reason}", path.display());
+        eprintln!("{} is skipped: {reason}", path.display());
     }
     let latest = found.checkpoint.map(|path| Checkpoint::open(&path)).transpose()?;
 
@@ -49,7 +49,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let state = engine.load(checkpoint, Parts::All)?;
             at = state["at"].as_u64().unwrap_or(0) as usize;
             if device.rank() == 0 {
-                println!("goes on from {}", checkpoint.path().display());
+                println!("resumes from {}", checkpoint.path().display());
             }
         }
         while engine.steps() < 20 {

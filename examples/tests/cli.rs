@@ -150,9 +150,10 @@ fn everything_is_reported() {
         .assert()
         .success();
     let stdout = String::from_utf8(run.get_output().stdout.clone()).unwrap();
+    let stderr = String::from_utf8(run.get_output().stderr.clone()).unwrap();
+    assert!(stderr.contains("step 2/4: loss"), "{stderr}");
     for part in [
         "step 1: gradients overflowed, update skipped on all ranks (1 so far), loss scale 4294967296 -> 2147483648",
-        "step 2: loss",
         "| forward",
         "memory of train",
         "memory of eval",

@@ -5,7 +5,7 @@
 //! * In ([`load_pieces`]): the elements that this rank holds at its stage, read by their range.
 //! * Memory: one piece at a time is copied to the host, when it is asked for.
 //!
-//! No piece is ever gathered. [`RandomState`] is what dropout's random numbers go on from.
+//! Nothing is gathered. [`RandomState`] is what dropout's random numbers resume from.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -318,7 +318,7 @@ pub fn collective<B: Backend>() -> Arc<dyn Collective> {
     Context::<B>::current().collective()
 }
 
-/// What this rank's random numbers (dropout, noise) go on from.
+/// What this rank's random numbers (dropout, noise) resume from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RandomState {
     /// The seed of all ranks.

@@ -228,7 +228,7 @@ pub(crate) fn filled(
             fill(bytemuck::cast_slice_mut(&mut values));
             TensorData::new(values, shape)
         }
-        other => stop(format!("a piece of type {other:?} cannot be kept on a disk: expected floats")),
+        other => stop(format!("a shard of type {other:?} cannot be kept on a disk: expected floats")),
     }
 }
 

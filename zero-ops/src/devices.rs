@@ -42,6 +42,15 @@ pub fn cuda_ordinal<B: Backend>(device: &B::Device) -> Option<usize> {
     None
 }
 
+/// What the driver calls a device of `B`, if it is an NVIDIA GPU.
+#[cfg(feature = "cuda")]
+pub fn cuda_name<B: Backend>(device: &B::Device) -> Option<String> {
+    use cudarc::driver::result;
+
+    let device = result::device::get(i32::try_from(cuda_ordinal::<B>(device)?).ok()?).ok()?;
+    result::device::get_name(device).ok()
+}
+
 fn usage<R: cubecl::Runtime>(device: &R::Device) -> Option<DeviceMemory> {
     let usage = R::client(device).memory_usage().ok()?;
     Some(DeviceMemory { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })

@@ -65,13 +65,23 @@ pub enum TrainError {
     /// A rank failed while training.
     #[error("training failed: {0}")]
     Run(String),
+    /// A signal ended the run, after a whole step.
+    #[error("{told}")]
+    Signal {
+        /// The signal, how far the run has come, and where it can be resumed.
+        told: String,
+        /// 128 and the signal's number.
+        code: u8,
+    },
 }
 
 impl TrainError {
     /// The exit code of a command that ends with this error: 2 for bad input, 75 when a deadline passed in a wait for
-    /// another rank, 1 for a run that failed in another way, for which it may be started again.
+    /// another rank, 128 and the number of the signal for a run that one ended, 1 for a run that failed in another way, for which it
+    /// may be started again.
     pub fn exit_code(&self) -> u8 {
         match self {
+            TrainError::Signal { code, .. } => *code,
             _ if self.is_of_a_device() => 1,
             TrainError::Late(_) => zero_core::collective::exit::code::WATCHDOG as u8,
             TrainError::Engine(EngineError::Checkpoint(CheckpointError::Comm { source, .. }))

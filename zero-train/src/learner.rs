@@ -36,6 +36,7 @@ mod across;
 mod checkpoints;
 mod silent;
 
+use std::any::TypeId;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -51,18 +52,22 @@ use burn::train::{
     SupervisedLearningStrategy, SupervisedTraining, SupervisedTrainingEventProcessor, TrainLoader, TrainStep,
     TrainingBackend, TrainingComponents, TrainingItem, TrainingModel, TrainingStrategy, ValidLoader,
 };
+use zero_burn::config::Float;
 use zero_burn::gathered::parameters;
 use zero_burn::module::{ZeroAutodiff, collect_grads, grad_norm, mark, prepare, scale_grads};
+use zero_burn::optim::Fused;
 
 pub use self::across::{AcrossRanks, Ranks};
 use self::checkpoints::Checkpoints;
 pub use self::silent::SilentRenderer;
-use crate::engine::clip_factor;
+use crate::engine::{EngineError, clip_factor};
 
 /// Trains a Burn `Learner` data-parallel over the ranks of a launch, sharded by the launch's stage.
 ///
 /// It calls `prepare` on the learner's model. Gradients are averaged over the ranks with every batch; Burn's
-/// `grads_accumulation` adds up what has been averaged, so that at stages 0 and 1 it saves no communication.
+/// `grads_accumulation` adds up what has been averaged, so that at stages 0 and 1 it saves no communication. Parameters in bf16
+/// need [`Fused`], which keeps fp32 masters of them; fp16 needs a loss scale, which the
+/// [engine](crate::engine::ZeroEngine) has.
 pub struct ZeroStrategy<LC: LearningComponentsTypes> {
     device: Device<TrainingBackend<LC>>,
     clipping: Option<f64>,
@@ -129,6 +134,22 @@ where
 
     fn ranks(&self) -> Ranks {
         Ranks::new::<LC::Backend>(self.device.rank())
+    }
+
+    /// Parameters in 16 bit need what a learner may not have.
+    fn check_precision(&self, ranks: &Ranks) {
+        let settings = zero_burn::config::current::<<LC::Backend as ZeroAutodiff>::Base>();
+        if settings.param_dtype == Float::F16 {
+            ranks.stop(
+                "fp16 loses small gradients without a loss scale, which a learner has not: use bf16, or \
+                 zero_train::engine::ZeroEngine",
+            );
+        }
+        let keeps_masters = TypeId::of::<LC::Optimizer>() == TypeId::of::<Fused<LC::Backend>>();
+        if settings.param_dtype != Float::F32 && !keeps_masters {
+            let optimizer = std::any::type_name::<LC::Optimizer>();
+            ranks.stop(EngineError::NoMasters { optimizer }.to_string());
+        }
     }
 
     /// Prepares the learner's model.
@@ -259,6 +280,7 @@ where
                  ZeroStrategy::with_checkpoints",
             );
         }
+        self.check_precision(&ranks);
         self.shard(&mut learner, &ranks);
         if let Some(epoch) = components.checkpoint {
             match &self.checkpoints {

@@ -80,9 +80,9 @@ impl EpochMetrics {
 pub struct SaveMetrics {
     /// Steps behind it.
     pub step: usize,
-    /// How long the training stood still for it.
+    /// How long training stalled for it.
     pub stall_seconds: f64,
-    /// Size of all ranks' files; unknown yet when it is written beside the training.
+    /// Size of all ranks' files; unknown yet when saving overlaps with training.
     pub bytes: Option<u64>,
 }
 
@@ -91,7 +91,7 @@ impl core::fmt::Display for SaveMetrics {
         let seconds = self.stall_seconds;
         match self.bytes {
             Some(bytes) => write!(f, "step {}: saved {} in {seconds:.2} s", self.step, format_bytes(bytes)),
-            None => write!(f, "step {}: copied in {seconds:.2} s, to be saved beside the training", self.step),
+            None => write!(f, "step {}: copied in {seconds:.2} s; saving overlaps with training", self.step),
         }
     }
 }
@@ -120,11 +120,13 @@ pub(crate) struct RankReport {
     pub(crate) stats: RankStats,
     pub(crate) wire: WireBytes,
     pub(crate) peak_rss: u64,
+    /// The signal that this rank's process has been sent; 0 for none.
+    pub(crate) signal: f64,
 }
 
 impl RankReport {
     /// Counts below 2^53 travel as floats without loss.
-    pub(crate) fn to_values(&self) -> [f64; 12] {
+    pub(crate) fn to_values(&self) -> [f64; 13] {
         let state = self.stats.model_state_bytes;
         let wire = self.wire;
         [
@@ -140,7 +142,13 @@ impl RankReport {
             wire.all_to_all as f64,
             self.peak_rss as f64,
             self.stats.gradients_in_flight_peak as f64,
+            self.signal,
         ]
+    }
+
+    /// Every rank's signal, from the values of all.
+    pub(crate) fn signals(all: &[Vec<f64>]) -> impl Iterator<Item = f64> {
+        all.iter().map(|values| values[12])
     }
 
     pub(crate) fn metrics(rank: usize, values: &[f64]) -> RankMetrics {

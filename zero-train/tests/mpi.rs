@@ -167,6 +167,23 @@ fn bad_input_ends_every_rank_with_its_exit_code() {
 }
 
 #[test]
+fn a_rank_keeps_to_the_file_that_its_launcher_gives_it() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let script = format!(
+        "[ $OMPI_COMM_WORLD_RANK = 1 ] && set -- --seed 7
+         exec {ZERO} train --model {0}/model --data {0}/rows.safetensors --steps 3 --out {0}/out \"$@\" \
+             >{0}/rank-$OMPI_COMM_WORLD_RANK.log 2>&1",
+        dir.path().display()
+    );
+    let output = finish(mpirun(2).args(["sh", "-c", &script]));
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output));
+    let said = std::fs::read_to_string(dir.path().join("rank-1.log")).unwrap();
+    assert!(said.contains("ranks were started with different settings"), "{said}");
+    assert!(!dir.path().join("out/logs").exists());
+}
+
+#[test]
 fn a_launcher_that_the_library_does_not_know_is_no_reason_to_train_alone() {
     let dir = tempfile::tempdir().unwrap();
     write_inputs(dir.path());

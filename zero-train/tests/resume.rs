@@ -3,9 +3,12 @@
 mod common;
 
 use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
 
 use assert_cmd::Command;
-use common::{trajectory, write_inputs};
+use common::{PAUSE, Said, ended_after, signal, trajectory, write_inputs};
+use serde_json::Value;
 
 struct Inputs(tempfile::TempDir);
 
@@ -28,6 +31,15 @@ impl Inputs {
         command.arg("--out").arg(self.path(run).join("out")).arg("--save").arg(self.path(run).join("checkpoints"));
         command.args(options);
         command
+    }
+
+    /// The same without checkpoints, as a child whose output is read.
+    fn begin(&self, run: &str, steps: usize, options: &[&str]) -> Child {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_zero"));
+        command.arg("train").arg("--model").arg(self.path("model")).arg("--data").arg(self.path("rows.safetensors"));
+        command.args(["--batch", "2", "--threads", "1", "--json", "--steps", &steps.to_string()]);
+        command.arg("--out").arg(self.path(run).join("out")).args(options);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
     fn checkpoints(&self, run: &str) -> Vec<String> {
@@ -57,7 +69,7 @@ fn a_run_goes_on_at_another_shape_and_its_files_are_one_run() {
     let first = trajectory(&inputs.path("run"));
 
     let said = stdout(&mut inputs.train("run", 9, &["--ranks", "1", "--stage", "0", "--resume", "auto"]));
-    assert!(said.contains("goes on from") && said.contains("step 6, saved by 2 rank(s)"), "{said}");
+    assert!(said.contains("resumes from") && said.contains("step 6, saved by 2 rank(s)"), "{said}");
     let both = trajectory(&inputs.path("run"));
     assert_eq!(both[..6], first);
     assert_eq!(
@@ -89,7 +101,7 @@ fn the_newest_sound_checkpoint_is_taken_and_the_others_are_named() {
     damage("step-00000006", &|path| std::fs::remove_file(path.join("rank-00000-of-00002.safetensors")).unwrap());
     let mut again = inputs.train("run", 8, &["--ranks", "2", "--resume", "auto"]);
     let said = stderr(&mut again, 0);
-    for expected in ["step-00000008 is passed over", "is corrupt", "step-00000006 is passed over", "is missing"] {
+    for expected in ["step-00000008 is skipped", "is corrupt", "step-00000006 is skipped", "is missing"] {
         assert!(said.contains(expected), "{expected} in {said}");
     }
     assert_eq!(trajectory(&inputs.path("run")), unbroken, "from step 4 on");
@@ -221,7 +233,7 @@ fn what_cannot_work_is_refused_before_the_first_step() {
     command.arg("train").arg("--model").arg(&other).arg("--data").arg(inputs.path("rows.safetensors"));
     command.args(["--steps", "4", "--resume"]).arg(inputs.path("run/checkpoints"));
     let said = stderr(&mut command, 2);
-    assert!(said.contains("cannot go on from") && said.contains("only this model has: h.2."), "{said}");
+    assert!(said.contains("cannot resume from") && said.contains("only this model has: h.2."), "{said}");
 }
 
 /// What `zero launch` tells the ranks that it starts again.
@@ -241,7 +253,7 @@ fn a_restart_goes_on_from_what_its_job_has_saved_and_otherwise_as_it_was_told() 
 
     // Nothing saved yet: from where the job was to begin, not from the beginning.
     let said = stdout(restarted(&mut inputs.train("new", 6, &told), launched));
-    assert!(said.contains("goes on from") && said.contains("step 2, saved by"), "{said}");
+    assert!(said.contains("resumes from") && said.contains("step 2, saved by"), "{said}");
     // A checkpoint of its own, of step 6.
     let said = stdout(restarted(&mut inputs.train("new", 8, &told), launched));
     assert!(said.contains("step 6, saved by"), "{said}");
@@ -249,4 +261,157 @@ fn a_restart_goes_on_from_what_its_job_has_saved_and_otherwise_as_it_was_told() 
     std::thread::sleep(std::time::Duration::from_millis(5));
     let said = stdout(restarted(&mut inputs.train("new", 8, &told), now()));
     assert!(said.contains("step 2, saved by"), "{said}");
+}
+
+/// The numbers of the steps that have a line of their own.
+fn logged(said: &str) -> Vec<usize> {
+    let numbers = said.lines().filter_map(|line| line.strip_prefix("step ")?.split_once('/')?.0.parse().ok());
+    numbers.collect()
+}
+
+#[test]
+fn a_run_without_a_terminal_writes_lines() {
+    let inputs = Inputs::new();
+    let said = |run: &str, options: &[&str]| {
+        let output = inputs.begin(run, 25, options).wait_with_output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{said}");
+        let summary = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(serde_json::from_str::<Value>(&summary).unwrap()["steps"], 25, "nothing else on standard output");
+        said
+    };
+    let lines = said("plain", &["--ranks", "2", "--warmup", "4"]);
+    // More of them, if 10 seconds have passed.
+    let steps = logged(&lines);
+    assert!([1, 10, 20, 25].iter().all(|step| steps.contains(step)) && steps.len() < 12, "{lines}");
+    let metrics = std::fs::read_to_string(inputs.path("plain/out/metrics.jsonl")).unwrap();
+    for line in lines.lines().filter(|line| line.starts_with("step ")) {
+        let step = logged(line)[0];
+        let metrics: Value = serde_json::from_str(metrics.lines().nth(step - 1).unwrap()).unwrap();
+        let of = |key: &str| metrics[key].as_f64().unwrap();
+        let numbers =
+            format!("step {step}/25: loss {:.4}, lr {:.3e}, grad norm {:.4}, ", of("loss"), of("lr"), of("grad_norm"));
+        assert!(line.starts_with(&numbers) && line.contains(" tokens/s, ETA 00:0"), "{numbers} in {line}");
+        assert!(!line.contains("MFU"), "what a processor can do at most is not known: {line}");
+    }
+    assert!(lines.contains("step 25/25: ") && lines.contains(", ETA 00:00:00\n"), "{lines}");
+
+    assert_eq!(logged(&said("every", &["--log-every", "7"])), [1, 7, 14, 21, 25]);
+    let config = inputs.path("ds.json");
+    std::fs::write(&config, r#"{"train_micro_batch_size_per_gpu": 2, "steps_per_print": 6}"#).unwrap();
+    let config = ["--config", config.to_str().unwrap()];
+    assert_eq!(logged(&said("config", &config)), [1, 6, 12, 18, 24, 25]);
+    assert_eq!(logged(&said("both", &[&config[..], &["--log-every", "20"]].concat())), [1, 20, 25]);
+    let output = inputs.begin("none", 25, &["--log-every", "0"]).wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--log-every 0: expected at least 1"));
+}
+
+#[test]
+fn a_signal_ends_a_run_after_a_step_with_a_checkpoint_that_changes_no_bit() {
+    let inputs = Inputs::new();
+    let best = ["--save-every", "100000", "--keep-last", "1", "--keep-best", "--eval", "2"];
+    let shapes: [(&str, i32, Vec<&str>); 3] = [
+        ("TERM", 143, vec!["--ranks", "2", "--stage", "3"]),
+        ("INT", 130, vec!["--ranks", "1", "--stage", "0", "--save-async"]),
+        ("USR1", 138, [&["--ranks", "2", "--stage", "1"], &best[..]].concat()),
+    ];
+    for (name, code, options) in shapes {
+        let (stopped, whole) = (format!("stopped-{name}"), format!("whole-{name}"));
+        let save = inputs.path(&stopped).join("checkpoints").into_os_string().into_string().unwrap();
+        let saves = [&options[..], &["--save", &save]].concat();
+        let mut child = inputs.begin(&stopped, 100_000, &saves);
+        let mut said = Said::of(&mut child);
+        said.until("step 20/100000: ");
+        signal(&child, name);
+        let told = said.rest().to_string();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{told}");
+        assert!(told.contains(&format!("SIG{name}: ending after this step; a second signal ends at once")), "{told}");
+        assert!(told.contains("the same command resumes there with --resume auto"), "{told}");
+        let step = ended_after(&format!("SIG{name}"), &told);
+        assert!((20..100_000).contains(&step), "{told}");
+        assert_eq!(inputs.checkpoints(&stopped), [format!("step-{step:08}")], "{told}");
+        assert_eq!(trajectory(&inputs.path(&stopped)).len(), step);
+        assert!(std::fs::read_to_string(inputs.path(&stopped).join("out/loss.svg")).unwrap().contains("<svg"));
+        let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(summary["steps"], step);
+
+        let steps = step + 8;
+        let epochs = |run: &str, options: &[&str]| {
+            let summary = stdout(inputs.train(run, steps, options).arg("--json"));
+            serde_json::from_str::<Value>(&summary).unwrap()["epochs"].as_array().unwrap().last().cloned()
+        };
+        let last = epochs(&stopped, &[&options[..], &["--resume", "auto"]].concat());
+        assert_eq!(last, epochs(&whole, &options), "SIG{name}");
+        assert_eq!(trajectory(&inputs.path(&stopped)), trajectory(&inputs.path(&whole)), "SIG{name} after step {step}");
+    }
+}
+
+#[test]
+fn without_a_folder_to_save_to_a_signal_ends_a_run_too_and_a_second_one_at_once() {
+    let inputs = Inputs::new();
+    let mut child = inputs.begin("unsaved", 100_000, &[]);
+    let mut said = Said::of(&mut child);
+    said.until("step 10/");
+    signal(&child, "TERM");
+    let told = said.rest().to_string();
+    assert_eq!(child.wait().unwrap().code(), Some(143), "{told}");
+    assert!(told.contains("no checkpoint was saved; --save DIR saves one"), "{told}");
+    assert!(inputs.path("unsaved/out/loss.svg").exists());
+
+    // A step that does not end.
+    let mut child = inputs.begin("long", 10, &["--accumulation", "100000000"]);
+    let mut said = Said::of(&mut child);
+    let begin = Instant::now();
+    let status = format!("/proc/{}/status", child.id());
+    let term = 1 << 14;
+    let handled = || {
+        let status = std::fs::read_to_string(&status).unwrap();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim();
+        u64::from_str_radix(caught, 16).unwrap() & term != 0
+    };
+    while !handled() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "it does not begin to train");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    signal(&child, "TERM");
+    said.until("SIGTERM: ending after this step");
+    std::thread::sleep(PAUSE);
+    assert_eq!(child.try_wait().unwrap(), None, "the first one waits for the step");
+    let second = Instant::now();
+    signal(&child, "INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{}", said.rest());
+    assert!(second.elapsed() < Duration::from_secs(5), "{:?}", second.elapsed());
+}
+
+#[test]
+fn a_run_that_fails_leaves_its_plot() {
+    let inputs = Inputs::new();
+    let said = stderr(&mut inputs.train("run", 10, &["--lr", "1e30"]), 1);
+    assert!(said.contains("the loss became"), "{said}");
+    assert!(std::fs::read_to_string(inputs.path("run/out/loss.svg")).unwrap().contains("<svg"));
+}
+
+#[test]
+fn text_is_refused_for_a_model_with_another_tokenizer() {
+    let inputs = Inputs::new();
+    let text = inputs.path("text.txt");
+    // Tokens 0 to 60 of GPT-2 alone, which a vocabulary of 61 holds.
+    std::fs::write(&text, "!\"#$%&'()*+,-./0123456789".repeat(30)).unwrap();
+    let refused = |model: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+        command.arg("train").arg("--model").arg(model).arg("--data").arg(&text).args(["--seq", "8", "--steps", "1"]);
+        stderr(&mut command, 2)
+    };
+    let said = refused(&inputs.path("model"));
+    assert!(said.contains("is text, which is cut into GPT-2's tokens, but the model has 61 tokens"), "{said}");
+    let other = inputs.path("other");
+    std::fs::create_dir(&other).unwrap();
+    let config = std::fs::read_to_string(inputs.path("model/config.json")).unwrap();
+    std::fs::write(other.join("config.json"), config.replace("\"vocab_size\":61", "\"vocab_size\":50257")).unwrap();
+    std::fs::write(other.join("tokenizer.json"), r#"{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}"#).unwrap();
+    let said = refused(&other);
+    assert!(said.contains("tokenizer.json is the model's tokenizer, and is not GPT-2's"), "{said}");
+    assert!(said.contains("give the ids as --data FILE.safetensors with an int tensor input_ids"), "{said}");
 }

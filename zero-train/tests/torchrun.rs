@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{small, trajectory, wire, write_inputs};
+use common::{Said, ended_after, signal, small, trajectory, wire, write_inputs};
 use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
@@ -217,6 +217,40 @@ fn a_killed_rank_ends_the_other_which_names_it() {
     assert_eq!(outputs[0].status.code(), Some(1), "{told}");
     assert!(told.contains("rank 1 of 2: its connection ended: has its process, or its machine, ended?"), "{told}");
     assert!(killed.elapsed() < Duration::from_secs(15), "far from the deadline: {:?}", killed.elapsed());
+}
+
+#[test]
+fn a_signal_to_one_rank_ends_all_after_the_same_step() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let (run, whole) = (dir.path().join("run"), dir.path().join("whole"));
+    for (place, options) in [&["--stage", "3"][..], &["--stage", "1", "--gathers", "collective"]].iter().enumerate() {
+        let (run, whole) = (run.join(place.to_string()), whole.join(place.to_string()));
+        let port = free_port();
+        let mut children: Vec<Child> = (0..2)
+            .map(|place| {
+                let mut command = rank(place, 2, port);
+                let endless = ["--steps", "100000", "--deadline", "60"];
+                small(&mut command, dir.path(), &run, &[options, &endless[..]].concat());
+                begin(&mut command)
+            })
+            .collect();
+        let mut said = Said::of(&mut children[0]);
+        said.until("step 10/");
+        // The one that prints nothing.
+        signal(&children[1], "TERM");
+        let told = said.rest().to_string();
+        for output in finish(children) {
+            assert_eq!(output.status.code(), Some(143), "{told}: {}", text(&output));
+        }
+        let step = ended_after("SIGTERM", &told);
+        assert!(run.join(format!("checkpoints/step-{step:08}/manifest.json")).exists(), "{told}");
+        let (steps, mut rest) = ((step + 6).to_string(), options.to_vec());
+        rest.extend(["--steps", &steps]);
+        good(&processes(2, dir.path(), &run, &[&rest[..], &["--resume", "auto"]].concat()));
+        good(&processes(2, dir.path(), &whole, &rest));
+        assert_eq!(trajectory(&run), trajectory(&whole), "after step {step}");
+    }
 }
 
 #[test]

@@ -23,7 +23,7 @@ use burn::train::{
     ClassificationOutput, EarlyStoppingStrategy, InferenceStep, Learner, SupervisedTraining, TrainOutput, TrainStep,
 };
 use burn_flex::Flex;
-use zero_burn::config::ZeroConfig;
+use zero_burn::config::{Float, ZeroConfig};
 use zero_burn::gathered::gathered;
 use zero_burn::launch::{LaunchOptions, launch};
 use zero_burn::module::{collect_grads, mark, prepare};
@@ -104,7 +104,8 @@ impl<B: Backend> Classifier<B> {
     }
 
     fn classify(&self, batch: Batch<B>) -> ClassificationOutput<B> {
-        let logits = self.head.forward(relu(self.hidden.forward(batch.features)));
+        let features = batch.features.cast(self.hidden.weight.val().dtype());
+        let logits = self.head.forward(relu(self.hidden.forward(features)));
         let loss = CrossEntropyLossConfig::new().init(&logits.device()).forward(logits.clone(), batch.classes.clone());
         ClassificationOutput::new(loss, logits, batch.classes)
     }
@@ -354,4 +355,36 @@ fn burns_own_checkpointer_is_refused_by_name() {
         })
         .unwrap_err();
     assert!(error.to_string().contains("ZeroStrategy::with_checkpoints"), "{error}");
+}
+
+/// What a learner of two ranks says at stage 3 with parameters of this type; its parameters if it trains.
+fn in_16_bit<O: Optimizer<Classifier<B>, B> + 'static>(
+    param_dtype: Float,
+    optimizer: impl Fn() -> O + Sync,
+) -> Result<Vec<f32>, String> {
+    let directory = tempfile::tempdir().unwrap();
+    let config = ZeroConfig { param_dtype, ..ZeroConfig::new(Stage::Parameters) };
+    let results = launch::<Flex, _, String>(2, &config, &LaunchOptions::default(), |device| {
+        let model = Classifier::<B>::new(&device);
+        Ok(trained(model, optimizer(), 2, directory.path(), 1, Setting::default(), &device))
+    });
+    results.map(|mut all| all.swap_remove(0)).map_err(|error| error.to_string())
+}
+
+#[test]
+fn parameters_in_16_bit_need_fp32_masters_and_fp16_a_loss_scale() {
+    let burns = || -> OptimizerAdaptor<AdamW, Classifier<B>, B> { AdamWConfig::new().init() };
+    let error = in_16_bit(Float::Bf16, burns).unwrap_err();
+    assert!(error.contains("keeps no fp32 masters of them") && error.contains("zero_burn::optim::Fused"), "{error}");
+    for error in [
+        in_16_bit(Float::F16, burns).unwrap_err(),
+        in_16_bit(Float::F16, || Fused::<B>::new(Rule::adamw())).unwrap_err(),
+    ] {
+        assert!(error.contains("without a loss scale") && error.contains("use bf16"), "{error}");
+    }
+    let trained = in_16_bit(Float::Bf16, || Fused::<B>::new(Rule::adamw())).unwrap();
+    let whole = learner(2, Stage::Parameters, 1, Setting { fused: true, ..Setting::default() });
+    // The same training, to the rounding of bf16.
+    let apart = trained.iter().zip(&whole).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(apart > 0.0 && apart < 0.1, "{apart}");
 }

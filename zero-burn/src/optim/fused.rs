@@ -467,7 +467,7 @@ fn next_kernel(rule: Rule, lr: f64, time: usize, has: impl Fn(&str) -> bool) -> 
 /// What is said when optimizer state has another size than the parameter.
 pub(super) fn mismatch(state: usize, parameter: usize) -> String {
     format!(
-        "optimizer state of {state} elements does not belong to a parameter whose piece has {parameter}: the record was made \
+        "optimizer state of {state} elements does not belong to a parameter whose shard has {parameter}: the record was made \
          by another model, or was not loaded inside zero_burn::load_state"
     )
 }

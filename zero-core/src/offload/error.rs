@@ -50,7 +50,7 @@ pub enum DiskError {
     },
     /// The file has been cut by somebody else: what it held is lost.
     #[error(
-        "{} was cut from outside: expected {expected_bytes} bytes, found {got_bytes}; nothing else may write to it: go on from \
+        "{} was cut from outside: expected {expected_bytes} bytes, found {got_bytes}; nothing else may write to it: resume from \
          the last checkpoint", path.display()
     )]
     Truncated {

@@ -5,6 +5,7 @@
 
 mod safetensors_rows;
 mod text;
+mod tokenizer;
 
 use std::path::{Path, PathBuf};
 
@@ -56,16 +57,24 @@ impl TokenRows {
     /// `seq` is the row length: for text `None` means 128 (or `n_positions` if that is less); a safetensors file has its
     /// own, which `seq` must equal if given.
     ///
+    /// Text is cut by GPT-2's tokenizer: the model's must be that too. `folders` are those that the model is read from, with
+    /// the tokenizer that it was made for.
+    ///
     /// # Errors
     ///
     /// [`TrainError`] when the file cannot be read, holds too few tokens or a token outside of the vocabulary, or does
-    /// not fit the row length.
+    /// not fit the row length; text for a model with another tokenizer than GPT-2's.
     pub fn load(
         source: &Source<'_>,
         seq: Option<usize>,
         vocab_size: usize,
         n_positions: usize,
+        folders: &[&Path],
     ) -> Result<Self, TrainError> {
+        let cut = |path: &Path, text: &str| {
+            tokenizer::check(path, vocab_size, folders)?;
+            text::rows(path, text, seq, n_positions)
+        };
         let (name, rows) = match source {
             Source::File(path) if source.safetensors().is_some() => {
                 (path.to_path_buf(), safetensors_rows::read(path, seq)?)
@@ -83,11 +92,11 @@ impl TokenRows {
                         error.utf8_error().valid_up_to()
                     ),
                 })?;
-                (path.to_path_buf(), text::rows(path, &text, seq, n_positions)?)
+                (path.to_path_buf(), cut(path, &text)?)
             }
             Source::Text(text, name) => {
                 let name = PathBuf::from(name);
-                let rows = text::rows(&name, text, seq, n_positions)?;
+                let rows = cut(&name, text)?;
                 (name, rows)
             }
         };

@@ -84,7 +84,7 @@ enum Source {
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
     /// Saves everything that training needs to go on as the checkpoint of `step` in `dir`, with `extra` beside it, and
     /// returns when it is durable. A collective; see [`zero_core::checkpoint::save`](zero_core::checkpoint::save()).
-    /// Memory: one piece of this rank's shards at a time.
+    /// Memory: a part of this rank's shards at a time.
     ///
     /// # Errors
     ///
@@ -103,7 +103,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(save_streamed(&*pieces::collective::<A::Base>(), dir, step, &specs, &mut bytes, &state, options)?)
     }
 
-    /// As [`save`](Self::save), but returns when this rank's shards are copied; they are written beside the training. The
+    /// As [`save`](Self::save), but returns when this rank's shards are copied; writing them overlaps with training. The
     /// stall is part of what is returned. A save that is still under way is waited for first.
     ///
     /// # Errors
@@ -204,7 +204,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         if !O::SAVES_STATES {
             return Err(EngineError::CannotSave(format!(
-                "the state of {} cannot be reached piece by piece: use zero_burn::optim::Fused, or save the records of \
+                "the state of {} cannot be reached shard by shard: use zero_burn::optim::Fused, or save the records of \
                  model and optimizer with one of Burn's recorders",
                 std::any::type_name::<O>()
             )));

@@ -69,7 +69,7 @@ pub enum EngineError {
     #[error("this training cannot be saved: {0}")]
     CannotSave(String),
     /// A checkpoint of another training.
-    #[error("cannot go on from {}: {what}", path.display())]
+    #[error("cannot resume from {}: {what}", path.display())]
     Mismatch {
         /// The checkpoint.
         path: PathBuf,

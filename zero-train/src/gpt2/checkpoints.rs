@@ -1,4 +1,4 @@
-//! When checkpoints are saved, which are kept, and where a run goes on.
+//! When checkpoints are saved, which are kept, and from which one a run resumes.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use crate::engine::EngineError;
 /// The key of the trainer's state in a checkpoint's.
 const TRAINER: &str = "trainer";
 
-/// Settings of checkpoints, checked; and the checkpoint to go on from, open and verified.
+/// Settings of checkpoints, checked; and the checkpoint to resume from, open and verified.
 #[derive(Debug, Clone, Default)]
 pub struct Checkpoints {
     /// Folder to save into.
@@ -29,9 +29,9 @@ pub struct Checkpoints {
     pub keep_last: Option<NonZeroUsize>,
     /// Whether the best is kept too.
     pub keep_best: bool,
-    /// Whether they are written beside the training.
+    /// Whether saving overlaps with training.
     pub beside: bool,
-    /// What training goes on from.
+    /// What training resumes from.
     pub resume: Option<Arc<Checkpoint>>,
     /// What was found unsound on the way to it.
     pub warnings: Vec<String>,
@@ -160,7 +160,7 @@ impl Checkpoints {
     fn latest(&mut self, dir: &Path, ranks: &Ranks<'_>) -> Result<Option<Arc<Checkpoint>>, TrainError> {
         let found = ranks.find_latest(dir, Check::Contents)?;
         for (path, reason) in found.skipped {
-            self.warnings.push(format!("checkpoint {} is passed over: {reason}", path.display()));
+            self.warnings.push(format!("checkpoint {} is skipped: {reason}", path.display()));
         }
         let open = |path: PathBuf| Checkpoint::open_as_read(&path).map_err(EngineError::from);
         Ok(found.checkpoint.map(open).transpose()?.map(Arc::new))
@@ -175,14 +175,14 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Steps that the checkpoint to go on from has behind it; 0 without.
+    /// Steps that the checkpoint to resume from has behind it; 0 without.
     pub fn resumed_steps(&self) -> usize {
         self.resume.as_ref().map_or(0, |checkpoint| checkpoint.step() as usize)
     }
 
-    /// Whether a checkpoint is due after `step` (from 1) of `steps`.
-    pub(super) fn due(&self, step: usize, steps: usize) -> Option<&Path> {
-        let due = step == steps || self.every.is_some_and(|every| step.is_multiple_of(every));
+    /// Whether a checkpoint is due after `step` (from 1), which may be the last of the run.
+    pub(super) fn due(&self, step: usize, last: bool) -> Option<&Path> {
+        let due = last || self.every.is_some_and(|every| step.is_multiple_of(every));
         self.dir.as_deref().filter(|_| due)
     }
 

@@ -9,6 +9,7 @@ mod plan;
 mod predict;
 mod ranks;
 mod report;
+mod signals;
 mod trace;
 mod train;
 mod zero_plan;
@@ -29,6 +30,7 @@ use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
 
 use self::ranks::{Ranks, with_ranks};
+use self::signals::Signal;
 use crate::TrainError;
 use crate::data::Source;
 use crate::launcher::leave_word;
@@ -44,25 +46,34 @@ pub struct Program<'a> {
     pub allocator: Option<&'a PageKeeper>,
 }
 
-/// Runs the whole command and turns its outcome into an exit code: 0, 2 for bad input, 1 for a run that failed. The
-/// error, if any, is printed once, on standard error.
+/// Runs the whole command and turns its outcome into an exit code: 0, 2 for bad input, 1 for a run that failed, 128 and the
+/// signal's number for one that SIGINT, SIGTERM or SIGUSR1 has ended. The error, if any, is printed once, on standard error.
 pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
-    match with_ranks(options, |ranks| run_on(ranks, options, program)) {
-        Ok(_) => ExitCode::SUCCESS,
-        Err(stopped) => {
-            let error = &stopped.error;
-            let text = chain(error);
-            eprintln!("error: {text}");
-            if let Some(launched) = started() {
-                leave_word(launched.rank, error.exit_code(), &format!("rank {}: {text}", launched.rank));
-                let code = error.exit_code().into();
-                drop(stopped);
-                // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
-                end_process(code);
-            }
-            ExitCode::from(error.exit_code())
-        }
+    let launched = started();
+    let (stopped, label) = match with_ranks(options, |ranks| run_on(ranks, options, program)) {
+        Ok(Ended { signal: None, .. }) => return ExitCode::SUCCESS,
+        Ok(Ended { signal: Some(signal), .. }) => (signal.into(), "stopped"),
+        Err(stopped) => (stopped, "error"),
+    };
+    let (text, code) = (chain(&stopped.error), stopped.error.exit_code());
+    // What a signal has ended all ranks say alike.
+    if label == "error" || launched.as_ref().is_none_or(|launched| launched.rank == 0) {
+        eprintln!("{label}: {text}");
     }
+    if let Some(launched) = launched {
+        leave_word(launched.rank, code, &format!("rank {}: {text}", launched.rank));
+        drop(stopped);
+        // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
+        end_process(code.into());
+    }
+    ExitCode::from(code)
+}
+
+/// How a run has ended that did not fail.
+struct Ended {
+    summary: Option<Summary>,
+    /// [`TrainError::Signal`], if it was not by its last step.
+    signal: Option<TrainError>,
 }
 
 /// A line on standard output. That nobody reads it any more (`| head`) is no reason to stop training.
@@ -86,17 +97,19 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// As [`main`], with the summary or the error as a value. No summary when the checkpoint to go on from has all the steps
+/// As [`main`], with the summary or the error as a value. No summary when the checkpoint to resume from has all the steps
 /// behind it, nor in a process that is not rank 0.
 ///
 /// # Errors
 ///
-/// [`TrainError`].
+/// [`TrainError`]; [`TrainError::Signal`] when SIGINT, SIGTERM or SIGUSR1 has ended the run, which has then saved what it was to
+/// save. While it trains, the process handles these.
 pub fn run(options: &Options, program: &Program<'_>) -> Result<Option<Summary>, TrainError> {
-    with_ranks(options, |ranks| run_on(ranks, options, program)).map_err(|stopped| stopped.error)
+    let ended = with_ranks(options, |ranks| run_on(ranks, options, program)).map_err(|stopped| stopped.error)?;
+    ended.signal.map_or(Ok(ended.summary), Err)
 }
 
-fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result<Option<Summary>, TrainError> {
+fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result<Ended, TrainError> {
     ranks.quieten(options.out.as_deref())?;
     let plan = Plan::new(options, program.model, &program.data, ranks)?;
     ranks.agree(&plan.fingerprint())?;
@@ -112,11 +125,12 @@ fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result
     let done = plan.checkpoints.resumed_steps();
     if done >= plan.steps {
         eprintln!("the checkpoint has {done} steps behind it, --steps is {}: nothing is left to do", plan.steps);
-        return Ok(None);
+        return Ok(Ended { summary: None, signal: None });
     }
     let measured = train::train(&plan, ranks, program.allocator)?;
+    let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.len(), &plan));
     if !ranks.is_main() {
-        return Ok(None);
+        return Ok(Ended { summary: None, signal });
     }
     let summary = Summary::new(&plan, &measured);
     if options.json {
@@ -124,5 +138,17 @@ fn run_on(ranks: &Ranks<'_>, options: &Options, program: &Program<'_>) -> Result
     } else {
         tell(&summary);
     }
-    Ok(Some(summary))
+    Ok(Ended { summary: Some(summary), signal })
+}
+
+fn ended_by(signal: Signal, step: usize, plan: &Plan) -> TrainError {
+    let kept = match &plan.checkpoints.dir {
+        Some(dir) => format!(
+            "the checkpoint of this step is in {}: the same command resumes there with --resume auto",
+            dir.display()
+        ),
+        None => "no checkpoint was saved; --save DIR saves one".to_string(),
+    };
+    let told = format!("{} ended the run after step {step} of {}; {kept}", signal.name(), plan.steps);
+    TrainError::Signal { told, code: signal.exit_code() }
 }

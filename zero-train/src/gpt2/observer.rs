@@ -1,9 +1,9 @@
 //! What rank 0 shows and writes while it trains.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{FormattedDuration, ProgressBar, ProgressStyle};
 
 use super::Plan;
 use crate::TrainError;
@@ -17,8 +17,19 @@ use crate::monitor::{CsvMonitor, LossPlot, MemoryTracker, Phase, TensorBoardMoni
 const COLUMNS: [&str; 8] =
     ["loss", "perplexity", "grad_norm", "lr", "loss_scale", "skipped", "tokens_per_second", "peak_rss_bytes"];
 
+/// Without --log-every: the most steps, and about the most time, between two lines.
+const LINE_STEPS: usize = 10;
+const LINE_TIME: Duration = Duration::from_secs(10);
+
 pub(super) struct Observer {
     bar: ProgressBar,
+    /// Of the run.
+    steps: usize,
+    lines: Lines,
+    /// Floating-point operations of a token.
+    flops_per_token: f64,
+    /// Floating-point operations a second that the run's devices can do, where that is known.
+    pub(super) peak_flops: Option<f64>,
     report: Report,
     /// Nothing but the summary on standard output.
     quiet: bool,
@@ -29,6 +40,31 @@ pub(super) struct Observer {
     clock: WallClock,
     tracker: Option<MemoryTracker>,
     skipped: usize,
+}
+
+/// When a line is due, and what it counts.
+struct Lines {
+    /// As asked for.
+    every: Option<usize>,
+    /// There is no bar to look at.
+    alone: bool,
+    /// When the first step of the run ended, and which it was.
+    first: Option<(Instant, usize)>,
+    last: Instant,
+    /// Since the last line.
+    tokens: usize,
+    time: Duration,
+}
+
+impl Lines {
+    fn due(&self, step: usize, last_step: bool) -> bool {
+        let shown = self.alone || self.every.is_some();
+        let turn = match self.every {
+            Some(every) => step.is_multiple_of(every),
+            None => step.is_multiple_of(LINE_STEPS) || self.last.elapsed() >= LINE_TIME,
+        };
+        shown && (turn || last_step || self.first.is_none())
+    }
 }
 
 impl Observer {
@@ -73,6 +109,17 @@ impl Observer {
         bar.set_message("building the model");
         bar.enable_steady_tick(Duration::from_millis(500));
         Ok(Self {
+            steps: plan.steps,
+            lines: Lines {
+                every: report.steps_per_print,
+                alone: bar.is_hidden(),
+                first: None,
+                last: Instant::now(),
+                tokens: 0,
+                time: Duration::ZERO,
+            },
+            flops_per_token: plan.model.flops_per_token(plan.rows.seq()) as f64,
+            peak_flops: None,
             bar,
             clock: WallClock::new(report.steps_per_print.unwrap_or(1)),
             report,
@@ -95,11 +142,23 @@ impl Observer {
         }
     }
 
-    /// A phase begins; the one before it ends.
-    pub(super) fn begin(&mut self, phase: Phase) -> Result<(), TrainError> {
+    /// A line about the training, on standard error.
+    fn log(&self, line: &str) {
+        use std::io::Write;
+
+        // That nobody reads it is no reason to stop.
+        self.bar.suspend(|| drop(writeln!(std::io::stderr(), "{line}")));
+    }
+
+    /// A phase begins; the one before it ends. `device` tells the bytes in use of a device that has memory of its own.
+    pub(super) fn begin(
+        &mut self,
+        phase: Phase,
+        device: impl Fn() -> Option<u64> + Send + 'static,
+    ) -> Result<(), TrainError> {
         self.end_phase()?;
         if self.report.memory_breakdown {
-            self.tracker = Some(MemoryTracker::begin(phase)?);
+            self.tracker = Some(MemoryTracker::begin_with_device(phase, device)?);
         }
         Ok(())
     }
@@ -112,7 +171,14 @@ impl Observer {
         Ok(())
     }
 
-    pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, times: Times) -> Result<(), TrainError> {
+    /// A step has ended, the `last` of the run or not.
+    pub(super) fn step(
+        &mut self,
+        metrics: &StepMetrics,
+        outcome: &Step,
+        times: Times,
+        last: bool,
+    ) -> Result<(), TrainError> {
         let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
         self.bar.set_message(format!(
@@ -133,12 +199,7 @@ impl Observer {
                 metrics.step
             ));
         }
-        if self.report.steps_per_print.is_some_and(|every| metrics.step.is_multiple_of(every)) {
-            self.say(&format!(
-                "step {}: loss {:.4}, lr {:.3e}, gradient norm {:.4}, {speed:.0} tokens/s",
-                metrics.step, metrics.loss, metrics.lr, metrics.grad_norm
-            ));
-        }
+        self.line(metrics, last);
         for (timer, time) in
             [(Timer::Forward, times.forward), (Timer::Backward, times.backward), (Timer::Step, times.step)]
         {
@@ -162,6 +223,36 @@ impl Observer {
         self.writer.as_mut().map_or(Ok(()), |writer| writer.write(metrics))
     }
 
+    /// Writes a line, if one is due after this step.
+    fn line(&mut self, metrics: &StepMetrics, last: bool) {
+        self.lines.tokens += metrics.tokens;
+        self.lines.time += Duration::from_secs_f64(metrics.step_ms / 1e3);
+        let due = self.lines.due(metrics.step, last);
+        let (since, first) = *self.lines.first.get_or_insert((Instant::now(), metrics.step));
+        if !due {
+            return;
+        }
+        let speed = self.lines.tokens as f64 / self.lines.time.as_secs_f64();
+        let mfu = self.peak_flops.map(|peak| format!(", MFU {:.1} %", 100.0 * speed * self.flops_per_token / peak));
+        // Saves and evaluations included, but for the first step, in which everything is done for the first time.
+        let each = match metrics.step - first {
+            0 => metrics.step_ms / 1e3,
+            steps => since.elapsed().as_secs_f64() / steps as f64,
+        };
+        let left = Duration::from_secs_f64(each * self.steps.saturating_sub(metrics.step) as f64);
+        self.log(&format!(
+            "step {}/{}: loss {:.4}, lr {:.3e}, grad norm {:.4}, {speed:.0} tokens/s{}, ETA {}",
+            metrics.step,
+            self.steps,
+            metrics.loss,
+            metrics.lr,
+            metrics.grad_norm,
+            mfu.unwrap_or_default(),
+            FormattedDuration(left)
+        ));
+        (self.lines.last, self.lines.tokens, self.lines.time) = (Instant::now(), 0, Duration::ZERO);
+    }
+
     pub(super) fn epoch(&mut self, metrics: &EpochMetrics) -> Result<(), TrainError> {
         let eval = match (metrics.eval_loss, metrics.eval_perplexity) {
             (Some(loss), Some(perplexity)) => format!("; held out: loss {loss:.4}, perplexity {perplexity:.2}"),
@@ -183,16 +274,21 @@ impl Observer {
     /// The last phase ends, and the plot is drawn.
     pub(super) fn end(&mut self) -> Result<(), TrainError> {
         self.end_phase()?;
-        if let Some((path, plot)) = &self.plot {
-            plot.write(path)?;
+        if let Some((path, plot)) = self.plot.take() {
+            plot.write(&path)?;
         }
         Ok(())
     }
 }
 
 impl Drop for Observer {
+    /// A run that has failed leaves its plot too.
     fn drop(&mut self) {
         self.bar.finish_and_clear();
+        let plot = self.plot.take().filter(|(_, plot)| !plot.loss.is_empty());
+        if let Some(Err(error)) = plot.map(|(path, plot)| plot.write(&path)) {
+            self.log(&format!("warning: {error}"));
+        }
     }
 }
 

@@ -52,7 +52,7 @@ pub struct Options {
     /// config.json describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// Text, or a .safetensors file with an int tensor `input_ids` [rows, T], to train on
+    /// Text, for models with GPT-2's tokenizer, or a .safetensors file with an int tensor `input_ids` [rows, T], to train on
     #[arg(long, value_name = "FILE")]
     pub data: Option<PathBuf>,
     /// Where ranks compute: cpu, cuda (ranks share the GPUs) or vulkan; the program needs the feature of that name
@@ -109,7 +109,12 @@ pub struct Options {
     /// Use no more memory than this, such as 6GiB [default: what is available]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<String>,
-    /// Save checkpoints into this folder: at the end, and with --save-every on the way
+    /// Write a line about the training to standard error every N steps, and for the first and the last [default: where that is
+    /// no terminal, every 10 steps or 10 seconds; on a terminal a bar is shown]
+    #[arg(long, value_name = "N")]
+    pub log_every: Option<usize>,
+    /// Save checkpoints into this folder: at the end, when SIGINT, SIGTERM or SIGUSR1 ends the run, and with --save-every on the
+    /// way
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
     /// Save every N steps
@@ -143,7 +148,7 @@ pub struct Options {
     /// Write a trace of every operation, all-gather and reduction into this file, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Print a machine-readable summary on standard output, and nothing else there
+    /// Print a machine-readable summary on standard output, and nothing else there; no bar, but lines as of --log-every
     #[arg(long)]
     pub json: bool,
 }

@@ -85,6 +85,9 @@ impl Plan {
         if let Some(threads) = options.threads {
             positive("threads", threads)?;
         }
+        if let Some(every) = options.log_every {
+            positive("log-every", every)?;
+        }
         let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
         let seq = options.seq.or(source.row_length()?).unwrap_or(128);
         let options = &as_launched(options, here)?;
@@ -94,6 +97,7 @@ impl Plan {
         model.validate()?;
         let options = &Options { offload, ..options.clone() };
         let mut plan = zero_plan(options, &model)?;
+        plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
         let (stage, ranks) = (plan.stage, plan.world);
         let mut zero = plan.zero_config(options.seed);
         zero.gathers = gathers(options, here)?;
@@ -107,7 +111,10 @@ impl Plan {
             let expected = format!("expected 2 to {}, the positions of model {name}", model.n_positions);
             return Err(wrong("seq", seq, expected));
         }
-        let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions)?;
+        // What is no folder has no tokenizer.
+        let folders = [options.weights.as_deref(), options.model.as_deref().map(Path::new)];
+        let folders: Vec<&Path> = folders.into_iter().flatten().collect();
+        let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions, &folders)?;
         let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
         let need = MemoryNeed::new(&model, &plan, rows.seq(), options.backend)
             .with_ranks_here(budget.ranks_here.unwrap_or(ranks));

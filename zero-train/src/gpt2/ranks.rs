@@ -195,9 +195,18 @@ impl Ranks<'_> {
         }
     }
 
-    /// What other ranks than the first print goes to a file of the rank's own in `out`, or nowhere.
+    /// What other ranks than the first print goes to a file of the rank's own: where the launcher has made one (`srun
+    /// --output=rank-%t.log`), there; otherwise in `out`, or nowhere.
     pub(super) fn quieten(&self, out: Option<&Path>) -> Result<(), TrainError> {
-        let Some(World { rank, .. }) = self.launched.as_ref().filter(|_| !self.is_main()) else { return Ok(()) };
+        let Some(World { rank, variable, .. }) = self.launched.as_ref().filter(|_| !self.is_main()) else {
+            return Ok(());
+        };
+        // An MPI launcher collects through pipes what it prints itself. torchrun's ranks may share the file of their parent.
+        let own = rustix::fs::fstat(std::io::stdout())
+            .is_ok_and(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file());
+        if own && *variable != "WORLD_SIZE" {
+            return Ok(());
+        }
         let path = match out {
             None => Path::new("/dev/null").to_path_buf(),
             Some(out) => {

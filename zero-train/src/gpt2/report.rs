@@ -58,7 +58,7 @@ pub struct Summary {
     pub peak_rss_bytes: u64,
     /// Checkpoints saved.
     pub checkpoints: usize,
-    /// How long the training stood still for them, in all.
+    /// How long training stalled for them, in all.
     pub checkpoint_stall_seconds: f64,
     /// Why another model than the default was trained, if so.
     pub notice: Option<String>,
@@ -142,7 +142,7 @@ impl core::fmt::Display for Summary {
         writeln!(f, "  {:<28} {:>12}", "  gathered at one time", format_bytes(self.gathered_bytes_peak))?;
         if self.checkpoints > 0 {
             let stall = self.checkpoint_stall_seconds / self.checkpoints as f64;
-            writeln!(f, "  {:<28} {:>12} {stall:>12.2} s of standing still each", "checkpoints", self.checkpoints)?;
+            writeln!(f, "  {:<28} {:>12} {stall:>12.2} s stall each", "checkpoints", self.checkpoints)?;
         }
         if let Some(fresh) = self.fresh_bytes_after_two_steps {
             writeln!(f, "  {:<28} {:>12}", "fresh memory after step 2", format_bytes(fresh))?;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use burn::backend::Autodiff;
 use burn::tensor::backend::{Backend, BackendTypes};
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, StreamId, Tensor, TensorData};
 use zero_burn::optim::Fused;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
@@ -22,6 +22,7 @@ use super::backend::Work;
 use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use super::ranks::Ranks;
+use super::signals::{Signal, Watch};
 use crate::TrainError;
 use crate::config::Precision;
 use crate::data::TokenRows;
@@ -47,6 +48,8 @@ pub(super) struct Measured {
     pub(super) steps: Vec<StepMetrics>,
     pub(super) epochs: Vec<EpochMetrics>,
     pub(super) saves: Vec<SaveMetrics>,
+    /// What has ended it before its last step.
+    pub(super) signal: Option<Signal>,
 }
 
 /// Trains by the plan; returns every step's metrics.
@@ -60,6 +63,8 @@ pub(super) fn train(plan: &Plan, ranks: &Ranks<'_>, allocator: Option<&PageKeepe
         return Err(TrainError::Data { path: out.clone(), problem: problem.into() });
     }
     let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
+    let watch = Watch::begin(ranks.is_main());
+    let _watch = watch.map_err(|error| TrainError::Run(format!("no handler of signals can be set: {error}")))?;
     plan.backend.run(Training { plan, ranks, observer: observer.as_ref(), allocator })
 }
 
@@ -105,7 +110,17 @@ fn run_rank<I: FusedBackend>(
             Ok(())
         })?;
     }
-    observe(&mut |observer| observer.begin(Phase::Train))?;
+    let phase = |phase: Phase| {
+        // The table is sampled from another thread, and is of what this one's stream holds.
+        let (device, stream) = (device.clone(), StreamId::current());
+        let in_use = move || stream.executes(|| device_memory::<I>(&device)).map(|(in_use, _)| in_use);
+        observe(&mut |observer| observer.begin(phase, in_use.clone()))
+    };
+    observe(&mut |observer| {
+        observer.peak_flops = peak_flops::<I>(plan, device);
+        Ok(())
+    })?;
+    phase(Phase::Train)?;
 
     let (world, batch) = (plan.plan.world, plan.plan.batch);
     let tokens_per_step = batch.global * plan.rows.seq();
@@ -140,8 +155,12 @@ fn run_rank<I: FusedBackend>(
             stats,
             wire: stats.wire_bytes.since(&wire_before),
             peak_rss: peak_rss_bytes().unwrap_or(0),
+            signal: Signal::asked(),
         };
         let reports = all_gather::<I>(&report.to_values());
+        // The same on every rank. A run that has all its steps behind it has ended by itself.
+        let signal = Signal::of_ranks(RankReport::signals(&reports)).filter(|_| step + 1 < plan.steps);
+        let last = step + 1 == plan.steps || signal.is_some();
         if let Some(keeper) = allocator.filter(|_| step + 1 == SETTLED && first_here && world > 1) {
             keeper.reserve((keeper.stats().live_bytes_peak / HEADROOM) as usize);
         }
@@ -168,7 +187,7 @@ fn run_rank<I: FusedBackend>(
         };
         fresh_before = fresh_after;
         let times = engine.take_times();
-        observe(&mut |observer| observer.step(&metrics, &outcome, times))?;
+        observe(&mut |observer| observer.step(&metrics, &outcome, times, last))?;
         // The same on every rank, so that all stop here.
         if !metrics.loss.is_finite() {
             return Err(TrainError::Run(format!(
@@ -180,25 +199,25 @@ fn run_rank<I: FusedBackend>(
         state.data.used += batch.global;
         since_save = (since_save.0 + metrics.loss, since_save.1 + 1);
         let ended = epoch.add(metrics.loss, batch.global);
-        let last = step + 1 == plan.steps;
         let mut eval_loss = None;
         let mut evaluate = |engine: &Engine<I>| -> Result<Option<f64>, TrainError> {
             if let (None, Some(rows)) = (eval_loss, &plan.eval_rows) {
-                observe(&mut |observer| observer.begin(Phase::Eval))?;
+                phase(Phase::Eval)?;
                 eval_loss = Some(evaluate::<I>(engine, rows, batch.micro, world, device));
-                observe(&mut |observer| observer.begin(Phase::Train))?;
+                phase(Phase::Train)?;
             }
             Ok(eval_loss)
         };
         measured.steps.push(metrics);
-        if ended || (last && plan.eval_rows.is_some()) {
+        if ended || (last && signal.is_none() && plan.eval_rows.is_some()) {
             let eval_loss = evaluate(&engine)?;
             let metrics = epoch.end(step + 1, eval_loss);
             observe(&mut |observer| observer.epoch(&metrics))?;
             measured.epochs.push(metrics);
         }
-        if let Some(dir) = plan.checkpoints.due(step + 1, plan.steps) {
-            if plan.checkpoints.keep_best {
+        if let Some(dir) = plan.checkpoints.due(step + 1, last) {
+            // There may be little time, and the epoch's evaluation is to come.
+            if plan.checkpoints.keep_best && signal.is_none() {
                 let loss = evaluate(&engine)?.unwrap_or(since_save.0 / since_save.1 as f64);
                 if state.best.is_none_or(|best| loss < best.loss) {
                     state.best = Some(Best { step: step as u64 + 1, loss });
@@ -212,6 +231,10 @@ fn run_rank<I: FusedBackend>(
                 Ok(())
             })?;
             measured.saves.push(save);
+        }
+        measured.signal = signal;
+        if last {
+            break;
         }
     }
     if let Some(saved) = engine.wait_for_save()? {
@@ -279,6 +302,26 @@ fn device_memory<I: FusedBackend>(device: &Device<I>) -> Option<(u64, u64)> {
     #[cfg(not(any(feature = "cuda", feature = "vulkan")))]
     {
         let _ = device;
+        None
+    }
+}
+
+/// Floating-point operations a second that the run's devices can do at most in the type that it computes in, if that is known.
+fn peak_flops<I: FusedBackend>(plan: &Plan, device: &Device<I>) -> Option<f64> {
+    #[cfg(feature = "cuda")]
+    {
+        let name = zero_ops::devices::cuda_name::<I>(device.inner())?;
+        let half = plan.zero.param_dtype != zero_burn::config::Float::F32;
+        // Threads share the GPUs that the process sees, processes have one each.
+        let gpus = match started() {
+            Some(_) => plan.plan.world,
+            None => plan.plan.world.min(zero_ops::devices::cuda().ok()?.len()),
+        };
+        return crate::monitor::peak_flops(&name, half).map(|peak| peak * gpus as f64);
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (plan, device);
         None
     }
 }

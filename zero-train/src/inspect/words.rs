@@ -14,7 +14,7 @@ const ENGINE_VERSION: u64 = 1;
 /// What a checkpoint can be used for.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Use {
-    /// Whether the engine can go on from it.
+    /// Whether the engine can resume from it.
     pub can_resume: bool,
     /// By whom, or why by nobody.
     pub resume: String,
@@ -87,7 +87,7 @@ fn resume(
         None => words += ", with the optimizer that saved it",
     }
     if optimizer.all.tensors == 0 {
-        words += "; there is no optimizer state, which begins anew";
+        words += "; there is no optimizer state, which starts from zero";
     }
     if !has_trainer {
         words +=
@@ -103,7 +103,7 @@ fn bit_for_bit(ranks: usize, engine: Option<&EngineFacts>) -> String {
     match engine.and_then(|engine| engine.random_streams) {
         Some(streams) if streams == ranks => {
             format!(
-                "takes {}, each with its own random stream from here, and {precision}; other numbers of ranks go on from \
+                "takes {}, each with its own random stream from here, and {precision}; other numbers of ranks resume from \
                  the same parameters and moments, with other dropout and sums in another order",
                 count(ranks, "rank")
             )

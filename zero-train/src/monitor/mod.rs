@@ -9,6 +9,7 @@ mod breakdown;
 mod csv;
 mod host_memory;
 mod memory_table;
+mod peak;
 mod plot;
 mod tensorboard;
 
@@ -18,6 +19,7 @@ use std::path::{Path, PathBuf};
 pub use breakdown::{StepTimes, Timer, WallClock};
 pub use csv::CsvMonitor;
 pub use memory_table::{MemoryFigures, MemoryReport, MemoryTracker, Phase};
+pub use peak::peak_flops;
 pub use plot::LossPlot;
 pub use tensorboard::TensorBoardMonitor;
 

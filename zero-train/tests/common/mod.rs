@@ -1,8 +1,10 @@
 //! What the tests of training runs share.
 #![allow(dead_code)] // each test uses its part
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, ChildStderr, Command};
+use std::time::Duration;
 
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -58,3 +60,49 @@ pub fn wire(run: &Path) -> Vec<Value> {
         })
         .collect()
 }
+
+/// What a process writes to its standard error, as it comes.
+pub struct Said {
+    lines: BufReader<ChildStderr>,
+    pub text: String,
+}
+
+impl Said {
+    pub fn of(child: &mut Child) -> Self {
+        Self { lines: BufReader::new(child.stderr.take().unwrap()), text: String::new() }
+    }
+
+    /// Reads until a line has `part` in it.
+    pub fn until(&mut self, part: &str) {
+        loop {
+            let mut line = String::new();
+            assert!(self.lines.read_line(&mut line).unwrap() > 0, "it ended without {part:?}: {}", self.text);
+            self.text.push_str(&line);
+            if line.contains(part) {
+                return;
+            }
+        }
+    }
+
+    /// Reads until the end.
+    pub fn rest(&mut self) -> &str {
+        self.lines.read_to_string(&mut self.text).unwrap();
+        &self.text
+    }
+}
+
+/// Sends a signal by its name.
+pub fn signal(child: &Child, name: &str) {
+    let sent = Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
+    assert!(sent.success());
+}
+
+/// The step after which a signal of this name has ended the run that said so.
+pub fn ended_after(name: &str, said: &str) -> usize {
+    let told = format!("stopped: {name} ended the run after step ");
+    let step = said.split(told.as_str()).nth(1).unwrap_or_else(|| panic!("{told:?} in {said}"));
+    step.split(' ').next().unwrap().parse().unwrap()
+}
+
+/// Time for a second signal to count as one.
+pub const PAUSE: Duration = Duration::from_millis(500);

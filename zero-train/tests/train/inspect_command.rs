@@ -151,7 +151,7 @@ fn one_checkpoint_is_told_in_words() {
     size          parameters 8.92 KiB, optimizer state 17.84 KiB; SIZE on disk
 
     resume        at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit, with adamw
-    bit for bit   takes 2 ranks, each with its own random stream from here, and bf16 as saved; other numbers of ranks go on from the same parameters and moments, with other dropout and sums in another order
+    bit for bit   takes 2 ranks, each with its own random stream from here, and bf16 as saved; other numbers of ranks resume from the same parameters and moments, with other dropout and sums in another order
     export        `zero export` writes it as a GPT2LMHeadModel of Hugging Face
     ");
     let out = prints(0, &["inspect", text(&path), "--tensors"]);
@@ -355,7 +355,10 @@ fn who_can_use_it_follows_the_state() {
     let out = told(&|state| drop(state.as_object_mut().unwrap().remove("model")), &all);
     assert_contains(&out, &["has no \"model\", from which", "not named, 1,503 parameters"]);
     let out = told(&|state| state["engine"]["param_dtype"] = json!("F32"), &all[..2]);
-    assert_contains(&out, &["there is no optimizer state, which begins anew", "fp32 as saved", "adamw, without state"]);
+    assert_contains(
+        &out,
+        &["there is no optimizer state, which starts from zero", "fp32 as saved", "adamw, without state"],
+    );
     let out = told(&|_| {}, &all[..5]);
     assert_contains(&out, &["but not all of 1 parameter: ln.bias"]);
     let mut half = all.clone();

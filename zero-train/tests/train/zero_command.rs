@@ -470,3 +470,25 @@ fn a_program_without_mpi_is_no_rank_of_a_launcher() {
     let told = String::from_utf8(run.get_output().stderr.clone()).unwrap();
     assert!(told.contains("rank 1 of 4 (by PMI_SIZE)") && told.contains("--features mpi"), "{told}");
 }
+
+#[test]
+fn launch_starts_a_job_again_that_failed_but_not_one_that_a_signal_has_ended() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let dir = tempfile::tempdir().unwrap();
+    let (mpirun, calls) = (dir.path().join("mpirun"), dir.path().join("calls"));
+    for (code, expected) in [(1, 2), (137, 2), (130, 1), (138, 1), (143, 1)] {
+        let script = format!(
+            "#!/bin/sh\nif [ \"$1\" = --version ]; then echo 'mpirun (Open MPI) 4.1.4'; exit; fi\n\
+             echo >>{}; exit {code}\n",
+            calls.display()
+        );
+        std::fs::write(&mpirun, script).unwrap();
+        std::fs::set_permissions(&mpirun, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let mut launch = zero();
+        launch.args(["launch", "--ranks", "2", "--max-restarts", "1", "--mpirun"]).arg(&mpirun);
+        launch.args(["--", "train", "--save"]).arg(dir.path()).assert().code(code);
+        assert_eq!(std::fs::read_to_string(&calls).unwrap().lines().count(), expected, "exit code {code}");
+        std::fs::remove_file(&calls).unwrap();
+    }
+}

@@ -262,7 +262,7 @@ pub fn export(args: &ExportArgs) -> Result<()> {
         Err(error) => bail!(told_once(&error)),
     };
     for (path, reason) in &exported.skipped {
-        eprintln!("warning: {} was passed over: {reason}", path.display());
+        eprintln!("warning: {} was skipped: {reason}", path.display());
     }
     let written = &exported.written;
     println!(

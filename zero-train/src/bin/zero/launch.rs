@@ -17,6 +17,9 @@ use zero_train::launcher::{
 /// What a program ends with when its input is wrong: trying again would not help.
 const BAD_INPUT: i32 = 2;
 
+/// What a program ends with that a signal has asked to end: 128 and the number of SIGINT, SIGUSR1, SIGTERM.
+const ASKED: [i32; 3] = [130, 138, 143];
+
 /// For a first sign of a rank of this machine, where there was one in an earlier attempt.
 const START: Duration = Duration::from_secs(120);
 
@@ -241,8 +244,9 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
         if ended.code == 0 {
             return Ok(ExitCode::SUCCESS);
         }
-        if bad_input || attempt == args.max_restarts {
-            if attempt > 0 {
+        let asked = ASKED.contains(&ended_with);
+        if bad_input || asked || attempt == args.max_restarts {
+            if attempt > 0 && !asked {
                 eprintln!(
                     "error: given up after {attempt} restart(s); the last attempt ended with exit code {}",
                     ended.code

@@ -1,0 +1,131 @@
+//! SIGINT, SIGTERM, and SIGUSR1, by which Slurm tells that the time is nearly up.
+//!
+//! While a run trains, the first one asks its ranks to end after the step that they are in, and a second one ends the process at
+//! once. At other times signals do what they do anyway. A signal may reach some ranks only, at any moment: each hands what it has
+//! been asked to the others with the figures that ranks exchange at the end of a step, and all of them decide alike.
+//!
+//! The handler runs on any thread, in the middle of anything: it touches atomics, a clock, and `write` and `_exit`.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::low_level::{emulate_default_handler, exit, register};
+
+/// Milliseconds in which more signals count as one: a terminal's Ctrl-C reaches every process of a job, and a launcher then hands
+/// it on.
+const ECHO_MS: u64 = 200;
+
+/// Runs that train in this process.
+static TRAINING: AtomicUsize = AtomicUsize::new(0);
+
+/// The first signal's number, and from bit 8 on when it came, in milliseconds since [`BEGIN`]; 0 for none.
+static FIRST: AtomicU64 = AtomicU64::new(0);
+
+/// Whether this process tells that it has been asked.
+static TELLS: AtomicBool = AtomicBool::new(false);
+
+static BEGIN: OnceLock<Instant> = OnceLock::new();
+
+/// A signal that asks a run to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Signal(i32);
+
+impl Signal {
+    /// What this process has been asked, as a number that travels between ranks: 0 for nothing.
+    pub(super) fn asked() -> f64 {
+        (FIRST.load(Ordering::Relaxed) & 0xff) as f64
+    }
+
+    /// What all ranks have been asked, from each one's number: the first rank's that has been.
+    pub(super) fn of_ranks(mut asked: impl Iterator<Item = f64>) -> Option<Self> {
+        asked.find(|&number| number > 0.0).map(|number| Self(number as i32))
+    }
+
+    /// As shells call it.
+    pub(super) fn name(self) -> &'static str {
+        match self.0 {
+            SIGINT => "SIGINT",
+            SIGTERM => "SIGTERM",
+            _ => "SIGUSR1",
+        }
+    }
+
+    /// What a shell gives for a process that the signal has ended.
+    pub(super) fn exit_code(self) -> u8 {
+        128 + self.0 as u8
+    }
+}
+
+/// While it lives, signals ask in place of ending the process.
+pub(super) struct Watch(());
+
+impl Watch {
+    /// `tells` says whether the process prints that it has been asked.
+    ///
+    /// # Errors
+    ///
+    /// The system's, when it takes no handler.
+    pub(super) fn begin(tells: bool) -> std::io::Result<Self> {
+        static HANDLERS: OnceLock<Result<(), i32>> = OnceLock::new();
+        let registered = HANDLERS.get_or_init(|| {
+            BEGIN.get_or_init(Instant::now);
+            [SIGINT, SIGTERM, SIGUSR1].into_iter().try_for_each(|signal| {
+                // SAFETY: `on` does only what a handler may do, see there.
+                let handler = unsafe { register(signal, move || on(signal)) };
+                handler.map(drop).map_err(|error| error.raw_os_error().unwrap_or(0))
+            })
+        });
+        registered.map_err(std::io::Error::from_raw_os_error)?;
+        if TRAINING.fetch_add(1, Ordering::SeqCst) == 0 {
+            FIRST.store(0, Ordering::SeqCst);
+        }
+        TELLS.store(tells, Ordering::SeqCst);
+        Ok(Self(()))
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        TRAINING.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// The handler. It takes no lock and no memory: `BEGIN` is there before it is registered, and what it calls of the system may be
+/// called in a handler.
+fn on(signal: i32) {
+    if TRAINING.load(Ordering::SeqCst) == 0 {
+        // It does not fail for signals that there are.
+        let _ = emulate_default_handler(signal);
+        return;
+    }
+    let now = BEGIN.get().map_or(0, |begin| begin.elapsed().as_millis() as u64);
+    match FIRST.compare_exchange(0, now << 8 | signal as u64, Ordering::SeqCst, Ordering::SeqCst) {
+        Ok(_) if TELLS.load(Ordering::SeqCst) => {
+            let name = Signal(signal).name().as_bytes();
+            // Who cannot be written to any more need not know.
+            let parts: [&[u8]; 3] = [b"\n", name, b": ending after this step; a second signal ends at once\n"];
+            for part in parts {
+                let _ = rustix::io::write(rustix::stdio::stderr(), part);
+            }
+        }
+        Ok(_) => {}
+        Err(first) if now.saturating_sub(first >> 8) > ECHO_MS => exit(128 + signal),
+        Err(_) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_ranks_signal_is_all_ranks_signal() {
+        assert_eq!(Signal::of_ranks([0.0, 0.0].into_iter()), None);
+        let asked = Signal::of_ranks([0.0, f64::from(SIGTERM), f64::from(SIGINT)].into_iter()).unwrap();
+        assert_eq!((asked.name(), asked.exit_code()), ("SIGTERM", 143));
+        let codes = [SIGINT, SIGUSR1].map(|signal| Signal(signal).exit_code());
+        assert_eq!(codes, [130, 138]);
+    }
+}
