@@ -6,7 +6,6 @@ use std::time::Duration;
 use zero_burn::config::{Gathers, Tier, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::Stage;
-use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
 use zero_models::Gpt2Config;
