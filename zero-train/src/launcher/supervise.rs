@@ -130,18 +130,19 @@ struct Running(Vec<Child>);
 impl Running {
     /// The exit codes of those that have ended since the last look.
     fn exits(&mut self) -> std::io::Result<Vec<i32>> {
-        let mut codes = Vec::new();
-        let mut at = 0;
-        while at < self.0.len() {
-            match self.0[at].try_wait()? {
-                Some(exit) => {
-                    codes.push(code(exit));
-                    self.0.remove(at);
-                }
-                None => at += 1,
+        let (mut codes, mut failed) = (Vec::new(), None);
+        self.0.retain_mut(|child| match child.try_wait() {
+            Ok(Some(exit)) => {
+                codes.push(code(exit));
+                false
             }
-        }
-        Ok(codes)
+            Ok(None) => true,
+            Err(error) => {
+                failed = Some(error);
+                true
+            }
+        });
+        failed.map_or(Ok(codes), Err)
     }
 
     /// Asks them to end, and after `grace` does not ask any more.

@@ -131,7 +131,10 @@ pub(super) fn receive(
                 Err(reason) => {
                     is_idle = false;
                     let guest = guests.swap_remove(at);
-                    guest.refuse(&reason);
+                    // A rank may have been slow because its machine, or this one, was: it tries again unless it is told not to.
+                    if guest.since.elapsed() <= HELLO_LIMIT {
+                        guest.refuse(&reason);
+                    }
                     refused.add(guest.from, &reason);
                 }
             }
@@ -398,19 +401,22 @@ mod tests {
         let key = Key::of(&Rendezvous::default());
         let until = Instant::now() + Duration::from_secs(8);
         std::thread::scope(|scope| {
-            scope.spawn(move || {
+            let slow = scope.spawn(move || {
                 let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
                 for byte in MAGIC.into_iter().chain([0; HELLO]) {
                     std::thread::sleep(Duration::from_millis(900));
                     // Two writes after its end the system says so.
                     if stream.write_all(&[byte]).is_err() {
-                        return;
+                        break;
                     }
                 }
+                stream.read(&mut [0; 16])
             });
             let (_, refused) =
                 receive(&listener, &Expected { at: 0, world: 2, ranks: 1..2, key: &key }, until).unwrap();
             assert!(refused[0].reason.contains("within 5 s"), "{refused:?}");
+            // It is not told to go away: a rank would try again.
+            assert!(!matches!(slow.join().unwrap(), Ok(1..)));
         });
     }
 }
