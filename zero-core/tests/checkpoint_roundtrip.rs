@@ -224,8 +224,8 @@ fn an_asynchronous_failure_comes_with_the_next_call_on_every_rank() {
 
 /// Changes a byte of a tensor of the checkpoint, in the middle of rank 0's file.
 fn damage(folder: &Path) {
-    let path = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let path = path.filter(|path| path.to_string_lossy().contains("rank-00000")).next().unwrap();
+    let mut paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let path = paths.find(|path| path.to_string_lossy().contains("rank-00000")).unwrap();
     let mut bytes = std::fs::read(&path).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;

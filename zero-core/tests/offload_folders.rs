@@ -161,7 +161,8 @@ fn start_and_end(parent: &Path) -> Vec<String> {
 
 #[test]
 fn hostile_folders_are_left_as_they_are_and_hang_no_start() {
-    let build: [(&str, &dyn Fn(&Path)); 15] = [
+    type Hostile<'a> = (&'a str, &'a dyn Fn(&Path));
+    let build: [Hostile; 15] = [
         ("results, named alike", &|at| drop(folder(at.join("zero-swap-results"), &["loss.csv", "rank-00000.swap"]))),
         ("a name that is almost a job's", &|at| {
             for name in

@@ -131,9 +131,13 @@ fn problem_of(
     });
     let all = ranks.share_work(Some(work), || None)?;
     let told = all.iter().enumerate().find_map(|(rank, problem)| Some((rank, problem.clone()?)));
-    if told.is_none() && check == Check::Contents && comm.rank() == 0 {
-        // For when it prunes: all ranks have read it all. A manifest that cannot be read now is read again then.
-        let _ = Manifest::read(folder).map(|manifest| sound::remember(folder, &manifest, None));
+    // For when rank 0 prunes: together the ranks have read it all. A manifest that cannot be read now is read again then.
+    if told.is_none()
+        && check == Check::Contents
+        && comm.rank() == 0
+        && let Ok(manifest) = Manifest::read(folder)
+    {
+        sound::remember(folder, &manifest, None);
     }
     Ok(told.map(|(rank, reason)| CheckpointError::Told { rank, reason }))
 }

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::exchange::{Ranks, Task, Work};
+use super::exchange::{Progress, Ranks, Task, Work};
 use super::publish::Staging;
 use super::{
     CheckpointError, ElementType, FORMAT_VERSION, Manifest, Piece, SafetensorsWriter, TensorEntry, TensorSpec,
@@ -163,8 +163,12 @@ fn save_checked<'p>(
         Ok(written) => written,
         Err(error) => {
             // Removing what was written may take as long as writing it.
+            let remove = move |_: &Progress| {
+                drop(staging.lock().take());
+                Ok(())
+            };
             if rank == 0
-                && let Ok(work) = Work::start(rank, folder, move |_| Ok(drop(staging.lock().take())))
+                && let Ok(work) = Work::start(rank, folder, remove)
             {
                 work.end(comm.deadline() / 2);
             }
