@@ -317,7 +317,7 @@ fn peak_flops<I: FusedBackend>(plan: &Plan, device: &Device<I>) -> Option<f64> {
             Some(_) => plan.plan.world,
             None => plan.plan.world.min(zero_ops::devices::cuda().ok()?.len()),
         };
-        return crate::monitor::peak_flops(&name, half).map(|peak| peak * gpus as f64);
+        crate::monitor::peak_flops(&name, half).map(|peak| peak * gpus as f64)
     }
     #[cfg(not(feature = "cuda"))]
     {
