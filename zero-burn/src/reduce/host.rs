@@ -77,7 +77,7 @@ impl<B: Backend> Buckets<B> {
         let config = &context.config;
         let sent_as = config.communication_dtype.unwrap_or(config.param_dtype).on_the_wire();
         let divided = config.gradient_predivide_factor;
-        let sizes = || plan.iter().map(|index| context.slot(*index).partition.numel());
+        let sizes = || plan.iter().filter_map(|index| context.slot(*index)).map(|slot| slot.partition.numel());
         Self {
             before: 1.0 / divided,
             after: divided / world as f32,
