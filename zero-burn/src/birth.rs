@@ -7,16 +7,16 @@
 
 use std::cell::Cell as StdCell;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use burn_backend::{Backend, Distribution, Scalar, TensorData};
 use burn_std::{DType, FloatDType, Shape};
 use zero_core::Partition;
 
-use crate::context::Context;
+use crate::context::{Context, Drawn, stop};
 use crate::gather::empty;
-use crate::random::Stream;
-use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
+use crate::random::{Stream, sign, sign_bytes};
+use crate::shard::{Cell, Kind, Origin, Template};
 use crate::tensor::{Shard, ZeroTensor};
 
 /// What the creating operations make.
@@ -76,6 +76,20 @@ pub(crate) enum Fill<'a> {
 }
 
 impl Fill<'_> {
+    /// A hash of what a tensor of `shape` is filled with.
+    fn content(&self, shape: &Shape, dtype: DType) -> u64 {
+        let content = match self {
+            Fill::Data(data) => sign_bytes(data.as_bytes()),
+            Fill::Value(value) => value.elem::<f64>().to_bits(),
+            Fill::Elements(_) | Fill::Random(_) => stop(
+                "only data and constants are loaded as optimizer state: draw nothing inside of zero_burn::load_state"
+                    .into(),
+            ),
+        };
+        let dims = shape.iter().map(|&dim| dim as u64);
+        sign(&[content, dtype.size() as u64].into_iter().chain(dims).collect::<Vec<_>>())
+    }
+
     /// Elements of the whole that lie in this rank's piece, or the whole in its shape.
     fn make<B: Backend>(
         self,
@@ -131,17 +145,41 @@ pub(crate) fn create<B: Backend>(
     match scope() {
         Birth::Dense => ZeroTensor::Dense(dense(fill)),
         Birth::Parameter => parameter(fill, shape, device, dtype),
-        Birth::State => {
-            let context = Context::<B>::current();
-            let partition = context.partition(shape.num_elements());
-            let place = if partition.is_whole() { 0 } else { context.rank };
-            let local = fill.make::<B>(None, (partition, Some(place)), &shape, dtype, device);
-            let kind = Kind::Optimizer;
-            let template =
-                Template { context, slot: None, partition, shape, device: device.clone(), kind, origin: PRIOR };
-            ZeroTensor::Shard(Shard::new(Cell::ready(template, local)))
-        }
+        Birth::State => ZeroTensor::Shard(Shard::new(state(fill, shape, device, dtype))),
     }
+}
+
+/// Loaded optimizer state. Equal tensors are one cell: they have one name, see [`Origin::Loaded`].
+fn state<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DType) -> Arc<Cell<B>> {
+    let context = Context::<B>::current();
+    let content = fill.content(&shape, dtype);
+    let mut loaded = context.loaded.lock();
+    if let Some(cell) = loaded.get(&content).and_then(Weak::upgrade) {
+        return cell;
+    }
+    if loaded.len().is_power_of_two() {
+        loaded.retain(|_, cell| cell.strong_count() > 0);
+    }
+    let partition = context.partition(shape.num_elements());
+    let place = if partition.is_whole() { 0 } else { context.rank };
+    let local = fill.make::<B>(None, (partition, Some(place)), &shape, dtype, device);
+    let (kind, origin) = (Kind::Optimizer, Origin::Loaded(content));
+    let template =
+        Template { context: context.clone(), slot: None, partition, shape, device: device.clone(), kind, origin };
+    let cell = Cell::ready(template, local);
+    loaded.insert(content, Arc::downgrade(&cell));
+    cell
+}
+
+/// The next version of a parameter, with the first values that `drawn` says.
+pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell<B>> {
+    let (context, partition) = (&cell.context, cell.partition);
+    let sharded = context.config.stage.shards_parameters() || partition.is_whole();
+    let place = sharded.then(|| cell.place());
+    let fill = Fill::Random(drawn.distribution);
+    let tensor = fill.make::<B>(Some(drawn.stream()), (partition, place), &cell.shape, cell.dtype, &cell.device);
+    let template = cell.template(Kind::Parameter, Origin::Version);
+    if sharded { Cell::ready(template, tensor) } else { Cell::whole(template, tensor) }
 }
 
 /// A new parameter: at stage 3 this rank's piece, at stages 1 and 2 the whole, at stage 0 the whole as the only piece.
@@ -151,7 +189,15 @@ pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::De
     let partition = slot.partition;
     let sharded = context.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| if partition.is_whole() { 0 } else { context.rank });
-    let tensor = fill.make::<B>(Some(context.next_parameter_stream()), (partition, place), &shape, dtype, device);
+    let (seed, birth) = context.next_birth();
+    let stream = match &fill {
+        Fill::Random(distribution) => {
+            let drawn = Drawn { seed, birth, distribution: *distribution };
+            Some(slot.drawn.get_or_init(|| drawn).stream())
+        }
+        _ => None,
+    };
+    let tensor = fill.make::<B>(stream, (partition, place), &shape, dtype, device);
     let template = Template {
         context: Arc::clone(&context),
         slot: Some(slot),

@@ -194,6 +194,11 @@ pub struct ZeroConfig {
     pub gradient_predivide_factor: f32,
     /// How processes gather parameters. Default: together where they have NCCL.
     pub gathers: Gathers,
+    /// Before every so many updates, when gradients are collected, ranks compare hashes of the parameters that each of them
+    /// holds whole (all at stage 0, what has been gathered and kept at the others), and before any update of what was changed by
+    /// hand since the last. One that differs, as it was changed on one rank alone, is an error on all ranks that names parameter,
+    /// rank and update. A check reads those parameters once. Default 0: never.
+    pub check_replicas: u64,
     /// What is not kept in memory. Default: nothing.
     pub offload: Offload,
 }
@@ -273,6 +278,7 @@ impl Default for ZeroConfig {
             overlap_comm: true,
             gradient_predivide_factor: 1.0,
             gathers: Gathers::default(),
+            check_replicas: 0,
             offload: Offload::default(),
         }
     }

@@ -22,13 +22,14 @@ use zero_ops::Shared;
 
 use crate::bulk::Bulk;
 use crate::config::{Tier, ZeroConfig};
+use crate::device::ZeroDevice;
 use crate::gather::Gatherer;
 use crate::mover::Mover;
 use crate::optim::disk::Updates;
 use crate::pieces::RandomState;
 use crate::random::{Stream, sign};
 use crate::reduce::{Reducer, Settled};
-use crate::shard::{Cell, Kind};
+use crate::shard::{Cell, DERIVED, Kind};
 use crate::tier::{Disk, Home, or_stop};
 
 /// A parameter's identity, the same on every rank: its number is the order of its birth.
@@ -41,12 +42,30 @@ pub(crate) struct Slot<B: Backend> {
     /// Later is laid out first when gradients are reduced: the place in the module, from 1, as `prepare` has found it (0
     /// before), then the place from the end of a backward pass.
     pub(crate) place: AtomicU64,
+    /// From what its first values were drawn.
+    pub(crate) drawn: OnceLock<Drawn>,
     /// Names of what belongs to this parameter.
     pub(crate) names: Mutex<Names>,
     /// Whether the parameter stays in memory although others are on the disk.
     pub(crate) resident: bool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
+}
+
+/// What a parameter's first values were drawn from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Drawn {
+    pub(crate) seed: u64,
+    /// Parameters born since that seed.
+    pub(crate) birth: u64,
+    pub(crate) distribution: Distribution,
+}
+
+impl Drawn {
+    /// The same numbers on every rank, for any number of ranks and any type.
+    pub(crate) fn stream(&self) -> Stream {
+        Stream::new(&[self.seed, u64::MAX, self.birth])
+    }
 }
 
 /// Gives every piece that belongs to a parameter a name that is the same on every rank.
@@ -74,8 +93,7 @@ impl Names {
     pub(crate) fn derived(&mut self, index: u64, signature: u64) -> Key {
         let ordinal = self.ordinals.entry(signature).or_insert(0);
         *ordinal += 1;
-        // The top bit sets these apart from parameters' own numbers.
-        Key { object: sign(&[index, signature, *ordinal]) | 1 << 63, version: self.epoch }
+        Key { object: sign(&[index, signature, *ordinal]) | DERIVED, version: self.epoch }
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -121,8 +139,13 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
     /// Those whose gather has begun.
     pub(crate) arriving: Mutex<Vec<Weak<Cell<B>>>>,
-    slots: Mutex<Vec<Arc<Slot<B>>>>,
-    ids: Mutex<HashMap<DistributedParamId, Arc<Slot<B>>>>,
+    /// Numbers given to parameters so far.
+    numbered: AtomicU64,
+    /// Parameters that `prepare` has seen, by number: the same on every rank.
+    slots: Mutex<BTreeMap<u64, Arc<Slot<B>>>>,
+    ids: Mutex<HashMap<DistributedParamId, Weak<Slot<B>>>>,
+    /// State that was loaded and is still there, by its content: what is equal is one cell.
+    pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
     /// Reduced gradients of parameters that only other ranks had a gradient for.
     settled: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
     /// See [`Context::retire`].
@@ -134,10 +157,16 @@ pub(crate) struct Context<B: Backend> {
     /// Parameters born since the last seed.
     births: AtomicU64,
     draws: AtomicU64,
+    /// Those of other threads than the rank's own. Not part of the random state: such threads differ from run to run.
+    draws_beside: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
     /// Fences so far, from 1.
     fences: AtomicU64,
+    /// Updates so far whose fence has been passed.
+    updated: AtomicU64,
+    /// The last update that replicas were looked at for.
+    checked: AtomicU64,
     /// Elements of parameters born so far, a piece of each.
     resident_elements: AtomicU64,
     /// Moves pieces from and to where they are kept, if that is not with the backend.
@@ -155,17 +184,22 @@ thread_local! {
 #[derive(Clone)]
 struct Installed {
     rank: usize,
+    place: u64,
     /// The inner backend's.
     device: Arc<dyn Any + Send + Sync>,
     context: Arc<dyn Any + Send + Sync>,
 }
 
+/// Contexts of the ranks that are running in this process, by their place.
+static RUNNING: LazyLock<Mutex<HashMap<u64, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
+static PLACES: AtomicU64 = AtomicU64::new(1);
+
 /// The lone rank's context of each inner backend.
 static LONE: LazyLock<Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
 
-/// The rank of this thread, 0 outside of a launch.
-pub(crate) fn current_rank() -> usize {
-    CURRENT.with_borrow(|current| current.as_ref().map_or(0, |installed| installed.rank))
+/// The rank of this thread, and a number that no other rank of any launch has; 0 outside of a launch.
+pub(crate) fn current_place() -> (usize, u64) {
+    CURRENT.with_borrow(|current| current.as_ref().map_or((0, 0), |installed| (installed.rank, installed.place)))
 }
 
 /// The inner device of this thread's rank, if it is of this type.
@@ -189,11 +223,12 @@ pub(crate) fn stop(message: String) -> ! {
 }
 
 /// Uninstalls the context of a rank's thread.
-pub(crate) struct InstallGuard<B: Backend>(Arc<Context<B>>);
+pub(crate) struct InstallGuard<B: Backend>(Arc<Context<B>>, u64);
 
 impl<B: Backend> Drop for InstallGuard<B> {
     fn drop(&mut self) {
         CURRENT.set(None);
+        RUNNING.lock().remove(&self.1);
         self.0.running.store(false, Ordering::Relaxed);
         // Cells hold the context: what the context holds of them ends with the rank.
         drop(std::mem::take(&mut *self.0.settled.lock()));
@@ -265,16 +300,21 @@ impl<B: Backend> Context<B> {
             bulk,
             awaited: Mutex::default(),
             arriving: Mutex::default(),
+            numbered: AtomicU64::new(0),
             slots: Mutex::default(),
             ids: Mutex::default(),
+            loaded: Mutex::default(),
             settled: Mutex::default(),
             retired: Mutex::default(),
             holding: AtomicBool::new(false),
             running: AtomicBool::new(true),
             births: AtomicU64::new(0),
             draws: AtomicU64::new(0),
+            draws_beside: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
+            updated: AtomicU64::new(0),
+            checked: AtomicU64::new(0),
             resident_elements: AtomicU64::new(0),
             updates: offloads.then(|| Updates::new(rank)),
             mover,
@@ -315,8 +355,10 @@ impl<B: Backend> Context<B> {
     /// Makes this the context of the current thread until the guard is dropped.
     pub(crate) fn install(self: &Arc<Self>) -> InstallGuard<B> {
         let device = Arc::new(self.device.clone());
-        CURRENT.set(Some(Installed { rank: self.rank, device, context: self.clone() }));
-        InstallGuard(self.clone())
+        let place = PLACES.fetch_add(1, Ordering::Relaxed);
+        RUNNING.lock().insert(place, self.clone());
+        CURRENT.set(Some(Installed { rank: self.rank, place, device, context: self.clone() }));
+        InstallGuard(self.clone(), place)
     }
 
     /// A tensor as a cell keeps it. A lone rank that updates nothing beside its own thread uses it on that alone.
@@ -347,22 +389,30 @@ impl<B: Backend> Context<B> {
 
     /// Numbers a new parameter.
     pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
-        let mut slots = self.slots.lock();
-        let partition = self.partition(shape.num_elements());
-        let disk = &self.config.offload.disk;
-        let before = self.resident_elements.fetch_add(partition.stride() as u64, Ordering::Relaxed);
-        let slot = Arc::new(Slot {
-            index: slots.len() as u64,
-            partition,
-            resident: before as usize + partition.stride() <= disk.max_in_memory,
+        let stride = self.partition(shape.num_elements()).stride();
+        let before = self.resident_elements.fetch_add(stride as u64, Ordering::Relaxed);
+        self.number_slot(shape, dtype, before as usize + stride <= self.config.offload.disk.max_in_memory)
+    }
+
+    /// Numbers what takes the place of a parameter, in another type: it stays in memory if that did.
+    pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
+        let replaced = self.number_slot(slot.shape.clone(), dtype, slot.resident);
+        slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
+        replaced
+    }
+
+    fn number_slot(&self, shape: Shape, dtype: DType, resident: bool) -> Arc<Slot<B>> {
+        Arc::new(Slot {
+            index: self.numbered.fetch_add(1, Ordering::Relaxed),
+            partition: self.partition(shape.num_elements()),
+            resident,
             shape,
             dtype,
             place: AtomicU64::new(0),
+            drawn: OnceLock::new(),
             names: Mutex::default(),
             current: Mutex::new(Weak::new()),
-        });
-        slots.push(slot.clone());
-        slot
+        })
     }
 
     /// Counts `bytes` of a gradient that the backward pass has given and that is neither in a bucket nor reduced yet.
@@ -377,20 +427,41 @@ impl<B: Backend> Context<B> {
         self.config.gradient_dtype.map_or(slot.dtype, crate::config::Float::dtype)
     }
 
-    pub(crate) fn slot(&self, index: u64) -> Arc<Slot<B>> {
-        self.slots.lock()[index as usize].clone()
+    /// Parameter `index`, if `prepare` has seen it and it was not found to be gone since.
+    pub(crate) fn slot(&self, index: u64) -> Option<Arc<Slot<B>>> {
+        self.slots.lock().get(&index).cloned()
     }
 
-    pub(crate) fn slot_count(&self) -> usize {
-        self.slots.lock().len()
+    /// The parameters that `prepare` has seen, in the order of their numbers.
+    pub(crate) fn slots(&self) -> Vec<Arc<Slot<B>>> {
+        self.slots.lock().values().cloned().collect()
+    }
+
+    /// The version of parameter `index` that is in use.
+    pub(crate) fn current_version(&self, index: u64) -> Option<Arc<Cell<B>>> {
+        self.slot(index)?.current.lock().upgrade()
     }
 
     pub(crate) fn name_slot(&self, id: DistributedParamId, slot: Arc<Slot<B>>) {
-        self.ids.lock().insert(id, slot);
+        self.ids.lock().insert(id, Arc::downgrade(&slot));
+        self.slots.lock().insert(slot.index, slot);
     }
 
     pub(crate) fn slot_of(&self, id: DistributedParamId) -> Option<Arc<Slot<B>>> {
-        self.ids.lock().get(&id).cloned()
+        self.ids.lock().get(&id)?.upgrade()
+    }
+
+    /// The parameters that `prepare` has seen, and for each whether nothing here belongs to it any more.
+    pub(crate) fn dropped_slots(&self) -> (Vec<u64>, Vec<u8>) {
+        let is_dropped = |slot: &Arc<Slot<B>>| u8::from(Arc::strong_count(slot) == 1);
+        self.slots.lock().iter().map(|(&index, slot)| (index, is_dropped(slot))).unzip()
+    }
+
+    /// Forgets a parameter that is gone on all ranks.
+    pub(crate) fn forget_slot(&self, index: u64) {
+        self.slots.lock().remove(&index);
+        self.window.forget(Key { object: index, version: 0 });
+        self.ids.lock().retain(|_, slot| slot.strong_count() > 0);
     }
 
     /// Where pieces of this kind and size are kept.
@@ -473,11 +544,20 @@ impl<B: Backend> Context<B> {
                     "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
                      the gradients before the optimizer's step",
                     self.rank,
-                    self.slot(index)
+                    self.slot(index).map_or_else(|| "a parameter".into(), |slot| slot.to_string())
                 ));
             }
             self.fence("before an update");
+            self.updated.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// The number of the next update, from 1, and whether replicas are to be compared before it in any case; if that is
+    /// asked for at all and has not been done. The same on every rank.
+    pub(crate) fn update_to_check(&self) -> Option<(u64, bool)> {
+        let update = self.updated.load(Ordering::Relaxed) + 1;
+        let is_due = update.checked_rem(self.config.check_replicas)? == 0;
+        (self.world > 1 && self.checked.swap(update, Ordering::Relaxed) != update).then_some((update, is_due))
     }
 
     /// Waits for updates that go on beside the rank's own thread; their error ends the rank.
@@ -573,17 +653,35 @@ impl<B: Backend> Context<B> {
         self.births.store(0, Ordering::Relaxed);
     }
 
-    /// The stream of the next parameter's first values: the same on every rank, for any number of ranks and any type.
-    pub(crate) fn next_parameter_stream(&self) -> Stream {
-        let birth = self.births.fetch_add(1, Ordering::Relaxed);
-        Stream::new(&[self.seed.load(Ordering::Relaxed), u64::MAX, birth])
+    /// A parameter is born: its seed and its number since that was set.
+    pub(crate) fn next_birth(&self) -> (u64, u64) {
+        (self.seed.load(Ordering::Relaxed), self.births.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// One draw of this rank (dropout, noise): different on every rank and at every call.
-    pub(crate) fn draw(&self, shape: Shape, distribution: Distribution, dtype: DType) -> TensorData {
-        let draw = self.draws.fetch_add(1, Ordering::Relaxed);
-        let stream = Stream::new(&[self.seed.load(Ordering::Relaxed), self.rank as u64, draw]);
-        stream.data(0..shape.num_elements(), distribution, shape, dtype)
+    /// One draw for `device` (dropout, noise): different on every rank and at every call.
+    ///
+    /// Other threads than the rank's own, such as a data loader's, have numbers of their own, so that the rank's do not depend on
+    /// how far they are.
+    pub(crate) fn draw(
+        device: &ZeroDevice<B::Device>,
+        shape: Shape,
+        distribution: Distribution,
+        dtype: DType,
+    ) -> TensorData {
+        let is_beside = CURRENT.with_borrow(Option::is_none);
+        let running = is_beside.then(|| RUNNING.lock().get(&device.place()).cloned()).flatten();
+        let words = match running.map(|context| context.downcast::<Self>()) {
+            Some(Ok(context)) => {
+                let draw = context.draws_beside.fetch_add(1, Ordering::Relaxed);
+                vec![context.seed.load(Ordering::Relaxed), context.rank as u64, u64::MAX, draw]
+            }
+            _ => {
+                let context = Self::current();
+                let draw = context.draws.fetch_add(1, Ordering::Relaxed);
+                vec![context.seed.load(Ordering::Relaxed), context.rank as u64, draw]
+            }
+        };
+        Stream::new(&words).data(0..shape.num_elements(), distribution, shape, dtype)
     }
 }
 

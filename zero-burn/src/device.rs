@@ -12,16 +12,32 @@ const INNER_BITS: u16 = 8;
 ///
 /// `Default` is the rank of the current thread (rank 0 outside of a launch) on the inner device that its launch has given
 /// it (the default one outside), so that a program written for one device runs unchanged.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct ZeroDevice<D> {
     inner: D,
     rank: usize,
+    /// Which rank of which launch, for threads that are not the rank's own; 0 outside of a launch.
+    place: u64,
 }
+
+/// Launches follow one another on the same devices.
+impl<D: PartialEq> PartialEq for ZeroDevice<D> {
+    fn eq(&self, other: &Self) -> bool {
+        self.inner == other.inner && self.rank == other.rank
+    }
+}
+
+impl<D: Eq> Eq for ZeroDevice<D> {}
 
 impl<D> ZeroDevice<D> {
     /// `inner` as the current thread's rank sees it.
     pub fn here(inner: D) -> Self {
-        Self { inner, rank: context::current_rank() }
+        let (rank, place) = context::current_place();
+        Self { inner, rank, place }
+    }
+
+    pub(crate) fn place(&self) -> u64 {
+        self.place
     }
 
     /// The device that the inner backend knows.
@@ -44,7 +60,7 @@ impl<D: Default + Clone + 'static> Default for ZeroDevice<D> {
 impl<D: DeviceOps> Device for ZeroDevice<D> {
     fn from_id(id: DeviceId) -> Self {
         let inner = D::from_id(DeviceId { type_id: id.type_id, index_id: id.index_id & ((1 << INNER_BITS) - 1) });
-        Self { inner, rank: usize::from(id.index_id >> INNER_BITS) }
+        Self { inner, rank: usize::from(id.index_id >> INNER_BITS), place: 0 }
     }
 
     fn to_id(&self) -> DeviceId {

@@ -102,14 +102,16 @@ pub(crate) fn binary<B: Backend>(
             let b = B::float_reshape(b, Shape::new([1]));
             unary(op, ZeroTensor::Shard(a), move |x| {
                 let ones = Shape::from(vec![1; x.shape().num_dims()]);
-                f(x, B::float_reshape(b.clone(), ones))
+                let b = of_type_of::<B>(&x, B::float_reshape(b.clone(), ones));
+                f(x, b)
             })
         }
         (ZeroTensor::Replicated(a), ZeroTensor::Shard(b)) if is_single(&a) => {
             let a = B::float_reshape(a, Shape::new([1]));
             unary(op, ZeroTensor::Shard(b), move |y| {
                 let ones = Shape::from(vec![1; y.shape().num_dims()]);
-                f(B::float_reshape(a.clone(), ones), y)
+                let a = of_type_of::<B>(&y, B::float_reshape(a.clone(), ones));
+                f(a, y)
             })
         }
         (ZeroTensor::Replicated(a), ZeroTensor::Replicated(b)) => ZeroTensor::Replicated(f(a, b)),
@@ -118,6 +120,11 @@ pub(crate) fn binary<B: Backend>(
             ZeroTensor::Dense(f(lhs.load(), rhs.load()))
         }
     }
+}
+
+/// `single` in the type of `x`: what is recorded of a parameter in 16 bit is done to its fp32 master too.
+fn of_type_of<B: Backend>(x: &B::FloatTensorPrimitive, single: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
+    if single.dtype() == x.dtype() { single } else { B::float_cast(single, x.dtype().into()) }
 }
 
 /// The operation that accumulates gradients.

@@ -7,8 +7,8 @@
 //! *trace*) is recorded and tells, in the next step, what to prefetch and what is needed again.
 //!
 //! Gradients and optimizer state are read the same way when they are saved or inspected, in any order, and never kept;
-//! every rank must do so, as their owners wait until all have read. Only state that was loaded and not used yet has no
-//! name that other ranks know: it is gathered by a collective, in the same order on every rank.
+//! every rank must do so, as their owners wait until all have read. Only what was computed of loaded state before its first
+//! use has no name that other ranks know: it is gathered by a collective, in the same order on every rank.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,15 +40,15 @@ pub(crate) fn load<B: Backend>(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
     if cell.partition.is_whole() {
         return B::float_reshape(cell.local(), cell.shape.clone());
     }
-    match &cell.slot {
-        Some(slot) if cell.is_version() => load_parameter(cell, slot),
-        Some(_) => {
+    match (&cell.slot, cell.key) {
+        (Some(slot), _) if cell.is_version() => load_parameter(cell, slot),
+        (_, Some(_)) => {
             let whole = gather(cell, For::Own).unwrap_or_else(|error| raise(error));
             // Optimizers replace their state at once: not before every rank has read it.
             cell.context.barrier("after reading a gradient or optimizer state out");
             whole
         }
-        None => gather_collectively(cell),
+        (_, None) => gather_collectively(cell),
     }
 }
 
@@ -139,11 +139,10 @@ const JOINING: Duration = Duration::from_secs(1);
 /// Reads all pieces and joins them, or borrows what another rank has joined.
 fn gather<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
     let (context, partition) = (&cell.context, cell.partition);
-    let (slot, key) = (cell.slot.as_ref(), cell.key);
-    let (slot, key) = slot.zip(key).expect("only what belongs to a parameter is read one-sidedly");
-    let _span = tracing::trace_span!("gather", parameter = slot.index, elements = partition.numel()).entered();
+    let key = cell.key.expect("only what has a name is read one-sidedly");
+    let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     if context.window.is_remote() {
-        return gather_from_processes(cell, slot, key);
+        return gather_from_processes(cell, key);
     }
     let mut cells: Vec<Option<Arc<Cell<B>>>> = Vec::with_capacity(partition.world());
     for rank in 0..partition.world() {
@@ -153,13 +152,13 @@ fn gather<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitiv
         if rank == context.rank {
             cells.push(None);
         } else {
-            let peer = context.window.read(rank, key, slot)?.here().expect("ranks of one process show what they have");
+            let peer = context.window.read(rank, key, cell)?.here().expect("ranks of one process show what they have");
             if peer.shape != cell.shape || peer.dtype != cell.dtype {
                 return Err(CommError::Mismatch {
                     group: "window".into(),
-                    seq: slot.index,
+                    seq: key.object,
                     rank: context.rank,
-                    op: format!("a gather of {slot} of {:?}", cell.dtype),
+                    op: format!("a gather of {cell} of {:?}", cell.dtype),
                     other_rank: rank,
                     other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
                 });
@@ -199,11 +198,7 @@ pub(crate) fn tag(shape: &Shape, dtype: DType) -> String {
 }
 
 /// Has the other processes' pieces sent to where they belong in the whole.
-fn gather_from_processes<B: Backend>(
-    cell: &Cell<B>,
-    slot: &Slot<B>,
-    key: Key,
-) -> Result<B::FloatTensorPrimitive, CommError> {
+fn gather_from_processes<B: Backend>(cell: &Cell<B>, key: Key) -> Result<B::FloatTensorPrimitive, CommError> {
     let (context, partition, size) = (&cell.context, cell.partition, cell.dtype.size());
     let bytes = |rank: usize| {
         let range = partition.range(rank);
@@ -216,7 +211,7 @@ fn gather_from_processes<B: Backend>(
     let own = own.as_ref().map(|data| (mine.start, &data.as_bytes()[..mine.len()]));
     let dtype = on_the_wire(cell.dtype);
     let whole = Whole { dtype, elements: partition.numel(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
-    let whole = context.window.gather(whole, key, slot)?;
+    let whole = context.window.gather(whole, key, cell)?;
     context.wire.add(WireKind::AllGather, (partition.numel() - partition.len(context.rank)) * size);
     Ok(B::float_from_data(data(whole, cell.shape.clone()), &cell.device))
 }
@@ -277,6 +272,9 @@ struct Trace {
     followed: bool,
 }
 
+/// Most gathers of a step that are remembered: a program that only ever evaluates has no end of a step.
+const MOST_RECORDED: usize = 1 << 16;
+
 /// A parameter to be gathered ahead of its use.
 type Job<B> = Arc<Cell<B>>;
 
@@ -333,6 +331,9 @@ impl<B: Backend> Gatherer<B> {
                 trace.ahead = 1;
             }
         }
+        if trace.recorded.len() == MOST_RECORDED {
+            trace.recorded.clear();
+        }
         trace.recorded.push((slot.index, numel));
         if !trace.followed {
             return false;
@@ -340,7 +341,7 @@ impl<B: Backend> Gatherer<B> {
         let reuse_distance = trace.plan[trace.cursor].2;
         trace.cursor += 1;
         let room = self.room(context) + begun;
-        self.prefetch_from(context, &mut trace, room.saturating_sub(numel));
+        self.prefetch_from(context, &mut trace, slot.index, room.saturating_sub(numel));
         reuse_distance <= self.max_reuse_distance && numel <= room
     }
 
@@ -350,7 +351,9 @@ impl<B: Backend> Gatherer<B> {
         context.config.max_live_parameters.saturating_sub(live + self.in_flight.load(Ordering::Relaxed))
     }
 
-    fn prefetch_from(&self, context: &Context<B>, trace: &mut Trace, mut room: usize) {
+    /// Begins what the plan says comes next, up to a further use of something that is on its way to an earlier one, as
+    /// `loading` is, and will not be kept: begun now, it would serve the earlier use, behind all that was begun before it.
+    fn prefetch_from(&self, context: &Context<B>, trace: &mut Trace, loading: u64, mut room: usize) {
         trace.ahead = trace.ahead.max(trace.cursor);
         let mut together = Vec::new();
         while let Some(&(index, numel, _)) = trace.plan.get(trace.ahead) {
@@ -359,11 +362,20 @@ impl<B: Backend> Gatherer<B> {
                 break;
             }
             trace.ahead += 1;
-            let Some(cell) = context.slot(index).current.lock().upgrade() else { continue };
+            let Some(cell) = context.current_version(index) else { continue };
             let is_together = context.collecting().is_some();
             {
                 let mut state = cell.state.lock();
-                if state.whole.is_some() || state.arriving.is_some() || state.gathering || state.prefetched {
+                if index == loading || state.gathering || state.prefetched {
+                    let earlier = trace.plan[..trace.ahead - 1].iter().rev().find(|&&(other, ..)| other == index);
+                    if earlier.is_some_and(|&(.., distance)| distance <= self.max_reuse_distance) {
+                        // Kept from that use to this one.
+                        continue;
+                    }
+                    trace.ahead -= 1;
+                    break;
+                }
+                if state.whole.is_some() || state.arriving.is_some() {
                     continue;
                 }
                 (state.gathering, state.prefetched) = (!is_together, is_together);
@@ -417,7 +429,7 @@ impl<B: Backend> Gatherer<B> {
     pub(crate) fn drop_unused(&self, context: &Context<B>) {
         let indices: Vec<u64> = self.trace.lock().plan.iter().map(|&(index, ..)| index).collect();
         for index in indices {
-            let Some(cell) = context.slot(index).current.lock().upgrade() else { continue };
+            let Some(cell) = context.current_version(index) else { continue };
             let mut state = cell.state.lock();
             let is_whole = state.whole.is_some() || state.arriving.is_some();
             if cell.kind() == Kind::Parameter && !state.gathering && state.has_piece() && is_whole {
@@ -447,7 +459,65 @@ fn with_reuse_distances(recorded: &[(u64, usize)]) -> Vec<(u64, usize, usize)> {
 
 #[cfg(test)]
 mod tests {
+    use burn_flex::Flex;
+    use zero_core::Stage;
+
     use super::*;
+    use crate::birth::{Fill, parameter};
+    use crate::launch::launch;
+    use crate::tensor::ZeroTensor;
+
+    /// Runs `body` as two ranks at stage 3, with two parameters that are cut and not kept.
+    fn with_two_parameters(body: impl Fn(&Context<Flex>, [Arc<Cell<Flex>>; 2]) + Sync) {
+        let config = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(Stage::Parameters) };
+        launch::<Flex, (), String>(2, &config, &Default::default(), |device| {
+            let context = Context::<Flex>::current();
+            let born = |_| match parameter(Fill::Value(1f32.into()), Shape::new([6, 4]), device.inner(), DType::F32) {
+                ZeroTensor::Shard(shard) => shard.cell,
+                _ => unreachable!("a parameter is a shard"),
+            };
+            let cells = [(); 2].map(born);
+            for (id, cell) in cells.iter().enumerate() {
+                context.name_slot((id as u64).into(), cell.slot.clone().unwrap());
+            }
+            body(&context, cells);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_an_evaluation_gathers_is_not_remembered_for_ever() {
+        with_two_parameters(|context, [cell, _]| {
+            let slot = cell.slot.as_ref().unwrap();
+            for _ in 0..3 * MOST_RECORDED {
+                context.gatherer.plan_load(context, slot, 0);
+            }
+            let trace = context.gatherer.trace.lock();
+            assert!(trace.recorded.len() <= MOST_RECORDED && trace.recorded.capacity() <= 2 * MOST_RECORDED);
+        });
+    }
+
+    #[test]
+    fn a_load_does_not_wait_for_a_prefetch_of_its_own_next_use() {
+        with_two_parameters(|context, [a, b]| {
+            let all = [&a, &b, &a, &b, &a];
+            all.iter().for_each(|cell| drop(load(cell)));
+            context.gatherer.end_cycle();
+            let plan = |cell: &Cell<Flex>| context.gatherer.plan_load(context, cell.slot.as_ref().unwrap(), 0);
+            let is_ahead = |cell: &Cell<Flex>| {
+                let state = cell.wait_until(|state| !state.gathering);
+                state.prefetched
+            };
+            plan(&a);
+            assert!(is_ahead(&b) && !is_ahead(&a), "the first load is of what it is about to gather itself");
+            // Used, so that the next uses come in turn.
+            drop(load(&b));
+            assert!(is_ahead(&a) && !is_ahead(&b));
+            drop(load(&a));
+            assert!(is_ahead(&b) && !is_ahead(&a));
+        });
+    }
 
     #[test]
     fn reuse_distances_count_what_lies_between() {

@@ -13,6 +13,7 @@ use burn_backend::ops::FloatTensorOps;
 
 use crate::context::{Context, stop};
 use crate::module::ZeroAutodiff;
+use crate::preparation::{end_forward, in_place_of};
 use crate::shard::{Cell, Kind, Origin};
 use crate::tensor::{Shard, ZeroTensor};
 
@@ -80,6 +81,7 @@ pub fn read<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, select: impl Fn(&
     fn visit<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, visitor: &mut impl ModuleVisitor<A>) {
         module.visit(visitor);
     }
+    end_forward::<A, M>(module);
     let wanted = parameters::<A, M>(module).into_iter().filter(|meta| select(meta)).map(|meta| (meta.id, meta));
     let mut read = Read { wanted: wanted.collect(), found: Vec::new() };
     visit::<A, M>(module, &mut read);
@@ -118,6 +120,7 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
         written.push(Gathered { meta, values: values.collect() });
     }
     let replacements = written.iter().map(|parameter| (parameter.meta.id, parameter.values.as_slice())).collect();
+    end_forward::<A, M>(&module);
     // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
     context.fence("before parameters are replaced");
     let module = module.map(&mut Replace::<A> { context: context.clone(), replacements, _backend: PhantomData });
@@ -156,6 +159,12 @@ impl<A: ZeroAutodiff> ModuleMapper<A> for Replace<'_, A> {
         let Some(values) = self.replacements.remove(&param.id) else { return param };
         let (id, tensor, mapper) = param.consume();
         let requires_grad = tensor.is_require_grad();
+        if let (TensorPrimitive::Float(ZeroTensor::Dense(_)), false) =
+            (tensor.clone().inner().into_primitive(), requires_grad)
+        {
+            let tensor = in_place_of(&tensor, TensorData::new(values.to_vec(), [values.len()]));
+            return Param::from_mapped_value(id, tensor, mapper);
+        }
         let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = tensor.inner().into_primitive() else {
             stop(format!(
                 "parameter {id} is an ordinary tensor: call zero_burn::module::prepare on the model on rank {}",

@@ -1,7 +1,7 @@
 //! What a training program calls on its module: [`prepare`] once, [`mark`] before a further forward pass, and
 //! [`collect_grads`] on every set of gradients.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -23,6 +23,7 @@ use crate::context::{Context, Slot, raise, stop};
 use crate::elementwise::own_piece;
 use crate::gather::read;
 use crate::optim::pass::elements_of;
+use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::sign;
 use crate::reduce::{Outcome, Phase};
 use crate::shard::{Cell, Kind, Origin, Template};
@@ -51,7 +52,11 @@ impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
 /// ranks), fp32 parameters are converted to the configuration's `param_dtype`, and every parameter that requires a
-/// gradient is marked for reduction.
+/// gradient is marked for reduction. Where ranks were seeded differently, parameters get the first values that rank 0's seed
+/// gives; what is drawn afterwards (dropout) is of each rank's own seed.
+///
+/// State that a layer changes in its forward pass, such as a batch norm's running mean and variance, is no parameter: it
+/// begins with rank 0's values and is then an ordinary tensor, each rank's own, as on Burn. Checkpoints hold rank 0's.
 ///
 /// Call it once, on the whole module, on every rank. It also creates parameters that are still lazy, in the order of
 /// the module's fields, which numbers them alike on every rank.
@@ -66,6 +71,10 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     struct Prepare<'a, A: ZeroAutodiff> {
         context: Arc<Context<A::Base>>,
         device: &'a A::Device,
+        /// State of layers.
+        buffers: &'a HashSet<ParamId>,
+        /// Seeds and births of parameters that were drawn.
+        drawn: Vec<(u64, u64)>,
         /// Parameters so far.
         places: u64,
         /// Of their numbers, shapes and types.
@@ -90,6 +99,9 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
                 return Param::from_mapped_value(id, tensor, mapper);
             };
+            if self.buffers.contains(&id) {
+                return Param::from_mapped_value(id, buffer(&self.context, primitive, self.device), mapper);
+            }
             let (tensor, cell) = match primitive {
                 ZeroTensor::Shard(shard)
                     if shard.is_parameter()
@@ -118,6 +130,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                 }
             };
             let slot = cell.slot.clone().expect("a parameter's cell has a slot");
+            self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
             self.places += 1;
             slot.place.store(self.places, Ordering::Relaxed);
             let dims = slot.shape.iter().map(|&dim| dim as u64);
@@ -130,22 +143,34 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
         }
     }
 
-    let mut mapper = Prepare::<A> { context: Context::current(), device, places: 0, signature: 0 };
+    let context = Context::current();
+    let (known, dropped) = context.dropped_slots();
+    let buffers = buffers::<A, M>(&module);
+    let (drawn, places, signature) = (Vec::new(), 0, 0);
+    let mut mapper = Prepare::<A> { context: context.clone(), device, buffers: &buffers, drawn, places, signature };
     let module = module.map(&mut mapper);
-    let (context, signature) = (mapper.context, mapper.signature);
-    let all = context.gather_bytes(signature.to_le_bytes().to_vec());
-    if let Some(other) = all.chunks_exact(8).position(|bytes| bytes != signature.to_le_bytes()) {
+    let (places, drawn) = (mapper.places, mapper.drawn);
+    let signature = sign(&[mapper.signature, drawn.len() as u64]);
+    let seeds = drawn.iter().fold(0, |seeds, &(seed, birth)| sign(&[seeds, seed, birth]));
+    let all = context.gather_bytes([&sign(&[signature, seeds]).to_le_bytes()[..], &dropped].concat());
+    let all: Vec<(&[u8], &[u8])> = all.chunks_exact(8 + dropped.len()).map(|rank| rank.split_at(8)).collect();
+    let is_alike = all.iter().all(|(rank, _)| *rank == all[0].0);
+    let signatures = if is_alike { Vec::new() } else { context.gather_bytes(signature.to_le_bytes().to_vec()) };
+    if let Some(other) = signatures.chunks_exact(8).position(|rank| rank != signature.to_le_bytes()) {
         raise(CommError::Mismatch {
             group: "parameters".into(),
             seq: 0,
             rank: context.rank,
-            op: format!("prepare on a module of {} parameters", mapper.places),
+            op: format!("prepare on a module of {places} parameters"),
             other_rank: other,
             other_op: "prepare on a module whose parameters have other shapes or were created in another order (build \
                        the same model on every rank, and touch none of its parameters before)"
                 .into(),
         });
     }
+    let module = if is_alike { module } else { draw_as_rank_0::<A, M>(&context, module, &drawn) };
+    let gone = known.iter().enumerate().filter(|&(place, _)| all.iter().all(|(_, dropped)| dropped[place] == 1));
+    gone.for_each(|(_, &index)| context.forget_slot(index));
     // All ranks are here and none has read anything: what initialisers left over is not needed.
     context.drop_retired();
     // A rank may use a parameter alone later.
@@ -156,19 +181,25 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
 
 /// A dense tensor as a parameter, with rank 0's values.
 fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate::ZeroDevice<B::Device>) -> Shard<B> {
-    let (shape, dtype) = (tensor.shape(), tensor.dtype());
-    let bytes = context.broadcast_bytes(read::<B>(tensor.load()).as_bytes().to_vec());
-    let data = TensorData::from_bytes_vec(bytes, shape.clone(), dtype);
+    let data = from_rank_0(context, tensor);
+    let (shape, dtype) = (data.shape.clone(), data.dtype);
     match parameter(Fill::Data(data), shape, device.inner(), dtype) {
         ZeroTensor::Shard(shard) => shard,
         _ => unreachable!("a parameter is always a shard"),
     }
 }
 
+/// Rank 0's values of a tensor that each rank has.
+pub(crate) fn from_rank_0<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>) -> TensorData {
+    let (shape, dtype) = (tensor.shape(), tensor.dtype());
+    let bytes = context.broadcast_bytes(read::<B>(tensor.load()).as_bytes().to_vec());
+    TensorData::from_bytes_vec(bytes, shape, dtype)
+}
+
 /// A newborn parameter in another type: another parameter as far as the ranks are concerned.
 fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType) -> Shard<B> {
     let template = Template {
-        slot: Some(context.new_slot(cell.shape.clone(), dtype)),
+        slot: cell.slot.as_ref().map(|slot| context.replace_slot(slot, dtype)),
         ..cell.template(Kind::Parameter, Origin::Version)
     };
     let whole = cell.settled().whole.as_ref().map(zero_ops::Shared::tensor);
@@ -240,6 +271,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     held: Vec<Leftover<A::Base>>,
 ) -> GradientsParams {
     let context = Context::<A::Base>::current();
+    crate::replicas::check::<A, M>(&context, module);
     // Every rank is here before the next update, whether it had a backward pass or not.
     context.join_fence();
     let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };

@@ -5,14 +5,17 @@
 //! * In ([`load_pieces`]): the elements that this rank holds at its stage, read by their range.
 //! * Memory: one piece at a time is copied to the host, when it is asked for.
 //!
-//! Nothing is gathered. [`RandomState`] is what dropout's random numbers resume from.
+//! State of layers that is no parameter (a batch norm's running mean) is each rank's own: rank 0's goes out, and in to all.
+//!
+//! No piece is ever gathered. [`RandomState`] is what dropout's random numbers resume from.
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use serde::{Deserialize, Serialize};
@@ -24,7 +27,8 @@ use crate::config::Disk as DiskSettings;
 use crate::context::{Context, stop};
 use crate::gather::read;
 use crate::gathered::{ParamMeta, next_version};
-use crate::module::ZeroAutodiff;
+use crate::module::{ZeroAutodiff, from_rank_0};
+use crate::preparation::{end_forward, in_place_of};
 use crate::shard::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::{Disk, Stored};
@@ -39,7 +43,8 @@ pub struct ParamPiece<B: Backend> {
 
 enum Held<B: Backend> {
     Cell(Arc<Cell<B>>),
-    /// An ordinary tensor, such as a batch norm's running mean: each rank's own.
+    /// Rank 0's values of an ordinary tensor, such as a batch norm's running mean; or a parameter that was changed since its
+    /// last update.
     Dense(B::FloatTensorPrimitive),
 }
 
@@ -110,9 +115,11 @@ fn dtype(element: ElementType) -> Option<DType> {
     })
 }
 
-/// The module's float parameters in the order of its fields, and the paths of those that are of no float type.
+/// The module's float parameters in the order of its fields, and the paths of those that are of no float type. Every rank
+/// calls it.
 pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPiece<A::Base>>, Vec<String>) {
     struct Collect<A: ZeroAutodiff> {
+        context: Arc<Context<A::Base>>,
         path: Vec<String>,
         pieces: Vec<ParamPiece<A::Base>>,
         others: Vec<String>,
@@ -141,7 +148,11 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
             let dtype = primitive.dtype();
             let held = match primitive {
                 ZeroTensor::Shard(Shard { cell, views }) if views.is_empty() => Held::Cell(cell),
-                other => Held::Dense(other.load()),
+                edited @ ZeroTensor::Shard(_) => Held::Dense(edited.load()),
+                dense => {
+                    let data = from_rank_0(&self.context, dense);
+                    Held::Dense(A::Base::float_from_data(data, &self.context.device))
+                }
             };
             self.pieces.push(ParamPiece { meta, dtype, held });
         }
@@ -154,7 +165,9 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
             self.others.push(self.path.join("."));
         }
     }
-    let mut collect = Collect::<A> { path: Vec::new(), pieces: Vec::new(), others: Vec::new() };
+    end_forward::<A, M>(module);
+    let context = Context::current();
+    let mut collect = Collect::<A> { context, path: Vec::new(), pieces: Vec::new(), others: Vec::new() };
     module.visit(&mut collect);
     (collect.pieces, collect.others)
 }
@@ -166,11 +179,12 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
 ///
 /// The first error of `read` on this rank, after which the module is a mixture of old and new parameters. Errors are this
 /// rank's alone: it is for the caller to tell the others.
-pub fn load_pieces<A: ZeroAutodiff, M: Module<A>, E>(
+pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
     read: impl FnMut(&str, &[usize], Range<usize>) -> Result<(ElementType, Vec<u8>), E>,
 ) -> (M, Result<(), E>) {
     let context = Context::<A::Base>::current();
+    end_forward::<A, M>(&module);
     // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
     context.fence("before parameters are loaded");
     let mut load = Load::<A, _, E> { path: Vec::new(), read, error: None, _backend: PhantomData };
@@ -207,16 +221,21 @@ where
         let (id, tensor, mapper) = param.consume();
         let requires_grad = tensor.is_require_grad();
         let path = self.path.join(".");
-        let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = tensor.clone().inner().into_primitive()
-        else {
-            stop(format!("parameter {path} is an ordinary tensor: call zero_burn::module::prepare on the model"));
+        let cell = match tensor.clone().inner().into_primitive() {
+            TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) => Some(cell),
+            TensorPrimitive::Float(_) if !requires_grad => None,
+            _ => stop(format!("parameter {path} is an ordinary tensor: call zero_burn::module::prepare on the model")),
         };
-        let range = cell.partition.range(cell.place());
+        let shape = tensor.shape();
+        let range = match &cell {
+            Some(cell) => cell.partition.range(cell.place()),
+            None => 0..shape.num_elements(),
+        };
         let len = range.len().max(1);
         let bytes = match range.is_empty() {
             // One element of filler, as everywhere.
             true => Ok((ElementType::F32, vec![0; 4])),
-            false => (self.read)(&path, cell.shape.as_slice(), range),
+            false => (self.read)(&path, shape.as_slice(), range),
         };
         let (element, bytes) = match bytes {
             Ok(bytes) => bytes,
@@ -229,7 +248,10 @@ where
             stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));
         };
         let piece = TensorData::from_bytes_vec(bytes, [len], dtype);
-        let tensor = next_version::<A, D>(id, &cell, piece, requires_grad);
+        let tensor = match &cell {
+            Some(cell) => next_version::<A, D>(id, cell, piece, requires_grad),
+            None => in_place_of::<A, D>(&tensor, piece),
+        };
         Param::from_mapped_value(id, tensor, mapper)
     }
 }
@@ -243,10 +265,12 @@ pub fn held_range<B: Backend>(numel: usize) -> Range<usize> {
 
 /// Model state that has been moved to a disk for a while. What DeepSpeed calls `offload_states`.
 ///
-/// It can be used meanwhile, from the disk; an update is not in place then. Dropping this leaves it there.
+/// It can be used meanwhile, from the disk. What is updated meanwhile is where it is configured to be from then on. Dropping this
+/// leaves the rest there.
 pub struct Parked<B: Backend> {
     disk: Arc<Disk>,
-    cells: Vec<Arc<Cell<B>>>,
+    /// What is replaced meanwhile is not kept.
+    cells: Vec<Weak<Cell<B>>>,
     bytes: u64,
 }
 
@@ -279,7 +303,7 @@ impl<B: Backend> Parked<B> {
     pub(crate) fn add(&mut self, cell: &Arc<Cell<B>>) -> Result<(), DiskError> {
         if cell.park(&self.disk)? {
             self.bytes += (cell.partition.len(cell.place()) * cell.dtype.size()) as u64;
-            self.cells.push(cell.clone());
+            self.cells.push(Arc::downgrade(cell));
         }
         Ok(())
     }
@@ -291,7 +315,7 @@ impl<B: Backend> Parked<B> {
 
     /// Moves everything back into memory. Every rank calls it.
     pub fn reload(self) {
-        self.cells.iter().for_each(|cell| cell.unpark());
+        self.cells.iter().filter_map(Weak::upgrade).for_each(|cell| cell.unpark());
         Context::<B>::current().fence("after states are reloaded");
     }
 }
@@ -321,7 +345,7 @@ pub fn collective<B: Backend>() -> Arc<dyn Collective> {
 /// What this rank's random numbers (dropout, noise) resume from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RandomState {
-    /// The seed of all ranks.
+    /// This rank's seed; the same on all ranks, unless they were seeded differently.
     pub seed: u64,
     /// Draws of this rank so far.
     pub draws: u64,

@@ -22,6 +22,17 @@ pub(crate) fn sign(words: &[u64]) -> u64 {
     words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
 }
 
+/// A hash of `bytes`.
+pub(crate) fn sign_bytes(bytes: &[u8]) -> u64 {
+    let (words, rest) = bytes.as_chunks::<8>();
+    let rest = rest.iter().fold(rest.len() as u64, |word, &byte| word << 8 | u64::from(byte));
+    words
+        .iter()
+        .map(|word| u64::from_le_bytes(*word))
+        .chain([rest])
+        .fold(0, |key, word| mix(key ^ mix(word.wrapping_add(WEYL))))
+}
+
 /// A stream of random numbers addressed by position.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stream(u64);

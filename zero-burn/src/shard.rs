@@ -28,7 +28,7 @@ use zero_core::{CommError, Partition};
 use zero_ops::Shared;
 
 use crate::bulk::Begun;
-use crate::context::{Context, Slot, raise};
+use crate::context::{Context, Drawn, Slot, raise};
 use crate::gather::{read, tag};
 use crate::mover::For;
 use crate::random::sign;
@@ -80,8 +80,8 @@ impl<B: Backend> State<B> {
 
 pub(crate) struct Cell<B: Backend> {
     pub(crate) context: Arc<Context<B>>,
-    /// The parameter that this belongs to: as a version of it, its gradient, or optimizer state. Absent of optimizer
-    /// state that was loaded and not used yet.
+    /// The parameter that this belongs to: as a version of it, its gradient, or optimizer state. Absent of what Burn has
+    /// loaded of an optimizer's record and not used yet.
     pub(crate) slot: Option<Arc<Slot<B>>>,
     /// Under which the other ranks read this rank's piece.
     pub(crate) key: Option<Key>,
@@ -123,38 +123,49 @@ pub(crate) enum Origin {
     Version,
     /// Anything else, by its signature.
     Derived(u64),
+    /// State that was loaded, by a hash of the whole: nothing else of it is the same on every rank, as each has a hash map
+    /// of records in an order of its own.
+    Loaded(u64),
 }
 
 /// Signature of a reduced gradient.
 pub(crate) const GRADIENT: Origin = Origin::Derived(1);
 /// Signature of loaded state, and of whatever was there before the last version.
-pub(crate) const PRIOR: Origin = Origin::Derived(2);
+const PRIOR_SIGNATURE: u64 = 2;
 /// Signature of a version in what is derived from it.
 const VERSION_SIGNATURE: u64 = 3;
+/// The bit of a name that sets what is derived apart from parameters' own numbers.
+pub(crate) const DERIVED: u64 = 1 << 63;
 
 impl<B: Backend> core::fmt::Debug for Cell<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let what = match &self.slot {
-            Some(slot) => format!("{slot}"),
-            None => format!("{:?}", self.shape.as_slice()),
-        };
-        write!(f, "{:?} shard of {what} on rank {}", self.kind(), self.context.rank)
+        write!(f, "{:?} shard of {self} on rank {}", self.kind(), self.context.rank)
+    }
+}
+
+/// What it belongs to.
+impl<B: Backend> core::fmt::Display for Cell<B> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match &self.slot {
+            Some(slot) => slot.fmt(f),
+            None => write!(f, "loaded state {:?}", self.shape.as_slice()),
+        }
     }
 }
 
 impl<B: Backend> Cell<B> {
     fn new(template: Template<B>, dtype: DType, state: State<B>) -> Arc<Self> {
         let Template { context, slot, partition, shape, device, kind, origin } = template;
-        let key = slot.as_ref().map(|slot| {
-            let mut names = slot.names.lock();
-            match origin {
-                Origin::Version => names.version(slot.index),
-                Origin::Derived(signature) => names.derived(slot.index, signature),
-            }
-        });
+        let key = match (&slot, origin) {
+            (_, Origin::Loaded(content)) => Some(Key { object: content | DERIVED, version: 0 }),
+            (Some(slot), Origin::Version) => Some(slot.names.lock().version(slot.index)),
+            (Some(slot), Origin::Derived(signature)) => Some(slot.names.lock().derived(slot.index, signature)),
+            (None, _) => None,
+        };
         let signature = match origin {
             Origin::Version => VERSION_SIGNATURE,
             Origin::Derived(signature) => signature,
+            Origin::Loaded(_) => PRIOR_SIGNATURE,
         };
         let cell = Arc::new(Self {
             context,
@@ -178,12 +189,12 @@ impl<B: Backend> Cell<B> {
             let state = cell.state.lock();
             cell.count(&state, 1);
         }
-        if let (Some(slot), Some(key)) = (&cell.slot, cell.key) {
+        if let Some(key) = cell.key {
             cell.context.window.publish(key, &cell);
-            if cell.is_version {
-                *slot.current.lock() = Arc::downgrade(&cell);
-                cell.context.await_whole(&cell, slot.index);
-            }
+        }
+        if let Some(slot) = cell.slot.as_ref().filter(|_| cell.is_version) {
+            *slot.current.lock() = Arc::downgrade(&cell);
+            cell.context.await_whole(&cell, slot.index);
         }
         cell
     }
@@ -232,16 +243,19 @@ impl<B: Backend> Cell<B> {
         self.is_version
     }
 
+    /// What this parameter's values were drawn from, if they still are what was drawn.
+    pub(crate) fn drawn(&self) -> Option<Drawn> {
+        let is_first = self.is_version && self.key.is_some_and(|key| key.version == 1);
+        self.slot.as_ref().filter(|_| is_first)?.drawn.get().copied()
+    }
+
     /// What this contributes to the signature of something derived from it now.
     fn signature(&self) -> u64 {
         let before_last_version = match (&self.slot, self.key) {
             (Some(slot), Some(key)) => !self.is_version && key.version < slot.names.lock().epoch(),
             _ => true,
         };
-        match PRIOR {
-            Origin::Derived(prior) if before_last_version => prior,
-            _ => self.signature,
-        }
+        if before_last_version { PRIOR_SIGNATURE } else { self.signature }
     }
 
     /// The origin of what operation `op` makes of cells.
@@ -421,7 +435,7 @@ impl<B: Backend> Cell<B> {
     /// The piece where it is kept if that is elsewhere, to be written over: its own place if this was the last use of the
     /// cell, otherwise a copy. The cell itself if it is a tensor.
     pub(crate) fn into_stored(self: Arc<Self>) -> Result<Stored, Arc<Self>> {
-        let Some(stored) = self.settled().stored.clone() else { return Err(self) };
+        let Some(stored) = self.kept_elsewhere() else { return Err(self) };
         if !self.may_be_read()
             && let Ok(mut cell) = Arc::try_unwrap(self)
         {
@@ -483,6 +497,15 @@ impl<B: Backend> Cell<B> {
             Some(Stored::Host(data)) => TensorData::clone(&data),
             _ => flat(read::<B>(self.local())),
         }
+    }
+
+    /// As [`Cell::stored`], but for what is on a disk for a while only, which is not the one that updates work on.
+    pub(crate) fn kept_elsewhere(&self) -> Option<Stored> {
+        let is_own = |disk: &Arc<Disk>| self.context.disk.as_ref().is_some_and(|own| Arc::ptr_eq(own, disk));
+        self.stored().filter(|stored| match stored {
+            Stored::Host(_) => true,
+            Stored::Disk(on_disk) => is_own(&on_disk.disk),
+        })
     }
 
     /// The piece where it is kept, if that is elsewhere than with the backend.
@@ -558,10 +581,11 @@ impl<B: Backend> Drop for Cell<B> {
         if state.prefetched {
             self.context.gatherer.forget_prefetched(self.partition.numel());
         }
-        let (Some(slot), Some(key)) = (&self.slot, self.key) else { return };
+        let Some(key) = self.key else { return };
         // A version that was loaded before the last fence and then replaced has been read by all ranks. One that was
         // loaded since, or whose module was dropped, may still be read by a slower rank.
-        let last = self.is_version && key.version == slot.names.lock().epoch();
+        let is_last = |slot: &Arc<Slot<B>>| key.version == slot.names.lock().epoch();
+        let last = self.is_version && self.slot.as_ref().is_some_and(is_last);
         let wanted = (last || self.may_be_read()) && !self.partition.is_whole();
         let readable = state.local.is_some() || state.whole.is_some() || state.stored.is_some();
         if wanted && readable && !self.retired && self.context.is_installed() {

@@ -91,16 +91,22 @@ pub fn elements<B: Backend>(x: &FloatTensor<B>) -> Option<Elements<'_>> {
     }
 }
 
-/// A buffer that a kernel writes whole before it reads any of it.
+/// A buffer that a kernel writes whole before it reads any of it: its numbers are what the memory happens to hold. Clearing it
+/// first would cost a pass over memory for each result of a step.
 fn buffer(len: usize) -> Vec<f32> {
-    let mut buffer = Vec::with_capacity(len);
-    // SAFETY: the capacity is `len`, any bits are an f32, and every kernel overwrites its results (see `crate::cpu`).
-    // Clearing them first would cost a pass over memory for each result of a step.
-    #[allow(clippy::uninit_vec)]
-    unsafe {
-        buffer.set_len(len);
+    #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+    {
+        let mut buffer = Vec::<f32>::with_capacity(len);
+        // SAFETY: the assembly is empty and may be taken to have written any bits to the memory it is shown, which is this
+        // buffer's `len` elements: to the compiler they are initialised from here on, with what is there. Any bits are an f32.
+        unsafe {
+            core::arch::asm!("/* {} */", in(reg) buffer.as_mut_ptr(), options(nostack, preserves_flags));
+            buffer.set_len(len);
+        }
+        buffer
     }
-    buffer
+    #[cfg(not(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri))))]
+    vec![0.0; len]
 }
 
 fn tensor<const D: usize>(data: Vec<f32>, shape: [usize; D]) -> FlexTensor {

@@ -248,6 +248,49 @@ fn states_leave_memory_for_a_while_and_come_back() {
     }
 }
 
+/// What is on a disk for a while can be used there, and updated: the new state is where it is configured to be.
+#[test]
+fn states_that_are_on_a_disk_for_a_while_are_updated_all_the_same() {
+    for (stage, dtype, configured) in [
+        (Stage::DataParallel, Float::F32, (Tier::Memory, Tier::Memory)),
+        (Stage::OptimizerState, Float::Bf16, (Tier::Memory, Tier::Memory)),
+        (Stage::Parameters, Float::F32, (Tier::Memory, Tier::Memory)),
+        (Stage::Parameters, Float::Bf16, (Tier::Memory, Tier::Disk)),
+        (Stage::Gradients, Float::F32, (Tier::Disk, Tier::Memory)),
+    ] {
+        let mut run = run_of(stage, 2);
+        run.zero.param_dtype = dtype;
+        let own = tempfile::tempdir().unwrap();
+        let (optimizer, parameters) = configured;
+        run.zero.offload = Offload { optimizer, parameters, min_bytes: 1, disk: disk(own.path()) };
+        if configured == (Tier::Memory, Tier::Memory) {
+            run.zero.offload = Offload::default();
+        }
+        let train_with = |pause: bool| {
+            on_ranks(2, &run.zero, |device| {
+                let dir = tempfile::tempdir().unwrap();
+                let mut engine = engine(&run, Rule::adamw(), 1, &device);
+                let mut losses = train(&run, &mut engine, 0..1, 1, &device);
+                engine.optimizer().wait();
+                let before = rank_stats::<Flex>().model_state_bytes.optimizer;
+                if pause {
+                    engine.offload_states(&disk(dir.path())).unwrap();
+                }
+                losses.extend(train(&run, &mut engine, 1..3, 1, &device));
+                engine.optimizer().wait();
+                if pause {
+                    engine.reload_states();
+                }
+                assert_eq!(rank_stats::<Flex>().model_state_bytes.optimizer, before, "stage {stage}");
+                losses.extend(train(&run, &mut engine, 3..STEPS, 1, &device));
+                (losses, bits(&engine))
+            })
+            .swap_remove(0)
+        };
+        assert!(train_with(true) == train_with(false), "stage {stage}, {dtype:?}, {configured:?}");
+    }
+}
+
 #[test]
 fn what_cannot_work_is_refused() {
     let refused = |stage, offload: Offload, expected: &str| {
@@ -312,4 +355,98 @@ fn weights_that_are_changed_between_steps_are_updated_from_the_disk_too() {
     // As many buffers as two items have arrays on the disk, and little patience.
     let disk = Disk { buffer_count: 6, limit: std::time::Duration::from_secs(10), ..disk(dir.path()) };
     assert_eq!(run_with(Offload { optimizer: Tier::Disk, parameters: Tier::Disk, min_bytes: 1, disk }), memory);
+}
+
+/// Every weight so near to zero that the clamp has something to do in each step.
+struct Tight;
+
+impl ModuleMapper<B> for Tight {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        // By a number that is a tensor, as a rescaling by a norm is.
+        let tensor = tensor.inner();
+        let factor = tensor.clone().abs().max().mul_scalar(0.0).add_scalar(0.75).reshape([1; D]);
+        let tensor = Tensor::from_inner((tensor * factor).clamp(-0.02, 0.02)).require_grad();
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// What is changed between steps is changed in the fp32 master too, wherever that is kept.
+#[test]
+fn weights_in_16_bit_that_are_changed_between_steps_stay_changed() {
+    for (stage, ranks, dtype) in [
+        (Stage::DataParallel, 2, Float::Bf16),
+        (Stage::OptimizerState, 3, Float::F16),
+        (Stage::Parameters, 2, Float::Bf16),
+    ] {
+        let mut run = run_of(stage, ranks);
+        run.zero.param_dtype = dtype;
+        let run_with = |optimizer: Tier, lr: f64| {
+            let dir = tempfile::tempdir().unwrap();
+            let mut zero = run.zero.clone();
+            if optimizer == Tier::Disk {
+                zero.offload = Offload { optimizer, min_bytes: 1, disk: disk(dir.path()), ..Offload::default() };
+            }
+            on_ranks(ranks, &zero, |device| {
+                let mut model = prepare::<B, _>(run.model.init::<B>(&device), &device);
+                let mut optimizer = Fused::<B>::new(Rule::sgd());
+                for step in 0..3 {
+                    mark::<B, _>(&model);
+                    let loss = model.loss(tokens(&run, step, &device));
+                    let grads = GradientsParams::from_grads(loss.backward(), &model);
+                    let grads = collect_grads::<B, _>(grads, &model);
+                    let current = std::mem::replace(&mut model, run.model.init::<B>(&device));
+                    model = optimizer.step(lr, current, grads);
+                    if step < 2 {
+                        model = model.map(&mut Tight);
+                    }
+                }
+                let values = model.h[1].mlp.c_fc.weight.val().into_data();
+                let master = optimizer.state(model.h[1].mlp.c_fc.weight.id, "fp32_param").unwrap().into_data();
+                (values.iter::<f32>().collect::<Vec<_>>(), master.iter::<f32>().collect::<Vec<_>>())
+            })
+            .swap_remove(0)
+        };
+        // With a rate of nearly nothing the last step keeps what the edit has made.
+        let (values, master) = run_with(Tier::Memory, 1e-12);
+        let most = |values: &[f32]| values.iter().fold(0f32, |most, x| most.max(x.abs()));
+        assert!(most(&values) < 0.0201, "{dtype:?} at stage {stage}: the clamp is undone: {}", most(&values));
+        assert!(most(&master) < 0.0201, "{dtype:?} at stage {stage}: the master is not clamped: {}", most(&master));
+        if stage != Stage::DataParallel {
+            assert_eq!(run_with(Tier::Disk, 1e-2), run_with(Tier::Memory, 1e-2), "{dtype:?} at stage {stage}");
+        }
+    }
+}
+
+/// `max_in_memory` counts each parameter once, in 16 bit too.
+#[test]
+fn as_many_parameters_stay_in_memory_in_16_bit_as_in_32() {
+    let on_disk = |dtype: Float| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut run = run_of(Stage::Parameters, 2);
+        run.zero.param_dtype = dtype;
+        let everything = 1 << 30;
+        let fit = |max_in_memory| Offload {
+            parameters: Tier::Disk,
+            optimizer: Tier::Memory,
+            min_bytes: 1,
+            disk: Disk { max_in_memory, ..disk(dir.path()) },
+        };
+        let resident = |max_in_memory| {
+            run.zero.offload = fit(max_in_memory);
+            on_ranks(2, &run.zero, |device| {
+                let _model = prepare::<B, _>(run.model.init::<B>(&device), &device);
+                // Without what was there before it was converted.
+                reset_peaks::<Flex>();
+                rank_stats::<Flex>().model_state_bytes.parameters / dtype.size() as u64
+            })
+            .swap_remove(0)
+        };
+        let mut resident = resident;
+        let all = resident(everything);
+        (all, resident(all as usize * 3 / 4))
+    };
+    let (all, part) = on_disk(Float::F32);
+    assert!(part > all / 2 && part < all, "{part} of {all}");
+    assert_eq!(on_disk(Float::Bf16), (all, part));
 }

@@ -120,6 +120,6 @@ impl<B: Backend> IntTensorOps<Self> for Zero<B> {
     }
 
     fn int_random(shape: Shape, distribution: Distribution, device: ty!(device), dtype: IntDType) -> ty!(int) {
-        B::int_from_data(Context::<B>::current().draw(shape, distribution, dtype.into()), device.inner())
+        B::int_from_data(Context::<B>::draw(device, shape, distribution, dtype.into()), device.inner())
     }
 }

@@ -25,9 +25,11 @@ use crate::context::{Context, raise, stop};
 use crate::gather::read;
 use crate::module::ZeroAutodiff;
 use crate::pieces::{Parked, cell_bytes};
-use crate::shard::{Cell, Kind, Origin, PRIOR, Template};
+use crate::random::sign_bytes;
+use crate::shard::{Cell, Kind, Origin, Template};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::{Home, Stored, filled, or_stop};
+use crate::view::Extent;
 
 /// What is known of a parameter when it is put into a group.
 #[derive(Debug, Clone, Copy)]
@@ -154,13 +156,9 @@ impl<A: ZeroAutodiff> Fused<A> {
     pub fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool {
         if name == MASTER && self.state(id, name).is_none() {
             // Otherwise the parameter's first update makes it, from the parameter.
-            let context = Context::<A::Base>::current();
-            let (shape, device) = (Shape::new([values.len()]), context.device.clone());
-            let partition = context.partition(values.len());
+            let template = loaded_state(id, name, values.len());
             let nothing =
-                <A::Base as FloatTensorOps<A::Base>>::float_zeros(Shape::new([1]), &device, DType::F32.into());
-            let kind = Kind::Optimizer;
-            let template = Template { context, slot: None, partition, shape, device, kind, origin: PRIOR };
+                <A::Base as FloatTensorOps<A::Base>>::float_zeros(Shape::new([1]), &template.device, DType::F32.into());
             self.state_of(id).cells.push((name.into(), Cell::ready(template, nothing)));
         }
         let Some(&place) = self.index.get(&id) else { return false };
@@ -172,9 +170,8 @@ impl<A: ZeroAutodiff> Fused<A> {
         let range = cell.partition.range(cell.place());
         let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
         let len = piece.len();
-        let origin = Cell::derivation("set_state", &[cell]);
         let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(TensorData::new(piece, [len]), &cell.device);
-        *cell = Cell::ready(cell.template(Kind::Optimizer, origin), local);
+        *cell = Cell::ready(Template { shape: cell.shape.clone(), ..loaded_state(id, name, values.len()) }, local);
         true
     }
 
@@ -206,11 +203,9 @@ impl<A: ZeroAutodiff> Fused<A> {
             assert_eq!(values.len(), held, "elements of {name} that this rank holds");
             // One element of filler where it holds none, as everywhere.
             values.resize(values.len().max(1), 0.0);
-            let (kind, device, len) = (Kind::Optimizer, context.device.clone(), values.len());
+            let (template, len) = (loaded_state(id, &name, numel), values.len());
             let data = TensorData::new(values, [len]);
-            let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &device);
-            let (context, shape) = (context.clone(), Shape::new([numel]));
-            let template = Template { context, slot: None, partition, shape, device, kind, origin: PRIOR };
+            let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &template.device);
             cells.push((name, Cell::ready(template, local)));
         }
         let state = self.state_of(id);
@@ -372,14 +367,20 @@ fn update<B: Backend>(
 
     let half = matches!(dtype, DType::F16 | DType::BF16);
     let mut held = std::mem::take(&mut state.cells);
+    if !parameter.views.is_empty()
+        && let Some((_, master)) = held.iter_mut().find(|(name, _)| name == MASTER)
+    {
+        // The parameter was changed since its last update, and its master is what it is made of.
+        *master = edited(master.clone(), &parameter);
+    }
     let elements = gradient.cell.partition.len(gradient.cell.place());
     let home = |kind, size| updated.context.home(kind, elements * size, updated.slot.as_deref());
-    let is_on_disk = |cell: &Arc<Cell<B>>| matches!(cell.stored(), Some(Stored::Disk(_)));
+    let is_on_disk = |cell: &Arc<Cell<B>>| matches!(cell.kept_elsewhere(), Some(Stored::Disk(_)));
     // A parameter alone in the host's memory is updated with its state, by the backend.
     if !matches!(home(Kind::Optimizer, 4), Home::Backend)
         || matches!(home(Kind::Parameter, dtype.size()), Home::Disk(_))
         || [&parameter.cell, &gradient.cell].into_iter().any(is_on_disk)
-        || held.iter().any(|(_, cell)| cell.stored().is_some())
+        || held.iter().any(|(_, cell)| cell.kept_elsewhere().is_some())
     {
         let (kernel, time) = next_kernel(rule, lr, state.time, |name| held.iter().any(|(known, _)| known == name));
         state.time = time;
@@ -454,6 +455,24 @@ fn update<B: Backend>(
         }
     };
     Cell::ready(updated, B::float_from_data(p, &device))
+}
+
+/// State `name` of parameter `id`, of `numel` elements, that comes from elsewhere than from an update.
+fn loaded_state<B: Backend>(id: ParamId, name: &str, numel: usize) -> Template<B> {
+    let context = Context::<B>::current();
+    let (partition, shape, device) = (context.partition(numel), Shape::new([numel]), context.device.clone());
+    let slot = context.slot_of(DistributedParamId::from(id.val()));
+    let origin = Origin::Derived(sign_bytes(name.as_bytes()));
+    Template { context, slot, partition, shape, device, kind: Kind::Optimizer, origin }
+}
+
+/// A parameter's fp32 master with what was done to the parameter itself.
+fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>> {
+    let template = master.template(Kind::Optimizer, Cell::derivation("edit", &[&master]));
+    let piece =
+        parameter.views.apply_maps(master.into_local(), Extent::Piece(template.partition, parameter.cell.place()));
+    let piece = if piece.dtype() == DType::F32 { piece } else { B::float_cast(piece, DType::F32.into()) };
+    Cell::ready(template, piece)
 }
 
 /// The update's arithmetic, and its number. Also when the rule has changed since: state that it does not know is dropped,

@@ -77,7 +77,7 @@ impl<B: Backend> Buckets<B> {
         let config = &context.config;
         let (sent_as, before, after) = config.reduction(world, false);
         let sent_as = sent_as.on_the_wire();
-        let sizes = || plan.iter().map(|index| context.slot(*index).partition.numel());
+        let sizes = || plan.iter().filter_map(|index| context.slot(*index)).map(|slot| slot.partition.numel());
         Self {
             before,
             after,

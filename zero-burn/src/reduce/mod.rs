@@ -437,7 +437,7 @@ impl<B: Backend> Server<B> {
 /// Tells all ranks the order in which rank 0's backward pass gave its gradients. It differs from the module's: autodiff
 /// finishes a parameter that is used through a view (a slice of position embeddings) at the very end.
 fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), CommError> {
-    let slots = pass.context.slot_count();
+    let slots = pass.context.slots().len();
     let mut order = pass.order.clone();
     order.resize(slots, u64::MAX);
     let bytes = order.iter().flat_map(|index| index.to_le_bytes()).collect();
@@ -446,7 +446,9 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
     for (position, index) in order.enumerate().filter(|&(_, index)| index != u64::MAX) {
         // Before everything that is placed by the module's order alone.
         let place = (2 * slots - position) as u64;
-        pass.context.slot(index).place.store(place, Ordering::Relaxed);
+        if let Some(slot) = pass.context.slot(index) {
+            slot.place.store(place, Ordering::Relaxed);
+        }
     }
     Ok(())
 }
@@ -470,15 +472,14 @@ fn agree<B: Backend>(
     phase: Phase,
     indices: &[u64],
 ) -> Result<(Vec<u64>, bool), CommError> {
-    let mut flags = vec![0u8; 1 + context.slot_count()];
-    flags[0] = u8::from(phase == Phase::Backward);
-    for &index in indices {
-        flags[1 + index as usize] = 1;
-    }
+    let (slots, mine) = (context.slots(), indices.iter().collect::<HashSet<_>>());
+    let mut flags = vec![u8::from(phase == Phase::Backward)];
+    flags.extend(slots.iter().map(|slot| u8::from(mine.contains(&slot.index))));
     let union = comm.all_reduce(Buffer::U8(flags), ReduceOp::Max)?.into_u8();
-    let mut plan: Vec<u64> = (0..context.slot_count() as u64).filter(|&index| union[1 + index as usize] == 1).collect();
-    plan.sort_by_key(|&index| Reverse((context.slot(index).place.load(Ordering::Relaxed), index)));
-    Ok((plan, union[0] == 1))
+    let mut plan: Vec<_> =
+        slots.into_iter().zip(&union[1..]).filter_map(|(slot, &any)| (any == 1).then_some(slot)).collect();
+    plan.sort_by_key(|slot| Reverse((slot.place.load(Ordering::Relaxed), slot.index)));
+    Ok((plan.into_iter().map(|slot| slot.index).collect(), union[0] == 1))
 }
 
 impl<B: Backend> Pass<B> {
@@ -505,7 +506,7 @@ impl<B: Backend> Pass<B> {
     }
 
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
-        let slot = self.context.slot(index);
+        let slot = self.context.slot(index).expect("the ranks have agreed on parameters that they know");
         let counted = contribution.as_ref().map_or(0, |contribution| bytes_of(&contribution.gradient));
         let (gradient, cell) = match contribution {
             Some(Contribution { gradient, cell }) => (Some(gradient), cell),

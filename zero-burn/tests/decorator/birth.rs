@@ -253,6 +253,42 @@ fn seeding_again_gives_the_same_parameters_again() {
     });
 }
 
+/// The usual idiom of data-parallel programs: dropout differs between ranks, the model does not.
+#[test]
+fn ranks_with_seeds_of_their_own_begin_with_one_model() {
+    let born = |world, stage, of: fn(u64) -> u64| {
+        ranks(world, config(stage, 1), move |device| {
+            Ad::seed(&device, of(device.rank() as u64));
+            let model = Newborn::<Ad>::new(&device);
+            // Looking at one of them before changes nothing.
+            let _ = model.embedding.weight.val().into_data();
+            let model = prepare::<Ad, _>(model, &device);
+            let dropout: Dropout = DropoutConfig::new(0.4).init();
+            let mask = bits(&dropout.forward(Tensor::<Ad, 2>::ones([8, 32], &device)).into_data());
+            (all_bits(&values::<Ad, _>(&model)), mask)
+        })
+    };
+    let reference = born(1, Stage::DataParallel, |_| 42).remove(0).0;
+    for world in [2, 3] {
+        for stage in Stage::ALL {
+            let got = born(world, stage, |rank| 42 + rank);
+            for (rank, (values, _)) in got.iter().enumerate() {
+                assert_eq!(
+                    *values, reference,
+                    "rank {rank} of {world}, stage {stage}: not the values of rank 0's seed"
+                );
+            }
+            assert_ne!(got[0].1, got[1].1, "dropout is alike");
+        }
+    }
+    // A column layout's weight is a view of what is drawn.
+    let columns = ranks(2, config(Stage::Parameters, 1), |device| {
+        Ad::seed(&device, 7 + device.rank() as u64);
+        all_bits(&values::<Ad, _>(&prepare::<Ad, _>(column::<Ad>(&device), &device)))
+    });
+    assert_eq!(columns[0], columns[1]);
+}
+
 // ---- (d) ----
 
 #[test]
@@ -459,6 +495,34 @@ fn dropout_differs_between_ranks_and_calls_and_repeats_between_runs() {
     assert_eq!(fewer[..], reference[..2], "a rank's masks depend on the number of ranks");
     let other = masks(4, Stage::Parameters, 6);
     assert!(other.iter().flatten().all(|mask| !distinct.contains(mask)));
+}
+
+/// A data loader's threads draw (augmentation) for the rank whose device they were given, and disturb nothing.
+#[test]
+fn other_threads_draw_for_their_rank() {
+    let drawn = |seed| {
+        ranks(2, config(Stage::Parameters, seed), |device| {
+            let draw = |device: &Device| {
+                let drawn = Tensor::<Ad, 1>::random([64], Distribution::Default, device);
+                bits(&drawn.into_data())
+            };
+            let beside = [(); 2].map(|()| {
+                let device = device.clone();
+                std::thread::spawn(move || draw(&device)).join().unwrap()
+            });
+            [beside[0].clone(), beside[1].clone(), draw(&device)]
+        })
+    };
+    let (first, alone) = (drawn(5), drawn_by_a_rank_alone(5));
+    assert_eq!(first, drawn(5), "another run");
+    assert_eq!(first[0][2], alone, "the rank's own draws are what they were");
+    let all: BTreeSet<Vec<u32>> = first.into_iter().chain(drawn(6)).flatten().collect();
+    assert_eq!(all.len(), 12, "two draws are alike");
+}
+
+fn drawn_by_a_rank_alone(seed: u64) -> Vec<u32> {
+    let own = |device: Device| bits(&Tensor::<Ad, 1>::random([64], Distribution::Default, &device).into_data());
+    ranks(2, config(Stage::Parameters, seed), own).remove(0)
 }
 
 /// Dropout in a forward and backward pass: the backward pass uses the mask of the forward pass.

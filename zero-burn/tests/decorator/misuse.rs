@@ -692,3 +692,70 @@ fn every_rank_reads_a_gradient() {
         assert_eq!(read[0], read[1], "stage {stage}");
     }
 }
+
+// ---- models that are built anew ----
+
+/// What a step sends does not grow with the number of models that were built and dropped before.
+#[test]
+fn models_that_were_dropped_cost_nothing() {
+    for stage in [Stage::DataParallel, Stage::Parameters] {
+        // What is gathered ahead is counted whether it is used or not.
+        let config = ZeroConfig { prefetch_bucket_size: 0, ..config(stage) };
+        let (sent, _) = outcome(2, config, FAR, |device| {
+            let mut sent = Vec::new();
+            for _ in 0..12 {
+                let model = prepare::<Ad, _>(Net::new(&device), &device);
+                let before = zero_burn::stats::rank_stats::<Flex>().wire_bytes.total();
+                let model = step(model, &mut SgdConfig::new().init(), &device, 0);
+                let first = model.loss(batch(&device, 1), true).into_scalar();
+                assert!(first.is_finite());
+                sent.push(zero_burn::stats::rank_stats::<Flex>().wire_bytes.total() - before);
+            }
+            Ok(sent)
+        });
+        for sent in sent.unwrap() {
+            assert_eq!(sent[4], sent[11], "bytes of a step, stage {stage}: {sent:?}");
+        }
+    }
+}
+
+// ---- replicas that differ ----
+
+/// Four steps, with replicas checked before every so many updates; after the first, rank `odd` changes a weight.
+fn a_rank_edits(stage: Stage, world: usize, odd: Option<usize>, every: u64) -> (Result<Vec<f32>, String>, Duration) {
+    let config = ZeroConfig { check_replicas: every, ..config(stage) };
+    outcome(world, config, FAR, move |device| {
+        let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+        let mut optimizer = AdamWConfig::new().init();
+        for n in 0..4 {
+            model = step(model, &mut optimizer, &device, n);
+            if n == 0 && odd == Some(device.rank()) {
+                let weight = model.second.weight;
+                model.second.weight = weight.map(|weight| Tensor::from_inner(weight.inner() * 1.5).require_grad());
+                mark::<Ad, _>(&model);
+            }
+        }
+        Ok(model.loss(batch(&device, 0), true).into_scalar())
+    })
+}
+
+#[test]
+fn a_replica_that_was_changed_by_hand_is_named() {
+    for stage in [Stage::DataParallel, Stage::OptimizerState, Stage::Gradients] {
+        for (world, odd, names) in [(2, 1, "rank 1 is not that of rank 0"), (3, 0, "rank 0 is not that of rank 1, 2")] {
+            for every in [1, 3] {
+                let what = format!("changed on rank {odd} of {world}, stage {stage}, every {every}");
+                let error = error(&what, a_rank_edits(stage, world, Some(odd), every), SOON);
+                let phrases = ["replicas differ before update 2", "second.weight [6, 4]", names, "check_replicas"];
+                assert_says(&what, &error, &phrases);
+            }
+        }
+    }
+    for stage in Stage::ALL {
+        for world in [1, 2] {
+            let (right, _) = a_rank_edits(stage, world, None, 1);
+            let (unchecked, _) = a_rank_edits(stage, world, None, 0);
+            assert_eq!(right.unwrap(), unchecked.unwrap(), "a check changes nothing, stage {stage}");
+        }
+    }
+}

@@ -19,6 +19,7 @@ impl ZeroPlan {
     pub fn zero_config(&self, seed: u64) -> ZeroConfig {
         ZeroConfig {
             gathers: Gathers::default(),
+            check_replicas: self.check_replicas as u64,
             stage: self.stage,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,

@@ -55,6 +55,8 @@ impl ZeroPlanBuilder {
         max_reuse_distance: usize => REUSE_DISTANCE;
         /// Elements up to which a parameter stays gathered. Stage 3.
         param_persistence_threshold: usize => "zero_optimization.stage3_param_persistence_threshold";
+        /// Updates from one comparison of the ranks' replicas to the next; 0 compares none.
+        check_replicas: usize => "zero_optimization.check_replicas";
         /// Whether gradients are reduced while the backward pass goes on.
         overlap_comm: bool => "zero_optimization.overlap_comm";
         /// Whether whole 16-bit weights are saved at the end of training. Stage 3.

@@ -50,6 +50,9 @@ impl ZeroPlan {
                 number(self.max_live_parameters),
             ));
         }
+        if self.check_replicas > 0 {
+            lines.push(format!("Replicas: compared before every {} updates.", number(self.check_replicas)));
+        }
         for (what, offload) in [("optimizer state", &self.offload_optimizer), ("parameters", &self.offload_param)] {
             if let Some(offload) = offload {
                 lines.push(match &offload.device {

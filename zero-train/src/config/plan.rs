@@ -30,6 +30,8 @@ pub struct ZeroPlan {
     pub max_reuse_distance: usize,
     /// Parameters of at most this many elements stay gathered. Stage 3.
     pub param_persistence_threshold: usize,
+    /// Updates from one comparison of the ranks' replicas to the next; 0 compares none.
+    pub check_replicas: usize,
     /// Whether gradients are reduced while the backward pass goes on, which is also what `None` does.
     pub overlap_comm: Option<bool>,
     /// Highest norm of the whole gradient; `None` does not clip.

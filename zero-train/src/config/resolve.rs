@@ -77,6 +77,7 @@ impl Config {
             max_live_parameters: zero.usize("stage3_max_live_parameters"),
             max_reuse_distance: zero.usize("stage3_max_reuse_distance"),
             param_persistence_threshold: zero.usize("stage3_param_persistence_threshold"),
+            check_replicas: zero.usize("check_replicas"),
             overlap_comm: zero.maybe_bool("overlap_comm"),
             gradient_clipping: Some(top.f64("gradient_clipping")).filter(|norm| *norm > 0.0),
             prescale_gradients: top.bool("prescale_gradients"),

@@ -58,7 +58,11 @@ struct OptimizerState {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct RandomStates {
+    /// Rank 0's.
     seed: u64,
+    /// Of each rank, where they differ.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    seeds: Vec<u64>,
     /// Of each rank.
     draws: Vec<u64>,
 }
@@ -183,7 +187,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             let most = state.random.draws.iter().copied().max().unwrap_or(random.draws);
             let same_world = state.random.draws.len() == failed.len();
             let draws = mine.filter(|_| same_world).unwrap_or(most);
-            pieces::set_random_state::<A::Base>(RandomState { seed: state.random.seed, draws });
+            let own = state.random.seeds.get(self.device.rank()).copied().filter(|_| same_world);
+            let seed = own.unwrap_or(state.random.seed);
+            pieces::set_random_state::<A::Base>(RandomState { seed, draws });
             self.steps = state.steps;
             self.skipped = state.skipped;
             if let (Some(own), Some(saved)) = (&mut self.config.loss_scale, state.loss_scaler) {
@@ -258,7 +264,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let settings = config::current::<A::Base>();
         let RandomState { seed, draws } = pieces::random_state::<A::Base>();
         // Exact: a run makes fewer than 2^53 draws.
-        let draws = all_gather::<A::Base>(&[draws as f64]).iter().map(|rank| rank[0] as u64).collect();
+        let halves = [(seed >> 32) as f64, (seed & u64::from(u32::MAX)) as f64];
+        let all = all_gather::<A::Base>(&[draws as f64, halves[0], halves[1]]);
+        let draws = all.iter().map(|rank| rank[0] as u64).collect();
+        let seeds: Vec<u64> = all.iter().map(|rank| (rank[1] as u64) << 32 | rank[2] as u64).collect();
+        let (seed, alike) = (seeds[0], seeds.iter().all(|other| *other == seeds[0]));
         let times = parameters
             .iter()
             .filter_map(|piece| self.optimizer.states(piece.meta.id).map(|(time, _)| (piece.meta.path.clone(), time)));
@@ -270,7 +280,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             param_dtype: format!("{:?}", settings.param_dtype).to_uppercase(),
             loss_scaler: self.config.loss_scale.clone(),
             optimizer: OptimizerState { name: self.optimizer.name(), times: times.collect() },
-            random: RandomStates { seed, draws },
+            random: RandomStates { seed, seeds: if alike { Vec::new() } else { seeds }, draws },
         };
         extra.insert(ENGINE.into(), serde_json::to_value(state).expect("plain numbers and names"));
         Ok(Value::Object(extra))

@@ -424,3 +424,51 @@ pub fn forward_keeps_no_gathered_copies<B: Backend>() {
         }
     });
 }
+
+/// Layers that are alike in everything but their values.
+#[derive(Module, Debug)]
+struct Alike<B: burn::tensor::backend::Backend> {
+    layers: Vec<burn::nn::Linear<B>>,
+}
+
+/// What one of Burn's optimizers has loaded is recorded again before its first step, and where only some parameters have been
+/// updated since: the same state, whatever order each rank's hash map has, and the training goes on as if nothing had been.
+pub fn loaded_records_are_recorded_again<B: Backend>() {
+    use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
+    let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
+    let run = |world: usize, stage: Stage, again: bool| {
+        ranks::<B, _>(world, &config(stage), |device| {
+            let layers = (0..6).map(|_| burn::nn::LinearConfig::new(5, 5).init(&device)).collect();
+            let mut model = prepare::<Ad<B>, _>(Alike::<Ad<B>> { layers }, &device);
+            let mut optimizer = AdamWConfig::new().init::<Ad<B>, Alike<Ad<B>>>();
+            let (mut values, rank) = (Vec::new(), device.rank());
+            for step in 0..4 {
+                let x: Vec<f32> = (0..10).map(|i| ((i * 3 + step * 5 + rank * 7) % 11) as f32 / 7.0 - 0.6).collect();
+                let x = Tensor::<Ad<B>, 2>::from_data(burn::tensor::TensorData::new(x, [2, 5]), &device);
+                // In the second step half of the layers are not used, so that their loaded state stays as it is.
+                let used = if step == 1 { 3 } else { 6 };
+                let y = model.layers[..used].iter().fold(x, |x, layer| layer.forward(x));
+                let loss = y.powf_scalar(2.0).mean();
+                values.push(loss.clone().into_data().iter::<f32>().next().unwrap());
+                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                model = optimizer.step(0.05, model.clone(), collect_grads::<Ad<B>, _>(grads, &model));
+                for _ in 0..if again { 2 } else { 0 } {
+                    let state = recorder.record(optimizer.to_record(), ()).unwrap();
+                    optimizer = zero_burn::load_state(|| {
+                        AdamWConfig::new()
+                            .init::<Ad<B>, Alike<Ad<B>>>()
+                            .load_record(recorder.load(state, &device).unwrap())
+                    });
+                }
+            }
+            for layer in &model.layers {
+                values.extend(layer.weight.val().into_data().iter::<f32>());
+            }
+            values
+        })
+    };
+    for (world, stage) in [(2, 0), (2, 1), (3, 2), (2, 3), (3, 3)] {
+        let stage = Stage::ALL[stage];
+        assert_same::<B>(&run(world, stage, false), &run(world, stage, true), &format!("{world} ranks, stage {stage}"));
+    }
+}

@@ -107,6 +107,11 @@ macro_rules! laws {
         }
 
         #[test]
+        fn loaded_records_are_recorded_again() {
+            $crate::suite::laws::loaded_records_are_recorded_again::<$inner>();
+        }
+
+        #[test]
         fn forward_keeps_no_gathered_copies() {
             $crate::suite::laws::forward_keeps_no_gathered_copies::<$inner>();
         }

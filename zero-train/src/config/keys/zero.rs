@@ -27,6 +27,8 @@ pub(in crate::config) const ZERO: &[Key] = &[
     key("allgather_partitions", K::Bool, D::Bool(true), GATHERS),
     key("allgather_bucket_size", K::COUNT, D::Int(500_000_000), GATHERS),
     key("overlap_comm", K::Bool, D::Null, T::Acted),
+    // Not DeepSpeed's: updates from one comparison of the ranks' replicas to the next, 0 for none.
+    key("check_replicas", K::COUNT, D::Int(0), T::Acted),
     key("load_from_fp32_weights", K::Bool, D::Bool(true), T::NotYet("checkpoints have no such option yet")),
     key("elastic_checkpoint", K::Bool, D::Bool(false), T::NotYet("checkpoints have no such option yet")),
     key(

@@ -14,6 +14,7 @@ fn the_shared_deepspeed_file() {
         max_live_parameters: 1_000_000,
         max_reuse_distance: 1_000_000_000,
         param_persistence_threshold: 1000,
+        check_replicas: 0,
         overlap_comm: Some(true),
         gradient_clipping: Some(1.0),
         prescale_gradients: false,
@@ -45,6 +46,13 @@ fn the_shared_deepspeed_file() {
         warnings: plan.warnings.clone(),
     };
     assert_eq!(plan, expected);
+    let checked = ZeroPlan { check_replicas: 100, ..plan.clone() };
+    assert_eq!((plan.zero_config(1).check_replicas, checked.zero_config(1).check_replicas), (0, 100));
+    assert_eq!(
+        ZeroPlan::builder(Stage::Gradients).micro_batch(1).check_replicas(7).build(2).unwrap().check_replicas,
+        7
+    );
+    assert!(checked.explain().contains("Replicas: compared before every 100 updates"));
     assert_eq!(plan.warnings, []);
     insta::assert_snapshot!(plan.explain(), @r#"
     ZeRO stage 3 over 2 ranks: optimizer state, gradients and parameters are sharded.
