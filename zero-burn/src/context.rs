@@ -47,6 +47,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) resident: bool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
+    /// The identity that it was prepared under.
+    pub(crate) id: OnceLock<DistributedParamId>,
 }
 
 /// Gives every piece that belongs to a parameter a name that is the same on every rank.
@@ -122,7 +124,8 @@ pub(crate) struct Context<B: Backend> {
     /// Those whose gather has begun.
     pub(crate) arriving: Mutex<Vec<Weak<Cell<B>>>>,
     slots: Mutex<Vec<Arc<Slot<B>>>>,
-    ids: Mutex<HashMap<DistributedParamId, Arc<Slot<B>>>>,
+    /// By the identity that Burn gives a parameter. Modules that were loaded from one record have the same.
+    ids: Mutex<HashMap<DistributedParamId, Vec<Arc<Slot<B>>>>>,
     /// Reduced gradients of parameters that only other ranks had a gradient for.
     settled: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
     /// See [`Context::retire`].
@@ -134,6 +137,8 @@ pub(crate) struct Context<B: Backend> {
     /// Parameters born since the last seed.
     births: AtomicU64,
     draws: AtomicU64,
+    /// Pieces that were pending and are no more, so far: whether what a rank waits for gets on.
+    pub(crate) settles: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
     /// Fences so far, from 1.
@@ -186,6 +191,16 @@ pub(crate) fn stop(message: String) -> ! {
     } else {
         panic!("{message}")
     }
+}
+
+/// What is said of a parameter that another rank or launch has built.
+pub(crate) fn stop_foreign(shape: &Shape) -> ! {
+    stop(format!(
+        "a model with a parameter of shape {:?} was used here that was built outside of this launch, or by another of its \
+         ranks: build it inside of the function that launch runs, on the device that this is given; to bring values along, \
+         save a record of the model outside and load it inside",
+        shape.as_slice()
+    ))
 }
 
 /// Uninstalls the context of a rank's thread.
@@ -273,12 +288,23 @@ impl<B: Backend> Context<B> {
             running: AtomicBool::new(true),
             births: AtomicU64::new(0),
             draws: AtomicU64::new(0),
+            settles: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
             resident_elements: AtomicU64::new(0),
             updates: offloads.then(|| Updates::new(rank)),
             mover,
             disk,
+        })
+    }
+
+    /// Whether this thread may use what belongs to this context: not if it is of a rank of its own.
+    pub(crate) fn is_here(&self) -> bool {
+        CURRENT.with_borrow(|current| {
+            match current.as_ref().map(|installed| installed.context.downcast_ref::<Self>()) {
+                Some(Some(installed)) => std::ptr::eq(installed, self),
+                _ => true,
+            }
         })
     }
 
@@ -360,6 +386,7 @@ impl<B: Backend> Context<B> {
             place: AtomicU64::new(0),
             names: Mutex::default(),
             current: Mutex::new(Weak::new()),
+            id: OnceLock::new(),
         });
         slots.push(slot.clone());
         slot
@@ -386,11 +413,15 @@ impl<B: Backend> Context<B> {
     }
 
     pub(crate) fn name_slot(&self, id: DistributedParamId, slot: Arc<Slot<B>>) {
-        self.ids.lock().insert(id, slot);
+        let mut ids = self.ids.lock();
+        let slots = ids.entry(id).or_default();
+        slots.retain(|known| known.index != slot.index && known.current.lock().strong_count() > 0);
+        slots.push(slot);
     }
 
-    pub(crate) fn slot_of(&self, id: DistributedParamId) -> Option<Arc<Slot<B>>> {
-        self.ids.lock().get(&id).cloned()
+    /// The parameters of this identity, the last one first: more than one only if several modules have it.
+    pub(crate) fn slots_of(&self, id: DistributedParamId) -> Vec<Arc<Slot<B>>> {
+        self.ids.lock().get(&id).map_or_else(Vec::new, |slots| slots.iter().rev().cloned().collect())
     }
 
     /// Where pieces of this kind and size are kept.
@@ -483,7 +514,7 @@ impl<B: Backend> Context<B> {
     /// Waits for updates that go on beside the rank's own thread; their error ends the rank.
     pub(crate) fn wait_for_updates(&self) {
         if let Some(updates) = &self.updates {
-            updates.wait().unwrap_or_else(|error| raise(error));
+            updates.wait(self).unwrap_or_else(|error| raise(error));
         }
     }
 
