@@ -4,6 +4,7 @@
 //! `tests/fixtures/engine.json`, made by `tests/fixtures/make_engine_reference.py`.
 
 mod common;
+mod numerics;
 
 use std::fs;
 

@@ -67,6 +67,8 @@ fn the_shared_deepspeed_file() {
         max_reuse_distance: 1_000_000_000,
         param_persistence_threshold: 1000,
         overlap_comm: Some(true),
+        sync_each_batch: None,
+        error_if_nonfinite: false,
         gradient_clipping: Some(1.0),
         prescale_gradients: false,
         gradient_predivide_factor: 1.0,
@@ -104,7 +106,7 @@ fn the_shared_deepspeed_file() {
     Precision: fp32.
     Optimizer: AdamW, lr 0.001, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01.
     Learning rate: 0 to 0.001 in 5 steps (linear), then linearly to 0 at step 50.
-    Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements during the backward pass.
+    Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements during the backward pass, with each micro-batch.
     Parameters: gathered 50,000 elements ahead of their use; one stays gathered if it has up to 1,000 elements, or is used again within 1,000,000,000 and no more than 1,000,000 are held.
     Warning: zero_optimization.stage3_gather_16bit_weights_on_model_save: not acted on yet: 16-bit weights come from `zero export`, or from ZeroEngine::export.
     "#);
@@ -749,4 +751,32 @@ fn the_watchdog_has_a_section() {
     assert_eq!(json(r#"{ "train_batch_size": 2 }"#, &on(2)).unwrap().watchdog, Watchdog::default());
     let error = json(r#"{ "train_batch_size": 2, "watchdog": { "deadline": 7 } }"#, &on(2)).unwrap_err().to_string();
     assert!(error.contains("watchdog.deadline") && error.contains("deadline_seconds"), "{error}");
+}
+
+#[test]
+fn how_often_gradients_are_reduced() {
+    let plan = |stage: u8, more: &str| {
+        let text = format!(
+            r#"{{ "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0,
+                "zero_optimization": {{"stage": {stage}}}{more} }}"#
+        );
+        json(&text, &on(2)).unwrap()
+    };
+    let [each, once] = [", with each micro-batch.", ", once per optimizer step."];
+    let given = |value: bool| format!(r#", "gradient_accumulation_kwargs": {{"sync_each_batch": {value}}}"#);
+    for (stage, more, set, said) in [
+        (1, String::new(), None, once),
+        (2, String::new(), None, each),
+        (1, given(true), Some(true), each),
+        (3, given(false), Some(false), once),
+    ] {
+        let plan = plan(stage, &more);
+        assert!(plan.explain().contains(said), "stage {stage}{more}: {}", plan.explain());
+        assert_eq!((plan.sync_each_batch, plan.engine_config().unwrap().sync_each_batch), (set, set));
+    }
+    let built = ZeroPlan::builder(Stage::Gradients).micro_batch(1).sync_each_batch(false).error_if_nonfinite(true);
+    let built = built.build(2).unwrap();
+    assert_eq!((built.sync_each_batch, built.error_if_nonfinite), (Some(false), true));
+    assert!(built.engine_config().unwrap().error_if_nonfinite && !plan(1, "").error_if_nonfinite);
+    assert!(plan(1, r#", "watchdog": {"error_if_nonfinite": true}"#).error_if_nonfinite);
 }

@@ -73,7 +73,13 @@ impl ZeroPlan {
             Some(false) => " after the backward pass",
             None => "",
         };
-        format!("averaged over the ranks{dtype} in buckets of {} elements{overlap}", number(self.reduce_bucket_size))
+        let often = match self.sync_each_batch.unwrap_or(self.stage.shards_gradients()) {
+            _ if self.batch.accumulation == 1 => "",
+            true => ", with each micro-batch",
+            false => ", once per optimizer step",
+        };
+        let bucket = number(self.reduce_bucket_size);
+        format!("averaged over the ranks{dtype} in buckets of {bucket} elements{overlap}{often}")
     }
 }
 

@@ -48,6 +48,8 @@ impl Config {
             max_reuse_distance: zero.usize("stage3_max_reuse_distance"),
             param_persistence_threshold: zero.usize("stage3_param_persistence_threshold"),
             overlap_comm: zero.maybe_bool("overlap_comm"),
+            sync_each_batch: top.section("gradient_accumulation_kwargs").maybe_bool("sync_each_batch"),
+            error_if_nonfinite: top.section("watchdog").bool("error_if_nonfinite"),
             gradient_clipping: Some(top.f64("gradient_clipping")).filter(|norm| *norm > 0.0),
             prescale_gradients: top.bool("prescale_gradients"),
             gradient_predivide_factor: top.f64("gradient_predivide_factor"),
