@@ -1,5 +1,6 @@
 //! The decorator: types, the `Backend` trait, and the gradient hooks of `DistributedBackend`.
 
+use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -95,14 +96,24 @@ impl<B: Backend> DistributedBackend for Zero<B> {
     fn close_communication_server(_device: &Device<Self>) {}
 
     /// A backward pass begins. Runs under autodiff's lock: hands over, never waits.
+    ///
+    /// Burn's `detach` copies a parameter's mark, so that it may be here twice, with a gradient each; and modules that were
+    /// loaded from one record have marks alike. Which gradient belongs to whom is known to `collect_grads`, which is left
+    /// to reduce them.
     fn register_sync_parameters(_device: &Device<Self>, params: Vec<DistributedParams>) {
         let context = Context::<B>::current();
         if context.is_holding_back() {
             return;
         }
         if let Some(reducer) = &context.reducer {
-            let indices = params.iter().filter_map(|p| context.slot_of(p.param_id)).map(|slot| slot.index).collect();
-            reducer.begin(context.clone(), Phase::Backward, indices);
+            let mut marks: HashMap<u64, usize> = HashMap::new();
+            for param in &params {
+                if let [slot] = &context.slots_of(param.param_id)[..] {
+                    *marks.entry(slot.index).or_default() += 1;
+                }
+            }
+            let once = marks.into_iter().filter(|(_, marks)| *marks == 1).map(|(index, _)| index);
+            reducer.begin(context.clone(), Phase::Backward, once.collect());
         }
     }
 
@@ -111,7 +122,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         let context = Context::<B>::current();
         let settled = match &context.reducer {
             _ if context.is_holding_back() => Vec::new(),
-            Some(reducer) => reducer.end().unwrap_or_else(|error| raise(error)).settled,
+            Some(reducer) => reducer.end(&context).unwrap_or_else(|error| raise(error)).settled,
             None => Vec::new(),
         };
         context.end_backward(settled);
@@ -128,15 +139,18 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         if context.is_holding_back() {
             return;
         }
-        let Some(slot) = context.slot_of(params.param_id) else {
+        let slots = context.slots_of(params.param_id);
+        // A lone rank may have it in place whosever it is.
+        let Some(slot) = slots.iter().find(|slot| slot.shape == gradient.shape()).or(slots.first()) else {
             stop(
                 "a gradient came for a parameter that zero_burn::module::prepare has not seen: call prepare on the \
                  whole model before its first forward pass"
                     .into(),
             );
         };
-        if matches!(gradient, ZeroTensor::Dense(_)) {
-            reduce_in_place(&context, &slot, gradient);
+        let is_taken = context.reducer.as_ref().is_none_or(|reducer| slots.len() == 1 && reducer.takes(slot.index));
+        if is_taken && matches!(gradient, ZeroTensor::Dense(_)) {
+            reduce_in_place(&context, slot, gradient);
             if let Some(reducer) = &context.reducer {
                 reducer.catch_up(&context);
             }

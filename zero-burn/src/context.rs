@@ -50,6 +50,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) resident: bool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
+    /// The identity that it was prepared under.
+    pub(crate) id: OnceLock<DistributedParamId>,
 }
 
 /// What a parameter's first values were drawn from.
@@ -143,7 +145,8 @@ pub(crate) struct Context<B: Backend> {
     numbered: AtomicU64,
     /// Parameters that `prepare` has seen, by number: the same on every rank.
     slots: Mutex<BTreeMap<u64, Arc<Slot<B>>>>,
-    ids: Mutex<HashMap<DistributedParamId, Weak<Slot<B>>>>,
+    /// By the identity that Burn gives a parameter. Modules that were loaded from one record have the same.
+    ids: Mutex<HashMap<DistributedParamId, Vec<Weak<Slot<B>>>>>,
     /// State that was loaded and is still there, by its content: what is equal is one cell.
     pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
     /// Reduced gradients of parameters that only other ranks had a gradient for.
@@ -159,6 +162,8 @@ pub(crate) struct Context<B: Backend> {
     draws: AtomicU64,
     /// Those of other threads than the rank's own. Not part of the random state: such threads differ from run to run.
     draws_beside: AtomicU64,
+    /// Pieces that were pending and are no more, so far: whether what a rank waits for gets on.
+    pub(crate) settles: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
     /// Fences so far, from 1.
@@ -220,6 +225,16 @@ pub(crate) fn stop(message: String) -> ! {
     } else {
         panic!("{message}")
     }
+}
+
+/// What is said of a parameter that another rank or launch has built.
+pub(crate) fn stop_foreign(shape: &Shape) -> ! {
+    stop(format!(
+        "a model with a parameter of shape {:?} was used here that was built outside of this launch, or by another of its \
+         ranks: build it inside of the function that launch runs, on the device that this is given; to bring values along, \
+         save a record of the model outside and load it inside",
+        shape.as_slice()
+    ))
 }
 
 /// Uninstalls the context of a rank's thread.
@@ -311,6 +326,7 @@ impl<B: Backend> Context<B> {
             births: AtomicU64::new(0),
             draws: AtomicU64::new(0),
             draws_beside: AtomicU64::new(0),
+            settles: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
             updated: AtomicU64::new(0),
@@ -319,6 +335,16 @@ impl<B: Backend> Context<B> {
             updates: offloads.then(|| Updates::new(rank)),
             mover,
             disk,
+        })
+    }
+
+    /// Whether this thread may use what belongs to this context: not if it is of a rank of its own.
+    pub(crate) fn is_here(&self) -> bool {
+        CURRENT.with_borrow(|current| {
+            match current.as_ref().map(|installed| installed.context.downcast_ref::<Self>()) {
+                Some(Some(installed)) => std::ptr::eq(installed, self),
+                _ => true,
+            }
         })
     }
 
@@ -394,9 +420,13 @@ impl<B: Backend> Context<B> {
         self.number_slot(shape, dtype, before as usize + stride <= self.config.offload.disk.max_in_memory)
     }
 
-    /// Numbers what takes the place of a parameter, in another type: it stays in memory if that did.
+    /// Numbers a parameter with the first values of another: one that takes its place, in another type, stays in memory if that
+    /// did.
     pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
-        let replaced = self.number_slot(slot.shape.clone(), dtype, slot.resident);
+        let replaced = match dtype == slot.dtype {
+            true => self.new_slot(slot.shape.clone(), dtype),
+            false => self.number_slot(slot.shape.clone(), dtype, slot.resident),
+        };
         slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
         replaced
     }
@@ -412,6 +442,7 @@ impl<B: Backend> Context<B> {
             drawn: OnceLock::new(),
             names: Mutex::default(),
             current: Mutex::new(Weak::new()),
+            id: OnceLock::new(),
         })
     }
 
@@ -443,12 +474,17 @@ impl<B: Backend> Context<B> {
     }
 
     pub(crate) fn name_slot(&self, id: DistributedParamId, slot: Arc<Slot<B>>) {
-        self.ids.lock().insert(id, Arc::downgrade(&slot));
+        let mut ids = self.ids.lock();
+        let known = ids.entry(id).or_default();
+        let is_other = |known: Arc<Slot<B>>| known.index != slot.index && known.current.lock().strong_count() > 0;
+        known.retain(|known| known.upgrade().is_some_and(is_other));
+        known.push(Arc::downgrade(&slot));
         self.slots.lock().insert(slot.index, slot);
     }
 
-    pub(crate) fn slot_of(&self, id: DistributedParamId) -> Option<Arc<Slot<B>>> {
-        self.ids.lock().get(&id)?.upgrade()
+    /// The parameters of this identity, the last one first: more than one only if several modules have it.
+    pub(crate) fn slots_of(&self, id: DistributedParamId) -> Vec<Arc<Slot<B>>> {
+        self.ids.lock().get(&id).map_or_else(Vec::new, |slots| slots.iter().rev().filter_map(Weak::upgrade).collect())
     }
 
     /// The parameters that `prepare` has seen, and for each whether nothing here belongs to it any more.
@@ -461,7 +497,7 @@ impl<B: Backend> Context<B> {
     pub(crate) fn forget_slot(&self, index: u64) {
         self.slots.lock().remove(&index);
         self.window.forget(Key { object: index, version: 0 });
-        self.ids.lock().retain(|_, slot| slot.strong_count() > 0);
+        self.ids.lock().retain(|_, slots| slots.iter().any(|slot| slot.strong_count() > 0));
     }
 
     /// Where pieces of this kind and size are kept.
@@ -563,7 +599,7 @@ impl<B: Backend> Context<B> {
     /// Waits for updates that go on beside the rank's own thread; their error ends the rank.
     pub(crate) fn wait_for_updates(&self) {
         if let Some(updates) = &self.updates {
-            updates.wait().unwrap_or_else(|error| raise(error));
+            updates.wait(self).unwrap_or_else(|error| raise(error));
         }
     }
 

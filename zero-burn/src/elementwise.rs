@@ -6,12 +6,14 @@
 //! * Anything else loads its operand, which is correct and counted.
 //! * Two combinations would be wrong without a word, because an ordinary tensor differs from rank to rank, and are
 //!   refused with a message: a reduced gradient or optimizer state with an ordinary tensor, and a parameter minus an
-//!   ordinary tensor of its shape (an update with a gradient that was never reduced).
+//!   ordinary tensor of its shape where that is an update (with a gradient that was never reduced), not a loss.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 
 use burn_backend::{Backend, Scalar, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape, Slice};
+use zero_core::window::Key;
 use zero_core::{Partition, ReduceOp};
 
 use crate::birth::{Birth, scope};
@@ -281,6 +283,57 @@ fn is_single<T: TensorMetadata>(tensor: &T) -> bool {
     tensor.shape().num_elements() == 1
 }
 
+/// What this thread has asked the device of.
+#[derive(Default)]
+struct Asked {
+    /// The shape of the ordinary tensor that was asked about last, if nothing else was since.
+    dense: Option<Shape>,
+    /// The parameter that was asked about right after an ordinary tensor of its shape.
+    updated: Option<Key>,
+}
+
+thread_local! {
+    static ASKED: RefCell<Asked> = RefCell::default();
+}
+
+/// Notes that a tensor's device is asked for.
+///
+/// Burn's optimizers ask where a gradient is and then where its parameter is, before they compute the update
+/// (`OptimizerAdaptor` of burn-optim 0.21). Nothing else tells the backend that an update begins. Operations ask the same of
+/// their operands, but then use them at once ([`used`]).
+pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
+    ASKED.with_borrow_mut(|asked| match tensor {
+        ZeroTensor::Dense(dense) => asked.dense = Some(dense.shape()),
+        ZeroTensor::Shard(shard) if shard.is_parameter() => {
+            let follows = asked.dense.take().is_some_and(|shape| shape == *shard.views.shape());
+            if follows || asked.updated != shard.cell.key {
+                asked.updated = shard.cell.key.filter(|_| follows);
+            }
+        }
+        _ => asked.dense = None,
+    });
+}
+
+/// Notes that a tensor is loaded.
+pub(crate) fn used<B: Backend>(tensor: &ZeroTensor<B>) {
+    ASKED.with_borrow_mut(|asked| {
+        asked.dense = None;
+        if matches!(tensor, ZeroTensor::Shard(shard) if shard.cell.key == asked.updated) {
+            asked.updated = None;
+        }
+    });
+}
+
+/// Whether a parameter minus an ordinary tensor is an update of it, rather than part of a loss: an optimizer has just asked
+/// for both, or nobody else holds the parameter, as its module does in a forward pass. One that was never prepared may not
+/// be in such a loss either: its optimizer would leave no other trace.
+fn is_update<B: Backend>(shard: &Shard<B>) -> bool {
+    let is_prepared = shard.cell.slot.as_ref().is_some_and(|slot| slot.id.get().is_some());
+    !is_prepared
+        || Arc::strong_count(&shard.cell) == 1
+        || ASKED.with_borrow(|asked| asked.updated.is_some() && asked.updated == shard.cell.key)
+}
+
 fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<B>) {
     if scope() != Birth::Dense {
         // An initialiser computes with what it draws (the orthogonal one factorises), alike on all ranks.
@@ -303,7 +356,7 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
             shard.views.shape().as_slice()
         ));
     }
-    if op == SUB && matches!(lhs, ZeroTensor::Shard(_)) && dense.shape() == *shard.views.shape() {
+    if op == SUB && matches!(lhs, ZeroTensor::Shard(_)) && dense.shape() == *shard.views.shape() && is_update(shard) {
         stop(format!(
             "a parameter of shape {:?} would be updated with a gradient that was never reduced over the ranks: call \
              zero_burn::module::prepare on the model, and zero_burn::module::collect_grads on its gradients, before the \

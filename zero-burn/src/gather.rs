@@ -26,13 +26,16 @@ use zero_ops::Shared;
 
 use crate::bulk::{Bulk, data, on_the_wire};
 use crate::config::ZeroConfig;
-use crate::context::{Context, Slot, Worker, raise};
+use crate::context::{Context, Slot, Worker, raise, stop_foreign};
 use crate::mover::For;
 use crate::shard::{Cell, Kind, State};
 use crate::tier::{filled, or_stop};
 
 /// The whole tensor of `cell` in its own shape.
 pub(crate) fn load<B: Backend>(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
+    if !cell.context.is_here() {
+        stop_foreign(&cell.shape);
+    }
     cell.adopt();
     if cell.partition.is_empty() {
         return empty::<B>(&cell.shape, cell.dtype, &cell.device);

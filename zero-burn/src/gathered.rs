@@ -2,25 +2,28 @@
 //! `GatheredParameters`.
 
 use std::collections::HashMap;
+use std::hash::Hasher;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorPrimitive};
-use burn_backend::TensorData;
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
+use burn_backend::{Backend, TensorData};
 
 use crate::context::{Context, stop};
 use crate::module::ZeroAutodiff;
 use crate::preparation::{end_forward, in_place_of};
 use crate::shard::{Cell, Kind, Origin};
+use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
 
 /// A parameter of a module.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamMeta {
-    /// Its identity on this rank; ranks differ.
+    /// Its identity on this rank. Burn draws it at random, so that it differs from rank to rank and from run to run: what is
+    /// compared or sent goes by `path`.
     pub id: ParamId,
     /// Names of fields from the module down, with dots: "h.0.attn.c_attn.weight".
     pub path: String,
@@ -128,12 +131,66 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
     (module, written)
 }
 
+/// Tells which gathered parameters a program changes.
+#[derive(Debug)]
+pub struct Edits(Vec<u64>);
+
+impl Edits {
+    /// Of parameters as they were gathered, alike on all ranks.
+    pub fn watch(found: &[Gathered]) -> Self {
+        Self(found.iter().map(|parameter| fingerprint(&parameter.values)).collect())
+    }
+
+    /// Those that rank `root` has changed since; none without a `root`. With one, every rank must call it.
+    ///
+    /// # Panics
+    ///
+    /// With the launcher's error when a parameter was changed where it does not count: it would keep its old values.
+    pub fn of<B: Backend>(self, found: Vec<Gathered>, root: Option<usize>) -> Vec<Gathered> {
+        let changed = found.iter().zip(&self.0).map(|(now, before)| fingerprint(&now.values) != *before);
+        let mine: Vec<f64> = changed.map(|changed| f64::from(u8::from(changed))).collect();
+        let rank = Context::<B>::current().rank;
+        let (all, first) = match root {
+            Some(_) => (all_gather::<B>(&mine), 0),
+            None => (vec![mine], rank),
+        };
+        let nothing = vec![0.0; found.len()];
+        let counts = match root {
+            Some(root) => match all.get(root) {
+                Some(counts) => counts,
+                // `write` says that there is no such rank.
+                None => return found,
+            },
+            None => &nothing,
+        };
+        for (rank, changed) in all.iter().enumerate() {
+            if let Some(lost) = changed.iter().zip(counts).position(|(changed, counts)| changed > counts) {
+                let counted = root.map_or("no rank's".into(), |root| format!("only rank {root}'s"));
+                stop(format!(
+                    "rank {} has changed the values of {} while they were gathered, but {counted} changes are kept: name the \
+                     rank that changes parameters as modify_on_rank",
+                    first + rank,
+                    found[lost].meta.path
+                ));
+            }
+        }
+        found.into_iter().zip(counts).filter(|(_, counts)| **counts > 0.0).map(|(parameter, _)| parameter).collect()
+    }
+}
+
+/// Of the bits of `values`, to see whether any has changed.
+fn fingerprint(values: &[f32]) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    values.iter().for_each(|value| hasher.write_u32(value.to_bits()));
+    hasher.finish()
+}
+
 /// Gathers the parameters that `select` names, runs `f` on them on every rank, and, with `modify_on_rank`, makes what that
 /// rank has left in `values` the parameters' values on all ranks, as [`write()`] does. Every rank must call it alike.
 ///
 /// # Panics
 ///
-/// As [`write()`].
+/// As [`write()`], and when a parameter is changed where that would be lost ([`Edits::of`]).
 pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
     module: M,
     select: impl Fn(&ParamMeta) -> bool,
@@ -141,9 +198,11 @@ pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
     f: impl FnOnce(&mut [Gathered]) -> R,
 ) -> (M, R) {
     let mut found = read::<A, M>(&module, select);
+    let edits = Edits::watch(&found);
     let result = f(&mut found);
+    let changed = edits.of::<A::Base>(found, modify_on_rank);
     match modify_on_rank {
-        Some(root) => (write::<A, M>(module, root, found).0, result),
+        Some(root) => (write::<A, M>(module, root, changed).0, result),
         None => (module, result),
     }
 }

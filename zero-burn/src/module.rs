@@ -1,7 +1,7 @@
 //! What a training program calls on its module: [`prepare`] once, [`mark`] before a further forward pass, and
 //! [`collect_grads`] on every set of gradients.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -14,21 +14,19 @@ use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
 use burn_std::DType;
-use zero_core::{CommError, Partition, ReduceOp};
+use zero_core::CommError;
 
 use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
 use crate::birth::{Fill, parameter};
-use crate::context::{Context, Slot, raise, stop};
-use crate::elementwise::own_piece;
+use crate::context::{Context, Slot, raise, stop, stop_foreign};
 use crate::gather::read;
-use crate::optim::pass::elements_of;
+pub use crate::grads::{first_nonfinite, grad_norm, scale_grads, set_gradient};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::sign;
 use crate::reduce::{Outcome, Phase};
 use crate::shard::{Cell, Kind, Origin, Template};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::tier::Stored;
 
 /// An autodiff backend over [`Zero`]: `Autodiff<Zero<B>>`, with any checkpointing strategy.
 pub trait ZeroAutodiff:
@@ -40,6 +38,10 @@ pub trait ZeroAutodiff:
     /// Whether autodiff follows what is computed from `tensor`.
     #[doc(hidden)]
     fn is_tracked(tensor: &Self::FloatTensorPrimitive) -> bool;
+
+    /// Its place in the graph, which its clones share.
+    #[doc(hidden)]
+    fn node(tensor: &Self::FloatTensorPrimitive) -> u64;
 }
 
 impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
@@ -47,6 +49,10 @@ impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
 
     fn is_tracked(tensor: &Self::FloatTensorPrimitive) -> bool {
         tensor.is_tracked()
+    }
+
+    fn node(tensor: &Self::FloatTensorPrimitive) -> u64 {
+        tensor.node.id.value
     }
 }
 
@@ -64,9 +70,13 @@ impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
 /// A parameter that is the result of an operation on a trained tensor becomes a leaf of the graph: Burn 0.21 transposes
 /// the weight of a linear layer in column layout after it has begun to track it, and without `prepare` never trains it.
 ///
+/// A clone of a `Param` in the module stays tied to it. A `Param` that was made of another's tensor is a parameter of its
+/// own, as in Burn.
+///
 /// # Panics
 ///
-/// With the launcher's error when ranks differ in their modules.
+/// With the launcher's error when ranks differ in their modules, or when the module was built outside of the launch or by
+/// another rank.
 pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> M {
     struct Prepare<'a, A: ZeroAutodiff> {
         context: Arc<Context<A::Base>>,
@@ -79,6 +89,8 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
         places: u64,
         /// Of their numbers, shapes and types.
         signature: u64,
+        /// Parameters so far by identity and place in the graph: a clone of one is the same parameter.
+        prepared: HashMap<(ParamId, u64), A::FloatTensorPrimitive>,
     }
 
     impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
@@ -91,22 +103,39 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                 ));
             }
             let (id, tensor, mapper) = param.consume();
-            let tracked =
-                matches!(tensor.clone().into_primitive(), TensorPrimitive::Float(tensor) if A::is_tracked(&tensor));
+            let TensorPrimitive::Float(in_graph) = tensor.clone().into_primitive() else {
+                return Param::from_mapped_value(id, tensor, mapper);
+            };
+            let (tracked, node) = (A::is_tracked(&in_graph), A::node(&in_graph));
+            if let Some(prepared) = self.prepared.get(&(id, node)) {
+                let tensor = Tensor::from_primitive(TensorPrimitive::Float(prepared.clone()));
+                return Param::from_mapped_value(id, tensor, mapper);
+            }
             let requires_grad = tensor.is_require_grad();
             // Not a leaf of the graph, so that it would get no gradient: made one below.
             let is_result = tracked && !requires_grad;
             let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
                 return Param::from_mapped_value(id, tensor, mapper);
             };
+            if let ZeroTensor::Shard(shard) = &primitive
+                && !std::ptr::eq(&*shard.cell.context, &*self.context)
+            {
+                stop_foreign(&shard.cell.shape);
+            }
             if self.buffers.contains(&id) {
                 return Param::from_mapped_value(id, buffer(&self.context, primitive, self.device), mapper);
             }
+            let identity = DistributedParamId::from(id.val());
+            // Whether another parameter is on the same tensor, so that this one needs its own.
+            let is_another = |cell: &Cell<A::Base>| {
+                cell.slot.as_ref().and_then(|slot| slot.id.get()).is_some_and(|known| *known != identity)
+            };
             let (tensor, cell) = match primitive {
                 ZeroTensor::Shard(shard)
                     if shard.is_parameter()
                         && shard.views.is_empty()
                         && !is_result
+                        && !is_another(&shard.cell)
                         && (shard.cell.dtype != DType::F32 || wanted == DType::F32) =>
                 {
                     (tensor, shard.cell.clone())
@@ -118,8 +147,9 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                         }
                         other => share(&self.context, other, self.device),
                     };
-                    let shard = if shard.cell.dtype == DType::F32 && wanted != DType::F32 {
-                        converted(&self.context, &shard.cell, wanted)
+                    let dtype = if shard.cell.dtype == DType::F32 { wanted } else { shard.cell.dtype };
+                    let shard = if dtype != shard.cell.dtype || is_another(&shard.cell) {
+                        converted(&self.context, &shard.cell, dtype)
                     } else {
                         shard
                     };
@@ -137,8 +167,13 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             self.signature = sign(
                 &[&[self.signature, slot.index, slot.dtype.size() as u64][..], &dims.collect::<Vec<_>>()].concat(),
             );
-            self.context.name_slot(DistributedParamId::from(id.val()), slot);
-            let tensor = if tracked { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
+            // A module that is prepared once more keeps what it was.
+            let _ = slot.id.set(identity);
+            self.context.name_slot(identity, slot);
+            let tensor = if tracked { tensor.set_distributed(identity) } else { tensor };
+            if let TensorPrimitive::Float(prepared) = tensor.clone().into_primitive() {
+                self.prepared.insert((id, node), prepared);
+            }
             Param::from_mapped_value(id, tensor, mapper)
         }
     }
@@ -146,11 +181,12 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     let context = Context::current();
     let (known, dropped) = context.dropped_slots();
     let buffers = buffers::<A, M>(&module);
-    let (drawn, places, signature) = (Vec::new(), 0, 0);
-    let mut mapper = Prepare::<A> { context: context.clone(), device, buffers: &buffers, drawn, places, signature };
+    let (drawn, places, signature, prepared) = (Vec::new(), 0, 0, HashMap::new());
+    let mut mapper =
+        Prepare::<A> { context: context.clone(), device, buffers: &buffers, drawn, places, signature, prepared };
     let module = module.map(&mut mapper);
-    let (places, drawn) = (mapper.places, mapper.drawn);
-    let signature = sign(&[mapper.signature, drawn.len() as u64]);
+    let Prepare { places, drawn, signature, .. } = mapper;
+    let signature = sign(&[signature, drawn.len() as u64]);
     let seeds = drawn.iter().fold(0, |seeds, &(seed, birth)| sign(&[seeds, seed, birth]));
     let all = context.gather_bytes([&sign(&[signature, seeds]).to_le_bytes()[..], &dropped].concat());
     let all: Vec<(&[u8], &[u8])> = all.chunks_exact(8 + dropped.len()).map(|rank| rank.split_at(8)).collect();
@@ -196,14 +232,14 @@ pub(crate) fn from_rank_0<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B
     TensorData::from_bytes_vec(bytes, shape, dtype)
 }
 
-/// A newborn parameter in another type: another parameter as far as the ranks are concerned.
+/// Another parameter with a parameter's values, in this type.
 fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType) -> Shard<B> {
     let template = Template {
         slot: cell.slot.as_ref().map(|slot| context.replace_slot(slot, dtype)),
         ..cell.template(Kind::Parameter, Origin::Version)
     };
     let whole = cell.settled().whole.as_ref().map(zero_ops::Shared::tensor);
-    let cast = |tensor| B::float_cast(tensor, dtype.into());
+    let cast = |tensor| if dtype == cell.dtype { tensor } else { B::float_cast(tensor, dtype.into()) };
     Shard::new(match whole {
         // Where parameters are not sharded.
         Some(whole) => Cell::whole(template, cast(whole)),
@@ -274,9 +310,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     crate::replicas::check::<A, M>(&context, module);
     // Every rank is here before the next update, whether it had a backward pass or not.
     context.join_fence();
-    let mut leftovers = Leftovers::<A> { grads, context: context.clone(), found: Vec::new() };
-    module.visit(&mut leftovers);
-    let Leftovers { grads, mut found, .. } = leftovers;
+    let (grads, mut found) = Leftovers::<A>::of(grads, &context, module);
     found.extend(held);
     loop {
         if let Some(reducer) = &context.reducer {
@@ -292,7 +326,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
             }
         }
         let outcome = match &context.reducer {
-            Some(reducer) => reducer.end().unwrap_or_else(|error| raise(error)),
+            Some(reducer) => reducer.end(&context).unwrap_or_else(|error| raise(error)),
             None => Outcome { settled: Vec::new(), in_backward: false },
         };
         context.add_settled(reduced);
@@ -341,9 +375,7 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
         let release = Release(self.context.clone());
         let grads = GradientsParams::from_grads(loss.backward(), module);
         drop(release);
-        let mut leftovers = Leftovers::<A> { grads, context: self.context.clone(), found: Vec::new() };
-        module.visit(&mut leftovers);
-        for (slot, gradient) in leftovers.found {
+        for (slot, gradient) in Leftovers::<A>::of(grads, &self.context, module).1 {
             let gradient =
                 if gradient.dtype().size() < 4 { A::Base::float_cast(gradient, DType::F32.into()) } else { gradient };
             let sum = match self.sums.remove(&slot.index) {
@@ -379,11 +411,37 @@ pub(crate) fn bytes_of<B: Backend>(gradient: &B::FloatTensorPrimitive) -> i64 {
 /// A parameter and its dense gradient.
 type Leftover<B> = (Arc<Slot<B>>, <B as BackendTypes>::FloatTensorPrimitive);
 
+/// What a prepared parameter is to the ranks: by its own tensor, as modules that were loaded from one record have the same
+/// identities.
+fn slot_of<A: ZeroAutodiff, const D: usize>(
+    context: &Context<A::Base>,
+    param: &Param<Tensor<A, D>>,
+) -> Option<Arc<Slot<A::Base>>> {
+    let own = shard_of(&param.val()).filter(Shard::is_parameter).and_then(|shard| shard.cell.slot.clone());
+    let known = || context.slots_of(DistributedParamId::from(param.id.val())).into_iter().next();
+    own.filter(|slot| slot.id.get().is_some()).or_else(known)
+}
+
 /// Takes out the gradients that are still dense.
 struct Leftovers<A: ZeroAutodiff> {
     grads: GradientsParams,
     context: Arc<Context<A::Base>>,
     found: Vec<Leftover<A::Base>>,
+    /// Numbers of those that were found.
+    numbers: HashSet<u64>,
+}
+
+impl<A: ZeroAutodiff> Leftovers<A> {
+    /// The other gradients, and those that are dense.
+    fn of<M: Module<A>>(
+        grads: GradientsParams,
+        context: &Arc<Context<A::Base>>,
+        module: &M,
+    ) -> (GradientsParams, Vec<Leftover<A::Base>>) {
+        let mut found = Self { grads, context: context.clone(), found: Vec::new(), numbers: HashSet::new() };
+        module.visit(&mut found);
+        (found.grads, found.found)
+    }
 }
 
 impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {
@@ -391,13 +449,27 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {
         let Some(gradient) = self.grads.remove::<A::InnerBackend, D>(param.id) else { return };
         match gradient.into_primitive() {
             TensorPrimitive::Float(ZeroTensor::Dense(dense)) => {
-                let Some(slot) = self.context.slot_of(DistributedParamId::from(param.id.val())) else {
+                let id = param.id;
+                let Some(slot) = slot_of::<A, D>(&self.context, param) else {
                     stop(format!(
-                        "a gradient came for parameter {} that zero_burn::module::prepare has not seen: call prepare \
-                         on the whole model before its first forward pass",
-                        param.id
+                        "a gradient came for parameter {id} that zero_burn::module::prepare has not seen: call prepare \
+                         on the whole model before its first forward pass"
                     ));
                 };
+                if !self.numbers.insert(slot.index) {
+                    stop(format!(
+                        "gradients came for parameter {id} and for another one that is on the same tensor: call \
+                         zero_burn::module::prepare on the whole model, which gives each its own"
+                    ));
+                }
+                if shard_of(&param.val()).is_none() {
+                    stop(format!(
+                        "parameter {id} of shape {:?} has become an ordinary tensor, which differs from rank to rank: call \
+                         zero_burn::module::collect_grads on all gradients before an optimizer's step, and \
+                         zero_burn::module::prepare on a model whose parameters were replaced",
+                        slot.shape.as_slice()
+                    ));
+                }
                 self.found.push((slot, dense));
             }
             other => self.grads.register::<A::InnerBackend, D>(param.id, Tensor::from_primitive(other)),
@@ -417,7 +489,7 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<'_, A> {
         if self.parameters.is_some_and(|parameters| !parameters.contains(&param.id)) {
             return;
         }
-        let Some(slot) = self.context.slot_of(DistributedParamId::from(param.id.val())) else { return };
+        let Some(slot) = slot_of::<A, D>(&self.context, param) else { return };
         for cell in self.context.take_settled(slot.index) {
             let primitive = TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(cell)));
             let tensor = Tensor::<A::InnerBackend, D>::from_primitive(primitive);
@@ -428,151 +500,4 @@ impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<'_, A> {
             self.grads.register::<A::InnerBackend, D>(param.id, tensor);
         }
     }
-}
-
-/// Puts `values`, whole and flat and the same on every rank, in the place of a parameter's reduced gradient; `false` if
-/// there is none of that size.
-pub fn set_gradient<A: ZeroAutodiff, M: AutodiffModule<A>>(
-    grads: &mut GradientsParams,
-    module: &M,
-    id: ParamId,
-    values: &[f32],
-) -> bool {
-    struct Set<'a> {
-        grads: &'a mut GradientsParams,
-        id: ParamId,
-        values: &'a [f32],
-        done: bool,
-    }
-    impl<A: ZeroAutodiff> ModuleVisitor<A> for Set<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-            if param.id != self.id {
-                return;
-            }
-            let Some(gradient) = self.grads.get::<A::InnerBackend, D>(param.id) else { return };
-            let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = gradient.into_primitive() else {
-                return;
-            };
-            if cell.partition.numel() != self.values.len() {
-                return;
-            }
-            let range = cell.partition.range(cell.place());
-            let piece = if range.is_empty() { vec![0.0] } else { self.values[range].to_vec() };
-            let len = piece.len();
-            let data = TensorData::new(piece, [len]).convert_dtype(cell.dtype);
-            let origin = Cell::derivation("set_gradient", &[&cell]);
-            let piece = A::Base::float_from_data(data, &cell.device);
-            let cell = Cell::ready(cell.template(Kind::Gradient, origin), piece);
-            let primitive = TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(cell)));
-            self.grads.remove::<A::InnerBackend, D>(param.id);
-            self.grads.register::<A::InnerBackend, D>(param.id, Tensor::from_primitive(primitive));
-            self.done = true;
-        }
-    }
-    fn visit<A: ZeroAutodiff, M: Module<A>>(module: &M, set: &mut impl ModuleVisitor<A>) {
-        module.visit(set);
-    }
-    let mut set = Set { grads, id, values, done: false };
-    visit::<A, M>(module, &mut set);
-    set.done
-}
-
-/// Every gradient of the module multiplied by `factor`, where it lies.
-pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
-    grads: GradientsParams,
-    module: &M,
-    factor: f32,
-) -> GradientsParams {
-    struct Scale(GradientsParams, f32);
-    impl<A: ZeroAutodiff> ModuleVisitor<A> for Scale {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-            if let Some(gradient) = self.0.remove::<A::InnerBackend, D>(param.id) {
-                self.0.register::<A::InnerBackend, D>(param.id, gradient.mul_scalar(self.1));
-            }
-        }
-    }
-    fn visit<A: ZeroAutodiff, M: Module<A>>(module: &M, scale: &mut impl ModuleVisitor<A>) {
-        module.visit(scale);
-    }
-    let mut scale = Scale(grads, factor);
-    visit::<A, M>(module, &mut scale);
-    scale.0
-}
-
-fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
-    // One pass over memory where the elements are at hand, three otherwise.
-    if let Some(sum) = zero_ops::sum_of_squares::<B>(&x) {
-        return sum;
-    }
-    // In fp32: squares of what fits into 16 bit do not.
-    let x = if x.dtype().size() < 4 { B::float_cast(x, DType::F32.into()) } else { x };
-    let sum = B::float_sum(B::float_mul(x.clone(), x));
-    read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
-}
-
-/// The same of elements in the host's memory.
-fn sum_of_squares_on_host(data: &TensorData, range: std::ops::Range<usize>) -> f64 {
-    match data.dtype {
-        DType::F32 | DType::F16 | DType::BF16 => elements_of(data).slice(range).sum_of_squares(),
-        _ => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
-    }
-}
-
-/// The same of several tensors, read from their device at once where CubeCL computes.
-fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<f64> {
-    #[cfg(feature = "cubecl")]
-    if let Some(sums) = zero_ops::sums_of_squares::<B>(&tensors) {
-        let mut sums: Vec<f64> = read::<B>(sums).iter::<f64>().collect();
-        // The last is the number of elements that are not finite: sums may not tell, where arithmetic is fast and loose.
-        if sums.pop().is_some_and(|odd| odd > 0.0) {
-            sums.iter_mut().for_each(|sum| *sum = f64::NAN);
-        }
-        return sums;
-    }
-    tensors.into_iter().map(sum_of_squares::<B>).collect()
-}
-
-/// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on
-/// gradients from [`collect_grads`].
-pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
-    struct Squares<'a, A: ZeroAutodiff> {
-        grads: &'a GradientsParams,
-        context: Arc<Context<A::Base>>,
-        /// Per parameter one sum of squares for each rank's piece, zero where another rank computes it.
-        pieces: Vec<f64>,
-        /// Pieces on a device, and their places in `pieces`.
-        on_device: Vec<(usize, <A::Base as BackendTypes>::FloatTensorPrimitive)>,
-    }
-    impl<A: ZeroAutodiff> ModuleVisitor<A> for Squares<'_, A> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-            let Some(gradient) = self.grads.get::<A::InnerBackend, D>(param.id) else { return };
-            let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = gradient.into_primitive() else {
-                stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", param.id))
-            };
-            let base = self.pieces.len();
-            self.pieces.resize(base + self.context.world, 0.0);
-            if let Some(data) = shard.cell.stored().as_ref().and_then(Stored::host) {
-                let range = Partition::new(shard.cell.partition.numel(), self.context.world).range(self.context.rank);
-                let own = if shard.cell.partition.is_whole() { range } else { 0..range.len() };
-                self.pieces[base + self.context.rank] = sum_of_squares_on_host(data, own);
-                return;
-            }
-            let Some(piece) = own_piece(&shard.cell) else { return };
-            match zero_ops::is_host::<A::Base>() {
-                true => self.pieces[base + self.context.rank] = sum_of_squares::<A::Base>(piece),
-                false => self.on_device.push((base + self.context.rank, piece)),
-            }
-        }
-    }
-    let context = Context::<A::Base>::current();
-    let mut squares = Squares::<A> { grads, context: context.clone(), pieces: Vec::new(), on_device: Vec::new() };
-    module.visit(&mut squares);
-    let Squares { mut pieces, on_device, .. } = squares;
-    let (places, tensors): (Vec<usize>, Vec<_>) = on_device.into_iter().unzip();
-    for (place, sum) in places.into_iter().zip(sums_of_squares::<A::Base>(tensors)) {
-        pieces[place] = sum;
-    }
-    // Adding zeros changes no bit. At stage 0 too each rank squares its part only: gradients are the same on all.
-    pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
-    pieces.iter().sum::<f64>().sqrt()
 }

@@ -15,7 +15,6 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::time::Duration;
 
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
@@ -31,6 +30,7 @@ use crate::bulk::Begun;
 use crate::context::{Context, Drawn, Slot, raise};
 use crate::gather::{read, tag};
 use crate::mover::For;
+use crate::patience::Patience;
 use crate::random::sign;
 use crate::tier::{Disk, Home, Stored, fetch, flat, or_stop};
 
@@ -352,6 +352,7 @@ impl<B: Backend> Cell<B> {
             state.pending = false;
             (state.local, state.stored, state.failed) = (settled_local, settled_stored, failed);
         });
+        self.context.settles.fetch_add(1, Ordering::Relaxed);
         drop(state);
         self.changed.notify_all();
         self.context.window.changed();
@@ -379,6 +380,7 @@ impl<B: Backend> Cell<B> {
             state.pending = false;
             state.stored = Some(stored);
         });
+        self.context.settles.fetch_add(1, Ordering::Relaxed);
         drop(state);
         self.changed.notify_all();
         self.context.window.changed();
@@ -452,12 +454,16 @@ impl<B: Backend> Cell<B> {
         })
     }
 
-    /// The state once `ready`. The wait ends when a rank fails, and what is waited for has a deadline.
+    /// The state once `ready`. The wait ends when a rank fails, or when nothing gets on ([`Patience`]).
     pub(crate) fn wait_until(&self, ready: impl Fn(&State<B>) -> bool) -> MutexGuard<'_, State<B>> {
         let mut state = self.state.lock();
+        if ready(&state) {
+            return state;
+        }
+        let mut patience = Patience::new(&self.context);
         while !ready(&state) {
-            self.changed.wait_for(&mut state, Duration::from_millis(20));
-            if let Err(error) = self.context.window.check(&format!("a wait for a {self:?}")) {
+            self.changed.wait_for(&mut state, Patience::POLL);
+            if let Err(error) = patience.check(&self.context, &format_args!("a wait for a {self:?}")) {
                 drop(state);
                 raise(error);
             }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 
+use crate::elementwise;
 use crate::gather;
 use crate::shard::Cell;
 use crate::view::{Extent, Views};
@@ -47,6 +48,7 @@ impl<B: Backend> Shard<B> {
 impl<B: Backend> ZeroTensor<B> {
     /// The tensor as the inner backend knows it: a gather if it is sharded.
     pub(crate) fn load(self) -> B::FloatTensorPrimitive {
+        elementwise::used(&self);
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor,
             ZeroTensor::Shard(Shard { cell, views }) => views.apply(gather::load(&cell)),

@@ -3,6 +3,8 @@
 //! `cargo test -p zero-tests --test ranks engine -- --nocapture` prints the differences that are asserted on. The reference is
 //! `tests/fixtures/engine.json`, made by `tests/fixtures/make_engine_reference.py`.
 
+mod numerics;
+
 use crate::common;
 
 use std::fs;

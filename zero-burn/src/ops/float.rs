@@ -177,6 +177,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
     }
 
     fn float_device(tensor: &ty!(float)) -> ty!(place) {
+        elementwise::asked_for_device(tensor);
         crate::ZeroDevice::here(match tensor {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => B::float_device(tensor),
             ZeroTensor::Shard(shard) => shard.cell.device.clone(),

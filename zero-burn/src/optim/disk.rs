@@ -24,8 +24,9 @@ use zero_ops::Elements;
 
 use super::pass::{Stretch, Target, run_stretch};
 use super::rule::Kernel;
-use crate::context::{Context, Worker, stop};
+use crate::context::{Context, Worker};
 use crate::mover::Mover;
+use crate::patience::Patience;
 use crate::shard::Cell;
 use crate::tier::{Disk, Home, OnDisk, Stored};
 
@@ -324,7 +325,7 @@ impl<B: Backend> Updates<B> {
 
     /// Starts the updates of a step, once the last step's have ended.
     pub(super) fn start(&self, context: &Arc<Context<B>>, jobs: Vec<Job<B>>) -> Result<(), CommError> {
-        self.wait()?;
+        self.wait(context)?;
         let (reply, result) = bounded(1);
         *self.under_way.lock() = Some(result);
         // As many threads as the rank computes with. They sleep but for the arithmetic of a stretch.
@@ -348,11 +349,11 @@ impl<B: Backend> Updates<B> {
         Ok(())
     }
 
-    /// Waits for the updates under way. The disk's waits have deadlines.
-    pub(crate) fn wait(&self) -> Result<(), CommError> {
+    /// Waits for the updates under way.
+    pub(crate) fn wait(&self, context: &Context<B>) -> Result<(), CommError> {
         let Some(result) = self.under_way.lock().take() else { return Ok(()) };
         let _span = tracing::trace_span!("wait for update").entered();
-        result.recv().unwrap_or_else(|_| stop("the thread that updates has ended".into()))
+        Patience::receive(context, &result, "a wait for updates")
     }
 
     pub(crate) fn stop(&self) {

@@ -461,7 +461,7 @@ fn update<B: Backend>(
 fn loaded_state<B: Backend>(id: ParamId, name: &str, numel: usize) -> Template<B> {
     let context = Context::<B>::current();
     let (partition, shape, device) = (context.partition(numel), Shape::new([numel]), context.device.clone());
-    let slot = context.slot_of(DistributedParamId::from(id.val()));
+    let slot = context.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));
     Template { context, slot, partition, shape, device, kind: Kind::Optimizer, origin }
 }

@@ -48,7 +48,8 @@ use zero_ops::Shared;
 
 use crate::bulk::Bulk;
 use crate::config::ZeroConfig;
-use crate::context::{Context, Slot, Worker, stop};
+use crate::context::{Context, Slot, Worker};
+use crate::patience::Patience;
 use crate::shard::{Cell, GRADIENT, Kind, Template};
 
 use host::Buckets;
@@ -92,6 +93,8 @@ pub(crate) struct Reducer<B: Backend> {
     serving: Serving<B>,
     /// Whether this pass has given up waiting for slower ranks.
     hurried: AtomicBool,
+    /// Parameters whose gradients the pass under way takes.
+    taken: Mutex<HashSet<u64>>,
 }
 
 /// How long a rank that is ahead waits, without any progress of the reduction, before it goes on regardless.
@@ -126,7 +129,7 @@ impl<B: Backend> Reducer<B> {
             true => Serving::Inline(Box::new(Mutex::new(Server::inline(means)))),
             false => Serving::Thread(worker, means),
         };
-        Self { serving, hurried: AtomicBool::new(false) }
+        Self { serving, hurried: AtomicBool::new(false), taken: Mutex::default() }
     }
 
     fn send(&self, job: Job<B>) {
@@ -147,8 +150,14 @@ impl<B: Backend> Reducer<B> {
     /// A pass begins that will give gradients for the parameters `indices` on this rank.
     pub(crate) fn begin(&self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) {
         self.hurried.store(false, Ordering::Relaxed);
+        *self.taken.lock() = indices.iter().copied().collect();
         context.gather_awaited();
         self.send(Job::Begin { context, phase, indices });
+    }
+
+    /// Whether the pass under way was told of a gradient of the parameter `index`.
+    pub(crate) fn takes(&self, index: u64) -> bool {
+        self.taken.lock().contains(&index)
     }
 
     /// Hands a gradient over; `cell`, pending, will hold its reduced piece.
@@ -192,12 +201,12 @@ impl<B: Backend> Reducer<B> {
         }
     }
 
-    /// Waits until all gradients of this pass are reduced. Every collective under it has a deadline.
-    pub(crate) fn end(&self) -> Result<Outcome<B>, CommError> {
+    /// Waits until all gradients of this pass are reduced.
+    pub(crate) fn end(&self, context: &Context<B>) -> Result<Outcome<B>, CommError> {
         let _span = tracing::trace_span!("wait for reduction").entered();
         let (reply, result) = bounded(1);
         self.send(Job::End { reply });
-        result.recv().unwrap_or_else(|_| stop("the thread that reduces gradients has panicked".into()))
+        Patience::receive(context, &result, "a wait for reduced gradients")
     }
 
     pub(crate) fn stop(&self) {

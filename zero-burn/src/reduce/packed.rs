@@ -15,7 +15,8 @@ use zero_ops::{PackItem, Shared, UnpackItem};
 
 use super::{Incoming, names};
 use crate::bulk::{Begun, Bulk};
-use crate::context::{Context, Worker, stop};
+use crate::context::{Context, Worker, raise, stop};
+use crate::patience::Patience;
 use crate::shard::Cell;
 use crate::tier::Home;
 
@@ -213,8 +214,11 @@ impl<B: Backend> Packed<B> {
         match &self.settler {
             Some(settler) if !matches!(cell.home(), Home::Backend) => {
                 // Pieces that wait for it take the device's memory, which they are to leave.
+                let mut patience = Patience::new(&self.context);
                 while settler.backlog() > WAITING {
                     std::thread::sleep(Duration::from_micros(100));
+                    let waiting = patience.check(&self.context, &"a wait for gradients to leave the device");
+                    waiting.unwrap_or_else(|error| raise(error));
                 }
                 settler.send((cell, piece), settle_beside);
             }

@@ -4,6 +4,8 @@
 //! Every run has a watchdog. Where an error needs no waiting, the deadline is far longer than the time allowed, so that
 //! an error by the deadline would not pass.
 
+mod elsewhere;
+
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -256,6 +258,56 @@ fn a_step_on_a_column_layout_that_was_never_prepared() {
     let forward = |model: &Linear<Ad>, x| model.forward(x);
     let run = |stage| unprepared(stage, build, forward, || SgdConfig::new().init());
     assert_noticed("LinearLayout::Col, never prepared", run, SOON, &["zero_burn::module::prepare"]);
+}
+
+/// The module is kept besides, so that the parameter's own handle tells nothing.
+#[test]
+fn a_step_with_gradients_that_were_never_reduced_and_a_clone_of_the_model() {
+    fn twice<O: Optimizer<Net<Ad>, Ad>>(optimizer: impl Fn() -> O + Clone + Send + Sync + 'static) {
+        let run = |stage| {
+            let optimizer = optimizer.clone();
+            outcome(2, config(stage), FAR, move |device| {
+                let model = prepare::<Ad, _>(Net::new(&device), &device);
+                drop(gradients(&model, &device, 0));
+                let (before, grads) = (model.clone(), gradients(&model, &device, 1));
+                let after = optimizer().step(0.05, model, grads);
+                Ok((after.first.weight.val() - before.first.weight.val()).sum().into_scalar())
+            })
+        };
+        assert_noticed("a clone of the model", run, SOON, &["zero_burn::module::collect_grads", "never reduced"]);
+    }
+    twice(|| AdamWConfig::new().with_weight_decay(0.1).init());
+    twice(|| SgdConfig::new().init());
+}
+
+/// An optimizer of one's own, which asks for no devices.
+#[test]
+fn an_update_by_hand_with_gradients_that_were_never_reduced() {
+    let run = |stage| {
+        outcome(2, config(stage), FAR, |device| {
+            let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+            drop(gradients(&model, &device, 0));
+            let mut grads = gradients(&model, &device, 1);
+            let gradient = grads.remove::<Zero<Flex>, 2>(model.first.weight.id).unwrap();
+            model.first.weight = model.first.weight.map(|w| Tensor::from_inner(w.inner() - gradient.mul_scalar(0.1)));
+            Ok(model.first.weight.val().sum().into_scalar())
+        })
+    };
+    assert_noticed("an update by hand", run, SOON, &["zero_burn::module::collect_grads", "never reduced"]);
+}
+
+/// What an ordinary tensor has replaced is told where its gradients are collected.
+#[test]
+fn a_parameter_that_has_become_an_ordinary_tensor() {
+    let run = |stage| {
+        outcome(2, config(stage), FAR, |device| {
+            let mut model = prepare::<Ad, _>(Net::new(&device), &device);
+            let noise = Tensor::<Zero<Flex>, 2>::ones([4, 6], &device).mul_scalar(device.rank() as f32);
+            model.first.weight = model.first.weight.map(|w| Tensor::from_inner(w.inner() + noise).require_grad());
+            Ok(collect_grads::<Ad, _>(gradients(&model, &device, 0), &model).len())
+        })
+    };
+    assert_noticed("a replaced parameter", run, SOON, &["has become an ordinary tensor", "zero_burn::module::prepare"]);
 }
 
 // ---- (b) micro-batches ----

@@ -105,6 +105,8 @@ impl ZeroPlan {
         };
         Ok(EngineConfig {
             accumulation: self.batch.accumulation,
+            sync_each_batch: self.sync_each_batch,
+            error_if_nonfinite: self.error_if_nonfinite,
             clipping: self.gradient_clipping,
             schedule: self.learning_rates(),
             loss_scale,

@@ -59,6 +59,10 @@ impl ZeroPlanBuilder {
         check_replicas: usize => "zero_optimization.check_replicas";
         /// Whether gradients are reduced while the backward pass goes on.
         overlap_comm: bool => "zero_optimization.overlap_comm";
+        /// Whether gradients are reduced with each micro-batch, or once per optimizer step.
+        sync_each_batch: bool => "gradient_accumulation_kwargs.sync_each_batch";
+        /// Whether gradients that are not finite are an error.
+        error_if_nonfinite: bool => "watchdog.error_if_nonfinite";
         /// Whether whole 16-bit weights are saved at the end of training. Stage 3.
         save_16bit_model: bool => "zero_optimization.stage3_gather_16bit_weights_on_model_save";
         /// Highest norm of the whole gradient; 0 does not clip.

@@ -86,7 +86,12 @@ impl ZeroPlan {
             Some(false) => " after the backward pass",
             None => "",
         };
-        format!("averaged over the ranks{dtype} in buckets of {bucket} elements{overlap}")
+        let often = match self.sync_each_batch.unwrap_or(self.stage.shards_gradients()) {
+            _ if self.batch.accumulation == 1 => "",
+            true => ", with each micro-batch",
+            false => ", once per optimizer step",
+        };
+        format!("averaged over the ranks{dtype} in buckets of {bucket} elements{overlap}{often}")
     }
 }
 

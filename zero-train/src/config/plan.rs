@@ -34,6 +34,11 @@ pub struct ZeroPlan {
     pub check_replicas: usize,
     /// Whether gradients are reduced while the backward pass goes on, which is also what `None` does.
     pub overlap_comm: Option<bool>,
+    /// Whether gradients are reduced with each micro-batch, or once per optimizer step; `None` is each at stages 2 and 3, and
+    /// once at 0 and 1 (`gradient_accumulation_kwargs.sync_each_batch`, as Hugging Face's Trainer has it).
+    pub sync_each_batch: Option<bool>,
+    /// Whether gradients that are not finite are an error (`watchdog.error_if_nonfinite`).
+    pub error_if_nonfinite: bool,
     /// Highest norm of the whole gradient; `None` does not clip.
     pub gradient_clipping: Option<f64>,
     /// Whether gradients are divided by the number of ranks before they are summed rather than after.

@@ -79,6 +79,8 @@ impl Config {
             param_persistence_threshold: zero.usize("stage3_param_persistence_threshold"),
             check_replicas: zero.usize("check_replicas"),
             overlap_comm: zero.maybe_bool("overlap_comm"),
+            sync_each_batch: top.section("gradient_accumulation_kwargs").maybe_bool("sync_each_batch"),
+            error_if_nonfinite: top.section("watchdog").bool("error_if_nonfinite"),
             gradient_clipping: Some(top.f64("gradient_clipping")).filter(|norm| *norm > 0.0),
             prescale_gradients: top.bool("prescale_gradients"),
             gradient_predivide_factor: top.f64("gradient_predivide_factor"),

@@ -99,6 +99,25 @@ pub enum EngineError {
         /// The folder.
         out: PathBuf,
     },
+    /// Gradients hold an infinity or a NaN. Nothing was updated.
+    #[error(
+        "the gradients of update {step} are not finite{}{}: lower the learning rate, clip gradients, or look at the data and \
+         the loss there",
+        parameter.as_ref().map_or(String::new(), |path| format!(", first in parameter {path:?}")),
+        match rank {
+            Some(rank) => format!("; the loss is not finite on rank {rank}"),
+            None => "; the loss is finite on every rank".to_owned(),
+        }
+    )]
+    NotFinite {
+        /// Number of the update, from 1.
+        step: usize,
+        /// The first rank on which a loss of the update was not finite.
+        rank: Option<usize>,
+        /// The first parameter, in the order of the module's fields, whose gradient is not finite. `None` where all are, and
+        /// only their norm is not.
+        parameter: Option<String>,
+    },
     /// The loss scale cannot get smaller.
     #[error(transparent)]
     LossScale(#[from] LossScaleError),

@@ -45,7 +45,7 @@ pub use error::EngineError;
 pub use optimizer::EngineOptimizer;
 use zero_burn::config::{self, Float, Tier};
 use zero_burn::gathered::parameters;
-use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, grad_norm, mark, prepare};
+use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, first_nonfinite, grad_norm, mark, prepare};
 use zero_burn::pieces::{Parked, held_range, reserve_on_disk};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
@@ -59,9 +59,13 @@ const BLOCK: usize = 4096;
 /// How an engine steps.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Micro-batches per update. Their losses are averaged. At stages 0 and 1 gradients are summed on the rank, whole and in
-    /// fp32, and reduced once, at the last; at stages 2 and 3 with each micro-batch, into this rank's shard.
+    /// Micro-batches per update. Their losses are averaged.
     pub accumulation: usize,
+    /// Whether gradients are reduced with each micro-batch, into this rank's shard at stages 2 and 3; otherwise they are
+    /// summed on the rank, whole and in fp32, and reduced once, at the last. What is not set is true at stages 2 and 3, for
+    /// memory, and false at 0 and 1, for fewer bytes on the wire: sums in another order, which differ in their last bits.
+    /// With either value all stages give the same bits. Accelerate's `sync_each_batch`.
+    pub sync_each_batch: Option<bool>,
     /// Gradients are scaled down so that their L2 norm over all parameters and ranks is at most this.
     pub clipping: Option<f64>,
     /// Learning rate by update.
@@ -70,6 +74,9 @@ pub struct EngineConfig {
     pub loss_scale: Option<LossScaler>,
     /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all. Always so with a loss scale.
     pub skip_overflow: bool,
+    /// An update whose gradients hold an infinity or a NaN is an error ([`EngineError::NotFinite`]) on all ranks, and is not
+    /// made. PyTorch's `error_if_nonfinite`. Without this and without `skip_overflow` it is made, and rank 0 warns once.
+    pub error_if_nonfinite: bool,
 }
 
 impl Default for EngineConfig {
@@ -77,10 +84,12 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             accumulation: 1,
+            sync_each_batch: None,
             clipping: None,
             schedule: Schedule::Constant(1e-3),
             loss_scale: None,
             skip_overflow: false,
+            error_if_nonfinite: false,
         }
     }
 }
@@ -162,6 +171,10 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     held: HeldGrads<A>,
     /// Whether there are such micro-batches, on this rank or another.
     unreduced: bool,
+    /// This rank's losses of the update's micro-batches, where gradients that are not finite are an error.
+    losses: Vec<Tensor<A::InnerBackend, 1>>,
+    /// Whether it has been told that an update was not finite.
+    warned: bool,
     steps: usize,
     skipped: usize,
     times: Times,
@@ -194,6 +207,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         if let Some(clipping) = config.clipping.filter(|clipping| !(*clipping > 0.0 && clipping.is_finite())) {
             return Err(setting("clipping", clipping, "expected a norm above 0, or none for no clipping"));
+        }
+        if config.error_if_nonfinite && (config.skip_overflow || config.loss_scale.is_some()) {
+            let expected = "a loss scale, or skip_overflow, skips such updates: choose one of the two";
+            return Err(setting("error_if_nonfinite", true, expected));
         }
         if let Err(error) = config.schedule.validate()
             && !error.is_warning_in_deepspeed()
@@ -236,7 +253,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(Self {
             model: Some(model),
             optimizer,
-            reduces_once: !settings.stage.shards_gradients(),
+            reduces_once: !config.sync_each_batch.unwrap_or(settings.stage.shards_gradients()),
             config,
             device: device.clone(),
             accumulator: GradientsAccumulator::new(),
@@ -245,6 +262,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             in_no_sync: false,
             held: HeldGrads::default(),
             unreduced: false,
+            losses: Vec::new(),
+            warned: false,
             steps: 0,
             skipped: 0,
             times: Times::default(),
@@ -321,6 +340,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     pub fn backward(&mut self, loss: Tensor<A, 1>) {
         let _span = tracing::trace_span!("backward").entered();
         let begin = Instant::now();
+        if self.config.error_if_nonfinite {
+            self.losses.push(loss.clone().inner());
+        }
         let factor = self.loss_scale() / self.config.accumulation as f64;
         let loss = if factor == 1.0 { loss } else { loss.mul_scalar(factor) };
         let model = self.model.as_ref().expect("the module is absent only inside of step");
@@ -364,7 +386,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 
     /// Backward passes inside of `f` are not reduced, at any stage: their gradients wait, whole, for the first one after
-    /// it. At stages 0 and 1 accumulation does this by itself.
+    /// it. Accumulation does this by itself where it does not reduce with each micro-batch
+    /// ([`EngineConfig::sync_each_batch`]).
     pub fn no_sync<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> R {
         let before = std::mem::replace(&mut self.in_no_sync, true);
         let result = f(self);
@@ -389,7 +412,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// [`EngineError::Order`] before a backward pass, or where gradients are still unreduced;
-    /// [`EngineError::LossScale`] when a dynamic loss scale cannot get smaller.
+    /// [`EngineError::LossScale`] when a dynamic loss scale cannot get smaller; [`EngineError::NotFinite`].
     pub fn step(&mut self) -> Result<Step, EngineError> {
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step was called before backward: call forward and backward first"));
@@ -437,6 +460,22 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let model = self.model.take().expect("the module is absent only inside of step");
         let grad_norm = grad_norm::<A, M>(&grads, &model) / loss_scale;
         let overflow = !grad_norm.is_finite();
+        let losses = std::mem::take(&mut self.losses);
+        if overflow && self.config.error_if_nonfinite {
+            let parameter = first_nonfinite::<A, M>(&grads, &model).map(|meta| meta.path);
+            self.model = Some(model);
+            return Err(self.not_finite(parameter, losses));
+        }
+        if overflow && !self.config.skip_overflow && self.config.loss_scale.is_none() && !self.warned {
+            self.warned = true;
+            if self.device.rank() == 0 {
+                eprintln!(
+                    "warning: the gradients of update {} hold an infinity or a NaN, and so do the parameters from here on; \
+                     set skip_overflow to skip such updates, or error_if_nonfinite to stop at the first",
+                    self.steps + 1
+                );
+            }
+        }
         if overflow && (self.config.loss_scale.is_some() || self.config.skip_overflow) {
             self.model = Some(model);
             self.skipped += 1;
@@ -465,6 +504,16 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         self.times.step += begin.elapsed();
         Ok(Step::Updated(Update { step: self.steps, lr, grad_norm, clip_factor, loss_scale }))
+    }
+
+    /// What is wrong with an update that is not finite. A gradient is known when it has been reduced, and then is that of all
+    /// ranks; but the losses are those of each.
+    fn not_finite(&self, parameter: Option<String>, losses: Vec<Tensor<A::InnerBackend, 1>>) -> EngineError {
+        let is_odd = |loss: Tensor<A::InnerBackend, 1>| loss.into_data().iter::<f32>().any(|x| !x.is_finite());
+        let odd = losses.into_iter().any(is_odd);
+        let ranks = all_gather::<A::Base>(&[f64::from(u8::from(odd))]);
+        let rank = ranks.iter().position(|odd| odd[0] > 0.0);
+        EngineError::NotFinite { step: self.steps + 1, rank, parameter }
     }
 
     /// The trained module and its optimizer.

@@ -1,16 +1,13 @@
 //! Reading and writing whole parameters, gradients and optimizer state through their shards: what DeepSpeed calls
 //! `GatheredParameters` and `safe_get_full_*`, `safe_set_full_*`. Every rank calls these alike.
 
-use std::hash::Hasher;
-
 use burn::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use zero_burn::config::{self, Disk, Float};
-use zero_burn::gathered::{self, Gathered, ParamMeta, parameters};
+use zero_burn::gathered::{self, Edits, Gathered, ParamMeta, parameters};
 use zero_burn::module::{ZeroAutodiff, set_gradient};
 use zero_burn::pieces::Parked;
-use zero_burn::stats::all_gather;
 
 use super::{EngineError, EngineOptimizer, ZeroEngine};
 
@@ -29,7 +26,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// # Panics
     ///
-    /// As [`zero_burn::gathered::write`].
+    /// As [`zero_burn::gathered::gathered()`].
     pub fn gathered<R>(
         &mut self,
         select: impl Fn(&ParamMeta) -> bool,
@@ -42,19 +39,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 parameter.values = master.into_data().iter::<f32>().collect();
             }
         }
-        let before: Vec<u64> = found.iter().map(|parameter| fingerprint(&parameter.values)).collect();
+        let edits = Edits::watch(&found);
         let result = f(&mut found);
+        let changed = edits.of::<A::Base>(found, modify_on_rank);
         if let Some(root) = modify_on_rank {
-            let changed: Vec<f64> = found
-                .iter()
-                .zip(before)
-                .map(|(parameter, before)| f64::from(u8::from(fingerprint(&parameter.values) != before)))
-                .collect();
-            let all = all_gather::<A::Base>(&changed);
-            // An unknown rank is told by `write`.
-            let changed = all.get(root).unwrap_or(&changed);
-            let found = found.into_iter().zip(changed).filter(|(_, changed)| **changed > 0.0).map(|(p, _)| p).collect();
-            self.write(root, found);
+            self.write(root, changed);
         }
         result
     }
@@ -160,7 +149,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let scale = self.loss_scale() as f32;
         match values {
             Some(values) => Ok(Gathered { meta, values: values.into_iter().map(|value| value / scale).collect() }),
-            None => Err(no_gradient(path)),
+            None => Err(no_gradient(&meta)),
         }
     }
 
@@ -178,7 +167,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let model = self.model.as_ref().expect("the module is absent only inside of step");
         let set = set_gradient::<A, M>(&mut grads, model, meta.id, &values);
         self.accumulator.accumulate(model, grads);
-        if set { Ok(()) } else { Err(no_gradient(path)) }
+        if set { Ok(()) } else { Err(no_gradient(&meta)) }
     }
 
     /// A state of the optimizer for a parameter, by its name (for AdamW "exp_avg" and "exp_avg_sq").
@@ -191,7 +180,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let meta = self.meta(path)?;
         match self.optimizer.state(meta.id, name) {
             Some(state) => Ok(Gathered { values: state.into_data().iter::<f32>().collect(), meta }),
-            None => Err(no_state(path, name)),
+            None => Err(no_state(&meta, name)),
         }
     }
 
@@ -206,7 +195,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         let meta = self.meta(path)?;
         check_size(&meta, values)?;
-        if self.optimizer.set_state(meta.id, name, values) { Ok(()) } else { Err(no_state(path, name)) }
+        if self.optimizer.set_state(meta.id, name, values) { Ok(()) } else { Err(no_state(&meta, name)) }
     }
 
     pub(super) fn meta(&self, path: &str) -> Result<ParamMeta, EngineError> {
@@ -242,26 +231,26 @@ fn check_size(meta: &ParamMeta, values: &[f32]) -> Result<(), EngineError> {
     }
 }
 
-fn no_gradient(path: &str) -> EngineError {
-    EngineError::NoState {
-        path: path.into(),
-        what: "reduced gradient".into(),
-        why: "it is there between the update's last backward and its step; a parameter that no rank has used has none",
-    }
+/// Why a frozen parameter has neither gradient nor state.
+const FROZEN: &str = "it is frozen (require_grad is false): full_parameter gives its values";
+
+fn no_gradient(meta: &ParamMeta) -> EngineError {
+    let why = match meta.trained {
+        true => {
+            "it is there between the update's last backward and its step; a parameter that no rank has used has none"
+        }
+        false => FROZEN,
+    };
+    EngineError::NoState { path: meta.path.clone(), what: "reduced gradient".into(), why }
 }
 
-/// Of the bits of `values`, to see whether any has changed.
-fn fingerprint(values: &[f32]) -> u64 {
-    let mut hasher = std::hash::DefaultHasher::new();
-    values.iter().for_each(|value| hasher.write_u32(value.to_bits()));
-    hasher.finish()
-}
-
-fn no_state(path: &str, name: &str) -> EngineError {
-    EngineError::NoState {
-        path: path.into(),
-        what: format!("optimizer state {name:?}"),
-        why: "state begins with the parameter's first update, and only the fused optimizers give access to it, by the \
-              names of zero_burn::optim::Rule::state_names",
-    }
+fn no_state(meta: &ParamMeta, name: &str) -> EngineError {
+    let why = match meta.trained {
+        true => {
+            "state begins with the parameter's first update, and only the fused optimizers give access to it, by the names \
+             of zero_burn::optim::Rule::state_names"
+        }
+        false => FROZEN,
+    };
+    EngineError::NoState { path: meta.path.clone(), what: format!("optimizer state {name:?}"), why }
 }

@@ -1,5 +1,6 @@
 //! The laws of the decorator, generic over the inner backend.
 
+pub mod identities;
 pub mod laws;
 pub mod model;
 
@@ -114,6 +115,31 @@ macro_rules! laws {
         #[test]
         fn forward_keeps_no_gathered_copies() {
             $crate::suite::laws::forward_keeps_no_gathered_copies::<$inner>();
+        }
+
+        #[test]
+        fn a_parameter_and_its_detached_copy_have_a_gradient_each() {
+            $crate::suite::identities::a_parameter_and_its_detached_copy_have_a_gradient_each::<$inner>();
+        }
+
+        #[test]
+        fn parameters_made_of_one_tensor_are_two() {
+            $crate::suite::identities::parameters_made_of_one_tensor_are_two::<$inner>();
+        }
+
+        #[test]
+        fn a_clone_of_a_parameter_is_the_same() {
+            $crate::suite::identities::a_clone_of_a_parameter_is_the_same::<$inner>();
+        }
+
+        #[test]
+        fn modules_of_one_record_train_apart() {
+            $crate::suite::identities::modules_of_one_record_train_apart::<$inner>();
+        }
+
+        #[test]
+        fn a_parameter_may_be_compared_with_an_ordinary_tensor() {
+            $crate::suite::identities::a_parameter_may_be_compared_with_an_ordinary_tensor::<$inner>();
         }
     };
 }

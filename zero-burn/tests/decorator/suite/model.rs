@@ -57,6 +57,22 @@ impl<B: Backend> Awkward<B> {
     }
 }
 
+/// Two parameters.
+#[derive(Module, Debug)]
+pub struct Two<B: Backend> {
+    pub a: Param<Tensor<B, 1>>,
+    pub b: Param<Tensor<B, 1>>,
+}
+
+impl<B: Backend> Two<B> {
+    /// 1, 2, 3, 4, 5 and their halves.
+    pub fn new(device: &B::Device) -> Self {
+        let parameter =
+            |scale: f32| Param::from_data(TensorData::from([1.0, 2.0, 3.0, 4.0, 5.0].map(|x| x * scale)), device);
+        Self { a: parameter(1.0), b: parameter(0.5) }
+    }
+}
+
 /// Tokens of global row `row`, always the same.
 pub fn tokens<B: Backend>(rows: std::ops::Range<usize>, device: &B::Device) -> Tensor<B, 2, Int> {
     let (len, t) = (rows.len(), 6);

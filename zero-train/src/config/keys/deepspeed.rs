@@ -126,6 +126,7 @@ pub(in crate::config) const DEEPSPEED: &[Key] = &[
     section("aio", AIO),
     // Not DeepSpeed's, which has no such keys.
     section("watchdog", WATCHDOG),
+    section("gradient_accumulation_kwargs", GRADIENT_ACCUMULATION),
     section("checkpoint", CHECKPOINT),
     switch("nebula", NEBULA, T::NoEffect("it is a service of one cloud")),
     absent("datastates_ckpt", Gate::Given, SAVES),
@@ -201,8 +202,13 @@ const AIO: &[Key] = &[
     key("use_gds", K::Bool, D::Bool(false), NO_GDS),
 ];
 
-const WATCHDOG: &[Key] =
-    &[key("deadline_seconds", K::POSITIVE, D::Null, T::Acted), key("flight_dir", K::Text, D::Null, T::Acted)];
+const WATCHDOG: &[Key] = &[
+    key("deadline_seconds", K::POSITIVE, D::Null, T::Acted),
+    key("flight_dir", K::Text, D::Null, T::Acted),
+    key("error_if_nonfinite", K::Bool, D::Bool(false), T::Acted),
+];
+
+const GRADIENT_ACCUMULATION: &[Key] = &[key("sync_each_batch", K::Bool, D::Null, T::Acted)];
 
 const CHECKPOINT: &[Key] = &[
     key("tag_validation", K::OneOf(&["Ignore", "Warn", "Fail"]), D::Text("Warn"), SAVES),

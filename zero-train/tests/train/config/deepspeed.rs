@@ -16,6 +16,8 @@ fn the_shared_deepspeed_file() {
         param_persistence_threshold: 1000,
         check_replicas: 0,
         overlap_comm: Some(true),
+        sync_each_batch: None,
+        error_if_nonfinite: false,
         gradient_clipping: Some(1.0),
         prescale_gradients: false,
         gradient_predivide_factor: 1.0,
@@ -60,7 +62,7 @@ fn the_shared_deepspeed_file() {
     Precision: fp32.
     Optimizer: AdamW, lr 0.001, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01.
     Learning rate: 0 to 0.001 in 5 steps (linear), then linearly to 0 at step 50.
-    Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements, overlapped with the backward pass.
+    Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements, overlapped with the backward pass, with each micro-batch.
     Parameters: 50,000 elements are prefetched (all-gather ahead of use); one stays gathered if it has up to 1,000 elements, or is used again within 1,000,000,000 and no more than 1,000,000 are held.
     "#);
     // Written for two ranks; at others its three batch sizes contradict each other.
@@ -342,4 +344,32 @@ fn one_folder_holds_what_is_on_a_disk() {
     insta::assert_snapshot!(warnings(&config.resolve(&on(1)).unwrap()), @"zero_optimization.offload_param.nvme_path: has no effect: parameters lie in the optimizer state's folder, /a");
     let cpu = text.replace("\"nvme\"", "\"cpu\"");
     assert_eq!(Config::from_text("ds.json", Format::Json, &cpu).unwrap().nvme_path(), None);
+}
+
+#[test]
+fn how_often_gradients_are_reduced() {
+    let plan = |stage: u8, more: &str| {
+        let text = format!(
+            r#"{{ "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0,
+                "zero_optimization": {{"stage": {stage}}}{more} }}"#
+        );
+        json(&text, &on(2)).unwrap()
+    };
+    let [each, once] = [", with each micro-batch.", ", once per optimizer step."];
+    let given = |value: bool| format!(r#", "gradient_accumulation_kwargs": {{"sync_each_batch": {value}}}"#);
+    for (stage, more, set, said) in [
+        (1, String::new(), None, once),
+        (2, String::new(), None, each),
+        (1, given(true), Some(true), each),
+        (3, given(false), Some(false), once),
+    ] {
+        let plan = plan(stage, &more);
+        assert!(plan.explain().contains(said), "stage {stage}{more}: {}", plan.explain());
+        assert_eq!((plan.sync_each_batch, plan.engine_config().unwrap().sync_each_batch), (set, set));
+    }
+    let built = ZeroPlan::builder(Stage::Gradients).micro_batch(1).sync_each_batch(false).error_if_nonfinite(true);
+    let built = built.build(2).unwrap();
+    assert_eq!((built.sync_each_batch, built.error_if_nonfinite), (Some(false), true));
+    assert!(built.engine_config().unwrap().error_if_nonfinite && !plan(1, "").error_if_nonfinite);
+    assert!(plan(1, r#", "watchdog": {"error_if_nonfinite": true}"#).error_if_nonfinite);
 }
