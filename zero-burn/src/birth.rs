@@ -14,6 +14,7 @@ use burn_std::{DType, FloatDType, Shape};
 use zero_core::Partition;
 
 use crate::context::{Context, Drawn, stop};
+use crate::elementwise::computed;
 use crate::gather::empty;
 use crate::random::{Stream, sign, sign_bytes};
 use crate::shard::{Cell, Kind, Origin, Template};
@@ -142,6 +143,7 @@ pub(crate) fn create<B: Backend>(
     dense: impl FnOnce(Fill<'_>) -> B::FloatTensorPrimitive,
 ) -> ZeroTensor<B> {
     let dtype: DType = dtype.into();
+    computed();
     match scope() {
         Birth::Dense => ZeroTensor::Dense(dense(fill)),
         Birth::Parameter => parameter(fill, shape, device, dtype),

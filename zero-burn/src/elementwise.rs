@@ -30,6 +30,7 @@ pub(crate) fn unary<B: Backend>(
     tensor: ZeroTensor<B>,
     f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive + Send + Sync + 'static,
 ) -> ZeroTensor<B> {
+    computed();
     match tensor {
         ZeroTensor::Dense(tensor) => ZeroTensor::Dense(f(tensor)),
         ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(f(tensor)),
@@ -300,7 +301,7 @@ thread_local! {
 ///
 /// Burn's optimizers ask where a gradient is and then where its parameter is, before they compute the update
 /// (`OptimizerAdaptor` of burn-optim 0.21). Nothing else tells the backend that an update begins. Operations ask the same of
-/// their operands, but then use them at once ([`used`]).
+/// their operands, but then use them at once ([`used`], [`computed`]).
 pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
     ASKED.with_borrow_mut(|asked| match tensor {
         ZeroTensor::Dense(dense) => asked.dense = Some(dense.shape()),
@@ -314,10 +315,15 @@ pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
     });
 }
 
+/// Notes that something is computed.
+pub(crate) fn computed() {
+    ASKED.with_borrow_mut(|asked| asked.dense = None);
+}
+
 /// Notes that a tensor is loaded.
 pub(crate) fn used<B: Backend>(tensor: &ZeroTensor<B>) {
+    computed();
     ASKED.with_borrow_mut(|asked| {
-        asked.dense = None;
         if matches!(tensor, ZeroTensor::Shard(shard) if shard.cell.key == asked.updated) {
             asked.updated = None;
         }

@@ -192,4 +192,6 @@ pub fn a_parameter_may_be_compared_with_an_ordinary_tensor<B: Backend>() {
     gradients(transposed, "a.t - w.t", [0.0, 6.0, 2.0, 8.0, 9.0]);
     let moving = |model: &Two<Ad<B>>, w: Tensor<Ad<B>, 1>| (w.clone() + (model.a.val() - w).mul_scalar(0.5)).sum();
     gradients(moving, "w + (a - w) / 2", [0.5; 5]);
+    let like = |model: &Two<Ad<B>>, w: Tensor<Ad<B>, 1>| (model.a.val() - w.zeros_like()).powi_scalar(2).sum();
+    gradients(like, "a - 0", [2.0, 4.0, 6.0, 8.0, 10.0]);
 }
