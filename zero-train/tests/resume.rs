@@ -57,7 +57,7 @@ fn a_run_goes_on_at_another_shape_and_its_files_are_one_run() {
     let first = trajectory(&inputs.path("run"));
 
     let said = stdout(&mut inputs.train("run", 9, &["--ranks", "1", "--stage", "0", "--resume", "auto"]));
-    assert!(said.contains("goes on from") && said.contains("step 6, saved by 2 rank(s)"), "{said}");
+    assert!(said.contains("resumes from") && said.contains("step 6, saved by 2 rank(s)"), "{said}");
     let both = trajectory(&inputs.path("run"));
     assert_eq!(both[..6], first);
     assert_eq!(
@@ -177,7 +177,7 @@ fn a_restart_goes_on_from_what_its_job_has_saved_and_otherwise_as_it_was_told() 
 
     // Nothing saved yet: from where the job was to begin, not from the beginning.
     let said = stdout(restarted(&mut inputs.train("new", 6, &told), launched));
-    assert!(said.contains("goes on from") && said.contains("step 2, saved by"), "{said}");
+    assert!(said.contains("resumes from") && said.contains("step 2, saved by"), "{said}");
     // A checkpoint of its own, of step 6.
     let said = stdout(restarted(&mut inputs.train("new", 8, &told), launched));
     assert!(said.contains("step 6, saved by"), "{said}");
