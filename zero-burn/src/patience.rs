@@ -94,7 +94,7 @@ mod tests {
         let waited = launch::<Flex, (), String>(2, &ZeroConfig::default(), &options, |_| {
             let context = Context::<Flex>::current();
             let slot = context.new_slot(Shape::new([3]), DType::F32);
-            Cell::pending(gradient_template(&context, &slot, context.device.clone()), DType::F32).local();
+            Cell::pending(gradient_template(&context, &slot, context.device), DType::F32).local();
             Ok(())
         });
         let error = waited.unwrap_err().to_string();

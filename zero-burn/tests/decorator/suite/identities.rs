@@ -14,6 +14,8 @@ use super::model::Two;
 use super::{config, ranks};
 
 type Ad<B> = Autodiff<Zero<B>>;
+/// A loss of the parameters and an ordinary tensor.
+type Loss<B> = fn(&Two<Ad<B>>, Tensor<Ad<B>, 1>) -> Tensor<Ad<B>, 1>;
 type Device<B> = ZeroDevice<<B as burn_backend::BackendTypes>::Device>;
 
 const FIVE: [f32; 5] = [1.0, 2.0, 3.0, 4.0, 5.0];
@@ -156,7 +158,7 @@ pub fn modules_of_one_record_train_apart<B: Backend>() {
 
 /// A distance from given weights is a loss as any other; only an update with an ordinary tensor is refused.
 pub fn a_parameter_may_be_compared_with_an_ordinary_tensor<B: Backend>() {
-    let gradients = |loss: fn(&Two<Ad<B>>, Tensor<Ad<B>, 1>) -> Tensor<Ad<B>, 1>, what: &str, expected: [f32; 5]| {
+    let gradients = |loss: Loss<B>, what: &str, expected: [f32; 5]| {
         everywhere::<B>(|device, place| {
             for keeps_a_clone in [false, true] {
                 let mut model = prepare::<Ad<B>, _>(Two::new(&device), &device);
