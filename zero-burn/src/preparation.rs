@@ -1,7 +1,7 @@
 //! What [`prepare`](crate::module::prepare) does beside making shards: it finds the tensors of a module that are no parameters but
 //! state of its layers, and gives ranks that were seeded differently the first values of one seed.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorPrimitive};
@@ -9,6 +9,7 @@ use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{BackendTypes, TensorData};
 use burn_std::{DType, Shape};
+use zero_core::window::Key;
 
 use crate::birth::drawn_again;
 use crate::context::{Context, Drawn};
@@ -29,26 +30,35 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
     while let (Some(seed), Some(birth)) = (words.next(), words.next()) {
         first.push((seed, birth));
     }
-    module.map(&mut DrawAgain { first: first.into_iter() })
+    module.map(&mut DrawAgain::<A> { first: first.into_iter(), again: HashMap::new() })
 }
 
-struct DrawAgain {
+struct DrawAgain<A: ZeroAutodiff> {
     /// Seed and birth of rank 0's parameters that were drawn.
     first: std::vec::IntoIter<(u64, u64)>,
+    /// By identity and cell: a clone of a parameter stays the same parameter.
+    again: HashMap<(ParamId, Option<Key>), A::FloatTensorPrimitive>,
 }
 
-impl<A: ZeroAutodiff> ModuleMapper<A> for DrawAgain {
+impl<A: ZeroAutodiff> ModuleMapper<A> for DrawAgain<A> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
         let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = param.val().inner().into_primitive() else {
             return param;
         };
-        let Some((own, (seed, birth))) = cell.drawn().zip(self.first.next()) else { return param };
+        let Some(own) = cell.drawn() else { return param };
         let (id, tensor, mapper) = param.consume();
+        if let Some(again) = self.again.get(&(id, cell.key)) {
+            return Param::from_mapped_value(id, Tensor::from_primitive(TensorPrimitive::Float(again.clone())), mapper);
+        }
+        let (seed, birth) = self.first.next().expect("ranks with the same modules have drawn as many parameters");
         let requires_grad = tensor.is_require_grad();
         let again = Shard::new(drawn_again(&cell, &Drawn { seed, birth, ..own }));
         let tensor = Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(again)));
         let tensor = Tensor::<A, D>::from_inner(tensor).set_require_grad(requires_grad);
         let tensor = if requires_grad { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
+        if let TensorPrimitive::Float(again) = tensor.clone().into_primitive() {
+            self.again.insert((id, cell.key), again);
+        }
         Param::from_mapped_value(id, tensor, mapper)
     }
 }

@@ -123,7 +123,7 @@ fn processes_look_at_checkpoints_together_and_go_on() {
     let again = processes(2, dir.path(), &run, &["--stage", "3", "--steps", "6", "--resume", "auto"]);
     good(&again);
     let said = text(&again[0]);
-    assert!(said.contains("step-00000006 is passed over") && said.contains("is corrupt"), "{said}");
+    assert!(said.contains("step-00000006 is skipped") && said.contains("is corrupt"), "{said}");
     assert_eq!(trajectory(&run), unbroken, "from step 4 on");
     // As many as are there now, whoever saved it.
     good(&processes(3, dir.path(), &run, &["--stage", "2", "--steps", "7", "--resume", "auto"]));

@@ -287,6 +287,18 @@ fn ranks_with_seeds_of_their_own_begin_with_one_model() {
         all_bits(&values::<Ad, _>(&prepare::<Ad, _>(column::<Ad>(&device), &device)))
     });
     assert_eq!(columns[0], columns[1]);
+    // What was one parameter stays one.
+    ranks(2, config(Stage::Parameters, 1), |device| {
+        Ad::seed(&device, 7 + device.rank() as u64);
+        let layer = LinearConfig::new(5, 3).with_bias(false).init::<Ad>(&device);
+        // A clone of what is still lazy is drawn by itself.
+        drop(layer.weight.val());
+        let tied = prepare::<Ad, _>(vec![layer.clone(), layer], &device);
+        let loss = tied[0].weight.val().sum() + tied[1].weight.val().sum();
+        let grads = collect_grads::<Ad, _>(GradientsParams::from_grads(loss.backward(), &tied), &tied);
+        let grad = grads.get::<Zero<Flex>, 2>(tied[0].weight.id).unwrap().into_data();
+        assert_eq!(grad.to_vec::<f32>().unwrap(), [2.0; 15]);
+    });
 }
 
 // ---- (d) ----
