@@ -131,7 +131,7 @@ fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<f64
 }
 
 /// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on
-/// gradients from [`collect_grads`].
+/// gradients from [`collect_grads`](crate::module::collect_grads).
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
     struct Squares<'a, A: ZeroAutodiff> {
         grads: &'a GradientsParams,

@@ -356,7 +356,7 @@ pub fn random_state<B: Backend>() -> RandomState {
     Context::<B>::current().random_state()
 }
 
-/// Goes on from `state`: the next draws are those that came after it.
+/// Resumes from `state`: the next draws are those that came after it.
 pub fn set_random_state<B: Backend>(state: RandomState) {
     Context::<B>::current().set_random_state(state);
 }

@@ -47,7 +47,7 @@ pub(crate) fn check<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::
             let names = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             stop(format!(
                 "replicas differ before update {update}: parameter {path} {shape:?} of rank {} is not that of rank {}. \
-                 Change parameters on all ranks alike (zero_burn::gathered does), or go on from the last checkpoint \
+                 Change parameters on all ranks alike (zero_burn::gathered does), or resume from the last checkpoint \
                  (found by check_replicas)",
                 names(&odd),
                 names(&usual)

@@ -151,7 +151,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// Goes on from a checkpoint, whatever number of ranks, stage or precision it was saved at. Every rank calls it, and
+    /// Resumes from a checkpoint, whatever number of ranks, stage or precision it was saved at. Every rank calls it, and
     /// reads what it holds. Returns what the program has saved beside.
     ///
     /// # Errors

@@ -33,7 +33,7 @@ use self::ranks::{Ranks, with_ranks};
 use self::signals::Signal;
 use crate::TrainError;
 use crate::data::Source;
-use crate::launcher::leave_word;
+use crate::launcher::write_status;
 
 /// What a program brings along.
 #[derive(Debug, Clone)]
@@ -61,7 +61,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
         eprintln!("{label}: {text}");
     }
     if let Some(launched) = launched {
-        leave_word(launched.rank, code, &format!("rank {}: {text}", launched.rank));
+        write_status(launched.rank, code, &format!("rank {}: {text}", launched.rank));
         drop(stopped);
         // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
         end_process(code.into());

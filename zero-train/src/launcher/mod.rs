@@ -20,10 +20,10 @@ use std::path::PathBuf;
 pub use hosts::{Host, parse_hosts, slots, spread};
 pub use mpirun::{Flavor, Mpirun};
 pub use sockets::{MAIN_PORT, Machines};
-pub use supervise::{Attempt, Ended, Limits, Process, Word, leave_word, say_begun, supervise};
+pub use supervise::{Attempt, Ended, Limits, Process, Word, say_begun, supervise, write_status};
 pub use topology::physical_cores;
 
-/// The variable that names the folder where ranks leave word.
+/// The variable that names the folder where ranks write their status.
 pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
 
 /// The variable that says how often a job has been started again.

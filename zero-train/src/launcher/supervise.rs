@@ -207,8 +207,8 @@ pub fn say_begun(rank: usize) {
     }
 }
 
-/// Leaves word of a rank's failure, and of what it ends with, for the launcher on the same machine.
-pub fn leave_word(rank: usize, code: u8, reason: &str) {
+/// Writes the status of a rank that failed, and what it ends with, for the launcher on the same machine.
+pub fn write_status(rank: usize, code: u8, reason: &str) {
     let Some(dir) = std::env::var_os(STATUS_DIR) else { return };
     let (path, partial) = (format!("rank-{rank:05}.txt"), format!("rank-{rank:05}.partial"));
     let dir = Path::new(&dir);

@@ -217,7 +217,7 @@ impl ProcessRun {
     /// Counts this rank as ended, and waits until the others have ended too: what they still read from this rank (see
     /// [`crate::window`]) must stay there so long. A collective that still waits for this rank fails.
     ///
-    /// The others may have much to do that is theirs alone, such as an export: this waits for [`AT_THE_END`] deadlines. A rank
+    /// The others may have much to do that is theirs alone, such as an export: this waits for 24 deadlines. A rank
     /// whose process ends is noticed at once all the same.
     ///
     /// # Errors
