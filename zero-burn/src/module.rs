@@ -15,6 +15,7 @@ use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
 use burn_std::DType;
 use zero_core::CommError;
+use zero_core::window::Key;
 
 use crate::ZeroDevice;
 use crate::backend::{Zero, reduce_in_place};
@@ -85,6 +86,8 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
         buffers: &'a HashSet<ParamId>,
         /// Seeds and births of parameters that were drawn.
         drawn: Vec<(u64, u64)>,
+        /// Parameters so far by identity and cell.
+        seen: HashSet<(ParamId, Option<Key>)>,
         /// Parameters so far.
         places: u64,
         /// Of their numbers, shapes and types.
@@ -160,7 +163,9 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                 }
             };
             let slot = cell.slot.clone().expect("a parameter's cell has a slot");
-            self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
+            if self.seen.insert((id, cell.key)) {
+                self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
+            }
             self.places += 1;
             slot.place.store(self.places, Ordering::Relaxed);
             let dims = slot.shape.iter().map(|&dim| dim as u64);
@@ -181,9 +186,9 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     let context = Context::current();
     let (known, dropped) = context.dropped_slots();
     let buffers = buffers::<A, M>(&module);
-    let (drawn, places, signature, prepared) = (Vec::new(), 0, 0, HashMap::new());
+    let (drawn, seen, places, signature, prepared) = (Vec::new(), HashSet::new(), 0, 0, HashMap::new());
     let mut mapper =
-        Prepare::<A> { context: context.clone(), device, buffers: &buffers, drawn, places, signature, prepared };
+        Prepare::<A> { context: context.clone(), device, buffers: &buffers, drawn, seen, places, signature, prepared };
     let module = module.map(&mut mapper);
     let Prepare { places, drawn, signature, .. } = mapper;
     let signature = sign(&[signature, drawn.len() as u64]);
@@ -307,7 +312,6 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     held: Vec<Leftover<A::Base>>,
 ) -> GradientsParams {
     let context = Context::<A::Base>::current();
-    crate::replicas::check::<A, M>(&context, module);
     // Every rank is here before the next update, whether it had a backward pass or not.
     context.join_fence();
     let (grads, mut found) = Leftovers::<A>::of(grads, &context, module);
@@ -335,6 +339,8 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
             break;
         }
     }
+    // Where all ranks are, whether they had a backward pass or not, and before any update.
+    crate::replicas::check::<A, M>(&context, module);
     let mut supply = Supply::<A> { grads, context, parameters };
     module.visit(&mut supply);
     supply.grads

@@ -106,8 +106,14 @@ pub(crate) fn buffers<A: ZeroAutodiff, M: Module<A>>(module: &M) -> HashSet<Para
     }
     impl<A: ZeroAutodiff> ModuleMapper<A> for Replace<A> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-            let is_float = || matches!(param.val().inner().into_primitive(), TensorPrimitive::Float(_));
-            if !param.is_initialized() || !is_float() {
+            // What is trained is no such state; what is like a stamp by itself could not be told from one.
+            let may_be_state = || {
+                let tensor = param.val();
+                let primitive = tensor.clone().inner().into_primitive();
+                !tensor.is_require_grad()
+                    && matches!(primitive, TensorPrimitive::Float(tensor) if !matches!(tensor, ZeroTensor::Replicated(_)))
+            };
+            if !param.is_initialized() || !may_be_state() {
                 self.taken.push(None);
                 return param;
             }

@@ -367,6 +367,14 @@ fn update<B: Backend>(
 
     let half = matches!(dtype, DType::F16 | DType::BF16);
     let mut held = std::mem::take(&mut state.cells);
+    // A parameter that was prepared anew has values of its own: the master is of those before.
+    let is_of_before = |master: &Cell<B>| {
+        master.slot.as_ref().is_some_and(|slot| {
+            slot.current.lock().strong_count() == 0
+                && gradient.cell.slot.as_ref().is_some_and(|own| own.index != slot.index)
+        })
+    };
+    held.retain(|(name, cell)| name != MASTER || !is_of_before(cell));
     if !parameter.views.is_empty()
         && let Some((_, master)) = held.iter_mut().find(|(name, _)| name == MASTER)
     {

@@ -4,19 +4,20 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use burn::module::{AutodiffModule, Initializer, Module, ModuleVisitor, Param};
+use burn::module::{AutodiffModule, Initializer, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{
     Dropout, DropoutConfig, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, LinearLayout,
 };
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
-use burn::tensor::{Distribution, Tensor, TensorData, backend::Backend};
+use burn::tensor::{Distribution, FloatDType, Tensor, TensorData, backend::Backend};
 use burn_autodiff::Autodiff;
 use burn_flex::{Flex, FlexDevice};
-use zero_burn::config::ZeroConfig;
+use zero_burn::config::{Float, ZeroConfig};
 use zero_burn::launch::{LaunchOptions, launch};
 use zero_burn::module::{collect_grads, mark, prepare};
+use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::{rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::{Partition, Stage};
@@ -299,6 +300,65 @@ fn ranks_with_seeds_of_their_own_begin_with_one_model() {
         let grad = grads.get::<Zero<Flex>, 2>(tied[0].weight.id).unwrap().into_data();
         assert_eq!(grad.to_vec::<f32>().unwrap(), [2.0; 15]);
     });
+}
+
+#[test]
+fn tied_parameters_that_are_frozen_take_one_draw() {
+    let born = |world, seed: fn(u64) -> u64| {
+        ranks(world, config(Stage::Parameters, 1), move |device| {
+            Ad::seed(&device, seed(device.rank() as u64));
+            let layer = LinearConfig::new(5, 3).init::<Ad>(&device);
+            drop((layer.weight.val(), layer.bias.as_ref().map(Param::val)));
+            let model = vec![layer.clone().no_grad(), layer.no_grad(), LinearConfig::new(4, 3).init(&device)];
+            all_bits(&values::<Ad, _>(&prepare::<Ad, _>(model, &device)))
+        })
+    };
+    let reference = born(1, |_| 7).remove(0);
+    assert!(born(2, |rank| 7 + rank).iter().all(|rank| *rank == reference));
+}
+
+/// What is computed from a parameter may be another parameter, such as the scale of a quantisation.
+#[test]
+fn a_parameter_made_of_a_sum_is_trained() {
+    for world in [1, 2] {
+        ranks(world, config(Stage::Parameters, 1), |device| {
+            let weight = LinearConfig::new(5, 3).init::<Ad>(&device).weight;
+            let scale = Tensor::from_inner(weight.val().inner().abs().mean());
+            let model = prepare::<Ad, _>(Linear { weight, bias: Some(Param::from_tensor(scale)) }, &device);
+            let bias = model.bias.as_ref().unwrap();
+            let grads =
+                collect_grads::<Ad, _>(GradientsParams::from_grads(bias.val().sum().backward(), &model), &model);
+            assert_eq!(grads.get::<Zero<Flex>, 1>(bias.id).unwrap().into_data().to_vec::<f32>().unwrap(), [1.0]);
+        });
+    }
+}
+
+/// Weights that are put in place of those of before, in 16 bit, are not overwritten with what the optimizer remembers.
+#[test]
+fn weights_in_16_bit_that_are_prepared_anew_are_those_that_are_trained() {
+    struct Sevens;
+    impl ModuleMapper<Ad> for Sevens {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Ad, D>>) -> Param<Tensor<Ad, D>> {
+            let (id, tensor, mapper) = param.consume();
+            let sevens: Tensor<Ad, D> = Tensor::full(tensor.shape(), 7.0, &tensor.device());
+            Param::from_mapped_value(id, sevens.cast(FloatDType::BF16).require_grad(), mapper)
+        }
+    }
+    for stage in Stage::ALL {
+        let config = ZeroConfig { param_dtype: Float::Bf16, ..config(stage, 1) };
+        ranks(2, config, |device| {
+            let mut optimizer = Fused::new(Rule::sgd());
+            let mut step = |model: Linear<Ad>| {
+                let loss = model.weight.val().sum();
+                let grads = collect_grads::<Ad, _>(GradientsParams::from_grads(loss.backward(), &model), &model);
+                optimizer.step(0.0, model, grads)
+            };
+            let model = step(prepare(LinearConfig::new(5, 3).with_bias(false).init::<Ad>(&device), &device));
+            let model = step(prepare(model.map(&mut Sevens), &device));
+            let weight = model.weight.val().into_data().convert::<f32>().to_vec::<f32>().unwrap();
+            assert_eq!(weight, [7.0; 15], "stage {stage}");
+        });
+    }
 }
 
 // ---- (d) ----

@@ -83,7 +83,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let (model, written) = gathered::write::<A, M>(model, root, parameters);
         self.model = Some(model);
         if config::current::<A::Base>().param_dtype != Float::F32 {
-            for Gathered { meta, values } in written {
+            // The state of layers has no master: no update would refresh it.
+            for Gathered { meta, values } in written.into_iter().filter(|written| written.meta.trained) {
                 self.optimizer.set_state(meta.id, MASTER, &values);
             }
         }
