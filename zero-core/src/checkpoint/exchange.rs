@@ -71,12 +71,14 @@ pub(super) struct Ranks<'c> {
     /// How often they tell each other how far they are.
     every: Duration,
     last: Instant,
+    /// One has told that it has failed: all know, and share what they have next.
+    failed: bool,
 }
 
 impl<'c> Ranks<'c> {
     pub(super) fn new(comm: &'c dyn Collective, task: Task) -> Self {
         let every = (comm.deadline() / 4).min(LONGEST_SILENCE);
-        Self { comm, task, every, last: Instant::now() }
+        Self { comm, task, every, last: Instant::now(), failed: false }
     }
 
     /// How long work may do nothing.
@@ -140,7 +142,7 @@ impl<'c> Ranks<'c> {
         mut work: Option<Work<T>>,
         mut ended: Option<Result<T, CheckpointError>>,
     ) -> Result<Vec<T>, CheckpointError> {
-        loop {
+        while !self.failed {
             if let (None, Some(work)) = (&ended, &mut work) {
                 ended = work.wait(self.every, self.patience());
             }
@@ -153,6 +155,7 @@ impl<'c> Ranks<'c> {
                 break;
             }
         }
+        self.failed = false;
         // All threads have ended, as far as disks let them, before any rank goes on: rank 0 may remove what they wrote.
         if let Some(work) = work {
             work.end(self.every);
@@ -177,6 +180,7 @@ impl<'c> Ranks<'c> {
         self.last = Instant::now();
         let all = all.into_u8();
         let any = |status: Status| all.contains(&(status as u8));
+        self.failed = any(Status::Failed);
         Ok([Status::Failed, Status::Working].into_iter().find(|&status| any(status)).unwrap_or(Status::Done))
     }
 
@@ -312,6 +316,28 @@ mod tests {
             Ok(6)
         };
         assert_eq!(shared(slow), ["Ok([5, 6])"; 2]);
+    }
+
+    #[test]
+    fn a_rank_that_fails_stops_one_that_still_hands_out_its_work() {
+        let told = run(2, &ThreadOptions { deadline: DEADLINE }, |comm| -> Result<String, CheckpointError> {
+            let mut ranks = Ranks::new(&*comm, Task::Save { step: 7 });
+            let shared = if comm.rank() == 1 {
+                ranks.finish(None, Some(Err(CheckpointError::Stopped { rank: 1, reason: "no space".into() })))
+            } else {
+                let work = Work::start(0, "there".into(), |_| Ok(5))?;
+                while ranks.go_on()? {
+                    std::thread::sleep(DEADLINE / 40);
+                }
+                ranks.finish(Some(work), None)
+            };
+            // The group is as good as before.
+            comm.barrier().map_err(|error| ranks.comm_error(error))?;
+            Ok(shared.map(|_: Vec<usize>| ()).unwrap_err().to_string())
+        });
+        for told in told.unwrap() {
+            assert!(told.contains("saving step 7 failed on rank 1 of 2") && told.contains("no space"), "{told}");
+        }
     }
 
     #[test]

@@ -244,7 +244,8 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
         if ended.code == 0 {
             return Ok(ExitCode::SUCCESS);
         }
-        let asked = ASKED.contains(&ended_with);
+        // Ranks that the launcher itself has ended were not asked by anybody else.
+        let asked = ended.ended != Some(Ended::NotBegun) && ASKED.contains(&ended_with);
         if bad_input || asked || attempt == args.max_restarts {
             if attempt > 0 && !asked {
                 eprintln!(
