@@ -170,8 +170,8 @@ pub(crate) struct Context<B: Backend> {
     fences: AtomicU64,
     /// Updates so far whose fence has been passed.
     updated: AtomicU64,
-    /// The last update that replicas were looked at for.
-    checked: AtomicU64,
+    /// For each module by its first slot: the last update that replicas were looked at for, and how many those were.
+    checked: Mutex<HashMap<u64, (u64, u64)>>,
     /// Elements of parameters born so far, a piece of each.
     resident_elements: AtomicU64,
     /// Moves pieces from and to where they are kept, if that is not with the backend.
@@ -330,7 +330,7 @@ impl<B: Backend> Context<B> {
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
             updated: AtomicU64::new(0),
-            checked: AtomicU64::new(0),
+            checked: Mutex::default(),
             resident_elements: AtomicU64::new(0),
             updates: offloads.then(|| Updates::new(rank)),
             mover,
@@ -588,12 +588,18 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// The number of the next update, from 1, and whether replicas are to be compared before it in any case; if that is
-    /// asked for at all and has not been done. The same on every rank.
-    pub(crate) fn update_to_check(&self) -> Option<(u64, bool)> {
+    /// The number of the next update, from 1, and whether replicas of the module whose first parameter is `slot` are to be
+    /// compared before it in any case; if that has not been done. Updates are counted for each module: several may be trained
+    /// in turn. The same on every rank.
+    pub(crate) fn update_to_check(&self, slot: u64) -> Option<(u64, bool)> {
         let update = self.updated.load(Ordering::Relaxed) + 1;
-        let is_due = update.checked_rem(self.config.check_replicas)? == 0;
-        (self.world > 1 && self.checked.swap(update, Ordering::Relaxed) != update).then_some((update, is_due))
+        let mut checked = self.checked.lock();
+        let (last, count) = checked.entry(slot).or_default();
+        if *last == update {
+            return None;
+        }
+        (*last, *count) = (update, *count + 1);
+        Some((update, count.is_multiple_of(self.config.check_replicas)))
     }
 
     /// Waits for updates that go on beside the rank's own thread; their error ends the rank.

@@ -26,10 +26,13 @@ const ABSENT: u64 = 0;
 
 /// Compares the ranks' replicas before the gradients of every n-th update are collected. A collective.
 pub(crate) fn check<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::Base>, module: &M) {
-    let Some((update, is_due)) = context.update_to_check() else { return };
-    let mut edits = Edits(false);
+    if context.world == 1 || context.config.check_replicas == 0 {
+        return;
+    }
+    let mut edits = Edits { any: false, first: None };
     visit::<A, M>(module, &mut edits);
-    let edited = context.gather_bytes(vec![u8::from(edits.0)]).contains(&1);
+    let Some((update, is_due)) = edits.first.and_then(|slot| context.update_to_check(slot)) else { return };
+    let edited = context.gather_bytes(vec![u8::from(edits.any)]).contains(&1);
     if !is_due && !edited {
         return;
     }
@@ -68,13 +71,18 @@ fn odd_ranks(hashes: &[u64]) -> Option<(Vec<usize>, Vec<usize>)> {
     (!odd.is_empty()).then(|| (ranks(odd), ranks(usual)))
 }
 
-/// Whether a parameter was changed since its last update.
-struct Edits(bool);
+struct Edits {
+    /// Whether a parameter was changed since its last update.
+    any: bool,
+    /// The slot of the first parameter.
+    first: Option<u64>,
+}
 
 impl<A: ZeroAutodiff> ModuleVisitor<A> for Edits {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
         if let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = param.val().inner().into_primitive() {
-            self.0 |= !shard.views.is_empty();
+            self.any |= !shard.views.is_empty();
+            self.first = self.first.or(shard.cell.slot.as_ref().map(|slot| slot.index));
         }
     }
 }

@@ -23,6 +23,7 @@ pub mod memory;
 pub mod metrics;
 pub mod monitor;
 pub mod schedule;
+mod signals;
 pub mod wizard;
 
 pub use error::TrainError;

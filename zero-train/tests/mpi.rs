@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{small, trajectory, wire, write_inputs};
+use common::{Said, ended_after, signal, small, trajectory, wire, write_inputs};
 use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
@@ -242,6 +242,28 @@ fn lose_a_rank(inputs: &Path, run: &Path, launch: &[&str], options: &[&str]) -> 
     let told = text(&output);
     assert!(output.status.success(), "{told}");
     told
+}
+
+#[test]
+fn a_launcher_that_is_asked_to_end_lets_its_ranks_save() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    for (name, code) in [("TERM", 143), ("INT", 130)] {
+        let run = dir.path().join(name);
+        let mut command = Command::new(ZERO);
+        command.args(["launch", "--ranks", "2", "--max-restarts", "1", "--", "train"]);
+        small(&mut command, dir.path(), &run, &["--steps", "100000"]);
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut said = Said::of(&mut child);
+        said.until("step 10/");
+        signal(&child, name);
+        let told = said.rest().to_string();
+        assert_eq!(child.wait().unwrap().code(), Some(code), "{told}");
+        // An MPI launcher hands on SIGUSR1 only.
+        let step = ended_after("SIGUSR1", &told);
+        let manifest = run.join(format!("checkpoints/step-{step:08}/manifest.json"));
+        assert!(manifest.exists() && !told.contains("restart"), "{told}");
+    }
 }
 
 #[test]

@@ -395,6 +395,48 @@ fn a_launched_job_that_loses_a_rank_goes_on_from_its_checkpoint() {
     assert_eq!(trajectory(&run), trajectory(&unbroken));
 }
 
+#[test]
+fn a_launcher_that_is_asked_to_end_lets_its_ranks_save() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let (run, temporary) = (dir.path().join("run"), dir.path().join("tmp"));
+    std::fs::create_dir(&temporary).unwrap();
+    let mut command = launch(&["--ranks", "2", "--max-restarts", "3", "--", "train"]);
+    small(&mut command, dir.path(), &run, &["--steps", "100000"]);
+    let mut child = begin(command.env("TMPDIR", &temporary));
+    let mut said = Said::of(&mut child);
+    said.until("step 10/");
+    signal(&child, "TERM");
+    let told = said.rest().to_string();
+    assert_eq!(child.wait().unwrap().code(), Some(143), "{told}");
+    let step = ended_after("SIGTERM", &told);
+    assert!(
+        run.join(format!("checkpoints/step-{step:08}/manifest.json")).exists() && !told.contains("restart"),
+        "{told}"
+    );
+    assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0, "nothing is left behind");
+}
+
+/// Launchers on several machines count restarts each for itself.
+#[test]
+fn ranks_of_different_attempts_go_on_together() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let (run, unbroken) = (dir.path().join("run"), dir.path().join("unbroken"));
+    good(&processes(2, dir.path(), &run, &["--steps", "4"]));
+    let port = free_port();
+    let children = (0..2).map(|place| {
+        let mut command = rank(place, 2, port);
+        small(&mut command, dir.path(), &run, &["--steps", "8"]);
+        begin(command.env("ZERO_RESTARTS", if place == 0 { "1" } else { "0" }).env("ZERO_LAUNCHED_UNIX_MS", "1"))
+    });
+    for output in finish(children.collect()) {
+        assert!(output.status.success(), "{}", text(&output));
+    }
+    threads(2, dir.path(), &unbroken, &["--steps", "8"]);
+    assert_eq!(trajectory(&run), trajectory(&unbroken));
+}
+
 /// Two "machines", each of which starts its half of the ranks that a file of Accelerate's asks for.
 #[test]
 fn machines_of_an_accelerate_file_start_their_shares() {

@@ -49,7 +49,7 @@ impl Drop for Lock {
 
 impl Staging {
     /// Takes the folder `dir` for this save, removes remains of others and makes the folder that the ranks write into.
-    pub(super) fn begin(dir: &Path, step: u64) -> Result<Self, CheckpointError> {
+    pub(super) fn begin(dir: &Path, step: u64, progress: &Progress) -> Result<Self, CheckpointError> {
         create_dir(dir)?;
         let path = dir.join(LOCK);
         let file = files::open_own(&path).map_err(io_at("open", &path))?;
@@ -66,7 +66,7 @@ impl Staging {
             }
             Err(TryLockError::Error(error)) => return Err(io_at("lock", &path)(error)),
         };
-        sweep(dir)?;
+        sweep(dir, progress)?;
         let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let id = format!("{nanos:x}-{:x}", std::process::id());
         let folder = dir.join(Self::folder_name(step, &id));
@@ -216,7 +216,7 @@ impl Drop for Staging {
 
 /// Removes what saves of processes that have died left behind, and gives a checkpoint that was to be replaced its name
 /// back. Only for who holds the lock.
-fn sweep(dir: &Path) -> Result<(), CheckpointError> {
+fn sweep(dir: &Path, progress: &Progress) -> Result<(), CheckpointError> {
     // A process that was killed may not have come to this: what it renamed must not come back as it was.
     sync_dir(dir)?;
     for entry in fs::read_dir(dir).map_err(io_at("list", dir))? {
@@ -228,6 +228,11 @@ fn sweep(dir: &Path) -> Result<(), CheckpointError> {
             rename(&path, &former)?;
             sync_dir(dir)?;
         } else if is_remains(name) {
+            // A large file may take seconds.
+            for file in fs::read_dir(&path).into_iter().flatten().flatten() {
+                remove(&file.path())?;
+                progress.made();
+            }
             remove(&path)?;
         }
     }

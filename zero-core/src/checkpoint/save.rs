@@ -150,8 +150,8 @@ fn save_checked<'p>(
     let staging = Arc::new(Mutex::new(None));
     let begun = (rank == 0).then(|| {
         let (staging, dir) = (staging.clone(), dir.to_path_buf());
-        Work::start(rank, dir.clone(), move |_| {
-            let begun = Staging::begin(&dir, step)?;
+        Work::start(rank, dir.clone(), move |progress| {
+            let begun = Staging::begin(&dir, step, progress)?;
             Ok(staging.lock().insert(begun).id().to_string())
         })
     });

@@ -9,7 +9,6 @@ mod plan;
 mod predict;
 mod ranks;
 mod report;
-mod signals;
 mod trace;
 mod train;
 mod zero_plan;
@@ -30,10 +29,10 @@ use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
 
 use self::ranks::{Ranks, with_ranks};
-use self::signals::Signal;
 use crate::TrainError;
 use crate::data::Source;
 use crate::launcher::write_status;
+use crate::signals::Signal;
 
 /// What a program brings along.
 #[derive(Debug, Clone)]

@@ -262,13 +262,14 @@ fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainErr
         options.ranks = options.ranks.or(Some(1));
     }
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
-    if number(RESTARTS).is_some_and(|restarts| restarts > 0)
+    // Each of several machines counts its own attempts, and their ranks look for a checkpoint together.
+    let restarted = number(RESTARTS).is_some_and(|restarts| restarts > 0);
+    if let Some(since) = ranks.least(restarted.then(|| number(LAUNCHED).unwrap_or(0)))?
         && let Some(save) = &options.save
         && options.resume.as_deref() != Some(Path::new("auto"))
     {
         // What an earlier attempt has saved. What lay there before is not this job's: without a checkpoint of its own it
         // begins as it was told to.
-        let since = number(LAUNCHED).unwrap_or(0);
         let latest = ranks.find_latest(save, Check::Sizes)?.checkpoint;
         let own = latest.map(|path| Manifest::read(&path)).transpose().map_err(EngineError::from)?;
         if own.is_some_and(|manifest| manifest.saved_unix_ms >= since) {

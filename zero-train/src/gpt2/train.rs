@@ -22,7 +22,6 @@ use super::backend::Work;
 use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use super::ranks::Ranks;
-use super::signals::{Signal, Watch};
 use crate::TrainError;
 use crate::config::Precision;
 use crate::data::TokenRows;
@@ -30,6 +29,7 @@ use crate::engine::{Parts, Step, ZeroEngine};
 use crate::memory::peak_rss_bytes;
 use crate::metrics::{EpochMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::Phase;
+use crate::signals::{Signal, Watch};
 
 type Trained<I> = Autodiff<Zero<I>>;
 type Engine<I> = ZeroEngine<Trained<I>, Gpt2<Trained<I>>, Fused<Trained<I>>>;
@@ -210,13 +210,13 @@ fn run_rank<I: FusedBackend>(
         };
         measured.steps.push(metrics);
         if ended || (last && signal.is_none() && plan.eval_rows.is_some()) {
-            let eval_loss = evaluate(&engine)?;
+            // There may be little time to save in.
+            let eval_loss = if signal.is_none() { evaluate(&engine)? } else { None };
             let metrics = epoch.end(step + 1, eval_loss);
             observe(&mut |observer| observer.epoch(&metrics))?;
             measured.epochs.push(metrics);
         }
         if let Some(dir) = plan.checkpoints.due(step + 1, last) {
-            // There may be little time, and the epoch's evaluation is to come.
             if plan.checkpoints.keep_best && signal.is_none() {
                 let loss = evaluate(&engine)?.unwrap_or(since_save.0 / since_save.1 as f64);
                 if state.best.is_none_or(|best| loss < best.loss) {

@@ -210,10 +210,12 @@ fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<Zer
         (Some(offload), Some(_)) => ("all", Some(&offload.device)),
     };
     let (to, swap) = match device {
-        None => ("nothing", "nothing".to_string()),
-        Some(OffloadDevice::Cpu) => ("host", "nothing".to_string()),
-        Some(OffloadDevice::Nvme { path }) => ("disk", path.display().to_string()),
+        None => ("nothing", None),
+        Some(OffloadDevice::Cpu) => ("host", None),
+        Some(OffloadDevice::Nvme { path }) => ("disk", Some(path)),
     };
+    // As paths: `/nvme/` is `/nvme`.
+    let given_swap = options.swap.as_ref().filter(|given| Some(*given) != swap);
     let given_to = options.offload_to.map(|to| if to == OffloadTo::Host { "host" } else { "disk" }.to_string());
     agree(
         path,
@@ -221,7 +223,11 @@ fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<Zer
             ("stage", text(options.stage), plan.stage.number().to_string()),
             ("offload", options.offload.map(|choice| choice.name().to_string()), kept.to_string()),
             ("offload-to", given_to, to.to_string()),
-            ("swap", options.swap.as_ref().map(|swap| swap.display().to_string()), swap),
+            (
+                "swap",
+                given_swap.map(|swap| swap.display().to_string()),
+                swap.map_or("nothing".to_string(), |swap| swap.display().to_string()),
+            ),
         ],
     )?;
     Ok(plan)

@@ -23,6 +23,8 @@ pub use sockets::{MAIN_PORT, Machines};
 pub use supervise::{Attempt, Ended, Limits, Process, Word, say_begun, supervise, write_status};
 pub use topology::physical_cores;
 
+pub use crate::signals::Asked;
+
 /// The variable that names the folder where ranks write their status.
 pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
 

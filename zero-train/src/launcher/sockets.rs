@@ -22,8 +22,8 @@ pub struct Machines {
     pub this: Option<usize>,
     /// The address of machine 0, where rank 0 is.
     pub host: Option<String>,
-    /// The port that rank 0 listens on.
-    pub port: Option<u16>,
+    /// The port that rank 0 listens on; with one machine, 0 stands for any that is free.
+    pub port: Option<usize>,
 }
 
 impl Machines {
@@ -44,7 +44,7 @@ impl Machines {
             count: number("num_machines"),
             this: number("machine_rank"),
             host: node.get("main_process_ip").and_then(Node::as_text).filter(|host| !host.is_empty()).map(String::from),
-            port: number("main_process_port").map(|port| u16::try_from(port).unwrap_or(0)),
+            port: number("main_process_port"),
         })
     }
 
@@ -82,18 +82,23 @@ impl Job {
         if this >= count {
             return Err(wrong("the rank of this machine", format!("one from 0 to {}", count - 1), this.to_string()));
         }
-        let (host, port) = match (&machines.host, machines.port) {
-            (_, Some(0)) => return Err(wrong("the main process's port", "1 to 65535".into(), "another".into())),
+        // Accelerate's 0 is for one machine: several must know of one another.
+        let allowed = usize::from(count > 1)..=u16::MAX.into();
+        if let Some(port) = machines.port.filter(|port| !allowed.contains(port)) {
+            let expected = format!("{} to {}", allowed.start(), allowed.end());
+            return Err(wrong("the main process's port", expected, port.to_string()));
+        }
+        let (host, port) = match (&machines.host, machines.port.filter(|&port| port > 0)) {
             (None, _) if count > 1 => {
                 let expected = "the address of machine 0 (main_process_ip)".to_string();
                 return Err(wrong("the main process's address", expected, "nothing".into()));
             }
-            (Some(host), port) if count > 1 => (host.as_str(), port.unwrap_or(MAIN_PORT)),
+            (Some(host), port) if count > 1 => (host.as_str(), port.unwrap_or(MAIN_PORT.into())),
             (_, Some(port)) => ("127.0.0.1", port),
             (_, None) => {
                 let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
                 let io = |source| LauncherError::Io { action: "find a free port of", path: "127.0.0.1".into(), source };
-                ("127.0.0.1", free.map_err(io)?.port())
+                ("127.0.0.1", free.map_err(io)?.port().into())
             }
         };
         let here = self.ranks / count;
@@ -103,14 +108,14 @@ impl Job {
                 ("LOCAL_RANK", local),
                 ("WORLD_SIZE", self.ranks),
                 ("LOCAL_WORLD_SIZE", here),
-                ("MASTER_PORT", port.into()),
+                ("MASTER_PORT", port),
             ];
             let mut variables: Vec<(String, String)> =
                 numbers.map(|(name, number)| (name.to_string(), number.to_string())).to_vec();
             variables.push(("MASTER_ADDR".into(), host.into()));
             variables.extend(secret.map(|secret| (SECRET.into(), secret.reveal().into())));
             variables.extend(self.variables.iter().cloned());
-            Process { command: self.program.clone(), variables }
+            Process { command: self.program.clone(), variables, is_launcher: false }
         };
         Ok((0..here).map(process).collect())
     }
@@ -135,6 +140,8 @@ mod tests {
         let ranks: Vec<String> = here.iter().map(|process| value(process, "RANK")).collect();
         assert_eq!((ranks, value(&here[1], "MASTER_ADDR")), (vec!["0".into(), "1".into()], "127.0.0.1".to_string()));
         assert_eq!((value(&here[0], "A"), value(&here[0], "ZERO_SECRET")), ("b".into(), "0123456789abcdef".into()));
+        let any_port = processes(1, &Machines { port: Some(0), ..Machines::default() }).unwrap();
+        assert_ne!(value(&any_port[0], "MASTER_PORT"), "0");
         let (count, this, host) = (Some(2), Some(1), Some("node-0".to_string()));
         let machines = Machines { count, this, host, ..Machines::default() };
         let here = processes(4, &machines).unwrap();
@@ -149,7 +156,14 @@ mod tests {
                 "the rank of this machine: expected one from",
             ),
             (processes(4, &Machines { host: None, ..machines.clone() }), "the main process's address: expected"),
-            (processes(4, &Machines { port: Some(0), ..machines }), "the main process's port: expected 1 to 65535"),
+            (
+                processes(4, &Machines { port: Some(0), ..machines }),
+                "the main process's port: expected 1 to 65535, got 0",
+            ),
+            (
+                processes(2, &Machines { port: Some(70_000), ..Machines::default() }),
+                "the main process's port: expected 0 to 65535, got 70000",
+            ),
         ] {
             let error = wrong.unwrap_err();
             assert!(error.starts_with(says), "{error}");

@@ -1,12 +1,15 @@
 //! One attempt after the other, until a job ends well or nothing is left to try.
 
 use std::ffi::OsString;
+use std::io::IsTerminal;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use super::{LauncherError, STATUS_DIR};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::{Asked, LauncherError, STATUS_DIR};
 
 /// What a failed rank of this machine has left.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,10 +27,12 @@ pub struct Process {
     pub command: Vec<OsString>,
     /// What its environment has besides this process's.
     pub variables: Vec<(String, String)>,
+    /// Whether it is an MPI launcher. One that is asked to end kills its ranks, but SIGUSR1 it hands on to them.
+    pub is_launcher: bool,
 }
 
-/// How often what was started and the ranks' words are looked at.
-const POLL: Duration = Duration::from_millis(100);
+/// How often what was started and the ranks' words are looked at. A signal is handed on so late at most.
+const POLL: Duration = Duration::from_millis(50);
 
 /// How an attempt ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,6 +55,8 @@ pub enum Ended {
     AfterFailure,
     /// No rank of this machine had begun in time.
     NotBegun,
+    /// A second signal came.
+    Asked,
 }
 
 /// How long a launcher, or ranks, may take.
@@ -64,10 +71,13 @@ pub struct Limits {
 /// Runs a launcher, or ranks, to their ends, which they are brought to when they exceed a limit: ranks that go on when one has
 /// ended badly have as long as a launcher has when one has said that it failed.
 ///
+/// The first signal of `asked` is handed on, and what was started then has the time it needs: a rank may save. After another one
+/// it has `grace` to end.
+///
 /// # Errors
 ///
 /// [`LauncherError::Io`] when they cannot be started or watched.
-pub fn supervise(processes: &[Process], limits: Limits) -> Result<Attempt, LauncherError> {
+pub fn supervise(processes: &[Process], limits: Limits, asked: &Asked) -> Result<Attempt, LauncherError> {
     let io = |action, path: &Path| {
         let path = path.to_path_buf();
         move |source| LauncherError::Io { action, path, source }
@@ -79,9 +89,10 @@ pub fn supervise(processes: &[Process], limits: Limits) -> Result<Attempt, Launc
     let mut running = Running(Vec::new());
     for process in processes {
         let child = begin(process, status.path()).map_err(io("start", program))?;
-        running.0.push(child);
+        running.0.push((child, process.is_launcher));
     }
     let (start, mut failed_since, mut began, mut first) = (Instant::now(), None, false, None);
+    let mut handed_on = false;
     loop {
         let exits = running.exits().map_err(io("wait for", program))?;
         began |= has_begun(status.path());
@@ -92,9 +103,15 @@ pub fn supervise(processes: &[Process], limits: Limits) -> Result<Attempt, Launc
         if failed_since.is_none() && (first.is_some() || !words(status.path()).is_empty()) {
             failed_since = Some(Instant::now());
         }
-        let ended = if failed_since.is_some_and(|since: Instant| since.elapsed() > limits.grace) {
+        if !handed_on && let Some(signal) = asked.first().and_then(Signal::from_named_raw) {
+            running.hand_on(signal).map_err(io("signal", program))?;
+            handed_on = true;
+        }
+        let ended = if asked.times() > 1 {
+            Ended::Asked
+        } else if failed_since.is_some_and(|since: Instant| since.elapsed() > limits.grace) {
             Ended::AfterFailure
-        } else if !began && limits.begin.is_some_and(|limit| start.elapsed() > limit) {
+        } else if !handed_on && !began && limits.begin.is_some_and(|limit| start.elapsed() > limit) {
             Ended::NotBegun
         } else {
             std::thread::sleep(POLL);
@@ -112,26 +129,32 @@ pub fn supervise(processes: &[Process], limits: Limits) -> Result<Attempt, Launc
 fn begin(process: &Process, status: &Path) -> std::io::Result<Child> {
     let (program, arguments) = process.command.split_first().expect("a command line names a program");
     let mut builder = Command::new(program);
+    // Ctrl-C on a terminal is for this process, which hands it on.
+    builder.process_group(0);
+    if std::io::stdin().is_terminal() && !process.is_launcher {
+        // Ranks in the background would be stopped if they read it.
+        builder.stdin(Stdio::null());
+    }
     builder.args(arguments).envs(process.variables.iter().map(|(name, value)| (name, value))).env(STATUS_DIR, status);
     // SAFETY: between fork and exec only prctl is called, which is safe there.
     unsafe {
         builder.pre_exec(|| {
             // It ends when this process does, in whatever way; a launcher then ends its ranks.
-            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))?;
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
             Ok(())
         });
     }
     builder.spawn()
 }
 
-/// What was started and has not ended. None is left behind.
-struct Running(Vec<Child>);
+/// What was started and has not ended, and whether it is a launcher. None is left behind.
+struct Running(Vec<(Child, bool)>);
 
 impl Running {
     /// The exit codes of those that have ended since the last look.
     fn exits(&mut self) -> std::io::Result<Vec<i32>> {
         let (mut codes, mut failed) = (Vec::new(), None);
-        self.0.retain_mut(|child| match child.try_wait() {
+        self.0.retain_mut(|(child, _)| match child.try_wait() {
             Ok(Some(exit)) => {
                 codes.push(code(exit));
                 false
@@ -145,17 +168,24 @@ impl Running {
         failed.map_or(Ok(codes), Err)
     }
 
+    fn hand_on(&self, signal: Signal) -> std::io::Result<()> {
+        for (child, is_launcher) in &self.0 {
+            kill_process(Pid::from_child(child), if *is_launcher { Signal::USR1 } else { signal })?;
+        }
+        Ok(())
+    }
+
     /// Asks them to end, and after `grace` does not ask any more.
     fn end(&mut self, grace: Duration) -> std::io::Result<Vec<i32>> {
-        for child in &self.0 {
-            rustix::process::kill_process(rustix::process::Pid::from_child(child), rustix::process::Signal::TERM)?;
+        for (child, _) in &self.0 {
+            kill_process(Pid::from_child(child), Signal::TERM)?;
         }
         let (since, mut codes) = (Instant::now(), Vec::new());
         while since.elapsed() < grace && !self.0.is_empty() {
             codes.extend(self.exits()?);
             std::thread::sleep(POLL);
         }
-        for mut child in self.0.drain(..) {
+        for (mut child, _) in self.0.drain(..) {
             child.kill()?;
             codes.push(code(child.wait()?));
         }
@@ -165,7 +195,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        for child in &mut self.0 {
+        for (child, _) in &mut self.0 {
             // It may have ended.
             let _ = child.kill();
             let _ = child.wait();
@@ -223,12 +253,12 @@ mod tests {
     use super::*;
 
     fn run(script: &str, limits: Limits) -> Attempt {
-        supervise(&[shell(script)], limits).unwrap()
+        supervise(&[shell(script)], limits, &Asked::never()).unwrap()
     }
 
     fn shell(script: &str) -> Process {
         let command = ["sh", "-c", script].map(OsString::from).to_vec();
-        Process { command, variables: vec![("OF_RANKS".into(), "yes".into())] }
+        Process { command, variables: vec![("OF_RANKS".into(), "yes".into())], is_launcher: false }
     }
 
     fn grace(millis: u64) -> Limits {
@@ -271,11 +301,46 @@ mod tests {
     }
 
     #[test]
+    fn a_signal_is_handed_on_and_waited_for_and_a_second_one_ends() {
+        let begin = Instant::now();
+        // The ranks have begun when their files are there.
+        let signalled = |script: &str, is_launcher: bool, ready: &Path, signals: &'static [i32]| {
+            let asked = Asked::never();
+            let (counted, ready) = (asked.clone(), ready.to_path_buf());
+            let asking = std::thread::spawn(move || {
+                for &signal in signals {
+                    while !ready.exists() {
+                        std::thread::sleep(POLL);
+                    }
+                    counted.count(signal);
+                    std::thread::sleep(4 * POLL);
+                }
+            });
+            let attempt = supervise(&[Process { is_launcher, ..shell(script) }], grace(300), &asked).unwrap();
+            asking.join().unwrap();
+            attempt
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let ready = |name: &str| dir.path().join(name);
+        let script = |name: &str, signal: &str, then: &str| {
+            let path = ready(name).display().to_string();
+            format!("trap '{then}' {signal}; touch {path}; while :; do sleep 0.05; done")
+        };
+        // Longer than the grace of a failure, as a save may take.
+        let saves = script("a", "TERM", "sleep 1; exit 143");
+        let got = signalled(&saves, false, &ready("a"), &[15]);
+        assert_eq!((got.code, got.ended), (143, None));
+        let got = signalled(&script("b", "USR1", "exit 138"), true, &ready("b"), &[2]);
+        assert_eq!((got.code, got.ended), (138, None), "an MPI launcher gets what it hands on");
+        let got = signalled(&script("c", "TERM", ""), false, &ready("c"), &[15, 2]);
+        assert_eq!((got.code, got.ended), (137, Some(Ended::Asked)));
+        assert!(begin.elapsed() < Duration::from_secs(60));
+    }
+
+    #[test]
     fn what_cannot_be_started_is_told() {
-        let error =
-            supervise(&[Process { command: vec!["/nowhere/mpirun".into()], variables: Vec::new() }], grace(1000))
-                .unwrap_err()
-                .to_string();
+        let mpirun = Process { command: vec!["/nowhere/mpirun".into()], variables: Vec::new(), is_launcher: true };
+        let error = supervise(&[mpirun], grace(1000), &Asked::never()).unwrap_err().to_string();
         assert!(error.contains("cannot start /nowhere/mpirun"), "{error}");
     }
 
@@ -284,7 +349,7 @@ mod tests {
         let begin = Instant::now();
         let all = |scripts: &[&str], limits| {
             let processes: Vec<Process> = scripts.iter().map(|script| shell(script)).collect();
-            supervise(&processes, limits).unwrap()
+            supervise(&processes, limits, &Asked::never()).unwrap()
         };
         let fine = Attempt { code: 0, failures: vec![], began: false, ended: None };
         assert_eq!(all(&["test $OF_RANKS = yes", "sleep 0.3"], grace(1000)), fine);

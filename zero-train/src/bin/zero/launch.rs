@@ -10,8 +10,8 @@ use clap::Args;
 use zero_core::collective::flight::merge;
 use zero_core::collective::launcher::{SECRET, Secret, TRUSTED_NETWORK};
 use zero_train::launcher::{
-    Ended, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTARTS, parse_hosts, physical_cores,
-    slots, spread, supervise,
+    Asked, Ended, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTARTS, parse_hosts,
+    physical_cores, slots, spread, supervise,
 };
 
 /// What a program ends with when its input is wrong: trying again would not help.
@@ -19,6 +19,9 @@ const BAD_INPUT: i32 = 2;
 
 /// What a program ends with that a signal has asked to end: 128 and the number of SIGINT, SIGUSR1, SIGTERM.
 const ASKED: [i32; 3] = [130, 138, 143];
+
+/// What ranks end with that got SIGUSR1 from their launcher, see [`Process::is_launcher`].
+const HANDED_ON: i32 = 138;
 
 /// For a first sign of a rank of this machine, where there was one in an earlier attempt.
 const START: Duration = Duration::from_secs(120);
@@ -49,7 +52,7 @@ pub struct LaunchArgs {
     main_process_ip: Option<String>,
     /// The port that rank 0 listens on [default: a free one; for several machines 29500]
     #[arg(long, value_name = "PORT")]
-    main_process_port: Option<u16>,
+    main_process_port: Option<usize>,
     /// Ranks may meet without a secret where other machines reach them: nobody else is on their network
     #[arg(long)]
     trusted_network: bool,
@@ -177,7 +180,7 @@ fn processes(job: &Job, mpirun: Option<&Mpirun>, machines: &Machines) -> Result<
     if let Some(mpirun) = mpirun {
         let command = job.command(mpirun, rustix::process::geteuid().is_root());
         let line = shell(&command);
-        return Ok((vec![Process { command, variables: Vec::new() }], line));
+        return Ok((vec![Process { command, variables: Vec::new(), is_launcher: true }], line));
     }
     // The ranks of several machines can share only what they were given.
     let secret = match machines.are_several() || std::env::var_os(SECRET).is_some() {
@@ -206,12 +209,14 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
     }
     let launched = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
     let started = mpirun.as_ref().map_or("the job".to_string(), |mpirun| mpirun.path.display().to_string());
+    let asked = Asked::watch().context("no handler of signals can be set")?;
     let (mut attempt, given, mut began_on) = (0, args.start_timeout.map(Duration::from_secs), None);
     loop {
         let job = args.job(&machines, attempt, launched)?;
         // Where ranks of an attempt began here, and the hosts are the same, a first sign is expected of the next too.
         let begin = match &began_on {
-            Some(hosts) if *hosts == job.hosts => given.or(Some(START)),
+            // Ranks that meet over sockets wait for one another until their own deadline.
+            Some(hosts) if *hosts == job.hosts && mpirun.is_some() => given.or(Some(START)),
             _ => given,
         };
         let (processes, lines) = processes(&job, mpirun.as_ref(), &machines)?;
@@ -220,7 +225,10 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
         eprintln!("{lines}");
-        let ended = supervise(&processes, Limits { grace: Duration::from_secs(args.grace), begin })?;
+        let mut ended = supervise(&processes, Limits { grace: Duration::from_secs(args.grace), begin }, &asked)?;
+        if let Some(signal) = asked.first().filter(|_| ended.code == HANDED_ON) {
+            ended.code = 128 + signal;
+        }
         if ended.ended.is_some() && mpirun.is_some() {
             // Otherwise the ranks' own words have come through.
             ended.failures.iter().for_each(|failure| eprintln!("{}", failure.reason));
@@ -245,9 +253,9 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
         // Ranks that the launcher itself has ended were not asked by anybody else.
-        let asked = ended.ended != Some(Ended::NotBegun) && ASKED.contains(&ended_with);
-        if bad_input || asked || attempt == args.max_restarts {
-            if attempt > 0 && !asked {
+        let is_asked = asked.first().is_some() || ended.ended != Some(Ended::NotBegun) && ASKED.contains(&ended_with);
+        if bad_input || is_asked || attempt == args.max_restarts {
+            if attempt > 0 && !is_asked {
                 eprintln!(
                     "error: given up after {attempt} restart(s); the last attempt ended with exit code {}",
                     ended.code
@@ -265,7 +273,10 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             if saves { ", from the last sound checkpoint" } else { "" },
             pause.as_secs()
         );
-        std::thread::sleep(pause);
+        asked.sleep(pause);
+        if let Some(signal) = asked.first() {
+            return Ok(ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)));
+        }
     }
 }
 

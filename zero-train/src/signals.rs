@@ -1,4 +1,4 @@
-//! SIGINT, SIGTERM, and SIGUSR1, by which Slurm tells that the time is nearly up.
+//! SIGINT, SIGTERM, and SIGUSR1, by which Slurm tells that the time is nearly up: what they do to a run, and to a launcher.
 //!
 //! While a run trains, the first one asks its ranks to end after the step that they are in, and a second one ends the process at
 //! once. At other times signals do what they do anyway. A signal may reach some ranks only, at any moment: each hands what it has
@@ -6,16 +6,20 @@
 //!
 //! The handler runs on any thread, in the middle of anything: it touches atomics, a clock, and `write` and `_exit`.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::Instant;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::low_level::{emulate_default_handler, exit, register};
 
-/// Milliseconds in which more signals count as one: a terminal's Ctrl-C reaches every process of a job, and a launcher then hands
-/// it on.
-const ECHO_MS: u64 = 200;
+/// Milliseconds in which more signals count as one: some reach every process of a job, and a launcher then hands its own on.
+const ECHO_MS: u64 = 400;
+
+/// How often what is waited for beside a signal is looked at.
+const POLL: Duration = Duration::from_millis(50);
+
+const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
 
 /// Runs that train in this process.
 static TRAINING: AtomicUsize = AtomicUsize::new(0);
@@ -30,21 +34,21 @@ static BEGIN: OnceLock<Instant> = OnceLock::new();
 
 /// A signal that asks a run to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Signal(i32);
+pub(crate) struct Signal(i32);
 
 impl Signal {
     /// What this process has been asked, as a number that travels between ranks: 0 for nothing.
-    pub(super) fn asked() -> f64 {
+    pub(crate) fn asked() -> f64 {
         (FIRST.load(Ordering::Relaxed) & 0xff) as f64
     }
 
     /// What all ranks have been asked, from each one's number: the first rank's that has been.
-    pub(super) fn of_ranks(mut asked: impl Iterator<Item = f64>) -> Option<Self> {
+    pub(crate) fn of_ranks(mut asked: impl Iterator<Item = f64>) -> Option<Self> {
         asked.find(|&number| number > 0.0).map(|number| Self(number as i32))
     }
 
     /// As shells call it.
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self.0 {
             SIGINT => "SIGINT",
             SIGTERM => "SIGTERM",
@@ -53,13 +57,13 @@ impl Signal {
     }
 
     /// What a shell gives for a process that the signal has ended.
-    pub(super) fn exit_code(self) -> u8 {
+    pub(crate) fn exit_code(self) -> u8 {
         128 + self.0 as u8
     }
 }
 
 /// While it lives, signals ask in place of ending the process.
-pub(super) struct Watch(());
+pub(crate) struct Watch(());
 
 impl Watch {
     /// `tells` says whether the process prints that it has been asked.
@@ -67,11 +71,11 @@ impl Watch {
     /// # Errors
     ///
     /// The system's, when it takes no handler.
-    pub(super) fn begin(tells: bool) -> std::io::Result<Self> {
+    pub(crate) fn begin(tells: bool) -> std::io::Result<Self> {
         static HANDLERS: OnceLock<Result<(), i32>> = OnceLock::new();
         let registered = HANDLERS.get_or_init(|| {
             BEGIN.get_or_init(Instant::now);
-            [SIGINT, SIGTERM, SIGUSR1].into_iter().try_for_each(|signal| {
+            SIGNALS.into_iter().filter(|&signal| !is_ignored(signal)).try_for_each(|signal| {
                 // SAFETY: `on` does only what a handler may do, see there.
                 let handler = unsafe { register(signal, move || on(signal)) };
                 handler.map(drop).map_err(|error| error.raw_os_error().unwrap_or(0))
@@ -89,6 +93,67 @@ impl Watch {
 impl Drop for Watch {
     fn drop(&mut self) {
         TRAINING.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Whether this process was started with the signal ignored, as a shell does with SIGINT for a script's jobs in the background.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    ignored.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask >> (signal - 1) & 1 == 1))
+}
+
+/// The signals that ask a launcher to end what it has started, from [`Asked::watch`] on.
+#[derive(Debug, Clone)]
+pub struct Asked {
+    /// The first one's number.
+    first: Arc<AtomicUsize>,
+    times: Arc<AtomicUsize>,
+}
+
+impl Asked {
+    /// Takes SIGINT, SIGTERM and SIGUSR1.
+    ///
+    /// # Errors
+    ///
+    /// The system's, when it takes no handler.
+    pub fn watch() -> std::io::Result<Self> {
+        let asked = Self::never();
+        for signal in SIGNALS.into_iter().filter(|&signal| !is_ignored(signal)) {
+            let counted = asked.clone();
+            // SAFETY: the handler touches atomics only.
+            unsafe { register(signal, move || counted.count(signal)) }?;
+        }
+        Ok(asked)
+    }
+
+    /// By no signal.
+    pub fn never() -> Self {
+        Self { first: Arc::default(), times: Arc::default() }
+    }
+
+    pub(crate) fn count(&self, signal: i32) {
+        // What is there already stays.
+        let _ = self.first.compare_exchange(0, signal as usize, Ordering::SeqCst, Ordering::SeqCst);
+        self.times.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// The first signal's number.
+    pub fn first(&self) -> Option<i32> {
+        Some(self.first.load(Ordering::SeqCst) as i32).filter(|&signal| signal != 0)
+    }
+
+    /// How many came.
+    pub fn times(&self) -> usize {
+        self.times.load(Ordering::SeqCst)
+    }
+
+    /// Waits, but not on after a signal.
+    pub fn sleep(&self, time: Duration) {
+        let since = Instant::now();
+        while self.first().is_none() && since.elapsed() < time {
+            std::thread::sleep(POLL.min(time));
+        }
     }
 }
 
