@@ -33,9 +33,11 @@ pub(super) struct Blocked {
     pub tuned: bool,
 }
 
-impl Default for Blocked {
-    fn default() -> Self {
-        Self { budget_bytes: BUDGET_BYTES, tuned: true }
+impl Blocked {
+    /// For a device. Where there are no matrix instructions there is nothing to choose from that tuning would be worth.
+    pub fn on<R: CubeRuntime>(tensor: &CubeTensor<R>) -> Self {
+        let matrices = &tensor.client.properties().features.matmul;
+        Self { budget_bytes: BUDGET_BYTES, tuned: !matrices.cmma.is_empty() || !matrices.mma.is_empty() }
     }
 }
 

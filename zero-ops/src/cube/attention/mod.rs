@@ -1,14 +1,12 @@
 //! Attention of rows `[n, d]`, forward and backward, without ever holding the scores of all pairs of rows.
 //!
-//! Two ways to do it. [`blocked`] makes the scores of a block of queries with Burn's products, which run on tensor cores,
-//! and turns them into probabilities with one kernel. [`flash`] is one kernel for everything, which keeps scores in the
-//! cube's shared memory; it is for devices without matrix instructions. The semantics of both are those of
-//! `crate::fallback`; computed in fp32, rounded once where results are stored (and where they enter a product).
+//! [`blocked`] makes the scores of a block of queries with Burn's products, which run on tensor cores where there are any, and
+//! turns them into probabilities with one kernel. The semantics are those of `crate::fallback`; computed in fp32, rounded once
+//! where results are stored (and where they enter a product).
 //!
 //! Shape suffixes: those of `crate::backend`, and `e` for the width of a head, `pairs = b * h`.
 
 mod blocked;
-mod flash;
 mod kernels;
 pub(super) mod on_tensors;
 mod softmax;
@@ -43,8 +41,8 @@ pub(crate) fn forward<R: CubeRuntime>(
     options: AttentionOptions,
 ) -> (CubeTensor<R>, CubeTensor<R>) {
     let inputs = Inputs::separate([q, k, v], mask, options);
-    let way = Way::of(&inputs);
-    forward_of(inputs, way)
+    let blocked = Blocked::on(&inputs.q.tensor);
+    forward_of(inputs, blocked)
 }
 
 /// [`attention_backward`](crate::FusedBackend::attention_backward): the gradients for `q`, `k` and `v`, each `[n, d]`.
@@ -62,8 +60,8 @@ pub(crate) fn backward<R: CubeRuntime>(
     options: AttentionOptions,
 ) -> [CubeTensor<R>; 3] {
     let inputs = Inputs::separate([q, k, v], mask, options);
-    let way = Way::of(&inputs);
-    separate_backward(inputs, Saved::new(out, lse, grad), way)
+    let blocked = Blocked::on(&inputs.q.tensor);
+    separate_backward(inputs, Saved::new(out, lse, grad), blocked)
 }
 
 /// [`packed_attention_forward`](crate::FusedBackend::packed_attention_forward): as [`forward`], of rows `[n, 3 d]`.
@@ -73,8 +71,8 @@ pub(crate) fn packed_forward<R: CubeRuntime>(
     options: AttentionOptions,
 ) -> (CubeTensor<R>, CubeTensor<R>) {
     let inputs = Inputs::packed(qkv, mask, options);
-    let way = Way::of(&inputs);
-    forward_of(inputs, way)
+    let blocked = Blocked::on(&inputs.q.tensor);
+    forward_of(inputs, blocked)
 }
 
 /// [`packed_attention_backward`](crate::FusedBackend::packed_attention_backward): the gradient of `qkv`, `[n, 3 d]`.
@@ -87,29 +85,8 @@ pub(crate) fn packed_backward<R: CubeRuntime>(
     options: AttentionOptions,
 ) -> CubeTensor<R> {
     let inputs = Inputs::packed(qkv, mask, options);
-    let way = Way::of(&inputs);
-    joint_backward(inputs, Saved::new(out, lse, grad), way)
-}
-
-/// How a pass is made.
-#[derive(Clone, Copy, Debug)]
-enum Way {
-    Blocked(Blocked),
-    Flash,
-}
-
-impl Way {
-    /// Products are what attention costs, so tensor cores decide where there are any.
-    fn of<R: CubeRuntime>(inputs: &Inputs<R>) -> Self {
-        let properties = inputs.q.tensor.client.properties();
-        let matrices = &properties.features.matmul;
-        let accelerated = !matrices.cmma.is_empty() || !matrices.mma.is_empty();
-        if accelerated || !flash::fits(&properties.hardware, inputs.sizes.e) {
-            Self::Blocked(Blocked::default())
-        } else {
-            Self::Flash
-        }
-    }
+    let blocked = Blocked::on(&inputs.q.tensor);
+    joint_backward(inputs, Saved::new(out, lse, grad), blocked)
 }
 
 /// Some columns of rows: those of a head begin at `column + head * e`.
@@ -220,44 +197,38 @@ fn full<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     packed(cast(x, DType::F32))
 }
 
-fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, way: Way) -> (CubeTensor<R>, CubeTensor<R>) {
+fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, blocked: Blocked) -> (CubeTensor<R>, CubeTensor<R>) {
     let Sizes { pairs, heads, t, .. } = inputs.sizes;
     let like = &inputs.q.tensor;
     let out = scratch(like, &[inputs.sizes.rows(), inputs.sizes.width()], inputs.dtype());
     let lse = scratch(like, &[pairs / heads, heads, t], DType::F32);
     if !inputs.sizes.is_empty() {
-        match way {
-            Way::Blocked(blocked) => blocked.forward(&inputs, &out, &lse),
-            Way::Flash => flash::forward(&inputs, &out, &lse),
-        }
+        blocked.forward(&inputs, &out, &lse);
     }
     (out, lse)
 }
 
-fn separate_backward<R: CubeRuntime>(inputs: Inputs<R>, saved: Saved<R>, way: Way) -> [CubeTensor<R>; 3] {
+fn separate_backward<R: CubeRuntime>(inputs: Inputs<R>, saved: Saved<R>, blocked: Blocked) -> [CubeTensor<R>; 3] {
     let shape = [inputs.sizes.rows(), inputs.sizes.width()];
     let gradients = [(); 3].map(|()| scratch(&inputs.q.tensor, &shape, inputs.dtype()));
-    backward_into(&inputs, &saved, gradients.clone().map(Rows::new), way);
+    backward_into(&inputs, &saved, gradients.clone().map(Rows::new), blocked);
     gradients
 }
 
-fn joint_backward<R: CubeRuntime>(inputs: Inputs<R>, saved: Saved<R>, way: Way) -> CubeTensor<R> {
+fn joint_backward<R: CubeRuntime>(inputs: Inputs<R>, saved: Saved<R>, blocked: Blocked) -> CubeTensor<R> {
     let d = inputs.sizes.width();
     let gradient = scratch(&inputs.q.tensor, &[inputs.sizes.rows(), 3 * d], inputs.dtype());
     let rows = Rows::new(gradient.clone());
-    backward_into(&inputs, &saved, [0, d, 2 * d].map(|column| rows.at_column(column)), way);
+    backward_into(&inputs, &saved, [0, d, 2 * d].map(|column| rows.at_column(column)), blocked);
     gradient
 }
 
-fn backward_into<R: CubeRuntime>(inputs: &Inputs<R>, saved: &Saved<R>, gradients: [Rows<R>; 3], way: Way) {
+fn backward_into<R: CubeRuntime>(inputs: &Inputs<R>, saved: &Saved<R>, gradients: [Rows<R>; 3], blocked: Blocked) {
     if inputs.sizes.is_empty() {
         return;
     }
     let along = kernels::along(inputs.sizes, &saved.out, &saved.grad);
-    match way {
-        Way::Blocked(blocked) => blocked.backward(inputs, saved, &along, &gradients),
-        Way::Flash => flash::backward(inputs, saved, &along, &gradients),
-    }
+    blocked.backward(inputs, saved, &along, &gradients);
 }
 
 /// As [`empty`]; every tensor that is made here comes from here.

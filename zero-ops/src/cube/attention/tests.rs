@@ -25,10 +25,10 @@ pub(super) fn record(elems: usize) {
 }
 
 /// Untuned: tuning takes minutes on a device that is a processor.
-const BLOCKED: Way = Way::Blocked(Blocked { budget_bytes: 64 << 20, tuned: false });
+const BLOCKED: Blocked = Blocked { budget_bytes: 64 << 20, tuned: false };
 
 /// The least blocks: one pair's and 64 queries.
-const SMALL_BLOCKS: Way = Way::Blocked(Blocked { budget_bytes: 1, tuned: false });
+const SMALL_BLOCKS: Blocked = Blocked { budget_bytes: 1, tuned: false };
 
 /// Numbers between -1 and 1, always the same of a seed.
 fn noise(len: usize, seed: u64) -> Vec<f32> {
@@ -130,7 +130,7 @@ fn expected(case: Case, [q, k, v, grad]: &[Vec<f32>; 4], mask: &Option<Vec<f32>>
 }
 
 fn separate(
-    way: Way,
+    way: Blocked,
     case: Case,
     rows: &[Vec<f32>; 4],
     mask: &Option<Vec<f32>>,
@@ -149,7 +149,7 @@ fn separate(
 }
 
 fn joint(
-    way: Way,
+    way: Blocked,
     case: Case,
     rows: &[Vec<f32>; 4],
     mask: &Option<Vec<f32>>,
@@ -186,18 +186,11 @@ fn plain(values: &[f32], shape: [usize; 2]) -> Cube {
     on::<Vulkan, 2>(values, shape)
 }
 
-fn agrees(way: Way, case: Case) {
+fn agrees(way: Blocked, case: Case) {
     let (rows, mask) = (rows_of(case), case.mask());
     let expected = expected(case, &rows, &mask);
     assert_close(&separate(way, case, &rows, &mask, pitched), &expected, (case, "pitched"));
     assert_close(&joint(way, case, &rows, &mask, plain), &expected, (case, "packed"));
-}
-
-#[test]
-fn tiles_agree_with_the_default_bodies() {
-    for case in Case::some(3) {
-        agrees(Way::Flash, case);
-    }
 }
 
 #[test]
@@ -214,20 +207,12 @@ fn small_blocks_agree_with_the_default_bodies() {
     }
 }
 
-/// The widest heads that the tiles take, and lengths around a tile's.
-#[test]
-fn tiles_of_the_widest_heads_agree() {
-    for (t, e) in [(31, 128), (33, 127), (40, 96)] {
-        agrees(Way::Flash, Case { batch: 1, heads: 2, t, e, causal: true, masked: true });
-    }
-}
-
 #[test]
 fn two_runs_give_the_same_bits() {
     let case = Case { batch: 2, heads: 3, t: 100, e: 40, causal: true, masked: true };
     let (rows, mask) = (rows_of(case), case.mask());
     let expected = expected(case, &rows, &mask);
-    for way in [Way::Flash, BLOCKED, SMALL_BLOCKS] {
+    for way in [BLOCKED, SMALL_BLOCKS] {
         let [first, second] = [(); 2].map(|()| joint(way, case, &rows, &mask, plain));
         assert_eq!(first, second, "{way:?}");
         assert_close(&first, &expected, way);
@@ -243,7 +228,7 @@ fn a_mask_may_hide_everything() {
         let mut mask = case.mask().expect("the case has a mask");
         mask[..case.t].fill(-1e9);
         let expected = expected(case, &rows, &Some(mask.clone()));
-        for way in [Way::Flash, BLOCKED, SMALL_BLOCKS] {
+        for way in [BLOCKED, SMALL_BLOCKS] {
             let actual = joint(way, case, &rows, &Some(mask.clone()), plain);
             assert!(actual.iter().flatten().all(|x| x.is_finite()), "{way:?} {causal}");
             // The default bodies score keys of the future above a mask as low as this one.
@@ -258,26 +243,7 @@ fn a_mask_may_hide_everything() {
 fn no_rows_are_no_work() {
     let case = Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false };
     let rows = [const { Vec::new() }; 4];
-    for way in [Way::Flash, BLOCKED] {
-        assert!(joint(way, case, &rows, &None, plain).iter().all(Vec::is_empty));
-    }
-}
-
-/// What fits runs in tiles where there are no matrix instructions, and in blocks where there are.
-#[test]
-fn the_device_and_the_width_choose_the_way() {
-    let client = WgpuRuntime::client(&WgpuDevice::default());
-    let matrices = &client.properties().features.matmul;
-    let accelerated = !matrices.cmma.is_empty() || !matrices.mma.is_empty();
-    let way = |e: usize| {
-        let case = Case { batch: 1, heads: 2, t: 3, e, causal: false, masked: false };
-        let qkv = plain(&vec![0.0; 3 * 6 * e], [3, 6 * e]);
-        Way::of(&Inputs::packed(qkv, None, case.options()))
-    };
-    for e in [1, 64, 128] {
-        assert_eq!(matches!(way(e), Way::Flash), !accelerated, "{e}");
-    }
-    assert!(matches!(way(129), Way::Blocked(_)));
+    assert!(joint(BLOCKED, case, &rows, &None, plain).iter().all(Vec::is_empty));
 }
 
 #[test]
@@ -307,15 +273,12 @@ fn the_functions_give_what_the_chosen_way_gives() {
 fn no_tensor_holds_all_scores() {
     let case = Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false };
     let (rows, scores) = (rows_of(case), case.batch * case.heads * case.t * case.t);
-    for way in [Way::Flash, SMALL_BLOCKS] {
-        LARGEST.with(|largest| largest.set(0));
-        separate(way, case, &rows, &None, plain);
-        let largest = LARGEST.with(Cell::get);
-        let inputs = case.t * case.heads * case.e;
-        let bound = if matches!(way, Way::Flash) { inputs } else { 64 * case.t };
-        assert!((inputs..=bound.max(inputs)).contains(&largest), "{way:?}: {largest} of {scores}");
-        assert!(largest < scores / 16);
-    }
+    LARGEST.with(|largest| largest.set(0));
+    separate(SMALL_BLOCKS, case, &rows, &None, plain);
+    let largest = LARGEST.with(Cell::get);
+    let inputs = case.t * case.heads * case.e;
+    assert!((inputs..=inputs.max(64 * case.t)).contains(&largest), "{largest} of {scores}");
+    assert!(largest < scores / 16);
 }
 
 #[test]
@@ -353,15 +316,13 @@ fn rows_in_16_bit_are_rounded_at_the_end() {
         let round = |x: &[f32], shape| Vulkan::float_cast(plain(x, shape), dtype.into());
         let rows = rows_of(case).map(|x| values::<Vulkan, 2>(round(&x, case.shape())));
         let expected = expected(case, &rows, &mask);
-        for way in [Way::Flash, BLOCKED] {
-            let actual = joint(way, case, &rows, &mask, round);
-            for (actual, expected) in actual.iter().zip(&expected) {
-                let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-                // Probabilities and their gradients are rounded too where a product takes them.
-                let bound = largest * 4.0 / (1 << digits) as f32;
-                let apart = actual.iter().zip(expected).fold(0f32, |apart, (a, b)| apart.max((a - b).abs()));
-                assert!(apart <= bound, "{dtype:?} {way:?}: {apart} > {bound}");
-            }
+        let actual = joint(BLOCKED, case, &rows, &mask, round);
+        for (actual, expected) in actual.iter().zip(&expected) {
+            let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+            // Probabilities and their gradients are rounded too where a product takes them.
+            let bound = largest * 4.0 / (1 << digits) as f32;
+            let apart = actual.iter().zip(expected).fold(0f32, |apart, (a, b)| apart.max((a - b).abs()));
+            assert!(apart <= bound, "{dtype:?}: {apart} > {bound}");
         }
     }
 }
