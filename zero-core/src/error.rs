@@ -4,8 +4,19 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::collective::exit::code;
 use crate::collective::process::RendezvousError;
+
+/// What a rank's process ends with.
+pub mod code {
+    /// All went well.
+    pub const SUCCESS: i32 = 0;
+    /// A rank failed.
+    pub const FAILURE: i32 = 1;
+    /// What was asked for, or the environment, cannot work: trying again does not help.
+    pub const BAD_INPUT: i32 = 2;
+    /// A deadline passed in a wait for another rank (`EX_TEMPFAIL` of sysexits.h: trying again may help).
+    pub const WATCHDOG: i32 = 75;
+}
 
 /// What a collective, a gather or a wait ran into.
 ///

@@ -19,6 +19,7 @@ pub mod collective;
 pub mod copies;
 mod error;
 pub mod estimate;
+mod exposure;
 mod files;
 pub mod offload;
 mod partition;

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+pub use crate::exposure::{Expose, Exposure, Key};
+
 use crate::CommError;
 use crate::collective::landing::Landing;
 use crate::collective::threads::{Run, ThreadComm};
@@ -22,37 +24,6 @@ use crate::collective::{Buffer, Collective, DType};
 
 /// How long a reader in this process sleeps before it looks whether the run has failed.
 const POLL: Duration = Duration::from_millis(20);
-
-/// Names one version of one object, alike on every rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Key {
-    /// The object (a parameter's number).
-    pub object: u64,
-    /// Its version, from 0, ascending.
-    pub version: u64,
-}
-
-/// What a published value gives to a reader in another process.
-pub enum Exposure {
-    /// Nothing yet: it is being made. The reader waits.
-    Pending,
-    /// Its bytes.
-    Ready {
-        /// What they are (type and shape); the reader compares it with what it expects.
-        tag: String,
-        /// The bytes, lent for as long as it takes to send them.
-        bytes: Box<dyn AsRef<[u8]> + Send + Sync>,
-    },
-    /// Nothing ever: why.
-    Failed(String),
-}
-
-/// A value whose bytes other processes may read.
-pub trait Expose {
-    /// The bytes as they are now. Called on a thread that serves the other ranks' reads: it may copy or read a disk, but
-    /// does not wait for anything that another rank does.
-    fn expose(&self) -> Exposure;
-}
 
 #[derive(Debug)]
 struct Versions<T> {
@@ -194,7 +165,7 @@ impl<T> Board<T> {
 impl<T: Expose + Send + Sync + 'static> Window<T> {
     /// The view of a process's rank. Every rank of a run joins its windows in the same order.
     pub fn join_processes(comm: &crate::collective::process::ProcessComm) -> Self {
-        use crate::collective::process::{remote::Remote, serve::Found};
+        use crate::collective::process::{commands::Found, remote::Remote};
         let (rank, board) = (comm.place().rank, WindowHost::<T>::default().0);
         let shown = board.clone();
         let lookup = move |key: Key| {

@@ -6,16 +6,14 @@
 //! * Memory: as of [`zero_models::hf_export`], a chunk, or one parameter that is transposed; never the model.
 //! * Threads: all on the caller's.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::{bf16, f16};
 use serde_json::Value;
-use zero_core::checkpoint::{
-    Check, Checkpoint, CheckpointError, ElementType, Manifest, Table, TensorEntry, find_latest,
-};
+use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
 use zero_models::hf_export::{ExportOptions, Exported, ReadError, export};
 use zero_models::{ModelConfig, ModelError, ModelParam};
 
@@ -137,7 +135,11 @@ fn open(path: &Path) -> Result<(Checkpoint, Skipped), ExportError> {
 ///
 /// # Errors
 /// [`ExportError::NoModel`], [`ExportError::BadModel`] and [`ExportError::Unfit`].
-pub(crate) fn model_of(path: &Path, state: &Value, tensors: &Table<TensorEntry>) -> Result<ModelConfig, ExportError> {
+pub(crate) fn model_of(
+    path: &Path,
+    state: &Value,
+    tensors: &BTreeMap<String, TensorEntry>,
+) -> Result<ModelConfig, ExportError> {
     let model = state.get("model").ok_or_else(|| ExportError::NoModel { path: path.to_path_buf() })?;
     let model: ModelConfig = serde_json::from_value(model.clone())
         .map_err(|error| ExportError::BadModel { path: path.to_path_buf(), reason: error.to_string() })?;
@@ -149,7 +151,7 @@ pub(crate) fn model_of(path: &Path, state: &Value, tensors: &Table<TensorEntry>)
 
 /// Whether the tensors may be those of `model`, before its parameters are listed: a configuration can name any number of
 /// layers, of any width.
-fn check_size(model: &ModelConfig, tensors: &Table<TensorEntry>) -> Result<(), String> {
+fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> Result<(), String> {
     let (layers, widths) = match model {
         ModelConfig::Gpt2(model) => {
             (model.n_layer, [model.vocab_size, model.n_positions, model.n_embd, model.inner_width()])
@@ -162,7 +164,8 @@ fn check_size(model: &ModelConfig, tensors: &Table<TensorEntry>) -> Result<(), S
     if layers > tensors.len() {
         return Err(format!("{layers} layers, and {} tensors in all", tensors.len()));
     }
-    let widest = tensors.values().flat_map(|tensor| tensor.shape).max().unwrap_or(0).min(u32::MAX as usize);
+    let widest =
+        tensors.values().flat_map(|tensor| &tensor.shape).max().map_or(0, |&widest| widest).min(u32::MAX as usize);
     match widths.into_iter().find(|width| *width > widest) {
         Some(width) => Err(format!("a width of {width}, and no tensor wider than {widest}")),
         None => Ok(()),
@@ -170,8 +173,9 @@ fn check_size(model: &ModelConfig, tensors: &Table<TensorEntry>) -> Result<(), S
 }
 
 /// Whether the parameters among `tensors` are these and no others, or what is missing, unexpected or different.
-fn check(tensors: &Table<TensorEntry>, parameters: &[ModelParam]) -> Result<(), String> {
-    let mut unexpected: BTreeSet<&str> = tensors.keys().filter(|name| name.starts_with(PREFIX)).collect();
+fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> Result<(), String> {
+    let mut unexpected: BTreeSet<&str> =
+        tensors.keys().map(String::as_str).filter(|name| name.starts_with(PREFIX)).collect();
     let (mut missing, mut differing) = (Vec::new(), Vec::new());
     for param in parameters {
         let name = format!("{PREFIX}{}", param.path);

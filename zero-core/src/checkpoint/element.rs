@@ -1,109 +1,72 @@
 //! The element types that a file can hold, under the names that safetensors gives them.
 
+use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
-use super::json;
-use super::table::{put_number, take_number};
 use crate::collective::DType;
 
-/// The most dimensions of a tensor that are read; what others write has fewer.
-const MAX_DIMENSIONS: usize = 64;
+macro_rules! element_types {
+    ($($name:ident = $dtype:ident, $bytes:literal, $doc:literal;)*) => {
+        /// Element type of a saved tensor. Its bytes are little-endian.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+        #[serde(try_from = "Dtype", into = "Dtype")]
+        pub enum ElementType {
+            $(#[doc = $doc] $name,)*
+        }
 
-/// Element type of a saved tensor. Its bytes are little-endian.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "UPPERCASE")]
-pub enum ElementType {
-    /// A byte that is 0 or 1.
-    Bool,
-    /// Unsigned, 8 bits.
-    U8,
-    /// Signed, 8 bits.
-    I8,
-    /// 8-bit float with 5 bits of exponent.
-    #[serde(rename = "F8_E5M2")]
-    F8E5M2,
-    /// 8-bit float with 4 bits of exponent.
-    #[serde(rename = "F8_E4M3")]
-    F8E4M3,
-    /// Signed, 16 bits.
-    I16,
-    /// Unsigned, 16 bits.
-    U16,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-    /// Signed, 32 bits.
-    I32,
-    /// Unsigned, 32 bits.
-    U32,
-    /// 32-bit float.
-    F32,
-    /// Signed, 64 bits.
-    I64,
-    /// Unsigned, 64 bits.
-    U64,
-    /// 64-bit float.
-    F64,
+        impl ElementType {
+            /// Every type, for tables and tests.
+            pub const ALL: [ElementType; [$(stringify!($name)),*].len()] = [$(ElementType::$name),*];
+
+            /// Bytes of one element.
+            pub fn size(self) -> usize {
+                match self {
+                    $(ElementType::$name => $bytes,)*
+                }
+            }
+        }
+
+        impl TryFrom<Dtype> for ElementType {
+            type Error = String;
+
+            /// Refuses types of less than a byte, and pairs.
+            fn try_from(dtype: Dtype) -> Result<Self, String> {
+                match dtype {
+                    $(Dtype::$dtype => Ok(ElementType::$name),)*
+                    other => Err(format!("elements of type {other} are not supported")),
+                }
+            }
+        }
+
+        impl From<ElementType> for Dtype {
+            fn from(element: ElementType) -> Self {
+                match element {
+                    $(ElementType::$name => Dtype::$dtype,)*
+                }
+            }
+        }
+    };
+}
+
+element_types! {
+    Bool = BOOL, 1, "A byte that is 0 or 1.";
+    U8 = U8, 1, "Unsigned, 8 bits.";
+    I8 = I8, 1, "Signed, 8 bits.";
+    F8E5M2 = F8_E5M2, 1, "8-bit float with 5 bits of exponent.";
+    F8E4M3 = F8_E4M3, 1, "8-bit float with 4 bits of exponent.";
+    I16 = I16, 2, "Signed, 16 bits.";
+    U16 = U16, 2, "Unsigned, 16 bits.";
+    F16 = F16, 2, "IEEE half precision.";
+    Bf16 = BF16, 2, "bfloat16.";
+    I32 = I32, 4, "Signed, 32 bits.";
+    U32 = U32, 4, "Unsigned, 32 bits.";
+    F32 = F32, 4, "32-bit float.";
+    I64 = I64, 8, "Signed, 64 bits.";
+    U64 = U64, 8, "Unsigned, 64 bits.";
+    F64 = F64, 8, "64-bit float.";
 }
 
 impl ElementType {
-    /// Every type, for tables and tests.
-    pub const ALL: [ElementType; 15] = [
-        ElementType::Bool,
-        ElementType::U8,
-        ElementType::I8,
-        ElementType::F8E5M2,
-        ElementType::F8E4M3,
-        ElementType::I16,
-        ElementType::U16,
-        ElementType::F16,
-        ElementType::Bf16,
-        ElementType::I32,
-        ElementType::U32,
-        ElementType::F32,
-        ElementType::I64,
-        ElementType::U64,
-        ElementType::F64,
-    ];
-
-    /// Bytes of one element.
-    pub fn size(self) -> usize {
-        match self {
-            ElementType::Bool | ElementType::U8 | ElementType::I8 | ElementType::F8E5M2 | ElementType::F8E4M3 => 1,
-            ElementType::I16 | ElementType::U16 | ElementType::F16 | ElementType::Bf16 => 2,
-            ElementType::I32 | ElementType::U32 | ElementType::F32 => 4,
-            ElementType::I64 | ElementType::U64 | ElementType::F64 => 8,
-        }
-    }
-
-    /// Its name in a file.
-    fn name(self) -> &'static str {
-        match self {
-            ElementType::Bool => "BOOL",
-            ElementType::U8 => "U8",
-            ElementType::I8 => "I8",
-            ElementType::F8E5M2 => "F8_E5M2",
-            ElementType::F8E4M3 => "F8_E4M3",
-            ElementType::I16 => "I16",
-            ElementType::U16 => "U16",
-            ElementType::F16 => "F16",
-            ElementType::Bf16 => "BF16",
-            ElementType::I32 => "I32",
-            ElementType::U32 => "U32",
-            ElementType::F32 => "F32",
-            ElementType::I64 => "I64",
-            ElementType::U64 => "U64",
-            ElementType::F64 => "F64",
-        }
-    }
-
-    /// The type whose name is written as `json`.
-    pub(super) fn parse(json: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|dtype| json::is(json, dtype.name()));
-        found.ok_or_else(|| json::unexpected(json, "an element type, such as \"F32\""))
-    }
-
     /// Bytes of a tensor of `shape`, or `None` when no file could hold it.
     pub(super) fn bytes_of(self, shape: &[usize]) -> Option<u64> {
         // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.
@@ -113,36 +76,9 @@ impl ElementType {
     }
 }
 
-/// The dimensions that are written as `json`.
-pub(super) fn parse_shape(json: &str) -> Result<Vec<usize>, String> {
-    let mut shape = Vec::new();
-    json::elements(json, "a list of dimensions", |dimension| {
-        if shape.len() == MAX_DIMENSIONS {
-            return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, which is the most that is read"));
-        }
-        shape.push(json::number(dimension, "shape")?);
-        Ok(())
-    })?;
-    Ok(shape)
-}
-
-/// Writes type and dimensions into a record of a [`Table`](super::Table).
-pub(super) fn put_kind(record: &mut Vec<u8>, dtype: ElementType, shape: &[usize]) {
-    put_number(record, dtype as u64);
-    put_number(record, shape.len() as u64);
-    shape.iter().for_each(|&dimension| put_number(record, dimension as u64));
-}
-
-/// Reads what [`put_kind`] wrote.
-pub(super) fn take_kind(record: &mut &[u8]) -> (ElementType, Vec<usize>) {
-    let dtype = ElementType::ALL[take_number(record) as usize];
-    let rank = take_number(record);
-    (dtype, (0..rank).map(|_| take_number(record) as usize).collect())
-}
-
 impl core::fmt::Display for ElementType {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str(self.name())
+        Dtype::from(*self).fmt(f)
     }
 }
 
@@ -166,22 +102,11 @@ mod tests {
     fn the_shown_name_is_the_one_in_the_file() {
         for element in ElementType::ALL {
             assert_eq!(serde_json::to_value(element).unwrap(), element.to_string());
-            assert_eq!(ElementType::parse(&format!("\"{element}\"")), Ok(element));
+            assert_eq!(serde_json::from_str::<ElementType>(&format!("\"{element}\"")).unwrap(), element);
+            assert_eq!(element.size() * 8, Dtype::from(element).bitsize());
         }
-        assert!(ElementType::parse("\"F31\"").unwrap_err().contains("such as \"F32\""));
-    }
-
-    #[test]
-    fn type_and_dimensions_are_read_as_they_were_written() {
-        for element in ElementType::ALL {
-            for shape in [vec![], vec![0, 127, 128], vec![usize::MAX; MAX_DIMENSIONS]] {
-                let mut record = Vec::new();
-                put_kind(&mut record, element, &shape);
-                assert_eq!(take_kind(&mut &record[..]), (element, shape.clone()));
-                assert_eq!(parse_shape(&format!("{shape:?}")), Ok(shape));
-            }
-        }
-        assert!(parse_shape(&format!("{:?}", [1; MAX_DIMENSIONS + 1])).unwrap_err().contains("more than 64"));
+        assert!(serde_json::from_str::<ElementType>("\"F31\"").unwrap_err().to_string().contains("F32"));
+        assert!(serde_json::from_str::<ElementType>("\"F4\"").unwrap_err().to_string().contains("not supported"));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What saving or reading a checkpoint ran into: what was expected, what came, and what to change.
 
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -213,4 +214,45 @@ pub enum CheckpointError {
 /// Names action and path of an error of the system.
 pub(super) fn io_at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     move |source| CheckpointError::Io { action, path: path.to_path_buf(), source }
+}
+
+/// The beginning of what is shown, for errors about what may be of any length.
+pub(super) fn brief(shown: impl fmt::Display) -> String {
+    cut(shown, 100)
+}
+
+/// What serde says, which may quote a text of any length.
+pub(super) fn parsing(error: serde_json::Error) -> String {
+    cut(error, 400)
+}
+
+fn cut(shown: impl fmt::Display, limit: usize) -> String {
+    struct Cut(String, usize);
+    impl fmt::Write for Cut {
+        fn write_str(&mut self, text: &str) -> fmt::Result {
+            let end = text.floor_char_boundary(self.1 - self.0.len().min(self.1));
+            self.0.push_str(&text[..end]);
+            if end < text.len() {
+                self.0.push_str("...");
+                return Err(fmt::Error);
+            }
+            Ok(())
+        }
+    }
+    let mut cut = Cut(String::new(), limit);
+    // An error is the sign that there is no more room.
+    let _ = fmt::Write::write_fmt(&mut cut, format_args!("{shown}"));
+    cut.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::brief;
+
+    #[test]
+    fn errors_are_brief() {
+        assert_eq!(brief("short"), "short");
+        assert_eq!(brief("ü".repeat(1000)), format!("{}...", "ü".repeat(50)));
+        assert_eq!(brief(format_args!("{:?}", [1u64 << 63; 64])).len(), 103);
+    }
 }

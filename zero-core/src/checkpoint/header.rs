@@ -1,31 +1,25 @@
 //! The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
 //!
-//! The format: <https://huggingface.co/docs/safetensors/index>. What is read here is not trusted: a length counts only
-//! when the file is as long, tensors must tile the data without gap or overlap, and a name may come only once. All that is
-//! allocated beside the JSON has fewer bytes than it (see [`super::json`] and [`Table`]).
+//! The format: <https://huggingface.co/docs/safetensors/index>. What is read here is not trusted: a length counts only when the
+//! file is as long, and tensors must tile the data without gap or overlap, which the `safetensors` crate checks.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 
+use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
 
+use super::ElementType;
 use super::disk::read_at;
-use super::element::{parse_shape, put_kind, take_kind};
-use super::error::{CheckpointError, io_at};
-use super::json::{self, brief};
-use super::table::{Record, put_end, put_number, take_number};
-use super::{ElementType, Table};
+use super::error::{CheckpointError, brief, io_at, parsing};
 
 /// The key under which a header has texts about the file.
 const METADATA: &str = "__metadata__";
 
 /// The longest header that readers of the format accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-
-/// What a header must be.
-const EXPECTED: &str = "an object of tensors by name";
 
 /// Where and what one tensor of a file is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -42,9 +36,9 @@ pub struct HeaderEntry {
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Header {
     /// Texts about the file.
-    pub metadata: Table<str>,
+    pub metadata: BTreeMap<String, String>,
     /// The tensors by name.
-    pub tensors: Table<HeaderEntry>,
+    pub tensors: BTreeMap<String, HeaderEntry>,
     /// Bytes before the first tensor.
     pub data_start: u64,
 }
@@ -78,40 +72,23 @@ impl Header {
     ///
     /// What is wrong with it, in words.
     pub fn parse(json: &[u8], data_bytes: u64) -> Result<Self, String> {
-        let data_start = 8 + json.len() as u64;
-        let json = json::check(json)?;
-        let (mut count, mut metadata) = (0, None);
-        json::members(json, EXPECTED, |name, value| {
-            if !json::is(name, METADATA) {
-                count += 1;
-            } else if metadata.replace(value).is_some() {
-                return Err(format!("'{METADATA}' comes twice"));
-            }
-            Ok(())
-        })?;
-        let metadata = metadata.unwrap_or("{}");
-        let mut tensors = Table::with_room(json.len().saturating_sub(metadata.len()), count);
-        let metadata = texts(metadata)?;
-        json::members(json, EXPECTED, |name, value| {
-            if json::is(name, METADATA) {
-                return Ok(());
-            }
-            let of = |reason| format!("tensor '{}': {reason}", json::shown(name));
-            let entry = HeaderEntry::parse(value).map_err(of)?;
-            let record = tensors.begin();
-            json::unescape(name, record).map_err(of)?;
-            put_end(record);
-            entry.write(record);
-            Ok(())
-        })?;
-        tensors.sort();
-        if let Some(name) = tensors.twice() {
-            return Err(format!("'{}' comes twice", brief(name)));
+        let read: Metadata = serde_json::from_slice(json).map_err(parsing)?;
+        let expected = read.data_len() as u64;
+        if expected != data_bytes {
+            return Err(format!("its tensors have {expected} bytes, the file has {data_bytes} after the header"));
         }
-        tensors.sort_by(HeaderEntry::read_offsets);
-        check_places(&tensors, data_bytes)?;
-        tensors.sort();
-        Ok(Self { metadata, tensors, data_start })
+        let entry = |(name, info): (String, &TensorInfo)| {
+            let of = |reason: String| format!("tensor '{}': {reason}", brief(&name));
+            let dtype = ElementType::try_from(info.dtype).map_err(of)?;
+            if dtype.bytes_of(&info.shape).is_none() {
+                return Err(of(format!("{dtype} {} is larger than any file", brief(format_args!("{:?}", info.shape)))));
+            }
+            let (begin, end) = info.data_offsets;
+            Ok((name, HeaderEntry { dtype, shape: info.shape.clone(), data_offsets: (begin as u64, end as u64) }))
+        };
+        let tensors = read.tensors().into_iter().map(entry).collect::<Result<_, String>>()?;
+        let metadata = read.metadata().clone().unwrap_or_default().into_iter().collect();
+        Ok(Self { metadata, tensors, data_start: 8 + json.len() as u64 })
     }
 
     /// The bytes before the first tensor, for tensors that follow each other in this order, and where each will lie.
@@ -140,87 +117,6 @@ impl Header {
         let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
         bytes.append(&mut json);
         Ok((bytes, entries))
-    }
-}
-
-/// The texts about a file, by name.
-fn texts(json: &str) -> Result<Table<str>, String> {
-    const EXPECTED: &str = "an object of texts";
-    let mut texts = Table::with_room(json.len(), json::count_members(json, EXPECTED)?);
-    json::members(json, EXPECTED, |name, value| {
-        let record = texts.begin();
-        for text in [name, value] {
-            json::unescape(text, record).map_err(|reason| format!("'{METADATA}': {reason}"))?;
-            put_end(record);
-        }
-        Ok(())
-    })?;
-    texts.sort();
-    texts.keep_last();
-    Ok(texts)
-}
-
-/// Whether tensors, in the order of their offsets, are what follows a header, without gap or overlap.
-fn check_places(tensors: &Table<HeaderEntry>, data_bytes: u64) -> Result<(), String> {
-    let mut next = 0;
-    for (name, entry) in tensors.iter() {
-        let (begin, end) = entry.data_offsets;
-        if begin != next || end < begin {
-            let name = brief(name);
-            return Err(format!("tensor '{name}' lies at {begin}..{end}, expected it to begin at {next}"));
-        }
-        if entry.dtype.bytes_of(&entry.shape) != Some(end - begin) {
-            return Err(format!(
-                "tensor '{}', {} {}, has {} bytes, which is not what its shape needs",
-                brief(name),
-                entry.dtype,
-                brief(format_args!("{:?}", entry.shape)),
-                end - begin
-            ));
-        }
-        next = end;
-    }
-    if next != data_bytes {
-        return Err(format!("its tensors have {next} bytes, the file has {data_bytes} after the header"));
-    }
-    Ok(())
-}
-
-impl HeaderEntry {
-    fn parse(json: &str) -> Result<Self, String> {
-        const FIELDS: [&str; 3] = ["dtype", "shape", "data_offsets"];
-        let found = json::fields(json, "an object", FIELDS)?;
-        let [dtype, shape, data_offsets] = json::required(FIELDS, found)?;
-        let mut offsets = Vec::with_capacity(2);
-        json::elements(data_offsets, "a list of two offsets", |offset| {
-            if offsets.len() == 2 {
-                return Err("`data_offsets`: invalid length, expected two".to_string());
-            }
-            offsets.push(json::number(offset, "data_offsets")?);
-            Ok(())
-        })?;
-        let [begin, end] = offsets[..] else { return Err("`data_offsets`: invalid length, expected two".to_string()) };
-        Ok(Self { dtype: ElementType::parse(dtype)?, shape: parse_shape(shape)?, data_offsets: (begin, end) })
-    }
-
-    fn write(&self, record: &mut Vec<u8>) {
-        put_number(record, self.data_offsets.0);
-        put_number(record, self.data_offsets.1);
-        put_kind(record, self.dtype, &self.shape);
-    }
-
-    fn read_offsets(record: &mut &[u8]) -> (u64, u64) {
-        (take_number(record), take_number(record))
-    }
-}
-
-impl Record for HeaderEntry {
-    type View<'t> = HeaderEntry;
-
-    fn read(record: &mut &[u8]) -> Self {
-        let data_offsets = Self::read_offsets(record);
-        let (dtype, shape) = take_kind(record);
-        Self { dtype, shape, data_offsets }
     }
 }
 
@@ -258,7 +154,7 @@ mod tests {
         assert_eq!(bytes.len() % 8, 0);
         let header = Header::parse(&bytes[8..], 27).unwrap();
         assert_eq!(header.data_start, bytes.len() as u64);
-        assert_eq!(header.metadata.get("rank"), Some("0"));
+        assert_eq!(header.metadata["rank"], "0");
         assert_eq!(header.tensors.get("b").unwrap().data_offsets, (24, 27));
     }
 
@@ -266,17 +162,17 @@ mod tests {
     fn each_kind_of_damage_has_its_words() {
         let parse = |json: &str, bytes| Header::parse(json.as_bytes(), bytes).unwrap_err();
         let tensor = |begin: u64, end: u64| format!(r#"{{"dtype":"U8","shape":[2],"data_offsets":[{begin},{end}]}}"#);
-        assert!(parse("[]", 0).contains("an object of tensors"));
-        assert!(parse(&format!(r#"{{"a":{0},"a":{0}}}"#, tensor(0, 2)), 2).contains("'a' comes twice"));
-        assert!(
-            parse(&format!(r#"{{"a":{},"b":{}}}"#, tensor(0, 2), tensor(1, 3)), 3).contains("expected it to begin")
-        );
-        assert!(parse(&format!(r#"{{"a":{}}}"#, tensor(1, 3)), 3).contains("expected it to begin at 0"));
-        assert!(parse(&format!(r#"{{"a":{}}}"#, tensor(0, 3)), 3).contains("not what its shape needs"));
+        assert!(parse("[]", 0).contains("invalid type: sequence"));
+        let overlap = format!(r#"{{"a":{},"b":{}}}"#, tensor(0, 2), tensor(1, 3));
+        assert!(parse(&overlap, 3).contains("invalid offset for tensor `b`"));
+        assert!(parse(&format!(r#"{{"a":{}}}"#, tensor(1, 3)), 3).contains("invalid offset for tensor `a`"));
+        assert!(parse(&format!(r#"{{"a":{}}}"#, tensor(0, 3)), 3).contains("invalid shape"));
         assert!(parse(&format!(r#"{{"a":{}}}"#, tensor(0, 2)), 3).contains("the file has 3"));
-        assert!(parse(&tensor(0, 2).replace("U8", "Q8"), 3).contains("invalid type"));
+        assert!(parse(&format!(r#"{{"a":{}}}"#, tensor(0, 2).replace("U8", "Q8")), 3).contains("Q8"));
+        let pairs = tensor(0, 16).replace("U8", "C64");
+        assert!(parse(&format!(r#"{{"a":{pairs}}}"#), 16).contains("tensor 'a': elements of type C64"));
         let huge = r#"{"a":{"dtype":"F64","shape":[9223372036854775807,8],"data_offsets":[0,2]}}"#;
-        assert!(parse(huge, 2).contains("not what its shape needs"));
+        assert!(parse(huge, 2).contains("overflow"));
     }
 
     #[test]
@@ -290,8 +186,8 @@ mod tests {
         let header = Header::parse(json.as_bytes(), 10).unwrap();
         assert_eq!(header.tensors.keys().collect::<Vec<_>>(), ["a", &long]);
         assert_eq!(header.tensors.get(&long).unwrap().shape, [2]);
-        let texts: Vec<_> = header.metadata.iter().collect();
-        assert_eq!(texts, [("", ""), ("a\n\u{1f600}", "{\"b\":[]}")]);
+        let texts = [("", ""), ("a\n\u{1f600}", "{\"b\":[]}")].map(|(name, text)| (name.to_string(), text.to_string()));
+        assert_eq!(header.metadata, BTreeMap::from(texts));
         let ours = Header::parse(br#"{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#, 0).unwrap();
         assert!(ours.metadata.is_empty() && Header::parse(b"{}", 0).unwrap().tensors.is_empty());
     }

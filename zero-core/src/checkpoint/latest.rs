@@ -1,32 +1,15 @@
 //! Which checkpoint of a folder to resume from.
 
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::error::{CheckpointError, io_at};
+use super::error::CheckpointError;
 use super::exchange::{Progress, Ranks, Task, Work};
-use super::publish::REPLACED;
-use super::{Checkpoint, Manifest, sound, step_folder};
-use crate::{Collective, files};
-
-/// Name of the file that names the newest complete checkpoint.
-pub(super) const LATEST: &str = "latest";
-
-/// Bytes of that file at most: more than a name and line ends have.
-const LONGEST_NAME: u64 = 1024;
-
-/// How closely [`find_latest`] looks at a checkpoint before it takes it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Check {
-    /// The manifest, and that every file is there with its size and a header that fits. Takes milliseconds.
-    Sizes,
-    /// Also every byte of every tensor. Takes as long as reading the checkpoint.
-    Contents,
-}
+use super::names::{LATEST, REPLACED, names_in, pointed_at};
+use super::{Check, Checkpoint, Manifest, sound};
+use crate::Collective;
 
 /// What [`find_latest`] found.
 #[derive(Debug, Default)]
@@ -201,47 +184,5 @@ impl Found {
             Some(error) => self.skipped.push((path, error)),
         }
         self.checkpoint.is_some()
-    }
-}
-
-/// The step of a folder's name.
-pub(super) fn step_of(name: &str) -> Option<u64> {
-    let step = name.strip_prefix("step-")?.parse().ok()?;
-    (step_folder(step) == name).then_some(step)
-}
-
-/// The names of what may be checkpoints in `dir`, also of those set aside by a save that did not end.
-pub(super) fn names_in(dir: &Path) -> Result<Vec<String>, CheckpointError> {
-    let entries = match fs::read_dir(dir) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(io_at("list", dir))?,
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let name = entry.map_err(io_at("list", dir))?.file_name();
-        names.extend(name.to_str().map(str::to_string));
-    }
-    let visible: Vec<String> = names.iter().filter(|name| step_of(name).is_some()).cloned().collect();
-    let aside = |name: &String| {
-        name.strip_prefix(REPLACED).is_some_and(|n| step_of(n).is_some() && !visible.iter().any(|v| v == n))
-    };
-    names.retain(|name| step_of(name).is_some() || aside(name));
-    Ok(names)
-}
-
-/// The name in `dir/latest`, if there is such a file.
-pub(super) fn pointed_at(dir: &Path) -> Result<Option<String>, CheckpointError> {
-    let path = dir.join(LATEST);
-    let bytes = match files::read(&path, LONGEST_NAME) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        bytes => bytes.map_err(io_at("read", &path))?,
-    };
-    // The name of a step and nothing else, so that it leads nowhere outside of `dir`.
-    match std::str::from_utf8(&bytes).ok().map(str::trim_end).filter(|name| step_of(name).is_some()) {
-        Some(name) => Ok(Some(name.to_string())),
-        None => Err(CheckpointError::BadManifest {
-            reason: format!("expected a name such as {}, found {} other bytes", step_folder(12), bytes.len()),
-            path,
-        }),
     }
 }

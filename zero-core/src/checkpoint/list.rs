@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::error::{CheckpointError, io_at};
-use super::latest::{LATEST, named_by_latest, names_in, step_of};
-use super::publish::{REPLACED, is_remains};
+use super::latest::named_by_latest;
+use super::names::{LATEST, REPLACED, is_remains, names_in, step_of};
 use super::{Check, Manifest};
 
 /// What a folder of checkpoints holds.

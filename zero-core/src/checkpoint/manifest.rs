@@ -4,17 +4,18 @@
 //! or edited step, loss scale or random state is found like a damaged tensor. Keys that this version does not know are
 //! ignored; a change that older readers must not ignore raises [`FORMAT_VERSION`].
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-use serde::{Serialize, Serializer};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use super::error::{CheckpointError, io_at};
-use super::json::{self, brief};
-use super::tensor_entry::parse_tensors;
-use super::{MANIFEST, Table, TensorEntry, rank_file};
+use super::ElementType;
+use super::error::{CheckpointError, brief, io_at, parsing};
+use super::names::{MANIFEST, rank_file};
 use crate::{Partition, files};
 
 /// Bytes of a manifest at most: those of 10,000 tensors on 10,000 ranks.
@@ -27,12 +28,48 @@ const SEAL_BEGIN: &[u8] = br#"{"crc32c":""#;
 const SEAL_END: &[u8] = br#"","#;
 const SEAL_DIGITS: usize = 8;
 
-/// The keys that are read.
-const KEYS: [&str; 9] =
-    ["format_version", "crate_version", "id", "step", "world", "saved_unix_ms", "files", "tensors", "state"];
+/// How closely [`find_latest`](super::find_latest) looks at a checkpoint before it takes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Check {
+    /// The manifest, and that every file is there with its size and a header that fits. Takes milliseconds.
+    Sizes,
+    /// Also every byte of every tensor. Takes as long as reading the checkpoint.
+    Contents,
+}
 
-/// What a checkpoint consists of. It takes less memory than its JSON.
-#[derive(Debug, Clone, PartialEq)]
+/// One tensor as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorEntry {
+    /// Element type.
+    pub dtype: ElementType,
+    /// Dimensions of the whole.
+    pub shape: Vec<usize>,
+    /// Checksum of each rank's piece, in rank order; none for a rank that has no elements of it.
+    pub crc32c: Vec<Option<u32>>,
+}
+
+impl TensorEntry {
+    /// Number of elements of the whole.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether it can be of a checkpoint of `world` ranks.
+    fn check(&self, world: usize) -> Result<(), String> {
+        if self.dtype.bytes_of(&self.shape).is_none() {
+            return Err(format!("{} {} is larger than any file", self.dtype, brief(format_args!("{:?}", self.shape))));
+        }
+        let partition = Partition::new(self.numel(), world);
+        let fits = |(rank, sum): (usize, &Option<u32>)| sum.is_some() == (partition.len(rank) > 0);
+        if self.crc32c.len() != world || !self.crc32c.iter().enumerate().all(fits) {
+            return Err("it does not have one checksum for each rank that has elements of it".to_string());
+        }
+        Ok(())
+    }
+}
+
+/// What a checkpoint consists of.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// See [`FORMAT_VERSION`].
     pub format_version: u32,
@@ -47,11 +84,78 @@ pub struct Manifest {
     /// When it was saved, in milliseconds since 1970, and later than the one that was the latest before.
     pub saved_unix_ms: u64,
     /// The size of each rank's file, in rank order.
+    #[serde(rename = "files", serialize_with = "write_files", deserialize_with = "read_files")]
     pub file_bytes: Vec<u64>,
     /// Every tensor by name.
-    pub tensors: Table<TensorEntry>,
+    #[serde(deserialize_with = "read_tensors")]
+    pub tensors: BTreeMap<String, TensorEntry>,
     /// What the engine gave, as JSON, whose values take many times as much memory.
+    #[serde(serialize_with = "write_raw", deserialize_with = "read_raw")]
     pub(super) state: Box<str>,
+}
+
+/// A rank's file as a manifest has it. The name also keeps a manifest from naming a file outside of its folder.
+#[derive(Serialize, Deserialize)]
+struct RankFile {
+    name: String,
+    bytes: u64,
+}
+
+fn write_files<S: Serializer>(file_bytes: &[u64], serializer: S) -> Result<S::Ok, S::Error> {
+    let file = |(rank, &bytes)| RankFile { name: rank_file(rank, file_bytes.len()), bytes };
+    serializer.collect_seq(file_bytes.iter().enumerate().map(file))
+}
+
+fn read_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
+    let files = Vec::<RankFile>::deserialize(deserializer)?;
+    for (rank, file) in files.iter().enumerate() {
+        let expected = rank_file(rank, files.len());
+        if file.name != expected {
+            let name = brief(&file.name);
+            return Err(D::Error::custom(format!("rank {rank}'s file is named '{name}', expected '{expected}'")));
+        }
+    }
+    Ok(files.into_iter().map(|file| file.bytes).collect())
+}
+
+/// A map, each of whose names comes once.
+fn read_tensors<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, TensorEntry>, D::Error> {
+    struct Once;
+    impl<'de> serde::de::Visitor<'de> for Once {
+        type Value = BTreeMap<String, TensorEntry>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("an object of tensors by name")
+        }
+
+        fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let mut tensors = BTreeMap::new();
+            while let Some(name) = map.next_key::<String>()? {
+                if tensors.contains_key(&name) {
+                    return Err(A::Error::custom(format!("'{}' comes twice", brief(name))));
+                }
+                tensors.insert(name, map.next_value()?);
+            }
+            Ok(tensors)
+        }
+    }
+    deserializer.deserialize_map(Once)
+}
+
+fn write_raw<S: Serializer>(json: &str, serializer: S) -> Result<S::Ok, S::Error> {
+    serde_json::from_str::<&RawValue>(json).map_err(serde::ser::Error::custom)?.serialize(serializer)
+}
+
+fn read_raw<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::Error> {
+    Ok(<&RawValue>::deserialize(deserializer)?.get().into())
+}
+
+/// What is read of a manifest of any format.
+#[derive(Deserialize)]
+struct AnyFormat {
+    format_version: u64,
+    #[serde(default)]
+    crate_version: Value,
 }
 
 impl Manifest {
@@ -84,41 +188,36 @@ impl Manifest {
     /// As [`Manifest::read`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, CheckpointError> {
         let bad = |reason: String| CheckpointError::BadManifest { path: path.to_path_buf(), reason };
-        let found = json::check(bytes).and_then(|json| json::fields(json, "an object", KEYS));
         // Before the checksum, which another format may keep elsewhere.
-        if let Ok([Some(version), crate_version, ..]) = found
-            && let Ok(version) = json::number(version, KEYS[0])
+        if let Ok(AnyFormat { format_version: version, crate_version }) = serde_json::from_slice(bytes)
             && version > u64::from(FORMAT_VERSION)
         {
-            let written_by = crate_version.and_then(|json| json::text(json).ok()).map_or(String::new(), brief);
-            let path = path.to_path_buf();
+            let (path, written_by) = (path.to_path_buf(), crate_version.as_str().map_or(String::new(), brief));
             return Err(CheckpointError::NewerFormat { path, version, supported: FORMAT_VERSION, written_by });
         }
+        let read: Result<Self, String> = serde_json::from_slice(bytes).map_err(parsing);
         let Some((expected, body)) = unseal(bytes) else {
-            return Err(bad(found.err().unwrap_or("it does not begin with its checksum".to_string())));
+            return Err(bad(read.err().unwrap_or("it does not begin with its checksum".to_string())));
         };
         let got = crc32c::crc32c(body);
         if got != expected {
             return Err(bad(format!("expected crc32c {expected:08x}, its contents give {got:08x}")));
         }
-        found.and_then(|found| Self::of(json::required(KEYS, found)?)).map_err(bad)
+        read.and_then(|manifest| manifest.check().map(|()| manifest)).map_err(bad)
     }
 
-    /// The manifest whose values are written so, in the order of [`KEYS`].
-    fn of(values: [&str; KEYS.len()]) -> Result<Self, String> {
-        let [format_version, crate_version, id, step, world, saved_unix_ms, files, tensors, state] = values;
-        let format_version = json::number(format_version, "format_version")?;
-        if format_version == 0 {
+    fn check(&self) -> Result<(), String> {
+        if self.format_version == 0 {
             return Err("expected a format from 1, got 0".to_string());
         }
-        let text = |json, name| json::text(json).map_err(|reason| format!("`{name}`: {reason}"));
-        let (crate_version, id) = (text(crate_version, "crate_version")?, text(id, "id")?);
-        let (step, world) = (json::number(step, "step")?, json::number(world, "world")?);
-        let saved_unix_ms = json::number(saved_unix_ms, "saved_unix_ms")?;
-        let file_bytes = file_bytes(files, world)?;
-        let tensors = parse_tensors(tensors, world)?;
-        let state = state.into();
-        Ok(Self { format_version, crate_version, id, step, world, saved_unix_ms, file_bytes, tensors, state })
+        let (world, files) = (self.world, self.file_bytes.len());
+        if world == 0 || files != world {
+            return Err(format!("{world} ranks saved {files} files, expected one per rank"));
+        }
+        let check = |(name, tensor): (&String, &TensorEntry)| {
+            tensor.check(world).map_err(|reason| format!("tensor '{}': {reason}", brief(name)))
+        };
+        self.tensors.iter().try_for_each(check)
     }
 
     /// The bytes to be written, which give this manifest when they are parsed.
@@ -128,8 +227,7 @@ impl Manifest {
     /// [`CheckpointError::BadManifest`] when they would not, such as for a state nested too deep to be read.
     pub(super) fn encode(&self, path: &Path) -> Result<Vec<u8>, CheckpointError> {
         let bad = |reason: String| CheckpointError::BadManifest { path: path.to_path_buf(), reason };
-        let json = serde_json::to_vec(&Written::of(self).map_err(|error| bad(error.to_string()))?);
-        let json = json.map_err(|error| bad(error.to_string()))?;
+        let json = serde_json::to_vec(self).map_err(|error| bad(error.to_string()))?;
         let body = [&json[1..], b"\n"].concat();
         let sum = format!("{:08x}", crc32c::crc32c(&body));
         let bytes = [SEAL_BEGIN, sum.as_bytes(), SEAL_END, &body].concat();
@@ -164,73 +262,6 @@ impl Manifest {
     }
 }
 
-/// The sizes of the files that are written as `json`, if there is one for each rank.
-fn file_bytes(json: &str, world: usize) -> Result<Vec<u64>, String> {
-    const FIELDS: [&str; 2] = ["name", "bytes"];
-    let what = "a list of files";
-    let count = json::count_elements(json, what)?;
-    if world == 0 || count != world {
-        return Err(format!("{world} ranks saved {count} files, expected one per rank"));
-    }
-    let mut sizes = Vec::with_capacity(count);
-    json::elements(json, what, |file| {
-        let [name, bytes] = json::required(FIELDS, json::fields(file, "an object", FIELDS)?)?;
-        let rank = sizes.len();
-        let expected = rank_file(rank, world);
-        // Also keeps a manifest from naming a file outside of its folder.
-        if !json::is(name, &expected) {
-            return Err(format!("rank {rank}'s file is named '{}', expected '{expected}'", json::shown(name)));
-        }
-        sizes.push(json::number(bytes, "bytes")?);
-        Ok(())
-    })?;
-    Ok(sizes)
-}
-
-/// A manifest as it is written, without its checksum.
-#[derive(Serialize)]
-struct Written<'m> {
-    format_version: u32,
-    crate_version: &'m str,
-    id: &'m str,
-    step: u64,
-    world: usize,
-    saved_unix_ms: u64,
-    files: Vec<WrittenFile>,
-    #[serde(serialize_with = "by_name")]
-    tensors: &'m Table<TensorEntry>,
-    state: &'m RawValue,
-}
-
-#[derive(Serialize)]
-struct WrittenFile {
-    name: String,
-    bytes: u64,
-}
-
-fn by_name<S: Serializer>(tensors: &Table<TensorEntry>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(tensors.iter())
-}
-
-impl<'m> Written<'m> {
-    fn of(manifest: &'m Manifest) -> Result<Self, serde_json::Error> {
-        let Manifest { format_version, crate_version, id, step, world, saved_unix_ms, file_bytes, tensors, state } =
-            manifest;
-        let file = |(rank, &bytes)| WrittenFile { name: rank_file(rank, *world), bytes };
-        Ok(Self {
-            format_version: *format_version,
-            crate_version,
-            id,
-            step: *step,
-            world: *world,
-            saved_unix_ms: *saved_unix_ms,
-            files: file_bytes.iter().enumerate().map(file).collect(),
-            tensors,
-            state: serde_json::from_str(state)?,
-        })
-    }
-}
-
 /// The checksum that a manifest begins with, and the bytes that it is of.
 fn unseal(bytes: &[u8]) -> Option<(u32, &[u8])> {
     let (digits, rest) = bytes.strip_prefix(SEAL_BEGIN)?.split_at_checked(SEAL_DIGITS)?;
@@ -240,7 +271,6 @@ fn unseal(bytes: &[u8]) -> Option<(u32, &[u8])> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ElementType;
     use super::*;
     use proptest::prelude::*;
     use serde_json::json;
@@ -255,7 +285,7 @@ mod tests {
             world: 2,
             saved_unix_ms: 5,
             file_bytes: vec![72; 2],
-            tensors: Table::from_iter([("w".into(), tensor)]),
+            tensors: BTreeMap::from([("w".into(), tensor)]),
             state: json!({ "scale": 65536.0, "seed": u64::MAX }).to_string().into(),
         }
     }

@@ -10,8 +10,8 @@
 //!   layout knows nothing of stages, buckets or offloading; and a JSON value, the engine's state.
 //! * Out: elements of any tensor by their range, checked against the checksum of every piece that they come from.
 //! * Memory: [`save`](save()) borrows the pieces and holds a few buffers of a MiB per rank; [`save_streamed`] one piece at
-//!   a time beside them; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds what manifest and headers say, in
-//!   fewer bytes than their JSON has, and reads what is asked for into the caller's memory.
+//!   a time beside them; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds what manifest and headers say,
+//!   and reads what is asked for into the caller's memory.
 //! * Threads: [`save`](save()) is a collective of its callers, whose disks are written by a thread of each rank, so that the
 //!   ranks can say that they get on; [`AsyncSaver`] has a named thread per rank for both.
 //!
@@ -37,55 +37,34 @@
 //! leaves `latest` on the former checkpoint, which is still there, because 8 comes after.
 
 mod asynchronous;
-mod compare;
 mod disk;
 mod element;
 mod error;
 mod exchange;
 mod folder;
 mod header;
-mod json;
 mod latest;
 mod list;
 mod manifest;
-mod number;
+mod names;
 mod open;
 mod piece;
 mod publish;
 mod save;
 mod shard;
 mod sound;
-mod state;
-mod table;
-mod tensor_entry;
 mod writer;
 
 pub use asynchronous::{AsyncSaver, Started};
-pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike, compare};
 pub use element::ElementType;
 pub use error::CheckpointError;
 pub use folder::NewFolder;
 pub use header::{Header, HeaderEntry};
-pub use latest::{Check, Found, check_together, find_latest, find_latest_together};
+pub use latest::{Found, check_together, find_latest, find_latest_together};
 pub use list::{Listed, Listing, Remains, disk_bytes, is_checkpoint_name, list};
-pub use manifest::{FORMAT_VERSION, Manifest};
+pub use manifest::{Check, FORMAT_VERSION, Manifest, TensorEntry};
 pub use open::{Checkpoint, piece_for, verify};
 pub use piece::{Piece, TensorSpec};
-pub use save::{SaveOptions, Saved, save, save_streamed};
-pub use state::{StateDifference, compare_states};
-pub use table::Table;
-pub use tensor_entry::TensorEntry;
+pub use publish::SaveOptions;
+pub use save::{Saved, save, save_streamed};
 pub use writer::SafetensorsWriter;
-
-/// Name of the manifest in a checkpoint's folder.
-const MANIFEST: &str = "manifest.json";
-
-/// Name of a checkpoint's folder.
-fn step_folder(step: u64) -> String {
-    format!("step-{step:08}")
-}
-
-/// Name of a rank's file.
-fn rank_file(rank: usize, world: usize) -> String {
-    format!("rank-{rank:05}-of-{world:05}.safetensors")
-}

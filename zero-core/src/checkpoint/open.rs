@@ -1,5 +1,6 @@
 //! Reading a checkpoint, by as many ranks as there are now.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -8,7 +9,7 @@ use serde_json::Value;
 
 use super::exchange::Progress;
 use super::shard::Shard;
-use super::{Check, CheckpointError, Manifest, Table, TensorEntry};
+use super::{Check, CheckpointError, Manifest, TensorEntry};
 use crate::Partition;
 
 /// A complete checkpoint, open for reading. Threads may share it; it stays readable when its folder is removed.
@@ -70,7 +71,7 @@ impl Checkpoint {
     }
 
     /// Every tensor by name.
-    pub fn tensors(&self) -> &Table<TensorEntry> {
+    pub fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
         &self.manifest.tensors
     }
 
@@ -79,8 +80,8 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`CheckpointError::NoTensor`].
-    pub fn tensor(&self, name: &str) -> Result<TensorEntry, CheckpointError> {
-        Ok(self.checked(name, &(0..0))?.1)
+    pub fn tensor(&self, name: &str) -> Result<&TensorEntry, CheckpointError> {
+        self.checked(name, &(0..0))
     }
 
     /// What the engine gave when it saved, made from the manifest at each call.
@@ -101,9 +102,9 @@ impl Checkpoint {
     /// [`CheckpointError::NoTensor`], [`CheckpointError::OutOfRange`], [`CheckpointError::Corrupt`], and what the
     /// system says. Bytes that were not verified are never returned.
     pub fn read(&self, tensor: &str, range: Range<usize>) -> Result<Vec<u8>, CheckpointError> {
-        let (place, entry) = self.checked(tensor, &range)?;
+        let entry = self.checked(tensor, &range)?;
         let mut out = vec![0; range.len() * entry.dtype.size()];
-        self.fill(place, &entry, range, &mut out)?;
+        self.fill(tensor, entry, range, &mut out)?;
         Ok(out)
     }
 
@@ -114,13 +115,13 @@ impl Checkpoint {
     /// As [`Checkpoint::read`], after which `out` holds nothing of use; [`CheckpointError::Unfit`] when `out` does not
     /// have the size of the elements.
     pub fn read_into(&self, tensor: &str, range: Range<usize>, out: &mut [u8]) -> Result<(), CheckpointError> {
-        let (place, entry) = self.checked(tensor, &range)?;
+        let entry = self.checked(tensor, &range)?;
         let bytes = range.len() * entry.dtype.size();
         if out.len() != bytes {
             let (expected, got) = (format!("room for {bytes} bytes"), format!("{} bytes", out.len()));
             return Err(CheckpointError::Unfit { tensor: tensor.to_string(), expected, got });
         }
-        self.fill(place, &entry, range, out)
+        self.fill(tensor, entry, range, out)
     }
 
     /// Reads every tensor again and says what is damaged; nothing when all is sound.
@@ -128,32 +129,31 @@ impl Checkpoint {
         let (mut problems, progress) = (Vec::new(), Progress::default());
         for rank in 0..self.shards.len() {
             match self.shard(rank) {
-                Ok(shard) => problems.extend(shard.verify(self.tensors(), &progress)),
+                Ok(shard) => problems.extend(shard.verify(&progress)),
                 Err(error) => problems.push(error),
             }
         }
         problems
     }
 
-    /// The tensor and its place in the table, if it has these elements.
-    fn checked(&self, tensor: &str, range: &Range<usize>) -> Result<(usize, TensorEntry), CheckpointError> {
-        let place = self.tensors().place(tensor).ok_or_else(|| CheckpointError::NoTensor {
+    /// The tensor, if it has these elements.
+    fn checked(&self, tensor: &str, range: &Range<usize>) -> Result<&TensorEntry, CheckpointError> {
+        let entry = self.tensors().get(tensor).ok_or_else(|| CheckpointError::NoTensor {
             path: self.path.clone(),
             tensor: tensor.to_string(),
             count: self.tensors().len(),
         })?;
-        let (_, entry) = self.tensors().at(place);
         let numel = entry.numel();
         if range.start > range.end || range.end > numel {
             let (start, end) = (range.start, range.end);
             return Err(CheckpointError::OutOfRange { tensor: tensor.to_string(), numel, start, end });
         }
-        Ok((place, entry))
+        Ok(entry)
     }
 
     fn fill(
         &self,
-        place: usize,
+        tensor: &str,
         entry: &TensorEntry,
         range: Range<usize>,
         mut out: &mut [u8],
@@ -165,7 +165,7 @@ impl Checkpoint {
             let piece = partition.range(rank);
             let end = piece.end.min(range.end);
             let (now, later) = out.split_at_mut((end - at) * size);
-            self.shard(rank)?.read(self.tensors(), place, ((at - piece.start) * size) as u64, now)?;
+            self.shard(rank)?.read(tensor, ((at - piece.start) * size) as u64, now)?;
             (out, at) = (later, end);
         }
         Ok(())
@@ -199,7 +199,7 @@ impl Manifest {
         for rank in 0..self.world {
             match Shard::open(folder, self, rank) {
                 Ok(shard) if check == Check::Contents => {
-                    problems.extend(shard.verify(&self.tensors, &Progress::default()));
+                    problems.extend(shard.verify(&Progress::default()));
                 }
                 Ok(_) => {}
                 Err(error) => problems.push(error),

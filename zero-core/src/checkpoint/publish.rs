@@ -2,24 +2,39 @@
 
 use std::fs::{self, File, TryLockError};
 use std::io;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
 
 use super::disk::{create_dir, rename, sync_dir, warn_once, write_file};
 use super::error::{CheckpointError, io_at};
 use super::exchange::Progress;
-use super::latest::{LATEST, names_in, pointed_at, step_of};
-use super::save::Published;
-use super::{MANIFEST, Manifest, SaveOptions, rank_file, sound, step_folder};
+use super::names::{
+    LATEST, MANIFEST, NEW_LATEST, PRUNED, REPLACED, SAVING, is_remains, names_in, pointed_at, rank_file, step_folder,
+};
+use super::{Manifest, sound};
 use crate::files;
 
 const LOCK: &str = ".lock";
-const SAVING: &str = ".saving-";
-const PRUNED: &str = ".pruned-";
-/// A checkpoint that another of the same step is about to replace; readers know it (see [`names_in`]).
-pub(super) const REPLACED: &str = ".replaced-";
-const NEW_LATEST: &str = ".latest-new";
 const NEW_MANIFEST: &str = ".manifest-new";
+
+/// What to do besides saving.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// Complete checkpoints to keep, the new one among them; all when `None`.
+    pub keep_last: Option<NonZeroUsize>,
+    /// Steps that are kept in any case, such as the best so far.
+    pub protect: Vec<u64>,
+}
+
+/// What rank 0 has made visible.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Published {
+    pub(super) pruned: Vec<String>,
+    pub(super) not_pruned: Vec<String>,
+}
 
 /// A save that has begun. Dropped before it is published, it removes what it has made.
 #[derive(Debug)]
@@ -237,14 +252,6 @@ fn sweep(dir: &Path, progress: &Progress) -> Result<(), CheckpointError> {
         }
     }
     Ok(())
-}
-
-/// Whether a name is one that a save gives to what it removes in the end.
-pub(super) fn is_remains(name: &str) -> bool {
-    let saving = name.strip_prefix(SAVING).and_then(|rest| Some(&rest[..rest.match_indices('-').nth(1)?.0]));
-    let pruned = name.strip_prefix(PRUNED).map(|name| name.strip_prefix(REPLACED).unwrap_or(name));
-    let step = saving.or(pruned).or(name.strip_prefix(REPLACED));
-    name == NEW_LATEST || step.is_some_and(|step| step_of(step).is_some())
 }
 
 /// Removes a file, or a folder with its contents, that may be gone already.

@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,11 +12,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::exchange::{Progress, Ranks, Task, Work};
-use super::publish::Staging;
+use super::names::{OWNER, rank_file, step_folder};
+use super::publish::{Published, SaveOptions, Staging};
 use super::{
     CheckpointError, ElementType, FORMAT_VERSION, Manifest, Piece, SafetensorsWriter, TensorEntry, TensorSpec,
 };
-use super::{rank_file, step_folder};
 use crate::{Collective, Partition};
 
 /// Bytes that are handed to the thread that writes at a time.
@@ -25,15 +24,6 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// How many of these wait for it at most.
 const CHUNKS: usize = 4;
-
-/// What to do besides saving.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct SaveOptions {
-    /// Complete checkpoints to keep, the new one among them; all when `None`.
-    pub keep_last: Option<NonZeroUsize>,
-    /// Steps that are kept in any case, such as the best so far.
-    pub protect: Vec<u64>,
-}
 
 /// A checkpoint that has been saved.
 #[derive(Debug, Clone, PartialEq)]
@@ -67,13 +57,6 @@ struct Written {
     bytes: u64,
     /// In the order of the sorted pieces.
     crc32c: Vec<Option<u32>>,
-}
-
-/// What rank 0 has made visible.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct Published {
-    pub(super) pruned: Vec<String>,
-    pub(super) not_pruned: Vec<String>,
 }
 
 /// Saves `pieces` and rank 0's `state` as the checkpoint of `step` in `dir`, and names it in `dir/latest`.
@@ -250,9 +233,6 @@ fn agree(plans: &[Plan]) -> Result<(), CheckpointError> {
     }
     Ok(())
 }
-
-/// What a rank's file says about itself, so that one in another's place is known.
-pub(super) const OWNER: [&str; 4] = ["rank", "world", "step", "id"];
 
 fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, String> {
     let values = [rank.to_string(), world.to_string(), step.to_string(), id.to_string()];

@@ -1,16 +1,16 @@
 //! One rank's file, open for reading, its header checked against the manifest.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::disk::read_at;
-use super::error::{CheckpointError, io_at};
+use super::error::{CheckpointError, brief, io_at};
 use super::exchange::Progress;
-use super::json::brief;
-use super::save::OWNER;
-use super::{Header, Manifest, Table, TensorEntry, rank_file};
+use super::names::{OWNER, rank_file};
+use super::{Header, Manifest};
 use crate::files;
 
 /// Bytes that are read and then summed while the processor's cache has them.
@@ -18,8 +18,6 @@ const CHUNK_BYTES: u64 = 1 << 20;
 
 #[derive(Debug)]
 struct PieceAt {
-    /// The tensor's place in the manifest's table.
-    tensor: usize,
     /// First byte in the file.
     offset: u64,
     bytes: u64,
@@ -33,8 +31,8 @@ struct PieceAt {
 pub(super) struct Shard {
     path: PathBuf,
     file: File,
-    /// Of the tensors that the rank has elements of, in the order of the manifest's table.
-    pieces: Vec<PieceAt>,
+    /// Of the tensors that the rank has elements of, by name.
+    pieces: BTreeMap<String, PieceAt>,
 }
 
 impl Shard {
@@ -65,38 +63,27 @@ impl Shard {
         Ok(Self { path, file, pieces })
     }
 
-    /// Reads from byte `begin` of this rank's piece of the tensor at `place` of the manifest's table, which has elements,
-    /// to the end of `out`. The first read of a piece reads all of it and checks its sum; what comes into `out` is then
-    /// the very bytes summed.
-    pub(super) fn read(
-        &self,
-        tensors: &Table<TensorEntry>,
-        place: usize,
-        begin: u64,
-        out: &mut [u8],
-    ) -> Result<(), CheckpointError> {
-        let piece = self.pieces.binary_search_by_key(&place, |piece| piece.tensor);
-        let piece = &self.pieces[piece.expect("the rank has elements of the tensor")];
+    /// Reads from byte `begin` of this rank's piece of `tensor`, which has elements, to the end of `out`. The first read of a
+    /// piece reads all of it and checks its sum; what comes into `out` is then the very bytes summed.
+    pub(super) fn read(&self, tensor: &str, begin: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
+        let piece = self.pieces.get(tensor).expect("the rank has elements of the tensor");
         if piece.verified.load(Ordering::Relaxed) {
             return read_at(&self.file, &self.path, out, piece.offset + begin);
         }
-        self.read_and_sum(tensors, piece, begin, out, &Progress::default())?;
+        self.read_and_sum(tensor, piece, begin, out, &Progress::default())?;
         piece.verified.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Reads everything, also what has been read before, and gives what is wrong. `tensors` are the manifest's.
-    pub(super) fn verify<'s>(
-        &'s self,
-        tensors: &'s Table<TensorEntry>,
-        progress: &'s Progress,
-    ) -> impl Iterator<Item = CheckpointError> + 's {
-        self.pieces.iter().filter_map(|piece| self.read_and_sum(tensors, piece, 0, &mut [], progress).err())
+    /// Reads everything, also what has been read before, and gives what is wrong.
+    pub(super) fn verify<'s>(&'s self, progress: &'s Progress) -> impl Iterator<Item = CheckpointError> + 's {
+        let read = |(name, piece): (&String, &PieceAt)| self.read_and_sum(name, piece, 0, &mut [], progress).err();
+        self.pieces.iter().filter_map(read)
     }
 
     fn read_and_sum(
         &self,
-        tensors: &Table<TensorEntry>,
+        tensor: &str,
         piece: &PieceAt,
         begin: u64,
         out: &mut [u8],
@@ -122,8 +109,7 @@ impl Shard {
             progress.made();
         }
         if got != piece.crc32c {
-            let tensor = tensors.at(piece.tensor).0.to_string();
-            let (path, expected) = (self.path.clone(), piece.crc32c);
+            let (path, tensor, expected) = (self.path.clone(), tensor.to_string(), piece.crc32c);
             return Err(CheckpointError::Corrupt { path, tensor, expected, got });
         }
         Ok(())
@@ -131,10 +117,15 @@ impl Shard {
 }
 
 /// Whether a header's texts say that its file is that of `rank`.
-fn check_owner(got: &Table<str>, manifest: &Manifest, rank: usize, path: &Path) -> Result<(), CheckpointError> {
+fn check_owner(
+    got: &BTreeMap<String, String>,
+    manifest: &Manifest,
+    rank: usize,
+    path: &Path,
+) -> Result<(), CheckpointError> {
     let (rank, world, step) = (rank.to_string(), manifest.world.to_string(), manifest.step.to_string());
     let expected: [&str; 4] = [&rank, &world, &step, &manifest.id];
-    let found = OWNER.map(|key| got.get(key));
+    let found = OWNER.map(|key| got.get(key).map(String::as_str));
     if let Some(at) = found.iter().position(Option::is_none) {
         let reason = format!("it does not name the {} that the file is of", OWNER[at]);
         return Err(CheckpointError::BadHeader { path: path.to_path_buf(), reason });
@@ -151,11 +142,11 @@ fn check_owner(got: &Table<str>, manifest: &Manifest, rank: usize, path: &Path) 
 }
 
 /// Where the rank's piece of each tensor lies, if the header says what the manifest says.
-fn pieces(header: &Header, manifest: &Manifest, rank: usize) -> Result<Vec<PieceAt>, String> {
-    let mut pieces = Vec::with_capacity(header.tensors.len());
-    for (place, (name, tensor)) in manifest.tensors.iter().enumerate() {
+fn pieces(header: &Header, manifest: &Manifest, rank: usize) -> Result<BTreeMap<String, PieceAt>, String> {
+    let mut pieces = BTreeMap::new();
+    for (name, tensor) in &manifest.tensors {
         let Some(crc32c) = tensor.crc32c[rank] else { continue };
-        let shape = [manifest.partition(&tensor).len(rank)];
+        let shape = [manifest.partition(tensor).len(rank)];
         let found = header.tensors.get(name).ok_or_else(|| format!("tensor '{}' is not in it", brief(name)))?;
         if (found.dtype, &found.shape[..]) != (tensor.dtype, &shape[..]) {
             let (name, dtype, found_shape) = (brief(name), found.dtype, brief(format_args!("{:?}", found.shape)));
@@ -163,7 +154,7 @@ fn pieces(header: &Header, manifest: &Manifest, rank: usize) -> Result<Vec<Piece
         }
         let (begin, end) = found.data_offsets;
         let (offset, bytes) = (header.data_start + begin, end - begin);
-        pieces.push(PieceAt { tensor: place, offset, bytes, crc32c, verified: AtomicBool::new(false) });
+        pieces.insert(name.clone(), PieceAt { offset, bytes, crc32c, verified: AtomicBool::new(false) });
     }
     if pieces.len() < header.tensors.len() {
         let expected = |name: &str| manifest.tensors.get(name).is_some_and(|tensor| tensor.crc32c[rank].is_some());

@@ -10,8 +10,9 @@ use std::time::SystemTime;
 use parking_lot::Mutex;
 
 use super::exchange::Progress;
+use super::names::rank_file;
 use super::shard::Shard;
-use super::{Check, CheckpointError, Manifest, rank_file};
+use super::{Check, CheckpointError, Manifest};
 
 /// Size of each file and when it was changed; `None` for one that is not there.
 type Looks = Vec<Option<(u64, SystemTime)>>;
@@ -49,7 +50,7 @@ pub(super) fn look(
     progress: &Progress,
 ) -> Option<CheckpointError> {
     let in_file = |rank| match Shard::open(folder, manifest, rank) {
-        Ok(shard) if check == Check::Contents => shard.verify(&manifest.tensors, progress).next(),
+        Ok(shard) if check == Check::Contents => shard.verify(progress).next(),
         Ok(_) => None,
         Err(error) => Some(error),
     };

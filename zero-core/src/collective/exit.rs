@@ -2,19 +2,8 @@
 
 use std::io::Write;
 
+pub use crate::error::code;
 use crate::{CommError, LaunchError, RankFailure};
-
-/// What a rank's process ends with.
-pub mod code {
-    /// All went well.
-    pub const SUCCESS: i32 = 0;
-    /// A rank failed.
-    pub const FAILURE: i32 = 1;
-    /// What was asked for, or the environment, cannot work: trying again does not help.
-    pub const BAD_INPUT: i32 = 2;
-    /// A deadline passed in a wait for another rank (`EX_TEMPFAIL` of sysexits.h: trying again may help).
-    pub const WATCHDOG: i32 = 75;
-}
 
 /// The exit code that tells of `error`.
 pub fn code_of<E: core::fmt::Display + core::fmt::Debug>(error: &LaunchError<E>) -> i32 {

@@ -14,10 +14,10 @@ use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
+use crate::offload::direction::Direction;
 use crate::offload::error::system_at;
 use crate::offload::faults::Faults;
 use crate::offload::memory::Memory;
-use crate::offload::transfer::Direction;
 use crate::offload::{DiskError, SwapDir, folder};
 
 /// What memory and offsets are aligned to at least: the page, and the sector of almost every disk.

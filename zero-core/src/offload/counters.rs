@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::offload::transfer::Direction;
+use crate::offload::direction::Direction;
 
 /// Totals of a file since it was created. A transfer counts when it has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -8,9 +8,10 @@ use parking_lot::Mutex;
 
 use crate::offload::backing::Backing;
 use crate::offload::counters::Counters;
+use crate::offload::direction::Direction;
 use crate::offload::engine::Engine;
 use crate::offload::regions::Regions;
-use crate::offload::transfer::{Direction, Transfer};
+use crate::offload::transfer::Transfer;
 use crate::offload::{
     AioOptions, Buffer, DiskError, DiskStats, EngineChoice, EngineKind, Region, SwapDir, Ticket, folder,
 };
@@ -45,6 +46,17 @@ pub struct SwapFile {
     counters: Arc<Counters>,
     block: usize,
     regions: Mutex<Regions>,
+}
+
+impl SwapDir {
+    /// Creates the file of `rank`, and starts the threads that serve it.
+    ///
+    /// # Errors
+    /// [`DiskError::Setting`] for a setting that cannot be acted on, [`DiskError::NoUring`] if io_uring was asked for
+    /// and is not available, and what the system says.
+    pub fn create_file(&self, rank: usize, options: &SwapFileOptions) -> Result<SwapFile, DiskError> {
+        SwapFile::create(self.clone(), rank, options)
+    }
 }
 
 impl SwapFile {

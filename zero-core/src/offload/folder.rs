@@ -14,24 +14,15 @@ use rustix::fs::FlockOperation;
 
 use crate::files::is_not_offered;
 use crate::offload::error::system_at;
-use crate::offload::file::{SwapFile, SwapFileOptions};
+use crate::offload::sweep::{LOCK, NEWBORN_PREFIX, PREFIX};
 use crate::offload::{DiskError, sweep};
-
-/// How the name of a job's folder begins.
-pub(crate) const PREFIX: &str = "zero-swap-";
-
-/// How it begins before its lock is held, so that nobody takes it for a dead job's.
-pub(crate) const NEWBORN_PREFIX: &str = ".zero-swap-new-";
-
-/// The file in it whose lock says that the job lives.
-pub(crate) const LOCK: &str = "owner.lock";
 
 /// How the name of a job's folder begins where there are no locks: nobody can tell whether its job lives, so nobody removes
 /// it but the job.
 const UNLOCKED_PREFIX: &str = "zero-swap-nolock-";
 
 /// A folder for the swap files of one job, removed when the last handle is dropped, files included. A clone is another
-/// handle; a [`SwapFile`] holds one.
+/// handle; a [`SwapFile`](super::SwapFile) holds one.
 ///
 /// The system gives the lock back when the process dies, however it dies, and this user's next job that opens a folder in
 /// the same place removes what is left: swap files, the lock, and the folder if nothing else was put there.
@@ -104,7 +95,7 @@ impl SwapDir {
     }
 
     /// Makes sure that the disk has room for `bytes` more, before the first of them is written. It does not keep others
-    /// from using the room: [`SwapFile::require`] does.
+    /// from using the room: [`SwapFile::require`](super::SwapFile::require) does.
     ///
     /// # Errors
     /// [`DiskError::NoSpace`] with what is needed and what there is.
@@ -119,15 +110,6 @@ impl SwapDir {
             tracing::warn!("{}: {message}", self.path().display());
             told.insert(message);
         }
-    }
-
-    /// Creates the file of `rank`, and starts the threads that serve it.
-    ///
-    /// # Errors
-    /// [`DiskError::Setting`] for a setting that cannot be acted on, [`DiskError::NoUring`] if io_uring was asked for
-    /// and is not available, and what the system says.
-    pub fn create_file(&self, rank: usize, options: &SwapFileOptions) -> Result<SwapFile, DiskError> {
-        SwapFile::create(self.clone(), rank, options)
     }
 }
 

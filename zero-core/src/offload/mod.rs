@@ -51,6 +51,7 @@
 mod backing;
 mod buffer;
 mod counters;
+mod direction;
 mod element;
 mod engine;
 mod error;

@@ -16,7 +16,15 @@ use rustix::io::Errno;
 
 use crate::offload::DiskError;
 use crate::offload::error::system_at;
-use crate::offload::folder::{LOCK, NEWBORN_PREFIX, PREFIX};
+
+/// How the name of a job's folder begins.
+pub(crate) const PREFIX: &str = "zero-swap-";
+
+/// How it begins before its lock is held, so that nobody takes it for a dead job's.
+pub(crate) const NEWBORN_PREFIX: &str = ".zero-swap-new-";
+
+/// The file in it whose lock says that the job lives.
+pub(crate) const LOCK: &str = "owner.lock";
 
 /// How long a folder may exist before its lock is held: far longer than the two calls in between take.
 const NEWBORN: Duration = Duration::from_secs(60);

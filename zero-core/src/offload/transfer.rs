@@ -15,26 +15,11 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::offload::backing::{Backing, ENDING_LIMIT};
 use crate::offload::counters::Counters;
+use crate::offload::direction::Direction;
 use crate::offload::{Buffer, DiskError, Region};
 
 /// The longest wait of a ticket, whatever it is told: a year.
 const LONGEST_WAIT: Duration = Duration::from_secs(365 * 86_400);
-
-/// Which way the bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Direction {
-    Read,
-    Write,
-}
-
-impl Direction {
-    pub(crate) fn verb(self) -> &'static str {
-        match self {
-            Self::Read => "read",
-            Self::Write => "write",
-        }
-    }
-}
 
 pub(crate) struct Transfer {
     pub(crate) direction: Direction,

@@ -1,4 +1,4 @@
-//! What came of many inputs of a parser, none of which may make it allocate more bytes than it has.
+//! What came of many inputs of a parser, none of which may make it allocate more than a few times the bytes that it has.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -7,13 +7,14 @@ use zero_core::checkpoint::CheckpointError;
 
 use crate::counting::Taken;
 
-/// All that is allocated for an input that is in memory, and for one that is in a file, per byte.
-pub const IN_MEMORY: usize = 1;
-pub const IN_FILE: usize = 2;
-/// All that is allocated for an input of no size: paths, errors and one shape.
-const SMALL_IN_ALL: usize = 4096;
+/// All that is allocated, per byte of an input, at one time.
+const PEAK: usize = 64;
+/// The largest allocation, per byte.
+const LARGEST: usize = 40;
+/// All that is allocated for an input of no size: paths, errors and the first buffers.
+const SMALL_IN_ALL: usize = 16 << 10;
 /// The largest of these.
-pub const SMALL: usize = 1024;
+pub const SMALL: usize = 8 << 10;
 
 /// The outcome of what is no error.
 pub const ACCEPTED: &str = "accepted";
@@ -35,12 +36,12 @@ impl Tally {
         Self { counted_from, ..Self::default() }
     }
 
-    /// Checks the bound for one input of `json` bytes, which may come `factor` times.
-    pub fn add(&mut self, outcome: &str, json: usize, factor: usize, taken: Taken) {
+    /// Checks the bound for one input of `json` bytes.
+    pub fn add(&mut self, outcome: &str, json: usize, taken: Taken) {
         *self.outcomes.entry(outcome.to_string()).or_default() += 1;
         let Taken { peak, largest } = taken;
-        assert!(largest <= json.max(SMALL), "{largest} bytes at once for {json} bytes: {outcome}");
-        assert!(peak <= factor * json + SMALL_IN_ALL, "{peak} bytes for {json} bytes: {outcome}");
+        assert!(largest <= (LARGEST * json).max(SMALL), "{largest} bytes at once for {json} bytes: {outcome}");
+        assert!(peak <= PEAK * json + SMALL_IN_ALL, "{peak} bytes for {json} bytes: {outcome}");
         if json >= self.counted_from {
             self.largest = self.largest.max(largest as f64 / json as f64);
             self.peak = self.peak.max(peak as f64 / json as f64);

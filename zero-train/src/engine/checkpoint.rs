@@ -403,9 +403,10 @@ fn state_name(path: &str, name: &str) -> String {
 }
 
 /// The optimizer's states of a parameter in a checkpoint, by name.
-fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, TensorEntry)> {
+fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c TensorEntry)> {
     let prefix = state_name(path, "");
-    let states = checkpoint.tensors().starting_with(&prefix).map(|(name, tensor)| (&name[prefix.len()..], tensor));
+    let named = checkpoint.tensors().range(prefix.clone()..);
+    let states = named.map_while(|(name, tensor)| Some((name.strip_prefix(&prefix)?, tensor)));
     // Another parameter's path may go on from this one's; a state's name has no dot.
     states.filter(|(name, _)| !name.contains('.')).collect()
 }

@@ -191,9 +191,9 @@ impl Description {
         let (mut parameters, mut other) = (Group::default(), Group::default());
         for (name, tensor) in manifest.tensors.iter() {
             match Part::of(name) {
-                Part::Parameter(_) => parameters.add(&tensor),
+                Part::Parameter(_) => parameters.add(tensor),
                 Part::OptimizerState(..) => {}
-                Part::Other => other.add(&tensor),
+                Part::Other => other.add(tensor),
             }
         }
         let optimizer = OptimizerFacts::new(&manifest, engine);
@@ -257,8 +257,8 @@ impl Group {
 }
 
 impl TensorFacts {
-    fn new((name, tensor): (&str, TensorEntry)) -> Self {
-        Self { name: name.to_string(), dtype: tensor.dtype, bytes: bytes(&tensor), shape: tensor.shape }
+    fn new((name, tensor): (&String, &TensorEntry)) -> Self {
+        Self { name: name.clone(), dtype: tensor.dtype, bytes: bytes(tensor), shape: tensor.shape.clone() }
     }
 }
 

@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use serde::Serialize;
-use zero_core::checkpoint::{Checkpoint, Comparison, Tolerance, compare, list};
+use zero_core::checkpoint::{Checkpoint, list};
 
-use super::{FORMAT, InspectError, Subject};
+use super::{Comparison, FORMAT, InspectError, Subject, Tolerance, compare};
 
 /// What differs between two checkpoints.
 #[derive(Debug, Clone, PartialEq, Serialize)]

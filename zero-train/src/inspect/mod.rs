@@ -6,10 +6,13 @@
 //!   keys may be added, and a change of meaning raises `format`.
 //! * Memory: a few MiB and the manifests, whatever the tensors. Threads: the caller's.
 
+mod compare;
 mod describe;
 mod diff;
 mod folder;
+mod number;
 mod optimizer;
+mod states;
 mod text;
 mod time;
 mod words;
@@ -18,10 +21,12 @@ use std::path::{Path, PathBuf};
 
 use zero_core::checkpoint::{CheckpointError, is_checkpoint_name};
 
+pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike, compare};
 pub use describe::{Description, EngineFacts, Group, Inspection, ModelFacts, TensorFacts, inspect};
 pub use diff::{Difference, Side, diff};
 pub use folder::{Folder, FolderEntry, RemainsEntry, folder};
 pub use optimizer::OptimizerFacts;
+pub use states::{StateDifference, compare_states};
 pub use words::Use;
 
 /// The version of the JSON that this module writes.

@@ -37,8 +37,8 @@ impl OptimizerFacts {
                     states_of.entry(path).or_default();
                 }
                 Part::OptimizerState(path, state) => {
-                    facts.all.add(&tensor);
-                    facts.states.entry(state.to_string()).or_default().add(&tensor);
+                    facts.all.add(tensor);
+                    facts.states.entry(state.to_string()).or_default().add(tensor);
                     states_of.entry(path).or_default().insert(state);
                 }
                 Part::Other => {}

@@ -3,12 +3,14 @@
 use std::fmt::{self, Display, Formatter};
 
 use serde_json::Value;
-use zero_core::checkpoint::{ElementType, Extreme, Kind, StateDifference, TensorDifference};
+use zero_core::checkpoint::ElementType;
 
+use super::compare::{Extreme, Kind, TensorDifference};
 use super::describe::{Description, EngineFacts, Group, Inspection, ModelFacts};
 use super::diff::{Difference, Side};
 use super::folder::{Folder, FolderEntry};
 use super::optimizer::OptimizerFacts;
+use super::states::StateDifference;
 use super::time::utc;
 use super::words::{count, grouped, precision};
 use crate::memory::format_bytes;

@@ -1,15 +1,11 @@
-//! A rank's end of a communicator, and how it ends.
+//! A rank's end of a communicator.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
-use cudarc::nccl::sys::ncclComm_t;
-
+use super::Ticket;
+use super::inner::Inner;
 use super::request::{DeviceRequest, DeviceSlice};
-use super::state::{ABORT, Core};
-use super::{NcclError, Ticket};
 use crate::CommError;
 use crate::accounting::WireCounter;
 use crate::collective::launcher::Place;
@@ -24,9 +20,6 @@ pub enum Compute {
     Stream(u64),
 }
 
-/// How long a communicator that is dropped may take to end.
-const CLOSE: Duration = Duration::from_secs(10);
-
 /// One rank's end of a communicator of NCCL's. See the [module](super).
 ///
 /// All ranks must issue the same operations in the same order, on all communicators of a device together. Calls from
@@ -34,95 +27,6 @@ const CLOSE: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct NcclComm {
     pub(super) inner: Arc<Inner>,
-}
-
-/// A communicator with its watchdog; ended with the last ticket.
-#[derive(Debug)]
-pub(super) struct Inner {
-    pub(super) core: Arc<Core>,
-    pub(super) place: Arc<Place>,
-    /// Whether work of the context is ordered by events, without the host.
-    pub(super) context_events: bool,
-    pub(super) high_priority: bool,
-    watchdog: Option<JoinHandle<()>>,
-}
-
-impl Inner {
-    pub(super) fn new(
-        core: Arc<Core>,
-        place: Arc<Place>,
-        context_events: bool,
-        high_priority: bool,
-    ) -> Result<Arc<Self>, NcclError> {
-        let watched = core.clone();
-        let name = format!("rank-{}-nccl-{}", core.rank(), core.label);
-        let watchdog = std::thread::Builder::new().name(name).spawn(move || watched.watch());
-        let watchdog = Some(watchdog.map_err(NcclError::Thread)?);
-        Ok(Arc::new(Self { core, place, context_events, high_priority, watchdog }))
-    }
-
-    /// Ends the communicator: with the other ranks when all is well, by aborting it otherwise.
-    fn close(&mut self) {
-        let core = self.core.clone();
-        let end = Instant::now() + CLOSE.min(core.deadline);
-        while core.busy() && core.poll().is_ok() && Instant::now() < end {
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        // Relaxed: see `watch`.
-        core.stop.store(true, Ordering::Relaxed);
-        core.changed.notify_all();
-        if let Some(watchdog) = self.watchdog.take() {
-            let limit = Instant::now() + ABORT;
-            while !watchdog.is_finished() && Instant::now() < limit {
-                std::thread::sleep(Duration::from_micros(200));
-            }
-            // One that does not end is inside the library, which may never return.
-            if watchdog.is_finished() && watchdog.join().is_err() {
-                tracing::warn!(rank = core.rank(), group = %core.label, "the watchdog has panicked");
-            }
-        }
-        if core.busy() || core.sound().is_err() {
-            return core.abort();
-        }
-        // As `poll` would, but for a rank that has left: it has ended its own part.
-        let others = |core: &Core| match core.control.check(&core.label, u64::MAX, "ending") {
-            Err(CommError::PeerLeft { .. }) | Ok(()) => true,
-            Err(_) => false,
-        };
-        let ended = {
-            // A watchdog that is inside the library for good may hold it.
-            let Some(mut handle) = core.handle.try_lock_for(ABORT) else { return core.abort() };
-            let Some(comm) = handle.0 else { return };
-            let _entered = core.device.enter();
-            // SAFETY: the communicator is alive, and the handle locked.
-            let code = unsafe { (core.library.finalize)(comm) };
-            let mut ended = core.library.check("ncclCommFinalize", code).is_ok();
-            while ended && Instant::now() < end + CLOSE {
-                match core.library_state(comm) {
-                    Ok(true) => break,
-                    Ok(false) => std::thread::sleep(Duration::from_micros(200)),
-                    Err(_) => ended = false,
-                }
-                ended &= others(&core) && Instant::now() < end + CLOSE;
-            }
-            if ended {
-                handle.0 = None;
-                // SAFETY: as above; nobody uses it after.
-                let code = unsafe { (core.library.destroy)(comm) };
-                ended = core.library.check("ncclCommDestroy", code).is_ok();
-            }
-            ended
-        };
-        if !ended {
-            core.abort();
-        }
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        self.close();
-    }
 }
 
 impl NcclComm {
@@ -276,12 +180,5 @@ impl NcclComm {
     /// The error that it has faulted with.
     pub fn health(&self) -> Result<(), CommError> {
         self.inner.core.poll()
-    }
-}
-
-/// Ends what the library has begun to make and does not become a communicator.
-pub(super) fn discard(core: &Core, comm: ncclComm_t) {
-    if let Err(reason) = core.end_now(comm) {
-        tracing::debug!(rank = core.rank(), %reason, "of a communicator that was not made");
     }
 }

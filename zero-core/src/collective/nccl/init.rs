@@ -8,11 +8,13 @@ use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 
-use super::comm::{Inner, NcclComm, discard};
+use super::NcclError;
+use super::comm::NcclComm;
 use super::cuda::{Device, Stream, device_count};
+use super::inner::{Inner, discard};
 use super::library;
+use super::options::NcclOptions;
 use super::state::{Core, Handle, State};
-use super::{NcclError, NcclOptions};
 use crate::collective::launcher::{self, Place};
 use crate::collective::machine::Machine;
 use crate::collective::operation::child_id;

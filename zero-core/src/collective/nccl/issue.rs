@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crossbeam_channel::bounded;
 use cudarc::nccl::sys::ncclComm_t;
 
-use super::comm::Inner;
 use super::cuda::{Entered, Event};
+use super::inner::Inner;
 use super::library::{data_type, reduction};
 use super::request::{DeviceRequest, DeviceSlice, Here, words};
 use super::state::Op;

@@ -43,46 +43,23 @@ mod comm;
 pub(crate) mod cuda;
 mod error;
 mod init;
+mod inner;
 mod issue;
 mod library;
+mod options;
 mod request;
 mod state;
 mod ticket;
-
-use std::path::PathBuf;
-use std::time::Duration;
 
 pub use self::comm::{Compute, NcclComm};
 pub use self::cuda::device_count;
 pub use self::error::NcclError;
 pub use self::init::device_of;
+pub use self::options::NcclOptions;
 pub use self::request::{DeviceRequest, DeviceSlice};
 pub use self::ticket::Ticket;
 
 /// Whether this machine has the driver and an NCCL that can be used.
 pub fn is_there() -> bool {
     library::library().is_ok() && device_count().is_ok()
-}
-
-/// How communicators are run.
-#[derive(Debug, Clone)]
-pub struct NcclOptions {
-    /// The longest that an operation may be first in line without ending, and that any call may wait for other ranks.
-    pub deadline: Duration,
-    /// Where flight records go; of communicators made by [`NcclComm::from_environment`] (others record in their control
-    /// group's).
-    pub flight_dir: Option<PathBuf>,
-    /// So many ranks in a row count as one machine, instead of those that say so.
-    pub node_size: Option<usize>,
-    /// Whether the order of work may be kept by events of the context, where the driver has them.
-    pub context_events: bool,
-    /// Whether operations go before computing kernels that wait for room on the device.
-    pub high_priority: bool,
-}
-
-impl Default for NcclOptions {
-    fn default() -> Self {
-        let deadline = super::threads::ThreadOptions::default().deadline;
-        Self { deadline, flight_dir: None, node_size: None, context_events: true, high_priority: true }
-    }
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::comm::Inner;
 use super::cuda;
+use super::inner::Inner;
 use super::state::{Core, Op};
 use crate::CommError;
 

@@ -13,10 +13,13 @@ use super::super::landing::Landing;
 use super::super::operation::{self, Description, child_id};
 use super::super::progress::Progress;
 use super::super::{Buffer, Collective, DType, Join, Joined, Pending, ReduceOp, Request, flight, launcher};
-use super::run::Keeper;
-use super::shared::{At, Command, Exchange, Receive, Send, Shared};
+use super::commands::{Command, Exchange, ReceiveFrom, SendTo};
+use super::shared::{At, Shared};
 use crate::accounting::WireCounter;
 use crate::{CommError, Partition};
+
+/// What ends with the last communicator of a run.
+pub(super) type Keeper = Arc<dyn std::any::Any + Send + Sync>;
 
 /// One rank's end of a group of processes.
 ///
@@ -38,7 +41,7 @@ struct Inner {
     me: usize,
     next: AtomicU64,
     /// Of a run that ends with its last communicator.
-    keeper: Option<Arc<Keeper>>,
+    keeper: Option<Keeper>,
 }
 
 impl core::fmt::Debug for ProcessComm {
@@ -79,9 +82,9 @@ impl Inner {
         let Plan { seq, phase, op, input, give, take, own, until_sent, last } = plan;
         let at = At { group: &self.label, seq, op };
         let landing = Arc::new(landing);
-        let sends = self.others().map(|place| Send { to: self.members[place], bytes: give(place) }).collect();
-        let receives: Vec<Receive> =
-            self.others().map(|place| Receive { from: self.members[place], bytes: take(place) }).collect();
+        let sends = self.others().map(|place| SendTo { to: self.members[place], bytes: give(place) }).collect();
+        let receives: Vec<ReceiveFrom> =
+            self.others().map(|place| ReceiveFrom { from: self.members[place], bytes: take(place) }).collect();
         let entry = self.shared.recorder.open(flight::Opening {
             group: &self.label,
             group_id: self.id,
@@ -308,12 +311,7 @@ fn bytes_of(part: &Partition, place: usize, dtype: DType) -> core::ops::Range<us
 }
 
 impl ProcessComm {
-    fn new(
-        (shared, keeper): (Arc<Shared>, Option<Arc<Keeper>>),
-        id: u64,
-        label: &str,
-        members: Arc<[usize]>,
-    ) -> Arc<Self> {
+    fn new((shared, keeper): (Arc<Shared>, Option<Keeper>), id: u64, label: &str, members: Arc<[usize]>) -> Arc<Self> {
         let rank = shared.rank();
         let me = members.iter().position(|&member| member == rank).expect("a rank builds groups that it belongs to");
         let inner = Inner { shared, id, label: label.into(), members, me, next: AtomicU64::new(0), keeper };
@@ -329,14 +327,14 @@ impl ProcessComm {
     /// `comm`, with `keeper` ended when it and all groups made of it have gone.
     pub(super) fn keeping(comm: &Self, keeper: Keeper) -> Arc<Self> {
         let Inner { shared, id, label, members, next, .. } = &*comm.inner;
-        let kept = Self::new((shared.clone(), Some(Arc::new(keeper))), *id, label, members.clone());
+        let kept = Self::new((shared.clone(), Some(keeper)), *id, label, members.clone());
         // Relaxed: its operations come after those of `comm`, on the thread that goes over to it.
         kept.inner.next.store(next.load(Ordering::Relaxed), Ordering::Relaxed);
         kept
     }
 
     /// What a group made of this one shares with it.
-    fn family(&self) -> (Arc<Shared>, Option<Arc<Keeper>>) {
+    fn family(&self) -> (Arc<Shared>, Option<Keeper>) {
         (self.inner.shared.clone(), self.inner.keeper.clone())
     }
 

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::CommError;
-use crate::window::Key;
+use crate::exposure::Key;
 
 /// Payloads up to this many bytes travel inside the control message.
 pub(super) const INLINE: usize = 2 << 10;

@@ -32,13 +32,14 @@
 //! A process runs one rank, once: MPI cannot be started again after it has ended, and rank 0's port is one job's.
 
 mod comm;
+pub(crate) mod commands;
 mod link;
 mod message;
 mod pump;
 pub(crate) mod remote;
 mod rendezvous;
 mod run;
-pub(crate) mod serve;
+mod serve;
 mod shared;
 mod traffic;
 

@@ -21,10 +21,10 @@ use payload::dispose;
 
 use super::super::DType;
 use super::super::landing::Landing;
+use super::commands::{Asked, Command, Exchange, Got, Job, Read, ReceiveFrom, SendTo, Served};
 use super::link::{Heard, Link};
 use super::message::{Answer, Message, Payload, Slot};
-use super::serve::{Asked, Job};
-use super::shared::{At, Command, Exchange, Got, Read, Receive, Send, Served, Shared};
+use super::shared::{At, Shared};
 use super::traffic::{For, Held, Idle, Incoming, Outgoing, Underway};
 use crate::CommError;
 use crate::error::LinkError;
@@ -268,7 +268,7 @@ impl<L: Link> Pump<L> {
             return Ok(());
         }
         let mut sending = 0;
-        for Send { to, bytes } in &exchange.sends {
+        for SendTo { to, bytes } in &exchange.sends {
             let payload = &exchange.input.as_bytes()[bytes.clone()];
             let (announced, tag) = self.announce_payload(payload);
             self.say(*to, &Message::Arrived { slot, op: exchange.op.clone(), payload: announced })?;
@@ -309,7 +309,7 @@ impl<L: Link> Pump<L> {
             end_exchange(active.exchange, self.shared.check(At { group: "", seq: slot.1, op: "" }, []));
             return Ok(());
         }
-        let Receive { bytes, .. } = receive.expect("checked above");
+        let ReceiveFrom { bytes, .. } = receive.expect("checked above");
         let (landing, bytes) = (exchange.landing.clone(), bytes.clone());
         active.missing.retain(|&peer| peer != from);
         exchange.entry.arrived(from, matches!(payload, Payload::Follows { .. }));

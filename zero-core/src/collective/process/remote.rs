@@ -11,10 +11,10 @@ use super::super::flight::{Entry, Opening};
 use super::super::landing::Landing;
 use super::super::{Buffer, DType};
 use super::comm::ProcessComm;
-use super::serve::{Job, Lookup};
-use super::shared::{At, Command, Got, Read, Shared};
+use super::commands::{Command, Got, Job, Lookup, Read};
+use super::shared::{At, Shared};
 use crate::CommError;
-use crate::window::Key;
+use crate::exposure::Key;
 
 /// One window of a run, as the ranks number them: each in the order in which it joins.
 #[derive(Debug, Clone)]

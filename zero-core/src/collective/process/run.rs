@@ -13,13 +13,14 @@ use super::super::launcher::{Place, Rendezvous, Start, World};
 use super::super::threads::{Stopped, ThreadOptions, panic_reason};
 use super::super::{AT_THE_END, Collective, exit};
 use super::comm::ProcessComm;
+use super::commands::{Command, Job};
 use super::link::tcp::TcpLink;
 use super::link::{Link, MAX_CHUNK};
 use super::message::Trouble;
 use super::pump::Pump;
 use super::rendezvous::{self, Mesh, Refused};
-use super::serve::{Job, serve};
-use super::shared::{At, Command, Shared};
+use super::serve::serve;
+use super::shared::{At, Shared};
 use crate::error::{LinkError, StartError};
 use crate::{CommError, LaunchError, RankFailure};
 
@@ -261,7 +262,7 @@ impl ProcessRun {
     /// unless its thread panics. For a group beside another engine, whose end is its own.
     pub fn into_comm(self) -> Arc<ProcessComm> {
         let comm = self.comm.clone();
-        ProcessComm::keeping(&comm, Keeper(Some(self)))
+        ProcessComm::keeping(&comm, Arc::new(Ending(Some(self))))
     }
 
     /// Ends this rank, after `failure`, if it has one of its own.
@@ -322,9 +323,9 @@ impl ProcessRun {
 
 /// Ends a run with the last of the communicators that it was made into.
 #[derive(Debug)]
-pub(super) struct Keeper(Option<ProcessRun>);
+struct Ending(Option<ProcessRun>);
 
-impl Drop for Keeper {
+impl Drop for Ending {
     fn drop(&mut self) {
         let Some(mut run) = self.0.take() else { return };
         if std::thread::panicking() {

@@ -6,71 +6,18 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
 use super::super::threads::panic_reason;
-use super::shared::{Command, Served, Shared};
-use crate::window::{Exposure, Key};
+use super::commands::{Asked, Command, Exposed, Found, Job, Lookup, Parked, Served};
+use super::shared::Shared;
+use crate::exposure::Exposure;
 
 /// How soon parked requests are tried again: the first time, and at most.
 const RETRY: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(5)];
-
-/// Bytes that a value lends to be sent.
-pub(super) struct Exposed(Box<dyn AsRef<[u8]> + Send + Sync>);
-
-impl Exposed {
-    pub(super) fn bytes(&self) -> &[u8] {
-        (*self.0).as_ref()
-    }
-}
-
-impl core::fmt::Debug for Exposed {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "Exposed({} bytes)", self.bytes().len())
-    }
-}
-
-/// What a window knows of a key.
-pub(crate) enum Found {
-    /// Not published yet.
-    Absent,
-    /// Replaced by a later version.
-    Gone,
-    /// Published.
-    Here(Exposure),
-}
-
-/// How a window is looked into.
-pub(crate) type Lookup = Box<dyn Fn(Key) -> Found + Send>;
-
-pub(super) enum Job {
-    /// A window is there.
-    Join { window: u32, lookup: Lookup },
-    /// A rank asks.
-    Asked(Asked),
-    /// Something was published.
-    Changed,
-    /// Values that were sent: dropped here, since dropping one may run its owner's code.
-    Dispose(Arc<Exposed>),
-    /// This rank publishes nothing more.
-    Left,
-    /// Ends the thread.
-    Stop,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Asked {
-    pub(super) from: usize,
-    pub(super) id: u64,
-    pub(super) window: u32,
-    pub(super) key: Key,
-}
-
-/// Requests that are parked; publishing looks here first.
-pub(crate) type Parked = Arc<AtomicUsize>;
 
 /// Answers until it is told to stop.
 pub(super) fn serve(shared: &Shared, jobs: &Receiver<Job>, waiting: &Parked) {

@@ -2,7 +2,6 @@
 //!
 //! States of a run: *sound* -> *failed* (first trouble kept; it ends every wait of every rank that can be reached).
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::Thread;
@@ -11,102 +10,12 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::Sender;
 use parking_lot::{Condvar, Mutex};
 
-use super::super::Buffer;
-use super::super::flight::{Entry, Recorder};
-use super::super::landing::Landing;
+use super::super::flight::Recorder;
 use super::super::launcher::Place;
-use super::message::{Slot, Trouble};
-use super::serve::{Exposed, Job, Parked};
+use super::commands::{Command, Job, Parked};
+use super::message::Trouble;
 use crate::CommError;
 use crate::accounting::WireCounter;
-use crate::window::Key;
-
-/// Part of an input that goes to a rank: its bytes.
-#[derive(Debug)]
-pub(super) struct Send {
-    pub(super) to: usize,
-    pub(super) bytes: Range<usize>,
-}
-
-/// What a rank's part of an operation fills.
-#[derive(Debug)]
-pub(super) struct Receive {
-    pub(super) from: usize,
-    pub(super) bytes: Range<usize>,
-}
-
-/// One phase of a collective, as the communication thread runs it.
-#[derive(Debug)]
-pub(super) struct Exchange {
-    pub(super) slot: Slot,
-    /// Label of the group, for errors.
-    pub(super) group: Arc<str>,
-    pub(super) op: String,
-    pub(super) input: Arc<Buffer>,
-    /// Whether the input is to be free again when the exchange has ended.
-    pub(super) until_sent: bool,
-    /// To every other rank of the group, be it nothing.
-    pub(super) sends: Vec<Send>,
-    pub(super) landing: Arc<Landing>,
-    /// From every other rank of the group, be it nothing.
-    pub(super) receives: Vec<Receive>,
-    pub(super) entry: Arc<Entry>,
-    pub(super) reply: Sender<Result<(), CommError>>,
-}
-
-/// A read of what a peer has published.
-#[derive(Debug)]
-pub(super) struct Read {
-    pub(super) id: u64,
-    pub(super) peer: usize,
-    pub(super) window: u32,
-    pub(super) key: Key,
-    pub(super) what: String,
-    /// The read in the words of errors.
-    pub(super) op: String,
-    /// Where its bytes go; otherwise they get memory of their own.
-    pub(super) into: Option<(Arc<Landing>, Range<usize>)>,
-    pub(super) entry: Arc<Entry>,
-    pub(super) reply: Sender<Result<Got, CommError>>,
-}
-
-/// What a read has brought: the owner's tag, and the bytes, unless they went where the reader wanted them.
-#[derive(Debug)]
-pub(super) struct Got {
-    pub(super) tag: String,
-    pub(super) bytes: Option<Arc<Landing>>,
-}
-
-/// What an owner's serving thread has for a reader.
-#[derive(Debug)]
-pub(super) enum Served {
-    Ready { tag: String, bytes: Arc<Exposed> },
-    Gone,
-    Left,
-    Failed(String),
-}
-
-#[derive(Debug)]
-pub(super) enum Command {
-    Exchange(Exchange),
-    Read(Read),
-    Serve {
-        to: usize,
-        id: u64,
-        served: Served,
-    },
-    /// This rank has failed: the state says how.
-    Abort,
-    /// This rank takes part in nothing more.
-    Leave,
-    /// After a failure: this rank's process is about to end.
-    Done,
-    /// Ends the thread, when all has been sent or `within` has passed; the link is ended well if asked for.
-    Finish {
-        finalize: bool,
-        within: Duration,
-    },
-}
 
 #[derive(Debug)]
 struct State {

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::super::Buffer;
 use super::super::landing::Landing;
+use super::commands::Exposed;
 use super::message::Slot;
-use super::serve::Exposed;
 
 /// What keeps bytes where they are while the link sends them.
 #[allow(dead_code)] // Held, not read.

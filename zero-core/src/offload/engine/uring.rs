@@ -15,8 +15,9 @@ use rustix::event::EventfdFlags;
 
 use super::{Engine, EngineKind, panic_message, spawn, stop};
 use crate::offload::backing::Backing;
+use crate::offload::direction::Direction;
 use crate::offload::queue::{Next, Queue};
-use crate::offload::transfer::{Direction, Piece};
+use crate::offload::transfer::Piece;
 use crate::offload::{AioOptions, DiskError};
 
 /// `user_data` of the poll of the waker; pieces have the numbers of their slots.

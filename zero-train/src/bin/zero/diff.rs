@@ -5,8 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Args;
-use zero_core::checkpoint::Tolerance;
-use zero_train::inspect::diff;
+use zero_train::inspect::{Tolerance, diff};
 
 use crate::inspect::print;
 

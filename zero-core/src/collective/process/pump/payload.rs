@@ -5,9 +5,9 @@ use std::sync::Arc;
 use crossbeam_channel::Sender;
 
 use super::super::super::landing::{Landing, chunks};
+use super::super::commands::{Exposed, Job};
 use super::super::link::{Channel, Link, MAX_TAG};
 use super::super::message::{Answer, INLINE, Message, Payload, Slot};
-use super::super::serve::{Exposed, Job};
 use super::super::traffic::{For, Held, Incoming, Outgoing};
 use super::Pump;
 use crate::error::LinkError;

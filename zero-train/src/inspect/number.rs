@@ -1,8 +1,7 @@
 //! An element's bytes as a number, whatever its type.
 
 use half::{bf16, f16};
-
-use super::ElementType;
+use zero_core::checkpoint::ElementType;
 
 /// A number with all its digits.
 #[derive(Debug, Clone, Copy, PartialEq)]

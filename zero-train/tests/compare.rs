@@ -1,7 +1,8 @@
 //! Two checkpoints compared, whoever saved them, in little memory; and a folder of them listed.
 
+#[path = "../../zero-core/tests/common/mod.rs"]
 mod common;
-#[path = "common/counting.rs"]
+#[path = "../../zero-core/tests/common/counting.rs"]
 mod counting;
 
 use std::borrow::Cow;
@@ -12,9 +13,8 @@ use common::{Spec, pieces, ranks, save_specs, small_specs, specs, state, whole};
 use counting::{Counting, peak};
 use serde_json::{Value, json};
 use zero_core::Collective;
-use zero_core::checkpoint::{
-    Check, Checkpoint, CheckpointError, Comparison, ElementType, SaveOptions, compare, find_latest, list, save,
-};
+use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, SaveOptions, find_latest, list, save};
+use zero_train::inspect::{Comparison, compare};
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;

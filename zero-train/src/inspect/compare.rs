@@ -6,10 +6,10 @@
 use std::str::FromStr;
 
 use serde::Serialize;
+use zero_core::checkpoint::{Checkpoint, CheckpointError, ElementType, TensorEntry};
 
 use super::number::Number;
-use super::state::{StateDifference, compare_states};
-use super::{Checkpoint, CheckpointError, ElementType, TensorEntry};
+use super::states::{StateDifference, compare_states};
 
 /// Bytes of a tensor that are compared at a time.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -135,7 +135,7 @@ impl Comparison {
 /// As [`Checkpoint::read`], for the first tensor that is damaged.
 pub fn compare(a: &Checkpoint, b: &Checkpoint, tolerance: Option<Tolerance>) -> Result<Comparison, CheckpointError> {
     let without = |one: &Checkpoint, other: &Checkpoint| {
-        one.tensors().keys().filter(|name| !other.tensors().contains_key(name)).map(String::from).collect()
+        one.tensors().keys().filter(|name| !other.tensors().contains_key(*name)).cloned().collect()
     };
     let mut found = Comparison {
         steps: [a.step(), b.step()],
@@ -150,12 +150,12 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, tolerance: Option<Tolerance>) -> 
     let mut buffers = [vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]];
     for (name, entry) in a.tensors().iter() {
         let Some(other) = b.tensors().get(name) else { continue };
-        let (kind, other) = (Kind::of(&entry), Kind::of(&other));
+        let (kind, other) = (Kind::of(entry), Kind::of(other));
         if kind != other {
             found.unlike.push(Unlike { name: name.to_string(), a: kind, b: other });
             continue;
         }
-        let tensor = compare_tensor([a, b], name, &entry, tolerance, &mut buffers)?;
+        let tensor = compare_tensor([a, b], name, entry, tolerance, &mut buffers)?;
         if tensor.bit_equal == tensor.elements {
             found.equal_tensors += 1;
             found.equal_elements += tensor.elements;

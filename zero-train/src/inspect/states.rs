@@ -22,7 +22,7 @@ pub struct StateDifference {
 ///
 /// ```
 /// use serde_json::json;
-/// use zero_core::checkpoint::compare_states;
+/// use zero_train::inspect::compare_states;
 /// let differences = compare_states(&json!({"engine": {"steps": 3}}), &json!({"engine": {"steps": 4, "skipped": 0}}));
 /// assert_eq!(differences[0].path, "engine.skipped");
 /// assert_eq!(differences[0].a, None);
