@@ -13,12 +13,14 @@ use burn_std::DType;
 use zero_core::ReduceOp;
 
 use crate::birth::{Birth, within};
-use crate::context::{Context, Slot, raise, stop};
+use crate::context::Context;
 use crate::device::ZeroDevice;
-use crate::gather::read;
 use crate::reduce::{Phase, gradient_template};
 use crate::shard::{Cell, slice_piece};
+use crate::slot::Slot;
 use crate::tensor::{Shard, ZeroTensor};
+use crate::trouble::{raise, stop};
+use crate::values::read;
 
 /// Any Burn backend `B`, with ZeRO.
 ///
@@ -62,7 +64,7 @@ impl<B: Backend> Backend for Zero<B> {
 
     fn seed(device: &Device<Self>, seed: u64) {
         B::seed(device.inner(), seed);
-        Context::<B>::current().reseed(seed);
+        Context::<B>::current().draws.reseed(seed);
     }
 
     fn sync(device: &Device<Self>) -> Result<(), ExecutionError> {
@@ -108,7 +110,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         if let Some(reducer) = &context.reducer {
             let mut marks: HashMap<u64, usize> = HashMap::new();
             for param in &params {
-                if let [slot] = &context.slots_of(param.param_id)[..] {
+                if let [slot] = &context.parameters.slots_of(param.param_id)[..] {
                     *marks.entry(slot.index).or_default() += 1;
                 }
             }
@@ -139,7 +141,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         if context.is_holding_back() {
             return;
         }
-        let slots = context.slots_of(params.param_id);
+        let slots = context.parameters.slots_of(params.param_id);
         // A lone rank may have it in place whosever it is.
         let Some(slot) = slots.iter().find(|slot| slot.shape == gradient.shape()).or(slots.first()) else {
             stop(

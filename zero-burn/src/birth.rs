@@ -13,12 +13,14 @@ use burn_backend::{Backend, Distribution, Scalar, TensorData};
 use burn_std::{DType, FloatDType, Shape};
 use zero_core::Partition;
 
-use crate::context::{Context, Drawn, stop};
-use crate::elementwise::computed;
+use crate::asked::computed;
+use crate::context::Context;
 use crate::gather::empty;
 use crate::random::{Stream, sign, sign_bytes};
 use crate::shard::{Cell, Kind, Origin, Template};
+use crate::slot::Drawn;
 use crate::tensor::{Shard, ZeroTensor};
+use crate::trouble::stop;
 
 /// What the creating operations make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -191,7 +193,7 @@ pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::De
     let partition = slot.partition;
     let sharded = context.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| if partition.is_whole() { 0 } else { context.rank });
-    let (seed, birth) = context.next_birth();
+    let (seed, birth) = context.draws.next_birth();
     let stream = match &fill {
         Fill::Random(distribution) => {
             let drawn = Drawn { seed, birth, distribution: *distribution };

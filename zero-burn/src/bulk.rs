@@ -10,8 +10,10 @@
 
 use std::sync::Arc;
 
-use burn_backend::{Backend, TensorData, TensorMetadata};
-use burn_std::{DType, Shape, Slice};
+use burn_backend::{Backend, TensorMetadata};
+#[cfg(feature = "cuda")]
+use burn_std::DType;
+use burn_std::{Shape, Slice};
 use parking_lot::Mutex;
 #[cfg(feature = "cubecl")]
 use zero_core::ReduceOp;
@@ -22,10 +24,11 @@ use zero_core::{Buffer, Collective, CommError, Pending, Request};
 use zero_ops::Shared;
 
 use crate::config::Gathers;
-use crate::context::stop;
-use crate::gather::read;
 use crate::random::sign;
 use crate::shard::Cell;
+#[cfg(feature = "cuda")]
+use crate::values::on_the_wire;
+use crate::values::{buffer, data, read};
 
 /// What moves tensors.
 pub(crate) struct Bulk {
@@ -283,29 +286,6 @@ fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     }
 }
 
-/// What has come, in its shape.
-pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
-    match buffer {
-        Buffer::F32(values) => TensorData::new(values, shape),
-        Buffer::F64(values) => TensorData::new(values, shape),
-        Buffer::F16(values) => TensorData::new(values, shape),
-        Buffer::Bf16(values) => TensorData::new(values, shape),
-        Buffer::U8(_) => stop("floats were sent between ranks, and bytes came".into()),
-    }
-}
-
-/// What is sent.
-fn buffer(data: TensorData) -> Buffer {
-    const TYPES: &str = "a tensor's data is of the type that it says";
-    match data.dtype {
-        DType::F32 => Buffer::F32(data.into_vec().expect(TYPES)),
-        DType::F64 => Buffer::F64(data.into_vec().expect(TYPES)),
-        DType::F16 => Buffer::F16(data.into_vec().expect(TYPES)),
-        DType::BF16 => Buffer::Bf16(data.into_vec().expect(TYPES)),
-        other => stop(format!("a tensor of {other:?} cannot be sent: expected floats")),
-    }
-}
-
 #[cfg(feature = "cuda")]
 impl Nccl {
     /// NCCL between the ranks, if each has a GPU of its own and the library.
@@ -431,17 +411,6 @@ impl Nccl {
             false => group.wire().add(WireKind::AllReduce, 2 * received),
         }
         Ok(begun)
-    }
-}
-
-/// The type as collectives know it.
-pub(crate) fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
-    match dtype {
-        DType::F16 => zero_core::collective::DType::F16,
-        DType::BF16 => zero_core::collective::DType::Bf16,
-        DType::F32 => zero_core::collective::DType::F32,
-        DType::F64 => zero_core::collective::DType::F64,
-        other => stop(format!("a tensor of type {other:?} cannot be sent to other processes: expected floats")),
     }
 }
 

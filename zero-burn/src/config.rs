@@ -311,11 +311,6 @@ pub enum ConfigError {
     },
 }
 
-/// The configuration of the current thread's rank over inner backend `B`.
-pub fn current<B: burn_backend::Backend>() -> ZeroConfig {
-    crate::context::Context::<B>::current().config.clone()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,122 +5,33 @@
 //! tensor is born and where a dense tensor is asked for its device.
 
 use std::any::{Any, TypeId};
-use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, OnceLock, Weak};
+use std::sync::{Arc, LazyLock, Weak};
 
-use burn_backend::distributed::DistributedParamId;
-use burn_backend::{Backend, Distribution, StreamId, TensorData};
+use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
-use zero_core::accounting::{Gauge, WireCounter};
-use zero_core::collective::threads::{Stopped, alone};
+use zero_core::accounting::WireCounter;
+use zero_core::collective::threads::alone;
 use zero_core::window::{Key, Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
 use zero_ops::Shared;
 
 use crate::bulk::Bulk;
 use crate::config::{Tier, ZeroConfig};
+use crate::current::{CURRENT, Installed, PLACES, RUNNING};
 use crate::device::ZeroDevice;
 use crate::gather::Gatherer;
+use crate::gauges::Gauges;
 use crate::mover::Mover;
 use crate::optim::disk::Updates;
-use crate::pieces::RandomState;
-use crate::random::{Stream, sign};
+use crate::random::{Draws, Stream};
 use crate::reduce::{Reducer, Settled};
-use crate::shard::{Cell, DERIVED, Kind};
-use crate::tier::{Disk, Home, or_stop};
-
-/// A parameter's identity, the same on every rank: its number is the order of its birth.
-pub(crate) struct Slot<B: Backend> {
-    pub(crate) index: u64,
-    pub(crate) shape: Shape,
-    pub(crate) dtype: DType,
-    /// The cut of the parameter's optimizer state (whole at stage 0).
-    pub(crate) partition: Partition,
-    /// Later is laid out first when gradients are reduced: the place in the module, from 1, as `prepare` has found it (0
-    /// before), then the place from the end of a backward pass.
-    pub(crate) place: AtomicU64,
-    /// From what its first values were drawn.
-    pub(crate) drawn: OnceLock<Drawn>,
-    /// Names of what belongs to this parameter.
-    pub(crate) names: Mutex<Names>,
-    /// Whether the parameter stays in memory although others are on the disk.
-    pub(crate) resident: bool,
-    /// The version that the module holds, as far as it is known here.
-    pub(crate) current: Mutex<Weak<Cell<B>>>,
-    /// The identity that it was prepared under.
-    pub(crate) id: OnceLock<DistributedParamId>,
-}
-
-/// What a parameter's first values were drawn from.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Drawn {
-    pub(crate) seed: u64,
-    /// Parameters born since that seed.
-    pub(crate) birth: u64,
-    pub(crate) distribution: Distribution,
-}
-
-impl Drawn {
-    /// The same numbers on every rank, for any number of ranks and any type.
-    pub(crate) fn stream(&self) -> Stream {
-        Stream::new(&[self.seed, u64::MAX, self.birth])
-    }
-}
-
-/// Gives every piece that belongs to a parameter a name that is the same on every rank.
-///
-/// Versions of the parameter are numbered. Gradients and optimizer state are named by the version they were made after
-/// and by their *signature*, what operations made them of what, so that it does not matter in which order ranks visit
-/// their parameters, nor that one rank computes something else besides for its log.
-#[derive(Default)]
-pub(crate) struct Names {
-    /// Versions so far.
-    epoch: u64,
-    /// Pieces of each signature since the last version.
-    ordinals: HashMap<u64, u64>,
-}
-
-impl Names {
-    /// The name of the next version of parameter `index`.
-    pub(crate) fn version(&mut self, index: u64) -> Key {
-        self.epoch += 1;
-        self.ordinals.clear();
-        Key { object: index, version: self.epoch }
-    }
-
-    /// The name of a new piece with `signature`.
-    pub(crate) fn derived(&mut self, index: u64, signature: u64) -> Key {
-        let ordinal = self.ordinals.entry(signature).or_insert(0);
-        *ordinal += 1;
-        Key { object: sign(&[index, signature, *ordinal]) | DERIVED, version: self.epoch }
-    }
-
-    pub(crate) fn epoch(&self) -> u64 {
-        self.epoch
-    }
-}
-
-impl<B: Backend> core::fmt::Display for Slot<B> {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "parameter {} {:?}", self.index, self.shape.as_slice())
-    }
-}
-
-/// Bytes by kind, see [`crate::stats`].
-#[derive(Default)]
-pub(crate) struct Gauges {
-    pub(crate) parameters: Gauge,
-    pub(crate) gradients: Gauge,
-    pub(crate) optimizer: Gauge,
-    /// Whole gradients on their way to being reduced, at the stages that shard gradients.
-    pub(crate) in_flight: Gauge,
-    pub(crate) gathered: Gauge,
-    /// What is kept in the host's memory in place of the backend's.
-    pub(crate) host: Gauge,
-}
+use crate::shard::{Cell, Kind};
+use crate::slot::{Parameters, Slot};
+use crate::tier::{Disk, Home};
+use crate::trouble::{or_stop, raise, stop};
 
 pub(crate) struct Context<B: Backend> {
     pub(crate) rank: usize,
@@ -141,12 +52,7 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
     /// Those whose gather has begun.
     pub(crate) arriving: Mutex<Vec<Weak<Cell<B>>>>,
-    /// Numbers given to parameters so far.
-    numbered: AtomicU64,
-    /// Parameters that `prepare` has seen, by number: the same on every rank.
-    slots: Mutex<BTreeMap<u64, Arc<Slot<B>>>>,
-    /// By the identity that Burn gives a parameter. Modules that were loaded from one record have the same.
-    ids: Mutex<HashMap<DistributedParamId, Vec<Weak<Slot<B>>>>>,
+    pub(crate) parameters: Parameters<B>,
     /// State that was loaded and is still there, by its content: what is equal is one cell.
     pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
     /// Reduced gradients of parameters that only other ranks had a gradient for.
@@ -156,12 +62,7 @@ pub(crate) struct Context<B: Backend> {
     /// Whether the backward pass under way leaves gradients unreduced.
     holding: AtomicBool,
     running: AtomicBool,
-    seed: AtomicU64,
-    /// Parameters born since the last seed.
-    births: AtomicU64,
-    draws: AtomicU64,
-    /// Those of other threads than the rank's own. Not part of the random state: such threads differ from run to run.
-    draws_beside: AtomicU64,
+    pub(crate) draws: Draws,
     /// Pieces that were pending and are no more, so far: whether what a rank waits for gets on.
     pub(crate) settles: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
@@ -172,8 +73,6 @@ pub(crate) struct Context<B: Backend> {
     updated: AtomicU64,
     /// For each module by its first slot: the last update that replicas were looked at for, and how many those were.
     checked: Mutex<HashMap<u64, (u64, u64)>>,
-    /// Elements of parameters born so far, a piece of each.
-    resident_elements: AtomicU64,
     /// Moves pieces from and to where they are kept, if that is not with the backend.
     pub(crate) mover: Mover,
     /// Where pieces lie that are not kept in memory.
@@ -182,60 +81,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) updates: Option<Updates<B>>,
 }
 
-thread_local! {
-    static CURRENT: RefCell<Option<Installed>> = const { RefCell::new(None) };
-}
-
-#[derive(Clone)]
-struct Installed {
-    rank: usize,
-    place: u64,
-    /// The inner backend's.
-    device: Arc<dyn Any + Send + Sync>,
-    context: Arc<dyn Any + Send + Sync>,
-}
-
-/// Contexts of the ranks that are running in this process, by their place.
-static RUNNING: LazyLock<Mutex<HashMap<u64, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
-static PLACES: AtomicU64 = AtomicU64::new(1);
-
 /// The lone rank's context of each inner backend.
 static LONE: LazyLock<Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
-
-/// The rank of this thread, and a number that no other rank of any launch has; 0 outside of a launch.
-pub(crate) fn current_place() -> (usize, u64) {
-    CURRENT.with_borrow(|current| current.as_ref().map_or((0, 0), |installed| (installed.rank, installed.place)))
-}
-
-/// The inner device of this thread's rank, if it is of this type.
-pub(crate) fn current_device<D: Clone + 'static>() -> Option<D> {
-    CURRENT.with_borrow(|current| current.as_ref()?.device.downcast_ref::<D>().cloned())
-}
-
-/// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed.
-pub(crate) fn raise(error: CommError) -> ! {
-    std::panic::resume_unwind(Box::new(error))
-}
-
-/// Ends a computation that cannot return an error for a reason that is not a collective (the library used wrongly, a thread lost). As [`raise`], nothing is
-/// printed but by whoever reports the launch's error; outside of a launch it is an ordinary panic.
-pub(crate) fn stop(message: String) -> ! {
-    if CURRENT.with_borrow(Option::is_some) {
-        std::panic::resume_unwind(Box::new(Stopped(message)))
-    } else {
-        panic!("{message}")
-    }
-}
-
-/// What is said of a parameter that another rank or launch has built.
-pub(crate) fn stop_foreign(shape: &Shape) -> ! {
-    stop(format!(
-        "a model with a parameter of shape {:?} was used here that was built outside of this launch, or by another of its \
-         ranks: build it inside of the function that launch runs, on the device that this is given; to bring values along, \
-         save a record of the model outside and load it inside",
-        shape.as_slice()
-    ))
-}
 
 /// Uninstalls the context of a rank's thread.
 pub(crate) struct InstallGuard<B: Backend>(Arc<Context<B>>, u64);
@@ -304,7 +151,8 @@ impl<B: Backend> Context<B> {
             rank,
             world,
             gatherer: Gatherer::new(rank, &config),
-            seed: AtomicU64::new(config.seed),
+            draws: Draws::new(config.seed),
+            parameters: Parameters::default(),
             config,
             device,
             wire,
@@ -315,23 +163,16 @@ impl<B: Backend> Context<B> {
             bulk,
             awaited: Mutex::default(),
             arriving: Mutex::default(),
-            numbered: AtomicU64::new(0),
-            slots: Mutex::default(),
-            ids: Mutex::default(),
             loaded: Mutex::default(),
             settled: Mutex::default(),
             retired: Mutex::default(),
             holding: AtomicBool::new(false),
             running: AtomicBool::new(true),
-            births: AtomicU64::new(0),
-            draws: AtomicU64::new(0),
-            draws_beside: AtomicU64::new(0),
             settles: AtomicU64::new(0),
             fence_due: AtomicBool::new(false),
             fences: AtomicU64::new(1),
             updated: AtomicU64::new(0),
             checked: Mutex::default(),
-            resident_elements: AtomicU64::new(0),
             updates: offloads.then(|| Updates::new(rank)),
             mover,
             disk,
@@ -415,9 +256,9 @@ impl<B: Backend> Context<B> {
 
     /// Numbers a new parameter.
     pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
-        let stride = self.partition(shape.num_elements()).stride();
-        let before = self.resident_elements.fetch_add(stride as u64, Ordering::Relaxed);
-        self.number_slot(shape, dtype, before as usize + stride <= self.config.offload.disk.max_in_memory)
+        let partition = self.partition(shape.num_elements());
+        let resident = self.parameters.is_resident(partition.stride(), self.config.offload.disk.max_in_memory);
+        self.parameters.number(shape, dtype, partition, resident)
     }
 
     /// Numbers a parameter with the first values of another: one that takes its place, in another type, stays in memory if that
@@ -425,25 +266,10 @@ impl<B: Backend> Context<B> {
     pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
         let replaced = match dtype == slot.dtype {
             true => self.new_slot(slot.shape.clone(), dtype),
-            false => self.number_slot(slot.shape.clone(), dtype, slot.resident),
+            false => self.parameters.number(slot.shape.clone(), dtype, slot.partition, slot.resident),
         };
         slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
         replaced
-    }
-
-    fn number_slot(&self, shape: Shape, dtype: DType, resident: bool) -> Arc<Slot<B>> {
-        Arc::new(Slot {
-            index: self.numbered.fetch_add(1, Ordering::Relaxed),
-            partition: self.partition(shape.num_elements()),
-            resident,
-            shape,
-            dtype,
-            place: AtomicU64::new(0),
-            drawn: OnceLock::new(),
-            names: Mutex::default(),
-            current: Mutex::new(Weak::new()),
-            id: OnceLock::new(),
-        })
     }
 
     /// Counts `bytes` of a gradient that the backward pass has given and that is neither in a bucket nor reduced yet.
@@ -458,46 +284,10 @@ impl<B: Backend> Context<B> {
         self.config.gradient_dtype.map_or(slot.dtype, crate::config::Float::dtype)
     }
 
-    /// Parameter `index`, if `prepare` has seen it and it was not found to be gone since.
-    pub(crate) fn slot(&self, index: u64) -> Option<Arc<Slot<B>>> {
-        self.slots.lock().get(&index).cloned()
-    }
-
-    /// The parameters that `prepare` has seen, in the order of their numbers.
-    pub(crate) fn slots(&self) -> Vec<Arc<Slot<B>>> {
-        self.slots.lock().values().cloned().collect()
-    }
-
-    /// The version of parameter `index` that is in use.
-    pub(crate) fn current_version(&self, index: u64) -> Option<Arc<Cell<B>>> {
-        self.slot(index)?.current.lock().upgrade()
-    }
-
-    pub(crate) fn name_slot(&self, id: DistributedParamId, slot: Arc<Slot<B>>) {
-        let mut ids = self.ids.lock();
-        let known = ids.entry(id).or_default();
-        let is_other = |known: Arc<Slot<B>>| known.index != slot.index && known.current.lock().strong_count() > 0;
-        known.retain(|known| known.upgrade().is_some_and(is_other));
-        known.push(Arc::downgrade(&slot));
-        self.slots.lock().insert(slot.index, slot);
-    }
-
-    /// The parameters of this identity, the last one first: more than one only if several modules have it.
-    pub(crate) fn slots_of(&self, id: DistributedParamId) -> Vec<Arc<Slot<B>>> {
-        self.ids.lock().get(&id).map_or_else(Vec::new, |slots| slots.iter().rev().filter_map(Weak::upgrade).collect())
-    }
-
-    /// The parameters that `prepare` has seen, and for each whether nothing here belongs to it any more.
-    pub(crate) fn dropped_slots(&self) -> (Vec<u64>, Vec<u8>) {
-        let is_dropped = |slot: &Arc<Slot<B>>| u8::from(Arc::strong_count(slot) == 1);
-        self.slots.lock().iter().map(|(&index, slot)| (index, is_dropped(slot))).unzip()
-    }
-
     /// Forgets a parameter that is gone on all ranks.
     pub(crate) fn forget_slot(&self, index: u64) {
-        self.slots.lock().remove(&index);
+        self.parameters.forget(index);
         self.window.forget(Key { object: index, version: 0 });
-        self.ids.lock().retain(|_, slots| slots.iter().any(|slot| slot.strong_count() > 0));
     }
 
     /// Where pieces of this kind and size are kept.
@@ -580,7 +370,7 @@ impl<B: Backend> Context<B> {
                     "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
                      the gradients before the optimizer's step",
                     self.rank,
-                    self.slot(index).map_or_else(|| "a parameter".into(), |slot| slot.to_string())
+                    self.parameters.slot(index).map_or_else(|| "a parameter".into(), |slot| slot.to_string())
                 ));
             }
             self.fence("before an update");
@@ -680,26 +470,6 @@ impl<B: Backend> Context<B> {
 
     // ---- random numbers ----
 
-    pub(crate) fn random_state(&self) -> RandomState {
-        RandomState { seed: self.seed.load(Ordering::Relaxed), draws: self.draws.load(Ordering::Relaxed) }
-    }
-
-    pub(crate) fn set_random_state(&self, state: RandomState) {
-        self.seed.store(state.seed, Ordering::Relaxed);
-        self.draws.store(state.draws, Ordering::Relaxed);
-    }
-
-    pub(crate) fn reseed(&self, seed: u64) {
-        self.seed.store(seed, Ordering::Relaxed);
-        self.draws.store(0, Ordering::Relaxed);
-        self.births.store(0, Ordering::Relaxed);
-    }
-
-    /// A parameter is born: its seed and its number since that was set.
-    pub(crate) fn next_birth(&self) -> (u64, u64) {
-        (self.seed.load(Ordering::Relaxed), self.births.fetch_add(1, Ordering::Relaxed))
-    }
-
     /// One draw for `device` (dropout, noise): different on every rank and at every call.
     ///
     /// Other threads than the rank's own, such as a data loader's, have numbers of their own, so that the rank's do not depend on
@@ -714,62 +484,15 @@ impl<B: Backend> Context<B> {
         let running = is_beside.then(|| RUNNING.lock().get(&device.place()).cloned()).flatten();
         let words = match running.map(|context| context.downcast::<Self>()) {
             Some(Ok(context)) => {
-                let draw = context.draws_beside.fetch_add(1, Ordering::Relaxed);
-                vec![context.seed.load(Ordering::Relaxed), context.rank as u64, u64::MAX, draw]
+                let (seed, draw) = context.draws.next_beside();
+                vec![seed, context.rank as u64, u64::MAX, draw]
             }
             _ => {
                 let context = Self::current();
-                let draw = context.draws.fetch_add(1, Ordering::Relaxed);
-                vec![context.seed.load(Ordering::Relaxed), context.rank as u64, draw]
+                let (seed, draw) = context.draws.next();
+                vec![seed, context.rank as u64, draw]
             }
         };
         Stream::new(&words).data(0..shape.num_elements(), distribution, shape, dtype)
-    }
-}
-
-/// A lazily started worker thread that takes jobs until it is stopped. On devices its operations are in the stream of the
-/// thread that starts it.
-pub(crate) struct Worker<J: Send + 'static> {
-    jobs: Mutex<Option<crossbeam_channel::Sender<J>>>,
-    thread: Mutex<Option<std::thread::JoinHandle<()>>>,
-    started: OnceLock<()>,
-    name: String,
-}
-
-impl<J: Send + 'static> Worker<J> {
-    pub(crate) fn new(name: String) -> Self {
-        Self { jobs: Mutex::new(None), thread: Mutex::new(None), started: OnceLock::new(), name }
-    }
-
-    /// Hands a job to the thread; `body` is what the thread runs with its inbox when it is first needed.
-    pub(crate) fn send(&self, job: J, body: impl FnOnce(crossbeam_channel::Receiver<J>) + Send + 'static) {
-        self.started.get_or_init(|| {
-            let (jobs, inbox) = crossbeam_channel::unbounded();
-            let stream = StreamId::current();
-            let thread = std::thread::Builder::new()
-                .name(self.name.clone())
-                .spawn(move || stream.executes(|| body(inbox)))
-                .expect("the operating system gives a thread to a rank that it gave one");
-            *self.jobs.lock() = Some(jobs);
-            *self.thread.lock() = Some(thread);
-        });
-        if let Some(jobs) = &*self.jobs.lock() {
-            // A worker that has ended has left its error where its results are waited for.
-            let _ = jobs.send(job);
-        }
-    }
-
-    /// Jobs that wait for the thread.
-    pub(crate) fn backlog(&self) -> usize {
-        self.jobs.lock().as_ref().map_or(0, crossbeam_channel::Sender::len)
-    }
-
-    /// Ends the thread after the jobs it has, and waits for it.
-    pub(crate) fn stop(&self) {
-        *self.jobs.lock() = None;
-        if let Some(thread) = self.thread.lock().take() {
-            // Its panic, if any, has been reported to whoever waited for its results.
-            let _ = thread.join();
-        }
     }
 }

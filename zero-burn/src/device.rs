@@ -3,7 +3,7 @@
 use burn_backend::{DeviceId, DeviceOps};
 use burn_std::device::Device;
 
-use crate::context;
+use crate::current;
 
 /// Bits of a [`DeviceId`]'s index that carry the inner device's index; the rank stands above them.
 const INNER_BITS: u16 = 8;
@@ -32,7 +32,7 @@ impl<D: Eq> Eq for ZeroDevice<D> {}
 impl<D> ZeroDevice<D> {
     /// `inner` as the current thread's rank sees it.
     pub fn here(inner: D) -> Self {
-        let (rank, place) = context::current_place();
+        let (rank, place) = current::current_place();
         Self { inner, rank, place }
     }
 
@@ -53,7 +53,7 @@ impl<D> ZeroDevice<D> {
 
 impl<D: Default + Clone + 'static> Default for ZeroDevice<D> {
     fn default() -> Self {
-        Self::here(context::current_device().unwrap_or_default())
+        Self::here(current::current_device().unwrap_or_default())
     }
 }
 

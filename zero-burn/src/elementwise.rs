@@ -8,19 +8,18 @@
 //!   refused with a message: a reduced gradient or optimizer state with an ordinary tensor, and a parameter minus an
 //!   ordinary tensor of its shape where that is an update (with a gradient that was never reduced), not a loss.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
 use burn_backend::{Backend, Scalar, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape, Slice};
-use zero_core::window::Key;
 use zero_core::{Partition, ReduceOp};
 
+use crate::asked;
 use crate::birth::{Birth, scope};
-use crate::context::stop;
-use crate::gather::read;
 use crate::shard::{Cell, Kind, Origin};
 use crate::tensor::{Shard, ZeroTensor};
+use crate::trouble::stop;
+use crate::values::read;
 use crate::view::{Extent, Views};
 
 /// An elementwise operation of one tensor. It commutes with views: of a parameter it is recorded, of any other piece it
@@ -30,7 +29,7 @@ pub(crate) fn unary<B: Backend>(
     tensor: ZeroTensor<B>,
     f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive + Send + Sync + 'static,
 ) -> ZeroTensor<B> {
-    computed();
+    asked::computed();
     match tensor {
         ZeroTensor::Dense(tensor) => ZeroTensor::Dense(f(tensor)),
         ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(f(tensor)),
@@ -284,50 +283,15 @@ fn is_single<T: TensorMetadata>(tensor: &T) -> bool {
     tensor.shape().num_elements() == 1
 }
 
-/// What this thread has asked the device of.
-#[derive(Default)]
-struct Asked {
-    /// The shape of the ordinary tensor that was asked about last, if nothing else was since.
-    dense: Option<Shape>,
-    /// The parameter that was asked about right after an ordinary tensor of its shape.
-    updated: Option<Key>,
-}
-
-thread_local! {
-    static ASKED: RefCell<Asked> = RefCell::default();
-}
-
 /// Notes that a tensor's device is asked for.
-///
-/// Burn's optimizers ask where a gradient is and then where its parameter is, before they compute the update
-/// (`OptimizerAdaptor` of burn-optim 0.21). Nothing else tells the backend that an update begins. Operations ask the same of
-/// their operands, but then use them at once ([`used`], [`computed`]).
 pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
-    ASKED.with_borrow_mut(|asked| match tensor {
-        ZeroTensor::Dense(dense) => asked.dense = Some(dense.shape()),
+    match tensor {
+        ZeroTensor::Dense(dense) => asked::of_dense(dense.shape()),
         ZeroTensor::Shard(shard) if shard.is_parameter() => {
-            let follows = asked.dense.take().is_some_and(|shape| shape == *shard.views.shape());
-            if follows || asked.updated != shard.cell.key {
-                asked.updated = shard.cell.key.filter(|_| follows);
-            }
+            asked::of_parameter(shard.views.shape(), shard.cell.key);
         }
-        _ => asked.dense = None,
-    });
-}
-
-/// Notes that something is computed.
-pub(crate) fn computed() {
-    ASKED.with_borrow_mut(|asked| asked.dense = None);
-}
-
-/// Notes that a tensor is loaded.
-pub(crate) fn used<B: Backend>(tensor: &ZeroTensor<B>) {
-    computed();
-    ASKED.with_borrow_mut(|asked| {
-        if matches!(tensor, ZeroTensor::Shard(shard) if shard.cell.key == asked.updated) {
-            asked.updated = None;
-        }
-    });
+        _ => asked::computed(),
+    }
 }
 
 /// Whether a parameter minus an ordinary tensor is an update of it, rather than part of a loss: an optimizer has just asked
@@ -335,9 +299,7 @@ pub(crate) fn used<B: Backend>(tensor: &ZeroTensor<B>) {
 /// be in such a loss either: its optimizer would leave no other trace.
 fn is_update<B: Backend>(shard: &Shard<B>) -> bool {
     let is_prepared = shard.cell.slot.as_ref().is_some_and(|slot| slot.id.get().is_some());
-    !is_prepared
-        || Arc::strong_count(&shard.cell) == 1
-        || ASKED.with_borrow(|asked| asked.updated.is_some() && asked.updated == shard.cell.key)
+    !is_prepared || Arc::strong_count(&shard.cell) == 1 || asked::is_updated(shard.cell.key)
 }
 
 fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<B>) {

@@ -17,19 +17,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use burn_backend::{Backend, TensorData};
-use burn_std::{DType, Shape, reader::try_read_sync};
+use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::CommError;
 use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
 use zero_ops::Shared;
 
-use crate::bulk::{Bulk, data, on_the_wire};
+use crate::bulk::Bulk;
 use crate::config::ZeroConfig;
-use crate::context::{Context, Slot, Worker, raise, stop_foreign};
+use crate::context::Context;
 use crate::mover::For;
 use crate::shard::{Cell, Kind, State};
-use crate::tier::{filled, or_stop};
+use crate::slot::Slot;
+use crate::tier::filled;
+use crate::trouble::{or_stop, raise, stop_foreign};
+use crate::values::{data, here, on_the_wire, read, tag};
+use crate::worker::Worker;
 
 /// The whole tensor of `cell` in its own shape.
 pub(crate) fn load<B: Backend>(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
@@ -195,11 +199,6 @@ fn gather<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitiv
     Ok(whole)
 }
 
-/// What a piece is called between processes: ranks whose tensors differ do not take each other's.
-pub(crate) fn tag(shape: &Shape, dtype: DType) -> String {
-    format!("{dtype:?} of {:?}", shape.as_slice())
-}
-
 /// Has the other processes' pieces sent to where they belong in the whole.
 fn gather_from_processes<B: Backend>(cell: &Cell<B>, key: Key) -> Result<B::FloatTensorPrimitive, CommError> {
     let (context, partition, size) = (&cell.context, cell.partition, cell.dtype.size());
@@ -248,17 +247,6 @@ fn gather_collectively<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     let mut whole = cell.context.gather_bytes(bytes);
     whole.truncate(partition.numel() * size);
     B::float_from_data(TensorData::from_bytes_vec(whole, cell.shape.clone(), cell.dtype), &cell.device)
-}
-
-/// `x` on `device`.
-pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -> B::FloatTensorPrimitive {
-    if B::float_device(&x) == *device { x } else { B::float_to_device(x, device) }
-}
-
-/// A tensor's data, on the host, now.
-pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
-    let data = try_read_sync(B::float_into_data(tensor)).expect("the inner backend reads synchronously");
-    data.unwrap_or_else(|error| panic!("reading a tensor from the device failed: {error}"))
 }
 
 /// The order of gathers of the last step and the place in it.
@@ -365,7 +353,7 @@ impl<B: Backend> Gatherer<B> {
                 break;
             }
             trace.ahead += 1;
-            let Some(cell) = context.current_version(index) else { continue };
+            let Some(cell) = context.parameters.current_version(index) else { continue };
             let is_together = context.collecting().is_some();
             {
                 let mut state = cell.state.lock();
@@ -432,7 +420,7 @@ impl<B: Backend> Gatherer<B> {
     pub(crate) fn drop_unused(&self, context: &Context<B>) {
         let indices: Vec<u64> = self.trace.lock().plan.iter().map(|&(index, ..)| index).collect();
         for index in indices {
-            let Some(cell) = context.current_version(index) else { continue };
+            let Some(cell) = context.parameters.current_version(index) else { continue };
             let mut state = cell.state.lock();
             let is_whole = state.whole.is_some() || state.arriving.is_some();
             if cell.kind() == Kind::Parameter && !state.gathering && state.has_piece() && is_whole {
@@ -481,7 +469,7 @@ mod tests {
             };
             let cells = [(); 2].map(born);
             for (id, cell) in cells.iter().enumerate() {
-                context.name_slot((id as u64).into(), cell.slot.clone().unwrap());
+                context.parameters.name((id as u64).into(), cell.slot.clone().unwrap());
             }
             body(&context, cells);
             Ok(())

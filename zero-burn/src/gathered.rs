@@ -12,12 +12,13 @@ use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData};
 
-use crate::context::{Context, stop};
-use crate::module::ZeroAutodiff;
+use crate::autodiff::ZeroAutodiff;
+use crate::context::Context;
 use crate::preparation::{end_forward, in_place_of};
 use crate::shard::{Cell, Kind, Origin};
 use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
+use crate::trouble::stop;
 
 /// A parameter of a module.
 #[derive(Debug, Clone, PartialEq)]

@@ -11,15 +11,16 @@ use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
 use burn_std::DType;
 use zero_core::{Partition, ReduceOp};
 
-use crate::context::{Context, stop};
+use crate::autodiff::ZeroAutodiff;
+use crate::context::Context;
 use crate::elementwise::own_piece;
-use crate::gather::read;
 use crate::gathered::{ParamMeta, parameters};
-use crate::module::ZeroAutodiff;
 use crate::optim::pass::elements_of;
 use crate::shard::{Cell, Kind};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::Stored;
+use crate::trouble::stop;
+use crate::values::read;
 
 /// Puts `values`, whole and flat and the same on every rank, in the place of a parameter's reduced gradient; `false` if
 /// there is none of that size.

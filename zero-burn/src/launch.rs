@@ -15,9 +15,10 @@ use zero_core::window::{Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, StartError};
 
 use crate::config::{ConfigError, ZeroConfig};
-use crate::context::{Context, raise};
+use crate::context::Context;
 use crate::device::ZeroDevice;
 use crate::shard::Cell;
+use crate::trouble::raise;
 
 /// How ranks are run.
 #[derive(Debug, Clone)]

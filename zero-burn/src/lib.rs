@@ -36,15 +36,19 @@
 //! assert_eq!(losses[0], losses[1]);
 //! ```
 
+mod asked;
+mod autodiff;
 mod backend;
 mod birth;
 mod bulk;
 pub mod config;
 mod context;
+mod current;
 mod device;
 mod elementwise;
 mod gather;
 pub mod gathered;
+mod gauges;
 mod grads;
 pub mod launch;
 pub mod module;
@@ -59,11 +63,15 @@ pub mod ranks;
 mod reduce;
 mod replicas;
 mod shard;
+mod slot;
 pub mod stats;
 mod tensor;
 mod tier;
 mod together;
+mod trouble;
+mod values;
 mod view;
+mod worker;
 
 pub use backend::Zero;
 pub use birth::load_state;

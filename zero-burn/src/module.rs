@@ -7,55 +7,27 @@ use std::sync::atomic::Ordering;
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorPrimitive, backend::AutodiffBackend};
-use burn_autodiff::Autodiff;
-use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::tensor::{Tensor, TensorPrimitive};
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
-use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
+use burn_backend::{Backend, BackendTypes, TensorMetadata};
 use burn_std::DType;
 use zero_core::CommError;
 use zero_core::window::Key;
 
-use crate::ZeroDevice;
-use crate::backend::{Zero, reduce_in_place};
+pub use crate::autodiff::ZeroAutodiff;
+use crate::autodiff::from_rank_0;
+use crate::backend::reduce_in_place;
 use crate::birth::{Fill, parameter};
-use crate::context::{Context, Slot, raise, stop, stop_foreign};
-use crate::gather::read;
+use crate::context::Context;
 pub use crate::grads::{first_nonfinite, grad_norm, scale_grads, set_gradient};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::sign;
 use crate::reduce::{Outcome, Phase};
 use crate::shard::{Cell, Kind, Origin, Template};
+use crate::slot::Slot;
 use crate::tensor::{Shard, ZeroTensor};
-
-/// An autodiff backend over [`Zero`]: `Autodiff<Zero<B>>`, with any checkpointing strategy.
-pub trait ZeroAutodiff:
-    AutodiffBackend<InnerBackend = Zero<Self::Base>, Device = ZeroDevice<<Self::Base as BackendTypes>::Device>>
-{
-    /// The backend that `Zero` decorates.
-    type Base: Backend;
-
-    /// Whether autodiff follows what is computed from `tensor`.
-    #[doc(hidden)]
-    fn is_tracked(tensor: &Self::FloatTensorPrimitive) -> bool;
-
-    /// Its place in the graph, which its clones share.
-    #[doc(hidden)]
-    fn node(tensor: &Self::FloatTensorPrimitive) -> u64;
-}
-
-impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
-    type Base = B;
-
-    fn is_tracked(tensor: &Self::FloatTensorPrimitive) -> bool {
-        tensor.is_tracked()
-    }
-
-    fn node(tensor: &Self::FloatTensorPrimitive) -> u64 {
-        tensor.node.id.value
-    }
-}
+use crate::trouble::{raise, stop, stop_foreign};
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
 /// ranks), fp32 parameters are converted to the configuration's `param_dtype`, and every parameter that requires a
@@ -174,7 +146,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             );
             // A module that is prepared once more keeps what it was.
             let _ = slot.id.set(identity);
-            self.context.name_slot(identity, slot);
+            self.context.parameters.name(identity, slot);
             let tensor = if tracked { tensor.set_distributed(identity) } else { tensor };
             if let TensorPrimitive::Float(prepared) = tensor.clone().into_primitive() {
                 self.prepared.insert((id, node), prepared);
@@ -184,7 +156,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     }
 
     let context = Context::current();
-    let (known, dropped) = context.dropped_slots();
+    let (known, dropped) = context.parameters.dropped();
     let buffers = buffers::<A, M>(&module);
     let (drawn, seen, places, signature, prepared) = (Vec::new(), HashSet::new(), 0, 0, HashMap::new());
     let mut mapper =
@@ -228,13 +200,6 @@ fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate
         ZeroTensor::Shard(shard) => shard,
         _ => unreachable!("a parameter is always a shard"),
     }
-}
-
-/// Rank 0's values of a tensor that each rank has.
-pub(crate) fn from_rank_0<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>) -> TensorData {
-    let (shape, dtype) = (tensor.shape(), tensor.dtype());
-    let bytes = context.broadcast_bytes(read::<B>(tensor.load()).as_bytes().to_vec());
-    TensorData::from_bytes_vec(bytes, shape, dtype)
 }
 
 /// Another parameter with a parameter's values, in this type.
@@ -424,7 +389,7 @@ fn slot_of<A: ZeroAutodiff, const D: usize>(
     param: &Param<Tensor<A, D>>,
 ) -> Option<Arc<Slot<A::Base>>> {
     let own = shard_of(&param.val()).filter(Shard::is_parameter).and_then(|shard| shard.cell.slot.clone());
-    let known = || context.slots_of(DistributedParamId::from(param.id.val())).into_iter().next();
+    let known = || context.parameters.slots_of(DistributedParamId::from(param.id.val())).into_iter().next();
     own.filter(|slot| slot.id.get().is_some()).or_else(known)
 }
 

@@ -19,9 +19,9 @@ use zero_core::copies::{Copies, CopyError, Pinned};
 use zero_ops::Shared;
 
 #[cfg(feature = "cuda")]
-use crate::context::stop;
-use crate::gather::read;
-use crate::tier::flat;
+use crate::trouble::stop;
+use crate::values::flat;
+use crate::values::read;
 
 /// Who asks for a copy to the backend's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,7 +7,8 @@ use burn_backend::Backend;
 use crossbeam_channel::RecvTimeoutError;
 use zero_core::CommError;
 
-use crate::context::{Context, stop};
+use crate::context::Context;
+use crate::trouble::stop;
 
 /// The limit of a wait within a rank, for its own threads, which wait for the other ranks. It ends when nothing of what is
 /// pending has got on for twice as long as one collective or transfer may take: what hangs says so itself before.

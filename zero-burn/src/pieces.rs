@@ -18,20 +18,21 @@ use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
-use serde::{Deserialize, Serialize};
 use zero_core::checkpoint::ElementType;
 use zero_core::offload::DiskError;
 use zero_core::{Collective, Partition};
 
+use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::config::Disk as DiskSettings;
-use crate::context::{Context, stop};
-use crate::gather::read;
+use crate::context::Context;
 use crate::gathered::{ParamMeta, next_version};
-use crate::module::{ZeroAutodiff, from_rank_0};
 use crate::preparation::{end_forward, in_place_of};
+pub use crate::random::RandomState;
 use crate::shard::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::{Disk, Stored};
+use crate::trouble::stop;
+use crate::values::read;
 
 /// A parameter of a module, and where this rank has its piece. It keeps the parameter's version alive.
 pub struct ParamPiece<B: Backend> {
@@ -342,21 +343,12 @@ pub fn collective<B: Backend>() -> Arc<dyn Collective> {
     Context::<B>::current().collective()
 }
 
-/// What this rank's random numbers (dropout, noise) resume from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RandomState {
-    /// This rank's seed; the same on all ranks, unless they were seeded differently.
-    pub seed: u64,
-    /// Draws of this rank so far.
-    pub draws: u64,
-}
-
 /// The random state of the current thread's rank over inner backend `B`.
 pub fn random_state<B: Backend>() -> RandomState {
-    Context::<B>::current().random_state()
+    Context::<B>::current().draws.state()
 }
 
 /// Resumes from `state`: the next draws are those that came after it.
 pub fn set_random_state<B: Backend>(state: RandomState) {
-    Context::<B>::current().set_random_state(state);
+    Context::<B>::current().draws.set_state(state);
 }

@@ -11,9 +11,10 @@ use burn_backend::{BackendTypes, TensorData};
 use burn_std::{DType, Shape};
 use zero_core::window::Key;
 
+use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::birth::drawn_again;
-use crate::context::{Context, Drawn};
-use crate::module::{ZeroAutodiff, from_rank_0};
+use crate::context::Context;
+use crate::slot::Drawn;
 use crate::tensor::{Shard, ZeroTensor};
 
 /// Gives the parameters that were drawn, and are as they were born, the values that rank 0's seed gives. Every rank calls it, with

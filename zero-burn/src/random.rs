@@ -5,9 +5,11 @@
 //! Weyl sequence; normals are Box-Muller pairs.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn_backend::{Distribution, TensorData};
 use burn_std::{DType, Shape};
+use serde::{Deserialize, Serialize};
 
 const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -104,6 +106,65 @@ impl Stream {
             DType::I32 => TensorData::new(self.sample(range, distribution, |x| x as i32), shape),
             other => TensorData::new(self.sample(range, distribution, |x| x as f32), shape).convert_dtype(other),
         }
+    }
+}
+
+/// What this rank's random numbers (dropout, noise) resume from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RandomState {
+    /// This rank's seed; the same on all ranks, unless they were seeded differently.
+    pub seed: u64,
+    /// Draws of this rank so far.
+    pub draws: u64,
+}
+
+/// A rank's seed, and what it has drawn since that was set.
+pub(crate) struct Draws {
+    seed: AtomicU64,
+    /// Parameters born.
+    births: AtomicU64,
+    draws: AtomicU64,
+    /// Those of other threads than the rank's own. Not part of the random state: such threads differ from run to run.
+    draws_beside: AtomicU64,
+}
+
+impl Draws {
+    pub(crate) fn new(seed: u64) -> Self {
+        let [births, draws, draws_beside] = [0; 3].map(AtomicU64::new);
+        Self { seed: AtomicU64::new(seed), births, draws, draws_beside }
+    }
+
+    pub(crate) fn state(&self) -> RandomState {
+        RandomState { seed: self.seed.load(Ordering::Relaxed), draws: self.draws.load(Ordering::Relaxed) }
+    }
+
+    pub(crate) fn set_state(&self, state: RandomState) {
+        self.seed.store(state.seed, Ordering::Relaxed);
+        self.draws.store(state.draws, Ordering::Relaxed);
+    }
+
+    pub(crate) fn reseed(&self, seed: u64) {
+        self.set_state(RandomState { seed, draws: 0 });
+        self.births.store(0, Ordering::Relaxed);
+    }
+
+    /// A parameter is born: its seed and its number since that was set.
+    pub(crate) fn next_birth(&self) -> (u64, u64) {
+        self.next_of(&self.births)
+    }
+
+    /// The seed and the number of the rank's next draw.
+    pub(crate) fn next(&self) -> (u64, u64) {
+        self.next_of(&self.draws)
+    }
+
+    /// As [`Draws::next`], on another thread.
+    pub(crate) fn next_beside(&self) -> (u64, u64) {
+        self.next_of(&self.draws_beside)
+    }
+
+    fn next_of(&self, count: &AtomicU64) -> (u64, u64) {
+        (self.seed.load(Ordering::Relaxed), count.fetch_add(1, Ordering::Relaxed))
     }
 }
 

@@ -27,7 +27,14 @@ use burn_backend::Backend;
 
 use zero_core::collective::{self, Difference};
 
-use crate::context::{Context, raise};
+use crate::config::ZeroConfig;
+use crate::context::Context;
+use crate::trouble::raise;
+
+/// The configuration of the current thread's rank over inner backend `B`.
+pub fn config<B: Backend>() -> ZeroConfig {
+    Context::<B>::current().config.clone()
+}
 
 /// This rank, from 0.
 pub fn process_index<B: Backend>() -> usize {

@@ -14,11 +14,12 @@ use burn::module::{AutodiffModule, ModuleVisitor, Param};
 use burn::tensor::{Tensor, TensorPrimitive};
 use burn_backend::Backend;
 
-use crate::context::{Context, stop};
-use crate::gather::read;
-use crate::module::ZeroAutodiff;
+use crate::autodiff::ZeroAutodiff;
+use crate::context::Context;
 use crate::random::sign_bytes;
 use crate::tensor::{Shard, ZeroTensor};
+use crate::trouble::stop;
+use crate::values::read;
 use crate::view::Extent;
 
 /// The hash of what a rank does not hold whole.

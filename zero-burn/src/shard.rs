@@ -27,12 +27,15 @@ use zero_core::{CommError, Partition};
 use zero_ops::Shared;
 
 use crate::bulk::Begun;
-use crate::context::{Context, Drawn, Slot, raise};
-use crate::gather::{read, tag};
+use crate::context::Context;
 use crate::mover::For;
 use crate::patience::Patience;
 use crate::random::sign;
-use crate::tier::{Disk, Home, Stored, fetch, flat, or_stop};
+use crate::slot::{Drawn, Slot};
+use crate::tier::{Disk, Home, Stored, fetch};
+use crate::trouble::{or_stop, raise};
+use crate::values::flat;
+use crate::values::{read, tag};
 
 /// What a cell's bytes are counted as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,7 +119,7 @@ pub(crate) struct Template<B: Backend> {
     pub(crate) origin: Origin,
 }
 
-/// How a cell came to be, see [`crate::context::Names`].
+/// How a cell came to be, see [`crate::slot::Names`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// A parameter's birth or update.

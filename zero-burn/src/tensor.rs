@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 
-use crate::elementwise;
+use crate::asked;
 use crate::gather;
 use crate::shard::Cell;
 use crate::view::{Extent, Views};
@@ -48,10 +48,13 @@ impl<B: Backend> Shard<B> {
 impl<B: Backend> ZeroTensor<B> {
     /// The tensor as the inner backend knows it: a gather if it is sharded.
     pub(crate) fn load(self) -> B::FloatTensorPrimitive {
-        elementwise::used(&self);
+        asked::computed();
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor,
-            ZeroTensor::Shard(Shard { cell, views }) => views.apply(gather::load(&cell)),
+            ZeroTensor::Shard(Shard { cell, views }) => {
+                asked::used(cell.key);
+                views.apply(gather::load(&cell))
+            }
         }
     }
 

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
 use half::{bf16, f16};
-use zero_core::collective::threads::Stopped;
 use zero_core::offload::{
     Buffer, BufferPool, DiskError, PoolOptions, Region, SwapDir, SwapFile, SwapFileOptions, Ticket,
 };
@@ -18,8 +17,8 @@ use zero_core::offload::{
 use zero_ops::Shared;
 
 use crate::config::Disk as Settings;
-use crate::context::stop;
 use crate::mover::{For, Mover};
+use crate::trouble::{or_stop, stop};
 
 /// This rank's file, and the buffers that move its data.
 pub(crate) struct Disk {
@@ -108,12 +107,6 @@ impl Stored {
     }
 }
 
-/// Flat.
-pub(crate) fn flat(mut data: TensorData) -> TensorData {
-    data.shape = Shape::new([data.num_elements()]);
-    data
-}
-
 /// A piece in a rank's file; its place is free again when the last handle is dropped.
 pub(crate) struct OnDisk {
     region: Region,
@@ -186,12 +179,6 @@ impl Drop for OnDisk {
             tracing::error!("{error}");
         }
     }
-}
-
-/// Ends the rank with an error of its disk, which reaches through code that cannot return errors. Nothing is printed but by
-/// whoever reports the launch's error.
-pub(crate) fn or_stop<T>(result: Result<T, DiskError>) -> T {
-    result.unwrap_or_else(|error| std::panic::resume_unwind(Box::new(Stopped(error.to_string()))))
 }
 
 /// `elements` numbers of type `dtype`, filled by `fill`, for `mover` to move.

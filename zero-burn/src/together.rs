@@ -8,8 +8,9 @@ use zero_core::ReduceOp;
 
 use crate::bulk::Bulk;
 use crate::config::Tier;
-use crate::context::{Context, raise};
+use crate::context::Context;
 use crate::shard::Cell;
+use crate::trouble::raise;
 
 impl<B: Backend> Context<B> {
     /// What gathers parameters by all ranks together, if that is how they are gathered.

@@ -1,9 +1,13 @@
 //! The one error type of this crate. Every message says what was expected, what came, and what to change.
 
+use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 
 use safetensors::tensor::{Dtype, SafeTensorError};
+
+/// Any error of the function that reads parameters.
+pub type ReadError = Box<dyn Error + Send + Sync>;
 
 /// What can go wrong while reading a configuration or a checkpoint, or writing one.
 #[derive(Debug, thiserror::Error)]
@@ -262,7 +266,7 @@ pub enum ModelError {
         /// Where it is in the module.
         path: String,
         /// What whoever reads it says.
-        source: crate::hf_export::ReadError,
+        source: ReadError,
     },
 
     /// Another number of elements than asked for came to be exported.
@@ -287,7 +291,7 @@ pub enum ModelError {
         /// The number.
         value: f32,
         /// The element type.
-        dtype: crate::hf_export::ExportDtype,
+        dtype: String,
         /// The types that can hold it.
         instead: &'static str,
     },

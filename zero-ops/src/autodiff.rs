@@ -14,7 +14,8 @@ use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{FloatDType, Shape};
 
-use crate::backend::{AttentionOptions, FusedBackend, Gelu};
+use crate::backend::FusedBackend;
+use crate::options::{AttentionOptions, Gelu};
 
 /// Registers the gradient of a parent, if it wants one. `$grad` is evaluated only then.
 macro_rules! give {

@@ -10,28 +10,7 @@ use burn_backend::{Backend, TensorData};
 use burn_std::{FloatDType, Shape};
 
 use crate::fallback;
-
-/// Which formula of the Gaussian error linear unit, <https://arxiv.org/abs/1606.08415>.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gelu {
-    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`
-    Tanh,
-    /// `0.5 x (1 + erf(x / sqrt(2)))`
-    Erf,
-}
-
-/// How rows attend to one another.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionOptions {
-    /// Number of sequences; rows are sequence after sequence.
-    pub batch: usize,
-    /// Number of heads; divides the width.
-    pub heads: usize,
-    /// Whether a row sees only itself and the rows of its sequence before it.
-    pub causal: bool,
-    /// What scores are multiplied by, usually `1 / sqrt(d / heads)`.
-    pub scale: f64,
-}
+use crate::options::{AttentionOptions, Gelu};
 
 /// A backend with fused operations.
 ///

@@ -6,7 +6,7 @@ use burn_backend::Backend;
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_std::DType;
 
-use crate::backend::{AttentionOptions, Gelu};
+use crate::options::{AttentionOptions, Gelu};
 
 /// The score of a key that comes after a row: far below those that a mask hides, and finite in 16 bit too.
 const FUTURE: f64 = -6.5e4;

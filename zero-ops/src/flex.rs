@@ -15,11 +15,12 @@ use burn_flex::{Flex, FlexTensor, Layout};
 use burn_std::{Bytes, FloatDType, IntDType, Shape};
 use bytemuck::Pod;
 
-use crate::backend::{AttentionOptions, FusedBackend, Gelu};
+use crate::backend::FusedBackend;
 use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
 use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, norm};
 use crate::fallback;
+use crate::options::{AttentionOptions, Gelu};
 
 pub use lent::Lent;
 

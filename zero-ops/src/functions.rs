@@ -7,7 +7,8 @@ use burn_backend::get_device_settings;
 use burn_backend::tensor::FloatTensor;
 use burn_std::{DType, Shape};
 
-use crate::backend::{AttentionOptions, FusedBackend, Gelu};
+use crate::backend::FusedBackend;
+use crate::options::{AttentionOptions, Gelu};
 
 fn wrap<B: FusedBackend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))

@@ -23,10 +23,11 @@ mod fallback;
 #[cfg(feature = "flex")]
 mod flex;
 mod functions;
+mod options;
 mod rule;
 mod shared;
 
-pub use backend::{AttentionOptions, FusedBackend, Gelu};
+pub use backend::FusedBackend;
 #[cfg(feature = "cubecl")]
 pub use cube::any::has_cube_tensors as is_cube;
 #[cfg(feature = "cuda")]
@@ -42,5 +43,6 @@ pub use flex::{Elements, Lent, elements, is_host, sum_of_squares};
 pub use functions::{
     attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
 };
+pub use options::{AttentionOptions, Gelu};
 pub use rule::Rule;
 pub use shared::Shared;

@@ -75,6 +75,11 @@ pub enum TrainError {
     },
 }
 
+/// An option that cannot be what it is.
+pub(crate) fn wrong(option: &'static str, got: impl ToString, expected: impl Into<String>) -> TrainError {
+    TrainError::Option { option, got: got.to_string(), expected: expected.into() }
+}
+
 impl TrainError {
     /// The exit code of a command that ends with this error: 2 for bad input, 75 when a deadline passed in a wait for
     /// another rank, 128 and the number of the signal for a run that one ended, 1 for a run that failed in another way, for which it

@@ -138,7 +138,7 @@ where
 
     /// Parameters in 16 bit need what a learner may not have.
     fn check_precision(&self, ranks: &Ranks) {
-        let settings = zero_burn::config::current::<<LC::Backend as ZeroAutodiff>::Base>();
+        let settings = zero_burn::ranks::config::<<LC::Backend as ZeroAutodiff>::Base>();
         if settings.param_dtype == Float::F16 {
             ranks.stop(
                 "fp16 loses small gradients without a loss scale, which a learner has not: use bf16, or \

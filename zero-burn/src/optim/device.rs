@@ -7,12 +7,11 @@ use burn_backend::{Backend, BackendTypes, TensorMetadata};
 use burn_std::DType;
 use zero_ops::{GradScale, Rule, Update, UpdateItem, Updated, fused_update};
 
-use super::fused::{States, mismatch};
 use super::rule::Kernel;
-use super::state::MASTER;
-use crate::context::stop;
+use super::state::{MASTER, States, mismatch};
 use crate::shard::{Cell, Template};
 use crate::tensor::Shard;
+use crate::trouble::stop;
 
 type Float<B> = <B as BackendTypes>::FloatTensorPrimitive;
 

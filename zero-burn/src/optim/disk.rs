@@ -24,11 +24,12 @@ use zero_ops::Elements;
 
 use super::pass::{Stretch, Target, run_stretch};
 use super::rule::Kernel;
-use crate::context::{Context, Worker};
+use crate::context::Context;
 use crate::mover::Mover;
 use crate::patience::Patience;
 use crate::shard::Cell;
 use crate::tier::{Disk, Home, OnDisk, Stored};
+use crate::worker::Worker;
 
 /// The stretches that the pipeline moves are of a multiple of so many elements, so that each array's begin where the disk
 /// wants them to, in any type.

@@ -19,16 +19,17 @@ use super::device;
 use super::disk::{Array, Job};
 use super::pass::{Arrays, elements_of, run};
 use super::rule::Kernel;
-use super::state::{MASTER, ParamState, StateRecord, flat};
+use super::state::{MASTER, ParamState, StateRecord, States, flat, mismatch};
+use crate::autodiff::ZeroAutodiff;
 use crate::backend::Zero;
-use crate::context::{Context, raise, stop};
-use crate::gather::read;
-use crate::module::ZeroAutodiff;
+use crate::context::Context;
 use crate::pieces::{Parked, cell_bytes};
 use crate::random::sign_bytes;
 use crate::shard::{Cell, Kind, Origin, Template};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::tier::{Home, Stored, filled, or_stop};
+use crate::tier::{Home, Stored, filled};
+use crate::trouble::{or_stop, raise, stop};
+use crate::values::read;
 use crate::view::Extent;
 
 /// What is known of a parameter when it is put into a group.
@@ -469,7 +470,7 @@ fn update<B: Backend>(
 fn loaded_state<B: Backend>(id: ParamId, name: &str, numel: usize) -> Template<B> {
     let context = Context::<B>::current();
     let (partition, shape, device) = (context.partition(numel), Shape::new([numel]), context.device.clone());
-    let slot = context.slots_of(DistributedParamId::from(id.val())).into_iter().next();
+    let slot = context.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));
     Template { context, slot, partition, shape, device, kind: Kind::Optimizer, origin }
 }
@@ -490,17 +491,6 @@ fn next_kernel(rule: Rule, lr: f64, time: usize, has: impl Fn(&str) -> bool) -> 
     let time = if complete { time + 1 } else { 1 };
     (Kernel::new(rule, lr, time), time)
 }
-
-/// What is said when optimizer state has another size than the parameter.
-pub(super) fn mismatch(state: usize, parameter: usize) -> String {
-    format!(
-        "optimizer state of {state} elements does not belong to a parameter whose shard has {parameter}: the record was made \
-         by another model, or was not loaded inside zero_burn::load_state"
-    )
-}
-
-/// States of a parameter by name.
-pub(super) type States<B> = Vec<(String, Arc<Cell<B>>)>;
 
 /// An update to be run on the processor, beside what follows the step, and the states that come of it, pending.
 fn job<B: Backend>(

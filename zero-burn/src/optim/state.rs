@@ -8,8 +8,8 @@ use burn::tensor::{Tensor, TensorPrimitive};
 use burn_backend::Backend;
 use burn_std::Shape;
 
+use crate::autodiff::ZeroAutodiff;
 use crate::backend::Zero;
-use crate::module::ZeroAutodiff;
 use crate::shard::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 
@@ -72,3 +72,14 @@ impl<B: Backend> ParamState<B> {
         Ok(Self { id: ParamId::deserialize(&record.id), time: record.time, cells })
     }
 }
+
+/// What is said when optimizer state has another size than the parameter.
+pub(super) fn mismatch(state: usize, parameter: usize) -> String {
+    format!(
+        "optimizer state of {state} elements does not belong to a parameter whose shard has {parameter}: the record was made \
+         by another model, or was not loaded inside zero_burn::load_state"
+    )
+}
+
+/// States of a parameter by name.
+pub(super) type States<B> = Vec<(String, Arc<Cell<B>>)>;

@@ -10,8 +10,8 @@ use zero_ops::Shared;
 
 use super::{Incoming, names};
 use crate::context::Context;
-use crate::gather::{here, read};
 use crate::shard::Cell;
+use crate::values::{here, read};
 
 /// A gradient's reduced piece as it is put together from buckets.
 struct Piece<B: Backend> {
@@ -77,7 +77,8 @@ impl<B: Backend> Buckets<B> {
         let config = &context.config;
         let (sent_as, before, after) = config.reduction(world, false);
         let sent_as = sent_as.on_the_wire();
-        let sizes = || plan.iter().filter_map(|index| context.slot(*index)).map(|slot| slot.partition.numel());
+        let sizes =
+            || plan.iter().filter_map(|index| context.parameters.slot(*index)).map(|slot| slot.partition.numel());
         Self {
             before,
             after,

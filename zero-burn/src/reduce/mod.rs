@@ -48,9 +48,11 @@ use zero_ops::Shared;
 
 use crate::bulk::Bulk;
 use crate::config::ZeroConfig;
-use crate::context::{Context, Slot, Worker};
+use crate::context::Context;
 use crate::patience::Patience;
 use crate::shard::{Cell, GRADIENT, Kind, Template};
+use crate::slot::Slot;
+use crate::worker::Worker;
 
 use host::Buckets;
 #[cfg(feature = "cubecl")]
@@ -446,7 +448,7 @@ impl<B: Backend> Server<B> {
 /// Tells all ranks the order in which rank 0's backward pass gave its gradients. It differs from the module's: autodiff
 /// finishes a parameter that is used through a view (a slice of position embeddings) at the very end.
 fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), CommError> {
-    let slots = pass.context.slots().len();
+    let slots = pass.context.parameters.slots().len();
     let mut order = pass.order.clone();
     order.resize(slots, u64::MAX);
     let bytes = order.iter().flat_map(|index| index.to_le_bytes()).collect();
@@ -455,7 +457,7 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
     for (position, index) in order.enumerate().filter(|&(_, index)| index != u64::MAX) {
         // Before everything that is placed by the module's order alone.
         let place = (2 * slots - position) as u64;
-        if let Some(slot) = pass.context.slot(index) {
+        if let Some(slot) = pass.context.parameters.slot(index) {
             slot.place.store(place, Ordering::Relaxed);
         }
     }
@@ -481,7 +483,7 @@ fn agree<B: Backend>(
     phase: Phase,
     indices: &[u64],
 ) -> Result<(Vec<u64>, bool), CommError> {
-    let (slots, mine) = (context.slots(), indices.iter().collect::<HashSet<_>>());
+    let (slots, mine) = (context.parameters.slots(), indices.iter().collect::<HashSet<_>>());
     let mut flags = vec![u8::from(phase == Phase::Backward)];
     flags.extend(slots.iter().map(|slot| u8::from(mine.contains(&slot.index))));
     let union = comm.all_reduce(Buffer::U8(flags), ReduceOp::Max)?.into_u8();
@@ -515,7 +517,7 @@ impl<B: Backend> Pass<B> {
     }
 
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
-        let slot = self.context.slot(index).expect("the ranks have agreed on parameters that they know");
+        let slot = self.context.parameters.slot(index).expect("the ranks have agreed on parameters that they know");
         let counted = contribution.as_ref().map_or(0, |contribution| bytes_of(&contribution.gradient));
         let (gradient, cell) = match contribution {
             Some(Contribution { gradient, cell }) => (Some(gradient), cell),

@@ -15,10 +15,12 @@ use zero_ops::{PackItem, Shared, UnpackItem};
 
 use super::{Incoming, names};
 use crate::bulk::{Begun, Bulk};
-use crate::context::{Context, Worker, raise, stop};
+use crate::context::Context;
 use crate::patience::Patience;
 use crate::shard::Cell;
 use crate::tier::Home;
+use crate::trouble::{raise, stop};
+use crate::worker::Worker;
 
 /// What kernels do not take, of the floats on a device that come here.
 const TOO_LARGE: &str = "a parameter of 2^31 elements or more cannot be reduced on a device: cut it in two";

@@ -15,7 +15,7 @@ use zero_ops::Shared;
 
 use super::{Incoming, names};
 use crate::context::Context;
-use crate::gather::here;
+use crate::values::here;
 
 /// Gradients, or sums of them, that a rank hands to the others; absent where it has none.
 type Handed<B> = Vec<Option<Shared<B>>>;

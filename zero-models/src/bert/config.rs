@@ -1,8 +1,5 @@
 //! The sizes of a BERT: in goes a preset's name, out come parameter counts, shapes and floating-point operations.
 
-use serde::{Deserialize, Serialize};
-
-use super::hf_config::HfBertConfig;
 use crate::suggest::closest;
 use crate::{Activation, ModelError};
 
@@ -13,8 +10,7 @@ pub(super) const FAMILY: &str = "BERT";
 ///
 /// Reading one refuses what is not implemented and would change the results; keys without an effect on the
 /// mathematics are ignored.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "HfBertConfig", into = "HfBertConfig")]
+#[derive(Clone, Debug, PartialEq)]
 pub struct BertConfig {
     /// Number of tokens in the vocabulary.
     pub vocab_size: usize,

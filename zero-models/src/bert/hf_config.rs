@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::config::FAMILY;
 use crate::{Activation, BertConfig, ModelError};
@@ -140,6 +141,18 @@ impl BertConfig {
             source,
         })?;
         Self::from_json(&text).map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })
+    }
+}
+
+impl Serialize for BertConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        HfBertConfig::from(self.clone()).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for BertConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        HfBertConfig::deserialize(deserializer)?.try_into().map_err(D::Error::custom)
     }
 }
 

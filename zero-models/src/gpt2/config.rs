@@ -1,8 +1,5 @@
 //! The sizes of a GPT-2: in goes a preset's name, out come parameter counts, shapes and floating-point operations.
 
-use serde::{Deserialize, Serialize};
-
-use super::hf_config::HfGpt2Config;
 use crate::suggest::closest;
 use crate::{Activation, ModelError};
 
@@ -13,8 +10,7 @@ pub(super) const FAMILY: &str = "GPT-2";
 ///
 /// Reading one refuses what is not implemented and would change the results; keys without an effect on the
 /// mathematics are ignored.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "HfGpt2Config", into = "HfGpt2Config")]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Gpt2Config {
     /// Number of tokens in the vocabulary.
     pub vocab_size: usize,

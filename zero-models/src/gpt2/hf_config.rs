@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::config::FAMILY;
 use crate::{Activation, Gpt2Config, ModelError};
@@ -145,6 +146,18 @@ impl Gpt2Config {
             source,
         })?;
         Self::from_json(&text).map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })
+    }
+}
+
+impl Serialize for Gpt2Config {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        HfGpt2Config::from(self.clone()).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Gpt2Config {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        HfGpt2Config::deserialize(deserializer)?.try_into().map_err(D::Error::custom)
     }
 }
 

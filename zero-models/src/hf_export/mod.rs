@@ -27,7 +27,6 @@ mod dtype;
 mod shards;
 
 use std::collections::BTreeMap;
-use std::error::Error;
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -35,6 +34,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use zero_core::checkpoint::{CheckpointError, Header, NewFolder, SafetensorsWriter};
 
+pub use crate::error::ReadError;
 use crate::safetensors_file::{INDEX, transposed};
 use crate::{ModelConfig, ModelError, ModelParam};
 
@@ -76,9 +76,6 @@ pub struct Exported {
     /// Bytes of tensors in them.
     pub bytes: u64,
 }
-
-/// Any error of the function that reads parameters.
-pub type ReadError = Box<dyn Error + Send + Sync>;
 
 /// Writes a checkpoint into the folder `out`, which must not exist or be empty.
 ///
@@ -145,7 +142,7 @@ fn write_tensor(
             let bytes = options.dtype.encode(part).map_err(|value| ModelError::Overflow {
                 name: tensor.name.to_string(),
                 value,
-                dtype: options.dtype,
+                dtype: options.dtype.to_string(),
                 instead: options.dtype.wider(),
             })?;
             writer.append(tensor.name, &bytes)?;

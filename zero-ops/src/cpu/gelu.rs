@@ -1,6 +1,6 @@
 //! The Gaussian error linear unit (<https://arxiv.org/abs/1606.08415>) of a biased input, forward and backward.
 
-use crate::Gelu;
+use crate::options::Gelu;
 
 use super::math::{erf, exp};
 use super::parallel::{BLOCK, rows_of_task, spread};

@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 use super::column_sums::total;
 use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
 use super::tensor::{OnCube, empty, packed};
-use crate::backend::Gelu;
+use crate::options::Gelu;
 
 /// `2 sqrt(2 / pi)`
 const SLOPE: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;

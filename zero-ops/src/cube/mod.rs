@@ -28,8 +28,9 @@ use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElemen
 use burn_fusion::Fusion;
 use burn_std::{DType, FloatDType};
 
-use crate::backend::{AttentionOptions, FusedBackend, Gelu};
+use crate::backend::FusedBackend;
 use crate::fallback;
+use crate::options::{AttentionOptions, Gelu};
 
 /// The same bodies for the bare backend and for the one under fusion, whose tensors both are
 /// [`OnCube`](tensor::OnCube).

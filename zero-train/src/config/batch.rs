@@ -1,9 +1,7 @@
 //! global batch = micro-batch × accumulation × ranks, from whichever of the three the configuration gives.
 
-use super::error::Findings;
-
-const GLOBAL: &str = "train_batch_size";
-const MICRO: &str = "train_micro_batch_size_per_gpu";
+pub(super) const GLOBAL: &str = "train_batch_size";
+pub(super) const MICRO: &str = "train_micro_batch_size_per_gpu";
 const ACCUMULATION: &str = "gradient_accumulation_steps";
 
 /// How the rows of one optimizer step are split; `global == micro * accumulation * world`.
@@ -125,19 +123,6 @@ impl Batch {
             }
             (None, None, _) => Err(BatchError::Unknown),
         }
-    }
-
-    /// [`solve`](Self::solve), with the error reported where it arises.
-    pub(super) fn find(sizes: [Option<usize>; 3], world: usize, findings: &mut Findings) -> Self {
-        Self::solve(sizes[0], sizes[1], sizes[2], world).unwrap_or_else(|error| {
-            let path = if matches!(error, BatchError::Indivisible { .. } | BatchError::Contradiction { .. }) {
-                GLOBAL
-            } else {
-                MICRO
-            };
-            findings.problem(path, error);
-            Self { global: world, micro: 1, accumulation: 1 }
-        })
     }
 }
 

@@ -32,6 +32,22 @@ macro_rules! setters {
     )+};
 }
 
+impl ZeroPlan {
+    /// Starts a plan in code, with [`ZeroPlanBuilder`]'s defaults.
+    ///
+    /// ```
+    /// use zero_train::config::ZeroPlan;
+    /// use zero_core::Stage;
+    ///
+    /// let plan = ZeroPlan::builder(Stage::Parameters).micro_batch(2).accumulation(3).build(4)?;
+    /// assert_eq!(plan.batch.global, 24);
+    /// # Ok::<(), zero_train::config::ConfigError>(())
+    /// ```
+    pub fn builder(stage: Stage) -> ZeroPlanBuilder {
+        ZeroPlanBuilder::new(stage)
+    }
+}
+
 impl ZeroPlanBuilder {
     pub(super) fn new(stage: Stage) -> Self {
         let builder = Self { tree: Node::Map(Vec::new()) };

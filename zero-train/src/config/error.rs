@@ -5,25 +5,8 @@ use std::path::PathBuf;
 
 use super::auto::Filled;
 use super::batch::BatchError;
+pub use super::node::Format;
 use super::node::Node;
-
-/// The two formats read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
-    /// JSON, as DeepSpeed writes it.
-    Json,
-    /// YAML, as Accelerate writes it.
-    Yaml,
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Format::Json => "JSON",
-            Format::Yaml => "YAML",
-        })
-    }
-}
 
 /// Why there is no plan.
 #[derive(Debug, thiserror::Error)]

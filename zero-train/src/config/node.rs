@@ -5,7 +5,23 @@ use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-use super::error::Format;
+/// The two formats read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// JSON, as DeepSpeed writes it.
+    Json,
+    /// YAML, as Accelerate writes it.
+    Yaml,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Format::Json => "JSON",
+            Format::Yaml => "YAML",
+        })
+    }
+}
 
 /// The most bytes a configuration may have; real ones have a few thousand.
 pub(super) const MAX_BYTES: usize = 1 << 20;

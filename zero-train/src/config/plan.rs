@@ -6,7 +6,6 @@ use zero_core::Stage;
 use zero_core::offload::AioOptions;
 
 use super::batch::Batch;
-use super::builder::ZeroPlanBuilder;
 use super::error::Warning;
 use super::optimizer::OptimizerPlan;
 use super::schedule::SchedulePlan;
@@ -72,22 +71,6 @@ pub struct ZeroPlan {
     pub save_16bit_model: bool,
     /// Everything accepted that does not do what it says.
     pub warnings: Vec<Warning>,
-}
-
-impl ZeroPlan {
-    /// Starts a plan in code, with [`ZeroPlanBuilder`]'s defaults.
-    ///
-    /// ```
-    /// use zero_train::config::ZeroPlan;
-    /// use zero_core::Stage;
-    ///
-    /// let plan = ZeroPlan::builder(Stage::Parameters).micro_batch(2).accumulation(3).build(4)?;
-    /// assert_eq!(plan.batch.global, 24);
-    /// # Ok::<(), zero_train::config::ConfigError>(())
-    /// ```
-    pub fn builder(stage: Stage) -> ZeroPlanBuilder {
-        ZeroPlanBuilder::new(stage)
-    }
 }
 
 /// `watchdog`, a section of this project's own. What is absent is left to the program.

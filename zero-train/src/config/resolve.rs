@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use zero_core::offload::AioOptions;
 
 use super::auto::{Auto, Context, Filled};
-use super::batch::Batch;
+use super::batch::{Batch, BatchError, GLOBAL, MICRO};
 use super::error::{ConfigError, Findings, ProblemKind};
 use super::keys::DEEPSPEED;
 use super::load::Config;
@@ -61,7 +61,7 @@ impl Config {
         let zero = top.section("zero_optimization");
         let optimizer = OptimizerPlan::read(&top);
         let sizes = batch_sizes(&top, auto);
-        let batch = Batch::find(sizes, world, &mut findings.borrow_mut());
+        let batch = batch(sizes, world, &mut findings.borrow_mut());
         let by = ["--batch x --accumulation x ranks", "--batch", "--accumulation"];
         for ((key, by), value) in SIZES.into_iter().zip(by).zip([batch.global, batch.micro, batch.accumulation]) {
             if top.is_auto(key) {
@@ -248,5 +248,18 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
     section.bool("enabled").then(|| LogFiles {
         output_path: section.maybe_text("output_path").map(PathBuf::from).unwrap_or_default(),
         job_name: section.text("job_name"),
+    })
+}
+
+/// [`Batch::solve`], with the error reported where it arises.
+fn batch(sizes: [Option<usize>; 3], world: usize, findings: &mut Findings) -> Batch {
+    Batch::solve(sizes[0], sizes[1], sizes[2], world).unwrap_or_else(|error| {
+        let path = if matches!(error, BatchError::Indivisible { .. } | BatchError::Contradiction { .. }) {
+            GLOBAL
+        } else {
+            MICRO
+        };
+        findings.problem(path, error);
+        Batch { global: world, micro: 1, accumulation: 1 }
     })
 }

@@ -261,7 +261,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 "the program's state has the key {ENGINE:?}, which is the engine's own: use another"
             )));
         }
-        let settings = config::current::<A::Base>();
+        let settings = zero_burn::ranks::config::<A::Base>();
         let RandomState { seed, draws } = pieces::random_state::<A::Base>();
         // Exact: a run makes fewer than 2^53 draws.
         let halves = [(seed >> 32) as f64, (seed & u64::from(u32::MAX)) as f64];
@@ -363,7 +363,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.model = Some(model);
         loaded?;
         self.optimizer.clear_states();
-        let in_16_bit = config::current::<A::Base>().param_dtype != config::Float::F32;
+        let in_16_bit = zero_burn::ranks::config::<A::Base>().param_dtype != config::Float::F32;
         for meta in self.parameters() {
             let numel = meta.shape.iter().product();
             let range = pieces::held_range::<A::Base>(numel);

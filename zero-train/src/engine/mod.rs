@@ -43,7 +43,7 @@ use burn::tensor::Tensor;
 pub use checkpoint::Parts;
 pub use error::EngineError;
 pub use optimizer::EngineOptimizer;
-use zero_burn::config::{self, Float, Tier};
+use zero_burn::config::{Float, Tier};
 use zero_burn::gathered::parameters;
 use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, first_nonfinite, grad_norm, mark, prepare};
 use zero_burn::pieces::{Parked, held_range, reserve_on_disk};
@@ -200,7 +200,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if config.accumulation == 0 {
             return Err(setting("accumulation", 0, "expected at least 1 micro-batch per update"));
         }
-        let settings = config::current::<A::Base>();
+        let settings = zero_burn::ranks::config::<A::Base>();
         if settings.param_dtype == Float::F16 && config.loss_scale.is_none() {
             let expected = "fp16 loses small gradients without one: set LossScaler::dynamic, or use bf16";
             return Err(setting("loss_scale", "absent", expected));

@@ -4,7 +4,7 @@
 use burn::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
-use zero_burn::config::{self, Disk, Float};
+use zero_burn::config::{Disk, Float};
 use zero_burn::gathered::{self, Edits, Gathered, ParamMeta, parameters};
 use zero_burn::module::{ZeroAutodiff, set_gradient};
 use zero_burn::pieces::Parked;
@@ -82,7 +82,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let model = self.model.take().expect("the module is absent only inside of step");
         let (model, written) = gathered::write::<A, M>(model, root, parameters);
         self.model = Some(model);
-        if config::current::<A::Base>().param_dtype != Float::F32 {
+        if zero_burn::ranks::config::<A::Base>().param_dtype != Float::F32 {
             // The state of layers has no master: no update would refresh it.
             for Gathered { meta, values } in written.into_iter().filter(|written| written.meta.trained) {
                 self.optimizer.set_state(meta.id, MASTER, &values);

@@ -3,8 +3,8 @@
 use clap::ValueEnum;
 use zero_ops::FusedBackend;
 
-use super::plan::wrong;
 use crate::TrainError;
+use crate::error::wrong;
 
 /// Where ranks compute.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

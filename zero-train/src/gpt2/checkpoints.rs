@@ -7,13 +7,15 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
+use zero_models::Gpt2Config;
 
-use super::plan::wrong;
+use super::Options;
 use super::ranks::Ranks;
-use super::{Options, Plan};
 use crate::TrainError;
+use crate::config::ZeroPlan;
 use crate::data::TokenRows;
 use crate::engine::EngineError;
+use crate::error::wrong;
 
 /// The key of the trainer's state in a checkpoint's.
 const TRAINER: &str = "trainer";
@@ -194,9 +196,9 @@ impl Checkpoints {
 
 impl TrainerState {
     /// What is saved beside the engine's state: this, the model, and the plan in words.
-    pub(super) fn saved(&self, plan: &Plan) -> Map<String, Value> {
-        let model = json!({ "family": "gpt2", "name": plan.name, "config": plan.model });
-        let lines = plan.plan.explain();
+    pub(super) fn saved(&self, name: &str, model: &Gpt2Config, plan: &ZeroPlan) -> Map<String, Value> {
+        let model = json!({ "family": "gpt2", "name": name, "config": model });
+        let lines = plan.explain();
         let entries = [
             (TRAINER, serde_json::to_value(self).expect("plain numbers")),
             ("model", model),

@@ -9,12 +9,12 @@ use zero_core::estimate::{Precision, model_state};
 use zero_models::Gpt2Config;
 use zero_models::hf_export::parse_bytes;
 
-use super::plan::wrong;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};
 use crate::TrainError;
 use crate::config::{Config, Offload, OffloadDevice, ZeroPlan};
+use crate::error::wrong;
 use crate::memory::{available_bytes, format_bytes};
 
 /// Bytes that a run will take at its peak, by kind; an estimate except for model state, which is exact.

@@ -1,7 +1,6 @@
 //! The validated plan: everything after it sees no raw option.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use zero_burn::config::{Gathers, Tier, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
@@ -13,21 +12,16 @@ use zero_models::Gpt2Config;
 use super::BackendChoice;
 use super::checkpoints::Checkpoints;
 use super::fit::{Budget, Choice, MemoryNeed, choose};
-use super::ranks::Ranks;
+use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
 use super::{GathersChoice, OffloadChoice, Options, Prediction};
 use crate::TrainError;
-use crate::config::{Config, Warning, Watchdog, ZeroPlan};
+use crate::config::{Warning, ZeroPlan};
 use crate::data::{Source, TokenRows};
 use crate::engine::EngineError;
+use crate::error::wrong;
 use crate::launcher::{LAUNCHED, RESTARTS};
 use crate::memory::format_bytes;
-
-/// The longest that a rank waits for another.
-const DEADLINE: Duration = Duration::from_secs(600);
-
-/// In seconds: a year.
-const MAX_DEADLINE: f64 = 365.0 * 86_400.0;
 
 /// What will be trained, on what, how.
 #[derive(Debug, Clone)]
@@ -224,10 +218,6 @@ fn hold_out(eval: usize, ranks: usize, rows: &mut TokenRows) -> Result<Option<To
     }
 }
 
-pub(super) fn wrong(option: &'static str, got: impl ToString, expected: impl Into<String>) -> TrainError {
-    TrainError::Option { option, got: got.to_string(), expected: expected.into() }
-}
-
 fn positive(option: &'static str, value: usize) -> Result<(), TrainError> {
     if value == 0 { Err(wrong(option, 0, "expected at least 1")) } else { Ok(()) }
 }
@@ -277,25 +267,6 @@ fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainErr
         }
     }
     Ok(options)
-}
-
-/// Threads, deadline and flight records of the ranks.
-pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions, TrainError> {
-    let watchdog = match &options.config {
-        Some(path) => Config::from_file(path)?.watchdog(),
-        None => Watchdog::default(),
-    };
-    let deadline = match options.deadline.or(watchdog.deadline) {
-        Some(seconds) if !(seconds.is_finite() && seconds > 0.0 && seconds <= MAX_DEADLINE) => {
-            return Err(wrong("deadline", seconds, "expected seconds above 0 and up to a year"));
-        }
-        Some(seconds) => Duration::from_secs_f64(seconds),
-        None => DEADLINE,
-    };
-    let flight_dir =
-        options.flight.clone().or(watchdog.flight_dir).or_else(|| options.out.as_ref().map(|out| out.join("flight")));
-    let (threads_per_rank, trusted_network) = (options.threads.unwrap_or(0), options.trusted_network);
-    Ok(LaunchOptions { threads_per_rank, deadline, flight_dir, trusted_network })
 }
 
 /// Where the 16-bit model goes that the file asks for: into --out, or without one into --save, by the run's last step.

@@ -3,9 +3,11 @@
 use std::any::Any;
 use std::cell::Cell;
 use std::path::Path;
+use std::time::Duration;
 
 use burn::tensor::backend::BackendTypes;
-use zero_burn::launch::LaunchError;
+use zero_burn::config::ZeroConfig;
+use zero_burn::launch::{LaunchError, LaunchOptions};
 use zero_burn::{ZeroDevice, launch};
 use zero_core::checkpoint::{Check, Checkpoint, Found, check_together, find_latest, find_latest_together};
 use zero_core::collective::launcher::{Start, World};
@@ -13,10 +15,18 @@ use zero_core::collective::process::{self, ProcessRun};
 use zero_core::{Buffer, Collective, CommError, RankFailure, StartError};
 use zero_ops::FusedBackend;
 
-use super::{Options, Plan};
+use super::Options;
 use crate::TrainError;
+use crate::config::{Config, Watchdog};
 use crate::engine::EngineError;
+use crate::error::wrong;
 use crate::launcher::say_begun;
+
+/// The longest that a rank waits for another.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+/// In seconds: a year.
+const MAX_DEADLINE: f64 = 365.0 * 86_400.0;
 
 /// Where a run's ranks are.
 pub(super) struct Ranks<'a> {
@@ -53,7 +63,7 @@ pub(super) fn with_ranks<T>(
 ) -> Result<T, Stopped> {
     let start = Start::from_environment().map_err(|error| TrainError::Launch(error.to_string()))?;
     let Some(world) = start.world() else { return Ok(body(&Ranks { launched: None, process: None })?) };
-    let launch = super::plan::launch_options(options)?;
+    let launch = launch_options(options)?;
     // What this rank itself found wrong, where another was the first to say so: the same input is wrong on all of them.
     let own: Cell<Option<TrainError>> = Cell::new(None);
     let outcome = process::run(&launch.process(), &start, |run| {
@@ -72,6 +82,25 @@ pub(super) fn with_ranks<T>(
         let error = own.unwrap_or_else(|| from_launch(&failed.error));
         Stopped { error, _ending: Some(Box::new(failed)) }
     })
+}
+
+/// Threads, deadline and flight records of the ranks.
+pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions, TrainError> {
+    let watchdog = match &options.config {
+        Some(path) => Config::from_file(path)?.watchdog(),
+        None => Watchdog::default(),
+    };
+    let deadline = match options.deadline.or(watchdog.deadline) {
+        Some(seconds) if !(seconds.is_finite() && seconds > 0.0 && seconds <= MAX_DEADLINE) => {
+            return Err(wrong("deadline", seconds, "expected seconds above 0 and up to a year"));
+        }
+        Some(seconds) => Duration::from_secs_f64(seconds),
+        None => DEADLINE,
+    };
+    let flight_dir =
+        options.flight.clone().or(watchdog.flight_dir).or_else(|| options.out.as_ref().map(|out| out.join("flight")));
+    let (threads_per_rank, trusted_network) = (options.threads.unwrap_or(0), options.trusted_network);
+    Ok(LaunchOptions { threads_per_rank, deadline, flight_dir, trusted_network })
 }
 
 /// A launch's error as this crate's.
@@ -179,13 +208,14 @@ impl Ranks<'_> {
     /// Runs every rank of this process on backend `I`; the first one's result.
     pub(super) fn launch<I: FusedBackend, T: Send>(
         &self,
-        plan: &Plan,
+        world: usize,
+        (zero, launch): (&ZeroConfig, &LaunchOptions),
         body: impl Fn(&ZeroDevice<<I as BackendTypes>::Device>) -> Result<T, TrainError> + Sync,
     ) -> Result<T, TrainError> {
         if let Some(process) = self.process {
-            return launch::launch_on::<I, _, TrainError>(process, &plan.zero, &plan.launch, |device| body(&device));
+            return launch::launch_on::<I, _, TrainError>(process, zero, launch, |device| body(&device));
         }
-        match launch::launch::<I, _, TrainError>(plan.plan.world, &plan.zero, &plan.launch, |device| body(&device)) {
+        match launch::launch::<I, _, TrainError>(world, zero, launch, |device| body(&device)) {
             Ok(mut results) => Ok(results.swap_remove(0)),
             Err(LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure })) => match *failure {
                 RankFailure::Failed(error) => Err(error),

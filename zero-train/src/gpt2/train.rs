@@ -81,7 +81,9 @@ impl Work for Training<'_> {
 
     fn run<I: FusedBackend>(self) -> Self::Output {
         let Self { plan, ranks, observer, allocator } = self;
-        ranks.launch::<I, _>(plan, |device| run_rank::<I>(plan, device, observer, allocator))
+        ranks.launch::<I, _>(plan.plan.world, (&plan.zero, &plan.launch), |device| {
+            run_rank::<I>(plan, device, observer, allocator)
+        })
     }
 }
 
@@ -277,7 +279,7 @@ fn save<I: FusedBackend>(
     state: &TrainerState,
 ) -> Result<SaveMetrics, TrainError> {
     let (step, options) = (state.step as u64, plan.checkpoints.options(state.best));
-    let extra = state.saved(plan);
+    let extra = state.saved(&plan.name, &plan.model, &plan.plan);
     let begin = Instant::now();
     let bytes = match plan.checkpoints.beside {
         true => engine.save_async(dir, step, extra, &options).map(|_| None)?,

@@ -7,12 +7,12 @@ use zero_models::Gpt2Config;
 
 use super::BackendChoice;
 use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options};
-use super::plan::wrong;
 use crate::TrainError;
 use crate::config::{
     Auto, Config, Context, Filled, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision,
     SchedulePlan, WarmupType, ZeroPlan,
 };
+use crate::error::wrong;
 
 const DEFAULT_RANKS: usize = 2;
 const DEFAULT_LR: f64 = 1e-3;

@@ -9,6 +9,7 @@
 mod compare;
 mod describe;
 mod diff;
+mod facts;
 mod folder;
 mod number;
 mod optimizer;
@@ -22,8 +23,9 @@ use std::path::{Path, PathBuf};
 use zero_core::checkpoint::{CheckpointError, is_checkpoint_name};
 
 pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike, compare};
-pub use describe::{Description, EngineFacts, Group, Inspection, ModelFacts, TensorFacts, inspect};
+pub use describe::{Description, Inspection, ModelFacts, TensorFacts, inspect};
 pub use diff::{Difference, Side, diff};
+pub use facts::{EngineFacts, Group};
 pub use folder::{Folder, FolderEntry, RemainsEntry, folder};
 pub use optimizer::OptimizerFacts;
 pub use states::{StateDifference, compare_states};

@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 use zero_core::checkpoint::Manifest;
 
-use super::describe::{Group, Part};
+use super::facts::{Group, Part};
 
 /// Tensors `optimizer.<parameter>.<state>` and what the engine says of them.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]

@@ -6,8 +6,9 @@ use serde_json::Value;
 use zero_core::checkpoint::ElementType;
 
 use super::compare::{Extreme, Kind, TensorDifference};
-use super::describe::{Description, EngineFacts, Group, Inspection, ModelFacts};
+use super::describe::{Description, Inspection, ModelFacts};
 use super::diff::{Difference, Side};
+use super::facts::{EngineFacts, Group};
 use super::folder::{Folder, FolderEntry};
 use super::optimizer::OptimizerFacts;
 use super::states::StateDifference;

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use zero_models::ModelConfig;
 
-use super::describe::{EngineFacts, Group};
+use super::facts::{EngineFacts, Group};
 use super::optimizer::OptimizerFacts;
 use crate::export::ExportError;
 

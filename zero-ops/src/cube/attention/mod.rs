@@ -22,7 +22,7 @@ use cubecl::prelude::*;
 
 use self::blocked::Blocked;
 use super::tensor::{empty, packed};
-use crate::backend::AttentionOptions;
+use crate::options::AttentionOptions;
 
 /// Whether rows of this type are attended to here; others take the default bodies.
 pub(crate) fn takes(dtype: DType) -> bool {

@@ -3,7 +3,7 @@
 use burn_std::{DType, Shape};
 
 use super::super::tensor::OnCube;
-use crate::backend::AttentionOptions;
+use crate::options::AttentionOptions;
 
 /// Outputs of a forward pass over rows `[n, d]`: rows, and logarithms of sums `[b, h, t]`.
 fn outputs(n: usize, d: usize, dtype: DType, options: AttentionOptions) -> Vec<(Shape, DType)> {

@@ -1,0 +1,36 @@
+//! The rank that a thread runs.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, LazyLock};
+
+use parking_lot::Mutex;
+
+thread_local! {
+    pub(crate) static CURRENT: RefCell<Option<Installed>> = const { RefCell::new(None) };
+}
+
+#[derive(Clone)]
+pub(crate) struct Installed {
+    pub(crate) rank: usize,
+    pub(crate) place: u64,
+    /// The inner backend's.
+    pub(crate) device: Arc<dyn Any + Send + Sync>,
+    pub(crate) context: Arc<dyn Any + Send + Sync>,
+}
+
+/// Contexts of the ranks that are running in this process, by their place.
+pub(crate) static RUNNING: LazyLock<Mutex<HashMap<u64, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
+pub(crate) static PLACES: AtomicU64 = AtomicU64::new(1);
+
+/// The rank of this thread, and a number that no other rank of any launch has; 0 outside of a launch.
+pub(crate) fn current_place() -> (usize, u64) {
+    CURRENT.with_borrow(|current| current.as_ref().map_or((0, 0), |installed| (installed.rank, installed.place)))
+}
+
+/// The inner device of this thread's rank, if it is of this type.
+pub(crate) fn current_device<D: Clone + 'static>() -> Option<D> {
+    CURRENT.with_borrow(|current| current.as_ref()?.device.downcast_ref::<D>().cloned())
+}

@@ -1,0 +1,39 @@
+//! How code that cannot return errors ends a rank.
+
+use burn_std::Shape;
+use zero_core::CommError;
+use zero_core::collective::threads::Stopped;
+use zero_core::offload::DiskError;
+
+use crate::current::CURRENT;
+
+/// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed.
+pub(crate) fn raise(error: CommError) -> ! {
+    std::panic::resume_unwind(Box::new(error))
+}
+
+/// Ends a computation that cannot return an error for a reason that is not a collective (the library used wrongly, a thread lost). As [`raise`], nothing is
+/// printed but by whoever reports the launch's error; outside of a launch it is an ordinary panic.
+pub(crate) fn stop(message: String) -> ! {
+    if CURRENT.with_borrow(Option::is_some) {
+        std::panic::resume_unwind(Box::new(Stopped(message)))
+    } else {
+        panic!("{message}")
+    }
+}
+
+/// What is said of a parameter that another rank or launch has built.
+pub(crate) fn stop_foreign(shape: &Shape) -> ! {
+    stop(format!(
+        "a model with a parameter of shape {:?} was used here that was built outside of this launch, or by another of its \
+         ranks: build it inside of the function that launch runs, on the device that this is given; to bring values along, \
+         save a record of the model outside and load it inside",
+        shape.as_slice()
+    ))
+}
+
+/// Ends the rank with an error of its disk, which reaches through code that cannot return errors. Nothing is printed but by
+/// whoever reports the launch's error.
+pub(crate) fn or_stop<T>(result: Result<T, DiskError>) -> T {
+    result.unwrap_or_else(|error| std::panic::resume_unwind(Box::new(Stopped(error.to_string()))))
+}

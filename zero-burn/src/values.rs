@@ -1,0 +1,64 @@
+//! Values on their way between a backend, the host's memory and other ranks.
+
+use burn_backend::{Backend, TensorData};
+use burn_std::reader::try_read_sync;
+use burn_std::{DType, Shape};
+use zero_core::Buffer;
+
+use crate::trouble::stop;
+
+/// `x` on `device`.
+pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -> B::FloatTensorPrimitive {
+    if B::float_device(&x) == *device { x } else { B::float_to_device(x, device) }
+}
+
+/// A tensor's data, on the host, now.
+pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
+    let data = try_read_sync(B::float_into_data(tensor)).expect("the inner backend reads synchronously");
+    data.unwrap_or_else(|error| panic!("reading a tensor from the device failed: {error}"))
+}
+
+/// Flat.
+pub(crate) fn flat(mut data: TensorData) -> TensorData {
+    data.shape = Shape::new([data.num_elements()]);
+    data
+}
+
+/// What has come, in its shape.
+pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
+    match buffer {
+        Buffer::F32(values) => TensorData::new(values, shape),
+        Buffer::F64(values) => TensorData::new(values, shape),
+        Buffer::F16(values) => TensorData::new(values, shape),
+        Buffer::Bf16(values) => TensorData::new(values, shape),
+        Buffer::U8(_) => stop("floats were sent between ranks, and bytes came".into()),
+    }
+}
+
+/// What is sent.
+pub(crate) fn buffer(data: TensorData) -> Buffer {
+    const TYPES: &str = "a tensor's data is of the type that it says";
+    match data.dtype {
+        DType::F32 => Buffer::F32(data.into_vec().expect(TYPES)),
+        DType::F64 => Buffer::F64(data.into_vec().expect(TYPES)),
+        DType::F16 => Buffer::F16(data.into_vec().expect(TYPES)),
+        DType::BF16 => Buffer::Bf16(data.into_vec().expect(TYPES)),
+        other => stop(format!("a tensor of {other:?} cannot be sent: expected floats")),
+    }
+}
+
+/// What a piece is called between processes: ranks whose tensors differ do not take each other's.
+pub(crate) fn tag(shape: &Shape, dtype: DType) -> String {
+    format!("{dtype:?} of {:?}", shape.as_slice())
+}
+
+/// The type as collectives know it.
+pub(crate) fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
+    match dtype {
+        DType::F16 => zero_core::collective::DType::F16,
+        DType::BF16 => zero_core::collective::DType::Bf16,
+        DType::F32 => zero_core::collective::DType::F32,
+        DType::F64 => zero_core::collective::DType::F64,
+        other => stop(format!("a tensor of type {other:?} cannot be sent to other processes: expected floats")),
+    }
+}
