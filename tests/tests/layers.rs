@@ -1,7 +1,7 @@
 //! The order of the source: modules of a crate import one another without circles: `cargo test -p zero-tests --test layers`.
 //!
 //! What counts is what a module names: its `use` lines and paths from `crate` and `super`, re-exports followed to where a name is
-//! made. A module that re-exports what is in its own submodules does not use them, and a crate's root is nobody's.
+//! made. A module and what is in its folder know one another, and a crate's root is nobody's.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -85,10 +85,9 @@ impl Source {
     /// What each module uses of the others.
     fn graph(&self) -> BTreeMap<&Module, BTreeSet<Module>> {
         let edges = |module: &Module, text: &str| -> BTreeSet<Module> {
-            let used = uses(text).into_iter().map(|(public, path)| (public, self.made_in(module, &path)));
-            let used = used.filter(|(public, made)| !(*public && made.starts_with(module))).map(|(_, made)| made);
-            let named = paths(text).into_iter().map(|path| self.made_in(module, &path));
-            used.chain(named).filter(|made| made != module && !made.is_empty()).collect()
+            let used = uses(text).into_iter().map(|(_, path)| path).chain(paths(text));
+            let made = used.map(|path| self.made_in(module, &path));
+            made.filter(|made| !made.is_empty() && !made.starts_with(module) && !module.starts_with(made)).collect()
         };
         self.text.iter().map(|(module, text)| (module, edges(module, text))).collect()
     }
