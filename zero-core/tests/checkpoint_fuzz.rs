@@ -6,9 +6,8 @@
 //! # The bound
 //!
 //! For every input, mutated or crafted, accepted or refused: all allocations together, the result and the error included and the
-//! input not, are at most 64 bytes a byte of JSON and 16 KiB (measured: 48 at most, for a list of a million small numbers or tensors;
-//! 13 for what a save writes), and files have a largest size (a header 100 MB, a manifest 1 GiB). So a *declared* size (a
-//! header's length, a shape, a number of ranks) allocates nothing.
+//! input not, are at most 16 bytes a byte of JSON and 8 KiB (measured: 13 at most), and files have a largest size (a header 100
+//! MB, a manifest 1 GiB). So a *declared* size (a header's length, a shape, a number of ranks) allocates nothing.
 //!
 //! The values of a state, which take up to 126 times its text, are made when [`Checkpoint::state`] is called, not before.
 
@@ -267,10 +266,10 @@ fn crafted_headers() {
     case("huge shape with a 0", u8s("[9223372036854775807,4,0]"), 0, false);
     case("dimension above 64 bits", u8s("[18446744073709551616]"), 2, false);
     case("64 dimensions", u8s(&format!("[2,{}]", many(63, |_| "1".into()))), 2, true);
-    case("65 dimensions", u8s(&format!("[2,{}]", many(64, |_| "1".into()))), 2, true);
+    case("65 dimensions", u8s(&format!("[2,{}]", many(64, |_| "1".into()))), 2, false);
     let largest = many(64, |_| u64::MAX.to_string());
     case("64 dimensions of 20 digits", u8s(&format!("[{largest}]")), 2, false);
-    case("million dimensions of 1", u8s(&format!("[2,{}]", many(MILLION, |_| "1".into()))), 2, true);
+    case("million dimensions of 1", u8s(&format!("[2,{}]", many(MILLION, |_| "1".into()))), 2, false);
     case("dimensions of 0, a full vector", u8s(&format!("[{}]", many((1 << 20) + 1, |_| "0".into()))), 2, false);
     case("end before begin", format!(r#"{{"a":{}}}"#, tensor("U8", "[2]", "[2,0]")), 2, false);
     case(
@@ -281,7 +280,7 @@ fn crafted_headers() {
     );
     case("offsets out of range", u8s("[3]").replace("[0,2]", "[0,3]"), 2, false);
     case("overlapping", format!(r#"{{"a":{0},"b":{0}}}"#, tensor("U8", "[2]", "[0,2]")), 2, false);
-    case("the same name twice", format!(r#"{{"a":{0},"a":{0}}}"#, tensor("U8", "[0]", "[0,0]")), 0, true);
+    case("the same name twice", format!(r#"{{"a":{0},"a":{0}}}"#, tensor("U8", "[0]", "[0,0]")), 0, false);
     case(
         "the same name twice, of two tensors",
         format!(r#"{{"a":{},"a":{}}}"#, tensor("U8", "[1]", "[0,1]"), tensor("U8", "[1]", "[1,2]")),
@@ -332,7 +331,7 @@ fn crafted_headers() {
     let escapes = (0..18).map(|bits| format!(r"\n{}", "x".repeat(1 << bits))).collect::<String>() + r"\n";
     for text in [&escapes, &r"\n".repeat(MILLION / 4), &format!(r"\n{}", "x".repeat(MILLION))] {
         case("a long name with escapes", format!(r#"{{"{text}":{empty}}}"#), 0, true);
-        case("a long name with escapes, twice", format!(r#"{{"{text}":{empty},"{text}":{empty}}}"#), 0, true);
+        case("a long name with escapes, twice", format!(r#"{{"{text}":{empty},"{text}":{empty}}}"#), 0, false);
         case("a long name with escapes of no tensor", format!(r#"{{"{text}":0}}"#), 0, false);
         case("a long text with escapes", format!(r#"{{"__metadata__":{{"a":"{text}","{text}":""}}}}"#), 0, true);
         case("half a pair after escapes", format!(r#"{{"__metadata__":{{"a":"{text}\ud800"}}}}"#), 0, false);
@@ -398,10 +397,7 @@ fn crafted_manifests() {
     case("state of a long fraction", of_state(&format!("0.{}", "9".repeat(MILLION))), true);
     for (open, close) in [("[", "]"), (r#"{"a":"#, "}")] {
         let what = format!("state of a million {open}");
-        let nested = of_state(&format!("{}0{}", open.repeat(MILLION), close.repeat(MILLION)));
-        // Which shows when somebody asks for it.
-        assert!(parse_manifest(&seal(nested.as_bytes())).unwrap().state(Path::new("x")).is_err());
-        case(&what, nested, true);
+        case(&what, of_state(&format!("{}0{}", open.repeat(MILLION), close.repeat(MILLION))), false);
         case(&what, of_state(&open.repeat(MILLION)), false);
     }
     case("an unknown key of a million brackets", of_state(&format!("0,\"x\":{}", "[".repeat(MILLION))), false);
@@ -410,7 +406,7 @@ fn crafted_manifests() {
     case("a size that wraps to 0", of_shape("[4294967296,4294967296,0]"), false);
     case("the largest size", of_shape("[9223372036854775807]"), true);
     case("64 dimensions", of_shape(&format!("[{}]", many(64, |_| "1".into()))), true);
-    case("million dimensions", of_shape(&format!("[{}]", many(MILLION, |_| "1".into()))), true);
+    case("million dimensions", of_shape(&format!("[{}]", many(MILLION, |_| "1".into()))), false);
     case(
         "million ranks in a tensor",
         of_shape("[1]").replace("[0]", &format!("[{}]", many(MILLION, |_| "0".into()))),

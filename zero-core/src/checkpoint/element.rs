@@ -3,6 +3,7 @@
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
+use super::error::brief;
 use crate::collective::DType;
 
 macro_rules! element_types {
@@ -66,7 +67,19 @@ element_types! {
     F64 = F64, 8, "64-bit float.";
 }
 
+/// The most dimensions of a tensor that are read; what others write has fewer.
+const MAX_DIMENSIONS: usize = 64;
+
 impl ElementType {
+    /// Whether a file can hold a tensor of `shape`.
+    pub(super) fn check(self, shape: &[usize]) -> Result<(), String> {
+        if shape.len() > MAX_DIMENSIONS {
+            return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, which is the most that is read"));
+        }
+        let too_large = || format!("{self} {} is larger than any file", brief(format_args!("{shape:?}")));
+        self.bytes_of(shape).map(drop).ok_or_else(too_large)
+    }
+
     /// Bytes of a tensor of `shape`, or `None` when no file could hold it.
     pub(super) fn bytes_of(self, shape: &[usize]) -> Option<u64> {
         // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.

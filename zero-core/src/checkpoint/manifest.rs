@@ -14,12 +14,15 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::ElementType;
-use super::error::{CheckpointError, brief, io_at, parsing};
+use super::error::{CheckpointError, brief, insert_once, io_at, parsing};
 use super::names::{MANIFEST, rank_file};
 use crate::{Partition, files};
 
 /// Bytes of a manifest at most: those of 10,000 tensors on 10,000 ranks.
 const LARGEST: u64 = 1 << 30;
+
+/// Levels of brackets that serde_json reads values in.
+const MAX_DEPTH: usize = 126;
 
 /// The format that is written, and the newest that is read.
 pub const FORMAT_VERSION: u32 = 1;
@@ -56,9 +59,7 @@ impl TensorEntry {
 
     /// Whether it can be of a checkpoint of `world` ranks.
     fn check(&self, world: usize) -> Result<(), String> {
-        if self.dtype.bytes_of(&self.shape).is_none() {
-            return Err(format!("{} {} is larger than any file", self.dtype, brief(format_args!("{:?}", self.shape))));
-        }
+        self.dtype.check(&self.shape)?;
         let partition = Partition::new(self.numel(), world);
         let fits = |(rank, sum): (usize, &Option<u32>)| sum.is_some() == (partition.len(rank) > 0);
         if self.crc32c.len() != world || !self.crc32c.iter().enumerate().all(fits) {
@@ -131,10 +132,7 @@ fn read_tensors<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<S
         fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
             let mut tensors = BTreeMap::new();
             while let Some(name) = map.next_key::<String>()? {
-                if tensors.contains_key(&name) {
-                    return Err(A::Error::custom(format!("'{}' comes twice", brief(name))));
-                }
-                tensors.insert(name, map.next_value()?);
+                insert_once(&mut tensors, name, map.next_value()?)?;
             }
             Ok(tensors)
         }
@@ -210,6 +208,9 @@ impl Manifest {
         if self.format_version == 0 {
             return Err("expected a format from 1, got 0".to_string());
         }
+        if depth(&self.state) > MAX_DEPTH {
+            return Err(format!("recursion limit exceeded: its state has more than {MAX_DEPTH} levels of brackets"));
+        }
         let (world, files) = (self.world, self.file_bytes.len());
         if world == 0 || files != world {
             return Err(format!("{world} ranks saved {files} files, expected one per rank"));
@@ -260,6 +261,24 @@ impl Manifest {
     pub fn partition(&self, tensor: &TensorEntry) -> Partition {
         Partition::new(tensor.numel(), self.world)
     }
+}
+
+/// Levels of brackets of a JSON text.
+fn depth(json: &str) -> usize {
+    let (mut depth, mut deepest, mut in_text, mut escaped) = (0usize, 0, false, false);
+    for byte in json.bytes() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = in_text,
+            b'"' => in_text = !in_text,
+            _ if in_text => {}
+            b'[' | b'{' => depth += 1,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        deepest = deepest.max(depth);
+    }
+    deepest
 }
 
 /// The checksum that a manifest begins with, and the bytes that it is of.

@@ -8,13 +8,13 @@ use zero_core::checkpoint::CheckpointError;
 use crate::counting::Taken;
 
 /// All that is allocated, per byte of an input, at one time.
-const PEAK: usize = 64;
+const PEAK: usize = 16;
 /// The largest allocation, per byte.
-const LARGEST: usize = 40;
+const LARGEST: usize = 10;
 /// All that is allocated for an input of no size: paths, errors and the first buffers.
-const SMALL_IN_ALL: usize = 16 << 10;
+const SMALL_IN_ALL: usize = 8 << 10;
 /// The largest of these.
-pub const SMALL: usize = 8 << 10;
+pub const SMALL: usize = 4 << 10;
 
 /// The outcome of what is no error.
 pub const ACCEPTED: &str = "accepted";
