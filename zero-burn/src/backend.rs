@@ -13,13 +13,13 @@ use burn_std::DType;
 use zero_core::ReduceOp;
 
 use crate::birth::{Birth, within};
+use crate::cell::slot::Slot;
+use crate::cell::{Cell, slice_piece};
 use crate::context::Context;
 use crate::device::ZeroDevice;
 use crate::reduce::{Phase, gradient_template};
-use crate::shard::{Cell, slice_piece};
-use crate::slot::Slot;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::{raise, stop};
+use crate::trouble::stop;
 use crate::values::read;
 
 /// Any Burn backend `B`, with ZeRO.
@@ -107,28 +107,21 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         if context.is_holding_back() {
             return;
         }
-        if let Some(reducer) = &context.reducer {
-            let mut marks: HashMap<u64, usize> = HashMap::new();
-            for param in &params {
-                if let [slot] = &context.parameters.slots_of(param.param_id)[..] {
-                    *marks.entry(slot.index).or_default() += 1;
-                }
+        let mut marks: HashMap<u64, usize> = HashMap::new();
+        for param in &params {
+            if let [slot] = &context.rank.parameters.slots_of(param.param_id)[..] {
+                *marks.entry(slot.index).or_default() += 1;
             }
-            let once = marks.into_iter().filter(|(_, marks)| *marks == 1).map(|(index, _)| index);
-            reducer.begin(context.clone(), Phase::Backward, once.collect());
         }
+        let once = marks.into_iter().filter(|(_, marks)| *marks == 1).map(|(index, _)| index);
+        context.begin_reduction(Phase::Backward, once.collect());
     }
 
     /// The backward pass has ended, and autodiff has released its locks: here the rank waits for its reductions.
     fn submit_sync_collective(_device: &Device<Self>) {
         let context = Context::<B>::current();
-        let settled = match &context.reducer {
-            _ if context.is_holding_back() => Vec::new(),
-            Some(reducer) => reducer.end(&context).unwrap_or_else(|error| raise(error)).settled,
-            None => Vec::new(),
-        };
-        context.end_backward(settled);
-        context.gatherer.drop_unused(&context);
+        let reduced = if context.is_holding_back() { None } else { context.end_reduction() };
+        context.end_backward(reduced.map_or_else(Vec::new, |outcome| outcome.foreign));
     }
 
     /// A parameter's gradient is complete on this rank: it is handed to the reducer, and a shard that will hold the
@@ -141,7 +134,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         if context.is_holding_back() {
             return;
         }
-        let slots = context.parameters.slots_of(params.param_id);
+        let slots = context.rank.parameters.slots_of(params.param_id);
         // A lone rank may have it in place whosever it is.
         let Some(slot) = slots.iter().find(|slot| slot.shape == gradient.shape()).or(slots.first()) else {
             stop(
@@ -154,7 +147,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         if is_taken && matches!(gradient, ZeroTensor::Dense(_)) {
             reduce_in_place(&context, slot, gradient);
             if let Some(reducer) = &context.reducer {
-                reducer.catch_up(&context);
+                reducer.catch_up(&context.rank);
             }
         }
     }
@@ -171,7 +164,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         let (shape, dtype) = (data.shape.clone(), data.dtype);
         let mut values = context.reduce_scalars(data.iter::<f64>().collect(), ReduceOp::Sum);
         if op == ReduceOperation::Mean {
-            values.iter_mut().for_each(|value| *value /= context.world as f64);
+            values.iter_mut().for_each(|value| *value /= context.rank.world as f64);
         }
         let data = TensorData::new(values, shape).convert_dtype(dtype);
         CollectiveTensor::new(ZeroTensor::Replicated(B::float_from_data(data, &device)))
@@ -182,22 +175,18 @@ impl<B: Backend> DistributedBackend for Zero<B> {
 }
 
 /// Puts in the place of a dense gradient the shard that holds, or will hold, its reduced piece.
-pub(crate) fn reduce_in_place<B: Backend>(
-    context: &Arc<Context<B>>,
-    slot: &Arc<Slot<B>>,
-    gradient: &mut ZeroTensor<B>,
-) {
-    let template = gradient_template(context, slot, context.device.clone());
+pub(crate) fn reduce_in_place<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, gradient: &mut ZeroTensor<B>) {
+    let (rank, dtype) = (&context.rank, context.rank.gradient_dtype(slot));
+    let template = gradient_template(rank, slot, rank.device.clone());
     match &context.reducer {
         Some(reducer) => {
-            let cell = Cell::pending(template, context.gradient_dtype(slot));
+            let cell = Cell::pending(template, dtype);
             // The only handle goes to the reducer, so that it reads the gradient without a copy.
             let dense = std::mem::replace(gradient, ZeroTensor::Shard(Shard::new(cell.clone()))).load();
-            reducer.submit(context, slot.index, dense, cell);
+            reducer.submit(slot.index, dense, cell);
         }
         None => {
             let flat = slice_piece::<B>(gradient.clone().load(), slot.partition, 0);
-            let dtype = context.gradient_dtype(slot);
             let flat = if flat.dtype() == dtype { flat } else { B::float_cast(flat, dtype.into()) };
             *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, flat)));
         }

@@ -14,13 +14,13 @@ use burn_std::{DType, FloatDType, Shape};
 use zero_core::Partition;
 
 use crate::asked::computed;
+use crate::cell::slot::Drawn;
+use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
-use crate::gather::empty;
 use crate::random::{Stream, sign, sign_bytes};
-use crate::shard::{Cell, Kind, Origin, Template};
-use crate::slot::Drawn;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
+use crate::values::empty;
 
 /// What the creating operations make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -164,12 +164,12 @@ fn state<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DT
     if loaded.len().is_power_of_two() {
         loaded.retain(|_, cell| cell.strong_count() > 0);
     }
-    let partition = context.partition(shape.num_elements());
-    let place = if partition.is_whole() { 0 } else { context.rank };
+    let partition = context.rank.partition(shape.num_elements());
+    let place = context.rank.place(partition);
     let local = fill.make::<B>(None, (partition, Some(place)), &shape, dtype, device);
+    let (rank, device) = (context.rank.clone(), device.clone());
     let (kind, origin) = (Kind::Optimizer, Origin::Loaded(content));
-    let template =
-        Template { context: context.clone(), slot: None, partition, shape, device: device.clone(), kind, origin };
+    let template = Template { rank, slot: None, partition, shape, device, kind, origin };
     let cell = Cell::ready(template, local);
     loaded.insert(content, Arc::downgrade(&cell));
     cell
@@ -177,8 +177,8 @@ fn state<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DT
 
 /// The next version of a parameter, with the first values that `drawn` says.
 pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell<B>> {
-    let (context, partition) = (&cell.context, cell.partition);
-    let sharded = context.config.stage.shards_parameters() || partition.is_whole();
+    let partition = cell.partition;
+    let sharded = cell.rank.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| cell.place());
     let fill = Fill::Random(drawn.distribution);
     let tensor = fill.make::<B>(Some(drawn.stream()), (partition, place), &cell.shape, cell.dtype, &cell.device);
@@ -189,10 +189,10 @@ pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell
 /// A new parameter: at stage 3 this rank's piece, at stages 1 and 2 the whole, at stage 0 the whole as the only piece.
 pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DType) -> ZeroTensor<B> {
     let context = Context::<B>::current();
-    let slot = context.new_slot(shape.clone(), dtype);
+    let slot = context.rank.new_slot(shape.clone(), dtype);
     let partition = slot.partition;
-    let sharded = context.config.stage.shards_parameters() || partition.is_whole();
-    let place = sharded.then(|| if partition.is_whole() { 0 } else { context.rank });
+    let sharded = context.rank.config.stage.shards_parameters() || partition.is_whole();
+    let place = sharded.then(|| context.rank.place(partition));
     let (seed, birth) = context.draws.next_birth();
     let stream = match &fill {
         Fill::Random(distribution) => {
@@ -203,7 +203,7 @@ pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::De
     };
     let tensor = fill.make::<B>(stream, (partition, place), &shape, dtype, device);
     let template = Template {
-        context: Arc::clone(&context),
+        rank: context.rank.clone(),
         slot: Some(slot),
         partition,
         shape,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use burn_backend::{Backend, TensorMetadata};
 #[cfg(feature = "cuda")]
 use burn_std::DType;
-use burn_std::{Shape, Slice};
+use burn_std::Shape;
 use parking_lot::Mutex;
 #[cfg(feature = "cubecl")]
 use zero_core::ReduceOp;
@@ -25,7 +25,6 @@ use zero_ops::Shared;
 
 use crate::config::Gathers;
 use crate::random::sign;
-use crate::shard::Cell;
 #[cfg(feature = "cuda")]
 use crate::values::on_the_wire;
 use crate::values::{buffer, data, read};
@@ -141,15 +140,18 @@ impl Bulk {
         Ok(Begun::Host { pending: self.comm.start_for(request, name), _backend: std::marker::PhantomData })
     }
 
-    /// Begins to gather what the ranks have of each of `cells`, with NCCL in one operation. Bytes are counted as they come,
-    /// filler included.
-    pub(crate) fn begin_gathers<B: Backend>(&self, cells: &[Arc<Cell<B>>]) -> Result<Vec<Begun<B>>, CommError> {
+    /// Begins to gather the ranks' `rows`, each as long on every rank, with NCCL in one operation; each has its name and the
+    /// shape of what is gathered. Bytes are counted as they come, filler included.
+    pub(crate) fn begin_gathers<B: Backend>(
+        &self,
+        rows: Vec<B::FloatTensorPrimitive>,
+        wholes: Vec<(String, Shape)>,
+    ) -> Result<Vec<Begun<B>>, CommError> {
         self.check()?;
-        let rows: Vec<B::FloatTensorPrimitive> = cells.iter().map(|cell| row(cell)).collect();
-        let names: Vec<String> = cells.iter().map(|cell| words(cell)).collect();
-        for (cell, name) in cells.iter().zip(&names) {
-            self.note("all_gather", name, cell.shape.as_slice().iter().copied().chain([cell.dtype.size()]));
+        for (row, (name, shape)) in rows.iter().zip(&wholes) {
+            self.note("all_gather", name, shape.as_slice().iter().copied().chain([row.dtype().size()]));
         }
+        let names: Vec<String> = wholes.into_iter().map(|(name, _)| name).collect();
         #[cfg(feature = "cuda")]
         let rows = match &self.nccl {
             Some(nccl) => {
@@ -186,22 +188,6 @@ impl Bulk {
             #[cfg(feature = "cuda")]
             Begun::Device { made, begun } => Ok(begun.end::<B>(vec![made.into_tensor()]).swap_remove(0)),
         }
-    }
-
-    /// The whole of `cell` in its own shape.
-    pub(crate) fn end_gather<B: Backend>(
-        &self,
-        begun: Begun<B>,
-        cell: &Cell<B>,
-    ) -> Result<B::FloatTensorPrimitive, CommError> {
-        let flat = self.end::<B>(begun, &cell.device)?;
-        let numel = cell.partition.numel();
-        // The last ranks' pieces may be shorter than the others'.
-        let flat = match flat.shape().num_elements() {
-            exactly if exactly == numel => flat,
-            _ => B::float_slice(flat, &[Slice::from(0..numel)]),
-        };
-        Ok(B::float_reshape(flat, cell.shape.clone()))
     }
 
     /// Whether all that was begun has gone well so far.
@@ -264,25 +250,6 @@ impl Bulk {
         issued.sign = words.fold(issued.sign, |sum, word| sign(&[sum, word]));
         issued.count += 1;
         issued.last = last;
-    }
-}
-
-/// What a gather of the cell is called.
-fn words<B: Backend>(cell: &Cell<B>) -> String {
-    cell.slot.as_ref().map_or_else(String::new, |slot| slot.to_string())
-}
-
-/// This rank's piece, as long as every rank's.
-fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
-    let (len, stride) = (cell.partition.len(cell.place()), cell.partition.stride());
-    let local = cell.local();
-    if len == stride && local.shape().num_elements() == stride {
-        return B::float_reshape(local, Shape::new([stride]));
-    }
-    let filler = B::float_zeros(Shape::new([stride - len]), &cell.device, cell.dtype.into());
-    match len {
-        0 => filler,
-        _ => B::float_cat(vec![B::float_slice(local, &[Slice::from(0..len)]), filler], 0),
     }
 }
 

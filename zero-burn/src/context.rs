@@ -1,84 +1,71 @@
-//! What one rank knows: its place, its parameters, its counters, and the threads that work for it.
+//! What works for one rank: its gathers, reductions and updates, and where it is in its step.
 //!
 //! One [`Context`] per rank and inner backend. A launch installs it in the rank's thread; a thread outside of a launch
-//! has the process-wide context of a lone rank. Sharded tensors carry their context; the thread-local serves where a
-//! tensor is born and where a dense tensor is asked for its device.
+//! has the process-wide context of a lone rank. Cells know their [`Rank`], which leads here ([`Context::of`]); the thread-local
+//! serves where a tensor is born and where a dense tensor is asked for its device.
 
 use std::any::{Any, TypeId};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 
 use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
-use zero_core::accounting::WireCounter;
 use zero_core::collective::threads::alone;
-use zero_core::window::{Key, Window, WindowHost};
-use zero_core::{Buffer, Collective, CommError, Partition, ReduceOp, Request};
-use zero_ops::Shared;
+use zero_core::window::{Window, WindowHost};
+use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
 
 use crate::bulk::Bulk;
+use crate::cell::Cell;
+use crate::cell::rank::Rank;
 use crate::config::{Tier, ZeroConfig};
 use crate::current::{CURRENT, Installed, PLACES, RUNNING};
 use crate::device::ZeroDevice;
-use crate::gather::Gatherer;
-use crate::gauges::Gauges;
-use crate::mover::Mover;
-use crate::optim::disk::Updates;
+use crate::gather::{Gatherer, read_whole};
+use crate::mover::{For, Mover};
+use crate::optim::beside::Updates;
 use crate::random::{Draws, Stream};
-use crate::reduce::{Reducer, Settled};
-use crate::shard::{Cell, Kind};
-use crate::slot::{Parameters, Slot};
-use crate::tier::{Disk, Home};
-use crate::trouble::{or_stop, raise, stop};
+use crate::reduce::{Foreign, Outcome, Phase, Reducer};
+use crate::tier::Disk;
+use crate::trouble::{or_stop, raise, stop, stop_foreign};
+use crate::values::empty;
 
 pub(crate) struct Context<B: Backend> {
-    pub(crate) rank: usize,
-    pub(crate) world: usize,
-    pub(crate) config: ZeroConfig,
-    pub(crate) device: B::Device,
-    pub(crate) wire: Arc<WireCounter>,
-    pub(crate) gauges: Gauges,
-    pub(crate) window: Window<Cell<B>>,
+    pub(crate) rank: Arc<Rank<B>>,
     pub(crate) gatherer: Gatherer<B>,
     /// Reductions beside the backward pass; absent on a lone rank.
     pub(crate) reducer: Option<Reducer<B>>,
+    /// Updates of what lies in the host's memory or on a disk.
+    pub(crate) updates: Option<Updates<B>>,
     /// Blocking collectives of the rank's own thread; absent on a lone rank.
     main: Option<Arc<dyn Collective>>,
-    /// Collectives on tensors, between ranks that are processes.
-    pub(crate) bulk: Option<Arc<Bulk>>,
-    /// Versions of parameters that all ranks will gather, and keep, before any is used.
-    pub(crate) awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
-    /// Those whose gather has begun.
-    pub(crate) arriving: Mutex<Vec<Weak<Cell<B>>>>,
-    pub(crate) parameters: Parameters<B>,
+    pub(crate) draws: Draws,
     /// State that was loaded and is still there, by its content: what is equal is one cell.
     pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
+    step: Step<B>,
+}
+
+/// Where a rank is in its step.
+struct Step<B: Backend> {
     /// Reduced gradients of parameters that only other ranks had a gradient for.
-    settled: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
-    /// See [`Context::retire`].
-    retired: Mutex<Vec<Arc<Cell<B>>>>,
+    foreign: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
     /// Whether the backward pass under way leaves gradients unreduced.
     holding: AtomicBool,
-    running: AtomicBool,
-    pub(crate) draws: Draws,
-    /// Pieces that were pending and are no more, so far: whether what a rank waits for gets on.
-    pub(crate) settles: AtomicU64,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
-    /// Fences so far, from 1.
-    fences: AtomicU64,
     /// Updates so far whose fence has been passed.
     updated: AtomicU64,
     /// For each module by its first slot: the last update that replicas were looked at for, and how many those were.
     checked: Mutex<HashMap<u64, (u64, u64)>>,
-    /// Moves pieces from and to where they are kept, if that is not with the backend.
-    pub(crate) mover: Mover,
-    /// Where pieces lie that are not kept in memory.
-    pub(crate) disk: Option<Arc<Disk>>,
-    /// Updates of what lies there.
-    pub(crate) updates: Option<Updates<B>>,
+}
+
+impl<B: Backend> Default for Step<B> {
+    fn default() -> Self {
+        let [holding, fence_due] = [false; 2].map(AtomicBool::new);
+        let (foreign, checked) = (Mutex::default(), Mutex::default());
+        Self { foreign, holding, fence_due, updated: AtomicU64::new(0), checked }
+    }
 }
 
 /// The lone rank's context of each inner backend.
@@ -89,20 +76,14 @@ pub(crate) struct InstallGuard<B: Backend>(Arc<Context<B>>, u64);
 
 impl<B: Backend> Drop for InstallGuard<B> {
     fn drop(&mut self) {
+        let Self(context, place) = self;
         CURRENT.set(None);
-        RUNNING.lock().remove(&self.1);
-        self.0.running.store(false, Ordering::Relaxed);
-        // Cells hold the context: what the context holds of them ends with the rank.
-        drop(std::mem::take(&mut *self.0.settled.lock()));
-        drop(std::mem::take(&mut *self.0.awaited.lock()));
-        self.0.drop_retired();
-        self.0.gatherer.stop();
-        if let Some(updates) = &self.0.updates {
-            updates.stop();
-        }
-        if let Some(reducer) = &self.0.reducer {
-            reducer.stop();
-        }
+        RUNNING.lock().remove(place);
+        context.rank.end();
+        drop(std::mem::take(&mut *context.step.foreign.lock()));
+        context.gatherer.stop();
+        context.updates.iter().for_each(Updates::stop);
+        context.reducer.iter().for_each(Reducer::stop);
     }
 }
 
@@ -114,267 +95,209 @@ impl<B: Backend> Context<B> {
         comm: Arc<dyn Collective>,
         window: Window<Cell<B>>,
     ) -> Result<Arc<Self>, CommError> {
-        let (rank, world) = (comm.rank(), comm.world());
+        let (index, world) = (comm.rank(), comm.world());
         let bulk = match world > 1 && !comm.shares_memory() {
             true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers)?)),
             false => None,
         };
-        let reducer = match world > 1 {
-            true => Some(Reducer::new(comm.duplicate("gradients")?, &config, bulk.clone())),
-            false => None,
-        };
-        let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
-        let disk = config.offload.uses(Tier::Disk).then(|| or_stop(Disk::open(rank, &config.offload.disk)));
+        let disk = config.offload.uses(Tier::Disk).then(|| or_stop(Disk::open(index, &config.offload.disk)));
         let mover = match config.offload.uses(Tier::Host) || disk.is_some() {
             true => Mover::open::<B>(&device, comm.deadline()),
             false => Mover::default(),
         };
-        let wire = comm.wire().clone();
-        Ok(Self::build(config, device, rank, world, wire, window, reducer, main, bulk, (disk, mover)))
+        let together = bulk.as_ref().is_some_and(|bulk| bulk.gathers());
+        let (deadline, wire) = (comm.deadline(), comm.wire().clone());
+        let rank = Rank::new((index, world), config, device, together, deadline, window, (disk, mover), wire);
+        let gradients = if world > 1 { Some(comm.duplicate("gradients")?) } else { None };
+        let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
+        Ok(Self::build(rank, gradients.zip(main), bulk))
     }
 
-    #[allow(clippy::too_many_arguments)] // the two constructors' common tail
     fn build(
-        config: ZeroConfig,
-        device: B::Device,
-        rank: usize,
-        world: usize,
-        wire: Arc<WireCounter>,
-        window: Window<Cell<B>>,
-        reducer: Option<Reducer<B>>,
-        main: Option<Arc<dyn Collective>>,
+        rank: Arc<Rank<B>>,
+        comms: Option<(Arc<dyn Collective>, Arc<dyn Collective>)>,
         bulk: Option<Arc<Bulk>>,
-        (disk, mover): (Option<Arc<Disk>>, Mover),
     ) -> Arc<Self> {
-        let offloads = disk.is_some() || (config.offload.uses(Tier::Host) && !zero_ops::is_host::<B>());
-        Arc::new(Self {
-            rank,
-            world,
-            gatherer: Gatherer::new(rank, &config),
-            draws: Draws::new(config.seed),
-            parameters: Parameters::default(),
-            config,
-            device,
-            wire,
-            gauges: Gauges::default(),
-            window,
-            reducer,
+        let (gradients, main) = comms.unzip();
+        let context = Arc::new(Self {
+            gatherer: Gatherer::new(rank.clone(), bulk.as_ref()),
+            reducer: gradients.map(|comm| Reducer::new(comm, &rank.config, bulk)),
+            updates: rank.updates_beside.then(|| Updates::new(rank.index)),
             main,
-            bulk,
-            awaited: Mutex::default(),
-            arriving: Mutex::default(),
+            draws: Draws::new(rank.config.seed),
             loaded: Mutex::default(),
-            settled: Mutex::default(),
-            retired: Mutex::default(),
-            holding: AtomicBool::new(false),
-            running: AtomicBool::new(true),
-            settles: AtomicU64::new(0),
-            fence_due: AtomicBool::new(false),
-            fences: AtomicU64::new(1),
-            updated: AtomicU64::new(0),
-            checked: Mutex::default(),
-            updates: offloads.then(|| Updates::new(rank)),
-            mover,
-            disk,
-        })
+            step: Step::default(),
+            rank,
+        });
+        let owner: Arc<dyn Any + Send + Sync> = context.clone();
+        let _ = context.rank.owner.set(Arc::downgrade(&owner));
+        context
     }
 
-    /// Whether this thread may use what belongs to this context: not if it is of a rank of its own.
-    pub(crate) fn is_here(&self) -> bool {
-        CURRENT.with_borrow(|current| {
-            match current.as_ref().map(|installed| installed.context.downcast_ref::<Self>()) {
-                Some(Some(installed)) => std::ptr::eq(installed, self),
-                _ => true,
-            }
-        })
-    }
-
-    /// Whether this rank is still running.
-    pub(crate) fn is_installed(&self) -> bool {
-        self.running.load(Ordering::Relaxed)
+    /// The context of this thread, if it is a rank's.
+    fn installed() -> Option<Arc<Self>> {
+        CURRENT.with_borrow(Clone::clone)?.context.downcast().ok()
     }
 
     /// The context of this thread.
     pub(crate) fn current() -> Arc<Self> {
-        let installed = CURRENT.with_borrow(|current| current.clone());
-        if let Some(Ok(context)) = installed.map(|installed| installed.context.downcast::<Self>()) {
-            return context;
+        Self::installed().unwrap_or_else(|| {
+            let mut lone = LONE.lock();
+            let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
+                let (config, window) = (ZeroConfig::default(), WindowHost::default().alone());
+                let (device, parts, wire) = (B::Device::default(), Default::default(), Arc::default());
+                let rank = Rank::new((0, 1), config, device, false, alone().deadline(), window, parts, wire);
+                Self::build(rank, None, None)
+            });
+            context.clone().downcast::<Self>().expect("contexts are stored under their own type")
+        })
+    }
+
+    /// The context of the rank that `cell` is of. On a thread of another rank, and after the end of its own, a cell is of no use.
+    pub(crate) fn of(cell: &Cell<B>) -> Arc<Self> {
+        let owner = || cell.rank.owner.get()?.upgrade()?.downcast().ok();
+        match Self::installed() {
+            Some(context) => Some(context).filter(|context| Arc::ptr_eq(&context.rank, &cell.rank)),
+            None => owner(),
         }
-        let mut lone = LONE.lock();
-        let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
-            let window = WindowHost::default().alone();
-            Self::build(
-                ZeroConfig::default(),
-                Default::default(),
-                0,
-                1,
-                Arc::default(),
-                window,
-                None,
-                None,
-                None,
-                Default::default(),
-            )
-        });
-        context.clone().downcast::<Self>().expect("contexts are stored under their own type")
+        .unwrap_or_else(|| stop_foreign(&cell.shape))
     }
 
     /// Makes this the context of the current thread until the guard is dropped.
     pub(crate) fn install(self: &Arc<Self>) -> InstallGuard<B> {
-        let device = Arc::new(self.device.clone());
+        let device = Arc::new(self.rank.device.clone());
         let place = PLACES.fetch_add(1, Ordering::Relaxed);
         RUNNING.lock().insert(place, self.clone());
-        CURRENT.set(Some(Installed { rank: self.rank, place, device, context: self.clone() }));
+        CURRENT.set(Some(Installed { rank: self.rank.index, place, device, context: self.clone() }));
         InstallGuard(self.clone(), place)
     }
 
-    /// A tensor as a cell keeps it. A lone rank that updates nothing beside its own thread uses it on that alone.
-    pub(crate) fn share(&self, tensor: B::FloatTensorPrimitive) -> Shared<B> {
-        if self.is_on_several_threads() { Shared::new(tensor) } else { Shared::not(tensor) }
-    }
+    // ---- gathers ----
 
-    /// [`Context::share`] for many, which costs what one does.
-    pub(crate) fn share_many(&self, tensors: Vec<B::FloatTensorPrimitive>) -> Vec<Shared<B>> {
-        if self.is_on_several_threads() {
-            Shared::many(tensors)
-        } else {
-            tensors.into_iter().map(Shared::not).collect()
+    /// The whole tensor of `cell` in its own shape.
+    ///
+    /// Gradients and optimizer state are read like parameters when they are saved or inspected, in any order, and never kept;
+    /// every rank must do so, as their owners wait until all have read. Only what was computed of loaded state before its first
+    /// use has no name that other ranks know: it is gathered by a collective, in the same order on every rank.
+    pub(crate) fn load(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
+        if let Some(installed) = Self::installed()
+            && !Arc::ptr_eq(&installed.rank, &cell.rank)
+        {
+            stop_foreign(&cell.shape);
+        }
+        cell.adopt();
+        if cell.partition.is_empty() {
+            return empty::<B>(&cell.shape, cell.dtype, &cell.device);
+        }
+        if cell.partition.is_whole() {
+            return B::float_reshape(cell.local(), cell.shape.clone());
+        }
+        let context = Self::of(cell);
+        match (&cell.slot, cell.key) {
+            (Some(slot), _) if cell.is_version() => context.gatherer.load(cell, slot),
+            (_, Some(_)) => {
+                let whole = read_whole(cell, For::Own).unwrap_or_else(|error| raise(error));
+                // Optimizers replace their state at once: not before every rank has read it.
+                context.barrier("after reading a gradient or optimizer state out");
+                whole
+            }
+            (_, None) => context.gather_nameless(cell),
         }
     }
 
-    fn is_on_several_threads(&self) -> bool {
-        self.world > 1 || self.updates.is_some()
+    /// Gathers a tensor that has no name; every rank must call it.
+    fn gather_nameless(&self, cell: &Cell<B>) -> B::FloatTensorPrimitive {
+        let (partition, size) = (cell.partition, cell.dtype.size());
+        let mut bytes = cell.data().into_bytes().to_vec();
+        bytes.truncate(partition.len(cell.place()) * size);
+        bytes.resize(partition.stride() * size, 0);
+        let mut whole = self.gather_bytes(bytes);
+        whole.truncate(partition.numel() * size);
+        B::float_from_data(TensorData::from_bytes_vec(whole, cell.shape.clone(), cell.dtype), &cell.device)
     }
 
-    // ---- parameters ----
-
-    /// The cut of a tensor of `numel` elements by the policy of the stage.
-    pub(crate) fn partition(&self, numel: usize) -> Partition {
-        let world = if self.config.stage.shards_optimizer() { self.world } else { 1 };
-        Partition::new(numel, world)
+    /// Gathers what all ranks will use and keep, now that every rank is here: later one may use a parameter alone.
+    pub(crate) fn gather_awaited(&self) {
+        self.gatherer.begin_awaited();
+        self.gatherer.end_awaited();
     }
 
-    /// Numbers a new parameter.
-    pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
-        let partition = self.partition(shape.num_elements());
-        let resident = self.parameters.is_resident(partition.stride(), self.config.offload.disk.max_in_memory);
-        self.parameters.number(shape, dtype, partition, resident)
-    }
-
-    /// Numbers a parameter with the first values of another: one that takes its place, in another type, stays in memory if that
-    /// did.
-    pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
-        let replaced = match dtype == slot.dtype {
-            true => self.new_slot(slot.shape.clone(), dtype),
-            false => self.parameters.number(slot.shape.clone(), dtype, slot.partition, slot.resident),
-        };
-        slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
-        replaced
-    }
-
-    /// Counts `bytes` of a gradient that the backward pass has given and that is neither in a bucket nor reduced yet.
-    pub(crate) fn count_unreduced(&self, bytes: i64) {
-        let sharded = self.config.stage.shards_gradients();
-        let gauge = if sharded { &self.gauges.in_flight } else { &self.gauges.gradients };
-        gauge.add(bytes);
-    }
-
-    /// The type of reduced gradients of a parameter.
-    pub(crate) fn gradient_dtype(&self, slot: &Slot<B>) -> DType {
-        self.config.gradient_dtype.map_or(slot.dtype, crate::config::Float::dtype)
-    }
-
-    /// Forgets a parameter that is gone on all ranks.
-    pub(crate) fn forget_slot(&self, index: u64) {
-        self.parameters.forget(index);
-        self.window.forget(Key { object: index, version: 0 });
-    }
-
-    /// Where pieces of this kind and size are kept.
-    pub(crate) fn home(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Home<'_> {
-        let (offload, stage) = (&self.config.offload, self.config.stage);
-        if bytes < offload.min_bytes.max(1) {
-            return Home::Backend;
-        }
-        let tier = match kind {
-            Kind::Parameter if slot.is_some_and(|slot| slot.resident) && offload.parameters == Tier::Disk => Tier::Host,
-            Kind::Parameter => offload.parameters,
-            // Whole gradients, which are on their way to be reduced, stay where the backward pass gave them.
-            Kind::Gradient if offload.optimizer == Tier::Disk && !stage.shards_gradients() => Tier::Memory,
-            Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
-            Kind::Gradient | Kind::Optimizer => offload.optimizer,
-        };
-        match (tier, &self.disk) {
-            (Tier::Disk, Some(disk)) => Home::Disk(disk),
-            (Tier::Host, _) if !zero_ops::is_host::<B>() => Home::Host,
-            _ => Home::Backend,
+    /// After what may go well on one rank and not on another: gathers what waits for it only if it is `sound` on all of them.
+    /// Otherwise ranks have made different versions, whose gathers would not match; the caller has an error to tell. A
+    /// collective, where ranks gather together.
+    pub(crate) fn keep_awaited_if(&self, sound: bool) {
+        let is_odd = || self.reduce_scalars(vec![f64::from(u8::from(!sound))], ReduceOp::Max)[0] > 0.0;
+        if self.rank.gathers_together && is_odd() {
+            self.rank.awaited.lock().clear();
         }
     }
 
-    /// The disk, if pieces of this kind and size are kept there.
-    pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<Disk>> {
-        match self.home(kind, bytes, slot) {
-            Home::Disk(disk) => Some(disk),
-            Home::Backend | Home::Host => None,
+    // ---- phases of a step ----
+
+    /// A pass begins that will give gradients for the parameters `slots` on this rank, and will be ended.
+    pub(crate) fn begin_reduction(&self, phase: Phase, slots: Vec<u64>) {
+        if let Some(reducer) = &self.reducer {
+            self.gatherer.begin_awaited();
+            reducer.begin(self.rank.clone(), phase, slots);
         }
     }
 
-    // ---- phases ----
+    /// Waits until all gradients of this pass are reduced; nothing to a lone rank.
+    pub(crate) fn end_reduction(&self) -> Option<Outcome<B>> {
+        let reducer = self.reducer.as_ref()?;
+        Some(reducer.end(&self.rank).unwrap_or_else(|error| raise(error)))
+    }
 
     /// Gradients are being collected, perhaps of a backward pass that this rank had no part in: it passes the next fence.
     pub(crate) fn join_fence(&self) {
-        self.fence_due.store(true, Ordering::Relaxed);
-    }
-
-    /// Drops retired versions: every rank has come to the same place, past their last use.
-    pub(crate) fn drop_retired(&self) {
-        drop(std::mem::take(&mut *self.retired.lock()));
+        self.step.fence_due.store(true, Ordering::Relaxed);
     }
 
     /// A backward pass has ended: before anything is updated, all ranks must have read what they need.
-    pub(crate) fn end_backward(&self, settled: Settled<B>) {
-        self.add_settled(settled);
-        self.fence_due.store(true, Ordering::Relaxed);
+    pub(crate) fn end_backward(&self, foreign: Foreign<B>) {
+        self.add_foreign(foreign);
+        self.join_fence();
         self.gatherer.end_cycle();
+        self.gatherer.drop_unused();
     }
 
     /// Backward passes leave gradients unreduced from here on, or not.
     pub(crate) fn hold_back(&self, on: bool) {
-        self.holding.store(on, Ordering::Relaxed);
+        self.step.holding.store(on, Ordering::Relaxed);
     }
 
     /// Whether the backward pass under way leaves its gradients as they are.
     pub(crate) fn is_holding_back(&self) -> bool {
-        !self.config.overlap_comm || self.holding.load(Ordering::Relaxed)
+        !self.rank.config.overlap_comm || self.step.holding.load(Ordering::Relaxed)
     }
 
-    /// Keeps reduced gradients until [`Context::take_settled`] asks for their parameter.
-    pub(crate) fn add_settled(&self, cells: Settled<B>) {
-        let mut settled = self.settled.lock();
-        for (index, cell) in cells {
-            settled.entry(index).or_default().push(cell);
+    /// Keeps reduced gradients until [`Context::take_foreign`] asks for their parameter.
+    pub(crate) fn add_foreign(&self, cells: Foreign<B>) {
+        let mut foreign = self.step.foreign.lock();
+        for (slot, cell) in cells {
+            foreign.entry(slot).or_default().push(cell);
         }
     }
 
-    pub(crate) fn take_settled(&self, index: u64) -> Vec<Arc<Cell<B>>> {
-        self.settled.lock().remove(&index).unwrap_or_default()
+    pub(crate) fn take_foreign(&self, slot: u64) -> Vec<Arc<Cell<B>>> {
+        self.step.foreign.lock().remove(&slot).unwrap_or_default()
     }
 
     /// Before a parameter is updated for the first time after a backward pass: waits until every rank has come this
     /// far, so that none still reads what the others are about to replace.
     pub(crate) fn before_update(&self) {
-        if self.fence_due.swap(false, Ordering::Relaxed) {
+        if self.step.fence_due.swap(false, Ordering::Relaxed) {
             self.wait_for_updates();
-            if let Some(&index) = self.settled.lock().keys().next() {
+            if let Some(&slot) = self.step.foreign.lock().keys().next() {
                 stop(format!(
                     "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
                      the gradients before the optimizer's step",
-                    self.rank,
-                    self.parameters.slot(index).map_or_else(|| "a parameter".into(), |slot| slot.to_string())
+                    self.rank.index,
+                    self.rank.parameters.slot(slot).map_or_else(|| "a parameter".into(), |slot| slot.to_string())
                 ));
             }
             self.fence("before an update");
-            self.updated.fetch_add(1, Ordering::Relaxed);
+            self.step.updated.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -382,40 +305,35 @@ impl<B: Backend> Context<B> {
     /// compared before it in any case; if that has not been done. Updates are counted for each module: several may be trained
     /// in turn. The same on every rank.
     pub(crate) fn update_to_check(&self, slot: u64) -> Option<(u64, bool)> {
-        let update = self.updated.load(Ordering::Relaxed) + 1;
-        let mut checked = self.checked.lock();
+        let update = self.step.updated.load(Ordering::Relaxed) + 1;
+        let mut checked = self.step.checked.lock();
         let (last, count) = checked.entry(slot).or_default();
         if *last == update {
             return None;
         }
         (*last, *count) = (update, *count + 1);
-        Some((update, count.is_multiple_of(self.config.check_replicas)))
+        Some((update, count.is_multiple_of(self.rank.config.check_replicas)))
     }
 
     /// Waits for updates that go on beside the rank's own thread; their error ends the rank.
     pub(crate) fn wait_for_updates(&self) {
         if let Some(updates) = &self.updates {
-            updates.wait(self).unwrap_or_else(|error| raise(error));
+            updates.wait(&self.rank).unwrap_or_else(|error| raise(error));
         }
     }
 
     /// Waits until every rank has come this far: what was loaded before is read by none any more.
     pub(crate) fn fence(&self, purpose: &'static str) {
-        self.gather_awaited();
-        match (self.collecting(), &self.main) {
+        self.gatherer.begin_awaited();
+        match (self.gatherer.together(), &self.main) {
             (Some(bulk), Some(main)) => {
                 let _span = tracing::trace_span!("wait for ranks", purpose).entered();
                 bulk.compare(&**main, purpose).unwrap_or_else(|error| raise(error));
             }
             _ => self.barrier(purpose),
         }
-        self.fences.fetch_add(1, Ordering::Relaxed);
-        self.drop_retired();
-    }
-
-    /// Fences so far.
-    pub(crate) fn fences(&self) -> u64 {
-        self.fences.load(Ordering::Relaxed)
+        self.rank.fences.fetch_add(1, Ordering::Relaxed);
+        self.rank.drop_retired();
     }
 
     /// Waits until every rank has come this far, for the same purpose.
@@ -424,12 +342,6 @@ impl<B: Backend> Context<B> {
             let _span = tracing::trace_span!("wait for ranks", purpose).entered();
             main.execute(Request::Barrier(purpose)).unwrap_or_else(|error| raise(error));
         }
-    }
-
-    /// Keeps a parameter's version that this rank has dropped readable for the other ranks: until the next fence, or until
-    /// all ranks have ended.
-    pub(crate) fn retire(&self, cell: Arc<Cell<B>>) {
-        self.retired.lock().push(cell);
     }
 
     // ---- collectives of the rank's own thread ----
@@ -485,12 +397,12 @@ impl<B: Backend> Context<B> {
         let words = match running.map(|context| context.downcast::<Self>()) {
             Some(Ok(context)) => {
                 let (seed, draw) = context.draws.next_beside();
-                vec![seed, context.rank as u64, u64::MAX, draw]
+                vec![seed, context.rank.index as u64, u64::MAX, draw]
             }
             _ => {
                 let context = Self::current();
                 let (seed, draw) = context.draws.next();
-                vec![seed, context.rank as u64, draw]
+                vec![seed, context.rank.index as u64, draw]
             }
         };
         Stream::new(&words).data(0..shape.num_elements(), distribution, shape, dtype)

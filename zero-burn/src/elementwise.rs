@@ -16,7 +16,8 @@ use zero_core::{Partition, ReduceOp};
 
 use crate::asked;
 use crate::birth::{Birth, scope};
-use crate::shard::{Cell, Kind, Origin};
+use crate::cell::{Cell, Kind, Origin};
+use crate::context::Context;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
 use crate::values::read;
@@ -88,7 +89,7 @@ pub(crate) fn binary<B: Backend>(
         (ZeroTensor::Shard(a), ZeroTensor::Shard(b)) if computes_on_pieces(&a, &b) => {
             // An optimizer updates a parameter, or mixes it into a gradient (weight decay).
             if a.is_parameter() || b.is_parameter() {
-                a.cell.context.before_update();
+                Context::of(&a.cell).before_update();
             }
             let accumulates = op == ADD && a.cell.kind() == Kind::Gradient && b.cell.kind() == Kind::Gradient;
             let kind = if accumulates { Kind::Gradient } else { Kind::Optimizer };
@@ -231,7 +232,7 @@ fn reduce_pieces<B: Backend>(
         computed.into_iter().map(|(_, number)| number).fold(neutral, combine)
     } else {
         let mine = computed.first().map_or(neutral, |&(_, number)| number);
-        cell.context.reduce_scalars(vec![mine], op)[0]
+        Context::of(cell).reduce_scalars(vec![mine], op)[0]
     }
 }
 
@@ -241,10 +242,10 @@ fn piece_numbers<B: Backend>(
     cell: &Arc<Cell<B>>,
     number: impl Fn(B::FloatTensorPrimitive) -> f64,
 ) -> Vec<(usize, f64)> {
-    let context = &cell.context;
-    let pieces = Partition::new(cell.partition.numel(), context.world);
+    let rank = &cell.rank;
+    let pieces = Partition::new(cell.partition.numel(), rank.world);
     if !cell.partition.is_whole() {
-        let mine = (pieces.len(context.rank) > 0).then(|| (context.rank, number(cell.local())));
+        let mine = (pieces.len(rank.index) > 0).then(|| (rank.index, number(cell.local())));
         return mine.into_iter().collect();
     }
     let local = cell.local();
@@ -256,8 +257,8 @@ fn piece_numbers<B: Backend>(
 
 /// This rank's piece, also of a tensor that it holds whole. `None` if it has no elements.
 pub(crate) fn own_piece<B: Backend>(cell: &Arc<Cell<B>>) -> Option<B::FloatTensorPrimitive> {
-    let context = &cell.context;
-    let range = Partition::new(cell.partition.numel(), context.world).range(context.rank);
+    let rank = &cell.rank;
+    let range = Partition::new(cell.partition.numel(), rank.world).range(rank.index);
     (!range.is_empty()).then(|| match cell.partition.is_whole() {
         true => B::float_slice(cell.local(), &[Slice::from(range)]),
         false => cell.local(),
@@ -313,7 +314,7 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
         }
         _ => return,
     };
-    if shard.cell.context.world == 1 {
+    if shard.cell.rank.world == 1 {
         return;
     }
     if !shard.is_parameter() {

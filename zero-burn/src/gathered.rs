@@ -1,60 +1,28 @@
 //! Whole parameters for a while: reading and changing them outside of a forward pass. What DeepSpeed calls
 //! `GatheredParameters`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::Hasher;
-use std::marker::PhantomData;
-use std::sync::Arc;
 
-use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::{Tensor, TensorPrimitive};
-use burn_backend::distributed::DistributedParamId;
-use burn_backend::ops::FloatTensorOps;
+use burn::module::{AutodiffModule, ParamId};
 use burn_backend::{Backend, TensorData};
 
 use crate::autodiff::ZeroAutodiff;
+use crate::cell::{Cell, Kind, Origin};
 use crate::context::Context;
 use crate::preparation::{end_forward, in_place_of};
-use crate::shard::{Cell, Kind, Origin};
 use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
-
-/// A parameter of a module.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ParamMeta {
-    /// Its identity on this rank. Burn draws it at random, so that it differs from rank to rank and from run to run: what is
-    /// compared or sent goes by `path`.
-    pub id: ParamId,
-    /// Names of fields from the module down, with dots: "h.0.attn.c_attn.weight".
-    pub path: String,
-    /// Its shape.
-    pub shape: Vec<usize>,
-    /// Whether it is trained.
-    pub trained: bool,
-}
+use crate::values::read as read_data;
+use crate::walk;
+pub use crate::walk::ParamMeta;
 
 /// The float parameters of a module, in the order of its fields.
 pub fn parameters<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> Vec<ParamMeta> {
-    struct Metas(Vec<String>, Vec<ParamMeta>);
-    impl<A: ZeroAutodiff> ModuleVisitor<A> for Metas {
-        fn enter_module(&mut self, name: &str, _container_type: &str) {
-            self.0.push(name.to_owned());
-        }
-
-        fn exit_module(&mut self, _name: &str, _container_type: &str) {
-            self.0.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-            let tensor = param.val();
-            let shape = tensor.dims().to_vec();
-            self.1.push(ParamMeta { id: param.id, path: self.0.join("."), shape, trained: tensor.is_require_grad() });
-        }
-    }
-    let mut metas = Metas(Vec::new(), Vec::new());
-    module.visit(&mut metas);
-    metas.1
+    let mut metas = Vec::new();
+    walk::visit::<A, M>(module, |meta, tensor| metas.extend(tensor.map(|_| meta)));
+    metas
 }
 
 /// A whole parameter in host memory.
@@ -70,26 +38,16 @@ pub struct Gathered {
 ///
 /// Memory: the selected parameters whole; select one at a time where that matters.
 pub fn read<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, select: impl Fn(&ParamMeta) -> bool) -> Vec<Gathered> {
-    struct Read {
-        wanted: HashMap<ParamId, ParamMeta>,
-        found: Vec<Gathered>,
-    }
-    impl<A: ZeroAutodiff> ModuleVisitor<A> for Read {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-            if let Some(meta) = self.wanted.remove(&param.id) {
-                let values = param.val().inner().into_data().iter::<f32>().collect();
-                self.found.push(Gathered { meta, values });
-            }
-        }
-    }
-    fn visit<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, visitor: &mut impl ModuleVisitor<A>) {
-        module.visit(visitor);
-    }
     end_forward::<A, M>(module);
-    let wanted = parameters::<A, M>(module).into_iter().filter(|meta| select(meta)).map(|meta| (meta.id, meta));
-    let mut read = Read { wanted: wanted.collect(), found: Vec::new() };
-    visit::<A, M>(module, &mut read);
-    read.found
+    // A parameter may be in the module more than once, tied.
+    let (mut found, mut done) = (Vec::new(), HashSet::new());
+    walk::visit::<A, M>(module, |meta, tensor| {
+        if let Some(tensor) = tensor.filter(|_| select(&meta) && done.insert(meta.id)) {
+            let values = read_data::<A::Base>(tensor.load()).iter::<f32>().collect();
+            found.push(Gathered { meta, values });
+        }
+    });
+    found
 }
 
 /// Makes rank `root`'s `values` the parameters' values on all ranks; returns the module and the values. Every rank calls
@@ -109,8 +67,8 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
     parameters: Vec<Gathered>,
 ) -> (M, Vec<Gathered>) {
     let context = Context::<A::Base>::current();
-    if root >= context.world {
-        stop(format!("the values of rank {root} were asked for, but there are {} ranks, from 0", context.world));
+    if root >= context.rank.world {
+        stop(format!("the values of rank {root} were asked for, but there are {} ranks, from 0", context.rank.world));
     }
     let mut written = Vec::with_capacity(parameters.len());
     for Gathered { meta, values } in parameters {
@@ -123,11 +81,31 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
         let values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("chunks of four bytes")));
         written.push(Gathered { meta, values: values.collect() });
     }
-    let replacements = written.iter().map(|parameter| (parameter.meta.id, parameter.values.as_slice())).collect();
+    let mut replacements: HashMap<ParamId, &[f32]> =
+        written.iter().map(|parameter| (parameter.meta.id, parameter.values.as_slice())).collect();
     end_forward::<A, M>(&module);
     // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
     context.fence("before parameters are replaced");
-    let module = module.map(&mut Replace::<A> { context: context.clone(), replacements, _backend: PhantomData });
+    let module = walk::map::<A, M, _>(
+        module,
+        |meta, _| replacements.remove(&meta.id),
+        |meta, values, tensor| {
+            let cell = match tensor {
+                ZeroTensor::Shard(Shard { cell, .. }) => cell,
+                ZeroTensor::Dense(dense) if !meta.trained => {
+                    return in_place_of::<A::Base>(&dense, TensorData::new(values.to_vec(), [values.len()]));
+                }
+                _ => stop(format!(
+                    "parameter {} is an ordinary tensor: call zero_burn::module::prepare on the model on rank {}",
+                    meta.id, context.rank.index
+                )),
+            };
+            let range = cell.partition.range(cell.place());
+            let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
+            let len = piece.len();
+            next_version(&cell, TensorData::new(piece, [len]))
+        },
+    );
     context.fence("after parameters are replaced");
     (module, written)
 }
@@ -150,7 +128,7 @@ impl Edits {
     pub fn of<B: Backend>(self, found: Vec<Gathered>, root: Option<usize>) -> Vec<Gathered> {
         let changed = found.iter().zip(&self.0).map(|(now, before)| fingerprint(&now.values) != *before);
         let mine: Vec<f64> = changed.map(|changed| f64::from(u8::from(changed))).collect();
-        let rank = Context::<B>::current().rank;
+        let rank = Context::<B>::current().rank.index;
         let (all, first) = match root {
             Some(_) => (all_gather::<B>(&mine), 0),
             None => (vec![mine], rank),
@@ -208,48 +186,8 @@ pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
     }
 }
 
-struct Replace<'a, A: ZeroAutodiff> {
-    context: Arc<Context<A::Base>>,
-    replacements: HashMap<ParamId, &'a [f32]>,
-    _backend: PhantomData<A>,
-}
-
-impl<A: ZeroAutodiff> ModuleMapper<A> for Replace<'_, A> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-        let Some(values) = self.replacements.remove(&param.id) else { return param };
-        let (id, tensor, mapper) = param.consume();
-        let requires_grad = tensor.is_require_grad();
-        if let (TensorPrimitive::Float(ZeroTensor::Dense(_)), false) =
-            (tensor.clone().inner().into_primitive(), requires_grad)
-        {
-            let tensor = in_place_of(&tensor, TensorData::new(values.to_vec(), [values.len()]));
-            return Param::from_mapped_value(id, tensor, mapper);
-        }
-        let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = tensor.inner().into_primitive() else {
-            stop(format!(
-                "parameter {id} is an ordinary tensor: call zero_burn::module::prepare on the model on rank {}",
-                self.context.rank
-            ));
-        };
-        let range = cell.partition.range(cell.place());
-        let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
-        let len = piece.len();
-        let tensor = next_version::<A, D>(id, &cell, TensorData::new(piece, [len]), requires_grad);
-        Param::from_mapped_value(id, tensor, mapper)
-    }
-}
-
 /// The parameter's next version, of which `piece` is this rank's part, converted to its type.
-pub(crate) fn next_version<A: ZeroAutodiff, const D: usize>(
-    id: ParamId,
-    cell: &Cell<A::Base>,
-    piece: TensorData,
-    requires_grad: bool,
-) -> Tensor<A, D> {
-    let piece = <A::Base as FloatTensorOps<A::Base>>::float_from_data(piece.convert_dtype(cell.dtype), &cell.device);
-    let next = Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece);
-    let tensor =
-        Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(next))));
-    let tensor = Tensor::<A, D>::from_inner(tensor).set_require_grad(requires_grad);
-    if requires_grad { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor }
+pub(crate) fn next_version<B: Backend>(cell: &Cell<B>, piece: TensorData) -> ZeroTensor<B> {
+    let piece = B::float_from_data(piece.convert_dtype(cell.dtype), &cell.device);
+    ZeroTensor::Shard(Shard::new(Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece)))
 }

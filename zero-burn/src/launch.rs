@@ -14,10 +14,10 @@ use zero_core::collective::threads::{Stopped, ThreadComm, ThreadOptions, panic_r
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, StartError};
 
+use crate::cell::Cell;
 use crate::config::{ConfigError, ZeroConfig};
 use crate::context::Context;
 use crate::device::ZeroDevice;
-use crate::shard::Cell;
 use crate::trouble::raise;
 
 /// How ranks are run.
@@ -306,7 +306,7 @@ where
             context.wait_for_updates();
             // What is gathered ahead for nothing is asked of ranks that are still there.
             context.gatherer.stop();
-            context.end_gathers();
+            context.gatherer.finish().unwrap_or_else(|error| raise(error));
             Ok::<T, E>(value)
         }));
         // The others learn of it before this rank takes down what they may be reading.

@@ -19,15 +19,16 @@ pub use crate::autodiff::ZeroAutodiff;
 use crate::autodiff::from_rank_0;
 use crate::backend::reduce_in_place;
 use crate::birth::{Fill, parameter};
+use crate::cell::slot::Slot;
+use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
 pub use crate::grads::{first_nonfinite, grad_norm, scale_grads, set_gradient};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::sign;
-use crate::reduce::{Outcome, Phase};
-use crate::shard::{Cell, Kind, Origin, Template};
-use crate::slot::Slot;
+use crate::reduce::Phase;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::{raise, stop, stop_foreign};
+use crate::walk::{self, ParamMeta, below, leaf};
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
 /// ranks), fp32 parameters are converted to the configuration's `param_dtype`, and every parameter that requires a
@@ -70,7 +71,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
 
     impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-            let wanted = self.context.config.param_dtype.dtype();
+            let wanted = self.context.rank.config.param_dtype.dtype();
             if !A::Base::supports_dtype(self.device.inner(), wanted) {
                 let backend = A::Base::name(self.device.inner());
                 stop(format!(
@@ -93,12 +94,13 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                 return Param::from_mapped_value(id, tensor, mapper);
             };
             if let ZeroTensor::Shard(shard) = &primitive
-                && !std::ptr::eq(&*shard.cell.context, &*self.context)
+                && !Arc::ptr_eq(&shard.cell.rank, &self.context.rank)
             {
                 stop_foreign(&shard.cell.shape);
             }
             if self.buffers.contains(&id) {
-                return Param::from_mapped_value(id, buffer(&self.context, primitive, self.device), mapper);
+                let state = buffer(&self.context, primitive, self.device.inner());
+                return Param::from_mapped_value(id, leaf(state, id, false), mapper);
             }
             let identity = DistributedParamId::from(id.val());
             // Whether another parameter is on the same tensor, so that this one needs its own.
@@ -129,9 +131,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
                         shard
                     };
                     let cell = shard.cell.clone();
-                    let tensor =
-                        Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(shard)));
-                    (Tensor::from_inner(tensor).set_require_grad(tracked), cell)
+                    (leaf(ZeroTensor::Shard(shard), id, tracked), cell)
                 }
             };
             let slot = cell.slot.clone().expect("a parameter's cell has a slot");
@@ -146,7 +146,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             );
             // A module that is prepared once more keeps what it was.
             let _ = slot.id.set(identity);
-            self.context.parameters.name(identity, slot);
+            self.context.rank.parameters.name(identity, slot);
             let tensor = if tracked { tensor.set_distributed(identity) } else { tensor };
             if let TensorPrimitive::Float(prepared) = tensor.clone().into_primitive() {
                 self.prepared.insert((id, node), prepared);
@@ -156,7 +156,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     }
 
     let context = Context::current();
-    let (known, dropped) = context.parameters.dropped();
+    let (known, dropped) = context.rank.parameters.dropped();
     let buffers = buffers::<A, M>(&module);
     let (drawn, seen, places, signature, prepared) = (Vec::new(), HashSet::new(), 0, 0, HashMap::new());
     let mut mapper =
@@ -173,7 +173,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
         raise(CommError::Mismatch {
             group: "parameters".into(),
             seq: 0,
-            rank: context.rank,
+            rank: context.rank.index,
             op: format!("prepare on a module of {places} parameters"),
             other_rank: other,
             other_op: "prepare on a module whose parameters have other shapes or were created in another order (build \
@@ -183,12 +183,11 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     }
     let module = if is_alike { module } else { draw_as_rank_0::<A, M>(&context, module, &drawn) };
     let gone = known.iter().enumerate().filter(|&(place, _)| all.iter().all(|(_, dropped)| dropped[place] == 1));
-    gone.for_each(|(_, &index)| context.forget_slot(index));
+    gone.for_each(|(_, &index)| context.rank.forget_slot(index));
     // All ranks are here and none has read anything: what initialisers left over is not needed.
-    context.drop_retired();
+    context.rank.drop_retired();
     // A rank may use a parameter alone later.
     context.gather_awaited();
-    context.end_awaited();
     module
 }
 
@@ -205,10 +204,10 @@ fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate
 /// Another parameter with a parameter's values, in this type.
 fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType) -> Shard<B> {
     let template = Template {
-        slot: cell.slot.as_ref().map(|slot| context.replace_slot(slot, dtype)),
+        slot: cell.slot.as_ref().map(|slot| context.rank.replace_slot(slot, dtype)),
         ..cell.template(Kind::Parameter, Origin::Version)
     };
-    let whole = cell.settled().whole.as_ref().map(zero_ops::Shared::tensor);
+    let whole = cell.settled().whole.tensor();
     let cast = |tensor| if dtype == cell.dtype { tensor } else { B::float_cast(tensor, dtype.into()) };
     Shard::new(match whole {
         // Where parameters are not sharded.
@@ -227,7 +226,7 @@ pub fn mark<A: ZeroAutodiff, M: Module<A>>(module: &M) {
     impl<A: ZeroAutodiff> ModuleVisitor<A> for Mark {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
             let tensor = param.val();
-            if let Some(shard) = shard_of(&tensor) {
+            if let Some(ZeroTensor::Shard(shard)) = below(tensor.clone()) {
                 shard.cell.adopt();
             }
             if tensor.is_require_grad() {
@@ -237,13 +236,6 @@ pub fn mark<A: ZeroAutodiff, M: Module<A>>(module: &M) {
         }
     }
     module.visit(&mut Mark);
-}
-
-fn shard_of<A: ZeroAutodiff, const D: usize>(tensor: &Tensor<A, D>) -> Option<Shard<A::Base>> {
-    match tensor.clone().inner().into_primitive() {
-        TensorPrimitive::Float(ZeroTensor::Shard(shard)) => Some(shard),
-        _ => None,
-    }
 }
 
 /// Completes a set of gradients: what the backward pass has not reduced is reduced now, and parameters that got a
@@ -271,7 +263,7 @@ pub fn collect_grads_of<A: ZeroAutodiff, M: AutodiffModule<A>>(
 }
 
 fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
-    grads: GradientsParams,
+    mut grads: GradientsParams,
     module: &M,
     parameters: Option<&[ParamId]>,
     held: Vec<Leftover<A::Base>>,
@@ -279,13 +271,10 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     let context = Context::<A::Base>::current();
     // Every rank is here before the next update, whether it had a backward pass or not.
     context.join_fence();
-    let (grads, mut found) = Leftovers::<A>::of(grads, &context, module);
+    let mut found = leftovers::<A, M>(&mut grads, &context, module);
     found.extend(held);
     loop {
-        if let Some(reducer) = &context.reducer {
-            let indices = found.iter().map(|(slot, _)| slot.index).collect();
-            reducer.begin(context.clone(), Phase::Collect, indices);
-        }
+        context.begin_reduction(Phase::Collect, found.iter().map(|(slot, _)| slot.index).collect());
         let mut reduced = Vec::new();
         for (slot, dense) in std::mem::take(&mut found) {
             let mut gradient = ZeroTensor::Dense(dense);
@@ -294,21 +283,31 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
                 reduced.push((slot.index, shard.cell));
             }
         }
-        let outcome = match &context.reducer {
-            Some(reducer) => reducer.end(&context).unwrap_or_else(|error| raise(error)),
-            None => Outcome { settled: Vec::new(), in_backward: false },
-        };
-        context.add_settled(reduced);
-        context.add_settled(outcome.settled);
+        context.add_foreign(reduced);
+        let Some(outcome) = context.end_reduction() else { break };
+        context.add_foreign(outcome.foreign);
         if !outcome.in_backward {
             break;
         }
     }
     // Where all ranks are, whether they had a backward pass or not, and before any update.
     crate::replicas::check::<A, M>(&context, module);
-    let mut supply = Supply::<A> { grads, context, parameters };
-    module.visit(&mut supply);
-    supply.grads
+    // The reduced gradients that the context holds for the module's parameters.
+    walk::visit::<A, M>(module, |ParamMeta { id, .. }, tensor| {
+        if parameters.is_some_and(|parameters| !parameters.contains(&id)) {
+            return;
+        }
+        let Some(slot) = slot_of(&context, id, tensor.as_ref()) else { return };
+        for cell in context.take_foreign(slot.index) {
+            let tensor = ZeroTensor::Shard(Shard::new(cell));
+            let sum = match walk::take_gradient::<A>(&mut grads, id) {
+                Some(present) => A::InnerBackend::float_add(present, tensor),
+                None => tensor,
+            };
+            walk::put_gradient::<A>(&mut grads, id, sum);
+        }
+    });
+    grads
 }
 
 /// Whole gradients that have not been reduced: sums over micro-batches, in fp32, of this rank alone.
@@ -344,15 +343,15 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
         }
         self.context.hold_back(true);
         let release = Release(self.context.clone());
-        let grads = GradientsParams::from_grads(loss.backward(), module);
+        let mut grads = GradientsParams::from_grads(loss.backward(), module);
         drop(release);
-        for (slot, gradient) in Leftovers::<A>::of(grads, &self.context, module).1 {
+        for (slot, gradient) in leftovers::<A, M>(&mut grads, &self.context, module) {
             let gradient =
                 if gradient.dtype().size() < 4 { A::Base::float_cast(gradient, DType::F32.into()) } else { gradient };
             let sum = match self.sums.remove(&slot.index) {
                 Some((_, sum)) => A::Base::float_add(sum, gradient),
                 None => {
-                    self.context.count_unreduced(bytes_of::<A::Base>(&gradient));
+                    self.context.rank.count_unreduced(bytes_of::<A::Base>(&gradient));
                     gradient
                 }
             };
@@ -363,14 +362,14 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
     /// Reduces what is held, as [`collect_grads`] does. Every rank must call it, whether it holds anything or not.
     pub fn collect<M: AutodiffModule<A>>(mut self, module: &M) -> GradientsParams {
         let held = std::mem::take(&mut self.sums);
-        held.values().for_each(|(_, sum)| self.context.count_unreduced(-bytes_of::<A::Base>(sum)));
+        held.values().for_each(|(_, sum)| self.context.rank.count_unreduced(-bytes_of::<A::Base>(sum)));
         collect::<A, M>(GradientsParams::new(), module, None, held.into_values().collect())
     }
 }
 
 impl<A: ZeroAutodiff> Drop for HeldGrads<A> {
     fn drop(&mut self) {
-        self.sums.values().for_each(|(_, sum)| self.context.count_unreduced(-bytes_of::<A::Base>(sum)));
+        self.sums.values().for_each(|(_, sum)| self.context.rank.count_unreduced(-bytes_of::<A::Base>(sum)));
     }
 }
 
@@ -384,91 +383,49 @@ type Leftover<B> = (Arc<Slot<B>>, <B as BackendTypes>::FloatTensorPrimitive);
 
 /// What a prepared parameter is to the ranks: by its own tensor, as modules that were loaded from one record have the same
 /// identities.
-fn slot_of<A: ZeroAutodiff, const D: usize>(
-    context: &Context<A::Base>,
-    param: &Param<Tensor<A, D>>,
-) -> Option<Arc<Slot<A::Base>>> {
-    let own = shard_of(&param.val()).filter(Shard::is_parameter).and_then(|shard| shard.cell.slot.clone());
-    let known = || context.parameters.slots_of(DistributedParamId::from(param.id.val())).into_iter().next();
+fn slot_of<B: Backend>(context: &Context<B>, id: ParamId, tensor: Option<&ZeroTensor<B>>) -> Option<Arc<Slot<B>>> {
+    let own = match tensor {
+        Some(ZeroTensor::Shard(shard)) if shard.is_parameter() => shard.cell.slot.clone(),
+        _ => None,
+    };
+    let known = || context.rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     own.filter(|slot| slot.id.get().is_some()).or_else(known)
 }
 
 /// Takes out the gradients that are still dense.
-struct Leftovers<A: ZeroAutodiff> {
-    grads: GradientsParams,
-    context: Arc<Context<A::Base>>,
-    found: Vec<Leftover<A::Base>>,
-    /// Numbers of those that were found.
-    numbers: HashSet<u64>,
-}
-
-impl<A: ZeroAutodiff> Leftovers<A> {
-    /// The other gradients, and those that are dense.
-    fn of<M: Module<A>>(
-        grads: GradientsParams,
-        context: &Arc<Context<A::Base>>,
-        module: &M,
-    ) -> (GradientsParams, Vec<Leftover<A::Base>>) {
-        let mut found = Self { grads, context: context.clone(), found: Vec::new(), numbers: HashSet::new() };
-        module.visit(&mut found);
-        (found.grads, found.found)
-    }
-}
-
-impl<A: ZeroAutodiff> ModuleVisitor<A> for Leftovers<A> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-        let Some(gradient) = self.grads.remove::<A::InnerBackend, D>(param.id) else { return };
-        match gradient.into_primitive() {
-            TensorPrimitive::Float(ZeroTensor::Dense(dense)) => {
-                let id = param.id;
-                let Some(slot) = slot_of::<A, D>(&self.context, param) else {
-                    stop(format!(
-                        "a gradient came for parameter {id} that zero_burn::module::prepare has not seen: call prepare \
-                         on the whole model before its first forward pass"
-                    ));
-                };
-                if !self.numbers.insert(slot.index) {
-                    stop(format!(
-                        "gradients came for parameter {id} and for another one that is on the same tensor: call \
-                         zero_burn::module::prepare on the whole model, which gives each its own"
-                    ));
-                }
-                if shard_of(&param.val()).is_none() {
-                    stop(format!(
-                        "parameter {id} of shape {:?} has become an ordinary tensor, which differs from rank to rank: call \
-                         zero_burn::module::collect_grads on all gradients before an optimizer's step, and \
-                         zero_burn::module::prepare on a model whose parameters were replaced",
-                        slot.shape.as_slice()
-                    ));
-                }
-                self.found.push((slot, dense));
-            }
-            other => self.grads.register::<A::InnerBackend, D>(param.id, Tensor::from_primitive(other)),
+fn leftovers<A: ZeroAutodiff, M: Module<A>>(
+    grads: &mut GradientsParams,
+    context: &Context<A::Base>,
+    module: &M,
+) -> Vec<Leftover<A::Base>> {
+    let (mut found, mut numbers) = (Vec::new(), HashSet::new());
+    walk::visit::<A, M>(module, |ParamMeta { id, .. }, tensor| {
+        let dense = match walk::take_gradient::<A>(grads, id) {
+            Some(ZeroTensor::Dense(dense)) => dense,
+            Some(other) => return walk::put_gradient::<A>(grads, id, other),
+            None => return,
+        };
+        let Some(slot) = slot_of(context, id, tensor.as_ref()) else {
+            stop(format!(
+                "a gradient came for parameter {id} that zero_burn::module::prepare has not seen: call prepare on the \
+                 whole model before its first forward pass"
+            ));
+        };
+        if !numbers.insert(slot.index) {
+            stop(format!(
+                "gradients came for parameter {id} and for another one that is on the same tensor: call \
+                 zero_burn::module::prepare on the whole model, which gives each its own"
+            ));
         }
-    }
-}
-
-/// Adds the reduced gradients that the context holds for the module's parameters.
-struct Supply<'a, A: ZeroAutodiff> {
-    grads: GradientsParams,
-    context: Arc<Context<A::Base>>,
-    parameters: Option<&'a [ParamId]>,
-}
-
-impl<A: ZeroAutodiff> ModuleVisitor<A> for Supply<'_, A> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-        if self.parameters.is_some_and(|parameters| !parameters.contains(&param.id)) {
-            return;
+        if !matches!(tensor, Some(ZeroTensor::Shard(_))) {
+            stop(format!(
+                "parameter {id} of shape {:?} has become an ordinary tensor, which differs from rank to rank: call \
+                 zero_burn::module::collect_grads on all gradients before an optimizer's step, and \
+                 zero_burn::module::prepare on a model whose parameters were replaced",
+                slot.shape.as_slice()
+            ));
         }
-        let Some(slot) = slot_of::<A, D>(&self.context, param) else { return };
-        for cell in self.context.take_settled(slot.index) {
-            let primitive = TensorPrimitive::Float(ZeroTensor::Shard(Shard::new(cell)));
-            let tensor = Tensor::<A::InnerBackend, D>::from_primitive(primitive);
-            let tensor = match self.grads.remove::<A::InnerBackend, D>(param.id) {
-                Some(present) => present.add(tensor),
-                None => tensor,
-            };
-            self.grads.register::<A::InnerBackend, D>(param.id, tensor);
-        }
-    }
+        found.push((slot, dense));
+    });
+    found
 }

@@ -9,12 +9,10 @@
 //!
 //! No piece is ever gathered. [`RandomState`] is what dropout's random numbers resume from.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn::module::AutodiffModule;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
@@ -23,16 +21,17 @@ use zero_core::offload::DiskError;
 use zero_core::{Collective, Partition};
 
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
+use crate::cell::Cell;
 use crate::config::Disk as DiskSettings;
 use crate::context::Context;
-use crate::gathered::{ParamMeta, next_version};
+use crate::gathered::next_version;
 use crate::preparation::{end_forward, in_place_of};
 pub use crate::random::RandomState;
-use crate::shard::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::{Disk, Stored};
 use crate::trouble::stop;
 use crate::values::read;
+use crate::walk::{self, ParamMeta};
 
 /// A parameter of a module, and where this rank has its piece. It keeps the parameter's version alive.
 pub struct ParamPiece<B: Backend> {
@@ -62,8 +61,8 @@ impl<B: Backend> ParamPiece<B> {
             Held::Dense(tensor) => {
                 let numel = self.meta.shape.iter().product();
                 let flat = B::float_reshape(tensor.clone(), Shape::new([numel]));
-                let context = Context::<B>::current();
-                part::<B>(flat, Partition::new(numel, context.world).range(context.rank))
+                let rank = &Context::<B>::current().rank;
+                part::<B>(flat, Partition::new(numel, rank.world).range(rank.index))
             }
         }
     }
@@ -71,8 +70,7 @@ impl<B: Backend> ParamPiece<B> {
 
 /// This rank's elements by the cut that does not depend on the stage.
 pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
-    let context = &cell.context;
-    let range = Partition::new(cell.partition.numel(), context.world).range(context.rank);
+    let range = Partition::new(cell.partition.numel(), cell.rank.world).range(cell.rank.index);
     if let Some(Stored::Host(data)) = cell.stored() {
         // Whole at stage 0 alone.
         let start = if cell.partition.is_whole() { range.start } else { 0 };
@@ -119,58 +117,20 @@ fn dtype(element: ElementType) -> Option<DType> {
 /// The module's float parameters in the order of its fields, and the paths of those that are of no float type. Every rank
 /// calls it.
 pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPiece<A::Base>>, Vec<String>) {
-    struct Collect<A: ZeroAutodiff> {
-        context: Arc<Context<A::Base>>,
-        path: Vec<String>,
-        pieces: Vec<ParamPiece<A::Base>>,
-        others: Vec<String>,
-    }
-    impl<A: ZeroAutodiff> ModuleVisitor<A> for Collect<A> {
-        fn enter_module(&mut self, name: &str, _container_type: &str) {
-            self.path.push(name.to_owned());
-        }
-
-        fn exit_module(&mut self, _name: &str, _container_type: &str) {
-            self.path.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-            let tensor = param.val();
-            let meta = ParamMeta {
-                id: param.id,
-                path: self.path.join("."),
-                shape: tensor.dims().to_vec(),
-                trained: tensor.is_require_grad(),
-            };
-            let TensorPrimitive::Float(primitive) = tensor.inner().into_primitive() else {
-                self.others.push(meta.path);
-                return;
-            };
-            let dtype = primitive.dtype();
-            let held = match primitive {
-                ZeroTensor::Shard(Shard { cell, views }) if views.is_empty() => Held::Cell(cell),
-                edited @ ZeroTensor::Shard(_) => Held::Dense(edited.load()),
-                dense => {
-                    let data = from_rank_0(&self.context, dense);
-                    Held::Dense(A::Base::float_from_data(data, &self.context.device))
-                }
-            };
-            self.pieces.push(ParamPiece { meta, dtype, held });
-        }
-
-        fn visit_int<const D: usize>(&mut self, _param: &Param<Tensor<A, D, Int>>) {
-            self.others.push(self.path.join("."));
-        }
-
-        fn visit_bool<const D: usize>(&mut self, _param: &Param<Tensor<A, D, burn::tensor::Bool>>) {
-            self.others.push(self.path.join("."));
-        }
-    }
     end_forward::<A, M>(module);
     let context = Context::current();
-    let mut collect = Collect::<A> { context, path: Vec::new(), pieces: Vec::new(), others: Vec::new() };
-    module.visit(&mut collect);
-    (collect.pieces, collect.others)
+    let (mut pieces, mut others) = (Vec::new(), Vec::new());
+    walk::visit::<A, M>(module, |meta, tensor| {
+        let Some(tensor) = tensor else { return others.push(meta.path) };
+        let dtype = tensor.dtype();
+        let held = match tensor {
+            ZeroTensor::Shard(Shard { cell, views }) if views.is_empty() => Held::Cell(cell),
+            edited @ ZeroTensor::Shard(_) => Held::Dense(edited.load()),
+            dense => Held::Dense(A::Base::float_from_data(from_rank_0(&context, dense), &context.rank.device)),
+        };
+        pieces.push(ParamPiece { meta, dtype, held });
+    });
+    (pieces, others)
 }
 
 /// Replaces every float parameter by what `read` gives for its elements in a range: their type, and their bytes,
@@ -182,86 +142,53 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
 /// rank's alone: it is for the caller to tell the others.
 pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
-    read: impl FnMut(&str, &[usize], Range<usize>) -> Result<(ElementType, Vec<u8>), E>,
+    mut read: impl FnMut(&str, &[usize], Range<usize>) -> Result<(ElementType, Vec<u8>), E>,
 ) -> (M, Result<(), E>) {
     let context = Context::<A::Base>::current();
     end_forward::<A, M>(&module);
     // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
     context.fence("before parameters are loaded");
-    let mut load = Load::<A, _, E> { path: Vec::new(), read, error: None, _backend: PhantomData };
-    let module = module.map(&mut load);
-    context.keep_awaited_if(load.error.is_none());
-    context.fence("after parameters are loaded");
-    (module, load.error.map_or(Ok(()), Err))
-}
-
-struct Load<A: ZeroAutodiff, F, E> {
-    path: Vec<String>,
-    read: F,
-    error: Option<E>,
-    _backend: PhantomData<A>,
-}
-
-impl<A, F, E> ModuleMapper<A> for Load<A, F, E>
-where
-    A: ZeroAutodiff,
-    F: FnMut(&str, &[usize], Range<usize>) -> Result<(ElementType, Vec<u8>), E>,
-{
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-        if self.error.is_some() {
-            return param;
-        }
-        let (id, tensor, mapper) = param.consume();
-        let requires_grad = tensor.is_require_grad();
-        let path = self.path.join(".");
-        let cell = match tensor.clone().inner().into_primitive() {
-            TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) => Some(cell),
-            TensorPrimitive::Float(_) if !requires_grad => None,
-            _ => stop(format!("parameter {path} is an ordinary tensor: call zero_burn::module::prepare on the model")),
-        };
-        let shape = tensor.shape();
-        let range = match &cell {
-            Some(cell) => cell.partition.range(cell.place()),
-            None => 0..shape.num_elements(),
-        };
-        let len = range.len().max(1);
-        let bytes = match range.is_empty() {
-            // One element of filler, as everywhere.
-            true => Ok((ElementType::F32, vec![0; 4])),
-            false => (self.read)(&path, shape.as_slice(), range),
-        };
-        let (element, bytes) = match bytes {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                self.error = Some(error);
-                return Param::from_mapped_value(id, tensor, mapper);
+    let mut failed = None;
+    let module = walk::map::<A, M, _>(
+        module,
+        |meta, tensor| {
+            if failed.is_some() {
+                return None;
             }
-        };
-        let Some(dtype) = dtype(element) else {
-            stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));
-        };
-        let piece = TensorData::from_bytes_vec(bytes, [len], dtype);
-        let tensor = match &cell {
-            Some(cell) => next_version::<A, D>(id, cell, piece, requires_grad),
-            None => in_place_of::<A, D>(&tensor, piece),
-        };
-        Param::from_mapped_value(id, tensor, mapper)
-    }
+            let path = &meta.path;
+            let range = match tensor {
+                ZeroTensor::Shard(Shard { cell, .. }) => cell.partition.range(cell.place()),
+                dense if !meta.trained => 0..dense.shape().num_elements(),
+                _ => stop(format!(
+                    "parameter {path} is an ordinary tensor: call zero_burn::module::prepare on the model"
+                )),
+            };
+            let len = range.len().max(1);
+            let (element, bytes) = match range.is_empty() {
+                // One element of filler, as everywhere.
+                true => (ElementType::F32, vec![0; 4]),
+                false => read(path, &meta.shape, range).map_err(|error| failed = Some(error)).ok()?,
+            };
+            let Some(dtype) = dtype(element) else {
+                stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));
+            };
+            Some(TensorData::from_bytes_vec(bytes, [len], dtype))
+        },
+        |_, piece, tensor| match tensor {
+            ZeroTensor::Shard(Shard { cell, .. }) => next_version(&cell, piece),
+            dense => in_place_of::<A::Base>(&dense.load(), piece),
+        },
+    );
+    context.keep_awaited_if(failed.is_none());
+    context.fence("after parameters are loaded");
+    (module, failed.map_or(Ok(()), Err))
 }
 
 /// The elements of a flat tensor of `numel` that this rank holds of optimizer state: its piece, or everything at stage 0.
 pub fn held_range<B: Backend>(numel: usize) -> Range<usize> {
-    let context = Context::<B>::current();
-    let partition = context.partition(numel);
-    partition.range(if partition.is_whole() { 0 } else { context.rank })
+    let rank = &Context::<B>::current().rank;
+    let partition = rank.partition(numel);
+    partition.range(rank.place(partition))
 }
 
 /// Model state that has been moved to a disk for a while. What DeepSpeed calls `offload_states`.
@@ -285,7 +212,7 @@ impl<B: Backend> Parked<B> {
     pub fn begin(settings: &DiskSettings) -> Result<Self, DiskError> {
         let context = Context::<B>::current();
         context.fence("before states are offloaded");
-        Ok(Self { disk: Disk::open(context.rank, settings)?, cells: Vec::new(), bytes: 0 })
+        Ok(Self { disk: Disk::open(context.rank.index, settings)?, cells: Vec::new(), bytes: 0 })
     }
 
     /// Moves the parameters of `module`.
@@ -327,7 +254,7 @@ impl<B: Backend> Parked<B> {
 ///
 /// [`DiskError::NoSpace`] with what is needed and what there is.
 pub fn reserve_on_disk<B: Backend>(bytes: u64) -> Result<(), DiskError> {
-    match &Context::<B>::current().disk {
+    match &Context::<B>::current().rank.disk {
         Some(disk) => disk.file.require(bytes),
         None => Ok(()),
     }
@@ -335,7 +262,7 @@ pub fn reserve_on_disk<B: Backend>(bytes: u64) -> Result<(), DiskError> {
 
 /// Bytes of this rank's file on a disk, used or reserved; 0 without one.
 pub fn disk_bytes<B: Backend>() -> u64 {
-    Context::<B>::current().disk.as_ref().map_or(0, |disk| disk.file.reserved_bytes())
+    Context::<B>::current().rank.disk.as_ref().map_or(0, |disk| disk.file.reserved_bytes())
 }
 
 /// The ranks, for blocking collectives on the rank's own thread.

@@ -2,20 +2,21 @@
 //! state of its layers, and gives ranks that were seeded differently the first values of one seed.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Tensor, TensorPrimitive};
-use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
-use burn_backend::{BackendTypes, TensorData};
+use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape};
-use zero_core::window::Key;
 
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::birth::drawn_again;
+use crate::cell::Cell;
+use crate::cell::slot::Drawn;
 use crate::context::Context;
-use crate::slot::Drawn;
 use crate::tensor::{Shard, ZeroTensor};
+use crate::walk;
 
 /// Gives the parameters that were drawn, and are as they were born, the values that rank 0's seed gives. Every rank calls it, with
 /// the same module.
@@ -31,64 +32,37 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
     while let (Some(seed), Some(birth)) = (words.next(), words.next()) {
         first.push((seed, birth));
     }
-    module.map(&mut DrawAgain::<A> { first: first.into_iter(), again: HashMap::new() })
-}
-
-struct DrawAgain<A: ZeroAutodiff> {
-    /// Seed and birth of rank 0's parameters that were drawn.
-    first: std::vec::IntoIter<(u64, u64)>,
-    /// By identity and cell: a clone of a parameter stays the same parameter.
-    again: HashMap<(ParamId, Option<Key>), A::FloatTensorPrimitive>,
-}
-
-impl<A: ZeroAutodiff> ModuleMapper<A> for DrawAgain<A> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-        let TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, .. })) = param.val().inner().into_primitive() else {
-            return param;
-        };
-        let Some(own) = cell.drawn() else { return param };
-        let (id, tensor, mapper) = param.consume();
-        if let Some(again) = self.again.get(&(id, cell.key)) {
-            return Param::from_mapped_value(id, Tensor::from_primitive(TensorPrimitive::Float(again.clone())), mapper);
-        }
-        let (seed, birth) = self.first.next().expect("ranks with the same modules have drawn as many parameters");
-        let requires_grad = tensor.is_require_grad();
-        let again = Shard::new(drawn_again(&cell, &Drawn { seed, birth, ..own }));
-        let tensor = Tensor::<A::InnerBackend, D>::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(again)));
-        let tensor = Tensor::<A, D>::from_inner(tensor).set_require_grad(requires_grad);
-        let tensor = if requires_grad { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
-        if let TensorPrimitive::Float(again) = tensor.clone().into_primitive() {
-            self.again.insert((id, cell.key), again);
-        }
-        Param::from_mapped_value(id, tensor, mapper)
-    }
+    let mut first = first.into_iter();
+    // By identity and cell: a clone of a parameter stays the same parameter.
+    let mut again: HashMap<_, Arc<Cell<A::Base>>> = HashMap::new();
+    walk::map::<A, M, _>(
+        module,
+        |_, tensor| match tensor {
+            ZeroTensor::Shard(Shard { cell, .. }) => cell.drawn().map(|own| (own, cell)),
+            _ => None,
+        },
+        |meta, (own, cell), _| {
+            let cell = again.entry((meta.id, cell.key)).or_insert_with(|| {
+                let (seed, birth) = first.next().expect("ranks with the same modules have drawn as many parameters");
+                drawn_again(&cell, &Drawn { seed, birth, ..own })
+            });
+            ZeroTensor::Shard(Shard::new(cell.clone()))
+        },
+    )
 }
 
 /// A layer's state as each rank begins with it: rank 0's, whole.
-pub(crate) fn buffer<A: ZeroAutodiff, const D: usize>(
-    context: &Context<A::Base>,
-    tensor: ZeroTensor<A::Base>,
-    device: &A::Device,
-) -> Tensor<A, D> {
+pub(crate) fn buffer<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &B::Device) -> ZeroTensor<B> {
     let data = from_rank_0(context, tensor);
-    let wanted = context.config.param_dtype.dtype();
+    let wanted = context.rank.config.param_dtype.dtype();
     let data = if data.dtype == DType::F32 { data.convert_dtype(wanted) } else { data };
-    dense(data, device.inner())
+    ZeroTensor::Dense(B::float_from_data(data, device))
 }
 
 /// An ordinary tensor with other values.
-pub(crate) fn in_place_of<A: ZeroAutodiff, const D: usize>(tensor: &Tensor<A, D>, values: TensorData) -> Tensor<A, D> {
-    let data = TensorData { shape: tensor.shape(), ..values.convert_dtype(tensor.dtype()) };
-    dense(data, tensor.device().inner())
-}
-
-/// An ordinary tensor that needs no gradient.
-fn dense<A: ZeroAutodiff, const D: usize>(
-    data: TensorData,
-    device: &<A::Base as BackendTypes>::Device,
-) -> Tensor<A, D> {
-    let tensor = ZeroTensor::Dense(<A::Base as FloatTensorOps<A::Base>>::float_from_data(data, device));
-    Tensor::from_inner(Tensor::from_primitive(TensorPrimitive::Float(tensor)))
+pub(crate) fn in_place_of<B: Backend>(dense: &B::FloatTensorPrimitive, values: TensorData) -> ZeroTensor<B> {
+    let data = TensorData { shape: dense.shape(), ..values.convert_dtype(dense.dtype()) };
+    ZeroTensor::Dense(B::float_from_data(data, &B::float_device(dense)))
 }
 
 /// The state of layers as the last forward pass has left it: Burn takes an update in when the next one comes, or when the module

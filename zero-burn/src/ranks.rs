@@ -33,17 +33,17 @@ use crate::trouble::raise;
 
 /// The configuration of the current thread's rank over inner backend `B`.
 pub fn config<B: Backend>() -> ZeroConfig {
-    Context::<B>::current().config.clone()
+    Context::<B>::current().rank.config.clone()
 }
 
 /// This rank, from 0.
 pub fn process_index<B: Backend>() -> usize {
-    Context::<B>::current().rank
+    Context::<B>::current().rank.index
 }
 
 /// Number of ranks.
 pub fn num_processes<B: Backend>() -> usize {
-    Context::<B>::current().world
+    Context::<B>::current().rank.world
 }
 
 /// Whether this is rank 0, the one that prints and writes what all have.

@@ -10,8 +10,7 @@
 
 use std::collections::HashMap;
 
-use burn::module::{AutodiffModule, ModuleVisitor, Param};
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::module::AutodiffModule;
 use burn_backend::Backend;
 
 use crate::autodiff::ZeroAutodiff;
@@ -21,31 +20,42 @@ use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
 use crate::values::read;
 use crate::view::Extent;
+use crate::walk::{self, ParamMeta};
 
 /// The hash of what a rank does not hold whole.
 const ABSENT: u64 = 0;
 
 /// Compares the ranks' replicas before the gradients of every n-th update are collected. A collective.
 pub(crate) fn check<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::Base>, module: &M) {
-    if context.world == 1 || context.config.check_replicas == 0 {
+    if context.rank.world == 1 || context.rank.config.check_replicas == 0 {
         return;
     }
-    let mut edits = Edits { any: false, first: None };
-    visit::<A, M>(module, &mut edits);
-    let Some((update, is_due)) = edits.first.and_then(|slot| context.update_to_check(slot)) else { return };
-    let edited = context.gather_bytes(vec![u8::from(edits.any)]).contains(&1);
+    // Whether a parameter was changed since its last update, and the slot of the first.
+    let (mut any, mut first) = (false, None);
+    walk::visit::<A, M>(module, |_, tensor| {
+        if let Some(ZeroTensor::Shard(shard)) = tensor {
+            any |= !shard.views.is_empty();
+            first = first.or(shard.cell.slot.as_ref().map(|slot| slot.index));
+        }
+    });
+    let Some((update, is_due)) = first.and_then(|slot| context.update_to_check(slot)) else { return };
+    let edited = context.gather_bytes(vec![u8::from(any)]).contains(&1);
     if !is_due && !edited {
         return;
     }
-    let mut signatures = Signatures { path: Vec::new(), found: Vec::new() };
-    visit::<A, M>(module, &mut signatures);
-    let found = signatures.found;
-    let all = context.gather_bytes(found.iter().flat_map(|(.., hash)| hash.to_le_bytes()).collect());
+    let mut found: Vec<(ParamMeta, u64)> = Vec::new();
+    walk::visit::<A, M>(module, |meta, tensor| match tensor {
+        Some(ZeroTensor::Shard(shard)) => found.push((meta, hash::<A::Base>(shard))),
+        // Each rank's own.
+        Some(_) => found.push((meta, ABSENT)),
+        None => {}
+    });
+    let all = context.gather_bytes(found.iter().flat_map(|(_, hash)| hash.to_le_bytes()).collect());
     let ranks: Vec<Vec<u64>> = all
         .chunks_exact(8 * found.len().max(1))
         .map(|rank| rank.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes"))).collect())
         .collect();
-    for (place, (path, shape, _)) in found.iter().enumerate() {
+    for (place, (ParamMeta { path, shape, .. }, _)) in found.iter().enumerate() {
         let hashes: Vec<u64> = ranks.iter().map(|rank| rank[place]).collect();
         if let Some((odd, usual)) = odd_ranks(&hashes) {
             let names = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
@@ -72,53 +82,6 @@ fn odd_ranks(hashes: &[u64]) -> Option<(Vec<usize>, Vec<usize>)> {
     (!odd.is_empty()).then(|| (ranks(odd), ranks(usual)))
 }
 
-struct Edits {
-    /// Whether a parameter was changed since its last update.
-    any: bool,
-    /// The slot of the first parameter.
-    first: Option<u64>,
-}
-
-impl<A: ZeroAutodiff> ModuleVisitor<A> for Edits {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-        if let TensorPrimitive::Float(ZeroTensor::Shard(shard)) = param.val().inner().into_primitive() {
-            self.any |= !shard.views.is_empty();
-            self.first = self.first.or(shard.cell.slot.as_ref().map(|slot| slot.index));
-        }
-    }
-}
-
-struct Signatures {
-    path: Vec<String>,
-    /// Path, shape and hash.
-    found: Vec<(String, Vec<usize>, u64)>,
-}
-
-impl<A: ZeroAutodiff> ModuleVisitor<A> for Signatures {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<A, D>>) {
-        let tensor = param.val();
-        let shape = tensor.dims().to_vec();
-        let hash = match tensor.inner().into_primitive() {
-            TensorPrimitive::Float(ZeroTensor::Shard(shard)) => hash::<A::Base>(shard),
-            // Each rank's own.
-            _ => ABSENT,
-        };
-        self.found.push((self.path.join("."), shape, hash));
-    }
-}
-
-fn visit<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, visitor: &mut impl ModuleVisitor<A>) {
-    module.visit(visitor);
-}
-
 /// Of the whole, where this rank has it.
 fn hash<B: Backend>(Shard { cell, views }: Shard<B>) -> u64 {
     let tensor = if cell.partition.is_whole() {
@@ -128,8 +91,7 @@ fn hash<B: Backend>(Shard { cell, views }: Shard<B>) -> u64 {
         }
         views.apply_maps(piece, Extent::Piece(cell.partition, cell.place()))
     } else {
-        let whole = cell.settled().whole.as_ref().map(zero_ops::Shared::tensor);
-        let Some(whole) = whole else { return ABSENT };
+        let Some(whole) = cell.settled().whole.tensor() else { return ABSENT };
         views.apply(whole)
     };
     // Never that of nothing.

@@ -25,7 +25,7 @@ pub struct RankStats {
 /// The measurements of the current thread's rank over inner backend `B`.
 pub fn rank_stats<B: Backend>() -> RankStats {
     let context = Context::<B>::current();
-    let gauges = &context.gauges;
+    let gauges = &context.rank.gauges;
     RankStats {
         model_state_bytes: StateBytes {
             parameters: gauges.parameters.peak(),
@@ -35,22 +35,22 @@ pub fn rank_stats<B: Backend>() -> RankStats {
         gradients_in_flight_peak: gauges.in_flight.peak(),
         gathered_bytes_peak: gauges.gathered.peak(),
         gathered_bytes: gauges.gathered.live(),
-        wire_bytes: context.wire.read(),
+        wire_bytes: context.rank.wire.read(),
     }
 }
 
 /// Bytes of this rank's model state that are in the host's memory in place of the backend's ([`Tier::Host`](crate::config::Tier)).
 pub fn host_bytes<B: Backend>() -> u64 {
-    Context::<B>::current().gauges.host.live()
+    Context::<B>::current().rank.gauges.host.live()
 }
 
 /// Starts a new measuring period for peaks.
 pub fn reset_peaks<B: Backend>() {
     let context = Context::<B>::current();
-    context.gauges.parameters.reset_peak();
-    context.gauges.gathered.reset_peak();
-    context.gauges.gradients.reset_peak();
-    context.gauges.in_flight.reset_peak();
+    context.rank.gauges.parameters.reset_peak();
+    context.rank.gauges.gathered.reset_peak();
+    context.rank.gauges.gradients.reset_peak();
+    context.rank.gauges.in_flight.reset_peak();
 }
 
 /// Every rank's `values`, in rank order, on every rank. A collective; it moves 8 bytes a value and rank.
@@ -64,7 +64,7 @@ pub fn all_gather<B: Backend>(values: &[f64]) -> Vec<Vec<f64>> {
         .map(|chunk| f64::from_le_bytes(chunk.try_into().expect("chunks of eight bytes")))
         .collect();
     match values.len() {
-        0 => vec![Vec::new(); context.world],
+        0 => vec![Vec::new(); context.rank.world],
         len => all.chunks_exact(len).map(<[f64]>::to_vec).collect(),
     }
 }

@@ -6,11 +6,12 @@ use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 
 use crate::asked;
-use crate::gather;
-use crate::shard::Cell;
+use crate::cell::Cell;
+use crate::context::Context;
 use crate::view::{Extent, Views};
 
 /// A float tensor of which this rank may hold only a piece. Every kind reports its logical shape and type.
+#[derive(Debug, Clone)]
 pub enum ZeroTensor<B: Backend> {
     /// An ordinary tensor: activations, and gradients before they are reduced. Differs from rank to rank.
     Dense(B::FloatTensorPrimitive),
@@ -21,7 +22,7 @@ pub enum ZeroTensor<B: Backend> {
 }
 
 /// A sharded tensor: the cell that holds this rank's piece, and the views to be applied to the gathered whole.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct Shard<B: Backend> {
     pub(crate) cell: Arc<Cell<B>>,
     pub(crate) views: Views<B>,
@@ -53,7 +54,7 @@ impl<B: Backend> ZeroTensor<B> {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor,
             ZeroTensor::Shard(Shard { cell, views }) => {
                 asked::used(cell.key);
-                views.apply(gather::load(&cell))
+                views.apply(Context::load(&cell))
             }
         }
     }
@@ -80,26 +81,6 @@ impl<B: Backend> ZeroTensor<B> {
             ZeroTensor::Dense(tensor) => ZeroTensor::Dense(at_once(tensor)),
             ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(at_once(tensor)),
             ZeroTensor::Shard(Shard { cell, views }) => ZeroTensor::Shard(Shard { cell, views: lazily(views) }),
-        }
-    }
-}
-
-impl<B: Backend> Clone for ZeroTensor<B> {
-    fn clone(&self) -> Self {
-        match self {
-            ZeroTensor::Dense(tensor) => ZeroTensor::Dense(tensor.clone()),
-            ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(tensor.clone()),
-            ZeroTensor::Shard(shard) => ZeroTensor::Shard(shard.clone()),
-        }
-    }
-}
-
-impl<B: Backend> core::fmt::Debug for ZeroTensor<B> {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            ZeroTensor::Dense(tensor) => f.debug_tuple("Dense").field(tensor).finish(),
-            ZeroTensor::Replicated(tensor) => f.debug_tuple("Replicated").field(tensor).finish(),
-            ZeroTensor::Shard(shard) => f.debug_tuple("Shard").field(&shard.cell).field(&shard.views).finish(),
         }
     }
 }

@@ -12,6 +12,11 @@ pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -
     if B::float_device(&x) == *device { x } else { B::float_to_device(x, device) }
 }
 
+/// A tensor without elements: created from data, as not every backend slices or reshapes to nothing.
+pub(crate) fn empty<B: Backend>(shape: &Shape, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
+    B::float_from_data(TensorData::from_bytes_vec(Vec::new(), shape.clone(), dtype), device)
+}
+
 /// A tensor's data, on the host, now.
 pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
     let data = try_read_sync(B::float_into_data(tensor)).expect("the inner backend reads synchronously");

@@ -28,6 +28,7 @@ pub(crate) type MapFn<B> = dyn Fn(
     + Send
     + Sync;
 
+#[derive(Clone)]
 enum View<B: Backend> {
     Map(Arc<MapFn<B>>),
     SwapDims(usize, usize),
@@ -35,19 +36,6 @@ enum View<B: Backend> {
     Reshape(Shape),
     Expand(Shape),
     Slice(Vec<Slice>),
-}
-
-impl<B: Backend> Clone for View<B> {
-    fn clone(&self) -> Self {
-        match self {
-            View::Map(map) => View::Map(map.clone()),
-            View::SwapDims(a, b) => View::SwapDims(*a, *b),
-            View::Permute(axes) => View::Permute(axes.clone()),
-            View::Reshape(shape) => View::Reshape(shape.clone()),
-            View::Expand(shape) => View::Expand(shape.clone()),
-            View::Slice(slices) => View::Slice(slices.clone()),
-        }
-    }
 }
 
 impl<B: Backend> core::fmt::Debug for View<B> {

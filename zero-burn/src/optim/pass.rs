@@ -27,17 +27,6 @@ pub(super) struct Stretch<'a> {
     pub(super) copy: Option<Target<'a>>,
 }
 
-/// The arrays of a pass. All are as long as `parameter`, in elements.
-pub(super) struct Arrays<'a> {
-    /// The fp32 parameter, or its fp32 master.
-    pub(super) parameter: &'a mut TensorData,
-    pub(super) gradient: Elements<'a>,
-    /// fp32 state in the order of the rule's names, at most two.
-    pub(super) state: &'a mut [TensorData],
-    /// Where the updated parameter is also written, in 16 bit.
-    pub(super) copy: Option<&'a mut TensorData>,
-}
-
 /// Elements of data of 32 or 16 bit.
 ///
 /// # Panics
@@ -52,25 +41,7 @@ pub(crate) fn elements_of(data: &TensorData) -> Elements<'_> {
     }
 }
 
-/// Updates by `kernel`, with the gradient multiplied by `scale` first.
-///
-/// # Panics
-///
-/// When an array has another type than said above; callers have converted them.
-pub(super) fn run(kernel: Kernel, scale: f32, arrays: Arrays<'_>) {
-    const TYPES: &str = "callers pass arrays of the types named at Arrays";
-    let Arrays { parameter, gradient, state, copy } = arrays;
-    let copy = copy.map(|copy| match copy.dtype {
-        DType::F16 => Target::F16(copy.as_mut_slice().expect(TYPES)),
-        _ => Target::Bf16(copy.as_mut_slice().expect(TYPES)),
-    });
-    let mut state = state.iter_mut().map(|data| data.as_mut_slice::<f32>().expect(TYPES));
-    let (a, b) = (state.next().unwrap_or_default(), state.next().unwrap_or_default());
-    let p = parameter.as_mut_slice::<f32>().expect(TYPES);
-    run_stretch(kernel, scale, Stretch { p, g: gradient, a, b, copy });
-}
-
-/// Updates a stretch of any length, on all threads of the pool.
+/// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool.
 pub(super) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>) {
     let Stretch { p, g, a, b, copy } = stretch;
     let mut copies = copy.map(Target::chunks);

@@ -18,12 +18,6 @@ impl Kernel {
         Self { rule, lr, time, fresh: time == 1 }
     }
 
-    /// Whether state begins with this step.
-    #[cfg(feature = "cubecl")]
-    pub(super) fn is_fresh(self) -> bool {
-        self.fresh
-    }
-
     /// One pass over equally long slices; `a` and `b` are the rule's state in the order of its names, or empty.
     ///
     /// Every rule rounds operation by operation; AdamW in the order of Burn's, so that both give the same bits.

@@ -10,25 +10,20 @@ use burn_std::Shape;
 
 use crate::autodiff::ZeroAutodiff;
 use crate::backend::Zero;
-use crate::shard::Cell;
+use crate::cell::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 
 /// Name of the fp32 master of a parameter in 16 bit.
 pub(super) const MASTER: &str = "fp32_param";
 
 /// A parameter's state: this rank's pieces.
+#[derive(Clone)]
 pub(super) struct ParamState<B: Backend> {
     pub(super) id: ParamId,
     /// Steps so far.
     pub(super) time: usize,
     /// In the order of the rule's names, then the master if there is one.
     pub(super) cells: Vec<(String, Arc<Cell<B>>)>,
-}
-
-impl<B: Backend> Clone for ParamState<B> {
-    fn clone(&self) -> Self {
-        Self { id: self.id, time: self.time, cells: self.cells.clone() }
-    }
 }
 
 /// A parameter's state as it is saved: whole tensors, flat.
@@ -80,6 +75,3 @@ pub(super) fn mismatch(state: usize, parameter: usize) -> String {
          by another model, or was not loaded inside zero_burn::load_state"
     )
 }
-
-/// States of a parameter by name.
-pub(super) type States<B> = Vec<(String, Arc<Cell<B>>)>;

@@ -11,7 +11,7 @@
 //! 3. A bucket is sent when its last gradient has come: reduce-scatter (stages 2 and 3, and stage 1 at the end of the
 //!    pass), or all-reduce (stage 0). One bucket is in flight while the next is filled.
 //! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer holds up
-//!    nobody; their reduced gradients are handed back as *settled*.
+//!    nobody; their reduced gradients are handed back as *foreign*.
 //!
 //! A rank may have no pass for a backward pass of the others (its graph had no marked parameter). It then meets them in
 //! its next one, [`Phase::Collect`], which is repeated until no rank is in a backward pass: every gradient is reduced
@@ -19,17 +19,18 @@
 //!
 //! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits.
 //!
-//! [`host`] lays gradients out in buckets in the host's memory, whatever the engine. [`tensors`] reduces them where they
-//! lie, on devices, when the ranks are threads of one process: handles are exchanged, nothing is copied to the host.
-//! `packed` lays them out in buckets on the device, when the ranks are processes, for NCCL or for one copy a bucket.
+//! [`buckets`] lays gradients out, in the host's memory ([`host`]), whatever the engine, or on the device (`device`), when the ranks
+//! are processes, for NCCL or for one copy a bucket. [`tensors`] reduces them where they lie, on devices, when the ranks are
+//! threads of one process: handles are exchanged, nothing is copied to the host.
 //!
 //! Where all ranks gather parameters together ([`crate::bulk`]), what the reducer's thread would do is done by the rank's own
 //! thread when it hands a gradient over: operations of NCCL must come in one order on all ranks, those of gathers included.
 //! Nothing blocks there with NCCL, and ranks that are processes share no locks.
 
-mod host;
+mod buckets;
 #[cfg(feature = "cubecl")]
-mod packed;
+mod device;
+mod host;
 mod tensors;
 
 use std::cmp::Reverse;
@@ -47,16 +48,17 @@ use zero_core::{Buffer, Collective, CommError, ReduceOp, Stage};
 use zero_ops::Shared;
 
 use crate::bulk::Bulk;
+use crate::cell::patience::Patience;
+use crate::cell::rank::Rank;
+use crate::cell::slot::Slot;
+use crate::cell::{Cell, GRADIENT, Kind, Template};
 use crate::config::ZeroConfig;
-use crate::context::Context;
-use crate::patience::Patience;
-use crate::shard::{Cell, GRADIENT, Kind, Template};
-use crate::slot::Slot;
 use crate::worker::Worker;
 
-use host::Buckets;
+use buckets::Buckets;
 #[cfg(feature = "cubecl")]
-use packed::Packed;
+use device::OnDevice;
+use host::Host;
 use tensors::Tensors;
 
 /// A dense gradient on its way and the cell that will hold its reduced piece.
@@ -75,17 +77,17 @@ pub(crate) enum Phase {
 }
 
 enum Job<B: Backend> {
-    Begin { context: Arc<Context<B>>, phase: Phase, indices: Vec<u64> },
+    Begin { rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64> },
     Gradient { index: u64, contribution: Contribution<B> },
     End { reply: Sender<Result<Outcome<B>, CommError>> },
 }
 
 /// Reduced gradients of parameters that this rank had no gradient for, by parameter.
-pub(crate) type Settled<B> = Vec<(u64, Arc<Cell<B>>)>;
+pub(crate) type Foreign<B> = Vec<(u64, Arc<Cell<B>>)>;
 
 /// What a pass came to.
 pub(crate) struct Outcome<B: Backend> {
-    pub(crate) settled: Settled<B>,
+    pub(crate) foreign: Foreign<B>,
     /// Whether some rank was in a backward pass.
     pub(crate) in_backward: bool,
 }
@@ -150,11 +152,10 @@ impl<B: Backend> Reducer<B> {
     }
 
     /// A pass begins that will give gradients for the parameters `indices` on this rank.
-    pub(crate) fn begin(&self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) {
+    pub(crate) fn begin(&self, rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64>) {
         self.hurried.store(false, Ordering::Relaxed);
         *self.taken.lock() = indices.iter().copied().collect();
-        context.gather_awaited();
-        self.send(Job::Begin { context, phase, indices });
+        self.send(Job::Begin { rank, phase, indices });
     }
 
     /// Whether the pass under way was told of a gradient of the parameter `index`.
@@ -163,18 +164,12 @@ impl<B: Backend> Reducer<B> {
     }
 
     /// Hands a gradient over; `cell`, pending, will hold its reduced piece.
-    pub(crate) fn submit(
-        &self,
-        context: &Context<B>,
-        index: u64,
-        gradient: B::FloatTensorPrimitive,
-        cell: Arc<Cell<B>>,
-    ) {
+    pub(crate) fn submit(&self, index: u64, gradient: B::FloatTensorPrimitive, cell: Arc<Cell<B>>) {
         let gradient = match &self.serving {
             Serving::Thread(..) => Shared::new(gradient),
             Serving::Inline(_) => Shared::not(gradient),
         };
-        context.count_unreduced(bytes_of(&gradient));
+        cell.rank.count_unreduced(bytes_of(&gradient));
         self.send(Job::Gradient { index, contribution: Contribution { gradient, cell } });
     }
 
@@ -182,12 +177,12 @@ impl<B: Backend> Reducer<B> {
     ///
     /// This runs under autodiff's lock, which another rank may need to get on (ADR 2): so it ends when nothing has moved
     /// for a while, and is not tried again in this pass.
-    pub(crate) fn catch_up(&self, context: &Context<B>) {
+    pub(crate) fn catch_up(&self, rank: &Rank<B>) {
         let Serving::Thread(worker, means) = &self.serving else { return };
-        if !context.config.stage.shards_gradients() || self.hurried.load(Ordering::Relaxed) {
+        if !rank.config.stage.shards_gradients() || self.hurried.load(Ordering::Relaxed) {
             return;
         }
-        let unreduced = || context.gauges.in_flight.live();
+        let unreduced = || rank.gauges.in_flight.live();
         let limit = (2 * means.bucket_size * size_of::<f32>()) as u64;
         let (mut seen, mut since) = (unreduced(), Instant::now());
         // Without a backlog the reducer waits for this rank's next gradients, not for other ranks.
@@ -204,11 +199,11 @@ impl<B: Backend> Reducer<B> {
     }
 
     /// Waits until all gradients of this pass are reduced.
-    pub(crate) fn end(&self, context: &Context<B>) -> Result<Outcome<B>, CommError> {
+    pub(crate) fn end(&self, rank: &Rank<B>) -> Result<Outcome<B>, CommError> {
         let _span = tracing::trace_span!("wait for reduction").entered();
         let (reply, result) = bounded(1);
         self.send(Job::End { reply });
-        Patience::receive(context, &result, "a wait for reduced gradients")
+        Patience::receive(rank, &result, "a wait for reduced gradients")
     }
 
     pub(crate) fn stop(&self) {
@@ -221,12 +216,12 @@ impl<B: Backend> Reducer<B> {
 
 /// How the gradient of `slot` is cut.
 pub(crate) fn gradient_template<B: Backend>(
-    context: &Arc<Context<B>>,
+    rank: &Arc<Rank<B>>,
     slot: &Arc<Slot<B>>,
     device: B::Device,
 ) -> Template<B> {
     Template {
-        context: context.clone(),
+        rank: rank.clone(),
         slot: Some(slot.clone()),
         partition: slot.partition,
         shape: slot.shape.clone(),
@@ -238,7 +233,7 @@ pub(crate) fn gradient_template<B: Backend>(
 
 /// One backward pass on the reducer thread.
 struct Pass<B: Backend> {
-    context: Arc<Context<B>>,
+    rank: Arc<Rank<B>>,
     /// Parameters with a gradient on some rank, in the order in which they are laid out.
     plan: Vec<u64>,
     /// Those that this rank has a gradient for.
@@ -248,8 +243,8 @@ struct Pass<B: Backend> {
     order: Vec<u64>,
     next: usize,
     arrived: HashMap<u64, Contribution<B>>,
-    settled: Settled<B>,
-    lanes: Lanes<B>,
+    foreign: Foreign<B>,
+    lanes: Box<dyn Lanes<B>>,
 }
 
 /// Bytes of a gradient.
@@ -257,12 +252,16 @@ fn bytes_of<B: Backend>(gradient: &Shared<B>) -> i64 {
     (gradient.shape().num_elements() * gradient.dtype().size()) as i64
 }
 
-/// Where gradients are reduced.
-enum Lanes<B: Backend> {
-    Host(Buckets<B>),
-    Tensors(Tensors<B>),
-    #[cfg(feature = "cubecl")]
-    Packed(Packed<B>),
+/// What reduces the gradients of a pass.
+trait Lanes<B: Backend>: Send {
+    /// Takes one gradient in, sending what is due.
+    fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError>;
+
+    /// Sends what has not been sent and waits for all results.
+    fn finish(&mut self) -> Result<(), CommError>;
+
+    /// Tells the cells of what is not reduced why.
+    fn fail(&mut self, error: &CommError);
 }
 
 /// One gradient to be reduced into `cell`: zeros if `gradient` is absent. `counted` bytes of it count as not reduced.
@@ -271,52 +270,6 @@ struct Incoming<B: Backend> {
     cell: Arc<Cell<B>>,
     numel: usize,
     counted: i64,
-}
-
-impl<B: Backend> Lanes<B> {
-    fn new(server: &Server<B>, context: &Arc<Context<B>>, plan: &[u64]) -> Self {
-        let means = &server.means;
-        let Means { bucket_size, stage, .. } = *means;
-        #[cfg(feature = "cubecl")]
-        if let Some(bulk) = means.bulk.as_ref().filter(|_| zero_ops::is_cube::<B>()) {
-            let settler = server.settler.clone();
-            return Lanes::Packed(Packed::new(bulk.clone(), (bucket_size, stage), context, settler));
-        }
-        let comm = means.comm.clone();
-        match comm.shares_memory() && !zero_ops::is_host::<B>() {
-            true => Lanes::Tensors(Tensors::new(comm, bucket_size, stage, context)),
-            false => Lanes::Host(Buckets::new(comm, bucket_size, stage, context, plan)),
-        }
-    }
-
-    /// Takes one gradient in, sending what is due.
-    fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
-        match self {
-            Lanes::Host(buckets) => buckets.push(incoming),
-            Lanes::Tensors(tensors) => tensors.push(incoming),
-            #[cfg(feature = "cubecl")]
-            Lanes::Packed(packed) => packed.push(incoming),
-        }
-    }
-
-    /// Sends what has not been sent and waits for all results.
-    fn finish(&mut self) -> Result<(), CommError> {
-        match self {
-            Lanes::Host(buckets) => buckets.finish(),
-            Lanes::Tensors(tensors) => tensors.flush(),
-            #[cfg(feature = "cubecl")]
-            Lanes::Packed(packed) => packed.finish(),
-        }
-    }
-
-    fn fail(&mut self, error: &CommError) {
-        match self {
-            Lanes::Host(buckets) => buckets.fail(error),
-            Lanes::Tensors(tensors) => tensors.fail(error),
-            #[cfg(feature = "cubecl")]
-            Lanes::Packed(packed) => packed.fail(error),
-        }
-    }
 }
 
 /// What the cells' pieces are gradients of, in the words of errors and flight records.
@@ -338,7 +291,7 @@ struct Server<B: Backend> {
     ordered: bool,
     /// On the rank's own thread, which does not wait for the device.
     #[cfg(feature = "cubecl")]
-    settler: Option<Arc<packed::Settler<B>>>,
+    settler: Option<Arc<device::Settler<B>>>,
 }
 
 impl<B: Backend> Server<B> {
@@ -364,7 +317,7 @@ impl<B: Backend> Server<B> {
         }
     }
 
-    /// Ends its thread, and what it holds of the context, which ends with the rank.
+    /// Ends its thread, and what it holds of the rank.
     fn stop(&mut self) {
         self.pass = None;
         #[cfg(feature = "cubecl")]
@@ -375,7 +328,7 @@ impl<B: Backend> Server<B> {
 
     fn serve(&mut self, job: Job<B>) {
         let outcome = match job {
-            Job::Begin { context, phase, indices } => self.begin(context, phase, indices),
+            Job::Begin { rank, phase, indices } => self.begin(rank, phase, indices),
             Job::Gradient { index, contribution } => self.take(index, contribution),
             Job::End { reply } => {
                 // The rank's thread may have been stopped meanwhile: then nobody waits.
@@ -391,22 +344,36 @@ impl<B: Backend> Server<B> {
         }
     }
 
-    fn begin(&mut self, context: Arc<Context<B>>, phase: Phase, indices: Vec<u64>) -> Result<(), CommError> {
+    fn begin(&mut self, rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64>) -> Result<(), CommError> {
         self.failure = None;
-        let (plan, in_backward) = agree(&*self.means.comm, &context, phase, &indices)?;
-        let lanes = Lanes::new(self, &context, &plan);
+        let (plan, in_backward) = agree(&*self.means.comm, &rank, phase, &indices)?;
+        let lanes = self.lanes(&rank, &plan);
         self.pass = Some(Pass {
-            context,
+            rank,
             plan,
             mine: indices.into_iter().collect(),
             in_backward,
             order: Vec::new(),
             next: 0,
             arrived: HashMap::new(),
-            settled: Vec::new(),
+            foreign: Vec::new(),
             lanes,
         });
         Ok(())
+    }
+
+    /// What reduces gradients of these tensors between these ranks.
+    fn lanes(&self, rank: &Arc<Rank<B>>, plan: &[u64]) -> Box<dyn Lanes<B>> {
+        let Means { comm, bucket_size, stage, .. } = self.means.clone();
+        #[cfg(feature = "cubecl")]
+        if let Some(bulk) = self.means.bulk.as_ref().filter(|_| zero_ops::is_cube::<B>()) {
+            let medium = OnDevice::new(bulk.clone(), rank, self.settler.clone());
+            return Box::new(Buckets::new(rank, medium, bucket_size.min(device::MOST), plan));
+        }
+        match comm.shares_memory() && !zero_ops::is_host::<B>() {
+            true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
+            false => Box::new(Buckets::new(rank, Host::new(comm, rank), bucket_size, plan)),
+        }
     }
 
     fn take(&mut self, index: u64, contribution: Contribution<B>) -> Result<(), CommError> {
@@ -429,7 +396,7 @@ impl<B: Backend> Server<B> {
         let mut pass = match (self.failure.take(), self.pass.take()) {
             (Some(error), _) => return Err(error),
             (None, Some(pass)) => pass,
-            (None, None) => return Ok(Outcome { settled: Vec::new(), in_backward: false }),
+            (None, None) => return Ok(Outcome { foreign: Vec::new(), in_backward: false }),
         };
         let result = pass.finish().and_then(|outcome| {
             if outcome.in_backward && !self.ordered {
@@ -448,7 +415,7 @@ impl<B: Backend> Server<B> {
 /// Tells all ranks the order in which rank 0's backward pass gave its gradients. It differs from the module's: autodiff
 /// finishes a parameter that is used through a view (a slice of position embeddings) at the very end.
 fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), CommError> {
-    let slots = pass.context.parameters.slots().len();
+    let slots = pass.rank.parameters.slots().len();
     let mut order = pass.order.clone();
     order.resize(slots, u64::MAX);
     let bytes = order.iter().flat_map(|index| index.to_le_bytes()).collect();
@@ -457,7 +424,7 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
     for (position, index) in order.enumerate().filter(|&(_, index)| index != u64::MAX) {
         // Before everything that is placed by the module's order alone.
         let place = (2 * slots - position) as u64;
-        if let Some(slot) = pass.context.parameters.slot(index) {
+        if let Some(slot) = pass.rank.parameters.slot(index) {
             slot.place.store(place, Ordering::Relaxed);
         }
     }
@@ -479,11 +446,11 @@ fn stray(comm: &dyn Collective) -> CommError {
 /// backward pass.
 fn agree<B: Backend>(
     comm: &dyn Collective,
-    context: &Context<B>,
+    rank: &Rank<B>,
     phase: Phase,
     indices: &[u64],
 ) -> Result<(Vec<u64>, bool), CommError> {
-    let (slots, mine) = (context.parameters.slots(), indices.iter().collect::<HashSet<_>>());
+    let (slots, mine) = (rank.parameters.slots(), indices.iter().collect::<HashSet<_>>());
     let mut flags = vec![u8::from(phase == Phase::Backward)];
     flags.extend(slots.iter().map(|slot| u8::from(mine.contains(&slot.index))));
     let union = comm.all_reduce(Buffer::U8(flags), ReduceOp::Max)?.into_u8();
@@ -513,19 +480,19 @@ impl<B: Backend> Pass<B> {
             self.lay_out(index, contribution)?;
         }
         self.lanes.finish()?;
-        Ok(Outcome { settled: std::mem::take(&mut self.settled), in_backward: self.in_backward })
+        Ok(Outcome { foreign: std::mem::take(&mut self.foreign), in_backward: self.in_backward })
     }
 
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
-        let slot = self.context.parameters.slot(index).expect("the ranks have agreed on parameters that they know");
+        let slot = self.rank.parameters.slot(index).expect("the ranks have agreed on parameters that they know");
         let counted = contribution.as_ref().map_or(0, |contribution| bytes_of(&contribution.gradient));
         let (gradient, cell) = match contribution {
             Some(Contribution { gradient, cell }) => (Some(gradient), cell),
             None => {
-                let device = self.context.device.clone();
-                let dtype = self.context.gradient_dtype(&slot);
-                let cell = Cell::pending(gradient_template(&self.context, &slot, device), dtype);
-                self.settled.push((index, cell.clone()));
+                let device = self.rank.device.clone();
+                let dtype = self.rank.gradient_dtype(&slot);
+                let cell = Cell::pending(gradient_template(&self.rank, &slot, device), dtype);
+                self.foreign.push((index, cell.clone()));
                 (None, cell)
             }
         };
@@ -536,10 +503,10 @@ impl<B: Backend> Pass<B> {
 
     fn fail(&mut self, error: &CommError) {
         for (_, contribution) in self.arrived.drain() {
-            self.context.count_unreduced(-bytes_of(&contribution.gradient));
+            self.rank.count_unreduced(-bytes_of(&contribution.gradient));
             contribution.cell.settle(Err(error.clone()));
         }
-        for (_, cell) in self.settled.drain(..) {
+        for (_, cell) in self.foreign.drain(..) {
             cell.settle(Err(error.clone()));
         }
         self.lanes.fail(error);

@@ -13,8 +13,8 @@ use zero_core::collective::Joined;
 use zero_core::{Collective, CommError, Partition, Stage};
 use zero_ops::Shared;
 
-use super::{Incoming, names};
-use crate::context::Context;
+use super::{Incoming, Lanes, names};
+use crate::cell::rank::Rank;
 use crate::values::here;
 
 /// Gradients, or sums of them, that a rank hands to the others; absent where it has none.
@@ -27,7 +27,7 @@ struct Wanted {
 }
 
 pub(super) struct Tensors<B: Backend> {
-    context: Arc<Context<B>>,
+    rank: Arc<Rank<B>>,
     comm: Arc<dyn Collective>,
     stage: Stage,
     /// What values are multiplied by before they are added, and their sum afterwards.
@@ -42,14 +42,14 @@ pub(super) struct Tensors<B: Backend> {
 }
 
 impl<B: Backend> Tensors<B> {
-    pub(super) fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, context: &Arc<Context<B>>) -> Self {
-        let (sent_as, before, after) = context.config.reduction(comm.world(), false);
+    pub(super) fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, rank: &Arc<Rank<B>>) -> Self {
+        let (sent_as, before, after) = rank.config.reduction(comm.world(), false);
         Self {
             before,
             after,
             sent_as: sent_as.dtype(),
             capacity: bucket_size.max(1),
-            context: context.clone(),
+            rank: rank.clone(),
             comm,
             stage,
             held: Vec::new(),
@@ -57,14 +57,8 @@ impl<B: Backend> Tensors<B> {
         }
     }
 
-    pub(super) fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
-        self.elements += incoming.numel;
-        self.held.push(incoming);
-        if self.elements >= self.capacity { self.flush() } else { Ok(()) }
-    }
-
     /// Reduces what is held.
-    pub(super) fn flush(&mut self) -> Result<(), CommError> {
+    fn flush(&mut self) -> Result<(), CommError> {
         if self.held.is_empty() {
             return Ok(());
         }
@@ -97,16 +91,16 @@ impl<B: Backend> Tensors<B> {
             false => {
                 self.comm.wire().add(WireKind::AllReduce, 2 * received);
                 let all = self.exchange(reduced, bytes, &name)?;
-                let on_device = |whole: &Shared<B>| match whole.device() == &self.context.device {
+                let on_device = |whole: &Shared<B>| match whole.device() == &self.rank.device {
                     true => whole.clone(),
-                    false => Shared::new(B::float_to_device(whole.tensor(), &self.context.device)),
+                    false => Shared::new(B::float_to_device(whole.tensor(), &self.rank.device)),
                 };
                 (0..self.held.len()).map(|place| all[place % world][place].as_ref().map(on_device)).collect()
             }
         };
         self.elements = 0;
         for (held, piece) in self.held.drain(..).zip(settled) {
-            self.context.count_unreduced(-held.counted);
+            self.rank.count_unreduced(-held.counted);
             held.cell.settle(Ok(piece.expect("every gradient is added up by this rank or by the one that shares it")));
         }
         Ok(())
@@ -147,7 +141,7 @@ impl<B: Backend> Tensors<B> {
         if self.before != 1.0 || self.sent_as != DType::F32 || !zero_ops::is_cube::<B>() {
             return wanted;
         }
-        let device = &self.context.device;
+        let device = &self.rank.device;
         let (now, later): (Vec<Wanted>, Vec<Wanted>) = wanted.into_iter().partition(|wanted| {
             let mut parts = all.iter().filter_map(|handed| handed[wanted.place].as_ref());
             !wanted.range.is_empty() && parts.all(|part| part.dtype() == DType::F32 && part.device() == device)
@@ -178,7 +172,7 @@ impl<B: Backend> Tensors<B> {
     where
         B: 't,
     {
-        let device = &self.context.device;
+        let device = &self.rank.device;
         let dtype = self.held[place].cell.dtype;
         if range.is_empty() {
             return B::float_zeros(Shape::new([1]), device, dtype.into());
@@ -196,10 +190,22 @@ impl<B: Backend> Tensors<B> {
         let sum = sum.expect("a parameter is reduced when at least one rank has a gradient of it");
         cast::<B>(scaled::<B>(sent(sum), self.after), dtype)
     }
+}
 
-    pub(super) fn fail(&mut self, error: &CommError) {
+impl<B: Backend> Lanes<B> for Tensors<B> {
+    fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
+        self.elements += incoming.numel;
+        self.held.push(incoming);
+        if self.elements >= self.capacity { self.flush() } else { Ok(()) }
+    }
+
+    fn finish(&mut self) -> Result<(), CommError> {
+        self.flush()
+    }
+
+    fn fail(&mut self, error: &CommError) {
         for held in self.held.drain(..) {
-            self.context.count_unreduced(-held.counted);
+            self.rank.count_unreduced(-held.counted);
             held.cell.settle(Err(error.clone()));
         }
     }

@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 use zero_core::Partition;
 use zero_core::window::Key;
 
+use super::{Cell, DERIVED};
 use crate::random::{Stream, sign};
-use crate::shard::{Cell, DERIVED};
 
 /// A parameter's identity, the same on every rank: its number is the order of its birth.
 pub(crate) struct Slot<B: Backend> {

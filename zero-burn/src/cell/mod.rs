@@ -1,16 +1,12 @@
 //! A cell: this rank's piece of one flat tensor, and, while it is worth keeping, the gathered whole.
 //!
-//! States of `local` and `whole`:
-//! * *pending*: a gradient whose reduction is under way; neither is there yet. Ends in *ready* or *failed*.
-//! * *ready, sharded*: `local` is there (stage 3, optimizer state, reduced gradients); `whole` comes and goes by the
-//!   policy of [`crate::gather`].
-//! * *ready, stored*: the piece is in the host's memory or in this rank's file (`stored`), and moved to the backend when it
-//!   is asked for ([`crate::tier`]).
-//! * *ready, whole*: only `whole` is there (parameters at stages 1 and 2: the piece is a slice of it, taken on demand).
-//! * `arriving` stands for `whole` while all ranks gather it together ([`crate::bulk`]).
-//!
-//! A cell is written by its owner's thread or by the owner's reducer and prefetch threads, and read by other ranks
+//! A cell is written by its owner's thread or by the owner's reducer, update and prefetch threads, and read by other ranks
 //! through the window; its mutex gives the happens-before edge.
+
+pub(crate) mod patience;
+pub(crate) mod rank;
+pub(crate) mod slot;
+mod state;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -26,16 +22,15 @@ use zero_core::window::{Expose, Exposure, Key};
 use zero_core::{CommError, Partition};
 use zero_ops::Shared;
 
-use crate::bulk::Begun;
-use crate::context::Context;
 use crate::mover::For;
-use crate::patience::Patience;
 use crate::random::sign;
-use crate::slot::{Drawn, Slot};
 use crate::tier::{Disk, Home, Stored, fetch};
 use crate::trouble::{or_stop, raise};
-use crate::values::flat;
-use crate::values::{read, tag};
+use crate::values::{flat, read, tag};
+use patience::Patience;
+use rank::Rank;
+use slot::{Drawn, Slot};
+pub(crate) use state::{Piece, State, Whole};
 
 /// What a cell's bytes are counted as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,43 +41,8 @@ pub(crate) enum Kind {
     Optimizer,
 }
 
-pub(crate) struct State<B: Backend> {
-    pub(crate) local: Option<Shared<B>>,
-    pub(crate) whole: Option<Shared<B>>,
-    /// In place of `local`, where pieces of this kind are kept elsewhere.
-    pub(crate) stored: Option<Stored>,
-    pub(crate) pending: bool,
-    pub(crate) failed: Option<CommError>,
-    /// A gather is under way, by this rank's main or prefetch thread.
-    pub(crate) gathering: bool,
-    /// `whole` was put there, or is `arriving`, ahead of its use and counts against the prefetch budget.
-    pub(crate) prefetched: bool,
-    /// The whole, as it is being gathered by all ranks together.
-    pub(crate) arriving: Option<Begun<B>>,
-}
-
-impl<B: Backend> State<B> {
-    /// Whether the piece is there, besides the whole.
-    pub(crate) fn has_piece(&self) -> bool {
-        self.local.is_some() || self.stored.is_some()
-    }
-
-    fn new() -> Self {
-        Self {
-            local: None,
-            whole: None,
-            stored: None,
-            pending: false,
-            failed: None,
-            gathering: false,
-            prefetched: false,
-            arriving: None,
-        }
-    }
-}
-
 pub(crate) struct Cell<B: Backend> {
-    pub(crate) context: Arc<Context<B>>,
+    pub(crate) rank: Arc<Rank<B>>,
     /// The parameter that this belongs to: as a version of it, its gradient, or optimizer state. Absent of what Burn has
     /// loaded of an optimizer's record and not used yet.
     pub(crate) slot: Option<Arc<Slot<B>>>,
@@ -96,7 +56,7 @@ pub(crate) struct Cell<B: Backend> {
     pub(crate) dtype: DType,
     pub(crate) device: B::Device,
     kind: AtomicU8,
-    /// Not to be retired when dropped, see [`Context::retire`]: it is retired already, or an update has consumed it.
+    /// Not to be retired when dropped, see [`Rank::retire`]: it is retired already, or an update has consumed it.
     retired: bool,
     /// Fences before the last load; other ranks load about when this one does.
     loaded: AtomicU64,
@@ -110,7 +70,7 @@ pub(crate) struct Cell<B: Backend> {
 
 /// What a cell derived from another has in common with it.
 pub(crate) struct Template<B: Backend> {
-    pub(crate) context: Arc<Context<B>>,
+    pub(crate) rank: Arc<Rank<B>>,
     pub(crate) slot: Option<Arc<Slot<B>>>,
     pub(crate) partition: Partition,
     pub(crate) shape: Shape,
@@ -119,7 +79,7 @@ pub(crate) struct Template<B: Backend> {
     pub(crate) origin: Origin,
 }
 
-/// How a cell came to be, see [`crate::slot::Names`].
+/// How a cell came to be, see [`crate::cell::slot::Names`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// A parameter's birth or update.
@@ -142,7 +102,7 @@ pub(crate) const DERIVED: u64 = 1 << 63;
 
 impl<B: Backend> core::fmt::Debug for Cell<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{:?} shard of {self} on rank {}", self.kind(), self.context.rank)
+        write!(f, "{:?} shard of {self} on rank {}", self.kind(), self.rank.index)
     }
 }
 
@@ -158,7 +118,7 @@ impl<B: Backend> core::fmt::Display for Cell<B> {
 
 impl<B: Backend> Cell<B> {
     fn new(template: Template<B>, dtype: DType, state: State<B>) -> Arc<Self> {
-        let Template { context, slot, partition, shape, device, kind, origin } = template;
+        let Template { rank, slot, partition, shape, device, kind, origin } = template;
         let key = match (&slot, origin) {
             (_, Origin::Loaded(content)) => Some(Key { object: content | DERIVED, version: 0 }),
             (Some(slot), Origin::Version) => Some(slot.names.lock().version(slot.index)),
@@ -171,7 +131,7 @@ impl<B: Backend> Cell<B> {
             Origin::Loaded(_) => PRIOR_SIGNATURE,
         };
         let cell = Arc::new(Self {
-            context,
+            rank,
             slot,
             key,
             signature,
@@ -193,11 +153,11 @@ impl<B: Backend> Cell<B> {
             cell.count(&state, 1);
         }
         if let Some(key) = cell.key {
-            cell.context.window.publish(key, &cell);
+            cell.rank.window.publish(key, &cell);
         }
         if let Some(slot) = cell.slot.as_ref().filter(|_| cell.is_version) {
             *slot.current.lock() = Arc::downgrade(&cell);
-            cell.context.await_whole(&cell, slot.index);
+            cell.rank.await_whole(&cell, slot.index);
         }
         cell
     }
@@ -206,32 +166,31 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn ready(template: Template<B>, local: B::FloatTensorPrimitive) -> Arc<Self> {
         let dtype = local.dtype();
         let kind = if template.origin == Origin::Version { Kind::Parameter } else { template.kind };
-        let context = template.context.clone();
-        let place = if template.partition.is_whole() { 0 } else { context.rank };
-        let bytes = template.partition.len(place) * dtype.size();
-        let state = match context.home(kind, bytes, template.slot.as_deref()) {
-            Home::Backend => State { local: Some(context.share(local)), ..State::new() },
-            home => match or_stop(Stored::of(home, Shared::not(local), &context.mover)) {
-                Ok(stored) => State { stored: Some(stored), ..State::new() },
-                Err(local) => State { local: Some(local), ..State::new() },
+        let rank = &template.rank;
+        let bytes = template.partition.len(rank.place(template.partition)) * dtype.size();
+        let piece = match rank.home(kind, bytes, template.slot.as_deref()) {
+            Home::Backend => Piece::Tensor(rank.share(local)),
+            home => match or_stop(Stored::of(home, Shared::not(local), &rank.mover)) {
+                Ok(stored) => Piece::Stored(stored),
+                Err(local) => Piece::Tensor(local),
             },
         };
-        Self::new(template, dtype, state)
+        Self::new(template, dtype, State::of(piece))
     }
 
     /// A parameter that this rank holds whole.
     pub(crate) fn whole(template: Template<B>, whole: B::FloatTensorPrimitive) -> Arc<Self> {
         let dtype = whole.dtype();
-        let whole = Some(template.context.share(whole));
-        Self::new(template, dtype, State { whole, ..State::new() })
+        let whole = Whole::There(template.rank.share(whole));
+        Self::new(template, dtype, State { whole, ..State::of(Piece::OfWhole) })
     }
 
-    /// A cell whose piece is still being reduced.
+    /// A cell whose piece is still being reduced or updated.
     pub(crate) fn pending(mut template: Template<B>, dtype: DType) -> Arc<Self> {
         if template.origin == Origin::Version {
             template.kind = Kind::Parameter;
         }
-        Self::new(template, dtype, State { pending: true, ..State::new() })
+        Self::new(template, dtype, State::of(Piece::Pending))
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -271,7 +230,7 @@ impl<B: Backend> Cell<B> {
     /// The same description for a derived cell.
     pub(crate) fn template(&self, kind: Kind, origin: Origin) -> Template<B> {
         Template {
-            context: self.context.clone(),
+            rank: self.rank.clone(),
             slot: self.slot.clone(),
             partition: self.partition,
             shape: self.shape.clone(),
@@ -283,14 +242,14 @@ impl<B: Backend> Cell<B> {
 
     /// The rank of the piece within the partition (0 where one rank's piece is everything).
     pub(crate) fn place(&self) -> usize {
-        if self.partition.is_whole() { 0 } else { self.context.rank }
+        self.rank.place(self.partition)
     }
 
     fn gauge(&self, whole: bool) -> &Gauge {
-        let gauges = &self.context.gauges;
+        let gauges = &self.rank.gauges;
         match (self.kind(), whole) {
             // Where parameters are not sharded, the whole is the parameter itself.
-            (Kind::Parameter, true) if !self.context.config.stage.shards_parameters() => &gauges.parameters,
+            (Kind::Parameter, true) if !self.rank.config.stage.shards_parameters() => &gauges.parameters,
             (_, true) => &gauges.gathered,
             (Kind::Parameter, false) => &gauges.parameters,
             (Kind::Gradient, false) => &gauges.gradients,
@@ -300,13 +259,12 @@ impl<B: Backend> Cell<B> {
 
     fn count(&self, state: &State<B>, sign: i64) {
         let size = self.dtype.size() as i64;
-        if state.local.is_some() {
-            self.gauge(false).add(sign * size * self.partition.len(self.place()) as i64);
+        match &state.piece {
+            Piece::Tensor(_) => self.gauge(false).add(sign * size * self.partition.len(self.place()) as i64),
+            Piece::Stored(Stored::Host(data)) => self.rank.gauges.host.add(sign * data.as_bytes().len() as i64),
+            _ => {}
         }
-        if let Some(data) = state.stored.as_ref().and_then(Stored::host) {
-            self.context.gauges.host.add(sign * data.as_bytes().len() as i64);
-        }
-        if state.whole.is_some() || state.arriving.is_some() {
+        if state.whole.is_begun() {
             self.gauge(true).add(sign * size * self.partition.numel() as i64);
         }
     }
@@ -320,12 +278,12 @@ impl<B: Backend> Cell<B> {
     }
 
     pub(crate) fn mark_loaded(&self) {
-        self.loaded.store(self.context.fences(), Ordering::Relaxed);
+        self.loaded.store(self.rank.fences.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// Whether another rank may still be reading this: it has been loaded since the last fence.
     fn may_be_read(&self) -> bool {
-        self.is_version && self.loaded.load(Ordering::Relaxed) == self.context.fences()
+        self.is_version && self.loaded.load(Ordering::Relaxed) == self.rank.fences.load(Ordering::Relaxed)
     }
 
     /// Counts this cell as a parameter from now on, if it is the next version of one.
@@ -338,102 +296,88 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// Ends *pending*: the reduced piece, or why there is none.
+    /// Ends *pending*: the piece, or why there is none.
     pub(crate) fn settle(&self, result: Result<Shared<B>, CommError>) {
         // Before the lock: it takes a while.
-        let (mut settled_local, mut settled_stored, mut failed) = (None, None, None);
-        match result.map(|local| Stored::of(self.home(), local, &self.context.mover)) {
-            Ok(Ok(Ok(stored))) => settled_stored = Some(stored),
-            Ok(Ok(Err(local))) => settled_local = Some(local),
+        self.settle_as(match result.map(|local| Stored::of(self.home(), local, &self.rank.mover)) {
+            Ok(Ok(Ok(stored))) => Piece::Stored(stored),
+            Ok(Ok(Err(local))) => Piece::Tensor(local),
             Ok(Err(error)) => {
-                failed = Some(CommError::Disk { rank: self.context.rank, reason: error.to_string().into() });
+                Piece::Failed(CommError::Disk { rank: self.rank.index, reason: error.to_string().into() })
             }
-            Err(error) => failed = Some(error),
-        }
-        let mut state = self.state.lock();
-        self.update(&mut state, |state| {
-            state.pending = false;
-            (state.local, state.stored, state.failed) = (settled_local, settled_stored, failed);
+            Err(error) => Piece::Failed(error),
         });
-        self.context.settles.fetch_add(1, Ordering::Relaxed);
-        drop(state);
-        self.changed.notify_all();
-        self.context.window.changed();
-    }
-
-    pub(crate) fn is_pending(&self) -> bool {
-        self.state.lock().pending
     }
 
     /// Ends *pending*: the piece, computed in the host's memory.
     pub(crate) fn settle_data(&self, data: TensorData) {
         match self.home() {
-            Home::Host => self.settle_stored(Stored::Host(Arc::new(data))),
+            Home::Host => self.settle_as(Piece::Stored(Stored::Host(Arc::new(data)))),
             _ => {
                 let shape = data.shape.clone();
-                self.settle(Ok(self.context.mover.to_backend(data, shape, &self.device, For::Beside)));
+                self.settle(Ok(self.rank.mover.to_backend(data, shape, &self.device, For::Beside)));
             }
         }
     }
 
-    /// Ends *pending*: the piece is where it is kept.
-    pub(crate) fn settle_stored(&self, stored: Stored) {
+    /// Ends *pending*: the piece, where it is kept.
+    pub(crate) fn settle_as(&self, piece: Piece<B>) {
         let mut state = self.state.lock();
-        self.update(&mut state, |state| {
-            state.pending = false;
-            state.stored = Some(stored);
-        });
-        self.context.settles.fetch_add(1, Ordering::Relaxed);
+        self.update(&mut state, |state| state.piece = piece);
+        self.rank.settles.fetch_add(1, Ordering::Relaxed);
         drop(state);
         self.changed.notify_all();
-        self.context.window.changed();
+        self.rank.window.changed();
+    }
+
+    pub(crate) fn is_pending(&self) -> bool {
+        matches!(self.state.lock().piece, Piece::Pending)
     }
 
     /// Where this piece is to be kept.
     pub(crate) fn home(&self) -> Home<'_> {
         let kind = if self.is_version { Kind::Parameter } else { self.kind() };
-        self.context.home(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
+        self.rank.home(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
     }
 
     /// Moves the piece to the disk, wherever pieces of this kind are kept; whether it was in memory. Nobody reads it
     /// meanwhile.
     pub(crate) fn park(&self, disk: &Arc<Disk>) -> Result<bool, DiskError> {
-        if self.partition.len(self.place()) == 0 || self.settled().stored.is_some() {
+        let is_moved = self.partition.len(self.place()) > 0 && self.settled().stored().is_none();
+        let parked = match is_moved {
+            true => Some(Piece::Stored(Stored::Disk(disk.store(read::<B>(self.local()).as_bytes())?))),
             // What is gathered goes on every rank, whatever it has of it itself: they gather it together later.
-            let has_piece = self.settled().has_piece();
-            let filler = (!has_piece).then(|| self.context.share(self.local()));
-            let mut state = self.wait_until(|state| !state.gathering);
-            self.forget_whole(&mut state);
-            if let Some(filler) = filler {
-                self.update(&mut state, |state| state.local = Some(filler));
-            }
-            return Ok(false);
-        }
-        let stored = disk.store(read::<B>(self.local()).as_bytes())?;
-        let mut state = self.wait_until(|state| !state.gathering);
+            false if !self.settled().has_piece() => Some(Piece::Tensor(self.rank.share(self.local()))),
+            false => None,
+        };
+        let mut state = self.wait_until(|state| !state.is_gathering());
         self.forget_whole(&mut state);
-        self.update(&mut state, |state| {
-            state.local = None;
-            state.stored = Some(Stored::Disk(stored));
-        });
-        Ok(true)
+        if let Some(parked) = parked {
+            self.update(&mut state, |state| state.piece = parked);
+        }
+        Ok(is_moved)
     }
 
     /// Drops what was gathered.
-    fn forget_whole(&self, state: &mut State<B>) {
+    pub(crate) fn forget_whole(&self, state: &mut State<B>) {
+        self.no_longer_ahead(state);
+        self.update(state, |state| state.whole = Whole::Absent);
+    }
+
+    /// What was gathered ahead is used, or dropped.
+    pub(crate) fn no_longer_ahead(&self, state: &mut State<B>) {
         if std::mem::take(&mut state.prefetched) {
-            self.context.gatherer.forget_prefetched(self.partition.numel());
+            self.rank.ahead.prefetched.fetch_sub(self.partition.numel(), Ordering::Relaxed);
         }
-        self.update(state, |state| (state.whole, state.arriving) = (None, None));
     }
 
     /// Moves a parked piece back into memory.
     pub(crate) fn unpark(&self) {
         let mut state = self.settled();
-        if let Some(stored) = state.stored.take() {
-            let local = fetch::<B>(&stored, self.dtype, &self.device, &self.context.mover);
-            let local = self.context.share(local.into_tensor());
-            self.update(&mut state, |state| state.local = Some(local));
+        if let Some(stored) = state.stored() {
+            let local = fetch::<B>(stored, self.dtype, &self.device, &self.rank.mover);
+            let local = self.rank.share(local.into_tensor());
+            self.update(&mut state, |state| state.piece = Piece::Tensor(local));
         }
     }
 
@@ -463,10 +407,10 @@ impl<B: Backend> Cell<B> {
         if ready(&state) {
             return state;
         }
-        let mut patience = Patience::new(&self.context);
+        let mut patience = Patience::new(&self.rank);
         while !ready(&state) {
             self.changed.wait_for(&mut state, Patience::POLL);
-            if let Err(error) = patience.check(&self.context, &format_args!("a wait for a {self:?}")) {
+            if let Err(error) = patience.check(&self.rank, &format_args!("a wait for a {self:?}")) {
                 drop(state);
                 raise(error);
             }
@@ -476,8 +420,8 @@ impl<B: Backend> Cell<B> {
 
     /// The state once it is no longer pending.
     pub(crate) fn settled(&self) -> MutexGuard<'_, State<B>> {
-        let state = self.wait_until(|state| !state.pending);
-        if let Some(error) = &state.failed {
+        let state = self.wait_until(|state| !matches!(state.piece, Piece::Pending));
+        if let Piece::Failed(error) = &state.piece {
             let error = error.clone();
             drop(state);
             raise(error);
@@ -488,15 +432,15 @@ impl<B: Backend> Cell<B> {
     /// This rank's piece, flat. One element of filler when the rank owns none.
     pub(crate) fn local(&self) -> B::FloatTensorPrimitive {
         let state = self.settled();
-        match (&state.local, &state.whole, &state.stored) {
-            (Some(local), ..) => local.tensor(),
-            (None, Some(whole), _) => slice_piece::<B>(whole.tensor(), self.partition, self.place()),
-            (None, None, Some(stored)) => {
+        match (&state.piece, state.whole.tensor()) {
+            (Piece::Tensor(local), _) => local.tensor(),
+            (_, Some(whole)) => slice_piece::<B>(whole, self.partition, self.place()),
+            (Piece::Stored(stored), None) => {
                 let stored = stored.clone();
                 drop(state);
-                fetch::<B>(&stored, self.dtype, &self.device, &self.context.mover).into_tensor()
+                fetch::<B>(&stored, self.dtype, &self.device, &self.rank.mover).into_tensor()
             }
-            (None, None, None) => unreachable!("a settled cell holds its piece or the whole"),
+            _ => unreachable!("a settled cell holds its piece or the whole"),
         }
     }
 
@@ -510,7 +454,7 @@ impl<B: Backend> Cell<B> {
 
     /// As [`Cell::stored`], but for what is on a disk for a while only, which is not the one that updates work on.
     pub(crate) fn kept_elsewhere(&self) -> Option<Stored> {
-        let is_own = |disk: &Arc<Disk>| self.context.disk.as_ref().is_some_and(|own| Arc::ptr_eq(own, disk));
+        let is_own = |disk: &Arc<Disk>| self.rank.disk.as_ref().is_some_and(|own| Arc::ptr_eq(own, disk));
         self.stored().filter(|stored| match stored {
             Stored::Host(_) => true,
             Stored::Disk(on_disk) => is_own(&on_disk.disk),
@@ -519,7 +463,7 @@ impl<B: Backend> Cell<B> {
 
     /// The piece where it is kept, if that is elsewhere than with the backend.
     pub(crate) fn stored(&self) -> Option<Stored> {
-        self.settled().stored.clone()
+        self.settled().stored().cloned()
     }
 
     /// The piece by value: without a second handle when this was the last use of the cell, so that the inner backend
@@ -533,12 +477,13 @@ impl<B: Backend> Cell<B> {
                 // Consumed by what makes the next version, after the fence: no other rank needs it any more.
                 cell.retired = true;
                 let mut state = cell.settled();
-                match cell.update(&mut state, |state| state.local.take()) {
-                    Some(local) => local.into_tensor(),
-                    None => {
-                        drop(state);
-                        cell.local()
-                    }
+                if !matches!(state.piece, Piece::Tensor(_)) {
+                    drop(state);
+                    return cell.local();
+                }
+                match cell.update(&mut state, |state| std::mem::replace(&mut state.piece, Piece::OfWhole)) {
+                    Piece::Tensor(local) => local.into_tensor(),
+                    _ => unreachable!("it was a tensor above"),
                 }
             }
             Err(cell) => cell.local(),
@@ -551,11 +496,10 @@ impl<B: Backend> Expose for Cell<B> {
     fn expose(&self) -> Exposure {
         {
             let state = self.state.lock();
-            if state.pending {
-                return Exposure::Pending;
-            }
-            if let Some(error) = &state.failed {
-                return Exposure::Failed(error.to_string());
+            match &state.piece {
+                Piece::Pending => return Exposure::Pending,
+                Piece::Failed(error) => return Exposure::Failed(error.to_string()),
+                _ => {}
             }
         }
         // What is settled stays settled, so that nothing below waits.
@@ -585,33 +529,34 @@ impl AsRef<[u8]> for Exposed {
 
 impl<B: Backend> Drop for Cell<B> {
     fn drop(&mut self) {
-        let state = std::mem::replace(self.state.get_mut(), State::new());
+        let mut state = std::mem::replace(self.state.get_mut(), State::of(Piece::OfWhole));
         self.count(&state, -1);
-        if state.prefetched {
-            self.context.gatherer.forget_prefetched(self.partition.numel());
-        }
+        self.no_longer_ahead(&mut state);
         let Some(key) = self.key else { return };
         // A version that was loaded before the last fence and then replaced has been read by all ranks. One that was
         // loaded since, or whose module was dropped, may still be read by a slower rank.
         let is_last = |slot: &Arc<Slot<B>>| key.version == slot.names.lock().epoch();
         let last = self.is_version && self.slot.as_ref().is_some_and(is_last);
         let wanted = (last || self.may_be_read()) && !self.partition.is_whole();
-        let readable = state.local.is_some() || state.whole.is_some() || state.stored.is_some();
-        if wanted && readable && !self.retired && self.context.is_installed() {
-            self.context.clone().retire(self.retire(state));
+        let readable = state.has_piece() || matches!(state.whole, Whole::There(_));
+        if wanted && readable && !self.retired && self.rank.running.load(Ordering::Relaxed) {
+            self.rank.retire(self.retire(state));
         } else if self.is_version {
-            self.context.window.retract(key);
+            self.rank.window.retract(key);
         } else {
-            self.context.window.forget(key);
+            self.rank.window.forget(key);
         }
     }
 }
 
 impl<B: Backend> Cell<B> {
     /// A cell that goes on being readable under this one's name.
-    fn retire(&self, state: State<B>) -> Arc<Self> {
+    fn retire(&self, mut state: State<B>) -> Arc<Self> {
+        if !matches!(state.whole, Whole::There(_)) {
+            state.whole = Whole::Absent;
+        }
         let cell = Arc::new(Self {
-            context: self.context.clone(),
+            rank: self.rank.clone(),
             slot: self.slot.clone(),
             key: self.key,
             signature: self.signature,
@@ -623,14 +568,14 @@ impl<B: Backend> Cell<B> {
             kind: AtomicU8::new(self.kind() as u8),
             retired: true,
             loaded: AtomicU64::new(0),
-            state: Mutex::new(State { prefetched: false, gathering: false, arriving: None, ..state }),
+            state: Mutex::new(state),
             changed: Condvar::new(),
             joining: Mutex::new(()),
             lent: Mutex::new(self.lent.lock().take()),
         });
         cell.count(&cell.state.lock(), 1);
         if let Some(key) = self.key {
-            self.context.window.publish(key, &cell);
+            self.rank.window.publish(key, &cell);
         }
         cell
     }

@@ -7,7 +7,7 @@ use burn_backend::Backend;
 use crossbeam_channel::RecvTimeoutError;
 use zero_core::CommError;
 
-use crate::context::Context;
+use super::rank::Rank;
 use crate::trouble::stop;
 
 /// The limit of a wait within a rank, for its own threads, which wait for the other ranks. It ends when nothing of what is
@@ -23,10 +23,10 @@ impl Patience {
     /// Between two looks at how a wait gets on.
     pub(crate) const POLL: Duration = Duration::from_millis(20);
 
-    pub(crate) fn new<B: Backend>(context: &Context<B>) -> Self {
-        let transfer = context.disk.as_ref().map_or(Duration::ZERO, |_| context.config.offload.disk.limit);
-        let (limit, now) = (2 * context.collective().deadline().max(transfer), Instant::now());
-        Self { limit, settles: context.settles.load(Ordering::Relaxed), begin: now, since: now }
+    pub(crate) fn new<B: Backend>(rank: &Rank<B>) -> Self {
+        let transfer = rank.disk.as_ref().map_or(Duration::ZERO, |_| rank.config.offload.disk.limit);
+        let (limit, now) = (2 * rank.deadline.max(transfer), Instant::now());
+        Self { limit, settles: rank.settles.load(Ordering::Relaxed), begin: now, since: now }
     }
 
     /// Whether to wait on, for `what`.
@@ -34,43 +34,39 @@ impl Patience {
     /// # Errors
     ///
     /// When another rank has failed, or at the limit.
-    pub(crate) fn check<B: Backend>(
-        &mut self,
-        context: &Context<B>,
-        what: &dyn core::fmt::Display,
-    ) -> Result<(), CommError> {
-        let settles = context.settles.load(Ordering::Relaxed);
+    pub(crate) fn check<B: Backend>(&mut self, rank: &Rank<B>, what: &dyn core::fmt::Display) -> Result<(), CommError> {
+        let settles = rank.settles.load(Ordering::Relaxed);
         if self.settles != settles {
             (self.settles, self.since) = (settles, Instant::now());
         }
         if self.since.elapsed() < self.limit {
-            return context.window.check(what);
+            return rank.window.check(what);
         }
         Err(CommError::Timeout {
             group: "the rank's own threads".into(),
             seq: settles,
-            rank: context.rank,
+            rank: rank.index,
             op: what.to_string(),
             waited_ms: self.begin.elapsed().as_millis() as u64,
-            missing: (0..context.world).filter(|&rank| rank != context.rank || context.world == 1).collect(),
+            missing: (0..rank.world).filter(|&other| other != rank.index || rank.world == 1).collect(),
         })
     }
 
     /// What comes from another thread of the rank; the thread has ended if there is nothing to come.
     pub(crate) fn receive<B: Backend, T>(
-        context: &Context<B>,
+        rank: &Rank<B>,
         result: &crossbeam_channel::Receiver<Result<T, CommError>>,
         what: &'static str,
     ) -> Result<T, CommError> {
-        let mut patience = Self::new(context);
+        let mut patience = Self::new(rank);
         loop {
             match result.recv_timeout(Self::POLL) {
                 Ok(result) => return result,
-                Err(RecvTimeoutError::Timeout) => patience.check(context, &what)?,
+                Err(RecvTimeoutError::Timeout) => patience.check(rank, &what)?,
                 Err(RecvTimeoutError::Disconnected) => {
                     // Its own reason, if it has given one.
-                    context.window.check(&what)?;
-                    stop(format!("a thread of rank {} has ended without a result in {what}", context.rank))
+                    rank.window.check(&what)?;
+                    stop(format!("a thread of rank {} has ended without a result in {what}", rank.index))
                 }
             }
         }
@@ -83,19 +79,20 @@ mod tests {
     use burn_std::{DType, Shape};
 
     use super::*;
+    use crate::cell::Cell;
     use crate::config::ZeroConfig;
+    use crate::context::Context;
     use crate::launch::{LaunchOptions, launch};
     use crate::reduce::gradient_template;
-    use crate::shard::Cell;
 
     #[test]
     fn what_never_comes_is_not_waited_for_for_ever() {
         let options = LaunchOptions { deadline: Duration::from_millis(100), ..LaunchOptions::default() };
         let begin = Instant::now();
         let waited = launch::<Flex, (), String>(2, &ZeroConfig::default(), &options, |_| {
-            let context = Context::<Flex>::current();
-            let slot = context.new_slot(Shape::new([3]), DType::F32);
-            Cell::pending(gradient_template(&context, &slot, context.device), DType::F32).local();
+            let rank = Context::<Flex>::current().rank.clone();
+            let slot = rank.new_slot(Shape::new([3]), DType::F32);
+            Cell::pending(gradient_template(&rank, &slot, rank.device), DType::F32).local();
             Ok(())
         });
         let error = waited.unwrap_err().to_string();
@@ -107,17 +104,17 @@ mod tests {
     fn results_that_come_late_are_waited_for_while_others_come() {
         let options = LaunchOptions { deadline: Duration::from_millis(200), ..LaunchOptions::default() };
         let got = launch::<Flex, i32, String>(2, &ZeroConfig::default(), &options, |_| {
-            let context = Context::<Flex>::current();
+            let rank = Context::<Flex>::current().rank.clone();
             let (sender, receiver) = crossbeam_channel::bounded(1);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     for _ in 0..10 {
                         std::thread::sleep(Duration::from_millis(100));
-                        context.settles.fetch_add(1, Ordering::Relaxed);
+                        rank.settles.fetch_add(1, Ordering::Relaxed);
                     }
                     sender.send(Ok(7)).unwrap();
                 });
-                Patience::receive(&context, &receiver, "a test").map_err(|error| error.to_string())
+                Patience::receive(&rank, &receiver, "a test").map_err(|error| error.to_string())
             })
         });
         assert_eq!(got.unwrap(), [7, 7]);

@@ -1,0 +1,227 @@
+//! What a cell knows of its rank: where it is, what it counts, and where its pieces are kept.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use burn_backend::Backend;
+use burn_std::{DType, Shape};
+use parking_lot::Mutex;
+use zero_core::Partition;
+use zero_core::accounting::WireCounter;
+use zero_core::window::{Key, Window};
+use zero_ops::Shared;
+
+use super::slot::{Parameters, Slot};
+use super::{Cell, Kind};
+use crate::config::{Tier, ZeroConfig};
+use crate::gauges::Gauges;
+use crate::mover::Mover;
+use crate::tier::{Disk, Home};
+
+/// One rank, as all that belongs to it knows it. One field each: what is settled at the start first, then what changes.
+pub(crate) struct Rank<B: Backend> {
+    pub(crate) index: usize,
+    pub(crate) world: usize,
+    pub(crate) config: ZeroConfig,
+    pub(crate) device: B::Device,
+    /// Whether all ranks gather parameters together ([`crate::bulk`]).
+    pub(crate) gathers_together: bool,
+    /// Whether updates run beside the rank's own thread.
+    pub(crate) updates_beside: bool,
+    /// The longest that a wait for another rank may take.
+    pub(crate) deadline: Duration,
+    pub(crate) window: Window<Cell<B>>,
+    /// Moves pieces from and to where they are kept, if that is not with the backend.
+    pub(crate) mover: Mover,
+    /// Where pieces lie that are not kept in memory.
+    pub(crate) disk: Option<Arc<Disk>>,
+    pub(crate) wire: Arc<WireCounter>,
+    pub(crate) gauges: Gauges,
+    pub(crate) ahead: Ahead,
+    pub(crate) parameters: Parameters<B>,
+    /// Versions of parameters that all ranks will gather, and keep, before any is used.
+    pub(crate) awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
+    /// See [`Rank::retire`].
+    retired: Mutex<Vec<Arc<Cell<B>>>>,
+    /// Pieces that were pending and are no more, so far: whether what a rank waits for gets on.
+    pub(crate) settles: AtomicU64,
+    /// Fences so far, from 1: at each, nobody reads any more what was loaded before it.
+    pub(crate) fences: AtomicU64,
+    pub(crate) running: AtomicBool,
+    /// What works for the rank, whose layer is above this one's.
+    pub(crate) owner: OnceLock<Weak<dyn Any + Send + Sync>>,
+}
+
+/// Elements of parameters that are gathered ahead of their use.
+#[derive(Default)]
+pub(crate) struct Ahead {
+    /// Or about to be, and not used yet.
+    pub(crate) prefetched: AtomicUsize,
+    /// The part of them that is not there yet.
+    pub(crate) in_flight: AtomicUsize,
+}
+
+impl<B: Backend> Rank<B> {
+    #[allow(clippy::too_many_arguments)] // what is settled at the start
+    pub(crate) fn new(
+        (index, world): (usize, usize),
+        config: ZeroConfig,
+        device: B::Device,
+        gathers_together: bool,
+        deadline: Duration,
+        window: Window<Cell<B>>,
+        (disk, mover): (Option<Arc<Disk>>, Mover),
+        wire: Arc<WireCounter>,
+    ) -> Arc<Self> {
+        let updates_beside = disk.is_some() || (config.offload.uses(Tier::Host) && !zero_ops::is_host::<B>());
+        Arc::new(Self {
+            index,
+            world,
+            config,
+            device,
+            gathers_together,
+            updates_beside,
+            deadline,
+            window,
+            mover,
+            disk,
+            wire,
+            gauges: Gauges::default(),
+            ahead: Ahead::default(),
+            parameters: Parameters::default(),
+            awaited: Mutex::default(),
+            retired: Mutex::default(),
+            settles: AtomicU64::new(0),
+            fences: AtomicU64::new(1),
+            running: AtomicBool::new(true),
+            owner: OnceLock::new(),
+        })
+    }
+
+    /// A tensor as a cell keeps it. A lone rank that updates nothing beside its own thread uses it on that alone.
+    pub(crate) fn share(&self, tensor: B::FloatTensorPrimitive) -> Shared<B> {
+        if self.is_on_several_threads() { Shared::new(tensor) } else { Shared::not(tensor) }
+    }
+
+    /// [`Rank::share`] for many, which costs what one does.
+    pub(crate) fn share_many(&self, tensors: Vec<B::FloatTensorPrimitive>) -> Vec<Shared<B>> {
+        match self.is_on_several_threads() {
+            true => Shared::many(tensors),
+            false => tensors.into_iter().map(Shared::not).collect(),
+        }
+    }
+
+    fn is_on_several_threads(&self) -> bool {
+        self.world > 1 || self.updates_beside
+    }
+
+    /// The cut of a tensor of `numel` elements by the policy of the stage.
+    pub(crate) fn partition(&self, numel: usize) -> Partition {
+        let world = if self.config.stage.shards_optimizer() { self.world } else { 1 };
+        Partition::new(numel, world)
+    }
+
+    /// This rank's place in a partition: 0 where one rank's piece is everything.
+    pub(crate) fn place(&self, partition: Partition) -> usize {
+        if partition.is_whole() { 0 } else { self.index }
+    }
+
+    /// Numbers a new parameter.
+    pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
+        let partition = self.partition(shape.num_elements());
+        let resident = self.parameters.is_resident(partition.stride(), self.config.offload.disk.max_in_memory);
+        self.parameters.number(shape, dtype, partition, resident)
+    }
+
+    /// Numbers a parameter with the first values of another: one that takes its place, in another type, stays in memory if that
+    /// did.
+    pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
+        let replaced = match dtype == slot.dtype {
+            true => self.new_slot(slot.shape.clone(), dtype),
+            false => self.parameters.number(slot.shape.clone(), dtype, slot.partition, slot.resident),
+        };
+        slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
+        replaced
+    }
+
+    /// Forgets a parameter that is gone on all ranks.
+    pub(crate) fn forget_slot(&self, index: u64) {
+        self.parameters.forget(index);
+        self.window.forget(Key { object: index, version: 0 });
+    }
+
+    /// Counts `bytes` of a gradient that the backward pass has given and that is neither in a bucket nor reduced yet.
+    pub(crate) fn count_unreduced(&self, bytes: i64) {
+        let sharded = self.config.stage.shards_gradients();
+        let gauge = if sharded { &self.gauges.in_flight } else { &self.gauges.gradients };
+        gauge.add(bytes);
+    }
+
+    /// The type of reduced gradients of a parameter.
+    pub(crate) fn gradient_dtype(&self, slot: &Slot<B>) -> DType {
+        self.config.gradient_dtype.map_or(slot.dtype, crate::config::Float::dtype)
+    }
+
+    /// Where pieces of this kind and size are kept.
+    pub(crate) fn home(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Home<'_> {
+        let (offload, stage) = (&self.config.offload, self.config.stage);
+        if bytes < offload.min_bytes.max(1) {
+            return Home::Backend;
+        }
+        let tier = match kind {
+            Kind::Parameter if slot.is_some_and(|slot| slot.resident) && offload.parameters == Tier::Disk => Tier::Host,
+            Kind::Parameter => offload.parameters,
+            // Whole gradients, which are on their way to be reduced, stay where the backward pass gave them.
+            Kind::Gradient if offload.optimizer == Tier::Disk && !stage.shards_gradients() => Tier::Memory,
+            Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
+            Kind::Gradient | Kind::Optimizer => offload.optimizer,
+        };
+        match (tier, &self.disk) {
+            (Tier::Disk, Some(disk)) => Home::Disk(disk),
+            (Tier::Host, _) if !zero_ops::is_host::<B>() => Home::Host,
+            _ => Home::Backend,
+        }
+    }
+
+    /// The disk, if pieces of this kind and size are kept there.
+    pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<Disk>> {
+        match self.home(kind, bytes, slot) {
+            Home::Disk(disk) => Some(disk),
+            Home::Backend | Home::Host => None,
+        }
+    }
+
+    /// A version of parameter `slot` is there: if its whole will be kept until the next one, all ranks gather it with the
+    /// others of its kind. The same versions on every rank: nothing here depends on what a rank has of them.
+    pub(super) fn await_whole(&self, cell: &Arc<Cell<B>>, slot: u64) {
+        let config = &self.config;
+        let is_kept = !config.stage.shards_parameters() || cell.partition.numel() <= config.param_persistence_threshold;
+        // Updates beside the next forward pass end one by one: gathers wait for each as it is used.
+        let is_late = config.offload.optimizer != Tier::Memory || config.offload.parameters != Tier::Memory;
+        let is_cut = !cell.partition.is_whole() && !cell.partition.is_empty();
+        if self.gathers_together && is_kept && !is_late && is_cut {
+            self.awaited.lock().insert(slot, Arc::downgrade(cell));
+        }
+    }
+
+    /// Keeps a parameter's version that this rank has dropped readable for the other ranks: until the next fence, or until
+    /// all ranks have ended.
+    pub(super) fn retire(&self, cell: Arc<Cell<B>>) {
+        self.retired.lock().push(cell);
+    }
+
+    /// Drops retired versions: every rank has come to the same place, past their last use.
+    pub(crate) fn drop_retired(&self) {
+        drop(std::mem::take(&mut *self.retired.lock()));
+    }
+
+    /// The rank ends: what is held here of cells, which hold the rank, ends with it.
+    pub(crate) fn end(&self) {
+        self.running.store(false, Ordering::Relaxed);
+        drop(std::mem::take(&mut *self.awaited.lock()));
+        self.drop_retired();
+    }
+}

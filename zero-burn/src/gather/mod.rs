@@ -1,0 +1,457 @@
+//! Gathers: from a parameter's cell to the whole tensor, and the policy by which the whole is kept.
+//!
+//! A parameter is gathered by reading the other ranks' pieces where they lie ([`zero_core::window`]); they do not take
+//! part. At stage 3 the first rank to need it joins the pieces, and the others borrow the result for as long as it is used
+//! anywhere: ranks of one process hold one copy. Bytes are counted as if each had read its own. Where all ranks gather
+//! together ([`crate::bulk`], ADR 15), gathers are begun at places where every rank comes, in an order that depends on nothing
+//! but the program.
+//!
+//! At stages 0 to 2 the whole is kept until the parameter is updated. At stage 3 it is kept only when it is small
+//! (persistence threshold) or needed again at once, and gathered again otherwise; the order of gathers of one step (the
+//! *trace*) is recorded and tells, in the next step, what to prefetch and what is needed again.
+
+mod read;
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use burn_backend::{Backend, TensorMetadata};
+use burn_std::{Shape, Slice};
+use parking_lot::Mutex;
+use zero_core::CommError;
+
+use crate::bulk::{Begun, Bulk};
+use crate::cell::rank::Rank;
+use crate::cell::slot::Slot;
+use crate::cell::{Cell, Kind, Piece, State, Whole};
+use crate::mover::For;
+use crate::trouble::raise;
+use crate::worker::Worker;
+
+pub(crate) use read::whole as read_whole;
+
+/// The order of gathers of the last step and the place in it.
+#[derive(Default)]
+struct Trace {
+    /// This step's gathers so far.
+    recorded: Vec<(u64, usize)>,
+    /// The last step's, with the number of elements gathered before the same parameter's next use.
+    plan: Vec<(u64, usize, usize)>,
+    cursor: usize,
+    /// Where prefetch has got to.
+    ahead: usize,
+    /// Whether this step has followed the plan so far.
+    followed: bool,
+}
+
+/// Most gathers of a step that are remembered: a program that only ever evaluates has no end of a step.
+const MOST_RECORDED: usize = 1 << 16;
+
+impl Trace {
+    /// Takes a gather of parameter `slot` in. Gives the number of elements that are gathered before its next use, if this step
+    /// follows the plan.
+    fn record(&mut self, slot: u64, numel: usize) -> Option<usize> {
+        let planned = |at: usize, slot: u64| self.plan.get(at).is_some_and(|&(planned, ..)| planned == slot);
+        if !self.followed || !planned(self.cursor, slot) {
+            // Off the plan: an evaluation, or another path through the model. A step that begins anew is told by its
+            // first two gathers, and followed from there.
+            let previous = self.recorded.last().copied();
+            self.followed = previous.is_some_and(|(first, _)| planned(0, first)) && planned(1, slot);
+            if self.followed {
+                self.recorded = previous.into_iter().collect();
+                self.cursor = 1;
+                self.ahead = 1;
+            }
+        }
+        if self.recorded.len() == MOST_RECORDED {
+            self.recorded.clear();
+        }
+        self.recorded.push((slot, numel));
+        let reuse_distance = self.followed.then(|| self.plan[self.cursor].2)?;
+        self.cursor += 1;
+        Some(reuse_distance)
+    }
+
+    /// A step has ended: its gathers become the plan.
+    fn end_cycle(&mut self) {
+        self.plan = with_reuse_distances(&std::mem::take(&mut self.recorded));
+        (self.cursor, self.ahead) = (0, 0);
+        self.followed = !self.plan.is_empty();
+    }
+}
+
+/// What gathers a rank's parameters.
+pub(crate) struct Gatherer<B: Backend> {
+    rank: Arc<Rank<B>>,
+    /// What gathers them by all ranks together, if that is how they are gathered.
+    together: Option<Arc<Bulk>>,
+    /// Those whose gather all ranks have begun because it will be kept.
+    arriving: Mutex<Vec<Weak<Cell<B>>>>,
+    trace: Mutex<Trace>,
+    /// Parameters to be gathered ahead of their use.
+    prefetch: Worker<Arc<Cell<B>>>,
+}
+
+impl<B: Backend> Gatherer<B> {
+    pub(crate) fn new(rank: Arc<Rank<B>>, bulk: Option<&Arc<Bulk>>) -> Self {
+        Self {
+            together: bulk.filter(|_| rank.gathers_together).cloned(),
+            arriving: Mutex::default(),
+            trace: Mutex::default(),
+            prefetch: Worker::new(format!("rank-{}-prefetch", rank.index)),
+            rank,
+        }
+    }
+
+    /// What gathers by all ranks together, if that is how parameters are gathered.
+    pub(crate) fn together(&self) -> Option<&Arc<Bulk>> {
+        self.together.as_ref()
+    }
+
+    /// Ends the rank's thread that gathers ahead.
+    pub(crate) fn stop(&self) {
+        self.prefetch.stop();
+    }
+
+    /// The whole of a version of parameter `slot`.
+    pub(crate) fn load(&self, cell: &Arc<Cell<B>>, slot: &Slot<B>) -> B::FloatTensorPrimitive {
+        cell.mark_loaded();
+        self.begin_awaited();
+        self.end_awaited();
+        // What counts as gathered already of what is about to be.
+        let begun = match self.together.is_some() && !cell.settled().whole.is_begun() {
+            true => {
+                self.begin(std::slice::from_ref(cell));
+                cell.partition.numel()
+            }
+            false => 0,
+        };
+        let keep = self.plan_load(slot, begun);
+        // The prefetch thread may be at it. Its gather has a deadline, and it ends `Gathering` in any case.
+        let mut state = {
+            let _span = tracing::trace_span!("wait for prefetch", parameter = slot.index).entered();
+            cell.wait_until(|state| !state.is_gathering())
+        };
+        if !matches!(state.whole, Whole::There(_)) {
+            let arriving = cell.update(&mut state, |state| state.whole.take_arriving());
+            cell.no_longer_ahead(&mut state);
+            drop(state);
+            let whole = match arriving {
+                Some(begun) => self.end(begun, cell),
+                None => read::whole(cell, For::Own).unwrap_or_else(|error| raise(error)),
+            };
+            if !keep {
+                // This thread's, for this once; counted as one that is kept until it is taken would be.
+                let bytes = (cell.partition.numel() * cell.dtype.size()) as i64;
+                self.rank.gauges.gathered.add(bytes);
+                self.rank.gauges.gathered.add(-bytes);
+                return whole;
+            }
+            let whole = self.rank.share(whole);
+            state = cell.state.lock();
+            cell.update(&mut state, |state| state.whole = Whole::There(whole));
+        }
+        cell.no_longer_ahead(&mut state);
+        self.use_whole(cell, &mut state, keep)
+    }
+
+    /// The whole, which is there, for a use after which it is kept or not.
+    fn use_whole(&self, cell: &Cell<B>, state: &mut State<B>, keep: bool) -> B::FloatTensorPrimitive {
+        self.make_whole_the_home(cell, state);
+        let whole = match keep {
+            true => state.whole.tensor(),
+            false => match cell.update(state, |state| std::mem::replace(&mut state.whole, Whole::Absent)) {
+                Whole::There(whole) => Some(whole.into_tensor()),
+                _ => None,
+            },
+        };
+        whole.expect("the whole is there")
+    }
+
+    /// Stages 1 and 2: the whole is the parameter's home; a piece beside it would be held twice.
+    fn make_whole_the_home(&self, cell: &Cell<B>, state: &mut State<B>) {
+        if !self.rank.config.stage.shards_parameters() && matches!(state.piece, Piece::Tensor(_)) {
+            cell.update(state, |state| state.piece = Piece::OfWhole);
+        }
+    }
+
+    /// Records a load; returns whether its result is to be kept. Starts what is due ahead of it.
+    /// `begun` elements of it count as gathered already.
+    fn plan_load(&self, slot: &Slot<B>, begun: usize) -> bool {
+        let (config, numel) = (&self.rank.config, slot.partition.numel());
+        if !config.stage.shards_parameters() || numel <= config.param_persistence_threshold {
+            return true;
+        }
+        let mut trace = self.trace.lock();
+        let Some(reuse_distance) = trace.record(slot.index, numel) else { return false };
+        let room = self.room() + begun;
+        self.prefetch_from(&mut trace, slot.index, room.saturating_sub(numel));
+        reuse_distance <= config.max_reuse_distance && numel <= room
+    }
+
+    /// Elements that may still be gathered and kept.
+    fn room(&self) -> usize {
+        let (rank, config) = (&self.rank, &self.rank.config);
+        let live = rank.gauges.gathered.live() as usize / config.param_dtype.size();
+        config.max_live_parameters.saturating_sub(live + rank.ahead.in_flight.load(Ordering::Relaxed))
+    }
+
+    /// Begins what the plan says comes next, up to a further use of something that is on its way to an earlier one, as
+    /// `loading` is, and will not be kept: begun now, it would serve the earlier use, behind all that was begun before it.
+    fn prefetch_from(&self, trace: &mut Trace, loading: u64, mut room: usize) {
+        let (rank, config) = (&self.rank, &self.rank.config);
+        trace.ahead = trace.ahead.max(trace.cursor);
+        let mut together = Vec::new();
+        while let Some(&(index, numel, _)) = trace.plan.get(trace.ahead) {
+            let ahead = rank.ahead.prefetched.load(Ordering::Relaxed);
+            if ahead + numel > config.prefetch_bucket_size || numel > room {
+                break;
+            }
+            trace.ahead += 1;
+            let Some(cell) = rank.parameters.current_version(index) else { continue };
+            {
+                let mut state = cell.state.lock();
+                if index == loading || state.is_gathering() || state.prefetched {
+                    let earlier = trace.plan[..trace.ahead - 1].iter().rev().find(|&&(other, ..)| other == index);
+                    if earlier.is_some_and(|&(.., distance)| distance <= config.max_reuse_distance) {
+                        // Kept from that use to this one.
+                        continue;
+                    }
+                    trace.ahead -= 1;
+                    break;
+                }
+                if state.whole.is_begun() {
+                    continue;
+                }
+                match self.together.is_some() {
+                    true => state.prefetched = true,
+                    false => state.whole = Whole::Gathering,
+                }
+            }
+            room -= numel;
+            rank.ahead.prefetched.fetch_add(numel, Ordering::Relaxed);
+            if self.together.is_some() {
+                together.push(cell);
+                continue;
+            }
+            rank.ahead.in_flight.fetch_add(numel, Ordering::Relaxed);
+            self.prefetch.send(cell, |inbox| inbox.into_iter().for_each(|cell| gather_ahead(&cell)));
+        }
+        self.begin(&together);
+    }
+
+    // ---- gathers by all ranks together ----
+
+    /// Begins to gather `cells` by all ranks together, here, on the rank's own thread, so that every rank begins the same gathers
+    /// in the same order.
+    fn begin(&self, cells: &[Arc<Cell<B>>]) {
+        let Some(bulk) = self.together.as_ref().filter(|_| !cells.is_empty()) else { return };
+        let name = |cell: &Cell<B>| cell.slot.as_ref().map_or_else(String::new, |slot| slot.to_string());
+        let wholes = cells.iter().map(|cell| (name(cell), cell.shape.clone())).collect();
+        let rows = cells.iter().map(|cell| row(cell)).collect();
+        let begun = bulk.begin_gathers(rows, wholes).unwrap_or_else(|error| raise(error));
+        for (cell, begun) in cells.iter().zip(begun) {
+            let mut state = cell.state.lock();
+            cell.update(&mut state, |state| state.whole = Whole::Arriving(begun));
+        }
+    }
+
+    /// The whole of `cell` in its own shape.
+    fn end(&self, begun: Begun<B>, cell: &Cell<B>) -> B::FloatTensorPrimitive {
+        let bulk = self.together.as_ref().expect("only where ranks gather together is a gather begun");
+        let flat = bulk.end::<B>(begun, &cell.device).unwrap_or_else(|error| raise(error));
+        let numel = cell.partition.numel();
+        // The last ranks' pieces may be shorter than the others'.
+        let flat = match flat.shape().num_elements() {
+            exactly if exactly == numel => flat,
+            _ => B::float_slice(flat, &[Slice::from(0..numel)]),
+        };
+        B::float_reshape(flat, cell.shape.clone())
+    }
+
+    /// Begins to gather what waits for it ([`Rank::awaited`]), in few operations. Called where every rank comes: after an update,
+    /// before a parameter is used, before gradients are reduced, before a fence.
+    pub(crate) fn begin_awaited(&self) {
+        if self.together.is_none() {
+            return;
+        }
+        let awaited = std::mem::take(&mut *self.rank.awaited.lock());
+        // One that was dropped was replaced, on every rank.
+        let cells = awaited.into_values().filter_map(|cell| cell.upgrade());
+        let cells: Vec<Arc<Cell<B>>> = cells.filter(|cell| !cell.settled().whole.is_begun()).collect();
+        if cells.is_empty() {
+            return;
+        }
+        let _span = tracing::trace_span!("gather", parameters = cells.len()).entered();
+        self.begin(&cells);
+        self.arriving.lock().extend(cells.iter().map(Arc::downgrade));
+    }
+
+    /// Ends the gathers that [`Gatherer::begin_awaited`] has begun: one of them is needed, and they come together.
+    pub(crate) fn end_awaited(&self) {
+        let (mut cells, mut wholes) = (Vec::new(), Vec::new());
+        for cell in std::mem::take(&mut *self.arriving.lock()).iter().filter_map(Weak::upgrade) {
+            let mut state = cell.state.lock();
+            let Some(begun) = cell.update(&mut state, |state| state.whole.take_arriving()) else { continue };
+            drop(state);
+            wholes.push(self.end(begun, &cell));
+            cells.push(cell);
+        }
+        if cells.is_empty() {
+            return;
+        }
+        for (cell, whole) in cells.iter().zip(self.rank.share_many(wholes)) {
+            let mut state = cell.state.lock();
+            cell.update(&mut state, |state| state.whole = Whole::There(whole));
+            self.make_whole_the_home(cell, &mut state);
+        }
+    }
+
+    /// The rank ends: what all ranks have begun together has ended on all of them. One that leaves with its part of an
+    /// operation still to come would keep the others.
+    ///
+    /// # Errors
+    ///
+    /// As any collective's.
+    pub(crate) fn finish(&self) -> Result<(), CommError> {
+        self.together.as_ref().map_or(Ok(()), |bulk| bulk.finish())
+    }
+
+    // ---- the end of a step ----
+
+    /// A step has ended: its gathers become the plan.
+    pub(crate) fn end_cycle(&self) {
+        self.trace.lock().end_cycle();
+    }
+
+    /// Drops gathered copies that the policy does not keep between steps.
+    pub(crate) fn drop_unused(&self) {
+        let indices: Vec<u64> = self.trace.lock().plan.iter().map(|&(index, ..)| index).collect();
+        for cell in indices.into_iter().filter_map(|index| self.rank.parameters.current_version(index)) {
+            let mut state = cell.state.lock();
+            if cell.kind() == Kind::Parameter && state.has_piece() && state.whole.is_begun() {
+                cell.forget_whole(&mut state);
+            }
+        }
+    }
+}
+
+/// Gathers a parameter on the prefetch thread.
+fn gather_ahead<B: Backend>(cell: &Cell<B>) {
+    // An error or a panic (no memory) is left to the load, which meets it on the rank's own thread.
+    let whole = catch_unwind(AssertUnwindSafe(|| read::whole(cell, For::Beside))).ok().and_then(Result::ok);
+    let whole = whole.map(|whole| cell.rank.share(whole));
+    let mut state = cell.state.lock();
+    cell.rank.ahead.in_flight.fetch_sub(cell.partition.numel(), Ordering::Relaxed);
+    state.prefetched = true;
+    match whole {
+        Some(whole) => cell.update(&mut state, |state| state.whole = Whole::There(whole)),
+        None => cell.forget_whole(&mut state),
+    }
+    cell.changed.notify_all();
+}
+
+/// This rank's piece, as long as every rank's.
+fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
+    let (len, stride) = (cell.partition.len(cell.place()), cell.partition.stride());
+    let local = cell.local();
+    if len == stride && local.shape().num_elements() == stride {
+        return B::float_reshape(local, Shape::new([stride]));
+    }
+    let filler = B::float_zeros(Shape::new([stride - len]), &cell.device, cell.dtype.into());
+    match len {
+        0 => filler,
+        _ => B::float_cat(vec![B::float_slice(local, &[Slice::from(0..len)]), filler], 0),
+    }
+}
+
+/// Adds to each gather the number of elements gathered between it and the next gather of the same parameter.
+fn with_reuse_distances(recorded: &[(u64, usize)]) -> Vec<(u64, usize, usize)> {
+    let mut plan: Vec<(u64, usize, usize)> = Vec::with_capacity(recorded.len());
+    // Elements gathered from a place to the end, and for each parameter that count at its next use.
+    let mut after = 0;
+    let mut at_next_use: HashMap<u64, usize> = HashMap::new();
+    for &(index, numel) in recorded.iter().rev() {
+        let distance = at_next_use.insert(index, after + numel).map_or(usize::MAX, |next| after - next);
+        plan.push((index, numel, distance));
+        after += numel;
+    }
+    plan.reverse();
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_flex::Flex;
+    use burn_std::DType;
+    use zero_core::Stage;
+
+    use super::*;
+    use crate::birth::{Fill, parameter};
+    use crate::config::ZeroConfig;
+    use crate::context::Context;
+    use crate::launch::launch;
+    use crate::tensor::ZeroTensor;
+
+    /// Runs `body` as two ranks at stage 3, with two parameters that are cut and not kept.
+    fn with_two_parameters(body: impl Fn(&Gatherer<Flex>, [Arc<Cell<Flex>>; 2]) + Sync) {
+        let config = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(Stage::Parameters) };
+        launch::<Flex, (), String>(2, &config, &Default::default(), |device| {
+            let context = Context::<Flex>::current();
+            let born = |_| match parameter(Fill::Value(1f32.into()), Shape::new([6, 4]), device.inner(), DType::F32) {
+                ZeroTensor::Shard(shard) => shard.cell,
+                _ => unreachable!("a parameter is a shard"),
+            };
+            let cells = [(); 2].map(born);
+            for (id, cell) in cells.iter().enumerate() {
+                context.rank.parameters.name((id as u64).into(), cell.slot.clone().unwrap());
+            }
+            body(&context.gatherer, cells);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_an_evaluation_gathers_is_not_remembered_for_ever() {
+        with_two_parameters(|gatherer, [cell, _]| {
+            let slot = cell.slot.as_ref().unwrap();
+            for _ in 0..3 * MOST_RECORDED {
+                gatherer.plan_load(slot, 0);
+            }
+            let trace = gatherer.trace.lock();
+            assert!(trace.recorded.len() <= MOST_RECORDED && trace.recorded.capacity() <= 2 * MOST_RECORDED);
+        });
+    }
+
+    #[test]
+    fn a_load_does_not_wait_for_a_prefetch_of_its_own_next_use() {
+        with_two_parameters(|gatherer, [a, b]| {
+            let all = [&a, &b, &a, &b, &a];
+            let load = |cell: &Arc<Cell<Flex>>| drop(gatherer.load(cell, cell.slot.as_ref().unwrap()));
+            all.into_iter().for_each(load);
+            gatherer.end_cycle();
+            let plan = |cell: &Cell<Flex>| gatherer.plan_load(cell.slot.as_ref().unwrap(), 0);
+            let is_ahead = |cell: &Cell<Flex>| {
+                let state = cell.wait_until(|state| !state.is_gathering());
+                state.prefetched
+            };
+            plan(&a);
+            assert!(is_ahead(&b) && !is_ahead(&a), "the first load is of what it is about to gather itself");
+            // Used, so that the next uses come in turn.
+            load(&b);
+            assert!(is_ahead(&a) && !is_ahead(&b));
+            load(&a);
+            assert!(is_ahead(&b) && !is_ahead(&a));
+        });
+    }
+
+    #[test]
+    fn reuse_distances_count_what_lies_between() {
+        let plan = with_reuse_distances(&[(0, 10), (1, 5), (0, 10), (0, 10), (2, 3)]);
+        let distances: Vec<usize> = plan.iter().map(|&(_, _, distance)| distance).collect();
+        assert_eq!(distances, [5, usize::MAX, 0, usize::MAX, usize::MAX]);
+    }
+}

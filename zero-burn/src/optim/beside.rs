@@ -1,0 +1,208 @@
+//! Updates of what is not kept with the backend, on the processor. What lies on a disk: all parameters of a step in one pipeline
+//! that reads, computes and writes back stretches of their arrays beside one another, in a few buffers of constant size. What
+//! lies in the host's memory: one after another, in place.
+//!
+//! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its
+//! parameter's last stretch is there: who reads it earlier waits. Updates are in place, on the disk too, after the fence
+//! that keeps fast ranks from replacing what slow ranks still read.
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use burn_backend::{Backend, StreamId};
+use crossbeam_channel::{Receiver, Sender, bounded};
+use parking_lot::Mutex;
+use zero_core::CommError;
+use zero_core::collective::threads::panic_reason;
+use zero_core::offload::{Access, Buffer, DiskError, Item, Part, Work, pipeline_with};
+
+use super::job::{Array, Job};
+use crate::cell::patience::Patience;
+use crate::cell::rank::Rank;
+use crate::tier::Disk;
+use crate::worker::Worker;
+
+/// The stretches that the pipeline moves are of a multiple of so many elements, so that each array's begin where the disk
+/// wants them to, in any type.
+const GRAIN: usize = 8 << 10;
+
+/// Stretches of all jobs, in order.
+struct Layout {
+    items: Vec<Item>,
+    /// Of each item, the job and the elements.
+    places: Vec<(usize, Range<usize>)>,
+    /// Of each job, the number of items up to its end.
+    ends: Vec<usize>,
+}
+
+impl Layout {
+    fn new<B: Backend>(disk: &Disk, jobs: &[Job<B>]) -> Self {
+        let most = disk.settings.sub_group_size.min(disk.pool.buffer_bytes() / 4) / GRAIN * GRAIN;
+        let stretch = most.max(GRAIN);
+        let mut layout = Self { items: Vec::new(), places: Vec::new(), ends: Vec::with_capacity(jobs.len()) };
+        for (job_index, job) in jobs.iter().enumerate() {
+            let arrays = job.arrays();
+            let mut regions: Vec<_> = arrays
+                .iter()
+                .filter_map(|(home, size, access)| match home {
+                    Array::Disk { stored, .. } => Some((stored.region().parts(stretch * size), *access)),
+                    Array::Memory(_) | Array::Tensor(_) => None,
+                })
+                .collect();
+            let mut start = 0;
+            while start < job.elements {
+                let end = (start + stretch).min(job.elements);
+                let part = |(parts, access): &mut (_, Access)| {
+                    let region = Iterator::next(parts).expect("a region is as long as its array");
+                    Part { region, access: *access }
+                };
+                layout.items.push(Item { parts: regions.iter_mut().map(part).collect() });
+                layout.places.push((job_index, start..end));
+                start = end;
+            }
+            layout.ends.push(layout.items.len());
+        }
+        layout
+    }
+}
+
+/// Why a pipeline ended early.
+enum Failure {
+    Disk(DiskError),
+    /// Another rank has failed.
+    Comm(CommError),
+}
+
+impl From<DiskError> for Failure {
+    fn from(error: DiskError) -> Self {
+        Self::Disk(error)
+    }
+}
+
+/// Jobs under way. One that has ended gives its cells what they wait for.
+struct Running<'a, B: Backend> {
+    layout: &'a Layout,
+    jobs: Vec<Option<Job<B>>>,
+    /// Jobs that have ended.
+    ended: usize,
+    rank: Arc<Rank<B>>,
+}
+
+impl<B: Backend> Running<'_, B> {
+    fn settle_up_to(&mut self, items: usize) {
+        while self.layout.ends.get(self.ended).is_some_and(|&end| end <= items) {
+            // What is yet to be put on the disk needs buffers, which the pipeline has: it waits for the end of that.
+            if let Some(job) = self.jobs[self.ended].take_if(|job| !job.is_to_be_stored()) {
+                job.settle();
+            }
+            self.ended += 1;
+        }
+    }
+}
+
+impl<B: Backend> Work<Failure> for Running<'_, B> {
+    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), Failure> {
+        self.rank.window.check(&"an update from the disk").map_err(Failure::Comm)?;
+        let (job, range) = self.layout.places[index].clone();
+        self.jobs[job].as_mut().expect("a job ends after its last item").compute(range, buffers);
+        Ok(())
+    }
+
+    fn written(&mut self, index: usize) {
+        self.settle_up_to(index + 1);
+    }
+}
+
+/// Runs updates whose arrays are all in memory.
+fn run_in_memory<B: Backend>(jobs: Vec<Job<B>>, rank: &Rank<B>) -> Result<(), Failure> {
+    for job in jobs {
+        rank.window.check(&"an update in the host's memory").map_err(Failure::Comm)?;
+        let _span = tracing::trace_span!("update in host memory", elements = job.elements).entered();
+        job.run();
+    }
+    Ok(())
+}
+
+fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<(), CommError> {
+    let cells: Vec<_> = jobs.iter().flat_map(|job| job.cells.iter().cloned()).collect();
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let (in_memory, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_in_memory);
+        run_in_memory(in_memory, rank)?;
+        let Some(disk) = rank.disk.as_deref().filter(|_| !jobs.is_empty()) else { return Ok(()) };
+        let layout = Layout::new(disk, &jobs);
+        let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
+        let mut running =
+            Running { layout: &layout, jobs: jobs.into_iter().map(Some).collect(), ended: 0, rank: rank.clone() };
+        let run = pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running);
+        if run.is_ok() {
+            // Those without elements have no items, and others waited for the buffers.
+            running.jobs.into_iter().flatten().for_each(Job::settle);
+        }
+        run.map(|_| ())
+    }));
+    let reason = |reason: String| CommError::Disk { rank: rank.index, reason: reason.into() };
+    let error = match result {
+        Ok(Ok(())) => return Ok(()),
+        Ok(Err(Failure::Comm(error))) => error,
+        Ok(Err(Failure::Disk(error))) => reason(error.to_string()),
+        Err(payload) => reason(format!("an update panicked: {}", panic_reason(&*payload))),
+    };
+    for cell in cells.into_iter().filter(|cell| cell.is_pending()) {
+        cell.settle(Err(error.clone()));
+    }
+    Err(error)
+}
+
+/// What a thread that updates is given, and where it says how it went.
+type Order<B> = (Vec<Job<B>>, Arc<Rank<B>>, Sender<Result<(), CommError>>);
+
+/// The rank's thread for updates of what is not kept with the backend, beside the next forward pass: that waits for a parameter only as
+/// long as this parameter takes. One step's updates run at a time.
+pub(crate) struct Updates<B: Backend> {
+    worker: Worker<Order<B>>,
+    under_way: Mutex<Option<Receiver<Result<(), CommError>>>>,
+}
+
+impl<B: Backend> Updates<B> {
+    pub(crate) fn new(rank: usize) -> Self {
+        Self { worker: Worker::new(format!("rank-{rank}-update")), under_way: Mutex::new(None) }
+    }
+
+    /// Starts the updates of a step, once the last step's have ended.
+    pub(super) fn start(&self, rank: &Arc<Rank<B>>, jobs: Vec<Job<B>>) -> Result<(), CommError> {
+        self.wait(rank)?;
+        let (reply, result) = bounded(1);
+        *self.under_way.lock() = Some(result);
+        // As many threads as the rank computes with. They sleep but for the arithmetic of a stretch.
+        let threads = rayon::current_num_threads();
+        self.worker.send((jobs, rank.clone(), reply), move |inbox| {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(|thread| format!("update-{thread}"))
+                .build();
+            for (jobs, rank, reply) in inbox {
+                let stream = StreamId::current();
+                let result = match &pool {
+                    Ok(pool) => pool.install(|| stream.executes(|| run_jobs(jobs, &rank))),
+                    // The system gives no more threads: this one will do.
+                    Err(_) => run_jobs(jobs, &rank),
+                };
+                // Whoever waited may have been stopped.
+                let _ = reply.send(result);
+            }
+        });
+        Ok(())
+    }
+
+    /// Waits for the updates under way.
+    pub(crate) fn wait(&self, rank: &Rank<B>) -> Result<(), CommError> {
+        let Some(result) = self.under_way.lock().take() else { return Ok(()) };
+        let _span = tracing::trace_span!("wait for update").entered();
+        Patience::receive(rank, &result, "a wait for updates")
+    }
+
+    pub(crate) fn stop(&self) {
+        self.worker.stop();
+    }
+}

@@ -1,0 +1,247 @@
+//! The layout of gradients in buckets of constant size: per rank a row, per parameter the same columns of each. A large parameter
+//! spans buckets; one that the ranks divide evenly may go alone, as it is: its rows are already those of a bucket.
+//!
+//! Where rows are made, sent and taken apart is for the [`Medium`]: the host's memory ([`super::host`]), or a device's
+//! ([`super::device`]).
+
+use std::sync::Arc;
+
+use burn_backend::Backend;
+use zero_core::{CommError, Partition};
+use zero_ops::Shared;
+
+use super::{Incoming, Lanes, names};
+use crate::cell::Cell;
+use crate::cell::rank::Rank;
+
+/// Columns `from` to `from + columns` of a gradient of `numel` elements, which begin at column `at` of their bucket.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Segment {
+    pub(super) piece: usize,
+    pub(super) numel: usize,
+    pub(super) from: usize,
+    pub(super) columns: usize,
+    pub(super) at: usize,
+}
+
+/// A gradient's reduced piece as it is put together from buckets.
+pub(super) struct Piece<B: Backend, T> {
+    pub(super) cell: Arc<Cell<B>>,
+    /// What has been put together so far.
+    pub(super) target: Option<T>,
+    /// Elements of it.
+    pub(super) len: usize,
+    /// Columns that have been reduced, and all.
+    done: usize,
+    columns: usize,
+}
+
+/// Where buckets are.
+pub(super) trait Medium<B: Backend>: Send {
+    /// A whole gradient, or none: zeros.
+    type Gradient: Send;
+    /// A reduced piece, or what is there of it.
+    type Target: Send;
+    /// A bucket that is being reduced.
+    type Sent: Send;
+    /// A gradient that is, by itself.
+    type Alone: Send;
+
+    /// Whether gradients are held until their bucket is sent.
+    const HOLDS: bool;
+
+    /// What is added of a gradient.
+    fn take(&self, gradient: Shared<B>) -> Self::Gradient;
+
+    /// Whether a gradient goes by itself; the same on every rank.
+    fn goes_alone(&self, numel: usize) -> bool;
+
+    /// Puts a segment into the bucket that is being filled, of `row` columns.
+    fn add(&mut self, gradient: &Option<Self::Gradient>, segment: Segment, row: usize);
+
+    /// Sends that bucket, of `row` columns.
+    fn send(&mut self, row: usize, name: &str) -> Result<Self::Sent, CommError>;
+
+    /// Waits for a bucket of `row` columns, and puts its segments where they belong.
+    fn receive(
+        &mut self,
+        sent: Self::Sent,
+        row: usize,
+        segments: &[Segment],
+        pieces: &mut [Option<Piece<B, Self::Target>>],
+    ) -> Result<(), CommError>;
+
+    /// Gives a cell its piece, when all of it is there.
+    fn settle(&self, piece: Piece<B, Self::Target>);
+
+    fn send_alone(&mut self, gradient: Option<Self::Gradient>, numel: usize, name: &str, cell: &Cell<B>)
+    -> Self::Alone;
+
+    fn receive_alone(&mut self, sent: Self::Alone, cell: &Cell<B>) -> Result<Shared<B>, CommError>;
+
+    /// After all has been received.
+    fn finish(&self) -> Result<(), CommError>;
+}
+
+enum InFlight<B: Backend, M: Medium<B>> {
+    Bucket { sent: M::Sent, segments: Vec<Segment>, row: usize },
+    Alone { sent: M::Alone, cell: Arc<Cell<B>>, counted: i64 },
+}
+
+/// The buckets of one backward pass.
+pub(super) struct Buckets<B: Backend, M: Medium<B>> {
+    rank: Arc<Rank<B>>,
+    medium: M,
+    /// Columns of a full bucket.
+    capacity: usize,
+    /// Columns still to come in this pass, so that the last bucket is no larger than it need be.
+    remaining: usize,
+    /// Of the bucket that is being filled: its columns, and those that are.
+    row: usize,
+    filled: usize,
+    segments: Vec<Segment>,
+    /// Bytes of its gradients that count as not reduced.
+    counted: i64,
+    in_flight: Option<InFlight<B, M>>,
+    pieces: Vec<Option<Piece<B, M::Target>>>,
+}
+
+impl<B: Backend, M: Medium<B>> Buckets<B, M> {
+    /// For the parameters `plan`, in buckets of `elements`.
+    pub(super) fn new(rank: &Arc<Rank<B>>, medium: M, elements: usize, plan: &[u64]) -> Self {
+        let sizes = plan.iter().filter_map(|&index| rank.parameters.slot(index)).map(|slot| slot.partition.numel());
+        let laid_out = sizes.filter(|&numel| !medium.goes_alone(numel));
+        Self {
+            capacity: (elements / rank.world).max(1),
+            remaining: laid_out.map(|numel| Partition::new(numel, rank.world).stride()).sum(),
+            rank: rank.clone(),
+            medium,
+            row: 0,
+            filled: 0,
+            segments: Vec::new(),
+            counted: 0,
+            in_flight: None,
+            pieces: Vec::new(),
+        }
+    }
+
+    /// What has been laid out so far is in a bucket, and gone.
+    fn release(&mut self) {
+        self.rank.count_unreduced(-std::mem::take(&mut self.counted));
+    }
+
+    /// Sends the bucket, full by now, once the one before it is done.
+    fn flush(&mut self) -> Result<(), CommError> {
+        self.wait()?;
+        let (row, segments) = (std::mem::take(&mut self.row), std::mem::take(&mut self.segments));
+        self.filled = 0;
+        let pieces = segments.iter().filter_map(|segment| self.pieces[segment.piece].as_ref());
+        let name = names(pieces.map(|piece| &*piece.cell));
+        let sent = self.medium.send(row, &name);
+        self.release();
+        self.in_flight = Some(InFlight::Bucket { sent: sent?, segments, row });
+        Ok(())
+    }
+
+    fn send_alone(
+        &mut self,
+        gradient: Option<M::Gradient>,
+        cell: Arc<Cell<B>>,
+        numel: usize,
+        counted: i64,
+    ) -> Result<(), CommError> {
+        if let Err(error) = self.wait() {
+            self.rank.count_unreduced(-counted);
+            cell.settle(Err(error.clone()));
+            return Err(error);
+        }
+        let sent = self.medium.send_alone(gradient, numel, &names(std::iter::once(&*cell)), &cell);
+        self.in_flight = Some(InFlight::Alone { sent, cell, counted });
+        Ok(())
+    }
+
+    /// Takes in the result of the request in flight.
+    fn wait(&mut self) -> Result<(), CommError> {
+        // An error: `fail` tells the cells of what was in flight and of all that is still to come.
+        match self.in_flight.take() {
+            None => {}
+            Some(InFlight::Bucket { sent, segments, row }) => {
+                self.medium.receive(sent, row, &segments, &mut self.pieces)?;
+                for Segment { piece: index, columns, .. } in segments {
+                    let piece = self.pieces[index].as_mut().expect("a piece is completed by its last segment");
+                    piece.done += columns;
+                    if piece.done == piece.columns {
+                        self.complete(index);
+                    }
+                }
+            }
+            Some(InFlight::Alone { sent, cell, counted }) => {
+                let reduced = self.medium.receive_alone(sent, &cell);
+                self.rank.count_unreduced(-counted);
+                let failed = reduced.as_ref().err().cloned();
+                cell.settle(reduced);
+                return failed.map_or(Ok(()), Err);
+            }
+        }
+        Ok(())
+    }
+
+    fn complete(&mut self, index: usize) {
+        self.medium.settle(self.pieces[index].take().expect("a piece is completed once"));
+    }
+}
+
+impl<B: Backend, M: Medium<B>> Lanes<B> for Buckets<B, M> {
+    fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
+        let Incoming { gradient, cell, numel, counted } = incoming;
+        let gradient = gradient.map(|gradient| self.medium.take(gradient));
+        if self.medium.goes_alone(numel) {
+            return self.send_alone(gradient, cell, numel, counted);
+        }
+        self.counted += counted;
+        let layout = Partition::new(numel, self.rank.world);
+        let (piece, columns) = (self.pieces.len(), layout.stride());
+        let len = if self.rank.config.stage.shards_optimizer() { layout.len(self.rank.index) } else { numel };
+        self.pieces.push(Some(Piece { cell, target: None, len, done: 0, columns }));
+        if numel == 0 {
+            self.complete(piece);
+        }
+        let mut from = 0;
+        while from < columns {
+            if self.row == 0 {
+                self.row = self.capacity.min(self.remaining);
+            }
+            let part = (self.row - self.filled).min(columns - from);
+            let segment = Segment { piece, numel, from, columns: part, at: self.filled };
+            self.medium.add(&gradient, segment, self.row);
+            self.segments.push(segment);
+            self.filled += part;
+            self.remaining -= part;
+            from += part;
+            if self.filled == self.row {
+                self.flush()?;
+            }
+        }
+        if !M::HOLDS {
+            self.release();
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), CommError> {
+        // The last bucket was sent when the last gradient filled it.
+        self.wait()?;
+        self.medium.finish()
+    }
+
+    fn fail(&mut self, error: &CommError) {
+        self.release();
+        if let Some(InFlight::Alone { cell, counted, .. }) = self.in_flight.take() {
+            self.rank.count_unreduced(-counted);
+            cell.settle(Err(error.clone()));
+        }
+        for piece in self.pieces.iter_mut().filter_map(Option::take) {
+            piece.cell.settle(Err(error.clone()));
+        }
+    }
+}
