@@ -24,11 +24,11 @@ use crate::current::{CURRENT, Installed, PLACES, RUNNING};
 use crate::device::ZeroDevice;
 use crate::gather::{Gatherer, read_whole};
 use crate::mover::{For, Mover};
-use crate::optim::beside::Updates;
 use crate::random::{Draws, Stream};
 use crate::reduce::{Foreign, Outcome, Phase, Reducer};
 use crate::tier::Disk;
 use crate::trouble::{or_stop, raise, stop, stop_foreign};
+use crate::update::beside::Updates;
 use crate::values::empty;
 
 pub(crate) struct Context<B: Backend> {

@@ -14,10 +14,10 @@ use crate::cell::{Cell, Kind};
 use crate::context::Context;
 use crate::elementwise::own_piece;
 use crate::gathered::{ParamMeta, parameters};
-use crate::optim::pass::elements_of;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::Stored;
 use crate::trouble::stop;
+use crate::update::pass::elements_of;
 use crate::values::read;
 use crate::walk;
 

@@ -66,6 +66,7 @@ pub mod stats;
 mod tensor;
 mod tier;
 mod trouble;
+mod update;
 mod values;
 mod view;
 mod walk;

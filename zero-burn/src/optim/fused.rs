@@ -14,9 +14,7 @@ use burn_std::{DType, Shape};
 use zero_core::offload::DiskError;
 use zero_ops::Rule;
 
-#[cfg(feature = "cubecl")]
-use super::device;
-use super::job::{Update, Where};
+use super::plan::{Update, Where};
 use super::state::{MASTER, ParamState, StateRecord, flat};
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::{Cell, Kind, Origin, Template};
@@ -131,7 +129,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             },
         );
         #[cfg(feature = "cubecl")]
-        device::run(on_device);
+        crate::update::device::run(on_device);
         #[cfg(not(feature = "cubecl"))]
         drop(on_device);
         // What is kept of these is free before more is read.

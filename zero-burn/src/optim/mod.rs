@@ -8,13 +8,8 @@
 //! * Memory: the host's for burn-flex, the device's for CubeCL's backends (`device`); other backends copy in and out.
 //! * Threads: the rank's pool of compute threads.
 
-pub(crate) mod beside;
-#[cfg(feature = "cubecl")]
-mod device;
 mod fused;
-mod job;
-pub(crate) mod pass;
-mod rule;
+mod plan;
 mod state;
 
 pub use fused::{Fused, ParamInfo};

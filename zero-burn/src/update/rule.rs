@@ -4,7 +4,7 @@ use zero_ops::Rule;
 
 /// A rule with the numbers of one step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Kernel {
+pub(crate) struct Kernel {
     rule: Rule,
     lr: f64,
     /// Number of the step, from 1.
@@ -14,7 +14,7 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    pub(super) fn new(rule: Rule, lr: f64, time: usize) -> Self {
+    pub(crate) fn new(rule: Rule, lr: f64, time: usize) -> Self {
         Self { rule, lr, time, fresh: time == 1 }
     }
 
@@ -22,7 +22,7 @@ impl Kernel {
     ///
     /// Every rule rounds operation by operation; AdamW in the order of Burn's, so that both give the same bits.
     #[inline(always)]
-    pub(super) fn apply(self, p: &mut [f32], g: &[f32], a: &mut [f32], b: &mut [f32]) {
+    pub(crate) fn apply(self, p: &mut [f32], g: &[f32], a: &mut [f32], b: &mut [f32]) {
         let fresh = self.fresh;
         let lr = self.lr as f32;
         let decayed = |weight_decay: f32| (1.0 - self.lr * f64::from(weight_decay)) as f32;

@@ -13,18 +13,18 @@ use zero_ops::Elements;
 const CHUNK: usize = 1 << 13;
 
 /// The 16-bit copy of a parameter, written.
-pub(super) enum Target<'a> {
+pub(crate) enum Target<'a> {
     F16(&'a mut [f16]),
     Bf16(&'a mut [bf16]),
 }
 
 /// The arrays of a stretch of the piece, equally long but for states that the rule does not keep, which are empty.
-pub(super) struct Stretch<'a> {
-    pub(super) p: &'a mut [f32],
-    pub(super) g: Elements<'a>,
-    pub(super) a: &'a mut [f32],
-    pub(super) b: &'a mut [f32],
-    pub(super) copy: Option<Target<'a>>,
+pub(crate) struct Stretch<'a> {
+    pub(crate) p: &'a mut [f32],
+    pub(crate) g: Elements<'a>,
+    pub(crate) a: &'a mut [f32],
+    pub(crate) b: &'a mut [f32],
+    pub(crate) copy: Option<Target<'a>>,
 }
 
 /// Elements of data of 32 or 16 bit.
@@ -42,7 +42,7 @@ pub(crate) fn elements_of(data: &TensorData) -> Elements<'_> {
 }
 
 /// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool.
-pub(super) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>) {
+pub(crate) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>) {
     let Stretch { p, g, a, b, copy } = stretch;
     let mut copies = copy.map(Target::chunks);
     let (mut a, mut b) = (a.chunks_mut(CHUNK), b.chunks_mut(CHUNK));

@@ -4,11 +4,11 @@
 use burn_backend::Backend;
 use zero_ops::{GradScale, UpdateItem, Updated, fused_update};
 
-use super::job::{Array, Job};
+use super::{Array, Job};
 use crate::trouble::stop;
 
 /// Runs a step's updates, all with the same scale of gradients. Nothing is waited for.
-pub(super) fn run<B: Backend>(jobs: Vec<Job<B>>) {
+pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>) {
     let Some(scale) = jobs.first().map(|job| job.scale) else { return };
     let (mut items, mut waiting) = (Vec::with_capacity(jobs.len()), Vec::new());
     for Job { kernel, parameter, gradient: (gradient, _), states, copy, cells, .. } in jobs {

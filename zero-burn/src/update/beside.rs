@@ -17,7 +17,7 @@ use zero_core::CommError;
 use zero_core::collective::threads::panic_reason;
 use zero_core::offload::{Access, Buffer, DiskError, Item, Part, Work, pipeline_with};
 
-use super::job::{Array, Job};
+use super::{Array, Job};
 use crate::cell::patience::Patience;
 use crate::cell::rank::Rank;
 use crate::tier::Disk;
@@ -170,7 +170,7 @@ impl<B: Backend> Updates<B> {
     }
 
     /// Starts the updates of a step, once the last step's have ended.
-    pub(super) fn start(&self, rank: &Arc<Rank<B>>, jobs: Vec<Job<B>>) -> Result<(), CommError> {
+    pub(crate) fn start(&self, rank: &Arc<Rank<B>>, jobs: Vec<Job<B>>) -> Result<(), CommError> {
         self.wait(rank)?;
         let (reply, result) = bounded(1);
         *self.under_way.lock() = Some(result);

@@ -1,0 +1,204 @@
+//! The update of one parameter: its arrays, where they lie, and the cells that wait for what comes of it.
+//!
+//! It runs at once where the arrays are in the host's memory, with the others of its step on a device (`device`), or beside what
+//! follows the step ([`beside`]) where something is kept elsewhere than with the backend.
+
+pub(crate) mod beside;
+#[cfg(feature = "cubecl")]
+pub(crate) mod device;
+pub(crate) mod pass;
+pub(crate) mod rule;
+
+use std::ops::Range;
+use std::slice::IterMut;
+use std::sync::Arc;
+
+use burn_backend::{Backend, TensorData, TensorMetadata};
+use burn_std::DType;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use zero_core::offload::{Access, Buffer};
+use zero_ops::Elements;
+
+use crate::cell::{Cell, Piece};
+use crate::mover::Mover;
+use crate::tier::{Home, OnDisk, Stored};
+use pass::{Stretch, Target, run_stretch};
+use rule::Kernel;
+
+/// Where one array of an update is.
+pub(crate) enum Array<B: Backend> {
+    /// With the backend: on a device, or read where it lies.
+    Tensor(B::FloatTensorPrimitive),
+    /// In the host's memory.
+    Memory(TensorData),
+    Disk {
+        stored: Arc<OnDisk>,
+        /// What is there means nothing yet.
+        fresh: bool,
+    },
+}
+
+impl<B: Backend> Array<B> {
+    /// What an array that is kept elsewhere than with the backend is to an update: the host's memory is written in place
+    /// where nobody else holds it.
+    pub(crate) fn of(stored: Stored, mover: &Mover) -> Self {
+        match stored {
+            Stored::Host(data) => Array::Memory(mover.unshared(data)),
+            Stored::Disk(stored) => Array::Disk { stored, fresh: false },
+        }
+    }
+
+    /// What is there of it means nothing yet.
+    pub(crate) fn is_fresh(&self) -> bool {
+        matches!(self, Array::Disk { fresh: true, .. })
+    }
+
+    /// Elements, if it is in memory.
+    pub(crate) fn elements(&self) -> Option<usize> {
+        match self {
+            Array::Tensor(tensor) => Some(tensor.shape().num_elements()),
+            Array::Memory(data) => Some(data.num_elements()),
+            Array::Disk { .. } => None,
+        }
+    }
+}
+
+/// The update of one parameter.
+pub(crate) struct Job<B: Backend> {
+    pub(crate) kernel: Kernel,
+    pub(crate) scale: f32,
+    pub(crate) elements: usize,
+    /// The fp32 parameter or its master, which is made of `copy` if it is fresh.
+    pub(crate) parameter: Array<B>,
+    pub(crate) gradient: (Array<B>, DType),
+    /// In the order of the rule's names; zero where fresh.
+    pub(crate) states: Vec<Array<B>>,
+    /// The parameter in 16 bit.
+    pub(crate) copy: Option<(Array<B>, DType)>,
+    /// What comes of it, pending: the states, the master if there is a copy, the parameter's next version.
+    pub(crate) cells: Vec<Arc<Cell<B>>>,
+}
+
+impl<B: Backend> Job<B> {
+    /// Arrays in the order in which their buffers come, with their element's size and what becomes of them.
+    pub(crate) fn arrays(&self) -> Vec<(&Array<B>, usize, Access)> {
+        let updated = |home: &Array<B>| match home {
+            Array::Disk { fresh: true, .. } => Access::Write,
+            _ => Access::Update,
+        };
+        let mut arrays = vec![
+            (&self.parameter, 4, updated(&self.parameter)),
+            (&self.gradient.0, self.gradient.1.size(), Access::Read),
+        ];
+        arrays.extend(self.states.iter().map(|home| (home, 4, updated(home))));
+        if let Some((home, dtype)) = &self.copy {
+            // It is written over, unless the master is made of it.
+            let access = if self.parameter.is_fresh() { Access::Update } else { Access::Write };
+            arrays.push((home, dtype.size(), access));
+        }
+        arrays
+    }
+
+    /// Updates elements `range`.
+    pub(crate) fn compute(&mut self, range: Range<usize>, buffers: &mut [Buffer]) {
+        let mut buffers = buffers.iter_mut();
+        let fresh = self.parameter.is_fresh();
+        let p = floats(&mut self.parameter, &mut buffers, &range);
+        let g = match &mut self.gradient {
+            (Array::Tensor(g), _) => zero_ops::elements::<B>(g).expect("it was looked at").slice(range.clone()),
+            (home, DType::F16) => Elements::F16(halves(home, &mut buffers, &range)),
+            (home, DType::BF16) => Elements::Bf16(halves(home, &mut buffers, &range)),
+            (home, _) => Elements::F32(floats(home, &mut buffers, &range)),
+        };
+        let mut states = self.states.iter_mut().map(|home| {
+            let fresh = home.is_fresh();
+            let values = floats(home, &mut buffers, &range);
+            if fresh {
+                values.fill(0.0);
+            }
+            values
+        });
+        let (a, b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
+        drop(states);
+        let copy = self.copy.as_mut().map(|(home, dtype)| match dtype {
+            DType::F16 => Target::F16(halves::<B, f16>(home, &mut buffers, &range)),
+            _ => Target::Bf16(halves::<B, bf16>(home, &mut buffers, &range)),
+        });
+        if fresh {
+            match &copy {
+                Some(Target::F16(copy)) => copy.convert_to_f32_slice(p),
+                Some(Target::Bf16(copy)) => copy.convert_to_f32_slice(p),
+                None => unreachable!("a parameter without a copy has values"),
+            }
+        }
+        run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy });
+    }
+
+    /// Whether something that it has in memory belongs on the disk.
+    pub(crate) fn is_to_be_stored(&self) -> bool {
+        let homes = self.states.iter().chain([&self.parameter]).chain(self.copy.as_ref().map(|(copy, _)| copy));
+        let in_memory = |home: &Array<B>| home.elements().is_some();
+        homes.zip(&self.cells).any(|(home, cell)| in_memory(home) && matches!(cell.home(), Home::Disk(_)))
+    }
+
+    /// Whether all of it is in memory, and stays there.
+    pub(crate) fn is_in_memory(&self) -> bool {
+        !self.is_to_be_stored() && self.arrays().iter().all(|(array, ..)| array.elements().is_some())
+    }
+
+    /// All of it at once, of what is in memory.
+    pub(crate) fn run(mut self) {
+        self.compute(0..self.elements, &mut []);
+        self.settle();
+    }
+
+    /// The cells of the result, each with what it waits for.
+    pub(crate) fn results(self) -> impl Iterator<Item = (Arc<Cell<B>>, Array<B>)> {
+        let copy = self.copy.map(|(copy, _)| copy);
+        self.cells.into_iter().zip(self.states.into_iter().chain([self.parameter]).chain(copy))
+    }
+
+    pub(crate) fn settle(self) {
+        for (cell, array) in self.results() {
+            match array {
+                Array::Tensor(_) => unreachable!("what is written is on the host"),
+                Array::Memory(data) => cell.settle_data(data.convert_dtype(cell.dtype)),
+                Array::Disk { stored, .. } => cell.settle_as(Piece::Stored(Stored::Disk(stored))),
+            }
+        }
+    }
+
+    /// The parameter's next version.
+    pub(crate) fn version(&self) -> Arc<Cell<B>> {
+        self.cells.last().expect("the parameter's next version is its last").clone()
+    }
+}
+
+fn floats<'a, B: Backend>(
+    home: &'a mut Array<B>,
+    buffers: &mut IterMut<'a, Buffer>,
+    range: &Range<usize>,
+) -> &'a mut [f32] {
+    match home {
+        Array::Memory(data) => &mut data.as_mut_slice::<f32>().expect("fp32, by its job")[range.clone()],
+        Array::Disk { .. } => buffer(buffers).view_mut::<f32>(),
+        Array::Tensor(_) => unreachable!("what is computed on is on the host"),
+    }
+}
+
+fn halves<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Element>(
+    home: &'a mut Array<B>,
+    buffers: &mut IterMut<'a, Buffer>,
+    range: &Range<usize>,
+) -> &'a mut [T] {
+    match home {
+        Array::Memory(data) => &mut data.as_mut_slice::<T>().expect("16 bit, by its job")[range.clone()],
+        Array::Disk { .. } => buffer(buffers).view_mut::<T>(),
+        Array::Tensor(_) => unreachable!("what is computed on is on the host"),
+    }
+}
+
+fn buffer<'a>(buffers: &mut IterMut<'a, Buffer>) -> &'a mut Buffer {
+    buffers.next().expect("the pipeline gives a buffer for each array on the disk")
+}
