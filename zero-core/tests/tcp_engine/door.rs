@@ -12,7 +12,7 @@ use zero_core::collective::launcher::Secret;
 use super::*;
 
 /// What a client hears that says `hello`.
-fn stranger(port: u16, hello: &[u8]) -> String {
+pub(super) fn stranger(port: u16, hello: &[u8]) -> String {
     let mut stream = reach(port);
     let _ = stream.write_all(hello);
     let _ = stream.shutdown(std::net::Shutdown::Write);
@@ -22,7 +22,7 @@ fn stranger(port: u16, hello: &[u8]) -> String {
 }
 
 /// Of a job without an id and a secret, with a random number of no randomness.
-fn hello(protocol: u32, world: u32, rank: u32) -> Vec<u8> {
+pub(super) fn hello(protocol: u32, world: u32, rank: u32) -> Vec<u8> {
     [&b"zerorank"[..], &protocol.to_le_bytes(), &world.to_le_bytes(), &rank.to_le_bytes(), &[0; 97]].concat()
 }
 
@@ -331,7 +331,7 @@ fn strangers_do_not_take_the_last_descriptor() {
     }
     let port = free_port();
     let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "strangers_do_not_take_the_last_descriptor", "--nocapture"])
+        .args(["--exact", "door::strangers_do_not_take_the_last_descriptor", "--nocapture"])
         .env(PORT, port.to_string())
         .spawn()
         .unwrap();

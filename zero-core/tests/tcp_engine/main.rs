@@ -7,6 +7,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use door::{hello, stranger};
 use half::bf16;
 use zero_core::collective::launcher::{Rendezvous, Start};
 use zero_core::collective::process::{ProcessComm, ProcessOptions, RendezvousError, start};

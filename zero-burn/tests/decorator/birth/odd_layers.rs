@@ -2,7 +2,7 @@
 
 use burn::module::{AutodiffModule, Initializer};
 use burn::nn::LinearLayout;
-use burn::optim::{AdamWConfig, Optimizer};
+use burn::optim::AdamWConfig;
 use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
 use zero_burn::module::mark;
 
@@ -21,7 +21,7 @@ fn orthogonal(device: &Device) -> Linear<Ad> {
     config.with_initializer(Initializer::Orthogonal { gain: 1.0 }).init(device)
 }
 
-fn column<B: Backend<Device = Device>>(device: &Device) -> Linear<B> {
+pub(super) fn column<B: Backend<Device = Device>>(device: &Device) -> Linear<B> {
     LinearConfig::new(6, 4).with_layout(LinearLayout::Col).init(device)
 }
 

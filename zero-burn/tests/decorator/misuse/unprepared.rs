@@ -1,6 +1,5 @@
 //! Models that were never prepared, or in part.
 
-use burn::module::AutodiffModule;
 use burn::nn::LinearLayout;
 
 use super::*;
