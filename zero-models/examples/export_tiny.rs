@@ -3,14 +3,18 @@
 //! Exports tiny models, of both families, with tied and untied heads, in fp32 and bf16, in one file and in several, and
 //! writes what they compute: the other side of `tests/transformers_export.sh`.
 
+#[path = "../tests/models/common/mod.rs"]
+mod common;
+
 use std::collections::HashMap;
 use std::error::Error;
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Distribution, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
+use common::{by_path, noisy};
 use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
 use zero_models::{Activation, BertConfig, Gpt2Config, ModelConfig};
@@ -86,20 +90,6 @@ fn floats<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
     x.into_data().iter().collect()
 }
 
-/// The model with noise on every parameter, so that a bias or a gain in the wrong place shows.
-fn noisy<M: Module<Flex>>(model: M) -> M {
-    struct Noise;
-    impl ModuleMapper<Flex> for Noise {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Flex, D>>) -> Param<Tensor<Flex, D>> {
-            param.map(|x| {
-                let noise = Tensor::random(x.shape(), Distribution::Normal(0.0, 0.2), &x.device());
-                x + noise
-            })
-        }
-    }
-    model.map(&mut Noise)
-}
-
 fn write<M: Module<Flex>>(
     out: &Path,
     name: &str,
@@ -107,7 +97,7 @@ fn write<M: Module<Flex>>(
     model: &M,
     computed: Value,
 ) -> Result<(), Box<dyn Error>> {
-    let values = values(model);
+    let values: HashMap<_, _> = by_path(model).into_iter().collect();
     for (dtype, files, max_shard_bytes) in
         [(ExportDtype::Fp32, "one", 1 << 40), (ExportDtype::Bf16, "one", 1 << 40), (ExportDtype::Fp32, "many", 20_000)]
     {
@@ -117,29 +107,4 @@ fn write<M: Module<Flex>>(
     }
     std::fs::write(out.join(format!("{name}.json")), computed.to_string())?;
     Ok(())
-}
-
-/// The parameters' elements by their path in the module.
-fn values<M: Module<Flex>>(model: &M) -> HashMap<String, Vec<f32>> {
-    #[derive(Default)]
-    struct Values {
-        path: Vec<String>,
-        found: HashMap<String, Vec<f32>>,
-    }
-    impl ModuleVisitor<Flex> for Values {
-        fn enter_module(&mut self, name: &str, _container_type: &str) {
-            self.path.push(name.to_string());
-        }
-
-        fn exit_module(&mut self, _name: &str, _container_type: &str) {
-            self.path.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Flex, D>>) {
-            self.found.insert(self.path.join("."), floats(param.val()));
-        }
-    }
-    let mut values = Values::default();
-    model.visit(&mut values);
-    values.found
 }

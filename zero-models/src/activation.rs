@@ -17,7 +17,7 @@ pub enum Activation {
     Relu,
 }
 
-/// Every name that is understood, with what it means.
+/// Every name that is understood, with what it means; the first of several is the one that is written.
 const NAMES: &[(&str, Activation)] = &[
     ("gelu_new", Activation::GeluTanh),
     ("gelu_pytorch_tanh", Activation::GeluTanh),
@@ -48,11 +48,7 @@ impl Activation {
 
     /// The name under which Hugging Face knows this function.
     pub fn hf_name(self) -> &'static str {
-        match self {
-            Activation::GeluTanh => "gelu_new",
-            Activation::GeluErf => "gelu",
-            Activation::Relu => "relu",
-        }
+        NAMES.iter().find(|(_, known)| *known == self).expect("every function has a name").0
     }
 
     /// Applies the function to every element of rows `[n, f]`.

@@ -2,9 +2,11 @@
 
 use std::error::Error;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, SafeTensorError};
+use safetensors::tensor::Dtype;
+
+use crate::suggest::closest;
 
 /// Any error of the function that reads parameters.
 pub type ReadError = Box<dyn Error + Send + Sync>;
@@ -16,7 +18,7 @@ pub enum ModelError {
     /// A preset that does not exist.
     #[error(
         "there is no {model} preset \"{got}\"{}; choose one of {}",
-        did_you_mean(suggestion),
+        did_you_mean(got, presets),
         presets.join(", ")
     )]
     UnknownPreset {
@@ -26,8 +28,6 @@ pub enum ModelError {
         got: String,
         /// The names that exist.
         presets: &'static [&'static str],
-        /// The existing name that is close to what was asked for.
-        suggestion: Option<&'static str>,
     },
 
     /// A configuration that is not the JSON of a configuration.
@@ -79,7 +79,7 @@ pub enum ModelError {
     },
 
     /// An error in a file that has a name.
-    #[error("in {}: {error}", path.display())]
+    #[error("in {path}: {error}")]
     InFile {
         /// The file.
         path: PathBuf,
@@ -88,7 +88,7 @@ pub enum ModelError {
     },
 
     /// The operating system refused.
-    #[error("cannot {action} {}; check that it exists and may be read", path.display())]
+    #[error("cannot {action} {path}; check that it exists and may be read")]
     Io {
         /// What was tried: `open`, `read` or `map`.
         action: &'static str,
@@ -99,10 +99,7 @@ pub enum ModelError {
     },
 
     /// A folder without a checkpoint in it.
-    #[error(
-        "no checkpoint in {}: expected model.safetensors or model.safetensors.index.json; {hint}",
-        dir.display()
-    )]
+    #[error("no checkpoint in {dir}: expected model.safetensors or model.safetensors.index.json; {hint}")]
     NoCheckpoint {
         /// The folder.
         dir: PathBuf,
@@ -112,8 +109,7 @@ pub enum ModelError {
 
     /// A checkpoint file that ends too early.
     #[error(
-        "{} is cut short: it has {got_bytes} bytes, its header asks for {expected_bytes}; copy or download it again",
-        path.display()
+        "{path} is cut short: it has {got_bytes} bytes, its header asks for {expected_bytes}; copy or download it again"
     )]
     Truncated {
         /// The file.
@@ -124,61 +120,34 @@ pub enum ModelError {
         got_bytes: u64,
     },
 
-    /// A checkpoint file that breaks the safetensors format.
-    #[error("{} is not a valid safetensors file; copy or download it again", path.display())]
-    Safetensors {
+    /// A checkpoint file that breaks the safetensors format, or an index that is not the JSON of an index.
+    #[error("{path} is not {format}; copy or download it again")]
+    Format {
         /// The file.
         path: PathBuf,
+        /// What it was to be.
+        format: &'static str,
         /// How it breaks the format.
-        source: SafeTensorError,
+        source: Box<dyn Error + Send + Sync>,
     },
 
-    /// An index that is not the JSON of an index.
-    #[error(
-        "{} is not a safetensors index: expected {{\"weight_map\": {{tensor: file}}}}; copy or download it again",
-        path.display()
-    )]
-    IndexSyntax {
-        /// The index file.
-        path: PathBuf,
-        /// Where the JSON breaks off or has the wrong type.
-        source: serde_json::Error,
-    },
-
-    /// An index that names a file elsewhere.
-    #[error(
-        "{} puts tensor \"{tensor}\" into \"{shard}\"; a shard must be a plain file name in the folder of the index",
-        index.display()
-    )]
-    ShardOutside {
+    /// An index that names a file which is elsewhere or not there.
+    #[error("{index} puts tensor \"{tensor}\" into \"{shard}\"{problem}")]
+    Shard {
         /// The index file.
         index: PathBuf,
         /// The tensor.
         tensor: String,
         /// The file that the index names.
         shard: String,
-    },
-
-    /// An index that names a file which is not there.
-    #[error(
-        "{} puts tensor \"{tensor}\" into \"{shard}\", which is not in that folder; copy the missing shard there",
-        index.display()
-    )]
-    ShardMissing {
-        /// The index file.
-        index: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// The file that the index names.
-        shard: String,
+        /// What is wrong with that, and what to do about it.
+        problem: &'static str,
     },
 
     /// An index and a shard that disagree.
     #[error(
-        "{} and {} disagree about tensor \"{tensor}\": the index {}; take index and shards from one checkpoint",
-        index.display(),
-        shard.display(),
-        if *listed { "lists it there, the shard lacks it" } else { "does not list it there, the shard has it" }
+        "{index} and {shard} disagree about tensor \"{tensor}\": the index {difference}; take index and shards from \
+         one checkpoint"
     )]
     IndexDisagrees {
         /// The index file.
@@ -187,15 +156,12 @@ pub enum ModelError {
         shard: PathBuf,
         /// The tensor.
         tensor: String,
-        /// Whether the index lists the tensor in this shard.
-        listed: bool,
+        /// Which of the two has the tensor.
+        difference: &'static str,
     },
 
     /// Two tensors in the checkpoint that are one parameter of the model.
-    #[error(
-        "checkpoint {} has both \"{first}\" and \"{second}\", which are the same parameter; remove one of them",
-        dir.display()
-    )]
+    #[error("checkpoint {dir} has both \"{first}\" and \"{second}\", which are the same parameter; remove one of them")]
     SameParameter {
         /// The folder.
         dir: PathBuf,
@@ -207,9 +173,8 @@ pub enum ModelError {
 
     /// Tensors that are missing from a checkpoint, or that the model has no place for.
     #[error(
-        "checkpoint {} does not fit the model: {}; take config.json and weights from one checkpoint, \
-         and check the model class it was saved from",
-        dir.display(),
+        "checkpoint {dir} does not fit the model: {}; take config.json and weights from one checkpoint, and check the model \
+         class it was saved from",
         names_differ(missing, unexpected)
     )]
     TensorNames {
@@ -223,8 +188,7 @@ pub enum ModelError {
 
     /// Tensors of another shape than the model's parameters.
     #[error(
-        "checkpoint {} does not fit the model: {}; take config.json and weights from one checkpoint",
-        dir.display(),
+        "checkpoint {dir} does not fit the model: {}; take config.json and weights from one checkpoint",
         listed(mismatches)
     )]
     TensorShapes {
@@ -236,9 +200,8 @@ pub enum ModelError {
 
     /// A tensor with elements that cannot be converted to 32-bit floats.
     #[error(
-        "tensor \"{name}\" in {} has elements of type {got:?}, expected F32, F16, BF16 or F64; \
-         save the checkpoint unquantised",
-        path.display()
+        "tensor \"{name}\" in {path} has elements of type {got:?}, expected F32, F16, BF16 or F64; \
+         save the checkpoint unquantised"
     )]
     TensorDtype {
         /// The tensor.
@@ -301,6 +264,11 @@ pub enum ModelError {
     Write(#[from] zero_core::checkpoint::CheckpointError),
 }
 
+/// What the system answers to `action` on a file, as an error.
+pub(crate) fn io_at(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> ModelError {
+    move |source| ModelError::Io { action, path: path.to_path_buf(), source }
+}
+
 /// A tensor whose shape is not the one that the model has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShapeMismatch {
@@ -316,15 +284,9 @@ pub struct ShapeMismatch {
 
 impl fmt::Display for ShapeMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let file = self.path.file_name().unwrap_or(self.path.as_os_str());
-        write!(
-            f,
-            "tensor \"{}\" in {} has shape {:?}, expected {:?}",
-            self.name,
-            file.to_string_lossy(),
-            self.got,
-            self.expected
-        )
+        let Self { name, path, expected, got } = self;
+        let file = path.file_name().unwrap_or(path.as_os_str()).display();
+        write!(f, "tensor \"{name}\" in {file} has shape {got:?}, expected {expected:?}")
     }
 }
 
@@ -340,18 +302,12 @@ fn listed<T: fmt::Display>(items: &[T]) -> String {
 }
 
 fn names_differ(missing: &[String], unexpected: &[String]) -> String {
-    let mut parts = Vec::new();
-    if !missing.is_empty() {
-        parts.push(format!("{} missing: {}", missing.len(), listed(missing)));
-    }
-    if !unexpected.is_empty() {
-        parts.push(format!("{} unexpected: {}", unexpected.len(), listed(unexpected)));
-    }
-    parts.join("; ")
+    let parts = [(missing, "missing"), (unexpected, "unexpected")].into_iter().filter(|(names, _)| !names.is_empty());
+    parts.map(|(names, what)| format!("{} {what}: {}", names.len(), listed(names))).collect::<Vec<_>>().join("; ")
 }
 
-fn did_you_mean(suggestion: &Option<&'static str>) -> String {
-    suggestion.map(|word| format!(", did you mean \"{word}\"?")).unwrap_or_default()
+fn did_you_mean(got: &str, known: &[&'static str]) -> String {
+    closest(got, known).map(|word| format!(", did you mean \"{word}\"?")).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Hugging Face names of a module's parameters, and loading by them.
 //!
-//! In go a module, the [`Names`] of its family and a checkpoint; out comes the module with loaded parameters. Names,
+//! In go a module, the table of its [`Family`] and a checkpoint; out comes the module with loaded parameters. Names,
 //! shapes and element types of everything are checked before the first tensor is loaded. Then one parameter at a time
 //! is created on the device by [`zero_ops::parameter_from`]: of a sharded parameter a rank converts its piece.
 
@@ -57,73 +57,136 @@ impl ModelParam {
     }
 }
 
-/// How a family of models names its parameters.
-pub(crate) struct Names {
-    /// The Hugging Face name of the parameter at a path of Burn field names, and whether it is transposed there.
-    pub of_path: fn(&[String]) -> (String, bool),
-    /// What a tensor in a checkpoint is.
-    pub in_file: fn(&str) -> FileTensor,
+/// A family of models, by its configuration: which parameters it has, in the module and in a Hugging Face checkpoint.
+pub(crate) trait Family: Sized + 'static {
+    /// The layers, in the order in which the module visits them.
+    const LAYERS: &'static [Layer<Self>];
     /// Names under which a checkpoint may repeat a parameter, with the parameter.
-    pub repeats: &'static [(&'static str, &'static str)],
+    const REPEATS: &'static [(&'static str, &'static str)];
+
+    /// How many blocks there are of the layers that have a `*` in their path.
+    fn blocks(&self) -> usize;
+
+    /// Whether the head's weight is the embedding of the tokens.
+    fn is_tied(&self) -> bool;
+
+    /// The name in the `state_dict` of a tensor of this name in a checkpoint, whether the model has it or not; `None` for a
+    /// buffer that is computed from the configuration and not loaded.
+    fn in_state_dict(name: &str) -> Option<String>;
 }
 
-/// What a tensor in a checkpoint is.
-pub(crate) enum FileTensor {
-    /// A parameter, of this name in the `state_dict`; whether the model has it is checked later.
-    Parameter(String),
-    /// A buffer that is computed from the configuration and not loaded.
-    Buffer,
+/// A layer, or a parameter that is a field of its own. A `*` stands for the number of a block.
+pub(crate) struct Layer<C> {
+    /// Burn's field names from the module down, with dots.
+    path: &'static str,
+    /// The name in the `state_dict`.
+    name: &'static str,
+    kind: Kind,
+    /// The rows of the layer's matrix in the module, and its columns, which are as many as other parameters' elements.
+    sizes: fn(&C) -> [usize; 2],
+}
+
+/// What parameters a layer has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A matrix without a layer.
+    Table,
+    /// As a table; absent if it is the embedding of the tokens.
+    Head,
+    /// A bias without a layer.
+    Bias,
+    /// A layer norm.
+    Norm,
+    /// A linear layer, whose weight `torch.nn.Linear` has transposed.
+    Linear,
+    /// A linear layer that is transformers' `Conv1D`, which has the weight as Burn has it.
+    Conv1d,
+}
+
+/// A row of [`Family::LAYERS`].
+pub(crate) const fn layer<C>(
+    path: &'static str,
+    name: &'static str,
+    kind: Kind,
+    sizes: fn(&C) -> [usize; 2],
+) -> Layer<C> {
+    Layer { path, name, kind, sizes }
+}
+
+impl<C> Layer<C> {
+    /// The parameters' paths and names in a block, and whether they are matrices.
+    fn parameters(&self, block: &str) -> impl Iterator<Item = (String, String, bool)> {
+        let fields: &[_] = match self.kind {
+            Kind::Table | Kind::Head => &[("", ".weight", true)],
+            Kind::Bias => &[("", ".bias", false)],
+            Kind::Norm => &[(".gamma", ".weight", false), (".beta", ".bias", false)],
+            Kind::Linear | Kind::Conv1d => &[(".weight", ".weight", true), (".bias", ".bias", false)],
+        };
+        let [path, name] = [self.path, self.name].map(|text| text.replace('*', block));
+        fields.iter().map(move |(field, leaf, matrix)| (format!("{path}{field}"), format!("{name}{leaf}"), *matrix))
+    }
+}
+
+/// The parameters of a model of this configuration, in the order in which the module visits them.
+pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
+    let in_blocks = |layer: &Layer<C>| layer.path.contains('*');
+    let mut found = Vec::new();
+    for layers in C::LAYERS.chunk_by(|a, b| in_blocks(a) == in_blocks(b)) {
+        let blocks = if in_blocks(&layers[0]) { config.blocks() } else { 1 };
+        for block in 0..blocks {
+            for layer in layers.iter().filter(|layer| layer.kind != Kind::Head || !config.is_tied()) {
+                let sizes = (layer.sizes)(config);
+                found.extend(layer.parameters(&block.to_string()).map(|(path, name, matrix)| ModelParam {
+                    path,
+                    shape: if matrix { sizes.to_vec() } else { vec![sizes[1]] },
+                    name,
+                    transposed: matrix && layer.kind == Kind::Linear,
+                }));
+            }
+        }
+    }
+    found
+}
+
+/// The Hugging Face name of the parameter at a path of Burn's field names, and whether it is transposed there.
+fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
+    let block = path.iter().find(|field| field.parse::<usize>().is_ok()).map_or("", String::as_str);
+    let path = path.join(".");
+    for layer in C::LAYERS {
+        if let Some((_, name, matrix)) = layer.parameters(block).find(|(at, ..)| *at == path) {
+            return (name, matrix && layer.kind == Kind::Linear);
+        }
+    }
+    unreachable!("no parameter of the family is at {path}")
 }
 
 /// The parameters in the order in which the module visits them. No lazy parameter is allocated.
-pub(crate) fn describe<B: Backend, M: Module<B>>(model: &M, names: &Names) -> Vec<HfParam> {
-    let mut visitor = Describe { names, path: Vec::new(), found: Vec::new() };
+pub(crate) fn describe<C: Family, B: Backend>(model: &impl Module<B>) -> Vec<HfParam> {
+    let mut visitor = Describe { hf_name: hf_name::<C>, path: Vec::new(), found: Vec::new() };
     model.visit(&mut visitor);
     visitor.found
 }
 
-/// The parameters at `paths`, whose Hugging Face names and shapes are `hf_shapes`, in the same order.
-pub(crate) fn at_paths(paths: Vec<String>, hf_shapes: Vec<(String, Vec<usize>)>, names: &Names) -> Vec<ModelParam> {
-    assert_eq!(paths.len(), hf_shapes.len(), "one path for each parameter");
-    let param = |(path, (name, mut shape)): (String, (String, Vec<usize>))| {
-        let fields: Vec<String> = path.split('.').map(str::to_string).collect();
-        let (named, transposed) = (names.of_path)(&fields);
-        assert_eq!(named, name, "paths and names have one order");
-        if transposed {
-            shape.reverse();
-        }
-        ModelParam { path, shape, name, transposed }
-    };
-    paths.into_iter().zip(hf_shapes).map(param).collect()
-}
-
 /// Loads every parameter of the model from the checkpoint.
-pub(crate) fn load_checked<B: FusedBackend, M: Module<B>>(
+pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
     model: M,
-    names: &Names,
     checkpoint: &Checkpoint,
     device: &B::Device,
 ) -> Result<M, ModelError> {
-    let params = describe(&model, names);
-    let sources = match_names(&params, names, checkpoint)?;
+    let params = describe::<C, B>(&model);
+    let sources = match_names::<C>(&params, checkpoint)?;
     check_shapes(&params, &sources, checkpoint)?;
-    Ok(model.map(&mut Load {
-        names,
-        path: Vec::new(),
-        sources: sources.into_iter().map(|(name, (stored, _))| (name, stored)).collect(),
-        device,
-    }))
+    let tensors: Vec<_> = params.iter().zip(sources).map(|(param, found)| (found[0], param.transposed)).collect();
+    Ok(model.map(&mut Load { tensors: tensors.into_iter(), device }))
 }
 
-/// For each parameter the tensor to load, and the tensors that repeat it.
-type Sources<'a> = BTreeMap<String, (StoredTensor<'a>, Vec<StoredTensor<'a>>)>;
+/// For each parameter the tensor to load, and then the tensors that repeat it.
+type Sources<'a> = Vec<Vec<StoredTensor<'a>>>;
 
-fn match_names<'a>(params: &[HfParam], names: &Names, checkpoint: &'a Checkpoint) -> Result<Sources<'a>, ModelError> {
+fn match_names<'a, C: Family>(params: &[HfParam], checkpoint: &'a Checkpoint) -> Result<Sources<'a>, ModelError> {
     let mut in_file: BTreeMap<String, StoredTensor<'a>> = BTreeMap::new();
     for name in checkpoint.names() {
-        let FileTensor::Parameter(parameter) = (names.in_file)(name) else {
-            continue;
-        };
+        let Some(parameter) = C::in_state_dict(name) else { continue };
         let stored = checkpoint.get(name).expect("it is one of its names");
         if let Some(first) = in_file.insert(parameter, stored) {
             return Err(ModelError::SameParameter {
@@ -138,20 +201,15 @@ fn match_names<'a>(params: &[HfParam], names: &Names, checkpoint: &'a Checkpoint
     let mut missing = Vec::new();
     for param in params {
         // A name that repeats another parameter in one model is a parameter of its own in another (an untied head).
-        let repeats = names
-            .repeats
+        let repeats = C::REPEATS
             .iter()
             .filter(|(repeat, of)| *of == param.name && !params.iter().any(|other| other.name == *repeat));
-        let mut found: Vec<_> = std::iter::once(param.name.as_str())
-            .chain(repeats.map(|(repeat, _)| *repeat))
-            .filter_map(|name| in_file.remove(name))
-            .collect();
+        let names = std::iter::once(param.name.as_str()).chain(repeats.map(|(repeat, _)| *repeat));
+        let found: Vec<_> = names.filter_map(|name| in_file.remove(name)).collect();
         if found.is_empty() {
             missing.push(param.name.clone());
-        } else {
-            let first = found.remove(0);
-            sources.insert(param.name.clone(), (first, found));
         }
+        sources.push(found);
     }
     if missing.is_empty() && in_file.is_empty() {
         return Ok(sources);
@@ -165,9 +223,8 @@ fn match_names<'a>(params: &[HfParam], names: &Names, checkpoint: &'a Checkpoint
 
 fn check_shapes(params: &[HfParam], sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<(), ModelError> {
     let mut mismatches = Vec::new();
-    for param in params {
-        let (first, repeats) = &sources[&param.name];
-        for stored in std::iter::once(first).chain(repeats) {
+    for (param, found) in params.iter().zip(sources) {
+        for stored in found {
             stored.check_dtype()?;
             if stored.shape != param.shape {
                 mismatches.push(ShapeMismatch {
@@ -185,13 +242,14 @@ fn check_shapes(params: &[HfParam], sources: &Sources<'_>, checkpoint: &Checkpoi
     Err(ModelError::TensorShapes { dir: checkpoint.dir().to_path_buf(), mismatches })
 }
 
-struct Describe<'a> {
-    names: &'a Names,
+struct Describe {
+    /// [`hf_name`] of the family.
+    hf_name: fn(&[String]) -> (String, bool),
     path: Vec<String>,
     found: Vec<HfParam>,
 }
 
-impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
+impl<B: Backend> ModuleVisitor<B> for Describe {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_string());
     }
@@ -201,7 +259,7 @@ impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let (name, transposed) = (self.names.of_path)(&self.path);
+        let (name, transposed) = (self.hf_name)(&self.path);
         let mut shape = param.lazy_shape().dims::<D>().to_vec();
         if transposed {
             shape.reverse();
@@ -211,24 +269,14 @@ impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
 }
 
 struct Load<'a, B: Backend> {
-    names: &'a Names,
-    path: Vec<String>,
-    sources: BTreeMap<String, StoredTensor<'a>>,
+    /// Of each parameter, in visiting order, and whether it is transposed.
+    tensors: std::vec::IntoIter<(StoredTensor<'a>, bool)>,
     device: &'a B::Device,
 }
 
 impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_string());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (name, transposed) = (self.names.of_path)(&self.path);
-        let stored = &self.sources[&name];
+        let (stored, transposed) = self.tensors.next().expect("a module maps the parameters that it visits");
         let mut shape: [usize; D] = stored.shape.try_into().expect("shapes were checked");
         if transposed {
             shape.reverse();
@@ -245,3 +293,64 @@ impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
         if configured_for == *device { loaded } else { loaded.fork(device) }
     }
 }
+
+/// What a module `weights` offers for its family's model, whose class in transformers is `$class`.
+macro_rules! hf_weights {
+    ($model:ident, $config:ident, $class:literal) => {
+        /// Loads the model that lies in a folder, its `config.json` and its weights.
+        ///
+        /// # Errors
+        #[doc = concat!("As [`", stringify!($config), "::from_file`] and [`load`].")]
+        pub fn from_pretrained<B: zero_ops::FusedBackend>(
+            dir: &std::path::Path,
+            device: &B::Device,
+        ) -> Result<$model<B>, $crate::ModelError> {
+            let config = $config::from_file(&dir.join("config.json"))?;
+            load(config.init(device), dir, device)
+        }
+
+        /// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded,
+        /// each rank converts the elements of its own pieces only; every rank must read the same checkpoint.
+        ///
+        /// The parameters keep their ids, and whether they are trained.
+        ///
+        /// # Errors
+        /// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
+        /// checked before the first tensor is loaded.
+        pub fn load<B: zero_ops::FusedBackend>(
+            model: $model<B>,
+            dir: &std::path::Path,
+            device: &B::Device,
+        ) -> Result<$model<B>, $crate::ModelError> {
+            load_from(model, &$crate::safetensors_file::Checkpoint::open(dir)?, device)
+        }
+
+        /// As [`load`], from a checkpoint that is open already.
+        ///
+        /// # Errors
+        /// When its names, shapes or element types are not the model's.
+        pub fn load_from<B: zero_ops::FusedBackend>(
+            model: $model<B>,
+            checkpoint: &$crate::safetensors_file::Checkpoint,
+            device: &B::Device,
+        ) -> Result<$model<B>, $crate::ModelError> {
+            $crate::hf_params::load_checked::<$config, B, _>(model, checkpoint, device)
+        }
+
+        #[doc = concat!("Every parameter with its name in the `state_dict` of `", $class, "`, in visiting order.")]
+        pub fn hf_names<B: burn::tensor::backend::Backend>(model: &$model<B>) -> Vec<(burn::module::ParamId, String)> {
+            hf_params(model).into_iter().map(|param| (param.id, param.name)).collect()
+        }
+
+        #[doc = concat!("Every parameter as the `state_dict` of `", $class, "` has it, in visiting order.")]
+        pub fn hf_params<B: burn::tensor::backend::Backend>(model: &$model<B>) -> Vec<$crate::HfParam> {
+            $crate::hf_params::describe::<$config, B>(model)
+        }
+
+        /// The parameters of a model of this configuration, in visiting order, without a model.
+        pub fn parameters(config: &$config) -> Vec<$crate::ModelParam> {
+            $crate::hf_params::parameters(config)
+        }
+    };
+}
+pub(crate) use hf_weights;

@@ -5,7 +5,7 @@
 //! whose weights are loaded before first use never allocates what is drawn here.
 
 use burn::module::{Initializer, Param};
-use burn::nn::Linear;
+use burn::nn::{LayerNorm, LayerNormConfig, Linear};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
@@ -26,4 +26,9 @@ pub(crate) fn zeros<B: Backend, const D: usize>(shape: [usize; D], device: &B::D
 /// A linear layer with normal weights `[d_in, d_out]` and a bias of zeros.
 pub(crate) fn linear<B: Backend>(d_in: usize, d_out: usize, std: f64, device: &B::Device) -> Linear<B> {
     Linear { weight: normal([d_in, d_out], std, device), bias: Some(zeros([d_out], device)) }
+}
+
+/// A layer norm of rows of `width`.
+pub(crate) fn norm<B: Backend>(width: usize, epsilon: f64, device: &B::Device) -> LayerNorm<B> {
+    LayerNormConfig::new(width).with_epsilon(epsilon).init(device)
 }

@@ -10,6 +10,12 @@ use zero_ops::FusedBackend;
 use crate::Activation;
 use crate::attention::is_active;
 
+/// Rows of `b` sequences, one after the other, as `[b, t, width]`.
+pub(crate) fn by_sequence<B: Backend>(x_nd: Tensor<B, 2>, [b, t]: [usize; 2]) -> Tensor<B, 3> {
+    let [_, d] = x_nd.dims();
+    x_nd.reshape([b, t, d])
+}
+
 fn bias<B: Backend>(layer: &Linear<B>) -> Option<Tensor<B, 1>> {
     layer.bias.as_ref().map(|bias| bias.val())
 }

@@ -25,6 +25,7 @@ mod attention;
 pub mod bert;
 mod error;
 pub mod gpt2;
+mod hf_config;
 pub mod hf_export;
 mod hf_params;
 mod init;

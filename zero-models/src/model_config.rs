@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
-use crate::{BertConfig, Gpt2Config, ModelError, ModelParam, bert, gpt2};
+use crate::hf_params::parameters;
+use crate::{BertConfig, Gpt2Config, ModelError, ModelParam};
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
 ///
@@ -44,8 +45,8 @@ impl ModelConfig {
     /// Every parameter, in the order in which the module visits them. A tied head is not listed.
     pub fn parameters(&self) -> Vec<ModelParam> {
         match self {
-            Self::Gpt2(config) => gpt2::weights::parameters(config),
-            Self::Bert(config) => bert::weights::parameters(config),
+            Self::Gpt2(config) => parameters(config),
+            Self::Bert(config) => parameters(config),
         }
     }
 
@@ -59,11 +60,8 @@ impl ModelConfig {
 
     /// The keys of Hugging Face's `config.json`.
     pub(crate) fn to_hf(&self) -> Value {
-        let value = match self {
-            Self::Gpt2(config) => serde_json::to_value(config),
-            Self::Bert(config) => serde_json::to_value(config),
-        };
-        value.expect("a configuration is numbers and texts")
+        let mut value = serde_json::to_value(self).expect("a configuration is numbers and texts");
+        value["config"].take()
     }
 
     /// Another name under which a checkpoint must repeat a parameter. transformers ties the bias of BERT's decoder to the

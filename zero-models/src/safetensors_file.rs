@@ -18,6 +18,7 @@ use safetensors::tensor::{Dtype, Metadata, SafeTensorError};
 use serde::Deserialize;
 
 use crate::ModelError;
+use crate::error::io_at;
 
 pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
@@ -30,9 +31,9 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
-    files: Vec<MappedFile>,
-    /// Name of a tensor to the place of its file in `files`.
-    tensors: BTreeMap<String, usize>,
+    files: BTreeMap<String, MappedFile>,
+    /// Name of a tensor to that of its file.
+    tensors: BTreeMap<String, String>,
     /// A count and nothing else: it guards no memory, so it is relaxed.
     converted_bytes: AtomicU64,
 }
@@ -58,73 +59,17 @@ impl Checkpoint {
     /// # Errors
     /// When there is no checkpoint, a file is cut short or malformed, or index and shards disagree.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
-        let single = dir.join(SINGLE);
         let index = dir.join(INDEX);
-        if single.is_file() {
-            Self::open_single(dir, single)
+        let (files, tensors) = if dir.join(SINGLE).is_file() {
+            let file = MappedFile::open(dir.join(SINGLE))?;
+            let tensors = file.names().map(|name| (name, SINGLE.to_string())).collect();
+            (BTreeMap::from([(SINGLE.to_string(), file)]), tensors)
         } else if index.is_file() {
-            Self::open_sharded(dir, index)
+            open_shards(dir, &index)?
         } else {
-            Err(no_checkpoint(dir))
-        }
-    }
-
-    fn open_single(dir: &Path, path: PathBuf) -> Result<Self, ModelError> {
-        let file = MappedFile::open(path)?;
-        let tensors = file.names().map(|name| (name, 0)).collect();
-        Ok(Self::of(dir, vec![file], tensors))
-    }
-
-    fn open_sharded(dir: &Path, index: PathBuf) -> Result<Self, ModelError> {
-        #[derive(Deserialize)]
-        struct Index {
-            weight_map: BTreeMap<String, String>,
-        }
-
-        let text = fs::read_to_string(&index).map_err(|source| ModelError::Io {
-            action: "read",
-            path: index.clone(),
-            source,
-        })?;
-        let Index { weight_map } =
-            serde_json::from_str(&text).map_err(|source| ModelError::IndexSyntax { path: index.clone(), source })?;
-
-        let mut files = Vec::new();
-        let mut places: BTreeMap<&str, usize> = BTreeMap::new();
-        let mut tensors = BTreeMap::new();
-        for (tensor, shard) in &weight_map {
-            let place = match places.get(shard.as_str()) {
-                Some(&place) => place,
-                None => {
-                    files.push(open_shard(dir, &index, tensor, shard)?);
-                    places.insert(shard, files.len() - 1);
-                    files.len() - 1
-                }
-            };
-            tensors.insert(tensor.clone(), place);
-        }
-
-        let disagree = |file: &MappedFile, tensor: &str, listed| ModelError::IndexDisagrees {
-            index: index.clone(),
-            shard: file.path.clone(),
-            tensor: tensor.to_string(),
-            listed,
+            return Err(no_checkpoint(dir));
         };
-        for (tensor, &place) in &tensors {
-            if files[place].metadata.info(tensor).is_none() {
-                return Err(disagree(&files[place], tensor, true));
-            }
-        }
-        for (place, file) in files.iter().enumerate() {
-            if let Some(extra) = file.names().find(|name| tensors.get(name) != Some(&place)) {
-                return Err(disagree(file, &extra, false));
-            }
-        }
-        Ok(Self::of(dir, files, tensors))
-    }
-
-    fn of(dir: &Path, files: Vec<MappedFile>, tensors: BTreeMap<String, usize>) -> Self {
-        Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0) }
+        Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0) })
     }
 
     /// The folder that was opened.
@@ -139,8 +84,8 @@ impl Checkpoint {
 
     /// The tensor of this name.
     pub fn get(&self, name: &str) -> Option<StoredTensor<'_>> {
-        let (name, &place) = self.tensors.get_key_value(name)?;
-        self.files[place].tensor(name, &self.converted_bytes)
+        let (name, file) = self.tensors.get_key_value(name)?;
+        self.files[file].tensor(name, &self.converted_bytes)
     }
 
     /// Bytes of elements that have been converted so far, as they lie in the files. A rank that keeps a piece of each
@@ -183,7 +128,7 @@ impl StoredTensor<'_> {
     /// # Panics
     /// If the range reaches beyond the tensor.
     pub fn elements(&self, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
-        self.convert(range, Order::AsStored)
+        self.convert(range, None)
     }
 
     /// Elements `range` in row-major order of the tensor's transpose, as 32-bit floats.
@@ -197,10 +142,11 @@ impl StoredTensor<'_> {
         let &[rows, columns] = self.shape else {
             panic!("tensor \"{}\" of shape {:?} has no transpose", self.name, self.shape);
         };
-        self.convert(range, Order::Transposed { rows, columns })
+        self.convert(range, Some((rows, columns)))
     }
 
-    fn convert(&self, range: Range<usize>, order: Order) -> Result<Vec<f32>, ModelError> {
+    /// `matrix`: the tensor's rows and columns if the elements are those of its transpose.
+    fn convert(&self, range: Range<usize>, matrix: Option<(usize, usize)>) -> Result<Vec<f32>, ModelError> {
         self.check_dtype()?;
         assert!(
             range.start <= range.end && range.end <= self.numel(),
@@ -210,33 +156,27 @@ impl StoredTensor<'_> {
         );
         self.converted_bytes.fetch_add((range.len() * self.dtype.bitsize() / 8) as u64, Relaxed);
         Ok(match self.dtype {
-            Dtype::F16 => self.select(range, order, |bytes| f16::from_le_bytes(bytes).to_f32()),
-            Dtype::BF16 => self.select(range, order, |bytes| bf16::from_le_bytes(bytes).to_f32()),
-            Dtype::F64 => self.select(range, order, |bytes| f64::from_le_bytes(bytes) as f32),
-            _ => self.select(range, order, f32::from_le_bytes),
+            Dtype::F16 => self.select(range, matrix, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            Dtype::BF16 => self.select(range, matrix, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            Dtype::F64 => self.select(range, matrix, |bytes| f64::from_le_bytes(bytes) as f32),
+            _ => self.select(range, matrix, f32::from_le_bytes),
         })
     }
 
     /// Safetensors data is little-endian, and need not be aligned.
-    fn select<const N: usize>(&self, range: Range<usize>, order: Order, element: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+    fn select<const N: usize>(
+        &self,
+        range: Range<usize>,
+        matrix: Option<(usize, usize)>,
+        element: impl Fn([u8; N]) -> f32,
+    ) -> Vec<f32> {
         let (elements, rest) = self.bytes.as_chunks::<N>();
         debug_assert!(rest.is_empty(), "the header was checked against the data");
-        match order {
-            Order::AsStored => elements[range].iter().map(|&bytes| element(bytes)).collect(),
-            Order::Transposed { rows, columns } => transposed(rows, columns, range, |at| element(elements[at])),
+        match matrix {
+            None => elements[range].iter().map(|&bytes| element(bytes)).collect(),
+            Some((rows, columns)) => transposed(rows, columns, range, |at| element(elements[at])),
         }
     }
-}
-
-/// In which order elements are wanted.
-#[derive(Clone, Copy, Debug)]
-enum Order {
-    AsStored,
-    /// Of a matrix of these sizes in the file.
-    Transposed {
-        rows: usize,
-        columns: usize,
-    },
 }
 
 /// Elements `range` of the transpose of a row-major `[rows, columns]`, tile by tile so that both sides stay in the cache.
@@ -281,21 +221,17 @@ struct MappedFile {
 
 impl MappedFile {
     fn open(path: PathBuf) -> Result<Self, ModelError> {
-        let io = |action, source| ModelError::Io { action, path: path.clone(), source };
-        let file = File::open(&path).map_err(|source| io("open", source))?;
-        let got_bytes = file.metadata().map_err(|source| io("open", source))?.len();
+        let file = File::open(&path).map_err(io_at("open", &path))?;
+        let got_bytes = file.metadata().map_err(io_at("open", &path))?.len();
         if got_bytes == 0 {
             // Which cannot be mapped.
             return Err(ModelError::Truncated { path, expected_bytes: LENGTH_BYTES as u64, got_bytes });
         }
         // SAFETY: a map is unsound only if the file changes under it. Checkpoints are written to a new file and then
         // renamed (this project's own too), and nothing here writes to the file.
-        let map = unsafe { Mmap::map(&file) }.map_err(|source| io("map", source))?;
-        match read_header(&map) {
-            Ok((data_start, metadata)) => Ok(Self { data_start, path, map, metadata }),
-            Err(Damage::Short { expected_bytes }) => Err(ModelError::Truncated { path, expected_bytes, got_bytes }),
-            Err(Damage::Format(source)) => Err(ModelError::Safetensors { path, source }),
-        }
+        let map = unsafe { Mmap::map(&file) }.map_err(io_at("map", &path))?;
+        let (data_start, metadata) = read_header(&path, &map)?;
+        Ok(Self { data_start, path, map, metadata })
     }
 
     fn names(&self) -> impl Iterator<Item = String> + use<> {
@@ -316,63 +252,90 @@ impl MappedFile {
     }
 }
 
-/// What is wrong with a file.
-enum Damage {
-    /// Its header asks for more bytes; for a file cut inside the header, for those up to the header's end.
-    Short { expected_bytes: u64 },
-    /// It breaks the format.
-    Format(SafeTensorError),
-}
-
 /// Where the data of a file starts, and what its header says, checked in full: the tensors lie in the file, one after
 /// another, each with the bytes of its shape.
 ///
 /// Not by `SafeTensors::read_metadata`: safetensors 0.7.0 adds up the sizes of header and tensors without a check, and a
 /// header of tensors that end just below 2^64 makes it panic where overflows are checked.
-fn read_header(file: &[u8]) -> Result<(usize, Metadata), Damage> {
+fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata), ModelError> {
     let got_bytes = file.len() as u64;
-    let Some((length, rest)) = file.split_first_chunk::<LENGTH_BYTES>() else {
-        return Err(Damage::Short { expected_bytes: LENGTH_BYTES as u64 });
+    let short = |expected_bytes| ModelError::Truncated { path: path.to_path_buf(), expected_bytes, got_bytes };
+    let malformed = |source: SafeTensorError| ModelError::Format {
+        path: path.to_path_buf(),
+        format: "a valid safetensors file",
+        source: source.into(),
     };
+    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or_else(|| short(LENGTH_BYTES as u64))?;
     let length = u64::from_le_bytes(*length);
     let data_start = length.saturating_add(LENGTH_BYTES as u64);
     let header = usize::try_from(length).ok().and_then(|length| rest.get(..length));
-    let header = header.ok_or(Damage::Short { expected_bytes: data_start })?;
+    let header = header.ok_or_else(|| short(data_start))?;
     if length > MAX_HEADER_BYTES {
-        return Err(Damage::Format(SafeTensorError::HeaderTooLarge));
+        return Err(malformed(SafeTensorError::HeaderTooLarge));
     }
     // Checks everything but the file's length.
     let metadata: Metadata = serde_json::from_slice(header)
-        .map_err(|error| Damage::Format(SafeTensorError::InvalidHeaderDeserialization(error)))?;
-    let data_bytes = metadata.tensors().values().map(|tensor| tensor.data_offsets.1 as u64).max().unwrap_or(0);
-    let expected_bytes = data_start.saturating_add(data_bytes);
+        .map_err(|error| malformed(SafeTensorError::InvalidHeaderDeserialization(error)))?;
+    let expected_bytes = data_start.saturating_add(metadata.data_len() as u64);
     match expected_bytes.cmp(&got_bytes) {
-        Ordering::Greater => Err(Damage::Short { expected_bytes }),
-        Ordering::Less => Err(Damage::Format(SafeTensorError::MetadataIncompleteBuffer)),
+        Ordering::Greater => Err(short(expected_bytes)),
+        Ordering::Less => Err(malformed(SafeTensorError::MetadataIncompleteBuffer)),
         Ordering::Equal => Ok((LENGTH_BYTES + header.len(), metadata)),
     }
 }
 
-fn open_shard(dir: &Path, index: &Path, tensor: &str, shard: &str) -> Result<MappedFile, ModelError> {
-    let mut components = Path::new(shard).components();
-    let plain = matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
-        && !shard.contains(['/', '\\']);
-    if !plain {
-        return Err(ModelError::ShardOutside {
-            index: index.to_path_buf(),
-            tensor: tensor.to_string(),
-            shard: shard.to_string(),
-        });
+type Shards = (BTreeMap<String, MappedFile>, BTreeMap<String, String>);
+
+/// The shards by name, and the name of each tensor's.
+fn open_shards(dir: &Path, index: &Path) -> Result<Shards, ModelError> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
     }
-    let path = dir.join(shard);
-    if !path.is_file() {
-        return Err(ModelError::ShardMissing {
-            index: index.to_path_buf(),
-            tensor: tensor.to_string(),
-            shard: shard.to_string(),
-        });
+
+    let path = || index.to_path_buf();
+    let text = fs::read_to_string(index).map_err(io_at("read", index))?;
+    let format = "a safetensors index: expected {\"weight_map\": {tensor: file}}";
+    let Index { weight_map } = serde_json::from_str(&text).map_err(|error| ModelError::Format {
+        path: path(),
+        format,
+        source: error.into(),
+    })?;
+
+    let mut files = BTreeMap::new();
+    for (tensor, shard) in &weight_map {
+        if !files.contains_key(shard) {
+            let wrong = |problem| {
+                let (tensor, shard) = (tensor.clone(), shard.clone());
+                Err(ModelError::Shard { index: path(), tensor, shard, problem })
+            };
+            let mut components = Path::new(shard).components();
+            let plain = matches!((components.next(), components.next()), (Some(Component::Normal(_)), None));
+            if !plain || shard.contains(['/', '\\']) {
+                return wrong("; a shard must be a plain file name in the folder of the index");
+            }
+            if !dir.join(shard).is_file() {
+                return wrong(", which is not in that folder; copy the missing shard there");
+            }
+            files.insert(shard.clone(), MappedFile::open(dir.join(shard))?);
+        }
     }
-    MappedFile::open(path)
+
+    let disagree = |shard: &str, tensor: &str, difference| {
+        let (shard, tensor) = (dir.join(shard), tensor.to_string());
+        Err(ModelError::IndexDisagrees { index: path(), shard, tensor, difference })
+    };
+    for (tensor, shard) in &weight_map {
+        if files[shard].metadata.info(tensor).is_none() {
+            return disagree(shard, tensor, "lists it there, the shard lacks it");
+        }
+    }
+    for (shard, file) in &files {
+        if let Some(extra) = file.names().find(|name| weight_map.get(name) != Some(shard)) {
+            return disagree(shard, &extra, "does not list it there, the shard has it");
+        }
+    }
+    Ok((files, weight_map))
 }
 
 fn no_checkpoint(dir: &Path) -> ModelError {

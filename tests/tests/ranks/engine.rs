@@ -3,7 +3,9 @@
 //! `cargo test -p zero-tests --test ranks engine -- --nocapture` prints the differences that are asserted on. The reference is
 //! `tests/fixtures/engine.json`, made by `tests/fixtures/make_engine_reference.py`.
 
+mod module;
 mod numerics;
+mod sixteen_bit;
 
 use crate::common;
 
@@ -20,10 +22,8 @@ use zero_burn::launch::launch;
 use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_core::Stage;
-use zero_core::estimate::{Precision, model_state};
 use zero_models::{Gpt2, gpt2};
 use zero_train::engine::{EngineConfig, EngineError, Step, Turn, ZeroEngine};
-use zero_train::loss_scale::{DynamicLossScale, LossScaler};
 use zero_train::schedule::Schedule;
 
 type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
@@ -284,113 +284,6 @@ fn fused_optimizers_follow_pytorchs() {
     }
 }
 
-/// Losses, scales and skipped updates of 16 updates in 16 bit; on rank 1 the losses of updates `bad` are infinite.
-fn half(stage: Stage, float: Float, lr: f64, window: u64, bad: &[usize]) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-    let base = Run::tiny(stage);
-    let run = Run { zero: ZeroConfig { param_dtype: float, ..base.zero.clone() }, ..base };
-    let updates = 16;
-    let results = on_ranks(run.ranks, &run.zero, |device| {
-        let scaler = LossScaler::dynamic(DynamicLossScale { initial_scale_power: 10, window, ..Default::default() });
-        let loss_scale = (float == Float::F16).then(|| scaler.unwrap());
-        let schedule = Schedule::Constant(lr);
-        let config = EngineConfig { loss_scale, skip_overflow: true, schedule, ..config(1) };
-        let mut engine = engine(&run, config, &device);
-        let (mut losses, mut scales, mut norms) = (Vec::new(), Vec::new(), Vec::new());
-        for update in 0..updates {
-            scales.push(engine.loss_scale());
-            let first = (update * run.ranks + device.rank()) * 2;
-            let batch = tokens(&run, first..first + 2, &device);
-            let mut loss = engine.forward(|model| model.loss(batch));
-            losses.push(mean(all_gather::<Flex>(&[value(&loss)])));
-            if device.rank() == 1 && bad.contains(&update) {
-                loss = loss * f32::INFINITY;
-            }
-            let before = engine.full_parameter("wte").unwrap().values;
-            engine.backward(loss);
-            let step = engine.step().unwrap();
-            if let Step::Updated(update) = step {
-                norms.push(update.grad_norm);
-            }
-            let skipped = matches!(step, Step::Skipped { .. });
-            assert_eq!(skipped, bad.contains(&update), "update {update}: {step:?}");
-            assert_eq!(before == engine.full_parameter("wte").unwrap().values, skipped, "update {update}");
-        }
-        assert_eq!(engine.skipped(), bad.len());
-        assert_eq!(engine.steps(), updates - bad.len());
-        (losses, scales, norms)
-    });
-    assert_eq!(results[0], results[1], "all ranks skip the same updates");
-    results.into_iter().next().unwrap()
-}
-
-#[test]
-fn an_overflow_on_one_rank_skips_the_update_on_all() {
-    for stage in Stage::ALL {
-        // DeepSpeed's rules, hysteresis 2: the first overflow changes nothing, the second halves the scale; the window
-        // of 4 good updates doubles it with the fifth, and fills the hysteresis up again.
-        let (losses, scales, norms) = half(stage, Float::F16, 5e-3, 4, &[2, 5, 6]);
-        let expected =
-            [1024., 1024., 1024., 1024., 1024., 1024., 512., 256., 256., 256., 256., 256., 512., 512., 512., 512.];
-        assert_eq!(scales, expected, "stage {stage}");
-        assert_eq!(norms.len(), 13);
-        assert!(losses[15] < losses[0] - 0.3, "training recovers: {losses:?}");
-    }
-}
-
-#[test]
-fn sixteen_bit_training_follows_fp32_and_is_bit_equal_over_stages() {
-    for (float, tolerance) in [(Float::Bf16, 1e-3), (Float::F16, 2e-4)] {
-        let (reference, _, norms) = half(Stage::DataParallel, float, 1e-3, 1000, &[]);
-        let (full, _, full_norms) = half(Stage::DataParallel, Float::F32, 1e-3, 1000, &[]);
-        let norm = worst(&full_norms, &norms);
-        println!("{float:?}: gradient norms {norm:.1e} from fp32's");
-        assert!(norm < 10.0 * tolerance, "{float:?}: {norm:e}");
-        let difference = worst(&full, &reference);
-        println!("{float:?} against fp32 over 16 updates: {difference:.1e}");
-        assert!(difference < tolerance && difference > 0.0, "{float:?}: {difference:e}");
-        for stage in &Stage::ALL[1..] {
-            let losses = half(*stage, float, 1e-3, 1000, &[]).0;
-            assert!(reference.iter().zip(&losses).all(|(a, b)| a.to_bits() == b.to_bits()), "{float:?}, stage {stage}");
-        }
-    }
-}
-
-#[test]
-fn mixed_precision_state_is_two_two_and_twelve_bytes_a_parameter_and_sends_half() {
-    for stage in Stage::ALL {
-        let measure = |float: Float| {
-            let base = Run::tiny(stage);
-            let zero = ZeroConfig { param_dtype: float, param_persistence_threshold: 0, ..base.zero.clone() };
-            let run = Run { zero, ..base };
-            let stats = on_ranks(run.ranks, &run.zero, |device| {
-                let mut engine = engine(&run, config(1), &device);
-                let mut stats = rank_stats::<Flex>();
-                for update in 0..3 {
-                    reset_peaks::<Flex>();
-                    let before = rank_stats::<Flex>().wire_bytes;
-                    let batch = tokens(&run, update * 4..update * 4 + 2, &device);
-                    let loss = engine.forward(|model| model.loss(batch));
-                    engine.backward(loss);
-                    engine.step().unwrap();
-                    stats = rank_stats::<Flex>();
-                    stats.wire_bytes = stats.wire_bytes.since(&before);
-                }
-                stats
-            });
-            (run.model.num_params() as u64, stats[0])
-        };
-        let (psi, stats) = measure(Float::Bf16);
-        let formula = model_state(psi, stage, 2, Precision::MIXED_ADAMW);
-        let state = stats.model_state_bytes;
-        let ratio = state.total() as f64 / formula.total() as f64;
-        let wire = stats.wire_bytes.total() as f64 / measure(Float::F32).1.wire_bytes.total() as f64;
-        println!("stage {stage}: {state:?} against {formula:?}: {ratio:.4}; wire to fp32's {wire:.4}");
-        assert_eq!(state.optimizer as f64 / formula.optimizer as f64, 1.0, "stage {stage}: {state:?}, {formula:?}");
-        assert!((ratio - 1.0).abs() < 0.02, "stage {stage}: {ratio}");
-        assert!((wire - 0.5).abs() < 0.005, "stage {stage}: {wire}");
-    }
-}
-
 /// Losses of 6 updates of one rank's view, and what rank 0 measures in the last.
 fn measured(zero: &ZeroConfig, accumulation: usize) -> (Vec<u64>, zero_burn::stats::RankStats) {
     let run = Run { zero: zero.clone(), ..Run::tiny(zero.stage) };
@@ -569,140 +462,6 @@ fn ranks_may_run_out_of_data_at_different_times() {
 }
 
 #[test]
-fn what_is_sharded_can_be_read_and_written_whole() {
-    for (stage, float) in Stage::ALL.into_iter().flat_map(|stage| [(stage, Float::F32), (stage, Float::Bf16)]) {
-        let base = Run::tiny(stage);
-        let run = Run { zero: ZeroConfig { param_dtype: float, ..base.zero.clone() }, ..base };
-        on_ranks(run.ranks, &run.zero, |device| {
-            let mut engine = engine(&run, config(1), &device);
-            let path = "h.1.mlp.c_fc.weight";
-            let train = |engine: &mut Engine, row: usize| {
-                let batch = tokens(&run, row..row + 2, &device);
-                let loss = engine.forward(|model| model.loss(batch));
-                engine.backward(loss);
-            };
-            assert!(matches!(engine.full_gradient(path), Err(EngineError::NoState { .. })));
-            // Before the first update there is no master yet: this makes it.
-            let fine = vec![1.0 + f32::EPSILON; 32];
-            engine.set_full_parameter("h.0.ln_1.gamma", &fine).unwrap();
-            assert_eq!(engine.full_parameter("h.0.ln_1.gamma").unwrap().values, fine);
-            train(&mut engine, device.rank() * 2);
-            let gradient = engine.full_gradient(path).unwrap();
-            assert_eq!(gradient.meta.shape, [32, 128]);
-            assert!(gradient.values.iter().any(|&x| x != 0.0));
-            assert!(matches!(engine.full_optimizer_state(path, "exp_avg"), Err(EngineError::NoState { .. })));
-            let doubled: Vec<f32> = gradient.values.iter().map(|x| 2.0 * x).collect();
-            engine.set_full_gradient(path, &doubled).unwrap();
-            let gradient = engine.full_gradient(path).unwrap();
-            assert_eq!(gradient.values, doubled);
-            engine.step().unwrap();
-
-            // The first moment after one step of Adam is a tenth of the gradient.
-            let moment = engine.full_optimizer_state(path, "exp_avg").unwrap().values;
-            let tenth = moment.iter().zip(&gradient.values).map(|(m, g)| (m - 0.1 * g).abs()).fold(0f32, f32::max);
-            assert!(tenth < 1e-6, "{tenth}");
-            engine.set_full_optimizer_state(path, "exp_avg", &vec![0.25; moment.len()]).unwrap();
-            assert!(engine.full_optimizer_state(path, "exp_avg").unwrap().values.iter().all(|&x| x == 0.25));
-            assert!(matches!(
-                engine.set_full_optimizer_state(path, "exp_avg", &[0.0]),
-                Err(EngineError::Size { expected: 4096, got: 1, .. })
-            ));
-
-            engine.set_full_optimizer_state(path, "exp_avg", &moment).unwrap();
-
-            let new: Vec<f32> = (0..4096).map(|i| i as f32 / 4096.0 + 1e-4).collect();
-            engine.set_full_parameter(path, &new).unwrap();
-            assert_eq!(engine.full_parameter(path).unwrap().values, new, "an fp32 master keeps all digits");
-
-            // Rank 1's change wins; rank 0's is lost.
-            engine.gathered(
-                |param| param.path.starts_with("ln_f"),
-                Some(1),
-                |found| {
-                    assert_eq!(
-                        found.iter().map(|p| p.meta.path.as_str()).collect::<Vec<_>>(),
-                        ["ln_f.gamma", "ln_f.beta"]
-                    );
-                    for parameter in found {
-                        parameter.values.fill(if device.rank() == 1 { 0.5 } else { 7.0 });
-                    }
-                },
-            );
-            assert!(engine.full_parameter("ln_f.gamma").unwrap().values.iter().all(|&x| x == 0.5));
-            let seen = engine.gathered(|param| param.path == "ln_f.beta", None, |found| found[0].values.clone());
-            assert!(seen.iter().all(|&x| x == 0.5));
-
-            // What nobody changes keeps all its digits, and what is changed gets those it is given.
-            let fine = 1.0 + f32::EPSILON;
-            engine.gathered(
-                |param| param.path == path || param.path == "ln_f.gamma",
-                Some(0),
-                |found| {
-                    found.iter_mut().filter(|p| p.meta.path == "ln_f.gamma").for_each(|p| p.values[0] = fine);
-                },
-            );
-            assert_eq!(engine.full_parameter(path).unwrap().values, new);
-            assert_eq!(engine.full_parameter("ln_f.gamma").unwrap().values[0], fine);
-
-            let error = engine.full_parameter("ln_f.gama").unwrap_err().to_string();
-            assert!(error.contains("did you mean \"ln_f.gamma\""), "{error}");
-            // Training goes on from what was written.
-            train(&mut engine, 8 + device.rank() * 2);
-            assert!(matches!(engine.step().unwrap(), Step::Updated(_)));
-            let moved = engine.full_parameter(path).unwrap().values;
-            assert!(moved != new && moved.iter().zip(&new).all(|(a, b)| (a - b).abs() < 0.01));
-        });
-    }
-}
-
-#[test]
-fn two_forwards_before_two_backwards_and_two_engines() {
-    for stage in Stage::ALL {
-        let run = Run::tiny(stage);
-        // Two engines take turns within each other's updates.
-        let losses = on_ranks(run.ranks, &run.zero, |device| {
-            let mut engines = [engine(&run, config(2), &device), engine(&run, config(2), &device)];
-            let mut losses = Vec::new();
-            for update in 0..4 {
-                let passes: Vec<_> = (0..2)
-                    .flat_map(|micro| [0, 1].map(|which| (micro, which)))
-                    .map(|(micro, which)| {
-                        let first = (update * 2 + micro) * 4 + device.rank() * 2;
-                        let batch = tokens(&run, first..first + 2, &device);
-                        let loss = engines[which].forward(|model| model.loss(batch));
-                        losses.push(value(&loss));
-                        (which, loss)
-                    })
-                    .collect();
-                for (which, loss) in passes {
-                    engines[which].backward(loss);
-                    engines[which].step().unwrap();
-                }
-            }
-            assert_eq!(engines[0].steps(), 4);
-            losses
-        });
-        // Parameters born in one run differ between engines: each is compared with itself alone.
-        let alone = on_ranks(run.ranks, &run.zero, |device| {
-            let mut first = engine(&run, config(2), &device);
-            let mut losses = Vec::new();
-            for micro in 0..8 {
-                let row = micro * 4 + device.rank() * 2;
-                let loss = first.forward(|model| model.loss(tokens(&run, row..row + 2, &device)));
-                losses.push(value(&loss));
-                first.backward(loss);
-                first.step().unwrap();
-            }
-            losses
-        });
-        for (both, alone) in losses.iter().zip(&alone) {
-            let mine: Vec<f64> = both.iter().step_by(2).copied().collect();
-            assert!(worst(alone, &mine) < 1e-6, "stage {stage}: {alone:?} against {mine:?}");
-        }
-    }
-}
-
-#[test]
 fn an_idle_ranks_part_of_the_average_is_zero() {
     // One of two ranks without data: half the gradient of the other.
     let mut run = Run::tiny(Stage::Parameters);
@@ -722,78 +481,6 @@ fn an_idle_ranks_part_of_the_average_is_zero() {
     };
     let (half, whole) = (norm(true), norm(false));
     assert!((half / whole - 0.5).abs() < 1e-6, "{half} of {whole}");
-}
-
-#[test]
-fn frozen_parameters_and_groups() {
-    use burn::module::Module;
-    for stage in Stage::ALL {
-        let run = Run::tiny(stage);
-        on_ranks(run.ranks, &run.zero, |device| {
-            let mut model = run.model.init::<B>(&device);
-            model.wpe = model.wpe.no_grad();
-            let optimizer = Fused::new(Rule::sgd())
-                .with_group(Rule::sgd(), 0.0, |param| param.shape.len() < 2)
-                .with_group(Rule::lion(), 1.0, |param| param.path == "wte");
-            let mut engine = ZeroEngine::initialize(model, optimizer, config(1), &device).unwrap();
-            let read = |engine: &Engine, path: &str| engine.full_parameter(path).unwrap().values;
-            let paths = ["wte", "wpe", "h.0.ln_1.gamma", "h.0.attn.c_attn.weight", "h.0.attn.c_attn.bias"];
-            let before = paths.map(|path| read(&engine, path));
-            let batch = tokens(&run, device.rank() * 2..device.rank() * 2 + 2, &device);
-            let loss = engine.forward(|model| model.loss(batch));
-            engine.backward(loss);
-            engine.step().unwrap();
-            let moved: Vec<bool> = paths.iter().zip(&before).map(|(path, old)| read(&engine, path) != *old).collect();
-            assert_eq!(moved, [true, false, false, true, false], "frozen, or in the group whose rate is 0");
-            let step = read(&engine, "wte").iter().zip(&before[0]).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-            assert!((step - 1e-3).abs() < 1e-6, "a step of Lion is the learning rate: {step}");
-            let _ = engine.model().num_params();
-        });
-    }
-}
-
-#[test]
-fn mistakes_are_told() {
-    let run = Run::tiny(Stage::Parameters);
-    let fails = |zero: &ZeroConfig, body: fn(&Run, &Device) -> Result<(), EngineError>| {
-        let launched = launch::<Flex, (), EngineError>(2, zero, &launch_options(), |device| body(&run, &device));
-        launched.unwrap_err().to_string()
-    };
-    let error = fails(&run.zero, |run, device| engine(run, config(1), device).step().map(|_| ()));
-    assert!(error.contains("step was called before backward"), "{error}");
-    let error = fails(&run.zero, |run, device| {
-        let model = run.model.init::<B>(device);
-        ZeroEngine::initialize(model, Fused::new(Rule::sgd()), config(0), device).map(|_| ())
-    });
-    assert!(error.contains("accumulation is 0"), "{error}");
-    let error = fails(&ZeroConfig { param_dtype: Float::Bf16, ..run.zero.clone() }, |run, device| {
-        let optimizer = AdamWConfig::new().init();
-        ZeroEngine::initialize(run.model.init::<B>(device), optimizer, config(1), device).map(|_| ())
-    });
-    assert!(error.contains("keeps no fp32 masters"), "{error}");
-    let error = fails(&ZeroConfig { param_dtype: Float::F16, ..run.zero.clone() }, |run, device| {
-        ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(Rule::sgd()), config(1), device).map(|_| ())
-    });
-    assert!(error.contains("loss_scale is absent"), "{error}");
-    let error = fails(&run.zero, |run, device| {
-        let mut engine = engine(run, config(1), device);
-        for _ in 0..2 {
-            let loss = engine.forward(|model| model.loss(tokens(run, 0..2, device)));
-            engine.backward(loss);
-        }
-        engine.step().map(|_| ())
-    });
-    assert!(error.contains("call step after every backward"), "{error}");
-    let error = fails(&run.zero, |run, device| {
-        let mut engine = engine(run, config(1), device);
-        engine.no_sync(|engine| {
-            let batch = tokens(run, 0..2, device);
-            let loss = engine.forward(|model| model.loss(batch));
-            engine.backward(loss);
-            engine.step().map(|_| ())
-        })
-    });
-    assert!(error.contains("leave no_sync before the last micro-batch"), "{error}");
 }
 
 #[test]

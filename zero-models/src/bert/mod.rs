@@ -6,7 +6,6 @@
 
 mod batch;
 mod config;
-mod hf_config;
 mod model;
 pub mod weights;
 

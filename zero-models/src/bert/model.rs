@@ -6,13 +6,13 @@
 //! `m` rows that a prediction is made for, `f` inner width.
 
 use burn::module::{Module, Param};
-use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm, Linear};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 
 use crate::attention::{Masks, attend};
-use crate::layers::{dense, dense_activated, dense_onto, normed};
+use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
 use crate::loss::cross_entropy_with_ignored;
 use crate::{Activation, BertBatch, BertConfig, init};
 
@@ -98,14 +98,14 @@ impl BertConfig {
                 word_embeddings: init::normal([v, d], std, device),
                 position_embeddings: init::normal([self.max_position_embeddings, d], std, device),
                 token_type_embeddings: init::normal([self.type_vocab_size, d], std, device),
-                norm: self.init_norm(device),
+                norm: init::norm(d, self.layer_norm_eps, device),
                 dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
                 layer_norm_eps: self.layer_norm_eps,
             },
             layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
             pooler: init::linear(d, d, std, device),
             transform: init::linear(d, d, std, device),
-            transform_norm: self.init_norm(device),
+            transform_norm: init::norm(d, self.layer_norm_eps, device),
             decoder: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
             prediction_bias: init::zeros([v], device),
             seq_relationship: init::linear(d, 2, std, device),
@@ -122,20 +122,16 @@ impl BertConfig {
             key: init::linear(d, d, std, device),
             value: init::linear(d, d, std, device),
             attention_output: init::linear(d, d, std, device),
-            attention_norm: self.init_norm(device),
+            attention_norm: init::norm(d, self.layer_norm_eps, device),
             intermediate: init::linear(d, f, std, device),
             output: init::linear(f, d, std, device),
-            output_norm: self.init_norm(device),
+            output_norm: init::norm(d, self.layer_norm_eps, device),
             num_attention_heads: self.num_attention_heads,
             activation: self.hidden_act,
             hidden_dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
             attention_dropout: DropoutConfig::new(self.attention_probs_dropout_prob).init(),
             layer_norm_eps: self.layer_norm_eps,
         }
-    }
-
-    fn init_norm<B: Backend>(&self, device: &B::Device) -> LayerNorm<B> {
-        LayerNormConfig::new(self.hidden_size).with_epsilon(self.layer_norm_eps).init(device)
     }
 }
 
@@ -159,9 +155,7 @@ impl<B: FusedBackend> Bert<B> {
         let [b, t] = input_ids_bt.dims();
         let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
         let relation_b2 = self.relation_logits(hidden_nd.clone(), b);
-        let logits_nv = self.prediction_logits(hidden_nd);
-        let [_, v] = logits_nv.dims();
-        (logits_nv.reshape([b, t, v]), relation_b2)
+        (by_sequence(self.prediction_logits(hidden_nd), [b, t]), relation_b2)
     }
 
     /// The last layer's output; shapes as for [`forward`](Self::forward), returns `[b, t, d]`.
@@ -174,10 +168,8 @@ impl<B: FusedBackend> Bert<B> {
         token_type_ids_bt: Tensor<B, 2, Int>,
         attention_mask_bt: Option<Tensor<B, 2, Int>>,
     ) -> Tensor<B, 3> {
-        let [b, t] = input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
-        let [_, d] = hidden_nd.dims();
-        hidden_nd.reshape([b, t, d])
+        let sizes = input_ids_bt.dims();
+        by_sequence(self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt), sizes)
     }
 
     /// The loss of pre-training, `[1]`: the mean cross-entropy in nats over the batch's labelled tokens, plus that of

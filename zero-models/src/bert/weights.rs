@@ -8,142 +8,69 @@
 //! `cls.predictions.decoder.weight`: it is the word embedding a second time, which Hugging Face also overwrites with
 //! the embedding after loading. Second names are checked to have the right shape, and stand in if the first is absent.
 
-use std::path::Path;
-
-use burn::module::ParamId;
-use burn::tensor::backend::Backend;
-use zero_ops::FusedBackend;
-
 use super::{Bert, BertConfig};
-use crate::ModelError;
-use crate::hf_params::{FileTensor, HfParam, ModelParam, Names, at_paths, describe, load_checked};
-use crate::safetensors_file::Checkpoint;
+use crate::hf_params::Kind::{Bias, Head, Linear, Norm, Table};
+use crate::hf_params::{Family, Layer, hf_weights, layer};
 
 const PREFIX: &str = "bert.";
 const DECODER: &str = "cls.predictions.decoder.weight";
 pub(crate) const PREDICTION_BIAS: &str = "cls.predictions.bias";
 pub(crate) const DECODER_BIAS: &str = "cls.predictions.decoder.bias";
 
-const NAMES: Names = Names {
-    of_path,
-    in_file,
-    repeats: &[(DECODER, "bert.embeddings.word_embeddings.weight"), (DECODER_BIAS, PREDICTION_BIAS)],
-};
+hf_weights!(Bert, BertConfig, "BertForPreTraining");
 
-/// Loads the model that lies in a folder, its `config.json` and its weights.
-///
-/// # Errors
-/// As [`BertConfig::from_file`] and [`load`].
-pub fn from_pretrained<B: FusedBackend>(dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
-    let config = BertConfig::from_file(&dir.join("config.json"))?;
-    load(config.init(device), dir, device)
-}
+/// From the width of the model to the same: most layers.
+const WIDTH: fn(&BertConfig) -> [usize; 2] = |c| [c.hidden_size; 2];
+const WORDS: fn(&BertConfig) -> [usize; 2] = |c| [c.vocab_size, c.hidden_size];
+const POSITIONS: fn(&BertConfig) -> [usize; 2] = |c| [c.max_position_embeddings, c.hidden_size];
+const SEGMENTS: fn(&BertConfig) -> [usize; 2] = |c| [c.type_vocab_size, c.hidden_size];
+const WIDER: fn(&BertConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate_size];
+const NARROWER: fn(&BertConfig) -> [usize; 2] = |c| [c.intermediate_size, c.hidden_size];
 
-/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded, each
-/// rank converts the elements of its own pieces only; every rank must read the same checkpoint.
-///
-/// The parameters keep their ids, and whether they are trained.
-///
-/// # Errors
-/// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
-/// checked before the first tensor is loaded.
-pub fn load<B: FusedBackend>(model: Bert<B>, dir: &Path, device: &B::Device) -> Result<Bert<B>, ModelError> {
-    load_from(model, &Checkpoint::open(dir)?, device)
-}
+impl Family for BertConfig {
+    const LAYERS: &'static [Layer<Self>] = &[
+        layer("embeddings.word_embeddings", "bert.embeddings.word_embeddings", Table, WORDS),
+        layer("embeddings.position_embeddings", "bert.embeddings.position_embeddings", Table, POSITIONS),
+        layer("embeddings.token_type_embeddings", "bert.embeddings.token_type_embeddings", Table, SEGMENTS),
+        layer("embeddings.norm", "bert.embeddings.LayerNorm", Norm, WIDTH),
+        layer("layers.*.query", "bert.encoder.layer.*.attention.self.query", Linear, WIDTH),
+        layer("layers.*.key", "bert.encoder.layer.*.attention.self.key", Linear, WIDTH),
+        layer("layers.*.value", "bert.encoder.layer.*.attention.self.value", Linear, WIDTH),
+        layer("layers.*.attention_output", "bert.encoder.layer.*.attention.output.dense", Linear, WIDTH),
+        layer("layers.*.attention_norm", "bert.encoder.layer.*.attention.output.LayerNorm", Norm, WIDTH),
+        layer("layers.*.intermediate", "bert.encoder.layer.*.intermediate.dense", Linear, WIDER),
+        layer("layers.*.output", "bert.encoder.layer.*.output.dense", Linear, NARROWER),
+        layer("layers.*.output_norm", "bert.encoder.layer.*.output.LayerNorm", Norm, WIDTH),
+        layer("pooler", "bert.pooler.dense", Linear, WIDTH),
+        layer("transform", "cls.predictions.transform.dense", Linear, WIDTH),
+        layer("transform_norm", "cls.predictions.transform.LayerNorm", Norm, WIDTH),
+        layer("decoder", "cls.predictions.decoder", Head, WORDS),
+        layer("prediction_bias", "cls.predictions", Bias, |c| [1, c.vocab_size]),
+        layer("seq_relationship", "cls.seq_relationship", Linear, |c| [c.hidden_size, 2]),
+    ];
+    const REPEATS: &'static [(&'static str, &'static str)] =
+        &[(DECODER, "bert.embeddings.word_embeddings.weight"), (DECODER_BIAS, PREDICTION_BIAS)];
 
-/// As [`load`], from a checkpoint that is open already.
-///
-/// # Errors
-/// When its names, shapes or element types are not the model's.
-pub fn load_from<B: FusedBackend>(
-    model: Bert<B>,
-    checkpoint: &Checkpoint,
-    device: &B::Device,
-) -> Result<Bert<B>, ModelError> {
-    load_checked(model, &NAMES, checkpoint, device)
-}
-
-/// Every parameter with its name in the `state_dict` of `BertForPreTraining`, in visiting order.
-pub fn hf_names<B: Backend>(model: &Bert<B>) -> Vec<(ParamId, String)> {
-    hf_params(model).into_iter().map(|param| (param.id, param.name)).collect()
-}
-
-/// Every parameter as the `state_dict` of `BertForPreTraining` has it, in visiting order.
-pub fn hf_params<B: Backend>(model: &Bert<B>) -> Vec<HfParam> {
-    describe(model, &NAMES)
-}
-
-/// The parameters of a model of this configuration, in visiting order, without a model.
-pub fn parameters(config: &BertConfig) -> Vec<ModelParam> {
-    let linear = |layer: String| [format!("{layer}.weight"), format!("{layer}.bias")];
-    let norm = |layer: String| [format!("{layer}.gamma"), format!("{layer}.beta")];
-    let table = |name: &str| format!("embeddings.{name}_embeddings");
-    let mut paths = vec![table("word"), table("position"), table("token_type")];
-    paths.extend(norm("embeddings.norm".to_string()));
-    for i in 0..config.num_hidden_layers {
-        let projections = ["query", "key", "value", "attention_output"];
-        paths.extend(projections.into_iter().flat_map(|layer| linear(format!("layers.{i}.{layer}"))));
-        paths.extend(norm(format!("layers.{i}.attention_norm")));
-        paths.extend(linear(format!("layers.{i}.intermediate")));
-        paths.extend(linear(format!("layers.{i}.output")));
-        paths.extend(norm(format!("layers.{i}.output_norm")));
+    fn blocks(&self) -> usize {
+        self.num_hidden_layers
     }
-    paths.extend(linear("pooler".to_string()));
-    paths.extend(linear("transform".to_string()));
-    paths.extend(norm("transform_norm".to_string()));
-    if !config.tie_word_embeddings {
-        paths.push("decoder".to_string());
-    }
-    paths.push("prediction_bias".to_string());
-    paths.extend(linear("seq_relationship".to_string()));
-    at_paths(paths, config.parameter_shapes(), &NAMES)
-}
 
-fn of_path(path: &[String]) -> (String, bool) {
-    let path: Vec<&str> = path.iter().map(String::as_str).collect();
-    let (layer, leaf) = match path.as_slice() {
-        ["embeddings", "norm", leaf] => ("bert.embeddings.LayerNorm".to_string(), *leaf),
-        ["embeddings", table] => (format!("bert.embeddings.{table}"), "table"),
-        ["layers", i, layer, leaf] => {
-            let layer = match *layer {
-                "attention_output" => "attention.output.dense".to_string(),
-                "attention_norm" => "attention.output.LayerNorm".to_string(),
-                "intermediate" => "intermediate.dense".to_string(),
-                "output" => "output.dense".to_string(),
-                "output_norm" => "output.LayerNorm".to_string(),
-                projection => format!("attention.self.{projection}"),
-            };
-            (format!("bert.encoder.layer.{i}.{layer}"), *leaf)
+    fn is_tied(&self) -> bool {
+        self.tie_word_embeddings
+    }
+
+    fn in_state_dict(name: &str) -> Option<String> {
+        let renamed = match name.rsplit_once('.') {
+            Some((norm, "gamma")) if norm.ends_with("LayerNorm") => format!("{norm}.weight"),
+            Some((norm, "beta")) if norm.ends_with("LayerNorm") => format!("{norm}.bias"),
+            _ => name.to_string(),
+        };
+        if renamed.starts_with("cls.") {
+            return Some(renamed);
         }
-        ["pooler", leaf] => ("bert.pooler.dense".to_string(), *leaf),
-        ["transform", leaf] => ("cls.predictions.transform.dense".to_string(), *leaf),
-        ["transform_norm", leaf] => ("cls.predictions.transform.LayerNorm".to_string(), *leaf),
-        ["decoder"] => ("cls.predictions.decoder".to_string(), "table"),
-        ["prediction_bias"] => ("cls.predictions".to_string(), "bias"),
-        ["seq_relationship", leaf] => ("cls.seq_relationship".to_string(), *leaf),
-        other => unreachable!("no field of Bert is at {other:?}"),
-    };
-    match leaf {
-        // Only a linear layer has a field of this name.
-        "weight" => (format!("{layer}.weight"), true),
-        "table" | "gamma" => (format!("{layer}.weight"), false),
-        _ => (format!("{layer}.bias"), false),
-    }
-}
-
-fn in_file(name: &str) -> FileTensor {
-    let renamed = if let Some(norm) = name.strip_suffix("LayerNorm.gamma") {
-        format!("{norm}LayerNorm.weight")
-    } else if let Some(norm) = name.strip_suffix("LayerNorm.beta") {
-        format!("{norm}LayerNorm.bias")
-    } else {
-        name.to_string()
-    };
-    if renamed.starts_with("cls.") {
-        return FileTensor::Parameter(renamed);
-    }
-    match renamed.strip_prefix(PREFIX).unwrap_or(&renamed) {
-        "embeddings.position_ids" | "embeddings.token_type_ids" => FileTensor::Buffer,
-        name => FileTensor::Parameter(format!("{PREFIX}{name}")),
+        match renamed.strip_prefix(PREFIX).unwrap_or(&renamed) {
+            "embeddings.position_ids" | "embeddings.token_type_ids" => None,
+            name => Some(format!("{PREFIX}{name}")),
+        }
     }
 }

@@ -1,71 +1,65 @@
-//! The sizes of a GPT-2: in goes a preset's name, out come parameter counts, shapes and floating-point operations.
+//! The sizes of a GPT-2: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts, shapes and
+//! floating-point operations.
 
-use crate::suggest::closest;
+use crate::hf_config::{check_values, find_preset, hf_config, named, names};
 use crate::{Activation, ModelError};
 
-/// The name of the family in messages.
-pub(super) const FAMILY: &str = "GPT-2";
-
-/// The configuration of a GPT-2, named as in Hugging Face's `config.json`, which is what it is serialised as.
-///
-/// Reading one refuses what is not implemented and would change the results; keys without an effect on the
-/// mathematics are ignored.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Gpt2Config {
-    /// Number of tokens in the vocabulary.
-    pub vocab_size: usize,
-    /// The longest sequence.
-    pub n_positions: usize,
-    /// Width of the model.
-    pub n_embd: usize,
-    /// Number of blocks.
-    pub n_layer: usize,
-    /// Number of attention heads; divides `n_embd`.
-    pub n_head: usize,
-    /// Width of the feed-forward layer; `4 * n_embd` if not given.
-    pub n_inner: Option<usize>,
+hf_config! {
+    /// The configuration of a GPT-2.
+    pub struct Gpt2Config of "GPT-2", "gpt2" {
+        /// Number of tokens in the vocabulary.
+        vocab_size: usize = 50257,
+        /// The longest sequence.
+        #[serde(alias = "max_position_embeddings")]
+        n_positions: usize = 1024,
+        /// Width of the model.
+        #[serde(alias = "hidden_size")]
+        n_embd: usize = 768,
+        /// Number of blocks.
+        #[serde(alias = "num_hidden_layers")]
+        n_layer: usize = 12,
+        /// Number of attention heads; divides `n_embd`.
+        #[serde(alias = "num_attention_heads")]
+        n_head: usize = 12,
+        /// Width of the feed-forward layer; `4 * n_embd` if not given.
+        n_inner: Option<usize> = None,
+        /// What layer norms add to the variance.
+        layer_norm_epsilon: f64 = 1e-5,
+        /// Dropout probability after the embeddings.
+        embd_pdrop: f64 = 0.1,
+        /// Dropout probability after attention and after the feed-forward layer.
+        resid_pdrop: f64 = 0.1,
+        /// Dropout probability of attention probabilities.
+        attn_pdrop: f64 = 0.1,
+        /// Standard deviation of fresh weights.
+        initializer_range: f64 = 0.02,
+        /// Whether scores are divided by the square root of a head's width.
+        scale_attn_weights: bool = true,
+        /// Whether the head's weight is the token embedding.
+        tie_word_embeddings: bool = true,
+    }
     /// The feed-forward layer's activation (`activation_function` in JSON).
-    pub activation: Activation,
-    /// What layer norms add to the variance.
-    pub layer_norm_epsilon: f64,
-    /// Dropout probability after the embeddings.
-    pub embd_pdrop: f64,
-    /// Dropout probability after attention and after the feed-forward layer.
-    pub resid_pdrop: f64,
-    /// Dropout probability of attention probabilities.
-    pub attn_pdrop: f64,
-    /// Standard deviation of fresh weights.
-    pub initializer_range: f64,
-    /// Whether scores are divided by the square root of a head's width.
-    pub scale_attn_weights: bool,
-    /// Whether the head's weight is the token embedding.
-    pub tie_word_embeddings: bool,
+    activation activation = "activation_function": Activation::GeluTanh;
+    refused {
+        scale_attn_by_inverse_layer_idx: bool = false,
+        add_cross_attention: bool = false,
+    }
 }
 
-/// Name, blocks, width, heads, positions.
-type Preset = (&'static str, usize, usize, usize, usize);
-
-const PRESETS: &[Preset] = &[
-    ("tiny", 2, 64, 4, 128),
-    ("mini", 6, 384, 6, 256),
-    ("gpt2", 12, 768, 12, 1024),
-    ("gpt2-medium", 24, 1024, 16, 1024),
-    ("gpt2-large", 36, 1280, 20, 1024),
-    ("gpt2-xl", 48, 1600, 25, 1024),
-    ("gpt2-10b", 50, 4096, 32, 1024),
+/// Blocks, width, heads, positions.
+const PRESETS: [(&str, [usize; 4]); 7] = [
+    ("tiny", [2, 64, 4, 128]),
+    ("mini", [6, 384, 6, 256]),
+    ("gpt2", [12, 768, 12, 1024]),
+    ("gpt2-medium", [24, 1024, 16, 1024]),
+    ("gpt2-large", [36, 1280, 20, 1024]),
+    ("gpt2-xl", [48, 1600, 25, 1024]),
+    ("gpt2-10b", [50, 4096, 32, 1024]),
 ];
 
 impl Gpt2Config {
     /// The names that [`preset`](Self::preset) knows, small to large.
-    pub const PRESETS: &'static [&'static str] = &{
-        let mut names = [""; PRESETS.len()];
-        let mut i = 0;
-        while i < names.len() {
-            names[i] = PRESETS[i].0;
-            i += 1;
-        }
-        names
-    };
+    pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
 
     /// A configuration by name.
     ///
@@ -85,30 +79,9 @@ impl Gpt2Config {
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
     pub fn preset(name: &str) -> Result<Self, ModelError> {
-        let Some(&(_, n_layer, n_embd, n_head, n_positions)) = PRESETS.iter().find(|preset| preset.0 == name) else {
-            return Err(ModelError::UnknownPreset {
-                model: FAMILY,
-                got: name.to_string(),
-                presets: Self::PRESETS,
-                suggestion: closest(name, Self::PRESETS),
-            });
-        };
-        Ok(Self {
-            vocab_size: 50257,
-            n_positions,
-            n_embd,
-            n_layer,
-            n_head,
-            n_inner: None,
-            activation: Activation::GeluTanh,
-            layer_norm_epsilon: 1e-5,
-            embd_pdrop: 0.0,
-            resid_pdrop: 0.0,
-            attn_pdrop: 0.0,
-            initializer_range: 0.02,
-            scale_attn_weights: true,
-            tie_word_embeddings: true,
-        })
+        let [n_layer, n_embd, n_head, n_positions] = find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
+        let [embd_pdrop, resid_pdrop, attn_pdrop] = [0.0; 3];
+        Ok(Self { n_layer, n_embd, n_head, n_positions, embd_pdrop, resid_pdrop, attn_pdrop, ..Self::published() })
     }
 
     /// Whether a model can have these sizes.
@@ -116,84 +89,21 @@ impl Gpt2Config {
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong.
     pub fn validate(&self) -> Result<(), ModelError> {
-        let wrong = |field, got: String, expected: &str| {
-            Err(ModelError::ConfigValue { model: FAMILY, field, got, expected: expected.to_string() })
-        };
-        for (field, value) in [
-            ("vocab_size", self.vocab_size),
-            ("n_positions", self.n_positions),
-            ("n_embd", self.n_embd),
-            ("n_layer", self.n_layer),
-            ("n_head", self.n_head),
-            ("n_inner", self.inner_width()),
-        ] {
-            if value == 0 {
-                return wrong(field, value.to_string(), "at least 1");
-            }
-        }
-        if !self.n_embd.is_multiple_of(self.n_head) {
-            let expected = format!("a divisor of n_embd = {}", self.n_embd);
-            return wrong("n_head", self.n_head.to_string(), &expected);
-        }
-        for (field, value) in
-            [("embd_pdrop", self.embd_pdrop), ("resid_pdrop", self.resid_pdrop), ("attn_pdrop", self.attn_pdrop)]
-        {
-            if !(0.0..1.0).contains(&value) {
-                return wrong(field, value.to_string(), "at least 0 and below 1");
-            }
-        }
-        for (field, value) in
-            [("layer_norm_epsilon", self.layer_norm_epsilon), ("initializer_range", self.initializer_range)]
-        {
-            if !(value.is_finite() && value > 0.0) {
-                return wrong(field, value.to_string(), "above 0");
-            }
-        }
-        Ok(())
+        let [vocabulary, positions, width, blocks, heads] =
+            named!(self: vocab_size, n_positions, n_embd, n_layer, n_head);
+        check_values(
+            Self::FAMILY,
+            &[vocabulary, positions, width, blocks, heads, ("n_inner", self.inner_width())],
+            [heads, width],
+            &named!(self: embd_pdrop, resid_pdrop, attn_pdrop),
+            &named!(self: layer_norm_epsilon, initializer_range),
+        )
     }
 
     /// Width of the feed-forward layer.
     pub fn inner_width(&self) -> usize {
         // Not above what a number holds, for a configuration that somebody made up.
         self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
-    }
-
-    /// Number of parameters; a tied head counts once.
-    pub fn num_params(&self) -> usize {
-        self.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
-    }
-
-    /// Names and shapes of the parameters in the `state_dict` of Hugging Face's `GPT2LMHeadModel`, in the order in
-    /// which the module visits them. A tied head is not listed.
-    pub fn parameter_shapes(&self) -> Vec<(String, Vec<usize>)> {
-        let (d, f) = (self.n_embd, self.inner_width());
-        let mut shapes = vec![
-            ("transformer.wte.weight".to_string(), vec![self.vocab_size, d]),
-            ("transformer.wpe.weight".to_string(), vec![self.n_positions, d]),
-        ];
-        for i in 0..self.n_layer {
-            let in_block = [
-                ("ln_1.weight", vec![d]),
-                ("ln_1.bias", vec![d]),
-                ("attn.c_attn.weight", vec![d, 3 * d]),
-                ("attn.c_attn.bias", vec![3 * d]),
-                ("attn.c_proj.weight", vec![d, d]),
-                ("attn.c_proj.bias", vec![d]),
-                ("ln_2.weight", vec![d]),
-                ("ln_2.bias", vec![d]),
-                ("mlp.c_fc.weight", vec![d, f]),
-                ("mlp.c_fc.bias", vec![f]),
-                ("mlp.c_proj.weight", vec![f, d]),
-                ("mlp.c_proj.bias", vec![d]),
-            ];
-            shapes.extend(in_block.into_iter().map(|(name, shape)| (format!("transformer.h.{i}.{name}"), shape)));
-        }
-        shapes.push(("transformer.ln_f.weight".to_string(), vec![d]));
-        shapes.push(("transformer.ln_f.bias".to_string(), vec![d]));
-        if !self.tie_word_embeddings {
-            shapes.push(("lm_head.weight".to_string(), vec![self.vocab_size, d]));
-        }
-        shapes
     }
 
     /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
@@ -212,6 +122,68 @@ impl Gpt2Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Shaped as the file on the hub: legacy keys, keys of the tokenizer and of generation.
+    const GPT2: &str = r#"{
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": null, "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 50257
+    }"#;
+
+    #[test]
+    fn reads_the_published_config() {
+        let config = Gpt2Config::from_json(GPT2).unwrap();
+        let preset = Gpt2Config::preset("gpt2").unwrap();
+        let with_dropout = Gpt2Config { embd_pdrop: 0.1, resid_pdrop: 0.1, attn_pdrop: 0.1, ..preset };
+        assert_eq!(config, with_dropout);
+    }
+
+    #[test]
+    fn absent_keys_have_hugging_faces_defaults_and_aliases_are_read() {
+        assert_eq!(Gpt2Config::from_json("{}").unwrap(), Gpt2Config::from_json(GPT2).unwrap());
+        let config = Gpt2Config::from_json(
+            r#"{"hidden_size": 60, "num_attention_heads": 6, "num_hidden_layers": 3, "n_inner": 100,
+                "activation_function": "gelu", "tie_word_embeddings": false, "scale_attn_weights": false}"#,
+        )
+        .unwrap();
+        assert_eq!((config.n_embd, config.n_head, config.n_layer), (60, 6, 3));
+        assert_eq!(config.inner_width(), 100);
+        assert_eq!(config.activation, Activation::GeluErf);
+        assert!(!config.tie_word_embeddings && !config.scale_attn_weights);
+    }
+
+    #[test]
+    fn is_written_as_it_is_read() {
+        for name in Gpt2Config::PRESETS {
+            let config = Gpt2Config::preset(name).unwrap();
+            let text = serde_json::to_string(&config).unwrap();
+            assert!(text.contains("\"model_type\":\"gpt2\""), "{text}");
+            assert_eq!(Gpt2Config::from_json(&text).unwrap(), config);
+            assert_eq!(serde_json::from_str::<Gpt2Config>(&text).unwrap(), config);
+        }
+    }
+
+    #[test]
+    fn refuses_what_would_change_the_results() {
+        for (text, expected) in [
+            (r#"{"model_type": "bert"}"#, "model_type \"bert\", expected \"gpt2\""),
+            (
+                r#"{"scale_attn_by_inverse_layer_idx": true}"#,
+                "scale_attn_by_inverse_layer_idx = true is not implemented",
+            ),
+            (r#"{"add_cross_attention": true}"#, "add_cross_attention = true"),
+            (r#"{"activation_function": "swish"}"#, "activation_function = \"swish\""),
+            (r#"{"n_head": 7}"#, "n_head = 7"),
+            ("[1", "cannot be read as JSON"),
+            (r#"{"n_layer": "twelve"}"#, "cannot be read as JSON"),
+        ] {
+            let error = Gpt2Config::from_json(text).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        Gpt2Config::from_json(r#"{"reorder_and_upcast_attn": true}"#).unwrap();
+    }
 
     #[test]
     fn presets_have_the_published_sizes() {

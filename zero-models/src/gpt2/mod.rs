@@ -4,7 +4,6 @@
 //! `config.json`, [`Gpt2`] the module that it initialises, and [`weights`] fills it from a Hugging Face checkpoint.
 
 mod config;
-mod hf_config;
 mod model;
 pub mod weights;
 

@@ -7,13 +7,13 @@
 //! `f` inner width.
 
 use burn::module::{Module, Param};
-use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm, Linear};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_entropy};
 
 use crate::attention::{Masks, attend_packed};
-use crate::layers::{dense, dense_activated, dense_onto, normed};
+use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
 use crate::loss::IGNORED_LABEL;
 use crate::{Activation, Gpt2Config, init};
 
@@ -87,7 +87,7 @@ impl Gpt2Config {
             wte: init::normal([v, d], std, device),
             wpe: init::normal([self.n_positions, d], std, device),
             h: (0..self.n_layer).map(|_| self.init_block(device)).collect(),
-            ln_f: self.init_norm(device),
+            ln_f: init::norm(d, self.layer_norm_epsilon, device),
             lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
             embd_dropout: DropoutConfig::new(self.embd_pdrop).init(),
             layer_norm_epsilon: self.layer_norm_epsilon,
@@ -99,7 +99,7 @@ impl Gpt2Config {
         let residual_std = std / (2.0 * self.n_layer as f64).sqrt();
         let head_width = (d / self.n_head) as f64;
         Gpt2Block {
-            ln_1: self.init_norm(device),
+            ln_1: init::norm(d, self.layer_norm_epsilon, device),
             attn: Gpt2Attention {
                 c_attn: init::linear(d, 3 * d, std, device),
                 c_proj: init::linear(d, d, residual_std, device),
@@ -107,7 +107,7 @@ impl Gpt2Config {
                 scale: if self.scale_attn_weights { head_width.sqrt().recip() } else { 1.0 },
                 dropout: DropoutConfig::new(self.attn_pdrop).init(),
             },
-            ln_2: self.init_norm(device),
+            ln_2: init::norm(d, self.layer_norm_epsilon, device),
             mlp: Gpt2Mlp {
                 c_fc: init::linear(d, f, std, device),
                 c_proj: init::linear(f, d, residual_std, device),
@@ -116,10 +116,6 @@ impl Gpt2Config {
             resid_dropout: DropoutConfig::new(self.resid_pdrop).init(),
             layer_norm_epsilon: self.layer_norm_epsilon,
         }
-    }
-
-    fn init_norm<B: Backend>(&self, device: &B::Device) -> LayerNorm<B> {
-        LayerNormConfig::new(self.n_embd).with_epsilon(self.layer_norm_epsilon).init(device)
     }
 }
 
@@ -133,11 +129,9 @@ impl<B: FusedBackend> Gpt2<B> {
     /// # Panics
     /// If `t` is more than `n_positions`.
     pub fn forward(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        let [b, t] = input_ids_bt.dims();
+        let sizes = input_ids_bt.dims();
         let hidden_nd = self.hidden_rows(input_ids_bt);
-        let logits_nv = self.logits_of_rows(hidden_nd);
-        let [_, v] = logits_nv.dims();
-        logits_nv.reshape([b, t, v])
+        by_sequence(linear(hidden_nd, self.head_weight().transpose(), None, None), sizes)
     }
 
     /// What the head reads: the last layer norm's output.
@@ -149,10 +143,8 @@ impl<B: FusedBackend> Gpt2<B> {
     /// # Panics
     /// If `t` is more than `n_positions`.
     pub fn forward_hidden(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        let [b, t] = input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bt);
-        let [_, d] = hidden_nd.dims();
-        hidden_nd.reshape([b, t, d])
+        let sizes = input_ids_bt.dims();
+        by_sequence(self.hidden_rows(input_ids_bt), sizes)
     }
 
     /// The mean cross-entropy in nats of predicting each token of a row from those before it, over all `b * (t - 1)`
@@ -212,10 +204,6 @@ impl<B: FusedBackend> Gpt2<B> {
             }
         }
         normed(&self.ln_f, self.layer_norm_epsilon, x_nd)
-    }
-
-    fn logits_of_rows(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-        linear(hidden_nd, self.head_weight().transpose(), None, None)
     }
 }
 

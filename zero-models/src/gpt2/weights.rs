@@ -7,105 +7,44 @@
 //! tied head, `lm_head.weight`: it is the token embedding a second time, which Hugging Face also overwrites with the
 //! embedding after loading. It is checked to have that shape, and stands in if the embedding itself is absent.
 
-use std::path::Path;
-
-use burn::module::ParamId;
-use burn::tensor::backend::Backend;
-use zero_ops::FusedBackend;
-
 use super::{Gpt2, Gpt2Config};
-use crate::ModelError;
-use crate::hf_params::{FileTensor, HfParam, ModelParam, Names, at_paths, describe, load_checked};
-use crate::safetensors_file::Checkpoint;
+use crate::hf_params::Kind::{Conv1d, Head, Norm, Table};
+use crate::hf_params::{Family, Layer, hf_weights, layer};
 
 const PREFIX: &str = "transformer.";
 const HEAD: &str = "lm_head.weight";
 
-const NAMES: Names = Names { of_path, in_file, repeats: &[(HEAD, "transformer.wte.weight")] };
+hf_weights!(Gpt2, Gpt2Config, "GPT2LMHeadModel");
 
-/// Loads the model that lies in a folder, its `config.json` and its weights.
-///
-/// # Errors
-/// As [`Gpt2Config::from_file`] and [`load`].
-pub fn from_pretrained<B: FusedBackend>(dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
-    let config = Gpt2Config::from_file(&dir.join("config.json"))?;
-    load(config.init(device), dir, device)
-}
+impl Family for Gpt2Config {
+    const LAYERS: &'static [Layer<Self>] = &[
+        layer("wte", "transformer.wte", Table, |c| [c.vocab_size, c.n_embd]),
+        layer("wpe", "transformer.wpe", Table, |c| [c.n_positions, c.n_embd]),
+        layer("h.*.ln_1", "transformer.h.*.ln_1", Norm, |c| [1, c.n_embd]),
+        layer("h.*.attn.c_attn", "transformer.h.*.attn.c_attn", Conv1d, |c| [c.n_embd, 3 * c.n_embd]),
+        layer("h.*.attn.c_proj", "transformer.h.*.attn.c_proj", Conv1d, |c| [c.n_embd, c.n_embd]),
+        layer("h.*.ln_2", "transformer.h.*.ln_2", Norm, |c| [1, c.n_embd]),
+        layer("h.*.mlp.c_fc", "transformer.h.*.mlp.c_fc", Conv1d, |c| [c.n_embd, c.inner_width()]),
+        layer("h.*.mlp.c_proj", "transformer.h.*.mlp.c_proj", Conv1d, |c| [c.inner_width(), c.n_embd]),
+        layer("ln_f", "transformer.ln_f", Norm, |c| [1, c.n_embd]),
+        layer("lm_head", "lm_head", Head, |c| [c.vocab_size, c.n_embd]),
+    ];
+    const REPEATS: &'static [(&'static str, &'static str)] = &[(HEAD, "transformer.wte.weight")];
 
-/// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded, each
-/// rank converts the elements of its own pieces only; every rank must read the same checkpoint.
-///
-/// The parameters keep their ids, and whether they are trained.
-///
-/// # Errors
-/// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
-/// checked before the first tensor is loaded.
-pub fn load<B: FusedBackend>(model: Gpt2<B>, dir: &Path, device: &B::Device) -> Result<Gpt2<B>, ModelError> {
-    load_from(model, &Checkpoint::open(dir)?, device)
-}
-
-/// As [`load`], from a checkpoint that is open already.
-///
-/// # Errors
-/// When its names, shapes or element types are not the model's.
-pub fn load_from<B: FusedBackend>(
-    model: Gpt2<B>,
-    checkpoint: &Checkpoint,
-    device: &B::Device,
-) -> Result<Gpt2<B>, ModelError> {
-    load_checked(model, &NAMES, checkpoint, device)
-}
-
-/// Every parameter with its name in the `state_dict` of `GPT2LMHeadModel`, in visiting order.
-pub fn hf_names<B: Backend>(model: &Gpt2<B>) -> Vec<(ParamId, String)> {
-    hf_params(model).into_iter().map(|param| (param.id, param.name)).collect()
-}
-
-/// Every parameter as the `state_dict` of `GPT2LMHeadModel` has it, in visiting order.
-pub fn hf_params<B: Backend>(model: &Gpt2<B>) -> Vec<HfParam> {
-    describe(model, &NAMES)
-}
-
-/// The parameters of a model of this configuration, in visiting order, without a model.
-pub fn parameters(config: &Gpt2Config) -> Vec<ModelParam> {
-    let mut paths = vec!["wte".to_string(), "wpe".to_string()];
-    for i in 0..config.n_layer {
-        let layers = [
-            ["ln_1.gamma", "ln_1.beta"],
-            ["attn.c_attn.weight", "attn.c_attn.bias"],
-            ["attn.c_proj.weight", "attn.c_proj.bias"],
-            ["ln_2.gamma", "ln_2.beta"],
-            ["mlp.c_fc.weight", "mlp.c_fc.bias"],
-            ["mlp.c_proj.weight", "mlp.c_proj.bias"],
-        ];
-        paths.extend(layers.as_flattened().iter().map(|field| format!("h.{i}.{field}")));
+    fn blocks(&self) -> usize {
+        self.n_layer
     }
-    paths.extend(["ln_f.gamma", "ln_f.beta"].map(str::to_string));
-    if !config.tie_word_embeddings {
-        paths.push("lm_head".to_string());
-    }
-    at_paths(paths, config.parameter_shapes(), &NAMES)
-}
 
-fn of_path(path: &[String]) -> (String, bool) {
-    let path = path.join(".");
-    let name = match path.rsplit_once('.') {
-        None if path == "lm_head" => HEAD.to_string(),
-        None => format!("{PREFIX}{path}.weight"),
-        Some((layer, "gamma")) => format!("{PREFIX}{layer}.weight"),
-        Some((layer, "beta")) => format!("{PREFIX}{layer}.bias"),
-        Some(_) => format!("{PREFIX}{path}"),
-    };
-    (name, false)
-}
+    fn is_tied(&self) -> bool {
+        self.tie_word_embeddings
+    }
 
-fn in_file(name: &str) -> FileTensor {
-    if name == HEAD {
-        return FileTensor::Parameter(name.to_string());
+    fn in_state_dict(name: &str) -> Option<String> {
+        if name == HEAD {
+            return Some(name.to_string());
+        }
+        let name = name.strip_prefix(PREFIX).unwrap_or(name);
+        let is_mask = name.starts_with("h.") && (name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias"));
+        (!is_mask).then(|| format!("{PREFIX}{name}"))
     }
-    let name = name.strip_prefix(PREFIX).unwrap_or(name);
-    if name.starts_with("h.") && (name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")) {
-        return FileTensor::Buffer;
-    }
-    FileTensor::Parameter(format!("{PREFIX}{name}"))
 }

@@ -52,31 +52,27 @@ impl ExportDtype {
     /// The elements' bytes, little-endian, rounded to the nearest, ties to even; or the first number that would become an
     /// infinity.
     pub(super) fn encode(self, values: &[f32]) -> Result<Vec<u8>, f32> {
-        /// Rounded elements of a type of 16 bits.
-        fn rounded<H: Copy>(
+        /// Of a type of 16 bits.
+        fn rounded<H: Copy + Default>(
             values: &[f32],
-            halves: &[H],
             bytes: fn(H) -> [u8; 2],
-            finite: fn(H) -> bool,
-        ) -> Result<Vec<u8>, f32> {
-            let overflows = |(value, half): &(&f32, &H)| value.is_finite() && !finite(**half);
-            match values.iter().zip(halves).find(overflows) {
+            is_finite: fn(H) -> bool,
+        ) -> Result<Vec<u8>, f32>
+        where
+            [H]: HalfFloatSliceExt,
+        {
+            let mut halves = vec![H::default(); values.len()];
+            halves.convert_from_f32_slice(values);
+            let overflows = |(value, half): &(&f32, &H)| value.is_finite() && !is_finite(**half);
+            match values.iter().zip(&halves).find(overflows) {
                 Some((value, _)) => Err(*value),
-                None => Ok(halves.iter().flat_map(|half| bytes(*half)).collect()),
+                None => Ok(halves.into_iter().flat_map(bytes).collect()),
             }
         }
         match self {
             Self::Fp32 => Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
-            Self::Fp16 => {
-                let mut halves = vec![f16::ZERO; values.len()];
-                halves.convert_from_f32_slice(values);
-                rounded(values, &halves, f16::to_le_bytes, f16::is_finite)
-            }
-            Self::Bf16 => {
-                let mut halves = vec![bf16::ZERO; values.len()];
-                halves.convert_from_f32_slice(values);
-                rounded(values, &halves, bf16::to_le_bytes, bf16::is_finite)
-            }
+            Self::Fp16 => rounded(values, f16::to_le_bytes, f16::is_finite),
+            Self::Bf16 => rounded(values, bf16::to_le_bytes, bf16::is_finite),
         }
     }
 }

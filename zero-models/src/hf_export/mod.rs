@@ -35,6 +35,7 @@ use serde_json::{Value, json};
 use zero_core::checkpoint::{CheckpointError, Header, NewFolder, SafetensorsWriter};
 
 pub use crate::error::ReadError;
+use crate::error::io_at;
 use crate::safetensors_file::{INDEX, transposed};
 use crate::{ModelConfig, ModelError, ModelParam};
 
@@ -181,8 +182,7 @@ fn read_checked(read: &mut Read<'_>, param: &ModelParam, range: Range<usize>) ->
 
 /// Whether the file on the disk has the tensors that it was to have. Its length has been checked already.
 fn check_file(path: &Path, tensors: &[Tensor<'_>], dtype: ExportDtype) -> Result<(), ModelError> {
-    let file =
-        File::open(path).map_err(|source| ModelError::Io { action: "open", path: path.to_path_buf(), source })?;
+    let file = File::open(path).map_err(io_at("open", path))?;
     let header = Header::read(&file, path)?;
     for tensor in tensors {
         let expected = (dtype.element(), tensor.param.hf_shape());

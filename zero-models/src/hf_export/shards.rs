@@ -56,18 +56,20 @@ pub(super) fn shard_name(index: usize, count: usize) -> String {
 /// # Errors
 /// [`ModelError::ExportSetting`] for anything else, and for nothing.
 pub fn parse_bytes(text: &str) -> Result<u64, ModelError> {
-    let units = [("KB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)].into_iter().chain([
-        ("KiB", 1024.0),
-        ("MiB", 1024f64.powi(2)),
-        ("GiB", 1024f64.powi(3)),
-        ("TiB", 1024f64.powi(4)),
-        ("B", 1.0),
-    ]);
+    const UNITS: [(&str, u64); 9] = [
+        ("kb", 1000),
+        ("mb", 1000u64.pow(2)),
+        ("gb", 1000u64.pow(3)),
+        ("tb", 1000u64.pow(4)),
+        ("kib", 1 << 10),
+        ("mib", 1 << 20),
+        ("gib", 1 << 30),
+        ("tib", 1 << 40),
+        ("b", 1),
+    ];
     let lower = text.trim().to_ascii_lowercase();
-    let split = units
-        .into_iter()
-        .find_map(|(unit, factor)| Some((lower.strip_suffix(&unit.to_ascii_lowercase())?.to_string(), factor)));
-    let (number, factor) = split.unwrap_or((lower, 1.0));
+    let split = UNITS.into_iter().find_map(|(unit, factor)| Some((lower.strip_suffix(unit)?, factor as f64)));
+    let (number, factor) = split.unwrap_or((&lower, 1.0));
     match number.trim().parse::<f64>() {
         Ok(number) if number.is_finite() && number * factor >= 1.0 => Ok((number * factor) as u64),
         _ => Err(ModelError::ExportSetting {

@@ -1,0 +1,204 @@
+//! What the configurations of all families share: [`hf_config!`] makes one of a table of the keys in Hugging Face's
+//! `config.json`; presets are found by name, and values are checked.
+
+use std::path::Path;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::ModelError;
+use crate::error::io_at;
+
+/// Makes a family's configuration of its table: the keys of `config.json` with Hugging Face's defaults for those that are
+/// absent. `activation` is the key that names the activation function; what is `refused` has no field, as nothing but the
+/// value in the table is implemented. The family's `validate` is part of reading.
+macro_rules! hf_config {
+    (
+        $(#[$doc:meta])*
+        pub struct $config:ident of $family:literal, $model_type:literal {
+            $($(#[$about:meta])* $field:ident: $type:ty = $default:expr,)*
+        }
+        $(#[$activation_doc:meta])*
+        activation $activation:ident = $key:literal: $activation_default:expr;
+        refused { $($refused:ident: $refused_type:ty = $implemented:expr,)* }
+    ) => {
+        $(#[$doc])*
+        ///
+        /// Named as in Hugging Face's `config.json`, which is what it is serialised as. Reading one refuses what is not
+        /// implemented and would change the results; keys without an effect on the mathematics are ignored.
+        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        #[serde(try_from = "Keys", into = "Keys")]
+        pub struct $config {
+            $($(#[$about])* pub $field: $type,)*
+            $(#[$activation_doc])*
+            pub $activation: $crate::Activation,
+        }
+
+        /// The keys of `config.json` that matter.
+        #[derive(serde::Serialize, serde::Deserialize)]
+        #[serde(default)]
+        struct Keys {
+            model_type: String,
+            $($(#[$about])* $field: $type,)*
+            #[serde(rename = $key)]
+            $activation: String,
+            $($refused: $refused_type,)*
+        }
+
+        impl Default for Keys {
+            fn default() -> Self {
+                $config::published().into()
+            }
+        }
+
+        impl From<$config> for Keys {
+            fn from(config: $config) -> Self {
+                Self {
+                    model_type: $model_type.to_string(),
+                    $($field: config.$field,)*
+                    $activation: config.$activation.hf_name().to_string(),
+                    $($refused: $implemented,)*
+                }
+            }
+        }
+
+        impl TryFrom<Keys> for $config {
+            type Error = $crate::ModelError;
+
+            fn try_from(keys: Keys) -> Result<Self, $crate::ModelError> {
+                $crate::hf_config::check_model_type($model_type, keys.model_type)?;
+                $($crate::hf_config::check_implemented($family, stringify!($refused), keys.$refused, $implemented)?;)*
+                let config = Self {
+                    $($field: keys.$field,)*
+                    $activation: $crate::Activation::from_hf_name($family, $key, &keys.$activation)?,
+                };
+                config.validate()?;
+                Ok(config)
+            }
+        }
+
+        impl $config {
+            /// The name of the family in messages.
+            const FAMILY: &'static str = $family;
+
+            /// Hugging Face's defaults.
+            fn published() -> Self {
+                Self { $($field: $default,)* $activation: $activation_default }
+            }
+
+            /// Reads the text of a Hugging Face `config.json`.
+            ///
+            /// # Errors
+            /// When it is not JSON, of another model, not a possible model, or asks for what is not implemented.
+            pub fn from_json(text: &str) -> Result<Self, $crate::ModelError> {
+                let keys: Keys = serde_json::from_str(text)
+                    .map_err(|source| $crate::ModelError::ConfigSyntax { model: $family, source })?;
+                keys.try_into()
+            }
+
+            /// Reads a Hugging Face `config.json`.
+            ///
+            /// # Errors
+            /// As [`from_json`](Self::from_json), and when the file cannot be read.
+            pub fn from_file(path: &std::path::Path) -> Result<Self, $crate::ModelError> {
+                $crate::hf_config::from_file(path, Self::from_json)
+            }
+
+            /// Number of parameters; a tied head counts once.
+            pub fn num_params(&self) -> usize {
+                $crate::hf_params::parameters(self).iter().map($crate::ModelParam::numel).sum()
+            }
+
+            /// Names and shapes of the parameters in the `state_dict` of Hugging Face's model, in the order in which the
+            /// module visits them. A tied head is not listed.
+            pub fn parameter_shapes(&self) -> Vec<(String, Vec<usize>)> {
+                let parameters = $crate::hf_params::parameters(self).into_iter();
+                parameters.map(|param| (param.name.clone(), param.hf_shape())).collect()
+            }
+        }
+    };
+}
+pub(crate) use hf_config;
+
+/// The names of a table of presets.
+pub(crate) const fn names<T, const N: usize>(presets: &[(&'static str, T); N]) -> [&'static str; N] {
+    let mut names = [""; N];
+    let mut i = 0;
+    while i < N {
+        names[i] = presets[i].0;
+        i += 1;
+    }
+    names
+}
+
+/// What a table of presets, whose names are `names`, has under the name `got`.
+pub(crate) fn find_preset<T: Copy>(
+    model: &'static str,
+    presets: &[(&str, T)],
+    names: &'static [&'static str],
+    got: &str,
+) -> Result<T, ModelError> {
+    let found = presets.iter().find(|(name, _)| *name == got).map(|(_, preset)| *preset);
+    found.ok_or_else(|| ModelError::UnknownPreset { model, got: got.to_string(), presets: names })
+}
+
+pub(crate) fn from_file<C>(path: &Path, from_json: fn(&str) -> Result<C, ModelError>) -> Result<C, ModelError> {
+    let text = std::fs::read_to_string(path).map_err(io_at("read", path))?;
+    from_json(&text).map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })
+}
+
+pub(crate) fn check_model_type(expected: &'static str, got: String) -> Result<(), ModelError> {
+    if got == expected { Ok(()) } else { Err(ModelError::ModelType { expected, got }) }
+}
+
+/// Whether a key has the one value that is implemented.
+pub(crate) fn check_implemented<T: PartialEq + Serialize>(
+    model: &'static str,
+    key: &'static str,
+    got: T,
+    implemented: T,
+) -> Result<(), ModelError> {
+    if got == implemented {
+        return Ok(());
+    }
+    let [got, supported] = [got, implemented].map(|value| match serde_json::json!(value) {
+        Value::String(text) => format!("\"{text}\""),
+        other => other.to_string(),
+    });
+    Err(ModelError::Unsupported { model, key, got, supported })
+}
+
+/// Values with the names of their fields.
+macro_rules! named {
+    ($config:ident: $($field:ident),*) => {
+        [$((stringify!($field), $config.$field)),*]
+    };
+}
+pub(crate) use named;
+
+/// Whether a family's model can have these sizes, as many heads as `heads` of a width, these probabilities of dropping out,
+/// and these numbers above zero; each comes with the name of its field.
+pub(crate) fn check_values(
+    model: &'static str,
+    sizes: &[(&'static str, usize)],
+    [(heads_field, heads), (width_field, width)]: [(&'static str, usize); 2],
+    dropouts: &[(&'static str, f64)],
+    above_0: &[(&'static str, f64)],
+) -> Result<(), ModelError> {
+    let wrong = |field, got: String, expected: &str| {
+        Err(ModelError::ConfigValue { model, field, got, expected: expected.to_string() })
+    };
+    if let Some(&(field, value)) = sizes.iter().find(|(_, value)| *value == 0) {
+        return wrong(field, value.to_string(), "at least 1");
+    }
+    if !width.is_multiple_of(heads) {
+        return wrong(heads_field, heads.to_string(), &format!("a divisor of {width_field} = {width}"));
+    }
+    if let Some(&(field, value)) = dropouts.iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
+        return wrong(field, value.to_string(), "at least 0 and below 1");
+    }
+    if let Some(&(field, value)) = above_0.iter().find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
+        return wrong(field, value.to_string(), "above 0");
+    }
+    Ok(())
+}
