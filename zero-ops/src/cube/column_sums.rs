@@ -5,10 +5,9 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
-use super::rows::{
-    Blocks, HEIGHT, STRIP, address_type, dims, inputs, is_taken, over_height, vector_size, with_whole_rows, zeros,
-};
-use super::tensor::{OnCube, empty};
+use super::many::shaped;
+use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, run};
 
 /// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -67,13 +66,7 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
 /// The second stage: rows of partial sums `[blocks, d]` in fp32 to `[d]`.
 pub(super) fn total<R: CubeRuntime>(partial: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     let [rows, d] = dims(&partial);
-    flat(launch(partial, Blocks::one(rows), dtype), d)
-}
-
-/// `[1, d]` to `[d]`.
-fn flat<R: CubeRuntime>(row: CubeTensor<R>, d: usize) -> CubeTensor<R> {
-    let CubeTensor { client, handle, device, dtype, .. } = row;
-    CubeTensor::new_contiguous(client, device, Shape::from([d]), handle, dtype)
+    shaped(launch(partial, Blocks::one(rows), dtype), Shape::from([d]))
 }
 
 /// The sums of the columns of `x` `[n, d]`, `[d]`, added in fp32 and rounded once.
@@ -85,20 +78,14 @@ pub(super) fn column_sums<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let x = with_whole_rows(x);
     let blocks = Blocks::new(n, d);
     if blocks.blocks == 1 {
-        return flat(launch(x, blocks, dtype), d);
+        return shaped(launch(x, blocks, dtype), Shape::from([d]));
     }
     total(launch(x, blocks, DType::F32), dtype)
 }
 
-/// [`fused_linear_bias_backward`](crate::FusedBackend::fused_linear_bias_backward). `None` for types without a kernel.
-pub(crate) fn bias_backward<T: OnCube>(grad: &T) -> Option<T> {
-    let dtype = grad.dtype();
-    is_taken(dtype).then(|| {
-        let outputs = vec![(Shape::from([grad.shape()[1]]), dtype)];
-        let made = T::run("linear: gradient of bias", vec![grad.clone()], outputs, |given| {
-            let [grad] = inputs(given);
-            vec![column_sums(grad)]
-        });
-        made.into_iter().next().expect("one output was promised")
-    })
+/// [`fused_linear_bias_backward`](crate::FusedBackend::fused_linear_bias_backward).
+pub(crate) fn bias_backward<T: OnCube>(grad: T) -> T {
+    let outputs = [(Shape::from([grad.shape()[1]]), grad.dtype())];
+    let [sums] = run("linear: gradient of bias", [grad], None, outputs, |[grad], _| [column_sums(grad)]);
+    sums
 }

@@ -16,8 +16,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Metadata, Shape};
 use cubecl::prelude::*;
 
-use super::rows::{Blocks, address_type, cubes, dims, inputs, units, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, packed};
+use super::rows::{Blocks, address_type, cubes, dims, units, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, packed, run};
 use kernels::{count_kernel, mean_kernel, place_kernel, rows_kernel};
 
 /// What the logits of a chunk take at most.
@@ -269,11 +269,10 @@ fn loss_with_gradients<R: CubeRuntime>(
 
 /// [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
 pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, ignored: Option<i64>) -> T {
-    let outputs = vec![(Shape::from([1]), DType::F32)];
-    let made = T::run("cross-entropy", vec![x, weight, targets], outputs, move |given| {
-        vec![loss(inputs(given), ignored, LOGITS_BYTES)]
-    });
-    made.into_iter().next().expect("one output was promised")
+    let outputs = [(Shape::from([1]), DType::F32)];
+    let body = move |inputs, _| [loss(inputs, ignored, LOGITS_BYTES)];
+    let [loss] = run("cross-entropy", [x, weight, targets], None, outputs, body);
+    loss
 }
 
 /// [`linear_cross_entropy_with_gradients`](crate::FusedBackend::linear_cross_entropy_with_gradients).
@@ -285,12 +284,9 @@ pub(crate) fn linear_cross_entropy_with_gradients<T: OnCube>(
     targets: T,
     ignored: Option<i64>,
 ) -> (T, T, T) {
-    let outputs = vec![(Shape::from([1]), DType::F32), (x.shape(), DType::F32), (weight.shape(), DType::F32)];
-    let made = T::run("cross-entropy with gradients", vec![x, weight, targets], outputs, move |given| {
-        loss_with_gradients(inputs(given), ignored, LOGITS_BYTES).into()
-    });
-    let [loss, dx, d_weight] = made.try_into().unwrap_or_else(|_| unreachable!("three outputs were promised"));
-    (loss, dx, d_weight)
+    let outputs = [(Shape::from([1]), DType::F32), (x.shape(), DType::F32), (weight.shape(), DType::F32)];
+    let body = move |inputs, _| loss_with_gradients(inputs, ignored, LOGITS_BYTES);
+    run("cross-entropy with gradients", [x, weight, targets], None, outputs, body).into()
 }
 
 #[cfg(all(test, feature = "vulkan"))]

@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 
 use super::column_sums::total;
 use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, packed};
+use super::tensor::{OnCube, empty, first, packed, run};
 use crate::options::Gelu;
 
 /// `2 sqrt(2 / pi)`
@@ -213,14 +213,9 @@ fn backward<R: CubeRuntime>(
 
 /// [`fused_gelu`](crate::FusedBackend::fused_gelu).
 pub(crate) fn gelu<T: OnCube>(kind: Gelu, x: T, bias: Option<T>) -> T {
-    let outputs = vec![(x.shape(), x.dtype())];
-    let given = [x].into_iter().chain(bias).collect();
-    let made = T::run("gelu", given, outputs, move |given| {
-        let mut given = given.into_iter();
-        let x = given.next().expect("rows are the first input");
-        vec![forward(kind, x, given.next())]
-    });
-    made.into_iter().next().expect("one output was promised")
+    let outputs = [(x.shape(), x.dtype())];
+    let [out] = run("gelu", [x], bias, outputs, move |[x], bias| [forward(kind, x, bias)]);
+    out
 }
 
 /// [`gelu_backward_fused`](crate::FusedBackend::gelu_backward_fused).
@@ -230,8 +225,7 @@ pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: 
     let given = [x, grad].into_iter().chain(bias).collect();
     let made = T::run("gelu: gradient", given, outputs, move |given| {
         let mut given = given.into_iter();
-        let x = given.next().expect("rows are the first input");
-        let grad = given.next().expect("their gradient is the second input");
+        let [x, grad] = first(&mut given);
         let (dx, d_bias) = backward(kind, x, given.next(), grad);
         [dx].into_iter().chain(d_bias).collect()
     });

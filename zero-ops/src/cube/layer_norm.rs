@@ -11,8 +11,8 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::column_sums::total;
-use super::rows::{across, address_type, cubes, dims, inputs, over_cube, units, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, packed};
+use super::rows::{across, address_type, cubes, dims, over_cube, units, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, packed, run};
 
 /// Elements that a unit keeps in registers at most.
 const KEPT: usize = 16;
@@ -318,27 +318,14 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
 /// small, and all gradients depend on it.
 pub(crate) fn layer_norm<T: OnCube>(x: T, gamma: T, beta: Option<T>, epsilon: f64) -> (T, T, T) {
     let rows = Shape::from([x.shape()[0]]);
-    let outputs = vec![(x.shape(), x.dtype()), (rows.clone(), DType::F32), (rows, DType::F32)];
-    let given = [x, gamma].into_iter().chain(beta).collect();
-    let made = T::run("layer norm", given, outputs, move |given| {
-        let mut given = given.into_iter();
-        let x = given.next().expect("rows are the first input");
-        let gamma = given.next().expect("gamma is the second input");
-        forward(x, gamma, given.next(), epsilon).into()
-    });
-    three(made)
+    let outputs = [(x.shape(), x.dtype()), (rows.clone(), DType::F32), (rows, DType::F32)];
+    run("layer norm", [x, gamma], beta, outputs, move |[x, gamma], beta| forward(x, gamma, beta, epsilon)).into()
 }
 
 /// [`layer_norm_backward`](crate::FusedBackend::layer_norm_backward).
 pub(crate) fn layer_norm_backward<T: OnCube>(x: T, gamma: T, mean: T, rstd: T, grad: T) -> (T, T, T) {
     let (dtype, columns) = (x.dtype(), Shape::from([x.shape()[1]]));
-    let outputs = vec![(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
-    three(T::run("layer norm: gradient", vec![x, gamma, mean, rstd, grad], outputs, |given| {
-        backward(inputs(given)).into()
-    }))
-}
-
-fn three<T: OnCube>(made: Vec<T>) -> (T, T, T) {
-    let [a, b, c] = made.try_into().unwrap_or_else(|_| unreachable!("three outputs were promised"));
-    (a, b, c)
+    let outputs = [(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
+    let inputs = [x, gamma, mean, rstd, grad];
+    run("layer norm: gradient", inputs, None, outputs, |inputs, _| backward(inputs)).into()
 }

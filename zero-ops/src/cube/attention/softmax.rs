@@ -7,7 +7,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::DType;
 use cubecl::prelude::*;
 
-use super::{Inputs, address_type, grid, scratch};
+use super::{Inputs, grid, scratch};
+use crate::cube::rows::address_type;
 
 /// A block of scores: of which queries of which pairs, and for how many keys.
 #[derive(Clone, Debug)]
@@ -71,7 +72,7 @@ pub(super) fn probabilities<R: CubeRuntime>(
             &client,
             grid(block.lines()),
             CubeDim::new_1d(units as u32),
-            address_type([&products, lse, &mask]),
+            address_type(&[&products, lse, &mask]),
             products.into_tensor_arg(),
             out_arg,
             lse.clone().into_tensor_arg(),
@@ -106,7 +107,7 @@ pub(super) fn gradients<R: CubeRuntime>(
             &client,
             grid(block.lines()),
             CubeDim::new_1d(units as u32),
-            address_type([&products, lse, &mask]),
+            address_type(&[&products, lse, &mask]),
             products.into_tensor_arg(),
             gradients.into_tensor_arg(),
             probabilities_arg,
