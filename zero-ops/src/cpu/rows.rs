@@ -35,7 +35,7 @@ impl<'a, T> SharedRows<'a, T> {
     }
 
     /// Its first element and the distance between its rows, in elements.
-    pub(super) fn as_raw(self) -> (*mut T, usize) {
+    pub(super) fn raw_parts(self) -> (*mut T, usize) {
         (self.first, self.stride)
     }
 

@@ -54,8 +54,8 @@ pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'
                     scores_gradients(scores, slopes, width, mask, horizon, &lse[rows.clone()], delta);
                     let (p, ds) = (Matrix::new(scores, n, width), Matrix::new(slopes, n, width));
                     let row_k = head.sequence * keys + range.start;
-                    let [to_q, to_k, to_v] =
-                        [(dq, first_row), (dk, row_k), (dv, row_k)].map(|(rows, row)| rows.part(row, column).as_raw());
+                    let [to_q, to_k, to_v] = [(dq, first_row), (dk, row_k), (dv, row_k)]
+                        .map(|(rows, row)| rows.part(row, column).raw_parts());
                     let (write_q, write_kv) = (Write::first(range.start == 0), Write::first(last));
                     // SAFETY: `check_rows` found these rows inside of their buffers; the columns of a head of a
                     // sequence are this task's, and those of the three are apart even where they share a buffer.

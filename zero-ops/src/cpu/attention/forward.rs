@@ -47,7 +47,7 @@ pub(super) fn forward_in(blocks: Blocks, inputs: Inputs<'_>, out: &mut [f32], ls
                 let p = Matrix::new(scores, rows, keys.len());
                 let v = inputs.values(head, &keys);
                 // SAFETY: these rows' part of the head is inside `out`, whose length was checked, and this task's.
-                unsafe { multiply_into(out.as_raw().0, d, Write::first(!begun), p, v, 1.0, Parallelism::None) };
+                unsafe { multiply_into(out.raw_parts().0, d, Write::first(!begun), p, v, 1.0, Parallelism::None) };
             }
             finish(Gathered { max, sum, out, width: head_width }, lse);
         });

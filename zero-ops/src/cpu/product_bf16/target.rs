@@ -48,8 +48,8 @@ impl<'a> Target<'a> {
     #[inline(always)]
     pub(super) fn address(&self, row: usize, column: usize) -> *const i8 {
         match self {
-            Self::F32 { out, .. } => out.part(row, column).as_raw().0.cast(),
-            Self::Bf16 { out, .. } => out.part(row, column).as_raw().0.cast(),
+            Self::F32 { out, .. } => out.part(row, column).raw_parts().0.cast(),
+            Self::Bf16 { out, .. } => out.part(row, column).raw_parts().0.cast(),
         }
     }
 
