@@ -51,6 +51,13 @@ macro_rules! operations {
         /// Gives the signatures of the operations of `FusedBackend`, but for `parameter_from`, to a macro: as
         /// `fn name(operand: kind, ..) -> kind;`, where a kind is `float`, `opt_float`, `int`, or a type in parentheses, and of
         /// results also `float_float`, `float_float_float`, `float_opt_float` or `three_floats`.
+        ///
+        /// ```
+        /// macro_rules! names {
+        ///     ($(fn $name:ident($($operand:ident: $kind:tt),*) -> $result:tt;)*) => { [$(stringify!($name)),*] };
+        /// }
+        /// assert!(zero_ops::fused_operations!(names).contains(&"fused_linear"));
+        /// ```
         #[macro_export]
         macro_rules! fused_operations {
             ($with:ident) => {

@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 
 use super::many::shaped;
 use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, run};
+use super::tensor::{OnCube, empty, launch, run};
 
 /// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -42,23 +42,14 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
     let [rows, d] = dims(&x);
     let out = empty(&x, [blocks.blocks, d], dtype);
     let size = vector_size(&[&x, &out]);
-    let client = x.client.clone();
     let (address, types) = (address_type(&[&x, &out]), [x.dtype.into(), dtype.into()]);
     // SAFETY: units read rows below `rows` and vectors below `d / size` of `x`, and write those of `blocks` rows.
     unsafe {
-        sums_of_blocks::launch_unchecked::<R>(
-            &client,
-            blocks.count(d / size),
-            Blocks::dim(),
-            address,
-            size,
-            x.into_tensor_arg(),
-            out.clone().into_tensor_arg(),
-            rows,
-            d / size,
-            blocks.rows_per_block,
-            types,
-        );
+        launch! {
+            sums_of_blocks on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
+            [x, out.clone()],
+            rows, d / size, blocks.rows_per_block, types
+        }
     }
     out
 }

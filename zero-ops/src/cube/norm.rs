@@ -13,7 +13,7 @@ use cubecl::prelude::*;
 
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
 use super::many::{Layout, UNITS, array, flat, grid, launch_groups, width};
-use super::tensor::{empty, is_float};
+use super::tensor::{empty, is_float, launch};
 
 /// Vectors that a unit adds.
 const ADDS: u32 = 16;
@@ -74,18 +74,11 @@ impl Body for SumsOfSquares {
                 // SAFETY: a unit reads below an array's length; the places of the cubes are below `total` and no two are the
                 // same.
                 unsafe {
-                    squares_kernel::launch_unchecked(
-                        &client,
-                        count,
-                        dim,
-                        width,
-                        group.iter().map(|place| array(place.x)).collect(),
-                        ends,
-                        group.iter().map(|place| place.first).collect(),
-                        total,
-                        array(&partial),
-                        dtype.into(),
-                    );
+                    launch! {
+                        squares_kernel on client, (count, dim, width), [],
+                        group.iter().map(|place| array(place.x)).collect(), ends,
+                        group.iter().map(|place| place.first).collect(), total, array(&partial), dtype.into()
+                    }
                 }
             },
         );

@@ -14,7 +14,7 @@ use cubecl::prelude::*;
 
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
 use super::many::{CHUNK, Layout, TAKES, UNITS, array, chunks, flat, launch_groups, overwritten, owned, width};
-use super::tensor::{empty, is_float};
+use super::tensor::{empty, is_float, launch};
 use crate::rule::Rule;
 
 /// Which of the kernels a rule is.
@@ -242,22 +242,16 @@ fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&Cub
             // SAFETY: a unit reads and writes below the arrays' length, which `check` has found to be one for all of an item,
             // and its loops end with the chunk.
             unsafe {
-                update_kernel::launch_unchecked(
-                    client,
-                    count,
-                    dim,
-                    family.width,
+                launch! {
+                    update_kernel on client, (count, dim, family.width), [],
                     group.iter().map(|item| array(&item.parameter)).collect(),
                     group.iter().map(|item| array(&item.gradient)).collect(),
                     group.iter().filter_map(|item| item.states.first()).map(array).collect(),
                     group.iter().filter_map(|item| item.states.get(1)).map(array).collect(),
                     group.iter().filter_map(|item| item.copy.as_ref()).map(array).collect(),
                     factor.into_iter().map(array).collect(),
-                    group.iter().map(|item| numbers(&item.update, number)).collect(),
-                    ends,
-                    family.kind,
-                    types,
-                );
+                    group.iter().map(|item| numbers(&item.update, number)).collect(), ends, family.kind, types
+                }
             }
         },
     );

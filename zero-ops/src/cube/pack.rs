@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
 use super::many::{CHUNK, Layout, TAKES, UNITS, WIDE, array, chunks, flat, launch_groups, owned, width};
-use super::tensor::{empty, is_float};
+use super::tensor::{empty, is_float, launch};
 
 /// Columns of a bucket: those after the item's before it.
 #[derive(Debug, Clone)]
@@ -275,19 +275,12 @@ impl Body for Pack {
                 // SAFETY: `Cut` keeps columns within those of the tensor and of the bucket; a unit reads below `numel`, which
                 // is the tensor's length or 0.
                 unsafe {
-                    pack_kernel::launch_unchecked(
-                        &bucket.client,
-                        count,
-                        dim,
-                        width,
+                    launch! {
+                        pack_kernel on bucket.client, (count, dim, width), [],
                         group.iter().map(|(_, x)| array(x)).collect(),
-                        group.iter().map(|(cut, _)| cut.segment(width)).collect(),
-                        ends,
-                        array(&bucket),
-                        self.columns / width,
-                        self.factor,
-                        types,
-                    );
+                        group.iter().map(|(cut, _)| cut.segment(width)).collect(), ends, array(&bucket),
+                        self.columns / width, self.factor, types
+                    }
                 }
             },
         );
@@ -329,19 +322,11 @@ impl Body for Unpack {
                 let types: [StorageType; 2] = [bucket.dtype.into(), dtype.into()];
                 // SAFETY: as in `Pack`, with the bucket read and the tensors written below `numel`.
                 unsafe {
-                    unpack_kernel::launch_unchecked(
-                        &bucket.client,
-                        count,
-                        dim,
-                        width,
-                        array(&bucket),
-                        group.iter().map(|(cut, _)| cut.segment(width)).collect(),
-                        ends,
-                        group.iter().map(|(_, x)| array(x)).collect(),
-                        self.columns / width,
-                        self.factor,
-                        types,
-                    );
+                    launch! {
+                        unpack_kernel on bucket.client, (count, dim, width), [],
+                        array(&bucket), group.iter().map(|(cut, _)| cut.segment(width)).collect(), ends,
+                        group.iter().map(|(_, x)| array(x)).collect(), self.columns / width, self.factor, types
+                    }
                 }
             },
         );
@@ -380,19 +365,12 @@ impl Body for SumParts {
                 let types: [StorageType; 2] = [from.into(), to.into()];
                 // SAFETY: ranges are within the parts, and units stay below the sums' lengths.
                 unsafe {
-                    sum_kernel::launch_unchecked(
-                        client,
-                        count,
-                        dim,
-                        width,
+                    launch! {
+                        sum_kernel on client, (count, dim, width), [],
                         group.iter().flat_map(|(parts, ..)| parts.iter().map(array)).collect(),
-                        group.iter().map(|(_, start, _)| start / width).collect(),
-                        ends,
-                        group.iter().map(|(.., sum)| array(sum)).collect(),
-                        self.scale,
-                        parts,
-                        types,
-                    );
+                        group.iter().map(|(_, start, _)| start / width).collect(), ends,
+                        group.iter().map(|(.., sum)| array(sum)).collect(), self.scale, parts, types
+                    }
                 }
             },
         );

@@ -15,6 +15,16 @@ use burn_fusion::stream::{Operation, OperationStreams};
 use burn_ir::{BackendIr, CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use burn_std::{DType, Shape};
 
+/// Launches a kernel of unchecked bounds on a client, with the launch's layout, tensors, and other arguments.
+macro_rules! launch {
+    ($kernel:ident on $client:expr, ($($layout:expr),+), [$($tensor:expr),*] $(, $argument:expr)* $(,)?) => {{
+        let client = $client.clone();
+        $kernel::launch_unchecked(&client, $($layout,)+ $($tensor.into_tensor_arg(),)* $($argument),*);
+    }};
+}
+
+pub(super) use launch;
+
 /// A tensor on a device that CubeCL kernels run on.
 pub(crate) trait OnCube: TensorMetadata + Clone + Sized + 'static {
     /// The device's runtime.

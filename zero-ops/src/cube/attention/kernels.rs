@@ -11,6 +11,7 @@ use cubecl::prelude::*;
 
 use super::{Rows, Sizes, scratch};
 use crate::cube::rows::address_type;
+use crate::cube::tensor::launch;
 
 /// A unit for each element.
 fn each<R: CubeRuntime>(like: &CubeTensor<R>, total: usize) -> (CubeCount, CubeDim) {
@@ -28,20 +29,11 @@ pub(super) fn along<R: CubeRuntime>(sizes: Sizes, out: &Rows<R>, grad: &Rows<R>)
     let (count, dim) = each(like, total);
     // SAFETY: units beyond `total` stop; the others read head `i % heads` of row `i / heads` and write one sum.
     unsafe {
-        along_kernel::launch_unchecked(
-            &like.client,
-            count,
-            dim,
-            address_type(&[like, &grad.tensor, &sums]),
-            out.tensor.clone().into_tensor_arg(),
-            grad.tensor.clone().into_tensor_arg(),
-            sums.clone().into_tensor_arg(),
-            total,
-            sizes.t,
-            sizes.heads,
-            sizes.e,
-            like.dtype.into(),
-        );
+        launch! {
+            along_kernel on like.client, (count, dim, address_type(&[like, &grad.tensor, &sums])),
+            [out.tensor.clone(), grad.tensor.clone(), sums.clone()],
+            total, sizes.t, sizes.heads, sizes.e, like.dtype.into()
+        }
     }
     sums
 }
@@ -89,18 +81,11 @@ pub(super) fn gathered<R: CubeRuntime>(
     let (count, dim) = each(like, total);
     // SAFETY: units beyond `total` stop; the others write element `i` of `heads` and read one of a row of these pairs.
     unsafe {
-        gather_kernel::launch_unchecked(
-            &like.client,
-            count,
-            dim,
-            address_type(&[like, &heads]),
-            like.clone().into_tensor_arg(),
-            heads.clone().into_tensor_arg(),
-            total,
-            place_arg(sizes, pairs, positions, rows),
-            sizes.e,
-            like.dtype.into(),
-        );
+        launch! {
+            gather_kernel on like.client, (count, dim, address_type(&[like, &heads])),
+            [like.clone(), heads.clone()],
+            total, place_arg(sizes, pairs, positions, rows), sizes.e, like.dtype.into()
+        }
     }
     heads
 }
@@ -118,18 +103,11 @@ pub(super) fn scatter<R: CubeRuntime>(
     let (count, dim) = each(into, total);
     // SAFETY: units beyond `total` stop; the others read element `i` of `heads` and write one of a row of these pairs.
     unsafe {
-        scatter_kernel::launch_unchecked(
-            &into.client,
-            count,
-            dim,
-            address_type(&[into, &heads]),
-            heads.into_tensor_arg(),
-            into.clone().into_tensor_arg(),
-            total,
-            place_arg(sizes, pairs, positions, rows),
-            sizes.e,
-            into.dtype.into(),
-        );
+        launch! {
+            scatter_kernel on into.client, (count, dim, address_type(&[into, &heads])),
+            [heads, into.clone()],
+            total, place_arg(sizes, pairs, positions, rows), sizes.e, into.dtype.into()
+        }
     }
 }
 
@@ -204,17 +182,11 @@ pub(super) fn accumulate<R: CubeRuntime>(sums: &CubeTensor<R>, heads: CubeTensor
     let (cubes, dim) = each(sums, total);
     // SAFETY: units beyond `total` stop; `count` is at most `t`.
     unsafe {
-        accumulate_kernel::launch_unchecked(
-            &sums.client,
-            cubes,
-            dim,
-            address_type(&[sums, &heads]),
-            heads.into_tensor_arg(),
-            sums.clone().into_tensor_arg(),
-            total,
-            count * e,
-            t * e,
-        );
+        launch! {
+            accumulate_kernel on sums.client, (cubes, dim, address_type(&[sums, &heads])),
+            [heads, sums.clone()],
+            total, count * e, t * e
+        }
     }
 }
 

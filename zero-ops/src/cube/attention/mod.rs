@@ -20,6 +20,7 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use self::blocked::Blocked;
+use super::rows::with_whole_rows;
 use super::tensor::{OnCube, empty, first, packed, run};
 use crate::options::AttentionOptions;
 
@@ -74,9 +75,7 @@ struct Rows<R: CubeRuntime> {
 
 impl<R: CubeRuntime> Rows<R> {
     fn new(x: CubeTensor<R>) -> Self {
-        let [_, width] = x.shape().dims();
-        let side_by_side = width <= 1 || x.meta.strides()[1] == 1;
-        Self { tensor: if side_by_side { x } else { packed(x) }, column: 0 }
+        Self { tensor: with_whole_rows(x), column: 0 }
     }
 }
 
