@@ -5,7 +5,7 @@
 //! and never over another. The bits of a result depend on the shapes only, not on the number of threads: a sum over
 //! rows is made of partial sums over fixed blocks of rows, added in order.
 //!
-//! Arithmetic is plain scalar loops in [`vectorised!`] functions.
+//! Arithmetic is plain scalar loops in `vectorised!` functions.
 
 /// Functions whose bodies the compiler vectorises for the instruction set that the processor is found to have. They are that of
 /// a `pulp::NullaryFnOnce`, inlined: a closure in its place would be compiled for the baseline.
