@@ -14,12 +14,17 @@
 //! Buffers are allocated and touched before the loop; only what a kernel allocates itself is in its time (the chunk of
 //! logits of `cross_entropy`, partial sums, lists of tasks). For one group: `... --bench fused -- attention`.
 
+#[path = "../tests/shared/mod.rs"]
+mod shared;
+
 use core::fmt;
 
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use zero_ops::cpu;
 use zero_ops::cpu::Matrix;
+
+use shared::numbers;
 
 /// Rows: one sequence.
 const N: usize = 256;
@@ -38,16 +43,6 @@ fn main() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("the system gives two threads");
         pool.install(divan::main);
     }
-}
-
-/// `len` numbers in `[-1, 1)`, the same for the same seed.
-fn numbers(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
 }
 
 /// Tokens far apart in the vocabulary, one for each row.

@@ -3,312 +3,188 @@
 //! What a node saves are handles of the inner backend: under `Zero<B>` a saved parameter is a handle that is gathered
 //! again, not its values. Saved activations share the memory of the tensors that the model made.
 
+use std::fmt::Debug;
+use std::marker::PhantomData;
 use std::ops::Range;
 
-use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::base::Checkpointer;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
-use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use burn_autodiff::ops::{Backward, Ops, OpsKind, OpsPrep};
+use burn_autodiff::{Autodiff, NodeId};
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{FloatDType, Shape};
 
-use crate::backend::FusedBackend;
+use crate::backend::{FusedBackend, implement, ty};
 use crate::options::{AttentionOptions, Gelu};
 
-/// Registers the gradient of a parent, if it wants one. `$grad` is evaluated only then.
-macro_rules! give {
-    ($grads:ident, $parents:ident[$index:expr], $grad:expr) => {
-        if let Some(parent) = &$parents[$index] {
-            let grad = $grad;
-            $grads.register::<B>(parent.id, grad);
-        }
-    };
-}
-
-/// `prepare`d nodes become a tensor, with state if any parent wants a gradient.
-macro_rules! finish {
-    ($prepared:expr, $state:expr, $out:expr) => {
-        match $prepared.compute_bound().stateful() {
-            OpsKind::Tracked(prepared) => prepared.finish($state, $out),
-            OpsKind::UnTracked(prepared) => prepared.finish($out),
-        }
-    };
-}
-
-/// Parents: `x`, `weight`, then `bias` and `residual` if there are.
+/// What makes the gradients of the parents from what was saved and the gradient of the output.
 #[derive(Debug)]
-struct Linear;
+struct Node<B: Backend, S>(fn(S, FloatTensor<B>, &mut Parents<'_, B>));
 
-#[derive(Clone, Debug)]
-struct LinearState<B: Backend> {
-    /// `None` where nobody reads it: saving it would keep it in memory.
-    x: Option<FloatTensor<B>>,
-    weight: Option<FloatTensor<B>>,
-    bias: bool,
-    residual: bool,
+/// The parents, and where those that want a gradient get it.
+struct Parents<'a, B> {
+    wanting: Vec<Option<NodeId>>,
+    grads: &'a mut Gradients,
+    backend: PhantomData<B>,
 }
 
-impl<B: FusedBackend, const N: usize> Backward<B, N> for Linear {
-    type State = LinearState<B>;
-
-    fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state } = ops;
-        let grad = grads.consume::<B>(&node);
-        if let Some(x) = state.x {
-            give!(grads, parents[1], B::fused_linear_weight_backward(x, grad.clone()));
-        }
-        if state.bias {
-            give!(grads, parents[2], B::fused_linear_bias_backward(grad.clone()));
-        }
-        if let Some(weight) = state.weight {
-            give!(grads, parents[0], B::fused_linear_x_backward(weight, grad.clone()));
-        }
-        if state.residual {
-            give!(grads, parents[2 + usize::from(state.bias)], grad);
+impl<B: Backend> Parents<'_, B> {
+    /// Registers the gradient of the parent of number `index`, if there is one that wants it; made only then.
+    fn give(&mut self, index: usize, gradient: impl FnOnce() -> FloatTensor<B>) {
+        if let Some(parent) = self.wanting.get(index).copied().flatten() {
+            self.grads.register::<B>(parent, gradient());
         }
     }
 }
 
-/// Parents: `x`, `gamma`, then `beta` if there is one.
-#[derive(Debug)]
-struct LayerNorm;
-
-#[derive(Clone, Debug)]
-struct LayerNormState<B: Backend> {
-    x: FloatTensor<B>,
-    gamma: FloatTensor<B>,
-    mean: FloatTensor<B>,
-    rstd: FloatTensor<B>,
-}
-
-impl<B: FusedBackend, const N: usize> Backward<B, N> for LayerNorm {
-    type State = LayerNormState<B>;
-
-    fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state } = ops;
-        let grad = grads.consume::<B>(&node);
-        let (dx, d_gamma, d_beta) = B::layer_norm_backward(state.x, state.gamma, state.mean, state.rstd, grad);
-        give!(grads, parents[0], dx);
-        give!(grads, parents[1], d_gamma);
-        if N > 2 {
-            give!(grads, parents[2], d_beta);
-        }
+impl<B: Backend, S> Node<B, S> {
+    /// For a state like this one.
+    fn of(_state: &S, backward: fn(S, FloatTensor<B>, &mut Parents<'_, B>)) -> Self {
+        Self(backward)
     }
 }
 
-/// Parents: `x`, then `bias` if there is one.
-#[derive(Debug)]
-struct GeluNode;
+impl<B: Backend, S: Clone + Send + Debug + 'static, const N: usize> Backward<B, N> for Node<B, S> {
+    type State = S;
 
-#[derive(Clone, Debug)]
-struct GeluState<B: Backend> {
-    kind: Gelu,
-    x: FloatTensor<B>,
-    bias: Option<FloatTensor<B>>,
-}
-
-impl<B: FusedBackend, const N: usize> Backward<B, N> for GeluNode {
-    type State = GeluState<B>;
-
-    fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+    fn backward(self, ops: Ops<S, N>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let Ops { parents, node, state } = ops;
         let grad = grads.consume::<B>(&node);
-        let (dx, d_bias) = B::gelu_backward_fused(state.kind, state.x, state.bias, grad);
-        give!(grads, parents[0], dx);
-        if let Some(d_bias) = d_bias {
-            give!(grads, parents[1], d_bias);
-        }
+        let wanting = parents.iter().map(|parent| parent.as_ref().map(|parent| parent.id)).collect();
+        (self.0)(state, grad, &mut Parents { wanting, grads, backend: PhantomData });
     }
 }
 
-#[derive(Clone, Debug)]
-struct AttentionState<B: Backend, const PARTS: usize> {
-    /// Query, key and value, or all three in one.
-    parts: [FloatTensor<B>; PARTS],
-    mask: Option<FloatTensor<B>>,
+/// The output as a tensor of the graph, with state if any parent wants a gradient.
+fn finish<B: Backend, C: CheckpointStrategy, S: Clone + Send + Debug + 'static, const N: usize>(
+    prepared: OpsPrep<Node<B, S>, B, S, C, N>,
+    state: S,
     out: FloatTensor<B>,
-    lse: FloatTensor<B>,
-    options: AttentionOptions,
-}
-
-/// Parents: `q`, `k`, `v`.
-#[derive(Debug)]
-struct Attention;
-
-impl<B: FusedBackend> Backward<B, 3> for Attention {
-    type State = AttentionState<B, 3>;
-
-    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state } = ops;
-        let grad = grads.consume::<B>(&node);
-        let AttentionState { parts: [q, k, v], mask, out, lse, options } = state;
-        let gradients = B::attention_backward(q, k, v, mask, out, lse, grad, options);
-        for (i, gradient) in gradients.into_iter().enumerate() {
-            give!(grads, parents[i], gradient);
-        }
+) -> FloatTensor<Autodiff<B, C>> {
+    match prepared.compute_bound().stateful() {
+        OpsKind::Tracked(prepared) => prepared.finish(state, out),
+        OpsKind::UnTracked(prepared) => prepared.finish(out),
     }
 }
 
-/// Parent: the packed rows.
-#[derive(Debug)]
-struct PackedAttention;
+implement! {
+    [B: FusedBackend, C: CheckpointStrategy] Autodiff<B, C>;
 
-impl<B: FusedBackend> Backward<B, 1> for PackedAttention {
-    type State = AttentionState<B, 1>;
-
-    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state } = ops;
-        let grad = grads.consume::<B>(&node);
-        let AttentionState { parts: [qkv], mask, out, lse, options } = state;
-        give!(grads, parents[0], B::packed_attention_backward(qkv, mask, out, lse, grad, options));
-    }
-}
-
-/// Parent: the table.
-#[derive(Debug)]
-struct Embedding;
-
-impl<B: FusedBackend> Backward<B, 1> for Embedding {
-    /// The ids, and the number of the table's rows: the table itself is not read again.
-    type State = (IntTensor<B>, usize);
-
-    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state: (ids, rows) } = ops;
-        let grad = grads.consume::<B>(&node);
-        give!(grads, parents[0], B::fused_embedding_backward(ids, grad, rows));
-    }
-}
-
-/// Parents: `x`, `weight`.
-#[derive(Debug)]
-struct LinearCrossEntropy;
-
-impl<B: FusedBackend> Backward<B, 2> for LinearCrossEntropy {
-    /// The gradients of the mean, made in the forward pass, and the types of what they are gradients of.
-    type State = [(FloatTensor<B>, FloatDType); 2];
-
-    fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        let Ops { parents, node, state: [(dx, x_type), (d_weight, weight_type)] } = ops;
-        let grad = grads.consume::<B>(&node);
-        give!(grads, parents[1], B::scaled_by(d_weight, grad.clone(), weight_type));
-        give!(grads, parents[0], B::scaled_by(dx, grad.clone(), x_type));
-    }
-}
-
-impl<B: FusedBackend, C: CheckpointStrategy> FusedBackend for Autodiff<B, C> {
-    fn fused_linear(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: Option<FloatTensor<Self>>,
-        residual: Option<FloatTensor<Self>>,
-    ) -> FloatTensor<Self> {
-        let state = LinearState::<B> {
-            x: weight.is_tracked().then(|| x.primitive.clone()),
-            weight: x.is_tracked().then(|| weight.primitive.clone()),
-            bias: bias.is_some(),
-            residual: residual.is_some(),
-        };
-        let (x_node, weight_node) = (x.node, weight.node);
-        let bias_node = bias.as_ref().map(|bias| bias.node.clone());
-        let residual_node = residual.as_ref().map(|residual| residual.node.clone());
-        let out = B::fused_linear(
-            x.primitive,
-            weight.primitive,
-            bias.map(|bias| bias.primitive),
-            residual.map(|residual| residual.primitive),
+    fn fused_linear(x: float, weight: float, bias: opt_float, residual: opt_float) -> float {
+        // Operands are `None` where nobody reads them: saving one would keep it in memory.
+        let state = (
+            weight.is_tracked().then(|| x.primitive.clone()),
+            x.is_tracked().then(|| weight.primitive.clone()),
+            bias.is_some(),
+            residual.is_some(),
         );
+        let node = Node::<B, _>::of(&state, |(x, weight, has_bias, has_residual), grad, parents| {
+            if let Some(x) = x {
+                parents.give(1, || B::fused_linear_weight_backward(x, grad.clone()));
+            }
+            if has_bias {
+                parents.give(2, || B::fused_linear_bias_backward(grad.clone()));
+            }
+            if let Some(weight) = weight {
+                parents.give(0, || B::fused_linear_x_backward(weight, grad.clone()));
+            }
+            if has_residual {
+                parents.give(2 + usize::from(has_bias), || grad);
+            }
+        });
+        let (bias_node, bias) = bias.map(|bias| (bias.node, bias.primitive)).unzip();
+        let (residual_node, residual) = residual.map(|residual| (residual.node, residual.primitive)).unzip();
+        let out = B::fused_linear(x.primitive, weight.primitive, bias, residual);
         match (bias_node, residual_node) {
             (Some(bias), Some(residual)) => {
-                finish!(Linear.prepare::<C>([x_node, weight_node, bias, residual]), state, out)
+                finish(node.prepare::<C>([x.node, weight.node, bias, residual]), state, out)
             }
             (Some(extra), None) | (None, Some(extra)) => {
-                finish!(Linear.prepare::<C>([x_node, weight_node, extra]), state, out)
+                finish(node.prepare::<C>([x.node, weight.node, extra]), state, out)
             }
-            (None, None) => finish!(Linear.prepare::<C>([x_node, weight_node]), state, out),
+            (None, None) => finish(node.prepare::<C>([x.node, weight.node]), state, out),
         }
     }
 
-    fn fused_layer_norm(
-        x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        beta: Option<FloatTensor<Self>>,
-        epsilon: f64,
-    ) -> FloatTensor<Self> {
-        let beta_node = beta.as_ref().map(|beta| beta.node.clone());
-        let beta = beta.map(|beta| beta.primitive);
-        let (x_node, gamma_node, x, gamma) = (x.node, gamma.node, x.primitive, gamma.primitive);
-        let (out, mean, rstd) = B::layer_norm_forward(x.clone(), gamma.clone(), beta, epsilon);
-        let state = LayerNormState::<B> { x, gamma, mean, rstd };
+    fn fused_layer_norm(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float {
+        let (beta_node, beta) = beta.map(|beta| (beta.node, beta.primitive)).unzip();
+        let (out, mean, rstd) = B::layer_norm_forward(x.primitive.clone(), gamma.primitive.clone(), beta, epsilon);
+        let state = (x.primitive, gamma.primitive, mean, rstd);
+        let node = Node::<B, _>::of(&state, |(x, gamma, mean, rstd), grad, parents| {
+            let (dx, d_gamma, d_beta) = B::layer_norm_backward(x, gamma, mean, rstd, grad);
+            parents.give(0, || dx);
+            parents.give(1, || d_gamma);
+            parents.give(2, || d_beta);
+        });
         match beta_node {
-            Some(beta) => finish!(LayerNorm.prepare::<C>([x_node, gamma_node, beta]), state, out),
-            None => finish!(LayerNorm.prepare::<C>([x_node, gamma_node]), state, out),
+            Some(beta) => finish(node.prepare::<C>([x.node, gamma.node, beta]), state, out),
+            None => finish(node.prepare::<C>([x.node, gamma.node]), state, out),
         }
     }
 
-    fn fused_gelu(kind: Gelu, x: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
-        let bias_node = bias.as_ref().map(|bias| bias.node.clone());
-        let bias = bias.map(|bias| bias.primitive);
-        let (x_node, x) = (x.node, x.primitive);
-        let out = B::fused_gelu(kind, x.clone(), bias.clone());
-        let state = GeluState::<B> { kind, x, bias };
+    fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
+        let (bias_node, bias) = bias.map(|bias| (bias.node, bias.primitive)).unzip();
+        let out = B::fused_gelu(kind, x.primitive.clone(), bias.clone());
+        let state = (kind, x.primitive, bias);
+        let node = Node::<B, _>::of(&state, |(kind, x, bias), grad, parents| {
+            let (dx, d_bias) = B::gelu_backward_fused(kind, x, bias, grad);
+            parents.give(0, || dx);
+            if let Some(d_bias) = d_bias {
+                parents.give(1, || d_bias);
+            }
+        });
         match bias_node {
-            Some(bias) => finish!(GeluNode.prepare::<C>([x_node, bias]), state, out),
-            None => finish!(GeluNode.prepare::<C>([x_node]), state, out),
+            Some(bias) => finish(node.prepare::<C>([x.node, bias]), state, out),
+            None => finish(node.prepare::<C>([x.node]), state, out),
         }
     }
 
-    fn fused_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        options: AttentionOptions,
-    ) -> FloatTensor<Self> {
+    fn fused_attention(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float {
         let mask = mask.map(|mask| mask.primitive);
         let nodes = [q.node, k.node, v.node];
         let parts = [q.primitive, k.primitive, v.primitive];
         let [q, k, v] = parts.clone();
         let (out, lse) = B::attention_forward(q, k, v, mask.clone(), options);
-        let state = AttentionState::<B, 3> { parts, mask, out: out.clone(), lse, options };
-        finish!(Attention.prepare::<C>(nodes), state, out)
+        let state = (parts, mask, out.clone(), lse, options);
+        let node = Node::<B, _>::of(&state, |([q, k, v], mask, out, lse, options), grad, parents| {
+            let gradients = B::attention_backward(q, k, v, mask, out, lse, grad, options);
+            for (i, gradient) in gradients.into_iter().enumerate() {
+                parents.give(i, || gradient);
+            }
+        });
+        finish(node.prepare::<C>(nodes), state, out)
     }
 
-    fn fused_packed_attention(
-        qkv: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        options: AttentionOptions,
-    ) -> FloatTensor<Self> {
+    fn fused_packed_attention(qkv: float, mask: opt_float, options: (AttentionOptions)) -> float {
         let mask = mask.map(|mask| mask.primitive);
-        let (node, qkv) = (qkv.node, qkv.primitive);
-        let (out, lse) = B::packed_attention_forward(qkv.clone(), mask.clone(), options);
-        let state = AttentionState::<B, 1> { parts: [qkv], mask, out: out.clone(), lse, options };
-        finish!(PackedAttention.prepare::<C>([node]), state, out)
+        let (out, lse) = B::packed_attention_forward(qkv.primitive.clone(), mask.clone(), options);
+        let state = (qkv.primitive, mask, out.clone(), lse, options);
+        let node = Node::<B, _>::of(&state, |(qkv, mask, out, lse, options), grad, parents| {
+            parents.give(0, || B::packed_attention_backward(qkv, mask, out, lse, grad, options));
+        });
+        finish(node.prepare::<C>([qkv.node]), state, out)
     }
 
-    fn fused_embedding(table: FloatTensor<Self>, ids: IntTensor<Self>) -> FloatTensor<Self> {
-        let rows = table.shape()[0];
-        let out = B::fused_embedding(table.primitive, ids.clone());
-        finish!(Embedding.prepare::<C>([table.node]), (ids, rows), out)
+    fn fused_embedding(table: float, ids: int) -> float {
+        // The ids, and the number of the table's rows: the table itself is not read again.
+        let state = (ids.clone(), table.shape()[0]);
+        let out = B::fused_embedding(table.primitive, ids);
+        let node = Node::<B, _>::of(&state, |(ids, rows), grad, parents| {
+            parents.give(0, || B::fused_embedding_backward(ids, grad, rows));
+        });
+        finish(node.prepare::<C>([table.node]), state, out)
     }
 
-    fn parameter_from(
-        shape: Shape,
-        device: &Device<Self>,
-        dtype: FloatDType,
-        elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
-    ) -> FloatTensor<Self> {
-        <FloatTensor<Self>>::new(B::parameter_from(shape, device, dtype, elements))
-    }
-
-    fn fused_linear_cross_entropy(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        targets: IntTensor<Self>,
-        ignored: Option<i64>,
-    ) -> FloatTensor<Self> {
-        match LinearCrossEntropy.prepare::<C>([x.node, weight.node]).compute_bound().stateful() {
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
+        // The gradients of the mean, made in the forward pass, and the types of what they are gradients of.
+        let node =
+            Node::<B, [(FloatTensor<B>, FloatDType); 2]>(|[(dx, x_type), (d_weight, weight_type)], grad, parents| {
+                parents.give(1, || B::scaled_by(d_weight, grad.clone(), weight_type));
+                parents.give(0, || B::scaled_by(dx, grad.clone(), x_type));
+            });
+        match node.prepare::<C>([x.node, weight.node]).compute_bound().stateful() {
             OpsKind::Tracked(prepared) => {
                 let types: [FloatDType; 2] = [x.primitive.dtype().into(), weight.primitive.dtype().into()];
                 let (loss, dx, d_weight) =
@@ -319,5 +195,10 @@ impl<B: FusedBackend, C: CheckpointStrategy> FusedBackend for Autodiff<B, C> {
                 prepared.finish(B::fused_linear_cross_entropy(x.primitive, weight.primitive, targets, ignored))
             }
         }
+    }
+
+    fn parameter_from(shape: (Shape), device: (&Device<Self>), dtype: (FloatDType),
+                      elements: (&mut dyn FnMut(Range<usize>) -> Vec<f32>)) -> float {
+        <FloatTensor<Self>>::new(B::parameter_from(shape, device, dtype, elements))
     }
 }

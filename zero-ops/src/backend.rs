@@ -12,210 +12,198 @@ use burn_std::{FloatDType, Shape};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
 
-/// A backend with fused operations.
-///
-/// Methods that are called by [the functions](crate#functions) come as `fused_x`, with what their backward pass needs as
-/// `x_forward` and `x_backward`. The default bodies are made of Burn's operations. A backend that overrides a forward
-/// must override its backward too when what is saved between them differs.
-///
-/// # Panics
-///
-/// All of them, when shapes do not fit; [the functions](crate#functions) check and name them.
-pub trait FusedBackend: Backend {
+/// The type of an operand or result by its kind.
+macro_rules! ty {
+    (float) => { FloatTensor<Self> };
+    (opt_float) => { Option<FloatTensor<Self>> };
+    (int) => { IntTensor<Self> };
+    (float_float) => { (FloatTensor<Self>, FloatTensor<Self>) };
+    (float_float_float) => { (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) };
+    (float_opt_float) => { (FloatTensor<Self>, Option<FloatTensor<Self>>) };
+    (three_floats) => { [FloatTensor<Self>; 3] };
+    (($plain:ty)) => { $plain };
+}
+
+/// An implementation of the trait, its operations written as in it.
+macro_rules! implement {
+    ([$($generics:tt)*] $backend:ty;
+     $($(#[$meta:meta])* fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $body:block)*) => {
+        impl<$($generics)*> FusedBackend for $backend {
+            $($(#[$meta])* fn $name($($arg: ty!($kind)),*) -> ty!($ret) $body)*
+        }
+    };
+}
+
+pub(crate) use {implement, ty};
+
+/// The trait, from the operations; and their signatures for macros that make delegations of them.
+macro_rules! operations {
+    (
+        $(#[$about:meta])* pub trait FusedBackend: Backend { $($own:tt)* }
+        $($(#[$meta:meta])* fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $body:block)*
+    ) => {
+        $(#[$about])*
+        pub trait FusedBackend: Backend {
+            $($(#[$meta])* fn $name($($arg: ty!($kind)),*) -> ty!($ret) $body)*
+            $($own)*
+        }
+
+        /// Gives the signatures of the operations of `FusedBackend`, but for `parameter_from`, to a macro: as
+        /// `fn name(operand: kind, ..) -> kind;`, where a kind is `float`, `opt_float`, `int`, or a type in parentheses, and of
+        /// results also `float_float`, `float_float_float`, `float_opt_float` or `three_floats`.
+        ///
+        /// ```
+        /// macro_rules! names {
+        ///     ($(fn $name:ident($($operand:ident: $kind:tt),*) -> $result:tt;)*) => { [$(stringify!($name)),*] };
+        /// }
+        /// assert!(zero_ops::fused_operations!(names).contains(&"fused_linear"));
+        /// ```
+        #[macro_export]
+        macro_rules! fused_operations {
+            ($with:ident) => {
+                $with! { $(fn $name($($arg: $kind),*) -> $ret;)* }
+            };
+        }
+    };
+}
+
+operations! {
+    /// A backend with fused operations.
+    ///
+    /// Methods that are called by [the functions](crate#functions) come as `fused_x`, with what their backward pass needs as
+    /// `x_forward` and `x_backward`. The default bodies are made of Burn's operations. A backend that overrides a forward
+    /// must override its backward too when what is saved between them differs.
+    ///
+    /// # Panics
+    ///
+    /// All of them, when shapes do not fit; [the functions](crate#functions) check and name them.
+    pub trait FusedBackend: Backend {
+        /// A parameter of `shape` with elements from `elements`, which gives those of a flat range, row-major.
+        ///
+        /// `elements` is asked for what is kept here and for nothing else: for everything by this body, for a piece by a
+        /// backend that shards parameters, and perhaps not at all.
+        fn parameter_from(
+            shape: Shape,
+            device: &Device<Self>,
+            dtype: FloatDType,
+            elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
+        ) -> FloatTensor<Self> {
+            let values = elements(0..shape.num_elements());
+            let data = TensorData::new(values, shape).convert_dtype(dtype.into());
+            Self::memory_persistent_allocations(device, data, |data| Self::float_from_data(data, device))
+        }
+    }
+
     /// `x weight + bias + residual`.
     ///
     /// `x`: `[n, d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`; returns `[n, f]`.
-    fn fused_linear(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        bias: Option<FloatTensor<Self>>,
-        residual: Option<FloatTensor<Self>>,
-    ) -> FloatTensor<Self> {
-        fallback::linear::<Self>(x, weight, bias, residual)
+    fn fused_linear(x: float, weight: float, bias: opt_float, residual: opt_float) -> float {
+        fallback::fused_linear::<Self>(x, weight, bias, residual)
     }
 
     /// The gradient for `x` of [`fused_linear`](Self::fused_linear), `[n, d]`.
-    fn fused_linear_x_backward(weight: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
-        fallback::linear_x_backward::<Self>(weight, grad)
+    fn fused_linear_x_backward(weight: float, grad: float) -> float {
+        Self::linear_x_backward(weight, grad)
     }
 
     /// The gradient for `weight` of [`fused_linear`](Self::fused_linear), `[d, f]`.
-    fn fused_linear_weight_backward(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
-        fallback::linear_weight_backward::<Self>(x, grad)
+    fn fused_linear_weight_backward(x: float, grad: float) -> float {
+        Self::linear_weight_backward(x, grad)
     }
 
     /// The gradient for `bias` of [`fused_linear`](Self::fused_linear), `[f]`.
-    fn fused_linear_bias_backward(grad: FloatTensor<Self>) -> FloatTensor<Self> {
-        fallback::linear_bias_backward::<Self>(grad)
+    fn fused_linear_bias_backward(grad: float) -> float {
+        Self::linear_bias_backward(grad)
     }
 
     /// Layer norm of rows `[n, d]` with `gamma` and `beta` `[d]`, <https://arxiv.org/abs/1607.06450>.
-    fn fused_layer_norm(
-        x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        beta: Option<FloatTensor<Self>>,
-        epsilon: f64,
-    ) -> FloatTensor<Self> {
+    fn fused_layer_norm(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float {
         Self::layer_norm_forward(x, gamma, beta, epsilon).0
     }
 
     /// As [`fused_layer_norm`](Self::fused_layer_norm), with the mean and the reciprocal standard deviation of each row, `[n]`.
-    fn layer_norm_forward(
-        x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        beta: Option<FloatTensor<Self>>,
-        epsilon: f64,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+    fn layer_norm_forward(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float_float_float {
         fallback::layer_norm_forward::<Self>(x, gamma, beta, epsilon)
     }
 
     /// The gradients for `x`, `gamma` and `beta`.
-    fn layer_norm_backward(
-        x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        mean: FloatTensor<Self>,
-        rstd: FloatTensor<Self>,
-        grad: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+    fn layer_norm_backward(x: float, gamma: float, mean: float, rstd: float, grad: float) -> float_float_float {
         fallback::layer_norm_backward::<Self>(x, gamma, mean, rstd, grad)
     }
 
     /// `gelu(x + bias)` of rows `[n, f]` with `bias` `[f]`.
-    fn fused_gelu(kind: Gelu, x: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
-        fallback::gelu::<Self>(kind, x, bias)
+    fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
+        fallback::fused_gelu::<Self>(kind, x, bias)
     }
 
     /// The gradients for `x`, and for `bias` if there is one.
-    fn gelu_backward_fused(
-        kind: Gelu,
-        x: FloatTensor<Self>,
-        bias: Option<FloatTensor<Self>>,
-        grad: FloatTensor<Self>,
-    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
-        fallback::gelu_backward::<Self>(kind, x, bias, grad)
+    fn gelu_backward_fused(kind: (Gelu), x: float, bias: opt_float, grad: float) -> float_opt_float {
+        fallback::gelu_backward_fused::<Self>(kind, x, bias, grad)
     }
 
     /// Attention of rows `q`, `k`, `v`, each `[n, d]`; `mask` `[b, t]` is added to the scores of each key.
-    fn fused_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        options: AttentionOptions,
-    ) -> FloatTensor<Self> {
+    fn fused_attention(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float {
         Self::attention_forward(q, k, v, mask, options).0
     }
 
     /// As [`fused_attention`](Self::fused_attention), with the logarithm of each row's sum of exponentials, `[b, h, t]`.
-    fn attention_forward(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        options: AttentionOptions,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+    fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
         fallback::attention_forward::<Self>(q, k, v, mask, options)
     }
 
     /// The gradients for `q`, `k` and `v`, from the output and the logarithms of sums.
     #[allow(clippy::too_many_arguments)] // What the backward pass reads; a struct would be built and taken apart once.
-    fn attention_backward(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        out: FloatTensor<Self>,
-        lse: FloatTensor<Self>,
-        grad: FloatTensor<Self>,
-        options: AttentionOptions,
-    ) -> [FloatTensor<Self>; 3] {
+    fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
+                          options: (AttentionOptions)) -> three_floats {
         fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options)
     }
 
     /// As [`fused_attention`](Self::fused_attention) of rows `[n, 3 d]` that hold query, key and value side by side.
-    fn fused_packed_attention(
-        qkv: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        options: AttentionOptions,
-    ) -> FloatTensor<Self> {
+    fn fused_packed_attention(qkv: float, mask: opt_float, options: (AttentionOptions)) -> float {
         Self::packed_attention_forward(qkv, mask, options).0
     }
 
     /// As [`attention_forward`](Self::attention_forward) of packed rows.
-    fn packed_attention_forward(
-        qkv: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        options: AttentionOptions,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+    fn packed_attention_forward(qkv: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
         let [q, k, v] = fallback::unpack::<Self>(qkv);
         Self::attention_forward(q, k, v, mask, options)
     }
 
     /// The gradient of packed rows, `[n, 3 d]`.
-    fn packed_attention_backward(
-        qkv: FloatTensor<Self>,
-        mask: Option<FloatTensor<Self>>,
-        out: FloatTensor<Self>,
-        lse: FloatTensor<Self>,
-        grad: FloatTensor<Self>,
-        options: AttentionOptions,
-    ) -> FloatTensor<Self> {
+    fn packed_attention_backward(qkv: float, mask: opt_float, out: float, lse: float, grad: float,
+                                 options: (AttentionOptions)) -> float {
         let [q, k, v] = fallback::unpack::<Self>(qkv);
         let parts = Self::attention_backward(q, k, v, mask, out, lse, grad, options);
         Self::float_cat(parts.to_vec(), 1)
     }
 
     /// Rows of `table` `[v, d]` by `ids` `[n]`; returns `[n, d]`.
-    fn fused_embedding(table: FloatTensor<Self>, ids: IntTensor<Self>) -> FloatTensor<Self> {
+    fn fused_embedding(table: float, ids: int) -> float {
         Self::float_select(table, 0, ids)
     }
 
     /// The gradient of a table of `rows` rows.
-    fn fused_embedding_backward(ids: IntTensor<Self>, grad: FloatTensor<Self>, rows: usize) -> FloatTensor<Self> {
-        fallback::embedding_backward::<Self>(ids, grad, rows)
+    fn fused_embedding_backward(ids: int, grad: float, rows: (usize)) -> float {
+        fallback::fused_embedding_backward::<Self>(ids, grad, rows)
     }
 
     /// The mean cross-entropy in nats of predicting `targets` `[n]` by `softmax(x weight^T)`, over the rows whose target is
     /// not `ignored`; 0 if there are none. `x`: `[n, d]`, `weight`: `[v, d]`; returns `[1]`.
-    fn fused_linear_cross_entropy(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        targets: IntTensor<Self>,
-        ignored: Option<i64>,
-    ) -> FloatTensor<Self> {
-        fallback::linear_cross_entropy::<Self>(x, weight, targets, ignored)
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
+        fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, ignored)
     }
 
     /// As [`fused_linear_cross_entropy`](Self::fused_linear_cross_entropy), with the gradients of the mean for `x` and for
     /// `weight`: they are made from logits that are at hand only now, and never are all at hand. Of operands in 16 bit they
     /// are in fp32: a loss scale, without which they vanish in fp16, multiplies them only in the backward pass.
-    fn linear_cross_entropy_with_gradients(
-        x: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        targets: IntTensor<Self>,
-        ignored: Option<i64>,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int, ignored: (Option<i64>))
+                                           -> float_float_float {
         fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored)
     }
 
     /// `x` `[_, _]` times the one number in `factor`, rounded once to `dtype`.
-    fn scaled_by(x: FloatTensor<Self>, factor: FloatTensor<Self>, dtype: FloatDType) -> FloatTensor<Self> {
+    fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float {
         fallback::scaled_by::<Self>(x, factor, dtype)
-    }
-
-    /// A parameter of `shape` with elements from `elements`, which gives those of a flat range, row-major.
-    ///
-    /// `elements` is asked for what is kept here and for nothing else: for everything by this body, for a piece by a backend
-    /// that shards parameters, and perhaps not at all.
-    fn parameter_from(
-        shape: Shape,
-        device: &Device<Self>,
-        dtype: FloatDType,
-        elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
-    ) -> FloatTensor<Self> {
-        let values = elements(0..shape.num_elements());
-        let data = TensorData::new(values, shape).convert_dtype(dtype.into());
-        Self::memory_persistent_allocations(device, data, |data| Self::float_from_data(data, device))
     }
 }
 

@@ -4,18 +4,17 @@
 use burn::tensor::{FloatDType, Int, Tensor, TensorPrimitive, activation, s};
 use burn_backend::Backend;
 use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_std::DType;
 
 use crate::options::{AttentionOptions, Gelu};
 
 /// The score of a key that comes after a row: far below those that a mask hides, and finite in 16 bit too.
 const FUTURE: f64 = -6.5e4;
 
-fn wrap<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+pub(crate) fn wrap<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))
 }
 
-fn unwrap<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+pub(crate) fn unwrap<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     x.into_primitive().tensor()
 }
 
@@ -23,7 +22,7 @@ fn row<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
     wrap::<B, 1>(x).unsqueeze::<2>()
 }
 
-pub(crate) fn linear<B: Backend>(
+pub(crate) fn fused_linear<B: Backend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     bias: Option<FloatTensor<B>>,
@@ -34,18 +33,6 @@ pub(crate) fn linear<B: Backend>(
         Some(residual) => B::float_add(out, residual),
         None => out,
     }
-}
-
-pub(crate) fn linear_x_backward<B: Backend>(weight: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
-    B::linear_x_backward(weight, grad)
-}
-
-pub(crate) fn linear_weight_backward<B: Backend>(x: FloatTensor<B>, grad: FloatTensor<B>) -> FloatTensor<B> {
-    B::linear_weight_backward(x, grad)
-}
-
-pub(crate) fn linear_bias_backward<B: Backend>(grad: FloatTensor<B>) -> FloatTensor<B> {
-    B::linear_bias_backward(grad)
 }
 
 pub(crate) fn layer_norm_forward<B: Backend>(
@@ -103,7 +90,7 @@ fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> Tensor
     }
 }
 
-pub(crate) fn gelu<B: Backend>(kind: Gelu, x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatTensor<B> {
+pub(crate) fn fused_gelu<B: Backend>(kind: Gelu, x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatTensor<B> {
     let x = biased::<B>(x, bias);
     unwrap(match kind {
         Gelu::Erf => activation::gelu(x),
@@ -120,7 +107,7 @@ fn gate<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     activation::sigmoid(x * slope)
 }
 
-pub(crate) fn gelu_backward<B: Backend>(
+pub(crate) fn gelu_backward_fused<B: Backend>(
     kind: Gelu,
     x: FloatTensor<B>,
     bias: Option<FloatTensor<B>>,
@@ -225,7 +212,11 @@ pub(crate) fn attention_backward<B: Backend>(
     [dq, dk, dv].map(join)
 }
 
-pub(crate) fn embedding_backward<B: Backend>(ids: IntTensor<B>, grad: FloatTensor<B>, rows: usize) -> FloatTensor<B> {
+pub(crate) fn fused_embedding_backward<B: Backend>(
+    ids: IntTensor<B>,
+    grad: FloatTensor<B>,
+    rows: usize,
+) -> FloatTensor<B> {
     let grad: Tensor<B, 2> = wrap(grad);
     let [_, d] = grad.dims();
     let table = Tensor::<B, 2>::zeros([rows, d], (&grad.device(), grad.dtype()));
@@ -274,7 +265,7 @@ fn mean_loss<B: Backend>(predictions: &Predictions<B>, counted: Tensor<B, 1>) ->
     losses.sum() / counted
 }
 
-pub(crate) fn linear_cross_entropy<B: Backend>(
+pub(crate) fn fused_linear_cross_entropy<B: Backend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     targets: IntTensor<B>,
@@ -299,18 +290,14 @@ pub(crate) fn linear_cross_entropy_with_gradients<B: Backend>(
     let shares = counts / counted.reshape([1, 1]);
     let d_logits = (logits - lse).exp() * shares.clone();
     let d_logits = d_logits.scatter(1, targets, shares.neg(), burn::tensor::IndexingUpdateOp::Add);
-    let full = float_type(d_logits.dtype());
+    let full: FloatDType = d_logits.dtype().into();
     let dx = d_logits.clone().matmul(of_weight.cast(full));
     let d_weight = d_logits.transpose().matmul(of_x.cast(full));
     (unwrap(loss), unwrap(dx), unwrap(d_weight))
 }
 
-fn float_type(dtype: DType) -> FloatDType {
-    dtype.into()
-}
-
 pub(crate) fn scaled_by<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     let x: Tensor<B, 2> = wrap(x);
-    let factor = wrap::<B, 1>(factor).reshape([1, 1]).cast(float_type(x.dtype()));
+    let factor = wrap::<B, 1>(factor).reshape([1, 1]).cast(FloatDType::from(x.dtype()));
     unwrap((x * factor).cast(dtype))
 }

@@ -8,14 +8,14 @@ mod lent;
 
 use std::any::Any;
 
-use burn_backend::ops::{FloatTensorOps, IntTensorOps};
-use burn_backend::tensor::FloatTensor;
+use burn_backend::ops::{FloatTensorOps, IntTensorOps, ModuleOps};
+use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, DType, Element, TensorMetadata};
 use burn_flex::{Flex, FlexTensor, Layout};
 use burn_std::{Bytes, FloatDType, IntDType, Shape};
 use bytemuck::Pod;
 
-use crate::backend::FusedBackend;
+use crate::backend::{FusedBackend, implement, ty};
 use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
 use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, norm};
@@ -24,19 +24,28 @@ use crate::options::{AttentionOptions, Gelu};
 
 pub use lent::Lent;
 
-/// Whether the kernels can take these tensors.
+/// Whether all tensors are of one type.
+fn are<'a>(dtype: DType, tensors: impl IntoIterator<Item = &'a FlexTensor>) -> bool {
+    tensors.into_iter().all(|tensor| tensor.dtype() == dtype)
+}
+
+/// Whether the kernels of fp32 can take these tensors.
 fn are_f32<'a>(tensors: impl IntoIterator<Item = &'a FlexTensor>) -> bool {
-    tensors.into_iter().all(|tensor| tensor.dtype() == DType::F32)
+    are(DType::F32, tensors)
 }
 
-/// The tensor in row-major order without gaps; a copy only if it is not.
+/// A tensor of elements `E` in row-major order without gaps; a copy only if it is not.
+fn packed_of<E: Element + Pod>(x: FlexTensor) -> FlexTensor {
+    if x.as_slice::<E>().is_some() { x } else { x.to_contiguous() }
+}
+
 fn packed(x: FlexTensor) -> FlexTensor {
-    if x.as_slice::<f32>().is_some() { x } else { x.to_contiguous() }
+    packed_of::<f32>(x)
 }
 
-/// The elements of a [`packed`] tensor.
-fn values(x: &FlexTensor) -> &[f32] {
-    x.as_slice().expect("a packed fp32 tensor is a slice")
+/// The elements of a packed tensor.
+fn values<E: Element + Pod>(x: &FlexTensor) -> &[E] {
+    x.as_slice().expect("a packed tensor is a slice of its elements")
 }
 
 /// The sum of the squares of a tensor of any backend, in one pass over it and without a copy, if it is burn-flex's, of 32 or
@@ -110,8 +119,12 @@ fn buffer(len: usize) -> Vec<f32> {
     vec![0.0; len]
 }
 
-fn tensor<const D: usize>(data: Vec<f32>, shape: [usize; D]) -> FlexTensor {
-    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(Shape::from(shape)), DType::F32)
+fn tensor<E: Element + Pod, const D: usize>(data: Vec<E>, shape: [usize; D]) -> FlexTensor {
+    tensor_of(data, Shape::from(shape))
+}
+
+fn tensor_of<E: Element + Pod>(data: Vec<E>, shape: Shape) -> FlexTensor {
+    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(shape), E::dtype())
 }
 
 /// The type of a tensor in 16 bit.
@@ -122,9 +135,8 @@ fn sixteen_bit(x: &FlexTensor) -> Option<DType> {
 /// The tensor in fp32, from 16 bit or as it is.
 fn widen(x: FlexTensor) -> FlexTensor {
     fn converted<H: Half + Element + Pod>(x: FlexTensor) -> FlexTensor {
-        let x = if x.as_slice::<H>().is_some() { x } else { x.to_contiguous() };
-        let data = widened(x.as_slice::<H>().expect("a packed tensor is a slice"));
-        FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(x.shape()), DType::F32)
+        let x = packed_of::<H>(x);
+        tensor_of(widened(values::<H>(&x)), x.shape())
     }
     match x.dtype() {
         DType::BF16 => converted::<half::bf16>(x),
@@ -136,15 +148,14 @@ fn widen(x: FlexTensor) -> FlexTensor {
 /// An fp32 tensor, rounded to 16 bit.
 fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
     let x = packed(x);
-    let bytes = match dtype {
-        DType::BF16 => Bytes::from_elems(narrowed::<half::bf16>(values(&x))),
-        _ => Bytes::from_elems(narrowed::<half::f16>(values(&x))),
-    };
-    FlexTensor::new(bytes, Layout::contiguous(x.shape()), dtype)
+    match dtype {
+        DType::BF16 => tensor_of(narrowed::<half::bf16>(values(&x)), x.shape()),
+        _ => tensor_of(narrowed::<half::f16>(values(&x)), x.shape()),
+    }
 }
 
 /// A matrix as it lies, transposed or not. `None` if it runs backwards.
-fn matrix(x: &FlexTensor) -> Option<Matrix<'_>> {
+fn matrix<E: Element + Pod>(x: &FlexTensor) -> Option<Matrix<'_, E>> {
     let layout = x.layout();
     let [rows, columns] = dims(x);
     let [row_stride, column_stride] = [layout.strides()[0], layout.strides()[1]];
@@ -161,36 +172,18 @@ fn with_whole_rows(x: FlexTensor) -> FlexTensor {
     if whole { x } else { packed(x) }
 }
 
-fn rows(x: &FlexTensor) -> Rows<'_> {
-    let layout = x.layout();
-    let stride = usize::try_from(layout.strides()[0]).expect("rows run forwards");
-    Rows { data: x.storage().get(layout.start_offset()..).unwrap_or_default(), stride }
-}
-
 fn dims<const D: usize>(x: &FlexTensor) -> [usize; D] {
     x.shape().dims()
 }
 
 fn ids(x: FlexTensor) -> Vec<i64> {
-    let x = Flex::int_cast(x, IntDType::I64);
-    let x = if x.as_slice::<i64>().is_some() { x } else { x.to_contiguous() };
-    x.as_slice::<i64>().expect("a packed tensor of i64 is a slice").to_vec()
+    values(&packed_of::<i64>(Flex::int_cast(x, IntDType::I64))).to_vec()
 }
 
-fn attention_shape(n: usize, d: usize, options: AttentionOptions) -> attention::Shape {
-    let AttentionOptions { batch, heads, causal, scale } = options;
-    let positions = n / batch;
-    let head_width = d / heads;
-    attention::Shape { batch, heads, head_width, queries: positions, keys: positions, causal, scale: scale as f32 }
-}
+implement! {
+    [] Flex;
 
-impl FusedBackend for Flex {
-    fn fused_linear(
-        x: FlexTensor,
-        weight: FlexTensor,
-        bias: Option<FlexTensor>,
-        residual: Option<FlexTensor>,
-    ) -> FlexTensor {
+    fn fused_linear(x: float, weight: float, bias: opt_float, residual: opt_float) -> float {
         let _span = tracing::trace_span!("linear").entered();
         if let Some(dtype) = sixteen_bit(&x) {
             if let Some(out) = bf16::linear(&x, &weight, bias.as_ref(), residual.as_ref()) {
@@ -201,7 +194,7 @@ impl FusedBackend for Flex {
         }
         let all_f32 = are_f32([&x, &weight].into_iter().chain(&bias).chain(&residual));
         let Some(w) = all_f32.then(|| matrix(&weight)).flatten() else {
-            return fallback::linear::<Self>(x, weight, bias, residual);
+            return fallback::fused_linear::<Self>(x, weight, bias, residual);
         };
         let (x, bias, residual) = (packed(x), bias.map(packed), residual.map(packed));
         let ([n, _], m) = (dims(&x), w.columns());
@@ -210,7 +203,7 @@ impl FusedBackend for Flex {
         tensor(out, [n, m])
     }
 
-    fn fused_linear_x_backward(weight: FlexTensor, grad: FlexTensor) -> FlexTensor {
+    fn fused_linear_x_backward(weight: float, grad: float) -> float {
         let _span = tracing::trace_span!("linear: gradient of x").entered();
         if let Some(dtype) = sixteen_bit(&grad) {
             return bf16::linear_x_backward(&weight, &grad)
@@ -218,7 +211,7 @@ impl FusedBackend for Flex {
         }
         let all_f32 = are_f32([&weight, &grad]);
         let Some(w) = all_f32.then(|| matrix(&weight)).flatten() else {
-            return fallback::linear_x_backward::<Self>(weight, grad);
+            return Self::linear_x_backward(weight, grad);
         };
         let grad = packed(grad);
         let ([n, _], k) = (dims(&grad), w.rows());
@@ -227,14 +220,14 @@ impl FusedBackend for Flex {
         tensor(dx, [n, k])
     }
 
-    fn fused_linear_weight_backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
+    fn fused_linear_weight_backward(x: float, grad: float) -> float {
         let _span = tracing::trace_span!("linear: gradient of weight").entered();
         if let Some(dtype) = sixteen_bit(&grad) {
             return bf16::linear_weight_backward(&x, &grad)
                 .unwrap_or_else(|| narrow(Self::fused_linear_weight_backward(widen(x), widen(grad)), dtype));
         }
         if !are_f32([&x, &grad]) {
-            return fallback::linear_weight_backward::<Self>(x, grad);
+            return Self::linear_weight_backward(x, grad);
         }
         let (x, grad) = (packed(x), packed(grad));
         let ([_, k], [_, m]) = (dims(&x), dims(&grad));
@@ -243,13 +236,13 @@ impl FusedBackend for Flex {
         tensor(dw, [k, m])
     }
 
-    fn fused_linear_bias_backward(grad: FlexTensor) -> FlexTensor {
+    fn fused_linear_bias_backward(grad: float) -> float {
         let _span = tracing::trace_span!("linear: gradient of bias").entered();
         if let Some(dtype) = sixteen_bit(&grad) {
             return narrow(Self::fused_linear_bias_backward(widen(grad)), dtype);
         }
         if !are_f32([&grad]) {
-            return fallback::linear_bias_backward::<Self>(grad);
+            return Self::linear_bias_backward(grad);
         }
         let grad = packed(grad);
         let [_, m] = dims(&grad);
@@ -258,12 +251,7 @@ impl FusedBackend for Flex {
         tensor(db, [m])
     }
 
-    fn layer_norm_forward(
-        x: FlexTensor,
-        gamma: FlexTensor,
-        beta: Option<FlexTensor>,
-        epsilon: f64,
-    ) -> (FlexTensor, FlexTensor, FlexTensor) {
+    fn layer_norm_forward(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float_float_float {
         let _span = tracing::trace_span!("layer norm").entered();
         if let Some(dtype) = sixteen_bit(&x) {
             let (out, mean, rstd) = Self::layer_norm_forward(widen(x), widen(gamma), beta.map(widen), epsilon);
@@ -281,13 +269,7 @@ impl FusedBackend for Flex {
         (tensor(out, [n, d]), tensor(mean, [n]), tensor(rstd, [n]))
     }
 
-    fn layer_norm_backward(
-        x: FlexTensor,
-        gamma: FlexTensor,
-        mean: FlexTensor,
-        rstd: FlexTensor,
-        grad: FlexTensor,
-    ) -> (FlexTensor, FlexTensor, FlexTensor) {
+    fn layer_norm_backward(x: float, gamma: float, mean: float, rstd: float, grad: float) -> float_float_float {
         let _span = tracing::trace_span!("layer norm: gradient").entered();
         if let Some(dtype) = sixteen_bit(&grad) {
             let [x, gamma, grad] = [x, gamma, grad].map(widen);
@@ -305,13 +287,13 @@ impl FusedBackend for Flex {
         (tensor(dx, [n, d]), tensor(d_gamma, [d]), tensor(d_beta, [d]))
     }
 
-    fn fused_gelu(kind: Gelu, x: FlexTensor, bias: Option<FlexTensor>) -> FlexTensor {
+    fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
         let _span = tracing::trace_span!("gelu").entered();
         if let Some(dtype) = sixteen_bit(&x) {
             return narrow(Self::fused_gelu(kind, widen(x), bias.map(widen)), dtype);
         }
         if !are_f32([&x].into_iter().chain(&bias)) {
-            return fallback::gelu::<Self>(kind, x, bias);
+            return fallback::fused_gelu::<Self>(kind, x, bias);
         }
         let (x, bias) = (packed(x), bias.map(packed));
         let [n, f] = dims(&x);
@@ -320,19 +302,14 @@ impl FusedBackend for Flex {
         tensor(out, [n, f])
     }
 
-    fn gelu_backward_fused(
-        kind: Gelu,
-        x: FlexTensor,
-        bias: Option<FlexTensor>,
-        grad: FlexTensor,
-    ) -> (FlexTensor, Option<FlexTensor>) {
+    fn gelu_backward_fused(kind: (Gelu), x: float, bias: opt_float, grad: float) -> float_opt_float {
         let _span = tracing::trace_span!("gelu: gradient").entered();
         if let Some(dtype) = sixteen_bit(&grad) {
             let (dx, d_bias) = Self::gelu_backward_fused(kind, widen(x), bias.map(widen), widen(grad));
             return (narrow(dx, dtype), d_bias.map(|d_bias| narrow(d_bias, dtype)));
         }
         if !are_f32([&x, &grad].into_iter().chain(&bias)) {
-            return fallback::gelu_backward::<Self>(kind, x, bias, grad);
+            return fallback::gelu_backward_fused::<Self>(kind, x, bias, grad);
         }
         let (x, bias, grad) = (packed(x), bias.map(packed), packed(grad));
         let [n, f] = dims(&x);
@@ -342,102 +319,26 @@ impl FusedBackend for Flex {
         (tensor(dx, [n, f]), d_bias.map(|d_bias| tensor(d_bias, [f])))
     }
 
-    fn attention_forward(
-        q: FlexTensor,
-        k: FlexTensor,
-        v: FlexTensor,
-        mask: Option<FlexTensor>,
-        options: AttentionOptions,
-    ) -> (FlexTensor, FlexTensor) {
-        let _span = tracing::trace_span!("attention").entered();
-        if let Some(dtype) = sixteen_bit(&q) {
-            let [q, k, v] = [q, k, v].map(widen);
-            let (out, lse) = Self::attention_forward(q, k, v, mask.map(widen), options);
-            return (narrow(out, dtype), lse);
-        }
-        if !are_f32([&q, &k, &v].into_iter().chain(&mask)) {
-            return fallback::attention_forward::<Self>(q, k, v, mask, options);
-        }
-        let [q, k, v] = [q, k, v].map(with_whole_rows);
-        let [n, d] = dims(&q);
-        forward_of_rows([&q, &k, &v].map(rows), n, d, mask, options)
+    fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
+        attention_forward([q, k, v], mask, options)
     }
 
-    fn attention_backward(
-        q: FlexTensor,
-        k: FlexTensor,
-        v: FlexTensor,
-        mask: Option<FlexTensor>,
-        out: FlexTensor,
-        lse: FlexTensor,
-        grad: FlexTensor,
-        options: AttentionOptions,
-    ) -> [FlexTensor; 3] {
-        let _span = tracing::trace_span!("attention: gradient").entered();
-        if let Some(dtype) = sixteen_bit(&grad) {
-            let [q, k, v, out, grad] = [q, k, v, out, grad].map(widen);
-            let parts = Self::attention_backward(q, k, v, mask.map(widen), out, lse, grad, options);
-            return parts.map(|part| narrow(part, dtype));
-        }
-        if !are_f32([&q, &k, &v, &out, &lse, &grad].into_iter().chain(&mask)) {
-            return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
-        }
-        let [q, k, v] = [q, k, v].map(with_whole_rows);
-        let [n, d] = dims(&q);
-        let mut parts = [(); 3].map(|()| buffer(n * d));
-        let into = parts.each_mut().map(|part| RowsMut::new(part, d));
-        backward_of_rows([&q, &k, &v].map(rows), [n, d], mask, [out, lse, grad], into, options);
-        parts.map(|part| tensor(part, [n, d]))
+    fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
+                          options: (AttentionOptions)) -> three_floats {
+        attention_backward([q, k, v], mask, [out, lse, grad], options)
     }
 
-    fn packed_attention_forward(
-        qkv: FlexTensor,
-        mask: Option<FlexTensor>,
-        options: AttentionOptions,
-    ) -> (FlexTensor, FlexTensor) {
-        let _span = tracing::trace_span!("attention").entered();
-        if let Some(dtype) = sixteen_bit(&qkv) {
-            let (out, lse) = Self::packed_attention_forward(widen(qkv), mask.map(widen), options);
-            return (narrow(out, dtype), lse);
-        }
-        if !are_f32([&qkv].into_iter().chain(&mask)) {
-            let [q, k, v] = fallback::unpack::<Self>(qkv);
-            return fallback::attention_forward::<Self>(q, k, v, mask, options);
-        }
-        let qkv = packed(qkv);
-        let [n, width] = dims(&qkv);
-        let d = width / 3;
-        forward_of_rows(thirds(values(&qkv), d), n, d, mask, options)
+    fn packed_attention_forward(qkv: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
+        attention_forward([qkv], mask, options)
     }
 
-    fn packed_attention_backward(
-        qkv: FlexTensor,
-        mask: Option<FlexTensor>,
-        out: FlexTensor,
-        lse: FlexTensor,
-        grad: FlexTensor,
-        options: AttentionOptions,
-    ) -> FlexTensor {
-        let _span = tracing::trace_span!("attention: gradient").entered();
-        if let Some(dtype) = sixteen_bit(&grad) {
-            let [qkv, out, grad] = [qkv, out, grad].map(widen);
-            return narrow(Self::packed_attention_backward(qkv, mask.map(widen), out, lse, grad, options), dtype);
-        }
-        if !are_f32([&qkv, &out, &lse, &grad].into_iter().chain(&mask)) {
-            let [q, k, v] = fallback::unpack::<Self>(qkv);
-            let parts = fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
-            return Self::float_cat(parts.to_vec(), 1);
-        }
-        let qkv = packed(qkv);
-        let [n, width] = dims(&qkv);
-        let d = width / 3;
-        let mut d_qkv = buffer(n * width);
-        let into = RowsMut::split_qkv(&mut d_qkv, d);
-        backward_of_rows(thirds(values(&qkv), d), [n, d], mask, [out, lse, grad], into, options);
-        tensor(d_qkv, [n, width])
+    fn packed_attention_backward(qkv: float, mask: opt_float, out: float, lse: float, grad: float,
+                                 options: (AttentionOptions)) -> float {
+        let [gradient] = attention_backward([qkv], mask, [out, lse, grad], options);
+        gradient
     }
 
-    fn fused_embedding(table: FlexTensor, indices: FlexTensor) -> FlexTensor {
+    fn fused_embedding(table: float, indices: int) -> float {
         let _span = tracing::trace_span!("embedding").entered();
         if !are_f32([&table]) {
             return Self::float_select(table, 0, indices);
@@ -450,7 +351,7 @@ impl FusedBackend for Flex {
         tensor(out, [n, d])
     }
 
-    fn fused_embedding_backward(indices: FlexTensor, grad: FlexTensor, table_rows: usize) -> FlexTensor {
+    fn fused_embedding_backward(indices: int, grad: float, table_rows: (usize)) -> float {
         let _span = tracing::trace_span!("embedding: gradient").entered();
         match grad.dtype() {
             DType::BF16 => return embedding_backward_of::<half::bf16>(indices, grad, table_rows),
@@ -458,7 +359,7 @@ impl FusedBackend for Flex {
             _ => {}
         }
         if !are_f32([&grad]) {
-            return fallback::embedding_backward::<Self>(indices, grad, table_rows);
+            return fallback::fused_embedding_backward::<Self>(indices, grad, table_rows);
         }
         let (grad, indices) = (packed(grad), ids(indices));
         let [_, d] = dims(&grad);
@@ -467,52 +368,36 @@ impl FusedBackend for Flex {
         tensor(table, [table_rows, d])
     }
 
-    fn fused_linear_cross_entropy(
-        x: FlexTensor,
-        weight: FlexTensor,
-        targets: FlexTensor,
-        ignored: Option<i64>,
-    ) -> FlexTensor {
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
         let _span = tracing::trace_span!("cross-entropy").entered();
-        if sixteen_bit(&x).is_some() {
-            return bf16::linear_cross_entropy(&x, &weight, targets.clone(), ignored)
-                .unwrap_or_else(|| Self::fused_linear_cross_entropy(widen(x), widen(weight), targets, ignored));
+        if sixteen_bit(&x).is_some() && !are(DType::BF16, [&x, &weight]) {
+            return Self::fused_linear_cross_entropy(widen(x), widen(weight), targets, ignored);
         }
-        if !are_f32([&x, &weight]) {
-            return fallback::linear_cross_entropy::<Self>(x, weight, targets, ignored);
+        match x.dtype() {
+            DType::BF16 => cross_entropy_of::<half::bf16>(x, weight, targets, ignored, None),
+            DType::F32 if are_f32([&weight]) => cross_entropy_of::<f32>(x, weight, targets, ignored, None),
+            _ => fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, ignored),
         }
-        let (x, weight) = (packed(x), packed(weight));
-        let shape = classification(&x, &weight);
-        let loss = cross_entropy::forward_backward(shape, values(&x), values(&weight), &ids(targets), ignored, None);
-        tensor(vec![loss], [1])
     }
 
-    fn linear_cross_entropy_with_gradients(
-        x: FlexTensor,
-        weight: FlexTensor,
-        targets: FlexTensor,
-        ignored: Option<i64>,
-    ) -> (FlexTensor, FlexTensor, FlexTensor) {
+    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int,
+                                           ignored: (Option<i64>)) -> float_float_float {
         let _span = tracing::trace_span!("cross-entropy with gradients").entered();
-        if sixteen_bit(&x).is_some() {
-            return bf16::linear_cross_entropy_with_gradients(&x, &weight, targets.clone(), ignored).unwrap_or_else(
-                || Self::linear_cross_entropy_with_gradients(widen(x), widen(weight), targets, ignored),
-            );
+        if sixteen_bit(&x).is_some() && !are(DType::BF16, [&x, &weight]) {
+            return Self::linear_cross_entropy_with_gradients(widen(x), widen(weight), targets, ignored);
         }
-        if !are_f32([&x, &weight]) {
-            return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
-        }
-        let (x, weight) = (packed(x), packed(weight));
-        let shape = classification(&x, &weight);
-        let (n, d, v) = (shape.rows, shape.width, shape.vocabulary);
+        let ([n, d], [v, _]) = (dims(&x), dims(&weight));
+        let of = match x.dtype() {
+            DType::BF16 => cross_entropy_of::<half::bf16>,
+            DType::F32 if are_f32([&weight]) => cross_entropy_of::<f32>,
+            _ => return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored),
+        };
         let (mut dx, mut d_weight) = (buffer(n * d), buffer(v * d));
-        let gradients = Some((dx.as_mut_slice(), d_weight.as_mut_slice()));
-        let (x, weight, targets) = (values(&x), values(&weight), ids(targets));
-        let loss = cross_entropy::forward_backward(shape, x, weight, &targets, ignored, gradients);
-        (tensor(vec![loss], [1]), tensor(dx, [n, d]), tensor(d_weight, [v, d]))
+        let loss = of(x, weight, targets, ignored, Some((&mut dx, &mut d_weight)));
+        (loss, tensor(dx, [n, d]), tensor(d_weight, [v, d]))
     }
 
-    fn scaled_by(x: FlexTensor, factor: FlexTensor, dtype: FloatDType) -> FlexTensor {
+    fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float {
         let _span = tracing::trace_span!("scale").entered();
         // The usual factor: nothing was done to the loss.
         let unscaled = are_f32([&factor]) && factor.to_contiguous().as_slice::<f32>() == Some(&[1.0]);
@@ -533,49 +418,109 @@ fn embedding_backward_of<H: Half + Element + Pod>(
     table_rows: usize,
 ) -> FlexTensor {
     let [_, d] = dims(&grad);
-    let dtype = grad.dtype();
     let (grad, indices) = (widen(grad), ids(indices));
     let mut table = vec![H::ZERO; table_rows * d];
     embedding::backward_of(&indices, values(&grad), d, &mut table);
-    FlexTensor::new(Bytes::from_elems(table), Layout::contiguous(Shape::from([table_rows, d])), dtype)
+    tensor(table, [table_rows, d])
 }
 
-/// Query, key and value of packed rows.
-fn thirds(qkv: &[f32], d: usize) -> [Rows<'_>; 3] {
-    [0, 1, 2].map(|third| Rows { data: qkv.get(third * d..).unwrap_or_default(), stride: 3 * d })
+/// The loss, and its gradients if there is where to put them.
+fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
+    x: FlexTensor,
+    weight: FlexTensor,
+    targets: FlexTensor,
+    ignored: Option<i64>,
+    gradients: Option<(&mut [f32], &mut [f32])>,
+) -> FlexTensor {
+    let ([rows, width], [vocabulary, _]) = (dims(&x), dims(&weight));
+    let shape = cross_entropy::Shape { rows, width, vocabulary };
+    let (x, weight) = (packed_of::<T>(x), packed_of::<T>(weight));
+    let targets = ids(targets);
+    let loss = cross_entropy::forward_backward::<T>(shape, values(&x), values(&weight), &targets, ignored, gradients);
+    tensor(vec![loss], [1])
 }
 
-fn forward_of_rows(
-    [q, k, v]: [Rows<'_>; 3],
-    n: usize,
-    d: usize,
+/// Of query, key and value, or of all three in packed rows.
+fn attention_forward<const N: usize>(
+    parts: [FlexTensor; N],
     mask: Option<FlexTensor>,
     options: AttentionOptions,
 ) -> (FlexTensor, FlexTensor) {
-    let mask = mask.map(packed);
-    let (batch, heads) = (options.batch, options.heads);
-    let (mut out, mut lse) = (buffer(n * d), buffer(n * heads));
-    let shape = attention_shape(n, d, options);
+    let _span = tracing::trace_span!("attention").entered();
+    if let Some(dtype) = sixteen_bit(&parts[0]) {
+        let (out, lse) = attention_forward(parts.map(widen), mask.map(widen), options);
+        return (narrow(out, dtype), lse);
+    }
+    if !are_f32(parts.iter().chain(&mask)) {
+        let [q, k, v] = apart(parts);
+        return fallback::attention_forward::<Flex>(q, k, v, mask, options);
+    }
+    let (parts, mask) = (parts.map(with_heads::<N>()), mask.map(packed));
+    let (shape, [q, k, v]) = heads(&parts, options);
+    let (n, d) = (shape.batch * shape.queries, shape.heads * shape.head_width);
+    let (mut out, mut lse) = (buffer(n * d), buffer(n * shape.heads));
     attention::forward(shape, q, k, v, mask.as_ref().map(values), &mut out, &mut lse);
-    (tensor(out, [n, d]), tensor(lse, [batch, heads, n / batch]))
+    (tensor(out, [n, d]), tensor(lse, [shape.batch, shape.heads, shape.queries]))
 }
 
-fn backward_of_rows(
-    [q, k, v]: [Rows<'_>; 3],
-    [n, d]: [usize; 2],
+/// The gradients of what [`attention_forward`] was given; `saved` are the output, the logarithms of sums and the output's
+/// gradient.
+fn attention_backward<const N: usize>(
+    parts: [FlexTensor; N],
     mask: Option<FlexTensor>,
     saved: [FlexTensor; 3],
-    [dq, dk, dv]: [RowsMut<'_>; 3],
     options: AttentionOptions,
-) {
-    let mask = mask.map(packed);
-    let [out, lse, grad] = saved.map(packed);
-    let shape = attention_shape(n, d, options);
-    let mask = mask.as_ref().map(values);
-    attention::backward(shape, q, k, v, mask, values(&out), values(&lse), values(&grad), dq, dk, dv);
+) -> [FlexTensor; N] {
+    let _span = tracing::trace_span!("attention: gradient").entered();
+    if let Some(dtype) = sixteen_bit(&saved[2]) {
+        let gradients = attention_backward(parts.map(widen), mask.map(widen), saved.map(widen), options);
+        return gradients.map(|gradient| narrow(gradient, dtype));
+    }
+    if !are_f32(parts.iter().chain(&saved).chain(&mask)) {
+        let ([q, k, v], [out, lse, grad]) = (apart(parts), saved);
+        let gradients = fallback::attention_backward::<Flex>(q, k, v, mask, out, lse, grad, options).to_vec();
+        let gradients = if N == 1 { vec![Flex::float_cat(gradients, 1)] } else { gradients };
+        return gradients.try_into().unwrap_or_else(|_| unreachable!("packed rows are one part, others three"));
+    }
+    let (parts, mask, saved) = (parts.map(with_heads::<N>()), mask.map(packed), saved.map(packed));
+    let (shape, [q, k, v]) = heads(&parts, options);
+    let [n, width] = dims(&parts[0]);
+    let mut gradients = [(); N].map(|()| buffer(n * width));
+    let [dq, dk, dv] = match &mut gradients[..] {
+        [packed] => RowsMut::split_qkv(packed, width / 3),
+        [dq, dk, dv] => [dq, dk, dv].map(|gradient| RowsMut::new(gradient, width)),
+        _ => unreachable!("packed rows are one part, others three"),
+    };
+    let (mask, [out, lse, grad]) = (mask.as_ref().map(values), saved.each_ref().map(values));
+    attention::backward(shape, q, k, v, mask, out, lse, grad, dq, dk, dv);
+    gradients.map(|gradient| tensor(gradient, [n, width]))
 }
 
-fn classification(x: &FlexTensor, weight: &FlexTensor) -> cross_entropy::Shape {
-    let ([rows, width], [vocabulary, _]) = (dims(x), dims(weight));
-    cross_entropy::Shape { rows, width, vocabulary }
+fn apart<const N: usize>(parts: [FlexTensor; N]) -> [FlexTensor; 3] {
+    let parts = Vec::from(parts).try_into();
+    parts.unwrap_or_else(|packed: Vec<FlexTensor>| fallback::unpack::<Flex>(packed[0].clone()))
+}
+
+/// What makes of a part what [`heads`] can take.
+fn with_heads<const N: usize>() -> fn(FlexTensor) -> FlexTensor {
+    if N == 1 { packed } else { with_whole_rows }
+}
+
+/// The sizes, and where queries, keys and values lie.
+fn heads<const N: usize>(parts: &[FlexTensor; N], options: AttentionOptions) -> (attention::Shape, [Rows<'_>; 3]) {
+    let AttentionOptions { batch, heads, causal, scale } = options;
+    let [n, width] = dims(&parts[0]);
+    let (d, positions) = (width * N / 3, n / batch);
+    let head_width = d / heads;
+    let shape =
+        attention::Shape { batch, heads, head_width, queries: positions, keys: positions, causal, scale: scale as f32 };
+    let rows = [0, 1, 2].map(|i| {
+        if N == 1 {
+            return Rows { data: values::<f32>(&parts[0]).get(i * d..).unwrap_or_default(), stride: width };
+        }
+        let layout = parts[i].layout();
+        let stride = usize::try_from(layout.strides()[0]).expect("rows run forwards");
+        Rows { data: parts[i].storage().get(layout.start_offset()..).unwrap_or_default(), stride }
+    });
+    (shape, rows)
 }

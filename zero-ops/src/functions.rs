@@ -2,26 +2,27 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Tensor};
 use burn_backend::get_device_settings;
-use burn_backend::tensor::FloatTensor;
 use burn_std::{DType, Shape};
 
 use crate::backend::FusedBackend;
+use crate::fallback::{unwrap, wrap};
 use crate::options::{AttentionOptions, Gelu};
 
-fn wrap<B: FusedBackend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
+/// Panics unless all operands, and of those after a semicolon all that there are, have the type of the first.
+macro_rules! check_types {
+    ($op:literal, $($x:ident),+ $(; $($some:ident),+)?) => {
+        check_types($op, &[
+            $((stringify!($x), Some($x.dtype())),)+
+            $($((stringify!($some), $some.as_ref().map(Tensor::dtype))),+)?
+        ])
+    };
 }
 
-fn unwrap<B: FusedBackend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
-    x.into_primitive().tensor()
-}
-
-/// Panics unless all operands that there are have the type of the first.
-fn check_types<const N: usize>(op: &str, operands: [(&str, Option<DType>); N]) {
+fn check_types(op: &str, operands: &[(&str, Option<DType>)]) {
     let (first, dtype) = operands[0];
-    for (name, other) in operands {
+    for &(name, other) in operands {
         assert!(
             other.is_none() || other == dtype,
             "{op}: {first} is {:?} and {name} is {:?}; cast one of them",
@@ -45,15 +46,7 @@ pub fn linear<B: FusedBackend>(
     bias: Option<Tensor<B, 1>>,
     residual: Option<Tensor<B, 2>>,
 ) -> Tensor<B, 2> {
-    check_types(
-        "linear",
-        [
-            ("x", Some(x.dtype())),
-            ("weight", Some(weight.dtype())),
-            ("bias", bias.as_ref().map(Tensor::dtype)),
-            ("residual", residual.as_ref().map(Tensor::dtype)),
-        ],
-    );
+    check_types!("linear", x, weight; bias, residual);
     let ([n, d], [rows, f]) = (x.dims(), weight.dims());
     assert_eq!(d, rows, "linear: rows of {d} need a weight [{d}, _], got [{rows}, {f}]");
     if let Some(bias) = &bias {
@@ -80,10 +73,7 @@ pub fn layer_norm<B: FusedBackend>(
     beta: Option<Tensor<B, 1>>,
     epsilon: f64,
 ) -> Tensor<B, 2> {
-    check_types(
-        "layer norm",
-        [("x", Some(x.dtype())), ("gamma", Some(gamma.dtype())), ("beta", beta.as_ref().map(Tensor::dtype))],
-    );
+    check_types!("layer norm", x, gamma; beta);
     let [_, d] = x.dims();
     assert_eq!(gamma.dims(), [d], "layer norm: rows of {d} need a gamma [{d}]");
     if let Some(beta) = &beta {
@@ -101,7 +91,7 @@ pub fn layer_norm<B: FusedBackend>(
 /// # Panics
 /// If the shapes do not fit, or the operands differ in type.
 pub fn gelu<B: FusedBackend>(kind: Gelu, x: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
-    check_types("gelu", [("x", Some(x.dtype())), ("bias", bias.as_ref().map(Tensor::dtype))]);
+    check_types!("gelu", x; bias);
     let [_, f] = x.dims();
     if let Some(bias) = &bias {
         assert_eq!(bias.dims(), [f], "gelu: rows of {f} need a bias [{f}]");
@@ -140,15 +130,7 @@ pub fn attention<B: FusedBackend>(
     mask: Option<Tensor<B, 2>>,
     options: AttentionOptions,
 ) -> Tensor<B, 2> {
-    check_types(
-        "attention",
-        [
-            ("q", Some(q.dtype())),
-            ("k", Some(k.dtype())),
-            ("v", Some(v.dtype())),
-            ("mask", mask.as_ref().map(Tensor::dtype)),
-        ],
-    );
+    check_types!("attention", q, k, v; mask);
     let [n, d] = q.dims();
     assert_eq!(k.dims(), [n, d], "attention: keys must have the shape of the queries");
     assert_eq!(v.dims(), [n, d], "attention: values must have the shape of the queries");
@@ -169,7 +151,7 @@ pub fn packed_attention<B: FusedBackend>(
     mask: Option<Tensor<B, 2>>,
     options: AttentionOptions,
 ) -> Tensor<B, 2> {
-    check_types("packed attention", [("qkv", Some(qkv.dtype())), ("mask", mask.as_ref().map(Tensor::dtype))]);
+    check_types!("packed attention", qkv; mask);
     let [n, width] = qkv.dims();
     assert!(width.is_multiple_of(3), "packed attention: rows hold three parts of one width, got {width} columns");
     check_attention(n, width / 3, mask.as_ref(), options);
@@ -207,7 +189,7 @@ pub fn linear_cross_entropy<B: FusedBackend>(
     targets: Tensor<B, 1, Int>,
     ignored: Option<i64>,
 ) -> Tensor<B, 1> {
-    check_types("cross-entropy", [("x", Some(x.dtype())), ("weight", Some(weight.dtype()))]);
+    check_types!("cross-entropy", x, weight);
     let ([n, d], [v, width]) = (x.dims(), weight.dims());
     assert_eq!(d, width, "cross-entropy: rows of {d} need a weight [_, {d}], got [{v}, {width}]");
     assert_eq!(targets.dims(), [n], "cross-entropy: {n} rows need {n} targets");

@@ -13,9 +13,9 @@ use burn_wgpu::{Vulkan, WgpuRuntime};
 use zero_ops::{FusedBackend, Gelu};
 
 mod reference;
-use reference::{
-    Gradients, assert_close, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward, numbers,
-};
+mod shared;
+use reference::{Gradients, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward};
+use shared::{assert_close, numbers};
 
 type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
 

@@ -3,8 +3,11 @@
 //! Rows are taken some at a time: their logits, the softmax in their place, and the products that the gradients are
 //! sums of. The buffer of one such chunk is all that is allocated, for the length of a call.
 
+use std::borrow::Cow;
+
 use half::bf16;
 
+use super::check_rows;
 use super::half::narrowed;
 use super::math::exp;
 use super::parallel::{gemm_threads, spread};
@@ -55,45 +58,32 @@ pub fn forward_backward<T: Operand>(
 }
 
 /// A type that products can be made of.
-pub trait Operand: Sized {
-    /// `x w^T` of some rows.
+pub trait Operand: Copy {
+    /// `a b`, added to `out` or in its place.
     #[doc(hidden)]
-    fn logits(out: &mut [f32], x: &[Self], w: &[Self], width: usize);
-    /// From the gradient of the logits: that of `x`, and of `w`, which is added to unless these rows are the first.
+    fn product(out: &mut [f32], write: Write, a: Matrix<'_, Self>, b: Matrix<'_, Self>);
+    /// Numbers as operands.
     #[doc(hidden)]
-    fn gradients(p: &[f32], x: &[Self], w: &[Self], width: usize, dx: &mut [f32], dw: &mut [f32], first: bool);
+    fn rounded(numbers: &[f32]) -> Cow<'_, [Self]>;
 }
 
 impl Operand for f32 {
-    fn logits(out: &mut [f32], x: &[f32], w: &[f32], width: usize) {
-        let x = Matrix::new(x, x.len() / width, width);
-        let w = Matrix::new(w, w.len() / width, width);
-        multiply(out, Write::Over, x, w.transposed(), 1.0, gemm_threads());
+    fn product(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
+        multiply(out, write, a, b, 1.0, gemm_threads());
     }
 
-    fn gradients(p: &[f32], x: &[f32], w: &[f32], width: usize, dx: &mut [f32], dw: &mut [f32], first: bool) {
-        let (rows, vocabulary) = (x.len() / width, w.len() / width);
-        let p = Matrix::new(p, rows, vocabulary);
-        multiply(dx, Write::Over, p, Matrix::new(w, vocabulary, width), 1.0, gemm_threads());
-        multiply(dw, Write::first(first), p.transposed(), Matrix::new(x, rows, width), 1.0, gemm_threads());
+    fn rounded(numbers: &[f32]) -> Cow<'_, [f32]> {
+        Cow::Borrowed(numbers)
     }
 }
 
 impl Operand for bf16 {
-    fn logits(out: &mut [f32], x: &[bf16], w: &[bf16], width: usize) {
-        let x = MatrixBf16::new(x, x.len() / width, width);
-        let w = MatrixBf16::new(w, w.len() / width, width);
-        product_bf16::multiply(Out::F32 { data: out, add: false }, x, w.transposed(), gemm_threads());
+    fn product(out: &mut [f32], write: Write, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+        product_bf16::multiply(Out::F32 { data: out, add: write == Write::Add }, a, b, gemm_threads());
     }
 
-    fn gradients(p: &[f32], x: &[bf16], w: &[bf16], width: usize, dx: &mut [f32], dw: &mut [f32], first: bool) {
-        let (rows, vocabulary) = (x.len() / width, w.len() / width);
-        let p = narrowed::<bf16>(p);
-        let p = MatrixBf16::new(&p, rows, vocabulary);
-        let w = MatrixBf16::new(w, vocabulary, width);
-        product_bf16::multiply(Out::F32 { data: dx, add: false }, p, w, gemm_threads());
-        let x = MatrixBf16::new(x, rows, width);
-        product_bf16::multiply(Out::F32 { data: dw, add: !first }, p.transposed(), x, gemm_threads());
+    fn rounded(numbers: &[f32]) -> Cow<'_, [bf16]> {
+        Cow::Owned(narrowed(numbers))
     }
 }
 
@@ -107,12 +97,12 @@ fn by_chunks<T: Operand>(
     mut grads: Option<(&mut [f32], &mut [f32])>,
 ) -> f32 {
     let Shape { rows: n, width: d, vocabulary: v } = shape;
-    check("x", x.len(), n, d);
-    check("w", w.len(), v, d);
-    check("targets", targets.len(), n, 1);
+    check_rows("cross-entropy", "x", x.len(), n, d);
+    check_rows("cross-entropy", "w", w.len(), v, d);
+    check_rows("cross-entropy", "targets", targets.len(), n, 1);
     if let Some((dx, dw)) = &grads {
-        check("dx", dx.len(), n, d);
-        check("dw", dw.len(), v, d);
+        check_rows("cross-entropy", "dx", dx.len(), n, d);
+        check_rows("cross-entropy", "dw", dw.len(), v, d);
     }
     let count = targets.iter().filter(|target| Some(**target) != ignored).count();
     for (row, target) in targets.iter().enumerate() {
@@ -131,52 +121,38 @@ fn by_chunks<T: Operand>(
     let rows = n.div_ceil(chunks);
     let mut logits = vec![0f32; rows * v];
     let mut losses = vec![0f32; n];
+    let w = Matrix::new(w, v, d);
     let share = grads.is_some().then_some(1.0 / count as f32);
     for first in (0..n).step_by(rows) {
         let end = n.min(first + rows);
         let here = end - first;
         let logits = &mut logits[..here * v];
-        let x = &x[first * d..end * d];
-        T::logits(logits, x, w, d);
+        let x = Matrix::new(&x[first * d..end * d], here, d);
+        T::product(logits, Write::Over, x, w.transposed());
         softmax(logits, &targets[first..end], ignored, &mut losses[first..end], share);
         if let Some((dx, dw)) = &mut grads {
-            T::gradients(logits, x, w, d, &mut dx[first * d..end * d], dw, first == 0);
+            let p = T::rounded(logits);
+            let p = Matrix::new(&p, here, v);
+            T::product(&mut dx[first * d..end * d], Write::Over, p, w);
+            T::product(dw, Write::first(first == 0), p.transposed(), x);
         }
     }
     (losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / count as f64) as f32
 }
 
-fn check(name: &str, got: usize, n: usize, width: usize) {
-    assert_eq!(got, n * width, "cross-entropy: `{name}` has {got} elements, expected {n} rows of {width}");
-}
-
 /// Writes the rows' losses and, given the `share` of a row in the mean, the gradient of the mean over their logits.
 fn softmax(logits: &mut [f32], targets: &[i64], ignored: Option<i64>, losses: &mut [f32], share: Option<f32>) {
     let elements = logits.len();
-    let tasks: Vec<_> = (logits.chunks_mut(elements / targets.len()).zip(targets).zip(losses))
-        .map(|((logits, target), loss)| {
-            let target = (Some(*target) != ignored).then_some(*target as usize);
-            Row { logits, target, loss, share }
-        })
-        .collect();
-    let arch = pulp::Arch::new();
-    spread(elements, tasks, |row| arch.dispatch(row));
+    let tasks: Vec<_> = (logits.chunks_mut(elements / targets.len()).zip(targets).zip(losses)).collect();
+    spread(elements, tasks, |((logits, target), loss)| {
+        let target = (Some(*target) != ignored).then_some(*target as usize);
+        softmax_of_row(logits, target, loss, share);
+    });
 }
 
-/// A row of logits; without a target it counts for nothing.
-struct Row<'a> {
-    logits: &'a mut [f32],
-    target: Option<usize>,
-    loss: &'a mut f32,
-    share: Option<f32>,
-}
-
-impl pulp::NullaryFnOnce for Row<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let Self { logits, target, loss, share } = self;
+vectorised! {
+    /// Without a target a row counts for nothing.
+    fn softmax_of_row<'a>(logits: &'a mut [f32], target: Option<usize>, loss: &'a mut f32, share: Option<f32>) {
         let Some(target) = target else {
             *loss = 0.0;
             if share.is_some() {

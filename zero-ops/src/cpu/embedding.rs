@@ -1,7 +1,9 @@
 //! Rows of a table by number, and the scatter-add of their gradients.
 
+use super::check_rows;
 use super::half::Half;
 use super::parallel::{rows_of_task, spread};
+use super::reduce::add;
 
 /// Row `ids[i]` of the table into row i of `out`.
 ///
@@ -43,19 +45,22 @@ pub fn forward(table: &[f32], ids: &[i64], out: &mut [f32]) {
 ///
 /// When the lengths do not fit together, or an id is outside of `0..v`.
 pub fn backward(ids: &[i64], g: &[f32], d: usize, dtable: &mut [f32]) {
-    let n = ids.len();
-    assert_eq!(g.len(), n * d, "embedding: `g` has {} elements, expected {n} rows of {d}", g.len());
+    check_rows("embedding", "g", g.len(), ids.len(), d);
     check(ids, dtable.len(), d);
-    if d == 0 || n == 0 {
+    if d == 0 || ids.is_empty() {
         return;
     }
-    // Stable, so that each id's rows stay in order.
-    let mut order: Vec<usize> = (0..n).collect();
-    order.sort_by_key(|i| ids[*i]);
-    let arch = pulp::Arch::new();
+    let order = order(ids);
     spread(g.len(), segments(ids, &order, d, dtable), |(first, order, dtable)| {
-        arch.dispatch(Scatter { ids, g, d, first, order, dtable });
+        scatter(ids, g, d, first, order, dtable);
     });
+}
+
+/// The numbers of the rows by id, each id's in order.
+fn order(ids: &[i64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..ids.len()).collect();
+    order.sort_by_key(|i| ids[*i]);
+    order
 }
 
 /// Parts of the ordered rows of about a task's size, each with the part of the table that it alone adds to and the id
@@ -91,25 +96,12 @@ fn check(ids: &[i64], table: usize, d: usize) {
     }
 }
 
-/// Rows of a gradient that are added to a part of the table.
-struct Scatter<'a> {
-    ids: &'a [i64],
-    g: &'a [f32],
-    d: usize,
-    first: usize,
-    order: &'a [usize],
-    dtable: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Scatter<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let Self { ids, g, d, first, order, dtable } = self;
+vectorised! {
+    /// Adds rows of a gradient to a part of the table.
+    fn scatter<'a>(ids: &'a [i64], g: &'a [f32], d: usize, first: usize, order: &'a [usize], dtable: &'a mut [f32]) {
         for i in order {
             let at = (ids[*i] as usize - first) * d;
-            super::reduce::add(&g[i * d..(i + 1) * d], &mut dtable[at..at + d]);
+            add(&g[i * d..(i + 1) * d], &mut dtable[at..at + d]);
         }
     }
 }
@@ -120,11 +112,9 @@ impl pulp::NullaryFnOnce for Scatter<'_> {
 ///
 /// As [`backward`].
 pub fn backward_of<H: Half>(ids: &[i64], g: &[f32], d: usize, dtable: &mut [H]) {
-    let n = ids.len();
-    assert_eq!(g.len(), n * d, "embedding: `g` has {} elements, expected {n} rows of {d}", g.len());
+    check_rows("embedding", "g", g.len(), ids.len(), d);
     check(ids, dtable.len(), d);
-    let mut order: Vec<usize> = (0..n).collect();
-    order.sort_by_key(|i| ids[*i]);
+    let order = order(ids);
     let mut sum = vec![0f32; d];
     for rows in order.chunk_by(|a, b| ids[*a] == ids[*b]) {
         sum.fill(0.0);

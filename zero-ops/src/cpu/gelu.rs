@@ -2,6 +2,7 @@
 
 use crate::options::Gelu;
 
+use super::check;
 use super::math::{erf, exp};
 use super::parallel::{BLOCK, rows_of_task, spread};
 use super::reduce::add_partials;
@@ -16,7 +17,7 @@ use super::reduce::add_partials;
 ///
 /// When the lengths do not fit together.
 pub fn forward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
-    check("out", out.len(), x.len());
+    check("gelu", "out", out.len(), x.len());
     if x.is_empty() {
         return;
     }
@@ -24,10 +25,8 @@ pub fn forward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
     let f = bias.map_or(x.len().min(1 << 10), <[f32]>::len);
     check_rows(x.len(), f, bias.is_some());
     let rows = rows_of_task(f);
-    let tasks: Vec<_> =
-        (x.chunks(rows * f).zip(out.chunks_mut(rows * f))).map(|(x, out)| Forward { kind, x, bias, f, out }).collect();
-    let arch = pulp::Arch::new();
-    spread(x.len(), tasks, |task| arch.dispatch(task));
+    let tasks: Vec<_> = x.chunks(rows * f).zip(out.chunks_mut(rows * f)).collect();
+    spread(x.len(), tasks, |(x, out)| forward_rows(kind, x, bias, f, out));
 }
 
 /// The gradients of [`forward`] for the gradient `g` of its result.
@@ -40,31 +39,26 @@ pub fn forward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
 ///
 /// When the lengths do not fit together.
 pub fn backward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, g: &[f32], dx: &mut [f32], dbias: Option<&mut [f32]>) {
-    check("g", g.len(), x.len());
-    check("dx", dx.len(), x.len());
+    check("gelu", "g", g.len(), x.len());
+    check("gelu", "dx", dx.len(), x.len());
     let given = bias.map(<[f32]>::len).or(dbias.as_ref().map(|dbias| dbias.len()));
     if let (Some(f), Some(dbias)) = (given, &dbias) {
-        check("dbias", dbias.len(), f);
+        check("gelu", "dbias", dbias.len(), f);
     }
     let f = given.unwrap_or(x.len().min(1 << 10));
     check_rows(x.len(), f, given.is_some());
     if f == 0 {
         return;
     }
-    let arch = pulp::Arch::new();
     let mut partials = vec![0f32; if dbias.is_some() { x.len().div_ceil(BLOCK * f) * f } else { 0 }];
     let mut partial = partials.chunks_mut(f);
     let tasks: Vec<_> = (x.chunks(BLOCK * f).zip(g.chunks(BLOCK * f)).zip(dx.chunks_mut(BLOCK * f)))
-        .map(|((x, g), dx)| Backward { kind, x, bias, f, g, dx, dbias: partial.next().unwrap_or_default() })
+        .map(|rows| (rows, partial.next().unwrap_or_default()))
         .collect();
-    spread(x.len(), tasks, |task| arch.dispatch(task));
+    spread(x.len(), tasks, |(((x, g), dx), dbias)| backward_block(kind, x, bias, f, g, dx, dbias));
     if let Some(dbias) = dbias {
         add_partials(&partials, dbias);
     }
-}
-
-fn check(name: &str, got: usize, expected: usize) {
-    assert_eq!(got, expected, "gelu: `{name}` has {got} elements, expected {expected}");
 }
 
 fn check_rows(len: usize, f: usize, biased: bool) {
@@ -72,92 +66,76 @@ fn check_rows(len: usize, f: usize, biased: bool) {
     assert!(whole, "gelu: `x` has {len} elements, which are not whole rows of the bias's {f}");
 }
 
-/// Some rows of a forward pass; without a bias the last may be shorter.
-struct Forward<'a> {
-    kind: Gelu,
-    x: &'a [f32],
-    bias: Option<&'a [f32]>,
-    f: usize,
-    out: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Forward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
+vectorised! {
+    /// Without a bias the last row may be shorter.
+    fn forward_rows<'a>(kind: Gelu, x: &'a [f32], bias: Option<&'a [f32]>, f: usize, out: &'a mut [f32]) {
         // A function of its own type for each formula, so that each gets a loop without a choice in it.
-        match self.kind {
-            Gelu::Tanh => self.each(|x| x.max(-LIMIT) * tanh_share(x.clamp(-LIMIT, LIMIT))),
-            Gelu::Erf => self.each(|x| x.max(-LIMIT) * erf_share(x)),
+        match kind {
+            Gelu::Tanh => values(x, bias, f, out, |x| x.max(-LIMIT) * tanh_share(x.clamp(-LIMIT, LIMIT))),
+            Gelu::Erf => values(x, bias, f, out, |x| x.max(-LIMIT) * erf_share(x)),
+        }
+    }
+
+    /// `dbias` is the block's partial sum, zero at first, empty if it is not asked for.
+    fn backward_block<'a>(
+        kind: Gelu,
+        x: &'a [f32],
+        bias: Option<&'a [f32]>,
+        f: usize,
+        g: &'a [f32],
+        dx: &'a mut [f32],
+        dbias: &'a mut [f32],
+    ) {
+        match kind {
+            Gelu::Tanh => slopes(x, bias, f, g, dx, dbias, tanh_slope),
+            Gelu::Erf => slopes(x, bias, f, g, dx, dbias, erf_slope),
         }
     }
 }
 
-impl Forward<'_> {
-    #[inline(always)]
-    fn each(self, gelu: impl Fn(f32) -> f32) {
-        let Self { x, bias, f, out, .. } = self;
-        for (x, out) in x.chunks(f).zip(out.chunks_mut(f)) {
-            match bias {
-                Some(bias) => {
-                    for ((x, bias), out) in x.iter().zip(bias).zip(out) {
-                        *out = gelu(x + bias);
-                    }
+#[inline(always)]
+fn values(x: &[f32], bias: Option<&[f32]>, f: usize, out: &mut [f32], gelu: impl Fn(f32) -> f32) {
+    for (x, out) in x.chunks(f).zip(out.chunks_mut(f)) {
+        match bias {
+            Some(bias) => {
+                for ((x, bias), out) in x.iter().zip(bias).zip(out) {
+                    *out = gelu(x + bias);
                 }
-                None => {
-                    for (x, out) in x.iter().zip(out) {
-                        *out = gelu(*x);
-                    }
+            }
+            None => {
+                for (x, out) in x.iter().zip(out) {
+                    *out = gelu(*x);
                 }
             }
         }
     }
 }
 
-/// A block of rows of a backward pass; `dbias` is its partial sum, zero at first, empty if it is not asked for.
-struct Backward<'a> {
-    kind: Gelu,
-    x: &'a [f32],
-    bias: Option<&'a [f32]>,
+#[inline(always)]
+fn slopes(
+    x: &[f32],
+    bias: Option<&[f32]>,
     f: usize,
-    g: &'a [f32],
-    dx: &'a mut [f32],
-    dbias: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Backward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        match self.kind {
-            Gelu::Tanh => self.each(tanh_slope),
-            Gelu::Erf => self.each(erf_slope),
+    g: &[f32],
+    dx: &mut [f32],
+    dbias: &mut [f32],
+    slope: impl Fn(f32) -> f32,
+) {
+    for ((x, g), dx) in x.chunks(f).zip(g.chunks(f)).zip(dx.chunks_mut(f)) {
+        match bias {
+            Some(bias) => {
+                for (((x, bias), g), dx) in x.iter().zip(bias).zip(g).zip(dx.iter_mut()) {
+                    *dx = g * slope(x + bias);
+                }
+            }
+            None => {
+                for ((x, g), dx) in x.iter().zip(g).zip(dx.iter_mut()) {
+                    *dx = g * slope(*x);
+                }
+            }
         }
-    }
-}
-
-impl Backward<'_> {
-    #[inline(always)]
-    fn each(self, slope: impl Fn(f32) -> f32) {
-        let Self { x, bias, f, g, dx, dbias, .. } = self;
-        for ((x, g), dx) in x.chunks(f).zip(g.chunks(f)).zip(dx.chunks_mut(f)) {
-            match bias {
-                Some(bias) => {
-                    for (((x, bias), g), dx) in x.iter().zip(bias).zip(g).zip(dx.iter_mut()) {
-                        *dx = g * slope(x + bias);
-                    }
-                }
-                None => {
-                    for ((x, g), dx) in x.iter().zip(g).zip(dx.iter_mut()) {
-                        *dx = g * slope(*x);
-                    }
-                }
-            }
-            for (dbias, dx) in dbias.iter_mut().zip(dx) {
-                *dbias += *dx;
-            }
+        for (dbias, dx) in dbias.iter_mut().zip(dx) {
+            *dbias += *dx;
         }
     }
 }

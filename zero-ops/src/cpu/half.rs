@@ -22,11 +22,11 @@ impl Half for bf16 {
     const ZERO: Self = bf16::ZERO;
 
     fn widen(from: &[Self], to: &mut [f32]) {
-        pulp::Arch::new().dispatch(WidenBf16 { from, to });
+        widen_bf16(from, to);
     }
 
     fn narrow(from: &[f32], to: &mut [Self]) {
-        pulp::Arch::new().dispatch(NarrowBf16 { from, to });
+        narrow_bf16(from, to);
     }
 }
 
@@ -42,33 +42,15 @@ impl Half for f16 {
     }
 }
 
-struct WidenBf16<'a> {
-    from: &'a [bf16],
-    to: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for WidenBf16<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        for (to, from) in self.to.iter_mut().zip(self.from) {
+vectorised! {
+    fn widen_bf16<'a>(from: &'a [bf16], to: &'a mut [f32]) {
+        for (to, from) in to.iter_mut().zip(from) {
             *to = f32::from_bits(u32::from(from.to_bits()) << 16);
         }
     }
-}
 
-struct NarrowBf16<'a> {
-    from: &'a [f32],
-    to: &'a mut [bf16],
-}
-
-impl pulp::NullaryFnOnce for NarrowBf16<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        for (to, from) in self.to.iter_mut().zip(self.from) {
+    fn narrow_bf16<'a>(from: &'a [f32], to: &'a mut [bf16]) {
+        for (to, from) in to.iter_mut().zip(from) {
             let bits = from.to_bits();
             // Half of the last place that stays, less one where that place is even.
             let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -4,6 +4,7 @@
 
 use super::parallel::{BLOCK, rows_of_task, spread};
 use super::reduce::{add_partials, sum_over};
+use super::{check, check_rows};
 
 /// `(x - mean) * rstd * gamma + beta` for every row, and what its gradient needs.
 ///
@@ -26,20 +27,18 @@ pub fn forward(
     rstd: &mut [f32],
 ) {
     let (n, d) = (mean.len(), gamma.len());
-    check_rows("x", x.len(), n, d);
-    check_rows("out", out.len(), n, d);
-    check("rstd", rstd.len(), n);
-    check("beta", beta.map_or(d, <[f32]>::len), d);
+    check_rows("layer norm", "x", x.len(), n, d);
+    check_rows("layer norm", "out", out.len(), n, d);
+    check("layer norm", "rstd", rstd.len(), n);
+    check("layer norm", "beta", beta.map_or(d, <[f32]>::len), d);
     if x.is_empty() {
         return;
     }
     let rows = rows_of_task(d);
     let tasks: Vec<_> = (x.chunks(rows * d).zip(out.chunks_mut(rows * d)))
         .zip(mean.chunks_mut(rows).zip(rstd.chunks_mut(rows)))
-        .map(|((x, out), (mean, rstd))| Forward { x, gamma, beta, epsilon, out, mean, rstd })
         .collect();
-    let arch = pulp::Arch::new();
-    spread(x.len(), tasks, |task| arch.dispatch(task));
+    spread(x.len(), tasks, |((x, out), (mean, rstd))| forward_rows(x, gamma, beta, epsilon, out, mean, rstd));
 }
 
 /// The gradients of [`forward`] for the gradient `g` of its result.
@@ -63,12 +62,12 @@ pub fn backward(
     dbeta: Option<&mut [f32]>,
 ) {
     let (n, d) = (mean.len(), gamma.len());
-    check_rows("x", x.len(), n, d);
-    check_rows("g", g.len(), n, d);
-    check_rows("dx", dx.len(), n, d);
-    check("rstd", rstd.len(), n);
-    check("dgamma", dgamma.len(), d);
-    check("dbeta", dbeta.as_ref().map_or(d, |dbeta| dbeta.len()), d);
+    check_rows("layer norm", "x", x.len(), n, d);
+    check_rows("layer norm", "g", g.len(), n, d);
+    check_rows("layer norm", "dx", dx.len(), n, d);
+    check("layer norm", "rstd", rstd.len(), n);
+    check("layer norm", "dgamma", dgamma.len(), d);
+    check("layer norm", "dbeta", dbeta.as_ref().map_or(d, |dbeta| dbeta.len()), d);
     if d == 0 {
         return;
     }
@@ -77,45 +76,29 @@ pub fn backward(
     let mut dbetas = vec![0f32; if dbeta.is_some() { blocks * d } else { 0 }];
     let mut dbeta_rows = dbetas.chunks_mut(d);
     let tasks: Vec<_> = (x.chunks(BLOCK * d).zip(g.chunks(BLOCK * d)).zip(dx.chunks_mut(BLOCK * d)))
-        .zip(mean.chunks(BLOCK).zip(rstd.chunks(BLOCK)).zip(dgammas.chunks_mut(d)))
-        .map(|(((x, g), dx), ((mean, rstd), dgamma))| {
-            let dbeta = dbeta_rows.next().unwrap_or_default();
-            Backward { x, gamma, mean, rstd, g, dx, dgamma, dbeta }
-        })
+        .zip(mean.chunks(BLOCK).zip(rstd.chunks(BLOCK)))
+        .zip(dgammas.chunks_mut(d))
+        .map(|(rows, dgamma)| (rows, dgamma, dbeta_rows.next().unwrap_or_default()))
         .collect();
-    let arch = pulp::Arch::new();
-    spread(x.len(), tasks, |task| arch.dispatch(task));
+    spread(x.len(), tasks, |((((x, g), dx), (mean, rstd)), dgamma, dbeta)| {
+        backward_block(x, gamma, mean, rstd, g, dx, dgamma, dbeta);
+    });
     add_partials(&dgammas, dgamma);
     if let Some(dbeta) = dbeta {
         add_partials(&dbetas, dbeta);
     }
 }
 
-fn check(name: &str, got: usize, expected: usize) {
-    assert_eq!(got, expected, "layer norm: `{name}` has {got} elements, expected {expected}");
-}
-
-fn check_rows(name: &str, got: usize, n: usize, d: usize) {
-    assert_eq!(got, n * d, "layer norm: `{name}` has {got} elements, expected {n} rows of {d}");
-}
-
-/// Some rows of a forward pass.
-struct Forward<'a> {
-    x: &'a [f32],
-    gamma: &'a [f32],
-    beta: Option<&'a [f32]>,
-    epsilon: f32,
-    out: &'a mut [f32],
-    mean: &'a mut [f32],
-    rstd: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Forward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let Self { x, gamma, beta, epsilon, out, mean, rstd } = self;
+vectorised! {
+    fn forward_rows<'a>(
+        x: &'a [f32],
+        gamma: &'a [f32],
+        beta: Option<&'a [f32]>,
+        epsilon: f32,
+        out: &'a mut [f32],
+        mean: &'a mut [f32],
+        rstd: &'a mut [f32],
+    ) {
         let d = gamma.len();
         let share = 1.0 / d as f32;
         let rows = x.chunks_exact(d).zip(out.chunks_exact_mut(d)).zip(mean.iter_mut().zip(rstd));
@@ -138,27 +121,19 @@ impl pulp::NullaryFnOnce for Forward<'_> {
             }
         }
     }
-}
 
-/// A block of rows of a backward pass; `dgamma` and `dbeta` are its partial sums, zero at first, the latter empty if
-/// it is not asked for.
-struct Backward<'a> {
-    x: &'a [f32],
-    gamma: &'a [f32],
-    mean: &'a [f32],
-    rstd: &'a [f32],
-    g: &'a [f32],
-    dx: &'a mut [f32],
-    dgamma: &'a mut [f32],
-    dbeta: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Backward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let Self { x, gamma, mean, rstd, g, dx, dgamma, dbeta } = self;
+    /// `dgamma` and `dbeta` are the block's partial sums, zero at first, the latter empty if it is not asked for.
+    #[allow(clippy::too_many_arguments)] // As of `backward`.
+    fn backward_block<'a>(
+        x: &'a [f32],
+        gamma: &'a [f32],
+        mean: &'a [f32],
+        rstd: &'a [f32],
+        g: &'a [f32],
+        dx: &'a mut [f32],
+        dgamma: &'a mut [f32],
+        dbeta: &'a mut [f32],
+    ) {
         let d = gamma.len();
         let share = 1.0 / d as f32;
         let rows = x.chunks_exact(d).zip(g.chunks_exact(d)).zip(dx.chunks_exact_mut(d)).zip(mean.iter().zip(rstd));

@@ -4,6 +4,7 @@
 
 use std::cell::Cell;
 
+use super::check_rows;
 use super::parallel::{BLOCK, gemm_threads, rows_of_task, spread};
 use super::product::{Matrix, Write, multiply};
 use super::reduce::{add, add_partials};
@@ -20,18 +21,16 @@ use super::reduce::{add, add_partials};
 pub fn forward(x: &[f32], w: Matrix<'_>, bias: Option<&[f32]>, residual: Option<&[f32]>, out: &mut [f32]) {
     let (k, m) = (w.rows(), w.columns());
     let n = rows("out", out.len(), m);
-    check("x", x.len(), n, k);
-    check("bias", bias.map_or(m, <[f32]>::len), 1, m);
-    check("residual", residual.map_or(n * m, <[f32]>::len), n, m);
+    check_rows("linear", "x", x.len(), n, k);
+    check_rows("linear", "bias", bias.map_or(m, <[f32]>::len), 1, m);
+    check_rows("linear", "residual", residual.map_or(n * m, <[f32]>::len), n, m);
     let write = if bias.is_none() && residual.is_none() { Write::Over } else { Write::Add };
     if write == Write::Add && !out.is_empty() {
         let part = rows_of_task(m) * m;
         let mut residuals = residual.map(|residual| residual.chunks(part));
-        let tasks: Vec<_> = (out.chunks_mut(part))
-            .map(|out| Begin { bias, residual: residuals.as_mut().and_then(Iterator::next), m, out })
-            .collect();
-        let arch = pulp::Arch::new();
-        spread(n * m, tasks, |task| arch.dispatch(task));
+        let tasks: Vec<_> =
+            out.chunks_mut(part).map(|out| (out, residuals.as_mut().and_then(Iterator::next))).collect();
+        spread(n * m, tasks, |(out, residual)| begin(bias, residual, m, out));
     }
     multiply_rows(out, write, Matrix::new(x, n, k), w);
 }
@@ -48,7 +47,7 @@ pub fn forward(x: &[f32], w: Matrix<'_>, bias: Option<&[f32]>, residual: Option<
 pub fn backward_x(g: &[f32], w: Matrix<'_>, dx: &mut [f32]) {
     let (k, m) = (w.rows(), w.columns());
     let n = rows("dx", dx.len(), k);
-    check("g", g.len(), n, m);
+    check_rows("linear", "g", g.len(), n, m);
     multiply_rows(dx, Write::Over, Matrix::new(g, n, m), w.transposed());
 }
 
@@ -64,8 +63,8 @@ pub fn backward_x(g: &[f32], w: Matrix<'_>, dx: &mut [f32]) {
 pub fn backward_w(x: &[f32], g: &[f32], k: usize, dw: &mut [f32]) {
     let n = rows("x", x.len(), k);
     let m = dw.len().checked_div(k).unwrap_or(0);
-    check("dw", dw.len(), k, m);
-    check("g", g.len(), n, m);
+    check_rows("linear", "dw", dw.len(), k, m);
+    check_rows("linear", "g", g.len(), n, m);
     multiply(dw, Write::Over, Matrix::new(x, n, k).transposed(), Matrix::new(g, n, m), 1.0, gemm_threads());
 }
 
@@ -85,9 +84,8 @@ pub fn backward_bias(g: &[f32], db: &mut [f32]) {
         return;
     }
     let mut partials = vec![0f32; g.len().div_ceil(BLOCK * m) * m];
-    let arch = pulp::Arch::new();
     let tasks: Vec<_> = g.chunks(BLOCK * m).zip(partials.chunks_mut(m)).collect();
-    spread(g.len(), tasks, |(g, sum)| arch.dispatch(Sum { g, sum }));
+    spread(g.len(), tasks, |(g, sum)| add_rows(g, sum));
     add_partials(&partials, db);
 }
 
@@ -114,30 +112,17 @@ fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     }
     multiply(&mut turned[..n * m], Write::Over, b.transposed(), a.transposed(), 1.0, gemm_threads());
     let tasks: Vec<_> = out.chunks_mut(TILE * m).enumerate().collect();
-    let (from, arch) = (&turned[..n * m], pulp::Arch::new());
-    spread(n * m, tasks, |(block, out)| arch.dispatch(Turn { from, n, first: block * TILE, m, add: write, out }));
+    let from = &turned[..n * m];
+    spread(n * m, tasks, |(block, out)| turn(from, n, block * TILE, m, write, out));
     TURNED.set(turned);
 }
 
-/// Rows, and columns, of a tile of [`Turn`]: a cache line of each.
+/// Rows, and columns, of a tile of [`turn`]: a cache line of each.
 const TILE: usize = 16;
 
-/// Up to [`TILE`] rows of `out` (`[n, m]`) from number `first` on, from columns of `from` (`[m, n]`).
-struct Turn<'a> {
-    from: &'a [f32],
-    n: usize,
-    first: usize,
-    m: usize,
-    add: Write,
-    out: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Turn<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let Self { from, n, first, m, add, out } = self;
+vectorised! {
+    /// Up to [`TILE`] rows of `out` (`[n, m]`) from number `first` on, from columns of `from` (`[m, n]`).
+    fn turn<'a>(from: &'a [f32], n: usize, first: usize, m: usize, add: Write, out: &'a mut [f32]) {
         let rows = out.len() / m;
         for column in (0..m).step_by(TILE) {
             let width = TILE.min(m - column);
@@ -157,33 +142,9 @@ impl pulp::NullaryFnOnce for Turn<'_> {
             }
         }
     }
-}
 
-fn check(name: &str, got: usize, n: usize, width: usize) {
-    assert_eq!(got, n * width, "linear: `{name}` has {got} elements, expected {n} rows of {width}");
-}
-
-/// The number of rows of `width` that `len` elements are.
-fn rows(name: &str, len: usize, width: usize) -> usize {
-    let n = len.checked_div(width).unwrap_or(0);
-    assert_eq!(len, n * width, "linear: `{name}` has {len} elements, which are not whole rows of {width}");
-    n
-}
-
-/// Some rows of what a result begins with.
-struct Begin<'a> {
-    bias: Option<&'a [f32]>,
-    residual: Option<&'a [f32]>,
-    m: usize,
-    out: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Begin<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let Self { bias, residual, m, out } = self;
+    /// Some rows of what a result begins with.
+    fn begin<'a>(bias: Option<&'a [f32]>, residual: Option<&'a [f32]>, m: usize, out: &'a mut [f32]) {
         match (bias, residual) {
             (Some(bias), Some(residual)) => {
                 for (out, residual) in out.chunks_exact_mut(m).zip(residual.chunks_exact(m)) {
@@ -197,21 +158,18 @@ impl pulp::NullaryFnOnce for Begin<'_> {
             (None, None) => {}
         }
     }
-}
 
-/// A block of rows and its partial sum, zero at first.
-struct Sum<'a> {
-    g: &'a [f32],
-    sum: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Sum<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        self.g.chunks_exact(self.sum.len()).for_each(|g| add(g, self.sum));
+    /// Adds a block of rows to its partial sum, zero at first.
+    fn add_rows<'a>(g: &'a [f32], sum: &'a mut [f32]) {
+        g.chunks_exact(sum.len()).for_each(|g| add(g, sum));
     }
+}
+
+/// The number of rows of `width` that `len` elements are.
+fn rows(name: &str, len: usize, width: usize) -> usize {
+    let n = len.checked_div(width).unwrap_or(0);
+    assert_eq!(len, n * width, "linear: `{name}` has {len} elements, which are not whole rows of {width}");
+    n
 }
 
 #[cfg(test)]

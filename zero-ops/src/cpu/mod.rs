@@ -5,8 +5,35 @@
 //! and never over another. The bits of a result depend on the shapes only, not on the number of threads: a sum over
 //! rows is made of partial sums over fixed blocks of rows, added in order.
 //!
-//! Arithmetic is plain scalar loops inside a `pulp::NullaryFnOnce`, whose inlined body the compiler vectorises for the
-//! instruction set that the processor is found to have. A closure in its place would be compiled for the baseline.
+//! Arithmetic is plain scalar loops in `vectorised!` functions.
+
+/// Functions whose bodies the compiler vectorises for the instruction set that the processor is found to have. They are that of
+/// a `pulp::NullaryFnOnce`, inlined: a closure in its place would be compiled for the baseline.
+macro_rules! vectorised {
+    (@) => { () };
+    (@ $out:ty) => { $out };
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident<$a:lifetime>($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? $body:block)*) => {$(
+        $(#[$meta])*
+        #[allow(clippy::needless_lifetimes)]
+        $vis fn $name<$a>($($arg: $type),*) $(-> $out)? {
+            struct Call<$a> {
+                $($arg: $type),*
+            }
+
+            impl<$a> pulp::NullaryFnOnce for Call<$a> {
+                type Output = vectorised!(@ $($out)?);
+
+                #[inline(always)]
+                fn call(self) -> Self::Output {
+                    let Self { $($arg),* } = self;
+                    $body
+                }
+            }
+
+            pulp::Arch::new().dispatch(Call { $($arg),* })
+        }
+    )*};
+}
 
 pub mod attention;
 pub mod cross_entropy;
@@ -21,7 +48,18 @@ pub(crate) mod parallel;
 mod product;
 pub mod product_bf16;
 mod reduce;
+mod rows;
 #[cfg(test)]
 mod testing;
 
 pub use product::Matrix;
+
+/// Panics unless an operand has as many elements as the others ask for.
+fn check(op: &str, name: &str, got: usize, expected: usize) {
+    assert_eq!(got, expected, "{op}: `{name}` has {got} elements, expected {expected}");
+}
+
+/// As [`check`], of `n` rows of `width`.
+fn check_rows(op: &str, name: &str, got: usize, n: usize, width: usize) {
+    assert_eq!(got, n * width, "{op}: `{name}` has {got} elements, expected {n} rows of {width}");
+}

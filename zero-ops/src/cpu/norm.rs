@@ -12,44 +12,36 @@ const SHORT: usize = 1 << 10;
 
 /// The sum of the squares of `x`: short stretches in f32, their sums in f64, in the order of the elements.
 pub fn sum_of_squares(x: &[f32]) -> f64 {
-    by_blocks(x, |arch, x| arch.dispatch(Squares { x }))
+    by_blocks(x, squares)
 }
 
 /// As [`sum_of_squares`] of numbers in 16 bit, whose squares are those of the f32 that they are.
 pub fn sum_of_squares_of<H: Half>(x: &[H]) -> f64 {
-    by_blocks(x, |arch, x| {
+    by_blocks(x, |x| {
         let mut wide = [0f32; SHORT];
         let mut sum = 0.0;
         for short in x.chunks(SHORT) {
             let wide = &mut wide[..short.len()];
             H::widen(short, wide);
-            sum += arch.dispatch(Squares { x: wide });
+            sum += squares(wide);
         }
         sum
     })
 }
 
-fn by_blocks<T: Sync>(x: &[T], squares: impl Fn(pulp::Arch, &[T]) -> f64 + Sync + Send) -> f64 {
+fn by_blocks<T: Sync>(x: &[T], squares: impl Fn(&[T]) -> f64 + Sync + Send) -> f64 {
     let mut partials = vec![0f64; x.len().div_ceil(BLOCK)];
-    let arch = pulp::Arch::new();
     let tasks: Vec<_> = x.chunks(BLOCK).zip(&mut partials).collect();
-    spread(x.len(), tasks, |(x, sum)| *sum = squares(arch, x));
+    spread(x.len(), tasks, |(x, sum)| *sum = squares(x));
     partials.iter().sum()
 }
 
-struct Squares<'a> {
-    x: &'a [f32],
-}
-
-impl pulp::NullaryFnOnce for Squares<'_> {
-    type Output = f64;
-
+vectorised! {
     // A loop: the closure of an iterator's adapter would be compiled for the baseline processor, where a fused
     // multiplication is a call.
-    #[inline(always)]
-    fn call(self) -> f64 {
+    fn squares<'a>(x: &'a [f32]) -> f64 {
         let mut total = 0.0;
-        for short in self.x.chunks(SHORT) {
+        for short in x.chunks(SHORT) {
             total += f64::from(sum_over([short], |[x], sum| x.mul_add(x, sum)));
         }
         total

@@ -3,7 +3,7 @@
 use gemm::Parallelism;
 
 /// A strided view of a matrix, such as a transpose that was never copied.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a, T = f32> {
     pub(super) data: &'a [T],
     pub(super) rows: usize,
@@ -11,14 +11,6 @@ pub struct Matrix<'a, T = f32> {
     pub(super) row_stride: usize,
     pub(super) column_stride: usize,
 }
-
-impl<T> Clone for Matrix<'_, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T> Copy for Matrix<'_, T> {}
 
 impl<'a, T> Matrix<'a, T> {
     /// A row-major matrix without gaps.
@@ -83,7 +75,7 @@ impl Matrix<'_> {
 
 /// What becomes of the elements that a product is written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Write {
+pub enum Write {
     /// They are overwritten, and may be uninitialised.
     Over,
     /// The product is added to them.

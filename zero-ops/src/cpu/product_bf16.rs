@@ -29,7 +29,8 @@ use gemm::Parallelism;
 use half::bf16;
 
 use super::product::Matrix;
-use target::{Rows, Target};
+use super::rows::SharedRows;
+use target::Target;
 
 /// A strided view of a bfloat16 matrix.
 pub type MatrixBf16<'a> = Matrix<'a, bf16>;
@@ -73,11 +74,11 @@ impl<'a> Out<'a> {
                 check("out", data.len(), n * m);
                 check("bias", begin.bias.map_or(m, <[bf16]>::len), m);
                 check("residual", begin.residual.map_or(n * m, <[bf16]>::len), n * m);
-                Target::Bf16 { out: Rows::new(data, m), begin, partial: None }
+                Target::Bf16 { out: SharedRows::new(data, m), begin, partial: None }
             }
             Self::F32 { data, add } => {
                 check("out", data.len(), n * m);
-                Target::F32 { out: Rows::new(data, m), add }
+                Target::F32 { out: SharedRows::new(data, m), add }
             }
         }
     }

@@ -93,26 +93,12 @@ const COLUMNS: usize = 1 << 10;
 /// Writes the sum of the rows of `partials` (`[blocks, out.len()]`), in order, to `out`.
 pub(super) fn add_partials(partials: &[f32], out: &mut [f32]) {
     let width = out.len();
-    let arch = pulp::Arch::new();
     let tasks: Vec<_> = out.chunks_mut(COLUMNS).enumerate().collect();
-    spread(partials.len(), tasks, |(task, out)| {
-        arch.dispatch(Add { partials, width, first: task * COLUMNS, out });
-    });
+    spread(partials.len(), tasks, |(task, out)| add_columns(partials, width, task * COLUMNS, out));
 }
 
-struct Add<'a> {
-    partials: &'a [f32],
-    width: usize,
-    first: usize,
-    out: &'a mut [f32],
-}
-
-impl pulp::NullaryFnOnce for Add<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let Self { partials, width, first, out } = self;
+vectorised! {
+    fn add_columns<'a>(partials: &'a [f32], width: usize, first: usize, out: &'a mut [f32]) {
         out.fill(0.0);
         for row in partials.chunks_exact(width) {
             add(&row[first..first + out.len()], out);

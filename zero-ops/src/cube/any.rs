@@ -6,14 +6,19 @@ use std::any::{Any, TypeId};
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
 use burn_cubecl::CubeRuntime;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+use burn_cubecl::fusion::FusionCubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+use burn_fusion::FusionTensor;
 use burn_std::{DType, Shape};
 
+use super::many::shaped;
 use super::tensor::OnCube;
 
 /// What makes tensors from tensors on any runtime.
 pub(crate) trait Body: Send + Sync + 'static {
-    /// Makes the promised tensors.
+    /// Makes the promised tensors, or flat ones of as many elements.
     fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>>;
 }
 
@@ -21,35 +26,25 @@ pub(crate) trait Body: Send + Sync + 'static {
 macro_rules! on_the_tensor_of {
     ($given:ty, $tensor:ident => $found:expr, $otherwise:expr) => {{
         #[cfg(feature = "cuda")]
-        {
-            type $tensor = CubeTensor<cubecl::cuda::CudaRuntime>;
-            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
-                return $found;
-            }
-        }
-        #[cfg(feature = "cuda")]
-        {
-            type $tensor = burn_fusion::FusionTensor<burn_cubecl::fusion::FusionCubeRuntime<cubecl::cuda::CudaRuntime>>;
-            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
-                return $found;
-            }
-        }
+        on_the_tensor_of!(@ cubecl::cuda::CudaRuntime, $given, $tensor => $found);
         #[cfg(feature = "vulkan")]
-        {
-            type $tensor = CubeTensor<burn_wgpu::WgpuRuntime>;
-            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
-                return $found;
-            }
-        }
-        #[cfg(feature = "vulkan")]
-        {
-            type $tensor = burn_fusion::FusionTensor<burn_cubecl::fusion::FusionCubeRuntime<burn_wgpu::WgpuRuntime>>;
-            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
-                return $found;
-            }
-        }
+        on_the_tensor_of!(@ burn_wgpu::WgpuRuntime, $given, $tensor => $found);
         $otherwise
     }};
+    (@ $runtime:ty, $given:ty, $tensor:ident => $found:expr) => {
+        {
+            type $tensor = CubeTensor<$runtime>;
+            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
+                return $found;
+            }
+        }
+        {
+            type $tensor = FusionTensor<FusionCubeRuntime<$runtime>>;
+            if TypeId::of::<$given>() == TypeId::of::<$tensor>() {
+                return $found;
+            }
+        }
+    };
 }
 
 /// Whether the tensors of `B` are CubeCL's, on a runtime that this was built for.
@@ -69,9 +64,16 @@ pub(crate) fn run<B: Backend>(
     outputs: Vec<(Shape, DType)>,
     body: impl Body,
 ) -> Vec<FloatTensor<B>> {
+    let shapes: Vec<Shape> = outputs.iter().map(|(shape, _)| shape.clone()).collect();
     on_the_tensor_of!(
         FloatTensor<B>,
-        T => same(T::run(name, same::<Vec<FloatTensor<B>>, Vec<T>>(inputs), outputs, move |inputs| body.run(inputs))),
+        T => {
+            let run = move |inputs| {
+                let made = body.run(inputs).into_iter().zip(&shapes);
+                made.map(|(made, shape)| if made.meta.shape() == shape { made } else { shaped(made, shape.clone()) }).collect()
+            };
+            same(T::run(name, same::<Vec<FloatTensor<B>>, Vec<T>>(inputs), outputs, run))
+        },
         panic!("callers have asked whether the backend's tensors are CubeCL's")
     )
 }
@@ -153,7 +155,7 @@ pub fn begin_on_cuda<B: Backend>(
     begin: impl Fn(&[CudaSpan], &[CudaSpan]) -> Option<End> + Send + Sync + 'static,
 ) -> Result<(Vec<FloatTensor<B>>, OnCuda), Vec<FloatTensor<B>>> {
     type Plain = CubeTensor<cubecl::cuda::CudaRuntime>;
-    type Fused = burn_fusion::FusionTensor<burn_cubecl::fusion::FusionCubeRuntime<cubecl::cuda::CudaRuntime>>;
+    type Fused = FusionTensor<FusionCubeRuntime<cubecl::cuda::CudaRuntime>>;
 
     struct ByAddress<F> {
         outputs: Vec<(Shape, DType)>,
@@ -282,9 +284,4 @@ pub(crate) fn elements(x: &impl TensorMetadata) -> usize {
 /// Whether kernels here can count so many elements, in 32 bit and with a chunk's room above.
 pub(crate) fn is_countable(elements: usize) -> bool {
     i32::try_from(elements).is_ok()
-}
-
-/// Whether kernels here read and write the type.
-pub(crate) fn is_float(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }

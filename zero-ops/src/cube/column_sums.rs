@@ -5,10 +5,9 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
-use super::rows::{
-    Blocks, HEIGHT, STRIP, address_type, dims, inputs, is_taken, over_height, vector_size, with_whole_rows, zeros,
-};
-use super::tensor::{OnCube, empty};
+use super::many::shaped;
+use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, launch, run};
 
 /// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -43,23 +42,14 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
     let [rows, d] = dims(&x);
     let out = empty(&x, [blocks.blocks, d], dtype);
     let size = vector_size(&[&x, &out]);
-    let client = x.client.clone();
     let (address, types) = (address_type(&[&x, &out]), [x.dtype.into(), dtype.into()]);
     // SAFETY: units read rows below `rows` and vectors below `d / size` of `x`, and write those of `blocks` rows.
     unsafe {
-        sums_of_blocks::launch_unchecked::<R>(
-            &client,
-            blocks.count(d / size),
-            Blocks::dim(),
-            address,
-            size,
-            x.into_tensor_arg(),
-            out.clone().into_tensor_arg(),
-            rows,
-            d / size,
-            blocks.rows_per_block,
-            types,
-        );
+        launch! {
+            sums_of_blocks on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
+            [x, out.clone()],
+            rows, d / size, blocks.rows_per_block, types
+        }
     }
     out
 }
@@ -67,13 +57,7 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
 /// The second stage: rows of partial sums `[blocks, d]` in fp32 to `[d]`.
 pub(super) fn total<R: CubeRuntime>(partial: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     let [rows, d] = dims(&partial);
-    flat(launch(partial, Blocks::one(rows), dtype), d)
-}
-
-/// `[1, d]` to `[d]`.
-fn flat<R: CubeRuntime>(row: CubeTensor<R>, d: usize) -> CubeTensor<R> {
-    let CubeTensor { client, handle, device, dtype, .. } = row;
-    CubeTensor::new_contiguous(client, device, Shape::from([d]), handle, dtype)
+    shaped(launch(partial, Blocks::one(rows), dtype), Shape::from([d]))
 }
 
 /// The sums of the columns of `x` `[n, d]`, `[d]`, added in fp32 and rounded once.
@@ -85,20 +69,14 @@ pub(super) fn column_sums<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let x = with_whole_rows(x);
     let blocks = Blocks::new(n, d);
     if blocks.blocks == 1 {
-        return flat(launch(x, blocks, dtype), d);
+        return shaped(launch(x, blocks, dtype), Shape::from([d]));
     }
     total(launch(x, blocks, DType::F32), dtype)
 }
 
-/// [`fused_linear_bias_backward`](crate::FusedBackend::fused_linear_bias_backward). `None` for types without a kernel.
-pub(crate) fn bias_backward<T: OnCube>(grad: &T) -> Option<T> {
-    let dtype = grad.dtype();
-    is_taken(dtype).then(|| {
-        let outputs = vec![(Shape::from([grad.shape()[1]]), dtype)];
-        let made = T::run("linear: gradient of bias", vec![grad.clone()], outputs, |given| {
-            let [grad] = inputs(given);
-            vec![column_sums(grad)]
-        });
-        made.into_iter().next().expect("one output was promised")
-    })
+/// [`fused_linear_bias_backward`](crate::FusedBackend::fused_linear_bias_backward).
+pub(crate) fn bias_backward<T: OnCube>(grad: T) -> T {
+    let outputs = [(Shape::from([grad.shape()[1]]), grad.dtype())];
+    let [sums] = run("linear: gradient of bias", [grad], None, outputs, |[grad], _| [column_sums(grad)]);
+    sums
 }

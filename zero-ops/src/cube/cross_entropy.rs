@@ -16,8 +16,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Metadata, Shape};
 use cubecl::prelude::*;
 
-use super::rows::{Blocks, address_type, cubes, dims, inputs, units, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, packed};
+use super::rows::{Blocks, address_type, cubes, dims, units, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, launch, packed, run};
 use kernels::{count_kernel, mean_kernel, place_kernel, rows_kernel};
 
 /// What the logits of a chunk take at most.
@@ -58,18 +58,11 @@ fn count<R: CubeRuntime>(targets: &CubeTensor<R>, ignored: Ignored) -> CubeTenso
     let units = units(&targets.client, n, 8, 256);
     // SAFETY: units read targets below `n`, and one writes the only element.
     unsafe {
-        count_kernel::launch_unchecked::<R>(
-            &targets.client,
-            CubeCount::new_single(),
-            CubeDim::new_1d(units as u32),
-            targets.clone().into_tensor_arg(),
-            counted.clone().into_tensor_arg(),
-            n,
-            ignored.value,
-            ignored.is_any,
-            units,
-            targets.dtype.into(),
-        );
+        launch! {
+            count_kernel on targets.client, (CubeCount::new_single(), CubeDim::new_1d(units as u32)),
+            [targets.clone(), counted.clone()],
+            n, ignored.value, ignored.is_any, units, targets.dtype.into()
+        }
     }
     counted
 }
@@ -78,19 +71,13 @@ fn mean<R: CubeRuntime>(losses: CubeTensor<R>, counted: CubeTensor<R>) -> CubeTe
     let n = losses.meta.shape()[0];
     let mean = empty(&losses, [1], DType::F32);
     let units = units(&losses.client, n, 8, 256);
-    let client = losses.client.clone();
     // SAFETY: units read losses below `n`, and one writes the only element.
     unsafe {
-        mean_kernel::launch_unchecked::<R>(
-            &client,
-            CubeCount::new_single(),
-            CubeDim::new_1d(units as u32),
-            losses.into_tensor_arg(),
-            counted.into_tensor_arg(),
-            mean.clone().into_tensor_arg(),
-            n,
-            units,
-        );
+        launch! {
+            mean_kernel on losses.client, (CubeCount::new_single(), CubeDim::new_1d(units as u32)),
+            [losses, counted, mean.clone()],
+            n, units
+        }
     }
     mean
 }
@@ -157,25 +144,13 @@ impl<R: CubeRuntime> Call<R> {
         // SAFETY: units read and write vectors of rows of `logits`, whose memory has a whole number of vectors for each;
         // targets and losses of `rows` rows from `first` on, which there are; the target's column by comparison only.
         unsafe {
-            rows_kernel::launch_unchecked::<R>(
-                &logits.client,
-                CubeCount::new_1d(cubes(rows) as u32),
-                CubeDim::new_1d(units as u32),
-                address_type(&[logits]),
-                width,
-                logits.clone().into_tensor_arg(),
-                self.targets.clone().into_tensor_arg(),
-                self.losses.clone().into_tensor_arg(),
-                first,
-                rows,
-                v,
-                self.scale,
-                self.ignored.value,
-                self.ignored.is_any,
-                is_gradient,
-                units,
-                [logits.dtype.into(), self.targets.dtype.into()],
-            );
+            launch! {
+                rows_kernel on logits.client,
+                (CubeCount::new_1d(cubes(rows) as u32), CubeDim::new_1d(units as u32), address_type(&[logits]), width),
+                [logits.clone(), self.targets.clone(), self.losses.clone()],
+                first, rows, v, self.scale, self.ignored.value, self.ignored.is_any, is_gradient, units,
+                [logits.dtype.into(), self.targets.dtype.into()]
+            }
         }
     }
 
@@ -190,25 +165,14 @@ impl<R: CubeRuntime> Call<R> {
     fn place(&self, part: CubeTensor<R>, out: &CubeTensor<R>, first: usize, is_added: bool) {
         let [rows, d] = dims(&part);
         let size = vector_size(&[&part, out]);
-        let (blocks, client, address) = (Blocks::new(rows, d), part.client.clone(), address_type(&[&part, out]));
+        let (blocks, address) = (Blocks::new(rows, d), address_type(&[&part, out]));
         // SAFETY: units read rows below `rows` of `part`, and write as many of `out` from `first` on, which there are.
         unsafe {
-            place_kernel::launch_unchecked::<R>(
-                &client,
-                blocks.count(d / size),
-                Blocks::dim(),
-                address,
-                size,
-                part.into_tensor_arg(),
-                self.counted.clone().into_tensor_arg(),
-                out.clone().into_tensor_arg(),
-                first,
-                rows,
-                d / size,
-                blocks.rows_per_block,
-                self.scale,
-                is_added,
-            );
+            launch! {
+                place_kernel on part.client, (blocks.count(d / size), Blocks::dim(), address, size),
+                [part, self.counted.clone(), out.clone()],
+                first, rows, d / size, blocks.rows_per_block, self.scale, is_added
+            }
         }
     }
 }
@@ -269,11 +233,10 @@ fn loss_with_gradients<R: CubeRuntime>(
 
 /// [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
 pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, ignored: Option<i64>) -> T {
-    let outputs = vec![(Shape::from([1]), DType::F32)];
-    let made = T::run("cross-entropy", vec![x, weight, targets], outputs, move |given| {
-        vec![loss(inputs(given), ignored, LOGITS_BYTES)]
-    });
-    made.into_iter().next().expect("one output was promised")
+    let outputs = [(Shape::from([1]), DType::F32)];
+    let body = move |inputs, _| [loss(inputs, ignored, LOGITS_BYTES)];
+    let [loss] = run("cross-entropy", [x, weight, targets], None, outputs, body);
+    loss
 }
 
 /// [`linear_cross_entropy_with_gradients`](crate::FusedBackend::linear_cross_entropy_with_gradients).
@@ -285,12 +248,9 @@ pub(crate) fn linear_cross_entropy_with_gradients<T: OnCube>(
     targets: T,
     ignored: Option<i64>,
 ) -> (T, T, T) {
-    let outputs = vec![(Shape::from([1]), DType::F32), (x.shape(), DType::F32), (weight.shape(), DType::F32)];
-    let made = T::run("cross-entropy with gradients", vec![x, weight, targets], outputs, move |given| {
-        loss_with_gradients(inputs(given), ignored, LOGITS_BYTES).into()
-    });
-    let [loss, dx, d_weight] = made.try_into().unwrap_or_else(|_| unreachable!("three outputs were promised"));
-    (loss, dx, d_weight)
+    let outputs = [(Shape::from([1]), DType::F32), (x.shape(), DType::F32), (weight.shape(), DType::F32)];
+    let body = move |inputs, _| loss_with_gradients(inputs, ignored, LOGITS_BYTES);
+    run("cross-entropy with gradients", [x, weight, targets], None, outputs, body).into()
 }
 
 #[cfg(all(test, feature = "vulkan"))]

@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 
 use super::column_sums::total;
 use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, packed};
+use super::tensor::{OnCube, empty, first, launch, packed, run};
 use crate::options::Gelu;
 
 /// `2 sqrt(2 / pi)`
@@ -144,26 +144,15 @@ fn forward<R: CubeRuntime>(kind: Gelu, x: CubeTensor<R>, bias: Option<CubeTensor
     // Where there is none, the kernel is given something to not read.
     let bias = bias.map_or_else(|| x.clone(), packed);
     let size = vector_size(&[&x, &bias, &out]);
-    let (blocks, client, dtype) = (Blocks::new(n, f), x.client.clone(), x.dtype.into());
+    let (blocks, dtype) = (Blocks::new(n, f), x.dtype.into());
     let address = address_type(&[&x, &bias, &out]);
     // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
     unsafe {
-        forward_kernel::launch_unchecked::<R>(
-            &client,
-            blocks.count(f / size),
-            Blocks::dim(),
-            address,
-            size,
-            x.into_tensor_arg(),
-            bias.into_tensor_arg(),
-            out.clone().into_tensor_arg(),
-            n,
-            f / size,
-            blocks.rows_per_block,
-            has_bias,
-            kind == Gelu::Tanh,
-            dtype,
-        );
+        launch! {
+            forward_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
+            [x, bias, out.clone()],
+            n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype
+        }
     }
     out
 }
@@ -186,41 +175,23 @@ fn backward<R: CubeRuntime>(
     let blocks = Blocks::new(n, f);
     let partial = empty(&x, [if has_bias { blocks.blocks } else { 1 }, f], DType::F32);
     let size = vector_size(&[&x, &bias, &grad, &dx, &partial]);
-    let (client, address) = (x.client.clone(), address_type(&[&x, &bias, &grad, &dx, &partial]));
+    let address = address_type(&[&x, &bias, &grad, &dx, &partial]);
     // SAFETY: units read and write rows below `n` and vectors below `f / size`, and those of `blocks` partial rows.
     unsafe {
-        backward_kernel::launch_unchecked::<R>(
-            &client,
-            blocks.count(f / size),
-            Blocks::dim(),
-            address,
-            size,
-            x.into_tensor_arg(),
-            bias.into_tensor_arg(),
-            grad.into_tensor_arg(),
-            dx.clone().into_tensor_arg(),
-            partial.clone().into_tensor_arg(),
-            n,
-            f / size,
-            blocks.rows_per_block,
-            has_bias,
-            kind == Gelu::Tanh,
-            dtype.into(),
-        );
+        launch! {
+            backward_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
+            [x, bias, grad, dx.clone(), partial.clone()],
+            n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype.into()
+        }
     }
     (dx, has_bias.then(|| total(partial, dtype)))
 }
 
 /// [`fused_gelu`](crate::FusedBackend::fused_gelu).
 pub(crate) fn gelu<T: OnCube>(kind: Gelu, x: T, bias: Option<T>) -> T {
-    let outputs = vec![(x.shape(), x.dtype())];
-    let given = [x].into_iter().chain(bias).collect();
-    let made = T::run("gelu", given, outputs, move |given| {
-        let mut given = given.into_iter();
-        let x = given.next().expect("rows are the first input");
-        vec![forward(kind, x, given.next())]
-    });
-    made.into_iter().next().expect("one output was promised")
+    let outputs = [(x.shape(), x.dtype())];
+    let [out] = run("gelu", [x], bias, outputs, move |[x], bias| [forward(kind, x, bias)]);
+    out
 }
 
 /// [`gelu_backward_fused`](crate::FusedBackend::gelu_backward_fused).
@@ -230,8 +201,7 @@ pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: 
     let given = [x, grad].into_iter().chain(bias).collect();
     let made = T::run("gelu: gradient", given, outputs, move |given| {
         let mut given = given.into_iter();
-        let x = given.next().expect("rows are the first input");
-        let grad = given.next().expect("their gradient is the second input");
+        let [x, grad] = first(&mut given);
         let (dx, d_bias) = backward(kind, x, given.next(), grad);
         [dx].into_iter().chain(d_bias).collect()
     });

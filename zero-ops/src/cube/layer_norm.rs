@@ -11,8 +11,8 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::column_sums::total;
-use super::rows::{across, address_type, cubes, dims, inputs, over_cube, units, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, packed};
+use super::rows::{across, address_type, cubes, dims, over_cube, units, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, launch, packed, run};
 
 /// Elements that a unit keeps in registers at most.
 const KEPT: usize = 16;
@@ -243,30 +243,14 @@ fn forward<R: CubeRuntime>(
     let beta = beta.map_or_else(|| gamma.clone(), packed);
     let size = vector_size(&[&x, &gamma, &beta, &out]);
     let Plan { units, each, kept } = plan(&x.client, d, size);
-    let (client, address) = (x.client.clone(), address_type(&[&x, &gamma, &beta, &out]));
+    let address = address_type(&[&x, &gamma, &beta, &out]);
     // SAFETY: units read and write rows below `n` and vectors below `d / size`; all operands have so many.
     unsafe {
-        forward_kernel::launch_unchecked::<R>(
-            &client,
-            cube_count(cubes(n)),
-            CubeDim::new_1d(units as u32),
-            address,
-            size,
-            x.into_tensor_arg(),
-            gamma.into_tensor_arg(),
-            beta.into_tensor_arg(),
-            out.clone().into_tensor_arg(),
-            mean.clone().into_tensor_arg(),
-            rstd.clone().into_tensor_arg(),
-            n,
-            d / size,
-            epsilon as f32,
-            has_beta,
-            units,
-            each,
-            kept,
-            dtype.into(),
-        );
+        launch! {
+            forward_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(units as u32), address, size),
+            [x, gamma, beta, out.clone(), mean.clone(), rstd.clone()],
+            n, d / size, epsilon as f32, has_beta, units, each, kept, dtype.into()
+        }
     }
     [out, mean, rstd]
 }
@@ -285,31 +269,13 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
     let operands = [&x, &gamma, &grad, &dx, &d_gamma, &d_beta];
     let (size, address) = (vector_size(&operands), address_type(&operands));
     let Plan { units, each, kept } = plan(&x.client, d, size);
-    let client = x.client.clone();
     // SAFETY: units read and write rows below `n` and vectors below `d / size`, and those of `blocks` partial rows.
     unsafe {
-        backward_kernel::launch_unchecked::<R>(
-            &client,
-            cube_count(blocks),
-            CubeDim::new_1d(units as u32),
-            address,
-            size,
-            x.into_tensor_arg(),
-            gamma.into_tensor_arg(),
-            mean.into_tensor_arg(),
-            rstd.into_tensor_arg(),
-            grad.into_tensor_arg(),
-            dx.clone().into_tensor_arg(),
-            d_gamma.clone().into_tensor_arg(),
-            d_beta.clone().into_tensor_arg(),
-            n,
-            d / size,
-            rows_per_block,
-            units,
-            each,
-            kept,
-            dtype.into(),
-        );
+        launch! {
+            backward_kernel on x.client, (cube_count(blocks), CubeDim::new_1d(units as u32), address, size),
+            [x, gamma, mean, rstd, grad, dx.clone(), d_gamma.clone(), d_beta.clone()],
+            n, d / size, rows_per_block, units, each, kept, dtype.into()
+        }
     }
     [dx, total(d_gamma, dtype), total(d_beta, dtype)]
 }
@@ -318,27 +284,14 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
 /// small, and all gradients depend on it.
 pub(crate) fn layer_norm<T: OnCube>(x: T, gamma: T, beta: Option<T>, epsilon: f64) -> (T, T, T) {
     let rows = Shape::from([x.shape()[0]]);
-    let outputs = vec![(x.shape(), x.dtype()), (rows.clone(), DType::F32), (rows, DType::F32)];
-    let given = [x, gamma].into_iter().chain(beta).collect();
-    let made = T::run("layer norm", given, outputs, move |given| {
-        let mut given = given.into_iter();
-        let x = given.next().expect("rows are the first input");
-        let gamma = given.next().expect("gamma is the second input");
-        forward(x, gamma, given.next(), epsilon).into()
-    });
-    three(made)
+    let outputs = [(x.shape(), x.dtype()), (rows.clone(), DType::F32), (rows, DType::F32)];
+    run("layer norm", [x, gamma], beta, outputs, move |[x, gamma], beta| forward(x, gamma, beta, epsilon)).into()
 }
 
 /// [`layer_norm_backward`](crate::FusedBackend::layer_norm_backward).
 pub(crate) fn layer_norm_backward<T: OnCube>(x: T, gamma: T, mean: T, rstd: T, grad: T) -> (T, T, T) {
     let (dtype, columns) = (x.dtype(), Shape::from([x.shape()[1]]));
-    let outputs = vec![(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
-    three(T::run("layer norm: gradient", vec![x, gamma, mean, rstd, grad], outputs, |given| {
-        backward(inputs(given)).into()
-    }))
-}
-
-fn three<T: OnCube>(made: Vec<T>) -> (T, T, T) {
-    let [a, b, c] = made.try_into().unwrap_or_else(|_| unreachable!("three outputs were promised"));
-    (a, b, c)
+    let outputs = [(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
+    let inputs = [x, gamma, mean, rstd, grad];
+    run("layer norm: gradient", inputs, None, outputs, |inputs, _| backward(inputs)).into()
 }

@@ -3,7 +3,7 @@
 //! A launch takes up to [`GROUP`] items. What each has to do is cut into chunks of [`CHUNK`] vectors, a chunk for a cube; the
 //! cubes of a launch are those of its items one after another, so that a launch is balanced whatever the items' sizes.
 //!
-//! Kernels are compiled for a number of items. To compile few, [`groups`] only makes groups whose size is a power of two.
+//! Kernels are compiled for a number of items. To compile few, [`launch_groups`] only makes groups whose size is a power of two.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -35,18 +35,44 @@ pub(super) fn chunks(vectors: usize) -> usize {
     vectors.div_ceil(CHUNK as usize)
 }
 
-/// Cuts `items` into groups of as many as a launch of `bindings` bindings an item may have, and of a power of two each.
-pub(super) fn groups<R: CubeRuntime, T>(client: &ComputeClient<R>, mut items: Vec<T>, bindings: usize) -> Vec<Vec<T>> {
+/// How a launch over a group of items is laid out.
+pub(super) struct Layout<R: CubeRuntime> {
+    pub count: CubeCount,
+    pub dim: CubeDim,
+    /// Where the cubes of each item end.
+    pub ends: SequenceArg<R, usize>,
+}
+
+/// Launches kernels over `items`: those of one `family` together, in the order in which families first come, in groups of as
+/// many as a launch of so many `bindings` an item may have, and of a power of two each. A launch may have more cubes than the
+/// items' `cubes`.
+pub(super) fn launch_groups<R: CubeRuntime, T, F: PartialEq>(
+    client: &ComputeClient<R>,
+    mut items: Vec<T>,
+    family: impl Fn(&T) -> F,
+    bindings: impl Fn(&T) -> usize,
+    cubes: impl Fn(&F, &T) -> usize,
+    launch: impl Fn(&F, &[T], Layout<R>),
+) {
     // Two are left for what all items share, one for the sizes of arrays.
-    let most = (client.properties().hardware.max_bindings as usize).saturating_sub(3).min(BINDINGS) / bindings;
-    let most = most.clamp(1, GROUP);
-    let mut groups = Vec::new();
-    while !items.is_empty() {
-        let size = 1 << items.len().min(most).ilog2();
-        let rest = items.split_off(size);
-        groups.push(std::mem::replace(&mut items, rest));
+    let most = (client.properties().hardware.max_bindings as usize).saturating_sub(3).min(BINDINGS);
+    while let Some(first) = items.first() {
+        let which = family(first);
+        let most = (most / bindings(first)).clamp(1, GROUP);
+        let (mut same, others): (Vec<T>, Vec<T>) = items.into_iter().partition(|item| family(item) == which);
+        while !same.is_empty() {
+            let rest = same.split_off(1 << same.len().min(most).ilog2());
+            let group = std::mem::replace(&mut same, rest);
+            let (mut ends, mut total) = (SequenceArg::new(), 0);
+            for item in &group {
+                total += cubes(&which, item);
+                ends.push(total);
+            }
+            let (count, dim) = grid(client, total);
+            launch(&which, &group, Layout { count, dim, ends });
+        }
+        items = others;
     }
-    groups
 }
 
 /// The units and cubes of a launch of `cubes` cubes; there may be more cubes than that.

@@ -22,170 +22,121 @@ mod rows;
 mod tensor;
 
 use burn_backend::TensorMetadata;
-use burn_backend::ops::FloatTensorOps;
+use burn_backend::ops::{FloatTensorOps, ModuleOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
 use burn_fusion::Fusion;
 use burn_std::{DType, FloatDType};
 
-use crate::backend::FusedBackend;
+use crate::backend::{FusedBackend, implement, ty};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
+use rows::takes;
+use tensor::is_float;
 
 /// The same bodies for the bare backend and for the one under fusion, whose tensors both are
 /// [`OnCube`](tensor::OnCube).
-macro_rules! fused_backend {
-    ($backend:ty) => {
-        impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> FusedBackend for $backend {
-            fn fused_linear_bias_backward(grad: FloatTensor<Self>) -> FloatTensor<Self> {
-                column_sums::bias_backward(&grad).unwrap_or_else(|| fallback::linear_bias_backward::<Self>(grad))
-            }
-
-            fn layer_norm_forward(
-                x: FloatTensor<Self>,
-                gamma: FloatTensor<Self>,
-                beta: Option<FloatTensor<Self>>,
-                epsilon: f64,
-            ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-                let others: Vec<_> = [&gamma].into_iter().chain(&beta).collect();
-                if !rows::takes(&x, &others) {
-                    return fallback::layer_norm_forward::<Self>(x, gamma, beta, epsilon);
-                }
-                layer_norm::layer_norm(x, gamma, beta, epsilon)
-            }
-
-            fn layer_norm_backward(
-                x: FloatTensor<Self>,
-                gamma: FloatTensor<Self>,
-                mean: FloatTensor<Self>,
-                rstd: FloatTensor<Self>,
-                grad: FloatTensor<Self>,
-            ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-                let are_saved_by_kernel = [&mean, &rstd].iter().all(|saved| saved.dtype() == DType::F32);
-                if !rows::takes(&x, &[&gamma, &grad]) || !are_saved_by_kernel {
-                    return fallback::layer_norm_backward::<Self>(x, gamma, mean, rstd, grad);
-                }
-                layer_norm::layer_norm_backward(x, gamma, mean, rstd, grad)
-            }
-
-            fn fused_gelu(kind: Gelu, x: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
-                if !rows::takes(&x, &bias.iter().collect::<Vec<_>>()) {
-                    return fallback::gelu::<Self>(kind, x, bias);
-                }
-                gelu::gelu(kind, x, bias)
-            }
-
-            fn gelu_backward_fused(
-                kind: Gelu,
-                x: FloatTensor<Self>,
-                bias: Option<FloatTensor<Self>>,
-                grad: FloatTensor<Self>,
-            ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
-                let others: Vec<_> = [&grad].into_iter().chain(&bias).collect();
-                if !rows::takes(&x, &others) {
-                    return fallback::gelu_backward::<Self>(kind, x, bias, grad);
-                }
-                gelu::gelu_backward(kind, x, bias, grad)
-            }
-
-            fn attention_forward(
-                q: FloatTensor<Self>,
-                k: FloatTensor<Self>,
-                v: FloatTensor<Self>,
-                mask: Option<FloatTensor<Self>>,
-                options: AttentionOptions,
-            ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-                if !attention::takes(q.dtype()) {
-                    return fallback::attention_forward::<Self>(q, k, v, mask, options);
-                }
-                attention::on_tensors::forward(q, k, v, mask, options)
-            }
-
-            fn attention_backward(
-                q: FloatTensor<Self>,
-                k: FloatTensor<Self>,
-                v: FloatTensor<Self>,
-                mask: Option<FloatTensor<Self>>,
-                out: FloatTensor<Self>,
-                lse: FloatTensor<Self>,
-                grad: FloatTensor<Self>,
-                options: AttentionOptions,
-            ) -> [FloatTensor<Self>; 3] {
-                if !attention::takes(q.dtype()) {
-                    return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
-                }
-                attention::on_tensors::backward([q, k, v], mask, [out, lse, grad], options)
-            }
-
-            fn packed_attention_forward(
-                qkv: FloatTensor<Self>,
-                mask: Option<FloatTensor<Self>>,
-                options: AttentionOptions,
-            ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-                if !attention::takes(qkv.dtype()) {
-                    let [q, k, v] = fallback::unpack::<Self>(qkv);
-                    return fallback::attention_forward::<Self>(q, k, v, mask, options);
-                }
-                attention::on_tensors::packed_forward(qkv, mask, options)
-            }
-
-            fn packed_attention_backward(
-                qkv: FloatTensor<Self>,
-                mask: Option<FloatTensor<Self>>,
-                out: FloatTensor<Self>,
-                lse: FloatTensor<Self>,
-                grad: FloatTensor<Self>,
-                options: AttentionOptions,
-            ) -> FloatTensor<Self> {
-                if !attention::takes(qkv.dtype()) {
-                    let [q, k, v] = fallback::unpack::<Self>(qkv);
-                    let parts = fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
-                    return Self::float_cat(parts.to_vec(), 1);
-                }
-                attention::on_tensors::packed_backward(qkv, mask, [out, lse, grad], options)
-            }
-
-            /// Burn's kernel: a unit for each column adds the rows one after another, without atomics. It adds in the
-            /// gradient's type, so 16 bit are widened first: a frequent id has thousands of rows.
-            fn fused_embedding_backward(
-                ids: IntTensor<Self>,
-                grad: FloatTensor<Self>,
-                rows: usize,
-            ) -> FloatTensor<Self> {
-                let dtype = grad.dtype();
-                if !matches!(dtype, DType::F16 | DType::BF16) {
-                    return fallback::embedding_backward::<Self>(ids, grad, rows);
-                }
-                let table = fallback::embedding_backward::<Self>(ids, Self::float_cast(grad, FloatDType::F32), rows);
-                Self::float_cast(table, dtype.into())
-            }
-
-            fn fused_linear_cross_entropy(
-                x: FloatTensor<Self>,
-                weight: FloatTensor<Self>,
-                targets: IntTensor<Self>,
-                ignored: Option<i64>,
-            ) -> FloatTensor<Self> {
-                if !rows::takes(&x, &[&weight]) {
-                    return fallback::linear_cross_entropy::<Self>(x, weight, targets, ignored);
-                }
-                cross_entropy::linear_cross_entropy(x, weight, targets, ignored)
-            }
-
-            fn linear_cross_entropy_with_gradients(
-                x: FloatTensor<Self>,
-                weight: FloatTensor<Self>,
-                targets: IntTensor<Self>,
-                ignored: Option<i64>,
-            ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-                if !rows::takes(&x, &[&weight]) {
-                    return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
-                }
-                cross_entropy::linear_cross_entropy_with_gradients(x, weight, targets, ignored)
-            }
+macro_rules! fused_backends {
+    ($($operations:tt)*) => {
+        implement! {
+            [R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement] CubeBackend<R, F, I, BT>;
+            $($operations)*
+        }
+        implement! {
+            [R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement] Fusion<CubeBackend<R, F, I, BT>>;
+            $($operations)*
         }
     };
 }
 
-fused_backend!(CubeBackend<R, F, I, BT>);
-fused_backend!(Fusion<CubeBackend<R, F, I, BT>>);
+fused_backends! {
+    fn fused_linear_bias_backward(grad: float) -> float {
+        if takes(&grad, []) { column_sums::bias_backward(grad) } else { Self::linear_bias_backward(grad) }
+    }
+
+    fn layer_norm_forward(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float_float_float {
+        if !takes(&x, [&gamma].into_iter().chain(&beta)) {
+            return fallback::layer_norm_forward::<Self>(x, gamma, beta, epsilon);
+        }
+        layer_norm::layer_norm(x, gamma, beta, epsilon)
+    }
+
+    fn layer_norm_backward(x: float, gamma: float, mean: float, rstd: float, grad: float) -> float_float_float {
+        let are_saved_by_kernel = [&mean, &rstd].iter().all(|saved| saved.dtype() == DType::F32);
+        if !takes(&x, [&gamma, &grad]) || !are_saved_by_kernel {
+            return fallback::layer_norm_backward::<Self>(x, gamma, mean, rstd, grad);
+        }
+        layer_norm::layer_norm_backward(x, gamma, mean, rstd, grad)
+    }
+
+    fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
+        if takes(&x, &bias) { gelu::gelu(kind, x, bias) } else { fallback::fused_gelu::<Self>(kind, x, bias) }
+    }
+
+    fn gelu_backward_fused(kind: (Gelu), x: float, bias: opt_float, grad: float) -> float_opt_float {
+        if !takes(&x, [&grad].into_iter().chain(&bias)) {
+            return fallback::gelu_backward_fused::<Self>(kind, x, bias, grad);
+        }
+        gelu::gelu_backward(kind, x, bias, grad)
+    }
+
+    fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
+        if !is_float(q.dtype()) {
+            return fallback::attention_forward::<Self>(q, k, v, mask, options);
+        }
+        attention::forward([q, k, v], mask, options)
+    }
+
+    fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
+                          options: (AttentionOptions)) -> three_floats {
+        if !is_float(q.dtype()) {
+            return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
+        }
+        attention::backward([q, k, v], mask, [out, lse, grad], options)
+    }
+
+    fn packed_attention_forward(qkv: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
+        if !is_float(qkv.dtype()) {
+            let [q, k, v] = fallback::unpack::<Self>(qkv);
+            return Self::attention_forward(q, k, v, mask, options);
+        }
+        attention::forward([qkv], mask, options)
+    }
+
+    fn packed_attention_backward(qkv: float, mask: opt_float, out: float, lse: float, grad: float,
+                                 options: (AttentionOptions)) -> float {
+        if !is_float(qkv.dtype()) {
+            let [q, k, v] = fallback::unpack::<Self>(qkv);
+            let parts = Self::attention_backward(q, k, v, mask, out, lse, grad, options);
+            return Self::float_cat(parts.to_vec(), 1);
+        }
+        let [gradient] = attention::backward([qkv], mask, [out, lse, grad], options);
+        gradient
+    }
+
+    /// Burn's kernel: a unit for each column adds the rows one after another, without atomics. It adds in the
+    /// gradient's type, so 16 bit are widened first: a frequent id has thousands of rows.
+    fn fused_embedding_backward(ids: int, grad: float, rows: (usize)) -> float {
+        let dtype = grad.dtype();
+        if !matches!(dtype, DType::F16 | DType::BF16) {
+            return fallback::fused_embedding_backward::<Self>(ids, grad, rows);
+        }
+        let grad = Self::float_cast(grad, FloatDType::F32);
+        Self::float_cast(fallback::fused_embedding_backward::<Self>(ids, grad, rows), dtype.into())
+    }
+
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
+        if !takes(&x, [&weight]) {
+            return fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, ignored);
+        }
+        cross_entropy::linear_cross_entropy(x, weight, targets, ignored)
+    }
+
+    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int, ignored: (Option<i64>))
+                                           -> float_float_float {
+        if !takes(&x, [&weight]) {
+            return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
+        }
+        cross_entropy::linear_cross_entropy_with_gradients(x, weight, targets, ignored)
+    }
+}

@@ -11,9 +11,9 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
-use super::any::{self, Body, elements, has_cube_tensors, is_countable, is_float};
-use super::many::{UNITS, array, flat, grid, groups, width};
-use super::tensor::empty;
+use super::any::{self, Body, elements, has_cube_tensors, is_countable};
+use super::many::{Layout, UNITS, array, flat, grid, launch_groups, width};
+use super::tensor::{empty, is_float, launch};
 
 /// Vectors that a unit adds.
 const ADDS: u32 = 16;
@@ -64,15 +64,24 @@ impl Body for SumsOfSquares {
 
         let client = inputs[0].client.clone();
         let partial = empty(&inputs[0], [2 * total.max(1)], DType::F32);
-        let mut left: Vec<Place<'_, R>> = places.into_iter().filter(|place| place.cubes > 0).collect();
-        while let Some(first) = left.first() {
-            let (dtype, width) = (first.x.dtype, first.width);
-            let (same, others) = left.into_iter().partition(|place| (place.x.dtype, place.width) == (dtype, width));
-            for group in groups(&client, same, 1) {
-                launch_squares(&group, total, &partial);
-            }
-            left = others;
-        }
+        launch_groups(
+            &client,
+            places.into_iter().filter(|place| place.cubes > 0).collect(),
+            |place| (place.x.dtype, place.width),
+            |_| 1,
+            |_, place| place.cubes,
+            |&(dtype, width), group, Layout { count, dim, ends }| {
+                // SAFETY: a unit reads below an array's length; the places of the cubes are below `total` and no two are the
+                // same.
+                unsafe {
+                    launch! {
+                        squares_kernel on client, (count, dim, width), [],
+                        group.iter().map(|place| array(place.x)).collect(), ends,
+                        group.iter().map(|place| place.first).collect(), total, array(&partial), dtype.into()
+                    }
+                }
+            },
+        );
 
         let out = empty(&inputs[0], [inputs.len() + 1], DType::F32);
         let bytes: Vec<u8> = offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
@@ -83,32 +92,6 @@ impl Body for SumsOfSquares {
             total_kernel::launch_unchecked(&client, count, dim, array(&partial), offsets, array(&out));
         }
         vec![out]
-    }
-}
-
-fn launch_squares<R: CubeRuntime>(group: &[Place<'_, R>], total: usize, partial: &CubeTensor<R>) {
-    let mut ends = SequenceArg::new();
-    let mut cubes = 0;
-    for place in group {
-        cubes += place.cubes;
-        ends.push(cubes);
-    }
-    let (count, dim) = grid(&partial.client, cubes);
-    let storage: StorageType = group[0].x.dtype.into();
-    // SAFETY: a unit reads below an array's length; the places of the cubes are below `total` and no two are the same.
-    unsafe {
-        squares_kernel::launch_unchecked(
-            &partial.client,
-            count,
-            dim,
-            group[0].width,
-            group.iter().map(|place| array(place.x)).collect(),
-            ends,
-            group.iter().map(|place| place.first).collect(),
-            total,
-            array(partial),
-            storage,
-        );
     }
 }
 

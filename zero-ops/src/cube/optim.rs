@@ -9,12 +9,12 @@ use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
-use burn_std::{DType, Shape};
+use burn_std::DType;
 use cubecl::prelude::*;
 
-use super::any::{self, Body, elements, has_cube_tensors, is_countable, is_float};
-use super::many::{CHUNK, TAKES, UNITS, array, chunks, flat, grid, groups, overwritten, owned, shaped, width};
-use super::tensor::empty;
+use super::any::{self, Body, elements, has_cube_tensors, is_countable};
+use super::many::{CHUNK, Layout, TAKES, UNITS, array, chunks, flat, launch_groups, overwritten, owned, width};
+use super::tensor::{empty, is_float, launch};
 use crate::rule::Rule;
 
 /// Which of the kernels a rule is.
@@ -183,17 +183,13 @@ struct Tensors<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Tensors<R> {
-    fn width(&self) -> usize {
-        width([&self.parameter, &self.gradient].into_iter().chain(&self.states).chain(&self.copy))
-    }
-
     /// What the kernel is compiled for.
     fn family(&self) -> Family {
         Family {
             kind: kind(&self.update.rule),
             gradient: self.gradient.dtype,
             copy: self.copy.as_ref().map(|copy| copy.dtype),
-            width: self.width(),
+            width: width([&self.parameter, &self.gradient].into_iter().chain(&self.states).chain(&self.copy)),
         }
     }
 }
@@ -210,118 +206,79 @@ impl Body for FusedUpdate {
     fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
         let mut inputs = inputs.into_iter();
         let mut items = Vec::with_capacity(self.plans.len());
-        let mut shapes: Vec<Shape> = Vec::new();
         for plan in &self.plans {
-            let mut next = || inputs.next().expect("as many tensors as were given");
-            let (parameter, gradient) = (next(), next());
-            let shape = parameter.meta.shape().clone();
-            shapes.push(shape.clone());
-            let parameter = owned(flat(parameter));
+            let mut next = || flat(inputs.next().expect("as many tensors as were given"));
+            let (parameter, gradient) = (owned(next()), next());
             let states = (0..plan.update.rule.states()).map(|_| match plan.made {
-                true => {
-                    shapes.push(shape.clone());
-                    empty(&parameter, parameter.meta.shape().clone(), DType::F32)
-                }
-                false => {
-                    let state = next();
-                    shapes.push(state.meta.shape().clone());
-                    // What is not read need not be copied.
-                    let state = flat(state);
-                    if plan.update.fresh { overwritten(state) } else { owned(state) }
-                }
+                true => empty(&parameter, parameter.meta.shape().clone(), DType::F32),
+                // What is not read need not be copied.
+                false if plan.update.fresh => overwritten(next()),
+                false => owned(next()),
             });
             let states = states.collect();
-            let copy = plan.copied.then(|| {
-                let copy = next();
-                shapes.push(copy.meta.shape().clone());
-                overwritten(flat(copy))
-            });
-            items.push(Tensors { update: plan.update, parameter, gradient: flat(gradient), states, copy });
+            let copy = plan.copied.then(|| overwritten(next()));
+            items.push(Tensors { update: plan.update, parameter, gradient, states, copy });
         }
         let factor = match self.number {
             Some(_) => None,
             None => Some(flat(inputs.next().expect("the factor is the last input"))),
         };
         launch(&items, self.number.unwrap_or(1.0), factor.as_ref());
-        let made = items.into_iter().flat_map(|item| [item.parameter].into_iter().chain(item.states).chain(item.copy));
-        made.zip(shapes).map(|(made, shape)| shaped(made, shape)).collect()
+        items.into_iter().flat_map(|item| [item.parameter].into_iter().chain(item.states).chain(item.copy)).collect()
     }
 }
 
 /// Launches the kernel for all items, those for one kernel together.
 fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&CubeTensor<R>>) {
-    let mut left: Vec<&Tensors<R>> = items.iter().filter(|item| item.parameter.meta.num_elements() > 0).collect();
-    while let Some(first) = left.first() {
-        let (family, client) = (first.family(), &first.parameter.client);
-        let (same, others): (Vec<_>, Vec<_>) = left.iter().partition(|item| item.family() == family);
-        let bindings = 2 + first.states.len() + usize::from(first.copy.is_some());
-        for group in groups(client, same, bindings) {
-            launch_group(&group, family, number, factor);
-        }
-        left = others;
-    }
-}
-
-fn launch_group<R: CubeRuntime>(group: &[&Tensors<R>], family: Family, number: f32, factor: Option<&CubeTensor<R>>) {
-    let client = &group[0].parameter.client;
-    let mut ends = SequenceArg::new();
-    let mut total = 0;
-    for item in group {
-        total += chunks(item.parameter.meta.num_elements() / family.width);
-        ends.push(total);
-    }
-    let (count, dim) = grid(client, total);
-    let storage = |dtype: DType| -> StorageType { dtype.into() };
-    // SAFETY: a unit reads and writes below the arrays' length, which `check` has found to be one for all of an item, and its
-    // loops end with the chunk.
-    unsafe {
-        update_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            family.width,
-            group.iter().map(|item| array(&item.parameter)).collect(),
-            group.iter().map(|item| array(&item.gradient)).collect(),
-            group.iter().filter_map(|item| item.states.first()).map(array).collect(),
-            group.iter().filter_map(|item| item.states.get(1)).map(array).collect(),
-            group.iter().filter_map(|item| item.copy.as_ref()).map(array).collect(),
-            factor.into_iter().map(array).collect(),
-            group.iter().map(|item| numbers(&item.update, number)).collect(),
-            ends,
-            family.kind,
-            [storage(family.gradient), storage(family.copy.unwrap_or(DType::F32))],
-        );
-    }
+    let client = &items[0].parameter.client;
+    launch_groups(
+        client,
+        items.iter().filter(|item| item.parameter.meta.num_elements() > 0).collect(),
+        |item| item.family(),
+        |item| 2 + item.states.len() + usize::from(item.copy.is_some()),
+        |family, item| chunks(item.parameter.meta.num_elements() / family.width),
+        |family, group, Layout { count, dim, ends }| {
+            let types: [StorageType; 2] = [family.gradient.into(), family.copy.unwrap_or(DType::F32).into()];
+            // SAFETY: a unit reads and writes below the arrays' length, which `check` has found to be one for all of an item,
+            // and its loops end with the chunk.
+            unsafe {
+                launch! {
+                    update_kernel on client, (count, dim, family.width), [],
+                    group.iter().map(|item| array(&item.parameter)).collect(),
+                    group.iter().map(|item| array(&item.gradient)).collect(),
+                    group.iter().filter_map(|item| item.states.first()).map(array).collect(),
+                    group.iter().filter_map(|item| item.states.get(1)).map(array).collect(),
+                    group.iter().filter_map(|item| item.copy.as_ref()).map(array).collect(),
+                    factor.into_iter().map(array).collect(),
+                    group.iter().map(|item| numbers(&item.update, number)).collect(), ends, family.kind, types
+                }
+            }
+        },
+    );
 }
 
 /// The numbers of a step as the kernel reads them; those that its rule has not are 0.
 fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
-    struct Of {
-        beta_1: f32,
-        beta_2: f32,
-        epsilon: f32,
-        weight_decay: f32,
-    }
-    let of = match update.rule {
+    let (beta_1, beta_2, epsilon, weight_decay) = match update.rule {
         Rule::AdamW { beta_1, beta_2, epsilon, weight_decay }
-        | Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => Of { beta_1, beta_2, epsilon, weight_decay },
-        Rule::Sgd { momentum, weight_decay, .. } => Of { beta_1: momentum, beta_2: 0.0, epsilon: 0.0, weight_decay },
-        Rule::Lion { beta_1, beta_2, weight_decay } => Of { beta_1, beta_2, epsilon: 0.0, weight_decay },
-        Rule::Adagrad { epsilon, weight_decay } => Of { beta_1: 0.0, beta_2: 0.0, epsilon, weight_decay },
+        | Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => (beta_1, beta_2, epsilon, weight_decay),
+        Rule::Sgd { momentum, weight_decay, .. } => (momentum, 0.0, 0.0, weight_decay),
+        Rule::Lion { beta_1, beta_2, weight_decay } => (beta_1, beta_2, 0.0, weight_decay),
+        Rule::Adagrad { epsilon, weight_decay } => (0.0, 0.0, epsilon, weight_decay),
     };
     let time = i32::try_from(update.time).unwrap_or(i32::MAX);
     NumbersLaunch::new(
         scale,
         update.lr as f32,
-        (1.0 - update.lr * f64::from(of.weight_decay)) as f32,
-        of.weight_decay,
-        of.beta_1,
-        1.0 - of.beta_1,
-        of.beta_2,
-        1.0 - of.beta_2,
-        1.0 - of.beta_1.powi(time),
-        1.0 - of.beta_2.powi(time),
-        of.epsilon,
+        (1.0 - update.lr * f64::from(weight_decay)) as f32,
+        weight_decay,
+        beta_1,
+        1.0 - beta_1,
+        beta_2,
+        1.0 - beta_2,
+        1.0 - beta_1.powi(time),
+        1.0 - beta_2.powi(time),
+        epsilon,
         -0.0,
         u32::from(update.fresh),
     )

@@ -14,9 +14,9 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
-use super::any::{self, Body, elements, has_cube_tensors, is_countable, is_float};
-use super::many::{CHUNK, TAKES, UNITS, WIDE, array, chunks, flat, grid, groups, owned, shaped, width};
-use super::tensor::empty;
+use super::any::{self, Body, elements, has_cube_tensors, is_countable};
+use super::many::{CHUNK, Layout, TAKES, UNITS, WIDE, array, chunks, flat, launch_groups, owned, width};
+use super::tensor::{empty, is_float, launch};
 
 /// Columns of a bucket: those after the item's before it.
 #[derive(Debug, Clone)]
@@ -213,6 +213,11 @@ impl Cut {
         [self.numel, self.stride, self.from, self.at, self.columns].iter().all(|count| count.is_multiple_of(WIDE))
     }
 
+    /// The type of a tensor, and the width of the vectors in which it and rows of `row` elements of `bucket` can be taken.
+    fn family<R: CubeRuntime>(&self, x: &CubeTensor<R>, bucket: &CubeTensor<R>, row: usize) -> (DType, usize) {
+        (x.dtype, if row.is_multiple_of(WIDE) && self.is_wide() { width([x, bucket]) } else { 1 })
+    }
+
     fn cubes(&self, world: usize, width: usize) -> usize {
         world * chunks(self.columns / width)
     }
@@ -240,29 +245,6 @@ struct Segment {
     cubes: usize,
 }
 
-/// The cubes of a group's items, as the sequence of where each item's end, and in all.
-fn ends<R: CubeRuntime>(cubes: impl Iterator<Item = usize>) -> (SequenceArg<R, usize>, usize) {
-    let mut total = 0;
-    let mut ends = SequenceArg::new();
-    for cubes in cubes {
-        total += cubes;
-        ends.push(total);
-    }
-    (ends, total)
-}
-
-/// Parts `items` by what `family` says of them, in the order in which families first come.
-fn families<T, F: PartialEq>(mut items: Vec<T>, family: impl Fn(&T) -> F) -> Vec<(F, Vec<T>)> {
-    let mut all = Vec::new();
-    while let Some(first) = items.first() {
-        let which = family(first);
-        let (same, others) = items.into_iter().partition(|item| family(item) == which);
-        all.push((which, same));
-        items = others;
-    }
-    all
-}
-
 struct Pack {
     cuts: Vec<(Cut, bool)>,
     world: usize,
@@ -281,35 +263,27 @@ impl Body for Pack {
             false => (Cut { numel: 0, ..cut }, &inputs[0]),
         });
         let bucket = empty(&inputs[0], [self.world, self.columns], self.dtype);
-        let wide_rows = self.columns.is_multiple_of(WIDE);
-        let items: Vec<(Cut, &CubeTensor<R>)> = items.filter(|(cut, _)| cut.columns > 0).collect();
-        let family = |(cut, x): &(Cut, &CubeTensor<R>)| {
-            (x.dtype, if wide_rows && cut.is_wide() { width([*x, &bucket]) } else { 1 })
-        };
-        for ((dtype, width), items) in families(items, family) {
-            for group in groups(&bucket.client, items, 1) {
-                let (ends, cubes) = ends(group.iter().map(|(cut, _)| cut.cubes(self.world, width)));
-                let (count, dim) = grid(&bucket.client, cubes);
+        let items = items.filter(|(cut, _)| cut.columns > 0).collect();
+        launch_groups(
+            &bucket.client,
+            items,
+            |(cut, x)| cut.family(x, &bucket, self.columns),
+            |_| 1,
+            |&(_, width), (cut, _)| cut.cubes(self.world, width),
+            |&(dtype, width), group, Layout { count, dim, ends }| {
                 let types: [StorageType; 2] = [dtype.into(), self.dtype.into()];
                 // SAFETY: `Cut` keeps columns within those of the tensor and of the bucket; a unit reads below `numel`, which
                 // is the tensor's length or 0.
                 unsafe {
-                    pack_kernel::launch_unchecked(
-                        &bucket.client,
-                        count,
-                        dim,
-                        width,
+                    launch! {
+                        pack_kernel on bucket.client, (count, dim, width), [],
                         group.iter().map(|(_, x)| array(x)).collect(),
-                        group.iter().map(|(cut, _)| cut.segment(width)).collect(),
-                        ends,
-                        array(&bucket),
-                        self.columns / width,
-                        self.factor,
-                        types,
-                    );
+                        group.iter().map(|(cut, _)| cut.segment(width)).collect(), ends, array(&bucket),
+                        self.columns / width, self.factor, types
+                    }
                 }
-            }
-        }
+            },
+        );
         vec![bucket]
     }
 }
@@ -325,54 +299,38 @@ impl Body for Unpack {
     fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
         let mut inputs = inputs.into_iter();
         let bucket = flat(inputs.next().expect("the bucket is the first input"));
-        let mut shapes: Vec<Shape> = Vec::new();
-        let targets: Vec<CubeTensor<R>> = self
-            .cuts
-            .iter()
-            .map(|&(cut, dtype, some)| {
-                let shape = Shape::new([cut.numel.max(1)]);
-                if some {
-                    let target = inputs.next().expect("as many tensors as were given");
-                    shapes.push(target.meta.shape().clone());
-                    return owned(flat(target));
-                }
-                shapes.push(shape.clone());
-                if cut.numel > 0 && cut.from == 0 && cut.columns >= cut.stride {
-                    return empty(&bucket, shape, dtype);
-                }
-                zeros_client(bucket.client.clone(), bucket.device.clone(), shape, dtype)
-            })
-            .collect();
-        let wide_rows = self.columns.is_multiple_of(WIDE);
+        let targets = self.cuts.iter().map(|&(cut, dtype, some)| {
+            let shape = Shape::new([cut.numel.max(1)]);
+            if some {
+                return owned(flat(inputs.next().expect("as many tensors as were given")));
+            }
+            if cut.numel > 0 && cut.from == 0 && cut.columns >= cut.stride {
+                return empty(&bucket, shape, dtype);
+            }
+            zeros_client(bucket.client.clone(), bucket.device.clone(), shape, dtype)
+        });
+        let targets: Vec<CubeTensor<R>> = targets.collect();
         let items = self.cuts.iter().map(|(cut, ..)| cut).zip(&targets);
         let items = items.filter(|(cut, _)| cut.columns > 0 && cut.numel > 0).collect();
-        let family = |(cut, x): &(&Cut, &CubeTensor<R>)| {
-            (x.dtype, if wide_rows && cut.is_wide() { width([*x, &bucket]) } else { 1 })
-        };
-        for ((dtype, width), items) in families(items, family) {
-            for group in groups(&bucket.client, items, 1) {
-                let (ends, cubes) = ends(group.iter().map(|(cut, _)| cut.cubes(self.world, width)));
-                let (count, dim) = grid(&bucket.client, cubes);
+        launch_groups(
+            &bucket.client,
+            items,
+            |(cut, x)| cut.family(x, &bucket, self.columns),
+            |_| 1,
+            |&(_, width), (cut, _)| cut.cubes(self.world, width),
+            |&(dtype, width), group, Layout { count, dim, ends }| {
                 let types: [StorageType; 2] = [bucket.dtype.into(), dtype.into()];
                 // SAFETY: as in `Pack`, with the bucket read and the tensors written below `numel`.
                 unsafe {
-                    unpack_kernel::launch_unchecked(
-                        &bucket.client,
-                        count,
-                        dim,
-                        width,
-                        array(&bucket),
-                        group.iter().map(|(cut, _)| cut.segment(width)).collect(),
-                        ends,
-                        group.iter().map(|(_, x)| array(x)).collect(),
-                        self.columns / width,
-                        self.factor,
-                        types,
-                    );
+                    launch! {
+                        unpack_kernel on bucket.client, (count, dim, width), [],
+                        array(&bucket), group.iter().map(|(cut, _)| cut.segment(width)).collect(), ends,
+                        group.iter().map(|(_, x)| array(x)).collect(), self.columns / width, self.factor, types
+                    }
                 }
-            }
-        }
-        targets.into_iter().zip(shapes).map(|(target, shape)| shaped(target, shape)).collect()
+            },
+        );
+        targets
     }
 }
 
@@ -393,35 +351,29 @@ impl Body for SumParts {
             (parts, range.start, sum)
         });
         let sums: Vec<Sum<R>> = sums.collect();
-        let items: Vec<&Sum<R>> = sums.iter().filter(|(.., sum)| sum.meta.num_elements() > 0).collect();
-        let family = |(parts, start, sum): &&Sum<R>| {
-            let width = if start.is_multiple_of(WIDE) { width(parts.iter().chain([sum])) } else { 1 };
-            (parts.len(), parts[0].dtype, sum.dtype, width)
-        };
-        for ((parts, from, to, width), items) in families(items, family) {
-            let client = &items[0].2.client.clone();
-            for group in groups(client, items, 1 + parts) {
-                let (ends, cubes) = ends(group.iter().map(|(.., sum)| chunks(sum.meta.num_elements() / width)));
-                let (count, dim) = grid(client, cubes);
+        let client = &sums[0].2.client;
+        launch_groups(
+            client,
+            sums.iter().filter(|(.., sum)| sum.meta.num_elements() > 0).collect(),
+            |(parts, start, sum)| {
+                let width = if start.is_multiple_of(WIDE) { width(parts.iter().chain([sum])) } else { 1 };
+                (parts.len(), parts[0].dtype, sum.dtype, width)
+            },
+            |(parts, ..)| 1 + parts.len(),
+            |&(.., width), (.., sum)| chunks(sum.meta.num_elements() / width),
+            |&(parts, from, to, width), group, Layout { count, dim, ends }| {
                 let types: [StorageType; 2] = [from.into(), to.into()];
                 // SAFETY: ranges are within the parts, and units stay below the sums' lengths.
                 unsafe {
-                    sum_kernel::launch_unchecked(
-                        client,
-                        count,
-                        dim,
-                        width,
+                    launch! {
+                        sum_kernel on client, (count, dim, width), [],
                         group.iter().flat_map(|(parts, ..)| parts.iter().map(array)).collect(),
-                        group.iter().map(|(_, start, _)| start / width).collect(),
-                        ends,
-                        group.iter().map(|(.., sum)| array(sum)).collect(),
-                        self.scale,
-                        parts,
-                        types,
-                    );
+                        group.iter().map(|(_, start, _)| start / width).collect(), ends,
+                        group.iter().map(|(.., sum)| array(sum)).collect(), self.scale, parts, types
+                    }
                 }
-            }
-        }
+            },
+        );
         sums.into_iter().map(|(.., sum)| sum).collect()
     }
 }

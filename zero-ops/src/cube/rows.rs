@@ -9,7 +9,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
-use super::tensor::{OnCube, empty, packed};
+use super::tensor::{OnCube, empty, is_float, packed};
 
 /// Elements of a vector at most: what every compiler has as one value.
 const WIDEST: usize = 4;
@@ -23,14 +23,9 @@ pub(super) const STRIP: usize = 32;
 /// Rows that a strip of units covers at a time.
 pub(super) const HEIGHT: usize = 8;
 
-/// Whether the kernels compute tensors of this type.
-pub(super) fn is_taken(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
-}
-
 /// Whether the kernels take such operands: they have one type.
-pub(super) fn takes<T: OnCube>(x: &T, others: &[&T]) -> bool {
-    is_taken(x.dtype()) && others.iter().all(|other| other.dtype() == x.dtype())
+pub(super) fn takes<'a, T: OnCube>(x: &T, others: impl IntoIterator<Item = &'a T>) -> bool {
+    is_float(x.dtype()) && others.into_iter().all(|other| other.dtype() == x.dtype())
 }
 
 /// Rows and columns.
@@ -42,11 +37,6 @@ pub(super) fn dims<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
 pub(super) fn with_whole_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let whole = x.meta.strides()[1] == 1 || x.meta.shape()[1] <= 1;
     if whole { x } else { packed(x) }
-}
-
-/// The inputs that were given to [`run`](super::tensor::OnCube::run).
-pub(super) fn inputs<R: CubeRuntime, const N: usize>(inputs: Vec<CubeTensor<R>>) -> [CubeTensor<R>; N] {
-    inputs.try_into().unwrap_or_else(|inputs: Vec<_>| panic!("a kernel of {N} inputs was given {}", inputs.len()))
 }
 
 /// The elements of a vector that `tensors` of one width can all be read by.
@@ -63,7 +53,7 @@ pub(super) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
     client.io_optimized_vector_sizes(bytes).find(|size| *size <= WIDEST && fits(*size)).unwrap_or(1)
 }
 
-/// The type that indices into all of these need.
+/// The type that indices into all of these need: buffers may have more than 2^32 elements.
 pub(super) fn address_type<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> AddressType {
     tensors.iter().map(|tensor| tensor.required_address_type()).max().unwrap_or_default()
 }

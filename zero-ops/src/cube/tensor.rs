@@ -15,6 +15,16 @@ use burn_fusion::stream::{Operation, OperationStreams};
 use burn_ir::{BackendIr, CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use burn_std::{DType, Shape};
 
+/// Launches a kernel of unchecked bounds on a client, with the launch's layout, tensors, and other arguments.
+macro_rules! launch {
+    ($kernel:ident on $client:expr, ($($layout:expr),+), [$($tensor:expr),*] $(, $argument:expr)* $(,)?) => {{
+        let client = $client.clone();
+        $kernel::launch_unchecked(&client, $($layout,)+ $($tensor.into_tensor_arg(),)* $($argument),*);
+    }};
+}
+
+pub(super) use launch;
+
 /// A tensor on a device that CubeCL kernels run on.
 pub(crate) trait OnCube: TensorMetadata + Clone + Sized + 'static {
     /// The device's runtime.
@@ -36,6 +46,29 @@ pub(crate) trait OnCube: TensorMetadata + Clone + Sized + 'static {
 
     /// The calling thread's tensor in this memory.
     fn from_memory(memory: CubeTensor<Self::Runtime>) -> Self;
+}
+
+/// As [`OnCube::run`], from as many inputs as `body` asks for, with one more behind them if there is.
+pub(crate) fn run<T: OnCube, const INPUTS: usize, const OUTPUTS: usize>(
+    name: &'static str,
+    inputs: [T; INPUTS],
+    more: Option<T>,
+    outputs: [(Shape, DType); OUTPUTS],
+    body: impl Fn(Many<T, INPUTS>, Option<CubeTensor<T::Runtime>>) -> Many<T, OUTPUTS> + Send + Sync + 'static,
+) -> [T; OUTPUTS] {
+    let inputs = inputs.into_iter().chain(more).collect();
+    let made = T::run(name, inputs, outputs.into(), move |given| {
+        let mut given = given.into_iter();
+        body(first(&mut given), given.next()).into()
+    });
+    made.try_into().unwrap_or_else(|_| unreachable!("as many outputs were promised"))
+}
+
+type Many<T, const N: usize> = [CubeTensor<<T as OnCube>::Runtime>; N];
+
+/// The first of the inputs that an operation was given.
+pub(crate) fn first<T, const N: usize>(given: &mut impl Iterator<Item = T>) -> [T; N] {
+    std::array::from_fn(|_| given.next().expect("an operation is run with the inputs that it was given"))
 }
 
 impl<R: CubeRuntime> OnCube for CubeTensor<R> {
@@ -81,83 +114,77 @@ impl<R: CubeRuntime> OnCube for FusionTensor<FusionCubeRuntime<R>> {
             .into_iter()
             .map(|(shape, dtype)| TensorIr::uninit(client.create_empty_handle(), shape, dtype))
             .collect();
-        let description = CustomOpIr::new(name, &inputs, &outputs);
-        client.register(streams, OperationIr::Custom(description.clone()), Deferred { description, body })
+        register(&client, streams, CustomOpIr::new(name, &inputs, &outputs), move |operation, handles| {
+            let inputs = operation.inputs.iter().map(|input| handles.get_float_tensor::<Plain<R>>(input)).collect();
+            let made = body(inputs);
+            let about = |output: &TensorIr| (output.shape.clone(), output.dtype);
+            check(&made, &operation.outputs.iter().map(about).collect::<Vec<_>>());
+            for (made, output) in made.into_iter().zip(&operation.outputs) {
+                handles.register_float_tensor::<Plain<R>>(&output.id, made);
+            }
+        })
     }
 
     fn into_memory(tensors: Vec<Self>) -> Vec<CubeTensor<R>> {
         let Some(client) = tensors.first().map(|first| first.client.clone()) else { return Vec::new() };
-        let taken: Vec<Arc<Place<R>>> = tensors
+        let given: Vec<Arc<Place<R>>> = tensors
             .into_iter()
             .map(|tensor| {
                 let place = Arc::new(Mutex::new(None));
                 let streams = OperationStreams::with_inputs([&tensor]);
-                let input = tensor.into_ir();
-                let description = CustomOpIr::new("give", std::slice::from_ref(&input), &[]);
-                client.register(streams, OperationIr::Custom(description), Give { input, place: place.clone() });
+                let (description, to) = (CustomOpIr::new("give", &[tensor.into_ir()], &[]), place.clone());
+                register(&client, streams, description, move |give, handles| {
+                    let tensor = handles.get_float_tensor::<Plain<R>>(&give.inputs[0]);
+                    *to.lock().expect("nobody panics with it") = Some(tensor);
+                });
                 place
             })
             .collect();
         // Runs what the thread's stream has been given; the device is not waited for.
         client.sync(|| ());
-        let take = |place: Arc<Place<R>>| place.lock().expect("nobody panics with it").take();
-        taken.into_iter().map(|place| take(place).expect("the stream has run all that it was given")).collect()
+        given.into_iter().map(|place| taken(&place).expect("the stream has run all that it was given")).collect()
     }
 
     fn from_memory(memory: CubeTensor<R>) -> Self {
         let client = GlobalFusionClient::<FusionCubeRuntime<R>>::load(&memory.device);
         let output = TensorIr::uninit(client.create_empty_handle(), memory.shape(), memory.dtype);
-        let description = CustomOpIr::new("take", &[], std::slice::from_ref(&output));
-        let take = Take { output, memory: Mutex::new(Some(memory)) };
-        client.register(OperationStreams::default(), OperationIr::Custom(description), take).swap_remove(0)
+        let memory = Mutex::new(Some(memory));
+        let description = CustomOpIr::new("take", &[], &[output]);
+        let mut made = register(&client, OperationStreams::default(), description, move |take, handles| {
+            let memory = taken(&memory).expect("an operation runs once");
+            handles.register_float_tensor::<Plain<R>>(&take.outputs[0].id, memory);
+        });
+        made.swap_remove(0)
     }
 }
 
-/// Where a tensor's memory is put when a stream comes to it.
+/// Which of a runtime's backends: all have the same tensors.
+type Plain<R> = CubeBackend<R, f32, i32, u8>;
+
+/// A fusion stream's tensors.
+type Handles<R> = HandleContainer<<Plain<R> as BackendIr>::Handle>;
+
+/// Where a tensor's memory is put when a stream comes to it, or taken from.
 type Place<R> = Mutex<Option<CubeTensor<R>>>;
 
-/// Takes a tensor out of a fusion stream.
-struct Give<R: CubeRuntime> {
-    input: TensorIr,
-    place: Arc<Place<R>>,
-}
-
-/// Puts a tensor into a fusion stream.
-struct Take<R: CubeRuntime> {
-    output: TensorIr,
-    memory: Place<R>,
-}
-
-impl<R: CubeRuntime> fmt::Debug for Give<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "give {:?}", self.input)
-    }
-}
-
-impl<R: CubeRuntime> fmt::Debug for Take<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "take {:?}", self.output)
-    }
-}
-
-impl<R: CubeRuntime> Operation<FusionCubeRuntime<R>> for Give<R> {
-    fn execute(&self, handles: &mut HandleContainer<<Plain<R> as BackendIr>::Handle>) {
-        let tensor = handles.get_float_tensor::<Plain<R>>(&self.input);
-        *self.place.lock().expect("nobody panics with it") = Some(tensor);
-    }
-}
-
-impl<R: CubeRuntime> Operation<FusionCubeRuntime<R>> for Take<R> {
-    fn execute(&self, handles: &mut HandleContainer<<Plain<R> as BackendIr>::Handle>) {
-        let memory = self.memory.lock().expect("nobody panics with it").take();
-        handles.register_float_tensor::<Plain<R>>(&self.output.id, memory.expect("an operation runs once"));
-    }
+fn taken<R: CubeRuntime>(place: &Place<R>) -> Option<CubeTensor<R>> {
+    place.lock().expect("nobody panics with it").take()
 }
 
 /// An operation in a fusion stream, run when the stream comes to it.
 struct Deferred<F> {
     description: CustomOpIr,
-    body: F,
+    execute: F,
+}
+
+/// Adds an operation to a fusion stream, and gives its outputs.
+fn register<R: CubeRuntime>(
+    client: &GlobalFusionClient<FusionCubeRuntime<R>>,
+    streams: OperationStreams,
+    description: CustomOpIr,
+    execute: impl Fn(&CustomOpIr, &mut Handles<R>) + Send + Sync + 'static,
+) -> Vec<FusionTensor<FusionCubeRuntime<R>>> {
+    client.register(streams, OperationIr::Custom(description.clone()), Deferred { description, execute })
 }
 
 impl<F> fmt::Debug for Deferred<F> {
@@ -166,23 +193,11 @@ impl<F> fmt::Debug for Deferred<F> {
     }
 }
 
-/// Which of a runtime's backends: all have the same tensors.
-type Plain<R> = CubeBackend<R, f32, i32, u8>;
-
-impl<R, F> Operation<FusionCubeRuntime<R>> for Deferred<F>
-where
-    R: CubeRuntime,
-    F: Fn(Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> + Send + Sync,
+impl<R: CubeRuntime, F: Fn(&CustomOpIr, &mut Handles<R>) + Send + Sync> Operation<FusionCubeRuntime<R>>
+    for Deferred<F>
 {
-    fn execute(&self, handles: &mut HandleContainer<<Plain<R> as BackendIr>::Handle>) {
-        let inputs = self.description.inputs.iter().map(|input| handles.get_float_tensor::<Plain<R>>(input)).collect();
-        let made = (self.body)(inputs);
-        let expected: Vec<(Shape, DType)> =
-            self.description.outputs.iter().map(|output| (output.shape.clone(), output.dtype)).collect();
-        check(&made, &expected);
-        for (made, output) in made.into_iter().zip(&self.description.outputs) {
-            handles.register_float_tensor::<Plain<R>>(&output.id, made);
-        }
+    fn execute(&self, handles: &mut Handles<R>) {
+        (self.execute)(&self.description, handles);
     }
 }
 
@@ -204,4 +219,9 @@ pub(crate) fn empty<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape
 /// Row-major without gaps; a copy only if it is not.
 pub(crate) fn packed<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     if x.is_contiguous() { x } else { into_contiguous(x) }
+}
+
+/// Whether kernels here read and write the type.
+pub(crate) fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }

@@ -6,30 +6,22 @@
 
 mod norm;
 mod pack;
+#[path = "../shared/mod.rs"]
+mod shared;
 mod update;
-
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn_backend::tensor::{Device, FloatTensor};
 use burn_backend::{Backend, DType, TensorData};
 use burn_cubecl::CubeBackend;
 use burn_wgpu::WgpuRuntime;
 
+use shared::numbers;
+
 /// Without fusion.
 type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
 
 fn device<B: Backend>() -> Device<B> {
     Device::<B>::default()
-}
-
-fn numbers(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-        })
-        .collect()
 }
 
 fn tensor<B: Backend>(values: Vec<f32>, dtype: DType) -> FloatTensor<B> {
@@ -58,10 +50,6 @@ fn supports<B: Backend>(dtype: DType) -> bool {
     supported
 }
 
-/// Panics unless `work` panics with a message that contains `part`.
 fn assert_panics(part: &str, work: impl FnOnce()) {
-    let error = catch_unwind(AssertUnwindSafe(work)).expect_err("it should panic");
-    let message = error.downcast_ref::<String>().cloned();
-    let message = message.or_else(|| error.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap();
-    assert!(message.contains(part), "`{message}` lacks `{part}`");
+    shared::assert_panics(&[part], work);
 }

@@ -11,9 +11,10 @@ use std::thread::LocalKey;
 
 use gemm::Parallelism;
 
-use super::pack::{Lines, packed_len};
-use super::target::{Rows, Target};
+use super::pack::packed_len;
+use super::target::Target;
 use super::{MatrixBf16, parts, spread};
+use crate::cpu::rows::SharedRows;
 
 /// Rows of a tile of the result, and vectors of its columns: 24 sums in registers are enough to hide an addition's
 /// latency, and leave room for what is multiplied.
@@ -55,6 +56,17 @@ enum Shared {
     Columns,
 }
 
+impl Shared {
+    /// What is of rows and of columns as what is of the shared panels and of the others, or the other way round.
+    #[inline(always)]
+    fn order<T>(self, a: T, b: T) -> (T, T) {
+        match self {
+            Self::Rows => (a, b),
+            Self::Columns => (b, a),
+        }
+    }
+}
+
 impl Kernel {
     /// The kernel, if this processor has its instructions.
     pub(super) fn detect() -> Option<Self> {
@@ -67,27 +79,23 @@ impl Kernel {
 
     /// `a * b` into `target`.
     pub(super) fn multiply(self, target: Target<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Parallelism) {
-        let (rows, columns) = (Lines::rows(a), Lines::columns(b));
-        let depths = rows.depth.div_ceil(DEPTH).max(1);
-        let depth = rows.depth.div_ceil(depths).next_multiple_of(2).max(2);
-        let is_shared = if rows.count <= columns.count { Shared::Rows } else { Shared::Columns };
-        let (shared, own) = match is_shared {
-            Shared::Rows => (rows, columns),
-            Shared::Columns => (columns, rows),
-        };
+        let whole = a.columns;
+        let depths = whole.div_ceil(DEPTH).max(1);
+        let depth = whole.div_ceil(depths).next_multiple_of(2).max(2);
+        // Their rows are lines along the depth.
+        let (rows, columns) = (a, b.transposed());
+        let is_shared = if rows.rows <= columns.rows { Shared::Rows } else { Shared::Columns };
+        let (shared, own) = is_shared.order(rows, columns);
         let most = (SHARED_BYTES / (2 * depth)).next_multiple_of(ROWS * COLUMNS);
-        for shared_lines in parts(shared.count, most) {
-            for own_lines in parts(own.count, if depths > 1 { PARTIAL_LINES } else { own.count }) {
-                let (row, column) = match is_shared {
-                    Shared::Rows => (shared_lines.start, own_lines.start),
-                    Shared::Columns => (own_lines.start, shared_lines.start),
-                };
+        for shared_lines in parts(shared.rows, most) {
+            for own_lines in parts(own.rows, if depths > 1 { PARTIAL_LINES } else { own.rows }) {
+                let (row, column) = is_shared.order(shared_lines.start, own_lines.start);
                 let target = target.part(row, column);
                 let mut partials = target.partials(shared_lines.len() * own_lines.len(), depths);
-                let width = if is_shared == Shared::Rows { own_lines.len() } else { shared_lines.len() };
-                let partials = Rows::new(&mut partials, width);
+                let (_, width) = is_shared.order(shared_lines.len(), own_lines.len());
+                let partials = SharedRows::new(&mut partials, width);
                 for part in 0..depths {
-                    let depth = part * depth..rows.depth.min((part + 1) * depth);
+                    let depth = part * depth..whole.min((part + 1) * depth);
                     let (shared_lines, own_lines) = (shared_lines.clone(), own_lines.clone());
                     let target = target.over(partials, part, depths);
                     let block =
@@ -107,9 +115,9 @@ struct Block<'a> {
     kernel: Kernel,
     target: Target<'a>,
     is_shared: Shared,
-    shared: Lines<'a>,
+    shared: MatrixBf16<'a>,
     shared_lines: Range<usize>,
-    own: Lines<'a>,
+    own: MatrixBf16<'a>,
     own_lines: Range<usize>,
     depth: Range<usize>,
     threads: Parallelism,
@@ -167,7 +175,7 @@ fn panels_of_task(panels: usize, most: usize, workers: usize) -> usize {
     (most.div_ceil(2)..=most).rev().min_by_key(|some| share(*some)).unwrap_or(most)
 }
 
-/// Packed lines, and the number of their first one in the target.
+/// Packed lines, the number of their first one in the target, and how many they are.
 #[derive(Clone, Copy)]
 struct Panels<'a> {
     data: &'a [u32],
@@ -175,17 +183,10 @@ struct Panels<'a> {
     count: usize,
 }
 
-/// A panel, the number of its first line in the target, and how many lines it has.
-#[derive(Clone, Copy)]
-struct Side<'a> {
-    data: &'a [u32],
-    first: usize,
-    count: usize,
-}
-
 impl<'a> Panels<'a> {
-    fn sides<const W: usize>(self, pairs: usize) -> impl Iterator<Item = Side<'a>> {
-        (0..self.count).step_by(W).map(move |line| Side {
+    /// One by one.
+    fn each<const W: usize>(self, pairs: usize) -> impl Iterator<Item = Self> {
+        (0..self.count).step_by(W).map(move |line| Self {
             data: &self.data[line * pairs..(line + W) * pairs],
             first: self.first + line,
             count: W.min(self.count - line),
@@ -206,12 +207,9 @@ unsafe fn multiply_panels<const S: usize, const O: usize>(
     own: Panels<'_>,
     pairs: usize,
 ) {
-    for shared in shared.sides::<S>(pairs) {
-        for own in own.sides::<O>(pairs) {
-            let (a, b) = match is_shared {
-                Shared::Rows => (shared, own),
-                Shared::Columns => (own, shared),
-            };
+    for shared in shared.each::<S>(pairs) {
+        for own in own.each::<O>(pairs) {
+            let (a, b) = is_shared.order(shared, own);
             // What is written takes a while to arrive, about as long as the sums.
             for row in 0..ROWS {
                 for vector in 0..VECTORS {

@@ -1,13 +1,11 @@
 //! Copies of an operand in the order that the kernel reads it.
 //!
-//! Both operands are lines along the depth: rows of the left matrix, columns of the right one. A panel is `W` lines; it
+//! Both operands are lines along the depth: rows of the left matrix, and of the transpose of the right one. A panel is `W` lines; it
 //! holds, for each pair of neighbours in depth, that pair of every line, as one u32 whose low half comes first. Depth
 //! that is missing counts as zero; lines that are missing hold whatever was there, in columns that are dropped.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
-
-use half::bf16;
 
 use super::MatrixBf16;
 
@@ -17,31 +15,11 @@ const TILE: usize = 16;
 /// depth.
 const AHEAD: usize = 16;
 
-/// An operand as lines along the depth.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Lines<'a> {
-    data: &'a [bf16],
-    pub(super) count: usize,
-    pub(super) depth: usize,
-    stride: usize,
-    depth_stride: usize,
-}
-
-impl<'a> Lines<'a> {
-    /// The rows of a matrix.
-    pub(super) fn rows(matrix: MatrixBf16<'a>) -> Self {
-        let MatrixBf16 { data, rows, columns, row_stride, column_stride } = matrix;
-        Self { data, count: rows, depth: columns, stride: row_stride, depth_stride: column_stride }
-    }
-
-    /// The columns of a matrix.
-    pub(super) fn columns(matrix: MatrixBf16<'a>) -> Self {
-        Self::rows(matrix.transposed())
-    }
-
+/// An operand as lines along the depth, which are its rows.
+impl MatrixBf16<'_> {
     /// The element of line `line` at `depth`.
     fn at(&self, line: usize, depth: usize) -> u32 {
-        u32::from(self.data[line * self.stride + depth * self.depth_stride].to_bits())
+        u32::from(self.data[line * self.row_stride + depth * self.column_stride].to_bits())
     }
 
     /// A pointer to that element.
@@ -51,7 +29,7 @@ impl<'a> Lines<'a> {
     /// There is one.
     unsafe fn pointer(&self, line: usize, depth: usize) -> *const i16 {
         // SAFETY: the constructors of a matrix checked that its elements lie in its slice.
-        unsafe { self.data.as_ptr().add(line * self.stride + depth * self.depth_stride).cast() }
+        unsafe { self.data.as_ptr().add(line * self.row_stride + depth * self.column_stride).cast() }
     }
 
     /// Packs `lines` over `depth` into `panels` of `W` lines, all of which it overwrites.
@@ -61,12 +39,12 @@ impl<'a> Lines<'a> {
     /// When `panels` has another length, or `W` is no multiple of half a tile.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     pub(super) fn pack<const W: usize>(&self, lines: Range<usize>, depth: Range<usize>, panels: &mut [u32]) {
-        assert!(lines.end <= self.count && depth.end <= self.depth, "{lines:?} and {depth:?} lie outside of {self:?}");
+        assert!(lines.end <= self.rows && depth.end <= self.columns, "{lines:?} and {depth:?} lie outside of {self:?}");
         let pairs = depth.len().div_ceil(2);
         let mut panels = Panels::<W>::new(panels, lines.len(), pairs);
         for line in (0..lines.len()).step_by(TILE) {
             let count = TILE.min(lines.len() - line);
-            if self.depth_stride == 1 {
+            if self.column_stride == 1 {
                 for pair in (0..pairs).step_by(TILE) {
                     let width = (2 * TILE).min(depth.len() - 2 * pair);
                     let mut tile = [_mm512_setzero_si512(); TILE];
@@ -76,7 +54,7 @@ impl<'a> Lines<'a> {
                         *tile = unsafe {
                             let from = self.pointer(lines.start + line + i, depth.start + 2 * pair);
                             // The next tile's: the processor foresees no jump from line to line.
-                            _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(self.stride.wrapping_mul(TILE)).cast());
+                            _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(self.row_stride.wrapping_mul(TILE)).cast());
                             _mm512_maskz_loadu_epi16(u32::MAX >> (2 * TILE - width), from)
                         };
                     }
@@ -86,7 +64,7 @@ impl<'a> Lines<'a> {
                 }
             }
         }
-        if self.depth_stride == 1 {
+        if self.column_stride == 1 {
             return;
         }
         for pair in 0..pairs {
@@ -95,13 +73,13 @@ impl<'a> Lines<'a> {
             for line in (0..lines.len()).step_by(TILE) {
                 let count = TILE.min(lines.len() - line);
                 let first = lines.start + line;
-                let packed = if self.stride == 1 {
+                let packed = if self.row_stride == 1 {
                     let ahead = self
                         .data
                         .as_ptr()
-                        .wrapping_add((at + AHEAD).wrapping_mul(self.depth_stride).wrapping_add(first));
+                        .wrapping_add((at + AHEAD).wrapping_mul(self.column_stride).wrapping_add(first));
                     _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(self.depth_stride).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(self.column_stride).cast());
                     let mask = u16::MAX >> (TILE - count);
                     // SAFETY: `count` elements from that one on are in the matrix, contiguous at this depth, and the
                     // mask leaves out all others; there is an odd neighbour unless the depth ends before it.

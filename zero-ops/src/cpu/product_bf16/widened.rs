@@ -20,7 +20,7 @@ pub(super) fn multiply(target: Target<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>,
             let (n, m) = (rows.len(), columns.len());
             let target = target.part(rows.start, columns.start);
             let (out, stride, add) = match target {
-                Target::F32 { out, add } => (out.as_raw().0, out.as_raw().1, add),
+                Target::F32 { out, add } => (out.raw_parts().0, out.raw_parts().1, add),
                 Target::Bf16 { .. } => {
                     sums.resize(n * m, 0f32);
                     (sums.as_mut_ptr(), m, false)

@@ -9,7 +9,15 @@ use burn_std::DType;
 use cubecl::calculate_cube_count_elemwise;
 use cubecl::prelude::*;
 
-use super::{Rows, Sizes, address_type, scratch};
+use super::{Rows, Sizes, scratch};
+use crate::cube::rows::address_type;
+use crate::cube::tensor::launch;
+
+/// A unit for each element.
+fn each<R: CubeRuntime>(like: &CubeTensor<R>, total: usize) -> (CubeCount, CubeDim) {
+    let dim = CubeDim::new(&like.client, total);
+    (calculate_cube_count_elemwise(&like.client, total, dim), dim)
+}
 
 /// The sums of `out * grad` over each head's columns, `[pairs, t]`.
 ///
@@ -18,23 +26,14 @@ pub(super) fn along<R: CubeRuntime>(sizes: Sizes, out: &Rows<R>, grad: &Rows<R>)
     let like = &out.tensor;
     let sums = scratch(like, &[sizes.pairs, sizes.t], DType::F32);
     let total = sizes.pairs * sizes.t;
-    let dim = CubeDim::new(&like.client, total);
+    let (count, dim) = each(like, total);
     // SAFETY: units beyond `total` stop; the others read head `i % heads` of row `i / heads` and write one sum.
     unsafe {
-        along_kernel::launch_unchecked(
-            &like.client,
-            calculate_cube_count_elemwise(&like.client, total, dim),
-            dim,
-            address_type([like, &grad.tensor, &sums]),
-            out.tensor.clone().into_tensor_arg(),
-            grad.tensor.clone().into_tensor_arg(),
-            sums.clone().into_tensor_arg(),
-            total,
-            sizes.t,
-            sizes.heads,
-            sizes.e,
-            like.dtype.into(),
-        );
+        launch! {
+            along_kernel on like.client, (count, dim, address_type(&[like, &grad.tensor, &sums])),
+            [out.tensor.clone(), grad.tensor.clone(), sums.clone()],
+            total, sizes.t, sizes.heads, sizes.e, like.dtype.into()
+        }
     }
     sums
 }
@@ -78,27 +77,15 @@ pub(super) fn gathered<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let like = &rows.tensor;
     let heads = scratch(like, &[pairs.len(), positions.len(), sizes.e], like.dtype);
-    let total = pairs.len() * positions.len() * sizes.e;
-    let dim = CubeDim::new(&like.client, total);
+    let total = heads.meta.num_elements();
+    let (count, dim) = each(like, total);
     // SAFETY: units beyond `total` stop; the others write element `i` of `heads` and read one of a row of these pairs.
     unsafe {
-        gather_kernel::launch_unchecked(
-            &like.client,
-            calculate_cube_count_elemwise(&like.client, total, dim),
-            dim,
-            address_type([like, &heads]),
-            like.clone().into_tensor_arg(),
-            heads.clone().into_tensor_arg(),
-            total,
-            rows.column,
-            pairs.start,
-            positions.start,
-            positions.len(),
-            sizes.t,
-            sizes.heads,
-            sizes.e,
-            like.dtype.into(),
-        );
+        launch! {
+            gather_kernel on like.client, (count, dim, address_type(&[like, &heads])),
+            [like.clone(), heads.clone()],
+            total, place_arg(sizes, pairs, positions, rows), sizes.e, like.dtype.into()
+        }
     }
     heads
 }
@@ -113,47 +100,45 @@ pub(super) fn scatter<R: CubeRuntime>(
 ) {
     let into = &rows.tensor;
     let total = pairs.len() * positions.len() * sizes.e;
-    let dim = CubeDim::new(&into.client, total);
+    let (count, dim) = each(into, total);
     // SAFETY: units beyond `total` stop; the others read element `i` of `heads` and write one of a row of these pairs.
     unsafe {
-        scatter_kernel::launch_unchecked(
-            &into.client,
-            calculate_cube_count_elemwise(&into.client, total, dim),
-            dim,
-            address_type([into, &heads]),
-            heads.into_tensor_arg(),
-            into.clone().into_tensor_arg(),
-            total,
-            rows.column,
-            pairs.start,
-            positions.start,
-            positions.len(),
-            sizes.t,
-            sizes.heads,
-            sizes.e,
-            into.dtype.into(),
-        );
+        launch! {
+            scatter_kernel on into.client, (count, dim, address_type(&[into, &heads])),
+            [heads, into.clone()],
+            total, place_arg(sizes, pairs, positions, rows), sizes.e, into.dtype.into()
+        }
     }
 }
 
-/// Where element `i` of heads `[pairs, count, e]` lies among rows.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn place(
-    i: usize,
-    stride: usize,
+/// Where heads `[pairs, count, e]` lie among rows.
+#[derive(CubeType, CubeLaunch)]
+struct Place {
     column: usize,
     first_pair: usize,
+    /// The first of the positions.
     first: usize,
     count: usize,
     t: usize,
     heads: usize,
-    #[comptime] e: usize,
-) -> usize {
+}
+
+fn place_arg<R: CubeRuntime>(
+    sizes: Sizes,
+    pairs: Range<usize>,
+    positions: Range<usize>,
+    rows: &Rows<R>,
+) -> PlaceLaunch<R> {
+    PlaceLaunch::new(rows.column, pairs.start, positions.start, positions.len(), sizes.t, sizes.heads)
+}
+
+/// Where element `i` of the heads lies.
+#[cube]
+fn at(place: &Place, i: usize, stride: usize, #[comptime] e: usize) -> usize {
     let line = i / e;
-    let pair = first_pair + line / count;
-    let row = pair / heads * t + first + line % count;
-    row * stride + column + pair % heads * e + i % e
+    let pair = place.first_pair + line / place.count;
+    let row = pair / place.heads * place.t + place.first + line % place.count;
+    row * stride + place.column + pair % place.heads * e + i % e
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -161,12 +146,7 @@ fn gather_kernel<E: Float>(
     rows: &Tensor<E>,
     into: &mut Tensor<E>,
     total: usize,
-    column: usize,
-    first_pair: usize,
-    first: usize,
-    count: usize,
-    t: usize,
-    heads: usize,
+    place: Place,
     #[comptime] e: usize,
     #[define(E)] _dtype: StorageType,
 ) {
@@ -174,7 +154,7 @@ fn gather_kernel<E: Float>(
     if i >= total {
         terminate!();
     }
-    into[i] = rows[place(i, rows.stride(0), column, first_pair, first, count, t, heads, e)];
+    into[i] = rows[at(&place, i, rows.stride(0), e)];
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -182,12 +162,7 @@ fn scatter_kernel<E: Float>(
     from: &Tensor<f32>,
     rows: &mut Tensor<E>,
     total: usize,
-    column: usize,
-    first_pair: usize,
-    first: usize,
-    count: usize,
-    t: usize,
-    heads: usize,
+    place: Place,
     #[comptime] e: usize,
     #[define(E)] _dtype: StorageType,
 ) {
@@ -195,8 +170,8 @@ fn scatter_kernel<E: Float>(
     if i >= total {
         terminate!();
     }
-    let at = place(i, rows.stride(0), column, first_pair, first, count, t, heads, e);
-    rows[at] = E::cast_from(from[i]);
+    let to = at(&place, i, rows.stride(0), e);
+    rows[to] = E::cast_from(from[i]);
 }
 
 /// `sums[p, i, c] += heads[p, i, c]` of `heads` `[pairs, count, e]` and `sums` `[pairs, t, e]`, both fp32.
@@ -204,20 +179,14 @@ pub(super) fn accumulate<R: CubeRuntime>(sums: &CubeTensor<R>, heads: CubeTensor
     let [pairs, count, e] = heads.shape().dims();
     let [_, t, _] = sums.shape().dims();
     let total = pairs * count * e;
-    let dim = CubeDim::new(&sums.client, total);
+    let (cubes, dim) = each(sums, total);
     // SAFETY: units beyond `total` stop; `count` is at most `t`.
     unsafe {
-        accumulate_kernel::launch_unchecked(
-            &sums.client,
-            calculate_cube_count_elemwise(&sums.client, total, dim),
-            dim,
-            address_type([sums, &heads]),
-            heads.into_tensor_arg(),
-            sums.clone().into_tensor_arg(),
-            total,
-            count * e,
-            t * e,
-        );
+        launch! {
+            accumulate_kernel on sums.client, (cubes, dim, address_type(&[sums, &heads])),
+            [heads, sums.clone()],
+            total, count * e, t * e
+        }
     }
 }
 

@@ -8,7 +8,6 @@
 
 mod blocked;
 mod kernels;
-pub(super) mod on_tensors;
 mod softmax;
 #[cfg(test)]
 mod tests;
@@ -17,76 +16,53 @@ use burn_backend::TensorMetadata;
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::kernel::cast;
 use burn_cubecl::tensor::CubeTensor;
-use burn_std::DType;
+use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use self::blocked::Blocked;
-use super::tensor::{empty, packed};
+use super::rows::with_whole_rows;
+use super::tensor::{OnCube, empty, first, packed, run};
 use crate::options::AttentionOptions;
 
-/// Whether rows of this type are attended to here; others take the default bodies.
-pub(crate) fn takes(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
-}
-
-/// [`attention_forward`](crate::FusedBackend::attention_forward): rows `[n, d]` and their logarithms of sums `[b, h, t]`,
-/// which are fp32 whatever the type of the rows.
+/// [`attention_forward`](crate::FusedBackend::attention_forward), or of packed rows: rows `[n, d]` and their logarithms of sums
+/// `[b, h, t]`, which are fp32 whatever the type of the rows.
 ///
-/// `q`, `k`, `v`: `[n, d]` of one type that is [taken](takes), their rows anywhere; `mask`: `[b, t]`, of any float type.
-pub(crate) fn forward<R: CubeRuntime>(
-    q: CubeTensor<R>,
-    k: CubeTensor<R>,
-    v: CubeTensor<R>,
-    mask: Option<CubeTensor<R>>,
-    options: AttentionOptions,
-) -> (CubeTensor<R>, CubeTensor<R>) {
-    let inputs = Inputs::separate([q, k, v], mask, options);
-    let blocked = Blocked::on(&inputs.q.tensor);
-    forward_of(inputs, blocked)
+/// `parts`: query, key and value `[n, d]`, or all three in one `[n, 3 d]`, of one type that is [a float's](super::tensor::is_float),
+/// their rows anywhere; `mask`: `[b, t]`, of any float type.
+pub(crate) fn forward<T: OnCube, const N: usize>(parts: [T; N], mask: Option<T>, options: AttentionOptions) -> (T, T) {
+    let (shape, dtype) = (parts[0].shape(), parts[0].dtype());
+    let lse = Shape::from([options.batch, options.heads, shape[0] / options.batch]);
+    let outputs = [(Shape::from([shape[0], shape[1] * N / 3]), dtype), (lse, DType::F32)];
+    let name = if N == 1 { "packed attention" } else { "attention" };
+    run(name, parts, mask, outputs, move |parts, mask| {
+        let inputs = Inputs::new(parts, mask, options);
+        let blocked = Blocked::on(&inputs.q.tensor);
+        forward_of(inputs, blocked)
+    })
+    .into()
 }
 
-/// [`attention_backward`](crate::FusedBackend::attention_backward): the gradients for `q`, `k` and `v`, each `[n, d]`.
+/// [`attention_backward`](crate::FusedBackend::attention_backward), or of packed rows: the gradients of `parts`.
 ///
-/// `out` and `grad`: `[n, d]` of the type of `q`; `lse`: `[b, h, t]` in fp32, as [`forward`] made it.
-#[allow(clippy::too_many_arguments)] // As the method that this is the body of.
-pub(crate) fn backward<R: CubeRuntime>(
-    q: CubeTensor<R>,
-    k: CubeTensor<R>,
-    v: CubeTensor<R>,
-    mask: Option<CubeTensor<R>>,
-    out: CubeTensor<R>,
-    lse: CubeTensor<R>,
-    grad: CubeTensor<R>,
+/// `saved`: the output, the logarithms of sums and the gradient of the output: `[n, d]` of the type of `parts`, and `[b, h, t]`
+/// in fp32, as [`forward`] made it.
+pub(crate) fn backward<T: OnCube, const N: usize>(
+    parts: [T; N],
+    mask: Option<T>,
+    saved: [T; 3],
     options: AttentionOptions,
-) -> [CubeTensor<R>; 3] {
-    let inputs = Inputs::separate([q, k, v], mask, options);
-    let blocked = Blocked::on(&inputs.q.tensor);
-    separate_backward(inputs, Saved::new(out, lse, grad), blocked)
-}
-
-/// [`packed_attention_forward`](crate::FusedBackend::packed_attention_forward): as [`forward`], of rows `[n, 3 d]`.
-pub(crate) fn packed_forward<R: CubeRuntime>(
-    qkv: CubeTensor<R>,
-    mask: Option<CubeTensor<R>>,
-    options: AttentionOptions,
-) -> (CubeTensor<R>, CubeTensor<R>) {
-    let inputs = Inputs::packed(qkv, mask, options);
-    let blocked = Blocked::on(&inputs.q.tensor);
-    forward_of(inputs, blocked)
-}
-
-/// [`packed_attention_backward`](crate::FusedBackend::packed_attention_backward): the gradient of `qkv`, `[n, 3 d]`.
-pub(crate) fn packed_backward<R: CubeRuntime>(
-    qkv: CubeTensor<R>,
-    mask: Option<CubeTensor<R>>,
-    out: CubeTensor<R>,
-    lse: CubeTensor<R>,
-    grad: CubeTensor<R>,
-    options: AttentionOptions,
-) -> CubeTensor<R> {
-    let inputs = Inputs::packed(qkv, mask, options);
-    let blocked = Blocked::on(&inputs.q.tensor);
-    joint_backward(inputs, Saved::new(out, lse, grad), blocked)
+) -> [T; N] {
+    let promised = parts.iter().map(|part| (part.shape(), part.dtype())).collect();
+    let given = parts.into_iter().chain(saved).chain(mask).collect();
+    let name = if N == 1 { "packed attention: gradient" } else { "attention: gradient" };
+    let made = T::run(name, given, promised, move |given| {
+        let mut given = given.into_iter();
+        let (parts, saved) = (first::<_, N>(&mut given), first(&mut given));
+        let inputs = Inputs::new(parts, given.next(), options);
+        let blocked = Blocked::on(&inputs.q.tensor);
+        backward_of::<_, N>(inputs, Saved::new(saved), blocked).into()
+    });
+    made.try_into().unwrap_or_else(|_| unreachable!("a gradient for each part was promised"))
 }
 
 /// Some columns of rows: those of a head begin at `column + head * e`.
@@ -99,14 +75,14 @@ struct Rows<R: CubeRuntime> {
 
 impl<R: CubeRuntime> Rows<R> {
     fn new(x: CubeTensor<R>) -> Self {
-        let [_, width] = x.shape().dims();
-        let side_by_side = width <= 1 || x.meta.strides()[1] == 1;
-        Self { tensor: if side_by_side { x } else { packed(x) }, column: 0 }
+        Self { tensor: with_whole_rows(x), column: 0 }
     }
+}
 
-    fn at_column(&self, column: usize) -> Self {
-        Self { tensor: self.tensor.clone(), column }
-    }
+/// Those of queries, keys and values: a tensor for each, or side by side in one.
+fn three<R: CubeRuntime, const N: usize>(parts: [CubeTensor<R>; N], sizes: Sizes) -> [Rows<R>; 3] {
+    let parts = parts.map(Rows::new);
+    [0, 1, 2].map(|i| Rows { column: if N == 1 { i * sizes.width() } else { 0 }, ..parts[i * N / 3].clone() })
 }
 
 /// The sizes of a problem.
@@ -155,19 +131,10 @@ struct Inputs<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Inputs<R> {
-    fn separate(qkv: [CubeTensor<R>; 3], mask: Option<CubeTensor<R>>, options: AttentionOptions) -> Self {
-        let [n, d] = qkv[0].shape().dims();
-        Self::new(qkv.map(Rows::new), mask, Sizes::new(n, d, options))
-    }
-
-    fn packed(qkv: CubeTensor<R>, mask: Option<CubeTensor<R>>, options: AttentionOptions) -> Self {
-        let [n, width] = qkv.shape().dims();
-        let d = width / 3;
-        let rows = Rows::new(qkv);
-        Self::new([0, d, 2 * d].map(|column| rows.at_column(column)), mask, Sizes::new(n, d, options))
-    }
-
-    fn new([q, k, v]: [Rows<R>; 3], mask: Option<CubeTensor<R>>, sizes: Sizes) -> Self {
+    fn new<const N: usize>(parts: [CubeTensor<R>; N], mask: Option<CubeTensor<R>>, options: AttentionOptions) -> Self {
+        let [n, width] = parts[0].shape().dims();
+        let sizes = Sizes::new(n, width * N / 3, options);
+        let [q, k, v] = three(parts, sizes);
         let masked = mask.is_some();
         let mask = mask.map_or_else(|| scratch(&q.tensor, &[1], DType::F32), full);
         Self { sizes, q, k, v, mask, masked }
@@ -187,7 +154,7 @@ struct Saved<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Saved<R> {
-    fn new(out: CubeTensor<R>, lse: CubeTensor<R>, grad: CubeTensor<R>) -> Self {
+    fn new([out, lse, grad]: [CubeTensor<R>; 3]) -> Self {
         Self { out: Rows::new(out), lse: full(lse), grad: Rows::new(grad) }
     }
 }
@@ -197,7 +164,7 @@ fn full<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     packed(cast(x, DType::F32))
 }
 
-fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, blocked: Blocked) -> (CubeTensor<R>, CubeTensor<R>) {
+fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, blocked: Blocked) -> [CubeTensor<R>; 2] {
     let Sizes { pairs, heads, t, .. } = inputs.sizes;
     let like = &inputs.q.tensor;
     let out = scratch(like, &[inputs.sizes.rows(), inputs.sizes.width()], inputs.dtype());
@@ -205,30 +172,22 @@ fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, blocked: Blocked) -> (CubeTenso
     if !inputs.sizes.is_empty() {
         blocked.forward(&inputs, &out, &lse);
     }
-    (out, lse)
+    [out, lse]
 }
 
-fn separate_backward<R: CubeRuntime>(inputs: Inputs<R>, saved: Saved<R>, blocked: Blocked) -> [CubeTensor<R>; 3] {
-    let shape = [inputs.sizes.rows(), inputs.sizes.width()];
-    let gradients = [(); 3].map(|()| scratch(&inputs.q.tensor, &shape, inputs.dtype()));
-    backward_into(&inputs, &saved, gradients.clone().map(Rows::new), blocked);
-    gradients
-}
-
-fn joint_backward<R: CubeRuntime>(inputs: Inputs<R>, saved: Saved<R>, blocked: Blocked) -> CubeTensor<R> {
-    let d = inputs.sizes.width();
-    let gradient = scratch(&inputs.q.tensor, &[inputs.sizes.rows(), 3 * d], inputs.dtype());
-    let rows = Rows::new(gradient.clone());
-    backward_into(&inputs, &saved, [0, d, 2 * d].map(|column| rows.at_column(column)), blocked);
-    gradient
-}
-
-fn backward_into<R: CubeRuntime>(inputs: &Inputs<R>, saved: &Saved<R>, gradients: [Rows<R>; 3], blocked: Blocked) {
-    if inputs.sizes.is_empty() {
-        return;
+fn backward_of<R: CubeRuntime, const N: usize>(
+    inputs: Inputs<R>,
+    saved: Saved<R>,
+    blocked: Blocked,
+) -> [CubeTensor<R>; N] {
+    let sizes = inputs.sizes;
+    let shape = [sizes.rows(), sizes.width() * 3 / N];
+    let gradients = [(); N].map(|()| scratch(&inputs.q.tensor, &shape, inputs.dtype()));
+    if !sizes.is_empty() {
+        let along = kernels::along(sizes, &saved.out, &saved.grad);
+        blocked.backward(&inputs, &saved, &along, &three(gradients.clone(), sizes));
     }
-    let along = kernels::along(inputs.sizes, &saved.out, &saved.grad);
-    blocked.backward(inputs, saved, &along, &gradients);
+    gradients
 }
 
 /// As [`empty`]; every tensor that is made here comes from here.
@@ -236,11 +195,6 @@ fn scratch<R: CubeRuntime>(like: &CubeTensor<R>, shape: &[usize], dtype: DType) 
     #[cfg(test)]
     tests::record(shape.iter().product::<usize>());
     empty(like, shape.to_vec(), dtype)
-}
-
-/// The wider of the types that index these tensors: buffers may have more than 2^32 elements.
-fn address_type<'a, R: CubeRuntime>(tensors: impl IntoIterator<Item = &'a CubeTensor<R>>) -> AddressType {
-    tensors.into_iter().map(CubeTensor::required_address_type).max().unwrap_or_default()
 }
 
 /// At least `cubes` cubes: devices take 65535 along an axis.

@@ -7,7 +7,9 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::DType;
 use cubecl::prelude::*;
 
-use super::{Inputs, address_type, grid, scratch};
+use super::{Inputs, grid, scratch};
+use crate::cube::rows::address_type;
+use crate::cube::tensor::launch;
 
 /// A block of scores: of which queries of which pairs, and for how many keys.
 #[derive(Clone, Debug)]
@@ -62,27 +64,18 @@ pub(super) fn probabilities<R: CubeRuntime>(
     products: CubeTensor<R>,
     lse: &CubeTensor<R>,
 ) -> CubeTensor<R> {
-    let (sizes, units, client) = (inputs.sizes, block.units(), lse.client.clone());
+    let (sizes, units) = (inputs.sizes, block.units());
     let mask = inputs.mask.clone();
     let (out, out_arg) = in_place_of(&products, 0, inputs.dtype());
     // SAFETY: a cube takes one line of `products` and `out`, which have one shape; cubes beyond them stop.
     unsafe {
-        probabilities_kernel::launch_unchecked(
-            &client,
-            grid(block.lines()),
-            CubeDim::new_1d(units as u32),
-            address_type([&products, lse, &mask]),
-            products.into_tensor_arg(),
-            out_arg,
-            lse.clone().into_tensor_arg(),
-            mask.into_tensor_arg(),
-            block.lines_arg(sizes.t, sizes.heads),
-            sizes.scale,
-            units,
-            sizes.causal,
-            inputs.masked,
-            inputs.dtype().into(),
-        );
+        launch! {
+            probabilities_kernel on lse.client,
+            (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
+            [products],
+            out_arg, lse.clone().into_tensor_arg(), mask.into_tensor_arg(), block.lines_arg(sizes.t, sizes.heads),
+            sizes.scale, units, sizes.causal, inputs.masked, inputs.dtype().into()
+        }
     }
     out
 }
@@ -96,31 +89,20 @@ pub(super) fn gradients<R: CubeRuntime>(
     lse: &CubeTensor<R>,
     along: &CubeTensor<R>,
 ) -> [CubeTensor<R>; 2] {
-    let (sizes, units, client) = (inputs.sizes, block.units(), lse.client.clone());
+    let (sizes, units) = (inputs.sizes, block.units());
     let mask = inputs.mask.clone();
     let (probabilities, probabilities_arg) = in_place_of(&products, 0, inputs.dtype());
     let (d_products, d_products_arg) = in_place_of(&gradients, 1, inputs.dtype());
     // SAFETY: a cube takes one line of the four, which have one shape; cubes beyond them stop.
     unsafe {
-        gradients_kernel::launch_unchecked(
-            &client,
-            grid(block.lines()),
-            CubeDim::new_1d(units as u32),
-            address_type([&products, lse, &mask]),
-            products.into_tensor_arg(),
-            gradients.into_tensor_arg(),
-            probabilities_arg,
-            d_products_arg,
-            lse.clone().into_tensor_arg(),
-            along.clone().into_tensor_arg(),
-            mask.into_tensor_arg(),
-            block.lines_arg(sizes.t, sizes.heads),
-            sizes.scale,
-            units,
-            sizes.causal,
-            inputs.masked,
-            inputs.dtype().into(),
-        );
+        launch! {
+            gradients_kernel on lse.client,
+            (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
+            [products, gradients],
+            probabilities_arg, d_products_arg, lse.clone().into_tensor_arg(), along.clone().into_tensor_arg(),
+            mask.into_tensor_arg(), block.lines_arg(sizes.t, sizes.heads), sizes.scale, units, sizes.causal,
+            inputs.masked, inputs.dtype().into()
+        }
     }
     [probabilities, d_products]
 }

@@ -139,11 +139,11 @@ fn separate(
     let shape = case.shape();
     let [q, k, v, grad] = [0, 1, 2, 3].map(|i| make(&rows[i], shape));
     let mask = mask.as_ref().map(|mask| make(mask, [case.batch, case.t]));
-    let inputs = Inputs::separate([q, k, v], mask, case.options());
-    let (out, lse) = forward_of(inputs.clone(), way);
+    let inputs = Inputs::new([q, k, v], mask, case.options());
+    let [out, lse] = forward_of(inputs.clone(), way);
     assert_eq!((out.shape().dims(), lse.shape().dims()), (shape, [case.batch, case.heads, case.t]));
     assert_eq!(lse.dtype, DType::F32);
-    let [dq, dk, dv] = separate_backward(inputs, Saved::new(out.clone(), lse.clone(), grad), way);
+    let [dq, dk, dv] = backward_of(inputs, Saved::new([out.clone(), lse.clone(), grad]), way);
     let [out, dq, dk, dv] = [out, dq, dk, dv].map(values::<Vulkan, 2>);
     [out, values::<Vulkan, 3>(lse), dq, dk, dv]
 }
@@ -160,9 +160,9 @@ fn joint(
     let qkv = make(&(0..n).flat_map(row).collect::<Vec<f32>>(), [n, 3 * d]);
     let grad = make(&rows[3], [n, d]);
     let mask = mask.as_ref().map(|mask| make(mask, [case.batch, case.t]));
-    let inputs = Inputs::packed(qkv, mask, case.options());
-    let (out, lse) = forward_of(inputs.clone(), way);
-    let d_qkv = joint_backward(inputs, Saved::new(out.clone(), lse.clone(), grad), way);
+    let inputs = Inputs::new([qkv], mask, case.options());
+    let [out, lse] = forward_of(inputs.clone(), way);
+    let [d_qkv] = backward_of(inputs, Saved::new([out.clone(), lse.clone(), grad]), way);
     assert_eq!(d_qkv.shape().dims(), [n, 3 * d]);
     let d_qkv = values::<Vulkan, 2>(d_qkv);
     let part = |i: usize| d_qkv.chunks(3 * d).flat_map(|row| row[i * d..][..d].to_vec()).collect();
@@ -254,15 +254,15 @@ fn the_functions_give_what_the_chosen_way_gives() {
     let expected = expected(case, &rows, &mask);
     let [q, k, v, grad] = [0, 1, 2, 3].map(|i| plain(&rows[i], shape));
     let mask = mask.map(|mask| plain(&mask, [case.batch, case.t]));
-    let (out, lse) = forward(q.clone(), k.clone(), v.clone(), mask.clone(), options);
-    let [dq, dk, dv] =
-        backward(q.clone(), k.clone(), v.clone(), mask.clone(), out.clone(), lse.clone(), grad.clone(), options);
+    let parts = [q.clone(), k.clone(), v.clone()];
+    let (out, lse) = forward(parts.clone(), mask.clone(), options);
+    let [dq, dk, dv] = backward(parts, mask.clone(), [out.clone(), lse.clone(), grad.clone()], options);
     let [of_out, of_dq, of_dk, of_dv] = [out, dq, dk, dv].map(values::<Vulkan, 2>);
     assert_close(&[of_out, values::<Vulkan, 3>(lse), of_dq, of_dk, of_dv], &expected, "separate");
 
     let qkv = Vulkan::float_cat(vec![q, k, v], 1);
-    let (out, lse) = packed_forward(qkv.clone(), mask.clone(), options);
-    let d_qkv = packed_backward(qkv, mask, out.clone(), lse.clone(), grad, options);
+    let (out, lse) = forward([qkv.clone()], mask.clone(), options);
+    let [d_qkv] = backward([qkv], mask, [out.clone(), lse.clone(), grad], options);
     let parts = fallback::unpack::<Vulkan>(d_qkv).map(values::<Vulkan, 2>);
     let [of_dq, of_dk, of_dv] = parts;
     assert_close(&[values::<Vulkan, 2>(out), values::<Vulkan, 3>(lse), of_dq, of_dk, of_dv], &expected, "packed");

@@ -1,0 +1,171 @@
+use super::*;
+use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
+
+/// Result, log-sum-exp, and the gradients for `g`, from contiguous rows.
+fn reference(shape: Shape, qkv: [&[f64]; 3], mask: Option<&[f32]>, g: &[f64]) -> [Vec<f64>; 5] {
+    let Shape { batch, heads, head_width: w, queries, keys, causal, scale } = shape;
+    let (d, scale, [q, k, v]) = (heads * w, f64::from(scale), qkv);
+    let mut out = vec![0.0; batch * queries * d];
+    let mut lse = vec![];
+    let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
+    for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+        for i in 0..queries {
+            let qi = (b * queries + i) * d + h * w;
+            let kj = |j: usize| (b * keys + j) * d + h * w;
+            let seen = if causal { i + 1 } else { keys };
+            let s: Vec<f64> = (0..seen)
+                .map(|j| {
+                    let mask = mask.map_or(0.0, |mask| f64::from(mask[b * keys + j]));
+                    (0..w).map(|c| q[qi + c] * k[kj(j) + c]).sum::<f64>() * scale + mask
+                })
+                .collect();
+            let max = s.iter().copied().fold(f64::MIN, f64::max);
+            let total = max + s.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
+            lse.push(total);
+            let p: Vec<f64> = s.iter().map(|s| (s - total).exp()).collect();
+            for j in 0..seen {
+                (0..w).for_each(|c| out[qi + c] += p[j] * v[kj(j) + c]);
+            }
+            let delta: f64 = (0..w).map(|c| out[qi + c] * g[qi + c]).sum();
+            for j in 0..seen {
+                let dp: f64 = (0..w).map(|c| g[qi + c] * v[kj(j) + c]).sum();
+                let ds = p[j] * (dp - delta) * scale;
+                for c in 0..w {
+                    dv[kj(j) + c] += p[j] * g[qi + c];
+                    dq[qi + c] += ds * k[kj(j) + c];
+                    dk[kj(j) + c] += ds * q[qi + c];
+                }
+            }
+        }
+    }
+    [out, lse, dq, dk, dv]
+}
+
+fn inputs<'a>(shape: Shape, rows: [(&'a [f32], usize); 3], key_mask: Option<&'a [f32]>) -> Inputs<'a> {
+    let [q, k, v] = rows.map(|(data, stride)| Rows { data, stride });
+    Inputs { shape, q, k, v, key_mask }
+}
+
+/// The same as of `reference`, from contiguous rows.
+fn run(blocks: Blocks, shape: Shape, qkv: [&[f32]; 3], mask: Option<&[f32]>, g: &[f32]) -> [Vec<f32>; 5] {
+    let d = shape.heads * shape.head_width;
+    let inputs = inputs(shape, qkv.map(|data| (data, d)), mask);
+    let mut out = vec![f32::NAN; g.len()];
+    let mut lse = vec![f32::NAN; shape.batch * shape.heads * shape.queries];
+    forward_in(blocks, inputs, &mut out, &mut lse);
+    let mut grads = qkv.map(|data| vec![f32::NAN; data.len()]);
+    let results = Results { out: &out, lse: &lse, g };
+    backward_in(blocks, inputs, results, grads.each_mut().map(|grad| RowsMut::new(grad, d)));
+    let [dq, dk, dv] = grads;
+    [out, lse, dq, dk, dv]
+}
+
+#[test]
+fn agrees_with_f64_for_odd_sizes_blocks_and_masks() {
+    let sizes = [(1, 1, 1, 1usize), (1, 2, 7, 3), (2, 3, 5, 17), (2, 2, 64, 33), (1, 1, 100, 17), (1, 2, 64, 150)];
+    for (batch, heads, head_width, t) in sizes {
+        for (causal, keys, masked) in [
+            (true, t, false),
+            (false, t, true),
+            (false, 2 * t + 1, false),
+            (false, t.div_ceil(2), true),
+            (true, t, true),
+        ] {
+            let scale = 1.0 / (head_width as f32).sqrt();
+            let shape = Shape { batch, heads, head_width, queries: t, keys, causal, scale };
+            let d = heads * head_width;
+            let (q, g) = (numbers(batch * t * d, 1), numbers(batch * t * d, 4));
+            let (k, v) = (numbers(batch * keys * d, 2), numbers(batch * keys * d, 3));
+            let q: Vec<f32> = q.into_iter().map(|q| 3.0 * q).collect();
+            let mask: Vec<f32> =
+                (0..batch * keys).map(|i| if i % keys > 0 && i % 3 == 1 { -3e4 } else { 0.0 }).collect();
+            let mask = masked.then_some(&mask[..]);
+            let [q64, k64, v64, g64] = [&q, &k, &v, &g].map(|values| wide(values));
+            let expected = reference(shape, [&q64, &k64, &v64], mask, &g64);
+            for (queries, keys) in [(64, 512), (5, 7), (7, 3), (1, 1), (32, 16)] {
+                let got = run(Blocks { queries, keys }, shape, [&q, &k, &v], mask, &g);
+                for (name, (got, expected)) in
+                    ["out", "lse", "dq", "dk", "dv"].into_iter().zip(got.iter().zip(&expected))
+                {
+                    assert_close(name, got, expected, 1e-5);
+                }
+            }
+            if t <= 17 {
+                let [_, _, dq, dk, dv] = run(BLOCKS, shape, [&q, &k, &v], mask, &g);
+                let loss = |qkv: [&[f64]; 3]| -> f64 {
+                    reference(shape, qkv, mask, &g64)[0].iter().zip(&g64).map(|(y, g)| y * g).sum()
+                };
+                assert_differences("q", &q, &dq, |q| loss([q, &k64, &v64]));
+                assert_differences("k", &k, &dk, |k| loss([&q64, k, &v64]));
+                assert_differences("v", &v, &dv, |v| loss([&q64, &k64, v]));
+            }
+        }
+    }
+}
+
+#[test]
+fn interleaved_rows_are_read_and_written_in_place() {
+    let shape = Shape { batch: 2, heads: 3, head_width: 8, queries: 19, keys: 19, causal: true, scale: 0.3 };
+    let (n, d) = (38, 24);
+    let (qkv, g) = (numbers(n * 3 * d, 1), numbers(n * d, 2));
+    let [q, k, v] = [0, 1, 2].map(|part| Rows { data: &qkv[part * d..], stride: 3 * d });
+    let (mut out, mut lse, mut grad) = (vec![f32::NAN; n * d], vec![f32::NAN; n * 3], vec![f32::NAN; n * 3 * d]);
+    forward(shape, q, k, v, None, &mut out, &mut lse);
+    let [dq, dk, dv] = RowsMut::split_qkv(&mut grad, d);
+    backward(shape, q, k, v, None, &out, &lse, &g, dq, dk, dv);
+    let apart = |all: &[f32], part: usize| -> Vec<f32> {
+        all.chunks(3 * d).flat_map(|row| row[part * d..(part + 1) * d].to_vec()).collect()
+    };
+    let [q, k, v] = [0, 1, 2].map(|part| apart(&qkv, part));
+    let [out2, lse2, dq, dk, dv] = run(BLOCKS, shape, [&q, &k, &v], None, &g);
+    assert_close("out", &out, &wide(&out2), 1e-6);
+    assert_close("lse", &lse, &wide(&lse2), 1e-6);
+    for (part, expected) in [dq, dk, dv].iter().enumerate() {
+        assert_close("grad", &apart(&grad, part), &wide(expected), 1e-6);
+    }
+}
+
+#[test]
+fn queries_with_all_keys_masked_get_numbers() {
+    for mask in [-3e4, f32::NEG_INFINITY] {
+        let shape = Shape { batch: 2, heads: 1, head_width: 4, queries: 9, keys: 9, causal: false, scale: 0.5 };
+        let [q, k, v, g] = [1, 2, 3, 4].map(|seed| numbers(72, seed));
+        let mask = [[0.0; 9], [mask; 9]].concat();
+        let got = run(Blocks { queries: 4, keys: 3 }, shape, [&q, &k, &v], Some(&mask), &g);
+        assert!(got.iter().flatten().all(|value| value.is_finite()), "{got:?}");
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let shape = Shape { batch: 2, heads: 3, head_width: 33, queries: 131, keys: 131, causal: true, scale: 0.2 };
+    let [q, k, v, g] = [1, 2, 3, 4].map(|seed| numbers(2 * 131 * 99, seed));
+    same_bits(|| run(Blocks { queries: 64, keys: 50 }, shape, [&q, &k, &v], None, &g).concat());
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_named() {
+    let shape = Shape { batch: 1, heads: 1, head_width: 2, queries: 2, keys: 2, causal: true, scale: 1.0 };
+    let run = |shape: Shape, k: usize, stride: usize, mask: usize, lse: usize| {
+        let (k, mask) = (vec![0.0; k], vec![0.0; mask]);
+        let (q, k) = (Rows { data: &[0.0; 4], stride: 2 }, Rows { data: &k, stride });
+        forward(shape, q, k, k, Some(&mask), &mut [0.0; 4], &mut vec![0.0; lse]);
+    };
+    assert_panics(&["causal with 2 queries and 3 keys"], || run(Shape { keys: 3, ..shape }, 6, 2, 3, 2));
+    assert_panics(&["`k` has 3 elements, expected 2 rows of stride 2"], || run(shape, 3, 2, 2, 2));
+    assert_panics(&["rows of `k` have 1 elements, expected at least 2"], || run(shape, 4, 1, 2, 2));
+    assert_panics(&["`key_mask` has 1 elements, expected 2"], || run(shape, 4, 2, 1, 2));
+    assert_panics(&["`lse` has 3 elements, expected 2"], || run(shape, 4, 2, 2, 3));
+    assert_panics(&["0 keys"], || run(Shape { keys: 0, causal: false, ..shape }, 0, 2, 0, 2));
+    assert_panics(&["7 elements", "rows of 3 x 2"], || {
+        RowsMut::split_qkv(&mut [0.0; 7], 2);
+    });
+    let [a, b] = [0.0; 2].map(|x| [x; 4]);
+    let short = |dk: &mut [f32]| {
+        let rows = Rows { data: &a, stride: 2 };
+        let (mut dq, mut dv) = ([0.0; 4], [0.0; 4]);
+        let [dq, dv] = [&mut dq, &mut dv].map(|grad| RowsMut::new(grad, 2));
+        backward(shape, rows, rows, rows, None, &b, &[0.0; 2], &b, dq, RowsMut::new(dk, 2), dv);
+    };
+    assert_panics(&["`dk` has 3 elements"], || short(&mut [0.0; 3]));
+}
