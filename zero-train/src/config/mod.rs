@@ -31,12 +31,12 @@ mod rule;
 mod schedule;
 mod walk;
 
-pub use auto::{Auto, Context, Filled, MixedPrecision};
+pub use auto::{Auto, Context, Filled};
 pub use batch::{Batch, BatchError};
 pub use builder::ZeroPlanBuilder;
 pub use error::{ConfigError, Format, Problem, ProblemKind, Warning};
 pub use load::Config;
 pub use node::Node;
 pub use optimizer::OptimizerPlan;
-pub use plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
-pub use schedule::{SchedulePlan, WarmupType};
+pub use plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
+pub use zero_burn::config::Float;

@@ -9,10 +9,11 @@ use super::BackendChoice;
 use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options};
 use crate::TrainError;
 use crate::config::{
-    Auto, Config, Context, Filled, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision,
-    SchedulePlan, WarmupType, ZeroPlan,
+    Auto, Config, Context, Filled, Float, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
 };
 use crate::error::wrong;
+use crate::loss_scale::DynamicLossScale;
+use crate::schedule::{Schedule, Warmup};
 
 const DEFAULT_RANKS: usize = 2;
 const DEFAULT_LR: f64 = 1e-3;
@@ -94,12 +95,12 @@ fn adamw(options: &Hyperparameters) -> OptimizerPlan {
 }
 
 /// The warm-up that the options ask for, to the optimizer's learning rate.
-fn warmup(options: &Hyperparameters, lr: f64) -> Option<SchedulePlan> {
-    options.warmup.filter(|&warmup| warmup > 0).map(|warmup_steps| SchedulePlan::WarmupLr {
+fn warmup(options: &Hyperparameters, lr: f64) -> Option<Schedule> {
+    options.warmup.filter(|&warmup| warmup > 0).map(|warmup_steps| Schedule::WarmupLr {
         min_lr: 0.0,
         max_lr: lr,
         warmup_steps,
-        warmup_type: WarmupType::Linear,
+        kind: Warmup::Linear,
     })
 }
 
@@ -107,15 +108,7 @@ fn precision(dtype: Dtype) -> Precision {
     match dtype {
         Dtype::Fp32 => Precision::Fp32,
         Dtype::Bf16 => Precision::Bf16 { check_grad_overflow: true },
-        Dtype::Fp16 => Precision::Fp16 {
-            loss_scale: LossScale::Dynamic {
-                initial_scale_power: 16,
-                window: 1000,
-                hysteresis: 2,
-                consecutive_hysteresis: false,
-                min_scale: 1.0,
-            },
-        },
+        Dtype::Fp16 => Precision::Fp16 { loss_scale: LossScale::Dynamic(DynamicLossScale::default()) },
     }
 }
 
@@ -181,9 +174,9 @@ fn auto(options: &Hyperparameters, steps: usize, model: Option<&Gpt2Config>) -> 
         warmup_steps: Some(options.warmup.unwrap_or(0)),
         gradient_clipping: options.clip,
         mixed_precision: Some(match options.dtype {
-            None | Some(Dtype::Fp32) => MixedPrecision::No,
-            Some(Dtype::Fp16) => MixedPrecision::Fp16,
-            Some(Dtype::Bf16) => MixedPrecision::Bf16,
+            None | Some(Dtype::Fp32) => Float::F32,
+            Some(Dtype::Fp16) => Float::F16,
+            Some(Dtype::Bf16) => Float::Bf16,
         }),
         save_16bit_model: None,
     }
@@ -252,9 +245,9 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
     };
     let warmup_steps = match plan.schedule {
         Some(
-            SchedulePlan::WarmupLr { warmup_steps, .. }
-            | SchedulePlan::WarmupDecayLr { warmup_steps, .. }
-            | SchedulePlan::WarmupCosineLr { warmup_steps, .. },
+            Schedule::WarmupLr { warmup_steps, .. }
+            | Schedule::WarmupDecayLr { warmup_steps, .. }
+            | Schedule::WarmupCosineLr { warmup_steps, .. },
         ) => warmup_steps,
         _ => 0,
     };
