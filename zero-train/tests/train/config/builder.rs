@@ -103,6 +103,17 @@ fn optimizers_and_schedules_survive_the_builder() {
             decay_step_size: 8,
             momentum: None,
         }),
+        Schedule::OneCycle(OneCycle {
+            cycle_min_lr: 0.1,
+            cycle_max_lr: 0.2,
+            decay_lr_rate: 0.0,
+            first_step_size: 4,
+            second_step_size: 5,
+            first_stair_count: 0,
+            second_stair_count: 0,
+            decay_step_size: 0,
+            momentum: Some(CycleMomentum { min_mom: 0.4, max_mom: 0.5, decay_mom_rate: 0.6 }),
+        }),
         Schedule::LrRangeTest { min_lr: 0.1, step_size: 2, step_rate: 0.3, staircase: true },
     ];
     for schedule in schedules {
@@ -110,6 +121,16 @@ fn optimizers_and_schedules_survive_the_builder() {
         assert_eq!(plan.schedule, Some(schedule));
         assert!(plan.explain().lines().all(|line| line.ends_with('.')));
     }
+    for (rate, told) in [(f64::NAN, "got NaN"), (f64::INFINITY, "got NaN"), (-1.0, "got -1")] {
+        let schedule = Schedule::LrRangeTest { min_lr: rate, step_size: 2, step_rate: 0.3, staircase: true };
+        let error = ZeroPlan::builder(Stage::DataParallel).schedule(schedule).build(1).unwrap_err().to_string();
+        assert!(
+            error.contains("scheduler.params.lr_range_test_min_lr: expected a number") && error.contains(told),
+            "{error}"
+        );
+    }
+    let error = ZeroPlan::builder(Stage::DataParallel).schedule(Schedule::Constant(0.1)).build(1).unwrap_err();
+    assert!(error.to_string().contains("scheduler.type: expected one of WarmupLR"), "{error}");
     let bad = OptimizerPlan::Sgd { lr: -0.1, momentum: 0.0, weight_decay: 0.0, nesterov: true };
     insta::assert_snapshot!(ZeroPlan::builder(Stage::DataParallel).optimizer(bad).build(1).unwrap_err(), @"plan: optimizer.params.lr: expected a number of at least 0, got -0.1");
 }

@@ -13,7 +13,7 @@ use zero_train::config::{
     OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
 };
 use zero_train::loss_scale::DynamicLossScale;
-use zero_train::schedule::{OneCycle, Schedule, Warmup};
+use zero_train::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
 
 fn file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs").join(name)
