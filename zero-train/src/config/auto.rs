@@ -1,7 +1,5 @@
 //! What the program knows and the file does not: the number of ranks, and what stands for `"auto"`.
 
-use zero_burn::config::Float;
-
 use super::node::Node;
 
 /// The program's side of a configuration.
@@ -41,8 +39,8 @@ pub struct Auto {
     pub warmup_steps: Option<usize>,
     /// Highest norm of the gradient; 1 when not given, as in Accelerate.
     pub gradient_clipping: Option<f64>,
-    /// Whether `fp16.enabled` or `bf16.enabled` is meant, or with fp32 neither.
-    pub mixed_precision: Option<Float>,
+    /// Whether `fp16.enabled` or `bf16.enabled` is meant.
+    pub mixed_precision: Option<MixedPrecision>,
     /// Whether whole 16-bit weights are saved at stage 3; no when not given, as in Accelerate.
     pub save_16bit_model: Option<bool>,
 }
@@ -56,6 +54,17 @@ pub struct Filled {
     pub by: &'static str,
     /// The value; `None` for one that the program has yet to supply.
     pub value: Option<Node>,
+}
+
+/// Accelerate's `mixed_precision`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MixedPrecision {
+    /// fp32 throughout.
+    No,
+    /// fp16 with loss scaling.
+    Fp16,
+    /// bf16.
+    Bf16,
 }
 
 /// A table of what stands for `"auto"`: what fills the key, as options of `zero train`; what the program has to supply where
@@ -114,8 +123,8 @@ fills! {
         |auto| auto.warmup_steps.map(Node::from);
     Clipping: "--clip", "give a number", |auto| Some(auto.gradient_clipping.unwrap_or(1.0).into());
     SaveModel: "false, as in Accelerate", "give a value", |auto| Some(auto.save_16bit_model.unwrap_or(false).into());
-    Fp16: "--dtype", PRECISION, |auto| auto.mixed_precision.map(|given| (given == Float::F16).into());
-    Bf16: "--dtype", PRECISION, |auto| auto.mixed_precision.map(|given| (given == Float::Bf16).into());
+    Fp16: "--dtype", PRECISION, |auto| auto.mixed_precision.map(|given| (given == MixedPrecision::Fp16).into());
+    Bf16: "--dtype", PRECISION, |auto| auto.mixed_precision.map(|given| (given == MixedPrecision::Bf16).into());
 }
 
 fn elements(auto: &Auto, of: fn(i128) -> Option<i128>) -> Option<Node> {

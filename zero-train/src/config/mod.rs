@@ -32,7 +32,7 @@ mod rule;
 mod schedule;
 mod walk;
 
-pub use auto::{Auto, Context, Filled};
+pub use auto::{Auto, Context, Filled, MixedPrecision};
 pub use batch::{Batch, BatchError};
 pub use builder::ZeroPlanBuilder;
 pub use error::{ConfigError, Format, Problem, ProblemKind, Warning};

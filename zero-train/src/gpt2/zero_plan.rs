@@ -9,7 +9,8 @@ use super::BackendChoice;
 use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options};
 use crate::TrainError;
 use crate::config::{
-    Auto, Config, Context, Filled, Float, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
+    Auto, Config, Context, Filled, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision,
+    ZeroPlan,
 };
 use crate::error::wrong;
 use crate::loss_scale::DynamicLossScale;
@@ -174,9 +175,9 @@ fn auto(options: &Hyperparameters, steps: usize, model: Option<&Gpt2Config>) -> 
         warmup_steps: Some(options.warmup.unwrap_or(0)),
         gradient_clipping: options.clip,
         mixed_precision: Some(match options.dtype {
-            None | Some(Dtype::Fp32) => Float::F32,
-            Some(Dtype::Fp16) => Float::F16,
-            Some(Dtype::Bf16) => Float::Bf16,
+            None | Some(Dtype::Fp32) => MixedPrecision::No,
+            Some(Dtype::Fp16) => MixedPrecision::Fp16,
+            Some(Dtype::Bf16) => MixedPrecision::Bf16,
         }),
         save_16bit_model: None,
     }

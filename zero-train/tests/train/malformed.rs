@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use proptest::sample::select;
-use zero_train::config::{Auto, Config, Context, Float, Format};
+use zero_train::config::{Auto, Config, Context, Format, MixedPrecision};
 
 const DEEPSPEED: &str = include_str!("../configs/deepspeed_zero3.json");
 const ACCELERATE: &str = include_str!("../configs/accelerate_zero3_cpu.yaml");
@@ -36,7 +36,7 @@ fn read(format: Format, text: &str) {
         total_steps: Some(2),
         warmup_steps: Some(1),
         gradient_clipping: Some(1.0),
-        mixed_precision: Some(Float::F16),
+        mixed_precision: Some(MixedPrecision::Fp16),
         save_16bit_model: Some(true),
     };
     for context in [Context::default(), Context { world: Some(2), auto }] {

@@ -223,7 +223,8 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     let mut context = script();
     let auto = &mut context.auto;
     (auto.beta_1, auto.beta_2, auto.epsilon) = (Some(0.9), Some(0.95), Some(1e-6));
-    (auto.accumulation, auto.mixed_precision, auto.gradient_clipping) = (Some(2), Some(Float::Bf16), Some(0.3));
+    (auto.accumulation, auto.mixed_precision, auto.gradient_clipping) =
+        (Some(2), Some(MixedPrecision::Bf16), Some(0.3));
     let plan = json(text, &context).unwrap();
     assert_eq!(plan.batch, Batch { global: 64, micro: 8, accumulation: 2 });
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });

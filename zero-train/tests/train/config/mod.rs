@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use zero_core::Stage;
 use zero_train::config::{
-    Auto, Batch, Config, ConfigError, Context, Filled, Float, Format, LogFiles, LossScale, Offload, OffloadDevice,
-    OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
+    Auto, Batch, Config, ConfigError, Context, Filled, Float, Format, LogFiles, LossScale, MixedPrecision, Offload,
+    OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
 };
 use zero_train::loss_scale::DynamicLossScale;
 use zero_train::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
