@@ -66,27 +66,22 @@ pub fn cheapest(rows: &[Estimate], ranks_here: u64, memory: u64) -> String {
     let mut sharded = rows.iter().filter(|row| row.stage.shards_parameters());
     let fits = sharded.find(|row| row.device * ranks_here <= memory);
     let memory = format_bytes(memory);
-    match fits {
-        None => {
-            format!("Nothing fits {memory}, not even with all state on a disk: use more machines, or a smaller model.")
+    let Some(row) = fits else {
+        return format!(
+            "Nothing fits {memory}, not even with all state on a disk: use more machines, or a smaller model."
+        );
+    };
+    let (device, disk) = (format_bytes(row.device * ranks_here), format_bytes(row.host * ranks_here));
+    let option = match row.offloaded {
+        Offloaded::Nothing => {
+            return format!("Cheapest that fits {memory}: stage 3, {device} of model state in memory.");
         }
-        Some(row) => {
-            let (device, disk) = (format_bytes(row.device * ranks_here), format_bytes(row.host * ranks_here));
-            match row.offloaded {
-                Offloaded::Nothing => {
-                    format!("Cheapest that fits {memory}: stage 3, {device} of model state in memory.")
-                }
-                Offloaded::Optimizer => format!(
-                    "Cheapest that fits {memory}: stage 3 with --offload optimizer, {device} of model state in memory and \
-                     {disk} on a disk."
-                ),
-                Offloaded::OptimizerAndParameters => format!(
-                    "Cheapest that fits {memory}: stage 3 with --offload all, {device} of model state in memory and {disk} on \
-                     a disk."
-                ),
-            }
-        }
-    }
+        Offloaded::Optimizer => "optimizer",
+        Offloaded::OptimizerAndParameters => "all",
+    };
+    format!(
+        "Cheapest that fits {memory}: stage 3 with --offload {option}, {device} of model state in memory and {disk} on a disk."
+    )
 }
 
 /// The table, and which rows fit `available` bytes when `ranks_here` ranks run on this machine, where device and host are

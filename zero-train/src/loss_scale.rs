@@ -37,17 +37,19 @@ const FACTOR: f64 = 2.0;
 const MAX_POWER: u32 = 127;
 
 /// The settings of a dynamic loss scale; the default is DeepSpeed's.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct DynamicLossScale {
     /// The scale starts at 2 to this power (key `fp16.initial_scale_power`, default 16).
     pub initial_scale_power: u32,
     /// Updates without overflow between two doublings (key `fp16.loss_scale_window`, default 1000).
+    #[serde(rename = "loss_scale_window")]
     pub window: u64,
     /// The overflow that first halves the scale: 1 is the first, 2 the second (key `fp16.hysteresis`, default 2).
     pub hysteresis: u32,
     /// Whether every update without overflow refills the hysteresis (key `fp16.consecutive_hysteresis`, default false).
     pub consecutive_hysteresis: bool,
     /// The scale never falls below this (key `fp16.min_loss_scale`, default 1).
+    #[serde(rename = "min_loss_scale")]
     pub min_scale: f64,
 }
 
@@ -108,7 +110,7 @@ impl fmt::Display for Outcome {
 /// A loss scale and the history it depends on. Serialized into checkpoints whole, so that, as in DeepSpeed, a resumed
 /// run goes on with the settings it was started with; what is read back is checked like any setting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "State", into = "State")]
+#[serde(try_from = "State")]
 pub struct LossScaler(State);
 
 /// The serialized form.
@@ -245,12 +247,6 @@ impl TryFrom<State> for LossScaler {
 
     fn try_from(state: State) -> Result<Self, LossScaleError> {
         Self::checked(state)
-    }
-}
-
-impl From<LossScaler> for State {
-    fn from(scaler: LossScaler) -> Self {
-        scaler.0
     }
 }
 

@@ -29,31 +29,15 @@ const PLUGIN: &[(&str, &str)] = &[
     ("zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
 ];
 
-/// Any of these makes a file an Accelerate file.
-const MARKS: &[&str] = &[
-    "distributed_type",
-    "compute_environment",
-    "deepspeed_config",
-    "num_processes",
-    "num_machines",
-    "mixed_precision",
-];
+/// Any of these keys makes a file an Accelerate file.
+const MARKS: &str = "distributed_type compute_environment deepspeed_config num_processes num_machines mixed_precision";
 
 const SUPPORTED: &str = "DEEPSPEED, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type";
-const DATA_PARALLEL: &[&str] = &[
-    "MULTI_CPU",
-    "MULTI_GPU",
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_SDAA",
-    "MULTI_MUSA",
-    "MULTI_XPU",
-    "MULTI_HPU",
-    "MULTI_NEURON",
-];
+const DATA_PARALLEL: &str = "MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU \
+    MULTI_NEURON";
 
 pub(super) fn is_accelerate(node: &Node) -> bool {
-    MARKS.iter().any(|mark| node.get(mark).is_some())
+    MARKS.split(' ').any(|mark| node.get(mark).is_some())
 }
 
 /// Checks the file's own keys and turns them into DeepSpeed's.
@@ -73,8 +57,7 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
 
     let processes = at("num_processes").and_then(Node::as_usize);
     if processes == Some(0) {
-        let got = "0".to_owned();
-        findings.problem("num_processes", ProblemKind::Value { expected: "at least 1".to_owned(), got });
+        findings.problem("num_processes", ProblemKind::value("at least 1", 0));
     }
     let kind = at("distributed_type").and_then(Node::as_text).unwrap_or_default().to_ascii_uppercase();
     let processes = processes.or((kind == "NO").then_some(1));
@@ -141,8 +124,7 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
 /// Whether the type is DeepSpeed rather than plain data parallelism; reports any other.
 fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) -> bool {
     let refuse = |reason: &str, findings: &mut Findings| {
-        let kind = ProblemKind::Refused { got: kind.to_owned(), reason: reason.to_owned() };
-        findings.problem("distributed_type", kind);
+        findings.problem("distributed_type", ProblemKind::refused(kind, reason));
     };
     match kind {
         "DEEPSPEED" => return true,
@@ -152,15 +134,12 @@ fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) ->
                 findings.conflict("num_processes", message);
             }
         }
-        "" => findings.problem("distributed_type", ProblemKind::Missing { what: format!("give {SUPPORTED}") }),
+        "" => findings.problem("distributed_type", ProblemKind::Missing(format!("give {SUPPORTED}"))),
         "FSDP" => refuse("write DEEPSPEED with zero_stage 3, which shards the same", findings),
         "XLA" | "TPU" => refuse("there are no TPUs here", findings),
         "MEGATRON_LM" => refuse("there is no tensor or pipeline parallelism; write DEEPSPEED", findings),
-        kind if DATA_PARALLEL.contains(&kind) => {}
-        kind => {
-            let kind = ProblemKind::Value { expected: SUPPORTED.to_owned(), got: format!("{kind:?}") };
-            findings.problem("distributed_type", kind);
-        }
+        kind if DATA_PARALLEL.split(' ').any(|known| known == kind) => {}
+        kind => findings.problem("distributed_type", ProblemKind::value(SUPPORTED, format!("{kind:?}"))),
     }
     false
 }
@@ -171,8 +150,8 @@ fn precision(value: Option<&Node>, findings: &mut Findings) -> Option<&'static s
         "fp16" => Some("fp16"),
         "bf16" => Some("bf16"),
         "fp8" => {
-            let reason = "fp8 does not exist here; write bf16".to_owned();
-            findings.problem("mixed_precision", ProblemKind::Refused { got: "fp8".to_owned(), reason });
+            let refused = ProblemKind::refused("fp8", "fp8 does not exist here; write bf16");
+            findings.problem("mixed_precision", refused);
             None
         }
         _ => None,

@@ -4,15 +4,10 @@ use zero_burn::config::{Disk, Float, Gathers, Tier, ZeroConfig};
 use zero_burn::optim::Rule;
 
 use super::optimizer::OptimizerPlan;
-use super::plan::{DataType, LossScale, Offload, OffloadDevice, Precision, ZeroPlan};
-use super::schedule::{SchedulePlan, WarmupType};
+use super::plan::{LossScale, Offload, OffloadDevice, Precision, ZeroPlan};
 use crate::engine::{EngineConfig, EngineError};
-use crate::loss_scale::{DynamicLossScale, LossScaler};
-use crate::schedule::{CycleMomentum, OneCycle, Schedule, Warmup, at_least_two};
-
-/// The optimizer of a plan that names none: AdamW with PyTorch's defaults.
-const DEFAULT_OPTIMIZER: OptimizerPlan =
-    OptimizerPlan::AdamW { lr: 1e-3, beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 };
+use crate::loss_scale::LossScaler;
+use crate::schedule::{Schedule, at_least_two};
 
 impl ZeroPlan {
     /// What the decorator is launched with. `seed` is of parameters and dropout.
@@ -32,8 +27,8 @@ impl ZeroPlan {
                 Precision::Bf16 { .. } => Float::Bf16,
                 Precision::Fp16 { .. } => Float::F16,
             },
-            gradient_dtype: self.grad_accum_dtype.map(float),
-            communication_dtype: self.communication_data_type.map(float),
+            gradient_dtype: self.grad_accum_dtype,
+            communication_dtype: self.communication_data_type,
             overlap_comm: self.overlap_comm.unwrap_or(true),
             offload: self.offload(),
             gradient_predivide_factor: match self.prescale_gradients {
@@ -45,27 +40,24 @@ impl ZeroPlan {
 
     /// Where state is kept. On the CPU backend the device's memory and the host's are one.
     fn offload(&self) -> zero_burn::config::Offload {
-        let path = |offload: &Option<Offload>| match offload.as_ref().map(|offload| &offload.device) {
-            Some(OffloadDevice::Nvme { path }) => Some(path.clone()),
-            _ => None,
+        let place = |offload: &Option<Offload>| match offload.as_ref().map(|offload| &offload.device) {
+            Some(OffloadDevice::Nvme { path }) => (Tier::Disk, Some(path.clone())),
+            Some(OffloadDevice::Cpu) => (Tier::Host, None),
+            None => (Tier::Memory, None),
         };
-        let (optimizer, parameters) = (path(&self.offload_optimizer), path(&self.offload_param));
-        let tier = |offload: &Option<Offload>| match offload.as_ref().map(|offload| &offload.device) {
-            Some(OffloadDevice::Nvme { .. }) => Tier::Disk,
-            Some(OffloadDevice::Cpu) => Tier::Host,
-            None => Tier::Memory,
-        };
+        let (optimizer, path) = place(&self.offload_optimizer);
+        let (parameters, second_path) = place(&self.offload_param);
         let both = || [&self.offload_optimizer, &self.offload_param].into_iter().flatten();
         let parts = Disk::default();
         let buffer_count = both().zip([4, 1]).map(|(offload, arrays)| offload.buffer_count * arrays).max();
         let buffer_bytes = self.offload_param.as_ref().map_or(usize::MAX, |offload| offload.buffer_size * 4);
         let update = self.offload_optimizer.as_ref();
         zero_burn::config::Offload {
-            optimizer: tier(&self.offload_optimizer),
-            parameters: tier(&self.offload_param),
+            optimizer,
+            parameters,
             min_bytes: zero_burn::config::Offload::default().min_bytes,
             disk: Disk {
-                path: optimizer.or(parameters).unwrap_or_default(),
+                path: path.or(second_path).unwrap_or_default(),
                 pin_memory: both().any(|offload| offload.pin_memory),
                 aio: self.aio.clone(),
                 buffer_count: buffer_count.map_or(parts.buffer_count, |count| count.max(Disk::FEWEST_BUFFERS)),
@@ -89,17 +81,7 @@ impl ZeroPlan {
             Precision::Fp32 => (None, false),
             Precision::Bf16 { check_grad_overflow } => (None, check_grad_overflow),
             Precision::Fp16 { loss_scale: LossScale::Static(scale) } => (Some(LossScaler::fixed(scale)?), true),
-            Precision::Fp16 {
-                loss_scale:
-                    LossScale::Dynamic { initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale },
-            } => {
-                let settings = DynamicLossScale {
-                    initial_scale_power,
-                    window: window as u64,
-                    hysteresis: u32::try_from(hysteresis).unwrap_or(u32::MAX),
-                    consecutive_hysteresis,
-                    min_scale,
-                };
+            Precision::Fp16 { loss_scale: LossScale::Dynamic(settings) } => {
                 (Some(LossScaler::dynamic(settings)?), true)
             }
         };
@@ -116,7 +98,7 @@ impl ZeroPlan {
 
     /// The rule of the plan's optimizer; AdamW with PyTorch's defaults if it names none.
     pub fn rule(&self) -> Rule {
-        match *self.optimizer.as_ref().unwrap_or(&DEFAULT_OPTIMIZER) {
+        match self.optimizer.unwrap_or(OptimizerPlan::DEFAULT) {
             OptimizerPlan::AdamW { beta_1, beta_2, epsilon, weight_decay, .. } => Rule::AdamW {
                 beta_1: beta_1 as f32,
                 beta_2: beta_2 as f32,
@@ -143,74 +125,17 @@ impl ZeroPlan {
 
     /// The learning rate by update: the plan's schedule, or its optimizer's rate throughout.
     pub fn learning_rates(&self) -> Schedule {
-        let base_lr = self.optimizer.as_ref().unwrap_or(&DEFAULT_OPTIMIZER).learning_rate();
-        let warmup = |kind: WarmupType| match kind {
-            WarmupType::Log => Warmup::Log,
-            WarmupType::Linear => Warmup::Linear,
-        };
-        match self.schedule {
-            None => Schedule::Constant(base_lr),
-            Some(SchedulePlan::WarmupLr { min_lr, max_lr, warmup_steps, warmup_type }) => {
-                let warmup_steps = at_least_two(warmup_steps);
-                Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind: warmup(warmup_type) }
-            }
-            Some(SchedulePlan::WarmupDecayLr { min_lr, max_lr, warmup_steps, warmup_type, total_steps }) => {
-                let warmup_steps = at_least_two(warmup_steps);
-                Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind: warmup(warmup_type), total_steps }
-            }
-            Some(SchedulePlan::WarmupCosineLr {
-                total_steps,
-                warmup_min_ratio,
-                warmup_steps,
-                cos_min_ratio,
-                warmup_type,
-            }) => Schedule::WarmupCosineLr {
-                base_lr,
-                total_steps,
-                warmup_min_ratio,
-                warmup_steps: at_least_two(warmup_steps),
-                cos_min_ratio,
-                kind: warmup(warmup_type),
-            },
-            Some(SchedulePlan::OneCycle {
-                min_lr,
-                max_lr,
-                decay_lr_rate,
-                first_step_size,
-                second_step_size,
-                first_stair_count,
-                second_stair_count,
-                decay_step_size,
-                cycle_momentum,
-                min_momentum,
-                max_momentum,
-                decay_momentum_rate,
-            }) => Schedule::OneCycle(OneCycle {
-                cycle_min_lr: min_lr,
-                cycle_max_lr: max_lr,
-                decay_lr_rate,
-                first_step_size,
-                second_step_size: second_step_size.unwrap_or(first_step_size),
-                first_stair_count,
-                second_stair_count: second_stair_count.unwrap_or(first_stair_count),
-                decay_step_size,
-                momentum: cycle_momentum.then_some(CycleMomentum {
-                    min_mom: min_momentum,
-                    max_mom: max_momentum,
-                    decay_mom_rate: decay_momentum_rate,
-                }),
-            }),
-            Some(SchedulePlan::LrRangeTest { min_lr, step_size, step_rate, staircase }) => {
-                Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase }
-            }
+        let rate = self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).learning_rate();
+        let mut schedule = self.schedule.clone().unwrap_or(Schedule::Constant(rate));
+        if let Schedule::WarmupLr { warmup_steps, .. }
+        | Schedule::WarmupDecayLr { warmup_steps, .. }
+        | Schedule::WarmupCosineLr { warmup_steps, .. } = &mut schedule
+        {
+            *warmup_steps = at_least_two(*warmup_steps);
         }
-    }
-}
-
-fn float(dtype: DataType) -> Float {
-    match dtype {
-        DataType::Fp32 => Float::F32,
-        DataType::Fp16 => Float::F16,
-        DataType::Bf16 => Float::Bf16,
+        if let Schedule::WarmupCosineLr { base_lr, .. } = &mut schedule {
+            *base_lr = rate;
+        }
+        schedule
     }
 }

@@ -67,89 +67,68 @@ pub enum MixedPrecision {
     Bf16,
 }
 
-/// What stands for `"auto"` at a key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fill {
-    /// Nothing.
-    None,
-    /// The batch arithmetic decides.
-    Batch,
-    ReduceBucket,
-    Prefetch,
-    Persistence,
-    LearningRate,
-    MinLearningRate,
-    WeightDecay,
-    Betas,
-    Epsilon,
-    TotalSteps,
-    WarmupSteps,
-    Clipping,
-    SaveModel,
-    Fp16,
-    Bf16,
+/// A table of what stands for `"auto"`: what fills the key, as options of `zero train`; what the program has to supply where
+/// there is no value; the value.
+macro_rules! fills {
+    ($($name:ident: $by:expr, $supply:expr, |$auto:ident| $value:expr;)+) => {
+        /// What stands for `"auto"` at a key.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) enum Fill {
+            $($name),+
+        }
+
+        impl Fill {
+            /// What fills the key.
+            pub(super) fn by(self) -> &'static str {
+                match self {
+                    $(Fill::$name => $by),+
+                }
+            }
+
+            /// The value, or what the program would have to supply.
+            pub(super) fn value(self, auto: &Auto) -> Result<Node, &'static str> {
+                let value: Option<Node> = match self {
+                    $(Fill::$name => { let $auto = auto; $value }),+
+                };
+                value.ok_or(match self {
+                    $(Fill::$name => $supply),+
+                })
+            }
+        }
+    };
 }
 
-impl Fill {
-    /// What fills the key, as options of `zero train`.
-    pub(super) fn by(self) -> &'static str {
-        match self {
-            Fill::None | Fill::MinLearningRate => "its default",
-            // The arithmetic of the three knows.
-            Fill::Batch => "the other batch sizes",
-            Fill::ReduceBucket | Fill::Prefetch | Fill::Persistence => "the hidden size of --model",
-            Fill::LearningRate => "--lr",
-            Fill::WeightDecay => "--weight-decay",
-            Fill::Betas => "--beta1, --beta2",
-            Fill::Epsilon => "--eps",
-            Fill::TotalSteps => "--steps",
-            Fill::WarmupSteps => "--warmup",
-            Fill::Clipping => "--clip",
-            Fill::SaveModel => "false, as in Accelerate",
-            Fill::Fp16 | Fill::Bf16 => "--dtype",
-        }
-    }
+const MODEL: &str = "the hidden size of --model";
+const HIDDEN: &str = "supply the model's hidden size (Auto::hidden_size), or give a number of elements";
+const PRECISION: &str = "supply the precision (Auto::mixed_precision), or write true or false";
 
-    /// The value, or what the program would have to supply.
-    pub(super) fn value(self, auto: &Auto) -> Result<Node, &'static str> {
-        const HIDDEN: &str = "supply the model's hidden size (Auto::hidden_size), or give a number of elements";
-        const PRECISION: &str = "supply the precision (Auto::mixed_precision), or write true or false";
-        let elements = |of: fn(i128) -> Option<i128>| {
-            let hidden = auto.hidden_size.and_then(|hidden| i128::try_from(hidden).ok()).ok_or(HIDDEN)?;
-            of(hidden).map(Node::Int).ok_or(HIDDEN)
-        };
-        let number = |value: Option<f64>, supply| value.map(Node::from).ok_or(supply);
-        let count = |value: Option<usize>, supply| value.map(Node::from).ok_or(supply);
-        let precision = |is| auto.mixed_precision.map(|given| Node::Bool(given == is)).ok_or(PRECISION);
-        match self {
-            Fill::None | Fill::Batch => Err("give a value"),
-            Fill::ReduceBucket => elements(|h| h.checked_mul(h)),
-            Fill::Prefetch => elements(|h| h.checked_mul(h)?.checked_mul(9).map(|nine| nine / 10)),
-            Fill::Persistence => elements(|h| h.checked_mul(10)),
-            Fill::LearningRate => {
-                number(auto.learning_rate, "supply the learning rate (Auto::learning_rate), or give a number")
-            }
-            Fill::MinLearningRate => Ok(Node::Int(0)),
-            Fill::WeightDecay => {
-                number(auto.weight_decay, "supply the weight decay (Auto::weight_decay), or give a number")
-            }
-            Fill::Betas => match (auto.beta_1, auto.beta_2) {
-                (Some(first), Some(second)) => Ok(Node::List(vec![Node::from(first), Node::from(second)])),
-                _ => Err("supply both decays (Auto::beta_1 and Auto::beta_2), or give two numbers"),
-            },
-            Fill::Epsilon => number(auto.epsilon, "supply epsilon (Auto::epsilon), or give a number"),
-            Fill::TotalSteps => {
-                count(auto.total_steps, "supply the steps of the training (Auto::total_steps), or give a number")
-            }
-            Fill::WarmupSteps => {
-                count(auto.warmup_steps, "supply the steps of the warm-up (Auto::warmup_steps), or give a number")
-            }
-            Fill::Clipping => Ok(Node::from(auto.gradient_clipping.unwrap_or(1.0))),
-            Fill::SaveModel => Ok(Node::Bool(auto.save_16bit_model.unwrap_or(false))),
-            Fill::Fp16 => precision(MixedPrecision::Fp16),
-            Fill::Bf16 => precision(MixedPrecision::Bf16),
-        }
-    }
+fills! {
+    None: "its default", "give a value", |_auto| None;
+    // The batch arithmetic decides.
+    Batch: "the other batch sizes", "give a value", |_auto| None;
+    ReduceBucket: MODEL, HIDDEN, |auto| elements(auto, |h| h.checked_mul(h));
+    Prefetch: MODEL, HIDDEN, |auto| elements(auto, |h| h.checked_mul(h)?.checked_mul(9).map(|nine| nine / 10));
+    Persistence: MODEL, HIDDEN, |auto| elements(auto, |h| h.checked_mul(10));
+    LearningRate: "--lr", "supply the learning rate (Auto::learning_rate), or give a number",
+        |auto| auto.learning_rate.map(Node::from);
+    MinLearningRate: "its default", "give a value", |_auto| Some(Node::Int(0));
+    WeightDecay: "--weight-decay", "supply the weight decay (Auto::weight_decay), or give a number",
+        |auto| auto.weight_decay.map(Node::from);
+    Betas: "--beta1, --beta2", "supply both decays (Auto::beta_1 and Auto::beta_2), or give two numbers",
+        |auto| auto.beta_1.zip(auto.beta_2).map(|(first, second)| Node::List(vec![first.into(), second.into()]));
+    Epsilon: "--eps", "supply epsilon (Auto::epsilon), or give a number", |auto| auto.epsilon.map(Node::from);
+    TotalSteps: "--steps", "supply the steps of the training (Auto::total_steps), or give a number",
+        |auto| auto.total_steps.map(Node::from);
+    WarmupSteps: "--warmup", "supply the steps of the warm-up (Auto::warmup_steps), or give a number",
+        |auto| auto.warmup_steps.map(Node::from);
+    Clipping: "--clip", "give a number", |auto| Some(auto.gradient_clipping.unwrap_or(1.0).into());
+    SaveModel: "false, as in Accelerate", "give a value", |auto| Some(auto.save_16bit_model.unwrap_or(false).into());
+    Fp16: "--dtype", PRECISION, |auto| auto.mixed_precision.map(|given| (given == MixedPrecision::Fp16).into());
+    Bf16: "--dtype", PRECISION, |auto| auto.mixed_precision.map(|given| (given == MixedPrecision::Bf16).into());
+}
+
+fn elements(auto: &Auto, of: fn(i128) -> Option<i128>) -> Option<Node> {
+    of(i128::try_from(auto.hidden_size?).ok()?).map(Node::Int)
 }
 
 #[cfg(test)]

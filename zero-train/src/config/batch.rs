@@ -87,41 +87,35 @@ impl Batch {
         if [global, micro, accumulation, Some(world)].contains(&Some(0)) {
             return Err(BatchError::Unknown);
         }
-        let split = |global: usize, others: &[(&str, usize)]| {
-            let mut by = String::new();
-            let mut divisor = Some(world);
-            for (name, value) in others {
-                by.push_str(&format!("{name} {value} × "));
-                divisor = divisor.and_then(|divisor| divisor.checked_mul(*value));
-            }
-            by.push_str(&format!("{world} ranks"));
+        let split = |global: usize, other: Option<(&str, usize)>| {
+            let of_ranks = format!("{world} ranks");
+            let (by, divisor) = match other {
+                Some((name, value)) => (format!("{name} {value} × {of_ranks}"), value.checked_mul(world)),
+                None => (of_ranks, Some(world)),
+            };
             match divisor {
                 Some(divisor) if global.is_multiple_of(divisor) => Ok(global / divisor),
                 // One too large to count is larger than any batch.
                 divisor => Err(BatchError::Indivisible { global, by, divisor: divisor.unwrap_or(usize::MAX) }),
             }
         };
-        let product = |micro: usize, accumulation: usize| {
-            let overflow = BatchError::Overflow { micro, accumulation, world };
-            micro.checked_mul(accumulation).and_then(|rows| rows.checked_mul(world)).ok_or(overflow)
-        };
-        match (global, micro, accumulation) {
-            (Some(global), Some(micro), Some(accumulation)) => match product(micro, accumulation)? {
-                product if product == global => Ok(Self { global, micro, accumulation }),
-                product => Err(BatchError::Contradiction { global, micro, accumulation, world, product }),
-            },
-            (Some(global), Some(micro), None) => {
-                Ok(Self { global, micro, accumulation: split(global, &[(MICRO, micro)])? })
-            }
+        let (micro, accumulation) = match (global, micro, accumulation) {
+            (_, Some(micro), Some(accumulation)) => (micro, accumulation),
+            (Some(global), Some(micro), None) => (micro, split(global, Some((MICRO, micro)))?),
             (Some(global), None, Some(accumulation)) => {
-                Ok(Self { global, micro: split(global, &[(ACCUMULATION, accumulation)])?, accumulation })
+                (split(global, Some((ACCUMULATION, accumulation)))?, accumulation)
             }
-            (Some(global), None, None) => Ok(Self { global, micro: split(global, &[])?, accumulation: 1 }),
-            (None, Some(micro), accumulation) => {
-                let accumulation = accumulation.unwrap_or(1);
-                Ok(Self { global: product(micro, accumulation)?, micro, accumulation })
+            (Some(global), None, None) => (split(global, None)?, 1),
+            (None, Some(micro), None) => (micro, 1),
+            (None, None, _) => return Err(BatchError::Unknown),
+        };
+        let product = micro.checked_mul(accumulation).and_then(|rows| rows.checked_mul(world));
+        let product = product.ok_or(BatchError::Overflow { micro, accumulation, world })?;
+        match global {
+            Some(global) if global != product => {
+                Err(BatchError::Contradiction { global, micro, accumulation, world, product })
             }
-            (None, None, _) => Err(BatchError::Unknown),
+            _ => Ok(Self { global: product, micro, accumulation }),
         }
     }
 }

@@ -1,7 +1,6 @@
 //! A plan in code: the same keys, checks and arithmetic as a file's.
 
-use std::path::Path;
-
+use zero_burn::config::Float;
 use zero_core::Stage;
 
 use super::auto::Context;
@@ -9,8 +8,8 @@ use super::error::ConfigError;
 use super::load::Config;
 use super::node::Node;
 use super::optimizer::OptimizerPlan;
-use super::plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, ZeroPlan};
-use super::schedule::SchedulePlan;
+use super::plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, ZeroPlan};
+use crate::schedule::Schedule;
 
 const REDUCE_BUCKET: &str = "zero_optimization.reduce_bucket_size";
 const REUSE_DISTANCE: &str = "zero_optimization.stage3_max_reuse_distance";
@@ -44,16 +43,12 @@ impl ZeroPlan {
     /// # Ok::<(), zero_train::config::ConfigError>(())
     /// ```
     pub fn builder(stage: Stage) -> ZeroPlanBuilder {
-        ZeroPlanBuilder::new(stage)
+        let builder = ZeroPlanBuilder { tree: Node::Null };
+        builder.set("zero_optimization.stage", usize::from(stage.number())).set("gradient_clipping", 0_usize)
     }
 }
 
 impl ZeroPlanBuilder {
-    pub(super) fn new(stage: Stage) -> Self {
-        let builder = Self { tree: Node::Map(Vec::new()) };
-        builder.set("zero_optimization.stage", usize::from(stage.number())).set("gradient_clipping", 0_usize)
-    }
-
     setters! {
         /// Rows of one optimizer step, over all ranks.
         global_batch: usize => "train_batch_size";
@@ -87,6 +82,18 @@ impl ZeroPlanBuilder {
         prescale_gradients: bool => "prescale_gradients";
         /// What they are divided by before the sum.
         gradient_predivide_factor: f64 => "gradient_predivide_factor";
+        /// The type gradients are reduced in.
+        communication_data_type: Float => "communication_data_type";
+        /// The type gradients of micro-batches are added up in.
+        grad_accum_dtype: Float => "data_types.grad_accum_dtype";
+        /// The optimizer.
+        optimizer: OptimizerPlan => "optimizer";
+        /// The learning-rate schedule.
+        schedule: Schedule => "scheduler";
+        /// TensorBoard event files.
+        tensorboard: &LogFiles => "tensorboard";
+        /// CSV files.
+        csv_monitor: &LogFiles => "csv_monitor";
         /// Steps between progress lines.
         steps_per_print: usize => "steps_per_print";
         /// Whether the time of each phase of a step is printed.
@@ -97,70 +104,31 @@ impl ZeroPlanBuilder {
 
     /// The type of parameters and activations.
     pub fn precision(self, precision: Precision) -> Self {
-        let (fp16, bf16) = match precision {
-            Precision::Fp32 => (Node::Null, Node::Null),
+        let fp32 = self.set("fp16", Node::Null).set("bf16", Node::Null);
+        match precision {
+            Precision::Fp32 => fp32,
             Precision::Bf16 { check_grad_overflow } => {
-                (Node::Null, map([("enabled", true.into()), ("check_grad_overflow", check_grad_overflow.into())]))
+                fp32.set("bf16.check_grad_overflow", check_grad_overflow).set("bf16.enabled", true)
             }
             Precision::Fp16 { loss_scale: LossScale::Static(scale) } => {
-                (map([("enabled", true.into()), ("loss_scale", scale.into())]), Node::Null)
+                fp32.set("fp16.loss_scale", scale).set("fp16.enabled", true)
             }
-            Precision::Fp16 {
-                loss_scale:
-                    LossScale::Dynamic { initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale },
-            } => {
-                let fp16 = map([
-                    ("enabled", true.into()),
-                    ("initial_scale_power", initial_scale_power.into()),
-                    ("loss_scale_window", window.into()),
-                    ("hysteresis", hysteresis.into()),
-                    ("consecutive_hysteresis", consecutive_hysteresis.into()),
-                    ("min_loss_scale", min_scale.into()),
-                ]);
-                (fp16, Node::Null)
+            Precision::Fp16 { loss_scale: LossScale::Dynamic(settings) } => {
+                fp32.set("fp16", Node::of(&settings)).set("fp16.enabled", true)
             }
-        };
-        self.set("fp16", fp16).set("bf16", bf16)
-    }
-
-    /// The type gradients are reduced in.
-    pub fn communication_data_type(self, value: DataType) -> Self {
-        self.set("communication_data_type", value.name())
-    }
-
-    /// The type gradients of micro-batches are added up in.
-    pub fn grad_accum_dtype(self, value: DataType) -> Self {
-        self.set("data_types.grad_accum_dtype", value.name())
-    }
-
-    /// The optimizer.
-    pub fn optimizer(self, value: OptimizerPlan) -> Self {
-        self.set("optimizer", value.to_node())
-    }
-
-    /// The learning-rate schedule.
-    pub fn schedule(self, value: SchedulePlan) -> Self {
-        self.set("scheduler", value.to_node())
+        }
     }
 
     /// Where optimizer state is kept.
     pub fn offload_optimizer(self, value: &Offload) -> Self {
-        self.set("zero_optimization.offload_optimizer", offload(value, false))
+        let own = [("pipeline_read", value.pipeline_read.into()), ("pipeline_write", value.pipeline_write.into())];
+        self.offload("zero_optimization.offload_optimizer", value, own)
     }
 
     /// Where parameters are kept. Stage 3.
     pub fn offload_param(self, value: &Offload) -> Self {
-        self.set("zero_optimization.offload_param", offload(value, true))
-    }
-
-    /// TensorBoard event files.
-    pub fn tensorboard(self, value: &LogFiles) -> Self {
-        self.set("tensorboard", log_files(value))
-    }
-
-    /// CSV files.
-    pub fn csv_monitor(self, value: &LogFiles) -> Self {
-        self.set("csv_monitor", log_files(value))
+        let own = [("buffer_size", value.buffer_size.into()), ("max_in_cpu", value.max_in_cpu.into())];
+        self.offload("zero_optimization.offload_param", value, own)
     }
 
     /// The plan for `world` ranks.
@@ -184,39 +152,19 @@ impl ZeroPlanBuilder {
         Ok(plan)
     }
 
+    fn offload(self, section: &str, value: &Offload, own: [(&str, Node); 2]) -> Self {
+        let (device, path) = match &value.device {
+            OffloadDevice::Cpu => ("cpu", Node::Null),
+            OffloadDevice::Nvme { path } => ("nvme", path.display().to_string().into()),
+        };
+        let (pinned, buffers) = (value.pin_memory.into(), value.buffer_count.into());
+        let common =
+            [("device", device.into()), ("nvme_path", path), ("pin_memory", pinned), ("buffer_count", buffers)];
+        self.set(section, Node::map(common.into_iter().chain(own)))
+    }
+
     fn set(mut self, path: &str, value: impl Into<Node>) -> Self {
         self.tree.set(path, value.into());
         self
     }
-}
-
-fn map<const N: usize>(entries: [(&str, Node); N]) -> Node {
-    Node::Map(entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
-}
-
-fn offload(value: &Offload, of_parameters: bool) -> Node {
-    let (device, path) = match &value.device {
-        OffloadDevice::Cpu => ("cpu", Node::Null),
-        OffloadDevice::Nvme { path } => ("nvme", text(path)),
-    };
-    let own: [(&str, Node); 2] = match of_parameters {
-        true => [("buffer_size", value.buffer_size.into()), ("max_in_cpu", value.max_in_cpu.into())],
-        false => [("pipeline_read", value.pipeline_read.into()), ("pipeline_write", value.pipeline_write.into())],
-    };
-    let common = [
-        ("device", device.into()),
-        ("nvme_path", path),
-        ("pin_memory", value.pin_memory.into()),
-        ("buffer_count", value.buffer_count.into()),
-    ];
-    Node::Map(common.into_iter().chain(own).map(|(key, value)| (key.to_owned(), value)).collect())
-}
-
-fn log_files(value: &LogFiles) -> Node {
-    let (path, job) = (text(&value.output_path), value.job_name.clone().into());
-    map([("enabled", true.into()), ("output_path", path), ("job_name", job)])
-}
-
-fn text(path: &Path) -> Node {
-    path.display().to_string().into()
 }

@@ -14,7 +14,7 @@ pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
     let stage = node.at("zero_optimization.stage");
     if stage.is_some_and(Node::is_auto) {
         let supply = "the stage decides what the other keys mean; give a number from 0 to 3".to_owned();
-        findings.problem("zero_optimization.stage", ProblemKind::Unfilled { supply });
+        findings.problem("zero_optimization.stage", ProblemKind::Unfilled(supply));
     }
     let number = stage.and_then(Node::as_usize).and_then(|number| u8::try_from(number).ok());
     // One that does not exist is reported by the walk.
@@ -59,7 +59,7 @@ fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
             _ if !device.eq_ignore_ascii_case("nvme") => {}
             None => {
                 let what = "the device is nvme; give the folder to write to".to_owned();
-                findings.problem(&format!("{section}.nvme_path"), ProblemKind::Missing { what });
+                findings.problem(&format!("{section}.nvme_path"), ProblemKind::Missing(what));
             }
             Some(path) => {
                 let first = *folder.get_or_insert(path);

@@ -48,7 +48,8 @@ impl ConfigError {
 }
 
 /// One thing wrong at one place.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("{file}: {path}{}{kind}", if path.is_empty() { "" } else { ": " })]
 pub struct Problem {
     /// The file, as it was named.
     pub file: String,
@@ -56,13 +57,6 @@ pub struct Problem {
     pub path: String,
     /// What is wrong there.
     pub kind: ProblemKind,
-}
-
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let separator = if self.path.is_empty() { "" } else { ": " };
-        write!(f, "{}: {}{separator}{}", self.file, self.path, self.kind)
-    }
 }
 
 /// What is wrong with a key.
@@ -92,24 +86,15 @@ pub enum ProblemKind {
         /// What it would do, and what to do instead.
         reason: String,
     },
-    /// A key that must be given.
-    #[error("missing: {what}")]
-    Missing {
-        /// What to give.
-        what: String,
-    },
-    /// An `"auto"` that nothing was supplied for.
-    #[error("\"auto\" cannot be filled: {supply}")]
-    Unfilled {
-        /// What the program would have to supply.
-        supply: String,
-    },
-    /// Settings that exclude each other.
-    #[error("{message}")]
-    Conflict {
-        /// Which, and what to change.
-        message: String,
-    },
+    /// A key that must be given, and what to give.
+    #[error("missing: {0}")]
+    Missing(String),
+    /// An `"auto"` that nothing was supplied for, and what the program would have to supply.
+    #[error("\"auto\" cannot be filled: {0}")]
+    Unfilled(String),
+    /// Settings that exclude each other: which, and what to change.
+    #[error("{0}")]
+    Conflict(String),
     /// The file and the program disagree on the number of ranks.
     #[error("the file asks for a world of {file}, but the program has {program}: change one of them")]
     World {
@@ -121,6 +106,16 @@ pub enum ProblemKind {
     /// Batch sizes that do not fit together.
     #[error(transparent)]
     Batch(#[from] BatchError),
+}
+
+impl ProblemKind {
+    pub(super) fn value(expected: impl Into<String>, got: impl ToString) -> Self {
+        Self::Value { expected: expected.into(), got: got.to_string() }
+    }
+
+    pub(super) fn refused(got: impl Into<String>, reason: &str) -> Self {
+        Self::Refused { got: got.into(), reason: reason.to_owned() }
+    }
 }
 
 fn hint(suggestion: Option<&str>, known: &[&str]) -> String {
@@ -176,7 +171,7 @@ impl Findings {
     }
 
     pub(super) fn conflict(&mut self, path: &str, message: impl Into<String>) {
-        self.problem(path, ProblemKind::Conflict { message: message.into() });
+        self.problem(path, ProblemKind::Conflict(message.into()));
     }
 
     pub(super) fn warn(&mut self, path: &str, message: impl Into<String>) {
@@ -192,15 +187,13 @@ impl Findings {
         }
     }
 
-    /// The warnings, or all problems.
-    pub(super) fn finish(self) -> Result<Vec<Warning>, ConfigError> {
-        if self.problems.is_empty() { Ok(self.warnings) } else { Err(ConfigError::Invalid { problems: self.problems }) }
+    /// These, or all problems.
+    pub(super) fn finish(self) -> Result<Self, ConfigError> {
+        if self.problems.is_empty() { Ok(self) } else { Err(ConfigError::Invalid { problems: self.problems }) }
     }
 
     fn shown(&self, path: &str) -> (String, String) {
-        self.names
-            .iter()
-            .find(|(inner, _, _)| inner == path)
-            .map_or_else(|| (self.file.clone(), path.to_owned()), |(_, file, shown)| (file.clone(), shown.clone()))
+        let named = self.names.iter().find(|(inner, _, _)| inner == path);
+        named.map_or_else(|| (self.file.clone(), path.to_owned()), |(_, file, shown)| (file.clone(), shown.clone()))
     }
 }

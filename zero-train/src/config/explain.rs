@@ -2,9 +2,9 @@
 
 use super::auto::Filled;
 use super::optimizer::OptimizerPlan;
-use super::plan::{LossScale, OffloadDevice, Precision, ZeroPlan};
-use super::schedule::SchedulePlan;
-use crate::schedule::at_least_two;
+use super::plan::{LossScale, OffloadDevice, Precision, ZeroPlan, float_name};
+use crate::loss_scale::DynamicLossScale;
+use crate::schedule::{OneCycle, Schedule, Warmup, at_least_two};
 
 impl ZeroPlan {
     /// The plan in a few lines that say what happens to someone who never saw the file.
@@ -80,7 +80,7 @@ impl ZeroPlan {
     }
 
     fn reduction(&self, bucket: &str) -> String {
-        let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", dtype.name()));
+        let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", float_name(dtype)));
         let overlap = match self.overlap_comm {
             Some(true) => ", overlapped with the backward pass",
             Some(false) => " after the backward pass",
@@ -101,7 +101,7 @@ fn precision(precision: Precision) -> String {
         Precision::Bf16 { check_grad_overflow: true } => "bf16; a step with gradients not finite is skipped".to_owned(),
         Precision::Bf16 { check_grad_overflow: false } => "bf16".to_owned(),
         Precision::Fp16 { loss_scale: LossScale::Static(scale) } => format!("fp16 with the loss scaled by {scale}"),
-        Precision::Fp16 { loss_scale: LossScale::Dynamic { initial_scale_power, window, .. } } => {
+        Precision::Fp16 { loss_scale: LossScale::Dynamic(DynamicLossScale { initial_scale_power, window, .. }) } => {
             format!("fp16 with the loss scaled by 2^{initial_scale_power} at first, doubled every {window} good steps")
         }
     }
@@ -128,37 +128,40 @@ fn describe_optimizer(plan: &OptimizerPlan) -> String {
     }
 }
 
-fn describe_schedule(plan: &SchedulePlan) -> String {
-    match plan {
-        SchedulePlan::WarmupLr { min_lr, max_lr, warmup_steps, warmup_type } => {
+fn describe_schedule(schedule: &Schedule) -> String {
+    let warmup = |steps: usize, kind: Warmup| format!("in {} steps ({})", at_least_two(steps), kind.name());
+    match schedule {
+        Schedule::Constant(lr) => format!("{lr} throughout"),
+        Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind } => {
+            format!("{min_lr} to {max_lr} {}, then constant", warmup(*warmup_steps, *kind))
+        }
+        Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind, total_steps } => {
+            let warmup = warmup(*warmup_steps, *kind);
+            format!("{min_lr} to {max_lr} {warmup}, then linearly to 0 at step {total_steps}")
+        }
+        Schedule::WarmupCosineLr { total_steps, warmup_min_ratio, warmup_steps, cos_min_ratio, kind, .. } => format!(
+            "{warmup_min_ratio} to 1 times the optimizer's {}, then along a cosine to {cos_min_ratio} times at step \
+            {total_steps}",
+            warmup(*warmup_steps, *kind)
+        ),
+        Schedule::OneCycle(OneCycle {
+            cycle_min_lr,
+            cycle_max_lr,
+            first_step_size,
+            second_step_size,
+            momentum,
+            ..
+        }) => {
+            let momentum = if momentum.is_some() { ", the momentum against it" } else { "" };
             format!(
-                "{min_lr} to {max_lr} in {} steps ({}), then constant",
-                at_least_two(*warmup_steps),
-                warmup_type.name()
+                "one cycle from {cycle_min_lr} to {cycle_max_lr} in {first_step_size} steps and back in \
+                {second_step_size}{momentum}"
             )
         }
-        SchedulePlan::WarmupDecayLr { min_lr, max_lr, warmup_steps, warmup_type, total_steps } => format!(
-            "{min_lr} to {max_lr} in {} steps ({}), then linearly to 0 at step {total_steps}",
-            at_least_two(*warmup_steps),
-            warmup_type.name()
-        ),
-        SchedulePlan::WarmupCosineLr { total_steps, warmup_min_ratio, warmup_steps, cos_min_ratio, warmup_type } => {
-            format!(
-                "{warmup_min_ratio} to 1 times the optimizer's in {} steps ({}), then along a cosine to \
-                {cos_min_ratio} times at step {total_steps}",
-                at_least_two(*warmup_steps),
-                warmup_type.name()
-            )
+        Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase } => {
+            let stairs = if *staircase { "in stairs " } else { "" };
+            format!("a range test from {min_lr}, growing by {step_rate} times that {stairs}every {step_size} steps")
         }
-        SchedulePlan::OneCycle { min_lr, max_lr, first_step_size, second_step_size, cycle_momentum, .. } => format!(
-            "one cycle from {min_lr} to {max_lr} in {first_step_size} steps and back in {}{}",
-            second_step_size.unwrap_or(*first_step_size),
-            if *cycle_momentum { ", the momentum against it" } else { "" }
-        ),
-        SchedulePlan::LrRangeTest { min_lr, step_size, step_rate, staircase } => format!(
-            "a range test from {min_lr}, growing by {step_rate} times that {}every {step_size} steps",
-            if *staircase { "in stairs " } else { "" }
-        ),
     }
 }
 

@@ -100,8 +100,8 @@ impl Config {
             })?;
             tree = parse(&findings.file, Format::Json, &text)?;
             if tree.get("zero_optimization").is_none() {
-                let what = "Accelerate asks for this section in a deepspeed_config_file".to_owned();
-                findings.problem("zero_optimization", ProblemKind::Missing { what });
+                let what = "Accelerate asks for this section in a deepspeed_config_file";
+                findings.problem("zero_optimization", ProblemKind::Missing(what.to_owned()));
             }
         }
         Self::checked(&tree, findings, processes)
@@ -109,11 +109,7 @@ impl Config {
 
     fn checked(node: &Node, mut findings: Findings, processes: Option<usize>) -> Result<Self, ConfigError> {
         let (tree, stage) = deepspeed::check(node, &mut findings);
-        if findings.problems.is_empty() {
-            Ok(Self { tree, stage, findings, processes })
-        } else {
-            Err(ConfigError::Invalid { problems: findings.problems })
-        }
+        Ok(Self { tree, stage, findings: findings.finish()?, processes })
     }
 }
 

@@ -4,8 +4,9 @@
 //! the plan and never the file. Nothing here starts a thread, and nothing is read but the files named.
 //!
 //! ```text
-//! bytes -> node (a tree) -> walk against keys (every known key, its type, default, treatment) -> Config
+//! bytes -> node (a tree) -> walk against keys (every known key, its type, default, fate) -> Config
 //!       Config + Context (ranks, values for "auto") -> reader -> batch, optimizer, schedule, ... -> ZeroPlan
+//! ZeroPlanBuilder -> the same tree -> walk, reader -> ZeroPlan
 //! ```
 //!
 //! Three rules hold throughout. An unknown key is an error, wherever it stands. A known key that is not acted on is
@@ -38,5 +39,5 @@ pub use error::{ConfigError, Format, Problem, ProblemKind, Warning};
 pub use load::Config;
 pub use node::Node;
 pub use optimizer::OptimizerPlan;
-pub use plan::{DataType, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
-pub use schedule::{SchedulePlan, WarmupType};
+pub use plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
+pub use zero_burn::config::Float;

@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::{Serialize, Serializer};
 
 /// The two formats read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,13 +28,15 @@ impl fmt::Display for Format {
 pub(super) const MAX_BYTES: usize = 1 << 20;
 
 /// A value of a JSON or YAML file. A whole number is an [`Int`](Node::Int) however it is written: `5e8` and `1.0` too.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
 pub enum Node {
     /// `null`, `~` or nothing.
     Null,
     /// `true` or `false`.
     Bool(bool),
     /// A whole number.
+    #[serde(serialize_with = "int")]
     Int(i128),
     /// Any other number.
     Float(f64),
@@ -42,6 +45,7 @@ pub enum Node {
     /// A list.
     List(Vec<Node>),
     /// Keys and values in the order of the file; a key occurs once.
+    #[serde(serialize_with = "entries")]
     Map(Vec<(String, Node)>),
 }
 
@@ -114,6 +118,40 @@ impl Node {
         }
     }
 
+    pub(super) fn map<'k>(entries: impl IntoIterator<Item = (&'k str, Node)>) -> Self {
+        Node::Map(entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+    }
+
+    /// Removes the value at a dotted path of maps.
+    pub(super) fn remove(&mut self, path: &str) -> Option<Node> {
+        let Node::Map(entries) = self else { return None };
+        let (key, rest) = path.split_once('.').map_or((path, None), |(key, rest)| (key, Some(rest)));
+        let index = entries.iter().position(|(name, _)| name == key)?;
+        match rest {
+            Some(rest) => entries[index].1.remove(rest),
+            None => Some(entries.remove(index).1),
+        }
+    }
+
+    /// What `value` is in a file. JSON has no number that is not finite and writes `null` for it; here it stays one, to be
+    /// refused.
+    pub(super) fn of(value: &impl Serialize) -> Self {
+        fn finite(node: Node) -> Node {
+            match node {
+                Node::Null => Node::Float(f64::NAN),
+                Node::Map(entries) => Node::Map(entries.into_iter().map(|(key, node)| (key, finite(node))).collect()),
+                other => other,
+            }
+        }
+        let value = serde_json::to_value(value).expect("settings are numbers and words under names");
+        finite(Self::deserialize(value).expect("JSON is a tree"))
+    }
+
+    /// This as a setting, when it is one.
+    pub(super) fn to<T: DeserializeOwned>(&self) -> Option<T> {
+        serde_json::from_value(serde_json::to_value(self).ok()?).ok()
+    }
+
     /// The number, when this is one.
     pub fn as_f64(&self) -> Option<f64> {
         match self {
@@ -127,12 +165,6 @@ impl Node {
     pub fn as_usize(&self) -> Option<usize> {
         let Node::Int(value) = self else { return None };
         usize::try_from(*value).ok()
-    }
-
-    /// The truth value, when this is one.
-    pub fn as_bool(&self) -> Option<bool> {
-        let Node::Bool(value) = self else { return None };
-        Some(*value)
     }
 
     /// The string, when this is one.
@@ -195,12 +227,26 @@ macro_rules! node_from {
 
 node_from! {
     bool => |value| Node::Bool(value);
-    u32 => |value| Node::Int(i128::from(value));
+    i64 => |value| Node::Int(i128::from(value));
+    u64 => |value| Node::Int(i128::from(value));
     // `usize` has at most 64 bits on every platform Rust supports.
     usize => |value| Node::Int(value as i128);
+    i128 => |value| Node::Int(value);
     f64 => |value| whole(value).map_or(Node::Float(value), Node::Int);
     &str => |value| Node::Text(value.to_owned());
     String => |value| Node::Text(value);
+}
+
+/// As JSON has it: what is larger than its integers is a number all the same.
+fn int<S: Serializer>(value: &i128, serializer: S) -> Result<S::Ok, S::Error> {
+    match i64::try_from(*value) {
+        Ok(value) => serializer.serialize_i64(value),
+        Err(_) => serializer.serialize_f64(*value as f64),
+    }
+}
+
+fn entries<S: Serializer>(entries: &[(String, Node)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(entries.iter().map(|(key, value)| (key, value)))
 }
 
 /// `value` as an integer, when it is one that an `f64` tells apart from its neighbours well enough to mean it.
@@ -215,6 +261,14 @@ impl<'de> Deserialize<'de> for Node {
 }
 
 struct NodeVisitor;
+
+macro_rules! visit {
+    ($($visit:ident: $from:ty;)+) => {$(
+        fn $visit<E: Error>(self, value: $from) -> Result<Node, E> {
+            Ok(value.into())
+        }
+    )+};
+}
 
 impl<'de> Visitor<'de> for NodeVisitor {
     type Value = Node;
@@ -235,28 +289,13 @@ impl<'de> Visitor<'de> for NodeVisitor {
         Node::deserialize(deserializer)
     }
 
-    fn visit_bool<E: Error>(self, value: bool) -> Result<Node, E> {
-        Ok(Node::Bool(value))
-    }
-
-    fn visit_i64<E: Error>(self, value: i64) -> Result<Node, E> {
-        Ok(Node::Int(i128::from(value)))
-    }
-
-    fn visit_u64<E: Error>(self, value: u64) -> Result<Node, E> {
-        Ok(Node::Int(i128::from(value)))
-    }
-
-    fn visit_i128<E: Error>(self, value: i128) -> Result<Node, E> {
-        Ok(Node::Int(value))
-    }
-
-    fn visit_f64<E: Error>(self, value: f64) -> Result<Node, E> {
-        Ok(Node::from(value))
-    }
-
-    fn visit_str<E: Error>(self, value: &str) -> Result<Node, E> {
-        Ok(Node::Text(value.to_owned()))
+    visit! {
+        visit_bool: bool;
+        visit_i64: i64;
+        visit_u64: u64;
+        visit_i128: i128;
+        visit_f64: f64;
+        visit_str: &str;
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Node, A::Error> {

@@ -1,10 +1,13 @@
 //! The optimizers, with DeepSpeed's names and defaults.
 
+use serde::{Deserialize, Serialize};
+
 use super::node::Node;
 use super::reader::Reader;
 
 /// An optimizer and its parameters.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", content = "params")]
 pub enum OptimizerPlan {
     /// Adam with decoupled weight decay, <https://arxiv.org/abs/1711.05101>. DeepSpeed's types "AdamW" and "Adam".
     AdamW {
@@ -15,6 +18,7 @@ pub enum OptimizerPlan {
         /// Decay of the second moment, in [0, 1).
         beta_2: f64,
         /// Added to the root of the second moment.
+        #[serde(rename = "eps")]
         epsilon: f64,
         /// Decoupled weight decay.
         weight_decay: f64,
@@ -29,11 +33,13 @@ pub enum OptimizerPlan {
         /// Decay of the second moment, in [0, 1).
         beta_2: f64,
         /// Added to the root of the second moment.
+        #[serde(rename = "eps")]
         epsilon: f64,
         /// L2 penalty, added to the gradient.
         weight_decay: f64,
     },
     /// Stochastic gradient descent.
+    #[serde(rename = "SGD")]
     Sgd {
         /// Learning rate.
         lr: f64,
@@ -60,6 +66,7 @@ pub enum OptimizerPlan {
         /// Learning rate.
         lr: f64,
         /// Added to the root of the sum of squares.
+        #[serde(rename = "eps")]
         epsilon: f64,
         /// L2 penalty, added to the gradient.
         weight_decay: f64,
@@ -67,6 +74,10 @@ pub enum OptimizerPlan {
 }
 
 impl OptimizerPlan {
+    /// The optimizer of a plan that names none: AdamW with PyTorch's defaults.
+    pub(super) const DEFAULT: Self =
+        Self::AdamW { lr: 1e-3, beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 };
+
     /// The learning rate, before any schedule.
     pub fn learning_rate(&self) -> f64 {
         match *self {
@@ -81,91 +92,33 @@ impl OptimizerPlan {
     /// Reads `optimizer`.
     pub(super) fn read(top: &Reader<'_>) -> Option<Self> {
         let (name, params) = top.tagged("optimizer")?;
-        let lr = params.f64("lr");
-        Some(match name {
-            "SGD" => {
-                let (momentum, nesterov) = (params.f64("momentum"), params.bool("nesterov"));
-                if nesterov && momentum == 0.0 {
-                    params.conflict("nesterov", "needs a momentum: give `momentum` above 0 or remove `nesterov`");
-                }
-                OptimizerPlan::Sgd { lr, momentum, weight_decay: params.f64("weight_decay"), nesterov }
-            }
-            "Lion" => {
-                let (beta_1, beta_2) = params.pair("betas");
-                OptimizerPlan::Lion { lr, beta_1, beta_2, weight_decay: params.f64("weight_decay") }
-            }
-            "Adagrad" => {
-                OptimizerPlan::Adagrad { lr, epsilon: params.f64("eps"), weight_decay: params.f64("weight_decay") }
-            }
-            adam => {
-                let (beta_1, beta_2) = params.pair("betas");
-                let epsilon = params.f64("eps");
-                let decoupled = adam == "AdamW" || params.bool("adam_w_mode");
-                // torch.optim.AdamW is the one constructor whose weight decay is not 0 by default.
-                let torch_default = decoupled && params.bool("torch_adam");
-                let weight_decay = if torch_default && !params.given("weight_decay") && !params.is_auto("weight_decay")
-                {
-                    0.01
-                } else {
-                    params.f64("weight_decay")
-                };
-                if decoupled {
-                    OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay }
-                } else {
-                    OptimizerPlan::Adam { lr, beta_1, beta_2, epsilon, weight_decay }
-                }
-            }
-        })
-    }
-
-    /// The section DeepSpeed would have.
-    pub(super) fn to_node(self) -> Node {
-        let betas = |first: f64, second: f64| Node::List(vec![first.into(), second.into()]);
-        let (name, params) = match self {
-            OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay } => (
-                "AdamW",
-                vec![
-                    ("lr", lr.into()),
-                    ("betas", betas(beta_1, beta_2)),
-                    ("eps", epsilon.into()),
-                    ("weight_decay", weight_decay.into()),
-                ],
-            ),
-            OptimizerPlan::Adam { lr, beta_1, beta_2, epsilon, weight_decay } => (
-                "Adam",
-                vec![
-                    ("lr", lr.into()),
-                    ("betas", betas(beta_1, beta_2)),
-                    ("eps", epsilon.into()),
-                    ("weight_decay", weight_decay.into()),
-                    ("adam_w_mode", false.into()),
-                ],
-            ),
-            OptimizerPlan::Sgd { lr, momentum, weight_decay, nesterov } => (
-                "SGD",
-                vec![
-                    ("lr", lr.into()),
-                    ("momentum", momentum.into()),
-                    ("weight_decay", weight_decay.into()),
-                    ("nesterov", nesterov.into()),
-                ],
-            ),
-            OptimizerPlan::Lion { lr, beta_1, beta_2, weight_decay } => (
-                "Lion",
-                vec![("lr", lr.into()), ("betas", betas(beta_1, beta_2)), ("weight_decay", weight_decay.into())],
-            ),
-            OptimizerPlan::Adagrad { lr, epsilon, weight_decay } => {
-                ("Adagrad", vec![("lr", lr.into()), ("eps", epsilon.into()), ("weight_decay", weight_decay.into())])
-            }
-        };
-        Node::tagged(name, params)
+        let decoupled = name == "AdamW" || name == "Adam" && params.get("adam_w_mode");
+        let mut values = params.values(Vec::new());
+        let (beta_1, beta_2): (f64, f64) = values.get("betas").and_then(Node::to).unwrap_or_default();
+        values.set("beta_1", beta_1.into());
+        values.set("beta_2", beta_2.into());
+        // torch.optim.AdamW is the one constructor whose weight decay is not 0 by default.
+        if decoupled && params.get("torch_adam") && params.absent("weight_decay") {
+            values.set("weight_decay", 0.01.into());
+        }
+        let plan = Node::map([("type", if decoupled { "AdamW" } else { name }.into()), ("params", values)]).to()?;
+        if matches!(plan, OptimizerPlan::Sgd { nesterov: true, momentum: 0.0, .. }) {
+            params.conflict("nesterov", "needs a momentum: give `momentum` above 0 or remove `nesterov`");
+        }
+        Some(plan)
     }
 }
 
-impl Node {
-    /// A `type` with its `params`.
-    pub(super) fn tagged(name: &str, params: Vec<(&str, Node)>) -> Node {
-        let params = params.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        Node::Map(vec![("type".to_owned(), name.into()), ("params".to_owned(), Node::Map(params))])
+/// The section DeepSpeed would have.
+impl From<OptimizerPlan> for Node {
+    fn from(plan: OptimizerPlan) -> Self {
+        let mut node = Node::of(&plan);
+        if let (Some(first), Some(second)) = (node.remove("params.beta_1"), node.remove("params.beta_2")) {
+            node.set("params.betas", Node::List(vec![first, second]));
+        }
+        if matches!(plan, OptimizerPlan::Adam { .. }) {
+            node.set("params.adam_w_mode", false.into());
+        }
+        node
     }
 }

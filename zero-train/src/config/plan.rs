@@ -2,13 +2,16 @@
 
 use std::path::PathBuf;
 
+use zero_burn::config::Float;
 use zero_core::Stage;
 use zero_core::offload::AioOptions;
 
 use super::batch::Batch;
 use super::error::Warning;
+use super::node::Node;
 use super::optimizer::OptimizerPlan;
-use super::schedule::SchedulePlan;
+use crate::loss_scale::DynamicLossScale;
+use crate::schedule::Schedule;
 
 /// How to train: what is sharded over how many ranks, in which precision, with which optimizer and schedule.
 #[derive(Debug, Clone, PartialEq)]
@@ -47,13 +50,13 @@ pub struct ZeroPlan {
     /// The type of parameters and activations.
     pub precision: Precision,
     /// The type gradients are reduced in; `None` is their own.
-    pub communication_data_type: Option<DataType>,
+    pub communication_data_type: Option<Float>,
     /// The type gradients of micro-batches are added up in; `None` is their own.
-    pub grad_accum_dtype: Option<DataType>,
+    pub grad_accum_dtype: Option<Float>,
     /// The optimizer; `None` leaves it to the program.
     pub optimizer: Option<OptimizerPlan>,
-    /// The learning-rate schedule; `None` leaves it to the program.
-    pub schedule: Option<SchedulePlan>,
+    /// The learning-rate schedule, with the steps of its warm-up as written; `None` leaves it to the program.
+    pub schedule: Option<Schedule>,
     /// Where optimizer state is kept when not on the device.
     pub offload_optimizer: Option<Offload>,
     /// Where parameters are kept when not on the device. Stage 3.
@@ -105,50 +108,31 @@ pub enum LossScale {
     /// The same number throughout, above 0.
     Static(f64),
     /// Doubled after a run of good steps and halved after overflows.
-    Dynamic {
-        /// It begins at 2 to this power, at most 127.
-        initial_scale_power: u32,
-        /// Steps without overflow after which it doubles, at least 1.
-        window: usize,
-        /// Overflows tolerated before it halves, at least 1.
-        hysteresis: usize,
-        /// Whether a good step gives the tolerated overflows back.
-        consecutive_hysteresis: bool,
-        /// It never falls below this, above 0.
-        min_scale: f64,
-    },
+    Dynamic(DynamicLossScale),
 }
 
-/// A floating-point type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DataType {
-    /// 32 bits.
-    Fp32,
-    /// 16 bits, 5 of them exponent.
-    Fp16,
-    /// 16 bits, 8 of them exponent.
-    Bf16,
+/// DeepSpeed's name of each type, and PyTorch's.
+const FLOATS: [(Float, &[&str]); 3] = [
+    (Float::F32, &["fp32", "float32", "float"]),
+    (Float::F16, &["fp16", "float16", "half"]),
+    (Float::Bf16, &["bf16", "bfloat16"]),
+];
+
+/// DeepSpeed's name.
+pub(super) fn float_name(float: Float) -> &'static str {
+    FLOATS.iter().find(|(known, _)| *known == float).map_or("", |(_, names)| names[0])
 }
 
-impl DataType {
-    /// DeepSpeed's name.
-    pub fn name(self) -> &'static str {
-        match self {
-            DataType::Fp32 => "fp32",
-            DataType::Fp16 => "fp16",
-            DataType::Bf16 => "bf16",
-        }
+impl From<Float> for Node {
+    fn from(float: Float) -> Self {
+        float_name(float).into()
     }
+}
 
-    /// By DeepSpeed's or PyTorch's name.
-    pub(super) fn named(name: &str) -> Option<Self> {
-        match name.trim_start_matches("torch.") {
-            "fp32" | "float32" | "float" => Some(DataType::Fp32),
-            "fp16" | "float16" | "half" => Some(DataType::Fp16),
-            "bf16" | "bfloat16" => Some(DataType::Bf16),
-            _ => None,
-        }
-    }
+/// By DeepSpeed's or PyTorch's name.
+pub(super) fn float_named(name: &str) -> Option<Float> {
+    let name = name.trim_start_matches("torch.");
+    FLOATS.iter().find(|(_, names)| names.contains(&name)).map(|(float, _)| *float)
 }
 
 /// Where something is kept when not on the device.
@@ -219,4 +203,11 @@ pub struct LogFiles {
     pub output_path: PathBuf,
     /// The folder inside `output_path`.
     pub job_name: String,
+}
+
+impl From<&LogFiles> for Node {
+    fn from(files: &LogFiles) -> Self {
+        let (path, job) = (files.output_path.display().to_string(), files.job_name.clone());
+        Node::map([("enabled", true.into()), ("output_path", path.into()), ("job_name", job.into())])
+    }
 }

@@ -2,10 +2,12 @@
 
 use std::cell::RefCell;
 
+use serde::de::DeserializeOwned;
+
 use super::auto::{Auto, Fill};
 use super::error::{Findings, ProblemKind};
 use super::node::Node;
-use super::rule::{Key, Kind};
+use super::rule::{Key, Kind, Treatment};
 
 /// One section, with the table that describes it. Only keys of the table are asked for, by name.
 pub(super) struct Reader<'a> {
@@ -29,18 +31,19 @@ impl<'a> Reader<'a> {
     }
 
     /// The section `name`, empty when it is not given.
-    pub(super) fn section(&self, name: &str) -> Reader<'a> {
+    pub(super) fn section(&self, name: &str) -> Self {
         let Kind::Section(keys, _) = self.key(name).kind else { unreachable!("`{name}` is a section in the table") };
-        self.inner(self.node.and_then(|node| node.get(name)), keys, self.path(name))
+        Self { node: self.node.and_then(|node| node.get(name)), keys, path: self.path(name), ..*self }
     }
 
     /// The type of the section `name` and its parameters, when it is given.
-    pub(super) fn tagged(&self, name: &str) -> Option<(&'static str, Reader<'a>)> {
+    pub(super) fn tagged(&self, name: &str) -> Option<(&'static str, Self)> {
         let Kind::Tagged(tagged) = self.key(name).kind else { unreachable!("`{name}` has a type in the table") };
         let node = self.node?.get(name)?;
         let word = node.get("type")?.as_text()?;
         let (word, keys) = tagged.variants.iter().find(|(known, _)| *known == word)?;
-        Some((word, self.inner(node.get("params"), keys, format!("{}.params", self.path(name)))))
+        let path = format!("{}.params", self.path(name));
+        Some((word, Self { node: node.get("params"), keys, path, ..*self }))
     }
 
     /// Whether the key has a value other than `"auto"`.
@@ -53,51 +56,25 @@ impl<'a> Reader<'a> {
         self.raw(name).is_some_and(Node::is_auto)
     }
 
-    pub(super) fn bool(&self, name: &str) -> bool {
-        self.maybe_bool(name).unwrap_or_default()
+    /// Whether the key is not there.
+    pub(super) fn absent(&self, name: &str) -> bool {
+        self.raw(name).is_none()
     }
 
-    pub(super) fn maybe_bool(&self, name: &str) -> Option<bool> {
-        self.value(name).as_bool()
+    /// The value of a key, words in lower case; `T`'s default for one that has none.
+    pub(super) fn get<T: DeserializeOwned + Default>(&self, name: &str) -> T {
+        self.value(name).to().unwrap_or_default()
     }
 
-    pub(super) fn usize(&self, name: &str) -> usize {
-        self.maybe_usize(name).unwrap_or_default()
-    }
-
-    pub(super) fn maybe_usize(&self, name: &str) -> Option<usize> {
-        self.value(name).as_usize()
-    }
-
-    pub(super) fn f64(&self, name: &str) -> f64 {
-        self.maybe_f64(name).unwrap_or_default()
-    }
-
-    pub(super) fn maybe_f64(&self, name: &str) -> Option<f64> {
-        self.value(name).as_f64()
-    }
-
-    /// Two numbers.
-    pub(super) fn pair(&self, name: &str) -> (f64, f64) {
-        match self.value(name) {
-            Node::List(items) => match items.as_slice() {
-                [first, second] => (first.as_f64().unwrap_or_default(), second.as_f64().unwrap_or_default()),
-                _ => (0.0, 0.0),
-            },
-            _ => (0.0, 0.0),
+    /// Every value that is acted on, but for those that are `known`.
+    pub(super) fn values(&self, known: Vec<(&str, Node)>) -> Node {
+        let mut entries: Vec<_> = known.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        for key in self.keys.iter().filter(|key| matches!(key.fate.treatment, Treatment::Acted)) {
+            if entries.iter().all(|(name, _)| name != key.name) {
+                entries.push((key.name.to_owned(), self.value(key.name)));
+            }
         }
-    }
-
-    /// A word in lower case, or a string as it is for keys that take any.
-    pub(super) fn text(&self, name: &str) -> String {
-        let value = self.value(name);
-        let text = value.as_text().unwrap_or_default();
-        if matches!(self.key(name).kind, Kind::OneOf(_)) { text.to_ascii_lowercase() } else { text.to_owned() }
-    }
-
-    /// A string that is not empty.
-    pub(super) fn maybe_text(&self, name: &str) -> Option<String> {
-        Some(self.text(name)).filter(|text| !text.is_empty())
+        Node::Map(entries)
     }
 
     pub(super) fn problem(&self, name: &str, kind: impl Into<ProblemKind>) {
@@ -105,14 +82,14 @@ impl<'a> Reader<'a> {
     }
 
     pub(super) fn missing(&self, name: &str, what: &str) {
-        self.problem(name, ProblemKind::Missing { what: what.to_owned() });
+        self.problem(name, ProblemKind::Missing(what.to_owned()));
     }
 
-    pub(super) fn conflict(&self, name: &str, message: impl Into<String>) {
-        self.problem(name, ProblemKind::Conflict { message: message.into() });
+    pub(super) fn conflict(&self, name: &str, message: &str) {
+        self.problem(name, ProblemKind::Conflict(message.to_owned()));
     }
 
-    pub(super) fn warn(&self, name: &str, message: impl Into<String>) {
+    pub(super) fn warn(&self, name: &str, message: &str) {
         self.findings.borrow_mut().warn(&self.path(name), message);
     }
 
@@ -121,42 +98,36 @@ impl<'a> Reader<'a> {
         self.findings.borrow_mut().filled(&self.path(name), by, value);
     }
 
-    fn inner(&self, node: Option<&'a Node>, keys: &'static [Key], path: String) -> Reader<'a> {
-        Reader { node, keys, path, stage: self.stage, auto: self.auto, findings: self.findings }
-    }
-
     fn raw(&self, name: &str) -> Option<&'a Node> {
         self.node?.get(name).filter(|value| **value != Node::Null)
     }
 
     fn value(&self, name: &str) -> Node {
         let key = self.key(name);
-        let default = || key.default.node();
-        let Some(value) = self.raw(name) else { return default() };
+        let fate = key.fate;
+        let Some(value) = self.raw(name) else { return key.default() };
         if !value.is_auto() || key.kind.accepts(value) {
-            return value.clone();
+            return match (key.kind, value) {
+                (Kind::OneOf(_), Node::Text(word)) => Node::Text(word.to_ascii_lowercase()),
+                _ => value.clone(),
+            };
         }
         // The batch sizes fill one another.
-        if key.fill == Fill::Batch || self.stage < key.from_stage {
-            return default();
+        if fate.fill == Fill::Batch || self.stage < fate.from_stage {
+            return key.default();
         }
-        if key.fill == Fill::None {
-            self.filled(name, Fill::None.by(), Some(default()));
-            return default();
+        if fate.fill == Fill::None {
+            self.filled(name, fate.fill.by(), Some(key.default()));
+            return key.default();
         }
-        let value = key.fill.value(self.auto);
-        self.filled(name, key.fill.by(), value.as_ref().ok().cloned());
+        let value = fate.fill.value(self.auto);
+        self.filled(name, fate.fill.by(), value.as_ref().ok().cloned());
         match value {
-            Ok(value) if key.kind.accepts(&value) => value,
-            Ok(value) => {
-                self.problem(name, ProblemKind::Value { expected: key.kind.expected(), got: value.to_string() });
-                default()
-            }
-            Err(supply) => {
-                self.problem(name, ProblemKind::Unfilled { supply: supply.to_owned() });
-                default()
-            }
+            Ok(value) if key.kind.accepts(&value) => return value,
+            Ok(value) => self.problem(name, ProblemKind::value(key.kind.expected(), value)),
+            Err(supply) => self.problem(name, ProblemKind::Unfilled(supply.to_owned())),
         }
+        key.default()
     }
 
     fn key(&self, name: &str) -> &'static Key {

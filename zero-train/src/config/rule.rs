@@ -8,13 +8,23 @@ use super::node::Node;
 pub(super) struct Key {
     pub(super) name: &'static str,
     pub(super) kind: Kind,
-    pub(super) default: Default,
-    pub(super) treatment: Treatment,
-    /// What stands for `"auto"`.
-    pub(super) fill: Fill,
-    /// The ZeRO stage from which the key has an effect.
-    pub(super) from_stage: u8,
+    /// What it holds when it is not given, as JSON.
+    pub(super) default: &'static str,
+    pub(super) fate: Fate,
 }
+
+/// A table of keys. A row is of keys, each with its default, that may hold the same and become the same.
+macro_rules! keys {
+    ($($($name:ident = $default:expr),+ => $kind:expr, $fate:expr;)+) => {
+        &[$($($crate::config::rule::Key {
+            name: stringify!($name),
+            kind: $kind,
+            default: stringify!($default),
+            fate: $fate,
+        }),+),+]
+    };
+}
+pub(super) use keys;
 
 /// What a key may hold. `null` is always accepted and means "not given".
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +46,7 @@ pub(super) enum Kind {
     /// A string or a list of strings.
     Texts,
     /// One of these words, in any case.
-    OneOf(&'static [&'static str]),
+    OneOf(&'static str),
     /// Anything.
     Any,
     /// A map of these keys.
@@ -70,16 +80,14 @@ pub(super) struct Tagged {
     pub(super) beside: &'static [Key],
 }
 
-/// What a key holds when it is not given.
+/// What becomes of a key.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Default {
-    Null,
-    Bool(bool),
-    Int(i128),
-    Num(f64),
-    Text(&'static str),
-    Pair(f64, f64),
-    Empty,
+pub(super) struct Fate {
+    pub(super) treatment: Treatment,
+    /// What stands for `"auto"`.
+    pub(super) fill: Fill,
+    /// The ZeRO stage from which the key has an effect.
+    pub(super) from_stage: u8,
 }
 
 /// What becomes of a key that is set to something other than its default.
@@ -99,58 +107,64 @@ pub(super) enum Treatment {
     Renamed { to: &'static str, change: fn(&Node) -> Node, deprecated: bool },
 }
 
-pub(super) const fn key(name: &'static str, kind: Kind, default: Default, treatment: Treatment) -> Key {
-    Key { name, kind, default, treatment, fill: Fill::None, from_stage: 0 }
-}
+impl Fate {
+    pub(super) const ACTED: Fate = Fate::of(Treatment::Acted);
+    pub(super) const QUIET: Fate = Fate::of(Treatment::Quiet);
 
-/// A map of `keys` that acts as its keys say.
-pub(super) const fn section(name: &'static str, keys: &'static [Key]) -> Key {
-    key(name, Kind::Section(keys, Gate::Given), Default::Empty, Treatment::Acted)
-}
+    const fn of(treatment: Treatment) -> Self {
+        Self { treatment, fill: Fill::None, from_stage: 0 }
+    }
 
-/// Another name for `to`.
-pub(super) const fn alias(name: &'static str, kind: Kind, to: &'static str) -> Key {
-    key(name, kind, Default::Null, Treatment::Renamed { to, change: Node::clone, deprecated: false })
+    pub(super) const fn no_effect(reason: &'static str) -> Self {
+        Self::of(Treatment::NoEffect(reason))
+    }
+
+    pub(super) const fn not_yet(reason: &'static str) -> Self {
+        Self::of(Treatment::NotYet(reason))
+    }
+
+    pub(super) const fn refused(reason: &'static str) -> Self {
+        Self::of(Treatment::Refused(reason))
+    }
+
+    /// An old name for `to`.
+    pub(super) const fn renamed(to: &'static str, change: fn(&Node) -> Node) -> Self {
+        Self::of(Treatment::Renamed { to, change, deprecated: true })
+    }
+
+    /// Another name for `to`.
+    pub(super) const fn alias(to: &'static str) -> Self {
+        Self::of(Treatment::Renamed { to, change: Node::clone, deprecated: false })
+    }
+
+    pub(super) const fn auto(self, fill: Fill) -> Self {
+        Self { fill, ..self }
+    }
+
+    pub(super) const fn since_stage(self, from_stage: u8) -> Self {
+        Self { from_stage, ..self }
+    }
 }
 
 impl Key {
-    pub(super) const fn auto(mut self, fill: Fill) -> Self {
-        self.fill = fill;
-        self
-    }
-
-    pub(super) const fn since_stage(mut self, stage: u8) -> Self {
-        self.from_stage = stage;
-        self
-    }
-
     pub(super) fn find<'a>(keys: &'a [Key], name: &str) -> Option<&'a Key> {
         keys.iter().find(|key| key.name == name)
     }
 
+    pub(super) fn default(&self) -> Node {
+        serde_json::from_str(self.default).expect("defaults in the tables are JSON")
+    }
+
     /// Whether `value` says what leaving the key out would say.
     pub(super) fn is_default(&self, value: &Node) -> bool {
-        match (value, self.default) {
+        match (value, self.default()) {
             (Node::Null, _) => true,
-            (Node::Text(value), Default::Text(default)) => value.eq_ignore_ascii_case(default),
-            (value, Default::Empty) => value.is_empty(),
-            (value, default) => match (value.as_f64(), default.node().as_f64()) {
+            (Node::Text(value), Node::Text(default)) => value.eq_ignore_ascii_case(&default),
+            (value, Node::List(default)) if default.is_empty() => value.is_empty(),
+            (value, default) => match (value.as_f64(), default.as_f64()) {
                 (Some(value), Some(default)) => value == default,
-                _ => *value == default.node(),
+                _ => *value == default,
             },
-        }
-    }
-}
-
-impl Default {
-    pub(super) fn node(self) -> Node {
-        match self {
-            Default::Null | Default::Empty => Node::Null,
-            Default::Bool(value) => Node::Bool(value),
-            Default::Int(value) => Node::Int(value),
-            Default::Num(value) => Node::Float(value),
-            Default::Text(value) => Node::Text(value.to_owned()),
-            Default::Pair(first, second) => Node::List(vec![Node::Float(first), Node::Float(second)]),
         }
     }
 }
@@ -169,31 +183,44 @@ impl Kind {
     /// Any number.
     pub(super) const NUM: Kind = Kind::Num { min: f64::MIN, max: f64::MAX };
 
+    /// A map of `keys` that acts as its keys say.
+    pub(super) const fn section(keys: &'static [Key]) -> Self {
+        Kind::Section(keys, Gate::Given)
+    }
+
+    /// A map of `keys` that does something once enabled.
+    pub(super) const fn switch(keys: &'static [Key]) -> Self {
+        Kind::Section(keys, Gate::Enabled)
+    }
+
     /// `value` with YAML's several spellings of no and yes made one.
     pub(super) fn normal(self, value: &Node) -> Node {
+        let word = |word: &str| word.to_ascii_lowercase();
         match (self, value) {
-            (Kind::YesNo, Node::Text(word)) => yes_no(word).map_or_else(|| value.clone(), Node::Bool),
+            (Kind::YesNo, Node::Text(text)) if ["yes", "true", "on"].contains(&&*word(text)) => Node::Bool(true),
+            (Kind::YesNo, Node::Text(text)) if ["no", "false", "off"].contains(&&*word(text)) => Node::Bool(false),
             // YAML 1.1 reads a bare `no` as false.
-            (Kind::OneOf(words), Node::Bool(false)) if words.contains(&"no") => "no".into(),
+            (Kind::OneOf(words), Node::Bool(false)) if words.split(' ').any(|word| word == "no") => "no".into(),
             _ => value.clone(),
         }
     }
 
     /// Whether `value` may stand here. Containers are only checked to be containers.
     pub(super) fn accepts(self, value: &Node) -> bool {
+        let is_decay = |value: &Node| value.as_f64().is_some_and(|value| (0.0..1.0).contains(&value));
         match (self, value) {
             (_, Node::Null) | (Kind::Any, _) => true,
             (Kind::Bool | Kind::YesNo, Node::Bool(_)) => true,
             (Kind::Int { min, max }, Node::Int(value)) => (min..=max).contains(value),
             (Kind::Num { min, max }, value) => value.as_f64().is_some_and(|value| (min..=max).contains(&value)),
-            (Kind::Decay, value) => value.as_f64().is_some_and(|value| (0.0..1.0).contains(&value)),
+            (Kind::Decay, value) => is_decay(value),
             (Kind::Betas, Node::List(items)) => items.len() == 2 && items.iter().all(is_decay),
             (Kind::Text | Kind::Texts, Node::Text(_)) => true,
             (Kind::Texts, Node::List(items)) => items.iter().all(|item| item.as_text().is_some()),
-            (Kind::OneOf(words), Node::Text(word)) => words.iter().any(|known| known.eq_ignore_ascii_case(word)),
+            (Kind::OneOf(words), Node::Text(word)) => words.split(' ').any(|known| known.eq_ignore_ascii_case(word)),
             (Kind::Section(..) | Kind::Tagged(_) | Kind::Open(_), Node::Map(_)) => true,
             // An open section of Accelerate may hold anything, and an empty list is as good as nothing.
-            (Kind::Open(_), value) => value.is_empty() || value.as_bool().is_some(),
+            (Kind::Open(_), value) => value.is_empty() || matches!(value, Node::Bool(_)),
             _ => false,
         }
     }
@@ -212,22 +239,9 @@ impl Kind {
             Kind::Betas => "two numbers of at least 0 and below 1".to_owned(),
             Kind::Text => "a string".to_owned(),
             Kind::Texts => "a string or a list of strings".to_owned(),
-            Kind::OneOf(words) => format!("one of {}", words.join(", ")),
+            Kind::OneOf(words) => format!("one of {}", words.replace(' ', ", ")),
             Kind::Any => "anything".to_owned(),
             Kind::Section(..) | Kind::Tagged(_) | Kind::Open(_) => "a map".to_owned(),
         }
-    }
-}
-
-fn is_decay(node: &Node) -> bool {
-    Kind::Decay.accepts(node) && *node != Node::Null
-}
-
-/// The truth value of YAML 1.1's words.
-fn yes_no(word: &str) -> Option<bool> {
-    match word.to_ascii_lowercase().as_str() {
-        "yes" | "true" | "on" => Some(true),
-        "no" | "false" | "off" => Some(false),
-        _ => None,
     }
 }

@@ -12,8 +12,7 @@ const SHORT_SECTION: usize = 12;
 /// Checks `node` as a map of `keys`; `stage` decides which keys have an effect.
 pub(super) fn walk(node: &Node, keys: &[Key], stage: u8, findings: &mut Findings) -> Node {
     let Node::Map(entries) = node else {
-        let got = node.to_string();
-        findings.problem("", ProblemKind::Value { expected: "a map of settings".to_owned(), got });
+        findings.problem("", ProblemKind::value("a map of settings", node));
         return Node::Null;
     };
     Walk { findings, stage }.map(entries, keys, Place { path: "", active: true, auto_is_default: false })
@@ -42,11 +41,13 @@ impl Walk<'_> {
             let path = join(parent, name);
             let place = Place { path: &path, ..place };
             let Some(key) = Key::find(keys, name) else {
-                self.unknown(place.path, name, keys.iter());
+                let useful =
+                    |key: &&Key| !matches!(key.fate.treatment, Treatment::Renamed { .. } | Treatment::Refused(_));
+                self.unknown(place.path, name, keys.iter().filter(useful).map(|key| key.name).collect());
                 continue;
             };
             let value = &key.kind.normal(value);
-            let Treatment::Renamed { to, change, deprecated } = key.treatment else {
+            let Treatment::Renamed { to, change, deprecated } = key.fate.treatment else {
                 out.push((name.clone(), self.entry(key, value, place)));
                 continue;
             };
@@ -77,39 +78,33 @@ impl Walk<'_> {
             return Node::Null;
         }
         if value.is_auto() && !key.kind.accepts(value) {
-            if key.fill == Fill::None && !place.auto_is_default {
+            if key.fate.fill == Fill::None && !place.auto_is_default {
                 let supply = "nothing stands for it at this key; give a value".to_owned();
-                self.findings.problem(place.path, ProblemKind::Unfilled { supply });
+                self.findings.problem(place.path, ProblemKind::Unfilled(supply));
             }
             return value.clone();
         }
         if !self.fits(key, value, place) {
             return Node::Null;
         }
+        let acts = place.active
+            && match key.kind {
+                Kind::Section(_, gate) | Kind::Open(gate) => is_on(gate, value),
+                Kind::Tagged(_) => false,
+                _ => !key.is_default(value),
+            };
+        if acts {
+            self.treat(key, value, place.path);
+        }
         match (key.kind, value) {
-            (Kind::Section(keys, gate), Node::Map(entries)) => {
-                let on = place.active && is_on(gate, value);
-                if on {
-                    self.treat(key, value, place.path);
-                }
+            (Kind::Section(keys, _), Node::Map(entries)) => {
                 let auto_is_default =
                     place.auto_is_default || matches!(key.name, "zero_optimization" | "fp16" | "bf16");
-                let active = on && self.stage >= key.from_stage;
+                let active = acts && self.stage >= key.fate.from_stage;
                 self.map(entries, keys, Place { active, auto_is_default, ..place })
             }
             (Kind::Tagged(tagged), Node::Map(entries)) => self.tagged(tagged, entries, place),
-            (Kind::Open(gate), _) => {
-                if place.active && is_on(gate, value) {
-                    self.treat(key, value, place.path);
-                }
-                value.clone()
-            }
-            _ => {
-                if place.active && !key.is_default(value) {
-                    self.treat(key, value, place.path);
-                }
-                value.clone()
-            }
+            _ => value.clone(),
         }
     }
 
@@ -117,32 +112,18 @@ impl Walk<'_> {
         if entries.is_empty() {
             return Node::Null;
         }
-        let names = || tagged.variants.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-        let at = join(place.path, "type");
-        let field = |name: &str| entries.iter().find(|(key, _)| key == name).map(|(_, value)| value);
-        let word = match field("type") {
-            None | Some(Node::Null) => {
-                let what = format!("the {} needs a type, one of {}", tagged.what, names());
-                self.findings.problem(&at, ProblemKind::Missing { what });
-                return Node::Null;
-            }
-            Some(Node::Text(word)) => word,
-            Some(other) => {
-                let expected = format!("one of {}", names());
-                self.findings.problem(&at, ProblemKind::Value { expected, got: other.to_string() });
-                return Node::Null;
-            }
-        };
-        let Some((name, keys)) = tagged.variants.iter().find(|(name, _)| name.eq_ignore_ascii_case(word)) else {
-            let got = format!("{word:?}");
-            self.findings.problem(
-                &at,
-                if tagged.refused.iter().any(|name| name.eq_ignore_ascii_case(word)) {
-                    ProblemKind::Refused { got, reason: format!("use one of {}", names()) }
-                } else {
-                    ProblemKind::Value { expected: format!("one of {}", names()), got }
-                },
-            );
+        let given = entries.iter().find(|(key, _)| key == "type").map_or(&Node::Null, |(_, value)| value);
+        let is = |name: &str| given.as_text().is_some_and(|word| name.eq_ignore_ascii_case(word));
+        let Some((name, keys)) = tagged.variants.iter().find(|(name, _)| is(name)) else {
+            let names = tagged.variants.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+            let kind = match given {
+                Node::Null => ProblemKind::Missing(format!("the {} needs a type, one of {names}", tagged.what)),
+                word if tagged.refused.iter().any(|name| is(name)) => {
+                    ProblemKind::refused(word.to_string(), &format!("use one of {names}"))
+                }
+                other => ProblemKind::value(format!("one of {names}"), other),
+            };
+            self.findings.problem(&join(place.path, "type"), kind);
             return Node::Null;
         };
         let mut out = vec![("type".to_owned(), Node::from(*name))];
@@ -152,21 +133,10 @@ impl Walk<'_> {
             match (field.as_str(), value) {
                 ("type", _) | ("params", Node::Null) => {}
                 ("params", Node::Map(params)) => out.push((field.clone(), self.map(params, keys, place))),
-                ("params", other) => {
-                    let got = other.to_string();
-                    self.findings.problem(&path, ProblemKind::Value { expected: "a map".to_owned(), got });
-                }
+                ("params", other) => self.findings.problem(&path, ProblemKind::value("a map", other)),
                 _ => match Key::find(tagged.beside, field) {
                     Some(key) => out.push((field.clone(), self.entry(key, value, place))),
-                    None => {
-                        self.findings.problem(
-                            &path,
-                            match suggestion(field, ["type", "params"].into_iter()) {
-                                None => ProblemKind::UnknownKey { suggestion: None, known: vec!["type", "params"] },
-                                suggestion => ProblemKind::UnknownKey { suggestion, known: Vec::new() },
-                            },
-                        );
-                    }
+                    None => self.unknown(&path, field, vec!["type", "params"]),
                 },
             }
         }
@@ -177,29 +147,28 @@ impl Walk<'_> {
     fn fits(&mut self, key: &Key, value: &Node, place: Place<'_>) -> bool {
         let fits = key.kind.accepts(value);
         if !fits {
-            let got = value.to_string();
-            self.findings.problem(place.path, ProblemKind::Value { expected: key.kind.expected(), got });
+            self.findings.problem(place.path, ProblemKind::value(key.kind.expected(), value));
         }
         fits
     }
 
     fn treat(&mut self, key: &Key, value: &Node, path: &str) {
-        if let Treatment::Refused(reason) = key.treatment {
-            let got = if matches!(value, Node::Map(_)) { "this section".to_owned() } else { value.to_string() };
-            self.findings.problem(path, ProblemKind::Refused { got, reason: reason.to_owned() });
-        } else if self.stage < key.from_stage {
-            let message = format!("has no effect at stage {}, only from stage {}", self.stage, key.from_stage);
-            self.findings.warn(path, message);
-        } else if let Treatment::NoEffect(reason) = key.treatment {
-            self.findings.warn(path, format!("has no effect: {reason}"));
-        } else if let Treatment::NotYet(reason) = key.treatment {
-            self.findings.warn(path, format!("not acted on yet: {reason}"));
-        }
+        let message = match key.fate.treatment {
+            Treatment::Refused(reason) => {
+                let got = if matches!(value, Node::Map(_)) { "this section".to_owned() } else { value.to_string() };
+                return self.findings.problem(path, ProblemKind::refused(got, reason));
+            }
+            _ if self.stage < key.fate.from_stage => {
+                format!("has no effect at stage {}, only from stage {}", self.stage, key.fate.from_stage)
+            }
+            Treatment::NoEffect(reason) => format!("has no effect: {reason}"),
+            Treatment::NotYet(reason) => format!("not acted on yet: {reason}"),
+            Treatment::Acted | Treatment::Quiet | Treatment::Renamed { .. } => return,
+        };
+        self.findings.warn(path, message);
     }
 
-    fn unknown<'k>(&mut self, path: &str, name: &str, keys: impl Iterator<Item = &'k Key>) {
-        let useful = |key: &&Key| !matches!(key.treatment, Treatment::Renamed { .. } | Treatment::Refused(_));
-        let known: Vec<&'static str> = keys.filter(useful).map(|key| key.name).collect();
+    fn unknown(&mut self, path: &str, name: &str, known: Vec<&'static str>) {
         let suggestion = suggestion(name, known.iter().copied());
         let known = if known.len() <= SHORT_SECTION { known } else { Vec::new() };
         self.findings.problem(path, ProblemKind::UnknownKey { suggestion, known });
@@ -276,11 +245,11 @@ mod tests {
         let mut check = |key: &Key, siblings: &[Key]| {
             let name = key.name;
             assert_eq!(siblings.iter().filter(|other| other.name == name).count(), 1, "{name} stands twice");
-            if let Treatment::Renamed { to, .. } = key.treatment {
+            if let Treatment::Renamed { to, .. } = key.fate.treatment {
                 let target = Key::find(siblings, to).unwrap_or_else(|| panic!("{name} points at no key: {to}"));
-                assert!(!matches!(target.treatment, Treatment::Renamed { .. }), "{name} points at another alias");
+                assert!(!matches!(target.fate.treatment, Treatment::Renamed { .. }), "{name} points at another alias");
             } else {
-                let default = key.default.node();
+                let default = key.default();
                 let auto = default.is_auto();
                 assert!(auto || key.kind.accepts(&default), "the default of {name} is not of its type");
                 assert!(key.is_default(&default), "{name}");

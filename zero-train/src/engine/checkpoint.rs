@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use zero_burn::config;
 use zero_burn::module::ZeroAutodiff;
+use zero_burn::optim::Fused;
 use zero_burn::pieces::{self, ParamPiece, RandomState};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::{
@@ -208,13 +209,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                  it after the step that updates",
             ));
         }
-        if !O::SAVES_STATES {
-            return Err(EngineError::CannotSave(format!(
-                "the state of {} cannot be reached shard by shard: use zero_burn::optim::Fused, or save the records of \
-                 model and optimizer with one of Burn's recorders",
-                std::any::type_name::<O>()
-            )));
-        }
+        let fused = self.saved_optimizer()?;
         let (parameters, others) = pieces::pieces::<A, M>(self.model());
         if let Some(path) = others.first() {
             return Err(EngineError::CannotSave(format!(
@@ -225,28 +220,40 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let (mut specs, mut sources) = (Vec::new(), Vec::new());
         for (place, piece) in parameters.iter().enumerate() {
             let (id, path, shape) = (piece.meta.id, &piece.meta.path, &piece.meta.shape);
-            let states = self.optimizer.states(id).map_or_else(Vec::new, |(_, names)| names);
+            let states = fused.states(id).map_or_else(Vec::new, |(_, names)| names);
             let mut add = |name: String, dtype, source| {
                 specs.push(TensorSpec { name, dtype, shape: shape.clone() });
                 sources.push(source);
             };
             let parameter = parameter_name(path);
-            match states.iter().find(|name| *name == MASTER) {
-                Some(master) => add(parameter, ElementType::F32, Source::State(id, master.clone())),
-                None => add(parameter, piece.element_type(), Source::Parameter(place)),
+            if states.contains(&MASTER) {
+                add(parameter, ElementType::F32, Source::State(id, MASTER.into()));
+            } else {
+                add(parameter, piece.element_type(), Source::Parameter(place));
             }
-            for name in states.into_iter().filter(|name| name != MASTER) {
-                add(state_name(path, &name), ElementType::F32, Source::State(id, name));
+            for name in states.into_iter().filter(|name| *name != MASTER) {
+                add(state_name(path, name), ElementType::F32, Source::State(id, name.into()));
             }
         }
         Ok((parameters, specs, sources))
+    }
+
+    fn saved_optimizer(&self) -> Result<&Fused<A>, EngineError> {
+        self.optimizer.fused().ok_or_else(|| {
+            EngineError::CannotSave(format!(
+                "the state of {} cannot be reached shard by shard: use zero_burn::optim::Fused, or save the records of \
+                 model and optimizer with one of Burn's recorders",
+                std::any::type_name::<O>()
+            ))
+        })
     }
 
     fn bytes(&self, parameters: &[ParamPiece<A::Base>], source: &Source) -> Vec<u8> {
         match source {
             Source::Parameter(place) => parameters[*place].bytes(),
             Source::State(id, name) => {
-                self.optimizer.state_piece(*id, name).expect("the optimizer has the states that it named")
+                let piece = self.optimizer.fused().and_then(|fused| fused.state_piece(*id, name));
+                piece.expect("the optimizer has the states that it named")
             }
         }
     }
@@ -269,9 +276,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let draws = all.iter().map(|rank| rank[0] as u64).collect();
         let seeds: Vec<u64> = all.iter().map(|rank| (rank[1] as u64) << 32 | rank[2] as u64).collect();
         let (seed, alike) = (seeds[0], seeds.iter().all(|other| *other == seeds[0]));
-        let times = parameters
-            .iter()
-            .filter_map(|piece| self.optimizer.states(piece.meta.id).map(|(time, _)| (piece.meta.path.clone(), time)));
+        let fused = self.saved_optimizer()?;
+        let times = parameters.iter().filter_map(|piece| {
+            let (time, _) = fused.states(piece.meta.id)?;
+            Some((piece.meta.path.clone(), time))
+        });
         let state = EngineState {
             version: STATE_VERSION,
             steps: self.steps,
@@ -279,7 +288,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             stage: settings.stage.number(),
             param_dtype: format!("{:?}", settings.param_dtype).to_uppercase(),
             loss_scaler: self.config.loss_scale.clone(),
-            optimizer: OptimizerState { name: self.optimizer.name(), times: times.collect() },
+            optimizer: OptimizerState { name: fused.rule().name().into(), times: times.collect() },
             random: RandomStates { seed, seeds: if alike { Vec::new() } else { seeds }, draws },
         };
         extra.insert(ENGINE.into(), serde_json::to_value(state).expect("plain numbers and names"));
@@ -326,14 +335,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             ));
         }
         let Some(state) = state else { return Ok(()) };
-        if !O::SAVES_STATES {
+        let Some(fused) = self.optimizer.fused() else {
             return mismatch(format!(
                 "{} cannot take up saved state: use zero_burn::optim::Fused, or load the parameters alone",
                 std::any::type_name::<O>()
             ));
-        }
-        let (here, there) = (self.optimizer.name(), &state.optimizer.name);
-        if here != *there {
+        };
+        let (here, there) = (fused.rule().name(), &state.optimizer.name);
+        if here != there {
             return mismatch(format!(
                 "it was trained with optimizer {there}, this run uses {here}: use {there}, or load the parameters alone"
             ));
@@ -362,7 +371,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         });
         self.model = Some(model);
         loaded?;
-        self.optimizer.clear_states();
+        if let Some(fused) = self.optimizer.fused_mut() {
+            fused.clear_states();
+        }
         let in_16_bit = zero_burn::ranks::config::<A::Base>().param_dtype != config::Float::F32;
         for meta in self.parameters() {
             let numel = meta.shape.iter().product();
@@ -386,8 +397,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             if in_16_bit && meta.trained && checkpoint.tensor(&parameter)?.dtype == ElementType::F32 {
                 states.push((MASTER.to_string(), read(&parameter)?));
             }
-            if !states.is_empty() || time.is_some() {
-                self.optimizer.load_states(meta.id, numel, time.unwrap_or(0), states);
+            if let Some(fused) = self.optimizer.fused_mut().filter(|_| !states.is_empty() || time.is_some()) {
+                fused.load_states(meta.id, numel, time.unwrap_or(0), states);
             }
         }
         Ok(())

@@ -46,6 +46,7 @@ pub use optimizer::EngineOptimizer;
 use zero_burn::config::{Float, Tier};
 use zero_burn::gathered::parameters;
 use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, first_nonfinite, grad_norm, mark, prepare};
+use zero_burn::optim::Fused;
 use zero_burn::pieces::{Parked, held_range, reserve_on_disk};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
@@ -217,19 +218,22 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         {
             return Err(error.into());
         }
-        if let Some(momentum) = config.schedule.momentum(0)
-            && !optimizer.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32)
-        {
-            let expected =
-                "this optimizer's momentum cannot be changed: use zero_burn::optim::Fused, or cycle_momentum false";
-            return Err(setting("cycle_momentum", true, expected));
-        }
-        if settings.param_dtype != Float::F32 && !O::KEEPS_MASTERS {
-            return Err(EngineError::NoMasters { optimizer: std::any::type_name::<O>() });
-        }
-        if settings.gradient_dtype.is_some_and(|dtype| dtype != settings.param_dtype) && !O::KEEPS_MASTERS {
-            let expected = "Burn's optimizers need gradients of the parameters' type: use zero_burn::optim::Fused";
-            return Err(setting("gradient_dtype", format!("{:?}", settings.gradient_dtype), expected));
+        let momentum = config.schedule.momentum(0);
+        match optimizer.fused_mut() {
+            Some(fused) => momentum.into_iter().for_each(|momentum| set_momentum(fused, momentum)),
+            None if momentum.is_some() => {
+                let expected =
+                    "this optimizer's momentum cannot be changed: use zero_burn::optim::Fused, or cycle_momentum false";
+                return Err(setting("cycle_momentum", true, expected));
+            }
+            None if settings.param_dtype != Float::F32 => {
+                return Err(EngineError::NoMasters { optimizer: std::any::type_name::<O>() });
+            }
+            None if settings.gradient_dtype.is_some_and(|dtype| dtype != settings.param_dtype) => {
+                let expected = "Burn's optimizers need gradients of the parameters' type: use zero_burn::optim::Fused";
+                return Err(setting("gradient_dtype", format!("{:?}", settings.gradient_dtype), expected));
+            }
+            None => {}
         }
         // Before anything is sharded: ranks that accumulate, clip, scale or schedule differently would drift apart in silence.
         let lines: Vec<String> = format!("{config:#?}").lines().map(String::from).collect();
@@ -241,7 +245,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             // Parameters have their place already. All of the rest before the first step: states, masters, gradients.
             let half = settings.param_dtype != Float::F32;
             let gradient = settings.gradient_dtype.unwrap_or(settings.param_dtype).size();
-            let mut arrays = vec![4; optimizer.state_bytes() / 4 + usize::from(half)];
+            let states = optimizer.fused().map_or(0, |fused| fused.rule().states());
+            let mut arrays = vec![4; states + usize::from(half)];
             arrays.extend(settings.stage.shards_gradients().then_some(gradient));
             let trained = parameters::<A, M>(&model).into_iter().filter(|meta| meta.trained);
             let elements = trained.map(|meta| held_range::<A::Base>(meta.shape.iter().product()).len());
@@ -490,8 +495,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         let clip_factor = self.config.clipping.map_or(1.0, |most| clip_factor(most, grad_norm));
         let lr = self.lr();
-        if let Some(momentum) = self.config.schedule.momentum(self.steps) {
-            self.optimizer.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32);
+        if let (Some(momentum), Some(fused)) = (self.config.schedule.momentum(self.steps), self.optimizer.fused_mut()) {
+            set_momentum(fused, momentum);
         }
         let model = self.optimizer.step_scaled(lr, (clip_factor / loss_scale) as f32, model, grads);
         // Counts the new versions as parameters.
@@ -525,6 +530,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 /// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
 pub(crate) fn clip_factor(most: f64, norm: f64) -> f64 {
     (most / (norm + 1e-6)).min(1.0)
+}
+
+fn set_momentum<A: ZeroAutodiff>(fused: &mut Fused<A>, momentum: f64) {
+    fused.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32);
 }
 
 fn setting(key: &'static str, got: impl ToString, expected: &str) -> EngineError {

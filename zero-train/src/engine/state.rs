@@ -1,7 +1,7 @@
 //! Reading and writing whole parameters, gradients and optimizer state through their shards: what DeepSpeed calls
 //! `GatheredParameters` and `safe_get_full_*`, `safe_set_full_*`. Every rank calls these alike.
 
-use burn::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
+use burn::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use zero_burn::config::{Disk, Float};
@@ -35,8 +35,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ) -> R {
         let mut found = gathered::read::<A, M>(self.model(), select);
         for parameter in &mut found {
-            if let Some(master) = self.optimizer.state(parameter.meta.id, MASTER) {
-                parameter.values = master.into_data().iter::<f32>().collect();
+            if let Some(master) = self.state(parameter.meta.id, MASTER) {
+                parameter.values = master;
             }
         }
         let edits = Edits::watch(&found);
@@ -63,7 +63,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             ));
         }
         let mut parked = Parked::begin(disk)?;
-        let moved = parked.add_module::<A, M>(self.model()).and_then(|()| self.optimizer.park(&mut parked));
+        let moved = parked.add_module::<A, M>(self.model()).and_then(|()| match self.optimizer.fused() {
+            Some(fused) => fused.park(&mut parked),
+            None => Ok(()),
+        });
         let bytes = parked.bytes();
         // What has been moved is used from the disk, also after an error.
         self.parked = Some(parked);
@@ -85,7 +88,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if zero_burn::ranks::config::<A::Base>().param_dtype != Float::F32 {
             // The state of layers has no master: no update would refresh it.
             for Gathered { meta, values } in written.into_iter().filter(|written| written.meta.trained) {
-                self.optimizer.set_state(meta.id, MASTER, &values);
+                self.set_state(meta.id, MASTER, &values);
             }
         }
     }
@@ -97,8 +100,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// [`EngineError::UnknownParameter`].
     pub fn full_parameter(&self, path: &str) -> Result<Gathered, EngineError> {
         let meta = self.meta(path)?;
-        Ok(match self.optimizer.state(meta.id, MASTER) {
-            Some(master) => Gathered { values: master.into_data().iter::<f32>().collect(), meta },
+        Ok(match self.state(meta.id, MASTER) {
+            Some(values) => Gathered { values, meta },
             None => {
                 let found = gathered::read::<A, M>(self.model(), |other| other.id == meta.id);
                 found.into_iter().next().expect("the module has the parameter that was found in it")
@@ -144,7 +147,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let grads = self.accumulator.grads();
         let mut read = Read { grads: &grads, id: meta.id, values: None };
         let model = self.model.as_ref().expect("the module is absent only inside of step");
-        ModuleVisitorRun::<A, M>::run(model, &mut read);
+        Module::<A>::visit(model, &mut read);
         let values = read.values;
         self.accumulator.accumulate(model, grads);
         let scale = self.loss_scale() as f32;
@@ -179,8 +182,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// optimizer does not know, and for Burn's optimizers.
     pub fn full_optimizer_state(&self, path: &str, name: &str) -> Result<Gathered, EngineError> {
         let meta = self.meta(path)?;
-        match self.optimizer.state(meta.id, name) {
-            Some(state) => Ok(Gathered { values: state.into_data().iter::<f32>().collect(), meta }),
+        match self.state(meta.id, name) {
+            Some(values) => Ok(Gathered { values, meta }),
             None => Err(no_state(&meta, name)),
         }
     }
@@ -196,7 +199,15 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         let meta = self.meta(path)?;
         check_size(&meta, values)?;
-        if self.optimizer.set_state(meta.id, name, values) { Ok(()) } else { Err(no_state(&meta, name)) }
+        if self.set_state(meta.id, name, values) { Ok(()) } else { Err(no_state(&meta, name)) }
+    }
+
+    fn state(&self, id: ParamId, name: &str) -> Option<Vec<f32>> {
+        Some(self.optimizer.fused()?.state(id, name)?.into_data().iter::<f32>().collect())
+    }
+
+    fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool {
+        self.optimizer.fused_mut().is_some_and(|fused| fused.set_state(id, name, values))
     }
 
     pub(super) fn meta(&self, path: &str) -> Result<ParamMeta, EngineError> {
@@ -212,15 +223,6 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             Some(meta) => Ok(meta.clone()),
             None => Err(EngineError::UnknownParameter { path: path.into(), hint: close() }),
         }
-    }
-}
-
-/// Names the backend of a visit, which a visitor that is generic over it cannot.
-struct ModuleVisitorRun<A, M>(std::marker::PhantomData<(A, M)>);
-
-impl<A: ZeroAutodiff, M: AutodiffModule<A>> ModuleVisitorRun<A, M> {
-    fn run(module: &M, visitor: &mut impl ModuleVisitor<A>) {
-        module.visit(visitor);
     }
 }
 

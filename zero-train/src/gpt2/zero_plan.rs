@@ -10,9 +10,11 @@ use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options};
 use crate::TrainError;
 use crate::config::{
     Auto, Config, Context, Filled, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision,
-    SchedulePlan, WarmupType, ZeroPlan,
+    ZeroPlan,
 };
 use crate::error::wrong;
+use crate::loss_scale::DynamicLossScale;
+use crate::schedule::{Schedule, Warmup};
 
 const DEFAULT_RANKS: usize = 2;
 const DEFAULT_LR: f64 = 1e-3;
@@ -94,12 +96,12 @@ fn adamw(options: &Hyperparameters) -> OptimizerPlan {
 }
 
 /// The warm-up that the options ask for, to the optimizer's learning rate.
-fn warmup(options: &Hyperparameters, lr: f64) -> Option<SchedulePlan> {
-    options.warmup.filter(|&warmup| warmup > 0).map(|warmup_steps| SchedulePlan::WarmupLr {
+fn warmup(options: &Hyperparameters, lr: f64) -> Option<Schedule> {
+    options.warmup.filter(|&warmup| warmup > 0).map(|warmup_steps| Schedule::WarmupLr {
         min_lr: 0.0,
         max_lr: lr,
         warmup_steps,
-        warmup_type: WarmupType::Linear,
+        kind: Warmup::Linear,
     })
 }
 
@@ -107,15 +109,7 @@ fn precision(dtype: Dtype) -> Precision {
     match dtype {
         Dtype::Fp32 => Precision::Fp32,
         Dtype::Bf16 => Precision::Bf16 { check_grad_overflow: true },
-        Dtype::Fp16 => Precision::Fp16 {
-            loss_scale: LossScale::Dynamic {
-                initial_scale_power: 16,
-                window: 1000,
-                hysteresis: 2,
-                consecutive_hysteresis: false,
-                min_scale: 1.0,
-            },
-        },
+        Dtype::Fp16 => Precision::Fp16 { loss_scale: LossScale::Dynamic(DynamicLossScale::default()) },
     }
 }
 
@@ -252,9 +246,9 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
     };
     let warmup_steps = match plan.schedule {
         Some(
-            SchedulePlan::WarmupLr { warmup_steps, .. }
-            | SchedulePlan::WarmupDecayLr { warmup_steps, .. }
-            | SchedulePlan::WarmupCosineLr { warmup_steps, .. },
+            Schedule::WarmupLr { warmup_steps, .. }
+            | Schedule::WarmupDecayLr { warmup_steps, .. }
+            | Schedule::WarmupCosineLr { warmup_steps, .. },
         ) => warmup_steps,
         _ => 0,
     };

@@ -35,11 +35,14 @@ mod validate;
 
 use std::f64::consts::PI;
 
+use serde::{Deserialize, Serialize};
+
 pub use one_cycle::{CycleMomentum, ONE_CYCLE_BETA2, OneCycle};
 pub use validate::ScheduleError;
 
 /// The shape of a warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Warmup {
     /// `ln(i + 1) / ln(warmup_steps)` of the way at iteration `i`: fast first, then slower.
     #[default]
@@ -48,62 +51,84 @@ pub enum Warmup {
     Linear,
 }
 
-/// A learning rate for every update. Field names follow DeepSpeed's keys.
-#[derive(Debug, Clone, PartialEq)]
+/// A learning rate for every update. Field names follow DeepSpeed's keys; serialized, it is DeepSpeed's section `scheduler`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", content = "params")]
 pub enum Schedule {
     /// The same rate always (DeepSpeed without a scheduler).
     Constant(f64),
     /// From `min_lr` to `max_lr`, then flat.
+    #[serde(rename = "WarmupLR")]
     WarmupLr {
         /// Rate at the start.
+        #[serde(rename = "warmup_min_lr")]
         min_lr: f64,
         /// Rate at the end of the warm-up and from there on.
+        #[serde(rename = "warmup_max_lr")]
         max_lr: f64,
         /// Length of the warm-up in updates; 1 acts as 2, as in DeepSpeed.
+        #[serde(rename = "warmup_num_steps")]
         warmup_steps: usize,
         /// Shape of the warm-up.
+        #[serde(rename = "warmup_type")]
         kind: Warmup,
     },
     /// From `min_lr` to `max_lr`, then along a line back to `min_lr` at `total_steps`, then flat.
+    #[serde(rename = "WarmupDecayLR")]
     WarmupDecayLr {
         /// Rate at the start and at the end.
+        #[serde(rename = "warmup_min_lr")]
         min_lr: f64,
         /// Rate at the end of the warm-up.
+        #[serde(rename = "warmup_max_lr")]
         max_lr: f64,
         /// Length of the warm-up in updates; 1 acts as 2, as in DeepSpeed.
+        #[serde(rename = "warmup_num_steps")]
         warmup_steps: usize,
         /// Shape of the warm-up.
+        #[serde(rename = "warmup_type")]
         kind: Warmup,
         /// Length of the whole schedule in updates.
+        #[serde(rename = "total_num_steps")]
         total_steps: usize,
     },
     /// From `warmup_min_ratio` to 1 times `base_lr`, then along half a cosine to `cos_min_ratio` times it, then flat.
+    #[serde(rename = "WarmupCosineLR")]
     WarmupCosineLr {
         /// The optimizer's own learning rate.
+        #[serde(skip_serializing)]
         base_lr: f64,
         /// Length of the whole schedule in updates.
+        #[serde(rename = "total_num_steps")]
         total_steps: usize,
         /// Share of `base_lr` where the warm-up starts (not used by the first update, whose rate is 0).
         warmup_min_ratio: f64,
         /// Length of the warm-up in updates; 1 acts as 2, as in DeepSpeed.
+        #[serde(rename = "warmup_num_steps")]
         warmup_steps: usize,
         /// Share of `base_lr` at the end.
         cos_min_ratio: f64,
         /// Shape of the warm-up.
+        #[serde(rename = "warmup_type")]
         kind: Warmup,
     },
     /// One cycle up and down, then decay.
     OneCycle(OneCycle),
     /// A rate that grows without end, to find the largest one a model trains with
     /// (<https://arxiv.org/abs/1803.09820>).
+    #[serde(rename = "LRRangeTest")]
     LrRangeTest {
         /// Rate of the first update.
+        #[serde(rename = "lr_range_test_min_lr")]
         min_lr: f64,
         /// Updates in which the rate grows by `step_rate` times `min_lr`.
+        #[serde(rename = "lr_range_test_step_size")]
         step_size: usize,
         /// Growth in an interval, in units of `min_lr`.
+        #[serde(rename = "lr_range_test_step_rate")]
         step_rate: f64,
         /// Whether the rate grows in jumps of one interval instead of with every update.
+        #[serde(rename = "lr_range_test_staircase")]
         staircase: bool,
     },
 }
@@ -178,6 +203,14 @@ impl Schedule {
 }
 
 impl Warmup {
+    /// DeepSpeed's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Warmup::Log => "log",
+            Warmup::Linear => "linear",
+        }
+    }
+
     /// How far the warm-up is at `iteration`, or `None` once it is over.
     fn ratio(self, iteration: usize, warmup_steps: usize) -> Option<f64> {
         let warmup_steps = at_least_two(warmup_steps);

@@ -2,12 +2,14 @@
 //!
 //! In: the policy's parameters and how many updates were applied. Out: numbers; see the module above for the counting.
 
+use serde::{Deserialize, Serialize};
+
 /// The second beta that DeepSpeed's `OneCycle` writes into an Adam optimizer whenever it cycles the momentum.
 pub const ONE_CYCLE_BETA2: f64 = 0.99;
 
 /// The 1cycle policy (<https://arxiv.org/abs/1803.09820>): up from `cycle_min_lr` to `cycle_max_lr`, down again, then
 /// `cycle_min_lr` divided by a growing factor.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OneCycle {
     /// Rate at both ends of the cycle.
     pub cycle_min_lr: f64,
@@ -16,25 +18,32 @@ pub struct OneCycle {
     /// After the cycle the rate is `cycle_min_lr / (1 + decay_lr_rate * intervals)`; 0 turns the decay off.
     pub decay_lr_rate: f64,
     /// Updates in the rising half.
+    #[serde(rename = "cycle_first_step_size")]
     pub first_step_size: usize,
     /// Updates in the falling half; DeepSpeed's default is `first_step_size`. 0 leaves the falling half out.
+    #[serde(rename = "cycle_second_step_size")]
     pub second_step_size: usize,
     /// Stairs in the rising half; 0 changes the rate with every update.
+    #[serde(rename = "cycle_first_stair_count")]
     pub first_stair_count: usize,
     /// Stairs in the falling half; DeepSpeed's default is `first_stair_count`.
+    #[serde(rename = "cycle_second_stair_count")]
     pub second_stair_count: usize,
     /// Updates in an interval of the decay after the cycle; 0 turns the decay of rate and momentum off.
     pub decay_step_size: usize,
     /// The momentum's cycle, opposite to the rate's; `None` leaves the momentum alone.
+    #[serde(flatten)]
     pub momentum: Option<CycleMomentum>,
 }
 
 /// The momentum (Adam's first beta) in [`OneCycle`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct CycleMomentum {
     /// Momentum at the top of the rate's cycle (DeepSpeed's default 0.8).
+    #[serde(rename = "cycle_min_mom")]
     pub min_mom: f64,
     /// Momentum at the ends of the rate's cycle (DeepSpeed's default 0.9).
+    #[serde(rename = "cycle_max_mom")]
     pub max_mom: f64,
     /// After the cycle the momentum is `max_mom * (1 + decay_mom_rate * intervals)`, so a positive rate raises it. It
     /// is not clamped, as in DeepSpeed; 0 keeps it at `max_mom`.

@@ -2,92 +2,54 @@
 
 use crate::config::auto::Fill;
 use crate::config::node::Node;
-use crate::config::rule::{Default as D, Gate, Key, Kind as K, Treatment as T, key, section};
+use crate::config::rule::{Fate as T, Gate, Key, Kind as K, keys};
 
-const LAUNCHER: T = T::NoEffect("the launcher decides this (`zero launch`, torchrun, mpirun), not the plan");
-const TPU: T = T::NoEffect("there are no TPUs here");
-const DYNAMO: T = T::NoEffect("there is no torch.compile here");
-const OTHER_PLUGIN: T = T::NoEffect("the section belongs to another distributed_type");
-const DEVICES: K = K::OneOf(&["none", "cpu", "nvme"]);
-const NO_PATH: D = D::Text("none");
+const LAUNCHER: T = T::no_effect("the launcher decides this (`zero launch`, torchrun, mpirun), not the plan");
+const TPU: T = T::no_effect("there are no TPUs here");
+const DYNAMO: T = T::no_effect("there is no torch.compile here");
+const OTHER_PLUGIN: T = T::no_effect("the section belongs to another distributed_type");
+const DEVICES: K = K::OneOf("none cpu nvme");
 
 /// All keys of the top level.
-pub(in crate::config) const ACCELERATE: &[Key] = &[
-    key(
-        "compute_environment",
-        K::OneOf(&["LOCAL_MACHINE", "AMAZON_SAGEMAKER"]),
-        D::Text("LOCAL_MACHINE"),
-        T::Refused("only LOCAL_MACHINE: SageMaker starts its own jobs"),
-    ),
-    key("distributed_type", K::Text, D::Null, T::Acted),
-    section("deepspeed_config", PLUGIN),
-    key("mixed_precision", K::OneOf(&["no", "fp16", "bf16", "fp8"]), D::Text("no"), T::Acted),
-    key(
-        "fp16",
-        K::YesNo,
-        D::Null,
-        T::Renamed {
-            to: "mixed_precision",
-            change: |on| Node::from(if *on == Node::Bool(true) { "fp16" } else { "no" }),
-            deprecated: true,
-        },
-    ),
+pub(in crate::config) const ACCELERATE: &[Key] = keys! {
+    compute_environment = "LOCAL_MACHINE" => K::OneOf("LOCAL_MACHINE AMAZON_SAGEMAKER"),
+        T::refused("only LOCAL_MACHINE: SageMaker starts its own jobs");
+    distributed_type = null => K::Text, T::ACTED;
+    deepspeed_config = null => K::section(keys! {
+        deepspeed_config_file = "none" => K::Text, T::ACTED;
+        zero_stage = 2 => K::Int { min: 0, max: 3 }, T::ACTED;
+        gradient_accumulation_steps = "auto" => K::ONE_UP, T::ACTED.auto(Fill::Batch);
+        gradient_clipping = "auto" => K::POSITIVE, T::ACTED.auto(Fill::Clipping);
+        offload_optimizer_device = "none", offload_param_device = "none" => DEVICES, T::ACTED;
+        offload_optimizer_nvme_path = "none", offload_param_nvme_path = "none" => K::Text, T::ACTED;
+        zero3_save_16bit_model = false, zero3_init_flag = null => K::YesNo, T::ACTED;
+        deepspeed_hostfile = "none", deepspeed_multinode_launcher = "pdsh", deepspeed_inclusion_filter = "none",
+        deepspeed_exclusion_filter = "none" => K::Text, LAUNCHER;
+        deepspeed_moe_layer_cls_names = null => K::Text,
+            T::not_yet("modules are not gathered whole; parameters are gathered as they are used");
+    }), T::ACTED;
+    mixed_precision = "no" => K::OneOf("no fp16 bf16 fp8"), T::ACTED;
+    fp16 = null => K::YesNo,
+        T::renamed("mixed_precision", |on| Node::from(if *on == Node::Bool(true) { "fp16" } else { "no" }));
     // Accelerate writes -1 for "not said".
-    key("num_processes", K::Int { min: -1, max: i64::MAX as i128 }, D::Int(-1), T::Acted),
-    key("num_machines", K::COUNT, D::Int(1), LAUNCHER),
-    key("machine_rank", K::COUNT, D::Int(0), LAUNCHER),
-    key("main_process_ip", K::Text, D::Null, LAUNCHER),
-    key("main_process_port", K::COUNT, D::Null, LAUNCHER),
-    key("rdzv_backend", K::Text, D::Text("static"), LAUNCHER),
-    key("same_network", K::YesNo, D::Null, T::Quiet),
-    key("gpu_ids", K::Any, D::Text("all"), LAUNCHER),
-    key("main_training_function", K::Text, D::Text("main"), T::Quiet),
-    key("use_cpu", K::YesNo, D::Bool(false), T::NoEffect("the backend the program is built for decides the device")),
-    key("enable_cpu_affinity", K::YesNo, D::Bool(false), LAUNCHER),
-    key("debug", K::YesNo, D::Bool(false), T::NoEffect("shapes of collectives are always checked")),
-    key("downcast_bf16", K::YesNo, D::Bool(false), TPU),
-    key("dynamo_backend", K::Text, D::Text("NO"), DYNAMO),
-    key("dynamo_config", K::Open(Gate::Given), D::Empty, DYNAMO),
-    key("fsdp_config", K::Open(Gate::Given), D::Empty, OTHER_PLUGIN),
-    key("megatron_lm_config", K::Open(Gate::Given), D::Empty, OTHER_PLUGIN),
-    key("fp8_config", K::Open(Gate::Given), D::Empty, T::NoEffect("it only tunes fp8")),
-    key("ipex_config", K::Open(Gate::Given), D::Empty, T::NoEffect("it tunes Intel's PyTorch extension")),
-    key("mpirun_config", K::Open(Gate::Given), D::Empty, LAUNCHER),
-    key(
-        "parallelism_config",
-        K::Open(Gate::Given),
-        D::Empty,
-        T::Refused("all ranks are data parallel: there is no tensor, sequence or pipeline parallelism"),
-    ),
-    key("tpu_name", K::Text, D::Null, TPU),
-    key("tpu_zone", K::Text, D::Null, TPU),
-    key("tpu_use_cluster", K::YesNo, D::Bool(false), TPU),
-    key("tpu_use_sudo", K::YesNo, D::Bool(false), TPU),
-    key("tpu_vm", K::Texts, D::Empty, TPU),
-    key("tpu_env", K::Texts, D::Empty, TPU),
-    key("command_file", K::Text, D::Null, TPU),
-    key("commands", K::Texts, D::Empty, TPU),
-];
-
-const PLUGIN: &[Key] = &[
-    key("deepspeed_config_file", K::Text, NO_PATH, T::Acted),
-    key("zero_stage", K::Int { min: 0, max: 3 }, D::Int(2), T::Acted),
-    key("gradient_accumulation_steps", K::ONE_UP, D::Text("auto"), T::Acted).auto(Fill::Batch),
-    key("gradient_clipping", K::POSITIVE, D::Text("auto"), T::Acted).auto(Fill::Clipping),
-    key("offload_optimizer_device", DEVICES, NO_PATH, T::Acted),
-    key("offload_param_device", DEVICES, NO_PATH, T::Acted),
-    key("offload_optimizer_nvme_path", K::Text, NO_PATH, T::Acted),
-    key("offload_param_nvme_path", K::Text, NO_PATH, T::Acted),
-    key("zero3_save_16bit_model", K::YesNo, D::Bool(false), T::Acted),
-    key("zero3_init_flag", K::YesNo, D::Null, T::Acted),
-    key("deepspeed_hostfile", K::Text, NO_PATH, LAUNCHER),
-    key("deepspeed_multinode_launcher", K::Text, D::Text("pdsh"), LAUNCHER),
-    key("deepspeed_inclusion_filter", K::Text, NO_PATH, LAUNCHER),
-    key("deepspeed_exclusion_filter", K::Text, NO_PATH, LAUNCHER),
-    key(
-        "deepspeed_moe_layer_cls_names",
-        K::Text,
-        D::Null,
-        T::NotYet("modules are not gathered whole; parameters are gathered as they are used"),
-    ),
-];
+    num_processes = -1 => K::Int { min: -1, max: i64::MAX as i128 }, T::ACTED;
+    num_machines = 1, machine_rank = 0, main_process_port = null => K::COUNT, LAUNCHER;
+    main_process_ip = null, rdzv_backend = "static" => K::Text, LAUNCHER;
+    same_network = null => K::YesNo, T::QUIET;
+    gpu_ids = "all" => K::Any, LAUNCHER;
+    main_training_function = "main" => K::Text, T::QUIET;
+    use_cpu = false => K::YesNo, T::no_effect("the backend the program is built for decides the device");
+    enable_cpu_affinity = false => K::YesNo, LAUNCHER;
+    debug = false => K::YesNo, T::no_effect("shapes of collectives are always checked");
+    downcast_bf16 = false, tpu_use_cluster = false, tpu_use_sudo = false => K::YesNo, TPU;
+    dynamo_backend = "NO" => K::Text, DYNAMO;
+    dynamo_config = null => K::Open(Gate::Given), DYNAMO;
+    fsdp_config = null, megatron_lm_config = null => K::Open(Gate::Given), OTHER_PLUGIN;
+    fp8_config = null => K::Open(Gate::Given), T::no_effect("it only tunes fp8");
+    ipex_config = null => K::Open(Gate::Given), T::no_effect("it tunes Intel's PyTorch extension");
+    mpirun_config = null => K::Open(Gate::Given), LAUNCHER;
+    parallelism_config = null => K::Open(Gate::Given),
+        T::refused("all ranks are data parallel: there is no tensor, sequence or pipeline parallelism");
+    tpu_name = null, tpu_zone = null, command_file = null => K::Text, TPU;
+    tpu_vm = [], tpu_env = [], commands = [] => K::Texts, TPU;
+};

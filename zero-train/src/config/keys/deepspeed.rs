@@ -4,382 +4,210 @@ use super::training::{OPTIMIZERS, SCHEDULERS};
 use super::zero::ZERO;
 use crate::config::auto::Fill;
 use crate::config::node::Node;
-use crate::config::rule::{Default as D, Gate, Key, Kind as K, Treatment as T, key, section};
+use crate::config::rule::{Fate as T, Gate, Key, Kind as K, keys};
 
-const LOADER: T = T::NoEffect("the data loader is the program's");
-const EXPERTS: T = T::NoEffect("there is no expert parallelism");
-const CUDA: T = T::NoEffect("it tunes PyTorch's CUDA graphs");
-const ACTIVATIONS: T = T::NotYet("activations are not checkpointed by the configuration yet");
-const NO_GDS: T = T::Refused("data does not move between a disk and a GPU's memory directly; remove the key");
-const LOW_PRECISION_MASTER: T = T::Refused("master weights and optimizer states are always fp32; remove the key");
-const NO_LOGGER: T = T::NotYet("there is no such log yet; use tensorboard or csv_monitor");
-const SAVES: T = T::NotYet("checkpoints have no such option yet");
-const WRITER: T = T::NoEffect("it tunes DeepSpeed's writer of checkpoints");
-const DTYPES: K = K::OneOf(&["fp32", "fp16", "bf16"]);
+const ACTIVATIONS: T = T::not_yet("activations are not checkpointed by the configuration yet");
+const CLOCK: T = T::no_effect("throughput is always measured, at the end of a step");
+const COMPILER: T = T::no_effect("it compiles PyTorch's graphs");
+const LOW_PRECISION_MASTER: T = T::refused("master weights and optimizer states are always fp32; remove the key");
+const NO_LOGGER: T = T::not_yet("there is no such log yet; use tensorboard or csv_monitor");
+const NO_PIPELINE: T = T::no_effect("there are no pipeline stages");
+const SAVES: T = T::not_yet("checkpoints have no such option yet");
+const WRITER: T = T::no_effect("it tunes DeepSpeed's writer of checkpoints");
+const DTYPES: K = K::OneOf("fp32 fp16 bf16");
 /// `data_types` also takes PyTorch's names.
-const TORCH_DTYPES: K = K::OneOf(&[
-    "fp32",
-    "fp16",
-    "bf16",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float",
-    "half",
-    "torch.float32",
-    "torch.float16",
-    "torch.bfloat16",
-]);
+const TORCH_DTYPES: K =
+    K::OneOf("fp32 fp16 bf16 float32 float16 bfloat16 float half torch.float32 torch.float16 torch.bfloat16");
 
-const fn enabled(default: bool) -> Key {
-    key("enabled", K::Bool, D::Bool(default), T::Quiet)
-}
-
-/// A section that does something once enabled, and whose `treatment` says what becomes of that.
-const fn switch(name: &'static str, keys: &'static [Key], treatment: T) -> Key {
-    key(name, K::Section(keys, Gate::Enabled), D::Empty, treatment)
-}
-
-/// A feature that does not exist here, so that its keys are not looked at.
-const fn absent(name: &'static str, gate: Gate, treatment: T) -> Key {
-    key(name, K::Open(gate), D::Empty, treatment)
-}
-
-const fn refused(name: &'static str, gate: Gate, reason: &'static str) -> Key {
-    absent(name, gate, T::Refused(reason))
-}
+const BF16: &[Key] = keys! {
+    enabled = false => K::Bool, T::ACTED.auto(Fill::Bf16);
+    check_grad_overflow = true => K::Bool, T::ACTED;
+    immediate_grad_update = false => K::Bool, T::no_effect("gradients are added up as they arrive");
+    bf16_master_weights_and_grads = false, bf16_optimizer_states = false => K::Bool, LOW_PRECISION_MASTER;
+};
 
 /// All keys of the top level.
-pub(in crate::config) const DEEPSPEED: &[Key] = &[
-    key("train_batch_size", K::ONE_UP, D::Null, T::Acted).auto(Fill::Batch),
-    key("train_micro_batch_size_per_gpu", K::ONE_UP, D::Null, T::Acted).auto(Fill::Batch),
-    key("gradient_accumulation_steps", K::ONE_UP, D::Null, T::Acted).auto(Fill::Batch),
-    section("zero_optimization", ZERO),
-    key("optimizer", K::Tagged(&OPTIMIZERS), D::Empty, T::Acted),
-    key("scheduler", K::Tagged(&SCHEDULERS), D::Empty, T::Acted),
-    section("fp16", FP16),
-    section("bf16", BF16),
-    key(
-        "bfloat16",
-        K::Section(BF16, Gate::Given),
-        D::Empty,
-        T::Renamed { to: "bf16", change: Node::clone, deprecated: true },
-    ),
+pub(in crate::config) const DEEPSPEED: &[Key] = keys! {
+    train_batch_size = null, train_micro_batch_size_per_gpu = null, gradient_accumulation_steps = null => K::ONE_UP,
+        T::ACTED.auto(Fill::Batch);
+    zero_optimization = null => K::section(ZERO), T::ACTED;
+    optimizer = null => K::Tagged(&OPTIMIZERS), T::ACTED;
+    scheduler = null => K::Tagged(&SCHEDULERS), T::ACTED;
+    fp16 = null => K::section(keys! {
+        enabled = false => K::Bool, T::ACTED.auto(Fill::Fp16);
+        auto_cast = false => K::Bool, T::no_effect("inputs have the type the program gives them");
+        loss_scale = 0 => K::POSITIVE, T::ACTED;
+        initial_scale_power = 16 => K::Int { min: 0, max: 127 }, T::ACTED;
+        loss_scale_window = 1000 => K::COUNT, T::ACTED;
+        hysteresis = 2 => K::ONE_UP, T::ACTED;
+        consecutive_hysteresis = false => K::Bool, T::ACTED;
+        min_loss_scale = 1 => K::POSITIVE, T::ACTED;
+        fp16_master_weights_and_grads = false => K::Bool, LOW_PRECISION_MASTER;
+    }), T::ACTED;
+    bf16 = null => K::section(BF16), T::ACTED;
+    bfloat16 = null => K::section(BF16), T::renamed("bf16", Node::clone);
     // 1.0 since DeepSpeed 0.19.6; versions before did not clip by default.
-    key("gradient_clipping", K::POSITIVE, D::Num(1.0), T::Acted).auto(Fill::Clipping),
-    key("prescale_gradients", K::Bool, D::Bool(false), T::Acted),
-    key("gradient_predivide_factor", K::Num { min: f64::MIN_POSITIVE, max: f64::MAX }, D::Num(1.0), T::Acted),
-    key(
-        "gradient_allreduce_op",
-        K::OneOf(&["mean", "sum"]),
-        D::Text("mean"),
-        T::Refused("gradients are averaged over the ranks; scale the loss instead"),
-    ),
-    key("communication_data_type", DTYPES, D::Null, T::Acted),
-    key(
-        "fp32_allreduce",
-        K::Bool,
-        D::Bool(false),
-        T::Renamed {
-            to: "communication_data_type",
-            change: |on| if *on == Node::Bool(true) { Node::from("fp32") } else { Node::Null },
-            deprecated: true,
-        },
-    ),
-    key("seq_parallel_communication_data_type", DTYPES, D::Text("fp32"), T::NoEffect("sequences are not split")),
-    section("data_types", DATA_TYPES),
-    key(
-        "managed_gradient_accumulation",
-        K::Bool,
-        D::Bool(true),
-        T::Refused("the engine counts the micro-batches of a step; remove the key"),
-    ),
-    key("sparse_gradients", K::Bool, D::Bool(false), T::NoEffect("gradients of embeddings are dense")),
-    key("disable_allgather", K::Bool, D::Bool(false), T::NoEffect("there is one way to gather")),
-    key(
-        "allgather_size",
-        K::COUNT,
-        D::Null,
-        T::NoEffect("deprecated; the all-gather of parameters has no such setting"),
-    ),
-    key("zero_allow_untested_optimizer", K::Bool, D::Bool(false), T::Quiet),
-    key("zero_force_ds_cpu_optimizer", K::Bool, D::Bool(true), T::NoEffect("there is one optimizer for all devices")),
-    key("dataloader_drop_last", K::Bool, D::Bool(false), LOADER),
-    key("vocabulary_size", K::ONE_UP, D::Null, T::NoEffect("DeepSpeed only warns of its alignment")),
-    key("graph_harvesting", K::Bool, D::Bool(false), CUDA),
-    key("use_data_before_expert_parallelism", K::Bool, D::Bool(false), EXPERTS),
-    key("dump_state", K::Bool, D::Bool(false), T::NoEffect("`explain` prints the plan")),
-    key("log_level", K::Text, D::Null, T::NoEffect("the program decides what is logged")),
+    gradient_clipping = 1 => K::POSITIVE, T::ACTED.auto(Fill::Clipping);
+    prescale_gradients = false => K::Bool, T::ACTED;
+    gradient_predivide_factor = 1 => K::Num { min: f64::MIN_POSITIVE, max: f64::MAX }, T::ACTED;
+    gradient_allreduce_op = "mean" => K::OneOf("mean sum"),
+        T::refused("gradients are averaged over the ranks; scale the loss instead");
+    communication_data_type = null => DTYPES, T::ACTED;
+    fp32_allreduce = false => K::Bool, T::renamed("communication_data_type", |on| match on {
+        Node::Bool(true) => "fp32".into(),
+        _ => Node::Null,
+    });
+    seq_parallel_communication_data_type = "fp32" => DTYPES, T::no_effect("sequences are not split");
+    data_types = null => K::section(keys! {
+        grad_accum_dtype = null => TORCH_DTYPES, T::ACTED;
+        param_dtype = null, buffer_dtype = null => TORCH_DTYPES,
+            T::refused("the type follows from bf16.enabled and fp16.enabled; remove the key");
+    }), T::ACTED;
+    managed_gradient_accumulation = true => K::Bool,
+        T::refused("the engine counts the micro-batches of a step; remove the key");
+    sparse_gradients = false => K::Bool, T::no_effect("gradients of embeddings are dense");
+    disable_allgather = false => K::Bool, T::no_effect("there is one way to gather");
+    allgather_size = null => K::COUNT, T::no_effect("deprecated; the all-gather of parameters has no such setting");
+    zero_allow_untested_optimizer = false => K::Bool, T::QUIET;
+    zero_force_ds_cpu_optimizer = true => K::Bool, T::no_effect("there is one optimizer for all devices");
+    dataloader_drop_last = false => K::Bool, T::no_effect("the data loader is the program's");
+    vocabulary_size = null => K::ONE_UP, T::no_effect("DeepSpeed only warns of its alignment");
+    graph_harvesting = false => K::Bool, T::no_effect("it tunes PyTorch's CUDA graphs");
+    use_data_before_expert_parallelism = false => K::Bool, T::no_effect("there is no expert parallelism");
+    dump_state = false => K::Bool, T::no_effect("`explain` prints the plan");
+    log_level = null => K::Text, T::no_effect("the program decides what is logged");
     // Observing.
-    key("steps_per_print", K::ONE_UP, D::Null, T::Acted),
-    key("wall_clock_breakdown", K::Bool, D::Bool(false), T::Acted),
-    key("memory_breakdown", K::Bool, D::Bool(false), T::Acted),
-    switch("tensorboard", LOG_FILES, T::Acted),
-    switch("csv_monitor", LOG_FILES, T::Acted),
-    switch("wandb", WANDB, NO_LOGGER),
-    switch("comet", COMET, NO_LOGGER),
-    switch("flops_profiler", FLOPS_PROFILER, T::NotYet("operations are not counted yet")),
-    switch("comms_logger", COMMS_LOGGER, T::NotYet("collectives are not logged one by one yet")),
-    section("timers", TIMERS),
+    steps_per_print = null => K::ONE_UP, T::ACTED;
+    wall_clock_breakdown = false, memory_breakdown = false => K::Bool, T::ACTED;
+    tensorboard = null, csv_monitor = null => K::switch(keys! {
+        enabled = false => K::Bool, T::QUIET;
+        output_path = "", job_name = "DeepSpeedJobName" => K::Text, T::ACTED;
+    }), T::ACTED;
+    wandb = null => K::switch(keys! {
+        enabled = false => K::Bool, T::QUIET;
+        group = null, team = null, project = "deepspeed" => K::Text, T::QUIET;
+    }), NO_LOGGER;
+    comet = null => K::switch(keys! {
+        enabled = false, online = null => K::Bool, T::QUIET;
+        samples_log_interval = 100 => K::ONE_UP, T::QUIET;
+        project = null, workspace = null, api_key = null, experiment_name = null, experiment_key = null, mode = null
+            => K::Text, T::QUIET;
+    }), NO_LOGGER;
+    flops_profiler = null => K::switch(keys! {
+        enabled = false, detailed = true => K::Bool, T::QUIET;
+        recompute_fwd_factor = 0 => K::POSITIVE, T::QUIET;
+        profile_step = 1, module_depth = -1 => K::INT, T::QUIET;
+        top_modules = 1 => K::COUNT, T::QUIET;
+        output_file = null => K::Text, T::QUIET;
+    }), T::not_yet("operations are not counted yet");
+    comms_logger = null => K::switch(keys! {
+        enabled = false, verbose = false, prof_all = true, debug = false => K::Bool, T::QUIET;
+        prof_ops = [] => K::Texts, T::QUIET;
+    }), T::not_yet("collectives are not logged one by one yet");
+    timers = null => K::section(keys! {
+        throughput = null => K::section(keys! { enabled = true, synchronized = true => K::Bool, CLOCK; }), T::ACTED;
+    }), T::ACTED;
     // Memory, files.
-    section("activation_checkpointing", ACTIVATION_CHECKPOINTING),
-    section("aio", AIO),
+    activation_checkpointing = null => K::section(keys! {
+        partition_activations = false, cpu_checkpointing = false, contiguous_memory_optimization = false,
+        synchronize_checkpoint_boundary = false, profile = false => K::Bool, ACTIVATIONS;
+        number_checkpoints = null => K::COUNT, ACTIVATIONS;
+    }), T::ACTED;
+    aio = null => K::section(keys! {
+        block_size = 1048576, queue_depth = 8 => K::ONE_UP, T::ACTED;
+        thread_count = 1 => K::ONE_UP, T::renamed("intra_op_parallelism", Node::clone);
+        intra_op_parallelism = 1 => K::ONE_UP, T::ACTED;
+        single_submit = false, overlap_events = true => K::Bool, T::ACTED;
+        use_gds = false => K::Bool,
+            T::refused("data does not move between a disk and a GPU's memory directly; remove the key");
+    }), T::ACTED;
     // Not DeepSpeed's, which has no such keys.
-    section("watchdog", WATCHDOG),
-    section("gradient_accumulation_kwargs", GRADIENT_ACCUMULATION),
-    section("checkpoint", CHECKPOINT),
-    switch("nebula", NEBULA, T::NoEffect("it is a service of one cloud")),
-    absent("datastates_ckpt", Gate::Given, SAVES),
+    watchdog = null => K::section(keys! {
+        deadline_seconds = null => K::POSITIVE, T::ACTED;
+        flight_dir = null => K::Text, T::ACTED;
+        error_if_nonfinite = false => K::Bool, T::ACTED;
+    }), T::ACTED;
+    gradient_accumulation_kwargs = null => K::section(keys! { sync_each_batch = null => K::Bool, T::ACTED; }), T::ACTED;
+    checkpoint = null => K::section(keys! {
+        tag_validation = "Warn" => K::OneOf("Ignore Warn Fail"), SAVES;
+        load_universal = false, use_node_local_storage = false => K::Bool, SAVES;
+        checkpoint_serialization = true => K::Bool, WRITER;
+        writer = null => K::Open(Gate::Given), WRITER;
+        parallel_write = null => K::section(keys! { pipeline_stage = false => K::Bool, WRITER; }), T::ACTED;
+    }), T::ACTED;
+    nebula = null => K::switch(keys! {
+        enabled = false, enable_nebula_load = true => K::Bool, T::QUIET;
+        nebula_load_path = null, persistent_storage_path = null => K::Text, T::QUIET;
+        persistent_time_interval = 100, num_of_version_in_retention = 2 => K::COUNT, T::QUIET;
+    }), T::no_effect("it is a service of one cloud");
+    datastates_ckpt = null => K::Open(Gate::Given), SAVES;
     // Features of DeepSpeed that are not part of ZeRO.
-    switch("elasticity", ELASTICITY, T::Refused("it would choose other batch sizes; give them in the batch keys")),
-    switch("amp", AMP, T::Refused("NVIDIA's amp does not exist here; use bf16 or fp16")),
-    switch("torch_autocast", AUTOCAST, T::Refused("PyTorch's autocast does not exist here; use bf16 or fp16")),
-    switch("progressive_layer_drop", PLD, T::Refused("layers are never dropped; remove the section")),
-    switch("eigenvalue", EIGENVALUE, T::NoEffect("it only steers quantised training")),
-    switch("hybrid_engine", HYBRID_ENGINE, T::NoEffect("there is no inference engine to switch to")),
-    section("pipeline", PIPELINE),
-    section("tensor_parallel", TENSOR_PARALLEL),
-    section("compile", COMPILE),
-    refused("compression_training", Gate::Enabled, "models are not compressed; remove the section"),
-    refused("quantize_training", Gate::Enabled, "training is not quantised; remove the section"),
-    refused("weight_quantization", Gate::Given, "weights are not quantised; remove the section"),
-    refused("sparse_attention", Gate::Given, "attention is dense; remove the section"),
-    refused("data_efficiency", Gate::Enabled, "samples are taken as the program's loader gives them"),
-    refused("curriculum_learning", Gate::Enabled, "samples are taken as the program's loader gives them"),
-    refused("expert_parallel", Gate::Enabled, "there is no expert parallelism; remove the section"),
-    refused("msamp", Gate::Enabled, "fp8 is not supported; use bf16"),
-    absent("autotuning", Gate::Enabled, T::NotYet("settings are taken as they are, not searched")),
-];
-
-const FP16: &[Key] = &[
-    key("enabled", K::Bool, D::Bool(false), T::Acted).auto(Fill::Fp16),
-    key("auto_cast", K::Bool, D::Bool(false), T::NoEffect("inputs have the type the program gives them")),
-    key("loss_scale", K::POSITIVE, D::Num(0.0), T::Acted),
-    key("initial_scale_power", K::Int { min: 0, max: 127 }, D::Int(16), T::Acted),
-    key("loss_scale_window", K::COUNT, D::Int(1000), T::Acted),
-    key("hysteresis", K::ONE_UP, D::Int(2), T::Acted),
-    key("consecutive_hysteresis", K::Bool, D::Bool(false), T::Acted),
-    key("min_loss_scale", K::POSITIVE, D::Num(1.0), T::Acted),
-    key("fp16_master_weights_and_grads", K::Bool, D::Bool(false), LOW_PRECISION_MASTER),
-];
-
-const BF16: &[Key] = &[
-    key("enabled", K::Bool, D::Bool(false), T::Acted).auto(Fill::Bf16),
-    key("check_grad_overflow", K::Bool, D::Bool(true), T::Acted),
-    key("immediate_grad_update", K::Bool, D::Bool(false), T::NoEffect("gradients are added up as they arrive")),
-    key("bf16_master_weights_and_grads", K::Bool, D::Bool(false), LOW_PRECISION_MASTER),
-    key("bf16_optimizer_states", K::Bool, D::Bool(false), LOW_PRECISION_MASTER),
-];
-
-const STORED_TYPE: T = T::Refused("the type follows from bf16.enabled and fp16.enabled; remove the key");
-const DATA_TYPES: &[Key] = &[
-    key("grad_accum_dtype", TORCH_DTYPES, D::Null, T::Acted),
-    key("param_dtype", TORCH_DTYPES, D::Null, STORED_TYPE),
-    key("buffer_dtype", TORCH_DTYPES, D::Null, STORED_TYPE),
-];
-
-const ACTIVATION_CHECKPOINTING: &[Key] = &[
-    key("partition_activations", K::Bool, D::Bool(false), ACTIVATIONS),
-    key("cpu_checkpointing", K::Bool, D::Bool(false), ACTIVATIONS),
-    key("contiguous_memory_optimization", K::Bool, D::Bool(false), ACTIVATIONS),
-    key("number_checkpoints", K::COUNT, D::Null, ACTIVATIONS),
-    key("synchronize_checkpoint_boundary", K::Bool, D::Bool(false), ACTIVATIONS),
-    key("profile", K::Bool, D::Bool(false), ACTIVATIONS),
-];
-
-const AIO: &[Key] = &[
-    key("block_size", K::ONE_UP, D::Int(1_048_576), T::Acted),
-    key("queue_depth", K::ONE_UP, D::Int(8), T::Acted),
-    key(
-        "thread_count",
-        K::ONE_UP,
-        D::Int(1),
-        T::Renamed { to: "intra_op_parallelism", change: Node::clone, deprecated: true },
-    ),
-    key("intra_op_parallelism", K::ONE_UP, D::Int(1), T::Acted),
-    key("single_submit", K::Bool, D::Bool(false), T::Acted),
-    key("overlap_events", K::Bool, D::Bool(true), T::Acted),
-    key("use_gds", K::Bool, D::Bool(false), NO_GDS),
-];
-
-const WATCHDOG: &[Key] = &[
-    key("deadline_seconds", K::POSITIVE, D::Null, T::Acted),
-    key("flight_dir", K::Text, D::Null, T::Acted),
-    key("error_if_nonfinite", K::Bool, D::Bool(false), T::Acted),
-];
-
-const GRADIENT_ACCUMULATION: &[Key] = &[key("sync_each_batch", K::Bool, D::Null, T::Acted)];
-
-const CHECKPOINT: &[Key] = &[
-    key("tag_validation", K::OneOf(&["Ignore", "Warn", "Fail"]), D::Text("Warn"), SAVES),
-    key("load_universal", K::Bool, D::Bool(false), SAVES),
-    key("use_node_local_storage", K::Bool, D::Bool(false), SAVES),
-    key("checkpoint_serialization", K::Bool, D::Bool(true), WRITER),
-    absent("writer", Gate::Given, WRITER),
-    section("parallel_write", &[key("pipeline_stage", K::Bool, D::Bool(false), WRITER)]),
-];
-
-const LOG_FILES: &[Key] = &[
-    enabled(false),
-    key("output_path", K::Text, D::Text(""), T::Acted),
-    key("job_name", K::Text, D::Text("DeepSpeedJobName"), T::Acted),
-];
-
-const WANDB: &[Key] = &[
-    enabled(false),
-    key("group", K::Text, D::Null, T::Quiet),
-    key("team", K::Text, D::Null, T::Quiet),
-    key("project", K::Text, D::Text("deepspeed"), T::Quiet),
-];
-
-const COMET: &[Key] = &[
-    enabled(false),
-    key("samples_log_interval", K::ONE_UP, D::Int(100), T::Quiet),
-    key("project", K::Text, D::Null, T::Quiet),
-    key("workspace", K::Text, D::Null, T::Quiet),
-    key("api_key", K::Text, D::Null, T::Quiet),
-    key("experiment_name", K::Text, D::Null, T::Quiet),
-    key("experiment_key", K::Text, D::Null, T::Quiet),
-    key("online", K::Bool, D::Null, T::Quiet),
-    key("mode", K::Text, D::Null, T::Quiet),
-];
-
-const FLOPS_PROFILER: &[Key] = &[
-    enabled(false),
-    key("recompute_fwd_factor", K::POSITIVE, D::Num(0.0), T::Quiet),
-    key("profile_step", K::INT, D::Int(1), T::Quiet),
-    key("module_depth", K::INT, D::Int(-1), T::Quiet),
-    key("top_modules", K::COUNT, D::Int(1), T::Quiet),
-    key("detailed", K::Bool, D::Bool(true), T::Quiet),
-    key("output_file", K::Text, D::Null, T::Quiet),
-];
-
-const COMMS_LOGGER: &[Key] = &[
-    enabled(false),
-    key("verbose", K::Bool, D::Bool(false), T::Quiet),
-    key("prof_all", K::Bool, D::Bool(true), T::Quiet),
-    key("prof_ops", K::Texts, D::Empty, T::Quiet),
-    key("debug", K::Bool, D::Bool(false), T::Quiet),
-];
-
-const CLOCK: T = T::NoEffect("throughput is always measured, at the end of a step");
-const TIMERS: &[Key] = &[section(
-    "throughput",
-    &[key("enabled", K::Bool, D::Bool(true), CLOCK), key("synchronized", K::Bool, D::Bool(true), CLOCK)],
-)];
-
-const NEBULA: &[Key] = &[
-    enabled(false),
-    key("enable_nebula_load", K::Bool, D::Bool(true), T::Quiet),
-    key("nebula_load_path", K::Text, D::Null, T::Quiet),
-    key("persistent_storage_path", K::Text, D::Null, T::Quiet),
-    key("persistent_time_interval", K::COUNT, D::Int(100), T::Quiet),
-    key("num_of_version_in_retention", K::COUNT, D::Int(2), T::Quiet),
-];
-
-const ELASTICITY: &[Key] = &[
-    enabled(false),
-    key("max_train_batch_size", K::ONE_UP, D::Int(2000), T::Quiet),
-    key("micro_batch_sizes", K::Any, D::Null, T::Quiet),
-    key("min_gpus", K::COUNT, D::Int(1), T::Quiet),
-    key("max_gpus", K::COUNT, D::Int(10_000), T::Quiet),
-    key("num_gpus_per_node", K::COUNT, D::Int(1), T::Quiet),
-    key("model_parallel_size", K::COUNT, D::Int(1), T::Quiet),
-    key("min_time", K::COUNT, D::Int(0), T::Quiet),
-    key("prefer_larger_batch", K::Bool, D::Bool(true), T::Quiet),
-    key("ignore_non_elastic_batch_info", K::Bool, D::Bool(false), T::Quiet),
-    key("version", K::NUM, D::Num(0.2), T::Quiet),
-];
-
-const AMP: &[Key] = &[
-    enabled(false),
-    key("opt_level", K::Text, D::Null, T::Quiet),
-    key("loss_scale", K::Any, D::Null, T::Quiet),
-    key("keep_batchnorm_fp32", K::Any, D::Null, T::Quiet),
-    key("master_weights", K::Any, D::Null, T::Quiet),
-    key("min_loss_scale", K::Any, D::Null, T::Quiet),
-    key("max_loss_scale", K::Any, D::Null, T::Quiet),
-];
-
-const AUTOCAST: &[Key] = &[
-    enabled(false),
-    key("dtype", K::Text, D::Text("bfloat16"), T::Quiet),
-    key("lower_precision_safe_modules", K::Texts, D::Empty, T::Quiet),
-];
-
-const PLD: &[Key] = &[
-    enabled(false),
-    key("theta", K::FRACTION, D::Num(1.0), T::Quiet),
-    key("gamma", K::POSITIVE, D::Num(0.001), T::Quiet),
-];
-
-const EIGENVALUE: &[Key] = &[
-    enabled(false),
-    key("verbose", K::Bool, D::Bool(false), T::Quiet),
-    key("max_iter", K::COUNT, D::Int(100), T::Quiet),
-    key("tol", K::POSITIVE, D::Num(1e-2), T::Quiet),
-    key("stability", K::POSITIVE, D::Num(1e-6), T::Quiet),
-    key("gas_boundary_resolution", K::COUNT, D::Int(1), T::Quiet),
-    key("layer_name", K::Text, D::Text("bert.encoder.layer"), T::Quiet),
-    key("layer_num", K::COUNT, D::Int(0), T::Quiet),
-];
-
-const HYBRID_ENGINE: &[Key] = &[
-    enabled(false),
-    key("max_out_tokens", K::COUNT, D::Int(512), T::Quiet),
-    key("inference_tp_size", K::COUNT, D::Int(1), T::Quiet),
-    key("release_inference_cache", K::Bool, D::Bool(false), T::Quiet),
-    key("pin_parameters", K::Bool, D::Bool(true), T::Quiet),
-    key("tp_gather_partition_size", K::COUNT, D::Int(8), T::Quiet),
-    key("enable_cuda_graph", K::Bool, D::Bool(false), T::Quiet),
-];
-
-const NO_PIPELINE: T = T::NoEffect("there are no pipeline stages");
-const PIPELINE: &[Key] = &[
-    key("stages", K::Any, D::Text("auto"), NO_PIPELINE),
-    key("partition", K::Text, D::Text("best"), NO_PIPELINE),
-    key("seed_layers", K::Bool, D::Bool(false), NO_PIPELINE),
-    key("activation_checkpoint_interval", K::COUNT, D::Int(0), NO_PIPELINE),
-    key("pipe_partitioned", K::Bool, D::Bool(true), NO_PIPELINE),
-    key("grad_partitioned", K::Bool, D::Bool(true), NO_PIPELINE),
-];
-
-const TENSOR_PARALLEL: &[Key] = &[
-    key(
-        "autotp_size",
-        K::COUNT,
-        D::Int(0),
-        T::Refused("there is no tensor parallelism: all ranks are data parallel; remove the key"),
-    ),
-    key("dtype", K::Text, D::Null, T::Quiet),
-    key("tp_overlap_comm", K::Bool, D::Bool(false), T::Quiet),
-    absent("tp", Gate::Given, T::Quiet),
-    absent("tensor_parallel", Gate::Given, T::Quiet),
-    absent("partition_config", Gate::Given, T::Quiet),
-    key("injection_policy_tuple", K::Any, D::Null, T::Quiet),
-    key("preset_model", K::Text, D::Null, T::Quiet),
-    key("keep_module_on_host", K::Bool, D::Bool(false), T::Quiet),
-    key("replace_with_kernel_inject", K::Bool, D::Bool(false), T::Quiet),
-    key("kernel_inject", K::Bool, D::Bool(false), T::Quiet),
-];
-
-const COMPILER: T = T::NoEffect("it compiles PyTorch's graphs");
-const COMPILE: &[Key] = &[
-    key("deepcompile", K::Bool, D::Bool(false), COMPILER),
-    key("free_activation", K::Bool, D::Bool(false), COMPILER),
-    key("free_activation_threshold", K::COUNT, D::Int(10_485_760), COMPILER),
-    key("offload_activation", K::Bool, D::Bool(false), COMPILER),
-    key("offload_activation_pin_memory", K::Bool, D::Bool(true), COMPILER),
-    key("offload_opt_states", K::Bool, D::Bool(false), COMPILER),
-    key("double_buffer", K::Bool, D::Bool(true), COMPILER),
-    key("symmetric_memory", K::Bool, D::Bool(false), COMPILER),
-    key("debug_log", K::Bool, D::Bool(false), COMPILER),
-    key("offload_parameters", K::Bool, D::Bool(false), COMPILER),
-    key("sync_before_reduce", K::Bool, D::Bool(false), COMPILER),
-    key("sync_after_reduce", K::Bool, D::Bool(false), COMPILER),
-    key("sync_before_allgather", K::Bool, D::Bool(false), COMPILER),
-    key("sync_after_allgather", K::Bool, D::Bool(false), COMPILER),
-    key("keep_int_input_tensors", K::Bool, D::Bool(true), COMPILER),
-    key("keep_all_input_tensors", K::Bool, D::Bool(false), COMPILER),
-    key("passes", K::Texts, D::Empty, COMPILER),
-];
+    elasticity = null => K::switch(keys! {
+        enabled = false, prefer_larger_batch = true, ignore_non_elastic_batch_info = false => K::Bool, T::QUIET;
+        max_train_batch_size = 2000 => K::ONE_UP, T::QUIET;
+        micro_batch_sizes = null => K::Any, T::QUIET;
+        min_gpus = 1, max_gpus = 10000, num_gpus_per_node = 1, model_parallel_size = 1, min_time = 0
+            => K::COUNT, T::QUIET;
+        version = 0.2 => K::NUM, T::QUIET;
+    }), T::refused("it would choose other batch sizes; give them in the batch keys");
+    amp = null => K::switch(keys! {
+        enabled = false => K::Bool, T::QUIET;
+        opt_level = null => K::Text, T::QUIET;
+        loss_scale = null, keep_batchnorm_fp32 = null, master_weights = null, min_loss_scale = null,
+        max_loss_scale = null => K::Any, T::QUIET;
+    }), T::refused("NVIDIA's amp does not exist here; use bf16 or fp16");
+    torch_autocast = null => K::switch(keys! {
+        enabled = false => K::Bool, T::QUIET;
+        dtype = "bfloat16" => K::Text, T::QUIET;
+        lower_precision_safe_modules = [] => K::Texts, T::QUIET;
+    }), T::refused("PyTorch's autocast does not exist here; use bf16 or fp16");
+    progressive_layer_drop = null => K::switch(keys! {
+        enabled = false => K::Bool, T::QUIET;
+        theta = 1 => K::FRACTION, T::QUIET;
+        gamma = 0.001 => K::POSITIVE, T::QUIET;
+    }), T::refused("layers are never dropped; remove the section");
+    eigenvalue = null => K::switch(keys! {
+        enabled = false, verbose = false => K::Bool, T::QUIET;
+        max_iter = 100, gas_boundary_resolution = 1, layer_num = 0 => K::COUNT, T::QUIET;
+        tol = 1e-2, stability = 1e-6 => K::POSITIVE, T::QUIET;
+        layer_name = "bert.encoder.layer" => K::Text, T::QUIET;
+    }), T::no_effect("it only steers quantised training");
+    hybrid_engine = null => K::switch(keys! {
+        enabled = false, release_inference_cache = false, pin_parameters = true, enable_cuda_graph = false
+            => K::Bool, T::QUIET;
+        max_out_tokens = 512, inference_tp_size = 1, tp_gather_partition_size = 8 => K::COUNT, T::QUIET;
+    }), T::no_effect("there is no inference engine to switch to");
+    pipeline = null => K::section(keys! {
+        stages = "auto" => K::Any, NO_PIPELINE;
+        partition = "best" => K::Text, NO_PIPELINE;
+        seed_layers = false, pipe_partitioned = true, grad_partitioned = true => K::Bool, NO_PIPELINE;
+        activation_checkpoint_interval = 0 => K::COUNT, NO_PIPELINE;
+    }), T::ACTED;
+    tensor_parallel = null => K::section(keys! {
+        autotp_size = 0 => K::COUNT,
+            T::refused("there is no tensor parallelism: all ranks are data parallel; remove the key");
+        dtype = null, preset_model = null => K::Text, T::QUIET;
+        tp_overlap_comm = false, keep_module_on_host = false, replace_with_kernel_inject = false, kernel_inject = false
+            => K::Bool, T::QUIET;
+        tp = null, tensor_parallel = null, partition_config = null => K::Open(Gate::Given), T::QUIET;
+        injection_policy_tuple = null => K::Any, T::QUIET;
+    }), T::ACTED;
+    compile = null => K::section(keys! {
+        deepcompile = false, free_activation = false, offload_activation = false, offload_activation_pin_memory = true,
+        offload_opt_states = false, double_buffer = true, symmetric_memory = false, debug_log = false,
+        offload_parameters = false, sync_before_reduce = false, sync_after_reduce = false,
+        sync_before_allgather = false, sync_after_allgather = false, keep_int_input_tensors = true,
+        keep_all_input_tensors = false => K::Bool, COMPILER;
+        free_activation_threshold = 10485760 => K::COUNT, COMPILER;
+        passes = [] => K::Texts, COMPILER;
+    }), T::ACTED;
+    compression_training = null => K::Open(Gate::Enabled), T::refused("models are not compressed; remove the section");
+    quantize_training = null => K::Open(Gate::Enabled), T::refused("training is not quantised; remove the section");
+    weight_quantization = null => K::Open(Gate::Given), T::refused("weights are not quantised; remove the section");
+    sparse_attention = null => K::Open(Gate::Given), T::refused("attention is dense; remove the section");
+    data_efficiency = null, curriculum_learning = null => K::Open(Gate::Enabled),
+        T::refused("samples are taken as the program's loader gives them");
+    expert_parallel = null => K::Open(Gate::Enabled), T::refused("there is no expert parallelism; remove the section");
+    msamp = null => K::Open(Gate::Enabled), T::refused("fp8 is not supported; use bf16");
+    autotuning = null => K::Open(Gate::Enabled), T::not_yet("settings are taken as they are, not searched");
+};

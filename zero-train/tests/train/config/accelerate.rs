@@ -75,11 +75,11 @@ fn the_templates_of_accelerate() {
         );
         assert_eq!(
             plan.schedule,
-            Some(SchedulePlan::WarmupDecayLr {
+            Some(Schedule::WarmupDecayLr {
                 min_lr: 0.0,
                 max_lr: 2e-5,
                 warmup_steps: 100,
-                warmup_type: WarmupType::Log,
+                kind: Warmup::Log,
                 total_steps: 1000,
             })
         );

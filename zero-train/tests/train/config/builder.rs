@@ -24,8 +24,8 @@ fn the_builder_has_the_files_rules() {
         .gradient_clipping(0.25)
         .prescale_gradients(true)
         .gradient_predivide_factor(4.0)
-        .communication_data_type(DataType::Bf16)
-        .grad_accum_dtype(DataType::Fp16)
+        .communication_data_type(Float::Bf16)
+        .grad_accum_dtype(Float::F16)
         .precision(Precision::Fp16 { loss_scale: LossScale::Static(2.0) })
         .precision(Precision::Bf16 { check_grad_overflow: false })
         .offload_optimizer(&nvme)
@@ -49,7 +49,7 @@ fn the_builder_has_the_files_rules() {
     assert_eq!((plan.overlap_comm, plan.gradient_clipping), (Some(false), Some(0.25)));
     assert_eq!((plan.prescale_gradients, plan.gradient_predivide_factor), (true, 4.0));
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: false });
-    assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(DataType::Bf16), Some(DataType::Fp16)));
+    assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(Float::Bf16), Some(Float::F16)));
     assert_eq!((plan.offload_optimizer, plan.offload_param), (Some(nvme.clone()), Some(nvme)));
     let report = Report {
         steps_per_print: Some(5),
@@ -80,38 +80,57 @@ fn optimizers_and_schedules_survive_the_builder() {
         let plan = ZeroPlan::builder(Stage::DataParallel).optimizer(optimizer).build(1).unwrap();
         assert_eq!(plan.optimizer, Some(optimizer));
     }
-    let warmup_type = WarmupType::Linear;
+    let kind = Warmup::Linear;
     let schedules = [
-        SchedulePlan::WarmupLr { min_lr: 0.1, max_lr: 0.2, warmup_steps: 3, warmup_type },
-        SchedulePlan::WarmupDecayLr { min_lr: 0.1, max_lr: 0.2, warmup_steps: 3, warmup_type, total_steps: 4 },
-        SchedulePlan::WarmupCosineLr {
+        Schedule::WarmupLr { min_lr: 0.1, max_lr: 0.2, warmup_steps: 3, kind },
+        Schedule::WarmupDecayLr { min_lr: 0.1, max_lr: 0.2, warmup_steps: 3, kind, total_steps: 4 },
+        Schedule::WarmupCosineLr {
+            base_lr: 1e-3,
             total_steps: 4,
             warmup_min_ratio: 0.1,
             warmup_steps: 3,
             cos_min_ratio: 0.2,
-            warmup_type,
+            kind,
         },
-        SchedulePlan::OneCycle {
-            min_lr: 0.1,
-            max_lr: 0.2,
+        Schedule::OneCycle(OneCycle {
+            cycle_min_lr: 0.1,
+            cycle_max_lr: 0.2,
             decay_lr_rate: 0.3,
             first_step_size: 4,
-            second_step_size: None,
+            second_step_size: 4,
             first_stair_count: 6,
-            second_stair_count: Some(7),
+            second_stair_count: 7,
             decay_step_size: 8,
-            cycle_momentum: false,
-            min_momentum: 0.4,
-            max_momentum: 0.5,
-            decay_momentum_rate: 0.6,
-        },
-        SchedulePlan::LrRangeTest { min_lr: 0.1, step_size: 2, step_rate: 0.3, staircase: true },
+            momentum: None,
+        }),
+        Schedule::OneCycle(OneCycle {
+            cycle_min_lr: 0.1,
+            cycle_max_lr: 0.2,
+            decay_lr_rate: 0.0,
+            first_step_size: 4,
+            second_step_size: 5,
+            first_stair_count: 0,
+            second_stair_count: 0,
+            decay_step_size: 0,
+            momentum: Some(CycleMomentum { min_mom: 0.4, max_mom: 0.5, decay_mom_rate: 0.6 }),
+        }),
+        Schedule::LrRangeTest { min_lr: 0.1, step_size: 2, step_rate: 0.3, staircase: true },
     ];
     for schedule in schedules {
-        let plan = ZeroPlan::builder(Stage::DataParallel).schedule(schedule).build(1).unwrap();
+        let plan = ZeroPlan::builder(Stage::DataParallel).schedule(schedule.clone()).build(1).unwrap();
         assert_eq!(plan.schedule, Some(schedule));
         assert!(plan.explain().lines().all(|line| line.ends_with('.')));
     }
+    for (rate, told) in [(f64::NAN, "got NaN"), (f64::INFINITY, "got NaN"), (-1.0, "got -1")] {
+        let schedule = Schedule::LrRangeTest { min_lr: rate, step_size: 2, step_rate: 0.3, staircase: true };
+        let error = ZeroPlan::builder(Stage::DataParallel).schedule(schedule).build(1).unwrap_err().to_string();
+        assert!(
+            error.contains("scheduler.params.lr_range_test_min_lr: expected a number") && error.contains(told),
+            "{error}"
+        );
+    }
+    let error = ZeroPlan::builder(Stage::DataParallel).schedule(Schedule::Constant(0.1)).build(1).unwrap_err();
+    assert!(error.to_string().contains("scheduler.type: expected one of WarmupLR"), "{error}");
     let bad = OptimizerPlan::Sgd { lr: -0.1, momentum: 0.0, weight_decay: 0.0, nesterov: true };
     insta::assert_snapshot!(ZeroPlan::builder(Stage::DataParallel).optimizer(bad).build(1).unwrap_err(), @"plan: optimizer.params.lr: expected a number of at least 0, got -0.1");
 }

@@ -31,11 +31,11 @@ fn the_shared_deepspeed_file() {
             epsilon: 1e-8,
             weight_decay: 0.01,
         }),
-        schedule: Some(SchedulePlan::WarmupDecayLr {
+        schedule: Some(Schedule::WarmupDecayLr {
             min_lr: 0.0,
             max_lr: 1e-3,
             warmup_steps: 5,
-            warmup_type: WarmupType::Linear,
+            kind: Warmup::Linear,
             total_steps: 50,
         }),
         offload_optimizer: None,
@@ -105,10 +105,10 @@ fn the_cifar_tutorial_with_fp16_and_a_prescaled_sum() {
     );
     assert_eq!(
         plan.schedule,
-        Some(SchedulePlan::WarmupLr { min_lr: 0.0, max_lr: 1e-3, warmup_steps: 1000, warmup_type: WarmupType::Log })
+        Some(Schedule::WarmupLr { min_lr: 0.0, max_lr: 1e-3, warmup_steps: 1000, kind: Warmup::Log })
     );
     assert_eq!((plan.prescale_gradients, plan.gradient_predivide_factor), (true, 2.0));
-    let LossScale::Dynamic { initial_scale_power: 15, window: 500, .. } = (match plan.precision {
+    let LossScale::Dynamic(DynamicLossScale { initial_scale_power: 15, window: 500, .. }) = (match plan.precision {
         Precision::Fp16 { loss_scale } => loss_scale,
         other => panic!("{other:?}"),
     }) else {
@@ -136,7 +136,7 @@ fn stage_2_with_cpu_offload_and_bf16() {
     assert_eq!(plan.batch, Batch { global: 256, micro: 4, accumulation: 8 });
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
     assert_eq!(plan.offload_optimizer, Some(Offload { pin_memory: true, ..Offload::to(OffloadDevice::Cpu) }));
-    assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(DataType::Fp32), Some(DataType::Fp32)));
+    assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(Float::F32), Some(Float::F32)));
     assert!(matches!(plan.optimizer, Some(OptimizerPlan::Adam { weight_decay: 0.0, .. })));
     insta::assert_snapshot!(warnings(&plan), @r#"
     zero_optimization.round_robin_gradients: has no effect: each rank already moves only its own shard of a gradient
@@ -235,7 +235,7 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     );
     assert_eq!(
         plan.schedule,
-        Some(SchedulePlan::WarmupLr { min_lr: 0.0, max_lr: 2e-5, warmup_steps: 100, warmup_type: WarmupType::Log })
+        Some(Schedule::WarmupLr { min_lr: 0.0, max_lr: 2e-5, warmup_steps: 100, kind: Warmup::Log })
     );
     assert_eq!(plan.warnings, []);
     // Without the program's values each is named, with what to supply.

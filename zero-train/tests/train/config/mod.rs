@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 
 use zero_core::Stage;
 use zero_train::config::{
-    Auto, Batch, Config, ConfigError, Context, DataType, Filled, Format, LogFiles, LossScale, MixedPrecision, Offload,
-    OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, SchedulePlan, WarmupType, Watchdog, ZeroPlan,
+    Auto, Batch, Config, ConfigError, Context, Filled, Float, Format, LogFiles, LossScale, MixedPrecision, Offload,
+    OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
 };
+use zero_train::loss_scale::DynamicLossScale;
+use zero_train::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
 
 fn file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs").join(name)
@@ -49,10 +51,10 @@ fn script() -> Context {
     }
 }
 
-const DYNAMIC: LossScale = LossScale::Dynamic {
+const DYNAMIC: LossScale = LossScale::Dynamic(DynamicLossScale {
     initial_scale_power: 16,
     window: 1000,
     hysteresis: 2,
     consecutive_hysteresis: false,
     min_scale: 1.0,
-};
+});

@@ -84,7 +84,7 @@ fn old_spellings_are_read_with_a_warning() {
     )
     .unwrap();
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
-    assert_eq!(plan.communication_data_type, Some(DataType::Fp32));
+    assert_eq!(plan.communication_data_type, Some(Float::F32));
     assert_eq!((plan.save_16bit_model, plan.max_live_parameters), (true, 7));
     assert!(plan.offload_optimizer.is_some() && plan.offload_param.is_some());
     insta::assert_snapshot!(warnings(&plan), @r#"
