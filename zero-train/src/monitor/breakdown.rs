@@ -82,7 +82,7 @@ impl fmt::Display for StepTimes {
 }
 
 /// Accumulates the timers of a step, and of the steps between two prints.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct WallClock {
     steps_per_print: usize,
     started: [Option<Instant>; Timer::ALL.len()],
@@ -94,13 +94,7 @@ pub struct WallClock {
 impl WallClock {
     /// A clock that gives a mean at every step divisible by `steps_per_print`; 0 for never.
     pub fn new(steps_per_print: usize) -> Self {
-        Self {
-            steps_per_print,
-            started: Default::default(),
-            step: Default::default(),
-            window: Default::default(),
-            window_steps: 0,
-        }
+        Self { steps_per_print, ..Self::default() }
     }
 
     /// Starts a timer. It may run several times in a step, as for micro-batches; the times add up.
