@@ -2,7 +2,6 @@
 
 use clap::ValueEnum;
 
-use super::options::name;
 use crate::TrainError;
 use crate::error::wrong;
 
@@ -16,6 +15,11 @@ pub enum BackendChoice {
     Cuda,
     /// A device with a Vulkan driver, of the program's feature `vulkan`.
     Vulkan,
+}
+
+/// A choice as on the command line.
+pub(super) fn name(choice: impl ValueEnum) -> String {
+    choice.to_possible_value().expect("no choice is hidden").get_name().to_string()
 }
 
 impl BackendChoice {

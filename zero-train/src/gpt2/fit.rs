@@ -9,7 +9,7 @@ use zero_core::estimate::{Precision, model_state};
 use zero_models::hf_export::parse_bytes;
 use zero_models::{Gpt2Config, ModelError};
 
-use super::options::name as option_name;
+use super::backend::name as option_name;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};

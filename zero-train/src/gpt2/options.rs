@@ -163,11 +163,6 @@ impl Options {
     }
 }
 
-/// A choice as on the command line.
-pub(super) fn name(choice: impl ValueEnum) -> String {
-    choice.to_possible_value().expect("no choice is hidden").get_name().to_string()
-}
-
 /// Refuses options that are 0.
 pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<(), TrainError> {
     let zero = options.iter().find(|(_, value)| *value == Some(0));

@@ -9,10 +9,10 @@ use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
 use zero_models::Gpt2Config;
 
-use super::BackendChoice;
+use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
 use super::fit::{Budget, Choice, MemoryNeed, choose};
-use super::options::{at_least_one, name as option_name};
+use super::options::at_least_one;
 use super::predict::Prediction;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use zero_core::Stage;
 use zero_models::Gpt2Config;
 
-use super::BackendChoice;
-use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, at_least_one, name};
+use super::backend::{BackendChoice, name};
+use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, at_least_one};
 use crate::TrainError;
 use crate::config::{
     Auto, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, SchedulePlan,

@@ -29,22 +29,18 @@ pub enum Timer {
 impl Timer {
     /// All timers, in the order in which they are printed.
     pub const ALL: [Timer; 5] = [Timer::Data, Timer::Forward, Timer::Backward, Timer::Reduce, Timer::Step];
+}
 
+impl fmt::Display for Timer {
     /// The name in the printed line.
-    pub fn name(self) -> &'static str {
-        match self {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
             Timer::Data => "data",
             Timer::Forward => "forward",
             Timer::Backward => "backward",
             Timer::Reduce => "reduce",
             Timer::Step => "step",
-        }
-    }
-}
-
-impl fmt::Display for Timer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        })
     }
 }
 
