@@ -18,6 +18,7 @@ use zero_burn::{Zero, launch::launch, optim::Fused};
 use zero_core::Stage;
 use zero_core::alloc::PageKeeper;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
+use zero_examples::median;
 use zero_models::Gpt2Config;
 use zero_train::TrainError;
 use zero_train::config::ZeroPlan;
@@ -32,8 +33,7 @@ type B = Autodiff<Zero<Flex>>;
 const CHUNK: usize = 8 << 20;
 
 /// Seconds of work of all ranks, from when all are ready until the last has ended.
-fn together(device: &zero_burn::ZeroDevice<burn_flex::FlexDevice>, work: impl FnOnce()) -> f64 {
-    let _ = device;
+fn together(work: impl FnOnce()) -> f64 {
     let meet = || zero_burn::stats::all_gather::<Flex>(&[0.0]);
     meet();
     let begin = Instant::now();
@@ -65,11 +65,6 @@ fn forget(path: &Path) {
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
 }
 
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
     let dir = PathBuf::from(args.next().unwrap_or_else(|| "target/checkpoint_rate".into()));
@@ -93,26 +88,26 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut bytes = 0;
         for round in 0..rounds {
             let mut saved = None;
-            seconds[0].push(together(&device, || {
+            seconds[0].push(together(|| {
                 saved = Some(engine.save(&dir, round as u64, Map::new(), &SaveOptions::default()));
             }));
             let saved = saved.expect("it was just set")?;
             bytes = saved.bytes;
             let file = saved.path.join(format!("rank-{rank:05}-of-{ranks:05}.safetensors"));
             let size = file.metadata().expect("it was just written").len();
-            seconds[1].push(together(&device, || write_plain(&plain, size, &chunk)));
+            seconds[1].push(together(|| write_plain(&plain, size, &chunk)));
             for path in [&file, &plain] {
                 forget(path);
             }
             let mut loaded = Ok(Map::new());
-            seconds[2].push(together(&device, || {
+            seconds[2].push(together(|| {
                 loaded = Checkpoint::open(&saved.path)
                     .map_err(Into::into)
                     .and_then(|checkpoint| engine.load(&checkpoint, Parts::All));
             }));
             loaded?;
-            seconds[3].push(together(&device, || read_plain(&plain, &mut chunk)));
-            together(&device, || {
+            seconds[3].push(together(|| read_plain(&plain, &mut chunk)));
+            together(|| {
                 if rank == 0 {
                     std::fs::remove_dir_all(&saved.path).expect("it was just written");
                 }
@@ -120,7 +115,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         std::fs::remove_file(&plain).expect("it was just written");
         if rank == 0 {
-            let [save, write, load, read] = seconds.map(|mut seconds| median(&mut seconds));
+            let [save, write, load, read] = seconds.map(median);
             let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
             let mib = (bytes / ranks as u64) >> 20;
             println!("{preset}, {ranks} ranks with a file of {mib} MiB each, medians of {rounds} rounds in turn");

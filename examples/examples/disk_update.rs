@@ -22,6 +22,7 @@ use zero_burn::stats::all_gather;
 use zero_core::Stage;
 use zero_core::alloc::PageKeeper;
 use zero_core::offload::{BufferPool, DiskError, PoolOptions, SwapDir, SwapFile, SwapFileOptions};
+use zero_examples::median;
 
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(std::alloc::System);
@@ -53,11 +54,6 @@ fn move_all(file: &SwapFile, pool: &BufferPool, bytes: usize, write: bool) -> Re
     }
     flying.into_iter().try_for_each(|ticket| ticket.wait(LIMIT).map(drop))?;
     file.free(region)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

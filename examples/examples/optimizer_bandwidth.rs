@@ -19,6 +19,7 @@ use zero_burn::optim::{Fused, Rule};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
 use zero_core::alloc::PageKeeper;
+use zero_examples::median;
 
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
@@ -52,11 +53,6 @@ fn scale(array: &mut [f32]) -> f64 {
     let begin = Instant::now();
     array.par_chunks_mut(1 << 13).for_each(|chunk| chunk.iter_mut().for_each(|x| *x *= 1.0001));
     begin.elapsed().as_secs_f64()
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn main() {

@@ -170,17 +170,9 @@ where
 
     fn train_epoch(&self, epoch: &mut Epoch<'_, LC>, loader: &TrainLoader<LC>, accumulation: Option<usize>) -> Ended {
         let ranks = epoch.ranks;
-        let mut batches = loader.iter();
         let mut accumulator = GradientsAccumulator::new();
         let mut accumulated = 0;
-        let mut iteration = 0;
-        let ended = loop {
-            let batch = batches.next();
-            let turn = Turn::agree(&ranks, batch.is_some(), &batches.progress(), epoch.interrupter);
-            if let Some(ended) = turn.ended {
-                break ended;
-            }
-            iteration += 1;
+        let ended = epoch.each_batch(loader, |epoch, batch, progress, iteration| {
             epoch.learner.lr_step();
             // Every backward pass forgets the marks, and of a step's parameters not all optimizers set them anew.
             mark::<LC::Backend, _>(&epoch.learner.model());
@@ -214,10 +206,10 @@ where
             let output = AcrossRanks::across_ranks(output, &ranks);
             if ranks.rank() == 0 {
                 let lr = Some(epoch.learner.lr_current());
-                let item = TrainingItem::new(output, turn.progress, epoch.progress.clone(), Some(iteration), lr);
+                let item = TrainingItem::new(output, progress, epoch.progress.clone(), Some(iteration), lr);
                 epoch.processor.process_train(LearnerEvent::ProcessedItem(item));
             }
-        };
+        });
         // The last update's parameters count as such.
         mark::<LC::Backend, _>(&epoch.learner.model());
         if ranks.rank() == 0 {
@@ -236,21 +228,13 @@ where
     fn validate(&self, epoch: &mut Epoch<'_, LC>, loader: &ValidLoader<LC>) -> Ended {
         let ranks = epoch.ranks;
         let model = epoch.learner.model().valid();
-        let mut batches = loader.iter();
-        let mut iteration = 0;
-        let ended = loop {
-            let batch = batches.next();
-            let turn = Turn::agree(&ranks, batch.is_some(), &batches.progress(), epoch.interrupter);
-            if let Some(ended) = turn.ended {
-                break ended;
-            }
-            iteration += 1;
+        let ended = epoch.each_batch(loader, |epoch, batch, progress, iteration| {
             let output = AcrossRanks::across_ranks(batch.map(|batch| model.step(batch)), &ranks);
             if ranks.rank() == 0 {
-                let item = TrainingItem::new(output, turn.progress, epoch.progress.clone(), Some(iteration), None);
+                let item = TrainingItem::new(output, progress, epoch.progress.clone(), Some(iteration), None);
                 epoch.processor.process_valid(LearnerEvent::ProcessedItem(item));
             }
-        };
+        });
         if ranks.rank() == 0 {
             epoch.processor.process_valid(LearnerEvent::EndEpoch(epoch.progress.items_processed));
         }
@@ -344,29 +328,35 @@ enum Ended {
     Interrupted,
 }
 
-/// What the ranks agree on before an iteration.
-struct Turn {
-    ended: Option<Ended>,
-    /// Items of all ranks.
-    progress: Progress,
-}
-
-impl Turn {
-    fn agree(ranks: &Ranks, has_batch: bool, progress: &Progress, interrupter: &Interrupter) -> Self {
-        let mine = [
-            f64::from(u8::from(has_batch)),
-            f64::from(u8::from(interrupter.should_stop())),
-            progress.items_processed as f64,
-            progress.items_total as f64,
-        ];
-        let all = ranks.all_gather(&mine);
-        let sum = |i: usize| all.iter().map(|rank| rank[i]).sum::<f64>();
-        let ended = match (sum(1) > 0.0, sum(0) > 0.0) {
-            (true, _) => Some(Ended::Interrupted),
-            (false, false) => Some(Ended::Data),
-            (false, true) => None,
-        };
-        Self { ended, progress: Progress::new(sum(2) as usize, sum(3) as usize) }
+impl<LC: LearningComponentsTypes> Epoch<'_, LC> {
+    /// Calls `step` in each iteration, on which the ranks agree first: with this rank's batch, none where only others have one
+    /// left; with how many items all ranks have had; and with the iteration's number.
+    fn each_batch<B: Backend, O>(
+        &mut self,
+        loader: &Arc<dyn DataLoader<B, O>>,
+        mut step: impl FnMut(&mut Self, Option<O>, Progress, usize),
+    ) -> Ended {
+        let mut batches = loader.iter();
+        let mut iteration = 0;
+        loop {
+            let (batch, progress) = (batches.next(), batches.progress());
+            let mine = [
+                f64::from(u8::from(batch.is_some())),
+                f64::from(u8::from(self.interrupter.should_stop())),
+                progress.items_processed as f64,
+                progress.items_total as f64,
+            ];
+            let all = self.ranks.all_gather(&mine);
+            let sum = |i: usize| all.iter().map(|rank| rank[i]).sum::<f64>();
+            if sum(1) > 0.0 {
+                return Ended::Interrupted;
+            }
+            if sum(0) == 0.0 {
+                return Ended::Data;
+            }
+            iteration += 1;
+            step(self, batch, Progress::new(sum(2) as usize, sum(3) as usize), iteration);
+        }
     }
 }
 

@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Component, Path};
 
+use indicatif::BinaryBytes;
+
 /// Bytes this process may still take: what the system says is available, cut at the limits of its control groups.
 pub fn available_bytes() -> Option<u64> {
     let system = proc_field("/proc/meminfo", "MemAvailable:")?;
@@ -13,6 +15,11 @@ pub fn available_bytes() -> Option<u64> {
 /// The most bytes of memory this process has held (its resident set).
 pub fn peak_rss_bytes() -> Option<u64> {
     proc_field("/proc/self/status", "VmHWM:")
+}
+
+/// Bytes of memory that this process holds now (its resident set).
+pub(crate) fn rss_bytes() -> Option<u64> {
+    proc_field("/proc/self/status", "VmRSS:")
 }
 
 /// A field of a `/proc` file given in kB.
@@ -83,14 +90,7 @@ fn least_headroom(root: &Path, (base, limit, usage, cache): Files, path: &str) -
 
 /// `bytes` in the largest binary unit that leaves at least one before the point: "1.50 GiB".
 pub fn format_bytes(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{bytes} B") } else { format!("{value:.2} {}", UNITS[unit]) }
+    BinaryBytes(bytes).to_string()
 }
 
 #[cfg(test)]
@@ -108,6 +108,8 @@ mod tests {
     fn this_process_has_memory() {
         assert!(peak_rss_bytes().is_some_and(|bytes| bytes > 1 << 20));
         assert!(available_bytes().is_some_and(|bytes| bytes > 1 << 20));
+        let rss = rss_bytes().unwrap();
+        assert!((1 << 18..1 << 34).contains(&rss), "{rss}");
     }
 
     /// A root folder with these files.

@@ -1,15 +1,16 @@
 //! `metrics.jsonl`: one JSON object a step. The names are a contract; new ones may be added, none changes its meaning.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use burn::tensor::backend::Backend;
 use serde::{Deserialize, Serialize};
-use zero_burn::stats::RankStats;
+use zero_burn::stats::all_gather;
 use zero_core::accounting::{StateBytes, WireBytes};
 
-use crate::TrainError;
 use crate::memory::format_bytes;
+use crate::monitor::{MonitorError, io_error};
 
 /// One training step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -97,7 +98,7 @@ impl core::fmt::Display for SaveMetrics {
 }
 
 /// One rank in one step.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankMetrics {
     /// The rank, from 0.
     pub rank: usize,
@@ -117,62 +118,48 @@ pub struct RankMetrics {
 /// Numbers of one rank that travel to all ranks at the end of a step.
 pub(crate) struct RankReport {
     pub(crate) loss: f64,
-    pub(crate) stats: RankStats,
-    pub(crate) wire: WireBytes,
-    pub(crate) peak_rss: u64,
     /// The signal that this rank's process has been sent; 0 for none.
     pub(crate) signal: f64,
+    pub(crate) metrics: RankMetrics,
 }
 
 impl RankReport {
-    /// Counts below 2^53 travel as floats without loss.
-    pub(crate) fn to_values(&self) -> [f64; 13] {
-        let state = self.stats.model_state_bytes;
-        let wire = self.wire;
+    /// Every rank's, in rank order. They travel as floats, which hold counts below 2^53 without loss.
+    pub(crate) fn of_all_ranks<B: Backend>(mut self) -> Vec<Self> {
+        let counts = self.metrics.counts().map(|count| *count as f64);
+        let all = all_gather::<B>(&[&[self.loss, self.signal][..], &counts].concat());
+        let read = |(rank, values): (usize, &Vec<f64>)| {
+            let mut metrics = RankMetrics { rank, ..RankMetrics::default() };
+            metrics.counts().into_iter().zip(&values[2..]).for_each(|(count, &value)| *count = value as u64);
+            Self { loss: values[0], signal: values[1], metrics }
+        };
+        all.iter().enumerate().map(read).collect()
+    }
+}
+
+impl RankMetrics {
+    /// All but the rank.
+    fn counts(&mut self) -> [&mut u64; 11] {
+        let (state, wire) = (&mut self.model_state_bytes, &mut self.wire_bytes);
         [
-            self.loss,
-            state.parameters as f64,
-            state.gradients as f64,
-            state.optimizer as f64,
-            self.stats.gathered_bytes_peak as f64,
-            wire.all_gather as f64,
-            wire.reduce_scatter as f64,
-            wire.all_reduce as f64,
-            wire.broadcast as f64,
-            wire.all_to_all as f64,
-            self.peak_rss as f64,
-            self.stats.gradients_in_flight_peak as f64,
-            self.signal,
+            &mut state.parameters,
+            &mut state.gradients,
+            &mut state.optimizer,
+            &mut wire.all_gather,
+            &mut wire.reduce_scatter,
+            &mut wire.all_reduce,
+            &mut wire.broadcast,
+            &mut wire.all_to_all,
+            &mut self.gradients_in_flight_bytes_peak,
+            &mut self.gathered_bytes_peak,
+            &mut self.peak_rss_bytes,
         ]
-    }
-
-    /// Every rank's signal, from the values of all.
-    pub(crate) fn signals(all: &[Vec<f64>]) -> impl Iterator<Item = f64> {
-        all.iter().map(|values| values[12])
-    }
-
-    pub(crate) fn metrics(rank: usize, values: &[f64]) -> RankMetrics {
-        let at = |i: usize| values[i] as u64;
-        RankMetrics {
-            rank,
-            model_state_bytes: StateBytes { parameters: at(1), gradients: at(2), optimizer: at(3) },
-            gradients_in_flight_bytes_peak: at(11),
-            gathered_bytes_peak: at(4),
-            wire_bytes: WireBytes {
-                all_gather: at(5),
-                reduce_scatter: at(6),
-                all_reduce: at(7),
-                broadcast: at(8),
-                all_to_all: at(9),
-            },
-            peak_rss_bytes: at(10),
-        }
     }
 }
 
 /// Writes `metrics.jsonl`, a whole line at a time.
 pub struct MetricsWriter {
-    file: BufWriter<File>,
+    file: File,
     path: PathBuf,
 }
 
@@ -181,16 +168,12 @@ impl MetricsWriter {
     ///
     /// # Errors
     ///
-    /// [`TrainError::Io`].
-    pub fn create(dir: &Path) -> Result<Self, TrainError> {
-        let io = |action, path: &Path| {
-            let path = path.to_path_buf();
-            move |source| TrainError::Io { action, path, source }
-        };
-        std::fs::create_dir_all(dir).map_err(io("create", dir))?;
+    /// [`MonitorError::Io`].
+    pub fn create(dir: &Path) -> Result<Self, MonitorError> {
+        std::fs::create_dir_all(dir).map_err(io_error("create", dir))?;
         let path = dir.join("metrics.jsonl");
-        let file = File::create(&path).map_err(io("create", &path))?;
-        Ok(Self { file: BufWriter::new(file), path })
+        let file = File::create(&path).map_err(io_error("create", &path))?;
+        Ok(Self { file, path })
     }
 
     /// As [`create`](Self::create), for a run that goes on after `steps` steps: keeps the lines of those steps in an
@@ -198,16 +181,12 @@ impl MetricsWriter {
     ///
     /// # Errors
     ///
-    /// [`TrainError::Io`].
-    pub fn resume(dir: &Path, steps: usize) -> Result<(Self, Vec<StepMetrics>), TrainError> {
+    /// [`MonitorError::Io`].
+    pub fn resume(dir: &Path, steps: usize) -> Result<(Self, Vec<StepMetrics>), MonitorError> {
         let path = dir.join("metrics.jsonl");
-        let io = |action, path: &Path| {
-            let path = path.to_path_buf();
-            move |source| TrainError::Io { action, path, source }
-        };
         let text = match std::fs::read(&path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((Self::create(dir)?, Vec::new())),
-            text => text.map_err(io("read", &path))?,
+            text => text.map_err(io_error("read", &path))?,
         };
         // The last line may have been cut by the end of its process.
         let kept: Vec<StepMetrics> = text
@@ -217,9 +196,9 @@ impl MetricsWriter {
             .collect();
         // Beside it and renamed, so that no moment loses what is kept.
         let aside = dir.join(".metrics.jsonl");
-        let mut writer = Self { file: BufWriter::new(File::create(&aside).map_err(io("create", &aside))?), path };
+        let mut writer = Self { file: File::create(&aside).map_err(io_error("create", &aside))?, path };
         kept.iter().try_for_each(|metrics| writer.write(metrics))?;
-        std::fs::rename(&aside, &writer.path).map_err(io("replace", &writer.path))?;
+        std::fs::rename(&aside, &writer.path).map_err(io_error("replace", &writer.path))?;
         Ok((writer, kept))
     }
 
@@ -227,14 +206,10 @@ impl MetricsWriter {
     ///
     /// # Errors
     ///
-    /// [`TrainError::Io`].
-    pub fn write(&mut self, step: &StepMetrics) -> Result<(), TrainError> {
+    /// [`MonitorError::Io`].
+    pub fn write(&mut self, step: &StepMetrics) -> Result<(), MonitorError> {
         let mut line = serde_json::to_vec(step).expect("metrics are plain numbers");
         line.push(b'\n');
-        self.file.write_all(&line).and_then(|()| self.file.flush()).map_err(|source| TrainError::Io {
-            action: "write",
-            path: self.path.clone(),
-            source,
-        })
+        self.file.write_all(&line).map_err(io_error("write", &self.path))
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
-use signal_hook::low_level::{emulate_default_handler, exit, register};
+use signal_hook::low_level::{emulate_default_handler, exit, register, signal_name};
 
 /// Milliseconds in which more signals count as one: some reach every process of a job, and a launcher then hands its own on.
 const ECHO_MS: u64 = 400;
@@ -49,11 +49,7 @@ impl Signal {
 
     /// As shells call it.
     pub(crate) fn name(self) -> &'static str {
-        match self.0 {
-            SIGINT => "SIGINT",
-            SIGTERM => "SIGTERM",
-            _ => "SIGUSR1",
-        }
+        signal_name(self.0).unwrap_or("a signal")
     }
 
     /// What a shell gives for a process that the signal has ended.

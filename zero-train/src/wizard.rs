@@ -1,44 +1,26 @@
 //! The questions of `zero config`, and the file they lead to: an Accelerate YAML, in Accelerate's order and words.
 
-use std::fmt::Write;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-/// Asks a person. What comes back is one of what was offered, or the default.
+use crate::config::{MixedPrecision, OffloadDevice};
+
+/// Asks a person. What comes back is one of what was offered, or the default; [`Stopped`] when the person gives up or cannot be
+/// asked.
 pub trait Ask {
     /// One of `options`, by its place.
-    ///
-    /// # Errors
-    ///
-    /// [`Stopped`] when the person gives up or cannot be asked.
     fn choose(&mut self, question: &str, options: &[&str], default: usize) -> Result<usize, Stopped>;
 
     /// Yes or no.
-    ///
-    /// # Errors
-    ///
-    /// [`Stopped`].
     fn yes(&mut self, question: &str, default: bool) -> Result<bool, Stopped>;
 
     /// A number of `range`.
-    ///
-    /// # Errors
-    ///
-    /// [`Stopped`].
     fn number(&mut self, question: &str, range: RangeInclusive<usize>, default: usize) -> Result<usize, Stopped>;
 
     /// A number above 0.
-    ///
-    /// # Errors
-    ///
-    /// [`Stopped`].
     fn fraction(&mut self, question: &str, default: f64) -> Result<f64, Stopped>;
 
     /// A line of text that is not empty.
-    ///
-    /// # Errors
-    ///
-    /// [`Stopped`].
     fn text(&mut self, question: &str, default: &str) -> Result<String, Stopped>;
 }
 
@@ -47,42 +29,9 @@ pub trait Ask {
 #[error("stopped before the last question ({0}); nothing was written")]
 pub struct Stopped(pub String);
 
-/// The precision of an Accelerate configuration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Precision {
-    /// fp32.
-    #[default]
-    No,
-    /// fp16 with a loss scale.
-    Fp16,
-    /// bf16.
-    Bf16,
-}
-
+/// By their numbers as [`MixedPrecision`].
 const PRECISIONS: [&str; 3] = ["no", "fp16", "bf16"];
 const DEVICES: [&str; 3] = ["none", "cpu", "nvme"];
-
-/// Where something is kept.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum Place {
-    /// On the device.
-    #[default]
-    Device,
-    /// In host memory.
-    Cpu,
-    /// On disk, in this folder.
-    Nvme(PathBuf),
-}
-
-impl Place {
-    fn name(&self) -> &'static str {
-        match self {
-            Place::Device => DEVICES[0],
-            Place::Cpu => DEVICES[1],
-            Place::Nvme(_) => DEVICES[2],
-        }
-    }
-}
 
 /// What the questions come to.
 #[derive(Debug, Clone, PartialEq)]
@@ -91,10 +40,10 @@ pub struct Answers {
     pub deepspeed_config: Option<PathBuf>,
     /// ZeRO stage.
     pub stage: u8,
-    /// Where optimizer state is kept.
-    pub offload_optimizer: Place,
-    /// Where parameters are kept (stage 3).
-    pub offload_param: Place,
+    /// Where optimizer state is kept, if not on the device.
+    pub offload_optimizer: Option<OffloadDevice>,
+    /// Where parameters are kept (stage 3), if not on the device.
+    pub offload_param: Option<OffloadDevice>,
     /// Micro-batches per update.
     pub accumulation: usize,
     /// Largest global norm of the gradient.
@@ -112,7 +61,7 @@ pub struct Answers {
     /// Ranks over all machines.
     pub processes: usize,
     /// Precision.
-    pub precision: Precision,
+    pub precision: MixedPrecision,
 }
 
 impl Default for Answers {
@@ -121,8 +70,8 @@ impl Default for Answers {
         Self {
             deepspeed_config: None,
             stage: 2,
-            offload_optimizer: Place::Device,
-            offload_param: Place::Device,
+            offload_optimizer: None,
+            offload_param: None,
             accumulation: 1,
             clipping: None,
             save_16bit: false,
@@ -131,7 +80,7 @@ impl Default for Answers {
             machine_rank: 0,
             main_process: None,
             processes: 2,
-            precision: Precision::No,
+            precision: MixedPrecision::No,
         }
     }
 }
@@ -187,9 +136,9 @@ impl Answers {
         // A DeepSpeed file says it itself.
         if self.deepspeed_config.is_none() {
             self.precision = match ask.choose("Which precision?", &PRECISIONS, defaults.precision as usize)? {
-                1 => Precision::Fp16,
-                2 => Precision::Bf16,
-                _ => Precision::No,
+                1 => MixedPrecision::Fp16,
+                2 => MixedPrecision::Bf16,
+                _ => MixedPrecision::No,
             };
         }
         Ok(self)
@@ -197,62 +146,56 @@ impl Answers {
 
     /// The file: what Accelerate's own `accelerate config` writes.
     pub fn to_yaml(&self) -> String {
+        let Self { stage, accumulation, zero_init, save_16bit, machines, machine_rank, processes, .. } = self;
         let mut yaml = String::from("compute_environment: LOCAL_MACHINE\ndebug: false\ndeepspeed_config:\n");
-        let mut zero = |key: &str, value: String| {
-            // Writing to a string cannot fail.
-            let _ = writeln!(yaml, "  {key}: {value}");
-        };
         match &self.deepspeed_config {
             Some(path) => {
-                zero("deepspeed_config_file", quoted(&path.display().to_string()));
-                zero("zero3_init_flag", self.zero_init.to_string());
+                let path = quoted(&path.display().to_string());
+                yaml += &format!("  deepspeed_config_file: {path}\n  zero3_init_flag: {zero_init}\n");
             }
             None => {
-                zero("gradient_accumulation_steps", self.accumulation.to_string());
                 // 0 is DeepSpeed's "no clipping"; without the key it clips at 1.
-                zero("gradient_clipping", self.clipping.map_or("0.0".into(), |norm| format!("{norm:?}")));
-                zero("offload_optimizer_device", self.offload_optimizer.name().into());
-                if let Place::Nvme(path) = &self.offload_optimizer {
-                    zero("offload_optimizer_nvme_path", quoted(&path.display().to_string()));
+                let clipping = self.clipping.unwrap_or(0.0);
+                yaml += &format!("  gradient_accumulation_steps: {accumulation}\n  gradient_clipping: {clipping:?}\n");
+                for (what, place) in [("optimizer", &self.offload_optimizer), ("param", &self.offload_param)] {
+                    let device = match place {
+                        None => DEVICES[0],
+                        Some(OffloadDevice::Cpu) => DEVICES[1],
+                        Some(OffloadDevice::Nvme { .. }) => DEVICES[2],
+                    };
+                    yaml += &format!("  offload_{what}_device: {device}\n");
+                    if let Some(OffloadDevice::Nvme { path }) = place {
+                        yaml += &format!("  offload_{what}_nvme_path: {}\n", quoted(&path.display().to_string()));
+                    }
                 }
-                zero("offload_param_device", self.offload_param.name().into());
-                if let Place::Nvme(path) = &self.offload_param {
-                    zero("offload_param_nvme_path", quoted(&path.display().to_string()));
+                yaml += &format!("  zero3_init_flag: {zero_init}\n");
+                if *stage == 3 {
+                    yaml += &format!("  zero3_save_16bit_model: {save_16bit}\n");
                 }
-                zero("zero3_init_flag", self.zero_init.to_string());
-                if self.stage == 3 {
-                    zero("zero3_save_16bit_model", self.save_16bit.to_string());
-                }
-                zero("zero_stage", self.stage.to_string());
+                yaml += &format!("  zero_stage: {stage}\n");
             }
         }
-        yaml.push_str("distributed_type: DEEPSPEED\ndowncast_bf16: 'no'\n");
-        let mut top = |key: &str, value: String| {
-            let _ = writeln!(yaml, "{key}: {value}");
-        };
-        top("machine_rank", self.machine_rank.to_string());
+        yaml += &format!("distributed_type: DEEPSPEED\ndowncast_bf16: 'no'\nmachine_rank: {machine_rank}\n");
         if let Some((address, port)) = &self.main_process {
-            top("main_process_ip", quoted(address));
-            top("main_process_port", port.to_string());
+            yaml += &format!("main_process_ip: {}\nmain_process_port: {port}\n", quoted(address));
         }
-        top("main_training_function", "main".into());
+        yaml += "main_training_function: main\n";
         if self.deepspeed_config.is_none() {
-            top("mixed_precision", quoted(PRECISIONS[self.precision as usize]));
+            yaml += &format!("mixed_precision: {}\n", quoted(PRECISIONS[self.precision as usize]));
         }
-        top("num_machines", self.machines.to_string());
-        top("num_processes", self.processes.to_string());
-        top("rdzv_backend", "static".into());
-        top("same_network", "true".into());
-        top("use_cpu", "false".into());
-        yaml
+        yaml += &format!("num_machines: {machines}\nnum_processes: {processes}\n");
+        yaml + "rdzv_backend: static\nsame_network: true\nuse_cpu: false\n"
     }
 }
 
-fn place(ask: &mut dyn Ask, what: &str) -> Result<Place, Stopped> {
+fn place(ask: &mut dyn Ask, what: &str) -> Result<Option<OffloadDevice>, Stopped> {
     Ok(match ask.choose(&format!("Where to keep {what}?"), &DEVICES, 0)? {
-        1 => Place::Cpu,
-        2 => Place::Nvme(ask.text(&format!("In which folder, on a fast disk, for {what}?"), "/nvme")?.into()),
-        _ => Place::Device,
+        1 => Some(OffloadDevice::Cpu),
+        2 => {
+            let path = ask.text(&format!("In which folder, on a fast disk, for {what}?"), "/nvme")?.into();
+            Some(OffloadDevice::Nvme { path })
+        }
+        _ => None,
     })
 }
 

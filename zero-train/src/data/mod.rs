@@ -7,7 +7,7 @@ mod safetensors_rows;
 mod text;
 mod tokenizer;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::TrainError;
 
@@ -75,37 +75,24 @@ impl TokenRows {
             tokenizer::check(path, vocab_size, folders)?;
             text::rows(path, text, seq, n_positions)
         };
-        let (name, rows) = match source {
-            Source::File(path) if source.safetensors().is_some() => {
-                (path.to_path_buf(), safetensors_rows::read(path, seq)?)
-            }
+        let (path, rows) = match *source {
+            Source::File(path) if source.safetensors().is_some() => (path, safetensors_rows::read(path, seq)?),
             Source::File(path) => {
-                let text = std::fs::read(path).map_err(|source| TrainError::Io {
-                    action: "read",
-                    path: path.to_path_buf(),
-                    source,
+                let text = String::from_utf8(read(path)?).map_err(|error| {
+                    let byte = error.utf8_error().valid_up_to();
+                    let expected = "expected text, or a file that ends in .safetensors";
+                    wrong_data(path, format!("is not UTF-8 text (byte {byte}): {expected}"))
                 })?;
-                let text = String::from_utf8(text).map_err(|error| TrainError::Data {
-                    path: path.to_path_buf(),
-                    problem: format!(
-                        "is not UTF-8 text (byte {}): expected text, or a file that ends in .safetensors",
-                        error.utf8_error().valid_up_to()
-                    ),
-                })?;
-                (path.to_path_buf(), cut(path, &text)?)
+                (path, cut(path, &text)?)
             }
-            Source::Text(text, name) => {
-                let name = PathBuf::from(name);
-                let rows = cut(&name, text)?;
-                (name, rows)
-            }
+            Source::Text(text, name) => (Path::new(name), cut(Path::new(name), text)?),
         };
-        rows.check(&name, vocab_size, n_positions)?;
+        rows.check(path, vocab_size, n_positions)?;
         Ok(rows)
     }
 
     fn check(&self, path: &Path, vocab_size: usize, n_positions: usize) -> Result<(), TrainError> {
-        let problem = |problem: String| Err(TrainError::Data { path: path.to_path_buf(), problem });
+        let problem = |problem: String| Err(wrong_data(path, problem));
         if self.seq < 2 {
             return problem(format!("rows of {} token(s) have no next token: expected at least 2", self.seq));
         }
@@ -160,6 +147,15 @@ impl TokenRows {
     pub fn batch(&self, step: usize, rank: usize, world: usize, batch: usize) -> Vec<i32> {
         self.from((step * world + rank) * batch, batch)
     }
+}
+
+/// A file with the wrong content: what is wrong, what was expected, and what to change.
+pub(crate) fn wrong_data(path: &Path, problem: impl Into<String>) -> TrainError {
+    TrainError::Data { path: path.to_path_buf(), problem: problem.into() }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, TrainError> {
+    std::fs::read(path).map_err(|source| TrainError::Io { action: "read", path: path.to_path_buf(), source })
 }
 
 #[cfg(test)]

@@ -7,8 +7,9 @@ use memmap2::Mmap;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
-use super::TokenRows;
+use super::{TokenRows, wrong_data};
 use crate::TrainError;
+use crate::error::wrong;
 
 /// Gives `body` the tensor `input_ids` of the file, which has two dimensions and at least one row.
 pub(super) fn with_ids<T>(
@@ -16,7 +17,7 @@ pub(super) fn with_ids<T>(
     body: impl FnOnce(&TensorView<'_>) -> Result<T, TrainError>,
 ) -> Result<T, TrainError> {
     let io = |source| TrainError::Io { action: "read", path: path.to_path_buf(), source };
-    let problem = |problem: String| TrainError::Data { path: path.to_path_buf(), problem };
+    let problem = |problem: String| wrong_data(path, problem);
     let file = File::open(path).map_err(io)?;
     // SAFETY: the map is read once, here; a file that another program shortens meanwhile ends this one with a signal,
     // as it would any reader of a map.
@@ -36,32 +37,25 @@ pub(super) fn with_ids<T>(
 
 pub(super) fn read(path: &Path, seq: Option<usize>) -> Result<TokenRows, TrainError> {
     with_ids(path, |ids| {
-        let problem = |problem: String| TrainError::Data { path: path.to_path_buf(), problem };
+        let problem = |problem: String| wrong_data(path, problem);
         let t = ids.shape()[1];
         if let Some(seq) = seq.filter(|&seq| seq != t) {
-            return Err(TrainError::Option {
-                option: "seq",
-                got: seq.to_string(),
-                expected: format!("{} has rows of {t} tokens: leave --seq out, or set it to {t}", path.display()),
-            });
+            let expected = format!("{} has rows of {t} tokens: leave --seq out, or set it to {t}", path.display());
+            return Err(wrong("seq", seq, expected));
         }
         let too_large = |id: i64| problem(format!("token id {id} is outside of any vocabulary: expected 0 or more"));
         let narrow = |id: i64| i32::try_from(id).map_err(|_| too_large(id));
         let data = ids.data();
         let tokens: Result<Vec<i32>, TrainError> = match ids.dtype() {
-            Dtype::I64 => data.chunks_exact(8).map(|b| narrow(i64::from_le_bytes(bytes(b)))).collect(),
-            Dtype::I32 => data.chunks_exact(4).map(|b| Ok(i32::from_le_bytes(bytes(b)))).collect(),
-            Dtype::U32 => data.chunks_exact(4).map(|b| narrow(u32::from_le_bytes(bytes(b)).into())).collect(),
-            Dtype::U16 => data.chunks_exact(2).map(|b| Ok(u16::from_le_bytes(bytes(b)).into())).collect(),
-            Dtype::I16 => data.chunks_exact(2).map(|b| Ok(i16::from_le_bytes(bytes(b)).into())).collect(),
+            Dtype::I64 => data.as_chunks().0.iter().map(|&b| narrow(i64::from_le_bytes(b))).collect(),
+            Dtype::I32 => data.as_chunks().0.iter().map(|&b| Ok(i32::from_le_bytes(b))).collect(),
+            Dtype::U32 => data.as_chunks().0.iter().map(|&b| narrow(u32::from_le_bytes(b).into())).collect(),
+            Dtype::U16 => data.as_chunks().0.iter().map(|&b| Ok(u16::from_le_bytes(b).into())).collect(),
+            Dtype::I16 => data.as_chunks().0.iter().map(|&b| Ok(i16::from_le_bytes(b).into())).collect(),
             other => Err(problem(format!("input_ids has type {other:?}: expected I64, I32, U32, I16 or U16"))),
         };
         Ok(TokenRows { tokens: tokens?, seq: t })
     })
-}
-
-fn bytes<const N: usize>(chunk: &[u8]) -> [u8; N] {
-    chunk.try_into().expect("chunks_exact gives chunks of N bytes")
 }
 
 #[cfg(test)]

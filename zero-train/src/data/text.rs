@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use super::TokenRows;
+use super::{TokenRows, wrong_data};
 use crate::TrainError;
+use crate::error::wrong;
 
 /// Row length of text when none is asked for.
 const DEFAULT_SEQ: usize = 128;
@@ -12,23 +13,15 @@ const DEFAULT_SEQ: usize = 128;
 pub(super) fn rows(path: &Path, text: &str, seq: Option<usize>, n_positions: usize) -> Result<TokenRows, TrainError> {
     let seq = seq.unwrap_or(DEFAULT_SEQ.min(n_positions));
     if seq == 0 {
-        return Err(TrainError::Option {
-            option: "seq",
-            got: "0".into(),
-            expected: "expected at least 2 tokens".into(),
-        });
+        return Err(wrong("seq", 0, "expected at least 2 tokens"));
     }
     let tokenizer = tiktoken_rs::r50k_base_singleton();
     let mut tokens: Vec<i32> = tokenizer.encode_ordinary(text).into_iter().map(|id| id as i32).collect();
     let rows = tokens.len() / seq;
     if rows == 0 {
-        return Err(TrainError::Data {
-            path: path.to_path_buf(),
-            problem: format!(
-                "has {} tokens, but one row needs {seq}: use a longer text or a smaller --seq",
-                tokens.len()
-            ),
-        });
+        let found = tokens.len();
+        let problem = format!("has {found} tokens, but one row needs {seq}: use a longer text or a smaller --seq");
+        return Err(wrong_data(path, problem));
     }
     tokens.truncate(rows * seq);
     Ok(TokenRows { tokens, seq })

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::{read, wrong_data};
 use crate::TrainError;
 
 /// GPT-2's tokens, the end of a text included.
@@ -14,12 +15,12 @@ const OTHERS: [&str; 5] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe
 
 /// Refuses to cut `text` for a model that has fewer tokens than GPT-2, or whose folders have another tokenizer.
 pub(super) fn check(text: &Path, vocab_size: usize, folders: &[&Path]) -> Result<(), TrainError> {
-    let problem = |why: String| TrainError::Data {
-        path: text.to_path_buf(),
-        problem: format!(
+    let problem = |why: String| {
+        let problem = format!(
             "is text, which is cut into GPT-2's tokens, but {why}: cut it with the model's own tokenizer, and give the ids \
              as --data FILE.safetensors with an int tensor input_ids [rows, T]"
-        ),
+        );
+        wrong_data(text, problem)
     };
     if vocab_size < GPT2_TOKENS {
         return Err(problem(format!("the model has {vocab_size} tokens, and GPT-2 {GPT2_TOKENS}")));
@@ -42,12 +43,8 @@ fn foreign(folder: &Path) -> Result<Option<&'static str>, TrainError> {
         if !path.is_file() {
             continue;
         }
-        let text =
-            std::fs::read(&path).map_err(|source| TrainError::Io { action: "read", path: path.clone(), source })?;
-        let whole: Value = serde_json::from_slice(&text).map_err(|error| TrainError::Data {
-            path,
-            problem: format!("is not a whole JSON file ({error}): write it again"),
-        })?;
+        let whole: Value = serde_json::from_slice(&read(&path)?)
+            .map_err(|error| wrong_data(&path, format!("is not a whole JSON file ({error}): write it again")))?;
         return Ok(Some(file).filter(|_| !whole.pointer(vocabulary).is_some_and(is_gpt2s)));
     }
     Ok(OTHERS.into_iter().find(|file| folder.join(file).is_file()))

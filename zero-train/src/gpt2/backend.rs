@@ -1,7 +1,6 @@
-//! Where ranks compute: the choice of a backend, whether this machine has it, and running what is generic over it.
+//! Where ranks compute: the choice of a backend, and whether this machine has it.
 
 use clap::ValueEnum;
-use zero_ops::FusedBackend;
 
 use crate::TrainError;
 use crate::error::wrong;
@@ -18,23 +17,12 @@ pub enum BackendChoice {
     Vulkan,
 }
 
-/// Work that is written for any backend.
-pub(super) trait Work {
-    type Output;
-
-    fn run<I: FusedBackend>(self) -> Self::Output;
+/// A choice as on the command line.
+pub(super) fn name(choice: impl ValueEnum) -> String {
+    choice.to_possible_value().expect("no choice is hidden").get_name().to_string()
 }
 
 impl BackendChoice {
-    /// As on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            BackendChoice::Cpu => "cpu",
-            BackendChoice::Cuda => "cuda",
-            BackendChoice::Vulkan => "vulkan",
-        }
-    }
-
     /// Whether the program has the backend and this machine the device.
     ///
     /// # Errors
@@ -50,10 +38,10 @@ impl BackendChoice {
             #[allow(unreachable_patterns)] // Reached by what the features leave out.
             _ => Some(format!(
                 "this program was built without it: build it with `--features {}`, or use --backend cpu",
-                self.name()
+                name(self)
             )),
         };
-        missing.map_or(Ok(()), |missing| Err(wrong("backend", self.name(), missing)))
+        missing.map_or(Ok(()), |missing| Err(wrong("backend", name(self), missing)))
     }
 
     /// Bytes of the devices' memory for the ranks of this machine, if they have memory of their own and tell.
@@ -62,17 +50,6 @@ impl BackendChoice {
             #[cfg(feature = "cuda")]
             BackendChoice::Cuda => zero_ops::devices::cuda().ok().map(|devices| devices.iter().sum()),
             _ => None,
-        }
-    }
-
-    /// Runs `work` with this backend, which has been checked.
-    pub(super) fn run<W: Work>(self, work: W) -> W::Output {
-        match self {
-            #[cfg(feature = "cuda")]
-            BackendChoice::Cuda => work.run::<burn_cuda::Cuda>(),
-            #[cfg(feature = "vulkan")]
-            BackendChoice::Vulkan => work.run::<burn_wgpu::Vulkan>(),
-            _ => work.run::<burn_flex::Flex>(),
         }
     }
 }

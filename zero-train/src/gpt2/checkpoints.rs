@@ -9,25 +9,25 @@ use serde_json::{Map, Value, json};
 use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
 use zero_models::Gpt2Config;
 
-use super::Options;
+use super::options::{Options, at_least_one};
 use super::ranks::Ranks;
 use crate::TrainError;
 use crate::config::ZeroPlan;
 use crate::data::TokenRows;
 use crate::engine::EngineError;
 use crate::error::wrong;
+use crate::metrics::EpochMetrics;
 
 /// The key of the trainer's state in a checkpoint's.
 const TRAINER: &str = "trainer";
 
 /// Settings of checkpoints, checked; and the checkpoint to resume from, open and verified.
-#[derive(Debug, Clone, Default)]
-pub struct Checkpoints {
+#[derive(Default)]
+pub(super) struct Checkpoints {
     /// Folder to save into.
     pub dir: Option<PathBuf>,
     /// Steps between two checkpoints; none but the last without.
     pub every: Option<usize>,
-    /// How many are kept.
     pub keep_last: Option<NonZeroUsize>,
     /// Whether the best is kept too.
     pub keep_best: bool,
@@ -101,6 +101,21 @@ impl EpochState {
     pub(super) fn first() -> Self {
         Self { number: 1, seen: 0, loss_sum: 0.0, steps: 0 }
     }
+
+    /// Counts a step on `used` of the data's rows; whether the pass has ended with it.
+    pub(super) fn add(&mut self, loss: f64, used: usize, rows: usize) -> bool {
+        self.seen += used;
+        self.loss_sum += loss;
+        self.steps += 1;
+        self.seen >= rows
+    }
+
+    /// The next pass begins.
+    pub(super) fn end(&mut self, rows: usize, step: usize, eval_loss: Option<f64>) -> EpochMetrics {
+        let Self { number, seen, loss_sum, steps } = *self;
+        *self = Self { number: number + 1, seen: seen.saturating_sub(rows), ..Self::first() };
+        EpochMetrics::new(number, step, loss_sum / steps as f64, eval_loss)
+    }
 }
 
 /// The checkpoint with the least loss so far.
@@ -112,12 +127,7 @@ pub(super) struct Best {
 
 impl Checkpoints {
     pub(super) fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self, TrainError> {
-        let at_least_one = |option, value: Option<usize>| match value {
-            Some(0) => Err(wrong(option, 0, "expected at least 1")),
-            _ => Ok(()),
-        };
-        at_least_one("save-every", options.save_every)?;
-        at_least_one("keep-last", options.keep_last)?;
+        at_least_one(&[("save-every", options.save_every), ("keep-last", options.keep_last)])?;
         let mut checkpoints = Self {
             dir: options.save.clone(),
             every: options.save_every,
@@ -129,32 +139,23 @@ impl Checkpoints {
         if let Some(dir) = options.save.as_ref().filter(|dir| dir.exists() && !dir.is_dir()) {
             return Err(wrong("save", dir.display(), "expected a folder, or a name for one; this is a file"));
         }
-        match options.resume.as_deref() {
-            None => {}
+        checkpoints.resume = match options.resume.as_deref() {
+            None => None,
             Some(auto) if auto == Path::new("auto") => {
-                let Some(dir) = &options.save else {
-                    return Err(wrong(
-                        "resume",
-                        "auto",
-                        "expected --save DIR too, the folder to look for checkpoints in",
-                    ));
+                let expected = "expected --save DIR too, the folder to look for checkpoints in";
+                let dir = options.save.as_ref().ok_or_else(|| wrong("resume", "auto", expected))?;
+                checkpoints.latest(dir, ranks)?
+            }
+            Some(path) if path.join("manifest.json").is_file() => Some(Arc::new(ranks.open(path)?)),
+            Some(path) => {
+                let latest = checkpoints.latest(path, ranks)?;
+                let found = || match checkpoints.warnings.as_slice() {
+                    [] => "expected a checkpoint (step-...), or a folder that has some".to_string(),
+                    reasons => format!("no checkpoint there is sound: {}", reasons.join("; ")),
                 };
-                checkpoints.resume = checkpoints.latest(dir, ranks)?;
+                Some(latest.ok_or_else(|| wrong("resume", path.display(), found()))?)
             }
-            Some(path) if path.join("manifest.json").is_file() => {
-                checkpoints.resume = Some(Arc::new(ranks.open(path)?));
-            }
-            Some(path) => match checkpoints.latest(path, ranks)? {
-                Some(latest) => checkpoints.resume = Some(latest),
-                None => {
-                    let found = match checkpoints.warnings.as_slice() {
-                        [] => "expected a checkpoint (step-...), or a folder that has some".to_string(),
-                        reasons => format!("no checkpoint there is sound: {}", reasons.join("; ")),
-                    };
-                    return Err(wrong("resume", path.display(), found));
-                }
-            },
-        }
+        };
         Ok(checkpoints)
     }
 
@@ -210,13 +211,9 @@ impl TrainerState {
     /// The state in what the engine has loaded.
     pub(super) fn loaded(state: &Map<String, Value>, checkpoint: &Checkpoint) -> Result<Self, TrainError> {
         let what = |problem: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what: problem };
-        let own = state.get(TRAINER).ok_or_else(|| {
-            what(
-                "it has no state of this command: it was saved by another program; load it with ZeroEngine::load"
-                    .into(),
-            )
-        })?;
-        let read = serde_json::from_value(own.clone());
+        let none = "it has no state of this command: it was saved by another program; load it with ZeroEngine::load";
+        let own = state.get(TRAINER).ok_or_else(|| what(none.into()))?;
+        let read = Self::deserialize(own);
         Ok(read.map_err(|error| what(format!("the state of this command cannot be read: {error}")))?)
     }
 }

@@ -6,9 +6,10 @@ use zero_burn::config::Float;
 use zero_core::Partition;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
-use zero_models::Gpt2Config;
 use zero_models::hf_export::parse_bytes;
+use zero_models::{Gpt2Config, ModelError};
 
+use super::backend::name as option_name;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};
@@ -40,31 +41,23 @@ impl MemoryNeed {
         let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
         let psi = model.num_params() as u64;
         let mut state = model_state(psi, stage, ranks as u64, precision(plan));
-        let on_disk = |offload: &Option<Offload>| {
-            offload.as_ref().is_some_and(|offload| matches!(offload.device, OffloadDevice::Nvme { .. }))
+        // Takes out of `state` what is offloaded to where `is_there` says.
+        let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
+            let there = |offload: &Option<Offload>| offload.as_ref().is_some_and(|offload| is_there(&offload.device));
+            let before = state.total();
+            if there(&plan.offload_optimizer) {
+                state.optimizer = 0;
+                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
+                state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
+            }
+            if there(&plan.offload_param) {
+                state.parameters = 0;
+            }
+            before - state.total()
         };
-        let on_host = |offload: &Option<Offload>| {
-            let is_host = |offload: &Offload| offload.device == OffloadDevice::Cpu;
-            backend != BackendChoice::Cpu && offload.as_ref().is_some_and(is_host)
-        };
-        let all = state.total();
-        if on_disk(&plan.offload_optimizer) {
-            state.optimizer = 0;
-            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
-        }
-        if on_disk(&plan.offload_param) {
-            state.parameters = 0;
-        }
-        let disk = all - state.total();
-        if on_host(&plan.offload_optimizer) {
-            state.optimizer = 0;
-            // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
-            state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
-        }
-        if on_host(&plan.offload_param) {
-            state.parameters = 0;
-        }
-        let host = all - disk - state.total();
+        let disk = offloaded(|device| matches!(device, OffloadDevice::Nvme { .. }));
+        let is_apart = backend != BackendChoice::Cpu;
+        let host = if is_apart { offloaded(|device| *device == OffloadDevice::Cpu) } else { 0 };
         let largest =
             model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
@@ -72,7 +65,8 @@ impl MemoryNeed {
         // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
         let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(model.num_params()));
-        if on_disk(&plan.offload_optimizer) || on_disk(&plan.offload_param) {
+        let offloads = [&plan.offload_optimizer, &plan.offload_param];
+        if offloads.into_iter().flatten().any(|offload| matches!(offload.device, OffloadDevice::Nvme { .. })) {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
         }
@@ -181,6 +175,16 @@ fn free_disk(folder: &Path) -> Option<u64> {
     zero_core::offload::free_bytes(existing).ok()
 }
 
+/// A model by the name of a preset, or by a folder with its `config.json`.
+///
+/// # Errors
+///
+/// [`ModelError`] when there is no such preset, or the file is wrong.
+pub fn model(name: &str) -> Result<Gpt2Config, ModelError> {
+    let folder = Path::new(name);
+    if folder.is_dir() { Gpt2Config::from_file(&folder.join("config.json")) } else { Gpt2Config::preset(name) }
+}
+
 /// The model, and what of it is kept on a disk.
 pub(super) struct Choice {
     pub(super) name: String,
@@ -215,44 +219,32 @@ pub(super) fn choose(
             _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
         },
     };
-    // The first tier that fits, with what is to be said about it.
+    // The first tier that fits.
     let fitting = |model: &Gpt2Config| -> Result<Option<Fitting>, TrainError> {
         for &tier in tiers {
             let with = need(model, tier)?;
-            if budget.holds(&with) {
-                let notice = match tier {
-                    Some(choice) if options.offload.is_none() => {
-                        let without = need(model, None)?;
-                        Some(format!(
-                            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {}.",
-                            without.arithmetic(),
-                            budget.but(&without),
-                            choice.name(),
-                            format_bytes(with.total()),
-                            match with.disk {
-                                0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
-                                disk => {
-                                    format!(
-                                        "{} below {}",
-                                        format_bytes(disk * with.ranks),
-                                        options.swap_dir().display()
-                                    )
-                                }
-                            }
-                        ))
-                    }
-                    _ => None,
-                };
-                return Ok(Some((tier, notice)));
+            if !budget.holds(&with) {
+                continue;
             }
+            let Some(chosen) = tier.filter(|_| options.offload.is_none()) else { return Ok(Some((tier, None))) };
+            let without = need(model, None)?;
+            let there = match with.disk {
+                0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
+                disk => format!("{} below {}", format_bytes(disk * with.ranks), options.swap_dir().display()),
+            };
+            let notice = format!(
+                "In memory alone: {}{}.\nSo --offload {}: {} in memory, {there}.",
+                without.arithmetic(),
+                budget.but(&without),
+                option_name(chosen),
+                format_bytes(with.total())
+            );
+            return Ok(Some((tier, Some(notice))));
         }
         Ok(None)
     };
     let named = match (&options.model, &options.weights) {
-        (Some(name), _) if Path::new(name).is_dir() => {
-            Some((name.clone(), Gpt2Config::from_file(&Path::new(name).join("config.json"))?))
-        }
-        (Some(name), _) => Some((name.clone(), Gpt2Config::preset(name)?)),
+        (Some(name), _) => Some((name.clone(), model(name)?)),
         (None, Some(dir)) => Some((dir.display().to_string(), Gpt2Config::from_file(&dir.join("config.json"))?)),
         (None, None) => None,
     };

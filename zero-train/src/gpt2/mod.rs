@@ -16,11 +16,8 @@ mod zero_plan;
 use std::process::ExitCode;
 
 pub use backend::BackendChoice;
-pub use checkpoints::Checkpoints;
-pub use fit::MemoryNeed;
+pub use fit::{MemoryNeed, model};
 pub use options::{Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options};
-pub use plan::Plan;
-pub use predict::Prediction;
 pub use report::Summary;
 pub use zero_plan::outline;
 
@@ -28,6 +25,7 @@ use zero_core::alloc::PageKeeper;
 use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
 
+use self::plan::Plan;
 use self::ranks::{Ranks, with_ranks};
 use crate::TrainError;
 use crate::data::Source;
@@ -54,7 +52,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
         Ok(Ended { signal: Some(signal), .. }) => (signal.into(), "stopped"),
         Err(stopped) => (stopped, "error"),
     };
-    let (text, code) = (chain(&stopped.error), stopped.error.exit_code());
+    let (text, code) = (told_once(&stopped.error), stopped.error.exit_code());
     // What a signal has ended all ranks say alike.
     if label == "error" || launched.as_ref().is_none_or(|launched| launched.rank == 0) {
         eprintln!("{label}: {text}");
@@ -82,14 +80,14 @@ fn tell(line: &dyn core::fmt::Display) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-/// An error with its causes, on one line.
-fn chain(error: &dyn std::error::Error) -> String {
+/// An error with its causes, which some errors tell themselves, on one line.
+pub fn told_once(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
+        let more = cause.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
         }
         source = cause.source();
     }

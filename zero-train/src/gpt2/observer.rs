@@ -5,13 +5,15 @@ use std::time::{Duration, Instant};
 
 use indicatif::{FormattedDuration, ProgressBar, ProgressStyle};
 
-use super::Plan;
+use super::plan::Plan;
 use crate::TrainError;
 use crate::config::{LogFiles, Report};
 use crate::engine::{Step, Times};
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, MetricsWriter, StepMetrics};
-use crate::monitor::{CsvMonitor, LossPlot, MemoryTracker, Phase, TensorBoardMonitor, Timer, WallClock};
+use crate::monitor::{
+    CsvMonitor, LossPlot, MemoryTracker, MonitorError, Phase, TensorBoardMonitor, Timer, WallClock, io_error,
+};
 
 /// Columns of `metrics.csv`, and names of the scalars in TensorBoard.
 const COLUMNS: [&str; 8] =
@@ -71,17 +73,14 @@ impl Observer {
     pub(super) fn new(plan: &Plan) -> Result<Self, TrainError> {
         let report = plan.plan.report.clone();
         let done = plan.checkpoints.resumed_steps();
-        let (writer, kept) = match &plan.out {
-            Some(out) if done > 0 => {
-                let (writer, kept) = MetricsWriter::resume(out, done)?;
-                (Some(writer), kept)
-            }
-            out => (out.as_deref().map(MetricsWriter::create).transpose()?, Vec::new()),
-        };
-        let mut csv = Vec::new();
-        let mut plot = None;
+        let (mut writer, mut csv, mut plot) = (None, Vec::new(), None);
         if let Some(out) = &plan.out {
-            // As metrics.jsonl: an earlier run's is replaced, and of the run that is resumed the steps are kept.
+            // An earlier run's files are replaced, and of the run that is resumed the steps are kept.
+            let (jsonl, kept) = match done {
+                0 => (MetricsWriter::create(out)?, Vec::new()),
+                _ => MetricsWriter::resume(out, done)?,
+            };
+            writer = Some(jsonl);
             remove(&out.join("metrics.csv"))?;
             csv.push(CsvMonitor::open(out, "metrics", &COLUMNS)?);
             let title = format!("{}, {} ranks, stage {}", plan.name, plan.plan.world, plan.plan.stage);
@@ -220,7 +219,10 @@ impl Observer {
         if let Some((_, plot)) = &mut self.plot {
             draw(plot, metrics);
         }
-        self.writer.as_mut().map_or(Ok(()), |writer| writer.write(metrics))
+        if let Some(writer) = &mut self.writer {
+            writer.write(metrics)?;
+        }
+        Ok(())
     }
 
     /// Writes a line, if one is due after this step.
@@ -240,13 +242,10 @@ impl Observer {
             steps => since.elapsed().as_secs_f64() / steps as f64,
         };
         let left = Duration::from_secs_f64(each * self.steps.saturating_sub(metrics.step) as f64);
+        let StepMetrics { step, loss, lr, grad_norm, .. } = metrics;
         self.log(&format!(
-            "step {}/{}: loss {:.4}, lr {:.3e}, grad norm {:.4}, {speed:.0} tokens/s{}, ETA {}",
-            metrics.step,
+            "step {step}/{}: loss {loss:.4}, lr {lr:.3e}, grad norm {grad_norm:.4}, {speed:.0} tokens/s{}, ETA {}",
             self.steps,
-            metrics.loss,
-            metrics.lr,
-            metrics.grad_norm,
             mfu.unwrap_or_default(),
             FormattedDuration(left)
         ));
@@ -264,9 +263,8 @@ impl Observer {
         ));
         if let Some(tensorboard) = &mut self.tensorboard {
             let values = [("eval_loss", metrics.eval_loss), ("eval_perplexity", metrics.eval_perplexity)];
-            let values: Vec<(&str, f64)> =
-                values.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-            tensorboard.write(metrics.step, &values)?;
+            let values = values.into_iter().filter_map(|(name, value)| Some((name, value?)));
+            tensorboard.write(metrics.step, &values.collect::<Vec<_>>())?;
         }
         Ok(())
     }
@@ -321,11 +319,9 @@ fn folder(files: &LogFiles) -> PathBuf {
     files.output_path.join(&files.job_name)
 }
 
-fn remove(path: &Path) -> Result<(), TrainError> {
+fn remove(path: &Path) -> Result<(), MonitorError> {
     match std::fs::remove_file(path) {
-        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
-            Err(TrainError::Io { action: "replace", path: path.to_path_buf(), source })
-        }
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(io_error("replace", path)(source)),
         _ => Ok(()),
     }
 }

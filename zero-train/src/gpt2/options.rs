@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueEnum};
 
 use super::BackendChoice;
+use crate::TrainError;
+use crate::config::MixedPrecision;
+use crate::error::wrong;
 
 /// What stands for `"auto"` in a configuration file, and without a file is used as it is.
 #[derive(Debug, Clone, Default, Args)]
@@ -160,6 +163,12 @@ impl Options {
     }
 }
 
+/// Refuses options that are 0.
+pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<(), TrainError> {
+    let zero = options.iter().find(|(_, value)| *value == Some(0));
+    zero.map_or(Ok(()), |&(option, _)| Err(wrong(option, 0, "expected at least 1")))
+}
+
 /// What is offloaded from where the backend computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum OffloadChoice {
@@ -169,17 +178,6 @@ pub enum OffloadChoice {
     Optimizer,
     /// Parameters too.
     All,
-}
-
-impl OffloadChoice {
-    /// As on the command line.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            OffloadChoice::None => "none",
-            OffloadChoice::Optimizer => "optimizer",
-            OffloadChoice::All => "all",
-        }
-    }
 }
 
 /// Where offloaded model state is kept.
@@ -210,4 +208,14 @@ pub enum Dtype {
     Fp16,
     /// bfloat16.
     Bf16,
+}
+
+impl From<Dtype> for MixedPrecision {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::Fp32 => MixedPrecision::No,
+            Dtype::Fp16 => MixedPrecision::Fp16,
+            Dtype::Bf16 => MixedPrecision::Bf16,
+        }
+    }
 }

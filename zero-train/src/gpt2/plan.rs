@@ -9,32 +9,30 @@ use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
 use zero_models::Gpt2Config;
 
-use super::BackendChoice;
+use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
 use super::fit::{Budget, Choice, MemoryNeed, choose};
+use super::options::at_least_one;
+use super::predict::Prediction;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
-use super::{GathersChoice, OffloadChoice, Options, Prediction};
+use super::{GathersChoice, OffloadChoice, Options};
 use crate::TrainError;
 use crate::config::{Warning, ZeroPlan};
-use crate::data::{Source, TokenRows};
+use crate::data::{Source, TokenRows, wrong_data};
 use crate::engine::EngineError;
 use crate::error::wrong;
 use crate::launcher::{LAUNCHED, RESTARTS};
 use crate::memory::format_bytes;
 
 /// What will be trained, on what, how.
-#[derive(Debug, Clone)]
-pub struct Plan {
-    /// Where ranks compute.
+pub(super) struct Plan {
     pub backend: BackendChoice,
     /// The preset's or folder's name.
     pub name: String,
-    /// The model.
     pub model: Gpt2Config,
     /// Weights to start from.
     pub weights: Option<PathBuf>,
-    /// Training rows.
     pub rows: TokenRows,
     /// Rows held out for evaluation.
     pub eval_rows: Option<TokenRows>,
@@ -42,13 +40,10 @@ pub struct Plan {
     pub plan: ZeroPlan,
     /// The same as settings of the decorator.
     pub zero: ZeroConfig,
-    /// Steps.
     pub steps: usize,
-    /// Threads and deadline of ranks.
     pub launch: LaunchOptions,
     /// Folder for metrics.
     pub out: Option<PathBuf>,
-    /// What is saved, and where training resumes.
     pub checkpoints: Checkpoints,
     /// The folder for the 16-bit model that the configuration asks for.
     pub save_16bit: Option<PathBuf>,
@@ -74,13 +69,8 @@ impl Plan {
         default_data: &Source<'_>,
         here: &Ranks<'_>,
     ) -> Result<Self, TrainError> {
-        positive("steps", options.steps)?;
-        if let Some(threads) = options.threads {
-            positive("threads", threads)?;
-        }
-        if let Some(every) = options.log_every {
-            positive("log-every", every)?;
-        }
+        let (steps, threads, every) = (Some(options.steps), options.threads, options.log_every);
+        at_least_one(&[("steps", steps), ("threads", threads), ("log-every", every)])?;
         let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
         let seq = options.seq.or(source.row_length()?).unwrap_or(128);
         let options = &as_launched(options, here)?;
@@ -97,7 +87,7 @@ impl Plan {
         let (offload, disk) = (&zero.offload, &zero.offload.disk.path);
         if [offload.optimizer, offload.parameters].contains(&Tier::Disk) && !disk.is_dir() {
             let problem = "is no folder: create it on the disk that is to be used, or correct --swap or nvme_path";
-            return Err(TrainError::Data { path: disk.clone(), problem: problem.into() });
+            return Err(wrong_data(disk, problem));
         }
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
         if let Some(seq) = options.seq.filter(|&seq| seq < 2 || seq > model.n_positions) {
@@ -124,11 +114,8 @@ impl Plan {
                 }
             )));
         }
-        let prediction = match options.json || !here.is_main() {
-            true => None,
-            false if options.backend != BackendChoice::Cpu => None,
-            false => Prediction::new(&model, &plan, rows.seq(), &need),
-        };
+        let is_read = !options.json && here.is_main() && options.backend == BackendChoice::Cpu;
+        let prediction = if is_read { Prediction::new(&model, &plan, rows.seq(), &need) } else { None };
         Ok(Self {
             prediction,
             backend: options.backend,
@@ -159,7 +146,7 @@ impl Plan {
         let saves = self.checkpoints.dir.is_some();
         vec![
             format!("zero {}", env!("CARGO_PKG_VERSION")),
-            format!("the backend {}", self.backend.name()),
+            format!("the backend {}", option_name(self.backend)),
             format!("the model {:?}", self.model),
             format!("{:?} ranks at stage {}", self.plan.world, self.plan.stage),
             format!("the batch {:?}", self.plan.batch),
@@ -216,10 +203,6 @@ fn hold_out(eval: usize, ranks: usize, rows: &mut TokenRows) -> Result<Option<To
         Some(held_out) => Ok(Some(held_out)),
         None => Err(wrong("eval", eval, format!("expected fewer than the {all} rows of the data"))),
     }
-}
-
-fn positive(option: &'static str, value: usize) -> Result<(), TrainError> {
-    if value == 0 { Err(wrong(option, 0, "expected at least 1")) } else { Ok(()) }
 }
 
 /// How parameters are gathered.
@@ -294,37 +277,23 @@ impl core::fmt::Display for Plan {
         writeln!(f, "  model          {}, {} parameters", self.name, self.model.num_params())?;
         let threads = self.launch.threads(plan.world);
         if self.backend != BackendChoice::Cpu {
-            writeln!(f, "  backend        {}", self.backend.name())?;
+            writeln!(f, "  backend        {}", option_name(self.backend))?;
         }
         writeln!(f, "  ranks          {} at stage {}, {threads} compute thread(s) each", plan.world, plan.stage)?;
         let micro_batches = match plan.batch.accumulation {
             1 => String::new(),
             micro_batches => format!(" in each of {micro_batches} micro-batches"),
         };
-        writeln!(
-            f,
-            "  batch          {} row(s) of {} tokens per rank{micro_batches}, {} tokens a step, {} rows of data",
-            plan.batch.micro,
-            self.rows.seq(),
-            plan.batch.global * self.rows.seq(),
-            self.rows.rows()
-        )?;
-        for line in plan
-            .explain()
-            .lines()
-            .filter(|line| !["ZeRO", "Batch", "Warning"].iter().any(|start| line.starts_with(start)))
-        {
+        let (seq, rows) = (self.rows.seq(), self.rows.rows());
+        write!(f, "  batch          {} row(s) of {seq} tokens per rank{micro_batches}, ", plan.batch.micro)?;
+        writeln!(f, "{} tokens a step, {rows} rows of data", plan.batch.global * seq)?;
+        let is_told = |line: &&str| ["ZeRO", "Batch", "Warning"].iter().any(|start| line.starts_with(start));
+        for line in plan.explain().lines().filter(|line| !is_told(line)) {
             writeln!(f, "  {line}")?;
         }
         if let Some(checkpoint) = &self.checkpoints.resume {
-            let manifest = checkpoint.manifest();
-            writeln!(
-                f,
-                "  resumes from   {}, step {}, saved by {} rank(s)",
-                checkpoint.path().display(),
-                manifest.step,
-                manifest.world
-            )?;
+            let (path, manifest) = (checkpoint.path().display(), checkpoint.manifest());
+            writeln!(f, "  resumes from   {path}, step {}, saved by {} rank(s)", manifest.step, manifest.world)?;
         }
         if let Some(dir) = &self.save_16bit {
             writeln!(f, "  16-bit model   saved at the end in {}", dir.display())?;
@@ -343,11 +312,10 @@ impl core::fmt::Display for Plan {
             writeln!(f, "    {kind:<12} {:>12}", format_bytes(bytes))?;
         }
         write!(f, "  all ranks      {}", format_bytes(self.need.total()))?;
-        if self.need.host > 0 {
-            write!(f, ", and {} in the host's memory", format_bytes(self.need.host * self.need.ranks))?;
-        }
-        if self.need.disk > 0 {
-            write!(f, ", and {} on the disk", format_bytes(self.need.disk * self.need.ranks))?;
+        for (bytes, place) in [(self.need.host, "in the host's memory"), (self.need.disk, "on the disk")] {
+            if bytes > 0 {
+                write!(f, ", and {} {place}", format_bytes(bytes * self.need.ranks))?;
+            }
         }
         Ok(())
     }

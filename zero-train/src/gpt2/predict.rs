@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::Flex;
-use zero_core::offload::{BufferPool, DiskError, PoolOptions, SwapDir, SwapFile, SwapFileOptions, Ticket};
+use zero_burn::config::Tier;
+use zero_core::offload::{BufferPool, DiskError, PoolOptions, SwapDir, SwapFileOptions, Ticket};
 use zero_models::Gpt2Config;
 
 use super::MemoryNeed;
@@ -23,8 +24,8 @@ const PROBE_BYTES: usize = 128 << 20;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Seconds of a step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Prediction {
+#[derive(Clone, Copy)]
+pub(super) struct Prediction {
     /// Of products of matrices.
     pub compute: f64,
     /// Of moving state between disk and memory; partly beside the compute.
@@ -46,16 +47,11 @@ impl Prediction {
         };
         Some(Self { compute, disk })
     }
-
-    /// Both, one after the other.
-    pub fn total(&self) -> f64 {
-        self.compute + self.disk
-    }
 }
 
 impl core::fmt::Display for Prediction {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "about {:.0} s: {:.0} s of compute", self.total(), self.compute)?;
+        write!(f, "about {:.0} s: {:.0} s of compute", self.compute + self.disk, self.compute)?;
         if self.disk > 0.0 {
             write!(f, ", {:.0} s of moving state to and from the disk", self.disk)?;
         }
@@ -67,7 +63,7 @@ impl core::fmt::Display for Prediction {
 fn moved_bytes(model: &Gpt2Config, plan: &ZeroPlan) -> f64 {
     let offload = plan.zero_config(0).offload;
     let micro_batches = plan.batch.accumulation as f64;
-    let on_disk = |tier| f64::from(u8::from(tier == zero_burn::config::Tier::Disk));
+    let on_disk = |tier| f64::from(u8::from(tier == Tier::Disk));
     // Two moments, each read and written; a gradient written with each micro-batch and read once.
     let optimizer = on_disk(offload.optimizer) * (16.0 + 4.0 * micro_batches + 4.0);
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
@@ -104,19 +100,10 @@ fn disk_rate(path: &Path) -> Result<f64, DiskError> {
             }
             let mut buffer = pool.take(LIMIT)?;
             buffer.set_len(part.bytes());
-            flying.push(transfer(&file, write, part, buffer)?);
+            flying.push(if write { file.write(part, buffer)? } else { file.read(part, buffer)? });
         }
         flying.into_iter().try_for_each(|ticket| ticket.wait(LIMIT).map(drop))?;
         seconds += if counts { begin.elapsed().as_secs_f64() } else { 0.0 };
     }
     Ok(2.0 * PROBE_BYTES as f64 / seconds)
-}
-
-fn transfer(
-    file: &SwapFile,
-    write: bool,
-    part: zero_core::offload::Region,
-    buffer: zero_core::offload::Buffer,
-) -> Result<Ticket, DiskError> {
-    if write { file.write(part, buffer) } else { file.read(part, buffer) }
 }

@@ -128,9 +128,7 @@ fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
 fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
     match error {
         zero_core::LaunchError::Rank { rank, world, failure } => match &**failure {
-            RankFailure::Comm(error) if matches!(**error, CommError::Timeout { .. } | CommError::Stalled { .. }) => {
-                TrainError::Late(format!("rank {rank} of {world}: {error}"))
-            }
+            RankFailure::Comm(error) if is_late(error) => TrainError::Late(format!("rank {rank} of {world}: {error}")),
             other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
         },
         other => TrainError::Run(other.to_string()),
@@ -156,24 +154,17 @@ impl Ranks<'_> {
 
     /// How many ranks share the machine that has most of them, so that all ranks decide alike; none for threads.
     pub(super) fn most_on_a_machine(&self) -> Option<usize> {
-        if let Some(process) = self.process {
-            let place = process.comm().place();
-            let most = (0..place.nodes).map(|node| place.node_of.iter().filter(|&&of| of == node).count()).max();
-            return most;
-        }
-        None
+        let place = self.process?.comm().place();
+        (0..place.nodes).map(|node| place.node_of.iter().filter(|&&of| of == node).count()).max()
     }
 
     /// The least that a rank has of something, so that all of them decide alike; none if no rank knows.
     pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>, TrainError> {
-        if let Some(process) = self.process {
-            let mine = value.unwrap_or(u64::MAX).to_le_bytes().to_vec();
-            let all = process.comm().all_gather(Buffer::U8(mine)).map_err(of_comm)?.into_u8();
-            let least =
-                all.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().expect("chunks of eight bytes")));
-            return Ok(least.min().filter(|&least| least != u64::MAX));
-        }
-        Ok(value)
+        let Some(process) = self.process else { return Ok(value) };
+        let mine = value.unwrap_or(u64::MAX).to_le_bytes().to_vec();
+        let all = process.comm().all_gather(Buffer::U8(mine)).map_err(of_comm)?.into_u8();
+        let all = all.as_chunks::<8>().0.iter().map(|&bytes| u64::from_le_bytes(bytes));
+        Ok(all.min().filter(|&least| least != u64::MAX))
     }
 
     /// The newest sound checkpoint in `dir`; every rank looks at its share of the files.
@@ -197,12 +188,9 @@ impl Ranks<'_> {
 
     /// Ends all ranks, before anything is trained, when one of them has another `line` than rank 0.
     pub(super) fn agree(&self, lines: &[String]) -> Result<(), TrainError> {
-        if let Some(process) = self.process {
-            let compared = zero_core::collective::agree(&**process.comm(), lines).map_err(of_comm)?;
-            return compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())));
-        }
-        let _ = lines;
-        Ok(())
+        let Some(process) = self.process else { return Ok(()) };
+        let compared = zero_core::collective::agree(&**process.comm(), lines).map_err(of_comm)?;
+        compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())))
     }
 
     /// Runs every rank of this process on backend `I`; the first one's result.
@@ -259,8 +247,10 @@ impl Ranks<'_> {
 
 /// A collective's error, outside of training.
 fn of_comm(error: CommError) -> TrainError {
-    match error {
-        late @ (CommError::Timeout { .. } | CommError::Stalled { .. }) => TrainError::Late(late.to_string()),
-        other => TrainError::Run(other.to_string()),
-    }
+    if is_late(&error) { TrainError::Late(error.to_string()) } else { TrainError::Run(error.to_string()) }
+}
+
+/// Whether a deadline has passed in a wait for another rank.
+fn is_late(error: &CommError) -> bool {
+    matches!(error, CommError::Timeout { .. } | CommError::Stalled { .. })
 }

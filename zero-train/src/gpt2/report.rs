@@ -4,11 +4,11 @@ use serde::{Deserialize, Serialize};
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::model_state;
 
-use super::Plan;
 use super::fit::precision;
+use super::plan::Plan;
 use super::train::Measured;
 use crate::memory::format_bytes;
-use crate::metrics::EpochMetrics;
+use crate::metrics::{EpochMetrics, RankMetrics};
 
 /// What a run came to. With `--json` this is what standard output holds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -74,9 +74,8 @@ impl Summary {
         let state = last.ranks.iter().map(|rank| rank.model_state_bytes).max_by_key(StateBytes::total);
         let psi = plan.model.num_params() as u64;
         let formula = model_state(psi, plan.zero.stage, plan.plan.world as u64, precision(&plan.plan));
-        let most = |value: fn(&crate::metrics::RankMetrics) -> u64| {
-            steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0)
-        };
+        let most =
+            |value: fn(&RankMetrics) -> u64| steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0);
         Self {
             model: plan.name.clone(),
             parameters: plan.model.num_params(),

@@ -17,17 +17,16 @@ use zero_models::gpt2::weights;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_ops::FusedBackend;
 
-use super::Plan;
-use super::backend::Work;
 use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
+use super::plan::Plan;
 use super::ranks::Ranks;
 use crate::TrainError;
 use crate::config::Precision;
-use crate::data::TokenRows;
+use crate::data::{TokenRows, wrong_data};
 use crate::engine::{Parts, Step, ZeroEngine};
 use crate::memory::peak_rss_bytes;
-use crate::metrics::{EpochMetrics, RankReport, SaveMetrics, StepMetrics};
+use crate::metrics::{EpochMetrics, RankMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::Phase;
 use crate::signals::{Signal, Watch};
 
@@ -60,31 +59,30 @@ pub(super) fn train(plan: &Plan, ranks: &Ranks<'_>, allocator: Option<&PageKeepe
     if let Some(out) = plan.save_16bit.as_ref().filter(|out| out.exists()) {
         let problem =
             "is there already, and the 16-bit model of this run would go there: move it away, or name another --out";
-        return Err(TrainError::Data { path: out.clone(), problem: problem.into() });
+        return Err(wrong_data(out, problem));
     }
     let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
     let watch = Watch::begin(ranks.is_main());
     let _watch = watch.map_err(|error| TrainError::Run(format!("no handler of signals can be set: {error}")))?;
-    plan.backend.run(Training { plan, ranks, observer: observer.as_ref(), allocator })
+    let train_on = match plan.backend {
+        #[cfg(feature = "cuda")]
+        super::BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda>,
+        #[cfg(feature = "vulkan")]
+        super::BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan>,
+        _ => run_ranks::<burn_flex::Flex>,
+    };
+    train_on(plan, ranks, observer.as_ref(), allocator)
 }
 
-/// [`run_rank`] on all ranks.
-struct Training<'a> {
-    plan: &'a Plan,
-    ranks: &'a Ranks<'a>,
-    observer: Option<&'a Mutex<Observer>>,
-    allocator: Option<&'a PageKeeper>,
-}
-
-impl Work for Training<'_> {
-    type Output = Result<Measured, TrainError>;
-
-    fn run<I: FusedBackend>(self) -> Self::Output {
-        let Self { plan, ranks, observer, allocator } = self;
-        ranks.launch::<I, _>(plan.plan.world, (&plan.zero, &plan.launch), |device| {
-            run_rank::<I>(plan, device, observer, allocator)
-        })
-    }
+fn run_ranks<I: FusedBackend>(
+    plan: &Plan,
+    ranks: &Ranks<'_>,
+    observer: Option<&Mutex<Observer>>,
+    allocator: Option<&PageKeeper>,
+) -> Result<Measured, TrainError> {
+    ranks.launch::<I, _>(plan.plan.world, (&plan.zero, &plan.launch), |device| {
+        run_rank::<I>(plan, device, observer, allocator)
+    })
 }
 
 fn run_rank<I: FusedBackend>(
@@ -105,12 +103,15 @@ fn run_rank<I: FusedBackend>(
     }
     let config = plan.plan.engine_config()?;
     let mut engine = ZeroEngine::initialize(model, Fused::new(plan.plan.rule()), config, device)?;
+    let say = |line: &str| {
+        observe(&mut |observer| {
+            observer.say(line);
+            Ok(())
+        })
+    };
     let (mut state, warning) = begin(plan, &mut engine)?;
     if let Some(warning) = warning {
-        observe(&mut |observer| {
-            observer.say(&format!("warning: {warning}"));
-            Ok(())
-        })?;
+        say(&format!("warning: {warning}"))?;
     }
     let phase = |phase: Phase| {
         // The table is sampled from another thread, and is of what this one's stream holds.
@@ -127,7 +128,6 @@ fn run_rank<I: FusedBackend>(
     let (world, batch) = (plan.plan.world, plan.plan.batch);
     let tokens_per_step = batch.global * plan.rows.seq();
     let mut measured = Measured::default();
-    let mut epoch = Epoch::new(plan.rows.rows(), state.epoch);
     // Mean training loss since the last checkpoint, for --keep-best without --eval.
     let mut since_save = (0.0, 0);
     let fresh_bytes = || allocator.map(|keeper| keeper.stats().fresh_bytes);
@@ -152,16 +152,18 @@ fn run_rank<I: FusedBackend>(
         }
         let elapsed = begin.elapsed();
         let stats = rank_stats::<I>();
-        let report = RankReport {
-            loss: loss_sum / batch.accumulation as f64,
-            stats,
-            wire: stats.wire_bytes.since(&wire_before),
-            peak_rss: peak_rss_bytes().unwrap_or(0),
-            signal: Signal::asked(),
+        let mine = RankMetrics {
+            rank,
+            model_state_bytes: stats.model_state_bytes,
+            gradients_in_flight_bytes_peak: stats.gradients_in_flight_peak,
+            gathered_bytes_peak: stats.gathered_bytes_peak,
+            wire_bytes: stats.wire_bytes.since(&wire_before),
+            peak_rss_bytes: peak_rss_bytes().unwrap_or(0),
         };
-        let reports = all_gather::<I>(&report.to_values());
+        let loss = loss_sum / batch.accumulation as f64;
+        let reports = RankReport { loss, signal: Signal::asked(), metrics: mine }.of_all_ranks::<I>();
         // The same on every rank. A run that has all its steps behind it has ended by itself.
-        let signal = Signal::of_ranks(RankReport::signals(&reports)).filter(|_| step + 1 < plan.steps);
+        let signal = Signal::of_ranks(reports.iter().map(|report| report.signal)).filter(|_| step + 1 < plan.steps);
         let last = step + 1 == plan.steps || signal.is_some();
         if let Some(keeper) = allocator.filter(|_| step + 1 == SETTLED && first_here && world > 1) {
             keeper.reserve((keeper.stats().live_bytes_peak / HEADROOM) as usize);
@@ -171,7 +173,7 @@ fn run_rank<I: FusedBackend>(
         let (device_bytes_in_use, device_bytes_reserved) = device_memory::<I>(device).unzip();
         let metrics = StepMetrics {
             step: step + 1,
-            loss: reports.iter().map(|values| values[0]).sum::<f64>() / world as f64,
+            loss: reports.iter().map(|report| report.loss).sum::<f64>() / world as f64,
             grad_norm: match outcome {
                 Step::Updated(update) => update.grad_norm,
                 _ => f64::INFINITY,
@@ -185,7 +187,7 @@ fn run_rank<I: FusedBackend>(
             fresh_bytes: fresh_after.zip(fresh_before).map(|(after, before)| after - before),
             device_bytes_in_use,
             device_bytes_reserved,
-            ranks: reports.iter().enumerate().map(|(rank, values)| RankReport::metrics(rank, values)).collect(),
+            ranks: reports.into_iter().map(|report| report.metrics).collect(),
         };
         fresh_before = fresh_after;
         let times = engine.take_times();
@@ -200,7 +202,7 @@ fn run_rank<I: FusedBackend>(
         state.step = step + 1;
         state.data.used += batch.global;
         since_save = (since_save.0 + metrics.loss, since_save.1 + 1);
-        let ended = epoch.add(metrics.loss, batch.global);
+        let ended = state.epoch.add(metrics.loss, batch.global, plan.rows.rows());
         let mut eval_loss = None;
         let mut evaluate = |engine: &Engine<I>| -> Result<Option<f64>, TrainError> {
             if let (None, Some(rows)) = (eval_loss, &plan.eval_rows) {
@@ -214,7 +216,7 @@ fn run_rank<I: FusedBackend>(
         if ended || (last && signal.is_none() && plan.eval_rows.is_some()) {
             // There may be little time to save in.
             let eval_loss = if signal.is_none() { evaluate(&engine)? } else { None };
-            let metrics = epoch.end(step + 1, eval_loss);
+            let metrics = state.epoch.end(plan.rows.rows(), step + 1, eval_loss);
             observe(&mut |observer| observer.epoch(&metrics))?;
             measured.epochs.push(metrics);
         }
@@ -226,12 +228,8 @@ fn run_rank<I: FusedBackend>(
                 }
             }
             since_save = (0.0, 0);
-            state.epoch = epoch.state;
             let save = save(plan, &mut engine, dir, &state)?;
-            observe(&mut |observer| {
-                observer.say(&save.to_string());
-                Ok(())
-            })?;
+            say(&save.to_string())?;
             measured.saves.push(save);
         }
         measured.signal = signal;
@@ -240,17 +238,10 @@ fn run_rank<I: FusedBackend>(
         }
     }
     if let Some(saved) = engine.wait_for_save()? {
-        observe(&mut |observer| {
-            observer.say(&format!("checkpoint {} is written", saved.path.display()));
-            Ok(())
-        })?;
+        say(&format!("checkpoint {} is written", saved.path.display()))?;
     }
     if let Some(out) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
-        let saved = save_16bit(plan, &engine, out)?;
-        observe(&mut |observer| {
-            observer.say(&saved);
-            Ok(())
-        })?;
+        say(&save_16bit(plan, &engine, out)?)?;
     }
     observe(&mut Observer::end)?;
     Ok(measured)
@@ -343,40 +334,11 @@ fn evaluate<I: FusedBackend>(
 ) -> f64 {
     let mine = rows.rows() / world;
     let mut sum = 0.0;
-    let mut done = 0;
-    while done < mine {
+    for done in (0..mine).step_by(batch) {
         let take = batch.min(mine - done);
-        let ids = rows.from(device.rank() * mine + done, take);
-        let ids = Tensor::<Zero<I>, 2, Int>::from_data(TensorData::new(ids, [take, rows.seq()]), device);
+        let ids = micro_batch::<Zero<I>>(rows, device.rank() * mine + done, take, device);
         let loss = engine.evaluate(|model| model.loss(ids.clone()));
         sum += loss.into_data().iter::<f64>().sum::<f64>() * take as f64;
-        done += take;
     }
     all_gather::<I>(&[sum]).iter().map(|rank| rank[0]).sum::<f64>() / rows.rows() as f64
-}
-
-/// One pass over the training rows.
-struct Epoch {
-    rows: usize,
-    state: EpochState,
-}
-
-impl Epoch {
-    fn new(rows: usize, state: EpochState) -> Self {
-        Self { rows, state }
-    }
-
-    /// Counts a step; whether the epoch has ended with it.
-    fn add(&mut self, loss: f64, rows: usize) -> bool {
-        self.state.seen += rows;
-        self.state.loss_sum += loss;
-        self.state.steps += 1;
-        self.state.seen >= self.rows
-    }
-
-    fn end(&mut self, step: usize, eval_loss: Option<f64>) -> EpochMetrics {
-        let EpochState { number, seen, loss_sum, steps } = self.state;
-        self.state = EpochState { number: number + 1, seen: seen.saturating_sub(self.rows), ..EpochState::first() };
-        EpochMetrics::new(number, step, loss_sum / steps as f64, eval_loss)
-    }
 }

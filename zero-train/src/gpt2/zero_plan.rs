@@ -1,16 +1,15 @@
 //! From options, and a configuration file if there is one, to a [`ZeroPlan`].
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use zero_core::Stage;
 use zero_models::Gpt2Config;
 
-use super::BackendChoice;
-use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options};
+use super::backend::{BackendChoice, name};
+use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, at_least_one};
 use crate::TrainError;
 use crate::config::{
-    Auto, Config, Context, Filled, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision,
-    ZeroPlan,
+    Auto, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
 };
 use crate::error::wrong;
 use crate::loss_scale::DynamicLossScale;
@@ -50,23 +49,13 @@ pub fn outline(
 }
 
 fn check(options: &Hyperparameters, steps: usize, ranks: Option<usize>) -> Result<(), TrainError> {
-    let positive = |option, value: Option<usize>| match value {
-        Some(0) => Err(wrong(option, 0, "expected at least 1")),
-        _ => Ok(()),
-    };
-    positive("ranks", ranks)?;
-    positive("batch", options.batch)?;
-    positive("accumulation", options.accumulation)?;
-    let finite_from_zero = |option, value: Option<f64>| match value {
-        Some(value) if !(value.is_finite() && value >= 0.0) => {
-            Err(wrong(option, value, "expected a number of 0 or more"))
+    at_least_one(&[("ranks", ranks), ("batch", options.batch), ("accumulation", options.accumulation)])?;
+    let Hyperparameters { lr, eps, weight_decay, clip, .. } = *options;
+    for (option, value) in [("lr", lr), ("eps", eps), ("weight-decay", weight_decay), ("clip", clip)] {
+        if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
+            return Err(wrong(option, value, "expected a number of 0 or more"));
         }
-        _ => Ok(()),
-    };
-    finite_from_zero("lr", options.lr)?;
-    finite_from_zero("eps", options.eps)?;
-    finite_from_zero("weight-decay", options.weight_decay)?;
-    finite_from_zero("clip", options.clip)?;
+    }
     for (option, beta) in [("beta1", options.beta1), ("beta2", options.beta2)] {
         if let Some(beta) = beta.filter(|beta| !(0.0..1.0).contains(beta)) {
             return Err(wrong(option, beta, "expected 0 or more and less than 1"));
@@ -174,11 +163,7 @@ fn auto(options: &Hyperparameters, steps: usize, model: Option<&Gpt2Config>) -> 
         total_steps: Some(steps),
         warmup_steps: Some(options.warmup.unwrap_or(0)),
         gradient_clipping: options.clip,
-        mixed_precision: Some(match options.dtype {
-            None | Some(Dtype::Fp32) => MixedPrecision::No,
-            Some(Dtype::Fp16) => MixedPrecision::Fp16,
-            Some(Dtype::Bf16) => MixedPrecision::Bf16,
-        }),
+        mixed_precision: Some(options.dtype.unwrap_or(Dtype::Fp32).into()),
         save_16bit_model: None,
     }
 }
@@ -210,20 +195,14 @@ fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<Zer
     };
     // As paths: `/nvme/` is `/nvme`.
     let given_swap = options.swap.as_ref().filter(|given| Some(*given) != swap);
-    let given_to = options.offload_to.map(|to| if to == OffloadTo::Host { "host" } else { "disk" }.to_string());
-    agree(
-        path,
-        [
-            ("stage", text(options.stage), plan.stage.number().to_string()),
-            ("offload", options.offload.map(|choice| choice.name().to_string()), kept.to_string()),
-            ("offload-to", given_to, to.to_string()),
-            (
-                "swap",
-                given_swap.map(|swap| swap.display().to_string()),
-                swap.map_or("nothing".to_string(), |swap| swap.display().to_string()),
-            ),
-        ],
-    )?;
+    let shown = |path: &PathBuf| path.display().to_string();
+    let options = [
+        ("stage", text(options.stage), plan.stage.number().to_string()),
+        ("offload", options.offload.map(name), kept.to_string()),
+        ("offload-to", options.offload_to.map(name), to.to_string()),
+        ("swap", given_swap.map(shown), swap.map_or("nothing".to_string(), shown)),
+    ];
+    agree(path, options)?;
     Ok(plan)
 }
 
@@ -262,7 +241,7 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
         ("weight-decay", text(options.weight_decay), weight_decay.to_string()),
         ("warmup", text(options.warmup), warmup_steps.to_string()),
         ("clip", text(options.clip), plan.gradient_clipping.unwrap_or(0.0).to_string()),
-        ("dtype", options.dtype.map(|dtype| format!("{dtype:?}").to_lowercase()), dtype.to_string()),
+        ("dtype", options.dtype.map(name), dtype.to_string()),
     ];
     agree(path, options)
 }
@@ -296,8 +275,9 @@ mod tests {
 
     use super::*;
     use crate::data::Source;
+    use crate::gpt2::MemoryNeed;
+    use crate::gpt2::plan::Plan;
     use crate::gpt2::ranks::Ranks;
-    use crate::gpt2::{MemoryNeed, Plan};
 
     #[derive(Parser)]
     struct Line {

@@ -15,7 +15,7 @@ use super::states::{StateDifference, compare_states};
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// What differs between checkpoints `a` and `b`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Comparison {
     /// The steps of both, which must be the same too.
     pub steps: [u64; 2],
@@ -141,11 +141,8 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, tolerance: Option<Tolerance>) -> 
         steps: [a.step(), b.step()],
         only_a: without(a, b),
         only_b: without(b, a),
-        unlike: Vec::new(),
-        tensors: Vec::new(),
-        equal_tensors: 0,
-        equal_elements: 0,
         state: compare_states(&a.state()?, &b.state()?),
+        ..Comparison::default()
     };
     let mut buffers = [vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]];
     for (name, entry) in a.tensors().iter() {
@@ -167,7 +164,7 @@ pub fn compare(a: &Checkpoint, b: &Checkpoint, tolerance: Option<Tolerance>) -> 
 }
 
 impl Kind {
-    fn of(entry: &TensorEntry) -> Self {
+    pub(super) fn of(entry: &TensorEntry) -> Self {
         Self { dtype: entry.dtype, shape: entry.shape.clone() }
     }
 }
@@ -180,7 +177,17 @@ fn compare_tensor(
     buffers: &mut [Vec<u8>; 2],
 ) -> Result<TensorDifference, CheckpointError> {
     let (numel, size) = (entry.numel(), entry.dtype.size());
-    let mut counts = Counts::default();
+    let mut found = TensorDifference {
+        name: name.to_string(),
+        kind: Kind::of(entry),
+        elements: numel as u64,
+        bit_equal: 0,
+        within: 0,
+        different: 0,
+        not_finite: 0,
+        max_abs: None,
+        max_rel: None,
+    };
     let step = CHUNK_BYTES / size;
     for start in (0..numel).step_by(step) {
         let range = start..numel.min(start + step);
@@ -188,56 +195,23 @@ fn compare_tensor(
         checkpoints[0].read_into(name, range.clone(), a)?;
         checkpoints[1].read_into(name, range.clone(), b)?;
         if a == b {
-            counts.bit_equal += range.len() as u64;
+            found.bit_equal += range.len() as u64;
             continue;
         }
         for (at, (a, b)) in range.zip(a.chunks_exact(size).zip(b.chunks_exact(size))) {
             if a == b {
-                counts.bit_equal += 1;
+                found.bit_equal += 1;
             } else {
-                counts.add(at, Number::read(entry.dtype, a), Number::read(entry.dtype, b), tolerance);
+                found.add(at, [a, b].map(|bytes| Number::read(entry.dtype, bytes)), tolerance);
             }
         }
     }
-    let extreme = |max: Option<Max>| {
-        max.map(|Max { value, at, a, b }| Extreme { value, at: place(at, &entry.shape), a: a.to_f64(), b: b.to_f64() })
-    };
-    let Counts { bit_equal, within, different, not_finite, max_abs, max_rel } = counts;
-    Ok(TensorDifference {
-        name: name.to_string(),
-        kind: Kind::of(entry),
-        elements: numel as u64,
-        bit_equal,
-        within,
-        different,
-        not_finite,
-        max_abs: extreme(max_abs),
-        max_rel: extreme(max_rel),
-    })
+    Ok(found)
 }
 
-/// A [`TensorDifference`] in the making.
-#[derive(Default)]
-struct Counts {
-    bit_equal: u64,
-    within: u64,
-    different: u64,
-    not_finite: u64,
-    max_abs: Option<Max>,
-    max_rel: Option<Max>,
-}
-
-/// An [`Extreme`] at its place in the flat tensor.
-struct Max {
-    value: f64,
-    at: usize,
-    a: Number,
-    b: Number,
-}
-
-impl Counts {
-    /// Counts element `at`, whose bits differ.
-    fn add(&mut self, at: usize, a: Number, b: Number, tolerance: Option<Tolerance>) {
+impl TensorDifference {
+    /// Counts element `at` of the flat tensor, whose bits differ.
+    fn add(&mut self, at: usize, [a, b]: [Number; 2], tolerance: Option<Tolerance>) {
         let distance = a.distance(b);
         let within = tolerance.is_some_and(|Tolerance(tolerance)| match distance {
             Some(distance) => distance.absolute <= tolerance * distance.larger.max(1.0),
@@ -252,7 +226,7 @@ impl Counts {
         let Some(distance) = distance else { return };
         for (max, value) in [(&mut self.max_abs, distance.absolute), (&mut self.max_rel, distance.relative())] {
             if max.as_ref().is_none_or(|max| max.value < value) {
-                *max = Some(Max { value, at, a, b });
+                *max = Some(Extreme { value, at: place(at, &self.kind.shape), a: a.to_f64(), b: b.to_f64() });
             }
         }
     }

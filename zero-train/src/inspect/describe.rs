@@ -4,10 +4,10 @@ use std::path::Path;
 
 use serde::Serialize;
 use serde_json::Value;
-use zero_core::checkpoint::{Check, ElementType, Manifest, TensorEntry, disk_bytes};
+use zero_core::checkpoint::{Check, Manifest, TensorEntry, disk_bytes};
 
-use super::facts::{EngineFacts, Group, Part, bytes};
-use super::optimizer::OptimizerFacts;
+use super::compare::Kind;
+use super::facts::{EngineFacts, Group, OptimizerFacts, Part, bytes};
 use super::time::utc;
 use super::words::Use;
 use super::{FORMAT, InspectError};
@@ -83,10 +83,9 @@ pub struct ModelFacts {
 pub struct TensorFacts {
     /// Its name.
     pub name: String,
-    /// Its element type.
-    pub dtype: ElementType,
-    /// Its dimensions.
-    pub shape: Vec<usize>,
+    /// Element type and dimensions.
+    #[serde(flatten)]
+    pub kind: Kind,
     /// Its bytes, over all ranks.
     pub bytes: u64,
 }
@@ -170,6 +169,6 @@ impl ModelFacts {
 
 impl TensorFacts {
     fn new((name, tensor): (&String, &TensorEntry)) -> Self {
-        Self { name: name.clone(), dtype: tensor.dtype, bytes: bytes(tensor), shape: tensor.shape.clone() }
+        Self { name: name.clone(), kind: Kind::of(tensor), bytes: bytes(tensor) }
     }
 }

@@ -1,10 +1,10 @@
-//! What is told of tensors and of the engine.
+//! What is told of tensors, of the engine and of its optimizer.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use serde_json::Value;
-use zero_core::checkpoint::TensorEntry;
+use zero_core::checkpoint::{Manifest, TensorEntry};
 
 /// What the engine says; what it does not say, or in another form, is `None`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
@@ -40,6 +40,21 @@ pub struct Group {
     pub bytes: u64,
     /// How many there are of each type.
     pub dtypes: BTreeMap<String, usize>,
+}
+
+/// Tensors `optimizer.<parameter>.<state>` and what the engine says of them.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub struct OptimizerFacts {
+    /// Its name, such as "adamw".
+    pub name: Option<String>,
+    /// All its tensors.
+    pub all: Group,
+    /// Its tensors by the name of the state, such as "exp_avg".
+    pub states: BTreeMap<String, Group>,
+    /// Parameters that lack a state which others have: those that have never had a gradient.
+    pub without: Vec<String>,
+    /// Fewest and most updates of a parameter.
+    pub updates: Option<[u64; 2]>,
 }
 
 /// What the name of a tensor says.
@@ -80,6 +95,37 @@ impl EngineFacts {
             seed: count("/random/seed"),
             random_streams: at("/random/draws").and_then(Value::as_array).map(Vec::len),
         }
+    }
+}
+
+impl OptimizerFacts {
+    /// `engine` is the engine's part of the state, or null.
+    pub(super) fn new(manifest: &Manifest, engine: &Value) -> Self {
+        let mut facts = Self {
+            name: engine.pointer("/optimizer/name").and_then(Value::as_str).map(String::from),
+            ..Self::default()
+        };
+        let mut states_of: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        for (name, tensor) in manifest.tensors.iter() {
+            match Part::of(name) {
+                Part::Parameter(path) => {
+                    states_of.entry(path).or_default();
+                }
+                Part::OptimizerState(path, state) => {
+                    facts.all.add(tensor);
+                    facts.states.entry(state.to_string()).or_default().add(tensor);
+                    states_of.entry(path).or_default().insert(state);
+                }
+                Part::Other => {}
+            }
+        }
+        let lacking = states_of.into_iter().filter(|(_, states)| states.len() < facts.states.len());
+        facts.without = lacking.map(|(path, _)| path.to_string()).collect();
+        if let Some(times) = engine.pointer("/optimizer/times").and_then(Value::as_object) {
+            let times = || times.values().filter_map(Value::as_u64);
+            facts.updates = times().min().zip(times().max()).map(|(least, most)| [least, most]);
+        }
+        facts
     }
 }
 

@@ -12,7 +12,6 @@ mod diff;
 mod facts;
 mod folder;
 mod number;
-mod optimizer;
 mod states;
 mod text;
 mod time;
@@ -25,9 +24,8 @@ use zero_core::checkpoint::{CheckpointError, is_checkpoint_name};
 pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike, compare};
 pub use describe::{Description, Inspection, ModelFacts, TensorFacts, inspect};
 pub use diff::{Difference, Side, diff};
-pub use facts::{EngineFacts, Group};
+pub use facts::{EngineFacts, Group, OptimizerFacts};
 pub use folder::{Folder, FolderEntry, RemainsEntry, folder};
-pub use optimizer::OptimizerFacts;
 pub use states::{StateDifference, compare_states};
 pub use words::Use;
 

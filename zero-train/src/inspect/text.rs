@@ -1,16 +1,16 @@
 //! The findings as a terminal shows them.
 
+use std::borrow::Borrow;
 use std::fmt::{self, Display, Formatter};
 
 use serde_json::Value;
 use zero_core::checkpoint::ElementType;
 
 use super::compare::{Extreme, Kind, TensorDifference};
-use super::describe::{Description, Inspection, ModelFacts};
+use super::describe::{Description, Inspection, ModelFacts, TensorFacts};
 use super::diff::{Difference, Side};
-use super::facts::{EngineFacts, Group};
+use super::facts::{EngineFacts, Group, OptimizerFacts};
 use super::folder::{Folder, FolderEntry};
-use super::optimizer::OptimizerFacts;
 use super::states::StateDifference;
 use super::time::utc;
 use super::words::{count, grouped, precision};
@@ -68,8 +68,8 @@ impl Display for Inspection {
             let width = tensors.iter().map(|tensor| tensor.name.chars().count()).max().unwrap_or(0);
             writeln!(f)?;
             for tensor in tensors {
-                let kind = format!("{} {:?}", tensor.dtype, tensor.shape);
-                writeln!(f, "{:<width$}  {kind:<20}  {:>11}", tensor.name, format_bytes(tensor.bytes))?;
+                let TensorFacts { name, kind: of, bytes } = tensor;
+                writeln!(f, "{name:<width$}  {:<20}  {:>11}", kind(of), format_bytes(*bytes))?;
             }
         }
         Ok(())
@@ -157,10 +157,7 @@ impl Display for OptimizerFacts {
         write!(f, ": {}", states.join(", "))?;
         match self.without.as_slice() {
             [] => f.write_str(" of every parameter")?,
-            without => {
-                let without: Vec<&str> = without.iter().map(String::as_str).collect();
-                write!(f, ", but not all of {}: {}", count(without.len(), "parameter"), some(&without))?;
-            }
+            without => write!(f, ", but not all of {}: {}", count(without.len(), "parameter"), some(without))?,
         }
         match self.updates {
             Some([least, most]) if least == most => write!(f, ", after {}", count(most as usize, "update")),
@@ -171,7 +168,7 @@ impl Display for OptimizerFacts {
 }
 
 /// The first of many names.
-fn some(names: &[&str]) -> String {
+fn some<S: Borrow<str>>(names: &[S]) -> String {
     match names.len().checked_sub(NAMES) {
         None | Some(0) => names.join(", "),
         Some(more) => format!("{} and {more} more", names[..NAMES].join(", ")),

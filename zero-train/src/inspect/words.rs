@@ -1,11 +1,10 @@
 //! What a checkpoint can be used for, and by whom, in words.
 
+use indicatif::HumanCount;
 use serde::Serialize;
-
 use zero_models::ModelConfig;
 
-use super::facts::{EngineFacts, Group};
-use super::optimizer::OptimizerFacts;
+use super::facts::{EngineFacts, Group, OptimizerFacts};
 use crate::export::ExportError;
 
 /// The version of the engine's state that this crate reads.
@@ -138,9 +137,7 @@ pub(super) fn count(number: usize, what: &str) -> String {
 
 /// With commas between thousands.
 pub(super) fn grouped(value: u64) -> String {
-    let digits = value.to_string();
-    let comma = |at: usize| at > 0 && (digits.len() - at).is_multiple_of(3);
-    digits.char_indices().flat_map(|(at, digit)| comma(at).then_some(',').into_iter().chain([digit])).collect()
+    HumanCount(value).to_string()
 }
 
 #[cfg(test)]

@@ -65,45 +65,42 @@ fn flavor(version: &str) -> Option<Flavor> {
 impl Job {
     /// The launcher's command line, program first. `root`: by the superuser, which Open MPI must be told is meant.
     pub fn command(&self, mpirun: &Mpirun, root: bool) -> Vec<OsString> {
-        let mut words: Vec<String> = vec![mpirun.path.display().to_string(), "-n".into(), self.ranks.to_string()];
+        let mut words: Vec<OsString> = vec![mpirun.path.clone().into(), "-n".into(), self.ranks.to_string().into()];
+        let mut add = |more: &[&str]| words.extend(more.iter().map(OsString::from));
         let most = self.hosts.iter().map(|(_, ranks)| *ranks).max().unwrap_or(self.ranks);
         let cores = self.cores.map(|cores| cores / most);
-        let list: Vec<String> = self.hosts.iter().map(|(name, ranks)| format!("{name}:{ranks}")).collect();
+        let hosts: Vec<String> = self.hosts.iter().map(|(name, ranks)| format!("{name}:{ranks}")).collect();
+        let hosts = hosts.join(",");
         match mpirun.flavor {
             Flavor::OpenMpi => {
                 if root {
-                    words.push("--allow-run-as-root".into());
+                    add(&["--allow-run-as-root"]);
                 }
-                if !list.is_empty() {
-                    words.extend(["--host".into(), list.join(",")]);
+                if !hosts.is_empty() {
+                    add(&["--host", &hosts]);
                 }
                 match cores {
                     // Fewer cores than ranks, or nobody knows: ranks share them.
-                    Some(0) => words.extend(["--oversubscribe", "--bind-to", "none"].map(String::from)),
-                    None => words.extend(["--bind-to", "none"].map(String::from)),
-                    Some(each) => {
-                        words.extend(["--map-by".into(), format!("slot:PE={each}"), "--bind-to".into(), "core".into()]);
-                    }
+                    Some(0) => add(&["--oversubscribe", "--bind-to", "none"]),
+                    None => add(&["--bind-to", "none"]),
+                    Some(each) => add(&["--map-by", &format!("slot:PE={each}"), "--bind-to", "core"]),
                 }
-                for (name, value) in &self.variables {
-                    words.extend(["-x".into(), format!("{name}={value}")]);
-                }
+                self.variables.iter().for_each(|(name, value)| add(&["-x", &format!("{name}={value}")]));
             }
             Flavor::Hydra => {
-                if !list.is_empty() {
-                    words.extend(["-hosts".into(), list.join(",")]);
+                if !hosts.is_empty() {
+                    add(&["-hosts", &hosts]);
                 }
                 match cores {
-                    Some(0) | None => words.extend(["-bind-to", "none"].map(String::from)),
-                    Some(each) => words.extend(["-bind-to".into(), format!("core:{each}")]),
+                    Some(0) | None => add(&["-bind-to", "none"]),
+                    Some(each) => add(&["-bind-to", &format!("core:{each}")]),
                 }
-                for (name, value) in &self.variables {
-                    words.extend(["-genv".into(), name.clone(), value.clone()]);
-                }
+                self.variables.iter().for_each(|(name, value)| add(&["-genv", name, value]));
             }
         }
-        words.extend(self.options.iter().cloned());
-        words.into_iter().map(OsString::from).chain(self.program.iter().cloned()).collect()
+        words.extend(self.options.iter().map(OsString::from));
+        words.extend(self.program.iter().cloned());
+        words
     }
 }
 

@@ -12,17 +12,23 @@ use crate::config::{Config, ConfigError, Format, Node};
 pub const MAIN_PORT: u16 = 29500;
 
 /// The machines of a job, each of which starts its own ranks, and which of them this is. What is not said is none.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
 pub struct Machines {
     /// Ranks on all machines.
+    #[arg(skip)]
     pub ranks: Option<usize>,
-    /// How many machines.
+    /// Number of machines, on each of which `zero launch` starts its share of the ranks; all need one ZERO_SECRET
+    #[arg(long = "num-machines", value_name = "N", conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
     pub count: Option<usize>,
-    /// This one, from 0.
+    /// Which of them this is, from 0
+    #[arg(long = "machine-rank", value_name = "N")]
     pub this: Option<usize>,
-    /// The address of machine 0, where rank 0 is.
+    /// The address of machine 0, where rank 0 is
+    #[arg(long = "main-process-ip", value_name = "HOST")]
     pub host: Option<String>,
-    /// The port that rank 0 listens on; with one machine, 0 stands for any that is free.
+    // With one machine, 0 stands for any that is free too.
+    /// The port that rank 0 listens on [default: a free one; for several machines 29500]
+    #[arg(long = "main-process-port", value_name = "PORT")]
     pub port: Option<usize>,
 }
 

@@ -152,35 +152,21 @@ impl AcrossRanks for () {
     fn across_ranks(_local: Option<Self>, _ranks: &Ranks) -> Self {}
 }
 
-impl<B: Backend> AcrossRanks for RegressionOutput<B> {
-    fn across_ranks(local: Option<Self>, ranks: &Ranks) -> Self {
-        let (loss, output, targets) = match local {
-            Some(Self { loss, output, targets }) => (Some((loss, output.dims()[0])), Some(output), Some(targets)),
-            None => (None, None, None),
-        };
-        Self { loss: ranks.loss(loss), output: ranks.rows(output), targets: ranks.rows(targets) }
-    }
+macro_rules! outputs_with_targets {
+    ($($output:ident),*) => {$(
+        impl<B: Backend> AcrossRanks for $output<B> {
+            fn across_ranks(local: Option<Self>, ranks: &Ranks) -> Self {
+                let (loss, output, targets) = match local {
+                    Some(Self { loss, output, targets }) => (Some((loss, output.dims()[0])), Some(output), Some(targets)),
+                    None => (None, None, None),
+                };
+                Self { loss: ranks.loss(loss), output: ranks.rows(output), targets: ranks.rows(targets) }
+            }
+        }
+    )*};
 }
 
-impl<B: Backend> AcrossRanks for ClassificationOutput<B> {
-    fn across_ranks(local: Option<Self>, ranks: &Ranks) -> Self {
-        let (loss, output, targets) = match local {
-            Some(Self { loss, output, targets }) => (Some((loss, output.dims()[0])), Some(output), Some(targets)),
-            None => (None, None, None),
-        };
-        Self { loss: ranks.loss(loss), output: ranks.rows(output), targets: ranks.rows(targets) }
-    }
-}
-
-impl<B: Backend> AcrossRanks for MultiLabelClassificationOutput<B> {
-    fn across_ranks(local: Option<Self>, ranks: &Ranks) -> Self {
-        let (loss, output, targets) = match local {
-            Some(Self { loss, output, targets }) => (Some((loss, output.dims()[0])), Some(output), Some(targets)),
-            None => (None, None, None),
-        };
-        Self { loss: ranks.loss(loss), output: ranks.rows(output), targets: ranks.rows(targets) }
-    }
-}
+outputs_with_targets!(RegressionOutput, ClassificationOutput, MultiLabelClassificationOutput);
 
 /// Sequences of one length on all ranks: pad them alike.
 impl<B: Backend> AcrossRanks for SequenceOutput<B> {

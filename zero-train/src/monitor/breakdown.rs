@@ -29,22 +29,18 @@ pub enum Timer {
 impl Timer {
     /// All timers, in the order in which they are printed.
     pub const ALL: [Timer; 5] = [Timer::Data, Timer::Forward, Timer::Backward, Timer::Reduce, Timer::Step];
+}
 
+impl fmt::Display for Timer {
     /// The name in the printed line.
-    pub fn name(self) -> &'static str {
-        match self {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
             Timer::Data => "data",
             Timer::Forward => "forward",
             Timer::Backward => "backward",
             Timer::Reduce => "reduce",
             Timer::Step => "step",
-        }
-    }
-}
-
-impl fmt::Display for Timer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        })
     }
 }
 
@@ -82,7 +78,7 @@ impl fmt::Display for StepTimes {
 }
 
 /// Accumulates the timers of a step, and of the steps between two prints.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct WallClock {
     steps_per_print: usize,
     started: [Option<Instant>; Timer::ALL.len()],
@@ -94,13 +90,7 @@ pub struct WallClock {
 impl WallClock {
     /// A clock that gives a mean at every step divisible by `steps_per_print`; 0 for never.
     pub fn new(steps_per_print: usize) -> Self {
-        Self {
-            steps_per_print,
-            started: Default::default(),
-            step: Default::default(),
-            window: Default::default(),
-            window_steps: 0,
-        }
+        Self { steps_per_print, ..Self::default() }
     }
 
     /// Starts a timer. It may run several times in a step, as for micro-batches; the times add up.

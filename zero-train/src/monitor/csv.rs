@@ -6,6 +6,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::iter::once;
 use std::path::{Path, PathBuf};
 
 use super::{MonitorError, io_error};
@@ -36,11 +37,8 @@ impl CsvMonitor {
         }
         fs::create_dir_all(dir).map_err(io_error("create", dir))?;
         let path = dir.join(format!("{name}.csv"));
-        let mut header = String::from("step");
-        for column in columns {
-            header.push(',');
-            header.push_str(&quoted(column));
-        }
+        let names = once("step".to_string()).chain(columns.iter().map(|column| quoted(column)));
+        let mut header = names.collect::<Vec<_>>().join(",");
         let mut file =
             OpenOptions::new().read(true).append(true).create(true).open(&path).map_err(io_error("open", &path))?;
         let rows_end = rows_end(&mut file, &path, &header)?;
@@ -96,13 +94,8 @@ impl CsvMonitor {
             };
             cells[at] = format!("{value:?}");
         }
-        let mut row = step.to_string();
-        for cell in cells {
-            row.push(',');
-            row.push_str(&cell);
-        }
-        row.push('\n');
-        self.file.write_all(row.as_bytes()).and_then(|()| self.file.flush()).map_err(io_error("write", &self.path))
+        let row = once(step.to_string()).chain(cells).collect::<Vec<_>>().join(",") + "\n";
+        self.file.write_all(row.as_bytes()).map_err(io_error("write", &self.path))
     }
 
     /// The file.

@@ -17,8 +17,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::MonitorError;
-use super::host_memory::{page_bytes, rss_bytes};
-use crate::memory::peak_rss_bytes;
+use crate::memory::{peak_rss_bytes, rss_bytes};
 
 /// Time between two looks.
 const INTERVAL: Duration = Duration::from_millis(10);
@@ -99,9 +98,6 @@ impl fmt::Display for MemoryReport {
     }
 }
 
-/// Tells a device's bytes in use; `None` if it cannot.
-type Probe = Box<dyn Fn() -> Option<u64> + Send>;
-
 /// Bytes held now, host and device.
 type Held = [Option<u64>; 2];
 
@@ -137,7 +133,7 @@ impl MemoryTracker {
         phase: Phase,
         bytes_in_use: impl Fn() -> Option<u64> + Send + 'static,
     ) -> Result<Self, MonitorError> {
-        let look = look(Box::new(bytes_in_use));
+        let look = move || [rss_bytes(), bytes_in_use()];
         let (high_water_before, before) = (peak_rss_bytes(), look());
         let (stop, stopped) = mpsc::channel();
         let sampler = thread::Builder::new()
@@ -174,12 +170,6 @@ impl Drop for MemoryTracker {
     fn drop(&mut self) {
         self.join();
     }
-}
-
-/// A function that tells the bytes held now.
-fn look(device: Probe) -> impl Fn() -> Held + Send {
-    let page = page_bytes();
-    move || [page.and_then(rss_bytes), device()]
 }
 
 /// The sampler: looks until the other end of `stopped` is dropped, and once more then.

@@ -7,7 +7,6 @@
 
 mod breakdown;
 mod csv;
-mod host_memory;
 mod memory_table;
 mod peak;
 mod plot;
@@ -88,7 +87,7 @@ pub enum MonitorError {
 }
 
 /// Names the action and the path of a failed operation.
-fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MonitorError {
+pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MonitorError {
     let path = path.to_path_buf();
     move |source| MonitorError::Io { action, path, source }
 }

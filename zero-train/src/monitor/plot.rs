@@ -5,6 +5,7 @@
 
 use std::fs::Permissions;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use plotters::chart::{ChartBuilder, LabelAreaPosition};
@@ -77,27 +78,16 @@ impl LossPlot {
     pub fn write(&self, path: &Path) -> Result<(), MonitorError> {
         let svg = self.svg()?;
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".plot-");
-        let permissions = readable();
-        if let Some(permissions) = permissions {
-            builder.permissions(permissions);
-        }
-        let mut file = builder.tempfile_in(dir).map_err(io_error("create a file in", dir))?;
+        // What an ordinary new file may be used for (less the process's mask); temporary files are private otherwise.
+        let readable = Permissions::from_mode(0o666);
+        let file = tempfile::Builder::new().prefix(".plot-").permissions(readable).tempfile_in(dir);
+        let mut file = file.map_err(io_error("create a file in", dir))?;
         file.write_all(svg.as_bytes())
             .and_then(|()| file.as_file().sync_all())
             .map_err(io_error("write", file.path()))?;
         file.persist(path).map_err(|error| io_error("write", path)(error.error))?;
         Ok(())
     }
-}
-
-/// What an ordinary new file may be used for (less the process's mask); temporary files are private otherwise.
-fn readable() -> Option<Permissions> {
-    #[cfg(unix)]
-    return Some(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    #[cfg(not(unix))]
-    return None;
 }
 
 fn draw_error(error: impl std::fmt::Display) -> MonitorError {

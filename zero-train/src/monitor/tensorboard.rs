@@ -57,10 +57,7 @@ impl TensorBoardMonitor {
         let base = format!("events.out.tfevents.{:010}.{}.{}", now.as_secs(), host_name(), process::id());
         let (file, path) = create_new(dir, &base)?;
         let mut monitor = Self { file, path };
-        let mut event = Vec::new();
-        put_bits64(&mut event, 1, now.as_secs_f64());
-        put_bytes(&mut event, 3, b"brain.Event:2");
-        monitor.append(&event)?;
+        monitor.append(&[time_field(now.as_secs_f64()), bytes_field(3, b"brain.Event:2")].concat())?;
         Ok(monitor)
     }
 
@@ -80,8 +77,7 @@ impl TensorBoardMonitor {
     }
 
     fn append(&mut self, payload: &[u8]) -> Result<(), MonitorError> {
-        let record = framed(payload);
-        self.file.write_all(&record).and_then(|()| self.file.flush()).map_err(io_error("write", &self.path))
+        self.file.write_all(&framed(payload)).map_err(io_error("write", &self.path))
     }
 }
 
@@ -112,30 +108,20 @@ fn host_name() -> String {
 }
 
 fn scalars_event(wall_time: f64, step: usize, values: &[(&str, f64)]) -> Vec<u8> {
-    let mut summary = Vec::new();
-    for &(tag, number) in values {
-        let mut value = Vec::new();
-        put_bytes(&mut value, 1, tag.as_bytes());
-        put_bits32(&mut value, 2, number as f32);
-        put_bytes(&mut summary, 1, &value);
-    }
-    let mut event = Vec::new();
-    put_bits64(&mut event, 1, wall_time);
-    put_key(&mut event, 2, Wire::Varint);
-    put_varint(&mut event, i64::try_from(step).unwrap_or(i64::MAX) as u64);
-    put_bytes(&mut event, 5, &summary);
-    event
+    let value = |&(tag, number): &(&str, f64)| {
+        let number = field(2, Wire::Bits32, &(number as f32).to_le_bytes());
+        bytes_field(1, &[bytes_field(1, tag.as_bytes()), number].concat())
+    };
+    let summary: Vec<u8> = values.iter().flat_map(value).collect();
+    let step = varint(i64::try_from(step).unwrap_or(i64::MAX) as u64);
+    [time_field(wall_time), field(2, Wire::Varint, &step), bytes_field(5, &summary)].concat()
 }
 
 /// A record: the payload with its length and both checksums.
 fn framed(payload: &[u8]) -> Vec<u8> {
     let length = (payload.len() as u64).to_le_bytes();
-    let mut record = Vec::with_capacity(payload.len() + 16);
-    record.extend_from_slice(&length);
-    record.extend_from_slice(&masked_crc(&length).to_le_bytes());
-    record.extend_from_slice(payload);
-    record.extend_from_slice(&masked_crc(payload).to_le_bytes());
-    record
+    let [of_length, of_payload] = [&length[..], payload].map(|bytes| masked_crc(bytes).to_le_bytes());
+    [&length[..], &of_length, payload, &of_payload].concat()
 }
 
 /// CRC-32C, turned and shifted so that a checksum of data that holds checksums is still a good one.
@@ -143,32 +129,27 @@ fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-fn put_key(out: &mut Vec<u8>, field: u64, wire: Wire) {
-    put_varint(out, field << 3 | wire as u64);
+/// A field of a message. All numbers are below 16, so that number and wire type are one byte.
+fn field(number: u8, wire: Wire, value: &[u8]) -> Vec<u8> {
+    [&[number << 3 | wire as u8][..], value].concat()
 }
 
-fn put_varint(out: &mut Vec<u8>, mut value: u64) {
+fn bytes_field(number: u8, bytes: &[u8]) -> Vec<u8> {
+    field(number, Wire::Bytes, &[&varint(bytes.len() as u64)[..], bytes].concat())
+}
+
+fn time_field(wall_time: f64) -> Vec<u8> {
+    field(1, Wire::Bits64, &wall_time.to_le_bytes())
+}
+
+fn varint(mut value: u64) -> Vec<u8> {
+    let mut bytes = Vec::new();
     while value >= 0x80 {
-        out.push(value as u8 | 0x80);
+        bytes.push(value as u8 | 0x80);
         value >>= 7;
     }
-    out.push(value as u8);
-}
-
-fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
-    put_key(out, field, Wire::Bytes);
-    put_varint(out, bytes.len() as u64);
-    out.extend_from_slice(bytes);
-}
-
-fn put_bits64(out: &mut Vec<u8>, field: u64, value: f64) {
-    put_key(out, field, Wire::Bits64);
-    out.extend_from_slice(&value.to_le_bytes());
-}
-
-fn put_bits32(out: &mut Vec<u8>, field: u64, value: f32) {
-    put_key(out, field, Wire::Bits32);
-    out.extend_from_slice(&value.to_le_bytes());
+    bytes.push(value as u8);
+    bytes
 }
 
 #[cfg(test)]

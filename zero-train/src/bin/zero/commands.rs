@@ -7,14 +7,14 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
-use zero_models::Gpt2Config;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
+use zero_train::config::OffloadDevice;
 use zero_train::data::Source;
 use zero_train::estimate::{cheapest, estimates, table};
 use zero_train::export::export_checkpoint;
 use zero_train::gpt2::{self, Dtype, Hyperparameters, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
-use zero_train::wizard::{Answers, Place, Precision};
+use zero_train::wizard::Answers;
 
 use crate::ask::Terminal;
 
@@ -95,22 +95,22 @@ impl ConfigArgs {
         if let Some(clip) = self.clip.filter(|clip| !(clip.is_finite() && *clip >= 0.0)) {
             bail!("--clip {clip}: expected a norm above 0, or 0 for no clipping");
         }
-        let place = |device: Option<Device>, flag: &str, least: u8| -> Result<Place> {
+        let place = |device: Option<Device>, flag: &str, least: u8| -> Result<Option<OffloadDevice>> {
             let place = match (device, &self.nvme_path) {
-                (None | Some(Device::None), _) => return Ok(Place::Device),
-                (Some(Device::Cpu), _) => Place::Cpu,
-                (Some(Device::Nvme), Some(path)) => Place::Nvme(path.clone()),
+                (None | Some(Device::None), _) => return Ok(None),
+                (Some(Device::Cpu), _) => OffloadDevice::Cpu,
+                (Some(Device::Nvme), Some(path)) => OffloadDevice::Nvme { path: path.clone() },
                 (Some(Device::Nvme), None) => bail!("--{flag} nvme: say in which folder with --nvme-path DIR"),
             };
             if answers.stage < least {
                 bail!("--{flag}: expected stage {least} or above, this is stage {}: raise --stage", answers.stage);
             }
-            Ok(place)
+            Ok(Some(place))
         };
         answers.offload_optimizer = place(self.offload_optimizer, "offload-optimizer", 1)?;
         answers.offload_param = place(self.offload_param, "offload-param", 3)?;
-        let on_disk = |place: &Place| matches!(place, Place::Nvme(_));
-        if self.nvme_path.is_some() && ![&answers.offload_optimizer, &answers.offload_param].into_iter().any(on_disk) {
+        let on_disk = |place: &Option<OffloadDevice>| matches!(place, Some(OffloadDevice::Nvme { .. }));
+        if self.nvme_path.is_some() && !on_disk(&answers.offload_optimizer) && !on_disk(&answers.offload_param) {
             bail!("--nvme-path: nothing is offloaded to nvme: add --offload-optimizer nvme, or leave it out");
         }
         if self.save_16bit && answers.stage != 3 {
@@ -119,11 +119,7 @@ impl ConfigArgs {
         answers.save_16bit = self.save_16bit;
         answers.zero_init = answers.stage == 3;
         answers.deepspeed_config = self.deepspeed_config.clone();
-        answers.precision = match self.dtype {
-            None | Some(Dtype::Fp32) => Precision::No,
-            Some(Dtype::Fp16) => Precision::Fp16,
-            Some(Dtype::Bf16) => Precision::Bf16,
-        };
+        answers.precision = self.dtype.unwrap_or(Dtype::Fp32).into();
         Ok(answers)
     }
 }
@@ -169,7 +165,7 @@ pub struct CheckArgs {
 }
 
 pub fn check(args: &CheckArgs) -> Result<()> {
-    let model = args.model.as_deref().map(model).transpose()?.map(|(_, model)| model);
+    let model = args.model.as_deref().map(gpt2::model).transpose()?;
     let (plan, filled) = gpt2::outline(&args.file, &args.hyper, args.steps, args.ranks, model.as_ref())?;
     println!("{} is right.", args.file.display());
     if !filled.is_empty() {
@@ -210,7 +206,7 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     if !args.ranks.is_multiple_of(args.nodes) {
         bail!("--ranks {}: expected a multiple of the {} nodes", args.ranks, args.nodes);
     }
-    let (name, model) = model(&args.model)?;
+    let (name, model) = (&args.model, gpt2::model(&args.model)?);
     let precision = match args.dtype {
         Dtype::Fp32 => Bytes::FP32_ADAMW,
         Dtype::Fp16 | Dtype::Bf16 => Bytes::MIXED_ADAMW,
@@ -233,13 +229,6 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     Ok(())
 }
 
-fn model(name: &str) -> Result<(String, Gpt2Config)> {
-    let path = Path::new(name);
-    let model =
-        if path.is_dir() { Gpt2Config::from_file(&path.join("config.json"))? } else { Gpt2Config::preset(name)? };
-    Ok((name.into(), model))
-}
-
 #[derive(Debug, Args)]
 pub struct ExportArgs {
     /// A checkpoint: a folder step-..., or the folder above it, of which the newest sound one is taken
@@ -257,10 +246,7 @@ pub struct ExportArgs {
 
 pub fn export(args: &ExportArgs) -> Result<()> {
     let options = ExportOptions { dtype: args.dtype, max_shard_bytes: args.max_shard_size, ..ExportOptions::default() };
-    let exported = match export_checkpoint(&args.checkpoint, &args.out, &options) {
-        Ok(exported) => exported,
-        Err(error) => bail!(told_once(&error)),
-    };
+    let exported = export_checkpoint(&args.checkpoint, &args.out, &options)?;
     for (path, reason) in &exported.skipped {
         eprintln!("warning: {} was skipped: {reason}", path.display());
     }
@@ -277,20 +263,6 @@ pub fn export(args: &ExportArgs) -> Result<()> {
         written.path.display()
     );
     Ok(())
-}
-
-/// An error with its causes, each of which some errors tell themselves.
-pub(super) fn told_once(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(inner) = cause {
-        let more = inner.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        cause = inner.source();
-    }
-    text
 }
 
 pub fn train(options: &Options) -> ExitCode {

@@ -41,18 +41,8 @@ pub struct LaunchArgs {
     /// A YAML file of Accelerate's: num_processes, num_machines, machine_rank, main_process_ip, main_process_port
     #[arg(long, value_name = "FILE")]
     config_file: Option<PathBuf>,
-    /// Number of machines, on each of which `zero launch` starts its share of the ranks; all need one ZERO_SECRET
-    #[arg(long, value_name = "N", conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
-    num_machines: Option<usize>,
-    /// Which of them this is, from 0
-    #[arg(long, value_name = "N")]
-    machine_rank: Option<usize>,
-    /// The address of machine 0, where rank 0 is
-    #[arg(long, value_name = "HOST")]
-    main_process_ip: Option<String>,
-    /// The port that rank 0 listens on [default: a free one; for several machines 29500]
-    #[arg(long, value_name = "PORT")]
-    main_process_port: Option<usize>,
+    #[command(flatten)]
+    machines: Machines,
     /// Ranks may meet without a secret where other machines reach them: nobody else is on their network
     #[arg(long)]
     trusted_network: bool,
@@ -102,13 +92,7 @@ fn variable(text: &str) -> Result<(String, String), String> {
 impl LaunchArgs {
     /// Where the ranks are, as the command line says, and where that says nothing, the file.
     fn machines(&self) -> Result<Machines> {
-        let given = Machines {
-            ranks: self.ranks,
-            count: self.num_machines,
-            this: self.machine_rank,
-            host: self.main_process_ip.clone(),
-            port: self.main_process_port,
-        };
+        let given = Machines { ranks: self.ranks, ..self.machines.clone() };
         match &self.config_file {
             None => Ok(given),
             Some(path) => Ok(given.or(Machines::from_accelerate(path)?)),

@@ -2,7 +2,6 @@
 
 mod ask;
 mod commands;
-mod diff;
 mod inspect;
 mod launch;
 
@@ -11,6 +10,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use zero_core::alloc::PageKeeper;
+use zero_train::gpt2::told_once;
 
 /// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
 #[global_allocator]
@@ -56,7 +56,7 @@ enum Command {
     /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
     Inspect(inspect::InspectArgs),
     /// Compare two checkpoints, saved by any numbers of ranks
-    Diff(diff::DiffArgs),
+    Diff(inspect::DiffArgs),
     /// Print a completion script for your shell
     Completions {
         /// The shell
@@ -65,35 +65,24 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    let done = |()| ExitCode::SUCCESS;
     let result = match Cli::parse().command {
-        Command::Config(args) => commands::config(&args),
-        Command::Check(args) => commands::check(&args),
-        Command::Estimate(args) => commands::estimate(&args),
-        Command::Export(args) => commands::export(&args),
-        Command::Train(options) => return commands::train(&options),
-        Command::Inspect(args) => match inspect::run(&args) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
-        Command::Diff(args) => match diff::run(&args) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
-        Command::Launch(args) => match launch::launch(&args) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
-        Command::Flight(args) => launch::flight(&args),
+        Command::Config(args) => commands::config(&args).map(done),
+        Command::Check(args) => commands::check(&args).map(done),
+        Command::Estimate(args) => commands::estimate(&args).map(done),
+        Command::Export(args) => commands::export(&args).map(done),
+        Command::Train(options) => Ok(commands::train(&options)),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Diff(args) => inspect::diff(&args),
+        Command::Launch(args) => launch::launch(&args),
+        Command::Flight(args) => launch::flight(&args).map(done),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
-            Ok(())
+            Ok(ExitCode::SUCCESS)
         }
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}", commands::told_once(error.as_ref()));
-            ExitCode::from(2)
-        }
-    }
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {}", told_once(error.as_ref()));
+        ExitCode::from(2)
+    })
 }
