@@ -40,6 +40,9 @@ macro_rules! ty {
     (float_int) => { (burn_backend::tensor::FloatTensor<Self>, burn_backend::tensor::IntTensor<Self>) };
     (float_float) => { (burn_backend::tensor::FloatTensor<Self>, burn_backend::tensor::FloatTensor<Self>) };
     (int_int) => { (burn_backend::tensor::IntTensor<Self>, burn_backend::tensor::IntTensor<Self>) };
+    (float_float_float) => { (ty!(float), ty!(float), ty!(float)) };
+    (float_opt_float) => { (ty!(float), Option<ty!(float)>) };
+    (three_floats) => { [ty!(float); 3] };
     (quantized_int) => { (burn_backend::tensor::QuantizedTensor<Self>, burn_backend::tensor::IntTensor<Self>) };
     (($plain:ty)) => { $plain };
 }
@@ -88,6 +91,17 @@ macro_rules! result {
         let (a, b) = $x;
         (ZeroTensor::Dense(a), ZeroTensor::Dense(b))
     }};
+    (float_float_float, $x:expr) => {{
+        let (a, b, c) = $x;
+        (ZeroTensor::Dense(a), ZeroTensor::Dense(b), ZeroTensor::Dense(c))
+    }};
+    (float_opt_float, $x:expr) => {{
+        let (a, b) = $x;
+        (ZeroTensor::Dense(a), b.map(ZeroTensor::Dense))
+    }};
+    (three_floats, $x:expr) => {
+        $x.map(ZeroTensor::Dense)
+    };
     ($same:tt, $x:expr) => {
         $x
     };
