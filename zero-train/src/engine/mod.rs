@@ -1,6 +1,6 @@
 //! The training engine: `forward`, `backward`, `step`, as DeepSpeed's users know them.
 //!
-//! * In: a module on `Autodiff<Zero<B>>`, an optimizer ([`Fused`](zero_burn::optim::Fused) or Burn's), and an
+//! * In: a module on `Autodiff<Zero<B>>`, an optimizer ([`Fused`] or Burn's), and an
 //!   [`EngineConfig`].
 //! * It makes every call that ranks must make alike (marks, reductions, collection, norms), so that none can be
 //!   forgotten; each rank drives its own engine through the same steps.
