@@ -164,7 +164,7 @@ impl SwapFile {
 
     fn submit(&self, direction: Direction, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
         self.check(&region, &buffer)?;
-        let (ticket, pieces) = Transfer::new(direction, region, buffer, self.block, self.backing.clone());
+        let (ticket, pieces) = Transfer::begin(direction, region, buffer, self.block, self.backing.clone());
         self.engine.submit(pieces);
         Ok(ticket)
     }

@@ -48,7 +48,7 @@ unsafe impl Sync for Transfer {}
 impl Transfer {
     /// A transfer, and its pieces of `block` bytes at most. The caller has checked that the region's padded bytes fit the
     /// buffer.
-    pub(crate) fn new(
+    pub(crate) fn begin(
         direction: Direction,
         region: Region,
         mut buffer: Buffer,
