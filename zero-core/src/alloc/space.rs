@@ -151,9 +151,8 @@ impl Space {
         ranges(&self.free)
     }
 
-    /// The best range of at least `want` bytes.
+    /// The best range of at least `want` bytes, the first of equals.
     fn fitting(&self, want: usize) -> Option<Span> {
-        // The first of equals.
         self.ranges().filter(|range| range.len() >= want).min_by_key(|range| (range.clean, range.len()))
     }
 
@@ -208,11 +207,18 @@ impl Space {
 }
 
 /// What spans that meet make together, `clean` where one of them is.
-fn ranges(free: &[Span]) -> impl Iterator<Item = Span> {
-    free.chunk_by(|one, next| one.end == next.start).map(|spans| Span {
-        start: spans[0].start,
-        end: spans[spans.len() - 1].end,
-        clean: spans.iter().any(|span| span.clean),
+fn ranges(mut free: &[Span]) -> impl Iterator<Item = Span> {
+    std::iter::from_fn(move || {
+        let (first, rest) = free.split_first()?;
+        let mut range = *first;
+        free = rest;
+        while let [next, rest @ ..] = free
+            && next.start == range.end
+        {
+            // Two that meet are not both kept.
+            (range.end, range.clean, free) = (next.end, true, rest);
+        }
+        Some(range)
     })
 }
 
