@@ -4,78 +4,59 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes that one rank received from the others, by operation.
-///
-/// The convention of the ZeRO paper (section 7): gathering or scattering a tensor of `n` bytes over `N` ranks moves
-/// `n (N - 1) / N` bytes per rank, an all-reduce twice that.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct WireBytes {
-    /// All-gathers, one-sided gathers of parameters among them.
-    pub all_gather: u64,
-    /// Reduce-scatters.
-    pub reduce_scatter: u64,
-    /// All-reduces.
-    pub all_reduce: u64,
-    /// Broadcasts (nothing on the root).
-    pub broadcast: u64,
-    /// All-to-alls.
-    pub all_to_all: u64,
-}
-
-impl WireBytes {
-    /// Sum over the operations.
-    pub fn total(&self) -> u64 {
-        self.all_gather + self.reduce_scatter + self.all_reduce + self.broadcast + self.all_to_all
-    }
-
-    /// What was moved since `earlier`.
-    pub fn since(&self, earlier: &WireBytes) -> WireBytes {
-        WireBytes {
-            all_gather: self.all_gather - earlier.all_gather,
-            reduce_scatter: self.reduce_scatter - earlier.reduce_scatter,
-            all_reduce: self.all_reduce - earlier.all_reduce,
-            broadcast: self.broadcast - earlier.broadcast,
-            all_to_all: self.all_to_all - earlier.all_to_all,
+macro_rules! wire_kinds {
+    ($($field:ident $kind:ident $doc:literal;)*) => {
+        /// Bytes that one rank received from the others, by operation.
+        ///
+        /// The convention of the ZeRO paper (section 7): gathering or scattering a tensor of `n` bytes over `N` ranks moves
+        /// `n (N - 1) / N` bytes per rank, an all-reduce twice that.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+        pub struct WireBytes {
+            $(#[doc = $doc] pub $field: u64,)*
         }
-    }
-}
 
-/// The kinds of traffic that [`WireBytes`] tells apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WireKind {
-    /// See [`WireBytes::all_gather`].
-    AllGather,
-    /// See [`WireBytes::reduce_scatter`].
-    ReduceScatter,
-    /// See [`WireBytes::all_reduce`].
-    AllReduce,
-    /// See [`WireBytes::broadcast`].
-    Broadcast,
-    /// See [`WireBytes::all_to_all`].
-    AllToAll,
-}
+        impl WireBytes {
+            /// Sum over the operations.
+            pub fn total(&self) -> u64 {
+                [$(self.$field),*].iter().sum()
+            }
 
-/// One rank's running count of [`WireBytes`]; shared by all groups the rank belongs to.
-#[derive(Debug, Default)]
-pub struct WireCounter([AtomicU64; 5]);
-
-impl WireCounter {
-    /// Adds `bytes` received. Relaxed: a statistic, it orders nothing.
-    pub fn add(&self, kind: WireKind, bytes: usize) {
-        self.0[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
-    }
-
-    /// The count so far.
-    pub fn read(&self) -> WireBytes {
-        let at = |kind: WireKind| self.0[kind as usize].load(Ordering::Relaxed);
-        WireBytes {
-            all_gather: at(WireKind::AllGather),
-            reduce_scatter: at(WireKind::ReduceScatter),
-            all_reduce: at(WireKind::AllReduce),
-            broadcast: at(WireKind::Broadcast),
-            all_to_all: at(WireKind::AllToAll),
+            /// What was moved since `earlier`.
+            pub fn since(&self, earlier: &WireBytes) -> WireBytes {
+                WireBytes { $($field: self.$field - earlier.$field,)* }
+            }
         }
-    }
+
+        /// The kinds of traffic that [`WireBytes`] tells apart.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum WireKind {
+            $(#[doc = $doc] $kind,)*
+        }
+
+        /// One rank's running count of [`WireBytes`]; shared by all groups the rank belongs to.
+        #[derive(Debug, Default)]
+        pub struct WireCounter([AtomicU64; [$(stringify!($kind)),*].len()]);
+
+        impl WireCounter {
+            /// Adds `bytes` received. Relaxed: a statistic, it orders nothing.
+            pub fn add(&self, kind: WireKind, bytes: usize) {
+                self.0[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+            }
+
+            /// The count so far.
+            pub fn read(&self) -> WireBytes {
+                WireBytes { $($field: self.0[WireKind::$kind as usize].load(Ordering::Relaxed),)* }
+            }
+        }
+    };
+}
+
+wire_kinds! {
+    all_gather AllGather "All-gathers, one-sided gathers of parameters among them.";
+    reduce_scatter ReduceScatter "Reduce-scatters.";
+    all_reduce AllReduce "All-reduces.";
+    broadcast Broadcast "Broadcasts (nothing on the root).";
+    all_to_all AllToAll "All-to-alls.";
 }
 
 /// Bytes now held and the most held since the last [`Gauge::reset_peak`].

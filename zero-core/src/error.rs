@@ -169,27 +169,20 @@ pub enum CommError {
 }
 
 /// How one rank ended badly.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum RankFailure<E> {
     /// Its body returned an error.
+    #[error("{0}")]
     Failed(E),
     /// Its body panicked with this message.
+    #[error("panicked: {0}")]
     Panicked(String),
     /// A collective failed under it.
+    #[error("{0}")]
     Comm(Box<CommError>),
     /// It called [`crate::Collective::abort`] with this reason.
+    #[error("{0}")]
     Aborted(String),
-}
-
-impl<E: core::fmt::Display> core::fmt::Display for RankFailure<E> {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            RankFailure::Failed(error) => write!(f, "{error}"),
-            RankFailure::Panicked(message) => write!(f, "panicked: {message}"),
-            RankFailure::Comm(error) => write!(f, "{error}"),
-            RankFailure::Aborted(reason) => write!(f, "{reason}"),
-        }
-    }
 }
 
 /// The link between the ranks' processes, or a library under it, could not do something.

@@ -1,26 +1,26 @@
 //! Files in folders that others may write to: no link is followed where a file is made, no FIFO is waited for, nothing is
 //! read without a limit; and what a file system may do without.
 
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+
+use parking_lot::Mutex;
 
 /// Opens a regular file; anything else, such as a FIFO, whose opening would wait for a writer, is an error.
 pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     // Regular files know nothing of it.
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NONBLOCK);
-    regular(options.open(path)?)
+    regular(options.custom_flags(libc::O_NONBLOCK).open(path)?)
 }
 
 /// Opens a file of our own for writing, in a folder that others may write to, and makes it if it is not there.
 pub(crate) fn open_own(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).truncate(false).read(true).write(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK | libc::O_NOFOLLOW);
-    match options.open(path) {
-        #[cfg(unix)]
+    match options.custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(path) {
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Err(no_regular_file()),
         file => regular(file?),
     }
@@ -57,14 +57,35 @@ pub(crate) fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 
 /// Whether an error of a lock, or of the sync of a folder, says that the file system has no such thing: Lustre without
 /// `flock`, and some of CIFS and FUSE.
-#[cfg(unix)]
 pub(crate) fn is_not_offered(error: &io::Error) -> bool {
     let codes = [libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK, libc::EINVAL, libc::EBADF, libc::EISDIR];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// As above.
-#[cfg(not(unix))]
-pub(crate) fn is_not_offered(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::Unsupported
+/// Asks the system to write bytes of a file to the disk soon; with `wait` it waits for those, and for what it was asked for
+/// before. Not every file system can: what stays in the cache is then the kernel's to write, as with any file.
+///
+/// # Errors
+///
+/// The disk's, which a sync later would not tell again.
+pub(crate) fn write_out(file: &File, offset: u64, bytes: u64, wait: bool) -> io::Result<()> {
+    let waiting = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let flags = libc::SYNC_FILE_RANGE_WRITE | if wait { waiting } else { 0 };
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and no memory is touched.
+    let failed = unsafe { libc::sync_file_range(file.as_raw_fd(), offset as i64, bytes as i64, flags) } != 0;
+    let error = io::Error::last_os_error();
+    if failed && !matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL | libc::ESPIPE)) {
+        return Err(error);
+    }
+    Ok(())
+}
+
+/// Writes a warning to the log, once in the process.
+pub(crate) fn warn_once(message: String) {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock();
+    if !told.contains(&message) {
+        tracing::warn!("{message}");
+        told.insert(message);
+    }
 }

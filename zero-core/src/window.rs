@@ -110,35 +110,16 @@ impl<T> Seen<T> {
 
 /// A read that has been begun; several may be under way at a time.
 #[must_use = "the value, or the error, is in `wait`"]
-#[derive(Debug)]
-pub struct Reading<T>(Begun<T>);
+pub struct Reading<'a, T>(Box<dyn FnOnce() -> Result<Seen<T>, CommError> + 'a>);
 
-#[derive(Debug)]
-enum Begun<T> {
-    /// Looked for when it is waited for: nothing is gained by looking earlier.
-    Here {
-        window: Window<T>,
-        peer: usize,
-        key: Key,
-        what: String,
-    },
-    There(crate::collective::process::remote::Asking),
-}
-
-impl<T> Reading<T> {
+impl<T> Reading<'_, T> {
     /// What was read.
     ///
     /// # Errors
     ///
     /// As [`Window::read`]'s.
     pub fn wait(self) -> Result<Seen<T>, CommError> {
-        match self.0 {
-            Begun::Here { window, peer, key, what } => window.read_here(peer, key, &what).map(Seen::Here),
-            Begun::There(asking) => {
-                let (tag, bytes) = asking.wait()?;
-                Ok(Seen::Bytes { tag, bytes: bytes.expect("the read was given no place for its bytes") })
-            }
-        }
+        (self.0)()
     }
 }
 
@@ -265,18 +246,23 @@ impl<T> Window<T> {
         key: Key,
         what: &dyn core::fmt::Display,
     ) -> Result<Vec<Seen<T>>, CommError> {
-        let readings: Vec<Reading<T>> = peers.iter().map(|&peer| self.begin_read(peer, key, what)).collect();
+        let readings: Vec<Reading<'_, T>> = peers.iter().map(|&peer| self.begin_read(peer, key, what)).collect();
         readings.into_iter().map(Reading::wait).collect()
     }
 
     /// Begins a [`Window::read`].
-    pub fn begin_read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Reading<T> {
+    pub fn begin_read<'a>(&'a self, peer: usize, key: Key, what: &'a dyn core::fmt::Display) -> Reading<'a, T> {
         if let Peers::Processes(remote) = &self.peers
             && peer != self.rank
         {
-            return Reading(Begun::There(remote.begin(peer, key, &what.to_string(), None)));
+            let asking = remote.begin(peer, key, &what.to_string(), None);
+            return Reading(Box::new(|| {
+                let (tag, bytes) = asking.wait()?;
+                Ok(Seen::Bytes { tag, bytes: bytes.expect("the read was given no place for its bytes") })
+            }));
         }
-        Reading(Begun::Here { window: self.clone(), peer, key, what: what.to_string() })
+        // Looked for when it is waited for: nothing is gained by looking earlier.
+        Reading(Box::new(move || self.read_here(peer, key, what).map(Seen::Here)))
     }
 
     /// Looks at the board of this process.
@@ -302,17 +288,17 @@ impl<T> Window<T> {
             run.check("window", key.version, self.rank, &op, missing)?;
             let waited = begin.elapsed();
             if waited >= run.deadline {
-                return Err(CommError::Timeout {
-                    group: "window".to_string(),
-                    seq: key.version,
-                    rank: self.rank,
-                    op,
-                    waited_ms: waited.as_millis() as u64,
-                    missing: vec![peer],
-                });
+                return Err(self.timeout(peer, key, op, waited));
             }
             self.board.changed.wait_for(&mut published, POLL.min(run.deadline - waited));
         }
+    }
+}
+
+impl<T> Window<T> {
+    fn timeout(&self, peer: usize, key: Key, op: String, waited: Duration) -> CommError {
+        let (waited_ms, missing) = (waited.as_millis() as u64, vec![peer]);
+        CommError::Timeout { group: "window".to_string(), seq: key.version, rank: self.rank, op, waited_ms, missing }
     }
 }
 
@@ -361,21 +347,21 @@ impl<T: Expose> Window<T> {
             let value = self.read_here(*peer, key, what)?;
             let begin = Instant::now();
             let (theirs, part) = loop {
-                let missing = match value.expose() {
+                let failed = match value.expose() {
                     Exposure::Ready { tag, bytes } => break (tag, bytes),
                     Exposure::Failed(reason) => Some(reason),
                     Exposure::Pending => None,
                 };
                 self.check(what)?;
-                let (group, op) = ("window".to_string(), format!("a gather of {what}"));
-                let (seq, rank, peer) = (key.version, self.rank, *peer);
-                if let Some(reason) = missing {
+                let (seq, rank, peer, op) = (key.version, self.rank, *peer, format!("a gather of {what}"));
+                if let Some(reason) = failed {
+                    let group = "window".to_string();
                     return Err(CommError::PeerFailed { group, seq, rank, op, peer, reason: reason.into() });
                 }
                 let deadline = if let Peers::Threads(run) = &self.peers { run.deadline } else { Duration::ZERO };
-                if begin.elapsed() >= deadline {
-                    let waited_ms = begin.elapsed().as_millis() as u64;
-                    return Err(CommError::Timeout { group, seq, rank, op, waited_ms, missing: vec![peer] });
+                let waited = begin.elapsed();
+                if waited >= deadline {
+                    return Err(self.timeout(peer, key, op, waited));
                 }
                 std::thread::sleep(Duration::from_millis(1));
             };

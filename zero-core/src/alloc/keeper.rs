@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     space::{AVAILABLE, GRANULE, HUGE, Space},
-    stats::{Counters, Stats},
+    stats::Stats,
 };
 
 /// The least request, in bytes, that the keeper serves itself.
@@ -39,8 +39,12 @@ impl Settings {
 pub struct PageKeeper<A = System> {
     small: A,
     settings: Settings,
-    space: Mutex<Space>,
-    counters: Counters,
+    state: Mutex<State>,
+}
+
+struct State {
+    space: Space,
+    stats: Stats,
 }
 
 impl<A> std::fmt::Debug for PageKeeper<A> {
@@ -57,16 +61,16 @@ impl<A> PageKeeper<A> {
 
     /// A keeper that passes small requests on to `small`.
     pub const fn with_settings(small: A, settings: Settings) -> Self {
-        Self { small, settings, space: Mutex::new(Space::new()), counters: Counters::new() }
+        Self { small, settings, state: Mutex::new(State { space: Space::new(), stats: Stats::NONE }) }
     }
 
     /// Gives all free pages back to the system and returns how many bytes they were. Other threads' large requests
     /// wait meanwhile. Where the kernel had put free and live pages into one huge page, it may return the free ones
     /// only when memory becomes scarce.
     pub fn trim(&self) -> usize {
-        self.locked(|space| {
+        self.locked(|State { space, stats }| {
             let given = space.trim();
-            self.counters.trimmed(given);
+            stats.kept_bytes -= given as u64;
             given
         })
     }
@@ -76,19 +80,22 @@ impl<A> PageKeeper<A> {
     /// has not as many addresses in one piece, or [`Settings::keep_bytes`] does not allow it. They count as fresh.
     pub fn reserve(&self, bytes: usize) -> usize {
         let len = bytes.next_multiple_of(GRANULE);
-        if !AVAILABLE || len == 0 || self.counters.kept().saturating_add(len as u64) > self.settings.keep_bytes {
+        if !AVAILABLE || len == 0 {
             return 0;
         }
-        let taken = self.locked(|space| {
+        let taken = self.locked(|State { space, stats }| {
+            if !stats.may_keep(len, self.settings.keep_bytes) {
+                return None;
+            }
             // The first arena, where there is none yet.
-            if self.counters.read().fresh_bytes == 0 {
+            if stats.fresh_bytes == 0 {
                 let first = space.take(GRANULE, GRANULE, self.settings.huge_pages)?;
                 space.give(first.addr, GRANULE);
-                self.counters.took_block(GRANULE, first.fresh);
-                self.counters.gave(GRANULE, GRANULE);
+                stats.took_block(GRANULE, first.fresh);
+                stats.gave(GRANULE, GRANULE);
             }
             let addr = space.take_clean(len, self.settings.huge_pages)?;
-            self.counters.took_block(len, len);
+            stats.took_block(len, len);
             Some(addr)
         });
         let Some(addr) = taken else { return 0 };
@@ -96,22 +103,22 @@ impl<A> PageKeeper<A> {
             // SAFETY: the block is this caller's alone, and `page` lies in it. Volatile, as nobody reads it.
             unsafe { ptr::with_exposed_provenance_mut::<u8>(page).write_volatile(0) };
         }
-        self.locked(|space| {
+        self.locked(|State { space, stats }| {
             space.give(addr, len);
-            self.counters.gave(len, len);
+            stats.gave(len, len);
         });
         len
     }
 
-    /// The counters so far, read without the lock.
+    /// The counters so far.
     pub fn stats(&self) -> Stats {
-        self.counters.read()
+        self.locked(|state| state.stats)
     }
 
-    fn locked<R>(&self, work: impl FnOnce(&mut Space) -> R) -> R {
+    fn locked<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
         // An allocator must not unwind, and a half-changed space must not be used again.
         let bomb = AbortOnUnwind;
-        let result = work(&mut self.space.lock().unwrap_or_else(PoisonError::into_inner));
+        let result = work(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
         std::mem::forget(bomb);
         result
     }
@@ -119,9 +126,9 @@ impl<A> PageKeeper<A> {
     /// A block and the number of zero bytes at its end.
     fn take(&self, layout: Layout) -> (*mut u8, usize) {
         let len = block_len(layout.size());
-        let taken = self.locked(|space| {
+        let taken = self.locked(|State { space, stats }| {
             let taken = space.take(len, layout.align().max(GRANULE), self.settings.huge_pages)?;
-            self.counters.took_block(len, taken.fresh);
+            stats.took_block(len, taken.fresh);
             Some(taken)
         });
         match taken {
@@ -132,11 +139,12 @@ impl<A> PageKeeper<A> {
 
     fn give(&self, block: *mut u8, layout: Layout) {
         let (addr, len) = (block.expose_provenance(), block_len(layout.size()));
-        self.locked(|space| {
-            let keep =
-                self.counters.kept().saturating_add(len as u64) <= self.settings.keep_bytes || !space.clean(addr, len);
+        self.locked(|State { space, stats }| {
+            if !stats.may_keep(len, self.settings.keep_bytes) && space.give_clean(addr, len) {
+                return stats.gave(len, 0);
+            }
             space.give(addr, len);
-            self.counters.gave(len, if keep { len } else { 0 });
+            stats.gave(len, len);
         });
     }
 
@@ -146,20 +154,17 @@ impl<A> PageKeeper<A> {
         if new == old {
             return true;
         }
-        self.locked(|space| {
+        self.locked(|State { space, stats }| {
             if new < old {
-                if self.counters.kept().saturating_add((old - new) as u64) > self.settings.keep_bytes {
-                    return false;
-                }
-                let done = space.shrink(addr + new, old - new);
+                let done = stats.may_keep(old - new, self.settings.keep_bytes) && space.shrink(addr + new, old - new);
                 if done {
-                    self.counters.gave(old - new, old - new);
+                    stats.gave(old - new, old - new);
                 }
                 return done;
             }
             let fresh = space.grow(addr, old, new - old, self.settings.huge_pages);
             if let Some(fresh) = fresh {
-                self.counters.took(new - old, fresh);
+                stats.took(new - old, fresh);
             }
             fresh.is_some()
         })

@@ -16,7 +16,7 @@
 //! thread holds the lock must not allocate before `exec` (`std::process::Command` does not).
 //!
 //! **Limits:** the first large request reserves 1 TiB of addresses (not memory), so a program that lowers its own
-//! `RLIMIT_AS` must do so before. On anything but 64-bit Linux every request goes to the small allocator.
+//! `RLIMIT_AS` must do so before. Where addresses have 32 bits every request goes to the small allocator.
 //!
 //! ```
 //! use std::alloc::System;
@@ -34,22 +34,10 @@
 //! ```
 
 mod keeper;
+mod space;
+mod spans;
 mod stats;
-
-#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
-mod intervals;
-#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
-mod nodes;
-#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
-mod space;
-#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 mod sys;
-#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
-mod tree;
-
-#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
-#[path = "space_elsewhere.rs"]
-mod space;
 
 pub use keeper::{MAX_ALIGN, PageKeeper, Settings, THRESHOLD};
 pub use stats::Stats;

@@ -1,18 +1,22 @@
 //! The free address ranges: which there are, which of their pages have been touched, and which to hand out.
 //!
-//! A live block has no record: its owner gives back its address and its length. A free range is joined with its free
-//! neighbours at once, across arenas too where two lie next to each other. Every byte is in one of three states:
+//! A live block has no record: its owner gives back its address and its length. Every byte is in one of three states:
 //!
 //! * live: in no set;
-//! * free and kept: in a range of `by_addr`, its page touched by an earlier owner (or counted so, to be careful);
-//! * free and clean: in a range of `by_addr` and in `clean`, its page with the system, so that it reads as zero.
+//! * free and kept: in a span of `free`, its page touched by an earlier owner (or counted so, to be careful);
+//! * free and clean: in a clean span of `free`, its page with the system, so that it reads as zero.
 //!
-//! A new arena is clean; handing out takes bytes out of `clean`; only giving pages back puts bytes into it. A range
-//! may be part kept, part clean, such as the last one of an arena, which runs from the last live block to the end.
+//! A free *range* is what spans that meet make together, across arenas too where two lie next to each other. It may be part
+//! kept, part clean, such as the last one of an arena, which runs from the last live block to the end. A new arena is clean;
+//! handing out takes spans out of `free`; only giving pages back makes clean ones.
 
-use super::{intervals::Intervals, nodes::Nodes, sys, tree::Tree};
+use super::{
+    spans::{Span, Spans},
+    sys,
+};
 
-pub(crate) const AVAILABLE: bool = true;
+/// Whether there are addresses enough to keep some.
+pub(crate) const AVAILABLE: bool = cfg!(target_pointer_width = "64");
 
 /// The unit of a block: 4 KiB pages on x86-64, elsewhere the largest page that a kernel may be built with.
 pub(crate) const GRANULE: usize = if cfg!(target_arch = "x86_64") { 4 << 10 } else { 64 << 10 };
@@ -24,15 +28,11 @@ pub(crate) const HUGE: usize = 2 << 20;
 /// would put all of it on the list that the kernel's khugepaged walks through.
 const ADVICE_STEP: usize = 64 << 20;
 
-const LARGEST_ARENA: usize = 1 << 40;
+const LARGEST_ARENA: usize = (1_u64 << 40) as usize;
 const SMALLEST_ARENA: usize = 64 << 20;
 
-/// The most nodes that freeing one block adds: its range (by address, by size), and a range of clean pages.
-const NODES_PER_FREE: usize = 3;
-
-/// The most nodes that one `take`, `grow` or `shrink` adds itself, rounded up: two ranges more than before, a new
-/// arena in all four trees, and a cut in `clean` and in `plain`.
-const NODES_PER_CALL: usize = 16;
+/// The most spans that one call adds to a set itself: a new arena, and what a cut leaves on both sides for what was one.
+const SPANS_PER_CALL: usize = 2;
 
 /// A block handed out: `[addr, addr + len)` with the `len` asked for.
 pub(crate) struct Taken {
@@ -44,30 +44,16 @@ pub(crate) struct Taken {
 }
 
 pub(crate) struct Space {
-    nodes: Nodes,
-    /// Every free range: (address, bytes).
-    by_addr: Tree,
-    /// The free ranges without a clean byte: (bytes, address).
-    kept: Tree,
-    /// The other free ranges: (bytes, address).
-    mixed: Tree,
-    clean: Intervals,
+    /// What is free.
+    free: Spans,
     /// Where huge pages have not been asked for.
-    plain: Intervals,
+    plain: Spans,
     live_blocks: usize,
 }
 
 impl Space {
     pub(crate) const fn new() -> Self {
-        Self {
-            nodes: Nodes::new(),
-            by_addr: Tree::new(),
-            kept: Tree::new(),
-            mixed: Tree::new(),
-            clean: Intervals::new(),
-            plain: Intervals::new(),
-            live_blocks: 0,
-        }
+        Self { free: Spans::new(), plain: Spans::new(), live_blocks: 0 }
     }
 
     /// Hands out `len` bytes (whole granules) aligned to `align`, or `None` where the system has no addresses left.
@@ -77,62 +63,52 @@ impl Space {
     pub(crate) fn take(&mut self, len: usize, align: usize, huge_pages: bool) -> Option<Taken> {
         // Any range of this size holds an aligned block, wherever it starts.
         let want = len + align.saturating_sub(GRANULE);
-        if !self.reserve_nodes(1) {
+        if !self.reserve_spans(1) {
             return None;
         }
-        let (free_len, free_addr) = match self.fitting(want) {
+        let range = match self.fitting(want) {
             Some(found) => found,
             None if self.add_arena(want) => self.fitting(want)?,
             None => return None,
         };
-        let addr = free_addr.next_multiple_of(align);
-        self.unlink(free_addr, free_len);
-        self.link(free_addr, addr);
-        self.link(addr + len, free_addr + free_len);
         self.live_blocks += 1;
-        let (fresh, zero_tail) = self.use_pages(addr, addr + len, huge_pages);
-        Some(Taken { addr, fresh, zero_tail })
+        Some(self.hand_out(range.start.next_multiple_of(align), len, huge_pages))
     }
 
     /// Hands out `len` clean bytes (whole granules) beside the kept pages at the low end of the largest free range, or
     /// `None` where that has no clean piece as long.
     pub(crate) fn take_clean(&mut self, len: usize, huge_pages: bool) -> Option<usize> {
-        if !self.reserve_nodes(1) {
+        if !self.reserve_spans(1) {
             return None;
         }
-        let (free_len, free_addr) = self.mixed.below(&self.nodes, (usize::MAX, 0))?;
-        let end = free_addr + free_len;
-        let (addr, to) = self.clean.last_within(&self.nodes, free_addr, end)?;
-        if to - addr < len {
+        let range = self.ranges().filter(|range| range.clean).max_by_key(Span::len)?;
+        let last = self.free.iter().rfind(|span| span.clean && span.end <= range.end)?;
+        if last.len() < len {
             return None;
         }
-        self.unlink(free_addr, free_len);
-        self.link(free_addr, addr);
-        self.link(addr + len, end);
+        let addr = last.start;
         self.live_blocks += 1;
-        self.use_pages(addr, addr + len, huge_pages);
-        Some(addr)
+        Some(self.hand_out(addr, len, huge_pages).addr)
     }
 
     /// Makes the live block `[addr, addr + len)` longer by `more` bytes, if they are free; returns how many of those
     /// were clean.
     pub(crate) fn grow(&mut self, addr: usize, len: usize, more: usize, huge_pages: bool) -> Option<usize> {
         let end = addr + len;
-        let (_, free_len) = self.by_addr.at_least(&self.nodes, (end, 0)).filter(|(free, _)| *free == end)?;
-        if free_len < more || !self.reserve_nodes(0) {
+        let at = self.free.partition_point(|span| span.start < end);
+        let behind = ranges(&self.free[at..]).next().filter(|range| range.start == end)?;
+        if behind.len() < more || !self.reserve_spans(0) {
             return None;
         }
-        self.unlink(end, free_len);
-        self.link(end + more, end + free_len);
-        Some(self.use_pages(end, end + more, huge_pages).0)
+        Some(self.hand_out(end, more, huge_pages).fresh)
     }
 
     /// Makes a live block shorter: `[addr, addr + len)` is its end, and free from now on. False: no memory for the
     /// record, and the block is as it was.
     pub(crate) fn shrink(&mut self, addr: usize, len: usize) -> bool {
-        let room = self.reserve_nodes(0);
+        let room = self.reserve_spans(0);
         if room {
-            self.join(addr, len);
+            self.free.insert(Span { start: addr, end: addr + len, clean: false });
         }
         room
     }
@@ -140,48 +116,44 @@ impl Space {
     /// Takes a block back with its pages.
     pub(crate) fn give(&mut self, addr: usize, len: usize) {
         self.live_blocks -= 1;
-        self.join(addr, len);
+        self.free.insert(Span { start: addr, end: addr + len, clean: false });
     }
 
-    /// Gives the pages of a live block back to the system, for `give` to follow; false: the system refused.
-    pub(crate) fn clean(&mut self, addr: usize, len: usize) -> bool {
+    /// Takes a block back, and gives its pages to the system; false: the system refused, and the block is live.
+    pub(crate) fn give_clean(&mut self, addr: usize, len: usize) -> bool {
         // SAFETY: a block is of whole pages, was mapped by this space, and its owner is about to free it.
         let done = unsafe { sys::give_back(addr, len) };
         if done {
-            self.clean.insert(&mut self.nodes, addr, addr + len);
+            self.live_blocks -= 1;
+            self.free.insert(Span { start: addr, end: addr + len, clean: true });
         }
         done
     }
 
     /// Gives every kept page back to the system; returns their bytes.
     pub(crate) fn trim(&mut self) -> usize {
-        let mut given = 0;
-        let mut next = 0;
-        while let Some((addr, len)) = self.by_addr.at_least(&self.nodes, (next, 0)) {
-            next = addr + len;
-            // One range of `clean` for the free range, and its own two nodes again.
-            if !self.reserve_nodes(0) {
-                break;
+        let (mut given, mut next) = (0, 0);
+        loop {
+            let at = self.free.partition_point(|span| span.start < next);
+            let Some(kept) = self.free[at..].iter().find(|span| !span.clean).copied() else { return given };
+            next = kept.end;
+            // SAFETY: free spans are whole pages, mapped by this space and used by nobody.
+            if unsafe { sys::give_back(kept.start, kept.len()) } {
+                given += kept.len();
+                self.free.cut(kept.start, kept.end, |_| {});
+                self.free.insert(Span { clean: true, ..kept });
             }
-            self.unlink(addr, len);
-            let mut from = addr;
-            while let Some((start, end)) = self.clean.first_gap(&self.nodes, from, next) {
-                // SAFETY: free ranges and what is clean of them are whole pages, mapped by this space and used by
-                // nobody.
-                if unsafe { sys::give_back(start, end - start) } {
-                    self.clean.insert(&mut self.nodes, start, end);
-                    given += end - start;
-                }
-                from = end;
-            }
-            self.link(addr, next);
         }
-        given
     }
 
-    /// The best range of at least `want` bytes: (bytes, address).
-    fn fitting(&self, want: usize) -> Option<(usize, usize)> {
-        self.kept.at_least(&self.nodes, (want, 0)).or_else(|| self.mixed.at_least(&self.nodes, (want, 0)))
+    /// The free ranges by address, `clean` where a span of them is.
+    fn ranges(&self) -> impl Iterator<Item = Span> {
+        ranges(&self.free)
+    }
+
+    /// The best range of at least `want` bytes, the first of equals.
+    fn fitting(&self, want: usize) -> Option<Span> {
+        self.ranges().filter(|range| range.len() >= want).min_by_key(|range| (range.clean, range.len()))
     }
 
     /// Maps an arena with room for `want` bytes.
@@ -206,91 +178,53 @@ impl Space {
                 None => return false,
             }
         }
-        let start = addr.next_multiple_of(HUGE);
-        let end = (addr + size) / HUGE * HUGE;
-        self.clean.insert(&mut self.nodes, start, end);
-        self.plain.insert(&mut self.nodes, start, end);
-        self.join(start, end - start);
+        let arena = Span { start: addr.next_multiple_of(HUGE), end: (addr + size) / HUGE * HUGE, clean: true };
+        self.free.insert(arena);
+        self.plain.insert(arena);
         true
     }
 
-    /// Room in the node store for this call, and for freeing every live block and `more`: freeing cannot fail.
-    fn reserve_nodes(&mut self, more: usize) -> bool {
-        self.nodes.reserve((self.live_blocks + more) * NODES_PER_FREE + NODES_PER_CALL)
+    /// Room in the sets for this call, and for freeing every live block and `more`: freeing cannot fail.
+    fn reserve_spans(&mut self, more: usize) -> bool {
+        self.free.reserve(self.live_blocks + more + SPANS_PER_CALL) && self.plain.reserve(SPANS_PER_CALL)
     }
 
-    /// Takes `[start, end)` out of `clean`: how many bytes of it were there, and how many of them in one piece at its
-    /// end.
-    fn use_pages(&mut self, start: usize, end: usize, huge_pages: bool) -> (usize, usize) {
-        let (mut fresh, mut zero_tail) = (0, 0);
-        while let Some((from, to)) = self.clean.take_last_within(&mut self.nodes, start, end) {
-            if to == end {
-                zero_tail = to - from;
-            }
-            fresh += to - from;
+    /// Takes `len` free bytes from `addr` on out of `free`.
+    fn hand_out(&mut self, addr: usize, len: usize, huge_pages: bool) -> Taken {
+        let end = addr + len;
+        let mut taken = Taken { addr, fresh: 0, zero_tail: 0 };
+        self.free.cut(addr, end, |span| {
+            // The last one tells the tail.
+            taken.zero_tail = if span.clean { span.len() } else { 0 };
+            taken.fresh += taken.zero_tail;
+        });
+        if huge_pages && taken.fresh > 0 {
+            let (from, to) = (addr / ADVICE_STEP * ADVICE_STEP, end.next_multiple_of(ADVICE_STEP));
+            self.plain.cut(from, to, |span| sys::ask_for_huge_pages(span.start, span.len()));
         }
-        if huge_pages && fresh > 0 {
-            let (from, to) = (start / ADVICE_STEP * ADVICE_STEP, end.next_multiple_of(ADVICE_STEP));
-            while let Some((from, to)) = self.plain.take_last_within(&mut self.nodes, from, to) {
-                sys::ask_for_huge_pages(from, to - from);
-            }
-        }
-        (fresh, zero_tail)
+        taken
     }
+}
 
-    /// Makes `[addr, addr + len)` free, as one range with the free ranges on both sides.
-    fn join(&mut self, addr: usize, len: usize) {
-        let (mut start, mut end) = (addr, addr + len);
-        if let Some((before, before_len)) = self.by_addr.below(&self.nodes, (addr, 0))
-            && before + before_len == addr
+/// What spans that meet make together, `clean` where one of them is.
+fn ranges(mut free: &[Span]) -> impl Iterator<Item = Span> {
+    std::iter::from_fn(move || {
+        let (first, rest) = free.split_first()?;
+        let mut range = *first;
+        free = rest;
+        while let [next, rest @ ..] = free
+            && next.start == range.end
         {
-            self.unlink(before, before_len);
-            start = before;
+            // Two that meet are not both kept.
+            (range.end, range.clean, free) = (next.end, true, rest);
         }
-        if let Some((after, after_len)) = self.by_addr.at_least(&self.nodes, (end, 0))
-            && after == end
-        {
-            self.unlink(after, after_len);
-            end += after_len;
-        }
-        self.link(start, end);
-    }
-
-    /// Records the free range `[start, end)`, unless it is empty.
-    fn link(&mut self, start: usize, end: usize) {
-        if start == end {
-            return;
-        }
-        let len = end - start;
-        let clean = self.clean.last_within(&self.nodes, start, end).is_some();
-        let by_size = if clean { &mut self.mixed } else { &mut self.kept };
-        // Both have nodes, by `reserve_nodes`; without them the range would be lost, and nothing worse.
-        if self.by_addr.insert(&mut self.nodes, (start, len)) {
-            by_size.insert(&mut self.nodes, (len, start));
-        }
-    }
-
-    /// Forgets a free range.
-    fn unlink(&mut self, addr: usize, len: usize) {
-        self.by_addr.remove(&mut self.nodes, (addr, len));
-        if !self.kept.remove(&mut self.nodes, (len, addr)) {
-            self.mixed.remove(&mut self.nodes, (len, addr));
-        }
-    }
+        Some(range)
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn free_ranges(space: &Space) -> usize {
-        let (mut count, mut next) = (0, 0);
-        while let Some((addr, len)) = space.by_addr.at_least(&space.nodes, (next, 0)) {
-            count += 1;
-            next = addr + len;
-        }
-        count
-    }
 
     #[test]
     fn freeing_in_any_order_leaves_one_range() {
@@ -303,7 +237,7 @@ mod tests {
             let block = blocks.swap_remove((seed >> 33) % blocks.len());
             space.give(block, len);
         }
-        assert_eq!(free_ranges(&space), 1);
+        assert_eq!(space.ranges().count(), 1);
         assert_eq!(space.take(500 * len, GRANULE, true).unwrap().fresh, 0);
     }
 

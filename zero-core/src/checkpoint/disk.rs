@@ -1,14 +1,12 @@
 //! Files and folders whose contents and names are on the disk when a function returns.
 
-use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use parking_lot::Mutex;
-
 use super::error::{CheckpointError, io_at};
-use crate::files::is_not_offered;
+use crate::files::{is_not_offered, warn_once};
 
 /// Makes `dir` and what is missing above it, each name durable in its parent.
 pub(super) fn create_dir(dir: &Path) -> Result<(), CheckpointError> {
@@ -37,10 +35,6 @@ fn parent_of(path: &Path) -> &Path {
 
 /// Makes the names in `dir` durable: files created there, renamed or removed.
 pub(super) fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
-    // Elsewhere a folder cannot be opened as a file, and renames are written through.
-    if !cfg!(unix) {
-        return Ok(());
-    }
     match File::open(dir).and_then(|folder| folder.sync_all()) {
         // Files are synced all the same; the order of names is then the file system's own.
         Err(error) if is_not_offered(&error) => {
@@ -51,16 +45,6 @@ pub(super) fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
             Ok(())
         }
         outcome => outcome.map_err(io_at("sync folder", dir)),
-    }
-}
-
-/// Writes a warning to the log, once in the process.
-pub(super) fn warn_once(message: String) {
-    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    let mut told = TOLD.lock();
-    if !told.contains(&message) {
-        tracing::warn!("{message}");
-        told.insert(message);
     }
 }
 
@@ -80,7 +64,7 @@ pub(super) fn rename(from: &Path, to: &Path) -> Result<(), CheckpointError> {
 /// Fills `out` from byte `offset` on. Positioned reads and no mapping, because a bad sector, or a file that somebody
 /// cuts off, is then an error and not the end of the process by a signal.
 pub(super) fn read_at(file: &File, path: &Path, out: &mut [u8], offset: u64) -> Result<(), CheckpointError> {
-    match read_exact_at(file, out, offset) {
+    match file.read_exact_at(out, offset) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(CheckpointError::Truncated {
             path: path.to_path_buf(),
             expected_bytes: offset + out.len() as u64,
@@ -90,33 +74,11 @@ pub(super) fn read_at(file: &File, path: &Path, out: &mut [u8], offset: u64) -> 
     }
 }
 
-#[cfg(unix)]
-fn read_exact_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
-}
-
-#[cfg(windows)]
-fn read_exact_at(file: &File, mut out: &mut [u8], mut offset: u64) -> io::Result<()> {
-    while !out.is_empty() {
-        match std::os::windows::fs::FileExt::seek_read(file, out, offset) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(read) => {
-                out = &mut out[read..];
-                offset += read as u64;
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    #[cfg(target_os = "linux")]
     fn a_folder_that_cannot_be_synced_is_used_all_the_same() {
         // procfs syncs nothing, as some of CIFS and FUSE.
         let refused = File::open("/proc/self").unwrap().sync_all().unwrap_err();

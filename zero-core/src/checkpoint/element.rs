@@ -7,7 +7,7 @@ use super::error::brief;
 use crate::collective::DType;
 
 macro_rules! element_types {
-    ($($name:ident = $dtype:ident, $bytes:literal, $doc:literal;)*) => {
+    ($($name:ident = $dtype:ident, $doc:literal;)*) => {
         /// Element type of a saved tensor. Its bytes are little-endian.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
         #[serde(try_from = "Dtype", into = "Dtype")]
@@ -18,13 +18,6 @@ macro_rules! element_types {
         impl ElementType {
             /// Every type, for tables and tests.
             pub const ALL: [ElementType; [$(stringify!($name)),*].len()] = [$(ElementType::$name),*];
-
-            /// Bytes of one element.
-            pub fn size(self) -> usize {
-                match self {
-                    $(ElementType::$name => $bytes,)*
-                }
-            }
         }
 
         impl TryFrom<Dtype> for ElementType {
@@ -50,27 +43,32 @@ macro_rules! element_types {
 }
 
 element_types! {
-    Bool = BOOL, 1, "A byte that is 0 or 1.";
-    U8 = U8, 1, "Unsigned, 8 bits.";
-    I8 = I8, 1, "Signed, 8 bits.";
-    F8E5M2 = F8_E5M2, 1, "8-bit float with 5 bits of exponent.";
-    F8E4M3 = F8_E4M3, 1, "8-bit float with 4 bits of exponent.";
-    I16 = I16, 2, "Signed, 16 bits.";
-    U16 = U16, 2, "Unsigned, 16 bits.";
-    F16 = F16, 2, "IEEE half precision.";
-    Bf16 = BF16, 2, "bfloat16.";
-    I32 = I32, 4, "Signed, 32 bits.";
-    U32 = U32, 4, "Unsigned, 32 bits.";
-    F32 = F32, 4, "32-bit float.";
-    I64 = I64, 8, "Signed, 64 bits.";
-    U64 = U64, 8, "Unsigned, 64 bits.";
-    F64 = F64, 8, "64-bit float.";
+    Bool = BOOL, "A byte that is 0 or 1.";
+    U8 = U8, "Unsigned, 8 bits.";
+    I8 = I8, "Signed, 8 bits.";
+    F8E5M2 = F8_E5M2, "8-bit float with 5 bits of exponent.";
+    F8E4M3 = F8_E4M3, "8-bit float with 4 bits of exponent.";
+    I16 = I16, "Signed, 16 bits.";
+    U16 = U16, "Unsigned, 16 bits.";
+    F16 = F16, "IEEE half precision.";
+    Bf16 = BF16, "bfloat16.";
+    I32 = I32, "Signed, 32 bits.";
+    U32 = U32, "Unsigned, 32 bits.";
+    F32 = F32, "32-bit float.";
+    I64 = I64, "Signed, 64 bits.";
+    U64 = U64, "Unsigned, 64 bits.";
+    F64 = F64, "64-bit float.";
 }
 
 /// The most dimensions of a tensor that are read; what others write has fewer.
 const MAX_DIMENSIONS: usize = 64;
 
 impl ElementType {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        Dtype::from(self).bitsize() / 8
+    }
+
     /// Whether a file can hold a tensor of `shape`.
     pub(super) fn check(self, shape: &[usize]) -> Result<(), String> {
         if shape.len() > MAX_DIMENSIONS {

@@ -1,7 +1,5 @@
 //! What saving or reading a checkpoint ran into: what was expected, what came, and what to change.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -226,26 +224,6 @@ pub(super) fn brief(shown: impl fmt::Display) -> String {
 /// What serde says, which may quote a text of any length.
 pub(super) fn parsing(error: serde_json::Error) -> String {
     cut(error, 400)
-}
-
-/// What is said of a name that comes twice.
-pub(super) fn twice<E: serde::de::Error>(name: &str) -> E {
-    E::custom(format!("'{}' comes twice", brief(name)))
-}
-
-/// Puts a member of an object into a map that has none of its name.
-pub(super) fn insert_once<V, E: serde::de::Error>(
-    map: &mut BTreeMap<String, V>,
-    name: String,
-    value: V,
-) -> Result<(), E> {
-    match map.entry(name) {
-        Entry::Occupied(there) => Err(twice(there.key())),
-        Entry::Vacant(free) => {
-            free.insert(value);
-            Ok(())
-        }
-    }
 }
 
 fn cut(shown: impl fmt::Display, limit: usize) -> String {

@@ -89,10 +89,7 @@ impl NewFolder {
     pub fn publish(mut self) -> Result<PathBuf, CheckpointError> {
         let hidden = self.path();
         sync_dir(hidden)?;
-        if cfg!(windows) && self.target.is_dir() {
-            // Elsewhere a rename takes the place of an empty folder.
-            fs::remove_dir(&self.target).map_err(io_at("replace", &self.target))?;
-        }
+        // Takes the place of an empty folder.
         rename(hidden, &self.target)?;
         self.hidden = None;
         sync_dir(&self.parent)?;
@@ -159,7 +156,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg(unix)]
     fn a_link_to_an_empty_folder_stays_a_link() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("real")).unwrap();

@@ -4,20 +4,22 @@
 //! file is as long, and tensors must tile the data without gap or overlap, which the `safetensors` crate checks.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
+use std::marker::PhantomData;
 use std::path::Path;
 
 use safetensors::tensor::{Metadata, TensorInfo};
-use serde::de::{MapAccess, Visitor};
+use serde::de::{Error as _, MapAccess, Visitor};
 use serde::ser::{SerializeMap, Serializer};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::ElementType;
 use super::disk::read_at;
-use super::error::{CheckpointError, brief, insert_once, io_at, parsing, twice};
+use super::error::{CheckpointError, brief, io_at, parsing};
 
 /// The key under which a header has texts about the file.
-const METADATA: &str = "__metadata__";
+pub(super) const METADATA: &str = "__metadata__";
 
 /// The longest header that readers of the format accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -73,7 +75,7 @@ impl Header {
     ///
     /// What is wrong with it, in words.
     pub fn parse(json: &[u8], data_bytes: u64) -> Result<Self, String> {
-        let Members { metadata, tensors } = serde_json::from_slice(json).map_err(parsing)?;
+        let Members { metadata, tensors } = serde_json::from_slice::<Members<TensorInfo>>(json).map_err(parsing)?;
         let mut in_order: Vec<(String, TensorInfo)> = tensors.into_iter().collect();
         in_order.sort_by_key(|(_, info)| info.data_offsets);
         let mut found = BTreeMap::new();
@@ -90,7 +92,7 @@ impl Header {
         if expected != data_bytes {
             return Err(format!("its tensors have {expected} bytes, the file has {data_bytes} after the header"));
         }
-        Ok(Self { metadata, tensors: found, data_start: 8 + json.len() as u64 })
+        Ok(Self { metadata: metadata.unwrap_or_default(), tensors: found, data_start: 8 + json.len() as u64 })
     }
 
     /// The bytes before the first tensor, for tensors that follow each other in this order, and where each will lie.
@@ -122,38 +124,42 @@ impl Header {
     }
 }
 
-/// A header's members as they are written. Not `safetensors`' own reader, which takes four times the memory, and the last of two
-/// tensors of one name.
-struct Members {
-    metadata: BTreeMap<String, String>,
-    tensors: BTreeMap<String, TensorInfo>,
+/// The members of an object of tensors, each of whose names comes once, as they are written. Not `safetensors`' own reader of
+/// headers, which takes four times the memory, and the last of two tensors of one name.
+pub(super) struct Members<T> {
+    pub(super) metadata: Option<BTreeMap<String, String>>,
+    pub(super) tensors: BTreeMap<String, T>,
 }
 
-impl<'de> Deserialize<'de> for Members {
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Reader;
-        impl<'de> Visitor<'de> for Reader {
-            type Value = Members;
+        struct Reader<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Reader<T> {
+            type Value = Members<T>;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("an object of tensors by name")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members<T>, A::Error> {
                 let (mut metadata, mut tensors) = (None, BTreeMap::new());
                 while let Some(name) = map.next_key::<String>()? {
+                    let twice = |name: &str| Err(A::Error::custom(format!("'{}' comes twice", brief(name))));
                     if name == METADATA {
                         if metadata.replace(map.next_value()?).is_some() {
-                            return Err(twice(&name));
+                            return twice(&name);
                         }
-                    } else {
-                        insert_once(&mut tensors, name, map.next_value()?)?;
+                        continue;
                     }
+                    match tensors.entry(name) {
+                        Entry::Occupied(there) => return twice(there.key()),
+                        Entry::Vacant(free) => free.insert(map.next_value()?),
+                    };
                 }
-                Ok(Members { metadata: metadata.unwrap_or_default(), tensors })
+                Ok(Members { metadata, tensors })
             }
         }
-        deserializer.deserialize_map(Reader)
+        deserializer.deserialize_map(Reader(PhantomData))
     }
 }
 

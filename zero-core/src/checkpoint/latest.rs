@@ -1,9 +1,7 @@
 //! Which checkpoint of a folder to resume from.
 
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
-use parking_lot::Mutex;
 
 use super::error::CheckpointError;
 use super::exchange::{Progress, Ranks, Task, Work};
@@ -27,23 +25,14 @@ pub struct Found {
 ///
 /// When the system does not let `dir` be read.
 pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
-    let mut found = Found::default();
-    let (candidates, problem) = Candidates::of(dir)?;
-    found.skipped.extend(problem.map(|error| (dir.join(LATEST), error)));
-    for name in candidates {
-        let path = dir.join(name);
-        let problem = match check {
-            Check::Sizes => Checkpoint::open(&path).err(),
-            Check::Contents => match Manifest::read(&path) {
-                Ok(manifest) => sound::look(&path, &manifest, (0, 1), check, &Progress::default()),
-                Err(error) => Some(error),
-            },
-        };
-        if found.takes(path, problem) {
-            break;
-        }
-    }
-    Ok(found)
+    let look = |path: &Path| match check {
+        Check::Sizes => Checkpoint::open(path).err(),
+        Check::Contents => match Manifest::read(path) {
+            Ok(manifest) => sound::look(path, &manifest, (0, 1), check, &Progress::default()),
+            Err(error) => Some(error),
+        },
+    };
+    find(dir, |turn| candidates(dir, turn), |path| Ok(look(path)))
 }
 
 /// As [`find_latest`], by all ranks together: rank 0 looks at the folder, and each rank at its share of the files, so that
@@ -54,33 +43,19 @@ pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
 ///
 /// As [`find_latest`], and [`CheckpointError::Comm`].
 pub fn find_latest_together(comm: &dyn Collective, dir: &Path, check: Check) -> Result<Found, CheckpointError> {
-    let mut ranks = Ranks::new(comm, Task::Check { path: dir.to_path_buf() });
-    let mut found = Found::default();
-    // Rank 0's, on its way between the threads that look for the next.
-    let candidates = Arc::new(Mutex::new(None));
-    loop {
-        let next = (comm.rank() == 0).then(|| {
-            let (candidates, dir) = (candidates.clone(), dir.to_path_buf());
-            Work::start(0, dir.clone(), move |_| {
-                let mut candidates = candidates.lock();
-                if let Some(candidates) = &mut *candidates {
-                    return Ok((Candidates::next(candidates), None));
-                }
-                let (begun, problem) = Candidates::of(&dir)?;
-                let next = candidates.insert(begun).next();
-                Ok((next, problem.map(|error| error.to_string())))
+    let ranks = RefCell::new(Ranks::new(comm, Task::Check { path: dir.to_path_buf() }));
+    let shared = |turn| {
+        let work = (comm.rank() == 0).then(|| {
+            let path = dir.to_path_buf();
+            Work::start(0, path.clone(), move |_| {
+                let (names, problem) = candidates(&path, turn)?;
+                Ok((names, problem.map(|error| error.to_string())))
             })
         });
-        let (name, problem) = ranks.share_work(next, || (None, None))?.swap_remove(0);
-        found.skipped.extend(problem.map(|reason| (dir.join(LATEST), CheckpointError::Told { rank: 0, reason })));
-        let Some(name) = name else { break };
-        let path = dir.join(name);
-        let problem = problem_of(&mut ranks, comm, &path, check)?;
-        if found.takes(path, problem) {
-            break;
-        }
-    }
-    Ok(found)
+        let (names, problem) = ranks.borrow_mut().share_work(work, Default::default)?.swap_remove(0);
+        Ok((names, problem.map(|reason| CheckpointError::Told { rank: 0, reason })))
+    };
+    find(dir, shared, |path| problem_of(&mut ranks.borrow_mut(), comm, path, check))
 }
 
 /// Looks at the checkpoint in `folder` by all ranks together, each at its share of the files; the first thing that is wrong.
@@ -125,46 +100,57 @@ fn problem_of(
     Ok(told.map(|(rank, reason)| CheckpointError::Told { rank, reason }))
 }
 
-/// The names of what may be checkpoints in a folder, in the order in which they are tried: the one that `latest` names, then
-/// the others, the one saved last first.
-struct Candidates {
-    dir: PathBuf,
-    named: Option<String>,
-    others: Vec<String>,
-    sorted: bool,
+/// What is tried first, and what if that is not sound.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    Named,
+    Others,
 }
 
-impl Candidates {
-    /// Also what is wrong with `latest`.
-    fn of(dir: &Path) -> Result<(Self, Option<CheckpointError>), CheckpointError> {
-        let mut others = names_in(dir)?;
-        let (named, problem) = match named_by_latest(dir, &others) {
-            Ok(named) => (named, None),
-            Err(error) => (None, Some(error)),
-        };
-        others.retain(|name| Some(name) != named.as_ref());
-        Ok((Self { dir: dir.to_path_buf(), named, others, sorted: false }, problem))
+/// Names of what may be checkpoints in a folder, and what is wrong with `latest`.
+type Candidates = (Vec<String>, Option<CheckpointError>);
+
+/// The one that `latest` names, or the others in the order in which they are tried, the one saved last first.
+fn candidates(dir: &Path, turn: Turn) -> Result<Candidates, CheckpointError> {
+    let mut others = names_in(dir)?;
+    let (named, problem) = match named_by_latest(dir, &others) {
+        Ok(named) => (named, None),
+        Err(error) => (None, Some(error)),
+    };
+    if turn == Turn::Named {
+        return Ok((named.into_iter().collect(), problem));
     }
+    others.retain(|name| Some(name) != named.as_ref());
+    // From the end. Those without a manifest last, and so their reasons.
+    others.sort_by_cached_key(|name| {
+        let manifest = Manifest::read(&dir.join(name)).ok();
+        manifest.map(|manifest| (manifest.saved_unix_ms, manifest.step))
+    });
+    others.reverse();
+    Ok((others, None))
 }
 
-impl Iterator for Candidates {
-    type Item = String;
-
-    fn next(&mut self) -> Option<String> {
-        if self.named.is_some() {
-            return self.named.take();
+/// The first of the candidates that nothing is wrong with.
+fn find(
+    dir: &Path,
+    candidates: impl Fn(Turn) -> Result<Candidates, CheckpointError>,
+    mut problem_of: impl FnMut(&Path) -> Result<Option<CheckpointError>, CheckpointError>,
+) -> Result<Found, CheckpointError> {
+    let mut found = Found::default();
+    for turn in [Turn::Named, Turn::Others] {
+        let (names, problem) = candidates(turn)?;
+        found.skipped.extend(problem.map(|error| (dir.join(LATEST), error)));
+        for path in names.into_iter().map(|name| dir.join(name)) {
+            match problem_of(&path)? {
+                None => {
+                    found.checkpoint = Some(path);
+                    return Ok(found);
+                }
+                Some(error) => found.skipped.push((path, error)),
+            }
         }
-        if !self.sorted {
-            // From the end. Those without a manifest last, and so their reasons.
-            let dir = &self.dir;
-            self.others.sort_by_cached_key(|name| {
-                let manifest = Manifest::read(&dir.join(name)).ok();
-                manifest.map(|manifest| (manifest.saved_unix_ms, manifest.step))
-            });
-            self.sorted = true;
-        }
-        self.others.pop()
     }
+    Ok(found)
 }
 
 /// The folder that `latest` means, of those of [`names_in`] or none of them.
@@ -174,15 +160,4 @@ pub(super) fn named_by_latest(dir: &Path, names: &[String]) -> Result<Option<Str
         let aside = format!("{REPLACED}{named}");
         if names.contains(&aside) { aside } else { named }
     }))
-}
-
-impl Found {
-    /// Takes the checkpoint at `path` if nothing is wrong with it, else notes what is.
-    fn takes(&mut self, path: PathBuf, problem: Option<CheckpointError>) -> bool {
-        match problem {
-            None => self.checkpoint = Some(path),
-            Some(error) => self.skipped.push((path, error)),
-        }
-        self.checkpoint.is_some()
-    }
 }

@@ -78,28 +78,16 @@ pub fn list(dir: &Path, check: Check) -> Result<Listing, CheckpointError> {
     listing.remains.sort_by(|a, b| a.name.cmp(&b.name));
     for name in names {
         let path = dir.join(&name);
-        let (manifest, problems) = match Manifest::read(&path) {
-            Ok(manifest) => {
-                let problems = manifest.problems(&path, check);
-                (Some(manifest), problems)
-            }
-            Err(error) => (None, vec![error]),
-        };
-        let disk_bytes = disk_bytes(&path)?;
+        let (manifest, problems) = Manifest::examine(&path, check);
         let Some(step) = step_of(name.strip_prefix(REPLACED).unwrap_or(&name)) else { continue };
-        let (mut saved_unix_ms, mut world, mut crate_version) = (None, None, None);
-        if let Some(manifest) = manifest {
-            (saved_unix_ms, world) = (Some(manifest.saved_unix_ms), Some(manifest.world));
-            crate_version = Some(manifest.crate_version);
-        }
         listing.checkpoints.push(Listed {
+            disk_bytes: disk_bytes(&path)?,
             name,
             path,
             step,
-            saved_unix_ms,
-            world,
-            crate_version,
-            disk_bytes,
+            saved_unix_ms: manifest.as_ref().map(|manifest| manifest.saved_unix_ms),
+            world: manifest.as_ref().map(|manifest| manifest.world),
+            crate_version: manifest.map(|manifest| manifest.crate_version),
             problems,
         });
     }

@@ -14,7 +14,8 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::ElementType;
-use super::error::{CheckpointError, brief, insert_once, io_at, parsing};
+use super::error::{CheckpointError, brief, io_at, parsing};
+use super::header::{METADATA, Members};
 use super::names::{MANIFEST, rank_file};
 use crate::{Partition, files};
 
@@ -119,25 +120,11 @@ fn read_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D:
     Ok(files.into_iter().map(|file| file.bytes).collect())
 }
 
-/// A map, each of whose names comes once.
 fn read_tensors<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, TensorEntry>, D::Error> {
-    struct Once;
-    impl<'de> serde::de::Visitor<'de> for Once {
-        type Value = BTreeMap<String, TensorEntry>;
-
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("an object of tensors by name")
-        }
-
-        fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-            let mut tensors = BTreeMap::new();
-            while let Some(name) = map.next_key::<String>()? {
-                insert_once(&mut tensors, name, map.next_value()?)?;
-            }
-            Ok(tensors)
-        }
+    match Members::deserialize(deserializer)? {
+        Members { metadata: None, tensors } => Ok(tensors),
+        _ => Err(D::Error::custom(format!("no tensor may be named '{METADATA}'"))),
     }
-    deserializer.deserialize_map(Once)
 }
 
 fn write_raw<S: Serializer>(json: &str, serializer: S) -> Result<S::Ok, S::Error> {

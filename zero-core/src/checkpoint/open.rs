@@ -185,26 +185,26 @@ pub fn piece_for(checkpoint: &Checkpoint, tensor: &str, rank: usize, world: usiz
 /// Reads the checkpoint in `folder` as a whole and says everything that is wrong with it, file by file and tensor by
 /// tensor; nothing when it is sound.
 pub fn verify(folder: &Path) -> Vec<CheckpointError> {
-    match Manifest::read(folder) {
-        Ok(manifest) => manifest.problems(folder, Check::Contents),
-        Err(error) => vec![error],
-    }
+    Manifest::examine(folder, Check::Contents).1
 }
 
 impl Manifest {
-    /// Everything that is wrong with the files in `folder` that this manifest, read from there, is about, as far as
-    /// `check` looks; nothing when they are sound. One file is open at a time, and a MiB of it is in memory.
-    pub fn problems(&self, folder: &Path, check: Check) -> Vec<CheckpointError> {
-        let mut problems: Vec<CheckpointError> = self.state(folder).err().into_iter().collect();
-        for rank in 0..self.world {
-            match Shard::open(folder, self, rank) {
-                Ok(shard) if check == Check::Contents => {
-                    problems.extend(shard.verify(&Progress::default()));
-                }
-                Ok(_) => {}
-                Err(error) => problems.push(error),
+    /// The manifest in `folder`, if it can be read, and everything that is wrong with it and its files, as far as `check`
+    /// looks; nothing when they are sound. One file is open at a time, and a MiB of it is in memory.
+    pub fn examine(folder: &Path, check: Check) -> (Option<Self>, Vec<CheckpointError>) {
+        match Self::read(folder) {
+            Ok(manifest) => {
+                let problems = manifest.problems(folder, check);
+                (Some(manifest), problems)
             }
+            Err(error) => (None, vec![error]),
         }
-        problems
+    }
+
+    /// Everything that is wrong with the files in `folder` that this manifest, read from there, is about.
+    pub fn problems(&self, folder: &Path, check: Check) -> Vec<CheckpointError> {
+        let progress = Progress::default();
+        let file = |rank| Shard::problems((folder, self), rank, check, usize::MAX, &progress);
+        self.state(folder).err().into_iter().chain((0..self.world).flat_map(file)).collect()
     }
 }

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use super::ElementType;
 use super::error::CheckpointError;
+use super::header::METADATA;
 use crate::Partition;
 
 /// A rank's part of one tensor: the elements of `Partition::new(numel, world)` that are its own, possibly none.
@@ -84,7 +85,7 @@ impl TensorSpec {
         let unfit = |expected: &str, got: String| {
             Err(CheckpointError::Unfit { tensor: self.name.clone(), expected: expected.into(), got })
         };
-        if self.name.is_empty() || self.name == "__metadata__" {
+        if self.name.is_empty() || self.name == METADATA {
             return unfit("a name that safetensors can hold", format!("'{}'", self.name));
         }
         if self.dtype.bytes_of(&self.shape).is_none() {

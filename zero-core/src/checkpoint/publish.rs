@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use super::disk::{create_dir, rename, sync_dir, warn_once, write_file};
+use super::disk::{create_dir, rename, sync_dir, write_file};
 use super::error::{CheckpointError, io_at};
 use super::exchange::Progress;
 use super::names::{
@@ -73,7 +73,7 @@ impl Staging {
             Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
             // What is swept without it is never a complete checkpoint: a second run would lose its save, and be told.
             Err(TryLockError::Error(error)) if files::is_not_offered(&error) => {
-                warn_once(format!(
+                files::warn_once(format!(
                     "{} cannot be locked ({error}): see that no two runs save into one folder",
                     path.display()
                 ));

@@ -48,7 +48,7 @@ struct Plan {
     dir: String,
     step: u64,
     options: String,
-    tensors: Vec<(String, ElementType, Vec<usize>)>,
+    tensors: BTreeMap<String, (ElementType, Vec<usize>)>,
 }
 
 /// What a rank has written.
@@ -184,51 +184,40 @@ fn save_checked<'p>(
 }
 
 fn plan(dir: &Path, step: u64, tensors: &[&TensorSpec], options: &SaveOptions) -> Result<Plan, CheckpointError> {
-    let mut names = std::collections::HashSet::new();
+    let mut by_name = BTreeMap::new();
     for tensor in tensors {
         tensor.check()?;
-        if !names.insert(&tensor.name) {
+        if by_name.insert(tensor.name.clone(), (tensor.dtype, tensor.shape.clone())).is_some() {
             let (expected, got) = ("one tensor of this name".to_string(), "two".to_string());
             return Err(CheckpointError::Unfit { tensor: tensor.name.clone(), expected, got });
         }
     }
-    let tensors = tensors.iter().map(|tensor| (tensor.name.clone(), tensor.dtype, tensor.shape.clone())).collect();
-    Ok(Plan { dir: dir.to_string_lossy().into_owned(), step, options: format!("{options:?}"), tensors })
+    let (dir, options) = (dir.to_string_lossy().into_owned(), format!("{options:?}"));
+    Ok(Plan { dir, step, options, tensors: by_name })
 }
 
 /// The first difference from rank 0, by name. Every rank has the same plans before it, and comes to the same end.
 fn agree(plans: &[Plan]) -> Result<(), CheckpointError> {
+    let whole = |plan: &Plan| {
+        let (step, dir) = (format!("step {}", plan.step), format!("into {}", plan.dir));
+        [("the step", step), ("the folder", dir), ("the options", plan.options.clone())]
+    };
+    let told = |tensor: Option<&(ElementType, Vec<usize>)>| {
+        tensor.map_or("no such tensor".to_string(), |(dtype, shape)| format!("{dtype} {shape:?}"))
+    };
     let first = &plans[0];
-    let first_tensors: BTreeMap<&str, _> = first.tensors.iter().map(|(name, d, s)| (name.as_str(), (d, s))).collect();
     for (rank, plan) in plans.iter().enumerate().skip(1) {
-        let differ = |what: &str, expected: &dyn std::fmt::Display, got: &dyn std::fmt::Display| {
-            let (expected, got) = (expected.to_string(), got.to_string());
-            Err(CheckpointError::Disagree { what: what.to_string(), rank, expected, got })
-        };
-        if plan.step != first.step {
-            return differ("the step", &format_args!("step {}", first.step), &format_args!("step {}", plan.step));
-        }
-        if plan.dir != first.dir {
-            return differ("the folder", &format_args!("into {}", first.dir), &format_args!("into {}", plan.dir));
-        }
-        if plan.options != first.options {
-            return differ("the options", &first.options, &plan.options);
-        }
-        let tensors: BTreeMap<&str, _> = plan.tensors.iter().map(|(name, d, s)| (name.as_str(), (d, s))).collect();
-        for (name, (dtype, shape)) in &tensors {
-            let what = format!("tensor '{name}'");
-            match first_tensors.get(name) {
-                None => return differ(&what, &"no such tensor", &format_args!("{dtype} {shape:?}")),
-                Some((first_dtype, first_shape)) if (first_dtype, first_shape) != (dtype, shape) => {
-                    let first = format!("{first_dtype} {first_shape:?}");
-                    return differ(&what, &first, &format_args!("{dtype} {shape:?}"));
-                }
-                Some(_) => {}
+        for ((what, expected), (_, got)) in whole(first).into_iter().zip(whole(plan)) {
+            if expected != got {
+                return Err(CheckpointError::Disagree { what: what.to_string(), rank, expected, got });
             }
         }
-        if let Some((name, (dtype, shape))) = first_tensors.iter().find(|(name, _)| !tensors.contains_key(*name)) {
-            let what = format!("tensor '{name}'");
-            return differ(&what, &format_args!("{dtype} {shape:?}"), &"no such tensor");
+        for name in plan.tensors.keys().chain(first.tensors.keys()) {
+            let (expected, got) = (first.tensors.get(name), plan.tensors.get(name));
+            if expected != got {
+                let (what, expected, got) = (format!("tensor '{name}'"), told(expected), told(got));
+                return Err(CheckpointError::Disagree { what, rank, expected, got });
+            }
         }
     }
     Ok(())

@@ -10,7 +10,7 @@ use super::disk::read_at;
 use super::error::{CheckpointError, brief, io_at};
 use super::exchange::Progress;
 use super::names::{OWNER, rank_file};
-use super::{Header, Manifest};
+use super::{Check, Header, Manifest};
 use crate::files;
 
 /// Bytes that are read and then summed while the processor's cache has them.
@@ -73,6 +73,21 @@ impl Shard {
         self.read_and_sum(tensor, piece, begin, out, &Progress::default())?;
         piece.verified.store(true, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// What is wrong with the file of `rank`, as far as `check` looks: all of it, or the `most` first things.
+    pub(super) fn problems(
+        (folder, manifest): (&Path, &Manifest),
+        rank: usize,
+        check: Check,
+        most: usize,
+        progress: &Progress,
+    ) -> Vec<CheckpointError> {
+        match Self::open(folder, manifest, rank) {
+            Ok(shard) if check == Check::Contents => shard.verify(progress).take(most).collect(),
+            Ok(_) => Vec::new(),
+            Err(error) => vec![error],
+        }
     }
 
     /// Reads everything, also what has been read before, and gives what is wrong.

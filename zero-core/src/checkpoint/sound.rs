@@ -49,16 +49,11 @@ pub(super) fn look(
     check: Check,
     progress: &Progress,
 ) -> Option<CheckpointError> {
-    let in_file = |rank| match Shard::open(folder, manifest, rank) {
-        Ok(shard) if check == Check::Contents => shard.verify(progress).next(),
-        Ok(_) => None,
-        Err(error) => Some(error),
-    };
     let state = if rank == 0 { manifest.state(folder).err() } else { None };
     let problem = state.or_else(|| {
         (rank..manifest.world).step_by(ranks).find_map(|file| {
             progress.made();
-            in_file(file)
+            Shard::problems((folder, manifest), file, check, 1, progress).pop()
         })
     });
     // A disk that could not be read says nothing about what is on it.

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use super::ElementType;
 use super::error::{CheckpointError, io_at};
 use super::header::Header;
+use crate::files;
 
 /// Small tensors are collected to writes of this size; larger ones are written from where they are.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -107,9 +108,15 @@ impl SafetensorsWriter {
             self.out.write_all(chunk).map_err(io_at("write", &self.path))?;
             self.written += chunk.len() as u64;
             if self.written - self.asked.1 >= BEGIN_BYTES {
+                // So that writing shows how fast the disk is, and the sync in the end is short.
                 let (waited, asked) = self.asked;
-                let pushed = push(self.out.get_ref(), (asked, self.written - asked), (waited, asked - waited));
-                pushed.map_err(io_at("write", &self.path))?;
+                let begun = files::write_out(self.out.get_ref(), asked, self.written - asked, false);
+                // A length of 0 would mean all to the end.
+                let ended = match asked - waited {
+                    0 => Ok(()),
+                    bytes => files::write_out(self.out.get_ref(), waited, bytes, true),
+                };
+                begun.and(ended).map_err(io_at("write", &self.path))?;
                 self.asked = (asked, self.written);
             }
         }
@@ -151,37 +158,6 @@ impl SafetensorsWriter {
         }
         Ok(got_bytes)
     }
-}
-
-/// Asks the system to write bytes of the file (offset, length) to the disk soon, and waits for those it was asked for before:
-/// so that writing shows how fast the disk is, and the sync in the end is short.
-///
-/// # Errors
-///
-/// The disk's, which the sync in the end would not tell again.
-#[cfg(target_os = "linux")]
-fn push(file: &File, begin: (u64, u64), finish: (u64, u64)) -> std::io::Result<()> {
-    use std::os::fd::AsRawFd;
-    let wait = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
-    for ((offset, bytes), flags) in [(begin, libc::SYNC_FILE_RANGE_WRITE), (finish, wait)] {
-        // A length of 0 would mean all to the end.
-        if bytes == 0 {
-            continue;
-        }
-        // SAFETY: the descriptor is open for as long as `file` is borrowed, and no memory is touched.
-        let failed = unsafe { libc::sync_file_range(file.as_raw_fd(), offset as i64, bytes as i64, flags) } != 0;
-        let error = std::io::Error::last_os_error();
-        // Not every file system has it.
-        if failed && !matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL | libc::ESPIPE)) {
-            return Err(error);
-        }
-    }
-    Ok(())
-}
-
-#[cfg(not(target_os = "linux"))]
-fn push(_file: &File, _begin: (u64, u64), _finish: (u64, u64)) -> std::io::Result<()> {
-    Ok(())
 }
 
 #[cfg(test)]

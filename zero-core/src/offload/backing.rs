@@ -2,10 +2,11 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -14,6 +15,8 @@ use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
+use crate::files;
+use crate::offload::counters::Counters;
 use crate::offload::direction::Direction;
 use crate::offload::error::system_at;
 use crate::offload::faults::Faults;
@@ -37,6 +40,7 @@ pub(crate) struct Backing {
     sparse: AtomicBool,
     /// Why the file's transfers can no longer be relied on.
     stopped: Mutex<Option<String>>,
+    pub(crate) counters: Counters,
     pub(crate) faults: Faults,
 }
 
@@ -47,14 +51,23 @@ impl Backing {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = file.map_err(|error| folder::not_writable(&path, error))?;
         if rustix::fs::fstatfs(&file).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC) {
-            dir.warn_once("is kept in memory (tmpfs): what is swapped out to it frees none".to_string());
+            dir.warn_once("is kept in memory (tmpfs): what is swapped out to it frees none");
         }
-        let (stopped, faults, sparse) = (Mutex::new(None), Faults::default(), AtomicBool::new(false));
-        let mut backing = Self { dir, file, path, direct: false, alignment: LEAST_ALIGNMENT, sparse, stopped, faults };
+        let mut backing = Self {
+            dir,
+            file,
+            path,
+            direct: false,
+            alignment: LEAST_ALIGNMENT,
+            sparse: AtomicBool::new(false),
+            stopped: Mutex::default(),
+            counters: Counters::default(),
+            faults: Faults::default(),
+        };
         if direct {
             match backing.bypass_page_cache() {
                 Ok(alignment) => (backing.direct, backing.alignment) = (true, alignment),
-                Err(reason) => backing.dir.warn_once(format!(
+                Err(reason) => backing.dir.warn_once(&format!(
                     "{reason}; using buffered I/O, with the page cache dropped behind it, which is slower"
                 )),
             }
@@ -125,15 +138,12 @@ impl Backing {
         bytes: usize,
         offset: u64,
     ) -> io::Result<usize> {
-        let (fd, at) = (self.file.as_raw_fd(), at.as_ptr().cast());
-        let offset = libc::off_t::try_from(offset).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let moved = match direction {
-            // SAFETY: by this function's contract; the descriptor is open as long as `self`.
-            Direction::Read => unsafe { libc::pread(fd, at, bytes, offset) },
-            // SAFETY: as above.
-            Direction::Write => unsafe { libc::pwrite(fd, at, bytes, offset) },
-        };
-        usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+        // SAFETY: by this function's contract; and the memory, mapped, is initialised.
+        let memory = unsafe { slice::from_raw_parts_mut(at.as_ptr(), bytes) };
+        match direction {
+            Direction::Read => self.file.read_at(memory, offset),
+            Direction::Write => self.file.write_at(memory, offset),
+        }
     }
 
     /// After a piece was moved through the page cache: writes it to the disk and drops it from the cache.
@@ -143,16 +153,7 @@ impl Backing {
         }
         if direction == Direction::Write {
             // The next call drops clean pages only.
-            let flags =
-                libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
-            // SAFETY: it takes numbers only.
-            let failed =
-                unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset as i64, bytes as i64, flags) } != 0;
-            let error = io::Error::last_os_error();
-            // Not every file system has it. What stays in the cache is then the kernel's to write, as with any file.
-            if failed && !matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL | libc::ESPIPE)) {
-                return Err(error);
-            }
+            files::write_out(&self.file, offset, bytes as u64, true)?;
         }
         let len = std::num::NonZeroU64::new(bytes as u64);
         rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed).or_else(|error| match error {
@@ -187,7 +188,7 @@ impl Backing {
                 }
                 Err(Errno::FBIG) => return Err(too_large(self.file.metadata().map_or(0, |found| found.len()))),
                 Err(error @ (Errno::OPNOTSUPP | Errno::NOSYS)) => {
-                    self.dir.warn_once(format!(
+                    self.dir.warn_once(&format!(
                         "the file system cannot reserve space ({error}), which may run out during training"
                     ));
                     self.sparse.store(true, Ordering::Relaxed);

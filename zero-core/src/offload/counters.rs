@@ -51,11 +51,10 @@ impl Clock {
 
 #[derive(Default)]
 struct State {
-    read: Clock,
-    write: Clock,
+    /// Of reads and of writes, by [`Direction`], and of either.
+    clocks: [Clock; 2],
     any: Clock,
-    bytes_read: u64,
-    bytes_written: u64,
+    bytes: [u64; 2],
 }
 
 /// The counters of a file.
@@ -69,10 +68,7 @@ impl Counters {
         let mut state = self.state.lock();
         let now = Instant::now();
         state.any.start(now);
-        match direction {
-            Direction::Read => state.read.start(now),
-            Direction::Write => state.write.start(now),
-        }
+        state.clocks[direction as usize].start(now);
     }
 
     /// A transfer has ended, which moved `bytes`.
@@ -80,26 +76,19 @@ impl Counters {
         let mut state = self.state.lock();
         let now = Instant::now();
         state.any.stop(now);
-        match direction {
-            Direction::Read => {
-                state.read.stop(now);
-                state.bytes_read += bytes;
-            }
-            Direction::Write => {
-                state.write.stop(now);
-                state.bytes_written += bytes;
-            }
-        }
+        state.clocks[direction as usize].stop(now);
+        state.bytes[direction as usize] += bytes;
     }
 
     pub(crate) fn stats(&self) -> DiskStats {
         let state = self.state.lock();
         let now = Instant::now();
+        let ([bytes_read, bytes_written], [reading, writing]) = (state.bytes, &state.clocks);
         DiskStats {
-            bytes_read: state.bytes_read,
-            bytes_written: state.bytes_written,
-            reading: state.read.at(now),
-            writing: state.write.at(now),
+            bytes_read,
+            bytes_written,
+            reading: reading.at(now),
+            writing: writing.at(now),
             busy: state.any.at(now),
         }
     }

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::offload::backing::Backing;
-use crate::offload::counters::Counters;
 use crate::offload::direction::Direction;
 use crate::offload::engine::Engine;
 use crate::offload::regions::Regions;
@@ -43,7 +42,6 @@ impl Default for SwapFileOptions {
 pub struct SwapFile {
     engine: Engine,
     backing: Arc<Backing>,
-    counters: Arc<Counters>,
     block: usize,
     regions: Mutex<Regions>,
 }
@@ -55,20 +53,16 @@ impl SwapDir {
     /// [`DiskError::Setting`] for a setting that cannot be acted on, [`DiskError::NoUring`] if io_uring was asked for
     /// and is not available, and what the system says.
     pub fn create_file(&self, rank: usize, options: &SwapFileOptions) -> Result<SwapFile, DiskError> {
-        SwapFile::create(self.clone(), rank, options)
-    }
-}
-
-impl SwapFile {
-    pub(crate) fn create(dir: SwapDir, rank: usize, options: &SwapFileOptions) -> Result<Self, DiskError> {
-        let backing = Backing::create(dir, &format!("rank-{rank:05}.swap"), options.direct)?;
+        let backing = Backing::create(self.clone(), &format!("rank-{rank:05}.swap"), options.direct)?;
         options.aio.check(backing.alignment())?;
         let backing = Arc::new(backing);
         let engine = Engine::start(&backing, rank, &options.aio, options.engine)?;
         let regions = Mutex::new(Regions::new(backing.alignment()));
-        Ok(Self { engine, backing, counters: Arc::default(), block: options.aio.block_size, regions })
+        Ok(SwapFile { engine, backing, block: options.aio.block_size, regions })
     }
+}
 
+impl SwapFile {
     /// The file.
     pub fn path(&self) -> &Path {
         self.backing.path()
@@ -91,7 +85,7 @@ impl SwapFile {
 
     /// What has been moved so far.
     pub fn stats(&self) -> DiskStats {
-        self.counters.stats()
+        self.backing.counters.stats()
     }
 
     /// Bytes of the file, allocated or not.
@@ -170,12 +164,9 @@ impl SwapFile {
 
     fn submit(&self, direction: Direction, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
         self.check(&region, &buffer)?;
-        let (backing, counters) = (self.backing.clone(), self.counters.clone());
-        let transfer = Transfer::new(direction, region, buffer, self.block, backing, counters);
-        if region.bytes() > 0 {
-            self.engine.submit(transfer.clone());
-        }
-        Ok(Ticket::new(transfer))
+        let (ticket, pieces) = Transfer::begin(direction, region, buffer, self.block, self.backing.clone());
+        self.engine.submit(pieces);
+        Ok(ticket)
     }
 
     /// Whether a region can be moved to or from a buffer.

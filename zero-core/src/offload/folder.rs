@@ -1,6 +1,5 @@
 //! A job's own folder among those of others, gone when the job is.
 
-use std::collections::BTreeSet;
 use std::collections::hash_map::RandomState;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::hash::{BuildHasher, Hasher};
@@ -9,10 +8,9 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use rustix::fs::FlockOperation;
 
-use crate::files::is_not_offered;
+use crate::files::{is_not_offered, warn_once};
 use crate::offload::error::system_at;
 use crate::offload::sweep::{LOCK, NEWBORN_PREFIX, PREFIX};
 use crate::offload::{DiskError, sweep};
@@ -34,8 +32,6 @@ pub struct SwapDir {
 #[derive(Debug)]
 struct Owned {
     path: PathBuf,
-    /// What the log has been told, so that it is not told again for every rank.
-    told: Mutex<BTreeSet<String>>,
     /// Holds the lock until it is closed, after the folder was removed.
     _lock: File,
 }
@@ -66,9 +62,9 @@ impl SwapDir {
             let prefix = if refused.is_some() { UNLOCKED_PREFIX } else { PREFIX };
             let path = parent.join(format!("{prefix}{name}"));
             fs::rename(&newborn, &path).map_err(system_at("rename to", &path))?;
-            let job = Self { owned: Arc::new(Owned { path, told: Mutex::default(), _lock: lock }) };
+            let job = Self { owned: Arc::new(Owned { path, _lock: lock }) };
             if let Some(error) = refused {
-                job.warn_once(format!(
+                job.warn_once(&format!(
                     "the file system has no locks ({error}): if this job is killed, remove the folder"
                 ));
             }
@@ -86,14 +82,6 @@ impl SwapDir {
         &self.owned.path
     }
 
-    /// Bytes that this user may still write to the disk.
-    ///
-    /// # Errors
-    /// [`DiskError::System`] if the system does not say.
-    pub fn free_bytes(&self) -> Result<u64, DiskError> {
-        free_bytes(self.path()).map_err(system_at("look at the disk of", self.path()))
-    }
-
     /// Makes sure that the disk has room for `bytes` more, before the first of them is written. It does not keep others
     /// from using the room: [`SwapFile::require`](super::SwapFile::require) does.
     ///
@@ -104,12 +92,8 @@ impl SwapDir {
     }
 
     /// Writes a warning about the folder to the log, once.
-    pub(crate) fn warn_once(&self, message: String) {
-        let mut told = self.owned.told.lock();
-        if !told.contains(&message) {
-            tracing::warn!("{}: {message}", self.path().display());
-            told.insert(message);
-        }
+    pub(crate) fn warn_once(&self, message: &str) {
+        warn_once(format!("{}: {message}", self.path().display()));
     }
 }
 

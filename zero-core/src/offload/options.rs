@@ -67,13 +67,13 @@ impl AioOptions {
             let reason = format!("it must be a multiple of {alignment} up to {LARGEST_BLOCK}");
             return refuse("aio.block_size", self.block_size.to_string(), reason);
         }
-        if self.queue_depth == 0 || self.queue_depth > LARGEST_DEPTH {
-            let reason = format!("it must be 1 to {LARGEST_DEPTH}");
-            return refuse("aio.queue_depth", self.queue_depth.to_string(), reason);
-        }
-        if self.intra_op_parallelism == 0 || self.intra_op_parallelism > MOST_THREADS {
-            let reason = format!("it must be 1 to {MOST_THREADS}");
-            return refuse("aio.intra_op_parallelism", self.intra_op_parallelism.to_string(), reason);
+        for (key, value, most) in [
+            ("aio.queue_depth", self.queue_depth, LARGEST_DEPTH),
+            ("aio.intra_op_parallelism", self.intra_op_parallelism, MOST_THREADS),
+        ] {
+            if !(1..=most).contains(&value) {
+                return refuse(key, value.to_string(), format!("it must be 1 to {most}"));
+            }
         }
         if self.use_gds {
             let reason = "GPUDirect Storage is not supported; data go through buffers in memory: set it to false";

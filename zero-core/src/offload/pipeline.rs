@@ -87,6 +87,12 @@ pub trait Work<E> {
     fn written(&mut self, _index: usize) {}
 }
 
+impl<E, F: FnMut(usize, &mut [Buffer]) -> Result<(), E>> Work<E> for F {
+    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), E> {
+        self(index, buffers)
+    }
+}
+
 /// Reads every item, calls `compute` with its index and its buffers, in order, and writes back what is to be written.
 /// Everything is on the disk (as far as the kernel knows) when it returns.
 ///
@@ -98,15 +104,9 @@ pub fn pipeline<E: From<DiskError>>(
     pool: &BufferPool,
     items: &[Item],
     options: &PipelineOptions,
-    compute: impl FnMut(usize, &mut [Buffer]) -> Result<(), E>,
+    mut compute: impl FnMut(usize, &mut [Buffer]) -> Result<(), E>,
 ) -> Result<PipelineReport, E> {
-    struct Compute<F>(F);
-    impl<E, F: FnMut(usize, &mut [Buffer]) -> Result<(), E>> Work<E> for Compute<F> {
-        fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), E> {
-            self.0(index, buffers)
-        }
-    }
-    pipeline_with(file, pool, items, options, &mut Compute(compute))
+    pipeline_with(file, pool, items, options, &mut compute)
 }
 
 /// As [`pipeline()`], with work that is told what has been written.

@@ -1,6 +1,6 @@
 //! Which bytes of a swap file are whose.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Numbers the allocations of all files of the process, so that a region is one file's, and one allocation's.
@@ -66,8 +66,6 @@ pub(crate) struct Regions {
     alignment: usize,
     /// Offset of each free range, with its bytes.
     free: BTreeMap<u64, u64>,
-    /// The same by size: (bytes, offset).
-    by_size: BTreeSet<(u64, u64)>,
     /// Offset of each allocated range, with its bytes and its number.
     used: BTreeMap<u64, (u64, u64)>,
     /// Bytes of the file that may be allocated.
@@ -76,7 +74,7 @@ pub(crate) struct Regions {
 
 impl Regions {
     pub(crate) fn new(alignment: usize) -> Self {
-        Self { alignment, free: BTreeMap::new(), by_size: BTreeSet::new(), used: BTreeMap::new(), end: 0 }
+        Self { alignment, free: BTreeMap::new(), used: BTreeMap::new(), end: 0 }
     }
 
     /// Bytes of the file that may be allocated, are so or not.
@@ -92,7 +90,7 @@ impl Regions {
     /// By how much the file must grow for a region of `bytes`.
     pub(crate) fn missing(&self, bytes: usize) -> u64 {
         let need = bytes.next_multiple_of(self.alignment) as u64;
-        if self.by_size.range((need, 0)..).next().is_some() {
+        if self.fitting(need).is_some() {
             return 0;
         }
         // A free range at the end is part of what the growth is joined with.
@@ -116,10 +114,10 @@ impl Regions {
             return Some(Region { offset: 0, bytes, alignment, number });
         }
         let need = bytes.next_multiple_of(alignment) as u64;
-        let (len, offset) = *self.by_size.range((need, 0)..).next()?;
-        self.unlink(offset, len);
+        let (offset, len) = self.fitting(need)?;
+        self.free.remove(&offset);
         if len > need {
-            self.link(offset + need, len - need);
+            self.free.insert(offset + need, len - need);
         }
         self.used.insert(offset, (need, number));
         Some(Region { offset, bytes, alignment, number })
@@ -147,29 +145,24 @@ impl Regions {
         region.bytes == 0 || around.is_some_and(is_its)
     }
 
+    /// The smallest free range of at least `need` bytes. There are few: what is freed together is joined.
+    fn fitting(&self, need: u64) -> Option<(u64, u64)> {
+        let fits = self.free.iter().filter(|(_, len)| **len >= need);
+        fits.min_by_key(|(_, len)| **len).map(|(&offset, &len)| (offset, len))
+    }
+
     fn join(&mut self, offset: u64, len: u64) {
         let (mut start, mut end) = (offset, offset + len);
         if let Some((&before, &before_len)) = self.free.range(..offset).next_back()
             && before + before_len == offset
         {
-            self.unlink(before, before_len);
+            self.free.remove(&before);
             start = before;
         }
-        if let Some(&after_len) = self.free.get(&end) {
-            self.unlink(end, after_len);
+        if let Some(after_len) = self.free.remove(&end) {
             end += after_len;
         }
-        self.link(start, end - start);
-    }
-
-    fn link(&mut self, offset: u64, len: u64) {
-        self.free.insert(offset, len);
-        self.by_size.insert((len, offset));
-    }
-
-    fn unlink(&mut self, offset: u64, len: u64) {
-        self.free.remove(&offset);
-        self.by_size.remove(&(len, offset));
+        self.free.insert(start, end - start);
     }
 }
 

@@ -1,8 +1,7 @@
-//! One read or write of a region: it owns the buffer until its last piece has ended, and then wakes who waits.
+//! One read or write of a region: it owns the buffer until its last piece has ended, and then hands it to who waits.
 //!
 //! Pieces end on the file's threads; [`Ticket`] waits on the caller's. The last piece of a transfer sees what all others
-//! did (`left` is counted down with release and acquire), puts it under the lock of `state`, and the waiter, who takes
-//! that lock, sees the bytes.
+//! did (`left` is counted down with release and acquire), and sends the buffer to the waiter, who so sees the bytes.
 
 use std::io;
 use std::mem;
@@ -11,37 +10,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use crossbeam_channel::{Receiver, Sender, bounded};
+use parking_lot::Mutex;
 
 use crate::offload::backing::{Backing, ENDING_LIMIT};
-use crate::offload::counters::Counters;
 use crate::offload::direction::Direction;
 use crate::offload::{Buffer, DiskError, Region};
 
-/// The longest wait of a ticket, whatever it is told: a year.
-const LONGEST_WAIT: Duration = Duration::from_secs(365 * 86_400);
+type Outcome = Result<Buffer, DiskError>;
 
 pub(crate) struct Transfer {
-    pub(crate) direction: Direction,
-    pub(crate) region: Region,
-    pub(crate) backing: Arc<Backing>,
-    counters: Arc<Counters>,
+    direction: Direction,
+    region: Region,
+    backing: Arc<Backing>,
     start: NonNull<u8>,
     /// Pieces that have not ended.
     left: AtomicUsize,
     /// A piece failed: what has not been started is skipped.
     failed: AtomicBool,
     state: Mutex<State>,
-    ended: Condvar,
+    /// If nobody waits any more, what is sent here, and so the buffer, goes back to its pool.
+    ended: Sender<Outcome>,
 }
 
 struct State {
-    /// Until it is handed back. Always there while a piece is in flight.
+    /// Until the transfer has ended.
     buffer: Option<Buffer>,
     error: Option<DiskError>,
-    ended: bool,
-    /// Nobody waits any more: the buffer goes to its pool when the transfer ends.
-    abandoned: bool,
 }
 
 // SAFETY: `start` points into the buffer that the transfer owns, and the pieces that are made of it, one for each range,
@@ -51,37 +46,37 @@ unsafe impl Send for Transfer {}
 unsafe impl Sync for Transfer {}
 
 impl Transfer {
-    /// A transfer in pieces of `block` bytes. The caller has checked that the region's padded bytes fit the buffer.
-    pub(crate) fn new(
+    /// A transfer, and its pieces of `block` bytes at most. The caller has checked that the region's padded bytes fit the
+    /// buffer.
+    pub(crate) fn begin(
         direction: Direction,
         region: Region,
         mut buffer: Buffer,
         block: usize,
         backing: Arc<Backing>,
-        counters: Arc<Counters>,
-    ) -> Arc<Self> {
-        counters.start(direction);
-        let pieces = region.padded_bytes().div_ceil(block);
+    ) -> (Ticket, impl Iterator<Item = Piece>) {
+        backing.counters.start(direction);
+        let bytes = region.padded_bytes();
+        let left = AtomicUsize::new(bytes.div_ceil(block));
         if direction == Direction::Read {
             buffer.set_len(region.bytes());
         }
         let start = buffer.start();
-        let state = State { buffer: Some(buffer), error: None, ended: false, abandoned: false };
-        let transfer = Self {
-            direction,
-            region,
-            backing,
-            counters,
-            start,
-            left: AtomicUsize::new(pieces),
-            failed: AtomicBool::new(false),
-            state: Mutex::new(state),
-            ended: Condvar::new(),
-        };
-        if pieces == 0 {
+        let state = Mutex::new(State { buffer: Some(buffer), error: None });
+        let (failed, (ended, outcome)) = (AtomicBool::new(false), bounded(1));
+        let transfer = Arc::new(Self { direction, region, backing, start, left, failed, state, ended });
+        if bytes == 0 {
             transfer.end();
         }
-        Arc::new(transfer)
+        let ticket = Ticket { transfer: transfer.clone(), outcome: Some(outcome) };
+        let piece = move |start| Piece {
+            transfer: transfer.clone(),
+            ended: false,
+            stalled: false,
+            start,
+            end: bytes.min(start + block),
+        };
+        (ticket, (0..bytes).step_by(block).map(piece))
     }
 
     pub(crate) fn failed(&self) -> bool {
@@ -100,36 +95,27 @@ impl Transfer {
 
     fn end(&self) {
         let mut state = self.state.lock();
-        let moved = if state.error.is_none() { self.region.padded_bytes() as u64 } else { 0 };
-        self.counters.stop(self.direction, moved);
-        state.ended = true;
-        if state.abandoned {
-            state.buffer = None;
-        }
-        self.ended.notify_all();
+        let Some(buffer) = state.buffer.take() else { return };
+        let outcome = match state.error.take() {
+            None => Ok(buffer),
+            Some(error) => {
+                drop(buffer);
+                Err(error)
+            }
+        };
+        let moved = if outcome.is_ok() { self.region.padded_bytes() as u64 } else { 0 };
+        self.backing.counters.stop(self.direction, moved);
+        let _ = self.ended.send(outcome);
     }
 
     /// Ends the transfer although the kernel may still use the buffer, which is therefore lost for good.
     fn lose(&self, reason: &str) {
-        let mut state = self.state.lock();
-        if !state.ended {
-            self.counters.stop(self.direction, 0);
-            state.ended = true;
-            let path = self.backing.path().to_path_buf();
-            state.error = Some(DiskError::Stopped { path, reason: reason.to_string() });
-            mem::forget(state.buffer.take());
-            self.ended.notify_all();
+        if let Some(buffer) = self.state.lock().buffer.take() {
+            mem::forget(buffer);
+            self.backing.counters.stop(self.direction, 0);
+            let (path, reason) = (self.backing.path().to_path_buf(), reason.to_string());
+            let _ = self.ended.send(Err(DiskError::Stopped { path, reason }));
         }
-    }
-
-    /// Waits for the end; false if `limit` passed before.
-    fn wait(&self, limit: Duration) -> (MutexGuard<'_, State>, bool) {
-        // Within what the clock can say.
-        let until = Instant::now() + limit.min(LONGEST_WAIT);
-        let mut state = self.state.lock();
-        while !state.ended && !self.ended.wait_until(&mut state, until).timed_out() {}
-        let ended = state.ended;
-        (state, ended)
     }
 
     fn describe(&self) -> String {
@@ -139,9 +125,7 @@ impl Transfer {
 
     /// Leaves the buffer to the transfer. What the region holds is then unknown, so nothing may be read from it, nor
     /// may it be given to another: the file is stopped.
-    fn abandon(&self, mut state: MutexGuard<'_, State>, waited: Duration) -> DiskError {
-        state.abandoned = true;
-        drop(state);
+    fn abandon(&self, waited: Duration) -> DiskError {
         let doing = self.describe();
         self.backing.stop(format!("{doing} did not end within {waited:?}"));
         DiskError::Deadline { doing, waited }
@@ -164,11 +148,6 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// The piece `[start, end)` of a transfer. Each byte is in one piece only.
-    pub(crate) fn new(transfer: Arc<Transfer>, start: usize, end: usize) -> Self {
-        Self { transfer, ended: false, stalled: false, start, end }
-    }
-
     pub(crate) fn transfer(&self) -> &Arc<Transfer> {
         &self.transfer
     }
@@ -251,17 +230,15 @@ impl Drop for Piece {
 #[must_use = "dropping a ticket waits for its transfer"]
 #[derive(Debug)]
 pub struct Ticket {
-    transfer: Option<Arc<Transfer>>,
+    transfer: Arc<Transfer>,
+    /// Until it is waited for.
+    outcome: Option<Receiver<Outcome>>,
 }
 
 impl Ticket {
-    pub(crate) fn new(transfer: Arc<Transfer>) -> Self {
-        Self { transfer: Some(transfer) }
-    }
-
     /// Whether [`Ticket::wait`] would return at once.
     pub fn is_done(&self) -> bool {
-        self.transfer.as_ref().is_none_or(|transfer| transfer.state.lock().ended)
+        self.outcome.as_ref().is_none_or(|outcome| !outcome.is_empty())
     }
 
     /// Waits for the end for at most `limit`, and gives the buffer back: after a read with the region's bytes.
@@ -271,35 +248,21 @@ impl Ticket {
     /// [`DiskError::Deadline`]: then the transfer keeps the buffer until the system is done with it, and every later use
     /// of the file is an error, because nobody knows what the region holds.
     pub fn wait(mut self, limit: Duration) -> Result<Buffer, DiskError> {
-        let transfer = self.transfer.take().expect("only waiting takes the transfer, and it takes the ticket");
-        let start = Instant::now();
-        let (mut state, ended) = transfer.wait(limit);
-        if !ended {
-            return Err(transfer.abandon(state, start.elapsed()));
-        }
-        let buffer = state.buffer.take();
-        match state.error.take() {
-            Some(error) => Err(error),
-            None => Ok(buffer.expect("a transfer without error has its buffer until it is waited for")),
-        }
+        self.take(limit).expect("only waiting takes the outcome, and it takes the ticket")
+    }
+
+    /// The outcome, unless it has been taken.
+    fn take(&mut self, limit: Duration) -> Option<Outcome> {
+        let (outcome, start) = (self.outcome.take()?, Instant::now());
+        Some(outcome.recv_timeout(limit).unwrap_or_else(|_| Err(self.transfer.abandon(start.elapsed()))))
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let Some(transfer) = self.transfer.take() else { return };
-        let (mut state, ended) = transfer.wait(ENDING_LIMIT);
-        if !ended {
-            let error = transfer.abandon(state, ENDING_LIMIT);
-            tracing::error!("a dropped transfer: {error}");
-            return;
-        }
-        // Back in its pool now, though the thread that ended the transfer may still have a share of it.
-        let buffer = state.buffer.take();
-        if let Some(error) = state.error.take() {
+        if let Some(Err(error)) = self.take(ENDING_LIMIT) {
             tracing::error!("a dropped transfer failed: {error}");
         }
-        drop((state, buffer));
     }
 }
 

@@ -4,16 +4,18 @@ mod threads;
 mod uring;
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use crossbeam_channel::{Receiver, Sender};
 
 use crate::offload::backing::{Backing, ENDING_LIMIT};
-use crate::offload::queue::Queue;
-use crate::offload::transfer::{Piece, Transfer};
+use crate::offload::transfer::Piece;
 use crate::offload::{AioOptions, DiskError, EngineChoice};
 use uring::Waker;
+
+/// How often an engine that ends looks whether its threads have.
+const POLL: Duration = Duration::from_millis(1);
 
 /// Which engine moves a file's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,17 +28,10 @@ pub enum EngineKind {
 
 pub(crate) struct Engine {
     kind: EngineKind,
-    queue: Arc<Queue>,
+    /// What the workers carry out; they end when it is closed.
+    pieces: Option<Sender<Piece>>,
     wakers: Vec<Arc<Waker>>,
-    /// Locked only because a receiver cannot be shared; nobody but `drop` looks at them.
-    workers: Mutex<Vec<Worker>>,
-}
-
-/// A thread, and the receiver whose sender it holds until it ends.
-pub(crate) struct Worker {
-    name: String,
-    thread: JoinHandle<()>,
-    ending: Receiver<()>,
+    workers: Vec<JoinHandle<()>>,
 }
 
 impl Engine {
@@ -59,7 +54,7 @@ impl Engine {
             if choice == EngineChoice::IoUring {
                 return Err(DiskError::NoUring { reason: refused });
             }
-            backing.dir().warn_once(format!("using threads instead of io_uring: {refused}"));
+            backing.dir().warn_once(&format!("using threads instead of io_uring: {refused}"));
         }
         threads::start(backing, rank, aio)
     }
@@ -68,8 +63,12 @@ impl Engine {
         self.kind
     }
 
-    pub(crate) fn submit(&self, transfer: Arc<Transfer>) {
-        self.queue.push(transfer);
+    pub(crate) fn submit(&self, pieces: impl Iterator<Item = Piece>) {
+        let queue = self.pieces.as_ref().expect("only drop closes it");
+        for piece in pieces {
+            // Workers that fail go on to take what comes; if there were none, dropping the piece would end its transfer.
+            let _ = queue.send(piece);
+        }
         for waker in &self.wakers {
             waker.wake();
         }
@@ -79,53 +78,40 @@ impl Engine {
 impl Drop for Engine {
     /// Carries out what was submitted, and ends the threads.
     fn drop(&mut self) {
-        self.queue.close();
+        self.pieces = None;
         for waker in &self.wakers {
             waker.wake();
         }
-        for Worker { name, thread, ending } in self.workers.get_mut().drain(..) {
-            match ending.recv_timeout(ENDING_LIMIT) {
-                // A disk that does not answer: waiting on would hang the program instead of ending it.
-                Err(RecvTimeoutError::Timeout) => tracing::error!("thread {name} has not ended after {ENDING_LIMIT:?}"),
+        let end = Instant::now() + ENDING_LIMIT;
+        for worker in self.workers.drain(..) {
+            while !worker.is_finished() && Instant::now() < end {
+                std::thread::sleep(POLL);
+            }
+            if worker.is_finished() {
                 // A panic was already reported by every ticket.
-                _ => drop(thread.join()),
+                drop(worker.join());
+            } else {
+                // A disk that does not answer: waiting on would hang the program instead of ending it.
+                let name = worker.thread().name().unwrap_or_default();
+                tracing::error!("thread {name} has not ended after {ENDING_LIMIT:?}");
             }
         }
     }
 }
 
 /// Starts a named thread. What it captured is dropped when it ends.
-fn spawn(name: String, backing: &Backing, body: impl FnOnce() + Send + 'static) -> Result<Worker, DiskError> {
-    let (running, ending) = std::sync::mpsc::channel();
-    let builder = std::thread::Builder::new().name(name.clone()).stack_size(256 << 10);
-    let thread = builder.spawn(move || {
-        let _running = running;
-        body();
-    });
-    match thread {
-        Ok(thread) => Ok(Worker { name, thread, ending }),
-        Err(error) => Err(crate::offload::error::system_at("start a thread for", backing.path())(error)),
-    }
+fn spawn(name: String, backing: &Backing, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, DiskError> {
+    let builder = std::thread::Builder::new().name(name).stack_size(256 << 10);
+    builder.spawn(body).map_err(crate::offload::error::system_at("start a thread for", backing.path()))
 }
 
 /// The serving thread cannot go on: stops the file and ends what no request was made for. `at_hand` are pieces that it
 /// has taken and that the kernel does not have.
-fn stop(backing: &Backing, queue: &Queue, at_hand: Vec<Piece>, reason: &str) {
+fn stop(backing: &Backing, queue: &Receiver<Piece>, at_hand: Vec<Piece>, reason: &str) {
     tracing::error!("{}: {reason}", backing.path().display());
     backing.stop(reason.to_string());
-    let error = || backing.check().err();
-    for piece in at_hand {
-        piece.skip(error());
-    }
-    let (transfers, next) = queue.clear();
-    for (place, transfer) in transfers.into_iter().enumerate() {
-        let bytes = transfer.region.padded_bytes();
-        let mut start = if place == 0 { next } else { 0 };
-        while start < bytes {
-            let end = bytes.min(start + queue.block());
-            Piece::new(transfer.clone(), start, end).skip(error());
-            start = end;
-        }
+    for piece in at_hand.into_iter().chain(queue.try_iter()) {
+        piece.skip(backing.check().err());
     }
 }
 

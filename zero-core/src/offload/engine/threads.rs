@@ -4,33 +4,39 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use crossbeam_channel::{Receiver, unbounded};
+use parking_lot::{Condvar, Mutex};
 
 use super::{Engine, EngineKind, panic_message, spawn, stop};
 use crate::offload::backing::Backing;
-use crate::offload::queue::Queue;
 use crate::offload::transfer::Piece;
 use crate::offload::{AioOptions, DiskError};
 
 pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Result<Engine, DiskError> {
     let count = aio.io_threads();
-    let queue = Arc::new(Queue::new(aio.block_size, (!aio.overlap_events).then_some(count)));
+    let (pieces, queue) = unbounded();
+    let waves = (!aio.overlap_events).then(|| Arc::new(Waves::of(count)));
     let mut engine =
-        Engine { kind: EngineKind::Threads, queue: queue.clone(), wakers: Vec::new(), workers: Mutex::default() };
+        Engine { kind: EngineKind::Threads, pieces: Some(pieces), wakers: Vec::new(), workers: Vec::new() };
     for index in 0..count {
-        let (queue, backing) = (queue.clone(), backing.clone());
+        let (queue, waves, shared) = (queue.clone(), waves.clone(), backing.clone());
         let name = format!("disk-{rank}-io-{index}");
-        engine.workers.get_mut().push(spawn(name, &backing.clone(), move || serve(&queue, &backing))?);
+        engine.workers.push(spawn(name, backing, move || serve(&queue, waves.as_deref(), &shared))?);
     }
     Ok(engine)
 }
 
-fn serve(queue: &Queue, backing: &Backing) {
-    while let Some(piece) = queue.wait() {
+fn serve(queue: &Receiver<Piece>, waves: Option<&Waves>, backing: &Backing) {
+    for piece in queue {
+        if let Some(waves) = waves {
+            waves.begin();
+        }
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| carry_out(piece, backing))) {
             stop(backing, queue, Vec::new(), &panic_message(&*panic));
         }
-        queue.ended();
+        if let Some(waves) = waves {
+            waves.end();
+        }
     }
 }
 
@@ -51,4 +57,42 @@ fn request(piece: &Piece, backing: &Backing) -> io::Result<usize> {
     let bytes = backing.faults.before(piece.bytes())?;
     // SAFETY: the piece is this thread's, and its transfer, which it has a share of, owns the memory.
     unsafe { backing.request(piece.direction(), piece.at(), bytes, piece.offset()) }
+}
+
+/// With `overlap_events` off, the threads carry out as many pieces as there are threads, and more when all of these have
+/// ended.
+struct Waves {
+    threads: usize,
+    wave: Mutex<Wave>,
+    next: Condvar,
+}
+
+struct Wave {
+    /// Pieces that may still begin.
+    left: usize,
+    /// Pieces that have begun and not ended.
+    busy: usize,
+}
+
+impl Waves {
+    fn of(threads: usize) -> Self {
+        Self { threads, wave: Mutex::new(Wave { left: threads, busy: 0 }), next: Condvar::new() }
+    }
+
+    fn begin(&self) {
+        let mut wave = self.wave.lock();
+        // As long as the disk takes: what waits for a piece has a deadline.
+        self.next.wait_while(&mut wave, |wave| wave.left == 0);
+        wave.left -= 1;
+        wave.busy += 1;
+    }
+
+    fn end(&self) {
+        let mut wave = self.wave.lock();
+        wave.busy -= 1;
+        if wave.busy == 0 {
+            wave.left = self.threads;
+            self.next.notify_all();
+        }
+    }
 }

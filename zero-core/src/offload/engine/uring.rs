@@ -9,14 +9,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam_channel::{Receiver, TryRecvError, unbounded};
 use io_uring::{IoUring, Probe, opcode, squeue, types};
-use parking_lot::Mutex;
 use rustix::event::EventfdFlags;
 
 use super::{Engine, EngineKind, panic_message, spawn, stop};
 use crate::offload::backing::Backing;
 use crate::offload::direction::Direction;
-use crate::offload::queue::{Next, Queue};
 use crate::offload::transfer::Piece;
 use crate::offload::{AioOptions, DiskError};
 
@@ -54,9 +53,9 @@ pub(super) enum StartError {
 }
 
 pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Result<Engine, StartError> {
-    let queue = Arc::new(Queue::new(aio.block_size, None));
+    let (pieces, queue) = unbounded();
     let mut engine =
-        Engine { kind: EngineKind::IoUring, queue: queue.clone(), wakers: Vec::new(), workers: Mutex::default() };
+        Engine { kind: EngineKind::IoUring, pieces: Some(pieces), wakers: Vec::new(), workers: Vec::new() };
     for index in 0..aio.intra_op_parallelism {
         let ring = open(backing, aio.queue_depth).map_err(StartError::Refused)?;
         let waker = Waker::new().map_err(|error| StartError::Refused(format!("eventfd: {error}")))?;
@@ -75,7 +74,7 @@ pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Re
             overlap: aio.overlap_events,
         };
         let worker = spawn(format!("disk-{rank}-ring-{index}"), backing, move || driver.run());
-        engine.workers.get_mut().push(worker.map_err(StartError::Thread)?);
+        engine.workers.push(worker.map_err(StartError::Thread)?);
     }
     Ok(engine)
 }
@@ -100,7 +99,7 @@ fn open(backing: &Backing, depth: usize) -> Result<IoUring, String> {
 struct Driver {
     ring: IoUring,
     waker: Arc<Waker>,
-    queue: Arc<Queue>,
+    queue: Receiver<Piece>,
     backing: Arc<Backing>,
     /// The pieces that the kernel has.
     slots: Vec<Option<Piece>>,
@@ -127,13 +126,9 @@ impl Driver {
         // The kernel may still have these, and nobody takes its answers any more: dropped, they lose their buffers.
         self.slots.clear();
         stop(&self.backing, &self.queue, std::mem::take(&mut self.again), &reason);
-        // Later transfers are refused by the stopped file; ones that were about to be pushed are ended here.
-        loop {
-            match self.queue.take() {
-                Next::Piece(piece) => piece.skip(self.backing.check().err()),
-                Next::Closed => return,
-                Next::Nothing => std::thread::sleep(Duration::from_millis(10)),
-            }
+        // Later transfers are refused by the stopped file; ones that were about to be handed over are ended here.
+        for piece in &self.queue {
+            piece.skip(self.backing.check().err());
         }
     }
 
@@ -164,12 +159,11 @@ impl Driver {
             return Ok(false);
         }
         while let Some(slot) = self.free.pop() {
-            let next = self.again.pop().map_or_else(|| self.queue.take(), Next::Piece);
-            let piece = match next {
-                Next::Piece(piece) => piece,
-                Next::Nothing | Next::Closed => {
+            let piece = match self.again.pop().map_or_else(|| self.queue.try_recv(), Ok) {
+                Ok(piece) => piece,
+                Err(nothing) => {
                     self.free.push(slot);
-                    return Ok(matches!(next, Next::Closed));
+                    return Ok(nothing == TryRecvError::Disconnected);
                 }
             };
             if piece.transfer().failed() {
