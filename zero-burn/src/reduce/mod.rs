@@ -283,7 +283,7 @@ impl<B: Backend> Lanes<B> {
             return Lanes::Packed(Packed::new(bulk.clone(), (bucket_size, stage), context, settler));
         }
         let comm = means.comm.clone();
-        match comm.shares_memory() && !zero_ops::is_host::<B>() {
+        match comm.in_process().is_some() && !zero_ops::is_host::<B>() {
             true => Lanes::Tensors(Tensors::new(comm, bucket_size, stage, context)),
             false => Lanes::Host(Buckets::new(comm, bucket_size, stage, context, plan)),
         }

@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, bounded};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-pub use merge::{Different, Late, Progress, Report, Unreadable, Wait, merge};
+pub use merge::{Completed, Different, Late, Report, Unreadable, Wait, merge};
 
 /// Operations that a recorder keeps.
 pub const KEPT: usize = 100;
@@ -41,6 +41,18 @@ pub enum State {
         /// Ranks that had not come to it.
         without: Vec<usize>,
     },
+}
+
+impl State {
+    /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
+    fn missing(&self) -> &[usize] {
+        match self {
+            State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from,
+            State::Waiting { for_ranks, .. } => for_ranks,
+            State::Failed { without, .. } => without,
+            State::Done => &[],
+        }
+    }
 }
 
 /// One operation of a rank.
@@ -314,12 +326,7 @@ impl Entry {
 
     /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
     pub(crate) fn missing(&self) -> Vec<usize> {
-        match &self.operation.lock().state {
-            State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from.clone(),
-            State::Waiting { for_ranks, .. } => for_ranks.clone(),
-            State::Failed { without, .. } => without.clone(),
-            State::Done => Vec::new(),
-        }
+        self.operation.lock().state.missing().to_vec()
     }
 }
 

@@ -13,7 +13,8 @@ pub struct NcclOptions {
     /// Where flight records go; of communicators made by [`NcclComm::from_environment`](super::NcclComm::from_environment) (others record in their control
     /// group's).
     pub flight_dir: Option<PathBuf>,
-    /// So many ranks in a row count as one machine, instead of those that say so.
+    /// So many ranks in a row count as one machine, instead of those that say so; of communicators made so, too (others stand on
+    /// their control group's machines).
     pub node_size: Option<usize>,
     /// Whether the order of work may be kept by events of the context, where the driver has them.
     pub context_events: bool,

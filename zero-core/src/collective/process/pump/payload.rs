@@ -8,7 +8,7 @@ use super::super::super::landing::{Landing, chunks};
 use super::super::commands::{Exposed, Job};
 use super::super::link::{Channel, Link, MAX_TAG};
 use super::super::message::{Answer, INLINE, Message, Payload, Slot};
-use super::super::traffic::{For, Held, Incoming, Outgoing};
+use super::super::traffic::{For, Held, Incoming, Outgoing, Transfer};
 use super::Pump;
 use crate::error::LinkError;
 
@@ -27,14 +27,15 @@ impl<L: Link> Pump<L> {
     pub(super) fn say(&mut self, to: usize, message: &Message) -> Result<(), LinkError> {
         let bytes = message.encode();
         // SAFETY: the vector is kept, unmoved on the heap, until the send has ended.
-        let ongoing = unsafe { self.link.send(Channel::Control, to, 0, bytes.as_ptr(), bytes.len()) }?;
-        self.underway.outgoing.push(Outgoing { ongoing, held: Held::Message(bytes), to, slot: None });
+        let ongoing = unsafe { self.link.send(Channel::Control, to, 0, &bytes) }?;
+        let what = Outgoing { held: Held::Message(bytes), to, slot: None };
+        self.underway.outgoing.push(Transfer { ongoing, what });
         Ok(())
     }
 
     pub(super) fn say_all(&mut self, message: &Message) -> Result<(), LinkError> {
         let rank = self.shared.rank();
-        (0..self.shared.place.world).filter(|&to| to != rank).try_for_each(|to| self.say(to, message))
+        (0..self.lost.len()).filter(|&to| to != rank).try_for_each(|to| self.say(to, message))
     }
 
     /// Starts sending a payload; in how many pieces.
@@ -50,21 +51,15 @@ impl<L: Link> Pump<L> {
         for range in chunks(bytes.len(), self.chunk) {
             let piece = &bytes[range];
             // SAFETY: what is held keeps the bytes where they are, and nobody writes to them, until the send has ended.
-            let ongoing = unsafe { self.link.send(Channel::Data, to, tag, piece.as_ptr(), piece.len()) }?;
-            self.underway.outgoing.push(Outgoing { ongoing, held: held(), to, slot });
+            let ongoing = unsafe { self.link.send(Channel::Data, to, tag, piece) }?;
+            self.underway.outgoing.push(Transfer { ongoing, what: Outgoing { held: held(), to, slot } });
             pieces += 1;
         }
         Ok(pieces)
     }
 
-    pub(super) fn send_exposed(
-        &mut self,
-        to: usize,
-        id: u64,
-        tag: String,
-        exposed: Arc<Exposed>,
-    ) -> Result<(), LinkError> {
-        let bytes = exposed.bytes();
+    pub(super) fn send_exposed(&mut self, to: usize, id: u64, tag: String, exposed: Exposed) -> Result<(), LinkError> {
+        let bytes = (*exposed).as_ref();
         let (payload, data_tag) = self.announce_payload(bytes);
         self.say(to, &Message::Seen { id, answer: Answer::Ready { tag, payload } })?;
         match data_tag {
@@ -90,14 +85,15 @@ impl<L: Link> Pump<L> {
             let piece = range.start + piece.start..range.start + piece.end;
             // SAFETY: the landing is kept until the receive has ended, and this range of it is this payload's alone.
             let ongoing = unsafe { self.link.receive(from, tag, landing.target(&piece), piece.len()) }?;
-            self.underway.incoming.push(Incoming { ongoing, bytes: piece.len(), landing: landing.clone(), purpose });
+            let what = Incoming { bytes: piece.len(), landing: landing.clone(), purpose };
+            self.underway.incoming.push(Transfer { ongoing, what });
             pieces += 1;
         }
         Ok(pieces)
     }
 }
 
-pub(super) fn dispose(jobs: &Sender<Job>, exposed: Arc<Exposed>) {
+pub(super) fn dispose(jobs: &Sender<Job>, exposed: Exposed) {
     // When the serving thread has ended, the value is dropped here.
     let _ = jobs.send(Job::Dispose(exposed));
 }

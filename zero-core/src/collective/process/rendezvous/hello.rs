@@ -51,13 +51,13 @@ const WRITE_LIMIT: Duration = Duration::from_secs(30);
 const CUT_OFF_MS: libc::c_int = 60_000;
 
 /// What a rank knows of its job, and a stranger does not.
-pub(super) struct Key {
+pub(super) struct JobKey {
     pub(super) job: [u8; JOB],
     pub(super) has_secret: bool,
     bytes: Vec<u8>,
 }
 
-impl Key {
+impl JobKey {
     pub(super) fn of(job: &Rendezvous) -> Self {
         let mut id = [0; JOB];
         match job.id.len() {
@@ -101,7 +101,7 @@ pub(super) fn knock(
     (host, port): (&str, u16),
     at: usize,
     (rank, world): (usize, usize),
-    key: &Key,
+    key: &JobKey,
     until: Instant,
 ) -> Result<(TcpStream, Duration), Turned> {
     let mut pause = Duration::from_millis(20);
@@ -140,7 +140,7 @@ fn introduce(
     mut stream: TcpStream,
     at: usize,
     (rank, world): (usize, usize),
-    key: &Key,
+    key: &JobKey,
 ) -> std::io::Result<Result<(TcpStream, Duration), String>> {
     // A little longer than the door, whose words say more than a connection that ends.
     let end = Instant::now() + HELLO_LIMIT + ATTEMPT;

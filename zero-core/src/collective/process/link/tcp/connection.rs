@@ -226,10 +226,11 @@ impl Connection {
                     self.begin += HEAD;
                     self.open(kind, tag, usize::try_from(length).unwrap_or(usize::MAX))?;
                 }
-                None => match self.fill()? {
-                    Some(more) => left = left.saturating_sub(more),
-                    None => return Ok(()),
-                },
+                None => {
+                    if !self.fill(&mut left)? {
+                        return Ok(());
+                    }
+                }
                 Some(Body::Control { bytes, length }) => {
                     let more = had.min(*length - bytes.len());
                     bytes.extend_from_slice(&self.ahead[self.begin..self.begin + more]);
@@ -237,11 +238,8 @@ impl Connection {
                     if bytes.len() == *length {
                         hear(std::mem::take(bytes));
                         self.reading = None;
-                    } else {
-                        match self.fill()? {
-                            Some(more) => left = left.saturating_sub(more),
-                            None => return Ok(()),
-                        }
+                    } else if !self.fill(&mut left)? {
+                        return Ok(());
                     }
                 }
                 Some(Body::Data { post, length, have }) => {
@@ -274,8 +272,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads ahead.
-    fn fill(&mut self) -> Result<Option<usize>> {
+    /// Reads ahead, and takes that off what is left of the turn; whether anything has come.
+    fn fill(&mut self, left: &mut usize) -> Result<bool> {
         if self.begin == self.end {
             (self.begin, self.end) = (0, 0);
         } else if self.end == AHEAD {
@@ -286,7 +284,8 @@ impl Connection {
         // SAFETY: the room is a part of this connection's own buffer.
         let more = unsafe { socket::read(&self.stream, room.as_mut_ptr(), room.len())? };
         self.end += more.unwrap_or(0);
-        Ok(more)
+        *left = left.saturating_sub(more.unwrap_or(0));
+        Ok(more.is_some())
     }
 
     /// Begins with a frame whose head has come.
