@@ -107,17 +107,9 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     fn label(&self) -> &str;
 
     /// A second group of the same ranks with its own order of operations. A collective.
-    ///
-    /// # Errors
-    ///
-    /// As any collective's.
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;
 
     /// Groups of the ranks that pass the same `color`, in the order of their ranks. A collective.
-    ///
-    /// # Errors
-    ///
-    /// As any collective's.
     fn split(&self, label: &str, color: u64) -> Result<Arc<dyn Collective>, CommError>;
 
     // ---- its run ----

@@ -325,56 +325,42 @@ where
         return Err(LaunchError::World { world });
     }
     let run = Run::new(world, options.deadline, flight_dir);
-    let failures: Mutex<Vec<Option<RankFailure<E>>>> = Mutex::new((0..world).map(|_| None).collect());
-    let mut results: Vec<Option<T>> = Vec::new();
-    let mut spawn_error = None;
-
-    std::thread::scope(|scope| {
+    let outcomes = std::thread::scope(|scope| {
         let mut handles = Vec::new();
         for rank in 0..world {
-            let (body, failures, run) = (&body, &failures, &run);
+            let (body, run) = (&body, &run);
             let rank_body = move || {
                 let comm = Comm::of_all(ThreadRank { run: run.clone(), rank }, "world");
-                match caught(|| body(comm)) {
-                    Ok(value) => {
-                        run.standing.leave(rank);
-                        Some(value)
-                    }
-                    Err(failure) => {
-                        // The first to fail is named by the run; what the others report is its echo.
-                        run.fail(rank, &failure.to_string());
-                        failures.lock()[rank] = Some(failure);
-                        None
-                    }
+                let outcome = caught(|| body(comm));
+                match &outcome {
+                    Ok(_) => run.standing.leave(rank),
+                    // The first to fail is named by the run; what the others report is its echo.
+                    Err(failure) => run.fail(rank, &failure.to_string()),
                 }
+                outcome
             };
             match std::thread::Builder::new().name(format!("rank-{rank}")).spawn_scoped(scope, rank_body) {
                 Ok(handle) => handles.push(handle),
                 Err(source) => {
                     run.fail(rank, "its thread could not be started");
-                    spawn_error = Some(LaunchError::Spawn { rank, source });
-                    break;
+                    return Err(LaunchError::Spawn { rank, source });
                 }
             }
         }
-        results = handles
-            .into_iter()
-            .map(|handle| handle.join().expect("a rank's panic is caught inside its thread"))
-            .collect();
-    });
-
-    if let Some(error) = spawn_error {
-        return Err(error);
-    }
+        let joined =
+            handles.into_iter().map(|handle| handle.join().expect("a rank's panic is caught inside its thread"));
+        Ok(joined.collect::<Vec<_>>())
+    })?;
     for state in &run.states {
         state.recorder.finish(FLIGHT);
     }
     if let Some(Trouble { peer: rank, reason, .. }) = run.standing.trouble() {
         // A rank that called `abort` and then returned normally has left only its reason.
-        let failure = failures.into_inner()[rank].take().unwrap_or(RankFailure::Aborted(reason.to_string()));
-        return Err(LaunchError::Rank { rank, world, failure: Box::new(failure) });
+        let failure = outcomes.into_iter().nth(rank).and_then(Result::err);
+        let failure = Box::new(failure.unwrap_or(RankFailure::Aborted(reason.to_string())));
+        return Err(LaunchError::Rank { rank, world, failure });
     }
-    Ok(results.into_iter().map(|value| value.expect("a rank without failure has a result")).collect())
+    Ok(outcomes.into_iter().map(|outcome| outcome.expect("a run in which a rank failed has failed")).collect())
 }
 
 /// A group of one rank, outside of any run: its collectives return at once.

@@ -7,11 +7,10 @@ use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
 use serde::{Deserialize, Serialize};
 
 use super::NcclError;
-use super::comm::NcclComm;
+use super::comm::{NcclComm, NcclOptions};
 use super::cuda::{Device, device_count};
 use super::inner::{Inner, discard};
 use super::library;
-use super::options::NcclOptions;
 use super::state::Core;
 use crate::collective::launcher;
 use crate::collective::machine::Machine;

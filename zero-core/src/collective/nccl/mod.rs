@@ -46,16 +46,14 @@ mod init;
 mod inner;
 mod issue;
 mod library;
-mod options;
 mod pending;
 mod request;
 mod state;
 
-pub use self::comm::{Compute, NcclComm};
+pub use self::comm::{Compute, NcclComm, NcclOptions};
 pub use self::cuda::device_count;
 pub use self::error::NcclError;
 pub use self::init::device_of;
-pub use self::options::NcclOptions;
 pub use self::pending::DevicePending;
 pub use self::request::{DeviceRequest, DeviceSlice};
 

@@ -31,14 +31,17 @@ pub struct ProcessRank {
 /// One rank's end of a group of processes.
 pub type ProcessComm = Comm<ProcessRank>;
 
+/// Bytes for, or of, the rank at a place of the group.
+type Bytes<'a> = &'a dyn Fn(usize) -> Range<usize>;
+
 /// The plan of one exchange: which bytes of the input each rank gets, and where its own go.
 struct Plan<'a> {
     phase: u8,
     input: &'a Arc<Buffer>,
     /// Bytes of the input for the rank at a place of the group.
-    give: &'a dyn Fn(usize) -> Range<usize>,
+    give: Bytes<'a>,
     /// Where in the landing the bytes of the rank at a place of the group go.
-    take: &'a dyn Fn(usize) -> Range<usize>,
+    take: Bytes<'a>,
     /// Bytes of the input that are part of the result as they are, and where they go.
     own: Option<(Range<usize>, usize)>,
     /// Whether the input is wanted back.
@@ -94,6 +97,25 @@ impl ProcessRank {
         Ok(unsafe { landing.into_buffer() })
     }
 
+    /// Gives every rank its part of `input`, and lays what comes, and this rank's own part, where they belong.
+    ///
+    /// # Safety
+    ///
+    /// What all ranks `take` does not overlap and covers `numel` elements, each as much as the rank gives.
+    unsafe fn gather(
+        &self,
+        op: &Op<'_>,
+        phase: u8,
+        input: Buffer,
+        (give, take): (Bytes<'_>, Bytes<'_>),
+        numel: usize,
+    ) -> Result<Buffer, CommError> {
+        let (landing, own) = (Landing::new(input.dtype(), numel), Some((give(op.group.me), take(op.group.me).start)));
+        let input = Arc::new(input);
+        // SAFETY: the caller's word.
+        unsafe { self.exchange(op, Plan { phase, give, take, own, ..Plan::of(&input) }, landing) }
+    }
+
     /// Gives every rank its part, and reduces what comes for this one.
     fn reduce(
         &self,
@@ -145,22 +167,16 @@ impl Engine for ProcessRank {
                 unsafe { self.exchange(op, Plan::of(&input), Landing::new(DType::U8, 0)) }
             }
             Request::AllGather(shard) => {
-                let (bytes, landing) = (shard.bytes(), Landing::new(shard.dtype(), shard.len() * world));
-                let input = Arc::new(shard);
+                let (bytes, numel) = (shard.bytes(), shard.len() * world);
                 let take = |place: usize| place * bytes..(place + 1) * bytes;
-                let own = Some((0..bytes, me * bytes));
-                let plan = Plan { give: &|_| 0..bytes, take: &take, own, ..Plan::of(&input) };
                 // SAFETY: one stretch for each rank, in order.
-                unsafe { self.exchange(op, plan, landing) }
+                unsafe { self.gather(op, 0, shard, (&|_| 0..bytes, &take), numel) }
             }
             Request::AllToAll(input) => {
-                let (bytes, landing) = (input.bytes() / world, Landing::new(input.dtype(), input.len()));
-                let input = Arc::new(input);
+                let (bytes, numel) = (input.bytes() / world, input.len());
                 let stretch = |place: usize| place * bytes..(place + 1) * bytes;
-                let own = Some((stretch(me), me * bytes));
-                let plan = Plan { give: &stretch, take: &stretch, own, ..Plan::of(&input) };
-                // SAFETY: one stretch for each rank, in order.
-                unsafe { self.exchange(op, plan, landing) }
+                // SAFETY: as above.
+                unsafe { self.gather(op, 0, input, (&stretch, &stretch), numel) }
             }
             Request::Broadcast(buffer, root) if root == me => {
                 let (bytes, input) = (buffer.bytes(), Arc::new(buffer));
@@ -185,13 +201,10 @@ impl Engine for ProcessRank {
                 // is that of a reduce-scatter.
                 let (numel, dtype) = (input.len(), input.dtype());
                 let part = Partition::new(numel, world);
-                let piece = Arc::new(self.reduce(op, &Arc::new(input), &part, reduce)?);
-                let stretch = |place: usize| bytes_of(&part, place, dtype);
-                let own = Some((0..piece.bytes(), stretch(me).start));
-                let give = |_: usize| 0..piece.bytes();
-                let plan = Plan { phase: 1, give: &give, take: &stretch, own, ..Plan::of(&piece) };
+                let piece = self.reduce(op, &Arc::new(input), &part, reduce)?;
+                let bytes = piece.bytes();
                 // SAFETY: the parts of a partition.
-                unsafe { self.exchange(op, plan, Landing::new(dtype, numel)) }
+                unsafe { self.gather(op, 1, piece, (&|_| 0..bytes, &|place| bytes_of(&part, place, dtype)), numel) }
             }
         }
     }

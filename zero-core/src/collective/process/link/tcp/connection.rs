@@ -188,18 +188,18 @@ impl Connection {
                 self.writing = Some((next, 0));
                 continue;
             };
-            let (bytes, length) =
-                frame.piece.as_ref().map_or((std::ptr::null(), 0), |piece| (piece.bytes, piece.length));
-            let in_head = HEAD.saturating_sub(*at);
+            let length = frame.piece.as_ref().map_or(0, |piece| piece.length);
+            let head = &frame.head[(*at).min(HEAD)..];
             let in_piece = at.saturating_sub(HEAD);
             // Not more at once than a turn has, so that what comes in is looked at.
             let rest = (length - in_piece).min(TURN);
-            // SAFETY: what is left of the head, which is a field, and of the piece, which stays as it is until it is said to
-            // have ended (`Link::send`); `in_piece` is at most its length.
-            let sent = unsafe {
-                let parts = [(frame.head.as_ptr().add(HEAD - in_head), in_head), (bytes.wrapping_add(in_piece), rest)];
-                socket::write(&self.stream, parts)?
+            let body = match &frame.piece {
+                // SAFETY: what is left of the piece, which stays as it is until it is said to have ended (`Link::send`);
+                // `in_piece` is at most its length.
+                Some(piece) => unsafe { std::slice::from_raw_parts(piece.bytes.add(in_piece), rest) },
+                None => &[],
             };
+            let sent = socket::write(&self.stream, [head, body])?;
             let Some(sent) = sent else { return Ok(()) };
             *at += sent;
             left = left.saturating_sub(sent);
