@@ -371,11 +371,18 @@ fn split(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
 }
 
 /// Rank 1 fails in a part of a part; the others wait in parts that it is of and that it is not of.
-fn split_trouble(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
+fn split_trouble(comm: &NcclComm, folder: &Path) -> Result<(), CommError> {
     let rank = comm.rank();
     let node = comm.split("node", (rank / 2) as u64)?;
     let both = node.split("both", 5)?;
+    let split = |rank: usize| folder.join(format!("split-{rank}"));
+    std::fs::write(split(rank), "").expect("the test's folder can be written");
     if rank == 1 {
+        let end = Instant::now() + PATIENT;
+        while !(0..4).all(|rank| split(rank).exists()) {
+            assert!(Instant::now() < end);
+            std::thread::sleep(Duration::from_millis(5));
+        }
         both.abort("its data is gone");
     }
     let memory = Memory::of(&[1.0], DType::F32);
