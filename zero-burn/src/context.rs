@@ -96,7 +96,7 @@ impl<B: Backend> Context<B> {
         window: Window<Cell<B>>,
     ) -> Result<Arc<Self>, CommError> {
         let (index, world) = (comm.rank(), comm.world());
-        let bulk = match world > 1 && !comm.shares_memory() {
+        let bulk = match world > 1 && comm.in_process().is_none() {
             true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers)?)),
             false => None,
         };

@@ -19,7 +19,9 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 use half::{bf16, f16};
 use zero_core::collective::DType;
-use zero_core::collective::nccl::{Compute, DeviceRequest, DeviceSlice, NcclComm, NcclError, NcclOptions};
+use zero_core::collective::nccl::{
+    Compute, DevicePending, DeviceRequest, DeviceSlice, NcclComm, NcclError, NcclOptions,
+};
 use zero_core::copies::{Copies, CopyError};
 use zero_core::{Buffer, CommError, ReduceOp};
 
@@ -184,6 +186,16 @@ impl Report {
     }
 }
 
+/// One collective, after all work of the context.
+///
+/// # Safety
+///
+/// As [`NcclComm::submit`]'s.
+unsafe fn issue(comm: &NcclComm, request: DeviceRequest, what: &str) -> Result<DevicePending, CommError> {
+    // SAFETY: the caller's word.
+    unsafe { comm.submit(&[request], Compute::Context, what) }
+}
+
 fn results(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
     let (rank, world, len) = (comm.rank(), comm.world(), 100_003 / comm.world());
     for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16, DType::U8] {
@@ -191,11 +203,11 @@ fn results(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
         let mine = Memory::of(&values(rank, len), dtype)?;
         let (all, cast) = (Memory::new(len * world, dtype)?, Memory::of(&values(rank, len), dtype)?);
         // SAFETY: memory of this device that is kept until the operation has ended.
-        unsafe { comm.all_gather(mine.0, all.0, "") }?.wait()?;
+        unsafe { issue(comm, DeviceRequest::AllGather { input: mine.0, output: all.0 }, "") }?.wait()?;
         let gathered: Vec<f64> = (0..world).flat_map(|rank| values(rank, len)).collect();
         report.line(comm, &name("all_gather"), all.read()? == gathered, &format!("{len} elements a rank"))?;
         // SAFETY: as above.
-        unsafe { comm.broadcast(cast.0, world - 1, "") }?.wait()?;
+        unsafe { issue(comm, DeviceRequest::Broadcast { buffer: cast.0, root: world - 1 }, "") }?.wait()?;
         let good = cast.read()? == values(world - 1, len);
         report.line(comm, &name("broadcast"), good, &format!("from rank {}", world - 1))?;
         for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max] {
@@ -294,7 +306,7 @@ fn rates(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
     ];
     for (name, request, factor) in cases {
         // SAFETY: memory of this device that is kept until the operation has ended.
-        let seconds = timed(|| Ok(unsafe { comm.submit(&[request], Compute::Context, "") }?.wait()?))?;
+        let seconds = timed(|| Ok(unsafe { issue(comm, request, "") }?.wait()?))?;
         let (algorithm, bus) = (bytes / seconds / 1e9, factor * bytes / seconds / 1e9);
         let detail = format!(
             "{mib} MiB, {:.3} ms, {algorithm:.1} GB/s, bus {bus:.1} GB/s = {:.2} of the copy",
@@ -304,17 +316,18 @@ fn rates(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
         report.line(comm, &format!("rate of {name}"), true, &detail)?;
     }
     let small = Memory::new(256, DType::F32)?;
-    let issue = timed(|| {
+    let largest = DeviceRequest::AllReduce { input: small.0, output: small.0, op: ReduceOp::Max };
+    let issued = timed(|| {
         // SAFETY: as above; the next one, or the wait below, comes after it.
-        unsafe { comm.all_reduce(small.0, small.0, ReduceOp::Max, "") }?.order_compute()?;
+        unsafe { issue(comm, largest, "") }?.order_compute()?;
         Ok(())
     })?;
     // SAFETY: as above.
-    unsafe { comm.all_reduce(small.0, small.0, ReduceOp::Max, "") }?.wait()?;
+    unsafe { issue(comm, largest, "") }?.wait()?;
     // SAFETY: as above.
-    let there = timed(|| Ok(unsafe { comm.all_reduce(small.0, small.0, ReduceOp::Max, "") }?.wait()?))?;
+    let there = timed(|| Ok(unsafe { issue(comm, largest, "") }?.wait()?))?;
     let detail =
-        format!("1 KiB, {:.1} us to issue, {:.1} us until the host has seen its end", issue * 1e6, there * 1e6);
+        format!("1 KiB, {:.1} us to issue, {:.1} us until the host has seen its end", issued * 1e6, there * 1e6);
     report.line(comm, "latency of all_reduce", true, &detail)
 }
 
@@ -412,8 +425,9 @@ fn deadline(comm: NcclComm, report: &mut Report) -> Result<(), End> {
         }
         comm.health().err()
     } else {
+        let request = DeviceRequest::AllReduce { input: memory.0, output: memory.0, op: ReduceOp::Sum };
         // SAFETY: memory of this device, kept until the communicator has been aborted.
-        let ticket = unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Sum, "a rank that does not come") };
+        let ticket = unsafe { issue(&comm, request, "a rank that does not come") };
         ticket.and_then(|ticket| ticket.wait()).err()
     };
     let took = begin.elapsed();
@@ -456,19 +470,21 @@ fn check() -> Result<bool, End> {
     let detail = format!(
         "{} rank(s) on {} machine(s), {:.2} s",
         comm.world(),
-        comm.place().nodes,
+        comm.control().place().nodes,
         begin.elapsed().as_secs_f64()
     );
     report.line(&comm, "communicator", true, &detail)?;
     results(&comm, &mut report)?;
     order(&comm, &mut report)?;
-    let (node, across) = (comm.split_by_node("node")?, comm.split_across_nodes("across")?);
+    let (here, there) = (comm.control().place().of_node(), comm.control().place().across_nodes());
+    let (node, across) = (comm.split("node", here[0] as u64)?, comm.split("across", there[0] as u64)?);
     let one = Memory::of(&[1.0], DType::F32)?;
     let mut sums = Vec::new();
     for comm in [&node, &across] {
         let sum = Memory::new(1, DType::F32)?;
+        let request = DeviceRequest::AllReduce { input: one.0, output: sum.0, op: ReduceOp::Sum };
         // SAFETY: memory of this device that is kept until the operation has ended.
-        unsafe { comm.all_reduce(one.0, sum.0, ReduceOp::Sum, "") }?.wait()?;
+        unsafe { issue(comm, request, "") }?.wait()?;
         sums.push(sum.read()?[0] as usize);
     }
     let good = sums == [node.world(), across.world()];

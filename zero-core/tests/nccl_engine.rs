@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nccl_common::{Compute, Launched, Memory, Shim, launch, note, rank_of};
-use zero_core::collective::nccl::{self, DeviceRequest, NcclComm, NcclError, NcclOptions};
+use zero_core::collective::nccl::{self, DevicePending, DeviceRequest, DeviceSlice, NcclComm, NcclError, NcclOptions};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
 use zero_core::collective::{DType, flight};
 use zero_core::{Buffer, Collective, CommError, LaunchError, ReduceOp};
@@ -34,6 +34,7 @@ fn cases() -> Vec<(&'static str, NcclOptions, Case)> {
         ("order on the host", hosted, order_on_the_host),
         ("order with an old driver", options.clone(), order_on_the_host),
         ("split", nodes, split),
+        ("split trouble", options.clone(), split_trouble),
         ("stall", hasty.clone(), runs_into_a_fault),
         ("stall of the last", hasty.clone(), runs_into_a_fault),
         ("unwatched", hasty.clone(), unwatched),
@@ -86,6 +87,53 @@ fn with_fault(case: &str, ranks: usize, fault: &str) -> Launched {
     launch(case, ranks, Shim::Full, |_| vec![("SHIM_NCCL_FAULT", fault.to_string())])
 }
 
+// ---- collectives one at a time ----
+
+/// One collective, after all work of the context.
+///
+/// # Safety
+///
+/// As [`NcclComm::submit`]'s.
+unsafe fn one(comm: &NcclComm, request: DeviceRequest, what: &str) -> Result<DevicePending, CommError> {
+    // SAFETY: the caller's word.
+    unsafe { comm.submit(&[request], nccl::Compute::Context, what) }
+}
+
+/// # Safety
+///
+/// As [`NcclComm::submit`]'s.
+unsafe fn all_gather(
+    comm: &NcclComm,
+    input: DeviceSlice,
+    output: DeviceSlice,
+    what: &str,
+) -> Result<DevicePending, CommError> {
+    // SAFETY: the caller's word.
+    unsafe { one(comm, DeviceRequest::AllGather { input, output }, what) }
+}
+
+/// # Safety
+///
+/// As [`NcclComm::submit`]'s.
+unsafe fn all_reduce(
+    comm: &NcclComm,
+    input: DeviceSlice,
+    output: DeviceSlice,
+    op: ReduceOp,
+    what: &str,
+) -> Result<DevicePending, CommError> {
+    // SAFETY: the caller's word.
+    unsafe { one(comm, DeviceRequest::AllReduce { input, output, op }, what) }
+}
+
+/// # Safety
+///
+/// As [`NcclComm::submit`]'s.
+unsafe fn broadcast(comm: &NcclComm, buffer: DeviceSlice, root: usize, what: &str) -> Result<DevicePending, CommError> {
+    // SAFETY: the caller's word.
+    unsafe { one(comm, DeviceRequest::Broadcast { buffer, root }, what) }
+}
+
 // ---- results ----
 
 fn values(rank: usize, len: usize) -> Vec<f64> {
@@ -114,8 +162,8 @@ fn collectives(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
             let (all, kept) = (Memory::new(len * world, dtype), Memory::of(&values(rank, len), dtype));
             // SAFETY: memory of this device that is kept until the operations have ended.
             unsafe {
-                comm.all_gather(mine.0, all.0, "parameters")?.wait()?;
-                comm.broadcast(kept.0, world - 1, "")?.wait()?;
+                all_gather(comm, mine.0, all.0, "parameters")?.wait()?;
+                broadcast(comm, kept.0, world - 1, "")?.wait()?;
             }
             issued += 2;
             let gathered: Vec<f64> = (0..world).flat_map(|rank| values(rank, len)).collect();
@@ -150,11 +198,11 @@ fn collectives(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
 
     let (two, three) = (Memory::of(&[1.0, 2.0], DType::F32), Memory::new(3, DType::F32));
     // SAFETY: as above.
-    let error = unsafe { comm.all_reduce(two.0, three.0, ReduceOp::Sum, "") }.unwrap_err();
+    let error = unsafe { all_reduce(comm, two.0, three.0, ReduceOp::Sum, "") }.unwrap_err();
     assert!(matches!(error, CommError::Shape { .. }), "{error}");
     // In place, and many issued ahead.
     // SAFETY: as above.
-    let tickets = (0..50).map(|_| unsafe { comm.all_reduce(two.0, two.0, ReduceOp::Max, "") });
+    let tickets = (0..50).map(|_| unsafe { all_reduce(comm, two.0, two.0, ReduceOp::Max, "") });
     let tickets = tickets.collect::<Result<Vec<_>, _>>()?;
     tickets.last().expect("there are fifty").wait()?;
     assert!(tickets[0].is_done()?);
@@ -182,7 +230,8 @@ fn ranks_as_threads() -> Result<(), Box<dyn std::error::Error>> {
     };
     run_threads(4, &threads, |comm| -> Result<(), NcclError> {
         let comm = new(comm)?;
-        assert_eq!((comm.place().local_world, comm.place().nodes), (4, 1));
+        let place = comm.control().place();
+        assert_eq!((place.local_world, place.nodes), (4, 1));
         Ok(collectives(&comm, Path::new(""))?)
     })?;
     let failed = run_threads(2, &threads, |comm| -> Result<(), String> {
@@ -192,7 +241,7 @@ fn ranks_as_threads() -> Result<(), Box<dyn std::error::Error>> {
         }
         let memory = Memory::new(8, DType::F32);
         // SAFETY: memory of this device; after the error the communicator has been aborted.
-        let ticket = unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Sum, "") };
+        let ticket = unsafe { all_reduce(&comm, memory.0, memory.0, ReduceOp::Sum, "") };
         let error = ticket.and_then(|ticket| ticket.wait()).unwrap_err();
         assert!(matches!(&error, CommError::PeerFailed { peer: 1, .. }), "{error}");
         Err(error.to_string())
@@ -270,7 +319,7 @@ fn order_on_the_host(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
         unsafe { std::slice::from_raw_parts_mut(input.pointer as *mut f32, input.len) }.fill(3.0);
     });
     // SAFETY: memory of this device, kept until the operation has ended.
-    let ticket = unsafe { comm.all_reduce(input, input, ReduceOp::Mean, "") }?;
+    let ticket = unsafe { all_reduce(comm, input, input, ReduceOp::Mean, "") }?;
     ticket.order_compute()?;
     assert_eq!(memory.read(), [3.0; 100]);
     Ok(())
@@ -292,29 +341,68 @@ fn split(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let sum = |comm: &NcclComm| -> Result<f64, CommError> {
         let memory = Memory::of(&[rank as f64], DType::F32);
         // SAFETY: memory of this device, kept until the operation has ended.
-        unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Sum, "") }?.wait()?;
+        unsafe { all_reduce(comm, memory.0, memory.0, ReduceOp::Sum, "") }?.wait()?;
         Ok(memory.read()[0])
     };
-    let (node, across) = (comm.split_by_node("node")?, comm.split_across_nodes("across")?);
-    assert_eq!((node.members(), node.rank(), node.world()), (&[rank / 2 * 2, rank / 2 * 2 + 1][..], rank % 2, 2));
-    assert_eq!(across.members(), [rank % 2, rank % 2 + 2]);
+    let place = comm.control().place();
+    let node = comm.split("node", place.of_node()[0] as u64)?;
+    let across = comm.split("across", place.across_nodes()[0] as u64)?;
+    let pair = &[rank / 2 * 2, rank / 2 * 2 + 1][..];
+    assert_eq!((node.control().members(), node.rank(), node.world()), (pair, rank % 2, 2));
+    assert_eq!(across.control().members(), [rank % 2, rank % 2 + 2]);
     assert_eq!((sum(&node)?, sum(&across)?), ([1.0, 5.0][rank / 2], [2.0, 4.0][rank % 2]));
-    // All but rank 2, last rank first.
-    let some = comm.split("some", (rank != 2).then_some(7), -(rank as i32))?;
-    assert_eq!(some.is_none(), rank == 2);
-    if let Some(some) = &some {
-        assert_eq!(some.members(), [3, 1, 0]);
-        assert_eq!(sum(some)?, 4.0);
+    // All but rank 2, and a root that counts within.
+    let some = comm.split("some", u64::from(rank == 2))?;
+    if rank != 2 {
+        assert_eq!(some.control().members(), [0, 1, 3]);
+        assert_eq!(sum(&some)?, 4.0);
         let memory = Memory::of(&[rank as f64], DType::F64);
         // SAFETY: as above.
-        unsafe { some.broadcast(memory.0, 0, "") }?.wait()?;
+        unsafe { broadcast(&some, memory.0, 2, "") }?.wait()?;
         assert_eq!(memory.read(), [3.0]);
     }
-    let error = node.split("again", Some(0), 0).unwrap_err().to_string();
-    assert!(error.contains("it was itself split from another; split that one"), "{error}");
+    // A part of a part.
+    let (both, own) = (node.split("both", 5)?, node.split("own", rank as u64)?);
+    assert_eq!((both.control().members(), own.control().members()), (pair, &[rank][..]));
+    assert_eq!((sum(&both)?, sum(&own)?), ([1.0, 5.0][rank / 2], rank as f64));
     assert_eq!(sum(comm)?, 6.0);
     assert!(comm.wire().read().all_reduce > 0 && Arc::ptr_eq(comm.wire(), node.wire()));
     Ok(())
+}
+
+/// Rank 1 fails in a part of a part; the others wait in parts that it is of and that it is not of.
+fn split_trouble(comm: &NcclComm, folder: &Path) -> Result<(), CommError> {
+    let rank = comm.rank();
+    let node = comm.split("node", (rank / 2) as u64)?;
+    let both = node.split("both", 5)?;
+    let split = |rank: usize| folder.join(format!("split-{rank}"));
+    std::fs::write(split(rank), "").expect("the test's folder can be written");
+    if rank == 1 {
+        let end = Instant::now() + PATIENT;
+        while !(0..4).all(|rank| split(rank).exists()) {
+            assert!(Instant::now() < end);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        both.abort("its data is gone");
+    }
+    let memory = Memory::of(&[1.0], DType::F32);
+    let on = [&both, &both, &node, comm][rank];
+    // SAFETY: memory of this device; after an error the communicator has been aborted.
+    let again = || unsafe { all_reduce(on, memory.0, memory.0, ReduceOp::Sum, "") }?.wait();
+    let error = (0..1000).find_map(|_| again().err()).expect("a rank has failed").to_string();
+    assert!(error.contains("its data is gone"), "{error}");
+    // Their watchdogs find it though nobody waits in them.
+    let end = Instant::now() + PATIENT;
+    while [comm, &node, &both].iter().any(|part| part.health().is_ok()) {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+#[test]
+fn trouble_in_a_part_of_a_communicator_is_everyones() {
+    launched("split trouble", 4).assert_ok();
 }
 
 #[test]
@@ -329,7 +417,7 @@ fn runs_into_a_fault(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let memory = Memory::of(&[1.0; 16], DType::F32);
     for _ in 0..20 {
         // SAFETY: memory of this device; after an error the communicator has been aborted.
-        unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Max, "gradients") }?.wait()?;
+        unsafe { all_reduce(comm, memory.0, memory.0, ReduceOp::Max, "gradients") }?.wait()?;
     }
     Ok(())
 }
@@ -368,10 +456,10 @@ fn a_rank_whose_communicator_cannot_be_aborted_ends() {
 fn unwatched(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let memory = Memory::of(&[1.0; 16], DType::F32);
     // SAFETY: memory of this device, kept until the communicator has been aborted.
-    let ticket = unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Sum, "") }?;
+    let ticket = unsafe { all_reduce(comm, memory.0, memory.0, ReduceOp::Sum, "") }?;
     let end = Instant::now() + PATIENT;
     // Another rank's failure is what the control group tells.
-    while comm.control().check("none", 0, "sleeping").is_ok() && Instant::now() < end {
+    while comm.control().check("none", 0, &"sleeping").is_ok() && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(10));
     }
     ticket.wait()
@@ -397,7 +485,7 @@ fn own_work(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     });
     let memory = Memory::new(4, DType::F32);
     // SAFETY: memory of this device, kept until the communicator has been aborted.
-    let ticket = unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Sum, "") }?;
+    let ticket = unsafe { all_reduce(comm, memory.0, memory.0, ReduceOp::Sum, "") }?;
     // An abort waits for what the device has begun.
     let open = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(4000));
@@ -461,7 +549,7 @@ fn killing(comm: &NcclComm, victim: usize) -> Result<(), CommError> {
             unsafe { libc::raise(libc::SIGKILL) };
         }
         // SAFETY: memory of this device; after an error the communicator has been aborted.
-        unsafe { comm.all_reduce(memory.0, memory.0, ReduceOp::Max, "") }?.wait()?;
+        unsafe { all_reduce(comm, memory.0, memory.0, ReduceOp::Max, "") }?.wait()?;
     }
     Ok(())
 }

@@ -62,13 +62,13 @@ fn handles_are_exchanged_as_they_are() {
             let mut rounds = Vec::new();
             for round in 0..3 {
                 let own: Joined = Arc::new((comm.rank(), round));
-                let all = comm.exchange(own.clone(), 8, "a handle")?;
+                let all = comm.in_process().unwrap().exchange(own.clone(), 8, "a handle")?;
                 assert!(Arc::ptr_eq(&all[comm.rank()], &own), "not a copy");
                 rounds.push(all.iter().map(|item| *item.downcast_ref::<(usize, i32)>().unwrap()).collect::<Vec<_>>());
             }
             // In one order with started operations.
             let started = comm.start(Request::AllReduce(Buffer::F32(vec![1.0]), ReduceOp::Sum));
-            let last = comm.exchange(Arc::new(comm.rank()), 8, "another")?.len();
+            let last = comm.in_process().unwrap().exchange(Arc::new(comm.rank()), 8, "another")?.len();
             assert_eq!(started.wait()?.into_f32(), [world as f32]);
             Ok((rounds, last, comm.wire().read().all_gather))
         });
@@ -84,8 +84,8 @@ fn handles_are_exchanged_as_they_are() {
 #[test]
 fn an_exchange_meets_only_its_like() {
     let error = ranks(2, |comm| match comm.rank() {
-        0 => comm.exchange(Arc::new(0), 8, "gradients of 2 parameters").map(|_| ()),
-        _ => comm.exchange(Arc::new(0), 16, "gradients of 3 parameters").map(|_| ()),
+        0 => comm.in_process().unwrap().exchange(Arc::new(0), 8, "gradients of 2 parameters").map(|_| ()),
+        _ => comm.in_process().unwrap().exchange(Arc::new(0), 16, "gradients of 3 parameters").map(|_| ()),
     })
     .unwrap_err()
     .to_string();
@@ -175,6 +175,59 @@ fn duplicated_groups_have_their_own_order() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn groups_are_split_and_split_again() {
+    let sums = ranks(4, |comm| {
+        let rank = comm.rank();
+        let sum = |group: &dyn Collective| -> Result<f32, CommError> {
+            Ok(group.all_reduce(Buffer::F32(vec![rank as f32]), ReduceOp::Sum)?.into_f32()[0])
+        };
+        let (half, odd) = (comm.split("half", (rank / 2) as u64)?, comm.split("odd", (rank % 2) as u64)?);
+        assert_eq!((half.members(), half.rank()), (&[rank / 2 * 2, rank / 2 * 2 + 1][..], rank % 2));
+        assert_eq!((odd.members(), odd.label(), odd.place().rank), (&[rank % 2, rank % 2 + 2][..], "odd", rank));
+        let (own, both) = (half.split("own", rank as u64)?, half.split("both", 7)?);
+        assert_eq!((own.world(), both.members()), (1, half.members()));
+        // Of several groups at a time, and in no common order.
+        let started = half.start(Request::AllReduce(Buffer::F32(vec![1.0]), ReduceOp::Sum));
+        let sums = match rank {
+            0 | 1 => [sum(&*half)?, sum(&*odd)?, sum(&*own)?, sum(&*both)?, sum(comm)?],
+            _ => {
+                let others = [sum(&*odd)?, sum(&*own)?, sum(&*both)?];
+                [sum(&*half)?, others[0], others[1], others[2], sum(comm)?]
+            }
+        };
+        assert_eq!(started.wait()?.into_f32(), [2.0]);
+        Ok(sums)
+    });
+    let expected = |rank: usize| {
+        let (half, odd) = ([1.0, 5.0][rank / 2], [2.0, 4.0][rank % 2]);
+        [half, odd, rank as f32, half, 6.0]
+    };
+    assert_eq!(sums.unwrap(), [0, 1, 2, 3].map(expected));
+}
+
+/// A rank that fails in a group of a group ends the waits of all, whichever group they wait in.
+#[test]
+fn trouble_in_a_part_of_a_group_is_everyones() {
+    let begin = Instant::now();
+    let error = ranks(4, |comm| {
+        let half = comm.split("half", (comm.rank() / 2) as u64)?;
+        let pair = half.split("pair", 0)?;
+        let waited = match comm.rank() {
+            1 => panic!("its data is gone"),
+            0 => pair.barrier(),
+            2 => half.all_gather(Buffer::U8(vec![1])).map(|_| ()),
+            _ => comm.barrier(),
+        };
+        let failed = waited.unwrap_err();
+        assert!(matches!(&failed, CommError::PeerFailed { peer: 1, rank, .. } if *rank == comm.rank()), "{failed}");
+        Err::<(), _>(failed)
+    })
+    .unwrap_err();
+    assert_eq!(error.to_string(), "rank 1 of 4: panicked: its data is gone");
+    assert!(begin.elapsed() < Duration::from_secs(10));
 }
 
 fn fails_fast(world: usize, body: impl Fn(&ThreadComm) -> Result<(), CommError> + Sync) -> String {

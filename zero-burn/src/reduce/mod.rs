@@ -370,7 +370,7 @@ impl<B: Backend> Server<B> {
             let medium = OnDevice::new(bulk.clone(), rank, self.settler.clone());
             return Box::new(Buckets::new(rank, medium, bucket_size.min(device::MOST), plan));
         }
-        match comm.shares_memory() && !zero_ops::is_host::<B>() {
+        match comm.in_process().is_some() && !zero_ops::is_host::<B>() {
             true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
             false => Box::new(Buckets::new(rank, Host::new(comm, rank), bucket_size, plan)),
         }

@@ -169,7 +169,8 @@ mod tests {
             let mut got = [None; ADDRESSES];
             set.iter().for_each(|span| got[span.start..span.end].fill(Some(span.clean)));
             assert_eq!(got, expected);
-            let apart = |two: &[Span]| two[0].end < two[1].start || two[0].end == two[1].start && two[0].clean != two[1].clean;
+            let apart =
+                |two: &[Span]| two[0].end < two[1].start || two[0].end == two[1].start && two[0].clean != two[1].clean;
             assert!(set.windows(2).all(apart) && set.iter().all(|span| span.start < span.end));
         }
     }

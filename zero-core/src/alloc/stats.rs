@@ -20,14 +20,8 @@ pub struct Stats {
 }
 
 impl Stats {
-    pub(crate) const NONE: Self = Self {
-        fresh_bytes: 0,
-        fresh_blocks: 0,
-        reused_blocks: 0,
-        live_bytes: 0,
-        live_bytes_peak: 0,
-        kept_bytes: 0,
-    };
+    pub(crate) const NONE: Self =
+        Self { fresh_bytes: 0, fresh_blocks: 0, reused_blocks: 0, live_bytes: 0, live_bytes_peak: 0, kept_bytes: 0 };
 
     /// A block of `len` bytes was handed out, `fresh` of them for the first time.
     pub(crate) fn took_block(&mut self, len: usize, fresh: usize) {

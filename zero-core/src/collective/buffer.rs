@@ -1,5 +1,8 @@
 //! The typed, owned memory that collectives move.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -101,6 +104,10 @@ impl Buffer {
         self.len() * self.dtype().size()
     }
 
+    fn panic(&self, expected: &str) -> ! {
+        panic!("expected {expected} buffer, got {}", self.dtype().name())
+    }
+
     /// The floats of an f32 buffer, or of one in 16 bit, converted.
     ///
     /// # Panics
@@ -111,7 +118,7 @@ impl Buffer {
             Buffer::F32(v) => v,
             Buffer::F16(v) => v.to_f32_vec(),
             Buffer::Bf16(v) => v.to_f32_vec(),
-            other => panic!("expected an f32 buffer, got {}", other.dtype().name()),
+            other => other.panic("an f32"),
         }
     }
 
@@ -121,10 +128,7 @@ impl Buffer {
     ///
     /// When the buffer holds another type.
     pub fn into_f64(self) -> Vec<f64> {
-        match self {
-            Buffer::F64(v) => v,
-            other => panic!("expected an f64 buffer, got {}", other.dtype().name()),
-        }
+        if let Buffer::F64(v) = self { v } else { self.panic("an f64") }
     }
 
     /// The bytes of a u8 buffer.
@@ -133,10 +137,7 @@ impl Buffer {
     ///
     /// When the buffer holds another type.
     pub fn into_u8(self) -> Vec<u8> {
-        match self {
-            Buffer::U8(v) => v,
-            other => panic!("expected a u8 buffer, got {}", other.dtype().name()),
-        }
+        if let Buffer::U8(v) = self { v } else { self.panic("a u8") }
     }
 
     /// `values` as `dtype`, rounded to the nearest.
@@ -161,6 +162,32 @@ impl Buffer {
         }
     }
 
+    /// An empty buffer with room for `numel` elements.
+    pub(super) fn with_capacity(dtype: DType, numel: usize) -> Self {
+        match dtype {
+            DType::F32 => Buffer::F32(Vec::with_capacity(numel)),
+            DType::F64 => Buffer::F64(Vec::with_capacity(numel)),
+            DType::F16 => Buffer::F16(Vec::with_capacity(numel)),
+            DType::Bf16 => Buffer::Bf16(Vec::with_capacity(numel)),
+            DType::U8 => Buffer::U8(Vec::with_capacity(numel)),
+        }
+    }
+
+    /// Where its elements are, or will be.
+    pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
+        each!(self, v => v.as_mut_ptr().cast())
+    }
+
+    /// Makes it `numel` elements long.
+    ///
+    /// # Safety
+    ///
+    /// There is room for so many, and all of them have been written.
+    pub(super) unsafe fn set_len(&mut self, numel: usize) {
+        // SAFETY: the caller's word.
+        each!(self, v => unsafe { v.set_len(numel) })
+    }
+
     /// The elements as they lie in memory.
     pub(super) fn as_bytes(&self) -> &[u8] {
         each!(self, v => {
@@ -172,11 +199,7 @@ impl Buffer {
 
     /// Elements `range` of the inputs, reduced in the order of the inputs. What is in 16 bit is added in f32 and rounded
     /// once, at the end.
-    pub(super) fn reduce_range(
-        inputs: &[std::sync::Arc<Buffer>],
-        range: std::ops::Range<usize>,
-        op: ReduceOp,
-    ) -> Buffer {
+    pub(super) fn reduce_range(inputs: &[Arc<Buffer>], range: Range<usize>, op: ReduceOp) -> Buffer {
         let parts: Vec<(&Buffer, usize)> = inputs.iter().map(|input| (&**input, range.start)).collect();
         Self::reduce_parts(&parts, range.len(), op)
     }
@@ -210,59 +233,36 @@ impl Buffer {
             }};
         }
         let world = inputs.len();
-        macro_rules! reduce_half {
-            ($variant:ident, $half:ty) => {{
-                let of = |i: usize| match inputs[i] {
-                    (Buffer::$variant(v), begin) => v[begin..begin + len].to_f32_vec(),
-                    _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
-                };
-                let mut out = of(0);
-                for i in 1..inputs.len() {
-                    match op {
-                        ReduceOp::Sum | ReduceOp::Mean => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a += b),
-                        ReduceOp::Max => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a = a.max(b)),
-                    }
-                }
-                if op == ReduceOp::Mean {
-                    out.iter_mut().for_each(|a| *a *= 1.0 / world as f32);
-                }
-                let mut rounded = vec![<$half>::ZERO; out.len()];
-                rounded.convert_from_f32_slice(&out);
-                Buffer::$variant(rounded)
-            }};
-        }
         match inputs[0].0 {
             Buffer::F32(_) => reduce!(F32, f32::max, |a: f32| a * (1.0 / world as f32)),
             Buffer::F64(_) => reduce!(F64, f64::max, |a: f64| a * (1.0 / world as f64)),
-            Buffer::F16(_) => reduce_half!(F16, f16),
-            Buffer::Bf16(_) => reduce_half!(Bf16, bf16),
+            Buffer::F16(_) | Buffer::Bf16(_) => Self::reduce_halves(inputs, len, op),
             Buffer::U8(_) => reduce!(U8, u8::max, |a: u8| a),
         }
     }
 
+    fn reduce_halves(inputs: &[(&Buffer, usize)], len: usize, op: ReduceOp) -> Buffer {
+        let of = |i: usize| match inputs[i] {
+            (Buffer::F16(v), begin) => v[begin..begin + len].to_f32_vec(),
+            (Buffer::Bf16(v), begin) => v[begin..begin + len].to_f32_vec(),
+            _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
+        };
+        let mut out = of(0);
+        for i in 1..inputs.len() {
+            match op {
+                ReduceOp::Sum | ReduceOp::Mean => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a += b),
+                ReduceOp::Max => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a = a.max(b)),
+            }
+        }
+        if op == ReduceOp::Mean {
+            out.iter_mut().for_each(|a| *a *= 1.0 / inputs.len() as f32);
+        }
+        Self::from_f32(out, inputs[0].0.dtype())
+    }
+
     /// The concatenation of elements `range` of every input.
-    pub(super) fn concat(inputs: &[std::sync::Arc<Buffer>], range: std::ops::Range<usize>) -> Buffer {
-        macro_rules! concat {
-            ($variant:ident) => {{
-                let mut out = Vec::with_capacity(range.len() * inputs.len());
-                for input in inputs {
-                    match &**input {
-                        Buffer::$variant(v) => out.extend_from_slice(&v[range.clone()]),
-                        _ => {
-                            unreachable!("the rendezvous has checked that all ranks sent one type")
-                        }
-                    }
-                }
-                Buffer::$variant(out)
-            }};
-        }
-        match &*inputs[0] {
-            Buffer::F32(_) => concat!(F32),
-            Buffer::F64(_) => concat!(F64),
-            Buffer::F16(_) => concat!(F16),
-            Buffer::Bf16(_) => concat!(Bf16),
-            Buffer::U8(_) => concat!(U8),
-        }
+    pub(super) fn concat(inputs: &[Arc<Buffer>], range: Range<usize>) -> Buffer {
+        Self::join_parts(inputs.iter().map(|input| (&**input, range.clone())))
     }
 
     /// Pieces of one type, of any lengths, one after the other.
@@ -270,26 +270,23 @@ impl Buffer {
     /// # Panics
     ///
     /// Without pieces, or with pieces of several types.
-    pub fn join(pieces: &[std::sync::Arc<Buffer>]) -> Buffer {
-        let numel = pieces.iter().map(|piece| piece.len()).sum();
-        macro_rules! join {
-            ($variant:ident) => {{
-                let mut out = Vec::with_capacity(numel);
-                for piece in pieces {
-                    match &**piece {
-                        Buffer::$variant(v) => out.extend_from_slice(v),
-                        other => panic!("pieces of {} and {}", pieces[0].dtype().name(), other.dtype().name()),
-                    }
-                }
-                Buffer::$variant(out)
-            }};
+    pub fn join(pieces: &[Arc<Buffer>]) -> Buffer {
+        Self::join_parts(pieces.iter().map(|piece| (&**piece, 0..piece.len())))
+    }
+
+    fn join_parts<'b>(parts: impl Iterator<Item = (&'b Buffer, Range<usize>)> + Clone) -> Buffer {
+        let numel = parts.clone().map(|(_, range)| range.len()).sum();
+        let mut out = Self::with_capacity(parts.clone().next().expect("there are pieces").0.dtype(), numel);
+        for (part, range) in parts {
+            match (&mut out, part) {
+                (Buffer::F32(out), Buffer::F32(part)) => out.extend_from_slice(&part[range]),
+                (Buffer::F64(out), Buffer::F64(part)) => out.extend_from_slice(&part[range]),
+                (Buffer::F16(out), Buffer::F16(part)) => out.extend_from_slice(&part[range]),
+                (Buffer::Bf16(out), Buffer::Bf16(part)) => out.extend_from_slice(&part[range]),
+                (Buffer::U8(out), Buffer::U8(part)) => out.extend_from_slice(&part[range]),
+                (out, part) => panic!("pieces of {} and {}", out.dtype().name(), part.dtype().name()),
+            }
         }
-        match &*pieces[0] {
-            Buffer::F32(_) => join!(F32),
-            Buffer::F64(_) => join!(F64),
-            Buffer::F16(_) => join!(F16),
-            Buffer::Bf16(_) => join!(Bf16),
-            Buffer::U8(_) => join!(U8),
-        }
+        out
     }
 }

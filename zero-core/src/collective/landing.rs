@@ -1,62 +1,38 @@
 //! Memory that several transfers fill at once, each its own range, before it becomes a buffer.
 
-use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-
-use half::{bf16, f16};
 
 use super::{Buffer, DType};
 
-/// An allocation of a buffer's elements that are not there yet.
+/// A buffer whose elements are not there yet.
 ///
 /// Whoever fills it holds an `Arc`; so it stays where it is for as long as a link may write to it, even when the operation
 /// that it was for has been given up.
 #[derive(Debug)]
 pub(crate) struct Landing {
+    /// Empty, with room for all.
+    buffer: Buffer,
     base: NonNull<u8>,
     elements: usize,
-    capacity: usize,
-    dtype: DType,
 }
 
-// SAFETY: the memory is owned, of plain numbers, and reached only through `fill` and `target`, whose callers answer for
+// SAFETY: the memory is the buffer's, of plain numbers, and reached only through `fill` and `target`, whose callers answer for
 // ranges that do not overlap, and through `into_buffer`, which has it alone.
 unsafe impl Send for Landing {}
 // SAFETY: as above.
 unsafe impl Sync for Landing {}
 
-/// Runs `$body` with `$t` as the type of `$dtype`'s elements and `$variant` as its buffer.
-macro_rules! typed {
-    ($dtype:expr, $t:ident, $variant:ident => $body:expr) => {
-        match $dtype {
-            DType::F32 => typed!(@ f32, F32, $t, $variant, $body),
-            DType::F64 => typed!(@ f64, F64, $t, $variant, $body),
-            DType::F16 => typed!(@ f16, F16, $t, $variant, $body),
-            DType::Bf16 => typed!(@ bf16, Bf16, $t, $variant, $body),
-            DType::U8 => typed!(@ u8, U8, $t, $variant, $body),
-        }
-    };
-    (@ $type:ty, $name:ident, $t:ident, $variant:ident, $body:expr) => {{
-        type $t = $type;
-        let $variant = Buffer::$name;
-        $body
-    }};
-}
-
 impl Landing {
     /// Room for `elements` elements.
     pub(crate) fn new(dtype: DType, elements: usize) -> Self {
-        typed!(dtype, T, variant => {
-            let _ = variant;
-            let mut room = ManuallyDrop::new(Vec::<T>::with_capacity(elements));
-            let base = NonNull::new(room.as_mut_ptr().cast()).expect("a vector's pointer is never null");
-            Self { base, elements, capacity: room.capacity(), dtype }
-        })
+        let mut buffer = Buffer::with_capacity(dtype, elements);
+        let base = NonNull::new(buffer.as_mut_ptr()).expect("a vector's pointer is never null");
+        Self { buffer, base, elements }
     }
 
     /// Size in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        self.elements * self.dtype.size()
+        self.elements * self.buffer.dtype().size()
     }
 
     /// Copies `from` to where byte `begin` will be.
@@ -92,22 +68,10 @@ impl Landing {
     ///
     /// Every byte has been written.
     pub(crate) unsafe fn into_buffer(self) -> Buffer {
-        let this = ManuallyDrop::new(self);
-        typed!(this.dtype, T, variant => {
-            // SAFETY: pointer and capacity come from a vector of this type, whose ownership ends here; all elements have
-            // been written (the caller's word), and every pattern of bits is a number.
-            variant(unsafe { Vec::from_raw_parts(this.base.as_ptr().cast::<T>(), this.elements, this.capacity) })
-        })
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        typed!(self.dtype, T, variant => {
-            let _ = variant;
-            // SAFETY: pointer and capacity come from a vector of this type; it holds no elements that want dropping.
-            drop(unsafe { Vec::from_raw_parts(self.base.as_ptr().cast::<T>(), 0, self.capacity) });
-        });
+        let Self { mut buffer, elements, .. } = self;
+        // SAFETY: there is room for so many, all have been written (the caller's word), and every pattern of bits is a number.
+        unsafe { buffer.set_len(elements) };
+        buffer
     }
 }
 

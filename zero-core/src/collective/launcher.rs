@@ -3,6 +3,7 @@
 //! An MPI launcher's variables are read without MPI: a program that was built without the `mpi` feature must be able to refuse
 //! to train N copies.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -23,60 +24,34 @@ pub struct World {
     pub variable: &'static str,
 }
 
-/// A launcher's variables: rank, size, local rank, local size.
-struct Dialect {
-    rank: &'static str,
-    size: &'static str,
-    local_rank: &'static str,
-    local_size: &'static str,
-    /// A variable without which the others mean something else.
-    needs: Option<&'static str>,
-}
+/// A launcher's variables: rank, size, local rank, local size; and one without which they mean something else.
+type Dialect = (&'static str, &'static str, &'static str, Option<&'static str>, Option<&'static str>);
 
 /// In the order in which they are believed: `srun mpirun` sets the later ones too.
 const DIALECTS: [Dialect; 4] = [
     // Open MPI.
-    Dialect {
-        rank: "OMPI_COMM_WORLD_RANK",
-        size: "OMPI_COMM_WORLD_SIZE",
-        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
-        needs: None,
-    },
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        Some("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        None,
+    ),
     // MPICH and Intel MPI (Hydra).
-    Dialect {
-        rank: "PMI_RANK",
-        size: "PMI_SIZE",
-        local_rank: "MPI_LOCALRANKID",
-        local_size: "MPI_LOCALNRANKS",
-        needs: None,
-    },
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", Some("MPI_LOCALNRANKS"), None),
     // Slurm's own launcher with PMIx (`srun --mpi=pmix`).
-    Dialect {
-        rank: "PMIX_RANK",
-        size: "SLURM_NTASKS",
-        local_rank: "SLURM_LOCALID",
-        local_size: "",
-        needs: Some("PMIX_NAMESPACE"),
-    },
+    ("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", None, Some("PMIX_NAMESPACE")),
     // Slurm's own launcher otherwise. A batch script has SLURM_NTASKS too, but is no step of several tasks.
-    Dialect {
-        rank: "SLURM_PROCID",
-        size: "SLURM_STEP_NUM_TASKS",
-        local_rank: "SLURM_LOCALID",
-        local_size: "",
-        needs: None,
-    },
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, None),
 ];
 
-/// Whether an MPI launcher (mpirun, mpiexec, srun) has started this process as one of several.
-pub fn launched() -> Option<World> {
-    launched_by(|name| std::env::var(name).ok())
+fn of_process(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 /// Whether a launcher has started this process as the only one: a program then has one rank, not its default number.
 pub fn launched_alone() -> bool {
-    alone_by(|name| std::env::var(name).ok())
+    alone_by(of_process)
 }
 
 /// This process's place among those that a launcher has started, if it is one of several; none too where the environment is
@@ -105,7 +80,7 @@ impl Start {
     ///
     /// [`EnvironmentError`], as [`rendezvous`]'s.
     pub fn from_environment() -> Result<Self, EnvironmentError> {
-        Self::by(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Self::by(of_process)
     }
 
     fn by(variable: impl Fn(&str) -> Option<String>) -> Result<Self, EnvironmentError> {
@@ -130,34 +105,36 @@ impl Start {
     }
 }
 
+fn number(variable: impl Fn(&str) -> Option<String>, name: &str) -> Option<usize> {
+    variable(name)?.trim().parse().ok()
+}
+
+/// What the launchers that are there say, as they are believed.
+fn dialects(variable: impl Fn(&str) -> Option<String>) -> impl Iterator<Item = World> {
+    DIALECTS.iter().filter_map(move |&(rank, size, local_rank, local_size, needs)| {
+        if needs.is_some_and(|name| variable(name).is_none()) {
+            return None;
+        }
+        Some(World {
+            rank: number(&variable, rank)?,
+            world: number(&variable, size)?,
+            local_rank: number(&variable, local_rank),
+            local_world: local_size.and_then(|name| number(&variable, name)),
+            variable: size,
+        })
+    })
+}
+
 fn alone_by(variable: impl Fn(&str) -> Option<String>) -> bool {
-    let number = |name: &str| variable(name)?.trim().parse::<usize>().ok();
-    let found = DIALECTS.iter().find(|dialect| {
-        dialect.needs.is_none_or(|name| variable(name).is_some())
-            && number(dialect.rank).is_some()
-            && number(dialect.size).is_some()
-    });
-    match found {
-        Some(dialect) => number(dialect.size) == Some(1),
-        None => number("RANK") == Some(0) && number("WORLD_SIZE") == Some(1),
+    match dialects(&variable).next() {
+        Some(found) => found.world == 1,
+        None => number(&variable, "RANK") == Some(0) && number(&variable, "WORLD_SIZE") == Some(1),
     }
 }
 
+/// This process as one of several that an MPI launcher (mpirun, mpiexec, srun) has started.
 fn launched_by(variable: impl Fn(&str) -> Option<String>) -> Option<World> {
-    let number = |name: &str| if name.is_empty() { None } else { variable(name)?.trim().parse::<usize>().ok() };
-    DIALECTS.iter().find_map(|dialect| {
-        if dialect.needs.is_some_and(|name| variable(name).is_none()) {
-            return None;
-        }
-        let (rank, world) = (number(dialect.rank)?, number(dialect.size)?);
-        (world > 1 && rank < world).then(|| World {
-            rank,
-            world,
-            local_rank: number(dialect.local_rank),
-            local_world: number(dialect.local_size),
-            variable: dialect.size,
-        })
-    })
+    dialects(variable).find(|found| found.world > 1 && found.rank < found.world)
 }
 
 /// The variable with what the ranks of a job know and nobody else ([`Secret`]).
@@ -265,37 +242,31 @@ const START: &str = "start the ranks with torchrun, or set it as torchrun does";
 ///
 /// [`EnvironmentError`] when they are incomplete, no numbers, or contradict each other.
 pub fn rendezvous() -> Result<Option<Rendezvous>, EnvironmentError> {
-    rendezvous_by(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    rendezvous_by(of_process)
 }
 
 fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Rendezvous>, EnvironmentError> {
     if variable("RANK").is_none() && variable("WORLD_SIZE").is_none() {
         return Ok(None);
     }
-    let wrong = |name: &'static str, expected: &str, got: Option<String>, advice: &'static str| EnvironmentError {
+    let wrong = |name: &'static str, expected: &str, advice: &'static str| EnvironmentError {
         variable: name,
         expected: expected.to_string(),
-        got: got.map_or("nothing".to_string(), |value| format!("'{value}'")),
+        got: variable(name).map_or("nothing".to_string(), |value| format!("'{value}'")),
         advice,
     };
-    let optional = |name: &'static str| match variable(name) {
-        None => Ok(None),
-        Some(text) => match text.trim().parse::<usize>() {
-            Ok(number) => Ok(Some(number)),
-            Err(_) => Err(wrong(name, "a number", Some(text), START)),
-        },
-    };
-    let needed = |name: &'static str| optional(name)?.ok_or_else(|| wrong(name, "a number", None, START));
+    let needed = |name: &'static str| number(&variable, name).ok_or_else(|| wrong(name, "a number", START));
+    let optional = |name: &'static str| variable(name).map(|_| needed(name)).transpose();
     let (rank, world) = (needed("RANK")?, needed("WORLD_SIZE")?);
     if world == 0 {
-        return Err(wrong("WORLD_SIZE", "at least 1", variable("WORLD_SIZE"), START));
+        return Err(wrong("WORLD_SIZE", "at least 1", START));
     }
     let below = |name: &'static str, number: usize, limit: usize, of: &str| {
         if number < limit {
             return Ok(());
         }
         let expected = format!("a number below {of} ({limit})");
-        Err(wrong(name, &expected, variable(name), "ranks count from 0; give each process its own"))
+        Err(wrong(name, &expected, "ranks count from 0; give each process its own"))
     };
     below("RANK", rank, world, "WORLD_SIZE")?;
     let (local_rank, local_world) = (optional("LOCAL_RANK")?, optional("LOCAL_WORLD_SIZE")?);
@@ -305,19 +276,13 @@ fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Ren
     if world == 1 && variable("MASTER_ADDR").is_none() {
         return Ok(Some(Rendezvous { rank, world, local_rank, local_world, ..Rendezvous::default() }));
     }
-    let host = variable("MASTER_ADDR").filter(|host| !host.trim().is_empty()).ok_or_else(|| {
-        wrong("MASTER_ADDR", "the name or address of rank 0's machine", variable("MASTER_ADDR"), START)
-    })?;
+    let host = variable("MASTER_ADDR").filter(|host| !host.trim().is_empty());
+    let host = host.ok_or_else(|| wrong("MASTER_ADDR", "the name or address of rank 0's machine", START))?;
     let port = variable("MASTER_PORT").and_then(|port| port.trim().parse::<u16>().ok()).filter(|&port| port > 0);
-    let port = port.ok_or_else(|| {
-        wrong("MASTER_PORT", "a port from 1 to 65535 that is free on rank 0's machine", variable("MASTER_PORT"), START)
-    })?;
+    let expected = "a port from 1 to 65535 that is free on rank 0's machine";
+    let port = port.ok_or_else(|| wrong("MASTER_PORT", expected, START))?;
     let agent = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
-    let port = match (agent, port) {
-        (false, port) => port,
-        (true, u16::MAX) => port - 1,
-        (true, port) => port + 1,
-    };
+    let port = if agent { port.checked_add(1).unwrap_or(port - 1) } else { port };
     let secret = match variable(SECRET) {
         None => None,
         Some(text) => Some(Secret::new(&text).ok_or_else(|| EnvironmentError {
@@ -331,10 +296,7 @@ fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Ren
     let trusted_network = match variable(TRUSTED_NETWORK).as_deref().map(str::trim) {
         None | Some("" | "0") => false,
         Some("1") => true,
-        Some(_) => {
-            let advice = "set it only where nobody else reaches the ranks";
-            return Err(wrong(TRUSTED_NETWORK, "1 or 0", variable(TRUSTED_NETWORK), advice));
-        }
+        Some(_) => return Err(wrong(TRUSTED_NETWORK, "1 or 0", "set it only where nobody else reaches the ranks")),
     };
     let (host, id) = (host.trim().to_string(), id_by(&variable, world, port));
     Ok(Some(Rendezvous { rank, world, local_rank, local_world, host, port, id, secret, trusted_network }))
@@ -379,13 +341,8 @@ pub struct Place {
 impl Place {
     /// From each rank's *leader*, the lowest rank of its machine.
     pub(crate) fn from_leaders(rank: usize, leaders: &[usize]) -> Self {
-        let mut nodes: Vec<usize> = leaders.to_vec();
-        nodes.sort_unstable();
-        nodes.dedup();
-        let node_of: Vec<usize> = leaders
-            .iter()
-            .map(|leader| nodes.binary_search(leader).expect("every leader is among the leaders"))
-            .collect();
+        let nodes: BTreeSet<usize> = leaders.iter().copied().collect();
+        let node_of: Vec<usize> = leaders.iter().map(|&leader| nodes.range(..leader).count()).collect();
         let node = node_of[rank];
         let on_node = |ranks: &[usize]| ranks.iter().filter(|&&of| of == node).count();
         Self {
@@ -406,16 +363,8 @@ impl Place {
 
     /// The ranks, one of each machine that has so many, that are as many-eth on their machine as this one.
     pub fn across_nodes(&self) -> Vec<usize> {
-        (0..self.world).filter(|&rank| self.index_of(rank) == self.index_on_node()).collect()
-    }
-
-    /// This rank among those of its machine, in the order of ranks.
-    pub(crate) fn index_on_node(&self) -> usize {
-        self.index_of(self.rank)
-    }
-
-    fn index_of(&self, rank: usize) -> usize {
-        self.node_of[..rank].iter().filter(|&&of| of == self.node_of[rank]).count()
+        let index = |rank: usize| self.node_of[..rank].iter().filter(|&&of| of == self.node_of[rank]).count();
+        (0..self.world).filter(|&rank| index(rank) == index(self.rank)).collect()
     }
 }
 

@@ -1,4 +1,9 @@
-//! The collectives that ZeRO uses, as a trait that several engines implement.
+//! Groups of ranks and the collectives that ZeRO uses, as a trait that several engines implement.
+//!
+//! * [`Collective`]: who is in a group, its collectives on the memory of the host, and what becomes of its run. Of threads
+//!   ([`threads`]) and of processes ([`process`]), over sockets or MPI.
+//! * [`InProcess`]: what only ranks of one process can do besides.
+//! * `nccl::NcclComm`: collectives on the memory of devices, of a group that it stands on.
 //!
 //! Every operation takes its buffer by value and gives one back, so that no engine ever holds a borrow across ranks.
 //! Reductions add in rank order (rank 0 first), so that a result depends on the number of ranks alone: it is
@@ -6,6 +11,7 @@
 
 mod agree;
 mod buffer;
+mod comm;
 pub mod exit;
 pub mod flight;
 pub(crate) mod landing;
@@ -16,21 +22,20 @@ pub mod nccl;
 mod operation;
 pub mod process;
 mod progress;
+mod standing;
 pub mod threads;
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use agree::{Difference, agree};
 pub use buffer::{Buffer, DType};
+pub use comm::Comm;
 pub use progress::Pending;
 
 use crate::CommError;
 use crate::accounting::WireCounter;
-
-/// For how many deadlines a rank that has ended waits for the ends of the others: what is left to do after the last collective (an
-/// export by one rank) has no deadline of its own. Deadlines of 10 minutes make this 4 hours.
-pub(crate) const AT_THE_END: u32 = 24;
 
 /// How values of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,14 +68,7 @@ pub enum Request {
 impl Request {
     /// The operation's name.
     pub fn name(&self) -> &'static str {
-        match self {
-            Request::AllGather(_) => "all_gather",
-            Request::ReduceScatter(..) => "reduce_scatter",
-            Request::AllReduce(..) => "all_reduce",
-            Request::Broadcast(..) => "broadcast",
-            Request::AllToAll(_) => "all_to_all",
-            Request::Barrier(_) => "barrier",
-        }
+        operation::Moved::by(self).map_or("barrier", |moved| moved.name())
     }
 }
 
@@ -83,32 +81,80 @@ pub type Join = Box<dyn FnOnce(&[Arc<Buffer>]) -> Joined + Send>;
 /// A group of ranks, as one of them sees it.
 ///
 /// All ranks must issue the same operations in the same order. When they do not, when one panics, leaves or is late,
-/// every other rank gets a [`CommError`] within the deadline; a group that has failed stays failed.
+/// every other rank gets a [`CommError`] within the deadline; a group that has failed stays failed, and with it every group of
+/// its run.
 pub trait Collective: Send + Sync + core::fmt::Debug {
+    // ---- the group ----
+
     /// This rank, from 0.
     fn rank(&self) -> usize;
 
     /// Number of ranks.
     fn world(&self) -> usize;
 
+    /// The ranks of the run that belong to the group, in its order.
+    fn members(&self) -> &[usize];
+
+    /// This rank in the run, and its place among the machines.
+    fn place(&self) -> &launcher::Place;
+
     /// This rank among those of its machine, from 0.
     fn local_rank(&self) -> usize {
-        self.rank()
+        self.place().local_rank
     }
 
     /// Name of the group, for errors.
     fn label(&self) -> &str;
 
-    /// Bytes that this rank has received, over all groups duplicated from one another.
+    /// A second group of the same ranks with its own order of operations. A collective.
+    fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;
+
+    /// Groups of the ranks that pass the same `color`, in the order of their ranks. A collective.
+    fn split(&self, label: &str, color: u64) -> Result<Arc<dyn Collective>, CommError>;
+
+    // ---- its run ----
+
+    /// Whether an engine that stands on this group may go on waiting in `op`, number `seq` of its group `group`: collectives
+    /// on devices cannot see that a rank has failed, and ask here.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError::PeerFailed`] when a rank has failed, and [`CommError::PeerLeft`] when one has ended well (it may have
+    /// done its part of the operation).
+    fn check(&self, group: &str, seq: u64, op: &dyn core::fmt::Display) -> Result<(), CommError>;
+
+    /// Makes every other rank's present and future operation fail with `reason`.
+    fn abort(&self, reason: &str);
+
+    /// The longest that any operation may wait for other ranks.
+    fn deadline(&self) -> Duration;
+
+    /// This rank's flight recorder, in which an engine that stands on this group records too.
+    fn recorder(&self) -> &flight::Recorder;
+
+    /// Bytes that this rank has received, over all groups of the run.
     fn wire(&self) -> &Arc<WireCounter>;
+
+    // ---- collectives ----
 
     /// Runs `request` on the calling thread, after whatever was started before it. `what` it is for (a parameter's name)
     /// is part of what all ranks must agree on, and stands in errors and flight records; it may be empty.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError`] as above; [`CommError::Shape`] for sizes that do not fit.
     fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError>;
 
     /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`]. `what` it is for
     /// as in [`Collective::execute_for`].
     fn start_for(&self, request: Request, what: &str) -> Pending;
+
+    /// Starts an all-reduce whose result the ranks of one process share: `join` makes it, on one of them, and all of them
+    /// get that. The values are those of [`Request::AllReduce`]. `what` is as in [`Collective::execute_for`].
+    fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined>;
+
+    /// What the group can do besides when its ranks are threads of one process; none otherwise.
+    fn in_process(&self) -> Option<&dyn InProcess>;
 
     /// [`Collective::execute_for`] nothing in particular.
     fn execute(&self, request: Request) -> Result<Buffer, CommError> {
@@ -119,55 +165,6 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     fn start(&self, request: Request) -> Pending {
         self.start_for(request, "")
     }
-
-    /// Starts an all-reduce whose result the ranks of one process share: `join` makes it, on one of them, and all of them
-    /// get that. The values are those of [`Request::AllReduce`]. `what` is as in [`Collective::execute_for`].
-    fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined>;
-
-    /// Whether [`Collective::exchange`] works: the ranks share an address space.
-    fn shares_memory(&self) -> bool {
-        false
-    }
-
-    /// Gives every rank all ranks' items in rank order, as they are: handles of memory that all of them can reach, such as
-    /// tensors on a device. `bytes`, what each item stands for, and `what`, as in [`Collective::execute_for`], are part of
-    /// what all ranks must agree on. Counts nothing as received: the caller knows what of the items it reads.
-    ///
-    /// # Errors
-    ///
-    /// As any collective's; [`CommError::Shape`] where the ranks are processes ([`Collective::shares_memory`]).
-    fn exchange(&self, item: Joined, bytes: usize, what: &str) -> Result<Vec<Joined>, CommError> {
-        let _ = (item, bytes, what);
-        Err(CommError::Shape {
-            group: self.label().into(),
-            seq: 0,
-            rank: self.rank(),
-            op: "exchange".into(),
-            expected: "ranks that are threads of one process".into(),
-            got: "ranks that are processes".into(),
-        })
-    }
-
-    /// A second group of the same ranks with its own order of operations. Itself a collective.
-    fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;
-
-    /// Makes every other rank's present and future operation fail with `reason`.
-    fn abort(&self, reason: &str);
-
-    /// The longest that any operation may wait for other ranks.
-    fn deadline(&self) -> std::time::Duration;
-
-    /// This rank's flight recorder, in which an engine that stands on this group records too.
-    fn recorder(&self) -> &flight::Recorder;
-
-    /// Whether an engine that stands on this group may go on waiting in `op`, number `seq` of its group `group`: collectives
-    /// on devices cannot see that a rank has failed, and ask here.
-    ///
-    /// # Errors
-    ///
-    /// [`CommError::PeerFailed`] when a rank has failed, and [`CommError::PeerLeft`] when one has ended well (it may have
-    /// done its part of the operation).
-    fn check(&self, group: &str, seq: u64, op: &str) -> Result<(), CommError>;
 
     /// See [`Request::AllGather`].
     fn all_gather(&self, shard: Buffer) -> Result<Buffer, CommError> {
@@ -198,4 +195,16 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     fn barrier(&self) -> Result<(), CommError> {
         self.execute(Request::Barrier("")).map(|_| ())
     }
+}
+
+/// A group whose ranks share an address space.
+pub trait InProcess {
+    /// Gives every rank all ranks' items in rank order, as they are: handles of memory that all of them can reach, such as
+    /// tensors on a device. `bytes`, what each item stands for, and `what`, as in [`Collective::execute_for`], are part of
+    /// what all ranks must agree on. Counts nothing as received: the caller knows what of the items it reads.
+    ///
+    /// # Errors
+    ///
+    /// As any collective's.
+    fn exchange(&self, item: Joined, bytes: usize, what: &str) -> Result<Vec<Joined>, CommError>;
 }

@@ -1,107 +1,228 @@
-//! What every engine does with a request before anything is moved: the words it is known by, whether its shapes work, and
-//! the bytes that it will bring in.
+//! What every engine does with an operation before anything is moved: the words it is known by, whether its shapes work, the
+//! bytes that it will bring in, and the errors that name it.
 
-use super::{Buffer, DType, ReduceOp, Request};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::flight::Opening;
+use super::{DType, ReduceOp, Request};
 use crate::accounting::WireKind;
 use crate::{CommError, Partition};
 
-/// What a rank brings to an operation, in the words of the error messages; ranks whose words differ do not match.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Description {
-    pub(super) op: &'static str,
-    pub(super) detail: String,
+/// The ranks of a group, and its name, as one of them has them.
+#[derive(Debug)]
+pub struct Group {
+    /// Tells groups of one label apart. Alike on all its ranks.
+    pub(super) id: u64,
+    pub(super) label: Arc<str>,
+    /// The group's ranks in the run, ascending.
+    pub(super) members: Arc<[usize]>,
+    /// This rank's place among them.
+    pub(super) me: usize,
 }
 
-impl core::fmt::Display for Description {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{}{}", self.op, self.detail)
-    }
-}
-
-impl Description {
-    /// `op` with the size of its buffer and `more`.
-    pub(super) fn of(op: &'static str, buffer: &Buffer, more: &str) -> Self {
-        Self { op, detail: format!(" of {} {}{more}", buffer.len(), buffer.dtype().name()) }
+impl Group {
+    /// The group of `members`, of whom `rank` is one.
+    pub(super) fn new(id: u64, label: &str, members: Arc<[usize]>, rank: usize) -> Self {
+        let me = members.iter().position(|&member| member == rank).expect("a rank builds groups that it belongs to");
+        Self { id, label: label.into(), members, me }
     }
 
-    /// An exchange of handles that stand for `bytes` each.
-    pub(super) fn of_exchange(bytes: usize) -> Self {
-        Self { op: "exchange", detail: format!(" of {bytes} bytes") }
+    pub(super) fn world(&self) -> usize {
+        self.members.len()
     }
 
-    /// A barrier with its purpose, if it has one.
-    pub(super) fn of_barrier(purpose: &str) -> Self {
-        let detail = if purpose.is_empty() { String::new() } else { format!(" ({purpose})") };
-        Self { op: "barrier", detail }
+    /// This rank in the run.
+    pub(super) fn rank(&self) -> usize {
+        self.members[self.me]
     }
 
-    /// With what the caller says it is for, if anything.
-    pub(super) fn labelled(mut self, what: &str) -> Self {
-        if !what.is_empty() {
-            self.detail.push_str(" for ");
-            self.detail.push_str(what);
-        }
-        self
+    /// The places of the other ranks.
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.members.len()).filter(|&place| place != self.me)
     }
 
-    /// The words of a whole request, for `what`.
-    pub(super) fn of_request(request: &Request, what: &str) -> Self {
-        let op = request.name();
-        let description = match request {
-            Request::Barrier(purpose) => Self::of_barrier(purpose),
-            Request::AllGather(buffer) | Request::AllToAll(buffer) => Self::of(op, buffer, ""),
-            Request::ReduceScatter(buffer, reduce) | Request::AllReduce(buffer, reduce) => {
-                Self::of(op, buffer, reduce_name(*reduce))
-            }
-            Request::Broadcast(buffer, root) => Self::of(op, buffer, &format!(" from rank {root}")),
-        };
-        description.labelled(what)
+    /// The other ranks in the run.
+    pub(super) fn peers(&self) -> impl Iterator<Item = usize> + '_ {
+        self.others().map(|place| self.members[place])
+    }
+
+    pub(super) fn at<'a>(&'a self, seq: u64, op: &'a dyn core::fmt::Display) -> At<'a> {
+        At { group: &self.label, seq, rank: self.rank(), op }
+    }
+
+    /// What is recorded of operation `seq` that brings `bytes`.
+    pub(super) fn opening(&self, seq: u64, op: &str, bytes: usize, last: bool) -> Opening<'_> {
+        let (op, waiting_for) = (op.to_string(), self.peers().collect());
+        Opening { group: &self.label, group_id: self.id, seq, op, bytes, one_sided: false, waiting_for, last }
     }
 }
 
-pub(super) fn reduce_name(op: ReduceOp) -> &'static str {
-    match op {
-        ReduceOp::Sum => " (sum)",
-        ReduceOp::Mean => " (mean)",
-        ReduceOp::Max => " (max)",
+/// One operation of a group.
+pub struct Op<'a> {
+    pub(super) group: &'a Group,
+    pub(super) seq: u64,
+    /// What it is, with its size, in the words of errors and flight records; ranks whose words differ do not match.
+    pub(super) words: &'a str,
+    /// Exchanges that it consists of: an all-reduce has two.
+    pub(super) phases: u8,
+}
+
+impl Op<'_> {
+    pub(super) fn at(&self) -> At<'_> {
+        self.group.at(self.seq, &self.words)
+    }
+
+    /// What is recorded of its exchange `phase`, which brings `bytes`.
+    pub(super) fn opening(&self, phase: u8, bytes: usize) -> Opening<'_> {
+        self.group.opening(self.seq, self.words, bytes, phase + 1 == self.phases)
     }
 }
 
-/// Where an operation is called, for its errors.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Place<'a> {
+/// Where a rank is, for its errors.
+#[derive(Clone, Copy)]
+pub struct At<'a> {
     pub(super) group: &'a str,
     pub(super) seq: u64,
+    /// In the run.
     pub(super) rank: usize,
-    /// Ranks of the group.
-    pub(super) world: usize,
+    pub(super) op: &'a dyn core::fmt::Display,
 }
 
-impl Place<'_> {
-    /// Whether `request` can be run by a group of this size.
-    pub(super) fn check(&self, request: &Request) -> Result<(), CommError> {
-        let world = self.world;
-        let expected = match request {
-            Request::ReduceScatter(input, ReduceOp::Mean) | Request::AllReduce(input, ReduceOp::Mean)
-                if input.dtype() == DType::U8 =>
-            {
-                ("floats to take a mean of".to_string(), input.dtype().name().to_string())
-            }
-            Request::ReduceScatter(input, _) | Request::AllToAll(input) if !input.len().is_multiple_of(world) => {
-                (format!("a length that {world} ranks divide"), input.len().to_string())
-            }
-            Request::Broadcast(_, root) if *root >= world => (format!("a root below {world}"), root.to_string()),
-            _ => return Ok(()),
-        };
-        Err(CommError::Shape {
-            group: self.group.to_string(),
-            seq: self.seq,
-            rank: self.rank,
-            op: request.name().to_string(),
-            expected: expected.0,
-            got: expected.1,
-        })
+impl At<'_> {
+    fn named(&self) -> (String, u64, usize, String) {
+        (self.group.to_string(), self.seq, self.rank, self.op.to_string())
     }
+
+    pub(super) fn mismatch(&self, other_rank: usize, other_op: String) -> CommError {
+        let (group, seq, rank, op) = self.named();
+        CommError::Mismatch { group, seq, rank, op, other_rank, other_op }
+    }
+
+    pub(super) fn timeout(&self, waited: Duration, missing: Vec<usize>) -> CommError {
+        let (group, seq, rank, op) = self.named();
+        CommError::Timeout { group, seq, rank, op, waited_ms: waited.as_millis() as u64, missing }
+    }
+
+    pub(super) fn left(&self, peer: usize) -> CommError {
+        let (group, seq, rank, op) = self.named();
+        CommError::PeerLeft { group, seq, rank, op, peer }
+    }
+
+    pub(super) fn failed(&self, peer: usize, reason: Arc<str>) -> CommError {
+        let (group, seq, rank, op) = self.named();
+        CommError::PeerFailed { group, seq, rank, op, peer, reason }
+    }
+
+    pub(super) fn shape(&self, (expected, got): (String, String)) -> CommError {
+        let (group, seq, rank, op) = self.named();
+        CommError::Shape { group, seq, rank, op, expected, got }
+    }
+
+    #[cfg(feature = "nccl")]
+    pub(super) fn device(&self, reason: impl core::fmt::Display) -> CommError {
+        let (group, seq, rank, op) = self.named();
+        CommError::Device { group, seq, rank, op, reason: reason.to_string().into() }
+    }
+
+    #[cfg(feature = "nccl")]
+    pub(super) fn stalled(&self, waited: Duration, state: &str) -> CommError {
+        let (group, seq, rank, op) = self.named();
+        CommError::Stalled { group, seq, rank, op, waited_ms: waited.as_millis() as u64, state: state.to_string() }
+    }
+}
+
+/// What an operation moves.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Moved {
+    pub(super) kind: WireKind,
+    /// Elements of this rank's input, or of the root's.
+    pub(super) len: usize,
+    pub(super) dtype: DType,
+    pub(super) reduce: Option<ReduceOp>,
+    pub(super) root: Option<usize>,
+}
+
+impl Moved {
+    /// Nothing by a barrier.
+    pub(super) fn by(request: &Request) -> Option<Self> {
+        let (kind, buffer, reduce, root) = match request {
+            Request::AllGather(shard) => (WireKind::AllGather, shard, None, None),
+            Request::ReduceScatter(input, op) => (WireKind::ReduceScatter, input, Some(*op), None),
+            Request::AllReduce(input, op) => (WireKind::AllReduce, input, Some(*op), None),
+            Request::Broadcast(buffer, root) => (WireKind::Broadcast, buffer, None, Some(*root)),
+            Request::AllToAll(input) => (WireKind::AllToAll, input, None, None),
+            Request::Barrier(_) => return None,
+        };
+        Some(Self { kind, len: buffer.len(), dtype: buffer.dtype(), reduce, root })
+    }
+
+    /// The operation's name.
+    pub(super) fn name(&self) -> &'static str {
+        match self.kind {
+            WireKind::AllGather => "all_gather",
+            WireKind::ReduceScatter => "reduce_scatter",
+            WireKind::AllReduce => "all_reduce",
+            WireKind::Broadcast => "broadcast",
+            WireKind::AllToAll => "all_to_all",
+        }
+    }
+
+    /// The operation with its size.
+    pub(super) fn words(&self) -> String {
+        let more = match (self.reduce, self.root) {
+            (Some(ReduceOp::Sum), _) => " (sum)".to_string(),
+            (Some(ReduceOp::Mean), _) => " (mean)".to_string(),
+            (Some(ReduceOp::Max), _) => " (max)".to_string(),
+            (None, Some(root)) => format!(" from rank {root}"),
+            (None, None) => String::new(),
+        };
+        format!("{} of {} {}{more}", self.name(), self.len, self.dtype.name())
+    }
+
+    /// What keeps `world` ranks from running it, if anything: what is expected, and what it has.
+    pub(super) fn wrong(&self, world: usize) -> Option<(String, String)> {
+        match *self {
+            Self { reduce: Some(ReduceOp::Mean), dtype: DType::U8, .. } => {
+                Some(("floats to take a mean of".to_string(), "u8".to_string()))
+            }
+            Self { kind: WireKind::ReduceScatter | WireKind::AllToAll, len, .. } if !len.is_multiple_of(world) => {
+                Some((format!("a length that {world} ranks divide"), len.to_string()))
+            }
+            Self { root: Some(root), .. } if root >= world => Some((format!("a root below {world}"), root.to_string())),
+            _ => None,
+        }
+    }
+
+    /// Bytes that rank `rank` of `world` receives, see [`crate::accounting::WireBytes`].
+    pub(super) fn received(&self, rank: usize, world: usize) -> Option<(WireKind, usize)> {
+        let (bytes, others) = (self.len * self.dtype.size(), world - 1);
+        let received = match self.kind {
+            WireKind::AllGather => bytes * others,
+            WireKind::ReduceScatter | WireKind::AllToAll => bytes / world * others,
+            WireKind::Broadcast => bytes,
+            // The others' parts of its stride, and their strides.
+            WireKind::AllReduce => {
+                let mine = Partition::new(self.len, world).len(rank);
+                self.dtype.size() * (mine * others + self.len - mine)
+            }
+        };
+        (self.root != Some(rank)).then_some((self.kind, received))
+    }
+}
+
+/// The words of `request`, for `what`, if anything.
+pub(super) fn words(request: &Request, what: &str) -> String {
+    let words = match (request, Moved::by(request)) {
+        (Request::Barrier(purpose), _) if !purpose.is_empty() => format!("barrier ({purpose})"),
+        (_, moved) => moved.map_or("barrier".to_string(), |moved| moved.words()),
+    };
+    labelled(words, what)
+}
+
+/// `words` with what the caller says that it is for, if anything.
+pub(super) fn labelled(words: String, what: &str) -> String {
+    if what.is_empty() { words } else { format!("{words} for {what}") }
 }
 
 /// Identity of a group made by operation `seq` of group `parent`, the same on every rank without a message: a mix of the
@@ -115,22 +236,4 @@ pub(super) fn child_id(parent: u64, seq: u64, color: u64) -> u64 {
         id ^= id >> 31;
     }
     id
-}
-
-/// Bytes that rank `rank` of `world` receives in `request`, see [`crate::accounting::WireBytes`].
-pub(super) fn received(request: &Request, rank: usize, world: usize) -> Option<(WireKind, usize)> {
-    let others = world - 1;
-    let counted = match request {
-        Request::Barrier(_) => return None,
-        Request::AllGather(shard) => (WireKind::AllGather, shard.bytes() * others),
-        Request::ReduceScatter(input, _) => (WireKind::ReduceScatter, input.bytes() / world * others),
-        Request::AllToAll(input) => (WireKind::AllToAll, input.bytes() / world * others),
-        Request::Broadcast(_, root) if *root == rank => return None,
-        Request::Broadcast(buffer, _) => (WireKind::Broadcast, buffer.bytes()),
-        Request::AllReduce(input, _) => {
-            let mine = Partition::new(input.len(), world).len(rank);
-            (WireKind::AllReduce, input.dtype().size() * (mine * others + input.len() - mine))
-        }
-    };
-    Some(counted)
 }

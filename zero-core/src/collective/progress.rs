@@ -1,6 +1,8 @@
-//! Started collectives: one named thread per communicator runs them in the order they were started.
+//! Started collectives: one named thread per communicator runs them in the order they were started. And threads that are waited
+//! for only so long.
 
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
@@ -18,11 +20,6 @@ impl<T> Pending<T> {
     /// The wait is bounded: the operation itself fails at the group's deadline.
     pub fn wait(self) -> Result<T, CommError> {
         self.0.recv().expect("the progress thread answers every request before it ends")
-    }
-
-    /// Whether [`Pending::wait`] would return at once.
-    pub fn is_ready(&self) -> bool {
-        !self.0.is_empty()
     }
 }
 
@@ -66,4 +63,33 @@ impl Drop for Progress {
             let _ = thread.join();
         }
     }
+}
+
+/// What `call`, which has no deadline, gives within that time, on a thread of its own; one that does not return is left behind.
+#[cfg(feature = "nccl")]
+pub(super) fn apart<T: Send + 'static>(
+    name: String,
+    within: Duration,
+    call: impl FnOnce() -> T + Send + 'static,
+) -> std::io::Result<Option<T>> {
+    let (done, ended) = bounded(1);
+    let thread = std::thread::Builder::new().name(name).spawn(move || drop(done.send(call())))?;
+    let outcome = ended.recv_timeout(within).ok();
+    if outcome.is_some() {
+        // It has nothing more to do.
+        let _ = thread.join();
+    }
+    Ok(outcome)
+}
+
+/// A thread's result, if it ends in time; one that does not (it is inside a library) is left to the end of the process.
+pub(super) fn joined<T>(thread: JoinHandle<T>, within: Duration) -> Option<std::thread::Result<T>> {
+    let end = Instant::now() + within;
+    while !thread.is_finished() {
+        if Instant::now() >= end {
+            return None;
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    Some(thread.join())
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::offload::error::Size;
 use crate::offload::DiskError;
+use crate::offload::error::Size;
 use crate::offload::memory::{HUGE, Memory};
 
 /// A number that every pattern of bits is a value of, so that a buffer's bytes may be looked at as such.

@@ -32,6 +32,8 @@ fn cases() -> Vec<(&'static str, ProcessOptions, Case)> {
         ("chunks", of(&chunks), collectives),
         ("groups", of(&options), groups),
         ("nodes", of(&nodes), nodes_of_two),
+        ("split", of(&options), split),
+        ("split trouble", of(&options), split_trouble),
         ("window", of(&options), window),
         ("window chunks", of(&chunks), window),
         ("bulk", of(&options), bulk),
@@ -219,10 +221,10 @@ fn nodes_of_two(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     let (rank, world) = (comm.rank(), comm.world());
     assert_eq!((place.node, place.local_rank), (rank / 2, rank % 2));
     assert_eq!((place.nodes, place.local_world), (world.div_ceil(2), 2.min(world - rank / 2 * 2)));
-    let node = comm.split_by_node("node")?;
+    let node = comm.split("node", place.of_node()[0] as u64)?;
     assert_eq!(node.members(), place.of_node());
     assert_eq!((node.rank(), node.world()), (place.local_rank, place.local_world));
-    let across = comm.split_across_nodes("across")?;
+    let across = comm.split("across", place.across_nodes()[0] as u64)?;
     assert_eq!(across.members(), place.across_nodes());
     // The sum over all, by way of both, and in the groups at the same time.
     let part = node.all_reduce(Buffer::F64(vec![rank as f64 + 1.0; 5]), ReduceOp::Sum)?;
@@ -239,6 +241,50 @@ fn nodes_of_two(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
 fn ranks_form_groups_by_machine() {
     for ranks in [1, 3, 4] {
         launched("nodes", ranks).assert_ok();
+    }
+}
+
+fn split(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let (comm, rank) = (run.comm(), run.comm().rank());
+    let sum = |group: &dyn Collective| -> Result<f32, CommError> {
+        Ok(group.all_reduce(Buffer::F32(vec![rank as f32]), ReduceOp::Sum)?.into_f32()[0])
+    };
+    let half = comm.split("half", (rank / 2) as u64)?;
+    let (own, both) = (half.split("own", rank as u64)?, half.split("both", 7)?);
+    assert_eq!((own.members(), both.members()), (&[rank][..], &[rank / 2 * 2, rank / 2 * 2 + 1][..]));
+    assert_eq!([sum(&*own)?, sum(&*both)?, sum(&**comm)?], [rank as f32, [1.0, 5.0][rank / 2], 6.0]);
+    assert!(comm.in_process().is_none());
+    comm.barrier()
+}
+
+#[test]
+fn groups_are_split_and_split_again() {
+    launched("split", 4).assert_ok();
+}
+
+fn split_trouble(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    let half = comm.split("half", (comm.rank() / 2) as u64)?;
+    let pair = half.split("pair", 0)?;
+    match comm.rank() {
+        1 => {
+            comm.abort("its data is gone");
+            comm.barrier()
+        }
+        0 => pair.barrier(),
+        2 => half.all_gather(Buffer::U8(vec![1])).map(|_| ()),
+        _ => comm.barrier(),
+    }
+}
+
+/// A rank that fails ends the waits of all, whichever group they wait in.
+#[test]
+fn trouble_in_a_part_of_a_group_is_everyones() {
+    let launched = launched("split trouble", 4);
+    assert_ne!(launched.code, Some(0));
+    for rank in 0..4 {
+        let note = launched.note(rank);
+        assert!(note.contains("its data is gone"), "{note}");
     }
 }
 

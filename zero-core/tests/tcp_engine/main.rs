@@ -101,7 +101,7 @@ fn groups_of_some_ranks_and_settings() {
         let rank = comm.rank();
         let half = comm.split("half", (rank / 2) as u64).unwrap();
         let other = comm.duplicate("other").unwrap();
-        comm.check("device", 4, "all_gather").unwrap();
+        comm.check("device", 4, &"all_gather").unwrap();
         let sum = |comm: &dyn Collective| {
             let mine = Buffer::F32(vec![rank as f32]);
             comm.all_reduce(mine, ReduceOp::Sum).unwrap().into_f32()[0]
@@ -143,7 +143,7 @@ fn a_late_rank_is_named_within_the_deadline() {
         comm.barrier().unwrap();
         if comm.rank() == 2 {
             let limit = Instant::now() + PATIENT;
-            while comm.check("none", 0, "waiting").is_ok() && Instant::now() < limit {
+            while comm.check("none", 0, &"waiting").is_ok() && Instant::now() < limit {
                 std::thread::sleep(Duration::from_millis(5));
             }
         }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::{Operation, Record, State};
+use super::{Operation, Record};
 use crate::files;
 
 /// Bytes of a record at most: far more than those of its operations with a name for each of a million ranks.
@@ -79,21 +79,15 @@ pub struct Different {
 
 /// How far the ranks have come in a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Progress {
+pub struct Completed {
     /// Label of the group.
     pub group: String,
     /// Each rank that left a record, with the last operation that it ended well.
-    pub completed: Vec<(usize, Option<u64>)>,
+    pub ranks: Vec<(usize, Option<u64>)>,
 }
 
-/// An operation of a group that a rank has not come to.
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Wanted {
-    rank: usize,
-    group_id: u64,
-    group: String,
-    seq: u64,
-}
+/// An operation: the identity and the label of its group, and its number there.
+type Slot = (u64, String, u64);
 
 /// What the records say together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -109,7 +103,7 @@ pub struct Report {
     /// Sequence numbers at which ranks disagree.
     pub mismatches: Vec<Different>,
     /// How far each group has come.
-    pub progress: Vec<Progress>,
+    pub completed: Vec<Completed>,
     /// Each record's reason.
     pub reasons: Vec<(usize, String)>,
 }
@@ -131,15 +125,6 @@ pub fn merge<P: AsRef<Path>>(files: &[P]) -> Result<Report, Unreadable> {
     Ok(Report::of(records))
 }
 
-fn missing(operation: &Operation) -> &[usize] {
-    match &operation.state {
-        State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from,
-        State::Waiting { for_ranks, .. } => for_ranks,
-        State::Failed { without, .. } => without,
-        State::Done => &[],
-    }
-}
-
 impl Report {
     fn of(mut records: Vec<Record>) -> Self {
         records.sort_by_key(|record| record.rank);
@@ -155,10 +140,10 @@ impl Report {
             record.completed.iter().find(|(name, of, _)| *of == id && name == label).map(|&(.., seq)| seq)
         };
 
-        let mut called: BTreeMap<(u64, String, u64), BTreeMap<String, Vec<usize>>> = BTreeMap::new();
+        let mut called: BTreeMap<Slot, BTreeMap<String, Vec<usize>>> = BTreeMap::new();
         let mut groups: BTreeSet<(u64, String)> = BTreeSet::new();
         // Who has not come: by rank and place, who waits and in what words.
-        let mut wanted: BTreeMap<Wanted, (String, Vec<usize>)> = BTreeMap::new();
+        let mut wanted: BTreeMap<(usize, Slot), (String, Vec<usize>)> = BTreeMap::new();
         for record in &records {
             for operation in &record.operations {
                 let Operation { group, group_id, seq, op, one_sided, .. } = operation;
@@ -170,7 +155,7 @@ impl Report {
                         ranks.push(record.rank);
                     }
                 }
-                let waits_for = missing(operation);
+                let waits_for = operation.state.missing();
                 if waits_for.is_empty() {
                     continue;
                 }
@@ -182,7 +167,7 @@ impl Report {
                     for_ranks: waits_for.to_vec(),
                 });
                 for &peer in waits_for {
-                    let place = Wanted { rank: peer, group_id: *group_id, group: group.clone(), seq: *seq };
+                    let place = (peer, (*group_id, group.clone(), *seq));
                     wanted.entry(place).or_insert_with(|| (op.clone(), Vec::new())).1.push(record.rank);
                 }
             }
@@ -195,9 +180,9 @@ impl Report {
         }
         for (id, label) in groups {
             let ranks = records.iter().map(|record| (record.rank, completed(record, id, &label))).collect();
-            report.progress.push(Progress { group: label, completed: ranks });
+            report.completed.push(Completed { group: label, ranks });
         }
-        for (Wanted { rank, group_id: id, group, seq }, (op, waited_for_by)) in wanted {
+        for ((rank, (id, group, seq)), (op, waited_for_by)) in wanted {
             let record = records.iter().find(|record| record.rank == rank);
             let has_come = record.is_some_and(|record| {
                 let same = |o: &Operation| o.group_id == id && o.group == group && o.seq == seq && !o.one_sided;
@@ -208,7 +193,8 @@ impl Report {
                 continue;
             }
             let doing = record.and_then(|record| {
-                let under_way = record.operations.iter().rev().find(|operation| !missing(operation).is_empty())?;
+                let under_way =
+                    record.operations.iter().rev().find(|operation| !operation.state.missing().is_empty())?;
                 Some(format!("{} (operation {} of group '{}')", under_way.op, under_way.seq, under_way.group))
             });
             report.late.push(Late {
@@ -226,9 +212,7 @@ impl Report {
         report.late.sort_by_key(|late| (late.recorded && late.doing.is_some(), usize::MAX - late.waited_for_by.len()));
         report
     }
-}
 
-impl Report {
     /// Pairs of ranks that wait for each other although neither is behind, ascending.
     fn mutual(&self) -> BTreeSet<(usize, usize)> {
         let waits = |a: usize, b: usize| self.waits.iter().any(|wait| wait.rank == a && wait.for_ranks.contains(&b));
@@ -275,7 +259,7 @@ impl core::fmt::Display for Report {
         if !self.without_record.is_empty() {
             writeln!(f, "no record of rank(s) {:?}", self.without_record)?;
         }
-        for Progress { group, completed: ranks } in &self.progress {
+        for Completed { group, ranks } in &self.completed {
             let text = |last: Option<u64>| last.map_or("none".to_string(), |seq| seq.to_string());
             let all: Vec<String> = ranks.iter().map(|&(rank, last)| format!("rank {rank}: {}", text(last))).collect();
             let behind = ranks.iter().map(|&(_, last)| last).min().flatten();

@@ -10,13 +10,14 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crossbeam_channel::{Receiver, bounded};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-pub use merge::{Different, Late, Progress, Report, Unreadable, Wait, merge};
+use super::progress::joined;
+pub use merge::{Completed, Different, Late, Report, Unreadable, Wait, merge};
 
 /// Operations that a recorder keeps.
 pub const KEPT: usize = 100;
@@ -41,6 +42,18 @@ pub enum State {
         /// Ranks that had not come to it.
         without: Vec<usize>,
     },
+}
+
+impl State {
+    /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
+    fn missing(&self) -> &[usize] {
+        match self {
+            State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from,
+            State::Waiting { for_ranks, .. } => for_ranks,
+            State::Failed { without, .. } => without,
+            State::Done => &[],
+        }
+    }
 }
 
 /// One operation of a rank.
@@ -105,8 +118,8 @@ pub struct Recorder {
     ring: Mutex<VecDeque<Arc<Entry>>>,
     completed: Mutex<BTreeMap<(u64, String), u64>>,
     written: AtomicBool,
-    /// Says when the thread that writes has ended.
-    writing: Mutex<Option<Receiver<()>>>,
+    /// The thread that writes.
+    writing: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// An operation that is being recorded.
@@ -232,27 +245,20 @@ impl Recorder {
         // AcqRel: whoever comes second does nothing.
         let Some(folder) = self.folder.clone().filter(|_| !self.written.swap(true, Ordering::AcqRel)) else { return };
         let record = self.record(reason);
-        let (done, ended) = bounded(1);
         let write = move || {
             let written = std::fs::create_dir_all(&folder).and_then(|()| write_record(&folder, &record));
             if let Err(error) = written {
                 tracing::warn!(rank = record.rank, %error, "the flight record could not be written");
             }
-            // Nobody may wait any more.
-            let _ = done.send(());
         };
         // Without a thread there is no record; what is being told matters more.
-        if std::thread::Builder::new().name(format!("rank-{}-flight", self.rank)).spawn(write).is_ok() {
-            *self.writing.lock() = Some(ended);
-        }
+        *self.writing.lock() = std::thread::Builder::new().name(format!("rank-{}-flight", self.rank)).spawn(write).ok();
     }
 
     /// Waits for a record that is being written, at most so long.
     pub fn finish(&self, within: Duration) {
-        if let Some(ended) = self.writing.lock().take() {
-            // Late, or ended: in either case there is no more to wait for.
-            let _ = ended.recv_timeout(within);
-        }
+        // Late, or ended: in either case there is no more to wait for.
+        let _ = self.writing.lock().take().map(|thread| joined(thread, within));
     }
 
     /// Removes what an earlier run has left in the folder under this rank's name, and on rank 0 what ranks left that this run
@@ -314,12 +320,7 @@ impl Entry {
 
     /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
     pub(crate) fn missing(&self) -> Vec<usize> {
-        match &self.operation.lock().state {
-            State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from.clone(),
-            State::Waiting { for_ranks, .. } => for_ranks.clone(),
-            State::Failed { without, .. } => without.clone(),
-            State::Done => Vec::new(),
-        }
+        self.operation.lock().state.missing().to_vec()
     }
 }
 

@@ -1,15 +1,39 @@
-//! A rank's end of a communicator.
+//! A rank's end of a communicator, and how it is run.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use super::Ticket;
 use super::inner::Inner;
-use super::request::{DeviceRequest, DeviceSlice};
 use crate::CommError;
 use crate::accounting::WireCounter;
-use crate::collective::launcher::Place;
-use crate::collective::{Collective, ReduceOp};
+use crate::collective::Collective;
+use crate::collective::threads::ThreadOptions;
+
+/// How communicators are run.
+#[derive(Debug, Clone)]
+pub struct NcclOptions {
+    /// The longest that an operation may be first in line without ending, and that any call may wait for other ranks.
+    pub deadline: Duration,
+    /// Where flight records go; of communicators made by [`NcclComm::from_environment`] (others record in their control
+    /// group's).
+    pub flight_dir: Option<PathBuf>,
+    /// So many ranks in a row count as one machine, instead of those that say so; of communicators made so, too (others stand on
+    /// their control group's machines).
+    pub node_size: Option<usize>,
+    /// Whether the order of work may be kept by events of the context, where the driver has them.
+    pub context_events: bool,
+    /// Whether operations go before computing kernels that wait for room on the device.
+    pub high_priority: bool,
+}
+
+impl Default for NcclOptions {
+    fn default() -> Self {
+        let deadline = ThreadOptions::default().deadline;
+        Self { deadline, flight_dir: None, node_size: None, context_events: true, high_priority: true }
+    }
+}
 
 /// Which of this rank's work a collective comes after.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,37 +56,22 @@ pub struct NcclComm {
 impl NcclComm {
     /// This rank in the communicator, from 0.
     pub fn rank(&self) -> usize {
-        self.inner.core.me
+        self.inner.core.group.me
     }
 
     /// Number of ranks.
     pub fn world(&self) -> usize {
-        self.inner.core.members.len()
+        self.inner.core.group.world()
     }
 
-    /// The communicator's ranks as ranks of the control group, in the order of the communicator.
-    pub fn members(&self) -> &[usize] {
-        &self.inner.core.members
-    }
-
-    /// Name of the communicator, for errors.
-    pub fn label(&self) -> &str {
-        &self.inner.core.label
+    /// The group that the communicator stands on: its ranks, and small messages between their hosts.
+    pub fn control(&self) -> &Arc<dyn Collective> {
+        &self.inner.core.control
     }
 
     /// The device's number among those that this process sees.
     pub fn device(&self) -> usize {
         self.inner.core.device.ordinal
-    }
-
-    /// This rank's place among the machines.
-    pub fn place(&self) -> &Place {
-        &self.inner.place
-    }
-
-    /// The group for small messages between the hosts that the communicator stands on.
-    pub fn control(&self) -> &Arc<dyn Collective> {
-        &self.inner.core.control
     }
 
     /// Bytes that this rank has received by operations that have ended, over all communicators split from one another.
@@ -75,101 +84,12 @@ impl NcclComm {
         self.inner.context_events
     }
 
-    /// Issues `requests` as one operation, after this rank's own work as `compute` says, and returns without waiting for
-    /// it. `what` it is for stands in errors and flight records; it may be empty.
-    ///
-    /// The first operation of a kind connects the ranks, and returns when they are connected.
-    ///
-    /// # Errors
-    ///
-    /// [`CommError::Shape`] for sizes that do not fit, after which the communicator can be used; otherwise as
-    /// [`Ticket::wait`]'s.
-    ///
-    /// # Safety
-    ///
-    /// Each slice is memory of the communicator's device, allocated in its primary context, and stays so until the operation
-    /// has ended: [`Ticket::wait`] has returned, or what frees or reuses it is ordered after the operation. Until then inputs
-    /// are not written and outputs neither read nor written, but by work ordered before or after. Outputs overlap nothing,
-    /// but as [`DeviceRequest`] allows. A stream in `compute` is alive.
-    pub unsafe fn submit(&self, requests: &[DeviceRequest], compute: Compute, what: &str) -> Result<Ticket, CommError> {
-        // SAFETY: the caller's word.
-        unsafe { self.inner.submit(requests, compute, what) }
-    }
-
-    /// [`DeviceRequest::AllGather`], after all work of the context.
-    ///
-    /// # Errors
-    ///
-    /// As [`NcclComm::submit`]'s.
-    ///
-    /// # Safety
-    ///
-    /// As [`NcclComm::submit`]'s.
-    pub unsafe fn all_gather(&self, input: DeviceSlice, output: DeviceSlice, what: &str) -> Result<Ticket, CommError> {
-        // SAFETY: the caller's word.
-        unsafe { self.submit(&[DeviceRequest::AllGather { input, output }], Compute::Context, what) }
-    }
-
-    /// [`DeviceRequest::ReduceScatter`], after all work of the context.
-    ///
-    /// # Errors
-    ///
-    /// As [`NcclComm::submit`]'s.
-    ///
-    /// # Safety
-    ///
-    /// As [`NcclComm::submit`]'s.
-    pub unsafe fn reduce_scatter(
-        &self,
-        input: DeviceSlice,
-        output: DeviceSlice,
-        op: ReduceOp,
-        what: &str,
-    ) -> Result<Ticket, CommError> {
-        // SAFETY: the caller's word.
-        unsafe { self.submit(&[DeviceRequest::ReduceScatter { input, output, op }], Compute::Context, what) }
-    }
-
-    /// [`DeviceRequest::AllReduce`], after all work of the context.
-    ///
-    /// # Errors
-    ///
-    /// As [`NcclComm::submit`]'s.
-    ///
-    /// # Safety
-    ///
-    /// As [`NcclComm::submit`]'s.
-    pub unsafe fn all_reduce(
-        &self,
-        input: DeviceSlice,
-        output: DeviceSlice,
-        op: ReduceOp,
-        what: &str,
-    ) -> Result<Ticket, CommError> {
-        // SAFETY: the caller's word.
-        unsafe { self.submit(&[DeviceRequest::AllReduce { input, output, op }], Compute::Context, what) }
-    }
-
-    /// [`DeviceRequest::Broadcast`], after all work of the context.
-    ///
-    /// # Errors
-    ///
-    /// As [`NcclComm::submit`]'s.
-    ///
-    /// # Safety
-    ///
-    /// As [`NcclComm::submit`]'s.
-    pub unsafe fn broadcast(&self, buffer: DeviceSlice, root: usize, what: &str) -> Result<Ticket, CommError> {
-        // SAFETY: the caller's word.
-        unsafe { self.submit(&[DeviceRequest::Broadcast { buffer, root }], Compute::Context, what) }
-    }
-
     /// Makes every rank's present and future operation fail with `reason`, and ends this communicator's kernels.
     pub fn abort(&self, reason: &str) {
         let core = &self.inner.core;
         // Relaxed: a number for a message.
         let seq = core.issued.load(Ordering::Relaxed);
-        core.fault(core.here(seq, "abort").failed(format!("this rank has aborted: {reason}")));
+        core.fault(core.group.at(seq, &"abort").device(format!("this rank has aborted: {reason}")));
         core.await_abort();
     }
 

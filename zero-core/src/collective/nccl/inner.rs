@@ -1,7 +1,6 @@
 //! A communicator of the library's, and how it ends.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -10,7 +9,7 @@ use cudarc::nccl::sys::ncclComm_t;
 use super::NcclError;
 use super::state::{ABORT, Core};
 use crate::CommError;
-use crate::collective::launcher::Place;
+use crate::collective::progress::joined;
 
 /// How long a communicator that is dropped may take to end.
 const CLOSE: Duration = Duration::from_secs(10);
@@ -19,7 +18,6 @@ const CLOSE: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) core: Arc<Core>,
-    pub(super) place: Arc<Place>,
     /// Whether work of the context is ordered by events, without the host.
     pub(super) context_events: bool,
     pub(super) high_priority: bool,
@@ -27,17 +25,12 @@ pub(super) struct Inner {
 }
 
 impl Inner {
-    pub(super) fn new(
-        core: Arc<Core>,
-        place: Arc<Place>,
-        context_events: bool,
-        high_priority: bool,
-    ) -> Result<Arc<Self>, NcclError> {
+    pub(super) fn new(core: Arc<Core>, context_events: bool, high_priority: bool) -> Result<Arc<Self>, NcclError> {
         let watched = core.clone();
-        let name = format!("rank-{}-nccl-{}", core.rank(), core.label);
+        let name = format!("rank-{}-nccl-{}", core.group.rank(), core.group.label);
         let watchdog = std::thread::Builder::new().name(name).spawn(move || watched.watch());
         let watchdog = Some(watchdog.map_err(NcclError::Thread)?);
-        Ok(Arc::new(Self { core, place, context_events, high_priority, watchdog }))
+        Ok(Arc::new(Self { core, context_events, high_priority, watchdog }))
     }
 
     /// Ends the communicator: with the other ranks when all is well, by aborting it otherwise.
@@ -47,24 +40,16 @@ impl Inner {
         while core.busy() && core.poll().is_ok() && Instant::now() < end {
             std::thread::sleep(Duration::from_micros(200));
         }
-        // Relaxed: see `watch`.
-        core.stop.store(true, Ordering::Relaxed);
-        core.changed.notify_all();
-        if let Some(watchdog) = self.watchdog.take() {
-            let limit = Instant::now() + ABORT;
-            while !watchdog.is_finished() && Instant::now() < limit {
-                std::thread::sleep(Duration::from_micros(200));
-            }
-            // One that does not end is inside the library, which may never return.
-            if watchdog.is_finished() && watchdog.join().is_err() {
-                tracing::warn!(rank = core.rank(), group = %core.label, "the watchdog has panicked");
-            }
+        core.stop();
+        // One that does not end is inside the library, which may never return.
+        if let Some(Some(Err(_))) = self.watchdog.take().map(|watchdog| joined(watchdog, ABORT)) {
+            tracing::warn!(rank = core.group.rank(), group = %core.group.label, "the watchdog has panicked");
         }
         if core.busy() || core.sound().is_err() {
             return core.abort();
         }
         // As `poll` would, but for a rank that has left: it has ended its own part.
-        let others = |core: &Core| match core.control.check(&core.label, u64::MAX, "ending") {
+        let others = |core: &Core| match core.control.check(&core.group.label, u64::MAX, &"ending") {
             Err(CommError::PeerLeft { .. }) | Ok(()) => true,
             Err(_) => false,
         };
@@ -107,6 +92,6 @@ impl Drop for Inner {
 /// Ends what the library has begun to make and does not become a communicator.
 pub(super) fn discard(core: &Core, comm: ncclComm_t) {
     if let Err(reason) = core.end_now(comm) {
-        tracing::debug!(rank = core.rank(), %reason, "of a communicator that was not made");
+        tracing::debug!(rank = core.group.rank(), %reason, "of a communicator that was not made");
     }
 }

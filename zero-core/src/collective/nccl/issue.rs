@@ -2,19 +2,19 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
-use crossbeam_channel::bounded;
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::cuda::{Entered, Event};
 use super::inner::Inner;
 use super::library::{data_type, reduction};
-use super::request::{DeviceRequest, DeviceSlice, Here, words};
-use super::state::Op;
-use super::{Compute, NcclError, Ticket};
+use super::request::{DeviceRequest, check, words};
+use super::state::Issued;
+use super::{Compute, DevicePending, NcclComm, NcclError};
 use crate::CommError;
-use crate::collective::flight::Opening;
+use crate::collective::operation::At;
+use crate::collective::progress::apart;
 
 impl Inner {
     /// Makes the communicator's stream wait for this rank's own work. Gives the mark that it waits for, if there is one.
@@ -22,84 +22,29 @@ impl Inner {
     /// # Safety
     ///
     /// A stream in `compute` is alive.
-    unsafe fn order_after(&self, compute: Compute, here: Here<'_>) -> Result<Option<Event>, CommError> {
+    unsafe fn order_after(&self, compute: Compute, at: At<'_>) -> Result<Option<Event>, CommError> {
         let core = &self.core;
-        let failed = |error: NcclError| core.fault(here.failed(error));
+        let failed = |error: NcclError| core.fault(at.device(error));
         let ready = match compute {
             // SAFETY: the caller's word.
             Compute::Stream(stream) => unsafe { Event::of_stream(&core.device, stream as *mut _) }.map_err(failed)?,
             Compute::Context if self.context_events => Event::of_context(&core.device).map_err(failed)?,
-            Compute::Context => return self.synchronize(here).map(|()| None),
+            Compute::Context => return self.synchronize(at).map(|()| None),
         };
         core.stream.wait(&ready).map_err(failed)?;
         Ok(Some(ready))
     }
 
     /// For drivers without events of contexts: waits on the host until the context has done all it was given.
-    fn synchronize(&self, here: Here<'_>) -> Result<(), CommError> {
+    fn synchronize(&self, at: At<'_>) -> Result<(), CommError> {
         let core = &self.core;
-        let (done, ended) = bounded(1);
         let device = core.device.clone();
-        // The driver's call has no deadline, so that a thread of its own makes it; one that never returns is left behind.
-        let wait = move || drop(done.send(device.synchronize()));
-        let spawned = std::thread::Builder::new().name(format!("rank-{}-nccl-sync", core.rank())).spawn(wait);
-        let thread = spawned.map_err(|error| core.fault(here.failed(NcclError::Thread(error))))?;
-        match ended.recv_timeout(core.deadline) {
-            Ok(outcome) => {
-                let _ = thread.join();
-                outcome.map_err(|error| core.fault(here.failed(error)))
-            }
-            Err(_) => {
-                let waited_ms = core.deadline.as_millis() as u64;
-                Err(core.fault(here.stalled(waited_ms, "this rank's own work before it has not ended")))
-            }
+        // The driver's call has no deadline.
+        let ended = apart(format!("rank-{}-nccl-sync", core.group.rank()), core.deadline, move || device.synchronize());
+        match ended.map_err(|error| core.fault(at.device(NcclError::Thread(error))))? {
+            Some(outcome) => outcome.map_err(|error| core.fault(at.device(error))),
+            None => Err(core.fault(at.stalled(core.deadline, "this rank's own work before it has not ended"))),
         }
-    }
-
-    /// See [`NcclComm::submit`].
-    ///
-    /// # Safety
-    ///
-    /// As there.
-    pub(super) unsafe fn submit(
-        self: &Arc<Self>,
-        requests: &[DeviceRequest],
-        compute: Compute,
-        what: &str,
-    ) -> Result<Ticket, CommError> {
-        let core = &self.core;
-        let mut next = core.order.lock();
-        let seq = *next;
-        *next += 1;
-        core.issued.store(*next, Ordering::Relaxed);
-        let op = words(requests, what);
-        let here = core.here(seq, &op);
-        let _span = tracing::trace_span!("collective", op = %op, group = %core.label, seq).entered();
-        core.sound()?;
-        here.check(requests)?;
-        let received: Vec<_> =
-            requests.iter().filter_map(|request| request.received(core.me, core.members.len())).collect();
-        let recorder = core.control.recorder();
-        let entry = recorder.open(Opening {
-            group: &core.label,
-            group_id: core.id,
-            seq,
-            op: op.clone(),
-            bytes: received.iter().map(|(_, bytes)| bytes).sum(),
-            one_sided: false,
-            waiting_for: core.members.iter().copied().filter(|&rank| rank != core.rank()).collect(),
-            last: true,
-        });
-        // SAFETY: the caller's word.
-        let issued = unsafe { self.issue(requests, compute, here) };
-        if let Err(error) = &issued {
-            recorder.close(&entry, Err(error.to_string()));
-            core.await_abort();
-        }
-        let (ready, done) = issued?;
-        let op = Arc::new(Op { seq, words: op, entry, ready, done, received, ended: AtomicBool::new(false) });
-        core.line_up(op.clone());
-        Ok(Ticket { inner: self.clone(), op })
     }
 
     /// Gives the device the operation between marks.
@@ -111,19 +56,19 @@ impl Inner {
         &self,
         requests: &[DeviceRequest],
         compute: Compute,
-        here: Here<'_>,
+        at: At<'_>,
     ) -> Result<(Option<Event>, Event), CommError> {
         let core = &self.core;
-        let failed = |error: NcclError| core.fault(here.failed(error));
+        let failed = |error: NcclError| core.fault(at.device(error));
         let _entered: Entered = core.device.enter().map_err(failed)?;
         // SAFETY: the caller's word.
-        let ready = unsafe { self.order_after(compute, here) }?;
+        let ready = unsafe { self.order_after(compute, at) }?;
         let handle = core.handle.lock();
-        let Some(comm) = handle.0 else { return Err(self.lost(here)) };
+        let Some(comm) = handle.0 else { return Err(self.lost(at)) };
         // SAFETY: the communicator is alive while the handle is locked; the rest is the caller's word.
         unsafe { self.launch(comm, requests) }.map_err(failed)?;
         // A call that does not block may return before the device has been given its kernels: the mark comes after them.
-        core.until_done(comm, here)?;
+        core.until_done(comm, at)?;
         // SAFETY: the stream is the communicator's own.
         let done = unsafe { Event::of_stream(&core.device, core.stream.raw()) }.map_err(failed)?;
         Ok((ready, done))
@@ -134,31 +79,27 @@ impl Inner {
     /// The communicator is alive and locked; the slices are as [`NcclComm::submit`] says.
     unsafe fn launch(&self, comm: ncclComm_t, requests: &[DeviceRequest]) -> Result<(), NcclError> {
         let (library, stream) = (self.core.library, self.core.stream.raw().cast::<c_void>());
-        let from = |slice: &DeviceSlice| slice.pointer as *const c_void;
-        let to = |slice: &DeviceSlice| slice.pointer as *mut c_void;
         // SAFETY: the caller's word; sizes have been checked. A group that was begun is ended in every case.
         unsafe {
             library.check("ncclGroupStart", (library.group_start)())?;
             let mut outcome = Ok(());
             for request in requests {
-                let (call, code) = match request {
-                    DeviceRequest::AllGather { input, output } => {
-                        let (len, dtype) = (input.len, data_type(input.dtype));
-                        ("ncclAllGather", (library.all_gather)(from(input), to(output), len, dtype, comm, stream))
+                let (input, output) = request.slices();
+                let (from, to) = (input.pointer as *const c_void, output.pointer as *mut c_void);
+                let (len, dtype) = (input.len, data_type(input.dtype));
+                let (call, code) = match *request {
+                    DeviceRequest::AllGather { .. } => {
+                        ("ncclAllGather", (library.all_gather)(from, to, len, dtype, comm, stream))
                     }
-                    DeviceRequest::ReduceScatter { input, output, op } => {
-                        let (len, dtype, op) = (output.len, data_type(input.dtype), reduction(*op));
-                        let code = (library.reduce_scatter)(from(input), to(output), len, dtype, op, comm, stream);
+                    DeviceRequest::ReduceScatter { op, .. } => {
+                        let code = (library.reduce_scatter)(from, to, output.len, dtype, reduction(op), comm, stream);
                         ("ncclReduceScatter", code)
                     }
-                    DeviceRequest::AllReduce { input, output, op } => {
-                        let (len, dtype, op) = (input.len, data_type(input.dtype), reduction(*op));
-                        ("ncclAllReduce", (library.all_reduce)(from(input), to(output), len, dtype, op, comm, stream))
+                    DeviceRequest::AllReduce { op, .. } => {
+                        ("ncclAllReduce", (library.all_reduce)(from, to, len, dtype, reduction(op), comm, stream))
                     }
-                    DeviceRequest::Broadcast { buffer, root } => {
-                        let (len, dtype, root) = (buffer.len, data_type(buffer.dtype), *root as i32);
-                        let code = (library.broadcast)(from(buffer), to(buffer), len, dtype, root, comm, stream);
-                        ("ncclBroadcast", code)
+                    DeviceRequest::Broadcast { root, .. } => {
+                        ("ncclBroadcast", (library.broadcast)(from, to, len, dtype, root as i32, comm, stream))
                     }
                 };
                 outcome = library.check(call, code);
@@ -172,7 +113,55 @@ impl Inner {
     }
 
     /// The error of a call on a communicator that has been given up.
-    fn lost(&self, here: Here<'_>) -> CommError {
-        self.core.sound().err().unwrap_or_else(|| here.failed("the communicator has been ended"))
+    fn lost(&self, at: At<'_>) -> CommError {
+        self.core.sound().err().unwrap_or_else(|| at.device("the communicator has been ended"))
+    }
+}
+
+impl NcclComm {
+    /// Issues `requests` as one operation, after this rank's own work as `compute` says, and returns without waiting for
+    /// it. `what` it is for stands in errors and flight records; it may be empty.
+    ///
+    /// The first operation of a kind connects the ranks, and returns when they are connected.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError::Shape`] for sizes that do not fit, after which the communicator can be used; otherwise as
+    /// [`DevicePending::wait`]'s.
+    ///
+    /// # Safety
+    ///
+    /// Each slice is memory of the communicator's device, allocated in its primary context, and stays so until the operation
+    /// has ended: [`DevicePending::wait`] has returned, or what frees or reuses it is ordered after the operation. Until then inputs
+    /// are not written and outputs neither read nor written, but by work ordered before or after. Outputs overlap nothing,
+    /// but as [`DeviceRequest`] allows. A stream in `compute` is alive.
+    pub unsafe fn submit(
+        &self,
+        requests: &[DeviceRequest],
+        compute: Compute,
+        what: &str,
+    ) -> Result<DevicePending, CommError> {
+        let core = &self.inner.core;
+        let (_order, seq) = core.next();
+        let op = words(requests, what);
+        let at = core.group.at(seq, &op);
+        let _span = tracing::trace_span!("collective", op = %op, group = %core.group.label, seq).entered();
+        core.sound()?;
+        check(requests, core.group.world(), at)?;
+        let received: Vec<_> =
+            requests.iter().filter_map(|request| request.moved().received(core.group.me, core.group.world())).collect();
+        let recorder = core.control.recorder();
+        let bytes = received.iter().map(|(_, bytes)| bytes).sum();
+        let entry = recorder.open(core.group.opening(seq, &op, bytes, true));
+        // SAFETY: the caller's word.
+        let issued = unsafe { self.inner.issue(requests, compute, at) };
+        if let Err(error) = &issued {
+            recorder.close(&entry, Err(error.to_string()));
+            core.await_abort();
+        }
+        let (ready, done) = issued?;
+        let op = Arc::new(Issued { seq, words: op, entry, ready, done, received, ended: AtomicBool::new(false) });
+        core.line_up(op.clone());
+        Ok(DevicePending { inner: self.inner.clone(), op })
     }
 }

@@ -1,6 +1,6 @@
 //! The `nccl` engine: collectives on the memory of NVIDIA GPUs, one for each rank, without copies through the host.
 //!
-//! * In: addresses in device memory ([`DeviceSlice`]), which the caller keeps. Out: a [`Ticket`]; results are in device
+//! * In: addresses in device memory ([`DeviceSlice`]), which the caller keeps. Out: a [`DevicePending`]; results are in device
 //!   memory when the operation has ended. Nothing is allocated or copied.
 //! * Threads: any may issue; `rank-N-nccl-LABEL`, a watchdog for each communicator, looks for faults whoever waits.
 //! * Beside it stands a *control group* ([`NcclComm::control`]), a [`Collective`](super::Collective) of another engine
@@ -11,11 +11,11 @@
 //!
 //! Operations run on a stream of the communicator's own, beside computing kernels. CubeCL does not say which streams its
 //! kernels are on; so the engine marks *all* work of the device's primary context (`cuCtxRecordEvent`, a driver of CUDA
-//! 12.5) and makes its stream wait for that mark before the operation; [`Ticket::order_compute`] makes all later work of
+//! 12.5) and makes its stream wait for that mark before the operation; [`DevicePending::order_compute`] makes all later work of
 //! the context wait for the operation (`cuCtxWaitEvent`). The host waits for neither. With an older driver, or
 //! [`NcclOptions::context_events`] off, the host waits for the context before the operation (`cuCtxSynchronize`), and
 //! for the operation in `order_compute`. A caller that knows its stream passes it ([`Compute::Stream`],
-//! [`Ticket::order_stream`]), so that other streams go on.
+//! [`DevicePending::order_stream`]), so that other streams go on.
 //!
 //! The marks are of work that the driver has been given: CubeCL must have flushed what it has queued.
 //!
@@ -46,18 +46,16 @@ mod init;
 mod inner;
 mod issue;
 mod library;
-mod options;
+mod pending;
 mod request;
 mod state;
-mod ticket;
 
-pub use self::comm::{Compute, NcclComm};
+pub use self::comm::{Compute, NcclComm, NcclOptions};
 pub use self::cuda::device_count;
 pub use self::error::NcclError;
 pub use self::init::device_of;
-pub use self::options::NcclOptions;
+pub use self::pending::DevicePending;
 pub use self::request::{DeviceRequest, DeviceSlice};
-pub use self::ticket::Ticket;
 
 /// Whether this machine has the driver and an NCCL that can be used.
 pub fn is_there() -> bool {

@@ -18,21 +18,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::bounded;
 use cudarc::nccl::sys::ncclComm_t;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::NcclError;
 use super::cuda::{Device, Event, Stream};
 use super::library::{Code, IN_PROGRESS, Library, SUCCESS};
-use super::request::Here;
 use crate::CommError;
 use crate::accounting::{WireCounter, WireKind};
 use crate::collective::flight::Entry;
+use crate::collective::operation::{At, Group};
+use crate::collective::progress::apart;
 use crate::collective::{Collective, exit};
 
 /// An operation on the device that has been issued.
 #[derive(Debug)]
-pub(super) struct Op {
+pub(super) struct Issued {
     pub(super) seq: u64,
     pub(super) words: String,
     pub(super) entry: Arc<Entry>,
@@ -45,6 +46,12 @@ pub(super) struct Op {
     pub(super) ended: AtomicBool,
 }
 
+impl Issued {
+    pub(super) fn at<'a>(&'a self, group: &'a Group) -> At<'a> {
+        group.at(self.seq, &self.words)
+    }
+}
+
 /// The library's communicator; none before it is made and after it is given up.
 #[derive(Debug)]
 pub(super) struct Handle(pub(super) Option<ncclComm_t>);
@@ -53,8 +60,8 @@ pub(super) struct Handle(pub(super) Option<ncclComm_t>);
 unsafe impl Send for Handle {}
 
 #[derive(Debug, Default)]
-pub(super) struct State {
-    line: VecDeque<Arc<Op>>,
+struct State {
+    line: VecDeque<Arc<Issued>>,
     /// Since when the first in line has been first.
     first_since: Option<Instant>,
     /// Since when a rank is known to have ended.
@@ -62,6 +69,8 @@ pub(super) struct State {
     fault: Option<CommError>,
     /// What became of the abort, once it is over.
     aborted: Option<Result<(), String>>,
+    /// Whether the watchdog is to end.
+    stop: bool,
 }
 
 /// A communicator on its way to the thread that ends it.
@@ -76,24 +85,18 @@ pub(super) struct Core {
     pub(super) library: &'static Library,
     pub(super) device: Arc<Device>,
     pub(super) stream: Stream,
+    /// The same ranks, for what their hosts say to each other.
     pub(super) control: Arc<dyn Collective>,
-    pub(super) label: Arc<str>,
-    pub(super) id: u64,
-    /// The communicator's ranks in the control group, in the order of the communicator.
-    pub(super) members: Arc<[usize]>,
-    /// This rank's place among them.
-    pub(super) me: usize,
+    /// Another identity than the control group's own: both record in one place.
+    pub(super) group: Group,
     pub(super) deadline: Duration,
     pub(super) wire: Arc<WireCounter>,
-    /// The next operation's number.
-    pub(super) order: Mutex<u64>,
-    /// The same, for messages, without the lock.
+    order: Mutex<()>,
+    /// Operations issued; the next one's number.
     pub(super) issued: AtomicU64,
     pub(super) handle: Mutex<Handle>,
-    pub(super) state: Mutex<State>,
-    pub(super) changed: Condvar,
-    /// Whether the watchdog is to end.
-    pub(super) stop: AtomicBool,
+    state: Mutex<State>,
+    changed: Condvar,
 }
 
 /// How long the library may take to abort, or another thread to let go of it.
@@ -102,13 +105,37 @@ pub(super) const ABORT: Duration = Duration::from_secs(10);
 const LEFT: Duration = Duration::from_secs(5);
 
 impl Core {
-    /// This rank in the control group: what errors and records name.
-    pub(super) fn rank(&self) -> usize {
-        self.members[self.me]
+    /// A communicator of the ranks of `control`, which the library has still to make.
+    pub(super) fn new(
+        (library, device): (&'static Library, &Arc<Device>),
+        (control, id): (Arc<dyn Collective>, u64),
+        deadline: Duration,
+        wire: Arc<WireCounter>,
+        high_priority: bool,
+    ) -> Result<Arc<Self>, NcclError> {
+        let members: Arc<[usize]> = control.members().into();
+        let rank = members[control.rank()];
+        Ok(Arc::new(Self {
+            library,
+            device: device.clone(),
+            stream: Stream::new(device, high_priority)?,
+            group: Group::new(id, control.label(), members, rank),
+            control,
+            deadline,
+            wire,
+            order: Mutex::default(),
+            issued: AtomicU64::new(0),
+            handle: Mutex::new(Handle(None)),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }))
     }
 
-    pub(super) fn here<'a>(&'a self, seq: u64, op: &'a str) -> Here<'a> {
-        Here { group: &self.label, seq, rank: self.rank(), world: self.members.len(), op }
+    /// The next operation's number; no other is issued while the lock is held.
+    pub(super) fn next(&self) -> (MutexGuard<'_, ()>, u64) {
+        let order = self.order.lock();
+        // Relaxed: changed under the lock only; without it, a number for a message.
+        (order, self.issued.fetch_add(1, Ordering::Relaxed))
     }
 
     /// The error that every call gives since the communicator has faulted.
@@ -136,7 +163,7 @@ impl Core {
     }
 
     /// Puts an operation in line.
-    pub(super) fn line_up(&self, op: Arc<Op>) {
+    pub(super) fn line_up(&self, op: Arc<Issued>) {
         let mut state = self.state.lock();
         if state.line.is_empty() {
             state.first_since = Some(Instant::now());
@@ -169,7 +196,7 @@ impl Core {
                         self.changed.notify_all();
                     }
                     Err(error) => {
-                        let error = self.here(op.seq, &op.words).failed(error);
+                        let error = op.at(&self.group).device(error);
                         drop(state);
                         return Err(self.fault(error));
                     }
@@ -179,10 +206,9 @@ impl Core {
             (state.line.front().cloned(), waited)
         };
         // Relaxed: a number for a message.
-        let pause = (self.issued.load(Ordering::Relaxed), "the pause before its next operation");
-        let (seq, words) = first.as_ref().map_or(pause, |op| (op.seq, op.words.as_str()));
-        let here = self.here(seq, words);
-        self.look(here, first.is_some())?;
+        let pause = || self.group.at(self.issued.load(Ordering::Relaxed), &"the pause before its next operation");
+        let at = first.as_ref().map_or_else(pause, |op| op.at(&self.group));
+        self.look(at, first.is_some())?;
         let Some(first) = &first else { return Ok(()) };
         if waited >= self.deadline {
             let own = first.ready.as_ref().is_some_and(|ready| !ready.reached().unwrap_or(true));
@@ -190,13 +216,13 @@ impl Core {
                 true => "this rank's own work before it has not ended",
                 false => "it has been started here and goes on, so other ranks have not come to it, or are cut off",
             };
-            return Err(self.fault(here.stalled(waited.as_millis() as u64, state)));
+            return Err(self.fault(at.stalled(waited, state)));
         }
         Ok(())
     }
 
     /// Looks at the library's errors and at the other ranks, for an operation `here`.
-    fn look(&self, here: Here<'_>, waiting: bool) -> Result<(), CommError> {
+    fn look(&self, at: At<'_>, waiting: bool) -> Result<(), CommError> {
         // Whoever holds the handle looks itself.
         if let Some(handle) = self.handle.try_lock()
             && let Some(comm) = handle.0
@@ -204,14 +230,14 @@ impl Core {
             let found = self.library_state(comm);
             drop(handle);
             if let Err(reason) = found {
-                return Err(self.fault(here.failed(reason)));
+                return Err(self.fault(at.device(reason)));
             }
         }
-        self.look_at_others(here, waiting)
+        self.look_at_others(at, waiting)
     }
 
-    fn look_at_others(&self, here: Here<'_>, waiting: bool) -> Result<(), CommError> {
-        match self.control.check(here.group, here.seq, here.op) {
+    fn look_at_others(&self, at: At<'_>, waiting: bool) -> Result<(), CommError> {
+        match self.control.check(at.group, at.seq, at.op) {
             Ok(()) => Ok(()),
             Err(left @ CommError::PeerLeft { .. }) => {
                 // From when both are so: a rank has left, and this operation is first in line.
@@ -244,21 +270,21 @@ impl Core {
 
     /// Waits until the library has done what it was last asked for, with the deadline and an eye on the other ranks. The
     /// caller holds the handle's lock.
-    pub(super) fn until_done(&self, comm: ncclComm_t, here: Here<'_>) -> Result<(), CommError> {
+    pub(super) fn until_done(&self, comm: ncclComm_t, at: At<'_>) -> Result<(), CommError> {
         let begin = Instant::now();
         loop {
             match self.library_state(comm) {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
-                Err(reason) => return Err(self.fault(here.failed(reason))),
+                Err(reason) => return Err(self.fault(at.device(reason))),
             }
             self.sound()?;
-            self.look_at_others(here, true)?;
+            self.look_at_others(at, true)?;
             let waited = begin.elapsed();
             if waited >= self.deadline {
                 let state =
                     "NCCL has not finished setting it up, so other ranks have not come to it, or cannot be reached";
-                return Err(self.fault(here.stalled(waited.as_millis() as u64, state)));
+                return Err(self.fault(at.stalled(waited, state)));
             }
             // The first of a kind connects the ranks, which takes long; what is connected takes microseconds.
             match waited {
@@ -275,7 +301,7 @@ impl Core {
             None => Err("NCCL does not return from a call".to_string()),
         };
         if let Err(reason) = &outcome {
-            tracing::warn!(rank = self.rank(), group = %self.label, %reason, "not aborted");
+            tracing::warn!(rank = self.group.rank(), group = %self.group.label, %reason, "not aborted");
         }
         self.state.lock().aborted = Some(outcome);
         self.changed.notify_all();
@@ -283,26 +309,18 @@ impl Core {
 
     /// `ncclCommAbort`, on a thread of its own: one that does not return is left behind.
     pub(super) fn end_now(&self, comm: ncclComm_t) -> Result<(), String> {
-        let (done, ended) = bounded(1);
         let (library, device, ending) = (self.library, self.device.clone(), Ending(comm));
         let abort = move || {
             let ending = ending;
             let _entered = device.enter();
             // SAFETY: the communicator is alive, and nobody has it but this thread.
-            let _ = done.send(unsafe { (library.abort)(ending.0) });
+            unsafe { (library.abort)(ending.0) }
         };
-        let thread = std::thread::Builder::new().name(format!("rank-{}-nccl-abort", self.rank())).spawn(abort);
-        let thread = thread.map_err(|error| format!("the system gives no thread to end it: {error}"))?;
-        match ended.recv_timeout(ABORT) {
-            Ok(code) => {
-                // It has nothing more to do.
-                let _ = thread.join();
-                match code {
-                    SUCCESS | IN_PROGRESS => Ok(()),
-                    _ => Err(format!("ncclCommAbort: {}", self.library.explain(code))),
-                }
-            }
-            Err(_) => Err(format!("ncclCommAbort has not returned after {} s", ABORT.as_secs())),
+        match apart(format!("rank-{}-nccl-abort", self.group.rank()), ABORT, abort) {
+            Ok(Some(SUCCESS | IN_PROGRESS)) => Ok(()),
+            Ok(Some(code)) => Err(format!("ncclCommAbort: {}", self.library.explain(code))),
+            Ok(None) => Err(format!("ncclCommAbort has not returned after {} s", ABORT.as_secs())),
+            Err(error) => Err(format!("the system gives no thread to end it: {error}")),
         }
     }
 
@@ -336,17 +354,22 @@ impl Core {
 
     /// The watchdog: looks for faults until it is told to stop, and aborts after one.
     pub(super) fn watch(&self) {
-        // AcqRel is not needed: `stop` orders nothing, it is only to be seen soon.
-        while !self.stop.load(Ordering::Relaxed) {
+        while !self.state.lock().stop {
             if self.poll().is_err() {
                 self.abort();
                 return;
             }
             let pause = Duration::from_millis(if self.busy() { 5 } else { 20 });
             let mut state = self.state.lock();
-            if state.fault.is_none() {
+            if state.fault.is_none() && !state.stop {
                 self.changed.wait_for(&mut state, pause);
             }
         }
+    }
+
+    /// Tells the watchdog to end.
+    pub(super) fn stop(&self) {
+        self.state.lock().stop = true;
+        self.changed.notify_all();
     }
 }

@@ -11,21 +11,16 @@ use crossbeam_channel::Sender;
 use super::super::Buffer;
 use super::super::flight::Entry;
 use super::super::landing::Landing;
-use super::message::Slot;
+use super::super::operation::At;
+use super::message::{Answer, Slot};
 use crate::CommError;
 use crate::exposure::{Exposure, Key};
 
-/// Part of an input that goes to a rank: its bytes.
+/// A peer's part of an exchange.
 #[derive(Debug)]
-pub(super) struct SendTo {
-    pub(super) to: usize,
-    pub(super) bytes: Range<usize>,
-}
-
-/// What a rank's part of an operation fills.
-#[derive(Debug)]
-pub(super) struct ReceiveFrom {
-    pub(super) from: usize,
+pub(super) struct Part {
+    pub(super) peer: usize,
+    /// Bytes of the input that go to it, or of what it fills.
     pub(super) bytes: Range<usize>,
 }
 
@@ -40,12 +35,26 @@ pub(super) struct Exchange {
     /// Whether the input is to be free again when the exchange has ended.
     pub(super) until_sent: bool,
     /// To every other rank of the group, be it nothing.
-    pub(super) sends: Vec<SendTo>,
+    pub(super) sends: Vec<Part>,
     pub(super) landing: Arc<Landing>,
     /// From every other rank of the group, be it nothing.
-    pub(super) receives: Vec<ReceiveFrom>,
+    pub(super) receives: Vec<Part>,
     pub(super) entry: Arc<Entry>,
     pub(super) reply: Sender<Result<(), CommError>>,
+}
+
+impl Exchange {
+    pub(super) fn at(&self, rank: usize) -> At<'_> {
+        At { group: &self.group, seq: self.slot.seq, rank, op: &self.op }
+    }
+
+    /// Gives the result to whoever waits for it, after the communication thread's hold of its memory.
+    pub(super) fn end(self, outcome: Result<(), CommError>) {
+        let Self { reply, landing, input, .. } = self;
+        drop((landing, input));
+        // Nobody listens any more when the wait has passed its deadline.
+        let _ = reply.send(outcome);
+    }
 }
 
 /// A read of what a peer has published.
@@ -64,6 +73,12 @@ pub(super) struct Read {
     pub(super) reply: Sender<Result<Got, CommError>>,
 }
 
+impl Read {
+    pub(super) fn at(&self, rank: usize) -> At<'_> {
+        At { group: "window", seq: self.key.version, rank, op: &self.op }
+    }
+}
+
 /// What a read has brought: the owner's tag, and the bytes, unless they went where the reader wanted them.
 #[derive(Debug)]
 pub(super) struct Got {
@@ -71,23 +86,13 @@ pub(super) struct Got {
     pub(super) bytes: Option<Arc<Landing>>,
 }
 
-/// What an owner's serving thread has for a reader.
-#[derive(Debug)]
-pub(super) enum Served {
-    Ready { tag: String, bytes: Arc<Exposed> },
-    Gone,
-    Left,
-    Failed(String),
-}
-
-#[derive(Debug)]
 pub(super) enum Command {
     Exchange(Exchange),
     Read(Read),
     Serve {
         to: usize,
         id: u64,
-        served: Served,
+        answer: Answer<Exposed>,
     },
     /// This rank has failed: the state says how.
     Abort,
@@ -103,19 +108,7 @@ pub(super) enum Command {
 }
 
 /// Bytes that a value lends to be sent.
-pub(super) struct Exposed(pub(super) Box<dyn AsRef<[u8]> + Send + Sync>);
-
-impl Exposed {
-    pub(super) fn bytes(&self) -> &[u8] {
-        (*self.0).as_ref()
-    }
-}
-
-impl core::fmt::Debug for Exposed {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "Exposed({} bytes)", self.bytes().len())
-    }
-}
+pub(super) type Exposed = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// What a window knows of a key.
 pub(crate) enum Found {
@@ -138,7 +131,7 @@ pub(super) enum Job {
     /// Something was published.
     Changed,
     /// Values that were sent: dropped here, since dropping one may run its owner's code.
-    Dispose(Arc<Exposed>),
+    Dispose(Exposed),
     /// This rank publishes nothing more.
     Left,
     /// Ends the thread.

@@ -3,9 +3,7 @@
 //! A message is a kind and its fields, little-endian, texts with their length before them. What is large follows on the
 //! other communicator under a tag that the message names.
 
-use serde::{Deserialize, Serialize};
-
-use crate::CommError;
+use super::super::standing::Trouble;
 use crate::exposure::Key;
 
 /// Payloads up to this many bytes travel inside the control message.
@@ -29,30 +27,26 @@ impl Payload {
     }
 }
 
-/// An operation's name on the wire: group, sequence number in it, phase.
-pub(super) type Slot = (u64, u64, u8);
+/// An exchange's name on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Slot {
+    pub(super) group: u64,
+    /// The operation's number in the group.
+    pub(super) seq: u64,
+    pub(super) phase: u8,
+}
 
 /// What an owner says to a read.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Answer {
+pub(super) enum Answer<P> {
     /// The value.
-    Ready { tag: String, payload: Payload },
+    Ready { tag: String, payload: P },
     /// A later version is there instead.
     Gone,
     /// The owner has ended without publishing it.
     Left,
     /// It cannot be had.
     Failed(String),
-}
-
-/// A rank's trouble, as it is told to the others.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Trouble {
-    /// The rank that failed first.
-    pub(super) peer: usize,
-    pub(super) reason: String,
-    /// The error of communication that it was, if it was one.
-    pub(super) cause: Option<CommError>,
 }
 
 #[derive(Debug, Clone)]
@@ -62,7 +56,7 @@ pub(super) enum Message {
     /// The sender wants what the receiver has published.
     Read { id: u64, window: u32, key: Key },
     /// The answer to a read.
-    Seen { id: u64, answer: Answer },
+    Seen { id: u64, answer: Answer<Payload> },
     /// A rank has failed.
     Abort(Trouble),
     /// The sender takes part in nothing more.
@@ -79,34 +73,6 @@ pub(super) struct Malformed {
     at: usize,
 }
 
-#[derive(Default)]
-struct Writer(Vec<u8>);
-
-impl Writer {
-    fn number(mut self, value: u64) -> Self {
-        self.0.extend_from_slice(&value.to_le_bytes());
-        self
-    }
-
-    fn byte(mut self, value: u8) -> Self {
-        self.0.push(value);
-        self
-    }
-
-    fn bytes(self, value: &[u8]) -> Self {
-        let mut this = self.number(value.len() as u64);
-        this.0.extend_from_slice(value);
-        this
-    }
-
-    fn payload(self, payload: &Payload) -> Self {
-        match payload {
-            Payload::Inline(bytes) => self.byte(0).bytes(bytes),
-            Payload::Follows { bytes, tag } => self.byte(1).number(*bytes).number(*tag as u64),
-        }
-    }
-}
-
 struct Reader<'a> {
     all: &'a [u8],
     at: usize,
@@ -117,7 +83,7 @@ impl<'a> Reader<'a> {
         Err(Malformed { length: self.all.len(), at: self.at })
     }
 
-    fn take(&mut self, len: usize) -> Result<&'a [u8], Malformed> {
+    fn bytes(&mut self, len: usize) -> Result<&'a [u8], Malformed> {
         match self.at.checked_add(len).and_then(|end| self.all.get(self.at..end)) {
             Some(bytes) => {
                 self.at += len;
@@ -126,94 +92,142 @@ impl<'a> Reader<'a> {
             None => self.malformed(),
         }
     }
+}
 
-    fn byte(&mut self) -> Result<u8, Malformed> {
-        Ok(self.take(1)?[0])
+/// A part of a message.
+trait Coded: Sized {
+    fn write(&self, to: &mut Vec<u8>);
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, Malformed>;
+}
+
+impl Coded for u8 {
+    fn write(&self, to: &mut Vec<u8>) {
+        to.push(*self);
     }
 
-    fn number(&mut self) -> Result<u64, Malformed> {
-        let bytes = self.take(8)?;
-        Ok(u64::from_le_bytes(bytes.try_into().expect("eight bytes were taken")))
-    }
-
-    fn bytes(&mut self) -> Result<&'a [u8], Malformed> {
-        let len = self.number()?;
-        self.take(usize::try_from(len).unwrap_or(usize::MAX))
-    }
-
-    fn text(&mut self) -> Result<String, Malformed> {
-        let bytes = self.bytes()?;
-        String::from_utf8(bytes.to_vec()).or_else(|_| self.malformed())
-    }
-
-    fn payload(&mut self) -> Result<Payload, Malformed> {
-        match self.byte()? {
-            0 => Ok(Payload::Inline(self.bytes()?.to_vec())),
-            1 => Ok(Payload::Follows { bytes: self.number()?, tag: self.number()? as i32 }),
-            _ => self.malformed(),
-        }
+    fn read(from: &mut Reader<'_>) -> Result<Self, Malformed> {
+        Ok(from.bytes(1)?[0])
     }
 }
 
+/// All other numbers have eight bytes.
+macro_rules! numbers {
+    ($($number:ty),*) => {$(
+        impl Coded for $number {
+            fn write(&self, to: &mut Vec<u8>) {
+                to.extend_from_slice(&(*self as u64).to_le_bytes());
+            }
+
+            fn read(from: &mut Reader<'_>) -> Result<Self, Malformed> {
+                Ok(u64::from_le_bytes(from.bytes(8)?.try_into().expect("eight bytes were taken")) as $number)
+            }
+        }
+    )*};
+}
+
+numbers!(u64, u32, i32);
+
+impl Coded for Vec<u8> {
+    fn write(&self, to: &mut Vec<u8>) {
+        (self.len() as u64).write(to);
+        to.extend_from_slice(self);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, Malformed> {
+        let len = u64::read(from)?;
+        Ok(from.bytes(usize::try_from(len).unwrap_or(usize::MAX))?.to_vec())
+    }
+}
+
+impl Coded for String {
+    fn write(&self, to: &mut Vec<u8>) {
+        (self.len() as u64).write(to);
+        to.extend_from_slice(self.as_bytes());
+    }
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, Malformed> {
+        String::from_utf8(Vec::read(from)?).or_else(|_| from.malformed())
+    }
+}
+
+impl Coded for Trouble {
+    fn write(&self, to: &mut Vec<u8>) {
+        serde_json::to_vec(self).expect("numbers and texts are always JSON").write(to);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Result<Self, Malformed> {
+        serde_json::from_slice(&Vec::read(from)?).or_else(|_| from.malformed())
+    }
+}
+
+/// The fields in order.
+macro_rules! fields {
+    ($type:ident: $($field:ident),*) => {
+        impl Coded for $type {
+            fn write(&self, to: &mut Vec<u8>) {
+                $(self.$field.write(to);)*
+            }
+
+            fn read(from: &mut Reader<'_>) -> Result<Self, Malformed> {
+                Ok(Self { $($field: Coded::read(from)?),* })
+            }
+        }
+    };
+}
+
+fields!(Slot: group, seq, phase);
+fields!(Key: object, version);
+
+/// A kind, which is a byte, and its fields in order.
+macro_rules! kinds {
+    ($type:ident $(<$of:ty>)?: $($kind:literal $variant:ident $(($only:ident))? $({ $($field:ident),* })?;)*) => {
+        impl Coded for $type $(<$of>)? {
+            fn write(&self, to: &mut Vec<u8>) {
+                match self {$(
+                    $type::$variant $(($only))? $({ $($field),* })? => {
+                        to.push($kind);
+                        $($only.write(to);)?
+                        $($($field.write(to);)*)?
+                    }
+                )*}
+            }
+
+            fn read(from: &mut Reader<'_>) -> Result<Self, Malformed> {
+                Ok(match u8::read(from)? {
+                    $($kind => {
+                        $(let $only = Coded::read(from)?;)?
+                        $($(let $field = Coded::read(from)?;)*)?
+                        $type::$variant $(($only))? $({ $($field),* })?
+                    })*
+                    _ => return from.malformed(),
+                })
+            }
+        }
+    };
+}
+
+kinds!(Payload: 0 Inline(bytes); 1 Follows { bytes, tag };);
+kinds!(Answer<Payload>: 0 Ready { tag, payload }; 1 Gone; 2 Left; 3 Failed(reason););
+kinds!(Message:
+    0 Arrived { slot, op, payload };
+    1 Read { id, window, key };
+    2 Seen { id, answer };
+    3 Abort(trouble);
+    4 Bye;
+    5 Done;
+);
+
 impl Message {
     pub(super) fn encode(&self) -> Vec<u8> {
-        let writer = Writer::default();
-        match self {
-            Message::Arrived { slot: (group, seq, phase), op, payload } => {
-                writer.byte(0).number(*group).number(*seq).byte(*phase).bytes(op.as_bytes()).payload(payload).0
-            }
-            Message::Read { id, window, key } => {
-                writer.byte(1).number(*id).number(u64::from(*window)).number(key.object).number(key.version).0
-            }
-            Message::Seen { id, answer } => {
-                let writer = writer.byte(2).number(*id);
-                match answer {
-                    Answer::Ready { tag, payload } => writer.byte(0).bytes(tag.as_bytes()).payload(payload).0,
-                    Answer::Gone => writer.byte(1).0,
-                    Answer::Left => writer.byte(2).0,
-                    Answer::Failed(reason) => writer.byte(3).bytes(reason.as_bytes()).0,
-                }
-            }
-            Message::Abort(trouble) => {
-                let text = serde_json::to_vec(trouble).expect("numbers and texts are always JSON");
-                writer.byte(3).bytes(&text).0
-            }
-            Message::Bye => writer.byte(4).0,
-            Message::Done => writer.byte(5).0,
-        }
+        let mut bytes = Vec::new();
+        self.write(&mut bytes);
+        bytes
     }
 
     pub(super) fn decode(all: &[u8]) -> Result<Self, Malformed> {
         let mut reader = Reader { all, at: 0 };
-        let message = match reader.byte()? {
-            0 => Message::Arrived {
-                slot: (reader.number()?, reader.number()?, reader.byte()?),
-                op: reader.text()?,
-                payload: reader.payload()?,
-            },
-            1 => Message::Read {
-                id: reader.number()?,
-                window: reader.number()? as u32,
-                key: Key { object: reader.number()?, version: reader.number()? },
-            },
-            2 => Message::Seen {
-                id: reader.number()?,
-                answer: match reader.byte()? {
-                    0 => Answer::Ready { tag: reader.text()?, payload: reader.payload()? },
-                    1 => Answer::Gone,
-                    2 => Answer::Left,
-                    3 => Answer::Failed(reader.text()?),
-                    _ => return reader.malformed(),
-                },
-            },
-            3 => match serde_json::from_slice(reader.bytes()?) {
-                Ok(trouble) => Message::Abort(trouble),
-                Err(_) => return reader.malformed(),
-            },
-            4 => Message::Bye,
-            5 => Message::Done,
-            _ => return reader.malformed(),
-        };
+        let message = Self::read(&mut reader)?;
         if reader.at == all.len() { Ok(message) } else { reader.malformed() }
     }
 }
@@ -221,13 +235,22 @@ impl Message {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::CommError;
 
     fn samples() -> Vec<Message> {
         let payload = Payload::Follows { bytes: 5 << 30, tag: 32_000 };
         let cause = CommError::Gone { rank: 1, what: "parameter 3".into(), peer: 0 };
         vec![
-            Message::Arrived { slot: (7, u64::MAX, 1), op: "barrier".into(), payload: Payload::Inline(vec![]) },
-            Message::Arrived { slot: (1, 2, 0), op: "all_gather of 3 f32".into(), payload: payload.clone() },
+            Message::Arrived {
+                slot: Slot { group: 7, seq: u64::MAX, phase: 1 },
+                op: "barrier".into(),
+                payload: Payload::Inline(vec![]),
+            },
+            Message::Arrived {
+                slot: Slot { group: 1, seq: 2, phase: 0 },
+                op: "all_gather of 3 f32".into(),
+                payload: payload.clone(),
+            },
             Message::Read { id: 9, window: 2, key: Key { object: 3, version: 4 } },
             Message::Seen {
                 id: 9,
@@ -238,10 +261,19 @@ mod tests {
             Message::Seen { id: 1, answer: Answer::Left },
             Message::Seen { id: 1, answer: Answer::Failed("its disk".into()) },
             Message::Abort(Trouble { peer: 1, reason: "é".into(), cause: Some(cause) }),
-            Message::Abort(Trouble { peer: 0, reason: String::new(), cause: None }),
+            Message::Abort(Trouble { peer: 0, reason: "".into(), cause: None }),
             Message::Bye,
             Message::Done,
         ]
+    }
+
+    #[test]
+    fn the_bytes_stay_what_they_are() {
+        let payload = Payload::Follows { bytes: 3, tag: 0x0102 };
+        let message = Message::Seen { id: 7, answer: Answer::Ready { tag: "f".into(), payload } };
+        let number = |first: u8, second: u8| [first, second, 0, 0, 0, 0, 0, 0];
+        let parts = [&[2][..], &number(7, 0), &[0], &number(1, 0), b"f", &[1], &number(3, 0), &number(2, 1)];
+        assert_eq!(message.encode(), parts.concat());
     }
 
     #[test]

@@ -7,25 +7,22 @@
 //! an operation that is given up leaves nothing dangling.
 //!
 //! The link makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
-//! with naps that grow otherwise ([`Idle`]); a command ends a nap at once.
-
-mod payload;
+//! with naps that grow otherwise ([`nap`]); a command ends a nap at once.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crossbeam_channel::Receiver;
-
-use payload::dispose;
+use crossbeam_channel::{Receiver, Sender};
 
 use super::super::DType;
-use super::super::landing::Landing;
-use super::commands::{Asked, Command, Exchange, Got, Job, Read, ReceiveFrom, SendTo, Served};
-use super::link::{Heard, Link};
-use super::message::{Answer, Message, Payload, Slot};
-use super::shared::{At, Shared};
-use super::traffic::{For, Held, Idle, Incoming, Outgoing, Underway};
+use super::super::landing::{Landing, chunks};
+use super::super::operation::At;
+use super::commands::{Asked, Command, Exchange, Exposed, Got, Job, Part, Read};
+use super::link::{Channel, Heard, Link, MAX_TAG};
+use super::message::{Answer, INLINE, Message, Payload, Slot};
+use super::shared::Shared;
+use super::traffic::{For, Held, Incoming, Outgoing, Transfer, Underway, nap, take_ended};
 use crate::CommError;
 use crate::error::LinkError;
 
@@ -40,11 +37,20 @@ struct Active {
     sending: usize,
 }
 
-struct Reading {
+struct Fetch {
     read: Read,
     tag: String,
     landing: Option<Arc<Landing>>,
     pieces: usize,
+}
+
+impl Fetch {
+    /// Gives the result to whoever waits for it, after this thread's hold of its memory.
+    fn end(self, outcome: Result<(), CommError>) {
+        let Self { read: Read { reply, into, .. }, tag, landing, .. } = self;
+        drop(into);
+        let _ = reply.send(outcome.map(|()| Got { tag, bytes: landing }));
+    }
 }
 
 /// What another rank has announced before this one has come to it.
@@ -62,7 +68,7 @@ pub(super) struct Pump<L: Link> {
     chunk: usize,
     active: HashMap<Slot, Active>,
     early: HashMap<Slot, Vec<Early>>,
-    reads: HashMap<u64, Reading>,
+    reads: HashMap<u64, Fetch>,
     underway: Underway<L::Ongoing>,
     next_tag: i32,
     /// Ranks to which there is no connection any more.
@@ -73,7 +79,7 @@ pub(super) struct Pump<L: Link> {
 
 impl<L: Link> Pump<L> {
     pub(super) fn new(link: L, shared: Arc<Shared>, inbox: Receiver<Command>, chunk: usize) -> Self {
-        let lost = vec![false; shared.place.world];
+        let lost = vec![false; shared.state.place.world];
         Self {
             link,
             shared,
@@ -92,10 +98,10 @@ impl<L: Link> Pump<L> {
 
     /// Runs until it is told to finish; gives the link's error, if it came to one. Whether the link was ended well.
     pub(super) fn run(mut self) -> Result<bool, LinkError> {
-        let mut idle = Idle::new();
+        let mut active = Instant::now();
         loop {
             match self.turn() {
-                Ok(true) => idle.reset(),
+                Ok(true) => active = Instant::now(),
                 Ok(false) => {}
                 Err(error) => {
                     self.shared.fail(&error.to_string(), None);
@@ -106,11 +112,11 @@ impl<L: Link> Pump<L> {
             if let Some((finalize, until)) = self.ending
                 && (self.is_quiet() || Instant::now() >= until)
             {
-                let sound = self.shared.trouble().is_none() && self.is_quiet();
+                let sound = self.shared.state.standing.trouble().is_none() && self.is_quiet();
                 self.stop_waits();
                 return if finalize && sound { self.link.close().map(|()| true) } else { Ok(false) };
             }
-            let nap = idle.next(self.moves(), self.expects());
+            let nap = nap(active.elapsed(), self.moves(), self.expects());
             if nap.is_zero() {
                 std::thread::yield_now();
             } else {
@@ -127,10 +133,10 @@ impl<L: Link> Pump<L> {
 
     /// Whether a payload is on its way: one that comes in, or one that its receiver has come to.
     fn moves(&self) -> bool {
-        let wanted = |outgoing: &Outgoing<L::Ongoing>| match (&outgoing.held, outgoing.slot) {
+        let wanted = |Transfer { what, .. }: &Transfer<L::Ongoing, Outgoing>| match (&what.held, what.slot) {
             (Held::Message(_), _) => false,
             (_, None) => true,
-            (_, Some(slot)) => self.active.get(&slot).is_none_or(|active| !active.missing.contains(&outgoing.to)),
+            (_, Some(slot)) => self.active.get(&slot).is_none_or(|active| !active.missing.contains(&what.to)),
         };
         !self.underway.incoming.is_empty() || self.underway.outgoing.iter().any(wanted)
     }
@@ -166,30 +172,27 @@ impl<L: Link> Pump<L> {
             Command::Exchange(exchange) => self.begin(exchange)?,
             Command::Read(read) => {
                 let (id, window, key, peer) = (read.id, read.window, read.key, read.peer);
-                if let Err(error) = self.shared.check(at_read(&read), []) {
-                    end_read(Reading { read, tag: String::new(), landing: None, pieces: 0 }, Err(error));
-                    return Ok(());
-                }
                 if self.lost[peer] {
                     self.shared.blame(peer, "it has ended, and what it had published with it");
-                    let error = self.shared.stopped(at_read(&read));
-                    end_read(Reading { read, tag: String::new(), landing: None, pieces: 0 }, Err(error));
-                    return Ok(());
                 }
-                self.reads.insert(id, Reading { read, tag: String::new(), landing: None, pieces: 0 });
-                self.say(peer, &Message::Read { id, window, key })?;
+                let sound = self.shared.state.standing.check(read.at(self.shared.rank()), []);
+                self.reads.insert(id, Fetch { read, tag: String::new(), landing: None, pieces: 0 });
+                match sound {
+                    Ok(()) => self.say(peer, &Message::Read { id, window, key })?,
+                    error => self.end_read(id, error),
+                }
             }
-            Command::Serve { to, id, served } => {
-                let answer = match served {
-                    Served::Gone => Answer::Gone,
-                    Served::Left => Answer::Left,
-                    Served::Failed(reason) => Answer::Failed(reason),
-                    Served::Ready { tag, bytes } => return self.send_exposed(to, id, tag, bytes),
+            Command::Serve { to, id, answer } => {
+                let answer = match answer {
+                    Answer::Gone => Answer::Gone,
+                    Answer::Left => Answer::Left,
+                    Answer::Failed(reason) => Answer::Failed(reason),
+                    Answer::Ready { tag, payload } => return self.send_exposed(to, id, tag, payload),
                 };
                 self.say(to, &Message::Seen { id, answer })?;
             }
             Command::Abort => {
-                if let Some(trouble) = self.shared.trouble()
+                if let Some(trouble) = self.shared.state.standing.trouble()
                     && !std::mem::replace(&mut self.aborted, true)
                 {
                     self.say_all(&Message::Abort(trouble))?;
@@ -198,13 +201,13 @@ impl<L: Link> Pump<L> {
             }
             Command::Leave => {
                 self.say_all(&Message::Bye)?;
-                self.shared.leave(self.shared.rank());
+                self.shared.state.standing.leave(self.shared.rank());
                 // The serving thread lives until this one has ended.
                 let _ = self.shared.jobs.send(Job::Left);
             }
             Command::Done => {
                 self.say_all(&Message::Done)?;
-                self.shared.note_done(self.shared.rank());
+                self.shared.state.standing.note_done(self.shared.rank());
             }
             Command::Finish { finalize, within } => self.ending = Some((finalize, Instant::now() + within)),
         }
@@ -230,15 +233,15 @@ impl<L: Link> Pump<L> {
                 self.aborted = true;
                 self.stop_waits();
             }
-            Message::Done => self.shared.note_done(from),
+            Message::Done => self.shared.state.standing.note_done(from),
             Message::Bye => {
-                self.shared.leave(from);
+                self.shared.state.standing.leave(from);
                 let waiting: Vec<Slot> =
                     self.active.iter().filter(|(_, of)| of.missing.contains(&from)).map(|(slot, _)| *slot).collect();
                 for slot in waiting {
-                    let active = self.active.remove(&slot).expect("the slot was just found");
-                    let error = self.shared.check(at(&active.exchange), [from]);
-                    end_exchange(active.exchange, error);
+                    let exchange = self.active.remove(&slot).expect("the slot was just found").exchange;
+                    let error = self.shared.state.standing.check(exchange.at(self.shared.rank()), [from]);
+                    exchange.end(error);
                 }
             }
         }
@@ -249,10 +252,10 @@ impl<L: Link> Pump<L> {
     fn lose(&mut self, peer: usize, reason: &str) {
         self.lost[peer] = true;
         // It says nothing more.
-        self.shared.note_done(peer);
-        let owes = self.reads.values().any(|reading| reading.read.peer == peer)
+        self.shared.state.standing.note_done(peer);
+        let owes = self.reads.values().any(|fetch| fetch.read.peer == peer)
             || self.active.values().any(|active| active.receiving.contains_key(&peer));
-        if owes || !self.shared.has_left(peer) {
+        if owes || !self.shared.state.standing.has_left(peer) {
             self.shared.blame(peer, reason);
         }
     }
@@ -261,14 +264,15 @@ impl<L: Link> Pump<L> {
     fn begin(&mut self, exchange: Exchange) -> Result<(), LinkError> {
         let slot = exchange.slot;
         let early = self.early.remove(&slot).unwrap_or_default();
-        let missing: Vec<usize> = exchange.receives.iter().map(|receive| receive.from).collect();
+        let missing: Vec<usize> = exchange.receives.iter().map(|receive| receive.peer).collect();
         let absent = missing.iter().copied().filter(|&peer| early.iter().all(|early| early.from != peer));
-        if let Err(error) = self.shared.check(at(&exchange), absent) {
-            end_exchange(exchange, Err(error));
+        let sound = self.shared.state.standing.check(exchange.at(self.shared.rank()), absent);
+        if sound.is_err() {
+            exchange.end(sound);
             return Ok(());
         }
         let mut sending = 0;
-        for SendTo { to, bytes } in &exchange.sends {
+        for Part { peer: to, bytes } in &exchange.sends {
             let payload = &exchange.input.as_bytes()[bytes.clone()];
             let (announced, tag) = self.announce_payload(payload);
             self.say(*to, &Message::Arrived { slot, op: exchange.op.clone(), payload: announced })?;
@@ -292,24 +296,18 @@ impl<L: Link> Pump<L> {
         let Some(active) = self.active.get_mut(&slot) else { return Ok(()) };
         let Early { from, op, payload } = early;
         let exchange = &active.exchange;
-        let receive = exchange.receives.iter().find(|receive| receive.from == from);
+        let receive = exchange.receives.iter().find(|receive| receive.peer == from);
         let expected = receive.map_or(0, |receive| receive.bytes.len());
         if op != exchange.op || receive.is_none() || payload.bytes() != expected {
             let other_op = if op == exchange.op { format!("{op}, of {} bytes here", payload.bytes()) } else { op };
-            let error = CommError::Mismatch {
-                group: exchange.group.to_string(),
-                seq: slot.1,
-                rank: self.shared.rank(),
-                op: exchange.op.clone(),
-                other_rank: from,
-                other_op,
-            };
+            let error = exchange.at(self.shared.rank()).mismatch(from, other_op);
             self.shared.fail(&error.to_string(), Some(&error));
-            let active = self.active.remove(&slot).expect("it was just found");
-            end_exchange(active.exchange, self.shared.check(At { group: "", seq: slot.1, op: "" }, []));
+            let exchange = self.active.remove(&slot).expect("it was just found").exchange;
+            let first = self.shared.state.standing.check(exchange.at(self.shared.rank()), []);
+            exchange.end(first);
             return Ok(());
         }
-        let ReceiveFrom { bytes, .. } = receive.expect("checked above");
+        let Part { bytes, .. } = receive.expect("checked above");
         let (landing, bytes) = (exchange.landing.clone(), bytes.clone());
         active.missing.retain(|&peer| peer != from);
         exchange.entry.arrived(from, matches!(payload, Payload::Follows { .. }));
@@ -334,131 +332,107 @@ impl<L: Link> Pump<L> {
         if self.active.get(&slot).is_some_and(complete)
             && let Some(active) = self.active.remove(&slot)
         {
-            end_exchange(active.exchange, Ok(()));
+            active.exchange.end(Ok(()));
         }
     }
 
     /// Takes an owner's answer.
-    fn see(&mut self, id: u64, answer: Answer) -> Result<(), LinkError> {
+    fn see(&mut self, id: u64, answer: Answer<Payload>) -> Result<(), LinkError> {
         // Of a read that failed in the meantime: its payload stays where it is.
-        let Some(reading) = self.reads.get_mut(&id) else { return Ok(()) };
-        let read = &reading.read;
-        let (peer, seq, rank) = (read.peer, read.key.version, self.shared.rank());
+        let Some(Fetch { read, .. }) = self.reads.get(&id) else { return Ok(()) };
+        let (peer, rank) = (read.peer, self.shared.rank());
         let error = match answer {
-            Answer::Ready { tag, payload } => {
-                read.entry.arrived(peer, true);
-                reading.tag = tag;
-                let size = payload.bytes();
-                let (landing, range) = match &read.into {
-                    Some((landing, range)) if range.len() == size => (landing.clone(), range.clone()),
-                    Some((_, range)) => {
-                        let error = CommError::Mismatch {
-                            group: "window".into(),
-                            seq,
-                            rank,
-                            op: format!("{} of {} bytes", read.op, range.len()),
-                            other_rank: peer,
-                            other_op: format!("published {} of {size} bytes there", reading.tag),
-                        };
-                        self.end_read(id, Err(error));
-                        if let Payload::Follows { tag, .. } = payload {
-                            // Its owner is sending it, and ends only when it has come somewhere.
-                            let landing = Arc::new(Landing::new(DType::U8, size));
-                            self.receive_payload(peer, tag, &landing, 0..size, For::Nobody)?;
-                        }
-                        return Ok(());
-                    }
-                    None => {
-                        let landing = Arc::new(Landing::new(DType::U8, size));
-                        reading.landing = Some(landing.clone());
-                        (landing, 0..size)
-                    }
-                };
-                match payload {
-                    // SAFETY: the range is this read's alone.
-                    Payload::Inline(bytes) => unsafe { landing.fill(range.start, &bytes) },
-                    Payload::Follows { tag, .. } => {
-                        let pieces = self.receive_payload(peer, tag, &landing, range, For::Read(id))?;
-                        if let Some(reading) = self.reads.get_mut(&id) {
-                            reading.pieces = pieces;
-                        }
-                        return Ok(());
-                    }
-                }
-                drop(landing);
-                self.end_read(id, Ok(()));
-                return Ok(());
-            }
+            Answer::Ready { tag, payload } => return self.see_value(id, tag, payload),
             Answer::Gone => CommError::Gone { rank, what: read.what.clone(), peer },
-            Answer::Left => {
-                let op = read.op.clone();
-                CommError::PeerLeft { group: "window".into(), seq, rank, op, peer }
-            }
-            Answer::Failed(reason) => {
-                let op = read.op.clone();
-                CommError::PeerFailed { group: "window".into(), seq, rank, op, peer, reason: reason.into() }
-            }
+            Answer::Left => read.at(rank).left(peer),
+            Answer::Failed(reason) => read.at(rank).failed(peer, reason.into()),
         };
         self.end_read(id, Err(error));
         Ok(())
     }
 
+    /// Takes the value that was asked for.
+    fn see_value(&mut self, id: u64, tag: String, payload: Payload) -> Result<(), LinkError> {
+        let Some(fetch) = self.reads.get_mut(&id) else { return Ok(()) };
+        fetch.tag = tag;
+        let (read, size) = (&fetch.read, payload.bytes());
+        let peer = read.peer;
+        read.entry.arrived(peer, true);
+        let fresh = || (Arc::new(Landing::new(DType::U8, size)), 0..size);
+        let (landing, range, purpose) = match &read.into {
+            Some((landing, range)) if range.len() == size => (landing.clone(), range.clone(), For::Read(id)),
+            Some((_, range)) => {
+                let op = format!("{} of {} bytes", read.op, range.len());
+                let at = At { op: &op, ..read.at(self.shared.rank()) };
+                let error = at.mismatch(peer, format!("published {} of {size} bytes there", fetch.tag));
+                self.end_read(id, Err(error));
+                // Its owner is sending it, and ends only when it has come somewhere.
+                let (landing, range) = fresh();
+                (landing, range, For::Nobody)
+            }
+            None => {
+                let (landing, range) = fresh();
+                fetch.landing = Some(landing.clone());
+                (landing, range, For::Read(id))
+            }
+        };
+        match payload {
+            Payload::Inline(bytes) => {
+                // SAFETY: the range is this read's alone.
+                unsafe { landing.fill(range.start, &bytes) }
+                drop(landing);
+                self.end_read(id, Ok(()));
+            }
+            Payload::Follows { tag, .. } => {
+                let pieces = self.receive_payload(peer, tag, &landing, range, purpose)?;
+                if let Some(fetch) = self.reads.get_mut(&id) {
+                    fetch.pieces = pieces;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn end_read(&mut self, id: u64, outcome: Result<(), CommError>) {
-        if let Some(reading) = self.reads.remove(&id) {
-            end_read(reading, outcome);
+        if let Some(fetch) = self.reads.remove(&id) {
+            fetch.end(outcome);
         }
     }
 
     /// Ends every wait of this rank with the run's trouble.
     fn stop_waits(&mut self) {
-        for (_, active) in self.active.drain() {
-            let error = Err(self.shared.stopped(at(&active.exchange)));
-            end_exchange(active.exchange, error);
+        for (_, Active { exchange, .. }) in self.active.drain() {
+            let error = Err(self.shared.stopped(exchange.at(self.shared.rank())));
+            exchange.end(error);
         }
-        for (_, reading) in self.reads.drain() {
-            let error = Err(self.shared.stopped(at_read(&reading.read)));
-            end_read(reading, error);
+        for (_, fetch) in self.reads.drain() {
+            let error = Err(self.shared.stopped(fetch.read.at(self.shared.rank())));
+            fetch.end(error);
         }
     }
 
     /// Takes what the link has finished with.
     fn test(&mut self) -> Result<bool, LinkError> {
-        let mut busy = false;
-        let mut at = 0;
-        while at < self.underway.outgoing.len() {
-            if self.link.test(&mut self.underway.outgoing[at].ongoing)?.is_some() {
-                let Outgoing { held, slot, .. } = self.underway.outgoing.swap_remove(at);
-                match held {
-                    Held::Exposed(exposed) => dispose(&self.shared.jobs, exposed),
-                    held => drop(held),
-                }
-                if let Some(slot) = slot
-                    && let Some(active) = self.active.get_mut(&slot)
-                    && active.sending > 0
-                {
-                    active.sending -= 1;
-                    self.end_if_complete(slot);
-                }
-                busy = true;
-            } else {
-                at += 1;
+        let sent = take_ended(&mut self.link, &mut self.underway.outgoing)?;
+        let come = take_ended(&mut self.link, &mut self.underway.incoming)?;
+        let busy = !sent.is_empty() || !come.is_empty();
+        for (Outgoing { held, slot, .. }, _) in sent {
+            if let Held::Exposed(exposed) = held {
+                dispose(&self.shared.jobs, exposed);
+            }
+            if let Some(slot) = slot
+                && let Some(active) = self.active.get_mut(&slot)
+                && active.sending > 0
+            {
+                active.sending -= 1;
+                self.end_if_complete(slot);
             }
         }
-        let mut at = 0;
-        while at < self.underway.incoming.len() {
-            match self.link.test(&mut self.underway.incoming[at].ongoing)? {
-                Some(bytes) => {
-                    let Incoming { bytes: expected, landing, purpose, .. } = self.underway.incoming.swap_remove(at);
-                    drop(landing);
-                    if bytes != expected {
-                        let reason = format!("{bytes} bytes came where {expected} were announced");
-                        self.shared.fail(&reason, None);
-                        return Ok(true);
-                    }
-                    self.landed(purpose);
-                    busy = true;
-                }
-                None => at += 1,
+        for (Incoming { bytes: expected, landing, purpose }, bytes) in come {
+            drop(landing);
+            match bytes == expected {
+                true => self.landed(purpose),
+                false => self.shared.fail(&format!("{bytes} bytes came where {expected} were announced"), None),
             }
         }
         Ok(busy)
@@ -480,35 +454,99 @@ impl<L: Link> Pump<L> {
                 self.end_if_complete(slot);
             }
             For::Read(id) => {
-                let Some(reading) = self.reads.get_mut(&id) else { return };
-                reading.pieces -= 1;
-                if reading.pieces == 0 {
+                let Some(fetch) = self.reads.get_mut(&id) else { return };
+                fetch.pieces -= 1;
+                if fetch.pieces == 0 {
                     self.end_read(id, Ok(()));
                 }
             }
             For::Nobody => {}
         }
     }
+
+    // ---- messages and payloads on their way ----
+
+    /// How a payload is announced, and the tag under which it is to be sent, if it does not go along.
+    fn announce_payload(&mut self, bytes: &[u8]) -> (Payload, Option<i32>) {
+        if bytes.len() <= INLINE {
+            return (Payload::Inline(bytes.to_vec()), None);
+        }
+        let tag = self.next_tag;
+        // Payloads of one pair of ranks that are under way at once are far fewer than there are tags.
+        self.next_tag = (tag + 1) % MAX_TAG;
+        (Payload::Follows { bytes: bytes.len() as u64, tag }, Some(tag))
+    }
+
+    fn say(&mut self, to: usize, message: &Message) -> Result<(), LinkError> {
+        let bytes = message.encode();
+        // SAFETY: the vector is kept, unmoved on the heap, until the send has ended.
+        let ongoing = unsafe { self.link.send(Channel::Control, to, 0, &bytes) }?;
+        let what = Outgoing { held: Held::Message(bytes), to, slot: None };
+        self.underway.outgoing.push(Transfer { ongoing, what });
+        Ok(())
+    }
+
+    fn say_all(&mut self, message: &Message) -> Result<(), LinkError> {
+        let rank = self.shared.rank();
+        (0..self.lost.len()).filter(|&to| to != rank).try_for_each(|to| self.say(to, message))
+    }
+
+    /// Starts sending a payload; in how many pieces.
+    fn send_payload(
+        &mut self,
+        to: usize,
+        tag: i32,
+        bytes: &[u8],
+        slot: Option<Slot>,
+        held: impl Fn() -> Held,
+    ) -> Result<usize, LinkError> {
+        let mut pieces = 0;
+        for range in chunks(bytes.len(), self.chunk) {
+            let piece = &bytes[range];
+            // SAFETY: what is held keeps the bytes where they are, and nobody writes to them, until the send has ended.
+            let ongoing = unsafe { self.link.send(Channel::Data, to, tag, piece) }?;
+            self.underway.outgoing.push(Transfer { ongoing, what: Outgoing { held: held(), to, slot } });
+            pieces += 1;
+        }
+        Ok(pieces)
+    }
+
+    fn send_exposed(&mut self, to: usize, id: u64, tag: String, exposed: Exposed) -> Result<(), LinkError> {
+        let bytes = (*exposed).as_ref();
+        let (payload, data_tag) = self.announce_payload(bytes);
+        self.say(to, &Message::Seen { id, answer: Answer::Ready { tag, payload } })?;
+        match data_tag {
+            Some(data_tag) => {
+                self.send_payload(to, data_tag, bytes, None, || Held::Exposed(exposed.clone()))?;
+            }
+            None => dispose(&self.shared.jobs, exposed),
+        }
+        Ok(())
+    }
+
+    /// Posts the receives of a payload; how many.
+    fn receive_payload(
+        &mut self,
+        from: usize,
+        tag: i32,
+        landing: &Arc<Landing>,
+        range: core::ops::Range<usize>,
+        purpose: For,
+    ) -> Result<usize, LinkError> {
+        let mut pieces = 0;
+        for piece in chunks(range.len(), self.chunk) {
+            let piece = range.start + piece.start..range.start + piece.end;
+            // SAFETY: the landing is kept until the receive has ended, and this range of it is this payload's alone.
+            let ongoing = unsafe { self.link.receive(from, tag, landing.target(&piece), piece.len()) }?;
+            let what = Incoming { bytes: piece.len(), landing: landing.clone(), purpose };
+            self.underway.incoming.push(Transfer { ongoing, what });
+            pieces += 1;
+        }
+        Ok(pieces)
+    }
 }
 
-fn at(exchange: &Exchange) -> At<'_> {
-    At { group: &exchange.group, seq: exchange.slot.1, op: &exchange.op }
-}
-
-fn at_read(read: &Read) -> At<'_> {
-    At { group: "window", seq: read.key.version, op: &read.op }
-}
-
-/// Gives the exchange's result to whoever waits for it, after this thread's hold of its memory.
-fn end_exchange(exchange: Exchange, outcome: Result<(), CommError>) {
-    let Exchange { reply, landing, input, .. } = exchange;
-    drop((landing, input));
-    // Nobody listens any more when the wait has passed its deadline.
-    let _ = reply.send(outcome);
-}
-
-fn end_read(reading: Reading, outcome: Result<(), CommError>) {
-    let Reading { read: Read { reply, into, .. }, tag, landing, .. } = reading;
-    drop(into);
-    let _ = reply.send(outcome.map(|()| Got { tag, bytes: landing }));
+fn dispose(jobs: &Sender<Job>, exposed: Exposed) {
+    // When the serving thread has ended, the value is dropped here.
+    let _ = jobs.send(Job::Dispose(exposed));
 }

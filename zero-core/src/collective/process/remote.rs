@@ -5,14 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
+use crossbeam_channel::{Receiver, bounded};
 
 use super::super::flight::{Entry, Opening};
 use super::super::landing::Landing;
+use super::super::operation::At;
 use super::super::{Buffer, DType};
-use super::comm::ProcessComm;
 use super::commands::{Command, Got, Job, Lookup, Read};
-use super::shared::{At, Shared};
+use super::rank::ProcessComm;
+use super::shared::Shared;
 use crate::CommError;
 use crate::exposure::Key;
 
@@ -26,7 +27,7 @@ pub(crate) struct Remote {
 impl Remote {
     /// The next window of `comm`'s run, of which other ranks see what `lookup` finds.
     pub(crate) fn join(comm: &ProcessComm, lookup: Lookup) -> Self {
-        let shared = comm.shared().clone();
+        let shared = comm.engine().shared.clone();
         // Relaxed: only the number matters, and windows are joined in an order that the program gives.
         let window = shared.next_window.fetch_add(1, Ordering::Relaxed);
         // A run that has ended has nobody who asks.
@@ -43,7 +44,8 @@ impl Remote {
     }
 
     pub(crate) fn check(&self, what: &str) -> Result<(), CommError> {
-        self.shared.check(At { group: "window", seq: 0, op: what }, [])
+        let at = At { group: "window", seq: 0, rank: self.shared.rank(), op: &what };
+        self.shared.state.standing.check(at, [])
     }
 
     /// Asks `peer` for `key`. The bytes go to `into`, or else get memory of their own.
@@ -56,7 +58,7 @@ impl Remote {
     ) -> Asking {
         let op = format!("a gather of {what}");
         let shared = self.shared.clone();
-        let entry = shared.recorder.open(Opening {
+        let entry = shared.state.recorder.open(Opening {
             group: "window",
             group_id: u64::from(self.window),
             seq: key.version,
@@ -79,11 +81,9 @@ impl Remote {
             reply,
             entry: entry.clone(),
         }));
-        Asking { shared, entry, result, begin: Instant::now(), peer, key, op }
+        Asking { shared, entry, result, begin: Instant::now(), peer, version: key.version, op }
     }
-}
 
-impl Remote {
     /// Pieces that together cover `bytes` bytes: `own`, and those of other ranks, which are received in place.
     pub(crate) fn gather(
         &self,
@@ -108,14 +108,9 @@ impl Remote {
             let peer = asking.peer;
             let (theirs, _) = asking.wait()?;
             if theirs != tag {
-                return Err(CommError::Mismatch {
-                    group: "window".to_string(),
-                    seq: key.version,
-                    rank: self.shared.rank(),
-                    op: format!("a gather of {what} of {tag}, {length} bytes"),
-                    other_rank: peer,
-                    other_op: format!("published {theirs} there"),
-                });
+                let op = format!("a gather of {what} of {tag}, {length} bytes");
+                let at = At { group: "window", seq: key.version, rank: self.shared.rank(), op: &op };
+                return Err(at.mismatch(peer, format!("published {theirs} there")));
             }
         }
         let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
@@ -132,33 +127,15 @@ pub(crate) struct Asking {
     result: Receiver<Result<Got, CommError>>,
     begin: Instant,
     peer: usize,
-    key: Key,
+    version: u64,
     op: String,
 }
 
 impl Asking {
     /// The owner's tag, and the bytes unless they went elsewhere.
     pub(crate) fn wait(self) -> Result<(String, Option<Vec<u8>>), CommError> {
-        let at = At { group: "window", seq: self.key.version, op: &self.op };
-        let deadline = self.shared.deadline;
-        let outcome = match self.result.recv_timeout(deadline.saturating_sub(self.begin.elapsed())) {
-            Ok(outcome) => outcome,
-            Err(RecvTimeoutError::Disconnected) => Err(self.shared.stopped(at)),
-            Err(RecvTimeoutError::Timeout) => {
-                let error = CommError::Timeout {
-                    group: "window".to_string(),
-                    seq: self.key.version,
-                    rank: self.shared.rank(),
-                    op: self.op.clone(),
-                    waited_ms: self.begin.elapsed().as_millis() as u64,
-                    missing: vec![self.peer],
-                };
-                self.shared.fail(&error.to_string(), Some(&error));
-                Err(error)
-            }
-        };
-        self.shared.recorder.close(&self.entry, outcome.as_ref().map(|_| ()).map_err(CommError::to_string));
-        let Got { tag, bytes } = outcome?;
+        let at = At { group: "window", seq: self.version, rank: self.shared.rank(), op: &self.op };
+        let Got { tag, bytes } = self.shared.await_reply(at, &self.result, self.begin, &self.entry)?;
         let bytes = bytes.map(|landing| {
             let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
             // SAFETY: the read has ended well, so all bytes have come.
@@ -171,6 +148,6 @@ impl Asking {
 impl Drop for Asking {
     fn drop(&mut self) {
         // Nothing when it was waited for.
-        self.shared.recorder.close(&self.entry, Err("nobody waits for it any more".to_string()));
+        self.shared.state.recorder.close(&self.entry, Err("nobody waits for it any more".to_string()));
     }
 }

@@ -4,23 +4,25 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, bounded, unbounded};
 
+use super::super::comm::{Comm, RankState};
 use super::super::flight::Recorder;
 use super::super::launcher::{Place, Rendezvous, Start, World};
-use super::super::threads::{Stopped, ThreadOptions, panic_reason};
-use super::super::{AT_THE_END, Collective, exit};
-use super::comm::ProcessComm;
+use super::super::progress::joined;
+use super::super::standing::{Standing, Trouble};
+use super::super::threads::{ThreadOptions, caught, panic_reason};
+use super::super::{Collective, exit};
 use super::commands::{Command, Job};
 use super::link::tcp::TcpLink;
 use super::link::{Link, MAX_CHUNK};
-use super::message::Trouble;
 use super::pump::Pump;
+use super::rank::{ProcessComm, ProcessRank};
 use super::rendezvous::{self, Mesh, Refused};
 use super::serve::serve;
-use super::shared::{At, Shared};
+use super::shared::Shared;
 use crate::error::{LinkError, StartError};
 use crate::{CommError, LaunchError, RankFailure};
 
@@ -165,7 +167,9 @@ fn over<L: Link>(
             }
         };
         let recorder = Recorder::new(place.rank, place.world, flight_dir);
-        let shared = Shared::new(place, deadline, recorder, commands, jobs);
+        let standing = Arc::new(Standing::new(place.world));
+        let state = RankState { place, deadline, recorder, wire: Arc::default(), standing };
+        let shared = Shared::new(state, commands, jobs);
         let _ = ready.send(Ok(shared.clone()));
         let pump = Pump::new(link, shared.clone(), inbox, chunk_bytes.clamp(1, MAX_CHUNK));
         catch_unwind(AssertUnwindSafe(|| pump.run())).unwrap_or_else(|payload| {
@@ -191,7 +195,8 @@ fn over<L: Link>(
         .spawn(move || serve(&server, &requests, &server.parked))
         .map_err(failed)?;
     let threads = Some(Threads { pump, window });
-    Ok(ProcessRun { comm: ProcessComm::world_of(shared), grace: options.grace, threads, warnings: Box::default() })
+    let comm = Comm::of_all(ProcessRank { shared, keeper: None }, "world");
+    Ok(ProcessRun { comm, grace: options.grace, threads, warnings: Box::default() })
 }
 
 /// Naps of microseconds are to last that long: the system rounds them up to 50 otherwise.
@@ -215,37 +220,13 @@ impl ProcessRun {
         &self.warnings
     }
 
-    /// Counts this rank as ended, and waits until the others have ended too: what they still read from this rank (see
-    /// [`crate::window`]) must stay there so long. A collective that still waits for this rank fails.
-    ///
-    /// The others may have much to do that is theirs alone, such as an export: this waits for 24 deadlines. A rank
-    /// whose process ends is noticed at once all the same.
+    /// See [`Comm::wait_for_others`](super::super::Comm::wait_for_others).
     ///
     /// # Errors
     ///
-    /// [`CommError`] when a rank fails meanwhile, or does not end in that time.
+    /// As there.
     pub fn wait_for_others(&self) -> Result<(), CommError> {
-        let shared = self.comm.shared();
-        let op = "waiting for the other ranks to end";
-        let at = At { group: self.comm.label(), seq: u64::MAX, op };
-        shared.check(at, [])?;
-        let begin = Instant::now();
-        shared.say_goodbye();
-        let missing = shared.wait_for_leavers(shared.deadline * AT_THE_END);
-        shared.check(at, [])?;
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let error = CommError::Timeout {
-            group: self.comm.label().to_string(),
-            seq: u64::MAX,
-            rank: shared.rank(),
-            op: op.to_string(),
-            waited_ms: begin.elapsed().as_millis() as u64,
-            missing,
-        };
-        shared.fail(&error.to_string(), Some(&error));
-        Err(error)
+        self.comm.wait_for_others()
     }
 
     /// Ends this rank. When all has gone well everywhere, the link is ended too. When a rank has failed, the link is left as
@@ -261,8 +242,12 @@ impl ProcessRun {
     /// The group of all ranks, for as long as it, or a group made of it, is kept: with the last of them this rank ends, well
     /// unless its thread panics. For a group beside another engine, whose end is its own.
     pub fn into_comm(self) -> Arc<ProcessComm> {
-        let comm = self.comm.clone();
-        ProcessComm::keeping(&comm, Arc::new(Ending(Some(self))))
+        let (comm, shared) = (self.comm.clone(), self.shared().clone());
+        comm.moved_to(ProcessRank { shared, keeper: Some(Arc::new(Ending(Some(self)))) })
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.comm.engine().shared
     }
 
     /// Ends this rank, after `failure`, if it has one of its own.
@@ -270,8 +255,8 @@ impl ProcessRun {
     where
         E: core::fmt::Display + core::fmt::Debug,
     {
-        let shared = self.comm.shared().clone();
-        let (rank, world) = (shared.rank(), shared.place.world);
+        let shared = self.shared().clone();
+        let (rank, world) = (shared.rank(), shared.state.place.world);
         if let Some(failure) = &failure {
             let cause = match failure {
                 RankFailure::Comm(error) => Some(&**error),
@@ -284,12 +269,12 @@ impl ProcessRun {
         if waited.is_ok() {
             self.end();
         }
-        let Some(Trouble { peer, reason, cause }) = shared.trouble() else { return Ok(()) };
+        let Some(Trouble { peer, reason, cause }) = shared.state.standing.trouble() else { return Ok(()) };
         let failure = match (failure, cause) {
             // A deadline stays one, whatever the body made of it: the exit code depends on it.
             (Some(own), cause) if peer == rank && !matches!(cause, Some(CommError::Timeout { .. })) => own,
             (_, Some(error)) => RankFailure::Comm(Box::new(error)),
-            (_, None) => RankFailure::Aborted(reason),
+            (_, None) => RankFailure::Aborted(reason.to_string()),
         };
         let error = LaunchError::Rank { rank: peer, world, failure: Box::new(failure) };
         Err(Failed { error, ending: Some(self) })
@@ -298,23 +283,23 @@ impl ProcessRun {
     /// Ends the threads, and the link well if all is well.
     fn end(&mut self) {
         let Some(Threads { pump, window }) = self.threads.take() else { return };
-        let shared = self.comm.shared().clone();
-        let sound = shared.trouble().is_none();
+        let shared = self.shared().clone();
+        let sound = shared.state.standing.trouble().is_none();
         if !sound {
-            shared.recorder.finish(self.grace);
+            shared.state.recorder.finish(self.grace);
             shared.send(Command::Done);
-            shared.wait_for_done(self.grace);
+            shared.state.standing.wait_for_done(self.grace);
         }
-        let within = if sound { shared.deadline } else { Duration::from_millis(50) };
+        let within = if sound { shared.state.deadline } else { Duration::from_millis(50) };
         shared.send(Command::Finish { finalize: sound, within });
         // The communication thread ends first: it still hands values to the other one.
-        let ended = joined(pump, if sound { within + shared.deadline } else { JOIN });
+        let ended = joined(pump, if sound { within + shared.state.deadline } else { JOIN });
         let _ = shared.jobs.send(Job::Stop);
         joined(window, JOIN);
         let reason = match ended {
             Some(Ok(Ok(true))) => return,
-            Some(Ok(Err(error))) => error.to_string(),
-            _ => "its communication did not end".to_string(),
+            Some(Ok(Err(error))) => error.to_string().into(),
+            _ => "its communication did not end".into(),
         };
         // Kept as this run's trouble, if it has none yet; nobody is left to be told.
         shared.note(Trouble { peer: shared.rank(), reason, cause: None });
@@ -331,10 +316,10 @@ impl Drop for Ending {
         if std::thread::panicking() {
             run.comm.abort("it panicked");
         }
-        let shared = run.comm.shared().clone();
+        let shared = run.shared().clone();
         shared.say_goodbye();
         // The others go on among themselves without this rank; those that end too are waited for, so that none is cut off.
-        shared.wait_for_leavers(LEAVE.min(shared.deadline));
+        shared.state.standing.wait_for_leavers(LEAVE.min(shared.state.deadline));
         run.end();
     }
 }
@@ -344,7 +329,8 @@ impl Drop for Ending {
 /// A launcher ends all ranks when the first ends badly. So a rank first says what it has to say (prints the error), and
 /// then drops this, or calls [`Failed::end_process`]: it tells the others that it may be ended, and waits until all have
 /// come so far, at most [`ProcessOptions::grace`].
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
 pub struct Failed<E: core::fmt::Display + core::fmt::Debug> {
     /// The trouble of the first rank that failed.
     pub error: LaunchError<E>,
@@ -366,30 +352,6 @@ impl<E: core::fmt::Display + core::fmt::Debug> Failed<E> {
         drop(self.ending);
         exit::end_process(code)
     }
-}
-
-impl<E: core::fmt::Display + core::fmt::Debug> core::fmt::Display for Failed<E> {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl<E: core::fmt::Display + core::fmt::Debug> std::error::Error for Failed<E> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        None
-    }
-}
-
-/// A thread's result, if it ends in time; one that does not (it is inside MPI) is left to the end of the process.
-fn joined<T>(thread: JoinHandle<T>, within: Duration) -> Option<std::thread::Result<T>> {
-    let end = Instant::now() + within;
-    while !thread.is_finished() {
-        if Instant::now() >= end {
-            return None;
-        }
-        std::thread::sleep(Duration::from_micros(200));
-    }
-    Some(thread.join())
 }
 
 impl Drop for ProcessRun {
@@ -433,14 +395,9 @@ where
 {
     let run = self::start(options, start)
         .map_err(|error| Failed { error: LaunchError::Start(Box::new(error)), ending: None })?;
-    let failure = match catch_unwind(AssertUnwindSafe(|| body(&run))) {
-        Ok(Ok(value)) => return run.close(None).map(|()| value),
-        Ok(Err(error)) => RankFailure::Failed(error),
-        Err(payload) => match payload.downcast::<CommError>() {
-            Ok(error) => RankFailure::Comm(error),
-            Err(payload) if payload.is::<Stopped>() => RankFailure::Aborted(panic_reason(&*payload)),
-            Err(payload) => RankFailure::Panicked(panic_reason(&*payload)),
-        },
+    let failure = match caught(|| body(&run)) {
+        Ok(value) => return run.close(None).map(|()| value),
+        Err(failure) => failure,
     };
     let failed = run.close(Some(failure));
     Err(failed.expect_err("a run with a rank that failed has failed"))

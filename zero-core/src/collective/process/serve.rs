@@ -5,14 +5,14 @@
 //! and every few milliseconds, until it can be answered; the others do not wait behind it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
 use super::super::threads::panic_reason;
-use super::commands::{Asked, Command, Exposed, Found, Job, Lookup, Parked, Served};
+use super::commands::{Asked, Command, Found, Job, Lookup, Parked};
+use super::message::Answer;
 use super::shared::Shared;
 use crate::exposure::Exposure;
 
@@ -69,14 +69,14 @@ fn answer(shared: &Shared, lookups: &[(u32, Lookup)], asked: Asked, left: bool) 
             .unwrap_or_else(|payload| Found::Here(Exposure::Failed(panic_reason(&*payload)))),
         None => Found::Absent,
     };
-    let served = match found {
+    let answer = match found {
         Found::Here(Exposure::Pending) => return false,
         Found::Absent if !left => return false,
-        Found::Absent => Served::Left,
-        Found::Gone => Served::Gone,
-        Found::Here(Exposure::Failed(reason)) => Served::Failed(reason),
-        Found::Here(Exposure::Ready { tag, bytes }) => Served::Ready { tag, bytes: Arc::new(Exposed(bytes)) },
+        Found::Absent => Answer::Left,
+        Found::Gone => Answer::Gone,
+        Found::Here(Exposure::Failed(reason)) => Answer::Failed(reason),
+        Found::Here(Exposure::Ready { tag, bytes }) => Answer::Ready { tag, payload: bytes.into() },
     };
-    shared.send(Command::Serve { to: from, id, served });
+    shared.send(Command::Serve { to: from, id, answer });
     true
 }

@@ -1,27 +1,44 @@
 //! What the link has been given and not finished with, and how the communication thread waits for it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::Buffer;
 use super::super::landing::Landing;
 use super::commands::Exposed;
+use super::link::Link;
 use super::message::Slot;
+use crate::error::LinkError;
 
 /// What keeps bytes where they are while the link sends them.
 #[allow(dead_code)] // Held, not read.
 pub(super) enum Held {
     Message(Vec<u8>),
     Input(Arc<Buffer>),
-    Exposed(Arc<Exposed>),
+    Exposed(Exposed),
 }
 
-pub(super) struct Outgoing<O> {
+/// What the link has been given: to send, or to receive.
+pub(super) struct Transfer<O, T> {
     pub(super) ongoing: O,
+    pub(super) what: T,
+}
+
+/// A message, or a piece of a payload, that goes out.
+pub(super) struct Outgoing {
     pub(super) held: Held,
     pub(super) to: usize,
     /// The exchange that this is part of.
     pub(super) slot: Option<Slot>,
+}
+
+/// A piece of a payload that comes in.
+pub(super) struct Incoming {
+    pub(super) bytes: usize,
+    /// Keeps the memory that the link writes to.
+    #[allow(dead_code)] // Held, not read.
+    pub(super) landing: Arc<Landing>,
+    pub(super) purpose: For,
 }
 
 /// For what a piece comes in.
@@ -35,8 +52,8 @@ pub(super) enum For {
 
 /// What the link has not finished with.
 pub(super) struct Underway<O> {
-    pub(super) outgoing: Vec<Outgoing<O>>,
-    pub(super) incoming: Vec<Incoming<O>>,
+    pub(super) outgoing: Vec<Transfer<O, Outgoing>>,
+    pub(super) incoming: Vec<Transfer<O, Incoming>>,
 }
 
 impl<O> Default for Underway<O> {
@@ -53,39 +70,30 @@ impl<O> Drop for Underway<O> {
     }
 }
 
-pub(super) struct Incoming<O> {
-    pub(super) ongoing: O,
-    pub(super) bytes: usize,
-    /// Keeps the memory that the link writes to.
-    pub(super) landing: Arc<Landing>,
-    pub(super) purpose: For,
+/// Takes out of `transfers` what the link has finished with, each with its bytes.
+pub(super) fn take_ended<L: Link, T>(
+    link: &mut L,
+    transfers: &mut Vec<Transfer<L::Ongoing, T>>,
+) -> Result<Vec<(T, usize)>, LinkError> {
+    let (mut ended, mut at) = (Vec::new(), 0);
+    while let Some(transfer) = transfers.get_mut(at) {
+        match link.test(&mut transfer.ongoing)? {
+            Some(bytes) => ended.push((transfers.swap_remove(at).what, bytes)),
+            None => at += 1,
+        }
+    }
+    Ok(ended)
 }
 
 /// How long the thread may nap between two looks at the link: the longer the longer nothing has happened.
-pub(super) struct Idle {
-    since: Instant,
-}
-
-impl Idle {
-    pub(super) fn new() -> Self {
-        Self { since: Instant::now() }
-    }
-
-    pub(super) fn reset(&mut self) {
-        self.since = Instant::now();
-    }
-
-    pub(super) fn next(&self, moving: bool, expecting: bool) -> Duration {
-        let quiet = self.since.elapsed();
-        let steps: &[(u64, u64)] = match (moving, expecting) {
-            // A payload on its way is copied by these very calls. One that does not move leaves the processor to others.
-            (true, _) => &[(5_000, 0), (50_000, 20), (1_000_000, 50)],
-            (false, true) => &[(50, 0), (2_000, 20), (20_000, 50), (200_000, 200)],
-            (false, false) => &[(20, 0), (1_000, 50), (10_000, 100), (100_000, 500), (1_000_000, 1_000)],
-        };
-        let longest = if moving || expecting { 500 } else { 2_000 };
-        let quiet = quiet.as_micros() as u64;
-        let nap = steps.iter().find(|(until, _)| quiet < *until).map_or(longest, |&(_, nap)| nap);
-        Duration::from_micros(nap)
-    }
+pub(super) fn nap(quiet: Duration, moving: bool, expecting: bool) -> Duration {
+    let steps: &[(u64, u64)] = match (moving, expecting) {
+        // A payload on its way is copied by these very calls. One that does not move leaves the processor to others.
+        (true, _) => &[(5_000, 0), (50_000, 20), (1_000_000, 50)],
+        (false, true) => &[(50, 0), (2_000, 20), (20_000, 50), (200_000, 200)],
+        (false, false) => &[(20, 0), (1_000, 50), (10_000, 100), (100_000, 500), (1_000_000, 1_000)],
+    };
+    let longest = if moving || expecting { 500 } else { 2_000 };
+    let quiet = quiet.as_micros() as u64;
+    Duration::from_micros(steps.iter().find(|(until, _)| quiet < *until).map_or(longest, |&(_, nap)| nap))
 }

@@ -37,19 +37,12 @@ pub(super) trait Link {
     /// A send or receive that the link has not finished with.
     type Ongoing;
 
-    /// Starts sending `length` bytes. Pieces under one tag are received in the order in which they are sent.
+    /// Starts sending bytes. Pieces under one tag are received in the order in which they are sent.
     ///
     /// # Safety
     ///
     /// The bytes stay where they are, unchanged, until [`Link::test`] has said that the send has ended, or for ever.
-    unsafe fn send(
-        &mut self,
-        channel: Channel,
-        to: usize,
-        tag: i32,
-        bytes: *const u8,
-        length: usize,
-    ) -> Result<Self::Ongoing, LinkError>;
+    unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Self::Ongoing, LinkError>;
 
     /// Starts receiving `length` bytes of data.
     ///

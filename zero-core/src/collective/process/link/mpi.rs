@@ -112,28 +112,14 @@ impl MpiLink {
 impl Link for MpiLink {
     type Ongoing = Ongoing;
 
-    unsafe fn send(
-        &mut self,
-        channel: Channel,
-        to: usize,
-        tag: i32,
-        bytes: *const u8,
-        length: usize,
-    ) -> Result<Ongoing, LinkError> {
+    unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Ongoing, LinkError> {
+        let length = bytes.len();
         assert!(length <= MAX_CHUNK, "payloads are cut into messages that MPI can count");
         let mut request = MaybeUninit::uninit();
         // SAFETY: the caller answers for the bytes; `request` is written when the call succeeds, and read only then.
         unsafe {
-            let (bytes, comm) = (bytes.cast::<c_void>(), self.comm(channel));
-            let code = ffi::MPI_Isend(
-                bytes,
-                length as c_int,
-                ffi::RSMPI_UINT8_T,
-                to as c_int,
-                tag,
-                comm,
-                request.as_mut_ptr(),
-            );
+            let (bytes, length, comm) = (bytes.as_ptr().cast::<c_void>(), length as c_int, self.comm(channel));
+            let code = ffi::MPI_Isend(bytes, length, ffi::RSMPI_UINT8_T, to as c_int, tag, comm, request.as_mut_ptr());
             checked("MPI_Isend", code)?;
             Ok(Ongoing(request.assume_init()))
         }
@@ -144,9 +130,8 @@ impl Link for MpiLink {
         let mut request = MaybeUninit::uninit();
         // SAFETY: as in `send`.
         unsafe {
-            let (to, comm) = (to.cast::<c_void>(), self.comm(Channel::Data));
-            let code =
-                ffi::MPI_Irecv(to, length as c_int, ffi::RSMPI_UINT8_T, from as c_int, tag, comm, request.as_mut_ptr());
+            let (to, length, comm) = (to.cast::<c_void>(), length as c_int, self.comm(Channel::Data));
+            let code = ffi::MPI_Irecv(to, length, ffi::RSMPI_UINT8_T, from as c_int, tag, comm, request.as_mut_ptr());
             checked("MPI_Irecv", code)?;
             Ok(Ongoing(request.assume_init()))
         }

@@ -13,7 +13,7 @@ use hmac::Mac;
 
 use super::super::super::launcher::random;
 use super::error::Refused;
-use super::hello::{CODE, HEAD, HELLO, HELLO_LIMIT, JOB, Key, MAGIC, PROTOCOL, REASON, settle};
+use super::hello::{CODE, HEAD, HELLO, HELLO_LIMIT, JOB, JobKey, MAGIC, PROTOCOL, REASON, settle};
 
 /// Most connections at a time that have not said who they are. When more come, the oldest has to go, if it has had this long.
 const GUESTS: usize = 256;
@@ -28,7 +28,7 @@ pub(super) struct Expected<'a> {
     pub(super) world: usize,
     /// The ranks that are to come.
     pub(super) ranks: core::ops::Range<usize>,
-    pub(super) key: &'a Key,
+    pub(super) key: &'a JobKey,
 }
 
 /// Who was turned away: each reason once, with how many had it.
@@ -345,7 +345,7 @@ mod tests {
         let listener = bind("127.0.0.1", 0).unwrap();
         let port = listener.local_addr().unwrap().port();
         listener.set_nonblocking(true).unwrap();
-        let key = Key::of(&Rendezvous::default());
+        let key = JobKey::of(&Rendezvous::default());
         let mut stale = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let mut hello = MAGIC.to_vec();
         for number in [PROTOCOL, 2, 1] {
@@ -374,7 +374,7 @@ mod tests {
         let listener = bind("127.0.0.1", 0).unwrap();
         let port = listener.local_addr().unwrap().port();
         listener.set_nonblocking(true).unwrap();
-        let key = Key::of(&Rendezvous::default());
+        let key = JobKey::of(&Rendezvous::default());
         let until = Instant::now() + Duration::from_secs(5);
         let come = |rank| knock(("127.0.0.1", port), 0, (rank, 3), &key, until).unwrap().0;
         std::thread::scope(|scope| {
@@ -398,7 +398,7 @@ mod tests {
         let listener = bind("127.0.0.1", 0).unwrap();
         let port = listener.local_addr().unwrap().port();
         listener.set_nonblocking(true).unwrap();
-        let key = Key::of(&Rendezvous::default());
+        let key = JobKey::of(&Rendezvous::default());
         let until = Instant::now() + Duration::from_secs(8);
         std::thread::scope(|scope| {
             let slow = scope.spawn(move || {

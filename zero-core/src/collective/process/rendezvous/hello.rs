@@ -12,10 +12,10 @@
 
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, Mac};
+use rustix::net::sockopt;
 use sha2::{Digest, Sha256};
 
 use super::super::super::launcher::{Rendezvous, random};
@@ -47,17 +47,16 @@ const WRITE_LIMIT: Duration = Duration::from_secs(30);
 
 /// How long what was sent may go without an answer of the other machine: longer than a machine that is moved, or a process that
 /// is stopped for a moment with its buffers full, stays away.
-#[cfg(target_os = "linux")]
-const CUT_OFF_MS: libc::c_int = 60_000;
+const CUT_OFF_MS: u32 = 60_000;
 
 /// What a rank knows of its job, and a stranger does not.
-pub(super) struct Key {
+pub(super) struct JobKey {
     pub(super) job: [u8; JOB],
     pub(super) has_secret: bool,
     bytes: Vec<u8>,
 }
 
-impl Key {
+impl JobKey {
     pub(super) fn of(job: &Rendezvous) -> Self {
         let mut id = [0; JOB];
         match job.id.len() {
@@ -101,7 +100,7 @@ pub(super) fn knock(
     (host, port): (&str, u16),
     at: usize,
     (rank, world): (usize, usize),
-    key: &Key,
+    key: &JobKey,
     until: Instant,
 ) -> Result<(TcpStream, Duration), Turned> {
     let mut pause = Duration::from_millis(20);
@@ -140,7 +139,7 @@ fn introduce(
     mut stream: TcpStream,
     at: usize,
     (rank, world): (usize, usize),
-    key: &Key,
+    key: &JobKey,
 ) -> std::io::Result<Result<(TcpStream, Duration), String>> {
     // A little longer than the door, whose words say more than a connection that ends.
     let end = Instant::now() + HELLO_LIMIT + ATTEMPT;
@@ -215,24 +214,11 @@ pub(super) fn settle(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))?;
-    let options = [
-        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
-        #[cfg(target_os = "linux")]
-        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 10),
-        #[cfg(target_os = "linux")]
-        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 5),
-        #[cfg(target_os = "linux")]
-        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
-        #[cfg(target_os = "linux")]
-        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, CUT_OFF_MS),
-    ];
-    for (level, name, value) in options {
-        let value: libc::c_int = value;
-        // SAFETY: the socket is open while the stream is borrowed, and the value is an int, as these options take. A
-        // refusal leaves the system's own times.
-        unsafe {
-            libc::setsockopt(stream.as_raw_fd(), level, name, (&raw const value).cast(), size_of_val(&value) as u32);
-        }
-    }
+    // A refusal leaves the system's own times.
+    let _ = sockopt::set_socket_keepalive(stream, true);
+    let _ = sockopt::set_tcp_keepidle(stream, Duration::from_secs(10));
+    let _ = sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5));
+    let _ = sockopt::set_tcp_keepcnt(stream, 3);
+    let _ = sockopt::set_tcp_user_timeout(stream, CUT_OFF_MS);
     Ok(())
 }

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use door::Expected;
 pub use error::{Refused, RendezvousError};
-use hello::{Key, Token, Turned};
+use hello::{JobKey, Token, Turned};
 
 use super::super::launcher::{Place, Rendezvous, random};
 use super::super::machine::Machine;
@@ -128,7 +128,7 @@ fn lead(
     let failed = |source| RendezvousError::Listen { host: host.clone(), port: *port, source };
     let listener = door::bind(host, *port).map_err(failed)?;
     listener.set_nonblocking(true).map_err(failed)?;
-    let key = Key::of(job);
+    let key = JobKey::of(job);
     let expected = Expected { at: 0, world: *world, ranks: 1..*world, key: &key };
     let received = door::receive(&listener, &expected, begin + deadline);
     let (mut streams, refused) = received.map_err(|source| RendezvousError::System { rank: 0, source })?;
@@ -196,7 +196,7 @@ fn follow(
     node_size: Option<usize>,
 ) -> Result<Mesh, RendezvousError> {
     let Rendezvous { rank, world, host, port, .. } = job;
-    let (until, key) = (begin + deadline, Key::of(job));
+    let (until, key) = (begin + deadline, JobKey::of(job));
     let refused = |reason: String| RendezvousError::Refused { rank: *rank, host: host.clone(), port: *port, reason };
     let system = |source| RendezvousError::System { rank: *rank, source };
     let (mut leader, left) =
@@ -260,7 +260,7 @@ fn reach(
     job: &Rendezvous,
     leader: &TcpStream,
     listener: &TcpListener,
-    key: &Key,
+    key: &JobKey,
     seats: &[Seat],
     until: Instant,
 ) -> Result<(BTreeMap<usize, TcpStream>, Vec<Refused>), String> {

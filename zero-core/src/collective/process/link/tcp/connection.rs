@@ -188,18 +188,18 @@ impl Connection {
                 self.writing = Some((next, 0));
                 continue;
             };
-            let (bytes, length) =
-                frame.piece.as_ref().map_or((std::ptr::null(), 0), |piece| (piece.bytes, piece.length));
-            let in_head = HEAD.saturating_sub(*at);
+            let length = frame.piece.as_ref().map_or(0, |piece| piece.length);
+            let head = &frame.head[(*at).min(HEAD)..];
             let in_piece = at.saturating_sub(HEAD);
             // Not more at once than a turn has, so that what comes in is looked at.
             let rest = (length - in_piece).min(TURN);
-            // SAFETY: what is left of the head, which is a field, and of the piece, which stays as it is until it is said to
-            // have ended (`Link::send`); `in_piece` is at most its length.
-            let sent = unsafe {
-                let parts = [(frame.head.as_ptr().add(HEAD - in_head), in_head), (bytes.wrapping_add(in_piece), rest)];
-                socket::write(&self.stream, parts)?
+            let body = match &frame.piece {
+                // SAFETY: what is left of the piece, which stays as it is until it is said to have ended (`Link::send`);
+                // `in_piece` is at most its length.
+                Some(piece) => unsafe { std::slice::from_raw_parts(piece.bytes.add(in_piece), rest) },
+                None => &[],
             };
+            let sent = socket::write(&self.stream, [head, body])?;
             let Some(sent) = sent else { return Ok(()) };
             *at += sent;
             left = left.saturating_sub(sent);
@@ -226,10 +226,11 @@ impl Connection {
                     self.begin += HEAD;
                     self.open(kind, tag, usize::try_from(length).unwrap_or(usize::MAX))?;
                 }
-                None => match self.fill()? {
-                    Some(more) => left = left.saturating_sub(more),
-                    None => return Ok(()),
-                },
+                None => {
+                    if !self.fill(&mut left)? {
+                        return Ok(());
+                    }
+                }
                 Some(Body::Control { bytes, length }) => {
                     let more = had.min(*length - bytes.len());
                     bytes.extend_from_slice(&self.ahead[self.begin..self.begin + more]);
@@ -237,11 +238,8 @@ impl Connection {
                     if bytes.len() == *length {
                         hear(std::mem::take(bytes));
                         self.reading = None;
-                    } else {
-                        match self.fill()? {
-                            Some(more) => left = left.saturating_sub(more),
-                            None => return Ok(()),
-                        }
+                    } else if !self.fill(&mut left)? {
+                        return Ok(());
                     }
                 }
                 Some(Body::Data { post, length, have }) => {
@@ -274,8 +272,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads ahead.
-    fn fill(&mut self) -> Result<Option<usize>> {
+    /// Reads ahead, and takes that off what is left of the turn; whether anything has come.
+    fn fill(&mut self, left: &mut usize) -> Result<bool> {
         if self.begin == self.end {
             (self.begin, self.end) = (0, 0);
         } else if self.end == AHEAD {
@@ -286,7 +284,8 @@ impl Connection {
         // SAFETY: the room is a part of this connection's own buffer.
         let more = unsafe { socket::read(&self.stream, room.as_mut_ptr(), room.len())? };
         self.end += more.unwrap_or(0);
-        Ok(more)
+        *left = left.saturating_sub(more.unwrap_or(0));
+        Ok(more.is_some())
     }
 
     /// Begins with a frame whose head has come.

@@ -74,20 +74,14 @@ impl TcpLink {
 impl Link for TcpLink {
     type Ongoing = Ongoing;
 
-    unsafe fn send(
-        &mut self,
-        channel: Channel,
-        to: usize,
-        tag: i32,
-        bytes: *const u8,
-        length: usize,
-    ) -> Result<Ongoing, LinkError> {
+    unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Ongoing, LinkError> {
         let done = Ongoing::default();
+        let piece = Piece { bytes: bytes.as_ptr(), length: bytes.len(), done: done.clone() };
         match (&mut self.connections[to], channel) {
             // Nobody is there to receive it.
-            (None, _) => done.end(length),
-            (Some(connection), Channel::Control) => connection.say(Piece { bytes, length, done: done.clone() }),
-            (Some(connection), Channel::Data) => connection.offer(tag, Piece { bytes, length, done: done.clone() }),
+            (None, _) => done.end(piece.length),
+            (Some(connection), Channel::Control) => connection.say(piece),
+            (Some(connection), Channel::Data) => connection.offer(tag, piece),
         }
         Ok(done)
     }

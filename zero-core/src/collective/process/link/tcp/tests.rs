@@ -19,7 +19,7 @@ fn links() -> (TcpLink, TcpLink) {
 /// Sends bytes that the caller keeps.
 fn send(link: &mut TcpLink, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Ongoing {
     // SAFETY: every test here keeps its bytes until its link is dropped.
-    unsafe { link.send(channel, to, tag, bytes.as_ptr(), bytes.len()).unwrap() }
+    unsafe { link.send(channel, to, tag, bytes).unwrap() }
 }
 
 /// Receives into memory that the caller keeps.

@@ -6,19 +6,19 @@ use std::time::{Duration, Instant};
 
 use super::cuda;
 use super::inner::Inner;
-use super::state::{Core, Op};
+use super::state::{Core, Issued};
 use crate::CommError;
 
 /// A collective on the device that has been issued, and may not have ended. Dropping it without waiting is allowed: the
 /// operation goes on, and its memory must stay.
 #[derive(Debug)]
 #[must_use = "later work must be ordered after it, by `order_compute`, `order_stream` or `wait`"]
-pub struct Ticket {
+pub struct DevicePending {
     pub(super) inner: Arc<Inner>,
-    pub(super) op: Arc<Op>,
+    pub(super) op: Arc<Issued>,
 }
 
-impl Ticket {
+impl DevicePending {
     fn core(&self) -> &Core {
         &self.inner.core
     }
@@ -33,7 +33,7 @@ impl Ticket {
     ///
     /// # Errors
     ///
-    /// [`CommError`] as [`Ticket::wait`]'s.
+    /// [`CommError`] as [`DevicePending::wait`]'s.
     pub fn order_compute(&self) -> Result<(), CommError> {
         if !self.inner.context_events {
             return self.wait();
@@ -41,9 +41,7 @@ impl Ticket {
         let core = self.core();
         // Its kernels may touch memory until then.
         core.sound().inspect_err(|_| core.await_abort())?;
-        core.device
-            .wait(&self.op.done)
-            .map_err(|error| core.fault(core.here(self.op.seq, &self.op.words).failed(error)))
+        core.device.wait(&self.op.done).map_err(|error| core.fault(self.op.at(&core.group).device(error)))
     }
 
     /// Makes what is given to `stream` (a `CUstream`) from now on wait for this operation; the host does not wait.
@@ -60,7 +58,7 @@ impl Ticket {
         core.sound().inspect_err(|_| core.await_abort())?;
         // SAFETY: the caller's word.
         let ordered = unsafe { cuda::wait_on(stream as *mut _, &self.op.done) };
-        ordered.map_err(|error| core.fault(core.here(self.op.seq, &self.op.words).failed(error)))
+        ordered.map_err(|error| core.fault(self.op.at(&core.group).device(error)))
     }
 
     /// Whether the operation has ended.

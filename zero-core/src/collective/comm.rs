@@ -1,0 +1,270 @@
+//! A rank's end of a group whose collectives are on the memory of the host: what is the same over every engine.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::flight::Recorder;
+use super::launcher::Place;
+use super::operation::{At, Group, Moved, Op, child_id, words};
+use super::progress::Progress;
+use super::standing::Standing;
+use super::{Buffer, Collective, InProcess, Join, Joined, Pending, ReduceOp, Request};
+use crate::CommError;
+use crate::accounting::WireCounter;
+
+/// For how many deadlines a rank that has ended waits for the ends of the others: what is left to do after the last collective (an
+/// export by one rank) has no deadline of its own. Deadlines of 10 minutes make this 4 hours.
+const AT_THE_END: u32 = 24;
+
+/// A rank, as all its groups share it.
+#[derive(Debug)]
+pub struct RankState {
+    pub(super) place: Place,
+    pub(super) deadline: Duration,
+    pub(super) recorder: Recorder,
+    pub(super) wire: Arc<WireCounter>,
+    pub(super) standing: Arc<Standing>,
+}
+
+/// What moves bytes between the ranks of a run, as one of them has it.
+pub trait Engine: core::fmt::Debug + Clone + Send + Sync + 'static {
+    fn state(&self) -> &RankState;
+
+    /// Fails the run for a reason of this rank's own; all ranks hear of it.
+    fn fail(&self, reason: &str, cause: Option<&CommError>);
+
+    /// Tells the others that this rank takes part in nothing more; once.
+    fn leave(&self);
+
+    /// Runs `request`, whose shapes have been checked.
+    fn perform(&self, op: &Op<'_>, request: Request) -> Result<Buffer, CommError>;
+
+    /// See [`Collective::start_shared`].
+    fn perform_shared(&self, op: &Op<'_>, input: Buffer, reduce: ReduceOp, join: Join) -> Result<Joined, CommError>;
+
+    fn in_process(_: &Comm<Self>) -> Option<&dyn InProcess> {
+        None
+    }
+}
+
+/// One rank's end of a group.
+///
+/// Errors and flight records name ranks of the whole run, also in a group of some of them ([`Collective::split`]), where
+/// [`Collective::rank`] and the roots of broadcasts count within the group.
+pub struct Comm<E: Engine> {
+    inner: Arc<Inner<E>>,
+    progress: OnceLock<Progress>,
+}
+
+#[derive(Debug)]
+pub(super) struct Inner<E> {
+    pub(super) engine: E,
+    pub(super) group: Group,
+    next: AtomicU64,
+}
+
+impl<E: Engine> core::fmt::Debug for Comm<E> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let Group { label, members, me, .. } = &self.inner.group;
+        write!(f, "Comm({me} of {}, '{label}')", members.len())
+    }
+}
+
+impl<E: Engine> Inner<E> {
+    /// Runs the next operation: `run` is given its number.
+    pub(super) fn number<T>(
+        &self,
+        op: &'static str,
+        run: impl FnOnce(u64) -> Result<T, CommError>,
+    ) -> Result<T, CommError> {
+        // Relaxed: a communicator's operations are issued by one thread at a time (its user or its progress thread).
+        let seq = self.next.fetch_add(1, Ordering::Relaxed);
+        let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
+        run(seq)
+    }
+
+    fn run<T>(
+        &self,
+        request: Request,
+        what: &str,
+        perform: impl FnOnce(&E, &Op<'_>, Request) -> Result<T, CommError>,
+    ) -> Result<T, CommError> {
+        let (group, name) = (&self.group, request.name());
+        self.number(name, |seq| {
+            let moved = Moved::by(&request);
+            if let Some(wrong) = moved.and_then(|moved| moved.wrong(group.world())) {
+                return Err(group.at(seq, &name).shape(wrong));
+            }
+            let phases = if matches!(request, Request::AllReduce(..)) { 2 } else { 1 };
+            let op = Op { group, seq, words: &words(&request, what), phases };
+            let result = perform(&self.engine, &op, request)?;
+            if let Some((kind, bytes)) = moved.and_then(|moved| moved.received(group.me, group.world())) {
+                self.engine.state().wire.add(kind, bytes);
+            }
+            Ok(result)
+        })
+    }
+}
+
+impl<E: Engine> Comm<E> {
+    /// The group of all ranks.
+    pub(super) fn of_all(engine: E, label: &str) -> Arc<Self> {
+        let Place { rank, world, .. } = engine.state().place;
+        Self::new(engine, Group::new(0, label, (0..world).collect(), rank), 0)
+    }
+
+    fn new(engine: E, group: Group, next: u64) -> Arc<Self> {
+        let inner = Inner { engine, group, next: AtomicU64::new(next) };
+        Arc::new(Self { inner: Arc::new(inner), progress: OnceLock::new() })
+    }
+
+    /// This rank's end of this group over `engine`, which goes on where this one has come to.
+    pub(super) fn moved_to(&self, engine: E) -> Arc<Self> {
+        let Group { id, label, members, .. } = &self.inner.group;
+        let group = Group::new(*id, label, members.clone(), self.inner.group.rank());
+        // Relaxed: its operations come after those of this one, on the thread that goes over to it.
+        Self::new(engine, group, self.inner.next.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn engine(&self) -> &E {
+        &self.inner.engine
+    }
+
+    /// A group of `members`, made by the operation that all of them have just passed.
+    fn child(&self, label: &str, color: u64, members: Arc<[usize]>) -> Arc<dyn Collective> {
+        let Inner { engine, group, next } = &*self.inner;
+        // Its sequence number names this group on all of them.
+        let id = child_id(group.id, next.load(Ordering::Relaxed), color);
+        Self::new(engine.clone(), Group::new(id, label, members, group.rank()), 0)
+    }
+
+    fn progress(&self) -> &Progress {
+        let Group { label, .. } = &self.inner.group;
+        self.progress.get_or_init(|| Progress::spawn(format!("rank-{}-{label}", self.inner.group.rank())))
+    }
+
+    fn start_job<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&Inner<E>) -> Result<T, CommError> + Send + 'static,
+    ) -> Pending<T> {
+        let inner = self.inner.clone();
+        self.progress().start(move || job(&inner))
+    }
+
+    /// Runs `job` here, or, where operations have been started, after them.
+    pub(super) fn in_order<T: Send + 'static>(
+        &self,
+        job: impl FnOnce(&Inner<E>) -> Result<T, CommError> + Send + 'static,
+    ) -> Result<T, CommError> {
+        match self.progress.get() {
+            // Order is kept by going through the same queue.
+            Some(_) => self.start_job(job).wait(),
+            None => job(&self.inner),
+        }
+    }
+
+    /// Counts this rank as ended, and waits until the others have ended too or one has failed: what they still read
+    /// from this rank (see [`crate::window`]) must stay there so long. A collective that still waits for this rank fails.
+    ///
+    /// The others may have much to do that is theirs alone, such as an export: this waits for 24 deadlines. A rank
+    /// that ends badly is noticed at once all the same.
+    ///
+    /// # Errors
+    ///
+    /// [`CommError`] when a rank fails meanwhile, or does not end in that time.
+    pub fn wait_for_others(&self) -> Result<(), CommError> {
+        let Inner { engine, group, .. } = &*self.inner;
+        let at = group.at(u64::MAX, &"waiting for the other ranks to end");
+        engine.state().standing.check(at, [])?;
+        let begin = Instant::now();
+        engine.leave();
+        let missing = engine.state().standing.wait_for_leavers(engine.state().deadline * AT_THE_END);
+        engine.state().standing.check(at, [])?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let error = at.timeout(begin.elapsed(), missing);
+        engine.fail(&error.to_string(), Some(&error));
+        Err(error)
+    }
+}
+
+impl<E: Engine> Collective for Comm<E> {
+    fn rank(&self) -> usize {
+        self.inner.group.me
+    }
+
+    fn world(&self) -> usize {
+        self.inner.group.world()
+    }
+
+    fn members(&self) -> &[usize] {
+        &self.inner.group.members
+    }
+
+    fn place(&self) -> &Place {
+        &self.inner.engine.state().place
+    }
+
+    fn label(&self) -> &str {
+        &self.inner.group.label
+    }
+
+    fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError> {
+        self.barrier()?;
+        Ok(self.child(label, 0, self.inner.group.members.clone()))
+    }
+
+    fn split(&self, label: &str, color: u64) -> Result<Arc<dyn Collective>, CommError> {
+        let color_bytes = color.to_le_bytes();
+        let colors = self.all_gather(Buffer::U8(color_bytes.to_vec()))?.into_u8();
+        let same = colors.chunks_exact(8).zip(self.members()).filter(|(of, _)| **of == color_bytes);
+        Ok(self.child(label, color.wrapping_add(1), same.map(|(_, &rank)| rank).collect()))
+    }
+
+    fn wire(&self) -> &Arc<WireCounter> {
+        &self.inner.engine.state().wire
+    }
+
+    fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError> {
+        let what = what.to_string();
+        self.in_order(move |inner| inner.run(request, &what, E::perform))
+    }
+
+    fn start_for(&self, request: Request, what: &str) -> Pending {
+        let what = what.to_string();
+        self.start_job(move |inner| inner.run(request, &what, E::perform))
+    }
+
+    fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined> {
+        let what = what.to_string();
+        self.start_job(move |inner| {
+            inner.run(Request::AllReduce(input, op), &what, |engine, of, request| match request {
+                Request::AllReduce(input, op) => engine.perform_shared(of, input, op, join),
+                _ => unreachable!("it was made above"),
+            })
+        })
+    }
+
+    fn in_process(&self) -> Option<&dyn InProcess> {
+        E::in_process(self)
+    }
+
+    fn check(&self, group: &str, seq: u64, op: &dyn core::fmt::Display) -> Result<(), CommError> {
+        let Inner { engine, group: own, .. } = &*self.inner;
+        engine.state().standing.check(At { group, ..own.at(seq, op) }, own.peers())
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.engine.fail(reason, None);
+    }
+
+    fn deadline(&self) -> Duration {
+        self.inner.engine.state().deadline
+    }
+
+    fn recorder(&self) -> &Recorder {
+        &self.inner.engine.state().recorder
+    }
+}

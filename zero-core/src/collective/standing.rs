@@ -1,0 +1,115 @@
+//! How a run stands: whether it is sound, and which of its ranks have ended.
+//!
+//! States of a run: *sound* -> *failed* (first trouble kept; it ends every wait of every rank that can be reached).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use serde::{Deserialize, Serialize};
+
+use super::operation::At;
+use crate::CommError;
+
+/// Why a run, and with it every group of it, can no longer be used.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Trouble {
+    /// The rank that failed first.
+    pub(super) peer: usize,
+    pub(super) reason: Arc<str>,
+    /// The error of communication that it was, if it was one that the others are to be told.
+    pub(super) cause: Option<CommError>,
+}
+
+#[derive(Debug)]
+struct State {
+    trouble: Option<Trouble>,
+    left: Vec<bool>,
+    /// Ranks that have ended after a failure.
+    done: Vec<bool>,
+}
+
+#[derive(Debug)]
+pub struct Standing {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Standing {
+    pub(super) fn new(world: usize) -> Self {
+        let state = State { trouble: None, left: vec![false; world], done: vec![false; world] };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// Whether this trouble is the first, which is kept.
+    pub(super) fn keep(&self, trouble: Trouble) -> bool {
+        {
+            let mut state = self.state.lock();
+            if state.trouble.is_some() {
+                return false;
+            }
+            state.trouble = Some(trouble);
+        }
+        self.changed.notify_all();
+        true
+    }
+
+    pub(super) fn trouble(&self) -> Option<Trouble> {
+        self.state.lock().trouble.clone()
+    }
+
+    /// `peer` takes part in nothing more.
+    pub(super) fn leave(&self, peer: usize) {
+        self.state.lock().left[peer] = true;
+        self.changed.notify_all();
+    }
+
+    /// Whether `peer` has said that it takes part in nothing more.
+    pub(super) fn has_left(&self, peer: usize) -> bool {
+        self.state.lock().left[peer]
+    }
+
+    /// After a failure, `peer` may be ended.
+    pub(super) fn note_done(&self, peer: usize) {
+        self.state.lock().done[peer] = true;
+        self.changed.notify_all();
+    }
+
+    /// The error of a wait `at` some place when the run has failed or a rank it waits for has left.
+    pub(super) fn check(&self, at: At<'_>, missing: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
+        let state = self.state.lock();
+        if let Some(Trouble { peer, reason, cause }) = &state.trouble {
+            return Err(match cause {
+                // Both descriptions, on every rank.
+                Some(mismatch @ CommError::Mismatch { .. }) => mismatch.clone(),
+                _ => at.failed(*peer, reason.clone()),
+            });
+        }
+        missing.into_iter().find(|&peer| state.left[peer]).map_or(Ok(()), |peer| Err(at.left(peer)))
+    }
+
+    /// Waits until every rank has left, the run has failed, or `within` has passed: then the ranks that have not left.
+    pub(super) fn wait_for_leavers(&self, within: Duration) -> Vec<usize> {
+        self.wait_for(within, |state| if state.trouble.is_some() { Vec::new() } else { absent(&state.left) })
+    }
+
+    /// After a failure: waits until every rank may be ended, or `within` has passed.
+    pub(super) fn wait_for_done(&self, within: Duration) {
+        self.wait_for(within, |state| absent(&state.done));
+    }
+
+    fn wait_for(&self, within: Duration, missing: impl Fn(&State) -> Vec<usize>) -> Vec<usize> {
+        let end = Instant::now() + within;
+        let mut state = self.state.lock();
+        loop {
+            let missing = missing(&state);
+            if missing.is_empty() || self.changed.wait_until(&mut state, end).timed_out() {
+                return missing;
+            }
+        }
+    }
+}
+
+fn absent(present: &[bool]) -> Vec<usize> {
+    (0..present.len()).filter(|&rank| !present[rank]).collect()
+}
