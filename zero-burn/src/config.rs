@@ -157,6 +157,7 @@ impl Disk {
 }
 
 /// What is sharded, and how much memory communication may take. Sizes are in elements, as DeepSpeed's keys are.
+// A field for each setting.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
     /// What is sharded.

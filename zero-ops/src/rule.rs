@@ -100,6 +100,18 @@ impl Rule {
         self
     }
 
+    /// Sets the momentum (the first beta of Adam and Lion) and, for Adam, the second beta; a rule without momentum keeps none.
+    pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
+        match self {
+            Rule::AdamW { beta_1, beta_2, .. } | Rule::Adam { beta_1, beta_2, .. } => {
+                (*beta_1, *beta_2) = (momentum, second_beta);
+            }
+            Rule::Sgd { momentum: own, .. } if *own != 0.0 => *own = momentum,
+            Rule::Lion { beta_1, .. } => *beta_1 = momentum,
+            Rule::Sgd { .. } | Rule::Adagrad { .. } => {}
+        }
+    }
+
     /// Its name, as DeepSpeed's configuration has it but in lower case.
     pub fn name(&self) -> &'static str {
         match self {

@@ -13,6 +13,7 @@ use crate::memory::format_bytes;
 use crate::monitor::{MonitorError, io_error};
 
 /// One training step.
+// A field for each column of the metrics.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Number of the step, from 1.

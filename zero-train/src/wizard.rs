@@ -34,6 +34,7 @@ const PRECISIONS: [&str; 3] = ["no", "fp16", "bf16"];
 const DEVICES: [&str; 3] = ["none", "cpu", "nvme"];
 
 /// What the questions come to.
+// A field for each question.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answers {
     /// A DeepSpeed JSON, in place of all answers about ZeRO.

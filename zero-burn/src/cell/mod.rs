@@ -41,6 +41,7 @@ pub(crate) enum Kind {
     Optimizer,
 }
 
+// What it is, which never changes, then its state: thousands of these are made a step, each in one allocation.
 pub(crate) struct Cell<B: Backend> {
     pub(crate) rank: Arc<Rank<B>>,
     /// The parameter that this belongs to: as a version of it, its gradient, or optimizer state. Absent of what Burn has

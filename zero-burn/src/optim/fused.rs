@@ -86,14 +86,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// on: schedules that cycle the momentum use it. A rule without momentum keeps none.
     pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
         for rule in self.groups.iter_mut().map(|group| &mut group.rule).chain([&mut self.rule]) {
-            match rule {
-                Rule::AdamW { beta_1, beta_2, .. } | Rule::Adam { beta_1, beta_2, .. } => {
-                    (*beta_1, *beta_2) = (momentum, second_beta);
-                }
-                Rule::Sgd { momentum: own, .. } if *own != 0.0 => *own = momentum,
-                Rule::Lion { beta_1, .. } => *beta_1 = momentum,
-                Rule::Sgd { .. } | Rule::Adagrad { .. } => {}
-            }
+            rule.set_momentum(momentum, second_beta);
         }
     }
 

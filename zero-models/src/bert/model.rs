@@ -56,6 +56,7 @@ pub struct BertEmbeddings<B: Backend> {
 }
 
 /// One layer: attention and feed-forward layer, each added to what it read and then normed.
+// As the record of a Hugging Face layer has them.
 #[derive(Module, Debug)]
 pub struct BertLayer<B: Backend> {
     /// Queries.

@@ -297,6 +297,7 @@ enum Kind {
 }
 
 /// See [`numbers`].
+// What a kernel is launched with.
 #[derive(CubeType, CubeLaunch)]
 struct Numbers {
     scale: f32,

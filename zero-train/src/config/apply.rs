@@ -98,29 +98,7 @@ impl ZeroPlan {
 
     /// The rule of the plan's optimizer; AdamW with PyTorch's defaults if it names none.
     pub fn rule(&self) -> Rule {
-        match self.optimizer.unwrap_or(OptimizerPlan::DEFAULT) {
-            OptimizerPlan::AdamW { beta_1, beta_2, epsilon, weight_decay, .. } => Rule::AdamW {
-                beta_1: beta_1 as f32,
-                beta_2: beta_2 as f32,
-                epsilon: epsilon as f32,
-                weight_decay: weight_decay as f32,
-            },
-            OptimizerPlan::Adam { beta_1, beta_2, epsilon, weight_decay, .. } => Rule::Adam {
-                beta_1: beta_1 as f32,
-                beta_2: beta_2 as f32,
-                epsilon: epsilon as f32,
-                weight_decay: weight_decay as f32,
-            },
-            OptimizerPlan::Sgd { momentum, weight_decay, nesterov, .. } => {
-                Rule::Sgd { momentum: momentum as f32, nesterov, weight_decay: weight_decay as f32 }
-            }
-            OptimizerPlan::Lion { beta_1, beta_2, weight_decay, .. } => {
-                Rule::Lion { beta_1: beta_1 as f32, beta_2: beta_2 as f32, weight_decay: weight_decay as f32 }
-            }
-            OptimizerPlan::Adagrad { epsilon, weight_decay, .. } => {
-                Rule::Adagrad { epsilon: epsilon as f32, weight_decay: weight_decay as f32 }
-            }
-        }
+        self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).rule()
     }
 
     /// The learning rate by update: the plan's schedule, or its optimizer's rate throughout.

@@ -14,6 +14,7 @@ pub struct Context {
 
 /// Values for `"auto"`, as Accelerate and the Hugging Face trainer fill them. One that is asked for and not here is an
 /// error that names it; one that is not asked for is not used.
+// A field for each key that may be `"auto"`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Auto {
     /// The model's hidden size h: `reduce_bucket_size` is h·h, `stage3_prefetch_bucket_size` 0.9·h·h (rounded down),

@@ -29,7 +29,7 @@ impl ZeroPlan {
             format!("Precision: {}.", precision(self.precision)),
             format!(
                 "Optimizer: {}.",
-                self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), describe_optimizer)
+                self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), OptimizerPlan::describe)
             ),
             format!(
                 "Learning rate: {}.",
@@ -103,27 +103,6 @@ fn precision(precision: Precision) -> String {
         Precision::Fp16 { loss_scale: LossScale::Static(scale) } => format!("fp16 with the loss scaled by {scale}"),
         Precision::Fp16 { loss_scale: LossScale::Dynamic(DynamicLossScale { initial_scale_power, window, .. }) } => {
             format!("fp16 with the loss scaled by 2^{initial_scale_power} at first, doubled every {window} good steps")
-        }
-    }
-}
-
-fn describe_optimizer(plan: &OptimizerPlan) -> String {
-    match plan {
-        OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay } => {
-            format!("AdamW, lr {lr}, betas {beta_1} and {beta_2}, epsilon {epsilon}, weight decay {weight_decay}")
-        }
-        OptimizerPlan::Adam { lr, beta_1, beta_2, epsilon, weight_decay } => {
-            format!("Adam, lr {lr}, betas {beta_1} and {beta_2}, epsilon {epsilon}, L2 penalty {weight_decay}")
-        }
-        OptimizerPlan::Sgd { lr, momentum, weight_decay, nesterov } => {
-            let kind = if *nesterov { "Nesterov momentum" } else { "momentum" };
-            format!("SGD, lr {lr}, {kind} {momentum}, L2 penalty {weight_decay}")
-        }
-        OptimizerPlan::Lion { lr, beta_1, beta_2, weight_decay } => {
-            format!("Lion, lr {lr}, betas {beta_1} and {beta_2}, weight decay {weight_decay}")
-        }
-        OptimizerPlan::Adagrad { lr, epsilon, weight_decay } => {
-            format!("Adagrad, lr {lr}, epsilon {epsilon}, L2 penalty {weight_decay}")
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The optimizers, with DeepSpeed's names and defaults.
 
 use serde::{Deserialize, Serialize};
+use zero_burn::optim::Rule;
 
 use super::node::Node;
 use super::reader::Reader;
@@ -86,6 +87,70 @@ impl OptimizerPlan {
             | OptimizerPlan::Sgd { lr, .. }
             | OptimizerPlan::Lion { lr, .. }
             | OptimizerPlan::Adagrad { lr, .. } => lr,
+        }
+    }
+
+    /// What updates parameters.
+    pub(super) fn rule(&self) -> Rule {
+        match *self {
+            OptimizerPlan::AdamW { beta_1, beta_2, epsilon, weight_decay, .. } => Rule::AdamW {
+                beta_1: beta_1 as f32,
+                beta_2: beta_2 as f32,
+                epsilon: epsilon as f32,
+                weight_decay: weight_decay as f32,
+            },
+            OptimizerPlan::Adam { beta_1, beta_2, epsilon, weight_decay, .. } => Rule::Adam {
+                beta_1: beta_1 as f32,
+                beta_2: beta_2 as f32,
+                epsilon: epsilon as f32,
+                weight_decay: weight_decay as f32,
+            },
+            OptimizerPlan::Sgd { momentum, weight_decay, nesterov, .. } => {
+                Rule::Sgd { momentum: momentum as f32, nesterov, weight_decay: weight_decay as f32 }
+            }
+            OptimizerPlan::Lion { beta_1, beta_2, weight_decay, .. } => {
+                Rule::Lion { beta_1: beta_1 as f32, beta_2: beta_2 as f32, weight_decay: weight_decay as f32 }
+            }
+            OptimizerPlan::Adagrad { epsilon, weight_decay, .. } => {
+                Rule::Adagrad { epsilon: epsilon as f32, weight_decay: weight_decay as f32 }
+            }
+        }
+    }
+
+    /// In one line.
+    pub(super) fn describe(&self) -> String {
+        match self {
+            OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay } => {
+                format!("AdamW, lr {lr}, betas {beta_1} and {beta_2}, epsilon {epsilon}, weight decay {weight_decay}")
+            }
+            OptimizerPlan::Adam { lr, beta_1, beta_2, epsilon, weight_decay } => {
+                format!("Adam, lr {lr}, betas {beta_1} and {beta_2}, epsilon {epsilon}, L2 penalty {weight_decay}")
+            }
+            OptimizerPlan::Sgd { lr, momentum, weight_decay, nesterov } => {
+                let kind = if *nesterov { "Nesterov momentum" } else { "momentum" };
+                format!("SGD, lr {lr}, {kind} {momentum}, L2 penalty {weight_decay}")
+            }
+            OptimizerPlan::Lion { lr, beta_1, beta_2, weight_decay } => {
+                format!("Lion, lr {lr}, betas {beta_1} and {beta_2}, weight decay {weight_decay}")
+            }
+            OptimizerPlan::Adagrad { lr, epsilon, weight_decay } => {
+                format!("Adagrad, lr {lr}, epsilon {epsilon}, L2 penalty {weight_decay}")
+            }
+        }
+    }
+
+    /// Betas, epsilon and weight decay, those that it has.
+    pub(crate) fn hyperparameters(&self) -> (Option<f64>, Option<f64>, Option<f64>, f64) {
+        match *self {
+            OptimizerPlan::AdamW { beta_1, beta_2, epsilon, weight_decay, .. }
+            | OptimizerPlan::Adam { beta_1, beta_2, epsilon, weight_decay, .. } => {
+                (Some(beta_1), Some(beta_2), Some(epsilon), weight_decay)
+            }
+            OptimizerPlan::Lion { beta_1, beta_2, weight_decay, .. } => {
+                (Some(beta_1), Some(beta_2), None, weight_decay)
+            }
+            OptimizerPlan::Adagrad { epsilon, weight_decay, .. } => (None, None, Some(epsilon), weight_decay),
+            OptimizerPlan::Sgd { weight_decay, .. } => (None, None, None, weight_decay),
         }
     }
 

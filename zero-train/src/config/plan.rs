@@ -14,6 +14,7 @@ use crate::loss_scale::DynamicLossScale;
 use crate::schedule::Schedule;
 
 /// How to train: what is sharded over how many ranks, in which precision, with which optimizer and schedule.
+// A field for each setting that a file can have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroPlan {
     /// What is sharded.

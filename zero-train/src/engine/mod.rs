@@ -154,6 +154,7 @@ pub struct Times {
 }
 
 /// A module in training.
+// What it was made of, then where it is in its step; all of it is used together in `step`.
 pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> {
     /// Absent only while an update replaces it.
     model: Option<M>,

@@ -23,6 +23,7 @@ const COLUMNS: [&str; 8] =
 const LINE_STEPS: usize = 10;
 const LINE_TIME: Duration = Duration::from_secs(10);
 
+// One for each thing that a step is shown on.
 pub(super) struct Observer {
     bar: ProgressBar,
     /// Of the run.

@@ -45,6 +45,7 @@ pub struct Hyperparameters {
 }
 
 /// Options of GPT-2 training. What is not given is taken from `--config`, and without that has the default named.
+// A field for each option.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
     /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b), or a folder with a Hugging Face

@@ -26,6 +26,7 @@ use crate::launcher::{LAUNCHED, RESTARTS};
 use crate::memory::format_bytes;
 
 /// What will be trained, on what, how.
+// What all ranks compare before they train, a field for each line of it.
 pub(super) struct Plan {
     pub backend: BackendChoice,
     /// The preset's or folder's name.

@@ -11,6 +11,7 @@ use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, RankMetrics};
 
 /// What a run came to. With `--json` this is what standard output holds.
+// A field for each of `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// Preset or folder.

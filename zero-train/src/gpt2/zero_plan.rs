@@ -209,15 +209,7 @@ fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<Zer
 /// Hyperparameters that say something else than the file.
 fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Result<(), TrainError> {
     let optimizer = plan.optimizer.unwrap_or_else(|| adamw(options));
-    let (beta_1, beta_2, epsilon, weight_decay) = match optimizer {
-        OptimizerPlan::AdamW { beta_1, beta_2, epsilon, weight_decay, .. }
-        | OptimizerPlan::Adam { beta_1, beta_2, epsilon, weight_decay, .. } => {
-            (Some(beta_1), Some(beta_2), Some(epsilon), weight_decay)
-        }
-        OptimizerPlan::Lion { beta_1, beta_2, weight_decay, .. } => (Some(beta_1), Some(beta_2), None, weight_decay),
-        OptimizerPlan::Adagrad { epsilon, weight_decay, .. } => (None, None, Some(epsilon), weight_decay),
-        OptimizerPlan::Sgd { weight_decay, .. } => (None, None, None, weight_decay),
-    };
+    let (beta_1, beta_2, epsilon, weight_decay) = optimizer.hyperparameters();
     let dtype = match plan.precision {
         Precision::Fp32 => "fp32",
         Precision::Bf16 { .. } => "bf16",

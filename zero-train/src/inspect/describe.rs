@@ -35,6 +35,7 @@ pub struct Inspection {
 }
 
 /// What a manifest says.
+// A field for each of `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Description {
     /// The training step.

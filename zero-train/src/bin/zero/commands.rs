@@ -29,6 +29,7 @@ pub enum Device {
     Nvme,
 }
 
+// A field for each option.
 #[derive(Debug, Args)]
 pub struct ConfigArgs {
     /// The file to write

@@ -29,6 +29,7 @@ const START: Duration = Duration::from_secs(120);
 /// Before a restart. The first comes after a second.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
+// A field for each option.
 #[derive(Debug, Args)]
 pub struct LaunchArgs {
     /// Number of ranks, each a process, on all machines together [default: num_processes of --config-file]
