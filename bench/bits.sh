@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Whether two builds of the GPT-2 program train to the same bits: losses and norms of every step, over ranks, stages, precisions,
 # engines and tiers. For changes that are to change nothing: `bench/bits.sh OLD NEW [MODEL...]`; exits with 1 if a run differs.
+# RANKS='1 2' and ENGINES=threads in the environment take some of it.
 set -euo pipefail
 old=$(realpath "$1") new=$(realpath "$2")
 shift 2
@@ -35,8 +36,8 @@ for line in open(sys.argv[1]):
 
 runs=0 odd=0
 for model in "${models[@]}"; do
-  for engine in threads processes; do
-    for ranks in 1 2 3 4; do
+  for engine in ${ENGINES:-threads processes}; do
+    for ranks in ${RANKS:-1 2 3 4}; do
       [ "$engine$ranks" = processes1 ] && continue
       for stage in 0 1 2 3; do
         for dtype in fp32 bf16; do

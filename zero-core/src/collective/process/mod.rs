@@ -1,7 +1,7 @@
 //! The engine of processes: ranks are processes, which a launcher has started on one machine or on several.
 //!
 //! What connects them moves bytes and nothing else: sockets ([`start`] with torchrun's variables) or, as a cargo feature, MPI.
-//! Collectives are exchanges between pairs of ranks ([`rank`]), because a mismatch inside a library's own collectives
+//! Collectives are exchanges between pairs of ranks (`rank.rs`), because a mismatch inside a library's own collectives
 //! is undefined, and because additions must be in rank order; one-sided reads are requests that a thread of the owner answers
 //! (ADR 11, ADR 14).
 //!
