@@ -21,6 +21,11 @@ macro_rules! wire_kinds {
                 [$(self.$field),*].iter().sum()
             }
 
+            /// The count of each operation.
+            pub fn counts_mut(&mut self) -> impl Iterator<Item = &mut u64> {
+                [$(&mut self.$field),*].into_iter()
+            }
+
             /// What was moved since `earlier`.
             pub fn since(&self, earlier: &WireBytes) -> WireBytes {
                 WireBytes { $($field: self.$field - earlier.$field,)* }

@@ -127,11 +127,11 @@ pub(crate) struct RankReport {
 impl RankReport {
     /// Every rank's, in rank order. They travel as floats, which hold counts below 2^53 without loss.
     pub(crate) fn of_all_ranks<B: Backend>(mut self) -> Vec<Self> {
-        let counts = self.metrics.counts().map(|count| *count as f64);
+        let counts: Vec<f64> = self.metrics.counts().map(|count| *count as f64).collect();
         let all = all_gather::<B>(&[&[self.loss, self.signal][..], &counts].concat());
         let read = |(rank, values): (usize, &Vec<f64>)| {
             let mut metrics = RankMetrics { rank, ..RankMetrics::default() };
-            metrics.counts().into_iter().zip(&values[2..]).for_each(|(count, &value)| *count = value as u64);
+            metrics.counts().zip(&values[2..]).for_each(|(count, &value)| *count = value as u64);
             Self { loss: values[0], signal: values[1], metrics }
         };
         all.iter().enumerate().map(read).collect()
@@ -140,21 +140,12 @@ impl RankReport {
 
 impl RankMetrics {
     /// All but the rank.
-    fn counts(&mut self) -> [&mut u64; 11] {
-        let (state, wire) = (&mut self.model_state_bytes, &mut self.wire_bytes);
-        [
-            &mut state.parameters,
-            &mut state.gradients,
-            &mut state.optimizer,
-            &mut wire.all_gather,
-            &mut wire.reduce_scatter,
-            &mut wire.all_reduce,
-            &mut wire.broadcast,
-            &mut wire.all_to_all,
-            &mut self.gradients_in_flight_bytes_peak,
-            &mut self.gathered_bytes_peak,
-            &mut self.peak_rss_bytes,
-        ]
+    fn counts(&mut self) -> impl Iterator<Item = &mut u64> {
+        let state = &mut self.model_state_bytes;
+        let state = [&mut state.parameters, &mut state.gradients, &mut state.optimizer];
+        let others =
+            [&mut self.gradients_in_flight_bytes_peak, &mut self.gathered_bytes_peak, &mut self.peak_rss_bytes];
+        state.into_iter().chain(self.wire_bytes.counts_mut()).chain(others)
     }
 }
 

@@ -6,6 +6,8 @@
 //!
 //! Each test starts this binary again as ranks; there the test `rank` runs the case that the environment names.
 
+mod groups;
+#[path = "../nccl_common/mod.rs"]
 mod nccl_common;
 
 use std::path::Path;
@@ -33,8 +35,8 @@ fn cases() -> Vec<(&'static str, NcclOptions, Case)> {
         ("order", options.clone(), order),
         ("order on the host", hosted, order_on_the_host),
         ("order with an old driver", options.clone(), order_on_the_host),
-        ("split", nodes, split),
-        ("split trouble", options.clone(), split_trouble),
+        ("split", nodes, groups::split),
+        ("split trouble", options.clone(), groups::split_trouble),
         ("stall", hasty.clone(), runs_into_a_fault),
         ("stall of the last", hasty.clone(), runs_into_a_fault),
         ("unwatched", hasty.clone(), unwatched),
@@ -332,82 +334,6 @@ fn collectives_are_ordered_among_kernels() {
     launch("order with an old driver", 2, Shim::OldDriver, |_| Vec::new()).assert_ok();
     let version = |_| vec![("SHIM_CUDA_VERSION", "12040".to_string())];
     launch("order with an old driver", 2, Shim::Full, version).assert_ok();
-}
-
-// ---- groups ----
-
-fn split(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
-    let rank = comm.rank();
-    let sum = |comm: &NcclComm| -> Result<f64, CommError> {
-        let memory = Memory::of(&[rank as f64], DType::F32);
-        // SAFETY: memory of this device, kept until the operation has ended.
-        unsafe { all_reduce(comm, memory.0, memory.0, ReduceOp::Sum, "") }?.wait()?;
-        Ok(memory.read()[0])
-    };
-    let place = comm.control().place();
-    let node = comm.split("node", place.of_node()[0] as u64)?;
-    let across = comm.split("across", place.across_nodes()[0] as u64)?;
-    let pair = &[rank / 2 * 2, rank / 2 * 2 + 1][..];
-    assert_eq!((node.control().members(), node.rank(), node.world()), (pair, rank % 2, 2));
-    assert_eq!(across.control().members(), [rank % 2, rank % 2 + 2]);
-    assert_eq!((sum(&node)?, sum(&across)?), ([1.0, 5.0][rank / 2], [2.0, 4.0][rank % 2]));
-    // All but rank 2, and a root that counts within.
-    let some = comm.split("some", u64::from(rank == 2))?;
-    if rank != 2 {
-        assert_eq!(some.control().members(), [0, 1, 3]);
-        assert_eq!(sum(&some)?, 4.0);
-        let memory = Memory::of(&[rank as f64], DType::F64);
-        // SAFETY: as above.
-        unsafe { broadcast(&some, memory.0, 2, "") }?.wait()?;
-        assert_eq!(memory.read(), [3.0]);
-    }
-    // A part of a part.
-    let (both, own) = (node.split("both", 5)?, node.split("own", rank as u64)?);
-    assert_eq!((both.control().members(), own.control().members()), (pair, &[rank][..]));
-    assert_eq!((sum(&both)?, sum(&own)?), ([1.0, 5.0][rank / 2], rank as f64));
-    assert_eq!(sum(comm)?, 6.0);
-    assert!(comm.wire().read().all_reduce > 0 && Arc::ptr_eq(comm.wire(), node.wire()));
-    Ok(())
-}
-
-/// Rank 1 fails in a part of a part; the others wait in parts that it is of and that it is not of.
-fn split_trouble(comm: &NcclComm, folder: &Path) -> Result<(), CommError> {
-    let rank = comm.rank();
-    let node = comm.split("node", (rank / 2) as u64)?;
-    let both = node.split("both", 5)?;
-    let split = |rank: usize| folder.join(format!("split-{rank}"));
-    std::fs::write(split(rank), "").expect("the test's folder can be written");
-    if rank == 1 {
-        let end = Instant::now() + PATIENT;
-        while !(0..4).all(|rank| split(rank).exists()) {
-            assert!(Instant::now() < end);
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        both.abort("its data is gone");
-    }
-    let memory = Memory::of(&[1.0], DType::F32);
-    let on = [&both, &both, &node, comm][rank];
-    // SAFETY: memory of this device; after an error the communicator has been aborted.
-    let again = || unsafe { all_reduce(on, memory.0, memory.0, ReduceOp::Sum, "") }?.wait();
-    let error = (0..1000).find_map(|_| again().err()).expect("a rank has failed").to_string();
-    assert!(error.contains("its data is gone"), "{error}");
-    // Their watchdogs find it though nobody waits in them.
-    let end = Instant::now() + PATIENT;
-    while [comm, &node, &both].iter().any(|part| part.health().is_ok()) {
-        assert!(Instant::now() < end);
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    Ok(())
-}
-
-#[test]
-fn trouble_in_a_part_of_a_communicator_is_everyones() {
-    launched("split trouble", 4).assert_ok();
-}
-
-#[test]
-fn communicators_are_split() {
-    launched("split", 4).assert_ok();
 }
 
 // ---- faults ----
