@@ -180,9 +180,8 @@ impl<B: Backend> Context<B> {
     /// every rank must do so, as their owners wait until all have read. Only what was computed of loaded state before its first
     /// use has no name that other ranks know: it is gathered by a collective, in the same order on every rank.
     pub(crate) fn load(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
-        if let Some(installed) = Self::installed()
-            && !Arc::ptr_eq(&installed.rank, &cell.rank)
-        {
+        let installed = Self::installed();
+        if installed.as_ref().is_some_and(|installed| !Arc::ptr_eq(&installed.rank, &cell.rank)) {
             stop_foreign(&cell.shape);
         }
         cell.adopt();
@@ -192,7 +191,7 @@ impl<B: Backend> Context<B> {
         if cell.partition.is_whole() {
             return B::float_reshape(cell.local(), cell.shape.clone());
         }
-        let context = Self::of(cell);
+        let context = installed.unwrap_or_else(|| Self::of(cell));
         match (&cell.slot, cell.key) {
             (Some(slot), _) if cell.is_version() => context.gatherer.load(cell, slot),
             (_, Some(_)) => {
