@@ -24,7 +24,8 @@ pub struct Trouble {
 #[derive(Debug)]
 struct State {
     trouble: Option<Trouble>,
-    left: Vec<bool>,
+    /// In the order in which they ended: the first is what the others' ends may follow from.
+    left: Vec<usize>,
     /// Ranks that have ended after a failure.
     done: Vec<bool>,
 }
@@ -37,7 +38,7 @@ pub struct Standing {
 
 impl Standing {
     pub(super) fn new(world: usize) -> Self {
-        let state = State { trouble: None, left: vec![false; world], done: vec![false; world] };
+        let state = State { trouble: None, left: Vec::new(), done: vec![false; world] };
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -60,13 +61,17 @@ impl Standing {
 
     /// `peer` takes part in nothing more.
     pub(super) fn leave(&self, peer: usize) {
-        self.state.lock().left[peer] = true;
+        let mut state = self.state.lock();
+        if !state.left.contains(&peer) {
+            state.left.push(peer);
+        }
+        drop(state);
         self.changed.notify_all();
     }
 
     /// Whether `peer` has said that it takes part in nothing more.
     pub(super) fn has_left(&self, peer: usize) -> bool {
-        self.state.lock().left[peer]
+        self.state.lock().left.contains(&peer)
     }
 
     /// After a failure, `peer` may be ended.
@@ -75,7 +80,7 @@ impl Standing {
         self.changed.notify_all();
     }
 
-    /// The error of a wait `at` some place when the run has failed or a rank it waits for has left.
+    /// The error of a wait `at` some place when the run has failed or a rank it waits for has left (the first that did).
     pub(super) fn check(&self, at: At<'_>, missing: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
         let state = self.state.lock();
         if let Some(Trouble { peer, reason, cause }) = &state.trouble {
@@ -85,17 +90,23 @@ impl Standing {
                 _ => at.failed(*peer, reason.clone()),
             });
         }
-        missing.into_iter().find(|&peer| state.left[peer]).map_or(Ok(()), |peer| Err(at.left(peer)))
+        let first = missing.into_iter().filter_map(|peer| state.left.iter().position(|&left| left == peer)).min();
+        first.map_or(Ok(()), |first| Err(at.left(state.left[first])))
     }
 
     /// Waits until every rank has left, the run has failed, or `within` has passed: then the ranks that have not left.
     pub(super) fn wait_for_leavers(&self, within: Duration) -> Vec<usize> {
-        self.wait_for(within, |state| if state.trouble.is_some() { Vec::new() } else { absent(&state.left) })
+        self.wait_for(within, |state| {
+            if state.trouble.is_some() {
+                return Vec::new();
+            }
+            (0..state.done.len()).filter(|rank| !state.left.contains(rank)).collect()
+        })
     }
 
     /// After a failure: waits until every rank may be ended, or `within` has passed.
     pub(super) fn wait_for_done(&self, within: Duration) {
-        self.wait_for(within, |state| absent(&state.done));
+        self.wait_for(within, |state| (0..state.done.len()).filter(|&rank| !state.done[rank]).collect());
     }
 
     fn wait_for(&self, within: Duration, missing: impl Fn(&State) -> Vec<usize>) -> Vec<usize> {
@@ -108,8 +119,4 @@ impl Standing {
             }
         }
     }
-}
-
-fn absent(present: &[bool]) -> Vec<usize> {
-    (0..present.len()).filter(|&rank| !present[rank]).collect()
 }

@@ -205,6 +205,8 @@ fn a_group_goes_on_without_a_rank_that_has_ended() {
         std::thread::sleep(Duration::from_millis(1500) + Duration::from_secs(3));
         let sum = two.all_reduce(Buffer::F32(vec![1.0; 5000]), ReduceOp::Sum).unwrap().into_f32();
         assert_eq!(sum, [2.0; 5000]);
+        // Rank 0 ends because of rank 1; it is still rank 1 that rank 2 is told of.
+        std::thread::sleep(Duration::from_millis(if comm.rank() == 2 { 500 } else { 0 }));
         let error = comm.barrier().unwrap_err();
         assert!(matches!(error, CommError::PeerLeft { peer: 1, .. }), "{error}");
     });
