@@ -67,7 +67,7 @@ fn hugging_face_weights_and_token_files_train_as_in_pytorch() {
         let out = tempfile::tempdir().unwrap();
         gpt2()
             .args(["--stage", stage, "--ranks", "2", "--batch", "2", "--steps", "20", "--lr", "1e-3", "--json"])
-            .arg("--weights")
+            .args(["--decay-except", "nothing", "--weights"])
             .arg(fixture(weights))
             .arg("--data")
             .arg(fixture("gpt2_tiny/batches.safetensors"))
@@ -191,7 +191,7 @@ fn configs_and_options_must_agree() {
     std::fs::write(&wrong, r#"{"zero_optimization": {"stage": 3, "stage3_max_live_params": 5}}"#).unwrap();
     let expected = "unknown key; did you mean `stage3_max_live_parameters`?";
     refused(&["--model", "tiny", "--config", wrong.to_str().unwrap()], expected);
-    refused(&["--model", "tiny", "--eval", "3"], "--eval 3: expected a multiple of the 2 ranks, such as 4");
+    refused(&["--model", "tiny", "--eval", "99999"], "--eval 99999: expected fewer than the 2640 rows");
     refused(&["--model", "tiny", "--warmup", "20"], "--warmup 20: expected fewer than the 20 steps");
 }
 

@@ -209,3 +209,5 @@ operations! {
 
 #[cfg(feature = "ndarray")]
 impl FusedBackend for burn_ndarray::NdArray {}
+
+impl<R: burn_router::RunnerChannel> FusedBackend for burn_router::BackendRouter<R> {}

@@ -87,6 +87,17 @@ impl Rule {
         Rule::Adagrad { epsilon: 1e-10, weight_decay: 0.0 }
     }
 
+    /// Its weight decay.
+    pub fn weight_decay(&self) -> f32 {
+        match *self {
+            Rule::AdamW { weight_decay, .. }
+            | Rule::Adam { weight_decay, .. }
+            | Rule::Sgd { weight_decay, .. }
+            | Rule::Lion { weight_decay, .. }
+            | Rule::Adagrad { weight_decay, .. } => weight_decay,
+        }
+    }
+
     /// The same rule with another weight decay.
     #[must_use]
     pub fn with_weight_decay(mut self, value: f32) -> Self {

@@ -1,7 +1,7 @@
-//! Training on [`Zero<B>`](zero_burn::Zero): configurations, the engine, Burn's learner on ranks, data, metrics, and the
-//! GPT-2 command.
+//! Training on [`Zero<B>`](zero_burn::Zero): configurations, the engine, Burn's learner on ranks, data, metrics, and a
+//! trainer for any Burn model, of which the GPT-2 command is a user.
 //!
-//! * In: a DeepSpeed JSON or an Accelerate YAML ([`config`]), command-line options ([`gpt2::Options`]), a text or token
+//! * In: a DeepSpeed JSON or an Accelerate YAML ([`config`]), command-line options ([`trainer::Options`]), a text or token
 //!   file, a preset or a Hugging Face folder.
 //! * Out: a trained module ([`engine::ZeroEngine`], [`learner::ZeroStrategy`]); `metrics.jsonl` (one
 //!   [`metrics::StepMetrics`] a step), CSV, TensorBoard event files, an SVG plot, a table or a JSON summary; a Hugging
@@ -24,6 +24,7 @@ pub mod metrics;
 pub mod monitor;
 pub mod schedule;
 mod signals;
+pub mod trainer;
 pub mod wizard;
 
 pub use error::TrainError;

@@ -25,11 +25,11 @@ pub struct StepMetrics {
     pub grad_norm: f64,
     /// Learning rate of the update.
     pub lr: f64,
-    /// Tokens of the global batch.
+    /// Tokens of the global batch; its rows where they have no tokens.
     pub tokens: usize,
     /// Milliseconds of the step: data, forward, backward, update.
     pub step_ms: f64,
-    /// Tokens of the global batch per second.
+    /// The same per second.
     pub tokens_per_second: f64,
     /// Whether the update was skipped because gradients overflowed (never in fp32); `grad_norm` is then null.
     pub skipped: bool,
@@ -69,11 +69,28 @@ pub struct EpochMetrics {
     pub eval_loss: Option<f64>,
     /// `exp(eval_loss)`.
     pub eval_perplexity: Option<f64>,
+    /// All that was measured on them, with the loss.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval: Option<Evaluated>,
+}
+
+/// Means over the rows that are held out, by name; the loss is the first.
+pub type Evaluated = Vec<(String, f64)>;
+
+/// An evaluation between epochs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EvalMetrics {
+    /// Steps so far.
+    pub step: usize,
+    /// What was measured.
+    pub values: Evaluated,
 }
 
 impl EpochMetrics {
-    pub(crate) fn new(epoch: usize, step: usize, loss: f64, eval_loss: Option<f64>) -> Self {
-        Self { epoch, step, loss, perplexity: loss.exp(), eval_loss, eval_perplexity: eval_loss.map(f64::exp) }
+    pub(crate) fn new(epoch: usize, step: usize, loss: f64, eval: Option<Evaluated>) -> Self {
+        let eval_loss = eval.as_ref().map(|eval| eval[0].1);
+        let (perplexity, eval_perplexity) = (loss.exp(), eval_loss.map(f64::exp));
+        Self { epoch, step, loss, perplexity, eval_loss, eval_perplexity, eval }
     }
 }
 

@@ -1,132 +1,226 @@
-//! Whether a model's tokenizer is GPT-2's, which cuts text.
+//! What cuts text into tokens: the model's own tokenizer, or GPT-2's, whose table is part of the program.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use tokenizers::models::bpe::BPE;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-use super::{read, wrong_data};
+use super::{Cutting, io, wrong_data};
 use crate::TrainError;
+use crate::error::wrong;
 
 /// GPT-2's tokens, the end of a text included.
 const GPT2_TOKENS: usize = 50257;
 
-/// Files of tokenizers of other kinds.
-const OTHERS: [&str; 5] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "tekken.json"];
+/// Files of tokenizers that are not read.
+const OTHERS: [&str; 6] =
+    ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "tekken.json", "vocab.json"];
 
-/// Refuses to cut `text` for a model that has fewer tokens than GPT-2, or whose folders have another tokenizer.
-pub(super) fn check(text: &Path, vocab_size: usize, folders: &[&Path]) -> Result<(), TrainError> {
-    let problem = |why: String| {
-        let problem = format!(
-            "is text, which is cut into GPT-2's tokens, but {why}: cut it with the model's own tokenizer, and give the ids \
-             as --data FILE.safetensors with an int tensor input_ids [rows, T]"
-        );
-        wrong_data(text, problem)
-    };
-    if vocab_size < GPT2_TOKENS {
-        return Err(problem(format!("the model has {vocab_size} tokens, and GPT-2 {GPT2_TOKENS}")));
-    }
-    for folder in folders {
-        if let Some(file) = foreign(folder)? {
-            return Err(problem(format!(
-                "{} is the model's tokenizer, and is not GPT-2's",
-                folder.join(file).display()
-            )));
-        }
-    }
-    Ok(())
+/// Tokens that end a document, in tokenizers that do not say which of theirs does.
+const ENDS: [&str; 5] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"];
+
+/// Cuts text into ids.
+pub struct Tokenizer {
+    kind: Kind,
+    /// Of its files, to tell it from others.
+    pub(super) checksum: u32,
+    end: Option<u32>,
 }
 
-/// The file of the folder's tokenizer, if that is not GPT-2's. A folder without a tokenizer has no other.
-fn foreign(folder: &Path) -> Result<Option<&'static str>, TrainError> {
-    for (file, vocabulary) in [("tokenizer.json", "/model/vocab"), ("vocab.json", "")] {
-        let path = folder.join(file);
-        if !path.is_file() {
-            continue;
-        }
-        let whole: Value = serde_json::from_slice(&read(&path)?)
-            .map_err(|error| wrong_data(&path, format!("is not a whole JSON file ({error}): write it again")))?;
-        return Ok(Some(file).filter(|_| !whole.pointer(vocabulary).is_some_and(is_gpt2s)));
-    }
-    Ok(OTHERS.into_iter().find(|file| folder.join(file).is_file()))
+enum Kind {
+    Gpt2,
+    File(Box<tokenizers::Tokenizer>),
 }
 
-/// Whether every token that text can be cut into has GPT-2's number. Tokens beside them do no harm.
-fn is_gpt2s(vocabulary: &Value) -> bool {
-    let gpt2 = tiktoken_rs::r50k_base_singleton();
-    // The last one ends a text, and is not cut from one.
-    (0..GPT2_TOKENS as u32 - 1).all(|id| {
-        let token: Option<String> =
-            gpt2.decode_bytes(&[id]).ok().map(|bytes| bytes.into_iter().map(character).collect());
-        token.is_some_and(|token| vocabulary.get(token.as_str()).and_then(Value::as_u64) == Some(id.into()))
-    })
-}
+impl Tokenizer {
+    /// The one that is asked for, or the model's, or GPT-2's; `text` is what it is for, for messages.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] when a file cannot be used, or the model does not know all its tokens.
+    pub fn find(text: &Path, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
+        let (found, whose) = match cutting.tokenizer {
+            Some(given) => match Self::read(given)? {
+                Some(found) => (Some(found), given),
+                None => {
+                    let expected =
+                        "expected a tokenizer.json, or a folder with one (or with vocab.json and merges.txt)";
+                    return Err(wrong("tokenizer", given.display(), expected));
+                }
+            },
+            None => {
+                let read = cutting.folders.iter().map(|folder| Ok((Self::read(folder)?, *folder)));
+                read.collect::<Result<Vec<_>, TrainError>>()?
+                    .into_iter()
+                    .find(|(found, _)| found.is_some())
+                    .unwrap_or((None, text))
+            }
+        };
+        let ids = "or cut the text with the model's own tokenizer and give the ids: --data FILE.safetensors with an int tensor \
+                   input_ids [rows, T]";
+        let vocab_size = cutting.vocab_size;
+        let Some(found) = found else {
+            let other = |folder: &&Path| OTHERS.iter().map(|file| folder.join(file)).find(|path| path.is_file());
+            if let Some(other) = cutting.folders.iter().find_map(other) {
+                let problem = format!(
+                    "is the model's tokenizer, and of a kind that is not read: add its tokenizer.json (transformers' \
+                     save_pretrained writes one), give one with --tokenizer FILE, {ids}"
+                );
+                return Err(wrong_data(&other, problem));
+            }
+            if vocab_size < GPT2_TOKENS {
+                let problem = format!(
+                    "is text, which without a tokenizer of the model's own is cut into GPT-2's tokens, but the model has \
+                     {vocab_size} tokens, and GPT-2 {GPT2_TOKENS}: give its tokenizer with --tokenizer FILE, {ids}"
+                );
+                return Err(wrong_data(text, problem));
+            }
+            return Ok(Self { kind: Kind::Gpt2, checksum: 0, end: Some(GPT2_TOKENS as u32 - 1) });
+        };
+        let tokens = found.tokens();
+        if tokens > vocab_size {
+            let problem = format!(
+                "has a tokenizer of {tokens} tokens, and the model knows {vocab_size}: use the tokenizer that the model was \
+                 made for"
+            );
+            return Err(wrong_data(whose, problem));
+        }
+        Ok(found)
+    }
 
-/// What stands for a byte in the files of GPT-2's tokenizer: itself where it can be printed, others from U+0100 on.
-fn character(byte: u8) -> char {
-    let printed = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..);
-    match printed(byte) {
-        true => byte.into(),
-        false => {
-            let before = (0..byte).filter(|&byte| !printed(byte)).count() as u32;
-            char::from_u32(0x100 + before).expect("256 code points from U+0100 on are characters")
+    /// The tokenizer in a file or folder, if there is one.
+    fn read(path: &Path) -> Result<Option<Self>, TrainError> {
+        let in_folder = |file: &str| Some(path.join(file)).filter(|path| path.is_file());
+        let json = if path.is_file() { Some(path.to_path_buf()) } else { in_folder("tokenizer.json") };
+        let bad = |path: &Path| {
+            let path = path.to_path_buf();
+            move |error: tokenizers::Error| wrong_data(&path, format!("is no tokenizer that can be used ({error})"))
+        };
+        let (mut tokenizer, files) = match (json, in_folder("vocab.json"), in_folder("merges.txt")) {
+            (Some(json), ..) => (tokenizers::Tokenizer::from_file(&json).map_err(bad(&json))?, vec![json]),
+            // As GPT-2's, whose kind of tokenizer has these files.
+            (None, Some(vocab), Some(merges)) => {
+                let files = [&vocab, &merges].map(|path| path.display().to_string());
+                let bpe = BPE::from_file(&files[0], &files[1]).build().map_err(bad(&vocab))?;
+                let mut tokenizer = tokenizers::Tokenizer::new(bpe);
+                tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+                (tokenizer, vec![vocab, merges])
+            }
+            _ => return Ok(None),
+        };
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(bad(path))?;
+        let end = end_of_text(&files[0], &tokenizer)?;
+        let mut checksum = 0;
+        for file in &files {
+            checksum = crc32c::crc32c_append(checksum, &std::fs::read(file).map_err(io("read", file))?);
+        }
+        Ok(Some(Self { kind: Kind::File(Box::new(tokenizer)), checksum, end }))
+    }
+
+    /// How many tokens there are.
+    pub fn tokens(&self) -> usize {
+        match &self.kind {
+            Kind::Gpt2 => GPT2_TOKENS,
+            Kind::File(tokenizer) => {
+                tokenizer.get_vocab(true).into_values().max().map_or(0, |largest| largest as usize + 1)
+            }
         }
     }
+
+    /// The token that ends a document, if it has one.
+    pub fn end(&self) -> Option<u32> {
+        self.end
+    }
+
+    /// The tokens of a text, without special ones.
+    ///
+    /// # Errors
+    ///
+    /// What the tokenizer says.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        match &self.kind {
+            Kind::Gpt2 => Ok(tiktoken_rs::r50k_base_singleton().encode_ordinary(text)),
+            Kind::File(tokenizer) => {
+                let cut = tokenizer.encode_fast(text, false);
+                cut.map(|cut| cut.get_ids().to_vec()).map_err(|error| format!("cannot be cut into tokens: {error}"))
+            }
+        }
+    }
+}
+
+/// What `tokenizer_config.json` beside the tokenizer says, or the first of the usual ones that it has.
+fn end_of_text(file: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u32>, TrainError> {
+    let config: PathBuf = file.with_file_name("tokenizer_config.json");
+    if config.is_file() {
+        let bytes = std::fs::read(&config).map_err(io("read", &config))?;
+        let whole: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| wrong_data(&config, format!("is not a whole JSON file ({error}): write it again")))?;
+        let token = &whole["eos_token"];
+        if let Some(token) = token.as_str().or(token["content"].as_str()) {
+            return Ok(tokenizer.token_to_id(token));
+        }
+    }
+    Ok(ENDS.iter().find_map(|token| tokenizer.token_to_id(token)))
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
-    /// GPT-2's vocabulary as its `vocab.json` has it, with the number of one token changed if it is asked for.
-    fn vocabulary(changed: Option<u32>) -> Value {
-        let gpt2 = tiktoken_rs::r50k_base_singleton();
-        let entry = |id: u32| {
-            let token: String = gpt2.decode_bytes(&[id]).unwrap().into_iter().map(character).collect();
-            (token, Value::from(if Some(id) == changed { id + 60_000 } else { id }))
-        };
-        Value::Object((0..GPT2_TOKENS as u32 - 1).map(entry).collect())
+    fn cutting<'a>(vocab_size: usize, folders: &'a [&'a Path]) -> Cutting<'a> {
+        Cutting { vocab_size, n_positions: 8, folders, ..Cutting::default() }
     }
 
-    fn folder(file: &str, content: &str) -> tempfile::TempDir {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join(file), content).unwrap();
-        dir
-    }
-
-    #[test]
-    fn the_bytes_of_gpt2s_files() {
-        // "Ġ" is the blank before a word, "Ċ" the end of a line, "Ń" the last of those that are not printed.
-        assert_eq!([b' ', b'\n', b'A', 0xad, 0xff].map(character), ['Ġ', 'Ċ', 'A', 'Ń', 'ÿ']);
-        assert_eq!(vocabulary(None)["Hello"], 15496);
-        assert_eq!(vocabulary(None)["Ġworld"], 995);
+    /// Words of a small vocabulary.
+    fn words(dir: &Path, words: &[&str]) {
+        let vocab: serde_json::Map<_, _> =
+            words.iter().enumerate().map(|(id, word)| (word.to_string(), id.into())).collect();
+        let json = json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": { "type": "Whitespace" },
+            "post_processor": null, "decoder": null,
+            "truncation": { "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0 },
+            "padding": null,
+            "model": { "type": "WordLevel", "vocab": vocab, "unk_token": words[0] }
+        });
+        std::fs::write(dir.join("tokenizer.json"), json.to_string()).unwrap();
     }
 
     #[test]
-    fn text_is_cut_for_gpt2s_tokenizer_alone() {
-        let text = Path::new("book.txt");
-        let told = |vocab_size, folder: &Path| check(text, vocab_size, &[folder]).map_err(|error| error.to_string());
-        let bpe = |vocab: Value| serde_json::json!({ "model": { "type": "BPE", "vocab": vocab } }).to_string();
-        let good = folder("vocab.json", &vocabulary(None).to_string());
-        assert_eq!(told(50257, good.path()), Ok(()));
-        let good = folder("tokenizer.json", &bpe(vocabulary(None)));
-        assert_eq!(told(50304, good.path()), Ok(()));
-        let none = tempfile::tempdir().unwrap();
-        assert_eq!(told(50257, none.path()), Ok(()));
-        let error = told(32000, none.path()).unwrap_err();
+    fn the_models_own_cuts_and_gpt2s_where_it_has_none() {
+        let (text, dir) = (Path::new("book.txt"), tempfile::tempdir().unwrap());
+        words(dir.path(), &["<unk>", "a", "rose", "is", "</s>"]);
+        let own = Tokenizer::find(text, &cutting(5, &[dir.path()])).unwrap();
+        assert_eq!((own.tokens(), own.end()), (5, Some(4)));
+        assert_eq!(own.encode("a rose is a flower").unwrap(), [1, 2, 3, 1, 0]);
+        std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "is"}}"#).unwrap();
+        assert_eq!(Tokenizer::find(text, &cutting(5, &[dir.path()])).unwrap().end(), Some(3));
+        // Asked for.
+        let given = Cutting { tokenizer: Some(dir.path()), ..cutting(50257, &[]) };
+        assert_eq!(Tokenizer::find(text, &given).unwrap().tokens(), 5);
+        let gpt2 = Tokenizer::find(text, &cutting(50257, &[])).unwrap();
+        assert_eq!(gpt2.encode("Hello world").unwrap(), [15496, 995]);
+    }
+
+    #[test]
+    fn what_is_not_the_models_is_refused() {
+        let (text, dir) = (Path::new("book.txt"), tempfile::tempdir().unwrap());
+        let told = |cutting: &Cutting<'_>| Tokenizer::find(text, cutting).err().unwrap().to_string();
+        let error = told(&cutting(32000, &[]));
         assert!(error.starts_with("book.txt: is text") && error.contains("the model has 32000 tokens"), "{error}");
-
-        for (file, content) in [
-            ("vocab.json", vocabulary(Some(1234)).to_string()),
-            ("tokenizer.json", bpe(vocabulary(Some(0)))),
-            ("tokenizer.json", serde_json::json!({ "model": { "vocab": [["<unk>", 0.0]] } }).to_string()),
-            ("tokenizer.model", String::new()),
-        ] {
-            let other = folder(file, &content);
-            let error = told(50257, other.path()).unwrap_err();
-            assert!(error.contains(&format!("{file} is the model's tokenizer")), "{error}");
-            assert!(error.contains("--data FILE.safetensors with an int tensor input_ids"), "{error}");
+        words(dir.path(), &["<unk>", "a", "rose"]);
+        let error = told(&cutting(2, &[dir.path()]));
+        assert!(error.contains("a tokenizer of 3 tokens, and the model knows 2"), "{error}");
+        for (file, content) in [("tokenizer.json", "{"), ("tokenizer.model", ""), ("vocab.json", "{}")] {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join(file), content).unwrap();
+            let error = told(&cutting(50257, &[dir.path()]));
+            assert!(error.contains(file) && error.contains("tokenizer"), "{error}");
         }
-        let broken = folder("tokenizer.json", "{");
-        assert!(told(50257, broken.path()).unwrap_err().contains("is not a whole JSON file"));
+        let missing = Cutting { tokenizer: Some(Path::new("/nowhere")), ..cutting(50257, &[]) };
+        assert!(told(&missing).contains("--tokenizer /nowhere: expected a tokenizer.json"));
     }
 }

@@ -12,8 +12,9 @@ use zero_train::config::OffloadDevice;
 use zero_train::data::Source;
 use zero_train::estimate::{cheapest, estimates, table};
 use zero_train::export::export_checkpoint;
-use zero_train::gpt2::{self, Dtype, Hyperparameters, Options, Program};
+use zero_train::gpt2::{self, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
+use zero_train::trainer::{self, Dtype, Hyperparameters};
 use zero_train::wizard::Answers;
 
 use crate::ask::Terminal;
@@ -167,7 +168,8 @@ pub struct CheckArgs {
 
 pub fn check(args: &CheckArgs) -> Result<()> {
     let model = args.model.as_deref().map(gpt2::model).transpose()?;
-    let (plan, filled) = gpt2::outline(&args.file, &args.hyper, args.steps, args.ranks, model.as_ref())?;
+    let (plan, filled) =
+        trainer::outline(&args.file, &args.hyper, args.steps, args.ranks, model.map(|model| model.n_embd))?;
     println!("{} is right.", args.file.display());
     if !filled.is_empty() {
         println!("Values of \"auto\" in `zero train`, and the option that sets each:");

@@ -5,15 +5,14 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use burn::backend::Autodiff;
-use burn::tensor::backend::{Backend, BackendTypes};
-use burn::tensor::{Int, StreamId, Tensor, TensorData};
+use burn::tensor::StreamId;
+use burn::tensor::backend::BackendTypes;
+use zero_burn::module::ZeroAutodiff;
 use zero_burn::optim::Fused;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::started;
-use zero_models::Gpt2;
-use zero_models::gpt2::weights;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_ops::FusedBackend;
 
@@ -21,17 +20,18 @@ use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use super::plan::Plan;
 use super::ranks::Ranks;
+use super::{AnyTask, DecayExcept, Task, TaskOn};
 use crate::TrainError;
 use crate::config::Precision;
-use crate::data::{TokenRows, wrong_data};
+use crate::data::wrong_data;
 use crate::engine::{Parts, Step, ZeroEngine};
 use crate::memory::peak_rss_bytes;
-use crate::metrics::{EpochMetrics, RankMetrics, RankReport, SaveMetrics, StepMetrics};
+use crate::metrics::{EpochMetrics, EvalMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::Phase;
 use crate::signals::{Signal, Watch};
 
 type Trained<I> = Autodiff<Zero<I>>;
-type Engine<I> = ZeroEngine<Trained<I>, Gpt2<Trained<I>>, Fused<Trained<I>>>;
+type Engine<I, T> = ZeroEngine<Trained<I>, <T as Task>::Model<Trained<I>>, Fused<Trained<I>>>;
 type Device<I> = ZeroDevice<<I as BackendTypes>::Device>;
 
 /// The step after which memory is expected not to grow.
@@ -46,6 +46,7 @@ const HEADROOM: u64 = 20;
 pub(super) struct Measured {
     pub(super) steps: Vec<StepMetrics>,
     pub(super) epochs: Vec<EpochMetrics>,
+    pub(super) evals: Vec<EvalMetrics>,
     pub(super) saves: Vec<SaveMetrics>,
     /// What has ended it before its last step.
     pub(super) signal: Option<Signal>,
@@ -54,9 +55,14 @@ pub(super) struct Measured {
 /// Trains by the plan; returns every step's metrics.
 ///
 /// `allocator` is the process's.
-pub(super) fn train(plan: &Plan, ranks: &Ranks<'_>, allocator: Option<&PageKeeper>) -> Result<Measured, TrainError> {
+pub(super) fn train<T: AnyTask>(
+    task: &T,
+    plan: &Plan,
+    ranks: &Ranks<'_>,
+    allocator: Option<&PageKeeper>,
+) -> Result<Measured, TrainError> {
     plan.checkpoints.prepare()?;
-    if let Some(out) = plan.save_16bit.as_ref().filter(|out| out.exists()) {
+    if let Some((_, out)) = plan.save_16bit.as_ref().filter(|(_, out)| out.exists()) {
         let problem =
             "is there already, and the 16-bit model of this run would go there: move it away, or name another --out";
         return Err(wrong_data(out, problem));
@@ -66,26 +72,28 @@ pub(super) fn train(plan: &Plan, ranks: &Ranks<'_>, allocator: Option<&PageKeepe
     let _watch = watch.map_err(|error| TrainError::Run(format!("no handler of signals can be set: {error}")))?;
     let train_on = match plan.backend {
         #[cfg(feature = "cuda")]
-        super::BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda>,
+        super::BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda, T>,
         #[cfg(feature = "vulkan")]
-        super::BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan>,
-        _ => run_ranks::<burn_flex::Flex>,
+        super::BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan, T>,
+        _ => run_ranks::<burn_flex::Flex, T>,
     };
-    train_on(plan, ranks, observer.as_ref(), allocator)
+    train_on(task, plan, ranks, observer.as_ref(), allocator)
 }
 
-fn run_ranks<I: FusedBackend>(
+fn run_ranks<I: FusedBackend, T: TaskOn<I>>(
+    task: &T,
     plan: &Plan,
     ranks: &Ranks<'_>,
     observer: Option<&Mutex<Observer>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured, TrainError> {
     ranks.launch::<I, _>(plan.plan.world, (&plan.zero, &plan.launch), |device| {
-        run_rank::<I>(plan, device, observer, allocator)
+        run_rank::<I, T>(task, plan, device, observer, allocator)
     })
 }
 
-fn run_rank<I: FusedBackend>(
+fn run_rank<I: FusedBackend, T: TaskOn<I>>(
+    task: &T,
     plan: &Plan,
     device: &Device<I>,
     observer: Option<&Mutex<Observer>>,
@@ -97,19 +105,16 @@ fn run_rank<I: FusedBackend>(
         Some(observer) if rank == 0 => what(&mut observer.lock().expect("the observer is used by rank 0 alone")),
         _ => Ok(()),
     };
-    let mut model = plan.model.init::<Trained<I>>(device);
-    if let Some(dir) = &plan.weights {
-        model = weights::load(model, dir, device)?;
-    }
+    let model = task.model::<Trained<I>>(device)?;
     let config = plan.plan.engine_config()?;
-    let mut engine = ZeroEngine::initialize(model, Fused::new(plan.plan.rule()), config, device)?;
+    let mut engine = ZeroEngine::initialize(model, optimizer(plan), config, device)?;
     let say = |line: &str| {
         observe(&mut |observer| {
             observer.say(line);
             Ok(())
         })
     };
-    let (mut state, warning) = begin(plan, &mut engine)?;
+    let (mut state, warning) = begin::<I, T>(plan, &mut engine)?;
     if let Some(warning) = warning {
         say(&format!("warning: {warning}"))?;
     }
@@ -126,7 +131,8 @@ fn run_rank<I: FusedBackend>(
     phase(Phase::Train)?;
 
     let (world, batch) = (plan.plan.world, plan.plan.batch);
-    let tokens_per_step = batch.global * plan.rows.seq();
+    let order = plan.data.order;
+    let tokens_per_step = batch.global * plan.data.units();
     let mut measured = Measured::default();
     // Mean training loss since the last checkpoint, for --keep-best without --eval.
     let mut since_save = (0.0, 0);
@@ -144,8 +150,8 @@ fn run_rank<I: FusedBackend>(
         let loss_scale = engine.loss_scale();
         for micro in 0..batch.accumulation {
             let first = state.data.used + (micro * world + rank) * batch.micro;
-            let ids = micro_batch::<Trained<I>>(&plan.rows, first, batch.micro, device);
-            let loss = engine.forward(|model| model.loss(ids));
+            let rows = order.from(first, batch.micro);
+            let loss = engine.forward(|model| task.loss(model, &rows, device))?;
             loss_sum += loss.clone().into_data().iter::<f64>().sum::<f64>();
             engine.backward(loss);
             outcome = engine.step()?;
@@ -202,33 +208,44 @@ fn run_rank<I: FusedBackend>(
         state.step = step + 1;
         state.data.used += batch.global;
         since_save = (since_save.0 + metrics.loss, since_save.1 + 1);
-        let ended = state.epoch.add(metrics.loss, batch.global, plan.rows.rows());
-        let mut eval_loss = None;
-        let mut evaluate = |engine: &Engine<I>| -> Result<Option<f64>, TrainError> {
-            if let (None, Some(rows)) = (eval_loss, &plan.eval_rows) {
+        let ended = state.epoch.add(metrics.loss, batch.global, order.rows);
+        // At most once a step.
+        let mut evaluated: Option<Evaluated> = None;
+        let mut evaluate = |engine: &Engine<I, T>| -> Result<Option<Evaluated>, TrainError> {
+            if evaluated.is_none() && plan.data.held_out > 0 {
                 phase(Phase::Eval)?;
-                eval_loss = Some(evaluate::<I>(engine, rows, batch.micro, world, device));
+                evaluated = Some(evaluate::<I, T>(task, engine, plan, device)?);
                 phase(Phase::Train)?;
             }
-            Ok(eval_loss)
+            Ok(evaluated.clone())
         };
         measured.steps.push(metrics);
-        if ended || (last && signal.is_none() && plan.eval_rows.is_some()) {
-            // There may be little time to save in.
-            let eval_loss = if signal.is_none() { evaluate(&engine)? } else { None };
-            let metrics = state.epoch.end(plan.rows.rows(), step + 1, eval_loss);
+        // There may be little time to save in.
+        let stays = signal.is_none();
+        if stays
+            && plan.eval_every.is_some_and(|every| state.step.is_multiple_of(every))
+            && let Some(values) = evaluate(&engine)?
+        {
+            let metrics = EvalMetrics { step: step + 1, values };
+            observe(&mut |observer| observer.evaluation(&metrics))?;
+            measured.evals.push(metrics);
+        }
+        if ended || (last && stays && plan.data.held_out > 0) {
+            let evaluated = if stays { evaluate(&engine)? } else { None };
+            let metrics = state.epoch.end(order.rows, step + 1, evaluated);
             observe(&mut |observer| observer.epoch(&metrics))?;
             measured.epochs.push(metrics);
         }
         if let Some(dir) = plan.checkpoints.due(step + 1, last) {
-            if plan.checkpoints.keep_best && signal.is_none() {
-                let loss = evaluate(&engine)?.unwrap_or(since_save.0 / since_save.1 as f64);
+            if plan.checkpoints.keep_best && stays {
+                let evaluated = evaluate(&engine)?.map(|evaluated| evaluated[0].1);
+                let loss = evaluated.unwrap_or(since_save.0 / since_save.1 as f64);
                 if state.best.is_none_or(|best| loss < best.loss) {
                     state.best = Some(Best { step: step as u64 + 1, loss });
                 }
             }
             since_save = (0.0, 0);
-            let save = save(plan, &mut engine, dir, &state)?;
+            let save = save::<I, T>(plan, &mut engine, dir, &state)?;
             say(&save.to_string())?;
             measured.saves.push(save);
         }
@@ -240,16 +257,33 @@ fn run_rank<I: FusedBackend>(
     if let Some(saved) = engine.wait_for_save()? {
         say(&format!("checkpoint {} is written", saved.path.display()))?;
     }
-    if let Some(out) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
-        say(&save_16bit(plan, &engine, out)?)?;
+    if let Some((config, out)) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
+        // Whole 16-bit weights as a folder that transformers loads; every rank takes part.
+        let fp16 = matches!(plan.plan.precision, Precision::Fp16 { .. });
+        let dtype = if fp16 { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
+        engine.export(config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
+        say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
     }
     observe(&mut Observer::end)?;
     Ok(measured)
 }
 
+/// The plan's rule, without decay for what is to have none.
+fn optimizer<A: ZeroAutodiff>(plan: &Plan) -> Fused<A> {
+    let (rule, except) = (plan.plan.rule(), plan.decay_except);
+    let fused = Fused::new(rule);
+    match rule.weight_decay() == 0.0 || except == DecayExcept::Nothing {
+        true => fused,
+        false => fused.with_group(rule.with_weight_decay(0.0), 1.0, move |info| !except.decays(info.path, info.shape)),
+    }
+}
+
 /// The state to begin with: of nothing, or of the checkpoint, into which the engine is put. Also what is to be told.
-fn begin<I: FusedBackend>(plan: &Plan, engine: &mut Engine<I>) -> Result<(TrainerState, Option<String>), TrainError> {
-    let data = DataPosition::first(&plan.rows);
+fn begin<I: FusedBackend, T: TaskOn<I>>(
+    plan: &Plan,
+    engine: &mut Engine<I, T>,
+) -> Result<(TrainerState, Option<String>), TrainError> {
+    let data = DataPosition::first(&plan.data);
     let Some(checkpoint) = &plan.checkpoints.resume else {
         return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, None));
     };
@@ -263,29 +297,20 @@ fn begin<I: FusedBackend>(plan: &Plan, engine: &mut Engine<I>) -> Result<(Traine
     Ok((state, warning))
 }
 
-fn save<I: FusedBackend>(
+fn save<I: FusedBackend, T: TaskOn<I>>(
     plan: &Plan,
-    engine: &mut Engine<I>,
+    engine: &mut Engine<I, T>,
     dir: &Path,
     state: &TrainerState,
 ) -> Result<SaveMetrics, TrainError> {
     let (step, options) = (state.step as u64, plan.checkpoints.options(state.best));
-    let extra = state.saved(&plan.name, &plan.model, &plan.plan);
+    let extra = state.saved(&plan.model, &plan.plan);
     let begin = Instant::now();
     let bytes = match plan.checkpoints.beside {
         true => engine.save_async(dir, step, extra, &options).map(|_| None)?,
         false => Some(engine.save(dir, step, extra, &options)?.bytes),
     };
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
-}
-
-/// Saves whole 16-bit weights as a folder that transformers loads; every rank takes part. What rank 0 is to say.
-fn save_16bit<I: FusedBackend>(plan: &Plan, engine: &Engine<I>, out: &Path) -> Result<String, TrainError> {
-    let dtype =
-        if matches!(plan.plan.precision, Precision::Fp16 { .. }) { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
-    let options = ExportOptions { dtype, ..ExportOptions::default() };
-    engine.export(&plan.model.clone().into(), out, &options)?;
-    Ok(format!("the 16-bit model ({dtype}) is saved in {}", out.display()))
 }
 
 /// Bytes in use and bytes reserved of a device that has memory of its own.
@@ -319,26 +344,36 @@ fn peak_flops<I: FusedBackend>(plan: &Plan, device: &Device<I>) -> Option<f64> {
     }
 }
 
-/// Rows from `first` on, `[batch, seq]`.
-fn micro_batch<T: Backend>(rows: &TokenRows, first: usize, batch: usize, device: &T::Device) -> Tensor<T, 2, Int> {
-    Tensor::from_data(TensorData::new(rows.from(first, batch), [batch, rows.seq()]), device)
-}
-
-/// Mean loss over all of `rows`, of which each rank takes as many.
-fn evaluate<I: FusedBackend>(
-    engine: &Engine<I>,
-    rows: &TokenRows,
-    batch: usize,
-    world: usize,
+/// What the task measures, as means over all rows that are held out. Each rank takes as many, the first ones one more where
+/// they do not divide. All evaluate equally often, for they may have to gather parameters together.
+fn evaluate<I: FusedBackend, T: TaskOn<I>>(
+    task: &T,
+    engine: &Engine<I, T>,
+    plan: &Plan,
     device: &Device<I>,
-) -> f64 {
-    let mine = rows.rows() / world;
-    let mut sum = 0.0;
-    for done in (0..mine).step_by(batch) {
-        let take = batch.min(mine - done);
-        let ids = micro_batch::<Zero<I>>(rows, device.rank() * mine + done, take, device);
-        let loss = engine.evaluate(|model| model.loss(ids.clone()));
-        sum += loss.into_data().iter::<f64>().sum::<f64>() * take as f64;
+) -> Result<Evaluated, TrainError> {
+    let (rank, world) = (device.rank(), plan.plan.world);
+    let (held_out, batch) = (plan.data.held_out, plan.plan.batch.micro);
+    let share = |rank: usize| held_out / world + usize::from(rank < held_out % world);
+    let begin = plan.data.order.rows + (0..rank).map(share).sum::<usize>();
+    let mine: Vec<usize> = (begin..begin + share(rank)).collect();
+    let mut sums: Vec<(&str, f64)> = Vec::new();
+    for batch in 0..share(0).div_ceil(batch) {
+        let rows = mine.chunks(plan.plan.batch.micro).nth(batch);
+        // In place of a batch that only other ranks have.
+        let values = engine.evaluate(|model| task.evaluate(model, rows.unwrap_or(&[begin - 1]), device))?;
+        let weight = rows.map_or(0, <[usize]>::len) as f64;
+        sums.resize(values.len(), ("", 0.0));
+        for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {
+            (*sum, *total) = (name, *total + value * weight);
+        }
     }
-    all_gather::<I>(&[sum]).iter().map(|rank| rank[0]).sum::<f64>() / rows.rows() as f64
+    if sums.is_empty() {
+        let told = "the task's `evaluate` measured nothing: expected the loss first, and what else there is";
+        return Err(TrainError::Run(told.into()));
+    }
+    let totals: Vec<f64> = sums.iter().map(|(_, total)| *total).collect();
+    let totals = all_gather::<I>(&totals);
+    let mean = |i: usize| totals.iter().map(|rank| rank[i]).sum::<f64>() / held_out as f64;
+    Ok(sums.iter().enumerate().map(|(i, (name, _))| (name.to_string(), mean(i))).collect())
 }

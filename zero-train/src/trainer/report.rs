@@ -8,7 +8,7 @@ use super::fit::precision;
 use super::plan::Plan;
 use super::train::Measured;
 use crate::memory::format_bytes;
-use crate::metrics::{EpochMetrics, RankMetrics};
+use crate::metrics::{EpochMetrics, EvalMetrics, RankMetrics};
 
 /// What a run came to. With `--json` this is what standard output holds.
 // A field for each of `--json`.
@@ -28,8 +28,10 @@ pub struct Summary {
     pub batch: usize,
     /// Micro-batches per step.
     pub accumulation: usize,
-    /// Tokens per row.
+    /// Tokens per row; 1 where rows have none.
     pub seq: usize,
+    /// What speeds are counted in: `tokens`, or `rows` where they have none.
+    pub unit: String,
     /// Loss of the first step, before its update.
     pub loss_first: f64,
     /// Loss of the last step, before its update.
@@ -38,7 +40,9 @@ pub struct Summary {
     pub skipped: usize,
     /// Epochs, also an unfinished one that was evaluated.
     pub epochs: Vec<EpochMetrics>,
-    /// Median over the steps, without the first where there are more.
+    /// Evaluations by `--eval-every`.
+    pub evals: Vec<EvalMetrics>,
+    /// Of `unit`: median over the steps, without the first where there are more.
     pub tokens_per_second: f64,
     /// Measured bytes of model state on the rank that held most, in the last step.
     pub model_state_bytes: StateBytes,
@@ -73,23 +77,25 @@ impl Summary {
             steps[usize::from(steps.len() > 1)..].iter().map(|step| step.tokens_per_second).collect();
         speeds.sort_by(f64::total_cmp);
         let state = last.ranks.iter().map(|rank| rank.model_state_bytes).max_by_key(StateBytes::total);
-        let psi = plan.model.num_params() as u64;
+        let psi = plan.model.profile.num_params() as u64;
         let formula = model_state(psi, plan.zero.stage, plan.plan.world as u64, precision(&plan.plan));
         let most =
             |value: fn(&RankMetrics) -> u64| steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0);
         Self {
-            model: plan.name.clone(),
-            parameters: plan.model.num_params(),
+            model: plan.model.name.clone(),
+            parameters: plan.model.profile.num_params(),
             stage: plan.zero.stage.number(),
             ranks: plan.plan.world,
             steps: steps.len(),
             batch: plan.plan.batch.micro,
             accumulation: plan.plan.batch.accumulation,
-            seq: plan.rows.seq(),
+            seq: plan.data.units(),
+            unit: plan.data.unit().to_string(),
             loss_first: first.loss,
             loss_last: last.loss,
             skipped: steps.iter().filter(|step| step.skipped).count(),
             epochs: measured.epochs.clone(),
+            evals: measured.evals.clone(),
             tokens_per_second: speeds[speeds.len() / 2],
             model_state_bytes: state.unwrap_or_default(),
             model_state_bytes_formula: formula,
@@ -119,18 +125,23 @@ impl core::fmt::Display for Summary {
         };
         writeln!(f, "  {:<28} {:>12} {:>12}", "", "first", "last")?;
         writeln!(f, "  {:<28} {:>12.4} {:>12.4}", "loss", self.loss_first, self.loss_last)?;
-        let perplexity = [self.loss_first.exp(), self.loss_last.exp()];
-        writeln!(f, "  {:<28} {:>12.2} {:>12.2}", "perplexity", perplexity[0], perplexity[1])?;
-        if let Some(epoch) = self.epochs.last()
-            && let (Some(loss), Some(perplexity)) = (epoch.eval_loss, epoch.eval_perplexity)
-        {
-            writeln!(f, "  {:<28} {:>12} {loss:>12.4}", "held-out loss", "")?;
-            writeln!(f, "  {:<28} {:>12} {perplexity:>12.2}", "held-out perplexity", "")?;
+        let has_tokens = self.unit == "tokens";
+        if has_tokens {
+            let perplexity = [self.loss_first.exp(), self.loss_last.exp()];
+            writeln!(f, "  {:<28} {:>12.2} {:>12.2}", "perplexity", perplexity[0], perplexity[1])?;
+        }
+        if let Some(eval) = self.epochs.last().and_then(|epoch| epoch.eval.as_ref()) {
+            for (name, value) in eval {
+                writeln!(f, "  {:<28} {:>12} {value:>12.4}", format!("held-out {name}"), "")?;
+            }
+            if has_tokens {
+                writeln!(f, "  {:<28} {:>12} {:>12.2}", "held-out perplexity", "", eval[0].1.exp())?;
+            }
         }
         if self.skipped > 0 {
             writeln!(f, "  {:<28} {:>12} {:>12}", "skipped updates", "", self.skipped)?;
         }
-        writeln!(f, "  {:<28} {:>12.1}", "tokens per second", self.tokens_per_second)?;
+        writeln!(f, "  {:<28} {:>12.1}", format!("{} per second", self.unit), self.tokens_per_second)?;
         writeln!(f, "  {:<28} {:>12} {:>12} {:>8}", "bytes per rank", "measured", "formula", "ratio")?;
         row(f, "  parameters", state.parameters, formula.parameters)?;
         row(f, "  gradients (peak)", state.gradients, formula.gradients)?;

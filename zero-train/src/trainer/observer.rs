@@ -10,7 +10,7 @@ use crate::TrainError;
 use crate::config::{LogFiles, Report};
 use crate::engine::{Step, Times};
 use crate::memory::format_bytes;
-use crate::metrics::{EpochMetrics, MetricsWriter, StepMetrics};
+use crate::metrics::{EpochMetrics, EvalMetrics, Evaluated, MetricsWriter, StepMetrics};
 use crate::monitor::{
     CsvMonitor, LossPlot, MemoryTracker, MonitorError, Phase, TensorBoardMonitor, Timer, WallClock, io_error,
 };
@@ -29,8 +29,9 @@ pub(super) struct Observer {
     /// Of the run.
     steps: usize,
     lines: Lines,
-    /// Floating-point operations of a token.
-    flops_per_token: f64,
+    /// Floating-point operations of a token, or of a row where it has none.
+    flops_per_unit: f64,
+    unit: &'static str,
     /// Floating-point operations a second that the run's devices can do, where that is known.
     pub(super) peak_flops: Option<f64>,
     report: Report,
@@ -84,7 +85,7 @@ impl Observer {
             writer = Some(jsonl);
             remove(&out.join("metrics.csv"))?;
             csv.push(CsvMonitor::open(out, "metrics", &COLUMNS)?);
-            let title = format!("{}, {} ranks, stage {}", plan.name, plan.plan.world, plan.plan.stage);
+            let title = format!("{}, {} ranks, stage {}", plan.model.name, plan.plan.world, plan.plan.stage);
             let mut drawn = LossPlot { title, ..LossPlot::default() };
             for metrics in &kept {
                 csv[0].write(metrics.step, &named(metrics))?;
@@ -118,7 +119,8 @@ impl Observer {
                 tokens: 0,
                 time: Duration::ZERO,
             },
-            flops_per_token: plan.model.flops_per_token(plan.rows.seq()) as f64,
+            flops_per_unit: plan.model.profile.flops_per_row / plan.data.units() as f64,
+            unit: plan.data.unit(),
             peak_flops: None,
             bar,
             clock: WallClock::new(report.steps_per_print.unwrap_or(1)),
@@ -182,8 +184,9 @@ impl Observer {
         let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
         self.bar.set_message(format!(
-            "loss {:.4}  {speed:.0} tokens/s  peak memory {}{}",
+            "loss {:.4}  {speed:.0} {}/s  peak memory {}{}",
             metrics.loss,
+            self.unit,
             format_bytes(memory),
             if self.skipped > 0 { format!("  {} skipped", self.skipped) } else { String::new() }
         ));
@@ -236,7 +239,7 @@ impl Observer {
             return;
         }
         let speed = self.lines.tokens as f64 / self.lines.time.as_secs_f64();
-        let mfu = self.peak_flops.map(|peak| format!(", MFU {:.1} %", 100.0 * speed * self.flops_per_token / peak));
+        let mfu = self.peak_flops.map(|peak| format!(", MFU {:.1} %", 100.0 * speed * self.flops_per_unit / peak));
         // Saves and evaluations included, but for the first step, in which everything is done for the first time.
         let each = match metrics.step - first {
             0 => metrics.step_ms / 1e3,
@@ -245,8 +248,9 @@ impl Observer {
         let left = Duration::from_secs_f64(each * self.steps.saturating_sub(metrics.step) as f64);
         let StepMetrics { step, loss, lr, grad_norm, .. } = metrics;
         self.log(&format!(
-            "step {step}/{}: loss {loss:.4}, lr {lr:.3e}, grad norm {grad_norm:.4}, {speed:.0} tokens/s{}, ETA {}",
+            "step {step}/{}: loss {loss:.4}, lr {lr:.3e}, grad norm {grad_norm:.4}, {speed:.0} {}/s{}, ETA {}",
             self.steps,
+            self.unit,
             mfu.unwrap_or_default(),
             FormattedDuration(left)
         ));
@@ -254,18 +258,35 @@ impl Observer {
     }
 
     pub(super) fn epoch(&mut self, metrics: &EpochMetrics) -> Result<(), TrainError> {
-        let eval = match (metrics.eval_loss, metrics.eval_perplexity) {
-            (Some(loss), Some(perplexity)) => format!("; held out: loss {loss:.4}, perplexity {perplexity:.2}"),
-            _ => String::new(),
-        };
-        self.say(&format!(
-            "epoch {} (to step {}): loss {:.4}, perplexity {:.2}{eval}",
-            metrics.epoch, metrics.step, metrics.loss, metrics.perplexity
-        ));
+        let EpochMetrics { epoch, step, loss, perplexity, .. } = metrics;
+        let perplexity = if self.unit == "tokens" { format!(", perplexity {perplexity:.2}") } else { String::new() };
+        let eval = metrics.eval.as_ref().map(|eval| format!("; held out: {}", self.named(eval)));
+        self.say(&format!("epoch {epoch} (to step {step}): loss {loss:.4}{perplexity}{}", eval.unwrap_or_default()));
+        metrics.eval.as_ref().map_or(Ok(()), |eval| self.write_eval(*step, eval))
+    }
+
+    /// An evaluation between epochs.
+    pub(super) fn evaluation(&mut self, metrics: &EvalMetrics) -> Result<(), TrainError> {
+        let EvalMetrics { step, values } = metrics;
+        self.say(&format!("step {step}: held out: {}", self.named(values)));
+        self.write_eval(*step, values)
+    }
+
+    fn named(&self, evaluated: &Evaluated) -> String {
+        let mut values: Vec<_> = evaluated.iter().map(|(name, value)| format!("{name} {value:.4}")).collect();
+        if self.unit == "tokens" {
+            values.insert(1, format!("perplexity {:.2}", evaluated[0].1.exp()));
+        }
+        values.join(", ")
+    }
+
+    fn write_eval(&mut self, step: usize, evaluated: &Evaluated) -> Result<(), TrainError> {
         if let Some(tensorboard) = &mut self.tensorboard {
-            let values = [("eval_loss", metrics.eval_loss), ("eval_perplexity", metrics.eval_perplexity)];
-            let values = values.into_iter().filter_map(|(name, value)| Some((name, value?)));
-            tensorboard.write(metrics.step, &values.collect::<Vec<_>>())?;
+            let values = evaluated.iter().map(|(name, value)| (format!("eval_{name}"), *value));
+            let perplexity = (self.unit == "tokens").then(|| ("eval_perplexity".to_string(), evaluated[0].1.exp()));
+            let values: Vec<_> = values.chain(perplexity).collect();
+            let values: Vec<_> = values.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+            tensorboard.write(step, &values)?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use clap::{Args, ValueEnum};
+use clap::{Args, FromArgMatches, ValueEnum};
 
 use super::BackendChoice;
 use crate::TrainError;
@@ -11,6 +11,7 @@ use crate::error::wrong;
 
 /// What stands for `"auto"` in a configuration file, and without a file is used as it is.
 #[derive(Debug, Clone, Default, Args)]
+#[group(id = "zero-hyperparameters")]
 pub struct Hyperparameters {
     /// Rows per rank and micro-batch [default: 1]
     #[arg(long, visible_alias = "per-device-train-batch-size")]
@@ -44,21 +45,12 @@ pub struct Hyperparameters {
     pub dtype: Option<Dtype>,
 }
 
-/// Options of GPT-2 training. What is not given is taken from `--config`, and without that has the default named.
-// A field for each option.
+/// Options of a [`Trainer`](super::Trainer), for a program to flatten into its own (`#[command(flatten)]`). What is not given
+/// is taken from `--config`, and without that has the default named.
+// A field for each option. The group has a name that a program's own options do not take.
 #[derive(Debug, Clone, Args)]
+#[group(id = "zero-trainer")]
 pub struct Options {
-    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b), or a folder with a Hugging Face
-    /// config.json
-    #[arg(long, value_name = "PRESET|DIR")]
-    pub model: Option<String>,
-    /// Start from the Hugging Face weights in this folder (model.safetensors or a sharded index); without --model, its
-    /// config.json describes the model
-    #[arg(long, value_name = "DIR")]
-    pub weights: Option<PathBuf>,
-    /// Text, for models with GPT-2's tokenizer, or a .safetensors file with an int tensor `input_ids` [rows, T], to train on
-    #[arg(long, value_name = "FILE")]
-    pub data: Option<PathBuf>,
     /// Where ranks compute: cpu, cuda (ranks share the GPUs) or vulkan; the program needs the feature of that name
     #[arg(long, value_name = "BACKEND", default_value = "cpu")]
     pub backend: BackendChoice,
@@ -79,16 +71,25 @@ pub struct Options {
     /// Hyperparameters.
     #[command(flatten)]
     pub hyper: Hyperparameters,
-    /// Tokens per row [default: 128, or what the data file has]
-    #[arg(long)]
-    pub seq: Option<usize>,
-    /// Hold out the last ROWS rows of the data, and evaluate on them at the end of every epoch and of training
-    #[arg(long, value_name = "ROWS", default_value_t = 0)]
-    pub eval: usize,
+    /// Hold out the last ROWS rows of the data, and evaluate on them at the end of every epoch and of training [default: 0, or
+    /// what the program says]
+    #[arg(long, value_name = "ROWS")]
+    pub eval: Option<usize>,
+    /// What weight decay leaves alone: nothing, as DeepSpeed without parameter groups; vectors, which are biases and norms; or
+    /// embeddings too
+    #[arg(long, value_name = "WHAT", default_value = "vectors")]
+    pub decay_except: DecayExcept,
+    /// Evaluate every N steps too
+    #[arg(long, value_name = "N")]
+    pub eval_every: Option<usize>,
+    /// Take rows in a new random order in every epoch, by the seed; or in the order of the data [default: true, but false for
+    /// text]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub shuffle: Option<bool>,
     /// Compute threads per rank [default: the machine's cores, shared evenly]
     #[arg(long)]
     pub threads: Option<usize>,
-    /// Seed of the initial weights and of dropout
+    /// Seed of the initial weights, of dropout and of shuffles
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
@@ -157,6 +158,14 @@ pub struct Options {
     pub json: bool,
 }
 
+impl Default for Options {
+    /// Those of a command line without any.
+    fn default() -> Self {
+        let matches = Self::augment_args(clap::Command::new("train")).get_matches_from(["train"]);
+        Self::from_arg_matches(&matches).expect("every option has a default or is none")
+    }
+}
+
 impl Options {
     /// The folder of --swap.
     pub(super) fn swap_dir(&self) -> &Path {
@@ -168,6 +177,29 @@ impl Options {
 pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<(), TrainError> {
     let zero = options.iter().find(|(_, value)| *value == Some(0));
     zero.map_or(Ok(()), |&(option, _)| Err(wrong(option, 0, "expected at least 1")))
+}
+
+/// Parameters without weight decay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DecayExcept {
+    /// None.
+    Nothing,
+    /// Those of one dimension: biases, and the scales and offsets of norms.
+    Vectors,
+    /// These, and embeddings: parameters with a name such as `wte`, `wpe` or `token_embedding` in their path.
+    Embeddings,
+}
+
+impl DecayExcept {
+    /// Whether the parameter at `path` of the module is decayed.
+    pub(super) fn decays(self, path: &str, shape: &[usize]) -> bool {
+        let is_embedding = || path.split('.').any(|name| ["wte", "wpe"].contains(&name) || name.contains("embed"));
+        match self {
+            Self::Nothing => true,
+            Self::Vectors => shape.len() > 1,
+            Self::Embeddings => shape.len() > 1 && !is_embedding(),
+        }
+    }
 }
 
 /// What is offloaded from where the backend computes.

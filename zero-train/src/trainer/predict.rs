@@ -7,9 +7,8 @@ use burn::tensor::{Distribution, Tensor};
 use burn_flex::Flex;
 use zero_burn::config::Tier;
 use zero_core::offload::{BufferPool, DiskError, PoolOptions, SwapDir, SwapFileOptions, Ticket};
-use zero_models::Gpt2Config;
 
-use super::MemoryNeed;
+use super::{MemoryNeed, Profile};
 use crate::config::ZeroPlan;
 
 /// What a step's products reach of the rate of one large product, as measured on GPT-2 124M (docs/performance.md).
@@ -34,16 +33,15 @@ pub(super) struct Prediction {
 
 impl Prediction {
     /// For a step of `plan`; `None` for one that takes less than about a second, or when a probe fails.
-    pub(super) fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize, need: &MemoryNeed) -> Option<Self> {
-        let tokens = (plan.batch.global * seq) as f64;
-        let operations = model.flops_per_token(seq) as f64 * tokens;
+    pub(super) fn new(profile: &Profile, plan: &ZeroPlan, need: &MemoryNeed) -> Option<Self> {
+        let operations = profile.flops_per_row * plan.batch.global as f64;
         if operations < WORTH_A_PROBE {
             return None;
         }
         let compute = operations / (product_rate() * EFFICIENCY);
         let disk = match need.disk {
             0 => 0.0,
-            _ => moved_bytes(model, plan) / disk_rate(&plan.zero_config(0).offload.disk.path).ok()?,
+            _ => moved_bytes(profile, plan) / disk_rate(&plan.zero_config(0).offload.disk.path).ok()?,
         };
         Some(Self { compute, disk })
     }
@@ -60,7 +58,7 @@ impl core::fmt::Display for Prediction {
 }
 
 /// Bytes that all ranks together read and write in a step.
-fn moved_bytes(model: &Gpt2Config, plan: &ZeroPlan) -> f64 {
+fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     let offload = plan.zero_config(0).offload;
     let micro_batches = plan.batch.accumulation as f64;
     let on_disk = |tier| f64::from(u8::from(tier == Tier::Disk));
@@ -68,7 +66,7 @@ fn moved_bytes(model: &Gpt2Config, plan: &ZeroPlan) -> f64 {
     let optimizer = on_disk(offload.optimizer) * (16.0 + 4.0 * micro_batches + 4.0);
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
     let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
-    model.num_params() as f64 * (optimizer + parameters)
+    profile.num_params() as f64 * (optimizer + parameters)
 }
 
 /// Floating-point operations a second of a product on all cores.

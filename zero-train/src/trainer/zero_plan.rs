@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use zero_core::Stage;
-use zero_models::Gpt2Config;
 
 use super::backend::{BackendChoice, name};
 use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, at_least_one};
@@ -18,17 +17,17 @@ use crate::schedule::{Schedule, Warmup};
 const DEFAULT_RANKS: usize = 2;
 const DEFAULT_LR: f64 = 1e-3;
 
-/// The plan for `model`.
-pub(super) fn zero_plan(options: &Options, model: &Gpt2Config) -> Result<ZeroPlan, TrainError> {
+/// The plan for a model of this width.
+pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result<ZeroPlan, TrainError> {
     check(&options.hyper, options.steps, options.ranks)?;
     match &options.config {
-        Some(path) => from_config(options, path, model),
+        Some(path) => from_config(options, path, hidden_size),
         None => from_options(options),
     }
 }
 
-/// What a configuration file means to a run of so many `steps`, before the model is known: an `"auto"` that depends on it has
-/// no value then.
+/// What a configuration file means to a run of so many `steps`, with a model of this width; without,
+/// an `"auto"` that depends on it has no value.
 ///
 /// # Errors
 ///
@@ -38,10 +37,10 @@ pub fn outline(
     hyper: &Hyperparameters,
     steps: usize,
     ranks: Option<usize>,
-    model: Option<&Gpt2Config>,
+    hidden_size: Option<usize>,
 ) -> Result<(ZeroPlan, Vec<Filled>), TrainError> {
     check(hyper, steps, ranks)?;
-    let auto = auto(hyper, steps, model);
+    let auto = auto(hyper, steps, hidden_size);
     let (mut plan, filled) = Config::from_file(file)?.outline(&Context { world: ranks, auto })?;
     complete(&mut plan, hyper);
     check_against(hyper, file, &plan)?;
@@ -149,10 +148,10 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
 }
 
 /// Values for "auto".
-fn auto(options: &Hyperparameters, steps: usize, model: Option<&Gpt2Config>) -> Auto {
+fn auto(options: &Hyperparameters, steps: usize, hidden_size: Option<usize>) -> Auto {
     let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
     Auto {
-        hidden_size: model.map(|model| model.n_embd),
+        hidden_size,
         micro_batch: Some(options.batch.unwrap_or(1)),
         accumulation: options.accumulation,
         learning_rate: Some(lr),
@@ -176,10 +175,10 @@ fn complete(plan: &mut ZeroPlan, options: &Hyperparameters) {
     }
 }
 
-fn from_config(options: &Options, path: &Path, model: &Gpt2Config) -> Result<ZeroPlan, TrainError> {
+fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Result<ZeroPlan, TrainError> {
     let config = Config::from_file(path)?;
     let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
-    let mut plan = config.resolve(&Context { world, auto: auto(&options.hyper, options.steps, Some(model)) })?;
+    let mut plan = config.resolve(&Context { world, auto: auto(&options.hyper, options.steps, hidden_size) })?;
     complete(&mut plan, &options.hyper);
     check_against(&options.hyper, path, &plan)?;
     let (kept, device) = match (&plan.offload_optimizer, &plan.offload_param) {
@@ -258,51 +257,4 @@ fn text(value: Option<impl ToString>) -> Option<String> {
 
 fn said(value: Option<f64>) -> String {
     value.map_or_else(|| "nothing of the kind".into(), |value| value.to_string())
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser;
-    use safetensors::tensor::{Dtype as Element, TensorView};
-
-    use super::*;
-    use crate::data::Source;
-    use crate::gpt2::MemoryNeed;
-    use crate::gpt2::plan::Plan;
-    use crate::gpt2::ranks::Ranks;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        options: Options,
-    }
-
-    /// Rows of 2048 tokens do not fit without offload, those of 128 would.
-    #[test]
-    fn the_tier_is_chosen_for_the_rows_of_the_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = |name: &str| dir.path().join(name).display().to_string();
-        let config = serde_json::json!({
-            "model_type": "gpt2", "vocab_size": 61, "n_positions": 2048, "n_embd": 2048, "n_layer": 1, "n_head": 4
-        });
-        std::fs::create_dir(path("model")).unwrap();
-        std::fs::write(path("model/config.json"), config.to_string()).unwrap();
-        let rows = TensorView::new(Element::I32, vec![2, 2048], &[0; 2 * 2048 * 4]).unwrap();
-        safetensors::serialize_to_file([("input_ids", rows)], None, path("rows.safetensors").as_ref()).unwrap();
-
-        let model = Gpt2Config::from_file(path("model/config.json").as_ref()).unwrap();
-        let need = |offload: &str, seq: usize| {
-            let args = ["train", "--offload", offload];
-            let plan = zero_plan(&Line::parse_from(args).options, &model).unwrap();
-            MemoryNeed::new(&model, &plan, seq, BackendChoice::Cpu).total()
-        };
-        let memory = need("none", 128);
-        assert!(need("none", 2048) > memory && need("all", 2048) <= memory);
-        let (model, data, memory) = (path("model"), path("rows.safetensors"), format!("{memory}B"));
-        let args = ["train", "--json", "--model", &model, "--data", &data, "--memory", &memory];
-        let swap = path(".");
-        let options = Line::parse_from([&args[..], &["--swap", &swap]].concat()).options;
-        let plan = Plan::new(&options, "tiny", &Source::Text("", "none"), &Ranks::threads()).unwrap();
-        assert!(plan.need.disk > 0 && plan.notice.unwrap().contains("--offload"));
-    }
 }

@@ -7,16 +7,15 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
-use zero_models::Gpt2Config;
 
 use super::options::{Options, at_least_one};
+use super::plan::{Data, Model};
 use super::ranks::Ranks;
 use crate::TrainError;
 use crate::config::ZeroPlan;
-use crate::data::TokenRows;
 use crate::engine::EngineError;
 use crate::error::wrong;
-use crate::metrics::EpochMetrics;
+use crate::metrics::{EpochMetrics, Evaluated};
 
 /// The key of the trainer's state in a checkpoint's.
 const TRAINER: &str = "trainer";
@@ -56,25 +55,40 @@ pub(super) struct DataPosition {
     pub(super) used: usize,
     /// Rows of the data.
     pub(super) rows: usize,
-    /// Tokens of a row.
+    /// Tokens of a row; 1 where it has none.
     pub(super) seq: usize,
-    /// Of all tokens; absent in checkpoints of earlier versions, which know data by its size only.
+    /// Of all rows; absent in checkpoints of earlier versions and of tasks that give none: data is known by its size only.
     #[serde(default)]
     pub(super) checksum: Option<u32>,
+    /// The seed by which rows are shuffled, if they are.
+    #[serde(default)]
+    pub(super) shuffle: Option<u64>,
 }
 
 impl DataPosition {
-    /// The beginning of `rows`.
-    pub(super) fn first(rows: &TokenRows) -> Self {
-        Self { used: 0, rows: rows.rows(), seq: rows.seq(), checksum: Some(rows.checksum()) }
+    /// The beginning of `data`.
+    pub(super) fn first(data: &Data) -> Self {
+        let ([checksum, _], shuffle) = (data.checksums, data.order.seed);
+        Self { used: 0, rows: data.order.rows, seq: data.units(), checksum, shuffle }
     }
 
     /// How `data` differs from the data that this is in, if it does.
     pub(super) fn differs_from(&self, data: &Self) -> Option<String> {
+        let again = "training goes on with its first row";
         let sizes = [self, data].map(|data| (data.rows, data.seq));
         let sums = [self, data].map(|data| data.checksum);
         if sizes[0] == sizes[1] && (sums[0] == sums[1] || sums.contains(&None)) {
-            return None;
+            let order = |position: &Self| match position.shuffle {
+                Some(seed) => format!("shuffled with --seed {seed}"),
+                None => "in its own order".to_string(),
+            };
+            return (self.shuffle != data.shuffle).then(|| {
+                let [there, here] = [self, data].map(order);
+                format!(
+                    "the checkpoint was trained on data {there}, this is {here}: {again}; to go on where the checkpoint was \
+                     saved, give the --shuffle and --seed it was trained with"
+                )
+            });
         }
         let [(rows_there, seq_there), (rows, seq)] = sizes;
         let tokens = match sums {
@@ -83,7 +97,7 @@ impl DataPosition {
         };
         Some(format!(
             "the checkpoint was trained on {rows_there} rows of {seq_there} tokens, the data has {rows} rows of {seq}{tokens}: \
-             training goes on with its first row; to go on where the checkpoint was saved, give the data it was trained on"
+             {again}; to go on where the checkpoint was saved, give the data it was trained on"
         ))
     }
 }
@@ -111,10 +125,10 @@ impl EpochState {
     }
 
     /// The next pass begins.
-    pub(super) fn end(&mut self, rows: usize, step: usize, eval_loss: Option<f64>) -> EpochMetrics {
+    pub(super) fn end(&mut self, rows: usize, step: usize, eval: Option<Evaluated>) -> EpochMetrics {
         let Self { number, seen, loss_sum, steps } = *self;
         *self = Self { number: number + 1, seen: seen.saturating_sub(rows), ..Self::first() };
-        EpochMetrics::new(number, step, loss_sum / steps as f64, eval_loss)
+        EpochMetrics::new(number, step, loss_sum / steps as f64, eval)
     }
 }
 
@@ -197,15 +211,21 @@ impl Checkpoints {
 
 impl TrainerState {
     /// What is saved beside the engine's state: this, the model, and the plan in words.
-    pub(super) fn saved(&self, name: &str, model: &Gpt2Config, plan: &ZeroPlan) -> Map<String, Value> {
-        let model = json!({ "family": "gpt2", "name": name, "config": model });
+    pub(super) fn saved(&self, model: &Model, plan: &ZeroPlan) -> Map<String, Value> {
         let lines = plan.explain();
-        let entries = [
+        let mut entries = vec![
             (TRAINER, serde_json::to_value(self).expect("plain numbers")),
-            ("model", model),
             ("plan", json!(lines.lines().collect::<Vec<_>>())),
         ];
-        entries.map(|(key, value)| (key.to_string(), value)).into_iter().collect()
+        if let Some(config) = &model.config {
+            let mut config = serde_json::to_value(config).expect("a configuration is numbers and texts");
+            config["name"] = json!(model.name);
+            entries.push(("model", config));
+        }
+        if !model.settings.is_null() {
+            entries.push(("task", model.settings.clone()));
+        }
+        entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
     }
 
     /// The state in what the engine has loaded.

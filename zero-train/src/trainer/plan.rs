@@ -2,24 +2,26 @@
 
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
 use zero_burn::config::{Gathers, Tier, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::Stage;
 use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
-use zero_models::Gpt2Config;
+use zero_models::ModelConfig;
 
 use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
-use super::fit::{Budget, Choice, MemoryNeed, choose};
-use super::options::at_least_one;
+use super::fit::{Budget, Candidate, MemoryNeed, fitting};
+use super::order::Order;
 use super::predict::Prediction;
+use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
-use super::{GathersChoice, OffloadChoice, Options};
+use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
 use crate::TrainError;
 use crate::config::{Warning, ZeroPlan};
-use crate::data::{Source, TokenRows, wrong_data};
+use crate::data::wrong_data;
 use crate::engine::EngineError;
 use crate::error::wrong;
 use crate::launcher::{LAUNCHED, RESTARTS};
@@ -29,33 +31,73 @@ use crate::memory::format_bytes;
 // What all ranks compare before they train, a field for each line of it.
 pub(super) struct Plan {
     pub backend: BackendChoice,
-    /// The preset's or folder's name.
-    pub name: String,
-    pub model: Gpt2Config,
-    /// Weights to start from.
-    pub weights: Option<PathBuf>,
-    pub rows: TokenRows,
-    /// Rows held out for evaluation.
-    pub eval_rows: Option<TokenRows>,
+    pub model: Model,
+    pub data: Data,
     /// Sharding, batch, precision, optimizer, schedule, reports.
     pub plan: ZeroPlan,
     /// The same as settings of the decorator.
     pub zero: ZeroConfig,
+    pub decay_except: DecayExcept,
     pub steps: usize,
+    pub eval_every: Option<usize>,
     pub launch: LaunchOptions,
     /// Folder for metrics.
     pub out: Option<PathBuf>,
     pub checkpoints: Checkpoints,
-    /// The folder for the 16-bit model that the configuration asks for.
-    pub save_16bit: Option<PathBuf>,
+    /// The model to export in 16 bit, as the configuration asks for, and where to.
+    pub save_16bit: Option<(ModelConfig, PathBuf)>,
     /// Whether a progress bar is shown.
     pub progress: bool,
     /// What the run needs.
     pub need: MemoryNeed,
     /// How long a step will take, for a person to read before it begins; not with `--json`, nor for small models.
     pub prediction: Option<Prediction>,
-    /// What was said about the choice of the model.
+    /// What was said about the choice of the model and of the tier.
     pub notice: Option<String>,
+}
+
+/// What a [`Task`] says of its model.
+pub(super) struct Model {
+    pub name: String,
+    pub profile: Profile,
+    /// As in a checkpoint's state, if transformers know such a model.
+    pub config: Option<ModelConfig>,
+    pub settings: Value,
+}
+
+/// What a [`Task`] says of its data.
+pub(super) struct Data {
+    /// Of the rows that are trained on.
+    pub order: Order,
+    /// Rows after these, held out for evaluation.
+    pub held_out: usize,
+    pub tokens_per_row: Option<usize>,
+    /// Of the rows that are trained on, and of those held out.
+    pub checksums: [Option<u32>; 2],
+}
+
+impl Data {
+    fn new<T: Task>(task: &T, options: &Options) -> Result<Self, TrainError> {
+        let (all, held_out) = (task.rows(), options.eval.unwrap_or(task.held_out()));
+        let rows = all.saturating_sub(held_out);
+        if rows == 0 {
+            let expected = format!("expected fewer than the {all} rows of the data");
+            return Err(wrong("eval", held_out, expected));
+        }
+        let seed = options.shuffle.unwrap_or(task.shuffle()).then_some(options.seed);
+        let checksums = [task.checksum(0..rows)?, task.checksum(rows..all)?];
+        Ok(Self { order: Order { rows, seed }, held_out, tokens_per_row: task.tokens_per_row(), checksums })
+    }
+
+    /// What is counted in speeds: tokens, or rows where they have none.
+    pub(super) fn unit(&self) -> &'static str {
+        if self.tokens_per_row.is_some() { "tokens" } else { "rows" }
+    }
+
+    /// So many of it in a row.
+    pub(super) fn units(&self) -> usize {
+        self.tokens_per_row.unwrap_or(1)
+    }
 }
 
 impl Plan {
@@ -64,23 +106,19 @@ impl Plan {
     /// # Errors
     ///
     /// [`TrainError`], the first thing that is wrong.
-    pub(super) fn new(
+    pub(super) fn new<T: Task>(
         options: &Options,
-        default_model: &str,
-        default_data: &Source<'_>,
+        task: &T,
+        budget: &Budget,
         here: &Ranks<'_>,
     ) -> Result<Self, TrainError> {
-        let (steps, threads, every) = (Some(options.steps), options.threads, options.log_every);
-        at_least_one(&[("steps", steps), ("threads", threads), ("log-every", every)])?;
-        let source = options.data.as_deref().map_or_else(|| default_data.clone(), Source::File);
-        let seq = options.seq.or(source.row_length()?).unwrap_or(128);
-        let options = &as_launched(options, here)?;
-        options.backend.check()?;
-        let budget = Budget::new(options, here)?;
-        let Choice { name, model, offload, notice } = choose(options, default_model, seq, &budget)?;
-        model.validate()?;
+        let profile = |micro_batch: usize| task.profile(micro_batch);
+        let candidate = Candidate { hidden_size: task.hidden_size(), profile: &profile };
+        // What does not fit is told below.
+        let (offload, tier) = fitting(options, &candidate, budget)?.unwrap_or((options.offload, None));
+        let notice = [task.notice(), tier].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
         let options = &Options { offload, ..options.clone() };
-        let mut plan = zero_plan(options, &model)?;
+        let mut plan = zero_plan(options, task.hidden_size())?;
         plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
         let (stage, ranks) = (plan.stage, plan.world);
         let mut zero = plan.zero_config(options.seed);
@@ -91,20 +129,14 @@ impl Plan {
             return Err(wrong_data(disk, problem));
         }
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
-        if let Some(seq) = options.seq.filter(|&seq| seq < 2 || seq > model.n_positions) {
-            let expected = format!("expected 2 to {}, the positions of model {name}", model.n_positions);
-            return Err(wrong("seq", seq, expected));
-        }
-        // What is no folder has no tokenizer.
-        let folders = [options.weights.as_deref(), options.model.as_deref().map(Path::new)];
-        let folders: Vec<&Path> = folders.into_iter().flatten().collect();
-        let mut rows = TokenRows::load(&source, options.seq, model.vocab_size, model.n_positions, &folders)?;
-        let eval_rows = hold_out(options.eval, ranks, &mut rows)?;
-        let need = MemoryNeed::new(&model, &plan, rows.seq(), options.backend)
-            .with_ranks_here(budget.ranks_here.unwrap_or(ranks));
+        let data = Data::new(task, options)?;
+        let profile = task.profile(plan.batch.micro)?;
+        let need = MemoryNeed::new(&profile, &plan, options.backend);
+        let need = need.with_ranks_here(budget.ranks_here.unwrap_or(ranks));
+        let name = task.name();
         if !budget.holds(&need) {
             return Err(TrainError::Memory(format!(
-                "model {name} does not fit: {}{}; use a smaller --model, --batch or --seq, fewer --ranks{}{}",
+                "model {name} does not fit: {}{}; use a smaller model, --batch or row, fewer --ranks{}{}",
                 need.arithmetic(),
                 budget.but(&need),
                 if stage == Stage::Parameters { "" } else { ", or --stage 3" },
@@ -116,21 +148,21 @@ impl Plan {
             )));
         }
         let is_read = !options.json && here.is_main() && options.backend == BackendChoice::Cpu;
-        let prediction = if is_read { Prediction::new(&model, &plan, rows.seq(), &need) } else { None };
+        let prediction = if is_read { Prediction::new(&profile, &plan, &need) } else { None };
+        let config = task.model_config();
         Ok(Self {
             prediction,
             backend: options.backend,
-            name,
-            model,
-            weights: options.weights.clone(),
-            rows,
-            eval_rows,
+            save_16bit: save_16bit(options, &mut plan, config.as_ref()),
+            model: Model { name, profile, config, settings: task.settings() },
+            data,
             zero,
+            decay_except: options.decay_except,
             steps: options.steps,
+            eval_every: options.eval_every,
             launch: launch_options(options)?,
             out: options.out.clone(),
             checkpoints: Checkpoints::new(options, here)?,
-            save_16bit: save_16bit(options, &mut plan),
             plan,
             progress: !options.json,
             need,
@@ -142,27 +174,27 @@ impl Plan {
     pub(super) fn fingerprint(&self) -> Vec<String> {
         let mut zero = self.zero.clone();
         zero.offload.disk = Default::default();
-        let eval = self.eval_rows.as_ref().map(TokenRows::checksum);
         let (every, last, best) = (self.checkpoints.every, self.checkpoints.keep_last, self.checkpoints.keep_best);
         let saves = self.checkpoints.dir.is_some();
+        let (model, data) = (&self.model, &self.data);
+        let ([train, eval], shuffle) = (data.checksums, data.order.seed);
         vec![
             format!("zero {}", env!("CARGO_PKG_VERSION")),
             format!("the backend {}", option_name(self.backend)),
-            format!("the model {:?}", self.model),
+            format!("the model {:?} {} {:?}", model.config, model.settings, model.profile.parameters),
             format!("{:?} ranks at stage {}", self.plan.world, self.plan.stage),
             format!("the batch {:?}", self.plan.batch),
             format!("the precision {:?}", self.plan.precision),
-            format!("the optimizer {:?}", self.plan.optimizer),
+            format!("the optimizer {:?}, decay but of {:?}", self.plan.optimizer, self.decay_except),
             format!("the schedule {:?}", self.plan.schedule),
             format!("clipping {:?}", self.plan.gradient_clipping),
             format!("the settings {zero:?}"),
-            format!("{} steps", self.steps),
-            format!("rows of {} tokens", self.rows.seq()),
-            format!("data with the checksum {:08x}, held out {eval:08x?}", self.rows.checksum()),
+            format!("{} steps, evaluation every {:?}", self.steps, self.eval_every),
+            format!("{} rows of {:?} tokens, and {} held out", data.order.rows, data.tokens_per_row, data.held_out),
+            format!("data with the checksum {train:08x?}, held out {eval:08x?}, shuffled by {shuffle:?}"),
             format!("checkpoints {saves}, every {every:?}, keeping {last:?}, the best {best}"),
             format!("{} steps behind it", self.checkpoints.resumed_steps()),
             format!("a deadline of {:?}", self.launch.deadline),
-            format!("weights to start from: {}", self.weights.is_some()),
             format!("a 16-bit model at the end: {}", self.save_16bit.is_some()),
         ]
     }
@@ -171,10 +203,9 @@ impl Plan {
     /// stages 0 and 1 and `A` times at 2 and 3; at stage 3 parameters are gathered twice in each, those below the
     /// persistence threshold once.
     pub fn wire_bytes(&self) -> u64 {
-        let shapes = self.model.parameter_shapes();
-        let sizes = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>());
-        let persistent: usize = sizes.filter(|&numel| numel <= self.zero.param_persistence_threshold).sum();
-        let (psi, persistent) = (self.model.num_params() as u64, persistent as u64);
+        let sizes = self.model.profile.parameters.iter();
+        let persistent: usize = sizes.filter(|&&numel| numel <= self.zero.param_persistence_threshold).sum();
+        let (psi, persistent) = (self.model.profile.num_params() as u64, persistent as u64);
         let (world, micro_batches) = (self.plan.world as u64, self.plan.batch.accumulation as u64);
         let parameter = self.zero.param_dtype.size() as u64;
         let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
@@ -187,22 +218,6 @@ impl Plan {
             }
         };
         moved * (world - 1) / world
-    }
-}
-
-/// Takes the rows for evaluation from the end of the data.
-fn hold_out(eval: usize, ranks: usize, rows: &mut TokenRows) -> Result<Option<TokenRows>, TrainError> {
-    if eval == 0 {
-        return Ok(None);
-    }
-    if !eval.is_multiple_of(ranks) {
-        let near = eval.next_multiple_of(ranks);
-        return Err(wrong("eval", eval, format!("expected a multiple of the {ranks} ranks, such as {near}")));
-    }
-    let all = rows.rows();
-    match rows.split_off(eval) {
-        Some(held_out) => Ok(Some(held_out)),
-        None => Err(wrong("eval", eval, format!("expected fewer than the {all} rows of the data"))),
     }
 }
 
@@ -222,7 +237,7 @@ fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers, TrainError> 
 
 /// The options as the launcher has them too: the number of ranks is the number of its processes, and after a restart training
 /// goes on from the last checkpoint that the job has saved.
-fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainError> {
+pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainError> {
     let mut options = options.clone();
     if let Some(World { world, variable, .. }) = ranks.world() {
         if let Some(asked) = options.ranks.filter(|asked| asked != world) {
@@ -254,18 +269,22 @@ fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainErr
 }
 
 /// Where the 16-bit model goes that the file asks for: into --out, or without one into --save, by the run's last step.
-fn save_16bit(options: &Options, plan: &mut ZeroPlan) -> Option<PathBuf> {
+fn save_16bit(options: &Options, plan: &mut ZeroPlan, config: Option<&ModelConfig>) -> Option<(ModelConfig, PathBuf)> {
     if !(plan.save_16bit_model && plan.stage.shards_parameters()) {
         return None;
     }
-    let Some(dir) = options.out.as_ref().or(options.save.as_ref()) else {
-        plan.warnings.push(Warning {
-            path: "zero_optimization.stage3_gather_16bit_weights_on_model_save".into(),
-            message: "no 16-bit model will be saved: there is no folder for it; give --save DIR or --out DIR".into(),
-        });
-        return None;
+    let message = match (options.out.as_ref().or(options.save.as_ref()), config) {
+        (Some(dir), Some(config)) => {
+            return Some((config.clone(), dir.join(format!("16bit-model-{:08}", options.steps))));
+        }
+        (None, _) => "no 16-bit model will be saved: there is no folder for it; give --save DIR or --out DIR",
+        (_, None) => "no 16-bit model will be saved: the model is none of transformers'",
     };
-    Some(dir.join(format!("16bit-model-{:08}", options.steps)))
+    plan.warnings.push(Warning {
+        path: "zero_optimization.stage3_gather_16bit_weights_on_model_save".into(),
+        message: message.into(),
+    });
+    None
 }
 
 impl core::fmt::Display for Plan {
@@ -275,7 +294,7 @@ impl core::fmt::Display for Plan {
         }
         let (state, plan) = (self.need.state, &self.plan);
         writeln!(f, "plan")?;
-        writeln!(f, "  model          {}, {} parameters", self.name, self.model.num_params())?;
+        writeln!(f, "  model          {}, {} parameters", self.model.name, self.model.profile.num_params())?;
         let threads = self.launch.threads(plan.world);
         if self.backend != BackendChoice::Cpu {
             writeln!(f, "  backend        {}", option_name(self.backend))?;
@@ -285,18 +304,35 @@ impl core::fmt::Display for Plan {
             1 => String::new(),
             micro_batches => format!(" in each of {micro_batches} micro-batches"),
         };
-        let (seq, rows) = (self.rows.seq(), self.rows.rows());
-        write!(f, "  batch          {} row(s) of {seq} tokens per rank{micro_batches}, ", plan.batch.micro)?;
-        writeln!(f, "{} tokens a step, {rows} rows of data", plan.batch.global * seq)?;
+        let of = |tokens: Option<usize>| tokens.map_or(String::new(), |tokens| format!(" of {tokens} tokens"));
+        let Data { order, held_out, tokens_per_row, .. } = &self.data;
+        let (global, unit) = (plan.batch.global * self.data.units(), self.data.unit());
+        write!(f, "  batch          {} row(s){} per rank{micro_batches}, ", plan.batch.micro, of(*tokens_per_row))?;
+        write!(f, "{global} {unit} a step, {} rows of data", order.rows)?;
+        if order.seed.is_some() {
+            write!(f, ", shuffled")?;
+        }
+        if *held_out > 0 {
+            write!(f, ", {held_out} held out")?;
+        }
+        writeln!(f)?;
         let is_told = |line: &&str| ["ZeRO", "Batch", "Warning"].iter().any(|start| line.starts_with(start));
         for line in plan.explain().lines().filter(|line| !is_told(line)) {
             writeln!(f, "  {line}")?;
+            if line.starts_with("Optimizer") && plan.rule().weight_decay() != 0.0 {
+                let whose = match self.decay_except {
+                    DecayExcept::Nothing => "of all parameters",
+                    DecayExcept::Vectors => "not of biases and norms (--decay-except vectors)",
+                    DecayExcept::Embeddings => "not of biases, norms and embeddings (--decay-except embeddings)",
+                };
+                writeln!(f, "  Weight decay: {whose}.")?;
+            }
         }
         if let Some(checkpoint) = &self.checkpoints.resume {
             let (path, manifest) = (checkpoint.path().display(), checkpoint.manifest());
             writeln!(f, "  resumes from   {path}, step {}, saved by {} rank(s)", manifest.step, manifest.world)?;
         }
-        if let Some(dir) = &self.save_16bit {
+        if let Some((_, dir)) = &self.save_16bit {
             writeln!(f, "  16-bit model   saved at the end in {}", dir.display())?;
         }
         if let Some(prediction) = &self.prediction {
@@ -319,5 +355,67 @@ impl core::fmt::Display for Plan {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+    use burn::tensor::Tensor;
+
+    use super::*;
+    use crate::trainer::FusedBackend;
+
+    /// What it takes with 2048 tokens in a row does not fit without offload.
+    struct Wide;
+
+    impl Task for Wide {
+        type Model<B: FusedBackend> = Linear<B>;
+
+        fn name(&self) -> String {
+            "wide".into()
+        }
+
+        fn rows(&self) -> usize {
+            2
+        }
+
+        fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Linear<B>, TrainError> {
+            Ok(LinearConfig::new(2, 2).init(device))
+        }
+
+        fn loss<B: FusedBackend>(
+            &self,
+            model: &Linear<B>,
+            rows: &[usize],
+            device: &B::Device,
+        ) -> Result<Tensor<B, 1>, TrainError> {
+            Ok(model.forward(Tensor::<B, 2>::ones([rows.len(), 2], device)).mean())
+        }
+
+        fn profile(&self, micro_batch: usize) -> Result<Profile, TrainError> {
+            let activation_bytes = (micro_batch * (64 << 20)) as u64;
+            Ok(Profile { parameters: vec![32 << 20], activation_bytes, flops_per_row: 1.0 })
+        }
+    }
+
+    #[test]
+    fn the_tier_is_chosen_for_the_rows_of_a_micro_batch() {
+        let swap = tempfile::tempdir().unwrap();
+        let plan = |batch: usize, memory: u64| {
+            let options = Options {
+                memory: Some(format!("{memory}B")),
+                swap: Some(swap.path().to_path_buf()),
+                json: true,
+                hyper: crate::trainer::Hyperparameters { batch: Some(batch), ..Default::default() },
+                ..Options::default()
+            };
+            let ranks = Ranks::threads();
+            Plan::new(&options, &Wide, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+        };
+        let memory = plan(1, u64::MAX / 2).need.total();
+        assert!(plan(1, memory).notice.is_none());
+        let larger = plan(2, memory);
+        assert!(larger.need.disk > 0 && larger.notice.unwrap().contains("--offload"));
     }
 }

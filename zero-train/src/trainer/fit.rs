@@ -1,4 +1,4 @@
-//! What fits into memory and onto a disk: what a run needs, what there is, and the model and the tier that follow.
+//! What fits into memory and onto a disk: what a run needs, what there is, and the tier that follows.
 
 use std::path::Path;
 
@@ -7,9 +7,9 @@ use zero_core::Partition;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
 use zero_models::hf_export::parse_bytes;
-use zero_models::{Gpt2Config, ModelError};
 
 use super::backend::name as option_name;
+use super::profile::Profile;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};
@@ -36,10 +36,10 @@ pub struct MemoryNeed {
 }
 
 impl MemoryNeed {
-    /// For `plan` on rows of `seq` tokens.
-    pub fn new(model: &Gpt2Config, plan: &ZeroPlan, seq: usize, backend: BackendChoice) -> Self {
-        let (stage, ranks, batch) = (plan.stage, plan.world, plan.batch.micro);
-        let psi = model.num_params() as u64;
+    /// For `plan`.
+    pub(super) fn new(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> Self {
+        let (stage, ranks) = (plan.stage, plan.world);
+        let psi = profile.num_params() as u64;
         let mut state = model_state(psi, stage, ranks as u64, precision(plan));
         // Takes out of `state` what is offloaded to where `is_there` says.
         let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
@@ -58,25 +58,17 @@ impl MemoryNeed {
         let disk = offloaded(|device| matches!(device, OffloadDevice::Nvme { .. }));
         let is_apart = backend != BackendChoice::Cpu;
         let host = if is_apart { offloaded(|device| *device == OffloadDevice::Cpu) } else { 0 };
-        let largest =
-            model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).max().unwrap_or(0);
+        let largest = profile.largest();
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
-        let (tokens, width) = ((batch * seq) as u64, model.n_embd as u64);
         // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
-        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(model.num_params()));
+        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(profile.num_params()));
         let offloads = [&plan.offload_optimizer, &plan.offload_param];
         if offloads.into_iter().flatten().any(|offload| matches!(offload.device, OffloadDevice::Nvme { .. })) {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
         }
-        // Floats that the fused operations keep per token and layer, in widths: the input, the two norms' results, query,
-        // key and value, attention's result, the sum after it, and the feed-forward layer before and after its activation.
-        let per_layer = tokens * (8 * width + 2 * model.inner_width() as u64);
-        // Logits are made for a few rows at a time.
-        let logits = 2 * tokens.min(256) * model.vocab_size as u64;
-        let activations = 4 * (model.n_layer as u64 * per_layer + logits);
-        Self { state, working: working as u64, activations, ranks: ranks as u64, host, disk }
+        Self { state, working: working as u64, activations: profile.activation_bytes, ranks: ranks as u64, host, disk }
     }
 
     /// The same with so many ranks on a machine.
@@ -175,41 +167,33 @@ fn free_disk(folder: &Path) -> Option<u64> {
     zero_core::offload::free_bytes(existing).ok()
 }
 
-/// A model by the name of a preset, or by a folder with its `config.json`.
-///
-/// # Errors
-///
-/// [`ModelError`] when there is no such preset, or the file is wrong.
-pub fn model(name: &str) -> Result<Gpt2Config, ModelError> {
-    let folder = Path::new(name);
-    if folder.is_dir() { Gpt2Config::from_file(&folder.join("config.json")) } else { Gpt2Config::preset(name) }
+/// A model whose needs are asked for: its width, and what it takes by the rows of a micro-batch.
+pub(super) struct Candidate<'a> {
+    pub(super) hidden_size: Option<usize>,
+    pub(super) profile: &'a dyn Fn(usize) -> Result<Profile, TrainError>,
 }
 
-/// The model, and what of it is kept on a disk.
-pub(super) struct Choice {
-    pub(super) name: String,
-    pub(super) model: Gpt2Config,
-    pub(super) offload: Option<OffloadChoice>,
-    pub(super) notice: Option<String>,
-}
+/// What of a model is kept elsewhere, and what is to be said about it.
+pub(super) type Fitting = (Option<OffloadChoice>, Option<String>);
 
-/// A tier that fits, and what is to be said about it.
-type Fitting = (Option<OffloadChoice>, Option<String>);
-
-/// The model by name, folder or weights; if none is named, the default, or the largest preset that fits. Without --offload
-/// and --config, the cheapest tier of memory and disk that fits.
-pub(super) fn choose(
+/// What a run of `model` needs with `offload`.
+pub(super) fn need(
     options: &Options,
-    default_model: &str,
-    seq: usize,
+    offload: Option<OffloadChoice>,
+    model: &Candidate<'_>,
     budget: &Budget,
-) -> Result<Choice, TrainError> {
-    let need = |model: &Gpt2Config, offload: Option<OffloadChoice>| -> Result<MemoryNeed, TrainError> {
-        let options = Options { offload, ..options.clone() };
-        let plan = zero_plan(&options, model)?;
-        let need = MemoryNeed::new(model, &plan, seq.min(model.n_positions), options.backend);
-        Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
-    };
+) -> Result<MemoryNeed, TrainError> {
+    let plan = zero_plan(&Options { offload, ..options.clone() }, model.hidden_size)?;
+    let need = MemoryNeed::new(&(model.profile)(plan.batch.micro)?, &plan, options.backend);
+    Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
+}
+
+/// Without --offload and --config, the cheapest tier of memory and disk in which `model` fits; else what they say, if it fits.
+pub(super) fn fitting(
+    options: &Options,
+    model: &Candidate<'_>,
+    budget: &Budget,
+) -> Result<Option<Fitting>, TrainError> {
     let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
         (Some(given), _) => &[Some(given)],
         (None, Some(_)) => &[None],
@@ -219,58 +203,25 @@ pub(super) fn choose(
             _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
         },
     };
-    // The first tier that fits.
-    let fitting = |model: &Gpt2Config| -> Result<Option<Fitting>, TrainError> {
-        for &tier in tiers {
-            let with = need(model, tier)?;
-            if !budget.holds(&with) {
-                continue;
-            }
-            let Some(chosen) = tier.filter(|_| options.offload.is_none()) else { return Ok(Some((tier, None))) };
-            let without = need(model, None)?;
-            let there = match with.disk {
-                0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
-                disk => format!("{} below {}", format_bytes(disk * with.ranks), options.swap_dir().display()),
-            };
-            let notice = format!(
-                "In memory alone: {}{}.\nSo --offload {}: {} in memory, {there}.",
-                without.arithmetic(),
-                budget.but(&without),
-                option_name(chosen),
-                format_bytes(with.total())
-            );
-            return Ok(Some((tier, Some(notice))));
-        }
-        Ok(None)
-    };
-    let named = match (&options.model, &options.weights) {
-        (Some(name), _) => Some((name.clone(), model(name)?)),
-        (None, Some(dir)) => Some((dir.display().to_string(), Gpt2Config::from_file(&dir.join("config.json"))?)),
-        (None, None) => None,
-    };
-    if let Some((name, model)) = named {
-        // What does not fit is told with the length of the data's rows.
-        let (offload, notice) = fitting(&model)?.unwrap_or((options.offload, None));
-        return Ok(Choice { name, model, offload, notice });
-    }
-    let wanted = Gpt2Config::preset(default_model)?;
-    if let Some((offload, notice)) = fitting(&wanted)? {
-        return Ok(Choice { name: default_model.to_string(), model: wanted, offload, notice });
-    }
-    let too_much = need(&wanted, options.offload)?;
-    let why = format!("{default_model} does not fit: {}{}", too_much.arithmetic(), budget.but(&too_much));
-    for &name in Gpt2Config::PRESETS.iter().rev() {
-        let model = Gpt2Config::preset(name)?;
-        if model.num_params() >= wanted.num_params() || options.seq.is_some_and(|seq| seq > model.n_positions) {
+    for &tier in tiers {
+        let with = need(options, tier, model, budget)?;
+        if !budget.holds(&with) {
             continue;
         }
-        if let Some((offload, notice)) = fitting(&model)? {
-            let notice = [Some(format!("{why}.\nTraining {name}, the largest preset that fits.")), notice];
-            let notice = notice.into_iter().flatten().collect::<Vec<_>>().join("\n");
-            return Ok(Choice { name: name.to_string(), model, offload, notice: Some(notice) });
-        }
+        let Some(chosen) = tier.filter(|_| options.offload.is_none()) else { return Ok(Some((tier, None))) };
+        let without = need(options, None, model, budget)?;
+        let there = match with.disk {
+            0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
+            disk => format!("{} below {}", format_bytes(disk * with.ranks), options.swap_dir().display()),
+        };
+        let notice = format!(
+            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {there}.",
+            without.arithmetic(),
+            budget.but(&without),
+            option_name(chosen),
+            format_bytes(with.total())
+        );
+        return Ok(Some((tier, Some(notice))));
     }
-    Err(TrainError::Memory(format!(
-        "{why}, and no smaller preset fits either; use fewer --ranks or a smaller --seq or --batch"
-    )))
+    Ok(None)
 }

@@ -1,0 +1,326 @@
+//! Documents in files, and their tokens, in the order of the files.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use parquet::basic::Type as Physical;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
+use parquet::schema::types::Type;
+use rayon::prelude::*;
+use serde_json::Value;
+
+use super::tokenizer::Tokenizer;
+use super::{io, wrong_data};
+use crate::TrainError;
+
+/// Bytes of text that are cut by all threads at a time.
+const PART: usize = 4 << 20;
+
+/// The key or column of a document's text where none is named.
+const FIELD: &str = "text";
+
+/// A file of documents.
+#[derive(Debug, Clone, Hash, PartialEq, Eq)]
+pub(super) struct DataFile {
+    pub(super) path: PathBuf,
+    pub(super) bytes: u64,
+    modified: Option<SystemTime>,
+    kind: DataKind,
+}
+
+#[derive(Debug, Clone, Copy, Hash, PartialEq, Eq)]
+enum DataKind {
+    Text,
+    JsonLines,
+    Parquet,
+}
+
+/// The file, or the files of a folder by their names.
+pub(super) fn files(path: &Path) -> Result<Vec<DataFile>, TrainError> {
+    let meta = std::fs::metadata(path).map_err(io("read", path))?;
+    let mut paths = vec![path.to_path_buf()];
+    if meta.is_dir() {
+        let entries = std::fs::read_dir(path).map_err(io("read", path))?;
+        let all: Result<Vec<PathBuf>, _> = entries.map(|entry| entry.map(|entry| entry.path())).collect();
+        paths = all.map_err(io("read", path))?;
+        paths.retain(|path| path.is_file() && path.file_name().is_none_or(|name| name.as_encoded_bytes()[0] != b'.'));
+        paths.sort();
+    }
+    let mut files = Vec::with_capacity(paths.len());
+    for path in paths {
+        let kind = match path.extension().and_then(|ending| ending.to_str()) {
+            Some("jsonl" | "ndjson") => DataKind::JsonLines,
+            Some("parquet") => DataKind::Parquet,
+            _ => DataKind::Text,
+        };
+        let meta = std::fs::metadata(&path).map_err(io("read", &path))?;
+        files.push(DataFile { bytes: meta.len(), modified: meta.modified().ok(), kind, path });
+    }
+    match files.iter().find(|file| file.kind != files[0].kind) {
+        Some(other) => {
+            let problem =
+                format!("is of another kind than {}: give a folder of one kind of files", files[0].path.display());
+            Err(wrong_data(&other.path, problem))
+        }
+        None if files.is_empty() => {
+            Err(wrong_data(path, "is an empty folder: expected files of text, .jsonl or .parquet"))
+        }
+        None => Ok(files),
+    }
+}
+
+/// Gives `out` the tokens of all files, a part at a time. Of JSON lines and Parquet, and of several texts, every document is
+/// followed by the token that ends one.
+pub(super) fn encode(
+    files: &[DataFile],
+    field: Option<&str>,
+    tokenizer: &Tokenizer,
+    mut out: impl FnMut(&[u32]) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    let packs = files.len() > 1 || files[0].kind != DataKind::Text;
+    let end = match tokenizer.end() {
+        Some(end) if packs => Some(end),
+        None if packs => {
+            let problem = "holds several documents, and the tokenizer has no token that ends one: name it as eos_token in a \
+                           tokenizer_config.json beside the tokenizer";
+            return Err(wrong_data(&files[0].path, problem));
+        }
+        _ => None,
+    };
+    for file in files {
+        let mut part: Vec<String> = Vec::new();
+        let mut bytes = 0;
+        let mut flush = |part: &mut Vec<String>| -> Result<(), TrainError> {
+            let cut: Result<Vec<Vec<u32>>, String> = part.par_iter().map(|text| tokenizer.encode(text)).collect();
+            for mut ids in cut.map_err(|problem| wrong_data(&file.path, problem))? {
+                // A text is one document, of which these are parts.
+                ids.extend(end.filter(|_| file.kind != DataKind::Text));
+                out(&ids)?;
+            }
+            part.clear();
+            Ok(())
+        };
+        texts(file, field.unwrap_or(FIELD), &mut |text| {
+            bytes += text.len();
+            part.push(text);
+            if bytes >= PART {
+                bytes = 0;
+                flush(&mut part)?;
+            }
+            Ok(())
+        })?;
+        flush(&mut part)?;
+        if let (DataKind::Text, Some(end)) = (file.kind, end) {
+            out(&[end])?;
+        }
+    }
+    Ok(())
+}
+
+type Each<'a> = &'a mut dyn FnMut(String) -> Result<(), TrainError>;
+
+/// Gives `each` the documents of a file; a text in parts that are cut as the whole would be.
+fn texts(file: &DataFile, field: &str, each: Each<'_>) -> Result<(), TrainError> {
+    match file.kind {
+        DataKind::Text => text_parts(&file.path, each),
+        DataKind::JsonLines => json_lines(&file.path, field, each),
+        DataKind::Parquet => parquet_rows(&file.path, field, each),
+    }
+}
+
+fn json_lines(path: &Path, field: &str, each: Each<'_>) -> Result<(), TrainError> {
+    let mut lines = BufReader::new(File::open(path).map_err(io("read", path))?);
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        if lines.read_until(b'\n', &mut line).map_err(io("read", path))? == 0 {
+            break;
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let problem = |what: String| wrong_data(path, format!("line {number}: {what}"));
+        let mut value: Value = serde_json::from_slice(&line)
+            .map_err(|error| problem(format!("is no JSON ({error}): expected an object with a key \"{field}\"")))?;
+        match value.get_mut(field).map(Value::take) {
+            Some(Value::String(text)) => each(text)?,
+            found => {
+                let got = found.map_or("has none".into(), |found| format!("is {}", kind_of(&found)));
+                let keys =
+                    value.as_object().map(|object| object.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
+                return Err(problem(format!(
+                    "its \"{field}\" {got}: expected a text; name another key with --text-field (there are {keys:?})"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn parquet_rows(path: &Path, field: &str, each: Each<'_>) -> Result<(), TrainError> {
+    let bad =
+        |error: parquet::errors::ParquetError| wrong_data(path, format!("is no Parquet that can be read ({error})"));
+    let reader = SerializedFileReader::new(File::open(path).map_err(io("read", path))?).map_err(bad)?;
+    let schema = reader.metadata().file_metadata().schema().clone();
+    let columns: Vec<&str> = schema.get_fields().iter().map(|column| column.name()).collect();
+    let Some(column) = schema.get_fields().iter().find(|column| column.name() == field && is_bytes(column)) else {
+        let problem = format!("has no column \"{field}\" of texts (there are {columns:?}): name one with --text-field");
+        return Err(wrong_data(path, problem));
+    };
+    let only = Type::group_type_builder(schema.name()).with_fields(vec![column.clone()]).build().map_err(bad)?;
+    for (number, row) in reader.get_row_iter(Some(only)).map_err(bad)?.enumerate() {
+        let row = row.map_err(bad)?;
+        match row.into_columns().into_iter().next() {
+            Some((_, Field::Str(text))) => each(text)?,
+            other => {
+                let got = other.map_or_else(|| "nothing".into(), |(_, field)| field.to_string());
+                return Err(wrong_data(path, format!("row {number}: its \"{field}\" is {got}: expected a text")));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn is_bytes(column: &Type) -> bool {
+    column.is_primitive() && column.get_physical_type() == Physical::BYTE_ARRAY
+}
+
+/// Cuts after line ends that no run of blanks goes across: there the tokens of the whole are those of its parts, with GPT-2's
+/// tokenizer and all that look for words first.
+fn text_parts(path: &Path, each: Each<'_>) -> Result<(), TrainError> {
+    let mut file = File::open(path).map_err(io("read", path))?;
+    let (mut text, mut begin) = (Vec::new(), 0);
+    loop {
+        let before = text.len();
+        let read = file.by_ref().take(PART as u64).read_to_end(&mut text).map_err(io("read", path))?;
+        let cut = match read {
+            0 => text.len(),
+            _ => {
+                // The last such place; none in what was looked through before.
+                let blank = |at: usize| text[at].is_ascii_whitespace();
+                let from = before.saturating_sub(2).max(1);
+                let place = (from..text.len().saturating_sub(1)).rev().find(|&at| {
+                    text[at] == b'\n' && !blank(at - 1) && !blank(at + 1) && text[at + 1] < 0x80 && text[at - 1] < 0x80
+                });
+                match place {
+                    Some(place) => place + 1,
+                    None => continue,
+                }
+            }
+        };
+        let rest = text.split_off(cut);
+        let part = String::from_utf8(std::mem::replace(&mut text, rest)).map_err(|error| {
+            let byte = begin + error.utf8_error().valid_up_to();
+            let expected = "expected text, or a file that ends in .jsonl, .parquet or .safetensors";
+            wrong_data(path, format!("is not UTF-8 text (byte {byte}): {expected}"))
+        })?;
+        begin += part.len();
+        if !part.is_empty() {
+            each(part)?;
+        }
+        if read == 0 {
+            return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use parquet::data_type::{ByteArray, ByteArrayType, Int32Type};
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
+
+    use super::*;
+    use crate::data::Cutting;
+
+    fn gpt2() -> Tokenizer {
+        Tokenizer::find(Path::new("t"), &Cutting { vocab_size: 50257, ..Cutting::default() }).unwrap()
+    }
+
+    fn ids(path: &Path, field: Option<&str>) -> Result<Vec<u32>, String> {
+        let mut all = Vec::new();
+        let files = files(path).map_err(|error| error.to_string())?;
+        let cut = encode(&files, field, &gpt2(), |part| {
+            all.extend_from_slice(part);
+            Ok(())
+        });
+        cut.map(|()| all).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_text_in_parts_is_cut_as_the_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("text.txt");
+        // Line ends in all company, on both sides of the ends of parts.
+        let line = "It was the best of times,\nit was  \n\n the worst\tof times,\r\n\u{e9}t\u{e9}\n\u{2003}\nwe  \n";
+        let text = line.repeat(2 * PART / line.len() + 3);
+        std::fs::write(&path, &text).unwrap();
+        let whole = tiktoken_rs::r50k_base_singleton().encode_ordinary(&text);
+        assert!(ids(&path, None).unwrap() == whole, "the same tokens");
+        std::fs::write(&path, b"no \xff text").unwrap();
+        assert!(ids(&path, None).unwrap_err().contains("is not UTF-8 text (byte 3)"));
+    }
+
+    #[test]
+    fn documents_end_with_their_token() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("all.jsonl");
+        std::fs::write(&path, "{\"text\": \"Hello world\", \"n\": 1}\n\n{\"text\": \"\"}\n{\"text\": \"Hello\"}")
+            .unwrap();
+        assert_eq!(ids(&path, None).unwrap(), [15496, 995, 50256, 50256, 15496, 50256]);
+        let told = ids(&path, Some("n")).unwrap_err();
+        assert!(told.contains("line 1: its \"n\" is a number: expected a text"), "{told}");
+        std::fs::write(&path, "{\"text\": \"a\"}\n{\"text\"\n").unwrap();
+        assert!(ids(&path, None).unwrap_err().contains("line 2: is no JSON"));
+
+        // A folder of texts: each is a document.
+        for (name, text) in [("b.txt", "world"), ("a.txt", "Hello")] {
+            std::fs::create_dir_all(dir.path().join("texts")).unwrap();
+            std::fs::write(dir.path().join("texts").join(name), text).unwrap();
+        }
+        assert_eq!(ids(&dir.path().join("texts"), None).unwrap(), [15496, 50256, 6894, 50256]);
+        assert!(ids(dir.path(), None).is_err_and(|told| told.contains("line 2")));
+        std::fs::write(dir.path().join("c.txt"), "x").unwrap();
+        assert!(ids(dir.path(), None).unwrap_err().contains("is of another kind than"));
+    }
+
+    #[test]
+    fn a_column_of_a_parquet_file_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("all.parquet");
+        let schema = "message schema { required int32 n; required byte_array body (utf8); }";
+        let schema = Arc::new(parse_message_type(schema).unwrap());
+        let mut writer = SerializedFileWriter::new(File::create(&path).unwrap(), schema, Arc::default()).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<Int32Type>().write_batch(&[1, 2], None, None).unwrap();
+        column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let texts = ["Hello world", "Hello"].map(ByteArray::from);
+        column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+        column.close().unwrap();
+        group.close().unwrap();
+        writer.close().unwrap();
+        assert_eq!(ids(&path, Some("body")).unwrap(), [15496, 995, 50256, 15496, 50256]);
+        let told = ids(&path, None).unwrap_err();
+        assert!(told.contains("no column \"text\" of texts (there are [\"n\", \"body\"])"), "{told}");
+        std::fs::write(&path, "PAR1").unwrap();
+        assert!(ids(&path, None).unwrap_err().contains("is no Parquet that can be read"));
+    }
+}

@@ -1,0 +1,172 @@
+//! Token ids in a safetensors file, an integer tensor `input_ids` of shape `[rows, T]` or `[N]`, read as they are used.
+//!
+//! By `pread` and not through a map: a file that is cut meanwhile is an error and no signal, and what is read once is not counted
+//! as the process's memory. The page cache serves all ranks of a machine alike.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensors};
+
+use super::{io, wrong_data};
+use crate::TrainError;
+
+/// Bytes of ids that are read at a time when all are looked at.
+const PART: usize = 1 << 20;
+
+/// An open file of ids.
+#[derive(Debug)]
+pub(super) struct TokenFile {
+    file: File,
+    path: PathBuf,
+    /// Where the ids begin.
+    begin: u64,
+    shape: Vec<usize>,
+    dtype: Dtype,
+}
+
+impl TokenFile {
+    pub(super) fn open(path: &Path) -> Result<Self, TrainError> {
+        let problem = |problem: String| wrong_data(path, problem);
+        let file = File::open(path).map_err(io("read", path))?;
+        // SAFETY: of the map only the header is read, once, here; a file that another program shortens meanwhile ends this one
+        // with a signal, as it would any reader of a map.
+        let map = unsafe { Mmap::map(&file) }.map_err(io("read", path))?;
+        let tensors = SafeTensors::deserialize(&map)
+            .map_err(|error| problem(format!("is not a whole safetensors file ({error}): write it again")))?;
+        let ids = tensors.tensor("input_ids").map_err(|_| {
+            let names = tensors.names();
+            problem(format!(
+                "has no tensor input_ids (it has {names:?}): expected an int tensor input_ids of [rows, T] or [N]"
+            ))
+        })?;
+        match ids.shape() {
+            [0] | [0, _] | [_, 0] => return Err(problem("input_ids has no rows: expected at least one".into())),
+            [_] | [_, _] => {}
+            other => {
+                return Err(problem(format!(
+                    "input_ids has shape {other:?}: expected two dimensions, [rows, T], or one"
+                )));
+            }
+        }
+        if !matches!(ids.dtype(), Dtype::I64 | Dtype::I32 | Dtype::U32 | Dtype::I16 | Dtype::U16) {
+            let other = ids.dtype();
+            return Err(problem(format!("input_ids has type {other:?}: expected I64, I32, U32, I16 or U16")));
+        }
+        let (shape, dtype) = (ids.shape().to_vec(), ids.dtype());
+        let begin = (ids.data().as_ptr() as usize - map.as_ptr() as usize) as u64;
+        drop(map);
+        Ok(Self { file, path: path.to_path_buf(), begin, shape, dtype })
+    }
+
+    /// The length of its rows, if it has rows.
+    pub(super) fn row_length(&self) -> Option<usize> {
+        self.shape.get(1).copied()
+    }
+
+    /// Ids in all.
+    pub(super) fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    fn width(&self) -> usize {
+        self.dtype.bitsize() / 8
+    }
+
+    /// The ids from `first` on, as many as `ids` has. One that no `i32` holds is -1, which no vocabulary has.
+    pub(super) fn read(&self, first: usize, ids: &mut [i32]) -> Result<(), TrainError> {
+        let width = self.width();
+        let mut bytes = vec![0; ids.len() * width];
+        let at = self.begin + (first * width) as u64;
+        self.file.read_exact_at(&mut bytes, at).map_err(io("read", &self.path))?;
+        let id = |id: i64| i32::try_from(id).unwrap_or(-1);
+        match self.dtype {
+            Dtype::I64 => fill(ids, bytes.as_chunks().0, |&bytes| id(i64::from_le_bytes(bytes))),
+            Dtype::I32 => fill(ids, bytes.as_chunks().0, |&bytes| i32::from_le_bytes(bytes)),
+            Dtype::U32 => fill(ids, bytes.as_chunks().0, |&bytes| id(u32::from_le_bytes(bytes).into())),
+            Dtype::I16 => fill(ids, bytes.as_chunks().0, |&bytes| i16::from_le_bytes(bytes).into()),
+            _ => fill(ids, bytes.as_chunks().0, |&bytes| u16::from_le_bytes(bytes).into()),
+        }
+        Ok(())
+    }
+
+    /// Gives ids `first..last` to `each`, a part at a time, with the place of its first.
+    pub(super) fn scan(
+        &self,
+        (first, last): (usize, usize),
+        mut each: impl FnMut(usize, &[i32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let mut part = vec![0; (PART / self.width()).min(last - first)];
+        for begin in (first..last).step_by(part.len().max(1)) {
+            let part = &mut part[..(PART / self.width()).min(last - begin)];
+            self.read(begin, part)?;
+            each(begin, part)?;
+        }
+        Ok(())
+    }
+}
+
+fn fill<T>(ids: &mut [i32], from: &[T], id: impl Fn(&T) -> i32) {
+    ids.iter_mut().zip(from).for_each(|(to, from)| *to = id(from));
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::tensor::TensorView;
+
+    use super::*;
+
+    fn file(name: &str, dtype: Dtype, shape: Vec<usize>, data: &[u8]) -> tempfile::NamedTempFile {
+        let view = TensorView::new(dtype, shape, data).unwrap();
+        let file = tempfile::NamedTempFile::with_suffix(".safetensors").unwrap();
+        safetensors::serialize_to_file([(name, view)], None, file.path()).unwrap();
+        file
+    }
+
+    fn ids(path: &Path) -> Vec<i32> {
+        let file = TokenFile::open(path).unwrap();
+        let mut ids = vec![0; file.len()];
+        file.read(0, &mut ids).unwrap();
+        let mut scanned: Vec<i32> = Vec::new();
+        file.scan((1, file.len()), |at, part| {
+            assert_eq!(at, scanned.len() + 1);
+            scanned.extend(part);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(scanned, ids[1..]);
+        ids
+    }
+
+    #[test]
+    fn integer_types_are_read_and_others_refused() {
+        let values = [1i64, 2, 3, 1 << 40];
+        let wide = file("input_ids", Dtype::I64, vec![2, 2], bytemuck::cast_slice(&values));
+        assert_eq!(ids(wide.path()), [1, 2, 3, -1]);
+        let narrow = file("input_ids", Dtype::U16, vec![4], bytemuck::cast_slice(&[1u16, 2, 3, u16::MAX]));
+        assert_eq!(ids(narrow.path()), [1, 2, 3, 65535]);
+        assert_eq!(TokenFile::open(narrow.path()).unwrap().row_length(), None);
+        let floats = file("input_ids", Dtype::F32, vec![2, 2], bytemuck::cast_slice(&[1f32; 4]));
+        assert!(TokenFile::open(floats.path()).unwrap_err().to_string().contains("expected I64"));
+    }
+
+    #[test]
+    fn malformed_files_are_named() {
+        let good = file("input_ids", Dtype::I32, vec![2, 2], bytemuck::cast_slice(&[1i32; 4]));
+        let open = |path: &Path| TokenFile::open(path).unwrap_err().to_string();
+        let whole = std::fs::read(good.path()).unwrap();
+        let short = tempfile::NamedTempFile::with_suffix(".safetensors").unwrap();
+        std::fs::write(short.path(), &whole[..whole.len() - 3]).unwrap();
+        assert!(open(short.path()).contains("not a whole safetensors file"));
+        let other = file("tokens", Dtype::I32, vec![4], bytemuck::cast_slice(&[1i32; 4]));
+        assert!(open(other.path()).contains("no tensor input_ids"));
+        let deep = file("input_ids", Dtype::I32, vec![1, 2, 2], bytemuck::cast_slice(&[1i32; 4]));
+        assert!(open(deep.path()).contains("[rows, T]"));
+        // Cut after it was opened.
+        let file = TokenFile::open(good.path()).unwrap();
+        std::fs::OpenOptions::new().write(true).open(good.path()).unwrap().set_len(whole.len() as u64 - 4).unwrap();
+        assert!(file.read(2, &mut [0; 2]).unwrap_err().to_string().contains("cannot read"));
+    }
+}

@@ -1,0 +1,267 @@
+//! Training of anybody's model: options to a validated plan, ranks that train, a report.
+//!
+//! ```no_run
+//! use burn::nn::loss::CrossEntropyLossConfig;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::prelude::*;
+//! use zero_train::trainer::{self, FusedBackend, Result, Task};
+//!
+//! /// Which half of the unit interval a number is in.
+//! struct Halves;
+//!
+//! impl Task for Halves {
+//!     type Model<B: FusedBackend> = Linear<B>;
+//!
+//!     fn rows(&self) -> usize {
+//!         1000
+//!     }
+//!
+//!     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Linear<B>> {
+//!         Ok(LinearConfig::new(1, 2).init(device))
+//!     }
+//!
+//!     fn loss<B: FusedBackend>(&self, model: &Linear<B>, rows: &[usize], device: &B::Device) -> Result<Tensor<B, 1>> {
+//!         let numbers: Vec<f32> = rows.iter().map(|&row| row as f32 / 1000.0).collect();
+//!         let halves: Vec<i32> = rows.iter().map(|&row| i32::from(row >= 500)).collect();
+//!         let input = Tensor::<B, 1>::from_floats(&*numbers, device).reshape([rows.len(), 1]);
+//!         let targets = Tensor::<B, 1, Int>::from_ints(&*halves, device);
+//!         Ok(CrossEntropyLossConfig::new().init(device).forward(model.forward(input), targets))
+//!     }
+//! }
+//!
+//! fn main() -> std::process::ExitCode {
+//!     trainer::main(&Halves)
+//! }
+//! ```
+
+mod backend;
+mod checkpoints;
+mod fit;
+mod observer;
+mod options;
+mod order;
+mod plan;
+mod predict;
+mod profile;
+mod ranks;
+mod report;
+mod task;
+mod trace;
+mod train;
+mod zero_plan;
+
+use std::borrow::Borrow;
+use std::process::ExitCode;
+
+pub use backend::BackendChoice;
+pub use fit::MemoryNeed;
+pub use options::{DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options};
+pub use order::Order;
+pub use profile::Profile;
+pub use report::Summary;
+pub use task::{AnyTask, Measured, Result, Task, TaskOn, scalar};
+pub use zero_ops::FusedBackend;
+pub use zero_plan::outline;
+
+use clap::Parser;
+use zero_core::alloc::PageKeeper;
+use zero_core::collective::exit::end_process;
+use zero_core::collective::launcher::started;
+
+use self::fit::{Budget, Candidate, fitting, need};
+use self::options::at_least_one;
+use self::plan::{Plan, as_launched};
+use self::ranks::{Ranks, Stopped, with_ranks};
+use crate::TrainError;
+use crate::launcher::write_status;
+use crate::signals::Signal;
+
+/// Trains a [`Task`] as its [`Options`] say, on ranks that are threads of this process or the processes that a launcher
+/// started.
+#[derive(Debug, Clone, Copy)]
+pub struct Trainer<'a> {
+    options: &'a Options,
+    allocator: Option<&'a PageKeeper>,
+}
+
+/// Trains `task` as the command line says: the main function of a program without options of its own.
+pub fn main<T: AnyTask>(task: &T) -> ExitCode {
+    /// Train with ZeRO.
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    Trainer::new(&Line::parse().options).main(task)
+}
+
+/// Where a run begins: what a program may ask before it chooses what to train.
+pub struct Setup<'a> {
+    options: &'a Options,
+    budget: &'a Budget,
+}
+
+impl Setup<'_> {
+    /// Why a model of this width does not fit into memory (and, offloaded as far as the options let it, onto a disk), if so;
+    /// `profile` is what it takes by the rows of a micro-batch.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] for options that are wrong.
+    pub fn misfit(
+        &self,
+        hidden_size: Option<usize>,
+        profile: &dyn Fn(usize) -> Result<Profile>,
+    ) -> Result<Option<String>> {
+        let candidate = Candidate { hidden_size, profile };
+        if fitting(self.options, &candidate, self.budget)?.is_some() {
+            return Ok(None);
+        }
+        let need = need(self.options, self.options.offload, &candidate, self.budget)?;
+        Ok(Some(format!("{}{}", need.arithmetic(), self.budget.but(&need))))
+    }
+}
+
+impl<'a> Trainer<'a> {
+    /// By these options.
+    pub fn new(options: &'a Options) -> Self {
+        Self { options, allocator: None }
+    }
+
+    /// With the program's allocator, if it is one that counts: memory that a step takes afresh is then part of its metrics.
+    #[must_use]
+    pub fn allocator(self, allocator: &'a PageKeeper) -> Self {
+        Self { allocator: Some(allocator), ..self }
+    }
+
+    /// Trains and turns the outcome into an exit code: 0, 2 for bad input, 1 for a run that failed, 128 and the signal's number
+    /// for one that SIGINT, SIGTERM or SIGUSR1 has ended. The error, if any, is printed once, on standard error.
+    pub fn main<T: AnyTask>(self, task: &T) -> ExitCode {
+        self.exit(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
+    }
+
+    /// As [`main`](Self::main), with a task that is made once the options have been looked at.
+    pub fn main_with<T: AnyTask>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> ExitCode {
+        self.exit(|ranks| self.run_on::<T, T>(ranks, &task))
+    }
+
+    /// As [`main`](Self::main), with the summary or the error as a value. No summary when the checkpoint to resume from has all
+    /// the steps behind it, nor in a process that is not rank 0.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`]; [`TrainError::Signal`] when SIGINT, SIGTERM or SIGUSR1 has ended the run, which has then saved what it was
+    /// to save. While it trains, the process handles these.
+    pub fn run<T: AnyTask>(self, task: &T) -> Result<Option<Summary>> {
+        let body = |ranks: &Ranks<'_>| self.run_on::<T, &T>(ranks, |_| Ok(task));
+        let ended = with_ranks(self.options, body).map_err(|stopped| stopped.error)?;
+        ended.signal.map_or(Ok(ended.summary), Err)
+    }
+
+    fn exit(self, body: impl Fn(&Ranks<'_>) -> Result<Ended>) -> ExitCode {
+        let launched = started();
+        let (stopped, label): (Stopped, _) = match with_ranks(self.options, body) {
+            Ok(Ended { signal: None, .. }) => return ExitCode::SUCCESS,
+            Ok(Ended { signal: Some(signal), .. }) => (signal.into(), "stopped"),
+            Err(stopped) => (stopped, "error"),
+        };
+        let (text, code) = (told_once(&stopped.error), stopped.error.exit_code());
+        // What a signal has ended all ranks say alike.
+        if label == "error" || launched.as_ref().is_none_or(|launched| launched.rank == 0) {
+            eprintln!("{label}: {text}");
+        }
+        if let Some(launched) = launched {
+            write_status(launched.rank, code, &format!("rank {}: {text}", launched.rank));
+            drop(stopped);
+            // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
+            end_process(code.into());
+        }
+        ExitCode::from(code)
+    }
+
+    fn run_on<T: AnyTask, H: Borrow<T>>(
+        self,
+        ranks: &Ranks<'_>,
+        task: impl Fn(&Setup<'_>) -> Result<H>,
+    ) -> Result<Ended> {
+        let Options { steps, threads, log_every, eval_every, .. } = *self.options;
+        let counts = [("threads", threads), ("log-every", log_every), ("eval-every", eval_every)];
+        at_least_one(&[("steps", Some(steps))])?;
+        at_least_one(&counts)?;
+        ranks.quieten(self.options.out.as_deref())?;
+        let options = &as_launched(self.options, ranks)?;
+        options.backend.check()?;
+        let budget = &Budget::new(options, ranks)?;
+        let task = task(&Setup { options, budget })?;
+        let plan = Plan::new(options, task.borrow(), budget, ranks)?;
+        ranks.agree(&plan.fingerprint())?;
+        let trace = options.trace.as_deref().filter(|_| ranks.is_main());
+        let _trace = trace.map(trace::begin).transpose()?;
+        if !options.json {
+            tell(&plan);
+        }
+        for warning in
+            plan.plan.warnings.iter().map(|warning| warning.to_string()).chain(plan.checkpoints.warnings.clone())
+        {
+            eprintln!("warning: {warning}");
+        }
+        let done = plan.checkpoints.resumed_steps();
+        if done >= plan.steps {
+            eprintln!("the checkpoint has {done} steps behind it, --steps is {}: nothing is left to do", plan.steps);
+            return Ok(Ended { summary: None, signal: None });
+        }
+        let measured = train::train(task.borrow(), &plan, ranks, self.allocator)?;
+        let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.len(), &plan));
+        if !ranks.is_main() {
+            return Ok(Ended { summary: None, signal });
+        }
+        let summary = Summary::new(&plan, &measured);
+        if options.json {
+            tell(&serde_json::to_string(&summary).expect("a summary is plain numbers and names"));
+        } else {
+            tell(&summary);
+        }
+        Ok(Ended { summary: Some(summary), signal })
+    }
+}
+
+/// How a run has ended that did not fail.
+struct Ended {
+    summary: Option<Summary>,
+    /// [`TrainError::Signal`], if it was not by its last step.
+    signal: Option<TrainError>,
+}
+
+/// A line on standard output. That nobody reads it any more (`| head`) is no reason to stop training.
+fn tell(line: &dyn core::fmt::Display) {
+    use std::io::Write;
+
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
+/// An error with its causes, which some errors tell themselves, on one line.
+pub fn told_once(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let more = cause.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+fn ended_by(signal: Signal, step: usize, plan: &Plan) -> TrainError {
+    let kept = match &plan.checkpoints.dir {
+        Some(dir) => format!(
+            "the checkpoint of this step is in {}: the same command resumes there with --resume auto",
+            dir.display()
+        ),
+        None => "no checkpoint was saved; --save DIR saves one".to_string(),
+    };
+    let told = format!("{} ended the run after step {step} of {}; {kept}", signal.name(), plan.steps);
+    TrainError::Signal { told, code: signal.exit_code() }
+}

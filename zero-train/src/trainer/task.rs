@@ -1,0 +1,145 @@
+//! What is trained: a model, its data, and a loss.
+
+use std::ops::Range;
+
+use burn::backend::Autodiff;
+use burn::module::{AutodiffModule, Module};
+use burn::tensor::Tensor;
+use burn_flex::Flex;
+use serde_json::Value;
+use zero_burn::Zero;
+use zero_models::ModelConfig;
+use zero_ops::FusedBackend;
+
+use super::profile::{Profile, count};
+use crate::TrainError;
+
+/// Of what can go wrong in a run.
+pub type Result<T> = core::result::Result<T, TrainError>;
+
+/// Means over some rows, by name; the loss is the first.
+pub type Measured = Vec<(&'static str, f64)>;
+
+/// What a [`Trainer`](super::Trainer) trains. Three functions and a type say what that is; all others have a default.
+///
+/// The model is a Burn module over any backend; it names no rank. `rows` are numbers of training examples: every rank is
+/// given its own of each micro-batch. All that they need lies in `self`, which ranks that are threads share.
+pub trait Task: Sync {
+    /// The model. `type Model<B: FusedBackend> = Net<B>;` for a `Net` that derives Burn's `Module`.
+    type Model<B: FusedBackend>: Module<B>;
+
+    /// How many examples there are, with those that are held out.
+    fn rows(&self) -> usize;
+
+    /// The model with its initial weights.
+    ///
+    /// # Errors
+    /// Of weights that are read.
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Self::Model<B>>;
+
+    /// The mean loss `[1]` of these examples. It is called for training, and by [`evaluate`](Self::evaluate).
+    ///
+    /// # Errors
+    /// Of data that cannot be read.
+    fn loss<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &[usize], device: &B::Device)
+    -> Result<Tensor<B, 1>>;
+
+    /// What is measured on examples that are held out: means over these, by name. The first is the loss, by which the best
+    /// checkpoint is chosen (`--keep-best`).
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss).
+    fn evaluate<B: FusedBackend>(
+        &self,
+        model: &Self::Model<B>,
+        rows: &[usize],
+        device: &B::Device,
+    ) -> Result<Measured> {
+        Ok(vec![("loss", scalar(self.loss(model, rows, device)?))])
+    }
+
+    /// What the model is called, in the plan and in checkpoints. By default, as the type is.
+    fn name(&self) -> String {
+        let name = std::any::type_name::<Self>();
+        name.rsplit("::").next().unwrap_or(name).to_lowercase()
+    }
+
+    /// How many of the last rows are held out for evaluation where `--eval` does not say.
+    fn held_out(&self) -> usize {
+        0
+    }
+
+    /// Whether rows are shuffled anew for every epoch, where `--shuffle` does not say.
+    fn shuffle(&self) -> bool {
+        true
+    }
+
+    /// Tokens of a row, where it has some: then speeds are of tokens, and `exp(loss)` is a perplexity.
+    fn tokens_per_row(&self) -> Option<usize> {
+        None
+    }
+
+    /// A checksum of these rows, by which a run that is resumed knows its data.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss).
+    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
+        let _ = rows;
+        Ok(None)
+    }
+
+    /// The width of the model's layers, from which the `"auto"` sizes of buckets in a DeepSpeed file follow.
+    fn hidden_size(&self) -> Option<usize> {
+        None
+    }
+
+    /// The model's parameters, and what training on so many rows takes. By default it is counted, in a
+    /// forward pass on a backend that computes nothing.
+    ///
+    /// # Errors
+    /// As [`model`](Self::model).
+    fn profile(&self, micro_batch: usize) -> Result<Profile>
+    where
+        Self: Sized,
+    {
+        count(self, micro_batch)
+    }
+
+    /// The model's configuration, if it is one that can be exported for Hugging Face's transformers.
+    fn model_config(&self) -> Option<ModelConfig> {
+        None
+    }
+
+    /// What else must be the same on all ranks, and is kept in checkpoints.
+    fn settings(&self) -> Value {
+        Value::Null
+    }
+
+    /// What a user is to know about the choice of the model, before the plan.
+    fn notice(&self) -> Option<String> {
+        None
+    }
+}
+
+/// A task whose model can be trained on ranks that compute on backend `I`; follows from [`Task`] for every model that derives
+/// Burn's `Module`.
+pub trait TaskOn<I: FusedBackend>:
+    Task<Model<Autodiff<Zero<I>>>: AutodiffModule<Autodiff<Zero<I>>, InnerModule = <Self as Task>::Model<Zero<I>>>>
+{
+}
+
+impl<I, T> TaskOn<I> for T
+where
+    I: FusedBackend,
+    T: Task<Model<Autodiff<Zero<I>>>: AutodiffModule<Autodiff<Zero<I>>, InnerModule = <T as Task>::Model<Zero<I>>>>,
+{
+}
+
+/// A task that can be trained on every backend of this program.
+pub trait AnyTask: TaskOn<Flex> {}
+impl<T: TaskOn<Flex>> AnyTask for T {}
+
+/// The value of a tensor with one element.
+pub fn scalar<B: FusedBackend>(tensor: Tensor<B, 1>) -> f64 {
+    tensor.into_data().iter::<f64>().sum()
+}
