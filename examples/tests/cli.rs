@@ -172,7 +172,7 @@ fn everything_is_reported() {
     assert_eq!(csv.lines().count(), 5);
     assert!(csv.starts_with("step,loss,perplexity,grad_norm,lr,loss_scale,skipped,"), "{csv}");
     assert_eq!(csv, std::fs::read_to_string(logs.join("csv/metrics.csv")).unwrap());
-    assert!(std::fs::read_to_string(out.join("loss.svg")).unwrap().contains("<svg"));
+    assert!(std::fs::read_to_string(out.join("report.html")).unwrap().contains("\"state\":\"done\""));
     assert_eq!(std::fs::read_dir(logs.join("tb")).unwrap().count(), 1);
 }
 

@@ -1,10 +1,12 @@
-//! `metrics.jsonl`: one JSON object a step. The names are a contract; new ones may be added, none changes its meaning.
+//! `metrics.jsonl`, one JSON object a step, and `events.jsonl`, one for all else that happens. The names are a contract; new ones
+//! may be added, none changes its meaning.
 
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::backend::Backend;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use zero_burn::stats::all_gather;
 use zero_core::accounting::{StateBytes, WireBytes};
@@ -14,7 +16,7 @@ use crate::monitor::{MonitorError, io_error};
 
 /// One training step.
 // A field for each column of the metrics.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Number of the step, from 1.
     pub step: usize,
@@ -31,6 +33,18 @@ pub struct StepMetrics {
     pub step_ms: f64,
     /// The same per second.
     pub tokens_per_second: f64,
+    /// The part of the devices' floating-point operations that were the model's, where their peak is known.
+    #[serde(default)]
+    pub mfu: Option<f64>,
+    /// Milliseconds of rank 0's forward passes.
+    #[serde(default)]
+    pub forward_ms: f64,
+    /// Of its backward passes, with the reductions beside them.
+    #[serde(default)]
+    pub backward_ms: f64,
+    /// Of its update.
+    #[serde(default)]
+    pub update_ms: f64,
     /// Whether the update was skipped because gradients overflowed (never in fp32); `grad_norm` is then null.
     pub skipped: bool,
     /// What the loss was multiplied by; 1 but in fp16.
@@ -77,13 +91,49 @@ pub struct EpochMetrics {
 /// Means over the rows that are held out, by name; the loss is the first.
 pub type Evaluated = Vec<(String, f64)>;
 
-/// An evaluation between epochs.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct EvalMetrics {
+/// What happens besides steps.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Event {
     /// Steps so far.
     pub step: usize,
-    /// What was measured.
+    /// What it is.
+    pub kind: EventKind,
+    /// For a person.
+    pub text: String,
+    /// What was measured, of an evaluation and of an epoch: the loss, and what else there is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub values: Evaluated,
+    /// How long training stalled for it.
+    #[serde(default)]
+    pub seconds: f64,
+    /// Milliseconds since 1970.
+    #[serde(default)]
+    pub unix_ms: u64,
+}
+
+/// Kinds of [`Event`]s.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EventKind {
+    /// The run goes on from a checkpoint.
+    Resume,
+    /// Something that is not as it was asked for, and goes on.
+    #[default]
+    Warning,
+    /// Gradients have overflowed: the update was skipped.
+    Skip,
+    /// Rows that are held out were measured.
+    Evaluation,
+    /// A pass over the data has ended; `values` are the mean training loss.
+    Epoch,
+    /// A checkpoint was saved.
+    Save,
+    /// All steps are done.
+    End,
+    /// A signal has ended the run.
+    Stop,
+    /// An error has ended it.
+    Fail,
 }
 
 impl EpochMetrics {
@@ -166,58 +216,71 @@ impl RankMetrics {
     }
 }
 
-/// Writes `metrics.jsonl`, a whole line at a time.
-pub struct MetricsWriter {
+/// A file of JSON objects, a whole line at a time.
+#[derive(Debug)]
+pub struct JsonLines {
     file: File,
     path: PathBuf,
 }
 
-impl MetricsWriter {
-    /// Creates `dir` if need be and an empty `metrics.jsonl` in it, in place of an earlier run's.
+impl JsonLines {
+    /// Creates `dir` if need be and an empty file in it, in place of an earlier run's.
     ///
     /// # Errors
     ///
     /// [`MonitorError::Io`].
-    pub fn create(dir: &Path) -> Result<Self, MonitorError> {
+    pub fn create(dir: &Path, name: &str) -> Result<Self, MonitorError> {
         std::fs::create_dir_all(dir).map_err(io_error("create", dir))?;
-        let path = dir.join("metrics.jsonl");
+        let path = dir.join(name);
         let file = File::create(&path).map_err(io_error("create", &path))?;
         Ok(Self { file, path })
     }
 
-    /// As [`create`](Self::create), for a run that goes on after `steps` steps: keeps the lines of those steps in an
-    /// existing `metrics.jsonl`, which are returned, and drops what an interrupted run has written beyond them.
+    /// As [`create`](Self::create), for a run that goes on: keeps the lines of an existing file that `keep` selects, which are
+    /// returned, and drops what an interrupted run has written beyond them.
     ///
     /// # Errors
     ///
     /// [`MonitorError::Io`].
-    pub fn resume(dir: &Path, steps: usize) -> Result<(Self, Vec<StepMetrics>), MonitorError> {
-        let path = dir.join("metrics.jsonl");
-        let text = match std::fs::read(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((Self::create(dir)?, Vec::new())),
-            text => text.map_err(io_error("read", &path))?,
-        };
-        // The last line may have been cut by the end of its process.
-        let kept: Vec<StepMetrics> = text
-            .split(|&byte| byte == b'\n')
-            .filter_map(|line| serde_json::from_slice(line).ok())
-            .filter(|metrics: &StepMetrics| metrics.step <= steps)
-            .collect();
+    pub fn resume<T: Serialize + DeserializeOwned>(
+        dir: &Path,
+        name: &str,
+        keep: impl Fn(&T) -> bool,
+    ) -> Result<(Self, Vec<T>), MonitorError> {
+        let path = dir.join(name);
+        if !path.exists() {
+            return Ok((Self::create(dir, name)?, Vec::new()));
+        }
+        let mut kept: Vec<T> = Self::read(&path)?;
+        kept.retain(keep);
         // Beside it and renamed, so that no moment loses what is kept.
-        let aside = dir.join(".metrics.jsonl");
+        let aside = dir.join(format!(".{name}"));
         let mut writer = Self { file: File::create(&aside).map_err(io_error("create", &aside))?, path };
-        kept.iter().try_for_each(|metrics| writer.write(metrics))?;
+        kept.iter().try_for_each(|line| writer.write(line))?;
         std::fs::rename(&aside, &writer.path).map_err(io_error("replace", &writer.path))?;
         Ok((writer, kept))
     }
 
-    /// Appends one step and hands it to the operating system.
+    /// The lines of a file. The last one, which the end of its process may have cut, and others that cannot be read are left out.
     ///
     /// # Errors
     ///
     /// [`MonitorError::Io`].
-    pub fn write(&mut self, step: &StepMetrics) -> Result<(), MonitorError> {
-        let mut line = serde_json::to_vec(step).expect("metrics are plain numbers");
+    pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, MonitorError> {
+        let text = match std::fs::read(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            text => text.map_err(io_error("read", path))?,
+        };
+        Ok(text.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect())
+    }
+
+    /// Appends one object and hands it to the operating system.
+    ///
+    /// # Errors
+    ///
+    /// [`MonitorError::Io`].
+    pub fn write(&mut self, object: &impl Serialize) -> Result<(), MonitorError> {
+        let mut line = serde_json::to_vec(object).expect("metrics are plain numbers and texts");
         line.push(b'\n');
         self.file.write_all(&line).map_err(io_error("write", &self.path))
     }

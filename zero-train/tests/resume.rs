@@ -333,7 +333,8 @@ fn a_signal_ends_a_run_after_a_step_with_a_checkpoint_that_changes_no_bit() {
         assert!((20..100_000).contains(&step), "{told}");
         assert_eq!(inputs.checkpoints(&stopped), [format!("step-{step:08}")], "{told}");
         assert_eq!(trajectory(&inputs.path(&stopped)).len(), step);
-        assert!(std::fs::read_to_string(inputs.path(&stopped).join("out/loss.svg")).unwrap().contains("<svg"));
+        let page = std::fs::read_to_string(inputs.path(&stopped).join("out/report.html")).unwrap();
+        assert!(page.contains("\"state\":\"stopped\"") && page.contains(&format!("ended by SIG{name}")));
         let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(summary["steps"], step);
 
@@ -360,7 +361,7 @@ fn without_a_folder_to_save_to_a_signal_ends_a_run_too_and_a_second_one_at_once(
     let told = said.rest().to_string();
     assert_eq!(child.wait().unwrap().code(), Some(143), "{told}");
     assert!(told.contains("no checkpoint was saved; --save DIR saves one"), "{told}");
-    assert!(inputs.path("unsaved/out/loss.svg").exists());
+    assert!(inputs.path("unsaved/out/report.html").exists());
 
     // A step that does not end.
     let mut child = inputs.begin("long", 10, &["--accumulation", "100000000"]);
@@ -388,11 +389,43 @@ fn without_a_folder_to_save_to_a_signal_ends_a_run_too_and_a_second_one_at_once(
 }
 
 #[test]
-fn a_run_that_fails_leaves_its_plot() {
+fn a_run_that_fails_leaves_its_report() {
     let inputs = Inputs::new();
     let said = stderr(&mut inputs.train("run", 10, &["--lr", "1e30"]), 1);
     assert!(said.contains("the loss became"), "{said}");
-    assert!(std::fs::read_to_string(inputs.path("run/out/loss.svg")).unwrap().contains("<svg"));
+    assert!(std::fs::read_to_string(inputs.path("run/out/report.html")).unwrap().contains("\"state\":\"failed\""));
+}
+
+#[test]
+fn a_report_is_made_of_the_files_of_runs() {
+    let inputs = Inputs::new();
+    let evaluated = ["--eval", "5", "--eval-every", "4", "--save-every", "6"];
+    assert!(inputs.train("one", 20, &evaluated).output().unwrap().status.success());
+    // Cut short and resumed, it has each step and each event once.
+    assert!(inputs.train("two", 10, &evaluated).output().unwrap().status.success());
+    assert!(
+        inputs.train("two", 20, &[&evaluated[..], &["--resume", "auto"]].concat()).output().unwrap().status.success()
+    );
+    let kinds = |run: &str| -> Vec<(u64, String)> {
+        let text = std::fs::read_to_string(inputs.path(run).join("out/events.jsonl")).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        lines.map(|event| (event["step"].as_u64().unwrap(), event["kind"].as_str().unwrap().to_string())).collect()
+    };
+    let evaluations = |run: &str| kinds(run).into_iter().filter(|(_, kind)| kind == "evaluation").map(|(step, _)| step);
+    // Every 4 steps, and at the ends of the passes over 32 rows by 4, which are at steps 8 and 16, and of the run.
+    assert!(evaluations("one").eq([4, 8, 12, 16, 20]), "{:?}", kinds("one"));
+    assert!(kinds("two").contains(&(10, "resume".into())), "{:?}", kinds("two"));
+    let report = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+        command.arg("report").args(args).current_dir(inputs.path("."));
+        command
+    };
+    let out = inputs.path("both.html");
+    let said = report(&["one/out", "two/out", "--output", "both.html"]).output().unwrap();
+    assert!(said.status.success() && String::from_utf8_lossy(&said.stdout).contains("both.html"));
+    let page = std::fs::read_to_string(&out).unwrap();
+    assert_eq!(page.matches("\"state\":\"done\"").count(), 2);
+    assert!(stderr(&mut report(&["one"]), 2).contains("is no --out folder of a run"));
 }
 
 #[test]

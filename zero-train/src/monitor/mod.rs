@@ -1,15 +1,15 @@
 //! Watching a run: files a person or a program can read while it goes on, and tables of time and memory.
 //!
 //! * In: a step number and named values, `&[(&str, f64)]`; or timer and memory events.
-//! * Out: [`CsvMonitor`] and [`TensorBoardMonitor`] append to files, a whole record at a time; [`LossPlot`] draws an
-//!   SVG; [`MemoryTracker`] and [`WallClock`] give values that print as a table and as a line.
+//! * Out: [`CsvMonitor`] and [`TensorBoardMonitor`] append to files, a whole record at a time; [`RunReport`] is a
+//!   page; [`MemoryTracker`] and [`WallClock`] give values that print as a table and as a line.
 //! * Threads: everything runs on the caller's thread, except the sampler of [`MemoryTracker`]. Meant for rank 0.
 
 mod breakdown;
 mod csv;
 mod memory_table;
 mod peak;
-mod plot;
+mod report;
 mod tensorboard;
 
 use std::io;
@@ -19,7 +19,7 @@ pub use breakdown::{StepTimes, Timer, WallClock};
 pub use csv::CsvMonitor;
 pub use memory_table::{MemoryFigures, MemoryReport, MemoryTracker, Phase};
 pub use peak::peak_flops;
-pub use plot::LossPlot;
+pub use report::{RunFacts, RunReport, RunState, page, write_page};
 pub use tensorboard::TensorBoardMonitor;
 
 /// Why a monitor cannot go on. None of these needs to end a run.
@@ -64,10 +64,12 @@ pub enum MonitorError {
         /// The names there are.
         columns: Vec<String>,
     },
-    /// A plot cannot be drawn.
-    #[error("cannot draw the plot: {problem}")]
-    Draw {
-        /// What the drawing library says.
+    /// A folder that is no run's.
+    #[error("{} is no --out folder of a run: {problem}", path.display())]
+    NoRun {
+        /// The folder.
+        path: PathBuf,
+        /// What is missing or wrong.
         problem: String,
     },
     /// A timer is started while it runs, or stopped while it does not.

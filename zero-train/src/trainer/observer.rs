@@ -1,19 +1,21 @@
 //! What rank 0 shows and writes while it trains.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use indicatif::{FormattedDuration, ProgressBar, ProgressStyle};
 
 use super::plan::Plan;
 use crate::TrainError;
 use crate::config::{LogFiles, Report};
-use crate::engine::{Step, Times};
+use crate::engine::Step;
 use crate::memory::format_bytes;
-use crate::metrics::{EpochMetrics, EvalMetrics, Evaluated, MetricsWriter, StepMetrics};
+use crate::metrics::{EpochMetrics, Evaluated, Event, EventKind, JsonLines, SaveMetrics, StepMetrics};
 use crate::monitor::{
-    CsvMonitor, LossPlot, MemoryTracker, MonitorError, Phase, TensorBoardMonitor, Timer, WallClock, io_error,
+    CsvMonitor, MemoryTracker, MonitorError, Phase, RunFacts, RunReport, RunState, TensorBoardMonitor, Timer,
+    WallClock, io_error, write_page,
 };
+use crate::signals::Signal;
 
 /// Columns of `metrics.csv`, and names of the scalars in TensorBoard.
 const COLUMNS: [&str; 8] =
@@ -23,27 +25,42 @@ const COLUMNS: [&str; 8] =
 const LINE_STEPS: usize = 10;
 const LINE_TIME: Duration = Duration::from_secs(10);
 
+/// The least time between two writings of the report's page.
+const PAGE_TIME: Duration = Duration::from_secs(5);
+
 // One for each thing that a step is shown on.
 pub(super) struct Observer {
     bar: ProgressBar,
     /// Of the run.
     steps: usize,
     lines: Lines,
-    /// Floating-point operations of a token, or of a row where it has none.
-    flops_per_unit: f64,
     unit: &'static str,
-    /// Floating-point operations a second that the run's devices can do, where that is known.
-    pub(super) peak_flops: Option<f64>,
     report: Report,
     /// Nothing but the summary on standard output.
     quiet: bool,
-    writer: Option<MetricsWriter>,
+    out: Option<Out>,
     csv: Vec<CsvMonitor>,
     tensorboard: Option<TensorBoardMonitor>,
-    plot: Option<(PathBuf, LossPlot)>,
+    shown: RunReport,
     clock: WallClock,
     tracker: Option<MemoryTracker>,
     skipped: usize,
+}
+
+/// The files in --out.
+struct Out {
+    dir: PathBuf,
+    metrics: JsonLines,
+    events: JsonLines,
+    /// When the page was written.
+    page: Option<Instant>,
+}
+
+impl Out {
+    fn write_page(&mut self, shown: &RunReport) -> Result<(), MonitorError> {
+        self.page = Some(Instant::now());
+        write_page(&self.dir.join("report.html"), std::slice::from_ref(shown))
+    }
 }
 
 /// When a line is due, and what it counts.
@@ -75,23 +92,32 @@ impl Observer {
     pub(super) fn new(plan: &Plan) -> Result<Self, TrainError> {
         let report = plan.plan.report.clone();
         let done = plan.checkpoints.resumed_steps();
-        let (mut writer, mut csv, mut plot) = (None, Vec::new(), None);
-        if let Some(out) = &plan.out {
+        let name = format!("{}, {} ranks, stage {}", plan.model.name, plan.plan.world, plan.plan.stage);
+        let facts = RunFacts {
+            name,
+            plan: plan.to_string().lines().map(str::to_string).collect(),
+            unit: plan.data.unit().to_string(),
+            steps: plan.steps,
+            formula: plan.state_formula(),
+        };
+        let mut shown = RunReport::new(facts.clone());
+        let (mut out, mut csv) = (None, Vec::new());
+        if let Some(dir) = &plan.out {
             // An earlier run's files are replaced, and of the run that is resumed the steps are kept.
-            let (jsonl, kept) = match done {
-                0 => (MetricsWriter::create(out)?, Vec::new()),
-                _ => MetricsWriter::resume(out, done)?,
-            };
-            writer = Some(jsonl);
-            remove(&out.join("metrics.csv"))?;
-            csv.push(CsvMonitor::open(out, "metrics", &COLUMNS)?);
-            let title = format!("{}, {} ranks, stage {}", plan.model.name, plan.plan.world, plan.plan.stage);
-            let mut drawn = LossPlot { title, ..LossPlot::default() };
+            let (metrics, kept) = JsonLines::resume(dir, "metrics.jsonl", |step: &StepMetrics| step.step <= done)?;
+            let (events, past) =
+                JsonLines::resume(dir, "events.jsonl", |event: &Event| event.step <= done && done > 0)?;
+            let facts = serde_json::to_vec(&facts).expect("facts are numbers and texts");
+            let path = dir.join("run.json");
+            std::fs::write(&path, facts).map_err(io_error("write", &path))?;
+            out = Some(Out { dir: dir.clone(), metrics, events, page: None });
+            remove(&dir.join("metrics.csv"))?;
+            csv.push(CsvMonitor::open(dir, "metrics", &COLUMNS)?);
             for metrics in &kept {
                 csv[0].write(metrics.step, &named(metrics))?;
-                draw(&mut drawn, metrics);
+                shown.step(metrics);
             }
-            plot = Some((out.join("loss.svg"), drawn));
+            past.into_iter().for_each(|event| shown.event(event));
         }
         if let Some(files) = &report.csv_monitor {
             let mut monitor = CsvMonitor::open(&folder(files), "metrics", &COLUMNS)?;
@@ -109,7 +135,7 @@ impl Observer {
         bar.set_position(done as u64);
         bar.set_message("building the model");
         bar.enable_steady_tick(Duration::from_millis(500));
-        Ok(Self {
+        let mut observer = Self {
             steps: plan.steps,
             lines: Lines {
                 every: report.steps_per_print,
@@ -119,20 +145,53 @@ impl Observer {
                 tokens: 0,
                 time: Duration::ZERO,
             },
-            flops_per_unit: plan.model.profile.flops_per_row / plan.data.units() as f64,
             unit: plan.data.unit(),
-            peak_flops: None,
             bar,
             clock: WallClock::new(report.steps_per_print.unwrap_or(1)),
             report,
             quiet: !plan.progress,
-            writer,
+            out,
             csv,
             tensorboard: tensorboard.transpose()?,
-            plot,
+            shown,
             tracker: None,
             skipped: 0,
-        })
+        };
+        if done > 0 {
+            observer.note(EventKind::Resume, done, &format!("resumed after step {done}"), Vec::new(), 0.0)?;
+        }
+        Ok(observer)
+    }
+
+    /// Records what happens besides steps.
+    fn note(
+        &mut self,
+        kind: EventKind,
+        step: usize,
+        text: &str,
+        values: Evaluated,
+        seconds: f64,
+    ) -> Result<(), MonitorError> {
+        let unix_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+        let event = Event { step, kind, text: text.to_string(), values, seconds, unix_ms };
+        if let Some(out) = &mut self.out {
+            out.events.write(&event)?;
+        }
+        self.shown.event(event);
+        Ok(())
+    }
+
+    /// A warning for a person, which is recorded too.
+    pub(super) fn warn(&mut self, step: usize, warning: &str) -> Result<(), TrainError> {
+        self.say(&format!("warning: {warning}"));
+        Ok(self.note(EventKind::Warning, step, warning, Vec::new(), 0.0)?)
+    }
+
+    /// A checkpoint was saved.
+    pub(super) fn save(&mut self, save: &SaveMetrics) -> Result<(), TrainError> {
+        let text = save.to_string();
+        self.say(&text);
+        Ok(self.note(EventKind::Save, save.step, &text, Vec::new(), save.stall_seconds)?)
     }
 
     /// A line for a person: on standard output, or with `--json` on standard error.
@@ -174,13 +233,7 @@ impl Observer {
     }
 
     /// A step has ended, the `last` of the run or not.
-    pub(super) fn step(
-        &mut self,
-        metrics: &StepMetrics,
-        outcome: &Step,
-        times: Times,
-        last: bool,
-    ) -> Result<(), TrainError> {
+    pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, last: bool) -> Result<(), TrainError> {
         let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
         self.bar.set_message(format!(
@@ -197,16 +250,17 @@ impl Observer {
                 true => format!("loss scale {loss_scale} kept"),
                 false => format!("loss scale {loss_scale} -> {next_loss_scale}"),
             };
-            self.say(&format!(
+            let text = format!(
                 "step {}: gradients overflowed, update skipped on all ranks ({skipped} so far), {scale}",
                 metrics.step
-            ));
+            );
+            self.say(&text);
+            self.note(EventKind::Skip, metrics.step, &text, Vec::new(), 0.0)?;
         }
         self.line(metrics, last);
-        for (timer, time) in
-            [(Timer::Forward, times.forward), (Timer::Backward, times.backward), (Timer::Step, times.step)]
-        {
-            self.clock.add(timer, time);
+        let StepMetrics { forward_ms, backward_ms, update_ms, .. } = *metrics;
+        for (timer, ms) in [(Timer::Forward, forward_ms), (Timer::Backward, backward_ms), (Timer::Step, update_ms)] {
+            self.clock.add(timer, Duration::from_secs_f64(ms / 1e3));
         }
         let (_, mean) = self.clock.end_step(metrics.step)?;
         if let Some(mean) = mean.filter(|_| self.report.wall_clock_breakdown) {
@@ -220,11 +274,12 @@ impl Observer {
         if let Some(tensorboard) = &mut self.tensorboard {
             tensorboard.write(metrics.step, &named)?;
         }
-        if let Some((_, plot)) = &mut self.plot {
-            draw(plot, metrics);
-        }
-        if let Some(writer) = &mut self.writer {
-            writer.write(metrics)?;
+        self.shown.step(metrics);
+        if let Some(out) = &mut self.out {
+            out.metrics.write(metrics)?;
+            if out.page.is_none_or(|page| page.elapsed() >= PAGE_TIME) {
+                out.write_page(&self.shown)?;
+            }
         }
         Ok(())
     }
@@ -239,7 +294,7 @@ impl Observer {
             return;
         }
         let speed = self.lines.tokens as f64 / self.lines.time.as_secs_f64();
-        let mfu = self.peak_flops.map(|peak| format!(", MFU {:.1} %", 100.0 * speed * self.flops_per_unit / peak));
+        let mfu = metrics.mfu.map(|mfu| format!(", MFU {:.1} %", 100.0 * mfu * speed / metrics.tokens_per_second));
         // Saves and evaluations included, but for the first step, in which everything is done for the first time.
         let each = match metrics.step - first {
             0 => metrics.step_ms / 1e3,
@@ -261,26 +316,24 @@ impl Observer {
         let EpochMetrics { epoch, step, loss, perplexity, .. } = metrics;
         let perplexity = if self.unit == "tokens" { format!(", perplexity {perplexity:.2}") } else { String::new() };
         let eval = metrics.eval.as_ref().map(|eval| format!("; held out: {}", self.named(eval)));
-        self.say(&format!("epoch {epoch} (to step {step}): loss {loss:.4}{perplexity}{}", eval.unwrap_or_default()));
-        metrics.eval.as_ref().map_or(Ok(()), |eval| self.write_eval(*step, eval))
+        let text = format!("epoch {epoch} (to step {step}): loss {loss:.4}{perplexity}{}", eval.unwrap_or_default());
+        self.say(&text);
+        Ok(self.note(EventKind::Epoch, *step, &text, vec![("loss".into(), *loss)], 0.0)?)
     }
 
-    /// An evaluation between epochs.
-    pub(super) fn evaluation(&mut self, metrics: &EvalMetrics) -> Result<(), TrainError> {
-        let EvalMetrics { step, values } = metrics;
-        self.say(&format!("step {step}: held out: {}", self.named(values)));
-        self.write_eval(*step, values)
-    }
-
-    fn named(&self, evaluated: &Evaluated) -> String {
-        let mut values: Vec<_> = evaluated.iter().map(|(name, value)| format!("{name} {value:.4}")).collect();
-        if self.unit == "tokens" {
-            values.insert(1, format!("perplexity {:.2}", evaluated[0].1.exp()));
+    /// Rows that are held out have been measured; `said` if nothing else will say it.
+    pub(super) fn evaluation(
+        &mut self,
+        step: usize,
+        evaluated: &Evaluated,
+        seconds: f64,
+        said: bool,
+    ) -> Result<(), TrainError> {
+        let text = format!("step {step}: held out: {}", self.named(evaluated));
+        if said {
+            self.say(&text);
         }
-        values.join(", ")
-    }
-
-    fn write_eval(&mut self, step: usize, evaluated: &Evaluated) -> Result<(), TrainError> {
+        self.note(EventKind::Evaluation, step, &text, evaluated.clone(), seconds)?;
         if let Some(tensorboard) = &mut self.tensorboard {
             let values = evaluated.iter().map(|(name, value)| (format!("eval_{name}"), *value));
             let perplexity = (self.unit == "tokens").then(|| ("eval_perplexity".to_string(), evaluated[0].1.exp()));
@@ -291,22 +344,48 @@ impl Observer {
         Ok(())
     }
 
-    /// The last phase ends, and the plot is drawn.
-    pub(super) fn end(&mut self) -> Result<(), TrainError> {
+    fn named(&self, evaluated: &Evaluated) -> String {
+        let mut values: Vec<_> = evaluated.iter().map(|(name, value)| format!("{name} {value:.4}")).collect();
+        if self.unit == "tokens" {
+            values.insert(1, format!("perplexity {:.2}", evaluated[0].1.exp()));
+        }
+        values.join(", ")
+    }
+
+    /// The last phase ends, by all steps or by a signal; the report is complete.
+    pub(super) fn end(&mut self, step: usize, signal: Option<Signal>) -> Result<(), TrainError> {
         self.end_phase()?;
-        if let Some((path, plot)) = self.plot.take() {
-            plot.write(&path)?;
+        let (kind, text) = match signal {
+            None => (EventKind::End, "all steps are done".to_string()),
+            Some(signal) => (EventKind::Stop, format!("ended by {}", signal.name())),
+        };
+        self.note(kind, step, &text, Vec::new(), 0.0)?;
+        let curve = self.shown.curve();
+        if !self.quiet && !curve.is_empty() {
+            self.say(&curve);
+        }
+        if let Some(out) = &mut self.out {
+            out.write_page(&self.shown)?;
+            let path = out.dir.join("report.html");
+            if !self.quiet {
+                self.say(&format!("report: {}", path.display()));
+            }
         }
         Ok(())
     }
 }
 
 impl Drop for Observer {
-    /// A run that has failed leaves its plot too.
+    /// A run that has failed leaves its report too.
     fn drop(&mut self) {
         self.bar.finish_and_clear();
-        let plot = self.plot.take().filter(|(_, plot)| !plot.loss.is_empty());
-        if let Some(Err(error)) = plot.map(|(path, plot)| plot.write(&path)) {
+        if self.shown.state != RunState::Running || self.lines.first.is_none() {
+            return;
+        }
+        let (step, text) = (self.bar.position() as usize, "an error has ended the run");
+        let noted = self.note(EventKind::Fail, step, text, Vec::new(), 0.0);
+        let written = noted.and_then(|()| self.out.as_mut().map_or(Ok(()), |out| out.write_page(&self.shown)));
+        if let Err(error) = written {
             self.log(&format!("warning: {error}"));
         }
     }
@@ -330,11 +409,6 @@ fn named(metrics: &StepMetrics) -> Vec<(&'static str, f64)> {
         memory(metrics) as f64,
     ];
     COLUMNS.into_iter().zip(values).collect()
-}
-
-fn draw(plot: &mut LossPlot, metrics: &StepMetrics) {
-    plot.loss.push((metrics.step, metrics.loss));
-    plot.memory_bytes.push((metrics.step, memory(metrics)));
 }
 
 fn folder(files: &LogFiles) -> PathBuf {

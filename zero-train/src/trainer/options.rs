@@ -92,7 +92,7 @@ pub struct Options {
     /// Seed of the initial weights, of dropout and of shuffles
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Write metrics.jsonl, metrics.csv and loss.svg into this folder
+    /// Write report.html, metrics.jsonl, events.jsonl and metrics.csv into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Offload model state: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the least

@@ -6,13 +6,15 @@ use serde_json::Value;
 use zero_burn::config::{Gathers, Tier, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::Stage;
+use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
+use zero_core::estimate::model_state;
 use zero_models::ModelConfig;
 
 use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
-use super::fit::{Budget, Candidate, MemoryNeed, fitting};
+use super::fit::{Budget, Candidate, MemoryNeed, fitting, precision};
 use super::order::Order;
 use super::predict::Prediction;
 use super::profile::Profile;
@@ -197,6 +199,12 @@ impl Plan {
             format!("a deadline of {:?}", self.launch.deadline),
             format!("a 16-bit model at the end: {}", self.save_16bit.is_some()),
         ]
+    }
+
+    /// Bytes of one rank's model state by the ZeRO formula.
+    pub(super) fn state_formula(&self) -> StateBytes {
+        let psi = self.model.profile.num_params() as u64;
+        model_state(psi, self.plan.stage, self.plan.world as u64, precision(&self.plan))
     }
 
     /// Bytes that one rank receives in one step by the ZeRO formula. With `A` micro-batches gradients are reduced once at

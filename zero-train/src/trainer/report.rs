@@ -2,13 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 use zero_core::accounting::StateBytes;
-use zero_core::estimate::model_state;
 
-use super::fit::precision;
 use super::plan::Plan;
 use super::train::Measured;
 use crate::memory::format_bytes;
-use crate::metrics::{EpochMetrics, EvalMetrics, RankMetrics};
+use crate::metrics::{EpochMetrics, RankMetrics};
 
 /// What a run came to. With `--json` this is what standard output holds.
 // A field for each of `--json`.
@@ -40,8 +38,6 @@ pub struct Summary {
     pub skipped: usize,
     /// Epochs, also an unfinished one that was evaluated.
     pub epochs: Vec<EpochMetrics>,
-    /// Evaluations by `--eval-every`.
-    pub evals: Vec<EvalMetrics>,
     /// Of `unit`: median over the steps, without the first where there are more.
     pub tokens_per_second: f64,
     /// Measured bytes of model state on the rank that held most, in the last step.
@@ -77,8 +73,6 @@ impl Summary {
             steps[usize::from(steps.len() > 1)..].iter().map(|step| step.tokens_per_second).collect();
         speeds.sort_by(f64::total_cmp);
         let state = last.ranks.iter().map(|rank| rank.model_state_bytes).max_by_key(StateBytes::total);
-        let psi = plan.model.profile.num_params() as u64;
-        let formula = model_state(psi, plan.zero.stage, plan.plan.world as u64, precision(&plan.plan));
         let most =
             |value: fn(&RankMetrics) -> u64| steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0);
         Self {
@@ -95,10 +89,9 @@ impl Summary {
             loss_last: last.loss,
             skipped: steps.iter().filter(|step| step.skipped).count(),
             epochs: measured.epochs.clone(),
-            evals: measured.evals.clone(),
             tokens_per_second: speeds[speeds.len() / 2],
             model_state_bytes: state.unwrap_or_default(),
-            model_state_bytes_formula: formula,
+            model_state_bytes_formula: plan.state_formula(),
             gradients_in_flight_bytes_peak: most(|rank| rank.gradients_in_flight_bytes_peak),
             gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
             wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),

@@ -26,7 +26,7 @@ use crate::config::Precision;
 use crate::data::wrong_data;
 use crate::engine::{Parts, Step, ZeroEngine};
 use crate::memory::peak_rss_bytes;
-use crate::metrics::{EpochMetrics, EvalMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
+use crate::metrics::{EpochMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::Phase;
 use crate::signals::{Signal, Watch};
 
@@ -46,7 +46,6 @@ const HEADROOM: u64 = 20;
 pub(super) struct Measured {
     pub(super) steps: Vec<StepMetrics>,
     pub(super) epochs: Vec<EpochMetrics>,
-    pub(super) evals: Vec<EvalMetrics>,
     pub(super) saves: Vec<SaveMetrics>,
     /// What has ended it before its last step.
     pub(super) signal: Option<Signal>,
@@ -116,7 +115,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
     };
     let (mut state, warning) = begin::<I, T>(plan, &mut engine)?;
     if let Some(warning) = warning {
-        say(&format!("warning: {warning}"))?;
+        observe(&mut |observer| observer.warn(state.step, &warning))?;
     }
     let phase = |phase: Phase| {
         // The table is sampled from another thread, and is of what this one's stream holds.
@@ -124,15 +123,13 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         let in_use = move || stream.executes(|| device_memory::<I>(&device)).map(|(in_use, _)| in_use);
         observe(&mut |observer| observer.begin(phase, in_use.clone()))
     };
-    observe(&mut |observer| {
-        observer.peak_flops = peak_flops::<I>(plan, device);
-        Ok(())
-    })?;
+    let peak_flops = peak_flops::<I>(plan, device);
     phase(Phase::Train)?;
 
     let (world, batch) = (plan.plan.world, plan.plan.batch);
     let order = plan.data.order;
     let tokens_per_step = batch.global * plan.data.units();
+    let flops_per_step = batch.global as f64 * plan.model.profile.flops_per_row;
     let mut measured = Measured::default();
     // Mean training loss since the last checkpoint, for --keep-best without --eval.
     let mut since_save = (0.0, 0);
@@ -177,6 +174,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         // All ranks', up to about here: one may have begun its next step.
         let fresh_after = fresh_bytes();
         let (device_bytes_in_use, device_bytes_reserved) = device_memory::<I>(device).unzip();
+        let times = engine.take_times();
         let metrics = StepMetrics {
             step: step + 1,
             loss: reports.iter().map(|report| report.loss).sum::<f64>() / world as f64,
@@ -188,6 +186,10 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
             tokens: tokens_per_step,
             step_ms: elapsed.as_secs_f64() * 1e3,
             tokens_per_second: tokens_per_step as f64 / elapsed.as_secs_f64(),
+            mfu: peak_flops.map(|peak| flops_per_step / elapsed.as_secs_f64() / peak),
+            forward_ms: times.forward.as_secs_f64() * 1e3,
+            backward_ms: times.backward.as_secs_f64() * 1e3,
+            update_ms: times.step.as_secs_f64() * 1e3,
             skipped: matches!(outcome, Step::Skipped { .. }),
             loss_scale,
             fresh_bytes: fresh_after.zip(fresh_before).map(|(after, before)| after - before),
@@ -196,8 +198,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
             ranks: reports.into_iter().map(|report| report.metrics).collect(),
         };
         fresh_before = fresh_after;
-        let times = engine.take_times();
-        observe(&mut |observer| observer.step(&metrics, &outcome, times, last))?;
+        observe(&mut |observer| observer.step(&metrics, &outcome, last))?;
         // The same on every rank, so that all stop here.
         if !metrics.loss.is_finite() {
             return Err(TrainError::Run(format!(
@@ -211,10 +212,14 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         let ended = state.epoch.add(metrics.loss, batch.global, order.rows);
         // At most once a step.
         let mut evaluated: Option<Evaluated> = None;
-        let mut evaluate = |engine: &Engine<I, T>| -> Result<Option<Evaluated>, TrainError> {
+        let mut evaluate = |engine: &Engine<I, T>, said: bool| -> Result<Option<Evaluated>, TrainError> {
             if evaluated.is_none() && plan.data.held_out > 0 {
                 phase(Phase::Eval)?;
-                evaluated = Some(evaluate::<I, T>(task, engine, plan, device)?);
+                let begin = Instant::now();
+                let values = evaluate::<I, T>(task, engine, plan, device)?;
+                let seconds = begin.elapsed().as_secs_f64();
+                observe(&mut |observer| observer.evaluation(step + 1, &values, seconds, said))?;
+                evaluated = Some(values);
                 phase(Phase::Train)?;
             }
             Ok(evaluated.clone())
@@ -222,23 +227,18 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         measured.steps.push(metrics);
         // There may be little time to save in.
         let stays = signal.is_none();
-        if stays
-            && plan.eval_every.is_some_and(|every| state.step.is_multiple_of(every))
-            && let Some(values) = evaluate(&engine)?
-        {
-            let metrics = EvalMetrics { step: step + 1, values };
-            observe(&mut |observer| observer.evaluation(&metrics))?;
-            measured.evals.push(metrics);
+        if stays && plan.eval_every.is_some_and(|every| state.step.is_multiple_of(every)) {
+            evaluate(&engine, true)?;
         }
         if ended || (last && stays && plan.data.held_out > 0) {
-            let evaluated = if stays { evaluate(&engine)? } else { None };
+            let evaluated = if stays { evaluate(&engine, false)? } else { None };
             let metrics = state.epoch.end(order.rows, step + 1, evaluated);
             observe(&mut |observer| observer.epoch(&metrics))?;
             measured.epochs.push(metrics);
         }
         if let Some(dir) = plan.checkpoints.due(step + 1, last) {
             if plan.checkpoints.keep_best && stays {
-                let evaluated = evaluate(&engine)?.map(|evaluated| evaluated[0].1);
+                let evaluated = evaluate(&engine, true)?.map(|evaluated| evaluated[0].1);
                 let loss = evaluated.unwrap_or(since_save.0 / since_save.1 as f64);
                 if state.best.is_none_or(|best| loss < best.loss) {
                     state.best = Some(Best { step: step as u64 + 1, loss });
@@ -246,7 +246,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
             }
             since_save = (0.0, 0);
             let save = save::<I, T>(plan, &mut engine, dir, &state)?;
-            say(&save.to_string())?;
+            observe(&mut |observer| observer.save(&save))?;
             measured.saves.push(save);
         }
         measured.signal = signal;
@@ -264,7 +264,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         engine.export(config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
         say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
     }
-    observe(&mut Observer::end)?;
+    observe(&mut |observer| observer.end(state.step, measured.signal))?;
     Ok(measured)
 }
 

@@ -14,6 +14,7 @@ use zero_train::estimate::{cheapest, estimates, table};
 use zero_train::export::export_checkpoint;
 use zero_train::gpt2::{self, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
+use zero_train::monitor::{RunReport, write_page};
 use zero_train::trainer::{self, Dtype, Hyperparameters};
 use zero_train::wizard::Answers;
 
@@ -277,4 +278,21 @@ pub fn train(options: &Options) -> ExitCode {
     }
     let program = Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(&crate::ALLOCATOR) };
     gpt2::main(options, &program)
+}
+
+#[derive(Debug, Args)]
+pub struct ReportArgs {
+    /// The --out folders of runs
+    #[arg(required = true, value_name = "RUN")]
+    runs: Vec<PathBuf>,
+    /// The page to write
+    #[arg(long, short, value_name = "FILE", default_value = "report.html")]
+    output: PathBuf,
+}
+
+pub fn report(args: &ReportArgs) -> Result<()> {
+    let runs: Result<Vec<RunReport>, _> = args.runs.iter().map(|run| RunReport::read(run)).collect();
+    write_page(&args.output, &runs?)?;
+    println!("The report is {}", args.output.display());
+    Ok(())
 }

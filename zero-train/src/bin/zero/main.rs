@@ -28,6 +28,7 @@ First steps:
   zero check zero.yaml                          what a file means, in words; what is wrong with it
   zero train --model tiny --data book.txt --config zero.yaml --out run
   zero launch --ranks 4 --hosts hosts -- train --model gpt2 --data book.txt --save run/checkpoints
+  zero report run other-run                     an HTML page that compares runs by the files in their --out folders
   zero inspect run/checkpoints                  what was saved, and whether it is sound
 
 Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are."
@@ -57,6 +58,8 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// Compare two checkpoints, saved by any numbers of ranks
     Diff(inspect::DiffArgs),
+    /// Make an HTML page of runs beside each other, from the files in their --out folders
+    Report(commands::ReportArgs),
     /// Print a completion script for your shell
     Completions {
         /// The shell
@@ -76,6 +79,7 @@ fn main() -> ExitCode {
         Command::Diff(args) => inspect::diff(&args),
         Command::Launch(args) => launch::launch(&args),
         Command::Flight(args) => launch::flight(&args).map(done),
+        Command::Report(args) => commands::report(&args).map(done),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)
