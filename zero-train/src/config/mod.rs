@@ -30,6 +30,7 @@ mod reader;
 mod resolve;
 mod rule;
 mod schedule;
+mod table;
 mod walk;
 
 pub use auto::{Auto, Context, Filled, MixedPrecision};
@@ -40,4 +41,5 @@ pub use load::Config;
 pub use node::Node;
 pub use optimizer::OptimizerPlan;
 pub use plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
+pub use table::key_table;
 pub use zero_burn::config::Float;

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
-use zero_train::config::OffloadDevice;
+use zero_train::config::{Format, OffloadDevice, key_table};
 use zero_train::data::Source;
 use zero_train::estimate::{cheapest, estimates, table};
 use zero_train::export::export_checkpoint;
@@ -153,7 +153,11 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     /// A DeepSpeed JSON or an Accelerate YAML
-    file: PathBuf,
+    #[arg(required_unless_present = "keys")]
+    file: Option<PathBuf>,
+    /// Print every key of one kind of file, as a Markdown table, in place of a check
+    #[arg(long, value_name = "KIND", conflicts_with = "file")]
+    keys: Option<Keys>,
     /// Number of ranks, where the file does not say [default: what its batch sizes come to, or 1]
     #[arg(long, value_parser = at_least_one)]
     ranks: Option<usize>,
@@ -167,11 +171,23 @@ pub struct CheckArgs {
     hyper: Hyperparameters,
 }
 
+/// A kind of configuration file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Keys {
+    /// DeepSpeed's JSON.
+    Deepspeed,
+    /// Accelerate's YAML.
+    Accelerate,
+}
+
 pub fn check(args: &CheckArgs) -> Result<()> {
+    let Some(file) = &args.file else {
+        print!("{}", key_table(if args.keys == Some(Keys::Accelerate) { Format::Yaml } else { Format::Json }));
+        return Ok(());
+    };
     let model = args.model.as_deref().map(gpt2::model).transpose()?;
-    let (plan, filled) =
-        trainer::outline(&args.file, &args.hyper, args.steps, args.ranks, model.map(|model| model.n_embd))?;
-    println!("{} is right.", args.file.display());
+    let (plan, filled) = trainer::outline(file, &args.hyper, args.steps, args.ranks, model.map(|model| model.n_embd))?;
+    println!("{} is right.", file.display());
     if !filled.is_empty() {
         println!("Values of \"auto\" in `zero train`, and the option that sets each:");
         let values: Vec<String> =
