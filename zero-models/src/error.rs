@@ -15,6 +15,14 @@ pub type ReadError = Box<dyn Error + Send + Sync>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
+    /// A rule for the names of parameters cannot be used.
+    #[error("\"{rule}\": {problem}")]
+    KeyMap {
+        /// The rule, or the name that it gives.
+        rule: String,
+        /// What is wrong.
+        problem: String,
+    },
     /// A preset that does not exist.
     #[error(
         "there is no {model} preset \"{got}\"{}; choose one of {}",

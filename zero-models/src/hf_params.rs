@@ -4,6 +4,7 @@
 //! shapes and element types of everything are checked before the first tensor is loaded. Then one parameter at a time
 //! is created on the device by [`zero_ops::parameter_from`]: of a sharded parameter a rank converts its piece.
 
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -29,7 +30,7 @@ pub struct HfParam {
 
 /// A parameter by its place in the module and its place in a Hugging Face checkpoint: known from a configuration alone,
 /// without a module.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelParam {
     /// Burn's field names from the module down, with dots: `h.0.attn.c_attn.weight`.
     pub path: String,

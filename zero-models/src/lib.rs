@@ -32,6 +32,7 @@ mod init;
 mod layers;
 pub mod loss;
 mod model_config;
+mod module_config;
 pub mod safetensors_file;
 mod suggest;
 
@@ -41,3 +42,4 @@ pub use error::{ModelError, ShapeMismatch};
 pub use gpt2::{Gpt2, Gpt2Config};
 pub use hf_params::{HfParam, ModelParam};
 pub use model_config::ModelConfig;
+pub use module_config::{KeyMap, ModuleConfig};

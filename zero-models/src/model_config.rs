@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
 use crate::hf_params::parameters;
-use crate::{BertConfig, Gpt2Config, ModelError, ModelParam};
+use crate::{BertConfig, Gpt2Config, ModelError, ModelParam, ModuleConfig};
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
 ///
@@ -26,6 +26,8 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
     /// A BERT with the heads of its pre-training.
     Bert(BertConfig),
+    /// Any other module.
+    Module(ModuleConfig),
 }
 
 impl ModelConfig {
@@ -47,19 +49,24 @@ impl ModelConfig {
         match self {
             Self::Gpt2(config) => parameters(config),
             Self::Bert(config) => parameters(config),
+            Self::Module(module) => module.parameters.clone(),
         }
     }
 
-    /// The class of Hugging Face's transformers that has these parameters.
-    pub fn architecture(&self) -> &'static str {
+    /// The class of Hugging Face's transformers that has these parameters, if one has.
+    pub fn architecture(&self) -> Option<&str> {
         match self {
-            Self::Gpt2(_) => "GPT2LMHeadModel",
-            Self::Bert(_) => "BertForPreTraining",
+            Self::Gpt2(_) => Some("GPT2LMHeadModel"),
+            Self::Bert(_) => Some("BertForPreTraining"),
+            Self::Module(module) => module.architecture.as_deref(),
         }
     }
 
-    /// The keys of Hugging Face's `config.json`.
+    /// The keys of Hugging Face's `config.json`; null if there are none.
     pub(crate) fn to_hf(&self) -> Value {
+        if let Self::Module(module) = self {
+            return module.config.clone();
+        }
         let mut value = serde_json::to_value(self).expect("a configuration is numbers and texts");
         value["config"].take()
     }
@@ -77,6 +84,12 @@ impl ModelConfig {
 impl From<Gpt2Config> for ModelConfig {
     fn from(config: Gpt2Config) -> Self {
         Self::Gpt2(config)
+    }
+}
+
+impl From<ModuleConfig> for ModelConfig {
+    fn from(module: ModuleConfig) -> Self {
+        Self::Module(module)
     }
 }
 

@@ -1,7 +1,7 @@
 //! From a sharded checkpoint of the engine to a Hugging Face checkpoint, without a model and without ranks.
 //!
 //! * In: a folder that [`zero_core::checkpoint`] wrote, by any number of ranks. Its tensors `model.<path of the module>` are
-//!   the parameters, in fp32 or 16 bit, and its state has `"model"`, a [`ModelConfig`]. Everything else in it is left alone.
+//!   the parameters, in fp32 or 16 bit, and its state may have `"model"`, a [`ModelConfig`]. Everything else in it is left alone.
 //! * Out: a folder as [`zero_models::hf_export`] writes it; every byte that it comes from has met its checksum.
 //! * Memory: as of [`zero_models::hf_export`], a chunk, or one parameter that is transposed; never the model.
 //! * Threads: all on the caller's.
@@ -15,7 +15,7 @@ use burn::tensor::{bf16, f16};
 use serde_json::Value;
 use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
 use zero_models::hf_export::{ExportOptions, Exported, ReadError, export};
-use zero_models::{ModelConfig, ModelError, ModelParam};
+use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig};
 
 /// What names of parameters begin with in a checkpoint.
 const PREFIX: &str = "model.";
@@ -38,20 +38,10 @@ pub enum ExportError {
         /// Checkpoints that are not sound, with the reason.
         skipped: Vec<(PathBuf, CheckpointError)>,
     },
-    /// The checkpoint does not say of which model it is.
-    #[error(
-        "the state of {} has no \"model\", from which the names of its tensors follow: expected {{\"family\": \"gpt2\" or \
-         \"bert\", \"config\": {{...}}}}; save the checkpoint by an engine that knows the model's configuration",
-        path.display()
-    )]
-    NoModel {
-        /// The checkpoint.
-        path: PathBuf,
-    },
     /// What the checkpoint says of its model cannot be read.
     #[error(
-        "the \"model\" in the state of {} is no configuration of a GPT-2 or a BERT: {reason}; expected {{\"family\": \"gpt2\" \
-         or \"bert\", \"config\": {{...}}}}",
+        "the \"model\" in the state of {} is no configuration of a GPT-2, a BERT or a module: {reason}; expected {{\"family\": \
+         \"gpt2\", \"bert\" or \"module\", \"config\": {{...}}}}",
         path.display()
     )]
     BadModel {
@@ -61,7 +51,7 @@ pub enum ExportError {
         reason: String,
     },
     /// The checkpoint's parameters are not those of the model that it names.
-    #[error("{} does not fit the configuration in its state: {problems}; export a checkpoint of one run", path.display())]
+    #[error("{} cannot be exported: {problems}; export a checkpoint of one run", path.display())]
     Unfit {
         /// The checkpoint.
         path: PathBuf,
@@ -92,7 +82,8 @@ pub struct ExportedCheckpoint {
 }
 
 /// Exports the parameters of `checkpoint`, a folder `step-...` or the folder above it, of which the newest sound one is
-/// taken (by its manifest and the sizes of its files; contents are checked as they are read), into the folder `out`.
+/// taken (by its manifest and the sizes of its files; contents are checked as they are read), into the folder `out`. `names` are
+/// for the parameters of a model of another family, from their paths in the module; then no `config.json` is written.
 ///
 /// # Errors
 /// [`ExportError`]; nothing is left at `out` then.
@@ -100,9 +91,14 @@ pub fn export_checkpoint(
     checkpoint: &Path,
     out: &Path,
     options: &ExportOptions,
+    names: Option<&KeyMap>,
 ) -> Result<ExportedCheckpoint, ExportError> {
     let (checkpoint, skipped) = open(checkpoint)?;
-    let model = model_of(checkpoint.path(), &checkpoint.state()?, checkpoint.tensors())?;
+    let mut model = model_of(checkpoint.path(), &checkpoint.state()?, checkpoint.tensors())?;
+    if let Some(names) = names {
+        let own = model.parameters().into_iter().map(|param| (param.path, param.shape));
+        model = ModuleConfig::new(own).renamed(names)?.into();
+    }
     let read = |param: &ModelParam, range| {
         elements(&checkpoint, &format!("{PREFIX}{}", param.path), range).map_err(ReadError::from)
     };
@@ -131,16 +127,28 @@ fn open(path: &Path) -> Result<(Checkpoint, Skipped), ExportError> {
     }
 }
 
-/// The model that the state of the checkpoint in `path` names, if the parameters among `tensors` are those of this model.
+/// The model that the state of the checkpoint in `path` names, if the parameters among `tensors` are those of this model. If it
+/// names none, a module of these parameters, which keep their paths as names.
 ///
 /// # Errors
-/// [`ExportError::NoModel`], [`ExportError::BadModel`] and [`ExportError::Unfit`].
+/// [`ExportError::BadModel`] and [`ExportError::Unfit`].
 pub(crate) fn model_of(
     path: &Path,
     state: &Value,
     tensors: &BTreeMap<String, TensorEntry>,
 ) -> Result<ModelConfig, ExportError> {
-    let model = state.get("model").ok_or_else(|| ExportError::NoModel { path: path.to_path_buf() })?;
+    let Some(model) = state.get("model") else {
+        let own = tensors.iter().filter_map(|(name, entry)| {
+            let path = name.strip_prefix(PREFIX).filter(|_| is_float(entry))?;
+            Some((path.to_string(), entry.shape.clone()))
+        });
+        let module = ModuleConfig::new(own);
+        if module.parameters.is_empty() {
+            let problems = format!("it has no tensor {PREFIX}...: expected the parameters of a module");
+            return Err(ExportError::Unfit { path: path.to_path_buf(), problems });
+        }
+        return Ok(module.into());
+    };
     let model: ModelConfig = serde_json::from_value(model.clone())
         .map_err(|error| ExportError::BadModel { path: path.to_path_buf(), reason: error.to_string() })?;
     check_size(&model, tensors)
@@ -160,6 +168,8 @@ fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> R
             model.num_hidden_layers,
             [model.vocab_size, model.max_position_embeddings, model.hidden_size, model.intermediate_size],
         ),
+        // It lists its parameters itself.
+        ModelConfig::Module(_) => return Ok(()),
     };
     if layers > tensors.len() {
         return Err(format!("{layers} layers, and {} tensors in all", tensors.len()));
@@ -186,7 +196,7 @@ fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> 
         unexpected.remove(name.as_str());
         if entry.shape != param.shape {
             differing.push(format!("\"{name}\" has shape {:?}, expected {:?}", entry.shape, param.shape));
-        } else if !matches!(entry.dtype, ElementType::F32 | ElementType::F16 | ElementType::Bf16) {
+        } else if !is_float(entry) {
             differing.push(format!("\"{name}\" has elements of type {}, expected F32, F16 or BF16", entry.dtype));
         }
     }
@@ -204,6 +214,10 @@ fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> 
         true => Ok(()),
         false => Err(problems.join("; ")),
     }
+}
+
+fn is_float(entry: &TensorEntry) -> bool {
+    matches!(entry.dtype, ElementType::F32 | ElementType::F16 | ElementType::Bf16)
 }
 
 /// Elements of a tensor in fp32, which holds numbers of 16 bits exactly. The only copy is the one that is returned.

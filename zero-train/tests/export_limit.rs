@@ -32,7 +32,7 @@ fn export_under_the_parents_limit() {
     let Some(dir) = std::env::var_os(DIR).map(PathBuf::from) else { return };
     assert!(Vec::<u8>::new().try_reserve_exact(parameter_bytes() / 2).is_err(), "the limit holds");
     let options = ExportOptions { max_shard_bytes: 30_000_000, ..ExportOptions::default() };
-    let exported = export_checkpoint(&dir.join("saves"), &dir.join("out"), &options).unwrap();
+    let exported = export_checkpoint(&dir.join("saves"), &dir.join("out"), &options, None).unwrap();
     println!("exported: {:?}", exported.written);
 }
 

@@ -450,7 +450,7 @@ fn a_live_model_is_exported_as_its_checkpoint_is() {
             engine.save(&dir.path().join("checkpoints"), 2, state, &SaveOptions::default()).unwrap().path
         })
         .swap_remove(0);
-        export_checkpoint(&path, &offline, &options).unwrap();
+        export_checkpoint(&path, &offline, &options, None).unwrap();
         for file in ["model.safetensors", "config.json"] {
             let [live, offline] = [&live, &offline].map(|folder| std::fs::read(folder.join(file)).unwrap());
             assert!(live == offline, "{file} of {dtype:?} at stage {stage} on {ranks} ranks");

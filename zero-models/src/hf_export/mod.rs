@@ -107,7 +107,9 @@ pub fn export(
     if files.len() > 1 {
         folder.write_file(INDEX, &index(&names, &files, total_bytes, options.dtype))?;
     }
-    folder.write_file("config.json", &pretty(&config_json(config, options.dtype)))?;
+    if let Some(json) = config_json(config, options.dtype) {
+        folder.write_file("config.json", &pretty(&json))?;
+    }
     let path = folder.publish()?;
     Ok(Exported { path, files: names, tensors: tensors.len(), bytes: total_bytes })
 }
@@ -157,7 +159,8 @@ fn write_tensor(
         return Ok(());
     }
     let &[rows, columns] = param.shape.as_slice() else {
-        unreachable!("only the weights of linear layers are transposed");
+        let problem = format!("has shape {:?}, and only a matrix can be transposed", param.shape);
+        return Err(ModelError::KeyMap { rule: tensor.name.to_string(), problem });
     };
     let values = read_checked(read, param, 0..numel)?;
     for range in ranges(numel, PART_ELEMS) {
@@ -207,11 +210,17 @@ fn index(names: &[String], files: &[Vec<Tensor<'_>>], total_bytes: u64, dtype: E
     }))
 }
 
-fn config_json(config: &ModelConfig, dtype: ExportDtype) -> Value {
+/// None for a module of which nothing is known but its parameters.
+fn config_json(config: &ModelConfig, dtype: ExportDtype) -> Option<Value> {
     let mut value = config.to_hf();
-    value["architectures"] = json!([config.architecture()]);
+    if value.is_null() && config.architecture().is_none() {
+        return None;
+    }
+    if let Some(architecture) = config.architecture() {
+        value["architectures"] = json!([architecture]);
+    }
     value["torch_dtype"] = json!(dtype.torch_name());
-    value
+    Some(value)
 }
 
 fn pretty(value: &Value) -> Vec<u8> {

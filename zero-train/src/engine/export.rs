@@ -7,10 +7,11 @@ use std::ops::Range;
 use std::path::Path;
 
 use burn::module::AutodiffModule;
+use zero_burn::gathered::parameters;
 use zero_burn::module::ZeroAutodiff;
 use zero_burn::stats::all_gather;
 use zero_models::hf_export::{ExportOptions, Exported, ReadError, export};
-use zero_models::{ModelConfig, ModelError, ModelParam};
+use zero_models::{ModelConfig, ModelError, ModelParam, ModuleConfig};
 
 use super::{EngineError, EngineOptimizer, ZeroEngine};
 
@@ -19,9 +20,15 @@ const DONE: f64 = -1.0;
 const FAILED: f64 = -2.0;
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
+    /// The engine's module as one of no known family: its parameters, which keep their paths as names.
+    pub fn module_config(&self) -> ModuleConfig {
+        let parameters = parameters::<A, M>(self.model()).into_iter();
+        ModuleConfig::new(parameters.map(|meta| (meta.path, meta.shape.to_vec())))
+    }
+
     /// Writes the parameters, with all digits of their masters, as the folder `out`, which must not exist or be empty:
     /// `model.safetensors` (or shards with an index) and `config.json`. `model` is the configuration that the engine's model
-    /// was made of. Every rank calls it; what was written is returned on rank 0.
+    /// was made of, or [`module_config`](Self::module_config). Every rank calls it; what was written is returned on rank 0.
     ///
     /// # Errors
     ///

@@ -39,7 +39,10 @@ impl Use {
         let resume = resume(engine, parameters, optimizer, has_trainer, sound);
         let export = match export {
             Ok(_) if !sound => Err("`zero export` refuses it while it is damaged".to_string()),
-            Ok(model) => Ok(format!("`zero export` writes it as a {} of Hugging Face", model.architecture())),
+            Ok(model) => Ok(match model.architecture() {
+                Some(architecture) => format!("`zero export` writes it as a {architecture} of Hugging Face"),
+                None => "`zero export` writes its parameters by their paths in the module".to_string(),
+            }),
             Err(error) => Err(format!("`zero export` refuses it: {error}")),
         };
         Self {

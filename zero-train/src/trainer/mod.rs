@@ -206,6 +206,9 @@ impl<'a> Trainer<'a> {
         {
             eprintln!("warning: {warning}");
         }
+        if options.dry_run {
+            return Ok(Ended { summary: None, signal: None });
+        }
         let done = plan.checkpoints.resumed_steps();
         if done >= plan.steps {
             eprintln!("the checkpoint has {done} steps behind it, --steps is {}: nothing is left to do", plan.steps);

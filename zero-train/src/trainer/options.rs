@@ -153,6 +153,9 @@ pub struct Options {
     /// Write a trace of every operation, all-gather and reduction into this file, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Print the plan, with the memory it takes, and end without training
+    #[arg(long)]
+    pub dry_run: bool,
     /// Print a machine-readable summary on standard output, and nothing else there; no bar, but lines as of --log-every
     #[arg(long)]
     pub json: bool,

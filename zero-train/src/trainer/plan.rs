@@ -46,8 +46,8 @@ pub(super) struct Plan {
     /// Folder for metrics.
     pub out: Option<PathBuf>,
     pub checkpoints: Checkpoints,
-    /// The model to export in 16 bit, as the configuration asks for, and where to.
-    pub save_16bit: Option<(ModelConfig, PathBuf)>,
+    /// The folder for the 16-bit model that the configuration asks for.
+    pub save_16bit: Option<PathBuf>,
     /// Whether a progress bar is shown.
     pub progress: bool,
     /// What the run needs.
@@ -151,12 +151,11 @@ impl Plan {
         }
         let is_read = !options.json && here.is_main() && options.backend == BackendChoice::Cpu;
         let prediction = if is_read { Prediction::new(&profile, &plan, &need) } else { None };
-        let config = task.model_config();
         Ok(Self {
             prediction,
             backend: options.backend,
-            save_16bit: save_16bit(options, &mut plan, config.as_ref()),
-            model: Model { name, profile, config, settings: task.settings() },
+            save_16bit: save_16bit(options, &mut plan),
+            model: Model { name, profile, config: task.model_config(), settings: task.settings() },
             data,
             zero,
             decay_except: options.decay_except,
@@ -277,22 +276,18 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
 }
 
 /// Where the 16-bit model goes that the file asks for: into --out, or without one into --save, by the run's last step.
-fn save_16bit(options: &Options, plan: &mut ZeroPlan, config: Option<&ModelConfig>) -> Option<(ModelConfig, PathBuf)> {
+fn save_16bit(options: &Options, plan: &mut ZeroPlan) -> Option<PathBuf> {
     if !(plan.save_16bit_model && plan.stage.shards_parameters()) {
         return None;
     }
-    let message = match (options.out.as_ref().or(options.save.as_ref()), config) {
-        (Some(dir), Some(config)) => {
-            return Some((config.clone(), dir.join(format!("16bit-model-{:08}", options.steps))));
-        }
-        (None, _) => "no 16-bit model will be saved: there is no folder for it; give --save DIR or --out DIR",
-        (_, None) => "no 16-bit model will be saved: the model is none of transformers'",
+    let Some(dir) = options.out.as_ref().or(options.save.as_ref()) else {
+        plan.warnings.push(Warning {
+            path: "zero_optimization.stage3_gather_16bit_weights_on_model_save".into(),
+            message: "no 16-bit model will be saved: there is no folder for it; give --save DIR or --out DIR".into(),
+        });
+        return None;
     };
-    plan.warnings.push(Warning {
-        path: "zero_optimization.stage3_gather_16bit_weights_on_model_save".into(),
-        message: message.into(),
-    });
-    None
+    Some(dir.join(format!("16bit-model-{:08}", options.steps)))
 }
 
 impl core::fmt::Display for Plan {
@@ -340,7 +335,7 @@ impl core::fmt::Display for Plan {
             let (path, manifest) = (checkpoint.path().display(), checkpoint.manifest());
             writeln!(f, "  resumes from   {path}, step {}, saved by {} rank(s)", manifest.step, manifest.world)?;
         }
-        if let Some((_, dir)) = &self.save_16bit {
+        if let Some(dir) = &self.save_16bit {
             writeln!(f, "  16-bit model   saved at the end in {}", dir.display())?;
         }
         if let Some(prediction) = &self.prediction {

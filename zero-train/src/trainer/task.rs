@@ -105,7 +105,8 @@ pub trait Task: Sync {
         count(self, micro_batch)
     }
 
-    /// The model's configuration, if it is one that can be exported for Hugging Face's transformers.
+    /// The model's configuration, from which an export has its names and its `config.json`: of a family of this project, or a
+    /// [`ModuleConfig`](zero_models::ModuleConfig) with names of one's own. Without, parameters keep their paths in the module.
     fn model_config(&self) -> Option<ModelConfig> {
         None
     }

@@ -61,7 +61,7 @@ pub(super) fn train<T: AnyTask>(
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured, TrainError> {
     plan.checkpoints.prepare()?;
-    if let Some((_, out)) = plan.save_16bit.as_ref().filter(|(_, out)| out.exists()) {
+    if let Some(out) = plan.save_16bit.as_ref().filter(|out| out.exists()) {
         let problem =
             "is there already, and the 16-bit model of this run would go there: move it away, or name another --out";
         return Err(wrong_data(out, problem));
@@ -257,11 +257,12 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
     if let Some(saved) = engine.wait_for_save()? {
         say(&format!("checkpoint {} is written", saved.path.display()))?;
     }
-    if let Some((config, out)) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
-        // Whole 16-bit weights as a folder that transformers loads; every rank takes part.
+    if let Some(out) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
+        // Whole 16-bit weights; every rank takes part.
         let fp16 = matches!(plan.plan.precision, Precision::Fp16 { .. });
         let dtype = if fp16 { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
-        engine.export(config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
+        let config = plan.model.config.clone().unwrap_or_else(|| engine.module_config().into());
+        engine.export(&config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
         say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
     }
     observe(&mut |observer| observer.end(state.step, measured.signal))?;

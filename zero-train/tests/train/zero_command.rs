@@ -43,6 +43,7 @@ fn help_teaches() {
       export       Write a saved model as a folder that Hugging Face's transformers loads
       inspect      Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
       diff         Compare two checkpoints, saved by any numbers of ranks
+      report       Make an HTML page of runs beside each other, from the files in their --out folders
       completions  Print a completion script for your shell
       help         Print this message or the help of the given subcommand(s)
 
@@ -56,6 +57,7 @@ fn help_teaches() {
       zero check zero.yaml                          what a file means, in words; what is wrong with it
       zero train --model tiny --data book.txt --config zero.yaml --out run
       zero launch --ranks 4 --hosts hosts -- train --model gpt2 --data book.txt --save run/checkpoints
+      zero report run other-run                     an HTML page that compares runs
       zero inspect run/checkpoints                  what was saved, and whether it is sound
 
     Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are.

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
+use zero_models::KeyMap;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
 use zero_train::config::{Format, OffloadDevice, key_table};
 use zero_train::data::Source;
@@ -262,11 +263,20 @@ pub struct ExportArgs {
     /// Most bytes of tensors in one file, such as 5GB or 512MiB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_bytes)]
     max_shard_size: u64,
+    /// Rename parameters, from their paths in the module, for a model of another family: `layers\.(\d+)=>h.$1`; may be given
+    /// several times, and each rule is applied to what those before have left
+    #[arg(long, value_name = "REGEX=>NAME")]
+    rename: Vec<String>,
+    /// Store matrices transposed whose new names match: Burn's Linear has its weight as [in, out], PyTorch's as [out, in]
+    #[arg(long, value_name = "REGEX")]
+    transpose: Vec<String>,
 }
 
 pub fn export(args: &ExportArgs) -> Result<()> {
+    let names = KeyMap::new(&args.rename, &args.transpose)?;
+    let names = (!(args.rename.is_empty() && args.transpose.is_empty())).then_some(&names);
     let options = ExportOptions { dtype: args.dtype, max_shard_bytes: args.max_shard_size, ..ExportOptions::default() };
-    let exported = export_checkpoint(&args.checkpoint, &args.out, &options)?;
+    let exported = export_checkpoint(&args.checkpoint, &args.out, &options, names)?;
     for (path, reason) in &exported.skipped {
         eprintln!("warning: {} was skipped: {reason}", path.display());
     }
@@ -275,7 +285,7 @@ pub fn export(args: &ExportArgs) -> Result<()> {
         "{}, step {}: {} with {} tensors in {}, {} in {} file(s), is in {}",
         exported.checkpoint.display(),
         exported.step,
-        exported.model.architecture(),
+        exported.model.architecture().unwrap_or("a module"),
         written.tensors,
         options.dtype,
         format_bytes(written.bytes),

@@ -28,7 +28,7 @@ First steps:
   zero check zero.yaml                          what a file means, in words; what is wrong with it
   zero train --model tiny --data book.txt --config zero.yaml --out run
   zero launch --ranks 4 --hosts hosts -- train --model gpt2 --data book.txt --save run/checkpoints
-  zero report run other-run                     an HTML page that compares runs by the files in their --out folders
+  zero report run other-run                     an HTML page that compares runs
   zero inspect run/checkpoints                  what was saved, and whether it is sound
 
 Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are."
