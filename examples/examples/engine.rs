@@ -3,22 +3,28 @@
 //! The loop that DeepSpeed's users know, on two ranks: a configuration file, `initialize`, `forward`, `backward`, `step`.
 //! Without a file it takes the settings below.
 
+use std::process::ExitCode;
+
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
-use zero_burn::{Zero, launch::launch, optim::Fused};
+use zero_burn::{Zero, launch::launch_auto, optim::Fused};
 use zero_core::Stage;
 use zero_models::Gpt2Config;
-use zero_train::TrainError;
 use zero_train::config::{Config, Context, ZeroPlan};
 use zero_train::engine::{Step, ZeroEngine};
+use zero_train::{TrainError, exit};
 
 type B = Autodiff<Zero<Flex>>;
 
 const TEXT: &[u8] = include_bytes!("../data/tinyshakespeare.txt");
 const SEQ: usize = 64;
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> ExitCode {
+    exit(run())
+}
+
+fn run() -> Result<(), TrainError> {
     let plan = match std::env::args().nth(1) {
         Some(file) => Config::from_file(file)?.resolve(&Context { world: Some(2), ..Context::default() })?,
         None => ZeroPlan::builder(Stage::Parameters).micro_batch(2).accumulation(2).gradient_clipping(1.0).build(2)?,
@@ -27,7 +33,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Characters instead of tokens: a model of 256 symbols.
     let model = Gpt2Config { vocab_size: 256, n_embd: 64, n_head: 4, n_layer: 2, ..Gpt2Config::preset("tiny")? };
 
-    let launched = launch::<Flex, _, TrainError>(plan.world, &plan.zero_config(0), &Default::default(), |device| {
+    launch_auto::<Flex, _, TrainError>(plan.world, &plan.zero_config(0), &Default::default(), |device| {
         let optimizer = Fused::new(plan.rule());
         let mut engine = ZeroEngine::initialize(model.init::<B>(&device), optimizer, plan.engine_config()?, &device)?;
         let mut at = device.rank() * TEXT.len() / plan.world;
@@ -51,7 +57,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
         }
         Ok(())
-    });
-    launched.map_err(|error| error.to_string())?;
+    })?;
     Ok(())
 }

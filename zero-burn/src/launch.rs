@@ -188,6 +188,26 @@ where
     Ok(results)
 }
 
+/// As [`launch`], on as many ranks as the launcher has started processes, or else on `world` threads.
+///
+/// # Errors
+///
+/// [`LaunchError`].
+pub fn launch_auto<B, T, E>(
+    world: usize,
+    config: &ZeroConfig,
+    options: &LaunchOptions,
+    body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, LaunchError<E>>
+where
+    B: Backend,
+    T: Send,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+{
+    let started = Start::from_environment()?.world().map(|started| started.world);
+    launch::<B, T, E>(started.unwrap_or(world), config, options, body)
+}
+
 fn as_process<B, T, E>(
     config: &ZeroConfig,
     options: &LaunchOptions,

@@ -3,9 +3,12 @@
 use std::error::Error;
 use std::io;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
+use zero_burn::launch::LaunchError;
 use zero_core::checkpoint::CheckpointError;
 use zero_core::offload::DiskError;
+use zero_core::{CommError, RankFailure};
 use zero_models::ModelError;
 
 use crate::engine::EngineError;
@@ -80,6 +83,57 @@ pub(crate) fn wrong(option: &'static str, got: impl ToString, expected: impl Int
     TrainError::Option { option, got: got.to_string(), expected: expected.into() }
 }
 
+/// A launch's error that no rank's body gave.
+pub(crate) fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
+    match error {
+        zero_core::LaunchError::Rank { rank, world, failure } => match &**failure {
+            RankFailure::Comm(error) if is_late(error) => TrainError::Late(format!("rank {rank} of {world}: {error}")),
+            other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
+        },
+        other => TrainError::Run(other.to_string()),
+    }
+}
+
+/// Whether a deadline has passed in a wait for another rank.
+pub(crate) fn is_late(error: &CommError) -> bool {
+    matches!(error, CommError::Timeout { .. } | CommError::Stalled { .. })
+}
+
+impl From<LaunchError<TrainError>> for TrainError {
+    fn from(error: LaunchError<TrainError>) -> Self {
+        match error {
+            LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure }) => match *failure {
+                RankFailure::Failed(error) => error,
+                other => of_ranks(&zero_core::LaunchError::Rank { rank, world, failure: Box::new(other) }),
+            },
+            other => TrainError::Run(other.to_string()),
+        }
+    }
+}
+
+/// The end of a program: prints the error, if it is one, once, and gives its exit code ([`TrainError::exit_code`]).
+///
+/// ```no_run
+/// use burn_flex::Flex;
+/// use zero_burn::config::ZeroConfig;
+/// use zero_burn::launch::launch_auto;
+/// use zero_train::{TrainError, exit};
+///
+/// fn main() -> std::process::ExitCode {
+///     exit(launch_auto::<Flex, _, TrainError>(2, &ZeroConfig::default(), &Default::default(), |_device| Ok(())))
+/// }
+/// ```
+pub fn exit<T>(result: Result<T, impl Into<TrainError>>) -> ExitCode {
+    match result {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            let error = error.into();
+            eprintln!("error: {}", told_once(&error));
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
 impl TrainError {
     /// The exit code of a command that ends with this error: 2 for bad input, 75 when a deadline passed in a wait for
     /// another rank, 128 and the number of the signal for a run that one ended, 1 for a run that failed in another way, for which it
@@ -140,6 +194,20 @@ impl TrainError {
 
 /// `ELOOP`, which has no stable kind: a link that leads to itself.
 const TOO_MANY_LINKS: i32 = 40;
+
+/// An error with its causes, which some errors tell themselves, on one line.
+pub fn told_once(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let more = cause.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        source = cause.source();
+    }
+    text
+}
 
 #[cfg(test)]
 mod tests {

@@ -1,4 +1,4 @@
-//! The GPT-2 training command: a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+//! The GPT-2 training command: a [`Task`] of the [`Trainer`].
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ pub struct Options {
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
     /// What to train on: text; .jsonl or .parquet with a document in each row; a folder of such files; or a .safetensors file
-    /// with an int tensor `input_ids`, [rows, T] or one long row [N]
+    /// with an int tensor `input_ids` of shape rows x T, or of one long row
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,
     /// The key of a JSON line, or the column of a Parquet file, that has the text [default: text]

@@ -27,4 +27,4 @@ mod signals;
 pub mod trainer;
 pub mod wizard;
 
-pub use error::TrainError;
+pub use error::{TrainError, exit, told_once};

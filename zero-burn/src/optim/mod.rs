@@ -8,10 +8,12 @@
 //! * Memory: the host's for burn-flex, the device's for CubeCL's backends (`device`); other backends copy in and out.
 //! * Threads: the rank's pool of compute threads.
 
+mod distributed;
 mod fused;
 mod plan;
 mod state;
 
+pub use distributed::{Distributed, distributed};
 pub use fused::{Fused, ParamInfo};
 pub use state::StateRecord;
 pub use zero_ops::Rule;

@@ -222,10 +222,10 @@ impl RunReport {
                     if points.len() > 2 * POINTS {
                         // The newest stays.
                         let odd = points.len() % 2;
-                        let mut place = odd;
+                        let mut place: usize = odd;
                         points.retain(|_| {
                             place += 1;
-                            place % 2 == 0
+                            place.is_multiple_of(2)
                         });
                     }
                 }

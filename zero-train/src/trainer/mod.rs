@@ -73,6 +73,7 @@ use self::options::at_least_one;
 use self::plan::{Plan, as_launched};
 use self::ranks::{Ranks, Stopped, with_ranks};
 use crate::TrainError;
+use crate::error::told_once;
 use crate::launcher::write_status;
 use crate::signals::Signal;
 
@@ -241,20 +242,6 @@ fn tell(line: &dyn core::fmt::Display) {
     use std::io::Write;
 
     let _ = writeln!(std::io::stdout(), "{line}");
-}
-
-/// An error with its causes, which some errors tell themselves, on one line.
-pub fn told_once(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let more = cause.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 fn ended_by(signal: Signal, step: usize, plan: &Plan) -> TrainError {

@@ -19,7 +19,7 @@ use super::Options;
 use crate::TrainError;
 use crate::config::{Config, Watchdog};
 use crate::engine::EngineError;
-use crate::error::wrong;
+use crate::error::{is_late, of_ranks, wrong};
 use crate::launcher::say_begun;
 
 /// The longest that a rank waits for another.
@@ -124,17 +124,6 @@ fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
     of_ranks(error)
 }
 
-/// A launch's error that no rank's body gave.
-fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
-    match error {
-        zero_core::LaunchError::Rank { rank, world, failure } => match &**failure {
-            RankFailure::Comm(error) if is_late(error) => TrainError::Late(format!("rank {rank} of {world}: {error}")),
-            other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
-        },
-        other => TrainError::Run(other.to_string()),
-    }
-}
-
 impl Ranks<'_> {
     /// Threads of this process.
     #[cfg(test)]
@@ -203,14 +192,8 @@ impl Ranks<'_> {
         if let Some(process) = self.process {
             return launch::launch_on::<I, _, TrainError>(process, zero, launch, |device| body(&device));
         }
-        match launch::launch::<I, _, TrainError>(world, zero, launch, |device| body(&device)) {
-            Ok(mut results) => Ok(results.swap_remove(0)),
-            Err(LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure })) => match *failure {
-                RankFailure::Failed(error) => Err(error),
-                other => Err(of_ranks(&zero_core::LaunchError::Rank { rank, world, failure: Box::new(other) })),
-            },
-            Err(other) => Err(TrainError::Run(other.to_string())),
-        }
+        let mut results = launch::launch::<I, _, TrainError>(world, zero, launch, |device| body(&device))?;
+        Ok(results.swap_remove(0))
     }
 
     /// What other ranks than the first print goes to a file of the rank's own: where the launcher has made one (`srun
@@ -248,9 +231,4 @@ impl Ranks<'_> {
 /// A collective's error, outside of training.
 fn of_comm(error: CommError) -> TrainError {
     if is_late(&error) { TrainError::Late(error.to_string()) } else { TrainError::Run(error.to_string()) }
-}
-
-/// Whether a deadline has passed in a wait for another rank.
-fn is_late(error: &CommError) -> bool {
-    matches!(error, CommError::Timeout { .. } | CommError::Stalled { .. })
 }

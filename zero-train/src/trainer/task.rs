@@ -136,9 +136,27 @@ where
 {
 }
 
-/// A task that can be trained on every backend of this program.
-pub trait AnyTask: TaskOn<Flex> {}
-impl<T: TaskOn<Flex>> AnyTask for T {}
+/// A task that can be trained on every backend of this program; follows from [`Task`] as [`TaskOn`] does.
+pub trait AnyTask: TaskOn<Flex> + devices::Cuda + devices::Vulkan {}
+impl<T: TaskOn<Flex> + devices::Cuda + devices::Vulkan> AnyTask for T {}
+
+/// Nothing, where the program is built without the feature.
+mod devices {
+    macro_rules! on_device {
+        ($name:ident, $feature:literal, $backend:ty) => {
+            #[cfg(feature = $feature)]
+            pub trait $name: super::TaskOn<$backend> {}
+            #[cfg(feature = $feature)]
+            impl<T: super::TaskOn<$backend>> $name for T {}
+            #[cfg(not(feature = $feature))]
+            pub trait $name {}
+            #[cfg(not(feature = $feature))]
+            impl<T> $name for T {}
+        };
+    }
+    on_device!(Cuda, "cuda", burn_cuda::Cuda);
+    on_device!(Vulkan, "vulkan", burn_wgpu::Vulkan);
+}
 
 /// The value of a tensor with one element.
 pub fn scalar<B: FusedBackend>(tensor: Tensor<B, 1>) -> f64 {

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use zero_core::alloc::PageKeeper;
-use zero_train::trainer::told_once;
+use zero_train::told_once;
 
 /// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
 #[global_allocator]
