@@ -4,16 +4,17 @@
 //! shapes and element types of everything are checked before the first tensor is loaded. Then one parameter at a time
 //! is created on the device by [`zero_ops::parameter_from`]: of a sharded parameter a rank converts its piece.
 
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use serde::{Deserialize, Serialize};
 use zero_ops::FusedBackend;
 
 use crate::safetensors_file::{Checkpoint, StoredTensor};
-use crate::{ModelError, ShapeMismatch};
+use crate::{KeyMap, ModelError, ShapeMismatch};
 
 /// A parameter of a model as Hugging Face knows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -163,9 +164,37 @@ fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
 
 /// The parameters in the order in which the module visits them. No lazy parameter is allocated.
 pub(crate) fn describe<C: Family, B: Backend>(model: &impl Module<B>) -> Vec<HfParam> {
-    let mut visitor = Describe { hf_name: hf_name::<C>, path: Vec::new(), found: Vec::new() };
+    described(model, &|path, _| hf_name::<C>(path))
+}
+
+fn described<B: Backend>(model: &impl Module<B>, name: Name<'_>) -> Vec<HfParam> {
+    let mut visitor = Describe { name, path: Vec::new(), found: Vec::new() };
     model.visit(&mut visitor);
     visitor.found
+}
+
+/// The name of the parameter at a path of the module with so many dimensions, and whether it is transposed.
+type Name<'a> = &'a dyn Fn(&[String], usize) -> (String, bool);
+
+/// Loads every parameter of any module from a folder with safetensors files (`model.safetensors`, or shards with an index), of
+/// another family than this crate has. `names` gives each its name there, from its path in the module; all tensors must be
+/// parameters. Over a backend that shards parameters each rank reads its own part.
+///
+/// # Errors
+/// As [`gpt2::weights::load`](crate::gpt2::weights::load).
+pub fn load_module<B: FusedBackend, M: Module<B>>(
+    module: M,
+    dir: &Path,
+    names: &KeyMap,
+    device: &B::Device,
+) -> Result<M, ModelError> {
+    let checkpoint = Checkpoint::open(dir)?;
+    let params = described(&module, &|path, dims| {
+        let name = names.name(&path.join("."));
+        let transposed = dims == 2 && names.transposes(&name);
+        (name, transposed)
+    });
+    load_params(module, &params, &checkpoint, (&|name| Some(name.to_string()), &[]), device)
 }
 
 /// Loads every parameter of the model from the checkpoint.
@@ -175,8 +204,18 @@ pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
     device: &B::Device,
 ) -> Result<M, ModelError> {
     let params = describe::<C, B>(&model);
-    let sources = match_names::<C>(&params, checkpoint)?;
-    check_shapes(&params, &sources, checkpoint)?;
+    load_params(model, &params, checkpoint, (&C::in_state_dict, C::REPEATS), device)
+}
+
+fn load_params<B: FusedBackend, M: Module<B>>(
+    model: M,
+    params: &[HfParam],
+    checkpoint: &Checkpoint,
+    rules: Rules<'_>,
+    device: &B::Device,
+) -> Result<M, ModelError> {
+    let sources = match_names(params, checkpoint, rules)?;
+    check_shapes(params, &sources, checkpoint)?;
     let tensors: Vec<_> = params.iter().zip(sources).map(|(param, found)| (found[0], param.transposed)).collect();
     Ok(model.map(&mut Load { tensors: tensors.into_iter(), device }))
 }
@@ -184,10 +223,17 @@ pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
 /// For each parameter the tensor to load, and then the tensors that repeat it.
 type Sources<'a> = Vec<Vec<StoredTensor<'a>>>;
 
-fn match_names<'a, C: Family>(params: &[HfParam], checkpoint: &'a Checkpoint) -> Result<Sources<'a>, ModelError> {
+/// [`Family::in_state_dict`] and [`Family::REPEATS`].
+type Rules<'a> = (&'a dyn Fn(&str) -> Option<String>, &'a [(&'a str, &'a str)]);
+
+fn match_names<'a>(
+    params: &[HfParam],
+    checkpoint: &'a Checkpoint,
+    (in_state_dict, repeats): Rules<'_>,
+) -> Result<Sources<'a>, ModelError> {
     let mut in_file: BTreeMap<String, StoredTensor<'a>> = BTreeMap::new();
     for name in checkpoint.names() {
-        let Some(parameter) = C::in_state_dict(name) else { continue };
+        let Some(parameter) = in_state_dict(name) else { continue };
         let stored = checkpoint.get(name).expect("it is one of its names");
         if let Some(first) = in_file.insert(parameter, stored) {
             return Err(ModelError::SameParameter {
@@ -202,7 +248,7 @@ fn match_names<'a, C: Family>(params: &[HfParam], checkpoint: &'a Checkpoint) ->
     let mut missing = Vec::new();
     for param in params {
         // A name that repeats another parameter in one model is a parameter of its own in another (an untied head).
-        let repeats = C::REPEATS
+        let repeats = repeats
             .iter()
             .filter(|(repeat, of)| *of == param.name && !params.iter().any(|other| other.name == *repeat));
         let names = std::iter::once(param.name.as_str()).chain(repeats.map(|(repeat, _)| *repeat));
@@ -243,14 +289,13 @@ fn check_shapes(params: &[HfParam], sources: &Sources<'_>, checkpoint: &Checkpoi
     Err(ModelError::TensorShapes { dir: checkpoint.dir().to_path_buf(), mismatches })
 }
 
-struct Describe {
-    /// [`hf_name`] of the family.
-    hf_name: fn(&[String]) -> (String, bool),
+struct Describe<'a> {
+    name: Name<'a>,
     path: Vec<String>,
     found: Vec<HfParam>,
 }
 
-impl<B: Backend> ModuleVisitor<B> for Describe {
+impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_string());
     }
@@ -260,7 +305,7 @@ impl<B: Backend> ModuleVisitor<B> for Describe {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let (name, transposed) = (self.hf_name)(&self.path);
+        let (name, transposed) = (self.name)(&self.path, D);
         let mut shape = param.lazy_shape().dims::<D>().to_vec();
         if transposed {
             shape.reverse();

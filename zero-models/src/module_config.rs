@@ -2,11 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use regex::Regex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::{ModelError, ModelParam};
+use crate::{KeyMap, ModelError, ModelParam};
 
 /// A module of any family. It is data, so that a checkpoint which has it in its state is exported without the program that made it.
 ///
@@ -32,35 +31,6 @@ pub struct ModuleConfig {
     pub parameters: Vec<ModelParam>,
 }
 
-/// Names of parameters in other programs' files.
-#[derive(Clone, Debug, Default)]
-pub struct KeyMap {
-    renamed: Vec<(Regex, String)>,
-    transposed: Vec<Regex>,
-}
-
-impl KeyMap {
-    /// `rename` are rules `REGEX=>NAME`, where `$1` is what the first group matched; each is applied to what those before have left
-    /// (as burn-store's key remapper does). `transpose` are patterns of names, once renamed, that are stored transposed.
-    ///
-    /// # Errors
-    /// [`ModelError::KeyMap`] for a rule that is none.
-    pub fn new(rename: &[impl AsRef<str>], transpose: &[impl AsRef<str>]) -> Result<Self, ModelError> {
-        let wrong = |rule: &str, problem: String| ModelError::KeyMap { rule: rule.to_string(), problem };
-        let regex = |rule: &str, pattern: &str| Regex::new(pattern).map_err(|error| wrong(rule, error.to_string()));
-        let rule = |rule: &str| {
-            let Some((pattern, name)) = rule.split_once("=>") else {
-                return Err(wrong(rule, "expected REGEX=>NAME".to_string()));
-            };
-            Ok((regex(rule, pattern)?, name.to_string()))
-        };
-        Ok(Self {
-            renamed: rename.iter().map(|text| rule(text.as_ref())).collect::<Result<_, _>>()?,
-            transposed: transpose.iter().map(|text| regex(text.as_ref(), text.as_ref())).collect::<Result<_, _>>()?,
-        })
-    }
-}
-
 impl ModuleConfig {
     /// Parameters by path and shape, which keep their names.
     pub fn new(parameters: impl IntoIterator<Item = (String, Vec<usize>)>) -> Self {
@@ -72,44 +42,18 @@ impl ModuleConfig {
     /// With other names.
     ///
     /// # Errors
-    /// [`ModelError::KeyMap`] when two parameters come to one name, or one that is to be transposed is no matrix.
+    /// [`ModelError::KeyMap`] when two parameters come to one name.
     pub fn renamed(mut self, map: &KeyMap) -> Result<Self, ModelError> {
         let mut names = BTreeSet::new();
         for param in &mut self.parameters {
-            for (pattern, name) in &map.renamed {
-                param.name = pattern.replace_all(&param.name, name.as_str()).into_owned();
-            }
-            let wrong = |problem: &str| ModelError::KeyMap { rule: param.name.clone(), problem: problem.to_string() };
-            if let Some(pattern) = map.transposed.iter().find(|pattern| pattern.is_match(&param.name)) {
-                // Patterns such as `\.weight$` are meant for matrices, and match scales of norms too.
-                match param.shape.len() {
-                    1 => {}
-                    2 => param.transposed = true,
-                    _ => return Err(wrong(&format!("has shape {:?}, and {pattern} transposes it", param.shape))),
-                }
-            }
+            param.name = map.name(&param.path);
+            // Patterns such as `\.weight$` are meant for matrices, and match others too.
+            param.transposed = param.shape.len() == 2 && map.transposes(&param.name);
             if !names.insert(param.name.clone()) {
-                return Err(wrong("is the name of two parameters: change the rules so that names stay apart"));
+                let problem = "is the name of two parameters: change the rules so that names stay apart";
+                return Err(ModelError::KeyMap { rule: param.name.clone(), problem: problem.into() });
             }
         }
         Ok(self)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rules_that_are_none_are_named() {
-        let told = |rename: &[&str], transpose: &[&str]| KeyMap::new(rename, transpose).unwrap_err().to_string();
-        assert!(told(&["a->b"], &[]).contains("\"a->b\": expected REGEX=>NAME"));
-        assert!(told(&["(=>b"], &[]).contains("\"(=>b\""));
-        assert!(told(&[], &["["]).contains("\"[\""));
-        let module = ModuleConfig::new([("a.0".into(), vec![2]), ("a.1".into(), vec![2, 3, 4])]);
-        let both = KeyMap::new(&["a\\..=>b"], &[] as &[&str]).unwrap();
-        assert!(module.clone().renamed(&both).unwrap_err().to_string().contains("is the name of two parameters"));
-        let cube = KeyMap::new(&[] as &[&str], &["a"]).unwrap();
-        assert!(module.renamed(&cube).unwrap_err().to_string().contains("has shape [2, 3, 4]"));
     }
 }

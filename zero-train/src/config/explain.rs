@@ -123,6 +123,10 @@ fn describe_schedule(schedule: &Schedule) -> String {
             {total_steps}",
             warmup(*warmup_steps, *kind)
         ),
+        Schedule::Decay { lr, warmup_steps, total_steps, cosine } => {
+            let along = if *cosine { "along a cosine" } else { "linearly" };
+            format!("0 to {lr} in {}, then {along} to 0 at step {total_steps}", count(*warmup_steps, "step"))
+        }
         Schedule::OneCycle(OneCycle {
             cycle_min_lr,
             cycle_max_lr,

@@ -112,6 +112,18 @@ pub enum Schedule {
         #[serde(rename = "warmup_type")]
         kind: Warmup,
     },
+    /// From 0 to `lr` along a line, then to 0 at `total_steps`: transformers' schedules `linear` and `cosine`
+    /// (<https://github.com/huggingface/transformers/blob/main/src/transformers/optimization.py>). Not DeepSpeed's.
+    Decay {
+        /// Rate at the end of the warm-up.
+        lr: f64,
+        /// Length of the warm-up in updates; with 0 the first update has the whole rate.
+        warmup_steps: usize,
+        /// Length of the whole schedule in updates.
+        total_steps: usize,
+        /// Along half a cosine, or along a line.
+        cosine: bool,
+    },
     /// One cycle up and down, then decay.
     OneCycle(OneCycle),
     /// A rate that grows without end, to find the largest one a model trains with
@@ -173,6 +185,12 @@ impl Schedule {
                 base_lr * ratio
             }
             Schedule::OneCycle(ref cycle) => cycle.lr(step),
+            Schedule::Decay { lr, warmup_steps, .. } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
+            Schedule::Decay { lr, warmup_steps, total_steps, cosine } => {
+                let progress = (step - warmup_steps) as f64 / total_steps.saturating_sub(warmup_steps).max(1) as f64;
+                let progress = progress.min(1.0);
+                lr * if cosine { 0.5 * (1.0 + (PI * progress).cos()) } else { 1.0 - progress }
+            }
             Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase } => {
                 let intervals = step as f64 / step_size as f64;
                 min_lr * (1.0 + step_rate * if staircase { intervals.floor() } else { intervals })
@@ -189,13 +207,14 @@ impl Schedule {
         }
     }
 
-    /// DeepSpeed's name of the schedule, as in the key `scheduler.type`.
+    /// DeepSpeed's name of the schedule, as in the key `scheduler.type`, if it is DeepSpeed's.
     pub fn name(&self) -> &'static str {
         match self {
             Schedule::Constant(_) => "Constant",
             Schedule::WarmupLr { .. } => "WarmupLR",
             Schedule::WarmupDecayLr { .. } => "WarmupDecayLR",
             Schedule::WarmupCosineLr { .. } => "WarmupCosineLR",
+            Schedule::Decay { .. } => "Decay",
             Schedule::OneCycle(_) => "OneCycle",
             Schedule::LrRangeTest { .. } => "LRRangeTest",
         }

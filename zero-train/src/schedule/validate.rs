@@ -77,6 +77,7 @@ impl Schedule {
                 check.count("warmup_num_steps", warmup_steps)?;
                 check.total(total_steps, warmup_steps)
             }
+            Schedule::Decay { lr, .. } => check.rate("lr", lr),
             Schedule::OneCycle(ref cycle) => {
                 check.rate("cycle_min_lr", cycle.cycle_min_lr)?;
                 check.rate("cycle_max_lr", cycle.cycle_max_lr)?;

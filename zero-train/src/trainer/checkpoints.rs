@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
 
+use super::facts::{Data, Model};
 use super::options::{Options, at_least_one};
-use super::plan::{Data, Model};
 use super::ranks::Ranks;
 use crate::TrainError;
 use crate::config::ZeroPlan;

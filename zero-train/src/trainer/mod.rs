@@ -36,6 +36,8 @@
 
 mod backend;
 mod checkpoints;
+mod count;
+mod facts;
 mod fit;
 mod observer;
 mod options;
@@ -55,7 +57,9 @@ use std::process::ExitCode;
 
 pub use backend::BackendChoice;
 pub use fit::MemoryNeed;
-pub use options::{DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options};
+pub use options::{
+    DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
+};
 pub use order::Order;
 pub use profile::Profile;
 pub use report::Summary;
@@ -110,12 +114,9 @@ impl Setup<'_> {
     /// # Errors
     ///
     /// [`TrainError`] for options that are wrong.
-    pub fn misfit(
-        &self,
-        hidden_size: Option<usize>,
-        profile: &dyn Fn(usize) -> Result<Profile>,
-    ) -> Result<Option<String>> {
-        let candidate = Candidate { hidden_size, profile };
+    pub fn misfit(&self, hidden_size: Option<usize>, profile: &dyn Fn(usize) -> Profile) -> Result<Option<String>> {
+        let profile = |micro_batch: usize| Ok(profile(micro_batch));
+        let candidate = Candidate { hidden_size, profile: &profile };
         if fitting(self.options, &candidate, self.budget)?.is_some() {
             return Ok(None);
         }

@@ -39,6 +39,8 @@ pub(super) struct Observer {
     /// Nothing but the summary on standard output.
     quiet: bool,
     out: Option<Out>,
+    /// Where checkpoints are saved.
+    checkpoints: Option<PathBuf>,
     csv: Vec<CsvMonitor>,
     tensorboard: Option<TensorBoardMonitor>,
     shown: RunReport,
@@ -151,6 +153,7 @@ impl Observer {
             report,
             quiet: !plan.progress,
             out,
+            checkpoints: plan.checkpoints.dir.clone(),
             csv,
             tensorboard: tensorboard.transpose()?,
             shown,
@@ -360,16 +363,17 @@ impl Observer {
             Some(signal) => (EventKind::Stop, format!("ended by {}", signal.name())),
         };
         self.note(kind, step, &text, Vec::new(), 0.0)?;
-        let curve = self.shown.curve();
-        if !self.quiet && !curve.is_empty() {
-            self.say(&curve);
-        }
         if let Some(out) = &mut self.out {
             out.write_page(&self.shown)?;
-            let path = out.dir.join("report.html");
-            if !self.quiet {
-                self.say(&format!("report: {}", path.display()));
-            }
+        }
+        if !self.quiet {
+            let curve = Some(self.shown.curve()).filter(|curve| !curve.is_empty());
+            let report = self.out.as_ref().map(|out| format!("report: {}", out.dir.join("report.html").display()));
+            let saved = self
+                .checkpoints
+                .as_ref()
+                .map(|dir| format!("checkpoints: {} (--resume auto goes on from the newest)", dir.display()));
+            [curve, report, saved].into_iter().flatten().for_each(|line| self.say(&line));
         }
         Ok(())
     }

@@ -37,6 +37,9 @@ pub struct Hyperparameters {
     /// Warm-up steps, over which the learning rate rises linearly from 0 [default: 0]
     #[arg(long, value_name = "STEPS")]
     pub warmup: Option<usize>,
+    /// What the learning rate does after the warm-up: it stays, or falls to 0 at the last step [default: constant]
+    #[arg(long, value_name = "SHAPE", visible_alias = "lr-scheduler-type")]
+    pub schedule: Option<ScheduleChoice>,
     /// Clip gradients to this global L2 norm; 0 for no clipping [default: 0, or 1 for "auto"]
     #[arg(long, value_name = "NORM", visible_alias = "max-grad-norm")]
     pub clip: Option<f64>,
@@ -180,6 +183,18 @@ impl Options {
 pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<(), TrainError> {
     let zero = options.iter().find(|(_, value)| *value == Some(0));
     zero.map_or(Ok(()), |&(option, _)| Err(wrong(option, 0, "expected at least 1")))
+}
+
+/// The learning rate after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ScheduleChoice {
+    /// Stays.
+    #[value(alias = "constant_with_warmup")]
+    Constant,
+    /// Falls along a line.
+    Linear,
+    /// Falls along half a cosine.
+    Cosine,
 }
 
 /// Parameters without weight decay.

@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
 use zero_burn::config::{Gathers, Tier, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
 use zero_core::Stage;
@@ -10,14 +9,13 @@ use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
 use zero_core::estimate::model_state;
-use zero_models::ModelConfig;
 
 use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
+use super::count::profile;
+use super::facts::{Data, Model};
 use super::fit::{Budget, Candidate, MemoryNeed, fitting, precision};
-use super::order::Order;
 use super::predict::Prediction;
-use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
@@ -58,50 +56,6 @@ pub(super) struct Plan {
     pub notice: Option<String>,
 }
 
-/// What a [`Task`] says of its model.
-pub(super) struct Model {
-    pub name: String,
-    pub profile: Profile,
-    /// As in a checkpoint's state, if transformers know such a model.
-    pub config: Option<ModelConfig>,
-    pub settings: Value,
-}
-
-/// What a [`Task`] says of its data.
-pub(super) struct Data {
-    /// Of the rows that are trained on.
-    pub order: Order,
-    /// Rows after these, held out for evaluation.
-    pub held_out: usize,
-    pub tokens_per_row: Option<usize>,
-    /// Of the rows that are trained on, and of those held out.
-    pub checksums: [Option<u32>; 2],
-}
-
-impl Data {
-    fn new<T: Task>(task: &T, options: &Options) -> Result<Self, TrainError> {
-        let (all, held_out) = (task.rows(), options.eval.unwrap_or(task.held_out()));
-        let rows = all.saturating_sub(held_out);
-        if rows == 0 {
-            let expected = format!("expected fewer than the {all} rows of the data");
-            return Err(wrong("eval", held_out, expected));
-        }
-        let seed = options.shuffle.unwrap_or(task.shuffle()).then_some(options.seed);
-        let checksums = [task.checksum(0..rows)?, task.checksum(rows..all)?];
-        Ok(Self { order: Order { rows, seed }, held_out, tokens_per_row: task.tokens_per_row(), checksums })
-    }
-
-    /// What is counted in speeds: tokens, or rows where they have none.
-    pub(super) fn unit(&self) -> &'static str {
-        if self.tokens_per_row.is_some() { "tokens" } else { "rows" }
-    }
-
-    /// So many of it in a row.
-    pub(super) fn units(&self) -> usize {
-        self.tokens_per_row.unwrap_or(1)
-    }
-}
-
 impl Plan {
     /// Checks the options and everything they name, before anything is written.
     ///
@@ -114,8 +68,8 @@ impl Plan {
         budget: &Budget,
         here: &Ranks<'_>,
     ) -> Result<Self, TrainError> {
-        let profile = |micro_batch: usize| task.profile(micro_batch);
-        let candidate = Candidate { hidden_size: task.hidden_size(), profile: &profile };
+        let taken = |micro_batch: usize| profile(task, micro_batch);
+        let candidate = Candidate { hidden_size: task.hidden_size(), profile: &taken };
         // What does not fit is told below.
         let (offload, tier) = fitting(options, &candidate, budget)?.unwrap_or((options.offload, None));
         let notice = [task.notice(), tier].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
@@ -132,7 +86,7 @@ impl Plan {
         }
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
         let data = Data::new(task, options)?;
-        let profile = task.profile(plan.batch.micro)?;
+        let profile = taken(plan.batch.micro)?;
         let need = MemoryNeed::new(&profile, &plan, options.backend);
         let need = need.with_ranks_here(budget.ranks_here.unwrap_or(ranks));
         let name = task.name();
@@ -367,7 +321,7 @@ mod tests {
     use burn::tensor::Tensor;
 
     use super::*;
-    use crate::trainer::FusedBackend;
+    use crate::trainer::{FusedBackend, Profile};
 
     /// What it takes with 2048 tokens in a row does not fit without offload.
     struct Wide;
@@ -396,9 +350,9 @@ mod tests {
             Ok(model.forward(Tensor::<B, 2>::ones([rows.len(), 2], device)).mean())
         }
 
-        fn profile(&self, micro_batch: usize) -> Result<Profile, TrainError> {
+        fn profile(&self, micro_batch: usize) -> Option<Profile> {
             let activation_bytes = (micro_batch * (64 << 20)) as u64;
-            Ok(Profile { parameters: vec![32 << 20], activation_bytes, flops_per_row: 1.0 })
+            Some(Profile { parameters: vec![32 << 20], activation_bytes, flops_per_row: 1.0 })
         }
     }
 

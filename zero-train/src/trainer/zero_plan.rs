@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use zero_core::Stage;
 
 use super::backend::{BackendChoice, name};
-use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, at_least_one};
+use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};
 use crate::TrainError;
 use crate::config::{
     Auto, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
@@ -42,7 +42,7 @@ pub fn outline(
     check(hyper, steps, ranks)?;
     let auto = auto(hyper, steps, hidden_size);
     let (mut plan, filled) = Config::from_file(file)?.outline(&Context { world: ranks, auto })?;
-    complete(&mut plan, hyper);
+    complete(&mut plan, hyper, steps);
     check_against(hyper, file, &plan)?;
     Ok((plan, filled))
 }
@@ -83,14 +83,17 @@ fn adamw(options: &Hyperparameters) -> OptimizerPlan {
     OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay }
 }
 
-/// The warm-up that the options ask for, to the optimizer's learning rate.
-fn warmup(options: &Hyperparameters, lr: f64) -> Option<Schedule> {
-    options.warmup.filter(|&warmup| warmup > 0).map(|warmup_steps| Schedule::WarmupLr {
-        min_lr: 0.0,
-        max_lr: lr,
-        warmup_steps,
-        kind: Warmup::Linear,
-    })
+/// The schedule that the options ask for, from 0 to the optimizer's learning rate and on.
+fn schedule(options: &Hyperparameters, lr: f64, steps: usize) -> Option<Schedule> {
+    let (warmup_steps, kind) = (options.warmup.unwrap_or(0), Warmup::Linear);
+    match options.schedule.unwrap_or(ScheduleChoice::Constant) {
+        ScheduleChoice::Constant if warmup_steps == 0 => None,
+        ScheduleChoice::Constant => Some(Schedule::WarmupLr { min_lr: 0.0, max_lr: lr, warmup_steps, kind }),
+        shape => {
+            let cosine = shape == ScheduleChoice::Cosine;
+            Some(Schedule::Decay { lr, warmup_steps, total_steps: steps, cosine })
+        }
+    }
 }
 
 fn precision(dtype: Dtype) -> Precision {
@@ -130,9 +133,6 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
         .gradient_clipping(hyper.clip.unwrap_or(0.0))
         .precision(precision(hyper.dtype.unwrap_or(Dtype::Fp32)))
         .optimizer(optimizer);
-    if let Some(schedule) = warmup(hyper, optimizer.learning_rate()) {
-        builder = builder.schedule(schedule);
-    }
     let there = Offload::to(match offload_to(options)? {
         OffloadTo::Host => OffloadDevice::Cpu,
         OffloadTo::Disk => OffloadDevice::Nvme { path: options.swap_dir().to_path_buf() },
@@ -144,7 +144,9 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if choice == OffloadChoice::All {
         builder = builder.offload_param(&there);
     }
-    Ok(builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?)
+    let mut plan = builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?;
+    complete(&mut plan, hyper, options.steps);
+    Ok(plan)
 }
 
 /// Values for "auto".
@@ -167,11 +169,11 @@ fn auto(options: &Hyperparameters, steps: usize, hidden_size: Option<usize>) -> 
     }
 }
 
-/// What a file leaves to the program.
-fn complete(plan: &mut ZeroPlan, options: &Hyperparameters) {
+/// What a file leaves to the program, and the program's own schedules.
+fn complete(plan: &mut ZeroPlan, options: &Hyperparameters, steps: usize) {
     let lr = plan.optimizer.get_or_insert(adamw(options)).learning_rate();
     if plan.schedule.is_none() {
-        plan.schedule = warmup(options, lr);
+        plan.schedule = schedule(options, lr, steps);
     }
 }
 
@@ -179,7 +181,7 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     let config = Config::from_file(path)?;
     let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
     let mut plan = config.resolve(&Context { world, auto: auto(&options.hyper, options.steps, hidden_size) })?;
-    complete(&mut plan, &options.hyper);
+    complete(&mut plan, &options.hyper, options.steps);
     check_against(&options.hyper, path, &plan)?;
     let (kept, device) = match (&plan.offload_optimizer, &plan.offload_param) {
         (None, None) => ("none", None),
@@ -218,11 +220,20 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
         Some(
             Schedule::WarmupLr { warmup_steps, .. }
             | Schedule::WarmupDecayLr { warmup_steps, .. }
-            | Schedule::WarmupCosineLr { warmup_steps, .. },
+            | Schedule::WarmupCosineLr { warmup_steps, .. }
+            | Schedule::Decay { warmup_steps, .. },
         ) => warmup_steps,
         _ => 0,
     };
+    let shape = match plan.schedule {
+        None | Some(Schedule::Constant(_) | Schedule::WarmupLr { .. }) => "constant",
+        Some(Schedule::WarmupDecayLr { .. } | Schedule::Decay { cosine: false, .. }) => "linear",
+        Some(Schedule::WarmupCosineLr { .. } | Schedule::Decay { .. }) => "cosine",
+        Some(Schedule::OneCycle(_)) => "one cycle",
+        Some(Schedule::LrRangeTest { .. }) => "a range test",
+    };
     let options = [
+        ("schedule", options.schedule.map(name), shape.to_string()),
         ("batch", text(options.batch), plan.batch.micro.to_string()),
         ("accumulation", text(options.accumulation), plan.batch.accumulation.to_string()),
         ("lr", text(options.lr), optimizer.learning_rate().to_string()),

@@ -10,4 +10,5 @@ mod malformed;
 mod schedules;
 #[path = "../sharded/mod.rs"]
 mod sharded;
+mod trainer;
 mod zero_command;

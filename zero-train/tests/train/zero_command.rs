@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 
+use crate::common;
+
 fn zero() -> Command {
     Command::new(env!("CARGO_BIN_EXE_zero"))
 }
@@ -62,6 +64,56 @@ fn help_teaches() {
 
     Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are.
     ");
+}
+
+#[test]
+fn estimates_are_for_any_number_of_parameters() {
+    let told = prints(&["estimate", "--parameters", "7e9", "--ranks", "8", "--nodes", "2", "--memory", "40GiB"]);
+    assert!(told.contains("a model: 7000000000 parameters, AdamW, 8 ranks, 4 on this machine"), "{told}");
+    assert!(told.contains("Cheapest that fits 40.00 GiB: stage 3 with --offload"), "{told}");
+    for wrong in
+        [&["estimate"][..], &["estimate", "--parameters", "0"], &["estimate", "--parameters", "7e9", "--model", "gpt2"]]
+    {
+        Command::new(env!("CARGO_BIN_EXE_zero")).args(wrong).assert().code(2);
+    }
+}
+
+#[test]
+fn schedules_by_option_are_what_they_say() {
+    let dir = tempfile::tempdir().unwrap();
+    common::write_inputs(dir.path());
+    let rates = |options: &[&str]| -> Vec<f64> {
+        let run = dir.path().join(options.join("-").replace("--", ""));
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_zero"));
+        command
+            .args(["train", "--steps", "12", "--batch", "1", "--threads", "1", "--lr", "0.1", "--json"])
+            .args(options);
+        command.arg("--model").arg(dir.path().join("model")).arg("--data").arg(dir.path().join("rows.safetensors"));
+        let done = command.arg("--out").arg(run.join("out")).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        lines.map(|line| line["lr"].as_f64().unwrap()).collect()
+    };
+    assert_eq!(rates(&[]), [0.1; 12]);
+    assert_eq!(rates(&["--schedule", "constant", "--warmup", "4"])[6..], [0.1; 6]);
+    // As transformers has them: 12 steps from the whole rate, or 8 after a warm-up of 4 from 0.
+    let progress = |warmup: f64, step: usize| (step as f64 - warmup) / (12.0 - warmup);
+    let shapes: [(&str, fn(f64) -> f64); 2] =
+        [("linear", |at| 1.0 - at), ("cosine", |at| 0.5 * (1.0 + (std::f64::consts::PI * at).cos()))];
+    for (shape, value) in shapes {
+        for warmup in [0.0, 4.0] {
+            let rates = rates(&["--schedule", shape, "--warmup", &warmup.to_string()]);
+            for (step, rate) in rates.iter().enumerate() {
+                let at = progress(warmup, step);
+                let expected = 0.1 * if at < 0.0 { step as f64 / warmup } else { value(at) };
+                assert!(
+                    (rate - expected).abs() < 1e-12,
+                    "{shape}, warm-up {warmup}, step {step}: {rate} for {expected}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

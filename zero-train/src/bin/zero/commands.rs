@@ -86,6 +86,15 @@ pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
+/// A number of parameters, also as 7e9.
+fn count(text: &str) -> Result<u64, String> {
+    let number: f64 = text.parse().map_err(|_| "expected a number, such as 7e9".to_string())?;
+    match (1.0..=1e15).contains(&number) {
+        true => Ok(number as u64),
+        false => Err("expected 1 to 1e15".into()),
+    }
+}
+
 impl ConfigArgs {
     /// The defaults with what flags say.
     fn answers(&self) -> Result<Answers> {
@@ -210,8 +219,15 @@ pub struct EstimateArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     memory: Option<u64>,
     /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b), or a folder with a config.json
-    #[arg(long, value_name = "PRESET|DIR")]
-    model: String,
+    #[arg(long, value_name = "PRESET|DIR", required_unless_present = "parameters")]
+    model: Option<String>,
+    /// In place of --model, the number of parameters of any model, such as 7e9 (a program on the trainer prints its own plan with
+    /// --dry-run)
+    #[arg(long, value_name = "N", value_parser = count, conflicts_with = "model")]
+    parameters: Option<u64>,
+    /// With --parameters, those of the largest one [default: 2 % of them]
+    #[arg(long, value_name = "N", value_parser = count, requires = "parameters")]
+    largest: Option<u64>,
     /// Number of ranks over all nodes
     #[arg(long, default_value = "2", value_parser = at_least_one)]
     ranks: usize,
@@ -227,14 +243,23 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     if !args.ranks.is_multiple_of(args.nodes) {
         bail!("--ranks {}: expected a multiple of the {} nodes", args.ranks, args.nodes);
     }
-    let (name, model) = (&args.model, gpt2::model(&args.model)?);
+    let (name, parameters, largest) = match (&args.model, args.parameters) {
+        (_, Some(parameters)) => {
+            ("a model".to_string(), parameters, args.largest.unwrap_or(parameters / 50).min(parameters))
+        }
+        (name, None) => {
+            let name = name.clone().unwrap_or_default();
+            let model = gpt2::model(&name)?;
+            let sizes = model.parameter_shapes().into_iter().map(|(_, shape)| shape.iter().product::<usize>() as u64);
+            (name, model.num_params() as u64, sizes.max().unwrap_or(0))
+        }
+    };
     let precision = match args.dtype {
         Dtype::Fp32 => Bytes::FP32_ADAMW,
         Dtype::Fp16 | Dtype::Bf16 => Bytes::MIXED_ADAMW,
     };
-    let (parameters, here) = (model.num_params() as u64, (args.ranks / args.nodes) as u64);
-    let sizes = model.parameter_shapes().into_iter().map(|(_, shape)| shape.iter().product::<usize>() as u64);
-    let rows = estimates(parameters, sizes.max().unwrap_or(0), args.ranks as u64, precision);
+    let here = (args.ranks / args.nodes) as u64;
+    let rows = estimates(parameters, largest, args.ranks as u64, precision);
     let available = available_bytes();
     println!("{name}: {parameters} parameters, AdamW, {} ranks, {here} on this machine", args.ranks);
     let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), format_bytes);

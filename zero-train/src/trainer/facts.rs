@@ -1,0 +1,55 @@
+//! What a task says of its model and of its data.
+
+use serde_json::Value;
+use zero_models::ModelConfig;
+
+use super::options::Options;
+use super::order::Order;
+use super::profile::Profile;
+use super::task::Task;
+use crate::TrainError;
+use crate::error::wrong;
+
+/// What a [`Task`] says of its model.
+pub(super) struct Model {
+    pub name: String,
+    pub profile: Profile,
+    /// As in a checkpoint's state, if transformers know such a model.
+    pub config: Option<ModelConfig>,
+    pub settings: Value,
+}
+
+/// What a [`Task`] says of its data.
+pub(super) struct Data {
+    /// Of the rows that are trained on.
+    pub order: Order,
+    /// Rows after these, held out for evaluation.
+    pub held_out: usize,
+    pub tokens_per_row: Option<usize>,
+    /// Of the rows that are trained on, and of those held out.
+    pub checksums: [Option<u32>; 2],
+}
+
+impl Data {
+    pub(super) fn new<T: Task>(task: &T, options: &Options) -> Result<Self, TrainError> {
+        let (all, held_out) = (task.rows(), options.eval.unwrap_or(task.held_out()));
+        let rows = all.saturating_sub(held_out);
+        if rows == 0 {
+            let expected = format!("expected fewer than the {all} rows of the data");
+            return Err(wrong("eval", held_out, expected));
+        }
+        let seed = options.shuffle.unwrap_or(task.shuffle()).then_some(options.seed);
+        let checksums = [task.checksum(0..rows)?, task.checksum(rows..all)?];
+        Ok(Self { order: Order { rows, seed }, held_out, tokens_per_row: task.tokens_per_row(), checksums })
+    }
+
+    /// What is counted in speeds: tokens, or rows where they have none.
+    pub(super) fn unit(&self) -> &'static str {
+        if self.tokens_per_row.is_some() { "tokens" } else { "rows" }
+    }
+
+    /// So many of it in a row.
+    pub(super) fn units(&self) -> usize {
+        self.tokens_per_row.unwrap_or(1)
+    }
+}
