@@ -90,14 +90,15 @@ fn every_row_is_trained_on_once_an_epoch_over_a_resume_at_other_ranks() {
         let first_epoch = {
             let mut rows = part(3, 1, 5 + 10);
             assert_eq!(rows.len(), 50);
-            rows.truncate(36);
+            // Whole steps: threads write theirs down in any order.
+            rows.truncate(35);
             rows
         };
         let mut distinct = first_epoch.clone();
         distinct.sort_unstable();
         distinct.dedup();
-        assert_eq!(distinct.len(), 36, "no row twice in an epoch");
-        assert_eq!(distinct == (0..36).collect::<Vec<_>>(), !shuffle);
+        assert_eq!(distinct.len(), 35, "no row twice in an epoch");
+        assert_eq!(distinct == (0..35).collect::<Vec<_>>(), !shuffle);
         let mut all = part(1, 6, 5 + 10 + 4);
         all.sort_unstable();
         assert!(all.iter().copied().eq((0..ROWS).flat_map(|row| [row, row])), "each row once in each epoch");
