@@ -86,7 +86,7 @@ def parse_arguments():
 def run_ours(args, binary, begin):
     options = ["--backend", args.backend, "--model", args.model, "--data", args.data, "--stage", args.stage, "--ranks",
                args.ranks, "--batch", args.batch // args.ranks, "--accumulation", args.accumulation, "--steps", args.steps,
-               "--dtype", args.dtype, "--lr", args.lr, "--offload", "none"]
+               "--dtype", args.dtype, "--lr", args.lr, "--decay-except", "nothing", "--offload", "none"]
     if args.threads:
         options += ["--threads", args.threads]
     result = common.ours(binary, options, common.time_left(args, begin))

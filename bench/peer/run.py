@@ -162,7 +162,7 @@ def command_of(run, steps, warmup, folder):
     if run.who == "ours":
         return [OURS, "--model", MODELS[run.model].preset, "--data", folder / "tokens.safetensors", "--seq", SEQ,
                 "--batch", run.batch, "--steps", steps, "--ranks", run.ranks, "--threads", run.threads, "--stage",
-                run.stage, "--lr", "1e-4", "--out", folder / "out", "--json"]
+                run.stage, "--lr", "1e-4", "--decay-except", "nothing", "--out", folder / "out", "--json"]
     model = MODELS[run.model]
     engine = {"ddp": "torch"}.get(run.who, run.who)
     return [sys.executable, PEER, "--engine", engine, "--stage", run.stage, "--world", run.ranks, "--threads",

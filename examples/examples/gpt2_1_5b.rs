@@ -17,7 +17,7 @@ static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
 const TEXT: &str = include_str!("../data/tinyshakespeare.txt");
 
-/// Train GPT-2 with ZeRO on the CPU.
+/// Train GPT-2 with ZeRO.
 #[derive(Parser)]
 struct Cli {
     #[command(flatten)]

@@ -25,6 +25,8 @@ struct Net<B: Backend> {
 
 impl<B: Backend> Net<B> {
     fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        // Parameters may be in 16 bit.
+        let images = images.cast(self.conv1.weight.val().dtype());
         let features = relu(self.conv2.forward(relu(self.conv1.forward(images))));
         self.out.forward(relu(self.hidden.forward(features.flatten(1, 3))))
     }

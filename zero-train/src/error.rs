@@ -151,7 +151,10 @@ impl TrainError {
             TrainError::Engine(EngineError::Disk(
                 DiskError::Truncated { .. } | DiskError::Deadline { .. } | DiskError::Stopped { .. },
             )) => 1,
-            TrainError::Run(_) | TrainError::Engine(EngineError::LossScale(_) | EngineError::LoadFailed { .. }) => 1,
+            TrainError::Run(_)
+            | TrainError::Engine(
+                EngineError::LossScale(_) | EngineError::LoadFailed { .. } | EngineError::NotFinite { .. },
+            ) => 1,
             TrainError::Engine(EngineError::Checkpoint(
                 CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },
             )) => 1,

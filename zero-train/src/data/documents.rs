@@ -148,7 +148,7 @@ fn json_lines(path: &Path, field: &str, each: Each<'_>) -> Result<(), TrainError
         match value.get_mut(field).map(Value::take) {
             Some(Value::String(text)) => each(text)?,
             found => {
-                let got = found.map_or("has none".into(), |found| format!("is {}", kind_of(&found)));
+                let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
                 let keys =
                     value.as_object().map(|object| object.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
                 return Err(problem(format!(

@@ -477,7 +477,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             if self.device.rank() == 0 {
                 eprintln!(
                     "warning: the gradients of update {} hold an infinity or a NaN, and so do the parameters from here on; \
-                     set skip_overflow to skip such updates, or error_if_nonfinite to stop at the first",
+                     EngineConfig::skip_overflow skips such updates (bf16.check_grad_overflow in a file), error_if_nonfinite (watchdog.\
+                     error_if_nonfinite) stops at the first",
                     self.steps + 1
                 );
             }

@@ -382,12 +382,13 @@ impl Observer {
 impl Drop for Observer {
     /// A run that has failed leaves its report too.
     fn drop(&mut self) {
+        // Clearing moves it to its end.
+        let step = self.bar.position() as usize;
         self.bar.finish_and_clear();
         if self.shown.state != RunState::Running || self.lines.first.is_none() {
             return;
         }
-        let (step, text) = (self.bar.position() as usize, "an error has ended the run");
-        let noted = self.note(EventKind::Fail, step, text, Vec::new(), 0.0);
+        let noted = self.note(EventKind::Fail, step, "an error has ended the run", Vec::new(), 0.0);
         let written = noted.and_then(|()| self.out.as_mut().map_or(Ok(()), |out| out.write_page(&self.shown)));
         if let Err(error) = written {
             self.log(&format!("warning: {error}"));

@@ -116,6 +116,20 @@ fn schedules_by_option_are_what_they_say() {
     }
 }
 
+/// `zero check --keys KIND >docs/book/src/keys-KIND.md` makes them anew.
+#[test]
+fn the_books_tables_of_keys_are_the_programs() {
+    for kind in ["deepspeed", "accelerate"] {
+        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../docs/book/src/keys-{kind}.md"));
+        let table = prints(&["check", "--keys", kind]);
+        assert!(table.lines().count() > 50 && table.contains("| acted on |"));
+        assert!(
+            std::fs::read_to_string(page).unwrap() == table,
+            "zero check --keys {kind} >docs/book/src/keys-{kind}.md"
+        );
+    }
+}
+
 #[test]
 fn config_writes_a_file_that_check_explains() {
     let dir = tempfile::tempdir().unwrap();

@@ -323,7 +323,8 @@ pub fn export(args: &ExportArgs) -> Result<()> {
 pub fn train(options: &Options) -> ExitCode {
     if options.data.is_none() {
         eprintln!(
-            "error: --data is missing: name a text file, or a .safetensors file with an int tensor `input_ids` [rows, T]"
+            "error: --data is missing: name a text, a .jsonl or .parquet file, a folder of such files, or a .safetensors file with \
+             an int tensor `input_ids`"
         );
         return ExitCode::from(2);
     }
