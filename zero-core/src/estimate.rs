@@ -40,14 +40,6 @@ pub fn model_state(parameters: u64, stage: Stage, world: u64, precision: Precisi
     }
 }
 
-/// Elements that one rank receives in one training step: `2 Psi (N-1)/N`, at stage 3 `3 Psi (N-1)/N`.
-///
-/// `persistent` parameters (below the persistence threshold) are gathered once per step instead of twice at stage 3.
-pub fn wire_elements(parameters: u64, persistent: u64, stage: Stage, world: u64) -> u64 {
-    let moved = if stage.shards_parameters() { 3 * parameters - persistent } else { 2 * parameters };
-    moved * (world - 1) / world
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,12 +55,5 @@ mod tests {
         let mixed = |stage| model_state(psi, stage, n, Precision::MIXED_ADAMW).total();
         assert_eq!(mixed(Stage::OptimizerState), 4 * psi + 12 * psi / n);
         assert_eq!(mixed(Stage::Gradients), 2 * psi + 14 * psi / n);
-    }
-
-    #[test]
-    fn wire_volume() {
-        assert_eq!(wire_elements(1_000, 0, Stage::Gradients, 4), 1_500);
-        assert_eq!(wire_elements(1_000, 0, Stage::Parameters, 4), 2_250);
-        assert_eq!(wire_elements(1_000, 0, Stage::Parameters, 1), 0);
     }
 }

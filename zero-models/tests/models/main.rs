@@ -1,5 +1,6 @@
 //! The models, one binary, as each links all of Burn: `cargo test -p zero-models --test models [MODULE]`.
 
+mod any_module;
 mod bert;
 mod checkpoint_fuzz;
 mod checkpoints;

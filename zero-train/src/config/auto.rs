@@ -100,7 +100,8 @@ macro_rules! fills {
 }
 
 const MODEL: &str = "the hidden size of --model";
-const HIDDEN: &str = "supply the model's hidden size (Auto::hidden_size), or give a number of elements";
+const HIDDEN: &str =
+    "supply the model's hidden size (Task::hidden_size, Auto::hidden_size), or give a number of elements";
 const PRECISION: &str = "supply the precision (Auto::mixed_precision), or write true or false";
 
 fills! {

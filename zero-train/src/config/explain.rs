@@ -41,13 +41,20 @@ impl ZeroPlan {
             },
         ];
         if self.stage.shards_parameters() {
+            let again = match self.max_reuse_distance {
+                0 => String::new(),
+                distance => format!(
+                    ", or if it is used again within {} elements, as long as no more than {} are held",
+                    number(distance),
+                    number(self.max_live_parameters)
+                ),
+            };
             lines.push(format!(
                 "Parameters: {} elements are prefetched (all-gather ahead of use); one stays gathered if it has up to {} \
-                elements, or is used again within {} and no more than {} are held.",
+                elements{}.",
                 size("prefetch_bucket_size", self.prefetch_bucket_size),
                 size("param_persistence_threshold", self.param_persistence_threshold),
-                number(self.max_reuse_distance),
-                number(self.max_live_parameters),
+                again
             ));
         }
         if self.check_replicas > 0 {

@@ -114,25 +114,13 @@ pub struct MemoryTracker {
 }
 
 impl MemoryTracker {
-    /// Begins a phase and follows the host's memory.
-    ///
-    /// # Errors
-    ///
-    /// [`MonitorError::Sampler`] if the thread cannot be started.
-    pub fn begin(phase: Phase) -> Result<Self, MonitorError> {
-        Self::begin_with_device(phase, || None)
-    }
-
     /// Begins a phase and follows the host's memory and a device's. `bytes_in_use` is called from another thread, every
     /// 10 ms and at both ends, and should return at once.
     ///
     /// # Errors
     ///
     /// [`MonitorError::Sampler`] if the thread cannot be started.
-    pub fn begin_with_device(
-        phase: Phase,
-        bytes_in_use: impl Fn() -> Option<u64> + Send + 'static,
-    ) -> Result<Self, MonitorError> {
+    pub fn begin(phase: Phase, bytes_in_use: impl Fn() -> Option<u64> + Send + 'static) -> Result<Self, MonitorError> {
         let look = move || [rss_bytes(), bytes_in_use()];
         let (high_water_before, before) = (peak_rss_bytes(), look());
         let (stop, stopped) = mpsc::channel();
@@ -206,7 +194,7 @@ mod tests {
                 looks.fetch_add(1, Ordering::Relaxed);
                 Some(used.load(Ordering::Relaxed))
             };
-            MemoryTracker::begin_with_device(Phase::Train, probe).unwrap()
+            MemoryTracker::begin(Phase::Train, probe).unwrap()
         };
         used.store(700 * MIB, Ordering::Relaxed);
         let (seen, deadline) = (looks.load(Ordering::Relaxed), Instant::now() + Duration::from_secs(20));
@@ -228,7 +216,7 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn host_memory_is_followed() {
-        let tracker = MemoryTracker::begin(Phase::Eval).unwrap();
+        let tracker = MemoryTracker::begin(Phase::Eval, || None).unwrap();
         let held = std::hint::black_box(vec![1_u8; 64 << 20]);
         thread::sleep(5 * INTERVAL);
         let host = tracker.end().unwrap().host.unwrap();
@@ -246,12 +234,12 @@ mod tests {
         let calls = AtomicU64::new(0);
         let probe =
             move || if calls.fetch_add(1, Ordering::Relaxed) == 0 { Some(1) } else { panic!("expected by the test") };
-        let error = MemoryTracker::begin_with_device(Phase::Train, probe).unwrap().end().unwrap_err();
+        let error = MemoryTracker::begin(Phase::Train, probe).unwrap().end().unwrap_err();
         assert_eq!(error.to_string(), "cannot sample the memory: the device's function panicked");
         let alive = Arc::new(());
         let held = alive.clone();
         let probe = move || Some(Arc::strong_count(&held) as u64);
-        drop(MemoryTracker::begin_with_device(Phase::Train, probe).unwrap());
+        drop(MemoryTracker::begin(Phase::Train, probe).unwrap());
         assert_eq!(Arc::strong_count(&alive), 1);
     }
 

@@ -2,10 +2,9 @@
 //!
 //! * In: a step number and named values, `&[(&str, f64)]`; or timer and memory events.
 //! * Out: [`CsvMonitor`] and [`TensorBoardMonitor`] append to files, a whole record at a time; [`RunReport`] is a
-//!   page; [`MemoryTracker`] and [`WallClock`] give values that print as a table and as a line.
+//!   page; [`MemoryTracker`] gives a table.
 //! * Threads: everything runs on the caller's thread, except the sampler of [`MemoryTracker`]. Meant for rank 0.
 
-mod breakdown;
 mod csv;
 mod memory_table;
 mod peak;
@@ -15,7 +14,6 @@ mod tensorboard;
 use std::io;
 use std::path::{Path, PathBuf};
 
-pub use breakdown::{StepTimes, Timer, WallClock};
 pub use csv::CsvMonitor;
 pub use memory_table::{MemoryFigures, MemoryReport, MemoryTracker, Phase};
 pub use peak::peak_flops;
@@ -71,14 +69,6 @@ pub enum MonitorError {
         path: PathBuf,
         /// What is missing or wrong.
         problem: String,
-    },
-    /// A timer is started while it runs, or stopped while it does not.
-    #[error("the timer \"{timer}\" {problem}; pair every start with one stop in the same step")]
-    Timer {
-        /// The timer.
-        timer: Timer,
-        /// What is wrong.
-        problem: &'static str,
     },
     /// The thread that samples the memory cannot be started, or panicked.
     #[error("cannot sample the memory: {problem}")]

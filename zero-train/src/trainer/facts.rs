@@ -1,5 +1,7 @@
 //! What a task says of its model and of its data.
 
+use std::path::Path;
+
 use serde_json::Value;
 use zero_models::ModelConfig;
 
@@ -8,6 +10,7 @@ use super::order::Order;
 use super::profile::Profile;
 use super::task::Task;
 use crate::TrainError;
+use crate::data::wrong_data;
 use crate::error::wrong;
 
 /// What a [`Task`] says of its model.
@@ -33,6 +36,12 @@ pub(super) struct Data {
 impl Data {
     pub(super) fn new<T: Task>(task: &T, options: &Options) -> Result<Self, TrainError> {
         let (all, held_out) = (task.rows(), options.eval.unwrap_or(task.held_out()));
+        if all == 0 {
+            return Err(wrong_data(Path::new(&task.name()), "has no rows: expected at least one to train on"));
+        }
+        if let (Some(every), 0) = (options.eval_every, held_out) {
+            return Err(wrong("eval-every", every, "expected rows that are held out: give --eval ROWS too"));
+        }
         let rows = all.saturating_sub(held_out);
         if rows == 0 {
             let expected = format!("expected fewer than the {all} rows of the data");

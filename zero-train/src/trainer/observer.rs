@@ -12,8 +12,8 @@ use crate::engine::Step;
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, Event, EventKind, JsonLines, SaveMetrics, StepMetrics};
 use crate::monitor::{
-    CsvMonitor, MemoryTracker, MonitorError, Phase, RunFacts, RunReport, RunState, TensorBoardMonitor, Timer,
-    WallClock, io_error, write_page,
+    CsvMonitor, MemoryTracker, MonitorError, Phase, RunFacts, RunReport, RunState, TensorBoardMonitor, io_error,
+    write_page,
 };
 use crate::signals::Signal;
 
@@ -44,7 +44,7 @@ pub(super) struct Observer {
     csv: Vec<CsvMonitor>,
     tensorboard: Option<TensorBoardMonitor>,
     shown: RunReport,
-    clock: WallClock,
+    breakdown: Breakdown,
     tracker: Option<MemoryTracker>,
     skipped: usize,
 }
@@ -87,6 +87,29 @@ impl Lines {
             None => step.is_multiple_of(LINE_STEPS) || self.last.elapsed() >= LINE_TIME,
         };
         shown && (turn || last_step || self.first.is_none())
+    }
+}
+
+/// Where the time of the steps since the last line went (`wall_clock_breakdown`).
+#[derive(Default)]
+struct Breakdown {
+    steps: usize,
+    ms: [f64; 3],
+}
+
+impl Breakdown {
+    /// The mean of the steps since the last one, if a line is due.
+    fn add(&mut self, metrics: &StepMetrics, every: usize) -> Option<String> {
+        let StepMetrics { step, forward_ms, backward_ms, update_ms, .. } = *metrics;
+        self.steps += 1;
+        self.ms.iter_mut().zip([forward_ms, backward_ms, update_ms]).for_each(|(sum, ms)| *sum += ms);
+        if !step.is_multiple_of(every) {
+            return None;
+        }
+        let Self { steps, ms } = std::mem::take(self);
+        let [forward, backward, update] = ms.map(|ms| ms / steps as f64);
+        let mean = if steps > 1 { format!(" (mean of {steps})") } else { String::new() };
+        Some(format!("step {step}{mean} | forward {forward:.1} ms | backward {backward:.1} ms | step {update:.1} ms"))
     }
 }
 
@@ -149,7 +172,7 @@ impl Observer {
             },
             unit: plan.data.unit(),
             bar,
-            clock: WallClock::new(report.steps_per_print.unwrap_or(1)),
+            breakdown: Breakdown::default(),
             report,
             quiet: !plan.progress,
             out,
@@ -222,7 +245,7 @@ impl Observer {
     ) -> Result<(), TrainError> {
         self.end_phase()?;
         if self.report.memory_breakdown {
-            self.tracker = Some(MemoryTracker::begin_with_device(phase, device)?);
+            self.tracker = Some(MemoryTracker::begin(phase, device)?);
         }
         Ok(())
     }
@@ -240,8 +263,8 @@ impl Observer {
         let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
         self.bar.set_message(format!(
-            "loss {:.4}  {speed:.0} {}/s  peak memory {}{}",
-            metrics.loss,
+            "loss {}  {speed:.0} {}/s  peak memory {}{}",
+            figure(metrics.loss),
             self.unit,
             format_bytes(memory),
             if self.skipped > 0 { format!("  {} skipped", self.skipped) } else { String::new() }
@@ -261,13 +284,9 @@ impl Observer {
             self.note(EventKind::Skip, metrics.step, &text, Vec::new(), 0.0)?;
         }
         self.line(metrics, last);
-        let StepMetrics { forward_ms, backward_ms, update_ms, .. } = *metrics;
-        for (timer, ms) in [(Timer::Forward, forward_ms), (Timer::Backward, backward_ms), (Timer::Step, update_ms)] {
-            self.clock.add(timer, Duration::from_secs_f64(ms / 1e3));
-        }
-        let (_, mean) = self.clock.end_step(metrics.step)?;
-        if let Some(mean) = mean.filter(|_| self.report.wall_clock_breakdown) {
-            self.say(&mean.to_string());
+        if self.report.wall_clock_breakdown {
+            let mean = self.breakdown.add(metrics, self.report.steps_per_print.unwrap_or(1));
+            mean.into_iter().for_each(|line| self.say(&line));
         }
 
         let named = named(metrics);
@@ -306,8 +325,10 @@ impl Observer {
         let left = Duration::from_secs_f64(each * self.steps.saturating_sub(metrics.step) as f64);
         let StepMetrics { step, loss, lr, grad_norm, .. } = metrics;
         self.log(&format!(
-            "step {step}/{}: loss {loss:.4}, lr {lr:.3e}, grad norm {grad_norm:.4}, {speed:.0} {}/s{}, ETA {}",
+            "step {step}/{}: loss {}, lr {lr:.3e}, grad norm {}, {speed:.0} {}/s{}, ETA {}",
             self.steps,
+            figure(*loss),
+            figure(*grad_norm),
             self.unit,
             mfu.unwrap_or_default(),
             FormattedDuration(left)
@@ -319,7 +340,8 @@ impl Observer {
         let EpochMetrics { epoch, step, loss, perplexity, .. } = metrics;
         let perplexity = if self.unit == "tokens" { format!(", perplexity {perplexity:.2}") } else { String::new() };
         let eval = metrics.eval.as_ref().map(|eval| format!("; held out: {}", self.named(eval)));
-        let text = format!("epoch {epoch} (to step {step}): loss {loss:.4}{perplexity}{}", eval.unwrap_or_default());
+        let (loss_text, eval) = (figure(*loss), eval.unwrap_or_default());
+        let text = format!("epoch {epoch} (to step {step}): loss {loss_text}{perplexity}{eval}");
         self.say(&text);
         Ok(self.note(EventKind::Epoch, *step, &text, vec![("loss".into(), *loss)], 0.0)?)
     }
@@ -348,7 +370,7 @@ impl Observer {
     }
 
     fn named(&self, evaluated: &Evaluated) -> String {
-        let mut values: Vec<_> = evaluated.iter().map(|(name, value)| format!("{name} {value:.4}")).collect();
+        let mut values: Vec<_> = evaluated.iter().map(|(name, value)| format!("{name} {}", figure(*value))).collect();
         if self.unit == "tokens" {
             values.insert(1, format!("perplexity {:.2}", evaluated[0].1.exp()));
         }
@@ -394,6 +416,11 @@ impl Drop for Observer {
             self.log(&format!("warning: {error}"));
         }
     }
+}
+
+/// With four places, or four digits of a small one.
+fn figure(value: f64) -> String {
+    if value != 0.0 && value.abs() < 1e-3 { format!("{value:.3e}") } else { format!("{value:.4}") }
 }
 
 /// Most memory of the process so far, in bytes.

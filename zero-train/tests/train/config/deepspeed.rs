@@ -63,7 +63,7 @@ fn the_shared_deepspeed_file() {
     Optimizer: AdamW, lr 0.001, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01.
     Learning rate: 0 to 0.001 in 5 steps (linear), then linearly to 0 at step 50.
     Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements, overlapped with the backward pass, with each micro-batch.
-    Parameters: 50,000 elements are prefetched (all-gather ahead of use); one stays gathered if it has up to 1,000 elements, or is used again within 1,000,000,000 and no more than 1,000,000 are held.
+    Parameters: 50,000 elements are prefetched (all-gather ahead of use); one stays gathered if it has up to 1,000 elements, or if it is used again within 1,000,000,000 elements, as long as no more than 1,000,000 are held.
     "#);
     // Written for two ranks; at others its three batch sizes contradict each other.
     let error = Config::from_file(file("deepspeed_zero3.json")).unwrap().resolve(&on(4)).unwrap_err();
@@ -245,9 +245,9 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     ds.json: optimizer.params.eps: "auto" cannot be filled: supply epsilon (Auto::epsilon), or give a number
     ds.json: optimizer.params.weight_decay: "auto" cannot be filled: supply the weight decay (Auto::weight_decay), or give a number
     ds.json: train_micro_batch_size_per_gpu: no batch size: give train_batch_size or train_micro_batch_size_per_gpu, or let the program supply Auto::micro_batch
-    ds.json: zero_optimization.reduce_bucket_size: "auto" cannot be filled: supply the model's hidden size (Auto::hidden_size), or give a number of elements
-    ds.json: zero_optimization.stage3_prefetch_bucket_size: "auto" cannot be filled: supply the model's hidden size (Auto::hidden_size), or give a number of elements
-    ds.json: zero_optimization.stage3_param_persistence_threshold: "auto" cannot be filled: supply the model's hidden size (Auto::hidden_size), or give a number of elements
+    ds.json: zero_optimization.reduce_bucket_size: "auto" cannot be filled: supply the model's hidden size (Task::hidden_size, Auto::hidden_size), or give a number of elements
+    ds.json: zero_optimization.stage3_prefetch_bucket_size: "auto" cannot be filled: supply the model's hidden size (Task::hidden_size, Auto::hidden_size), or give a number of elements
+    ds.json: zero_optimization.stage3_param_persistence_threshold: "auto" cannot be filled: supply the model's hidden size (Task::hidden_size, Auto::hidden_size), or give a number of elements
     ds.json: fp16.enabled: "auto" cannot be filled: supply the precision (Auto::mixed_precision), or write true or false
     ds.json: bf16.enabled: "auto" cannot be filled: supply the precision (Auto::mixed_precision), or write true or false
     ds.json: scheduler.params.warmup_num_steps: "auto" cannot be filled: supply the steps of the warm-up (Auto::warmup_steps), or give a number
