@@ -1,5 +1,7 @@
 //! The validated plan: everything after it sees no raw option.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use zero_burn::config::{Gathers, Tier, ZeroConfig};
@@ -16,6 +18,7 @@ use super::count::profile;
 use super::facts::{Data, Model};
 use super::fit::{Budget, Candidate, MemoryNeed, fitting, precision};
 use super::predict::Prediction;
+use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
@@ -68,7 +71,16 @@ impl Plan {
         budget: &Budget,
         here: &Ranks<'_>,
     ) -> Result<Self, TrainError> {
-        let taken = |micro_batch: usize| profile(task, micro_batch);
+        // Of each micro-batch once: every tier is asked for.
+        let known: RefCell<HashMap<usize, Profile>> = RefCell::default();
+        let taken = |micro_batch: usize| -> Result<Profile, TrainError> {
+            if let Some(profile) = known.borrow().get(&micro_batch) {
+                return Ok(profile.clone());
+            }
+            let counted = profile(task, micro_batch)?;
+            known.borrow_mut().insert(micro_batch, counted.clone());
+            Ok(counted)
+        };
         let candidate = Candidate { hidden_size: task.hidden_size(), profile: &taken };
         // What does not fit is told below.
         let (offload, tier) = fitting(options, &candidate, budget)?.unwrap_or((options.offload, None));
@@ -321,7 +333,7 @@ mod tests {
     use burn::tensor::Tensor;
 
     use super::*;
-    use crate::trainer::{FusedBackend, Profile};
+    use crate::trainer::FusedBackend;
 
     /// What it takes with 2048 tokens in a row does not fit without offload.
     struct Wide;
