@@ -178,7 +178,7 @@ if [ "$1" = flight ]; then echo "flight of $(find "$2" -name 'flight-rank-*.json
 echo "rank $SLURM_PROCID of $SLURM_STEP_NUM_TASKS, $PMIX_RANK in $PMIX_NAMESPACE of $SLURM_NTASKS: $*"
 read -ra plan <<<"$PLAN"
 case ${plan[ZERO_RESTARTS]} in
-    wait) trap 'touch "$RUN/saved-$SLURM_PROCID"; exit 138' USR1; sleep 600 & wait ;;
+    wait) trap 'touch "$RUN/saved-$SLURM_PROCID"; exit 138' USR1; sleep 600 & echo waits; wait ;;
     some) if [ "$SLURM_PROCID" = 1 ]; then exit 2; fi; sleep 600 ;;
     0) exit 0 ;;
     # The last argument is that of --flight.
@@ -235,7 +235,8 @@ for _ in $(seq 300); do
         # Slurm waits two minutes before a job's next turn.
         PENDING) scontrol update job "$id" StartTime=now 2>/dev/null || true ;;
         RUNNING)
-            if [ -z "$signalled" ] && [ -s "$work/run/logs/$id/attempt-0/rank-3.log" ]; then
+            # Who has no trap yet would be ended by the signal, with the same exit code.
+            if [ -z "$signalled" ] && [ "$(cat "$work/run/logs/$id"/attempt-0/rank-*.log 2>/dev/null | grep -cx waits)" = 4 ]; then
                 scancel --batch --signal=USR1 "$id"
                 signalled=yes
             fi ;;
