@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use zero_core::alloc::PageKeeper;
 use zero_train::data::Source;
-use zero_train::gpt2::{self, Options, Program};
+use zero_train::language::{self, Options, Program};
 
 /// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
 #[global_allocator]
@@ -31,5 +31,5 @@ fn main() -> ExitCode {
         data: Source::Text(TEXT, "examples/data/tinyshakespeare.txt"),
         allocator: Some(&ALLOCATOR),
     };
-    gpt2::main(&cli.options, &program)
+    language::main(&cli.options, &program)
 }

@@ -10,7 +10,7 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig, PaddingConfig2d};
 use burn::prelude::*;
 use burn::tensor::activation::relu;
-use zero_train::trainer::{self, FusedBackend, Measured, Result, Task, scalar};
+use zero_train::trainer::{self, FusedBackend, Measured, Result, Rows, Task, scalar};
 
 /// 1797 digits of 8 x 8 pixels from 0 to 16, each with its label (examples/data/README.md says whose).
 const DIGITS: &[[u8; 65]] = include_bytes!("../data/digits.bin").as_chunks().0;
@@ -60,12 +60,12 @@ impl Task for Digits {
         Ok(Net { conv1: conv(1, 8), conv2: conv(8, 16), hidden: linear(16 * 64, 64), out: linear(64, 10) })
     }
 
-    fn loss<B: FusedBackend>(&self, net: &Net<B>, rows: &[usize], device: &B::Device) -> Result<Tensor<B, 1>> {
+    fn loss<B: FusedBackend>(&self, net: &Net<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         let (images, labels) = Self::batch(rows, device);
         Ok(CrossEntropyLossConfig::new().init(device).forward(net.forward(images), labels))
     }
 
-    fn evaluate<B: FusedBackend>(&self, net: &Net<B>, rows: &[usize], device: &B::Device) -> Result<Measured> {
+    fn evaluate<B: FusedBackend>(&self, net: &Net<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let (images, labels) = Self::batch::<B>(rows, device);
         let right = net.forward(images).argmax(1).flatten::<1>(0, 1).equal(labels).float().mean();
         Ok(vec![("loss", scalar(self.loss(net, rows, device)?)), ("accuracy", scalar(right))])

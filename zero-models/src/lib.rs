@@ -38,7 +38,7 @@ pub mod safetensors_file;
 mod suggest;
 
 pub use activation::Activation;
-pub use bert::{Bert, BertBatch, BertConfig};
+pub use bert::{Bert, BertBatch, BertConfig, BertPredictions};
 pub use error::{ModelError, ShapeMismatch};
 pub use gpt2::{Gpt2, Gpt2Config};
 pub use hf_params::{HfParam, ModelParam, load_module};

@@ -53,6 +53,15 @@ impl ModelConfig {
         }
     }
 
+    /// The width of the layers, if the family has one.
+    pub fn hidden_size(&self) -> Option<usize> {
+        match self {
+            Self::Gpt2(config) => Some(config.n_embd),
+            Self::Bert(config) => Some(config.hidden_size),
+            Self::Module(_) => None,
+        }
+    }
+
     /// The class of Hugging Face's transformers that has these parameters, if one has.
     pub fn architecture(&self) -> Option<&str> {
         match self {

@@ -1,5 +1,5 @@
 //! Training on [`Zero<B>`](zero_burn::Zero): configurations, the engine, Burn's learner on ranks, data, metrics, and a
-//! trainer for any Burn model, of which the GPT-2 command is a user.
+//! trainer for any Burn model, of which the commands for language models are users.
 //!
 //! * In: a DeepSpeed JSON or an Accelerate YAML ([`config`]), command-line options ([`trainer::Options`]), a text or token
 //!   file, a preset or a Hugging Face folder.
@@ -8,6 +8,7 @@
 //!   Face checkpoint of what the engine saved ([`export`](mod@export)).
 //! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
 
+pub mod bert;
 pub mod config;
 pub mod data;
 pub mod engine;
@@ -16,12 +17,14 @@ pub mod estimate;
 pub mod export;
 pub mod gpt2;
 pub mod inspect;
+pub mod language;
 pub mod launcher;
 pub mod learner;
 pub mod loss_scale;
 pub mod memory;
 pub mod metrics;
 pub mod monitor;
+mod random;
 pub mod schedule;
 mod signals;
 pub mod trainer;

@@ -77,12 +77,8 @@ pub struct EpochMetrics {
     pub step: usize,
     /// Mean training loss over its steps.
     pub loss: f64,
-    /// `exp(loss)`.
-    pub perplexity: f64,
     /// Mean loss over the held-out rows, at its end.
     pub eval_loss: Option<f64>,
-    /// `exp(eval_loss)`.
-    pub eval_perplexity: Option<f64>,
     /// All that was measured on them, with the loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval: Option<Evaluated>,
@@ -139,8 +135,7 @@ pub enum EventKind {
 impl EpochMetrics {
     pub(crate) fn new(epoch: usize, step: usize, loss: f64, eval: Option<Evaluated>) -> Self {
         let eval_loss = eval.as_ref().map(|eval| eval[0].1);
-        let (perplexity, eval_perplexity) = (loss.exp(), eval_loss.map(f64::exp));
-        Self { epoch, step, loss, perplexity, eval_loss, eval_perplexity, eval }
+        Self { epoch, step, loss, eval_loss, eval }
     }
 }
 

@@ -3,6 +3,8 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
+use crate::loss::{IGNORED_LABEL, cross_entropy_with_ignored};
+
 /// One batch of pre-training data. Shape suffixes: `b` batch, `t` positions, `m` chosen positions.
 #[derive(Clone, Debug)]
 pub struct BertBatch<B: Backend> {
@@ -57,4 +59,39 @@ impl<B: Backend> BertBatch<B> {
         self.predicted_positions_m = Some(predicted_positions_m);
         self
     }
+}
+
+/// What a BERT makes of a batch, and what it should have made. Shape suffixes: as of [`BertBatch`], `v` vocabulary.
+#[derive(Clone, Debug)]
+pub struct BertPredictions<B: Backend> {
+    /// Logits of the tokens at the chosen positions, `[m, v]`.
+    pub token_logits_mv: Tensor<B, 2>,
+    /// The ids there, or [`IGNORED_LABEL`], `[m]`.
+    pub labels_m: Tensor<B, 1, Int>,
+    /// Logits of whether the second segment follows the first (0) or does not (1), `[b, 2]`.
+    pub relation_logits_b2: Tensor<B, 2>,
+    /// Which it is, `[b]`.
+    pub next_sentence_labels_b: Tensor<B, 1, Int>,
+}
+
+impl<B: Backend> BertPredictions<B> {
+    /// The loss of pre-training, `[1]`: the mean cross-entropy in nats over the labelled tokens, plus that of the next-sentence
+    /// predictions, as Hugging Face's `BertForPreTraining`.
+    pub fn loss(self) -> Tensor<B, 1> {
+        let predicted = cross_entropy_with_ignored(self.token_logits_mv, self.labels_m);
+        let related = cross_entropy_with_ignored(self.relation_logits_b2, self.next_sentence_labels_b);
+        predicted + related
+    }
+
+    /// The parts of labelled tokens and of next-sentence predictions that are right, `[2]`; 0 where nothing is labelled.
+    pub fn accuracies(self) -> Tensor<B, 1> {
+        let tokens = accuracy(self.token_logits_mv, self.labels_m);
+        Tensor::cat(vec![tokens, accuracy(self.relation_logits_b2, self.next_sentence_labels_b)], 0)
+    }
+}
+
+fn accuracy<B: Backend>(logits_nv: Tensor<B, 2>, labels_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
+    let labelled = labels_n.clone().not_equal_elem(IGNORED_LABEL).int().sum().float().clamp_min(1.0);
+    let right = logits_nv.argmax(1).flatten::<1>(0, 1).equal(labels_n).int().sum().float();
+    right / labelled
 }

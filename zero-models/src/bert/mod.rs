@@ -9,6 +9,6 @@ mod config;
 mod model;
 pub mod weights;
 
-pub use batch::BertBatch;
+pub use batch::{BertBatch, BertPredictions};
 pub use config::BertConfig;
 pub use model::{Bert, BertEmbeddings, BertLayer};

@@ -13,8 +13,7 @@ use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 
 use crate::attention::{Masks, attend};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::loss::cross_entropy_with_ignored;
-use crate::{Activation, BertBatch, BertConfig, init};
+use crate::{Activation, BertBatch, BertConfig, BertPredictions, init};
 
 /// A BERT with the two heads of its pre-training, as Hugging Face's `BertForPreTraining`.
 #[derive(Module, Debug)]
@@ -173,23 +172,34 @@ impl<B: FusedBackend> Bert<B> {
         by_sequence(self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt), sizes)
     }
 
-    /// The loss of pre-training, `[1]`: the mean cross-entropy in nats over the batch's labelled tokens, plus that of
-    /// the next-sentence predictions, as Hugging Face's `BertForPreTraining`.
+    /// The loss of pre-training, `[1]`, as [`BertPredictions::loss`].
     ///
     /// # Panics
     /// If the batch's rows are longer than `max_position_embeddings`.
     pub fn loss(&self, batch: BertBatch<B>) -> Tensor<B, 1> {
+        self.predict(batch).loss()
+    }
+
+    /// What the model predicts where the batch asks for it.
+    ///
+    /// # Panics
+    /// If the batch's rows are longer than `max_position_embeddings`.
+    pub fn predict(&self, batch: BertBatch<B>) -> BertPredictions<B> {
         let [b, t] = batch.input_ids_bt.dims();
         let hidden_nd = self.hidden_rows(batch.input_ids_bt, batch.token_type_ids_bt, batch.attention_mask_bt);
-        let relation_b2 = self.relation_logits(hidden_nd.clone(), b);
+        let relation_logits_b2 = self.relation_logits(hidden_nd.clone(), b);
         let labels_n = batch.labels_bt.reshape([b * t]);
         let (hidden_md, labels_m) = match batch.predicted_positions_m {
             Some(rows_m) => (hidden_nd.select(0, rows_m.clone()), labels_n.select(0, rows_m)),
             None => (hidden_nd, labels_n),
         };
-        let predicted = cross_entropy_with_ignored(self.prediction_logits(hidden_md), labels_m);
-        let related = cross_entropy_with_ignored(relation_b2, batch.next_sentence_labels_b);
-        predicted + related
+        let next_sentence_labels_b = batch.next_sentence_labels_b;
+        BertPredictions {
+            token_logits_mv: self.prediction_logits(hidden_md),
+            labels_m,
+            relation_logits_b2,
+            next_sentence_labels_b,
+        }
     }
 
     /// The weight of the prediction head, `[v, d]`: the word embedding, or its own.

@@ -44,7 +44,16 @@ pub(super) fn open(
     std::fs::create_dir_all(&folder).map_err(io("create", &folder))?;
     let mut hasher = DefaultHasher::new();
     let absolute = std::fs::canonicalize(source).map_err(io("read", source))?;
-    (VERSION, absolute, files, tokenizer.checksum, tokenizer.tokens(), tokenizer.end(), cutting.field)
+    (
+        VERSION,
+        absolute,
+        files,
+        tokenizer.checksum,
+        tokenizer.tokens(),
+        tokenizer.end(),
+        cutting.field,
+        cutting.sentences,
+    )
         .hash(&mut hasher);
     let stem = source.file_stem().unwrap_or_default().to_string_lossy();
     let name = format!("{stem}-{:016x}", hasher.finish());

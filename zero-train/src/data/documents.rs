@@ -96,14 +96,14 @@ pub(super) fn encode(
         let mut flush = |part: &mut Vec<String>| -> Result<(), TrainError> {
             let cut: Result<Vec<Vec<u32>>, String> = part.par_iter().map(|text| tokenizer.encode(text)).collect();
             for mut ids in cut.map_err(|problem| wrong_data(&file.path, problem))? {
-                // A text is one document, of which these are parts.
-                ids.extend(end.filter(|_| file.kind != DataKind::Text));
+                // A text is one document, of which these are parts. No sentences are no document.
+                ids.extend(end.filter(|_| file.kind != DataKind::Text && !(tokenizer.sentences && ids.is_empty())));
                 out(&ids)?;
             }
             part.clear();
             Ok(())
         };
-        texts(file, field.unwrap_or(FIELD), &mut |text| {
+        texts(file, field, &mut |text| {
             bytes += text.len();
             part.push(text);
             if bytes >= PART {
@@ -123,7 +123,8 @@ pub(super) fn encode(
 type Each<'a> = &'a mut dyn FnMut(String) -> Result<(), TrainError>;
 
 /// Gives `each` the documents of a file; a text in parts that are cut as the whole would be.
-fn texts(file: &DataFile, field: &str, each: Each<'_>) -> Result<(), TrainError> {
+pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Result<(), TrainError> {
+    let field = field.unwrap_or(FIELD);
     match file.kind {
         DataKind::Text => text_parts(&file.path, each),
         DataKind::JsonLines => json_lines(&file.path, field, each),

@@ -1,4 +1,5 @@
-//! Rows of tokens for language models: each row is one training example of `seq` tokens; labels are the next tokens inside it.
+//! Training examples for language models: [`TokenRows`] of `seq` tokens, whose labels are the next tokens inside them; or
+//! [`SentencePairs`], of which some tokens are masked.
 //!
 //! * In: a safetensors file of token ids; or text, JSON lines or Parquet, which a tokenizer cuts.
 //! * Memory: of a file of ids, none but the rows in use; text is cut once into such a file, the token cache, which the ranks of
@@ -6,12 +7,16 @@
 
 mod cache;
 mod documents;
+mod pairs;
 mod rows;
 mod token_file;
 mod tokenizer;
+mod tokens;
+mod wordpiece;
 
 use std::path::{Path, PathBuf};
 
+pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::TokenRows;
 pub use self::tokenizer::Tokenizer;
 use crate::TrainError;
@@ -39,6 +44,8 @@ pub struct Cutting<'a> {
     pub tokenizer: Option<&'a Path>,
     /// Where the model is read from: a tokenizer there is the one that it was made for.
     pub folders: &'a [&'a Path],
+    /// Whether sentences and documents are told apart, for [`SentencePairs`].
+    pub sentences: bool,
     /// The column of a Parquet file, or the key of a JSON line, that has the text.
     pub field: Option<&'a str>,
     /// Where text that has been cut is kept. `None`: `$XDG_CACHE_HOME/zero`, or `~/.cache/zero`.
@@ -49,6 +56,14 @@ pub struct Cutting<'a> {
 pub const DEFAULT_SEQ: usize = 128;
 
 impl Source<'_> {
+    /// The file's path, or the name of a text.
+    fn path(&self) -> &Path {
+        match self {
+            Source::File(path) => path,
+            Source::Text(_, name) => Path::new(name),
+        }
+    }
+
     /// The length of rows that the data itself fixes, without reading them: of a safetensors file.
     ///
     /// # Errors

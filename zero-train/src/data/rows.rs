@@ -5,12 +5,10 @@ use std::path::Path;
 
 use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
-use super::{Cutting, DEFAULT_SEQ, Source, cache, documents, is_tokens, wrong_data};
+use super::tokens::Tokens;
+use super::{Cutting, DEFAULT_SEQ, Source, is_tokens, wrong_data};
 use crate::TrainError;
 use crate::error::wrong;
-
-/// A text of up to so many bytes is cut in memory: that takes seconds, and its tokens take as much memory as it does.
-const SMALL: u64 = 16 << 20;
 
 /// Rows of token ids, all of one length.
 #[derive(Debug)]
@@ -18,12 +16,6 @@ pub struct TokenRows {
     tokens: Tokens,
     seq: usize,
     rows: usize,
-}
-
-#[derive(Debug)]
-enum Tokens {
-    Memory(Vec<i32>),
-    File(TokenFile),
 }
 
 impl TokenRows {
@@ -34,40 +26,17 @@ impl TokenRows {
     /// [`TrainError`] when a file cannot be read, holds too few tokens or a token outside of the vocabulary, or does not fit the
     /// row length; for a tokenizer that is not the model's.
     pub fn load(source: &Source<'_>, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
-        let (path, tokens) = match *source {
-            Source::File(path) if is_tokens(path) => (path, Tokens::File(TokenFile::open(path)?)),
-            Source::File(path) => {
-                let files = documents::files(path)?;
-                let tokenizer = Tokenizer::find(path, cutting)?;
-                let bytes: u64 = files.iter().map(|file| file.bytes).sum();
-                let tokens = if bytes <= SMALL {
-                    let mut ids = Vec::new();
-                    documents::encode(&files, cutting.field, &tokenizer, |part| {
-                        ids.extend(part.iter().map(|&id| id as i32));
-                        Ok(())
-                    })?;
-                    Tokens::Memory(ids)
-                } else {
-                    Tokens::File(cache::open(path, &files, cutting, &tokenizer)?)
-                };
-                (path, tokens)
-            }
-            Source::Text(text, name) => {
-                let tokenizer = Tokenizer::find(Path::new(name), cutting)?;
-                let ids = tokenizer.encode(text).map_err(|problem| wrong_data(Path::new(name), problem))?;
-                (Path::new(name), Tokens::Memory(ids.into_iter().map(|id| id as i32).collect()))
-            }
+        let tokens = match *source {
+            Source::File(path) if is_tokens(path) => Tokens::File(TokenFile::open(path)?),
+            _ => Tokens::cut(source, cutting, &Tokenizer::find(source.path(), cutting)?)?,
         };
-        Self::cut(path, tokens, cutting)
+        Self::cut(source.path(), tokens, cutting)
     }
 
     fn cut(path: &Path, tokens: Tokens, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
         let Cutting { vocab_size, n_positions, .. } = *cutting;
         let problem = |problem: String| wrong_data(path, problem);
-        let (found, own) = match &tokens {
-            Tokens::Memory(ids) => (ids.len(), None),
-            Tokens::File(file) => (file.len(), file.row_length()),
-        };
+        let (found, own) = (tokens.len(), tokens.row_length());
         if let (Some(seq), Some(own)) = (cutting.seq, own)
             && seq != own
         {
@@ -90,7 +59,7 @@ impl TokenRows {
                 "has {found} tokens, but one row needs {seq}: use a longer text or a smaller --seq"
             )));
         }
-        rows.scan(0..rows.rows, |at, ids| {
+        rows.tokens.scan((0, rows.rows * seq), |at, ids| {
             let outside = |&id: &i32| usize::try_from(id).map_or(true, |id| id >= vocab_size);
             let Some(place) = ids.iter().position(outside) else { return Ok(()) };
             Err(problem(format!(
@@ -105,30 +74,13 @@ impl TokenRows {
         Ok(rows)
     }
 
-    fn scan(
-        &self,
-        rows: Range<usize>,
-        mut each: impl FnMut(usize, &[i32]) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
-        let (first, last) = (rows.start * self.seq, rows.end * self.seq);
-        match &self.tokens {
-            Tokens::Memory(ids) => each(first, &ids[first..last]),
-            Tokens::File(file) => file.scan((first, last), each),
-        }
-    }
-
     /// Of the tokens of some rows and the rows' length, to tell data from other data.
     ///
     /// # Errors
     ///
     /// When the file cannot be read.
     pub fn checksum(&self, rows: Range<usize>) -> Result<u32, TrainError> {
-        let mut sum = crc32c::crc32c(&self.seq.to_le_bytes());
-        self.scan(rows, |_, ids| {
-            sum = crc32c::crc32c_append(sum, bytemuck::cast_slice(ids));
-            Ok(())
-        })?;
-        Ok(sum)
+        self.tokens.checksum((rows.start * self.seq, rows.end * self.seq), self.seq)
     }
 
     /// Number of rows.
@@ -149,10 +101,7 @@ impl TokenRows {
     pub fn tokens(&self, rows: &[usize]) -> Result<Vec<i32>, TrainError> {
         let mut tokens = vec![0; rows.len() * self.seq];
         for (row, to) in rows.iter().zip(tokens.chunks_exact_mut(self.seq)) {
-            match &self.tokens {
-                Tokens::Memory(ids) => to.copy_from_slice(&ids[row * self.seq..][..self.seq]),
-                Tokens::File(file) => file.read(row * self.seq, to)?,
-            }
+            self.tokens.read(row * self.seq, to)?;
         }
         Ok(tokens)
     }

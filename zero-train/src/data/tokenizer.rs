@@ -1,12 +1,17 @@
 //! What cuts text into tokens: the model's own tokenizer, or GPT-2's, whose table is part of the program.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Value, json};
+use tokenizers::NormalizerWrapper;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-use super::{Cutting, io, wrong_data};
+use unicode_segmentation::UnicodeSegmentation;
+
+use super::wordpiece::{self, GOES_ON, SPECIAL};
+use super::{Cutting, Source, io, wrong_data};
 use crate::TrainError;
 use crate::error::wrong;
 
@@ -14,8 +19,7 @@ use crate::error::wrong;
 const GPT2_TOKENS: usize = 50257;
 
 /// Files of tokenizers that are not read.
-const OTHERS: [&str; 6] =
-    ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "tekken.json", "vocab.json"];
+const OTHERS: [&str; 5] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json"];
 
 /// Tokens that end a document, in tokenizers that do not say which of theirs does.
 const ENDS: [&str; 5] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"];
@@ -26,6 +30,8 @@ pub struct Tokenizer {
     /// Of its files, to tell it from others.
     pub(super) checksum: u32,
     end: Option<u32>,
+    /// Whether [`encode`](Self::encode) tells sentences and documents apart.
+    pub(super) sentences: bool,
 }
 
 enum Kind {
@@ -44,8 +50,7 @@ impl Tokenizer {
             Some(given) => match Self::read(given)? {
                 Some(found) => (Some(found), given),
                 None => {
-                    let expected =
-                        "expected a tokenizer.json, or a folder with one (or with vocab.json and merges.txt)";
+                    let expected = "expected a tokenizer.json, or a folder with one (or with vocab.json and merges.txt, or vocab.txt)";
                     return Err(wrong("tokenizer", given.display(), expected));
                 }
             },
@@ -69,6 +74,11 @@ impl Tokenizer {
                 );
                 return Err(wrong_data(&other, problem));
             }
+            if cutting.sentences {
+                let problem = "is text, and no tokenizer is there: make one from it with `zero tokenizer DIR --data FILE`, and give \
+                               it with --tokenizer DIR";
+                return Err(wrong_data(text, problem));
+            }
             if vocab_size < GPT2_TOKENS {
                 let problem = format!(
                     "is text, which without a tokenizer of the model's own is cut into GPT-2's tokens, but the model has \
@@ -76,7 +86,7 @@ impl Tokenizer {
                 );
                 return Err(wrong_data(text, problem));
             }
-            return Ok(Self { kind: Kind::Gpt2, checksum: 0, end: Some(GPT2_TOKENS as u32 - 1) });
+            return Ok(Self { kind: Kind::Gpt2, checksum: 0, end: Some(GPT2_TOKENS as u32 - 1), sentences: false });
         };
         let tokens = found.tokens();
         if tokens > vocab_size {
@@ -86,13 +96,91 @@ impl Tokenizer {
             );
             return Err(wrong_data(whose, problem));
         }
-        Ok(found)
+        if cutting.sentences { found.for_sentences(whose) } else { Ok(found) }
+    }
+
+    /// With a WordPiece vocabulary of `size` tokens that is learned from texts (<https://arxiv.org/abs/1810.04805>); fewer where
+    /// they have no more. `lowercase` also takes accents away.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] when they cannot be read, or have more letters than that.
+    pub fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool) -> Result<Self, TrainError> {
+        let tokenizer = wordpiece::learn(source, field, size, lowercase)?;
+        let text = tokenizer.to_string(false).expect("a tokenizer is numbers and texts");
+        Self::new(tokenizer, crc32c::crc32c(text.as_bytes()), None).for_sentences(source.path())
+    }
+
+    fn new(tokenizer: tokenizers::Tokenizer, checksum: u32, end: Option<u32>) -> Self {
+        Self { kind: Kind::File(Box::new(tokenizer)), checksum, end, sentences: false }
+    }
+
+    /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
+    fn for_sentences(mut self, path: &Path) -> Result<Self, TrainError> {
+        for token in SPECIAL {
+            if self.id(token).is_none() {
+                let problem =
+                    format!("has no token {token}: expected a tokenizer as BERT's (`zero tokenizer` makes one)");
+                return Err(wrong_data(path, problem));
+            }
+        }
+        (self.end, self.sentences) = (self.id("[SEP]"), true);
+        Ok(self)
+    }
+
+    /// Writes `tokenizer.json`, `vocab.txt` and `tokenizer_config.json` into a new folder, as transformers read them.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] when they cannot be written, or are there.
+    pub fn save(&self, dir: &Path) -> Result<(), TrainError> {
+        let Kind::File(tokenizer) = &self.kind else { unreachable!("GPT-2's tokenizer is never made") };
+        std::fs::create_dir_all(dir).map_err(io("create", dir))?;
+        let mut vocabulary: Vec<(String, u32)> = tokenizer.get_vocab(true).into_iter().collect();
+        vocabulary.sort_by_key(|(_, id)| *id);
+        let lines: String = vocabulary.iter().map(|(token, _)| format!("{token}\n")).collect();
+        let lowercase = matches!(
+            tokenizer.get_normalizer(),
+            Some(NormalizerWrapper::BertNormalizer(normalizer)) if normalizer.lowercase
+        );
+        let config = json!({ "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase });
+        let files = [
+            ("vocab.txt", lines),
+            ("tokenizer_config.json", format!("{config:#}\n")),
+            ("tokenizer.json", tokenizer.to_string(true).expect("a tokenizer is numbers and texts")),
+        ];
+        for (name, text) in files {
+            let path = dir.join(name);
+            let file = std::fs::File::create_new(&path).map_err(io("create", &path))?;
+            (&file).write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(io("write", &path))?;
+        }
+        Ok(())
+    }
+
+    /// The number of a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        match &self.kind {
+            Kind::Gpt2 => None,
+            Kind::File(tokenizer) => tokenizer.token_to_id(token),
+        }
+    }
+
+    /// By their numbers, whether tokens go on with a word.
+    pub(super) fn going_on(&self) -> Vec<bool> {
+        let mut all = vec![false; self.tokens()];
+        if let Kind::File(tokenizer) = &self.kind {
+            for (token, id) in tokenizer.get_vocab(true) {
+                all[id as usize] = token.starts_with(GOES_ON);
+            }
+        }
+        all
     }
 
     /// The tokenizer in a file or folder, if there is one.
     fn read(path: &Path) -> Result<Option<Self>, TrainError> {
         let in_folder = |file: &str| Some(path.join(file)).filter(|path| path.is_file());
         let json = if path.is_file() { Some(path.to_path_buf()) } else { in_folder("tokenizer.json") };
+        let vocabulary = in_folder("vocab.txt");
         let bad = |path: &Path| {
             let path = path.to_path_buf();
             move |error: tokenizers::Error| wrong_data(&path, format!("is no tokenizer that can be used ({error})"))
@@ -107,7 +195,13 @@ impl Tokenizer {
                 tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
                 (tokenizer, vec![vocab, merges])
             }
-            _ => return Ok(None),
+            _ => match vocabulary {
+                Some(path) => {
+                    let lines = std::fs::read_to_string(&path).map_err(io("read", &path))?;
+                    (wordpiece::of_lines(&lines, wordpiece::lowercases(&path)).map_err(bad(&path))?, vec![path])
+                }
+                None => return Ok(None),
+            },
         };
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(bad(path))?;
@@ -116,7 +210,7 @@ impl Tokenizer {
         for file in &files {
             checksum = crc32c::crc32c_append(checksum, &std::fs::read(file).map_err(io("read", file))?);
         }
-        Ok(Some(Self { kind: Kind::File(Box::new(tokenizer)), checksum, end }))
+        Ok(Some(Self::new(tokenizer, checksum, end)))
     }
 
     /// How many tokens there are.
@@ -134,12 +228,35 @@ impl Tokenizer {
         self.end
     }
 
-    /// The tokens of a text, without special ones.
+    /// The tokens of a text, without special ones but those that tell sentences apart. A line ends a sentence, an empty line a
+    /// document.
     ///
     /// # Errors
     ///
     /// What the tokenizer says.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        if !self.sentences {
+            return self.cut(text);
+        }
+        let mut all: Vec<u32> = Vec::new();
+        let mut ended = true;
+        for line in text.lines() {
+            if line.trim().is_empty() {
+                all.extend(self.end.filter(|_| !ended));
+                ended = true;
+            }
+            for sentence in line.unicode_sentences() {
+                let ids = self.cut(sentence)?;
+                if !ids.is_empty() {
+                    all.extend(ids.into_iter().chain(self.end));
+                    ended = false;
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn cut(&self, text: &str) -> Result<Vec<u32>, String> {
         match &self.kind {
             Kind::Gpt2 => Ok(tiktoken_rs::r50k_base_singleton().encode_ordinary(text)),
             Kind::File(tokenizer) => {

@@ -42,6 +42,9 @@ pub struct RunFacts {
     pub plan: Vec<String>,
     /// What speeds are counted in.
     pub unit: String,
+    /// Whether `exp(loss)` is a perplexity.
+    #[serde(default)]
+    pub has_perplexity: bool,
     /// Steps of the whole run.
     pub steps: usize,
     /// Bytes of one rank's model state by the ZeRO formula.
@@ -264,7 +267,7 @@ impl RunReport {
         };
         let wire = self.ranks.iter().map(|rank| &rank.wire_bytes).max_by_key(|wire| wire.total());
         json!({
-            "name": self.facts.name, "plan": self.facts.plan, "unit": self.facts.unit, "steps": self.facts.steps,
+            "name": self.facts.name, "plan": self.facts.plan, "unit": self.facts.unit, "has_perplexity": self.facts.has_perplexity, "steps": self.facts.steps,
             "state": self.state, "series": series, "eval": self.eval,
             "ranks": self.ranks.iter().map(rank).collect::<Vec<_>>(),
             "formula": self.facts.formula, "time": self.time, "wire": wire.unwrap_or(&WireBytes::default()),
@@ -346,7 +349,14 @@ mod tests {
 
     fn facts() -> RunFacts {
         let formula = StateBytes { parameters: 10, gradients: 10, optimizer: 20 };
-        RunFacts { name: "a </script> b".into(), plan: vec!["p".into()], unit: "rows".into(), steps: 100_000, formula }
+        RunFacts {
+            name: "a </script> b".into(),
+            plan: vec!["p".into()],
+            unit: "rows".into(),
+            has_perplexity: false,
+            steps: 100_000,
+            formula,
+        }
     }
 
     fn step(step: usize, loss: f64) -> StepMetrics {

@@ -16,6 +16,7 @@ use burn_std::future::DynFut;
 use parking_lot::Mutex;
 
 use super::profile::Profile;
+use super::rows::Rows;
 use super::task::Task;
 use crate::TrainError;
 
@@ -45,6 +46,7 @@ pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile, 
         ledger.live
     };
     let rows: Vec<usize> = (0..micro_batch).map(|row| row % task.rows()).collect();
+    let rows = Rows::from(&*rows);
     let loss = task.loss(&model, &rows, &device)?;
     let activation_bytes = ledger.lock().peak - before;
     drop(loss);
@@ -307,7 +309,7 @@ mod tests {
         fn loss<B: FusedBackend>(
             &self,
             net: &Net<B>,
-            rows: &[usize],
+            rows: &Rows,
             device: &B::Device,
         ) -> Result<Tensor<B, 1>, TrainError> {
             let images = Tensor::<B, 4>::ones([rows.len(), 1, 8, 8], device);

@@ -29,6 +29,8 @@ pub(super) struct Data {
     /// Rows after these, held out for evaluation.
     pub held_out: usize,
     pub tokens_per_row: Option<usize>,
+    /// Whether `exp(loss)` is one.
+    pub has_perplexity: bool,
     /// Of the rows that are trained on, and of those held out.
     pub checksums: [Option<u32>; 2],
 }
@@ -49,7 +51,8 @@ impl Data {
         }
         let seed = options.shuffle.unwrap_or(task.shuffle()).then_some(options.seed);
         let checksums = [task.checksum(0..rows)?, task.checksum(rows..all)?];
-        Ok(Self { order: Order { rows, seed }, held_out, tokens_per_row: task.tokens_per_row(), checksums })
+        let (tokens_per_row, has_perplexity) = (task.tokens_per_row(), task.has_perplexity());
+        Ok(Self { order: Order { rows, seed }, held_out, tokens_per_row, has_perplexity, checksums })
     }
 
     /// What is counted in speeds: tokens, or rows where they have none.

@@ -4,7 +4,7 @@
 //! use burn::nn::loss::CrossEntropyLossConfig;
 //! use burn::nn::{Linear, LinearConfig};
 //! use burn::prelude::*;
-//! use zero_train::trainer::{self, FusedBackend, Result, Task};
+//! use zero_train::trainer::{self, FusedBackend, Result, Rows, Task};
 //!
 //! /// Which half of the unit interval a number is in.
 //! struct Halves;
@@ -20,7 +20,7 @@
 //!         Ok(LinearConfig::new(1, 2).init(device))
 //!     }
 //!
-//!     fn loss<B: FusedBackend>(&self, model: &Linear<B>, rows: &[usize], device: &B::Device) -> Result<Tensor<B, 1>> {
+//!     fn loss<B: FusedBackend>(&self, model: &Linear<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
 //!         let numbers: Vec<f32> = rows.iter().map(|&row| row as f32 / 1000.0).collect();
 //!         let halves: Vec<i32> = rows.iter().map(|&row| i32::from(row >= 500)).collect();
 //!         let input = Tensor::<B, 1>::from_floats(&*numbers, device).reshape([rows.len(), 1]);
@@ -47,6 +47,7 @@ mod predict;
 mod profile;
 mod ranks;
 mod report;
+mod rows;
 mod task;
 mod trace;
 mod train;
@@ -63,6 +64,7 @@ pub use options::{
 pub use order::Order;
 pub use profile::Profile;
 pub use report::Summary;
+pub use rows::Rows;
 pub use task::{AnyTask, Measured, Result, Task, TaskOn, scalar};
 pub use zero_ops::FusedBackend;
 pub use zero_plan::outline;

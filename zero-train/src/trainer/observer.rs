@@ -35,6 +35,7 @@ pub(super) struct Observer {
     steps: usize,
     lines: Lines,
     unit: &'static str,
+    has_perplexity: bool,
     report: Report,
     /// Nothing but the summary on standard output.
     quiet: bool,
@@ -122,6 +123,7 @@ impl Observer {
             name,
             plan: plan.to_string().lines().map(str::to_string).collect(),
             unit: plan.data.unit().to_string(),
+            has_perplexity: plan.data.has_perplexity,
             steps: plan.steps,
             formula: plan.state_formula(),
         };
@@ -171,6 +173,7 @@ impl Observer {
                 time: Duration::ZERO,
             },
             unit: plan.data.unit(),
+            has_perplexity: plan.data.has_perplexity,
             bar,
             breakdown: Breakdown::default(),
             report,
@@ -337,8 +340,8 @@ impl Observer {
     }
 
     pub(super) fn epoch(&mut self, metrics: &EpochMetrics) -> Result<(), TrainError> {
-        let EpochMetrics { epoch, step, loss, perplexity, .. } = metrics;
-        let perplexity = if self.unit == "tokens" { format!(", perplexity {perplexity:.2}") } else { String::new() };
+        let EpochMetrics { epoch, step, loss, .. } = metrics;
+        let perplexity = if self.has_perplexity { format!(", perplexity {:.2}", loss.exp()) } else { String::new() };
         let eval = metrics.eval.as_ref().map(|eval| format!("; held out: {}", self.named(eval)));
         let (loss_text, eval) = (figure(*loss), eval.unwrap_or_default());
         let text = format!("epoch {epoch} (to step {step}): loss {loss_text}{perplexity}{eval}");
@@ -361,7 +364,7 @@ impl Observer {
         self.note(EventKind::Evaluation, step, &text, evaluated.clone(), seconds)?;
         if let Some(tensorboard) = &mut self.tensorboard {
             let values = evaluated.iter().map(|(name, value)| (format!("eval_{name}"), *value));
-            let perplexity = (self.unit == "tokens").then(|| ("eval_perplexity".to_string(), evaluated[0].1.exp()));
+            let perplexity = self.has_perplexity.then(|| ("eval_perplexity".to_string(), evaluated[0].1.exp()));
             let values: Vec<_> = values.chain(perplexity).collect();
             let values: Vec<_> = values.iter().map(|(name, value)| (name.as_str(), *value)).collect();
             tensorboard.write(step, &values)?;
@@ -371,7 +374,7 @@ impl Observer {
 
     fn named(&self, evaluated: &Evaluated) -> String {
         let mut values: Vec<_> = evaluated.iter().map(|(name, value)| format!("{name} {}", figure(*value))).collect();
-        if self.unit == "tokens" {
+        if self.has_perplexity {
             values.insert(1, format!("perplexity {:.2}", evaluated[0].1.exp()));
         }
         values.join(", ")

@@ -2,6 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::rows::Rows;
+use crate::random::mix;
+
 /// The rows that are trained on, and their order over all epochs. The position in it is all that a run needs to go on, at any
 /// number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,9 +19,9 @@ pub struct Order {
 const ROUNDS: u64 = 6;
 
 impl Order {
-    /// `count` rows from position `first` on, counted over all epochs.
-    pub fn from(&self, first: usize, count: usize) -> Vec<usize> {
-        (first..first + count).map(|position| self.row(position)).collect()
+    /// `count` rows from position `first` on, counted over all epochs; `seed` is the run's.
+    pub(super) fn rows(&self, first: usize, count: usize, seed: u64) -> Rows {
+        (first..first + count).map(|position| (self.row(position), mix(seed ^ mix(position as u64)))).collect()
     }
 
     /// The row at a position. Of each epoch, every row is at one.
@@ -44,14 +47,6 @@ impl Order {
     }
 }
 
-/// SplitMix64's finaliser (https://doi.org/10.1145/2714064.2660195).
-fn mix(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -72,7 +67,7 @@ mod tests {
             for (world, micro, steps) in parts.into_iter().cycle() {
                 for _ in 0..steps {
                     for rank in 0..world {
-                        seen.extend(order.from(used + rank * micro, micro));
+                        seen.extend_from_slice(&order.rows(used + rank * micro, micro, 0));
                     }
                     used += world * micro;
                 }
@@ -90,9 +85,10 @@ mod tests {
 
     #[test]
     fn epochs_and_seeds_differ_and_are_random() {
-        let epoch = |seed, epoch: usize| Order { rows: 1000, seed: Some(seed) }.from(epoch * 1000, 1000);
+        let order = |seed| Order { rows: 1000, seed };
+        let epoch = |seed, epoch: usize| order(Some(seed)).rows(epoch * 1000, 1000, 0).to_vec();
         assert_eq!(epoch(1, 0), epoch(1, 0));
-        for other in [epoch(1, 1), epoch(2, 0), Order { rows: 1000, seed: None }.from(0, 1000)] {
+        for other in [epoch(1, 1), epoch(2, 0), order(None).rows(0, 1000, 0).to_vec()] {
             let equal = epoch(1, 0).iter().zip(&other).filter(|(a, b)| a == b).count();
             assert!(equal < 10, "{equal} rows at the same place, where 1 is expected");
         }

@@ -333,7 +333,7 @@ mod tests {
     use burn::tensor::Tensor;
 
     use super::*;
-    use crate::trainer::FusedBackend;
+    use crate::trainer::{FusedBackend, Rows};
 
     /// What it takes with 2048 tokens in a row does not fit without offload.
     struct Wide;
@@ -356,7 +356,7 @@ mod tests {
         fn loss<B: FusedBackend>(
             &self,
             model: &Linear<B>,
-            rows: &[usize],
+            rows: &Rows,
             device: &B::Device,
         ) -> Result<Tensor<B, 1>, TrainError> {
             Ok(model.forward(Tensor::<B, 2>::ones([rows.len(), 2], device)).mean())

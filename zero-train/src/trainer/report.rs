@@ -30,6 +30,8 @@ pub struct Summary {
     pub seq: usize,
     /// What speeds are counted in: `tokens`, or `rows` where they have none.
     pub unit: String,
+    /// Whether `exp(loss)` is a perplexity.
+    pub has_perplexity: bool,
     /// Loss of the first step, before its update.
     pub loss_first: f64,
     /// Loss of the last step, before its update.
@@ -85,6 +87,7 @@ impl Summary {
             accumulation: plan.plan.batch.accumulation,
             seq: plan.data.units(),
             unit: plan.data.unit().to_string(),
+            has_perplexity: plan.data.has_perplexity,
             loss_first: first.loss,
             loss_last: last.loss,
             skipped: steps.iter().filter(|step| step.skipped).count(),
@@ -118,8 +121,7 @@ impl core::fmt::Display for Summary {
         };
         writeln!(f, "  {:<28} {:>12} {:>12}", "", "first", "last")?;
         writeln!(f, "  {:<28} {:>12.4} {:>12.4}", "loss", self.loss_first, self.loss_last)?;
-        let has_tokens = self.unit == "tokens";
-        if has_tokens {
+        if self.has_perplexity {
             let perplexity = [self.loss_first.exp(), self.loss_last.exp()];
             writeln!(f, "  {:<28} {:>12.2} {:>12.2}", "perplexity", perplexity[0], perplexity[1])?;
         }
@@ -127,7 +129,7 @@ impl core::fmt::Display for Summary {
             for (name, value) in eval {
                 writeln!(f, "  {:<28} {:>12} {value:>12.4}", format!("held-out {name}"), "")?;
             }
-            if has_tokens {
+            if self.has_perplexity {
                 writeln!(f, "  {:<28} {:>12} {:>12.2}", "held-out perplexity", "", eval[0].1.exp())?;
             }
         }

@@ -12,6 +12,7 @@ use zero_models::ModelConfig;
 use zero_ops::FusedBackend;
 
 use super::profile::Profile;
+use super::rows::Rows;
 use crate::TrainError;
 
 /// Of what can go wrong in a run.
@@ -37,24 +38,19 @@ pub trait Task: Sync {
     /// Of weights that are read.
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Self::Model<B>>;
 
-    /// The mean loss `[1]` of these examples. It is called for training, and by [`evaluate`](Self::evaluate).
+    /// The mean loss `[1]` of these examples. It is called for training, and by [`evaluate`](Self::evaluate). What is random
+    /// about an example comes from its seed ([`Rows::seeds`]).
     ///
     /// # Errors
     /// Of data that cannot be read.
-    fn loss<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &[usize], device: &B::Device)
-    -> Result<Tensor<B, 1>>;
+    fn loss<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>>;
 
     /// What is measured on examples that are held out: means over these, by name. The first is the loss, by which the best
     /// checkpoint is chosen (`--keep-best`).
     ///
     /// # Errors
     /// As [`loss`](Self::loss).
-    fn evaluate<B: FusedBackend>(
-        &self,
-        model: &Self::Model<B>,
-        rows: &[usize],
-        device: &B::Device,
-    ) -> Result<Measured> {
+    fn evaluate<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         Ok(vec![("loss", scalar(self.loss(model, rows, device)?))])
     }
 
@@ -74,9 +70,14 @@ pub trait Task: Sync {
         true
     }
 
-    /// Tokens of a row, where it has some: then speeds are of tokens, and `exp(loss)` is a perplexity.
+    /// Tokens of a row, where it has some: then speeds are of tokens.
     fn tokens_per_row(&self) -> Option<usize> {
         None
+    }
+
+    /// Whether `exp(loss)` is a perplexity: where the loss is the mean cross-entropy of a token.
+    fn has_perplexity(&self) -> bool {
+        false
     }
 
     /// A checksum of these rows, by which a run that is resumed knows its data.

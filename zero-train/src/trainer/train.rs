@@ -147,7 +147,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         let loss_scale = engine.loss_scale();
         for micro in 0..batch.accumulation {
             let first = state.data.used + (micro * world + rank) * batch.micro;
-            let rows = order.from(first, batch.micro);
+            let rows = order.rows(first, batch.micro, plan.zero.seed);
             let loss = engine.forward(|model| task.loss(model, &rows, device))?;
             loss_sum += loss.clone().into_data().iter::<f64>().sum::<f64>();
             engine.backward(loss);
@@ -362,7 +362,7 @@ fn evaluate<I: FusedBackend, T: TaskOn<I>>(
     for batch in 0..share(0).div_ceil(batch) {
         let rows = mine.chunks(plan.plan.batch.micro).nth(batch);
         // In place of a batch that only other ranks have.
-        let values = engine.evaluate(|model| task.evaluate(model, rows.unwrap_or(&[begin - 1]), device))?;
+        let values = engine.evaluate(|model| task.evaluate(model, &rows.unwrap_or(&[begin - 1]).into(), device))?;
         let weight = rows.map_or(0, <[usize]>::len) as f64;
         sums.resize(values.len(), ("", 0.0));
         for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::Tensor;
 use zero_train::TrainError;
-use zero_train::trainer::{FusedBackend, Hyperparameters, Measured, Options, Result, Summary, Task, Trainer};
+use zero_train::trainer::{FusedBackend, Hyperparameters, Measured, Options, Result, Rows, Summary, Task, Trainer};
 
 const ROWS: usize = 37;
 
@@ -38,7 +38,7 @@ impl Task for Recorder {
         Ok(LinearConfig::new(2, 2).init(device))
     }
 
-    fn loss<B: FusedBackend>(&self, model: &Linear<B>, rows: &[usize], device: &B::Device) -> Result<Tensor<B, 1>> {
+    fn loss<B: FusedBackend>(&self, model: &Linear<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         if let Some(&row) = rows.iter().find(|&&row| Some(row) == self.unreadable) {
             return Err(TrainError::Data { path: "rows".into(), problem: format!("row {row} cannot be read") });
         }
@@ -49,7 +49,7 @@ impl Task for Recorder {
         Ok(model.forward(Tensor::<B, 2>::ones([rows.len(), 2], device)).powi_scalar(2).mean())
     }
 
-    fn evaluate<B: FusedBackend>(&self, _: &Linear<B>, rows: &[usize], _: &B::Device) -> Result<Measured> {
+    fn evaluate<B: FusedBackend>(&self, _: &Linear<B>, rows: &Rows, _: &B::Device) -> Result<Measured> {
         self.evaluated.lock().unwrap().extend(rows);
         let mean = rows.iter().sum::<usize>() as f64 / rows.len() as f64;
         Ok(if self.measures_nothing { Vec::new() } else { vec![("loss", mean), ("half", mean / 2.0)] })

@@ -10,10 +10,10 @@ use zero_core::estimate::Precision as Bytes;
 use zero_models::KeyMap;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
 use zero_train::config::{Format, OffloadDevice, key_table};
-use zero_train::data::Source;
+use zero_train::data::{Source, Tokenizer};
 use zero_train::estimate::{cheapest, estimates, table};
 use zero_train::export::export_checkpoint;
-use zero_train::gpt2::{self, Options, Program};
+use zero_train::language::{self, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
 use zero_train::monitor::{RunReport, write_page};
 use zero_train::trainer::{self, Dtype, Hyperparameters};
@@ -195,8 +195,9 @@ pub fn check(args: &CheckArgs) -> Result<()> {
         print!("{}", key_table(if args.keys == Some(Keys::Accelerate) { Format::Yaml } else { Format::Json }));
         return Ok(());
     };
-    let model = args.model.as_deref().map(gpt2::model).transpose()?;
-    let (plan, filled) = trainer::outline(file, &args.hyper, args.steps, args.ranks, model.map(|model| model.n_embd))?;
+    let model = args.model.as_deref().map(language::model).transpose()?;
+    let width = model.and_then(|model| model.hidden_size());
+    let (plan, filled) = trainer::outline(file, &args.hyper, args.steps, args.ranks, width)?;
     println!("{} is right.", file.display());
     if !filled.is_empty() {
         println!("Values of \"auto\" in `zero train`, and the option that sets each:");
@@ -218,7 +219,8 @@ pub struct EstimateArgs {
     /// Memory to fit into, such as 6GiB [default: what is available here]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     memory: Option<u64>,
-    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b), or a folder with a config.json
+    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large), or a folder
+    /// with a config.json
     #[arg(long, value_name = "PRESET|DIR", required_unless_present = "parameters")]
     model: Option<String>,
     /// In place of --model, the number of parameters of any model, such as 7e9 (a program on the trainer prints its own plan with
@@ -249,9 +251,9 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
         }
         (name, None) => {
             let name = name.clone().unwrap_or_default();
-            let model = gpt2::model(&name)?;
-            let sizes = model.parameter_shapes().into_iter().map(|(_, shape)| shape.iter().product::<usize>() as u64);
-            (name, model.num_params() as u64, sizes.max().unwrap_or(0))
+            let sizes: Vec<u64> =
+                language::model(&name)?.parameters().iter().map(|param| param.numel() as u64).collect();
+            (name, sizes.iter().sum(), sizes.into_iter().max().unwrap_or(0))
         }
     };
     let precision = match args.dtype {
@@ -329,7 +331,33 @@ pub fn train(options: &Options) -> ExitCode {
         return ExitCode::from(2);
     }
     let program = Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(&crate::ALLOCATOR) };
-    gpt2::main(options, &program)
+    language::main(options, &program)
+}
+
+#[derive(Debug, Args)]
+pub struct TokenizerArgs {
+    /// The folder to write tokenizer.json, vocab.txt and tokenizer_config.json into
+    out: PathBuf,
+    /// What to learn from: text; .jsonl or .parquet with a document in each row; a folder of such files
+    #[arg(long, value_name = "FILE|DIR")]
+    data: PathBuf,
+    /// The key of a JSON line, or the column of a Parquet file, that has the text [default: text]
+    #[arg(long, value_name = "NAME")]
+    text_field: Option<String>,
+    /// Tokens of the vocabulary; fewer where the texts have no more
+    #[arg(long, value_name = "N", default_value = "30522", value_parser = at_least_one)]
+    vocab_size: usize,
+    /// Tell upper and lower case apart, and keep accents
+    #[arg(long)]
+    cased: bool,
+}
+
+pub fn tokenizer(args: &TokenizerArgs) -> Result<()> {
+    let source = Source::File(&args.data);
+    let learned = Tokenizer::learn(&source, args.text_field.as_deref(), args.vocab_size, !args.cased)?;
+    learned.save(&args.out)?;
+    println!("A WordPiece tokenizer of {} tokens is in {}", learned.tokens(), args.out.display());
+    Ok(())
 }
 
 #[derive(Debug, Args)]

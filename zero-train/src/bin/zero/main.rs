@@ -46,8 +46,10 @@ enum Command {
     Check(commands::CheckArgs),
     /// Bytes of model state per rank at every stage, and what fits into this machine
     Estimate(commands::EstimateArgs),
-    /// Train a GPT-2 on text or token files
-    Train(Box<zero_train::gpt2::Options>),
+    /// Learn a WordPiece vocabulary from texts, for BERT
+    Tokenizer(commands::TokenizerArgs),
+    /// Train a GPT-2 or a BERT on text or token files
+    Train(Box<zero_train::language::Options>),
     /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),
     /// Find out from flight records, the ranks' last operations, which rank is late, and where
@@ -74,6 +76,7 @@ fn main() -> ExitCode {
         Command::Check(args) => commands::check(&args).map(done),
         Command::Estimate(args) => commands::estimate(&args).map(done),
         Command::Export(args) => commands::export(&args).map(done),
+        Command::Tokenizer(args) => commands::tokenizer(&args).map(done),
         Command::Train(options) => Ok(commands::train(&options)),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Diff(args) => inspect::diff(&args),

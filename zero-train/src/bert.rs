@@ -1,0 +1,173 @@
+//! Pre-training of a BERT, to predict masked tokens and whether one text follows another: a
+//! [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use burn::tensor::{Int, Tensor, TensorData};
+use serde_json::{Value, json};
+use zero_models::bert::weights;
+use zero_models::{Bert, BertBatch, BertConfig, BertPredictions, ModelConfig};
+
+use crate::TrainError;
+use crate::data::{Cutting, Masking, SentencePairs, Source, Tokenizer};
+use crate::error::wrong;
+use crate::language::{Options, Program};
+use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
+
+/// Tokens of a vocabulary that is learned from a program's own text.
+const LEARNED: usize = 8192;
+
+/// A BERT and the text that it is pre-trained on.
+pub struct BertTask {
+    /// The preset's or folder's name.
+    name: String,
+    config: BertConfig,
+    /// Weights to start from.
+    weights: Option<PathBuf>,
+    pairs: SentencePairs,
+    masking: Masking,
+    /// Rows that are trained on.
+    trained: usize,
+}
+
+impl BertTask {
+    /// The model by name, folder or weights; if none is named, the program's if that is a BERT, or bert-base. A preset gets as
+    /// many tokens as its tokenizer has.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] for what the options name and cannot be used.
+    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self, TrainError> {
+        let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
+        let (name, mut config) = match options.chosen()? {
+            Some((name, ModelConfig::Bert(config))) => (name, config),
+            Some((name, _)) => return Err(wrong("model", name, "expected a BERT for --task bert-pretraining")),
+            None => (default.into(), BertConfig::preset(default)?),
+        };
+        let masking = Masking { probability: options.mask_probability, whole_words: options.whole_word_mask };
+        if !(masking.probability > 0.0 && masking.probability < 1.0) {
+            return Err(wrong("mask-probability", masking.probability, "expected a part above 0 and below 1"));
+        }
+        let is_preset = BertConfig::PRESETS.contains(&&*name);
+        let known = if is_preset { usize::MAX } else { config.vocab_size };
+        let (source, folders) = (options.source(program), options.folders());
+        let cutting = options.cutting(known, config.max_position_embeddings, &folders);
+        let cutting = Cutting { sentences: true, ..cutting };
+        let tokenizer = match source {
+            Source::Text(..) if options.tokenizer.is_none() => Tokenizer::learn(&source, None, LEARNED, true)?,
+            _ => Tokenizer::find(options.data.as_deref().unwrap_or("the text".as_ref()), &cutting)?,
+        };
+        let pairs = SentencePairs::load(&source, &cutting, &tokenizer)?;
+        if is_preset {
+            config.vocab_size = pairs.vocabulary();
+        }
+        let trained = pairs.rows().saturating_sub(options.train.eval.unwrap_or(0));
+        Ok(Self { name, config, weights: options.weights.clone(), pairs, masking, trained })
+    }
+
+    fn predict<B: FusedBackend>(
+        &self,
+        model: &Bert<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<BertPredictions<B>, TrainError> {
+        let split = |row: usize| if row < self.trained { 0..self.trained } else { self.trained..self.pairs.rows() };
+        let batch = self.pairs.batch(rows, rows.seeds(), split, self.masking)?;
+        let tokens = |ids: Vec<i32>| -> Tensor<B, 2, Int> {
+            Tensor::from_data(TensorData::new(ids, [rows.len(), self.pairs.seq()]), device)
+        };
+        let list = |ids: Vec<i32>| Tensor::<B, 1, Int>::from_ints(&*ids, device);
+        let related = list(batch.next_sentence_labels);
+        let [ids, types, labels] = [batch.input_ids, batch.token_type_ids, batch.labels].map(tokens);
+        let input = BertBatch::new(ids, types, labels, related)
+            .with_attention_mask(tokens(batch.attention_mask))
+            .with_predicted_positions(list(batch.predicted_positions));
+        Ok(model.predict(input))
+    }
+}
+
+impl Task for BertTask {
+    type Model<B: FusedBackend> = Bert<B>;
+
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn rows(&self) -> usize {
+        self.pairs.rows()
+    }
+
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>, TrainError> {
+        let model = self.config.init(device);
+        match &self.weights {
+            Some(dir) => Ok(weights::load(model, dir, device)?),
+            None => Ok(model),
+        }
+    }
+
+    fn loss<B: FusedBackend>(
+        &self,
+        model: &Bert<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Tensor<B, 1>, TrainError> {
+        Ok(self.predict(model, rows, device)?.loss())
+    }
+
+    fn evaluate<B: FusedBackend>(
+        &self,
+        model: &Bert<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Measured, TrainError> {
+        let predicted = self.predict(model, rows, device)?;
+        let [tokens, sentences] = {
+            let both: Vec<f64> = predicted.clone().accuracies().into_data().iter().collect();
+            [both[0], both[1]]
+        };
+        let loss = scalar(predicted.loss());
+        Ok(vec![("loss", loss), ("masked_accuracy", tokens), ("next_sentence_accuracy", sentences)])
+    }
+
+    fn tokens_per_row(&self) -> Option<usize> {
+        Some(self.pairs.seq())
+    }
+
+    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>, TrainError> {
+        Ok(Some(self.pairs.checksum(rows)?))
+    }
+
+    fn hidden_size(&self) -> Option<usize> {
+        Some(self.config.hidden_size)
+    }
+
+    fn profile(&self, micro_batch: usize) -> Option<Profile> {
+        let (config, seq) = (&self.config, self.pairs.seq());
+        let (width, words) = (config.hidden_size as f64, config.vocab_size as f64);
+        let predicted = self.masking.probability;
+        // Floats that the fused operations keep per token and layer, in widths: the input, query, key and value, attention's
+        // result, the sum after it and its norm, the feed-forward layer before and after its activation, sum and norm.
+        let per_layer = 9.0 * width + 2.0 * config.intermediate_size as f64;
+        let kept = config.num_hidden_layers as f64 * per_layer + predicted * (3.0 * width + 2.0 * words);
+        // The head does not run at every token.
+        let flops = config.flops_per_token(seq) as f64 - 6.0 * (1.0 - predicted) * width * (width + words);
+        Some(Profile {
+            parameters: config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
+            activation_bytes: (4.0 * kept * (micro_batch * seq) as f64) as u64,
+            flops_per_row: flops * seq as f64,
+        })
+    }
+
+    fn model_config(&self) -> Option<ModelConfig> {
+        Some(self.config.clone().into())
+    }
+
+    fn settings(&self) -> Value {
+        json!({
+            "pretrained": self.weights.is_some(),
+            "mask_probability": self.masking.probability,
+            "whole_word_mask": self.masking.whole_words,
+        })
+    }
+}

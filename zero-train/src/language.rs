@@ -1,0 +1,146 @@
+//! The command that trains a language model: its options, and which [`Task`](crate::trainer::Task) they ask for.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+use zero_core::alloc::PageKeeper;
+use zero_models::{BertConfig, Gpt2Config, ModelConfig, ModelError};
+
+use crate::TrainError;
+use crate::bert::BertTask;
+use crate::data::{Cutting, Source};
+use crate::gpt2::Gpt2Task;
+use crate::trainer::{self, Trainer};
+
+/// What a language model learns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TaskChoice {
+    /// The next token: GPT-2.
+    CausalLm,
+    /// Masked tokens, and whether one text follows another: BERT.
+    BertPretraining,
+}
+
+/// Options of a command that trains a language model.
+#[derive(Debug, Clone, Args)]
+pub struct Options {
+    /// What the model learns [default: what a model of its family is pre-trained for]
+    #[arg(long, value_name = "TASK")]
+    pub task: Option<TaskChoice>,
+    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large), or a folder
+    /// with a Hugging Face config.json
+    #[arg(long, value_name = "PRESET|DIR")]
+    pub model: Option<String>,
+    /// Start from the Hugging Face weights in this folder (model.safetensors or a sharded index); without --model, its
+    /// config.json describes the model
+    #[arg(long, value_name = "DIR")]
+    pub weights: Option<PathBuf>,
+    /// What to train on: text; .jsonl or .parquet with a document in each row; a folder of such files; or a .safetensors file
+    /// with an int tensor `input_ids` of shape rows x T, or of one long row
+    #[arg(long, value_name = "FILE|DIR")]
+    pub data: Option<PathBuf>,
+    /// The key of a JSON line, or the column of a Parquet file, that has the text [default: text]
+    #[arg(long, value_name = "NAME")]
+    pub text_field: Option<String>,
+    /// A tokenizer.json that cuts text, or the folder that it (or BERT's vocab.txt) is in [default: one in --weights or --model,
+    /// else GPT-2's own; `zero tokenizer` makes one for BERT]
+    #[arg(long, value_name = "FILE|DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Where the tokens of a large text are kept, for all runs and ranks of a machine [default: $XDG_CACHE_HOME/zero, or
+    /// ~/.cache/zero]
+    #[arg(long, value_name = "DIR")]
+    pub token_cache: Option<PathBuf>,
+    /// Tokens per row [default: 128, or what the data file has]
+    #[arg(long)]
+    pub seq: Option<usize>,
+    /// The part of the tokens that BERT is to predict
+    #[arg(long, value_name = "PART", default_value_t = 0.15)]
+    pub mask_probability: f64,
+    /// Mask all tokens of a word together, for BERT
+    #[arg(long)]
+    pub whole_word_mask: bool,
+    /// The trainer's.
+    #[command(flatten)]
+    pub train: trainer::Options,
+}
+
+/// What a program brings along.
+#[derive(Debug, Clone)]
+pub struct Program<'a> {
+    /// Trained when the options name no model; if it does not fit into memory, the largest preset that does is.
+    pub model: &'a str,
+    /// Read when the options name no file.
+    pub data: Source<'a>,
+    /// The program's allocator, if it is one that counts.
+    pub allocator: Option<&'a PageKeeper>,
+}
+
+/// Runs the whole command, as [`Trainer::main`].
+pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
+    let trainer = Trainer::new(&options.train);
+    let trainer = program.allocator.map_or(trainer, |allocator| trainer.allocator(allocator));
+    match options.task_for(program) {
+        TaskChoice::BertPretraining => trainer.main_with(|_| BertTask::new(options, program)),
+        TaskChoice::CausalLm => trainer.main_with(|setup| Gpt2Task::new(options, program, setup)),
+    }
+}
+
+impl Options {
+    /// The model that they name, with its name.
+    pub(crate) fn chosen(&self) -> Result<Option<(String, ModelConfig)>, TrainError> {
+        Ok(match (&self.model, &self.weights) {
+            (Some(name), _) => Some((name.clone(), model(name)?)),
+            (None, Some(dir)) => Some((dir.display().to_string(), ModelConfig::from_file(&dir.join("config.json"))?)),
+            (None, None) => None,
+        })
+    }
+
+    /// Of a model that cannot be read, the task will tell.
+    fn task_for(&self, program: &Program<'_>) -> TaskChoice {
+        let is_bert = match self.chosen() {
+            Ok(Some((_, config))) => matches!(config, ModelConfig::Bert(_)),
+            Ok(None) => BertConfig::PRESETS.contains(&program.model),
+            Err(_) => false,
+        };
+        self.task.unwrap_or(if is_bert { TaskChoice::BertPretraining } else { TaskChoice::CausalLm })
+    }
+
+    pub(crate) fn source<'a>(&'a self, program: &Program<'a>) -> Source<'a> {
+        self.data.as_deref().map_or_else(|| program.data.clone(), Source::File)
+    }
+
+    /// Where a tokenizer of the model's own may be. What is no folder has none.
+    pub(crate) fn folders(&self) -> Vec<&Path> {
+        [self.weights.as_deref(), self.model.as_deref().map(Path::new)].into_iter().flatten().collect()
+    }
+
+    pub(crate) fn cutting<'a>(&'a self, vocab_size: usize, n_positions: usize, folders: &'a [&'a Path]) -> Cutting<'a> {
+        Cutting {
+            seq: self.seq,
+            vocab_size,
+            n_positions,
+            tokenizer: self.tokenizer.as_deref(),
+            folders,
+            sentences: false,
+            field: self.text_field.as_deref(),
+            cache: self.token_cache.as_deref(),
+        }
+    }
+}
+
+/// A model by the name of a preset, or by a folder with its `config.json`.
+///
+/// # Errors
+///
+/// [`ModelError`] when there is no such preset, or the file is wrong.
+pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
+    let folder = Path::new(name);
+    if folder.is_dir() {
+        ModelConfig::from_file(&folder.join("config.json"))
+    } else if name.starts_with("bert") {
+        BertConfig::preset(name).map(ModelConfig::from)
+    } else {
+        Gpt2Config::preset(name).map(ModelConfig::from)
+    }
+}

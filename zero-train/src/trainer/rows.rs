@@ -1,0 +1,52 @@
+//! Which examples a batch is made of.
+
+use core::ops::Deref;
+
+use crate::random::mix;
+
+/// The numbers of some training examples, as a slice, and a seed for each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rows {
+    numbers: Vec<usize>,
+    seeds: Vec<u64>,
+}
+
+impl Rows {
+    /// A number for each row, to draw random numbers from (crops of an image, masks of a text). It follows from the run's
+    /// `--seed`, the row and the epoch: so it is the same at every stage, at every number of ranks and after a resume, and
+    /// another one in the next epoch. Rows that are held out have the same in every evaluation.
+    pub fn seeds(&self) -> &[u64] {
+        &self.seeds
+    }
+}
+
+impl Deref for Rows {
+    type Target = [usize];
+
+    fn deref(&self) -> &[usize] {
+        &self.numbers
+    }
+}
+
+impl<'a> IntoIterator for &'a Rows {
+    type Item = &'a usize;
+    type IntoIter = core::slice::Iter<'a, usize>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.numbers.iter()
+    }
+}
+
+impl FromIterator<(usize, u64)> for Rows {
+    fn from_iter<I: IntoIterator<Item = (usize, u64)>>(rows: I) -> Self {
+        let (numbers, seeds) = rows.into_iter().unzip();
+        Self { numbers, seeds }
+    }
+}
+
+/// Rows by themselves, as in an evaluation.
+impl From<&[usize]> for Rows {
+    fn from(numbers: &[usize]) -> Self {
+        numbers.iter().map(|&row| (row, mix(row as u64))).collect()
+    }
+}
