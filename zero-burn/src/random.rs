@@ -10,14 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use burn_backend::{Distribution, TensorData};
 use burn_std::{DType, Shape};
 use serde::{Deserialize, Serialize};
-
-const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
+use zero_core::random::{WEYL, mix};
 
 /// A hash of `words` that depends on their order.
 pub(crate) fn sign(words: &[u64]) -> u64 {

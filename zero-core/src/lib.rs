@@ -23,6 +23,7 @@ mod exposure;
 mod files;
 pub mod offload;
 mod partition;
+pub mod random;
 mod stage;
 pub mod window;
 

@@ -10,7 +10,7 @@ use zero_ops::{AttentionOptions, FusedBackend};
 
 /// What is added to a masked score: its probability is then exactly zero in 32 bits. It is finite also in 16 bits, so
 /// that a row with nothing but masked positions gives no NaN.
-const MASKED: f64 = -3.0e4;
+pub(crate) const MASKED: f64 = -3.0e4;
 
 /// The masks that all layers of one forward pass share. They are added to the scores: unlike filling, an addition costs
 /// nothing in the backward pass.

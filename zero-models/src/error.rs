@@ -23,6 +23,14 @@ pub enum ModelError {
         /// What is wrong.
         problem: String,
     },
+    /// A prompt that the model cannot go on with.
+    #[error("prompt {row} {problem}")]
+    Prompt {
+        /// Which of the prompts, from 0.
+        row: usize,
+        /// What is wrong.
+        problem: String,
+    },
     /// A preset that does not exist.
     #[error(
         "there is no {model} preset \"{got}\"{}; choose one of {}",

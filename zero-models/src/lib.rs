@@ -4,7 +4,7 @@
 //! What comes out: logits and losses. The modules are generic over [`Backend`](burn::tensor::backend::Backend),
 //! know nothing of ranks or of where their parameters live, and run the same on a bare backend. They own their
 //! parameters; a parameter is created on first use, or by [`gpt2::weights`] and [`bert::weights`], which read the
-//! checkpoints that Hugging Face publishes. [`hf_export`] writes such a checkpoint, from a configuration and whoever can
+//! checkpoints that Hugging Face publishes; [`generate`] makes text. [`hf_export`] writes such a checkpoint, from a configuration and whoever can
 //! read parameters by name. Everything runs on the caller's thread.
 //!
 //! ```
@@ -24,6 +24,7 @@ mod activation;
 mod attention;
 pub mod bert;
 mod error;
+pub mod generate;
 pub mod gpt2;
 mod hf_config;
 pub mod hf_export;

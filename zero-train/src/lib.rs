@@ -8,14 +8,13 @@
 //!   Face checkpoint of what the engine saved ([`export`](mod@export)).
 //! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
 
-pub mod bert;
 pub mod config;
 pub mod data;
 pub mod engine;
 mod error;
 pub mod estimate;
 pub mod export;
-pub mod gpt2;
+pub mod generate;
 pub mod inspect;
 pub mod language;
 pub mod launcher;
@@ -24,7 +23,6 @@ pub mod loss_scale;
 pub mod memory;
 pub mod metrics;
 pub mod monitor;
-mod random;
 pub mod schedule;
 mod signals;
 pub mod trainer;

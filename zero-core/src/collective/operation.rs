@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::flight::Opening;
 use super::{DType, ReduceOp, Request};
 use crate::accounting::WireKind;
+use crate::random::{WEYL, mix};
 use crate::{CommError, Partition};
 
 /// The ranks of a group, and its name, as one of them has them.
@@ -226,14 +227,11 @@ pub(super) fn labelled(words: String, what: &str) -> String {
 }
 
 /// Identity of a group made by operation `seq` of group `parent`, the same on every rank without a message: a mix of the
-/// numbers (splitmix64's finaliser).
+/// numbers.
 pub(super) fn child_id(parent: u64, seq: u64, color: u64) -> u64 {
     let mut id = parent;
     for word in [seq, color] {
-        id = (id ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        id ^= id >> 31;
+        id = mix((id ^ word).wrapping_add(WEYL));
     }
     id
 }

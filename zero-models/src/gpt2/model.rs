@@ -13,6 +13,7 @@ use burn::tensor::{Int, Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_entropy};
 
 use crate::attention::{Masks, attend_packed};
+use crate::generate::{CausalLm, KvCache};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
 use crate::loss::IGNORED_LABEL;
 use crate::{Activation, Gpt2Config, init};
@@ -200,7 +201,7 @@ impl<B: FusedBackend> Gpt2<B> {
         if let Some(first) = self.h.first() {
             let masks = Masks::causal(t, &first.attn.dropout, &x_nd);
             for block in &self.h {
-                x_nd = block.forward(x_nd, &masks, b);
+                x_nd = block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b));
             }
         }
         normed(&self.ln_f, self.layer_norm_epsilon, x_nd)
@@ -208,10 +209,14 @@ impl<B: FusedBackend> Gpt2<B> {
 }
 
 impl<B: FusedBackend> Gpt2Block<B> {
-    /// Adds attention and feed-forward layer to rows `[n, d]` of `b` sequences, one after the other.
-    fn forward(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
+    /// Adds attention, which `mix` computes, and feed-forward layer to rows `[n, d]`.
+    fn forward(
+        &self,
+        x_nd: Tensor<B, 2>,
+        mix: impl FnOnce(&Gpt2Attention<B>, Tensor<B, 2>) -> Tensor<B, 2>,
+    ) -> Tensor<B, 2> {
         let epsilon = self.layer_norm_epsilon;
-        let mixed_nd = self.attn.mix(normed(&self.ln_1, epsilon, x_nd.clone()), masks, b);
+        let mixed_nd = mix(&self.attn, normed(&self.ln_1, epsilon, x_nd.clone()));
         let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, &self.resid_dropout, x_nd);
         let wide_nf = self.mlp.widen(normed(&self.ln_2, epsilon, x_nd.clone()));
         dense_onto(&self.mlp.c_proj, wide_nf, &self.resid_dropout, x_nd)
@@ -219,10 +224,14 @@ impl<B: FusedBackend> Gpt2Block<B> {
 }
 
 impl<B: FusedBackend> Gpt2Attention<B> {
-    /// Lets each position look at itself and those before it; `c_proj` is left to the caller.
+    /// Lets each position of `b` sequences, one after the other, look at itself and those before it; `c_proj` is left to the
+    /// caller.
     fn mix(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
-        let options = AttentionOptions { batch: b, heads: self.n_head, causal: true, scale: self.scale };
-        attend_packed(dense(&self.c_attn, x_nd), masks, options, &self.dropout)
+        attend_packed(dense(&self.c_attn, x_nd), masks, self.options(b), &self.dropout)
+    }
+
+    fn options(&self, b: usize) -> AttentionOptions {
+        AttentionOptions { batch: b, heads: self.n_head, causal: true, scale: self.scale }
     }
 }
 
@@ -230,5 +239,32 @@ impl<B: FusedBackend> Gpt2Mlp<B> {
     /// The first half of the layer, `[n, d]` to `[n, inner_width]`; `c_proj` is left to the caller.
     fn widen(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
         dense_activated(&self.c_fc, self.activation, x_nd)
+    }
+}
+
+impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
+    fn positions(&self) -> usize {
+        self.wpe.lazy_shape()[0]
+    }
+
+    fn vocabulary(&self) -> usize {
+        self.wte.lazy_shape()[0]
+    }
+
+    fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
+        let [b, t] = input_ids_bt.dims();
+        let positions_n = cache.positions(t, &input_ids_bt.device());
+        let tokens_nd = embedding(self.wte.val(), input_ids_bt.reshape([b * t]));
+        let mut x_nd = tokens_nd + embedding(self.wpe.val(), positions_n);
+        let [_, d] = x_nd.dims();
+        for (layer, block) in self.h.iter().enumerate() {
+            x_nd = block.forward(x_nd, |attn, x_nd| {
+                let parts = dense(&attn.c_attn, x_nd).chunk(3, 1).try_into().expect("three thirds");
+                cache.attend(layer, parts, attn.options(b))
+            });
+        }
+        cache.advance(t);
+        let last_bd = x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d]);
+        linear(normed(&self.ln_f, self.layer_norm_epsilon, last_bd), self.head_weight().transpose(), None, None)
     }
 }

@@ -12,6 +12,7 @@ mod rows;
 mod token_file;
 mod tokenizer;
 mod tokens;
+mod vocabulary;
 mod wordpiece;
 
 use std::path::{Path, PathBuf};

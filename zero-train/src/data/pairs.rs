@@ -9,13 +9,14 @@
 use std::ops::Range;
 use std::path::Path;
 
+use zero_core::random::Draws;
+
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
 use super::wordpiece::SPECIAL;
 use super::{Cutting, Source, is_tokens, wrong_data};
 use crate::TrainError;
 use crate::error::wrong;
-use crate::random::Draws;
 
 /// `[CLS]` and two `[SEP]`.
 const MARKS: usize = 3;
@@ -156,12 +157,12 @@ impl SentencePairs {
         draws: &mut Draws,
     ) -> Result<(), TrainError> {
         let room = self.seq - MARKS;
-        let room = if draws.happens(SHORT) { 2 + draws.below(room - 1) } else { room };
+        let room = if draws.unit() < SHORT { 2 + draws.below(room - 1) } else { room };
         let sentences = self.sentences(row, room, draws)?;
         let cut = if sentences.len() > 1 { 1 + draws.below(sentences.len() - 1) } else { 1 };
         let (first, second) = sentences.split_at(cut);
         let (first, mut second) = (first.concat(), second.concat());
-        let elsewhere = second.is_empty() || draws.happens(0.5);
+        let elsewhere = second.is_empty() || draws.unit() < 0.5;
         if elsewhere {
             // Another row than this one, where there is one.
             let step = if others.len() > 1 { 1 + draws.below(others.len() - 1) } else { 0 };
@@ -171,7 +172,7 @@ impl SentencePairs {
         let (mut first, mut second) = (&first[..], &second[..]);
         while first.len() + second.len() > room {
             let longer = if first.len() > second.len() { &mut first } else { &mut second };
-            *longer = if draws.happens(0.5) { &longer[1..] } else { &longer[..longer.len() - 1] };
+            *longer = if draws.unit() < 0.5 { &longer[1..] } else { &longer[..longer.len() - 1] };
         }
         let Special { pad, cls, sep, .. } = self.special;
         let mut ids = vec![cls];

@@ -16,6 +16,8 @@ pub struct TokenRows {
     tokens: Tokens,
     seq: usize,
     rows: usize,
+    /// What cut them, if that is known.
+    tokenizer: Option<Tokenizer>,
 }
 
 impl TokenRows {
@@ -26,11 +28,14 @@ impl TokenRows {
     /// [`TrainError`] when a file cannot be read, holds too few tokens or a token outside of the vocabulary, or does not fit the
     /// row length; for a tokenizer that is not the model's.
     pub fn load(source: &Source<'_>, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
-        let tokens = match *source {
-            Source::File(path) if is_tokens(path) => Tokens::File(TokenFile::open(path)?),
-            _ => Tokens::cut(source, cutting, &Tokenizer::find(source.path(), cutting)?)?,
-        };
-        Self::cut(source.path(), tokens, cutting)
+        if let Source::File(path) = *source
+            && is_tokens(path)
+        {
+            return Self::cut(path, Tokens::File(TokenFile::open(path)?), cutting);
+        }
+        let tokenizer = Tokenizer::find(source.path(), cutting)?;
+        let rows = Self::cut(source.path(), Tokens::cut(source, cutting, &tokenizer)?, cutting)?;
+        Ok(Self { tokenizer: Some(tokenizer), ..rows })
     }
 
     fn cut(path: &Path, tokens: Tokens, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
@@ -53,7 +58,7 @@ impl TokenRows {
                  model with more positions"
             )));
         }
-        let rows = Self { rows: found / seq, tokens, seq };
+        let rows = Self { rows: found / seq, tokens, seq, tokenizer: None };
         if rows.rows == 0 {
             return Err(problem(format!(
                 "has {found} tokens, but one row needs {seq}: use a longer text or a smaller --seq"
@@ -81,6 +86,11 @@ impl TokenRows {
     /// When the file cannot be read.
     pub fn checksum(&self, rows: Range<usize>) -> Result<u32, TrainError> {
         self.tokens.checksum((rows.start * self.seq, rows.end * self.seq), self.seq)
+    }
+
+    /// What cut them; not known of a file of ids.
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.tokenizer.as_ref()
     }
 
     /// Number of rows.

@@ -11,7 +11,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use unicode_segmentation::UnicodeSegmentation;
 
 use super::wordpiece::{self, GOES_ON, SPECIAL};
-use super::{Cutting, Source, io, wrong_data};
+use super::{Cutting, io, wrong_data};
 use crate::TrainError;
 use crate::error::wrong;
 
@@ -37,6 +37,12 @@ pub struct Tokenizer {
 enum Kind {
     Gpt2,
     File(Box<tokenizers::Tokenizer>),
+}
+
+impl core::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Tokenizer of {} tokens", self.tokens())
+    }
 }
 
 impl Tokenizer {
@@ -99,24 +105,12 @@ impl Tokenizer {
         if cutting.sentences { found.for_sentences(whose) } else { Ok(found) }
     }
 
-    /// With a WordPiece vocabulary of `size` tokens that is learned from texts (<https://arxiv.org/abs/1810.04805>); fewer where
-    /// they have no more. `lowercase` also takes accents away.
-    ///
-    /// # Errors
-    ///
-    /// [`TrainError`] when they cannot be read, or have more letters than that.
-    pub fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool) -> Result<Self, TrainError> {
-        let tokenizer = wordpiece::learn(source, field, size, lowercase)?;
-        let text = tokenizer.to_string(false).expect("a tokenizer is numbers and texts");
-        Self::new(tokenizer, crc32c::crc32c(text.as_bytes()), None).for_sentences(source.path())
-    }
-
-    fn new(tokenizer: tokenizers::Tokenizer, checksum: u32, end: Option<u32>) -> Self {
+    pub(super) fn new(tokenizer: tokenizers::Tokenizer, checksum: u32, end: Option<u32>) -> Self {
         Self { kind: Kind::File(Box::new(tokenizer)), checksum, end, sentences: false }
     }
 
     /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
-    fn for_sentences(mut self, path: &Path) -> Result<Self, TrainError> {
+    pub(super) fn for_sentences(mut self, path: &Path) -> Result<Self, TrainError> {
         for token in SPECIAL {
             if self.id(token).is_none() {
                 let problem =
@@ -160,7 +154,7 @@ impl Tokenizer {
     /// The number of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
         match &self.kind {
-            Kind::Gpt2 => None,
+            Kind::Gpt2 => self.end.filter(|_| token == ENDS[0]),
             Kind::File(tokenizer) => tokenizer.token_to_id(token),
         }
     }
@@ -254,6 +248,18 @@ impl Tokenizer {
             }
         }
         Ok(all)
+    }
+
+    /// The text of tokens, without special ones. What is no text is shown as U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        match &self.kind {
+            Kind::Gpt2 => {
+                let known: Vec<u32> = ids.iter().copied().filter(|&id| (id as usize) < GPT2_TOKENS - 1).collect();
+                let bytes = tiktoken_rs::r50k_base_singleton().decode_bytes(&known).unwrap_or_default();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Kind::File(tokenizer) => tokenizer.decode(ids, true).unwrap_or_default(),
+        }
     }
 
     fn cut(&self, text: &str) -> Result<Vec<u32>, String> {

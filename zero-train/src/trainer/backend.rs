@@ -28,7 +28,7 @@ impl BackendChoice {
     /// # Errors
     ///
     /// What is missing, and what to do.
-    pub(super) fn check(self) -> Result<(), TrainError> {
+    pub(crate) fn check(self) -> Result<(), TrainError> {
         let missing = match self {
             BackendChoice::Cpu => None,
             #[cfg(feature = "cuda")]

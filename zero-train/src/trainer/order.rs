@@ -1,9 +1,9 @@
 //! The order in which rows are used: the data's, or a new random one in every epoch.
 
 use serde::{Deserialize, Serialize};
+use zero_core::random::{WEYL, mix};
 
-use super::rows::Rows;
-use crate::random::mix;
+use super::rows::{Rows, seed_of};
 
 /// The rows that are trained on, and their order over all epochs. The position in it is all that a run needs to go on, at any
 /// number of ranks.
@@ -21,7 +21,7 @@ const ROUNDS: u64 = 6;
 impl Order {
     /// `count` rows from position `first` on, counted over all epochs; `seed` is the run's.
     pub(super) fn rows(&self, first: usize, count: usize, seed: u64) -> Rows {
-        (first..first + count).map(|position| (self.row(position), mix(seed ^ mix(position as u64)))).collect()
+        (first..first + count).map(|position| (self.row(position), seed_of(seed, position))).collect()
     }
 
     /// The row at a position. Of each epoch, every row is at one.
@@ -32,6 +32,7 @@ impl Order {
         // (a permutation of the rows: https://doi.org/10.1007/3-540-45760-7_9). So no list of rows is kept.
         let half = (usize::BITS - (self.rows - 1).leading_zeros()).div_ceil(2).max(1);
         let mask = (1 << half) - 1;
+        let mix = |value: u64| mix(value.wrapping_add(WEYL));
         let key = mix(seed ^ mix(epoch as u64));
         let mut at = position as u64;
         loop {

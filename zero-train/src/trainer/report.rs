@@ -63,6 +63,8 @@ pub struct Summary {
     pub checkpoints: usize,
     /// How long training stalled for them, in all.
     pub checkpoint_stall_seconds: f64,
+    /// What the trained model makes.
+    pub sample: Option<String>,
     /// Why another model than the default was trained, if so.
     pub notice: Option<String>,
 }
@@ -107,6 +109,7 @@ impl Summary {
             peak_rss_bytes: most(|rank| rank.peak_rss_bytes),
             checkpoints: measured.saves.len(),
             checkpoint_stall_seconds: measured.saves.iter().map(|save| save.stall_seconds).sum(),
+            sample: measured.sample.clone(),
             notice: plan.notice.clone(),
         }
     }
@@ -153,6 +156,10 @@ impl core::fmt::Display for Summary {
         if let Some(fresh) = self.fresh_bytes_after_two_steps {
             writeln!(f, "  {:<28} {:>12}", "fresh memory after step 2", format_bytes(fresh))?;
         }
-        write!(f, "  {:<28} {:>12}", "peak memory of the process", format_bytes(self.peak_rss_bytes))
+        write!(f, "  {:<28} {:>12}", "peak memory of the process", format_bytes(self.peak_rss_bytes))?;
+        if let Some(sample) = &self.sample {
+            write!(f, "\n\n{sample}")?;
+        }
+        Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use core::ops::Deref;
 
-use crate::random::mix;
+use zero_core::random::Draws;
 
 /// The numbers of some training examples, as a slice, and a seed for each.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,6 +47,11 @@ impl FromIterator<(usize, u64)> for Rows {
 /// Rows by themselves, as in an evaluation.
 impl From<&[usize]> for Rows {
     fn from(numbers: &[usize]) -> Self {
-        numbers.iter().map(|&row| (row, mix(row as u64))).collect()
+        numbers.iter().map(|&row| (row, seed_of(0, row))).collect()
     }
+}
+
+/// Of position `position` of a run with this seed.
+pub(super) fn seed_of(seed: u64, position: usize) -> u64 {
+    Draws::new(seed).fork(position as u64).bits()
 }

@@ -107,6 +107,15 @@ pub trait Task: Sync {
         None
     }
 
+    /// What the trained model makes, to be shown at the end. All ranks call it, and must use the model alike.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss).
+    fn sample<B: FusedBackend>(&self, model: &Self::Model<B>, device: &B::Device) -> Result<Option<String>> {
+        let _ = (model, device);
+        Ok(None)
+    }
+
     /// What else must be the same on all ranks, and is kept in checkpoints.
     fn settings(&self) -> Value {
         Value::Null

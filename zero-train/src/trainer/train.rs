@@ -20,7 +20,7 @@ use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use super::plan::Plan;
 use super::ranks::Ranks;
-use super::{AnyTask, DecayExcept, Task, TaskOn};
+use super::{AnyTask, DecayExcept, Rows, Task, TaskOn};
 use crate::TrainError;
 use crate::config::Precision;
 use crate::data::wrong_data;
@@ -49,6 +49,8 @@ pub(super) struct Measured {
     pub(super) saves: Vec<SaveMetrics>,
     /// What has ended it before its last step.
     pub(super) signal: Option<Signal>,
+    /// What the trained model makes.
+    pub(super) sample: Option<String>,
 }
 
 /// Trains by the plan; returns every step's metrics.
@@ -128,6 +130,14 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
 
     let (world, batch) = (plan.plan.world, plan.plan.batch);
     let order = plan.data.order;
+    if plan.data.held_out > 0 {
+        // An evaluation that fails is to be found before an epoch of training, not after.
+        let first = Rows::from(&[order.rows][..]);
+        if engine.evaluate(|model| task.evaluate(model, &first, device))?.is_empty() {
+            let told = "the task's `evaluate` measured nothing: expected the loss first, and what else there is";
+            return Err(TrainError::Run(told.into()));
+        }
+    }
     let tokens_per_step = batch.global * plan.data.units();
     let flops_per_step = batch.global as f64 * plan.model.profile.flops_per_row;
     let mut measured = Measured::default();
@@ -265,6 +275,10 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         engine.export(&config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
         say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
     }
+    // For a person.
+    if plan.progress && measured.signal.is_none() {
+        measured.sample = engine.evaluate(|model| task.sample(model, device))?;
+    }
     observe(&mut |observer| observer.end(state.step, measured.signal))?;
     Ok(measured)
 }
@@ -368,10 +382,6 @@ fn evaluate<I: FusedBackend, T: TaskOn<I>>(
         for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {
             (*sum, *total) = (name, *total + value * weight);
         }
-    }
-    if sums.is_empty() {
-        let told = "the task's `evaluate` measured nothing: expected the loss first, and what else there is";
-        return Err(TrainError::Run(told.into()));
     }
     let totals: Vec<f64> = sums.iter().map(|(_, total)| *total).collect();
     let totals = all_gather::<I>(&totals);

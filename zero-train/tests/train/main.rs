@@ -5,6 +5,7 @@ mod bert;
 mod common;
 mod config;
 mod export;
+mod generate;
 mod inspect_command;
 mod loss_scales;
 mod malformed;

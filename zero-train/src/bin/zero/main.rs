@@ -50,6 +50,8 @@ enum Command {
     Tokenizer(commands::TokenizerArgs),
     /// Train a GPT-2 or a BERT on text or token files
     Train(Box<zero_train::language::Options>),
+    /// Go on with texts, by a trained GPT-2
+    Generate(Box<zero_train::generate::Options>),
     /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),
     /// Find out from flight records, the ranks' last operations, which rank is late, and where
@@ -78,6 +80,7 @@ fn main() -> ExitCode {
         Command::Export(args) => commands::export(&args).map(done),
         Command::Tokenizer(args) => commands::tokenizer(&args).map(done),
         Command::Train(options) => Ok(commands::train(&options)),
+        Command::Generate(options) => zero_train::generate::run(&options).map(done).map_err(Into::into),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Diff(args) => inspect::diff(&args),
         Command::Launch(args) => launch::launch(&args),

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 
 use burn::tensor::{Int, Tensor, TensorData};
 use serde_json::{Value, json};
+use zero_models::generate::{Sampling, generate};
 use zero_models::gpt2::weights;
 use zero_models::{Gpt2, Gpt2Config, ModelConfig};
 
+use super::{Options, Program};
 use crate::TrainError;
 use crate::data::{DEFAULT_SEQ, TokenRows};
 use crate::error::wrong;
-use crate::language::{Options, Program};
 use crate::trainer::{FusedBackend, Profile, Rows, Setup, Task};
 
 /// A GPT-2 and the rows that it is trained on.
@@ -149,6 +150,21 @@ impl Task for Gpt2Task {
 
     fn model_config(&self) -> Option<ModelConfig> {
         Some(self.config.clone().into())
+    }
+
+    /// What follows the beginning of the last row.
+    fn sample<B: FusedBackend>(&self, model: &Gpt2<B>, device: &B::Device) -> Result<Option<String>, TrainError> {
+        let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };
+        let how = Sampling { max_new_tokens: 32, temperature: 0.8, top_k: Some(40), ..Sampling::default() };
+        let room = self.config.n_positions.saturating_sub(how.max_new_tokens).min(self.rows.seq()).min(16);
+        if room == 0 {
+            return Ok(None);
+        }
+        let row = self.rows.tokens(&[self.rows.rows() - 1])?;
+        let prompt: Vec<u32> = row[..room].iter().map(|&id| id as u32).collect();
+        let made = generate(model, std::slice::from_ref(&prompt), &how, device)?.concat();
+        let [given, follows] = [&prompt[..], &made].map(|tokens| tokenizer.decode(tokens));
+        Ok(Some(format!("after\n{given}\nthe model goes on\n{follows}")))
     }
 
     fn settings(&self) -> Value {

@@ -1,5 +1,8 @@
 //! The command that trains a language model: its options, and which [`Task`](crate::trainer::Task) they ask for.
 
+mod bert;
+mod gpt2;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -7,10 +10,10 @@ use clap::{Args, ValueEnum};
 use zero_core::alloc::PageKeeper;
 use zero_models::{BertConfig, Gpt2Config, ModelConfig, ModelError};
 
+pub use self::bert::BertTask;
+pub use self::gpt2::Gpt2Task;
 use crate::TrainError;
-use crate::bert::BertTask;
 use crate::data::{Cutting, Source};
-use crate::gpt2::Gpt2Task;
 use crate::trainer::{self, Trainer};
 
 /// What a language model learns.

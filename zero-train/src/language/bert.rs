@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use zero_models::bert::weights;
 use zero_models::{Bert, BertBatch, BertConfig, BertPredictions, ModelConfig};
 
+use super::{Options, Program};
 use crate::TrainError;
 use crate::data::{Cutting, Masking, SentencePairs, Source, Tokenizer};
 use crate::error::wrong;
-use crate::language::{Options, Program};
 use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
 
 /// Tokens of a vocabulary that is learned from a program's own text.

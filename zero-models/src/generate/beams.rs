@@ -1,0 +1,129 @@
+//! Beam search, as transformers': several texts go on for each prompt, those with the highest sums of log-probabilities.
+
+use zero_ops::FusedBackend;
+
+use super::choose::penalise;
+use super::{CausalLm, Hooks, Pass, Sampling};
+use crate::ModelError;
+
+/// A text and its score.
+#[derive(Debug, Clone)]
+struct Beam {
+    tokens: Vec<u32>,
+    score: f64,
+}
+
+/// Of one prompt.
+struct Search {
+    /// Texts that go on, best first.
+    running: Vec<Beam>,
+    /// Texts that have ended, best first, with scores by length; at most as many as beams.
+    ended: Vec<Beam>,
+    open: bool,
+}
+
+pub(super) fn search<B: FusedBackend, M: CausalLm<B>>(
+    mut pass: Pass<'_, B, M>,
+    mut logits: Vec<f32>,
+    prompts: &[Vec<u32>],
+    how: &Sampling,
+    hooks: Hooks<'_>,
+) -> Result<Vec<Vec<u32>>, ModelError> {
+    let beams = how.beams;
+    let width = logits.len() / prompts.len();
+    let begin = |prompt: &Vec<u32>| Search {
+        running: vec![Beam { tokens: prompt.clone(), score: 0.0 }],
+        ended: Vec::new(),
+        open: true,
+    };
+    let mut searches: Vec<Search> = prompts.iter().map(begin).collect();
+    // Rows of `logits`: one for each running text, for each prompt as many as for the others.
+    let mut rows = 1;
+    for made in 1..=how.max_new_tokens {
+        let mut from = Vec::with_capacity(prompts.len() * beams);
+        let mut next = Vec::with_capacity(prompts.len() * beams);
+        for (i, (search, prompt)) in searches.iter_mut().zip(prompts).enumerate() {
+            let own = &mut logits[i * rows * width..][..rows * width];
+            let parents = if search.open { search.step(own, width, prompt.len(), made, how) } else { vec![0; beams] };
+            from.extend(parents.iter().map(|parent| i * rows + parent));
+            // A prompt that has ended reads something all the same.
+            let last = |beam: usize| search.running.get(beam).map_or(0, |beam| beam.tokens[beam.tokens.len() - 1]);
+            next.extend((0..beams).map(|beam| last(beam) as i32));
+        }
+        let needs = made < how.max_new_tokens && searches.iter().any(|search| search.open);
+        if !(hooks.goes_on)(needs) {
+            break;
+        }
+        pass.cache.take(&from, pass.device);
+        rows = beams;
+        logits = pass.read(next, from.len());
+    }
+    let mut texts = Vec::with_capacity(prompts.len());
+    for (row, (search, prompt)) in searches.iter().zip(prompts).enumerate() {
+        // The last step has ended every text that ran.
+        let best = search.ended.first().map_or(&prompt[..], |best| &best.tokens);
+        let text: Vec<u32> = best[prompt.len()..].iter().copied().filter(|token| !how.stop.contains(token)).collect();
+        text.iter().for_each(|&token| (hooks.token)(row, token));
+        texts.push(text);
+    }
+    Ok(texts)
+}
+
+impl Search {
+    /// One more token for each text, by its logits, with the `made`th new one. Gives of each text that goes on the number of the
+    /// one that it was.
+    fn step(&mut self, logits: &mut [f32], width: usize, prompt: usize, made: usize, how: &Sampling) -> Vec<usize> {
+        let beams = how.beams;
+        let mut found: Vec<(f64, usize, u32)> = Vec::new();
+        for (at, (beam, logits)) in self.running.iter().zip(logits.chunks_exact_mut(width)).enumerate() {
+            log_softmax(logits);
+            penalise(logits, &beam.tokens, how.repetition_penalty);
+            found.extend(logits.iter().enumerate().map(|(id, &p)| (beam.score + f64::from(p), at, id as u32)));
+        }
+        // As many as are enough when each of the best texts could also end.
+        let kept = (beams * (1 + how.stop.len()).max(2)).min(found.len());
+        let order =
+            |a: &(f64, usize, u32), b: &(f64, usize, u32)| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2)));
+        if kept < found.len() {
+            found.select_nth_unstable_by(kept, order);
+            found.truncate(kept);
+        }
+        found.sort_by(order);
+        let last = made == how.max_new_tokens;
+        let (mut running, mut parents) = (Vec::new(), Vec::new());
+        for (rank, (score, at, token)) in found.into_iter().enumerate() {
+            let mut tokens = self.running[at].tokens.clone();
+            tokens.push(token);
+            if last || how.stop.contains(&token) {
+                // A text ends only where it is among the best.
+                if rank < beams {
+                    let length = (tokens.len() - prompt) as f64;
+                    self.ended.push(Beam { tokens, score: score / length.powf(how.length_penalty) });
+                }
+            } else if running.len() < beams {
+                running.push(Beam { tokens, score });
+                parents.push(at);
+            }
+        }
+        self.ended.sort_by(|a, b| b.score.total_cmp(&a.score));
+        self.ended.truncate(beams);
+        self.running = running;
+        // No text that goes on can become better than the worst that has ended.
+        let best = self.running.first().map(|best| best.score / (made as f64).powf(how.length_penalty));
+        let worst = self.ended.get(beams - 1).map(|worst| worst.score);
+        self.open = match (best, worst) {
+            (None, _) => false,
+            (Some(best), Some(worst)) => best > worst,
+            (Some(_), None) => true,
+        };
+        parents.resize(beams, 0);
+        parents
+    }
+}
+
+fn log_softmax(logits: &mut [f32]) {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+    let log = sum.ln() as f32 + largest;
+    logits.iter_mut().for_each(|logit| *logit -= log);
+}

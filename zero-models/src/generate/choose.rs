@@ -1,0 +1,60 @@
+//! The next token, chosen from its logits: as transformers' logits processors and warpers do, in their order.
+
+use zero_core::random::Draws;
+
+use super::Sampling;
+
+/// The most likely token; of equal ones the first.
+pub(super) fn best(logits: &[f32]) -> usize {
+    (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
+}
+
+/// Makes tokens that were there already less likely (<https://arxiv.org/abs/1909.05858>, section 4.1).
+pub(super) fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
+    if penalty == 1.0 {
+        return;
+    }
+    let mut seen: Vec<usize> = seen.iter().map(|&token| token as usize).collect();
+    seen.sort_unstable();
+    seen.dedup();
+    for token in seen {
+        let logit = &mut logits[token];
+        *logit = if *logit < 0.0 { *logit * penalty as f32 } else { *logit / penalty as f32 };
+    }
+}
+
+/// The token that follows `seen`.
+pub(super) fn choose(logits: &mut [f32], seen: &[u32], how: &Sampling, draws: &mut Draws) -> usize {
+    penalise(logits, seen, how.repetition_penalty);
+    if how.temperature == 0.0 {
+        return best(logits);
+    }
+    // In the order of their logits; of equal ones the first.
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    if let Some(k) = how.top_k.filter(|&k| k < order.len()) {
+        // Those that are equal to the last one stay.
+        let least = logits[order[k - 1]];
+        order.retain(|&token| logits[token] >= least);
+    }
+    let largest = f64::from(logits[order[0]]);
+    let weight = |token: &usize| ((f64::from(logits[*token]) - largest) / how.temperature).exp();
+    let mut weights: Vec<f64> = order.iter().map(weight).collect();
+    let mut total: f64 = weights.iter().sum();
+    if let Some(p) = how.top_p {
+        // The fewest that come to p together (<https://arxiv.org/abs/1904.09751>).
+        let mut sum = 0.0;
+        let enough = weights.iter().position(|weight| {
+            sum += weight;
+            sum >= p * total
+        });
+        weights.truncate(enough.map_or(weights.len(), |last| last + 1));
+        total = weights.iter().sum();
+    }
+    let mut left = draws.unit() * total;
+    let drawn = weights.iter().position(|weight| {
+        left -= weight;
+        left < 0.0
+    });
+    order[drawn.unwrap_or(weights.len() - 1)]
+}

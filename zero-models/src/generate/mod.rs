@@ -1,0 +1,242 @@
+//! Text, token by token: greedy, sampled, or by beam search, for any model that predicts the next token.
+//!
+//! * In: a [`CausalLm`], prompts as token ids, and [`Sampling`]. Out: for each prompt the tokens that follow.
+//! * Prompts of unequal lengths share each pass over the model: shorter ones begin with padding, which nothing looks at.
+//! * Keys and values of what was read are kept ([`KvCache`]), so that each token is read once.
+//! * Over a backend that shards parameters, they are gathered as in training, once a token for all prompts. Where ranks gather
+//!   together, all must make as many passes: [`Hooks::goes_on`] lets them agree.
+
+mod beams;
+mod cache;
+mod choose;
+
+use burn::tensor::{Int, Tensor, TensorData};
+use zero_core::random::Draws;
+use zero_ops::FusedBackend;
+
+pub use cache::KvCache;
+
+use crate::ModelError;
+
+/// A model that predicts the next token.
+pub trait CausalLm<B: FusedBackend> {
+    /// The longest text.
+    fn positions(&self) -> usize;
+
+    /// Number of tokens that it knows.
+    fn vocabulary(&self) -> usize;
+
+    /// Logits of the token that follows each row, `[b, v]`.
+    ///
+    /// `input_ids_bt` are the tokens `[b, t]` that follow those that `cache` has, and are added to it; `t` is 1 unless it is
+    /// empty.
+    fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2>;
+}
+
+/// How tokens are chosen. The default is greedy: the most likely token, 64 times.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampling {
+    /// Most tokens that follow a prompt.
+    pub max_new_tokens: usize,
+    /// Tokens that end a text; they are not part of it.
+    pub stop: Vec<u32>,
+    /// Logits are divided by it; 0 takes the most likely token.
+    pub temperature: f64,
+    /// Only the `k` most likely tokens.
+    pub top_k: Option<usize>,
+    /// Only the most likely tokens that come to this probability together.
+    pub top_p: Option<f64>,
+    /// Above 1, tokens that were there already are less likely.
+    pub repetition_penalty: f64,
+    /// Seed of the draws. Each prompt has its own, by its number.
+    pub seed: u64,
+    /// Above 1, the text that is the most likely as a whole is looked for among so many.
+    pub beams: usize,
+    /// By beam search, a text's score is the sum of its log-probabilities divided by its length to this power.
+    pub length_penalty: f64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            max_new_tokens: 64,
+            stop: Vec::new(),
+            temperature: 0.0,
+            top_k: None,
+            top_p: None,
+            repetition_penalty: 1.0,
+            seed: 0,
+            beams: 1,
+            length_penalty: 1.0,
+        }
+    }
+}
+
+/// What is asked and told while text is made.
+pub struct Hooks<'a> {
+    /// A token was chosen for a prompt. Beam search tells in the end.
+    pub token: &'a mut dyn FnMut(usize, u32),
+    /// Whether there is another pass, by whether these prompts need one.
+    pub goes_on: &'a mut dyn FnMut(bool) -> bool,
+    /// The number of a prompt among those of all ranks, which its draws follow from.
+    pub number: &'a dyn Fn(usize) -> usize,
+}
+
+/// The tokens that follow each prompt.
+///
+/// # Errors
+/// When a prompt is empty, has a token that the model does not know, or is with `max_new_tokens` longer than the model's
+/// positions; when [`Sampling`] holds a value that is none.
+pub fn generate<B: FusedBackend, M: CausalLm<B>>(
+    model: &M,
+    prompts: &[Vec<u32>],
+    how: &Sampling,
+    device: &B::Device,
+) -> Result<Vec<Vec<u32>>, ModelError> {
+    generate_with(
+        model,
+        prompts,
+        how,
+        device,
+        Hooks { token: &mut |_, _| (), goes_on: &mut |needs| needs, number: &|row| row },
+    )
+}
+
+/// As [`generate`], with [`Hooks`].
+///
+/// # Errors
+/// As [`generate`].
+pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
+    model: &M,
+    prompts: &[Vec<u32>],
+    how: &Sampling,
+    device: &B::Device,
+    hooks: Hooks<'_>,
+) -> Result<Vec<Vec<u32>>, ModelError> {
+    how.check()?;
+    check(model, prompts, how)?;
+    let Some(longest) = prompts.iter().map(Vec::len).max() else { return Ok(Vec::new()) };
+    let padding: Vec<usize> = prompts.iter().map(|prompt| longest - prompt.len()).collect();
+    let filled: Vec<i32> = prompts
+        .iter()
+        .zip(&padding)
+        .flat_map(|(prompt, &padding)| {
+            std::iter::repeat_n(prompt[0], padding).chain(prompt.iter().copied()).map(|id| id as i32)
+        })
+        .collect();
+    let mut pass = Pass { model, device, cache: KvCache::new(padding) };
+    let logits = pass.read(filled, prompts.len());
+    match how.beams {
+        1 => one_by_one(pass, logits, prompts, how, hooks),
+        _ => beams::search(pass, logits, prompts, how, hooks),
+    }
+}
+
+/// A model with what it has read.
+struct Pass<'a, B: FusedBackend, M> {
+    model: &'a M,
+    device: &'a B::Device,
+    cache: KvCache<B>,
+}
+
+impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
+    /// Reads tokens `[rows, t]`; the logits `[rows, v]` of those that follow.
+    fn read(&mut self, ids: Vec<i32>, rows: usize) -> Vec<f32> {
+        let shape = [rows, ids.len() / rows];
+        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), self.device);
+        let logits = self.model.next_logits(ids, &mut self.cache);
+        logits.into_data().convert::<f32>().into_vec().expect("logits are converted to this type")
+    }
+}
+
+fn one_by_one<B: FusedBackend, M: CausalLm<B>>(
+    mut pass: Pass<'_, B, M>,
+    mut logits: Vec<f32>,
+    prompts: &[Vec<u32>],
+    how: &Sampling,
+    hooks: Hooks<'_>,
+) -> Result<Vec<Vec<u32>>, ModelError> {
+    let rows = prompts.len();
+    let mut texts = prompts.to_vec();
+    let mut draws: Vec<Draws> = (0..rows).map(|row| Draws::new(how.seed).fork((hooks.number)(row) as u64)).collect();
+    let mut open = vec![true; rows];
+    for made in 1..=how.max_new_tokens {
+        let width = logits.len() / rows;
+        let mut next = vec![0; rows];
+        for (row, logits) in logits.chunks_exact_mut(width).enumerate() {
+            if !open[row] {
+                continue;
+            }
+            let token = choose::choose(logits, &texts[row], how, &mut draws[row]) as u32;
+            next[row] = token as i32;
+            open[row] = !how.stop.contains(&token);
+            if open[row] {
+                texts[row].push(token);
+                (hooks.token)(row, token);
+            }
+        }
+        // A row that has ended reads something all the same.
+        let needs = made < how.max_new_tokens && open.contains(&true);
+        if !(hooks.goes_on)(needs) {
+            break;
+        }
+        logits = pass.read(next, rows);
+    }
+    Ok(texts.into_iter().zip(prompts).map(|(text, prompt)| text[prompt.len()..].to_vec()).collect())
+}
+
+impl Sampling {
+    fn check(&self) -> Result<(), ModelError> {
+        let wrong = |field: &'static str, got: String, expected: &str| {
+            Err(ModelError::ConfigValue { model: "sampling", field, got, expected: expected.to_string() })
+        };
+        if self.max_new_tokens == 0 {
+            return wrong("max_new_tokens", "0".into(), "at least 1");
+        }
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            return wrong("temperature", self.temperature.to_string(), "0 (the most likely token) or above");
+        }
+        if self.top_k == Some(0) {
+            return wrong("top_k", "0".into(), "at least 1, or none");
+        }
+        if let Some(p) = self.top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
+            return wrong("top_p", p.to_string(), "above 0, at most 1");
+        }
+        if !(self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0) {
+            return wrong("repetition_penalty", self.repetition_penalty.to_string(), "above 0");
+        }
+        if self.beams == 0 {
+            return wrong("beams", "0".into(), "at least 1");
+        }
+        if self.beams > 1 && self.temperature != 0.0 {
+            return wrong("beams", self.beams.to_string(), "1, or a temperature of 0: beam search draws nothing");
+        }
+        if !self.length_penalty.is_finite() {
+            return wrong("length_penalty", self.length_penalty.to_string(), "a number");
+        }
+        Ok(())
+    }
+}
+
+fn check<B: FusedBackend, M: CausalLm<B>>(model: &M, prompts: &[Vec<u32>], how: &Sampling) -> Result<(), ModelError> {
+    let (positions, vocabulary) = (model.positions(), model.vocabulary());
+    for (row, prompt) in prompts.iter().enumerate() {
+        let problem = |problem: String| Err(ModelError::Prompt { row, problem });
+        if prompt.is_empty() {
+            return problem("is empty: expected at least one token".into());
+        }
+        if let Some(token) = prompt.iter().find(|token| **token as usize >= vocabulary) {
+            return problem(format!(
+                "has the token {token}, and the model knows {vocabulary}: use the tokenizer that the model was made for"
+            ));
+        }
+        let (length, new) = (prompt.len(), how.max_new_tokens);
+        if length + new > positions {
+            return problem(format!(
+                "has {length} tokens, with {new} new ones more than the model's {positions} positions: shorten it or lower \
+                 max_new_tokens"
+            ));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,309 @@
+//! `zero generate`: text by a trained model, from a Hugging Face folder or a checkpoint.
+//!
+//! * In: a folder and prompts. Out: for each prompt the text that follows, on standard output, as it is made where there is one.
+//! * Parameters are sharded over the ranks, or kept on a disk (`--offload disk`): then layers are read ahead of their use, and
+//!   all prompts of a rank share each pass.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use clap::Args;
+use serde_json::json;
+use zero_burn::config::{Float, Tier, ZeroConfig};
+use zero_burn::launch::{LaunchOptions, launch};
+use zero_burn::stats::all_gather;
+use zero_burn::{Zero, ZeroDevice};
+use zero_core::Stage;
+use zero_models::generate::{Hooks, Sampling, generate_with};
+use zero_models::hf_export::{ExportDtype, ExportOptions};
+use zero_models::{Gpt2Config, ModelConfig, gpt2};
+use zero_ops::FusedBackend;
+
+use crate::TrainError;
+use crate::data::{Cutting, Tokenizer, wrong_data};
+use crate::error::wrong;
+use crate::export::export_checkpoint;
+use crate::trainer::{BackendChoice, Dtype, OffloadTo};
+
+/// Options of `zero generate`.
+// A field for each option.
+#[derive(Debug, Clone, Args)]
+pub struct Options {
+    /// A folder with a Hugging Face config.json and its weights, or a checkpoint
+    pub model: PathBuf,
+    /// A text to go on with; may be given several times
+    #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
+    pub prompt: Vec<String>,
+    /// A file with a prompt in each line
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own]
+    #[arg(long, value_name = "FILE|DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Most tokens that follow a prompt
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub max_new_tokens: usize,
+    /// Draw tokens, by their logits divided by this; 0 takes the most likely one
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    pub temperature: f64,
+    /// Draw among the K most likely tokens only
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Draw among the most likely tokens that come to this probability together
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f64>,
+    /// Above 1, tokens that were there already are less likely
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    pub repetition_penalty: f64,
+    /// Seed of the draws
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Look for the text that is the most likely as a whole, among so many
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub beams: usize,
+    /// By beam search, a score is divided by the text's length to this power
+    #[arg(long, value_name = "POWER", default_value_t = 1.0)]
+    pub length_penalty: f64,
+    /// A token that ends a text, by its name; may be given several times [default: the tokenizer's end of text]
+    #[arg(long, value_name = "TOKEN")]
+    pub stop: Vec<String>,
+    /// Where ranks compute: cpu, cuda or vulkan
+    #[arg(long, value_name = "BACKEND", default_value = "cpu")]
+    pub backend: BackendChoice,
+    /// Type of the parameters
+    #[arg(long, default_value = "fp32")]
+    pub dtype: Dtype,
+    /// Number of ranks that the parameters are sharded over; prompts are shared out among them
+    #[arg(long, default_value_t = 1)]
+    pub ranks: usize,
+    /// Compute threads per rank [default: the machine's cores, shared evenly]
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// Keep the parameters elsewhere than where the backend computes
+    #[arg(long, value_name = "WHERE")]
+    pub offload: Option<OffloadTo>,
+    /// The folder for --offload disk, on a fast one
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub swap: PathBuf,
+    /// Print a JSON object for each prompt: prompt, text and tokens
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Generates and prints.
+///
+/// # Errors
+///
+/// [`TrainError`] for a folder, a prompt or an option that cannot be used.
+pub fn run(options: &Options) -> Result<(), TrainError> {
+    options.backend.check()?;
+    if options.ranks == 0 {
+        return Err(wrong("ranks", 0, "expected at least 1"));
+    }
+    let on_disk = options.offload == Some(OffloadTo::Disk);
+    if on_disk && !options.swap.is_dir() {
+        return Err(wrong("swap", options.swap.display(), "expected a folder, on the disk that is to be used"));
+    }
+    if !options.model.is_dir() {
+        return Err(wrong_data(
+            &options.model,
+            "is no folder: expected one with a config.json and weights, or a checkpoint",
+        ));
+    }
+    // A checkpoint is brought into the form of a folder first.
+    let mut exported = None;
+    let dir = if options.model.join("config.json").is_file() {
+        options.model.clone()
+    } else {
+        let there = tempfile::tempdir_in(&options.swap).map_err(|source| TrainError::Io {
+            action: "write",
+            path: options.swap.clone(),
+            source,
+        })?;
+        let dtype = if options.dtype == Dtype::Fp32 { ExportDtype::Fp32 } else { ExportDtype::Bf16 };
+        let dir = there.path().join("model");
+        let export = ExportOptions { dtype, ..ExportOptions::default() };
+        export_checkpoint(&options.model, &dir, &export, None).map_err(|error| {
+            wrong_data(&options.model, format!("has no config.json, and is no checkpoint: {error}"))
+        })?;
+        exported = Some(there);
+        dir
+    };
+    let config = match ModelConfig::from_file(&dir.join("config.json"))? {
+        ModelConfig::Gpt2(config) => config,
+        _ => return Err(wrong("model", options.model.display(), "expected a GPT-2, which predicts the next token")),
+    };
+    let folders = [&*dir];
+    let cutting = Cutting {
+        vocab_size: config.vocab_size,
+        tokenizer: options.tokenizer.as_deref(),
+        folders: &folders,
+        ..Cutting::default()
+    };
+    let tokenizer = Tokenizer::find(Path::new("the prompt"), &cutting)?;
+    let mut texts = options.prompt.clone();
+    if let Some(file) = &options.prompts {
+        let read = |source| TrainError::Io { action: "read", path: file.clone(), source };
+        texts.extend(std::fs::read_to_string(file).map_err(read)?.lines().map(str::to_string));
+    }
+    let encode = |text: &String| tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem));
+    let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
+    let job = Job { options, dir: &dir, config: &config, tokenizer: &tokenizer, prompts: &prompts };
+    let run_on = match options.backend {
+        #[cfg(feature = "cuda")]
+        BackendChoice::Cuda => Job::run::<burn_cuda::Cuda>,
+        #[cfg(feature = "vulkan")]
+        BackendChoice::Vulkan => Job::run::<burn_wgpu::Vulkan>,
+        _ => Job::run::<burn_flex::Flex>,
+    };
+    let made = run_on(&job)?;
+    drop(exported);
+    let streamed = job.streams();
+    for ((prompt, tokens), text) in prompts.iter().zip(&made).zip(&texts) {
+        let follows = tokenizer.decode(&[&prompt[..], tokens].concat());
+        let follows = follows.strip_prefix(text.as_str()).unwrap_or(&follows);
+        if options.json {
+            println!("{}", json!({ "prompt": text, "text": follows, "tokens": tokens }));
+        } else if !streamed {
+            println!("{text}{follows}\n");
+        }
+    }
+    Ok(())
+}
+
+struct Job<'a> {
+    options: &'a Options,
+    dir: &'a Path,
+    config: &'a Gpt2Config,
+    tokenizer: &'a Tokenizer,
+    prompts: &'a [Vec<u32>],
+}
+
+impl Job<'_> {
+    /// Whether tokens are printed as they come.
+    fn streams(&self) -> bool {
+        self.prompts.len() == 1 && self.options.beams == 1 && !self.options.json
+    }
+
+    fn sampling(&self) -> Result<Sampling, TrainError> {
+        let options = self.options;
+        let named = |token: &String| {
+            let known = self.tokenizer.id(token);
+            known
+                .ok_or_else(|| wrong("stop", token, "expected a token of the model's tokenizer, such as <|endoftext|>"))
+        };
+        let stop = match options.stop.len() {
+            0 => self.tokenizer.end().into_iter().collect(),
+            _ => options.stop.iter().map(named).collect::<Result<_, _>>()?,
+        };
+        Ok(Sampling {
+            max_new_tokens: options.max_new_tokens,
+            stop,
+            temperature: options.temperature,
+            top_k: options.top_k,
+            top_p: options.top_p,
+            repetition_penalty: options.repetition_penalty,
+            seed: options.seed,
+            beams: options.beams,
+            length_penalty: options.length_penalty,
+        })
+    }
+
+    fn zero(&self) -> ZeroConfig {
+        let mut zero = ZeroConfig::new(Stage::Parameters);
+        zero.param_dtype = match self.options.dtype {
+            Dtype::Fp32 => Float::F32,
+            Dtype::Fp16 => Float::F16,
+            Dtype::Bf16 => Float::Bf16,
+        };
+        zero.offload.parameters = match self.options.offload {
+            None => Tier::default(),
+            Some(OffloadTo::Host) => Tier::Host,
+            Some(OffloadTo::Disk) => Tier::Disk,
+        };
+        zero.offload.disk.path = self.options.swap.clone();
+        zero
+    }
+
+    /// The tokens that follow each prompt.
+    fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>, TrainError> {
+        let (how, zero) = (self.sampling()?, self.zero());
+        let ranks = self.options.ranks;
+        let launched =
+            LaunchOptions { threads_per_rank: self.options.threads.unwrap_or(0), ..LaunchOptions::default() };
+        zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
+        let made: Vec<Mutex<Vec<u32>>> = self.prompts.iter().map(|_| Mutex::default()).collect();
+        launch::<I, _, TrainError>(ranks, &zero, &launched, |device| self.run_rank::<I>(&device, &how, &made))?;
+        Ok(made.into_iter().map(|tokens| tokens.into_inner().expect("no rank has panicked")).collect())
+    }
+
+    fn run_rank<I: FusedBackend>(
+        &self,
+        device: &ZeroDevice<I::Device>,
+        how: &Sampling,
+        made: &[Mutex<Vec<u32>>],
+    ) -> Result<(), TrainError> {
+        let model = gpt2::weights::load(self.config.init::<Zero<I>>(device), self.dir, device)?;
+        let mine: Vec<usize> = (device.rank()..self.prompts.len()).step_by(self.options.ranks).collect();
+        // In place of prompts that only other ranks have.
+        let rows = if mine.is_empty() { &[0][..] } else { &mine };
+        let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
+        let mut shown = self.streams().then(|| Shown::new(self.tokenizer, &self.prompts[0]));
+        let mut token = |_: usize, token: u32| {
+            if let Some(shown) = shown.as_mut().filter(|_| device.rank() == 0) {
+                shown.add(token);
+            }
+        };
+        // All gather as often.
+        let mut goes_on = |needs: bool| all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0);
+        let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
+        let texts = generate_with(&model, &prompts, how, device, hooks)?;
+        for (&row, text) in mine.iter().zip(texts) {
+            *made[row].lock().expect("no other rank has this row") = text;
+        }
+        if let Some(shown) = shown.as_mut().filter(|_| device.rank() == 0) {
+            shown.end();
+        }
+        Ok(())
+    }
+}
+
+/// A text on standard output, as it is made.
+struct Shown<'a> {
+    tokenizer: &'a Tokenizer,
+    tokens: Vec<u32>,
+    /// Bytes of the text that are printed.
+    printed: usize,
+}
+
+impl<'a> Shown<'a> {
+    fn new(tokenizer: &'a Tokenizer, prompt: &[u32]) -> Self {
+        let mut shown = Self { tokenizer, tokens: prompt.to_vec(), printed: 0 };
+        shown.print();
+        shown
+    }
+
+    fn add(&mut self, token: u32) {
+        self.tokens.push(token);
+        self.print();
+    }
+
+    fn print(&mut self) {
+        let text = self.tokenizer.decode(&self.tokens);
+        // The rest of a character may be in the next token.
+        if text.ends_with('\u{fffd}') {
+            return;
+        }
+        if let Some(new) = text.get(self.printed..) {
+            let mut out = std::io::stdout();
+            // That nobody reads it any more (`| head`) is no error.
+            let _ = out.write_all(new.as_bytes()).and_then(|()| out.flush());
+            self.printed = text.len();
+        }
+    }
+
+    fn end(&mut self) {
+        println!();
+    }
+}
