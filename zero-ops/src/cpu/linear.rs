@@ -102,6 +102,10 @@ thread_local! {
 /// on the shapes alone.
 fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     let (n, k, m) = (a.rows(), a.columns(), b.columns());
+    if n == 1 && a.column_stride == 1 && [b.row_stride, b.column_stride].contains(&1) {
+        multiply_row(out, write, &a.data[..k], b);
+        return;
+    }
     if !b.has_columns_pages_apart() || n < TILE || 2 * n > m || k < m {
         multiply(out, write, a, b, 1.0, gemm_threads());
         return;
@@ -115,6 +119,64 @@ fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     let from = &turned[..n * m];
     spread(n * m, tasks, |(block, out)| turn(from, n, block * TILE, m, write, out));
     TURNED.set(turned);
+}
+
+/// `x * b` into `out`, or added to it. gemm goes through a matrix for one row on one thread, an element at a time.
+fn multiply_row(out: &mut [f32], write: Write, x: &[f32], b: Matrix<'_>) {
+    let (k, m) = (b.rows(), b.columns());
+    let width = if b.column_stride == 1 { ROW_PART } else { ROW_PART.div_ceil(k.max(1)) };
+    let tasks: Vec<_> = out.chunks_mut(width).enumerate().collect();
+    spread(k * m, tasks, |(part, out)| {
+        if write == Write::Over {
+            out.fill(0.0);
+        }
+        if b.column_stride == 1 {
+            add_scaled_rows(x, &b.data[part * width..], b.row_stride, out);
+        } else {
+            add_products(x, &b.data[part * width * b.column_stride..], b.column_stride, out);
+        }
+    });
+}
+
+/// Columns of a task of [`multiply_row`] where they are contiguous, else elements.
+const ROW_PART: usize = 1 << 10;
+
+/// Partial sums of a dot product. Fixed, as they decide its bits.
+const LANES: usize = 64;
+
+vectorised! {
+    /// Adds rows of `b`, `stride` elements apart, times the elements of `x`.
+    fn add_scaled_rows<'a>(x: &'a [f32], b: &'a [f32], stride: usize, out: &'a mut [f32]) {
+        let width = out.len();
+        let row = |i: usize| &b[i * stride..][..width];
+        let (fours, rest) = x.as_chunks::<4>();
+        for (i, x) in fours.iter().enumerate() {
+            let rows = [row(4 * i), row(4 * i + 1), row(4 * i + 2), row(4 * i + 3)];
+            for (j, out) in out.iter_mut().enumerate() {
+                *out += (x[0] * rows[0][j] + x[1] * rows[1][j]) + (x[2] * rows[2][j] + x[3] * rows[3][j]);
+            }
+        }
+        for (i, x) in rest.iter().enumerate() {
+            let row = row(4 * fours.len() + i);
+            out.iter_mut().zip(row).for_each(|(out, b)| *out += x * b);
+        }
+    }
+
+    /// Adds the products of `x` with columns of `b`, which are contiguous and `stride` elements apart.
+    fn add_products<'a>(x: &'a [f32], b: &'a [f32], stride: usize, out: &'a mut [f32]) {
+        for (j, out) in out.iter_mut().enumerate() {
+            let column = &b[j * stride..][..x.len()];
+            let mut sums = [0f32; LANES];
+            let ((x, x_rest), (b, b_rest)) = (x.as_chunks::<LANES>(), column.as_chunks::<LANES>());
+            for (x, b) in x.iter().zip(b) {
+                for lane in 0..LANES {
+                    sums[lane] += x[lane] * b[lane];
+                }
+            }
+            let rest: f32 = x_rest.iter().zip(b_rest).map(|(x, b)| x * b).sum();
+            *out += sums.iter().sum::<f32>() + rest;
+        }
+    }
 }
 
 /// Rows, and columns, of a tile of [`turn`]: a cache line of each.
@@ -197,6 +259,8 @@ mod tests {
             (70, 33, 129),
             (33, 150, 77),
             (33, 77, 150),
+            // One row, over several tasks of either kind.
+            (1, 131, 2100),
         ] {
             let (x, w, g) = (numbers(n * k, 1), numbers(k * m, 2), numbers(n * m, 5));
             let (bias, residual) = (numbers(m, 3), numbers(n * m, 4));
@@ -245,6 +309,19 @@ mod tests {
             backward_bias(&g, &mut db);
             [out, dx, dw, db].concat()
         });
+    }
+
+    #[test]
+    fn the_number_of_threads_changes_no_bit_of_one_row() {
+        let (k, m) = (270, 4099);
+        let (x, w) = (numbers(k, 1), numbers(k * m, 2));
+        for w in [Matrix::new(&w, k, m), Matrix::new(&w, m, k).transposed()] {
+            same_bits(|| {
+                let mut out = vec![0.0; m];
+                forward(&x, w, None, None, &mut out);
+                out
+            });
+        }
     }
 
     #[test]
