@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Generation beside transformers, and with weights on a disk under a hard limit of memory, in turn, as a table.
+
+  bench/generate.py --venv DIR --zero target/release/zero [--model gpt2] [--batches 1,8] [--new 64] [--rounds 3]
+  bench/generate.py --venv DIR --zero ... --model gpt2-xl --limit-mib 2048 --swap DIR --new 6
+
+DIR is a virtual environment with torch and transformers, as bench/peer.sh makes. Weights are random, made once into --dir.
+Both take two threads, fp32, the same prompts of 16 tokens, greedy, with a cache of keys and values. A token's time is the
+difference between a run of few and of many tokens over the difference of tokens: starting, loading and reading the prompts are
+not in it. With --limit-mib, the process is in a memory cgroup (root), parameters are kept in --swap, and tokens must be those of
+a run without a limit; the disk's bandwidth is that of reading the same number of bytes around the page cache.
+"""
+import argparse, json, os, subprocess, sys, time
+from pathlib import Path
+
+SIZES = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
+MAKE = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel
+layers, width, heads = map(int, sys.argv[2:5])
+torch.manual_seed(0)
+GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=heads)).save_pretrained(sys.argv[1])
+"""
+PEER = """
+import sys, time, torch
+from transformers import GPT2LMHeadModel
+torch.set_num_threads(2)
+model = GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
+rows, few, many = map(int, sys.argv[2:5])
+ids = torch.tensor([[(7 * i + row) % 50000 for i in range(16)] for row in range(rows)])
+def run(new):
+    begin = time.perf_counter()
+    with torch.no_grad():
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+    return time.perf_counter() - begin
+run(2)
+print((run(many) - run(few)) / (many - few))
+"""
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--venv", type=Path, required=True)
+parser.add_argument("--zero", type=Path, required=True)
+parser.add_argument("--model", choices=SIZES, default="gpt2")
+parser.add_argument("--dir", type=Path, default=Path("target/generate"))
+parser.add_argument("--batches", default="1,8")
+parser.add_argument("--new", type=int, default=64)
+parser.add_argument("--rounds", type=int, default=3)
+parser.add_argument("--limit-mib", type=int)
+parser.add_argument("--swap", type=Path, default=Path("."))
+args = parser.parse_args()
+if not args.zero.is_file():
+    sys.exit(f"error: {args.zero} is not there: build it with cargo build --release --bin zero")
+folder, python = args.dir / args.model, args.venv / "bin/python"
+if not (folder / "config.json").is_file():
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([python, "-c", MAKE, folder, *map(str, SIZES[args.model])], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+# One token a word, in GPT-2's own vocabulary.
+words = " the of and to in is was he for it with as his on be at by had not are but from or".split()
+
+
+def cgroup(mib):
+    root = Path("/sys/fs/cgroup/memory")
+    version1 = root.is_dir()
+    group = (root if version1 else root.parent) / f"zero-generate-{os.getpid()}"
+    group.mkdir(exist_ok=True)
+    (group / ("memory.limit_in_bytes" if version1 else "memory.max")).write_text(str(mib << 20))
+    return group, group / ("memory.max_usage_in_bytes" if version1 else "memory.peak")
+
+
+def zero(rows, new, limit=None, offload=()):
+    prompts = [" ".join(words[(row + i) % len(words)] for i in range(16)) for row in range(rows)]
+    command = [args.zero, "generate", folder, "--json", "--threads", "2", "--max-new-tokens", str(new), "--stop", "<|endoftext|>", *offload]
+    for prompt in prompts:
+        command += ["--prompt", prompt]
+    group = limit and cgroup(limit)
+    inside = (lambda: (group[0] / "cgroup.procs").write_text(str(os.getpid()))) if group else None
+    begin = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=inside)
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        sys.exit(f"error: {done.stderr}")
+    tokens = [json.loads(line)["tokens"] for line in done.stdout.splitlines()]
+    assert all(len(row) == new for row in tokens), "a text has ended early: other times would be compared"
+    peak = None
+    if group:
+        peak = int(group[1].read_text()) >> 20
+        group[0].rmdir()
+    return seconds, tokens, peak
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
+few = max(1, args.new // 8)
+if args.limit_mib is None:
+    print(f"{args.model}, fp32, 2 threads, 16 tokens a prompt, {args.new - few} new ones, median of {args.rounds} rounds in turn")
+    print("| prompts | zero, tokens/s | transformers, tokens/s | ratio |\n|---|---|---|---|")
+    for rows in map(int, args.batches.split(",")):
+        ours, theirs = [], []
+        for _ in range(args.rounds):
+            ours.append((zero(rows, args.new)[0] - zero(rows, few)[0]) / (args.new - few))
+            out = subprocess.run([python, "-c", PEER, folder, str(rows), str(few), str(args.new)], capture_output=True, text=True, check=True,
+                                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"})
+            theirs.append(float(out.stdout))
+        a, b = rows / median(ours), rows / median(theirs)
+        print(f"| {rows} | {a:.1f} | {b:.1f} | {a / b:.2f} |", flush=True)
+else:
+    offload = ["--offload", "disk", "--swap", str(args.swap)]
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    file = next(folder.glob("*.safetensors"))
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    import mmap
+
+    buffer, begin, read = mmap.mmap(-1, 8 << 20), time.perf_counter(), 0
+    while (got := os.readv(fd, [buffer])) == 8 << 20:
+        read += got
+    bandwidth = read / (time.perf_counter() - begin)
+    rows = {}
+    for prompts in (1, 16):
+        short, long = zero(prompts, 1, args.limit_mib, offload), zero(prompts, args.new, args.limit_mib, offload)
+        rows[prompts] = (long[0] - short[0]) / (args.new - 1)
+        if prompts == 1:
+            assert long[1] == zero(1, args.new)[1], "the tokens of a run without a limit"
+        print(f"{prompts} prompt(s): {rows[prompts]:.2f} s a token, {size / rows[prompts] / bandwidth:.2f} of the disk's {bandwidth / 1e9:.2f} GB/s, peak {long[2]} MiB of {args.limit_mib}", flush=True)
+    print(f"16 prompts cost {rows[16] / rows[1]:.2f} of one")
