@@ -226,7 +226,8 @@ pub fn fused_adamw_is_burns<B: Backend>() {
 /// Every fused rule, in groups, gives the same bits at every stage, and continues from its record.
 pub fn fused_rules_work<B: Backend>() {
     let momentum = Rule::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.01 };
-    for rule in [Rule::adam().with_weight_decay(0.01), Rule::sgd(), momentum, Rule::lion(), Rule::adagrad()] {
+    let (adam, lamb) = (Rule::adam().with_weight_decay(0.01), Rule::lamb().with_weight_decay(0.01));
+    for rule in [adam, lamb, Rule::sgd(), momentum, Rule::lion(), Rule::adagrad()] {
         let optimizer = || {
             Fused::<Ad<B>>::new(rule)
                 .with_group(rule.with_weight_decay(0.0), 1.0, |param| param.shape.len() < 2)

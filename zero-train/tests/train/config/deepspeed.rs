@@ -30,6 +30,7 @@ fn the_shared_deepspeed_file() {
             beta_2: 0.999,
             epsilon: 1e-8,
             weight_decay: 0.01,
+            bias_correction: true,
         }),
         schedule: Some(Schedule::WarmupDecayLr {
             min_lr: 0.0,
@@ -101,7 +102,14 @@ fn the_cifar_tutorial_with_fp16_and_a_prescaled_sum() {
     .unwrap();
     assert_eq!(
         plan.optimizer,
-        Some(OptimizerPlan::AdamW { lr: 1e-3, beta_1: 0.8, beta_2: 0.999, epsilon: 1e-8, weight_decay: 3e-7 })
+        Some(OptimizerPlan::AdamW {
+            lr: 1e-3,
+            beta_1: 0.8,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 3e-7,
+            bias_correction: true
+        })
     );
     assert_eq!(
         plan.schedule,
@@ -231,7 +239,14 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     assert_eq!(plan.gradient_clipping, Some(0.3));
     assert_eq!(
         plan.optimizer,
-        Some(OptimizerPlan::AdamW { lr: 2e-5, beta_1: 0.9, beta_2: 0.95, epsilon: 1e-6, weight_decay: 0.1 })
+        Some(OptimizerPlan::AdamW {
+            lr: 2e-5,
+            beta_1: 0.9,
+            beta_2: 0.95,
+            epsilon: 1e-6,
+            weight_decay: 0.1,
+            bias_correction: true
+        })
     );
     assert_eq!(
         plan.schedule,
