@@ -10,9 +10,15 @@ use super::pass::Norms;
 use super::{Array, Job};
 use crate::trouble::stop;
 
-/// Runs a pass of a step's updates, all with the same scale of gradients, and gives those that another follows. Nothing is waited
-/// for, but for the sums of a first pass.
-pub(crate) fn run<B: Backend>(mut jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+/// Runs a pass of a step's updates and gives those that another follows. Nothing is waited for, but for the sums of a first pass.
+pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+    // Gradients have a scale, what first passes gave has none.
+    let (second, other): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_second_pass);
+    [second, other].into_iter().flat_map(run_scaled).collect()
+}
+
+/// The same of updates with one scale.
+fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>) -> Vec<Job<B>> {
     let Some(scale) = jobs.first().map(|job| job.scale) else { return Vec::new() };
     let item = |job: &mut Job<B>| {
         let (gradient, _) = job.gradient.take().expect("a second pass on a device is along what the first gave");

@@ -4,8 +4,8 @@
 //! follows the step ([`beside`]) where something is kept elsewhere than with the backend.
 //!
 //! A rule with a trust ratio takes two passes. The first moves the states on and gives sums of squares; ranks exchange these for all
-//! parameters at once; the second makes the same update of parameter and states again, and takes the step. So nothing is kept
-//! between them but these sums, and no gradient. Only the second runs beside what follows the step.
+//! parameters at once; the second makes the same update of parameter and states again, and takes the step. So on the host nothing is
+//! kept between them but these sums, and no gradient; a device keeps the update. Only the second runs beside what follows the step.
 
 pub(crate) mod beside;
 #[cfg(feature = "cubecl")]
