@@ -45,10 +45,14 @@ fn tokens<I: FusedBackend>(run: &Run, step: usize, device: &ZeroDevice<I::Device
 
 /// Trains with the engine and the fused AdamW, clipping on.
 fn train<I: FusedBackend>(run: &Run) -> Came {
+    train_by::<I>(run, || Fused::new(Rule::adamw()))
+}
+
+fn train_by<I: FusedBackend>(run: &Run, optimizer: impl Fn() -> Fused<A<I>> + Sync) -> Came {
     let body = |device: ZeroDevice<I::Device>| -> Result<Came, String> {
         let config = EngineConfig { clipping: Some(1.0), ..EngineConfig::default() };
         let model = run.model.init::<A<I>>(&device);
-        let mut engine = ZeroEngine::initialize(model, Fused::new(Rule::adamw()), config, &device).unwrap();
+        let mut engine = ZeroEngine::initialize(model, optimizer(), config, &device).unwrap();
         let mut came = Came { losses: Vec::new(), norms: Vec::new(), wire: WireBytes::default(), in_use: Vec::new() };
         for step in 0..run.steps {
             let before = rank_stats::<I>().wire_bytes;
@@ -100,6 +104,26 @@ fn stages_give_the_same_bits_on_a_device() {
         let came = run(*stage);
         let bits = |losses: &[f64]| losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&reference.losses), bits(&came.losses), "stage {stage}: {reference:?} against {came:?}");
+    }
+}
+
+/// LAMB for matrices and AdamW for the rest, in one step.
+fn lamb<I: FusedBackend>() -> Fused<A<I>> {
+    let lamb = Rule::lamb().with_weight_decay(0.01);
+    Fused::new(lamb).with_group(Rule::adamw(), 1.0, |param| param.shape.len() < 2)
+}
+
+#[test]
+fn lamb_beside_adamw_is_the_processors_with_the_same_bits_at_all_stages() {
+    let mut bits = None;
+    for stage in Stage::ALL {
+        let run = Run { ranks: 3, steps: 8, ..Run::tiny(stage) };
+        let (host, device) = (train_by::<Flex>(&run, lamb::<Flex>), train_by::<Vulkan>(&run, lamb::<Vulkan>));
+        let losses = largest_difference(&host.losses, &device.losses);
+        println!("LAMB, stage {stage}: losses {losses:.1e}");
+        assert!(losses < 1e-4, "stage {stage}: {:?} against {:?}", host.losses, device.losses);
+        let got: Vec<u64> = device.losses.iter().map(|loss| loss.to_bits()).collect();
+        assert_eq!(bits.get_or_insert_with(|| got.clone()), &got, "stage {stage}");
     }
 }
 

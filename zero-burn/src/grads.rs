@@ -4,9 +4,8 @@ use std::collections::HashSet;
 
 use burn::module::{AutodiffModule, ParamId};
 use burn::optim::GradientsParams;
+use burn_backend::TensorData;
 use burn_backend::ops::FloatTensorOps;
-use burn_backend::{Backend, TensorData, TensorMetadata};
-use burn_std::DType;
 use zero_core::{Partition, ReduceOp};
 
 use crate::autodiff::ZeroAutodiff;
@@ -17,8 +16,7 @@ use crate::gathered::{ParamMeta, parameters};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::Stored;
 use crate::trouble::stop;
-use crate::update::pass::elements_of;
-use crate::values::read;
+use crate::update::norms::{sum_of_squares, sum_of_squares_on_host, sums_of_squares};
 use crate::walk;
 
 /// Puts `values`, whole and flat and the same on every rank, in the place of a parameter's reduced gradient; `false` if
@@ -61,39 +59,6 @@ pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
         }
     });
     grads
-}
-
-fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
-    // One pass over memory where the elements are at hand, three otherwise.
-    if let Some(sum) = zero_ops::sum_of_squares::<B>(&x) {
-        return sum;
-    }
-    // In fp32: squares of what fits into 16 bit do not.
-    let x = if x.dtype().size() < 4 { B::float_cast(x, DType::F32.into()) } else { x };
-    let sum = B::float_sum(B::float_mul(x.clone(), x));
-    read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
-}
-
-/// The same of elements in the host's memory.
-fn sum_of_squares_on_host(data: &TensorData, range: std::ops::Range<usize>) -> f64 {
-    match data.dtype {
-        DType::F32 | DType::F16 | DType::BF16 => elements_of(data).slice(range).sum_of_squares(),
-        _ => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
-    }
-}
-
-/// The same of several tensors, read from their device at once where CubeCL computes.
-fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<f64> {
-    #[cfg(feature = "cubecl")]
-    if let Some(sums) = zero_ops::sums_of_squares::<B>(&tensors) {
-        let mut sums: Vec<f64> = read::<B>(sums).iter::<f64>().collect();
-        // The last is the number of elements that are not finite: sums may not tell, where arithmetic is fast and loose.
-        if sums.pop().is_some_and(|odd| odd > 0.0) {
-            sums.iter_mut().for_each(|sum| *sum = f64::NAN);
-        }
-        return sums;
-    }
-    tensors.into_iter().map(sum_of_squares::<B>).collect()
 }
 
 /// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on

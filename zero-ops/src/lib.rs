@@ -28,6 +28,8 @@ mod rule;
 mod shared;
 
 pub use backend::FusedBackend;
+#[cfg(feature = "flex")]
+pub use cpu::norm::Squares;
 #[cfg(feature = "cubecl")]
 pub use cube::any::has_cube_tensors as is_cube;
 #[cfg(feature = "cuda")]

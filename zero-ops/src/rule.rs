@@ -8,7 +8,8 @@
 pub enum Rule {
     /// `m = beta_1 m + (1 - beta_1) g`, `v = beta_2 v + (1 - beta_2) g^2`,
     /// `p = p (1 - lr weight_decay) - lr (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`: *Decoupled Weight
-    /// Decay Regularization*, Loshchilov and Hutter 2019, <https://arxiv.org/abs/1711.05101>.
+    /// Decay Regularization*, Loshchilov and Hutter 2019, <https://arxiv.org/abs/1711.05101>. Without `bias_correction`
+    /// nothing is divided by `1 - beta^t`.
     AdamW {
         /// Decay of the mean of gradients.
         beta_1: f32,
@@ -18,6 +19,8 @@ pub enum Rule {
         epsilon: f32,
         /// Decoupled weight decay.
         weight_decay: f32,
+        /// Means are divided by what they lack in the first steps.
+        bias_correction: bool,
     },
     /// As AdamW, with `weight_decay p` added to the gradient instead: *Adam*, Kingma and Ba 2015,
     /// <https://arxiv.org/abs/1412.6980>.
@@ -30,6 +33,28 @@ pub enum Rule {
         epsilon: f32,
         /// L2 penalty.
         weight_decay: f32,
+        /// Means are divided by what they lack in the first steps.
+        bias_correction: bool,
+    },
+    /// `m` and `v` as AdamW, `u = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon) + weight_decay p`,
+    /// `p = p - lr r u` with the trust ratio `r = |p| / |u|` of the whole parameter, over all ranks, held between `min_coeff`
+    /// and `max_coeff`; 1 where a norm is 0: *Large Batch Optimization for Deep Learning*, You et al. 2020,
+    /// <https://arxiv.org/abs/1904.00962>.
+    Lamb {
+        /// Decay of the mean of gradients.
+        beta_1: f32,
+        /// Decay of the mean of squared gradients.
+        beta_2: f32,
+        /// Added to the square root of the second moment.
+        epsilon: f32,
+        /// Weight decay, a part of the update.
+        weight_decay: f32,
+        /// Means are divided by what they lack in the first steps.
+        bias_correction: bool,
+        /// The largest trust ratio.
+        max_coeff: f32,
+        /// The smallest trust ratio.
+        min_coeff: f32,
     },
     /// `b = momentum b + g` (`b = g` at first), `p = p - lr b`, with Nesterov `p = p - lr (g + momentum b)`; without
     /// momentum `p = p - lr g`. `weight_decay p` is added to the gradient.
@@ -64,12 +89,25 @@ pub enum Rule {
 impl Rule {
     /// AdamW with PyTorch's defaults: 0.9, 0.999, 1e-8, 0.01.
     pub const fn adamw() -> Self {
-        Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 }
+        Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true }
     }
 
     /// Adam with PyTorch's defaults: 0.9, 0.999, 1e-8, no weight decay.
     pub const fn adam() -> Self {
-        Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.0 }
+        Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.0, bias_correction: true }
+    }
+
+    /// LAMB with DeepSpeed's defaults: 0.9, 0.999, 1e-8, no weight decay, ratios from 0.01 to 10.
+    pub const fn lamb() -> Self {
+        Rule::Lamb {
+            beta_1: 0.9,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 0.0,
+            bias_correction: true,
+            max_coeff: 10.0,
+            min_coeff: 0.01,
+        }
     }
 
     /// Plain gradient descent.
@@ -92,6 +130,7 @@ impl Rule {
         match *self {
             Rule::AdamW { weight_decay, .. }
             | Rule::Adam { weight_decay, .. }
+            | Rule::Lamb { weight_decay, .. }
             | Rule::Sgd { weight_decay, .. }
             | Rule::Lion { weight_decay, .. }
             | Rule::Adagrad { weight_decay, .. } => weight_decay,
@@ -104,6 +143,7 @@ impl Rule {
         match &mut self {
             Rule::AdamW { weight_decay, .. }
             | Rule::Adam { weight_decay, .. }
+            | Rule::Lamb { weight_decay, .. }
             | Rule::Sgd { weight_decay, .. }
             | Rule::Lion { weight_decay, .. }
             | Rule::Adagrad { weight_decay, .. } => *weight_decay = value,
@@ -111,10 +151,12 @@ impl Rule {
         self
     }
 
-    /// Sets the momentum (the first beta of Adam and Lion) and, for Adam, the second beta; a rule without momentum keeps none.
+    /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta; a rule without momentum keeps none.
     pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
         match self {
-            Rule::AdamW { beta_1, beta_2, .. } | Rule::Adam { beta_1, beta_2, .. } => {
+            Rule::AdamW { beta_1, beta_2, .. }
+            | Rule::Adam { beta_1, beta_2, .. }
+            | Rule::Lamb { beta_1, beta_2, .. } => {
                 (*beta_1, *beta_2) = (momentum, second_beta);
             }
             Rule::Sgd { momentum: own, .. } if *own != 0.0 => *own = momentum,
@@ -128,6 +170,7 @@ impl Rule {
         match self {
             Rule::AdamW { .. } => "adamw",
             Rule::Adam { .. } => "adam",
+            Rule::Lamb { .. } => "lamb",
             Rule::Sgd { .. } => "sgd",
             Rule::Lion { .. } => "lion",
             Rule::Adagrad { .. } => "adagrad",
@@ -138,7 +181,7 @@ impl Rule {
     /// it.
     pub fn state_names(&self) -> &'static [&'static str] {
         match self {
-            Rule::AdamW { .. } | Rule::Adam { .. } => &["exp_avg", "exp_avg_sq"],
+            Rule::AdamW { .. } | Rule::Adam { .. } | Rule::Lamb { .. } => &["exp_avg", "exp_avg_sq"],
             Rule::Sgd { momentum: 0.0, .. } => &[],
             Rule::Sgd { .. } => &["momentum_buffer"],
             Rule::Lion { .. } => &["exp_avg"],

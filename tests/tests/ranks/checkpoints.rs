@@ -36,8 +36,12 @@ type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
 const ROWS: usize = 12;
 
 fn engine(run: &Run, device: &Device) -> Engine {
+    engine_by(Rule::adamw(), run, device)
+}
+
+fn engine_by(rule: Rule, run: &Run, device: &Device) -> Engine {
     let config = EngineConfig { clipping: Some(1.0), schedule: warmup(), ..EngineConfig::default() };
-    ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(Rule::adamw()), config, device).unwrap()
+    ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(rule), config, device).unwrap()
 }
 
 /// A learning rate that tells the steps apart.
@@ -170,26 +174,30 @@ fn every_shape_goes_on_where_every_other_stopped() {
 
 #[test]
 fn without_dropout_other_numbers_of_ranks_go_on_within_rounding() {
-    let dir = tempfile::tempdir().unwrap();
-    let two = Run { ranks: 2, ..Run::tiny(Stage::Parameters) };
-    let (path, unbroken) = on_ranks(2, &two.zero, |device| {
-        let mut engine = engine(&two, &device);
-        train(&two, &mut engine, 0..3, &device);
-        let path = save(&engine, dir.path());
-        (path, train(&two, &mut engine, 3..9, &device))
-    })
-    .swap_remove(0);
-    for ranks in [1, 3, 4] {
-        let run = Run { ranks, ..Run::tiny(Stage::Gradients) };
-        let losses = on_ranks(ranks, &run.zero, |device| {
-            let mut engine = engine(&run, &device);
-            engine.load(&Checkpoint::open(&path).unwrap(), Parts::All).unwrap();
-            train(&run, &mut engine, 3..9, &device)
+    for rule in [Rule::adamw(), Rule::lamb().with_weight_decay(0.01)] {
+        let dir = tempfile::tempdir().unwrap();
+        let two = Run { ranks: 2, ..Run::tiny(Stage::Parameters) };
+        let (path, saved, unbroken) = on_ranks(2, &two.zero, |device| {
+            let mut engine = engine_by(rule, &two, &device);
+            train(&two, &mut engine, 0..3, &device);
+            (save(&engine, dir.path()), state(&engine), train(&two, &mut engine, 3..9, &device))
         })
         .swap_remove(0);
-        let apart = worst(&losses, &unbroken);
-        println!("2 ranks -> {ranks}: six losses within {apart:.1e} of the unbroken run's");
-        assert!(apart < 2e-6, "{apart:e}");
+        for (ranks, stage) in
+            [(2, Stage::DataParallel), (1, Stage::Gradients), (3, Stage::Gradients), (4, Stage::Gradients)]
+        {
+            let run = Run { ranks, ..Run::tiny(stage) };
+            let (loaded, losses) = on_ranks(ranks, &run.zero, |device| {
+                let mut engine = engine_by(rule, &run, &device);
+                engine.load(&Checkpoint::open(&path).unwrap(), Parts::All).unwrap();
+                (state(&engine), train(&run, &mut engine, 3..9, &device))
+            })
+            .swap_remove(0);
+            let (name, apart) = (rule.name(), worst(&losses, &unbroken));
+            println!("{name}, 2 ranks -> {ranks}: six losses within {apart:.1e} of the unbroken run's");
+            assert!(loaded == saved, "{name}, {ranks} ranks: loaded state differs");
+            assert!(apart < if ranks == 2 { f64::MIN_POSITIVE } else { 2e-6 }, "{name}, {ranks} ranks: {apart:e}");
+        }
     }
 }
 

@@ -232,18 +232,26 @@ fn fused_optimizers_follow_pytorchs() {
     let floats = |value: &Value| Fixture::numbers(value).into_iter().map(|x| x as f32).collect::<Vec<f32>>();
     let start = floats(&reference["start"]);
     let gradients: Vec<Vec<f32>> = reference["gradients"].as_array().unwrap().iter().map(floats).collect();
-    let adam = |decoupled| {
+    let adam = |decoupled, bias_correction| {
         let (beta_1, beta_2, epsilon, weight_decay) = (0.8, 0.95, 1e-6, 0.1);
         if decoupled {
-            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay }
+            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction }
         } else {
-            Rule::Adam { beta_1, beta_2, epsilon, weight_decay }
+            Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction }
         }
     };
     let sgd = |momentum, nesterov| Rule::Sgd { momentum, nesterov, weight_decay: 0.1 };
+    let lamb = |bias_correction, max_coeff| {
+        let (beta_1, beta_2, epsilon, weight_decay) = (0.8, 0.95, 1e-6, 0.1);
+        Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, max_coeff, min_coeff: 0.01 }
+    };
     for (name, rule) in [
-        ("adamw", adam(true)),
-        ("adam", adam(false)),
+        ("adamw", adam(true, true)),
+        ("adamw_uncorrected", adam(true, false)),
+        ("adam", adam(false, true)),
+        ("adam_uncorrected", adam(false, false)),
+        ("lamb", lamb(true, 10.0)),
+        ("lamb_uncorrected", lamb(false, 0.3)),
         ("sgd", sgd(0.0, false)),
         ("momentum", sgd(0.9, false)),
         ("nesterov", sgd(0.9, true)),

@@ -5,6 +5,7 @@ mod checkpoints;
 mod common;
 mod engine;
 mod hugging_face;
+mod lamb;
 mod learner;
 mod offload;
 mod pytorch_parity;

@@ -139,7 +139,7 @@ fn every_combination_of_tiers_gives_the_same_bits() {
         }
         combinations += compare("two micro-batches", &run_of(Stage::Parameters, ranks), Rule::adamw(), 2);
     }
-    for rule in [Rule::sgd(), Rule::lion(), Rule::adagrad()] {
+    for rule in [Rule::lamb().with_weight_decay(0.01), Rule::sgd(), Rule::lion(), Rule::adagrad()] {
         combinations += compare(rule.name(), &run_of(Stage::Parameters, 2), rule, 1);
     }
     println!("{combinations} combinations of tiers: every loss and the state at the end equal those in memory");
@@ -151,6 +151,7 @@ fn masters_on_the_disk_give_the_same_bits_in_16_bit() {
         let mut run = run_of(stage, 2);
         run.zero.param_dtype = Float::Bf16;
         compare("bf16", &run, Rule::adamw(), 1);
+        compare("LAMB, bf16", &run, Rule::lamb().with_weight_decay(0.01), 1);
     }
 }
 

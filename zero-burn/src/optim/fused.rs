@@ -21,8 +21,12 @@ use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
 use crate::pieces::{Parked, cell_bytes};
 use crate::random::sign_bytes;
+use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::{raise, stop};
+use crate::update::Job;
+use crate::update::beside::run_jobs;
+use crate::update::norms::{own_sums, trust};
 use crate::walk;
 
 /// What is known of a parameter when it is put into a group.
@@ -82,7 +86,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         self
     }
 
-    /// Sets the momentum (the first beta of Adam and Lion) and, for Adam, the second beta, of all groups from the next step
+    /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta, of all groups from the next step
     /// on: schedules that cycle the momentum use it. A rule without momentum keeps none.
     pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
         for rule in self.groups.iter_mut().map(|group| &mut group.rule).chain([&mut self.rule]) {
@@ -101,8 +105,9 @@ impl<A: ZeroAutodiff> Fused<A> {
     ) -> M {
         let context = Context::<A::Base>::current();
         context.rank.mover.sweep();
-        // Updates that are run together.
-        let (mut beside, mut on_device) = (Vec::new(), Vec::new());
+        // Updates that are run together, and those of here that another pass follows.
+        let (mut here, mut beside, mut on_device) = (Vec::new(), Vec::new(), Vec::new());
+        let mut count = 0;
         let module = walk::map::<A, M, _>(
             module,
             |meta, _| walk::take_gradient::<A>(&mut grads, meta.id),
@@ -110,21 +115,23 @@ impl<A: ZeroAutodiff> Fused<A> {
                 let (parameter, gradient) = (shard(parameter, "parameter"), shard(gradient, "gradient"));
                 let (rule, lr_scale) = self.group(&meta.path, parameter.cell.shape.as_slice());
                 Context::of(&parameter.cell).before_update();
-                let update = Update { rule, lr: lr * lr_scale, scale: grad_scale, parameter, gradient };
+                let update = Update { rule, lr: lr * lr_scale, scale: grad_scale, parameter, gradient, number: count };
+                count += 1;
                 let (place, job) = update.plan(self.state_of(meta.id));
                 let updated = job.version();
                 match place {
-                    Where::Here => job.run(),
+                    Where::Here => here.extend(job.run()),
                     Where::Beside => beside.push(job),
                     Where::Device => on_device.push(job),
                 }
                 ZeroTensor::Shard(Shard::new(updated))
             },
         );
-        #[cfg(feature = "cubecl")]
-        crate::update::device::run(on_device);
-        #[cfg(not(feature = "cubecl"))]
-        drop(on_device);
+        if [&here, &beside, &on_device].into_iter().flatten().any(Job::is_first_pass) {
+            (beside, on_device) = first_passes(&context, &mut here, beside, on_device, count);
+            here.into_iter().for_each(|job| drop(job.run()));
+        }
+        run_on_device(on_device);
         // What is kept of these is free before more is read.
         drop(grads);
         if !beside.is_empty() {
@@ -284,6 +291,38 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
         self.index = self.states.iter().enumerate().map(|(place, state)| (state.id, place)).collect();
         self
     }
+}
+
+/// What is left to be run beside what follows the step, and on the device, after the first passes of updates that take two, those
+/// `here` included. A collective: the norms of `count` parameters are of all ranks.
+fn first_passes<B: Backend>(
+    context: &Context<B>,
+    here: &mut [Job<B>],
+    beside: Vec<Job<B>>,
+    on_device: Vec<Job<B>>,
+    count: usize,
+) -> (Vec<Job<B>>, Vec<Job<B>>) {
+    // They use the same arrays.
+    context.wait_for_updates();
+    let (first, mut beside): (Vec<_>, Vec<_>) = beside.into_iter().partition(Job::is_first_pass);
+    beside.extend(run_jobs(first, &context.rank).unwrap_or_else(|error| raise(error)));
+    // In the order in which the forward pass waits for them.
+    beside.sort_by_key(|job| job.number);
+    let (first, mut on_device): (Vec<_>, Vec<_>) = on_device.into_iter().partition(Job::is_first_pass);
+    on_device.extend(run_on_device(first));
+    let jobs = here.iter_mut().chain(&mut beside).chain(&mut on_device);
+    let jobs: Vec<&mut Job<B>> = jobs.filter(|job| job.is_first_pass()).collect();
+    let sums = all_gather::<B>(&own_sums(&jobs, count));
+    trust(jobs, &sums);
+    (beside, on_device)
+}
+
+/// Runs a pass of updates on the device; gives those that another follows.
+fn run_on_device<B: Backend>(jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+    #[cfg(feature = "cubecl")]
+    return crate::update::device::run(jobs);
+    #[cfg(not(feature = "cubecl"))]
+    jobs
 }
 
 /// State `name` of parameter `id`, of `numel` elements, that comes from elsewhere than from an update.

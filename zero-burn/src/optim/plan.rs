@@ -11,6 +11,7 @@ use crate::cell::{Cell, Kind, Origin, Template};
 use crate::tensor::Shard;
 use crate::tier::{Home, Stored, filled};
 use crate::trouble::{or_stop, stop};
+use crate::update::pass::Norms;
 use crate::update::rule::Kernel;
 use crate::update::{Array, Job};
 use crate::values::{flat, read};
@@ -35,6 +36,8 @@ pub(super) struct Update<B: Backend> {
     pub(super) scale: f32,
     pub(super) parameter: Shard<B>,
     pub(super) gradient: Shard<B>,
+    /// Its place among those of the step.
+    pub(super) number: usize,
 }
 
 impl<B: Backend> Update<B> {
@@ -112,7 +115,9 @@ impl<B: Backend> Update<B> {
         state.cells = cells.collect();
         let version = Cell::pending(updated, dtype);
         let cells = state.cells.iter().map(|(_, cell)| cell.clone()).chain([version]).collect();
-        (place, Job { kernel, scale: self.scale, elements, parameter, gradient, states, copy, cells })
+        let (gradient, norms) = (Some(gradient), Norms::default());
+        let (scale, number) = (self.scale, self.number);
+        (place, Job { kernel, scale, elements, parameter, gradient, states, copy, cells, number, norms })
     }
 
     /// Makes of the fp32 master what it is to be before the update.

@@ -5,6 +5,8 @@
 //! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its
 //! parameter's last stretch is there: who reads it earlier waits. Updates are in place, on the disk too, after the fence
 //! that keeps fast ranks from replacing what slow ranks still read.
+//!
+//! A first pass of two runs in the same way on the rank's own thread: the step waits for what it gives.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -93,7 +95,8 @@ impl<B: Backend> Running<'_, B> {
     fn settle_up_to(&mut self, items: usize) {
         while self.layout.ends.get(self.ended).is_some_and(|&end| end <= items) {
             // What is yet to be put on the disk needs buffers, which the pipeline has: it waits for the end of that.
-            if let Some(job) = self.jobs[self.ended].take_if(|job| !job.is_to_be_stored()) {
+            let is_done = |job: &mut Job<B>| !job.is_first_pass() && !job.is_to_be_stored();
+            if let Some(job) = self.jobs[self.ended].take_if(is_done) {
                 job.settle();
             }
             self.ended += 1;
@@ -115,35 +118,35 @@ impl<B: Backend> Work<Failure> for Running<'_, B> {
 }
 
 /// Runs updates whose arrays are all in memory.
-fn run_in_memory<B: Backend>(jobs: Vec<Job<B>>, rank: &Rank<B>) -> Result<(), Failure> {
+fn run_in_memory<B: Backend>(jobs: Vec<Job<B>>, rank: &Rank<B>) -> Result<Vec<Job<B>>, Failure> {
+    let mut halfway = Vec::new();
     for job in jobs {
         rank.window.check(&"an update in the host's memory").map_err(Failure::Comm)?;
         let _span = tracing::trace_span!("update in host memory", elements = job.elements).entered();
-        job.run();
+        halfway.extend(job.run());
     }
-    Ok(())
+    Ok(halfway)
 }
 
-fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<(), CommError> {
+/// Runs a pass of each update; gives those that another follows.
+pub(crate) fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<Vec<Job<B>>, CommError> {
     let cells: Vec<_> = jobs.iter().flat_map(|job| job.cells.iter().cloned()).collect();
     let result = catch_unwind(AssertUnwindSafe(|| {
         let (in_memory, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_in_memory);
-        run_in_memory(in_memory, rank)?;
-        let Some(disk) = rank.disk.as_deref().filter(|_| !jobs.is_empty()) else { return Ok(()) };
+        let mut halfway = run_in_memory(in_memory, rank)?;
+        let Some(disk) = rank.disk.as_deref().filter(|_| !jobs.is_empty()) else { return Ok(halfway) };
         let layout = Layout::new(disk, &jobs);
         let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
         let mut running =
             Running { layout: &layout, jobs: jobs.into_iter().map(Some).collect(), ended: 0, rank: rank.clone() };
-        let run = pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running);
-        if run.is_ok() {
-            // Those without elements have no items, and others waited for the buffers.
-            running.jobs.into_iter().flatten().for_each(Job::settle);
-        }
-        run.map(|_| ())
+        pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running)?;
+        // Those without elements have no items, and others waited for the buffers.
+        halfway.extend(running.jobs.into_iter().flatten().filter_map(Job::end));
+        Ok(halfway)
     }));
     let reason = |reason: String| CommError::Disk { rank: rank.index, reason: reason.into() };
     let error = match result {
-        Ok(Ok(())) => return Ok(()),
+        Ok(Ok(halfway)) => return Ok(halfway),
         Ok(Err(Failure::Comm(error))) => error,
         Ok(Err(Failure::Disk(error))) => reason(error.to_string()),
         Err(payload) => reason(format!("an update panicked: {}", panic_reason(&*payload))),
@@ -183,13 +186,13 @@ impl<B: Backend> Updates<B> {
                 .build();
             for (jobs, rank, reply) in inbox {
                 let stream = StreamId::current();
-                let result = match &pool {
+                let ended = match &pool {
                     Ok(pool) => pool.install(|| stream.executes(|| run_jobs(jobs, &rank))),
                     // The system gives no more threads: this one will do.
                     Err(_) => run_jobs(jobs, &rank),
                 };
                 // Whoever waited may have been stopped.
-                let _ = reply.send(result);
+                let _ = reply.send(ended.map(drop));
             }
         });
         Ok(())

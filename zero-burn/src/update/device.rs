@@ -1,34 +1,78 @@
 //! Updates on devices: a step's arrays stay where they lie and are updated in few launches, in place where nobody else holds
 //! them.
 
-use burn_backend::Backend;
-use zero_ops::{GradScale, UpdateItem, Updated, fused_update};
+use burn_backend::{Backend, TensorMetadata};
+use burn_std::{DType, Slice};
+use zero_ops::{GradScale, Squares, UpdateItem, Updated, fused_update};
 
+use super::norms::sums_of_squares;
+use super::pass::Norms;
 use super::{Array, Job};
 use crate::trouble::stop;
 
-/// Runs a step's updates, all with the same scale of gradients. Nothing is waited for.
-pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>) {
-    let Some(scale) = jobs.first().map(|job| job.scale) else { return };
-    let (mut items, mut waiting) = (Vec::with_capacity(jobs.len()), Vec::new());
-    for Job { kernel, parameter, gradient: (gradient, _), states, copy, cells, .. } in jobs {
-        items.push(UpdateItem {
-            update: kernel.into(),
-            parameter: tensor(parameter),
+/// Runs a pass of a step's updates and gives those that another follows. Nothing is waited for, but for the sums of a first pass.
+pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+    // Gradients have a scale, what first passes gave has none.
+    let (second, other): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_second_pass);
+    [second, other].into_iter().flat_map(run_scaled).collect()
+}
+
+/// The same of updates with one scale.
+fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+    let Some(scale) = jobs.first().map(|job| job.scale) else { return Vec::new() };
+    let item = |job: &mut Job<B>| {
+        let (gradient, _) = job.gradient.take().expect("a second pass on a device is along what the first gave");
+        let (is_first, is_second) = (job.is_first_pass(), job.is_second_pass());
+        UpdateItem {
+            update: job.kernel.into(),
+            parameter: tensor(job.parameter.take()),
             gradient: tensor(gradient),
-            states: states.into_iter().map(tensor).collect(),
-            copy: copy.map(|(copy, _)| tensor(copy)),
-        });
-        waiting.extend(cells);
-    }
+            // They were moved on.
+            states: if is_second { Vec::new() } else { job.states.drain(..).map(tensor).collect() },
+            copy: job.copy.take_if(|_| !is_first).map(|(copy, _)| tensor(copy)),
+        }
+    };
+    let items = jobs.iter_mut().map(item).collect();
     let updated = fused_update::<B>(items, GradScale::Number(scale));
     let updated = updated.unwrap_or_else(|_| stop("the backend's tensors are not CubeCL's, though they were".into()));
-    // The states, then the parameter, or its master and its copy, as the cells are.
-    let made = |Updated { parameter, states, copy }| states.into_iter().chain([parameter]).chain(copy);
-    let tensors: Vec<B::FloatTensorPrimitive> = updated.into_iter().flat_map(made).collect();
-    let Some(rank) = waiting.first().map(|cell| cell.rank.clone()) else { return };
-    for (cell, tensor) in waiting.into_iter().zip(rank.share_many(tensors)) {
-        cell.settle(Ok(tensor));
+    let (mut halfway, mut waiting, mut tensors) = (Vec::new(), Vec::new(), Vec::new());
+    for (mut job, Updated { parameter, states, copy, direction }) in jobs.into_iter().zip(updated) {
+        if let Some(direction) = direction {
+            job.parameter = Array::Tensor(parameter);
+            job.states = states.into_iter().map(Array::Tensor).collect();
+            (job.gradient, job.scale) = (Some((Array::Tensor(direction), DType::F32)), 1.0);
+            halfway.push(job);
+            continue;
+        }
+        // The states, then the parameter, or its master and its copy, as the cells are.
+        tensors.extend(job.states.into_iter().map(tensor).chain(states).chain([parameter]).chain(copy));
+        waiting.extend(job.cells);
+    }
+    if let Some(rank) = waiting.first().map(|cell| cell.rank.clone()) {
+        for (cell, tensor) in waiting.into_iter().zip(rank.share_many(tensors)) {
+            cell.settle(Ok(tensor));
+        }
+    }
+    measure(&mut halfway);
+    halfway
+}
+
+/// Adds up the squares of parameters and updates, all in few launches.
+fn measure<B: Backend>(jobs: &mut [Job<B>]) {
+    let mut parts = Vec::new();
+    for job in jobs.iter().filter(|job| !job.counted().is_empty()) {
+        for array in [&job.parameter].into_iter().chain(job.gradient.as_ref().map(|(direction, _)| direction)) {
+            let Array::Tensor(tensor) = array else { unreachable!("it was made on the device") };
+            let is_all = job.counted().len() == tensor.shape().num_elements();
+            let slice = || B::float_slice(tensor.clone(), &[Slice::from(job.counted())]);
+            parts.push(if is_all { tensor.clone() } else { slice() });
+        }
+    }
+    let sums = sums_of_squares::<B>(parts);
+    let counted = jobs.iter_mut().filter(|job| !job.counted().is_empty());
+    for (job, sums) in counted.zip(sums.chunks_exact(2)) {
+        let [parameter, update] = [sums[0], sums[1]].map(|high| Squares { high, low: 0.0 });
+        job.norms = Norms { parameter, update };
     }
 }
 

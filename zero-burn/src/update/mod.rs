@@ -2,10 +2,15 @@
 //!
 //! It runs at once where the arrays are in the host's memory, with the others of its step on a device (`device`), or beside what
 //! follows the step ([`beside`]) where something is kept elsewhere than with the backend.
+//!
+//! A rule with a trust ratio takes two passes. The first moves the states on and gives sums of squares; ranks exchange these for all
+//! parameters at once; the second makes the same update of parameter and states again, and takes the step. So on the host nothing is
+//! kept between them but these sums, and no gradient; a device keeps the update. Only the second runs beside what follows the step.
 
 pub(crate) mod beside;
 #[cfg(feature = "cubecl")]
 pub(crate) mod device;
+pub(crate) mod norms;
 pub(crate) mod pass;
 pub(crate) mod rule;
 
@@ -17,14 +22,15 @@ use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use zero_core::Partition;
 use zero_core::offload::{Access, Buffer};
 use zero_ops::Elements;
 
 use crate::cell::{Cell, Piece};
 use crate::mover::Mover;
 use crate::tier::{Home, OnDisk, Stored};
-use pass::{Stretch, Target, run_stretch};
-use rule::Kernel;
+use pass::{Norms, Stretch, Target, run_stretch};
+use rule::{Kernel, Pass};
 
 /// Where one array of an update is.
 pub(crate) enum Array<B: Backend> {
@@ -49,6 +55,12 @@ impl<B: Backend> Array<B> {
         }
     }
 
+    /// What is there, and nothing in its place.
+    #[cfg(feature = "cubecl")]
+    fn take(&mut self) -> Self {
+        std::mem::replace(self, Array::Memory(TensorData::new(Vec::<f32>::new(), [0])))
+    }
+
     /// What is there of it means nothing yet.
     pub(crate) fn is_fresh(&self) -> bool {
         matches!(self, Array::Disk { fresh: true, .. })
@@ -71,28 +83,33 @@ pub(crate) struct Job<B: Backend> {
     pub(crate) elements: usize,
     /// The fp32 parameter or its master, which is made of `copy` if it is fresh.
     pub(crate) parameter: Array<B>,
-    pub(crate) gradient: (Array<B>, DType),
+    /// None in a second pass; of one on a device the update that the first pass gave.
+    pub(crate) gradient: Option<(Array<B>, DType)>,
     /// In the order of the rule's names; zero where fresh.
     pub(crate) states: Vec<Array<B>>,
     /// The parameter in 16 bit.
     pub(crate) copy: Option<(Array<B>, DType)>,
     /// What comes of it, pending: the states, the master if there is a copy, the parameter's next version.
     pub(crate) cells: Vec<Arc<Cell<B>>>,
+    /// Its place among those of the step.
+    pub(crate) number: usize,
+    /// What this rank's part of the parameter adds to its norm and to that of its update.
+    pub(crate) norms: Norms,
 }
 
 impl<B: Backend> Job<B> {
     /// Arrays in the order in which their buffers come, with their element's size and what becomes of them.
     pub(crate) fn arrays(&self) -> Vec<(&Array<B>, usize, Access)> {
-        let updated = |home: &Array<B>| match home {
+        let (is_first, is_second) = (self.is_first_pass(), self.is_second_pass());
+        let updated = |home: &Array<B>, is_kept| match home {
             Array::Disk { fresh: true, .. } => Access::Write,
+            _ if is_kept => Access::Read,
             _ => Access::Update,
         };
-        let mut arrays = vec![
-            (&self.parameter, 4, updated(&self.parameter)),
-            (&self.gradient.0, self.gradient.1.size(), Access::Read),
-        ];
-        arrays.extend(self.states.iter().map(|home| (home, 4, updated(home))));
-        if let Some((home, dtype)) = &self.copy {
+        let mut arrays = vec![(&self.parameter, 4, updated(&self.parameter, is_first))];
+        arrays.extend(self.gradient.iter().map(|(home, dtype)| (home, dtype.size(), Access::Read)));
+        arrays.extend(self.states.iter().map(|home| (home, 4, updated(home, is_second))));
+        if let Some((home, dtype)) = self.copy.as_ref().filter(|_| self.takes_copy()) {
             // It is written over, unless the master is made of it.
             let access = if self.parameter.is_fresh() { Access::Update } else { Access::Write };
             arrays.push((home, dtype.size(), access));
@@ -100,16 +117,39 @@ impl<B: Backend> Job<B> {
         arrays
     }
 
+    /// Whether a second pass follows, once the parameter's norms are known.
+    pub(crate) fn is_first_pass(&self) -> bool {
+        self.kernel.pass == Pass::First
+    }
+
+    pub(crate) fn is_second_pass(&self) -> bool {
+        matches!(self.kernel.pass, Pass::Second { .. })
+    }
+
+    /// Whether the pass reads or writes the copy in 16 bit.
+    fn takes_copy(&self) -> bool {
+        !self.is_first_pass() || self.parameter.is_fresh()
+    }
+
+    /// The elements whose squares are this rank's to add: each of the parameter's is one rank's.
+    pub(crate) fn counted(&self) -> Range<usize> {
+        let cell = &self.cells[self.cells.len() - 1];
+        let range = Partition::new(cell.partition.numel(), cell.rank.world).range(cell.rank.index);
+        if cell.partition.is_whole() { range } else { 0..range.len() }
+    }
+
     /// Updates elements `range`.
     pub(crate) fn compute(&mut self, range: Range<usize>, buffers: &mut [Buffer]) {
         let mut buffers = buffers.iter_mut();
-        let fresh = self.parameter.is_fresh();
+        let (fresh, takes_copy, counted) = (self.parameter.is_fresh(), self.takes_copy(), self.counted());
+        let counted = counted.start.saturating_sub(range.start)..counted.end.saturating_sub(range.start);
         let p = floats(&mut self.parameter, &mut buffers, &range);
         let g = match &mut self.gradient {
-            (Array::Tensor(g), _) => zero_ops::elements::<B>(g).expect("it was looked at").slice(range.clone()),
-            (home, DType::F16) => Elements::F16(halves(home, &mut buffers, &range)),
-            (home, DType::BF16) => Elements::Bf16(halves(home, &mut buffers, &range)),
-            (home, _) => Elements::F32(floats(home, &mut buffers, &range)),
+            None => Elements::F32(&[]),
+            Some((Array::Tensor(g), _)) => zero_ops::elements::<B>(g).expect("it was looked at").slice(range.clone()),
+            Some((home, DType::F16)) => Elements::F16(halves(home, &mut buffers, &range)),
+            Some((home, DType::BF16)) => Elements::Bf16(halves(home, &mut buffers, &range)),
+            Some((home, _)) => Elements::F32(floats(home, &mut buffers, &range)),
         };
         let mut states = self.states.iter_mut().map(|home| {
             let fresh = home.is_fresh();
@@ -121,7 +161,7 @@ impl<B: Backend> Job<B> {
         });
         let (a, b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
         drop(states);
-        let copy = self.copy.as_mut().map(|(home, dtype)| match dtype {
+        let copy = self.copy.as_mut().filter(|_| takes_copy).map(|(home, dtype)| match dtype {
             DType::F16 => Target::F16(halves::<B, f16>(home, &mut buffers, &range)),
             _ => Target::Bf16(halves::<B, bf16>(home, &mut buffers, &range)),
         });
@@ -132,7 +172,23 @@ impl<B: Backend> Job<B> {
                 None => unreachable!("a parameter without a copy has values"),
             }
         }
-        run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy });
+        let norms = run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy }, counted);
+        self.norms = self.norms.plus(norms);
+    }
+
+    /// After its last element: the job again, if a second pass is to come.
+    pub(crate) fn end(mut self) -> Option<Self> {
+        if !self.is_first_pass() {
+            self.settle();
+            return None;
+        }
+        self.gradient = None;
+        for home in self.states.iter_mut().chain([&mut self.parameter]) {
+            if let Array::Disk { fresh, .. } = home {
+                *fresh = false;
+            }
+        }
+        Some(self)
     }
 
     /// Whether something that it has in memory belongs on the disk.
@@ -147,10 +203,10 @@ impl<B: Backend> Job<B> {
         !self.is_to_be_stored() && self.arrays().iter().all(|(array, ..)| array.elements().is_some())
     }
 
-    /// All of it at once, of what is in memory.
-    pub(crate) fn run(mut self) {
+    /// All of it at once, of what is in memory; as [`end`](Self::end).
+    pub(crate) fn run(mut self) -> Option<Self> {
         self.compute(0..self.elements, &mut []);
-        self.settle();
+        self.end()
     }
 
     /// The cells of the result, each with what it waits for.

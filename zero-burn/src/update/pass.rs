@@ -1,13 +1,15 @@
 //! One parallel pass over this rank's piece of a parameter, its gradient and its state, in host memory.
 
+use std::ops::Range;
+
 use burn_backend::TensorData;
 use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::rule::Kernel;
-use zero_ops::Elements;
+use super::rule::{Kernel, Pass};
+use zero_ops::{Elements, Squares};
 
 /// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
 const CHUNK: usize = 1 << 13;
@@ -18,7 +20,21 @@ pub(crate) enum Target<'a> {
     Bf16(&'a mut [bf16]),
 }
 
-/// The arrays of a stretch of the piece, equally long but for states that the rule does not keep, which are empty.
+/// Sums of the squares of a parameter and of its update.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Norms {
+    pub(crate) parameter: Squares,
+    pub(crate) update: Squares,
+}
+
+impl Norms {
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self { parameter: self.parameter.plus(other.parameter), update: self.update.plus(other.update) }
+    }
+}
+
+/// The arrays of a stretch of the piece, equally long but for a gradient and states that the pass does not read, which are
+/// empty.
 pub(crate) struct Stretch<'a> {
     pub(crate) p: &'a mut [f32],
     pub(crate) g: Elements<'a>,
@@ -41,24 +57,27 @@ pub(crate) fn elements_of(data: &TensorData) -> Elements<'_> {
     }
 }
 
-/// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool.
-pub(crate) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>) {
+/// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool. A
+/// first pass gives the sums over the elements `counted`.
+pub(crate) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Range<usize>) -> Norms {
     let Stretch { p, g, a, b, copy } = stretch;
     let mut copies = copy.map(Target::chunks);
-    let (mut a, mut b) = (a.chunks_mut(CHUNK), b.chunks_mut(CHUNK));
-    let chunks: Vec<Stretch<'_>> = p
+    let (mut g, mut a, mut b) = (chunks_of(g), a.chunks_mut(CHUNK), b.chunks_mut(CHUNK));
+    let chunks: Vec<(Stretch<'_>, Range<usize>)> = p
         .chunks_mut(CHUNK)
-        .zip(chunks_of(g))
-        .map(|(p, g)| Stretch {
-            p,
-            g,
-            a: a.next().unwrap_or_default(),
-            b: b.next().unwrap_or_default(),
-            copy: copies.as_mut().and_then(Iterator::next),
+        .enumerate()
+        .map(|(index, p)| {
+            let within = |at: usize| at.saturating_sub(index * CHUNK).min(p.len());
+            let counted = within(counted.start)..within(counted.end);
+            let g = g.next().unwrap_or(Elements::F32(&[]));
+            let (a, b) = (a.next().unwrap_or_default(), b.next().unwrap_or_default());
+            (Stretch { p, g, a, b, copy: copies.as_mut().and_then(Iterator::next) }, counted)
         })
         .collect();
     let arch = pulp::Arch::new();
-    chunks.into_par_iter().for_each(|chunk| arch.dispatch(Task { kernel, scale, chunk }));
+    let each = |(chunk, counted)| arch.dispatch(Task { kernel, scale, chunk, counted });
+    let sums: Vec<Norms> = chunks.into_par_iter().map(each).collect();
+    sums.into_iter().fold(Norms::default(), Norms::plus)
 }
 
 /// A chunk's update. A closure would be compiled for the baseline processor; this is inlined into what is dispatched to.
@@ -66,26 +85,40 @@ struct Task<'a> {
     kernel: Kernel,
     scale: f32,
     chunk: Stretch<'a>,
+    counted: Range<usize>,
 }
 
 impl pulp::NullaryFnOnce for Task<'_> {
-    type Output = ();
+    type Output = Norms;
 
     #[inline(always)]
-    fn call(self) {
-        one(self.kernel, self.scale, self.chunk);
+    fn call(self) -> Norms {
+        one(self.kernel, self.scale, self.chunk, self.counted)
     }
 }
 
 #[inline(always)]
-fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>) {
+fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) -> Norms {
     let Stretch { p, g, a, b, copy } = chunk;
-    match g {
-        Elements::F32(g) if scale == 1.0 => kernel.apply(p, g, a, b),
-        other => {
+    match (kernel.pass, g) {
+        (Pass::Second { .. }, _) => {}
+        (_, Elements::F32(g)) if scale == 1.0 => kernel.apply(p, g, a, b),
+        (_, other) => {
             // Here only: clearing it would cost what a chunk's arithmetic does.
             let mut converted = [0f32; CHUNK];
             kernel.apply(p, scaled_into(other, &mut converted, scale), a, b);
+        }
+    }
+    if kernel.pass != Pass::Only {
+        let mut along = [0f32; CHUNK];
+        let along = &mut along[..p.len()];
+        kernel.direction(p, a, b, along);
+        match kernel.pass {
+            Pass::Second { trust } => kernel.step(trust, p, along),
+            _ => {
+                let (parameter, update) = (Squares::of(&p[counted.clone()]), Squares::of(&along[counted]));
+                return Norms { parameter, update };
+            }
         }
     }
     match copy {
@@ -93,6 +126,7 @@ fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>) {
         Some(Target::F16(out)) => out.convert_from_f32_slice(p),
         Some(Target::Bf16(out)) => out.convert_from_f32_slice(p),
     }
+    Norms::default()
 }
 
 impl<'a> Target<'a> {

@@ -11,11 +11,56 @@ pub(crate) struct Kernel {
     time: usize,
     /// State is not read: it begins with this step.
     fresh: bool,
+    pub(crate) pass: Pass,
+}
+
+/// What a pass over memory does: a rule with a trust ratio takes two, as the ratio is of the whole parameter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Pass {
+    /// All of it.
+    Only,
+    /// Moves the states on, and adds up squares.
+    First,
+    /// Takes a step of the trust ratio along what the states say.
+    Second { trust: f32 },
 }
 
 impl Kernel {
     pub(crate) fn new(rule: Rule, lr: f64, time: usize) -> Self {
-        Self { rule, lr, time, fresh: time == 1 }
+        let pass = if matches!(rule, Rule::Lamb { .. }) { Pass::First } else { Pass::Only };
+        Self { rule, lr, time, fresh: time == 1, pass }
+    }
+
+    /// With the norms of the whole parameter and of its update, the second pass.
+    pub(crate) fn trust(&mut self, parameter: f64, update: f64) {
+        let Rule::Lamb { max_coeff, min_coeff, .. } = self.rule else { return };
+        let trust = match (parameter / update) as f32 {
+            _ if parameter == 0.0 || update == 0.0 => 1.0,
+            // Compared, as `min` and `max` would make a number of what is none.
+            above if above > max_coeff => max_coeff,
+            below if below < min_coeff => min_coeff,
+            between => between,
+        };
+        self.pass = Pass::Second { trust };
+    }
+
+    /// What LAMB's states `m` and `v` say that is to be taken from `p`, before the trust ratio.
+    #[inline(always)]
+    pub(crate) fn direction(self, p: &[f32], m: &[f32], v: &[f32], u: &mut [f32]) {
+        let Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, .. } = self.rule else { return };
+        let adam = Adam::new(beta_1, beta_2, epsilon, bias_correction, self.time);
+        for ((u, &p), (&m, &v)) in u.iter_mut().zip(p).zip(m.iter().zip(v)) {
+            *u = adam.direction(m, v) + p * weight_decay;
+        }
+    }
+
+    /// The second pass, along `u`.
+    #[inline(always)]
+    pub(crate) fn step(self, trust: f32, p: &mut [f32], u: &[f32]) {
+        let lr = (self.lr * f64::from(trust)) as f32;
+        for (p, &u) in p.iter_mut().zip(u) {
+            *p -= u * lr;
+        }
     }
 
     /// One pass over equally long slices; `a` and `b` are the rule's state in the order of its names, or empty.
@@ -27,19 +72,26 @@ impl Kernel {
         let lr = self.lr as f32;
         let decayed = |weight_decay: f32| (1.0 - self.lr * f64::from(weight_decay)) as f32;
         match self.rule {
-            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay } => {
-                let adam = Adam::new(beta_1, beta_2, epsilon, self.time);
+            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction } => {
+                let adam = Adam::new(beta_1, beta_2, epsilon, bias_correction, self.time);
                 let keep = decayed(weight_decay);
                 for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(a.iter_mut().zip(b)) {
                     let delta = adam.delta(g, m, v, fresh);
                     *p = *p * keep - delta * lr;
                 }
             }
-            Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => {
-                let adam = Adam::new(beta_1, beta_2, epsilon, self.time);
+            Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction } => {
+                let adam = Adam::new(beta_1, beta_2, epsilon, bias_correction, self.time);
                 for ((p, &g), (m, v)) in p.iter_mut().zip(g).zip(a.iter_mut().zip(b)) {
                     let delta = adam.delta(g + *p * weight_decay, m, v, fresh);
                     *p -= delta * lr;
+                }
+            }
+            // Its first pass.
+            Rule::Lamb { beta_1, beta_2, epsilon, bias_correction, .. } => {
+                let adam = Adam::new(beta_1, beta_2, epsilon, bias_correction, self.time);
+                for (&g, (m, v)) in g.iter().zip(a.iter_mut().zip(b)) {
+                    adam.moments(g, m, v, fresh);
                 }
             }
             Rule::Sgd { momentum: 0.0, weight_decay, .. } => {
@@ -79,12 +131,16 @@ impl Kernel {
 /// The same for devices.
 #[cfg(feature = "cubecl")]
 impl From<Kernel> for zero_ops::Update {
-    fn from(Kernel { rule, lr, time, fresh }: Kernel) -> Self {
-        Self { rule, lr, time, fresh }
+    fn from(Kernel { rule, lr, time, fresh, pass }: Kernel) -> Self {
+        match pass {
+            // Plain descent along what the first pass gave.
+            Pass::Second { trust } => Self { rule: Rule::sgd(), lr: lr * f64::from(trust), time, fresh: false },
+            Pass::Only | Pass::First => Self { rule, lr, time, fresh },
+        }
     }
 }
 
-/// What Adam and AdamW share.
+/// What Adam, AdamW and LAMB share.
 #[derive(Clone, Copy)]
 struct Adam {
     beta_1: f32,
@@ -95,13 +151,20 @@ struct Adam {
 }
 
 impl Adam {
-    fn new(beta_1: f32, beta_2: f32, epsilon: f32, time: usize) -> Self {
-        let time = time as i32;
-        Self { beta_1, beta_2, correction_1: 1.0 - beta_1.powi(time), correction_2: 1.0 - beta_2.powi(time), epsilon }
+    fn new(beta_1: f32, beta_2: f32, epsilon: f32, bias_correction: bool, time: usize) -> Self {
+        // A division by 1 changes no bit.
+        let correction = |beta: f32| if bias_correction { 1.0 - beta.powi(time as i32) } else { 1.0 };
+        Self { beta_1, beta_2, correction_1: correction(beta_1), correction_2: correction(beta_2), epsilon }
     }
 
     #[inline(always)]
     fn delta(self, g: f32, m: &mut f32, v: &mut f32, fresh: bool) -> f32 {
+        self.moments(g, m, v, fresh);
+        self.direction(*m, *v)
+    }
+
+    #[inline(always)]
+    fn moments(self, g: f32, m: &mut f32, v: &mut f32, fresh: bool) {
         let square = g * g;
         if fresh {
             *m = g * (1.0 - self.beta_1);
@@ -110,6 +173,42 @@ impl Adam {
             *m = *m * self.beta_1 + g * (1.0 - self.beta_1);
             *v = *v * self.beta_2 + square * (1.0 - self.beta_2);
         }
-        (*m / self.correction_1) / ((*v / self.correction_2).sqrt() + self.epsilon)
+    }
+
+    #[inline(always)]
+    fn direction(self, m: f32, v: f32) -> f32 {
+        (m / self.correction_1) / ((v / self.correction_2).sqrt() + self.epsilon)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trust_ratios_are_held_between_their_bounds() {
+        for (parameter, update, expected) in [
+            (3.0, 2.0, 1.5),
+            (0.0, 2.0, 1.0),
+            (3.0, 0.0, 1.0),
+            (0.0, 0.0, 1.0),
+            (30.0, 2.0, 10.0),
+            (0.01, 2.0, 0.01),
+            (f64::INFINITY, 2.0, 10.0),
+            (1.0, f64::INFINITY, 0.01),
+        ] {
+            let mut kernel = Kernel::new(Rule::lamb(), 1e-3, 1);
+            assert_eq!(kernel.pass, Pass::First);
+            kernel.trust(parameter, update);
+            assert_eq!(kernel.pass, Pass::Second { trust: expected }, "{parameter}, {update}");
+        }
+        for (parameter, update) in [(f64::NAN, 1.0), (1.0, f64::NAN)] {
+            let mut kernel = Kernel::new(Rule::lamb(), 1e-3, 1);
+            kernel.trust(parameter, update);
+            assert!(matches!(kernel.pass, Pass::Second { trust } if trust.is_nan()), "what is no number stays none");
+        }
+        let mut other = Kernel::new(Rule::adamw(), 1e-3, 1);
+        other.trust(3.0, 2.0);
+        assert_eq!(other.pass, Pass::Only);
     }
 }

@@ -1,4 +1,4 @@
-//! The sum of squares of a long vector, for norms of gradients.
+//! Sums of squares of long vectors, for norms.
 
 use super::half::Half;
 use super::parallel::spread;
@@ -48,6 +48,54 @@ vectorised! {
     }
 }
 
+/// A sum of squares in twice double precision: terms are exact, and what is lost between them is far from reaching a number
+/// of 32 bit that is made of it. So that has the same bits in whatever pieces the elements are added.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Squares {
+    /// The sum, rounded to double precision.
+    pub high: f64,
+    /// What is missing there.
+    pub low: f64,
+}
+
+/// Sums that are added beside one another.
+const LANES: usize = 16;
+
+impl Squares {
+    /// The sum of the squares of `x`, by the instructions that the caller is compiled for.
+    // Loops, as in `squares`.
+    #[inline(always)]
+    pub fn of(x: &[f32]) -> Self {
+        let mut lanes = [Self::default(); LANES];
+        for x in x.chunks(LANES) {
+            for (lane, x) in lanes.iter_mut().zip(x) {
+                let x = f64::from(*x);
+                *lane = lane.plus(Self { high: x * x, low: 0.0 });
+            }
+        }
+        let mut sum = Self::default();
+        for lane in lanes {
+            sum = sum.plus(lane);
+        }
+        sum
+    }
+
+    /// Both together: D. Knuth, *The Art of Computer Programming*, volume 2, section 4.2.2, theorem B.
+    #[inline(always)]
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        let high = self.high + other.high;
+        let part = high - self.high;
+        let low = (self.high - (high - part)) + (other.high - part);
+        Self { high, low: self.low + other.low + low }
+    }
+
+    /// The sum, in double precision.
+    pub fn value(self) -> f64 {
+        self.high + self.low
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -74,6 +122,25 @@ mod tests {
         let x = numbers(40_001, 5);
         let half = crate::cpu::half::narrowed::<half::bf16>(&x);
         assert_eq!(sum_of_squares_of(&half), sum_of_squares(&crate::cpu::half::widened(&half)));
+    }
+
+    #[test]
+    fn squares_in_pieces_have_the_bits_of_the_whole() {
+        // Of many sizes, so that in double precision the order of additions would be seen.
+        let x: Vec<f32> =
+            numbers(50_001, 9).iter().enumerate().map(|(i, x)| x * 10f32.powi(i as i32 % 16 - 8)).collect();
+        let whole = Squares::of(&x).value();
+        let plain: f64 = x.iter().map(|x| f64::from(*x).powi(2)).sum();
+        assert!((whole - plain).abs() <= 1e-12 * plain && whole != plain, "{whole}, {plain} in double precision");
+        for pieces in [2, 3, 7, 1000, 50_001] {
+            let parts = x.chunks(x.len().div_ceil(pieces)).map(Squares::of);
+            assert_eq!(parts.fold(Squares::default(), Squares::plus).value().to_bits(), whole.to_bits(), "{pieces}");
+        }
+        assert_eq!(Squares::of(&[]).value(), 0.0);
+        assert_eq!(Squares::of(&[3.0, -4.0]), Squares { high: 25.0, low: 0.0 });
+        // 2^60 + 1 is no number of double precision.
+        assert_eq!(Squares::of(&[f32::powi(2.0, 30), 1.0]), Squares { high: 2f64.powi(60), low: 1.0 });
+        assert!(Squares::of(&[1.0, f32::NAN]).value().is_nan() && !Squares::of(&[f32::INFINITY]).value().is_finite());
     }
 
     #[test]

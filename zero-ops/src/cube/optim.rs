@@ -22,6 +22,7 @@ fn kind(rule: &Rule) -> Kind {
     match rule {
         Rule::AdamW { .. } => Kind::AdamW,
         Rule::Adam { .. } => Kind::Adam,
+        Rule::Lamb { .. } => Kind::Lamb,
         Rule::Sgd { momentum: 0.0, .. } => Kind::Sgd,
         Rule::Sgd { nesterov: false, .. } => Kind::Momentum,
         Rule::Sgd { nesterov: true, .. } => Kind::Nesterov,
@@ -54,7 +55,7 @@ pub struct UpdateItem<T> {
     pub gradient: T,
     /// The rule's states in fp32; none if they begin with this step.
     pub states: Vec<T>,
-    /// A tensor of 16 bit that the updated parameter is also written to, its elements not read.
+    /// A tensor of 16 bit that the updated parameter is also written to, its elements not read. None of LAMB.
     pub copy: Option<T>,
 }
 
@@ -67,6 +68,9 @@ pub struct Updated<T> {
     pub states: Vec<T>,
     /// The parameter in 16 bit, if there was such a copy.
     pub copy: Option<T>,
+    /// Of LAMB, which leaves the parameter as it was: its update `u` in fp32. With the norms of both, plain descent along it
+    /// ([`Rule::sgd`]) of the learning rate times the trust ratio is the rest.
+    pub direction: Option<T>,
 }
 
 /// What gradients are multiplied by before all else.
@@ -87,7 +91,7 @@ pub enum GradScale<T> {
 ///
 /// # Panics
 ///
-/// When the tensors of an item differ in their number of elements or there are other states than the rule has.
+/// When the tensors of an item differ in their number of elements, there are other states than the rule has, or a copy of LAMB's.
 #[allow(clippy::type_complexity)] // The arguments given back.
 pub fn fused_update<B: Backend>(
     items: Vec<UpdateItem<FloatTensor<B>>>,
@@ -114,13 +118,15 @@ pub fn fused_update<B: Backend>(
     let mut outputs = Vec::new();
     for UpdateItem { update, parameter, gradient, states, copy } in items {
         let shape = parameter.shape();
-        plans.push(Plan { update, made: states.is_empty(), copied: copy.is_some() });
+        let directed = matches!(update.rule, Rule::Lamb { .. });
+        plans.push(Plan { update, made: states.is_empty(), copied: copy.is_some(), directed });
         outputs.push((shape.clone(), DType::F32));
         match states.is_empty() {
             true => outputs.extend((0..update.rule.states()).map(|_| (shape.clone(), DType::F32))),
             false => outputs.extend(states.iter().map(|state| (state.shape(), DType::F32))),
         }
         outputs.extend(copy.iter().map(|copy| (copy.shape(), copy.dtype())));
+        outputs.extend(directed.then_some((shape, DType::F32)));
         inputs.extend([parameter, gradient].into_iter().chain(states).chain(copy));
     }
     if let GradScale::Tensor(one) = scale {
@@ -133,6 +139,7 @@ pub fn fused_update<B: Backend>(
         parameter: next(),
         states: (0..plan.update.rule.states()).map(|_| next()).collect(),
         copy: plan.copied.then(&mut next),
+        direction: plan.directed.then(&mut next),
     });
     Ok(updated.collect())
 }
@@ -153,6 +160,10 @@ fn check<T: TensorMetadata>(item: &UpdateItem<T>) {
         update.rule,
         states.len()
     );
+    assert!(
+        copy.is_none() || !matches!(update.rule, Rule::Lamb { .. }),
+        "LAMB makes no copy of a parameter that stays"
+    );
     for x in [gradient].into_iter().chain(states).chain(copy) {
         assert_eq!(elements(x), elements(parameter), "elements of a gradient, a state or a copy, and of its parameter");
     }
@@ -165,6 +176,8 @@ struct Plan {
     /// Whether its states are made here.
     made: bool,
     copied: bool,
+    /// Whether its update is made, and not the parameter.
+    directed: bool,
 }
 
 struct FusedUpdate {
@@ -179,6 +192,7 @@ struct Tensors<R: CubeRuntime> {
     parameter: CubeTensor<R>,
     gradient: CubeTensor<R>,
     states: Vec<CubeTensor<R>>,
+    /// The copy, or the direction.
     copy: Option<CubeTensor<R>>,
 }
 
@@ -216,7 +230,10 @@ impl Body for FusedUpdate {
                 false => owned(next()),
             });
             let states = states.collect();
-            let copy = plan.copied.then(|| overwritten(next()));
+            let copy = match plan.directed {
+                true => Some(empty(&parameter, parameter.meta.shape().clone(), DType::F32)),
+                false => plan.copied.then(|| overwritten(next())),
+            };
             items.push(Tensors { update: plan.update, parameter, gradient, states, copy });
         }
         let factor = match self.number {
@@ -259,14 +276,19 @@ fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&Cub
 
 /// The numbers of a step as the kernel reads them; those that its rule has not are 0.
 fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
-    let (beta_1, beta_2, epsilon, weight_decay) = match update.rule {
-        Rule::AdamW { beta_1, beta_2, epsilon, weight_decay }
-        | Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => (beta_1, beta_2, epsilon, weight_decay),
-        Rule::Sgd { momentum, weight_decay, .. } => (momentum, 0.0, 0.0, weight_decay),
-        Rule::Lion { beta_1, beta_2, weight_decay } => (beta_1, beta_2, 0.0, weight_decay),
-        Rule::Adagrad { epsilon, weight_decay } => (0.0, 0.0, epsilon, weight_decay),
+    let (beta_1, beta_2, epsilon, weight_decay, bias_correction) = match update.rule {
+        Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction }
+        | Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction }
+        | Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, .. } => {
+            (beta_1, beta_2, epsilon, weight_decay, bias_correction)
+        }
+        Rule::Sgd { momentum, weight_decay, .. } => (momentum, 0.0, 0.0, weight_decay, false),
+        Rule::Lion { beta_1, beta_2, weight_decay } => (beta_1, beta_2, 0.0, weight_decay, false),
+        Rule::Adagrad { epsilon, weight_decay } => (0.0, 0.0, epsilon, weight_decay, false),
     };
     let time = i32::try_from(update.time).unwrap_or(i32::MAX);
+    // A division by 1 changes no bit.
+    let correction = |beta: f32| if bias_correction { 1.0 - beta.powi(time) } else { 1.0 };
     NumbersLaunch::new(
         scale,
         update.lr as f32,
@@ -276,8 +298,8 @@ fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
         1.0 - beta_1,
         beta_2,
         1.0 - beta_2,
-        1.0 - beta_1.powi(time),
-        1.0 - beta_2.powi(time),
+        correction(beta_1),
+        correction(beta_2),
         epsilon,
         -0.0,
         u32::from(update.fresh),
@@ -289,6 +311,7 @@ fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
 enum Kind {
     AdamW,
     Adam,
+    Lamb,
     Sgd,
     Momentum,
     Nesterov,
@@ -402,6 +425,11 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                             let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n);
                             p - times(delta, n.lr, z)
                         }
+                        // What is to be taken from the parameter.
+                        Kind::Lamb => {
+                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n);
+                            delta + times(p, n.weight_decay, z)
+                        }
                         Kind::Sgd => {
                             let g = g + times(p, n.weight_decay, z);
                             p - times(g, n.lr, z)
@@ -436,7 +464,9 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                             p - times(g / (Vector::sqrt(s) + Vector::new(n.epsilon)), n.lr, z)
                         }
                     };
-                    p_all[at] = new;
+                    if comptime![kind != Kind::Lamb] {
+                        p_all[at] = new;
+                    }
                     if comptime![copies.len() == gradients.len()] {
                         copies.index_mut(i)[at] = Vector::cast_from(new);
                     }
@@ -457,9 +487,10 @@ mod tests {
     /// The source for CUDA holds no product that could be contracted with a sum.
     #[test]
     fn cuda_source() {
-        let rule = Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 };
-        let update = Update { rule, lr: 0.1, time: 1, fresh: false };
-        for kind in [Kind::AdamW, Kind::Adam, Kind::Sgd, Kind::Momentum, Kind::Nesterov, Kind::Lion, Kind::Adagrad] {
+        let update = Update { rule: Rule::adamw(), lr: 0.1, time: 1, fresh: false };
+        for kind in
+            [Kind::AdamW, Kind::Adam, Kind::Lamb, Kind::Sgd, Kind::Momentum, Kind::Nesterov, Kind::Lion, Kind::Adagrad]
+        {
             for width in [1, 4] {
                 let (settings, client) = settings();
                 let kernel = update_kernel::UpdateKernel::<WgpuRuntime>::new(

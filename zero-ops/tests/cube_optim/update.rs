@@ -7,7 +7,7 @@ use zero_ops::{GradScale, Rule, Update, UpdateItem, Updated, fused_update};
 
 use crate::{Plain, assert_panics, device, numbers, rounded, supports, tensor, values};
 
-/// One step by the formulas, each operation rounded to fp32.
+/// One step by the formulas, each operation rounded to fp32. Of LAMB `p` becomes the direction.
 fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut [Vec<f32>]) {
     let Update { rule, lr, time, fresh } = update;
     let (lr_32, time) = (lr as f32, time as i32);
@@ -16,16 +16,21 @@ fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut 
         let g = g[i] * scale;
         let was = |states: &[Vec<f32>], k: usize| if fresh { 0.0 } else { states[k][i] };
         match rule {
-            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay }
-            | Rule::Adam { beta_1, beta_2, epsilon, weight_decay } => {
-                let decoupled = matches!(rule, Rule::AdamW { .. });
+            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction }
+            | Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction }
+            | Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, .. } => {
+                let decoupled = !matches!(rule, Rule::Adam { .. });
                 let g = if decoupled { g } else { g + p[i] * weight_decay };
                 let m = was(states, 0) * beta_1 + g * (1.0 - beta_1);
                 let v = was(states, 1) * beta_2 + g * g * (1.0 - beta_2);
                 (states[0][i], states[1][i]) = (m, v);
-                let (c1, c2) = (1.0 - beta_1.powi(time), 1.0 - beta_2.powi(time));
-                let delta = (m / c1) / ((v / c2).sqrt() + epsilon);
-                p[i] = if decoupled { p[i] * kept(weight_decay) } else { p[i] } - delta * lr_32;
+                let corrected = |x: f32, beta: f32| if bias_correction { x / (1.0 - beta.powi(time)) } else { x };
+                let delta = corrected(m, beta_1) / (corrected(v, beta_2).sqrt() + epsilon);
+                p[i] = match rule {
+                    Rule::AdamW { .. } => p[i] * kept(weight_decay) - delta * lr_32,
+                    Rule::Lamb { .. } => delta + p[i] * weight_decay,
+                    _ => p[i] - delta * lr_32,
+                };
             }
             Rule::Sgd { momentum, nesterov, weight_decay } => {
                 let g = g + p[i] * weight_decay;
@@ -54,16 +59,28 @@ fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut 
     }
 }
 
-const RULES: [Rule; 8] = [
-    Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01 },
-    Rule::Adam { beta_1: 0.8, beta_2: 0.99, epsilon: 1e-6, weight_decay: 0.1 },
+const RULES: [Rule; 10] = [
+    Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true },
+    Rule::Adam { beta_1: 0.8, beta_2: 0.99, epsilon: 1e-6, weight_decay: 0.1, bias_correction: true },
     Rule::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.1 },
     Rule::Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.0 },
     Rule::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1 },
     Rule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.1 },
     Rule::Adagrad { epsilon: 1e-10, weight_decay: 0.1 },
-    Rule::AdamW { beta_1: 0.95, beta_2: 0.95, epsilon: 1e-3, weight_decay: 0.0 },
+    Rule::AdamW { beta_1: 0.95, beta_2: 0.95, epsilon: 1e-3, weight_decay: 0.0, bias_correction: false },
+    LAMB,
+    Rule::lamb(),
 ];
+
+const LAMB: Rule = Rule::Lamb {
+    beta_1: 0.9,
+    beta_2: 0.999,
+    epsilon: 1e-6,
+    weight_decay: 0.01,
+    bias_correction: false,
+    max_coeff: 0.3,
+    min_coeff: 0.01,
+};
 
 const LENGTHS: [usize; 8] = [1, 2, 3, 31, 1000, 4097, 70_001, 65_536];
 
@@ -94,6 +111,7 @@ impl<B: Backend> Mirror<B> {
             parameter: tensor::<B>(p.clone(), DType::F32),
             states: Vec::new(),
             copy: copy.map(|copy| tensor::<B>(vec![7.0; len], copy)),
+            direction: None,
         };
         Self { rule, on_device: Some(on_device), states: vec![vec![0.0; len]; rule.states()], p, gradient, copy }
     }
@@ -102,12 +120,12 @@ impl<B: Backend> Mirror<B> {
 /// Steps all items together, and compares everything after each step.
 fn steps<B: Backend>(mut all: Vec<Mirror<B>>, scale: f32, by_tensor: bool) {
     for time in 1..=4 {
-        let mut items = Vec::new();
+        let (mut items, before) = (Vec::new(), all.iter().map(|mirror| mirror.p.clone()).collect::<Vec<_>>());
         for (i, mirror) in all.iter_mut().enumerate() {
             let update = Update { rule: mirror.rule, lr: 1e-2 / time as f64, time, fresh: time == 1 };
             let g = rounded(&numbers(mirror.p.len(), (100 * time + i) as u64), mirror.gradient);
             let gradient = tensor::<B>(g.clone(), mirror.gradient);
-            let Updated { parameter, states, copy } = mirror.on_device.take().unwrap();
+            let Updated { parameter, states, copy, .. } = mirror.on_device.take().unwrap();
             items.push(UpdateItem { update, parameter, gradient, states, copy });
             reference(update, scale, &mut mirror.p, &g, &mut mirror.states);
         }
@@ -121,7 +139,14 @@ fn steps<B: Backend>(mut all: Vec<Mirror<B>>, scale: f32, by_tensor: bool) {
             let what =
                 |part: &str| format!("step {time}, {part} of item {i}, {} elements, {:?}", mirror.p.len(), mirror.rule);
             let got = values::<B>(updated.parameter.clone());
-            assert_close(&what("parameter"), &got, &mirror.p);
+            assert_eq!(updated.direction.is_some(), matches!(mirror.rule, Rule::Lamb { .. }), "{}", what("direction"));
+            match &updated.direction {
+                Some(direction) => {
+                    assert_close(&what("direction"), &values::<B>(direction.clone()), &mirror.p);
+                    assert_eq!(got, before[i], "{}", what("parameter that is to stay"));
+                }
+                None => assert_close(&what("parameter"), &got, &mirror.p),
+            }
             assert_eq!(updated.states.len(), mirror.states.len(), "{}", what("states"));
             for (state, expected) in updated.states.iter().zip(&mirror.states) {
                 assert_close(&what("state"), &values::<B>(state.clone()), expected);
@@ -263,7 +288,7 @@ fn in_place_with_fusion_too() {
     assert!(before >= 4 * 4 * LEN as u64, "{before} bytes are in use on this thread's stream");
     for _ in 0..3 {
         let update = given.update;
-        let [Updated { parameter, states, copy }] =
+        let [Updated { parameter, states, copy, .. }] =
             fused_update::<Vulkan>(vec![given], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
         given = UpdateItem { update, parameter, gradient: gradient.clone(), states, copy };
         assert!(in_use() <= before + 4 * LEN as u64 / 2, "no tensor was made: {} bytes, {before} before", in_use());
@@ -299,4 +324,11 @@ fn lengths_that_differ_are_refused() {
     let mut item = item::<Plain>(5, false);
     item.gradient = tensor::<Plain>(vec![0.0; 6], DType::F32);
     assert_panics("elements of a gradient", || drop(fused_update::<Plain>(vec![item], GradScale::Number(1.0))));
+}
+
+#[test]
+fn a_copy_of_what_stays_is_refused() {
+    let mut item = item::<Plain>(5, false);
+    (item.update.rule, item.copy) = (LAMB, Some(tensor::<Plain>(vec![0.0; 5], DType::F16)));
+    assert_panics("LAMB makes no copy", || drop(fused_update::<Plain>(vec![item], GradScale::Number(1.0))));
 }

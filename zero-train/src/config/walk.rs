@@ -279,8 +279,8 @@ mod tests {
                 "ds.json: compression_training: this section is not supported: models are not compressed; remove the section"
             ]
         );
-        assert!(check(r#"{"sparse_attention": {}}"#).0.is_empty());
-        assert_eq!(check(r#"{"sparse_attention": {"mode": "fixed"}}"#).0.len(), 1);
+        assert!(check(r#"{"weight_quantization": {}}"#).0.is_empty());
+        assert_eq!(check(r#"{"weight_quantization": {"shared_parameters": {}}}"#).0.len(), 1);
     }
 
     #[test]

@@ -80,7 +80,7 @@ fn adamw_values(options: &Hyperparameters) -> (f64, f64, f64, f64, f64) {
 
 fn adamw(options: &Hyperparameters) -> OptimizerPlan {
     let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
-    OptimizerPlan::AdamW { lr, beta_1, beta_2, epsilon, weight_decay }
+    OptimizerPlan::adamw(lr, beta_1, beta_2, epsilon, weight_decay)
 }
 
 /// The schedule that the options ask for, from 0 to the optimizer's learning rate and on.

@@ -226,7 +226,8 @@ pub fn fused_adamw_is_burns<B: Backend>() {
 /// Every fused rule, in groups, gives the same bits at every stage, and continues from its record.
 pub fn fused_rules_work<B: Backend>() {
     let momentum = Rule::Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.01 };
-    for rule in [Rule::adam().with_weight_decay(0.01), Rule::sgd(), momentum, Rule::lion(), Rule::adagrad()] {
+    let (adam, lamb) = (Rule::adam().with_weight_decay(0.01), Rule::lamb().with_weight_decay(0.01));
+    for rule in [adam, lamb, Rule::sgd(), momentum, Rule::lion(), Rule::adagrad()] {
         let optimizer = || {
             Fused::<Ad<B>>::new(rule)
                 .with_group(rule.with_weight_decay(0.0), 1.0, |param| param.shape.len() < 2)
@@ -287,9 +288,10 @@ pub fn fused_rules_work<B: Backend>() {
 /// gradients too; records and the gradients' norm read it there.
 pub fn host_memory_changes_nothing<B: Backend>() {
     let offload = |optimizer, parameters| Offload { optimizer, parameters, min_bytes: 1, ..Offload::default() };
-    for world in [1, 2] {
+    let rules = [Rule::adamw(), Rule::lamb().with_weight_decay(0.01)];
+    for (world, rule) in [1, 2].into_iter().flat_map(|world| rules.map(|rule| (world, rule))) {
         for stage in Stage::ALL {
-            let fused = || Fused::new(Rule::adamw());
+            let fused = || Fused::new(rule);
             let plain = |steps| train::<B, _>(world, &config(stage), steps, fused);
             let mut tiers = vec![(Tier::Host, Tier::Memory)];
             if stage == Stage::Parameters {
@@ -299,7 +301,9 @@ pub fn host_memory_changes_nothing<B: Backend>() {
                 let config = ZeroConfig { offload: offload(optimizer, parameters), ..config(stage) };
                 for steps in [Steps::Plain, Steps::Accumulate] {
                     let got = train::<B, _>(world, &config, steps, fused);
-                    let what = format!("{world} ranks, stage {stage}, {optimizer:?} and {parameters:?}, {steps:?}");
+                    let name = rule.name();
+                    let what =
+                        format!("{name}, {world} ranks, stage {stage}, {optimizer:?}, {parameters:?}, {steps:?}");
                     assert_same::<B>(&plain(steps), &got, &what);
                 }
                 let seen = ranks::<B, _>(world, &config, |device| {
@@ -308,7 +312,7 @@ pub fn host_memory_changes_nothing<B: Backend>() {
                     let grads = GradientsParams::from_grads(model.loss(batch, true).backward(), &model);
                     let grads = collect_grads::<Ad<B>, _>(grads, &model);
                     let norm = grad_norm::<Ad<B>, _>(&grads, &model) as f32;
-                    let mut optimizer = Fused::<Ad<B>>::new(Rule::adamw());
+                    let mut optimizer = Fused::<Ad<B>>::new(rule);
                     model = optimizer.step(0.05, model, grads);
                     let id = model.twice.weight.id;
                     let moment = optimizer.state(id, "exp_avg").unwrap().into_data().iter::<f32>().collect::<Vec<_>>();

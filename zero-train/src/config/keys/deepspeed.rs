@@ -204,7 +204,8 @@ pub(in crate::config) const DEEPSPEED: &[Key] = keys! {
     compression_training = null => K::Open(Gate::Enabled), T::refused("models are not compressed; remove the section");
     quantize_training = null => K::Open(Gate::Enabled), T::refused("training is not quantised; remove the section");
     weight_quantization = null => K::Open(Gate::Given), T::refused("weights are not quantised; remove the section");
-    sparse_attention = null => K::Open(Gate::Given), T::refused("attention is dense; remove the section");
+    sparse_attention = null => K::Open(Gate::Given),
+        T::no_effect("DeepSpeed hands it to models that ask for it; the models here attend to everything");
     data_efficiency = null, curriculum_learning = null => K::Open(Gate::Enabled),
         T::refused("samples are taken as the program's loader gives them");
     expert_parallel = null => K::Open(Gate::Enabled), T::refused("there is no expert parallelism; remove the section");

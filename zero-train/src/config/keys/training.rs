@@ -18,12 +18,25 @@ const ADAM: &[Key] = keys! {
     eps = 1e-8 => K::POSITIVE, T::ACTED.auto(Fill::Epsilon);
     weight_decay = 0 => K::POSITIVE, T::ACTED.auto(Fill::WeightDecay);
     adam_w_mode = true, torch_adam = false => K::Bool, T::ACTED;
-    bias_correction = true, amsgrad = false => K::Bool, NO_SUCH_RULE;
+    bias_correction = true => K::Bool, T::ACTED;
+    amsgrad = false => K::Bool, NO_SUCH_RULE;
     capturable = false => K::Bool, KERNEL;
     fp32_optimizer_states = true => K::Bool, STATE;
     set_grad_none = true => K::Bool, FREED;
     fused = false, foreach = false => K::Bool, KERNEL;
     maximize = false, differentiable = false => K::Bool, NO_SUCH_RULE;
+    max_grad_norm = 0 => K::POSITIVE, CLIPS;
+};
+
+/// Parameters of LAMB, as DeepSpeed's `FusedLamb` names them.
+const LAMB: &[Key] = keys! {
+    lr = 1e-3 => K::POSITIVE, T::ACTED.auto(Fill::LearningRate);
+    betas = [0.9, 0.999] => K::Betas, T::ACTED.auto(Fill::Betas);
+    eps = 1e-8 => K::POSITIVE, T::ACTED.auto(Fill::Epsilon);
+    weight_decay = 0 => K::POSITIVE, T::ACTED.auto(Fill::WeightDecay);
+    bias_correction = true => K::Bool, T::ACTED;
+    max_coeff = 10.0, min_coeff = 0.01 => K::POSITIVE, T::ACTED;
+    eps_inside_sqrt = false, amsgrad = false => K::Bool, NO_SUCH_RULE;
     max_grad_norm = 0 => K::POSITIVE, CLIPS;
 };
 
@@ -62,8 +75,8 @@ const ADAGRAD: &[Key] = keys! {
 /// `optimizer`.
 pub(in crate::config) static OPTIMIZERS: Tagged = Tagged {
     what: "optimizer",
-    variants: &[("AdamW", ADAM), ("Adam", ADAM), ("SGD", SGD), ("Lion", LION), ("Adagrad", ADAGRAD)],
-    refused: &["Lamb", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"],
+    variants: &[("AdamW", ADAM), ("Adam", ADAM), ("Lamb", LAMB), ("SGD", SGD), ("Lion", LION), ("Adagrad", ADAGRAD)],
+    refused: &["Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"],
     beside: keys! { legacy_fusion = false => K::Bool, KERNEL; },
 };
 

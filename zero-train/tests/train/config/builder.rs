@@ -70,8 +70,32 @@ fn the_builder_has_the_files_rules() {
 #[test]
 fn optimizers_and_schedules_survive_the_builder() {
     let optimizers = [
-        OptimizerPlan::AdamW { lr: 0.1, beta_1: 0.2, beta_2: 0.3, epsilon: 0.4, weight_decay: 0.5 },
-        OptimizerPlan::Adam { lr: 0.1, beta_1: 0.2, beta_2: 0.3, epsilon: 0.4, weight_decay: 0.5 },
+        OptimizerPlan::AdamW {
+            lr: 0.1,
+            beta_1: 0.2,
+            beta_2: 0.3,
+            epsilon: 0.4,
+            weight_decay: 0.5,
+            bias_correction: true,
+        },
+        OptimizerPlan::Adam {
+            lr: 0.1,
+            beta_1: 0.2,
+            beta_2: 0.3,
+            epsilon: 0.4,
+            weight_decay: 0.5,
+            bias_correction: false,
+        },
+        OptimizerPlan::Lamb {
+            lr: 0.1,
+            beta_1: 0.2,
+            beta_2: 0.3,
+            epsilon: 0.4,
+            weight_decay: 0.5,
+            bias_correction: false,
+            max_coeff: 0.7,
+            min_coeff: 0.6,
+        },
         OptimizerPlan::Sgd { lr: 0.1, momentum: 0.2, weight_decay: 0.3, nesterov: true },
         OptimizerPlan::Lion { lr: 0.1, beta_1: 0.2, beta_2: 0.3, weight_decay: 0.4 },
         OptimizerPlan::Adagrad { lr: 0.1, epsilon: 0.2, weight_decay: 0.3 },

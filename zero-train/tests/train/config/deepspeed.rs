@@ -30,6 +30,7 @@ fn the_shared_deepspeed_file() {
             beta_2: 0.999,
             epsilon: 1e-8,
             weight_decay: 0.01,
+            bias_correction: true,
         }),
         schedule: Some(Schedule::WarmupDecayLr {
             min_lr: 0.0,
@@ -101,7 +102,14 @@ fn the_cifar_tutorial_with_fp16_and_a_prescaled_sum() {
     .unwrap();
     assert_eq!(
         plan.optimizer,
-        Some(OptimizerPlan::AdamW { lr: 1e-3, beta_1: 0.8, beta_2: 0.999, epsilon: 1e-8, weight_decay: 3e-7 })
+        Some(OptimizerPlan::AdamW {
+            lr: 1e-3,
+            beta_1: 0.8,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 3e-7,
+            bias_correction: true
+        })
     );
     assert_eq!(
         plan.schedule,
@@ -118,6 +126,66 @@ fn the_cifar_tutorial_with_fp16_and_a_prescaled_sum() {
     zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting
     zero_optimization.cpu_offload: deprecated; write `offload_optimizer`
     "#);
+}
+
+/// `training/bing_bert/deepspeed_bsz64k_lamb_config_seq128.json` and
+/// `training/bing_bert/deepspeed_bsz4k_progressive_layer_drop_config_seq128.json` of DeepSpeedExamples, the second without the
+/// layer drop.
+#[test]
+fn bing_bert_with_lamb_and_with_adam_without_bias_correction() {
+    let lamb = r#"{
+        "train_batch_size": 65536, "train_micro_batch_size_per_gpu": 64, "steps_per_print": 1000, "prescale_gradients": false,
+        "optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "weight_decay": 0.01, "bias_correction": false,
+            "max_coeff": 0.3, "min_coeff": 0.01}},
+        "gradient_clipping": 1.0, "wall_clock_breakdown": false, "fp16": {"enabled": true, "loss_scale": 0},
+        "sparse_attention": {"mode": "fixed", "block": 16, "different_layout_per_head": true, "num_local_blocks": 4,
+            "num_global_blocks": 1, "attention": "bidirectional", "horizontal_global_attention": false,
+            "num_different_global_patterns": 4}
+    }"#;
+    let plan = json(lamb, &on(64)).unwrap();
+    assert_eq!(plan.batch, Batch { global: 65536, micro: 64, accumulation: 16 });
+    assert_eq!(
+        plan.optimizer,
+        Some(OptimizerPlan::Lamb {
+            lr: 11e-3,
+            beta_1: 0.9,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 0.01,
+            bias_correction: false,
+            max_coeff: 0.3,
+            min_coeff: 0.01
+        })
+    );
+    let expected = Rule::Lamb {
+        beta_1: 0.9,
+        beta_2: 0.999,
+        epsilon: 1e-8,
+        weight_decay: 0.01,
+        bias_correction: false,
+        max_coeff: 0.3,
+        min_coeff: 0.01,
+    };
+    assert_eq!(plan.rule(), expected);
+    let explained = plan.explain();
+    let line = explained.lines().find(|line| line.contains("LAMB")).unwrap_or(&explained);
+    insta::assert_snapshot!(line, @"Optimizer: LAMB, lr 0.011, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01, no bias correction, trust ratio from 0.01 to 0.3.");
+    insta::assert_snapshot!(warnings(&plan), @"sparse_attention: has no effect: DeepSpeed hands it to models that ask for it; the models here attend to everything");
+
+    let defaults = json(r#"{"train_batch_size": 2, "optimizer": {"type": "lamb"}}"#, &on(2)).unwrap();
+    assert_eq!(defaults.rule(), Rule::lamb());
+
+    let adam = r#"{
+        "train_batch_size": 4096, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 1000, "prescale_gradients": true,
+        "gradient_predivide_factor": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.01,
+            "bias_correction": false}},
+        "gradient_clipping": 1.0, "wall_clock_breakdown": false, "fp16": {"enabled": true, "loss_scale": 0}
+    }"#;
+    let rule = |text: &str| json(text, &on(64)).unwrap().rule();
+    let (beta_1, beta_2, epsilon, weight_decay, bias_correction) = (0.9, 0.999, 1e-8, 0.01, false);
+    assert_eq!(rule(adam), Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction });
+    let l2 = adam.replace("\"bias_correction\": false", "\"bias_correction\": false, \"adam_w_mode\": false");
+    assert_eq!(rule(&l2), Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction });
 }
 
 #[test]
@@ -231,7 +299,14 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     assert_eq!(plan.gradient_clipping, Some(0.3));
     assert_eq!(
         plan.optimizer,
-        Some(OptimizerPlan::AdamW { lr: 2e-5, beta_1: 0.9, beta_2: 0.95, epsilon: 1e-6, weight_decay: 0.1 })
+        Some(OptimizerPlan::AdamW {
+            lr: 2e-5,
+            beta_1: 0.9,
+            beta_2: 0.95,
+            epsilon: 1e-6,
+            weight_decay: 0.1,
+            bias_correction: true
+        })
     );
     assert_eq!(
         plan.schedule,

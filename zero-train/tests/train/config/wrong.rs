@@ -21,10 +21,10 @@ fn all_problems_are_reported_together() {
     ds.json: train_batch_size: expected a whole number of at least 1, got -8
     ds.json: train_micro_batch_size: unknown key; did you mean `train_micro_batch_size_per_gpu`?
     ds.json: gradient_clipping: expected a number of at least 0, got "1.0"
-    ds.json: optimizer.params.learning_rate: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, capturable, set_grad_none, fused, foreach
+    ds.json: optimizer.params.learning_rate: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, bias_correction, capturable, set_grad_none, fused, foreach
     ds.json: optimizer.params.betas: expected two numbers of at least 0 and below 1, got [0.9, 1]
     ds.json: optimizer.params.amsgrad: true is not supported: the optimizer has no such variant; remove the key
-    ds.json: optimizer.params.wd: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, capturable, set_grad_none, fused, foreach
+    ds.json: optimizer.params.wd: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, bias_correction, capturable, set_grad_none, fused, foreach
     ds.json: scheduler.type: expected one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, got "Cosine"
     ds.json: bf16.enable: unknown key; did you mean `enabled`?
     ds.json: fp16: expected a map, got []
@@ -45,7 +45,23 @@ fn all_problems_are_reported_together() {
 #[test]
 fn features_that_would_change_training_are_refused() {
     let message = |text: &str| json(text, &on(2)).unwrap_err().to_string();
-    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "Lamb", "params": {"lr": 1}}}"#), @r#"ds.json: optimizer.type: "Lamb" is not supported: use one of AdamW, Adam, SGD, Lion, Adagrad"#);
+    for name in ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"] {
+        let text =
+            format!(r#"{{"train_batch_size": 2, "optimizer": {{"type": "{name}", "params": {{"freeze_step": 1}}}}}}"#);
+        let expected = "is not supported: use one of AdamW, Adam, Lamb, SGD, Lion, Adagrad";
+        assert_eq!(message(&text), format!("ds.json: optimizer.type: \"{name}\" {expected}"));
+    }
+    let lamb = r#"{"train_batch_size": 2, "optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0, "amsgrad": true,
+        "eps_inside_sqrt": true, "max_coeff": 0.1, "min_coeff": -1, "bias_correction": 1, "max_coef": 3}}}"#;
+    insta::assert_snapshot!(message(lamb), @r#"
+    ds.json: optimizer.params.max_grad_norm: 1 is not supported: clipping is the top-level key `gradient_clipping`; move the value there
+    ds.json: optimizer.params.amsgrad: true is not supported: the optimizer has no such variant; remove the key
+    ds.json: optimizer.params.eps_inside_sqrt: true is not supported: the optimizer has no such variant; remove the key
+    ds.json: optimizer.params.min_coeff: expected a number of at least 0, got -1
+    ds.json: optimizer.params.bias_correction: expected true or false, got 1
+    ds.json: optimizer.params.max_coef: unknown key; did you mean `max_coeff`?
+    "#);
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "Lamb", "params": {"max_coeff": 0.001}}}"#), @"ds.json: optimizer.params.min_coeff: 0.01 is above `max_coeff`, 0.001: give a smaller one, or a larger `max_coeff`");
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}"#), @"ds.json: optimizer.params.max_grad_norm: 1 is not supported: clipping is the top-level key `gradient_clipping`; move the value there");
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "elasticity": {"enabled": true}, "amp": {"enabled": true}}"#), @r#"
     ds.json: elasticity: this section is not supported: it would choose other batch sizes; give them in the batch keys

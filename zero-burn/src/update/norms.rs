@@ -1,0 +1,65 @@
+//! Sums of squares wherever the elements are: of gradients, and of parameters and their updates.
+
+use burn_backend::{Backend, TensorData, TensorMetadata};
+use burn_std::DType;
+use zero_ops::Squares;
+
+use super::Job;
+use super::pass::{Norms, elements_of};
+use crate::values::read;
+
+pub(crate) fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
+    // One pass over memory where the elements are at hand, three otherwise.
+    if let Some(sum) = zero_ops::sum_of_squares::<B>(&x) {
+        return sum;
+    }
+    // In fp32: squares of what fits into 16 bit do not.
+    let x = if x.dtype().size() < 4 { B::float_cast(x, DType::F32.into()) } else { x };
+    let sum = B::float_sum(B::float_mul(x.clone(), x));
+    read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
+}
+
+/// The same of elements in the host's memory.
+pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: std::ops::Range<usize>) -> f64 {
+    match data.dtype {
+        DType::F32 | DType::F16 | DType::BF16 => elements_of(data).slice(range).sum_of_squares(),
+        _ => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
+    }
+}
+
+/// The same of several tensors, read from their device at once where CubeCL computes.
+pub(crate) fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<f64> {
+    #[cfg(feature = "cubecl")]
+    if let Some(sums) = zero_ops::sums_of_squares::<B>(&tensors) {
+        let mut sums: Vec<f64> = read::<B>(sums).iter::<f64>().collect();
+        // The last is the number of elements that are not finite: sums may not tell, where arithmetic is fast and loose.
+        if sums.pop().is_some_and(|odd| odd > 0.0) {
+            sums.iter_mut().for_each(|sum| *sum = f64::NAN);
+        }
+        return sums;
+    }
+    tensors.into_iter().map(sum_of_squares::<B>).collect()
+}
+
+/// This rank's sums of `jobs`, in the order of their numbers below `count`.
+pub(crate) fn own_sums<B: Backend>(jobs: &[&mut Job<B>], count: usize) -> Vec<f64> {
+    let mut sums = vec![0.0; 4 * count];
+    for job in jobs {
+        let Norms { parameter, update } = job.norms;
+        sums[4 * job.number..][..4].copy_from_slice(&[parameter.high, parameter.low, update.high, update.low]);
+    }
+    sums
+}
+
+/// Readies `jobs` for their second pass by the sums of all ranks, which are added in the order of ranks.
+pub(crate) fn trust<B: Backend>(jobs: Vec<&mut Job<B>>, ranks: &[Vec<f64>]) {
+    for job in jobs {
+        let of = |sums: &Vec<f64>| {
+            let sums = &sums[4 * job.number..];
+            let squares = |at: usize| Squares { high: sums[at], low: sums[at + 1] };
+            Norms { parameter: squares(0), update: squares(2) }
+        };
+        let Norms { parameter, update } = ranks.iter().map(of).fold(Norms::default(), Norms::plus);
+        job.kernel.trust(parameter.value().sqrt(), update.value().sqrt());
+    }
+}
