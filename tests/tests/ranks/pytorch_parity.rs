@@ -7,12 +7,14 @@ use crate::common;
 
 use std::fs;
 
+use burn::optim::Optimizer;
 use burn::tensor::{Int, Tensor, TensorData};
 use common::{B, Device, adamw, fixture, on_ranks, step};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use zero_burn::config::ZeroConfig;
 use zero_burn::module::prepare;
+use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
 use zero_models::{Bert, BertBatch, Gpt2, bert, gpt2};
 
@@ -107,10 +109,9 @@ fn gpt2_trains_as_in_pytorch() {
     }
 }
 
-#[test]
-fn bert_trains_as_in_pytorch() {
+/// Global losses and gradient norms of BERT's 20 steps at every stage, with optimizers that `make` makes.
+fn bert_steps<O: Optimizer<Bert<B>, B>>(reference: &Reference, what: &str, make: impl Fn() -> O + Sync) {
     let name = "bert_tiny";
-    let reference = reference(name);
     let read = |tensor| rows(name, tensor);
     let (ids, types, mask, labels, next) = (
         read("input_ids"),
@@ -123,7 +124,7 @@ fn bert_trains_as_in_pytorch() {
         let got = on_ranks(RANKS, &config(stage), |device| {
             let model = bert::weights::from_pretrained::<B>(&fixture(name), &device).unwrap();
             let mut model = prepare::<B, _>(model, &device);
-            let mut optimizer = adamw::<Bert<B>>();
+            let mut optimizer = make();
             let mut got = Vec::new();
             for s in 0..reference.losses.len() {
                 let of = |rows: &Rows| rows.matrix(s, device.rank(), reference.batch, &device);
@@ -137,6 +138,37 @@ fn bert_trains_as_in_pytorch() {
             }
             got
         });
-        compare(name, stage, &reference, &got[0]);
+        compare(what, stage, reference, &got[0]);
+    }
+}
+
+#[test]
+fn bert_trains_as_in_pytorch() {
+    bert_steps(&reference("bert_tiny"), "bert_tiny", adamw::<Bert<B>>);
+}
+
+/// `tests/fixtures/make_bert_reference.py`
+#[test]
+fn bert_trains_as_in_pytorch_with_lamb_and_without_bias_correction() {
+    let file = fixture("bert_tiny").join("optimizers.json");
+    let file: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+    let (beta_1, beta_2, epsilon, weight_decay) = (0.8, 0.95, 1e-6, 0.1);
+    assert_eq!(file["betas"], serde_json::json!([0.8, 0.95]));
+    let lamb = |bias_correction| {
+        let (max_coeff, min_coeff) = (10.0, 0.01);
+        Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, max_coeff, min_coeff }
+    };
+    for (name, rule, lr) in [
+        ("lamb", lamb(true), "lamb_lr"),
+        ("lamb_uncorrected", lamb(false), "lamb_lr"),
+        ("adamw_uncorrected", Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction: false }, "adam_lr"),
+        ("adam_uncorrected", Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction: false }, "adam_lr"),
+    ] {
+        let list = |key: &str| file[name][key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+        let batch = reference("bert_tiny").batch;
+        let expected = Reference { losses: list("losses"), norms: list("grad_norms"), batch };
+        // `step` takes steps of 1e-3.
+        let scale = file[lr].as_f64().unwrap() / 1e-3;
+        bert_steps(&expected, name, || Fused::<B>::new(rule).with_group(rule, scale, |_| true));
     }
 }
