@@ -238,6 +238,13 @@ pub fn mark<A: ZeroAutodiff, M: Module<A>>(module: &M) {
     module.visit(&mut Mark);
 }
 
+/// Ends a pass of a program that evaluates and does not train: the next one will use the same parameters in the same order (to
+/// generate text, a pass is a token). They are then gathered, or read from a disk, ahead of their use, across the end of the pass.
+/// Every rank must call it where ranks gather together.
+pub fn end_pass<B: Backend>() {
+    Context::<B>::current().gatherer.end_pass();
+}
+
 /// Completes a set of gradients: what the backward pass has not reduced is reduced now, and parameters that got a
 /// gradient on other ranks only get it here too. Every rank must call it after every backward pass.
 ///

@@ -12,6 +12,7 @@ use clap::Args;
 use serde_json::json;
 use zero_burn::config::{Float, Tier, ZeroConfig};
 use zero_burn::launch::{LaunchOptions, launch};
+use zero_burn::module::end_pass;
 use zero_burn::stats::all_gather;
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
@@ -256,7 +257,10 @@ impl Job<'_> {
             }
         };
         // All gather as often.
-        let mut goes_on = |needs: bool| all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0);
+        let mut goes_on = |needs: bool| {
+            end_pass::<I>();
+            all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0)
+        };
         let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
         let texts = generate_with(&model, &prompts, how, device, hooks)?;
         for (&row, text) in mine.iter().zip(texts) {

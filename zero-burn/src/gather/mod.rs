@@ -44,6 +44,8 @@ struct Trace {
     ahead: usize,
     /// Whether this step has followed the plan so far.
     followed: bool,
+    /// Whether the plan's beginning follows its end.
+    cyclic: bool,
 }
 
 /// Most gathers of a step that are remembered: a program that only ever evaluates has no end of a step.
@@ -74,11 +76,27 @@ impl Trace {
         Some(reuse_distance)
     }
 
-    /// A step has ended: its gathers become the plan.
-    fn end_cycle(&mut self) {
-        self.plan = with_reuse_distances(&std::mem::take(&mut self.recorded));
-        (self.cursor, self.ahead) = (0, 0);
-        self.followed = !self.plan.is_empty();
+    /// A step has ended: its gathers become the plan. `cyclic` if the next one is known to gather the same.
+    fn end_cycle(&mut self, cyclic: bool) {
+        let recorded = std::mem::take(&mut self.recorded);
+        let count = recorded.len();
+        // What was prefetched beyond the plan's end is the beginning of the next.
+        let ahead = self.ahead.saturating_sub(self.plan.len());
+        let goes_on = cyclic && self.cyclic && self.followed && self.cursor == self.plan.len() && count == self.cursor;
+        self.plan = match cyclic {
+            false => with_reuse_distances(&recorded),
+            true => with_reuse_distances(&[&recorded[..], &recorded].concat()),
+        };
+        self.plan.truncate(count);
+        (self.cursor, self.ahead) = (0, if goes_on { ahead } else { 0 });
+        (self.followed, self.cyclic) = (!self.plan.is_empty(), cyclic);
+    }
+
+    /// The plan's gather number `at`, which may lie beyond its end where it is cyclic.
+    fn planned(&self, at: usize) -> Option<(u64, usize, usize)> {
+        let len = self.plan.len();
+        let beyond = self.cyclic && (len..2 * len).contains(&at);
+        self.plan.get(if beyond { at - len } else { at }).copied()
     }
 }
 
@@ -204,7 +222,7 @@ impl<B: Backend> Gatherer<B> {
         let (rank, config) = (&self.rank, &self.rank.config);
         trace.ahead = trace.ahead.max(trace.cursor);
         let mut together = Vec::new();
-        while let Some(&(index, numel, _)) = trace.plan.get(trace.ahead) {
+        while let Some((index, numel, _)) = trace.planned(trace.ahead) {
             let ahead = rank.ahead.prefetched.load(Ordering::Relaxed);
             if ahead + numel > config.prefetch_bucket_size || numel > room {
                 break;
@@ -214,8 +232,11 @@ impl<B: Backend> Gatherer<B> {
             {
                 let mut state = cell.state.lock();
                 if index == loading || state.is_gathering() || state.prefetched {
-                    let earlier = trace.plan[..trace.ahead - 1].iter().rev().find(|&&(other, ..)| other == index);
-                    if earlier.is_some_and(|&(.., distance)| distance <= config.max_reuse_distance) {
+                    let earlier = (0..trace.ahead - 1)
+                        .rev()
+                        .filter_map(|at| trace.planned(at))
+                        .find(|&(other, ..)| other == index);
+                    if earlier.is_some_and(|(.., distance)| distance <= config.max_reuse_distance) {
                         // Kept from that use to this one.
                         continue;
                     }
@@ -323,7 +344,12 @@ impl<B: Backend> Gatherer<B> {
 
     /// A step has ended: its gathers become the plan.
     pub(crate) fn end_cycle(&self) {
-        self.trace.lock().end_cycle();
+        self.trace.lock().end_cycle(false);
+    }
+
+    /// A pass of an evaluation has ended, and the next one gathers the same in the same order.
+    pub(crate) fn end_pass(&self) {
+        self.trace.lock().end_cycle(true);
     }
 
     /// Drops gathered copies that the policy does not keep between steps.
@@ -445,6 +471,28 @@ mod tests {
             assert!(is_ahead(&a) && !is_ahead(&b));
             load(&a);
             assert!(is_ahead(&b) && !is_ahead(&a));
+        });
+    }
+
+    #[test]
+    fn passes_that_are_alike_are_prefetched_across_their_ends() {
+        with_two_parameters(|gatherer, [a, b]| {
+            let load = |cell: &Arc<Cell<Flex>>| drop(gatherer.load(cell, cell.slot.as_ref().unwrap()));
+            let is_ahead = |cell: &Cell<Flex>| {
+                let state = cell.wait_until(|state| !state.is_gathering());
+                state.prefetched
+            };
+            let is_there = |cell: &Cell<Flex>| matches!(cell.state.lock().whole, Whole::There(_));
+            // The last is the next one's first: it is kept.
+            for pass in 0..4 {
+                assert_eq!((is_there(&a), is_ahead(&b)), (pass > 1, pass > 1), "before pass {pass}");
+                [&a, &b, &a].into_iter().for_each(load);
+                gatherer.end_pass();
+            }
+            // Other passes follow.
+            [&b, &b].into_iter().for_each(load);
+            gatherer.end_pass();
+            [&b, &b].into_iter().for_each(load);
         });
     }
 
