@@ -14,6 +14,9 @@ use zero_ops::{Elements, Squares};
 /// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
 const CHUNK: usize = 1 << 13;
 
+/// Elements of an update that are held at a time.
+const SHORT: usize = 1 << 10;
+
 /// The 16-bit copy of a parameter, written.
 pub(crate) enum Target<'a> {
     F16(&'a mut [f16]),
@@ -67,8 +70,7 @@ pub(crate) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, coun
         .chunks_mut(CHUNK)
         .enumerate()
         .map(|(index, p)| {
-            let within = |at: usize| at.saturating_sub(index * CHUNK).min(p.len());
-            let counted = within(counted.start)..within(counted.end);
+            let counted = part(&counted, index * CHUNK, p.len());
             let g = g.next().unwrap_or(Elements::F32(&[]));
             let (a, b) = (a.next().unwrap_or_default(), b.next().unwrap_or_default());
             (Stretch { p, g, a, b, copy: copies.as_mut().and_then(Iterator::next) }, counted)
@@ -78,6 +80,12 @@ pub(crate) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, coun
     let each = |(chunk, counted)| arch.dispatch(Task { kernel, scale, chunk, counted });
     let sums: Vec<Norms> = chunks.into_par_iter().map(each).collect();
     sums.into_iter().fold(Norms::default(), Norms::plus)
+}
+
+/// What of `range` is among the `len` elements from `first` on, from there.
+#[inline(always)]
+fn part(range: &Range<usize>, first: usize, len: usize) -> Range<usize> {
+    range.start.saturating_sub(first).min(len)..range.end.saturating_sub(first).min(len)
 }
 
 /// A chunk's update. A closure would be compiled for the baseline processor; this is inlined into what is dispatched to.
@@ -110,15 +118,20 @@ fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) ->
         }
     }
     if kernel.pass != Pass::Only {
-        let mut along = [0f32; CHUNK];
-        let along = &mut along[..p.len()];
-        kernel.direction(p, a, b, along);
-        match kernel.pass {
-            Pass::Second { trust } => kernel.step(trust, p, along),
-            _ => {
-                let (parameter, update) = (Squares::of(&p[counted.clone()]), Squares::of(&along[counted]));
-                return Norms { parameter, update };
+        let (mut norms, mut along) = (Norms::default(), [0f32; SHORT]);
+        for (index, p) in p.chunks_mut(SHORT).enumerate() {
+            let (first, along) = (index * SHORT, &mut along[..p.len()]);
+            kernel.direction(p, &a[first..], &b[first..], along);
+            if let Pass::Second { trust } = kernel.pass {
+                kernel.step(trust, p, along);
+                continue;
             }
+            let counted = part(&counted, first, p.len());
+            norms.parameter = norms.parameter.plus(Squares::of(&p[counted.clone()]));
+            norms.update = norms.update.plus(Squares::of(&along[counted]));
+        }
+        if kernel.pass == Pass::First {
+            return norms;
         }
     }
     match copy {

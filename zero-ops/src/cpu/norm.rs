@@ -59,23 +59,24 @@ pub struct Squares {
 }
 
 /// Sums that are added beside one another.
-const LANES: usize = 16;
+const LANES: usize = 32;
 
 impl Squares {
     /// The sum of the squares of `x`, by the instructions that the caller is compiled for.
-    // Loops, as in `squares`.
+    // Loops, as in `squares`, over two arrays: vectors of sums.
     #[inline(always)]
     pub fn of(x: &[f32]) -> Self {
-        let mut lanes = [Self::default(); LANES];
+        let (mut high, mut low) = ([0f64; LANES], [0f64; LANES]);
         for x in x.chunks(LANES) {
-            for (lane, x) in lanes.iter_mut().zip(x) {
+            for ((high, low), x) in high.iter_mut().zip(&mut low).zip(x) {
                 let x = f64::from(*x);
-                *lane = lane.plus(Self { high: x * x, low: 0.0 });
+                let sum = Self { high: *high, low: *low }.plus(Self { high: x * x, low: 0.0 });
+                (*high, *low) = (sum.high, sum.low);
             }
         }
         let mut sum = Self::default();
-        for lane in lanes {
-            sum = sum.plus(lane);
+        for (high, low) in high.into_iter().zip(low) {
+            sum = sum.plus(Self { high, low });
         }
         sum
     }
