@@ -8,12 +8,14 @@ DIR is a virtual environment with torch and transformers, as bench/peer.sh makes
 Both take two threads, fp32, the same prompts of 16 tokens, greedy, with a cache of keys and values. A token's time is the
 difference between a run of few and of many tokens over the difference of tokens: starting, loading and reading the prompts are
 not in it. With --limit-mib, the process is in a memory cgroup (root), parameters are kept in --swap, and tokens must be those of
-a run without a limit; the disk's bandwidth is that of reading the same number of bytes around the page cache.
+a run without a limit; the disk's bandwidth is that of reading the weights' file around the page cache, on READERS threads.
 """
-import argparse, json, os, subprocess, sys, time
+import argparse, json, mmap, os, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SIZES = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
+READERS = 4
 MAKE = """
 import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -110,12 +112,15 @@ else:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     file = next(folder.glob("*.safetensors"))
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    import mmap
+    part, parts = 8 << 20, size // (8 << 20)
 
-    buffer, begin, read = mmap.mmap(-1, 8 << 20), time.perf_counter(), 0
-    while (got := os.readv(fd, [buffer])) == 8 << 20:
-        read += got
-    bandwidth = read / (time.perf_counter() - begin)
+    def reader(first):
+        buffer = mmap.mmap(-1, part)
+        return sum(os.preadv(fd, [buffer], at * part) for at in range(first, parts, READERS))
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as pool:
+        bandwidth = sum(pool.map(reader, range(READERS))) / (time.perf_counter() - begin)
     rows = {}
     for prompts in (1, 16):
         short, long = zero(prompts, 1, args.limit_mib, offload), zero(prompts, args.new, args.limit_mib, offload)
