@@ -38,7 +38,9 @@ fn help_teaches() {
       config       Write a configuration file that Accelerate reads too, by questions or by flags
       check        Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
       estimate     Bytes of model state per rank at every stage, and what fits into this machine
-      train        Train a GPT-2 on text or token files
+      tokenizer    Learn a WordPiece vocabulary from texts, for BERT
+      train        Train a GPT-2 or a BERT on text or token files
+      generate     Go on with texts, by a trained GPT-2
       launch       Start ranks as processes, on one machine or many, and again after one has died
       flight       Find out from flight records, the ranks' last operations, which rank is late, and
                    where
