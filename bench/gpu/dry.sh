@@ -2,6 +2,8 @@
 # What a GPU would be given, on a machine without one: NVIDIA's compiler compiles it for an H100, and a driver that executes
 # nothing (dry/driver.c) checks and counts it. The compiler is fetched from PyPI once, to the target directory.
 #   bench/gpu/dry.sh kernels [--accept]  compiles every kernel of ours, and compares what each takes with dry/kernels.txt
+#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B; 124m; xl), counts what a step asks of the GPU,
+#                                        and compares with bounds (dry/steps.py). STUB=: Burn's products are compiled too
 #   bench/gpu/dry.sh run COMMAND...      any program there; DRY_OUT and other settings as in dry/driver.c
 # --accept writes down what came instead of comparing. Exit codes: 0; 1 when something differs or failed; 2 for bad arguments.
 set -euo pipefail
@@ -25,17 +27,21 @@ prepare() {
   CUDA_PATH=$(echo "$work"/venv/lib/python3*/site-packages/nvidia/cu13)
   chmod +x "$CUDA_PATH/bin/ptxas"
   # Under this name alone: NVRTC looks for libcuda.so.1, and asks it for what no software has.
-  local driver=$work/driver/libcuda.so
-  if [[ ! $driver -nt $here/dry/driver.c ]]; then
-    mkdir -p "$work/driver"
-    cc -O1 -Wall -Wextra -Werror -shared -fPIC -pthread -o "$driver.$$" "$here/dry/driver.c"
-    mv "$driver.$$" "$driver"
+  library driver.c libcuda.so
+  library nvrtc.c libnvrtc.so
+}
+library() {
+  local to=$work/lib/$2
+  if [[ ! $to -nt $here/dry/$1 ]]; then
+    mkdir -p "$work/lib" "$work/ptx"
+    cc -O1 -Wall -Wextra -Werror -shared -fPIC -pthread -o "$to.$$" "$here/dry/$1" -ldl
+    mv "$to.$$" "$to"
   fi
 }
 
 run() {
   prepare
-  export CUDA_PATH LD_LIBRARY_PATH=$work/driver:$CUDA_PATH/lib RUST_MIN_STACK=67108864
+  export CUDA_PATH LD_LIBRARY_PATH=$work/lib:$CUDA_PATH/lib DRY_PTX=${DRY_PTX:-$work/ptx} RUST_MIN_STACK=67108864
   [[ -z ${DRY_OUT:-} ]] || cd "$DRY_OUT"
   exec "$@"
 }
@@ -62,8 +68,21 @@ kernels() {
   python3 "$here/dry/kernels.py" --ptxas "$CUDA_PATH/bin/ptxas" --table "$here/dry/kernels.txt" "$@" "$work"/kernels/?/
 }
 
+# Burn's products, of which tuning compiles hundreds, get no body unless STUB is empty.
+steps() {
+  prepare
+  cargo build "${devices[@]}" --example gpt2_1_5b --quiet
+  local program=$target/devices/examples/gpt2_1_5b told code=0
+  told=$(DRY_DEVICES=0 "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 2>&1) || code=$?
+  if [[ $code != 2 || $told != *'the NVIDIA driver shows no GPU'* ]]; then
+    echo "a driver without a GPU: expected exit code 2 and that it shows none, got $code: $told"
+    exit 1
+  fi
+  DRY_STUB=${STUB-matmul_} python3 "$here/dry/steps.py" --run "$here/dry.sh run" --program "$program" --work "$work/steps" "$@"
+}
+
 usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
 case ${1:-} in
-kernels | run) "$@" ;;
+kernels | steps | run) "$@" ;;
 *) usage ;;
 esac
