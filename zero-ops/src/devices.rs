@@ -97,8 +97,10 @@ pub fn cuda() -> Result<Vec<u64>, String> {
              install the CUDA toolkit and set CUDA_PATH to its folder and LD_LIBRARY_PATH to its libraries, {OR}"
         ));
     }
-    driver::result::init().map_err(version)?;
-    let count = driver::result::device::get_count().map_err(version)?;
+    let count = match driver::result::init() {
+        Err(driver::DriverError(driver::sys::CUresult::CUDA_ERROR_NO_DEVICE)) => 0,
+        begun => begun.and_then(|()| driver::result::device::get_count()).map_err(version)?,
+    };
     if count == 0 {
         return Err(format!("the NVIDIA driver shows no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, {OR}"));
     }

@@ -11,7 +11,7 @@ use super::tensor::{OnCube, empty, launch, run};
 
 /// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn sums_of_blocks<E: Float, O: Float, N: Size>(
+fn column_sums_kernel<E: Float, O: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     out: &mut Tensor<Vector<O, N>>,
     rows: usize,
@@ -46,7 +46,7 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
     // SAFETY: units read rows below `rows` and vectors below `d / size` of `x`, and write those of `blocks` rows.
     unsafe {
         launch! {
-            sums_of_blocks on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
+            column_sums_kernel on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
             [x, out.clone()],
             rows, d / size, blocks.rows_per_block, types
         }
@@ -79,4 +79,22 @@ pub(crate) fn bias_backward<T: OnCube>(grad: T) -> T {
     let outputs = [(Shape::from([grad.shape()[1]]), grad.dtype())];
     let [sums] = run("linear: gradient of bias", [grad], None, outputs, |[grad], _| [column_sums(grad)]);
     sums
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for (dtype, d) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|d| (dtype, d))) {
+            // In one stage, and in two.
+            for n in [8, 4096] {
+                column_sums(tensor([n, d], dtype));
+            }
+        }
+        check();
+    }
 }

@@ -301,3 +301,34 @@ mod tests {
         }
     }
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        let [n, v] = [1024, 50257];
+        for dtype in TYPES {
+            for ids in [DType::I32, DType::I64] {
+                for ignored in [None, Some(-1)] {
+                    let call = Call::new(tensor([n, 64], dtype), tensor([v, 64], dtype), tensor([n], ids), ignored);
+                    let memory = tensor([n, call.row_stride(v)], dtype);
+                    let metadata = Metadata::new(Shape::from([n, v]), [call.row_stride(v), 1]);
+                    let logits = CubeTensor::new(memory.client, memory.handle, metadata, memory.device, dtype);
+                    call.losses(&logits, 0, false);
+                    call.losses(&logits, 0, true);
+                    mean(call.losses.clone(), call.counted.clone());
+                    for d in WIDTHS {
+                        let [part, out] = [(); 2].map(|()| tensor([n, d], DType::F32));
+                        call.place(part.clone(), &out, 0, false);
+                        call.place(part, &out, 0, true);
+                    }
+                }
+            }
+        }
+        check();
+    }
+}

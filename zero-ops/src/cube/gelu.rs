@@ -59,7 +59,7 @@ fn derivative<N: Size>(x: Vector<f32, N>, #[comptime] tanh: bool) -> Vector<f32,
 
 /// `x`: `[n, f]`, `bias`: `[f]`, `out`: `[n, f]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn forward_kernel<E: Float, N: Size>(
+fn gelu_kernel<E: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     bias: &Tensor<Vector<E, N>>,
     out: &mut Tensor<Vector<E, N>>,
@@ -90,7 +90,7 @@ fn forward_kernel<E: Float, N: Size>(
 
 /// `x`, `grad`: `[n, f]`, `bias`: `[f]`, `dx`: `[n, f]`, `partial`: the bias' gradient by blocks of rows, `[blocks, f]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn backward_kernel<E: Float, N: Size>(
+fn gelu_gradients_kernel<E: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     bias: &Tensor<Vector<E, N>>,
     grad: &Tensor<Vector<E, N>>,
@@ -149,7 +149,7 @@ fn forward<R: CubeRuntime>(kind: Gelu, x: CubeTensor<R>, bias: Option<CubeTensor
     // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
     unsafe {
         launch! {
-            forward_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
+            gelu_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
             [x, bias, out.clone()],
             n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype
         }
@@ -179,7 +179,7 @@ fn backward<R: CubeRuntime>(
     // SAFETY: units read and write rows below `n` and vectors below `f / size`, and those of `blocks` partial rows.
     unsafe {
         launch! {
-            backward_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
+            gelu_gradients_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
             [x, bias, grad, dx.clone(), partial.clone()],
             n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype.into()
         }
@@ -207,4 +207,26 @@ pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: 
     });
     let mut made = made.into_iter();
     (made.next().expect("an output was promised"), made.next())
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for (dtype, f) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|f| (dtype, f))) {
+            for kind in [Gelu::Tanh, Gelu::Erf] {
+                for has_bias in [false, true] {
+                    let [x, grad] = [(); 2].map(|()| tensor([4096, f], dtype));
+                    let bias = has_bias.then(|| tensor([f], dtype));
+                    forward(kind, x.clone(), bias.clone());
+                    backward(kind, x, bias, grad);
+                }
+            }
+        }
+        check();
+    }
 }

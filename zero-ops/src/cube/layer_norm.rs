@@ -41,7 +41,7 @@ fn plan<R: CubeRuntime>(client: &ComputeClient<R>, d: usize, size: usize) -> Pla
 
 /// `x`: `[n, d]`, `gamma`, `beta`: `[d]`; `out`: `[n, d]`, `mean`, `rstd`: `[n]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn forward_kernel<E: Float, N: Size>(
+fn layer_norm_kernel<E: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     gamma: &Tensor<Vector<E, N>>,
     beta: &Tensor<Vector<E, N>>,
@@ -119,7 +119,7 @@ fn forward_kernel<E: Float, N: Size>(
 ///
 /// A cube has the rows of a block one after another, and a unit the same columns of each: what it adds up is its own.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn backward_kernel<E: Float, N: Size>(
+fn layer_norm_gradients_kernel<E: Float, N: Size>(
     x: &Tensor<Vector<E, N>>,
     gamma: &Tensor<Vector<E, N>>,
     mean: &Tensor<f32>,
@@ -247,7 +247,7 @@ fn forward<R: CubeRuntime>(
     // SAFETY: units read and write rows below `n` and vectors below `d / size`; all operands have so many.
     unsafe {
         launch! {
-            forward_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(units as u32), address, size),
+            layer_norm_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(units as u32), address, size),
             [x, gamma, beta, out.clone(), mean.clone(), rstd.clone()],
             n, d / size, epsilon as f32, has_beta, units, each, kept, dtype.into()
         }
@@ -272,7 +272,7 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
     // SAFETY: units read and write rows below `n` and vectors below `d / size`, and those of `blocks` partial rows.
     unsafe {
         launch! {
-            backward_kernel on x.client, (cube_count(blocks), CubeDim::new_1d(units as u32), address, size),
+            layer_norm_gradients_kernel on x.client, (cube_count(blocks), CubeDim::new_1d(units as u32), address, size),
             [x, gamma, mean, rstd, grad, dx.clone(), d_gamma.clone(), d_beta.clone()],
             n, d / size, rows_per_block, units, each, kept, dtype.into()
         }
@@ -294,4 +294,26 @@ pub(crate) fn layer_norm_backward<T: OnCube>(x: T, gamma: T, mean: T, rstd: T, g
     let outputs = [(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
     let inputs = [x, gamma, mean, rstd, grad];
     run("layer norm: gradient", inputs, None, outputs, |inputs, _| backward(inputs)).into()
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for dtype in TYPES {
+            // Also a row that registers do not hold.
+            for d in WIDTHS.into_iter().chain([768, 9000]) {
+                let [x, grad] = [(); 2].map(|()| tensor([4096, d], dtype));
+                let [gamma, beta] = [(); 2].map(|()| tensor([d], dtype));
+                forward(x.clone(), gamma.clone(), None, 1e-5);
+                let [_, mean, rstd] = forward(x.clone(), gamma.clone(), Some(beta), 1e-5);
+                backward([x, gamma, mean, rstd, grad]);
+            }
+        }
+        check();
+    }
 }

@@ -9,9 +9,9 @@
 pub(crate) mod any;
 mod attention;
 pub(crate) mod column_sums;
+#[cfg(all(test, feature = "cuda"))]
+mod compiled;
 pub(crate) mod cross_entropy;
-#[cfg(all(test, feature = "cuda", feature = "vulkan"))]
-mod cuda_source;
 pub(crate) mod gelu;
 pub(crate) mod layer_norm;
 mod many;

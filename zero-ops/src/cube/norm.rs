@@ -187,33 +187,20 @@ fn total_kernel(partial: &Array<f32>, offsets: &Array<u32>, out: &mut Array<f32>
     }
 }
 
-#[cfg(all(test, feature = "cuda", feature = "vulkan"))]
-mod tests {
-    use burn_wgpu::WgpuRuntime;
-
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
     use super::*;
-    use crate::cube::cuda_source::{array, arrays, scalars, settings, source};
+    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+    use crate::cube::many::GROUP;
 
     #[test]
-    fn cuda_source() {
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let (settings, client) = settings();
-            let of_two = || (0..2).map(scalars::<usize>).collect();
-            let kernel = squares_kernel::SquaresKernel::<WgpuRuntime>::new(
-                settings,
-                client,
-                arrays(2),
-                of_two(),
-                of_two(),
-                (),
-                array(),
-                4,
-                dtype.into(),
-            );
-            assert!(source(kernel).contains("__syncthreads()"), "{dtype:?}");
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for (dtype, d) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|d| (dtype, d))) {
+            for tensors in [1, GROUP] {
+                SumsOfSquares.run((0..tensors).map(|_| tensor([3, d], dtype)).collect());
+            }
         }
-        let (settings, client) = settings();
-        let kernel = total_kernel::TotalKernel::<WgpuRuntime>::new(settings, client, array(), array(), array());
-        assert!(source(kernel).contains("__syncthreads()"));
+        check();
     }
 }

@@ -477,43 +477,46 @@ fn update_kernel<G: Float, C: Float, N: Size>(
     }
 }
 
-#[cfg(all(test, feature = "cuda", feature = "vulkan"))]
-mod tests {
-    use burn_wgpu::WgpuRuntime;
-
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
     use super::*;
-    use crate::cube::cuda_source::{arrays, scalars, settings, source};
+    use crate::cube::compiled::{TYPES, check, tensor};
+    use crate::cube::many::GROUP;
 
-    /// The source for CUDA holds no product that could be contracted with a sum.
     #[test]
-    fn cuda_source() {
-        let update = Update { rule: Rule::adamw(), lr: 0.1, time: 1, fresh: false };
-        for kind in
-            [Kind::AdamW, Kind::Adam, Kind::Lamb, Kind::Sgd, Kind::Momentum, Kind::Nesterov, Kind::Lion, Kind::Adagrad]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        let [beta_1, beta_2, epsilon, weight_decay, momentum] = [0.9, 0.999, 1e-8, 0.01, 0.9];
+        let bias_correction = true;
+        let rules = [
+            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction },
+            Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction },
+            Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, max_coeff: 10.0, min_coeff: 0.01 },
+            Rule::Sgd { momentum: 0.0, nesterov: false, weight_decay },
+            Rule::Sgd { momentum, nesterov: false, weight_decay },
+            Rule::Sgd { momentum, nesterov: true, weight_decay },
+            Rule::Lion { beta_1, beta_2, weight_decay },
+            Rule::Adagrad { epsilon, weight_decay },
+        ];
+        let factor = tensor([1], DType::F32);
+        let run = |rule: Rule, gradient, copy: Option<DType>, numel, items, factor| {
+            let item = |_| Tensors {
+                update: Update { rule, lr: 0.1, time: 1, fresh: false },
+                parameter: tensor([numel], DType::F32),
+                gradient: tensor([numel], gradient),
+                states: (0..rule.states()).map(|_| tensor([numel], DType::F32)).collect(),
+                copy: copy.map(|copy| tensor([numel], copy)),
+            };
+            launch(&(0..items).map(item).collect::<Vec<_>>(), 1.0, factor);
+        };
+        for (gradient, copy) in
+            TYPES.into_iter().flat_map(|g| [None, Some(DType::F16), Some(DType::BF16)].map(|c| (g, c)))
         {
-            for width in [1, 4] {
-                let (settings, client) = settings();
-                let kernel = update_kernel::UpdateKernel::<WgpuRuntime>::new(
-                    settings,
-                    client,
-                    arrays(2),
-                    arrays(2),
-                    arrays(2),
-                    arrays(2),
-                    arrays(2),
-                    arrays(1),
-                    (0..2).map(|_| scalars::<Numbers>(numbers(&update, 1.0))).collect(),
-                    (0..2).map(scalars::<usize>).collect(),
-                    width,
-                    kind,
-                    [DType::F16.into(), DType::BF16.into()],
-                );
-                let source = source(kernel);
-                if kind == Kind::AdamW && width == 1 {
-                    println!("{source}");
-                }
-                assert!(source.contains("__global__") && source.contains("fma("), "{kind:?}: {source}");
-            }
+            rules.iter().for_each(|rule| run(*rule, gradient, copy, 4096, 1, None));
+            // A group as large as they come, and elements one by one.
+            run(rules[0], gradient, copy, 4096, GROUP, Some(&factor));
+            run(rules[0], gradient, copy, 4097, 1, Some(&factor));
         }
+        check();
     }
 }

@@ -490,62 +490,29 @@ fn sum_kernel<I: Float, O: Float, N: Size>(
     }
 }
 
-#[cfg(all(test, feature = "cuda", feature = "vulkan"))]
-mod tests {
-    use burn_wgpu::WgpuRuntime;
-
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
     use super::*;
-    use crate::cube::cuda_source::{array, arrays, scalars, settings, source};
+    use crate::cube::compiled::{TYPES, check, tensor};
+    use crate::cube::many::GROUP;
 
     #[test]
-    fn cuda_source() {
-        let of_two = || (0..2).map(scalars::<usize>).collect();
-        for width in [1, 4] {
-            let segments = || (0..2).map(|_| scalars::<Segment>(Cut::new(8, 2, 0, 0, 4).segment(1))).collect();
-            let (row, factor) = (scalars::<usize>(4), scalars::<f32>(1.0));
-            let types = || [DType::F32.into(), DType::BF16.into()];
-            let (set, client) = settings();
-            let kernel = pack_kernel::PackKernel::<WgpuRuntime>::new(
-                set,
-                client,
-                arrays(2),
-                segments(),
-                of_two(),
-                array(),
-                row,
-                factor,
-                width,
-                types(),
-            );
-            assert!(source(kernel).contains("__nv_bfloat16"));
-            let (set, client) = settings();
-            let kernel = unpack_kernel::UnpackKernel::<WgpuRuntime>::new(
-                set,
-                client,
-                array(),
-                segments(),
-                of_two(),
-                arrays(2),
-                row,
-                factor,
-                width,
-                types(),
-            );
-            assert!(source(kernel).contains("__nv_bfloat16"));
-            let (set, client) = settings();
-            let kernel = sum_kernel::SumKernel::<WgpuRuntime>::new(
-                set,
-                client,
-                arrays(6),
-                of_two(),
-                of_two(),
-                arrays(2),
-                factor,
-                width,
-                3,
-                types(),
-            );
-            assert!(source(kernel).contains("__nv_bfloat16"));
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for (from, to) in TYPES.into_iter().flat_map(|from| TYPES.map(|to| (from, to))) {
+            for (numel, tensors) in [(4096, GROUP), (4099, 1)] {
+                let (world, stride) = (4, usize::div_ceil(numel, 4));
+                let many = |dtype| (0..tensors).map(|_| tensor([numel], dtype)).collect::<Vec<_>>();
+                let cut = |i| Cut::new(numel, world, 0, i * stride, stride);
+                let (columns, factor) = (tensors * stride, 0.5);
+                let cuts = (0..tensors).map(|i| (cut(i), true)).collect();
+                let bucket = Pack { cuts, world, columns, dtype: to, factor }.run(many(from));
+                let cuts = (0..tensors).map(|i| (cut(i), from, false)).collect();
+                Unpack { cuts, world, columns, factor }.run(bucket);
+                let plans = vec![(2, 0..numel, to)];
+                SumParts { plans, scale: factor }.run((0..2).map(|_| tensor([numel], from)).collect());
+            }
         }
+        check();
     }
 }

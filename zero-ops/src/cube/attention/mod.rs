@@ -203,3 +203,26 @@ fn grid(cubes: usize) -> CubeCount {
     let x = cubes.clamp(1, LONGEST);
     CubeCount::Static(x as u32, cubes.div_ceil(x).max(1) as u32, 1)
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, check, tensor};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        let [t, heads, e] = [512, 2, 64];
+        let blocked = Blocked { budget_bytes: 1 << 20, tuned: false };
+        for dtype in TYPES {
+            for (causal, masked) in [(false, false), (false, true), (true, false), (true, true)] {
+                let options = AttentionOptions { batch: 1, heads, causal, scale: 0.125 };
+                let mask = masked.then(|| tensor([1, t], DType::F32));
+                let inputs = Inputs::new([tensor([t, 3 * heads * e], dtype)], mask, options);
+                let [out, lse] = forward_of(inputs.clone(), blocked);
+                let [_] = backward_of(inputs, Saved::new([out.clone(), lse, out]), blocked);
+            }
+        }
+        check();
+    }
+}

@@ -145,8 +145,9 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
         if me == 0 {
             let mut loss = 0.0f32;
             if is_counted {
-                // A target that is no column has no loss: the mean says so.
-                loss = select(is_in_range, lse - of_target[0], f32::reinterpret(0x7fc0_0000u32));
+                // A target that is no column has no loss: the mean says so. (CUDA's compiler reinterprets no constant.)
+                let not_a_number = select(is_in_range, 0u32, 0x7fc0_0000u32);
+                loss = select(is_in_range, lse - of_target[0], f32::reinterpret(not_a_number));
             }
             losses[first + row] = loss;
         }

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# What a GPU would be given, on a machine without one: NVIDIA's compiler compiles it for an H100, and a driver that executes
+# nothing (dry/driver.c) checks and counts it. The compiler is fetched from PyPI once, to the target directory.
+#   bench/gpu/dry.sh kernels [--accept]  compiles every kernel of ours, and compares what each takes with dry/kernels.txt
+#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B; 124m; xl), counts what a step asks of the GPU,
+#                                        and compares with bounds (dry/steps.py). STUB=: Burn's products are compiled too
+#   bench/gpu/dry.sh run COMMAND...      any program there; DRY_OUT and other settings as in dry/driver.c
+# --accept writes down what came instead of comparing. Exit codes: 0; 1 when something differs or failed; 2 for bad arguments.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+target=$(realpath -m "${CARGO_TARGET_DIR:-$root/target}")
+work=$target/dry
+devices=(--profile devices --workspace --features
+  zero-core/nccl,zero-tests/cuda,zero-tests/vulkan,zero-examples/cuda,zero-examples/vulkan)
+
+# Of CUDA 13.0: what a newer one makes, drivers of the series 580 refuse.
+wheels=(nvidia-cuda-{nvrtc==13.0.88,runtime==13.0.96,cccl==13.0.85,crt==13.0.88,nvcc==13.0.88})
+prepare() {
+  local stamp=$work/wheels
+  if [[ $(cat "$stamp" 2>/dev/null) != "${wheels[*]}" ]]; then
+    rm -rf "$work/venv"
+    python3 -m venv "$work/venv"
+    "$work/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps "${wheels[@]}"
+    echo "${wheels[*]}" >"$stamp"
+  fi
+  CUDA_PATH=$(echo "$work"/venv/lib/python3*/site-packages/nvidia/cu13)
+  chmod +x "$CUDA_PATH/bin/ptxas"
+  # Under this name alone: NVRTC looks for libcuda.so.1, and asks it for what no software has.
+  library driver.c libcuda.so
+  library nvrtc.c libnvrtc.so
+}
+library() {
+  local to=$work/lib/$2
+  if [[ ! $to -nt $here/dry/$1 ]]; then
+    mkdir -p "$work/lib" "$work/ptx"
+    cc -O1 -Wall -Wextra -Werror -shared -fPIC -pthread -o "$to.$$" "$here/dry/$1" -ldl
+    mv "$to.$$" "$to"
+  fi
+}
+
+run() {
+  prepare
+  export CUDA_PATH LD_LIBRARY_PATH=$work/lib:$CUDA_PATH/lib DRY_PTX=${DRY_PTX:-$work/ptx} RUST_MIN_STACK=67108864
+  [[ -z ${DRY_OUT:-} ]] || cd "$DRY_OUT"
+  exec "$@"
+}
+
+kernels() {
+  [[ $# = 0 || $* = --accept ]] || usage
+  prepare
+  # Built without the compiler's environment: CUDA's crates would be built anew with it.
+  cargo test "${devices[@]}" --lib --no-run --quiet
+  rm -rf "$work/kernels"
+  # One thread compiles for a device: two processes use two cores.
+  local jobs=() job tests some=(cube::optim::compiled cube::pack::compiled)
+  for tests in "${some[*]}" "::compiled::compiled ${some[*]/#/--skip }"; do
+    job=$work/kernels/${#jobs[@]}
+    mkdir -p "$job"
+    # shellcheck disable=SC2086
+    DRY_OUT=$job CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$here/dry.sh run" \
+      cargo test "${devices[@]}" --lib --quiet -- --ignored $tests >"$job.log" 2>&1 &
+    jobs+=($!)
+  done
+  for job in "${!jobs[@]}"; do
+    wait "${jobs[$job]}" || { head -c 20000 "$work/kernels/$job.log"; echo "a kernel does not compile: see above, or $work/kernels/$job.log"; exit 1; }
+  done
+  python3 "$here/dry/kernels.py" --ptxas "$CUDA_PATH/bin/ptxas" --table "$here/dry/kernels.txt" "$@" "$work"/kernels/?/
+}
+
+# Burn's products, of which tuning compiles hundreds, get no body unless STUB is empty.
+steps() {
+  prepare
+  cargo build "${devices[@]}" --example gpt2_1_5b --quiet
+  local program=$target/devices/examples/gpt2_1_5b told code=0
+  told=$(DRY_DEVICES=0 "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 2>&1) || code=$?
+  if [[ $code != 2 || $told != *'the NVIDIA driver shows no GPU'* ]]; then
+    echo "a driver without a GPU: expected exit code 2 and that it shows none, got $code: $told"
+    exit 1
+  fi
+  DRY_STUB=${STUB-matmul_} python3 "$here/dry/steps.py" --run "$here/dry.sh run" --program "$program" --work "$work/steps" "$@"
+}
+
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
+case ${1:-} in
+kernels | steps | run) "$@" ;;
+*) usage ;;
+esac

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""What a training step asks of a GPU: launches, copies, waits and memory, counted by driver.c, against bounds.
+
+    bench/gpu/dry/steps.py --run 'bench/gpu/dry.sh run' --program gpt2_1_5b --work FOLDER [CASE...]    (bench/gpu/dry.sh steps calls it)
+
+A case is trained three times: once to tune, which counts for nothing but that the driver refuses no call, then for 3 and for 5
+steps, whose difference is two steps. Tuning measures nothing, as nothing runs: which product it takes is by chance.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+
+# Of GPT-2 without dropout, bf16, AdamW, one rank at stage 0: layers, width, heads, tokens of a row, rows; then the most that a step may do.
+# `uploads` are copies to the device, nearly all of them the shapes of a launch's tensors; `waits` are the host's for the device.
+CASES = {
+    "tiny": ((4, 256, 4, 64, 1), {"launches": 260, "uploads": 170, "waits": 5, "downloads": 2, "peak_mib": 740}),
+    "xl-1": ((1, 1600, 25, 1024, 8), {"launches": 670, "uploads": 400, "waits": 9, "downloads": 2, "peak_mib": 9_500}),
+    "124m": ((12, 768, 12, 1024, 8), {"launches": 4_060, "uploads": 2_450, "waits": 42, "downloads": 2, "peak_mib": 6_500}),
+    "xl": ((48, 1600, 25, 1024, 8), {"launches": 29_400, "uploads": 17_300, "waits": 275, "downloads": 2, "peak_mib": 53_000}),
+}
+KEYS = ("launches", "uploads", "upload_bytes", "downloads", "download_bytes", "copies", "waits", "allocations")
+
+
+def train(args, work, shape, steps):
+    """What the driver has counted for a run of so many steps."""
+    layers, width, heads, row, rows = shape
+    config = {"model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": row, "vocab_size": 50257}
+    # As compare.py; masks of dropout are drawn on the host and uploaded.
+    config.update(dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop"], 0.0))
+    (work / "config.json").write_text(json.dumps(config))
+    (work / "cubecl.toml").write_text(f'[autotune]\ncache = {{ file = "{work}/autotune" }}\n')
+    command = [*shlex.split(args.run), args.program, "--backend", "cuda", "--model", str(work), "--ranks", "1", "--stage", "0", "--dtype",
+               "bf16", "--seq", str(row), "--batch", str(rows), "--steps", str(steps), "--out", str(work / "out")]
+    (work / "driver.json").unlink(missing_ok=True)
+    done = subprocess.run(command, env={**os.environ, "DRY_OUT": str(work)}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr[-4000:]}")
+    told = json.loads((work / "driver.json").read_text())
+    if told["faults"]:
+        refused = sorted({line for line in done.stderr.splitlines() if line.startswith("dry driver:")})
+        sys.exit("\n".join([f"{told['faults']} calls of the driver were refused, among them:", *refused[:10]]))
+    return told
+
+
+def by_kernel(one, two):
+    """Launches of a step by kernel, those of one name together, the most first."""
+    counts = {}
+    for told, sign in ((two, 1), (one, -1)):
+        for function in told["functions"]:
+            name = "matmul" if function["name"].startswith("matmul") else function["name"]
+            counts[name] = counts.get(name, 0) + sign * function["launches"]
+    return sorted(((count / 2, name) for name, count in counts.items() if count), reverse=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, help="what a command is run by")
+    parser.add_argument("--program", required=True)
+    parser.add_argument("--work", type=pathlib.Path, required=True)
+    parser.add_argument("cases", nargs="*", default=["tiny"], metavar="CASE", help=", ".join(CASES))
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"there is no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    failed = False
+    for case in args.cases:
+        shape, bounds = CASES[case]
+        work = args.work / case
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        tuned = train(args, work, shape, 2)
+        one, two = (train(args, work, shape, steps) for steps in (3, 5))
+        step = {key: (two[key] - one[key]) / 2 for key in KEYS}
+        step["peak_mib"] = two["peak"] / 2**20
+        print(f"{case}: {tuned['modules']} kernels were compiled, {tuned['refused']} tensor maps of tuning refused; "
+              f"{two['modules']} kernels are used; a step has")
+        for key, value in step.items():
+            over = value > bounds.get(key, value)
+            failed |= over
+            bound = f"   at most {bounds[key]:,}" + (": TOO MANY" if over else "") if key in bounds else ""
+            print(f"  {key:14} {value:15,.1f}{bound}")
+        for count, name in by_kernel(one, two)[:12]:
+            print(f"  {count:10,.1f}  {name}")
+    if failed:
+        sys.exit("a step does more than it may: find what grew, or raise the bound in CASES of bench/gpu/dry/steps.py with a reason")
+
+
+if __name__ == "__main__":
+    main()

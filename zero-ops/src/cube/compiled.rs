@@ -1,0 +1,25 @@
+//! What the tests `compiled` share. They launch every kernel of their file with all types, widths and variants on CUDA, where
+//! `bench/gpu/dry.sh kernels` has put CUDA's compiler, and a driver that executes nothing: no GPU is needed.
+
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::Runtime;
+use cubecl::cuda::CudaRuntime;
+
+pub(super) const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Rows that are read by vectors of 4 elements, of 2, and of 1.
+pub(super) const WIDTHS: [usize; 3] = [1600, 1602, 1601];
+
+/// Elements that are not there, of a driver that executes nothing.
+pub(super) fn tensor<const D: usize>(shape: [usize; D], dtype: DType) -> CubeTensor<CudaRuntime> {
+    let client = CudaRuntime::client(&Default::default());
+    empty_device_contiguous_dtype(client, Default::default(), Shape::from(shape), dtype)
+}
+
+/// Fails if a kernel that this thread has launched could not be compiled or launched.
+pub(super) fn check() {
+    let client = CudaRuntime::client(&Default::default());
+    cubecl::future::block_on(client.sync()).unwrap_or_else(|error| panic!("{error}"));
+}
