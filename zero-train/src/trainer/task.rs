@@ -107,7 +107,7 @@ pub trait Task: Sync {
         None
     }
 
-    /// What the trained model makes, to be shown at the end. All ranks call it, and must use the model alike.
+    /// What the trained model makes, to be shown at the end of a run on the CPU. All ranks call it, and must use the model alike.
     ///
     /// # Errors
     /// As [`loss`](Self::loss).

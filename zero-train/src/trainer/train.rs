@@ -20,7 +20,7 @@ use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
 use super::observer::Observer;
 use super::plan::Plan;
 use super::ranks::Ranks;
-use super::{AnyTask, DecayExcept, Rows, Task, TaskOn};
+use super::{AnyTask, BackendChoice, DecayExcept, Rows, Task, TaskOn};
 use crate::TrainError;
 use crate::config::Precision;
 use crate::data::wrong_data;
@@ -73,9 +73,9 @@ pub(super) fn train<T: AnyTask>(
     let _watch = watch.map_err(|error| TrainError::Run(format!("no handler of signals can be set: {error}")))?;
     let train_on = match plan.backend {
         #[cfg(feature = "cuda")]
-        super::BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda, T>,
+        BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda, T>,
         #[cfg(feature = "vulkan")]
-        super::BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan, T>,
+        BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan, T>,
         _ => run_ranks::<burn_flex::Flex, T>,
     };
     train_on(task, plan, ranks, observer.as_ref(), allocator)
@@ -275,8 +275,8 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         engine.export(&config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
         say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
     }
-    // For a person.
-    if plan.progress && measured.signal.is_none() {
+    // For a person. On a device it would tune products of shapes that no training has.
+    if plan.progress && measured.signal.is_none() && plan.backend == BackendChoice::Cpu {
         measured.sample = engine.evaluate(|model| task.sample(model, device))?;
     }
     observe(&mut |observer| observer.end(state.step, measured.signal))?;
