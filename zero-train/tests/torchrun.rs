@@ -4,23 +4,21 @@
 //! What threads compute, processes compute, bit by bit; and a job that cannot work, or that dies, says so on every rank.
 
 mod common;
+#[path = "../../zero-core/tests/common/port.rs"]
+mod port;
 
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Said, ended_after, signal, small, trajectory, wire, write_inputs};
+use port::free_port;
 use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
 
 /// No job here takes as long, however busy the machine.
 const LIMIT: Duration = Duration::from_secs(90);
-
-fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
-}
 
 /// One process as torchrun starts it.
 fn rank(rank: usize, ranks: usize, port: u16) -> Command {
@@ -207,7 +205,12 @@ fn a_killed_rank_ends_the_other_which_names_it() {
         .collect();
     let started = Instant::now();
     while !run.join("checkpoints/latest").exists() {
-        assert!(started.elapsed() < LIMIT, "no checkpoint");
+        let ended = children.iter_mut().any(|child| child.try_wait().unwrap().is_some());
+        if ended || started.elapsed() > LIMIT {
+            children.iter_mut().for_each(|child| drop(child.kill()));
+            let told: Vec<_> = finish(children).iter().map(text).collect();
+            panic!("no checkpoint after {:?}: {told:?}", started.elapsed());
+        }
         std::thread::sleep(Duration::from_millis(5));
     }
     children[1].kill().unwrap();

@@ -6,5 +6,7 @@ mod fused_operations;
 mod laws_flex;
 mod laws_ndarray;
 mod misuse;
+#[path = "../../../zero-core/tests/common/port.rs"]
+mod port;
 mod suite;
 mod together;

@@ -2,10 +2,10 @@
 //! its own to the others, as processes have; so that nothing is run backward, which takes locks of the process. Training is in
 //! zero-train's `torchrun`.
 
-use std::net::TcpListener;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use crate::port::free_port;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{TensorData, backend::Backend};
@@ -54,7 +54,7 @@ fn on_ranks<T: Send>(
     stage: Stage,
     body: impl Fn(usize, &Device) -> Result<T, String> + Sync,
 ) -> Vec<Result<T, String>> {
-    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let config = ZeroConfig { gathers: Gathers::Collective, param_persistence_threshold: 0, ..ZeroConfig::new(stage) };
     let options = ProcessOptions { deadline: FAR, ..ProcessOptions::default() };
     let begin = Instant::now();

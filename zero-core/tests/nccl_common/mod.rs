@@ -1,6 +1,9 @@
 //! Runs cases of a test binary as ranks, each a process, on the software driver and NCCL of `tests/cuda_shim`; and memory and
 //! streams of that driver.
 
+#[path = "../common/port.rs"]
+mod port;
+
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
@@ -117,7 +120,7 @@ pub fn launch(case: &str, ranks: usize, shim: Shim, more: impl Fn(usize) -> Vec<
     let libraries = libraries(shim);
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
-    let port = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+    let port = port::free_port();
     let begin = Instant::now();
     let output = |rank: usize| folder.path().join(format!("output-{rank}"));
     let mut children: Vec<_> = (0..ranks)

@@ -1,8 +1,10 @@
 //! Runs cases of a test binary as ranks, under `mpirun` or with torchrun's variables: the binary starts itself with the
 //! case's name in its environment.
 
+#[path = "../common/port.rs"]
+mod port;
+
 use std::io::Read;
-use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -170,7 +172,7 @@ fn under_mpirun(ranks: usize) -> Command {
 
 /// As torchrun starts its processes.
 fn by_variables(ranks: usize) -> Vec<Command> {
-    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port().to_string();
+    let port = port::free_port().to_string();
     let rank = |rank: usize| {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let numbers = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks)];

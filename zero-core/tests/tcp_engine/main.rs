@@ -2,6 +2,8 @@
 //! tcp_engine`. Ranks are threads here, each with connections of its own; `process_engine` runs and kills processes.
 
 mod door;
+#[path = "../common/port.rs"]
+mod port;
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -9,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use door::{hello, stranger};
 use half::bf16;
+use port::free_port;
 use zero_core::collective::launcher::{Rendezvous, Start};
 use zero_core::collective::process::{ProcessComm, ProcessOptions, RendezvousError, start};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
@@ -16,10 +19,6 @@ use zero_core::collective::{agree, flight};
 use zero_core::{Buffer, Collective, CommError, ReduceOp, Request, StartError};
 
 const PATIENT: Duration = Duration::from_secs(30);
-
-fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
-}
 
 fn place(rank: usize, world: usize, port: u16) -> Rendezvous {
     Rendezvous { rank, world, local_rank: Some(rank), host: "127.0.0.1".into(), port, ..Rendezvous::default() }
