@@ -122,7 +122,11 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
             path: options.swap.clone(),
             source,
         })?;
-        let dtype = if options.dtype == Dtype::Fp32 { ExportDtype::Fp32 } else { ExportDtype::Bf16 };
+        let dtype = match options.dtype {
+            Dtype::Fp32 => ExportDtype::Fp32,
+            Dtype::Fp16 => ExportDtype::Fp16,
+            Dtype::Bf16 => ExportDtype::Bf16,
+        };
         let dir = there.path().join("model");
         let export = ExportOptions { dtype, ..ExportOptions::default() };
         export_checkpoint(&options.model, &dir, &export, None).map_err(|error| {

@@ -55,7 +55,9 @@ impl BertTask {
         let cutting = options.cutting(known, config.max_position_embeddings, &folders);
         let cutting = Cutting { sentences: true, ..cutting };
         let tokenizer = match source {
-            Source::Text(..) if options.tokenizer.is_none() => Tokenizer::learn(&source, None, LEARNED, true)?,
+            Source::Text(..) if options.tokenizer.is_none() && is_preset => {
+                Tokenizer::learn(&source, None, LEARNED, true)?
+            }
             _ => Tokenizer::find(options.data.as_deref().unwrap_or("the text".as_ref()), &cutting)?,
         };
         let pairs = SentencePairs::load(&source, &cutting, &tokenizer)?;
