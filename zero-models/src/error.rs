@@ -31,6 +31,12 @@ pub enum ModelError {
         /// What is wrong.
         problem: String,
     },
+    /// An adapter that does not fit the model.
+    #[error("{problem}")]
+    Adapter {
+        /// What is wrong, and what to change.
+        problem: String,
+    },
     /// A preset that does not exist.
     #[error(
         "there is no {model} preset \"{got}\"{}; choose one of {}",
@@ -322,7 +328,7 @@ fn names_differ(missing: &[String], unexpected: &[String]) -> String {
     parts.map(|(names, what)| format!("{} {what}: {}", names.len(), listed(names))).collect::<Vec<_>>().join("; ")
 }
 
-fn did_you_mean(got: &str, known: &[&'static str]) -> String {
+pub(crate) fn did_you_mean(got: &str, known: &[&str]) -> String {
     closest(got, known).map(|word| format!(", did you mean \"{word}\"?")).unwrap_or_default()
 }
 

@@ -72,6 +72,16 @@ pub(crate) trait Family: Sized + 'static {
     /// Whether the head's weight is the embedding of the tokens.
     fn is_tied(&self) -> bool;
 
+    /// Whether a model of this configuration has this layer, by its path.
+    fn has(&self, _layer: &str) -> bool {
+        true
+    }
+
+    /// Whether a tensor of this name is a head's, which checkpoints of other heads have not.
+    fn is_of_head(_name: &str) -> bool {
+        false
+    }
+
     /// The name in the `state_dict` of a tensor of this name in a checkpoint, whether the model has it or not; `None` for a
     /// buffer that is computed from the configuration and not loaded.
     fn in_state_dict(name: &str) -> Option<String>;
@@ -136,7 +146,8 @@ pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
     for layers in C::LAYERS.chunk_by(|a, b| in_blocks(a) == in_blocks(b)) {
         let blocks = if in_blocks(&layers[0]) { config.blocks() } else { 1 };
         for block in 0..blocks {
-            for layer in layers.iter().filter(|layer| layer.kind != Kind::Head || !config.is_tied()) {
+            let tied = |layer: &Layer<C>| layer.kind == Kind::Head && config.is_tied();
+            for layer in layers.iter().filter(|layer| config.has(layer.path) && !tied(layer)) {
                 let sizes = (layer.sizes)(config);
                 found.extend(layer.parameters(&block.to_string()).map(|(path, name, matrix)| ModelParam {
                     path,
@@ -152,6 +163,13 @@ pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
 
 /// The Hugging Face name of the parameter at a path of Burn's field names, and whether it is transposed there.
 fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
+    if let [layer @ .., adapter, field] = path
+        && adapter == "adapter"
+    {
+        let weight: Vec<String> = layer.iter().cloned().chain(["weight".to_string()]).collect();
+        let (name, _) = hf_name::<C>(&weight);
+        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field), true);
+    }
     let block = path.iter().find(|field| field.parse::<usize>().is_ok()).map_or("", String::as_str);
     let path = path.join(".");
     for layer in C::LAYERS {
@@ -194,7 +212,7 @@ pub fn load_module<B: FusedBackend, M: Module<B>>(
         let transposed = dims == 2 && names.transposes(&name);
         (name, transposed)
     });
-    load_params(module, &params, &checkpoint, (&|name| Some(name.to_string()), &[]), device)
+    load_params(module, params, &checkpoint, AS_NAMED, device)
 }
 
 /// Loads every parameter of the model from the checkpoint.
@@ -204,36 +222,110 @@ pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
     device: &B::Device,
 ) -> Result<M, ModelError> {
     let params = describe::<C, B>(&model);
-    load_params(model, &params, checkpoint, (&C::in_state_dict, C::REPEATS), device)
+    load_params(model, params, checkpoint, rules::<C>(), device)
+}
+
+/// As [`load_checked`]; parameters of a head that the checkpoint has not stay as they are, and are named.
+pub(crate) fn load_beneath_head<C: Family, B: FusedBackend, M: Module<B>>(
+    model: M,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<(M, Vec<String>), ModelError> {
+    let params = describe::<C, B>(&model);
+    let fresh = params.iter().map(|param| param.name.clone()).filter(|name| {
+        C::is_of_head(name) && !checkpoint.names().any(|stored| C::in_state_dict(stored).as_deref() == Some(name))
+    });
+    let fresh: Vec<String> = fresh.collect();
+    let rules = Rules { fresh_head: true, ..rules::<C>() };
+    Ok((load_params(model, params, checkpoint, rules, device)?, fresh))
 }
 
 fn load_params<B: FusedBackend, M: Module<B>>(
     model: M,
-    params: &[HfParam],
+    params: Vec<HfParam>,
     checkpoint: &Checkpoint,
     rules: Rules<'_>,
     device: &B::Device,
 ) -> Result<M, ModelError> {
+    let transposed: Vec<bool> = params.iter().map(|param| param.transposed).collect();
+    let named: Vec<_> = params.into_iter().map(|param| (param.name, param.shape)).collect();
+    let sources = sources(&named, checkpoint, rules)?;
+    let tensors: Vec<_> =
+        sources.into_iter().zip(transposed).map(|(stored, transposed)| Some((stored?, transposed))).collect();
+    Ok(model.map(&mut Load { tensors: tensors.into_iter(), device }))
+}
+
+/// Loads these parameters alone, each under its own name, and leaves the others.
+pub(crate) fn load_some<B: FusedBackend, M: Module<B>>(
+    module: M,
+    params: &[ModelParam],
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<M, ModelError> {
+    let stored: BTreeMap<String, _> = stored(params.to_vec(), checkpoint, AS_NAMED)?
+        .into_iter()
+        .map(|(param, stored)| (param.path, (stored, param.transposed)))
+        .collect();
+    let paths = described(&module, &|path, _| (path.join("."), false));
+    let tensors: Vec<_> = paths.iter().map(|param| stored.get(&param.name).copied()).collect();
+    Ok(module.map(&mut Load { tensors: tensors.into_iter(), device }))
+}
+
+/// Parameters with their tensors in a checkpoint.
+pub(crate) fn stored<'a>(
+    params: Vec<ModelParam>,
+    checkpoint: &'a Checkpoint,
+    rules: Rules<'_>,
+) -> Result<Vec<(ModelParam, StoredTensor<'a>)>, ModelError> {
+    let named: Vec<_> = params.iter().map(|param| (param.name.clone(), param.hf_shape())).collect();
+    let sources = sources(&named, checkpoint, rules)?.into_iter().map(|stored| stored.expect("none may be missing"));
+    Ok(params.into_iter().zip(sources).collect())
+}
+
+/// Of each parameter, by name and shape, its tensor, if it is not one that may be missing.
+fn sources<'a>(
+    params: &[(String, Vec<usize>)],
+    checkpoint: &'a Checkpoint,
+    rules: Rules<'_>,
+) -> Result<Vec<Option<StoredTensor<'a>>>, ModelError> {
     let sources = match_names(params, checkpoint, rules)?;
     check_shapes(params, &sources, checkpoint)?;
-    let tensors: Vec<_> = params.iter().zip(sources).map(|(param, found)| (found[0], param.transposed)).collect();
-    Ok(model.map(&mut Load { tensors: tensors.into_iter(), device }))
+    Ok(sources.into_iter().map(|found| found.first().copied()).collect())
 }
 
 /// For each parameter the tensor to load, and then the tensors that repeat it.
 type Sources<'a> = Vec<Vec<StoredTensor<'a>>>;
 
-/// [`Family::in_state_dict`] and [`Family::REPEATS`].
-type Rules<'a> = (&'a dyn Fn(&str) -> Option<String>, &'a [(&'a str, &'a str)]);
+/// How parameters find their tensors.
+#[derive(Clone, Copy)]
+pub(crate) struct Rules<'a> {
+    /// [`Family::in_state_dict`]
+    in_state_dict: &'a dyn Fn(&str) -> Option<String>,
+    /// [`Family::REPEATS`]
+    repeats: &'a [(&'a str, &'a str)],
+    /// [`Family::is_of_head`]
+    is_of_head: fn(&str) -> bool,
+    /// Whether a head may be missing.
+    fresh_head: bool,
+}
+
+/// Tensors under the names of parameters.
+pub(crate) const AS_NAMED: Rules<'static> =
+    Rules { in_state_dict: &|name| Some(name.to_string()), repeats: &[], is_of_head: |_| false, fresh_head: false };
+
+/// Those of a family.
+pub(crate) fn rules<C: Family>() -> Rules<'static> {
+    Rules { in_state_dict: &C::in_state_dict, repeats: C::REPEATS, is_of_head: C::is_of_head, fresh_head: false }
+}
 
 fn match_names<'a>(
-    params: &[HfParam],
+    params: &[(String, Vec<usize>)],
     checkpoint: &'a Checkpoint,
-    (in_state_dict, repeats): Rules<'_>,
+    rules: Rules<'_>,
 ) -> Result<Sources<'a>, ModelError> {
     let mut in_file: BTreeMap<String, StoredTensor<'a>> = BTreeMap::new();
     for name in checkpoint.names() {
-        let Some(parameter) = in_state_dict(name) else { continue };
+        let Some(parameter) = (rules.in_state_dict)(name) else { continue };
         let stored = checkpoint.get(name).expect("it is one of its names");
         if let Some(first) = in_file.insert(parameter, stored) {
             return Err(ModelError::SameParameter {
@@ -246,18 +338,18 @@ fn match_names<'a>(
 
     let mut sources = Sources::new();
     let mut missing = Vec::new();
-    for param in params {
+    for (name, _) in params {
         // A name that repeats another parameter in one model is a parameter of its own in another (an untied head).
-        let repeats = repeats
-            .iter()
-            .filter(|(repeat, of)| *of == param.name && !params.iter().any(|other| other.name == *repeat));
-        let names = std::iter::once(param.name.as_str()).chain(repeats.map(|(repeat, _)| *repeat));
+        let repeats =
+            rules.repeats.iter().filter(|(repeat, of)| of == name && !params.iter().any(|(other, _)| other == repeat));
+        let names = std::iter::once(name.as_str()).chain(repeats.map(|(repeat, _)| *repeat));
         let found: Vec<_> = names.filter_map(|name| in_file.remove(name)).collect();
-        if found.is_empty() {
-            missing.push(param.name.clone());
+        if found.is_empty() && !(rules.fresh_head && (rules.is_of_head)(name)) {
+            missing.push(name.clone());
         }
         sources.push(found);
     }
+    in_file.retain(|name, _| !(rules.is_of_head)(name));
     if missing.is_empty() && in_file.is_empty() {
         return Ok(sources);
     }
@@ -268,16 +360,20 @@ fn match_names<'a>(
     })
 }
 
-fn check_shapes(params: &[HfParam], sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<(), ModelError> {
+fn check_shapes(
+    params: &[(String, Vec<usize>)],
+    sources: &Sources<'_>,
+    checkpoint: &Checkpoint,
+) -> Result<(), ModelError> {
     let mut mismatches = Vec::new();
-    for (param, found) in params.iter().zip(sources) {
+    for ((_, shape), found) in params.iter().zip(sources) {
         for stored in found {
             stored.check_dtype()?;
-            if stored.shape != param.shape {
+            if stored.shape != shape {
                 mismatches.push(ShapeMismatch {
                     name: stored.name.to_string(),
                     path: stored.path.to_path_buf(),
-                    expected: param.shape.clone(),
+                    expected: shape.clone(),
                     got: stored.shape.to_vec(),
                 });
             }
@@ -315,14 +411,17 @@ impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
 }
 
 struct Load<'a, B: Backend> {
-    /// Of each parameter, in visiting order, and whether it is transposed.
-    tensors: std::vec::IntoIter<(StoredTensor<'a>, bool)>,
+    /// Of each parameter, in visiting order, and whether it is transposed; `None` for one that stays.
+    tensors: std::vec::IntoIter<Option<(StoredTensor<'a>, bool)>>,
     device: &'a B::Device,
 }
 
 impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (stored, transposed) = self.tensors.next().expect("a module maps the parameters that it visits");
+        let Some((stored, transposed)) = self.tensors.next().expect("a module maps the parameters that it visits")
+        else {
+            return param;
+        };
         let mut shape: [usize; D] = stored.shape.try_into().expect("shapes were checked");
         if transposed {
             shape.reverse();

@@ -5,9 +5,11 @@
 //! whose weights are loaded before first use never allocates what is drawn here.
 
 use burn::module::{Initializer, Param};
-use burn::nn::{LayerNorm, LayerNormConfig, Linear};
+use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+
+use crate::lora::Linear;
 
 /// A parameter drawn from a normal distribution of mean zero.
 pub(crate) fn normal<B: Backend, const D: usize>(
@@ -25,7 +27,7 @@ pub(crate) fn zeros<B: Backend, const D: usize>(shape: [usize; D], device: &B::D
 
 /// A linear layer with normal weights `[d_in, d_out]` and a bias of zeros.
 pub(crate) fn linear<B: Backend>(d_in: usize, d_out: usize, std: f64, device: &B::Device) -> Linear<B> {
-    Linear { weight: normal([d_in, d_out], std, device), bias: Some(zeros([d_out], device)) }
+    Linear { weight: normal([d_in, d_out], std, device), bias: Some(zeros([d_out], device)), adapter: None }
 }
 
 /// A layer norm of rows of `width`.

@@ -1,14 +1,15 @@
-//! Burn's layers, applied with fused operations: the modules keep their parameters, names and records.
+//! Layers, applied with fused operations: the modules keep their parameters, names and records.
 //!
 //! Shape suffixes: `n` rows, `d` and `f` widths.
 
-use burn::nn::{Dropout, LayerNorm, Linear};
+use burn::nn::{Dropout, LayerNorm};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use zero_ops::FusedBackend;
 
 use crate::Activation;
 use crate::attention::is_active;
+use crate::lora::Linear;
 
 /// Rows of `b` sequences, one after the other, as `[b, t, width]`.
 pub(crate) fn by_sequence<B: Backend>(x_nd: Tensor<B, 2>, [b, t]: [usize; 2]) -> Tensor<B, 3> {
@@ -22,7 +23,7 @@ fn bias<B: Backend>(layer: &Linear<B>) -> Option<Tensor<B, 1>> {
 
 /// `layer` of rows.
 pub(crate) fn dense<B: FusedBackend>(layer: &Linear<B>, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-    zero_ops::linear(x_nd, layer.weight.val(), bias(layer), None)
+    layer.product(x_nd, bias(layer), None)
 }
 
 /// `layer` of rows, dropped out, added to `residual_nf`.
@@ -35,7 +36,7 @@ pub(crate) fn dense_onto<B: FusedBackend>(
     if is_active(dropout, &x_nd) {
         residual_nf + dropout.forward(dense(layer, x_nd))
     } else {
-        zero_ops::linear(x_nd, layer.weight.val(), bias(layer), Some(residual_nf))
+        layer.product(x_nd, bias(layer), Some(residual_nf))
     }
 }
 
@@ -45,7 +46,7 @@ pub(crate) fn dense_activated<B: FusedBackend>(
     activation: Activation,
     x_nd: Tensor<B, 2>,
 ) -> Tensor<B, 2> {
-    let product_nf = zero_ops::linear(x_nd, layer.weight.val(), None, None);
+    let product_nf = layer.product(x_nd, None, None);
     activation.forward_with_bias(product_nf, bias(layer))
 }
 

@@ -32,6 +32,7 @@ mod hf_params;
 mod init;
 mod key_map;
 mod layers;
+pub mod lora;
 pub mod loss;
 mod model_config;
 mod module_config;
@@ -39,7 +40,7 @@ pub mod safetensors_file;
 mod suggest;
 
 pub use activation::Activation;
-pub use bert::{Bert, BertBatch, BertConfig, BertPredictions};
+pub use bert::{Bert, BertBatch, BertConfig, BertHead, BertPredictions};
 pub use error::{ModelError, ShapeMismatch};
 pub use gpt2::{Gpt2, Gpt2Config};
 pub use hf_params::{HfParam, ModelParam, load_module};

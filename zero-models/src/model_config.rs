@@ -6,8 +6,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
-use crate::hf_params::parameters;
-use crate::{BertConfig, Gpt2Config, ModelError, ModelParam, ModuleConfig};
+use crate::hf_params::{AS_NAMED, parameters, rules, stored};
+use crate::lora::AdaptedModel;
+use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
+use crate::{BertConfig, BertHead, Gpt2Config, ModelError, ModelParam, ModuleConfig};
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
 ///
@@ -24,10 +26,12 @@ use crate::{BertConfig, Gpt2Config, ModelError, ModelParam, ModuleConfig};
 pub enum ModelConfig {
     /// A GPT-2 with its language-model head.
     Gpt2(Gpt2Config),
-    /// A BERT with the heads of its pre-training.
+    /// A BERT with its heads.
     Bert(BertConfig),
     /// Any other module.
     Module(ModuleConfig),
+    /// What LoRA trains of a model of any of these families.
+    Adapted(AdaptedModel),
 }
 
 impl ModelConfig {
@@ -44,12 +48,24 @@ impl ModelConfig {
         }
     }
 
-    /// Every parameter, in the order in which the module visits them. A tied head is not listed.
+    /// Every parameter, in the order in which the module visits them. A tied head is not listed; of an adapted model, only what
+    /// is trained is.
     pub fn parameters(&self) -> Vec<ModelParam> {
         match self {
             Self::Gpt2(config) => parameters(config),
             Self::Bert(config) => parameters(config),
             Self::Module(module) => module.parameters.clone(),
+            Self::Adapted(adapted) => adapted.parameters(),
+        }
+    }
+
+    /// Number of layers; 0 if the family has none.
+    pub fn blocks(&self) -> usize {
+        match self {
+            Self::Gpt2(config) => config.n_layer,
+            Self::Bert(config) => config.num_hidden_layers,
+            Self::Module(_) => 0,
+            Self::Adapted(adapted) => adapted.base.blocks(),
         }
     }
 
@@ -59,6 +75,7 @@ impl ModelConfig {
             Self::Gpt2(config) => Some(config.n_embd),
             Self::Bert(config) => Some(config.hidden_size),
             Self::Module(_) => None,
+            Self::Adapted(adapted) => adapted.base.hidden_size(),
         }
     }
 
@@ -66,15 +83,62 @@ impl ModelConfig {
     pub fn architecture(&self) -> Option<&str> {
         match self {
             Self::Gpt2(_) => Some("GPT2LMHeadModel"),
-            Self::Bert(_) => Some("BertForPreTraining"),
+            Self::Bert(config) => Some(config.head.architecture()),
             Self::Module(module) => module.architecture.as_deref(),
+            Self::Adapted(_) => None,
         }
+    }
+
+    /// What PEFT adapts by default.
+    pub(crate) fn lora_targets(&self) -> Result<&'static [&'static str], ModelError> {
+        match self {
+            Self::Gpt2(_) => Ok(&["c_attn"]),
+            Self::Bert(_) => Ok(&["query", "value"]),
+            Self::Adapted(adapted) => adapted.base.lora_targets(),
+            Self::Module(_) => {
+                let problem = "target_modules is empty: name the layers of this module that are to be adapted".into();
+                Err(ModelError::Adapter { problem })
+            }
+        }
+    }
+
+    /// What PEFT calls the model's task.
+    pub(crate) fn task_type(&self) -> Option<&'static str> {
+        match self {
+            Self::Gpt2(_) => Some("CAUSAL_LM"),
+            Self::Bert(config) if matches!(config.head, BertHead::Classes(_)) => Some("SEQ_CLS"),
+            Self::Adapted(adapted) => adapted.base.task_type(),
+            _ => None,
+        }
+    }
+
+    /// The name of the file with all tensors, and that of the file with the keys.
+    pub(crate) fn files(&self) -> [&'static str; 2] {
+        match self {
+            Self::Adapted(_) => [ADAPTER, crate::lora::CONFIG],
+            _ => [SINGLE, "config.json"],
+        }
+    }
+
+    /// The parameters, each with its tensor in the checkpoint.
+    pub(crate) fn stored<'a>(
+        &self,
+        checkpoint: &'a Checkpoint,
+    ) -> Result<Vec<(ModelParam, StoredTensor<'a>)>, ModelError> {
+        let rules = match self {
+            Self::Gpt2(_) => rules::<Gpt2Config>(),
+            Self::Bert(_) => rules::<BertConfig>(),
+            Self::Module(_) | Self::Adapted(_) => AS_NAMED,
+        };
+        stored(self.parameters(), checkpoint, rules)
     }
 
     /// The keys of Hugging Face's `config.json`; null if there are none.
     pub(crate) fn to_hf(&self) -> Value {
-        if let Self::Module(module) = self {
-            return module.config.clone();
+        match self {
+            Self::Module(module) => return module.config.clone(),
+            Self::Adapted(adapted) => return adapted.to_peft(),
+            _ => {}
         }
         let mut value = serde_json::to_value(self).expect("a configuration is numbers and texts");
         value["config"].take()
@@ -99,6 +163,12 @@ impl From<Gpt2Config> for ModelConfig {
 impl From<ModuleConfig> for ModelConfig {
     fn from(module: ModuleConfig) -> Self {
         Self::Module(module)
+    }
+}
+
+impl From<AdaptedModel> for ModelConfig {
+    fn from(adapted: AdaptedModel) -> Self {
+        Self::Adapted(adapted)
     }
 }
 

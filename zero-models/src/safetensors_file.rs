@@ -21,6 +21,8 @@ use crate::ModelError;
 use crate::error::io_at;
 
 pub(crate) const SINGLE: &str = "model.safetensors";
+/// What PEFT calls the file of an adapter.
+pub(crate) const ADAPTER: &str = "adapter_model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of the header's length at the start of a file.
 const LENGTH_BYTES: usize = 8;
@@ -60,15 +62,21 @@ impl Checkpoint {
     /// When there is no checkpoint, a file is cut short or malformed, or index and shards disagree.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let index = dir.join(INDEX);
-        let (files, tensors) = if dir.join(SINGLE).is_file() {
-            let file = MappedFile::open(dir.join(SINGLE))?;
-            let tensors = file.names().map(|name| (name, SINGLE.to_string())).collect();
-            (BTreeMap::from([(SINGLE.to_string(), file)]), tensors)
-        } else if index.is_file() {
-            open_shards(dir, &index)?
-        } else {
+        if dir.join(SINGLE).is_file() {
+            return Self::open_file(dir, SINGLE);
+        }
+        if !index.is_file() {
             return Err(no_checkpoint(dir));
-        };
+        }
+        let (files, tensors) = open_shards(dir, &index)?;
+        Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0) })
+    }
+
+    /// Opens one file in a folder.
+    pub(crate) fn open_file(dir: &Path, name: &str) -> Result<Self, ModelError> {
+        let file = MappedFile::open(dir.join(name))?;
+        let tensors = file.names().map(|tensor| (tensor, name.to_string())).collect();
+        let files = BTreeMap::from([(name.to_string(), file)]);
         Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0) })
     }
 

@@ -1,7 +1,7 @@
 //! "Did you mean": in goes what a user wrote and what is known, out comes the known word that is close to it.
 
 /// The entry of `known` with the fewest edits from `got`, if that is few for a word of this length.
-pub(crate) fn closest(got: &str, known: &[&'static str]) -> Option<&'static str> {
+pub(crate) fn closest<'a>(got: &str, known: &[&'a str]) -> Option<&'a str> {
     let allowed = (got.chars().count() / 3).max(2);
     known
         .iter()

@@ -160,6 +160,8 @@ pub(crate) fn model_of(
 /// Whether the tensors may be those of `model`, before its parameters are listed: a configuration can name any number of
 /// layers, of any width.
 fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> Result<(), String> {
+    /// Of a base, whose tensors are elsewhere.
+    const MOST_LAYERS: usize = 1 << 16;
     let (layers, widths) = match model {
         ModelConfig::Gpt2(model) => {
             (model.n_layer, [model.vocab_size, model.n_positions, model.n_embd, model.inner_width()])
@@ -168,6 +170,11 @@ fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> R
             model.num_hidden_layers,
             [model.vocab_size, model.max_position_embeddings, model.hidden_size, model.intermediate_size],
         ),
+        ModelConfig::Adapted(adapted) => {
+            let layers = adapted.base.blocks();
+            let fits = layers <= MOST_LAYERS;
+            return if fits { Ok(()) } else { Err(format!("{layers} layers, expected at most {MOST_LAYERS}")) };
+        }
         // It lists its parameters itself.
         ModelConfig::Module(_) => return Ok(()),
     };

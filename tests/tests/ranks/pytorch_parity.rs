@@ -16,7 +16,8 @@ use zero_burn::config::ZeroConfig;
 use zero_burn::module::prepare;
 use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
-use zero_models::{Bert, BertBatch, Gpt2, bert, gpt2};
+use zero_models::loss::cross_entropy_with_ignored;
+use zero_models::{Bert, BertBatch, Gpt2, ModelConfig, bert, gpt2, lora};
 
 const RANKS: usize = 2;
 const TOLERANCE: f64 = 1e-4;
@@ -28,8 +29,14 @@ struct Reference {
 }
 
 fn reference(name: &str) -> Reference {
+    reference_of(name, "")
+}
+
+/// `full_` for what is trained whole beside an adapter.
+fn reference_of(name: &str, prefix: &str) -> Reference {
     let json: Value = serde_json::from_slice(&fs::read(fixture(name).join("reference.json")).unwrap()).unwrap();
-    let list = |key: &str| json[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+    let list =
+        |key: &str| json[format!("{prefix}{key}")].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
     Reference {
         losses: list("losses"),
         norms: list("grad_norms"),
@@ -105,6 +112,71 @@ fn gpt2_trains_as_in_pytorch() {
                 got
             });
             compare(weights, stage, &reference, &got[0]);
+        }
+    }
+}
+
+/// `tests/fixtures/make_lora.py`
+#[test]
+fn an_adapter_of_a_gpt2_trains_as_in_peft() {
+    let (name, adapter) = ("gpt2_tiny", "gpt2_tiny/lora");
+    let (reference, ids) = (reference(adapter), rows(name, "input_ids"));
+    let description = ModelConfig::from_file(&fixture(name).join("config.json")).unwrap();
+    for stage in Stage::ALL {
+        let got = on_ranks(RANKS, &config(stage), |device| {
+            let model = gpt2::weights::from_pretrained::<B>(&fixture(name), &device).unwrap();
+            let model = lora::load(model, &description, &fixture(adapter), &device).unwrap();
+            let mut model = prepare::<B, _>(model, &device);
+            let frozen = model.wte.val().into_data();
+            let mut optimizer = adamw::<Gpt2<B>>();
+            let mut got = Vec::new();
+            for s in 0..reference.losses.len() {
+                let batch = ids.matrix(s, device.rank(), reference.batch, &device);
+                let (next, loss, norm) = step(model, &mut optimizer, |model| model.loss(batch.clone()));
+                got.push((loss, norm));
+                model = next;
+            }
+            assert_eq!(model.wte.val().into_data(), frozen);
+            got
+        });
+        compare(adapter, stage, &reference, &got[0]);
+    }
+}
+
+/// `tests/fixtures/make_lora.py`: whole, and an adapter with the head.
+#[test]
+fn a_classifier_trains_as_in_pytorch_and_peft() {
+    let (name, adapter) = ("bert_tiny_classes", "bert_tiny_classes/lora");
+    let read = |tensor| rows("bert_tiny", tensor);
+    let (ids, types, mask) = (read("input_ids"), read("token_type_ids"), read("attention_mask"));
+    // Which third of the vocabulary a row's second token is in.
+    let classes = ids.values.chunks(ids.width).map(|row| row[1] * 3 / 199).collect();
+    let classes = Rows { values: classes, width: 1 };
+    let description = ModelConfig::from_file(&fixture(name).join("config.json")).unwrap();
+    for (what, prefix) in [("whole", "full_"), ("adapter", "")] {
+        let reference = reference_of(adapter, prefix);
+        for stage in Stage::ALL {
+            let got = on_ranks(RANKS, &config(stage), |device| {
+                let mut model = bert::weights::from_pretrained::<B>(&fixture(name), &device).unwrap();
+                if what == "adapter" {
+                    model = lora::load(model, &description, &fixture(adapter), &device).unwrap();
+                }
+                let mut model = prepare::<B, _>(model, &device);
+                let mut optimizer = adamw::<Bert<B>>();
+                let mut got = Vec::new();
+                for s in 0..reference.losses.len() {
+                    let of = |rows: &Rows| rows.matrix(s, device.rank(), reference.batch, &device);
+                    let (updated, loss, norm) = step(model, &mut optimizer, |model| {
+                        let logits = model.classify(of(&ids), of(&types), Some(of(&mask)));
+                        let classes = classes.vector(s, device.rank(), reference.batch, &device);
+                        cross_entropy_with_ignored(logits, classes)
+                    });
+                    got.push((loss, norm));
+                    model = updated;
+                }
+                got
+            });
+            compare(&format!("{name}, {what}"), stage, &reference, &got[0]);
         }
     }
 }

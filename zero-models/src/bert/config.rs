@@ -1,6 +1,8 @@
 //! The sizes of a BERT: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts, shapes and
 //! floating-point operations.
 
+use std::collections::BTreeMap;
+
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
 use crate::{Activation, ModelError};
 
@@ -31,6 +33,11 @@ hf_config! {
         layer_norm_eps: f64 = 1e-12,
         /// Whether the prediction head's weight is the word embedding.
         tie_word_embeddings: bool = true,
+        /// Dropout probability before a classifier; that after the layers if it is absent.
+        classifier_dropout: Option<f64> = None,
+        /// What reads the last layer.
+        #[serde(flatten)]
+        head: BertHead = BertHead::PreTraining,
     }
     /// The activation of the feed-forward layer and of the prediction head.
     activation hidden_act = "hidden_act": Activation::GeluErf;
@@ -38,6 +45,75 @@ hf_config! {
         is_decoder: bool = false,
         add_cross_attention: bool = false,
         position_embedding_type: String = "absolute".to_string(),
+    }
+}
+
+/// What reads the last layer of a BERT: which of transformers' classes it is.
+///
+/// In a `config.json` it is `architectures`, and for a classifier the names of its classes, `id2label`. What names another
+/// class, or none, is taken for `BertForPreTraining`.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(from = "HeadKeys", into = "HeadKeys")]
+pub enum BertHead {
+    /// `BertForPreTraining`: masked tokens, and whether one text follows another.
+    #[default]
+    PreTraining,
+    /// `BertForMaskedLM`: masked tokens.
+    MaskedLm,
+    /// `BertForSequenceClassification`: which of these classes a text is of.
+    Classes(Vec<String>),
+}
+
+/// The keys of `config.json` that say it.
+#[derive(Default, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
+struct HeadKeys {
+    architectures: Vec<String>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    id2label: BTreeMap<String, String>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    label2id: BTreeMap<String, usize>,
+    #[serde(skip_serializing)]
+    num_labels: Option<usize>,
+}
+
+impl BertHead {
+    /// The class of transformers.
+    pub fn architecture(&self) -> &'static str {
+        match self {
+            Self::PreTraining => "BertForPreTraining",
+            Self::MaskedLm => "BertForMaskedLM",
+            Self::Classes(_) => "BertForSequenceClassification",
+        }
+    }
+}
+
+impl From<HeadKeys> for BertHead {
+    fn from(keys: HeadKeys) -> Self {
+        let is = |head: &Self| keys.architectures.iter().any(|name| name == head.architecture());
+        // As transformers: two, where a file names none.
+        let unnamed = || (0..keys.num_labels.unwrap_or(2)).map(|class| format!("LABEL_{class}")).collect();
+        // Numbers are texts in JSON's keys.
+        let number = |id: &String| id.parse::<usize>().unwrap_or(usize::MAX);
+        let mut named: Vec<_> = keys.id2label.iter().map(|(id, class)| (number(id), class.clone())).collect();
+        named.sort();
+        let classes: Vec<String> = named.into_iter().map(|(_, class)| class).collect();
+        let classes = Self::Classes(if classes.is_empty() { unnamed() } else { classes });
+        [classes, Self::MaskedLm].into_iter().find(is).unwrap_or_default()
+    }
+}
+
+impl From<BertHead> for HeadKeys {
+    fn from(head: BertHead) -> Self {
+        let architectures = vec![head.architecture().to_string()];
+        let BertHead::Classes(classes) = head else { return Self { architectures, ..Self::default() } };
+        let label2id = classes.iter().cloned().enumerate().map(|(id, class)| (class, id)).collect();
+        Self {
+            architectures,
+            id2label: classes.into_iter().enumerate().map(|(id, class)| (id.to_string(), class)).collect(),
+            label2id,
+            num_labels: None,
+        }
     }
 }
 
@@ -84,11 +160,18 @@ impl BertConfig {
         let [vocabulary, width, layers, heads] =
             named!(self: vocab_size, hidden_size, num_hidden_layers, num_attention_heads);
         let [inner, positions, types] = named!(self: intermediate_size, max_position_embeddings, type_vocab_size);
+        let dropout = ("classifier_dropout", self.classifier_dropout.unwrap_or_default());
+        if let BertHead::Classes(classes) = &self.head
+            && classes.len() < 2
+        {
+            let (field, got) = ("id2label", format!("{} classes", classes.len()));
+            return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got, expected: "at least 2".into() });
+        }
         check_values(
             Self::FAMILY,
             &[vocabulary, width, layers, heads, inner, positions, types],
             [heads, width],
-            &named!(self: hidden_dropout_prob, attention_probs_dropout_prob),
+            &[&named!(self: hidden_dropout_prob, attention_probs_dropout_prob)[..], &[dropout]].concat(),
             &named!(self: layer_norm_eps, initializer_range),
         )
     }
@@ -123,17 +206,23 @@ mod tests {
     #[test]
     fn reads_the_published_config() {
         let config = BertConfig::from_json(BASE).unwrap();
-        let preset = BertConfig::preset("bert-base").unwrap();
+        let preset = BertConfig { head: BertHead::MaskedLm, ..BertConfig::preset("bert-base").unwrap() };
         let with_dropout = BertConfig { hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1, ..preset };
         assert_eq!(config, with_dropout);
-        assert_eq!(BertConfig::from_json("{}").unwrap(), config);
+        assert_eq!(BertConfig::from_json("{}").unwrap(), BertConfig { head: BertHead::PreTraining, ..config });
     }
 
     #[test]
     fn is_written_as_it_is_read() {
-        let config = BertConfig::preset("bert-large").unwrap();
-        let text = serde_json::to_string(&config).unwrap();
-        assert_eq!(BertConfig::from_json(&text).unwrap(), config);
+        for head in [
+            BertHead::PreTraining,
+            BertHead::MaskedLm,
+            BertHead::Classes(["no", "so-so", "yes"].map(String::from).into()),
+        ] {
+            let config = BertConfig { head, ..BertConfig::preset("bert-large").unwrap() };
+            let text = serde_json::to_string(&config).unwrap();
+            assert_eq!(BertConfig::from_json(&text).unwrap(), config);
+        }
     }
 
     #[test]

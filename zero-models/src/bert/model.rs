@@ -6,34 +6,39 @@
 //! `m` rows that a prediction is made for, `f` inner width.
 
 use burn::module::{Module, Param};
-use burn::nn::{Dropout, DropoutConfig, LayerNorm, Linear};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 
 use crate::attention::{Masks, attend};
+use crate::hf_params::Family;
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
+use crate::lora::{Adaptable, Linear};
 use crate::{Activation, BertBatch, BertConfig, BertPredictions, init};
 
-/// A BERT with the two heads of its pre-training, as Hugging Face's `BertForPreTraining`.
+/// A BERT with the heads that its [`BertHead`](crate::BertHead) names.
 #[derive(Module, Debug)]
 pub struct Bert<B: Backend> {
     /// The embeddings.
     pub embeddings: BertEmbeddings<B>,
     /// The layers.
     pub layers: Vec<BertLayer<B>>,
-    /// What the next-sentence head reads, from the first token.
-    pub pooler: Linear<B>,
+    /// What the next-sentence head and a classifier read, from the first token.
+    pub pooler: Option<Linear<B>>,
     /// The prediction head's dense layer.
-    pub transform: Linear<B>,
+    pub transform: Option<Linear<B>>,
     /// The prediction head's norm.
-    pub transform_norm: LayerNorm<B>,
+    pub transform_norm: Option<LayerNorm<B>>,
     /// The prediction head's weight `[vocab_size, hidden_size]`, if it is not tied to the word embedding.
     pub decoder: Option<Param<Tensor<B, 2>>>,
     /// The prediction head's bias `[vocab_size]`.
-    pub prediction_bias: Param<Tensor<B, 1>>,
+    pub prediction_bias: Option<Param<Tensor<B, 1>>>,
     /// The next-sentence head.
-    pub seq_relationship: Linear<B>,
+    pub seq_relationship: Option<Linear<B>>,
+    /// A classifier's head.
+    pub classifier: Option<Linear<B>>,
+    classifier_dropout: Dropout,
     num_attention_heads: usize,
     activation: Activation,
     layer_norm_eps: f64,
@@ -103,12 +108,14 @@ impl BertConfig {
                 layer_norm_eps: self.layer_norm_eps,
             },
             layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
-            pooler: init::linear(d, d, std, device),
-            transform: init::linear(d, d, std, device),
-            transform_norm: init::norm(d, self.layer_norm_eps, device),
-            decoder: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
-            prediction_bias: init::zeros([v], device),
-            seq_relationship: init::linear(d, 2, std, device),
+            pooler: self.has("pooler").then(|| init::linear(d, d, std, device)),
+            transform: self.has("transform").then(|| init::linear(d, d, std, device)),
+            transform_norm: self.has("transform_norm").then(|| init::norm(d, self.layer_norm_eps, device)),
+            decoder: (self.has("decoder") && !self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
+            prediction_bias: self.has("prediction_bias").then(|| init::zeros([v], device)),
+            seq_relationship: self.has("seq_relationship").then(|| init::linear(d, 2, std, device)),
+            classifier: self.has("classifier").then(|| init::linear(d, self.classes(), std, device)),
+            classifier_dropout: DropoutConfig::new(self.classifier_dropout.unwrap_or(self.hidden_dropout_prob)).init(),
             num_attention_heads: self.num_attention_heads,
             activation: self.hidden_act,
             layer_norm_eps: self.layer_norm_eps,
@@ -145,7 +152,7 @@ impl<B: FusedBackend> Bert<B> {
     /// - returns `[b, t, v]` and `[b, 2]`
     ///
     /// # Panics
-    /// If `t` is more than `max_position_embeddings`.
+    /// If `t` is more than `max_position_embeddings`, or the model has not the heads of pre-training.
     pub fn forward(
         &self,
         input_ids_bt: Tensor<B, 2, Int>,
@@ -172,10 +179,41 @@ impl<B: FusedBackend> Bert<B> {
         by_sequence(self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt), sizes)
     }
 
+    /// Logits of the token at every position; shapes as for [`forward`](Self::forward), returns `[b, t, v]`.
+    ///
+    /// # Panics
+    /// If `t` is more than `max_position_embeddings`, or the model has no head for masked tokens.
+    pub fn predict_tokens(
+        &self,
+        input_ids_bt: Tensor<B, 2, Int>,
+        token_type_ids_bt: Tensor<B, 2, Int>,
+        attention_mask_bt: Option<Tensor<B, 2, Int>>,
+    ) -> Tensor<B, 3> {
+        let sizes = input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
+        by_sequence(self.prediction_logits(hidden_nd), sizes)
+    }
+
+    /// Logits of the classes of each text; shapes as for [`forward`](Self::forward), returns `[b, classes]`.
+    ///
+    /// # Panics
+    /// If `t` is more than `max_position_embeddings`, or the model has no classifier.
+    pub fn classify(
+        &self,
+        input_ids_bt: Tensor<B, 2, Int>,
+        token_type_ids_bt: Tensor<B, 2, Int>,
+        attention_mask_bt: Option<Tensor<B, 2, Int>>,
+    ) -> Tensor<B, 2> {
+        let [b, _] = input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
+        let pooled_bd = self.classifier_dropout.forward(self.pooled(hidden_nd, b));
+        dense(of_head(&self.classifier, "a classifier"), pooled_bd)
+    }
+
     /// The loss of pre-training, `[1]`, as [`BertPredictions::loss`].
     ///
     /// # Panics
-    /// If the batch's rows are longer than `max_position_embeddings`.
+    /// As [`predict`](Self::predict).
     pub fn loss(&self, batch: BertBatch<B>) -> Tensor<B, 1> {
         self.predict(batch).loss()
     }
@@ -183,7 +221,7 @@ impl<B: FusedBackend> Bert<B> {
     /// What the model predicts where the batch asks for it.
     ///
     /// # Panics
-    /// If the batch's rows are longer than `max_position_embeddings`.
+    /// If the batch's rows are longer than `max_position_embeddings`, or the model has not the heads of pre-training.
     pub fn predict(&self, batch: BertBatch<B>) -> BertPredictions<B> {
         let [b, t] = batch.input_ids_bt.dims();
         let hidden_nd = self.hidden_rows(batch.input_ids_bt, batch.token_type_ids_bt, batch.attention_mask_bt);
@@ -223,19 +261,47 @@ impl<B: FusedBackend> Bert<B> {
         x_nd
     }
 
-    /// `[n, d]` of `b` rows to `[b, 2]`.
-    fn relation_logits(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
+    /// `[n, d]` of `b` rows to `[b, d]`.
+    fn pooled(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
         let [n, d] = hidden_nd.dims();
         let first_bd = hidden_nd.reshape([b, n / b, d]).slice(s![.., 0..1, ..]).reshape([b, d]);
-        let pooled_bd = dense(&self.pooler, first_bd).tanh();
-        dense(&self.seq_relationship, pooled_bd)
+        dense(of_head(&self.pooler, "a pooler"), first_bd).tanh()
+    }
+
+    /// `[n, d]` of `b` rows to `[b, 2]`.
+    fn relation_logits(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
+        dense(of_head(&self.seq_relationship, "a next-sentence head"), self.pooled(hidden_nd, b))
     }
 
     /// `[m, d]` to `[m, v]`.
     fn prediction_logits(&self, hidden_md: Tensor<B, 2>) -> Tensor<B, 2> {
-        let x_md = dense_activated(&self.transform, self.activation, hidden_md);
-        let x_md = normed(&self.transform_norm, self.layer_norm_eps, x_md);
-        linear(x_md, self.head_weight().transpose(), Some(self.prediction_bias.val()), None)
+        let what = "a head for masked tokens";
+        let x_md = dense_activated(of_head(&self.transform, what), self.activation, hidden_md);
+        let x_md = normed(of_head(&self.transform_norm, what), self.layer_norm_eps, x_md);
+        linear(x_md, self.head_weight().transpose(), Some(of_head(&self.prediction_bias, what).val()), None)
+    }
+}
+
+fn of_head<'a, T>(part: &'a Option<T>, what: &str) -> &'a T {
+    part.as_ref().unwrap_or_else(|| panic!("this BERT has not {what}: set BertConfig::head to one that has it"))
+}
+
+impl<B: Backend> Adaptable<B> for Bert<B> {
+    fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            let BertLayer { query, key, value, attention_output, intermediate, output, .. } = layer;
+            each(format!("layers.{i}.query"), query);
+            each(format!("layers.{i}.key"), key);
+            each(format!("layers.{i}.value"), value);
+            each(format!("layers.{i}.attention_output"), attention_output);
+            each(format!("layers.{i}.intermediate"), intermediate);
+            each(format!("layers.{i}.output"), output);
+        }
+        let Self { pooler, transform, seq_relationship, classifier, .. } = self;
+        let heads = [("pooler", pooler), ("transform", transform), ("seq_relationship", seq_relationship)];
+        for (path, head) in heads.into_iter().chain([("classifier", classifier)]) {
+            head.iter_mut().for_each(|head| each(path.into(), head));
+        }
     }
 }
 

@@ -1,14 +1,14 @@
 //! BERT checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
 //!
-//! Names are those of `BertForPreTraining`; the prefix `bert.` may be absent, and layer norms may have `gamma` and
+//! Names are those of `BertForPreTraining`, `BertForMaskedLM` and `BertForSequenceClassification`; the prefix `bert.` may be absent, and layer norms may have `gamma` and
 //! `beta`, as the first published checkpoints do. Linear weights are `[out, in]` there and transposed on loading.
 //!
 //! Not loaded are the buffers `embeddings.position_ids` and `embeddings.token_type_ids`, which count up and are zero;
-//! the second name `cls.predictions.decoder.bias` of `cls.predictions.bias`; and, for a model with a tied head,
+//! the second name `cls.predictions.decoder.bias` of `cls.predictions.bias`; heads that the model has not; and, for a model with a tied head,
 //! `cls.predictions.decoder.weight`: it is the word embedding a second time, which Hugging Face also overwrites with
 //! the embedding after loading. Second names are checked to have the right shape, and stand in if the first is absent.
 
-use super::{Bert, BertConfig};
+use super::{Bert, BertConfig, BertHead};
 use crate::hf_params::Kind::{Bias, Head, Linear, Norm, Table};
 use crate::hf_params::{Family, Layer, hf_weights, layer};
 
@@ -18,6 +18,27 @@ pub(crate) const PREDICTION_BIAS: &str = "cls.predictions.bias";
 pub(crate) const DECODER_BIAS: &str = "cls.predictions.decoder.bias";
 
 hf_weights!(Bert, BertConfig, "BertForPreTraining");
+
+/// As [`load`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
+/// the names of these parameters too.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_beneath_head<B: zero_ops::FusedBackend>(
+    model: Bert<B>,
+    dir: &std::path::Path,
+    device: &B::Device,
+) -> Result<(Bert<B>, Vec<String>), crate::ModelError> {
+    let checkpoint = crate::safetensors_file::Checkpoint::open(dir)?;
+    crate::hf_params::load_beneath_head::<BertConfig, B, _>(model, &checkpoint, device)
+}
+
+impl BertConfig {
+    /// Number of a classifier's classes.
+    pub(super) fn classes(&self) -> usize {
+        if let BertHead::Classes(classes) = &self.head { classes.len() } else { 0 }
+    }
+}
 
 /// From the width of the model to the same: most layers.
 const WIDTH: fn(&BertConfig) -> [usize; 2] = |c| [c.hidden_size; 2];
@@ -47,6 +68,7 @@ impl Family for BertConfig {
         layer("decoder", "cls.predictions.decoder", Head, WORDS),
         layer("prediction_bias", "cls.predictions", Bias, |c| [1, c.vocab_size]),
         layer("seq_relationship", "cls.seq_relationship", Linear, |c| [c.hidden_size, 2]),
+        layer("classifier", "classifier", Linear, |c| [c.hidden_size, c.classes()]),
     ];
     const REPEATS: &'static [(&'static str, &'static str)] =
         &[(DECODER, "bert.embeddings.word_embeddings.weight"), (DECODER_BIAS, PREDICTION_BIAS)];
@@ -59,13 +81,27 @@ impl Family for BertConfig {
         self.tie_word_embeddings
     }
 
+    fn has(&self, layer: &str) -> bool {
+        match layer {
+            "pooler" => self.head != BertHead::MaskedLm,
+            "transform" | "transform_norm" | "decoder" | "prediction_bias" => self.classes() == 0,
+            "seq_relationship" => self.head == BertHead::PreTraining,
+            "classifier" => self.classes() > 0,
+            _ => true,
+        }
+    }
+
+    fn is_of_head(name: &str) -> bool {
+        ["cls.", "classifier.", "bert.pooler."].iter().any(|head| name.starts_with(head))
+    }
+
     fn in_state_dict(name: &str) -> Option<String> {
         let renamed = match name.rsplit_once('.') {
             Some((norm, "gamma")) if norm.ends_with("LayerNorm") => format!("{norm}.weight"),
             Some((norm, "beta")) if norm.ends_with("LayerNorm") => format!("{norm}.bias"),
             _ => name.to_string(),
         };
-        if renamed.starts_with("cls.") {
+        if renamed.starts_with("cls.") || renamed.starts_with("classifier.") {
             return Some(renamed);
         }
         match renamed.strip_prefix(PREFIX).unwrap_or(&renamed) {

@@ -7,7 +7,7 @@
 //! `f` inner width.
 
 use burn::module::{Module, Param};
-use burn::nn::{Dropout, DropoutConfig, LayerNorm, Linear};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_entropy};
@@ -15,6 +15,7 @@ use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_e
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
+use crate::lora::{Adaptable, Linear};
 use crate::loss::IGNORED_LABEL;
 use crate::{Activation, Gpt2Config, init};
 
@@ -239,6 +240,16 @@ impl<B: FusedBackend> Gpt2Mlp<B> {
     /// The first half of the layer, `[n, d]` to `[n, inner_width]`; `c_proj` is left to the caller.
     fn widen(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
         dense_activated(&self.c_fc, self.activation, x_nd)
+    }
+}
+
+impl<B: Backend> Adaptable<B> for Gpt2<B> {
+    fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
+        for (i, Gpt2Block { attn, mlp, .. }) in self.h.iter_mut().enumerate() {
+            let layers = [("attn.c_attn", &mut attn.c_attn), ("attn.c_proj", &mut attn.c_proj)];
+            let layers = layers.into_iter().chain([("mlp.c_fc", &mut mlp.c_fc), ("mlp.c_proj", &mut mlp.c_proj)]);
+            layers.for_each(|(name, layer)| each(format!("h.{i}.{name}"), layer));
+        }
     }
 }
 

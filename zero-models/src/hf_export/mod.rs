@@ -96,8 +96,10 @@ pub fn export(
 ) -> Result<Exported, ModelError> {
     let parameters = config.parameters();
     let tensors = tensors(config, &parameters, options.dtype);
-    let files = split(&tensors, options.max_shard_bytes);
-    let names: Vec<String> = (0..files.len()).map(|file| shard_name(file, files.len())).collect();
+    // PEFT knows one file.
+    let most = if matches!(config, ModelConfig::Adapted(_)) { u64::MAX } else { options.max_shard_bytes };
+    let files = split(&tensors, most);
+    let names: Vec<String> = (0..files.len()).map(|file| shard_name(config.files()[0], file, files.len())).collect();
     let total_bytes = tensors.iter().map(|tensor| tensor.bytes).sum();
 
     let folder = NewFolder::begin(out)?;
@@ -108,7 +110,7 @@ pub fn export(
         folder.write_file(INDEX, &index(&names, &files, total_bytes, options.dtype))?;
     }
     if let Some(json) = config_json(config, options.dtype) {
-        folder.write_file("config.json", &pretty(&json))?;
+        folder.write_file(config.files()[1], &pretty(&json))?;
     }
     let path = folder.publish()?;
     Ok(Exported { path, files: names, tensors: tensors.len(), bytes: total_bytes })
@@ -219,7 +221,9 @@ fn config_json(config: &ModelConfig, dtype: ExportDtype) -> Option<Value> {
     if let Some(architecture) = config.architecture() {
         value["architectures"] = json!([architecture]);
     }
-    value["torch_dtype"] = json!(dtype.torch_name());
+    if !matches!(config, ModelConfig::Adapted(_)) {
+        value["torch_dtype"] = json!(dtype.torch_name());
+    }
     Some(value)
 }
 

@@ -43,9 +43,9 @@ pub(super) fn split<'a>(tensors: &[Tensor<'a>], most: u64) -> Vec<Vec<Tensor<'a>
 }
 
 /// The name that transformers gives file `index` of `count`.
-pub(super) fn shard_name(index: usize, count: usize) -> String {
+pub(super) fn shard_name(single: &str, index: usize, count: usize) -> String {
     match count {
-        1 => crate::safetensors_file::SINGLE.to_string(),
+        1 => single.to_string(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     }
 }
@@ -94,8 +94,8 @@ mod tests {
         assert_eq!(sizes(10, &[4, 6, 1, 30, 2, 8]), [vec![4, 6], vec![1], vec![30], vec![2, 8]]);
         assert_eq!(sizes(10, &[11, 11]), [[11], [11]]);
         assert_eq!(sizes(100, &[4, 6]), [[4, 6]]);
-        assert_eq!(shard_name(0, 1), "model.safetensors");
-        assert_eq!(shard_name(1, 12), "model-00002-of-00012.safetensors");
+        assert_eq!(shard_name("model.safetensors", 0, 1), "model.safetensors");
+        assert_eq!(shard_name("model.safetensors", 1, 12), "model-00002-of-00012.safetensors");
     }
 
     #[test]

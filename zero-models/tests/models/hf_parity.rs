@@ -13,7 +13,7 @@ use zero_models::{Bert, BertBatch, Gpt2, bert, gpt2};
 
 const TOLERANCE: f64 = 1e-4;
 
-fn fixture(name: &str) -> PathBuf {
+pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures").join(name)
 }
 
@@ -23,7 +23,7 @@ fn reference(name: &str) -> Value {
 }
 
 /// The rows of the first step, as the reference took them.
-fn first_rows<const D: usize>(folder: &str, name: &str, rows: usize) -> Tensor<Flex, D, Int> {
+pub fn first_rows<const D: usize>(folder: &str, name: &str, rows: usize) -> Tensor<Flex, D, Int> {
     let bytes = std::fs::read(fixture(folder).join("batches.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let tensor = file.tensor(name).unwrap();

@@ -9,5 +9,6 @@ mod generate;
 mod gpt2;
 mod hf_export;
 mod hf_parity;
+mod lora;
 #[path = "../../../zero-core/tests/common/mutate.rs"]
 mod mutate;

@@ -1,0 +1,103 @@
+//! Adapters in folders: PEFT's `adapter_config.json` with `adapter_model.safetensors`, and weights that they are added to.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use zero_ops::FusedBackend;
+
+use super::config::AdaptedModel;
+use super::{Adaptable, LoraConfig, adapt};
+use crate::hf_export::{ExportOptions, Exported, export};
+use crate::hf_params::load_some;
+use crate::safetensors_file::{ADAPTER, Checkpoint};
+use crate::{ModelConfig, ModelError, ModelParam};
+
+/// Adds the adapter in the folder `dir`, with its values, to a module that `model` describes, and freezes all else. Over a
+/// backend that shards parameters each rank reads its own part.
+///
+/// # Errors
+/// When there is no adapter in the folder, or it is one for another model. All of that is checked before a tensor is loaded.
+pub fn load<B: FusedBackend, M: Adaptable<B>>(
+    module: M,
+    model: &ModelConfig,
+    dir: &Path,
+    device: &B::Device,
+) -> Result<M, ModelError> {
+    let lora = LoraConfig::from_dir(dir)?;
+    let adapted = AdaptedModel::new(model.clone(), lora.clone(), None).map_err(|error| for_another(dir, error))?;
+    let checkpoint = open(dir)?;
+    let adapted = ModelConfig::from(adapted);
+    adapted.stored(&checkpoint).map_err(|error| for_another(dir, error))?;
+    let module = adapt(module, model, &lora, device)?;
+    load_some(module, &adapted.parameters(), &checkpoint, device)
+}
+
+fn open(dir: &Path) -> Result<Checkpoint, ModelError> {
+    Checkpoint::open_file(dir, ADAPTER)
+}
+
+fn for_another(dir: &Path, error: ModelError) -> ModelError {
+    let problem =
+        format!("the adapter in {} is for another model: {error}; give the base that it was made for", dir.display());
+    ModelError::Adapter { problem }
+}
+
+/// Adds what an adapter has learned to the weights in the folder `base`, and writes a folder of the base's family, which needs no
+/// adapter.
+///
+/// Memory: one parameter.
+///
+/// # Errors
+/// As [`load`] and [`export`].
+pub fn merge(base: &Path, adapter: &Path, out: &Path, options: &ExportOptions) -> Result<Exported, ModelError> {
+    let model = ModelConfig::from_file(&base.join("config.json"))?;
+    let adapted = AdaptedModel::new(model, LoraConfig::from_dir(adapter)?, Some(base.to_path_buf()))
+        .map_err(|error| for_another(adapter, error))?;
+    let checkpoint = open(adapter)?;
+    ModelConfig::from(adapted.clone()).stored(&checkpoint).map_err(|error| for_another(adapter, error))?;
+    let read = |param: &ModelParam| {
+        let stored = checkpoint.get(&param.name).expect("it was checked to be there");
+        if param.transposed { stored.elements_transposed(0..stored.numel()) } else { stored.to_f32() }
+    };
+    merge_with(&adapted, base, out, options, read)
+}
+
+/// As [`merge`], of an adapter whose parameters `read` gives, each whole and as the module has it.
+///
+/// # Errors
+/// As [`merge`], and those of `read`.
+pub fn merge_with(
+    adapted: &AdaptedModel,
+    base: &Path,
+    out: &Path,
+    options: &ExportOptions,
+    mut read: impl FnMut(&ModelParam) -> Result<Vec<f32>, ModelError>,
+) -> Result<Exported, ModelError> {
+    let weights = Checkpoint::open(base)?;
+    let stored: BTreeMap<String, _> =
+        adapted.base.stored(&weights)?.into_iter().map(|(param, stored)| (param.path, stored)).collect();
+    let trained: BTreeMap<String, ModelParam> =
+        adapted.parameters().into_iter().map(|param| (param.path.clone(), param)).collect();
+    let scale = adapted.lora.scale() as f32;
+    let options = ExportOptions { chunk_elems: usize::MAX, ..options.clone() };
+    export(&adapted.base, out, &options, |param, range| {
+        debug_assert_eq!(range, 0..param.numel());
+        if let Some(saved) = trained.get(&param.path) {
+            return Ok(read(saved)?);
+        }
+        let stored = stored[&param.path];
+        let mut values = if param.transposed { stored.elements_transposed(range) } else { stored.elements(range) }?;
+        let layer = param.path.strip_suffix(".weight").unwrap_or(&param.path);
+        if let Some(a) = trained.get(&format!("{layer}.adapter.a")) {
+            let b = &trained[&format!("{layer}.adapter.b")];
+            let [d_in, r, d_out] = [a.shape[0], a.shape[1], b.shape[1]];
+            let [a, b] = [read(a)?, read(b)?];
+            for (row, a) in values.chunks_exact_mut(d_out).zip(a.chunks_exact(r)).take(d_in) {
+                for (a, b) in a.iter().zip(b.chunks_exact(d_out)) {
+                    row.iter_mut().zip(b).for_each(|(value, b)| *value += scale * a * b);
+                }
+            }
+        }
+        Ok(values)
+    })
+}

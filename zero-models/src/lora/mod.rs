@@ -1,0 +1,172 @@
+//! LoRA, <https://arxiv.org/abs/2106.09685>: training a small addition to some linear layers of a model that stays as it is.
+//!
+//! An adapted layer computes `x W + b + scale * dropout(x) A B` with `A` `[d_in, r]` and `B` `[r, d_out]`; only `A` and `B` are
+//! trained. What is frozen has no gradient, no optimizer state and no part in reductions; over a backend that shards
+//! parameters it is sharded and gathered as any parameter.
+//!
+//! * A model's layers are [`Linear`], which computes as Burn's until it is adapted. [`Adaptable`] lists them; GPT-2 and BERT
+//!   are, and a module of one's own becomes it with a loop.
+//! * [`LoraConfig`] says which layers, by their names in Hugging Face's model, and how. It is PEFT's `adapter_config.json`.
+//! * [`adapt`] adds fresh adapters, [`load`] those of a folder that PEFT or `zero export` wrote, [`merge`] adds them to the
+//!   weights of a folder and writes another.
+//!
+//! ```
+//! use burn_flex::Flex;
+//! use zero_models::lora::{LoraConfig, adapt};
+//! use zero_models::{Gpt2Config, ModelConfig};
+//!
+//! let config = Gpt2Config { vocab_size: 32, n_embd: 16, n_layer: 1, n_head: 2, ..Gpt2Config::preset("tiny")? };
+//! let model = config.init::<Flex>(&Default::default());
+//! let lora = LoraConfig { r: 4, target_modules: vec!["c_attn".into(), "c_proj".into()], ..LoraConfig::default() };
+//! let model = adapt(model, &ModelConfig::from(config), &lora, &Default::default())?;
+//! assert!(model.h[0].attn.c_attn.adapter.is_some() && model.h[0].mlp.c_fc.adapter.is_none());
+//! # Ok::<(), zero_models::ModelError>(())
+//! ```
+
+mod config;
+mod files;
+
+use burn::module::{Initializer, Module, ModuleMapper, Param};
+use burn::nn::{Dropout, DropoutConfig};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use zero_ops::FusedBackend;
+
+pub use self::config::{AdaptedModel, LoraConfig};
+pub(crate) use self::config::{CONFIG, peft_name};
+pub use self::files::{load, merge, merge_with};
+use crate::attention::is_active;
+use crate::{ModelConfig, ModelError};
+
+/// A linear layer that can be adapted: Burn's, with the same names of parameters, and perhaps an adapter.
+#[derive(Module, Debug)]
+pub struct Linear<B: Backend> {
+    /// `[d_in, d_out]`
+    pub weight: Param<Tensor<B, 2>>,
+    /// `[d_out]`
+    pub bias: Option<Param<Tensor<B, 1>>>,
+    /// What is trained in place of the weight.
+    pub adapter: Option<Adapter<B>>,
+}
+
+/// What is added to a linear layer.
+#[derive(Module, Debug)]
+pub struct Adapter<B: Backend> {
+    /// `[d_in, r]`
+    pub a: Param<Tensor<B, 2>>,
+    /// `[r, d_out]`
+    pub b: Param<Tensor<B, 2>>,
+    dropout: Dropout,
+    scale: f64,
+}
+
+impl<B: Backend> From<burn::nn::Linear<B>> for Linear<B> {
+    fn from(layer: burn::nn::Linear<B>) -> Self {
+        Self { weight: layer.weight, bias: layer.bias, adapter: None }
+    }
+}
+
+impl<B: FusedBackend> Linear<B> {
+    /// The layer of `[.., d_in]`; returns `[.., d_out]`.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        let mut shape = x.dims();
+        let rows = x.flatten_rows();
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        let out = self.product(rows, bias, None);
+        shape[D - 1] = out.dims()[1];
+        out.reshape(shape)
+    }
+
+    /// `x W + bias + residual`, and the adapter's part.
+    pub(crate) fn product(
+        &self,
+        x_nd: Tensor<B, 2>,
+        bias_f: Option<Tensor<B, 1>>,
+        residual_nf: Option<Tensor<B, 2>>,
+    ) -> Tensor<B, 2> {
+        let Some(adapter) = &self.adapter else {
+            return zero_ops::linear(x_nd, self.weight.val(), bias_f, residual_nf);
+        };
+        let out_nf = zero_ops::linear(x_nd.clone(), self.weight.val(), bias_f, residual_nf);
+        let x_nd = if is_active(&adapter.dropout, &x_nd) { adapter.dropout.forward(x_nd) } else { x_nd };
+        let low_nr = zero_ops::linear(x_nd, adapter.a.val(), None, None) * adapter.scale;
+        zero_ops::linear(low_nr, adapter.b.val(), None, Some(out_nf))
+    }
+}
+
+/// Tensors as rows.
+trait Rows<B: Backend> {
+    fn flatten_rows(self) -> Tensor<B, 2>;
+}
+
+impl<B: Backend, const D: usize> Rows<B> for Tensor<B, D> {
+    fn flatten_rows(self) -> Tensor<B, 2> {
+        let width = self.dims()[D - 1];
+        let rows = self.dims().iter().product::<usize>() / width.max(1);
+        self.reshape([rows, width])
+    }
+}
+
+/// A module whose linear layers can be adapted.
+pub trait Adaptable<B: Backend>: Module<B> {
+    /// Calls `each` with the path of every layer that may be adapted (Burn's field names from the module down, with dots) and
+    /// the layer.
+    fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>));
+}
+
+/// Adds a fresh adapter to every layer that `lora` names, `A` uniform as PEFT draws it and `B` zero, and freezes all else but
+/// [`LoraConfig::modules_to_save`]. `model` describes the module; weights are loaded before.
+///
+/// # Errors
+/// [`ModelError::Adapter`] when a name that is asked for is no layer's, or a value is none.
+pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
+    mut module: M,
+    model: &ModelConfig,
+    lora: &LoraConfig,
+    device: &B::Device,
+) -> Result<M, ModelError> {
+    let adapted = AdaptedModel::new(model.clone(), lora.clone(), None)?;
+    let paths = adapted.layers()?;
+    let trained = adapted.parameters();
+    let mut left: Vec<&str> = paths.iter().map(|layer| layer.path.as_str()).collect();
+    module.linears(&mut |path, layer| {
+        if let Some(at) = left.iter().position(|wanted| *wanted == path) {
+            left.swap_remove(at);
+            let [d_in, d_out] = layer.weight.lazy_shape().dims();
+            // As torch's linear layers are drawn, which PEFT takes for A.
+            let bound = (d_in as f64).sqrt().recip();
+            layer.adapter = Some(Adapter {
+                a: Initializer::Uniform { min: -bound, max: bound }.init([d_in, lora.r], device),
+                b: Initializer::Zeros.init([lora.r, d_out], device),
+                dropout: DropoutConfig::new(lora.lora_dropout).init(),
+                scale: lora.scale(),
+            });
+        }
+    });
+    if let Some(path) = left.first() {
+        let problem = format!("{path} cannot be adapted: the module does not list it among its linear layers");
+        return Err(ModelError::Adapter { problem });
+    }
+    let mut freeze = Freeze { path: Vec::new(), trained: &|path| trained.iter().any(|param| param.path == path) };
+    Ok(module.map(&mut freeze))
+}
+
+/// Sets which parameters are trained, by their paths.
+struct Freeze<'a> {
+    path: Vec<String>,
+    trained: &'a dyn Fn(&str) -> bool,
+}
+
+impl<B: Backend> ModuleMapper<B> for Freeze<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param.set_require_grad((self.trained)(&self.path.join(".")))
+    }
+}
