@@ -49,6 +49,11 @@ enum Held<B: Backend> {
 }
 
 impl<B: Backend> ParamPiece<B> {
+    /// Whether it is a parameter that is not trained; state of layers is no parameter.
+    pub fn is_frozen(&self) -> bool {
+        !self.meta.trained && matches!(self.held, Held::Cell(_))
+    }
+
     /// The type that it is kept in.
     pub fn element_type(&self) -> ElementType {
         element_type(self.dtype)
@@ -134,7 +139,7 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
 }
 
 /// Replaces every float parameter by what `read` gives for its elements in a range: their type, and their bytes,
-/// little-endian. Every rank calls it; it reads what it holds at its stage. Not between a backward pass and its update.
+/// little-endian; `None` leaves it as it is. Every rank calls it; it reads what it holds at its stage. Not between a backward pass and its update.
 ///
 /// # Errors
 ///
@@ -142,7 +147,7 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
 /// rank's alone: it is for the caller to tell the others.
 pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
-    mut read: impl FnMut(&str, &[usize], Range<usize>) -> Result<(ElementType, Vec<u8>), E>,
+    mut read: impl FnMut(&ParamMeta, Range<usize>) -> Result<Option<(ElementType, Vec<u8>)>, E>,
 ) -> (M, Result<(), E>) {
     let context = Context::<A::Base>::current();
     end_forward::<A, M>(&module);
@@ -167,7 +172,7 @@ pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
             let (element, bytes) = match range.is_empty() {
                 // One element of filler, as everywhere.
                 true => (ElementType::F32, vec![0; 4]),
-                false => read(path, &meta.shape, range).map_err(|error| failed = Some(error)).ok()?,
+                false => read(meta, range).map_err(|error| failed = Some(error)).ok()??,
             };
             let Some(dtype) = dtype(element) else {
                 stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));

@@ -1,6 +1,6 @@
 //! A configuration of any family: what a checkpoint has to say about the model that it holds.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -77,6 +77,13 @@ impl ModelConfig {
             Self::Module(_) => None,
             Self::Adapted(adapted) => adapted.base.hidden_size(),
         }
+    }
+
+    /// Whether an adapter of PEFT lies in a folder; what was adapted then, if its file names a folder.
+    pub fn adapter_base(dir: &Path) -> Option<Option<PathBuf>> {
+        let text = std::fs::read_to_string(dir.join(crate::lora::CONFIG)).ok()?;
+        let keys: Value = serde_json::from_str(&text).unwrap_or_default();
+        Some(keys["base_model_name_or_path"].as_str().map(PathBuf::from).filter(|base| base.is_dir()))
     }
 
     /// The class of Hugging Face's transformers that has these parameters, if one has.

@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 use burn::tensor::{bf16, f16};
 use serde_json::Value;
 use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
-use zero_models::hf_export::{ExportOptions, Exported, ReadError, export};
+use zero_models::hf_export::{ExportOptions, Exported, export};
+use zero_models::lora::merge_with;
 use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig};
 
 /// What names of parameters begin with in a checkpoint.
@@ -40,8 +41,8 @@ pub enum ExportError {
     },
     /// What the checkpoint says of its model cannot be read.
     #[error(
-        "the \"model\" in the state of {} is no configuration of a GPT-2, a BERT or a module: {reason}; expected {{\"family\": \
-         \"gpt2\", \"bert\" or \"module\", \"config\": {{...}}}}",
+        "the \"model\" in the state of {} is no configuration of a GPT-2, a BERT, an adapter or a module: {reason}; expected \
+         {{\"family\": \"gpt2\", \"bert\", \"adapted\" or \"module\", \"config\": {{...}}}}",
         path.display()
     )]
     BadModel {
@@ -99,17 +100,42 @@ pub fn export_checkpoint(
         let own = model.parameters().into_iter().map(|param| (param.path, param.shape));
         model = ModuleConfig::new(own).renamed(names)?.into();
     }
-    let read = |param: &ModelParam, range| {
-        elements(&checkpoint, &format!("{PREFIX}{}", param.path), range).map_err(ReadError::from)
+    let written = export(&model, out, options, |param, range| Ok(parameter(&checkpoint, param, range)?))?;
+    Ok(exported(&checkpoint, skipped, model, written))
+}
+
+/// Adds what LoRA has trained to the weights of its base, and exports the whole model. `checkpoint` is as for
+/// [`export_checkpoint`], or a folder with an adapter as PEFT writes it; `base` the folder with the base's weights, if they are not
+/// where they were in training.
+///
+/// # Errors
+/// As [`export_checkpoint`].
+pub fn merge_checkpoint(
+    checkpoint: &Path,
+    base: Option<&Path>,
+    out: &Path,
+    options: &ExportOptions,
+) -> Result<ExportedCheckpoint, ExportError> {
+    let (checkpoint, skipped) = open(checkpoint)?;
+    let unfit =
+        |problems: &str| ExportError::Unfit { path: checkpoint.path().to_path_buf(), problems: problems.to_string() };
+    let ModelConfig::Adapted(adapted) = model_of(checkpoint.path(), &checkpoint.state()?, checkpoint.tensors())? else {
+        return Err(unfit("it holds a whole model and no adapter: leave --merge out"));
     };
-    let written = export(&model, out, options, read)?;
-    Ok(ExportedCheckpoint {
-        checkpoint: checkpoint.path().to_path_buf(),
-        step: checkpoint.step(),
-        skipped,
-        model,
-        written,
-    })
+    let Some(base) = base.or(adapted.weights.as_deref()) else {
+        return Err(unfit("it does not say where its base is: name the folder with --base DIR"));
+    };
+    let read = |param: &ModelParam| Ok(parameter(&checkpoint, param, 0..param.numel())?);
+    let written = merge_with(&adapted, base, out, options, read)?;
+    Ok(exported(&checkpoint, skipped, (*adapted.base).clone(), written))
+}
+
+fn parameter(checkpoint: &Checkpoint, param: &ModelParam, range: Range<usize>) -> Result<Vec<f32>, CheckpointError> {
+    elements(checkpoint, &format!("{PREFIX}{}", param.path), range)
+}
+
+fn exported(checkpoint: &Checkpoint, skipped: Skipped, model: ModelConfig, written: Exported) -> ExportedCheckpoint {
+    ExportedCheckpoint { checkpoint: checkpoint.path().to_path_buf(), step: checkpoint.step(), skipped, model, written }
 }
 
 type Skipped = Vec<(PathBuf, CheckpointError)>;

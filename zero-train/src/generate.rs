@@ -18,7 +18,7 @@ use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
 use zero_models::generate::{Hooks, Sampling, generate_with};
 use zero_models::hf_export::{ExportDtype, ExportOptions};
-use zero_models::{Gpt2Config, ModelConfig, gpt2};
+use zero_models::{Gpt2Config, ModelConfig, gpt2, lora};
 use zero_ops::FusedBackend;
 
 use crate::TrainError;
@@ -31,8 +31,11 @@ use crate::trainer::{BackendChoice, Dtype, OffloadTo};
 // A field for each option.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
-    /// A folder with a Hugging Face config.json and its weights, or a checkpoint
+    /// A folder with a Hugging Face config.json and its weights, or with an adapter of PEFT, or a checkpoint
     pub model: PathBuf,
+    /// The folder with the weights that an adapter was trained for [default: what the adapter names]
+    #[arg(long, value_name = "DIR")]
+    pub base: Option<PathBuf>,
     /// A text to go on with; may be given several times
     #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
     pub prompt: Vec<String>,
@@ -114,7 +117,7 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     }
     // A checkpoint is brought into the form of a folder first.
     let mut exported = None;
-    let dir = if options.model.join("config.json").is_file() {
+    let mut dir = if ["config.json", "adapter_config.json"].iter().any(|file| options.model.join(file).is_file()) {
         options.model.clone()
     } else {
         let there = tempfile::tempdir_in(&options.swap).map_err(|source| TrainError::Io {
@@ -135,6 +138,16 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
         exported = Some(there);
         dir
     };
+    let mut adapter = None;
+    if let Some(known) = ModelConfig::adapter_base(&dir) {
+        let Some(base) = options.base.clone().or(known) else {
+            let problem = "is an adapter, which does not name a folder that is here: give its base with --base DIR";
+            return Err(wrong_data(&options.model, problem));
+        };
+        adapter = Some(std::mem::replace(&mut dir, base));
+    } else if let Some(base) = &options.base {
+        return Err(wrong("base", base.display(), "expected an adapter beside it; this is a whole model"));
+    }
     let config = match ModelConfig::from_file(&dir.join("config.json"))? {
         ModelConfig::Gpt2(config) => config,
         _ => return Err(wrong("model", options.model.display(), "expected a GPT-2, which predicts the next token")),
@@ -154,7 +167,14 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     }
     let encode = |text: &String| tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem));
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
-    let job = Job { options, dir: &dir, config: &config, tokenizer: &tokenizer, prompts: &prompts };
+    let job = Job {
+        options,
+        dir: &dir,
+        adapter: adapter.as_deref(),
+        config: &config,
+        tokenizer: &tokenizer,
+        prompts: &prompts,
+    };
     let run_on = match options.backend {
         #[cfg(feature = "cuda")]
         BackendChoice::Cuda => Job::run::<burn_cuda::Cuda>,
@@ -180,6 +200,8 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
 struct Job<'a> {
     options: &'a Options,
     dir: &'a Path,
+    /// What was trained beside the weights in `dir`.
+    adapter: Option<&'a Path>,
     config: &'a Gpt2Config,
     tokenizer: &'a Tokenizer,
     prompts: &'a [Vec<u32>],
@@ -249,7 +271,10 @@ impl Job<'_> {
         how: &Sampling,
         made: &[Mutex<Vec<u32>>],
     ) -> Result<(), TrainError> {
-        let model = gpt2::weights::load(self.config.init::<Zero<I>>(device), self.dir, device)?;
+        let mut model = gpt2::weights::load(self.config.init::<Zero<I>>(device), self.dir, device)?;
+        if let Some(adapter) = self.adapter {
+            model = lora::load(model, &self.config.clone().into(), adapter, device)?;
+        }
         let mine: Vec<usize> = (device.rank()..self.prompts.len()).step_by(self.options.ranks).collect();
         // In place of prompts that only other ranks have.
         let rows = if mine.is_empty() { &[0][..] } else { &mine };

@@ -12,6 +12,7 @@ use burn::tensor::{TensorData, backend::Backend};
 use burn_autodiff::Autodiff;
 use burn_flex::{Flex, FlexDevice};
 use zero_burn::config::{Disk, Gathers, ZeroConfig};
+use zero_burn::gathered::ParamMeta;
 use zero_burn::launch::{LaunchOptions, launch_on};
 use zero_burn::module::prepare;
 use zero_burn::pieces::{Parked, load_pieces};
@@ -90,7 +91,7 @@ fn what_ranks_hold_of_a_parameter_does_not_change_what_they_gather() {
     {
         let ended = on_ranks(world, stage, |_, device| {
             let net = prepare::<Ad, _>(Net::<Ad>::new(device), device);
-            let (net, loaded) = load_pieces::<Ad, _, String>(net, |_, _, range| Ok(numbered(0.5, range)));
+            let (net, loaded) = load_pieces::<Ad, _, String>(net, |_, range| Ok(Some(numbered(0.5, range))));
             loaded?;
             let before = net.values();
             // To a disk and back: ranks have pieces of other sizes, or none.
@@ -102,7 +103,7 @@ fn what_ranks_hold_of_a_parameter_does_not_change_what_they_gather() {
             parked.reload();
             let after = net.values();
             // Its fences compare what the ranks have called.
-            let (net, loaded) = load_pieces::<Ad, _, String>(net, |_, _, range| Ok(numbered(1.5, range)));
+            let (net, loaded) = load_pieces::<Ad, _, String>(net, |_, range| Ok(Some(numbered(1.5, range))));
             loaded?;
             Ok((before, meanwhile, after, net.values()))
         });
@@ -129,7 +130,7 @@ fn ranks_that_use_other_parameters_are_told_before_an_update() {
         // Of one size and type, so that nothing but the ranks' own records shows that they are mixed up.
         let own = if rank == 0 { net.second.weight.val().into_data() } else { net.values().swap_remove(3) };
         drop(own);
-        load_pieces::<Ad, _, String>(net, |_, _, range| Ok(numbered(0.0, range))).1
+        load_pieces::<Ad, _, String>(net, |_, range| Ok(Some(numbered(0.0, range)))).1
     });
     for rank in ended {
         let told = rank.unwrap_err();
@@ -142,9 +143,9 @@ fn parameters_that_one_rank_cannot_load_are_that_ranks_error() {
     let seen = Mutex::new(Vec::new());
     let ended = on_ranks(2, Stage::Gradients, |rank, device| {
         let net = prepare::<Ad, _>(Net::<Ad>::new(device), device);
-        let read = |path: &str, _: &[usize], range| match (rank, path) {
+        let read = |meta: &ParamMeta, range| match (rank, &*meta.path) {
             (1, "second.weight") => Err("a file is damaged".to_string()),
-            _ => Ok(numbered(0.0, range)),
+            _ => Ok(Some(numbered(0.0, range))),
         };
         let (_, loaded) = load_pieces::<Ad, _, String>(net, read);
         seen.lock().unwrap().push((rank, loaded.clone()));

@@ -86,6 +86,7 @@ impl ZeroPlan {
             }
         };
         Ok(EngineConfig {
+            exclude_frozen_parameters: false,
             accumulation: self.batch.accumulation,
             sync_each_batch: self.sync_each_batch,
             error_if_nonfinite: self.error_if_nonfinite,

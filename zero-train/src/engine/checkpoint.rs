@@ -218,7 +218,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             )));
         }
         let (mut specs, mut sources) = (Vec::new(), Vec::new());
-        for (place, piece) in parameters.iter().enumerate() {
+        let left_out = |piece: &ParamPiece<A::Base>| self.config.exclude_frozen_parameters && piece.is_frozen();
+        for (place, piece) in parameters.iter().enumerate().filter(|(_, piece)| !left_out(piece)) {
             let (id, path, shape) = (piece.meta.id, &piece.meta.path, &piece.meta.shape);
             let states = fused.states(id).map_or_else(Vec::new, |(_, names)| names);
             let mut add = |name: String, dtype, source| {
@@ -304,6 +305,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let mut missing = Vec::new();
         for meta in &parameters {
             let Some(tensor) = saved.get(&parameter_name(&meta.path)) else {
+                if self.config.exclude_frozen_parameters && !meta.trained {
+                    continue;
+                }
                 missing.push(meta.path.as_str());
                 continue;
             };
@@ -365,9 +369,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     fn load_tensors(&mut self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<(), EngineError> {
         let model = self.model.take().expect("the module is absent only inside of step");
-        let (model, loaded) = pieces::load_pieces::<A, M, CheckpointError>(model, |path, _shape, range| {
-            let name = parameter_name(path);
-            Ok((checkpoint.tensor(&name)?.dtype, checkpoint.read(&name, range)?))
+        let (model, loaded) = pieces::load_pieces::<A, M, CheckpointError>(model, |meta, range| {
+            let name = parameter_name(&meta.path);
+            // It was looked for: what is not there is frozen, and left out.
+            let Some(tensor) = checkpoint.tensors().get(&name) else { return Ok(None) };
+            Ok(Some((tensor.dtype, checkpoint.read(&name, range)?)))
         });
         self.model = Some(model);
         loaded?;

@@ -78,6 +78,9 @@ pub struct EngineConfig {
     /// An update whose gradients hold an infinity or a NaN is an error ([`EngineError::NotFinite`]) on all ranks, and is not
     /// made. PyTorch's `error_if_nonfinite`. Without this and without `skip_overflow` it is made, and rank 0 warns once.
     pub error_if_nonfinite: bool,
+    /// Checkpoints hold what is trained, and not the parameters that are frozen, which the program has from elsewhere: an
+    /// adapter alone. DeepSpeed's `exclude_frozen_parameters`.
+    pub exclude_frozen_parameters: bool,
 }
 
 impl Default for EngineConfig {
@@ -91,6 +94,7 @@ impl Default for EngineConfig {
             loss_scale: None,
             skip_overflow: false,
             error_if_nonfinite: false,
+            exclude_frozen_parameters: false,
         }
     }
 }

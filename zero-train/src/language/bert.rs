@@ -2,13 +2,13 @@
 //! [`Task`] of the [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
-use std::path::PathBuf;
 
 use burn::tensor::{Int, Tensor, TensorData};
 use serde_json::{Value, json};
 use zero_models::bert::weights;
-use zero_models::{Bert, BertBatch, BertConfig, BertPredictions, ModelConfig};
+use zero_models::{Bert, BertBatch, BertConfig, BertHead, BertPredictions, ModelConfig};
 
+use super::start::Start;
 use super::{Options, Program};
 use crate::TrainError;
 use crate::data::{Cutting, Masking, SentencePairs, Source, Tokenizer};
@@ -23,8 +23,7 @@ pub struct BertTask {
     /// The preset's or folder's name.
     name: String,
     config: BertConfig,
-    /// Weights to start from.
-    weights: Option<PathBuf>,
+    start: Start,
     pairs: SentencePairs,
     masking: Masking,
     /// Rows that are trained on.
@@ -41,7 +40,7 @@ impl BertTask {
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self, TrainError> {
         let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
         let (name, mut config) = match options.chosen()? {
-            Some((name, ModelConfig::Bert(config))) => (name, config),
+            Some((name, ModelConfig::Bert(config))) => (name, BertConfig { head: BertHead::PreTraining, ..config }),
             Some((name, _)) => return Err(wrong("model", name, "expected a BERT for --task bert-pretraining")),
             None => (default.into(), BertConfig::preset(default)?),
         };
@@ -65,7 +64,8 @@ impl BertTask {
             config.vocab_size = pairs.vocabulary();
         }
         let trained = pairs.rows().saturating_sub(options.train.eval.unwrap_or(0));
-        Ok(Self { name, config, weights: options.weights.clone(), pairs, masking, trained })
+        let start = Start::new(options, config.clone().into(), &[])?;
+        Ok(Self { name, config, start, pairs, masking, trained })
     }
 
     fn predict<B: FusedBackend>(
@@ -101,11 +101,7 @@ impl Task for BertTask {
     }
 
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>, TrainError> {
-        let model = self.config.init(device);
-        match &self.weights {
-            Some(dir) => Ok(weights::load(model, dir, device)?),
-            None => Ok(model),
-        }
+        self.start.model(self.config.init(device), weights::load, device)
     }
 
     fn loss<B: FusedBackend>(
@@ -154,22 +150,22 @@ impl Task for BertTask {
         let kept = config.num_hidden_layers as f64 * per_layer + predicted * (3.0 * width + 2.0 * words);
         // The head does not run at every token.
         let flops = config.flops_per_token(seq) as f64 - 6.0 * (1.0 - predicted) * width * (width + words);
-        Some(Profile {
+        Some(self.start.profile(Profile {
             parameters: config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
+            frozen: Vec::new(),
             activation_bytes: (4.0 * kept * (micro_batch * seq) as f64) as u64,
             flops_per_row: flops * seq as f64,
-        })
+        }))
     }
 
     fn model_config(&self) -> Option<ModelConfig> {
-        Some(self.config.clone().into())
+        Some(self.start.config(self.config.clone().into()))
     }
 
     fn settings(&self) -> Value {
-        json!({
-            "pretrained": self.weights.is_some(),
-            "mask_probability": self.masking.probability,
-            "whole_word_mask": self.masking.whole_words,
-        })
+        let mut settings = self.start.settings();
+        settings["mask_probability"] = json!(self.masking.probability);
+        settings["whole_word_mask"] = json!(self.masking.whole_words);
+        settings
     }
 }

@@ -1,14 +1,14 @@
 //! Training of a GPT-2 to predict the next token: a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
-use std::path::PathBuf;
 
 use burn::tensor::{Int, Tensor, TensorData};
-use serde_json::{Value, json};
+use serde_json::Value;
 use zero_models::generate::{Sampling, generate};
 use zero_models::gpt2::weights;
 use zero_models::{Gpt2, Gpt2Config, ModelConfig};
 
+use super::start::Start;
 use super::{Options, Program};
 use crate::TrainError;
 use crate::data::{DEFAULT_SEQ, TokenRows};
@@ -20,8 +20,7 @@ pub struct Gpt2Task {
     /// The preset's or folder's name.
     name: String,
     config: Gpt2Config,
-    /// Weights to start from.
-    weights: Option<PathBuf>,
+    start: Start,
     rows: TokenRows,
     /// Why it is not the program's model.
     notice: Option<String>,
@@ -48,7 +47,8 @@ impl Gpt2Task {
         }
         let folders = options.folders();
         let rows = TokenRows::load(&source, &options.cutting(config.vocab_size, config.n_positions, &folders))?;
-        Ok(Self { name, config, weights: options.weights.clone(), rows, notice })
+        let start = Start::new(options, config.clone().into(), &[])?;
+        Ok(Self { name, config, start, rows, notice })
     }
 }
 
@@ -89,6 +89,7 @@ fn profile(model: &Gpt2Config, micro_batch: usize, seq: usize) -> Profile {
     let logits = 2 * tokens.min(256) * model.vocab_size as u64;
     Profile {
         parameters: model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
+        frozen: Vec::new(),
         activation_bytes: 4 * (model.n_layer as u64 * per_layer + logits),
         flops_per_row: model.flops_per_token(seq) as f64 * seq as f64,
     }
@@ -106,11 +107,7 @@ impl Task for Gpt2Task {
     }
 
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Gpt2<B>, TrainError> {
-        let model = self.config.init(device);
-        match &self.weights {
-            Some(dir) => Ok(weights::load(model, dir, device)?),
-            None => Ok(model),
-        }
+        self.start.model(self.config.init(device), weights::load, device)
     }
 
     fn loss<B: FusedBackend>(
@@ -145,11 +142,11 @@ impl Task for Gpt2Task {
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        Some(profile(&self.config, micro_batch, self.rows.seq()))
+        Some(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
     }
 
     fn model_config(&self) -> Option<ModelConfig> {
-        Some(self.config.clone().into())
+        Some(self.start.config(self.config.clone().into()))
     }
 
     /// What follows the beginning of the last row.
@@ -168,7 +165,7 @@ impl Task for Gpt2Task {
     }
 
     fn settings(&self) -> Value {
-        json!({ "pretrained": self.weights.is_some() })
+        self.start.settings()
     }
 
     fn notice(&self) -> Option<String> {

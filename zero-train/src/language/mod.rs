@@ -2,6 +2,7 @@
 
 mod bert;
 mod gpt2;
+mod start;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -12,6 +13,7 @@ use zero_models::{BertConfig, Gpt2Config, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
 pub use self::gpt2::Gpt2Task;
+pub use self::start::LoraOptions;
 use crate::TrainError;
 use crate::data::{Cutting, Source};
 use crate::trainer::{self, Trainer};
@@ -63,6 +65,9 @@ pub struct Options {
     /// Mask all tokens of a word together, for BERT
     #[arg(long)]
     pub whole_word_mask: bool,
+    /// LoRA's.
+    #[command(flatten)]
+    pub lora: LoraOptions,
     /// The trainer's.
     #[command(flatten)]
     pub train: trainer::Options,

@@ -38,7 +38,7 @@ pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile, 
     let device = Count(COUNTS.fetch_add(1, Ordering::Relaxed));
     let ledger = burn_router::get_client::<Counter>(&device).ledger;
     let model = task.model::<Counting>(&device)?;
-    let mut sizes = Sizes(Vec::new());
+    let mut sizes = Sizes::default();
     model.visit(&mut sizes);
     let before = {
         let mut ledger = ledger.lock();
@@ -51,14 +51,21 @@ pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile, 
     let activation_bytes = ledger.lock().peak - before;
     drop(loss);
     let flops_per_row = PASSES * ledger.lock().flops / micro_batch as f64;
-    Ok(Profile { parameters: sizes.0, activation_bytes, flops_per_row })
+    let Sizes { parameters, frozen } = sizes;
+    Ok(Profile { parameters, frozen, activation_bytes, flops_per_row })
 }
 
-struct Sizes(Vec<usize>);
+#[derive(Default)]
+struct Sizes {
+    parameters: Vec<usize>,
+    frozen: Vec<usize>,
+}
 
 impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Sizes {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.0.push(param.shape().num_elements());
+        let tensor = param.val();
+        let sizes = if tensor.is_require_grad() { &mut self.parameters } else { &mut self.frozen };
+        sizes.push(tensor.shape().num_elements());
     }
 }
 

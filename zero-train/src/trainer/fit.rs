@@ -39,8 +39,7 @@ impl MemoryNeed {
     /// For `plan`.
     pub(super) fn new(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> Self {
         let (stage, ranks) = (plan.stage, plan.world);
-        let psi = profile.num_params() as u64;
-        let mut state = model_state(psi, stage, ranks as u64, precision(plan));
+        let mut state = state_of(profile, plan);
         // Takes out of `state` what is offloaded to where `is_there` says.
         let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
             let there = |offload: &Option<Offload>| offload.as_ref().is_some_and(|offload| is_there(&offload.device));
@@ -62,7 +61,7 @@ impl MemoryNeed {
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
         // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
-        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(profile.num_params()));
+        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(profile.num_trained()));
         let offloads = [&plan.offload_optimizer, &plan.offload_param];
         if offloads.into_iter().flatten().any(|offload| matches!(offload.device, OffloadDevice::Nvme { .. })) {
             let settings = plan.zero_config(0).offload.disk;
@@ -94,8 +93,17 @@ impl MemoryNeed {
     }
 }
 
+/// Bytes of one rank's model state by the ZeRO formula.
+pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
+    let (ranks, precision) = (plan.world as u64, precision(plan));
+    let trained = model_state(profile.num_trained() as u64, plan.stage, ranks, precision);
+    let frozen = profile.frozen.iter().sum::<usize>() as u64;
+    let frozen = model_state(frozen, plan.stage, ranks, Precision { gradient: 0, optimizer: 0, ..precision });
+    StateBytes { parameters: trained.parameters + frozen.parameters, ..trained }
+}
+
 /// Bytes per parameter of each kind of model state.
-pub(super) fn precision(plan: &ZeroPlan) -> Precision {
+fn precision(plan: &ZeroPlan) -> Precision {
     let config = plan.zero_config(0);
     let (parameter, names) = (config.param_dtype.size() as u64, plan.rule().state_names().len() as u64);
     Precision {

@@ -10,13 +10,12 @@ use zero_core::Stage;
 use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
-use zero_core::estimate::model_state;
 
 use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
 use super::count::profile;
 use super::facts::{Data, Model};
-use super::fit::{Budget, Candidate, MemoryNeed, fitting, precision};
+use super::fit::{Budget, Candidate, MemoryNeed, fitting, state_of};
 use super::predict::Prediction;
 use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
@@ -168,17 +167,21 @@ impl Plan {
 
     /// Bytes of one rank's model state by the ZeRO formula.
     pub(super) fn state_formula(&self) -> StateBytes {
-        let psi = self.model.profile.num_params() as u64;
-        model_state(psi, self.plan.stage, self.plan.world as u64, precision(&self.plan))
+        state_of(&self.model.profile, &self.plan)
     }
 
     /// Bytes that one rank receives in one step by the ZeRO formula. With `A` micro-batches gradients are reduced once at
     /// stages 0 and 1 and `A` times at 2 and 3; at stage 3 parameters are gathered twice in each, those below the
-    /// persistence threshold once.
+    /// persistence threshold once. Frozen ones are gathered, and never reduced.
     pub fn wire_bytes(&self) -> u64 {
-        let sizes = self.model.profile.parameters.iter();
-        let persistent: usize = sizes.filter(|&&numel| numel <= self.zero.param_persistence_threshold).sum();
-        let (psi, persistent) = (self.model.profile.num_params() as u64, persistent as u64);
+        let profile = &self.model.profile;
+        let persistent = |sizes: &[usize]| -> u64 {
+            let small = sizes.iter().filter(|&&numel| numel <= self.zero.param_persistence_threshold);
+            small.sum::<usize>() as u64
+        };
+        let (psi, frozen) = (profile.num_trained() as u64, profile.frozen.iter().sum::<usize>() as u64);
+        let frozen = frozen - persistent(&profile.frozen);
+        let persistent = persistent(&profile.parameters);
         let (world, micro_batches) = (self.plan.world as u64, self.plan.batch.accumulation as u64);
         let parameter = self.zero.param_dtype.size() as u64;
         let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
@@ -187,7 +190,8 @@ impl Plan {
             Stage::OptimizerState => psi * (gradient + parameter),
             Stage::Gradients => psi * (micro_batches * gradient + parameter),
             Stage::Parameters => {
-                micro_batches * psi * gradient + (2 * micro_batches * (psi - persistent) + persistent) * parameter
+                let gathered = 2 * micro_batches * (psi - persistent + frozen) + persistent;
+                micro_batches * psi * gradient + gathered * parameter
             }
         };
         moved * (world - 1) / world
@@ -263,7 +267,12 @@ impl core::fmt::Display for Plan {
         }
         let (state, plan) = (self.need.state, &self.plan);
         writeln!(f, "plan")?;
-        writeln!(f, "  model          {}, {} parameters", self.model.name, self.model.profile.num_params())?;
+        let profile = &self.model.profile;
+        write!(f, "  model          {}, {} parameters", self.model.name, profile.num_params())?;
+        if !profile.frozen.is_empty() {
+            write!(f, ", of which {} are trained", profile.num_trained())?;
+        }
+        writeln!(f)?;
         let threads = self.launch.threads(plan.world);
         if self.backend != BackendChoice::Cpu {
             writeln!(f, "  backend        {}", option_name(self.backend))?;
@@ -364,7 +373,7 @@ mod tests {
 
         fn profile(&self, micro_batch: usize) -> Option<Profile> {
             let activation_bytes = (micro_batch * (64 << 20)) as u64;
-            Some(Profile { parameters: vec![32 << 20], activation_bytes, flops_per_row: 1.0 })
+            Some(Profile { parameters: vec![32 << 20], frozen: Vec::new(), activation_bytes, flops_per_row: 1.0 })
         }
     }
 

@@ -13,6 +13,7 @@ use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::started;
+use zero_models::ModelConfig;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_ops::FusedBackend;
 
@@ -24,7 +25,7 @@ use super::{AnyTask, BackendChoice, DecayExcept, Rows, Task, TaskOn};
 use crate::TrainError;
 use crate::config::Precision;
 use crate::data::wrong_data;
-use crate::engine::{Parts, Step, ZeroEngine};
+use crate::engine::{EngineConfig, Parts, Step, ZeroEngine};
 use crate::memory::peak_rss_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::Phase;
@@ -107,7 +108,11 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         _ => Ok(()),
     };
     let model = task.model::<Trained<I>>(device)?;
-    let config = plan.plan.engine_config()?;
+    let config = EngineConfig {
+        // The base is where its weights are.
+        exclude_frozen_parameters: matches!(plan.model.config, Some(ModelConfig::Adapted(_))),
+        ..plan.plan.engine_config()?
+    };
     let mut engine = ZeroEngine::initialize(model, optimizer(plan), config, device)?;
     let say = |line: &str| {
         observe(&mut |observer| {

@@ -7,6 +7,7 @@ mod config;
 mod export;
 mod generate;
 mod inspect_command;
+mod lora;
 mod loss_scales;
 mod malformed;
 mod schedules;

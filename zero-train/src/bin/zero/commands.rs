@@ -7,12 +7,13 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
-use zero_models::KeyMap;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
+use zero_models::lora::merge;
+use zero_models::{KeyMap, ModelConfig};
 use zero_train::config::{Format, OffloadDevice, key_table};
 use zero_train::data::{Source, Tokenizer};
 use zero_train::estimate::{cheapest, estimates, table};
-use zero_train::export::export_checkpoint;
+use zero_train::export::{export_checkpoint, merge_checkpoint};
 use zero_train::language::{self, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
 use zero_train::monitor::{RunReport, write_page};
@@ -294,6 +295,13 @@ pub struct ExportArgs {
     /// several times, and each rule is applied to what those before have left
     #[arg(long, value_name = "REGEX=>NAME")]
     rename: Vec<String>,
+    /// Add what LoRA has trained to the weights of its base, and write the whole model; without, the adapter alone is written, as
+    /// PEFT reads it. CKPT may be such a folder too
+    #[arg(long, conflicts_with_all = ["rename", "transpose"])]
+    merge: bool,
+    /// The folder with the base's weights, for --merge [default: where they were in training]
+    #[arg(long, value_name = "DIR", requires = "merge")]
+    base: Option<PathBuf>,
     /// Store matrices transposed whose new names match: Burn's Linear has its weight as [in, out], PyTorch's as [out, in]
     #[arg(long, value_name = "REGEX")]
     transpose: Vec<String>,
@@ -303,7 +311,21 @@ pub fn export(args: &ExportArgs) -> Result<()> {
     let names = KeyMap::new(&args.rename, &args.transpose)?;
     let names = (!(args.rename.is_empty() && args.transpose.is_empty())).then_some(&names);
     let options = ExportOptions { dtype: args.dtype, max_shard_bytes: args.max_shard_size, ..ExportOptions::default() };
-    let exported = export_checkpoint(&args.checkpoint, &args.out, &options, names)?;
+    if let Some(known) = ModelConfig::adapter_base(&args.checkpoint).filter(|_| args.merge) {
+        let Some(base) = args.base.clone().or(known) else {
+            bail!(
+                "--merge {}: the adapter does not name a folder that is here: give the base's with --base DIR",
+                args.checkpoint.display()
+            );
+        };
+        let written = merge(&base, &args.checkpoint, &args.out, &options)?;
+        println!("{} with {} tensors is in {}", base.display(), written.tensors, written.path.display());
+        return Ok(());
+    }
+    let exported = match args.merge {
+        true => merge_checkpoint(&args.checkpoint, args.base.as_deref(), &args.out, &options)?,
+        false => export_checkpoint(&args.checkpoint, &args.out, &options, names)?,
+    };
     for (path, reason) in &exported.skipped {
         eprintln!("warning: {} was skipped: {reason}", path.display());
     }
@@ -312,7 +334,10 @@ pub fn export(args: &ExportArgs) -> Result<()> {
         "{}, step {}: {} with {} tensors in {}, {} in {} file(s), is in {}",
         exported.checkpoint.display(),
         exported.step,
-        exported.model.architecture().unwrap_or("a module"),
+        match &exported.model {
+            ModelConfig::Adapted(_) => "an adapter",
+            model => model.architecture().unwrap_or("a module"),
+        },
         written.tensors,
         options.dtype,
         format_bytes(written.bytes),

@@ -1,0 +1,130 @@
+//! What a language model starts from: fresh, from weights, and what LoRA adds.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde_json::{Value, json};
+use zero_models::lora::{self, Adaptable, AdaptedModel, LoraConfig};
+use zero_models::{ModelConfig, ModelError};
+use zero_ops::FusedBackend;
+
+use super::Options;
+use crate::TrainError;
+use crate::error::wrong;
+use crate::trainer::Profile;
+
+/// Options of LoRA: an adapter is trained, and the model stays as it is.
+#[derive(Debug, Clone, Default, Args)]
+#[group(id = "lora")]
+pub struct LoraOptions {
+    /// Train a LoRA adapter of this rank, and not the model, which needs --weights
+    #[arg(long, value_name = "RANK")]
+    pub lora_r: Option<usize>,
+    /// What the adapter adds is multiplied by this and divided by its rank [default: 8]
+    #[arg(long, value_name = "ALPHA", requires = "lora_r")]
+    pub lora_alpha: Option<f64>,
+    /// The probability with which the adapter's inputs are dropped out [default: 0]
+    #[arg(long, value_name = "P", requires = "lora_r")]
+    pub lora_dropout: Option<f64>,
+    /// Layers that are adapted, by their names in Hugging Face's model or the ends of these, with commas; or `all-linear`
+    /// [default: what PEFT takes for the family]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora_r")]
+    pub lora_targets: Vec<String>,
+    /// Divide by the square root of the rank (rsLoRA)
+    #[arg(long, requires = "lora_r")]
+    pub lora_rslora: bool,
+    /// Modules that are trained whole besides, with commas
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora_r")]
+    pub lora_save: Vec<String>,
+    /// Go on training the adapter in this folder, which PEFT or `zero export` wrote
+    #[arg(long, value_name = "DIR", conflicts_with = "lora_r")]
+    pub adapter: Option<PathBuf>,
+}
+
+/// Where a model's parameters come from, and which are trained.
+pub(super) struct Start {
+    /// A folder in Hugging Face's form.
+    weights: Option<PathBuf>,
+    adapted: Option<AdaptedModel>,
+    /// The folder that the adapter comes from, if it is not fresh.
+    adapter: Option<PathBuf>,
+}
+
+impl Start {
+    /// What the options say for a model of this configuration. `heads` are modules that an adapter does not stand in for, as they
+    /// are fresh.
+    pub(super) fn new(options: &Options, model: ModelConfig, heads: &[&str]) -> Result<Self, TrainError> {
+        let (weights, given) = (options.weights.clone(), &options.lora);
+        let lora = match (&given.adapter, given.lora_r) {
+            (Some(dir), _) => Some(LoraConfig::from_dir(dir)?),
+            (None, Some(r)) => {
+                let default = LoraConfig::default();
+                let heads = heads.iter().map(ToString::to_string);
+                Some(LoraConfig {
+                    r,
+                    lora_alpha: given.lora_alpha.unwrap_or(default.lora_alpha),
+                    lora_dropout: given.lora_dropout.unwrap_or(default.lora_dropout),
+                    target_modules: given.lora_targets.clone(),
+                    use_rslora: given.lora_rslora,
+                    modules_to_save: heads.chain(given.lora_save.iter().cloned()).collect(),
+                })
+            }
+            (None, None) => None,
+        };
+        let Some(lora) = lora else { return Ok(Self { weights, adapted: None, adapter: None }) };
+        let Some(base) = weights.clone() else {
+            let option = if given.adapter.is_some() { "adapter" } else { "lora-r" };
+            let got = given.adapter.as_ref().map_or(lora.r.to_string(), |dir| dir.display().to_string());
+            return Err(wrong(
+                option,
+                got,
+                "expected --weights DIR beside it: an adapter adds to weights that were trained",
+            ));
+        };
+        let adapted = AdaptedModel::new(model, lora, Some(base))?;
+        Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone() })
+    }
+
+    /// The model with the parameters to start from. `load` loads weights.
+    pub(super) fn model<B: FusedBackend, M: Adaptable<B>>(
+        &self,
+        fresh: M,
+        load: impl FnOnce(M, &Path, &B::Device) -> Result<M, ModelError>,
+        device: &B::Device,
+    ) -> Result<M, TrainError> {
+        let model = match &self.weights {
+            Some(dir) => load(fresh, dir, device)?,
+            None => fresh,
+        };
+        Ok(match (&self.adapted, &self.adapter) {
+            (Some(adapted), Some(dir)) => lora::load(model, &adapted.base, dir, device)?,
+            (Some(adapted), None) => lora::adapt(model, &adapted.base, &adapted.lora, device)?,
+            (None, _) => model,
+        })
+    }
+
+    /// What is trained, for checkpoints and exports.
+    pub(super) fn config(&self, model: ModelConfig) -> ModelConfig {
+        self.adapted.clone().map_or(model, ModelConfig::from)
+    }
+
+    /// What training takes, from what training the whole model takes.
+    pub(super) fn profile(&self, whole: Profile) -> Profile {
+        let Some(adapted) = &self.adapted else { return whole };
+        let saved = |path: &str| adapted.parameters().iter().any(|param| param.path == path);
+        let base = adapted.base.parameters();
+        let frozen = base.iter().filter(|param| !saved(&param.path)).map(|param| param.numel()).collect();
+        let parameters = adapted.parameters().iter().map(|param| param.numel()).collect();
+        // Of the three products of a layer, the one for its weight's gradient is not made.
+        Profile { parameters, frozen, flops_per_row: whole.flops_per_row * 2.0 / 3.0, ..whole }
+    }
+
+    /// For [`Task::settings`](crate::trainer::Task::settings).
+    pub(super) fn settings(&self) -> Value {
+        let mut settings = json!({ "pretrained": self.weights.is_some() });
+        if let Some(adapted) = &self.adapted {
+            settings["lora"] = json!(adapted.lora);
+        }
+        settings
+    }
+}
