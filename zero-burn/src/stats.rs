@@ -53,6 +53,18 @@ pub fn reset_peaks<B: Backend>() {
     context.rank.gauges.in_flight.reset_peak();
 }
 
+/// Every rank's `bytes`, however many, in rank order, on every rank. A collective.
+pub fn all_gather_bytes<B: Backend>(mut bytes: Vec<u8>) -> Vec<Vec<u8>> {
+    let lengths: Vec<usize> = all_gather::<B>(&[bytes.len() as f64]).iter().map(|rank| rank[0] as usize).collect();
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    if longest == 0 {
+        return vec![Vec::new(); lengths.len()];
+    }
+    bytes.resize(longest, 0);
+    let all = Context::<B>::current().gather_bytes(bytes);
+    all.chunks_exact(longest).zip(lengths).map(|(rank, length)| rank[..length].to_vec()).collect()
+}
+
 /// Every rank's `values`, in rank order, on every rank. A collective; it moves 8 bytes a value and rank.
 ///
 /// All ranks pass equally many values.

@@ -41,7 +41,7 @@ pub enum ExportError {
     },
     /// What the checkpoint says of its model cannot be read.
     #[error(
-        "the \"model\" in the state of {} is no configuration of a GPT-2, a BERT, an adapter or a module: {reason}; expected \
+        "the \"model\" in the state of {} is no configuration of a GPT-2, a BERT or a module: {reason}; expected \
          {{\"family\": \"gpt2\", \"bert\", \"adapted\" or \"module\", \"config\": {{...}}}}",
         path.display()
     )]

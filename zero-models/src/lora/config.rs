@@ -244,7 +244,12 @@ impl AdaptedModel {
         let module =
             |param: &ModelParam| param.name.rsplit_once('.').map_or(String::new(), |(module, _)| module.to_string());
         let modules = &self.lora.modules_to_save;
-        let wanted = |param: &ModelParam| modules.iter().any(|wanted| ends_with(&module(param), wanted));
+        // The module itself, or one that it is in.
+        let within = |name: &str, wanted: &str| {
+            let mut ends = name.match_indices('.').map(|(at, _)| at).chain([name.len()]);
+            ends.any(|at| ends_with(&name[..at], wanted))
+        };
+        let wanted = |param: &ModelParam| modules.iter().any(|wanted| within(&module(param), wanted));
         let saved: Vec<ModelParam> = parameters.iter().filter(|param| wanted(param)).cloned().collect();
         match &**modules {
             // PEFT names the heads of all families, of which a model has one.

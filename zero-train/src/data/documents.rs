@@ -122,17 +122,38 @@ pub(super) fn encode(
 
 type Each<'a> = &'a mut dyn FnMut(String) -> Result<(), TrainError>;
 
+/// Takes the values of a row, in the order of the fields.
+type EachRow<'a> = &'a mut dyn FnMut(Vec<String>) -> Result<(), TrainError>;
+
+/// A key of a JSON line, or a column of a Parquet file.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FieldOf<'a> {
+    pub(super) name: &'a str,
+    /// The option that names it.
+    pub(super) option: &'static str,
+    /// Whether whole numbers and booleans will do too.
+    pub(super) label: bool,
+}
+
 /// Gives `each` the documents of a file; a text in parts that are cut as the whole would be.
 pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Result<(), TrainError> {
-    let field = field.unwrap_or(FIELD);
+    if file.kind == DataKind::Text {
+        return text_parts(&file.path, each);
+    }
+    let field = FieldOf { name: field.unwrap_or(FIELD), option: "text-field", label: false };
+    rows(file, &[field], &mut |mut row| each(row.pop().expect("one field was asked for")))
+}
+
+/// Gives `each` these fields of every row.
+pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
     match file.kind {
-        DataKind::Text => text_parts(&file.path, each),
-        DataKind::JsonLines => json_lines(&file.path, field, each),
-        DataKind::Parquet => parquet_rows(&file.path, field, each),
+        DataKind::Text => Err(wrong_data(&file.path, "is text: expected .jsonl or .parquet, with a label in each row")),
+        DataKind::JsonLines => json_lines(&file.path, fields, each),
+        DataKind::Parquet => parquet_rows(&file.path, fields, each),
     }
 }
 
-fn json_lines(path: &Path, field: &str, each: Each<'_>) -> Result<(), TrainError> {
+fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
     let mut lines = BufReader::new(File::open(path).map_err(io("read", path))?);
     let mut line = Vec::new();
     for number in 1.. {
@@ -144,21 +165,34 @@ fn json_lines(path: &Path, field: &str, each: Each<'_>) -> Result<(), TrainError
             continue;
         }
         let problem = |what: String| wrong_data(path, format!("line {number}: {what}"));
-        let mut value: Value = serde_json::from_slice(&line)
-            .map_err(|error| problem(format!("is no JSON ({error}): expected an object with a key \"{field}\"")))?;
-        match value.get_mut(field).map(Value::take) {
-            Some(Value::String(text)) => each(text)?,
-            found => {
-                let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
-                let keys =
-                    value.as_object().map(|object| object.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
-                return Err(problem(format!(
-                    "its \"{field}\" {got}: expected a text; name another key with --text-field (there are {keys:?})"
-                )));
+        let mut value: Value = serde_json::from_slice(&line).map_err(|error| {
+            problem(format!("is no JSON ({error}): expected an object with a key \"{}\"", fields[0].name))
+        })?;
+        let mut row = Vec::with_capacity(fields.len());
+        for FieldOf { name, option, label } in fields {
+            match value.get_mut(*name).map(Value::take) {
+                Some(Value::String(text)) => row.push(text),
+                Some(found @ (Value::Number(_) | Value::Bool(_))) if *label && !found.is_f64() => {
+                    row.push(found.to_string())
+                }
+                found => {
+                    let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
+                    let keys =
+                        value.as_object().map(|object| object.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
+                    return Err(problem(format!(
+                        "its \"{name}\" {got}: expected {}; name another key with --{option} (there are {keys:?})",
+                        expected(*label)
+                    )));
+                }
             }
         }
+        each(row)?;
     }
     Ok(())
+}
+
+fn expected(label: bool) -> &'static str {
+    if label { "a text or a whole number" } else { "a text" }
 }
 
 fn kind_of(value: &Value) -> &'static str {
@@ -172,26 +206,49 @@ fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-fn parquet_rows(path: &Path, field: &str, each: Each<'_>) -> Result<(), TrainError> {
+fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
     let bad =
         |error: parquet::errors::ParquetError| wrong_data(path, format!("is no Parquet that can be read ({error})"));
     let reader = SerializedFileReader::new(File::open(path).map_err(io("read", path))?).map_err(bad)?;
     let schema = reader.metadata().file_metadata().schema().clone();
     let columns: Vec<&str> = schema.get_fields().iter().map(|column| column.name()).collect();
-    let Some(column) = schema.get_fields().iter().find(|column| column.name() == field && is_bytes(column)) else {
-        let problem = format!("has no column \"{field}\" of texts (there are {columns:?}): name one with --text-field");
-        return Err(wrong_data(path, problem));
-    };
-    let only = Type::group_type_builder(schema.name()).with_fields(vec![column.clone()]).build().map_err(bad)?;
+    for FieldOf { name, option, label } in fields {
+        let fits = |column: &Type| column.name() == *name && (is_bytes(column) || *label && column.is_primitive());
+        if !schema.get_fields().iter().any(|column| fits(column)) {
+            let what = if *label { "labels" } else { "texts" };
+            let problem =
+                format!("has no column \"{name}\" of {what} (there are {columns:?}): name one with --{option}");
+            return Err(wrong_data(path, problem));
+        }
+    }
+    let wanted = |column: &&std::sync::Arc<Type>| fields.iter().any(|field| field.name == column.name());
+    let columns = schema.get_fields().iter().filter(wanted).cloned().collect();
+    let only = Type::group_type_builder(schema.name()).with_fields(columns).build().map_err(bad)?;
     for (number, row) in reader.get_row_iter(Some(only)).map_err(bad)?.enumerate() {
-        let row = row.map_err(bad)?;
-        match row.into_columns().into_iter().next() {
-            Some((_, Field::Str(text))) => each(text)?,
-            other => {
-                let got = other.map_or_else(|| "nothing".into(), |(_, field)| field.to_string());
-                return Err(wrong_data(path, format!("row {number}: its \"{field}\" is {got}: expected a text")));
+        let found = row.map_err(bad)?.into_columns();
+        let mut row = Vec::with_capacity(fields.len());
+        for FieldOf { name, label, .. } in fields {
+            match found.iter().find(|(column, _)| column == name) {
+                Some((_, Field::Str(text))) => row.push(text.clone()),
+                Some((_, Field::Null)) | None => {
+                    let problem = format!("row {number}: its \"{name}\" is null: expected {}", expected(*label));
+                    return Err(wrong_data(path, problem));
+                }
+                Some((_, Field::Float(_) | Field::Double(_))) => {
+                    let problem = format!(
+                        "row {number}: its \"{name}\" is a number with a fraction: expected {}",
+                        expected(*label)
+                    );
+                    return Err(wrong_data(path, problem));
+                }
+                Some((_, value)) if *label => row.push(value.to_string()),
+                Some((_, value)) => {
+                    let problem = format!("row {number}: its \"{name}\" is {value}: expected a text");
+                    return Err(wrong_data(path, problem));
+                }
             }
         }
+        each(row)?;
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Training examples for language models: [`TokenRows`] of `seq` tokens, whose labels are the next tokens inside them; or
-//! [`SentencePairs`], of which some tokens are masked.
+//! [`SentencePairs`], of which some tokens are masked; or [`LabelledTexts`].
 //!
 //! * In: a safetensors file of token ids; or text, JSON lines or Parquet, which a tokenizer cuts.
 //! * Memory: of a file of ids, none but the rows in use; text is cut once into such a file, the token cache, which the ranks of
@@ -7,6 +7,7 @@
 
 mod cache;
 mod documents;
+mod labelled;
 mod pairs;
 mod rows;
 mod token_file;
@@ -17,6 +18,7 @@ mod wordpiece;
 
 use std::path::{Path, PathBuf};
 
+pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::TokenRows;
 pub use self::tokenizer::Tokenizer;

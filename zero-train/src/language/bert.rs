@@ -141,21 +141,8 @@ impl Task for BertTask {
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        let (config, seq) = (&self.config, self.pairs.seq());
-        let (width, words) = (config.hidden_size as f64, config.vocab_size as f64);
         let predicted = self.masking.probability;
-        // Floats that the fused operations keep per token and layer, in widths: the input, query, key and value, attention's
-        // result, the sum after it and its norm, the feed-forward layer before and after its activation, sum and norm.
-        let per_layer = 9.0 * width + 2.0 * config.intermediate_size as f64;
-        let kept = config.num_hidden_layers as f64 * per_layer + predicted * (3.0 * width + 2.0 * words);
-        // The head does not run at every token.
-        let flops = config.flops_per_token(seq) as f64 - 6.0 * (1.0 - predicted) * width * (width + words);
-        Some(self.start.profile(Profile {
-            parameters: config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
-            frozen: Vec::new(),
-            activation_bytes: (4.0 * kept * (micro_batch * seq) as f64) as u64,
-            flops_per_row: flops * seq as f64,
-        }))
+        Some(self.start.profile(profile(&self.config, micro_batch, self.pairs.seq(), predicted)))
     }
 
     fn model_config(&self) -> Option<ModelConfig> {
@@ -167,5 +154,22 @@ impl Task for BertTask {
         settings["mask_probability"] = json!(self.masking.probability);
         settings["whole_word_mask"] = json!(self.masking.whole_words);
         settings
+    }
+}
+
+/// What `config` takes on `micro_batch` rows of `seq` tokens, of which this part is predicted.
+pub(super) fn profile(config: &BertConfig, micro_batch: usize, seq: usize, predicted: f64) -> Profile {
+    let (width, words) = (config.hidden_size as f64, config.vocab_size as f64);
+    // Floats that the fused operations keep per token and layer, in widths: the input, query, key and value, attention's
+    // result, the sum after it and its norm, the feed-forward layer before and after its activation, sum and norm.
+    let per_layer = 9.0 * width + 2.0 * config.intermediate_size as f64;
+    let kept = config.num_hidden_layers as f64 * per_layer + predicted * (3.0 * width + 2.0 * words);
+    // The head does not run at every token.
+    let flops = config.flops_per_token(seq) as f64 - 6.0 * (1.0 - predicted) * width * (width + words);
+    Profile {
+        parameters: config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
+        frozen: Vec::new(),
+        activation_bytes: (4.0 * kept * (micro_batch * seq) as f64) as u64,
+        flops_per_row: flops * seq as f64,
     }
 }

@@ -1,6 +1,7 @@
 //! The command that trains a language model: its options, and which [`Task`](crate::trainer::Task) they ask for.
 
 mod bert;
+mod classes;
 mod gpt2;
 mod start;
 
@@ -9,9 +10,10 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use zero_core::alloc::PageKeeper;
-use zero_models::{BertConfig, Gpt2Config, ModelConfig, ModelError};
+use zero_models::{BertConfig, BertHead, Gpt2Config, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
+pub use self::classes::ClassesTask;
 pub use self::gpt2::Gpt2Task;
 pub use self::start::LoraOptions;
 use crate::TrainError;
@@ -25,6 +27,8 @@ pub enum TaskChoice {
     CausalLm,
     /// Masked tokens, and whether one text follows another: BERT.
     BertPretraining,
+    /// Which class a text is of: BERT.
+    TextClassification,
 }
 
 /// Options of a command that trains a language model.
@@ -48,6 +52,12 @@ pub struct Options {
     /// The key of a JSON line, or the column of a Parquet file, that has the text [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
+    /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
+    #[arg(long, value_name = "NAME")]
+    pub second_field: Option<String>,
+    /// For --task text-classification, the key or column with the class, as a text or a whole number [default: label]
+    #[arg(long, value_name = "NAME")]
+    pub label_field: Option<String>,
     /// A tokenizer.json that cuts text, or the folder that it (or BERT's vocab.txt) is in [default: one in --weights or --model,
     /// else GPT-2's own; `zero tokenizer` makes one for BERT]
     #[arg(long, value_name = "FILE|DIR")]
@@ -90,6 +100,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     let trainer = program.allocator.map_or(trainer, |allocator| trainer.allocator(allocator));
     match options.task_for(program) {
         TaskChoice::BertPretraining => trainer.main_with(|_| BertTask::new(options, program)),
+        TaskChoice::TextClassification => trainer.main_with(|_| ClassesTask::new(options, program)),
         TaskChoice::CausalLm => trainer.main_with(|setup| Gpt2Task::new(options, program, setup)),
     }
 }
@@ -106,12 +117,14 @@ impl Options {
 
     /// Of a model that cannot be read, the task will tell.
     fn task_for(&self, program: &Program<'_>) -> TaskChoice {
-        let is_bert = match self.chosen() {
-            Ok(Some((_, config))) => matches!(config, ModelConfig::Bert(_)),
-            Ok(None) => BertConfig::PRESETS.contains(&program.model),
-            Err(_) => false,
-        };
-        self.task.unwrap_or(if is_bert { TaskChoice::BertPretraining } else { TaskChoice::CausalLm })
+        self.task.unwrap_or_else(|| match self.chosen() {
+            Ok(Some((_, ModelConfig::Bert(config)))) if matches!(config.head, BertHead::Classes(_)) => {
+                TaskChoice::TextClassification
+            }
+            Ok(Some((_, ModelConfig::Bert(_)))) => TaskChoice::BertPretraining,
+            Ok(None) if BertConfig::PRESETS.contains(&program.model) => TaskChoice::BertPretraining,
+            _ => TaskChoice::CausalLm,
+        })
     }
 
     pub(crate) fn source<'a>(&'a self, program: &Program<'a>) -> Source<'a> {

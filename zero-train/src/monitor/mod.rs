@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 pub use csv::CsvMonitor;
 pub use memory_table::{MemoryFigures, MemoryReport, MemoryTracker, Phase};
 pub use peak::peak_flops;
+pub(crate) use report::write_whole;
 pub use report::{RunFacts, RunReport, RunState, page, write_page};
 pub use tensorboard::TensorBoardMonitor;
 

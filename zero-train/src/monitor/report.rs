@@ -333,12 +333,17 @@ pub fn page(runs: &[RunReport]) -> String {
 ///
 /// [`MonitorError::Io`], which leaves the earlier page as it was.
 pub fn write_page(path: &Path, runs: &[RunReport]) -> Result<(), MonitorError> {
+    write_whole(path, page(runs).as_bytes())
+}
+
+/// Writes a file in place of an earlier one; after an error that is as it was. The folder must be there.
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), MonitorError> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // What an ordinary new file may be used for (less the process's mask); temporary files are private otherwise.
     let readable = Permissions::from_mode(0o666);
-    let file = tempfile::Builder::new().prefix(".report-").permissions(readable).tempfile_in(dir);
+    let file = tempfile::Builder::new().prefix(".part-").permissions(readable).tempfile_in(dir);
     let mut file = file.map_err(io_error("create a file in", dir))?;
-    file.write_all(page(runs).as_bytes()).map_err(io_error("write", file.path()))?;
+    file.write_all(bytes).map_err(io_error("write", file.path()))?;
     file.persist(path).map_err(|error| io_error("write", path)(error.error))?;
     Ok(())
 }

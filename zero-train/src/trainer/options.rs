@@ -78,6 +78,9 @@ pub struct Options {
     /// what the program says]
     #[arg(long, value_name = "ROWS")]
     pub eval: Option<usize>,
+    /// Write what the trained model says of each row that is held out into this file, a JSON object a line, at the end
+    #[arg(long, value_name = "FILE")]
+    pub predictions: Option<PathBuf>,
     /// What weight decay leaves alone: nothing, as DeepSpeed without parameter groups; vectors, which are biases and norms; or
     /// embeddings too
     #[arg(long, value_name = "WHAT", default_value = "vectors")]

@@ -48,6 +48,8 @@ pub(super) struct Plan {
     pub checkpoints: Checkpoints,
     /// The folder for the 16-bit model that the configuration asks for.
     pub save_16bit: Option<PathBuf>,
+    /// The file for predictions.
+    pub predictions: Option<PathBuf>,
     /// Whether a progress bar is shown.
     pub progress: bool,
     /// What the run needs.
@@ -120,6 +122,7 @@ impl Plan {
             prediction,
             backend: options.backend,
             save_16bit: save_16bit(options, &mut plan),
+            predictions: predictions(options, &data)?,
             model: Model { name, profile, config: task.model_config(), settings: task.settings() },
             data,
             zero,
@@ -195,6 +198,19 @@ impl Plan {
             }
         };
         moved * (world - 1) / world
+    }
+}
+
+/// The file for predictions, which is written at the end: what would fail then is looked for now.
+fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>, TrainError> {
+    let Some(path) = &options.predictions else { return Ok(None) };
+    if data.held_out == 0 {
+        return Err(wrong("predictions", path.display(), "expected rows that are held out: --eval ROWS"));
+    }
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match dir.is_dir() && !path.is_dir() {
+        true => Ok(Some(path.clone())),
+        false => Err(wrong("predictions", path.display(), "expected a file in a folder that is there")),
     }
 }
 

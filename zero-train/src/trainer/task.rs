@@ -54,6 +54,28 @@ pub trait Task: Sync {
         Ok(vec![("loss", scalar(self.loss(model, rows, device)?))])
     }
 
+    /// What is told of the means over all rows that are held out, in the order of what [`evaluate`](Self::evaluate) measures: for
+    /// figures that are no means, such as F1. `None` tells the means themselves.
+    fn figures(&self, means: &[f64]) -> Option<Measured> {
+        let _ = means;
+        None
+    }
+
+    /// A JSON object for each of these examples with what the model says of it, for `--predictions`; `None` where there is
+    /// nothing to say.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss).
+    fn predict<B: FusedBackend>(
+        &self,
+        model: &Self::Model<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Option<Vec<Value>>> {
+        let _ = (model, rows, device);
+        Ok(None)
+    }
+
     /// What the model is called, in the plan and in checkpoints. By default, as the type is.
     fn name(&self) -> String {
         let name = std::any::type_name::<Self>();

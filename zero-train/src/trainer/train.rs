@@ -9,7 +9,7 @@ use burn::tensor::StreamId;
 use burn::tensor::backend::BackendTypes;
 use zero_burn::module::ZeroAutodiff;
 use zero_burn::optim::Fused;
-use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
+use zero_burn::stats::{all_gather, all_gather_bytes, rank_stats, reset_peaks};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::started;
@@ -26,9 +26,10 @@ use crate::TrainError;
 use crate::config::Precision;
 use crate::data::wrong_data;
 use crate::engine::{EngineConfig, Parts, Step, ZeroEngine};
+use crate::error::wrong;
 use crate::memory::peak_rss_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
-use crate::monitor::Phase;
+use crate::monitor::{Phase, write_whole};
 use crate::signals::{Signal, Watch};
 
 type Trained<I> = Autodiff<Zero<I>>;
@@ -141,6 +142,12 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         if engine.evaluate(|model| task.evaluate(model, &first, device))?.is_empty() {
             let told = "the task's `evaluate` measured nothing: expected the loss first, and what else there is";
             return Err(TrainError::Run(told.into()));
+        }
+        if let Some(path) = &plan.predictions
+            && engine.evaluate(|model| task.predict(model, &first, device))?.is_none()
+        {
+            let expected = "expected a task that says something of single rows, as text-classification does";
+            return Err(wrong("predictions", path.display(), expected));
         }
     }
     let tokens_per_step = batch.global * plan.data.units();
@@ -280,6 +287,19 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         engine.export(&config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
         say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
     }
+    if let Some(path) = plan.predictions.as_ref().filter(|_| measured.signal.is_none()) {
+        let mut lines = Vec::new();
+        each_held_out(plan, rank, |rows, counted| {
+            let told = engine.evaluate(|model| task.predict(model, rows, device))?.unwrap_or_default();
+            told.iter().take(counted).for_each(|line| lines.extend(format!("{line}\n").bytes()));
+            Ok(())
+        })?;
+        let all = all_gather_bytes::<I>(lines).concat();
+        if rank == 0 {
+            write_whole(path, &all)?;
+            say(&format!("predictions are in {}", path.display()))?;
+        }
+    }
     // For a person. On a device it would tune products of shapes that no training has.
     if plan.progress && measured.signal.is_none() && plan.backend == BackendChoice::Cpu {
         measured.sample = engine.evaluate(|model| task.sample(model, device))?;
@@ -364,32 +384,47 @@ fn peak_flops<I: FusedBackend>(plan: &Plan, device: &Device<I>) -> Option<f64> {
     }
 }
 
-/// What the task measures, as means over all rows that are held out. Each rank takes as many, the first ones one more where
-/// they do not divide. All evaluate equally often, for they may have to gather parameters together.
+/// What the task measures of all rows that are held out. All ranks evaluate equally often, for they may have to gather parameters
+/// together.
 fn evaluate<I: FusedBackend, T: TaskOn<I>>(
     task: &T,
     engine: &Engine<I, T>,
     plan: &Plan,
     device: &Device<I>,
 ) -> Result<Evaluated, TrainError> {
-    let (rank, world) = (device.rank(), plan.plan.world);
-    let (held_out, batch) = (plan.data.held_out, plan.plan.batch.micro);
+    let mut sums: Vec<(&str, f64)> = Vec::new();
+    each_held_out(plan, device.rank(), |rows, counted| {
+        let values = engine.evaluate(|model| task.evaluate(model, rows, device))?;
+        sums.resize(values.len(), ("", 0.0));
+        for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {
+            (*sum, *total) = (name, *total + value * counted as f64);
+        }
+        Ok(())
+    })?;
+    let totals: Vec<f64> = sums.iter().map(|(_, total)| *total).collect();
+    let totals = all_gather::<I>(&totals);
+    let mean = |i: usize| totals.iter().map(|rank| rank[i]).sum::<f64>() / plan.data.held_out as f64;
+    let means: Vec<f64> = (0..sums.len()).map(mean).collect();
+    let told =
+        task.figures(&means).unwrap_or_else(|| sums.iter().zip(means).map(|((name, _), mean)| (*name, mean)).collect());
+    Ok(told.into_iter().map(|(name, value)| (name.to_string(), value)).collect())
+}
+
+/// Gives `each` batches of the rows that are held out, and how many of these rows count. Each rank takes as many, in their order,
+/// the first ones one more where they do not divide; in place of a batch that only other ranks have comes a row that does not
+/// count.
+fn each_held_out(
+    plan: &Plan,
+    rank: usize,
+    mut each: impl FnMut(&Rows, usize) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    let (world, held_out, batch) = (plan.plan.world, plan.data.held_out, plan.plan.batch.micro);
     let share = |rank: usize| held_out / world + usize::from(rank < held_out % world);
     let begin = plan.data.order.rows + (0..rank).map(share).sum::<usize>();
     let mine: Vec<usize> = (begin..begin + share(rank)).collect();
-    let mut sums: Vec<(&str, f64)> = Vec::new();
-    for batch in 0..share(0).div_ceil(batch) {
-        let rows = mine.chunks(plan.plan.batch.micro).nth(batch);
-        // In place of a batch that only other ranks have.
-        let values = engine.evaluate(|model| task.evaluate(model, &rows.unwrap_or(&[begin - 1]).into(), device))?;
-        let weight = rows.map_or(0, <[usize]>::len) as f64;
-        sums.resize(values.len(), ("", 0.0));
-        for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {
-            (*sum, *total) = (name, *total + value * weight);
-        }
-    }
-    let totals: Vec<f64> = sums.iter().map(|(_, total)| *total).collect();
-    let totals = all_gather::<I>(&totals);
-    let mean = |i: usize| totals.iter().map(|rank| rank[i]).sum::<f64>() / held_out as f64;
-    Ok(sums.iter().enumerate().map(|(i, (name, _))| (name.to_string(), mean(i))).collect())
+    let mut batches = mine.chunks(batch);
+    (0..share(0).div_ceil(batch)).try_for_each(|_| match batches.next() {
+        Some(rows) => each(&rows.into(), rows.len()),
+        None => each(&[begin - 1][..].into(), 0),
+    })
 }

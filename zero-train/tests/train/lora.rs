@@ -87,7 +87,11 @@ fn stages_and_a_resume_give_the_same_bits_and_what_is_frozen_costs_nothing() {
 fn an_adapter_alone_is_saved_and_exported_as_peft_reads_it_or_merged() {
     let dir = tempfile::tempdir().unwrap();
     base(dir.path());
-    let summary = train(dir.path(), "run", &[&LORA[..], &["--ranks", "2", "--stage", "3", "--steps", "80", "--lr", "5e-2"]].concat());
+    let summary = train(
+        dir.path(),
+        "run",
+        &[&LORA[..], &["--ranks", "2", "--stage", "3", "--steps", "80", "--lr", "5e-2"]].concat(),
+    );
     let [first, last] = ["loss_first", "loss_last"].map(|key| summary[key].as_f64().unwrap());
     assert!(last < 0.9 * first, "{first} to {last}");
     let bytes: u64 = walk(&dir.path().join("run/checkpoints"));

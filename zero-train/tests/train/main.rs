@@ -1,6 +1,7 @@
 //! What needs no run of training: configurations, schedules, files and what commands say of them, one binary, as each links all of Burn: `cargo test -p zero-train --test train [MODULE]`.
 
 mod bert;
+mod classes;
 #[path = "../common/mod.rs"]
 mod common;
 mod config;
