@@ -1,0 +1,33 @@
+#!/bin/sh
+# Checks that PEFT loads an adapter that `zero` has trained: its logits are those of the merged model in transformers, to 1e-5.
+#
+#   zero-train/tests/peft.sh PYTHON     PYTHON has torch, transformers and peft; nothing is downloaded
+set -eu
+cd "$(dirname "$0")/../.."
+python=${1:?name a Python with torch, transformers and peft}
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+zero() { cargo run --quiet -p zero-train --bin zero -- "$@"; }
+base=tests/fixtures/gpt2_tiny
+zero train --weights $base --data $base/batches.safetensors --seq 16 --batch 4 --ranks 2 --threads 1 --steps 8 --lr 1e-2 \
+  --lora-r 4 --lora-targets c_attn,mlp.c_proj --lora-rslora --save "$dir/checkpoints" >"$dir/log" 2>&1
+zero export "$dir/checkpoints" "$dir/adapter" --dtype fp32
+zero export "$dir/checkpoints" "$dir/merged" --merge --dtype fp32
+HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$python" - $base "$dir" <<'PYTHON'
+import sys
+import torch, transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
+
+transformers.logging.disable_progress_bar()
+base, dir = sys.argv[1:]
+ids = load_file(f"{base}/batches.safetensors")["input_ids"][:4]
+load = lambda folder: GPT2LMHeadModel.from_pretrained(folder).eval()
+with torch.no_grad():
+    plain, adapted, merged = (model(ids).logits for model in
+                              (load(base), PeftModel.from_pretrained(load(base), f"{dir}/adapter").eval(), load(f"{dir}/merged")))
+changed, apart = (plain - adapted).abs().max().item(), (adapted - merged).abs().max().item()
+print(f"the adapter changes logits by {changed:.2f}; beside the weights and merged into them they are {apart:.1e} apart")
+assert changed > 0.1 and apart < 1e-5
+PYTHON
