@@ -172,7 +172,8 @@ mod attention {
     fn shape() -> Shape {
         let head_width = D / HEADS;
         let scale = (head_width as f32).sqrt().recip();
-        Shape { batch: 1, heads: HEADS, head_width, queries: N, keys: N, causal: true, scale }
+        let heads = HEADS;
+        Shape { batch: 1, heads, kv_heads: heads, head_width, queries: N, keys: N, causal: true, window: None, scale }
     }
 
     fn split(qkv: &[f32]) -> [Rows<'_>; 3] {

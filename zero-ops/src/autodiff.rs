@@ -141,6 +141,37 @@ implement! {
         }
     }
 
+    fn fused_rms_norm(x: float, gamma: float, epsilon: (f64)) -> float {
+        let (out, rrms) = B::rms_norm_forward(x.primitive.clone(), gamma.primitive.clone(), epsilon);
+        let state = (x.primitive, gamma.primitive, rrms);
+        let node = Node::<B, _>::of(&state, |(x, gamma, rrms), grad, parents| {
+            let (dx, d_gamma) = B::rms_norm_backward(x, gamma, rrms, grad);
+            parents.give(0, || dx);
+            parents.give(1, || d_gamma);
+        });
+        finish(node.prepare::<C>([x.node, gamma.node]), state, out)
+    }
+
+    fn fused_rotary(x: float, cos: float, sin: float, back: (bool)) -> float {
+        let state = (cos.primitive, sin.primitive, back);
+        let out = B::fused_rotary(x.primitive, state.0.clone(), state.1.clone(), back);
+        let node = Node::<B, _>::of(&state, |(cos, sin, back), grad, parents| {
+            parents.give(0, || B::fused_rotary(grad, cos, sin, !back));
+        });
+        finish(node.prepare::<C>([x.node]), state, out)
+    }
+
+    fn fused_swiglu(gate: float, up: float) -> float {
+        let state = (gate.primitive, up.primitive);
+        let out = B::fused_swiglu(state.0.clone(), state.1.clone());
+        let node = Node::<B, _>::of(&state, |(gate, up), grad, parents| {
+            let (d_gate, d_up) = B::swiglu_backward(gate, up, grad);
+            parents.give(0, || d_gate);
+            parents.give(1, || d_up);
+        });
+        finish(node.prepare::<C>([gate.node, up.node]), state, out)
+    }
+
     fn fused_attention(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float {
         let mask = mask.map(|mask| mask.primitive);
         let nodes = [q.node, k.node, v.node];

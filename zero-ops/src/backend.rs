@@ -141,7 +141,39 @@ operations! {
         fallback::gelu_backward_fused::<Self>(kind, x, bias, grad)
     }
 
-    /// Attention of rows `q`, `k`, `v`, each `[n, d]`; `mask` `[b, t]` is added to the scores of each key.
+    /// Rows `[n, d]` divided by their root mean square, times `gamma` `[d]`, <https://arxiv.org/abs/1910.07467>.
+    fn fused_rms_norm(x: float, gamma: float, epsilon: (f64)) -> float {
+        Self::rms_norm_forward(x, gamma, epsilon).0
+    }
+
+    /// As [`fused_rms_norm`](Self::fused_rms_norm), with the reciprocal of each row's root mean square, `[n]`.
+    fn rms_norm_forward(x: float, gamma: float, epsilon: (f64)) -> float_float {
+        fallback::rms_norm_forward::<Self>(x, gamma, epsilon)
+    }
+
+    /// The gradients for `x` and `gamma`.
+    fn rms_norm_backward(x: float, gamma: float, rrms: float, grad: float) -> float_float {
+        fallback::rms_norm_backward::<Self>(x, gamma, rrms, grad)
+    }
+
+    /// Rotary positions of rows `x` `[n, d]` by `cos` and `sin` `[t, e / 2]`, <https://arxiv.org/abs/2104.09864>; turned back if
+    /// `back`, which is the backward pass.
+    fn fused_rotary(x: float, cos: float, sin: float, back: (bool)) -> float {
+        fallback::fused_rotary::<Self>(x, cos, sin, back)
+    }
+
+    /// `silu(gate) * up` of rows `[n, f]`.
+    fn fused_swiglu(gate: float, up: float) -> float {
+        fallback::fused_swiglu::<Self>(gate, up)
+    }
+
+    /// The gradients for `gate` and `up`.
+    fn swiglu_backward(gate: float, up: float, grad: float) -> float_float {
+        fallback::swiglu_backward::<Self>(gate, up, grad)
+    }
+
+    /// Attention of rows `q` `[n, d]` over `k` and `v` `[m, c]`, where `c` is `d` or that of fewer heads; `mask` `[b, m / b]` is
+    /// added to the scores of each key.
     fn fused_attention(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float {
         Self::attention_forward(q, k, v, mask, options).0
     }

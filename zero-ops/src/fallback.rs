@@ -1,9 +1,9 @@
 //! The fused operations from Burn's own: what a backend without kernels of its own runs, and what kernels are tested
 //! against.
 
-use burn::tensor::{FloatDType, Int, Tensor, TensorPrimitive, activation, s};
-use burn_backend::Backend;
+use burn::tensor::{Bool, FloatDType, Int, Tensor, TensorPrimitive, activation, s};
 use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::{Backend, TensorMetadata};
 
 use crate::options::{AttentionOptions, Gelu};
 
@@ -78,6 +78,65 @@ pub(crate) fn layer_norm_backward<B: Backend>(
     (unwrap(dx), unwrap(d_gamma), unwrap(d_beta))
 }
 
+pub(crate) fn rms_norm_forward<B: Backend>(
+    x: FloatTensor<B>,
+    gamma: FloatTensor<B>,
+    epsilon: f64,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let x: Tensor<B, 2> = wrap(x);
+    let [n, _] = x.dims();
+    let rrms = ((x.clone() * x.clone()).mean_dim(1) + epsilon).sqrt().recip();
+    (unwrap(x * rrms.clone() * row::<B>(gamma)), unwrap(rrms.reshape([n])))
+}
+
+pub(crate) fn rms_norm_backward<B: Backend>(
+    x: FloatTensor<B>,
+    gamma: FloatTensor<B>,
+    rrms: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let (x, grad): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x), wrap(grad));
+    let [n, d] = x.dims();
+    let rrms: Tensor<B, 2> = wrap::<B, 1>(rrms).reshape([n, 1]);
+    let normed = x * rrms.clone();
+    let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).reshape([d]);
+    let g = grad * row::<B>(gamma);
+    let along = (g.clone() * normed.clone()).mean_dim(1);
+    (unwrap((g - normed * along) * rrms), unwrap(d_gamma))
+}
+
+pub(crate) fn fused_rotary<B: Backend>(
+    x: FloatTensor<B>,
+    cos: FloatTensor<B>,
+    sin: FloatTensor<B>,
+    back: bool,
+) -> FloatTensor<B> {
+    let (x, cos, sin): (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) = (wrap(x), wrap(cos), wrap(sin));
+    let ([n, d], [t, half]) = (x.dims(), cos.dims());
+    let sin = if back { sin.neg() } else { sin };
+    let [cos, sin] = [cos, sin].map(|angles| angles.reshape([1, t, 1, half]));
+    let x = x.reshape([n / t, t, d / (2 * half), 2 * half]);
+    let [a, b] = [0, half].map(|first| x.clone().slice(s![.., .., .., first..first + half]));
+    let turned = vec![a.clone() * cos.clone() - b.clone() * sin.clone(), b * cos + a * sin];
+    unwrap::<B, 2>(Tensor::cat(turned, 3).reshape([n, d]))
+}
+
+pub(crate) fn fused_swiglu<B: Backend>(gate: FloatTensor<B>, up: FloatTensor<B>) -> FloatTensor<B> {
+    unwrap(activation::silu(wrap::<B, 2>(gate)) * wrap(up))
+}
+
+pub(crate) fn swiglu_backward<B: Backend>(
+    gate: FloatTensor<B>,
+    up: FloatTensor<B>,
+    grad: FloatTensor<B>,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let (gate, up, grad): (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) = (wrap(gate), wrap(up), wrap(grad));
+    let share = activation::sigmoid(gate.clone());
+    let silu = gate * share.clone();
+    let slope = share.clone() + silu.clone() - silu.clone() * share;
+    (unwrap(grad.clone() * up * slope), unwrap(grad * silu))
+}
+
 /// `sqrt(2 / pi)`
 const SQRT_2_OVER_PI: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
 const CUBIC: f64 = 0.044715;
@@ -141,17 +200,29 @@ pub(crate) fn unpack<B: Backend>(qkv: FloatTensor<B>) -> [FloatTensor<B>; 3] {
     [0, 1, 2].map(|i| unwrap(qkv.clone().slice(s![.., i * d..(i + 1) * d])))
 }
 
-/// Rows `[n, d]` to heads `[b, h, t, e]`.
-fn split<B: Backend>(x: FloatTensor<B>, options: AttentionOptions) -> Tensor<B, 4> {
+/// Rows `[n, h e]` to heads `[b, h, t, e]` of this width.
+fn split<B: Backend>(x: FloatTensor<B>, e: usize, options: AttentionOptions) -> Tensor<B, 4> {
     let x: Tensor<B, 2> = wrap(x);
-    let [n, d] = x.dims();
-    x.reshape([options.batch, n / options.batch, options.heads, d / options.heads]).swap_dims(1, 2)
+    let [n, width] = x.dims();
+    x.reshape([options.batch, n / options.batch, width / e, e]).swap_dims(1, 2)
 }
 
 /// Heads `[b, h, t, e]` to rows `[n, d]`.
 fn join<B: Backend>(x: Tensor<B, 4>) -> FloatTensor<B> {
     let [b, h, t, e] = x.dims();
     unwrap(x.swap_dims(1, 2).reshape([b * t, h * e]))
+}
+
+/// What belongs to heads of queries, `[b, h, t, _]`, one after the other where they share one of `kv` heads of keys.
+fn by_key<B: Backend>(x: Tensor<B, 4>, kv: usize) -> Tensor<B, 4> {
+    let [b, h, t, width] = x.dims();
+    if h == kv { x } else { x.reshape([b, kv, h / kv * t, width]) }
+}
+
+/// As it was before [`by_key`] of `h` heads.
+fn by_query<B: Backend>(x: Tensor<B, 4>, h: usize) -> Tensor<B, 4> {
+    let [b, kv, rows, width] = x.dims();
+    if h == kv { x } else { x.reshape([b, h, rows * kv / h, width]) }
 }
 
 fn scores<B: Backend>(
@@ -161,16 +232,36 @@ fn scores<B: Backend>(
     options: AttentionOptions,
 ) -> Tensor<B, 4> {
     let [b, h, t, _] = q.dims();
+    let [_, kv, keys, _] = k.dims();
     let device = q.device();
-    let mut scores = (q * options.scale).matmul(k.transpose());
+    let mut scores = by_query(by_key(q * options.scale, kv).matmul(k.transpose()), h);
     if let Some(mask) = mask {
-        scores = scores + wrap::<B, 2>(mask).reshape([b, 1, 1, t]);
+        scores = scores + wrap::<B, 2>(mask).reshape([b, 1, 1, keys]);
     }
     if options.causal {
-        let future = Tensor::<B, 2, burn::tensor::Bool>::tril_mask([t, t], 0, &device).reshape([1, 1, t, t]);
+        let future = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device).reshape([1, 1, t, t]);
         scores = scores.mask_fill(future.expand([b, h, t, t]), FUTURE);
     }
+    if let Some(window) = options.window {
+        let past = Tensor::<B, 2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device).reshape([1, 1, t, t]);
+        scores = scores.mask_fill(past.expand([b, h, t, t]), FUTURE);
+    }
     scores
+}
+
+/// Whether keys are others than the queries' rows in number or width, or there is a window.
+#[cfg(feature = "cubecl")]
+pub(crate) fn is_more_than_square<B: Backend>(
+    q: &FloatTensor<B>,
+    k: &FloatTensor<B>,
+    options: AttentionOptions,
+) -> bool {
+    q.shape() != k.shape() || options.window.is_some()
+}
+
+/// The width of a head of these rows of queries.
+fn head_width<B: Backend>(q: &FloatTensor<B>, options: AttentionOptions) -> usize {
+    q.shape()[1] / options.heads
 }
 
 pub(crate) fn attention_forward<B: Backend>(
@@ -180,13 +271,15 @@ pub(crate) fn attention_forward<B: Backend>(
     mask: Option<FloatTensor<B>>,
     options: AttentionOptions,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    let scores = scores(split::<B>(q, options), split::<B>(k, options), mask, options);
+    let e = head_width::<B>(&q, options);
+    let scores = scores(split::<B>(q, e, options), split::<B>(k, e, options), mask, options);
     let largest = scores.clone().max_dim(3);
     let exponentials = (scores - largest.clone()).exp();
     let sums = exponentials.clone().sum_dim(3);
     let [b, h, t, _] = sums.dims();
     let lse = (sums.clone().log() + largest).reshape([b, h, t]);
-    let out = (exponentials / sums).matmul(split::<B>(v, options));
+    let v = split::<B>(v, e, options);
+    let out = by_query(by_key(exponentials / sums, v.dims()[1]).matmul(v), h);
     (join(out), unwrap(lse))
 }
 
@@ -201,14 +294,17 @@ pub(crate) fn attention_backward<B: Backend>(
     grad: FloatTensor<B>,
     options: AttentionOptions,
 ) -> [FloatTensor<B>; 3] {
-    let [q, k, v, out, grad] = [q, k, v, out, grad].map(|x| split::<B>(x, options));
+    let e = head_width::<B>(&q, options);
+    let [q, k, v, out, grad] = [q, k, v, out, grad].map(|x| split::<B>(x, e, options));
+    let ([_, h, ..], [_, kv, ..]) = (q.dims(), k.dims());
     let lse = wrap::<B, 3>(lse).unsqueeze_dim::<4>(3);
     let probabilities = (scores(q.clone(), k.clone(), mask, options) - lse).exp();
-    let dv = probabilities.clone().transpose().matmul(grad.clone());
+    let dv = by_key(probabilities.clone(), kv).transpose().matmul(by_key(grad.clone(), kv));
     let along = (grad.clone() * out).sum_dim(3);
-    let d_scores = probabilities * (grad.matmul(v.transpose()) - along) * options.scale;
-    let dq = d_scores.clone().matmul(k);
-    let dk = d_scores.transpose().matmul(q);
+    let d_probabilities = by_query(by_key(grad, kv).matmul(v.transpose()), h);
+    let d_scores = by_key(probabilities * (d_probabilities - along) * options.scale, kv);
+    let dq = by_query(d_scores.clone().matmul(k), h);
+    let dk = d_scores.transpose().matmul(by_key(q, kv));
     [dq, dk, dv].map(join)
 }
 

@@ -18,7 +18,9 @@ use bytemuck::Pod;
 use crate::backend::{FusedBackend, implement, ty};
 use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
-use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, norm};
+use crate::cpu::{
+    Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, norm, rms_norm, rotary, swiglu,
+};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
 
@@ -287,6 +289,85 @@ implement! {
         (tensor(dx, [n, d]), tensor(d_gamma, [d]), tensor(d_beta, [d]))
     }
 
+    fn rms_norm_forward(x: float, gamma: float, epsilon: (f64)) -> float_float {
+        let _span = tracing::trace_span!("rms norm").entered();
+        if let Some(dtype) = sixteen_bit(&x) {
+            let (out, rrms) = Self::rms_norm_forward(widen(x), widen(gamma), epsilon);
+            return (narrow(out, dtype), rrms);
+        }
+        if !are_f32([&x, &gamma]) {
+            return fallback::rms_norm_forward::<Self>(x, gamma, epsilon);
+        }
+        let (x, gamma) = (packed(x), packed(gamma));
+        let [n, d] = dims(&x);
+        let (mut out, mut rrms) = (buffer(n * d), buffer(n));
+        rms_norm::forward(values(&x), values(&gamma), epsilon as f32, &mut out, &mut rrms);
+        (tensor(out, [n, d]), tensor(rrms, [n]))
+    }
+
+    fn rms_norm_backward(x: float, gamma: float, rrms: float, grad: float) -> float_float {
+        let _span = tracing::trace_span!("rms norm: gradient").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            let (dx, d_gamma) = Self::rms_norm_backward(widen(x), widen(gamma), rrms, widen(grad));
+            return (narrow(dx, dtype), narrow(d_gamma, dtype));
+        }
+        if !are_f32([&x, &gamma, &rrms, &grad]) {
+            return fallback::rms_norm_backward::<Self>(x, gamma, rrms, grad);
+        }
+        let [x, gamma, rrms, grad] = [x, gamma, rrms, grad].map(packed);
+        let [n, d] = dims(&x);
+        let (mut dx, mut d_gamma) = (buffer(n * d), buffer(d));
+        let [x, gamma, rrms, grad] = [&x, &gamma, &rrms, &grad].map(values);
+        rms_norm::backward(x, gamma, rrms, grad, &mut dx, &mut d_gamma);
+        (tensor(dx, [n, d]), tensor(d_gamma, [d]))
+    }
+
+    fn fused_rotary(x: float, cos: float, sin: float, back: (bool)) -> float {
+        let _span = tracing::trace_span!("rotary positions").entered();
+        if let Some(dtype) = sixteen_bit(&x) {
+            return narrow(Self::fused_rotary(widen(x), widen(cos), widen(sin), back), dtype);
+        }
+        if !are_f32([&x, &cos, &sin]) {
+            return fallback::fused_rotary::<Self>(x, cos, sin, back);
+        }
+        let [x, cos, sin] = [x, cos, sin].map(packed);
+        let ([n, d], [_, half]) = (dims(&x), dims(&cos));
+        let mut out = buffer(n * d);
+        rotary::turn(values(&x), [&cos, &sin].map(values), half, d, back, &mut out);
+        tensor(out, [n, d])
+    }
+
+    fn fused_swiglu(gate: float, up: float) -> float {
+        let _span = tracing::trace_span!("swiglu").entered();
+        if let Some(dtype) = sixteen_bit(&gate) {
+            return narrow(Self::fused_swiglu(widen(gate), widen(up)), dtype);
+        }
+        if !are_f32([&gate, &up]) {
+            return fallback::fused_swiglu::<Self>(gate, up);
+        }
+        let [gate, up] = [gate, up].map(packed);
+        let [n, f] = dims(&gate);
+        let mut out = buffer(n * f);
+        swiglu::forward(values(&gate), values(&up), &mut out);
+        tensor(out, [n, f])
+    }
+
+    fn swiglu_backward(gate: float, up: float, grad: float) -> float_float {
+        let _span = tracing::trace_span!("swiglu: gradient").entered();
+        if let Some(dtype) = sixteen_bit(&grad) {
+            let (d_gate, d_up) = Self::swiglu_backward(widen(gate), widen(up), widen(grad));
+            return (narrow(d_gate, dtype), narrow(d_up, dtype));
+        }
+        if !are_f32([&gate, &up, &grad]) {
+            return fallback::swiglu_backward::<Self>(gate, up, grad);
+        }
+        let [gate, up, grad] = [gate, up, grad].map(packed);
+        let [n, f] = dims(&gate);
+        let (mut d_gate, mut d_up) = (buffer(n * f), buffer(n * f));
+        swiglu::backward(values(&gate), values(&up), values(&grad), &mut d_gate, &mut d_up);
+        (tensor(d_gate, [n, f]), tensor(d_up, [n, f]))
+    }
+
     fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
         let _span = tracing::trace_span!("gelu").entered();
         if let Some(dtype) = sixteen_bit(&x) {
@@ -484,16 +565,18 @@ fn attention_backward<const N: usize>(
     }
     let (parts, mask, saved) = (parts.map(with_heads::<N>()), mask.map(packed), saved.map(packed));
     let (shape, [q, k, v]) = heads(&parts, options);
-    let [n, width] = dims(&parts[0]);
-    let mut gradients = [(); N].map(|()| buffer(n * width));
+    let sizes = parts.each_ref().map(|part| dims::<2>(part));
+    let [d, c] = [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_width);
+    let mut gradients = sizes.map(|[rows, width]| buffer(rows * width));
     let [dq, dk, dv] = match &mut gradients[..] {
-        [packed] => RowsMut::split_qkv(packed, width / 3),
-        [dq, dk, dv] => [dq, dk, dv].map(|gradient| RowsMut::new(gradient, width)),
+        [packed] => RowsMut::split_qkv(packed, d),
+        [dq, dk, dv] => [RowsMut::new(dq, d), RowsMut::new(dk, c), RowsMut::new(dv, c)],
         _ => unreachable!("packed rows are one part, others three"),
     };
     let (mask, [out, lse, grad]) = (mask.as_ref().map(values), saved.each_ref().map(values));
     attention::backward(shape, q, k, v, mask, out, lse, grad, dq, dk, dv);
-    gradients.map(|gradient| tensor(gradient, [n, width]))
+    let mut sizes = sizes.into_iter();
+    gradients.map(|gradient| tensor(gradient, sizes.next().expect("each part has a gradient")))
 }
 
 fn apart<const N: usize>(parts: [FlexTensor; N]) -> [FlexTensor; 3] {
@@ -508,12 +591,23 @@ fn with_heads<const N: usize>() -> fn(FlexTensor) -> FlexTensor {
 
 /// The sizes, and where queries, keys and values lie.
 fn heads<const N: usize>(parts: &[FlexTensor; N], options: AttentionOptions) -> (attention::Shape, [Rows<'_>; 3]) {
-    let AttentionOptions { batch, heads, causal, scale } = options;
+    let AttentionOptions { batch, heads, causal, window, scale } = options;
     let [n, width] = dims(&parts[0]);
-    let (d, positions) = (width * N / 3, n / batch);
+    let d = if N == 1 { width / 3 } else { width };
+    // Of packed rows, keys are as many and as wide as queries.
+    let [m, c] = parts.get(1).map_or([n, d], dims);
     let head_width = d / heads;
-    let shape =
-        attention::Shape { batch, heads, head_width, queries: positions, keys: positions, causal, scale: scale as f32 };
+    let shape = attention::Shape {
+        batch,
+        heads,
+        kv_heads: if c == d { heads } else { c / head_width },
+        head_width,
+        queries: n / batch,
+        keys: m / batch,
+        causal,
+        window,
+        scale: scale as f32,
+    };
     let rows = [0, 1, 2].map(|i| {
         if N == 1 {
             return Rows { data: values::<f32>(&parts[0]).get(i * d..).unwrap_or_default(), stride: width };

@@ -99,15 +99,33 @@ pub fn gelu<B: FusedBackend>(kind: Gelu, x: Tensor<B, 2>, bias: Option<Tensor<B,
     wrap(B::fused_gelu(kind, unwrap(x), bias.map(unwrap)))
 }
 
-fn check_attention<B: FusedBackend>(n: usize, d: usize, mask: Option<&Tensor<B, 2>>, options: AttentionOptions) {
-    let AttentionOptions { batch, heads, .. } = options;
-    assert!(
-        batch > 0 && n.is_multiple_of(batch),
-        "attention: {n} rows are no {batch} sequences of one length; change `batch`"
-    );
+/// Of queries and of keys `[rows, width]`.
+fn check_attention<B: FusedBackend>(
+    [n, d]: [usize; 2],
+    [keys, kv_width]: [usize; 2],
+    mask: Option<&Tensor<B, 2>>,
+    options: AttentionOptions,
+) {
+    let AttentionOptions { batch, heads, causal, window, .. } = options;
+    for rows in [n, keys] {
+        assert!(
+            batch > 0 && rows.is_multiple_of(batch),
+            "attention: {rows} rows are no {batch} sequences of one length; change `batch`"
+        );
+    }
     assert!(heads > 0 && d.is_multiple_of(heads), "attention: {heads} heads do not divide a width of {d}");
+    assert!(
+        kv_width == d || kv_width.is_multiple_of(d / heads) && d.is_multiple_of(kv_width.max(1)),
+        "attention: keys of width {kv_width} are no heads that {heads} of {} can share",
+        d / heads
+    );
+    assert!(!causal || n == keys, "attention: causal with {n} rows of queries and {keys} of keys");
+    assert!(
+        window.is_none_or(|window| causal && window > 0),
+        "attention: a window of {window:?} rows must be causal and have one"
+    );
     if let Some(mask) = mask {
-        let expected = [batch, n / batch];
+        let expected = [batch, keys / batch];
         assert_eq!(mask.dims(), expected, "attention: the mask must be [batch, positions] = {expected:?}");
     }
 }
@@ -116,8 +134,10 @@ fn check_attention<B: FusedBackend>(n: usize, d: usize, mask: Option<&Tensor<B, 
 /// <https://arxiv.org/abs/2307.08691>.
 ///
 /// # Shapes
-/// - `q`, `k`, `v`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
-/// - `mask`: `[batch, n / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. Infinities
+/// - `q`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
+/// - `k`, `v`: `[m, c]`, as many sequences. Without `causal` they may be longer or shorter than the queries'. With fewer heads,
+///   `c = d / g`, head `i` of the queries sees head `i / g`
+/// - `mask`: `[batch, m / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. Infinities
 ///   give NaN where they hide all of a row. No gradient flows into it.
 /// - returns `[n, d]`
 ///
@@ -131,10 +151,8 @@ pub fn attention<B: FusedBackend>(
     options: AttentionOptions,
 ) -> Tensor<B, 2> {
     check_types!("attention", q, k, v; mask);
-    let [n, d] = q.dims();
-    assert_eq!(k.dims(), [n, d], "attention: keys must have the shape of the queries");
-    assert_eq!(v.dims(), [n, d], "attention: values must have the shape of the queries");
-    check_attention(n, d, mask.as_ref(), options);
+    assert_eq!(v.dims(), k.dims(), "attention: values must have the shape of the keys");
+    check_attention(q.dims(), k.dims(), mask.as_ref(), options);
     wrap(B::fused_attention(unwrap(q), unwrap(k), unwrap(v), mask.map(unwrap), options))
 }
 
@@ -154,8 +172,56 @@ pub fn packed_attention<B: FusedBackend>(
     check_types!("packed attention", qkv; mask);
     let [n, width] = qkv.dims();
     assert!(width.is_multiple_of(3), "packed attention: rows hold three parts of one width, got {width} columns");
-    check_attention(n, width / 3, mask.as_ref(), options);
+    check_attention([n, width / 3], [n, width / 3], mask.as_ref(), options);
     wrap(B::fused_packed_attention(unwrap(qkv), mask.map(unwrap), options))
+}
+
+/// Rows divided by their root mean square, `x / sqrt(mean(x^2) + epsilon) * gamma`, <https://arxiv.org/abs/1910.07467>.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `gamma`: `[d]`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn rms_norm<B: FusedBackend>(x: Tensor<B, 2>, gamma: Tensor<B, 1>, epsilon: f64) -> Tensor<B, 2> {
+    check_types!("rms norm", x, gamma);
+    let [_, d] = x.dims();
+    assert_eq!(gamma.dims(), [d], "rms norm: rows of {d} need a gamma [{d}]");
+    wrap(B::fused_rms_norm(unwrap(x), unwrap(gamma), epsilon))
+}
+
+/// Rotary positions, <https://arxiv.org/abs/2104.09864>: elements `i` and `i + e / 2` of each head, of width `e`, are turned as
+/// a pair by the angle whose cosine and sine are `cos[.., i]` and `sin[.., i]`. No gradient flows into the angles.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, heads side by side
+/// - `cos`, `sin`: `[t, e / 2]`; row `r` of `x` is turned by row `r % t`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn rotary<B: FusedBackend>(x: Tensor<B, 2>, cos: Tensor<B, 2>, sin: Tensor<B, 2>) -> Tensor<B, 2> {
+    check_types!("rotary positions", x, cos, sin);
+    let ([n, d], [t, half]) = (x.dims(), cos.dims());
+    assert_eq!(sin.dims(), [t, half], "rotary positions: sines must have the shape of the cosines");
+    assert!(t > 0 && n.is_multiple_of(t), "rotary positions: angles of {t} rows do not divide {n} rows");
+    assert!(half > 0 && d.is_multiple_of(2 * half), "rotary positions: {half} pairs do not divide a width of {d}");
+    wrap(B::fused_rotary(unwrap(x), unwrap(cos), unwrap(sin), false))
+}
+
+/// `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`, the gated unit of <https://arxiv.org/abs/2002.05202>.
+///
+/// # Shapes
+/// - `gate`, `up`: `[n, f]`
+/// - returns `[n, f]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn swiglu<B: FusedBackend>(gate: Tensor<B, 2>, up: Tensor<B, 2>) -> Tensor<B, 2> {
+    check_types!("swiglu", gate, up);
+    assert_eq!(up.dims(), gate.dims(), "swiglu: both halves must have one shape");
+    wrap(B::fused_swiglu(unwrap(gate), unwrap(up)))
 }
 
 /// The rows of a table.

@@ -4,8 +4,8 @@
 //! - [`FusedBackend`] is the extension. Every method has a body made of Burn's own operations, so that a backend needs
 //!   `impl FusedBackend for It {}` and no more; burn-flex has SIMD kernels (`cpu`), [`Autodiff`](burn_autodiff::Autodiff)
 //!   the backward passes.
-//! - The functions [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`packed_attention`], [`embedding`] and
-//!   [`linear_cross_entropy`] are what a model calls.
+//! - The functions [`linear`], [`layer_norm`], [`rms_norm`], [`gelu`], [`swiglu`], [`rotary`], [`attention`],
+//!   [`packed_attention`], [`embedding`] and [`linear_cross_entropy`] are what a model calls.
 //! - [`parameter_from`] makes a parameter of elements that are asked for by range, so that a rank with a piece of it reads
 //!   its piece.
 //!
@@ -43,7 +43,8 @@ pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 #[cfg(feature = "flex")]
 pub use flex::{Elements, Lent, elements, is_host, sum_of_squares};
 pub use functions::{
-    attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
+    attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from, rms_norm,
+    rotary, swiglu,
 };
 pub use options::{AttentionOptions, Gelu};
 pub use rule::Rule;

@@ -14,10 +14,13 @@ pub enum Gelu {
 pub struct AttentionOptions {
     /// Number of sequences; rows are sequence after sequence.
     pub batch: usize,
-    /// Number of heads; divides the width.
+    /// Number of heads of the queries; divides their width. Keys and values may have fewer, of the same width: as many as their
+    /// rows hold. Then neighbouring heads of queries share one (<https://arxiv.org/abs/2305.13245>).
     pub heads: usize,
     /// Whether a row sees only itself and the rows of its sequence before it.
     pub causal: bool,
+    /// With `causal`, how many rows one sees at most, itself among them (<https://arxiv.org/abs/2004.05150>).
+    pub window: Option<usize>,
     /// What scores are multiplied by, usually `1 / sqrt(d / heads)`.
     pub scale: f64,
 }

@@ -159,15 +159,27 @@ fn plain_attention(
     let [n, d] = q.dims();
     let (b, h) = (options.batch, options.heads);
     let (t, e) = (n / b, d / h);
-    let heads = |x: Tensor<A, 2>| x.reshape([b, t, h, e]).swap_dims(1, 2);
+    let [m, _] = k.dims();
+    // Heads of keys and values, repeated for those of the queries that share them.
+    let heads = |x: Tensor<A, 2>| {
+        let [rows, width] = x.dims();
+        let (kv, g) = (width / e, d / width);
+        let x = x.reshape([b, rows / b, kv, 1, e]).expand([b, rows / b, kv, g, e]);
+        x.reshape([b, rows / b, kv * g, e]).swap_dims(1, 2)
+    };
     let mut scores = heads(q).matmul(heads(k).transpose()) * options.scale;
     if options.causal {
         let future =
             Tensor::<A, 2, Bool>::tril_mask([t, t], 0, &Default::default()).reshape([1, 1, t, t]).expand([b, h, t, t]);
         scores = scores.mask_fill(future, -3e4);
     }
+    if let Some(window) = options.window {
+        let at = |axis| Tensor::<A, 1, Int>::arange(0..t as i64, &Default::default()).unsqueeze_dim::<2>(axis);
+        let past = (at(1) - at(0)).greater_equal_elem(window as i64).reshape([1, 1, t, t]).expand([b, h, t, t]);
+        scores = scores.mask_fill(past, -3e4);
+    }
     if let Some(mask) = mask {
-        scores = scores + mask.reshape([b, 1, 1, t]);
+        scores = scores + mask.reshape([b, 1, 1, m / b]);
     }
     activation::softmax(scores, 3).matmul(heads(v)).swap_dims(1, 2).reshape([n, d])
 }
@@ -182,7 +194,7 @@ fn attention() {
         let mask = Tensor::<A, 2>::from_inner(mask.lower_elem(0.3).float() * -3e4);
         for causal in [true, false] {
             for mask in [None, Some(mask.clone())] {
-                let options = AttentionOptions { batch, heads, causal, scale: 0.3 };
+                let options = AttentionOptions { batch, heads, causal, window: None, scale: 0.3 };
                 let what = format!("{batch} x {t}, {heads} heads of {e}, causal {causal}, mask {}", mask.is_some());
                 let parts = [(); 3].map(|()| random([n, d]));
                 let [q, k, v] = parts.clone();
@@ -196,6 +208,72 @@ fn attention() {
                 same(&format!("packed {what}"), got, plain_attention(parts, mask, options), &[("qkv", &qkv)]);
             }
         }
+    }
+}
+
+#[test]
+fn attention_over_other_keys_than_the_queries_own() {
+    for (batch, heads, kv, e) in [(1, 1, 1, 1), (2, 4, 2, 6), (1, 6, 1, 8), (2, 6, 3, 16)] {
+        for (t, keys, causal, window) in [
+            (5, 5, true, None),
+            (9, 9, true, Some(2)),
+            (150, 150, true, Some(40)),
+            (7, 20, false, None),
+            (20, 3, false, None),
+        ] {
+            let mask = Tensor::<I, 2>::random([batch, keys], Distribution::Uniform(0.0, 1.0), &Default::default());
+            let mask =
+                Tensor::<A, 2>::from_inner(mask.slice_fill([0..batch, 0..1], 1.0).lower_elem(0.3).float() * -3e4);
+            // Within a window a row may see hidden keys alone, of which the two say different things.
+            for mask in [None, Some(mask).filter(|_| window.is_none())] {
+                let options = AttentionOptions { batch, heads, causal, window, scale: 0.3 };
+                let what = format!("{batch} x {t} over {keys}, {heads} heads over {kv} of {e}, window {window:?}");
+                let (q, k, v) =
+                    (random([batch * t, heads * e]), random([batch * keys, kv * e]), random([batch * keys, kv * e]));
+                let got = zero_ops::attention(q.clone(), k.clone(), v.clone(), mask.clone(), options);
+                let expected = plain_attention([q.clone(), k.clone(), v.clone()], mask, options);
+                same(&what, got, expected, &[("q", &q), ("k", &k), ("v", &v)]);
+            }
+        }
+    }
+}
+
+#[test]
+fn rms_norm() {
+    for (n, d) in [(1, 5), (3, 7), (40, 64), (5, 768)] {
+        let (x, gamma) = (random([n, d]), random([d]));
+        let square = (x.clone() * x.clone()).mean_dim(1);
+        let expected = x.clone() / (square + 1e-5).sqrt() * gamma.clone().unsqueeze();
+        same("rms norm", zero_ops::rms_norm(x.clone(), gamma.clone(), 1e-5), expected, &[("x", &x), ("gamma", &gamma)]);
+    }
+}
+
+#[test]
+fn swiglu() {
+    for (n, f) in [(1, 1), (3, 7), (40, 100)] {
+        let (gate, up) = (random([n, f]), random([n, f]));
+        let expected = gate.clone() / (gate.clone().neg().exp() + 1.0) * up.clone();
+        same("swiglu", zero_ops::swiglu(gate.clone(), up.clone()), expected, &[("gate", &gate), ("up", &up)]);
+    }
+}
+
+/// Cosines and sines of angles that are all different.
+fn angles(t: usize, half: usize) -> [Tensor<A, 2>; 2] {
+    let angles = Tensor::<I, 1, Int>::arange(0..(t * half) as i64, &Default::default()).float().reshape([t, half]);
+    [angles.clone().cos(), angles.sin()].map(Tensor::from_inner)
+}
+
+#[test]
+fn rotary() {
+    for (b, t, heads, half) in [(1, 1, 1, 1), (2, 5, 3, 4), (3, 33, 2, 16)] {
+        let x = random([b * t, heads * 2 * half]);
+        let [cos, sin] = angles(t, half);
+        let wide = |x: &Tensor<A, 2>| x.clone().repeat(&[b, 2 * heads]);
+        let by_half = x.clone().reshape([b * t, heads, 2, half]);
+        let [first, second] = [0, 1].map(|part| by_half.clone().narrow(2, part, 1));
+        let crossed = Tensor::cat(vec![second.neg(), first], 2).reshape([b * t, heads * 2 * half]);
+        let expected = x.clone() * wide(&cos) + crossed * wide(&sin);
+        same("rotary", zero_ops::rotary(x.clone(), cos, sin), expected, &[("x", &x)]);
     }
 }
 
@@ -263,7 +341,7 @@ fn agrees_with_fp32(dtype: FloatDType, tolerance: f32) {
         same_within(tolerance, "gelu", got, expected, &[("x", &x), ("bias", &bias)]);
     }
 
-    let options = AttentionOptions { batch: 2, heads: 2, causal: true, scale: 0.5 };
+    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 0.5 };
     let qkv = again(&x);
     let got = back(zero_ops::packed_attention(to(&qkv), None, options));
     let expected = zero_ops::packed_attention(qkv.clone(), None, options);
@@ -275,6 +353,30 @@ fn agrees_with_fp32(dtype: FloatDType, tolerance: f32) {
     let got = back(zero_ops::attention(to(&q), to(&k), to(&v), Some(to(&mask)), options));
     let expected = zero_ops::attention(q.clone(), k.clone(), v.clone(), Some(mask), options);
     same_within(tolerance, "attention", got, expected, &[("q", &q), ("k", &k), ("v", &v)]);
+
+    let (q, k, v) = (again(&q), random([10, 4]), random([10, 4]));
+    let got = back(zero_ops::attention(to(&q), to(&k), to(&v), None, options));
+    let expected = zero_ops::attention(q.clone(), k.clone(), v.clone(), None, options);
+    same_within(tolerance, "attention over fewer heads", got, expected, &[("q", &q), ("k", &k), ("v", &v)]);
+
+    let [q, k] = [(); 2].map(|()| random([6, 8]));
+    let options = AttentionOptions { causal: true, window: Some(2), ..options };
+    let got = back(zero_ops::attention(to(&q), to(&k), to(&k), None, options));
+    let expected = zero_ops::attention(q.clone(), k.clone(), k.clone(), None, options);
+    same_within(tolerance, "attention in a window", got, expected, &[("q", &q), ("k and v", &k)]);
+
+    let (x, gamma) = (again(&x), again(&gamma));
+    let got = back(zero_ops::rms_norm(to(&x), to_row(&gamma), 1e-5));
+    let expected = zero_ops::rms_norm(x.clone(), gamma.clone(), 1e-5);
+    same_within(tolerance, "rms norm", got, expected, &[("x", &x), ("gamma", &gamma)]);
+
+    let (x, up) = (again(&x), random([6, 12]));
+    let got = back(zero_ops::swiglu(to(&x), to(&up)));
+    same_within(tolerance, "swiglu", got, zero_ops::swiglu(x.clone(), up.clone()), &[("gate", &x), ("up", &up)]);
+
+    let (x, [cos, sin]) = (again(&x), angles(3, 2));
+    let got = back(zero_ops::rotary(to(&x), to(&cos), to(&sin)));
+    same_within(tolerance, "rotary", got, zero_ops::rotary(x.clone(), cos, sin), &[("x", &x)]);
 
     let (x, head) = (again(&x), random([4, 12]));
     let targets = Tensor::<A, 1, Int>::from_ints([0, 3, -100, 2, 1, 1], &Default::default());
@@ -326,7 +428,7 @@ fn a_loss_scale_keeps_small_gradients_in_fp16() {
 fn causal_rows_never_see_the_future_even_if_their_own_key_is_hidden() {
     // Left padding: the first two keys of each sequence are hidden.
     let mask = Tensor::<I, 2>::from_floats([[-3e4, -3e4, 0.0, 0.0]], &Default::default());
-    let options = AttentionOptions { batch: 1, heads: 1, causal: true, scale: 1.0 };
+    let options = AttentionOptions { batch: 1, heads: 1, causal: true, window: None, scale: 1.0 };
     let v = Tensor::<I, 2>::from_floats([[1.0], [2.0], [3.0], [4.0]], &Default::default());
     let same = v.zeros_like();
     for dtype in [FloatDType::F32, FloatDType::F64, FloatDType::F16] {
@@ -362,7 +464,7 @@ fn views_give_what_copies_give() {
     assert_eq!(norm(view.clone()), norm(copy.clone()));
     let gelu = |x| values(zero_ops::gelu(Gelu::Erf, x, None).inner());
     assert_eq!(gelu(view.clone()), gelu(copy.clone()));
-    let options = AttentionOptions { batch: 1, heads: 3, causal: false, scale: 1.0 };
+    let options = AttentionOptions { batch: 1, heads: 3, causal: false, window: None, scale: 1.0 };
     let attended = |x: Tensor<A, 2>| values(zero_ops::attention(x.clone(), x.clone(), x, None, options).inner());
     assert_eq!(attended(view.clone()), attended(copy.clone()));
     assert_eq!(attended(view.clone().transpose().transpose()), attended(copy));
@@ -378,7 +480,20 @@ fn wrong_shapes_are_named() {
     let text = panics(Box::new(move || drop(zero_ops::linear(x, w, None, None))));
     assert!(text.contains("rows of 3 need a weight [3, _], got [4, 5]"), "{text}");
     let x = random([5, 6]);
-    let options = AttentionOptions { batch: 2, heads: 2, causal: true, scale: 1.0 };
+    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 1.0 };
     let text = panics(Box::new(move || drop(zero_ops::packed_attention(x, None, options))));
     assert!(text.contains("5 rows are no 2 sequences"), "{text}");
+    for (q, k, causal, window, expected) in [
+        ([4, 6], [4, 9], true, None, "keys of width 9 are no heads that 2 of 3 can share"),
+        ([4, 6], [6, 6], true, None, "causal with 4 rows of queries and 6 of keys"),
+        ([4, 6], [4, 6], false, Some(2), "a window of Some(2) rows must be causal"),
+    ] {
+        let options = AttentionOptions { causal, window, ..options };
+        let (q, k) = (random(q), random(k));
+        let text = panics(Box::new(move || drop(zero_ops::attention(q, k.clone(), k, None, options))));
+        assert!(text.contains(expected), "{text}");
+    }
+    let (x, [cos, sin]) = (random([4, 6]), angles(3, 1));
+    let text = panics(Box::new(move || drop(zero_ops::rotary(x, cos, sin))));
+    assert!(text.contains("angles of 3 rows do not divide 4 rows"), "{text}");
 }

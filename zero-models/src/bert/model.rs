@@ -337,7 +337,8 @@ impl<B: FusedBackend> BertLayer<B> {
     fn forward(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
         let (heads, epsilon) = (self.num_attention_heads, self.layer_norm_eps);
         let [_, d] = x_nd.dims();
-        let options = AttentionOptions { batch: b, heads, causal: false, scale: ((d / heads) as f64).sqrt().recip() };
+        let scale = ((d / heads) as f64).sqrt().recip();
+        let options = AttentionOptions { batch: b, heads, causal: false, window: None, scale };
         let parts = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone()));
         let mixed_nd = attend(parts, masks, options, &self.attention_dropout);
         let sum_nd = dense_onto(&self.attention_output, mixed_nd, &self.hidden_dropout, x_nd);

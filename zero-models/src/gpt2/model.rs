@@ -232,7 +232,7 @@ impl<B: FusedBackend> Gpt2Attention<B> {
     }
 
     fn options(&self, b: usize) -> AttentionOptions {
-        AttentionOptions { batch: b, heads: self.n_head, causal: true, scale: self.scale }
+        AttentionOptions { batch: b, heads: self.n_head, causal: true, window: None, scale: self.scale }
     }
 }
 

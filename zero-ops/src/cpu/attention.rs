@@ -28,9 +28,11 @@ pub use rows::{Rows, RowsMut};
 pub struct Shape {
     /// Sequences.
     pub batch: usize,
-    /// Heads of each.
+    /// Heads of each's queries.
     pub heads: usize,
-    /// Features of a head; d is `heads * head_width`.
+    /// Heads of its keys and values, which divide those of the queries: neighbouring ones share one.
+    pub kv_heads: usize,
+    /// Features of a head; d is `heads * head_width`, c is `kv_heads * head_width`.
     pub head_width: usize,
     /// Queries of a sequence.
     pub queries: usize,
@@ -38,6 +40,8 @@ pub struct Shape {
     pub keys: usize,
     /// Whether query i attends to keys 0 to i only; then there are as many keys as queries.
     pub causal: bool,
+    /// With `causal`, the most keys that a query attends to: those up to its own.
+    pub window: Option<usize>,
     /// What a query's product with a key is multiplied by.
     pub scale: f32,
 }
@@ -49,7 +53,7 @@ pub struct Shape {
 ///
 /// # Shapes
 ///
-/// `q`: `[batch * queries, d]`, `k`, `v`: `[batch * keys, d]`, strided; `key_mask`: `[batch, keys]`; `out`:
+/// `q`: `[batch * queries, d]`, `k`, `v`: `[batch * keys, c]`, strided; `key_mask`: `[batch, keys]`; `out`:
 /// `[batch * queries, d]`; `lse`: `[batch, heads, queries]`.
 ///
 /// # Panics
@@ -132,52 +136,56 @@ struct Inputs<'a> {
 
 impl<'a> Inputs<'a> {
     fn check(&self) {
-        let Shape { batch, queries, keys, causal, .. } = self.shape;
+        let Shape { batch, heads, kv_heads, queries, keys, causal, window, .. } = self.shape;
+        assert!(
+            kv_heads == heads || kv_heads > 0 && heads.is_multiple_of(kv_heads),
+            "attention: {heads} heads of queries cannot share {kv_heads} of keys"
+        );
+        assert!(
+            window.is_none_or(|window| causal && window > 0),
+            "attention: a window of {window:?} keys, expected a causal one of one at least"
+        );
         assert!(queries > 0 && keys > 0, "attention: {queries} queries and {keys} keys, expected one at least of each");
         assert!(!causal || queries == keys, "attention: causal with {queries} queries and {keys} keys");
-        for (name, rows, t) in [("q", self.q, queries), ("k", self.k, keys), ("v", self.v, keys)] {
-            self.check_rows(name, rows.data.len(), rows.stride, rows.stride, batch * t);
+        let (d, c) = (self.d(), self.c());
+        for (name, rows, d, t) in [("q", self.q, d, queries), ("k", self.k, c, keys), ("v", self.v, c, keys)] {
+            check_rows(name, rows.data.len(), [d, rows.stride, rows.stride], batch * t);
         }
         if let Some(mask) = self.key_mask {
             check("attention", "key_mask", mask.len(), batch * keys);
         }
     }
 
-    /// Panics unless `rows` rows of d elements lie within `len`, and beside each other.
-    fn check_rows(&self, name: &str, len: usize, width: usize, stride: usize, rows: usize) {
-        let d = self.d();
-        assert!(width >= d, "attention: rows of `{name}` have {width} elements, expected at least {d}");
-        let needed = match rows.checked_sub(1) {
-            None => Some(0),
-            Some(last) => last.checked_mul(stride).and_then(|begin| begin.checked_add(d)),
-        };
-        assert!(
-            needed.is_some_and(|needed| len >= needed),
-            "attention: `{name}` has {len} elements, expected {rows} rows of stride {stride}"
-        );
-    }
-
     fn d(&self) -> usize {
         self.shape.heads * self.shape.head_width
     }
 
-    /// Some rows of a head, of which sequences have `t`.
-    fn head(&self, rows: Rows<'a>, t: usize, head: Head, range: &Range<usize>) -> Matrix<'a> {
+    fn c(&self) -> usize {
+        self.shape.kv_heads * self.shape.head_width
+    }
+
+    /// Heads of queries that share one of keys.
+    fn group(&self) -> usize {
+        self.shape.heads / self.shape.kv_heads.max(1)
+    }
+
+    /// Some rows of a head of number `index`, of which sequences have `t`.
+    fn head(&self, rows: Rows<'a>, t: usize, head: Head, index: usize, range: &Range<usize>) -> Matrix<'a> {
         let width = self.shape.head_width;
-        let first = (head.sequence * t + range.start) * rows.stride + head.index * width;
+        let first = (head.sequence * t + range.start) * rows.stride + index * width;
         Matrix::strided(&rows.data[first..], range.len(), width, rows.stride, 1)
     }
 
     fn queries(&self, head: Head, range: &Range<usize>) -> Matrix<'a> {
-        self.head(self.q, self.shape.queries, head, range)
+        self.head(self.q, self.shape.queries, head, head.index, range)
     }
 
     fn keys(&self, head: Head, range: &Range<usize>) -> Matrix<'a> {
-        self.head(self.k, self.shape.keys, head, range)
+        self.head(self.k, self.shape.keys, head, head.index / self.group(), range)
     }
 
     fn values(&self, head: Head, range: &Range<usize>) -> Matrix<'a> {
-        self.head(self.v, self.shape.keys, head, range)
+        self.head(self.v, self.shape.keys, head, head.index / self.group(), range)
     }
 
     fn mask(&self, head: Head, keys: &Range<usize>) -> Option<&'a [f32]> {
@@ -188,12 +196,17 @@ impl<'a> Inputs<'a> {
     /// The blocks of keys that some of `queries` attends to, in order.
     fn blocks_of_keys(&self, queries: &Range<usize>, block: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let end = if self.shape.causal { queries.end } else { self.shape.keys };
-        (0..end).step_by(block).map(move |first| first..end.min(first + block))
+        (self.first_block(queries.start, block)..end).step_by(block).map(move |first| first..end.min(first + block))
+    }
+
+    /// The first key of the first block that the query of number `query`, or one after it, attends to.
+    fn first_block(&self, query: usize, block: usize) -> usize {
+        self.shape.window.map_or(0, |window| (query + 1).saturating_sub(window) / block * block)
     }
 
     /// Where the block of `queries` and `keys` lies.
     fn horizon(&self, queries: &Range<usize>, keys: &Range<usize>) -> Horizon {
-        Horizon { causal: self.shape.causal, query: queries.start, key: keys.start }
+        Horizon { causal: self.shape.causal, window: self.shape.window, query: queries.start, key: keys.start }
     }
 
     /// Multiplications of one of the products.
@@ -211,7 +224,20 @@ struct Results<'a> {
     g: &'a [f32],
 }
 
-/// A head of a sequence.
+/// Panics unless `rows` rows of `d` elements lie within `len`, `stride` apart, and beside each other in `width`.
+fn check_rows(name: &str, len: usize, [d, width, stride]: [usize; 3], rows: usize) {
+    assert!(width >= d, "attention: rows of `{name}` have {width} elements, expected at least {d}");
+    let needed = match rows.checked_sub(1) {
+        None => Some(0),
+        Some(last) => last.checked_mul(stride).and_then(|begin| begin.checked_add(d)),
+    };
+    assert!(
+        needed.is_some_and(|needed| len >= needed),
+        "attention: `{name}` has {len} elements, expected {rows} rows of stride {stride}"
+    );
+}
+
+/// A head of a sequence's queries.
 #[derive(Clone, Copy)]
 struct Head {
     sequence: usize,
@@ -222,14 +248,17 @@ struct Head {
 #[derive(Clone, Copy)]
 struct Horizon {
     causal: bool,
+    window: Option<usize>,
     query: usize,
     key: usize,
 }
 
 impl Horizon {
-    /// How many of the block's `keys` its query of number `row` attends to.
+    /// Which of the block's `keys` its query of number `row` attends to.
     #[inline(always)]
-    fn seen(self, row: usize, keys: usize) -> usize {
-        if self.causal { keys.min((self.query + row + 1).saturating_sub(self.key)) } else { keys }
+    fn seen(self, row: usize, keys: usize) -> Range<usize> {
+        let until = |end: usize| keys.min(end.saturating_sub(self.key));
+        let end = self.query + row + 1;
+        until(self.window.map_or(0, |window| end.saturating_sub(window)))..if self.causal { until(end) } else { keys }
     }
 }

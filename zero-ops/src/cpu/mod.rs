@@ -48,7 +48,10 @@ pub(crate) mod parallel;
 mod product;
 pub mod product_bf16;
 mod reduce;
+pub mod rms_norm;
+pub mod rotary;
 mod rows;
+pub mod swiglu;
 #[cfg(test)]
 mod testing;
 

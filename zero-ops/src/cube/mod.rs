@@ -81,7 +81,7 @@ fused_backends! {
     }
 
     fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
-        if !is_float(q.dtype()) {
+        if !is_float(q.dtype()) || fallback::is_more_than_square::<Self>(&q, &k, options) {
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
         }
         attention::forward([q, k, v], mask, options)
@@ -89,14 +89,14 @@ fused_backends! {
 
     fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
                           options: (AttentionOptions)) -> three_floats {
-        if !is_float(q.dtype()) {
+        if !is_float(q.dtype()) || fallback::is_more_than_square::<Self>(&q, &k, options) {
             return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
         }
         attention::backward([q, k, v], mask, [out, lse, grad], options)
     }
 
     fn packed_attention_forward(qkv: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
-        if !is_float(qkv.dtype()) {
+        if !is_float(qkv.dtype()) || options.window.is_some() {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             return Self::attention_forward(q, k, v, mask, options);
         }
@@ -105,7 +105,7 @@ fused_backends! {
 
     fn packed_attention_backward(qkv: float, mask: opt_float, out: float, lse: float, grad: float,
                                  options: (AttentionOptions)) -> float {
-        if !is_float(qkv.dtype()) {
+        if !is_float(qkv.dtype()) || options.window.is_some() {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             let parts = Self::attention_backward(q, k, v, mask, out, lse, grad, options);
             return Self::float_cat(parts.to_vec(), 1);

@@ -2,7 +2,7 @@
 
 use gemm::Parallelism;
 
-use super::{Blocks, Head, Horizon, Inputs, Results, Rows, RowsMut, Shape, with_scratch};
+use super::{Blocks, Head, Horizon, Inputs, Results, Rows, RowsMut, Shape, check_rows, with_scratch};
 use crate::cpu::check;
 use crate::cpu::math::exp;
 use crate::cpu::parallel::spread;
@@ -11,58 +11,68 @@ use crate::cpu::reduce::sum_over;
 
 pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'_>, grads: [RowsMut<'_>; 3]) {
     inputs.check();
-    let Shape { batch, heads, head_width, queries, keys, scale, .. } = inputs.shape;
+    let Shape { batch, heads, kv_heads, head_width, queries, keys, scale, .. } = inputs.shape;
     let d = inputs.d();
     check("attention", "out", results.out.len(), batch * queries * d);
     check("attention", "g", results.g.len(), batch * queries * d);
     check("attention", "lse", results.lse.len(), batch * heads * queries);
-    for ((name, t), rows) in [("dq", queries), ("dk", keys), ("dv", keys)].into_iter().zip(&grads) {
-        inputs.check_rows(name, rows.len, rows.width, rows.rows.stride(), batch * t);
+    for ((name, d, t), rows) in
+        [("dq", d, queries), ("dk", inputs.c(), keys), ("dv", inputs.c(), keys)].into_iter().zip(&grads)
+    {
+        check_rows(name, rows.len, [d, rows.width, rows.rows.stride()], batch * t);
     }
     if d == 0 {
         return;
     }
     let [dq, dk, dv] = grads.map(|grad| grad.rows);
     let gradient = Rows { data: results.g, stride: d };
-    let tasks: Vec<_> = (0..batch * heads).collect();
+    // Heads of queries that share one of keys add to its gradients, one after the other.
+    let tasks: Vec<_> = (0..batch * kv_heads).collect();
     spread(inputs.work(), tasks, |task| {
-        let head = Head { sequence: task / heads, index: task % heads };
-        let lse = &results.lse[task * queries..(task + 1) * queries];
-        let column = head.index * head_width;
         let (block, wide) = (blocks.queries.min(queries), blocks.keys.min(keys));
         with_scratch(block * (2 * wide + 1), |scratch| {
             let (delta, scratch) = scratch.split_at_mut(block);
             let (scores, slopes) = scratch.split_at_mut(block * wide);
-            // From the last block, which reaches every key: it overwrites what the others add to.
-            for first in (0..queries).step_by(block).rev() {
-                let rows = first..queries.min(first + block);
-                let last = rows.end == queries;
-                let n = rows.len();
-                let first_row = head.sequence * queries + first;
-                let delta = &mut delta[..n];
-                let (out, g) = (&results.out[first_row * d + column..], &results.g[first_row * d + column..]);
-                deltas(out, g, d, head_width, delta);
-                let q = inputs.queries(head, &rows);
-                let g = inputs.head(gradient, queries, head, &rows);
-                for range in inputs.blocks_of_keys(&rows, wide) {
-                    let width = range.len();
-                    let (scores, slopes) = (&mut scores[..n * width], &mut slopes[..n * width]);
-                    let (k, v) = (inputs.keys(head, &range), inputs.values(head, &range));
-                    multiply(scores, Write::Over, q, k.transposed(), scale, Parallelism::None);
-                    multiply(slopes, Write::Over, g, v.transposed(), 1.0, Parallelism::None);
-                    let (mask, horizon) = (inputs.mask(head, &range), inputs.horizon(&rows, &range));
-                    scores_gradients(scores, slopes, width, mask, horizon, &lse[rows.clone()], delta);
-                    let (p, ds) = (Matrix::new(scores, n, width), Matrix::new(slopes, n, width));
-                    let row_k = head.sequence * keys + range.start;
-                    let [to_q, to_k, to_v] = [(dq, first_row), (dk, row_k), (dv, row_k)]
-                        .map(|(rows, row)| rows.part(row, column).raw_parts());
-                    let (write_q, write_kv) = (Write::first(range.start == 0), Write::first(last));
-                    // SAFETY: `check_rows` found these rows inside of their buffers; the columns of a head of a
-                    // sequence are this task's, and those of the three are apart even where they share a buffer.
-                    unsafe {
-                        multiply_into(to_v.0, to_v.1, write_kv, p.transposed(), g, 1.0, Parallelism::None);
-                        multiply_into(to_k.0, to_k.1, write_kv, ds.transposed(), q, scale, Parallelism::None);
-                        multiply_into(to_q.0, to_q.1, write_q, ds, k, scale, Parallelism::None);
+            for member in 0..inputs.group() {
+                let pair = task * inputs.group() + member;
+                let head = Head { sequence: pair / heads, index: pair % heads };
+                let lse = &results.lse[pair * queries..(pair + 1) * queries];
+                let (column, kv_column) = (head.index * head_width, task % kv_heads * head_width);
+                // From the last block, which reaches every key that it or one after it sees: the first to reach a key
+                // overwrites what the others add to.
+                for first in (0..queries).step_by(block).rev() {
+                    let rows = first..queries.min(first + block);
+                    let reached = if rows.end == queries { keys } else { inputs.first_block(rows.end, wide) };
+                    let n = rows.len();
+                    let first_row = head.sequence * queries + first;
+                    let delta = &mut delta[..n];
+                    let (out, g) = (&results.out[first_row * d + column..], &results.g[first_row * d + column..]);
+                    deltas(out, g, d, head_width, delta);
+                    let q = inputs.queries(head, &rows);
+                    let g = inputs.head(gradient, queries, head, head.index, &rows);
+                    for (number, range) in inputs.blocks_of_keys(&rows, wide).enumerate() {
+                        let width = range.len();
+                        let (scores, slopes) = (&mut scores[..n * width], &mut slopes[..n * width]);
+                        let (k, v) = (inputs.keys(head, &range), inputs.values(head, &range));
+                        multiply(scores, Write::Over, q, k.transposed(), scale, Parallelism::None);
+                        multiply(slopes, Write::Over, g, v.transposed(), 1.0, Parallelism::None);
+                        let (mask, horizon) = (inputs.mask(head, &range), inputs.horizon(&rows, &range));
+                        scores_gradients(scores, slopes, width, mask, horizon, &lse[rows.clone()], delta);
+                        let (p, ds) = (Matrix::new(scores, n, width), Matrix::new(slopes, n, width));
+                        let row_k = head.sequence * keys + range.start;
+                        let [to_q, to_k, to_v] =
+                            [(dq, first_row, column), (dk, row_k, kv_column), (dv, row_k, kv_column)]
+                                .map(|(rows, row, column)| rows.part(row, column).raw_parts());
+                        let write_q = Write::first(number == 0);
+                        let write_kv = Write::first(member == 0 && range.start < reached);
+                        // SAFETY: `check_rows` found these rows inside of their buffers; the columns of a head of keys
+                        // of a sequence, and of the queries that share it, are this task's, and those of the three are
+                        // apart even where they share a buffer.
+                        unsafe {
+                            multiply_into(to_v.0, to_v.1, write_kv, p.transposed(), g, 1.0, Parallelism::None);
+                            multiply_into(to_k.0, to_k.1, write_kv, ds.transposed(), q, scale, Parallelism::None);
+                            multiply_into(to_q.0, to_q.1, write_q, ds, k, scale, Parallelism::None);
+                        }
                     }
                 }
             }
@@ -93,12 +103,15 @@ vectorised! {
         let blocks = scores.chunks_exact_mut(width).zip(slopes.chunks_exact_mut(width));
         for (row, ((scores, slopes), (lse, delta))) in blocks.zip(lse.iter().zip(delta)).enumerate() {
             let seen = horizon.seen(row, width);
-            let (scores, hidden) = scores.split_at_mut(seen);
-            hidden.fill(0.0);
-            let (slopes, hidden) = slopes.split_at_mut(seen);
-            hidden.fill(0.0);
+            let [scores, slopes] = [scores, slopes].map(|row| {
+                let (row, hidden) = row.split_at_mut(seen.end);
+                hidden.fill(0.0);
+                let (hidden, row) = row.split_at_mut(seen.start);
+                hidden.fill(0.0);
+                row
+            });
             if let Some(mask) = mask {
-                scores.iter_mut().zip(mask).for_each(|(score, mask)| *score += mask);
+                scores.iter_mut().zip(&mask[seen.start..]).for_each(|(score, mask)| *score += mask);
             }
             for (score, slope) in scores.iter_mut().zip(slopes) {
                 let p = exp(*score - lse);

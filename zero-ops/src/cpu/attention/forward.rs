@@ -36,11 +36,11 @@ pub(super) fn forward_in(blocks: Blocks, inputs: Inputs<'_>, out: &mut [f32], ls
             let (sum, scratch) = scratch.split_at_mut(rows);
             max.fill(f32::NEG_INFINITY);
             sum.fill(0.0);
-            for keys in inputs.blocks_of_keys(&queries, blocks.keys) {
+            for (block, keys) in inputs.blocks_of_keys(&queries, blocks.keys).enumerate() {
                 let scores = &mut scratch[..rows * keys.len()];
                 let (q, k) = (inputs.queries(head, &queries), inputs.keys(head, &keys).transposed());
                 multiply(scores, Write::Over, q, k, scale, Parallelism::None);
-                let begun = keys.start > 0;
+                let begun = block > 0;
                 let (mask, horizon) = (inputs.mask(head, &keys), inputs.horizon(&queries, &keys));
                 let gathered = Gathered { max, sum, out, width: head_width };
                 fold(scores, keys.len(), mask, horizon, gathered, begun);
@@ -88,10 +88,13 @@ vectorised! {
         let Gathered { max, sum, out, width } = gathered;
         let rows = scores.chunks_exact_mut(keys).zip(max.iter_mut().zip(sum)).enumerate();
         for (row, (scores, (max, sum))) in rows {
-            let (scores, hidden) = scores.split_at_mut(horizon.seen(row, keys));
+            let seen = horizon.seen(row, keys);
+            let (scores, hidden) = scores.split_at_mut(seen.end);
+            hidden.fill(0.0);
+            let (hidden, scores) = scores.split_at_mut(seen.start);
             hidden.fill(0.0);
             if let Some(mask) = mask {
-                scores.iter_mut().zip(mask).for_each(|(score, mask)| *score += mask);
+                scores.iter_mut().zip(&mask[seen.start..]).for_each(|(score, mask)| *score += mask);
             }
             let before = *max;
             *max = larger(before, largest(scores));

@@ -3,37 +3,38 @@ use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbe
 
 /// Result, log-sum-exp, and the gradients for `g`, from contiguous rows.
 fn reference(shape: Shape, qkv: [&[f64]; 3], mask: Option<&[f32]>, g: &[f64]) -> [Vec<f64>; 5] {
-    let Shape { batch, heads, head_width: w, queries, keys, causal, scale } = shape;
-    let (d, scale, [q, k, v]) = (heads * w, f64::from(scale), qkv);
+    let Shape { batch, heads, kv_heads, head_width: w, queries, keys, causal, window, scale } = shape;
+    let (d, c, scale, [q, k, v]) = (heads * w, kv_heads * w, f64::from(scale), qkv);
     let mut out = vec![0.0; batch * queries * d];
     let mut lse = vec![];
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
     for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
         for i in 0..queries {
             let qi = (b * queries + i) * d + h * w;
-            let kj = |j: usize| (b * keys + j) * d + h * w;
+            let kj = |j: usize| (b * keys + j) * c + h * kv_heads / heads * w;
+            let first = window.map_or(0, |window| (i + 1).saturating_sub(window));
             let seen = if causal { i + 1 } else { keys };
-            let s: Vec<f64> = (0..seen)
+            let s: Vec<f64> = (first..seen)
                 .map(|j| {
                     let mask = mask.map_or(0.0, |mask| f64::from(mask[b * keys + j]));
-                    (0..w).map(|c| q[qi + c] * k[kj(j) + c]).sum::<f64>() * scale + mask
+                    (0..w).map(|e| q[qi + e] * k[kj(j) + e]).sum::<f64>() * scale + mask
                 })
                 .collect();
             let max = s.iter().copied().fold(f64::MIN, f64::max);
             let total = max + s.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
             lse.push(total);
             let p: Vec<f64> = s.iter().map(|s| (s - total).exp()).collect();
-            for j in 0..seen {
-                (0..w).for_each(|c| out[qi + c] += p[j] * v[kj(j) + c]);
+            for j in first..seen {
+                (0..w).for_each(|e| out[qi + e] += p[j - first] * v[kj(j) + e]);
             }
-            let delta: f64 = (0..w).map(|c| out[qi + c] * g[qi + c]).sum();
-            for j in 0..seen {
-                let dp: f64 = (0..w).map(|c| g[qi + c] * v[kj(j) + c]).sum();
-                let ds = p[j] * (dp - delta) * scale;
-                for c in 0..w {
-                    dv[kj(j) + c] += p[j] * g[qi + c];
-                    dq[qi + c] += ds * k[kj(j) + c];
-                    dk[kj(j) + c] += ds * q[qi + c];
+            let delta: f64 = (0..w).map(|e| out[qi + e] * g[qi + e]).sum();
+            for j in first..seen {
+                let dp: f64 = (0..w).map(|e| g[qi + e] * v[kj(j) + e]).sum();
+                let ds = p[j - first] * (dp - delta) * scale;
+                for e in 0..w {
+                    dv[kj(j) + e] += p[j - first] * g[qi + e];
+                    dq[qi + e] += ds * k[kj(j) + e];
+                    dk[kj(j) + e] += ds * q[qi + e];
                 }
             }
         }
@@ -48,34 +49,48 @@ fn inputs<'a>(shape: Shape, rows: [(&'a [f32], usize); 3], key_mask: Option<&'a 
 
 /// The same as of `reference`, from contiguous rows.
 fn run(blocks: Blocks, shape: Shape, qkv: [&[f32]; 3], mask: Option<&[f32]>, g: &[f32]) -> [Vec<f32>; 5] {
-    let d = shape.heads * shape.head_width;
-    let inputs = inputs(shape, qkv.map(|data| (data, d)), mask);
+    let [d, c] = [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_width);
+    let [q, k, v] = qkv;
+    let inputs = inputs(shape, [(q, d), (k, c), (v, c)], mask);
     let mut out = vec![f32::NAN; g.len()];
     let mut lse = vec![f32::NAN; shape.batch * shape.heads * shape.queries];
     forward_in(blocks, inputs, &mut out, &mut lse);
     let mut grads = qkv.map(|data| vec![f32::NAN; data.len()]);
     let results = Results { out: &out, lse: &lse, g };
-    backward_in(blocks, inputs, results, grads.each_mut().map(|grad| RowsMut::new(grad, d)));
+    let [dq, dk, dv] = &mut grads;
+    backward_in(blocks, inputs, results, [RowsMut::new(dq, d), RowsMut::new(dk, c), RowsMut::new(dv, c)]);
     let [dq, dk, dv] = grads;
     [out, lse, dq, dk, dv]
 }
 
 #[test]
 fn agrees_with_f64_for_odd_sizes_blocks_and_masks() {
-    let sizes = [(1, 1, 1, 1usize), (1, 2, 7, 3), (2, 3, 5, 17), (2, 2, 64, 33), (1, 1, 100, 17), (1, 2, 64, 150)];
-    for (batch, heads, head_width, t) in sizes {
-        for (causal, keys, masked) in [
-            (true, t, false),
-            (false, t, true),
-            (false, 2 * t + 1, false),
-            (false, t.div_ceil(2), true),
-            (true, t, true),
+    let sizes = [
+        (1, 1, 1, 1, 1usize),
+        (1, 2, 2, 7, 3),
+        (2, 3, 3, 5, 17),
+        (2, 2, 2, 64, 33),
+        (1, 1, 1, 100, 17),
+        (1, 2, 2, 64, 150),
+        (2, 6, 2, 5, 17),
+        (1, 4, 1, 16, 90),
+    ];
+    for (batch, heads, kv_heads, head_width, t) in sizes {
+        for (causal, window, keys, masked) in [
+            (true, None, t, false),
+            (false, None, t, true),
+            (false, None, 2 * t + 1, false),
+            (false, None, t.div_ceil(2), true),
+            (true, None, t, true),
+            (true, Some(1), t, false),
+            (true, Some(6), t, false),
+            (true, Some(40), t, true),
         ] {
             let scale = 1.0 / (head_width as f32).sqrt();
-            let shape = Shape { batch, heads, head_width, queries: t, keys, causal, scale };
-            let d = heads * head_width;
+            let shape = Shape { batch, heads, kv_heads, head_width, queries: t, keys, causal, window, scale };
+            let (d, c) = (heads * head_width, kv_heads * head_width);
             let (q, g) = (numbers(batch * t * d, 1), numbers(batch * t * d, 4));
-            let (k, v) = (numbers(batch * keys * d, 2), numbers(batch * keys * d, 3));
+            let (k, v) = (numbers(batch * keys * c, 2), numbers(batch * keys * c, 3));
             let q: Vec<f32> = q.into_iter().map(|q| 3.0 * q).collect();
             let mask: Vec<f32> =
                 (0..batch * keys).map(|i| if i % keys > 0 && i % 3 == 1 { -3e4 } else { 0.0 }).collect();
@@ -105,7 +120,17 @@ fn agrees_with_f64_for_odd_sizes_blocks_and_masks() {
 
 #[test]
 fn interleaved_rows_are_read_and_written_in_place() {
-    let shape = Shape { batch: 2, heads: 3, head_width: 8, queries: 19, keys: 19, causal: true, scale: 0.3 };
+    let shape = Shape {
+        batch: 2,
+        heads: 3,
+        kv_heads: 3,
+        window: None,
+        head_width: 8,
+        queries: 19,
+        keys: 19,
+        causal: true,
+        scale: 0.3,
+    };
     let (n, d) = (38, 24);
     let (qkv, g) = (numbers(n * 3 * d, 1), numbers(n * d, 2));
     let [q, k, v] = [0, 1, 2].map(|part| Rows { data: &qkv[part * d..], stride: 3 * d });
@@ -128,7 +153,17 @@ fn interleaved_rows_are_read_and_written_in_place() {
 #[test]
 fn queries_with_all_keys_masked_get_numbers() {
     for mask in [-3e4, f32::NEG_INFINITY] {
-        let shape = Shape { batch: 2, heads: 1, head_width: 4, queries: 9, keys: 9, causal: false, scale: 0.5 };
+        let shape = Shape {
+            batch: 2,
+            heads: 1,
+            kv_heads: 1,
+            window: None,
+            head_width: 4,
+            queries: 9,
+            keys: 9,
+            causal: false,
+            scale: 0.5,
+        };
         let [q, k, v, g] = [1, 2, 3, 4].map(|seed| numbers(72, seed));
         let mask = [[0.0; 9], [mask; 9]].concat();
         let got = run(Blocks { queries: 4, keys: 3 }, shape, [&q, &k, &v], Some(&mask), &g);
@@ -138,14 +173,34 @@ fn queries_with_all_keys_masked_get_numbers() {
 
 #[test]
 fn the_number_of_threads_changes_no_bit() {
-    let shape = Shape { batch: 2, heads: 3, head_width: 33, queries: 131, keys: 131, causal: true, scale: 0.2 };
+    let shape = Shape {
+        batch: 2,
+        heads: 3,
+        kv_heads: 3,
+        window: None,
+        head_width: 33,
+        queries: 131,
+        keys: 131,
+        causal: true,
+        scale: 0.2,
+    };
     let [q, k, v, g] = [1, 2, 3, 4].map(|seed| numbers(2 * 131 * 99, seed));
     same_bits(|| run(Blocks { queries: 64, keys: 50 }, shape, [&q, &k, &v], None, &g).concat());
 }
 
 #[test]
 fn shapes_that_do_not_fit_are_named() {
-    let shape = Shape { batch: 1, heads: 1, head_width: 2, queries: 2, keys: 2, causal: true, scale: 1.0 };
+    let shape = Shape {
+        batch: 1,
+        heads: 1,
+        kv_heads: 1,
+        window: None,
+        head_width: 2,
+        queries: 2,
+        keys: 2,
+        causal: true,
+        scale: 1.0,
+    };
     let run = |shape: Shape, k: usize, stride: usize, mask: usize, lse: usize| {
         let (k, mask) = (vec![0.0; k], vec![0.0; mask]);
         let (q, k) = (Rows { data: &[0.0; 4], stride: 2 }, Rows { data: &k, stride });
@@ -156,6 +211,10 @@ fn shapes_that_do_not_fit_are_named() {
     assert_panics(&["rows of `k` have 1 elements, expected at least 2"], || run(shape, 4, 1, 2, 2));
     assert_panics(&["`key_mask` has 1 elements, expected 2"], || run(shape, 4, 2, 1, 2));
     assert_panics(&["`lse` has 3 elements, expected 2"], || run(shape, 4, 2, 2, 3));
+    assert_panics(&["2 heads of queries cannot share 3 of keys"], || {
+        run(Shape { heads: 2, kv_heads: 3, ..shape }, 4, 2, 2, 2);
+    });
+    assert_panics(&["a window of Some(0) keys"], || run(Shape { window: Some(0), ..shape }, 4, 2, 2, 2));
     assert_panics(&["0 keys"], || run(Shape { keys: 0, causal: false, ..shape }, 0, 2, 0, 2));
     assert_panics(&["7 elements", "rows of 3 x 2"], || {
         RowsMut::split_qkv(&mut [0.0; 7], 2);

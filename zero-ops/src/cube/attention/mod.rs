@@ -101,7 +101,7 @@ struct Sizes {
 
 impl Sizes {
     fn new(n: usize, d: usize, options: AttentionOptions) -> Self {
-        let AttentionOptions { batch, heads, causal, scale } = options;
+        let AttentionOptions { batch, heads, causal, scale, .. } = options;
         Self { pairs: batch * heads, heads, t: n / batch, e: d / heads, causal, scale: scale as f32 }
     }
 
@@ -216,7 +216,7 @@ mod compiled {
         let blocked = Blocked { budget_bytes: 1 << 20, tuned: false };
         for dtype in TYPES {
             for (causal, masked) in [(false, false), (false, true), (true, false), (true, true)] {
-                let options = AttentionOptions { batch: 1, heads, causal, scale: 0.125 };
+                let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125 };
                 let mask = masked.then(|| tensor([1, t], DType::F32));
                 let inputs = Inputs::new([tensor([t, 3 * heads * e], dtype)], mask, options);
                 let [out, lse] = forward_of(inputs.clone(), blocked);

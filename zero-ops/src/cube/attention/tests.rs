@@ -95,7 +95,7 @@ impl Case {
 
     fn options(self) -> AttentionOptions {
         let Self { batch, heads, e, causal, .. } = self;
-        AttentionOptions { batch, heads, causal, scale: 1.0 / (e as f64).sqrt() }
+        AttentionOptions { batch, heads, causal, window: None, scale: 1.0 / (e as f64).sqrt() }
     }
 
     fn shape(self) -> [usize; 2] {
