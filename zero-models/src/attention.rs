@@ -1,8 +1,8 @@
 //! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where probabilities are
 //! dropped out.
 //!
-//! Shape suffixes: `b` batch, `h` heads, `t` positions, `e` width of a head, `d` = `h * e` width of the model,
-//! `n` = `b * t` rows, `r` = `b * h` or 1, `s` = `t * t` scores.
+//! Shape suffixes: `b` batch, `h` heads, `k` heads of keys, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`
+//! width of the model, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h` or 1, `s` = `t * u` scores.
 
 use burn::nn::Dropout;
 use burn::tensor::{Bool, Int, Tensor, activation};
@@ -15,20 +15,24 @@ pub(crate) const MASKED: f64 = -3.0e4;
 /// The masks that all layers of one forward pass share. They are added to the scores: unlike filling, an addition costs
 /// nothing in the backward pass.
 pub(crate) struct Masks<B: FusedBackend> {
-    /// Of each key, `[b, t]`; `None` if there is no padding.
+    /// Of each key, `[b, u]`; `None` if there is no padding.
     keys_bt: Option<Tensor<B, 2>>,
-    /// Of each pair, `[r, t * t]`: what the elementary operations add. Only where probabilities are dropped out.
+    /// Of each pair, `[r, s]`: what the elementary operations add. Only where probabilities are dropped out.
     pairs_rs: Option<Tensor<B, 2>>,
 }
 
 impl<B: FusedBackend> Masks<B> {
-    /// Hides from each position those that come after it. `like_nd` has the type of the activations.
-    pub(crate) fn causal(t: usize, dropout: &Dropout, like_nd: &Tensor<B, 2>) -> Self {
+    /// Hides from each position those that come after it, and those before its `window`. `like_nd` has the type of the activations.
+    pub(crate) fn causal(t: usize, window: Option<usize>, dropout: &Dropout, like_nd: &Tensor<B, 2>) -> Self {
         let device = like_nd.device();
         let pairs_rs = is_active(dropout, like_nd).then(|| {
             let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device);
-            let mask_rs = Tensor::zeros([t, t], &device).mask_fill(future_tt, MASKED).reshape([1, t * t]);
-            in_type_of(mask_rs, like_nd)
+            let mut mask_tt = Tensor::zeros([t, t], &device).mask_fill(future_tt, MASKED);
+            if let Some(window) = window {
+                let past_tt = Tensor::<B, 2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device);
+                mask_tt = mask_tt.mask_fill(past_tt, MASKED);
+            }
+            in_type_of(mask_tt.reshape([1, t * t]), like_nd)
         });
         Self { keys_bt: None, pairs_rs }
     }
@@ -62,18 +66,18 @@ pub(crate) fn is_active<B: FusedBackend>(dropout: &Dropout, x_nd: &Tensor<B, 2>)
 /// Mixes values by the probabilities that queries and keys give.
 ///
 /// # Shapes
-/// - `q_nd`, `k_nd`, `v_nd`: `[n, d]`
+/// - `q_nd`: `[n, d]`, `k_mc`, `v_mc`: `[m, c]`
 /// - returns `[n, d]`
 pub(crate) fn attend<B: FusedBackend>(
-    [q_nd, k_nd, v_nd]: [Tensor<B, 2>; 3],
+    [q_nd, k_mc, v_mc]: [Tensor<B, 2>; 3],
     masks: &Masks<B>,
     options: AttentionOptions,
     dropout: &Dropout,
 ) -> Tensor<B, 2> {
     if is_active(dropout, &q_nd) {
-        attend_with_dropout([q_nd, k_nd, v_nd], masks, options, dropout)
+        attend_with_dropout([q_nd, k_mc, v_mc], masks, options, dropout)
     } else {
-        zero_ops::attention(q_nd, k_nd, v_nd, masks.keys_bt.clone(), options)
+        zero_ops::attention(q_nd, k_mc, v_mc, masks.keys_bt.clone(), options)
     }
 }
 
@@ -93,22 +97,28 @@ pub(crate) fn attend_packed<B: FusedBackend>(
 }
 
 fn attend_with_dropout<B: FusedBackend>(
-    [q_nd, k_nd, v_nd]: [Tensor<B, 2>; 3],
+    [q_nd, k_mc, v_mc]: [Tensor<B, 2>; 3],
     masks: &Masks<B>,
     options: AttentionOptions,
     dropout: &Dropout,
 ) -> Tensor<B, 2> {
-    let [n, d] = q_nd.dims();
+    let ([n, d], [m, c]) = (q_nd.dims(), k_mc.dims());
     let (b, h) = (options.batch, options.heads);
-    let (t, e) = (n / b, d / h);
-    let heads = |x_nd: Tensor<B, 2>| x_nd.reshape([b, t, h, e]).swap_dims(1, 2);
+    let (t, u, e) = (n / b, m / b, d / h);
+    let k = c / e;
+    let heads = |x_mc: Tensor<B, 2>| x_mc.reshape([b, u, k, e]).swap_dims(1, 2);
+    // Heads of queries that share one of keys are its rows, one after the other.
+    let by_key = |x_bhtw: Tensor<B, 4>| {
+        let [.., width] = x_bhtw.dims();
+        if k == h { x_bhtw } else { x_bhtw.reshape([b, k, h / k * t, width]) }
+    };
     // The reshape leaves a tensor of its own, which is scaled in place.
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
-    let mut scores_bhtt = q_bhte.matmul(heads(k_nd).transpose());
+    let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
     if let Some(mask_rs) = &masks.pairs_rs {
-        let scores_rs = scores_bhtt.reshape([b * h, t * t]) + mask_rs.clone();
-        scores_bhtt = scores_rs.reshape([b, h, t, t]);
+        let scores_rs = scores_bhtu.reshape([b * h, t * u]) + mask_rs.clone();
+        scores_bhtu = scores_rs.reshape([b, h, t, u]);
     }
-    let probabilities_bhtt = dropout.forward(activation::softmax(scores_bhtt, 3));
-    probabilities_bhtt.matmul(heads(v_nd)).swap_dims(1, 2).reshape([n, d])
+    let probabilities_bhtu = dropout.forward(activation::softmax(scores_bhtu, 3));
+    by_key(probabilities_bhtu).matmul(heads(v_mc)).reshape([b, h, t, e]).swap_dims(1, 2).reshape([n, d])
 }

@@ -11,15 +11,19 @@ use crate::error::io_at;
 
 /// Makes a family's configuration of its table: the keys of `config.json` with Hugging Face's defaults for those that are
 /// absent. `activation` is the key that names the activation function; what is `refused` has no field, as nothing but the
-/// value in the table is implemented. The family's `validate` is part of reading.
+/// value in the table is implemented. The family's `validate` is part of reading. A family of several `model_type`s has that as
+/// one of its keys, and no activation if it knows one alone; `given` makes what is read into these keys.
 macro_rules! hf_config {
     (
         $(#[$doc:meta])*
-        pub struct $config:ident of $family:literal, $model_type:literal {
+        pub struct $config:ident of $family:literal $(, $model_type:literal)? {
             $($(#[$about:meta])* $field:ident: $type:ty = $default:expr,)*
         }
-        $(#[$activation_doc:meta])*
-        activation $activation:ident = $key:literal: $activation_default:expr;
+        $(
+            $(#[$activation_doc:meta])*
+            activation $activation:ident = $key:literal: $activation_default:expr;
+        )?
+        $(given $given:path;)?
         refused { $($refused:ident: $refused_type:ty = $implemented:expr,)* }
     ) => {
         $(#[$doc])*
@@ -30,18 +34,25 @@ macro_rules! hf_config {
         #[serde(try_from = "Keys", into = "Keys")]
         pub struct $config {
             $($(#[$about])* pub $field: $type,)*
-            $(#[$activation_doc])*
-            pub $activation: $crate::Activation,
+            $(
+                $(#[$activation_doc])*
+                pub $activation: $crate::Activation,
+            )?
         }
 
         /// The keys of `config.json` that matter.
         #[derive(serde::Serialize, serde::Deserialize)]
         #[serde(default)]
         struct Keys {
-            model_type: String,
+            $(
+                #[doc = $model_type]
+                model_type: String,
+            )?
             $($(#[$about])* $field: $type,)*
-            #[serde(rename = $key)]
-            $activation: String,
+            $(
+                #[serde(rename = $key)]
+                $activation: String,
+            )?
             $($refused: $refused_type,)*
         }
 
@@ -54,9 +65,9 @@ macro_rules! hf_config {
         impl From<$config> for Keys {
             fn from(config: $config) -> Self {
                 Self {
-                    model_type: $model_type.to_string(),
+                    $(model_type: $model_type.to_string(),)?
                     $($field: config.$field,)*
-                    $activation: config.$activation.hf_name().to_string(),
+                    $($activation: config.$activation.hf_name().to_string(),)?
                     $($refused: $implemented,)*
                 }
             }
@@ -66,11 +77,11 @@ macro_rules! hf_config {
             type Error = $crate::ModelError;
 
             fn try_from(keys: Keys) -> Result<Self, $crate::ModelError> {
-                $crate::hf_config::check_model_type($model_type, keys.model_type)?;
+                $($crate::hf_config::check_model_type($model_type, keys.model_type)?;)?
                 $($crate::hf_config::check_implemented($family, stringify!($refused), keys.$refused, $implemented)?;)*
                 let config = Self {
                     $($field: keys.$field,)*
-                    $activation: $crate::Activation::from_hf_name($family, $key, &keys.$activation)?,
+                    $($activation: $crate::Activation::from_hf_name($family, $key, &keys.$activation)?,)?
                 };
                 config.validate()?;
                 Ok(config)
@@ -83,7 +94,7 @@ macro_rules! hf_config {
 
             /// Hugging Face's defaults.
             fn published() -> Self {
-                Self { $($field: $default,)* $activation: $activation_default }
+                Self { $($field: $default,)* $($activation: $activation_default)? }
             }
 
             /// Reads the text of a Hugging Face `config.json`.
@@ -91,6 +102,7 @@ macro_rules! hf_config {
             /// # Errors
             /// When it is not JSON, of another model, not a possible model, or asks for what is not implemented.
             pub fn from_json(text: &str) -> Result<Self, $crate::ModelError> {
+                $(let text = &$given(text)?;)?
                 let keys: Keys = serde_json::from_str(text)
                     .map_err(|source| $crate::ModelError::ConfigSyntax { model: $family, source })?;
                 keys.try_into()

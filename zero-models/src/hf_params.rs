@@ -105,12 +105,16 @@ pub(crate) enum Kind {
     Table,
     /// As a table; absent if it is the embedding of the tokens.
     Head,
-    /// A bias without a layer.
+    /// A bias without a layer, or of one without.
     Bias,
+    /// The factors of a norm that adds nothing.
+    Scale,
     /// A layer norm.
     Norm,
     /// A linear layer, whose weight `torch.nn.Linear` has transposed.
     Linear,
+    /// As a linear layer, without a bias.
+    Weight,
     /// A linear layer that is transformers' `Conv1D`, which has the weight as Burn has it.
     Conv1d,
 }
@@ -126,11 +130,18 @@ pub(crate) const fn layer<C>(
 }
 
 impl<C> Layer<C> {
+    /// Whether the layer's matrix is stored transposed.
+    fn is_transposed(&self) -> bool {
+        matches!(self.kind, Kind::Linear | Kind::Weight)
+    }
+
     /// The parameters' paths and names in a block, and whether they are matrices.
     fn parameters(&self, block: &str) -> impl Iterator<Item = (String, String, bool)> {
         let fields: &[_] = match self.kind {
             Kind::Table | Kind::Head => &[("", ".weight", true)],
             Kind::Bias => &[("", ".bias", false)],
+            Kind::Scale => &[("", ".weight", false)],
+            Kind::Weight => &[(".weight", ".weight", true)],
             Kind::Norm => &[(".gamma", ".weight", false), (".beta", ".bias", false)],
             Kind::Linear | Kind::Conv1d => &[(".weight", ".weight", true), (".bias", ".bias", false)],
         };
@@ -153,7 +164,7 @@ pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
                     path,
                     shape: if matrix { sizes.to_vec() } else { vec![sizes[1]] },
                     name,
-                    transposed: matrix && layer.kind == Kind::Linear,
+                    transposed: matrix && layer.is_transposed(),
                 }));
             }
         }
@@ -174,7 +185,7 @@ fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
     let path = path.join(".");
     for layer in C::LAYERS {
         if let Some((_, name, matrix)) = layer.parameters(block).find(|(at, ..)| *at == path) {
-            return (name, matrix && layer.kind == Kind::Linear);
+            return (name, matrix && layer.is_transposed());
         }
     }
     unreachable!("no parameter of the family is at {path}")

@@ -30,6 +30,16 @@ pub(crate) fn linear<B: Backend>(d_in: usize, d_out: usize, std: f64, device: &B
     Linear { weight: normal([d_in, d_out], std, device), bias: Some(zeros([d_out], device)), adapter: None }
 }
 
+/// As [`linear`], without a bias.
+pub(crate) fn weight<B: Backend>(d_in: usize, d_out: usize, std: f64, device: &B::Device) -> Linear<B> {
+    Linear { bias: None, ..linear(d_in, d_out, std, device) }
+}
+
+/// The factors of a norm that adds nothing.
+pub(crate) fn ones<B: Backend>(width: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
+    Initializer::Ones.init([width], device)
+}
+
 /// A layer norm of rows of `width`.
 pub(crate) fn norm<B: Backend>(width: usize, epsilon: f64, device: &B::Device) -> LayerNorm<B> {
     LayerNormConfig::new(width).with_epsilon(epsilon).init(device)

@@ -2,6 +2,7 @@
 //!
 //! Shape suffixes: `n` rows, `d` and `f` widths.
 
+use burn::module::Param;
 use burn::nn::{Dropout, LayerNorm};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -48,6 +49,11 @@ pub(crate) fn dense_activated<B: FusedBackend>(
 ) -> Tensor<B, 2> {
     let product_nf = layer.product(x_nd, None, None);
     activation.forward_with_bias(product_nf, bias(layer))
+}
+
+/// Rows divided by their root mean square, times `gamma_d`.
+pub(crate) fn scaled<B: FusedBackend>(gamma_d: &Param<Tensor<B, 1>>, epsilon: f64, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+    zero_ops::rms_norm(x_nd, gamma_d.val(), epsilon)
 }
 
 /// `norm` of rows. Its epsilon is private to Burn's module.

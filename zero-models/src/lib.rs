@@ -1,9 +1,9 @@
-//! GPT-2 and BERT as plain Burn modules.
+//! GPT-2, BERT and Llama as plain Burn modules.
 //!
 //! What goes in: a configuration (a preset, or a Hugging Face `config.json`), a device, and token ids.
 //! What comes out: logits and losses. The modules are generic over [`Backend`](burn::tensor::backend::Backend),
 //! know nothing of ranks or of where their parameters live, and run the same on a bare backend. They own their
-//! parameters; a parameter is created on first use, or by [`gpt2::weights`] and [`bert::weights`], which read the
+//! parameters; a parameter is created on first use, or by [`gpt2::weights`] and its like, which read the
 //! checkpoints that Hugging Face publishes; [`generate`] makes text. [`hf_export`] writes such a checkpoint, from a configuration and whoever can
 //! read parameters by name. Everything runs on the caller's thread.
 //!
@@ -23,6 +23,7 @@
 mod activation;
 mod attention;
 pub mod bert;
+mod causal;
 mod error;
 pub mod generate;
 pub mod gpt2;
@@ -32,6 +33,7 @@ mod hf_params;
 mod init;
 mod key_map;
 mod layers;
+pub mod llama;
 pub mod lora;
 pub mod loss;
 mod model_config;
@@ -41,9 +43,11 @@ mod suggest;
 
 pub use activation::Activation;
 pub use bert::{Bert, BertBatch, BertConfig, BertHead, BertPredictions};
+pub use causal::{CausalFamily, CausalSizes};
 pub use error::{ModelError, ShapeMismatch};
 pub use gpt2::{Gpt2, Gpt2Config};
 pub use hf_params::{HfParam, ModelParam, load_module};
 pub use key_map::KeyMap;
+pub use llama::{Llama, LlamaConfig};
 pub use model_config::ModelConfig;
 pub use module_config::ModuleConfig;

@@ -6,10 +6,31 @@
 //! Shape suffixes: `n` rows, `v` vocabulary.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor, s};
+use zero_ops::{FusedBackend, linear_cross_entropy};
 
 /// The label of a position that does not count.
 pub const IGNORED_LABEL: i32 = -100;
+
+/// The mean cross-entropy in nats of predicting each label of a row from the tokens before it; labels are shifted here. `model`
+/// gives the rows `[n, d]` that the head reads, and the head's weight `[v, d]`.
+///
+/// # Panics
+/// If rows have fewer than 2 tokens, or labels another shape.
+pub(crate) fn next_token_loss<B: FusedBackend>(
+    input_ids_bt: Tensor<B, 2, Int>,
+    labels_bt: Tensor<B, 2, Int>,
+    model: impl FnOnce(Tensor<B, 2, Int>) -> (Tensor<B, 2>, Tensor<B, 2>),
+) -> Tensor<B, 1> {
+    let [b, t] = input_ids_bt.dims();
+    assert!(t >= 2, "a next-token loss needs rows of at least 2 tokens, got {t}");
+    assert_eq!(labels_bt.dims(), [b, t], "labels must have the shape of input_ids");
+    // The last position of a row predicts nothing: ignoring it costs less than copying all others.
+    let nothing_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + IGNORED_LABEL;
+    let next_n = Tensor::cat(vec![labels_bt.slice(s![.., 1..t]), nothing_b1], 1).reshape([b * t]);
+    let (hidden_nd, weight_vd) = model(input_ids_bt);
+    linear_cross_entropy(hidden_nd, weight_vd, next_n, Some(IGNORED_LABEL.into()))
+}
 
 /// The mean of the cross-entropy in nats over the rows whose label is not [`IGNORED_LABEL`]; 0 if there are none.
 ///

@@ -6,10 +6,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
+use crate::error::io_at;
 use crate::hf_params::{AS_NAMED, parameters, rules, stored};
 use crate::lora::AdaptedModel;
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
-use crate::{BertConfig, BertHead, Gpt2Config, ModelError, ModelParam, ModuleConfig};
+use crate::{BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig};
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
 ///
@@ -28,6 +29,8 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
     /// A BERT with its heads.
     Bert(BertConfig),
+    /// A Llama or one of its kin with its language-model head.
+    Llama(LlamaConfig),
     /// Any other module.
     Module(ModuleConfig),
     /// What LoRA trains of a model of any of these families.
@@ -35,16 +38,18 @@ pub enum ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads a Hugging Face `config.json` of either family.
+    /// Reads a Hugging Face `config.json` of any family.
     ///
     /// # Errors
-    /// As [`Gpt2Config::from_file`] and [`BertConfig::from_file`]; a file without `model_type` is taken for a GPT-2's.
+    /// As [`Gpt2Config::from_file`] and its like; a file without `model_type` is taken for a GPT-2's.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        match Gpt2Config::from_file(path) {
-            Err(ModelError::InFile { error, .. }) if matches!(&*error, ModelError::ModelType { got, .. } if got == "bert") => {
-                BertConfig::from_file(path).map(Self::Bert)
-            }
-            gpt2 => gpt2.map(Self::Gpt2),
+        let text = std::fs::read(path).map_err(io_at("read", path))?;
+        // Of what is no JSON, the family will tell.
+        let keys: Value = serde_json::from_slice(&text).unwrap_or_default();
+        match keys["model_type"].as_str() {
+            Some("bert") => BertConfig::from_file(path).map(Self::Bert),
+            Some("llama" | "mistral" | "qwen2") => LlamaConfig::from_file(path).map(Self::Llama),
+            _ => Gpt2Config::from_file(path).map(Self::Gpt2),
         }
     }
 
@@ -54,6 +59,7 @@ impl ModelConfig {
         match self {
             Self::Gpt2(config) => parameters(config),
             Self::Bert(config) => parameters(config),
+            Self::Llama(config) => parameters(config),
             Self::Module(module) => module.parameters.clone(),
             Self::Adapted(adapted) => adapted.parameters(),
         }
@@ -64,6 +70,7 @@ impl ModelConfig {
         match self {
             Self::Gpt2(config) => config.n_layer,
             Self::Bert(config) => config.num_hidden_layers,
+            Self::Llama(config) => config.num_hidden_layers,
             Self::Module(_) => 0,
             Self::Adapted(adapted) => adapted.base.blocks(),
         }
@@ -74,6 +81,7 @@ impl ModelConfig {
         match self {
             Self::Gpt2(config) => Some(config.n_embd),
             Self::Bert(config) => Some(config.hidden_size),
+            Self::Llama(config) => Some(config.hidden_size),
             Self::Module(_) => None,
             Self::Adapted(adapted) => adapted.base.hidden_size(),
         }
@@ -91,6 +99,7 @@ impl ModelConfig {
         match self {
             Self::Gpt2(_) => Some("GPT2LMHeadModel"),
             Self::Bert(config) => Some(config.head.architecture()),
+            Self::Llama(config) => Some(config.architecture()),
             Self::Module(module) => module.architecture.as_deref(),
             Self::Adapted(_) => None,
         }
@@ -101,6 +110,7 @@ impl ModelConfig {
         match self {
             Self::Gpt2(_) => Ok(&["c_attn"]),
             Self::Bert(_) => Ok(&["query", "value"]),
+            Self::Llama(_) => Ok(&["q_proj", "v_proj"]),
             Self::Adapted(adapted) => adapted.base.lora_targets(),
             Self::Module(_) => {
                 let problem = "target_modules is empty: name the layers of this module that are to be adapted".into();
@@ -112,7 +122,7 @@ impl ModelConfig {
     /// What PEFT calls the model's task.
     pub(crate) fn task_type(&self) -> Option<&'static str> {
         match self {
-            Self::Gpt2(_) => Some("CAUSAL_LM"),
+            Self::Gpt2(_) | Self::Llama(_) => Some("CAUSAL_LM"),
             Self::Bert(config) if matches!(config.head, BertHead::Classes(_)) => Some("SEQ_CLS"),
             Self::Adapted(adapted) => adapted.base.task_type(),
             _ => None,
@@ -135,6 +145,7 @@ impl ModelConfig {
         let rules = match self {
             Self::Gpt2(_) => rules::<Gpt2Config>(),
             Self::Bert(_) => rules::<BertConfig>(),
+            Self::Llama(_) => rules::<LlamaConfig>(),
             Self::Module(_) | Self::Adapted(_) => AS_NAMED,
         };
         stored(self.parameters(), checkpoint, rules)
@@ -185,6 +196,12 @@ impl From<BertConfig> for ModelConfig {
     }
 }
 
+impl From<LlamaConfig> for ModelConfig {
+    fn from(config: LlamaConfig) -> Self {
+        Self::Llama(config)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -193,7 +210,8 @@ mod tests {
     fn is_read_as_it_is_written() {
         let gpt2 = ModelConfig::from(Gpt2Config::preset("gpt2-xl").unwrap());
         let bert = ModelConfig::from(BertConfig::preset("bert-base").unwrap());
-        for (config, family) in [(gpt2, "gpt2"), (bert, "bert")] {
+        let llama = ModelConfig::from(LlamaConfig::preset("llama-3-8b").unwrap());
+        for (config, family) in [(gpt2, "gpt2"), (bert, "bert"), (llama, "llama")] {
             let value = serde_json::to_value(&config).unwrap();
             assert_eq!(value["family"], family);
             assert_eq!(value["config"]["model_type"], family);
@@ -213,7 +231,8 @@ mod tests {
         };
         assert!(matches!(read(r#"{"model_type": "gpt2"}"#), Ok(ModelConfig::Gpt2(_))));
         assert!(matches!(read(r#"{"model_type": "bert"}"#), Ok(ModelConfig::Bert(_))));
-        assert!(read(r#"{"model_type": "llama"}"#).unwrap_err().to_string().contains("llama"));
+        assert!(matches!(read(r#"{"model_type": "qwen2"}"#), Ok(ModelConfig::Llama(_))));
+        assert!(read(r#"{"model_type": "t5"}"#).unwrap_err().to_string().contains("t5"));
         assert!(read(r#"{"model_type": "bert", "is_decoder": true}"#).unwrap_err().to_string().contains("is_decoder"));
     }
 }

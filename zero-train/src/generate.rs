@@ -10,6 +10,7 @@ use std::sync::Mutex;
 
 use clap::Args;
 use serde_json::json;
+use tempfile::TempDir;
 use zero_burn::config::{Float, Tier, ZeroConfig};
 use zero_burn::launch::{LaunchOptions, launch};
 use zero_burn::module::end_pass;
@@ -18,7 +19,7 @@ use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
 use zero_models::generate::{Hooks, Sampling, generate_with};
 use zero_models::hf_export::{ExportDtype, ExportOptions};
-use zero_models::{Gpt2Config, ModelConfig, gpt2, lora};
+use zero_models::{CausalFamily, ModelConfig, lora};
 use zero_ops::FusedBackend;
 
 use crate::TrainError;
@@ -148,13 +149,25 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     } else if let Some(base) = &options.base {
         return Err(wrong("base", base.display(), "expected an adapter beside it; this is a whole model"));
     }
-    let config = match ModelConfig::from_file(&dir.join("config.json"))? {
-        ModelConfig::Gpt2(config) => config,
-        _ => return Err(wrong("model", options.model.display(), "expected a GPT-2, which predicts the next token")),
-    };
-    let folders = [&*dir];
+    let adapter = adapter.as_deref();
+    match ModelConfig::from_file(&dir.join("config.json"))? {
+        ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &config),
+        ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &config),
+        _ => Err(wrong("model", options.model.display(), "expected a GPT-2 or a Llama, which predict the next token")),
+    }
+}
+
+/// As [`run`], with the model in the folder `dir` and what was trained beside it; one may lie in a folder that was made for this.
+fn run_on_model<C: CausalFamily>(
+    options: &Options,
+    dir: &Path,
+    adapter: Option<&Path>,
+    made_for_this: Option<TempDir>,
+    config: &C,
+) -> Result<(), TrainError> {
+    let folders = [dir];
     let cutting = Cutting {
-        vocab_size: config.vocab_size,
+        vocab_size: config.sizes().vocabulary,
         tokenizer: options.tokenizer.as_deref(),
         folders: &folders,
         ..Cutting::default()
@@ -167,23 +180,16 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     }
     let encode = |text: &String| tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem));
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
-    let job = Job {
-        options,
-        dir: &dir,
-        adapter: adapter.as_deref(),
-        config: &config,
-        tokenizer: &tokenizer,
-        prompts: &prompts,
-    };
+    let job = Job { options, dir, adapter, config, tokenizer: &tokenizer, prompts: &prompts };
     let run_on = match options.backend {
         #[cfg(feature = "cuda")]
-        BackendChoice::Cuda => Job::run::<burn_cuda::Cuda>,
+        BackendChoice::Cuda => Job::<C>::run::<burn_cuda::Cuda>,
         #[cfg(feature = "vulkan")]
-        BackendChoice::Vulkan => Job::run::<burn_wgpu::Vulkan>,
-        _ => Job::run::<burn_flex::Flex>,
+        BackendChoice::Vulkan => Job::<C>::run::<burn_wgpu::Vulkan>,
+        _ => Job::<C>::run::<burn_flex::Flex>,
     };
     let made = run_on(&job)?;
-    drop(exported);
+    drop(made_for_this);
     let streamed = job.streams();
     for ((prompt, tokens), text) in prompts.iter().zip(&made).zip(&texts) {
         let follows = tokenizer.decode(&[&prompt[..], tokens].concat());
@@ -197,17 +203,17 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     Ok(())
 }
 
-struct Job<'a> {
+struct Job<'a, C> {
     options: &'a Options,
     dir: &'a Path,
     /// What was trained beside the weights in `dir`.
     adapter: Option<&'a Path>,
-    config: &'a Gpt2Config,
+    config: &'a C,
     tokenizer: &'a Tokenizer,
     prompts: &'a [Vec<u32>],
 }
 
-impl Job<'_> {
+impl<C: CausalFamily> Job<'_, C> {
     /// Whether tokens are printed as they come.
     fn streams(&self) -> bool {
         self.prompts.len() == 1 && self.options.beams == 1 && !self.options.json
@@ -271,7 +277,7 @@ impl Job<'_> {
         how: &Sampling,
         made: &[Mutex<Vec<u32>>],
     ) -> Result<(), TrainError> {
-        let mut model = gpt2::weights::load(self.config.init::<Zero<I>>(device), self.dir, device)?;
+        let mut model = C::load(self.config.init::<Zero<I>>(device), self.dir, device)?;
         if let Some(adapter) = self.adapter {
             model = lora::load(model, &self.config.clone().into(), adapter, device)?;
         }

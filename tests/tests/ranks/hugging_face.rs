@@ -17,11 +17,12 @@ use zero_burn::module::prepare;
 use zero_burn::stats::rank_stats;
 use zero_core::{Partition, Stage};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
+use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{BertConfig, Gpt2Config, ModelConfig, bert, gpt2};
+use zero_models::{BertConfig, Gpt2Config, LlamaConfig, ModelConfig, bert, gpt2, llama};
 
 /// Sizes that no world divides.
-fn configs() -> [ModelConfig; 2] {
+fn configs() -> [ModelConfig; 3] {
     let gpt2 = Gpt2Config {
         vocab_size: 61,
         n_positions: 13,
@@ -39,7 +40,17 @@ fn configs() -> [ModelConfig; 2] {
         max_position_embeddings: 13,
         ..BertConfig::preset("bert-tiny").unwrap()
     };
-    [gpt2.into(), bert.into()]
+    let llama = LlamaConfig {
+        model_type: LlamaKind::Qwen2,
+        vocab_size: 61,
+        hidden_size: 20,
+        intermediate_size: 33,
+        num_key_value_heads: Some(2),
+        head_dim: Some(6),
+        max_position_embeddings: 13,
+        ..LlamaConfig::preset("llama-tiny").unwrap()
+    };
+    [gpt2.into(), bert.into(), llama.into()]
 }
 
 /// A checkpoint whose every element is another number, in two files.
@@ -75,6 +86,7 @@ fn plain(config: &ModelConfig, dir: &Path) -> Vec<Vec<u32>> {
     match config {
         ModelConfig::Gpt2(_) => bits(&gpt2::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bert(_) => bits(&bert::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
+        ModelConfig::Llama(_) => bits(&llama::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         _ => unreachable!("the tests have none"),
     }
 }
@@ -97,6 +109,7 @@ fn sharded(config: &ModelConfig, dir: &Path, stage: Stage, world: usize) -> Vec<
         match config {
             ModelConfig::Gpt2(config) => load!(config, gpt2),
             ModelConfig::Bert(config) => load!(config, bert),
+            ModelConfig::Llama(config) => load!(config, llama),
             _ => unreachable!("the tests have none"),
         }
     })

@@ -7,6 +7,7 @@ use crate::common;
 
 use std::fs;
 
+use burn::module::AutodiffModule;
 use burn::optim::Optimizer;
 use burn::tensor::{Int, Tensor, TensorData};
 use common::{B, Device, adamw, fixture, on_ranks, step};
@@ -17,7 +18,7 @@ use zero_burn::module::prepare;
 use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
 use zero_models::loss::cross_entropy_with_ignored;
-use zero_models::{Bert, BertBatch, Gpt2, ModelConfig, bert, gpt2, lora};
+use zero_models::{Bert, BertBatch, CausalFamily, Gpt2, Gpt2Config, LlamaConfig, ModelConfig, bert, gpt2, lora};
 
 const RANKS: usize = 2;
 const TOLERANCE: f64 = 1e-4;
@@ -93,26 +94,42 @@ fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig { param_persistence_threshold: 0, reduce_bucket_size: 5_000, ..ZeroConfig::new(stage) }
 }
 
+/// A model that predicts the next token, with these weights on this fixture's rows, at every stage.
+fn next_token_steps<C: CausalFamily>(name: &str, weights: &str)
+where
+    C::Model<B>: AutodiffModule<B>,
+{
+    let (reference, ids) = (reference(name), rows(name, "input_ids"));
+    for stage in Stage::ALL {
+        let got = on_ranks(RANKS, &config(stage), |device| {
+            let of = ModelConfig::from_file(&fixture(weights).join("config.json")).unwrap();
+            let of = C::of(of).expect("the fixture is of this family");
+            let model = C::load(of.init::<B>(&device), &fixture(weights), &device).unwrap();
+            let mut model = prepare::<B, _>(model, &device);
+            let mut optimizer = adamw::<C::Model<B>>();
+            let mut got = Vec::new();
+            for s in 0..reference.losses.len() {
+                let batch = ids.matrix(s, device.rank(), reference.batch, &device);
+                let (next, loss, norm) = step(model, &mut optimizer, |model| C::loss(model, batch.clone()));
+                got.push((loss, norm));
+                model = next;
+            }
+            got
+        });
+        compare(weights, stage, &reference, &got[0]);
+    }
+}
+
 #[test]
 fn gpt2_trains_as_in_pytorch() {
-    for (name, weights) in [("gpt2_tiny", "gpt2_tiny"), ("gpt2_tiny", "gpt2_tiny_sharded")] {
-        let (reference, ids) = (reference(name), rows(name, "input_ids"));
-        for stage in Stage::ALL {
-            let got = on_ranks(RANKS, &config(stage), |device| {
-                let model = gpt2::weights::from_pretrained::<B>(&fixture(weights), &device).unwrap();
-                let mut model = prepare::<B, _>(model, &device);
-                let mut optimizer = adamw::<Gpt2<B>>();
-                let mut got = Vec::new();
-                for s in 0..reference.losses.len() {
-                    let batch = ids.matrix(s, device.rank(), reference.batch, &device);
-                    let (next, loss, norm) = step(model, &mut optimizer, |model| model.loss(batch.clone()));
-                    got.push((loss, norm));
-                    model = next;
-                }
-                got
-            });
-            compare(weights, stage, &reference, &got[0]);
-        }
+    next_token_steps::<Gpt2Config>("gpt2_tiny", "gpt2_tiny");
+    next_token_steps::<Gpt2Config>("gpt2_tiny", "gpt2_tiny_sharded");
+}
+
+#[test]
+fn llama_mistral_and_qwen_train_as_in_pytorch() {
+    for name in ["llama_tiny", "mistral_tiny", "qwen2_tiny"] {
+        next_token_steps::<LlamaConfig>(name, name);
     }
 }
 

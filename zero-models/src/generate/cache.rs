@@ -1,9 +1,12 @@
 //! Keys and values of the tokens so far.
 //!
-//! Shape suffixes: `b` rows, `h` heads, `t` positions, `e` width of a head, `n` = `b * t` rows of activations, `d` = `h * e`.
+//! Shape suffixes: `b` rows, `h` heads, `k` heads of keys, `g` = `h / k`, `t` positions, `e` width of a head, `n` = `b * t` rows of
+//! activations, `d` = `h * e`, `c` = `k * e`.
+
+use std::ops::Range;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, activation};
+use burn::tensor::{Int, Tensor, TensorData, activation, s};
 use zero_ops::{AttentionOptions, FusedBackend};
 
 use crate::attention::MASKED;
@@ -11,7 +14,7 @@ use crate::attention::MASKED;
 /// What a model keeps of the tokens it has read, so that each is read once. Rows begin with padding where others are longer.
 #[derive(Debug, Clone)]
 pub struct KvCache<B: Backend> {
-    /// Of each layer the keys and the values, `[b, h, t, e]`.
+    /// Of each layer the keys and the values, `[b, k, t, e]`.
     layers: Vec<[Tensor<B, 4>; 2]>,
     length: usize,
     /// Tokens of padding before each row.
@@ -34,28 +37,30 @@ impl<B: FusedBackend> KvCache<B> {
         self.length == 0
     }
 
-    /// The numbers of the next `t` positions in each row's own text, `[b * t]`. Those of padding are 0.
-    pub(crate) fn positions(&self, t: usize, device: &B::Device) -> Tensor<B, 1, Int> {
-        let own = |&padding: &usize| (self.length..self.length + t).map(move |at| at.saturating_sub(padding) as i32);
-        let positions: Vec<i32> = self.padding.iter().flat_map(own).collect();
-        Tensor::from_ints(&*positions, device)
+    /// The numbers of the next `t` positions in each row's own text, row after row. Those of padding are 0.
+    pub(crate) fn numbers(&self, t: usize) -> impl Iterator<Item = i32> {
+        let next = self.length..self.length + t;
+        let own = move |&padding: &usize| next.clone().map(move |at| at.saturating_sub(padding) as i32);
+        self.padding.iter().flat_map(own)
     }
 
-    /// What hides the padding among `t` keys, `[b, t]`, if there is any.
-    fn hidden(&self, t: usize, like: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
-        if self.padding.iter().all(|&padding| padding == 0) {
+    /// What hides the padding among the keys of these positions, `[b, t]`, if there is any.
+    fn hidden(&self, keys: Range<usize>, like: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
+        if self.padding.iter().all(|&padding| padding <= keys.start) {
             return None;
         }
-        let of = |&padding: &usize| (0..t).map(move |at| if at < padding { MASKED as f32 } else { 0.0 });
+        let of = |&padding: &usize| keys.clone().map(move |at| if at < padding { MASKED as f32 } else { 0.0 });
         let hidden: Vec<f32> = self.padding.iter().flat_map(of).collect();
-        let data = TensorData::new(hidden, [self.padding.len(), t]);
+        let data = TensorData::new(hidden, [self.padding.len(), keys.len()]);
         Some(Tensor::from_data(data.convert_dtype(like.dtype()), &like.device()))
     }
 
-    /// Adds the keys and values of layer `layer` for new positions, and lets these look at all so far.
+    /// Adds the keys and values of layer `layer` for new positions, and lets these look at all so far, or at those in the window;
+    /// what nobody will look at any more is dropped.
     ///
     /// # Shapes
-    /// - `q_nd`, `k_nd`, `v_nd`: `[n, d]`; `n` is `b` where positions were read before
+    /// - `q_nd`: `[n, d]`; `n` is `b` where positions were read before
+    /// - `k_nd`, `v_nd`: `[n, c]`, of as many heads or fewer
     /// - returns `[n, d]`
     pub(crate) fn attend(
         &mut self,
@@ -63,26 +68,30 @@ impl<B: FusedBackend> KvCache<B> {
         [q_nd, k_nd, v_nd]: [Tensor<B, 2>; 3],
         options: AttentionOptions,
     ) -> Tensor<B, 2> {
-        let AttentionOptions { batch: b, heads: h, scale, .. } = options;
+        let AttentionOptions { batch: b, heads: h, window, .. } = options;
         let [n, d] = q_nd.dims();
-        let by_head = |x_nd: Tensor<B, 2>| x_nd.reshape([b, n / b, h, d / h]).swap_dims(1, 2);
+        let by_head = |x_nd: Tensor<B, 2>| {
+            let [_, c] = x_nd.dims();
+            x_nd.reshape([b, n / b, c * h / d, d / h]).swap_dims(1, 2)
+        };
+        let end = self.length + n / b;
+        let keys = end - window.unwrap_or(end).min(end)..end;
+        let hidden_bt = self.hidden(if self.length == 0 { 0..end } else { keys.clone() }, &q_nd);
+        let in_window = |x_bhte: Tensor<B, 4>| {
+            let [.., t, _] = x_bhte.dims();
+            if t > keys.len() { x_bhte.slice(s![.., .., t - keys.len()..t, ..]) } else { x_bhte }
+        };
         let new = [by_head(k_nd.clone()), by_head(v_nd.clone())];
         if self.length == 0 {
-            self.layers.push(new);
-            return zero_ops::attention(q_nd.clone(), k_nd, v_nd, self.hidden(n / b, &q_nd), options);
+            self.layers.push(new.map(in_window));
+            return zero_ops::attention(q_nd, k_nd, v_nd, hidden_bt, options);
         }
         assert_eq!(n, b, "after the first, positions are read one by one");
-        let hidden_bt = self.hidden(self.length + 1, &q_nd);
         let kept = &mut self.layers[layer];
         for (kept, new) in kept.iter_mut().zip(new) {
-            *kept = Tensor::cat(vec![kept.clone(), new], 2);
+            *kept = in_window(Tensor::cat(vec![kept.clone(), new], 2));
         }
-        let [keys_bhte, values_bhte] = kept.clone();
-        let mut scores_bh1t = by_head(q_nd * scale).matmul(keys_bhte.transpose());
-        if let Some(hidden_bt) = hidden_bt {
-            scores_bh1t = scores_bh1t + hidden_bt.reshape([b, 1, 1, self.length + 1]);
-        }
-        activation::softmax(scores_bh1t, 3).matmul(values_bhte).swap_dims(1, 2).reshape([n, d])
+        look(q_nd, kept.clone(), hidden_bt, options)
     }
 
     /// All layers have read `t` more positions.
@@ -99,4 +108,21 @@ impl<B: FusedBackend> KvCache<B> {
         }
         self.padding = rows.iter().map(|&row| self.padding[row]).collect();
     }
+}
+
+/// What one position of each row sees among these keys and values, `[b, d]`.
+fn look<B: FusedBackend>(
+    q_bd: Tensor<B, 2>,
+    [keys_bkte, values_bkte]: [Tensor<B, 4>; 2],
+    hidden_bt: Option<Tensor<B, 2>>,
+    options: AttentionOptions,
+) -> Tensor<B, 2> {
+    let ([b, d], [_, k, t, e]) = (q_bd.dims(), keys_bkte.dims());
+    // Heads of queries that share one of keys are its rows.
+    let q_bkge = (q_bd * options.scale).reshape([b, k, d / (k * e), e]);
+    let mut scores_bkgt = q_bkge.matmul(keys_bkte.transpose());
+    if let Some(hidden_bt) = hidden_bt {
+        scores_bkgt = scores_bkgt + hidden_bt.reshape([b, 1, 1, t]);
+    }
+    activation::softmax(scores_bkgt, 3).matmul(values_bkte).reshape([b, d])
 }

@@ -10,13 +10,13 @@ use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_entropy};
+use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
 use crate::lora::{Adaptable, Linear};
-use crate::loss::IGNORED_LABEL;
+use crate::loss::next_token_loss;
 use crate::{Activation, Gpt2Config, init};
 
 /// A GPT-2 with its language-model head. Fields are named as in Hugging Face's `GPT2LMHeadModel`.
@@ -173,14 +173,7 @@ impl<B: FusedBackend> Gpt2<B> {
     /// # Panics
     /// If `t` is below 2 or more than `n_positions`, or if the shapes differ.
     pub fn loss_with_labels(&self, input_ids_bt: Tensor<B, 2, Int>, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-        let [b, t] = input_ids_bt.dims();
-        assert!(t >= 2, "a next-token loss needs rows of at least 2 tokens, got {t}");
-        assert_eq!(labels_bt.dims(), [b, t], "labels must have the shape of input_ids");
-        // The last position of a row predicts nothing: ignoring it costs less than copying all others.
-        let nothing_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + IGNORED_LABEL;
-        let next_n = Tensor::cat(vec![labels_bt.slice(s![.., 1..t]), nothing_b1], 1).reshape([b * t]);
-        let hidden_nd = self.hidden_rows(input_ids_bt);
-        linear_cross_entropy(hidden_nd, self.head_weight(), next_n, Some(IGNORED_LABEL.into()))
+        next_token_loss(input_ids_bt, labels_bt, |ids_bt| (self.hidden_rows(ids_bt), self.head_weight()))
     }
 
     /// The weight of the head, `[v, d]`: the token embedding, or its own.
@@ -200,7 +193,7 @@ impl<B: FusedBackend> Gpt2<B> {
         let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
         if let Some(first) = self.h.first() {
-            let masks = Masks::causal(t, &first.attn.dropout, &x_nd);
+            let masks = Masks::causal(t, None, &first.attn.dropout, &x_nd);
             for block in &self.h {
                 x_nd = block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b));
             }
@@ -264,7 +257,8 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
 
     fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
-        let positions_n = cache.positions(t, &input_ids_bt.device());
+        let positions: Vec<i32> = cache.numbers(t).collect();
+        let positions_n = Tensor::from_ints(&*positions, &input_ids_bt.device());
         let tokens_nd = embedding(self.wte.val(), input_ids_bt.reshape([b * t]));
         let mut x_nd = tokens_nd + embedding(self.wpe.val(), positions_n);
         let [_, d] = x_nd.dims();

@@ -17,8 +17,9 @@ use half::{bf16, f16};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, Exported, ReadError, export};
+use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{BertConfig, Gpt2Config, ModelConfig, ModelError, ModelParam, bert, gpt2};
+use zero_models::{BertConfig, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam, bert, gpt2, llama};
 
 fn gpt2_config(tied: bool) -> Gpt2Config {
     Gpt2Config {
@@ -45,10 +46,35 @@ fn bert_config(tied: bool) -> BertConfig {
     }
 }
 
+fn llama_config() -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 31,
+        hidden_size: 16,
+        intermediate_size: 10,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        max_position_embeddings: 8,
+        ..LlamaConfig::preset("llama-tiny").unwrap()
+    }
+}
+
 fn configs() -> Vec<ModelConfig> {
     let gpt2 = [true, false].map(|tied| gpt2_config(tied).into());
     let bert = [true, false].map(|tied| bert_config(tied).into());
-    gpt2.into_iter().chain(bert).collect()
+    // Without biases, with some, with all; heads of another width than they share.
+    let llama = [
+        (LlamaKind::Llama, false, None),
+        (LlamaKind::Llama, true, Some(6)),
+        (LlamaKind::Mistral, false, Some(2)),
+        (LlamaKind::Qwen2, false, None),
+    ]
+    .map(|(model_type, attention_bias, head_dim)| {
+        let tie_word_embeddings = model_type == LlamaKind::Qwen2;
+        let config = LlamaConfig { model_type, attention_bias, head_dim, tie_word_embeddings, ..llama_config() };
+        config.into()
+    });
+    gpt2.into_iter().chain(bert).chain(llama).collect()
 }
 
 type Values = Vec<(String, Vec<f32>)>;
@@ -59,6 +85,7 @@ fn values(config: &ModelConfig) -> Values {
     match config {
         ModelConfig::Gpt2(config) => by_path(&noisy(config.init::<Flex>(&device))),
         ModelConfig::Bert(config) => by_path(&noisy(config.init::<Flex>(&device))),
+        ModelConfig::Llama(config) => by_path(&noisy(config.init::<Flex>(&device))),
         _ => unreachable!("the tests have none"),
     }
 }
@@ -68,6 +95,7 @@ fn loaded(config: &ModelConfig, dir: &Path) -> Values {
     match config {
         ModelConfig::Gpt2(_) => by_path(&gpt2::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bert(_) => by_path(&bert::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
+        ModelConfig::Llama(_) => by_path(&llama::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         _ => unreachable!("the tests have none"),
     }
 }
@@ -115,6 +143,10 @@ fn parameters_of_a_configuration_are_those_of_its_module() {
             ModelConfig::Bert(config) => {
                 let model = config.init::<Flex>(&device);
                 shapes(&model, bert::weights::hf_params(&model))
+            }
+            ModelConfig::Llama(config) => {
+                let model = config.init::<Flex>(&device);
+                shapes(&model, llama::weights::hf_params(&model))
             }
             _ => unreachable!("the tests have none"),
         };
@@ -196,9 +228,14 @@ fn files_are_named_and_indexed_as_transformers_does() {
 
 #[test]
 fn the_config_is_hugging_faces() {
-    for (config, architecture) in
-        [(ModelConfig::from(gpt2_config(false)), "GPT2LMHeadModel"), (bert_config(true).into(), "BertForPreTraining")]
-    {
+    let llama = |model_type| LlamaConfig { model_type, ..llama_config() }.into();
+    for (config, architecture) in [
+        (ModelConfig::from(gpt2_config(false)), "GPT2LMHeadModel"),
+        (bert_config(true).into(), "BertForPreTraining"),
+        (llama(LlamaKind::Llama), "LlamaForCausalLM"),
+        (llama(LlamaKind::Mistral), "MistralForCausalLM"),
+        (llama(LlamaKind::Qwen2), "Qwen2ForCausalLM"),
+    ] {
         let dir = tempfile::tempdir().unwrap();
         for (dtype, name) in
             [(ExportDtype::Fp32, "float32"), (ExportDtype::Fp16, "float16"), (ExportDtype::Bf16, "bfloat16")]

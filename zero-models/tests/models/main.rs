@@ -5,6 +5,7 @@ mod bert;
 mod checkpoint_fuzz;
 mod checkpoints;
 mod common;
+mod families;
 mod generate;
 mod gpt2;
 mod hf_export;

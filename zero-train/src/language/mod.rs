@@ -1,8 +1,8 @@
 //! The command that trains a language model: its options, and which [`Task`](crate::trainer::Task) they ask for.
 
 mod bert;
+mod causal;
 mod classes;
-mod gpt2;
 mod start;
 
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use zero_core::alloc::PageKeeper;
-use zero_models::{BertConfig, BertHead, Gpt2Config, ModelConfig, ModelError};
+use zero_models::{BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
+pub use self::causal::CausalTask;
 pub use self::classes::ClassesTask;
-pub use self::gpt2::Gpt2Task;
 pub use self::start::LoraOptions;
 use crate::TrainError;
 use crate::data::{Cutting, Source};
@@ -23,7 +23,7 @@ use crate::trainer::{self, Trainer};
 /// What a language model learns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TaskChoice {
-    /// The next token: GPT-2.
+    /// The next token: GPT-2, Llama.
     CausalLm,
     /// Masked tokens, and whether one text follows another: BERT.
     BertPretraining,
@@ -37,8 +37,8 @@ pub struct Options {
     /// What the model learns [default: what a model of its family is pre-trained for]
     #[arg(long, value_name = "TASK")]
     pub task: Option<TaskChoice>,
-    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large), or a folder
-    /// with a Hugging Face config.json
+    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large; llama-tiny,
+    /// llama-3.2-1b, qwen2.5-0.5b, mistral-7b and so on), or a folder with a Hugging Face config.json
     #[arg(long, value_name = "PRESET|DIR")]
     pub model: Option<String>,
     /// Start from the Hugging Face weights in this folder (model.safetensors or a sharded index); without --model, its
@@ -101,7 +101,10 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     match options.task_for(program) {
         TaskChoice::BertPretraining => trainer.main_with(|_| BertTask::new(options, program)),
         TaskChoice::TextClassification => trainer.main_with(|_| ClassesTask::new(options, program)),
-        TaskChoice::CausalLm => trainer.main_with(|setup| Gpt2Task::new(options, program, setup)),
+        TaskChoice::CausalLm if options.is_llama(program) => {
+            trainer.main_with(|setup| CausalTask::<LlamaConfig>::new(options, program, setup))
+        }
+        TaskChoice::CausalLm => trainer.main_with(|setup| CausalTask::<Gpt2Config>::new(options, program, setup)),
     }
 }
 
@@ -125,6 +128,14 @@ impl Options {
             Ok(None) if BertConfig::PRESETS.contains(&program.model) => TaskChoice::BertPretraining,
             _ => TaskChoice::CausalLm,
         })
+    }
+
+    fn is_llama(&self, program: &Program<'_>) -> bool {
+        match self.chosen() {
+            Ok(Some((_, config))) => matches!(config, ModelConfig::Llama(_)),
+            Ok(None) => LlamaConfig::PRESETS.contains(&program.model),
+            Err(_) => false,
+        }
     }
 
     pub(crate) fn source<'a>(&'a self, program: &Program<'a>) -> Source<'a> {
@@ -161,6 +172,8 @@ pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
         ModelConfig::from_file(&folder.join("config.json"))
     } else if name.starts_with("bert") {
         BertConfig::preset(name).map(ModelConfig::from)
+    } else if ["llama", "mistral", "qwen"].iter().any(|kin| name.starts_with(kin)) {
+        LlamaConfig::preset(name).map(ModelConfig::from)
     } else {
         Gpt2Config::preset(name).map(ModelConfig::from)
     }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use zero_core::checkpoint::{CheckpointError, ElementType, Piece, SaveOptions, save};
 use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
 use zero_core::{Collective, Partition};
-use zero_models::{BertConfig, Gpt2Config, ModelConfig, bert, gpt2};
+use zero_models::{BertConfig, Gpt2Config, ModelConfig, bert, gpt2, llama};
 
 pub fn gpt2() -> Gpt2Config {
     Gpt2Config {
@@ -109,6 +109,9 @@ pub fn loaded(config: &ModelConfig, dir: &Path) -> Vec<(String, Vec<f32>)> {
     match config {
         ModelConfig::Gpt2(config) => by_path(&gpt2::weights::load(config.init::<Flex>(&device), dir, &device).unwrap()),
         ModelConfig::Bert(config) => by_path(&bert::weights::load(config.init::<Flex>(&device), dir, &device).unwrap()),
+        ModelConfig::Llama(config) => {
+            by_path(&llama::weights::load(config.init::<Flex>(&device), dir, &device).unwrap())
+        }
         _ => unreachable!("the tests have none"),
     }
 }

@@ -110,7 +110,10 @@ fn what_does_not_fit_is_told() {
             &["--model", "tiny", "--task", "bert-pretraining"][..],
             "--model tiny: expected a BERT for --task bert-pretraining",
         ),
-        (&["--model", "model", "--task", "causal-lm"], "--model model: expected a GPT-2 for --task causal-lm"),
+        (
+            &["--model", "model", "--task", "causal-lm"],
+            "--model model: expected a GPT-2 or a Llama for --task causal-lm",
+        ),
         (&["--model", "bert-tiny", "--mask-probability", "1"], "expected a part above 0 and below 1"),
         (&["--model", "model", "--seq", "25"], "--seq 25: expected 5 to 24, the positions of the model"),
         (&["--model", "bert-smal"], "bert-tiny, bert-base, bert-large"),

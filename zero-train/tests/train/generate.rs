@@ -16,9 +16,12 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
+fn gpt2() -> Value {
+    json!({ "model_type": "gpt2", "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4 })
+}
+
 /// A small model that was trained for a few steps, with GPT-2's tokens: `checkpoints`, and exported `hf`.
-fn model(dir: &Path) {
-    let config = json!({ "model_type": "gpt2", "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4 });
+fn model(dir: &Path, config: &Value) {
     std::fs::create_dir(dir.join("model")).unwrap();
     std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
     std::fs::write(dir.join("book.txt"), "The cat sat on the mat, and the dog ran under the tree.\n".repeat(40))
@@ -34,8 +37,20 @@ fn model(dir: &Path) {
 
 #[test]
 fn the_same_text_however_parameters_are_kept() {
+    same_text(&gpt2());
+}
+
+#[test]
+fn the_same_text_of_a_mistral_whose_window_is_shorter_than_the_text() {
+    same_text(&json!({
+        "model_type": "mistral", "vocab_size": 50257, "max_position_embeddings": 48, "hidden_size": 32, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6
+    }));
+}
+
+fn same_text(config: &Value) {
     let dir = tempfile::tempdir().unwrap();
-    model(dir.path());
+    model(dir.path(), config);
     let prompts =
         ["--prompt", "The cat", "--prompt", "under the tree", "--prompt", "mat,", "--json", "--max-new-tokens", "10"];
     let made = |model: &str, options: &[&str]| -> Vec<Value> {
@@ -72,14 +87,14 @@ fn the_same_text_however_parameters_are_kept() {
 #[test]
 fn what_cannot_be_gone_on_with_is_told() {
     let dir = tempfile::tempdir().unwrap();
-    model(dir.path());
+    model(dir.path(), &gpt2());
     let bert = json!({ "model_type": "bert" }).to_string();
     std::fs::create_dir(dir.path().join("bert")).unwrap();
     std::fs::write(dir.path().join("bert/config.json"), bert).unwrap();
     for (args, expected) in [
         (&["nowhere", "--prompt", "a"][..], "nowhere: is no folder: expected one with a config.json and weights"),
         (&["model", "--prompt", "a"], "model"),
-        (&["bert", "--prompt", "a"], "expected a GPT-2, which predicts the next token"),
+        (&["bert", "--prompt", "a"], "expected a GPT-2 or a Llama, which predict the next token"),
         (&["hf", "--prompt", ""], "prompt 0 is empty"),
         (&["hf", "--prompt", "a", "--max-new-tokens", "48"], "more than the model's 48 positions"),
         (&["hf", "--prompt", "a", "--stop", "END"], "--stop END: expected a token of the model's tokenizer"),

@@ -8,6 +8,7 @@ mod config;
 mod export;
 mod generate;
 mod inspect_command;
+mod llama;
 mod lora;
 mod loss_scales;
 mod malformed;

@@ -220,8 +220,8 @@ pub struct EstimateArgs {
     /// Memory to fit into, such as 6GiB [default: what is available here]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     memory: Option<u64>,
-    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large), or a folder
-    /// with a config.json
+    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large; llama-tiny,
+    /// llama-3.2-1b, qwen2.5-0.5b, mistral-7b and so on), or a folder with a config.json
     #[arg(long, value_name = "PRESET|DIR", required_unless_present = "parameters")]
     model: Option<String>,
     /// In place of --model, the number of parameters of any model, such as 7e9 (a program on the trainer prints its own plan with

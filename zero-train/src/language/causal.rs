@@ -1,12 +1,11 @@
-//! Training of a GPT-2 to predict the next token: a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+//! Training of a GPT-2 or a Llama to predict the next token: a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData};
 use serde_json::Value;
 use zero_models::generate::{Sampling, generate};
-use zero_models::gpt2::weights;
-use zero_models::{Gpt2, Gpt2Config, ModelConfig};
+use zero_models::{CausalFamily, ModelConfig, ModelParam};
 
 use super::start::Start;
 use super::{Options, Program};
@@ -15,18 +14,18 @@ use crate::data::{DEFAULT_SEQ, TokenRows};
 use crate::error::wrong;
 use crate::trainer::{FusedBackend, Profile, Rows, Setup, Task};
 
-/// A GPT-2 and the rows that it is trained on.
-pub struct Gpt2Task {
+/// A model of a family that predicts the next token, and the rows that it is trained on.
+pub struct CausalTask<C> {
     /// The preset's or folder's name.
     name: String,
-    config: Gpt2Config,
+    config: C,
     start: Start,
     rows: TokenRows,
     /// Why it is not the program's model.
     notice: Option<String>,
 }
 
-impl Gpt2Task {
+impl<C: CausalFamily> CausalTask<C> {
     /// The model by name, folder or weights; if none is named, the program's, or the largest preset that fits into memory.
     ///
     /// # Errors
@@ -36,40 +35,44 @@ impl Gpt2Task {
         let source = options.source(program);
         let seq = options.seq.or(source.row_length()?).unwrap_or(DEFAULT_SEQ);
         let (name, config, notice) = match options.chosen()? {
-            Some((name, ModelConfig::Gpt2(config))) => (name, config, None),
-            Some((name, _)) => return Err(wrong("model", name, "expected a GPT-2 for --task causal-lm")),
+            Some((name, config)) => match C::of(config) {
+                Some(config) => (name, config, None),
+                None => return Err(wrong("model", name, "expected a GPT-2 or a Llama for --task causal-lm")),
+            },
             None => fitting(program.model, seq, options.seq, setup)?,
         };
         config.validate()?;
-        if let Some(seq) = options.seq.filter(|&seq| seq < 2 || seq > config.n_positions) {
-            let expected = format!("expected 2 to {}, the positions of model {name}", config.n_positions);
+        let sizes = config.sizes();
+        if let Some(seq) = options.seq.filter(|&seq| seq < 2 || seq > sizes.positions) {
+            let expected = format!("expected 2 to {}, the positions of model {name}", sizes.positions);
             return Err(wrong("seq", seq, expected));
         }
         let folders = options.folders();
-        let rows = TokenRows::load(&source, &options.cutting(config.vocab_size, config.n_positions, &folders))?;
+        let rows = TokenRows::load(&source, &options.cutting(sizes.vocabulary, sizes.positions, &folders))?;
         let start = Start::new(options, config.clone().into(), &[])?;
         Ok(Self { name, config, start, rows, notice })
     }
 }
 
 /// The program's model, or the largest preset that fits, and why it is that.
-fn fitting(
+fn fitting<C: CausalFamily>(
     default: &str,
     seq: usize,
     asked: Option<usize>,
     setup: &Setup<'_>,
-) -> Result<(String, Gpt2Config, Option<String>), TrainError> {
-    let misfit = |model: &Gpt2Config| {
-        let profile = |micro_batch: usize| profile(model, micro_batch, seq.min(model.n_positions));
-        setup.misfit(Some(model.n_embd), &profile)
+) -> Result<(String, C, Option<String>), TrainError> {
+    let misfit = |model: &C| {
+        let profile = |micro_batch: usize| profile(model, micro_batch, seq.min(model.sizes().positions));
+        setup.misfit(Some(model.sizes().width), &profile)
     };
-    let wanted = Gpt2Config::preset(default)?;
+    let wanted = C::preset(default)?;
     let Some(why) = misfit(&wanted)? else { return Ok((default.to_string(), wanted, None)) };
     let why = format!("{default} does not fit: {why}");
-    for &name in Gpt2Config::PRESETS.iter().rev() {
-        let model = Gpt2Config::preset(name)?;
-        let short = asked.is_some_and(|seq| seq > model.n_positions);
-        if model.num_params() < wanted.num_params() && !short && misfit(&model)?.is_none() {
+    let parameters = |model: &C| profile(model, 1, 1).parameters.iter().sum::<usize>();
+    for &name in C::PRESETS.iter().rev() {
+        let model = C::preset(name)?;
+        let short = asked.is_some_and(|seq| seq > model.sizes().positions);
+        if parameters(&model) < parameters(&wanted) && !short && misfit(&model)?.is_none() {
             let notice = format!("{why}.\nTraining {name}, the largest preset that fits.");
             return Ok((name.to_string(), model, Some(notice)));
         }
@@ -80,23 +83,21 @@ fn fitting(
 }
 
 /// What `model` takes on `micro_batch` rows of `seq` tokens.
-fn profile(model: &Gpt2Config, micro_batch: usize, seq: usize) -> Profile {
-    let (tokens, width) = ((micro_batch * seq) as u64, model.n_embd as u64);
-    // Floats that the fused operations keep per token and layer, in widths: the input, the two norms' results, query,
-    // key and value, attention's result, the sum after it, and the feed-forward layer before and after its activation.
-    let per_layer = tokens * (8 * width + 2 * model.inner_width() as u64);
+fn profile<C: CausalFamily>(model: &C, micro_batch: usize, seq: usize) -> Profile {
+    let (tokens, sizes) = ((micro_batch * seq) as u64, model.sizes());
     // Logits are made for a few rows at a time.
-    let logits = 2 * tokens.min(256) * model.vocab_size as u64;
+    let logits = 2 * tokens.min(256) * sizes.vocabulary as u64;
+    let config: ModelConfig = model.clone().into();
     Profile {
-        parameters: model.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
+        parameters: config.parameters().iter().map(ModelParam::numel).collect(),
         frozen: Vec::new(),
-        activation_bytes: 4 * (model.n_layer as u64 * per_layer + logits),
+        activation_bytes: 4 * (sizes.layers as u64 * tokens * sizes.kept as u64 + logits),
         flops_per_row: model.flops_per_token(seq) as f64 * seq as f64,
     }
 }
 
-impl Task for Gpt2Task {
-    type Model<B: FusedBackend> = Gpt2<B>;
+impl<C: CausalFamily> Task for CausalTask<C> {
+    type Model<B: FusedBackend> = C::Model<B>;
 
     fn name(&self) -> String {
         self.name.clone()
@@ -106,18 +107,18 @@ impl Task for Gpt2Task {
         self.rows.rows()
     }
 
-    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Gpt2<B>, TrainError> {
-        self.start.model(self.config.init(device), weights::load, device)
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>, TrainError> {
+        self.start.model(self.config.init(device), C::load, device)
     }
 
     fn loss<B: FusedBackend>(
         &self,
-        model: &Gpt2<B>,
+        model: &C::Model<B>,
         rows: &Rows,
         device: &B::Device,
     ) -> Result<Tensor<B, 1>, TrainError> {
         let data = TensorData::new(self.rows.tokens(rows)?, [rows.len(), self.rows.seq()]);
-        Ok(model.loss(Tensor::<B, 2, Int>::from_data(data, device)))
+        Ok(C::loss(model, Tensor::from_data(data, device)))
     }
 
     /// Text is read in its own order.
@@ -138,7 +139,7 @@ impl Task for Gpt2Task {
     }
 
     fn hidden_size(&self) -> Option<usize> {
-        Some(self.config.n_embd)
+        Some(self.config.sizes().width)
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
@@ -150,10 +151,10 @@ impl Task for Gpt2Task {
     }
 
     /// What follows the beginning of the last row.
-    fn sample<B: FusedBackend>(&self, model: &Gpt2<B>, device: &B::Device) -> Result<Option<String>, TrainError> {
+    fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>, TrainError> {
         let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };
         let how = Sampling { max_new_tokens: 32, temperature: 0.8, top_k: Some(40), ..Sampling::default() };
-        let room = self.config.n_positions.saturating_sub(how.max_new_tokens).min(self.rows.seq()).min(16);
+        let room = self.config.sizes().positions.saturating_sub(how.max_new_tokens).min(self.rows.seq()).min(16);
         if room == 0 {
             return Ok(None);
         }

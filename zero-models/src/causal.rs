@@ -1,0 +1,146 @@
+//! What training and generation need of any family that predicts the next token.
+
+use std::fmt::Debug;
+use std::path::Path;
+
+use burn::tensor::{Int, Tensor};
+use zero_ops::FusedBackend;
+
+use crate::generate::CausalLm;
+use crate::lora::Adaptable;
+use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2, llama};
+
+/// A family of models that predict the next token, by its configuration.
+pub trait CausalFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
+    /// The module.
+    type Model<B: FusedBackend>: Adaptable<B> + CausalLm<B>;
+
+    /// The names that [`preset`](Self::preset) knows, small to large.
+    const PRESETS: &'static [&'static str];
+
+    /// A configuration by name.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`], with the list of names.
+    fn preset(name: &str) -> Result<Self, ModelError>;
+
+    /// This family's configuration, if it is one.
+    fn of(config: ModelConfig) -> Option<Self>;
+
+    /// Whether a model can have these sizes.
+    ///
+    /// # Errors
+    /// [`ModelError::ConfigValue`] for the first field that is wrong.
+    fn validate(&self) -> Result<(), ModelError>;
+
+    /// A model with fresh parameters.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses the configuration.
+    fn init<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
+
+    /// The model with the weights of a Hugging Face folder.
+    ///
+    /// # Errors
+    /// As [`gpt2::weights::load`].
+    fn load<B: FusedBackend>(
+        model: Self::Model<B>,
+        dir: &Path,
+        device: &B::Device,
+    ) -> Result<Self::Model<B>, ModelError>;
+
+    /// The mean loss `[1]` of predicting each token of rows `[b, t]` from those before it.
+    ///
+    /// # Panics
+    /// If rows have fewer than 2 tokens, or more than the model has positions.
+    fn loss<B: FusedBackend>(model: &Self::Model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1>;
+
+    /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
+    fn flops_per_token(&self, seq: usize) -> u64;
+
+    /// Its sizes.
+    fn sizes(&self) -> CausalSizes;
+}
+
+/// Sizes of a model that predicts the next token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CausalSizes {
+    /// Number of tokens in the vocabulary.
+    pub vocabulary: usize,
+    /// The longest sequence.
+    pub positions: usize,
+    /// Width of the model.
+    pub width: usize,
+    /// Number of layers.
+    pub layers: usize,
+    /// Floats that the fused operations keep for the backward pass, per token and layer.
+    pub kept: usize,
+}
+
+/// A family whose configuration, model and weights have functions of these names.
+macro_rules! causal_family {
+    ($config:ident, $model:ident, $family:ident, |$c:ident| $sizes:expr) => {
+        impl CausalFamily for $config {
+            type Model<B: FusedBackend> = $model<B>;
+
+            const PRESETS: &'static [&'static str] = $config::PRESETS;
+
+            fn preset(name: &str) -> Result<Self, ModelError> {
+                $config::preset(name)
+            }
+
+            fn of(config: ModelConfig) -> Option<Self> {
+                if let ModelConfig::$model(config) = config { Some(config) } else { None }
+            }
+
+            fn validate(&self) -> Result<(), ModelError> {
+                $config::validate(self)
+            }
+
+            fn init<B: FusedBackend>(&self, device: &B::Device) -> $model<B> {
+                $config::init(self, device)
+            }
+
+            fn load<B: FusedBackend>(
+                model: $model<B>,
+                dir: &Path,
+                device: &B::Device,
+            ) -> Result<$model<B>, ModelError> {
+                $family::weights::load(model, dir, device)
+            }
+
+            fn loss<B: FusedBackend>(model: &$model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+                model.loss(input_ids_bt)
+            }
+
+            fn flops_per_token(&self, seq: usize) -> u64 {
+                $config::flops_per_token(self, seq)
+            }
+
+            fn sizes(&self) -> CausalSizes {
+                let $c = self;
+                $sizes
+            }
+        }
+    };
+}
+
+causal_family!(Gpt2Config, Gpt2, gpt2, |c| CausalSizes {
+    vocabulary: c.vocab_size,
+    positions: c.n_positions,
+    width: c.n_embd,
+    layers: c.n_layer,
+    // The input, the two norms' results, query, key and value, attention's result, the sum after it, and the feed-forward layer
+    // before and after its activation.
+    kept: 8 * c.n_embd + 2 * c.inner_width(),
+});
+
+causal_family!(LlamaConfig, Llama, llama, |c| CausalSizes {
+    vocabulary: c.vocab_size,
+    positions: c.max_position_embeddings,
+    width: c.hidden_size,
+    layers: c.num_hidden_layers,
+    // The input, the two norms' results, the sum between them; turned queries and keys, values, attention's result; gate, up and
+    // their product.
+    kept: 4 * c.hidden_size + 2 * (c.query_width() + c.key_width()) + 3 * c.intermediate_size,
+});

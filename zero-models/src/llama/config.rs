@@ -1,0 +1,391 @@
+//! The sizes of a Llama or one of its kin: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts,
+//! shapes and floating-point operations.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::RopeScaling;
+use crate::ModelError;
+use crate::hf_config::{check_values, find_preset, hf_config, named, names};
+
+/// Which of the models that differ in little, by `model_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LlamaKind {
+    /// Llama, of all three generations.
+    Llama,
+    /// Mistral: a position may see a window of those before it only.
+    Mistral,
+    /// Qwen2 and Qwen2.5: queries, keys and values have biases.
+    Qwen2,
+}
+
+hf_config! {
+    /// The configuration of a Llama, a Mistral or a Qwen2.
+    pub struct LlamaConfig of "Llama" {
+        /// Which of them it is.
+        model_type: LlamaKind = LlamaKind::Llama,
+        /// Number of tokens in the vocabulary.
+        vocab_size: usize = 32000,
+        /// Width of the model.
+        hidden_size: usize = 4096,
+        /// Width of the feed-forward layer.
+        intermediate_size: usize = 11008,
+        /// Number of layers.
+        num_hidden_layers: usize = 32,
+        /// Number of attention heads of the queries.
+        num_attention_heads: usize = 32,
+        /// Number of heads of keys and values, which divides that of the queries; as many if not given.
+        num_key_value_heads: Option<usize> = None,
+        /// Width of a head; `hidden_size / num_attention_heads` if not given.
+        head_dim: Option<usize> = None,
+        /// The longest sequence.
+        max_position_embeddings: usize = 2048,
+        /// What norms add to the mean square.
+        rms_norm_eps: f64 = 1e-6,
+        /// The base of the angles that say where a token is.
+        rope_theta: f64 = 10000.0,
+        /// How these angles are made smaller.
+        rope_scaling: Option<RopeScaling> = None,
+        /// Whether a Llama's attention has biases.
+        attention_bias: bool = false,
+        /// Dropout probability of attention probabilities.
+        attention_dropout: f64 = 0.0,
+        /// How many tokens a position sees at most, itself among them: of a Mistral, and of a Qwen2 that uses it.
+        sliding_window: Option<usize> = None,
+        /// Whether a Qwen2 has the window.
+        use_sliding_window: bool = false,
+        /// The first layer of a Qwen2 that has the window: all of its layers have it, or none.
+        max_window_layers: usize = 0,
+        /// Standard deviation of fresh weights.
+        initializer_range: f64 = 0.02,
+        /// Whether the head's weight is the token embedding.
+        tie_word_embeddings: bool = false,
+    }
+    given complete;
+    refused {
+        hidden_act: String = "silu".to_string(),
+        mlp_bias: bool = false,
+    }
+}
+
+/// Vocabulary, width, feed-forward width, layers, heads, heads of keys, positions.
+type Sizes = [usize; 7];
+
+/// Names, kinds, sizes, base of angles.
+const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 12] = [
+    ("llama-tiny", (LlamaKind::Llama, [50257, 64, 176, 2, 4, 2, 128], 1e4)),
+    ("qwen2.5-0.5b", (LlamaKind::Qwen2, [151_936, 896, 4864, 24, 14, 2, 32768], 1e6)),
+    ("llama-3.2-1b", (LlamaKind::Llama, [128_256, 2048, 8192, 16, 32, 8, 131_072], 5e5)),
+    ("qwen2.5-1.5b", (LlamaKind::Qwen2, [151_936, 1536, 8960, 28, 12, 2, 131_072], 1e6)),
+    ("llama-3.2-3b", (LlamaKind::Llama, [128_256, 3072, 8192, 28, 24, 8, 131_072], 5e5)),
+    ("llama-2-7b", (LlamaKind::Llama, [32000, 4096, 11008, 32, 32, 32, 4096], 1e4)),
+    ("mistral-7b", (LlamaKind::Mistral, [32000, 4096, 14336, 32, 32, 8, 32768], 1e4)),
+    ("qwen2.5-7b", (LlamaKind::Qwen2, [152_064, 3584, 18944, 28, 28, 4, 131_072], 1e6)),
+    ("llama-3-8b", (LlamaKind::Llama, [128_256, 4096, 14336, 32, 32, 8, 8192], 5e5)),
+    ("llama-2-13b", (LlamaKind::Llama, [32000, 5120, 13824, 40, 40, 40, 4096], 1e4)),
+    ("llama-2-70b", (LlamaKind::Llama, [32000, 8192, 28672, 80, 64, 8, 4096], 1e4)),
+    ("llama-3-70b", (LlamaKind::Llama, [128_256, 8192, 28672, 80, 64, 8, 8192], 5e5)),
+];
+
+impl LlamaConfig {
+    /// The names that [`preset`](Self::preset) knows, small to large.
+    pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
+
+    /// A configuration by name: `llama-tiny` (3.3 M parameters, nearly all token embedding, with GPT-2's vocabulary), or a
+    /// published size.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`], with the list of names.
+    pub fn preset(name: &str) -> Result<Self, ModelError> {
+        let (model_type, sizes, rope_theta) = find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
+        let [vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, kv_heads, positions] =
+            sizes;
+        let long = name.starts_with("llama-3.2");
+        Ok(Self {
+            model_type,
+            vocab_size,
+            hidden_size,
+            intermediate_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads: Some(kv_heads),
+            max_position_embeddings: positions,
+            rms_norm_eps: if model_type == LlamaKind::Qwen2 { 1e-6 } else { 1e-5 },
+            rope_theta,
+            rope_scaling: long.then_some(RopeScaling::Llama3 {
+                factor: 32.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 8192,
+            }),
+            sliding_window: (model_type == LlamaKind::Mistral).then_some(4096),
+            // As published: the smaller ones of the newer families.
+            tie_word_embeddings: long || matches!(name, "llama-tiny" | "qwen2.5-0.5b" | "qwen2.5-1.5b"),
+            ..Self::published()
+        })
+    }
+
+    /// Whether a model can have these sizes.
+    ///
+    /// # Errors
+    /// [`ModelError::ConfigValue`] for the first field that is wrong, [`ModelError::Unsupported`] for a window in some layers only.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        let [vocabulary, width, inner, layers, heads, positions] = named!(self:
+            vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, max_position_embeddings);
+        let kv_heads = ("num_key_value_heads", self.kv_heads());
+        let above_0: Vec<_> = named!(self: rms_norm_eps, initializer_range, rope_theta)
+            .into_iter()
+            .chain(self.rope_scaling.iter().flat_map(RopeScaling::numbers))
+            .collect();
+        let window = ("sliding_window", self.sliding_window.unwrap_or(1));
+        let sizes = [vocabulary, width, inner, layers, heads, positions, kv_heads, window];
+        check_values(Self::FAMILY, &sizes, [kv_heads, heads], &named!(self: attention_dropout), &above_0)?;
+        if self.head_dim.is_none() {
+            check_values(Self::FAMILY, &[], [heads, width], &[], &[])?;
+        }
+        let head_width = self.head_width();
+        if head_width == 0 || !head_width.is_multiple_of(2) {
+            let expected = "an even width, as positions turn pairs".to_string();
+            let (model, field) = (Self::FAMILY, "head_dim");
+            return Err(ModelError::ConfigValue { model, field, got: head_width.to_string(), expected });
+        }
+        let first = self.max_window_layers;
+        if self.model_type == LlamaKind::Qwen2 && self.use_sliding_window && first > 0 && first < self.num_hidden_layers
+        {
+            return Err(ModelError::Unsupported {
+                model: Self::FAMILY,
+                key: "max_window_layers",
+                got: first.to_string(),
+                supported: format!("0 (all layers have the window) or {} (none)", self.num_hidden_layers),
+            });
+        }
+        Ok(())
+    }
+
+    /// Number of heads of keys and values.
+    pub fn kv_heads(&self) -> usize {
+        self.num_key_value_heads.unwrap_or(self.num_attention_heads)
+    }
+
+    /// Width of a head.
+    pub fn head_width(&self) -> usize {
+        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
+    }
+
+    /// Width of all heads of the queries.
+    pub fn query_width(&self) -> usize {
+        // Not above what a number holds, for a configuration that somebody made up.
+        self.num_attention_heads.saturating_mul(self.head_width())
+    }
+
+    /// Width of all heads of the keys, and of the values.
+    pub fn key_width(&self) -> usize {
+        self.kv_heads().saturating_mul(self.head_width())
+    }
+
+    /// How many tokens a position sees at most, itself among them.
+    pub fn window(&self) -> Option<usize> {
+        self.sliding_window.filter(|_| match self.model_type {
+            LlamaKind::Llama => false,
+            LlamaKind::Mistral => true,
+            LlamaKind::Qwen2 => self.use_sliding_window && self.max_window_layers == 0,
+        })
+    }
+
+    /// Whether queries, keys and values have biases.
+    pub fn has_qkv_biases(&self) -> bool {
+        self.model_type == LlamaKind::Qwen2 || self.has_output_bias()
+    }
+
+    /// Whether the layer that follows attention has a bias.
+    pub fn has_output_bias(&self) -> bool {
+        self.model_type == LlamaKind::Llama && self.attention_bias
+    }
+
+    /// The class of Hugging Face's transformers.
+    pub(crate) fn architecture(&self) -> &'static str {
+        match self.model_type {
+            LlamaKind::Llama => "LlamaForCausalLM",
+            LlamaKind::Mistral => "MistralForCausalLM",
+            LlamaKind::Qwen2 => "Qwen2ForCausalLM",
+        }
+    }
+
+    /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens, counted as
+    /// [`Gpt2Config::flops_per_token`](crate::Gpt2Config::flops_per_token).
+    pub fn flops_per_token(&self, seq: usize) -> u64 {
+        let [d, q, k, f] =
+            [self.hidden_size, self.query_width(), self.key_width(), self.intermediate_size].map(|width| width as u64);
+        let layers = self.num_hidden_layers as u64;
+        let weights = layers * (2 * d * (q + k) + 3 * d * f) + self.vocab_size as u64 * d;
+        6 * weights + 12 * layers * q * seq.min(self.window().unwrap_or(seq)) as u64
+    }
+}
+
+/// A `config.json` of any of the models and of any year, with the keys of [`LlamaConfig`]: what is absent where the models'
+/// defaults differ, and what newer files put elsewhere.
+fn complete(text: &str) -> Result<String, ModelError> {
+    let syntax = |source| ModelError::ConfigSyntax { model: LlamaConfig::FAMILY, source };
+    let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
+    let defaults: &[(&str, Value)] = &match keys.get("model_type").and_then(Value::as_str) {
+        Some("mistral") => [
+            ("intermediate_size", 14336.into()),
+            ("num_key_value_heads", 8.into()),
+            ("max_position_embeddings", 131_072.into()),
+            ("sliding_window", 4096.into()),
+        ],
+        Some("qwen2") => [
+            ("intermediate_size", 22016.into()),
+            ("vocab_size", 151_936.into()),
+            ("max_position_embeddings", 32768.into()),
+            ("max_window_layers", 28.into()),
+        ],
+        _ => Default::default(),
+    };
+    for (key, default) in defaults.iter().filter(|(key, _)| !key.is_empty()) {
+        keys.entry(*key).or_insert_with(|| default.clone());
+    }
+    let null_is_absent = |value: &Value| !value.is_null();
+    // Since version 5, transformers write all about angles as one.
+    let angles =
+        ["rope_parameters", "rope_scaling"].map(|key| keys.remove(key)).into_iter().flatten().find(null_is_absent);
+    if let Some(Value::Object(mut angles)) = angles {
+        if let Some(theta) = angles.remove("rope_theta") {
+            keys.insert("rope_theta".into(), theta);
+        }
+        // Before version 4.43 the type was under another name.
+        let kind = angles.remove("rope_type").or_else(|| angles.remove("type"));
+        let kind = kind.as_ref().and_then(Value::as_str).unwrap_or("default").to_string();
+        let partial = angles.remove("partial_rotary_factor").filter(|part| part.as_f64() != Some(1.0));
+        if kind != "default" && !RopeScaling::NAMES.contains(&&*kind) || partial.is_some() {
+            let got = partial.map_or(format!("\"{kind}\""), |part| format!("a partial_rotary_factor of {part}"));
+            let supported = format!("default, {}", RopeScaling::NAMES.join(", "));
+            return Err(ModelError::Unsupported { model: LlamaConfig::FAMILY, key: "rope_scaling", got, supported });
+        }
+        if kind != "default" {
+            angles.insert("rope_type".into(), kind.into());
+            if let Some(positions) = keys.get("max_position_embeddings") {
+                angles.entry("original_max_position_embeddings").or_insert_with(|| positions.clone());
+            }
+            keys.insert("rope_scaling".into(), angles.into());
+        }
+    }
+    // Which layers have a window, one by one: of all the same, as if they were not named.
+    if let Some(Value::Array(layers)) = keys.remove("layer_types") {
+        let windows = layers.iter().filter(|layer| *layer == "sliding_attention").count();
+        if layers.iter().any(|layer| layer != "sliding_attention" && layer != "full_attention")
+            || windows > 0 && windows < layers.len()
+        {
+            let (got, supported) = (Value::from(layers).to_string(), "the same for all layers".to_string());
+            return Err(ModelError::Unsupported { model: LlamaConfig::FAMILY, key: "layer_types", got, supported });
+        }
+        keys.insert("use_sliding_window".into(), (windows > 0).into());
+        keys.insert("max_window_layers".into(), 0.into());
+    }
+    Ok(Value::from(keys).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn presets_have_the_published_sizes() {
+        for (name, params) in [
+            ("qwen2.5-0.5b", 494_032_768),
+            ("llama-3.2-1b", 1_235_814_400),
+            ("qwen2.5-1.5b", 1_543_714_304),
+            ("llama-3.2-3b", 3_212_749_824),
+            ("llama-2-7b", 6_738_415_616),
+            ("mistral-7b", 7_241_732_096),
+            ("qwen2.5-7b", 7_615_616_512),
+            ("llama-3-8b", 8_030_261_248),
+            ("llama-2-13b", 13_015_864_320),
+            ("llama-2-70b", 68_976_648_192),
+            ("llama-3-70b", 70_553_706_496),
+        ] {
+            assert_eq!(LlamaConfig::preset(name).unwrap().num_params(), params, "{name}");
+        }
+        let sizes: Vec<usize> =
+            LlamaConfig::PRESETS.iter().map(|name| LlamaConfig::preset(name).unwrap().num_params()).collect();
+        assert!(sizes.is_sorted(), "{sizes:?}");
+    }
+
+    #[test]
+    fn is_written_as_it_is_read() {
+        for name in LlamaConfig::PRESETS {
+            let config = LlamaConfig::preset(name).unwrap();
+            config.validate().unwrap();
+            let text = serde_json::to_string(&config).unwrap();
+            assert_eq!(LlamaConfig::from_json(&text).unwrap(), config);
+            assert_eq!(serde_json::from_str::<LlamaConfig>(&text).unwrap(), config);
+        }
+    }
+
+    #[test]
+    fn files_of_any_year_are_read() {
+        let read = |text: &str| LlamaConfig::from_json(text).unwrap();
+        let llama3 =
+            r#""factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32"#;
+        let old = read(&format!(r#"{{"rope_theta": 5e5, "rope_scaling": {{"rope_type": "llama3", {llama3}}}}}"#));
+        let new = read(&format!(r#"{{"rope_parameters": {{"rope_theta": 5e5, "rope_type": "llama3", {llama3}}}}}"#));
+        assert_eq!(old, new);
+        assert!(matches!(old.rope_scaling, Some(RopeScaling::Llama3 { .. })));
+        assert_eq!(old.rope_theta, 5e5);
+        let linear = read(r#"{"rope_scaling": {"type": "linear", "factor": 2.0}}"#).rope_scaling;
+        assert_eq!(linear, Some(RopeScaling::Linear { factor: 2.0 }));
+        let plain = r#"{"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "rope_scaling": null}"#;
+        assert_eq!(read(plain), LlamaConfig::published());
+
+        let mistral = read(r#"{"model_type": "mistral"}"#);
+        assert_eq!((mistral.window(), mistral.kv_heads(), mistral.has_qkv_biases()), (Some(4096), 8, false));
+        assert_eq!(read(r#"{"model_type": "mistral", "sliding_window": null}"#).window(), None);
+        let qwen = read(r#"{"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 28}"#);
+        assert_eq!((qwen.window(), qwen.has_qkv_biases(), qwen.has_output_bias()), (None, true, false));
+        let windows =
+            r#"{"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": true, "num_hidden_layers": 2"#;
+        assert_eq!(read(&format!("{windows}, \"max_window_layers\": 0}}")).window(), Some(9));
+        assert_eq!(read(&format!("{windows}, \"max_window_layers\": 2}}")).window(), None);
+        let types = format!("{windows}, \"layer_types\": [\"sliding_attention\", \"sliding_attention\"]}}");
+        assert_eq!(read(&types).window(), Some(9));
+        assert_eq!(read(r#"{"model_type": "llama", "sliding_window": 9}"#).window(), None);
+    }
+
+    #[test]
+    fn refuses_what_would_change_the_results() {
+        for (text, expected) in [
+            (r#"{"model_type": "phi3"}"#, "cannot be read as JSON"),
+            (r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}"#, "rope_scaling = \"yarn\" is not implemented"),
+            (r#"{"rope_parameters": {"partial_rotary_factor": 0.5}}"#, "a partial_rotary_factor of 0.5"),
+            (r#"{"rope_scaling": {"type": "linear"}}"#, "cannot be read as JSON"),
+            (r#"{"rope_scaling": {"type": "linear", "factor": 0.0}}"#, "rope_scaling.factor = 0"),
+            (r#"{"hidden_act": "gelu"}"#, "hidden_act = \"gelu\""),
+            (r#"{"mlp_bias": true}"#, "mlp_bias = true"),
+            (
+                r#"{"num_key_value_heads": 5}"#,
+                "num_key_value_heads = 5; change it to a divisor of num_attention_heads = 32",
+            ),
+            (r#"{"num_attention_heads": 3}"#, "num_attention_heads = 3; change it to a divisor of hidden_size = 4096"),
+            (r#"{"head_dim": 3}"#, "head_dim = 3; change it to an even width"),
+            (r#"{"model_type": "mistral", "sliding_window": 0}"#, "sliding_window = 0"),
+            (
+                r#"{"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 8, "max_window_layers": 3}"#,
+                "max_window_layers = 3 is not implemented",
+            ),
+            (r#"{"layer_types": ["full_attention", "sliding_attention"]}"#, "the same for all layers"),
+            ("[1]", "cannot be read as JSON"),
+        ] {
+            let error = LlamaConfig::from_json(text).unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn flops_are_six_per_matrix_weight_and_attention() {
+        let config = LlamaConfig::preset("llama-2-7b").unwrap();
+        let vectors = (2 * 32 + 1) * 4096;
+        let matrices = config.num_params() - vectors - 32000 * 4096;
+        assert_eq!(config.flops_per_token(1024), 6 * matrices as u64 + 12 * 32 * 4096 * 1024);
+    }
+}

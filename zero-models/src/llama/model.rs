@@ -1,0 +1,271 @@
+//! Llama and its kin as a module: in go token ids, out come logits or a loss.
+//!
+//! Between embedding and head, activations are rows `[n, d]`, as in [`crate::gpt2`].
+//!
+//! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows, `f` inner width.
+
+use burn::module::{Module, Param};
+use burn::nn::{Dropout, DropoutConfig};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, s};
+use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
+
+use super::rotary::Angles;
+use crate::attention::{Masks, attend};
+use crate::generate::{CausalLm, KvCache};
+use crate::layers::{by_sequence, dense, dense_onto, scaled};
+use crate::lora::{Adaptable, Linear};
+use crate::loss::next_token_loss;
+use crate::{LlamaConfig, init};
+
+/// A Llama, a Mistral or a Qwen2 with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
+#[derive(Module, Debug)]
+pub struct Llama<B: Backend> {
+    /// Token embedding `[vocab_size, hidden_size]`, and the head's weight if that is tied.
+    pub embed_tokens: Param<Tensor<B, 2>>,
+    /// The layers.
+    pub layers: Vec<LlamaLayer<B>>,
+    /// The factors of the last norm `[hidden_size]`.
+    pub norm: Param<Tensor<B, 1>>,
+    /// The head's weight `[vocab_size, hidden_size]`, if it is not tied.
+    pub lm_head: Option<Param<Tensor<B, 2>>>,
+    #[module(skip)]
+    speeds: Vec<f32>,
+    positions: usize,
+    rms_norm_eps: f64,
+}
+
+/// One layer: attention and feed-forward layer, each on a normed copy of what it is added to.
+#[derive(Module, Debug)]
+pub struct LlamaLayer<B: Backend> {
+    /// The factors of the norm before attention `[hidden_size]`.
+    pub input_layernorm: Param<Tensor<B, 1>>,
+    /// Attention.
+    pub self_attn: LlamaAttention<B>,
+    /// The factors of the norm before the feed-forward layer `[hidden_size]`.
+    pub post_attention_layernorm: Param<Tensor<B, 1>>,
+    /// The feed-forward layer.
+    pub mlp: LlamaMlp<B>,
+    rms_norm_eps: f64,
+}
+
+/// Causal self-attention, where several heads of queries may share one of keys and values.
+#[derive(Module, Debug)]
+pub struct LlamaAttention<B: Backend> {
+    /// Queries.
+    pub q_proj: Linear<B>,
+    /// Keys.
+    pub k_proj: Linear<B>,
+    /// Values.
+    pub v_proj: Linear<B>,
+    /// What heads give, back to the width of the model.
+    pub o_proj: Linear<B>,
+    heads: usize,
+    head_width: usize,
+    window: Option<usize>,
+    dropout: Dropout,
+}
+
+/// The feed-forward layer, `down(silu(gate(x)) * up(x))`.
+#[derive(Module, Debug)]
+pub struct LlamaMlp<B: Backend> {
+    /// The gate, `[hidden_size, intermediate_size]`.
+    pub gate_proj: Linear<B>,
+    /// Up, `[hidden_size, intermediate_size]`.
+    pub up_proj: Linear<B>,
+    /// Down, `[intermediate_size, hidden_size]`.
+    pub down_proj: Linear<B>,
+}
+
+impl LlamaConfig {
+    /// A model with fresh parameters, drawn as Hugging Face does: weights from a normal distribution of deviation
+    /// `initializer_range`, biases zero, factors of norms one. A parameter is allocated on its first use.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses the configuration.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> Llama<B> {
+        if let Err(error) = self.validate() {
+            panic!("{error}");
+        }
+        let (v, d, std) = (self.vocab_size, self.hidden_size, self.initializer_range);
+        Llama {
+            embed_tokens: init::normal([v, d], std, device),
+            layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
+            norm: init::ones(d, device),
+            lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
+            speeds: self.speeds(),
+            positions: self.max_position_embeddings,
+            rms_norm_eps: self.rms_norm_eps,
+        }
+    }
+
+    fn init_layer<B: Backend>(&self, device: &B::Device) -> LlamaLayer<B> {
+        let (d, f, std) = (self.hidden_size, self.intermediate_size, self.initializer_range);
+        let (q, k) = (self.query_width(), self.key_width());
+        let layer = |biased: bool, d_in, d_out| {
+            let init = if biased { init::linear } else { init::weight };
+            init(d_in, d_out, std, device)
+        };
+        LlamaLayer {
+            input_layernorm: init::ones(d, device),
+            self_attn: LlamaAttention {
+                q_proj: layer(self.has_qkv_biases(), d, q),
+                k_proj: layer(self.has_qkv_biases(), d, k),
+                v_proj: layer(self.has_qkv_biases(), d, k),
+                o_proj: layer(self.has_output_bias(), q, d),
+                heads: self.num_attention_heads,
+                head_width: self.head_width(),
+                window: self.window(),
+                dropout: DropoutConfig::new(self.attention_dropout).init(),
+            },
+            post_attention_layernorm: init::ones(d, device),
+            mlp: LlamaMlp { gate_proj: layer(false, d, f), up_proj: layer(false, d, f), down_proj: layer(false, f, d) },
+            rms_norm_eps: self.rms_norm_eps,
+        }
+    }
+}
+
+impl<B: FusedBackend> Llama<B> {
+    /// Logits of the token that comes next, at every position.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
+    /// - returns `[b, t, v]`
+    ///
+    /// # Panics
+    /// If `t` is more than `max_position_embeddings`.
+    pub fn forward(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        let sizes = input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bt);
+        by_sequence(linear(hidden_nd, self.head_weight().transpose(), None, None), sizes)
+    }
+
+    /// What the head reads: the last norm's output.
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`: `[b, t]`
+    /// - returns `[b, t, d]`
+    ///
+    /// # Panics
+    /// If `t` is more than `max_position_embeddings`.
+    pub fn forward_hidden(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        let sizes = input_ids_bt.dims();
+        by_sequence(self.hidden_rows(input_ids_bt), sizes)
+    }
+
+    /// The mean cross-entropy in nats of predicting each token of a row from those before it, as
+    /// [`Gpt2::loss`](crate::Gpt2::loss).
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`: `[b, t]`
+    /// - returns `[1]`
+    ///
+    /// # Panics
+    /// If `t` is below 2 or more than `max_position_embeddings`.
+    pub fn loss(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+        self.loss_with_labels(input_ids_bt.clone(), input_ids_bt)
+    }
+
+    /// As [`loss`](Self::loss) with other labels, of which those equal to
+    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count, as
+    /// [`Gpt2::loss_with_labels`](crate::Gpt2::loss_with_labels).
+    ///
+    /// # Shapes
+    /// - `input_ids_bt`, `labels_bt`: `[b, t]`
+    /// - returns `[1]`
+    ///
+    /// # Panics
+    /// If `t` is below 2 or more than `max_position_embeddings`, or if the shapes differ.
+    pub fn loss_with_labels(&self, input_ids_bt: Tensor<B, 2, Int>, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+        next_token_loss(input_ids_bt, labels_bt, |ids_bt| (self.hidden_rows(ids_bt), self.head_weight()))
+    }
+
+    /// The weight of the head, `[v, d]`: the token embedding, or its own.
+    pub fn head_weight(&self) -> Tensor<B, 2> {
+        self.lm_head.as_ref().unwrap_or(&self.embed_tokens).val()
+    }
+
+    fn hidden_rows(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+        let [b, t] = input_ids_bt.dims();
+        assert!(
+            t <= self.positions,
+            "rows of {t} tokens, but the model has {} positions: shorten the rows or raise max_position_embeddings",
+            self.positions
+        );
+        let mut x_nd = embedding(self.embed_tokens.val(), input_ids_bt.reshape([b * t]));
+        if let Some(first) = self.layers.first() {
+            let angles = Angles::new(&self.speeds, 0..t as i32, &x_nd);
+            let masks = Masks::causal(t, first.self_attn.window, &first.self_attn.dropout, &x_nd);
+            for layer in &self.layers {
+                x_nd =
+                    layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout));
+            }
+        }
+        scaled(&self.norm, self.rms_norm_eps, x_nd)
+    }
+}
+
+impl<B: FusedBackend> LlamaLayer<B> {
+    /// Adds attention, which `mix` computes of queries, keys and values, and feed-forward layer to rows `[n, d]`.
+    fn forward(
+        &self,
+        x_nd: Tensor<B, 2>,
+        angles: &Angles<B>,
+        mix: impl FnOnce(&LlamaAttention<B>, [Tensor<B, 2>; 3]) -> Tensor<B, 2>,
+    ) -> Tensor<B, 2> {
+        let (attn, mlp, epsilon) = (&self.self_attn, &self.mlp, self.rms_norm_eps);
+        let none = Dropout { prob: 0.0 };
+        let normed_nd = scaled(&self.input_layernorm, epsilon, x_nd.clone());
+        let [q, k, v] = [&attn.q_proj, &attn.k_proj, &attn.v_proj].map(|layer| dense(layer, normed_nd.clone()));
+        let mixed = mix(attn, [angles.turn(q), angles.turn(k), v]);
+        let x_nd = dense_onto(&attn.o_proj, mixed, &none, x_nd);
+
+        let normed_nd = scaled(&self.post_attention_layernorm, epsilon, x_nd.clone());
+        let gate_nf = dense(&mlp.gate_proj, normed_nd.clone());
+        let wide_nf = zero_ops::swiglu(gate_nf, dense(&mlp.up_proj, normed_nd));
+        dense_onto(&mlp.down_proj, wide_nf, &none, x_nd)
+    }
+}
+
+impl<B: FusedBackend> LlamaAttention<B> {
+    fn options(&self, b: usize) -> AttentionOptions {
+        let scale = (self.head_width as f64).sqrt().recip();
+        AttentionOptions { batch: b, heads: self.heads, causal: true, window: self.window, scale }
+    }
+}
+
+impl<B: Backend> Adaptable<B> for Llama<B> {
+    fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
+        for (i, LlamaLayer { self_attn: attn, mlp, .. }) in self.layers.iter_mut().enumerate() {
+            let projections = [&mut attn.q_proj, &mut attn.k_proj, &mut attn.v_proj, &mut attn.o_proj];
+            let names = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("layers.{i}.self_attn.{name}"));
+            names.into_iter().zip(projections).for_each(|(path, layer)| each(path, layer));
+            let projections = [&mut mlp.gate_proj, &mut mlp.up_proj, &mut mlp.down_proj];
+            let names = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("layers.{i}.mlp.{name}"));
+            names.into_iter().zip(projections).for_each(|(path, layer)| each(path, layer));
+        }
+    }
+}
+
+impl<B: FusedBackend> CausalLm<B> for Llama<B> {
+    fn positions(&self) -> usize {
+        self.positions
+    }
+
+    fn vocabulary(&self) -> usize {
+        self.embed_tokens.lazy_shape()[0]
+    }
+
+    fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
+        let [b, t] = input_ids_bt.dims();
+        let mut x_nd = embedding(self.embed_tokens.val(), input_ids_bt.reshape([b * t]));
+        let [_, d] = x_nd.dims();
+        let angles = Angles::new(&self.speeds, cache.numbers(t), &x_nd);
+        for (number, layer) in self.layers.iter().enumerate() {
+            x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b)));
+        }
+        cache.advance(t);
+        let last_bd = x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d]);
+        linear(scaled(&self.norm, self.rms_norm_eps, last_bd), self.head_weight().transpose(), None, None)
+    }
+}

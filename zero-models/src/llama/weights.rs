@@ -1,0 +1,79 @@
+//! Checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
+//!
+//! Names are those of `LlamaForCausalLM`, `MistralForCausalLM` and `Qwen2ForCausalLM`, which agree; a checkpoint of the model
+//! without its head lacks the prefix `model.` and is read too, if its head is tied. Linear weights are `[out, in]` there and
+//! transposed on loading.
+//!
+//! Not loaded are the buffers `rotary_emb.inv_freq`, which follow from the configuration, and, for a model with a tied head,
+//! `lm_head.weight`: it is the token embedding a second time. It is checked to have that shape, and stands in if the embedding
+//! itself is absent.
+
+use super::{Llama, LlamaConfig};
+use crate::hf_params::Kind::{Bias, Head, Scale, Table, Weight};
+use crate::hf_params::{Family, Layer, hf_weights, layer};
+
+const PREFIX: &str = "model.";
+const HEAD: &str = "lm_head.weight";
+
+hf_weights!(Llama, LlamaConfig, "LlamaForCausalLM");
+
+const WORDS: fn(&LlamaConfig) -> [usize; 2] = |c| [c.vocab_size, c.hidden_size];
+const WIDTH: fn(&LlamaConfig) -> [usize; 2] = |c| [1, c.hidden_size];
+const QUERIES: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.query_width()];
+const KEYS: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.key_width()];
+const MIXED: fn(&LlamaConfig) -> [usize; 2] = |c| [c.query_width(), c.hidden_size];
+const WIDER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate_size];
+const NARROWER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.intermediate_size, c.hidden_size];
+
+/// The bias of a linear layer that only some have.
+macro_rules! bias {
+    ($layer:literal, $sizes:expr) => {
+        layer(concat!("layers.*.", $layer, ".bias"), concat!("model.layers.*.", $layer), Bias, $sizes)
+    };
+}
+
+impl Family for LlamaConfig {
+    const LAYERS: &'static [Layer<Self>] = &[
+        layer("embed_tokens", "model.embed_tokens", Table, WORDS),
+        layer("layers.*.input_layernorm", "model.layers.*.input_layernorm", Scale, WIDTH),
+        layer("layers.*.self_attn.q_proj", "model.layers.*.self_attn.q_proj", Weight, QUERIES),
+        bias!("self_attn.q_proj", QUERIES),
+        layer("layers.*.self_attn.k_proj", "model.layers.*.self_attn.k_proj", Weight, KEYS),
+        bias!("self_attn.k_proj", KEYS),
+        layer("layers.*.self_attn.v_proj", "model.layers.*.self_attn.v_proj", Weight, KEYS),
+        bias!("self_attn.v_proj", KEYS),
+        layer("layers.*.self_attn.o_proj", "model.layers.*.self_attn.o_proj", Weight, MIXED),
+        bias!("self_attn.o_proj", MIXED),
+        layer("layers.*.post_attention_layernorm", "model.layers.*.post_attention_layernorm", Scale, WIDTH),
+        layer("layers.*.mlp.gate_proj", "model.layers.*.mlp.gate_proj", Weight, WIDER),
+        layer("layers.*.mlp.up_proj", "model.layers.*.mlp.up_proj", Weight, WIDER),
+        layer("layers.*.mlp.down_proj", "model.layers.*.mlp.down_proj", Weight, NARROWER),
+        layer("norm", "model.norm", Scale, WIDTH),
+        layer("lm_head", "lm_head", Head, WORDS),
+    ];
+    const REPEATS: &'static [(&'static str, &'static str)] = &[(HEAD, "model.embed_tokens.weight")];
+
+    fn blocks(&self) -> usize {
+        self.num_hidden_layers
+    }
+
+    fn is_tied(&self) -> bool {
+        self.tie_word_embeddings
+    }
+
+    fn has(&self, layer: &str) -> bool {
+        match layer.strip_suffix(".bias") {
+            Some(of) if of.ends_with("o_proj") => self.has_output_bias(),
+            Some(_) => self.has_qkv_biases(),
+            None => true,
+        }
+    }
+
+    fn in_state_dict(name: &str) -> Option<String> {
+        if name == HEAD {
+            return Some(name.to_string());
+        }
+        let name = name.strip_prefix(PREFIX).unwrap_or(name);
+        (!name.ends_with("rotary_emb.inv_freq")).then(|| format!("{PREFIX}{name}"))
+    }
+}
