@@ -16,7 +16,7 @@ pub(crate) const MASKED: f64 = -3.0e4;
 /// nothing in the backward pass.
 pub(crate) struct Masks<B: FusedBackend> {
     /// Of each key, `[b, u]`; `None` if there is no padding.
-    keys_bt: Option<Tensor<B, 2>>,
+    keys_bu: Option<Tensor<B, 2>>,
     /// Of each pair, `[r, s]`: what the elementary operations add. Only where probabilities are dropped out.
     pairs_rs: Option<Tensor<B, 2>>,
 }
@@ -34,23 +34,28 @@ impl<B: FusedBackend> Masks<B> {
             }
             in_type_of(mask_tt.reshape([1, t * t]), like_nd)
         });
-        Self { keys_bt: None, pairs_rs }
+        Self { keys_bu: None, pairs_rs }
     }
 
-    /// Hides the positions where `attention_mask_bt` is 0, if there is a mask.
+    /// Hides the positions where `attention_mask_bu` is 0, if there is a mask, from so many queries of so many heads.
     pub(crate) fn padding(
-        attention_mask_bt: Option<Tensor<B, 2, Int>>,
-        heads: usize,
+        attention_mask_bu: Option<Tensor<B, 2, Int>>,
+        [heads, queries]: [usize; 2],
         dropout: &Dropout,
         like_nd: &Tensor<B, 2>,
     ) -> Self {
-        let keys_bt = attention_mask_bt.map(|mask_bt| in_type_of((mask_bt.float() - 1.0) * -MASKED, like_nd));
-        let pairs_rs = keys_bt.clone().filter(|_| is_active(dropout, like_nd)).map(|keys_bt| {
-            let [b, t] = keys_bt.dims();
-            keys_bt.reshape([b, 1, 1, t]).expand([b, heads, t, t]).reshape([b * heads, t * t])
+        let keys_bu = attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd));
+        let pairs_rs = keys_bu.clone().filter(|_| is_active(dropout, like_nd)).map(|keys_bu| {
+            let [b, u] = keys_bu.dims();
+            keys_bu.reshape([b, 1, 1, u]).expand([b, heads, queries, u]).reshape([b * heads, queries * u])
         });
-        Self { keys_bt, pairs_rs }
+        Self { keys_bu, pairs_rs }
     }
+}
+
+/// What is added to the scores of keys so that those are hidden where the mask is 0.
+pub(crate) fn hidden<B: FusedBackend>(mask_bu: Tensor<B, 2, Int>, like_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
+    in_type_of((mask_bu.float() - 1.0) * -MASKED, like_nd)
 }
 
 /// A mask in the type of the activations that it will meet.
@@ -77,7 +82,7 @@ pub(crate) fn attend<B: FusedBackend>(
     if is_active(dropout, &q_nd) {
         attend_with_dropout([q_nd, k_mc, v_mc], masks, options, dropout)
     } else {
-        zero_ops::attention(q_nd, k_mc, v_mc, masks.keys_bt.clone(), options)
+        zero_ops::attention(q_nd, k_mc, v_mc, masks.keys_bu.clone(), options)
     }
 }
 
@@ -92,7 +97,7 @@ pub(crate) fn attend_packed<B: FusedBackend>(
         let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");
         attend_with_dropout(parts, masks, options, dropout)
     } else {
-        zero_ops::packed_attention(qkv_nw, masks.keys_bt.clone(), options)
+        zero_ops::packed_attention(qkv_nw, masks.keys_bu.clone(), options)
     }
 }
 

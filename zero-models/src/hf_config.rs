@@ -90,7 +90,7 @@ macro_rules! hf_config {
 
         impl $config {
             /// The name of the family in messages.
-            const FAMILY: &'static str = $family;
+            pub(crate) const FAMILY: &'static str = $family;
 
             /// Hugging Face's defaults.
             fn published() -> Self {

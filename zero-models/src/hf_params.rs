@@ -66,8 +66,8 @@ pub(crate) trait Family: Sized + 'static {
     /// Names under which a checkpoint may repeat a parameter, with the parameter.
     const REPEATS: &'static [(&'static str, &'static str)];
 
-    /// How many blocks there are of the layers that have a `*` in their path.
-    fn blocks(&self) -> usize;
+    /// How many blocks there are of a layer that has a `*` in its path, and of those beside it.
+    fn blocks(&self, layer: &str) -> usize;
 
     /// Whether the head's weight is the embedding of the tokens.
     fn is_tied(&self) -> bool;
@@ -80,6 +80,11 @@ pub(crate) trait Family: Sized + 'static {
     /// Whether a tensor of this name is a head's, which checkpoints of other heads have not.
     fn is_of_head(_name: &str) -> bool {
         false
+    }
+
+    /// Whether what is not loaded from a checkpoint is as the model takes it to be.
+    fn check(_checkpoint: &Checkpoint) -> Result<(), ModelError> {
+        Ok(())
     }
 
     /// The name in the `state_dict` of a tensor of this name in a checkpoint, whether the model has it or not; `None` for a
@@ -155,7 +160,7 @@ pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
     let in_blocks = |layer: &Layer<C>| layer.path.contains('*');
     let mut found = Vec::new();
     for layers in C::LAYERS.chunk_by(|a, b| in_blocks(a) == in_blocks(b)) {
-        let blocks = if in_blocks(&layers[0]) { config.blocks() } else { 1 };
+        let blocks = if in_blocks(&layers[0]) { config.blocks(layers[0].path) } else { 1 };
         for block in 0..blocks {
             let tied = |layer: &Layer<C>| layer.kind == Kind::Head && config.is_tied();
             for layer in layers.iter().filter(|layer| config.has(layer.path) && !tied(layer)) {
@@ -299,6 +304,7 @@ fn sources<'a>(
     checkpoint: &'a Checkpoint,
     rules: Rules<'_>,
 ) -> Result<Vec<Option<StoredTensor<'a>>>, ModelError> {
+    (rules.check)(checkpoint)?;
     let sources = match_names(params, checkpoint, rules)?;
     check_shapes(params, &sources, checkpoint)?;
     Ok(sources.into_iter().map(|found| found.first().copied()).collect())
@@ -316,17 +322,25 @@ pub(crate) struct Rules<'a> {
     repeats: &'a [(&'a str, &'a str)],
     /// [`Family::is_of_head`]
     is_of_head: fn(&str) -> bool,
+    /// [`Family::check`]
+    check: fn(&Checkpoint) -> Result<(), ModelError>,
     /// Whether a head may be missing.
     fresh_head: bool,
 }
 
 /// Tensors under the names of parameters.
-pub(crate) const AS_NAMED: Rules<'static> =
-    Rules { in_state_dict: &|name| Some(name.to_string()), repeats: &[], is_of_head: |_| false, fresh_head: false };
+pub(crate) const AS_NAMED: Rules<'static> = Rules {
+    in_state_dict: &|name| Some(name.to_string()),
+    repeats: &[],
+    is_of_head: |_| false,
+    check: |_| Ok(()),
+    fresh_head: false,
+};
 
 /// Those of a family.
 pub(crate) fn rules<C: Family>() -> Rules<'static> {
-    Rules { in_state_dict: &C::in_state_dict, repeats: C::REPEATS, is_of_head: C::is_of_head, fresh_head: false }
+    let (in_state_dict, repeats) = (&C::in_state_dict, C::REPEATS);
+    Rules { in_state_dict, repeats, is_of_head: C::is_of_head, check: C::check, fresh_head: false }
 }
 
 fn match_names<'a>(

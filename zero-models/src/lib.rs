@@ -1,4 +1,4 @@
-//! GPT-2, BERT and Llama as plain Burn modules.
+//! GPT-2, BERT, Llama and BART as plain Burn modules.
 //!
 //! What goes in: a configuration (a preset, or a Hugging Face `config.json`), a device, and token ids.
 //! What comes out: logits and losses. The modules are generic over [`Backend`](burn::tensor::backend::Backend),
@@ -22,6 +22,7 @@
 
 mod activation;
 mod attention;
+pub mod bart;
 pub mod bert;
 mod causal;
 mod error;
@@ -42,6 +43,7 @@ pub mod safetensors_file;
 mod suggest;
 
 pub use activation::Activation;
+pub use bart::{Bart, BartConfig};
 pub use bert::{Bert, BertBatch, BertConfig, BertHead, BertPredictions};
 pub use causal::{CausalFamily, CausalSizes};
 pub use error::{ModelError, ShapeMismatch};

@@ -10,7 +10,7 @@ use crate::error::io_at;
 use crate::hf_params::{AS_NAMED, parameters, rules, stored};
 use crate::lora::AdaptedModel;
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
-use crate::{BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig};
+use crate::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig};
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
 ///
@@ -31,6 +31,8 @@ pub enum ModelConfig {
     Bert(BertConfig),
     /// A Llama or one of its kin with its language-model head.
     Llama(LlamaConfig),
+    /// A BART with its language-model head.
+    Bart(BartConfig),
     /// Any other module.
     Module(ModuleConfig),
     /// What LoRA trains of a model of any of these families.
@@ -47,6 +49,7 @@ impl ModelConfig {
         // Of what is no JSON, the family will tell.
         let keys: Value = serde_json::from_slice(&text).unwrap_or_default();
         match keys["model_type"].as_str() {
+            Some("bart") => BartConfig::from_file(path).map(Self::Bart),
             Some("bert") => BertConfig::from_file(path).map(Self::Bert),
             Some("llama" | "mistral" | "qwen2") => LlamaConfig::from_file(path).map(Self::Llama),
             _ => Gpt2Config::from_file(path).map(Self::Gpt2),
@@ -60,6 +63,7 @@ impl ModelConfig {
             Self::Gpt2(config) => parameters(config),
             Self::Bert(config) => parameters(config),
             Self::Llama(config) => parameters(config),
+            Self::Bart(config) => parameters(config),
             Self::Module(module) => module.parameters.clone(),
             Self::Adapted(adapted) => adapted.parameters(),
         }
@@ -71,6 +75,7 @@ impl ModelConfig {
             Self::Gpt2(config) => config.n_layer,
             Self::Bert(config) => config.num_hidden_layers,
             Self::Llama(config) => config.num_hidden_layers,
+            Self::Bart(config) => config.encoder_layers + config.decoder_layers,
             Self::Module(_) => 0,
             Self::Adapted(adapted) => adapted.base.blocks(),
         }
@@ -82,6 +87,7 @@ impl ModelConfig {
             Self::Gpt2(config) => Some(config.n_embd),
             Self::Bert(config) => Some(config.hidden_size),
             Self::Llama(config) => Some(config.hidden_size),
+            Self::Bart(config) => Some(config.d_model),
             Self::Module(_) => None,
             Self::Adapted(adapted) => adapted.base.hidden_size(),
         }
@@ -100,6 +106,7 @@ impl ModelConfig {
             Self::Gpt2(_) => Some("GPT2LMHeadModel"),
             Self::Bert(config) => Some(config.head.architecture()),
             Self::Llama(config) => Some(config.architecture()),
+            Self::Bart(_) => Some("BartForConditionalGeneration"),
             Self::Module(module) => module.architecture.as_deref(),
             Self::Adapted(_) => None,
         }
@@ -110,7 +117,7 @@ impl ModelConfig {
         match self {
             Self::Gpt2(_) => Ok(&["c_attn"]),
             Self::Bert(_) => Ok(&["query", "value"]),
-            Self::Llama(_) => Ok(&["q_proj", "v_proj"]),
+            Self::Llama(_) | Self::Bart(_) => Ok(&["q_proj", "v_proj"]),
             Self::Adapted(adapted) => adapted.base.lora_targets(),
             Self::Module(_) => {
                 let problem = "target_modules is empty: name the layers of this module that are to be adapted".into();
@@ -123,6 +130,7 @@ impl ModelConfig {
     pub(crate) fn task_type(&self) -> Option<&'static str> {
         match self {
             Self::Gpt2(_) | Self::Llama(_) => Some("CAUSAL_LM"),
+            Self::Bart(_) => Some("SEQ_2_SEQ_LM"),
             Self::Bert(config) if matches!(config.head, BertHead::Classes(_)) => Some("SEQ_CLS"),
             Self::Adapted(adapted) => adapted.base.task_type(),
             _ => None,
@@ -146,6 +154,7 @@ impl ModelConfig {
             Self::Gpt2(_) => rules::<Gpt2Config>(),
             Self::Bert(_) => rules::<BertConfig>(),
             Self::Llama(_) => rules::<LlamaConfig>(),
+            Self::Bart(_) => rules::<BartConfig>(),
             Self::Module(_) | Self::Adapted(_) => AS_NAMED,
         };
         stored(self.parameters(), checkpoint, rules)
@@ -196,6 +205,12 @@ impl From<BertConfig> for ModelConfig {
     }
 }
 
+impl From<BartConfig> for ModelConfig {
+    fn from(config: BartConfig) -> Self {
+        Self::Bart(config)
+    }
+}
+
 impl From<LlamaConfig> for ModelConfig {
     fn from(config: LlamaConfig) -> Self {
         Self::Llama(config)
@@ -211,7 +226,8 @@ mod tests {
         let gpt2 = ModelConfig::from(Gpt2Config::preset("gpt2-xl").unwrap());
         let bert = ModelConfig::from(BertConfig::preset("bert-base").unwrap());
         let llama = ModelConfig::from(LlamaConfig::preset("llama-3-8b").unwrap());
-        for (config, family) in [(gpt2, "gpt2"), (bert, "bert"), (llama, "llama")] {
+        let bart = ModelConfig::from(BartConfig::preset("bart-large").unwrap());
+        for (config, family) in [(gpt2, "gpt2"), (bert, "bert"), (llama, "llama"), (bart, "bart")] {
             let value = serde_json::to_value(&config).unwrap();
             assert_eq!(value["family"], family);
             assert_eq!(value["config"]["model_type"], family);
@@ -231,6 +247,7 @@ mod tests {
         };
         assert!(matches!(read(r#"{"model_type": "gpt2"}"#), Ok(ModelConfig::Gpt2(_))));
         assert!(matches!(read(r#"{"model_type": "bert"}"#), Ok(ModelConfig::Bert(_))));
+        assert!(matches!(read(r#"{"model_type": "bart"}"#), Ok(ModelConfig::Bart(_))));
         assert!(matches!(read(r#"{"model_type": "qwen2"}"#), Ok(ModelConfig::Llama(_))));
         assert!(read(r#"{"model_type": "t5"}"#).unwrap_err().to_string().contains("t5"));
         assert!(read(r#"{"model_type": "bert", "is_decoder": true}"#).unwrap_err().to_string().contains("is_decoder"));

@@ -41,8 +41,8 @@ pub enum ExportError {
     },
     /// What the checkpoint says of its model cannot be read.
     #[error(
-        "the \"model\" in the state of {} is no configuration of a GPT-2, a BERT, a Llama, an adapter or a module: {reason}; \
-         expected {{\"family\": \"gpt2\", \"bert\", \"llama\", \"adapted\" or \"module\", \"config\": {{...}}}}",
+        "the \"model\" in the state of {} is no configuration of a known model: {reason}; expected {{\"family\": \"gpt2\", \
+         \"bert\", \"llama\", \"bart\", \"adapted\" or \"module\", \"config\": {{...}}}}",
         path.display()
     )]
     BadModel {
@@ -201,6 +201,10 @@ fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> R
             let fits = layers <= MOST_LAYERS;
             return if fits { Ok(()) } else { Err(format!("{layers} layers, expected at most {MOST_LAYERS}")) };
         }
+        ModelConfig::Bart(model) => (
+            model.encoder_layers.max(model.decoder_layers),
+            [model.vocab_size, model.d_model, model.encoder_ffn_dim, model.decoder_ffn_dim],
+        ),
         ModelConfig::Llama(model) => (
             model.num_hidden_layers,
             [model.vocab_size, model.hidden_size, model.intermediate_size, model.query_width()],

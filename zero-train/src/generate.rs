@@ -240,6 +240,7 @@ impl<C: CausalFamily> Job<'_, C> {
             seed: options.seed,
             beams: options.beams,
             length_penalty: options.length_penalty,
+            ..Sampling::default()
         })
     }
 

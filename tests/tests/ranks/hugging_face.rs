@@ -19,10 +19,10 @@ use zero_core::{Partition, Stage};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
 use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{BertConfig, Gpt2Config, LlamaConfig, ModelConfig, bert, gpt2, llama};
+use zero_models::{BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, bart, bert, gpt2, llama};
 
 /// Sizes that no world divides.
-fn configs() -> [ModelConfig; 3] {
+fn configs() -> [ModelConfig; 4] {
     let gpt2 = Gpt2Config {
         vocab_size: 61,
         n_positions: 13,
@@ -50,7 +50,15 @@ fn configs() -> [ModelConfig; 3] {
         max_position_embeddings: 13,
         ..LlamaConfig::preset("llama-tiny").unwrap()
     };
-    [gpt2.into(), bert.into(), llama.into()]
+    let bart = BartConfig {
+        vocab_size: 61,
+        d_model: 20,
+        encoder_ffn_dim: 33,
+        decoder_layers: 1,
+        max_position_embeddings: 13,
+        ..BartConfig::preset("bart-tiny").unwrap()
+    };
+    [gpt2.into(), bert.into(), llama.into(), bart.into()]
 }
 
 /// A checkpoint whose every element is another number, in two files.
@@ -86,6 +94,7 @@ fn plain(config: &ModelConfig, dir: &Path) -> Vec<Vec<u32>> {
     match config {
         ModelConfig::Gpt2(_) => bits(&gpt2::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bert(_) => bits(&bert::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
+        ModelConfig::Bart(_) => bits(&bart::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Llama(_) => bits(&llama::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         _ => unreachable!("the tests have none"),
     }
@@ -109,6 +118,7 @@ fn sharded(config: &ModelConfig, dir: &Path, stage: Stage, world: usize) -> Vec<
         match config {
             ModelConfig::Gpt2(config) => load!(config, gpt2),
             ModelConfig::Bert(config) => load!(config, bert),
+            ModelConfig::Bart(config) => load!(config, bart),
             ModelConfig::Llama(config) => load!(config, llama),
             _ => unreachable!("the tests have none"),
         }

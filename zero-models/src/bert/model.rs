@@ -251,10 +251,10 @@ impl<B: FusedBackend> Bert<B> {
         token_type_ids_bt: Tensor<B, 2, Int>,
         attention_mask_bt: Option<Tensor<B, 2, Int>>,
     ) -> Tensor<B, 2> {
-        let [b, _] = input_ids_bt.dims();
+        let [b, t] = input_ids_bt.dims();
         let mut x_nd = self.embeddings.forward(input_ids_bt, token_type_ids_bt);
         let Some(first) = self.layers.first() else { return x_nd };
-        let masks = Masks::padding(attention_mask_bt, self.num_attention_heads, &first.attention_dropout, &x_nd);
+        let masks = Masks::padding(attention_mask_bt, [self.num_attention_heads, t], &first.attention_dropout, &x_nd);
         for layer in &self.layers {
             x_nd = layer.forward(x_nd, &masks, b);
         }

@@ -73,7 +73,7 @@ impl Family for BertConfig {
     const REPEATS: &'static [(&'static str, &'static str)] =
         &[(DECODER, "bert.embeddings.word_embeddings.weight"), (DECODER_BIAS, PREDICTION_BIAS)];
 
-    fn blocks(&self) -> usize {
+    fn blocks(&self, _layer: &str) -> usize {
         self.num_hidden_layers
     }
 

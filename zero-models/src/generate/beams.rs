@@ -2,7 +2,7 @@
 
 use zero_ops::FusedBackend;
 
-use super::choose::penalise;
+use super::choose::{force, penalise};
 use super::{CausalLm, Hooks, Pass, Sampling};
 use crate::ModelError;
 
@@ -78,6 +78,7 @@ impl Search {
         for (at, (beam, logits)) in self.running.iter().zip(logits.chunks_exact_mut(width)).enumerate() {
             log_softmax(logits);
             penalise(logits, &beam.tokens, how.repetition_penalty);
+            force(logits, made, how);
             found.extend(logits.iter().enumerate().map(|(id, &p)| (beam.score + f64::from(p), at, id as u32)));
         }
         // As many as are enough when each of the best texts could also end.

@@ -9,13 +9,17 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, activation, s};
 use zero_ops::{AttentionOptions, FusedBackend};
 
-use crate::attention::MASKED;
+use crate::attention::{MASKED, hidden};
 
 /// What a model keeps of the tokens it has read, so that each is read once. Rows begin with padding where others are longer.
 #[derive(Debug, Clone)]
 pub struct KvCache<B: Backend> {
     /// Of each layer the keys and the values, `[b, k, t, e]`.
     layers: Vec<[Tensor<B, 4>; 2]>,
+    /// Of each layer the keys and the values of another text, which each row looks at besides.
+    across: Vec<[Tensor<B, 4>; 2]>,
+    /// What hides the padding of these texts, `[b, u]`, if there is any.
+    hidden_across: Option<Tensor<B, 2>>,
     length: usize,
     /// Tokens of padding before each row.
     padding: Vec<usize>,
@@ -24,7 +28,7 @@ pub struct KvCache<B: Backend> {
 impl<B: FusedBackend> KvCache<B> {
     /// For rows that begin with so many tokens of padding.
     pub fn new(padding: Vec<usize>) -> Self {
-        Self { layers: Vec::new(), length: 0, padding }
+        Self { layers: Vec::new(), across: Vec::new(), hidden_across: None, length: 0, padding }
     }
 
     /// Positions that are kept.
@@ -68,12 +72,8 @@ impl<B: FusedBackend> KvCache<B> {
         [q_nd, k_nd, v_nd]: [Tensor<B, 2>; 3],
         options: AttentionOptions,
     ) -> Tensor<B, 2> {
-        let AttentionOptions { batch: b, heads: h, window, .. } = options;
+        let AttentionOptions { batch: b, window, .. } = options;
         let [n, d] = q_nd.dims();
-        let by_head = |x_nd: Tensor<B, 2>| {
-            let [_, c] = x_nd.dims();
-            x_nd.reshape([b, n / b, c * h / d, d / h]).swap_dims(1, 2)
-        };
         let end = self.length + n / b;
         let keys = end - window.unwrap_or(end).min(end)..end;
         let hidden_bt = self.hidden(if self.length == 0 { 0..end } else { keys.clone() }, &q_nd);
@@ -81,7 +81,7 @@ impl<B: FusedBackend> KvCache<B> {
             let [.., t, _] = x_bhte.dims();
             if t > keys.len() { x_bhte.slice(s![.., .., t - keys.len()..t, ..]) } else { x_bhte }
         };
-        let new = [by_head(k_nd.clone()), by_head(v_nd.clone())];
+        let new = [&k_nd, &v_nd].map(|x_nd| by_head(x_nd.clone(), d, options));
         if self.length == 0 {
             self.layers.push(new.map(in_window));
             return zero_ops::attention(q_nd, k_nd, v_nd, hidden_bt, options);
@@ -94,6 +94,33 @@ impl<B: FusedBackend> KvCache<B> {
         look(q_nd, kept.clone(), hidden_bt, options)
     }
 
+    /// Hides where `mask_bu` is 0 in the texts that rows look at besides their own. `like` has the type of the activations.
+    pub(crate) fn hide_across(&mut self, mask_bu: Option<Tensor<B, 2, Int>>, like: &Tensor<B, 2>) {
+        self.hidden_across = mask_bu.map(|mask_bu| hidden(mask_bu, like));
+    }
+
+    /// Lets the new positions look at another text, whose keys and values `[m, c]` in layer `layer` are made once.
+    ///
+    /// # Shapes
+    /// - `q_nd`: `[n, d]`; `n` is `b` where positions were read before
+    /// - returns `[n, d]`
+    pub(crate) fn attend_across(
+        &mut self,
+        layer: usize,
+        q_nd: Tensor<B, 2>,
+        of_text: impl FnOnce() -> [Tensor<B, 2>; 2],
+        options: AttentionOptions,
+    ) -> Tensor<B, 2> {
+        let hidden_bu = self.hidden_across.clone();
+        if self.length > 0 {
+            return look(q_nd, self.across[layer].clone(), hidden_bu, options);
+        }
+        let [_, d] = q_nd.dims();
+        let [k_mc, v_mc] = of_text();
+        self.across.push([&k_mc, &v_mc].map(|x_mc| by_head(x_mc.clone(), d, options)));
+        zero_ops::attention(q_nd, k_mc, v_mc, hidden_bu, options)
+    }
+
     /// All layers have read `t` more positions.
     pub(crate) fn advance(&mut self, t: usize) {
         self.length += t;
@@ -103,11 +130,18 @@ impl<B: FusedBackend> KvCache<B> {
     pub(crate) fn take(&mut self, rows: &[usize], device: &B::Device) {
         let of: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
         let of = Tensor::<B, 1, Int>::from_ints(&*of, device);
-        for kept in self.layers.iter_mut().flatten() {
+        for kept in self.layers.iter_mut().chain(&mut self.across).flatten() {
             *kept = kept.clone().select(0, of.clone());
         }
+        self.hidden_across = self.hidden_across.take().map(|hidden_bu| hidden_bu.select(0, of));
         self.padding = rows.iter().map(|&row| self.padding[row]).collect();
     }
+}
+
+/// Rows `[m, c]` of sequences as heads `[b, k, t, e]`, of the width that those of queries `[n, d]` have.
+fn by_head<B: Backend>(x_mc: Tensor<B, 2>, d: usize, options: AttentionOptions) -> Tensor<B, 4> {
+    let ([m, c], b, e) = (x_mc.dims(), options.batch, d / options.heads);
+    x_mc.reshape([b, m / b, c / e, e]).swap_dims(1, 2)
 }
 
 /// What one position of each row sees among these keys and values, `[b, d]`.

@@ -23,9 +23,19 @@ pub(super) fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
     }
 }
 
-/// The token that follows `seen`.
-pub(super) fn choose(logits: &mut [f32], seen: &[u32], how: &Sampling, draws: &mut Draws) -> usize {
+/// Leaves only the token that the `made`th new one must be, if it must be one.
+pub(super) fn force(logits: &mut [f32], made: usize, how: &Sampling) {
+    let last = how.forced_last.filter(|_| made == how.max_new_tokens);
+    if let Some(token) = last.or(how.forced_first.filter(|_| made == 1)) {
+        logits.fill(f32::NEG_INFINITY);
+        logits[token as usize] = 0.0;
+    }
+}
+
+/// The token that follows `seen`, the `made`th new one.
+pub(super) fn choose(logits: &mut [f32], seen: &[u32], made: usize, how: &Sampling, draws: &mut Draws) -> usize {
     penalise(logits, seen, how.repetition_penalty);
+    force(logits, made, how);
     if how.temperature == 0.0 {
         return best(logits);
     }

@@ -54,6 +54,10 @@ pub struct Sampling {
     pub beams: usize,
     /// By beam search, a text's score is the sum of its log-probabilities divided by its length to this power.
     pub length_penalty: f64,
+    /// The first token, whatever the model says.
+    pub forced_first: Option<u32>,
+    /// The last of `max_new_tokens`, whatever the model says.
+    pub forced_last: Option<u32>,
 }
 
 impl Default for Sampling {
@@ -68,6 +72,8 @@ impl Default for Sampling {
             seed: 0,
             beams: 1,
             length_penalty: 1.0,
+            forced_first: None,
+            forced_last: None,
         }
     }
 }
@@ -114,7 +120,7 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
     hooks: Hooks<'_>,
 ) -> Result<Vec<Vec<u32>>, ModelError> {
     how.check()?;
-    check(model, prompts, how)?;
+    check(prompts, how.max_new_tokens, model.positions(), model.vocabulary())?;
     let Some(longest) = prompts.iter().map(Vec::len).max() else { return Ok(Vec::new()) };
     let padding: Vec<usize> = prompts.iter().map(|prompt| longest - prompt.len()).collect();
     let filled: Vec<i32> = prompts
@@ -167,7 +173,7 @@ fn one_by_one<B: FusedBackend, M: CausalLm<B>>(
             if !open[row] {
                 continue;
             }
-            let token = choose::choose(logits, &texts[row], how, &mut draws[row]) as u32;
+            let token = choose::choose(logits, &texts[row], made, how, &mut draws[row]) as u32;
             next[row] = token as i32;
             open[row] = !how.stop.contains(&token);
             if open[row] {
@@ -218,8 +224,8 @@ impl Sampling {
     }
 }
 
-fn check<B: FusedBackend, M: CausalLm<B>>(model: &M, prompts: &[Vec<u32>], how: &Sampling) -> Result<(), ModelError> {
-    let (positions, vocabulary) = (model.positions(), model.vocabulary());
+/// Whether a model with so many positions and tokens can go on with these prompts by `new` tokens.
+pub(crate) fn check(prompts: &[Vec<u32>], new: usize, positions: usize, vocabulary: usize) -> Result<(), ModelError> {
     for (row, prompt) in prompts.iter().enumerate() {
         let problem = |problem: String| Err(ModelError::Prompt { row, problem });
         if prompt.is_empty() {
@@ -230,7 +236,7 @@ fn check<B: FusedBackend, M: CausalLm<B>>(model: &M, prompts: &[Vec<u32>], how: 
                 "has the token {token}, and the model knows {vocabulary}: use the tokenizer that the model was made for"
             ));
         }
-        let (length, new) = (prompt.len(), how.max_new_tokens);
+        let length = prompt.len();
         if length + new > positions {
             return problem(format!(
                 "has {length} tokens, with {new} new ones more than the model's {positions} positions: shorten it or lower \

@@ -31,7 +31,7 @@ impl Family for Gpt2Config {
     ];
     const REPEATS: &'static [(&'static str, &'static str)] = &[(HEAD, "transformer.wte.weight")];
 
-    fn blocks(&self) -> usize {
+    fn blocks(&self, _layer: &str) -> usize {
         self.n_layer
     }
 

@@ -53,7 +53,7 @@ impl Family for LlamaConfig {
     ];
     const REPEATS: &'static [(&'static str, &'static str)] = &[(HEAD, "model.embed_tokens.weight")];
 
-    fn blocks(&self) -> usize {
+    fn blocks(&self, _layer: &str) -> usize {
         self.num_hidden_layers
     }
 

@@ -4,12 +4,15 @@
 
 use std::path::{Path, PathBuf};
 
+use burn::module::Module;
 use burn::tensor::{Int, Tensor, TensorData, s};
 use burn_flex::Flex;
 use safetensors::SafeTensors;
 use serde_json::Value;
 use zero_models::generate::{CausalLm, Sampling, generate};
-use zero_models::{Llama, llama};
+use zero_models::{Bart, BartConfig, Llama, bart, llama};
+
+use crate::common::{Entry, write_single};
 
 type B = Flex;
 
@@ -66,6 +69,8 @@ pub fn same_text(folder: &str, made: impl Fn(&[Vec<u32>], &Sampling) -> Vec<Vec<
             repetition_penalty: number("repetition_penalty", 1.0),
             beams: number("num_beams", 1.0) as usize,
             length_penalty: number("length_penalty", 1.0),
+            forced_first: token(&options["forced_bos_token_id"]),
+            forced_last: token(&options["forced_eos_token_id"]),
             ..Sampling::default()
         };
         let expected = tokens(&case["made"]);
@@ -85,4 +90,67 @@ fn llama_mistral_and_qwen_are_hugging_faces() {
         same_text(folder, |prompts, how| generate(&model, prompts, how, &Default::default()).unwrap());
         assert_eq!((model.positions(), model.vocabulary()), (40, 61));
     }
+}
+
+#[test]
+fn bart_is_hugging_faces() {
+    let folder = "bart_tiny";
+    let device = Default::default();
+    let config = BartConfig::from_file(&fixture(folder).join("config.json")).unwrap();
+    let model: Bart<B> = bart::weights::load(config.init(&device), &fixture(folder), &device).unwrap();
+    let of = |name: &str, count: usize| rows(folder, name, count);
+    let (ids, mask, labels) = (of("input_ids", 2), of("attention_mask", 2), of("labels", 2));
+    let logits = model.forward(ids, Some(mask), model.decoder_inputs(labels));
+    same_logits(folder, logits, &json(folder, "generated.json"));
+    let loss = model.loss(of("input_ids", 4), Some(of("attention_mask", 4)), of("labels", 4));
+    same_loss(folder, loss, &json(folder, "reference.json"));
+    same_text(folder, |texts, how| bart::generate(&model, texts, how, &device).unwrap());
+}
+
+#[test]
+fn what_a_bart_cannot_read_is_told() {
+    let (folder, device) = (fixture("bart_tiny"), Default::default());
+    let model: Bart<B> = bart::weights::from_pretrained(&folder, &device).unwrap();
+    let how = Sampling { max_new_tokens: 5, ..Sampling::default() };
+    for (text, how, expected) in [
+        (vec![], how.clone(), "prompt 0 is empty"),
+        (vec![61], how.clone(), "has the token 61, and the model knows 61"),
+        (vec![5; 25], how.clone(), "has 25 tokens, with 0 new ones more than the model's 24 positions"),
+        (vec![5], Sampling { max_new_tokens: 24, ..how.clone() }, "has 1 tokens, with 24 new ones more than"),
+    ] {
+        let told = bart::generate(&model, &[text], &how, &device).unwrap_err().to_string();
+        assert!(told.contains(expected), "{told}");
+    }
+    assert!(bart::generate(&model, &[], &how, &device).unwrap().is_empty());
+
+    // Weights whose head has a bias.
+    let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let entries: Vec<Entry> = file
+        .tensors()
+        .into_iter()
+        .map(|(name, tensor)| {
+            let mut bytes = tensor.data().to_vec();
+            if name == "final_logits_bias" {
+                bytes[..4].copy_from_slice(&1f32.to_le_bytes());
+            }
+            Entry { name, dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes }
+        })
+        .collect();
+    let dir = tempfile::tempdir().unwrap();
+    write_single(dir.path(), &entries);
+    std::fs::copy(folder.join("config.json"), dir.path().join("config.json")).unwrap();
+    let told = bart::weights::from_pretrained::<B>(dir.path(), &device).unwrap_err().to_string();
+    assert!(told.contains("final_logits_bias = numbers that are not 0 is not implemented"), "{told}");
+}
+
+#[test]
+fn parameters_of_a_bart_are_those_of_its_configuration() {
+    let config = BartConfig::from_file(&fixture("bart_tiny").join("config.json")).unwrap();
+    assert_eq!(config.init::<B>(&Default::default()).num_params(), config.num_params());
+    let shapes: Vec<_> = bart::weights::hf_params(&config.init::<B>(&Default::default()))
+        .into_iter()
+        .map(|param| (param.name, param.shape))
+        .collect();
+    assert_eq!(shapes, config.parameter_shapes());
 }

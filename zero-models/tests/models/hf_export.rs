@@ -19,7 +19,9 @@ use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, Exported, ReadError, export};
 use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{BertConfig, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam, bert, gpt2, llama};
+use zero_models::{
+    BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam, bart, bert, gpt2, llama,
+};
 
 fn gpt2_config(tied: bool) -> Gpt2Config {
     Gpt2Config {
@@ -59,6 +61,21 @@ fn llama_config() -> LlamaConfig {
     }
 }
 
+/// Of halves that differ.
+fn bart_config() -> BartConfig {
+    BartConfig {
+        vocab_size: 31,
+        d_model: 12,
+        encoder_layers: 1,
+        encoder_attention_heads: 3,
+        encoder_ffn_dim: 10,
+        decoder_attention_heads: 2,
+        decoder_ffn_dim: 14,
+        max_position_embeddings: 8,
+        ..BartConfig::preset("bart-tiny").unwrap()
+    }
+}
+
 fn configs() -> Vec<ModelConfig> {
     let gpt2 = [true, false].map(|tied| gpt2_config(tied).into());
     let bert = [true, false].map(|tied| bert_config(tied).into());
@@ -74,7 +91,7 @@ fn configs() -> Vec<ModelConfig> {
         let config = LlamaConfig { model_type, attention_bias, head_dim, tie_word_embeddings, ..llama_config() };
         config.into()
     });
-    gpt2.into_iter().chain(bert).chain(llama).collect()
+    gpt2.into_iter().chain(bert).chain(llama).chain([bart_config().into()]).collect()
 }
 
 type Values = Vec<(String, Vec<f32>)>;
@@ -85,6 +102,7 @@ fn values(config: &ModelConfig) -> Values {
     match config {
         ModelConfig::Gpt2(config) => by_path(&noisy(config.init::<Flex>(&device))),
         ModelConfig::Bert(config) => by_path(&noisy(config.init::<Flex>(&device))),
+        ModelConfig::Bart(config) => by_path(&noisy(config.init::<Flex>(&device))),
         ModelConfig::Llama(config) => by_path(&noisy(config.init::<Flex>(&device))),
         _ => unreachable!("the tests have none"),
     }
@@ -95,6 +113,7 @@ fn loaded(config: &ModelConfig, dir: &Path) -> Values {
     match config {
         ModelConfig::Gpt2(_) => by_path(&gpt2::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bert(_) => by_path(&bert::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
+        ModelConfig::Bart(_) => by_path(&bart::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Llama(_) => by_path(&llama::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         _ => unreachable!("the tests have none"),
     }
@@ -143,6 +162,10 @@ fn parameters_of_a_configuration_are_those_of_its_module() {
             ModelConfig::Bert(config) => {
                 let model = config.init::<Flex>(&device);
                 shapes(&model, bert::weights::hf_params(&model))
+            }
+            ModelConfig::Bart(config) => {
+                let model = config.init::<Flex>(&device);
+                shapes(&model, bart::weights::hf_params(&model))
             }
             ModelConfig::Llama(config) => {
                 let model = config.init::<Flex>(&device);
@@ -232,6 +255,7 @@ fn the_config_is_hugging_faces() {
     for (config, architecture) in [
         (ModelConfig::from(gpt2_config(false)), "GPT2LMHeadModel"),
         (bert_config(true).into(), "BertForPreTraining"),
+        (bart_config().into(), "BartForConditionalGeneration"),
         (llama(LlamaKind::Llama), "LlamaForCausalLM"),
         (llama(LlamaKind::Mistral), "MistralForCausalLM"),
         (llama(LlamaKind::Qwen2), "Qwen2ForCausalLM"),

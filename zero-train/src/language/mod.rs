@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use zero_core::alloc::PageKeeper;
-use zero_models::{BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
+use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
 pub use self::causal::CausalTask;
@@ -172,6 +172,8 @@ pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
         ModelConfig::from_file(&folder.join("config.json"))
     } else if name.starts_with("bert") {
         BertConfig::preset(name).map(ModelConfig::from)
+    } else if name.starts_with("bart") {
+        BartConfig::preset(name).map(ModelConfig::from)
     } else if ["llama", "mistral", "qwen"].iter().any(|kin| name.starts_with(kin)) {
         LlamaConfig::preset(name).map(ModelConfig::from)
     } else {

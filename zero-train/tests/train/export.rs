@@ -194,7 +194,7 @@ fn what_a_checkpoint_says_of_its_model_must_be_readable() {
     let all = tensors(&gpt2().into(), ElementType::F32);
     for (model, part) in [
         (json!({ "family": "t5", "config": {} }), "t5"),
-        (json!("gpt2"), "no configuration of a GPT-2, a BERT or a module"),
+        (json!("gpt2"), "no configuration of a known model"),
         (json!({ "family": "gpt2", "config": { "n_head": 7 } }), "n_head = 7"),
         (json!({ "family": "gpt2" }), "config"),
     ] {

@@ -1,0 +1,182 @@
+//! The sizes of a BART: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts and shapes.
+
+use crate::generate::Sampling;
+use crate::hf_config::{check_values, find_preset, hf_config, named, names};
+use crate::{Activation, ModelError};
+
+hf_config! {
+    /// The configuration of a BART.
+    pub struct BartConfig of "BART", "bart" {
+        /// Number of tokens in the vocabulary.
+        vocab_size: usize = 50265,
+        /// Width of the model.
+        #[serde(alias = "hidden_size")]
+        d_model: usize = 1024,
+        /// Number of layers of the encoder.
+        encoder_layers: usize = 12,
+        /// Number of its attention heads; divides `d_model`.
+        encoder_attention_heads: usize = 16,
+        /// Width of its feed-forward layers.
+        encoder_ffn_dim: usize = 4096,
+        /// Number of layers of the decoder.
+        decoder_layers: usize = 12,
+        /// Number of its attention heads; divides `d_model`.
+        decoder_attention_heads: usize = 16,
+        /// Width of its feed-forward layers.
+        decoder_ffn_dim: usize = 4096,
+        /// The longest sequence, of either.
+        max_position_embeddings: usize = 1024,
+        /// Dropout probability after the embeddings, attention and the feed-forward layer.
+        dropout: f64 = 0.1,
+        /// Dropout probability of attention probabilities.
+        attention_dropout: f64 = 0.0,
+        /// Dropout probability after the activation.
+        activation_dropout: f64 = 0.0,
+        /// Standard deviation of fresh weights.
+        init_std: f64 = 0.02,
+        /// Whether token embeddings are multiplied by the square root of the width.
+        scale_embedding: bool = false,
+        /// The token that fills up short rows.
+        pad_token_id: u32 = 1,
+        /// The token that ends a text.
+        eos_token_id: u32 = 2,
+        /// The token that the decoder begins with.
+        decoder_start_token_id: u32 = 2,
+        /// The first token of every text that is made, if there is one.
+        forced_bos_token_id: Option<u32> = None,
+        /// The last token of a text that is cut off, if there is one.
+        forced_eos_token_id: Option<u32> = Some(2),
+    }
+    /// The activation of the feed-forward layers (`activation_function` in JSON).
+    activation activation = "activation_function": Activation::GeluErf;
+    refused {
+        is_encoder_decoder: bool = true,
+        tie_word_embeddings: bool = true,
+        encoder_layerdrop: f64 = 0.0,
+        decoder_layerdrop: f64 = 0.0,
+    }
+}
+
+/// Layers, width, heads, feed-forward width, positions.
+const PRESETS: [(&str, [usize; 5]); 3] = [
+    ("bart-tiny", [2, 64, 4, 256, 128]),
+    ("bart-base", [6, 768, 12, 3072, 1024]),
+    ("bart-large", [12, 1024, 16, 4096, 1024]),
+];
+
+impl BartConfig {
+    /// The names that [`preset`](Self::preset) knows, small to large.
+    pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
+
+    /// A configuration by name.
+    ///
+    /// | preset | parameters | layers of each half | width | heads |
+    /// |---|---|---|---|---|
+    /// | `bart-tiny` | 3.5 M (nearly all token embedding) | 2 | 64 | 4 |
+    /// | `bart-base` | 139 M | 6 | 768 | 12 |
+    /// | `bart-large` | 406 M | 12 | 1024 | 16 |
+    ///
+    /// The published models have dropout 0.1; presets have none, as for GPT-2. What is read from a `config.json` is taken as it
+    /// stands there.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`], with the list of names.
+    pub fn preset(name: &str) -> Result<Self, ModelError> {
+        let [layers, d_model, heads, ffn, max_position_embeddings] =
+            find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
+        Ok(Self {
+            d_model,
+            encoder_layers: layers,
+            encoder_attention_heads: heads,
+            encoder_ffn_dim: ffn,
+            decoder_layers: layers,
+            decoder_attention_heads: heads,
+            decoder_ffn_dim: ffn,
+            max_position_embeddings,
+            dropout: 0.0,
+            ..Self::published()
+        })
+    }
+
+    /// Whether a model can have these sizes.
+    ///
+    /// # Errors
+    /// [`ModelError::ConfigValue`] for the first field that is wrong.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        let [words, width, positions] = named!(self: vocab_size, d_model, max_position_embeddings);
+        let encoder = named!(self: encoder_attention_heads, encoder_layers, encoder_ffn_dim);
+        let decoder = named!(self: decoder_attention_heads, decoder_layers, decoder_ffn_dim);
+        let dropouts = named!(self: dropout, attention_dropout, activation_dropout);
+        for [heads, layers, inner] in [encoder, decoder] {
+            let sizes = [words, width, positions, heads, layers, inner];
+            check_values(Self::FAMILY, &sizes, [heads, width], &dropouts, &named!(self: init_std))?;
+        }
+        let tokens = named!(self: pad_token_id, eos_token_id, decoder_start_token_id).into_iter();
+        let forced =
+            [("forced_bos_token_id", self.forced_bos_token_id), ("forced_eos_token_id", self.forced_eos_token_id)];
+        let forced = forced.into_iter().filter_map(|(field, token)| Some((field, token?)));
+        if let Some((field, token)) = tokens.chain(forced).find(|(_, token)| *token as usize >= self.vocab_size) {
+            let expected = format!("a token of the {} there are", self.vocab_size);
+            return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got: token.to_string(), expected });
+        }
+        Ok(())
+    }
+
+    /// How text is made greedily: where it ends, and what it must begin and end with.
+    pub fn sampling(&self) -> Sampling {
+        Sampling {
+            stop: vec![self.eos_token_id],
+            forced_first: self.forced_bos_token_id,
+            forced_last: self.forced_eos_token_id,
+            ..Sampling::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn presets_have_the_published_sizes() {
+        for (name, params) in [("bart-base", 139_420_416), ("bart-large", 406_291_456)] {
+            assert_eq!(BartConfig::preset(name).unwrap().num_params(), params);
+        }
+    }
+
+    #[test]
+    fn is_written_as_it_is_read() {
+        for name in BartConfig::PRESETS {
+            let config = BartConfig::preset(name).unwrap();
+            config.validate().unwrap();
+            let text = serde_json::to_string(&config).unwrap();
+            assert!(text.contains("\"model_type\":\"bart\"") && text.contains("\"is_encoder_decoder\":true"), "{text}");
+            assert_eq!(BartConfig::from_json(&text).unwrap(), config);
+        }
+        let cnn =
+            r#"{"model_type": "bart", "forced_bos_token_id": 0, "normalize_before": false, "extra_pos_embeddings": 2}"#;
+        let config = BartConfig::from_json(cnn).unwrap();
+        assert_eq!(config, BartConfig { forced_bos_token_id: Some(0), ..BartConfig::published() });
+        let how = config.sampling();
+        assert_eq!((how.stop, how.forced_first, how.forced_last), (vec![2], Some(0), Some(2)));
+    }
+
+    #[test]
+    fn refuses_what_would_change_the_results() {
+        for (text, expected) in [
+            (r#"{"model_type": "mbart"}"#, "model_type \"mbart\", expected \"bart\""),
+            (r#"{"tie_word_embeddings": false}"#, "tie_word_embeddings = false is not implemented"),
+            (r#"{"decoder_layerdrop": 0.1}"#, "decoder_layerdrop = 0.1"),
+            (
+                r#"{"decoder_attention_heads": 7}"#,
+                "decoder_attention_heads = 7; change it to a divisor of d_model = 1024",
+            ),
+            (r#"{"encoder_layers": 0}"#, "encoder_layers = 0"),
+            (r#"{"vocab_size": 2}"#, "eos_token_id = 2; change it to a token of the 2 there are"),
+            (r#"{"activation_function": "swish"}"#, "activation_function = \"swish\""),
+        ] {
+            let error = BartConfig::from_json(text).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

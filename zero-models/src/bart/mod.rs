@@ -1,0 +1,14 @@
+//! BART, an encoder and a decoder of post-norm transformer layers, <https://arxiv.org/abs/1910.13461>.
+//!
+//! In go token ids of a text and of what is to be made of it, out come logits or a loss; [`generate`] makes text. [`BartConfig`]
+//! is a preset or a Hugging Face `config.json`, [`Bart`] the module that it initialises, and [`weights`] fills it from a Hugging
+//! Face checkpoint.
+
+mod config;
+mod model;
+mod text;
+pub mod weights;
+
+pub use config::BartConfig;
+pub use model::{Bart, BartAttention, BartLayer, BartStack};
+pub use text::{generate, generate_with};

@@ -1,0 +1,341 @@
+//! BART as a module: in go token ids of a text and of what is to be made of it, out come logits or a loss.
+//!
+//! Between embedding and head, activations are rows `[n, d]`, as in [`crate::gpt2`].
+//!
+//! Shape suffixes: `b` batch, `t` positions of the decoder, `u` of the encoder, `d` width of the model, `v` vocabulary,
+//! `n` = `b * t` rows, `m` = `b * u` rows.
+
+use burn::module::{Module, Param};
+use burn::nn::{Dropout, DropoutConfig, LayerNorm};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor, s};
+use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_entropy};
+
+use crate::attention::{Masks, attend, is_active};
+use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
+use crate::lora::{Adaptable, Linear};
+use crate::loss::IGNORED_LABEL;
+use crate::{Activation, BartConfig, init};
+
+/// Rows of a table of positions before the first position's.
+pub(super) const OFFSET: usize = 2;
+/// torch's, which Hugging Face leaves as it is.
+const EPSILON: f64 = 1e-5;
+
+/// A BART with its language-model head, as Hugging Face's `BartForConditionalGeneration`.
+#[derive(Module, Debug)]
+pub struct Bart<B: Backend> {
+    /// Token embedding `[vocab_size, d_model]`, of both halves and of the head.
+    pub shared: Param<Tensor<B, 2>>,
+    /// What reads a text.
+    pub encoder: BartStack<B>,
+    /// What makes another of it.
+    pub decoder: BartStack<B>,
+    embedding_scale: f64,
+    pub(super) pad_token: u32,
+    pub(super) start_token: u32,
+}
+
+/// One half of the model.
+#[derive(Module, Debug)]
+pub struct BartStack<B: Backend> {
+    /// Position embedding, from its third row on: `[max_position_embeddings + 2, d_model]`.
+    pub embed_positions: Param<Tensor<B, 2>>,
+    /// The norm of the embeddings' sum.
+    pub layernorm_embedding: LayerNorm<B>,
+    /// The layers.
+    pub layers: Vec<BartLayer<B>>,
+    dropout: Dropout,
+}
+
+/// One layer: attention and feed-forward layer, each added to what it read and then normed.
+#[derive(Module, Debug)]
+pub struct BartLayer<B: Backend> {
+    /// Attention to the own text.
+    pub self_attn: BartAttention<B>,
+    /// The norm after it.
+    pub self_attn_layer_norm: LayerNorm<B>,
+    /// Attention to what the encoder has read, in the decoder.
+    pub encoder_attn: Option<BartAttention<B>>,
+    /// The norm after it.
+    pub encoder_attn_layer_norm: Option<LayerNorm<B>>,
+    /// Up, `[d_model, ffn_dim]`.
+    pub fc1: Linear<B>,
+    /// Down, `[ffn_dim, d_model]`.
+    pub fc2: Linear<B>,
+    /// The norm after the feed-forward layer.
+    pub final_layer_norm: LayerNorm<B>,
+    activation: Activation,
+    dropout: Dropout,
+    activation_dropout: Dropout,
+}
+
+/// Attention.
+#[derive(Module, Debug)]
+pub struct BartAttention<B: Backend> {
+    /// Queries.
+    pub q_proj: Linear<B>,
+    /// Keys.
+    pub k_proj: Linear<B>,
+    /// Values.
+    pub v_proj: Linear<B>,
+    /// What heads give, back to the width of the model.
+    pub out_proj: Linear<B>,
+    heads: usize,
+    dropout: Dropout,
+}
+
+impl BartConfig {
+    /// A model with fresh parameters: weights from a normal distribution of deviation `init_std`, biases zero. A parameter is
+    /// allocated on its first use.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses the configuration.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> Bart<B> {
+        if let Err(error) = self.validate() {
+            panic!("{error}");
+        }
+        let encoder = [self.encoder_layers, self.encoder_attention_heads, self.encoder_ffn_dim];
+        let decoder = [self.decoder_layers, self.decoder_attention_heads, self.decoder_ffn_dim];
+        Bart {
+            shared: init::normal([self.vocab_size, self.d_model], self.init_std, device),
+            encoder: self.init_stack(encoder, false, device),
+            decoder: self.init_stack(decoder, true, device),
+            embedding_scale: if self.scale_embedding { (self.d_model as f64).sqrt() } else { 1.0 },
+            pad_token: self.pad_token_id,
+            start_token: self.decoder_start_token_id,
+        }
+    }
+
+    fn init_stack<B: Backend>(
+        &self,
+        [layers, heads, inner]: [usize; 3],
+        looks_across: bool,
+        device: &B::Device,
+    ) -> BartStack<B> {
+        let (d, std) = (self.d_model, self.init_std);
+        let norm = || init::norm(d, EPSILON, device);
+        let attention = || BartAttention {
+            q_proj: init::linear(d, d, std, device),
+            k_proj: init::linear(d, d, std, device),
+            v_proj: init::linear(d, d, std, device),
+            out_proj: init::linear(d, d, std, device),
+            heads,
+            dropout: DropoutConfig::new(self.attention_dropout).init(),
+        };
+        let layer = |_| BartLayer {
+            self_attn: attention(),
+            self_attn_layer_norm: norm(),
+            encoder_attn: looks_across.then(attention),
+            encoder_attn_layer_norm: looks_across.then(norm),
+            fc1: init::linear(d, inner, std, device),
+            fc2: init::linear(inner, d, std, device),
+            final_layer_norm: norm(),
+            activation: self.activation,
+            dropout: DropoutConfig::new(self.dropout).init(),
+            activation_dropout: DropoutConfig::new(self.activation_dropout).init(),
+        };
+        BartStack {
+            embed_positions: init::normal([self.max_position_embeddings + OFFSET, d], std, device),
+            layernorm_embedding: norm(),
+            layers: (0..layers).map(layer).collect(),
+            dropout: DropoutConfig::new(self.dropout).init(),
+        }
+    }
+}
+
+/// What the encoder has made of some texts.
+pub(super) struct Read<B: FusedBackend> {
+    /// `[m, d]`
+    pub(super) rows_md: Tensor<B, 2>,
+    /// 1 at tokens and 0 at padding, `[b, u]`, if there is any.
+    pub(super) mask_bu: Option<Tensor<B, 2, Int>>,
+}
+
+impl<B: FusedBackend> Bart<B> {
+    /// Logits of the token that comes next, at every position of the decoder.
+    ///
+    /// # Shapes
+    /// - `input_ids_bu`: `[b, u]`, each id in `0..vocab_size`
+    /// - `attention_mask_bu`: `[b, u]`, 1 at tokens and 0 at padding; `None` if there is no padding
+    /// - `decoder_input_ids_bt`: `[b, t]`
+    /// - returns `[b, t, v]`
+    ///
+    /// # Panics
+    /// If `t` or `u` is more than `max_position_embeddings`.
+    pub fn forward(
+        &self,
+        input_ids_bu: Tensor<B, 2, Int>,
+        attention_mask_bu: Option<Tensor<B, 2, Int>>,
+        decoder_input_ids_bt: Tensor<B, 2, Int>,
+    ) -> Tensor<B, 3> {
+        let sizes = decoder_input_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(input_ids_bu, attention_mask_bu, decoder_input_ids_bt);
+        by_sequence(self.logits(hidden_nd), sizes)
+    }
+
+    /// The mean cross-entropy in nats of predicting each label of a row from the text and the labels before it, as Hugging Face
+    /// computes it with `labels`. Those equal to [`IGNORED_LABEL`] do not count.
+    ///
+    /// # Shapes
+    /// - `input_ids_bu`, `attention_mask_bu`: as for [`forward`](Self::forward)
+    /// - `labels_bt`: `[b, t]`
+    /// - returns `[1]`
+    ///
+    /// # Panics
+    /// If `t` or `u` is more than `max_position_embeddings`.
+    pub fn loss(
+        &self,
+        input_ids_bu: Tensor<B, 2, Int>,
+        attention_mask_bu: Option<Tensor<B, 2, Int>>,
+        labels_bt: Tensor<B, 2, Int>,
+    ) -> Tensor<B, 1> {
+        let [b, t] = labels_bt.dims();
+        let decoder_input_ids_bt = self.decoder_inputs(labels_bt.clone());
+        let hidden_nd = self.hidden_rows(input_ids_bu, attention_mask_bu, decoder_input_ids_bt);
+        linear_cross_entropy(hidden_nd, self.shared.val(), labels_bt.reshape([b * t]), Some(IGNORED_LABEL.into()))
+    }
+
+    /// What the decoder reads to predict these labels `[b, t]`: the start token and all labels but the last.
+    pub fn decoder_inputs(&self, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 2, Int> {
+        let [_, t] = labels_bt.dims();
+        let ignored = labels_bt.clone().equal_elem(IGNORED_LABEL);
+        let labels_bt = labels_bt.mask_fill(ignored, self.pad_token as i32);
+        let start_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + self.start_token as i32;
+        Tensor::cat(vec![start_b1, labels_bt.slice(s![.., 0..t - 1])], 1)
+    }
+
+    fn hidden_rows(
+        &self,
+        input_ids_bu: Tensor<B, 2, Int>,
+        attention_mask_bu: Option<Tensor<B, 2, Int>>,
+        decoder_input_ids_bt: Tensor<B, 2, Int>,
+    ) -> Tensor<B, 2> {
+        let [b, t] = decoder_input_ids_bt.dims();
+        assert!(input_ids_bu.dims()[0] == b, "as many texts must be read as are made");
+        let Read { rows_md, mask_bu } = self.read(input_ids_bu, attention_mask_bu);
+        let mut x_nd = self.embed(&self.decoder, decoder_input_ids_bt);
+        let Some(BartLayer { self_attn: attn, .. }) = self.decoder.layers.first() else { return x_nd };
+        let own = Masks::causal(t, None, &attn.dropout, &x_nd);
+        let across = Masks::padding(mask_bu, [attn.heads, t], &attn.dropout, &x_nd);
+        for layer in &self.decoder.layers {
+            x_nd = layer.forward(x_nd, |attn, x_nd, is_across| {
+                let (others, masks) = if is_across { (&rows_md, &across) } else { (&x_nd, &own) };
+                attend(attn.parts(&x_nd, others), masks, attn.options(b, &x_nd, !is_across), &attn.dropout)
+            });
+        }
+        x_nd
+    }
+
+    /// Reads texts.
+    pub(super) fn read(&self, ids_bu: Tensor<B, 2, Int>, mask_bu: Option<Tensor<B, 2, Int>>) -> Read<B> {
+        let [b, u] = ids_bu.dims();
+        let mut x_md = self.embed(&self.encoder, ids_bu);
+        if let Some(BartLayer { self_attn: attn, .. }) = self.encoder.layers.first() {
+            let masks = Masks::padding(mask_bu.clone(), [attn.heads, u], &attn.dropout, &x_md);
+            for layer in &self.encoder.layers {
+                x_md = layer.forward(x_md, |attn, x_md, _| {
+                    attend(attn.parts(&x_md, &x_md), &masks, attn.options(b, &x_md, false), &attn.dropout)
+                });
+            }
+        }
+        Read { rows_md: x_md, mask_bu }
+    }
+
+    /// Rows `[n, d]` of texts that begin here.
+    fn embed(&self, stack: &BartStack<B>, ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+        let [b, t] = ids_bt.dims();
+        let table = stack.embed_positions.val();
+        let [rows, d] = table.dims();
+        assert!(
+            t + OFFSET <= rows,
+            "rows of {t} tokens, but the model has {} positions: shorten the rows or raise max_position_embeddings",
+            rows - OFFSET
+        );
+        let tokens = self.tokens(ids_bt.reshape([b * t])).reshape([b, t * d]);
+        let positions = table.slice(s![OFFSET..OFFSET + t, ..]).reshape([1, t * d]);
+        stack.norm((tokens + positions).reshape([b * t, d]))
+    }
+
+    /// Token embeddings `[n, d]`.
+    pub(super) fn tokens(&self, ids_n: Tensor<B, 1, Int>) -> Tensor<B, 2> {
+        let tokens_nd = embedding(self.shared.val(), ids_n);
+        if self.embedding_scale == 1.0 { tokens_nd } else { tokens_nd * self.embedding_scale }
+    }
+
+    /// `[n, d]` to `[n, v]`.
+    pub(super) fn logits(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+        linear(hidden_nd, self.shared.val().transpose(), None, None)
+    }
+}
+
+impl<B: FusedBackend> BartStack<B> {
+    pub(super) fn norm(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.dropout.forward(normed(&self.layernorm_embedding, EPSILON, x_nd))
+    }
+}
+
+impl<B: FusedBackend> BartLayer<B> {
+    /// Applies the layer to rows `[n, d]`; `look` computes attention, and is told whether it is to what the encoder has read.
+    pub(super) fn forward(
+        &self,
+        x_nd: Tensor<B, 2>,
+        mut look: impl FnMut(&BartAttention<B>, Tensor<B, 2>, bool) -> Tensor<B, 2>,
+    ) -> Tensor<B, 2> {
+        let mixed_nd = look(&self.self_attn, x_nd.clone(), false);
+        let sum_nd = dense_onto(&self.self_attn.out_proj, mixed_nd, &self.dropout, x_nd);
+        let mut x_nd = normed(&self.self_attn_layer_norm, EPSILON, sum_nd);
+        if let (Some(attn), Some(norm)) = (&self.encoder_attn, &self.encoder_attn_layer_norm) {
+            let mixed_nd = look(attn, x_nd.clone(), true);
+            x_nd = normed(norm, EPSILON, dense_onto(&attn.out_proj, mixed_nd, &self.dropout, x_nd));
+        }
+        let mut wide_nf = dense_activated(&self.fc1, self.activation, x_nd.clone());
+        if is_active(&self.activation_dropout, &wide_nf) {
+            wide_nf = self.activation_dropout.forward(wide_nf);
+        }
+        normed(&self.final_layer_norm, EPSILON, dense_onto(&self.fc2, wide_nf, &self.dropout, x_nd))
+    }
+}
+
+impl<B: FusedBackend> BartAttention<B> {
+    /// Queries of some rows, keys and values of others.
+    pub(super) fn parts(&self, x_nd: &Tensor<B, 2>, others_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 3] {
+        let [k, v] = self.keys_and_values(others_md);
+        [self.queries(x_nd.clone()), k, v]
+    }
+
+    pub(super) fn queries(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+        dense(&self.q_proj, x_nd)
+    }
+
+    pub(super) fn keys_and_values(&self, x_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
+        [&self.k_proj, &self.v_proj].map(|layer| dense(layer, x_md.clone()))
+    }
+
+    pub(super) fn options(&self, b: usize, x_nd: &Tensor<B, 2>, causal: bool) -> AttentionOptions {
+        let [_, d] = x_nd.dims();
+        let scale = ((d / self.heads) as f64).sqrt().recip();
+        AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale }
+    }
+}
+
+impl<B: Backend> Adaptable<B> for Bart<B> {
+    fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
+        for (part, stack) in [("encoder", &mut self.encoder), ("decoder", &mut self.decoder)] {
+            for (i, layer) in stack.layers.iter_mut().enumerate() {
+                let attentions =
+                    [("self_attn", Some(&mut layer.self_attn)), ("encoder_attn", layer.encoder_attn.as_mut())];
+                for (name, attn) in attentions {
+                    let Some(BartAttention { q_proj, k_proj, v_proj, out_proj, .. }) = attn else { continue };
+                    for (field, linear) in
+                        [("q_proj", q_proj), ("k_proj", k_proj), ("v_proj", v_proj), ("out_proj", out_proj)]
+                    {
+                        each(format!("{part}.layers.{i}.{name}.{field}"), linear);
+                    }
+                }
+                each(format!("{part}.layers.{i}.fc1"), &mut layer.fc1);
+                each(format!("{part}.layers.{i}.fc2"), &mut layer.fc2);
+            }
+        }
+    }
+}

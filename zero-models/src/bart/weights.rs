@@ -1,0 +1,86 @@
+//! BART checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
+//!
+//! Names are those of `BartForConditionalGeneration`; a checkpoint of `BartModel` lacks the prefix `model.` and is read too.
+//! Linear weights are `[out, in]` there and transposed on loading.
+//!
+//! Not loaded are `lm_head.weight` and the `embed_tokens.weight` of both halves, which are the token embedding again: they are
+//! checked to have its shape, and stand in if it is absent. Nor is `final_logits_bias`, which transformers do not train: it is
+//! zero in every published BART, checked to be, and not written, as transformers take an absent one for zero.
+
+use super::{Bart, BartConfig};
+use crate::ModelError;
+use crate::hf_params::Kind::{Linear, Norm, Table};
+use crate::hf_params::{Family, Layer, hf_weights, layer};
+use crate::safetensors_file::Checkpoint;
+
+const PREFIX: &str = "model.";
+const SHARED: &str = "model.shared.weight";
+const HEAD: &str = "lm_head.weight";
+const HEAD_BIAS: &str = "final_logits_bias";
+
+hf_weights!(Bart, BartConfig, "BartForConditionalGeneration");
+
+/// From the width of the model to the same: most layers.
+const WIDTH: fn(&BartConfig) -> [usize; 2] = |c| [c.d_model; 2];
+/// As Hugging Face, two more than there are: once, padding was counted.
+const POSITIONS: fn(&BartConfig) -> [usize; 2] = |c| [c.max_position_embeddings + super::model::OFFSET, c.d_model];
+
+macro_rules! stacks {
+    ($(($part:literal, $ffn:ident, [$($attention:literal),*]))*) => {
+        &[
+            layer("shared", "model.shared", Table, |c| [c.vocab_size, c.d_model]),
+            $(
+                layer(concat!($part, ".embed_positions"), concat!("model.", $part, ".embed_positions"), Table, POSITIONS),
+                stacks!(@ $part, "layernorm_embedding", Norm, WIDTH),
+                $(
+                    stacks!(@ $part, concat!("layers.*.", $attention, ".q_proj"), Linear, WIDTH),
+                    stacks!(@ $part, concat!("layers.*.", $attention, ".k_proj"), Linear, WIDTH),
+                    stacks!(@ $part, concat!("layers.*.", $attention, ".v_proj"), Linear, WIDTH),
+                    stacks!(@ $part, concat!("layers.*.", $attention, ".out_proj"), Linear, WIDTH),
+                    stacks!(@ $part, concat!("layers.*.", $attention, "_layer_norm"), Norm, WIDTH),
+                )*
+                stacks!(@ $part, "layers.*.fc1", Linear, |c| [c.d_model, c.$ffn]),
+                stacks!(@ $part, "layers.*.fc2", Linear, |c| [c.$ffn, c.d_model]),
+                stacks!(@ $part, "layers.*.final_layer_norm", Norm, WIDTH),
+            )*
+        ]
+    };
+    (@ $part:literal, $name:expr, $kind:ident, $sizes:expr) => {
+        layer(concat!($part, ".", $name), concat!("model.", $part, ".", $name), $kind, $sizes)
+    };
+}
+
+impl Family for BartConfig {
+    const LAYERS: &'static [Layer<Self>] = stacks! {
+        ("encoder", encoder_ffn_dim, ["self_attn"])
+        ("decoder", decoder_ffn_dim, ["self_attn", "encoder_attn"])
+    };
+    const REPEATS: &'static [(&'static str, &'static str)] =
+        &[(HEAD, SHARED), ("model.encoder.embed_tokens.weight", SHARED), ("model.decoder.embed_tokens.weight", SHARED)];
+
+    fn blocks(&self, layer: &str) -> usize {
+        if layer.starts_with("encoder") { self.encoder_layers } else { self.decoder_layers }
+    }
+
+    fn is_tied(&self) -> bool {
+        true
+    }
+
+    fn check(checkpoint: &Checkpoint) -> Result<(), ModelError> {
+        let Some(bias) = checkpoint.get(HEAD_BIAS) else { return Ok(()) };
+        bias.check_dtype()?;
+        if bias.to_f32()?.iter().all(|&x| x == 0.0) {
+            return Ok(());
+        }
+        let (got, supported) = ("numbers that are not 0".into(), "a bias of zeros, or none".into());
+        Err(ModelError::Unsupported { model: Self::FAMILY, key: HEAD_BIAS, got, supported })
+    }
+
+    fn in_state_dict(name: &str) -> Option<String> {
+        match name {
+            HEAD => Some(name.to_string()),
+            HEAD_BIAS => None,
+            _ => Some(format!("{PREFIX}{}", name.strip_prefix(PREFIX).unwrap_or(name))),
+        }
+    }
+}
