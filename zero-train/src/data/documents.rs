@@ -144,6 +144,21 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
     rows(file, &[field], &mut |mut row| each(row.pop().expect("one field was asked for")))
 }
 
+/// These fields of every row of a file, or of the files of a folder.
+pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<Vec<String>>, TrainError> {
+    let mut read = Vec::new();
+    for file in files(path)? {
+        rows(&file, fields, &mut |row| {
+            read.push(row);
+            Ok(())
+        })?;
+    }
+    match read.is_empty() {
+        true => Err(wrong_data(path, "has no rows: expected a text and a label in each")),
+        false => Ok(read),
+    }
+}
+
 /// Gives `each` these fields of every row.
 pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
     match file.kind {

@@ -94,16 +94,7 @@ impl LabelledTexts {
         .into_iter()
         .flatten()
         .collect();
-        let mut read: Vec<Vec<String>> = Vec::new();
-        for file in documents::files(path)? {
-            documents::rows(&file, &asked, &mut |row| {
-                read.push(row);
-                Ok(())
-            })?;
-        }
-        if read.is_empty() {
-            return Err(wrong_data(path, "has no rows: expected a text with a label in each"));
-        }
+        let read = documents::read_rows(path, &asked)?;
         let labels: BTreeSet<&str> = read.iter().map(|row| row[0].as_str()).collect();
         let classes = classes(&labels, known, fresh).map_err(|problem| wrong_data(path, problem))?;
         let number = |label: &str| {

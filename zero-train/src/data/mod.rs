@@ -1,5 +1,5 @@
 //! Training examples for language models: [`TokenRows`] of `seq` tokens, whose labels are the next tokens inside them; or
-//! [`SentencePairs`], of which some tokens are masked; or [`LabelledTexts`].
+//! [`SentencePairs`], of which some tokens are masked; or [`LabelledTexts`], or [`TextPairs`].
 //!
 //! * In: a safetensors file of token ids; or text, JSON lines or Parquet, which a tokenizer cuts.
 //! * Memory: of a file of ids, none but the rows in use; text is cut once into such a file, the token cache, which the ranks of
@@ -10,6 +10,7 @@ mod documents;
 mod labelled;
 mod pairs;
 mod rows;
+mod text_pairs;
 mod token_file;
 mod tokenizer;
 mod tokens;
@@ -21,6 +22,7 @@ use std::path::{Path, PathBuf};
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::TokenRows;
+pub use self::text_pairs::{TextPairBatch, TextPairs};
 pub use self::tokenizer::Tokenizer;
 use crate::TrainError;
 

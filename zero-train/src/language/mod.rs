@@ -3,6 +3,7 @@
 mod bert;
 mod causal;
 mod classes;
+mod seq2seq;
 mod start;
 
 use std::path::{Path, PathBuf};
@@ -15,6 +16,7 @@ use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, Mod
 pub use self::bert::BertTask;
 pub use self::causal::CausalTask;
 pub use self::classes::ClassesTask;
+pub use self::seq2seq::Seq2SeqTask;
 pub use self::start::LoraOptions;
 use crate::TrainError;
 use crate::data::{Cutting, Source};
@@ -29,6 +31,9 @@ pub enum TaskChoice {
     BertPretraining,
     /// Which class a text is of: BERT.
     TextClassification,
+    /// A text that is made of another: BART.
+    #[value(name = "seq2seq")]
+    Seq2Seq,
 }
 
 /// Options of a command that trains a language model.
@@ -55,7 +60,8 @@ pub struct Options {
     /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
     #[arg(long, value_name = "NAME")]
     pub second_field: Option<String>,
-    /// For --task text-classification, the key or column with the class, as a text or a whole number [default: label]
+    /// The key or column with the class, as a text or a whole number, for --task text-classification; or with the text that is
+    /// to be made, for --task seq2seq [default: label]
     #[arg(long, value_name = "NAME")]
     pub label_field: Option<String>,
     /// A tokenizer.json that cuts text, or the folder that it (or BERT's vocab.txt) is in [default: one in --weights or --model,
@@ -100,6 +106,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     let trainer = program.allocator.map_or(trainer, |allocator| trainer.allocator(allocator));
     match options.task_for(program) {
         TaskChoice::BertPretraining => trainer.main_with(|_| BertTask::new(options, program)),
+        TaskChoice::Seq2Seq => trainer.main_with(|_| Seq2SeqTask::new(options, program)),
         TaskChoice::TextClassification => trainer.main_with(|_| ClassesTask::new(options, program)),
         TaskChoice::CausalLm if options.is_llama(program) => {
             trainer.main_with(|setup| CausalTask::<LlamaConfig>::new(options, program, setup))
@@ -125,6 +132,8 @@ impl Options {
                 TaskChoice::TextClassification
             }
             Ok(Some((_, ModelConfig::Bert(_)))) => TaskChoice::BertPretraining,
+            Ok(Some((_, ModelConfig::Bart(_)))) => TaskChoice::Seq2Seq,
+            Ok(None) if BartConfig::PRESETS.contains(&program.model) => TaskChoice::Seq2Seq,
             Ok(None) if BertConfig::PRESETS.contains(&program.model) => TaskChoice::BertPretraining,
             _ => TaskChoice::CausalLm,
         })

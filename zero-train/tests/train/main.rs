@@ -13,6 +13,7 @@ mod lora;
 mod loss_scales;
 mod malformed;
 mod schedules;
+mod seq2seq;
 #[path = "../sharded/mod.rs"]
 mod sharded;
 mod trainer;

@@ -1,0 +1,156 @@
+//! Texts, and the texts that are to be made of them.
+//!
+//! * In: JSON lines or Parquet with both in each row.
+//! * Memory: all tokens, and the texts to be made.
+
+use std::ops::Range;
+use std::path::Path;
+
+use rayon::prelude::*;
+
+use super::documents::{self, FieldOf};
+use super::labelled::Fields;
+use super::tokenizer::Tokenizer;
+use super::{Cutting, wrong_data};
+use crate::TrainError;
+use crate::error::wrong;
+
+/// Tokens that begin a text, in tokenizers that have one.
+const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
+
+/// Texts to be read, and to be made of these.
+#[derive(Debug)]
+pub struct TextPairs {
+    rows: Vec<Row>,
+    tokenizer: Tokenizer,
+    seq: usize,
+    pad: i32,
+    longest_target: usize,
+}
+
+#[derive(Debug)]
+struct Row {
+    source: Vec<i32>,
+    target: Vec<i32>,
+    text: String,
+}
+
+/// A batch, flat: `[rows, width]` and `[rows, target_width]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TextPairBatch {
+    /// Tokens of the longest text to be read.
+    pub width: usize,
+    /// Token ids to be read.
+    pub input_ids: Vec<i32>,
+    /// 1 at tokens, 0 at padding.
+    pub attention_mask: Vec<i32>,
+    /// Tokens of the longest text to be made.
+    pub target_width: usize,
+    /// The ids to be made; -100 behind them.
+    pub labels: Vec<i32>,
+}
+
+impl TextPairs {
+    /// Reads, cuts and checks. Of each text the beginning is kept, with the tokens that begin one (where the tokenizer has one) and
+    /// end one (`end`); `pad` fills up.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] when a file cannot be read or used, and for a text to be made that is longer than the model's positions.
+    pub fn load(
+        path: &Path,
+        fields: Fields<'_>,
+        cutting: &Cutting<'_>,
+        tokenizer: Tokenizer,
+        [pad, end]: [u32; 2],
+    ) -> Result<Self, TrainError> {
+        let seq = cutting.seq.unwrap_or(super::DEFAULT_SEQ.min(cutting.n_positions));
+        if !(3..=cutting.n_positions).contains(&seq) {
+            let expected = format!("expected 3 to {}, the positions of the model", cutting.n_positions);
+            return Err(wrong("seq", seq, expected));
+        }
+        let begin = BEGINS.iter().find_map(|token| tokenizer.id(token));
+        let fields = [
+            FieldOf { name: fields.text, option: "text-field", label: false },
+            FieldOf { name: fields.label, option: "label-field", label: true },
+        ];
+        let read = documents::read_rows(path, &fields)?;
+        let cut = |text: &str, most: usize| -> Result<(Vec<i32>, bool), String> {
+            let mut ids: Vec<u32> = begin.into_iter().chain(tokenizer.encode(text)?).collect();
+            let short = ids.len() > most - 1;
+            ids.truncate(most - 1);
+            Ok((ids.into_iter().chain([end]).map(|id| id as i32).collect(), short))
+        };
+        let row = |(number, row): (usize, Vec<String>)| -> Result<Row, String> {
+            let [text, made] = <[String; 2]>::try_from(row).expect("two fields were asked for");
+            let (source, _) = cut(&text, seq)?;
+            let (target, short) = cut(&made, cutting.n_positions)?;
+            if short {
+                return Err(format!(
+                    "row {number}: the text to be made has more tokens than the model's {} positions: shorten it",
+                    cutting.n_positions
+                ));
+            }
+            Ok(Row { source, target, text: made })
+        };
+        let rows: Result<Vec<Row>, String> = read.into_par_iter().enumerate().map(row).collect();
+        let rows = rows.map_err(|problem| wrong_data(path, problem))?;
+        let longest_target = rows.iter().map(|row| row.target.len()).max().unwrap_or(0);
+        Ok(Self { rows, tokenizer, seq, pad: pad as i32, longest_target })
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// The most tokens of a text to be read.
+    pub fn seq(&self) -> usize {
+        self.seq
+    }
+
+    /// The most tokens of a text to be made.
+    pub fn longest_target(&self) -> usize {
+        self.longest_target
+    }
+
+    /// What cuts texts into tokens.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The text that is to be made of a row's.
+    pub fn target(&self, row: usize) -> &str {
+        &self.rows[row].text
+    }
+
+    /// The tokens of a row's text to be read.
+    pub fn source(&self, row: usize) -> Vec<u32> {
+        self.rows[row].source.iter().map(|&id| id as u32).collect()
+    }
+
+    /// Of some rows, to tell data from other data.
+    pub fn checksum(&self, rows: Range<usize>) -> u32 {
+        self.rows[rows].iter().fold(0, |sum, Row { source, target, .. }| {
+            let sum = crc32c::crc32c_append(sum, &(source.len() as u64).to_le_bytes());
+            [source, target].iter().fold(sum, |sum, ids| crc32c::crc32c_append(sum, bytemuck::cast_slice(ids)))
+        })
+    }
+
+    /// A batch of rows, filled up to the longest.
+    pub fn batch(&self, rows: &[usize]) -> TextPairBatch {
+        let rows = || rows.iter().map(|&row| &self.rows[row]);
+        let width = rows().map(|row| row.source.len()).max().unwrap_or(0);
+        let target_width = rows().map(|row| row.target.len()).max().unwrap_or(0);
+        let mut batch = TextPairBatch { width, target_width, ..TextPairBatch::default() };
+        let fill = |value: i32, of: usize| std::iter::repeat_n(value, of);
+        for Row { source, target, .. } in rows() {
+            let padding = width - source.len();
+            batch.input_ids.extend(source.iter().copied().chain(fill(self.pad, padding)));
+            batch.attention_mask.extend(fill(1, source.len()).chain(fill(0, padding)));
+            let ignored = fill(zero_models::loss::IGNORED_LABEL, target_width - target.len());
+            batch.labels.extend(target.iter().copied().chain(ignored));
+        }
+        batch
+    }
+}

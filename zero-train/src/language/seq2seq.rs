@@ -1,0 +1,187 @@
+//! Training of a BART to make texts of texts (conditional generation): a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+
+use std::ops::Range;
+
+use burn::tensor::{Int, Tensor, TensorData};
+use serde_json::{Value, json};
+use zero_models::bart::{generate_with, weights};
+use zero_models::generate::{Hooks, Sampling};
+use zero_models::{Bart, BartConfig, ModelConfig, ModelParam};
+
+use super::start::Start;
+use super::{Options, Program};
+use crate::TrainError;
+use crate::data::{Fields, TextPairs, Tokenizer};
+use crate::error::wrong;
+use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
+
+/// A BART, and the texts that it learns to make.
+pub struct Seq2SeqTask {
+    /// The preset's or folder's name.
+    name: String,
+    config: BartConfig,
+    start: Start,
+    texts: TextPairs,
+}
+
+impl Seq2SeqTask {
+    /// The model by name, folder or weights.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`] for what the options name and cannot be used.
+    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self, TrainError> {
+        let default = if BartConfig::PRESETS.contains(&program.model) { program.model } else { "bart-base" };
+        let (name, config) = match options.chosen()? {
+            Some((name, ModelConfig::Bart(config))) => (name, config),
+            Some((name, _)) => return Err(wrong("model", name, "expected a BART for --task seq2seq")),
+            None => (default.into(), BartConfig::preset(default)?),
+        };
+        let Some(path) = &options.data else {
+            let expected =
+                "expected --data beside it: .jsonl or .parquet with a text, and what is to be made of it, in each row";
+            return Err(wrong("task", "seq2seq", expected));
+        };
+        let folders = options.folders();
+        let cutting = options.cutting(config.vocab_size, config.max_position_embeddings, &folders);
+        let tokenizer = Tokenizer::find(path, &cutting)?;
+        let fields = Fields {
+            text: options.text_field.as_deref().unwrap_or("text"),
+            second: None,
+            label: options.label_field.as_deref().unwrap_or("label"),
+        };
+        let texts = TextPairs::load(path, fields, &cutting, tokenizer, [config.pad_token_id, config.eos_token_id])?;
+        let start = Start::new(options, config.clone().into(), &[])?;
+        Ok(Self { name, config, start, texts })
+    }
+
+    fn loss_of<B: FusedBackend>(&self, model: &Bart<B>, rows: &[usize], device: &B::Device) -> Tensor<B, 1> {
+        let batch = self.texts.batch(rows);
+        let tokens = |ids: Vec<i32>, width: usize| -> Tensor<B, 2, Int> {
+            Tensor::from_data(TensorData::new(ids, [rows.len(), width]), device)
+        };
+        let mask = tokens(batch.attention_mask, batch.width);
+        model.loss(tokens(batch.input_ids, batch.width), Some(mask), tokens(batch.labels, batch.target_width))
+    }
+
+    /// What the model makes of these rows, greedily. It is used as often whatever it makes, so that ranks which gather together
+    /// never wait for one that has ended early.
+    fn made<B: FusedBackend>(
+        &self,
+        model: &Bart<B>,
+        rows: &[usize],
+        device: &B::Device,
+    ) -> Result<Vec<String>, TrainError> {
+        let texts: Vec<Vec<u32>> = rows.iter().map(|&row| self.texts.source(row)).collect();
+        let room = self.config.max_position_embeddings - 1;
+        let how = Sampling { max_new_tokens: self.texts.longest_target().min(room), ..self.config.sampling() };
+        let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut |_| true, number: &|row| row };
+        let made = generate_with(model, &texts, &how, device, hooks)?;
+        Ok(made.iter().map(|ids| self.texts.tokenizer().decode(ids).trim().to_string()).collect())
+    }
+
+    /// The text of a row as it comes back from its tokens, which may lose case and blanks.
+    fn wanted(&self, row: usize) -> String {
+        let tokenizer = self.texts.tokenizer();
+        let ids = tokenizer.encode(self.texts.target(row)).expect("it was cut before");
+        tokenizer.decode(&ids).trim().to_string()
+    }
+}
+
+impl Task for Seq2SeqTask {
+    type Model<B: FusedBackend> = Bart<B>;
+
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn rows(&self) -> usize {
+        self.texts.rows()
+    }
+
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bart<B>, TrainError> {
+        self.start.model(self.config.init(device), weights::load, device)
+    }
+
+    fn loss<B: FusedBackend>(
+        &self,
+        model: &Bart<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Tensor<B, 1>, TrainError> {
+        Ok(self.loss_of(model, rows, device))
+    }
+
+    /// The loss, and the part of the rows of which the model makes the very text that is wanted.
+    fn evaluate<B: FusedBackend>(
+        &self,
+        model: &Bart<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Measured, TrainError> {
+        let loss = scalar(self.loss_of(model, rows, device));
+        let made = self.made(model, rows, device)?;
+        let right = made.iter().zip(rows).filter(|(made, row)| **made == self.wanted(**row)).count();
+        Ok(vec![("loss", loss), ("accuracy", right as f64 / rows.len() as f64)])
+    }
+
+    fn predict<B: FusedBackend>(
+        &self,
+        model: &Bart<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Option<Vec<Value>>, TrainError> {
+        let made = self.made(model, rows, device)?.into_iter().zip(rows);
+        let line =
+            |(made, &row): (String, &usize)| json!({ "row": row, "label": self.texts.target(row), "prediction": made });
+        Ok(Some(made.map(line).collect()))
+    }
+
+    fn tokens_per_row(&self) -> Option<usize> {
+        Some(self.texts.seq())
+    }
+
+    fn has_perplexity(&self) -> bool {
+        true
+    }
+
+    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>, TrainError> {
+        Ok(Some(self.texts.checksum(rows)))
+    }
+
+    fn hidden_size(&self) -> Option<usize> {
+        Some(self.config.d_model)
+    }
+
+    /// For rows of which text and target are as long as they may be.
+    fn profile(&self, micro_batch: usize) -> Option<Profile> {
+        let config = &self.config;
+        let parameters: Vec<usize> =
+            ModelConfig::from(config.clone()).parameters().iter().map(ModelParam::numel).collect();
+        let (width, seq, target) = (config.d_model, self.texts.seq(), self.texts.longest_target());
+        // Floats that are kept per token and layer, in widths: as BERT's, and as many again for attention to the text.
+        let [encoder, decoder] =
+            [(config.encoder_layers, config.encoder_ffn_dim), (config.decoder_layers, config.decoder_ffn_dim)];
+        let read = encoder.0 * (9 * width + 2 * encoder.1) * seq;
+        let made = decoder.0 * (9 * width + 2 * decoder.1) * target + decoder.0 * (5 * target + 2 * seq) * width;
+        let logits = 2 * target * config.vocab_size;
+        let weights = |(layers, inner): (usize, usize), attentions: usize| {
+            layers * (4 * attentions * width * width + 2 * width * inner)
+        };
+        let products = weights(encoder, 1) * seq + weights(decoder, 2) * target + config.vocab_size * width * target;
+        Some(self.start.profile(Profile {
+            parameters,
+            frozen: Vec::new(),
+            activation_bytes: (4 * (read + made + logits) * micro_batch) as u64,
+            flops_per_row: 6.0 * products as f64,
+        }))
+    }
+
+    fn model_config(&self) -> Option<ModelConfig> {
+        Some(self.start.config(self.config.clone().into()))
+    }
+
+    fn settings(&self) -> Value {
+        self.start.settings()
+    }
+}
