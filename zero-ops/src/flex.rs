@@ -565,7 +565,7 @@ fn attention_backward<const N: usize>(
     }
     let (parts, mask, saved) = (parts.map(with_heads::<N>()), mask.map(packed), saved.map(packed));
     let (shape, [q, k, v]) = heads(&parts, options);
-    let sizes = parts.each_ref().map(|part| dims::<2>(part));
+    let sizes = parts.each_ref().map(dims::<2>);
     let [d, c] = [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_width);
     let mut gradients = sizes.map(|[rows, width]| buffer(rows * width));
     let [dq, dk, dv] = match &mut gradients[..] {

@@ -175,7 +175,8 @@ impl<B: FusedBackend> Bart<B> {
     }
 
     /// The mean cross-entropy in nats of predicting each label of a row from the text and the labels before it, as Hugging Face
-    /// computes it with `labels`. Those equal to [`IGNORED_LABEL`] do not count.
+    /// computes it with `labels`. Those equal to [`IGNORED_LABEL`] do not count. A label that is padding is read as any token: its
+    /// embedding is trained, which transformers leave as it is.
     ///
     /// # Shapes
     /// - `input_ids_bu`, `attention_mask_bu`: as for [`forward`](Self::forward)
