@@ -1,6 +1,6 @@
 //! cargo run -p zero-models --example export_tiny -- OUT
 //!
-//! Exports tiny models, of both families, with tied and untied heads, in fp32 and bf16, in one file and in several, and
+//! Exports tiny models, of all families, with tied and untied heads, in fp32 and bf16, in one file and in several, and
 //! writes what they compute: the other side of `tests/transformers_export.sh`.
 
 #[path = "../tests/models/common/mod.rs"]
@@ -17,7 +17,8 @@ use burn_flex::Flex;
 use common::{by_path, noisy};
 use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
-use zero_models::{Activation, BertConfig, Gpt2Config, ModelConfig};
+use zero_models::llama::{LlamaKind, RopeScaling};
+use zero_models::{Activation, BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig};
 
 const VOCABULARY: usize = 101;
 const ROWS: [usize; 2] = [3, 14];
@@ -68,6 +69,54 @@ fn main() -> Result<(), Box<dyn Error>> {
             "relation": floats(relation),
         });
         write(out, &format!("bert_{head}"), &config.into(), &model, computed)?;
+
+        let scaling = RopeScaling::Llama3 {
+            factor: 4.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8,
+        };
+        for (name, model_type) in
+            [("llama", LlamaKind::Llama), ("mistral", LlamaKind::Mistral), ("qwen2", LlamaKind::Qwen2)]
+        {
+            let config = LlamaConfig {
+                model_type,
+                vocab_size: VOCABULARY,
+                hidden_size: 24,
+                intermediate_size: 40,
+                head_dim: Some(8),
+                max_position_embeddings: 16,
+                rope_scaling: Some(scaling).filter(|_| tied),
+                attention_bias: tied,
+                sliding_window: (model_type != LlamaKind::Llama).then_some(5),
+                use_sliding_window: tied,
+                tie_word_embeddings: tied,
+                ..LlamaConfig::preset("llama-tiny")?
+            };
+            let model = noisy(config.init::<Flex>(&device));
+            let computed = json!({ "input_ids": ints(&ids), "logits": floats(model.forward(ids.clone())) });
+            write(out, &format!("{name}_{head}"), &config.into(), &model, computed)?;
+        }
+
+        let config = BartConfig {
+            vocab_size: VOCABULARY,
+            d_model: 24,
+            encoder_ffn_dim: 40,
+            decoder_ffn_dim: 56,
+            encoder_layers: 1,
+            max_position_embeddings: 16,
+            scale_embedding: tied,
+            ..BartConfig::preset("bart-tiny")?
+        };
+        let model = noisy(config.init::<Flex>(&device));
+        let logits = floats(model.forward(types.clone(), Some(mask.clone()), ids.clone()));
+        let computed = json!({
+            "input_ids": ints(&types),
+            "attention_mask": ints(&mask),
+            "decoder_input_ids": ints(&ids),
+            "logits": logits,
+        });
+        write(out, &format!("bart_{}", if tied { "scaled" } else { "plain" }), &config.into(), &model, computed)?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Checks that Hugging Face's transformers loads what this project exports: tiny GPT-2 and BERT, heads tied and untied, fp32
-# and bf16, one file and several. No key may be missing, unexpected or of another shape; logits in fp32 must agree to 1e-5;
+# Checks that Hugging Face's transformers loads what this project exports: a tiny model of each family, heads tied and untied,
+# fp32 and bf16, one file and several. No key may be missing, unexpected or of another shape; logits in fp32 must agree to 1e-5;
 # the bf16 tensors must be torch's own rounding of the fp32 ones, to the bit.
 #
 #   zero-models/tests/transformers_export.sh PYTHON     PYTHON has torch, transformers and safetensors; nothing is downloaded
@@ -15,7 +15,7 @@ import glob, json, os, sys
 import torch, transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BertForPreTraining
+from transformers import AutoConfig
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -23,11 +23,15 @@ root = sys.argv[1]
 print(f"torch {torch.__version__}, transformers {transformers.__version__}")
 
 
+CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+           "qwen2": "Qwen2ForCausalLM", "bart": "BartForConditionalGeneration"}
+
+
 def load(folder):
     name = os.path.basename(folder)
-    cls = AutoModelForCausalLM if name.startswith("gpt2") else BertForPreTraining
     architecture = AutoConfig.from_pretrained(folder).architectures
-    assert architecture == ["GPT2LMHeadModel" if name.startswith("gpt2") else "BertForPreTraining"], architecture
+    assert architecture == [CLASSES[name.split("_")[0]]], architecture
+    cls = getattr(transformers, architecture[0])
     model, info = cls.from_pretrained(folder, output_loading_info=True, dtype="auto")
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[key], (name, key, info[key])
@@ -60,7 +64,7 @@ for reference in sorted(glob.glob(f"{root}/*.json")):
         assert os.path.exists(f"{folder}/model.safetensors.index.json") == (files == "many")
         with torch.no_grad():
             result = load(folder)(**inputs)
-        if name.startswith("gpt2"):
+        if not name.startswith("bert"):
             error = close(name, result.logits, ours["logits"])
         else:
             error = close(name, result.prediction_logits, ours["logits"])

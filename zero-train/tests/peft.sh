@@ -8,26 +8,28 @@ python=${1:?name a Python with torch, transformers and peft}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 zero() { cargo run --quiet -p zero-train --bin zero -- "$@"; }
-base=tests/fixtures/gpt2_tiny
+for model in gpt2_tiny,c_attn,mlp.c_proj qwen2_tiny,q_proj,v_proj,down_proj; do
+base=tests/fixtures/${model%%,*} targets=${model#*,} run=$dir/${model%%,*}
 zero train --weights $base --data $base/batches.safetensors --seq 16 --batch 4 --ranks 2 --threads 1 --steps 8 --lr 1e-2 \
-  --lora-r 4 --lora-targets c_attn,mlp.c_proj --lora-rslora --save "$dir/checkpoints" >"$dir/log" 2>&1
-zero export "$dir/checkpoints" "$dir/adapter" --dtype fp32
-zero export "$dir/checkpoints" "$dir/merged" --merge --dtype fp32
-HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$python" - $base "$dir" <<'PYTHON'
+  --lora-r 4 --lora-targets "$targets" --lora-rslora --save "$run/checkpoints" >"$dir/log" 2>&1
+zero export "$run/checkpoints" "$run/adapter" --dtype fp32
+zero export "$run/checkpoints" "$run/merged" --merge --dtype fp32
+HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$python" - $base "$run" <<'PYTHON'
 import sys
 import torch, transformers
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 transformers.logging.disable_progress_bar()
 base, dir = sys.argv[1:]
 ids = load_file(f"{base}/batches.safetensors")["input_ids"][:4]
-load = lambda folder: GPT2LMHeadModel.from_pretrained(folder).eval()
+load = lambda folder: AutoModelForCausalLM.from_pretrained(folder).eval()
 with torch.no_grad():
     plain, adapted, merged = (model(ids).logits for model in
                               (load(base), PeftModel.from_pretrained(load(base), f"{dir}/adapter").eval(), load(f"{dir}/merged")))
 changed, apart = (plain - adapted).abs().max().item(), (adapted - merged).abs().max().item()
-print(f"the adapter changes logits by {changed:.2f}; beside the weights and merged into them they are {apart:.1e} apart")
+print(f"{base}: the adapter changes logits by {changed:.2f}; beside the weights and merged into them they are {apart:.1e} apart")
 assert changed > 0.1 and apart < 1e-5
 PYTHON
+done

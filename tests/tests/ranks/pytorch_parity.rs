@@ -96,8 +96,28 @@ fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig { param_persistence_threshold: 0, reduce_bucket_size: 5_000, ..ZeroConfig::new(stage) }
 }
 
-/// Global losses and gradient norms of a model from `load`, at every stage: the reference's, and of the same bits. `loss` takes a
-/// rank's rows of a step.
+/// Global losses and gradient norms of a model from `load`. `loss` takes a rank's rows of a step.
+fn run<M: AutodiffModule<B>>(
+    stage: Stage,
+    (ranks, steps): (usize, usize),
+    load: &(impl Fn(&Device) -> M + Sync),
+    loss: &(impl Fn(&M, usize, &Device) -> Tensor<B, 1> + Sync),
+) -> Vec<(f64, f64)> {
+    let mut ranks = on_ranks(ranks, &config(stage), |device| {
+        let mut model = prepare::<B, _>(load(&device), &device);
+        let mut optimizer = adamw::<M>();
+        let mut got = Vec::new();
+        for s in 0..steps {
+            let (next, loss, norm) = step(model, &mut optimizer, |model| loss(model, s, &device));
+            got.push((loss, norm));
+            model = next;
+        }
+        got
+    });
+    ranks.swap_remove(0)
+}
+
+/// At every stage the reference's figures, and the same bits; these also on one rank and on three.
 fn steps<M: AutodiffModule<B>>(
     name: &str,
     what: &str,
@@ -105,36 +125,36 @@ fn steps<M: AutodiffModule<B>>(
     loss: impl Fn(&M, usize, &Device) -> Tensor<B, 1> + Sync,
 ) {
     let reference = reference(name);
-    let mut first = None;
-    for stage in Stage::ALL {
-        let got = on_ranks(RANKS, &config(stage), |device| {
-            let mut model = prepare::<B, _>(load(&device), &device);
-            let mut optimizer = adamw::<M>();
-            let mut got = Vec::new();
-            for s in 0..reference.losses.len() {
-                let (next, loss, norm) = step(model, &mut optimizer, |model| loss(model, s, &device));
-                got.push((loss, norm));
-                model = next;
+    for (ranks, steps) in [(RANKS, reference.losses.len()), (1, 3), (3, 3)] {
+        let mut first = None;
+        for stage in Stage::ALL {
+            let got = run(stage, (ranks, steps), &load, &loss);
+            if ranks == RANKS {
+                compare(what, stage, &reference, &got);
             }
-            got
-        });
-        compare(what, stage, &reference, &got[0]);
-        assert_eq!(got[0], *first.get_or_insert(got[0].clone()), "{what}: the bits of stage {stage}");
+            assert_eq!(got, *first.get_or_insert(got.clone()), "{what}, {ranks} ranks: the bits of stage {stage}");
+        }
     }
 }
 
-/// A model that predicts the next token, with these weights on this fixture's rows.
+/// A model that predicts the next token, with these weights on this fixture's rows, and with the fixture's adapter, if it has one.
 fn next_token_steps<C: CausalFamily>(name: &str, weights: &str)
 where
     C::Model<B>: AutodiffModule<B>,
 {
     let (batch, ids) = (reference(name).batch, rows(name, "input_ids"));
+    let described = ModelConfig::from_file(&fixture(weights).join("config.json")).unwrap();
     let load = |device: &Device| {
-        let config = ModelConfig::from_file(&fixture(weights).join("config.json")).unwrap();
-        let config = C::of(config).expect("the fixture is of this family");
+        let config = C::of(described.clone()).expect("the fixture is of this family");
         C::load(config.init::<B>(device), &fixture(weights), device).unwrap()
     };
-    steps(name, weights, load, |model, s, device| C::loss(model, ids.matrix(s, device.rank(), batch, device)));
+    let loss = |model: &C::Model<B>, s, device: &Device| C::loss(model, ids.matrix(s, device.rank(), batch, device));
+    steps(name, weights, load, loss);
+    let adapter = format!("{name}/lora");
+    if weights == name && fixture(&adapter).is_dir() {
+        let adapted = |device: &Device| lora::load(load(device), &described, &fixture(&adapter), device).unwrap();
+        steps(&adapter, &adapter, adapted, loss);
+    }
 }
 
 #[test]
@@ -221,10 +241,14 @@ fn bart_trains_as_in_pytorch() {
     let (batch, read) = (reference(name).batch, |tensor| rows(name, tensor));
     let (ids, mask, labels) = (read("input_ids"), read("attention_mask"), read("labels"));
     let load = |device: &Device| bart::weights::from_pretrained::<B>(&fixture(name), device).unwrap();
-    steps(name, name, load, |model: &Bart<B>, s, device| {
+    let loss = |model: &Bart<B>, s, device: &Device| {
         let of = |rows: &Rows| rows.matrix(s, device.rank(), batch, device);
         model.loss(of(&ids), Some(of(&mask)), of(&labels))
-    });
+    };
+    steps(name, name, load, loss);
+    let (described, adapter) = (ModelConfig::from_file(&fixture(name).join("config.json")).unwrap(), "bart_tiny/lora");
+    let adapted = |device: &Device| lora::load(load(device), &described, &fixture(adapter), device).unwrap();
+    steps(adapter, adapter, adapted, loss);
 }
 
 /// Global losses and gradient norms of BERT's 20 steps at every stage, with optimizers that `make` makes.
