@@ -3,7 +3,7 @@
  * is zeros. So a program compiles, and launches, on a machine without a GPU what it would there.
  *
  * DRY_OUT: a folder for each module's PTX (001.ptx ...) and, when the program ends, for what was counted (driver.json).
- * DRY_DEVICES: devices (1; 0: none). DRY_MEMORY: bytes of memory (an H100's). */
+ * DRY_DEVICES: devices (1; 0: none). DRY_MEMORY: bytes of memory (an H100's). DRY_VERSION: of the driver (13000). */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -62,8 +62,8 @@ __attribute__((destructor)) static void write_counts(void) {
     fclose(out);
 }
 
+int cuDriverGetVersion(int *version) { *version = number("DRY_VERSION", 13000); return SUCCESS; }
 int cuInit(unsigned flags) { (void)flags; return number("DRY_DEVICES", 1) ? SUCCESS : NO_DEVICE; }
-int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
 int cuGetErrorString(int code, const char **text) { (void)code; *text = "an error of the dry driver"; return SUCCESS; }
 int cuGetErrorName(int code, const char **text) { return cuGetErrorString(code, text); }
 int cuDeviceGetCount(int *devices) { *devices = number("DRY_DEVICES", 1); return SUCCESS; }

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What a training step asks of a GPU: launches, copies, waits and memory, counted by driver.c, against bounds.
+"""What a training step asks of a GPU: launches, copies, waits and memory, counted by driver.c, against bounds; and what it would take
+at best, on paper (roofline.py).
 
     bench/gpu/dry/steps.py --run 'bench/gpu/dry.sh run' --program gpt2_1_5b --work FOLDER [CASE...]    (bench/gpu/dry.sh steps calls it)
 
@@ -15,6 +16,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+
+import roofline
 
 # Of GPT-2 without dropout, bf16, AdamW, one rank at stage 0: layers, width, heads, tokens of a row, rows; then the most that a step may do.
 # As tuning takes products by chance, bounds are about a twentieth above what was seen.
@@ -85,8 +88,10 @@ def main():
             failed |= over
             bound = f"   at most {bounds[key]:,}" + (": TOO MANY" if over else "") if key in bounds else ""
             print(f"  {key:14} {value:15,.1f}{bound}")
-        for count, name in by_kernel(one, two)[:12]:
+        counts = by_kernel(one, two)
+        for count, name in counts[:12]:
             print(f"  {count:10,.1f}  {name}")
+        print("\n".join(roofline.table(shape, counts)), flush=True)
     if failed:
         sys.exit("a step does more than it may: find what grew, or raise the bound in CASES of bench/gpu/dry/steps.py with a reason")
 

@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 use super::tiles::{Cut, Two, left, multiply, no_sums, over_row, rounded, stage};
 use super::{Inputs, Rows, Saved, Sizes, grid};
 use crate::cube::many::array;
-use crate::cube::rows::address_type;
+use crate::cube::rows::{address_type, stride};
 
 /// Elements that a unit copies at a time, where there are matrix units: 16 bytes.
 const WIDE: usize = 8;
@@ -191,7 +191,7 @@ struct Lie {
 }
 
 fn lie<R: CubeRuntime>(rows: &Rows<R>) -> LieLaunch<R> {
-    LieLaunch::new(rows.tensor.meta.strides()[0], rows.column)
+    LieLaunch::new(stride(&rows.tensor, 1), rows.column)
 }
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

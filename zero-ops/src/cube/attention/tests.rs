@@ -222,7 +222,8 @@ fn small_blocks_agree_with_the_default_bodies() {
 
 #[test]
 fn the_kernels_of_matrix_units_agree_with_the_default_bodies() {
-    for (i, case) in Case::some(2, [16, 48, 64]).enumerate() {
+    // Those with more than a cube's rows, and with less: compiling the loops takes a second a case.
+    for (i, case) in Case::some(1, [16, 48, 64]).filter(|case| matches!(case.t, 1 | 17 | 100)).enumerate() {
         agrees(in_loops(case.e, 1 + i % 2), case);
     }
 }
