@@ -181,10 +181,13 @@ pub fn failure() -> Option<&'static str> {
 fn explained(text: &str) -> String {
     let first = text.lines().next().unwrap_or_default();
     let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
-    if has(&["OUT_OF_MEMORY", "OutOfMemory", "BufferTooBig", "out of memory"]) {
+    if has(&["OUT_OF_MEMORY", "allocate buffer", "BufferTooBig"]) {
+        // CubeCL knows no tensors, only bytes.
+        let asked = first.rsplit(' ').next().and_then(|bytes| bytes.parse::<u64>().ok());
+        let asked = asked.map_or_else(|| first.to_string(), |bytes| format!("{} MiB more were asked for", bytes >> 20));
         return format!(
-            "{OUT_OF_MEMORY} ({first}): take a smaller batch with more accumulation, a higher ZeRO stage over more devices, \
-             or offload; `zero fit` says what fits"
+            "{OUT_OF_MEMORY} ({asked}; nvidia-smi shows what other programs have): take a smaller batch with more accumulation, a higher ZeRO stage over more devices, \
+             or --offload"
         );
     }
     if has(&["UNSUPPORTED_PTX_VERSION"]) {
@@ -192,7 +195,7 @@ fn explained(text: &str) -> String {
             "the NVIDIA driver is older than CUDA's compiler library ({first}): update it, or install an older libnvrtc.so"
         );
     }
-    if has(&["Compilation", "unrolled", "PTX"]) {
+    if has(&["Compilation", "PTX"]) {
         let more: String = text.lines().take(8).collect::<Vec<_>>().join("\n");
         return format!("a kernel could not be compiled for the device: {more}");
     }
