@@ -25,7 +25,7 @@ import roofline
 CASES = {
     "tiny": ((4, 256, 4, 64, 1), {"launches": 200, "uploads": 40, "waits": 4, "downloads": 2, "peak_mib": 780}),
     "xl-1": ((1, 1600, 25, 1024, 8), {"launches": 100, "uploads": 26, "waits": 4, "downloads": 2, "peak_mib": 9_600}),
-    "124m": ((12, 768, 12, 1024, 8), {"launches": 4_060, "uploads": 2_450, "waits": 42, "downloads": 2, "peak_mib": 6_500}),
+    "124m": ((12, 768, 12, 1024, 8), {"launches": 550, "uploads": 80, "waits": 5, "downloads": 2, "peak_mib": 6_500}),
     "xl": ((48, 1600, 25, 1024, 8), {"launches": 2_200, "uploads": 420, "waits": 10, "downloads": 2, "peak_mib": 53_000}),
 }
 KEYS = ("launches", "uploads", "upload_bytes", "downloads", "download_bytes", "copies", "waits", "allocations")

@@ -89,6 +89,41 @@ pub fn bernoulli<B: Backend>(
     born::<B>(device, &Bernoulli { key, probability, shape, dtype })
 }
 
+#[cfg(all(test, feature = "vulkan"))]
+mod tests {
+    use burn::tensor::{Tensor, TensorPrimitive};
+    use burn_cubecl::CubeBackend;
+    use burn_wgpu::WgpuRuntime;
+
+    use super::*;
+
+    type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
+
+    /// SplitMix64's finaliser, as in `zero_core::random`.
+    fn mix(mut z: u64) -> u64 {
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Also a probability that is a number of steps, and the two at the ends.
+    #[test]
+    fn a_device_draws_what_the_host_draws() {
+        for (key, probability) in [(7, 0.9), (u64::MAX - 3, 0.5), (1 << 63, 0.1), (5, 0.0), (6, 1.0)] {
+            let shape = Shape::from([37, 130]);
+            let made = bernoulli::<Plain>(key, probability, shape, DType::F32, &Default::default());
+            let Some(made) = made else { return println!("skipped: the device does not count in 64 bit") };
+            let made = Tensor::<Plain, 2>::from_primitive(TensorPrimitive::Float(made));
+            let made: Vec<f32> = made.into_data().to_vec().unwrap();
+            for (i, made) in made.into_iter().enumerate() {
+                let bits = mix(key.wrapping_add((i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+                let unit = (bits >> 40) as f64 / STEPS;
+                assert_eq!(made, f32::from(u8::from(unit < probability)), "element {i} of {key}, {probability}");
+            }
+        }
+    }
+}
+
 #[cfg(all(test, feature = "cuda"))]
 mod compiled {
     use super::*;
