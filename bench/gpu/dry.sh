@@ -78,6 +78,19 @@ steps() {
     echo "a driver without a GPU: expected exit code 2 and that it shows none, got $code: $told"
     exit 1
   fi
+  # What others have taken of the memory is not known before: a tensor that has no room ends the run.
+  code=0
+  told=$(DRY_TAKEN=84900000000 DRY_STUB=matmul_ "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 --out "$work/steps/none" 2>&1) || code=$?
+  if [[ $code != 2 || $told != *'the device is out of memory ('*' MiB more were asked for'* ]]; then
+    echo "a device without room: expected exit code 2 and what would help, got $code: $told"
+    exit 1
+  fi
+  code=0
+  told=$(DRY_VERSION=12080 "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 2>&1) || code=$?
+  if [[ $code != 2 || $told != *'the NVIDIA driver takes at most 12.8'* ]]; then
+    echo "a compiler newer than the driver: expected exit code 2 and both versions, got $code: $told"
+    exit 1
+  fi
   DRY_STUB=${STUB-matmul_} python3 "$here/dry/steps.py" --run "$here/dry.sh run" --program "$program" --work "$work/steps" "$@"
 }
 

@@ -9,8 +9,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 
-use burn_backend::{Backend, Distribution, TensorData};
-use burn_std::{DType, Shape};
+use burn_backend::{Backend, TensorData};
 use parking_lot::Mutex;
 use zero_core::collective::threads::alone;
 use zero_core::window::{Window, WindowHost};
@@ -381,16 +380,11 @@ impl<B: Backend> Context<B> {
 
     // ---- random numbers ----
 
-    /// One draw for `device` (dropout, noise): different on every rank and at every call.
+    /// The numbers of one draw for `device` (dropout, noise): different on every rank and at every call.
     ///
     /// Other threads than the rank's own, such as a data loader's, have numbers of their own, so that the rank's do not depend on
     /// how far they are.
-    pub(crate) fn draw(
-        device: &ZeroDevice<B::Device>,
-        shape: Shape,
-        distribution: Distribution,
-        dtype: DType,
-    ) -> TensorData {
+    pub(crate) fn draw(device: &ZeroDevice<B::Device>) -> Stream {
         let is_beside = CURRENT.with_borrow(Option::is_none);
         let running = is_beside.then(|| RUNNING.lock().get(&device.place()).cloned()).flatten();
         let words = match running.map(|context| context.downcast::<Self>()) {
@@ -404,6 +398,6 @@ impl<B: Backend> Context<B> {
                 vec![seed, context.rank.index as u64, draw]
             }
         };
-        Stream::new(&words).data(0..shape.num_elements(), distribution, shape, dtype)
+        Stream::new(&words)
     }
 }

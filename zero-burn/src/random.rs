@@ -7,7 +7,8 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use burn_backend::{Distribution, TensorData};
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use serde::{Deserialize, Serialize};
 use zero_core::random::{WEYL, mix};
@@ -99,6 +100,25 @@ impl Stream {
             DType::I32 => TensorData::new(self.sample(range, distribution, |x| x as i32), shape),
             other => TensorData::new(self.sample(range, distribution, |x| x as f32), shape).convert_dtype(other),
         }
+    }
+}
+
+impl Stream {
+    /// A whole draw as a tensor. Masks of dropout are made on devices; all else is drawn here, as devices round otherwise.
+    pub(crate) fn tensor<B: Backend>(
+        self,
+        shape: Shape,
+        distribution: Distribution,
+        dtype: DType,
+        device: &B::Device,
+    ) -> FloatTensor<B> {
+        #[cfg(feature = "cubecl")]
+        if let Distribution::Bernoulli(p) = distribution
+            && let Some(made) = zero_ops::bernoulli::<B>(self.0, p, shape.clone(), dtype, device)
+        {
+            return made;
+        }
+        B::float_from_data(self.data(0..shape.num_elements(), distribution, shape, dtype), device)
     }
 }
 

@@ -2,6 +2,8 @@
 //! missing; and their memory.
 
 use std::any::Any;
+use std::panic::{set_hook, take_hook};
+use std::sync::{Once, OnceLock};
 
 use burn_backend::Backend;
 
@@ -81,7 +83,7 @@ fn cuda_memory_in_use(ordinal: usize) -> Option<u64> {
 /// What is missing, and what to do.
 #[cfg(feature = "cuda")]
 pub fn cuda() -> Result<Vec<u64>, String> {
-    use cubecl::cuda::install::cuda_path;
+    use cubecl::cuda::install::{cccl_include_path, cuda_path, include_path};
     use cudarc::{driver, nvrtc};
 
     const OR: &str = "or compute on another backend (cpu)";
@@ -95,6 +97,32 @@ pub fn cuda() -> Result<Vec<u64>, String> {
         return Err(format!(
             "kernels are compiled on this machine, and CUDA's compiler library (libnvrtc.so) or its headers were not found: \
              install the CUDA toolkit and set CUDA_PATH to its folder and LD_LIBRARY_PATH to its libraries, {OR}"
+        ));
+    }
+    // What kernels include; the last is in a folder of its own since CUDA 13.
+    let lacks = ["cuda_fp16.h", "cuda_bf16.h", "cuda/barrier"]
+        .into_iter()
+        .find(|name| ![include_path(), cccl_include_path()].iter().any(|folder| folder.join(name).exists()));
+    if let Some(header) = lacks {
+        return Err(format!(
+            "kernels are compiled on this machine, and CUDA's header {header} is not in {}: install the headers of the CUDA toolkit \
+             (cuda-cudart-dev, cuda-nvrtc-dev, cuda-cccl; PyPI: nvidia-cuda-runtime, nvidia-cuda-cccl, nvidia-cuda-crt) and set \
+             CUDA_PATH, {OR}",
+            include_path().display()
+        ));
+    }
+    let (mut major, mut minor, mut takes) = (0, 0, 0);
+    // SAFETY: both write the numbers that they are given.
+    unsafe {
+        nvrtc::sys::nvrtcVersion(&mut major, &mut minor);
+        driver::sys::cuDriverGetVersion(&mut takes).result().map_err(version)?;
+    }
+    if 1000 * major + 10 * minor > takes {
+        return Err(format!(
+            "CUDA's compiler library (libnvrtc.so) is of version {major}.{minor}, and the NVIDIA driver takes at most {}.{}: install a \
+             newer driver, or set LD_LIBRARY_PATH and CUDA_PATH to a CUDA toolkit that is no newer than the driver, {OR}",
+            takes / 1000,
+            takes % 1000 / 10
         ));
     }
     let count = match driver::result::init() {
@@ -114,6 +142,66 @@ pub fn cuda() -> Result<Vec<u64>, String> {
         .collect()
 }
 
+/// How a failure for want of memory begins.
+pub const OUT_OF_MEMORY: &str = "the device is out of memory";
+
+/// What first failed on a thread that gives work to a device, since [`watch`] was called.
+static FAILED: OnceLock<String> = OnceLock::new();
+
+/// Remembers what fails on the threads that give work to devices, for [`failure`]: CubeCL goes on without what could not be launched,
+/// and results are wrong from there on.
+pub fn watch() {
+    static WATCHES: Once = Once::new();
+    WATCHES.call_once(|| {
+        let before = take_hook();
+        set_hook(Box::new(move |panic| {
+            // As CubeCL names them.
+            if !std::thread::current().name().is_some_and(|name| name.starts_with("DSD-")) {
+                return before(panic);
+            }
+            let payload = panic.payload();
+            let text = payload.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| payload.downcast_ref().copied()).unwrap_or("no message");
+            failed(text);
+        }));
+    });
+}
+
+/// Remembers a device's failure, if it is the first.
+pub(crate) fn failed(text: &str) {
+    FAILED.get_or_init(|| explained(text));
+}
+
+/// What failed on a device's thread, and what would help; nothing computed since then can be trusted.
+pub fn failure() -> Option<&'static str> {
+    FAILED.get().map(String::as_str)
+}
+
+/// A failure's words with what would help.
+fn explained(text: &str) -> String {
+    let first = text.lines().next().unwrap_or_default();
+    let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
+    if has(&["OUT_OF_MEMORY", "allocate buffer", "BufferTooBig"]) {
+        // CubeCL knows no tensors, only bytes.
+        let asked = first.rsplit(' ').next().and_then(|bytes| bytes.parse::<u64>().ok());
+        let asked = asked.map_or_else(|| first.to_string(), |bytes| format!("{} MiB more were asked for", bytes >> 20));
+        return format!(
+            "{OUT_OF_MEMORY} ({asked}; nvidia-smi shows what other programs have): take a smaller batch with more accumulation, a higher ZeRO stage over more devices, \
+             or --offload"
+        );
+    }
+    if has(&["UNSUPPORTED_PTX_VERSION"]) {
+        return format!(
+            "the NVIDIA driver is older than CUDA's compiler library ({first}): update it, or install an older libnvrtc.so"
+        );
+    }
+    if has(&["Compilation", "PTX"]) {
+        let more: String = text.lines().take(8).collect::<Vec<_>>().join("\n");
+        return format!("a kernel could not be compiled for the device: {more}");
+    }
+    format!("the device failed: {first}")
+}
+
 /// Opens the default device of the Vulkan drivers.
 ///
 /// # Errors
@@ -121,7 +209,7 @@ pub fn cuda() -> Result<Vec<u64>, String> {
 /// What is missing, and what to do.
 #[cfg(feature = "vulkan")]
 pub fn vulkan() -> Result<(), String> {
-    use std::panic::{catch_unwind, set_hook, take_hook};
+    use std::panic::catch_unwind;
 
     use cubecl::Runtime;
     use cubecl::wgpu::WgpuRuntime;

@@ -40,6 +40,8 @@ pub use cube::norm::sums_of_squares;
 pub use cube::optim::{GradScale, Update, UpdateItem, Updated, fused_update};
 #[cfg(feature = "cubecl")]
 pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
+#[cfg(feature = "cubecl")]
+pub use cube::random::bernoulli;
 #[cfg(feature = "flex")]
 pub use flex::{Elements, Lent, elements, is_host, sum_of_squares};
 pub use functions::{

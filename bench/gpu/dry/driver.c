@@ -3,7 +3,8 @@
  * is zeros. So a program compiles, and launches, on a machine without a GPU what it would there.
  *
  * DRY_OUT: a folder for each module's PTX (001.ptx ...) and, when the program ends, for what was counted (driver.json).
- * DRY_DEVICES: devices (1; 0: none). DRY_MEMORY: bytes of memory (an H100's). */
+ * DRY_DEVICES: devices (1; 0: none). DRY_MEMORY: bytes of memory (an H100's). DRY_TAKEN: those that
+ * another program has (0). DRY_VERSION: of the driver (13000). */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -62,8 +63,8 @@ __attribute__((destructor)) static void write_counts(void) {
     fclose(out);
 }
 
+int cuDriverGetVersion(int *version) { *version = number("DRY_VERSION", 13000); return SUCCESS; }
 int cuInit(unsigned flags) { (void)flags; return number("DRY_DEVICES", 1) ? SUCCESS : NO_DEVICE; }
-int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
 int cuGetErrorString(int code, const char **text) { (void)code; *text = "an error of the dry driver"; return SUCCESS; }
 int cuGetErrorName(int code, const char **text) { return cuGetErrorString(code, text); }
 int cuDeviceGetCount(int *devices) { *devices = number("DRY_DEVICES", 1); return SUCCESS; }
@@ -120,11 +121,11 @@ int cuEventSynchronize(void *event) { (void)event; return wait(); }
 int cuCtxRecordEvent(void *ctx, void *event) { (void)ctx, (void)event; return SUCCESS; }
 int cuCtxWaitEvent(void *ctx, void *event) { (void)ctx, (void)event; return SUCCESS; }
 
-int cuMemGetInfo_v2(size_t *free, size_t *total) { *total = memory(), *free = *total - count.in_use; return SUCCESS; }
+int cuMemGetInfo_v2(size_t *free, size_t *total) { *total = memory(), *free = *total - number("DRY_TAKEN", 0) - count.in_use; return SUCCESS; }
 int cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
     int code = OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
-    if (count.in_use + bytes <= memory()) {
+    if (count.in_use + bytes + number("DRY_TAKEN", 0) <= memory()) {
         span *s = malloc(sizeof *s);
         /* A gap behind each, in which a copy that is too long is seen. */
         *s = (span){ next_address, bytes, spans };

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What a training step asks of a GPU: launches, copies, waits and memory, counted by driver.c, against bounds.
+"""What a training step asks of a GPU: launches, copies, waits and memory, counted by driver.c, against bounds; and what it would take
+at best, on paper (roofline.py).
 
     bench/gpu/dry/steps.py --run 'bench/gpu/dry.sh run' --program gpt2_1_5b --work FOLDER [CASE...]    (bench/gpu/dry.sh steps calls it)
 
@@ -16,14 +17,16 @@ import shutil
 import subprocess
 import sys
 
+import roofline
+
 # Of GPT-2 without dropout, bf16, AdamW, one rank at stage 0: layers, width, heads, tokens of a row, rows; then the most that a step may do.
 # As tuning takes products by chance, bounds are about a twentieth above what was seen.
 # `uploads` are copies to the device, nearly all of them the shapes of a launch's tensors; `waits` are the host's for the device.
 CASES = {
-    "tiny": ((4, 256, 4, 64, 1), {"launches": 275, "uploads": 180, "waits": 6, "downloads": 2, "peak_mib": 780}),
-    "xl-1": ((1, 1600, 25, 1024, 8), {"launches": 700, "uploads": 420, "waits": 10, "downloads": 2, "peak_mib": 9_600}),
-    "124m": ((12, 768, 12, 1024, 8), {"launches": 4_060, "uploads": 2_450, "waits": 42, "downloads": 2, "peak_mib": 6_500}),
-    "xl": ((48, 1600, 25, 1024, 8), {"launches": 29_400, "uploads": 17_300, "waits": 275, "downloads": 2, "peak_mib": 53_000}),
+    "tiny": ((4, 256, 4, 64, 1), {"launches": 200, "uploads": 40, "waits": 4, "downloads": 2, "peak_mib": 780}),
+    "xl-1": ((1, 1600, 25, 1024, 8), {"launches": 100, "uploads": 26, "waits": 4, "downloads": 2, "peak_mib": 9_600}),
+    "124m": ((12, 768, 12, 1024, 8), {"launches": 550, "uploads": 80, "waits": 5, "downloads": 2, "peak_mib": 6_500}),
+    "xl": ((48, 1600, 25, 1024, 8), {"launches": 2_200, "uploads": 420, "waits": 10, "downloads": 2, "peak_mib": 53_000}),
 }
 KEYS = ("launches", "uploads", "upload_bytes", "downloads", "download_bytes", "copies", "waits", "allocations")
 
@@ -85,8 +88,10 @@ def main():
             failed |= over
             bound = f"   at most {bounds[key]:,}" + (": TOO MANY" if over else "") if key in bounds else ""
             print(f"  {key:14} {value:15,.1f}{bound}")
-        for count, name in by_kernel(one, two)[:12]:
+        counts = by_kernel(one, two)
+        for count, name in counts[:12]:
             print(f"  {count:10,.1f}  {name}")
+        print("\n".join(roofline.table(shape, counts)), flush=True)
     if failed:
         sys.exit("a step does more than it may: find what grew, or raise the bound in CASES of bench/gpu/dry/steps.py with a reason")
 

@@ -147,7 +147,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         let inner = device.inner();
         create(Fill::Random(distribution), shape.clone(), inner, dtype, |_| {
             // The inner generator is one per process, and ranks would race for its numbers.
-            B::float_from_data(Context::<B>::draw(device, shape, distribution, dtype.into()), inner)
+            Context::<B>::draw(device).tensor::<B>(shape, distribution, dtype.into(), inner)
         })
     }
 

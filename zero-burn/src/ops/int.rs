@@ -120,6 +120,8 @@ impl<B: Backend> IntTensorOps<Self> for Zero<B> {
     }
 
     fn int_random(shape: Shape, distribution: Distribution, device: ty!(device), dtype: IntDType) -> ty!(int) {
-        B::int_from_data(Context::<B>::draw(device, shape, distribution, dtype.into()), device.inner())
+        let elements = 0..shape.num_elements();
+        let data = Context::<B>::draw(device).data(elements, distribution, shape, dtype.into());
+        B::int_from_data(data, device.inner())
     }
 }

@@ -78,6 +78,27 @@ pub(crate) fn run<B: Backend>(
     )
 }
 
+/// What makes a tensor from nothing on any runtime, at once.
+pub(crate) trait Born {
+    fn make<R: CubeRuntime>(&self, device: &R::Device) -> Option<CubeTensor<R>>;
+}
+
+/// The tensor that `what` makes on a device of `B`, if `B`'s tensors are CubeCL's and it makes one.
+pub(crate) fn born<B: Backend>(device: &B::Device, what: &impl Born) -> Option<FloatTensor<B>> {
+    let device: &dyn Any = device;
+    on_the_tensor_of!(
+        FloatTensor<B>,
+        T => {
+            let device = device.downcast_ref::<<<T as OnCube>::Runtime as cubecl::Runtime>::Device>()?;
+            Some(same(T::from_memory(what.make::<<T as OnCube>::Runtime>(device)?)))
+        },
+        {
+            let _ = (device, what);
+            None
+        }
+    )
+}
+
 /// Elements on a CUDA device.
 #[cfg(feature = "cuda")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

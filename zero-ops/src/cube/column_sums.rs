@@ -6,14 +6,17 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::many::shaped;
-use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
+use super::rows::{
+    Blocks, HEIGHT, STRIP, address_type, dims, over_height, stride, vector_size, with_whole_rows, zeros,
+};
 use super::tensor::{OnCube, empty, launch, run};
 
 /// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn column_sums_kernel<E: Float, O: Float, N: Size>(
-    x: &Tensor<Vector<E, N>>,
-    out: &mut Tensor<Vector<O, N>>,
+    x: &Array<Vector<E, N>>,
+    out: &mut Array<Vector<O, N>>,
+    stride: usize,
     rows: usize,
     vectors: usize,
     rows_per_block: usize,
@@ -23,7 +26,6 @@ fn column_sums_kernel<E: Float, O: Float, N: Size>(
     let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
     let first = CUBE_POS_Y as usize * rows_per_block;
     let end = min(first + rows_per_block, rows);
-    let stride = x.stride(0) / N::value();
     let mut sum = Vector::<f32, N>::new(0.0f32);
     if column < vectors {
         let mut row = first + UNIT_POS_Y as usize;
@@ -43,12 +45,13 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
     let out = empty(&x, [blocks.blocks, d], dtype);
     let size = vector_size(&[&x, &out]);
     let (address, types) = (address_type(&[&x, &out]), [x.dtype.into(), dtype.into()]);
+    let stride = stride(&x, size);
     // SAFETY: units read rows below `rows` and vectors below `d / size` of `x`, and write those of `blocks` rows.
     unsafe {
         launch! {
             column_sums_kernel on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
             [x, out.clone()],
-            rows, d / size, blocks.rows_per_block, types
+            stride, rows, d / size, blocks.rows_per_block, types
         }
     }
     out

@@ -16,7 +16,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Metadata, Shape};
 use cubecl::prelude::*;
 
-use super::rows::{Blocks, address_type, cubes, dims, units, vector_size, with_whole_rows, zeros};
+use super::rows::{Blocks, address_type, cubes, dims, stride, units, vector_size, with_whole_rows, zeros};
 use super::tensor::{OnCube, empty, launch, packed, run};
 use kernels::{count_kernel, mean_kernel, place_kernel, rows_kernel};
 
@@ -138,8 +138,8 @@ impl<R: CubeRuntime> Call<R> {
     /// The losses of the rows from `first`, and the gradient of `logits` in their place if it is wanted.
     fn losses(&self, logits: &CubeTensor<R>, first: usize, is_gradient: bool) {
         let [rows, v] = dims(logits);
-        let stride = logits.meta.strides()[0];
-        let width = vector_size(&[&self.alike(logits, stride)]);
+        let width = vector_size(&[&self.alike(logits, logits.meta.strides()[0])]);
+        let stride = stride(logits, width);
         let units = units(&logits.client, v, 16, 512);
         // SAFETY: units read and write vectors of rows of `logits`, whose memory has a whole number of vectors for each;
         // targets and losses of `rows` rows from `first` on, which there are; the target's column by comparison only.
@@ -148,7 +148,7 @@ impl<R: CubeRuntime> Call<R> {
                 rows_kernel on logits.client,
                 (CubeCount::new_1d(cubes(rows) as u32), CubeDim::new_1d(units as u32), address_type(&[logits]), width),
                 [logits.clone(), self.targets.clone(), self.losses.clone()],
-                first, rows, v, self.scale, self.ignored.value, self.ignored.is_any, is_gradient, units,
+                stride, first, rows, v, self.scale, self.ignored.value, self.ignored.is_any, is_gradient, units,
                 [logits.dtype.into(), self.targets.dtype.into()]
             }
         }
@@ -166,12 +166,13 @@ impl<R: CubeRuntime> Call<R> {
         let [rows, d] = dims(&part);
         let size = vector_size(&[&part, out]);
         let (blocks, address) = (Blocks::new(rows, d), address_type(&[&part, out]));
+        let stride = stride(&part, size);
         // SAFETY: units read rows below `rows` of `part`, and write as many of `out` from `first` on, which there are.
         unsafe {
             launch! {
                 place_kernel on part.client, (blocks.count(d / size), Blocks::dim(), address, size),
                 [part, self.counted.clone(), out.clone()],
-                first, rows, d / size, blocks.rows_per_block, self.scale, is_added
+                stride, first, rows, d / size, blocks.rows_per_block, self.scale, is_added
             }
         }
     }

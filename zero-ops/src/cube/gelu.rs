@@ -10,7 +10,9 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::column_sums::total;
-use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, over_height, vector_size, with_whole_rows, zeros};
+use super::rows::{
+    Blocks, HEIGHT, STRIP, address_type, dims, over_height, stride, vector_size, with_whole_rows, zeros,
+};
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 use crate::options::Gelu;
 
@@ -60,9 +62,10 @@ fn derivative<N: Size>(x: Vector<f32, N>, #[comptime] tanh: bool) -> Vector<f32,
 /// `x`: `[n, f]`, `bias`: `[f]`, `out`: `[n, f]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gelu_kernel<E: Float, N: Size>(
-    x: &Tensor<Vector<E, N>>,
-    bias: &Tensor<Vector<E, N>>,
-    out: &mut Tensor<Vector<E, N>>,
+    x: &Array<Vector<E, N>>,
+    bias: &Array<Vector<E, N>>,
+    out: &mut Array<Vector<E, N>>,
+    stride: usize,
     rows: usize,
     vectors: usize,
     rows_per_block: usize,
@@ -73,7 +76,6 @@ fn gelu_kernel<E: Float, N: Size>(
     let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
     let first = CUBE_POS_Y as usize * rows_per_block;
     let end = min(first + rows_per_block, rows);
-    let stride = x.stride(0) / N::value();
     if column < vectors {
         let mut shift = Vector::<f32, N>::new(0.0f32);
         if comptime!(has_bias) {
@@ -91,11 +93,13 @@ fn gelu_kernel<E: Float, N: Size>(
 /// `x`, `grad`: `[n, f]`, `bias`: `[f]`, `dx`: `[n, f]`, `partial`: the bias' gradient by blocks of rows, `[blocks, f]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gelu_gradients_kernel<E: Float, N: Size>(
-    x: &Tensor<Vector<E, N>>,
-    bias: &Tensor<Vector<E, N>>,
-    grad: &Tensor<Vector<E, N>>,
-    dx: &mut Tensor<Vector<E, N>>,
-    partial: &mut Tensor<Vector<f32, N>>,
+    x: &Array<Vector<E, N>>,
+    bias: &Array<Vector<E, N>>,
+    grad: &Array<Vector<E, N>>,
+    dx: &mut Array<Vector<E, N>>,
+    partial: &mut Array<Vector<f32, N>>,
+    x_stride: usize,
+    grad_stride: usize,
     rows: usize,
     vectors: usize,
     rows_per_block: usize,
@@ -106,8 +110,6 @@ fn gelu_gradients_kernel<E: Float, N: Size>(
     let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
     let first = CUBE_POS_Y as usize * rows_per_block;
     let end = min(first + rows_per_block, rows);
-    let x_stride = x.stride(0) / N::value();
-    let grad_stride = grad.stride(0) / N::value();
     let mut sum = Vector::<f32, N>::new(0.0f32);
     if column < vectors {
         let mut shift = Vector::<f32, N>::new(0.0f32);
@@ -145,13 +147,13 @@ fn forward<R: CubeRuntime>(kind: Gelu, x: CubeTensor<R>, bias: Option<CubeTensor
     let bias = bias.map_or_else(|| x.clone(), packed);
     let size = vector_size(&[&x, &bias, &out]);
     let (blocks, dtype) = (Blocks::new(n, f), x.dtype.into());
-    let address = address_type(&[&x, &bias, &out]);
+    let (address, stride) = (address_type(&[&x, &bias, &out]), stride(&x, size));
     // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
     unsafe {
         launch! {
             gelu_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
             [x, bias, out.clone()],
-            n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype
+            stride, n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype
         }
     }
     out
@@ -176,12 +178,13 @@ fn backward<R: CubeRuntime>(
     let partial = empty(&x, [if has_bias { blocks.blocks } else { 1 }, f], DType::F32);
     let size = vector_size(&[&x, &bias, &grad, &dx, &partial]);
     let address = address_type(&[&x, &bias, &grad, &dx, &partial]);
+    let (x_stride, grad_stride) = (stride(&x, size), stride(&grad, size));
     // SAFETY: units read and write rows below `n` and vectors below `f / size`, and those of `blocks` partial rows.
     unsafe {
         launch! {
             gelu_gradients_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
             [x, bias, grad, dx.clone(), partial.clone()],
-            n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype.into()
+            x_stride, grad_stride, n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype.into()
         }
     }
     (dx, has_bias.then(|| total(partial, dtype)))

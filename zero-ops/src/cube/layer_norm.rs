@@ -11,7 +11,7 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::column_sums::total;
-use super::rows::{across, address_type, cubes, dims, over_cube, units, vector_size, with_whole_rows, zeros};
+use super::rows::{across, address_type, cubes, dims, over_cube, stride, units, vector_size, with_whole_rows, zeros};
 use super::tensor::{OnCube, empty, launch, packed, run};
 
 /// Elements that a unit keeps in registers at most.
@@ -42,12 +42,13 @@ fn plan<R: CubeRuntime>(client: &ComputeClient<R>, d: usize, size: usize) -> Pla
 /// `x`: `[n, d]`, `gamma`, `beta`: `[d]`; `out`: `[n, d]`, `mean`, `rstd`: `[n]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn layer_norm_kernel<E: Float, N: Size>(
-    x: &Tensor<Vector<E, N>>,
-    gamma: &Tensor<Vector<E, N>>,
-    beta: &Tensor<Vector<E, N>>,
-    out: &mut Tensor<Vector<E, N>>,
-    mean: &mut Tensor<f32>,
-    rstd: &mut Tensor<f32>,
+    x: &Array<Vector<E, N>>,
+    gamma: &Array<Vector<E, N>>,
+    beta: &Array<Vector<E, N>>,
+    out: &mut Array<Vector<E, N>>,
+    mean: &mut Array<f32>,
+    rstd: &mut Array<f32>,
+    stride: usize,
     rows: usize,
     vectors: usize,
     epsilon: f32,
@@ -60,7 +61,6 @@ fn layer_norm_kernel<E: Float, N: Size>(
     let mut shared = SharedMemory::<f32>::new(2 * units);
     let mut own = Array::<Vector<f32, N>>::new(comptime!(if kept { each } else { 1 }));
     let me = UNIT_POS as usize;
-    let stride = x.stride(0) / N::value();
     let d = f32::cast_from(vectors * N::value());
     let mut row = CUBE_POS;
     while row < rows {
@@ -120,14 +120,16 @@ fn layer_norm_kernel<E: Float, N: Size>(
 /// A cube has the rows of a block one after another, and a unit the same columns of each: what it adds up is its own.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn layer_norm_gradients_kernel<E: Float, N: Size>(
-    x: &Tensor<Vector<E, N>>,
-    gamma: &Tensor<Vector<E, N>>,
-    mean: &Tensor<f32>,
-    rstd: &Tensor<f32>,
-    grad: &Tensor<Vector<E, N>>,
-    dx: &mut Tensor<Vector<E, N>>,
-    d_gamma: &mut Tensor<Vector<f32, N>>,
-    d_beta: &mut Tensor<Vector<f32, N>>,
+    x: &Array<Vector<E, N>>,
+    gamma: &Array<Vector<E, N>>,
+    mean: &Array<f32>,
+    rstd: &Array<f32>,
+    grad: &Array<Vector<E, N>>,
+    dx: &mut Array<Vector<E, N>>,
+    d_gamma: &mut Array<Vector<f32, N>>,
+    d_beta: &mut Array<Vector<f32, N>>,
+    x_stride: usize,
+    grad_stride: usize,
     rows: usize,
     vectors: usize,
     rows_per_block: usize,
@@ -143,8 +145,6 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
     let mut sum_gamma = Array::<Vector<f32, N>>::new(in_registers);
     let mut sum_beta = Array::<Vector<f32, N>>::new(in_registers);
     let me = UNIT_POS as usize;
-    let x_stride = x.stride(0) / N::value();
-    let grad_stride = grad.stride(0) / N::value();
     let d = f32::cast_from(vectors * N::value());
     let zero = Vector::<f32, N>::new(0.0f32);
     let block = CUBE_POS * vectors;
@@ -243,13 +243,13 @@ fn forward<R: CubeRuntime>(
     let beta = beta.map_or_else(|| gamma.clone(), packed);
     let size = vector_size(&[&x, &gamma, &beta, &out]);
     let Plan { units, each, kept } = plan(&x.client, d, size);
-    let address = address_type(&[&x, &gamma, &beta, &out]);
+    let (address, stride) = (address_type(&[&x, &gamma, &beta, &out]), stride(&x, size));
     // SAFETY: units read and write rows below `n` and vectors below `d / size`; all operands have so many.
     unsafe {
         launch! {
             layer_norm_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(units as u32), address, size),
             [x, gamma, beta, out.clone(), mean.clone(), rstd.clone()],
-            n, d / size, epsilon as f32, has_beta, units, each, kept, dtype.into()
+            stride, n, d / size, epsilon as f32, has_beta, units, each, kept, dtype.into()
         }
     }
     [out, mean, rstd]
@@ -269,12 +269,13 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
     let operands = [&x, &gamma, &grad, &dx, &d_gamma, &d_beta];
     let (size, address) = (vector_size(&operands), address_type(&operands));
     let Plan { units, each, kept } = plan(&x.client, d, size);
+    let (x_stride, grad_stride) = (stride(&x, size), stride(&grad, size));
     // SAFETY: units read and write rows below `n` and vectors below `d / size`, and those of `blocks` partial rows.
     unsafe {
         launch! {
             layer_norm_gradients_kernel on x.client, (cube_count(blocks), CubeDim::new_1d(units as u32), address, size),
             [x, gamma, mean, rstd, grad, dx.clone(), d_gamma.clone(), d_beta.clone()],
-            n, d / size, rows_per_block, units, each, kept, dtype.into()
+            x_stride, grad_stride, n, d / size, rows_per_block, units, each, kept, dtype.into()
         }
     }
     [dx, total(d_gamma, dtype), total(d_beta, dtype)]

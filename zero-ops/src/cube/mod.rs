@@ -12,12 +12,14 @@ pub(crate) mod column_sums;
 #[cfg(all(test, feature = "cuda"))]
 mod compiled;
 pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
 pub(crate) mod gelu;
 pub(crate) mod layer_norm;
 mod many;
 pub(crate) mod norm;
 pub(crate) mod optim;
 pub(crate) mod pack;
+pub(crate) mod random;
 mod rows;
 mod tensor;
 
@@ -26,7 +28,7 @@ use burn_backend::ops::{FloatTensorOps, ModuleOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
 use burn_fusion::Fusion;
-use burn_std::{DType, FloatDType};
+use burn_std::DType;
 
 use crate::backend::{FusedBackend, implement, ty};
 use crate::fallback;
@@ -114,15 +116,11 @@ fused_backends! {
         gradient
     }
 
-    /// Burn's kernel: a unit for each column adds the rows one after another, without atomics. It adds in the
-    /// gradient's type, so 16 bit are widened first: a frequent id has thousands of rows.
     fn fused_embedding_backward(ids: int, grad: float, rows: (usize)) -> float {
-        let dtype = grad.dtype();
-        if !matches!(dtype, DType::F16 | DType::BF16) {
+        if !takes(&grad, []) || !matches!(ids.dtype(), DType::I32 | DType::I64) {
             return fallback::fused_embedding_backward::<Self>(ids, grad, rows);
         }
-        let grad = Self::float_cast(grad, FloatDType::F32);
-        Self::float_cast(fallback::fused_embedding_backward::<Self>(ids, grad, rows), dtype.into())
+        embedding::embedding_backward(ids, grad, rows)
     }
 
     fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {

@@ -39,6 +39,11 @@ pub(super) fn with_whole_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R>
     if whole { x } else { packed(x) }
 }
 
+/// Vectors of `size` elements from one row to the next.
+pub(super) fn stride<R: CubeRuntime>(x: &CubeTensor<R>, size: usize) -> usize {
+    x.meta.strides()[0] / size
+}
+
 /// The elements of a vector that `tensors` of one width can all be read by.
 pub(super) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
     let bytes = tensors.iter().map(|tensor| tensor.elem_size()).max().expect("a kernel has an operand");

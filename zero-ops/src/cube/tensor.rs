@@ -15,11 +15,12 @@ use burn_fusion::stream::{Operation, OperationStreams};
 use burn_ir::{BackendIr, CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use burn_std::{DType, Shape};
 
-/// Launches a kernel of unchecked bounds on a client, with the launch's layout, tensors, and other arguments.
+/// Launches a kernel of unchecked bounds on a client, with the launch's layout, tensors, and other arguments. The kernel has the tensors
+/// as arrays: shapes and distances are arguments of their own, which go with the launch, where CubeCL uploads those of its tensors.
 macro_rules! launch {
     ($kernel:ident on $client:expr, ($($layout:expr),+), [$($tensor:expr),*] $(, $argument:expr)* $(,)?) => {{
         let client = $client.clone();
-        $kernel::launch_unchecked(&client, $($layout,)+ $($tensor.into_tensor_arg(),)* $($argument),*);
+        $kernel::launch_unchecked(&client, $($layout,)+ $($tensor.into_array_arg(),)* $($argument),*);
     }};
 }
 
@@ -87,8 +88,10 @@ impl<R: CubeRuntime> OnCube for CubeTensor<R> {
 
     fn into_memory(tensors: Vec<Self>) -> Vec<Self> {
         if let Some(first) = tensors.first() {
-            // What a kernel met is told by the read that follows it.
-            let _ = first.client.flush();
+            // What is told here is not told again by a read.
+            if let Err(error) = first.client.flush() {
+                crate::devices::failed(&error.to_string());
+            }
         }
         tensors
     }

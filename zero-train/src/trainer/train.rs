@@ -73,6 +73,8 @@ pub(super) fn train<T: AnyTask>(
     let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
     let watch = Watch::begin(ranks.is_main());
     let _watch = watch.map_err(|error| TrainError::Run(format!("no handler of signals can be set: {error}")))?;
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    zero_ops::devices::watch();
     let train_on = match plan.backend {
         #[cfg(feature = "cuda")]
         BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda, T>,
@@ -80,7 +82,20 @@ pub(super) fn train<T: AnyTask>(
         BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan, T>,
         _ => run_ranks::<burn_flex::Flex, T>,
     };
-    train_on(task, plan, ranks, observer.as_ref(), allocator)
+    let trained = train_on(task, plan, ranks, observer.as_ref(), allocator);
+    // What a rank says of it is what came of it.
+    device_failure().map_or(trained, Err)
+}
+
+/// What has failed on a device while the run went on.
+fn device_failure() -> Option<TrainError> {
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    if let Some(told) = zero_ops::devices::failure() {
+        let is_memory = told.contains(zero_ops::devices::OUT_OF_MEMORY);
+        let error = if is_memory { TrainError::Memory } else { TrainError::Run };
+        return Some(error(told.to_string()));
+    }
+    None
 }
 
 fn run_ranks<I: FusedBackend, T: TaskOn<I>>(
@@ -163,7 +178,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         let begin = Instant::now();
         reset_peaks::<I>();
         let wire_before = rank_stats::<I>().wire_bytes;
-        let mut loss_sum = 0.0;
+        let mut losses = Vec::with_capacity(batch.accumulation);
         let mut outcome = Step::Accumulating { micro_batches: 0 };
         let lr = engine.lr();
         let loss_scale = engine.loss_scale();
@@ -171,9 +186,14 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
             let first = state.data.used + (micro * world + rank) * batch.micro;
             let rows = order.rows(first, batch.micro, plan.zero.seed);
             let loss = engine.forward(|model| task.loss(model, &rows, device))?;
-            loss_sum += loss.clone().into_data().iter::<f64>().sum::<f64>();
+            losses.push(loss.clone().inner());
             engine.backward(loss);
             outcome = engine.step()?;
+        }
+        // Once a device has been given all of the step: a wait between its passes would leave it without work.
+        let loss_sum = losses.into_iter().map(|loss| loss.into_data().iter::<f64>().sum::<f64>()).sum::<f64>();
+        if let Some(failure) = device_failure() {
+            return Err(failure);
         }
         let elapsed = begin.elapsed();
         let stats = rank_stats::<I>();

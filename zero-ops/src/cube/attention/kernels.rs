@@ -10,7 +10,7 @@ use cubecl::calculate_cube_count_elemwise;
 use cubecl::prelude::*;
 
 use super::{Rows, Sizes, scratch};
-use crate::cube::rows::address_type;
+use crate::cube::rows::{address_type, stride};
 use crate::cube::tensor::launch;
 
 /// A unit for each element.
@@ -32,7 +32,7 @@ pub(super) fn along<R: CubeRuntime>(sizes: Sizes, out: &Rows<R>, grad: &Rows<R>)
         launch! {
             along_kernel on like.client, (count, dim, address_type(&[like, &grad.tensor, &sums])),
             [out.tensor.clone(), grad.tensor.clone(), sums.clone()],
-            total, sizes.t, sizes.heads, sizes.e, like.dtype.into()
+            stride(like, 1), stride(&grad.tensor, 1), total, sizes.t, sizes.heads, sizes.e, like.dtype.into()
         }
     }
     sums
@@ -40,9 +40,11 @@ pub(super) fn along<R: CubeRuntime>(sizes: Sizes, out: &Rows<R>, grad: &Rows<R>)
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn along_kernel<E: Float>(
-    out: &Tensor<E>,
-    grad: &Tensor<E>,
-    sums: &mut Tensor<f32>,
+    out: &Array<E>,
+    grad: &Array<E>,
+    sums: &mut Array<f32>,
+    out_stride: usize,
+    grad_stride: usize,
     total: usize,
     t: usize,
     heads: usize,
@@ -56,8 +58,8 @@ fn along_kernel<E: Float>(
     // Neighbours take neighbouring heads, which lie side by side.
     let row = i / heads;
     let head = i % heads;
-    let of_out = row * out.stride(0) + head * e;
-    let of_grad = row * grad.stride(0) + head * e;
+    let of_out = row * out_stride + head * e;
+    let of_grad = row * grad_stride + head * e;
     let mut sum = f32::new(0.0);
     for c in 0..e {
         sum += f32::cast_from(out[of_out + c]) * f32::cast_from(grad[of_grad + c]);
@@ -114,6 +116,7 @@ pub(super) fn scatter<R: CubeRuntime>(
 /// Where heads `[pairs, count, e]` lie among rows.
 #[derive(CubeType, CubeLaunch)]
 struct Place {
+    stride: usize,
     column: usize,
     first_pair: usize,
     /// The first of the positions.
@@ -129,22 +132,30 @@ fn place_arg<R: CubeRuntime>(
     positions: Range<usize>,
     rows: &Rows<R>,
 ) -> PlaceLaunch<R> {
-    PlaceLaunch::new(rows.column, pairs.start, positions.start, positions.len(), sizes.t, sizes.heads)
+    PlaceLaunch::new(
+        stride(&rows.tensor, 1),
+        rows.column,
+        pairs.start,
+        positions.start,
+        positions.len(),
+        sizes.t,
+        sizes.heads,
+    )
 }
 
 /// Where element `i` of the heads lies.
 #[cube]
-fn at(place: &Place, i: usize, stride: usize, #[comptime] e: usize) -> usize {
+fn at(place: &Place, i: usize, #[comptime] e: usize) -> usize {
     let line = i / e;
     let pair = place.first_pair + line / place.count;
     let row = pair / place.heads * place.t + place.first + line % place.count;
-    row * stride + place.column + pair % place.heads * e + i % e
+    row * place.stride + place.column + pair % place.heads * e + i % e
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gather_kernel<E: Float>(
-    rows: &Tensor<E>,
-    into: &mut Tensor<E>,
+    rows: &Array<E>,
+    into: &mut Array<E>,
     total: usize,
     place: Place,
     #[comptime] e: usize,
@@ -154,13 +165,13 @@ fn gather_kernel<E: Float>(
     if i >= total {
         terminate!();
     }
-    into[i] = rows[at(&place, i, rows.stride(0), e)];
+    into[i] = rows[at(&place, i, e)];
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn scatter_kernel<E: Float>(
-    from: &Tensor<f32>,
-    rows: &mut Tensor<E>,
+    from: &Array<f32>,
+    rows: &mut Array<E>,
     total: usize,
     place: Place,
     #[comptime] e: usize,
@@ -170,7 +181,7 @@ fn scatter_kernel<E: Float>(
     if i >= total {
         terminate!();
     }
-    let to = at(&place, i, rows.stride(0), e);
+    let to = at(&place, i, e);
     rows[to] = E::cast_from(from[i]);
 }
 
@@ -191,7 +202,7 @@ pub(super) fn accumulate<R: CubeRuntime>(sums: &CubeTensor<R>, heads: CubeTensor
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn accumulate_kernel(from: &Tensor<f32>, sums: &mut Tensor<f32>, total: usize, of_pair: usize, of_sums: usize) {
+fn accumulate_kernel(from: &Array<f32>, sums: &mut Array<f32>, total: usize, of_pair: usize, of_sums: usize) {
     let i = ABSOLUTE_POS;
     if i >= total {
         terminate!();

@@ -1,16 +1,18 @@
 //! Attention of rows `[n, d]`, forward and backward, without ever holding the scores of all pairs of rows.
 //!
-//! [`blocked`] makes the scores of a block of queries with Burn's products, which run on tensor cores where there are any, and
-//! turns them into probabilities with one kernel. The semantics are those of `crate::fallback`; computed in fp32, rounded once
-//! where results are stored (and where they enter a product).
+//! [`flash`] has one kernel forward and two backward, for matrix units and 16 bit. For the rest, [`blocked`] makes the scores of a
+//! block of queries with Burn's products, and turns them into probabilities with one kernel. The semantics are those of
+//! `crate::fallback`; computed in fp32, rounded once where results are stored (and where they enter a product).
 //!
 //! Shape suffixes: those of `crate::backend`, and `e` for the width of a head, `pairs = b * h`.
 
 mod blocked;
+mod flash;
 mod kernels;
 mod softmax;
 #[cfg(test)]
 mod tests;
+mod tiles;
 
 use burn_backend::TensorMetadata;
 use burn_cubecl::CubeRuntime;
@@ -20,6 +22,7 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use self::blocked::Blocked;
+use self::flash::Flash;
 use super::rows::with_whole_rows;
 use super::tensor::{OnCube, empty, first, packed, run};
 use crate::options::AttentionOptions;
@@ -36,8 +39,8 @@ pub(crate) fn forward<T: OnCube, const N: usize>(parts: [T; N], mask: Option<T>,
     let name = if N == 1 { "packed attention" } else { "attention" };
     run(name, parts, mask, outputs, move |parts, mask| {
         let inputs = Inputs::new(parts, mask, options);
-        let blocked = Blocked::on(&inputs.q.tensor);
-        forward_of(inputs, blocked)
+        let way = Way::of(&inputs, &[]);
+        forward_of(inputs, way)
     })
     .into()
 }
@@ -58,11 +61,25 @@ pub(crate) fn backward<T: OnCube, const N: usize>(
     let made = T::run(name, given, promised, move |given| {
         let mut given = given.into_iter();
         let (parts, saved) = (first::<_, N>(&mut given), first(&mut given));
-        let inputs = Inputs::new(parts, given.next(), options);
-        let blocked = Blocked::on(&inputs.q.tensor);
-        backward_of::<_, N>(inputs, Saved::new(saved), blocked).into()
+        let (inputs, saved) = (Inputs::new(parts, given.next(), options), Saved::new(saved));
+        let way = Way::of(&inputs, &[&saved.grad]);
+        backward_of::<_, N>(inputs, saved, way).into()
     });
     made.try_into().unwrap_or_else(|_| unreachable!("a gradient for each part was promised"))
+}
+
+/// How attention is computed.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Flash(Flash),
+    Blocked(Blocked),
+}
+
+impl Way {
+    /// For inputs, and other rows that are read.
+    fn of<R: CubeRuntime>(inputs: &Inputs<R>, others: &[&Rows<R>]) -> Self {
+        Flash::on(inputs, others).map_or_else(|| Self::Blocked(Blocked::on(&inputs.q.tensor)), Self::Flash)
+    }
 }
 
 /// Some columns of rows: those of a head begin at `column + head * e`.
@@ -164,28 +181,31 @@ fn full<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     packed(cast(x, DType::F32))
 }
 
-fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, blocked: Blocked) -> [CubeTensor<R>; 2] {
+fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, way: Way) -> [CubeTensor<R>; 2] {
     let Sizes { pairs, heads, t, .. } = inputs.sizes;
     let like = &inputs.q.tensor;
     let out = scratch(like, &[inputs.sizes.rows(), inputs.sizes.width()], inputs.dtype());
     let lse = scratch(like, &[pairs / heads, heads, t], DType::F32);
     if !inputs.sizes.is_empty() {
-        blocked.forward(&inputs, &out, &lse);
+        match way {
+            Way::Flash(flash) => flash.forward(&inputs, &out, &lse),
+            Way::Blocked(blocked) => blocked.forward(&inputs, &out, &lse),
+        }
     }
     [out, lse]
 }
 
-fn backward_of<R: CubeRuntime, const N: usize>(
-    inputs: Inputs<R>,
-    saved: Saved<R>,
-    blocked: Blocked,
-) -> [CubeTensor<R>; N] {
+fn backward_of<R: CubeRuntime, const N: usize>(inputs: Inputs<R>, saved: Saved<R>, way: Way) -> [CubeTensor<R>; N] {
     let sizes = inputs.sizes;
     let shape = [sizes.rows(), sizes.width() * 3 / N];
     let gradients = [(); N].map(|()| scratch(&inputs.q.tensor, &shape, inputs.dtype()));
     if !sizes.is_empty() {
         let along = kernels::along(sizes, &saved.out, &saved.grad);
-        blocked.backward(&inputs, &saved, &along, &three(gradients.clone(), sizes));
+        let three = three(gradients.clone(), sizes);
+        match way {
+            Way::Flash(flash) => flash.backward(&inputs, &saved, &along, &three),
+            Way::Blocked(blocked) => blocked.backward(&inputs, &saved, &along, &three),
+        }
     }
     gradients
 }
@@ -212,17 +232,22 @@ mod compiled {
     #[test]
     #[ignore = "bench/gpu/dry.sh kernels runs it"]
     fn compiled() {
-        let [t, heads, e] = [512, 2, 64];
-        let blocked = Blocked { budget_bytes: 1 << 20, tuned: false };
-        for dtype in TYPES {
+        let [t, heads] = [512, 2];
+        let blocked = Way::Blocked(Blocked { budget_bytes: 1 << 20, tuned: false });
+        for (dtype, e) in TYPES.into_iter().flat_map(|dtype| [64, 128].map(|e| (dtype, e))) {
             for (causal, masked) in [(false, false), (false, true), (true, false), (true, true)] {
                 let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125 };
                 let mask = masked.then(|| tensor([1, t], DType::F32));
                 let inputs = Inputs::new([tensor([t, 3 * heads * e], dtype)], mask, options);
-                let [out, lse] = forward_of(inputs.clone(), blocked);
-                let [_] = backward_of(inputs, Saved::new([out.clone(), lse, out]), blocked);
+                let flash = Flash::on(&inputs, &[]).map(Way::Flash);
+                assert_eq!(flash.is_some(), dtype != DType::F32, "16 bit on matrix units");
+                for way in flash.into_iter().chain([blocked]) {
+                    let [out, lse] = forward_of(inputs.clone(), way);
+                    check();
+                    let [_] = backward_of(inputs.clone(), Saved::new([out.clone(), lse, out]), way);
+                    check();
+                }
             }
         }
-        check();
     }
 }

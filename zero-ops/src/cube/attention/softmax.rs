@@ -8,6 +8,7 @@ use burn_std::DType;
 use cubecl::prelude::*;
 
 use super::{Inputs, grid, scratch};
+use crate::cube::many::array;
 use crate::cube::rows::address_type;
 use crate::cube::tensor::launch;
 
@@ -73,7 +74,7 @@ pub(super) fn probabilities<R: CubeRuntime>(
             probabilities_kernel on lse.client,
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products],
-            out_arg, lse.clone().into_tensor_arg(), mask.into_tensor_arg(), block.lines_arg(sizes.t, sizes.heads),
+            out_arg, array(lse), array(&mask), block.lines_arg(sizes.t, sizes.heads),
             sizes.scale, units, sizes.causal, inputs.masked, inputs.dtype().into()
         }
     }
@@ -99,8 +100,8 @@ pub(super) fn gradients<R: CubeRuntime>(
             gradients_kernel on lse.client,
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products, gradients],
-            probabilities_arg, d_products_arg, lse.clone().into_tensor_arg(), along.clone().into_tensor_arg(),
-            mask.into_tensor_arg(), block.lines_arg(sizes.t, sizes.heads), sizes.scale, units, sizes.causal,
+            probabilities_arg, d_products_arg, array(lse), array(along),
+            array(&mask), block.lines_arg(sizes.t, sizes.heads), sizes.scale, units, sizes.causal,
             inputs.masked, inputs.dtype().into()
         }
     }
@@ -108,12 +109,12 @@ pub(super) fn gradients<R: CubeRuntime>(
 }
 
 /// The input at `position` once more if its type is right, else a new tensor of its shape.
-fn in_place_of<R: CubeRuntime>(x: &CubeTensor<R>, position: usize, dtype: DType) -> (CubeTensor<R>, TensorArg<R>) {
+fn in_place_of<R: CubeRuntime>(x: &CubeTensor<R>, position: usize, dtype: DType) -> (CubeTensor<R>, ArrayArg<R>) {
     if x.dtype == dtype {
-        (x.clone(), x.as_tensor_alias(position))
+        (x.clone(), x.as_tensor_alias(position).into_array_arg())
     } else {
         let new = scratch(x, x.meta.shape(), dtype);
-        (new.clone(), new.into_tensor_arg())
+        (new.clone(), array(&new))
     }
 }
 
@@ -129,10 +130,10 @@ fn seen(block: &Lines, query: usize, #[comptime] causal: bool) -> usize {
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn probabilities_kernel<E: Float>(
-    products: &Tensor<f32>,
-    probabilities: &mut Tensor<E>,
-    lse: &mut Tensor<f32>,
-    mask: &Tensor<f32>,
+    products: &Array<f32>,
+    probabilities: &mut Array<E>,
+    lse: &mut Array<f32>,
+    mask: &Array<f32>,
     block: Lines,
     scale: f32,
     #[comptime] units: usize,
@@ -207,13 +208,13 @@ fn probabilities_kernel<E: Float>(
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gradients_kernel<E: Float>(
-    products: &Tensor<f32>,
-    gradients: &Tensor<f32>,
-    probabilities: &mut Tensor<E>,
-    d_products: &mut Tensor<E>,
-    lse: &Tensor<f32>,
-    along: &Tensor<f32>,
-    mask: &Tensor<f32>,
+    products: &Array<f32>,
+    gradients: &Array<f32>,
+    probabilities: &mut Array<E>,
+    d_products: &mut Array<E>,
+    lse: &Array<f32>,
+    along: &Array<f32>,
+    mask: &Array<f32>,
     block: Lines,
     scale: f32,
     #[comptime] units: usize,

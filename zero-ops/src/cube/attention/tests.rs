@@ -5,7 +5,7 @@ use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData};
 use burn_cubecl::CubeBackend;
 use burn_flex::Flex;
-use burn_std::Metadata;
+use burn_std::{FloatDType, Metadata};
 use burn_wgpu::{WgpuDevice, WgpuRuntime};
 
 use super::blocked::Plan;
@@ -25,10 +25,16 @@ pub(super) fn record(elems: usize) {
 }
 
 /// Untuned: tuning takes minutes on a device that is a processor.
-const BLOCKED: Blocked = Blocked { budget_bytes: 64 << 20, tuned: false };
+const BLOCKED: Way = Way::Blocked(Blocked { budget_bytes: 64 << 20, tuned: false });
 
 /// The least blocks: one pair's and 64 queries.
-const SMALL_BLOCKS: Blocked = Blocked { budget_bytes: 1, tuned: false };
+const SMALL_BLOCKS: Way = Way::Blocked(Blocked { budget_bytes: 1, tuned: false });
+
+/// The kernels of matrix units, with loops in their place, for heads whose width is a multiple of 16: as large as a software
+/// device's 32 KiB of memory for a cube allow.
+fn in_loops(e: usize, tall: usize) -> Way {
+    Way::Flash(if e < 64 { Flash::in_loops(e, 2 / tall, tall, 32 / tall) } else { Flash::in_loops(e, 1, 1, 16) })
+}
 
 /// Numbers between -1 and 1, always the same of a seed.
 fn noise(len: usize, seed: u64) -> Vec<f32> {
@@ -67,6 +73,8 @@ fn pitched(values: &[f32], [n, width]: [usize; 2]) -> Cube {
     x
 }
 
+const WIDTHS: [usize; 5] = [1, 8, 40, 64, 80];
+
 #[derive(Clone, Copy, Debug)]
 struct Case {
     batch: usize,
@@ -80,8 +88,8 @@ struct Case {
 impl Case {
     /// All lengths with all widths of heads, each with `few` of the 16 other choices; neighbours take others, and all
     /// are taken. (A device that is a processor needs a second for a few cases, most of it to compile them.)
-    fn some(few: usize) -> impl Iterator<Item = Self> {
-        let shapes = [1, 2, 17, 64, 100, 257].into_iter().flat_map(|t| [1, 8, 40, 64, 80].map(|e| (t, e)));
+    fn some<const N: usize>(few: usize, widths: [usize; N]) -> impl Iterator<Item = Self> {
+        let shapes = [1, 2, 17, 64, 100, 257].into_iter().flat_map(move |t| widths.map(|e| (t, e)));
         shapes.enumerate().flat_map(move |(at, (t, e))| {
             (0..few).map(move |i| {
                 // 5 and 16 have no common divisor, and so all choices come.
@@ -118,10 +126,15 @@ fn rows_of(case: Case) -> [Vec<f32>; 4] {
 /// Output, logarithms of sums, and the gradients.
 type Results = [Vec<f32>; 5];
 
-fn expected(case: Case, [q, k, v, grad]: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Results {
+fn expected(case: Case, rows: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Results {
+    expected_in(FloatDType::F64, case, rows, mask)
+}
+
+fn expected_in(dtype: FloatDType, case: Case, [q, k, v, grad]: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Results {
     let shape = case.shape();
-    let [q, k, v, grad] = [q, k, v, grad].map(|x| on::<Flex, 2>(x, shape));
-    let mask = mask.as_ref().map(|mask| on::<Flex, 2>(mask, [case.batch, case.t]));
+    let on_flex = |x, shape| Flex::float_cast(on::<Flex, 2>(x, shape), dtype);
+    let [q, k, v, grad] = [q, k, v, grad].map(|x| on_flex(x, shape));
+    let mask = mask.as_ref().map(|mask| on_flex(mask, [case.batch, case.t]));
     let options = case.options();
     let (out, lse) = fallback::attention_forward::<Flex>(q.clone(), k.clone(), v.clone(), mask.clone(), options);
     let [dq, dk, dv] = fallback::attention_backward::<Flex>(q, k, v, mask, out.clone(), lse.clone(), grad, options);
@@ -130,7 +143,7 @@ fn expected(case: Case, [q, k, v, grad]: &[Vec<f32>; 4], mask: &Option<Vec<f32>>
 }
 
 fn separate(
-    way: Blocked,
+    way: Way,
     case: Case,
     rows: &[Vec<f32>; 4],
     mask: &Option<Vec<f32>>,
@@ -149,7 +162,7 @@ fn separate(
 }
 
 fn joint(
-    way: Blocked,
+    way: Way,
     case: Case,
     rows: &[Vec<f32>; 4],
     mask: &Option<Vec<f32>>,
@@ -186,7 +199,7 @@ fn plain(values: &[f32], shape: [usize; 2]) -> Cube {
     on::<Vulkan, 2>(values, shape)
 }
 
-fn agrees(way: Blocked, case: Case) {
+fn agrees(way: Way, case: Case) {
     let (rows, mask) = (rows_of(case), case.mask());
     let expected = expected(case, &rows, &mask);
     assert_close(&separate(way, case, &rows, &mask, pitched), &expected, (case, "pitched"));
@@ -195,24 +208,69 @@ fn agrees(way: Blocked, case: Case) {
 
 #[test]
 fn blocks_agree_with_the_default_bodies() {
-    for case in Case::some(2) {
+    for case in Case::some(2, WIDTHS) {
         agrees(BLOCKED, case);
     }
 }
 
 #[test]
 fn small_blocks_agree_with_the_default_bodies() {
-    for case in Case::some(4).filter(|case| case.t > 64 && case.heads == 3) {
+    for case in Case::some(4, WIDTHS).filter(|case| case.t > 64 && case.heads == 3) {
         agrees(SMALL_BLOCKS, case);
     }
 }
 
 #[test]
+fn the_kernels_of_matrix_units_agree_with_the_default_bodies() {
+    // Those with more than a cube's rows, and with less: compiling the loops takes a second a case.
+    for (i, case) in Case::some(1, [16, 48, 64]).filter(|case| matches!(case.t, 1 | 17 | 100)).enumerate() {
+        agrees(in_loops(case.e, 1 + i % 2), case);
+    }
+}
+
+/// What `ldmatrix` and `mma` do with the addresses that units give, by NVIDIA's description of both.
+#[test]
+fn tiles_lie_as_matrix_units_have_them() {
+    use super::tiles::{left_address, left_column, left_row, right_address};
+
+    // A matrix in the cube's memory, whose elements are all different, and what unit `lane` has in pair `i` once each group
+    // of eight units has named the rows of an 8 x 8 matrix.
+    const ROWS: usize = 16;
+    let memory = |row: usize, column: usize| 100 * row + column;
+    let loaded = |address: &dyn Fn(usize) -> (usize, usize), lane: usize, i: usize, across: bool| {
+        let element = |row: usize, column: usize| {
+            let (at, first) = address(8 * i + row);
+            assert!(at < ROWS && first + 8 <= ROWS);
+            memory(at, first + column)
+        };
+        let (g, p) = (lane / 4, lane % 4);
+        [0, 1].map(|c| if across { element(2 * p + c, g) } else { element(g, 2 * p + c) })
+    };
+    for lane in 0..32 {
+        let (g, p) = (lane / 4, lane % 4);
+        for i in 0..4 {
+            let (row, column) = (left_row(g, i), left_column(p, i));
+            let wanted = [memory(row, column), memory(row, column + 1)];
+            assert_eq!(loaded(&left_address, lane, i, false), wanted, "left, unit {lane}, pair {i}");
+            // The second of two neighbouring tiles has the last two pairs; of a tile, unit `4 g + p` has rows `2 p` and
+            // `2 p + 8` of column `g`.
+            let (column, row) = (g + 8 * (i / 2), 2 * p + 8 * (i % 2));
+            for across in [false, true] {
+                let at = |row, column| if across { memory(row, column) } else { memory(column, row) };
+                let wanted = [at(row, column), at(row + 1, column)];
+                let address = |lane| right_address(lane, across);
+                assert_eq!(loaded(&address, lane, i, across), wanted, "right, {across}, unit {lane}, pair {i}");
+            }
+        }
+    }
+}
+
+#[test]
 fn two_runs_give_the_same_bits() {
-    let case = Case { batch: 2, heads: 3, t: 100, e: 40, causal: true, masked: true };
+    let case = Case { batch: 2, heads: 3, t: 100, e: 48, causal: true, masked: true };
     let (rows, mask) = (rows_of(case), case.mask());
     let expected = expected(case, &rows, &mask);
-    for way in [BLOCKED, SMALL_BLOCKS] {
+    for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1)] {
         let [first, second] = [(); 2].map(|()| joint(way, case, &rows, &mask, plain));
         assert_eq!(first, second, "{way:?}");
         assert_close(&first, &expected, way);
@@ -223,12 +281,12 @@ fn two_runs_give_the_same_bits() {
 #[test]
 fn a_mask_may_hide_everything() {
     for causal in [false, true] {
-        let case = Case { batch: 2, heads: 3, t: 100, e: 8, causal, masked: true };
+        let case = Case { batch: 2, heads: 3, t: 100, e: 16, causal, masked: true };
         let rows = rows_of(case);
         let mut mask = case.mask().expect("the case has a mask");
         mask[..case.t].fill(-1e9);
-        let expected = expected(case, &rows, &Some(mask.clone()));
-        for way in [BLOCKED, SMALL_BLOCKS] {
+        let expected = expected_in(FloatDType::F32, case, &rows, &Some(mask.clone()));
+        for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 2)] {
             let actual = joint(way, case, &rows, &Some(mask.clone()), plain);
             assert!(actual.iter().flatten().all(|x| x.is_finite()), "{way:?} {causal}");
             // The default bodies score keys of the future above a mask as low as this one.
@@ -306,7 +364,7 @@ fn blocks_keep_to_their_budget() {
 /// Rows in 16 bit are computed in fp32 and rounded once.
 #[test]
 fn rows_in_16_bit_are_rounded_at_the_end() {
-    let case = Case { batch: 2, heads: 3, t: 40, e: 40, causal: true, masked: true };
+    let case = Case { batch: 2, heads: 3, t: 40, e: 48, causal: true, masked: true };
     let mask = case.mask();
     for (dtype, digits) in [(DType::F16, 11), (DType::BF16, 8)] {
         if !Vulkan::supports_dtype(&WgpuDevice::default(), dtype) {
@@ -316,13 +374,15 @@ fn rows_in_16_bit_are_rounded_at_the_end() {
         let round = |x: &[f32], shape| Vulkan::float_cast(plain(x, shape), dtype.into());
         let rows = rows_of(case).map(|x| values::<Vulkan, 2>(round(&x, case.shape())));
         let expected = expected(case, &rows, &mask);
-        let actual = joint(BLOCKED, case, &rows, &mask, round);
-        for (actual, expected) in actual.iter().zip(&expected) {
-            let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-            // Probabilities and their gradients are rounded too where a product takes them.
-            let bound = largest * 4.0 / (1 << digits) as f32;
-            let apart = actual.iter().zip(expected).fold(0f32, |apart, (a, b)| apart.max((a - b).abs()));
-            assert!(apart <= bound, "{dtype:?}: {apart} > {bound}");
+        for way in [BLOCKED, in_loops(case.e, 1)] {
+            let actual = joint(way, case, &rows, &mask, round);
+            for (actual, expected) in actual.iter().zip(&expected) {
+                let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+                // Probabilities and their gradients are rounded too where a product takes them.
+                let bound = largest * 4.0 / (1 << digits) as f32;
+                let apart = actual.iter().zip(expected).fold(0f32, |apart, (a, b)| apart.max((a - b).abs()));
+                assert!(apart <= bound, "{way:?} {dtype:?}: {apart} > {bound}");
+            }
         }
     }
 }

@@ -12,8 +12,8 @@ const LOWEST: f32 = f32::MIN;
 /// `counted`: the number of `targets` that are not ignored, or 1 if there are none.
 #[cube(launch_unchecked)]
 pub(super) fn count_kernel<I: Int>(
-    targets: &Tensor<I>,
-    counted: &mut Tensor<f32>,
+    targets: &Array<I>,
+    counted: &mut Array<f32>,
     rows: usize,
     ignored: InputScalar,
     #[comptime] is_any_ignored: bool,
@@ -42,9 +42,9 @@ pub(super) fn count_kernel<I: Int>(
 /// `mean`: the sum of `losses` by `counted`.
 #[cube(launch_unchecked)]
 pub(super) fn mean_kernel(
-    losses: &Tensor<f32>,
-    counted: &Tensor<f32>,
-    mean: &mut Tensor<f32>,
+    losses: &Array<f32>,
+    counted: &Array<f32>,
+    mean: &mut Array<f32>,
     rows: usize,
     #[comptime] units: usize,
 ) {
@@ -67,9 +67,10 @@ pub(super) fn mean_kernel(
 /// The largest logit and the sum of exponentials are found together, in one pass; a second one makes the gradient.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
-    logits: &mut Tensor<Vector<E, N>>,
-    targets: &Tensor<I>,
-    losses: &mut Tensor<f32>,
+    logits: &mut Array<Vector<E, N>>,
+    targets: &Array<I>,
+    losses: &mut Array<f32>,
+    stride: usize,
     first: usize,
     rows: usize,
     vocabulary: usize,
@@ -83,7 +84,6 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
     let mut shared = SharedMemory::<f32>::new(2 * units);
     let mut of_target = SharedMemory::<f32>::new(1usize);
     let me = UNIT_POS as usize;
-    let stride = logits.stride(0) / N::value();
     // The last vector may reach into the gap behind the row; what it finds there counts for nothing.
     let vectors = vocabulary.div_ceil(N::value());
     let mut row = CUBE_POS;
@@ -179,9 +179,10 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
 /// that added to it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn place_kernel<N: Size>(
-    part: &Tensor<Vector<f32, N>>,
-    counted: &Tensor<f32>,
-    out: &mut Tensor<Vector<f32, N>>,
+    part: &Array<Vector<f32, N>>,
+    counted: &Array<f32>,
+    out: &mut Array<Vector<f32, N>>,
+    stride: usize,
     first: usize,
     rows: usize,
     vectors: usize,
@@ -192,7 +193,6 @@ pub(super) fn place_kernel<N: Size>(
     let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
     let begin = CUBE_POS_Y as usize * rows_per_block;
     let end = min(begin + rows_per_block, rows);
-    let stride = part.stride(0) / N::value();
     let factor = Vector::<f32, N>::new(1.0f32 / (counted[0] * scale));
     if column < vectors {
         let mut row = begin + UNIT_POS_Y as usize;

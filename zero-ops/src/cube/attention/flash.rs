@@ -1,0 +1,704 @@
+//! Attention in one kernel forward and two backward, whose scores stay in registers: <https://arxiv.org/abs/2307.08691>.
+//!
+//! A cube takes some queries (forward, and for their gradient) or some keys (for the gradients of keys and values), and goes through
+//! the rows of the other side, which it copies to its memory some at a time. Every number has one unit that makes it, so nothing is
+//! added atomically and two runs give the same bits; scores are made anew in each backward kernel, seven products in place of five.
+
+#![allow(clippy::too_many_arguments)] // A kernel's arguments are all that it reads and writes.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::DType;
+use cubecl::features::MmaConfig;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+
+use super::tiles::{Cut, Two, left, multiply, no_sums, over_row, rounded, stage};
+use super::{Inputs, Rows, Saved, Sizes, grid};
+use crate::cube::many::array;
+use crate::cube::rows::{address_type, stride};
+
+/// Elements that a unit copies at a time, where there are matrix units: 16 bytes.
+const WIDE: usize = 8;
+
+/// Added in place of a score that is not to be seen.
+const HIDDEN: f32 = f32::MIN;
+
+/// The way of one kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Flash {
+    forward: Cut,
+    /// For the gradients of queries.
+    queries: Cut,
+    /// For those of keys and values.
+    keys: Cut,
+    /// Elements that a unit copies at a time.
+    wide: usize,
+}
+
+impl Flash {
+    /// Where matrix units multiply the inputs' type and rows lie so that they can be read by 16 bytes. Other types, as fp32, would
+    /// lose digits there.
+    pub fn on<R: CubeRuntime>(inputs: &Inputs<R>, others: &[&Rows<R>]) -> Option<Self> {
+        let properties = inputs.q.tensor.client.properties();
+        let kind: StorageType = inputs.dtype().into();
+        let sums = ElemType::Float(FloatKind::F32).into();
+        let mma = MmaConfig { a_type: kind, b_type: kind, cd_type: sums, m: 16, n: 8, k: 16 };
+        let matrices = &properties.features.matmul;
+        let e = inputs.sizes.e;
+        let fits = matches!(inputs.dtype(), DType::BF16 | DType::F16)
+            && matches!(e, 64 | 128)
+            && matrices.mma.contains(&mma)
+            && matrices.ldmatrix.contains(&kind);
+        let all = [&inputs.q, &inputs.k, &inputs.v];
+        (fits && all.iter().chain(others).all(|rows| is_wide(rows))).then(|| Self::of(e))
+    }
+
+    /// For matrix units.
+    fn of(e: usize) -> Self {
+        let cut = |planes, tall, others| Cut { e, planes, tall, others, matrices: true };
+        // As many sums a unit as its registers hold: 255 are the most.
+        let (forward, backward) = if e == 64 { (cut(4, 2, 64), cut(4, 1, 64)) } else { (cut(4, 1, 64), cut(4, 1, 32)) };
+        Self { forward, queries: backward, keys: backward, wide: WIDE }
+    }
+
+    /// The same kernels with loops in place of matrix units, for tests.
+    #[cfg(test)]
+    pub fn in_loops(e: usize, planes: usize, tall: usize, others: usize) -> Self {
+        let cut = Cut { e, planes, tall, others, matrices: false };
+        Self { forward: cut, queries: cut, keys: cut, wide: 1 }
+    }
+
+    pub fn forward<R: CubeRuntime>(self, inputs: &Inputs<R>, out: &CubeTensor<R>, lse: &CubeTensor<R>) {
+        let (sizes, cut) = (inputs.sizes, self.forward);
+        let blocks = sizes.t.div_ceil(cut.rows());
+        let out = Rows::new(out.clone());
+        let like = &inputs.q.tensor;
+        // SAFETY: a cube beyond the blocks of all pairs stops; rows of a sequence are read and written below `t`, columns below `e`.
+        unsafe {
+            forward_kernel::launch_unchecked(
+                &like.client,
+                grid(blocks * sizes.pairs),
+                cut.cube_dim(),
+                address_type(&[like, &inputs.k.tensor, &inputs.v.tensor, &out.tensor, lse]),
+                self.wide,
+                array(like),
+                array(&inputs.k.tensor),
+                array(&inputs.v.tensor),
+                array(&inputs.mask),
+                array(&out.tensor),
+                array(lse),
+                lie(&inputs.q),
+                lie(&inputs.k),
+                lie(&inputs.v),
+                lie(&out),
+                problem(sizes, blocks),
+                sizes.causal,
+                inputs.masked,
+                cut,
+                inputs.dtype().into(),
+            );
+        }
+    }
+
+    /// `along`: as [`along`](super::kernels::along) makes it.
+    pub fn backward<R: CubeRuntime>(
+        self,
+        inputs: &Inputs<R>,
+        saved: &Saved<R>,
+        along: &CubeTensor<R>,
+        [dq, dk, dv]: &[Rows<R>; 3],
+    ) {
+        let sizes = inputs.sizes;
+        let like = &inputs.q.tensor;
+        let all = [like, &inputs.k.tensor, &inputs.v.tensor, &saved.grad.tensor, &dq.tensor, &saved.lse];
+        let blocks = sizes.t.div_ceil(self.keys.rows());
+        // SAFETY: as for the forward pass; of one tensor that has all three gradients each kernel writes columns of its own.
+        unsafe {
+            keys_kernel::launch_unchecked(
+                &like.client,
+                grid(blocks * sizes.pairs),
+                self.keys.cube_dim(),
+                address_type(&all),
+                self.wide,
+                array(like),
+                array(&inputs.k.tensor),
+                array(&inputs.v.tensor),
+                array(&inputs.mask),
+                array(&saved.grad.tensor),
+                array(&saved.lse),
+                array(along),
+                array(&dk.tensor),
+                array(&dv.tensor),
+                lie(&inputs.q),
+                lie(&inputs.k),
+                lie(&inputs.v),
+                lie(&saved.grad),
+                lie(dk),
+                lie(dv),
+                problem(sizes, blocks),
+                sizes.causal,
+                inputs.masked,
+                self.keys,
+                inputs.dtype().into(),
+            );
+            let blocks = sizes.t.div_ceil(self.queries.rows());
+            queries_kernel::launch_unchecked(
+                &like.client,
+                grid(blocks * sizes.pairs),
+                self.queries.cube_dim(),
+                address_type(&all),
+                self.wide,
+                array(like),
+                array(&inputs.k.tensor),
+                array(&inputs.v.tensor),
+                array(&inputs.mask),
+                array(&saved.grad.tensor),
+                array(&saved.lse),
+                array(along),
+                array(&dq.tensor),
+                lie(&inputs.q),
+                lie(&inputs.k),
+                lie(&inputs.v),
+                lie(&saved.grad),
+                lie(dq),
+                problem(sizes, blocks),
+                sizes.causal,
+                inputs.masked,
+                self.queries,
+                inputs.dtype().into(),
+            );
+        }
+    }
+}
+
+/// Whether every head of every row begins at 16 bytes.
+fn is_wide<R: CubeRuntime>(rows: &Rows<R>) -> bool {
+    let bytes = (WIDE * rows.tensor.elem_size()) as u64;
+    let [n, _] = rows.tensor.meta.shape().dims();
+    (n <= 1 || rows.tensor.meta.strides()[0].is_multiple_of(WIDE))
+        && rows.column.is_multiple_of(WIDE)
+        && rows.tensor.handle.offset_start.unwrap_or(0).is_multiple_of(bytes)
+}
+
+/// Where rows lie.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Lie {
+    /// Elements from row to row.
+    stride: usize,
+    /// Where the first head begins in a row.
+    column: usize,
+}
+
+fn lie<R: CubeRuntime>(rows: &Rows<R>) -> LieLaunch<R> {
+    LieLaunch::new(stride(&rows.tensor, 1), rows.column)
+}
+
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Problem {
+    pairs: usize,
+    heads: usize,
+    t: usize,
+    /// Cubes of a pair.
+    blocks: usize,
+    scale: f32,
+}
+
+fn problem<R: CubeRuntime>(sizes: Sizes, blocks: usize) -> ProblemLaunch<R> {
+    ProblemLaunch::new(sizes.pairs, sizes.heads, sizes.t, blocks, sizes.scale)
+}
+
+/// Where row 0 of a pair's head begins, in elements.
+#[cube]
+fn head(lie: &Lie, problem: &Problem, pair: usize, #[comptime] cut: Cut) -> usize {
+    pair / problem.heads * problem.t * lie.stride + lie.column + pair % problem.heads * comptime!(cut.e).runtime()
+}
+
+/// Copies rows of a head to the cube's memory.
+#[cube]
+fn stage_head<E: Float, V: Size>(
+    rows: &Array<Vector<E, V>>,
+    lie: &Lie,
+    problem: &Problem,
+    pair: usize,
+    first: usize,
+    into: &mut SharedMemory<Vector<E, V>>,
+    #[comptime] count: usize,
+    #[comptime] cut: Cut,
+) {
+    let at = head(lie, problem, pair, cut) / V::value();
+    stage::<E, V>(rows, at, lie.stride / V::value(), first, problem.t, into, count, cut);
+}
+
+/// Copies numbers of a sequence's rows, those from `first`, to the cube's memory; 0 where there are no rows.
+#[cube]
+fn stage_numbers(
+    numbers: &Array<f32>,
+    at: usize,
+    first: usize,
+    t: usize,
+    into: &mut SharedMemory<f32>,
+    #[comptime] count: usize,
+) {
+    let mut which = UNIT_POS as usize;
+    while which < comptime!(count) {
+        let mut value = 0.0f32;
+        if first + which < t {
+            value = numbers[at + first + which];
+        }
+        into[which] = value;
+        which += CUBE_DIM as usize;
+    }
+}
+
+/// Stores a plane's sums, of `e` columns, multiplied by a factor for each row, to the rows of a head from `first` on.
+#[cube]
+fn store<E: Float>(
+    sums: &Array<Vector<f32, Two>>,
+    factors: &Array<f32>,
+    rows: &mut Array<Vector<E, Two>>,
+    lie: &Lie,
+    problem: &Problem,
+    pair: usize,
+    first: usize,
+    #[comptime] cut: Cut,
+) {
+    let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
+    let at = head(lie, problem, pair, cut);
+    let tiles = comptime!(cut.e / 8);
+    #[unroll(cut.matrices)]
+    for m in 0..comptime!(cut.tall) {
+        #[unroll(cut.matrices)]
+        for i in 0..2usize {
+            let row = first + 16 * m + 8 * i + g;
+            if row < problem.t {
+                #[unroll(cut.matrices)]
+                for n in 0..tiles {
+                    let value = sums[2 * (m * tiles + n) + i] * Vector::new(factors[2 * m + i]);
+                    rows[(at + row * lie.stride + 8 * n + 2 * p) / 2] = Vector::cast_from(value);
+                }
+            }
+        }
+    }
+}
+
+/// `out` `[n, d]` and `lse` `[b, h, t]`. A cube takes queries.
+#[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
+fn forward_kernel<E: Float, V: Size>(
+    q: &Array<Vector<E, V>>,
+    k: &Array<Vector<E, V>>,
+    v: &Array<Vector<E, V>>,
+    mask: &Array<f32>,
+    out: &mut Array<Vector<E, Two>>,
+    lse: &mut Array<f32>,
+    of_q: Lie,
+    of_k: Lie,
+    of_v: Lie,
+    of_out: Lie,
+    problem: Problem,
+    #[comptime] causal: bool,
+    #[comptime] masked: bool,
+    #[comptime] cut: Cut,
+    #[define(E)] _dtype: StorageType,
+) {
+    if CUBE_POS >= problem.blocks * problem.pairs {
+        terminate!();
+    }
+    let pair = CUBE_POS / problem.blocks;
+    // Those with the most keys first.
+    let first = (problem.blocks - 1 - CUBE_POS % problem.blocks) * comptime!(cut.rows());
+    let of_plane = UNIT_POS_Y as usize * comptime!(cut.of_plane());
+    let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
+    let t = problem.t;
+    let tiles = comptime!(cut.others / 8);
+    let steps = comptime!(cut.e / 16);
+
+    let width = V::value().comptime();
+    let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
+    let mut shared_mask = SharedMemory::<f32>::new(comptime!(if masked { cut.others } else { 1 }));
+    let mut queries = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut keys = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut values = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+
+    stage_head::<E, V>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
+    let mut sums = no_sums(comptime!(cut.e / 8), cut);
+    let mut largest = Array::<f32>::new(comptime!(2 * cut.tall));
+    let mut weights = Array::<f32>::new(comptime!(2 * cut.tall));
+    #[unroll(cut.matrices)]
+    for row in 0..comptime!(2 * cut.tall) {
+        largest[row] = HIDDEN.comptime().runtime();
+        weights[row] = 0.0f32;
+    }
+
+    let mut end = t;
+    if comptime!(causal) {
+        end = min(t, first + comptime!(cut.rows()));
+    }
+    let mut from = 0usize;
+    while from < end {
+        // All have read the rows before.
+        sync_cube();
+        stage_head::<E, V>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
+        stage_head::<E, V>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
+        if comptime!(masked) {
+            stage_numbers(mask, pair / problem.heads * t, from, t, &mut shared_mask, comptime!(cut.others));
+        }
+        sync_cube();
+
+        let mut scores = no_sums(tiles, cut);
+        #[unroll(cut.matrices)]
+        for step in 0..steps {
+            let operand = left::<E, V>(&queries, of_plane, 16 * step, cut);
+            multiply::<E, V>(&mut scores, &operand, &keys, 0, 16 * step, &mut exchange, tiles, false, cut);
+        }
+        #[unroll(cut.matrices)]
+        for m in 0..comptime!(cut.tall) {
+            #[unroll(cut.matrices)]
+            for i in 0..2usize {
+                let mut seen = t;
+                if comptime!(causal) {
+                    seen = min(t, first + of_plane + 16 * m + 8 * i + g + 1);
+                }
+                let row = 2 * m + i;
+                let mut top = largest[row];
+                #[unroll(cut.matrices)]
+                for n in 0..tiles {
+                    let at = 2 * (m * tiles + n) + i;
+                    let mut both = scores[at] * Vector::new(problem.scale);
+                    #[unroll]
+                    for c in 0..2usize {
+                        let key = 8 * n + 2 * p + c;
+                        if comptime!(masked) {
+                            both[c] += shared_mask[key];
+                        }
+                        both[c] = select(from + key < seen, both[c], HIDDEN.comptime().runtime());
+                        top = max(top, both[c]);
+                    }
+                    scores[at] = both;
+                }
+                top = over_row(top, &mut exchange, true, cut);
+                let shrunk = (largest[row] - top).exp();
+                largest[row] = top;
+                let mut weight = weights[row] * shrunk;
+                #[unroll(cut.matrices)]
+                for n in 0..tiles {
+                    let at = 2 * (m * tiles + n) + i;
+                    let both = (scores[at] - Vector::new(top)).exp();
+                    weight += both[0] + both[1];
+                    scores[at] = both;
+                }
+                weights[row] = weight;
+                #[unroll(cut.matrices)]
+                for n in 0..comptime!(cut.e / 8) {
+                    let at = 2 * (m * comptime!(cut.e / 8) + n) + i;
+                    sums[at] *= Vector::new(shrunk);
+                }
+            }
+        }
+        #[unroll(cut.matrices)]
+        for j in 0..comptime!(cut.others / 16) {
+            let probabilities = rounded::<E>(&scores, j, tiles, cut);
+            multiply::<E, V>(
+                &mut sums,
+                &probabilities,
+                &values,
+                16 * j,
+                0,
+                &mut exchange,
+                comptime!(cut.e / 8),
+                true,
+                cut,
+            );
+        }
+        from += comptime!(cut.others);
+    }
+
+    #[unroll(cut.matrices)]
+    for row in 0..comptime!(2 * cut.tall) {
+        let weight = over_row(weights[row], &mut exchange, false, cut);
+        weights[row] = 1.0f32 / weight;
+        let query = first + of_plane + 8 * row + g;
+        if p == 0 && query < t {
+            lse[pair * t + query] = weight.ln() + largest[row];
+        }
+    }
+    store::<E>(&sums, &weights, out, &of_out, &problem, pair, first + of_plane, cut);
+}
+
+/// Of scores `q k^T` and gradients of probabilities `dO v^T` the probabilities and the gradients of the scores, in their places.
+///
+/// `lse`, `along`: of the queries; a key at `seen` or beyond is hidden.
+#[cube]
+fn gradients(score: f32, gradient: f32, lse: f32, along: f32, seen: bool, scale: f32) -> (f32, f32) {
+    let mut probability = (score - lse).exp();
+    if !seen {
+        probability = 0.0f32;
+    }
+    (probability, probability * (gradient - along) * scale)
+}
+
+/// `dk` and `dv` `[n, d]`. A cube takes keys, and its rows of tiles are keys: all scores are transposed.
+#[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
+fn keys_kernel<E: Float, V: Size>(
+    q: &Array<Vector<E, V>>,
+    k: &Array<Vector<E, V>>,
+    v: &Array<Vector<E, V>>,
+    mask: &Array<f32>,
+    grad: &Array<Vector<E, V>>,
+    lse: &Array<f32>,
+    along: &Array<f32>,
+    dk: &mut Array<Vector<E, Two>>,
+    dv: &mut Array<Vector<E, Two>>,
+    of_q: Lie,
+    of_k: Lie,
+    of_v: Lie,
+    of_grad: Lie,
+    of_dk: Lie,
+    of_dv: Lie,
+    problem: Problem,
+    #[comptime] causal: bool,
+    #[comptime] masked: bool,
+    #[comptime] cut: Cut,
+    #[define(E)] _dtype: StorageType,
+) {
+    if CUBE_POS >= problem.blocks * problem.pairs {
+        terminate!();
+    }
+    let pair = CUBE_POS / problem.blocks;
+    // Those that the most queries see come first.
+    let first = CUBE_POS % problem.blocks * comptime!(cut.rows());
+    let of_plane = UNIT_POS_Y as usize * comptime!(cut.of_plane());
+    let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
+    let t = problem.t;
+    let tiles = comptime!(cut.others / 8);
+    let steps = comptime!(cut.e / 16);
+
+    let width = V::value().comptime();
+    let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
+    let mut shared_lse = SharedMemory::<f32>::new(comptime!(cut.others));
+    let mut shared_along = SharedMemory::<f32>::new(comptime!(cut.others));
+    let mut keys = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut values = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut queries = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut grads = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+
+    stage_head::<E, V>(k, &of_k, &problem, pair, first, &mut keys, comptime!(cut.rows()), cut);
+    stage_head::<E, V>(v, &of_v, &problem, pair, first, &mut values, comptime!(cut.rows()), cut);
+    let mut biases = Array::<f32>::new(comptime!(2 * cut.tall));
+    #[unroll(cut.matrices)]
+    for row in 0..comptime!(2 * cut.tall) {
+        biases[row] = 0.0f32;
+        if comptime!(masked) {
+            let key = first + of_plane + 8 * row + g;
+            if key < t {
+                biases[row] = mask[pair / problem.heads * t + key];
+            }
+        }
+    }
+
+    let mut d_keys = no_sums(comptime!(cut.e / 8), cut);
+    let mut d_values = no_sums(comptime!(cut.e / 8), cut);
+    let mut from = 0usize;
+    if comptime!(causal) {
+        // Queries before the first key see none.
+        from = first / comptime!(cut.others) * comptime!(cut.others);
+    }
+    while from < t {
+        // All have read the rows before.
+        sync_cube();
+        stage_head::<E, V>(q, &of_q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
+        stage_head::<E, V>(grad, &of_grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
+        stage_numbers(lse, pair * t, from, t, &mut shared_lse, comptime!(cut.others));
+        stage_numbers(along, pair * t, from, t, &mut shared_along, comptime!(cut.others));
+        sync_cube();
+
+        let mut scores = no_sums(tiles, cut);
+        let mut d_scores = no_sums(tiles, cut);
+        #[unroll(cut.matrices)]
+        for step in 0..steps {
+            let operand = left::<E, V>(&keys, of_plane, 16 * step, cut);
+            multiply::<E, V>(&mut scores, &operand, &queries, 0, 16 * step, &mut exchange, tiles, false, cut);
+            let operand = left::<E, V>(&values, of_plane, 16 * step, cut);
+            multiply::<E, V>(&mut d_scores, &operand, &grads, 0, 16 * step, &mut exchange, tiles, false, cut);
+        }
+        #[unroll(cut.matrices)]
+        for m in 0..comptime!(cut.tall) {
+            #[unroll(cut.matrices)]
+            for n in 0..tiles {
+                #[unroll(cut.matrices)]
+                for i in 0..2usize {
+                    let key = first + of_plane + 16 * m + 8 * i + g;
+                    let at = 2 * (m * tiles + n) + i;
+                    let mut both = scores[at];
+                    let mut d_both = d_scores[at];
+                    #[unroll]
+                    for c in 0..2usize {
+                        let query = 8 * n + 2 * p + c;
+                        let mut seen = from + query < t;
+                        if comptime!(causal) {
+                            seen = seen && key <= from + query;
+                        }
+                        let score = both[c] * problem.scale + biases[2 * m + i];
+                        let (probability, d_score) =
+                            gradients(score, d_both[c], shared_lse[query], shared_along[query], seen, problem.scale);
+                        both[c] = probability;
+                        d_both[c] = d_score;
+                    }
+                    scores[at] = both;
+                    d_scores[at] = d_both;
+                }
+            }
+        }
+        #[unroll(cut.matrices)]
+        for j in 0..comptime!(cut.others / 16) {
+            let tiles_of_e = comptime!(cut.e / 8);
+            let probabilities = rounded::<E>(&scores, j, tiles, cut);
+            multiply::<E, V>(&mut d_values, &probabilities, &grads, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
+            let d_products = rounded::<E>(&d_scores, j, tiles, cut);
+            multiply::<E, V>(&mut d_keys, &d_products, &queries, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
+        }
+        from += comptime!(cut.others);
+    }
+
+    let mut ones = Array::<f32>::new(comptime!(2 * cut.tall));
+    #[unroll(cut.matrices)]
+    for row in 0..comptime!(2 * cut.tall) {
+        ones[row] = 1.0f32;
+    }
+    store::<E>(&d_keys, &ones, dk, &of_dk, &problem, pair, first + of_plane, cut);
+    store::<E>(&d_values, &ones, dv, &of_dv, &problem, pair, first + of_plane, cut);
+}
+
+/// `dq` `[n, d]`. A cube takes queries.
+#[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
+fn queries_kernel<E: Float, V: Size>(
+    q: &Array<Vector<E, V>>,
+    k: &Array<Vector<E, V>>,
+    v: &Array<Vector<E, V>>,
+    mask: &Array<f32>,
+    grad: &Array<Vector<E, V>>,
+    lse: &Array<f32>,
+    along: &Array<f32>,
+    dq: &mut Array<Vector<E, Two>>,
+    of_q: Lie,
+    of_k: Lie,
+    of_v: Lie,
+    of_grad: Lie,
+    of_dq: Lie,
+    problem: Problem,
+    #[comptime] causal: bool,
+    #[comptime] masked: bool,
+    #[comptime] cut: Cut,
+    #[define(E)] _dtype: StorageType,
+) {
+    if CUBE_POS >= problem.blocks * problem.pairs {
+        terminate!();
+    }
+    let pair = CUBE_POS / problem.blocks;
+    // Those with the most keys first.
+    let first = (problem.blocks - 1 - CUBE_POS % problem.blocks) * comptime!(cut.rows());
+    let of_plane = UNIT_POS_Y as usize * comptime!(cut.of_plane());
+    let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
+    let t = problem.t;
+    let tiles = comptime!(cut.others / 8);
+    let steps = comptime!(cut.e / 16);
+
+    let width = V::value().comptime();
+    let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
+    let mut shared_mask = SharedMemory::<f32>::new(comptime!(if masked { cut.others } else { 1 }));
+    let mut queries = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut grads = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut keys = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut values = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+
+    stage_head::<E, V>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
+    stage_head::<E, V>(grad, &of_grad, &problem, pair, first, &mut grads, comptime!(cut.rows()), cut);
+    let mut lses = Array::<f32>::new(comptime!(2 * cut.tall));
+    let mut alongs = Array::<f32>::new(comptime!(2 * cut.tall));
+    let mut ones = Array::<f32>::new(comptime!(2 * cut.tall));
+    #[unroll(cut.matrices)]
+    for row in 0..comptime!(2 * cut.tall) {
+        let query = min(first + of_plane + 8 * row + g, t - 1);
+        lses[row] = lse[pair * t + query];
+        alongs[row] = along[pair * t + query];
+        ones[row] = 1.0f32;
+    }
+
+    let mut d_queries = no_sums(comptime!(cut.e / 8), cut);
+    let mut end = t;
+    if comptime!(causal) {
+        end = min(t, first + comptime!(cut.rows()));
+    }
+    let mut from = 0usize;
+    while from < end {
+        // All have read the rows before.
+        sync_cube();
+        stage_head::<E, V>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
+        stage_head::<E, V>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
+        if comptime!(masked) {
+            stage_numbers(mask, pair / problem.heads * t, from, t, &mut shared_mask, comptime!(cut.others));
+        }
+        sync_cube();
+
+        let mut scores = no_sums(tiles, cut);
+        let mut d_scores = no_sums(tiles, cut);
+        #[unroll(cut.matrices)]
+        for step in 0..steps {
+            let operand = left::<E, V>(&queries, of_plane, 16 * step, cut);
+            multiply::<E, V>(&mut scores, &operand, &keys, 0, 16 * step, &mut exchange, tiles, false, cut);
+            let operand = left::<E, V>(&grads, of_plane, 16 * step, cut);
+            multiply::<E, V>(&mut d_scores, &operand, &values, 0, 16 * step, &mut exchange, tiles, false, cut);
+        }
+        #[unroll(cut.matrices)]
+        for m in 0..comptime!(cut.tall) {
+            #[unroll(cut.matrices)]
+            for n in 0..tiles {
+                #[unroll(cut.matrices)]
+                for i in 0..2usize {
+                    let mut end = t;
+                    if comptime!(causal) {
+                        end = min(t, first + of_plane + 16 * m + 8 * i + g + 1);
+                    }
+                    let at = 2 * (m * tiles + n) + i;
+                    let both = scores[at];
+                    let mut d_both = d_scores[at];
+                    #[unroll]
+                    for c in 0..2usize {
+                        let key = 8 * n + 2 * p + c;
+                        let mut score = both[c] * problem.scale;
+                        if comptime!(masked) {
+                            score += shared_mask[key];
+                        }
+                        let seen = from + key < end;
+                        let (_, d_score) =
+                            gradients(score, d_both[c], lses[2 * m + i], alongs[2 * m + i], seen, problem.scale);
+                        d_both[c] = d_score;
+                    }
+                    d_scores[at] = d_both;
+                }
+            }
+        }
+        #[unroll(cut.matrices)]
+        for j in 0..comptime!(cut.others / 16) {
+            let d_products = rounded::<E>(&d_scores, j, tiles, cut);
+            multiply::<E, V>(
+                &mut d_queries,
+                &d_products,
+                &keys,
+                16 * j,
+                0,
+                &mut exchange,
+                comptime!(cut.e / 8),
+                true,
+                cut,
+            );
+        }
+        from += comptime!(cut.others);
+    }
+    store::<E>(&d_queries, &ones, dq, &of_dq, &problem, pair, first + of_plane, cut);
+}
+
+/// Exponentials by the hardware's, whose error is below that of 16 bit; of loops, whose results are compared in fp32, exact ones.
+fn fast(cut: Cut) -> <FastMath as std::ops::BitOr>::Output {
+    if cut.matrices { FastMath::NotNaN | FastMath::NotInf | FastMath::ReducedPrecision } else { Default::default() }
+}

@@ -1,0 +1,141 @@
+//! Random numbers addressed by position, made where they are used: SplitMix64's finaliser over a keyed Weyl sequence, bit by bit the
+//! numbers that zero-burn draws on the host.
+
+use burn_backend::Backend;
+use burn_backend::tensor::FloatTensor;
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::ir::{ElemType, UIntKind};
+use cubecl::prelude::*;
+
+use super::any::{Born, born};
+use super::many::array;
+
+/// What a number's upper 24 bits are counted in.
+const STEPS: f64 = (1u64 << 24) as f64;
+
+/// `out`: 1 where the upper 24 bits of the number of its place are below `threshold`, 0 elsewhere.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn bernoulli_kernel<E: Float>(
+    out: &mut Array<E>,
+    elements: usize,
+    key: u64,
+    threshold: u64,
+    #[define(E)] _dtype: StorageType,
+) {
+    let i = ABSOLUTE_POS;
+    if i >= elements {
+        terminate!();
+    }
+    let z = key + (u64::cast_from(i) + 1u64) * 0x9e37_79b9_7f4a_7c15u64;
+    let z = (z ^ (z >> 30u64)) * 0xbf58_476d_1ce4_e5b9u64;
+    let z = (z ^ (z >> 27u64)) * 0x94d0_49bb_1331_11ebu64;
+    let z = z ^ (z >> 31u64);
+    out[i] = E::cast_from((z >> 40u64) < threshold);
+}
+
+struct Bernoulli {
+    key: u64,
+    probability: f64,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl Born for Bernoulli {
+    fn make<R: CubeRuntime>(&self, device: &R::Device) -> Option<CubeTensor<R>> {
+        let client = R::client(device);
+        let has_64_bit = client.properties().supports_type(ElemType::UInt(UIntKind::U64));
+        if !has_64_bit || !super::tensor::is_float(self.dtype) {
+            return None;
+        }
+        let out = empty_device_contiguous_dtype(client, device.clone(), self.shape.clone(), self.dtype);
+        let elements = self.shape.num_elements();
+        if elements > 0 {
+            let dim = CubeDim::new(&out.client, elements);
+            let count = cubecl::calculate_cube_count_elemwise(&out.client, elements, dim);
+            // Below 1 exactly as often as an f64 of these bits is below the probability.
+            let threshold = (self.probability * STEPS).ceil() as u64;
+            let address = out.required_address_type();
+            // SAFETY: units beyond `elements` stop.
+            unsafe {
+                bernoulli_kernel::launch_unchecked(
+                    &out.client,
+                    count,
+                    dim,
+                    address,
+                    array(&out),
+                    elements,
+                    self.key,
+                    threshold,
+                    self.dtype.into(),
+                );
+            }
+        }
+        Some(out)
+    }
+}
+
+/// A tensor of 1 with the given probability and of 0 otherwise, of the numbers that SplitMix64's finaliser makes of `key` and an
+/// element's place; none if the backend's tensors are not CubeCL's, or its device does not count in 64 bit.
+pub fn bernoulli<B: Backend>(
+    key: u64,
+    probability: f64,
+    shape: Shape,
+    dtype: DType,
+    device: &B::Device,
+) -> Option<FloatTensor<B>> {
+    born::<B>(device, &Bernoulli { key, probability, shape, dtype })
+}
+
+#[cfg(all(test, feature = "vulkan"))]
+mod tests {
+    use burn::tensor::{Tensor, TensorPrimitive};
+    use burn_cubecl::CubeBackend;
+    use burn_wgpu::WgpuRuntime;
+
+    use super::*;
+
+    type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
+
+    /// SplitMix64's finaliser, as in `zero_core::random`.
+    fn mix(mut z: u64) -> u64 {
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Also a probability that is a number of steps, and the two at the ends.
+    #[test]
+    fn a_device_draws_what_the_host_draws() {
+        for (key, probability) in [(7, 0.9), (u64::MAX - 3, 0.5), (1 << 63, 0.1), (5, 0.0), (6, 1.0)] {
+            let shape = Shape::from([37, 130]);
+            let made = bernoulli::<Plain>(key, probability, shape, DType::F32, &Default::default());
+            let Some(made) = made else { return println!("skipped: the device does not count in 64 bit") };
+            let made = Tensor::<Plain, 2>::from_primitive(TensorPrimitive::Float(made));
+            let made: Vec<f32> = made.into_data().to_vec().unwrap();
+            for (i, made) in made.into_iter().enumerate() {
+                let bits = mix(key.wrapping_add((i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+                let unit = (bits >> 40) as f64 / STEPS;
+                assert_eq!(made, f32::from(u8::from(unit < probability)), "element {i} of {key}, {probability}");
+            }
+        }
+    }
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, check};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for dtype in TYPES {
+            let drawn = Bernoulli { key: 7, probability: 0.9, shape: Shape::from([1024, 1600]), dtype };
+            assert!(drawn.make::<cubecl::cuda::CudaRuntime>(&Default::default()).is_some());
+        }
+        check();
+    }
+}
