@@ -209,18 +209,28 @@ implement! {
     }
 
     fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
-        // The gradients of the mean, made in the forward pass, and the types of what they are gradients of.
-        let node =
-            Node::<B, [(FloatTensor<B>, FloatDType); 2]>(|[(dx, x_type), (d_weight, weight_type)], grad, parents| {
-                parents.give(1, || B::scaled_by(d_weight, grad.clone(), weight_type));
-                parents.give(0, || B::scaled_by(dx, grad.clone(), x_type));
-            });
+        // The gradients of the mean, made in the forward pass, and the types of what they are gradients of. A frozen weight has none.
+        let node = Node::<B, [Option<(FloatTensor<B>, FloatDType)>; 2]>(|gradients, grad, parents| {
+            // The larger one first: it is the first to go.
+            for (parent, gradient) in gradients.into_iter().enumerate().rev() {
+                if let Some((gradient, dtype)) = gradient {
+                    parents.give(parent, || B::scaled_by(gradient, grad.clone(), dtype));
+                }
+            }
+        });
+        let of_weight = weight.is_tracked();
         match node.prepare::<C>([x.node, weight.node]).compute_bound().stateful() {
             OpsKind::Tracked(prepared) => {
                 let types: [FloatDType; 2] = [x.primitive.dtype().into(), weight.primitive.dtype().into()];
-                let (loss, dx, d_weight) =
-                    B::linear_cross_entropy_with_gradients(x.primitive, weight.primitive, targets, ignored);
-                prepared.finish([(dx, types[0]), (d_weight, types[1])], loss)
+                let (x, weight) = (x.primitive, weight.primitive);
+                let (loss, dx, d_weight) = if of_weight {
+                    let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x, weight, targets, ignored);
+                    (loss, dx, Some((d_weight, types[1])))
+                } else {
+                    let (loss, dx) = B::linear_cross_entropy_with_x_gradient(x, weight, targets, ignored);
+                    (loss, dx, None)
+                };
+                prepared.finish([Some((dx, types[0])), d_weight], loss)
             }
             OpsKind::UnTracked(prepared) => {
                 prepared.finish(B::fused_linear_cross_entropy(x.primitive, weight.primitive, targets, ignored))

@@ -233,6 +233,12 @@ operations! {
         fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored)
     }
 
+    /// As [`linear_cross_entropy_with_gradients`](Self::linear_cross_entropy_with_gradients), for `x` alone: of a frozen weight.
+    fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float_float {
+        let (loss, dx, _) = Self::linear_cross_entropy_with_gradients(x, weight, targets, ignored);
+        (loss, dx)
+    }
+
     /// `x` `[_, _]` times the one number in `factor`, rounded once to `dtype`.
     fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float {
         fallback::scaled_by::<Self>(x, factor, dtype)

@@ -463,19 +463,19 @@ implement! {
 
     fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int,
                                            ignored: (Option<i64>)) -> float_float_float {
-        let _span = tracing::trace_span!("cross-entropy with gradients").entered();
-        if sixteen_bit(&x).is_some() && !are(DType::BF16, [&x, &weight]) {
-            return Self::linear_cross_entropy_with_gradients(widen(x), widen(weight), targets, ignored);
+        match cross_entropy_with(&x, &weight, &targets, ignored, true) {
+            Some((loss, dx, d_weight)) => (loss, dx, d_weight),
+            None => fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored),
         }
-        let ([n, d], [v, _]) = (dims(&x), dims(&weight));
-        let of = match x.dtype() {
-            DType::BF16 => cross_entropy_of::<half::bf16>,
-            DType::F32 if are_f32([&weight]) => cross_entropy_of::<f32>,
-            _ => return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored),
+    }
+
+    fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int,
+                                            ignored: (Option<i64>)) -> float_float {
+        let (loss, dx, _) = match cross_entropy_with(&x, &weight, &targets, ignored, false) {
+            Some(made) => made,
+            None => fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored),
         };
-        let (mut dx, mut d_weight) = (buffer(n * d), buffer(v * d));
-        let loss = of(x, weight, targets, ignored, Some((&mut dx, &mut d_weight)));
-        (loss, tensor(dx, [n, d]), tensor(d_weight, [v, d]))
+        (loss, dx)
     }
 
     fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float {
@@ -519,6 +519,31 @@ fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
     let targets = ids(targets);
     let loss = cross_entropy::forward_backward::<T>(shape, values(&x), values(&weight), &targets, ignored, gradients);
     tensor(vec![loss], [1])
+}
+
+/// The loss with the gradients of `x` and, if it is wanted, of `weight` (else an empty tensor), if a kernel can take these types.
+fn cross_entropy_with(
+    x: &FlexTensor,
+    weight: &FlexTensor,
+    targets: &FlexTensor,
+    ignored: Option<i64>,
+    of_weight: bool,
+) -> Option<(FlexTensor, FlexTensor, FlexTensor)> {
+    let _span = tracing::trace_span!("cross-entropy with gradients").entered();
+    let (x, weight, targets) = (x.clone(), weight.clone(), targets.clone());
+    if sixteen_bit(&x).is_some() && !are(DType::BF16, [&x, &weight]) {
+        return cross_entropy_with(&widen(x), &widen(weight), &targets, ignored, of_weight);
+    }
+    let ([n, d], [v, _]) = (dims(&x), dims(&weight));
+    let of = match x.dtype() {
+        DType::BF16 => cross_entropy_of::<half::bf16>,
+        DType::F32 if are_f32([&weight]) => cross_entropy_of::<f32>,
+        _ => return None,
+    };
+    let v = if of_weight { v } else { 0 };
+    let (mut dx, mut d_weight) = (buffer(n * d), buffer(v * d));
+    let loss = of(x, weight, targets, ignored, Some((&mut dx, &mut d_weight)));
+    Some((loss, tensor(dx, [n, d]), tensor(d_weight, [v, d])))
 }
 
 /// Of query, key and value, or of all three in packed rows.

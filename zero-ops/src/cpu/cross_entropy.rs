@@ -40,7 +40,7 @@ pub struct Shape {
 ///
 /// # Shapes
 ///
-/// `x` and the first of `grads`: `[n, d]`; `w` and the second of `grads`: `[v, d]`; `targets`: `[n]`.
+/// `x` and the first of `grads`: `[n, d]`; `w` and the second of `grads`: `[v, d]`, or empty, and then not made; `targets`: `[n]`.
 ///
 /// # Panics
 ///
@@ -102,7 +102,9 @@ fn by_chunks<T: Operand>(
     check_rows("cross-entropy", "targets", targets.len(), n, 1);
     if let Some((dx, dw)) = &grads {
         check_rows("cross-entropy", "dx", dx.len(), n, d);
-        check_rows("cross-entropy", "dw", dw.len(), v, d);
+        if !dw.is_empty() {
+            check_rows("cross-entropy", "dw", dw.len(), v, d);
+        }
     }
     let count = targets.iter().filter(|target| Some(**target) != ignored).count();
     for (row, target) in targets.iter().enumerate() {
@@ -134,7 +136,9 @@ fn by_chunks<T: Operand>(
             let p = T::rounded(logits);
             let p = Matrix::new(&p, here, v);
             T::product(&mut dx[first * d..end * d], Write::Over, p, w);
-            T::product(dw, Write::first(first == 0), p.transposed(), x);
+            if !dw.is_empty() {
+                T::product(dw, Write::first(first == 0), p.transposed(), x);
+            }
         }
     }
     (losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / count as f64) as f32
@@ -226,6 +230,10 @@ mod tests {
                     assert_close("dw", &dw, &dw64, 1e-5);
                     let alone = by_chunks(rows, shape, &x, &w, &targets, IGNORED, None);
                     assert_eq!(alone, loss, "without gradients");
+                    let mut dx_alone = vec![f32::NAN; n * d];
+                    let grads = Some((&mut dx_alone[..], &mut [][..]));
+                    assert_eq!(by_chunks(rows, shape, &x, &w, &targets, IGNORED, grads), loss, "of a frozen weight");
+                    assert_eq!(dx_alone, dx);
                     let tolerable = |x: &[f64], w: &[f64]| reference(shape, x, w, &targets).0;
                     assert_differences("x", &x, &dx, |x| tolerable(x, &wide(&w)));
                     assert_differences("w", &w, &dw, |w| tolerable(&wide(&x), w));
