@@ -45,7 +45,7 @@ fn configs() -> [ModelConfig; 4] {
         vocab_size: 61,
         hidden_size: 20,
         intermediate_size: 33,
-        num_key_value_heads: Some(2),
+        num_key_value_heads: 2,
         head_dim: Some(6),
         max_position_embeddings: 13,
         ..LlamaConfig::preset("llama-tiny").unwrap()

@@ -24,10 +24,10 @@ pub fn generate<B: FusedBackend>(
     generate_with(model, texts, how, device, hooks)
 }
 
-/// As [`generate`], with [`Hooks`].
+/// As [`generate()`], with [`Hooks`].
 ///
 /// # Errors
-/// As [`generate`].
+/// As [`generate()`].
 pub fn generate_with<B: FusedBackend>(
     model: &Bart<B>,
     texts: &[Vec<u32>],

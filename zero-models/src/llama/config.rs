@@ -35,9 +35,11 @@ hf_config! {
         num_hidden_layers: usize = 32,
         /// Number of attention heads of the queries.
         num_attention_heads: usize = 32,
-        /// Number of heads of keys and values, which divides that of the queries; as many if not given.
-        num_key_value_heads: Option<usize> = None,
+        /// Number of heads of keys and values, which divides that of the queries; as many if a file does not say.
+        num_key_value_heads: usize = 32,
         /// Width of a head; `hidden_size / num_attention_heads` if not given.
+        // Transformers' Qwen2 takes a null for a width.
+        #[serde(skip_serializing_if = "Option::is_none")]
         head_dim: Option<usize> = None,
         /// The longest sequence.
         max_position_embeddings: usize = 2048,
@@ -99,8 +101,15 @@ impl LlamaConfig {
     /// [`ModelError::UnknownPreset`], with the list of names.
     pub fn preset(name: &str) -> Result<Self, ModelError> {
         let (model_type, sizes, rope_theta) = find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
-        let [vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, kv_heads, positions] =
-            sizes;
+        let [
+            vocab_size,
+            hidden_size,
+            intermediate_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            positions,
+        ] = sizes;
         let long = name.starts_with("llama-3.2");
         Ok(Self {
             model_type,
@@ -109,7 +118,7 @@ impl LlamaConfig {
             intermediate_size,
             num_hidden_layers,
             num_attention_heads,
-            num_key_value_heads: Some(kv_heads),
+            num_key_value_heads,
             max_position_embeddings: positions,
             rms_norm_eps: if model_type == LlamaKind::Qwen2 { 1e-6 } else { 1e-5 },
             rope_theta,
@@ -131,9 +140,9 @@ impl LlamaConfig {
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong, [`ModelError::Unsupported`] for a window in some layers only.
     pub fn validate(&self) -> Result<(), ModelError> {
-        let [vocabulary, width, inner, layers, heads, positions] = named!(self:
-            vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, max_position_embeddings);
-        let kv_heads = ("num_key_value_heads", self.kv_heads());
+        let [vocabulary, width, inner, layers, heads, kv_heads, positions] = named!(self:
+            vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+            num_key_value_heads, max_position_embeddings);
         let above_0: Vec<_> = named!(self: rms_norm_eps, initializer_range, rope_theta)
             .into_iter()
             .chain(self.rope_scaling.iter().flat_map(RopeScaling::numbers))
@@ -163,11 +172,6 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// Number of heads of keys and values.
-    pub fn kv_heads(&self) -> usize {
-        self.num_key_value_heads.unwrap_or(self.num_attention_heads)
-    }
-
     /// Width of a head.
     pub fn head_width(&self) -> usize {
         self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
@@ -181,7 +185,7 @@ impl LlamaConfig {
 
     /// Width of all heads of the keys, and of the values.
     pub fn key_width(&self) -> usize {
-        self.kv_heads().saturating_mul(self.head_width())
+        self.num_key_value_heads.saturating_mul(self.head_width())
     }
 
     /// How many tokens a position sees at most, itself among them.
@@ -245,6 +249,11 @@ fn complete(text: &str) -> Result<String, ModelError> {
     };
     for (key, default) in defaults.iter().filter(|(key, _)| !key.is_empty()) {
         keys.entry(*key).or_insert_with(|| default.clone());
+    }
+    if keys.get("num_key_value_heads").is_none_or(Value::is_null)
+        && let Some(heads) = keys.get("num_attention_heads").cloned()
+    {
+        keys.insert("num_key_value_heads".into(), heads);
     }
     let null_is_absent = |value: &Value| !value.is_null();
     // Since version 5, transformers write all about angles as one.
@@ -318,6 +327,7 @@ mod tests {
             let config = LlamaConfig::preset(name).unwrap();
             config.validate().unwrap();
             let text = serde_json::to_string(&config).unwrap();
+            assert!(!text.contains("head_dim"), "{text}");
             assert_eq!(LlamaConfig::from_json(&text).unwrap(), config);
             assert_eq!(serde_json::from_str::<LlamaConfig>(&text).unwrap(), config);
         }
@@ -339,7 +349,7 @@ mod tests {
         assert_eq!(read(plain), LlamaConfig::published());
 
         let mistral = read(r#"{"model_type": "mistral"}"#);
-        assert_eq!((mistral.window(), mistral.kv_heads(), mistral.has_qkv_biases()), (Some(4096), 8, false));
+        assert_eq!((mistral.window(), mistral.num_key_value_heads, mistral.has_qkv_biases()), (Some(4096), 8, false));
         assert_eq!(read(r#"{"model_type": "mistral", "sliding_window": null}"#).window(), None);
         let qwen = read(r#"{"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 28}"#);
         assert_eq!((qwen.window(), qwen.has_qkv_biases(), qwen.has_output_bias()), (None, true, false));

@@ -55,7 +55,7 @@ fn llama_config() -> LlamaConfig {
         intermediate_size: 10,
         num_hidden_layers: 2,
         num_attention_heads: 4,
-        num_key_value_heads: Some(2),
+        num_key_value_heads: 2,
         max_position_embeddings: 8,
         ..LlamaConfig::preset("llama-tiny").unwrap()
     }
