@@ -186,8 +186,8 @@ fn explained(text: &str) -> String {
         let asked = first.rsplit(' ').next().and_then(|bytes| bytes.parse::<u64>().ok());
         let asked = asked.map_or_else(|| first.to_string(), |bytes| format!("{} MiB more were asked for", bytes >> 20));
         return format!(
-            "{OUT_OF_MEMORY} ({asked}; nvidia-smi shows what other programs have): take a smaller batch with more accumulation, a higher ZeRO stage over more devices, \
-             or --offload"
+            "{OUT_OF_MEMORY} ({asked}; nvidia-smi shows what other programs have): take a smaller batch with \
+             more accumulation, a higher ZeRO stage over more devices, or --offload"
         );
     }
     if has(&["UNSUPPORTED_PTX_VERSION"]) {

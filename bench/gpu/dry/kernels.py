@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 SHARED = 227 << 10
 # Bytes of spills that are known: the assembler keeps layer norm to 48 registers, so that more rows are in flight, for a few
 # numbers that all rows share.
-SPILLS = {"layer_norm_kernel": 92}
+SPILLS = {"layer_norm_kernel": 96}
 
 
 def ours():

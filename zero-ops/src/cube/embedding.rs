@@ -77,8 +77,8 @@ fn embedding_gradient_kernel<E: Float, I: Int, N: Size>(
     grad: &Array<Vector<E, N>>,
     out: &mut Array<Vector<E, N>>,
     stride: usize,
-    n: usize,
-    v: usize,
+    places: usize,
+    rows: usize,
     vectors: usize,
     #[define(E, I)] _dtypes: [StorageType; 2],
 ) {
@@ -86,11 +86,11 @@ fn embedding_gradient_kernel<E: Float, I: Int, N: Size>(
     let mut counts = SharedMemory::<u32>::new(UNITS);
     let mut shared = SharedMemory::<Vector<f32, N>>::new(UNITS);
     let mut place = CUBE_POS;
-    while place < n {
+    while place < places {
         let id = ids[place];
-        let all = list_places(ids, id, n, 0u32, &mut listed, &mut counts);
+        let all = list_places(ids, id, places, 0u32, &mut listed, &mut counts);
         // What is no row's has no gradient.
-        if listed[0] as usize == place && id >= I::new(0) && usize::cast_from(id) < v {
+        if listed[0] as usize == place && id >= I::new(0) && usize::cast_from(id) < rows {
             let mut first = 0usize;
             while first < vectors {
                 let column = first + UNIT_POS_X as usize;
@@ -98,7 +98,7 @@ fn embedding_gradient_kernel<E: Float, I: Int, N: Size>(
                 let mut from = 0u32;
                 while from < all {
                     if all > comptime!(LISTED as u32) {
-                        list_places(ids, id, n, from, &mut listed, &mut counts);
+                        list_places(ids, id, places, from, &mut listed, &mut counts);
                     }
                     let count = min(all - from, comptime!(LISTED as u32));
                     let mut i = UNIT_POS_Y;
@@ -169,7 +169,7 @@ mod tests {
     fn rows_are_summed_in_order() {
         for [n, v, d] in [[1, 1, 1], [300, 7, 130], [2 * LISTED + 100, 50, 6]] {
             let number = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 50.0;
-            let id = |i: usize| if i % 3 > 0 { 0 } else { (i * i % (v + 2)) as i32 - 1 };
+            let id = |i: usize| if i.is_multiple_of(3) { (i * i % (v + 2)) as i32 - 1 } else { 0 };
             let ids: Vec<i32> = (0..n).map(id).collect();
             let values: Vec<f32> = (0..n * d).map(number).collect();
             let mut expected = vec![0.0f64; v * d];

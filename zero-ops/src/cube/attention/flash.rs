@@ -216,18 +216,18 @@ fn head(lie: &Lie, problem: &Problem, pair: usize, #[comptime] cut: Cut) -> usiz
 
 /// Copies rows of a head to the cube's memory.
 #[cube]
-fn stage_head<E: Float, V: Size>(
-    rows: &Array<Vector<E, V>>,
+fn stage_head<E: Float, N: Size>(
+    rows: &Array<Vector<E, N>>,
     lie: &Lie,
     problem: &Problem,
     pair: usize,
     first: usize,
-    into: &mut SharedMemory<Vector<E, V>>,
+    into: &mut SharedMemory<Vector<E, N>>,
     #[comptime] count: usize,
     #[comptime] cut: Cut,
 ) {
-    let at = head(lie, problem, pair, cut) / V::value();
-    stage::<E, V>(rows, at, lie.stride / V::value(), first, problem.t, into, count, cut);
+    let at = head(lie, problem, pair, cut) / N::value();
+    stage::<E, N>(rows, at, lie.stride / N::value(), first, problem.t, into, count, cut);
 }
 
 /// Copies numbers of a sequence's rows, those from `first`, to the cube's memory; 0 where there are no rows.
@@ -284,10 +284,10 @@ fn store<E: Float>(
 
 /// `out` `[n, d]` and `lse` `[b, h, t]`. A cube takes queries.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
-fn forward_kernel<E: Float, V: Size>(
-    q: &Array<Vector<E, V>>,
-    k: &Array<Vector<E, V>>,
-    v: &Array<Vector<E, V>>,
+fn forward_kernel<E: Float, N: Size>(
+    q: &Array<Vector<E, N>>,
+    k: &Array<Vector<E, N>>,
+    v: &Array<Vector<E, N>>,
     mask: &Array<f32>,
     out: &mut Array<Vector<E, Two>>,
     lse: &mut Array<f32>,
@@ -313,14 +313,14 @@ fn forward_kernel<E: Float, V: Size>(
     let tiles = comptime!(cut.others / 8);
     let steps = comptime!(cut.e / 16);
 
-    let width = V::value().comptime();
+    let width = N::value().comptime();
     let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
     let mut shared_mask = SharedMemory::<f32>::new(comptime!(if masked { cut.others } else { 1 }));
-    let mut queries = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
-    let mut keys = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
-    let mut values = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut queries = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut keys = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut values = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
 
-    stage_head::<E, V>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
     let mut sums = no_sums(comptime!(cut.e / 8), cut);
     let mut largest = Array::<f32>::new(comptime!(2 * cut.tall));
     let mut weights = Array::<f32>::new(comptime!(2 * cut.tall));
@@ -338,8 +338,8 @@ fn forward_kernel<E: Float, V: Size>(
     while from < end {
         // All have read the rows before.
         sync_cube();
-        stage_head::<E, V>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
-        stage_head::<E, V>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
+        stage_head::<E, N>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
+        stage_head::<E, N>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
         if comptime!(masked) {
             stage_numbers(mask, pair / problem.heads * t, from, t, &mut shared_mask, comptime!(cut.others));
         }
@@ -348,8 +348,8 @@ fn forward_kernel<E: Float, V: Size>(
         let mut scores = no_sums(tiles, cut);
         #[unroll(cut.matrices)]
         for step in 0..steps {
-            let operand = left::<E, V>(&queries, of_plane, 16 * step, cut);
-            multiply::<E, V>(&mut scores, &operand, &keys, 0, 16 * step, &mut exchange, tiles, false, cut);
+            let operand = left::<E, N>(&queries, of_plane, 16 * step, cut);
+            multiply::<E, N>(&mut scores, &operand, &keys, 0, 16 * step, &mut exchange, tiles, false, cut);
         }
         #[unroll(cut.matrices)]
         for m in 0..comptime!(cut.tall) {
@@ -398,7 +398,7 @@ fn forward_kernel<E: Float, V: Size>(
         #[unroll(cut.matrices)]
         for j in 0..comptime!(cut.others / 16) {
             let probabilities = rounded::<E>(&scores, j, tiles, cut);
-            multiply::<E, V>(
+            multiply::<E, N>(
                 &mut sums,
                 &probabilities,
                 &values,
@@ -439,12 +439,12 @@ fn gradients(score: f32, gradient: f32, lse: f32, along: f32, seen: bool, scale:
 
 /// `dk` and `dv` `[n, d]`. A cube takes keys, and its rows of tiles are keys: all scores are transposed.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
-fn keys_kernel<E: Float, V: Size>(
-    q: &Array<Vector<E, V>>,
-    k: &Array<Vector<E, V>>,
-    v: &Array<Vector<E, V>>,
+fn keys_kernel<E: Float, N: Size>(
+    q: &Array<Vector<E, N>>,
+    k: &Array<Vector<E, N>>,
+    v: &Array<Vector<E, N>>,
     mask: &Array<f32>,
-    grad: &Array<Vector<E, V>>,
+    grad: &Array<Vector<E, N>>,
     lse: &Array<f32>,
     along: &Array<f32>,
     dk: &mut Array<Vector<E, Two>>,
@@ -473,17 +473,17 @@ fn keys_kernel<E: Float, V: Size>(
     let tiles = comptime!(cut.others / 8);
     let steps = comptime!(cut.e / 16);
 
-    let width = V::value().comptime();
+    let width = N::value().comptime();
     let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
     let mut shared_lse = SharedMemory::<f32>::new(comptime!(cut.others));
     let mut shared_along = SharedMemory::<f32>::new(comptime!(cut.others));
-    let mut keys = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
-    let mut values = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
-    let mut queries = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
-    let mut grads = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut keys = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut values = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut queries = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut grads = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
 
-    stage_head::<E, V>(k, &of_k, &problem, pair, first, &mut keys, comptime!(cut.rows()), cut);
-    stage_head::<E, V>(v, &of_v, &problem, pair, first, &mut values, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(k, &of_k, &problem, pair, first, &mut keys, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(v, &of_v, &problem, pair, first, &mut values, comptime!(cut.rows()), cut);
     let mut biases = Array::<f32>::new(comptime!(2 * cut.tall));
     #[unroll(cut.matrices)]
     for row in 0..comptime!(2 * cut.tall) {
@@ -506,8 +506,8 @@ fn keys_kernel<E: Float, V: Size>(
     while from < t {
         // All have read the rows before.
         sync_cube();
-        stage_head::<E, V>(q, &of_q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
-        stage_head::<E, V>(grad, &of_grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
+        stage_head::<E, N>(q, &of_q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
+        stage_head::<E, N>(grad, &of_grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
         stage_numbers(lse, pair * t, from, t, &mut shared_lse, comptime!(cut.others));
         stage_numbers(along, pair * t, from, t, &mut shared_along, comptime!(cut.others));
         sync_cube();
@@ -516,10 +516,10 @@ fn keys_kernel<E: Float, V: Size>(
         let mut d_scores = no_sums(tiles, cut);
         #[unroll(cut.matrices)]
         for step in 0..steps {
-            let operand = left::<E, V>(&keys, of_plane, 16 * step, cut);
-            multiply::<E, V>(&mut scores, &operand, &queries, 0, 16 * step, &mut exchange, tiles, false, cut);
-            let operand = left::<E, V>(&values, of_plane, 16 * step, cut);
-            multiply::<E, V>(&mut d_scores, &operand, &grads, 0, 16 * step, &mut exchange, tiles, false, cut);
+            let operand = left::<E, N>(&keys, of_plane, 16 * step, cut);
+            multiply::<E, N>(&mut scores, &operand, &queries, 0, 16 * step, &mut exchange, tiles, false, cut);
+            let operand = left::<E, N>(&values, of_plane, 16 * step, cut);
+            multiply::<E, N>(&mut d_scores, &operand, &grads, 0, 16 * step, &mut exchange, tiles, false, cut);
         }
         #[unroll(cut.matrices)]
         for m in 0..comptime!(cut.tall) {
@@ -553,9 +553,9 @@ fn keys_kernel<E: Float, V: Size>(
         for j in 0..comptime!(cut.others / 16) {
             let tiles_of_e = comptime!(cut.e / 8);
             let probabilities = rounded::<E>(&scores, j, tiles, cut);
-            multiply::<E, V>(&mut d_values, &probabilities, &grads, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
+            multiply::<E, N>(&mut d_values, &probabilities, &grads, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
             let d_products = rounded::<E>(&d_scores, j, tiles, cut);
-            multiply::<E, V>(&mut d_keys, &d_products, &queries, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
+            multiply::<E, N>(&mut d_keys, &d_products, &queries, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
         }
         from += comptime!(cut.others);
     }
@@ -571,12 +571,12 @@ fn keys_kernel<E: Float, V: Size>(
 
 /// `dq` `[n, d]`. A cube takes queries.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
-fn queries_kernel<E: Float, V: Size>(
-    q: &Array<Vector<E, V>>,
-    k: &Array<Vector<E, V>>,
-    v: &Array<Vector<E, V>>,
+fn queries_kernel<E: Float, N: Size>(
+    q: &Array<Vector<E, N>>,
+    k: &Array<Vector<E, N>>,
+    v: &Array<Vector<E, N>>,
     mask: &Array<f32>,
-    grad: &Array<Vector<E, V>>,
+    grad: &Array<Vector<E, N>>,
     lse: &Array<f32>,
     along: &Array<f32>,
     dq: &mut Array<Vector<E, Two>>,
@@ -603,16 +603,16 @@ fn queries_kernel<E: Float, V: Size>(
     let tiles = comptime!(cut.others / 8);
     let steps = comptime!(cut.e / 16);
 
-    let width = V::value().comptime();
+    let width = N::value().comptime();
     let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
     let mut shared_mask = SharedMemory::<f32>::new(comptime!(if masked { cut.others } else { 1 }));
-    let mut queries = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
-    let mut grads = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.rows()) / width));
-    let mut keys = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
-    let mut values = SharedMemory::<Vector<E, V>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut queries = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut grads = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
+    let mut keys = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
+    let mut values = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
 
-    stage_head::<E, V>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
-    stage_head::<E, V>(grad, &of_grad, &problem, pair, first, &mut grads, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(grad, &of_grad, &problem, pair, first, &mut grads, comptime!(cut.rows()), cut);
     let mut lses = Array::<f32>::new(comptime!(2 * cut.tall));
     let mut alongs = Array::<f32>::new(comptime!(2 * cut.tall));
     let mut ones = Array::<f32>::new(comptime!(2 * cut.tall));
@@ -633,8 +633,8 @@ fn queries_kernel<E: Float, V: Size>(
     while from < end {
         // All have read the rows before.
         sync_cube();
-        stage_head::<E, V>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
-        stage_head::<E, V>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
+        stage_head::<E, N>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
+        stage_head::<E, N>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
         if comptime!(masked) {
             stage_numbers(mask, pair / problem.heads * t, from, t, &mut shared_mask, comptime!(cut.others));
         }
@@ -644,10 +644,10 @@ fn queries_kernel<E: Float, V: Size>(
         let mut d_scores = no_sums(tiles, cut);
         #[unroll(cut.matrices)]
         for step in 0..steps {
-            let operand = left::<E, V>(&queries, of_plane, 16 * step, cut);
-            multiply::<E, V>(&mut scores, &operand, &keys, 0, 16 * step, &mut exchange, tiles, false, cut);
-            let operand = left::<E, V>(&grads, of_plane, 16 * step, cut);
-            multiply::<E, V>(&mut d_scores, &operand, &values, 0, 16 * step, &mut exchange, tiles, false, cut);
+            let operand = left::<E, N>(&queries, of_plane, 16 * step, cut);
+            multiply::<E, N>(&mut scores, &operand, &keys, 0, 16 * step, &mut exchange, tiles, false, cut);
+            let operand = left::<E, N>(&grads, of_plane, 16 * step, cut);
+            multiply::<E, N>(&mut d_scores, &operand, &values, 0, 16 * step, &mut exchange, tiles, false, cut);
         }
         #[unroll(cut.matrices)]
         for m in 0..comptime!(cut.tall) {
@@ -681,7 +681,7 @@ fn queries_kernel<E: Float, V: Size>(
         #[unroll(cut.matrices)]
         for j in 0..comptime!(cut.others / 16) {
             let d_products = rounded::<E>(&d_scores, j, tiles, cut);
-            multiply::<E, V>(
+            multiply::<E, N>(
                 &mut d_queries,
                 &d_products,
                 &keys,

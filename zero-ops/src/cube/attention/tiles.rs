@@ -122,17 +122,17 @@ pub(super) fn no_sums(#[comptime] tiles: usize, #[comptime] cut: Cut) -> Array<V
 ///
 /// `at`: where row 0 begins, `stride`: from row to row, in vectors; `t`: how many there are.
 #[cube]
-pub(super) fn stage<E: Float, V: Size>(
-    rows: &Array<Vector<E, V>>,
+pub(super) fn stage<E: Float, N: Size>(
+    rows: &Array<Vector<E, N>>,
     at: usize,
     stride: usize,
     first: usize,
     t: usize,
-    into: &mut SharedMemory<Vector<E, V>>,
+    into: &mut SharedMemory<Vector<E, N>>,
     #[comptime] count: usize,
     #[comptime] cut: Cut,
 ) {
-    let width = V::value().comptime();
+    let width = N::value().comptime();
     let per_row = comptime!(cut.e / width);
     let unit = UNIT_POS as usize;
     #[unroll(cut.matrices)]
@@ -142,7 +142,7 @@ pub(super) fn stage<E: Float, V: Size>(
         // With matrix units the rows' vectors are a multiple of the units.
         if comptime!(cut.matrices) || row < count {
             let column = which % per_row;
-            let mut value = Vector::<E, V>::new(E::from_int(0));
+            let mut value = Vector::<E, N>::new(E::from_int(0));
             if first + row < t {
                 value = rows[at + (first + row) * stride + column];
             }
@@ -154,8 +154,8 @@ pub(super) fn stage<E: Float, V: Size>(
 /// The left operand of a plane's tiles from the cube's memory, where its rows begin at `first`: 16 columns from `column`. Pair `i` of
 /// the `m`th tile is at `4 m + i`.
 #[cube]
-pub(super) fn left<E: Float, V: Size>(
-    rows: &SharedMemory<Vector<E, V>>,
+pub(super) fn left<E: Float, N: Size>(
+    rows: &SharedMemory<Vector<E, N>>,
     first: usize,
     column: usize,
     #[comptime] cut: Cut,
@@ -168,9 +168,9 @@ pub(super) fn left<E: Float, V: Size>(
         if comptime!(cut.matrices) {
             let product = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
             let (row, of_eight) = left_address(lane);
-            let at = ((first + 16 * m + row) * stride + column + of_eight) / V::value();
+            let at = ((first + 16 * m + row) * stride + column + of_eight) / N::value();
             let pairs =
-                product.load_matrix::<Vector<E, V>, Two>(&rows.slice(at, at + 1), MatrixIdent::A, 4usize, false);
+                product.load_matrix::<Vector<E, N>, Two>(&rows.slice(at, at + 1), MatrixIdent::A, 4usize, false);
             #[unroll]
             for i in 0..4usize {
                 operand[4 * m + i] = pairs[i];
@@ -191,10 +191,10 @@ pub(super) fn left<E: Float, V: Size>(
 ///
 /// All units of the cube come here together.
 #[cube]
-pub(super) fn multiply<E: Float, V: Size>(
+pub(super) fn multiply<E: Float, N: Size>(
     sums: &mut Array<Vector<f32, Two>>,
     operand: &Array<Vector<E, Two>>,
-    rows: &SharedMemory<Vector<E, V>>,
+    rows: &SharedMemory<Vector<E, N>>,
     row: usize,
     column: usize,
     exchange: &mut SharedMemory<f32>,
@@ -215,9 +215,9 @@ pub(super) fn multiply<E: Float, V: Size>(
             } else {
                 row += 16 * n;
             }
-            let at = (row * stride + column) / V::value();
+            let at = (row * stride + column) / N::value();
             let pairs =
-                product.load_matrix::<Vector<E, V>, Two>(&rows.slice(at, at + 1), MatrixIdent::B, 4usize, across);
+                product.load_matrix::<Vector<E, N>, Two>(&rows.slice(at, at + 1), MatrixIdent::B, 4usize, across);
             #[unroll]
             for half in 0..2usize {
                 let mut right = Array::<Vector<E, Two>>::new(2usize);
