@@ -99,12 +99,12 @@ impl ZeroPlan {
 
     /// The rule of the plan's optimizer; AdamW with PyTorch's defaults if it names none.
     pub fn rule(&self) -> Rule {
-        self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).rule()
+        self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).rule
     }
 
     /// The learning rate by update: the plan's schedule, or its optimizer's rate throughout.
     pub fn learning_rates(&self) -> Schedule {
-        let rate = self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).learning_rate();
+        let rate = self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).lr;
         let mut schedule = self.schedule.clone().unwrap_or(Schedule::Constant(rate));
         if let Schedule::WarmupLr { warmup_steps, .. }
         | Schedule::WarmupDecayLr { warmup_steps, .. }
