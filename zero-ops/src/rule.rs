@@ -134,8 +134,19 @@ impl Rule {
     }
 
     /// Its weight decay.
-    pub fn weight_decay(&self) -> f32 {
-        match *self {
+    pub fn weight_decay(mut self) -> f32 {
+        *self.decay()
+    }
+
+    /// The same rule with another weight decay.
+    #[must_use]
+    pub fn with_weight_decay(mut self, value: f32) -> Self {
+        *self.decay() = value;
+        self
+    }
+
+    fn decay(&mut self) -> &mut f32 {
+        match self {
             Rule::AdamW { weight_decay, .. }
             | Rule::Adam { weight_decay, .. }
             | Rule::Lamb { weight_decay, .. }
@@ -143,20 +154,6 @@ impl Rule {
             | Rule::Lion { weight_decay, .. }
             | Rule::Adagrad { weight_decay, .. } => weight_decay,
         }
-    }
-
-    /// The same rule with another weight decay.
-    #[must_use]
-    pub fn with_weight_decay(mut self, value: f32) -> Self {
-        match &mut self {
-            Rule::AdamW { weight_decay, .. }
-            | Rule::Adam { weight_decay, .. }
-            | Rule::Lamb { weight_decay, .. }
-            | Rule::Sgd { weight_decay, .. }
-            | Rule::Lion { weight_decay, .. }
-            | Rule::Adagrad { weight_decay, .. } => *weight_decay = value,
-        }
-        self
     }
 
     /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta; a rule without momentum keeps none.

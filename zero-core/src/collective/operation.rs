@@ -83,11 +83,11 @@ impl Op<'_> {
 /// Where a rank is, for its errors.
 #[derive(Clone, Copy)]
 pub struct At<'a> {
-    pub(super) group: &'a str,
-    pub(super) seq: u64,
+    pub(crate) group: &'a str,
+    pub(crate) seq: u64,
     /// In the run.
-    pub(super) rank: usize,
-    pub(super) op: &'a dyn core::fmt::Display,
+    pub(crate) rank: usize,
+    pub(crate) op: &'a dyn core::fmt::Display,
 }
 
 impl At<'_> {
@@ -100,7 +100,7 @@ impl At<'_> {
         CommError::Mismatch { group, seq, rank, op, other_rank, other_op }
     }
 
-    pub(super) fn timeout(&self, waited: Duration, missing: Vec<usize>) -> CommError {
+    pub(crate) fn timeout(&self, waited: Duration, missing: Vec<usize>) -> CommError {
         let (group, seq, rank, op) = self.named();
         CommError::Timeout { group, seq, rank, op, waited_ms: waited.as_millis() as u64, missing }
     }
@@ -115,7 +115,7 @@ impl At<'_> {
         CommError::PeerFailed { group, seq, rank, op, peer, reason }
     }
 
-    pub(super) fn shape(&self, (expected, got): (String, String)) -> CommError {
+    pub(crate) fn shape(&self, (expected, got): (String, String)) -> CommError {
         let (group, seq, rank, op) = self.named();
         CommError::Shape { group, seq, rank, op, expected, got }
     }
@@ -158,17 +158,6 @@ impl Moved {
         Some(Self { kind, len: buffer.len(), dtype: buffer.dtype(), reduce, root })
     }
 
-    /// The operation's name.
-    pub(super) fn name(&self) -> &'static str {
-        match self.kind {
-            WireKind::AllGather => "all_gather",
-            WireKind::ReduceScatter => "reduce_scatter",
-            WireKind::AllReduce => "all_reduce",
-            WireKind::Broadcast => "broadcast",
-            WireKind::AllToAll => "all_to_all",
-        }
-    }
-
     /// The operation with its size.
     pub(super) fn words(&self) -> String {
         let more = match (self.reduce, self.root) {
@@ -178,7 +167,7 @@ impl Moved {
             (None, Some(root)) => format!(" from rank {root}"),
             (None, None) => String::new(),
         };
-        format!("{} of {} {}{more}", self.name(), self.len, self.dtype.name())
+        format!("{} of {} {}{more}", self.kind.name(), self.len, self.dtype.name())
     }
 
     /// What keeps `world` ranks from running it, if anything: what is expected, and what it has.
