@@ -139,7 +139,7 @@ bodies! {
 
     #[allow(clippy::too_many_arguments)] // As the method that this is the body of.
     fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
-                              options: (AttentionOptions)) -> three_floats {
+                          options: (AttentionOptions)) -> three_floats {
         let e = head_width::<B>(&q, options);
         let [q, k, v, out, grad] = [q, k, v, out, grad].map(|x| split::<B>(x, e, options));
         let ([_, h, ..], [_, kv, ..]) = (q.dims(), k.dims());
@@ -168,7 +168,7 @@ bodies! {
     }
 
     fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int,
-                                               ignored: (Option<i64>)) -> float_float_float {
+                                           ignored: (Option<i64>)) -> float_float_float {
         let (of_x, of_weight): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x.clone()), wrap(weight.clone()));
         let predictions = predictions::<B>(x, weight, targets, ignored);
         let counted = predictions.counts.clone().sum().clamp_min(1.0);

@@ -8,8 +8,8 @@ use std::time::Duration;
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 use crossbeam_channel::Receiver;
-use zero_core::CommError;
 use zero_core::collective::threads::panic_reason;
+use zero_core::{Called, CommError};
 use zero_ops::{PackItem, Shared, UnpackItem};
 
 use super::buckets::{Medium, Reduced, Segment};
@@ -51,10 +51,7 @@ fn settle_beside<B: Backend>(inbox: Receiver<(Arc<Cell<B>>, Shared<B>)>) {
     for (cell, piece) in inbox {
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| cell.settle(Ok(piece)))) {
             cell.settle(Err(CommError::Device {
-                group: "gradients".into(),
-                seq: 0,
-                rank: cell.rank.index,
-                op: format!("moving a reduced gradient of {cell:?}"),
+                at: Called::new("gradients", 0, cell.rank.index, format!("moving a reduced gradient of {cell:?}")),
                 reason: panic_reason(&*payload).into(),
             }));
         }

@@ -44,7 +44,7 @@ use burn_backend::Backend;
 use crossbeam_channel::{Sender, bounded};
 use parking_lot::Mutex;
 use zero_core::collective::threads::panic_reason;
-use zero_core::{Buffer, Collective, CommError, ReduceOp, Stage};
+use zero_core::{Buffer, Called, Collective, CommError, ReduceOp, Stage};
 use zero_ops::Shared;
 
 use crate::bulk::Bulk;
@@ -433,10 +433,7 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
 
 fn stray(comm: &dyn Collective) -> CommError {
     CommError::Shape {
-        group: comm.label().into(),
-        seq: 0,
-        rank: comm.rank(),
-        op: "gradient".into(),
+        at: Called::new(comm.label(), 0, comm.rank(), "gradient"),
         expected: "a gradient between the begin and the end of a backward pass".into(),
         got: "one outside".into(),
     }

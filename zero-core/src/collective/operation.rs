@@ -8,7 +8,7 @@ use super::flight::Opening;
 use super::{DType, ReduceOp, Request};
 use crate::accounting::WireKind;
 use crate::random::{WEYL, mix};
-use crate::{CommError, Partition};
+use crate::{Called, CommError, Partition};
 
 /// The ranks of a group, and its name, as one of them has them.
 #[derive(Debug)]
@@ -91,45 +91,38 @@ pub struct At<'a> {
 }
 
 impl At<'_> {
-    fn named(&self) -> (String, u64, usize, String) {
-        (self.group.to_string(), self.seq, self.rank, self.op.to_string())
+    fn called(&self) -> Called {
+        Called::new(self.group, self.seq, self.rank, self.op)
     }
 
     pub(super) fn mismatch(&self, other_rank: usize, other_op: String) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Mismatch { group, seq, rank, op, other_rank, other_op }
+        CommError::Mismatch { at: self.called(), other_rank, other_op }
     }
 
     pub(crate) fn timeout(&self, waited: Duration, missing: Vec<usize>) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Timeout { group, seq, rank, op, waited_ms: waited.as_millis() as u64, missing }
+        CommError::Timeout { at: self.called(), waited_ms: waited.as_millis() as u64, missing }
     }
 
     pub(super) fn left(&self, peer: usize) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::PeerLeft { group, seq, rank, op, peer }
+        CommError::PeerLeft { at: self.called(), peer }
     }
 
     pub(super) fn failed(&self, peer: usize, reason: Arc<str>) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::PeerFailed { group, seq, rank, op, peer, reason }
+        CommError::PeerFailed { at: self.called(), peer, reason }
     }
 
     pub(crate) fn shape(&self, (expected, got): (String, String)) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Shape { group, seq, rank, op, expected, got }
+        CommError::Shape { at: self.called(), expected, got }
     }
 
     #[cfg(feature = "nccl")]
     pub(super) fn device(&self, reason: impl core::fmt::Display) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Device { group, seq, rank, op, reason: reason.to_string().into() }
+        CommError::Device { at: self.called(), reason: reason.to_string().into() }
     }
 
     #[cfg(feature = "nccl")]
     pub(super) fn stalled(&self, waited: Duration, state: &str) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Stalled { group, seq, rank, op, waited_ms: waited.as_millis() as u64, state: state.to_string() }
+        CommError::Stalled { at: self.called(), waited_ms: waited.as_millis() as u64, state: state.to_string() }
     }
 }
 
