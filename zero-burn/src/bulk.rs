@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use zero_core::ReduceOp;
 #[cfg(feature = "cuda")]
 use zero_core::accounting::WireKind;
-use zero_core::{Buffer, Collective, CommError, Pending, Request};
+use zero_core::{Buffer, Called, Collective, CommError, Pending, Request};
 #[cfg(feature = "cuda")]
 use zero_ops::Shared;
 
@@ -230,10 +230,7 @@ impl Bulk {
         match all.chunks_exact(TOLD).position(|other| other[..16] != mine[..16]) {
             None => Ok(()),
             Some(other) => Err(CommError::Mismatch {
-                group: self.comm.label().into(),
-                seq: here,
-                rank: self.comm.rank(),
-                op: told(&mine),
+                at: Called::new(self.comm.label(), here, self.comm.rank(), told(&mine)),
                 other_rank: other,
                 other_op: format!(
                     "{} (ranks that do not use the same parameters in the same order need ZeroConfig::gathers = OneSided)",
@@ -276,10 +273,7 @@ impl Nccl {
                 Ok(None)
             }
             Err(error) => Err(CommError::Device {
-                group: comm.label().into(),
-                seq: 0,
-                rank: comm.rank(),
-                op: "making a communicator".into(),
+                at: Called::new(comm.label(), 0, comm.rank(), "making a communicator"),
                 reason: error.to_string().into(),
             }),
         }

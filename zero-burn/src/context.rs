@@ -25,7 +25,7 @@ use crate::gather::{Gatherer, read_whole};
 use crate::mover::{For, Mover};
 use crate::random::{Draws, Stream};
 use crate::reduce::{Foreign, Outcome, Phase, Reducer};
-use crate::tier::Disk;
+use crate::tier::SwapDisk;
 use crate::trouble::{or_stop, raise, stop, stop_foreign};
 use crate::update::beside::Updates;
 use crate::values::empty;
@@ -99,7 +99,7 @@ impl<B: Backend> Context<B> {
             true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers)?)),
             false => None,
         };
-        let disk = config.offload.uses(Tier::Disk).then(|| or_stop(Disk::open(index, &config.offload.disk)));
+        let disk = config.offload.uses(Tier::Disk).then(|| or_stop(SwapDisk::open(index, &config.offload.disk)));
         let mover = match config.offload.uses(Tier::Host) || disk.is_some() {
             true => Mover::open::<B>(&device, comm.deadline()),
             false => Mover::default(),
@@ -360,17 +360,17 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// Rank `root`'s bytes on every rank; the others pass as many.
-    pub(crate) fn broadcast_bytes_from(&self, bytes: Vec<u8>, root: usize) -> Vec<u8> {
+    /// Rank `root`'s values on every rank; the others pass as many.
+    pub(crate) fn broadcast(&self, values: Buffer, root: usize) -> Buffer {
         match &self.main {
-            None => bytes,
-            Some(main) => main.broadcast(Buffer::U8(bytes), root).unwrap_or_else(|error| raise(error)).into_u8(),
+            None => values,
+            Some(main) => main.broadcast(values, root).unwrap_or_else(|error| raise(error)),
         }
     }
 
     /// Rank 0's bytes on every rank.
     pub(crate) fn broadcast_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
-        self.broadcast_bytes_from(bytes, 0)
+        self.broadcast(Buffer::U8(bytes), 0).into_u8()
     }
 
     /// The ranks, for other collectives on the rank's own thread.

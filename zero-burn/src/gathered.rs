@@ -6,6 +6,7 @@ use std::hash::Hasher;
 
 use burn::module::{AutodiffModule, ParamId};
 use burn_backend::{Backend, TensorData};
+use zero_core::Buffer;
 
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::{Cell, Kind, Origin};
@@ -76,10 +77,7 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
         if values.len() != expected {
             stop(format!("{} has {expected} elements, but {} values were left in its place", meta.path, values.len()));
         }
-        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let bytes = context.broadcast_bytes_from(bytes, root);
-        let values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("chunks of four bytes")));
-        written.push(Gathered { meta, values: values.collect() });
+        written.push(Gathered { meta, values: context.broadcast(Buffer::F32(values), root).into_f32() });
     }
     let mut replacements: HashMap<ParamId, &[f32]> =
         written.iter().map(|parameter| (parameter.meta.id, parameter.values.as_slice())).collect();

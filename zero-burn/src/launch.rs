@@ -10,7 +10,7 @@ use burn_std::device::Device;
 use zero_core::collective::agree;
 use zero_core::collective::launcher::{EnvironmentError, Start};
 use zero_core::collective::process::{self, Failed, ProcessComm, ProcessOptions, ProcessRun};
-use zero_core::collective::threads::{Stopped, ThreadComm, ThreadOptions, panic_reason, run_recorded};
+use zero_core::collective::threads::{Stopped, ThreadOptions, panic_reason, run_recorded};
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, StartError};
 
@@ -182,8 +182,8 @@ where
     let results =
         run_recorded(world, &ThreadOptions { deadline: options.deadline }, options.flight_dir.as_deref(), |comm| {
             let window = windows.join(&comm);
-            let others: &dyn Others = &*comm.clone();
-            stream.executes(|| run_rank::<B, T, E>(config, threads, (comm, window, others), &body))
+            let ranks = (comm.clone() as Arc<dyn Collective>, window, || comm.wait_for_others());
+            stream.executes(|| run_rank::<B, T, E>(config, threads, ranks, &body))
         })?;
     Ok(results)
 }
@@ -257,7 +257,12 @@ where
     if let Some(difference) = agree(&**comm, &lines).unwrap_or_else(|error| raise(error)) {
         resume_unwind(Box::new(Stopped(difference.to_string())));
     }
-    run_rank::<B, T, E>(config, threads, (comm.clone(), Window::join_processes(comm), run), body)
+    run_rank::<B, T, E>(
+        config,
+        threads,
+        (comm.clone() as _, Window::join_processes(comm), || comm.wait_for_others()),
+        body,
+    )
 }
 
 /// The device of a rank of this machine: ranks take the backend's devices in turn.
@@ -270,40 +275,11 @@ fn device_of<B: Backend>(local_rank: usize) -> B::Device {
     }
 }
 
-/// What a rank tells the others at its end.
-trait Others: Sync {
-    /// Keeps what the others still read until they have ended too.
-    fn wait(&self) -> Result<(), CommError>;
-
-    /// They are to stop.
-    fn stop(&self, reason: &str);
-}
-
-impl Others for ThreadComm {
-    fn wait(&self) -> Result<(), CommError> {
-        self.wait_for_others()
-    }
-
-    fn stop(&self, reason: &str) {
-        self.abort(reason);
-    }
-}
-
-impl Others for ProcessRun {
-    fn wait(&self) -> Result<(), CommError> {
-        self.wait_for_others()
-    }
-
-    fn stop(&self, reason: &str) {
-        self.comm().abort(reason);
-    }
-}
-
-/// One rank, on a pool of its own.
+/// One rank, on a pool of its own. `wait_for_others` keeps what the others still read until they have ended too.
 fn run_rank<B, T, E>(
     config: &ZeroConfig,
     threads: usize,
-    (comm, window, others): (Arc<dyn Collective>, Window<Cell<B>>, &dyn Others),
+    (comm, window, wait_for_others): (Arc<dyn Collective>, Window<Cell<B>>, impl Fn() -> Result<(), CommError> + Sync),
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
 ) -> Result<T, E>
 where
@@ -317,7 +293,7 @@ where
         .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
     let rank_body = || {
         let device = device_of::<B>(comm.local_rank());
-        let context = Context::<B>::new(config.clone(), device.clone(), comm, window)
+        let context = Context::<B>::new(config.clone(), device.clone(), comm.clone(), window)
             .unwrap_or_else(|error: CommError| raise(error));
         let _installed = context.install();
         let result = catch_unwind(AssertUnwindSafe(|| {
@@ -332,15 +308,15 @@ where
         // The others learn of it before this rank takes down what they may be reading.
         match result {
             Ok(Ok(value)) => {
-                others.wait().unwrap_or_else(|error| raise(error));
+                wait_for_others().unwrap_or_else(|error| raise(error));
                 Ok(value)
             }
             Ok(Err(error)) => {
-                others.stop(&error.to_string());
+                comm.abort(&error.to_string());
                 Err(error)
             }
             Err(payload) => {
-                others.stop(&panic_reason(&*payload));
+                comm.abort(&panic_reason(&*payload));
                 resume_unwind(payload)
             }
         }

@@ -12,8 +12,8 @@ use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorMetadata};
 use burn_std::DType;
-use zero_core::CommError;
 use zero_core::window::Key;
+use zero_core::{Called, CommError};
 
 pub use crate::autodiff::ZeroAutodiff;
 use crate::autodiff::from_rank_0;
@@ -171,10 +171,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     let signatures = if is_alike { Vec::new() } else { context.gather_bytes(signature.to_le_bytes().to_vec()) };
     if let Some(other) = signatures.chunks_exact(8).position(|rank| rank != signature.to_le_bytes()) {
         raise(CommError::Mismatch {
-            group: "parameters".into(),
-            seq: 0,
-            rank: context.rank.index,
-            op: format!("prepare on a module of {places} parameters"),
+            at: Called::new("parameters", 0, context.rank.index, format!("prepare on a module of {places} parameters")),
             other_rank: other,
             other_op: "prepare on a module whose parameters have other shapes or were created in another order (build \
                        the same model on every rank, and touch none of its parameters before)"

@@ -22,13 +22,13 @@ use zero_core::{Collective, Partition};
 
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::cell::Cell;
-use crate::config::Disk as DiskSettings;
+use crate::config::Disk;
 use crate::context::Context;
 use crate::gathered::next_version;
 use crate::preparation::{end_forward, in_place_of};
 pub use crate::random::RandomState;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::tier::{Disk, Stored};
+use crate::tier::{Stored, SwapDisk};
 use crate::trouble::stop;
 use crate::values::read;
 use crate::walk::{self, ParamMeta};
@@ -201,7 +201,7 @@ pub fn held_range<B: Backend>(numel: usize) -> Range<usize> {
 /// It can be used meanwhile, from the disk. What is updated meanwhile is where it is configured to be from then on. Dropping this
 /// leaves the rest there.
 pub struct Parked<B: Backend> {
-    disk: Arc<Disk>,
+    disk: Arc<SwapDisk>,
     /// What is replaced meanwhile is not kept.
     cells: Vec<Weak<Cell<B>>>,
     bytes: u64,
@@ -214,10 +214,10 @@ impl<B: Backend> Parked<B> {
     /// # Errors
     ///
     /// [`DiskError`] for a folder or settings that cannot be used.
-    pub fn begin(settings: &DiskSettings) -> Result<Self, DiskError> {
+    pub fn begin(settings: &Disk) -> Result<Self, DiskError> {
         let context = Context::<B>::current();
         context.fence("before states are offloaded");
-        Ok(Self { disk: Disk::open(context.rank.index, settings)?, cells: Vec::new(), bytes: 0 })
+        Ok(Self { disk: SwapDisk::open(context.rank.index, settings)?, cells: Vec::new(), bytes: 0 })
     }
 
     /// Moves the parameters of `module`.

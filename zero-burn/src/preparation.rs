@@ -15,6 +15,7 @@ use crate::birth::drawn_again;
 use crate::cell::Cell;
 use crate::cell::slot::Drawn;
 use crate::context::Context;
+use crate::random::words;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::walk;
 
@@ -27,12 +28,7 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
 ) -> M {
     let bytes = own.iter().flat_map(|&(seed, birth)| [seed, birth]).flat_map(u64::to_le_bytes).collect();
     let bytes = context.broadcast_bytes(bytes);
-    let mut words = bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("chunks of eight bytes")));
-    let mut first = Vec::with_capacity(own.len());
-    while let (Some(seed), Some(birth)) = (words.next(), words.next()) {
-        first.push((seed, birth));
-    }
-    let mut first = first.into_iter();
+    let mut words = words(&bytes);
     // By identity and cell: a clone of a parameter stays the same parameter.
     let mut again: HashMap<_, Arc<Cell<A::Base>>> = HashMap::new();
     walk::map::<A, M, _>(
@@ -43,7 +39,8 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
         },
         |meta, (own, cell), _| {
             let cell = again.entry((meta.id, cell.key)).or_insert_with(|| {
-                let (seed, birth) = first.next().expect("ranks with the same modules have drawn as many parameters");
+                let mut word = || words.next().expect("ranks with the same modules have drawn as many parameters");
+                let (seed, birth) = (word(), word());
                 drawn_again(&cell, &Drawn { seed, birth, ..own })
             });
             ZeroTensor::Shard(Shard::new(cell.clone()))

@@ -20,13 +20,14 @@ pub(crate) fn sign(words: &[u64]) -> u64 {
 
 /// A hash of `bytes`.
 pub(crate) fn sign_bytes(bytes: &[u8]) -> u64 {
-    let (words, rest) = bytes.as_chunks::<8>();
+    let rest = bytes.as_chunks::<8>().1;
     let rest = rest.iter().fold(rest.len() as u64, |word, &byte| word << 8 | u64::from(byte));
-    words
-        .iter()
-        .map(|word| u64::from_le_bytes(*word))
-        .chain([rest])
-        .fold(0, |key, word| mix(key ^ mix(word.wrapping_add(WEYL))))
+    words(bytes).chain([rest]).fold(0, |key, word| mix(key ^ mix(word.wrapping_add(WEYL))))
+}
+
+/// The numbers whose bytes these are, lowest first.
+pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks::<8>().0.iter().map(|&word| u64::from_le_bytes(word))
 }
 
 /// A stream of random numbers addressed by position.

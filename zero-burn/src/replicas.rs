@@ -15,7 +15,7 @@ use burn_backend::Backend;
 
 use crate::autodiff::ZeroAutodiff;
 use crate::context::Context;
-use crate::random::sign_bytes;
+use crate::random::{sign_bytes, words};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
 use crate::values::read;
@@ -51,10 +51,7 @@ pub(crate) fn check<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::
         None => {}
     });
     let all = context.gather_bytes(found.iter().flat_map(|(_, hash)| hash.to_le_bytes()).collect());
-    let ranks: Vec<Vec<u64>> = all
-        .chunks_exact(8 * found.len().max(1))
-        .map(|rank| rank.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes"))).collect())
-        .collect();
+    let ranks: Vec<Vec<u64>> = all.chunks_exact(8 * found.len().max(1)).map(|rank| words(rank).collect()).collect();
     for (place, (ParamMeta { path, shape, .. }, _)) in found.iter().enumerate() {
         let hashes: Vec<u64> = ranks.iter().map(|rank| rank[place]).collect();
         if let Some((odd, usual)) = odd_ranks(&hashes) {

@@ -2,9 +2,11 @@
 
 use burn_backend::Backend;
 use serde::{Deserialize, Serialize};
+use zero_core::Buffer;
 use zero_core::accounting::{StateBytes, WireBytes};
 
 use crate::context::Context;
+use crate::trouble::raise;
 
 /// One rank's measured memory and traffic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,11 +72,8 @@ pub fn all_gather_bytes<B: Backend>(mut bytes: Vec<u8>) -> Vec<Vec<u8>> {
 /// All ranks pass equally many values.
 pub fn all_gather<B: Backend>(values: &[f64]) -> Vec<Vec<f64>> {
     let context = Context::<B>::current();
-    let bytes = context.gather_bytes(values.iter().flat_map(|value| value.to_le_bytes()).collect());
-    let all: Vec<f64> = bytes
-        .chunks_exact(size_of::<f64>())
-        .map(|chunk| f64::from_le_bytes(chunk.try_into().expect("chunks of eight bytes")))
-        .collect();
+    let all = context.collective().all_gather(Buffer::F64(values.to_vec()));
+    let all = all.unwrap_or_else(|error| raise(error)).into_f64();
     match values.len() {
         0 => vec![Vec::new(); context.rank.world],
         len => all.chunks_exact(len).map(<[f64]>::to_vec).collect(),

@@ -11,25 +11,25 @@ use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
 use half::{bf16, f16};
 use zero_core::offload::{
-    Buffer, BufferPool, DiskError, PoolOptions, Region, SwapDir, SwapFile, SwapFileOptions, Ticket,
+    BufferPool, DiskError, PoolOptions, Region, SwapBuffer, SwapDir, SwapFile, SwapFileOptions, Ticket,
 };
 
 use zero_ops::Shared;
 
-use crate::config::Disk as Settings;
+use crate::config::Disk;
 use crate::mover::{For, Mover};
 use crate::trouble::{or_stop, stop};
 
 /// This rank's file, and the buffers that move its data.
-pub(crate) struct Disk {
+pub(crate) struct SwapDisk {
     pub(crate) file: SwapFile,
     pub(crate) pool: BufferPool,
-    pub(crate) settings: Settings,
+    pub(crate) settings: Disk,
 }
 
-impl Disk {
+impl SwapDisk {
     /// A file of this rank's own below the configured folder.
-    pub(crate) fn open(rank: usize, settings: &Settings) -> Result<Arc<Self>, DiskError> {
+    pub(crate) fn open(rank: usize, settings: &Disk) -> Result<Arc<Self>, DiskError> {
         let dir = SwapDir::open(&settings.path)?;
         let file =
             dir.create_file(rank, &SwapFileOptions { aio: settings.aio.clone(), ..SwapFileOptions::default() })?;
@@ -62,7 +62,7 @@ pub(crate) enum Home<'a> {
     /// As tensors of the backend.
     Backend,
     Host,
-    Disk(&'a Arc<Disk>),
+    Disk(&'a Arc<SwapDisk>),
 }
 
 /// A piece that is no tensor of the backend.
@@ -110,7 +110,7 @@ impl Stored {
 /// A piece in a rank's file; its place is free again when the last handle is dropped.
 pub(crate) struct OnDisk {
     region: Region,
-    pub(crate) disk: Arc<Disk>,
+    pub(crate) disk: Arc<SwapDisk>,
 }
 
 impl OnDisk {
@@ -121,7 +121,7 @@ impl OnDisk {
     /// Writes the whole piece.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<(), DiskError> {
         let mut rest = bytes;
-        let start = |part: Region, mut buffer: Buffer| {
+        let start = |part: Region, mut buffer: SwapBuffer| {
             let (now, later) = rest.split_at(part.bytes());
             buffer.set_len(now.len());
             buffer.bytes_mut().copy_from_slice(now);
@@ -134,7 +134,7 @@ impl OnDisk {
     /// Reads the whole piece into `out`, which is as long.
     pub(crate) fn read_into(&self, out: &mut [u8]) -> Result<(), DiskError> {
         let mut rest = out;
-        let end = |buffer: &Buffer| {
+        let end = |buffer: &SwapBuffer| {
             let (now, later) = std::mem::take(&mut rest).split_at_mut(buffer.len());
             now.copy_from_slice(buffer.bytes());
             rest = later;
@@ -145,8 +145,8 @@ impl OnDisk {
     /// Moves the piece part by part, in order, with as many parts in flight as there are free buffers.
     fn transfer(
         &self,
-        mut start: impl FnMut(Region, Buffer) -> Result<Ticket, DiskError>,
-        mut end: impl FnMut(&Buffer),
+        mut start: impl FnMut(Region, SwapBuffer) -> Result<Ticket, DiskError>,
+        mut end: impl FnMut(&SwapBuffer),
     ) -> Result<(), DiskError> {
         let (pool, limit) = (&self.disk.pool, self.disk.settings.limit);
         let mut flying: VecDeque<Ticket> = VecDeque::new();

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 use zero_core::offload::{
-    Access, AioOptions, Buffer, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, PoolOptions, Region,
-    SwapDir, SwapFile, SwapFileOptions, Ticket, pipeline,
+    Access, AioOptions, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, PoolOptions, Region,
+    SwapBuffer, SwapDir, SwapFile, SwapFileOptions, Ticket, pipeline,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -40,7 +40,7 @@ enum Raw {
 fn raw(
     ring: &mut IoUring,
     file: &File,
-    buffers: &mut [Buffer],
+    buffers: &mut [SwapBuffer],
     block: usize,
     blocks: usize,
     what: Raw,
@@ -110,7 +110,7 @@ fn through_engine(file: &SwapFile, pool: &BufferPool, regions: &[Region], write:
 }
 
 /// A step of Adam on a sub-group: parameters, two moments and gradients, a quarter of the buffer each.
-fn adam(buffer: &mut Buffer) {
+fn adam(buffer: &mut SwapBuffer) {
     let values = buffer.view_mut::<f32>();
     let (parameters, rest) = values.split_at_mut(values.len() / 4);
     let (first, rest) = rest.split_at_mut(parameters.len());
@@ -159,7 +159,8 @@ fn main() -> Outcome<()> {
         OpenOptions::new().read(true).write(true).create_new(true).custom_flags(libc::O_DIRECT).open(&raw_path)?;
     rustix::fs::fallocate(&raw_file, rustix::fs::FallocateFlags::empty(), 0, bytes as u64)?;
     let mut ring = IoUring::new(depth as u32)?;
-    let mut loop_over = |buffers: &mut [Buffer], what| raw(&mut ring, &raw_file, buffers, block, bytes / block, what);
+    let mut loop_over =
+        |buffers: &mut [SwapBuffer], what| raw(&mut ring, &raw_file, buffers, block, bytes / block, what);
     println!("{gib} GiB in sub-groups of 32 MiB, blocks of {} KiB, {depth} in flight; {file:?}", block >> 10);
     // The first write of a block is slower: the file system has its space, but has to note that it is in use.
     let (raw_first, engine_first) =
@@ -179,7 +180,7 @@ fn main() -> Outcome<()> {
         let raw_copy = loop_over(&mut raw_buffers, Raw::Copy)?;
         let run = |overlap: bool, updates: usize| {
             let options = PipelineOptions { pipeline_read: overlap, pipeline_write: overlap, limit: LIMIT };
-            let step = |_: usize, buffers: &mut [Buffer]| {
+            let step = |_: usize, buffers: &mut [SwapBuffer]| {
                 (0..updates).for_each(|_| adam(&mut buffers[0]));
                 Ok::<(), DiskError>(())
             };

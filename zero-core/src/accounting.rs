@@ -38,6 +38,15 @@ macro_rules! wire_kinds {
             $(#[doc = $doc] $kind,)*
         }
 
+        impl WireKind {
+            /// The operation's name.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(WireKind::$kind => stringify!($field),)*
+                }
+            }
+        }
+
         /// One rank's running count of [`WireBytes`]; shared by all groups the rank belongs to.
         #[derive(Debug, Default)]
         pub struct WireCounter([AtomicU64; [$(stringify!($kind)),*].len()]);

@@ -18,26 +18,40 @@ pub mod code {
     pub const WATCHDOG: i32 = 75;
 }
 
-/// What a collective, a gather or a wait ran into.
+/// An operation, as one rank of its group called it.
 ///
-/// `op` is the operation with its size as the failing rank called it ("reduce_scatter of 4096 f32"), `seq` counts the
-/// operations of that rank in that group from 0, so that two logs can be laid side by side.
+/// `op` is the operation with its size ("reduce_scatter of 4096 f32"), `seq` counts the operations of that rank in that group
+/// from 0, so that two logs can be laid side by side.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Called {
+    /// Group label.
+    pub group: String,
+    /// Sequence number in the group.
+    pub seq: u64,
+    /// The rank that called it.
+    pub rank: usize,
+    /// What it called.
+    pub op: String,
+}
+
+impl Called {
+    /// Operation `seq` of `group`, by `rank`.
+    pub fn new(group: &str, seq: u64, rank: usize, op: impl ToString) -> Self {
+        Self { group: group.to_string(), seq, rank, op: op.to_string() }
+    }
+}
+
+/// What a collective, a gather or a wait ran into, and in which operation.
 #[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 pub enum CommError {
     /// Two ranks called different operations at the same place in the sequence.
     #[error(
-        "rank {rank} called {op} as operation {seq} of group '{group}', but rank {other_rank} called {other_op}: \
-         every rank must call the same collectives in the same order"
+        "rank {} called {} as operation {} of group '{}', but rank {other_rank} called {other_op}: every rank must call the \
+         same collectives in the same order", at.rank, at.op, at.seq, at.group
     )]
     Mismatch {
-        /// Group label.
-        group: String,
-        /// Sequence number in the group.
-        seq: u64,
-        /// The rank that found out.
-        rank: usize,
-        /// What it called.
-        op: String,
+        /// What the rank called that found out.
+        at: Called,
         /// The rank it differs from.
         other_rank: usize,
         /// What that one called.
@@ -45,18 +59,12 @@ pub enum CommError {
     },
     /// Other ranks did not come within the deadline.
     #[error(
-        "rank {rank} waited {waited_ms} ms in {op} (operation {seq} of group '{group}') for rank(s) {missing:?}, which \
-         never called it: check that every rank runs the same steps, or raise the deadline"
+        "rank {} waited {waited_ms} ms in {} (operation {} of group '{}') for rank(s) {missing:?}, which never called it: \
+         check that every rank runs the same steps, or raise the deadline", at.rank, at.op, at.seq, at.group
     )]
     Timeout {
-        /// Group label.
-        group: String,
-        /// Sequence number in the group.
-        seq: u64,
-        /// The rank that waited.
-        rank: usize,
         /// What it waited in.
-        op: String,
+        at: Called,
         /// Milliseconds waited.
         waited_ms: u64,
         /// Ranks that had not come.
@@ -64,32 +72,23 @@ pub enum CommError {
     },
     /// Another rank ended before it came to this operation.
     #[error(
-        "rank {rank} cannot finish {op} (operation {seq} of group '{group}'): rank {peer} has already ended; every rank \
-         must run the same number of steps"
+        "rank {} cannot finish {} (operation {} of group '{}'): rank {peer} has already ended; every rank must run the same \
+         number of steps", at.rank, at.op, at.seq, at.group
     )]
     PeerLeft {
-        /// Group label.
-        group: String,
-        /// Sequence number in the group.
-        seq: u64,
-        /// The rank that waited.
-        rank: usize,
         /// What it waited in.
-        op: String,
+        at: Called,
         /// The rank that had ended.
         peer: usize,
     },
     /// Another rank failed.
-    #[error("rank {rank} stopped in {op} (operation {seq} of group '{group}') because rank {peer} failed: {reason}")]
+    #[error(
+        "rank {} stopped in {} (operation {} of group '{}') because rank {peer} failed: {reason}",
+        at.rank, at.op, at.seq, at.group
+    )]
     PeerFailed {
-        /// Group label.
-        group: String,
-        /// Sequence number in the group.
-        seq: u64,
-        /// The rank that was stopped.
-        rank: usize,
-        /// What it was in.
-        op: String,
+        /// What was stopped.
+        at: Called,
         /// The rank that failed first.
         peer: usize,
         /// Why.
@@ -104,16 +103,10 @@ pub enum CommError {
         reason: Arc<str>,
     },
     /// A buffer does not fit the operation.
-    #[error("rank {rank}, group '{group}', operation {seq}, {op}: {expected}, got {got}")]
+    #[error("rank {}, group '{}', operation {}, {}: {expected}, got {got}", at.rank, at.group, at.seq, at.op)]
     Shape {
-        /// Group label.
-        group: String,
-        /// Sequence number in the group.
-        seq: u64,
-        /// The rank.
-        rank: usize,
         /// The operation.
-        op: String,
+        at: Called,
         /// What the operation needs.
         expected: String,
         /// What came.
@@ -121,35 +114,23 @@ pub enum CommError {
     },
     /// An operation on the ranks' devices did not end within the deadline. A device cannot say whom it waits for.
     #[error(
-        "rank {rank} waited {waited_ms} ms for {op} (operation {seq} of group '{group}') to end on its device; {state}: check \
+        "rank {} waited {waited_ms} ms for {} (operation {} of group '{}') to end on its device; {state}: check \
          that every rank issues the same collectives with the same sizes in the same order (the ranks' flight records side \
-         by side show where they part), or raise the deadline"
+         by side show where they part), or raise the deadline", at.rank, at.op, at.seq, at.group
     )]
     Stalled {
-        /// Group label.
-        group: String,
-        /// Sequence number in the group.
-        seq: u64,
-        /// The rank that waited.
-        rank: usize,
         /// What it waited for.
-        op: String,
+        at: Called,
         /// Milliseconds waited, from when the operation was first in line.
         waited_ms: u64,
         /// What its device was seen to do.
         state: String,
     },
     /// The device, or the library that runs collectives on it, reported an error.
-    #[error("rank {rank}, {op} (operation {seq} of group '{group}') failed on its device: {reason}")]
+    #[error("rank {}, {} (operation {} of group '{}') failed on its device: {reason}", at.rank, at.op, at.seq, at.group)]
     Device {
-        /// Group label.
-        group: String,
-        /// Sequence number in the group.
-        seq: u64,
-        /// The rank.
-        rank: usize,
         /// The operation.
-        op: String,
+        at: Called,
         /// What the library said, and what to do.
         reason: Arc<str>,
     },

@@ -28,6 +28,6 @@ mod stage;
 pub mod window;
 
 pub use collective::{Buffer, Collective, Pending, ReduceOp, Request};
-pub use error::{CommError, LaunchError, LinkError, RankFailure, StartError};
+pub use error::{Called, CommError, LaunchError, LinkError, RankFailure, StartError};
 pub use partition::Partition;
 pub use stage::{InvalidStage, Stage};

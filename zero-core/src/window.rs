@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 pub use crate::exposure::{Expose, Exposure, Key};
 
 use crate::CommError;
-use crate::collective::landing::Landing;
+use crate::collective::operation::At;
 use crate::collective::threads::{Run, ThreadComm};
 use crate::collective::{Buffer, Collective, DType};
 
@@ -213,6 +213,10 @@ impl<T> Window<T> {
         }
     }
 
+    fn at<'a>(&self, seq: u64, op: &'a dyn core::fmt::Display) -> At<'a> {
+        At { group: "window", seq, rank: self.rank, op }
+    }
+
     /// Whether waiting for something in this process still makes sense: an error when a rank has failed.
     ///
     /// # Errors
@@ -221,7 +225,7 @@ impl<T> Window<T> {
     pub fn check(&self, what: &dyn core::fmt::Display) -> Result<(), CommError> {
         match &self.peers {
             Peers::None => Ok(()),
-            Peers::Threads(run) => run.check("window", 0, self.rank, what, &[]),
+            Peers::Threads(run) => run.standing.check(self.at(0, what), []),
             Peers::Processes(remote) => remote.check(&what.to_string()),
         }
     }
@@ -233,21 +237,6 @@ impl<T> Window<T> {
     /// [`CommError`] when the peer has dropped the version, fails, leaves, or does not publish within the deadline.
     pub fn read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<Seen<T>, CommError> {
         self.begin_read(peer, key, what).wait()
-    }
-
-    /// As [`Window::read`], of several peers, all at once; in the order of `peers`.
-    ///
-    /// # Errors
-    ///
-    /// As [`Window::read`]'s, of the first peer that has one.
-    pub fn read_all(
-        &self,
-        peers: &[usize],
-        key: Key,
-        what: &dyn core::fmt::Display,
-    ) -> Result<Vec<Seen<T>>, CommError> {
-        let readings: Vec<Reading<'_, T>> = peers.iter().map(|&peer| self.begin_read(peer, key, what)).collect();
-        readings.into_iter().map(Reading::wait).collect()
     }
 
     /// Begins a [`Window::read`].
@@ -284,103 +273,46 @@ impl<T> Window<T> {
                 return Err(gone());
             };
             let op = format!("a gather of {what}");
-            let missing: &[usize] = if dropping { &[] } else { &[peer] };
-            run.check("window", key.version, self.rank, &op, missing)?;
+            let at = self.at(key.version, &op);
+            run.standing.check(at, (!dropping).then_some(peer))?;
             let waited = begin.elapsed();
             if waited >= run.deadline {
-                return Err(self.timeout(peer, key, op, waited));
+                return Err(at.timeout(waited, vec![peer]));
             }
             self.board.changed.wait_for(&mut published, POLL.min(run.deadline - waited));
         }
     }
 }
 
-impl<T> Window<T> {
-    fn timeout(&self, peer: usize, key: Key, op: String, waited: Duration) -> CommError {
-        let (waited_ms, missing) = (waited.as_millis() as u64, vec![peer]);
-        CommError::Timeout { group: "window".to_string(), seq: key.version, rank: self.rank, op, waited_ms, missing }
-    }
-}
-
 impl<T: Expose> Window<T> {
-    /// Several ranks' pieces of one array: `own` is copied, and `pieces` are read at once from the ranks
+    /// Several processes' pieces of one array: `own` is copied, and `pieces` are read at once from the ranks
     /// named there, straight to where they belong. Together they cover the array; each rank exposes its piece as `tag`.
     ///
     /// # Errors
     ///
     /// As [`Window::read`]'s; [`CommError::Mismatch`] where a rank exposes another tag or length, [`CommError::Shape`] when
     /// the pieces do not cover the array.
+    ///
+    /// # Panics
+    ///
+    /// Where ranks share memory ([`Window::is_remote`]).
     pub fn gather(&self, whole: Whole<'_>, key: Key, what: &dyn core::fmt::Display) -> Result<Buffer, CommError> {
         let Whole { dtype, elements, tag, own, pieces } = whole;
         let bytes = elements * dtype.size();
-        let shape = |got: String| CommError::Shape {
-            group: "window".to_string(),
-            seq: key.version,
-            rank: self.rank,
-            op: format!("a gather of {what}"),
-            expected: format!("pieces that cover {bytes} bytes once"),
-            got,
-        };
         let mut ranges: Vec<Range<usize>> = pieces.iter().map(|(_, range)| range.clone()).collect();
         ranges.extend(own.map(|(begin, part)| begin..begin + part.len()));
         ranges.retain(|range| !range.is_empty());
         ranges.sort_unstable_by_key(|range| range.start);
         let mut covered = 0;
-        for range in &ranges {
-            if range.start != covered {
-                return Err(shape(format!("{ranges:?}")));
-            }
-            covered = range.end;
+        let follows = |range: &Range<usize>| std::mem::replace(&mut covered, range.end) == range.start;
+        if !ranges.iter().all(follows) || covered != bytes {
+            let (op, expected) = (format!("a gather of {what}"), format!("pieces that cover {bytes} bytes once"));
+            return Err(self.at(key.version, &op).shape((expected, format!("{ranges:?}"))));
         }
-        if covered != bytes {
-            return Err(shape(format!("{ranges:?}")));
-        }
-        if let Peers::Processes(remote) = &self.peers {
-            return remote.gather((dtype, elements), tag, own, pieces, key, &what.to_string());
-        }
-        let all = Landing::new(dtype, elements);
-        if let Some((begin, part)) = own {
-            // SAFETY: the pieces cover the whole once (above), and this thread alone writes them.
-            unsafe { all.fill(begin, part) }
-        }
-        for (peer, range) in pieces.iter().filter(|(_, range)| !range.is_empty()) {
-            let value = self.read_here(*peer, key, what)?;
-            let begin = Instant::now();
-            let (theirs, part) = loop {
-                let failed = match value.expose() {
-                    Exposure::Ready { tag, bytes } => break (tag, bytes),
-                    Exposure::Failed(reason) => Some(reason),
-                    Exposure::Pending => None,
-                };
-                self.check(what)?;
-                let (seq, rank, peer, op) = (key.version, self.rank, *peer, format!("a gather of {what}"));
-                if let Some(reason) = failed {
-                    let group = "window".to_string();
-                    return Err(CommError::PeerFailed { group, seq, rank, op, peer, reason: reason.into() });
-                }
-                let deadline = if let Peers::Threads(run) = &self.peers { run.deadline } else { Duration::ZERO };
-                let waited = begin.elapsed();
-                if waited >= deadline {
-                    return Err(self.timeout(peer, key, op, waited));
-                }
-                std::thread::sleep(Duration::from_millis(1));
-            };
-            let part = (*part).as_ref();
-            if theirs != tag || part.len() != range.len() {
-                return Err(CommError::Mismatch {
-                    group: "window".to_string(),
-                    seq: key.version,
-                    rank: self.rank,
-                    op: format!("a gather of {what} of {tag}, {} bytes", range.len()),
-                    other_rank: *peer,
-                    other_op: format!("published {theirs}, {} bytes there", part.len()),
-                });
-            }
-            // SAFETY: as above; the part is as long as its range.
-            unsafe { all.fill(range.start, part) }
-        }
-        // SAFETY: every piece has been written, and they cover the whole.
-        Ok(unsafe { all.into_buffer() })
+        let Peers::Processes(remote) = &self.peers else {
+            panic!("ranks that share memory read each other's pieces where they lie");
+        };
+        remote.gather((dtype, elements), tag, own, pieces, key, &what.to_string())
     }
 }
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use offload_common::{LIMIT, pool, setup, small_blocks, ways};
 use zero_core::offload::{
-    Access, Buffer, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, Region, SwapFile, Work, pipeline,
-    pipeline_with,
+    Access, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, Region, SwapBuffer, SwapFile, Work,
+    pipeline, pipeline_with,
 };
 
 const ELEMS: usize = 5_003;
@@ -27,7 +27,7 @@ fn regions(file: &SwapFile, count: usize) -> Vec<Region> {
 /// Fills region after region with its number.
 fn fill(file: &SwapFile, pool: &BufferPool, regions: &[Region]) {
     let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Write)])).collect();
-    let write = |index: usize, buffers: &mut [Buffer]| {
+    let write = |index: usize, buffers: &mut [SwapBuffer]| {
         buffers[0].view_mut::<f32>().fill(index as f32);
         Ok::<(), DiskError>(())
     };
@@ -58,7 +58,7 @@ struct Fill<'a> {
 }
 
 impl Work<DiskError> for Fill<'_> {
-    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), DiskError> {
+    fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), DiskError> {
         buffers[0].view_mut::<f32>().fill(index as f32);
         self.computed += 1;
         Ok(())
@@ -105,7 +105,7 @@ fn every_overlap_gives_the_same_result_within_the_pool() {
                     })
                     .collect();
                 let mut order = Vec::new();
-                let step = |index: usize, buffers: &mut [Buffer]| {
+                let step = |index: usize, buffers: &mut [SwapBuffer]| {
                     order.push(index);
                     let [gradient, moment, output] = buffers else { panic!("three parts") };
                     assert_eq!(output.len(), ELEMS * 4);
@@ -147,7 +147,7 @@ fn an_item_that_needs_what_an_earlier_one_writes_sees_it() {
             // The same regions over and over, as fast as it goes.
             let order: Vec<usize> = (0..40).map(|step| step * step % 3).collect();
             let items: Vec<Item> = order.iter().map(|place| item(&[(regions[*place], Access::Update)])).collect();
-            let add = |_: usize, buffers: &mut [Buffer]| {
+            let add = |_: usize, buffers: &mut [SwapBuffer]| {
                 buffers[0].view_mut::<f32>().iter_mut().for_each(|value| *value += 1.0);
                 Ok::<(), DiskError>(())
             };
@@ -236,7 +236,7 @@ fn what_cannot_fit_is_refused_before_the_compute() {
     let setup = setup(&small_blocks(EngineChoice::Auto, true));
     let small = pool(2, 4096);
     let three = regions(&setup.file, 3);
-    let never = |_: usize, _: &mut [Buffer]| -> Result<(), DiskError> { panic!("nothing to compute") };
+    let never = |_: usize, _: &mut [SwapBuffer]| -> Result<(), DiskError> { panic!("nothing to compute") };
     let items = [item(&[(three[0], Access::Read), (three[1], Access::Read), (three[2], Access::Read)])];
     let error = pipeline(&setup.file, &small, &items, &options(true, true), never).unwrap_err();
     assert!(matches!(error, DiskError::FewBuffers { needed: 3, count: 2 }));
@@ -267,7 +267,7 @@ fn ranks_may_share_a_pool() {
                     .chunks(3)
                     .map(|three| item(&three.iter().map(|region| (*region, Access::Update)).collect::<Vec<_>>()))
                     .collect();
-                let add = |_: usize, buffers: &mut [Buffer]| {
+                let add = |_: usize, buffers: &mut [SwapBuffer]| {
                     buffers.iter_mut().flat_map(|buffer| buffer.view_mut::<f32>()).for_each(|value| *value += 1.0);
                     Ok::<(), DiskError>(())
                 };

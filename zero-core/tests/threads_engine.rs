@@ -222,7 +222,7 @@ fn trouble_in_a_part_of_a_group_is_everyones() {
             _ => comm.barrier(),
         };
         let failed = waited.unwrap_err();
-        assert!(matches!(&failed, CommError::PeerFailed { peer: 1, rank, .. } if *rank == comm.rank()), "{failed}");
+        assert!(matches!(&failed, CommError::PeerFailed { peer: 1, at, .. } if at.rank == comm.rank()), "{failed}");
         Err::<(), _>(failed)
     })
     .unwrap_err();

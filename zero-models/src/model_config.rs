@@ -93,6 +93,23 @@ impl ModelConfig {
         }
     }
 
+    /// The sizes that the arrays of the family have by this configuration; none of one that lists its parameters itself.
+    pub fn widths(&self) -> Vec<usize> {
+        match self {
+            Self::Gpt2(config) => vec![config.vocab_size, config.n_positions, config.n_embd, config.inner_width()],
+            Self::Bert(config) => {
+                vec![config.vocab_size, config.max_position_embeddings, config.hidden_size, config.intermediate_size]
+            }
+            Self::Bart(config) => {
+                vec![config.vocab_size, config.d_model, config.encoder_ffn_dim, config.decoder_ffn_dim]
+            }
+            Self::Llama(config) => {
+                vec![config.vocab_size, config.hidden_size, config.intermediate_size, config.query_width()]
+            }
+            Self::Module(_) | Self::Adapted(_) => Vec::new(),
+        }
+    }
+
     /// Whether an adapter of PEFT lies in a folder; what was adapted then, if its file names a folder.
     pub fn adapter_base(dir: &Path) -> Option<Option<PathBuf>> {
         let text = std::fs::read_to_string(dir.join(crate::lora::CONFIG)).ok()?;

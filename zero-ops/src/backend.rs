@@ -12,16 +12,16 @@ use burn_std::{FloatDType, Shape};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
 
-/// The type of an operand or result by its kind.
+/// The type of an operand or result by its kind, and its backend.
 macro_rules! ty {
-    (float) => { FloatTensor<Self> };
-    (opt_float) => { Option<FloatTensor<Self>> };
-    (int) => { IntTensor<Self> };
-    (float_float) => { (FloatTensor<Self>, FloatTensor<Self>) };
-    (float_float_float) => { (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) };
-    (float_opt_float) => { (FloatTensor<Self>, Option<FloatTensor<Self>>) };
-    (three_floats) => { [FloatTensor<Self>; 3] };
-    (($plain:ty)) => { $plain };
+    (float, $of:ty) => { FloatTensor<$of> };
+    (opt_float, $of:ty) => { Option<FloatTensor<$of>> };
+    (int, $of:ty) => { IntTensor<$of> };
+    (float_float, $of:ty) => { (FloatTensor<$of>, FloatTensor<$of>) };
+    (float_float_float, $of:ty) => { (FloatTensor<$of>, FloatTensor<$of>, FloatTensor<$of>) };
+    (float_opt_float, $of:ty) => { (FloatTensor<$of>, Option<FloatTensor<$of>>) };
+    (three_floats, $of:ty) => { [FloatTensor<$of>; 3] };
+    (($plain:ty), $of:ty) => { $plain };
 }
 
 /// An implementation of the trait, its operations written as in it.
@@ -29,7 +29,7 @@ macro_rules! implement {
     ([$($generics:tt)*] $backend:ty;
      $($(#[$meta:meta])* fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $body:block)*) => {
         impl<$($generics)*> FusedBackend for $backend {
-            $($(#[$meta])* fn $name($($arg: ty!($kind)),*) -> ty!($ret) $body)*
+            $($(#[$meta])* fn $name($($arg: ty!($kind, Self)),*) -> ty!($ret, Self) $body)*
         }
     };
 }
@@ -44,7 +44,7 @@ macro_rules! operations {
     ) => {
         $(#[$about])*
         pub trait FusedBackend: Backend {
-            $($(#[$meta])* fn $name($($arg: ty!($kind)),*) -> ty!($ret) $body)*
+            $($(#[$meta])* fn $name($($arg: ty!($kind, Self)),*) -> ty!($ret, Self) $body)*
             $($own)*
         }
 

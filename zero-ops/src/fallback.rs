@@ -5,10 +5,190 @@ use burn::tensor::{Bool, FloatDType, Int, Tensor, TensorPrimitive, activation, s
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, TensorMetadata};
 
+use crate::backend::ty;
 use crate::options::{AttentionOptions, Gelu};
 
 /// The score of a key that comes after a row: far below those that a mask hides, and finite in 16 bit too.
 const FUTURE: f64 = -6.5e4;
+
+/// Operations of any backend, written as in the trait.
+macro_rules! bodies {
+    ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $body:block)*) => {
+        $($(#[$meta])* pub(crate) fn $name<B: Backend>($($arg: ty!($kind, B)),*) -> ty!($ret, B) $body)*
+    };
+}
+
+bodies! {
+    fn fused_linear(x: float, weight: float, bias: opt_float, residual: opt_float) -> float {
+        let out = B::linear(x, weight, bias);
+        match residual {
+            Some(residual) => B::float_add(out, residual),
+            None => out,
+        }
+    }
+
+    fn layer_norm_forward(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float_float_float {
+        let (centred, mean, rstd) = normed::<B>(wrap(x), epsilon);
+        let mut out = centred * rstd.clone() * row::<B>(gamma);
+        if let Some(beta) = beta {
+            out = out + row::<B>(beta);
+        }
+        let [n, _] = mean.dims();
+        (unwrap(out), unwrap(mean.reshape([n])), unwrap(rstd.reshape([n])))
+    }
+
+    fn layer_norm_backward(x: float, gamma: float, mean: float, rstd: float, grad: float) -> float_float_float {
+        let x: Tensor<B, 2> = wrap(x);
+        let grad: Tensor<B, 2> = wrap(grad);
+        let [n, d] = x.dims();
+        let rstd: Tensor<B, 2> = wrap::<B, 1>(rstd).reshape([n, 1]);
+        let normed = (x - wrap::<B, 1>(mean).reshape([n, 1])) * rstd.clone();
+        let d_beta = grad.clone().sum_dim(0).reshape([d]);
+        let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).reshape([d]);
+        let g = grad * row::<B>(gamma);
+        let along = (g.clone() * normed.clone()).mean_dim(1);
+        let dx = (g.clone() - g.mean_dim(1) - normed * along) * rstd;
+        (unwrap(dx), unwrap(d_gamma), unwrap(d_beta))
+    }
+
+    fn rms_norm_forward(x: float, gamma: float, epsilon: (f64)) -> float_float {
+        let x: Tensor<B, 2> = wrap(x);
+        let [n, _] = x.dims();
+        let rrms = ((x.clone() * x.clone()).mean_dim(1) + epsilon).sqrt().recip();
+        (unwrap(x * rrms.clone() * row::<B>(gamma)), unwrap(rrms.reshape([n])))
+    }
+
+    fn rms_norm_backward(x: float, gamma: float, rrms: float, grad: float) -> float_float {
+        let (x, grad): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x), wrap(grad));
+        let [n, d] = x.dims();
+        let rrms: Tensor<B, 2> = wrap::<B, 1>(rrms).reshape([n, 1]);
+        let normed = x * rrms.clone();
+        let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).reshape([d]);
+        let g = grad * row::<B>(gamma);
+        let along = (g.clone() * normed.clone()).mean_dim(1);
+        (unwrap((g - normed * along) * rrms), unwrap(d_gamma))
+    }
+
+    fn fused_rotary(x: float, cos: float, sin: float, back: (bool)) -> float {
+        let (x, cos, sin): (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) = (wrap(x), wrap(cos), wrap(sin));
+        let ([n, d], [t, half]) = (x.dims(), cos.dims());
+        let sin = if back { sin.neg() } else { sin };
+        let [cos, sin] = [cos, sin].map(|angles| angles.reshape([1, t, 1, half]));
+        let x = x.reshape([n / t, t, d / (2 * half), 2 * half]);
+        let [a, b] = [0, half].map(|first| x.clone().slice(s![.., .., .., first..first + half]));
+        let turned = vec![a.clone() * cos.clone() - b.clone() * sin.clone(), b * cos + a * sin];
+        unwrap::<B, 2>(Tensor::cat(turned, 3).reshape([n, d]))
+    }
+
+    fn fused_swiglu(gate: float, up: float) -> float {
+        unwrap(activation::silu(wrap::<B, 2>(gate)) * wrap(up))
+    }
+
+    fn swiglu_backward(gate: float, up: float, grad: float) -> float_float {
+        let (gate, up, grad): (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) = (wrap(gate), wrap(up), wrap(grad));
+        let share = activation::sigmoid(gate.clone());
+        let silu = gate * share.clone();
+        let slope = share.clone() + silu.clone() - silu.clone() * share;
+        (unwrap(grad.clone() * up * slope), unwrap(grad * silu))
+    }
+
+    fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
+        let x = biased::<B>(x, bias);
+        unwrap(match kind {
+            Gelu::Erf => activation::gelu(x),
+            Gelu::Tanh => {
+                let gate = gate(x.clone());
+                x * gate
+            }
+        })
+    }
+
+    fn gelu_backward_fused(kind: (Gelu), x: float, bias: opt_float, grad: float) -> float_opt_float {
+        let has_bias = bias.is_some();
+        let x = biased::<B>(x, bias);
+        let dx = match kind {
+            Gelu::Erf => {
+                let density = (x.clone() * x.clone() * -0.5).exp() * (0.5 * SQRT_2_OVER_PI);
+                let below = (x.clone() * std::f64::consts::FRAC_1_SQRT_2).erf() * 0.5 + 0.5;
+                below + x * density
+            }
+            Gelu::Tanh => {
+                let gate = gate(x.clone());
+                let slope = (x.clone() * x.clone()) * (6.0 * CUBIC * SQRT_2_OVER_PI) + 2.0 * SQRT_2_OVER_PI;
+                gate.clone() + x * slope * (gate.clone() - gate.clone() * gate)
+            }
+        };
+        let dx = dx * wrap(grad);
+        let [_, f] = dx.dims();
+        let d_bias = has_bias.then(|| unwrap::<B, 1>(dx.clone().sum_dim(0).reshape([f])));
+        (unwrap(dx), d_bias)
+    }
+
+    fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
+        let e = head_width::<B>(&q, options);
+        let scores = scores(split::<B>(q, e, options), split::<B>(k, e, options), mask, options);
+        let largest = scores.clone().max_dim(3);
+        let exponentials = (scores - largest.clone()).exp();
+        let sums = exponentials.clone().sum_dim(3);
+        let [b, h, t, _] = sums.dims();
+        let lse = (sums.clone().log() + largest).reshape([b, h, t]);
+        let v = split::<B>(v, e, options);
+        let out = by_query(by_key(exponentials / sums, v.dims()[1]).matmul(v), h);
+        (join(out), unwrap(lse))
+    }
+
+    #[allow(clippy::too_many_arguments)] // As the method that this is the body of.
+    fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
+                          options: (AttentionOptions)) -> three_floats {
+        let e = head_width::<B>(&q, options);
+        let [q, k, v, out, grad] = [q, k, v, out, grad].map(|x| split::<B>(x, e, options));
+        let ([_, h, ..], [_, kv, ..]) = (q.dims(), k.dims());
+        let lse = wrap::<B, 3>(lse).unsqueeze_dim::<4>(3);
+        let probabilities = (scores(q.clone(), k.clone(), mask, options) - lse).exp();
+        let dv = by_key(probabilities.clone(), kv).transpose().matmul(by_key(grad.clone(), kv));
+        let along = (grad.clone() * out).sum_dim(3);
+        let d_probabilities = by_query(by_key(grad, kv).matmul(v.transpose()), h);
+        let d_scores = by_key(probabilities * (d_probabilities - along) * options.scale, kv);
+        let dq = by_query(d_scores.clone().matmul(k), h);
+        let dk = d_scores.transpose().matmul(by_key(q, kv));
+        [dq, dk, dv].map(join)
+    }
+
+    fn fused_embedding_backward(ids: int, grad: float, rows: (usize)) -> float {
+        let grad: Tensor<B, 2> = wrap(grad);
+        let [_, d] = grad.dims();
+        let table = Tensor::<B, 2>::zeros([rows, d], (&grad.device(), grad.dtype()));
+        B::float_select_add(unwrap(table), 0, ids, unwrap(grad))
+    }
+
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
+        let predictions = predictions::<B>(x, weight, targets, ignored);
+        let counted = predictions.counts.clone().sum().clamp_min(1.0);
+        unwrap(mean_loss(&predictions, counted))
+    }
+
+    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int,
+                                           ignored: (Option<i64>)) -> float_float_float {
+        let (of_x, of_weight): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x.clone()), wrap(weight.clone()));
+        let predictions = predictions::<B>(x, weight, targets, ignored);
+        let counted = predictions.counts.clone().sum().clamp_min(1.0);
+        let loss = mean_loss(&predictions, counted.clone());
+        let Predictions { logits, lse, targets, counts } = predictions;
+        let shares = counts / counted.reshape([1, 1]);
+        let d_logits = (logits - lse).exp() * shares.clone();
+        let d_logits = d_logits.scatter(1, targets, shares.neg(), burn::tensor::IndexingUpdateOp::Add);
+        let full: FloatDType = d_logits.dtype().into();
+        let dx = d_logits.clone().matmul(of_weight.cast(full));
+        let d_weight = d_logits.transpose().matmul(of_x.cast(full));
+        (unwrap(loss), unwrap(dx), unwrap(d_weight))
+    }
+
+    fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float {
+        let x: Tensor<B, 2> = wrap(x);
+        let factor = wrap::<B, 1>(factor).reshape([1, 1]).cast(FloatDType::from(x.dtype()));
+        unwrap((x * factor).cast(dtype))
+    }
+}
 
 pub(crate) fn wrap<B: Backend, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))
@@ -22,119 +202,12 @@ fn row<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
     wrap::<B, 1>(x).unsqueeze::<2>()
 }
 
-pub(crate) fn fused_linear<B: Backend>(
-    x: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    bias: Option<FloatTensor<B>>,
-    residual: Option<FloatTensor<B>>,
-) -> FloatTensor<B> {
-    let out = B::linear(x, weight, bias);
-    match residual {
-        Some(residual) => B::float_add(out, residual),
-        None => out,
-    }
-}
-
-pub(crate) fn layer_norm_forward<B: Backend>(
-    x: FloatTensor<B>,
-    gamma: FloatTensor<B>,
-    beta: Option<FloatTensor<B>>,
-    epsilon: f64,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
-    let (centred, mean, rstd) = normed::<B>(wrap(x), epsilon);
-    let mut out = centred * rstd.clone() * row::<B>(gamma);
-    if let Some(beta) = beta {
-        out = out + row::<B>(beta);
-    }
-    let [n, _] = mean.dims();
-    (unwrap(out), unwrap(mean.reshape([n])), unwrap(rstd.reshape([n])))
-}
-
 /// `x - mean`, and mean and reciprocal standard deviation as columns.
 fn normed<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) {
     let mean = x.clone().mean_dim(1);
     let centred = x - mean.clone();
     let variance = (centred.clone() * centred.clone()).mean_dim(1);
     (centred, mean, (variance + epsilon).sqrt().recip())
-}
-
-pub(crate) fn layer_norm_backward<B: Backend>(
-    x: FloatTensor<B>,
-    gamma: FloatTensor<B>,
-    mean: FloatTensor<B>,
-    rstd: FloatTensor<B>,
-    grad: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
-    let x: Tensor<B, 2> = wrap(x);
-    let grad: Tensor<B, 2> = wrap(grad);
-    let [n, d] = x.dims();
-    let rstd: Tensor<B, 2> = wrap::<B, 1>(rstd).reshape([n, 1]);
-    let normed = (x - wrap::<B, 1>(mean).reshape([n, 1])) * rstd.clone();
-    let d_beta = grad.clone().sum_dim(0).reshape([d]);
-    let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).reshape([d]);
-    let g = grad * row::<B>(gamma);
-    let along = (g.clone() * normed.clone()).mean_dim(1);
-    let dx = (g.clone() - g.mean_dim(1) - normed * along) * rstd;
-    (unwrap(dx), unwrap(d_gamma), unwrap(d_beta))
-}
-
-pub(crate) fn rms_norm_forward<B: Backend>(
-    x: FloatTensor<B>,
-    gamma: FloatTensor<B>,
-    epsilon: f64,
-) -> (FloatTensor<B>, FloatTensor<B>) {
-    let x: Tensor<B, 2> = wrap(x);
-    let [n, _] = x.dims();
-    let rrms = ((x.clone() * x.clone()).mean_dim(1) + epsilon).sqrt().recip();
-    (unwrap(x * rrms.clone() * row::<B>(gamma)), unwrap(rrms.reshape([n])))
-}
-
-pub(crate) fn rms_norm_backward<B: Backend>(
-    x: FloatTensor<B>,
-    gamma: FloatTensor<B>,
-    rrms: FloatTensor<B>,
-    grad: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>) {
-    let (x, grad): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x), wrap(grad));
-    let [n, d] = x.dims();
-    let rrms: Tensor<B, 2> = wrap::<B, 1>(rrms).reshape([n, 1]);
-    let normed = x * rrms.clone();
-    let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).reshape([d]);
-    let g = grad * row::<B>(gamma);
-    let along = (g.clone() * normed.clone()).mean_dim(1);
-    (unwrap((g - normed * along) * rrms), unwrap(d_gamma))
-}
-
-pub(crate) fn fused_rotary<B: Backend>(
-    x: FloatTensor<B>,
-    cos: FloatTensor<B>,
-    sin: FloatTensor<B>,
-    back: bool,
-) -> FloatTensor<B> {
-    let (x, cos, sin): (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) = (wrap(x), wrap(cos), wrap(sin));
-    let ([n, d], [t, half]) = (x.dims(), cos.dims());
-    let sin = if back { sin.neg() } else { sin };
-    let [cos, sin] = [cos, sin].map(|angles| angles.reshape([1, t, 1, half]));
-    let x = x.reshape([n / t, t, d / (2 * half), 2 * half]);
-    let [a, b] = [0, half].map(|first| x.clone().slice(s![.., .., .., first..first + half]));
-    let turned = vec![a.clone() * cos.clone() - b.clone() * sin.clone(), b * cos + a * sin];
-    unwrap::<B, 2>(Tensor::cat(turned, 3).reshape([n, d]))
-}
-
-pub(crate) fn fused_swiglu<B: Backend>(gate: FloatTensor<B>, up: FloatTensor<B>) -> FloatTensor<B> {
-    unwrap(activation::silu(wrap::<B, 2>(gate)) * wrap(up))
-}
-
-pub(crate) fn swiglu_backward<B: Backend>(
-    gate: FloatTensor<B>,
-    up: FloatTensor<B>,
-    grad: FloatTensor<B>,
-) -> (FloatTensor<B>, FloatTensor<B>) {
-    let (gate, up, grad): (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) = (wrap(gate), wrap(up), wrap(grad));
-    let share = activation::sigmoid(gate.clone());
-    let silu = gate * share.clone();
-    let slope = share.clone() + silu.clone() - silu.clone() * share;
-    (unwrap(grad.clone() * up * slope), unwrap(grad * silu))
 }
 
 /// `sqrt(2 / pi)`
@@ -149,47 +222,10 @@ fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> Tensor
     }
 }
 
-pub(crate) fn fused_gelu<B: Backend>(kind: Gelu, x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> FloatTensor<B> {
-    let x = biased::<B>(x, bias);
-    unwrap(match kind {
-        Gelu::Erf => activation::gelu(x),
-        Gelu::Tanh => {
-            let gate = gate(x.clone());
-            x * gate
-        }
-    })
-}
-
 /// `0.5 (1 + tanh(y)) = sigmoid(2 y)` of the tanh formula.
 fn gate<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let slope = (x.clone() * x.clone()) * (2.0 * CUBIC * SQRT_2_OVER_PI) + 2.0 * SQRT_2_OVER_PI;
     activation::sigmoid(x * slope)
-}
-
-pub(crate) fn gelu_backward_fused<B: Backend>(
-    kind: Gelu,
-    x: FloatTensor<B>,
-    bias: Option<FloatTensor<B>>,
-    grad: FloatTensor<B>,
-) -> (FloatTensor<B>, Option<FloatTensor<B>>) {
-    let has_bias = bias.is_some();
-    let x = biased::<B>(x, bias);
-    let dx = match kind {
-        Gelu::Erf => {
-            let density = (x.clone() * x.clone() * -0.5).exp() * (0.5 * SQRT_2_OVER_PI);
-            let below = (x.clone() * std::f64::consts::FRAC_1_SQRT_2).erf() * 0.5 + 0.5;
-            below + x * density
-        }
-        Gelu::Tanh => {
-            let gate = gate(x.clone());
-            let slope = (x.clone() * x.clone()) * (6.0 * CUBIC * SQRT_2_OVER_PI) + 2.0 * SQRT_2_OVER_PI;
-            gate.clone() + x * slope * (gate.clone() - gate.clone() * gate)
-        }
-    };
-    let dx = dx * wrap(grad);
-    let [_, f] = dx.dims();
-    let d_bias = has_bias.then(|| unwrap::<B, 1>(dx.clone().sum_dim(0).reshape([f])));
-    (unwrap(dx), d_bias)
 }
 
 /// Rows `[n, 3 d]` to three times `[n, d]`.
@@ -264,61 +300,6 @@ fn head_width<B: Backend>(q: &FloatTensor<B>, options: AttentionOptions) -> usiz
     q.shape()[1] / options.heads
 }
 
-pub(crate) fn attention_forward<B: Backend>(
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
-    mask: Option<FloatTensor<B>>,
-    options: AttentionOptions,
-) -> (FloatTensor<B>, FloatTensor<B>) {
-    let e = head_width::<B>(&q, options);
-    let scores = scores(split::<B>(q, e, options), split::<B>(k, e, options), mask, options);
-    let largest = scores.clone().max_dim(3);
-    let exponentials = (scores - largest.clone()).exp();
-    let sums = exponentials.clone().sum_dim(3);
-    let [b, h, t, _] = sums.dims();
-    let lse = (sums.clone().log() + largest).reshape([b, h, t]);
-    let v = split::<B>(v, e, options);
-    let out = by_query(by_key(exponentials / sums, v.dims()[1]).matmul(v), h);
-    (join(out), unwrap(lse))
-}
-
-#[allow(clippy::too_many_arguments)] // As the method that this is the body of.
-pub(crate) fn attention_backward<B: Backend>(
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
-    mask: Option<FloatTensor<B>>,
-    out: FloatTensor<B>,
-    lse: FloatTensor<B>,
-    grad: FloatTensor<B>,
-    options: AttentionOptions,
-) -> [FloatTensor<B>; 3] {
-    let e = head_width::<B>(&q, options);
-    let [q, k, v, out, grad] = [q, k, v, out, grad].map(|x| split::<B>(x, e, options));
-    let ([_, h, ..], [_, kv, ..]) = (q.dims(), k.dims());
-    let lse = wrap::<B, 3>(lse).unsqueeze_dim::<4>(3);
-    let probabilities = (scores(q.clone(), k.clone(), mask, options) - lse).exp();
-    let dv = by_key(probabilities.clone(), kv).transpose().matmul(by_key(grad.clone(), kv));
-    let along = (grad.clone() * out).sum_dim(3);
-    let d_probabilities = by_query(by_key(grad, kv).matmul(v.transpose()), h);
-    let d_scores = by_key(probabilities * (d_probabilities - along) * options.scale, kv);
-    let dq = by_query(d_scores.clone().matmul(k), h);
-    let dk = d_scores.transpose().matmul(by_key(q, kv));
-    [dq, dk, dv].map(join)
-}
-
-pub(crate) fn fused_embedding_backward<B: Backend>(
-    ids: IntTensor<B>,
-    grad: FloatTensor<B>,
-    rows: usize,
-) -> FloatTensor<B> {
-    let grad: Tensor<B, 2> = wrap(grad);
-    let [_, d] = grad.dims();
-    let table = Tensor::<B, 2>::zeros([rows, d], (&grad.device(), grad.dtype()));
-    B::float_select_add(unwrap(table), 0, ids, unwrap(grad))
-}
-
 /// What a row's loss and its gradient are made of.
 struct Predictions<B: Backend> {
     /// Logits in fp32: a mean over thousands of rows needs more digits than 16 bit have.
@@ -359,41 +340,4 @@ fn mean_loss<B: Backend>(predictions: &Predictions<B>, counted: Tensor<B, 1>) ->
     let Predictions { logits, lse, targets, counts } = predictions;
     let losses = (lse.clone() - logits.clone().gather(1, targets.clone())) * counts.clone();
     losses.sum() / counted
-}
-
-pub(crate) fn fused_linear_cross_entropy<B: Backend>(
-    x: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    targets: IntTensor<B>,
-    ignored: Option<i64>,
-) -> FloatTensor<B> {
-    let predictions = predictions::<B>(x, weight, targets, ignored);
-    let counted = predictions.counts.clone().sum().clamp_min(1.0);
-    unwrap(mean_loss(&predictions, counted))
-}
-
-pub(crate) fn linear_cross_entropy_with_gradients<B: Backend>(
-    x: FloatTensor<B>,
-    weight: FloatTensor<B>,
-    targets: IntTensor<B>,
-    ignored: Option<i64>,
-) -> (FloatTensor<B>, FloatTensor<B>, FloatTensor<B>) {
-    let (of_x, of_weight): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x.clone()), wrap(weight.clone()));
-    let predictions = predictions::<B>(x, weight, targets, ignored);
-    let counted = predictions.counts.clone().sum().clamp_min(1.0);
-    let loss = mean_loss(&predictions, counted.clone());
-    let Predictions { logits, lse, targets, counts } = predictions;
-    let shares = counts / counted.reshape([1, 1]);
-    let d_logits = (logits - lse).exp() * shares.clone();
-    let d_logits = d_logits.scatter(1, targets, shares.neg(), burn::tensor::IndexingUpdateOp::Add);
-    let full: FloatDType = d_logits.dtype().into();
-    let dx = d_logits.clone().matmul(of_weight.cast(full));
-    let d_weight = d_logits.transpose().matmul(of_x.cast(full));
-    (unwrap(loss), unwrap(dx), unwrap(d_weight))
-}
-
-pub(crate) fn scaled_by<B: Backend>(x: FloatTensor<B>, factor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    let x: Tensor<B, 2> = wrap(x);
-    let factor = wrap::<B, 1>(factor).reshape([1, 1]).cast(FloatDType::from(x.dtype()));
-    unwrap((x * factor).cast(dtype))
 }

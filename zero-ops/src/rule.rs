@@ -1,10 +1,13 @@
 //! Update rules of optimizers, and what each keeps.
 
+use serde::{Deserialize, Serialize};
+
 /// How a parameter is updated by its gradient.
 ///
 /// `lr` below is the learning rate of the step, `g` the gradient, `p` the parameter, `t` the number of the step from 1.
-/// Defaults of [`Rule::adamw`] and the like are PyTorch's.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// Defaults of [`Rule::adamw`] and the like are PyTorch's. Serialized, it is DeepSpeed's section `optimizer` but for the betas.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", content = "params")]
 pub enum Rule {
     /// `m = beta_1 m + (1 - beta_1) g`, `v = beta_2 v + (1 - beta_2) g^2`,
     /// `p = p (1 - lr weight_decay) - lr (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`: *Decoupled Weight
@@ -16,6 +19,7 @@ pub enum Rule {
         /// Decay of the mean of squared gradients.
         beta_2: f32,
         /// Added to the square root of the second moment.
+        #[serde(rename = "eps")]
         epsilon: f32,
         /// Decoupled weight decay.
         weight_decay: f32,
@@ -30,6 +34,7 @@ pub enum Rule {
         /// Decay of the mean of squared gradients.
         beta_2: f32,
         /// Added to the square root of the second moment.
+        #[serde(rename = "eps")]
         epsilon: f32,
         /// L2 penalty.
         weight_decay: f32,
@@ -46,6 +51,7 @@ pub enum Rule {
         /// Decay of the mean of squared gradients.
         beta_2: f32,
         /// Added to the square root of the second moment.
+        #[serde(rename = "eps")]
         epsilon: f32,
         /// Weight decay, a part of the update.
         weight_decay: f32,
@@ -58,6 +64,7 @@ pub enum Rule {
     },
     /// `b = momentum b + g` (`b = g` at first), `p = p - lr b`, with Nesterov `p = p - lr (g + momentum b)`; without
     /// momentum `p = p - lr g`. `weight_decay p` is added to the gradient.
+    #[serde(rename = "SGD")]
     Sgd {
         /// Decay of the sum of gradients; 0 keeps no state.
         momentum: f32,
@@ -80,6 +87,7 @@ pub enum Rule {
     /// <https://jmlr.org/papers/v12/duchi11a.html>. `weight_decay p` is added to the gradient.
     Adagrad {
         /// Added to the square root of the sum.
+        #[serde(rename = "eps")]
         epsilon: f32,
         /// L2 penalty.
         weight_decay: f32,
@@ -126,8 +134,19 @@ impl Rule {
     }
 
     /// Its weight decay.
-    pub fn weight_decay(&self) -> f32 {
-        match *self {
+    pub fn weight_decay(mut self) -> f32 {
+        *self.decay()
+    }
+
+    /// The same rule with another weight decay.
+    #[must_use]
+    pub fn with_weight_decay(mut self, value: f32) -> Self {
+        *self.decay() = value;
+        self
+    }
+
+    fn decay(&mut self) -> &mut f32 {
+        match self {
             Rule::AdamW { weight_decay, .. }
             | Rule::Adam { weight_decay, .. }
             | Rule::Lamb { weight_decay, .. }
@@ -135,20 +154,6 @@ impl Rule {
             | Rule::Lion { weight_decay, .. }
             | Rule::Adagrad { weight_decay, .. } => weight_decay,
         }
-    }
-
-    /// The same rule with another weight decay.
-    #[must_use]
-    pub fn with_weight_decay(mut self, value: f32) -> Self {
-        match &mut self {
-            Rule::AdamW { weight_decay, .. }
-            | Rule::Adam { weight_decay, .. }
-            | Rule::Lamb { weight_decay, .. }
-            | Rule::Sgd { weight_decay, .. }
-            | Rule::Lion { weight_decay, .. }
-            | Rule::Adagrad { weight_decay, .. } => *weight_decay = value,
-        }
-        self
     }
 
     /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta; a rule without momentum keeps none.

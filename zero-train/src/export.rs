@@ -188,36 +188,17 @@ pub(crate) fn model_of(
 fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> Result<(), String> {
     /// Of a base, whose tensors are elsewhere.
     const MOST_LAYERS: usize = 1 << 16;
-    let (layers, widths) = match model {
-        ModelConfig::Gpt2(model) => {
-            (model.n_layer, [model.vocab_size, model.n_positions, model.n_embd, model.inner_width()])
-        }
-        ModelConfig::Bert(model) => (
-            model.num_hidden_layers,
-            [model.vocab_size, model.max_position_embeddings, model.hidden_size, model.intermediate_size],
-        ),
-        ModelConfig::Adapted(adapted) => {
-            let layers = adapted.base.blocks();
-            let fits = layers <= MOST_LAYERS;
-            return if fits { Ok(()) } else { Err(format!("{layers} layers, expected at most {MOST_LAYERS}")) };
-        }
-        ModelConfig::Bart(model) => (
-            model.encoder_layers.max(model.decoder_layers),
-            [model.vocab_size, model.d_model, model.encoder_ffn_dim, model.decoder_ffn_dim],
-        ),
-        ModelConfig::Llama(model) => (
-            model.num_hidden_layers,
-            [model.vocab_size, model.hidden_size, model.intermediate_size, model.query_width()],
-        ),
-        // It lists its parameters itself.
-        ModelConfig::Module(_) => return Ok(()),
-    };
+    let layers = model.blocks();
+    if matches!(model, ModelConfig::Adapted(_)) {
+        let fits = layers <= MOST_LAYERS;
+        return if fits { Ok(()) } else { Err(format!("{layers} layers, expected at most {MOST_LAYERS}")) };
+    }
     if layers > tensors.len() {
         return Err(format!("{layers} layers, and {} tensors in all", tensors.len()));
     }
     let widest =
         tensors.values().flat_map(|tensor| &tensor.shape).max().map_or(0, |&widest| widest).min(u32::MAX as usize);
-    match widths.into_iter().find(|width| *width > widest) {
+    match model.widths().into_iter().find(|width| *width > widest) {
         Some(width) => Err(format!("a width of {width}, and no tensor wider than {widest}")),
         None => Ok(()),
     }

@@ -24,7 +24,7 @@ use zero_ops::Shared;
 
 use crate::mover::For;
 use crate::random::sign;
-use crate::tier::{Disk, Home, Stored, fetch};
+use crate::tier::{Home, Stored, SwapDisk, fetch};
 use crate::trouble::{or_stop, raise};
 use crate::values::{flat, read, tag};
 use patience::Patience;
@@ -343,7 +343,7 @@ impl<B: Backend> Cell<B> {
 
     /// Moves the piece to the disk, wherever pieces of this kind are kept; whether it was in memory. Nobody reads it
     /// meanwhile.
-    pub(crate) fn park(&self, disk: &Arc<Disk>) -> Result<bool, DiskError> {
+    pub(crate) fn park(&self, disk: &Arc<SwapDisk>) -> Result<bool, DiskError> {
         let is_moved = self.partition.len(self.place()) > 0 && self.settled().stored().is_none();
         let parked = match is_moved {
             true => Some(Piece::Stored(Stored::Disk(disk.store(read::<B>(self.local()).as_bytes())?))),
@@ -455,7 +455,7 @@ impl<B: Backend> Cell<B> {
 
     /// As [`Cell::stored`], but for what is on a disk for a while only, which is not the one that updates work on.
     pub(crate) fn kept_elsewhere(&self) -> Option<Stored> {
-        let is_own = |disk: &Arc<Disk>| self.rank.disk.as_ref().is_some_and(|own| Arc::ptr_eq(own, disk));
+        let is_own = |disk: &Arc<SwapDisk>| self.rank.disk.as_ref().is_some_and(|own| Arc::ptr_eq(own, disk));
         self.stored().filter(|stored| match stored {
             Stored::Host(_) => true,
             Stored::Disk(on_disk) => is_own(&on_disk.disk),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use burn_backend::Backend;
 use crossbeam_channel::RecvTimeoutError;
-use zero_core::CommError;
+use zero_core::{Called, CommError};
 
 use super::rank::Rank;
 use crate::trouble::stop;
@@ -43,10 +43,7 @@ impl Patience {
             return rank.window.check(what);
         }
         Err(CommError::Timeout {
-            group: "the rank's own threads".into(),
-            seq: settles,
-            rank: rank.index,
-            op: what.to_string(),
+            at: Called::new("the rank's own threads", settles, rank.index, what),
             waited_ms: self.begin.elapsed().as_millis() as u64,
             missing: (0..rank.world).filter(|&other| other != rank.index || rank.world == 1).collect(),
         })

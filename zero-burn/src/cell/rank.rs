@@ -19,7 +19,7 @@ use super::{Cell, Kind};
 use crate::config::{Tier, ZeroConfig};
 use crate::gauges::Gauges;
 use crate::mover::Mover;
-use crate::tier::{Disk, Home};
+use crate::tier::{Home, SwapDisk};
 
 /// One rank, as all that belongs to it knows it. One field each: what is settled at the start first, then what changes.
 pub(crate) struct Rank<B: Backend> {
@@ -37,7 +37,7 @@ pub(crate) struct Rank<B: Backend> {
     /// Moves pieces from and to where they are kept, if that is not with the backend.
     pub(crate) mover: Mover,
     /// Where pieces lie that are not kept in memory.
-    pub(crate) disk: Option<Arc<Disk>>,
+    pub(crate) disk: Option<Arc<SwapDisk>>,
     pub(crate) wire: Arc<WireCounter>,
     pub(crate) gauges: Gauges,
     pub(crate) ahead: Ahead,
@@ -73,7 +73,7 @@ impl<B: Backend> Rank<B> {
         gathers_together: bool,
         deadline: Duration,
         window: Window<Cell<B>>,
-        (disk, mover): (Option<Arc<Disk>>, Mover),
+        (disk, mover): (Option<Arc<SwapDisk>>, Mover),
         wire: Arc<WireCounter>,
     ) -> Arc<Self> {
         let updates_beside = disk.is_some() || (config.offload.uses(Tier::Host) && !zero_ops::is_host::<B>());
@@ -187,7 +187,7 @@ impl<B: Backend> Rank<B> {
     }
 
     /// The disk, if pieces of this kind and size are kept there.
-    pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<Disk>> {
+    pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<SwapDisk>> {
         match self.home(kind, bytes, slot) {
             Home::Disk(disk) => Some(disk),
             Home::Backend | Home::Host => None,

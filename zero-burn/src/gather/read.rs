@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn_backend::Backend;
-use zero_core::CommError;
 use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
+use zero_core::{Called, CommError};
 
 use crate::cell::Cell;
 use crate::mover::For;
@@ -34,10 +34,12 @@ pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTens
             let peer = rank.window.read(owner, key, cell)?.here().expect("ranks of one process show what they have");
             if peer.shape != cell.shape || peer.dtype != cell.dtype {
                 return Err(CommError::Mismatch {
-                    group: "window".into(),
-                    seq: key.object,
-                    rank: rank.index,
-                    op: format!("a gather of {cell} of {:?}", cell.dtype),
+                    at: Called::new(
+                        "window",
+                        key.object,
+                        rank.index,
+                        format!("a gather of {cell} of {:?}", cell.dtype),
+                    ),
                     other_rank: owner,
                     other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
                 });

@@ -43,6 +43,11 @@ macro_rules! ty {
     (float_float_float) => { (ty!(float), ty!(float), ty!(float)) };
     (float_opt_float) => { (ty!(float), Option<ty!(float)>) };
     (three_floats) => { [ty!(float); 3] };
+    (deform_conv2d_gradients) => { burn_backend::ops::DeformConv2dBackward<Self> };
+    (max_pool1d_indices) => { burn_backend::ops::MaxPool1dWithIndices<Self> };
+    (max_pool1d_gradient) => { burn_backend::ops::MaxPool1dBackward<Self> };
+    (max_pool2d_indices) => { burn_backend::ops::MaxPool2dWithIndices<Self> };
+    (max_pool2d_gradient) => { burn_backend::ops::MaxPool2dBackward<Self> };
     (quantized_int) => { (burn_backend::tensor::QuantizedTensor<Self>, burn_backend::tensor::IntTensor<Self>) };
     (($plain:ty)) => { $plain };
 }
@@ -101,6 +106,25 @@ macro_rules! result {
     }};
     (three_floats, $x:expr) => {
         $x.map(ZeroTensor::Dense)
+    };
+    (deform_conv2d_gradients, $x:expr) => {{
+        let DeformConv2dBackward { x_grad, offset_grad, weight_grad, mask_grad, bias_grad } = $x;
+        let [x, offset, weight] = [x_grad, offset_grad, weight_grad].map(ZeroTensor::Dense);
+        DeformConv2dBackward::new(x, offset, weight, mask_grad.map(ZeroTensor::Dense), bias_grad.map(ZeroTensor::Dense))
+    }};
+    (max_pool1d_indices, $x:expr) => {{
+        let MaxPool1dWithIndices { output, indices } = $x;
+        MaxPool1dWithIndices::new(ZeroTensor::Dense(output), indices)
+    }};
+    (max_pool1d_gradient, $x:expr) => {
+        MaxPool1dBackward::new(ZeroTensor::Dense($x.x_grad))
+    };
+    (max_pool2d_indices, $x:expr) => {{
+        let MaxPool2dWithIndices { output, indices } = $x;
+        MaxPool2dWithIndices::new(ZeroTensor::Dense(output), indices)
+    }};
+    (max_pool2d_gradient, $x:expr) => {
+        MaxPool2dBackward::new(ZeroTensor::Dense($x.x_grad))
     };
     ($same:tt, $x:expr) => {
         $x

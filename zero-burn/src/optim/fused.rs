@@ -7,9 +7,8 @@ use burn::module::{AutodiffModule, ParamId};
 use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer};
 use burn::tensor::Tensor;
 use burn_backend::distributed::DistributedParamId;
-use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData};
-use burn_std::{DType, Shape};
+use burn_std::Shape;
 
 use zero_core::offload::DiskError;
 use zero_ops::Rule;
@@ -161,10 +160,8 @@ impl<A: ZeroAutodiff> Fused<A> {
     pub fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool {
         if name == MASTER && self.state(id, name).is_none() {
             // Otherwise the parameter's first update makes it, from the parameter.
-            let template = loaded_state(id, name, values.len());
-            let nothing =
-                <A::Base as FloatTensorOps<A::Base>>::float_zeros(Shape::new([1]), &template.device, DType::F32.into());
-            self.state_of(id).cells.push((name.into(), Cell::ready(template, nothing)));
+            let cell = loaded_state(id, name, Shape::new([values.len()]), Vec::new());
+            self.state_of(id).cells.push((name.into(), cell));
         }
         let Some(&place) = self.index.get(&id) else { return false };
         let cells = &mut self.states[place].cells;
@@ -173,10 +170,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             return false;
         }
         let range = cell.partition.range(cell.place());
-        let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
-        let len = piece.len();
-        let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(TensorData::new(piece, [len]), &cell.device);
-        *cell = Cell::ready(Template { shape: cell.shape.clone(), ..loaded_state(id, name, values.len()) }, local);
+        *cell = loaded_state(id, name, cell.shape.clone(), values[range].to_vec());
         true
     }
 
@@ -204,14 +198,10 @@ impl<A: ZeroAutodiff> Fused<A> {
         let partition = context.rank.partition(numel);
         let held = partition.len(context.rank.place(partition));
         let mut cells = Vec::with_capacity(states.len());
-        for (name, mut values) in states {
+        for (name, values) in states {
             assert_eq!(values.len(), held, "elements of {name} that this rank holds");
-            // One element of filler where it holds none, as everywhere.
-            values.resize(values.len().max(1), 0.0);
-            let (template, len) = (loaded_state(id, &name, numel), values.len());
-            let data = TensorData::new(values, [len]);
-            let local = <A::Base as FloatTensorOps<A::Base>>::float_from_data(data, &template.device);
-            cells.push((name, Cell::ready(template, local)));
+            let cell = loaded_state(id, &name, Shape::new([numel]), values);
+            cells.push((name, cell));
         }
         let state = self.state_of(id);
         (state.time, state.cells) = (time, cells);
@@ -325,13 +315,17 @@ fn run_on_device<B: Backend>(jobs: Vec<Job<B>>) -> Vec<Job<B>> {
     jobs
 }
 
-/// State `name` of parameter `id`, of `numel` elements, that comes from elsewhere than from an update.
-fn loaded_state<B: Backend>(id: ParamId, name: &str, numel: usize) -> Template<B> {
+/// State `name` of parameter `id` that comes from elsewhere than from an update: this rank's elements of it.
+fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, mut held: Vec<f32>) -> Arc<Cell<B>> {
     let rank = Context::<B>::current().rank.clone();
-    let (partition, shape, device) = (rank.partition(numel), Shape::new([numel]), rank.device.clone());
+    let (partition, device) = (rank.partition(shape.num_elements()), rank.device.clone());
+    // One element of filler where it holds none, as everywhere.
+    held.resize(held.len().max(1), 0.0);
+    let len = held.len();
+    let local = B::float_from_data(TensorData::new(held, [len]), &device);
     let slot = rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));
-    Template { rank, slot, partition, shape, device, kind: Kind::Optimizer, origin }
+    Cell::ready(Template { rank, slot, partition, shape, device, kind: Kind::Optimizer, origin }, local)
 }
 
 fn shard<B: Backend>(tensor: ZeroTensor<B>, what: &str) -> Shard<B> {

@@ -25,7 +25,7 @@ pub(super) struct Segment {
 }
 
 /// A gradient's reduced piece as it is put together from buckets.
-pub(super) struct Piece<B: Backend, T> {
+pub(super) struct Reduced<B: Backend, T> {
     pub(super) cell: Arc<Cell<B>>,
     /// What has been put together so far.
     pub(super) target: Option<T>,
@@ -68,11 +68,11 @@ pub(super) trait Medium<B: Backend>: Send {
         sent: Self::Sent,
         row: usize,
         segments: &[Segment],
-        pieces: &mut [Option<Piece<B, Self::Target>>],
+        pieces: &mut [Option<Reduced<B, Self::Target>>],
     ) -> Result<(), CommError>;
 
     /// Gives a cell its piece, when all of it is there.
-    fn settle(&self, piece: Piece<B, Self::Target>);
+    fn settle(&self, piece: Reduced<B, Self::Target>);
 
     fn send_alone(&mut self, gradient: Option<Self::Gradient>, numel: usize, name: &str, cell: &Cell<B>)
     -> Self::Alone;
@@ -103,7 +103,7 @@ pub(super) struct Buckets<B: Backend, M: Medium<B>> {
     /// Bytes of its gradients that count as not reduced.
     counted: i64,
     in_flight: Option<InFlight<B, M>>,
-    pieces: Vec<Option<Piece<B, M::Target>>>,
+    pieces: Vec<Option<Reduced<B, M::Target>>>,
 }
 
 impl<B: Backend, M: Medium<B>> Buckets<B, M> {
@@ -202,7 +202,7 @@ impl<B: Backend, M: Medium<B>> Lanes<B> for Buckets<B, M> {
         let layout = Partition::new(numel, self.rank.world);
         let (piece, columns) = (self.pieces.len(), layout.stride());
         let len = if self.rank.config.stage.shards_optimizer() { layout.len(self.rank.index) } else { numel };
-        self.pieces.push(Some(Piece { cell, target: None, len, done: 0, columns }));
+        self.pieces.push(Some(Reduced { cell, target: None, len, done: 0, columns }));
         if numel == 0 {
             self.complete(piece);
         }

@@ -8,11 +8,11 @@ use std::time::Duration;
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 use crossbeam_channel::Receiver;
-use zero_core::CommError;
 use zero_core::collective::threads::panic_reason;
+use zero_core::{Called, CommError};
 use zero_ops::{PackItem, Shared, UnpackItem};
 
-use super::buckets::{Medium, Piece, Segment};
+use super::buckets::{Medium, Reduced, Segment};
 use crate::bulk::{Begun, Bulk};
 use crate::cell::Cell;
 use crate::cell::patience::Patience;
@@ -51,10 +51,7 @@ fn settle_beside<B: Backend>(inbox: Receiver<(Arc<Cell<B>>, Shared<B>)>) {
     for (cell, piece) in inbox {
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| cell.settle(Ok(piece)))) {
             cell.settle(Err(CommError::Device {
-                group: "gradients".into(),
-                seq: 0,
-                rank: cell.rank.index,
-                op: format!("moving a reduced gradient of {cell:?}"),
+                at: Called::new("gradients", 0, cell.rank.index, format!("moving a reduced gradient of {cell:?}")),
                 reason: panic_reason(&*payload).into(),
             }));
         }
@@ -109,7 +106,7 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
         sent: Begun<B>,
         _row: usize,
         segments: &[Segment],
-        pieces: &mut [Option<Piece<B, B::FloatTensorPrimitive>>],
+        pieces: &mut [Option<Reduced<B, B::FloatTensorPrimitive>>],
     ) -> Result<(), CommError> {
         let reduced = self.bulk.end::<B>(sent, &self.rank.device)?;
         let mut items = Vec::with_capacity(segments.len());
@@ -127,8 +124,8 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
         Ok(())
     }
 
-    fn settle(&self, piece: Piece<B, B::FloatTensorPrimitive>) {
-        let Piece { cell, target, .. } = piece;
+    fn settle(&self, piece: Reduced<B, B::FloatTensorPrimitive>) {
+        let Reduced { cell, target, .. } = piece;
         // One element of filler where the rank has none.
         let piece = target.unwrap_or_else(|| B::float_zeros(Shape::new([1]), &cell.device, cell.dtype.into()));
         let len = piece.shape().num_elements();

@@ -8,7 +8,7 @@ use zero_core::collective::Joined;
 use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request};
 use zero_ops::Shared;
 
-use super::buckets::{Medium, Piece, Segment};
+use super::buckets::{Medium, Reduced, Segment};
 use crate::cell::Cell;
 use crate::cell::rank::Rank;
 use crate::values::{here, read};
@@ -90,11 +90,11 @@ impl<B: Backend> Medium<B> for Host {
         sent: Pending,
         row: usize,
         segments: &[Segment],
-        pieces: &mut [Option<Piece<B, Vec<f32>>>],
+        pieces: &mut [Option<Reduced<B, Vec<f32>>>],
     ) -> Result<(), CommError> {
         let reduced = sent.wait()?.into_f32();
         for &Segment { piece, numel, from, columns, at } in segments {
-            let Piece { target, len, .. } = pieces[piece].as_mut().expect("a piece is completed by its last segment");
+            let Reduced { target, len, .. } = pieces[piece].as_mut().expect("a piece is completed by its last segment");
             let target = target.get_or_insert_with(|| vec![0.0; (*len).max(1)]);
             if self.shards {
                 let part = from.min(*len)..(from + columns).min(*len);
@@ -110,7 +110,7 @@ impl<B: Backend> Medium<B> for Host {
         Ok(())
     }
 
-    fn settle(&self, piece: Piece<B, Vec<f32>>) {
+    fn settle(&self, piece: Reduced<B, Vec<f32>>) {
         // One element of filler where the rank has none.
         let values = piece.target.unwrap_or_else(|| vec![0.0; piece.len.max(1)]);
         let settled = tensor::<B>(values, piece.cell.dtype, &piece.cell.device);

@@ -44,7 +44,7 @@ use burn_backend::Backend;
 use crossbeam_channel::{Sender, bounded};
 use parking_lot::Mutex;
 use zero_core::collective::threads::panic_reason;
-use zero_core::{Buffer, Collective, CommError, ReduceOp, Stage};
+use zero_core::{Buffer, Called, Collective, CommError, ReduceOp, Stage};
 use zero_ops::Shared;
 
 use crate::bulk::Bulk;
@@ -53,6 +53,7 @@ use crate::cell::rank::Rank;
 use crate::cell::slot::Slot;
 use crate::cell::{Cell, GRADIENT, Kind, Template};
 use crate::config::ZeroConfig;
+use crate::random::words;
 use crate::worker::Worker;
 
 use buckets::Buckets;
@@ -76,7 +77,7 @@ pub(crate) enum Phase {
     Collect,
 }
 
-enum Job<B: Backend> {
+enum Message<B: Backend> {
     Begin { rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64> },
     Gradient { index: u64, contribution: Contribution<B> },
     End { reply: Sender<Result<Outcome<B>, CommError>> },
@@ -107,7 +108,7 @@ const NO_PROGRESS: Duration = Duration::from_secs(1);
 /// Where what a rank hands over is reduced.
 enum Serving<B: Backend> {
     /// By a thread, beside the rank's own.
-    Thread(Worker<Job<B>>, Means),
+    Thread(Worker<Message<B>>, Means),
     /// By the rank's own thread, at once.
     Inline(Box<Mutex<Server<B>>>),
 }
@@ -136,7 +137,7 @@ impl<B: Backend> Reducer<B> {
         Self { serving, hurried: AtomicBool::new(false), taken: Mutex::default() }
     }
 
-    fn send(&self, job: Job<B>) {
+    fn send(&self, job: Message<B>) {
         let (worker, means) = match &self.serving {
             Serving::Thread(worker, means) => (worker, means.clone()),
             Serving::Inline(server) => return server.lock().serve(job),
@@ -155,7 +156,7 @@ impl<B: Backend> Reducer<B> {
     pub(crate) fn begin(&self, rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64>) {
         self.hurried.store(false, Ordering::Relaxed);
         *self.taken.lock() = indices.iter().copied().collect();
-        self.send(Job::Begin { rank, phase, indices });
+        self.send(Message::Begin { rank, phase, indices });
     }
 
     /// Whether the pass under way was told of a gradient of the parameter `index`.
@@ -170,7 +171,7 @@ impl<B: Backend> Reducer<B> {
             Serving::Inline(_) => Shared::not(gradient),
         };
         cell.rank.count_unreduced(bytes_of(&gradient));
-        self.send(Job::Gradient { index, contribution: Contribution { gradient, cell } });
+        self.send(Message::Gradient { index, contribution: Contribution { gradient, cell } });
     }
 
     /// Lets the reducer catch up when this rank is so far ahead of the others that unreduced gradients pile up.
@@ -202,7 +203,7 @@ impl<B: Backend> Reducer<B> {
     pub(crate) fn end(&self, rank: &Rank<B>) -> Result<Outcome<B>, CommError> {
         let _span = tracing::trace_span!("wait for reduction").entered();
         let (reply, result) = bounded(1);
-        self.send(Job::End { reply });
+        self.send(Message::End { reply });
         Patience::receive(rank, &result, "a wait for reduced gradients")
     }
 
@@ -326,11 +327,11 @@ impl<B: Backend> Server<B> {
         }
     }
 
-    fn serve(&mut self, job: Job<B>) {
+    fn serve(&mut self, job: Message<B>) {
         let outcome = match job {
-            Job::Begin { rank, phase, indices } => self.begin(rank, phase, indices),
-            Job::Gradient { index, contribution } => self.take(index, contribution),
-            Job::End { reply } => {
+            Message::Begin { rank, phase, indices } => self.begin(rank, phase, indices),
+            Message::Gradient { index, contribution } => self.take(index, contribution),
+            Message::End { reply } => {
                 // The rank's thread may have been stopped meanwhile: then nobody waits.
                 let _ = reply.send(self.end());
                 Ok(())
@@ -420,8 +421,7 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
     order.resize(slots, u64::MAX);
     let bytes = order.iter().flat_map(|index| index.to_le_bytes()).collect();
     let bytes = comm.broadcast(Buffer::U8(bytes), 0)?.into_u8();
-    let order = bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("chunks of eight bytes")));
-    for (position, index) in order.enumerate().filter(|&(_, index)| index != u64::MAX) {
+    for (position, index) in words(&bytes).enumerate().filter(|&(_, index)| index != u64::MAX) {
         // Before everything that is placed by the module's order alone.
         let place = (2 * slots - position) as u64;
         if let Some(slot) = pass.rank.parameters.slot(index) {
@@ -433,10 +433,7 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
 
 fn stray(comm: &dyn Collective) -> CommError {
     CommError::Shape {
-        group: comm.label().into(),
-        seq: 0,
-        rank: comm.rank(),
-        op: "gradient".into(),
+        at: Called::new(comm.label(), 0, comm.rank(), "gradient"),
         expected: "a gradient between the begin and the end of a backward pass".into(),
         got: "one outside".into(),
     }

@@ -17,12 +17,12 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use parking_lot::Mutex;
 use zero_core::CommError;
 use zero_core::collective::threads::panic_reason;
-use zero_core::offload::{Access, Buffer, DiskError, Item, Part, Work, pipeline_with};
+use zero_core::offload::{Access, DiskError, Item, Part, SwapBuffer, Work, pipeline_with};
 
 use super::{Array, Job};
 use crate::cell::patience::Patience;
 use crate::cell::rank::Rank;
-use crate::tier::Disk;
+use crate::tier::SwapDisk;
 use crate::worker::Worker;
 
 /// The stretches that the pipeline moves are of a multiple of so many elements, so that each array's begin where the disk
@@ -39,7 +39,7 @@ struct Layout {
 }
 
 impl Layout {
-    fn new<B: Backend>(disk: &Disk, jobs: &[Job<B>]) -> Self {
+    fn new<B: Backend>(disk: &SwapDisk, jobs: &[Job<B>]) -> Self {
         let most = disk.settings.sub_group_size.min(disk.pool.buffer_bytes() / 4) / GRAIN * GRAIN;
         let stretch = most.max(GRAIN);
         let mut layout = Self { items: Vec::new(), places: Vec::new(), ends: Vec::with_capacity(jobs.len()) };
@@ -105,7 +105,7 @@ impl<B: Backend> Running<'_, B> {
 }
 
 impl<B: Backend> Work<Failure> for Running<'_, B> {
-    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), Failure> {
+    fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), Failure> {
         self.rank.window.check(&"an update from the disk").map_err(Failure::Comm)?;
         let (job, range) = self.layout.places[index].clone();
         self.jobs[job].as_mut().expect("a job ends after its last item").compute(range, buffers);

@@ -23,14 +23,14 @@ use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use zero_core::Partition;
-use zero_core::offload::{Access, Buffer};
+use zero_core::offload::{Access, SwapBuffer};
 use zero_ops::Elements;
 
 use crate::cell::{Cell, Piece};
 use crate::mover::Mover;
 use crate::tier::{Home, OnDisk, Stored};
 use pass::{Norms, Stretch, Target, run_stretch};
-use rule::{Kernel, Pass};
+use rule::{Kernel, Sweep};
 
 /// Where one array of an update is.
 pub(crate) enum Array<B: Backend> {
@@ -119,11 +119,11 @@ impl<B: Backend> Job<B> {
 
     /// Whether a second pass follows, once the parameter's norms are known.
     pub(crate) fn is_first_pass(&self) -> bool {
-        self.kernel.pass == Pass::First
+        self.kernel.pass == Sweep::First
     }
 
     pub(crate) fn is_second_pass(&self) -> bool {
-        matches!(self.kernel.pass, Pass::Second { .. })
+        matches!(self.kernel.pass, Sweep::Second { .. })
     }
 
     /// Whether the pass reads or writes the copy in 16 bit.
@@ -139,7 +139,7 @@ impl<B: Backend> Job<B> {
     }
 
     /// Updates elements `range`.
-    pub(crate) fn compute(&mut self, range: Range<usize>, buffers: &mut [Buffer]) {
+    pub(crate) fn compute(&mut self, range: Range<usize>, buffers: &mut [SwapBuffer]) {
         let mut buffers = buffers.iter_mut();
         let (fresh, takes_copy, counted) = (self.parameter.is_fresh(), self.takes_copy(), self.counted());
         let counted = counted.start.saturating_sub(range.start)..counted.end.saturating_sub(range.start);
@@ -233,7 +233,7 @@ impl<B: Backend> Job<B> {
 
 fn floats<'a, B: Backend>(
     home: &'a mut Array<B>,
-    buffers: &mut IterMut<'a, Buffer>,
+    buffers: &mut IterMut<'a, SwapBuffer>,
     range: &Range<usize>,
 ) -> &'a mut [f32] {
     match home {
@@ -245,7 +245,7 @@ fn floats<'a, B: Backend>(
 
 fn halves<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Element>(
     home: &'a mut Array<B>,
-    buffers: &mut IterMut<'a, Buffer>,
+    buffers: &mut IterMut<'a, SwapBuffer>,
     range: &Range<usize>,
 ) -> &'a mut [T] {
     match home {
@@ -255,6 +255,6 @@ fn halves<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Element
     }
 }
 
-fn buffer<'a>(buffers: &mut IterMut<'a, Buffer>) -> &'a mut Buffer {
+fn buffer<'a>(buffers: &mut IterMut<'a, SwapBuffer>) -> &'a mut SwapBuffer {
     buffers.next().expect("the pipeline gives a buffer for each array on the disk")
 }

@@ -8,7 +8,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::rule::{Kernel, Pass};
+use super::rule::{Kernel, Sweep};
 use zero_ops::{Elements, Squares};
 
 /// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
@@ -109,7 +109,7 @@ impl pulp::NullaryFnOnce for Task<'_> {
 fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) -> Norms {
     let Stretch { p, g, a, b, copy } = chunk;
     match (kernel.pass, g) {
-        (Pass::Second { .. }, _) => {}
+        (Sweep::Second { .. }, _) => {}
         (_, Elements::F32(g)) if scale == 1.0 => kernel.apply(p, g, a, b),
         (_, other) => {
             // Here only: clearing it would cost what a chunk's arithmetic does.
@@ -117,12 +117,12 @@ fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) ->
             kernel.apply(p, scaled_into(other, &mut converted, scale), a, b);
         }
     }
-    if kernel.pass != Pass::Only {
+    if kernel.pass != Sweep::Only {
         let (mut norms, mut along) = (Norms::default(), [0f32; SHORT]);
         for (index, p) in p.chunks_mut(SHORT).enumerate() {
             let (first, along) = (index * SHORT, &mut along[..p.len()]);
             kernel.direction(p, &a[first..], &b[first..], along);
-            if let Pass::Second { trust } = kernel.pass {
+            if let Sweep::Second { trust } = kernel.pass {
                 kernel.step(trust, p, along);
                 continue;
             }
@@ -130,7 +130,7 @@ fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) ->
             norms.parameter = norms.parameter.plus(Squares::of(&p[counted.clone()]));
             norms.update = norms.update.plus(Squares::of(&along[counted]));
         }
-        if kernel.pass == Pass::First {
+        if kernel.pass == Sweep::First {
             return norms;
         }
     }

@@ -11,12 +11,12 @@ pub(crate) struct Kernel {
     time: usize,
     /// State is not read: it begins with this step.
     fresh: bool,
-    pub(crate) pass: Pass,
+    pub(crate) pass: Sweep,
 }
 
 /// What a pass over memory does: a rule with a trust ratio takes two, as the ratio is of the whole parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Pass {
+pub(crate) enum Sweep {
     /// All of it.
     Only,
     /// Moves the states on, and adds up squares.
@@ -27,7 +27,7 @@ pub(crate) enum Pass {
 
 impl Kernel {
     pub(crate) fn new(rule: Rule, lr: f64, time: usize) -> Self {
-        let pass = if matches!(rule, Rule::Lamb { .. }) { Pass::First } else { Pass::Only };
+        let pass = if matches!(rule, Rule::Lamb { .. }) { Sweep::First } else { Sweep::Only };
         Self { rule, lr, time, fresh: time == 1, pass }
     }
 
@@ -41,7 +41,7 @@ impl Kernel {
             below if below < min_coeff => min_coeff,
             between => between,
         };
-        self.pass = Pass::Second { trust };
+        self.pass = Sweep::Second { trust };
     }
 
     /// What LAMB's states `m` and `v` say that is to be taken from `p`, before the trust ratio.
@@ -134,8 +134,8 @@ impl From<Kernel> for zero_ops::Update {
     fn from(Kernel { rule, lr, time, fresh, pass }: Kernel) -> Self {
         match pass {
             // Plain descent along what the first pass gave.
-            Pass::Second { trust } => Self { rule: Rule::sgd(), lr: lr * f64::from(trust), time, fresh: false },
-            Pass::Only | Pass::First => Self { rule, lr, time, fresh },
+            Sweep::Second { trust } => Self { rule: Rule::sgd(), lr: lr * f64::from(trust), time, fresh: false },
+            Sweep::Only | Sweep::First => Self { rule, lr, time, fresh },
         }
     }
 }
@@ -198,17 +198,17 @@ mod tests {
             (1.0, f64::INFINITY, 0.01),
         ] {
             let mut kernel = Kernel::new(Rule::lamb(), 1e-3, 1);
-            assert_eq!(kernel.pass, Pass::First);
+            assert_eq!(kernel.pass, Sweep::First);
             kernel.trust(parameter, update);
-            assert_eq!(kernel.pass, Pass::Second { trust: expected }, "{parameter}, {update}");
+            assert_eq!(kernel.pass, Sweep::Second { trust: expected }, "{parameter}, {update}");
         }
         for (parameter, update) in [(f64::NAN, 1.0), (1.0, f64::NAN)] {
             let mut kernel = Kernel::new(Rule::lamb(), 1e-3, 1);
             kernel.trust(parameter, update);
-            assert!(matches!(kernel.pass, Pass::Second { trust } if trust.is_nan()), "what is no number stays none");
+            assert!(matches!(kernel.pass, Sweep::Second { trust } if trust.is_nan()), "what is no number stays none");
         }
         let mut other = Kernel::new(Rule::adamw(), 1e-3, 1);
         other.trust(3.0, 2.0);
-        assert_eq!(other.pass, Pass::Only);
+        assert_eq!(other.pass, Sweep::Only);
     }
 }

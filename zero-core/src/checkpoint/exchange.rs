@@ -1,7 +1,7 @@
 //! Values of any length between ranks, the rule that one rank's failure is everybody's, and work on disks that ranks wait
 //! for as long as it gets on.
 //!
-//! What touches a disk runs on a thread of its own ([`Work`]), beside which the rank keeps talking to the others: every few
+//! What touches a disk runs on a thread of its own ([`DiskWork`]), beside which the rank keeps talking to the others: every few
 //! seconds they tell each other how far they are. So a slow disk takes its time, and no collective reaches its deadline for
 //! it; and one that does nothing for a whole deadline fails what was to be done, not the run. Its thread is then left to it.
 
@@ -17,6 +17,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
+use crate::collective::agree::gather_bytes;
 use crate::{Buffer, Collective, CommError};
 
 /// The longest that ranks are silent while they work.
@@ -104,7 +105,7 @@ impl<'c> Ranks<'c> {
 
     fn share_outcome<T: Serialize + DeserializeOwned>(&self, mine: Outcome<T>) -> Result<Vec<T>, CheckpointError> {
         let mine = serde_json::to_vec(&mine).expect("what ranks exchange has a JSON form");
-        let all = gather(self.comm, mine).map_err(|error| self.comm_error(error))?;
+        let all = gather_bytes(self.comm, mine, "").map_err(|error| self.comm_error(error))?;
         let (mut values, mut failed) = (Vec::with_capacity(all.len()), None);
         for (rank, bytes) in all.iter().enumerate() {
             match serde_json::from_slice(bytes).map_err(|error| error.to_string()) {
@@ -124,7 +125,7 @@ impl<'c> Ranks<'c> {
     /// As [`Ranks::share`], of what a rank's work gives, for as long as that takes. A rank without work brings `idle`.
     pub(super) fn share_work<T: Serialize + DeserializeOwned>(
         &mut self,
-        work: Option<Result<Work<T>, CheckpointError>>,
+        work: Option<Result<DiskWork<T>, CheckpointError>>,
         idle: impl FnOnce() -> T,
     ) -> Result<Vec<T>, CheckpointError> {
         let (work, ended) = match work {
@@ -139,7 +140,7 @@ impl<'c> Ranks<'c> {
     /// if it is known already.
     pub(super) fn finish<T: Serialize + DeserializeOwned>(
         &mut self,
-        mut work: Option<Work<T>>,
+        mut work: Option<DiskWork<T>>,
         mut ended: Option<Result<T, CheckpointError>>,
     ) -> Result<Vec<T>, CheckpointError> {
         while !self.failed {
@@ -191,9 +192,9 @@ impl<'c> Ranks<'c> {
 
 /// Says that work gets on.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Progress(Arc<AtomicU64>);
+pub(super) struct Heartbeat(Arc<AtomicU64>);
 
-impl Progress {
+impl Heartbeat {
     pub(super) fn made(&self) {
         // Relaxed: it is compared with what it was, and guards nothing.
         self.0.fetch_add(1, Ordering::Relaxed);
@@ -206,23 +207,23 @@ impl Progress {
 }
 
 /// Work on a disk, on a thread of its own.
-pub(super) struct Work<T> {
+pub(super) struct DiskWork<T> {
     path: PathBuf,
     thread: JoinHandle<()>,
     result: Receiver<Result<T, CheckpointError>>,
-    progress: Progress,
+    progress: Heartbeat,
     /// The progress when it was last looked at, and since when it is so.
     seen: (u64, Instant),
 }
 
-impl<T: Send + 'static> Work<T> {
+impl<T: Send + 'static> DiskWork<T> {
     /// Starts work on `path`.
     pub(super) fn start(
         rank: usize,
         path: PathBuf,
-        body: impl FnOnce(&Progress) -> Result<T, CheckpointError> + Send + 'static,
+        body: impl FnOnce(&Heartbeat) -> Result<T, CheckpointError> + Send + 'static,
     ) -> Result<Self, CheckpointError> {
-        let ((reply, result), progress) = (bounded(1), Progress::default());
+        let ((reply, result), progress) = (bounded(1), Heartbeat::default());
         let made = progress.clone();
         let body = move || {
             // Nobody may wait any more.
@@ -234,7 +235,7 @@ impl<T: Send + 'static> Work<T> {
     }
 }
 
-impl<T> Work<T> {
+impl<T> DiskWork<T> {
     /// What it gave, if that comes `within` so long; an error when it has not got on for `patience`.
     pub(super) fn wait(&mut self, within: Duration, patience: Duration) -> Option<Result<T, CheckpointError>> {
         let failed = |kind, reason: String| {
@@ -269,19 +270,6 @@ impl<T> Work<T> {
     }
 }
 
-/// An all-gather of byte strings of different lengths: first the lengths, then the bytes, padded to the longest.
-fn gather(comm: &dyn Collective, mut mine: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
-    let lengths = comm.all_gather(Buffer::U8((mine.len() as u64).to_le_bytes().to_vec()))?.into_u8();
-    let lengths: Vec<usize> = lengths
-        .chunks_exact(8)
-        .map(|bytes| u64::from_le_bytes(bytes.try_into().expect("chunks of 8 bytes")) as usize)
-        .collect();
-    let longest = lengths.iter().copied().max().unwrap_or(0).max(1);
-    mine.resize(longest, 0);
-    let all = comm.all_gather(Buffer::U8(mine))?.into_u8();
-    Ok(all.chunks_exact(longest).zip(lengths).map(|(bytes, length)| bytes[..length].to_vec()).collect())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -291,13 +279,13 @@ mod tests {
 
     /// Ranks 0 and 1 of two share work; rank 1's is `slow`.
     fn shared(
-        slow: impl FnOnce(&Progress) -> Result<usize, CheckpointError> + Send + Sync + Copy + 'static,
+        slow: impl FnOnce(&Heartbeat) -> Result<usize, CheckpointError> + Send + Sync + Copy + 'static,
     ) -> Vec<String> {
         run(2, &ThreadOptions { deadline: DEADLINE }, |comm| -> Result<String, CheckpointError> {
             let mut ranks = Ranks::new(&*comm, Task::Save { step: 7 });
             let rank = comm.rank();
             let work =
-                Work::start(rank, "there".into(), move |progress| if rank == 1 { slow(progress) } else { Ok(5) });
+                DiskWork::start(rank, "there".into(), move |progress| if rank == 1 { slow(progress) } else { Ok(5) });
             let shared = ranks.share_work(Some(work), || 0);
             // The ranks go on whatever became of it.
             comm.barrier().map_err(|error| ranks.comm_error(error))?;
@@ -308,7 +296,7 @@ mod tests {
 
     #[test]
     fn a_slow_disk_takes_its_time_while_it_gets_on() {
-        let slow = |progress: &Progress| {
+        let slow = |progress: &Heartbeat| {
             for _ in 0..10 {
                 std::thread::sleep(DEADLINE / 4);
                 progress.made();
@@ -325,7 +313,7 @@ mod tests {
             let shared = if comm.rank() == 1 {
                 ranks.finish(None, Some(Err(CheckpointError::Stopped { rank: 1, reason: "no space".into() })))
             } else {
-                let work = Work::start(0, "there".into(), |_| Ok(5))?;
+                let work = DiskWork::start(0, "there".into(), |_| Ok(5))?;
                 while ranks.go_on()? {
                     std::thread::sleep(DEADLINE / 40);
                 }
@@ -342,7 +330,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_does_nothing_fails_the_save_and_not_the_run() {
-        let stuck = |_: &Progress| {
+        let stuck = |_: &Heartbeat| {
             std::thread::sleep(10 * DEADLINE);
             Ok(6)
         };
@@ -353,7 +341,7 @@ mod tests {
             assert!(outcome.contains(words), "{outcome}");
         }
         assert!(begin.elapsed() < 8 * DEADLINE);
-        let panics = |_: &Progress| panic!("a test's panic");
+        let panics = |_: &Heartbeat| panic!("a test's panic");
         assert!(
             shared(panics).iter().all(|outcome| outcome.contains("on rank 1 of 2") && outcome.contains("panicked"))
         );

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 
 use super::error::CheckpointError;
-use super::exchange::{Progress, Ranks, Task, Work};
+use super::exchange::{DiskWork, Heartbeat, Ranks, Task};
 use super::names::{LATEST, REPLACED, names_in, pointed_at};
 use super::{Check, Checkpoint, Manifest, sound};
 use crate::Collective;
@@ -28,7 +28,7 @@ pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
     let look = |path: &Path| match check {
         Check::Sizes => Checkpoint::open(path).err(),
         Check::Contents => match Manifest::read(path) {
-            Ok(manifest) => sound::look(path, &manifest, (0, 1), check, &Progress::default()),
+            Ok(manifest) => sound::look(path, &manifest, (0, 1), check, &Heartbeat::default()),
             Err(error) => Some(error),
         },
     };
@@ -47,7 +47,7 @@ pub fn find_latest_together(comm: &dyn Collective, dir: &Path, check: Check) -> 
     let shared = |turn| {
         let work = (comm.rank() == 0).then(|| {
             let path = dir.to_path_buf();
-            Work::start(0, path.clone(), move |_| {
+            DiskWork::start(0, path.clone(), move |_| {
                 let (names, problem) = candidates(&path, turn)?;
                 Ok((names, problem.map(|error| error.to_string())))
             })
@@ -80,7 +80,7 @@ fn problem_of(
     check: Check,
 ) -> Result<Option<CheckpointError>, CheckpointError> {
     let (share, path) = ((comm.rank(), comm.world()), folder.to_path_buf());
-    let work = Work::start(share.0, path.clone(), move |progress| {
+    let work = DiskWork::start(share.0, path.clone(), move |progress| {
         let problem = match Manifest::read(&path) {
             Ok(manifest) => sound::look(&path, &manifest, share, check, progress),
             Err(error) => Some(error),

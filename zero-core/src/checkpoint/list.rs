@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
+
 use super::error::{CheckpointError, io_at};
 use super::latest::named_by_latest;
 use super::names::{LATEST, REPLACED, is_remains, names_in, step_of};
@@ -47,7 +49,7 @@ pub struct Listed {
 }
 
 /// What a save left that did not end.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Remains {
     /// Its name.
     pub name: String,

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
-use super::exchange::Progress;
+use super::exchange::Heartbeat;
 use super::shard::Shard;
 use super::{Check, CheckpointError, Manifest, TensorEntry};
 use crate::Partition;
@@ -126,7 +126,7 @@ impl Checkpoint {
 
     /// Reads every tensor again and says what is damaged; nothing when all is sound.
     pub fn verify(&self) -> Vec<CheckpointError> {
-        let (mut problems, progress) = (Vec::new(), Progress::default());
+        let (mut problems, progress) = (Vec::new(), Heartbeat::default());
         for rank in 0..self.shards.len() {
             match self.shard(rank) {
                 Ok(shard) => problems.extend(shard.verify(&progress)),
@@ -203,7 +203,7 @@ impl Manifest {
 
     /// Everything that is wrong with the files in `folder` that this manifest, read from there, is about.
     pub fn problems(&self, folder: &Path, check: Check) -> Vec<CheckpointError> {
-        let progress = Progress::default();
+        let progress = Heartbeat::default();
         let file = |rank| Shard::problems((folder, self), rank, check, usize::MAX, &progress);
         self.state(folder).err().into_iter().chain((0..self.world).flat_map(file)).collect()
     }

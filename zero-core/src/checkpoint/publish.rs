@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::{create_dir, rename, sync_dir, write_file};
 use super::error::{CheckpointError, io_at};
-use super::exchange::Progress;
+use super::exchange::Heartbeat;
 use super::names::{
     LATEST, MANIFEST, NEW_LATEST, PRUNED, REPLACED, SAVING, is_remains, names_in, pointed_at, rank_file, step_folder,
 };
@@ -64,7 +64,7 @@ impl Drop for Lock {
 
 impl Staging {
     /// Takes the folder `dir` for this save, removes remains of others and makes the folder that the ranks write into.
-    pub(super) fn begin(dir: &Path, step: u64, progress: &Progress) -> Result<Self, CheckpointError> {
+    pub(super) fn begin(dir: &Path, step: u64, progress: &Heartbeat) -> Result<Self, CheckpointError> {
         create_dir(dir)?;
         let path = dir.join(LOCK);
         let file = files::open_own(&path).map_err(io_at("open", &path))?;
@@ -102,7 +102,7 @@ impl Staging {
         mut self,
         mut manifest: Manifest,
         options: &SaveOptions,
-        progress: &Progress,
+        progress: &Heartbeat,
     ) -> Result<Published, CheckpointError> {
         let folder = self.folder.clone().expect("a staging is published once");
         for (rank, &expected_bytes) in manifest.file_bytes.iter().enumerate() {
@@ -169,7 +169,7 @@ impl Staging {
         (newest, manifest): (&str, &Manifest),
         options: &SaveOptions,
         published: &mut Published,
-        progress: &Progress,
+        progress: &Heartbeat,
     ) {
         let Some(keep) = options.keep_last else { return };
         // Every rank has written it just now, and summed what it wrote.
@@ -231,7 +231,7 @@ impl Drop for Staging {
 
 /// Removes what saves of processes that have died left behind, and gives a checkpoint that was to be replaced its name
 /// back. Only for who holds the lock.
-fn sweep(dir: &Path, progress: &Progress) -> Result<(), CheckpointError> {
+fn sweep(dir: &Path, progress: &Heartbeat) -> Result<(), CheckpointError> {
     // A process that was killed may not have come to this: what it renamed must not come back as it was.
     sync_dir(dir)?;
     for entry in fs::read_dir(dir).map_err(io_at("list", dir))? {

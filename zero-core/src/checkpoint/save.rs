@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::exchange::{Progress, Ranks, Task, Work};
+use super::exchange::{DiskWork, Heartbeat, Ranks, Task};
 use super::names::{OWNER, rank_file, step_folder};
 use super::publish::{Published, SaveOptions, Staging};
 use super::{
@@ -133,7 +133,7 @@ fn save_checked<'p>(
     let staging = Arc::new(Mutex::new(None));
     let begun = (rank == 0).then(|| {
         let (staging, dir) = (staging.clone(), dir.to_path_buf());
-        Work::start(rank, dir.clone(), move |progress| {
+        DiskWork::start(rank, dir.clone(), move |progress| {
             let begun = Staging::begin(&dir, step, progress)?;
             Ok(staging.lock().insert(begun).id().to_string())
         })
@@ -146,12 +146,12 @@ fn save_checked<'p>(
         Ok(written) => written,
         Err(error) => {
             // Removing what was written may take as long as writing it.
-            let remove = move |_: &Progress| {
+            let remove = move |_: &Heartbeat| {
                 drop(staging.lock().take());
                 Ok(())
             };
             if rank == 0
-                && let Ok(work) = Work::start(rank, folder, remove)
+                && let Ok(work) = DiskWork::start(rank, folder, remove)
             {
                 work.end(comm.deadline() / 2);
             }
@@ -162,7 +162,7 @@ fn save_checked<'p>(
 
     let published = (rank == 0).then(|| {
         let (manifest, options) = (manifest(step, id, &sorted, &written, state), options.clone());
-        Work::start(rank, folder, move |progress| {
+        DiskWork::start(rank, folder, move |progress| {
             let staging = staging.lock().take().expect("it was begun above, by this rank");
             staging.publish(manifest, &options, progress)
         })
@@ -245,7 +245,7 @@ fn write(
     let (path, metadata) = (folder.join(rank_file(rank, world)), metadata(rank, world, step, id));
     let (chunks, inbox) = bounded::<(usize, Vec<u8>)>(CHUNKS);
     let (count, places) = (tensors.len(), own.clone());
-    let work = Work::start(rank, path.clone(), move |progress| {
+    let work = DiskWork::start(rank, path.clone(), move |progress| {
         let names: Vec<String> = header.iter().map(|(name, ..)| name.clone()).collect();
         let mut writer = SafetensorsWriter::create(&path, &metadata, header)?;
         let mut crc32c = vec![None; count];

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::disk::read_at;
 use super::error::{CheckpointError, brief, io_at};
-use super::exchange::Progress;
+use super::exchange::Heartbeat;
 use super::names::{OWNER, rank_file};
 use super::{Check, Header, Manifest};
 use crate::files;
@@ -70,7 +70,7 @@ impl Shard {
         if piece.verified.load(Ordering::Relaxed) {
             return read_at(&self.file, &self.path, out, piece.offset + begin);
         }
-        self.read_and_sum(tensor, piece, begin, out, &Progress::default())?;
+        self.read_and_sum(tensor, piece, begin, out, &Heartbeat::default())?;
         piece.verified.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -81,7 +81,7 @@ impl Shard {
         rank: usize,
         check: Check,
         most: usize,
-        progress: &Progress,
+        progress: &Heartbeat,
     ) -> Vec<CheckpointError> {
         match Self::open(folder, manifest, rank) {
             Ok(shard) if check == Check::Contents => shard.verify(progress).take(most).collect(),
@@ -91,7 +91,7 @@ impl Shard {
     }
 
     /// Reads everything, also what has been read before, and gives what is wrong.
-    pub(super) fn verify<'s>(&'s self, progress: &'s Progress) -> impl Iterator<Item = CheckpointError> + 's {
+    pub(super) fn verify<'s>(&'s self, progress: &'s Heartbeat) -> impl Iterator<Item = CheckpointError> + 's {
         let read = |(name, piece): (&String, &PieceAt)| self.read_and_sum(name, piece, 0, &mut [], progress).err();
         self.pieces.iter().filter_map(read)
     }
@@ -102,7 +102,7 @@ impl Shard {
         piece: &PieceAt,
         begin: u64,
         out: &mut [u8],
-        progress: &Progress,
+        progress: &Heartbeat,
     ) -> Result<(), CheckpointError> {
         let end = begin + out.len() as u64;
         let mut other =

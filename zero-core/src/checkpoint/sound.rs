@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 use parking_lot::Mutex;
 
-use super::exchange::Progress;
+use super::exchange::Heartbeat;
 use super::names::rank_file;
 use super::shard::Shard;
 use super::{Check, CheckpointError, Manifest};
@@ -47,7 +47,7 @@ pub(super) fn look(
     manifest: &Manifest,
     (rank, ranks): (usize, usize),
     check: Check,
-    progress: &Progress,
+    progress: &Heartbeat,
 ) -> Option<CheckpointError> {
     let state = if rank == 0 { manifest.state(folder).err() } else { None };
     let problem = state.or_else(|| {
@@ -64,7 +64,7 @@ pub(super) fn look(
 }
 
 /// The first thing that is wrong with a checkpoint, whose files are read if they have not been since they changed.
-pub(super) fn problem(folder: &Path, manifest: &Manifest, progress: &Progress) -> Option<String> {
+pub(super) fn problem(folder: &Path, manifest: &Manifest, progress: &Heartbeat) -> Option<String> {
     let seen = SEEN.lock().get(&manifest.id).cloned();
     match seen {
         Some((then, problem)) if then == looks(folder, manifest) => problem,
@@ -93,7 +93,7 @@ mod tests {
         let bytes = std::fs::read(&file).unwrap();
         std::fs::remove_file(&file).unwrap();
         let look_at = |share| {
-            let progress = Progress::default();
+            let progress = Heartbeat::default();
             (look(folder, &manifest, share, Check::Contents, &progress).is_some(), progress.count())
         };
         // Files 0 and 2, with one chunk each; and file 1, which is not there.
@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(look_at((1, 2)), (true, 1));
         std::fs::write(&file, bytes).unwrap();
         let problem = || {
-            let progress = Progress::default();
+            let progress = Heartbeat::default();
             (problem(folder, &manifest, &progress), progress.count())
         };
         assert_eq!(problem(), (None, 6));

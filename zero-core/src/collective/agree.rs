@@ -25,22 +25,11 @@ pub struct Difference {
 ///
 /// As any collective's.
 pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Difference>, CommError> {
-    const WHAT: &str = "comparing settings";
-    let gather = |bytes: Vec<u8>| comm.execute_for(Request::AllGather(Buffer::U8(bytes)), WHAT).map(Buffer::into_u8);
     if comm.world() == 1 {
         return Ok(None);
     }
-    let mine = lines.join("\n");
-    let lengths = gather((mine.len() as u64).to_le_bytes().to_vec())?;
-    let lengths: Vec<usize> = lengths
-        .chunks_exact(8)
-        .map(|bytes| u64::from_le_bytes(bytes.try_into().expect("chunks of eight bytes")) as usize)
-        .collect();
-    let most = lengths.iter().copied().max().unwrap_or(0);
-    let mut padded = mine.into_bytes();
-    padded.resize(most.max(1), b' ');
-    let all = gather(padded)?;
-    let said = |rank: usize| String::from_utf8_lossy(&all[rank * most.max(1)..][..lengths[rank]]).into_owned();
+    let all = gather_bytes(comm, lines.join("\n").into_bytes(), "comparing settings")?;
+    let said = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
     let first = said(0);
     for rank in 1..comm.world() {
         let other = said(rank);
@@ -53,6 +42,17 @@ pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Differenc
         }
     }
     Ok(None)
+}
+
+/// An all-gather of byte strings of different lengths: first the lengths, then the bytes, padded to the longest.
+pub(crate) fn gather_bytes(comm: &dyn Collective, mut mine: Vec<u8>, what: &str) -> Result<Vec<Vec<u8>>, CommError> {
+    let gather = |bytes: Vec<u8>| comm.execute_for(Request::AllGather(Buffer::U8(bytes)), what).map(Buffer::into_u8);
+    let lengths = gather((mine.len() as u64).to_le_bytes().to_vec())?;
+    let lengths = lengths.as_chunks::<8>().0.iter().map(|&length| u64::from_le_bytes(length) as usize);
+    let longest = lengths.clone().max().unwrap_or(0).max(1);
+    mine.resize(longest, 0);
+    let all = gather(mine)?;
+    Ok(all.chunks_exact(longest).zip(lengths).map(|(bytes, length)| bytes[..length].to_vec()).collect())
 }
 
 #[cfg(test)]

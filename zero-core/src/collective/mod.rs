@@ -9,17 +9,17 @@
 //! Reductions add in rank order (rank 0 first), so that a result depends on the number of ranks alone: it is
 //! bit-reproducible, and a reduce-scatter gives the same bits as the matching piece of an all-reduce.
 
-mod agree;
+pub(crate) mod agree;
 mod buffer;
 mod comm;
 pub mod exit;
 pub mod flight;
-pub(crate) mod landing;
+mod landing;
 pub mod launcher;
 mod machine;
 #[cfg(feature = "nccl")]
 pub mod nccl;
-mod operation;
+pub(crate) mod operation;
 pub mod process;
 mod progress;
 mod standing;
@@ -68,7 +68,7 @@ pub enum Request {
 impl Request {
     /// The operation's name.
     pub fn name(&self) -> &'static str {
-        operation::Moved::by(self).map_or("barrier", |moved| moved.name())
+        operation::Moved::by(self).map_or("barrier", |moved| moved.kind.name())
     }
 }
 

@@ -8,7 +8,7 @@ use super::flight::Opening;
 use super::{DType, ReduceOp, Request};
 use crate::accounting::WireKind;
 use crate::random::{WEYL, mix};
-use crate::{CommError, Partition};
+use crate::{Called, CommError, Partition};
 
 /// The ranks of a group, and its name, as one of them has them.
 #[derive(Debug)]
@@ -83,53 +83,46 @@ impl Op<'_> {
 /// Where a rank is, for its errors.
 #[derive(Clone, Copy)]
 pub struct At<'a> {
-    pub(super) group: &'a str,
-    pub(super) seq: u64,
+    pub(crate) group: &'a str,
+    pub(crate) seq: u64,
     /// In the run.
-    pub(super) rank: usize,
-    pub(super) op: &'a dyn core::fmt::Display,
+    pub(crate) rank: usize,
+    pub(crate) op: &'a dyn core::fmt::Display,
 }
 
 impl At<'_> {
-    fn named(&self) -> (String, u64, usize, String) {
-        (self.group.to_string(), self.seq, self.rank, self.op.to_string())
+    fn called(&self) -> Called {
+        Called::new(self.group, self.seq, self.rank, self.op)
     }
 
     pub(super) fn mismatch(&self, other_rank: usize, other_op: String) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Mismatch { group, seq, rank, op, other_rank, other_op }
+        CommError::Mismatch { at: self.called(), other_rank, other_op }
     }
 
-    pub(super) fn timeout(&self, waited: Duration, missing: Vec<usize>) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Timeout { group, seq, rank, op, waited_ms: waited.as_millis() as u64, missing }
+    pub(crate) fn timeout(&self, waited: Duration, missing: Vec<usize>) -> CommError {
+        CommError::Timeout { at: self.called(), waited_ms: waited.as_millis() as u64, missing }
     }
 
     pub(super) fn left(&self, peer: usize) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::PeerLeft { group, seq, rank, op, peer }
+        CommError::PeerLeft { at: self.called(), peer }
     }
 
     pub(super) fn failed(&self, peer: usize, reason: Arc<str>) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::PeerFailed { group, seq, rank, op, peer, reason }
+        CommError::PeerFailed { at: self.called(), peer, reason }
     }
 
-    pub(super) fn shape(&self, (expected, got): (String, String)) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Shape { group, seq, rank, op, expected, got }
+    pub(crate) fn shape(&self, (expected, got): (String, String)) -> CommError {
+        CommError::Shape { at: self.called(), expected, got }
     }
 
     #[cfg(feature = "nccl")]
     pub(super) fn device(&self, reason: impl core::fmt::Display) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Device { group, seq, rank, op, reason: reason.to_string().into() }
+        CommError::Device { at: self.called(), reason: reason.to_string().into() }
     }
 
     #[cfg(feature = "nccl")]
     pub(super) fn stalled(&self, waited: Duration, state: &str) -> CommError {
-        let (group, seq, rank, op) = self.named();
-        CommError::Stalled { group, seq, rank, op, waited_ms: waited.as_millis() as u64, state: state.to_string() }
+        CommError::Stalled { at: self.called(), waited_ms: waited.as_millis() as u64, state: state.to_string() }
     }
 }
 
@@ -158,17 +151,6 @@ impl Moved {
         Some(Self { kind, len: buffer.len(), dtype: buffer.dtype(), reduce, root })
     }
 
-    /// The operation's name.
-    pub(super) fn name(&self) -> &'static str {
-        match self.kind {
-            WireKind::AllGather => "all_gather",
-            WireKind::ReduceScatter => "reduce_scatter",
-            WireKind::AllReduce => "all_reduce",
-            WireKind::Broadcast => "broadcast",
-            WireKind::AllToAll => "all_to_all",
-        }
-    }
-
     /// The operation with its size.
     pub(super) fn words(&self) -> String {
         let more = match (self.reduce, self.root) {
@@ -178,7 +160,7 @@ impl Moved {
             (None, Some(root)) => format!(" from rank {root}"),
             (None, None) => String::new(),
         };
-        format!("{} of {} {}{more}", self.name(), self.len, self.dtype.name())
+        format!("{} of {} {}{more}", self.kind.name(), self.len, self.dtype.name())
     }
 
     /// What keeps `world` ranks from running it, if anything: what is expected, and what it has.

@@ -81,7 +81,7 @@ impl Standing {
     }
 
     /// The error of a wait `at` some place when the run has failed or a rank it waits for has left (the first that did).
-    pub(super) fn check(&self, at: At<'_>, missing: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
+    pub(crate) fn check(&self, at: At<'_>, missing: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
         let state = self.state.lock();
         if let Some(Trouble { peer, reason, cause }) = &state.trouble {
             return Err(match cause {

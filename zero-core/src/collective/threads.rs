@@ -19,7 +19,7 @@ use parking_lot::{Condvar, Mutex};
 use super::comm::{Engine, RankState};
 use super::flight::{Entry, Recorder};
 use super::launcher::Place;
-use super::operation::{At, Group, Op, labelled};
+use super::operation::{Group, Op, labelled};
 use super::standing::{Standing, Trouble};
 use super::{Buffer, Collective, Comm, InProcess, Join, Joined, ReduceOp, Request};
 use crate::{CommError, LaunchError, Partition, RankFailure};
@@ -40,7 +40,7 @@ type Once = Arc<OnceLock<Joined>>;
 /// The ranks of one run: what all its groups share.
 #[derive(Debug)]
 pub(crate) struct Run {
-    standing: Arc<Standing>,
+    pub(crate) standing: Arc<Standing>,
     /// Each rank's.
     states: Vec<RankState>,
     pub(crate) deadline: Duration,
@@ -83,18 +83,6 @@ impl Run {
                 state.recorder.write(reason);
             }
         }
-    }
-
-    /// Ends a wait of `rank` when the run has failed or a rank it waits for has ended.
-    pub(crate) fn check(
-        &self,
-        group: &str,
-        seq: u64,
-        rank: usize,
-        op: &dyn core::fmt::Display,
-        missing: &[usize],
-    ) -> Result<(), CommError> {
-        self.standing.check(At { group, seq, rank, op }, missing.iter().copied())
     }
 }
 

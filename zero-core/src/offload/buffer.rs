@@ -53,10 +53,10 @@ impl Default for PoolOptions {
 /// Buffers of equal size. A clone is another handle of the same buffers.
 #[derive(Clone)]
 pub struct BufferPool {
-    shared: Arc<Shared>,
+    shared: Arc<Arena>,
 }
 
-struct Shared {
+struct Arena {
     memory: Memory,
     count: usize,
     bytes: usize,
@@ -109,7 +109,7 @@ impl BufferPool {
         }
         let state = State { free: (0..options.count).rev().collect(), peak: 0 };
         let (count, alignment) = (options.count, options.alignment);
-        let shared = Shared { memory, count, bytes, alignment, state: Mutex::new(state), returned: Condvar::new() };
+        let shared = Arena { memory, count, bytes, alignment, state: Mutex::new(state), returned: Condvar::new() };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -137,7 +137,7 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`DiskError::Deadline`] if none came back in time.
-    pub fn take(&self, limit: Duration) -> Result<Buffer, DiskError> {
+    pub fn take(&self, limit: Duration) -> Result<SwapBuffer, DiskError> {
         let mut taken = self.take_many(1, limit)?;
         Ok(taken.pop().expect("one was taken"))
     }
@@ -147,7 +147,7 @@ impl BufferPool {
     ///
     /// # Errors
     /// [`DiskError::FewBuffers`] if there are fewer, [`DiskError::Deadline`] if they were not free in time.
-    pub fn take_many(&self, count: usize, limit: Duration) -> Result<Vec<Buffer>, DiskError> {
+    pub fn take_many(&self, count: usize, limit: Duration) -> Result<Vec<SwapBuffer>, DiskError> {
         if count > self.shared.count {
             return Err(DiskError::FewBuffers { needed: count, count: self.shared.count });
         }
@@ -165,23 +165,23 @@ impl BufferPool {
     }
 
     /// Borrows `count` buffers if as many are free.
-    pub fn try_take_many(&self, count: usize) -> Option<Vec<Buffer>> {
+    pub fn try_take_many(&self, count: usize) -> Option<Vec<SwapBuffer>> {
         let mut state = self.shared.state.lock();
         (state.free.len() >= count).then(|| self.lend(&mut state, count))
     }
 
-    fn lend(&self, state: &mut State, count: usize) -> Vec<Buffer> {
+    fn lend(&self, state: &mut State, count: usize) -> Vec<SwapBuffer> {
         let left = state.free.len() - count;
         let lent = state.free.split_off(left);
         state.peak = state.peak.max(self.shared.count - left);
         lent.into_iter().map(|index| self.buffer(index)).collect()
     }
 
-    fn buffer(&self, index: usize) -> Buffer {
+    fn buffer(&self, index: usize) -> SwapBuffer {
         let bytes = self.shared.bytes;
         // SAFETY: the mapping has `count * bytes` bytes, and `index` is below `count`.
         let start = unsafe { self.shared.memory.start().add(index * bytes) };
-        Buffer { shared: self.shared.clone(), index, start, len: bytes }
+        SwapBuffer { shared: self.shared.clone(), index, start, len: bytes }
     }
 }
 
@@ -193,19 +193,19 @@ impl fmt::Debug for BufferPool {
 }
 
 /// A borrowed buffer: goes back to its pool when dropped. What it held is still there when it is lent again.
-pub struct Buffer {
-    shared: Arc<Shared>,
+pub struct SwapBuffer {
+    shared: Arc<Arena>,
     index: usize,
     start: NonNull<u8>,
     len: usize,
 }
 
 // SAFETY: a buffer is the only way to its bytes, like a box.
-unsafe impl Send for Buffer {}
+unsafe impl Send for SwapBuffer {}
 // SAFETY: shared references give out shared references to bytes only.
-unsafe impl Sync for Buffer {}
+unsafe impl Sync for SwapBuffer {}
 
-impl Buffer {
+impl SwapBuffer {
     /// Bytes that it has room for.
     pub fn capacity(&self) -> usize {
         self.shared.bytes
@@ -224,7 +224,7 @@ impl Buffer {
     /// Lets the views show the first `len` bytes.
     ///
     /// # Panics
-    /// If that is more than [`Buffer::capacity`].
+    /// If that is more than [`SwapBuffer::capacity`].
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.capacity(), "a buffer of {} bytes cannot show {len}", self.capacity());
         self.len = len;
@@ -243,7 +243,7 @@ impl Buffer {
     /// The bytes as numbers.
     ///
     /// # Panics
-    /// If [`Buffer::len`] is no multiple of the numbers' size.
+    /// If [`SwapBuffer::len`] is no multiple of the numbers' size.
     pub fn view<T: Element>(&self) -> &[T] {
         let len = self.elements::<T>();
         // SAFETY: `len` numbers lie within the buffer, on a page's boundary, mapped and so initialised; any bits are a
@@ -254,7 +254,7 @@ impl Buffer {
     /// The bytes as numbers.
     ///
     /// # Panics
-    /// If [`Buffer::len`] is no multiple of the numbers' size.
+    /// If [`SwapBuffer::len`] is no multiple of the numbers' size.
     pub fn view_mut<T: Element>(&mut self) -> &mut [T] {
         let len = self.elements::<T>();
         // SAFETY: as in `view`, and `self` is borrowed for this view alone.
@@ -279,7 +279,7 @@ impl Buffer {
     }
 }
 
-impl Drop for Buffer {
+impl Drop for SwapBuffer {
     fn drop(&mut self) {
         self.shared.state.lock().free.push(self.index);
         // Everyone, since who waits for one may be behind who waits for several.
@@ -287,9 +287,9 @@ impl Drop for Buffer {
     }
 }
 
-impl fmt::Debug for Buffer {
+impl fmt::Debug for SwapBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer").field("index", &self.index).field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("SwapBuffer").field("index", &self.index).field("len", &self.len).finish_non_exhaustive()
     }
 }
 

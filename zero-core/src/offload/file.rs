@@ -8,11 +8,11 @@ use parking_lot::Mutex;
 
 use crate::offload::backing::Backing;
 use crate::offload::direction::Direction;
-use crate::offload::engine::Engine;
+use crate::offload::engine::DiskEngine;
 use crate::offload::regions::Regions;
 use crate::offload::transfer::Transfer;
 use crate::offload::{
-    AioOptions, Buffer, DiskError, DiskStats, EngineChoice, EngineKind, Region, SwapDir, Ticket, folder,
+    AioOptions, DiskError, DiskStats, EngineChoice, EngineKind, Region, SwapBuffer, SwapDir, Ticket, folder,
 };
 
 /// What a file grows by at least, if the disk has room, so that few regions cost a call to the file system.
@@ -40,7 +40,7 @@ impl Default for SwapFileOptions {
 ///
 /// Dropping it carries out what was submitted and ends its threads; the file goes with the folder.
 pub struct SwapFile {
-    engine: Engine,
+    engine: DiskEngine,
     backing: Arc<Backing>,
     block: usize,
     regions: Mutex<Regions>,
@@ -56,7 +56,7 @@ impl SwapDir {
         let backing = Backing::create(self.clone(), &format!("rank-{rank:05}.swap"), options.direct)?;
         options.aio.check(backing.alignment())?;
         let backing = Arc::new(backing);
-        let engine = Engine::start(&backing, rank, &options.aio, options.engine)?;
+        let engine = DiskEngine::start(&backing, rank, &options.aio, options.engine)?;
         let regions = Mutex::new(Regions::new(backing.alignment()));
         Ok(SwapFile { engine, backing, block: options.aio.block_size, regions })
     }
@@ -150,7 +150,7 @@ impl SwapFile {
     /// # Errors
     /// [`DiskError::NotAllocated`], [`DiskError::Unfit`], [`DiskError::Truncated`] when the file has been cut from outside,
     /// or [`DiskError::Stopped`] after an earlier transfer did not end in time. Errors of the disk come from [`Ticket::wait`].
-    pub fn read(&self, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
+    pub fn read(&self, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
         self.submit(Direction::Read, region, buffer)
     }
 
@@ -158,11 +158,11 @@ impl SwapFile {
     ///
     /// # Errors
     /// As [`SwapFile::read`].
-    pub fn write(&self, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
+    pub fn write(&self, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
         self.submit(Direction::Write, region, buffer)
     }
 
-    fn submit(&self, direction: Direction, region: Region, buffer: Buffer) -> Result<Ticket, DiskError> {
+    fn submit(&self, direction: Direction, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
         self.check(&region, &buffer)?;
         let (ticket, pieces) = Transfer::begin(direction, region, buffer, self.block, self.backing.clone());
         self.engine.submit(pieces);
@@ -170,7 +170,7 @@ impl SwapFile {
     }
 
     /// Whether a region can be moved to or from a buffer.
-    pub(crate) fn check(&self, region: &Region, buffer: &Buffer) -> Result<(), DiskError> {
+    pub(crate) fn check(&self, region: &Region, buffer: &SwapBuffer) -> Result<(), DiskError> {
         self.backing.check()?;
         let reserved_bytes = {
             let regions = self.regions.lock();

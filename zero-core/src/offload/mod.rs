@@ -8,7 +8,7 @@
 //! Of other folders in PATH only those are removed that have exactly this name, belong to this user, and whose lock nobody
 //! holds; and of what is in them only these files.
 //!
-//! * In: a [`Buffer`] of a [`BufferPool`], moved into [`SwapFile::read`] or [`SwapFile::write`] with a [`Region`].
+//! * In: a [`SwapBuffer`] of a [`BufferPool`], moved into [`SwapFile::read`] or [`SwapFile::write`] with a [`Region`].
 //! * Out: the same buffer, from [`Ticket::wait`]. [`pipeline()`] does that for a sequence of items: read ahead, compute,
 //!   write behind.
 //! * Memory: the pool's, which is mapped once, and nothing else that grows with the data. Files are opened with
@@ -64,7 +64,7 @@ mod regions;
 mod sweep;
 mod transfer;
 
-pub use buffer::{Buffer, BufferPool, Element, PoolOptions};
+pub use buffer::{BufferPool, Element, PoolOptions, SwapBuffer};
 pub use counters::DiskStats;
 pub use engine::EngineKind;
 pub use error::DiskError;

@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::offload::{Buffer, BufferPool, DiskError, Region, SwapFile, Ticket};
+use crate::offload::{BufferPool, DiskError, Region, SwapBuffer, SwapFile, Ticket};
 
 /// What becomes of a part of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,14 +81,14 @@ pub trait Work<E> {
     /// # Errors
     ///
     /// Whatever ends the pipeline.
-    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), E>;
+    fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), E>;
 
     /// Item `index`, and all before it, is on the disk as far as the kernel knows.
     fn written(&mut self, _index: usize) {}
 }
 
-impl<E, F: FnMut(usize, &mut [Buffer]) -> Result<(), E>> Work<E> for F {
-    fn compute(&mut self, index: usize, buffers: &mut [Buffer]) -> Result<(), E> {
+impl<E, F: FnMut(usize, &mut [SwapBuffer]) -> Result<(), E>> Work<E> for F {
+    fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), E> {
         self(index, buffers)
     }
 }
@@ -104,7 +104,7 @@ pub fn pipeline<E: From<DiskError>>(
     pool: &BufferPool,
     items: &[Item],
     options: &PipelineOptions,
-    mut compute: impl FnMut(usize, &mut [Buffer]) -> Result<(), E>,
+    mut compute: impl FnMut(usize, &mut [SwapBuffer]) -> Result<(), E>,
 ) -> Result<PipelineReport, E> {
     pipeline_with(file, pool, items, options, &mut compute)
 }
@@ -126,7 +126,7 @@ pub fn pipeline_with<E: From<DiskError>>(
     }
     let (ahead, behind, written) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
     let mut run =
-        Run { file, pool, items, options, next: 0, ahead, behind, written, report: PipelineReport::default() };
+        Flow { file, pool, items, options, next: 0, ahead, behind, written, report: PipelineReport::default() };
     let start = Instant::now();
     for (index, item) in items.iter().enumerate() {
         run.read_ahead(index)?;
@@ -153,7 +153,7 @@ pub fn pipeline_with<E: From<DiskError>>(
     Ok(run.report)
 }
 
-struct Run<'a> {
+struct Flow<'a> {
     file: &'a SwapFile,
     pool: &'a BufferPool,
     items: &'a [Item],
@@ -172,10 +172,10 @@ struct Run<'a> {
 /// A part's buffer before the compute.
 enum Loading {
     Reading(Ticket),
-    Ready(Buffer),
+    Ready(SwapBuffer),
 }
 
-impl Run<'_> {
+impl Flow<'_> {
     /// Submits the reads of `current`, if they have not been, and of as many items after it as there are buffers for.
     fn read_ahead(&mut self, current: usize) -> Result<(), DiskError> {
         while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(Ticket::is_done)) {
@@ -224,7 +224,7 @@ impl Run<'_> {
     }
 
     /// Waits for the reads of the item that comes next.
-    fn finish_reads(&mut self) -> Result<Vec<Buffer>, DiskError> {
+    fn finish_reads(&mut self) -> Result<Vec<SwapBuffer>, DiskError> {
         let begin = Instant::now();
         let loading = self.ahead.pop_front().expect("the current item's reads have been submitted");
         let wait = |part| match part {
@@ -237,7 +237,7 @@ impl Run<'_> {
     }
 
     /// Submits the writes of an item that has been computed on.
-    fn write_behind(&mut self, index: usize, item: &Item, buffers: Vec<Buffer>) -> Result<(), DiskError> {
+    fn write_behind(&mut self, index: usize, item: &Item, buffers: Vec<SwapBuffer>) -> Result<(), DiskError> {
         let mut tickets = Vec::with_capacity(buffers.len());
         for (part, buffer) in item.parts.iter().zip(buffers) {
             if part.access != Access::Read {

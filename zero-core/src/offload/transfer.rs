@@ -15,9 +15,9 @@ use parking_lot::Mutex;
 
 use crate::offload::backing::{Backing, ENDING_LIMIT};
 use crate::offload::direction::Direction;
-use crate::offload::{Buffer, DiskError, Region};
+use crate::offload::{DiskError, Region, SwapBuffer};
 
-type Outcome = Result<Buffer, DiskError>;
+type Outcome = Result<SwapBuffer, DiskError>;
 
 pub(crate) struct Transfer {
     direction: Direction,
@@ -35,7 +35,7 @@ pub(crate) struct Transfer {
 
 struct State {
     /// Until the transfer has ended.
-    buffer: Option<Buffer>,
+    buffer: Option<SwapBuffer>,
     error: Option<DiskError>,
 }
 
@@ -51,10 +51,10 @@ impl Transfer {
     pub(crate) fn begin(
         direction: Direction,
         region: Region,
-        mut buffer: Buffer,
+        mut buffer: SwapBuffer,
         block: usize,
         backing: Arc<Backing>,
-    ) -> (Ticket, impl Iterator<Item = Piece>) {
+    ) -> (Ticket, impl Iterator<Item = Chunk>) {
         backing.counters.start(direction);
         let bytes = region.padded_bytes();
         let left = AtomicUsize::new(bytes.div_ceil(block));
@@ -69,7 +69,7 @@ impl Transfer {
             transfer.end();
         }
         let ticket = Ticket { transfer: transfer.clone(), outcome: Some(outcome) };
-        let piece = move |start| Piece {
+        let piece = move |start| Chunk {
             transfer: transfer.clone(),
             ended: false,
             stalled: false,
@@ -134,9 +134,9 @@ impl Transfer {
 
 /// A part of a transfer that is one request to the kernel, or several if the kernel moves less than it was asked to.
 ///
-/// Whoever has a piece answers for it with [`Piece::answered`] or [`Piece::skip`]. One that is dropped without (a panic, or a
+/// Whoever has a piece answers for it with [`Chunk::answered`] or [`Chunk::skip`]. One that is dropped without (a panic, or a
 /// ring that cannot be asked any more) takes its transfer's buffer with it, since the kernel may still use that.
-pub(crate) struct Piece {
+pub(crate) struct Chunk {
     transfer: Arc<Transfer>,
     ended: bool,
     /// The last request moved less than a block.
@@ -147,7 +147,7 @@ pub(crate) struct Piece {
     end: usize,
 }
 
-impl Piece {
+impl Chunk {
     pub(crate) fn transfer(&self) -> &Arc<Transfer> {
         &self.transfer
     }
@@ -218,7 +218,7 @@ impl Piece {
     }
 }
 
-impl Drop for Piece {
+impl Drop for Chunk {
     fn drop(&mut self) {
         if !self.ended {
             self.transfer.lose("what served it stopped in the middle of a transfer");
@@ -247,7 +247,7 @@ impl Ticket {
     /// What the system said, with the file, the place and the length; the buffer is back in its pool. Or
     /// [`DiskError::Deadline`]: then the transfer keeps the buffer until the system is done with it, and every later use
     /// of the file is an error, because nobody knows what the region holds.
-    pub fn wait(mut self, limit: Duration) -> Result<Buffer, DiskError> {
+    pub fn wait(mut self, limit: Duration) -> Result<SwapBuffer, DiskError> {
         self.take(limit).expect("only waiting takes the outcome, and it takes the ticket")
     }
 

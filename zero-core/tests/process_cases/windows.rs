@@ -61,8 +61,10 @@ pub(super) fn window(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
         let piece = Piece::new(rank, len + rank);
         window.publish(key(object as u64, 0), &piece);
         kept.push(piece);
-        for (seen, &peer) in window.read_all(&peers, key(object as u64, 0), &"a piece")?.into_iter().zip(&peers) {
-            let (tag, bytes) = bytes_of(seen);
+        let key = key(object as u64, 0);
+        let readings: Vec<_> = peers.iter().map(|&peer| window.begin_read(peer, key, &"a piece")).collect();
+        for (reading, &peer) in readings.into_iter().zip(&peers) {
+            let (tag, bytes) = bytes_of(reading.wait()?);
             assert_eq!(tag, format!("u8 [{}]", len + peer));
             assert_eq!(bytes, Piece::new(peer, len + peer).bytes);
         }
@@ -166,11 +168,11 @@ fn second_of(window: &Window<Piece>, rank: usize, peers: &[usize]) -> Result<Vec
     let piece = Piece::new(rank, 4);
     let key = Key { object: 60, version: 0 };
     window.publish(key, &piece);
-    let seen = window.read_all(peers, key, &"the second window's")?;
-    let lens = seen.into_iter().map(|seen| bytes_of(seen).1.len()).collect();
+    let readings: Vec<_> = peers.iter().map(|&peer| window.begin_read(peer, key, &"the second window's")).collect();
+    let lens = readings.into_iter().map(|reading| Ok(bytes_of(reading.wait()?).1.len())).collect();
     // Kept until the process ends: a slower rank may still ask.
     std::mem::forget(piece);
-    Ok(lens)
+    lens
 }
 
 #[test]

@@ -129,7 +129,7 @@ fn different_calls_are_told_to_all() {
         comm.all_gather(Buffer::F32(vec![0.0; len])).unwrap_err()
     });
     for error in errors {
-        assert!(matches!(error, CommError::Mismatch { seq: 1, .. }), "{error}");
+        assert!(matches!(error, CommError::Mismatch { ref at, .. } if at.seq == 1), "{error}");
         assert!(error.to_string().contains("of 4 f32") && error.to_string().contains("of 5 f32"), "{error}");
     }
 }
@@ -150,7 +150,7 @@ fn a_late_rank_is_named_within_the_deadline() {
     });
     for (rank, error) in errors.iter().enumerate() {
         match error {
-            CommError::Timeout { missing, rank: of, .. } if rank < 2 => assert_eq!((missing, *of), (&vec![2], rank)),
+            CommError::Timeout { missing, at, .. } if rank < 2 => assert_eq!((missing, at.rank), (&vec![2], rank)),
             // Told by the one whose deadline passed first.
             CommError::PeerFailed { peer: 0 | 1, reason, .. } => assert!(reason.contains("for rank(s) [2]"), "{error}"),
             error => panic!("rank {rank}: {error}"),

@@ -1,5 +1,7 @@
 //! The plan in plain words.
 
+use indicatif::HumanCount;
+
 use super::auto::Filled;
 use super::optimizer::OptimizerPlan;
 use super::plan::{LossScale, OffloadDevice, Precision, ZeroPlan, float_name};
@@ -166,13 +168,5 @@ fn count(number: usize, what: &str) -> String {
 
 /// With commas between thousands.
 fn number(value: usize) -> String {
-    let digits = value.to_string();
-    let mut out = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
+    HumanCount(value as u64).to_string()
 }

@@ -14,7 +14,6 @@
 //! reported together.
 
 mod accelerate;
-mod apply;
 mod auto;
 mod batch;
 mod builder;

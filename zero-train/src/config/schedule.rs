@@ -12,9 +12,8 @@ pub(super) fn read(
     learning_rate: Option<f64>,
 ) -> Option<Schedule> {
     let (name, params) = top.tagged("scheduler")?;
-    let base_lr = optimizer.map(OptimizerPlan::learning_rate);
-    let mut known: Vec<(&str, Node)> =
-        vec![("base_lr", base_lr.unwrap_or(OptimizerPlan::DEFAULT.learning_rate()).into())];
+    let base_lr = optimizer.map(|optimizer| optimizer.lr);
+    let mut known: Vec<(&str, Node)> = vec![("base_lr", base_lr.unwrap_or(OptimizerPlan::DEFAULT.lr).into())];
     let is_auto = params.is_auto("warmup_max_lr");
     if is_auto || name == "WarmupLR" && params.absent("warmup_max_lr") {
         let max_lr = base_lr.or(learning_rate).unwrap_or_else(|| {

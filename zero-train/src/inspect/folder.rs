@@ -30,7 +30,7 @@ pub struct Folder {
     /// The checkpoints, by step.
     pub checkpoints: Vec<FolderEntry>,
     /// What saves left that did not end, or the beginning of one that goes on.
-    pub remains: Vec<RemainsEntry>,
+    pub remains: Vec<Remains>,
 }
 
 /// One checkpoint of a [`Folder`].
@@ -52,15 +52,6 @@ pub struct FolderEntry {
     pub sound: bool,
     /// Everything that is wrong.
     pub problems: Vec<String>,
-}
-
-/// What a save left that did not end.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct RemainsEntry {
-    /// Its name.
-    pub name: String,
-    /// Its size.
-    pub disk_bytes: u64,
 }
 
 /// Looks at every checkpoint in the folder `path`; damaged ones are no error.
@@ -90,7 +81,7 @@ pub fn folder(path: &Path, check: Check) -> Result<Folder, InspectError> {
         latest,
         resume,
         checkpoints: checkpoints.into_iter().map(FolderEntry::new).collect(),
-        remains: remains.into_iter().map(|Remains { name, disk_bytes }| RemainsEntry { name, disk_bytes }).collect(),
+        remains,
     })
 }
 

@@ -25,7 +25,7 @@ pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike
 pub use describe::{Description, Inspection, ModelFacts, TensorFacts, inspect};
 pub use diff::{Difference, Side, diff};
 pub use facts::{EngineFacts, Group, OptimizerFacts};
-pub use folder::{Folder, FolderEntry, RemainsEntry, folder};
+pub use folder::{Folder, FolderEntry, folder};
 pub use states::{StateDifference, compare_states};
 pub use words::Use;
 

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use zero_burn::optim::Rule;
 use zero_core::Stage;
 
 use super::backend::{BackendChoice, name};
@@ -80,7 +81,8 @@ fn adamw_values(options: &Hyperparameters) -> (f64, f64, f64, f64, f64) {
 
 fn adamw(options: &Hyperparameters) -> OptimizerPlan {
     let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
-    OptimizerPlan::adamw(lr, beta_1, beta_2, epsilon, weight_decay)
+    let [beta_1, beta_2, epsilon, weight_decay] = [beta_1, beta_2, epsilon, weight_decay].map(|value| value as f32);
+    OptimizerPlan { lr, rule: Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction: true } }
 }
 
 /// The schedule that the options ask for, from 0 to the optimizer's learning rate and on.
@@ -171,7 +173,7 @@ fn auto(options: &Hyperparameters, steps: usize, hidden_size: Option<usize>) -> 
 
 /// What a file leaves to the program, and the program's own schedules.
 fn complete(plan: &mut ZeroPlan, options: &Hyperparameters, steps: usize) {
-    let lr = plan.optimizer.get_or_insert(adamw(options)).learning_rate();
+    let lr = plan.optimizer.get_or_insert(adamw(options)).lr;
     if plan.schedule.is_none() {
         plan.schedule = schedule(options, lr, steps);
     }
@@ -210,7 +212,9 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
 /// Hyperparameters that say something else than the file.
 fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Result<(), TrainError> {
     let optimizer = plan.optimizer.unwrap_or_else(|| adamw(options));
-    let (beta_1, beta_2, epsilon, weight_decay) = optimizer.hyperparameters();
+    let (betas, epsilon) = optimizer.hyperparameters();
+    // A rule has them in 32 bit.
+    let rounded = |value: Option<f64>| text(value.map(|value| value as f32));
     let dtype = match plan.precision {
         Precision::Fp32 => "fp32",
         Precision::Bf16 { .. } => "bf16",
@@ -236,11 +240,11 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
         ("schedule", options.schedule.map(name), shape.to_string()),
         ("batch", text(options.batch), plan.batch.micro.to_string()),
         ("accumulation", text(options.accumulation), plan.batch.accumulation.to_string()),
-        ("lr", text(options.lr), optimizer.learning_rate().to_string()),
-        ("beta1", text(options.beta1), said(beta_1)),
-        ("beta2", text(options.beta2), said(beta_2)),
-        ("eps", text(options.eps), said(epsilon)),
-        ("weight-decay", text(options.weight_decay), weight_decay.to_string()),
+        ("lr", text(options.lr), optimizer.lr.to_string()),
+        ("beta1", rounded(options.beta1), said(betas.map(|betas| betas.0))),
+        ("beta2", rounded(options.beta2), said(betas.map(|betas| betas.1))),
+        ("eps", rounded(options.eps), said(epsilon)),
+        ("weight-decay", rounded(options.weight_decay), optimizer.rule.weight_decay().to_string()),
         ("warmup", text(options.warmup), warmup_steps.to_string()),
         ("clip", text(options.clip), plan.gradient_clipping.unwrap_or(0.0).to_string()),
         ("dtype", options.dtype.map(name), dtype.to_string()),
@@ -266,6 +270,6 @@ fn text(value: Option<impl ToString>) -> Option<String> {
     value.map(|value| value.to_string())
 }
 
-fn said(value: Option<f64>) -> String {
+fn said(value: Option<f32>) -> String {
     value.map_or_else(|| "nothing of the kind".into(), |value| value.to_string())
 }

@@ -87,7 +87,7 @@ pub struct Completed {
 }
 
 /// An operation: the identity and the label of its group, and its number there.
-type Slot = (u64, String, u64);
+type OpKey = (u64, String, u64);
 
 /// What the records say together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -140,10 +140,10 @@ impl Report {
             record.completed.iter().find(|(name, of, _)| *of == id && name == label).map(|&(.., seq)| seq)
         };
 
-        let mut called: BTreeMap<Slot, BTreeMap<String, Vec<usize>>> = BTreeMap::new();
+        let mut called: BTreeMap<OpKey, BTreeMap<String, Vec<usize>>> = BTreeMap::new();
         let mut groups: BTreeSet<(u64, String)> = BTreeSet::new();
         // Who has not come: by rank and place, who waits and in what words.
-        let mut wanted: BTreeMap<(usize, Slot), (String, Vec<usize>)> = BTreeMap::new();
+        let mut wanted: BTreeMap<(usize, OpKey), (String, Vec<usize>)> = BTreeMap::new();
         for record in &records {
             for operation in &record.operations {
                 let Operation { group, group_id, seq, op, one_sided, .. } = operation;

@@ -18,7 +18,7 @@ use crate::exposure::{Exposure, Key};
 
 /// A peer's part of an exchange.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct Share {
     pub(super) peer: usize,
     /// Bytes of the input that go to it, or of what it fills.
     pub(super) bytes: Range<usize>,
@@ -35,10 +35,10 @@ pub(super) struct Exchange {
     /// Whether the input is to be free again when the exchange has ended.
     pub(super) until_sent: bool,
     /// To every other rank of the group, be it nothing.
-    pub(super) sends: Vec<Part>,
+    pub(super) sends: Vec<Share>,
     pub(super) landing: Arc<Landing>,
     /// From every other rank of the group, be it nothing.
-    pub(super) receives: Vec<Part>,
+    pub(super) receives: Vec<Share>,
     pub(super) entry: Arc<Entry>,
     pub(super) reply: Sender<Result<(), CommError>>,
 }

@@ -18,11 +18,11 @@ use crossbeam_channel::{Receiver, Sender};
 use super::super::DType;
 use super::super::landing::{Landing, chunks};
 use super::super::operation::At;
-use super::commands::{Asked, Command, Exchange, Exposed, Got, Job, Part, Read};
+use super::commands::{Asked, Command, Exchange, Exposed, Got, Job, Read, Share};
 use super::link::{Channel, Heard, Link, MAX_TAG};
 use super::message::{Answer, INLINE, Message, Payload, Slot};
 use super::shared::Shared;
-use super::traffic::{For, Held, Incoming, Outgoing, Transfer, Underway, nap, take_ended};
+use super::traffic::{For, Given, Held, Incoming, Outgoing, Underway, nap, take_ended};
 use crate::CommError;
 use crate::error::LinkError;
 
@@ -133,7 +133,7 @@ impl<L: Link> Pump<L> {
 
     /// Whether a payload is on its way: one that comes in, or one that its receiver has come to.
     fn moves(&self) -> bool {
-        let wanted = |Transfer { what, .. }: &Transfer<L::Ongoing, Outgoing>| match (&what.held, what.slot) {
+        let wanted = |Given { what, .. }: &Given<L::Ongoing, Outgoing>| match (&what.held, what.slot) {
             (Held::Message(_), _) => false,
             (_, None) => true,
             (_, Some(slot)) => self.active.get(&slot).is_none_or(|active| !active.missing.contains(&what.to)),
@@ -272,7 +272,7 @@ impl<L: Link> Pump<L> {
             return Ok(());
         }
         let mut sending = 0;
-        for Part { peer: to, bytes } in &exchange.sends {
+        for Share { peer: to, bytes } in &exchange.sends {
             let payload = &exchange.input.as_bytes()[bytes.clone()];
             let (announced, tag) = self.announce_payload(payload);
             self.say(*to, &Message::Arrived { slot, op: exchange.op.clone(), payload: announced })?;
@@ -307,7 +307,7 @@ impl<L: Link> Pump<L> {
             exchange.end(first);
             return Ok(());
         }
-        let Part { bytes, .. } = receive.expect("checked above");
+        let Share { bytes, .. } = receive.expect("checked above");
         let (landing, bytes) = (exchange.landing.clone(), bytes.clone());
         active.missing.retain(|&peer| peer != from);
         exchange.entry.arrived(from, matches!(payload, Payload::Follows { .. }));
@@ -482,7 +482,7 @@ impl<L: Link> Pump<L> {
         // SAFETY: the vector is kept, unmoved on the heap, until the send has ended.
         let ongoing = unsafe { self.link.send(Channel::Control, to, 0, &bytes) }?;
         let what = Outgoing { held: Held::Message(bytes), to, slot: None };
-        self.underway.outgoing.push(Transfer { ongoing, what });
+        self.underway.outgoing.push(Given { ongoing, what });
         Ok(())
     }
 
@@ -505,7 +505,7 @@ impl<L: Link> Pump<L> {
             let piece = &bytes[range];
             // SAFETY: what is held keeps the bytes where they are, and nobody writes to them, until the send has ended.
             let ongoing = unsafe { self.link.send(Channel::Data, to, tag, piece) }?;
-            self.underway.outgoing.push(Transfer { ongoing, what: Outgoing { held: held(), to, slot } });
+            self.underway.outgoing.push(Given { ongoing, what: Outgoing { held: held(), to, slot } });
             pieces += 1;
         }
         Ok(pieces)
@@ -539,7 +539,7 @@ impl<L: Link> Pump<L> {
             // SAFETY: the landing is kept until the receive has ended, and this range of it is this payload's alone.
             let ongoing = unsafe { self.link.receive(from, tag, landing.target(&piece), piece.len()) }?;
             let what = Incoming { bytes: piece.len(), landing: landing.clone(), purpose };
-            self.underway.incoming.push(Transfer { ongoing, what });
+            self.underway.incoming.push(Given { ongoing, what });
             pieces += 1;
         }
         Ok(pieces)

@@ -14,7 +14,7 @@ use super::super::comm::{Comm, Engine, RankState};
 use super::super::landing::Landing;
 use super::super::operation::Op;
 use super::super::{Buffer, DType, Join, Joined, ReduceOp, Request};
-use super::commands::{Command, Exchange, Part};
+use super::commands::{Command, Exchange, Share};
 use super::message::Slot;
 use super::shared::Shared;
 use crate::{CommError, Partition};
@@ -64,9 +64,9 @@ impl ProcessRank {
     unsafe fn exchange(&self, op: &Op<'_>, plan: Plan<'_>, landing: Landing) -> Result<Buffer, CommError> {
         let (Plan { phase, input, give, take, own, until_sent }, group) = (plan, op.group);
         let landing = Arc::new(landing);
-        let part = |place: usize, bytes: Range<usize>| Part { peer: group.members[place], bytes };
+        let part = |place: usize, bytes: Range<usize>| Share { peer: group.members[place], bytes };
         let sends = group.others().map(|place| part(place, give(place))).collect();
-        let receives: Vec<Part> = group.others().map(|place| part(place, take(place))).collect();
+        let receives: Vec<Share> = group.others().map(|place| part(place, take(place))).collect();
         let bytes = receives.iter().map(|receive| receive.bytes.len()).sum();
         let entry = self.shared.state.recorder.open(op.opening(phase, bytes));
         let (reply, result) = bounded(1);

@@ -220,15 +220,6 @@ impl ProcessRun {
         &self.warnings
     }
 
-    /// See [`Comm::wait_for_others`](super::super::Comm::wait_for_others).
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn wait_for_others(&self) -> Result<(), CommError> {
-        self.comm.wait_for_others()
-    }
-
     /// Ends this rank. When all has gone well everywhere, the link is ended too. When a rank has failed, the link is left as
     /// it is (MPI's end could wait for ever for a rank that is dead or cut off), and what is left to do is in the [`Failed`].
     ///
@@ -265,7 +256,7 @@ impl ProcessRun {
             // The first to fail is named by the run; what the others report is its echo.
             shared.fail(&failure.to_string(), cause);
         }
-        let waited = self.wait_for_others();
+        let waited = self.comm.wait_for_others();
         if waited.is_ok() {
             self.end();
         }

@@ -19,7 +19,7 @@ pub(super) enum Held {
 }
 
 /// What the link has been given: to send, or to receive.
-pub(super) struct Transfer<O, T> {
+pub(super) struct Given<O, T> {
     pub(super) ongoing: O,
     pub(super) what: T,
 }
@@ -52,8 +52,8 @@ pub(super) enum For {
 
 /// What the link has not finished with.
 pub(super) struct Underway<O> {
-    pub(super) outgoing: Vec<Transfer<O, Outgoing>>,
-    pub(super) incoming: Vec<Transfer<O, Incoming>>,
+    pub(super) outgoing: Vec<Given<O, Outgoing>>,
+    pub(super) incoming: Vec<Given<O, Incoming>>,
 }
 
 impl<O> Default for Underway<O> {
@@ -73,7 +73,7 @@ impl<O> Drop for Underway<O> {
 /// Takes out of `transfers` what the link has finished with, each with its bytes.
 pub(super) fn take_ended<L: Link, T>(
     link: &mut L,
-    transfers: &mut Vec<Transfer<L::Ongoing, T>>,
+    transfers: &mut Vec<Given<L::Ongoing, T>>,
 ) -> Result<Vec<(T, usize)>, LinkError> {
     let (mut ended, mut at) = (Vec::new(), 0);
     while let Some(transfer) = transfers.get_mut(at) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::offload::backing::{Backing, ENDING_LIMIT};
-use crate::offload::transfer::Piece;
+use crate::offload::transfer::Chunk;
 use crate::offload::{AioOptions, DiskError, EngineChoice};
 use uring::Waker;
 
@@ -26,15 +26,15 @@ pub enum EngineKind {
     Threads,
 }
 
-pub(crate) struct Engine {
+pub(crate) struct DiskEngine {
     kind: EngineKind,
     /// What the workers carry out; they end when it is closed.
-    pieces: Option<Sender<Piece>>,
+    pieces: Option<Sender<Chunk>>,
     wakers: Vec<Arc<Waker>>,
     workers: Vec<JoinHandle<()>>,
 }
 
-impl Engine {
+impl DiskEngine {
     pub(crate) fn start(
         backing: &Arc<Backing>,
         rank: usize,
@@ -47,8 +47,8 @@ impl Engine {
                 EngineChoice::Auto if !backing.is_direct() => "the file is not open for direct I/O".to_string(),
                 _ => match uring::start(backing, rank, aio) {
                     Ok(engine) => return Ok(engine),
-                    Err(uring::StartError::Refused(reason)) => reason,
-                    Err(uring::StartError::Thread(error)) => return Err(error),
+                    Err(uring::NoRings::Refused(reason)) => reason,
+                    Err(uring::NoRings::Thread(error)) => return Err(error),
                 },
             };
             if choice == EngineChoice::IoUring {
@@ -63,7 +63,7 @@ impl Engine {
         self.kind
     }
 
-    pub(crate) fn submit(&self, pieces: impl Iterator<Item = Piece>) {
+    pub(crate) fn submit(&self, pieces: impl Iterator<Item = Chunk>) {
         let queue = self.pieces.as_ref().expect("only drop closes it");
         for piece in pieces {
             // Workers that fail go on to take what comes; if there were none, dropping the piece would end its transfer.
@@ -75,7 +75,7 @@ impl Engine {
     }
 }
 
-impl Drop for Engine {
+impl Drop for DiskEngine {
     /// Carries out what was submitted, and ends the threads.
     fn drop(&mut self) {
         self.pieces = None;
@@ -107,7 +107,7 @@ fn spawn(name: String, backing: &Backing, body: impl FnOnce() + Send + 'static) 
 
 /// The serving thread cannot go on: stops the file and ends what no request was made for. `at_hand` are pieces that it
 /// has taken and that the kernel does not have.
-fn stop(backing: &Backing, queue: &Receiver<Piece>, at_hand: Vec<Piece>, reason: &str) {
+fn stop(backing: &Backing, queue: &Receiver<Chunk>, at_hand: Vec<Chunk>, reason: &str) {
     tracing::error!("{}: {reason}", backing.path().display());
     backing.stop(reason.to_string());
     for piece in at_hand.into_iter().chain(queue.try_iter()) {

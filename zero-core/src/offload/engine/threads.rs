@@ -7,17 +7,17 @@ use std::sync::Arc;
 use crossbeam_channel::{Receiver, unbounded};
 use parking_lot::{Condvar, Mutex};
 
-use super::{Engine, EngineKind, panic_message, spawn, stop};
+use super::{DiskEngine, EngineKind, panic_message, spawn, stop};
 use crate::offload::backing::Backing;
-use crate::offload::transfer::Piece;
+use crate::offload::transfer::Chunk;
 use crate::offload::{AioOptions, DiskError};
 
-pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Result<Engine, DiskError> {
+pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Result<DiskEngine, DiskError> {
     let count = aio.io_threads();
     let (pieces, queue) = unbounded();
     let waves = (!aio.overlap_events).then(|| Arc::new(Waves::of(count)));
     let mut engine =
-        Engine { kind: EngineKind::Threads, pieces: Some(pieces), wakers: Vec::new(), workers: Vec::new() };
+        DiskEngine { kind: EngineKind::Threads, pieces: Some(pieces), wakers: Vec::new(), workers: Vec::new() };
     for index in 0..count {
         let (queue, waves, shared) = (queue.clone(), waves.clone(), backing.clone());
         let name = format!("disk-{rank}-io-{index}");
@@ -26,7 +26,7 @@ pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Re
     Ok(engine)
 }
 
-fn serve(queue: &Receiver<Piece>, waves: Option<&Waves>, backing: &Backing) {
+fn serve(queue: &Receiver<Chunk>, waves: Option<&Waves>, backing: &Backing) {
     for piece in queue {
         if let Some(waves) = waves {
             waves.begin();
@@ -40,7 +40,7 @@ fn serve(queue: &Receiver<Piece>, waves: Option<&Waves>, backing: &Backing) {
     }
 }
 
-fn carry_out(mut piece: Piece, backing: &Backing) {
+fn carry_out(mut piece: Chunk, backing: &Backing) {
     loop {
         if piece.transfer().failed() {
             return piece.skip(None);
@@ -53,7 +53,7 @@ fn carry_out(mut piece: Piece, backing: &Backing) {
     }
 }
 
-fn request(piece: &Piece, backing: &Backing) -> io::Result<usize> {
+fn request(piece: &Chunk, backing: &Backing) -> io::Result<usize> {
     let bytes = backing.faults.before(piece.bytes())?;
     // SAFETY: the piece is this thread's, and its transfer, which it has a share of, owns the memory.
     unsafe { backing.request(piece.direction(), piece.at(), bytes, piece.offset()) }

@@ -13,10 +13,10 @@ use crossbeam_channel::{Receiver, TryRecvError, unbounded};
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rustix::event::EventfdFlags;
 
-use super::{Engine, EngineKind, panic_message, spawn, stop};
+use super::{DiskEngine, EngineKind, panic_message, spawn, stop};
 use crate::offload::backing::Backing;
 use crate::offload::direction::Direction;
-use crate::offload::transfer::Piece;
+use crate::offload::transfer::Chunk;
 use crate::offload::{AioOptions, DiskError};
 
 /// `user_data` of the poll of the waker; pieces have the numbers of their slots.
@@ -45,20 +45,20 @@ impl Waker {
 }
 
 /// Why there are no rings.
-pub(super) enum StartError {
+pub(super) enum NoRings {
     /// The kernel, or a filter before it, does not offer what is needed.
     Refused(String),
     /// A thread could not be started.
     Thread(DiskError),
 }
 
-pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Result<Engine, StartError> {
+pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Result<DiskEngine, NoRings> {
     let (pieces, queue) = unbounded();
     let mut engine =
-        Engine { kind: EngineKind::IoUring, pieces: Some(pieces), wakers: Vec::new(), workers: Vec::new() };
+        DiskEngine { kind: EngineKind::IoUring, pieces: Some(pieces), wakers: Vec::new(), workers: Vec::new() };
     for index in 0..aio.intra_op_parallelism {
-        let ring = open(backing, aio.queue_depth).map_err(StartError::Refused)?;
-        let waker = Waker::new().map_err(|error| StartError::Refused(format!("eventfd: {error}")))?;
+        let ring = open(backing, aio.queue_depth).map_err(NoRings::Refused)?;
+        let waker = Waker::new().map_err(|error| NoRings::Refused(format!("eventfd: {error}")))?;
         let waker = Arc::new(waker);
         engine.wakers.push(waker.clone());
         let driver = Driver {
@@ -74,7 +74,7 @@ pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Re
             overlap: aio.overlap_events,
         };
         let worker = spawn(format!("disk-{rank}-ring-{index}"), backing, move || driver.run());
-        engine.workers.push(worker.map_err(StartError::Thread)?);
+        engine.workers.push(worker.map_err(NoRings::Thread)?);
     }
     Ok(engine)
 }
@@ -99,14 +99,14 @@ fn open(backing: &Backing, depth: usize) -> Result<IoUring, String> {
 struct Driver {
     ring: IoUring,
     waker: Arc<Waker>,
-    queue: Receiver<Piece>,
+    queue: Receiver<Chunk>,
     backing: Arc<Backing>,
     /// The pieces that the kernel has.
-    slots: Vec<Option<Piece>>,
+    slots: Vec<Option<Chunk>>,
     /// The slots without one.
     free: Vec<usize>,
     /// Pieces of which something is left to be asked for.
-    again: Vec<Piece>,
+    again: Vec<Chunk>,
     polling: bool,
     single_submit: bool,
     overlap: bool,

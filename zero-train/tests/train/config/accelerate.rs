@@ -71,13 +71,15 @@ fn the_templates_of_accelerate() {
         assert_eq!(plan.precision, Precision::Fp16 { loss_scale: DYNAMIC });
         assert_eq!(
             plan.optimizer,
-            Some(OptimizerPlan::AdamW {
+            Some(OptimizerPlan {
                 lr: 2e-5,
-                beta_1: 0.9,
-                beta_2: 0.999,
-                epsilon: 1e-8,
-                weight_decay: 0.1,
-                bias_correction: true
+                rule: Rule::AdamW {
+                    beta_1: 0.9,
+                    beta_2: 0.999,
+                    epsilon: 1e-8,
+                    weight_decay: 0.1,
+                    bias_correction: true
+                }
             })
         );
         assert_eq!(

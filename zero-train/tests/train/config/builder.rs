@@ -70,35 +70,29 @@ fn the_builder_has_the_files_rules() {
 #[test]
 fn optimizers_and_schedules_survive_the_builder() {
     let optimizers = [
-        OptimizerPlan::AdamW {
+        OptimizerPlan {
             lr: 0.1,
-            beta_1: 0.2,
-            beta_2: 0.3,
-            epsilon: 0.4,
-            weight_decay: 0.5,
-            bias_correction: true,
+            rule: Rule::AdamW { beta_1: 0.2, beta_2: 0.3, epsilon: 0.4, weight_decay: 0.5, bias_correction: true },
         },
-        OptimizerPlan::Adam {
+        OptimizerPlan {
             lr: 0.1,
-            beta_1: 0.2,
-            beta_2: 0.3,
-            epsilon: 0.4,
-            weight_decay: 0.5,
-            bias_correction: false,
+            rule: Rule::Adam { beta_1: 0.2, beta_2: 0.3, epsilon: 0.4, weight_decay: 0.5, bias_correction: false },
         },
-        OptimizerPlan::Lamb {
+        OptimizerPlan {
             lr: 0.1,
-            beta_1: 0.2,
-            beta_2: 0.3,
-            epsilon: 0.4,
-            weight_decay: 0.5,
-            bias_correction: false,
-            max_coeff: 0.7,
-            min_coeff: 0.6,
+            rule: Rule::Lamb {
+                beta_1: 0.2,
+                beta_2: 0.3,
+                epsilon: 0.4,
+                weight_decay: 0.5,
+                bias_correction: false,
+                max_coeff: 0.7,
+                min_coeff: 0.6,
+            },
         },
-        OptimizerPlan::Sgd { lr: 0.1, momentum: 0.2, weight_decay: 0.3, nesterov: true },
-        OptimizerPlan::Lion { lr: 0.1, beta_1: 0.2, beta_2: 0.3, weight_decay: 0.4 },
-        OptimizerPlan::Adagrad { lr: 0.1, epsilon: 0.2, weight_decay: 0.3 },
+        OptimizerPlan { lr: 0.1, rule: Rule::Sgd { momentum: 0.2, weight_decay: 0.3, nesterov: true } },
+        OptimizerPlan { lr: 0.1, rule: Rule::Lion { beta_1: 0.2, beta_2: 0.3, weight_decay: 0.4 } },
+        OptimizerPlan { lr: 0.1, rule: Rule::Adagrad { epsilon: 0.2, weight_decay: 0.3 } },
     ];
     for optimizer in optimizers {
         let plan = ZeroPlan::builder(Stage::DataParallel).optimizer(optimizer).build(1).unwrap();
@@ -155,7 +149,7 @@ fn optimizers_and_schedules_survive_the_builder() {
     }
     let error = ZeroPlan::builder(Stage::DataParallel).schedule(Schedule::Constant(0.1)).build(1).unwrap_err();
     assert!(error.to_string().contains("scheduler.type: expected one of WarmupLR"), "{error}");
-    let bad = OptimizerPlan::Sgd { lr: -0.1, momentum: 0.0, weight_decay: 0.0, nesterov: true };
+    let bad = OptimizerPlan { lr: -0.1, rule: Rule::Sgd { momentum: 0.0, weight_decay: 0.0, nesterov: true } };
     insta::assert_snapshot!(ZeroPlan::builder(Stage::DataParallel).optimizer(bad).build(1).unwrap_err(), @"plan: optimizer.params.lr: expected a number of at least 0, got -0.1");
 }
 

@@ -24,13 +24,9 @@ fn the_shared_deepspeed_file() {
         precision: Precision::Fp32,
         communication_data_type: None,
         grad_accum_dtype: None,
-        optimizer: Some(OptimizerPlan::AdamW {
+        optimizer: Some(OptimizerPlan {
             lr: 1e-3,
-            beta_1: 0.9,
-            beta_2: 0.999,
-            epsilon: 1e-8,
-            weight_decay: 0.01,
-            bias_correction: true,
+            rule: Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true },
         }),
         schedule: Some(Schedule::WarmupDecayLr {
             min_lr: 0.0,
@@ -102,13 +98,9 @@ fn the_cifar_tutorial_with_fp16_and_a_prescaled_sum() {
     .unwrap();
     assert_eq!(
         plan.optimizer,
-        Some(OptimizerPlan::AdamW {
+        Some(OptimizerPlan {
             lr: 1e-3,
-            beta_1: 0.8,
-            beta_2: 0.999,
-            epsilon: 1e-8,
-            weight_decay: 3e-7,
-            bias_correction: true
+            rule: Rule::AdamW { beta_1: 0.8, beta_2: 0.999, epsilon: 1e-8, weight_decay: 3e-7, bias_correction: true }
         })
     );
     assert_eq!(
@@ -146,15 +138,17 @@ fn bing_bert_with_lamb_and_with_adam_without_bias_correction() {
     assert_eq!(plan.batch, Batch { global: 65536, micro: 64, accumulation: 16 });
     assert_eq!(
         plan.optimizer,
-        Some(OptimizerPlan::Lamb {
+        Some(OptimizerPlan {
             lr: 11e-3,
-            beta_1: 0.9,
-            beta_2: 0.999,
-            epsilon: 1e-8,
-            weight_decay: 0.01,
-            bias_correction: false,
-            max_coeff: 0.3,
-            min_coeff: 0.01
+            rule: Rule::Lamb {
+                beta_1: 0.9,
+                beta_2: 0.999,
+                epsilon: 1e-8,
+                weight_decay: 0.01,
+                bias_correction: false,
+                max_coeff: 0.3,
+                min_coeff: 0.01
+            }
         })
     );
     let expected = Rule::Lamb {
@@ -205,7 +199,7 @@ fn stage_2_with_cpu_offload_and_bf16() {
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
     assert_eq!(plan.offload_optimizer, Some(Offload { pin_memory: true, ..Offload::to(OffloadDevice::Cpu) }));
     assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(Float::F32), Some(Float::F32)));
-    assert!(matches!(plan.optimizer, Some(OptimizerPlan::Adam { weight_decay: 0.0, .. })));
+    assert!(matches!(plan.optimizer, Some(OptimizerPlan { rule: Rule::Adam { weight_decay: 0.0, .. }, .. })));
     insta::assert_snapshot!(warnings(&plan), @r#"
     zero_optimization.round_robin_gradients: has no effect: each rank already moves only its own shard of a gradient
     "#);
@@ -299,13 +293,9 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     assert_eq!(plan.gradient_clipping, Some(0.3));
     assert_eq!(
         plan.optimizer,
-        Some(OptimizerPlan::AdamW {
+        Some(OptimizerPlan {
             lr: 2e-5,
-            beta_1: 0.9,
-            beta_2: 0.95,
-            epsilon: 1e-6,
-            weight_decay: 0.1,
-            bias_correction: true
+            rule: Rule::AdamW { beta_1: 0.9, beta_2: 0.95, epsilon: 1e-6, weight_decay: 0.1, bias_correction: true }
         })
     );
     assert_eq!(

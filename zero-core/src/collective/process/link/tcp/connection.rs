@@ -19,7 +19,7 @@ const AHEAD: usize = 32 << 10;
 const TURN: usize = 2 << 20;
 
 /// Memory that is to be sent.
-pub(super) struct Piece {
+pub(super) struct Span {
     pub(super) bytes: *const u8,
     pub(super) length: usize,
     pub(super) done: Ongoing,
@@ -29,7 +29,7 @@ pub(super) struct Piece {
 struct Frame {
     head: [u8; HEAD],
     /// None of a frame that is its head alone.
-    piece: Option<Piece>,
+    piece: Option<Span>,
 }
 
 /// Memory that a piece of a payload is to come to.
@@ -60,7 +60,7 @@ pub(super) struct Connection {
     /// Pieces that have been cleared.
     then: VecDeque<Frame>,
     /// Pieces that have not, by tag.
-    offered: HashMap<i32, VecDeque<Piece>>,
+    offered: HashMap<i32, VecDeque<Span>>,
     /// Clearances by tag that came before their pieces.
     cleared: HashMap<i32, usize>,
     /// The frame that is being written, and how far it has come.
@@ -118,12 +118,12 @@ impl Connection {
     }
 
     /// Sends a control message.
-    pub(super) fn say(&mut self, piece: Piece) {
+    pub(super) fn say(&mut self, piece: Span) {
         self.first.push_back(Frame { head: head(CONTROL, 0, piece.length), piece: Some(piece) });
     }
 
     /// Sends a piece of a payload once it is cleared.
-    pub(super) fn offer(&mut self, tag: i32, piece: Piece) {
+    pub(super) fn offer(&mut self, tag: i32, piece: Span) {
         match self.cleared.get_mut(&tag) {
             Some(early) => {
                 *early -= 1;
@@ -136,7 +136,7 @@ impl Connection {
         }
     }
 
-    fn send(&mut self, tag: i32, piece: Piece) {
+    fn send(&mut self, tag: i32, piece: Span) {
         self.then.push_back(Frame { head: head(DATA, tag, piece.length), piece: Some(piece) });
     }
 

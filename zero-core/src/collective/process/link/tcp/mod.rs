@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use super::{Channel, Heard, Link};
 use crate::error::LinkError;
-use connection::{Connection, Piece};
+use connection::{Connection, Span};
 
 /// How long the ends of a connection wait for one another once all is said.
 const CLOSE: Duration = Duration::from_secs(2);
@@ -76,7 +76,7 @@ impl Link for TcpLink {
 
     unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Ongoing, LinkError> {
         let done = Ongoing::default();
-        let piece = Piece { bytes: bytes.as_ptr(), length: bytes.len(), done: done.clone() };
+        let piece = Span { bytes: bytes.as_ptr(), length: bytes.len(), done: done.clone() };
         match (&mut self.connections[to], channel) {
             // Nobody is there to receive it.
             (None, _) => done.end(piece.length),
