@@ -10,19 +10,8 @@ use burn_backend::{Backend, TensorData};
 use burn_std::{FloatDType, Shape};
 
 use crate::fallback;
+pub(crate) use crate::kinds::ty;
 use crate::options::{AttentionOptions, Gelu};
-
-/// The type of an operand or result by its kind, and its backend.
-macro_rules! ty {
-    (float, $of:ty) => { FloatTensor<$of> };
-    (opt_float, $of:ty) => { Option<FloatTensor<$of>> };
-    (int, $of:ty) => { IntTensor<$of> };
-    (float_float, $of:ty) => { (FloatTensor<$of>, FloatTensor<$of>) };
-    (float_float_float, $of:ty) => { (FloatTensor<$of>, FloatTensor<$of>, FloatTensor<$of>) };
-    (float_opt_float, $of:ty) => { (FloatTensor<$of>, Option<FloatTensor<$of>>) };
-    (three_floats, $of:ty) => { [FloatTensor<$of>; 3] };
-    (($plain:ty), $of:ty) => { $plain };
-}
 
 /// An implementation of the trait, its operations written as in it.
 macro_rules! implement {
@@ -34,7 +23,7 @@ macro_rules! implement {
     };
 }
 
-pub(crate) use {implement, ty};
+pub(crate) use implement;
 
 /// The trait, from the operations; and their signatures for macros that make delegations of them.
 macro_rules! operations {

@@ -5,7 +5,7 @@ use burn::tensor::{Bool, FloatDType, Int, Tensor, TensorPrimitive, activation, s
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, TensorMetadata};
 
-use crate::backend::ty;
+use crate::kinds::ty;
 use crate::options::{AttentionOptions, Gelu};
 
 /// The score of a key that comes after a row: far below those that a mask hides, and finite in 16 bit too.

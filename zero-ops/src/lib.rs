@@ -23,6 +23,7 @@ mod fallback;
 #[cfg(feature = "flex")]
 mod flex;
 mod functions;
+mod kinds;
 mod options;
 mod rule;
 mod shared;
