@@ -1,14 +1,16 @@
 //! A configuration of any family: what a checkpoint has to say about the model that it holds.
 
+mod adapted;
+
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+pub use self::adapted::AdaptedModel;
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
 use crate::error::io_at;
 use crate::hf_params::{AS_NAMED, parameters, rules, stored};
-use crate::lora::AdaptedModel;
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
 use crate::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig};
 

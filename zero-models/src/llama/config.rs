@@ -295,6 +295,16 @@ fn complete(text: &str) -> Result<String, ModelError> {
     Ok(Value::from(keys).to_string())
 }
 
+impl LlamaConfig {
+    /// By how much the angle of each pair of a head's elements grows from a position to the next.
+    pub(super) fn speeds(&self) -> Vec<f32> {
+        let width = self.head_width();
+        let speed = |pair: usize| self.rope_theta.powf(-((2 * pair) as f64) / width as f64);
+        let scaled = |speed| self.rope_scaling.map_or(speed, |scaling| scaling.scaled(speed));
+        (0..width / 2).map(|pair| scaled(speed(pair)) as f32).collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,8 +4,6 @@ use burn::tensor::{Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 use zero_ops::FusedBackend;
 
-use super::LlamaConfig;
-
 /// How angles are made smaller, for texts that are longer than those of the first training; as `rope_scaling` in Hugging Face's
 /// `config.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -51,7 +49,7 @@ impl RopeScaling {
         }
     }
 
-    fn scaled(&self, speed: f64) -> f64 {
+    pub(super) fn scaled(&self, speed: f64) -> f64 {
         match *self {
             Self::Linear { factor } => speed / factor,
             Self::Dynamic { .. } => speed,
@@ -89,18 +87,9 @@ impl<B: FusedBackend> Angles<B> {
     }
 }
 
-impl LlamaConfig {
-    /// By how much the angle of each pair of a head's elements grows from a position to the next.
-    pub(super) fn speeds(&self) -> Vec<f32> {
-        let width = self.head_width();
-        let speed = |pair: usize| self.rope_theta.powf(-((2 * pair) as f64) / width as f64);
-        let scaled = |speed| self.rope_scaling.map_or(speed, |scaling| scaling.scaled(speed));
-        (0..width / 2).map(|pair| scaled(speed(pair)) as f32).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::LlamaConfig;
     use super::*;
 
     #[test]

@@ -5,8 +5,7 @@ use std::path::Path;
 
 use zero_ops::FusedBackend;
 
-use super::config::AdaptedModel;
-use super::{Adaptable, LoraConfig, adapt};
+use super::{Adaptable, AdaptedModel, LoraConfig, adapt};
 use crate::hf_export::{ExportOptions, Exported, export};
 use crate::hf_params::load_some;
 use crate::safetensors_file::{ADAPTER, Checkpoint};

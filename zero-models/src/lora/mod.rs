@@ -25,94 +25,19 @@
 
 mod config;
 mod files;
+mod linear;
 
-use burn::module::{Initializer, Module, ModuleMapper, Param};
-use burn::nn::{Dropout, DropoutConfig};
+use burn::module::{Initializer, ModuleMapper, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use zero_ops::FusedBackend;
 
-pub use self::config::{AdaptedModel, LoraConfig};
-pub(crate) use self::config::{CONFIG, peft_name};
+pub use self::config::LoraConfig;
+pub(crate) use self::config::{ALL, CONFIG, PREFIX, REGEX, peft_name};
 pub use self::files::{load, merge, merge_with};
-use crate::attention::is_active;
+pub use self::linear::{Adaptable, Adapter, Linear};
+pub use crate::model_config::AdaptedModel;
 use crate::{ModelConfig, ModelError};
-
-/// A linear layer that can be adapted: Burn's, with the same names of parameters, and perhaps an adapter.
-#[derive(Module, Debug)]
-pub struct Linear<B: Backend> {
-    /// `[d_in, d_out]`
-    pub weight: Param<Tensor<B, 2>>,
-    /// `[d_out]`
-    pub bias: Option<Param<Tensor<B, 1>>>,
-    /// What is trained in place of the weight.
-    pub adapter: Option<Adapter<B>>,
-}
-
-/// What is added to a linear layer.
-#[derive(Module, Debug)]
-pub struct Adapter<B: Backend> {
-    /// `[d_in, r]`
-    pub a: Param<Tensor<B, 2>>,
-    /// `[r, d_out]`
-    pub b: Param<Tensor<B, 2>>,
-    dropout: Dropout,
-    scale: f64,
-}
-
-impl<B: Backend> From<burn::nn::Linear<B>> for Linear<B> {
-    fn from(layer: burn::nn::Linear<B>) -> Self {
-        Self { weight: layer.weight, bias: layer.bias, adapter: None }
-    }
-}
-
-impl<B: FusedBackend> Linear<B> {
-    /// The layer of `[.., d_in]`; returns `[.., d_out]`.
-    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        let mut shape = x.dims();
-        let rows = x.flatten_rows();
-        let bias = self.bias.as_ref().map(|bias| bias.val());
-        let out = self.product(rows, bias, None);
-        shape[D - 1] = out.dims()[1];
-        out.reshape(shape)
-    }
-
-    /// `x W + bias + residual`, and the adapter's part.
-    pub(crate) fn product(
-        &self,
-        x_nd: Tensor<B, 2>,
-        bias_f: Option<Tensor<B, 1>>,
-        residual_nf: Option<Tensor<B, 2>>,
-    ) -> Tensor<B, 2> {
-        let Some(adapter) = &self.adapter else {
-            return zero_ops::linear(x_nd, self.weight.val(), bias_f, residual_nf);
-        };
-        let out_nf = zero_ops::linear(x_nd.clone(), self.weight.val(), bias_f, residual_nf);
-        let x_nd = if is_active(&adapter.dropout, &x_nd) { adapter.dropout.forward(x_nd) } else { x_nd };
-        let low_nr = zero_ops::linear(x_nd, adapter.a.val(), None, None) * adapter.scale;
-        zero_ops::linear(low_nr, adapter.b.val(), None, Some(out_nf))
-    }
-}
-
-/// Tensors as rows.
-trait Rows<B: Backend> {
-    fn flatten_rows(self) -> Tensor<B, 2>;
-}
-
-impl<B: Backend, const D: usize> Rows<B> for Tensor<B, D> {
-    fn flatten_rows(self) -> Tensor<B, 2> {
-        let width = self.dims()[D - 1];
-        let rows = self.dims().iter().product::<usize>() / width.max(1);
-        self.reshape([rows, width])
-    }
-}
-
-/// A module whose linear layers can be adapted.
-pub trait Adaptable<B: Backend>: Module<B> {
-    /// Calls `each` with the path of every layer that may be adapted (Burn's field names from the module down, with dots) and
-    /// the layer.
-    fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>));
-}
 
 /// Adds a fresh adapter to every layer that `lora` names, `A` uniform as PEFT draws it and `B` zero, and freezes all else but
 /// [`LoraConfig::modules_to_save`]. `model` describes the module; weights are loaded before.
@@ -135,12 +60,9 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
             let [d_in, d_out] = layer.weight.lazy_shape().dims();
             // As torch's linear layers are drawn, which PEFT takes for A.
             let bound = (d_in as f64).sqrt().recip();
-            layer.adapter = Some(Adapter {
-                a: Initializer::Uniform { min: -bound, max: bound }.init([d_in, lora.r], device),
-                b: Initializer::Zeros.init([lora.r, d_out], device),
-                dropout: DropoutConfig::new(lora.lora_dropout).init(),
-                scale: lora.scale(),
-            });
+            let a = Initializer::Uniform { min: -bound, max: bound }.init([d_in, lora.r], device);
+            let b = Initializer::Zeros.init([lora.r, d_out], device);
+            layer.adapter = Some(Adapter::new(a, b, lora.lora_dropout, lora.scale()));
         }
     });
     if let Some(path) = left.first() {
