@@ -7,7 +7,7 @@ use burn::tensor::{Int, Tensor};
 use zero_ops::FusedBackend;
 
 use crate::generate::CausalLm;
-use crate::lora::Adaptable;
+use crate::lora::linear::Adaptable;
 use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2, llama};
 
 /// A family of models that predict the next token, by its configuration.

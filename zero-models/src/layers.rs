@@ -10,7 +10,7 @@ use zero_ops::FusedBackend;
 
 use crate::Activation;
 use crate::attention::is_active;
-use crate::lora::Linear;
+use crate::lora::linear::Linear;
 
 /// Rows of `b` sequences, one after the other, as `[b, t, width]`.
 pub(crate) fn by_sequence<B: Backend>(x_nd: Tensor<B, 2>, [b, t]: [usize; 2]) -> Tensor<B, 3> {

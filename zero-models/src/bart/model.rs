@@ -13,7 +13,7 @@ use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_e
 
 use crate::attention::{Masks, attend, is_active};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::{Adaptable, Linear};
+use crate::lora::linear::{Adaptable, Linear};
 use crate::loss::IGNORED_LABEL;
 use crate::{Activation, BartConfig, init};
 

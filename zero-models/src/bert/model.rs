@@ -14,7 +14,7 @@ use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 use crate::attention::{Masks, attend};
 use crate::hf_params::Family;
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::{Adaptable, Linear};
+use crate::lora::linear::{Adaptable, Linear};
 use crate::{Activation, BertBatch, BertConfig, BertPredictions, init};
 
 /// A BERT with the heads that its [`BertHead`](crate::BertHead) names.

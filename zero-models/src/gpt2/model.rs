@@ -15,7 +15,7 @@ use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::{Adaptable, Linear};
+use crate::lora::linear::{Adaptable, Linear};
 use crate::loss::next_token_loss;
 use crate::{Activation, Gpt2Config, init};
 

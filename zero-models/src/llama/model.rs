@@ -14,7 +14,7 @@ use super::rotary::Angles;
 use crate::attention::{Masks, attend};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{by_sequence, dense, dense_onto, scaled};
-use crate::lora::{Adaptable, Linear};
+use crate::lora::linear::{Adaptable, Linear};
 use crate::loss::next_token_loss;
 use crate::{LlamaConfig, init};
 

@@ -23,9 +23,9 @@
 //! # Ok::<(), zero_models::ModelError>(())
 //! ```
 
-mod config;
+pub(crate) mod config;
 mod files;
-mod linear;
+pub(crate) mod linear;
 
 use burn::module::{Initializer, ModuleMapper, Param};
 use burn::tensor::Tensor;
@@ -33,7 +33,7 @@ use burn::tensor::backend::Backend;
 use zero_ops::FusedBackend;
 
 pub use self::config::LoraConfig;
-pub(crate) use self::config::{ALL, CONFIG, PREFIX, REGEX, peft_name};
+pub(crate) use self::config::{CONFIG, peft_name};
 pub use self::files::{load, merge, merge_with};
 pub use self::linear::{Adaptable, Adapter, Linear};
 pub use crate::model_config::AdaptedModel;

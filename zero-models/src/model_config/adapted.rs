@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::ModelConfig;
 use crate::error::did_you_mean;
-use crate::lora::{ALL, LoraConfig, PREFIX, REGEX, peft_name};
+use crate::lora::config::{ALL, LoraConfig, PREFIX, REGEX, peft_name};
 use crate::{ModelError, ModelParam};
 
 /// A layer that is adapted.
