@@ -24,9 +24,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 SHARED = 227 << 10
 # Bytes of spills that are known: the assembler keeps layer norm to 48 registers, so that more rows are in flight, for a few
 # numbers that all rows share.
-SPILLS = {"layer_norm_kernel": 104}
-# Registers, and bytes of spills, by which the same kernel differs from process to process: 253 and 254, 92 and 96 were seen.
-VARYING = 8
+SPILLS = {"layer_norm_kernel": 96}
+# Registers by which the same kernel may differ from process to process (253 and 254 were seen); the device hands them out by eight.
+VARYING = 4
 
 
 def ours():
@@ -53,7 +53,8 @@ def alike(kept, line):
     if kept is None:
         return False
     (_, *kept), (_, *made) = kept.split(), line.split()
-    allowed = (0, 0, VARYING, 0, VARYING, 0)
+    # Variants, threads, registers, shared memory, spills, local memory.
+    allowed = (0, 0, VARYING, 0, 0, 0)
     return all(abs(int(a) - int(b)) <= most for a, b, most in zip(kept, made, allowed))
 
 

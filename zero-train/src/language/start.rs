@@ -111,10 +111,11 @@ impl Start {
     /// What training takes, from what training the whole model takes.
     pub(super) fn profile(&self, whole: Profile) -> Profile {
         let Some(adapted) = &self.adapted else { return whole };
-        let saved = |path: &str| adapted.parameters().iter().any(|param| param.path == path);
+        let trained = adapted.parameters();
+        let saved = |path: &str| trained.iter().any(|param| param.path == path);
         let base = adapted.base.parameters();
         let frozen = base.iter().filter(|param| !saved(&param.path)).map(|param| param.numel()).collect();
-        let parameters = adapted.parameters().iter().map(|param| param.numel()).collect();
+        let parameters = trained.iter().map(|param| param.numel()).collect();
         // Of the three products of a layer, the one for its weight's gradient is not made.
         Profile { parameters, frozen, flops_per_row: whole.flops_per_row * 2.0 / 3.0, ..whole }
     }
