@@ -2,7 +2,7 @@
 # What a GPU would be given, on a machine without one: NVIDIA's compiler compiles it for an H100, and a driver that executes
 # nothing (dry/driver.c) checks and counts it. The compiler is fetched from PyPI once, to the target directory.
 #   bench/gpu/dry.sh kernels [--accept]  compiles every kernel of ours, and compares what each takes with dry/kernels.txt
-#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B; 124m; xl), counts what a step asks of the GPU,
+#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B, also -dropout; 124m; xl), counts what a step asks of the GPU,
 #                                        and compares with bounds (dry/steps.py). STUB=: Burn's products are compiled too
 #   bench/gpu/dry.sh run COMMAND...      any program there; DRY_OUT and other settings as in dry/driver.c
 # --accept writes down what came instead of comparing. Exit codes: 0; 1 when something differs or failed; 2 for bad arguments.
@@ -91,6 +91,16 @@ steps() {
     echo "a compiler newer than the driver: expected exit code 2 and both versions, got $code: $told"
     exit 1
   fi
+  # A kernel that the compiler refuses, and one that the driver does: one message, and nothing is trained on.
+  local variable
+  for variable in DRY_BREAK DRY_REFUSE; do
+    code=0
+    told=$(env $variable=gelu_kernel DRY_STUB=matmul_ "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 3 --out "$work/steps/none" 2>&1 >/dev/null) || code=$?
+    if [[ $code != 1 || $(grep -c 'could not be compiled for the device' <<<"$told") != 1 || $(wc -l <<<"$told") -gt 2 ]]; then
+      echo "a kernel that does not compile ($variable): expected exit code 1 and one message that names it, got $code: $told"
+      exit 1
+    fi
+  done
   DRY_STUB=${STUB-matmul_} python3 "$here/dry/steps.py" --run "$here/dry.sh run" --program "$program" --work "$work/steps" "$@"
 }
 

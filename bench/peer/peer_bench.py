@@ -40,6 +40,8 @@ def parse_arguments():
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="what the model computes in")
     parser.add_argument("--attn", choices=["sdpa", "eager"], default="sdpa", help="transformers' attention")
     parser.add_argument("--ds", default="{}", help="JSON merged into DeepSpeed's zero_optimization (bucket sizes)")
+    parser.add_argument("--weights", help="a folder with the model's weights, in place of fresh ones")
+    parser.add_argument("--lora", type=int, help="train an adapter of this rank on c_attn (PEFT), and not the model")
     parser.add_argument("--log", default="", help="file for the ranks' output (default: a temporary one)")
     return parser.parse_args()
 
@@ -65,7 +67,19 @@ def make_model(args):
     config = GPT2Config(vocab_size=args.vocab, n_positions=args.positions or max(1024, args.seq), n_embd=args.hidden,
                         n_layer=args.layers, n_head=args.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
                         use_cache=False, attn_implementation=args.attn)
-    return GPT2LMHeadModel(config).train()
+    if args.weights:
+        # With ZeRO-3, what is loaded is sharded at once; the configuration has to live as long.
+        from transformers.integrations import HfDeepSpeedConfig
+
+        args.sharded_load = HfDeepSpeedConfig(deepspeed_config(args)) if args.engine == "deepspeed" else None
+        model = GPT2LMHeadModel.from_pretrained(args.weights, config=config, dtype=torch.float32)
+    else:
+        model = GPT2LMHeadModel(config)
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=args.lora, target_modules=["c_attn"], fan_in_fan_out=True))
+    return model.train()
 
 
 def make_optimizer(args, parameters):
@@ -89,12 +103,8 @@ def deepspeed_step(args, model):
     """A function that trains one batch, and the optimizer's name."""
     import deepspeed
 
-    optimizer, kind = make_optimizer(args, model.parameters())
-    config = dict(train_micro_batch_size_per_gpu=args.batch, gradient_accumulation_steps=1,
-                  zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9,
-                  bf16=dict(enabled=args.dtype == "bf16"),
-                  zero_optimization=dict(stage=args.stage, **json.loads(args.ds)))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    optimizer, kind = make_optimizer(args, [param for param in model.parameters() if param.requires_grad])
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(args))
 
     def step(ids):
         loss = engine(input_ids=ids, labels=ids).loss
@@ -103,6 +113,13 @@ def deepspeed_step(args, model):
         return loss
 
     return step, kind
+
+
+def deepspeed_config(args):
+    return dict(train_micro_batch_size_per_gpu=args.batch, gradient_accumulation_steps=1,
+                  zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False, steps_per_print=10**9,
+                  bf16=dict(enabled=args.dtype == "bf16"),
+                  zero_optimization=dict(stage=args.stage, **json.loads(args.ds)))
 
 
 def torch_step(args, model):

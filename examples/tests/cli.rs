@@ -1,15 +1,24 @@
 //! The main job as a user runs it: its output, its files, and what it says to bad input.
 
+#[path = "../../zero-core/tests/common/port.rs"]
+mod port;
+
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 
 use assert_cmd::Command;
+use port::free_port;
 use serde_json::Value;
 
-/// The example, which `cargo test` builds beside this test.
-fn gpt2() -> Command {
+/// An example, which `cargo test` builds beside this test.
+fn example(name: &str) -> Command {
     let deps = std::env::current_exe().expect("a test has a path");
     let target = deps.parent().and_then(Path::parent).expect("target/PROFILE/deps/TEST");
-    Command::new(target.join("examples").join("gpt2_1_5b"))
+    Command::new(target.join("examples").join(name))
+}
+
+fn gpt2() -> Command {
+    example("gpt2_1_5b")
 }
 
 fn fixture(name: &str) -> PathBuf {
@@ -291,4 +300,81 @@ fn bad_weights_are_refused() {
     std::fs::write(dir.path().join("config.json"), config.replace("\"n_positions\": 32", "\"n_positions\": 40"))
         .unwrap();
     with(dir.path(), "wpe");
+}
+
+/// The walkthrough of PEFT's guide in small: first with its own file and a base of few steps, then with the guide's file, unchanged.
+#[test]
+fn an_adapter_learns_who_speaks() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |options: &[&str]| {
+        let common = ["--work", "work", "--base-steps", "4", "--batch", "8", "--eval", "24", "--threads", "1"];
+        example("peft_seq2seq").current_dir(dir.path()).args(common).args(options).assert()
+    };
+    let told = run(&["--steps", "3"]).success();
+    let stdout = String::from_utf8(told.get_output().stdout.clone()).unwrap();
+    for part in [
+        "2 at stage 3",
+        "of which 18432 are trained",
+        "Offload: optimizer state in the host's memory",
+        "Offload: parameters in the host's memory",
+        "train_epoch_loss  train_ppl",
+        "epoch 1, train, host",
+        "epoch 1, eval, host",
+        "BART with LoRA   bag of words",
+    ] {
+        assert!(stdout.contains(part), "{part} in:\n{stdout}");
+    }
+    // A bag of words tells as much in every run.
+    let row = |name: &str| -> Vec<f64> {
+        let line = stdout.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in:\n{stdout}"));
+        line[name.len()..].split_whitespace().map(|figure| figure.parse().unwrap()).collect()
+    };
+    let (held_out, test) = (row("held out"), row("test, without labels"));
+    assert_eq!((held_out[0], test[0]), (24.0, 184.0));
+    assert!(test[2] > 0.5 && test[1] < test[2], "a model of a few steps tells less: {test:?}");
+    let said = lines(&dir.path().join("work/predictions.jsonl"));
+    assert_eq!(said.len(), 24 + 184);
+    assert!(said[..24].iter().all(|line| line["label"].is_string()), "{said:?}");
+    assert!(said[24..].iter().all(|line| line["label"].is_null() && line["prediction"].is_string()), "{said:?}");
+    let base = dir.path().join("work/base/model.safetensors");
+    let bytes = std::fs::read(&base).unwrap();
+
+    // The base is there.
+    let config = fixture("configs/accelerate_zero3_cpu.yaml").display().to_string();
+    let other = ["--steps", "2", "--config", &config, "--save", "guide", "--predictions", "guide.jsonl"];
+    let told = run(&other).success();
+    let (out, err) = (&told.get_output().stdout, &told.get_output().stderr);
+    let (out, err) = (String::from_utf8_lossy(out), String::from_utf8_lossy(err));
+    assert!(out.contains("1 at stage 3") && out.contains("the 16-bit model (bf16) is saved in guide"), "{out}");
+    assert!(!err.contains("warning:"), "{err}");
+    assert!(std::fs::read(&base).unwrap() == bytes);
+    assert!(dir.path().join("guide/16bit-model-00000002/adapter_model.safetensors").is_file());
+    // What it has done, it does not do again.
+    let again = run(&["--steps", "3"]).success();
+    assert!(String::from_utf8_lossy(&again.get_output().stderr).contains("nothing is left to do"));
+
+    // Ranks that are processes: the first makes the rows anew, and what they say is what threads said. They need a base.
+    std::fs::remove_file(dir.path().join("work/lines.jsonl")).unwrap();
+    let port = free_port().to_string();
+    let processes = |options: &[&str]| -> Vec<std::process::Output> {
+        let begin = |rank: &&str| {
+            let numbers = [("RANK", *rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")];
+            let mut command = std::process::Command::new(example("peft_seq2seq").get_program());
+            command.current_dir(dir.path()).envs(numbers).envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)]);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).args(["--deadline", "60", "--threads", "1"]);
+            command.args(options).spawn().unwrap()
+        };
+        let children: Vec<_> = ["0", "1"].iter().map(begin).collect();
+        children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+    };
+    let same = ["--work", "work", "--batch", "8", "--eval", "24", "--steps", "3"];
+    let told = processes(&[&same[..], &["--save", "processes", "--predictions", "processes.jsonl"]].concat());
+    assert!(told.iter().all(|ended| ended.status.success()), "{told:?}");
+    assert_eq!(lines(&dir.path().join("processes.jsonl")), said);
+    for ended in processes(&["--work", "none"]) {
+        let told = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.code() == Some(2), "{told}");
+        assert!(told.contains("none/base: is not there: run this example once without a launcher"), "{told}");
+    }
+    assert!(!dir.path().join("none").exists());
 }

@@ -20,6 +20,7 @@ use zero_core::accounting::WireBytes;
 use zero_ops::FusedBackend;
 use zero_ops::devices::memory;
 use zero_train::engine::{EngineConfig, Step, ZeroEngine};
+use zero_train::loss_scale::{DynamicLossScale, LossScaler};
 
 type A<I> = Autodiff<Zero<I>>;
 
@@ -96,6 +97,20 @@ fn losses_norms_and_bytes_are_those_of_the_processor() {
     }
 }
 
+/// Also those of attention's probabilities, which the device draws in its kernels.
+#[test]
+fn masks_of_dropout_are_those_of_the_processor() {
+    let mut run = Run { ranks: 2, steps: 6, ..Run::tiny(Stage::Parameters) };
+    (run.model.attn_pdrop, run.model.resid_pdrop, run.model.embd_pdrop) = (0.3, 0.2, 0.1);
+    let (host, device) = (train::<Flex>(&run), train::<Vulkan>(&run));
+    let without = train::<Flex>(&Run { ranks: 2, steps: 6, ..Run::tiny(Stage::Parameters) });
+    let (losses, effect) =
+        (largest_difference(&host.losses, &device.losses), largest_difference(&host.losses, &without.losses));
+    println!("dropout: losses {losses:.1e}, without it {effect:.1e}");
+    assert!(losses < 1e-4, "{:?} against {:?}", host.losses, device.losses);
+    assert!(effect > 1e-3, "dropout changes the losses: {:?} against {:?}", host.losses, without.losses);
+}
+
 #[test]
 fn stages_give_the_same_bits_on_a_device() {
     let run = |stage| train::<Vulkan>(&Run { ranks: 2, steps: 6, ..Run::tiny(stage) });
@@ -124,6 +139,64 @@ fn lamb_beside_adamw_is_the_processors_with_the_same_bits_at_all_stages() {
         assert!(losses < 1e-4, "stage {stage}: {:?} against {:?}", host.losses, device.losses);
         let got: Vec<u64> = device.losses.iter().map(|loss| loss.to_bits()).collect();
         assert_eq!(bits.get_or_insert_with(|| got.clone()), &got, "stage {stage}");
+    }
+}
+
+/// Losses, norms and clip factors of 6 updates, one of which has an infinite loss if it is said where.
+fn with_an_odd_loss<I: FusedBackend>(odd: Option<usize>, scaled: bool) -> Vec<[f64; 4]> {
+    let run = Run { ranks: 1, ..Run::tiny(Stage::DataParallel) };
+    let body = |device: ZeroDevice<I::Device>| -> Result<Vec<[f64; 4]>, String> {
+        let scaler = DynamicLossScale { initial_scale_power: 6, hysteresis: 1, ..DynamicLossScale::default() };
+        let config = EngineConfig {
+            clipping: Some(0.5),
+            skip_overflow: !scaled,
+            loss_scale: scaled.then(|| LossScaler::dynamic(scaler).unwrap()),
+            ..EngineConfig::default()
+        };
+        let model = run.model.init::<A<I>>(&device);
+        let mut engine = ZeroEngine::initialize(model, Fused::new(Rule::adamw()), config, &device).unwrap();
+        let (mut came, mut step) = (Vec::new(), 0);
+        while step < 6 {
+            let ids = tokens::<I>(&run, step, &device);
+            let is_odd = odd == Some(step) && came.len() == step;
+            let loss = engine.forward(|model| model.loss(ids));
+            engine.backward(if is_odd { loss.mul_scalar(f64::INFINITY) } else { loss });
+            match engine.step().unwrap() {
+                Step::Updated(update) => {
+                    assert_eq!(engine.losses().len(), 1);
+                    came.push([engine.losses()[0], update.grad_norm, update.clip_factor, update.loss_scale]);
+                    step += 1;
+                }
+                Step::Skipped { loss_scale, next_loss_scale, skipped } => {
+                    assert!(is_odd && skipped == 1 && engine.losses()[0].is_infinite(), "step {step}");
+                    came.push([f64::INFINITY, 0.0, loss_scale, next_loss_scale]);
+                }
+                Step::Accumulating { .. } => panic!("every step ends an update"),
+            }
+        }
+        Ok(came)
+    };
+    launch::<I, _, String>(1, &run.zero, &launch_options(), body).unwrap().swap_remove(0)
+}
+
+/// The host learns after an update whether a device has made it; then it is as if it had not been tried, the first one too.
+#[test]
+fn what_a_device_leaves_out_changes_no_bit() {
+    let plain = with_an_odd_loss::<Vulkan>(None, false);
+    assert!(plain.iter().any(|[_, norm, clip, _]| *clip < 1.0 && *norm > 0.5), "something is clipped: {plain:?}");
+    for odd in [0, 3] {
+        let mut came = with_an_odd_loss::<Vulkan>(Some(odd), false);
+        assert_eq!(came.remove(odd)[0], f64::INFINITY);
+        let bits = |all: &[[f64; 4]]| all.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&plain), bits(&came), "a step left out before step {odd}: {plain:?}, {came:?}");
+    }
+    // With a loss scale, which is halved by it, against the processor.
+    let (device, host) = (with_an_odd_loss::<Vulkan>(Some(2), true), with_an_odd_loss::<Flex>(Some(2), true));
+    assert_eq!(device[2], [f64::INFINITY, 0.0, 64.0, 32.0]);
+    assert_eq!(device[2], host[2]);
+    for (step, (device, host)) in device.iter().zip(&host).enumerate().filter(|(step, _)| *step != 2) {
+        let worst = largest_difference(host, device);
+        assert!(worst < 1e-3, "step {step}: {device:?}, on the processor {host:?}");
     }
 }
 

@@ -73,7 +73,7 @@ pub fn load_state<R>(f: impl FnOnce() -> R) -> R {
 pub(crate) enum Fill<'a> {
     Data(TensorData),
     /// Asked for the elements that are kept here.
-    Elements(&'a mut dyn FnMut(Range<usize>) -> Vec<f32>),
+    Elements(&'a mut dyn FnMut(Range<usize>) -> TensorData),
     Random(Distribution),
     Value(Scalar),
 }
@@ -123,7 +123,7 @@ impl Fill<'_> {
                 B::float_from_data(TensorData::from_bytes_vec(bytes, shape, dtype), device)
             }
             Fill::Elements(elements) => {
-                let data = TensorData::new(elements(range), shape).convert_dtype(dtype);
+                let data = TensorData { shape, ..elements(range).convert_dtype(dtype) };
                 B::memory_persistent_allocations(device, data, |data| B::float_from_data(data, device))
             }
             Fill::Random(distribution) => {

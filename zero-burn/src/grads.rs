@@ -4,8 +4,12 @@ use std::collections::HashSet;
 
 use burn::module::{AutodiffModule, ParamId};
 use burn::optim::GradientsParams;
+#[cfg(feature = "cubecl")]
+use burn_backend::BackendTypes;
 use burn_backend::TensorData;
 use burn_backend::ops::FloatTensorOps;
+#[cfg(feature = "cubecl")]
+use burn_std::DType;
 use zero_core::{Partition, ReduceOp};
 
 use crate::autodiff::ZeroAutodiff;
@@ -96,6 +100,31 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
     // Adding zeros changes no bit. At stage 0 too each rank squares its part only: gradients are the same on all.
     pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
     pieces.iter().sum::<f64>().sqrt()
+}
+
+/// The sums of squares of all gradients as their device makes them, not read: of a rank that is alone, and keeps everything there.
+#[cfg(feature = "cubecl")]
+pub(crate) fn sums_on_device<A: ZeroAutodiff, M: AutodiffModule<A>>(
+    grads: &GradientsParams,
+    module: &M,
+) -> Option<<A::Base as BackendTypes>::FloatTensorPrimitive> {
+    let rank = &Context::<A::Base>::current().rank;
+    if rank.world > 1 || rank.updates_beside || !zero_ops::is_cube::<A::Base>() {
+        return None;
+    }
+    let (mut pieces, mut done, mut is_there) = (Vec::new(), HashSet::new(), true);
+    walk::visit::<A, M>(module, |meta, parameter| {
+        let Some(gradient) = walk::gradient::<A>(grads, meta.id).filter(|_| done.insert(meta.id)) else { return };
+        match (parameter, gradient) {
+            (Some(ZeroTensor::Shard(parameter)), ZeroTensor::Shard(Shard { cell, .. }))
+                if matches!(parameter.cell.dtype, DType::F32 | DType::F16 | DType::BF16) =>
+            {
+                pieces.extend(own_piece(&cell));
+            }
+            _ => is_there = false,
+        }
+    });
+    if is_there { zero_ops::sums_of_squares::<A::Base>(&pieces) } else { None }
 }
 
 /// The first parameter, in the order of the module's fields, whose gradient holds an infinity or a NaN; the same on every

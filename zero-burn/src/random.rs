@@ -40,6 +40,11 @@ impl Stream {
         Self(sign(words))
     }
 
+    /// What its numbers are made of, with their places.
+    pub(crate) fn key(self) -> u64 {
+        self.0
+    }
+
     fn bits(self, i: u64) -> u64 {
         mix(self.0.wrapping_add(i.wrapping_add(1).wrapping_mul(WEYL)))
     }

@@ -23,9 +23,11 @@
 //! # std::fs::remove_file(&file).unwrap();
 //! ```
 
+use std::fmt::Display;
+
 use burn_backend::Backend;
 
-use zero_core::collective::{self, Difference};
+use zero_core::collective::{self, Difference, Failed};
 
 use crate::config::ZeroConfig;
 use crate::context::Context;
@@ -81,6 +83,44 @@ pub fn main_process_first<B: Backend, R>(f: impl FnOnce() -> R) -> R {
 /// As [`main_process_first`], with the first rank of each machine: for what is on a machine's own disk. A collective.
 pub fn local_main_process_first<B: Backend, R>(f: impl FnOnce() -> R) -> R {
     first::<B, R>(is_local_main_process::<B>(), f)
+}
+
+/// As [`main_process_first`], for what may fail: an error on one rank is every rank's, and where rank 0 has failed the others do not
+/// run `f`. Where ranks wait, they do so to the run's deadline. A collective.
+///
+/// # Errors
+///
+/// `f`'s on this rank, or what it said on another.
+///
+/// ```
+/// use burn_flex::Flex;
+/// use zero_burn::{config::ZeroConfig, launch::launch, ranks};
+/// use zero_core::Stage;
+///
+/// let told = launch::<Flex, _, String>(2, &ZeroConfig::new(Stage::DataParallel), &Default::default(), |_| {
+///     let made = ranks::try_main_process_first::<Flex, u32, _>(|| Err("the disk is full"));
+///     Ok(made.unwrap_err().to_string())
+/// });
+/// assert_eq!(told.unwrap(), ["the disk is full", "rank 0: the disk is full"]);
+/// ```
+pub fn try_main_process_first<B: Backend, R, E: Display>(f: impl FnOnce() -> Result<R, E>) -> Result<R, Failed<E>> {
+    try_first::<B, R, E>(is_main_process::<B>(), f)
+}
+
+/// As [`try_main_process_first`], with the first rank of each machine. A collective.
+///
+/// # Errors
+///
+/// As [`try_main_process_first`].
+pub fn try_local_main_process_first<B: Backend, R, E: Display>(
+    f: impl FnOnce() -> Result<R, E>,
+) -> Result<R, Failed<E>> {
+    try_first::<B, R, E>(is_local_main_process::<B>(), f)
+}
+
+fn try_first<B: Backend, R, E: Display>(is_first: bool, f: impl FnOnce() -> Result<R, E>) -> Result<R, Failed<E>> {
+    let collective = Context::<B>::current().collective();
+    collective::first_then(&*collective, is_first, f).unwrap_or_else(|error| raise(error))
 }
 
 fn first<B: Backend, R>(is_first: bool, f: impl FnOnce() -> R) -> R {

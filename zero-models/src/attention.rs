@@ -1,12 +1,14 @@
 //! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where probabilities are
-//! dropped out.
+//! dropped out and no kernel does that.
 //!
 //! Shape suffixes: `b` batch, `h` heads, `k` heads of keys, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`
 //! width of the model, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h` or 1, `s` = `t * u` scores.
 
+use std::cell::OnceCell;
+
 use burn::nn::Dropout;
 use burn::tensor::{Bool, Int, Tensor, activation};
-use zero_ops::{AttentionOptions, FusedBackend};
+use zero_ops::{AttentionDropout, AttentionOptions, FusedBackend};
 
 /// What is added to a masked score: its probability is then exactly zero in 32 bits. It is finite also in 16 bits, so
 /// that a row with nothing but masked positions gives no NaN.
@@ -17,39 +19,40 @@ pub(crate) const MASKED: f64 = -3.0e4;
 pub(crate) struct Masks<B: FusedBackend> {
     /// Of each key, `[b, u]`; `None` if there is no padding.
     keys_bu: Option<Tensor<B, 2>>,
-    /// Of each pair, `[r, s]`: what the elementary operations add. Only where probabilities are dropped out.
-    pairs_rs: Option<Tensor<B, 2>>,
+    /// Of each pair, `[r, s]`: what the elementary operations add, once they are there.
+    pairs_rs: OnceCell<Option<Tensor<B, 2>>>,
 }
 
 impl<B: FusedBackend> Masks<B> {
-    /// Hides from each position those that come after it, and those before its `window`. `like_nd` has the type of the activations.
-    pub(crate) fn causal(t: usize, window: Option<usize>, dropout: &Dropout, like_nd: &Tensor<B, 2>) -> Self {
-        let device = like_nd.device();
-        let pairs_rs = is_active(dropout, like_nd).then(|| {
-            let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device);
-            let mut mask_tt = Tensor::zeros([t, t], &device).mask_fill(future_tt, MASKED);
-            if let Some(window) = window {
-                let past_tt = Tensor::<B, 2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device);
-                mask_tt = mask_tt.mask_fill(past_tt, MASKED);
-            }
-            in_type_of(mask_tt.reshape([1, t * t]), like_nd)
-        });
-        Self { keys_bu: None, pairs_rs }
+    /// Hides nothing but what the options of attention hide.
+    pub(crate) fn none() -> Self {
+        Self { keys_bu: None, pairs_rs: OnceCell::new() }
     }
 
-    /// Hides the positions where `attention_mask_bu` is 0, if there is a mask, from so many queries of so many heads.
-    pub(crate) fn padding(
-        attention_mask_bu: Option<Tensor<B, 2, Int>>,
-        [heads, queries]: [usize; 2],
-        dropout: &Dropout,
-        like_nd: &Tensor<B, 2>,
-    ) -> Self {
+    /// Hides the positions where `attention_mask_bu` is 0, if there is a mask. `like_nd` has the type of the activations.
+    pub(crate) fn padding(attention_mask_bu: Option<Tensor<B, 2, Int>>, like_nd: &Tensor<B, 2>) -> Self {
         let keys_bu = attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd));
-        let pairs_rs = keys_bu.clone().filter(|_| is_active(dropout, like_nd)).map(|keys_bu| {
-            let [b, u] = keys_bu.dims();
-            keys_bu.reshape([b, 1, 1, u]).expand([b, heads, queries, u]).reshape([b * heads, queries * u])
+        Self { keys_bu, pairs_rs: OnceCell::new() }
+    }
+
+    /// Of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
+    fn pairs_rs(&self, options: AttentionOptions, [t, u]: [usize; 2], like_nd: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
+        let made = self.pairs_rs.get_or_init(|| {
+            let device = like_nd.device();
+            if options.causal {
+                let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device);
+                let mut mask_tt = Tensor::zeros([t, t], &device).mask_fill(future_tt, MASKED);
+                if let Some(window) = options.window {
+                    let past_tt = Tensor::<B, 2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device);
+                    mask_tt = mask_tt.mask_fill(past_tt, MASKED);
+                }
+                return Some(in_type_of(mask_tt.reshape([1, t * t]), like_nd));
+            }
+            let keys_bu = self.keys_bu.clone()?;
+            let (b, h) = (options.batch, options.heads);
+            Some(keys_bu.reshape([b, 1, 1, u]).expand([b, h, t, u]).reshape([b * h, t * u]))
         });
-        Self { keys_bu, pairs_rs }
+        made.clone()
     }
 }
 
@@ -79,11 +82,22 @@ pub(crate) fn attend<B: FusedBackend>(
     options: AttentionOptions,
     dropout: &Dropout,
 ) -> Tensor<B, 2> {
-    if is_active(dropout, &q_nd) {
-        attend_with_dropout([q_nd, k_mc, v_mc], masks, options, dropout)
-    } else {
-        zero_ops::attention(q_nd, k_mc, v_mc, masks.keys_bu.clone(), options)
+    let is_square = q_nd.dims() == k_mc.dims() && options.window.is_none();
+    match is_active(dropout, &q_nd) {
+        true if !(is_square && B::draws_dropout(&q_nd.device())) => {
+            attend_with_dropout([q_nd, k_mc, v_mc], masks, options, dropout)
+        }
+        is_active => {
+            let options = if is_active { dropping(options, dropout, &q_nd) } else { options };
+            zero_ops::attention(q_nd, k_mc, v_mc, masks.keys_bu.clone(), options)
+        }
     }
+}
+
+/// Probabilities are dropped out by the kernel: a draw as that of a tensor's mask.
+fn dropping<B: FusedBackend>(options: AttentionOptions, dropout: &Dropout, like: &Tensor<B, 2>) -> AttentionOptions {
+    let key = B::next_dropout_key(&like.device());
+    AttentionOptions { dropout: Some(AttentionDropout { probability: dropout.prob, key }), ..options }
 }
 
 /// As [`attend`] of rows `[n, 3 * d]` that hold query, key and value side by side.
@@ -93,11 +107,15 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     options: AttentionOptions,
     dropout: &Dropout,
 ) -> Tensor<B, 2> {
-    if is_active(dropout, &qkv_nw) {
-        let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");
-        attend_with_dropout(parts, masks, options, dropout)
-    } else {
-        zero_ops::packed_attention(qkv_nw, masks.keys_bu.clone(), options)
+    match is_active(dropout, &qkv_nw) {
+        true if options.window.is_some() || !B::draws_dropout(&qkv_nw.device()) => {
+            let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");
+            attend_with_dropout(parts, masks, options, dropout)
+        }
+        is_active => {
+            let options = if is_active { dropping(options, dropout, &qkv_nw) } else { options };
+            zero_ops::packed_attention(qkv_nw, masks.keys_bu.clone(), options)
+        }
     }
 }
 
@@ -117,11 +135,12 @@ fn attend_with_dropout<B: FusedBackend>(
         let [.., width] = x_bhtw.dims();
         if k == h { x_bhtw } else { x_bhtw.reshape([b, k, h / k * t, width]) }
     };
+    let mask_rs = masks.pairs_rs(options, [t, u], &q_nd);
     // The reshape leaves a tensor of its own, which is scaled in place.
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
     let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
-    if let Some(mask_rs) = &masks.pairs_rs {
-        let scores_rs = scores_bhtu.reshape([b * h, t * u]) + mask_rs.clone();
+    if let Some(mask_rs) = mask_rs {
+        let scores_rs = scores_bhtu.reshape([b * h, t * u]) + mask_rs;
         scores_bhtu = scores_rs.reshape([b, h, t, u]);
     }
     let probabilities_bhtu = dropout.forward(activation::softmax(scores_bhtu, 3));

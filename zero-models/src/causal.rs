@@ -1,13 +1,13 @@
 //! What training and generation need of any family that predicts the next token.
 
 use std::fmt::Debug;
-use std::path::Path;
 
 use burn::tensor::{Int, Tensor};
 use zero_ops::FusedBackend;
 
 use crate::generate::CausalLm;
 use crate::lora::linear::Adaptable;
+use crate::safetensors_file::Checkpoint;
 use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2, llama};
 
 /// A family of models that predict the next token, by its configuration.
@@ -42,10 +42,10 @@ pub trait CausalFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'stati
     /// The model with the weights of a Hugging Face folder.
     ///
     /// # Errors
-    /// As [`gpt2::weights::load`].
+    /// As [`gpt2::weights::load_from`].
     fn load<B: FusedBackend>(
         model: Self::Model<B>,
-        dir: &Path,
+        checkpoint: &Checkpoint,
         device: &B::Device,
     ) -> Result<Self::Model<B>, ModelError>;
 
@@ -103,10 +103,10 @@ macro_rules! causal_family {
 
             fn load<B: FusedBackend>(
                 model: $model<B>,
-                dir: &Path,
+                checkpoint: &Checkpoint,
                 device: &B::Device,
             ) -> Result<$model<B>, ModelError> {
-                $family::weights::load(model, dir, device)
+                $family::weights::load_from(model, checkpoint, device)
             }
 
             fn loss<B: FusedBackend>(model: &$model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {

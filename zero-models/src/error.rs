@@ -31,6 +31,14 @@ pub enum ModelError {
         /// What is wrong.
         problem: String,
     },
+    /// A weight that is to be quantised and cannot be.
+    #[error("tensor \"{name}\" in {} has elements that are not finite, which have no scale: load it without quantising", path.display())]
+    NotFinite {
+        /// The tensor's name.
+        name: String,
+        /// The file it lies in.
+        path: PathBuf,
+    },
     /// An adapter that does not fit the model.
     #[error("{problem}")]
     Adapter {

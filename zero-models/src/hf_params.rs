@@ -184,7 +184,14 @@ fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
     {
         let weight: Vec<String> = layer.iter().cloned().chain(["weight".to_string()]).collect();
         let (name, _) = hf_name::<C>(&weight);
-        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field), true);
+        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field, false), true);
+    }
+    if let [before @ .., adapter, field] = path
+        && let Some(table) = adapter.strip_suffix("_adapter")
+    {
+        let table: Vec<String> = before.iter().cloned().chain([table.to_string()]).collect();
+        let (name, _) = hf_name::<C>(&table);
+        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field, true), true);
     }
     let block = path.iter().find(|field| field.parse::<usize>().is_ok()).map_or("", String::as_str);
     let path = path.join(".");
@@ -268,7 +275,7 @@ fn load_params<B: FusedBackend, M: Module<B>>(
     let sources = sources(&named, checkpoint, rules)?;
     let tensors: Vec<_> =
         sources.into_iter().zip(transposed).map(|(stored, transposed)| Some((stored?, transposed))).collect();
-    Ok(model.map(&mut Load { tensors: tensors.into_iter(), device }))
+    load_all(model, tensors, checkpoint, device)
 }
 
 /// Loads these parameters alone, each under its own name, and leaves the others.
@@ -284,7 +291,7 @@ pub(crate) fn load_some<B: FusedBackend, M: Module<B>>(
         .collect();
     let paths = described(&module, &|path, _| (path.join("."), false));
     let tensors: Vec<_> = paths.iter().map(|param| stored.get(&param.name).copied()).collect();
-    Ok(module.map(&mut Load { tensors: tensors.into_iter(), device }))
+    load_all(module, tensors, checkpoint, device)
 }
 
 /// Parameters with their tensors in a checkpoint.
@@ -330,7 +337,8 @@ pub(crate) struct Rules<'a> {
 
 /// Tensors under the names of parameters.
 pub(crate) const AS_NAMED: Rules<'static> = Rules {
-    in_state_dict: &|name| Some(name.to_string()),
+    // PEFT saves the table beside its adapter.
+    in_state_dict: &|name| (!name.contains(".base_layer.")).then(|| name.to_string()),
     repeats: &[],
     is_of_head: |_| false,
     check: |_| Ok(()),
@@ -435,10 +443,23 @@ impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
     }
 }
 
+fn load_all<B: FusedBackend, M: Module<B>>(
+    module: M,
+    tensors: Vec<Option<(StoredTensor<'_>, bool)>>,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<M, ModelError> {
+    let mut load = Load::<B> { tensors: tensors.into_iter(), checkpoint, device, failed: None };
+    let module = module.map(&mut load);
+    load.failed.map_or(Ok(module), Err)
+}
+
 struct Load<'a, B: Backend> {
     /// Of each parameter, in visiting order, and whether it is transposed; `None` for one that stays.
     tensors: std::vec::IntoIter<Option<(StoredTensor<'a>, bool)>>,
+    checkpoint: &'a Checkpoint,
     device: &'a B::Device,
+    failed: Option<ModelError>,
 }
 
 impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
@@ -451,13 +472,28 @@ impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
         if transposed {
             shape.reverse();
         }
-        let device = self.device;
-        let tensor = zero_ops::parameter_from::<B, D>(shape, device, |range| {
+        let (device, id) = (self.device, param.id);
+        let elements = |range| {
             let elements = if transposed { stored.elements_transposed(range) } else { stored.elements(range) };
             elements.expect("element types were checked")
-        });
+        };
+        let quantized = self.checkpoint.quantized.as_ref().filter(|(_, weights)| weights.contains(&id));
+        if let (Some((format, _)), Ok(shape)) = (quantized, <[usize; 2]>::try_from(&shape[..])) {
+            let mut finite = true;
+            let rows = zero_ops::quantized_parameter::<B>(shape, *format, device, |range| {
+                let elements = elements(range);
+                finite &= elements.iter().all(|x| x.is_finite());
+                elements
+            });
+            if !finite {
+                let (name, path) = (stored.name.to_string(), stored.path.to_path_buf());
+                self.failed.get_or_insert(ModelError::NotFinite { name, path });
+            }
+            let rows: Tensor<B, D> = Tensor::from_primitive(rows.into_primitive());
+            return Param::initialized(id, rows.set_require_grad(false));
+        }
+        let tensor = zero_ops::parameter_from::<B, D>(shape, device, elements);
         let configured_for = param.lazy_device();
-        let id = param.id;
         // Keeps the id, and whether the parameter is trained, without drawing the values it would start from.
         let loaded = param.transform_for_load(tensor, id);
         if configured_for == *device { loaded } else { loaded.fork(device) }

@@ -27,7 +27,12 @@ pub(crate) fn zeros<B: Backend, const D: usize>(shape: [usize; D], device: &B::D
 
 /// A linear layer with normal weights `[d_in, d_out]` and a bias of zeros.
 pub(crate) fn linear<B: Backend>(d_in: usize, d_out: usize, std: f64, device: &B::Device) -> Linear<B> {
-    Linear { weight: normal([d_in, d_out], std, device), bias: Some(zeros([d_out], device)), adapter: None }
+    Linear {
+        weight: normal([d_in, d_out], std, device),
+        bias: Some(zeros([d_out], device)),
+        adapter: None,
+        quantized: None,
+    }
 }
 
 /// As [`linear`], without a bias.

@@ -39,6 +39,7 @@ pub mod lora;
 pub mod loss;
 mod model_config;
 mod module_config;
+pub mod quantize;
 pub mod safetensors_file;
 mod suggest;
 

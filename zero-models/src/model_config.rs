@@ -145,6 +145,17 @@ impl ModelConfig {
         }
     }
 
+    /// The path of the table of tokens that an adapter may be trained for, and whether the head is the same table.
+    pub(crate) fn adaptable_table(&self) -> Option<(&'static str, bool)> {
+        match self {
+            Self::Gpt2(config) => Some(("wte", config.tie_word_embeddings)),
+            Self::Llama(config) => Some(("embed_tokens", config.tie_word_embeddings)),
+            Self::Bert(config) => Some(("embeddings.word_embeddings", config.tie_word_embeddings)),
+            Self::Bart(_) | Self::Module(_) => None,
+            Self::Adapted(adapted) => adapted.base.adaptable_table(),
+        }
+    }
+
     /// What PEFT calls the model's task.
     pub(crate) fn task_type(&self) -> Option<&'static str> {
         match self {

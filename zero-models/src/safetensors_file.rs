@@ -6,16 +6,18 @@
 //! owns the maps; a [`StoredTensor`] borrows from it.
 
 use std::cmp::Ordering;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use burn::module::ParamId;
 use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError};
 use serde::Deserialize;
+use zero_ops::quantized::Format;
 
 use crate::ModelError;
 use crate::error::io_at;
@@ -38,6 +40,8 @@ pub struct Checkpoint {
     tensors: BTreeMap<String, String>,
     /// A count and nothing else: it guards no memory, so it is relaxed.
     converted_bytes: AtomicU64,
+    /// Parameters that are to be loaded in fewer bits ([`crate::quantize`]).
+    pub(crate) quantized: Option<(Format, HashSet<ParamId>)>,
 }
 
 /// One tensor of a [`Checkpoint`], not yet read.
@@ -69,7 +73,12 @@ impl Checkpoint {
             return Err(no_checkpoint(dir));
         }
         let (files, tensors) = open_shards(dir, &index)?;
-        Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0) })
+        Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0), quantized: None })
+    }
+
+    /// The same, of which the weights of these parameters are loaded in `format`.
+    pub(crate) fn quantized_as(self, format: Format, weights: HashSet<ParamId>) -> Self {
+        Self { quantized: Some((format, weights)), ..self }
     }
 
     /// Opens one file in a folder.
@@ -77,7 +86,7 @@ impl Checkpoint {
         let file = MappedFile::open(dir.join(name))?;
         let tensors = file.names().map(|tensor| (tensor, name.to_string())).collect();
         let files = BTreeMap::from([(name.to_string(), file)]);
-        Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0) })
+        Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0), quantized: None })
     }
 
     /// The folder that was opened.

@@ -13,11 +13,12 @@ use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind, OpsPrep};
 use burn_autodiff::{Autodiff, NodeId};
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
-use burn_backend::{Backend, TensorMetadata};
+use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape};
 
 use crate::backend::{FusedBackend, implement, ty};
 use crate::options::{AttentionOptions, Gelu};
+use crate::quantized::Quantized;
 
 /// What makes the gradients of the parents from what was saved and the gradient of the output.
 #[derive(Debug)]
@@ -105,6 +106,27 @@ implement! {
                 finish(node.prepare::<C>([x.node, weight.node, extra]), state, out)
             }
             (None, None) => finish(node.prepare::<C>([x.node, weight.node]), state, out),
+        }
+    }
+
+    fn quantized_linear(x: float, weight: float, bias: opt_float, residual: opt_float, how: (Quantized)) -> float {
+        let state = (x.is_tracked().then(|| weight.primitive.clone()), bias.is_some(), how);
+        let node = Node::<B, _>::of(&state, |(weight, has_bias, how), grad, parents| {
+            if has_bias {
+                parents.give(1, || B::fused_linear_bias_backward(grad.clone()));
+            }
+            if let Some(weight) = weight {
+                parents.give(0, || B::quantized_linear_x_backward(weight, grad.clone(), how));
+            }
+            parents.give(1 + usize::from(has_bias), || grad);
+        });
+        let (bias_node, bias) = bias.map(|bias| (bias.node, bias.primitive)).unzip();
+        let (residual_node, residual) = residual.map(|residual| (residual.node, residual.primitive)).unzip();
+        let out = B::quantized_linear(x.primitive, weight.primitive, bias, residual, how);
+        match (bias_node, residual_node) {
+            (Some(bias), Some(residual)) => finish(node.prepare::<C>([x.node, bias, residual]), state, out),
+            (Some(extra), None) | (None, Some(extra)) => finish(node.prepare::<C>([x.node, extra]), state, out),
+            (None, None) => finish(node.prepare::<C>([x.node]), state, out),
         }
     }
 
@@ -239,7 +261,15 @@ implement! {
     }
 
     fn parameter_from(shape: (Shape), device: (&Device<Self>), dtype: (FloatDType),
-                      elements: (&mut dyn FnMut(Range<usize>) -> Vec<f32>)) -> float {
+                      elements: (&mut dyn FnMut(Range<usize>) -> TensorData)) -> float {
         <FloatTensor<Self>>::new(B::parameter_from(shape, device, dtype, elements))
+    }
+
+    fn draws_dropout(device: (&Device<Self>)) -> (bool) {
+        B::draws_dropout(device)
+    }
+
+    fn next_dropout_key(device: (&Device<Self>)) -> (u64) {
+        B::next_dropout_key(device)
     }
 }

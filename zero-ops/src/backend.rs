@@ -6,12 +6,13 @@
 use std::ops::Range;
 
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
-use burn_backend::{Backend, TensorData};
+use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape};
 
 use crate::fallback;
 pub(crate) use crate::kinds::ty;
 use crate::options::{AttentionOptions, Gelu};
+use crate::quantized::Quantized;
 
 /// An implementation of the trait, its operations written as in it.
 macro_rules! implement {
@@ -75,11 +76,26 @@ operations! {
             shape: Shape,
             device: &Device<Self>,
             dtype: FloatDType,
-            elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
+            elements: &mut dyn FnMut(Range<usize>) -> TensorData,
         ) -> FloatTensor<Self> {
-            let values = elements(0..shape.num_elements());
-            let data = TensorData::new(values, shape).convert_dtype(dtype.into());
+            let data = elements(0..shape.num_elements()).convert_dtype(dtype.into());
+            let data = TensorData { shape, ..data };
             Self::memory_persistent_allocations(device, data, |data| Self::float_from_data(data, device))
+        }
+
+        /// Whether attention's kernels drop probabilities ([`AttentionOptions::dropout`](crate::AttentionOptions)), and this backend
+        /// has keys of draws for that. Elsewhere dropout is drawn as a tensor.
+        fn draws_dropout(_device: &Device<Self>) -> bool {
+            false
+        }
+
+        /// The key of the next draw, as of a mask of dropout that is drawn as a tensor.
+        ///
+        /// # Panics
+        ///
+        /// Where [`draws_dropout`](Self::draws_dropout) is false.
+        fn next_dropout_key(_device: &Device<Self>) -> u64 {
+            panic!("a backend without keys was asked for one: ask draws_dropout first")
         }
     }
 
@@ -103,6 +119,24 @@ operations! {
     /// The gradient for `bias` of [`fused_linear`](Self::fused_linear), `[f]`.
     fn fused_linear_bias_backward(grad: float) -> float {
         Self::linear_bias_backward(grad)
+    }
+
+    /// As [`fused_linear`](Self::fused_linear) with the weight `[d, f]` that `weight` stands for, quantised rows `[d, words]`. It has
+    /// no gradient.
+    fn quantized_linear(x: float, weight: float, bias: opt_float, residual: opt_float, how: (Quantized)) -> float {
+        let dtype = x.dtype().into();
+        Self::fused_linear(x, Self::dequantized(weight, how, dtype), bias, residual)
+    }
+
+    /// The gradient for `x` of [`quantized_linear`](Self::quantized_linear), `[n, d]`.
+    fn quantized_linear_x_backward(weight: float, grad: float, how: (Quantized)) -> float {
+        let dtype = grad.dtype().into();
+        Self::fused_linear_x_backward(Self::dequantized(weight, how, dtype), grad)
+    }
+
+    /// The weight that quantised rows stand for.
+    fn dequantized(weight: float, how: (Quantized), dtype: (FloatDType)) -> float {
+        fallback::dequantized::<Self>(weight, how, dtype)
     }
 
     /// Layer norm of rows `[n, d]` with `gamma` and `beta` `[d]`, <https://arxiv.org/abs/1607.06450>.

@@ -148,21 +148,21 @@ pub const OUT_OF_MEMORY: &str = "the device is out of memory";
 /// What first failed on a thread that gives work to a device, since [`watch`] was called.
 static FAILED: OnceLock<String> = OnceLock::new();
 
-/// Remembers what fails on the threads that give work to devices, for [`failure`]: CubeCL goes on without what could not be launched,
-/// and results are wrong from there on.
+/// Remembers what fails on the threads that give work to devices, and what reads are told of it, for [`failure`]: CubeCL goes on
+/// without what could not be launched, and results are wrong from there on. It is not printed here: who asks tells it, once.
 pub fn watch() {
     static WATCHES: Once = Once::new();
     WATCHES.call_once(|| {
         let before = take_hook();
         set_hook(Box::new(move |panic| {
-            // As CubeCL names them.
-            if !std::thread::current().name().is_some_and(|name| name.starts_with("DSD-")) {
-                return before(panic);
-            }
             let payload = panic.payload();
             let text = payload.downcast_ref::<String>().map(String::as_str);
             let text = text.or_else(|| payload.downcast_ref().copied()).unwrap_or("no message");
-            failed(text);
+            // As CubeCL names its threads, and the error of whoever reads what was not made.
+            let is_devices = std::thread::current().name().is_some_and(|name| name.starts_with("DSD-"));
+            let is_told =
+                ["ServerUnhealthy", "The server is in an invalid state"].iter().any(|words| text.contains(words));
+            if is_devices || is_told { failed(text) } else { before(panic) }
         }));
     });
 }
@@ -196,8 +196,15 @@ fn explained(text: &str) -> String {
         );
     }
     if has(&["Compilation", "PTX"]) {
-        let more: String = text.lines().take(8).collect::<Vec<_>>().join("\n");
-        return format!("a kernel could not be compiled for the device: {more}");
+        // CubeCL tells the compiler's words and the whole source: `.. void __launch_bounds__(256)name (..`.
+        let name = text.split_once("__launch_bounds__(").and_then(|(_, rest)| rest.split_once(')'));
+        let name = name.and_then(|(_, rest)| rest.split_once('(')).map_or("a kernel", |(name, _)| name.trim());
+        let why = text.lines().map(str::trim).find(|line| line.contains("error: ") || line.contains("CUDA_ERROR"));
+        return format!(
+            "{name} could not be compiled for the device ({}): the driver and CUDA's compiler library (libnvrtc.so) may not fit each \
+             other or this program, or the cache of kernels is another program's; bench/gpu/README.md says which versions were tried",
+            why.unwrap_or(first)
+        );
     }
     format!("the device failed: {first}")
 }

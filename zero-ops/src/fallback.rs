@@ -3,10 +3,12 @@
 
 use burn::tensor::{Bool, FloatDType, Int, Tensor, TensorPrimitive, activation, s};
 use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_backend::{Backend, TensorMetadata};
+use burn_backend::{Backend, TensorData, TensorMetadata};
+use burn_std::reader::try_read_sync;
 
 use crate::kinds::ty;
 use crate::options::{AttentionOptions, Gelu};
+use crate::quantized::Quantized;
 
 /// The score of a key that comes after a row: far below those that a mask hides, and finite in 16 bit too.
 const FUTURE: f64 = -6.5e4;
@@ -25,6 +27,15 @@ bodies! {
             Some(residual) => B::float_add(out, residual),
             None => out,
         }
+    }
+
+    fn dequantized(weight: float, how: (Quantized), dtype: (FloatDType)) -> float {
+        // By way of the host: there is no operation on the bits of a float.
+        let (device, [d, _]) = (B::float_device(&weight), weight.shape().dims());
+        let data = try_read_sync(B::float_into_data(weight)).expect("the backend reads synchronously");
+        let data = data.unwrap_or_else(|error| panic!("reading a quantised weight failed: {error}"));
+        let elements = TensorData::new(how.decode(data.as_bytes()), [d, how.width]);
+        B::float_from_data(elements.convert_dtype(dtype.into()), &device)
     }
 
     fn layer_norm_forward(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float_float_float {
@@ -133,7 +144,8 @@ bodies! {
         let [b, h, t, _] = sums.dims();
         let lse = (sums.clone().log() + largest).reshape([b, h, t]);
         let v = split::<B>(v, e, options);
-        let out = by_query(by_key(exponentials / sums, v.dims()[1]).matmul(v), h);
+        let probabilities = dropped(exponentials / sums, options);
+        let out = by_query(by_key(probabilities, v.dims()[1]).matmul(v), h);
         (join(out), unwrap(lse))
     }
 
@@ -145,9 +157,9 @@ bodies! {
         let ([_, h, ..], [_, kv, ..]) = (q.dims(), k.dims());
         let lse = wrap::<B, 3>(lse).unsqueeze_dim::<4>(3);
         let probabilities = (scores(q.clone(), k.clone(), mask, options) - lse).exp();
-        let dv = by_key(probabilities.clone(), kv).transpose().matmul(by_key(grad.clone(), kv));
+        let dv = by_key(dropped(probabilities.clone(), options), kv).transpose().matmul(by_key(grad.clone(), kv));
         let along = (grad.clone() * out).sum_dim(3);
-        let d_probabilities = by_query(by_key(grad, kv).matmul(v.transpose()), h);
+        let d_probabilities = dropped(by_query(by_key(grad, kv).matmul(v.transpose()), h), options);
         let d_scores = by_key(probabilities * (d_probabilities - along) * options.scale, kv);
         let dq = by_query(d_scores.clone().matmul(k), h);
         let dk = d_scores.transpose().matmul(by_key(q, kv));
@@ -285,6 +297,39 @@ fn scores<B: Backend>(
     scores
 }
 
+/// Whether keys are as many rows as the queries, of fewer heads, which some of the queries' share.
+#[cfg(feature = "cubecl")]
+pub(crate) fn shares_heads<B: Backend>(q: &FloatTensor<B>, k: &FloatTensor<B>) -> bool {
+    let ([n, d], [m, c]): ([usize; 2], [usize; 2]) = (q.shape().dims(), k.shape().dims());
+    n == m && c < d
+}
+
+/// Rows `[m, c]` of heads of `e` with a head for each of the queries', `[m, d]`: shared ones are repeated.
+#[cfg(feature = "cubecl")]
+pub(crate) fn with_all_heads<B: Backend>(x: FloatTensor<B>, d: usize, e: usize) -> FloatTensor<B> {
+    let x: Tensor<B, 2> = wrap(x);
+    let [m, c] = x.dims();
+    unwrap::<B, 2>(x.reshape([m, c / e, 1, e]).repeat_dim(2, d / c).reshape([m, d]))
+}
+
+/// The gradient of [`with_all_heads`]: of a shared head the sum.
+#[cfg(feature = "cubecl")]
+pub(crate) fn of_shared_heads<B: Backend>(grad: FloatTensor<B>, c: usize, e: usize) -> FloatTensor<B> {
+    let grad: Tensor<B, 2> = wrap(grad);
+    let [m, d] = grad.dims();
+    unwrap::<B, 2>(grad.reshape([m, c / e, d / c, e]).sum_dim(2).reshape([m, c]))
+}
+
+/// Probabilities, or their gradients, without those that are dropped.
+fn dropped<B: Backend>(x: Tensor<B, 4>, options: AttentionOptions) -> Tensor<B, 4> {
+    let Some(dropout) = options.dropout else { return x };
+    let shape = x.dims();
+    let shares = (0..shape.iter().product::<usize>() as u64).map(|place| dropout.share(place)).collect::<Vec<f32>>();
+    let shares = Tensor::<B, 4>::from_data(TensorData::new(shares, shape), &x.device());
+    let dtype = FloatDType::from(x.dtype());
+    x * shares.cast(dtype)
+}
+
 /// Whether keys are others than the queries' rows in number or width, or there is a window.
 #[cfg(feature = "cubecl")]
 pub(crate) fn is_more_than_square<B: Backend>(
@@ -296,7 +341,7 @@ pub(crate) fn is_more_than_square<B: Backend>(
 }
 
 /// The width of a head of these rows of queries.
-fn head_width<B: Backend>(q: &FloatTensor<B>, options: AttentionOptions) -> usize {
+pub(crate) fn head_width<B: Backend>(q: &FloatTensor<B>, options: AttentionOptions) -> usize {
     q.shape()[1] / options.heads
 }
 

@@ -4,13 +4,13 @@
 //! they are (`bf16`). Tensors of other types take the default bodies.
 
 mod bf16;
+mod elements;
 mod lent;
-
-use std::any::Any;
+mod quantized;
 
 use burn_backend::ops::{FloatTensorOps, IntTensorOps, ModuleOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_backend::{Backend, DType, Element, TensorMetadata};
+use burn_backend::{DType, Element, TensorMetadata};
 use burn_flex::{Flex, FlexTensor, Layout};
 use burn_std::{Bytes, FloatDType, IntDType, Shape};
 use bytemuck::Pod;
@@ -18,12 +18,12 @@ use bytemuck::Pod;
 use crate::backend::{FusedBackend, implement, ty};
 use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
-use crate::cpu::{
-    Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, norm, rms_norm, rotary, swiglu,
-};
+use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rotary, swiglu};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
+use crate::quantized::Quantized;
 
+pub use elements::{Elements, elements, is_host, sum_of_squares};
 pub use lent::Lent;
 
 /// Whether all tensors are of one type.
@@ -48,59 +48,6 @@ fn packed(x: FlexTensor) -> FlexTensor {
 /// The elements of a packed tensor.
 fn values<E: Element + Pod>(x: &FlexTensor) -> &[E] {
     x.as_slice().expect("a packed tensor is a slice of its elements")
-}
-
-/// The sum of the squares of a tensor of any backend, in one pass over it and without a copy, if it is burn-flex's, of 32 or
-/// 16 bit, and without gaps.
-pub fn sum_of_squares<B: Backend>(x: &FloatTensor<B>) -> Option<f64> {
-    elements::<B>(x).map(Elements::sum_of_squares)
-}
-
-/// Elements of a tensor where they lie.
-#[derive(Debug, Clone, Copy)]
-pub enum Elements<'a> {
-    /// 32-bit floats.
-    F32(&'a [f32]),
-    /// IEEE half precision.
-    F16(&'a [half::f16]),
-    /// bfloat16.
-    Bf16(&'a [half::bf16]),
-}
-
-impl Elements<'_> {
-    /// The elements `range`.
-    pub fn slice(self, range: std::ops::Range<usize>) -> Self {
-        match self {
-            Elements::F32(x) => Elements::F32(&x[range]),
-            Elements::F16(x) => Elements::F16(&x[range]),
-            Elements::Bf16(x) => Elements::Bf16(&x[range]),
-        }
-    }
-
-    /// The sum of their squares, in one pass.
-    pub fn sum_of_squares(self) -> f64 {
-        match self {
-            Elements::F32(x) => norm::sum_of_squares(x),
-            Elements::F16(x) => norm::sum_of_squares_of(x),
-            Elements::Bf16(x) => norm::sum_of_squares_of(x),
-        }
-    }
-}
-
-/// Whether tensors of this backend lie in the host's memory as slices that this crate can read and write: burn-flex's do.
-pub fn is_host<B: Backend>() -> bool {
-    std::any::TypeId::of::<B::FloatTensorPrimitive>() == std::any::TypeId::of::<FlexTensor>()
-}
-
-/// The elements of a tensor of any backend, without a copy, if it is burn-flex's, of 32 or 16 bit, and without gaps.
-pub fn elements<B: Backend>(x: &FloatTensor<B>) -> Option<Elements<'_>> {
-    let x = (x as &dyn Any).downcast_ref::<FlexTensor>()?;
-    match x.dtype() {
-        DType::F32 => x.as_slice().map(Elements::F32),
-        DType::BF16 => x.as_slice().map(Elements::Bf16),
-        DType::F16 => x.as_slice().map(Elements::F16),
-        _ => None,
-    }
 }
 
 /// A buffer that a kernel writes whole before it reads any of it: its numbers are what the memory happens to hold. Clearing it
@@ -251,6 +198,14 @@ implement! {
         let mut db = buffer(m);
         linear::backward_bias(values(&grad), &mut db);
         tensor(db, [m])
+    }
+
+    fn quantized_linear(x: float, weight: float, bias: opt_float, residual: opt_float, how: (Quantized)) -> float {
+        quantized::linear(x, weight, bias, residual, how)
+    }
+
+    fn dequantized(weight: float, how: (Quantized), dtype: (FloatDType)) -> float {
+        quantized::dequantized(weight, how, dtype)
     }
 
     fn layer_norm_forward(x: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float_float_float {
@@ -557,7 +512,7 @@ fn attention_forward<const N: usize>(
         let (out, lse) = attention_forward(parts.map(widen), mask.map(widen), options);
         return (narrow(out, dtype), lse);
     }
-    if !are_f32(parts.iter().chain(&mask)) {
+    if options.dropout.is_some() || !are_f32(parts.iter().chain(&mask)) {
         let [q, k, v] = apart(parts);
         return fallback::attention_forward::<Flex>(q, k, v, mask, options);
     }
@@ -582,7 +537,7 @@ fn attention_backward<const N: usize>(
         let gradients = attention_backward(parts.map(widen), mask.map(widen), saved.map(widen), options);
         return gradients.map(|gradient| narrow(gradient, dtype));
     }
-    if !are_f32(parts.iter().chain(&saved).chain(&mask)) {
+    if options.dropout.is_some() || !are_f32(parts.iter().chain(&saved).chain(&mask)) {
         let ([q, k, v], [out, lse, grad]) = (apart(parts), saved);
         let gradients = fallback::attention_backward::<Flex>(q, k, v, mask, out, lse, grad, options).to_vec();
         let gradients = if N == 1 { vec![Flex::float_cat(gradients, 1)] } else { gradients };
@@ -616,7 +571,7 @@ fn with_heads<const N: usize>() -> fn(FlexTensor) -> FlexTensor {
 
 /// The sizes, and where queries, keys and values lie.
 fn heads<const N: usize>(parts: &[FlexTensor; N], options: AttentionOptions) -> (attention::Shape, [Rows<'_>; 3]) {
-    let AttentionOptions { batch, heads, causal, window, scale } = options;
+    let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
     let [n, width] = dims(&parts[0]);
     let d = if N == 1 { width / 3 } else { width };
     // Of packed rows, keys are as many and as wide as queries.

@@ -3,12 +3,14 @@
 use std::ops::Range;
 
 use burn::tensor::{Int, Tensor};
-use burn_backend::get_device_settings;
+use burn_backend::{TensorData, get_device_settings};
 use burn_std::{DType, Shape};
 
 use crate::backend::FusedBackend;
 use crate::fallback::{unwrap, wrap};
+use crate::kinds::STORED_AS;
 use crate::options::{AttentionOptions, Gelu};
+use crate::quantized::{Format, Quantized};
 
 /// Panics unless all operands, and of those after a semicolon all that there are, have the type of the first.
 macro_rules! check_types {
@@ -99,13 +101,13 @@ pub fn gelu<B: FusedBackend>(kind: Gelu, x: Tensor<B, 2>, bias: Option<Tensor<B,
     wrap(B::fused_gelu(kind, unwrap(x), bias.map(unwrap)))
 }
 
-/// Of queries and of keys `[rows, width]`.
+/// Of queries and of keys `[rows, width]`. Gives the options without a window that hides nothing.
 fn check_attention<B: FusedBackend>(
     [n, d]: [usize; 2],
     [keys, kv_width]: [usize; 2],
     mask: Option<&Tensor<B, 2>>,
     options: AttentionOptions,
-) {
+) -> AttentionOptions {
     let AttentionOptions { batch, heads, causal, window, .. } = options;
     for rows in [n, keys] {
         assert!(
@@ -128,6 +130,7 @@ fn check_attention<B: FusedBackend>(
         let expected = [batch, keys / batch];
         assert_eq!(mask.dims(), expected, "attention: the mask must be [batch, positions] = {expected:?}");
     }
+    AttentionOptions { window: window.filter(|&window| window < keys / batch), ..options }
 }
 
 /// Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without holding the scores of all pairs,
@@ -152,7 +155,7 @@ pub fn attention<B: FusedBackend>(
 ) -> Tensor<B, 2> {
     check_types!("attention", q, k, v; mask);
     assert_eq!(v.dims(), k.dims(), "attention: values must have the shape of the keys");
-    check_attention(q.dims(), k.dims(), mask.as_ref(), options);
+    let options = check_attention(q.dims(), k.dims(), mask.as_ref(), options);
     wrap(B::fused_attention(unwrap(q), unwrap(k), unwrap(v), mask.map(unwrap), options))
 }
 
@@ -172,7 +175,7 @@ pub fn packed_attention<B: FusedBackend>(
     check_types!("packed attention", qkv; mask);
     let [n, width] = qkv.dims();
     assert!(width.is_multiple_of(3), "packed attention: rows hold three parts of one width, got {width} columns");
-    check_attention([n, width / 3], [n, width / 3], mask.as_ref(), options);
+    let options = check_attention([n, width / 3], [n, width / 3], mask.as_ref(), options);
     wrap(B::fused_packed_attention(unwrap(qkv), mask.map(unwrap), options))
 }
 
@@ -285,7 +288,56 @@ pub fn parameter_from<B: FusedBackend, const D: usize>(
     let mut checked = |range: Range<usize>| {
         let (expected, values) = (range.len(), elements(range.clone()));
         assert_eq!(values.len(), expected, "parameter_from: elements {range:?} of {shape:?} were asked for");
-        values
+        TensorData::new(values, [expected])
     };
     wrap(B::parameter_from(Shape::new(shape), device, dtype, &mut checked))
+}
+
+/// As [`parameter_from`], a weight `[d, f]` in 8 or 4 bit, whose elements are asked for by the blocks that are kept here. It is to be
+/// frozen, and used by [`quantized_linear`].
+pub fn quantized_parameter<B: FusedBackend>(
+    [d, f]: [usize; 2],
+    format: Format,
+    device: &B::Device,
+    mut elements: impl FnMut(Range<usize>) -> Vec<f32>,
+) -> Tensor<B, 2> {
+    let (how, shape) = (Quantized { format, width: f }, Shape::new([d, format.words(f)]));
+    let mut rows = |words: Range<usize>| {
+        let count = words.len();
+        TensorData::from_bytes_vec(how.encode(words, &mut elements), Shape::new([count]), STORED_AS)
+    };
+    wrap(B::parameter_from(shape, device, STORED_AS.into(), &mut rows))
+}
+
+/// As [`linear`], with a weight in 8 or 4 bit ([`crate::quantized`]).
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `weight`: `[d, words]` for `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`
+/// - returns `[n, f]`
+///
+/// # Panics
+/// If the shapes do not fit, the operands differ in type, or the weight wants a gradient: it has none.
+pub fn quantized_linear<B: FusedBackend>(
+    x: Tensor<B, 2>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+    residual: Option<Tensor<B, 2>>,
+    how: Quantized,
+) -> Tensor<B, 2> {
+    check_types!("quantized linear", x; bias, residual);
+    let ([n, d], f) = (x.dims(), how.width);
+    assert_eq!(
+        weight.dims(),
+        [d, how.format.words(f)],
+        "quantized linear: the rows of a weight [{d}, {f}] in {}",
+        how.format
+    );
+    assert!(!weight.is_require_grad(), "quantized linear: a weight in {} cannot be trained; freeze it", how.format);
+    if let Some(bias) = &bias {
+        assert_eq!(bias.dims(), [f], "quantized linear: a weight [{d}, {f}] needs a bias [{f}]");
+    }
+    if let Some(residual) = &residual {
+        assert_eq!(residual.dims(), [n, f], "quantized linear: the residual must have the shape of the result");
+    }
+    wrap(B::quantized_linear(unwrap(x), unwrap(weight), bias.map(unwrap), residual.map(unwrap), how))
 }

@@ -1,4 +1,9 @@
-//! The words in which signatures of fused operations are written, for the trait and for the bodies that it calls.
+//! What the trait and the bodies that it calls share: the words in which signatures of fused operations are written.
+
+use burn_std::DType;
+
+/// What quantised rows are held as.
+pub(crate) const STORED_AS: DType = DType::F16;
 
 /// The type of an operand or result by its kind, and its backend.
 macro_rules! ty {

@@ -5,9 +5,9 @@
 //!   `impl FusedBackend for It {}` and no more; burn-flex has SIMD kernels (`cpu`), [`Autodiff`](burn_autodiff::Autodiff)
 //!   the backward passes.
 //! - The functions [`linear`], [`layer_norm`], [`rms_norm`], [`gelu`], [`swiglu`], [`rotary`], [`attention`],
-//!   [`packed_attention`], [`embedding`] and [`linear_cross_entropy`] are what a model calls.
+//!   [`packed_attention`], [`embedding`], [`linear_cross_entropy`] and [`quantized_linear`] are what a model calls.
 //! - [`parameter_from`] makes a parameter of elements that are asked for by range, so that a rank with a piece of it reads
-//!   its piece.
+//!   its piece; [`quantized_parameter`] one in 8 or 4 bit ([`quantized`]).
 //!
 //! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only.
 
@@ -25,6 +25,7 @@ mod flex;
 mod functions;
 mod kinds;
 mod options;
+pub mod quantized;
 mod rule;
 mod shared;
 
@@ -36,19 +37,21 @@ pub use cube::any::has_cube_tensors as is_cube;
 #[cfg(feature = "cuda")]
 pub use cube::any::{CudaSpan, End, OnCuda, begin_on_cuda};
 #[cfg(feature = "cubecl")]
+pub use cube::clip::clip_factor;
+#[cfg(feature = "cubecl")]
 pub use cube::norm::sums_of_squares;
 #[cfg(feature = "cubecl")]
 pub use cube::optim::{GradScale, Update, UpdateItem, Updated, fused_update};
 #[cfg(feature = "cubecl")]
 pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 #[cfg(feature = "cubecl")]
-pub use cube::random::bernoulli;
+pub use cube::random::{bernoulli, draws_on};
 #[cfg(feature = "flex")]
 pub use flex::{Elements, Lent, elements, is_host, sum_of_squares};
 pub use functions::{
-    attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from, rms_norm,
-    rotary, swiglu,
+    attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
+    quantized_linear, quantized_parameter, rms_norm, rotary, swiglu,
 };
-pub use options::{AttentionOptions, Gelu};
+pub use options::{AttentionDropout, AttentionOptions, Clip, Gelu};
 pub use rule::Rule;
 pub use shared::Shared;

@@ -12,9 +12,11 @@ use burn_std::{DType, FloatDType};
 use burn_wgpu::{Vulkan, WgpuRuntime};
 use zero_ops::{FusedBackend, Gelu};
 
+mod llama;
 mod reference;
 mod shared;
-use reference::{Gradients, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward};
+use llama::{dequantized_agrees, rms_norm_agrees, rotary_agrees, shared_heads_agree, swiglu_agrees};
+use reference::{Gradients, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward, linear};
 use shared::{assert_close, numbers};
 
 type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
@@ -150,6 +152,35 @@ fn gelu_agrees<B: FusedBackend>() {
     }
 }
 
+/// A few shapes, as each product is tuned: of vectors of 4 elements, and of 1.
+fn linear_agrees<B: FusedBackend>() {
+    for [n, d, f] in [[33, 16, 24], [70, 5, 7]] {
+        let (x, weight, grad) = (numbers(n * d, 30), numbers(d * f, 31), numbers(n * f, 32));
+        let (bias, residual) = (numbers(f, 33), numbers(n * f, 34));
+        let what = format!("linear of [{n}, {d}] by [{d}, {f}]");
+        for (has_bias, has_residual) in [(false, false), (true, false), (false, true), (true, true)] {
+            let bias = has_bias.then_some(bias.as_slice());
+            let expected = linear(&x, &weight, bias, has_residual.then_some(residual.as_slice()), d);
+            for is_apart in [false, true] {
+                let matrix = |values: &[f32], shape| {
+                    primitive(if is_apart { pitched(values, shape) } else { rows::<B>(values, shape) })
+                };
+                let bias = bias.map(|bias| primitive(row::<B>(bias)));
+                let residual = has_residual.then(|| matrix(&residual, [n, f]));
+                let out = B::fused_linear(matrix(&x, [n, d]), matrix(&weight, [d, f]), bias, residual);
+                assert_close(&what, &values::<B, 2>(out), &expected, 1e-5);
+            }
+        }
+        let matrix = |values: &[f32], shape| primitive(rows::<B>(values, shape));
+        let dx = B::fused_linear_x_backward(matrix(&weight, [d, f]), matrix(&grad, [n, f]));
+        let expected = linear(&grad, &transposed(&weight, f), None, None, f);
+        assert_close(&what, &values::<B, 2>(dx), &expected, 1e-5);
+        let d_weight = B::fused_linear_weight_backward(matrix(&x, [n, d]), matrix(&grad, [n, f]));
+        let expected = linear(&transposed(&x, d), &grad, None, None, n);
+        assert_close(&what, &values::<B, 2>(d_weight), &expected, 1e-5);
+    }
+}
+
 fn bias_gradient_agrees<B: FusedBackend>() {
     for f in WIDTHS {
         for n in [1, 2, 31, 33, 1000] {
@@ -179,10 +210,13 @@ fn check_cross_entropy<B: FusedBackend>(
     let ids = || targets::<B>(ids).into_primitive();
     let loss = B::fused_linear_cross_entropy(x.clone(), weight.clone(), ids(), ignored);
     assert_close(what, &values::<B, 1>(loss), &[expected.loss], 1e-5);
-    let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x, weight, ids(), ignored);
+    let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x.clone(), weight.clone(), ids(), ignored);
     assert_close(what, &values::<B, 1>(loss), &[expected.loss], 1e-5);
     assert_close(what, &values::<B, 2>(dx), &expected.dx, 1e-5);
     assert_close(what, &values::<B, 2>(d_weight), &expected.d_weight, 1e-5);
+    let (loss, dx) = B::linear_cross_entropy_with_x_gradient(x, weight, ids(), ignored);
+    assert_close(what, &values::<B, 1>(loss), &[expected.loss], 1e-5);
+    assert_close(what, &values::<B, 2>(dx), &expected.dx, 1e-5);
 }
 
 /// Few shapes: Burn tunes its product for each, which takes a software device many seconds. (For `[6, 8]` by `[8, 5003]` what it
@@ -232,6 +266,11 @@ fn no_rows_are_no_fault<B: FusedBackend>() {
     let none = || primitive(Tensor::<B, 2>::empty([0, d], &device::<B>()));
     let gamma = || primitive(row::<B>(&[1.0; 5]));
     assert_eq!(values::<B, 1>(B::fused_linear_bias_backward(none())), [0.0; 5]);
+    let weight = || primitive(rows::<B>(&[1.0; 15], [5, 3]));
+    assert_eq!(B::fused_linear(none(), weight(), None, None).shape().to_vec(), [0, 3]);
+    let grad = || primitive(Tensor::<B, 2>::empty([0, 3], &device::<B>()));
+    assert_eq!(B::fused_linear_x_backward(weight(), grad()).shape().to_vec(), [0, d]);
+    assert_eq!(values::<B, 2>(B::fused_linear_weight_backward(none(), grad())), [0.0; 15]);
     let (out, mean, rstd) = B::layer_norm_forward(none(), gamma(), Some(gamma()), 1e-5);
     assert_eq!((out.shape().to_vec(), mean.shape().to_vec()), (vec![0, d], vec![0]));
     let (dx, d_gamma, d_beta) = B::layer_norm_backward(none(), gamma(), mean, rstd, none());
@@ -358,6 +397,10 @@ fn sixteen_bit_agrees<B: FusedBackend>() {
             assert_close("gelu: dx", &values::<B, 2>(dx), &expected.dx, epsilon);
             assert_close("gelu: d bias", &values::<B, 1>(d_bias.unwrap()), &expected.d_bias.unwrap(), epsilon);
         }
+        let out = B::fused_linear(rows_of_x(), narrow(rows(&weight, [d, v])), None, None);
+        assert_eq!(out.dtype(), dtype.into());
+        // Sums of up to 72 products, rounded.
+        assert_close("linear", &values::<B, 2>(out), &linear(&x, &weight, None, None, d), 8.0 * epsilon);
         let sums = B::fused_linear_bias_backward(rows_of_grad());
         assert_close("bias", &values::<B, 1>(sums), &column_sums(&grad, d), epsilon);
 
@@ -398,8 +441,9 @@ macro_rules! suite {
     };
     ($($name:ident: $backend:ty),*) => {
         $(suite!(
-            $name, $backend: layer_norm_agrees, gelu_agrees, bias_gradient_agrees, cross_entropy_agrees,
-            targets_out_of_range_are_told, no_rows_are_no_fault, bits_repeat, sixteen_bit_agrees,
+            $name, $backend: layer_norm_agrees, gelu_agrees, linear_agrees, bias_gradient_agrees, cross_entropy_agrees,
+            targets_out_of_range_are_told, no_rows_are_no_fault, bits_repeat, sixteen_bit_agrees, rms_norm_agrees, swiglu_agrees,
+            rotary_agrees, dequantized_agrees, shared_heads_agree,
         );)*
     };
 }

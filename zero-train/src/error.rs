@@ -128,7 +128,8 @@ pub fn exit<T>(result: Result<T, impl Into<TrainError>>) -> ExitCode {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
             let error = error.into();
-            eprintln!("error: {}", told_once(&error));
+            let label = if matches!(error, TrainError::Signal { .. }) { "stopped" } else { "error" };
+            eprintln!("{label}: {}", told_once(&error));
             ExitCode::from(error.exit_code())
         }
     }

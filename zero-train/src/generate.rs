@@ -1,6 +1,7 @@
 //! `zero generate`: text by a trained model, from a Hugging Face folder or a checkpoint.
 //!
-//! * In: a folder and prompts. Out: for each prompt the text that follows, on standard output, as it is made where there is one.
+//! * In: a folder and prompts. Out: for each prompt the text that follows it, or that a BART makes of it, on standard output, as it is
+//!   made where there is one.
 //! * Parameters are sharded over the ranks, or kept on a disk (`--offload disk`): then layers are read ahead of their use, and
 //!   all prompts of a rank share each pass.
 
@@ -8,6 +9,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use burn::tensor::FloatDType;
 use clap::Args;
 use serde_json::json;
 use tempfile::TempDir;
@@ -19,7 +21,10 @@ use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
 use zero_models::generate::{Hooks, Sampling, generate_with};
 use zero_models::hf_export::{ExportDtype, ExportOptions};
-use zero_models::{CausalFamily, ModelConfig, lora};
+use zero_models::lora::{self, Adaptable};
+use zero_models::quantize::{self, Format};
+use zero_models::safetensors_file::Checkpoint;
+use zero_models::{Bart, BartConfig, CausalFamily, ModelConfig, ModelError, bart};
 use zero_ops::FusedBackend;
 
 use crate::TrainError;
@@ -37,7 +42,7 @@ pub struct Options {
     /// The folder with the weights that an adapter was trained for [default: what the adapter names]
     #[arg(long, value_name = "DIR")]
     pub base: Option<PathBuf>,
-    /// A text to go on with; may be given several times
+    /// A text to go on with, or for a BART to make another of; may be given several times
     #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
     pub prompt: Vec<String>,
     /// A file with a prompt in each line
@@ -46,9 +51,9 @@ pub struct Options {
     /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
-    /// Most tokens that follow a prompt
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    pub max_new_tokens: usize,
+    /// Most tokens that are made of a prompt [default: 64; of a BART no more than it has positions]
+    #[arg(long, value_name = "N")]
+    pub max_new_tokens: Option<usize>,
     /// Draw tokens, by their logits divided by this; 0 takes the most likely one
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     pub temperature: f64,
@@ -70,7 +75,7 @@ pub struct Options {
     /// By beam search, a score is divided by the text's length to this power
     #[arg(long, value_name = "POWER", default_value_t = 1.0)]
     pub length_penalty: f64,
-    /// A token that ends a text, by its name; may be given several times [default: the tokenizer's end of text]
+    /// A token that ends a text, by its name; may be given several times [default: the tokenizer's end of text; a BART's own]
     #[arg(long, value_name = "TOKEN")]
     pub stop: Vec<String>,
     /// Where ranks compute: cpu, cuda or vulkan
@@ -79,6 +84,12 @@ pub struct Options {
     /// Type of the parameters
     #[arg(long, default_value = "fp32")]
     pub dtype: Dtype,
+    /// What keys and values of the tokens so far are kept as [default: --dtype]
+    #[arg(long, value_name = "DTYPE")]
+    pub kv_cache_dtype: Option<Dtype>,
+    /// Hold the weights of linear layers in 8 or 4 bit: int8, int4 or nf4
+    #[arg(long, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
     /// Number of ranks that the parameters are sharded over; prompts are shared out among them
     #[arg(long, default_value_t = 1)]
     pub ranks: usize,
@@ -151,23 +162,151 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     }
     let adapter = adapter.as_deref();
     match ModelConfig::from_file(&dir.join("config.json"))? {
-        ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &config),
-        ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &config),
-        _ => Err(wrong("model", options.model.display(), "expected a GPT-2 or a Llama, which predict the next token")),
+        ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &GoesOn(config)),
+        ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &GoesOn(config)),
+        ModelConfig::Bart(config) => run_on_model(options, &dir, adapter, exported, &config),
+        _ => {
+            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART";
+            Err(wrong("model", options.model.display(), expected))
+        }
+    }
+}
+
+/// What making text needs of a family.
+trait Writer: Sync {
+    type Model<B: FusedBackend>: Adaptable<B>;
+
+    /// Whether the text that is made goes on with the prompt.
+    const GOES_ON: bool;
+
+    fn config(&self) -> ModelConfig;
+
+    fn vocabulary(&self) -> usize;
+
+    fn fresh<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
+
+    /// The model with the weights of a folder.
+    fn load<B: FusedBackend>(
+        model: Self::Model<B>,
+        from: &Checkpoint,
+        device: &B::Device,
+    ) -> Result<Self::Model<B>, ModelError>;
+
+    /// A prompt as the model reads it.
+    fn marked(&self, prompt: Vec<u32>, tokenizer: &Tokenizer) -> Vec<u32>;
+
+    /// How text is made where no option says.
+    fn sampling(&self, tokenizer: &Tokenizer) -> Sampling;
+
+    fn make<B: FusedBackend>(
+        model: &Self::Model<B>,
+        prompts: &[Vec<u32>],
+        how: &Sampling,
+        device: &B::Device,
+        hooks: Hooks<'_>,
+    ) -> Result<Vec<Vec<u32>>, ModelError>;
+}
+
+/// A family that predicts the next token.
+struct GoesOn<C>(C);
+
+impl<C: CausalFamily> Writer for GoesOn<C> {
+    type Model<B: FusedBackend> = C::Model<B>;
+
+    const GOES_ON: bool = true;
+
+    fn config(&self) -> ModelConfig {
+        self.0.clone().into()
+    }
+
+    fn vocabulary(&self) -> usize {
+        self.0.sizes().vocabulary
+    }
+
+    fn fresh<B: FusedBackend>(&self, device: &B::Device) -> C::Model<B> {
+        self.0.init(device)
+    }
+
+    fn load<B: FusedBackend>(
+        model: C::Model<B>,
+        from: &Checkpoint,
+        device: &B::Device,
+    ) -> Result<C::Model<B>, ModelError> {
+        C::load(model, from, device)
+    }
+
+    fn marked(&self, prompt: Vec<u32>, _: &Tokenizer) -> Vec<u32> {
+        prompt
+    }
+
+    fn sampling(&self, tokenizer: &Tokenizer) -> Sampling {
+        Sampling { stop: tokenizer.end().into_iter().collect(), ..Sampling::default() }
+    }
+
+    fn make<B: FusedBackend>(
+        model: &C::Model<B>,
+        prompts: &[Vec<u32>],
+        how: &Sampling,
+        device: &B::Device,
+        hooks: Hooks<'_>,
+    ) -> Result<Vec<Vec<u32>>, ModelError> {
+        generate_with(model, prompts, how, device, hooks)
+    }
+}
+
+impl Writer for BartConfig {
+    type Model<B: FusedBackend> = Bart<B>;
+
+    const GOES_ON: bool = false;
+
+    fn config(&self) -> ModelConfig {
+        self.clone().into()
+    }
+
+    fn vocabulary(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn fresh<B: FusedBackend>(&self, device: &B::Device) -> Bart<B> {
+        self.init(device)
+    }
+
+    fn load<B: FusedBackend>(model: Bart<B>, from: &Checkpoint, device: &B::Device) -> Result<Bart<B>, ModelError> {
+        bart::weights::load_from(model, from, device)
+    }
+
+    /// As in training.
+    fn marked(&self, prompt: Vec<u32>, tokenizer: &Tokenizer) -> Vec<u32> {
+        tokenizer.begin().into_iter().chain(prompt).chain([self.eos_token_id]).collect()
+    }
+
+    fn sampling(&self, _: &Tokenizer) -> Sampling {
+        let default = BartConfig::sampling(self);
+        Sampling { max_new_tokens: default.max_new_tokens.min(self.max_position_embeddings - 1), ..default }
+    }
+
+    fn make<B: FusedBackend>(
+        model: &Bart<B>,
+        prompts: &[Vec<u32>],
+        how: &Sampling,
+        device: &B::Device,
+        hooks: Hooks<'_>,
+    ) -> Result<Vec<Vec<u32>>, ModelError> {
+        bart::generate_with(model, prompts, how, device, hooks)
     }
 }
 
 /// As [`run`], with the model in the folder `dir` and what was trained beside it; one may lie in a folder that was made for this.
-fn run_on_model<C: CausalFamily>(
+fn run_on_model<W: Writer>(
     options: &Options,
     dir: &Path,
     adapter: Option<&Path>,
     made_for_this: Option<TempDir>,
-    config: &C,
+    writer: &W,
 ) -> Result<(), TrainError> {
     let folders = [dir];
     let cutting = Cutting {
-        vocab_size: config.sizes().vocabulary,
+        vocab_size: writer.vocabulary(),
         tokenizer: options.tokenizer.as_deref(),
         folders: &folders,
         ..Cutting::default()
@@ -178,42 +317,46 @@ fn run_on_model<C: CausalFamily>(
         let read = |source| TrainError::Io { action: "read", path: file.clone(), source };
         texts.extend(std::fs::read_to_string(file).map_err(read)?.lines().map(str::to_string));
     }
-    let encode = |text: &String| tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem));
+    let encode = |text: &String| {
+        let ids = tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem))?;
+        Ok::<_, TrainError>(writer.marked(ids, &tokenizer))
+    };
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
-    let job = Job { options, dir, adapter, config, tokenizer: &tokenizer, prompts: &prompts };
+    let job = Job { options, dir, adapter, writer, tokenizer: &tokenizer, prompts: &prompts };
     let run_on = match options.backend {
         #[cfg(feature = "cuda")]
-        BackendChoice::Cuda => Job::<C>::run::<burn_cuda::Cuda>,
+        BackendChoice::Cuda => Job::<W>::run::<burn_cuda::Cuda>,
         #[cfg(feature = "vulkan")]
-        BackendChoice::Vulkan => Job::<C>::run::<burn_wgpu::Vulkan>,
-        _ => Job::<C>::run::<burn_flex::Flex>,
+        BackendChoice::Vulkan => Job::<W>::run::<burn_wgpu::Vulkan>,
+        _ => Job::<W>::run::<burn_flex::Flex>,
     };
     let made = run_on(&job)?;
     drop(made_for_this);
     let streamed = job.streams();
     for ((prompt, tokens), text) in prompts.iter().zip(&made).zip(&texts) {
-        let follows = tokenizer.decode(&[&prompt[..], tokens].concat());
-        let follows = follows.strip_prefix(text.as_str()).unwrap_or(&follows);
+        let all = if W::GOES_ON { tokenizer.decode(&[&prompt[..], tokens].concat()) } else { tokenizer.decode(tokens) };
+        let begins = if W::GOES_ON { text.as_str() } else { "" };
+        let follows = all.strip_prefix(begins).unwrap_or(&all);
         if options.json {
             println!("{}", json!({ "prompt": text, "text": follows, "tokens": tokens }));
         } else if !streamed {
-            println!("{text}{follows}\n");
+            println!("{begins}{follows}\n");
         }
     }
     Ok(())
 }
 
-struct Job<'a, C> {
+struct Job<'a, W> {
     options: &'a Options,
     dir: &'a Path,
     /// What was trained beside the weights in `dir`.
     adapter: Option<&'a Path>,
-    config: &'a C,
+    writer: &'a W,
     tokenizer: &'a Tokenizer,
     prompts: &'a [Vec<u32>],
 }
 
-impl<C: CausalFamily> Job<'_, C> {
+impl<W: Writer> Job<'_, W> {
     /// Whether tokens are printed as they come.
     fn streams(&self) -> bool {
         self.prompts.len() == 1 && self.options.beams == 1 && !self.options.json
@@ -226,12 +369,13 @@ impl<C: CausalFamily> Job<'_, C> {
             known
                 .ok_or_else(|| wrong("stop", token, "expected a token of the model's tokenizer, such as <|endoftext|>"))
         };
+        let default = self.writer.sampling(self.tokenizer);
         let stop = match options.stop.len() {
-            0 => self.tokenizer.end().into_iter().collect(),
+            0 => default.stop,
             _ => options.stop.iter().map(named).collect::<Result<_, _>>()?,
         };
         Ok(Sampling {
-            max_new_tokens: options.max_new_tokens,
+            max_new_tokens: options.max_new_tokens.unwrap_or(default.max_new_tokens),
             stop,
             temperature: options.temperature,
             top_k: options.top_k,
@@ -240,7 +384,12 @@ impl<C: CausalFamily> Job<'_, C> {
             seed: options.seed,
             beams: options.beams,
             length_penalty: options.length_penalty,
-            ..Sampling::default()
+            cache_dtype: options.kv_cache_dtype.map(|dtype| match dtype {
+                Dtype::Fp32 => FloatDType::F32,
+                Dtype::Fp16 => FloatDType::F16,
+                Dtype::Bf16 => FloatDType::BF16,
+            }),
+            ..default
         })
     }
 
@@ -278,15 +427,22 @@ impl<C: CausalFamily> Job<'_, C> {
         how: &Sampling,
         made: &[Mutex<Vec<u32>>],
     ) -> Result<(), TrainError> {
-        let mut model = C::load(self.config.init::<Zero<I>>(device), self.dir, device)?;
+        let model = self.writer.fresh::<Zero<I>>(device);
+        let mut model = match self.options.quantize {
+            Some(format) => {
+                quantize::load(model, self.dir, format, |_| false, |model, from| W::load(model, from, device))?
+            }
+            None => W::load(model, &Checkpoint::open(self.dir)?, device)?,
+        };
         if let Some(adapter) = self.adapter {
-            model = lora::load(model, &self.config.clone().into(), adapter, device)?;
+            model = lora::load(model, &self.writer.config(), adapter, device)?;
         }
         let mine: Vec<usize> = (device.rank()..self.prompts.len()).step_by(self.options.ranks).collect();
         // In place of prompts that only other ranks have.
         let rows = if mine.is_empty() { &[0][..] } else { &mine };
         let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
-        let mut shown = self.streams().then(|| Shown::new(self.tokenizer, &self.prompts[0]));
+        let mut shown =
+            self.streams().then(|| Shown::new(self.tokenizer, if W::GOES_ON { &self.prompts[0] } else { &[] }));
         let mut token = |_: usize, token: u32| {
             if let Some(shown) = shown.as_mut().filter(|_| device.rank() == 0) {
                 shown.add(token);
@@ -298,7 +454,7 @@ impl<C: CausalFamily> Job<'_, C> {
             all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0)
         };
         let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
-        let texts = generate_with(&model, &prompts, how, device, hooks)?;
+        let texts = W::make(&model, &prompts, how, device, hooks)?;
         for (&row, text) in mine.iter().zip(texts) {
             *made[row].lock().expect("no other rank has this row") = text;
         }

@@ -12,7 +12,7 @@ use zero_burn::stats::all_gather;
 use zero_core::accounting::{StateBytes, WireBytes};
 
 use crate::memory::format_bytes;
-use crate::monitor::{MonitorError, io_error};
+use crate::monitor::{MemoryReport, MonitorError, io_error};
 
 /// One training step.
 // A field for each column of the metrics.
@@ -82,6 +82,9 @@ pub struct EpochMetrics {
     /// All that was measured on them, with the loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval: Option<Evaluated>,
+    /// What its phases, training and evaluation, have taken of the memory, where that is looked at (`--memory-breakdown`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memory: Vec<MemoryReport>,
 }
 
 /// Means over the rows that are held out, by name; the loss is the first.
@@ -135,7 +138,7 @@ pub enum EventKind {
 impl EpochMetrics {
     pub(crate) fn new(epoch: usize, step: usize, loss: f64, eval: Option<Evaluated>) -> Self {
         let eval_loss = eval.as_ref().map(|eval| eval[0].1);
-        Self { epoch, step, loss, eval_loss, eval }
+        Self { epoch, step, loss, eval_loss, eval, memory: Vec::new() }
     }
 }
 

@@ -1,43 +1,66 @@
-//! A training process is killed with SIGKILL at random moments and started again with `--resume auto`, until it has
-//! trained all its steps: every loss is that of the run that nothing broke, bit by bit.
+//! A training process is killed with SIGKILL at random moments, now and then stopped with SIGTERM, and started again with
+//! `--resume auto`, until it has trained all its steps, of every task: every loss is that of the run that nothing broke, bit by bit.
 #![cfg(unix)]
 
 mod common;
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::{trajectory, write_inputs};
+use common::{signal, texts, trajectory, write_inputs};
 
 const KILLS: usize = 50;
 const STEPS: usize = 150;
 
-fn train(inputs: &Path, run: &Path, options: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
-    let at = |name: &str| inputs.join(name).into_os_string();
-    let model = if options.contains(&"--offload") { "wide" } else { "model" };
-    command.arg("train").arg("--model").arg(at(model)).arg("--data").arg(at("rows.safetensors"));
-    command.arg("--swap").arg(at("swap"));
-    command.args(["--batch", "2", "--threads", "1", "--json", "--steps"]).arg(STEPS.to_string());
-    command.args(["--warmup", "20", "--clip", "1", "--resume", "auto"]);
-    command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);
-    command.stdout(Stdio::null()).stderr(Stdio::piped());
-    command
-}
+const GPT2: &[&str] = &["--model", "model", "--data", "rows.safetensors"];
+/// So wide that its pieces are worth a disk.
+const WIDE: &[&str] = &["--model", "wide", "--data", "rows.safetensors"];
+const LORA: &[&str] = &["--weights", "gpt2-hf", "--data", "rows.safetensors", "--lora-r", "4", "--lora-dropout", "0.1"];
+const CLASSES: &[&str] = &[
+    "--task",
+    "text-classification",
+    "--weights",
+    "bert-hf",
+    "--tokenizer",
+    "tok",
+    "--data",
+    "rows.jsonl",
+    "--label-field",
+    "class",
+    "--seq",
+    "16",
+    "--eval",
+    "9",
+];
+const SEQ2SEQ: &[&str] = &[
+    "--model",
+    "bart",
+    "--tokenizer",
+    "tok",
+    "--data",
+    "rows.jsonl",
+    "--label-field",
+    "answer",
+    "--seq",
+    "16",
+    "--eval",
+    "9",
+];
 
-#[test]
-fn fifty_kills_change_no_bit_of_the_losses() {
-    let dir = tempfile::tempdir().unwrap();
-    write_inputs(dir.path());
-    let (mut kills, mut inside, mut before_any, mut runs) = (0, 0, 0, 0);
-    std::fs::create_dir(dir.path().join("swap")).unwrap();
-    let kinds: [&[&str]; 5] = [
-        &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2", "--offload", "all"],
-        &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2"],
-        &["--ranks", "2", "--stage", "1", "--save-every", "1", "--keep-last", "1", "--save-async"],
+/// What is trained, and how.
+const KINDS: [(&[&str], &[&str]); 8] = [
+    (WIDE, &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2", "--offload", "all"]),
+    (LORA, &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2"]),
+    (CLASSES, &["--ranks", "2", "--stage", "2", "--save-every", "2", "--keep-last", "2", "--keep-best"]),
+    (SEQ2SEQ, &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2"]),
+    (GPT2, &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2"]),
+    (GPT2, &["--ranks", "2", "--stage", "1", "--save-every", "1", "--keep-last", "1", "--save-async"]),
+    (
+        GPT2,
         &[
             "--ranks",
             "3",
@@ -51,11 +74,39 @@ fn fifty_kills_change_no_bit_of_the_losses() {
             "--accumulation",
             "2",
         ],
-        &["--ranks", "1", "--stage", "0", "--save-every", "1", "--keep-last", "3"],
-    ];
+    ),
+    (GPT2, &["--ranks", "1", "--stage", "0", "--save-every", "1", "--keep-last", "3"]),
+];
+
+fn train(inputs: &Path, run: &Path, (what, how): (&[&str], &[&str])) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
+    command.current_dir(inputs).arg("train").args(what).args(["--swap", "swap"]);
+    command.args(["--batch", "2", "--threads", "1", "--json", "--steps"]).arg(STEPS.to_string());
+    command.args(["--warmup", "20", "--clip", "1", "--resume", "auto"]);
+    command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(how);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    command
+}
+
+/// Models and texts of the tasks besides [`write_inputs`].
+fn write_tasks(dir: &Path) {
+    texts::labelled(dir);
+    texts::bert(dir);
+    texts::bart(dir);
+    texts::ok(&[&["train"], GPT2, &["--steps", "2", "--threads", "1", "--save", "gpt2-base"]].concat(), dir);
+    texts::ok(&["export", "gpt2-base", "gpt2-hf", "--dtype", "fp32"], dir);
+}
+
+#[test]
+fn fifty_kills_change_no_bit_of_the_losses() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    write_tasks(dir.path());
+    let (mut kills, mut inside, mut before_any, mut runs, mut stops, mut saved) = (0, 0, 0, 0, 0, 0);
+    std::fs::create_dir(dir.path().join("swap")).unwrap();
     // Where a disk is so fast that few kills hit a save, more are tried.
-    while kills < KILLS || (inside < 5 && kills < 4 * KILLS) {
-        let options = kinds[runs % kinds.len()];
+    while runs < KINDS.len() || kills < KILLS || (inside < 5 && kills < 4 * KILLS) {
+        let options = KINDS[runs % KINDS.len()];
         let unbroken = dir.path().join(format!("unbroken-{runs}"));
         let done = train(dir.path(), &unbroken, options).output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
@@ -69,6 +120,16 @@ fn fifty_kills_change_no_bit_of_the_losses() {
                 let done = process.wait_with_output().unwrap();
                 assert!(status.success(), "{}", String::from_utf8_lossy(&done.stderr));
                 break;
+            }
+            if (kills + stops) % 4 == 3 {
+                // It saves, and says so by its exit code; or has not come to where it handles signals, or is done.
+                signal(&process, "TERM");
+                let ended = process.wait_with_output().unwrap();
+                let (code, by) = (ended.status.code(), ended.status.signal());
+                let told = String::from_utf8_lossy(&ended.stderr);
+                assert!(matches!(code, Some(0 | 143)) || by == Some(15), "{options:?}: {:?} {told}", ended.status);
+                (stops, saved) = (stops + 1, saved + usize::from(code == Some(143)));
+                continue;
             }
             process.kill().unwrap();
             process.wait().unwrap();
@@ -86,8 +147,9 @@ fn fifty_kills_change_no_bit_of_the_losses() {
         runs += 1;
     }
     println!(
-        "{kills} kills over {runs} runs of {STEPS} steps ({inside} inside a save, {before_any} before the first checkpoint): \
-         every loss and gradient norm equals the unbroken run's bit by bit"
+        "{kills} kills over {runs} runs of {STEPS} steps ({inside} inside a save, {before_any} before the first checkpoint) and {stops} \
+         stops, of which {saved} have saved: every loss and gradient norm equals the unbroken run's bit by bit"
     );
+    assert!(saved > 0, "no stop has saved");
     assert!(inside >= 5, "the kills must hit saves: {inside} of {kills}");
 }

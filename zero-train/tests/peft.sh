@@ -8,7 +8,7 @@ python=${1:?name a Python with torch, transformers and peft}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 zero() { cargo run --quiet -p zero-train --bin zero -- "$@"; }
-for model in gpt2_tiny,c_attn,mlp.c_proj qwen2_tiny,q_proj,v_proj,down_proj; do
+for model in gpt2_tiny,c_attn,mlp.c_proj qwen2_tiny,q_proj,v_proj,down_proj llama_tiny,q_proj,k_proj,o_proj,gate_proj; do
 base=tests/fixtures/${model%%,*} targets=${model#*,} run=$dir/${model%%,*}
 zero train --weights $base --data $base/batches.safetensors --seq 16 --batch 4 --ranks 2 --threads 1 --steps 8 --lr 1e-2 \
   --lora-r 4 --lora-targets "$targets" --lora-rslora --save "$run/checkpoints" >"$dir/log" 2>&1

@@ -79,7 +79,16 @@ fn a_run_goes_on_at_another_shape_and_its_files_are_one_run() {
     let csv = std::fs::read_to_string(inputs.path("run/out/metrics.csv")).unwrap();
     assert_eq!(csv.lines().count(), 10, "a head and nine steps: {csv}");
 
-    let said = stderr(&mut inputs.train("run", 9, &["--resume", "auto"]), 0);
+    // What a run leaves that is killed behind its last checkpoint: its locks are nobody's.
+    let left = inputs.path("zero-swap-1-0123456789abcdef");
+    std::fs::create_dir(&left).unwrap();
+    std::fs::write(left.join("owner.lock"), "1").unwrap();
+    std::fs::write(left.join("rank-00000.swap"), "its optimizer state").unwrap();
+    let swap = inputs.path("");
+    let to_disk = ["--offload", "optimizer", "--offload-to", "disk", "--swap", swap.to_str().unwrap()];
+    let mut again = inputs.train("run", 9, &["--resume", "auto"]);
+    let said = stderr(again.args(to_disk), 0);
+    assert!(!left.exists(), "{said}");
     assert!(said.contains("has 9 steps behind it") && said.contains("nothing is left to do"), "{said}");
     assert_eq!(trajectory(&inputs.path("run")), both, "nothing is lost when nothing is left to do");
 }

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Said, ended_after, signal, small, trajectory, wire, write_inputs};
+use common::{Said, ended_after, signal, small, texts, trajectory, wire, write_inputs};
 use port::free_port;
 use serde_json::Value;
 
@@ -438,6 +438,26 @@ fn ranks_of_different_attempts_go_on_together() {
     }
     threads(2, dir.path(), &unbroken, &["--steps", "8"]);
     assert_eq!(trajectory(&run), trajectory(&unbroken));
+}
+
+#[test]
+fn a_large_text_is_cut_once_for_all_processes() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    texts::labelled(dir.path());
+    let text = std::fs::read_to_string(dir.path().join("text.txt")).unwrap();
+    std::fs::write(dir.path().join("large.txt"), text.repeat((17 << 20) / text.len())).unwrap();
+    let (port, ranks) = (free_port(), 3);
+    let start = |place: usize| {
+        let mut command = rank(place, ranks, port);
+        command.current_dir(dir.path()).args(["--model", "model", "--tokenizer", "tok", "--data", "large.txt"]);
+        begin(command.args(["--token-cache", "cache", "--seq", "8", "--steps", "2", "--threads", "1", "--json"]))
+    };
+    let outputs = finish((0..ranks).map(start).collect());
+    good(&outputs);
+    let cuts = outputs.iter().filter(|output| self::text(output).contains("of text into tokens, once")).count();
+    let kept = std::fs::read_dir(dir.path().join("cache")).unwrap().count();
+    assert_eq!((cuts, kept), (1, 1), "one makes the tokens, the others find them");
 }
 
 /// Two "machines", each of which starts its half of the ranks that a file of Accelerate's asks for.

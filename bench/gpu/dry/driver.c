@@ -3,22 +3,25 @@
  * is zeros. So a program compiles, and launches, on a machine without a GPU what it would there.
  *
  * DRY_OUT: a folder for each module's PTX (001.ptx ...) and, when the program ends, for what was counted (driver.json).
- * DRY_DEVICES: devices (1; 0: none). DRY_MEMORY: bytes of memory (an H100's). DRY_TAKEN: those that
- * another program has (0). DRY_VERSION: of the driver (13000). */
+ * DRY_TRACE: a file to which each launch's kernel and blocks are added. DRY_DEVICES: devices (1; 0: none). DRY_MEMORY: bytes of memory
+ * (an H100's). DRY_TAKEN: those that another program has (0). DRY_VERSION: of the driver (13000). DRY_REFUSE: what kernels' names begin
+ * with whose PTX it does not take. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_PTX = 218, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        NOT_FOUND = 500 };
 /* What a block may take of an H100's shared memory, without asking and by asking. */
 enum { SHARED = 48 << 10, SHARED_BY_ASKING = 227 << 10 };
 enum { MAX_MODULES = 100000 };
 
 typedef struct module { int number; char *ptx; } module;
-typedef struct { module *of; char *name; unsigned shared, allowed, block; uint64_t launches; } function;
+typedef struct { module *of; char *name; unsigned shared, allowed, block; uint64_t launches, uploads; } function;
+/* What the device had been given when it was recorded. */
+typedef struct { uint64_t given; } event;
 typedef struct span { uint64_t from, bytes; struct span *next; } span;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -28,9 +31,11 @@ static function *functions[MAX_MODULES];
 static int modules, function_count;
 static span *spans;
 static uint64_t next_address = 1ull << 44;
+/* Launches and copies; of these, those that the host has waited for. Copies to the device since the last launch. */
+static uint64_t given, awaited, uploads_before;
 /* What is counted, in the order in which it is written. */
-static struct { uint64_t launches, uploads, upload_bytes, downloads, download_bytes, copies, waits, allocations, in_use, peak, refused, faults; } count;
-static const char *const names[] = { "launches", "uploads", "upload_bytes", "downloads", "download_bytes", "copies", "waits",
+static struct { uint64_t launches, uploads, upload_bytes, downloads, download_bytes, copies, waits, drains, allocations, in_use, peak, refused, faults; } count;
+static const char *const names[] = { "launches", "uploads", "upload_bytes", "downloads", "download_bytes", "copies", "waits", "drains",
                                      "allocations", "in_use", "peak", "refused", "faults" };
 
 static uint64_t number(const char *name, uint64_t otherwise) {
@@ -56,8 +61,8 @@ __attribute__((destructor)) static void write_counts(void) {
     fprintf(out, "\"modules\": %d, \"functions\": [", modules);
     for (int i = 0; i < function_count; i++) {
         function *f = functions[i];
-        fprintf(out, "%s\n{\"module\": %d, \"name\": \"%s\", \"threads\": %u, \"shared\": %u, \"launches\": %llu}", i ? "," : "",
-                f->of->number, f->name, f->block, f->shared, (unsigned long long)f->launches);
+        fprintf(out, "%s\n{\"module\": %d, \"name\": \"%s\", \"threads\": %u, \"shared\": %u, \"launches\": %llu, \"uploads\": %llu}", i ? "," : "",
+                f->of->number, f->name, f->block, f->shared, (unsigned long long)f->launches, (unsigned long long)f->uploads);
     }
     fputs("]}\n", out);
     fclose(out);
@@ -102,23 +107,29 @@ int cuCtxPushCurrent_v2(void *ctx) { return cuCtxSetCurrent(ctx); }
 int cuCtxPopCurrent_v2(void **ctx) { return cuCtxGetCurrent(ctx); }
 int cuCtxGetDevice(int *device) { *device = 0; return current ? SUCCESS : INVALID_CONTEXT; }
 
-/* All is done as it is given, so streams and events are only names. */
-static int wait(void) { __sync_fetch_and_add(&count.waits, 1); return SUCCESS; }
+/* All is done as it is given, so streams are only names. A wait for what had been given up to some time counts if the host has not
+ * waited for it before, and as a drain if the device has nothing else: it then idles until the host gives it more. */
+static int wait(uint64_t upto) {
+    pthread_mutex_lock(&lock);
+    if (upto > awaited) count.waits++, count.drains += upto == given, awaited = upto;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
 static int name(void **out) { *out = malloc(1); return current ? SUCCESS : INVALID_CONTEXT; }
 int cuStreamCreate(void **stream, unsigned flags) { (void)flags; return name(stream); }
 int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) { (void)flags, (void)priority; return name(stream); }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return SUCCESS; }
 int cuStreamDestroy_v2(void *stream) { free(stream); return SUCCESS; }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { (void)stream, (void)event, (void)flags; return SUCCESS; }
-int cuStreamSynchronize(void *stream) { (void)stream; return wait(); }
-int cuCtxSynchronize(void) { return wait(); }
+int cuStreamSynchronize(void *stream) { (void)stream; return wait(given); }
+int cuCtxSynchronize(void) { return wait(given); }
 int cuLaunchHostFunc(void *stream, void (*run)(void *), void *data) { (void)stream; run(data); return SUCCESS; }
-int cuEventCreate(void **event, unsigned flags) { (void)flags; return name(event); }
-int cuEventDestroy_v2(void *event) { free(event); return SUCCESS; }
-int cuEventRecord(void *event, void *stream) { (void)event, (void)stream; return SUCCESS; }
-int cuEventQuery(void *event) { (void)event; return SUCCESS; }
-int cuEventSynchronize(void *event) { (void)event; return wait(); }
-int cuCtxRecordEvent(void *ctx, void *event) { (void)ctx, (void)event; return SUCCESS; }
+int cuEventCreate(event **out, unsigned flags) { (void)flags; *out = calloc(1, sizeof **out); return current ? SUCCESS : INVALID_CONTEXT; }
+int cuEventDestroy_v2(event *e) { free(e); return SUCCESS; }
+int cuEventRecord(event *e, void *stream) { (void)stream; e->given = given; return SUCCESS; }
+int cuEventQuery(event *e) { (void)e; return SUCCESS; }
+int cuEventSynchronize(event *e) { return wait(e->given); }
+int cuCtxRecordEvent(void *ctx, event *e) { (void)ctx; return cuEventRecord(e, NULL); }
 int cuCtxWaitEvent(void *ctx, void *event) { (void)ctx, (void)event; return SUCCESS; }
 
 int cuMemGetInfo_v2(size_t *free, size_t *total) { *total = memory(), *free = *total - number("DRY_TAKEN", 0) - count.in_use; return SUCCESS; }
@@ -157,12 +168,15 @@ static int counted(uint64_t pointer, uint64_t bytes, uint64_t moved, uint64_t *c
     pthread_mutex_lock(&lock);
     span *s = spans;
     while (s && (pointer < s->from || pointer + bytes > s->from + s->bytes)) s = s->next;
-    if (s) ++*copies, *total += moved;
+    if (s) ++*copies, *total += moved, given++;
     pthread_mutex_unlock(&lock);
     if (!s) FAULT(INVALID_VALUE, "a copy of %llu bytes at %#llx is in no allocation", (unsigned long long)bytes, (unsigned long long)pointer);
     return SUCCESS;
 }
-static int upload(uint64_t to, uint64_t bytes, uint64_t moved) { return counted(to, bytes, moved, &count.uploads, &count.upload_bytes); }
+static int upload(uint64_t to, uint64_t bytes, uint64_t moved) {
+    __sync_fetch_and_add(&uploads_before, 1);
+    return counted(to, bytes, moved, &count.uploads, &count.upload_bytes);
+}
 static int download(uint64_t from, uint64_t bytes, uint64_t moved) { return counted(from, bytes, moved, &count.downloads, &count.download_bytes); }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) { (void)from, (void)stream; return upload(to, bytes, bytes); }
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
@@ -192,7 +206,10 @@ int cuMemcpy2DAsync_v2(const copy_2d *c, void *stream) {
 }
 
 int cuModuleLoadData(module **out, const char *ptx) {
-    char text[32];
+    char text[600];
+    const char *refused = getenv("DRY_REFUSE");
+    snprintf(text, sizeof text, ".entry %s", refused ? refused : "");
+    if (refused && strstr(ptx, text)) return INVALID_PTX;
     module *m = malloc(sizeof *m);
     pthread_mutex_lock(&lock);
     m->number = ++modules, m->ptx = strdup(ptx);
@@ -232,8 +249,12 @@ int cuLaunchKernel(function *f, unsigned x, unsigned y, unsigned z, unsigned bx,
     if (!x || !y || !z || x > 0x7fffffff || y > 65535 || z > 65535 || bx * by * bz > f->block || !bx || !by || !bz || bz > 64 || shared > f->allowed)
         FAULT(INVALID_VALUE, "%s: %u x %u x %u blocks of %u x %u x %u threads with %u bytes of shared memory; at most %u threads and %u bytes",
               f->name, x, y, z, bx, by, bz, shared, f->block, f->allowed);
+    const char *trace = getenv("DRY_TRACE");
+    FILE *to = trace ? fopen(trace, "a") : NULL;
+    if (to) fprintf(to, "%s %u %u %u\n", f->name, x, y, z), fclose(to);
     pthread_mutex_lock(&lock);
-    count.launches++, f->launches++;
+    count.launches++, f->launches++, given++;
+    f->uploads += __sync_fetch_and_and(&uploads_before, 0);
     if (f->shared < shared) f->shared = shared;
     pthread_mutex_unlock(&lock);
     return SUCCESS;

@@ -2,7 +2,8 @@
  * the same version, is read from DRY_PTX, a folder of <hash>.ptx. The compiler itself is libnvrtc.so.13. The functions are
  * those that cudarc calls for CubeCL.
  *
- * DRY_STUB: what kernels' names begin with that are not compiled; they get an entry without a body, which counts as well. */
+ * DRY_STUB: what kernels' names begin with that are not compiled; they get an entry without a body, which counts as well.
+ * DRY_BREAK: what kernels' names begin with that do not compile: an error is added to their source. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -75,12 +76,20 @@ static void save(const program *p, const char *to) {
     free(temporary);
 }
 
+/* Whether the kernel's name begins with what a variable says; its name and threads. */
+static int is_named(const char *variable, const char *source, char name[512], unsigned *threads) {
+    const char *begin = getenv(variable), *bounds = strstr(source, "__launch_bounds__(");
+    return begin && bounds && sscanf(bounds, "__launch_bounds__(%u)%511[A-Za-z0-9_]", threads, name) == 2 && !strncmp(name, begin, strlen(begin));
+}
+
 int nvrtcVersion(int *major, int *minor) { return real("nvrtcVersion")(major, minor); }
 const char *nvrtcGetErrorString(int code) { return ((const char *(*)(int))(void *)real("nvrtcGetErrorString"))(code); }
 int nvrtcCreateProgram(program **out, const char *source, const char *name, int headers, const char *const *texts, const char *const *names) {
-    if (headers || !(*out = calloc(1, sizeof **out))) return INTERNAL_ERROR;
-    (*out)->source = strdup(source);
-    return real("nvrtcCreateProgram")(&(*out)->real, source, name, headers, texts, names);
+    char kernel[512];
+    unsigned threads;
+    const char *added = is_named("DRY_BREAK", source, kernel, &threads) ? "\n#error broken by DRY_BREAK\n" : "";
+    if (headers || !(*out = calloc(1, sizeof **out)) || asprintf(&(*out)->source, "%s%s", source, added) < 0) return INTERNAL_ERROR;
+    return real("nvrtcCreateProgram")(&(*out)->real, (*out)->source, name, headers, texts, names);
 }
 int nvrtcDestroyProgram(program **p) {
     int code = real("nvrtcDestroyProgram")(&(*p)->real);
@@ -92,9 +101,7 @@ int nvrtcDestroyProgram(program **p) {
 static char *stub(const char *source) {
     char *to = NULL, name[512];
     unsigned threads;
-    const char *begin = getenv("DRY_STUB"), *bounds = strstr(source, "__launch_bounds__(");
-    if (!begin || !bounds || sscanf(bounds, "__launch_bounds__(%u)%511[A-Za-z0-9_]", &threads, name) != 2) return NULL;
-    if (strncmp(name, begin, strlen(begin))) return NULL;
+    if (!is_named("DRY_STUB", source, name, &threads)) return NULL;
     return asprintf(&to, ".visible .entry %s(\n)\n.maxntid %u, 1, 1\n", name, threads) < 0 ? NULL : to;
 }
 int nvrtcCompileProgram(program *p, int count, const char *const *options) {

@@ -38,7 +38,7 @@ def kinds(layers, d, heads, t, rows):
         ("layer norm: gradient", r"layer_norm_gradients", 0, (2 * layers + 1) * 3 * x),
         ("gelu", r"gelu_kernel", 0, layers * 8 * x),
         ("gelu: gradient", r"gelu_gradients", 0, layers * 12 * x),
-        ("biases and residuals (Burn's)", r"elemwise_fuse", 0, layers * 12 * x),
+        ("biases and residuals", r"add_to_product|elemwise_fuse", 0, layers * 12 * x),
         ("sums of gradients (Burn's)", r"kernel_binop|copy_kernel", 0, (2 * layers + 1) * 3 * x),
         ("gradients of biases", r"column_sums", 0, layers * 5 * x),
         ("loss and gradient of logits", r"rows_kernel", 0, 3 * logits),

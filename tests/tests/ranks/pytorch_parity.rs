@@ -18,6 +18,7 @@ use zero_burn::module::prepare;
 use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
 use zero_models::loss::cross_entropy_with_ignored;
+use zero_models::safetensors_file::Checkpoint;
 use zero_models::{
     Bart, Bert, BertBatch, CausalFamily, Gpt2, Gpt2Config, LlamaConfig, ModelConfig, bart, bert, gpt2, lora,
 };
@@ -146,7 +147,7 @@ where
     let described = ModelConfig::from_file(&fixture(weights).join("config.json")).unwrap();
     let load = |device: &Device| {
         let config = C::of(described.clone()).expect("the fixture is of this family");
-        C::load(config.init::<B>(device), &fixture(weights), device).unwrap()
+        C::load(config.init::<B>(device), &Checkpoint::open(&fixture(weights)).unwrap(), device).unwrap()
     };
     let loss = |model: &C::Model<B>, s, device: &Device| C::loss(model, ids.matrix(s, device.rank(), batch, device));
     steps(name, weights, load, loss);

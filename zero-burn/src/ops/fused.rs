@@ -2,11 +2,14 @@
 
 use std::ops::Range;
 
+use burn_backend::TensorData;
 use burn_backend::tensor::{Device, FloatTensor};
 use burn_std::{FloatDType, Shape};
+use zero_ops::quantized::Quantized;
 use zero_ops::{AttentionOptions, FusedBackend, Gelu};
 
 use crate::birth::{Fill, parameter};
+use crate::context::Context;
 
 use super::*;
 
@@ -19,8 +22,23 @@ impl<B: FusedBackend> FusedBackend for Zero<B> {
         shape: Shape,
         device: &Device<Self>,
         dtype: FloatDType,
-        elements: &mut dyn FnMut(Range<usize>) -> Vec<f32>,
+        elements: &mut dyn FnMut(Range<usize>) -> TensorData,
     ) -> FloatTensor<Self> {
         parameter(Fill::Elements(elements), shape, device.inner(), dtype.into())
+    }
+
+    /// Masks of attention are those of a tensor that is drawn: of the same numbers, and one draw of the rank's.
+    fn draws_dropout(device: &Device<Self>) -> bool {
+        #[cfg(feature = "cubecl")]
+        return zero_ops::draws_on::<B>(device.inner());
+        #[cfg(not(feature = "cubecl"))]
+        {
+            let _ = device;
+            false
+        }
+    }
+
+    fn next_dropout_key(device: &Device<Self>) -> u64 {
+        Context::<B>::draw(device).key()
     }
 }

@@ -7,7 +7,7 @@ use burn::module::{AutodiffModule, ParamId};
 use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer};
 use burn::tensor::Tensor;
 use burn_backend::distributed::DistributedParamId;
-use burn_backend::{Backend, TensorData};
+use burn_backend::{Backend, BackendTypes, TensorData};
 use burn_std::Shape;
 
 use zero_core::offload::DiskError;
@@ -37,6 +37,9 @@ pub struct ParamInfo<'a> {
     pub shape: &'a [usize],
 }
 
+/// A tensor of the backend that computes.
+type BaseTensor<A> = <<A as ZeroAutodiff>::Base as BackendTypes>::FloatTensorPrimitive;
+
 /// Whether a parameter belongs to a group.
 type Select = Arc<dyn Fn(ParamInfo<'_>) -> bool + Send + Sync>;
 
@@ -64,12 +67,14 @@ pub struct Fused<A: ZeroAutodiff> {
     states: Vec<ParamState<A::Base>>,
     /// Places in `states`.
     index: HashMap<ParamId, usize>,
+    /// Of what the last step has updated.
+    latest: Vec<ParamId>,
 }
 
 impl<A: ZeroAutodiff> Fused<A> {
     /// One rule for all parameters.
     pub fn new(rule: Rule) -> Self {
-        Self { rule, groups: Vec::new(), states: Vec::new(), index: HashMap::new() }
+        Self { rule, groups: Vec::new(), states: Vec::new(), index: HashMap::new(), latest: Vec::new() }
     }
 
     /// Adds a group with a rule of its own, whose learning rate is the step's times `lr_scale`. A parameter belongs to
@@ -100,10 +105,23 @@ impl<A: ZeroAutodiff> Fused<A> {
         lr: LearningRate,
         grad_scale: f32,
         module: M,
+        grads: GradientsParams,
+    ) -> M {
+        self.step_by(lr, grad_scale, None, module, grads)
+    }
+
+    /// By `factor` in place of `scale`, if all is updated on the device that has it.
+    pub(super) fn step_by<M: AutodiffModule<A>>(
+        &mut self,
+        lr: LearningRate,
+        scale: f32,
+        factor: Option<BaseTensor<A>>,
+        module: M,
         mut grads: GradientsParams,
     ) -> M {
         let context = Context::<A::Base>::current();
         context.rank.mover.sweep();
+        self.latest.clear();
         // Updates that are run together, and those of here that another pass follows.
         let (mut here, mut beside, mut on_device) = (Vec::new(), Vec::new(), Vec::new());
         let mut count = 0;
@@ -114,8 +132,9 @@ impl<A: ZeroAutodiff> Fused<A> {
                 let (parameter, gradient) = (shard(parameter, "parameter"), shard(gradient, "gradient"));
                 let (rule, lr_scale) = self.group(&meta.path, parameter.cell.shape.as_slice());
                 Context::of(&parameter.cell).before_update();
-                let update = Update { rule, lr: lr * lr_scale, scale: grad_scale, parameter, gradient, number: count };
+                let update = Update { rule, lr: lr * lr_scale, scale, parameter, gradient, number: count };
                 count += 1;
+                self.latest.push(meta.id);
                 let (place, job) = update.plan(self.state_of(meta.id));
                 let updated = job.version();
                 match place {
@@ -130,7 +149,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             (beside, on_device) = first_passes(&context, &mut here, beside, on_device, count);
             here.into_iter().for_each(|job| drop(job.run()));
         }
-        run_on_device(on_device);
+        run_on_device(on_device, factor);
         // What is kept of these is free before more is read.
         drop(grads);
         if !beside.is_empty() {
@@ -227,6 +246,25 @@ impl<A: ZeroAutodiff> Fused<A> {
         self.rule
     }
 
+    /// Whether no rule takes a second pass, for which sums are read.
+    #[cfg(feature = "cubecl")]
+    pub(super) fn has_one_pass(&self) -> bool {
+        self.groups.iter().map(|group| group.rule).chain([self.rule]).all(|rule| !matches!(rule, Rule::Lamb { .. }))
+    }
+
+    /// Counts the last step as not made, as a device has left it out.
+    #[cfg(feature = "cubecl")]
+    pub(super) fn take_back(&mut self) {
+        for id in std::mem::take(&mut self.latest) {
+            let state = self.state_of(id);
+            state.time -= 1;
+            if state.time == 0 {
+                // They have not begun.
+                state.cells.retain(|(name, _)| name == MASTER);
+            }
+        }
+    }
+
     fn group(&self, path: &str, shape: &[usize]) -> (Rule, f64) {
         let info = ParamInfo { path, shape };
         let group = self.groups.iter().find(|group| (group.select)(info));
@@ -299,7 +337,7 @@ fn first_passes<B: Backend>(
     // In the order in which the forward pass waits for them.
     beside.sort_by_key(|job| job.number);
     let (first, mut on_device): (Vec<_>, Vec<_>) = on_device.into_iter().partition(Job::is_first_pass);
-    on_device.extend(run_on_device(first));
+    on_device.extend(run_on_device(first, None));
     let jobs = here.iter_mut().chain(&mut beside).chain(&mut on_device);
     let jobs: Vec<&mut Job<B>> = jobs.filter(|job| job.is_first_pass()).collect();
     let sums = all_gather::<B>(&own_sums(&jobs, count));
@@ -308,11 +346,14 @@ fn first_passes<B: Backend>(
 }
 
 /// Runs a pass of updates on the device; gives those that another follows.
-fn run_on_device<B: Backend>(jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+fn run_on_device<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
     #[cfg(feature = "cubecl")]
-    return crate::update::device::run(jobs);
+    return crate::update::device::run(jobs, factor);
     #[cfg(not(feature = "cubecl"))]
-    jobs
+    {
+        let _ = factor;
+        jobs
+    }
 }
 
 /// State `name` of parameter `id` that comes from elsewhere than from an update: this rank's elements of it.

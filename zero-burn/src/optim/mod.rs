@@ -11,10 +11,12 @@
 
 mod distributed;
 mod fused;
+mod late;
 mod plan;
 mod state;
 
 pub use distributed::{Distributed, distributed};
 pub use fused::{Fused, ParamInfo};
+pub use late::{Late, Told};
 pub use state::StateRecord;
-pub use zero_ops::Rule;
+pub use zero_ops::{Clip, Rule};

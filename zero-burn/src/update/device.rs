@@ -11,14 +11,15 @@ use super::{Array, Job};
 use crate::trouble::stop;
 
 /// Runs a pass of a step's updates and gives those that another follows. Nothing is waited for, but for the sums of a first pass.
-pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+/// Gradients are multiplied by `factor`, if it is given in place of the jobs' scale.
+pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
     // Gradients have a scale, what first passes gave has none.
     let (second, other): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_second_pass);
-    [second, other].into_iter().flat_map(run_scaled).collect()
+    [(second, None), (other, factor)].into_iter().flat_map(|(jobs, factor)| run_scaled(jobs, factor)).collect()
 }
 
 /// The same of updates with one scale.
-fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>) -> Vec<Job<B>> {
+fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
     let Some(scale) = jobs.first().map(|job| job.scale) else { return Vec::new() };
     let item = |job: &mut Job<B>| {
         let (gradient, _) = job.gradient.take().expect("a second pass on a device is along what the first gave");
@@ -33,7 +34,7 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>) -> Vec<Job<B>> {
         }
     };
     let items = jobs.iter_mut().map(item).collect();
-    let updated = fused_update::<B>(items, GradScale::Number(scale));
+    let updated = fused_update::<B>(items, factor.map_or(GradScale::Number(scale), GradScale::Tensor));
     let updated = updated.unwrap_or_else(|_| stop("the backend's tensors are not CubeCL's, though they were".into()));
     let (mut halfway, mut waiting, mut tensors) = (Vec::new(), Vec::new(), Vec::new());
     for (mut job, Updated { parameter, states, copy, direction }) in jobs.into_iter().zip(updated) {

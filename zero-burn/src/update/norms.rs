@@ -31,14 +31,20 @@ pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: std::ops::Range<u
 pub(crate) fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<f64> {
     #[cfg(feature = "cubecl")]
     if let Some(sums) = zero_ops::sums_of_squares::<B>(&tensors) {
-        let mut sums: Vec<f64> = read::<B>(sums).iter::<f64>().collect();
-        // The last is the number of elements that are not finite: sums may not tell, where arithmetic is fast and loose.
-        if sums.pop().is_some_and(|odd| odd > 0.0) {
-            sums.iter_mut().for_each(|sum| *sum = f64::NAN);
-        }
-        return sums;
+        return of_device(&read::<B>(sums));
     }
     tensors.into_iter().map(sum_of_squares::<B>).collect()
+}
+
+/// The sums that a device has made. The last is the number of elements that are not finite: sums may not tell, where arithmetic is
+/// fast and loose.
+#[cfg(feature = "cubecl")]
+pub(crate) fn of_device(sums: &TensorData) -> Vec<f64> {
+    let mut sums: Vec<f64> = sums.iter::<f64>().collect();
+    if sums.pop().is_some_and(|odd| odd > 0.0) {
+        sums.iter_mut().for_each(|sum| *sum = f64::NAN);
+    }
+    sums
 }
 
 /// This rank's sums of `jobs`, in the order of their numbers below `count`.

@@ -5,10 +5,11 @@
 
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Bool, Distribution, FloatDType, Int, Tensor, activation};
+use burn::tensor::{Bool, Distribution, FloatDType, Int, Tensor, TensorPrimitive, activation};
 use burn_flex::Flex;
 use zero_burn::Zero;
-use zero_ops::{AttentionOptions, Gelu};
+use zero_ops::quantized::{Format, Quantized};
+use zero_ops::{AttentionOptions, FusedBackend, Gelu};
 
 type A = Autodiff<I>;
 type I = Zero<Flex>;
@@ -194,7 +195,7 @@ fn attention() {
         let mask = Tensor::<A, 2>::from_inner(mask.lower_elem(0.3).float() * -3e4);
         for causal in [true, false] {
             for mask in [None, Some(mask.clone())] {
-                let options = AttentionOptions { batch, heads, causal, window: None, scale: 0.3 };
+                let options = AttentionOptions { batch, heads, causal, window: None, scale: 0.3, dropout: None };
                 let what = format!("{batch} x {t}, {heads} heads of {e}, causal {causal}, mask {}", mask.is_some());
                 let parts = [(); 3].map(|()| random([n, d]));
                 let [q, k, v] = parts.clone();
@@ -227,7 +228,7 @@ fn attention_over_other_keys_than_the_queries_own() {
                 Tensor::<A, 2>::from_inner(mask.slice_fill([0..batch, 0..2], 1.0).lower_elem(0.3).float() * -3e4);
             // Within a window a row may see hidden keys alone, of which the two say different things.
             for mask in [None, Some(mask).filter(|_| window.is_none())] {
-                let options = AttentionOptions { batch, heads, causal, window, scale: 0.3 };
+                let options = AttentionOptions { batch, heads, causal, window, scale: 0.3, dropout: None };
                 let what = format!("{batch} x {t} over {keys}, {heads} heads over {kv} of {e}, window {window:?}");
                 let (q, k, v) =
                     (random([batch * t, heads * e]), random([batch * keys, kv * e]), random([batch * keys, kv * e]));
@@ -246,6 +247,41 @@ fn rms_norm() {
         let square = (x.clone() * x.clone()).mean_dim(1);
         let expected = x.clone() / (square + 1e-5).sqrt() * gamma.clone().unsqueeze();
         same("rms norm", zero_ops::rms_norm(x.clone(), gamma.clone(), 1e-5), expected, &[("x", &x), ("gamma", &gamma)]);
+    }
+}
+
+#[test]
+fn quantized_linear() {
+    // Few rows, which the kernel takes as they are, and many.
+    for (n, d, f) in [(1, 5, 3), (16, 70, 130), (40, 33, 64)] {
+        for (name, format) in Format::NAMES {
+            let how = Quantized { format, width: f };
+            let device = Default::default();
+            let elements: Vec<f32> = values(random([d, f]).inner());
+            let weight = zero_ops::quantized_parameter::<A>([d, f], format, &device, |range| elements[range].to_vec());
+            let weight = weight.set_require_grad(false);
+            let plain = <I as FusedBackend>::dequantized(
+                weight.clone().inner().into_primitive().tensor(),
+                how,
+                FloatDType::F32,
+            );
+            let plain = Tensor::<A, 2>::from_inner(Tensor::from_primitive(TensorPrimitive::Float(plain)));
+            for given in 0..4 {
+                let (x, bias, residual) = (random([n, d]), random([f]), random([n, f]));
+                let what = format!("{n} rows of {d} by {f} in {name}");
+                let leaves: [(&str, &dyn Leaf); 3] = [("x", &x), ("bias", &bias), ("residual", &residual)];
+                let bias = Some(bias.clone()).filter(|_| given % 2 == 1);
+                let residual = Some(residual.clone()).filter(|_| given >= 2);
+                let got = zero_ops::quantized_linear(x.clone(), weight.clone(), bias.clone(), residual.clone(), how);
+                let mut expected = x.clone().matmul(plain.clone());
+                let there = [true, bias.is_some(), residual.is_some()];
+                expected = bias.map_or(expected.clone(), |bias| expected + bias.unsqueeze());
+                expected = residual.map_or(expected.clone(), |residual| expected + residual);
+                let leaves: Vec<_> =
+                    leaves.iter().zip(there).filter(|(_, there)| *there).map(|(leaf, _)| *leaf).collect();
+                same(&what, got, expected, &leaves);
+            }
+        }
     }
 }
 
@@ -342,7 +378,7 @@ fn agrees_with_fp32(dtype: FloatDType, tolerance: f32) {
         same_within(tolerance, "gelu", got, expected, &[("x", &x), ("bias", &bias)]);
     }
 
-    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 0.5 };
+    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 0.5, dropout: None };
     let qkv = again(&x);
     let got = back(zero_ops::packed_attention(to(&qkv), None, options));
     let expected = zero_ops::packed_attention(qkv.clone(), None, options);
@@ -429,7 +465,7 @@ fn a_loss_scale_keeps_small_gradients_in_fp16() {
 fn causal_rows_never_see_the_future_even_if_their_own_key_is_hidden() {
     // Left padding: the first two keys of each sequence are hidden.
     let mask = Tensor::<I, 2>::from_floats([[-3e4, -3e4, 0.0, 0.0]], &Default::default());
-    let options = AttentionOptions { batch: 1, heads: 1, causal: true, window: None, scale: 1.0 };
+    let options = AttentionOptions { batch: 1, heads: 1, causal: true, window: None, scale: 1.0, dropout: None };
     let v = Tensor::<I, 2>::from_floats([[1.0], [2.0], [3.0], [4.0]], &Default::default());
     let same = v.zeros_like();
     for dtype in [FloatDType::F32, FloatDType::F64, FloatDType::F16] {
@@ -465,7 +501,7 @@ fn views_give_what_copies_give() {
     assert_eq!(norm(view.clone()), norm(copy.clone()));
     let gelu = |x| values(zero_ops::gelu(Gelu::Erf, x, None).inner());
     assert_eq!(gelu(view.clone()), gelu(copy.clone()));
-    let options = AttentionOptions { batch: 1, heads: 3, causal: false, window: None, scale: 1.0 };
+    let options = AttentionOptions { batch: 1, heads: 3, causal: false, window: None, scale: 1.0, dropout: None };
     let attended = |x: Tensor<A, 2>| values(zero_ops::attention(x.clone(), x.clone(), x, None, options).inner());
     assert_eq!(attended(view.clone()), attended(copy.clone()));
     assert_eq!(attended(view.clone().transpose().transpose()), attended(copy));
@@ -481,7 +517,7 @@ fn wrong_shapes_are_named() {
     let text = panics(Box::new(move || drop(zero_ops::linear(x, w, None, None))));
     assert!(text.contains("rows of 3 need a weight [3, _], got [4, 5]"), "{text}");
     let x = random([5, 6]);
-    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 1.0 };
+    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 1.0, dropout: None };
     let text = panics(Box::new(move || drop(zero_ops::packed_attention(x, None, options))));
     assert!(text.contains("5 rows are no 2 sequences"), "{text}");
     for (q, k, causal, window, expected) in [

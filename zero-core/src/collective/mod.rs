@@ -13,6 +13,7 @@ pub(crate) mod agree;
 mod buffer;
 mod comm;
 pub mod exit;
+mod first;
 pub mod flight;
 mod landing;
 pub mod launcher;
@@ -32,6 +33,7 @@ use std::time::Duration;
 pub use agree::{Difference, agree};
 pub use buffer::{Buffer, DType};
 pub use comm::Comm;
+pub use first::{Failed, first_then};
 pub use progress::Pending;
 
 use crate::CommError;

@@ -212,13 +212,11 @@ impl<B: FusedBackend> Bart<B> {
         attention_mask_bu: Option<Tensor<B, 2, Int>>,
         decoder_input_ids_bt: Tensor<B, 2, Int>,
     ) -> Tensor<B, 2> {
-        let [b, t] = decoder_input_ids_bt.dims();
+        let [b, _] = decoder_input_ids_bt.dims();
         assert!(input_ids_bu.dims()[0] == b, "as many texts must be read as are made");
         let Read { rows_md, mask_bu } = self.read(input_ids_bu, attention_mask_bu);
         let mut x_nd = self.embed(&self.decoder, decoder_input_ids_bt);
-        let Some(BartLayer { self_attn: attn, .. }) = self.decoder.layers.first() else { return x_nd };
-        let own = Masks::causal(t, None, &attn.dropout, &x_nd);
-        let across = Masks::padding(mask_bu, [attn.heads, t], &attn.dropout, &x_nd);
+        let (own, across) = (Masks::none(), Masks::padding(mask_bu, &x_nd));
         for layer in &self.decoder.layers {
             x_nd = layer.forward(x_nd, |attn, x_nd, is_across| {
                 let (others, masks) = if is_across { (&rows_md, &across) } else { (&x_nd, &own) };
@@ -230,15 +228,13 @@ impl<B: FusedBackend> Bart<B> {
 
     /// Reads texts.
     pub(super) fn read(&self, ids_bu: Tensor<B, 2, Int>, mask_bu: Option<Tensor<B, 2, Int>>) -> Read<B> {
-        let [b, u] = ids_bu.dims();
+        let [b, _] = ids_bu.dims();
         let mut x_md = self.embed(&self.encoder, ids_bu);
-        if let Some(BartLayer { self_attn: attn, .. }) = self.encoder.layers.first() {
-            let masks = Masks::padding(mask_bu.clone(), [attn.heads, u], &attn.dropout, &x_md);
-            for layer in &self.encoder.layers {
-                x_md = layer.forward(x_md, |attn, x_md, _| {
-                    attend(attn.parts(&x_md, &x_md), &masks, attn.options(b, &x_md, false), &attn.dropout)
-                });
-            }
+        let masks = Masks::padding(mask_bu.clone(), &x_md);
+        for layer in &self.encoder.layers {
+            x_md = layer.forward(x_md, |attn, x_md, _| {
+                attend(attn.parts(&x_md, &x_md), &masks, attn.options(b, &x_md, false), &attn.dropout)
+            });
         }
         Read { rows_md: x_md, mask_bu }
     }
@@ -316,7 +312,7 @@ impl<B: FusedBackend> BartAttention<B> {
     pub(super) fn options(&self, b: usize, x_nd: &Tensor<B, 2>, causal: bool) -> AttentionOptions {
         let [_, d] = x_nd.dims();
         let scale = ((d / self.heads) as f64).sqrt().recip();
-        AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale }
+        AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale, dropout: None }
     }
 }
 

@@ -14,7 +14,7 @@ use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 use crate::attention::{Masks, attend};
 use crate::hf_params::Family;
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Linear};
+use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
 use crate::{Activation, BertBatch, BertConfig, BertPredictions, init};
 
 /// A BERT with the heads that its [`BertHead`](crate::BertHead) names.
@@ -49,6 +49,8 @@ pub struct Bert<B: Backend> {
 pub struct BertEmbeddings<B: Backend> {
     /// `[vocab_size, hidden_size]`, and the prediction head's weight if that is tied.
     pub word_embeddings: Param<Tensor<B, 2>>,
+    /// What is added to the word embedding.
+    pub word_embeddings_adapter: Option<Adapter<B>>,
     /// `[max_position_embeddings, hidden_size]`
     pub position_embeddings: Param<Tensor<B, 2>>,
     /// `[type_vocab_size, hidden_size]`
@@ -101,6 +103,7 @@ impl BertConfig {
         Bert {
             embeddings: BertEmbeddings {
                 word_embeddings: init::normal([v, d], std, device),
+                word_embeddings_adapter: None,
                 position_embeddings: init::normal([self.max_position_embeddings, d], std, device),
                 token_type_embeddings: init::normal([self.type_vocab_size, d], std, device),
                 norm: init::norm(d, self.layer_norm_eps, device),
@@ -251,10 +254,9 @@ impl<B: FusedBackend> Bert<B> {
         token_type_ids_bt: Tensor<B, 2, Int>,
         attention_mask_bt: Option<Tensor<B, 2, Int>>,
     ) -> Tensor<B, 2> {
-        let [b, t] = input_ids_bt.dims();
+        let [b, _] = input_ids_bt.dims();
         let mut x_nd = self.embeddings.forward(input_ids_bt, token_type_ids_bt);
-        let Some(first) = self.layers.first() else { return x_nd };
-        let masks = Masks::padding(attention_mask_bt, [self.num_attention_heads, t], &first.attention_dropout, &x_nd);
+        let masks = Masks::padding(attention_mask_bt, &x_nd);
         for layer in &self.layers {
             x_nd = layer.forward(x_nd, &masks, b);
         }
@@ -303,6 +305,11 @@ impl<B: Backend> Adaptable<B> for Bert<B> {
             head.iter_mut().for_each(|head| each(path.into(), head));
         }
     }
+
+    fn tables(&mut self, each: &mut EachTable<'_, B>) {
+        let BertEmbeddings { word_embeddings: words, word_embeddings_adapter: adapter, .. } = &mut self.embeddings;
+        each("embeddings.word_embeddings", words.lazy_shape().dims(), adapter);
+    }
 }
 
 impl<B: FusedBackend> BertEmbeddings<B> {
@@ -324,7 +331,8 @@ impl<B: FusedBackend> BertEmbeddings<B> {
              max_position_embeddings"
         );
         let rows_of = |table, ids_bt: Tensor<B, 2, Int>| embedding(table, ids_bt.reshape([b * t])).reshape([b, t * d]);
-        let words = rows_of(self.word_embeddings.val(), input_ids_bt);
+        let words = rows(&self.word_embeddings, &self.word_embeddings_adapter, input_ids_bt.reshape([b * t]));
+        let words = words.reshape([b, t * d]);
         let types = rows_of(self.token_type_embeddings.val(), token_type_ids_bt);
         let positions = position_table.slice(s![0..t, ..]).reshape([1, t * d]);
         let x_nd = (words + types + positions).reshape([b * t, d]);
@@ -338,7 +346,7 @@ impl<B: FusedBackend> BertLayer<B> {
         let (heads, epsilon) = (self.num_attention_heads, self.layer_norm_eps);
         let [_, d] = x_nd.dims();
         let scale = ((d / heads) as f64).sqrt().recip();
-        let options = AttentionOptions { batch: b, heads, causal: false, window: None, scale };
+        let options = AttentionOptions { batch: b, heads, causal: false, window: None, scale, dropout: None };
         let parts = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone()));
         let mixed_nd = attend(parts, masks, options, &self.attention_dropout);
         let sum_nd = dense_onto(&self.attention_output, mixed_nd, &self.hidden_dropout, x_nd);

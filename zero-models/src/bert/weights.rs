@@ -19,18 +19,17 @@ pub(crate) const DECODER_BIAS: &str = "cls.predictions.decoder.bias";
 
 hf_weights!(Bert, BertConfig, "BertForPreTraining");
 
-/// As [`load`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
+/// As [`load_from`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
 /// the names of these parameters too.
 ///
 /// # Errors
 /// As [`load`].
 pub fn load_beneath_head<B: zero_ops::FusedBackend>(
     model: Bert<B>,
-    dir: &std::path::Path,
+    checkpoint: &crate::safetensors_file::Checkpoint,
     device: &B::Device,
 ) -> Result<(Bert<B>, Vec<String>), crate::ModelError> {
-    let checkpoint = crate::safetensors_file::Checkpoint::open(dir)?;
-    crate::hf_params::load_beneath_head::<BertConfig, B, _>(model, &checkpoint, device)
+    crate::hf_params::load_beneath_head::<BertConfig, B, _>(model, checkpoint, device)
 }
 
 impl BertConfig {

@@ -1,4 +1,4 @@
-//! Keys and values of the tokens so far.
+//! Keys and values of the tokens so far, in memory that is there from the start: a new position is written into its place.
 //!
 //! Shape suffixes: `b` rows, `h` heads, `k` heads of keys, `g` = `h / k`, `t` positions, `e` width of a head, `n` = `b * t` rows of
 //! activations, `d` = `h * e`, `c` = `k * e`.
@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, activation, s};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData, activation, s};
 use zero_ops::{AttentionOptions, FusedBackend};
 
 use crate::attention::{MASKED, hidden};
@@ -14,21 +14,61 @@ use crate::attention::{MASKED, hidden};
 /// What a model keeps of the tokens it has read, so that each is read once. Rows begin with padding where others are longer.
 #[derive(Debug, Clone)]
 pub struct KvCache<B: Backend> {
-    /// Of each layer the keys and the values, `[b, k, t, e]`.
-    layers: Vec<[Tensor<B, 4>; 2]>,
+    layers: Vec<Kept<B>>,
     /// Of each layer the keys and the values of another text, which each row looks at besides.
     across: Vec<[Tensor<B, 4>; 2]>,
     /// What hides the padding of these texts, `[b, u]`, if there is any.
     hidden_across: Option<Tensor<B, 2>>,
     length: usize,
+    /// Positions that will be read in all.
+    room: usize,
+    /// What keys and values are kept as, if not as they come.
+    dtype: Option<FloatDType>,
     /// Tokens of padding before each row.
     padding: Vec<usize>,
 }
 
+/// Of one layer the keys and the values of some positions, `[b, k, places, e]`.
+#[derive(Debug, Clone)]
+struct Kept<B: Backend> {
+    parts: [Tensor<B, 4>; 2],
+    /// The position in the first place.
+    from: usize,
+}
+
+impl<B: Backend> Kept<B> {
+    /// Puts `new` `[b, k, t, e]` at position `at`. Of what is there already at least `least` positions stay.
+    fn put(&mut self, new: [Tensor<B, 4>; 2], at: usize, least: usize) {
+        let ([.., places, _], [.., t, _]) = (self.parts[0].dims(), new[0].dims());
+        let moved = if at + t - self.from > places { at - least - self.from } else { 0 };
+        for (part, new) in self.parts.iter_mut().zip(new) {
+            // The only handle, so that it is written where it is.
+            let mut own = std::mem::replace(part, new.clone());
+            let place = at - self.from - moved;
+            if moved > 0 {
+                let stays = own.clone().slice(s![.., .., moved..moved + place, ..]);
+                own = own.slice_assign(s![.., .., 0..place, ..], stays);
+            }
+            *part = own.slice_assign(s![.., .., place..place + t, ..], new);
+        }
+        self.from += moved;
+    }
+
+    /// The keys and the values from position `start` to `end`, as `dtype`.
+    fn of(&self, start: usize, end: usize, dtype: FloatDType) -> [Tensor<B, 4>; 2] {
+        self.parts.clone().map(|part| as_dtype(part.slice(s![.., .., start - self.from..end - self.from, ..]), dtype))
+    }
+}
+
+fn as_dtype<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: FloatDType) -> Tensor<B, D> {
+    if x.dtype() == dtype.into() { x } else { x.cast(dtype) }
+}
+
 impl<B: FusedBackend> KvCache<B> {
-    /// For rows that begin with so many tokens of padding.
-    pub fn new(padding: Vec<usize>) -> Self {
-        Self { layers: Vec::new(), across: Vec::new(), hidden_across: None, length: 0, padding }
+    /// For rows that begin with so many tokens of padding, with room for so many positions in all. Keys and values are kept as
+    /// `dtype` if there is one: in 16 bit they take half of the memory.
+    pub fn new(padding: Vec<usize>, room: usize, dtype: Option<FloatDType>) -> Self {
+        Self { layers: Vec::new(), across: Vec::new(), hidden_across: None, length: 0, room, dtype, padding }
     }
 
     /// Positions that are kept.
@@ -60,7 +100,7 @@ impl<B: FusedBackend> KvCache<B> {
     }
 
     /// Adds the keys and values of layer `layer` for new positions, and lets these look at all so far, or at those in the window;
-    /// what nobody will look at any more is dropped.
+    /// of what nobody will look at any more no more is kept than a window has.
     ///
     /// # Shapes
     /// - `q_nd`: `[n, d]`; `n` is `b` where positions were read before
@@ -77,21 +117,25 @@ impl<B: FusedBackend> KvCache<B> {
         let end = self.length + n / b;
         let keys = end - window.unwrap_or(end).min(end)..end;
         let hidden_bt = self.hidden(if self.length == 0 { 0..end } else { keys.clone() }, &q_nd);
-        let in_window = |x_bhte: Tensor<B, 4>| {
-            let [.., t, _] = x_bhte.dims();
-            if t > keys.len() { x_bhte.slice(s![.., .., t - keys.len()..t, ..]) } else { x_bhte }
-        };
-        let new = [&k_nd, &v_nd].map(|x_nd| by_head(x_nd.clone(), d, options));
+        let dtype = self.dtype.unwrap_or(k_nd.dtype().into());
+        let new = [&k_nd, &v_nd].map(|x_nd| as_dtype(by_head(x_nd.clone(), d, options), dtype));
         if self.length == 0 {
-            self.layers.push(new.map(in_window));
+            let new = new.map(|x_bkte| x_bkte.slice(s![.., .., keys.clone(), ..]));
+            let ([b, k, t, e], device) = (new[0].dims(), q_nd.device());
+            // A window is moved to the front when it has come to the end.
+            let places = window.map_or(self.room, |window| self.room.min(2 * window)).max(t);
+            let empty = || Tensor::zeros([b, k, places, e], (&device, DType::from(dtype)));
+            let mut kept = Kept { parts: [empty(), empty()], from: keys.start };
+            kept.put(new, keys.start, 0);
+            self.layers.push(kept);
             return zero_ops::attention(q_nd, k_nd, v_nd, hidden_bt, options);
         }
         assert_eq!(n, b, "after the first, positions are read one by one");
+        assert!(end <= self.room, "a cache with room for {} positions was to take {end}", self.room);
         let kept = &mut self.layers[layer];
-        for (kept, new) in kept.iter_mut().zip(new) {
-            *kept = in_window(Tensor::cat(vec![kept.clone(), new], 2));
-        }
-        look(q_nd, kept.clone(), hidden_bt, options)
+        kept.put(new, end - 1, keys.len() - 1);
+        let kept = kept.of(keys.start, end, q_nd.dtype().into());
+        look(q_nd, kept, hidden_bt, options)
     }
 
     /// Hides where `mask_bu` is 0 in the texts that rows look at besides their own. `like` has the type of the activations.
@@ -130,7 +174,7 @@ impl<B: FusedBackend> KvCache<B> {
     pub(crate) fn take(&mut self, rows: &[usize], device: &B::Device) {
         let of: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
         let of = Tensor::<B, 1, Int>::from_ints(&*of, device);
-        for kept in self.layers.iter_mut().chain(&mut self.across).flatten() {
+        for kept in self.layers.iter_mut().map(|kept| &mut kept.parts).chain(&mut self.across).flatten() {
             *kept = kept.clone().select(0, of.clone());
         }
         self.hidden_across = self.hidden_across.take().map(|hidden_bu| hidden_bu.select(0, of));

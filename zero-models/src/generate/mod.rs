@@ -10,7 +10,7 @@ mod beams;
 mod cache;
 mod choose;
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use zero_core::random::Draws;
 use zero_ops::FusedBackend;
 
@@ -58,6 +58,8 @@ pub struct Sampling {
     pub forced_first: Option<u32>,
     /// The last of `max_new_tokens`, whatever the model says.
     pub forced_last: Option<u32>,
+    /// What keys and values of the tokens so far are kept as, if not as the model computes.
+    pub cache_dtype: Option<FloatDType>,
 }
 
 impl Default for Sampling {
@@ -74,6 +76,7 @@ impl Default for Sampling {
             length_penalty: 1.0,
             forced_first: None,
             forced_last: None,
+            cache_dtype: None,
         }
     }
 }
@@ -130,7 +133,7 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
             std::iter::repeat_n(prompt[0], padding).chain(prompt.iter().copied()).map(|id| id as i32)
         })
         .collect();
-    let mut pass = Pass { model, device, cache: KvCache::new(padding) };
+    let mut pass = Pass { model, device, cache: KvCache::new(padding, longest + how.max_new_tokens, how.cache_dtype) };
     let logits = pass.read(filled, prompts.len());
     match how.beams {
         1 => one_by_one(pass, logits, prompts, how, hooks),

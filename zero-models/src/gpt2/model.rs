@@ -15,7 +15,7 @@ use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Linear};
+use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
 use crate::loss::next_token_loss;
 use crate::{Activation, Gpt2Config, init};
 
@@ -24,6 +24,8 @@ use crate::{Activation, Gpt2Config, init};
 pub struct Gpt2<B: Backend> {
     /// Token embedding `[vocab_size, n_embd]`, and the head's weight if that is tied.
     pub wte: Param<Tensor<B, 2>>,
+    /// What is added to the token embedding.
+    pub wte_adapter: Option<Adapter<B>>,
     /// Position embedding `[n_positions, n_embd]`.
     pub wpe: Param<Tensor<B, 2>>,
     /// The blocks.
@@ -87,6 +89,7 @@ impl Gpt2Config {
         let (v, d, std) = (self.vocab_size, self.n_embd, self.initializer_range);
         Gpt2 {
             wte: init::normal([v, d], std, device),
+            wte_adapter: None,
             wpe: init::normal([self.n_positions, d], std, device),
             h: (0..self.n_layer).map(|_| self.init_block(device)).collect(),
             ln_f: init::norm(d, self.layer_norm_epsilon, device),
@@ -189,14 +192,12 @@ impl<B: FusedBackend> Gpt2<B> {
             t <= n_positions,
             "rows of {t} tokens, but the model has {n_positions} positions: shorten the rows or raise n_positions"
         );
-        let tokens = embedding(self.wte.val(), input_ids_bt.reshape([b * t])).reshape([b, t * d]);
+        let tokens = rows(&self.wte, &self.wte_adapter, input_ids_bt.reshape([b * t])).reshape([b, t * d]);
         let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
-        if let Some(first) = self.h.first() {
-            let masks = Masks::causal(t, None, &first.attn.dropout, &x_nd);
-            for block in &self.h {
-                x_nd = block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b));
-            }
+        let masks = Masks::none();
+        for block in &self.h {
+            x_nd = block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b));
         }
         normed(&self.ln_f, self.layer_norm_epsilon, x_nd)
     }
@@ -225,7 +226,7 @@ impl<B: FusedBackend> Gpt2Attention<B> {
     }
 
     fn options(&self, b: usize) -> AttentionOptions {
-        AttentionOptions { batch: b, heads: self.n_head, causal: true, window: None, scale: self.scale }
+        AttentionOptions { batch: b, heads: self.n_head, causal: true, window: None, scale: self.scale, dropout: None }
     }
 }
 
@@ -244,6 +245,10 @@ impl<B: Backend> Adaptable<B> for Gpt2<B> {
             layers.for_each(|(name, layer)| each(format!("h.{i}.{name}"), layer));
         }
     }
+
+    fn tables(&mut self, each: &mut EachTable<'_, B>) {
+        each("wte", self.wte.lazy_shape().dims(), &mut self.wte_adapter);
+    }
 }
 
 impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
@@ -259,7 +264,7 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
         let [b, t] = input_ids_bt.dims();
         let positions: Vec<i32> = cache.numbers(t).collect();
         let positions_n = Tensor::from_ints(&*positions, &input_ids_bt.device());
-        let tokens_nd = embedding(self.wte.val(), input_ids_bt.reshape([b * t]));
+        let tokens_nd = rows(&self.wte, &self.wte_adapter, input_ids_bt.reshape([b * t]));
         let mut x_nd = tokens_nd + embedding(self.wpe.val(), positions_n);
         let [_, d] = x_nd.dims();
         for (layer, block) in self.h.iter().enumerate() {

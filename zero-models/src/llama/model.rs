@@ -8,13 +8,13 @@ use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
+use zero_ops::{AttentionOptions, FusedBackend, linear};
 
 use super::rotary::Angles;
 use crate::attention::{Masks, attend};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{by_sequence, dense, dense_onto, scaled};
-use crate::lora::linear::{Adaptable, Linear};
+use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
 use crate::loss::next_token_loss;
 use crate::{LlamaConfig, init};
 
@@ -23,6 +23,8 @@ use crate::{LlamaConfig, init};
 pub struct Llama<B: Backend> {
     /// Token embedding `[vocab_size, hidden_size]`, and the head's weight if that is tied.
     pub embed_tokens: Param<Tensor<B, 2>>,
+    /// What is added to the token embedding.
+    pub embed_tokens_adapter: Option<Adapter<B>>,
     /// The layers.
     pub layers: Vec<LlamaLayer<B>>,
     /// The factors of the last norm `[hidden_size]`.
@@ -90,6 +92,7 @@ impl LlamaConfig {
         let (v, d, std) = (self.vocab_size, self.hidden_size, self.initializer_range);
         Llama {
             embed_tokens: init::normal([v, d], std, device),
+            embed_tokens_adapter: None,
             layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
             norm: init::ones(d, device),
             lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
@@ -192,14 +195,10 @@ impl<B: FusedBackend> Llama<B> {
             "rows of {t} tokens, but the model has {} positions: shorten the rows or raise max_position_embeddings",
             self.positions
         );
-        let mut x_nd = embedding(self.embed_tokens.val(), input_ids_bt.reshape([b * t]));
-        if let Some(first) = self.layers.first() {
-            let angles = Angles::new(&self.speeds, 0..t as i32, &x_nd);
-            let masks = Masks::causal(t, first.self_attn.window, &first.self_attn.dropout, &x_nd);
-            for layer in &self.layers {
-                x_nd =
-                    layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout));
-            }
+        let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
+        let (angles, masks) = (Angles::new(&self.speeds, 0..t as i32, &x_nd), Masks::none());
+        for layer in &self.layers {
+            x_nd = layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout));
         }
         scaled(&self.norm, self.rms_norm_eps, x_nd)
     }
@@ -230,7 +229,7 @@ impl<B: FusedBackend> LlamaLayer<B> {
 impl<B: FusedBackend> LlamaAttention<B> {
     fn options(&self, b: usize) -> AttentionOptions {
         let scale = (self.head_width as f64).sqrt().recip();
-        AttentionOptions { batch: b, heads: self.heads, causal: true, window: self.window, scale }
+        AttentionOptions { batch: b, heads: self.heads, causal: true, window: self.window, scale, dropout: None }
     }
 }
 
@@ -245,6 +244,10 @@ impl<B: Backend> Adaptable<B> for Llama<B> {
             names.into_iter().zip(projections).for_each(|(path, layer)| each(path, layer));
         }
     }
+
+    fn tables(&mut self, each: &mut EachTable<'_, B>) {
+        each("embed_tokens", self.embed_tokens.lazy_shape().dims(), &mut self.embed_tokens_adapter);
+    }
 }
 
 impl<B: FusedBackend> CausalLm<B> for Llama<B> {
@@ -258,7 +261,7 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
 
     fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
-        let mut x_nd = embedding(self.embed_tokens.val(), input_ids_bt.reshape([b * t]));
+        let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
         let [_, d] = x_nd.dims();
         let angles = Angles::new(&self.speeds, cache.numbers(t), &x_nd);
         for (number, layer) in self.layers.iter().enumerate() {

@@ -25,7 +25,7 @@ pub struct LoraConfig {
     pub lora_alpha: f64,
     /// The probability with which an element of an adapter's input is dropped out.
     pub lora_dropout: f64,
-    /// Layers, by their names in Hugging Face's model or the ends of these: `c_attn` is every `transformer.h.*.attn.c_attn`.
+    /// Linear layers, and tables of embeddings, by their names in Hugging Face's model or the ends of these: `c_attn` is every `transformer.h.*.attn.c_attn`.
     /// One name alone may be a regular expression for the whole name, or `all-linear`. If empty, those that PEFT takes for the
     /// family.
     #[serde(with = "one_or_more")]
@@ -171,7 +171,12 @@ fn check_implemented(keys: &Map<String, Value>) -> Result<(), ModelError> {
     }
 }
 
-/// PEFT's name of a field of a layer's adapter.
-pub(crate) fn peft_name(layer: &str, field: &str) -> String {
-    format!("{PREFIX}{layer}.lora_{}.weight", field.to_uppercase())
+/// PEFT's name of a field of the adapter of a layer, or of a table of embeddings.
+pub(crate) fn peft_name(layer: &str, field: &str, is_table: bool) -> String {
+    let field = field.to_uppercase();
+    if is_table {
+        format!("{PREFIX}{layer}.lora_embedding_{field}")
+    } else {
+        format!("{PREFIX}{layer}.lora_{field}.weight")
+    }
 }

@@ -72,6 +72,13 @@ pub fn merge_with(
     options: &ExportOptions,
     mut read: impl FnMut(&ModelParam) -> Result<Vec<f32>, ModelError>,
 ) -> Result<Exported, ModelError> {
+    if let Some((table, true)) = adapted.base.adaptable_table()
+        && adapted.parameters().iter().any(|param| param.path == format!("{table}_adapter.a"))
+    {
+        let problem =
+            format!("the adapter of {table} cannot be merged: the head is the same table, and would change with it");
+        return Err(ModelError::Adapter { problem });
+    }
     let weights = Checkpoint::open(base)?;
     let stored: BTreeMap<String, _> =
         adapted.base.stored(&weights)?.into_iter().map(|(param, stored)| (param.path, stored)).collect();
@@ -86,9 +93,12 @@ pub fn merge_with(
         }
         let stored = stored[&param.path];
         let mut values = if param.transposed { stored.elements_transposed(range) } else { stored.elements(range) }?;
-        let layer = param.path.strip_suffix(".weight").unwrap_or(&param.path);
-        if let Some(a) = trained.get(&format!("{layer}.adapter.a")) {
-            let b = &trained[&format!("{layer}.adapter.b")];
+        let adapter = match param.path.strip_suffix(".weight") {
+            Some(layer) => format!("{layer}.adapter"),
+            None => format!("{}_adapter", param.path),
+        };
+        if let Some(a) = trained.get(&format!("{adapter}.a")) {
+            let b = &trained[&format!("{adapter}.b")];
             let [d_in, r, d_out] = [a.shape[0], a.shape[1], b.shape[1]];
             let [a, b] = [read(a)?, read(b)?];
             for (row, a) in values.chunks_exact_mut(d_out).zip(a.chunks_exact(r)).take(d_in) {

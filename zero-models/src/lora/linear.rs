@@ -1,10 +1,11 @@
-//! Linear layers that can be adapted, and modules that have some.
+//! Linear layers and tables that can be adapted, and modules that have some.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
 use zero_ops::FusedBackend;
+use zero_ops::quantized::Quantized;
 
 use crate::attention::is_active;
 
@@ -17,9 +18,12 @@ pub struct Linear<B: Backend> {
     pub bias: Option<Param<Tensor<B, 1>>>,
     /// What is trained in place of the weight.
     pub adapter: Option<Adapter<B>>,
+    /// What the weight is if it is in 8 or 4 bit: its rows are then quantised ones ([`crate::quantize`]).
+    #[module(skip)]
+    pub quantized: Option<Quantized>,
 }
 
-/// What is added to a linear layer.
+/// What is added to a linear layer, or to the rows of a table `[d_in, d_out]`.
 #[derive(Module, Debug)]
 pub struct Adapter<B: Backend> {
     /// `[d_in, r]`
@@ -32,13 +36,21 @@ pub struct Adapter<B: Backend> {
 
 impl<B: Backend> From<burn::nn::Linear<B>> for Linear<B> {
     fn from(layer: burn::nn::Linear<B>) -> Self {
-        Self { weight: layer.weight, bias: layer.bias, adapter: None }
+        Self { weight: layer.weight, bias: layer.bias, adapter: None, quantized: None }
     }
 }
 
 impl<B: Backend> Adapter<B> {
     pub(super) fn new(a: Param<Tensor<B, 2>>, b: Param<Tensor<B, 2>>, dropout: f64, scale: f64) -> Self {
         Self { a, b, dropout: DropoutConfig::new(dropout).init(), scale }
+    }
+}
+
+impl<B: Backend> Linear<B> {
+    /// `[d_in, d_out]`
+    pub fn sizes(&self) -> [usize; 2] {
+        let [d_in, d_out] = self.weight.lazy_shape().dims();
+        [d_in, self.quantized.map_or(d_out, |how| how.width)]
     }
 }
 
@@ -60,14 +72,29 @@ impl<B: FusedBackend> Linear<B> {
         bias_f: Option<Tensor<B, 1>>,
         residual_nf: Option<Tensor<B, 2>>,
     ) -> Tensor<B, 2> {
-        let Some(adapter) = &self.adapter else {
-            return zero_ops::linear(x_nd, self.weight.val(), bias_f, residual_nf);
+        let weight = self.weight.val();
+        let product = |x_nd| match self.quantized {
+            Some(how) => zero_ops::quantized_linear(x_nd, weight, bias_f, residual_nf, how),
+            None => zero_ops::linear(x_nd, weight, bias_f, residual_nf),
         };
-        let out_nf = zero_ops::linear(x_nd.clone(), self.weight.val(), bias_f, residual_nf);
+        let Some(adapter) = &self.adapter else { return product(x_nd) };
+        let out_nf = product(x_nd.clone());
         let x_nd = if is_active(&adapter.dropout, &x_nd) { adapter.dropout.forward(x_nd) } else { x_nd };
         let low_nr = zero_ops::linear(x_nd, adapter.a.val(), None, None) * adapter.scale;
         zero_ops::linear(low_nr, adapter.b.val(), None, Some(out_nf))
     }
+}
+
+/// Rows of a table `[v, d]` by ids, with what an adapter adds to them, `[n, d]`.
+pub(crate) fn rows<B: FusedBackend>(
+    table: &Param<Tensor<B, 2>>,
+    adapter: &Option<Adapter<B>>,
+    ids_n: Tensor<B, 1, Int>,
+) -> Tensor<B, 2> {
+    let rows_nd = zero_ops::embedding(table.val(), ids_n.clone());
+    let Some(adapter) = adapter else { return rows_nd };
+    let low_nr = zero_ops::embedding(adapter.a.val(), ids_n) * adapter.scale;
+    zero_ops::linear(low_nr, adapter.b.val(), None, Some(rows_nd))
 }
 
 /// Tensors as rows.
@@ -83,9 +110,16 @@ impl<B: Backend, const D: usize> Rows<B> for Tensor<B, D> {
     }
 }
 
+/// What is called with a table's path, its sizes, and where its adapter is kept.
+pub type EachTable<'a, B> = dyn FnMut(&str, [usize; 2], &mut Option<Adapter<B>>) + 'a;
+
 /// A module whose linear layers can be adapted.
 pub trait Adaptable<B: Backend>: Module<B> {
     /// Calls `each` with the path of every layer that may be adapted (Burn's field names from the module down, with dots) and
     /// the layer.
     fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>));
+
+    /// Calls `each` with the path of every table of embeddings that may be adapted, its sizes, and where its adapter is kept: a field
+    /// named as the table's, with `_adapter` behind it.
+    fn tables(&mut self, _each: &mut EachTable<'_, B>) {}
 }

@@ -35,7 +35,7 @@ use zero_ops::FusedBackend;
 pub use self::config::LoraConfig;
 pub(crate) use self::config::{CONFIG, peft_name};
 pub use self::files::{load, merge, merge_with};
-pub use self::linear::{Adaptable, Adapter, Linear};
+pub use self::linear::{Adaptable, Adapter, EachTable, Linear};
 pub use crate::model_config::AdaptedModel;
 use crate::{ModelConfig, ModelError};
 
@@ -57,7 +57,7 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
     module.linears(&mut |path, layer| {
         if let Some(at) = left.iter().position(|wanted| *wanted == path) {
             left.swap_remove(at);
-            let [d_in, d_out] = layer.weight.lazy_shape().dims();
+            let [d_in, d_out] = layer.sizes();
             // As torch's linear layers are drawn, which PEFT takes for A.
             let bound = (d_in as f64).sqrt().recip();
             let a = Initializer::Uniform { min: -bound, max: bound }.init([d_in, lora.r], device);
@@ -65,8 +65,18 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
             layer.adapter = Some(Adapter::new(a, b, lora.lora_dropout, lora.scale()));
         }
     });
+    module.tables(&mut |path, [rows, width], adapter| {
+        if let Some(at) = left.iter().position(|wanted| *wanted == path) {
+            left.swap_remove(at);
+            // As PEFT draws them: the part that is looked up is zero.
+            let a = Initializer::Zeros.init([rows, lora.r], device);
+            let b = Initializer::Normal { mean: 0.0, std: 1.0 }.init([lora.r, width], device);
+            *adapter = Some(Adapter::new(a, b, 0.0, lora.scale()));
+        }
+    });
     if let Some(path) = left.first() {
-        let problem = format!("{path} cannot be adapted: the module does not list it among its linear layers");
+        let problem =
+            format!("{path} cannot be adapted: the module does not list it among its linear layers and tables");
         return Err(ModelError::Adapter { problem });
     }
     let mut freeze = Freeze { path: Vec::new(), trained: &|path| trained.iter().any(|param| param.path == path) };

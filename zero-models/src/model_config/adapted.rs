@@ -20,6 +20,15 @@ pub(crate) struct Layer {
     pub(crate) name: String,
     /// `[d_in, d_out]`
     pub(crate) shape: [usize; 2],
+    /// Whether it is a table of embeddings, whose rows are looked up.
+    pub(crate) is_table: bool,
+}
+
+impl Layer {
+    /// The path of its adapter.
+    pub(crate) fn adapter(&self) -> String {
+        format!("{}{}", self.path, if self.is_table { "_adapter" } else { ".adapter" })
+    }
 }
 
 /// A model with an adapter: what a checkpoint of the adapter alone has to say about itself.
@@ -52,10 +61,11 @@ impl AdaptedModel {
             [] => self.base.lora_targets()?.iter().map(ToString::to_string).collect(),
             targets => targets.to_vec(),
         };
-        let all = linears(&self.base);
+        let linear = linears(&self.base);
+        let all: Vec<Layer> = linear.iter().cloned().chain(table(&self.base)).collect();
         let is_pattern = |text: &str| text.contains(REGEX);
         let found: Vec<Layer> = match &*targets {
-            [one] if one == ALL => all.clone(),
+            [one] if one == ALL => linear,
             [one] if is_pattern(one) => {
                 let problem = |error| ModelError::Adapter { problem: format!("target_modules {one:?}: {error}") };
                 let whole = Regex::new(&format!("^(?:{one})$")).map_err(problem)?;
@@ -75,6 +85,11 @@ impl AdaptedModel {
             true => Err(unknown("target_modules", &targets[0], all.iter().map(|layer| &*layer.name))),
             false => Ok(found),
         }
+    }
+
+    /// Whether the parameter at this path of the base is the weight of a linear layer of the module: no head that is a table.
+    pub fn is_linear(&self, path: &str) -> bool {
+        linears(&self.base).iter().any(|layer| path.strip_suffix(".weight") == Some(&layer.path))
     }
 
     /// The parameters of [`LoraConfig::modules_to_save`].
@@ -104,12 +119,12 @@ impl AdaptedModel {
     pub fn parameters(&self) -> Vec<ModelParam> {
         let layers = self.layers().expect("it was checked when it was made");
         let saved = self.saved().expect("it was checked when it was made");
-        let adapters = layers.into_iter().flat_map(|Layer { path, name, shape: [d_in, d_out] }| {
-            let r = self.lora.r;
+        let adapters = layers.into_iter().flat_map(|layer| {
+            let (r, [d_in, d_out]) = (self.lora.r, layer.shape);
             [("a", [d_in, r]), ("b", [r, d_out])].map(|(field, shape)| ModelParam {
-                path: format!("{path}.adapter.{field}"),
+                path: format!("{}.{field}", layer.adapter()),
                 shape: shape.to_vec(),
-                name: peft_name(&name, field),
+                name: peft_name(&layer.name, field, layer.is_table),
                 transposed: true,
             })
         });
@@ -133,7 +148,7 @@ impl AdaptedModel {
             let name = format!("{}.weight", layer.name);
             self.base.parameters().iter().any(|param| param.name == name && !param.transposed)
         };
-        keys["fan_in_fan_out"] = json!(layers.iter().any(in_out));
+        keys["fan_in_fan_out"] = json!(layers.iter().any(|layer| !layer.is_table && in_out(layer)));
         keys["inference_mode"] = json!(true);
         keys
     }
@@ -144,9 +159,17 @@ fn linears(model: &ModelConfig) -> Vec<Layer> {
     let linear = |param: ModelParam| {
         let shape = <[usize; 2]>::try_from(&*param.shape).ok()?;
         let [path, name] = [&param.path, &param.name].map(|text| text.strip_suffix(".weight").map(str::to_string));
-        Some(Layer { path: path?, name: name?, shape })
+        Some(Layer { path: path?, name: name?, shape, is_table: false })
     };
     model.parameters().into_iter().filter_map(linear).collect()
+}
+
+/// The table of a model's tokens, if it can be adapted.
+fn table(model: &ModelConfig) -> Option<Layer> {
+    let (path, _) = model.adaptable_table()?;
+    let param = model.parameters().into_iter().find(|param| param.path == path)?;
+    let name = param.name.strip_suffix(".weight")?.to_string();
+    Some(Layer { path: param.path, name, shape: <[usize; 2]>::try_from(&*param.shape).ok()?, is_table: true })
 }
 
 /// As PEFT compares names.

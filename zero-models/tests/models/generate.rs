@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use burn::module::Param;
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 use burn_flex::Flex;
 use serde_json::Value;
 use zero_models::generate::{CausalLm, Hooks, Sampling, generate, generate_with};
@@ -70,13 +70,32 @@ fn tokens_are_those_of_transformers() {
 }
 
 #[test]
+fn a_cache_in_16_bit_is_that_in_32_rounded() {
+    let (model, device) = (model(), Default::default());
+    let tokens = [5, 17, 3, 60, 2, 9, 33, 1];
+    // The logits after each token of a text that is read one by one.
+    let read = |dtype| -> Vec<f32> {
+        let mut cache = zero_models::generate::KvCache::new(vec![0], tokens.len(), dtype);
+        let logits = tokens.map(|token| model.next_logits(Tensor::from_ints([[token]], &device), &mut cache));
+        logits.into_iter().flat_map(|logits| logits.into_data().to_vec::<f32>().unwrap()).collect()
+    };
+    let whole = read(None);
+    let largest = whole.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    assert_eq!(read(Some(FloatDType::F32)), whole);
+    for (dtype, most) in [(FloatDType::F16, 2e-3), (FloatDType::BF16, 2e-2)] {
+        let off = read(Some(dtype)).iter().zip(&whole).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max) / largest;
+        assert!(off > 0.0 && off < most, "{dtype:?}: {off}");
+    }
+}
+
+#[test]
 fn draws_follow_the_distribution() {
     let model = model();
     let device = Default::default();
     // Of the same prompt many times, each with draws of its own.
     let prompts = vec![vec![5, 17]; 4000];
     let logits = {
-        let mut cache = zero_models::generate::KvCache::new(vec![0]);
+        let mut cache = zero_models::generate::KvCache::new(vec![0], 2, None);
         let ids = Tensor::from_ints([[5, 17]], &device);
         model.next_logits(ids, &mut cache).into_data().to_vec::<f32>().unwrap()
     };

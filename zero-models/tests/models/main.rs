@@ -13,3 +13,4 @@ mod hf_parity;
 mod lora;
 #[path = "../../../zero-core/tests/common/mutate.rs"]
 mod mutate;
+mod quantize;

@@ -47,6 +47,7 @@ pub mod norm;
 pub(crate) mod parallel;
 mod product;
 pub mod product_bf16;
+pub mod quantized;
 mod reduce;
 pub mod rms_norm;
 pub mod rotary;

@@ -12,6 +12,7 @@ use burn_cubecl::tensor::CubeTensor;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 use burn_fusion::FusionTensor;
 use burn_std::{DType, Shape};
+use cubecl::prelude::ComputeClient;
 
 use super::many::shaped;
 use super::tensor::OnCube;
@@ -95,6 +96,27 @@ pub(crate) fn born<B: Backend>(device: &B::Device, what: &impl Born) -> Option<F
         {
             let _ = (device, what);
             None
+        }
+    )
+}
+
+/// What is asked of a device on any runtime.
+pub(crate) trait Question {
+    fn answer<R: CubeRuntime>(&self, client: &ComputeClient<R>) -> bool;
+}
+
+/// Whether a device of `B` is CubeCL's, and what is asked holds.
+pub(crate) fn asked<B: Backend>(device: &B::Device, what: &impl Question) -> bool {
+    let device: &dyn Any = device;
+    on_the_tensor_of!(
+        FloatTensor<B>,
+        T => {
+            let device = device.downcast_ref::<<<T as OnCube>::Runtime as cubecl::Runtime>::Device>();
+            device.is_some_and(|device| what.answer(&<<T as OnCube>::Runtime as cubecl::Runtime>::client(device)))
+        },
+        {
+            let _ = (device, what);
+            false
         }
     )
 }

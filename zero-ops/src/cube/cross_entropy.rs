@@ -17,8 +17,8 @@ use burn_std::{DType, Metadata, Shape};
 use cubecl::prelude::*;
 
 use super::rows::{Blocks, address_type, cubes, dims, stride, units, vector_size, with_whole_rows, zeros};
-use super::tensor::{OnCube, empty, launch, packed, run};
-use kernels::{count_kernel, mean_kernel, place_kernel, rows_kernel};
+use super::tensor::{OnCube, empty, first, launch, packed, run};
+use kernels::{count_kernel, mean_kernel, padded_kernel, place_kernel, rows_kernel};
 
 /// What the logits of a chunk take at most.
 const LOGITS_BYTES: usize = 256 << 20;
@@ -26,7 +26,8 @@ const LOGITS_BYTES: usize = 256 << 20;
 /// Chunks are a multiple of this many rows where they can be: products like it, and no slice then needs a copy.
 const ROWS: usize = 256;
 
-/// Rows of logits are this many bytes apart, or a multiple, so that vectors of them are aligned whatever the vocabulary.
+/// Rows of logits are a multiple of this many bytes: vectors of them are then aligned whatever the vocabulary, and products of matrix
+/// units have no rest. Behind the vocabulary the weight is 0 and nothing is read but by the products.
 const ROW_BYTES: usize = 128;
 
 /// What fp16 gradients of logits, at most 1, are multiplied by: the smallest are 2^-24, and some matter that are smaller.
@@ -85,7 +86,9 @@ fn mean<R: CubeRuntime>(losses: CubeTensor<R>, counted: CubeTensor<R>) -> CubeTe
 /// A call's operands, and what the kernels put their results in.
 struct Call<R: CubeRuntime> {
     x: CubeTensor<R>,
+    /// With rows of zeros behind the vocabulary.
     weight: CubeTensor<R>,
+    vocabulary: usize,
     targets: CubeTensor<R>,
     ignored: Ignored,
     losses: CubeTensor<R>,
@@ -100,21 +103,18 @@ impl<R: CubeRuntime> Call<R> {
         let counted = count(&targets, ignored);
         let losses = empty(&x, [dims(&x)[0]], DType::F32);
         let scale = if x.dtype == DType::F16 { FP16_SCALE } else { 1.0 };
-        Self { x: with_whole_rows(x), weight: with_whole_rows(weight), targets, ignored, losses, counted, scale }
+        let [vocabulary, _] = dims(&weight);
+        let weight = padded(with_whole_rows(weight), vocabulary.next_multiple_of(ROW_BYTES / x.elem_size()));
+        Self { x: with_whole_rows(x), weight, vocabulary, targets, ignored, losses, counted, scale }
     }
 
     /// Rows of a chunk whose logits take at most `bytes`, about the same for all chunks.
     fn rows_per_chunk(&self, bytes: usize) -> usize {
-        let ([n, _], [v, _]) = (dims(&self.x), dims(&self.weight));
-        let most = (bytes / (self.row_stride(v) * self.x.elem_size())).max(1);
+        let ([n, _], [columns, _]) = (dims(&self.x), dims(&self.weight));
+        let most = (bytes / (columns * self.x.elem_size())).max(1);
         let most = if most > ROWS { most / ROWS * ROWS } else { most };
         let even = n.div_ceil(n.div_ceil(most));
         even.next_multiple_of(ROWS).min(most).min(n)
-    }
-
-    /// Elements from one row of logits to the next.
-    fn row_stride(&self, vocabulary: usize) -> usize {
-        vocabulary.next_multiple_of(ROW_BYTES / self.x.elem_size())
     }
 
     /// The rows of `x` in `range`.
@@ -123,25 +123,21 @@ impl<R: CubeRuntime> Call<R> {
         if range == (0..n) { self.x.clone() } else { slice(self.x.clone(), &[range, 0..d]) }
     }
 
-    /// `[rows, v]`, in memory that has a gap behind each row.
+    /// `[rows, v]` with columns behind them.
     fn logits(&self, x: CubeTensor<R>) -> CubeTensor<R> {
-        let ([rows, _], [v, _], dtype) = (dims(&x), dims(&self.weight), x.dtype);
-        let stride = self.row_stride(v);
-        let memory = empty(&x, [rows, stride], dtype);
-        let CubeTensor { client, handle, device, .. } = memory;
-        let metadata = Metadata::new(Shape::from([rows, v]), [stride, 1]);
-        let logits = CubeTensor::new(client, handle, metadata, device, dtype);
+        let ([rows, _], [columns, _], dtype) = (dims(&x), dims(&self.weight), x.dtype);
+        let logits = empty(&x, [rows, columns], dtype);
         let by = permute(self.weight.clone(), &[1, 0]);
         product(x, by, Some(logits), dtype)
     }
 
     /// The losses of the rows from `first`, and the gradient of `logits` in their place if it is wanted.
     fn losses(&self, logits: &CubeTensor<R>, first: usize, is_gradient: bool) {
-        let [rows, v] = dims(logits);
-        let width = vector_size(&[&self.alike(logits, logits.meta.strides()[0])]);
+        let ([rows, _], v) = (dims(logits), self.vocabulary);
+        let width = vector_size(&[logits]);
         let stride = stride(logits, width);
         let units = units(&logits.client, v, 16, 512);
-        // SAFETY: units read and write vectors of rows of `logits`, whose memory has a whole number of vectors for each;
+        // SAFETY: units read and write vectors of rows of `logits`, which have a whole number of them;
         // targets and losses of `rows` rows from `first` on, which there are; the target's column by comparison only.
         unsafe {
             launch! {
@@ -152,13 +148,6 @@ impl<R: CubeRuntime> Call<R> {
                 [logits.dtype.into(), self.targets.dtype.into()]
             }
         }
-    }
-
-    /// `logits` with the gaps behind its rows: what vectors may reach into.
-    fn alike(&self, logits: &CubeTensor<R>, stride: usize) -> CubeTensor<R> {
-        let mut whole = logits.clone();
-        *whole.meta = Metadata::new(Shape::from([dims(logits)[0], stride]), [stride, 1]);
-        whole
     }
 
     /// Puts `part` where it belongs in a gradient, with the mean's divisor.
@@ -176,6 +165,26 @@ impl<R: CubeRuntime> Call<R> {
             }
         }
     }
+}
+
+/// Rows with rows of zeros behind them, `rows` in all.
+fn padded<R: CubeRuntime>(x: CubeTensor<R>, rows: usize) -> CubeTensor<R> {
+    let ([given, d], dtype) = (dims(&x), x.dtype);
+    if given == rows || d == 0 {
+        return x;
+    }
+    let out = empty(&x, [rows, d], dtype);
+    let size = vector_size(&[&x, &out]);
+    let (blocks, address, stride) = (Blocks::new(rows, d), address_type(&[&x, &out]), stride(&x, size));
+    // SAFETY: units read rows below `given` of `x`, and write those below `rows` of `out`.
+    unsafe {
+        launch! {
+            padded_kernel on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
+            [x, out.clone()],
+            stride, given, rows, d / size, blocks.rows_per_block, dtype.into()
+        }
+    }
+    out
 }
 
 fn product<R: CubeRuntime>(
@@ -208,17 +217,20 @@ fn loss<R: CubeRuntime>(
     mean(call.losses.clone(), call.counted)
 }
 
+/// The loss, and the gradients for `x` and, if it is wanted, for `weight`.
 fn loss_with_gradients<R: CubeRuntime>(
     [x, weight, targets]: [CubeTensor<R>; 3],
     ignored: Option<i64>,
     logits_bytes: usize,
-) -> [CubeTensor<R>; 3] {
+    of_weight: bool,
+) -> Vec<CubeTensor<R>> {
     let ([n, d], [v, _]) = (dims(&x), dims(&weight));
     let dx = empty(&x, [n, d], DType::F32);
     if n == 0 {
-        return [zeros(&x, [1], DType::F32), dx, zeros(&weight, [v, d], DType::F32)];
+        let d_weight = of_weight.then(|| zeros(&weight, [v, d], DType::F32));
+        return [zeros(&x, [1], DType::F32), dx].into_iter().chain(d_weight).collect();
     }
-    let d_weight = empty(&x, [v, d], DType::F32);
+    let d_weight = of_weight.then(|| empty(&x, [v, d], DType::F32));
     let call = Call::new(x, weight, targets, ignored);
     for range in chunks(n, call.rows_per_chunk(logits_bytes)) {
         let x = call.rows(range.clone());
@@ -226,10 +238,14 @@ fn loss_with_gradients<R: CubeRuntime>(
         call.losses(&logits, range.start, true);
         let d_logits = logits;
         call.place(product(d_logits.clone(), call.weight.clone(), None, DType::F32), &dx, range.start, false);
-        let of_weight = product(permute(d_logits, &[1, 0]), x, None, DType::F32);
-        call.place(of_weight, &d_weight, 0, range.start > 0);
+        if let Some(d_weight) = &d_weight {
+            let mut part = product(permute(d_logits, &[1, 0]), x, None, DType::F32);
+            // Of the vocabulary alone.
+            *part.meta = Metadata::new(Shape::from([v, d]), part.meta.strides().clone());
+            call.place(part, d_weight, 0, range.start > 0);
+        }
     }
-    [mean(call.losses.clone(), call.counted), dx, d_weight]
+    [mean(call.losses.clone(), call.counted), dx].into_iter().chain(d_weight).collect()
 }
 
 /// [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
@@ -249,9 +265,32 @@ pub(crate) fn linear_cross_entropy_with_gradients<T: OnCube>(
     targets: T,
     ignored: Option<i64>,
 ) -> (T, T, T) {
-    let outputs = [(Shape::from([1]), DType::F32), (x.shape(), DType::F32), (weight.shape(), DType::F32)];
-    let body = move |inputs, _| loss_with_gradients(inputs, ignored, LOGITS_BYTES);
-    run("cross-entropy with gradients", [x, weight, targets], None, outputs, body).into()
+    let [loss, dx, d_weight] = with_gradients([x, weight, targets], ignored, true);
+    (loss, dx, d_weight)
+}
+
+/// [`linear_cross_entropy_with_x_gradient`](crate::FusedBackend::linear_cross_entropy_with_x_gradient).
+pub(crate) fn linear_cross_entropy_with_x_gradient<T: OnCube>(
+    x: T,
+    weight: T,
+    targets: T,
+    ignored: Option<i64>,
+) -> (T, T) {
+    let [loss, dx] = with_gradients([x, weight, targets], ignored, false);
+    (loss, dx)
+}
+
+fn with_gradients<T: OnCube, const OUTPUTS: usize>(
+    operands: [T; 3],
+    ignored: Option<i64>,
+    of_weight: bool,
+) -> [T; OUTPUTS] {
+    let shapes = [Shape::from([1]), operands[0].shape(), operands[1].shape()];
+    let promised = shapes.into_iter().take(OUTPUTS).map(|shape| (shape, DType::F32)).collect();
+    let made = T::run("cross-entropy with gradients", operands.into(), promised, move |given| {
+        loss_with_gradients(first(&mut given.into_iter()), ignored, LOGITS_BYTES, of_weight)
+    });
+    made.try_into().unwrap_or_else(|_| unreachable!("as many outputs were promised"))
 }
 
 #[cfg(all(test, feature = "vulkan"))]
@@ -283,7 +322,7 @@ mod tests {
             let x = rows((0..n * d).map(number).collect(), [n, d]);
             [x, rows((7..7 + v * d).map(number).collect(), [v, d]), ids.into_primitive()]
         };
-        let one = loss_with_gradients(given(), Some(-1), LOGITS_BYTES);
+        let one = loss_with_gradients(given(), Some(-1), LOGITS_BYTES, true);
         let [expected_loss, expected_dx, expected_d_weight] =
             [values::<1>(one[0].clone()), values::<2>(one[1].clone()), values::<2>(one[2].clone())];
         assert!(expected_loss[0] > 1.0 && expected_dx.iter().any(|value| value.abs() > 1e-5));
@@ -294,10 +333,14 @@ mod tests {
         };
         for chunk in [1, 100, 256, 300] {
             let bytes = chunk * ROW_BYTES;
-            let [loss, dx, d_weight] = loss_with_gradients(given(), Some(-1), bytes);
-            close("loss", &values::<1>(loss), &expected_loss);
-            close("dx", &values::<2>(dx), &expected_dx);
-            close("d weight", &values::<2>(d_weight), &expected_d_weight);
+            let made = loss_with_gradients(given(), Some(-1), bytes, true);
+            close("loss", &values::<1>(made[0].clone()), &expected_loss);
+            close("dx", &values::<2>(made[1].clone()), &expected_dx);
+            close("d weight", &values::<2>(made[2].clone()), &expected_d_weight);
+            let frozen = loss_with_gradients(given(), Some(-1), bytes, false);
+            assert_eq!(frozen.len(), 2, "a frozen weight has no gradient");
+            close("loss of a frozen weight", &values::<1>(frozen[0].clone()), &expected_loss);
+            close("dx of a frozen weight", &values::<2>(frozen[1].clone()), &expected_dx);
             close("loss alone", &values::<1>(super::loss(given(), Some(-1), bytes)), &expected_loss);
         }
     }
@@ -316,13 +359,12 @@ mod compiled {
             for ids in [DType::I32, DType::I64] {
                 for ignored in [None, Some(-1)] {
                     let call = Call::new(tensor([n, 64], dtype), tensor([v, 64], dtype), tensor([n], ids), ignored);
-                    let memory = tensor([n, call.row_stride(v)], dtype);
-                    let metadata = Metadata::new(Shape::from([n, v]), [call.row_stride(v), 1]);
-                    let logits = CubeTensor::new(memory.client, memory.handle, metadata, memory.device, dtype);
+                    let logits = tensor([n, dims(&call.weight)[0]], dtype);
                     call.losses(&logits, 0, false);
                     call.losses(&logits, 0, true);
                     mean(call.losses.clone(), call.counted.clone());
                     for d in WIDTHS {
+                        padded(tensor([v, d], dtype), 50304);
                         let [part, out] = [(); 2].map(|()| tensor([n, d], DType::F32));
                         call.place(part.clone(), &out, 0, false);
                         call.place(part, &out, 0, true);

@@ -1,4 +1,5 @@
-//! Layer norm of rows, <https://arxiv.org/abs/1607.06450>, and its gradients, in one pass over memory each.
+//! Layer norm of rows, <https://arxiv.org/abs/1607.06450>, and the norm of their root mean square, <https://arxiv.org/abs/1910.07467>,
+//! which takes no mean away; and their gradients, in one pass over memory each.
 //!
 //! A cube has a row at a time, in the registers of its units unless the row is very wide: then it is read again, from the
 //! cache.
@@ -53,6 +54,7 @@ fn layer_norm_kernel<E: Float, N: Size>(
     vectors: usize,
     epsilon: f32,
     #[comptime] has_beta: bool,
+    #[comptime] centred: bool,
     #[comptime] units: usize,
     #[comptime] each: usize,
     #[comptime] kept: bool,
@@ -77,8 +79,11 @@ fn layer_norm_kernel<E: Float, N: Size>(
                 sum += across::<N>(value);
             }
         }
-        let (sum, _) = over_cube(&mut shared, sum, 0.0f32, units);
-        let middle = sum / d;
+        let mut middle = 0.0f32;
+        if comptime!(centred) {
+            let (sum, _) = over_cube(&mut shared, sum, 0.0f32, units);
+            middle = sum / d;
+        }
 
         let mut squares = 0.0f32;
         #[unroll(kept)]
@@ -107,7 +112,9 @@ fn layer_norm_kernel<E: Float, N: Size>(
             }
         }
         if me == 0 {
-            mean[row] = middle;
+            if comptime!(centred) {
+                mean[row] = middle;
+            }
             rstd[row] = scale;
         }
         row += CUBE_COUNT;
@@ -133,6 +140,7 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
     rows: usize,
     vectors: usize,
     rows_per_block: usize,
+    #[comptime] centred: bool,
     #[comptime] units: usize,
     #[comptime] each: usize,
     #[comptime] kept: bool,
@@ -153,16 +161,24 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
         let column = me + i * units;
         if comptime!(kept) {
             sum_gamma[i] = zero;
-            sum_beta[i] = zero;
+            if comptime!(centred) {
+                sum_beta[i] = zero;
+            }
         } else if column < vectors {
             d_gamma[block + column] = zero;
-            d_beta[block + column] = zero;
+            if comptime!(centred) {
+                d_beta[block + column] = zero;
+            }
         }
     }
     let mut row = CUBE_POS * rows_per_block;
     let end = min(row + rows_per_block, rows);
     while row < end {
-        let (middle, scale) = (mean[row], rstd[row]);
+        let scale = rstd[row];
+        let mut middle = 0.0f32;
+        if comptime!(centred) {
+            middle = mean[row];
+        }
         let mut sum = 0.0f32;
         let mut along = 0.0f32;
         #[unroll(kept)]
@@ -173,16 +189,22 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
                 let normed = (value - Vector::new(middle)) * Vector::new(scale);
                 let grad = Vector::<f32, N>::cast_from(grad[row * grad_stride + column]);
                 let inner = grad * Vector::cast_from(gamma[column]);
-                sum += across::<N>(inner);
+                if comptime!(centred) {
+                    sum += across::<N>(inner);
+                }
                 along += across::<N>(inner * normed);
                 if comptime!(kept) {
                     sum_gamma[i] += grad * normed;
-                    sum_beta[i] += grad;
+                    if comptime!(centred) {
+                        sum_beta[i] += grad;
+                    }
                     own_normed[i] = normed;
                     own_grad[i] = inner;
                 } else {
                     d_gamma[block + column] += grad * normed;
-                    d_beta[block + column] += grad;
+                    if comptime!(centred) {
+                        d_beta[block + column] += grad;
+                    }
                 }
             }
         }
@@ -203,7 +225,11 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
                 } else {
                     Vector::<f32, N>::cast_from(grad[row * grad_stride + column]) * Vector::cast_from(gamma[column])
                 };
-                let value = (inner - sum - normed * along) * Vector::new(scale);
+                let mut value = inner - normed * along;
+                if comptime!(centred) {
+                    value = inner - sum - normed * along;
+                }
+                value *= Vector::new(scale);
                 dx[row * vectors + column] = Vector::cast_from(value);
             }
         }
@@ -215,7 +241,9 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
             let column = me + i * units;
             if column < vectors {
                 d_gamma[block + column] = sum_gamma[i];
-                d_beta[block + column] = sum_beta[i];
+                if comptime!(centred) {
+                    d_beta[block + column] = sum_beta[i];
+                }
             }
         }
     }
@@ -225,15 +253,17 @@ fn cube_count(cubes: usize) -> CubeCount {
     CubeCount::new_1d(cubes.try_into().expect("cubes are counted in 32 bit"))
 }
 
+/// The norm, and what is saved of each row: with `centred` the mean, and the scale.
 fn forward<R: CubeRuntime>(
     x: CubeTensor<R>,
     gamma: CubeTensor<R>,
     beta: Option<CubeTensor<R>>,
     epsilon: f64,
+    centred: bool,
 ) -> [CubeTensor<R>; 3] {
     let ([n, d], dtype) = (dims(&x), x.dtype);
-    let out = empty(&x, [n, d], dtype);
-    let (mean, rstd) = (empty(&x, [n], DType::F32), empty(&x, [n], DType::F32));
+    let (out, rstd) = (empty(&x, [n, d], dtype), empty(&x, [n], DType::F32));
+    let mean = if centred { empty(&x, [n], DType::F32) } else { rstd.clone() };
     if n * d == 0 {
         return [out, mean, rstd];
     }
@@ -249,13 +279,14 @@ fn forward<R: CubeRuntime>(
         launch! {
             layer_norm_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(units as u32), address, size),
             [x, gamma, beta, out.clone(), mean.clone(), rstd.clone()],
-            stride, n, d / size, epsilon as f32, has_beta, units, each, kept, dtype.into()
+            stride, n, d / size, epsilon as f32, has_beta, centred, units, each, kept, dtype.into()
         }
     }
     [out, mean, rstd]
 }
 
-fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) -> [CubeTensor<R>; 3] {
+/// The gradients for `x`, `gamma` and, with `centred`, `beta`.
+fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5], centred: bool) -> [CubeTensor<R>; 3] {
     let ([n, d], dtype) = (dims(&x), x.dtype);
     let dx = empty(&x, [n, d], dtype);
     if n * d == 0 {
@@ -265,7 +296,8 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
     let [gamma, mean, rstd] = [gamma, mean, rstd].map(packed);
     let rows_per_block = n.div_ceil(BLOCKS).max(4);
     let blocks = n.div_ceil(rows_per_block);
-    let (d_gamma, d_beta) = (empty(&x, [blocks, d], DType::F32), empty(&x, [blocks, d], DType::F32));
+    let d_gamma = empty(&x, [blocks, d], DType::F32);
+    let d_beta = if centred { empty(&x, [blocks, d], DType::F32) } else { d_gamma.clone() };
     let operands = [&x, &gamma, &grad, &dx, &d_gamma, &d_beta];
     let (size, address) = (vector_size(&operands), address_type(&operands));
     let Plan { units, each, kept } = plan(&x.client, d, size);
@@ -275,10 +307,11 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
         launch! {
             layer_norm_gradients_kernel on x.client, (cube_count(blocks), CubeDim::new_1d(units as u32), address, size),
             [x, gamma, mean, rstd, grad, dx.clone(), d_gamma.clone(), d_beta.clone()],
-            x_stride, grad_stride, n, d / size, rows_per_block, units, each, kept, dtype.into()
+            x_stride, grad_stride, n, d / size, rows_per_block, centred, units, each, kept, dtype.into()
         }
     }
-    [dx, total(d_gamma, dtype), total(d_beta, dtype)]
+    let d_beta = if centred { total(d_beta, dtype) } else { zeros(&dx, [0], dtype) };
+    [dx, total(d_gamma, dtype), d_beta]
 }
 
 /// [`layer_norm_forward`](crate::FusedBackend::layer_norm_forward). What is saved is in fp32 whatever the type of `x`: it is
@@ -286,7 +319,7 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5]) ->
 pub(crate) fn layer_norm<T: OnCube>(x: T, gamma: T, beta: Option<T>, epsilon: f64) -> (T, T, T) {
     let rows = Shape::from([x.shape()[0]]);
     let outputs = [(x.shape(), x.dtype()), (rows.clone(), DType::F32), (rows, DType::F32)];
-    run("layer norm", [x, gamma], beta, outputs, move |[x, gamma], beta| forward(x, gamma, beta, epsilon)).into()
+    run("layer norm", [x, gamma], beta, outputs, move |[x, gamma], beta| forward(x, gamma, beta, epsilon, true)).into()
 }
 
 /// [`layer_norm_backward`](crate::FusedBackend::layer_norm_backward).
@@ -294,7 +327,28 @@ pub(crate) fn layer_norm_backward<T: OnCube>(x: T, gamma: T, mean: T, rstd: T, g
     let (dtype, columns) = (x.dtype(), Shape::from([x.shape()[1]]));
     let outputs = [(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
     let inputs = [x, gamma, mean, rstd, grad];
-    run("layer norm: gradient", inputs, None, outputs, |inputs, _| backward(inputs)).into()
+    run("layer norm: gradient", inputs, None, outputs, |inputs, _| backward(inputs, true)).into()
+}
+
+/// [`rms_norm_forward`](crate::FusedBackend::rms_norm_forward), saving in fp32 as above.
+pub(crate) fn rms_norm<T: OnCube>(x: T, gamma: T, epsilon: f64) -> (T, T) {
+    let outputs = [(x.shape(), x.dtype()), (Shape::from([x.shape()[0]]), DType::F32)];
+    run("rms norm", [x, gamma], None, outputs, move |[x, gamma], _| {
+        let [out, _, rrms] = forward(x, gamma, None, epsilon, false);
+        [out, rrms]
+    })
+    .into()
+}
+
+/// [`rms_norm_backward`](crate::FusedBackend::rms_norm_backward).
+pub(crate) fn rms_norm_backward<T: OnCube>(x: T, gamma: T, rrms: T, grad: T) -> (T, T) {
+    let (dtype, columns) = (x.dtype(), Shape::from([x.shape()[1]]));
+    let outputs = [(x.shape(), dtype), (columns, dtype)];
+    run("rms norm: gradient", [x, gamma, rrms, grad], None, outputs, |[x, gamma, rrms, grad], _| {
+        let [dx, d_gamma, _] = backward([x, gamma, rrms.clone(), rrms, grad], false);
+        [dx, d_gamma]
+    })
+    .into()
 }
 
 #[cfg(all(test, feature = "cuda"))]
@@ -310,9 +364,11 @@ mod compiled {
             for d in WIDTHS.into_iter().chain([768, 9000]) {
                 let [x, grad] = [(); 2].map(|()| tensor([4096, d], dtype));
                 let [gamma, beta] = [(); 2].map(|()| tensor([d], dtype));
-                forward(x.clone(), gamma.clone(), None, 1e-5);
-                let [_, mean, rstd] = forward(x.clone(), gamma.clone(), Some(beta), 1e-5);
-                backward([x, gamma, mean, rstd, grad]);
+                let [_, _, rrms] = forward(x.clone(), gamma.clone(), None, 1e-5, false);
+                backward([x.clone(), gamma.clone(), rrms.clone(), rrms, grad.clone()], false);
+                forward(x.clone(), gamma.clone(), None, 1e-5, true);
+                let [_, mean, rstd] = forward(x.clone(), gamma.clone(), Some(beta), 1e-5, true);
+                backward([x, gamma, mean, rstd, grad], true);
             }
         }
         check();

@@ -8,6 +8,7 @@
 
 pub(crate) mod any;
 mod attention;
+pub(crate) mod clip;
 pub(crate) mod column_sums;
 #[cfg(all(test, feature = "cuda"))]
 mod compiled;
@@ -15,12 +16,16 @@ pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
 pub(crate) mod gelu;
 pub(crate) mod layer_norm;
+pub(crate) mod linear;
 mod many;
 pub(crate) mod norm;
 pub(crate) mod optim;
 pub(crate) mod pack;
+mod quantized;
 pub(crate) mod random;
+mod rotary;
 mod rows;
+mod swiglu;
 mod tensor;
 
 use burn_backend::TensorMetadata;
@@ -28,11 +33,13 @@ use burn_backend::ops::{FloatTensorOps, ModuleOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
 use burn_fusion::Fusion;
-use burn_std::DType;
+use burn_std::{DType, FloatDType};
 
 use crate::backend::{FusedBackend, implement, ty};
 use crate::fallback;
+use crate::kinds::STORED_AS;
 use crate::options::{AttentionOptions, Gelu};
+use crate::quantized::Quantized;
 use rows::takes;
 use tensor::is_float;
 
@@ -52,6 +59,21 @@ macro_rules! fused_backends {
 }
 
 fused_backends! {
+    fn fused_linear(x: float, weight: float, bias: opt_float, residual: opt_float) -> float {
+        if !takes(&x, [&weight].into_iter().chain(&bias).chain(&residual)) {
+            return fallback::fused_linear::<Self>(x, weight, bias, residual);
+        }
+        linear::linear(x, weight, bias, residual)
+    }
+
+    fn fused_linear_x_backward(weight: float, grad: float) -> float {
+        if takes(&grad, [&weight]) { linear::x_backward(weight, grad) } else { Self::linear_x_backward(weight, grad) }
+    }
+
+    fn fused_linear_weight_backward(x: float, grad: float) -> float {
+        if takes(&grad, [&x]) { linear::weight_backward(x, grad) } else { Self::linear_weight_backward(x, grad) }
+    }
+
     fn fused_linear_bias_backward(grad: float) -> float {
         if takes(&grad, []) { column_sums::bias_backward(grad) } else { Self::linear_bias_backward(grad) }
     }
@@ -71,6 +93,45 @@ fused_backends! {
         layer_norm::layer_norm_backward(x, gamma, mean, rstd, grad)
     }
 
+    fn rms_norm_forward(x: float, gamma: float, epsilon: (f64)) -> float_float {
+        if !takes(&x, [&gamma]) {
+            return fallback::rms_norm_forward::<Self>(x, gamma, epsilon);
+        }
+        layer_norm::rms_norm(x, gamma, epsilon)
+    }
+
+    fn rms_norm_backward(x: float, gamma: float, rrms: float, grad: float) -> float_float {
+        if !takes(&x, [&gamma, &grad]) || rrms.dtype() != DType::F32 {
+            return fallback::rms_norm_backward::<Self>(x, gamma, rrms, grad);
+        }
+        layer_norm::rms_norm_backward(x, gamma, rrms, grad)
+    }
+
+    fn fused_rotary(x: float, cos: float, sin: float, back: (bool)) -> float {
+        if !takes(&x, [&cos, &sin]) {
+            return fallback::fused_rotary::<Self>(x, cos, sin, back);
+        }
+        rotary::rotary(x, cos, sin, back)
+    }
+
+    fn fused_swiglu(gate: float, up: float) -> float {
+        if takes(&gate, [&up]) { swiglu::swiglu(gate, up) } else { fallback::fused_swiglu::<Self>(gate, up) }
+    }
+
+    fn swiglu_backward(gate: float, up: float, grad: float) -> float_float {
+        if !takes(&gate, [&up, &grad]) {
+            return fallback::swiglu_backward::<Self>(gate, up, grad);
+        }
+        swiglu::swiglu_backward(gate, up, grad)
+    }
+
+    fn dequantized(weight: float, how: (Quantized), dtype: (FloatDType)) -> float {
+        match is_float(dtype.into()) && weight.dtype() == STORED_AS {
+            true => quantized::dequantized(weight, how, dtype.into()),
+            false => fallback::dequantized::<Self>(weight, how, dtype),
+        }
+    }
+
     fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
         if takes(&x, &bias) { gelu::gelu(kind, x, bias) } else { fallback::fused_gelu::<Self>(kind, x, bias) }
     }
@@ -83,6 +144,11 @@ fused_backends! {
     }
 
     fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
+        if fallback::shares_heads::<Self>(&q, &k) && options.window.is_none() {
+            let (d, e) = (q.shape()[1], fallback::head_width::<Self>(&q, options));
+            let [k, v] = [k, v].map(|x| fallback::with_all_heads::<Self>(x, d, e));
+            return Self::attention_forward(q, k, v, mask, options);
+        }
         if !is_float(q.dtype()) || fallback::is_more_than_square::<Self>(&q, &k, options) {
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
         }
@@ -91,6 +157,12 @@ fused_backends! {
 
     fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
                           options: (AttentionOptions)) -> three_floats {
+        if fallback::shares_heads::<Self>(&q, &k) && options.window.is_none() {
+            let (d, c, e) = (q.shape()[1], k.shape()[1], fallback::head_width::<Self>(&q, options));
+            let [k, v] = [k, v].map(|x| fallback::with_all_heads::<Self>(x, d, e));
+            let [dq, dk, dv] = Self::attention_backward(q, k, v, mask, out, lse, grad, options);
+            return [dq, fallback::of_shared_heads::<Self>(dk, c, e), fallback::of_shared_heads::<Self>(dv, c, e)];
+        }
         if !is_float(q.dtype()) || fallback::is_more_than_square::<Self>(&q, &k, options) {
             return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
         }
@@ -136,5 +208,13 @@ fused_backends! {
             return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
         }
         cross_entropy::linear_cross_entropy_with_gradients(x, weight, targets, ignored)
+    }
+
+    fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float_float {
+        if !takes(&x, [&weight]) {
+            let (loss, dx, _) = fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
+            return (loss, dx);
+        }
+        cross_entropy::linear_cross_entropy_with_x_gradient(x, weight, targets, ignored)
     }
 }

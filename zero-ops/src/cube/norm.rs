@@ -97,7 +97,7 @@ impl Body for SumsOfSquares {
 
 /// Adds `values` of a cube's units; the sum comes to all of them.
 #[cube]
-fn cube_sum(value: f32) -> f32 {
+pub(super) fn cube_sum(value: f32) -> f32 {
     let mut tree = SharedMemory::<f32>::new(comptime![UNITS as usize]);
     tree[UNIT_POS as usize] = value;
     sync_cube();

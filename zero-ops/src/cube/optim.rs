@@ -78,7 +78,8 @@ pub struct Updated<T> {
 pub enum GradScale<T> {
     /// A number that the host knows.
     Number(f32),
-    /// The one fp32 number of a tensor, which the host need not know.
+    /// The one fp32 number of a tensor, which the host need not know. If that is NaN, nothing is updated: parameters and states stay
+    /// as they are, and states that would begin with this step mean nothing.
     Tensor(T),
 }
 
@@ -232,7 +233,8 @@ impl Body for FusedUpdate {
             let states = states.collect();
             let copy = match plan.directed {
                 true => Some(empty(&parameter, parameter.meta.shape().clone(), DType::F32)),
-                false => plan.copied.then(|| overwritten(next())),
+                // Where the factor may be that of no update, what is there stays.
+                false => plan.copied.then(|| if self.number.is_some() { overwritten(next()) } else { owned(next()) }),
             };
             items.push(Tensors { update: plan.update, parameter, gradient, states, copy });
         }
@@ -405,14 +407,18 @@ fn update_kernel<G: Float, C: Float, N: Size>(
             let n = numbers.index(i);
             let z = n.minus_zero;
             let mut scale = n.scale;
+            let p_all = parameters.index_mut(i);
+            let mut len = p_all.len();
             if comptime![factor.len() == 1] {
                 scale = factor.index(0usize)[0];
+                if (u32::reinterpret(scale) & 0x7fff_ffffu32) > 0x7f80_0000u32 {
+                    len = 0usize;
+                }
             }
-            let p_all = parameters.index_mut(i);
             let first_at = (cube - begin) * CHUNK as usize + UNIT_POS as usize;
             for k in 0..TAKES as usize {
                 let at = first_at + k * UNITS as usize;
-                if at < p_all.len() {
+                if at < len {
                     let g = times(Vector::<f32, N>::cast_from(gradients.index(i)[at]), scale, z);
                     let p = p_all[at];
                     let new = match kind {

@@ -10,11 +10,9 @@ use burn_std::{DType, Shape};
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::*;
 
-use super::any::{Born, born};
+use super::any::{Born, Question, asked, born};
 use super::many::array;
-
-/// What a number's upper 24 bits are counted in.
-const STEPS: f64 = (1u64 << 24) as f64;
+use crate::options::AttentionDropout;
 
 /// `out`: 1 where the upper 24 bits of the number of its place are below `threshold`, 0 elsewhere.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -29,11 +27,21 @@ fn bernoulli_kernel<E: Float>(
     if i >= elements {
         terminate!();
     }
-    let z = key + (u64::cast_from(i) + 1u64) * 0x9e37_79b9_7f4a_7c15u64;
+    out[i] = E::cast_from(upper_24_bits(key, u64::cast_from(i)) < threshold);
+}
+
+/// Of the number of place `i`.
+#[cube]
+pub(super) fn upper_24_bits(key: u64, i: u64) -> u64 {
+    let z = key + (i + 1u64) * 0x9e37_79b9_7f4a_7c15u64;
     let z = (z ^ (z >> 30u64)) * 0xbf58_476d_1ce4_e5b9u64;
     let z = (z ^ (z >> 27u64)) * 0x94d0_49bb_1331_11ebu64;
     let z = z ^ (z >> 31u64);
-    out[i] = E::cast_from((z >> 40u64) < threshold);
+    z >> 40u64
+}
+
+fn has_64_bit<R: CubeRuntime>(client: &ComputeClient<R>) -> bool {
+    client.properties().supports_type(ElemType::UInt(UIntKind::U64))
 }
 
 struct Bernoulli {
@@ -46,8 +54,7 @@ struct Bernoulli {
 impl Born for Bernoulli {
     fn make<R: CubeRuntime>(&self, device: &R::Device) -> Option<CubeTensor<R>> {
         let client = R::client(device);
-        let has_64_bit = client.properties().supports_type(ElemType::UInt(UIntKind::U64));
-        if !has_64_bit || !super::tensor::is_float(self.dtype) {
+        if !has_64_bit(&client) || !super::tensor::is_float(self.dtype) {
             return None;
         }
         let out = empty_device_contiguous_dtype(client, device.clone(), self.shape.clone(), self.dtype);
@@ -55,8 +62,7 @@ impl Born for Bernoulli {
         if elements > 0 {
             let dim = CubeDim::new(&out.client, elements);
             let count = cubecl::calculate_cube_count_elemwise(&out.client, elements, dim);
-            // Below 1 exactly as often as an f64 of these bits is below the probability.
-            let threshold = (self.probability * STEPS).ceil() as u64;
+            let threshold = u64::from(AttentionDropout::threshold(self.probability));
             let address = out.required_address_type();
             // SAFETY: units beyond `elements` stop.
             unsafe {
@@ -75,6 +81,19 @@ impl Born for Bernoulli {
         }
         Some(out)
     }
+}
+
+/// Whether kernels on a device of `B` draw such numbers.
+pub fn draws_on<B: Backend>(device: &B::Device) -> bool {
+    struct Asked;
+
+    impl Question for Asked {
+        fn answer<R: CubeRuntime>(&self, client: &ComputeClient<R>) -> bool {
+            has_64_bit(client)
+        }
+    }
+
+    asked::<B>(device, &Asked)
 }
 
 /// A tensor of 1 with the given probability and of 0 otherwise, of the numbers that SplitMix64's finaliser makes of `key` and an
@@ -99,13 +118,6 @@ mod tests {
 
     type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
 
-    /// SplitMix64's finaliser, as in `zero_core::random`.
-    fn mix(mut z: u64) -> u64 {
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     /// Also a probability that is a number of steps, and the two at the ends.
     #[test]
     fn a_device_draws_what_the_host_draws() {
@@ -116,8 +128,7 @@ mod tests {
             let made = Tensor::<Plain, 2>::from_primitive(TensorPrimitive::Float(made));
             let made: Vec<f32> = made.into_data().to_vec().unwrap();
             for (i, made) in made.into_iter().enumerate() {
-                let bits = mix(key.wrapping_add((i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)));
-                let unit = (bits >> 40) as f64 / STEPS;
+                let unit = AttentionDropout::upper_24_bits(key, i as u64) as f64 / (1u64 << 24) as f64;
                 assert_eq!(made, f32::from(u8::from(unit < probability)), "element {i} of {key}, {probability}");
             }
         }

@@ -9,6 +9,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
+use super::many::shaped;
 use super::tensor::{OnCube, empty, is_float, packed};
 
 /// Elements of a vector at most: what every compiler has as one value.
@@ -119,7 +120,9 @@ pub(super) fn zeros<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape
     if shape.num_elements() == 0 {
         return empty(like, shape, dtype);
     }
-    packed(zeros_client(like.client.clone(), like.device.clone(), shape, dtype))
+    // Of one axis: rows would have gaps.
+    let flat = Shape::from([shape.num_elements()]);
+    shaped(zeros_client(like.client.clone(), like.device.clone(), flat, dtype), shape)
 }
 
 /// The sum of a vector's elements, from the first to the last.

@@ -2,7 +2,7 @@
 
 use burn_backend::{Backend, DType, TensorMetadata};
 use burn_wgpu::Vulkan;
-use zero_ops::sums_of_squares;
+use zero_ops::{Clip, clip_factor, sums_of_squares};
 
 use crate::{Plain, numbers, rounded, supports, tensor, values};
 
@@ -94,4 +94,35 @@ fn nothing_and_other_backends_have_no_sums() {
     assert!(sums_of_squares::<Plain>(&[]).is_none());
     #[cfg(feature = "flex")]
     assert!(sums_of_squares::<burn_flex::Flex>(&[tensor::<burn_flex::Flex>(vec![1.0], DType::F32)]).is_none());
+}
+
+/// Of one sum and of more than a cube has units, against the formula in f64.
+#[test]
+fn factors_are_those_of_the_formula() {
+    for count in [1, 5, 600] {
+        let sums: Vec<f32> = numbers(count, 7).iter().map(|x| x * x).collect();
+        let norm = sums.iter().map(|sum| f64::from(*sum)).sum::<f64>().sqrt();
+        for (most, loss_scale) in [(None, 8.0), (Some(0.5), 1.0), (Some(0.5), 4096.0), (Some(1e6), 4.0)] {
+            for skips in [false, true] {
+                let clip = Clip { most, loss_scale, skips };
+                let factor = |odd: f32| {
+                    let sums = sums.iter().copied().chain([odd]).collect();
+                    values::<Plain>(clip_factor::<Plain>(tensor::<Plain>(sums, DType::F32), clip))[0]
+                };
+                let share = most.map_or(1.0, |most: f64| (most / (norm / loss_scale + 1e-6)).min(1.0));
+                let expected = share / loss_scale;
+                let got = f64::from(factor(0.0));
+                assert!(
+                    (got - expected).abs() <= 1e-6 * expected,
+                    "{count} sums, {clip:?}: {got}, expected {expected}"
+                );
+                // As the host has it, whose norm is NaN then: nothing is clipped.
+                let odd = factor(3.0);
+                assert!(if skips { odd.is_nan() } else { f64::from(odd) == 1.0 / loss_scale }, "{clip:?}: {odd}");
+            }
+        }
+    }
+    let clip = Clip { most: Some(1.0), loss_scale: 1.0, skips: true };
+    let too_large = tensor::<Plain>(vec![f32::INFINITY, 0.0], DType::F32);
+    assert!(values::<Plain>(clip_factor::<Plain>(too_large, clip))[0].is_nan(), "a sum that is infinite");
 }

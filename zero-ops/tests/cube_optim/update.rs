@@ -295,6 +295,33 @@ fn in_place_with_fusion_too() {
     }
 }
 
+/// With a factor that is none, what is held alone and what others hold too.
+fn nothing_is_updated<B: Backend>(copy: Option<DType>) {
+    for (rule, is_held) in RULES.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
+        let mut given = item::<B>(4097, false);
+        given.update.rule = rule;
+        given.states.truncate(rule.states());
+        let is_lamb = matches!(rule, Rule::Lamb { .. });
+        given.copy = copy.filter(|_| !is_lamb).map(|copy| tensor::<B>(rounded(&numbers(4097, 1), copy), copy));
+        let held = is_held.then(|| given.clone());
+        let all = |parameter: &FloatTensor<B>, states: &[FloatTensor<B>], copy: &Option<FloatTensor<B>>| {
+            let tensors = [parameter].into_iter().chain(states).chain(copy);
+            tensors.map(|x| values::<B>(x.clone())).collect::<Vec<_>>()
+        };
+        let expected = all(&given.parameter, &given.states, &given.copy);
+        let none = GradScale::Tensor(tensor::<B>(vec![f32::NAN], DType::F32));
+        let [updated] = fused_update::<B>(vec![given], none).ok().unwrap().try_into().unwrap();
+        assert_eq!(all(&updated.parameter, &updated.states, &updated.copy), expected, "{rule:?}, held: {is_held}");
+        drop(held);
+    }
+}
+
+#[test]
+fn a_factor_of_no_update_leaves_everything() {
+    nothing_is_updated::<Plain>(None);
+    nothing_is_updated::<Vulkan>(supports::<Vulkan>(DType::F16).then_some(DType::F16));
+}
+
 #[test]
 fn nothing_and_tensors_of_no_elements() {
     assert!(fused_update::<Plain>(Vec::new(), GradScale::Number(1.0)).ok().unwrap().is_empty());

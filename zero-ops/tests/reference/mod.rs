@@ -91,6 +91,18 @@ pub fn gelu_backward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, grad: &[f32], 
     GeluGradients { dx, d_bias }
 }
 
+/// `x`: rows of `d`, `weight`: `[d, f]`.
+pub fn linear(x: &[f32], weight: &[f32], bias: Option<&[f32]>, residual: Option<&[f32]>, d: usize) -> Vec<f64> {
+    let f = weight.len() / d;
+    let at = |i: usize| {
+        let (row, column) = (i / f, i % f);
+        let product: f64 = (0..d).map(|k| f64::from(x[row * d + k]) * f64::from(weight[k * f + column])).sum();
+        let more = [bias.map(|bias| bias[column]), residual.map(|residual| residual[i])];
+        product + more.into_iter().flatten().map(f64::from).sum::<f64>()
+    };
+    (0..x.len() / d * f).map(at).collect()
+}
+
 pub fn column_sums(x: &[f32], f: usize) -> Vec<f64> {
     sums_of(&wide(x), f)
 }

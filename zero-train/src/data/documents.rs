@@ -122,8 +122,20 @@ pub(super) fn encode(
 
 type Each<'a> = &'a mut dyn FnMut(String) -> Result<(), TrainError>;
 
-/// Takes the values of a row, in the order of the fields.
-type EachRow<'a> = &'a mut dyn FnMut(Vec<String>) -> Result<(), TrainError>;
+/// The values of a row, in the order of the fields; one is `None` only where its field says that it may.
+pub(super) type RowOf = Vec<Option<String>>;
+
+type EachRow<'a> = &'a mut dyn FnMut(RowOf) -> Result<(), TrainError>;
+
+/// What a field holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holds {
+    Text,
+    /// Whole numbers and booleans will do too.
+    Label,
+    /// The same, or nothing in rows that follow one with a label.
+    LabelOrNothing,
+}
 
 /// A key of a JSON line, or a column of a Parquet file.
 #[derive(Debug, Clone, Copy)]
@@ -131,8 +143,7 @@ pub(super) struct FieldOf<'a> {
     pub(super) name: &'a str,
     /// The option that names it.
     pub(super) option: &'static str,
-    /// Whether whole numbers and booleans will do too.
-    pub(super) label: bool,
+    pub(super) holds: Holds,
 }
 
 /// Gives `each` the documents of a file; a text in parts that are cut as the whole would be.
@@ -140,12 +151,12 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
     if file.kind == DataKind::Text {
         return text_parts(&file.path, each);
     }
-    let field = FieldOf { name: field.unwrap_or(FIELD), option: "text-field", label: false };
-    rows(file, &[field], &mut |mut row| each(row.pop().expect("one field was asked for")))
+    let field = FieldOf { name: field.unwrap_or(FIELD), option: "text-field", holds: Holds::Text };
+    rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(&mut *each))
 }
 
 /// These fields of every row of a file, or of the files of a folder.
-pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<Vec<String>>, TrainError> {
+pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<RowOf>, TrainError> {
     let mut read = Vec::new();
     for file in files(path)? {
         rows(&file, fields, &mut |row| {
@@ -171,6 +182,7 @@ pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -
 fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
     let mut lines = BufReader::new(File::open(path).map_err(io("read", path))?);
     let mut line = Vec::new();
+    let mut labelled = false;
     for number in 1.. {
         line.clear();
         if lines.read_until(b'\n', &mut line).map_err(io("read", path))? == 0 {
@@ -184,30 +196,32 @@ fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<
             problem(format!("is no JSON ({error}): expected an object with a key \"{}\"", fields[0].name))
         })?;
         let mut row = Vec::with_capacity(fields.len());
-        for FieldOf { name, option, label } in fields {
+        for FieldOf { name, option, holds } in fields {
             match value.get_mut(*name).map(Value::take) {
-                Some(Value::String(text)) => row.push(text),
-                Some(found @ (Value::Number(_) | Value::Bool(_))) if *label && !found.is_f64() => {
-                    row.push(found.to_string())
+                Some(Value::String(text)) => row.push(Some(text)),
+                Some(found @ (Value::Number(_) | Value::Bool(_))) if *holds != Holds::Text && !found.is_f64() => {
+                    row.push(Some(found.to_string()))
                 }
+                None | Some(Value::Null) if *holds == Holds::LabelOrNothing && labelled => row.push(None),
                 found => {
                     let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
                     let keys =
                         value.as_object().map(|object| object.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
                     return Err(problem(format!(
                         "its \"{name}\" {got}: expected {}; name another key with --{option} (there are {keys:?})",
-                        expected(*label)
+                        expected(*holds)
                     )));
                 }
             }
         }
+        labelled = true;
         each(row)?;
     }
     Ok(())
 }
 
-fn expected(label: bool) -> &'static str {
-    if label { "a text or a whole number" } else { "a text" }
+fn expected(holds: Holds) -> &'static str {
+    if holds == Holds::Text { "a text" } else { "a text or a whole number" }
 }
 
 fn kind_of(value: &Value) -> &'static str {
@@ -227,10 +241,11 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
     let reader = SerializedFileReader::new(File::open(path).map_err(io("read", path))?).map_err(bad)?;
     let schema = reader.metadata().file_metadata().schema().clone();
     let columns: Vec<&str> = schema.get_fields().iter().map(|column| column.name()).collect();
-    for FieldOf { name, option, label } in fields {
-        let fits = |column: &Type| column.name() == *name && (is_bytes(column) || *label && column.is_primitive());
+    for FieldOf { name, option, holds } in fields {
+        let label = *holds != Holds::Text;
+        let fits = |column: &Type| column.name() == *name && (is_bytes(column) || label && column.is_primitive());
         if !schema.get_fields().iter().any(|column| fits(column)) {
-            let what = if *label { "labels" } else { "texts" };
+            let what = if label { "labels" } else { "texts" };
             let problem =
                 format!("has no column \"{name}\" of {what} (there are {columns:?}): name one with --{option}");
             return Err(wrong_data(path, problem));
@@ -242,21 +257,22 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
     for (number, row) in reader.get_row_iter(Some(only)).map_err(bad)?.enumerate() {
         let found = row.map_err(bad)?.into_columns();
         let mut row = Vec::with_capacity(fields.len());
-        for FieldOf { name, label, .. } in fields {
+        for FieldOf { name, holds, .. } in fields {
             match found.iter().find(|(column, _)| column == name) {
-                Some((_, Field::Str(text))) => row.push(text.clone()),
+                Some((_, Field::Str(text))) => row.push(Some(text.clone())),
+                Some((_, Field::Null)) if *holds == Holds::LabelOrNothing && number > 0 => row.push(None),
                 Some((_, Field::Null)) | None => {
-                    let problem = format!("row {number}: its \"{name}\" is null: expected {}", expected(*label));
+                    let problem = format!("row {number}: its \"{name}\" is null: expected {}", expected(*holds));
                     return Err(wrong_data(path, problem));
                 }
                 Some((_, Field::Float(_) | Field::Double(_))) => {
                     let problem = format!(
                         "row {number}: its \"{name}\" is a number with a fraction: expected {}",
-                        expected(*label)
+                        expected(*holds)
                     );
                     return Err(wrong_data(path, problem));
                 }
-                Some((_, value)) if *label => row.push(value.to_string()),
+                Some((_, value)) if *holds != Holds::Text => row.push(Some(value.to_string())),
                 Some((_, value)) => {
                     let problem = format!("row {number}: its \"{name}\" is {value}: expected a text");
                     return Err(wrong_data(path, problem));

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::documents::{self, FieldOf};
+use super::documents::{self, FieldOf, Holds};
 use super::tokenizer::Tokenizer;
 use super::wordpiece::SPECIAL;
 use super::{Cutting, wrong_data};
@@ -87,14 +87,16 @@ impl LabelledTexts {
             return Err(wrong_data(path, problem));
         };
         let asked: Vec<FieldOf<'_>> = [
-            Some(FieldOf { name: fields.label, option: "label-field", label: true }),
-            Some(FieldOf { name: fields.text, option: "text-field", label: false }),
-            fields.second.map(|name| FieldOf { name, option: "second-field", label: false }),
+            Some(FieldOf { name: fields.label, option: "label-field", holds: Holds::Label }),
+            Some(FieldOf { name: fields.text, option: "text-field", holds: Holds::Text }),
+            fields.second.map(|name| FieldOf { name, option: "second-field", holds: Holds::Text }),
         ]
         .into_iter()
         .flatten()
         .collect();
-        let read = documents::read_rows(path, &asked)?;
+        // None of these may be missing.
+        let whole = |row: documents::RowOf| row.into_iter().flatten().collect();
+        let read: Vec<Vec<String>> = documents::read_rows(path, &asked)?.into_iter().map(whole).collect();
         let labels: BTreeSet<&str> = read.iter().map(|row| row[0].as_str()).collect();
         let classes = classes(&labels, known, fresh).map_err(|problem| wrong_data(path, problem))?;
         let number = |label: &str| {

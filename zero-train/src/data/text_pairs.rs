@@ -8,15 +8,12 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
-use super::documents::{self, FieldOf};
+use super::documents::{self, FieldOf, Holds, RowOf};
 use super::labelled::Fields;
 use super::tokenizer::Tokenizer;
 use super::{Cutting, wrong_data};
 use crate::TrainError;
 use crate::error::wrong;
-
-/// Tokens that begin a text, in tokenizers that have one.
-const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
 
 /// Texts to be read, and to be made of these.
 #[derive(Debug)]
@@ -26,13 +23,22 @@ pub struct TextPairs {
     seq: usize,
     pad: i32,
     longest_target: usize,
+    unlabelled: usize,
 }
 
 #[derive(Debug)]
 struct Row {
     source: Vec<i32>,
     target: Vec<i32>,
+    made: Option<Made>,
+}
+
+/// A text to be made.
+#[derive(Debug)]
+struct Made {
     text: String,
+    /// As it comes back from its tokens, which may lose case and blanks.
+    decoded: String,
 }
 
 /// A batch, flat: `[rows, width]` and `[rows, target_width]`.
@@ -52,7 +58,7 @@ pub struct TextPairBatch {
 
 impl TextPairs {
     /// Reads, cuts and checks. Of each text the beginning is kept, with the tokens that begin one (where the tokenizer has one) and
-    /// end one (`end`); `pad` fills up.
+    /// end one (`end`); `pad` fills up. The last rows may have no text to be made.
     ///
     /// # Errors
     ///
@@ -69,39 +75,54 @@ impl TextPairs {
             let expected = format!("expected 3 to {}, the positions of the model", cutting.n_positions);
             return Err(wrong("seq", seq, expected));
         }
-        let begin = BEGINS.iter().find_map(|token| tokenizer.id(token));
+        let begin = tokenizer.begin();
         let fields = [
-            FieldOf { name: fields.text, option: "text-field", label: false },
-            FieldOf { name: fields.label, option: "label-field", label: true },
+            FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },
+            FieldOf { name: fields.label, option: "label-field", holds: Holds::LabelOrNothing },
         ];
         let read = documents::read_rows(path, &fields)?;
-        let cut = |text: &str, most: usize| -> Result<(Vec<i32>, bool), String> {
-            let mut ids: Vec<u32> = begin.into_iter().chain(tokenizer.encode(text)?).collect();
-            let short = ids.len() > most - 1;
-            ids.truncate(most - 1);
-            Ok((ids.into_iter().chain([end]).map(|id| id as i32).collect(), short))
+        let marked = |ids: &[u32], most: usize| -> Vec<i32> {
+            let ids = begin.iter().chain(ids).take(most - 1).chain([&end]);
+            ids.map(|&id| id as i32).collect()
         };
-        let row = |(number, row): (usize, Vec<String>)| -> Result<Row, String> {
-            let [text, made] = <[String; 2]>::try_from(row).expect("two fields were asked for");
-            let (source, _) = cut(&text, seq)?;
-            let (target, short) = cut(&made, cutting.n_positions)?;
-            if short {
+        let row = |(number, row): (usize, RowOf)| -> Result<Row, String> {
+            let [text, made] = <[_; 2]>::try_from(row).expect("two fields were asked for");
+            let source = marked(&tokenizer.encode(&text.unwrap_or_default())?, seq);
+            let Some(text) = made else { return Ok(Row { source, target: Vec::new(), made: None }) };
+            let ids = tokenizer.encode(&text)?;
+            let target = marked(&ids, cutting.n_positions);
+            if target.len() < ids.len() + 1 + usize::from(begin.is_some()) {
                 return Err(format!(
                     "row {number}: the text to be made has more tokens than the model's {} positions: shorten it",
                     cutting.n_positions
                 ));
             }
-            Ok(Row { source, target, text: made })
+            let decoded = tokenizer.decode(&ids).trim().to_string();
+            Ok(Row { source, target, made: Some(Made { text, decoded }) })
         };
         let rows: Result<Vec<Row>, String> = read.into_par_iter().enumerate().map(row).collect();
         let rows = rows.map_err(|problem| wrong_data(path, problem))?;
+        let labelled = rows.iter().rposition(|row| row.made.is_some()).map_or(0, |last| last + 1);
+        if let Some(row) = rows[..labelled].iter().position(|row| row.made.is_none()) {
+            let problem = format!(
+                "row {row} has no \"{}\", and rows behind it have: expected rows that are only to be predicted at the end",
+                fields[1].name
+            );
+            return Err(wrong_data(path, problem));
+        }
         let longest_target = rows.iter().map(|row| row.target.len()).max().unwrap_or(0);
-        Ok(Self { rows, tokenizer, seq, pad: pad as i32, longest_target })
+        let unlabelled = rows.len() - labelled;
+        Ok(Self { rows, tokenizer, seq, pad: pad as i32, longest_target, unlabelled })
     }
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows.len()
+    }
+
+    /// How many of the last rows have no text to be made.
+    pub fn unlabelled(&self) -> usize {
+        self.unlabelled
     }
 
     /// The most tokens of a text to be read.
@@ -119,9 +140,14 @@ impl TextPairs {
         &self.tokenizer
     }
 
-    /// The text that is to be made of a row's.
-    pub fn target(&self, row: usize) -> &str {
-        &self.rows[row].text
+    /// The text that is to be made of a row's, if it is known.
+    pub fn target(&self, row: usize) -> Option<&str> {
+        self.rows[row].made.as_ref().map(|made| made.text.as_str())
+    }
+
+    /// The same as it comes back from its tokens, which may lose case and blanks.
+    pub fn decoded_target(&self, row: usize) -> Option<&str> {
+        self.rows[row].made.as_ref().map(|made| made.decoded.as_str())
     }
 
     /// The tokens of a row's text to be read.

@@ -24,6 +24,9 @@ const OTHERS: [&str; 5] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe
 /// Tokens that end a document, in tokenizers that do not say which of theirs does.
 const ENDS: [&str; 5] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"];
 
+/// Tokens that begin a text, in tokenizers that have one.
+const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
+
 /// Cuts text into ids.
 pub struct Tokenizer {
     kind: Kind,
@@ -215,6 +218,11 @@ impl Tokenizer {
                 tokenizer.get_vocab(true).into_values().max().map_or(0, |largest| largest as usize + 1)
             }
         }
+    }
+
+    /// The token that begins a text, if it has one.
+    pub fn begin(&self) -> Option<u32> {
+        BEGINS.iter().find_map(|token| self.id(token))
     }
 
     /// The token that ends a document, if it has one.

@@ -1,6 +1,6 @@
 //! The training engine: `forward`, `backward`, `step`, as DeepSpeed's users know them.
 //!
-//! * In: a module on `Autodiff<Zero<B>>`, an optimizer ([`Fused`] or Burn's), and an
+//! * In: a module on `Autodiff<Zero<B>>`, an optimizer ([`Fused`](zero_burn::optim::Fused) or Burn's), and an
 //!   [`EngineConfig`].
 //! * It makes every call that ranks must make alike (marks, reductions, collection, norms), so that none can be
 //!   forgotten; each rank drives its own engine through the same steps.
@@ -34,6 +34,7 @@ mod error;
 mod export;
 mod optimizer;
 mod state;
+mod update;
 
 use std::time::{Duration, Instant};
 
@@ -45,14 +46,15 @@ pub use error::EngineError;
 pub use optimizer::EngineOptimizer;
 use zero_burn::config::{Float, Tier};
 use zero_burn::gathered::parameters;
-use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, first_nonfinite, grad_norm, mark, prepare};
-use zero_burn::optim::Fused;
+use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, mark, prepare};
 use zero_burn::pieces::{Parked, held_range, reserve_on_disk};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
 
 use crate::loss_scale::LossScaler;
-use crate::schedule::{ONE_CYCLE_BETA2, Schedule};
+use crate::schedule::Schedule;
+pub(crate) use update::clip_factor;
+use update::{Losses, set_momentum};
 
 /// What a disk's places are multiples of, in bytes, with the disks there are.
 const BLOCK: usize = 4096;
@@ -177,8 +179,10 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     held: HeldGrads<A>,
     /// Whether there are such micro-batches, on this rank or another.
     unreduced: bool,
-    /// This rank's losses of the update's micro-batches, where gradients that are not finite are an error.
+    /// This rank's losses of the update's micro-batches so far.
     losses: Vec<Tensor<A::InnerBackend, 1>>,
+    /// Those of the last update.
+    last_losses: Losses<A::InnerBackend>,
     /// Whether it has been told that an update was not finite.
     warned: bool,
     steps: usize,
@@ -273,6 +277,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             held: HeldGrads::default(),
             unreduced: false,
             losses: Vec::new(),
+            last_losses: Losses::Read(Vec::new()),
             warned: false,
             steps: 0,
             skipped: 0,
@@ -350,9 +355,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     pub fn backward(&mut self, loss: Tensor<A, 1>) {
         let _span = tracing::trace_span!("backward").entered();
         let begin = Instant::now();
-        if self.config.error_if_nonfinite {
-            self.losses.push(loss.clone().inner());
-        }
+        self.losses.push(loss.clone().inner());
         let factor = self.loss_scale() / self.config.accumulation as f64;
         let loss = if factor == 1.0 { loss } else { loss.mul_scalar(factor) };
         let model = self.model.as_ref().expect("the module is absent only inside of step");
@@ -455,91 +458,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.update()
     }
 
-    fn update(&mut self) -> Result<Step, EngineError> {
-        if self.unreduced {
-            return Err(EngineError::Order(
-                "the update's last backward pass was inside of no_sync, so that its gradients are not reduced: leave \
-                 no_sync before the last micro-batch",
-            ));
-        }
-        let _span = tracing::trace_span!("update").entered();
-        let begin = Instant::now();
-        self.micro_batches = 0;
-        let grads = self.accumulator.grads();
-        let loss_scale = self.loss_scale();
-        let model = self.model.take().expect("the module is absent only inside of step");
-        let grad_norm = grad_norm::<A, M>(&grads, &model) / loss_scale;
-        let overflow = !grad_norm.is_finite();
-        let losses = std::mem::take(&mut self.losses);
-        if overflow && self.config.error_if_nonfinite {
-            let parameter = first_nonfinite::<A, M>(&grads, &model).map(|meta| meta.path);
-            self.model = Some(model);
-            return Err(self.not_finite(parameter, losses));
-        }
-        if overflow && !self.config.skip_overflow && self.config.loss_scale.is_none() && !self.warned {
-            self.warned = true;
-            if self.device.rank() == 0 {
-                eprintln!(
-                    "warning: the gradients of update {} hold an infinity or a NaN, and so do the parameters from here on; \
-                     EngineConfig::skip_overflow skips such updates (bf16.check_grad_overflow in a file), error_if_nonfinite (watchdog.\
-                     error_if_nonfinite) stops at the first",
-                    self.steps + 1
-                );
-            }
-        }
-        if overflow && (self.config.loss_scale.is_some() || self.config.skip_overflow) {
-            self.model = Some(model);
-            self.skipped += 1;
-            drop(grads);
-            self.times.step += begin.elapsed();
-            // The same on every rank: the norm is.
-            if let Some(scaler) = &mut self.config.loss_scale {
-                scaler.update(true)?;
-            }
-            let next_loss_scale = self.loss_scale();
-            return Ok(Step::Skipped { loss_scale, next_loss_scale, skipped: self.skipped });
-        }
-        let clip_factor = self.config.clipping.map_or(1.0, |most| clip_factor(most, grad_norm));
-        let lr = self.lr();
-        if let (Some(momentum), Some(fused)) = (self.config.schedule.momentum(self.steps), self.optimizer.fused_mut()) {
-            set_momentum(fused, momentum);
-        }
-        let model = self.optimizer.step_scaled(lr, (clip_factor / loss_scale) as f32, model, grads);
-        // Counts the new versions as parameters.
-        mark::<A, M>(&model);
-        self.unmarked = false;
-        self.model = Some(model);
-        self.steps += 1;
-        if let Some(scaler) = &mut self.config.loss_scale {
-            scaler.update(false)?;
-        }
-        self.times.step += begin.elapsed();
-        Ok(Step::Updated(Update { step: self.steps, lr, grad_norm, clip_factor, loss_scale }))
-    }
-
-    /// What is wrong with an update that is not finite. A gradient is known when it has been reduced, and then is that of all
-    /// ranks; but the losses are those of each.
-    fn not_finite(&self, parameter: Option<String>, losses: Vec<Tensor<A::InnerBackend, 1>>) -> EngineError {
-        let is_odd = |loss: Tensor<A::InnerBackend, 1>| loss.into_data().iter::<f32>().any(|x| !x.is_finite());
-        let odd = losses.into_iter().any(is_odd);
-        let ranks = all_gather::<A::Base>(&[f64::from(u8::from(odd))]);
-        let rank = ranks.iter().position(|odd| odd[0] > 0.0);
-        EngineError::NotFinite { step: self.steps + 1, rank, parameter }
-    }
-
     /// The trained module and its optimizer.
     pub fn into_parts(self) -> (M, O) {
         (self.model.expect("the module is absent only inside of step"), self.optimizer)
     }
-}
-
-/// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
-pub(crate) fn clip_factor(most: f64, norm: f64) -> f64 {
-    (most / (norm + 1e-6)).min(1.0)
-}
-
-fn set_momentum<A: ZeroAutodiff>(fused: &mut Fused<A>, momentum: f64) {
-    fused.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32);
 }
 
 fn setting(key: &'static str, got: impl ToString, expected: &str) -> EngineError {

@@ -101,7 +101,7 @@ impl Task for BertTask {
     }
 
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>, TrainError> {
-        self.start.model(self.config.init(device), weights::load, device)
+        self.start.model(self.config.init(device), weights::load_from, device)
     }
 
     fn loss<B: FusedBackend>(
@@ -169,6 +169,7 @@ pub(super) fn profile(config: &BertConfig, micro_batch: usize, seq: usize, predi
     Profile {
         parameters: config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
         frozen: Vec::new(),
+        quantized: Vec::new(),
         activation_bytes: (4.0 * kept * (micro_batch * seq) as f64) as u64,
         flops_per_row: flops * seq as f64,
     }

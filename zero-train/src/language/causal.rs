@@ -91,6 +91,7 @@ fn profile<C: CausalFamily>(model: &C, micro_batch: usize, seq: usize) -> Profil
     Profile {
         parameters: config.parameters().iter().map(ModelParam::numel).collect(),
         frozen: Vec::new(),
+        quantized: Vec::new(),
         activation_bytes: 4 * (sizes.layers as u64 * tokens * sizes.kept as u64 + logits),
         flops_per_row: model.flops_per_token(seq) as f64 * seq as f64,
     }

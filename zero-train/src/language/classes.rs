@@ -104,7 +104,7 @@ impl Task for ClassesTask {
     }
 
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>, TrainError> {
-        let load = |model, dir: &_, device: &_| Ok(weights::load_beneath_head(model, dir, device)?.0);
+        let load = |model, from: &_, device: &_| Ok(weights::load_beneath_head(model, from, device)?.0);
         self.start.model(self.config.init(device), load, device)
     }
 

@@ -9,7 +9,7 @@ mod start;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, FromArgMatches, ValueEnum};
 use zero_core::alloc::PageKeeper;
 use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
 
@@ -87,6 +87,14 @@ pub struct Options {
     /// The trainer's.
     #[command(flatten)]
     pub train: trainer::Options,
+}
+
+impl Default for Options {
+    /// Those of a command line without any.
+    fn default() -> Self {
+        let matches = Self::augment_args(clap::Command::new("train")).get_matches_from(["train"]);
+        Self::from_arg_matches(&matches).expect("every option has a default or is none")
+    }
 }
 
 /// What a program brings along.

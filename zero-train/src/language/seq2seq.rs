@@ -79,13 +79,6 @@ impl Seq2SeqTask {
         let made = generate_with(model, &texts, &how, device, hooks)?;
         Ok(made.iter().map(|ids| self.texts.tokenizer().decode(ids).trim().to_string()).collect())
     }
-
-    /// The text of a row as it comes back from its tokens, which may lose case and blanks.
-    fn wanted(&self, row: usize) -> String {
-        let tokenizer = self.texts.tokenizer();
-        let ids = tokenizer.encode(self.texts.target(row)).expect("it was cut before");
-        tokenizer.decode(&ids).trim().to_string()
-    }
 }
 
 impl Task for Seq2SeqTask {
@@ -99,8 +92,12 @@ impl Task for Seq2SeqTask {
         self.texts.rows()
     }
 
+    fn unlabelled(&self) -> usize {
+        self.texts.unlabelled()
+    }
+
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bart<B>, TrainError> {
-        self.start.model(self.config.init(device), weights::load, device)
+        self.start.model(self.config.init(device), weights::load_from, device)
     }
 
     fn loss<B: FusedBackend>(
@@ -121,7 +118,7 @@ impl Task for Seq2SeqTask {
     ) -> Result<Measured, TrainError> {
         let loss = scalar(self.loss_of(model, rows, device));
         let made = self.made(model, rows, device)?;
-        let right = made.iter().zip(rows).filter(|(made, row)| **made == self.wanted(**row)).count();
+        let right = made.iter().zip(rows).filter(|(made, row)| self.texts.decoded_target(**row) == Some(made)).count();
         Ok(vec![("loss", loss), ("accuracy", right as f64 / rows.len() as f64)])
     }
 
@@ -172,6 +169,7 @@ impl Task for Seq2SeqTask {
         Some(self.start.profile(Profile {
             parameters,
             frozen: Vec::new(),
+            quantized: Vec::new(),
             activation_bytes: (4 * (read + made + logits) * micro_batch) as u64,
             flops_per_row: 6.0 * products as f64,
         }))

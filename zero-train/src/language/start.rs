@@ -1,11 +1,13 @@
 //! What a language model starts from: fresh, from weights, and what LoRA adds.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use serde_json::{Value, json};
 use zero_models::lora::{self, Adaptable, AdaptedModel, LoraConfig};
-use zero_models::{ModelConfig, ModelError};
+use zero_models::quantize::{self, Format};
+use zero_models::safetensors_file::Checkpoint;
+use zero_models::{ModelConfig, ModelError, ModelParam};
 use zero_ops::FusedBackend;
 
 use super::Options;
@@ -36,6 +38,9 @@ pub struct LoraOptions {
     /// Modules that are trained whole besides, with commas
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora_r")]
     pub lora_save: Vec<String>,
+    /// Hold the weights that an adapter is trained for in 8 or 4 bit: int8, int4 or nf4 (QLoRA)
+    #[arg(long, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
     /// Go on training the adapter in this folder, which PEFT or `zero export` wrote
     #[arg(long, value_name = "DIR", conflicts_with = "lora_r")]
     pub adapter: Option<PathBuf>,
@@ -48,6 +53,8 @@ pub(super) struct Start {
     adapted: Option<AdaptedModel>,
     /// The folder that the adapter comes from, if it is not fresh.
     adapter: Option<PathBuf>,
+    /// What linear layers that stay as they are become.
+    quantize: Option<Format>,
 }
 
 impl Start {
@@ -71,7 +78,17 @@ impl Start {
             }
             (None, None) => None,
         };
-        let Some(lora) = lora else { return Ok(Self { weights, adapted: None, adapter: None }) };
+        let quantize = given.quantize;
+        let Some(lora) = lora else {
+            return match quantize {
+                None => Ok(Self { weights, adapted: None, adapter: None, quantize }),
+                Some(format) => Err(wrong(
+                    "quantize",
+                    format,
+                    "expected --lora-r or --adapter beside it: quantised weights are not trained",
+                )),
+            };
+        };
         let Some(base) = weights.clone() else {
             let option = if given.adapter.is_some() { "adapter" } else { "lora-r" };
             let got = given.adapter.as_ref().map_or(lora.r.to_string(), |dir| dir.display().to_string());
@@ -82,19 +99,23 @@ impl Start {
             ));
         };
         let adapted = AdaptedModel::new(model, lora, Some(base))?;
-        Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone() })
+        Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone(), quantize })
     }
 
     /// The model with the parameters to start from. `load` loads weights.
     pub(super) fn model<B: FusedBackend, M: Adaptable<B>>(
         &self,
         fresh: M,
-        load: impl FnOnce(M, &Path, &B::Device) -> Result<M, ModelError>,
+        load: impl FnOnce(M, &Checkpoint, &B::Device) -> Result<M, ModelError>,
         device: &B::Device,
     ) -> Result<M, TrainError> {
-        let model = match &self.weights {
-            Some(dir) => load(fresh, dir, device)?,
-            None => fresh,
+        let model = match (&self.weights, self.quantize) {
+            (Some(dir), Some(format)) => {
+                let is_kept = |path: &str| !self.is_quantized(&format!("{path}.weight"));
+                quantize::load(fresh, dir, format, is_kept, |model, checkpoint| load(model, checkpoint, device))?
+            }
+            (Some(dir), None) => load(fresh, &Checkpoint::open(dir)?, device)?,
+            (None, _) => fresh,
         };
         Ok(match (&self.adapted, &self.adapter) {
             (Some(adapted), Some(dir)) => lora::load(model, &adapted.base, dir, device)?,
@@ -114,10 +135,20 @@ impl Start {
         let trained = adapted.parameters();
         let saved = |path: &str| trained.iter().any(|param| param.path == path);
         let base = adapted.base.parameters();
-        let frozen = base.iter().filter(|param| !saved(&param.path)).map(|param| param.numel()).collect();
+        let frozen = base.iter().filter(|param| !saved(&param.path));
+        let (packed, frozen): (Vec<&ModelParam>, Vec<_>) = frozen.partition(|param| self.is_quantized(&param.path));
+        let frozen = frozen.iter().map(|param| param.numel()).collect();
+        let bytes = |param: &ModelParam| 2 * param.shape[0] * self.quantize.map_or(0, |how| how.words(param.shape[1]));
+        let quantized = packed.iter().map(|param| [param.numel(), bytes(param)]).collect();
         let parameters = trained.iter().map(|param| param.numel()).collect();
         // Of the three products of a layer, the one for its weight's gradient is not made.
-        Profile { parameters, frozen, flops_per_row: whole.flops_per_row * 2.0 / 3.0, ..whole }
+        Profile { parameters, frozen, quantized, flops_per_row: whole.flops_per_row * 2.0 / 3.0, ..whole }
+    }
+
+    /// Whether the parameter at this path of the base is held in fewer bits: a layer's weight that is not trained.
+    fn is_quantized(&self, path: &str) -> bool {
+        let Some(adapted) = self.adapted.as_ref().filter(|_| self.quantize.is_some()) else { return false };
+        adapted.is_linear(path) && !adapted.parameters().iter().any(|param| param.path == path)
     }
 
     /// For [`Task::settings`](crate::trainer::Task::settings).
@@ -125,6 +156,9 @@ impl Start {
         let mut settings = json!({ "pretrained": self.weights.is_some() });
         if let Some(adapted) = &self.adapted {
             settings["lora"] = json!(adapted.lora);
+        }
+        if let Some(format) = self.quantize {
+            settings["quantize"] = json!(format);
         }
         settings
     }

@@ -16,6 +16,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::MonitorError;
 use crate::memory::{peak_rss_bytes, rss_bytes};
 
@@ -23,7 +25,8 @@ use crate::memory::{peak_rss_bytes, rss_bytes};
 const INTERVAL: Duration = Duration::from_millis(10);
 
 /// A phase of training.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Phase {
     /// Forward, backward and update.
     Train,
@@ -41,7 +44,7 @@ impl fmt::Display for Phase {
 }
 
 /// One kind of memory in one phase.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryFigures {
     /// Bytes held when the phase began.
     pub before_bytes: u64,
@@ -67,7 +70,7 @@ impl MemoryFigures {
 }
 
 /// The memory of a phase. Its `Display` is a table of four rows in MiB.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryReport {
     /// The phase.
     pub phase: Phase,

@@ -52,7 +52,7 @@ pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile, 
     drop(loss);
     let flops_per_row = PASSES * ledger.lock().flops / micro_batch as f64;
     let Sizes { parameters, frozen } = sizes;
-    Ok(Profile { parameters, frozen, activation_bytes, flops_per_row })
+    Ok(Profile { parameters, frozen, quantized: Vec::new(), activation_bytes, flops_per_row })
 }
 
 #[derive(Default)]

@@ -28,16 +28,19 @@ pub(super) struct Data {
     pub order: Order,
     /// Rows after these, held out for evaluation.
     pub held_out: usize,
+    /// Rows after these, of which only predictions are written.
+    pub unlabelled: usize,
     pub tokens_per_row: Option<usize>,
     /// Whether `exp(loss)` is one.
     pub has_perplexity: bool,
-    /// Of the rows that are trained on, and of those held out.
+    /// Of the rows that are trained on, and of all others.
     pub checksums: [Option<u32>; 2],
 }
 
 impl Data {
     pub(super) fn new<T: Task>(task: &T, options: &Options) -> Result<Self, TrainError> {
-        let (all, held_out) = (task.rows(), options.eval.unwrap_or(task.held_out()));
+        let (unlabelled, held_out) = (task.unlabelled(), options.eval.unwrap_or(task.held_out()));
+        let all = task.rows() - unlabelled;
         if all == 0 {
             return Err(wrong_data(Path::new(&task.name()), "has no rows: expected at least one to train on"));
         }
@@ -50,9 +53,9 @@ impl Data {
             return Err(wrong("eval", held_out, expected));
         }
         let seed = options.shuffle.unwrap_or(task.shuffle()).then_some(options.seed);
-        let checksums = [task.checksum(0..rows)?, task.checksum(rows..all)?];
+        let checksums = [task.checksum(0..rows)?, task.checksum(rows..task.rows())?];
         let (tokens_per_row, has_perplexity) = (task.tokens_per_row(), task.has_perplexity());
-        Ok(Self { order: Order { rows, seed }, held_out, tokens_per_row, has_perplexity, checksums })
+        Ok(Self { order: Order { rows, seed }, held_out, unlabelled, tokens_per_row, has_perplexity, checksums })
     }
 
     /// What is counted in speeds: tokens, or rows where they have none.

@@ -97,8 +97,8 @@ impl MemoryNeed {
 pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let (ranks, precision) = (plan.world as u64, precision(plan));
     let trained = model_state(profile.num_trained() as u64, plan.stage, ranks, precision);
-    let frozen = profile.frozen.iter().sum::<usize>() as u64;
-    let frozen = model_state(frozen, plan.stage, ranks, Precision { gradient: 0, optimizer: 0, ..precision });
+    let frozen = profile.frozen_bytes(precision.parameter as usize, |_| true);
+    let frozen = model_state(frozen, plan.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
     StateBytes { parameters: trained.parameters + frozen.parameters, ..trained }
 }
 

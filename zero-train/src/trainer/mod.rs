@@ -54,6 +54,7 @@ mod train;
 mod zero_plan;
 
 use std::borrow::Borrow;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 pub use backend::BackendChoice;
@@ -70,15 +71,18 @@ pub use zero_ops::FusedBackend;
 pub use zero_plan::outline;
 
 use clap::Parser;
+use zero_burn::config::Tier;
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
+use zero_core::offload::SwapDir;
 
 use self::fit::{Budget, Candidate, fitting, need};
 use self::options::at_least_one;
 use self::plan::{Plan, as_launched};
 use self::ranks::{Ranks, Stopped, with_ranks};
 use crate::TrainError;
+use crate::engine::EngineError;
 use crate::error::told_once;
 use crate::launcher::write_status;
 use crate::signals::Signal;
@@ -107,9 +111,20 @@ pub fn main<T: AnyTask>(task: &T) -> ExitCode {
 pub struct Setup<'a> {
     options: &'a Options,
     budget: &'a Budget,
+    ranks: &'a Ranks<'a>,
 }
 
 impl Setup<'_> {
+    /// Runs `f` on the first rank of each machine and then on the others, for data that the first makes and the others find. An
+    /// error on one rank is every rank's. Ranks that are threads of one process share what it gives: there it runs once.
+    ///
+    /// # Errors
+    ///
+    /// `f`'s on this rank, or what it said on another; a wait that has come to the deadline.
+    pub fn local_main_process_first<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.ranks.local_main_process_first(f)
+    }
+
     /// Why a model of this width does not fit into memory (and, offloaded as far as the options let it, onto a disk), if so;
     /// `profile` is what it takes by the rows of a micro-batch.
     ///
@@ -150,6 +165,21 @@ impl<'a> Trainer<'a> {
         self.exit(|ranks| self.run_on::<T, T>(ranks, &task))
     }
 
+    /// As [`main_with`](Self::main_with); `then` is called on rank 0 when all steps are done, with the summary if some were left to do.
+    pub fn main_then<T: AnyTask>(
+        self,
+        task: impl Fn(&Setup<'_>) -> Result<T>,
+        then: impl Fn(Option<&Summary>) -> Result<()>,
+    ) -> ExitCode {
+        self.exit(|ranks| {
+            let ended = self.run_on::<T, T>(ranks, &task)?;
+            if ended.signal.is_none() && ranks.is_main() && !self.options.dry_run {
+                then(ended.summary.as_ref())?;
+            }
+            Ok(ended)
+        })
+    }
+
     /// As [`main`](Self::main), with the summary or the error as a value. No summary when the checkpoint to resume from has all
     /// the steps behind it, nor in a process that is not rank 0.
     ///
@@ -158,7 +188,19 @@ impl<'a> Trainer<'a> {
     /// [`TrainError`]; [`TrainError::Signal`] when SIGINT, SIGTERM or SIGUSR1 has ended the run, which has then saved what it was
     /// to save. While it trains, the process handles these.
     pub fn run<T: AnyTask>(self, task: &T) -> Result<Option<Summary>> {
-        let body = |ranks: &Ranks<'_>| self.run_on::<T, &T>(ranks, |_| Ok(task));
+        self.run_as(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
+    }
+
+    /// As [`run`](Self::run), with a task that is made once the options have been looked at.
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run).
+    pub fn run_with<T: AnyTask>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> Result<Option<Summary>> {
+        self.run_as(|ranks| self.run_on::<T, T>(ranks, &task))
+    }
+
+    fn run_as(self, body: impl Fn(&Ranks<'_>) -> Result<Ended>) -> Result<Option<Summary>> {
         let ended = with_ranks(self.options, body).map_err(|stopped| stopped.error)?;
         ended.signal.map_or(Ok(ended.summary), Err)
     }
@@ -197,8 +239,8 @@ impl<'a> Trainer<'a> {
         let options = &as_launched(self.options, ranks)?;
         options.backend.check()?;
         let budget = &Budget::new(options, ranks)?;
-        let task = task(&Setup { options, budget })?;
-        let plan = Plan::new(options, task.borrow(), budget, ranks)?;
+        let task = task(&Setup { options, budget, ranks })?;
+        let mut plan = Plan::new(options, task.borrow(), budget, ranks)?;
         ranks.agree(&plan.fingerprint())?;
         let trace = options.trace.as_deref().filter(|_| ranks.is_main());
         let _trace = trace.map(trace::begin).transpose()?;
@@ -214,13 +256,24 @@ impl<'a> Trainer<'a> {
             return Ok(Ended { summary: None, signal: None });
         }
         let done = plan.checkpoints.resumed_steps();
-        if done >= plan.steps {
+        // A run that was killed behind its last step may not have come to all that it writes.
+        let kept = |path: &Option<PathBuf>| path.as_ref().is_none_or(|path| path.exists());
+        let unwritten = !(kept(&plan.save_16bit) && kept(&plan.predictions));
+        let unwritten = ranks.least(ranks.is_main().then_some(unwritten.into()))? == Some(1);
+        if done == plan.steps && unwritten {
+            plan.save_16bit = plan.save_16bit.filter(|path| !path.exists());
+        } else if done >= plan.steps {
             eprintln!("the checkpoint has {done} steps behind it, --steps is {}: nothing is left to do", plan.steps);
+            let offload = &plan.zero.offload;
+            if offload.uses(Tier::Disk) {
+                // Killed as it ended, it has left its swap files: opening removes them.
+                drop(SwapDir::open(&offload.disk.path).map_err(EngineError::from)?);
+            }
             return Ok(Ended { summary: None, signal: None });
         }
         let measured = train::train(task.borrow(), &plan, ranks, self.allocator)?;
         let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.len(), &plan));
-        if !ranks.is_main() {
+        if !ranks.is_main() || measured.steps.is_empty() {
             return Ok(Ended { summary: None, signal });
         }
         let summary = Summary::new(&plan, &measured);

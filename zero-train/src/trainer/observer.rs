@@ -12,8 +12,8 @@ use crate::engine::Step;
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, Event, EventKind, JsonLines, SaveMetrics, StepMetrics};
 use crate::monitor::{
-    CsvMonitor, MemoryTracker, MonitorError, Phase, RunFacts, RunReport, RunState, TensorBoardMonitor, io_error,
-    write_page,
+    CsvMonitor, MemoryReport, MemoryTracker, MonitorError, Phase, RunFacts, RunReport, RunState, TensorBoardMonitor,
+    io_error, write_page,
 };
 use crate::signals::Signal;
 
@@ -47,6 +47,8 @@ pub(super) struct Observer {
     shown: RunReport,
     breakdown: Breakdown,
     tracker: Option<MemoryTracker>,
+    /// Of the phases that have ended in this epoch.
+    memory: Vec<MemoryReport>,
     skipped: usize,
 }
 
@@ -184,6 +186,7 @@ impl Observer {
             tensorboard: tensorboard.transpose()?,
             shown,
             tracker: None,
+            memory: Vec::new(),
             skipped: 0,
         };
         if done > 0 {
@@ -257,6 +260,7 @@ impl Observer {
         if let Some(tracker) = self.tracker.take() {
             let table = tracker.end()?;
             self.say(&table.to_string());
+            self.memory.push(table);
         }
         Ok(())
     }
@@ -339,7 +343,9 @@ impl Observer {
         (self.lines.last, self.lines.tokens, self.lines.time) = (Instant::now(), 0, Duration::ZERO);
     }
 
-    pub(super) fn epoch(&mut self, metrics: &EpochMetrics) -> Result<(), TrainError> {
+    /// A pass over the data has ended; its metrics are told what memory it took.
+    pub(super) fn epoch(&mut self, metrics: &mut EpochMetrics) -> Result<(), TrainError> {
+        metrics.memory = std::mem::take(&mut self.memory);
         let EpochMetrics { epoch, step, loss, .. } = metrics;
         let perplexity = if self.has_perplexity { format!(", perplexity {:.2}", loss.exp()) } else { String::new() };
         let eval = metrics.eval.as_ref().map(|eval| format!("; held out: {}", self.named(eval)));

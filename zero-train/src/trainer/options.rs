@@ -120,6 +120,10 @@ pub struct Options {
     /// Use no more memory than this, such as 6GiB [default: what is available]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<String>,
+    /// Print what memory each phase takes, training to the end of an epoch and evaluation: before it, at its end and at its peak, of
+    /// the host and of the device
+    #[arg(long)]
+    pub memory_breakdown: bool,
     /// Write a line about the training to standard error every N steps, and for the first and the last [default: where that is
     /// no terminal, every 10 steps or 10 seconds; on a terminal a bar is shown]
     #[arg(long, value_name = "N")]

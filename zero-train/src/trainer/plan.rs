@@ -89,11 +89,12 @@ impl Plan {
         let options = &Options { offload, ..options.clone() };
         let mut plan = zero_plan(options, task.hidden_size())?;
         plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
+        plan.report.memory_breakdown |= options.memory_breakdown;
         let (stage, ranks) = (plan.stage, plan.world);
         let mut zero = plan.zero_config(options.seed);
         zero.gathers = gathers(options, here)?;
         let (offload, disk) = (&zero.offload, &zero.offload.disk.path);
-        if [offload.optimizer, offload.parameters].contains(&Tier::Disk) && !disk.is_dir() {
+        if offload.uses(Tier::Disk) && !disk.is_dir() {
             let problem = "is no folder: create it on the disk that is to be used, or correct --swap or nvme_path";
             return Err(wrong_data(disk, problem));
         }
@@ -160,6 +161,7 @@ impl Plan {
             format!("the settings {zero:?}"),
             format!("{} steps, evaluation every {:?}", self.steps, self.eval_every),
             format!("{} rows of {:?} tokens, and {} held out", data.order.rows, data.tokens_per_row, data.held_out),
+            format!("{} rows without a label", data.unlabelled),
             format!("data with the checksum {train:08x?}, held out {eval:08x?}, shuffled by {shuffle:?}"),
             format!("checkpoints {saves}, every {every:?}, keeping {last:?}, the best {best}"),
             format!("{} steps behind it", self.checkpoints.resumed_steps()),
@@ -178,13 +180,10 @@ impl Plan {
     /// persistence threshold once. Frozen ones are gathered, and never reduced.
     pub fn wire_bytes(&self) -> u64 {
         let profile = &self.model.profile;
-        let persistent = |sizes: &[usize]| -> u64 {
-            let small = sizes.iter().filter(|&&numel| numel <= self.zero.param_persistence_threshold);
-            small.sum::<usize>() as u64
-        };
-        let (psi, frozen) = (profile.num_trained() as u64, profile.frozen.iter().sum::<usize>() as u64);
-        let frozen = frozen - persistent(&profile.frozen);
-        let persistent = persistent(&profile.parameters);
+        let threshold = self.zero.param_persistence_threshold;
+        let psi = profile.num_trained() as u64;
+        let frozen = profile.frozen_bytes(self.zero.param_dtype.size(), |numel| numel > threshold);
+        let persistent: u64 = profile.parameters.iter().filter(|&&numel| numel <= threshold).sum::<usize>() as u64;
         let (world, micro_batches) = (self.plan.world as u64, self.plan.batch.accumulation as u64);
         let parameter = self.zero.param_dtype.size() as u64;
         let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
@@ -193,8 +192,8 @@ impl Plan {
             Stage::OptimizerState => psi * (gradient + parameter),
             Stage::Gradients => psi * (micro_batches * gradient + parameter),
             Stage::Parameters => {
-                let gathered = 2 * micro_batches * (psi - persistent + frozen) + persistent;
-                micro_batches * psi * gradient + gathered * parameter
+                let gathered = 2 * micro_batches * (psi - persistent) + persistent;
+                micro_batches * (psi * gradient + 2 * frozen) + gathered * parameter
             }
         };
         moved * (world - 1) / world
@@ -204,7 +203,7 @@ impl Plan {
 /// The file for predictions, which is written at the end: what would fail then is looked for now.
 fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>, TrainError> {
     let Some(path) = &options.predictions else { return Ok(None) };
-    if data.held_out == 0 {
+    if data.held_out + data.unlabelled == 0 {
         return Err(wrong("predictions", path.display(), "expected rows that are held out: --eval ROWS"));
     }
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -299,7 +298,7 @@ impl core::fmt::Display for Plan {
             micro_batches => format!(" in each of {micro_batches} micro-batches"),
         };
         let of = |tokens: Option<usize>| tokens.map_or(String::new(), |tokens| format!(" of {tokens} tokens"));
-        let Data { order, held_out, tokens_per_row, .. } = &self.data;
+        let Data { order, held_out, unlabelled, tokens_per_row, .. } = &self.data;
         let (global, unit) = (plan.batch.global * self.data.units(), self.data.unit());
         write!(f, "  batch          {} row(s){} per rank{micro_batches}, ", plan.batch.micro, of(*tokens_per_row))?;
         write!(f, "{global} {unit} a step, {} rows of data", order.rows)?;
@@ -308,6 +307,9 @@ impl core::fmt::Display for Plan {
         }
         if *held_out > 0 {
             write!(f, ", {held_out} held out")?;
+        }
+        if *unlabelled > 0 {
+            write!(f, ", {unlabelled} without a label")?;
         }
         writeln!(f)?;
         let is_told = |line: &&str| ["ZeRO", "Batch", "Warning"].iter().any(|start| line.starts_with(start));
@@ -389,7 +391,13 @@ mod tests {
 
         fn profile(&self, micro_batch: usize) -> Option<Profile> {
             let activation_bytes = (micro_batch * (64 << 20)) as u64;
-            Some(Profile { parameters: vec![32 << 20], frozen: Vec::new(), activation_bytes, flops_per_row: 1.0 })
+            Some(Profile {
+                parameters: vec![32 << 20],
+                frozen: Vec::new(),
+                quantized: Vec::new(),
+                activation_bytes,
+                flops_per_row: 1.0,
+            })
         }
     }
 

@@ -7,6 +7,8 @@ pub struct Profile {
     pub parameters: Vec<usize>,
     /// Sizes of those that are frozen: they have no gradient, no optimizer state, and no place in reductions.
     pub frozen: Vec<usize>,
+    /// Elements and bytes of frozen ones that are held in 8 or 4 bit.
+    pub quantized: Vec<[usize; 2]>,
     /// Bytes that are kept for the backward pass of a micro-batch, in fp32, with the largest of what is made on the way.
     pub activation_bytes: u64,
     /// Floating-point operations of a row, forward and backward.
@@ -24,8 +26,17 @@ impl Profile {
         self.parameters.iter().sum()
     }
 
+    /// Bytes of the frozen parameters of which `is_meant` says so, by their elements, where an element takes `size` bytes if it is not
+    /// quantised.
+    pub(super) fn frozen_bytes(&self, size: usize, is_meant: impl Fn(usize) -> bool) -> u64 {
+        // Quantised rows are numbers of 16 bit to what shards and gathers them.
+        let quantized = self.quantized.iter().filter(|[_, bytes]| is_meant(bytes / 2)).map(|[_, bytes]| bytes);
+        let whole = self.frozen.iter().filter(|elements| is_meant(**elements)).sum::<usize>() * size;
+        (whole + quantized.sum::<usize>()) as u64
+    }
+
     fn all(&self) -> impl Iterator<Item = usize> {
-        self.parameters.iter().chain(&self.frozen).copied()
+        self.parameters.iter().chain(&self.frozen).copied().chain(self.quantized.iter().map(|[elements, _]| *elements))
     }
 
     /// Elements of the largest parameter.

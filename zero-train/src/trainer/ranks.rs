@@ -12,6 +12,7 @@ use zero_burn::{ZeroDevice, launch};
 use zero_core::checkpoint::{Check, Checkpoint, Found, check_together, find_latest, find_latest_together};
 use zero_core::collective::launcher::{Start, World};
 use zero_core::collective::process::{self, ProcessRun};
+use zero_core::collective::{Failed, first_then};
 use zero_core::{Buffer, Collective, CommError, RankFailure, StartError};
 use zero_ops::FusedBackend;
 
@@ -180,6 +181,19 @@ impl Ranks<'_> {
         let Some(process) = self.process else { return Ok(()) };
         let compared = zero_core::collective::agree(&**process.comm(), lines).map_err(of_comm)?;
         compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())))
+    }
+
+    /// As [`Setup::local_main_process_first`](super::Setup::local_main_process_first).
+    pub(super) fn local_main_process_first<T>(
+        &self,
+        f: impl FnOnce() -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        let Some(process) = self.process else { return f() };
+        let comm = &**process.comm();
+        first_then(comm, comm.local_rank() == 0, f).map_err(of_comm)?.map_err(|failed| match failed {
+            Failed::Here(error) => error,
+            failed => TrainError::Run(failed.to_string()),
+        })
     }
 
     /// Runs every rank of this process on backend `I`; the first one's result.

@@ -29,7 +29,7 @@ pub trait Task: Sync {
     /// The model. `type Model<B: FusedBackend> = Net<B>;` for a `Net` that derives Burn's `Module`.
     type Model<B: FusedBackend>: Module<B>;
 
-    /// How many examples there are, with those that are held out.
+    /// How many examples there are, with those that are held out and those without a label.
     fn rows(&self) -> usize;
 
     /// The model with its initial weights.
@@ -82,8 +82,14 @@ pub trait Task: Sync {
         name.rsplit("::").next().unwrap_or(name).to_lowercase()
     }
 
-    /// How many of the last rows are held out for evaluation where `--eval` does not say.
+    /// How many of the last rows with a label are held out for evaluation where `--eval` does not say.
     fn held_out(&self) -> usize {
+        0
+    }
+
+    /// How many rows, behind those that are held out, have no label: they are neither trained on nor evaluated, and only what the
+    /// model says of them is written (`--predictions`).
+    fn unlabelled(&self) -> usize {
         0
     }
 

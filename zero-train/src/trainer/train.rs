@@ -1,5 +1,6 @@
 //! The training loop of each rank.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Mutex;
 use std::time::Instant;
@@ -151,10 +152,10 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
 
     let (world, batch) = (plan.plan.world, plan.plan.batch);
     let order = plan.data.order;
-    if plan.data.held_out > 0 {
+    if plan.data.held_out + plan.data.unlabelled > 0 {
         // An evaluation that fails is to be found before an epoch of training, not after.
         let first = Rows::from(&[order.rows][..]);
-        if engine.evaluate(|model| task.evaluate(model, &first, device))?.is_empty() {
+        if plan.data.held_out > 0 && engine.evaluate(|model| task.evaluate(model, &first, device))?.is_empty() {
             let told = "the task's `evaluate` measured nothing: expected the loss first, and what else there is";
             return Err(TrainError::Run(told.into()));
         }
@@ -178,7 +179,6 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         let begin = Instant::now();
         reset_peaks::<I>();
         let wire_before = rank_stats::<I>().wire_bytes;
-        let mut losses = Vec::with_capacity(batch.accumulation);
         let mut outcome = Step::Accumulating { micro_batches: 0 };
         let lr = engine.lr();
         let loss_scale = engine.loss_scale();
@@ -186,12 +186,11 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
             let first = state.data.used + (micro * world + rank) * batch.micro;
             let rows = order.rows(first, batch.micro, plan.zero.seed);
             let loss = engine.forward(|model| task.loss(model, &rows, device))?;
-            losses.push(loss.clone().inner());
             engine.backward(loss);
             outcome = engine.step()?;
         }
         // Once a device has been given all of the step: a wait between its passes would leave it without work.
-        let loss_sum = losses.into_iter().map(|loss| loss.into_data().iter::<f64>().sum::<f64>()).sum::<f64>();
+        let loss_sum = engine.losses().iter().sum::<f64>();
         if let Some(failure) = device_failure() {
             return Err(failure);
         }
@@ -274,8 +273,11 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         }
         if ended || (last && stays && plan.data.held_out > 0) {
             let evaluated = if stays { evaluate(&engine, false)? } else { None };
-            let metrics = state.epoch.end(order.rows, step + 1, evaluated);
-            observe(&mut |observer| observer.epoch(&metrics))?;
+            if evaluated.is_none() {
+                phase(Phase::Train)?;
+            }
+            let mut metrics = state.epoch.end(order.rows, step + 1, evaluated);
+            observe(&mut |observer| observer.epoch(&mut metrics))?;
             measured.epochs.push(metrics);
         }
         if let Some(dir) = plan.checkpoints.due(step + 1, last) {
@@ -309,7 +311,8 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
     }
     if let Some(path) = plan.predictions.as_ref().filter(|_| measured.signal.is_none()) {
         let mut lines = Vec::new();
-        each_held_out(plan, rank, |rows, counted| {
+        let others = order.rows..order.rows + plan.data.held_out + plan.data.unlabelled;
+        each_of(others, plan, rank, |rows, counted| {
             let told = engine.evaluate(|model| task.predict(model, rows, device))?.unwrap_or_default();
             told.iter().take(counted).for_each(|line| lines.extend(format!("{line}\n").bytes()));
             Ok(())
@@ -413,7 +416,8 @@ fn evaluate<I: FusedBackend, T: TaskOn<I>>(
     device: &Device<I>,
 ) -> Result<Evaluated, TrainError> {
     let mut sums: Vec<(&str, f64)> = Vec::new();
-    each_held_out(plan, device.rank(), |rows, counted| {
+    let held_out = plan.data.order.rows..plan.data.order.rows + plan.data.held_out;
+    each_of(held_out, plan, device.rank(), |rows, counted| {
         let values = engine.evaluate(|model| task.evaluate(model, rows, device))?;
         sums.resize(values.len(), ("", 0.0));
         for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {
@@ -430,17 +434,18 @@ fn evaluate<I: FusedBackend, T: TaskOn<I>>(
     Ok(told.into_iter().map(|(name, value)| (name.to_string(), value)).collect())
 }
 
-/// Gives `each` batches of the rows that are held out, and how many of these rows count. Each rank takes as many, in their order,
-/// the first ones one more where they do not divide; in place of a batch that only other ranks have comes a row that does not
+/// Gives `each` batches of rows that are not trained on, and how many of these rows count. Each rank takes as many, in their
+/// order, the first ones one more where they do not divide; in place of a batch that only other ranks have comes a row that does not
 /// count.
-fn each_held_out(
+fn each_of(
+    others: Range<usize>,
     plan: &Plan,
     rank: usize,
     mut each: impl FnMut(&Rows, usize) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
-    let (world, held_out, batch) = (plan.plan.world, plan.data.held_out, plan.plan.batch.micro);
-    let share = |rank: usize| held_out / world + usize::from(rank < held_out % world);
-    let begin = plan.data.order.rows + (0..rank).map(share).sum::<usize>();
+    let (world, batch) = (plan.plan.world, plan.plan.batch.micro);
+    let share = |rank: usize| others.len() / world + usize::from(rank < others.len() % world);
+    let begin = others.start + (0..rank).map(share).sum::<usize>();
     let mine: Vec<usize> = (begin..begin + share(rank)).collect();
     let mut batches = mine.chunks(batch);
     (0..share(0).div_ceil(batch)).try_for_each(|_| match batches.next() {

@@ -1,6 +1,8 @@
 //! What the tests of training runs share.
 #![allow(dead_code)] // each test uses its part
 
+pub mod texts;
+
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command};

@@ -3,11 +3,10 @@
 //! Pre-training of BERT, by the command.
 
 use std::path::Path;
-use std::process::{Command, Output};
 
-use assert_cmd::cargo::CommandCargoExt;
 use serde_json::{Value, json};
 
+use crate::common::texts::zero;
 use crate::common::trajectory;
 
 /// A text with sentences and documents, a vocabulary of it, and a small model with dropout.
@@ -25,10 +24,6 @@ fn inputs(dir: &Path) {
     });
     std::fs::create_dir(dir.join("model")).unwrap();
     std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
-}
-
-fn zero(args: &[&str], dir: &Path) -> Output {
-    Command::cargo_bin("zero").unwrap().args(args).current_dir(dir).output().unwrap()
 }
 
 fn train(dir: &Path, run: &str, options: &[&str]) -> Value {

@@ -4,67 +4,24 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::{Command, Output};
 
-use assert_cmd::cargo::CommandCargoExt;
 use serde_json::{Value, json};
 
+use crate::common::texts::{self, json_lines, ok, refused};
 use crate::common::trajectory;
 
-fn zero(args: &[&str], dir: &Path) -> Output {
-    Command::cargo_bin("zero").unwrap().args(args).current_dir(dir).output().unwrap()
-}
-
-fn ok(args: &[&str], dir: &Path) -> String {
-    let ran = zero(args, dir);
-    assert!(ran.status.success(), "{args:?}: {}", String::from_utf8_lossy(&ran.stderr));
-    String::from_utf8(ran.stdout).unwrap()
-}
-
-const WORDS: [&str; 12] = ["cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "was", "glad", "not", "here"];
-
-/// 163 rows whose class is in their words, a vocabulary, and a small BERT that was pre-trained for a few steps: `hf`.
 fn inputs(dir: &Path) {
-    let sentence = |at: usize| -> String {
-        let words: Vec<&str> = (0..4 + at % 5).map(|i| WORDS[(at * at + 5 * i + at * i) % 12]).collect();
-        words.join(" ")
-    };
-    let class = |text: &str| {
-        if text.contains("cat") {
-            "cats"
-        } else if text.contains("dog") {
-            "dogs"
-        } else {
-            "none"
-        }
-    };
-    let row = |at: usize| {
-        let text = sentence(at);
-        format!("{}\n", json!({ "label": class(&text), "text": text, "other": sentence(at + 7), "n": at % 2 }))
-    };
-    std::fs::write(dir.join("rows.jsonl"), (0..163).map(row).collect::<String>()).unwrap();
-    let text: String = (0..240).map(|at| sentence(at) + if at % 6 == 5 { "\n\n" } else { "\n" }).collect();
-    std::fs::write(dir.join("text.txt"), text).unwrap();
-    ok(&["tokenizer", "tok", "--data", "text.txt", "--vocab-size", "61"], dir);
-    let config = json!({
-        "model_type": "bert", "vocab_size": 61, "max_position_embeddings": 24, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "intermediate_size": 48, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1
-    });
-    std::fs::create_dir(dir.join("model")).unwrap();
-    std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
-    let pretrain = ["train", "--model", "model", "--tokenizer", "tok", "--data", "text.txt", "--seq", "24"];
-    ok(&[&pretrain[..], &["--threads", "1", "--steps", "3", "--save", "base"]].concat(), dir);
-    ok(&["export", "base", "hf", "--dtype", "fp32"], dir);
+    texts::labelled(dir);
+    texts::bert(dir);
 }
 
 fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
-    let (out, save) = (format!("{run}/out"), format!("{run}/checkpoints"));
-    let common =
-        ["train", "--task", "text-classification", "--tokenizer", "tok", "--data", "rows.jsonl", "--seq", "16"];
-    let rest = ["--threads", "1", "--json", "--out", &out, "--save", &save, "--eval", "20"];
-    let batch: &[&str] = if options.contains(&"--batch") { &[] } else { &["--batch", "3"] };
-    let weights: &[&str] = if options.contains(&"--weights") { &[] } else { &["--weights", "hf"] };
-    serde_json::from_str(&ok(&[&common[..], &rest, batch, weights, options].concat(), dir)).unwrap()
+    let common = ["--task", "text-classification", "--tokenizer", "tok", "--data", "rows.jsonl", "--seq", "16"];
+    let unless = |option: &str, or: &'static [&'static str]| if options.contains(&option) { &[][..] } else { or };
+    let batch = unless("--batch", &["--batch", "3"]);
+    let weights = unless("--weights", &["--weights", "bert-hf"]);
+    let label = unless("--label-field", &["--label-field", "class"]);
+    texts::train(dir, run, &[&common, &["--eval", "20"], batch, weights, label, options])
 }
 
 #[test]
@@ -90,8 +47,7 @@ fn measured(summary: &Value, predictions: &Path) -> ([f64; 2], [f64; 2]) {
     let told = summary["epochs"].as_array().unwrap().last().unwrap()["eval"].as_array().unwrap().clone();
     let names: Vec<&str> = told.iter().map(|pair| pair[0].as_str().unwrap()).collect();
     assert_eq!(names, ["loss", "accuracy", "f1"]);
-    let lines = std::fs::read_to_string(predictions).unwrap();
-    let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let lines = json_lines(predictions);
     let rows: Vec<u64> = lines.iter().map(|line| line["row"].as_u64().unwrap()).collect();
     assert!(rows.iter().copied().eq(143..163), "every row that is held out, once, in order: {rows:?}");
     let count = |wanted: &dyn Fn(&Value) -> bool| lines.iter().filter(|line| wanted(line)).count() as f64;
@@ -156,55 +112,40 @@ fn what_does_not_fit_is_told() {
     let dir = tempfile::tempdir().unwrap();
     inputs(dir.path());
     let told = |options: &[&str]| {
-        let ran =
-            zero(&[&["train", "--task", "text-classification", "--tokenizer", "tok"], options].concat(), dir.path());
-        let text = String::from_utf8(ran.stderr).unwrap();
-        assert_eq!(ran.status.code(), Some(2), "{options:?}: {text}");
-        text
+        refused(&[&["train", "--task", "text-classification", "--tokenizer", "tok"], options].concat(), dir.path())
     };
     let rows = ["--data", "rows.jsonl"];
     for (options, expected) in [
         (&["--model", "tiny"][..], "--model tiny: expected a BERT for --task text-classification"),
-        (&["--weights", "hf", "--seq", "3"], "--seq 3: expected 4 to 24, the positions of the model"),
         (
-            &["--weights", "hf", "--label-field", "class"],
-            "its \"class\" is not there: expected a text or a whole number; name another key with --label-field",
+            &["--weights", "bert-hf", "--label-field", "class", "--seq", "3"],
+            "--seq 3: expected 4 to 24, the positions of the model",
         ),
         (
-            &["--weights", "hf", "--text-field", "n"],
+            &["--weights", "bert-hf", "--label-field", "kind"],
+            "its \"kind\" is not there: expected a text or a whole number; name another key with --label-field",
+        ),
+        (
+            &["--weights", "bert-hf", "--label-field", "class", "--text-field", "n"],
             "its \"n\" is a number: expected a text; name another key with --text-field",
         ),
-        (&["--weights", "hf", "--predictions", "p.jsonl"], "expected rows that are held out: --eval ROWS"),
         (
-            &["--weights", "hf", "--eval", "5", "--predictions", "no/p.jsonl"],
+            &["--weights", "bert-hf", "--label-field", "class", "--predictions", "p.jsonl"],
+            "expected rows that are held out: --eval ROWS",
+        ),
+        (
+            &["--weights", "bert-hf", "--label-field", "class", "--eval", "5", "--predictions", "no/p.jsonl"],
             "expected a file in a folder that is there",
         ),
     ] {
         let text = told(&[options, &rows].concat());
         assert!(text.contains(expected), "{options:?}: {text}");
     }
-    assert!(told(&["--weights", "hf"]).contains("--data is missing"));
-    assert!(told(&["--weights", "hf", "--data", "text.txt"]).contains("is text: expected .jsonl or .parquet"));
+    assert!(told(&["--weights", "bert-hf"]).contains("--data is missing"));
+    assert!(told(&["--weights", "bert-hf", "--data", "text.txt"]).contains("is text: expected .jsonl or .parquet"));
     // Classes of another model.
-    ok(
-        &[
-            "train",
-            "--task",
-            "text-classification",
-            "--tokenizer",
-            "tok",
-            "--weights",
-            "hf",
-            "--data",
-            "rows.jsonl",
-            "--steps",
-            "1",
-            "--save",
-            "run",
-        ],
-        dir.path(),
-    );
-    ok(&["export", "run", "classes"], dir.path());
+    train(dir.path(), "run", &["--steps", "1"]);
+    ok(&["export", "run/checkpoints", "classes"], dir.path());
     std::fs::write(dir.path().join("other.jsonl"), "{\"text\": \"a cat\", \"label\": \"birds\"}\n").unwrap();
     let text = told(&["--weights", "classes", "--data", "other.jsonl"]);
     assert!(

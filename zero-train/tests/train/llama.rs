@@ -3,16 +3,11 @@
 //! Training of a Llama by the command: the same task as GPT-2's. (That its losses are transformers': zero-tests' `ranks`.)
 
 use std::path::Path;
-use std::process::{Command, Output};
 
-use assert_cmd::cargo::CommandCargoExt;
 use serde_json::{Value, json};
 
+use crate::common::texts::zero;
 use crate::common::{trajectory, write_inputs};
-
-fn zero(args: &[&str], dir: &Path) -> Output {
-    Command::cargo_bin("zero").unwrap().args(args).current_dir(dir).output().unwrap()
-}
 
 fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
     let (out, save) = (format!("{run}/out"), format!("{run}/checkpoints"));

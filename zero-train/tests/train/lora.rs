@@ -3,44 +3,25 @@
 //! LoRA by the commands: an adapter is trained beside weights that stay as they are.
 
 use std::path::Path;
-use std::process::{Command, Output};
 
-use assert_cmd::cargo::CommandCargoExt;
 use serde_json::{Value, json};
 
+use crate::common::texts::{self, ok, refused, zero};
 use crate::common::{trajectory, wire};
 
-fn zero(args: &[&str], dir: &Path) -> Output {
-    Command::cargo_bin("zero").unwrap().args(args).current_dir(dir).output().unwrap()
-}
-
-fn ok(args: &[&str], dir: &Path) -> String {
-    let ran = zero(args, dir);
-    assert!(ran.status.success(), "{args:?}: {}", String::from_utf8_lossy(&ran.stderr));
-    String::from_utf8(ran.stdout).unwrap()
-}
-
-/// A small model with GPT-2's tokens that was trained for a few steps, as a folder `hf`.
+/// A small GPT-2 that was trained for a few steps.
 fn base(dir: &Path) {
     let config = json!({ "model_type": "gpt2", "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4,
         "resid_pdrop": 0.1, "embd_pdrop": 0.0, "attn_pdrop": 0.0 });
-    std::fs::create_dir(dir.join("model")).unwrap();
-    std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
-    std::fs::write(dir.join("book.txt"), "The cat sat on the mat, and the dog ran under the tree.\n".repeat(40))
-        .unwrap();
-    let train = ["train", "--model", "model", "--data", "book.txt", "--seq", "12", "--batch", "2", "--steps", "20"];
-    ok(&[&train[..], &["--lr", "1e-2", "--save", "base", "--threads", "1"]].concat(), dir);
-    ok(&["export", "base", "hf", "--dtype", "fp32"], dir);
+    texts::gpt2(dir, &config, "12", "20");
 }
 
 const LORA: [&str; 8] =
     ["--lora-r", "4", "--lora-alpha", "8", "--lora-dropout", "0.1", "--lora-targets", "c_attn,mlp.c_proj"];
 
 fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
-    let (out, save) = (format!("{run}/out"), format!("{run}/checkpoints"));
-    let common = ["train", "--weights", "hf", "--data", "book.txt", "--seq", "12", "--batch", "2"];
-    let rest = ["--threads", "1", "--json", "--out", &out, "--save", &save, "--clip", "1"];
-    serde_json::from_str(&ok(&[&common[..], &rest, options].concat(), dir)).unwrap()
+    let common = ["--weights", "gpt2-hf", "--data", "book.txt", "--seq", "12", "--batch", "2", "--clip", "1"];
+    texts::train(dir, run, &[&common, options])
 }
 
 /// Elements of the adapter: c_attn and the feed-forward layer's c_proj of two blocks.
@@ -50,21 +31,25 @@ const TRAINED: u64 = 2 * 4 * ((32 + 96) + (128 + 32));
 fn stages_and_a_resume_give_the_same_bits_and_what_is_frozen_costs_nothing() {
     let dir = tempfile::tempdir().unwrap();
     base(dir.path());
-    for ranks in 1..=3u64 {
+    let mut first = Vec::new();
+    for (ranks, format) in (1..=3u64).flat_map(|ranks| [(ranks, ""), (ranks, "int8"), (ranks, "nf4")]) {
         let count = ranks.to_string();
-        let whole = format!("{ranks}-0");
+        let whole = format!("{ranks}-0{format}");
+        let quantize = ["--quantize", format];
+        let quantize = if format.is_empty() { &[] } else { &quantize[..] };
         let of = |stage: &'static str, steps: &'static str| {
-            [&LORA[..], &["--ranks", &count, "--stage", stage, "--steps", steps]].concat()
+            [&LORA[..], &["--ranks", &count, "--stage", stage, "--steps", steps], quantize].concat()
         };
         train(dir.path(), &whole, &of("0", "8"));
         let expected = trajectory(&dir.path().join(&whole));
         assert_eq!(expected.len(), 8);
+        first.push(expected[0][1].parse::<f64>().unwrap());
         for stage in ["1", "2", "3"] {
-            let run = format!("{ranks}-{stage}");
+            let run = format!("{ranks}-{stage}{format}");
             train(dir.path(), &run, &of(stage, "5"));
             let summary = train(dir.path(), &run, &[&of(stage, "8")[..], &["--resume", "auto"]].concat());
             let here = dir.path().join(&run);
-            assert_eq!(trajectory(&here), expected, "{ranks} ranks at stage {stage}");
+            assert_eq!(trajectory(&here), expected, "{ranks} ranks at stage {stage}, {format}");
             // Only the adapter has gradients and moments, and only its gradients are sent.
             let (got, formula) = (&summary["model_state_bytes"], &summary["model_state_bytes_formula"]);
             assert_eq!(formula["optimizer"], (8 * TRAINED).div_ceil(ranks));
@@ -80,6 +65,11 @@ fn stages_and_a_resume_give_the_same_bits_and_what_is_frozen_costs_nothing() {
             let most = 4 * TRAINED * (ranks - 1) / ranks;
             assert!(reduced <= most + 4096, "{ranks} ranks at stage {stage}: {reduced} of {most}");
         }
+    }
+    // What a quantised base predicts is nearly what the base does.
+    for losses in first.chunks(3) {
+        let off = |at: usize| ((losses[at] - losses[0]) / losses[0]).abs();
+        assert!(off(1) > 0.0 && off(1) < 1e-2 && off(2) > 0.0 && off(2) < 1e-1, "{losses:?}");
     }
 }
 
@@ -107,14 +97,14 @@ fn an_adapter_alone_is_saved_and_exported_as_peft_reads_it_or_merged() {
         ("r", json!(4)),
         ("target_modules", json!(["c_attn", "mlp.c_proj"])),
         ("fan_in_fan_out", json!(true)),
-        ("base_model_name_or_path", json!("hf")),
+        ("base_model_name_or_path", json!("gpt2-hf")),
     ] {
         assert_eq!(config[key], value, "{key}");
     }
     assert!(dir.path().join("adapter/adapter_model.safetensors").is_file());
     // The same text from the checkpoint, the adapter, and what either is merged into.
     ok(&["export", "run/checkpoints", "merged", "--merge", "--dtype", "fp32"], dir.path());
-    ok(&["export", "adapter", "merged-2", "--merge", "--base", "hf", "--dtype", "fp32"], dir.path());
+    ok(&["export", "adapter", "merged-2", "--merge", "--base", "gpt2-hf", "--dtype", "fp32"], dir.path());
     assert!(
         std::fs::read(dir.path().join("merged/model.safetensors")).unwrap()
             == std::fs::read(dir.path().join("merged-2/model.safetensors")).unwrap()
@@ -126,10 +116,10 @@ fn an_adapter_alone_is_saved_and_exported_as_peft_reads_it_or_merged() {
         )
     };
     let expected = text("merged", &[]);
-    assert_ne!(text("hf", &[]), expected);
+    assert_ne!(text("gpt2-hf", &[]), expected);
     assert_eq!(text("run/checkpoints", &[]), expected);
     assert_eq!(text("adapter", &[]), expected);
-    assert_eq!(text("adapter", &["--base", "hf", "--ranks", "2"]), expected);
+    assert_eq!(text("adapter", &["--base", "gpt2-hf", "--ranks", "2"]), expected);
     // It is gone on with.
     let again = train(dir.path(), "again", &["--adapter", "adapter", "--steps", "1"]);
     assert!(again["loss_first"].as_f64().unwrap() < 0.9 * first);
@@ -144,33 +134,30 @@ fn walk(dir: &Path) -> u64 {
 fn what_does_not_fit_is_told() {
     let dir = tempfile::tempdir().unwrap();
     base(dir.path());
-    let told = |args: &[&str]| {
-        let ran = zero(args, dir.path());
-        let text = String::from_utf8(ran.stderr).unwrap();
-        assert_eq!(ran.status.code(), Some(2), "{args:?}: {text}");
-        text
-    };
+    let told = |args: &[&str]| refused(args, dir.path());
     let train = |options: &[&str]| told(&[&["train", "--data", "book.txt", "--seq", "12"], options].concat());
     for (options, expected) in [
         (&["--model", "model", "--lora-r", "4"][..], "--lora-r 4: expected --weights DIR beside it"),
-        (&["--weights", "hf", "--lora-r", "0"], "LoRA cannot have r = 0; change it to at least 1"),
-        (&["--weights", "hf", "--lora-r", "4", "--lora-targets", "c_atn"], "did you mean \"c_attn\"?"),
-        (&["--weights", "hf", "--lora-targets", "c_attn"], "--lora-r <RANK>"),
-        (&["--weights", "hf", "--adapter", "hf"], "cannot read hf/adapter_config.json"),
+        (&["--weights", "gpt2-hf", "--lora-r", "0"], "LoRA cannot have r = 0; change it to at least 1"),
+        (&["--weights", "gpt2-hf", "--lora-r", "4", "--lora-targets", "c_atn"], "did you mean \"c_attn\"?"),
+        (&["--weights", "gpt2-hf", "--lora-targets", "c_attn"], "--lora-r <RANK>"),
+        (&["--weights", "gpt2-hf", "--quantize", "nf4"], "--quantize nf4: expected --lora-r or --adapter beside it"),
+        (&["--weights", "gpt2-hf", "--lora-r", "4", "--quantize", "int2"], "expected int8, int4, nf4"),
+        (&["--weights", "gpt2-hf", "--adapter", "gpt2-hf"], "cannot read gpt2-hf/adapter_config.json"),
     ] {
         let text = train(options);
         assert!(text.contains(expected), "{options:?}: {text}");
     }
-    let text = told(&["export", "base", "out", "--merge"]);
+    let text = told(&["export", "gpt2-base", "out", "--merge"]);
     assert!(text.contains("it holds a whole model and no adapter: leave --merge out"), "{text}");
     assert!(!dir.path().join("out").exists());
-    let text = told(&["generate", "hf", "--base", "hf", "--prompt", "a"]);
-    assert!(text.contains("--base hf: expected an adapter beside it"), "{text}");
+    let text = told(&["generate", "gpt2-hf", "--base", "gpt2-hf", "--prompt", "a"]);
+    assert!(text.contains("--base gpt2-hf: expected an adapter beside it"), "{text}");
     // Another adapter than the checkpoint's.
     let run = |options: &[&str]| {
         let save = ["--save", "run", "--resume", "auto"];
         zero(
-            &[&["train", "--weights", "hf", "--data", "book.txt", "--seq", "12"], &save[..], options].concat(),
+            &[&["train", "--weights", "gpt2-hf", "--data", "book.txt", "--seq", "12"], &save[..], options].concat(),
             dir.path(),
         )
     };

@@ -3,71 +3,30 @@
 //! Training of a BART to make texts of texts, by the command; and LoRA on it.
 
 use std::path::Path;
-use std::process::{Command, Output};
 
-use assert_cmd::cargo::CommandCargoExt;
 use serde_json::{Value, json};
 
+use crate::common::texts::{self, json_lines, ok, refused, zero};
 use crate::common::trajectory;
 
-fn zero(args: &[&str], dir: &Path) -> Output {
-    Command::cargo_bin("zero").unwrap().args(args).current_dir(dir).output().unwrap()
-}
-
-fn ok(args: &[&str], dir: &Path) -> String {
-    let ran = zero(args, dir);
-    assert!(ran.status.success(), "{args:?}: {}", String::from_utf8_lossy(&ran.stderr));
-    String::from_utf8(ran.stdout).unwrap()
-}
-
-const WORDS: [&str; 12] = ["cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "was", "glad", "not", "here"];
-
-/// 163 rows whose answer of one to three words is in their text, a vocabulary, and a small model.
 fn inputs(dir: &Path) {
-    let sentence = |at: usize| -> String {
-        let words: Vec<&str> = (0..4 + at % 5).map(|i| WORDS[(at * at + 5 * i + at * i) % 12]).collect();
-        words.join(" ")
-    };
-    let answer = |text: &str| {
-        if text.contains("cat") {
-            "cat"
-        } else if text.contains("dog") {
-            "dog ran"
-        } else {
-            "not here glad"
-        }
-    };
-    let row = |at: usize| {
-        let text = sentence(at);
-        format!("{}\n", json!({ "label": answer(&text), "text": text }))
-    };
-    std::fs::write(dir.join("rows.jsonl"), (0..163).map(row).collect::<String>()).unwrap();
-    std::fs::write(dir.join("text.txt"), (0..240).map(|at| sentence(at) + "\n").collect::<String>()).unwrap();
-    ok(&["tokenizer", "tok", "--data", "text.txt", "--vocab-size", "61"], dir);
-    let config = json!({
-        "model_type": "bart", "vocab_size": 61, "max_position_embeddings": 24, "d_model": 32, "encoder_layers": 2,
-        "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 48, "dropout": 0.1, "pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 3,
-        "forced_bos_token_id": 2, "forced_eos_token_id": 3
-    });
-    std::fs::create_dir(dir.join("model")).unwrap();
-    std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
+    texts::labelled(dir);
+    texts::bart(dir);
 }
+
+const DATA: [&str; 8] = ["--tokenizer", "tok", "--data", "rows.jsonl", "--label-field", "answer", "--seq", "16"];
 
 fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
-    let (out, save) = (format!("{run}/out"), format!("{run}/checkpoints"));
-    let common = ["train", "--tokenizer", "tok", "--data", "rows.jsonl", "--seq", "16", "--batch", "3"];
-    let rest = ["--threads", "1", "--json", "--out", &out, "--save", &save, "--eval", "20"];
-    serde_json::from_str(&ok(&[&common[..], &rest, options].concat(), dir)).unwrap()
+    texts::train(dir, run, &[&DATA, &["--batch", "3", "--eval", "20"], options])
 }
 
 #[test]
 fn stages_and_a_resume_give_the_same_bits_and_adapters_too() {
     let dir = tempfile::tempdir().unwrap();
     inputs(dir.path());
-    train(dir.path(), "base", &["--model", "model", "--steps", "3"]);
+    train(dir.path(), "base", &["--model", "bart", "--steps", "3"]);
     ok(&["export", "base/checkpoints", "hf", "--dtype", "fp32"], dir.path());
-    let whole: &[&str] = &["--model", "model"];
+    let whole: &[&str] = &["--model", "bart"];
     let adapter: &[&str] = &["--weights", "hf", "--lora-r", "4", "--lora-dropout", "0.1"];
     for (what, options) in [("whole", whole), ("adapter", adapter)] {
         for ranks in ["1", "2", "3"] {
@@ -99,12 +58,11 @@ fn it_learns_what_it_is_to_make_and_every_row_counts_once() {
     inputs(dir.path());
     for ranks in ["1", "3"] {
         let options =
-            ["--model", "model", "--ranks", ranks, "--steps", "220", "--lr", "4e-3", "--predictions", "told.jsonl"];
+            ["--model", "bart", "--ranks", ranks, "--steps", "220", "--lr", "4e-3", "--predictions", "told.jsonl"];
         let summary = train(dir.path(), &format!("run-{ranks}"), &options);
         let told = summary["epochs"].as_array().unwrap().last().unwrap()["eval"].clone();
         assert_eq!((&told[0][0], &told[1][0]), (&json!("loss"), &json!("accuracy")));
-        let lines = std::fs::read_to_string(dir.path().join("told.jsonl")).unwrap();
-        let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let lines = json_lines(&dir.path().join("told.jsonl"));
         assert!(lines.iter().map(|line| line["row"].as_u64().unwrap()).eq(143..163), "{lines:?}");
         let right = lines.iter().filter(|line| line["label"] == line["prediction"]).count() as f64 / 20.0;
         let accuracy = told[1][1].as_f64().unwrap();
@@ -124,27 +82,119 @@ fn it_learns_what_it_is_to_make_and_every_row_counts_once() {
     );
 }
 
+/// The last rows have no label: nothing is measured of them, and each is told once, on any number of ranks.
+#[test]
+fn rows_without_a_label_are_only_predicted() {
+    let dir = tempfile::tempdir().unwrap();
+    inputs(dir.path());
+    let rows = json_lines(&dir.path().join("rows.jsonl"));
+    let without = |(at, mut row): (usize, Value)| {
+        if at >= 150 {
+            row.as_object_mut().unwrap().remove("answer");
+        }
+        format!("{row}\n")
+    };
+    let some: String = rows.into_iter().enumerate().map(without).collect();
+    std::fs::write(dir.path().join("some.jsonl"), some).unwrap();
+    let mut all = Vec::new();
+    for (ranks, batch) in [("1", "6"), ("3", "2"), ("2", "3")] {
+        let data =
+            ["--model", "bart", "--tokenizer", "tok", "--label-field", "answer", "--seq", "16", "--batch", batch];
+        let told = ["--eval", "7", "--predictions", "told.jsonl", "--memory-breakdown"];
+        let options = ["--data", "some.jsonl", "--ranks", ranks, "--steps", "24", "--shuffle", "false"];
+        let run = format!("run-{ranks}");
+        let summary = texts::train(dir.path(), &run, &[&data, &told, &options]);
+        let lines = json_lines(&dir.path().join("told.jsonl"));
+        assert!(lines.iter().map(|line| line["row"].as_u64().unwrap()).eq(143..163), "{lines:?}");
+        assert!(lines[..7].iter().all(|line| line["label"].is_string()));
+        assert!(lines[7..].iter().all(|line| line["label"].is_null() && line["prediction"].is_string()), "{lines:?}");
+        let right = lines[..7].iter().filter(|line| line["label"] == line["prediction"]).count() as f64 / 7.0;
+        let epochs = summary["epochs"].as_array().unwrap();
+        let accuracy = epochs.last().unwrap()["eval"][1][1].as_f64().unwrap();
+        assert!((accuracy - right).abs() < 1e-9, "{accuracy}, {right}");
+        // 143 rows are trained on, 6 a step: an epoch and 2 steps' rows.
+        assert_eq!(epochs.iter().map(|epoch| epoch["step"].as_u64().unwrap()).collect::<Vec<_>>(), [24]);
+        let memory = epochs[0]["memory"].as_array().unwrap();
+        assert_eq!(memory.iter().map(|phase| phase["phase"].as_str().unwrap()).collect::<Vec<_>>(), ["train", "eval"]);
+        for phase in memory {
+            let [before, peak, total] = ["before_bytes", "peak_bytes", "total_peak_bytes"]
+                .map(|figure| phase["host"][figure].as_u64().unwrap());
+            assert!(before > 1 << 20 && before + peak == total && phase["device"].is_null(), "{phase}");
+        }
+        all.push(lines);
+        // A run that is killed behind its last step writes them when it is started again.
+        std::fs::remove_file(dir.path().join("told.jsonl")).unwrap();
+        let save = format!("{run}/checkpoints");
+        let again = ["train", "--threads", "1", "--save", &save, "--resume", "auto"];
+        ok(&[&again[..], &data, &told, &options].concat(), dir.path());
+        assert_eq!(Some(&json_lines(&dir.path().join("told.jsonl"))), all.last(), "{ranks} ranks");
+        let left = zero(&[&again[..], &data, &told, &options].concat(), dir.path());
+        assert!(String::from_utf8_lossy(&left.stderr).contains("nothing is left to do"), "{left:?}");
+    }
+    assert!(all.iter().all(|lines| lines.len() == all[0].len()));
+}
+
+/// The file of PEFT's guide (DeepSpeed ZeRO-3 with offload), as it is.
+#[test]
+fn the_guides_file_trains_an_adapter_as_the_same_settings_by_hand() {
+    let dir = tempfile::tempdir().unwrap();
+    inputs(dir.path());
+    train(dir.path(), "base", &["--model", "bart", "--steps", "3"]);
+    ok(&["export", "base/checkpoints", "hf", "--dtype", "fp32"], dir.path());
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs/accelerate_zero3_cpu.yaml");
+    let file = file.display().to_string();
+    let adapter = ["--weights", "hf", "--lora-r", "8", "--lora-alpha", "32", "--lora-dropout", "0.1", "--steps", "6"];
+    train(dir.path(), "file", &[&adapter[..], &["--config", &file]].concat());
+    let by_hand = ["--ranks", "1", "--stage", "3", "--clip", "1", "--accumulation", "1", "--dtype", "fp32"];
+    train(dir.path(), "hand", &[&adapter[..], &by_hand].concat());
+    let [by_file, by_hand] = ["file", "hand"].map(|run| trajectory(&dir.path().join(run)));
+    assert_eq!((by_file.len(), by_file), (6, by_hand));
+    // And the 16-bit model that it asks for, which is the adapter.
+    let kept = dir.path().join("file/out/16bit-model-00000006");
+    assert!(kept.join("adapter_config.json").is_file() && kept.join("adapter_model.safetensors").is_file());
+    let shown = ok(
+        &[&["train", "--dry-run", "--config", &file, "--batch", "3", "--out", "dry"], &DATA[..], &adapter].concat(),
+        dir.path(),
+    );
+    for part in [
+        "1 at stage 3",
+        "Precision: fp32",
+        "clipped to a global norm of 1",
+        "Offload: optimizer state in the host's memory",
+        "Offload: parameters in the host's memory",
+        "16-bit model",
+    ] {
+        assert!(shown.contains(part), "{part} in:\n{shown}");
+    }
+}
+
 #[test]
 fn what_does_not_fit_is_told() {
     let dir = tempfile::tempdir().unwrap();
     inputs(dir.path());
-    let told = |options: &[&str]| {
-        let ran = zero(&[&["train", "--tokenizer", "tok"], options].concat(), dir.path());
-        let text = String::from_utf8(ran.stderr).unwrap();
-        assert_eq!(ran.status.code(), Some(2), "{options:?}: {text}");
-        text
-    };
+    let told = |options: &[&str]| refused(&[&["train", "--tokenizer", "tok"], options].concat(), dir.path());
     let rows = ["--data", "rows.jsonl"];
     for (options, expected) in [
         (&["--task", "seq2seq", "--model", "tiny"][..], "--model tiny: expected a BART for --task seq2seq"),
-        (&["--model", "model", "--seq", "25"], "--seq 25: expected 3 to 24, the positions of the model"),
-        (&["--model", "model", "--label-field", "answer"], "its \"answer\" is not there"),
+        (
+            &["--model", "bart", "--label-field", "answer", "--seq", "25"],
+            "--seq 25: expected 3 to 24, the positions of the model",
+        ),
+        (&["--model", "bart", "--label-field", "reply"], "its \"reply\" is not there"),
     ] {
         let text = told(&[options, &rows].concat());
         assert!(text.contains(expected), "{options:?}: {text}");
     }
+    // Rows without a label are the last ones.
+    let rows = ["--model", "bart", "--data", "some.jsonl"];
+    let row = |label: Option<&str>| format!("{}\n", json!({ "text": "cat", "label": label }));
+    std::fs::write(dir.path().join("some.jsonl"), row(Some("cat")) + &row(None) + &row(Some("dog"))).unwrap();
+    let text = told(&rows);
+    assert!(text.contains("row 1 has no \"label\", and rows behind it have"), "{text}");
+    std::fs::write(dir.path().join("some.jsonl"), row(None)).unwrap();
+    assert!(told(&rows).contains("line 1: its \"label\" is null"));
     let long = json!({ "text": "cat", "label": "cat ".repeat(30) }).to_string();
     std::fs::write(dir.path().join("long.jsonl"), long).unwrap();
-    let text = told(&["--model", "model", "--data", "long.jsonl"]);
+    let text = told(&["--model", "bart", "--data", "long.jsonl"]);
     assert!(text.contains("row 0: the text to be made has more tokens than the model's 24 positions"), "{text}");
 }

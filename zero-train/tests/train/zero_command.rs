@@ -40,7 +40,7 @@ fn help_teaches() {
       estimate     Bytes of model state per rank at every stage, and what fits into this machine
       tokenizer    Learn a WordPiece vocabulary from texts, for BERT
       train        Train a GPT-2 or a BERT on text or token files
-      generate     Go on with texts, by a trained GPT-2
+      generate     Go on with texts by a trained GPT-2 or Llama, or make others of them by a BART
       launch       Start ranks as processes, on one machine or many, and again after one has died
       flight       Find out from flight records, the ranks' last operations, which rank is late, and
                    where
@@ -132,6 +132,16 @@ fn the_books_tables_of_keys_are_the_programs() {
             "zero check --keys {kind} >docs/book/src/keys-{kind}.md"
         );
     }
+}
+
+#[test]
+fn config_writes_the_file_of_the_walkthrough() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("zero.yaml");
+    let flags = ["--stage", "3", "--ranks", "2", "--clip", "1", "--offload-optimizer", "cpu", "--offload-param", "cpu"];
+    prints(&[&["config", "--defaults", "--save-16bit", "--output", file.to_str().unwrap()], &flags[..]].concat());
+    let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/zero3_offload.yaml");
+    assert_eq!(std::fs::read_to_string(file).unwrap(), std::fs::read_to_string(ours).unwrap());
 }
 
 #[test]

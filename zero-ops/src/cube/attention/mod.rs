@@ -7,6 +7,7 @@
 //! Shape suffixes: those of `crate::backend`, and `e` for the width of a head, `pairs = b * h`.
 
 mod blocked;
+mod dropped;
 mod flash;
 mod kernels;
 mod softmax;
@@ -25,7 +26,7 @@ use self::blocked::Blocked;
 use self::flash::Flash;
 use super::rows::with_whole_rows;
 use super::tensor::{OnCube, empty, first, packed, run};
-use crate::options::AttentionOptions;
+use crate::options::{AttentionDropout, AttentionOptions};
 
 /// [`attention_forward`](crate::FusedBackend::attention_forward), or of packed rows: rows `[n, d]` and their logarithms of sums
 /// `[b, h, t]`, which are fp32 whatever the type of the rows.
@@ -145,6 +146,7 @@ struct Inputs<R: CubeRuntime> {
     /// `[b, t]` in fp32, packed; if not `masked`, something to bind in its place that no kernel reads.
     mask: CubeTensor<R>,
     masked: bool,
+    dropout: Option<AttentionDropout>,
 }
 
 impl<R: CubeRuntime> Inputs<R> {
@@ -154,7 +156,7 @@ impl<R: CubeRuntime> Inputs<R> {
         let [q, k, v] = three(parts, sizes);
         let masked = mask.is_some();
         let mask = mask.map_or_else(|| scratch(&q.tensor, &[1], DType::F32), full);
-        Self { sizes, q, k, v, mask, masked }
+        Self { sizes, q, k, v, mask, masked, dropout: options.dropout }
     }
 
     fn dtype(&self) -> DType {
@@ -235,8 +237,16 @@ mod compiled {
         let [t, heads] = [512, 2];
         let blocked = Way::Blocked(Blocked { budget_bytes: 1 << 20, tuned: false });
         for (dtype, e) in TYPES.into_iter().flat_map(|dtype| [64, 128].map(|e| (dtype, e))) {
-            for (causal, masked) in [(false, false), (false, true), (true, false), (true, true)] {
-                let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125 };
+            let some = Some(AttentionDropout { probability: 0.1, key: 1 << 40 });
+            let cases = [
+                (false, false, None),
+                (false, true, some),
+                (true, false, None),
+                (true, false, some),
+                (true, true, None),
+            ];
+            for (causal, masked, dropout) in cases {
+                let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125, dropout };
                 let mask = masked.then(|| tensor([1, t], DType::F32));
                 let inputs = Inputs::new([tensor([t, 3 * heads * e], dtype)], mask, options);
                 let flash = Flash::on(&inputs, &[]).map(Way::Flash);

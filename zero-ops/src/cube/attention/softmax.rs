@@ -7,6 +7,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::DType;
 use cubecl::prelude::*;
 
+use super::dropped::{Dropped, dropped, share};
 use super::{Inputs, grid, scratch};
 use crate::cube::many::array;
 use crate::cube::rows::address_type;
@@ -75,7 +76,7 @@ pub(super) fn probabilities<R: CubeRuntime>(
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products],
             out_arg, array(lse), array(&mask), block.lines_arg(sizes.t, sizes.heads),
-            sizes.scale, units, sizes.causal, inputs.masked, inputs.dtype().into()
+            dropped(inputs.dropout), sizes.scale, units, sizes.causal, inputs.masked, inputs.dropout.is_some(), inputs.dtype().into()
         }
     }
     out
@@ -101,8 +102,8 @@ pub(super) fn gradients<R: CubeRuntime>(
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products, gradients],
             probabilities_arg, d_products_arg, array(lse), array(along),
-            array(&mask), block.lines_arg(sizes.t, sizes.heads), sizes.scale, units, sizes.causal,
-            inputs.masked, inputs.dtype().into()
+            array(&mask), block.lines_arg(sizes.t, sizes.heads), dropped(inputs.dropout), sizes.scale, units, sizes.causal,
+            inputs.masked, inputs.dropout.is_some(), inputs.dtype().into()
         }
     }
     [probabilities, d_products]
@@ -135,10 +136,12 @@ fn probabilities_kernel<E: Float>(
     lse: &mut Array<f32>,
     mask: &Array<f32>,
     block: Lines,
+    of_dropout: Dropped,
     scale: f32,
     #[comptime] units: usize,
     #[comptime] causal: bool,
     #[comptime] masked: bool,
+    #[comptime] drops: bool,
     #[define(E)] _dtype: StorageType,
 ) {
     let line = CUBE_POS;
@@ -200,6 +203,9 @@ fn probabilities_kernel<E: Float>(
                 score += mask[of_mask + key];
             }
             probability = (score - largest).exp() / sum;
+            if comptime!(drops) {
+                probability *= share(&of_dropout, pair, query, key, block.t);
+            }
         }
         probabilities[from + key] = E::cast_from(probability);
         key += units;
@@ -216,10 +222,12 @@ fn gradients_kernel<E: Float>(
     along: &Array<f32>,
     mask: &Array<f32>,
     block: Lines,
+    of_dropout: Dropped,
     scale: f32,
     #[comptime] units: usize,
     #[comptime] causal: bool,
     #[comptime] masked: bool,
+    #[comptime] drops: bool,
     #[define(E)] _dtype: StorageType,
 ) {
     let line = CUBE_POS;
@@ -244,7 +252,14 @@ fn gradients_kernel<E: Float>(
                 score += mask[of_mask + key];
             }
             probability = (score - lse).exp();
-            gradient = probability * (gradients[from + key] - along) * scale;
+            let of_probability = gradients[from + key];
+            if comptime!(drops) {
+                let share = share(&of_dropout, pair, query, key, block.t);
+                gradient = probability * (of_probability * share - along) * scale;
+                probability *= share;
+            } else {
+                gradient = probability * (of_probability - along) * scale;
+            }
         }
         probabilities[from + key] = E::cast_from(probability);
         d_products[from + key] = E::cast_from(gradient);

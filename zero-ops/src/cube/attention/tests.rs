@@ -83,27 +83,29 @@ struct Case {
     e: usize,
     causal: bool,
     masked: bool,
+    drops: bool,
 }
 
 impl Case {
-    /// All lengths with all widths of heads, each with `few` of the 16 other choices; neighbours take others, and all
+    /// All lengths with all widths of heads, each with `few` of the 32 other choices; neighbours take others, and all
     /// are taken. (A device that is a processor needs a second for a few cases, most of it to compile them.)
     fn some<const N: usize>(few: usize, widths: [usize; N]) -> impl Iterator<Item = Self> {
         let shapes = [1, 2, 17, 64, 100, 257].into_iter().flat_map(move |t| widths.map(|e| (t, e)));
         shapes.enumerate().flat_map(move |(at, (t, e))| {
             (0..few).map(move |i| {
-                // 5 and 16 have no common divisor, and so all choices come.
-                let choice = (at * few + i) * 5 % 16;
+                // 5 and 32 have no common divisor, and so all choices come.
+                let choice = (at * few + i) * 5 % 32;
                 let bit = |bit: usize| choice >> bit & 1 == 1;
                 let (batch, heads) = (1 + usize::from(bit(0)), 1 + 2 * usize::from(bit(1)));
-                Self { batch, heads, t, e, causal: bit(2), masked: bit(3) }
+                Self { batch, heads, t, e, causal: bit(2), masked: bit(3), drops: bit(4) }
             })
         })
     }
 
     fn options(self) -> AttentionOptions {
-        let Self { batch, heads, e, causal, .. } = self;
-        AttentionOptions { batch, heads, causal, window: None, scale: 1.0 / (e as f64).sqrt() }
+        let Self { batch, heads, e, causal, drops, .. } = self;
+        let dropout = drops.then_some(AttentionDropout { probability: 0.3, key: 0xfedc_ba98_7654_3210 });
+        AttentionOptions { batch, heads, causal, window: None, scale: 1.0 / (e as f64).sqrt(), dropout }
     }
 
     fn shape(self) -> [usize; 2] {
@@ -267,7 +269,7 @@ fn tiles_lie_as_matrix_units_have_them() {
 
 #[test]
 fn two_runs_give_the_same_bits() {
-    let case = Case { batch: 2, heads: 3, t: 100, e: 48, causal: true, masked: true };
+    let case = Case { batch: 2, heads: 3, t: 100, e: 48, causal: true, masked: true, drops: false };
     let (rows, mask) = (rows_of(case), case.mask());
     let expected = expected(case, &rows, &mask);
     for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1)] {
@@ -281,7 +283,7 @@ fn two_runs_give_the_same_bits() {
 #[test]
 fn a_mask_may_hide_everything() {
     for causal in [false, true] {
-        let case = Case { batch: 2, heads: 3, t: 100, e: 16, causal, masked: true };
+        let case = Case { batch: 2, heads: 3, t: 100, e: 16, causal, masked: true, drops: false };
         let rows = rows_of(case);
         let mut mask = case.mask().expect("the case has a mask");
         mask[..case.t].fill(-1e9);
@@ -299,14 +301,14 @@ fn a_mask_may_hide_everything() {
 
 #[test]
 fn no_rows_are_no_work() {
-    let case = Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false };
+    let case = Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false, drops: false };
     let rows = [const { Vec::new() }; 4];
     assert!(joint(BLOCKED, case, &rows, &None, plain).iter().all(Vec::is_empty));
 }
 
 #[test]
 fn the_functions_give_what_the_chosen_way_gives() {
-    let case = Case { batch: 2, heads: 3, t: 17, e: 40, causal: true, masked: true };
+    let case = Case { batch: 2, heads: 3, t: 17, e: 40, causal: true, masked: true, drops: false };
     let (rows, mask) = (rows_of(case), case.mask());
     let (shape, options) = (case.shape(), case.options());
     let expected = expected(case, &rows, &mask);
@@ -329,7 +331,7 @@ fn the_functions_give_what_the_chosen_way_gives() {
 /// The scores of all pairs of rows are never in one tensor.
 #[test]
 fn no_tensor_holds_all_scores() {
-    let case = Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false };
+    let case = Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false, drops: false };
     let (rows, scores) = (rows_of(case), case.batch * case.heads * case.t * case.t);
     LARGEST.with(|largest| largest.set(0));
     separate(SMALL_BLOCKS, case, &rows, &None, plain);
@@ -364,7 +366,7 @@ fn blocks_keep_to_their_budget() {
 /// Rows in 16 bit are computed in fp32 and rounded once.
 #[test]
 fn rows_in_16_bit_are_rounded_at_the_end() {
-    let case = Case { batch: 2, heads: 3, t: 40, e: 48, causal: true, masked: true };
+    let case = Case { batch: 2, heads: 3, t: 40, e: 48, causal: true, masked: true, drops: false };
     let mask = case.mask();
     for (dtype, digits) in [(DType::F16, 11), (DType::BF16, 8)] {
         if !Vulkan::supports_dtype(&WgpuDevice::default(), dtype) {

@@ -61,7 +61,7 @@ pub(super) fn mean_kernel(
     }
 }
 
-/// `logits`: `[rows, v]`, overwritten with the gradient of the sum of losses times `scale` if it is wanted; `targets`,
+/// `logits`: `[rows, v]` with columns behind them up to `stride`, overwritten with the gradient of the sum of losses times `scale` if it is wanted; `targets`,
 /// `losses`: `[n]`, of which these are the rows from `first`.
 ///
 /// The largest logit and the sum of exponentials are found together, in one pass; a second one makes the gradient.
@@ -84,7 +84,7 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
     let mut shared = SharedMemory::<f32>::new(2 * units);
     let mut of_target = SharedMemory::<f32>::new(1usize);
     let me = UNIT_POS as usize;
-    // The last vector may reach into the gap behind the row; what it finds there counts for nothing.
+    // The last vector may reach behind the row; what it finds there counts for nothing.
     let vectors = vocabulary.div_ceil(N::value());
     let mut row = CUBE_POS;
     while row < rows {
@@ -154,7 +154,8 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
         if comptime!(is_gradient) {
             let share = select(is_counted, scale, 0.0f32);
             let mut column = me;
-            while column < vectors {
+            // Behind the vocabulary it is 0.
+            while column < stride {
                 let values = Vector::<f32, N>::cast_from(logits[start + column]);
                 let mut gradient = (values - Vector::new(lse)).exp();
                 #[unroll]
@@ -204,6 +205,34 @@ pub(super) fn place_kernel<N: Size>(
             } else {
                 out[at] = value;
             }
+            row += HEIGHT.comptime();
+        }
+    }
+}
+
+/// `out`: `[padded, d]`, the rows of `x` `[rows, d]` and zeros behind them.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn padded_kernel<E: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    out: &mut Array<Vector<E, N>>,
+    stride: usize,
+    rows: usize,
+    padded: usize,
+    vectors: usize,
+    rows_per_block: usize,
+    #[define(E)] _dtype: StorageType,
+) {
+    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
+    let begin = CUBE_POS_Y as usize * rows_per_block;
+    let end = min(begin + rows_per_block, padded);
+    if column < vectors {
+        let mut row = begin + UNIT_POS_Y as usize;
+        while row < end {
+            let mut value = Vector::<E, N>::cast_from(0.0f32);
+            if row < rows {
+                value = x[row * stride + column];
+            }
+            out[row * vectors + column] = value;
             row += HEIGHT.comptime();
         }
     }

@@ -50,7 +50,7 @@ enum Command {
     Tokenizer(commands::TokenizerArgs),
     /// Train a GPT-2 or a BERT on text or token files
     Train(Box<zero_train::language::Options>),
-    /// Go on with texts, by a trained GPT-2
+    /// Go on with texts by a trained GPT-2 or Llama, or make others of them by a BART
     Generate(Box<zero_train::generate::Options>),
     /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),

@@ -1,0 +1,99 @@
+//! What gradients are multiplied by, made of their sums of squares where these are: no host waits for it.
+
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, TensorMetadata};
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::any::{self, Body};
+use super::many::UNITS;
+use super::norm::cube_sum;
+use super::tensor::{empty, launch, packed};
+use crate::options::Clip;
+
+/// The one number that gradients are multiplied by, in fp32, by the formula of PyTorch's `clip_grad_norm_`: from `sums` as
+/// [`sums_of_squares`](super::norm::sums_of_squares) makes them. NaN where nothing is to be updated, and only then.
+///
+/// # Panics
+///
+/// When the backend's tensors are not CubeCL's.
+pub fn clip_factor<B: Backend>(sums: FloatTensor<B>, clip: Clip) -> FloatTensor<B> {
+    assert_eq!(sums.dtype(), DType::F32, "sums of squares are in fp32");
+    let output = (Shape::from([1]), DType::F32);
+    any::run::<B>("clip factor", vec![sums], vec![output], clip).swap_remove(0)
+}
+
+impl Body for Clip {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        let sums = packed(inputs.into_iter().next().expect("there is one"));
+        let tensors = sums.meta.num_elements() - 1;
+        let factor = empty(&sums, [1], DType::F32);
+        let Self { most, loss_scale, skips } = *self;
+        // SAFETY: units read sums below the length; one writes the only element.
+        unsafe {
+            launch! {
+                factor_kernel on sums.client, (CubeCount::new_single(), CubeDim::new_1d(UNITS)),
+                [sums, factor.clone()],
+                tensors, most.unwrap_or(0.0) as f32, loss_scale as f32, f32::NAN, most.is_some(), skips
+            }
+        }
+        vec![factor]
+    }
+}
+
+/// `sums`: of `tensors` tensors, then the number of elements that are not finite.
+#[cube(launch_unchecked)]
+fn factor_kernel(
+    sums: &Array<f32>,
+    factor: &mut Array<f32>,
+    tensors: usize,
+    most: f32,
+    loss_scale: f32,
+    nan: f32,
+    #[comptime] clips: bool,
+    #[comptime] skips: bool,
+) {
+    let mut sum = 0.0f32;
+    let mut at = UNIT_POS as usize;
+    while at < tensors {
+        sum += sums[at];
+        at += UNITS as usize;
+    }
+    let sum = cube_sum(sum);
+    if UNIT_POS == 0 {
+        let odd = sums[tensors];
+        let mut share = 1.0f32;
+        if comptime!(clips) {
+            // Of a norm that is no number nothing is the lesser.
+            if odd == 0.0f32 {
+                share = min(most / (sum.sqrt() / loss_scale + 1e-6f32), 1.0f32);
+            }
+        }
+        let mut made = share / loss_scale;
+        if comptime!(skips) {
+            // By its bits: what a comparison with infinity comes to is up to a compiler's idea of fast.
+            let exponent = u32::reinterpret(sum) & 0x7f80_0000u32;
+            if odd > 0.0f32 || exponent == 0x7f80_0000u32 {
+                made = nan;
+            }
+        }
+        factor[0] = made;
+    }
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{check, tensor};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for (most, skips) in [(None, true), (Some(1.0), false), (Some(1.0), true)] {
+            Clip { most, loss_scale: 1.0, skips }.run(vec![tensor([600], DType::F32)]);
+        }
+        check();
+    }
+}

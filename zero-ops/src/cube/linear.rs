@@ -1,0 +1,139 @@
+//! Products of linear layers by Burn's tuner, in memory without gaps, and one kernel for bias and residual.
+//!
+//! Burn's fusion would join bias and residual to the product by a tuner of its own, which does not know the Hopper products (TMA);
+//! and what it gives out has gaps behind its rows, which an update and a norm of whole tensors copy away.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
+use burn_cubecl::ops::permute;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::Shape;
+use cubecl::prelude::*;
+
+use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, stride, vector_size, with_whole_rows, zeros};
+use super::tensor::{OnCube, empty, first, launch, packed, run};
+
+/// `out`: `[n, f]`, the product, to which `bias` `[f]` and `residual` `[n, f]` are added.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn add_to_product_kernel<E: Float, N: Size>(
+    out: &mut Array<Vector<E, N>>,
+    bias: &Array<Vector<E, N>>,
+    residual: &Array<Vector<E, N>>,
+    stride: usize,
+    rows: usize,
+    vectors: usize,
+    rows_per_block: usize,
+    #[comptime] has_bias: bool,
+    #[comptime] has_residual: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
+    let first = CUBE_POS_Y as usize * rows_per_block;
+    let end = min(first + rows_per_block, rows);
+    if column < vectors {
+        let mut shift = Vector::<f32, N>::new(0.0f32);
+        if comptime!(has_bias) {
+            shift = Vector::cast_from(bias[column]);
+        }
+        let mut row = first + UNIT_POS_Y as usize;
+        while row < end {
+            let at = row * vectors + column;
+            let mut sum = Vector::<f32, N>::cast_from(out[at]) + shift;
+            if comptime!(has_residual) {
+                sum += Vector::<f32, N>::cast_from(residual[row * stride + column]);
+            }
+            out[at] = Vector::cast_from(sum);
+            row += HEIGHT.comptime();
+        }
+    }
+}
+
+/// Of matrices of one type, in memory without gaps.
+fn product<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
+    let ([n, inner], [_, f], dtype) = (dims(&lhs), dims(&rhs), lhs.dtype);
+    if n * f * inner == 0 {
+        return zeros(&lhs, [n, f], dtype);
+    }
+    let out = empty(&lhs, [n, f], dtype);
+    matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype).expect("a product of matrices of one type is set up")
+}
+
+fn transposed<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
+    permute(x, &[1, 0])
+}
+
+/// A product with bias and residual, in its place.
+fn added<R: CubeRuntime>(
+    out: CubeTensor<R>,
+    bias: Option<CubeTensor<R>>,
+    residual: Option<CubeTensor<R>>,
+) -> CubeTensor<R> {
+    let ([n, f], has_bias, has_residual) = (dims(&out), bias.is_some(), residual.is_some());
+    if n * f == 0 || !(has_bias || has_residual) {
+        return out;
+    }
+    // Where there is none, the kernel is given something to not read.
+    let [bias, residual] = [bias.map(packed), residual.map(with_whole_rows)].map(|x| x.unwrap_or_else(|| out.clone()));
+    let size = vector_size(&[&out, &bias, &residual]);
+    let (blocks, dtype) = (Blocks::new(n, f), out.dtype.into());
+    let (address, stride) = (address_type(&[&out, &residual]), stride(&residual, size));
+    // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
+    unsafe {
+        launch! {
+            add_to_product_kernel on out.client, (blocks.count(f / size), Blocks::dim(), address, size),
+            [out.clone(), bias, residual],
+            stride, n, f / size, blocks.rows_per_block, has_bias, has_residual, dtype
+        }
+    }
+    out
+}
+
+/// [`fused_linear`](crate::FusedBackend::fused_linear).
+pub(crate) fn linear<T: OnCube>(x: T, weight: T, bias: Option<T>, residual: Option<T>) -> T {
+    let promised = vec![(Shape::from([x.shape()[0], weight.shape()[1]]), x.dtype())];
+    let (has_bias, has_residual) = (bias.is_some(), residual.is_some());
+    let given = [x, weight].into_iter().chain(bias).chain(residual).collect();
+    let made = T::run("linear", given, promised, move |given| {
+        let mut given = given.into_iter().peekable();
+        let [x, weight] = first(&mut given);
+        let [bias, residual] = [has_bias, has_residual].map(|is_given| given.next_if(|_| is_given));
+        vec![added(product(x, weight), bias, residual)]
+    });
+    made.into_iter().next().expect("an output was promised")
+}
+
+/// [`fused_linear_x_backward`](crate::FusedBackend::fused_linear_x_backward).
+pub(crate) fn x_backward<T: OnCube>(weight: T, grad: T) -> T {
+    let outputs = [(Shape::from([grad.shape()[0], weight.shape()[0]]), grad.dtype())];
+    let [dx] = run("linear: gradient of rows", [weight, grad], None, outputs, |[weight, grad], _| {
+        [product(grad, transposed(weight))]
+    });
+    dx
+}
+
+/// [`fused_linear_weight_backward`](crate::FusedBackend::fused_linear_weight_backward).
+pub(crate) fn weight_backward<T: OnCube>(x: T, grad: T) -> T {
+    let outputs = [(Shape::from([x.shape()[1], grad.shape()[1]]), grad.dtype())];
+    let [d_weight] =
+        run("linear: gradient of weight", [x, grad], None, outputs, |[x, grad], _| [product(transposed(x), grad)]);
+    d_weight
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for (dtype, f) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|f| (dtype, f))) {
+            for (has_bias, has_residual) in [(true, false), (false, true), (true, true)] {
+                let bias = has_bias.then(|| tensor([f], dtype));
+                let residual = has_residual.then(|| tensor([4096, f], dtype));
+                added(tensor([4096, f], dtype), bias, residual);
+            }
+        }
+        check();
+    }
+}

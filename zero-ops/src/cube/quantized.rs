@@ -1,0 +1,122 @@
+//! Weights in 8 or 4 bit ([`crate::quantized`]), made into what they stand for.
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Shape};
+use cubecl::prelude::*;
+
+use super::rows::{address_type, cubes, dims};
+use super::tensor::{OnCube, empty, launch, packed, run};
+use crate::quantized::{BLOCK, Format, NF4, Quantized};
+
+/// Units of a cube.
+const UNITS: usize = 256;
+
+/// The number that a code of 4 bit stands for, in parts of the scale.
+#[cube]
+fn of_four_bits(code: u32, #[comptime] normal: bool) -> f32 {
+    let mut value = 0.0f32;
+    if comptime!(normal) {
+        #[unroll]
+        for k in 0..16u32 {
+            let at = comptime!(NF4[k as usize]);
+            value = select(code == k, at.runtime(), value);
+        }
+    } else {
+        value = f32::cast_from(code) - 8.0f32;
+    }
+    value
+}
+
+/// `rows`: words of 32 bit, blocks of `words` each; `out`: `[_, width]`. A unit has the word of a block's codes that its number says.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn dequantize_kernel<E: Float>(
+    rows: &Array<u32>,
+    out: &mut Array<E>,
+    blocks: usize,
+    blocks_per_row: usize,
+    width: usize,
+    #[comptime] words: usize,
+    #[comptime] eight: bool,
+    #[comptime] normal: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let each = comptime!(words - 1);
+    let mut unit = CUBE_POS * UNITS.comptime() + UNIT_POS as usize;
+    while unit < blocks * each {
+        let (block, word) = (unit / each, unit % each);
+        let scale = f32::reinterpret(rows[block * words]);
+        let codes = rows[block * words + 1 + word];
+        let column = block % blocks_per_row * BLOCK.comptime();
+        let start = block / blocks_per_row * width;
+        #[unroll]
+        for i in 0..4u32 {
+            let byte = (codes >> comptime!(8 * i)) & 255u32;
+            let at = column + word * 4 + comptime!(i as usize);
+            if comptime!(eight) {
+                if at < width {
+                    // The sign of 8 bit.
+                    let value = f32::cast_from(byte) - select(byte > 127u32, 256.0f32, 0.0f32);
+                    out[start + at] = E::cast_from(value * scale);
+                }
+            } else {
+                if at < width {
+                    out[start + at] = E::cast_from(of_four_bits(byte & 15u32, normal) * scale);
+                }
+                let above = at + comptime!(BLOCK / 2);
+                if above < width {
+                    out[start + above] = E::cast_from(of_four_bits(byte >> 4u32, normal) * scale);
+                }
+            }
+        }
+        unit += CUBE_COUNT * UNITS.comptime();
+    }
+}
+
+fn made<R: CubeRuntime>(rows: CubeTensor<R>, how: Quantized, dtype: DType) -> CubeTensor<R> {
+    let ([d, _], width) = (dims(&rows), how.width);
+    let out = empty(&rows, [d, width], dtype);
+    if d * width == 0 {
+        return out;
+    }
+    let rows = packed(rows);
+    let blocks_per_row = width.div_ceil(BLOCK);
+    let (blocks, words) = (d * blocks_per_row, how.format.block_bytes() / 4);
+    let count = CubeCount::new_1d(cubes((blocks * (words - 1)).div_ceil(UNITS)) as u32);
+    let (eight, normal) = (how.format == Format::Int8, how.format == Format::Nf4);
+    let address = address_type(&[&rows, &out]);
+    // SAFETY: units read blocks below `blocks`, of which there are so many, and write columns below `width` of rows below `d`. The
+    // 16-bit numbers that rows are held as mean nothing: they are read by 32 bit, and blocks are multiples of that.
+    unsafe {
+        launch! {
+            dequantize_kernel on rows.client, (count, CubeDim::new_1d(UNITS as u32), address),
+            [rows, out.clone()],
+            blocks, blocks_per_row, width, words, eight, normal, dtype.into()
+        }
+    }
+    out
+}
+
+/// [`dequantized`](crate::FusedBackend::dequantized).
+pub(crate) fn dequantized<T: OnCube>(rows: T, how: Quantized, dtype: DType) -> T {
+    let outputs = [(Shape::from([rows.shape()[0], how.width]), dtype)];
+    let [out] = run("dequantize", [rows], None, outputs, move |[rows], _| [made(rows, how, dtype)]);
+    out
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod compiled {
+    use super::*;
+    use crate::cube::compiled::{TYPES, check, tensor};
+    use crate::kinds::STORED_AS;
+
+    #[test]
+    #[ignore = "bench/gpu/dry.sh kernels runs it"]
+    fn compiled() {
+        for (dtype, (_, format)) in TYPES.into_iter().flat_map(|dtype| Format::NAMES.map(|named| (dtype, named))) {
+            let how = Quantized { format, width: 1600 };
+            made(tensor([64, format.words(1600)], STORED_AS), how, dtype);
+        }
+        check();
+    }
+}

@@ -1,0 +1,266 @@
+//! Weights of frozen layers in 8 or 4 bit, in blocks with a scale each.
+//!
+//! A row of a weight `[d, f]` is cut into blocks of 64 elements, the last one filled up with zeros. A block is its scale (fp32,
+//! little-endian) and then its codes: a byte an element, or for 4 bit a byte for elements `i` (low half) and `i + 32`. So every
+//! block can be read alone, and a rank with any part of the weight has what it needs to read that part.
+//!
+//! A backend holds such rows as a float tensor of 16 bit, `[d, words]`, whose numbers mean nothing: nothing but copies is made of
+//! them, so that they are sharded, gathered, kept on a disk or sent as any parameter.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// Elements of a block.
+pub const BLOCK: usize = 64;
+
+/// The codes of NF4, *QLoRA*, Dettmers et al. 2023, <https://arxiv.org/abs/2305.14314>, appendix E.
+pub(crate) const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// What a weight's elements become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// 255 steps of one size between minus and plus the largest of the block: 8.5 bit an element.
+    Int8,
+    /// 15 such steps: 4.5 bit.
+    Int4,
+    /// The 16 values of NF4, which lie closer together near zero: 4.5 bit.
+    Nf4,
+}
+
+impl Format {
+    /// All, by their names.
+    pub const NAMES: [(&'static str, Self); 3] = [("int8", Self::Int8), ("int4", Self::Int4), ("nf4", Self::Nf4)];
+
+    /// Bytes of a block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            Self::Int8 => 4 + BLOCK,
+            Self::Int4 | Self::Nf4 => 4 + BLOCK / 2,
+        }
+    }
+
+    /// Numbers of 16 bit that a row of `width` elements takes.
+    pub fn words(self, width: usize) -> usize {
+        width.div_ceil(BLOCK) * self.block_bytes() / 2
+    }
+
+    /// Appends the block that stands for up to 64 numbers.
+    fn encode(self, elements: &[f32], out: &mut Vec<u8>) {
+        let largest = elements.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+        let steps = match self {
+            Self::Int8 => 127.0,
+            Self::Int4 => 7.0,
+            Self::Nf4 => 1.0,
+        };
+        let scale = largest / steps;
+        out.extend(scale.to_le_bytes());
+        // A scale of zero leaves nothing to divide.
+        let at = |i: usize| elements.get(i).filter(|_| scale > 0.0).map_or(0.0, |x| x / scale);
+        let step = |i: usize, most: f32| at(i).round_ties_even().clamp(-most, most) as i8;
+        match self {
+            Self::Int8 => out.extend((0..BLOCK).map(|i| step(i, 127.0) as u8)),
+            Self::Int4 => {
+                let code = |i| (step(i, 7.0) + 8) as u8;
+                out.extend((0..BLOCK / 2).map(|i| code(i) | code(i + BLOCK / 2) << 4));
+            }
+            Self::Nf4 => {
+                // The nearest: as many as there are middles between neighbours below the number.
+                let code = |i| NF4.windows(2).filter(|pair| at(i) > (pair[0] + pair[1]) / 2.0).count() as u8;
+                out.extend((0..BLOCK / 2).map(|i| code(i) | code(i + BLOCK / 2) << 4));
+            }
+        }
+    }
+
+    /// The numbers that a block stands for.
+    #[inline(always)]
+    pub(crate) fn decode(self, block: &[u8], out: &mut [f32; BLOCK]) {
+        let (scale, codes) = block.split_first_chunk::<4>().expect("a block begins with its scale");
+        let scale = f32::from_le_bytes(*scale);
+        let (low, high) = out.split_at_mut(BLOCK / 2);
+        match self {
+            Self::Int8 => {
+                let (first, second) = codes.split_at(BLOCK / 2);
+                for i in 0..BLOCK / 2 {
+                    low[i] = f32::from(first[i] as i8) * scale;
+                    high[i] = f32::from(second[i] as i8) * scale;
+                }
+            }
+            Self::Int4 => {
+                let codes = &codes[..BLOCK / 2];
+                for i in 0..BLOCK / 2 {
+                    low[i] = f32::from((codes[i] & 15) as i8 - 8) * scale;
+                    high[i] = f32::from((codes[i] >> 4) as i8 - 8) * scale;
+                }
+            }
+            Self::Nf4 => {
+                let codes = &codes[..BLOCK / 2];
+                for i in 0..BLOCK / 2 {
+                    low[i] = NF4[usize::from(codes[i] & 15)] * scale;
+                    high[i] = NF4[usize::from(codes[i] >> 4)] * scale;
+                }
+            }
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, _) = Self::NAMES.into_iter().find(|(_, format)| format == self).expect("all are named");
+        f.write_str(name)
+    }
+}
+
+impl FromStr for Format {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::NAMES.into_iter().find(|(name, _)| *name == text);
+        found
+            .map(|(_, format)| format)
+            .ok_or_else(|| format!("expected {}", Self::NAMES.map(|(name, _)| name).join(", ")))
+    }
+}
+
+/// A weight `[d, width]` whose rows are quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Quantized {
+    /// What the elements have become.
+    pub format: Format,
+    /// Elements of a row.
+    pub width: usize,
+}
+
+impl Quantized {
+    /// The bytes of the part `words` of quantised rows, one after the other, in numbers of 16 bit; `elements` gives the weight's own, by a
+    /// flat range.
+    pub fn encode(self, words: Range<usize>, elements: impl FnOnce(Range<usize>) -> Vec<f32>) -> Vec<u8> {
+        let per_block = self.format.block_bytes() / 2;
+        let blocks = words.start / per_block..words.end.div_ceil(per_block);
+        let per_row = self.width.div_ceil(BLOCK);
+        let first = |block: usize| block / per_row * self.width + block % per_row * BLOCK;
+        let end = |block: usize| (first(block) + BLOCK).min((block / per_row + 1) * self.width);
+        let mut bytes = Vec::with_capacity(blocks.len() * self.format.block_bytes());
+        if let Some(last) = blocks.clone().last() {
+            let range = first(blocks.start)..end(last);
+            let elements = elements(range.clone());
+            for block in blocks.clone() {
+                self.format.encode(&elements[first(block) - range.start..end(block) - range.start], &mut bytes);
+            }
+        }
+        let from = 2 * (words.start - blocks.start * per_block);
+        bytes.truncate(from + 2 * words.len());
+        bytes.drain(..from);
+        bytes
+    }
+
+    /// Elements of the weight from its quantised rows.
+    pub(crate) fn decode(self, bytes: &[u8]) -> Vec<f32> {
+        let mut out = Vec::with_capacity(bytes.len());
+        let mut decoded = [0f32; BLOCK];
+        for row in bytes.chunks_exact(2 * self.format.words(self.width)) {
+            for (block, from) in row.chunks_exact(self.format.block_bytes()).zip((0..self.width).step_by(BLOCK)) {
+                self.format.decode(block, &mut decoded);
+                out.extend_from_slice(&decoded[..BLOCK.min(self.width - from)]);
+            }
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(count: usize) -> Vec<f32> {
+        let mut state = 7u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        };
+        // Sums of three, of which most are small.
+        (0..count).map(|i| (next() + next() + next()) * [1.0, 30.0, 1e-3][i / BLOCK % 3]).collect()
+    }
+
+    fn of(how: Quantized, rows: usize, x: &[f32]) -> Vec<u8> {
+        how.encode(0..rows * how.format.words(how.width), |range| x[range].to_vec())
+    }
+
+    #[test]
+    fn no_element_is_further_off_than_half_of_the_widest_gap() {
+        for (format, gap) in [(Format::Int8, 1.0 / 127.0), (Format::Int4, 1.0 / 7.0), (Format::Nf4, 1.0 - 0.696_192_8)]
+        {
+            for (rows, width) in [(1, 1), (3, 64), (5, 100), (2, 200)] {
+                let (how, x) = (Quantized { format, width }, numbers(rows * width));
+                let data = of(how, rows, &x);
+                assert_eq!(data.len(), rows * width.div_ceil(BLOCK) * format.block_bytes());
+                let got = how.decode(&data);
+                assert_eq!(got.len(), x.len());
+                for (x, got) in x.chunks(width).zip(got.chunks(width)) {
+                    for (x, got) in x.chunks(BLOCK).zip(got.chunks(BLOCK)) {
+                        let largest = x.iter().fold(0f64, |largest, x| largest.max(f64::from(x.abs())));
+                        for (x, got) in x.iter().zip(got) {
+                            let off = (f64::from(*x) - f64::from(*got)).abs();
+                            assert!(off <= largest * (gap / 2.0 + 1e-6), "{format}: {x} became {got} of {largest}");
+                        }
+                    }
+                }
+                // What is there already comes back, but for the last bit of a scale.
+                let again = how.decode(&of(how, rows, &got));
+                assert!(got.iter().zip(&again).all(|(a, b)| (a - b).abs() <= a.abs() * 1e-6), "{format} twice");
+            }
+        }
+    }
+
+    #[test]
+    fn every_part_is_that_of_the_whole() {
+        for (_, format) in Format::NAMES {
+            let (how, rows) = (Quantized { format, width: 100 }, 3);
+            let x = numbers(rows * how.width);
+            let whole = of(how, rows, &x);
+            let words = rows * format.words(how.width);
+            for range in [0..words, 0..1, 5..18, 17..words, 33..71, words..words] {
+                let part = how.encode(range.clone(), |range| x[range].to_vec());
+                assert_eq!(part, whole[2 * range.start..2 * range.end], "{format} {range:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_stay_zeros() {
+        for (_, format) in Format::NAMES {
+            let how = Quantized { format, width: 70 };
+            // Of the smallest number there is no part.
+            let x: Vec<f32> = (0..140).map(|i| if i == 130 { f32::from_bits(1) } else { 0.0 }).collect();
+            assert!(how.decode(&of(how, 2, &x)).iter().all(|x| x.abs() <= f32::from_bits(1)));
+        }
+    }
+
+    #[test]
+    fn names_are_read() {
+        for (name, format) in Format::NAMES {
+            assert_eq!((name.parse(), format.to_string()), (Ok(format), name.to_string()));
+        }
+        assert_eq!("int5".parse::<Format>(), Err("expected int8, int4, nf4".into()));
+    }
+}
