@@ -14,15 +14,9 @@ import argparse, json, mmap, os, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SIZES = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
+from random_gpt2 import SIZES, weights
+
 READERS = 4
-MAKE = """
-import sys, torch
-from transformers import GPT2Config, GPT2LMHeadModel
-layers, width, heads = map(int, sys.argv[2:5])
-torch.manual_seed(0)
-GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=heads)).save_pretrained(sys.argv[1])
-"""
 PEER = """
 import sys, time, torch
 from transformers import GPT2LMHeadModel
@@ -53,9 +47,7 @@ args = parser.parse_args()
 if not args.zero.is_file():
     sys.exit(f"error: {args.zero} is not there: build it with cargo build --release --bin zero")
 folder, python = args.dir / args.model, args.venv / "bin/python"
-if not (folder / "config.json").is_file():
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run([python, "-c", MAKE, folder, *map(str, SIZES[args.model])], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+weights(python, folder)
 # One token a word, in GPT-2's own vocabulary.
 words = " the of and to in is was he for it with as his on be at by had not are but from or".split()
 

@@ -12,16 +12,9 @@ processes of the peak RSS over the RSS with everything imported (ours: just afte
 import argparse, array, json, os, random, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
 
-SIZES = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
+from random_gpt2 import SIZES, weights
+
 VOCABULARY = 50257
-MAKE = """
-import sys, torch
-from transformers import GPT2Config, GPT2LMHeadModel
-layers, width, heads = map(int, sys.argv[2:5])
-torch.manual_seed(0)
-off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=heads, **off)).save_pretrained(sys.argv[1])
-"""
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--venv", type=Path, required=True)
@@ -39,9 +32,7 @@ if not args.zero.is_file():
     sys.exit(f"error: {args.zero} is not there: build it with cargo build --release --bin zero")
 folder, python, ranks, warmup = args.dir / args.model, args.venv / "bin/python", 2, 2
 quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PATH": f"{args.venv / 'bin'}:{os.environ['PATH']}"}
-if not (folder / "config.json").is_file():
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run([python, "-c", MAKE, folder, *map(str, SIZES[args.model])], check=True, env=quiet)
+weights(python, folder)
 
 
 def rows(path):

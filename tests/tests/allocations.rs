@@ -18,6 +18,7 @@ use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
 use zero_core::estimate::{Precision, model_state};
 use zero_models::{Gpt2, Gpt2Config};
+use zero_train::trainer::Activations;
 
 struct Counting;
 
@@ -96,6 +97,33 @@ fn measure<O: Optimizer<Gpt2<B>, B>>(run: &Run, optimizer: fn() -> O) -> (usize,
 fn an_allocator_counts_what_the_formulas_say() {
     follows_the_formulas("Burn's AdamW", adamw::<Gpt2<B>>);
     follows_the_formulas("fused AdamW", || Fused::<B>::new(Rule::adamw()));
+    activations_follow_theirs();
+}
+
+/// What checkpointing saves of a step's peak, where activations are nearly all of it, is what the plan says it does. Of one rank:
+/// several do not come to their peaks at once.
+fn activations_follow_theirs() {
+    let (layers, width, seq, batch) = (12, 64, 128, 16);
+    let peak = |stage, blocks| {
+        let zero = ZeroConfig { checkpointed_blocks: blocks, ..ZeroConfig::new(stage) };
+        let model = Gpt2Config { n_layer: layers, n_embd: width, n_positions: seq, ..Run::tiny(stage).model };
+        measure(&Run { model, zero, ranks: 1, batch, seq, steps: 2 + MEASURED }, || Fused::<B>::new(Rule::adamw())).1
+    };
+    let bytes = |widths: usize| (4 * batch * seq * widths * width) as u64;
+    let activations = Activations { blocks: layers, block: bytes(16), input: bytes(1), rest: 0 };
+    for stage in [Stage::DataParallel, Stage::Parameters] {
+        let none = peak(stage, 0);
+        for blocks in [6, 11, 12] {
+            let saved = (none - peak(stage, blocks)) as f64;
+            let formula = (activations.bytes(0) - activations.bytes(blocks)) as f64;
+            let ratio = saved / formula;
+            println!("stage {stage}: {blocks} of {layers} blocks checkpointed save {ratio:.3} of the formula");
+            assert!(
+                (ratio - 1.0).abs() < 0.05,
+                "{blocks} blocks, stage {stage}: {saved} bytes saved, the formula says {formula}"
+            );
+        }
+    }
 }
 
 fn follows_the_formulas<O: Optimizer<Gpt2<B>, B>>(name: &str, optimizer: fn() -> O) {

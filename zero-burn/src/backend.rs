@@ -144,7 +144,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
             );
         };
         let is_taken = context.reducer.as_ref().is_none_or(|reducer| slots.len() == 1 && reducer.takes(slot.index));
-        if is_taken && matches!(gradient, ZeroTensor::Dense(_)) {
+        if is_taken && matches!(gradient, ZeroTensor::Dense(_) | ZeroTensor::Activation(_)) {
             reduce_in_place(&context, slot, gradient);
             if let Some(reducer) = &context.reducer {
                 reducer.catch_up(&context.rank);

@@ -142,12 +142,12 @@ pub(crate) fn create<B: Backend>(
     shape: Shape,
     device: &B::Device,
     dtype: FloatDType,
-    dense: impl FnOnce(Fill<'_>) -> B::FloatTensorPrimitive,
+    dense: impl FnOnce(Fill<'_>) -> ZeroTensor<B>,
 ) -> ZeroTensor<B> {
     let dtype: DType = dtype.into();
     computed();
     match scope() {
-        Birth::Dense => ZeroTensor::Dense(dense(fill)),
+        Birth::Dense => dense(fill),
         Birth::Parameter => parameter(fill, shape, device, dtype),
         Birth::State => ZeroTensor::Shard(Shard::new(state(fill, shape, device, dtype))),
     }

@@ -200,6 +200,10 @@ pub struct ZeroConfig {
     /// hand since the last. One that differs, as it was changed on one rank alone, is an error on all ranks that names parameter,
     /// rank and update. A check reads those parameters once. Default 0: never.
     pub check_replicas: u64,
+    /// How many of a model's first blocks are [checkpointed](zero_ops::checkpoint_block): their activations are dropped in the
+    /// forward pass and computed again in the backward pass, parameters gathered again. The last blocks cost least to keep: the
+    /// backward pass is done with them before it comes to the others. Default 0; `usize::MAX` for all.
+    pub checkpointed_blocks: usize,
     /// What is not kept in memory. Default: nothing.
     pub offload: Offload,
 }
@@ -280,6 +284,7 @@ impl Default for ZeroConfig {
             gradient_predivide_factor: 1.0,
             gathers: Gathers::default(),
             check_replicas: 0,
+            checkpointed_blocks: 0,
             offload: Offload::default(),
         }
     }

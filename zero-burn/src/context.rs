@@ -6,7 +6,7 @@
 
 use std::any::{Any, TypeId};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 
 use burn_backend::{Backend, TensorData};
@@ -51,6 +51,8 @@ struct Step<B: Backend> {
     foreign: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
     /// Whether the backward pass under way leaves gradients unreduced.
     holding: AtomicBool,
+    /// Blocks of the model that the pass under way has come to.
+    blocks: AtomicUsize,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
     /// Updates so far whose fence has been passed.
@@ -63,7 +65,7 @@ impl<B: Backend> Default for Step<B> {
     fn default() -> Self {
         let [holding, fence_due] = [false; 2].map(AtomicBool::new);
         let (foreign, checked) = (Mutex::default(), Mutex::default());
-        Self { foreign, holding, fence_due, updated: AtomicU64::new(0), checked }
+        Self { foreign, holding, fence_due, updated: AtomicU64::new(0), checked, blocks: AtomicUsize::new(0) }
     }
 }
 
@@ -251,10 +253,16 @@ impl<B: Backend> Context<B> {
         self.step.fence_due.store(true, Ordering::Relaxed);
     }
 
+    /// Whether the next block of this pass, as models count theirs, is to be checkpointed.
+    pub(crate) fn next_block(&self) -> bool {
+        self.step.blocks.fetch_add(1, Ordering::Relaxed) < self.rank.config.checkpointed_blocks
+    }
+
     /// A backward pass has ended: before anything is updated, all ranks must have read what they need.
     pub(crate) fn end_backward(&self, foreign: Foreign<B>) {
         self.add_foreign(foreign);
         self.join_fence();
+        self.step.blocks.store(0, Ordering::Relaxed);
         self.gatherer.end_cycle();
         self.gatherer.drop_unused();
     }

@@ -32,7 +32,7 @@ pub(crate) fn unary<B: Backend>(
 ) -> ZeroTensor<B> {
     asked::computed();
     match tensor {
-        ZeroTensor::Dense(tensor) => ZeroTensor::Dense(f(tensor)),
+        ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => ZeroTensor::ordinary([tensor], move |[x]| f(x)),
         ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(f(tensor)),
         ZeroTensor::Shard(Shard { cell, views }) if cell.is_version() => {
             ZeroTensor::Shard(Shard { cell, views: views.map(Arc::new(move |x, _| f(x))) })
@@ -120,7 +120,7 @@ pub(crate) fn binary<B: Backend>(
         (ZeroTensor::Replicated(a), ZeroTensor::Replicated(b)) => ZeroTensor::Replicated(f(a, b)),
         (lhs, rhs) => {
             refuse_unreduced(op, &lhs, &rhs);
-            ZeroTensor::Dense(f(lhs.load(), rhs.load()))
+            ZeroTensor::ordinary([lhs, rhs], move |[x, y]| f(x, y))
         }
     }
 }
@@ -158,7 +158,7 @@ pub(crate) fn mask_fill<B: Backend>(
             }));
             ZeroTensor::Shard(Shard { cell, views })
         }
-        tensor => ZeroTensor::Dense(B::float_mask_fill(tensor.load(), mask, value)),
+        tensor => ZeroTensor::ordinary([tensor], move |[x]| B::float_mask_fill(x, mask.clone(), value)),
     }
 }
 
@@ -177,7 +177,7 @@ pub(crate) fn mask_where<B: Backend>(
         }
         (tensor, value) => {
             refuse_unreduced("float_mask_where", &tensor, &value);
-            ZeroTensor::Dense(B::float_mask_where(tensor.load(), mask, value.load()))
+            ZeroTensor::ordinary([tensor, value], move |[x, y]| B::float_mask_where(x, mask.clone(), y))
         }
     }
 }
@@ -207,7 +207,7 @@ pub(crate) fn reduce<B: Backend>(
     piece: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
 ) -> ZeroTensor<B> {
     match tensor {
-        ZeroTensor::Dense(tensor) => ZeroTensor::Dense(whole(tensor)),
+        ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => ZeroTensor::Dense(whole(tensor.load())),
         ZeroTensor::Shard(shard)
             if shard.views.is_empty() && !shard.is_parameter() && !shard.cell.partition.is_empty() =>
         {
@@ -287,7 +287,7 @@ fn is_single<T: TensorMetadata>(tensor: &T) -> bool {
 /// Notes that a tensor's device is asked for.
 pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
     match tensor {
-        ZeroTensor::Dense(dense) => asked::of_dense(dense.shape()),
+        ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => asked::of_dense(tensor.shape()),
         ZeroTensor::Shard(shard) if shard.is_parameter() => {
             asked::of_parameter(shard.views.shape(), shard.cell.key);
         }

@@ -36,6 +36,7 @@
 //! assert_eq!(losses[0], losses[1]);
 //! ```
 
+mod activations;
 mod asked;
 mod autodiff;
 mod backend;

@@ -405,7 +405,7 @@ fn leftovers<A: ZeroAutodiff, M: Module<A>>(
     let (mut found, mut numbers) = (Vec::new(), HashSet::new());
     walk::visit::<A, M>(module, |ParamMeta { id, .. }, tensor| {
         let dense = match walk::take_gradient::<A>(grads, id) {
-            Some(ZeroTensor::Dense(dense)) => dense,
+            Some(dense @ (ZeroTensor::Dense(_) | ZeroTensor::Activation(_))) => dense.load(),
             Some(other) => return walk::put_gradient::<A>(grads, id, other),
             None => return,
         };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 
+use crate::activations::{Activation, Operands, Recording};
 use crate::asked;
 use crate::cell::Cell;
 use crate::context::Context;
@@ -15,6 +16,8 @@ use crate::view::{Extent, Views};
 pub enum ZeroTensor<B: Backend> {
     /// An ordinary tensor: activations, and gradients before they are reduced. Differs from rank to rank.
     Dense(B::FloatTensorPrimitive),
+    /// As [`Dense`](Self::Dense), made in a checkpointed block: dropped behind it, and made again where it is used.
+    Activation(Activation<B>),
     /// A tensor known to be equal on all ranks: what a full reduction of a shard gives.
     Replicated(B::FloatTensorPrimitive),
     /// A flat piece of a tensor that is cut over the ranks: a parameter, a reduced gradient, optimizer state.
@@ -52,6 +55,7 @@ impl<B: Backend> ZeroTensor<B> {
         asked::computed();
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor,
+            ZeroTensor::Activation(activation) => activation.load(),
             ZeroTensor::Shard(Shard { cell, views }) => {
                 asked::used(cell.key);
                 views.apply(Context::load(&cell))
@@ -63,32 +67,67 @@ impl<B: Backend> ZeroTensor<B> {
     pub(crate) fn shape_only(self) -> B::FloatTensorPrimitive {
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor,
+            ZeroTensor::Activation(activation) => {
+                stand_in::<B>(activation.shape().clone(), activation.dtype(), activation.device())
+            }
             ZeroTensor::Shard(Shard { cell, views }) => {
-                let ones = Shape::from(vec![1; views.shape().num_dims()]);
-                let scalar = B::float_zeros(ones, &cell.device, views.dtype().into());
-                B::float_expand(scalar, views.shape().clone())
+                stand_in::<B>(views.shape().clone(), views.dtype(), &cell.device)
             }
         }
+    }
+
+    /// The next operand of what is recorded.
+    pub(crate) fn record(self, recording: &mut Recording<B>) {
+        let outside = match self {
+            ZeroTensor::Activation(activation) => match recording.made(activation) {
+                Ok(()) => return,
+                Err(of_another) => ZeroTensor::Activation(of_another),
+            },
+            other => other,
+        };
+        recording.outside(move || outside.clone().load());
+    }
+
+    /// An ordinary tensor that `run` makes of `operands`.
+    pub(crate) fn ordinary<const N: usize>(
+        operands: [Self; N],
+        run: impl Fn([B::FloatTensorPrimitive; N]) -> B::FloatTensorPrimitive + Send + 'static,
+    ) -> Self {
+        let Some(mut recording) = Recording::begin() else { return ZeroTensor::Dense(run(operands.map(Self::load))) };
+        operands.into_iter().for_each(|operand| operand.record(&mut recording));
+        let run = move |operands: &mut Operands<B>| {
+            let operands: Vec<_> = operands.by_ref().take(N).collect();
+            vec![run(operands.try_into().expect("as many as were recorded"))]
+        };
+        let made = run(&mut recording.operands());
+        ZeroTensor::Activation(recording.end(made, Box::new(run)).next().expect("one was made"))
     }
 
     /// Records a view of a shard, or applies it at once to an ordinary tensor.
     pub(crate) fn view(
         self,
         lazily: impl FnOnce(Views<B>) -> Views<B>,
-        at_once: impl FnOnce(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
+        at_once: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive + Send + 'static,
     ) -> Self {
         match self {
-            ZeroTensor::Dense(tensor) => ZeroTensor::Dense(at_once(tensor)),
+            ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => Self::ordinary([self], move |[tensor]| at_once(tensor)),
             ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(at_once(tensor)),
             ZeroTensor::Shard(Shard { cell, views }) => ZeroTensor::Shard(Shard { cell, views: lazily(views) }),
         }
     }
 }
 
+/// Zeros of `shape` in the memory of one.
+fn stand_in<B: Backend>(shape: Shape, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
+    let ones = Shape::from(vec![1; shape.num_dims()]);
+    B::float_expand(B::float_zeros(ones, device, dtype.into()), shape)
+}
+
 impl<B: Backend> TensorMetadata for ZeroTensor<B> {
     fn dtype(&self) -> DType {
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor.dtype(),
+            ZeroTensor::Activation(activation) => activation.dtype(),
             ZeroTensor::Shard(shard) => shard.views.dtype(),
         }
     }
@@ -96,6 +135,7 @@ impl<B: Backend> TensorMetadata for ZeroTensor<B> {
     fn shape(&self) -> Shape {
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor.shape(),
+            ZeroTensor::Activation(activation) => activation.shape().clone(),
             ZeroTensor::Shard(shard) => shard.views.shape().clone(),
         }
     }

@@ -272,4 +272,12 @@ implement! {
     fn next_dropout_key(device: (&Device<Self>)) -> (u64) {
         B::next_dropout_key(device)
     }
+
+    fn begin_checkpoint(if_configured: (bool)) -> (bool) {
+        B::begin_checkpoint(if_configured)
+    }
+
+    fn end_checkpoint(outputs: (Vec<FloatTensor<Self>>)) -> (()) {
+        B::end_checkpoint(outputs.into_iter().map(|output| output.primitive).collect())
+    }
 }

@@ -97,6 +97,15 @@ operations! {
         fn next_dropout_key(_device: &Device<Self>) -> u64 {
             panic!("a backend without keys was asked for one: ask draws_dropout first")
         }
+
+        /// A [checkpointed](crate::checkpoint) block begins on this thread: what is made from here on may be dropped at its end, if it
+        /// can be made again. False where it is not. `if_configured`: only if the run's configuration asks for it.
+        fn begin_checkpoint(_if_configured: bool) -> bool {
+            false
+        }
+
+        /// It ends, and `outputs` stay. Called if [`begin_checkpoint`](Self::begin_checkpoint) was true.
+        fn end_checkpoint(_outputs: Vec<FloatTensor<Self>>) {}
     }
 
     /// `x weight + bias + residual`.

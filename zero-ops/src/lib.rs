@@ -8,11 +8,13 @@
 //!   [`packed_attention`], [`embedding`], [`linear_cross_entropy`] and [`quantized_linear`] are what a model calls.
 //! - [`parameter_from`] makes a parameter of elements that are asked for by range, so that a rank with a piece of it reads
 //!   its piece; [`quantized_parameter`] one in 8 or 4 bit ([`quantized`]).
+//! - [`checkpoint`] keeps of a block of layers its inputs alone, and computes the rest again in the backward pass.
 //!
 //! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only.
 
 mod autodiff;
 mod backend;
+mod checkpoint;
 #[cfg(feature = "flex")]
 pub mod cpu;
 #[cfg(feature = "cubecl")]
@@ -30,6 +32,7 @@ mod rule;
 mod shared;
 
 pub use backend::FusedBackend;
+pub use checkpoint::{Outputs, checkpoint, checkpoint_block};
 #[cfg(feature = "flex")]
 pub use cpu::norm::Squares;
 #[cfg(feature = "cubecl")]

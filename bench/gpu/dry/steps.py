@@ -5,7 +5,8 @@ at best, on paper (roofline.py).
     bench/gpu/dry/steps.py --run 'bench/gpu/dry.sh run' --program gpt2_1_5b --work FOLDER [CASE...]    (bench/gpu/dry.sh steps calls it)
 
 A case is trained three times: once to tune, which counts for nothing but that the driver refuses no call, then for 3 and for 5
-steps, whose difference is two steps. Tuning measures nothing, as nothing runs: which product it takes is by chance.
+steps, whose difference is two steps. As nothing runs, the driver sleeps while a tuner measures (DRY_TUNING): least for a product with
+tensor maps (TMA), most for one whose shapes are uploaded. So runs of one program take products that ask for the same.
 """
 
 import argparse
@@ -21,21 +22,20 @@ import roofline
 
 # Of GPT-2, without dropout but where the name says so, bf16, AdamW, one rank at stage 0: layers, width, heads, tokens of a row, rows;
 # then the most that a step may do.
-# As tuning takes products by chance, bounds are about a twentieth above what was seen.
+# Bounds are about a twentieth above what was seen.
 # `uploads` are copies to the device, nearly all of them the shapes of a launch's tensors; `waits` are the host's for the device, and
 # `drains` those of them after which the device has nothing to do.
-# The head's padded copy is the first tensor of tiny's that CubeCL takes from a pool with pages of 1.2 GiB: 1,923 MiB, and 705 without it.
 CASES = {
-    "tiny": ((4, 256, 4, 64, 1), {"launches": 200, "uploads": 16, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 2_020}),
-    "xl-1": ((1, 1600, 25, 1024, 8), {"launches": 96, "uploads": 16, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 9_600}),
-    "xl-1-dropout": ((1, 1600, 25, 1024, 8), {"launches": 106, "uploads": 21, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 9_600}),
+    "tiny": ((4, 256, 4, 64, 1), {"launches": 200, "uploads": 16, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 780}),
+    "xl-1": ((1, 1600, 25, 1024, 8), {"launches": 96, "uploads": 16, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 4_550}),
+    "xl-1-dropout": ((1, 1600, 25, 1024, 8), {"launches": 106, "uploads": 21, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 4_550}),
     "124m": ((12, 768, 12, 1024, 8), {"launches": 550, "uploads": 16, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 6_500}),
-    "xl": ((48, 1600, 25, 1024, 8), {"launches": 2_050, "uploads": 16, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 53_000}),
+    "xl": ((48, 1600, 25, 1024, 8), {"launches": 2_050, "uploads": 16, "waits": 1, "drains": 1, "downloads": 3, "peak_mib": 48_800}),
 }
 KEYS = ("launches", "uploads", "upload_bytes", "downloads", "download_bytes", "copies", "waits", "drains", "allocations")
 
 
-def train(args, work, shape, steps):
+def train(args, work, shape, steps, settings=()):
     """What the driver has counted for a run of so many steps."""
     layers, width, heads, row, rows = shape
     config = {"model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": row, "vocab_size": 50257}
@@ -46,7 +46,7 @@ def train(args, work, shape, steps):
     command = [*shlex.split(args.run), args.program, "--backend", "cuda", "--model", str(work), "--ranks", "1", "--stage", "0", "--dtype",
                "bf16", "--seq", str(row), "--batch", str(rows), "--steps", str(steps), "--out", str(work / "out")]
     (work / "driver.json").unlink(missing_ok=True)
-    done = subprocess.run(command, env={**os.environ, "DRY_OUT": str(work)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, "DRY_OUT": str(work), **dict(settings)}, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr[-4000:]}")
     told = json.loads((work / "driver.json").read_text())
@@ -82,7 +82,7 @@ def main():
         work = args.work / case
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        tuned = train(args, work, shape, 2)
+        tuned = train(args, work, shape, 2, {"DRY_TUNING": "1"})
         one, two = (train(args, work, shape, steps) for steps in (3, 5))
         step = {key: (two[key] - one[key]) / 2 for key in KEYS}
         step["peak_mib"] = two["peak"] / 2**20

@@ -9,6 +9,10 @@ use super::*;
 
 #[deny(clippy::missing_trait_methods)]
 impl<B: Backend> BoolTensorOps<Self> for Zero<B> {
+    recorded! {
+        fn bool_into_float(tensor: bool, out_dtype: (FloatDType)) -> float;
+    }
+
     forward! {
         fn bool_empty(shape: (Shape), device: device, dtype: (BoolDType)) -> bool;
         fn bool_zeros(shape: (Shape), device: device, dtype: (BoolDType)) -> bool;
@@ -16,7 +20,6 @@ impl<B: Backend> BoolTensorOps<Self> for Zero<B> {
         fn bool_into_data(tensor: bool) -> (impl Future<Output = Result<TensorData, ExecutionError>> + Send);
         fn bool_from_data(data: (TensorData), device: device) -> bool;
         fn bool_into_int(tensor: bool, out_dtype: (IntDType)) -> int;
-        fn bool_into_float(tensor: bool, out_dtype: (FloatDType)) -> float;
         fn bool_device(tensor: ref_bool) -> place;
         fn bool_to_device(tensor: bool, device: device) -> bool;
         fn bool_reshape(tensor: bool, shape: (Shape)) -> bool;

@@ -77,8 +77,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         fn float_atan2(lhs: float, rhs: float) -> float;
     }
 
-    forward! {
-        fn float_into_int(tensor: float, out_dtype: (IntDType)) -> int;
+    recorded! {
         fn float_repeat_dim(tensor: float, dim: (usize), times: (usize)) -> float;
         fn float_matmul(lhs: float, rhs: float) -> float;
         fn float_cross(lhs: float, rhs: float, dim: (usize)) -> float;
@@ -90,6 +89,30 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         fn float_select(tensor: float, dim: (usize), indices: int) -> float;
         fn float_select_add(tensor: float, dim: (usize), indices: int, value: float) -> float;
         fn float_slice_assign(tensor: float, slices: (&[Slice]), value: float) -> float;
+        fn float_sum_dim(tensor: float, dim: (usize)) -> float;
+        fn float_prod(tensor: float) -> float;
+        fn float_prod_dim(tensor: float, dim: (usize)) -> float;
+        fn float_mean_dim(tensor: float, dim: (usize)) -> float;
+        fn float_cumsum(tensor: float, dim: (usize)) -> float;
+        fn float_cumprod(tensor: float, dim: (usize)) -> float;
+        fn float_cummin(tensor: float, dim: (usize)) -> float;
+        fn float_cummax(tensor: float, dim: (usize)) -> float;
+        fn float_powi(lhs: float, rhs: int) -> float;
+        fn float_cat(tensors: vec_float, dim: (usize)) -> float;
+        fn float_topk(tensor: float, dim: (usize), k: (usize)) -> float;
+        fn float_max_dim(tensor: float, dim: (usize)) -> float;
+        fn float_max_dim_with_indices(tensor: float, dim: (usize), indices_dtype: (IntDType)) -> float_int;
+        fn float_min_dim(tensor: float, dim: (usize)) -> float;
+        fn float_min_dim_with_indices(tensor: float, dim: (usize), indices_dtype: (IntDType)) -> float_int;
+        fn float_max_abs_dim(tensor: float, dim: (usize)) -> float;
+        fn float_sort(tensor: float, dim: (usize), descending: (bool)) -> float;
+        fn float_sort_with_indices(tensor: float, dim: (usize), descending: (bool), indices_dtype: (IntDType)) -> float_int;
+        fn float_grid_sample_2d(tensor: float, grid: float, options: (GridSampleOptions)) -> float;
+        fn float_unfold(tensor: float, dim: (usize), size: (usize), step: (usize)) -> float;
+    }
+
+    forward! {
+        fn float_into_int(tensor: float, out_dtype: (IntDType)) -> int;
         fn float_equal(lhs: float, rhs: float, out_dtype: (BoolDType)) -> bool;
         fn float_not_equal(lhs: float, rhs: float, out_dtype: (BoolDType)) -> bool;
         fn float_equal_elem(lhs: float, rhs: (Scalar), out_dtype: (BoolDType)) -> bool;
@@ -102,34 +125,14 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         fn float_lower_elem(lhs: float, rhs: (Scalar), out_dtype: (BoolDType)) -> bool;
         fn float_lower_equal(lhs: float, rhs: float, out_dtype: (BoolDType)) -> bool;
         fn float_lower_equal_elem(lhs: float, rhs: (Scalar), out_dtype: (BoolDType)) -> bool;
-        fn float_sum_dim(tensor: float, dim: (usize)) -> float;
-        fn float_prod(tensor: float) -> float;
-        fn float_prod_dim(tensor: float, dim: (usize)) -> float;
-        fn float_mean_dim(tensor: float, dim: (usize)) -> float;
-        fn float_cumsum(tensor: float, dim: (usize)) -> float;
-        fn float_cumprod(tensor: float, dim: (usize)) -> float;
-        fn float_cummin(tensor: float, dim: (usize)) -> float;
-        fn float_cummax(tensor: float, dim: (usize)) -> float;
-        fn float_powi(lhs: float, rhs: int) -> float;
-        fn float_cat(tensors: vec_float, dim: (usize)) -> float;
         fn float_argmax(tensor: float, dim: (usize), out_dtype: (IntDType)) -> int;
         fn float_argtopk(tensor: float, dim: (usize), k: (usize), out_dtype: (IntDType)) -> int;
-        fn float_topk(tensor: float, dim: (usize), k: (usize)) -> float;
         fn float_argmin(tensor: float, dim: (usize), out_dtype: (IntDType)) -> int;
-        fn float_max_dim(tensor: float, dim: (usize)) -> float;
-        fn float_max_dim_with_indices(tensor: float, dim: (usize), indices_dtype: (IntDType)) -> float_int;
-        fn float_min_dim(tensor: float, dim: (usize)) -> float;
-        fn float_min_dim_with_indices(tensor: float, dim: (usize), indices_dtype: (IntDType)) -> float_int;
-        fn float_max_abs_dim(tensor: float, dim: (usize)) -> float;
         fn float_any(tensor: float, out_dtype: (BoolDType)) -> bool;
         fn float_any_dim(tensor: float, dim: (usize), out_dtype: (BoolDType)) -> bool;
         fn float_all(tensor: float, out_dtype: (BoolDType)) -> bool;
         fn float_all_dim(tensor: float, dim: (usize), out_dtype: (BoolDType)) -> bool;
-        fn float_sort(tensor: float, dim: (usize), descending: (bool)) -> float;
-        fn float_sort_with_indices(tensor: float, dim: (usize), descending: (bool), indices_dtype: (IntDType)) -> float_int;
         fn float_argsort(tensor: float, dim: (usize), descending: (bool), out_dtype: (IntDType)) -> int;
-        fn float_grid_sample_2d(tensor: float, grid: float, options: (GridSampleOptions)) -> float;
-        fn float_unfold(tensor: float, dim: (usize), size: (usize), step: (usize)) -> float;
         fn float_is_nan(tensor: float, out_dtype: (BoolDType)) -> bool;
         fn float_is_inf(tensor: float, out_dtype: (BoolDType)) -> bool;
     }
@@ -138,7 +141,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         let (shape, dtype) = (data.shape.clone(), data.dtype.into());
         let inner = device.inner();
         create(Fill::Data(data), shape, inner, dtype, |fill| match fill {
-            Fill::Data(data) => B::float_from_data(data, inner),
+            Fill::Data(data) => ZeroTensor::Dense(B::float_from_data(data, inner)),
             _ => unreachable!("created from data"),
         })
     }
@@ -147,28 +150,41 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         let inner = device.inner();
         create(Fill::Random(distribution), shape.clone(), inner, dtype, |_| {
             // The inner generator is one per process, and ranks would race for its numbers.
-            Context::<B>::draw(device).tensor::<B>(shape, distribution, dtype.into(), inner)
+            let (drawn, inner) = (Context::<B>::draw(device), inner.clone());
+            ZeroTensor::ordinary([], move |[]| drawn.tensor::<B>(shape.clone(), distribution, dtype.into(), &inner))
         })
     }
 
     fn float_zeros(shape: Shape, device: ty!(device), dtype: FloatDType) -> ty!(float) {
         let inner = device.inner();
-        create(Fill::Value(0f32.into()), shape.clone(), inner, dtype, |_| B::float_zeros(shape, inner, dtype))
+        create(Fill::Value(0f32.into()), shape.clone(), inner, dtype, |_| {
+            let inner = inner.clone();
+            ZeroTensor::ordinary([], move |[]| B::float_zeros(shape.clone(), &inner, dtype))
+        })
     }
 
     fn float_ones(shape: Shape, device: ty!(device), dtype: FloatDType) -> ty!(float) {
         let inner = device.inner();
-        create(Fill::Value(1f32.into()), shape.clone(), inner, dtype, |_| B::float_ones(shape, inner, dtype))
+        create(Fill::Value(1f32.into()), shape.clone(), inner, dtype, |_| {
+            let inner = inner.clone();
+            ZeroTensor::ordinary([], move |[]| B::float_ones(shape.clone(), &inner, dtype))
+        })
     }
 
     fn float_full(shape: Shape, fill_value: Scalar, device: ty!(device), dtype: FloatDType) -> ty!(float) {
         let inner = device.inner();
-        create(Fill::Value(fill_value), shape.clone(), inner, dtype, |_| B::float_full(shape, fill_value, inner, dtype))
+        create(Fill::Value(fill_value), shape.clone(), inner, dtype, |_| {
+            let inner = inner.clone();
+            ZeroTensor::ordinary([], move |[]| B::float_full(shape.clone(), fill_value, &inner, dtype))
+        })
     }
 
     fn float_empty(shape: Shape, device: ty!(device), dtype: FloatDType) -> ty!(float) {
         let inner = device.inner();
-        create(Fill::Value(0f32.into()), shape.clone(), inner, dtype, |_| B::float_empty(shape, inner, dtype))
+        create(Fill::Value(0f32.into()), shape.clone(), inner, dtype, |_| {
+            let inner = inner.clone();
+            ZeroTensor::ordinary([], move |[]| B::float_empty(shape.clone(), &inner, dtype))
+        })
     }
 
     /// The whole tensor. For a gradient or optimizer state this is a collective: every rank must call it.
@@ -180,6 +196,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         elementwise::asked_for_device(tensor);
         crate::ZeroDevice::here(match tensor {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => B::float_device(tensor),
+            ZeroTensor::Activation(activation) => activation.device().clone(),
             ZeroTensor::Shard(shard) => shard.cell.device.clone(),
         })
     }
@@ -190,6 +207,9 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
             ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(B::float_to_device(tensor, device.inner())),
             // Optimizer state passes through here at every step.
             ZeroTensor::Shard(shard) if shard.cell.device == *device.inner() => ZeroTensor::Shard(shard),
+            ZeroTensor::Activation(activation) if activation.device() == device.inner() => {
+                ZeroTensor::Activation(activation)
+            }
             shard => ZeroTensor::Dense(B::float_to_device(shard.load(), device.inner())),
         }
     }
@@ -227,23 +247,27 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
     }
 
     fn float_swap_dims(tensor: ty!(float), dim1: usize, dim2: usize) -> ty!(float) {
-        tensor.view(|views| views.swap_dims(dim1, dim2), |tensor| B::float_swap_dims(tensor, dim1, dim2))
+        tensor.view(|views| views.swap_dims(dim1, dim2), move |tensor| B::float_swap_dims(tensor, dim1, dim2))
     }
 
     fn float_permute(tensor: ty!(float), axes: &[usize]) -> ty!(float) {
-        tensor.view(|views| views.permute(axes), |tensor| B::float_permute(tensor, axes))
+        let owned = axes.to_vec();
+        tensor.view(|views| views.permute(axes), move |tensor| B::float_permute(tensor, &owned))
     }
 
     fn float_reshape(tensor: ty!(float), shape: Shape) -> ty!(float) {
-        tensor.view(|views| views.reshape(shape.clone()), |tensor| B::float_reshape(tensor, shape.clone()))
+        let owned = shape.clone();
+        tensor.view(|views| views.reshape(shape), move |tensor| B::float_reshape(tensor, owned.clone()))
     }
 
     fn float_expand(tensor: ty!(float), shape: Shape) -> ty!(float) {
-        tensor.view(|views| views.expand(shape.clone()), |tensor| B::float_expand(tensor, shape.clone()))
+        let owned = shape.clone();
+        tensor.view(|views| views.expand(shape), move |tensor| B::float_expand(tensor, owned.clone()))
     }
 
     fn float_slice(tensor: ty!(float), slices: &[Slice]) -> ty!(float) {
-        tensor.view(|views| views.slice(slices), |tensor| B::float_slice(tensor, slices))
+        let owned = slices.to_vec();
+        tensor.view(|views| views.slice(slices), move |tensor| B::float_slice(tensor, &owned))
     }
 
     fn float_mask_where(tensor: ty!(float), mask: ty!(bool), value: ty!(float)) -> ty!(float) {
@@ -260,7 +284,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
 
     fn float_mean(tensor: ty!(float)) -> ty!(float) {
         match tensor {
-            ZeroTensor::Dense(tensor) => ZeroTensor::Dense(B::float_mean(tensor)),
+            ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => ZeroTensor::ordinary([tensor], |[x]| B::float_mean(x)),
             alike => {
                 let numel = burn_backend::TensorMetadata::shape(&alike).num_elements() as f64;
                 elementwise::unary("float_div_scalar", elementwise::sum(alike), move |sum| {

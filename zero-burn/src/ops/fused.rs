@@ -8,6 +8,7 @@ use burn_std::{FloatDType, Shape};
 use zero_ops::quantized::Quantized;
 use zero_ops::{AttentionOptions, FusedBackend, Gelu};
 
+use crate::activations;
 use crate::birth::{Fill, parameter};
 use crate::context::Context;
 
@@ -15,7 +16,7 @@ use super::*;
 
 #[deny(clippy::missing_trait_methods)]
 impl<B: FusedBackend> FusedBackend for Zero<B> {
-    zero_ops::fused_operations! { forward }
+    zero_ops::fused_operations! { recorded }
 
     /// At stage 3 only the elements of this rank's piece are asked for.
     fn parameter_from(
@@ -40,5 +41,21 @@ impl<B: FusedBackend> FusedBackend for Zero<B> {
 
     fn next_dropout_key(device: &Device<Self>) -> u64 {
         Context::<B>::draw(device).key()
+    }
+
+    fn begin_checkpoint(if_configured: bool) -> bool {
+        let begins = !activations::is_recording() && (!if_configured || Context::<B>::current().next_block());
+        if begins {
+            activations::begin::<B>();
+        }
+        begins
+    }
+
+    fn end_checkpoint(outputs: Vec<FloatTensor<Self>>) {
+        let of_block = |tensor: &FloatTensor<Self>| match tensor {
+            ZeroTensor::Activation(activation) => Some(activation.clone()),
+            _ => None,
+        };
+        activations::end::<B>(&outputs.iter().filter_map(of_block).collect::<Vec<_>>());
     }
 }

@@ -13,6 +13,10 @@ use super::*;
 
 #[deny(clippy::missing_trait_methods)]
 impl<B: Backend> IntTensorOps<Self> for Zero<B> {
+    recorded! {
+        fn int_into_float(tensor: int, out_dtype: (FloatDType)) -> float;
+    }
+
     forward! {
         fn int_empty(shape: (Shape), device: device, dtype: (IntDType)) -> int;
         fn int_into_data(tensor: int) -> (impl Future<Output = Result<TensorData, ExecutionError>> + Send);
@@ -22,7 +26,6 @@ impl<B: Backend> IntTensorOps<Self> for Zero<B> {
         fn int_reshape(tensor: int, shape: (Shape)) -> int;
         fn int_slice(tensor: int, slices: (&[Slice])) -> int;
         fn int_slice_assign(tensor: int, slices: (&[Slice]), value: int) -> int;
-        fn int_into_float(tensor: int, out_dtype: (FloatDType)) -> float;
         fn int_mask_where(tensor: int, mask: bool, value: int) -> int;
         fn int_mask_fill(tensor: int, mask: bool, value: (Scalar)) -> int;
         fn int_gather(dim: (usize), tensor: int, indices: int) -> int;

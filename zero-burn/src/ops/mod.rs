@@ -15,6 +15,7 @@ mod transaction;
 
 use burn_backend::{Backend, TensorPrimitive};
 
+use crate::activations::{Operands, Recording};
 use crate::backend::Zero;
 use crate::tensor::ZeroTensor;
 
@@ -77,57 +78,95 @@ macro_rules! operand {
     };
 }
 
-/// A result as the decorator gives it.
+/// A result as the decorator gives it: `$of` makes a tensor of a float.
 macro_rules! result {
-    (float, $x:expr) => {
-        ZeroTensor::Dense($x)
+    (float, $x:expr, $of:expr) => {
+        $of($x)
     };
-    (place, $x:expr) => {
+    (place, $x:expr, $of:expr) => {
         crate::ZeroDevice::here($x)
     };
-    (primitive, $x:expr) => {
+    (primitive, $x:expr, $of:expr) => {
         crate::ops::primitive_from_inner($x)
     };
-    (float_int, $x:expr) => {{
+    (float_int, $x:expr, $of:expr) => {{
         let (a, b) = $x;
-        (ZeroTensor::Dense(a), b)
+        ($of(a), b)
     }};
-    (float_float, $x:expr) => {{
+    (float_float, $x:expr, $of:expr) => {{
         let (a, b) = $x;
-        (ZeroTensor::Dense(a), ZeroTensor::Dense(b))
+        ($of(a), $of(b))
     }};
-    (float_float_float, $x:expr) => {{
+    (float_float_float, $x:expr, $of:expr) => {{
         let (a, b, c) = $x;
-        (ZeroTensor::Dense(a), ZeroTensor::Dense(b), ZeroTensor::Dense(c))
+        ($of(a), $of(b), $of(c))
     }};
-    (float_opt_float, $x:expr) => {{
+    (float_opt_float, $x:expr, $of:expr) => {{
         let (a, b) = $x;
-        (ZeroTensor::Dense(a), b.map(ZeroTensor::Dense))
+        ($of(a), b.map($of))
     }};
-    (three_floats, $x:expr) => {
-        $x.map(ZeroTensor::Dense)
+    (three_floats, $x:expr, $of:expr) => {
+        $x.map($of)
     };
-    (deform_conv2d_gradients, $x:expr) => {{
+    (deform_conv2d_gradients, $x:expr, $of:expr) => {{
         let DeformConv2dBackward { x_grad, offset_grad, weight_grad, mask_grad, bias_grad } = $x;
-        let [x, offset, weight] = [x_grad, offset_grad, weight_grad].map(ZeroTensor::Dense);
-        DeformConv2dBackward::new(x, offset, weight, mask_grad.map(ZeroTensor::Dense), bias_grad.map(ZeroTensor::Dense))
+        let [x, offset, weight] = [x_grad, offset_grad, weight_grad].map($of);
+        DeformConv2dBackward::new(x, offset, weight, mask_grad.map($of), bias_grad.map($of))
     }};
-    (max_pool1d_indices, $x:expr) => {{
+    (max_pool1d_indices, $x:expr, $of:expr) => {{
         let MaxPool1dWithIndices { output, indices } = $x;
-        MaxPool1dWithIndices::new(ZeroTensor::Dense(output), indices)
+        MaxPool1dWithIndices::new($of(output), indices)
     }};
-    (max_pool1d_gradient, $x:expr) => {
-        MaxPool1dBackward::new(ZeroTensor::Dense($x.x_grad))
+    (max_pool1d_gradient, $x:expr, $of:expr) => {
+        MaxPool1dBackward::new($of($x.x_grad))
     };
-    (max_pool2d_indices, $x:expr) => {{
+    (max_pool2d_indices, $x:expr, $of:expr) => {{
         let MaxPool2dWithIndices { output, indices } = $x;
-        MaxPool2dWithIndices::new(ZeroTensor::Dense(output), indices)
+        MaxPool2dWithIndices::new($of(output), indices)
     }};
-    (max_pool2d_gradient, $x:expr) => {
-        MaxPool2dBackward::new(ZeroTensor::Dense($x.x_grad))
+    (max_pool2d_gradient, $x:expr, $of:expr) => {
+        MaxPool2dBackward::new($of($x.x_grad))
     };
-    ($same:tt, $x:expr) => {
+    ($same:tt, $x:expr, $of:expr) => {
         $x
+    };
+}
+
+/// An operand as a recorded operation keeps it: floats are among its inputs, all else is owned.
+macro_rules! keep {
+    (float, $x:ident, $recording:ident) => {
+        $x.record(&mut $recording)
+    };
+    (opt_float, $x:ident, $recording:ident) => {
+        $x.map(|x| x.record(&mut $recording))
+    };
+    (vec_float, $x:ident, $recording:ident) => {
+        $x.into_iter().map(|x| x.record(&mut $recording)).count()
+    };
+    ((&[$t:ty]), $x:ident, $recording:ident) => {
+        $x.to_vec()
+    };
+    ($same:tt, $x:ident, $recording:ident) => {
+        $x
+    };
+}
+
+/// An operand for the inner backend, of what was kept.
+macro_rules! again {
+    (float, $x:ident, $floats:ident) => {
+        $floats.next().expect("as many as were recorded")
+    };
+    (opt_float, $x:ident, $floats:ident) => {
+        $x.map(|()| $floats.next().expect("as many as were recorded"))
+    };
+    (vec_float, $x:ident, $floats:ident) => {
+        $floats.by_ref().take($x).collect()
+    };
+    ((&[$t:ty]), $x:ident, $floats:ident) => {
+        &$x
+    };
+    ($same:tt, $x:ident, $floats:ident) => {
+        $x.clone()
     };
 }
 
@@ -135,7 +174,30 @@ macro_rules! result {
 macro_rules! forward {
     ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt;)*) => {
         $(fn $name($($arg: ty!($kind)),*) -> ty!($ret) {
-            result!($ret, B::$name($(operand!($kind, $arg)),*))
+            result!($ret, B::$name($(operand!($kind, $arg)),*), ZeroTensor::Dense)
+        })*
+    };
+}
+
+/// As `forward!`, of operations of a forward pass: within a checkpointed block their results can be made again.
+macro_rules! recorded {
+    ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt;)*) => {
+        $(#[allow(unused_variables, clippy::clone_on_copy)] // Of some kinds.
+        fn $name($($arg: ty!($kind)),*) -> ty!($ret) {
+            let Some(mut recording) = Recording::begin() else {
+                return result!($ret, B::$name($(operand!($kind, $arg)),*), ZeroTensor::Dense);
+            };
+            $(let $arg = keep!($kind, $arg, recording);)*
+            let run = move |floats: &mut Operands<B>| B::$name($(again!($kind, $arg, floats)),*);
+            let (made, mut floats) = (run(&mut recording.operands()), Vec::new());
+            // Their places are taken in order, as they are when it runs again.
+            let made = result!($ret, made, |float| floats.push(float));
+            let mut handles = recording.end(floats, Box::new(move |operands| {
+                let mut floats = Vec::new();
+                let _ = result!($ret, run(operands), |float| floats.push(float));
+                floats
+            }));
+            result!($ret, made, |()| ZeroTensor::Activation(handles.next().expect("as many as were made")))
         })*
     };
 }
@@ -158,7 +220,7 @@ macro_rules! binary {
     };
 }
 
-use {binary, forward, operand, result, ty, unary};
+use {again, binary, forward, keep, operand, recorded, result, ty, unary};
 
 fn primitive_to_inner<B: Backend>(primitive: TensorPrimitive<Zero<B>>) -> TensorPrimitive<B> {
     match primitive {

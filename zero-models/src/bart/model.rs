@@ -9,7 +9,7 @@ use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, embedding, linear, linear_cross_entropy};
+use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear, linear_cross_entropy};
 
 use crate::attention::{Masks, attend, is_active};
 use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
@@ -218,10 +218,13 @@ impl<B: FusedBackend> Bart<B> {
         let mut x_nd = self.embed(&self.decoder, decoder_input_ids_bt);
         let (own, across) = (Masks::none(), Masks::padding(mask_bu, &x_nd));
         for layer in &self.decoder.layers {
-            x_nd = layer.forward(x_nd, |attn, x_nd, is_across| {
-                let (others, masks) = if is_across { (&rows_md, &across) } else { (&x_nd, &own) };
-                attend(attn.parts(&x_nd, others), masks, attn.options(b, &x_nd, !is_across), &attn.dropout)
-            });
+            let forward = |x_nd| {
+                layer.forward(x_nd, |attn, x_nd, is_across| {
+                    let (others, masks) = if is_across { (&rows_md, &across) } else { (&x_nd, &own) };
+                    attend(attn.parts(&x_nd, others), masks, attn.options(b, &x_nd, !is_across), &attn.dropout)
+                })
+            };
+            x_nd = checkpoint_block(forward, x_nd);
         }
         x_nd
     }
@@ -232,9 +235,12 @@ impl<B: FusedBackend> Bart<B> {
         let mut x_md = self.embed(&self.encoder, ids_bu);
         let masks = Masks::padding(mask_bu.clone(), &x_md);
         for layer in &self.encoder.layers {
-            x_md = layer.forward(x_md, |attn, x_md, _| {
-                attend(attn.parts(&x_md, &x_md), &masks, attn.options(b, &x_md, false), &attn.dropout)
-            });
+            let forward = |x_md| {
+                layer.forward(x_md, |attn, x_md, _| {
+                    attend(attn.parts(&x_md, &x_md), &masks, attn.options(b, &x_md, false), &attn.dropout)
+                })
+            };
+            x_md = checkpoint_block(forward, x_md);
         }
         Read { rows_md: x_md, mask_bu }
     }

@@ -9,7 +9,7 @@ use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
+use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear};
 
 use crate::attention::{Masks, attend};
 use crate::hf_params::Family;
@@ -258,7 +258,7 @@ impl<B: FusedBackend> Bert<B> {
         let mut x_nd = self.embeddings.forward(input_ids_bt, token_type_ids_bt);
         let masks = Masks::padding(attention_mask_bt, &x_nd);
         for layer in &self.layers {
-            x_nd = layer.forward(x_nd, &masks, b);
+            x_nd = checkpoint_block(|x_nd| layer.forward(x_nd, &masks, b), x_nd);
         }
         x_nd
     }

@@ -10,7 +10,7 @@ use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, embedding, linear};
+use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear};
 
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
@@ -197,7 +197,7 @@ impl<B: FusedBackend> Gpt2<B> {
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
         let masks = Masks::none();
         for block in &self.h {
-            x_nd = block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b));
+            x_nd = checkpoint_block(|x_nd| block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b)), x_nd);
         }
         normed(&self.ln_f, self.layer_norm_epsilon, x_nd)
     }

@@ -8,7 +8,7 @@ use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, linear};
+use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, linear};
 
 use super::rotary::Angles;
 use crate::attention::{Masks, attend};
@@ -198,7 +198,10 @@ impl<B: FusedBackend> Llama<B> {
         let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
         let (angles, masks) = (Angles::new(&self.speeds, 0..t as i32, &x_nd), Masks::none());
         for layer in &self.layers {
-            x_nd = layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout));
+            let forward = |x_nd| {
+                layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout))
+            };
+            x_nd = checkpoint_block(forward, x_nd);
         }
         scaled(&self.norm, self.rms_norm_eps, x_nd)
     }

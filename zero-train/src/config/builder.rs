@@ -68,6 +68,8 @@ impl ZeroPlanBuilder {
         param_persistence_threshold: usize => "zero_optimization.stage3_param_persistence_threshold";
         /// Updates from one comparison of the ranks' replicas to the next; 0 compares none.
         check_replicas: usize => "zero_optimization.check_replicas";
+        /// How many of the model's first blocks drop their activations and compute them again.
+        checkpointed_blocks: usize => "activation_checkpointing.blocks";
         /// Whether gradients are reduced while the backward pass goes on.
         overlap_comm: bool => "zero_optimization.overlap_comm";
         /// Whether gradients are reduced with each micro-batch, or once per optimizer step.

@@ -62,6 +62,16 @@ impl ZeroPlan {
         if self.check_replicas > 0 {
             lines.push(format!("Replicas: compared before every {} updates.", number(self.check_replicas)));
         }
+        match self.checkpointed_blocks {
+            0 => {}
+            usize::MAX => {
+                lines.push("Activations: of every block dropped, and computed again in the backward pass.".into())
+            }
+            some => lines.push(format!(
+                "Activations: of the first {} blocks dropped, and computed again in the backward pass.",
+                number(some)
+            )),
+        }
         for (what, offload) in [("optimizer state", &self.offload_optimizer), ("parameters", &self.offload_param)] {
             if let Some(offload) = offload {
                 lines.push(match &offload.device {

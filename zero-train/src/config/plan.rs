@@ -38,6 +38,9 @@ pub struct ZeroPlan {
     pub param_persistence_threshold: usize,
     /// Updates from one comparison of the ranks' replicas to the next; 0 compares none.
     pub check_replicas: usize,
+    /// How many of the model's first blocks drop their activations and compute them again in the backward pass;
+    /// `usize::MAX` for all.
+    pub checkpointed_blocks: usize,
     /// Whether gradients are reduced while the backward pass goes on, which is also what `None` does.
     pub overlap_comm: Option<bool>,
     /// Whether gradients are reduced with each micro-batch, or once per optimizer step; `None` is each at stages 2 and 3, and
@@ -86,6 +89,7 @@ impl ZeroPlan {
         ZeroConfig {
             gathers: Gathers::default(),
             check_replicas: self.check_replicas as u64,
+            checkpointed_blocks: self.checkpointed_blocks,
             stage: self.stage,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,

@@ -52,6 +52,11 @@ impl Config {
         let world = self.world(context.world, &top);
         let (zero, watchdog) = (top.section("zero_optimization"), top.section("watchdog"));
         let optimizer = OptimizerPlan::read(&top);
+        // A file asks for it by the section; DeepSpeed leaves the rest to the model, which is ours here.
+        let checkpointed = top.given("activation_checkpointing").then(|| {
+            let blocks: Option<usize> = top.section("activation_checkpointing").get("blocks");
+            blocks.unwrap_or(usize::MAX)
+        });
         let sizes = batch_sizes(&top, auto);
         let batch = batch(sizes, world, &mut findings.borrow_mut());
         let by = ["--batch x --accumulation x ranks", "--batch", "--accumulation"];
@@ -70,6 +75,7 @@ impl Config {
             max_reuse_distance: zero.get("stage3_max_reuse_distance"),
             param_persistence_threshold: zero.get("stage3_param_persistence_threshold"),
             check_replicas: zero.get("check_replicas"),
+            checkpointed_blocks: checkpointed.unwrap_or(0),
             overlap_comm: zero.get("overlap_comm"),
             sync_each_batch: top.section("gradient_accumulation_kwargs").get("sync_each_batch"),
             error_if_nonfinite: watchdog.get("error_if_nonfinite"),

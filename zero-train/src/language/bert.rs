@@ -13,7 +13,7 @@ use super::{Options, Program};
 use crate::TrainError;
 use crate::data::{Cutting, Masking, SentencePairs, Source, Tokenizer};
 use crate::error::wrong;
-use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
+use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
 
 /// Tokens of a vocabulary that is learned from a program's own text.
 const LEARNED: usize = 8192;
@@ -163,14 +163,19 @@ pub(super) fn profile(config: &BertConfig, micro_batch: usize, seq: usize, predi
     // Floats that the fused operations keep per token and layer, in widths: the input, query, key and value, attention's
     // result, the sum after it and its norm, the feed-forward layer before and after its activation, sum and norm.
     let per_layer = 9.0 * width + 2.0 * config.intermediate_size as f64;
-    let kept = config.num_hidden_layers as f64 * per_layer + predicted * (3.0 * width + 2.0 * words);
+    let bytes = |floats: f64| (4.0 * floats * (micro_batch * seq) as f64) as u64;
     // The head does not run at every token.
     let flops = config.flops_per_token(seq) as f64 - 6.0 * (1.0 - predicted) * width * (width + words);
     Profile {
         parameters: config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
         frozen: Vec::new(),
         quantized: Vec::new(),
-        activation_bytes: (4.0 * kept * (micro_batch * seq) as f64) as u64,
+        activations: Activations {
+            blocks: config.num_hidden_layers,
+            block: bytes(per_layer),
+            input: bytes(width),
+            rest: bytes(predicted * (3.0 * width + 2.0 * words)),
+        },
         flops_per_row: flops * seq as f64,
     }
 }

@@ -12,7 +12,7 @@ use super::{Options, Program};
 use crate::TrainError;
 use crate::data::{DEFAULT_SEQ, TokenRows};
 use crate::error::wrong;
-use crate::trainer::{FusedBackend, Profile, Rows, Setup, Task};
+use crate::trainer::{Activations, FusedBackend, Profile, Rows, Setup, Task};
 
 /// A model of a family that predicts the next token, and the rows that it is trained on.
 pub struct CausalTask<C> {
@@ -92,7 +92,12 @@ fn profile<C: CausalFamily>(model: &C, micro_batch: usize, seq: usize) -> Profil
         parameters: config.parameters().iter().map(ModelParam::numel).collect(),
         frozen: Vec::new(),
         quantized: Vec::new(),
-        activation_bytes: 4 * (sizes.layers as u64 * tokens * sizes.kept as u64 + logits),
+        activations: Activations {
+            blocks: sizes.layers,
+            block: 4 * tokens * sizes.kept as u64,
+            input: 4 * tokens * sizes.width as u64,
+            rest: 4 * logits,
+        },
         flops_per_row: model.flops_per_token(seq) as f64 * seq as f64,
     }
 }

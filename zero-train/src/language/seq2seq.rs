@@ -13,7 +13,7 @@ use super::{Options, Program};
 use crate::TrainError;
 use crate::data::{Fields, TextPairs, Tokenizer};
 use crate::error::wrong;
-use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
+use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
 
 /// A BART, and the texts that it learns to make.
 pub struct Seq2SeqTask {
@@ -162,6 +162,8 @@ impl Task for Seq2SeqTask {
         let read = encoder.0 * (9 * width + 2 * encoder.1) * seq;
         let made = decoder.0 * (9 * width + 2 * decoder.1) * target + decoder.0 * (5 * target + 2 * seq) * width;
         let logits = 2 * target * config.vocab_size;
+        // Of a block on average.
+        let bytes = |floats: usize| (4 * floats * micro_batch) as u64;
         let weights = |(layers, inner): (usize, usize), attentions: usize| {
             layers * (4 * attentions * width * width + 2 * width * inner)
         };
@@ -170,7 +172,12 @@ impl Task for Seq2SeqTask {
             parameters,
             frozen: Vec::new(),
             quantized: Vec::new(),
-            activation_bytes: (4 * (read + made + logits) * micro_batch) as u64,
+            activations: Activations {
+                blocks: encoder.0 + decoder.0,
+                block: bytes((read + made) / (encoder.0 + decoder.0).max(1)),
+                input: bytes((encoder.0 * seq + decoder.0 * target) * width / (encoder.0 + decoder.0).max(1)),
+                rest: bytes(logits),
+            },
             flops_per_row: 6.0 * products as f64,
         }))
     }

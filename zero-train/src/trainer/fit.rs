@@ -9,6 +9,7 @@ use zero_core::estimate::{Precision, model_state};
 use zero_models::hf_export::parse_bytes;
 
 use super::backend::name as option_name;
+use super::options::Blocks;
 use super::profile::Profile;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
@@ -67,7 +68,14 @@ impl MemoryNeed {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
         }
-        Self { state, working: working as u64, activations: profile.activation_bytes, ranks: ranks as u64, host, disk }
+        Self {
+            state,
+            working: working as u64,
+            activations: profile.activations.bytes(plan.checkpointed_blocks),
+            ranks: ranks as u64,
+            host,
+            disk,
+        }
     }
 
     /// The same with so many ranks on a machine.
@@ -181,22 +189,40 @@ pub(super) struct Candidate<'a> {
     pub(super) profile: &'a dyn Fn(usize) -> Result<Profile, TrainError>,
 }
 
-/// What of a model is kept elsewhere, and what is to be said about it.
-pub(super) type Fitting = (Option<OffloadChoice>, Option<String>);
+/// What of a model is kept elsewhere, of how many blocks activations are dropped, and what is to be said about it.
+pub(super) type Fitting = (Option<OffloadChoice>, Option<Blocks>, Option<String>);
 
-/// What a run of `model` needs with `offload`.
-pub(super) fn need(
-    options: &Options,
-    offload: Option<OffloadChoice>,
-    model: &Candidate<'_>,
-    budget: &Budget,
-) -> Result<MemoryNeed, TrainError> {
-    let plan = zero_plan(&Options { offload, ..options.clone() }, model.hidden_size)?;
+/// What a run of `model` needs with these options.
+pub(super) fn need(options: &Options, model: &Candidate<'_>, budget: &Budget) -> Result<MemoryNeed, TrainError> {
+    let plan = zero_plan(options, model.hidden_size)?;
     let need = MemoryNeed::new(&(model.profile)(plan.batch.micro)?, &plan, options.backend);
     Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
 }
 
+/// The fewest blocks to checkpoint with which activations take no more than `limit` on a rank, or with which a run fits.
+fn blocks(
+    options: &Options,
+    model: &Candidate<'_>,
+    budget: &Budget,
+    limit: Option<u64>,
+) -> Result<Option<Blocks>, TrainError> {
+    let plan = zero_plan(options, model.hidden_size)?;
+    let activations = (model.profile)(plan.batch.micro)?.activations;
+    let most = match limit {
+        Some(limit) => limit,
+        None => {
+            let need = need(options, model, budget)?;
+            let others = need.total() - need.activations * need.ranks;
+            let Some(rest) = budget.memory.and_then(|memory| memory.checked_sub(others)) else { return Ok(None) };
+            rest / need.ranks
+        }
+    };
+    Ok(activations.fewest(most).map(Blocks))
+}
+
 /// Without --offload and --config, the cheapest tier of memory and disk in which `model` fits; else what they say, if it fits.
+/// Where nothing is said of activations, they are dropped before more is offloaded: to compute once more costs a third of a
+/// step at most, and a disk often more.
 pub(super) fn fitting(
     options: &Options,
     model: &Candidate<'_>,
@@ -211,25 +237,59 @@ pub(super) fn fitting(
             _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
         },
     };
+    let limit = options.activation_memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
+        wrong("activation-memory", options.activation_memory.clone().unwrap_or_default(), error.to_string())
+    })?;
+    let is_free = options.checkpoint_activations.is_none() && options.config.is_none();
     for &tier in tiers {
-        let with = need(options, tier, model, budget)?;
-        if !budget.holds(&with) {
+        let mut with = Options { offload: tier, ..options.clone() };
+        if limit.is_some() {
+            let fewest = blocks(&with, model, budget, limit)?;
+            with.checkpoint_activations = Some(fewest.ok_or_else(|| {
+                let expected = "expected more: with every block checkpointed they take more than this; use a smaller --batch \
+                                or row";
+                wrong("activation-memory", options.activation_memory.clone().unwrap_or_default(), expected)
+            })?);
+        }
+        let mut taken = need(&with, model, budget)?;
+        if !budget.holds(&taken) && is_free && limit.is_none() {
+            let Some(fewest) = blocks(&with, model, budget, None)? else { continue };
+            with.checkpoint_activations = Some(fewest);
+            taken = need(&with, model, budget)?;
+        }
+        if !budget.holds(&taken) {
             continue;
         }
-        let Some(chosen) = tier.filter(|_| options.offload.is_none()) else { return Ok(Some((tier, None))) };
-        let without = need(options, None, model, budget)?;
-        let there = match with.disk {
-            0 => format!("{} in the host's", format_bytes(with.host * with.ranks)),
-            disk => format!("{} below {}", format_bytes(disk * with.ranks), options.swap_dir().display()),
+        let (offload, checkpointed) = (with.offload, with.checkpoint_activations);
+        let mut chosen = Vec::new();
+        if let Some(offload) = offload.filter(|_| options.offload.is_none()) {
+            chosen.push(format!("--offload {}", option_name(offload)));
+        }
+        if let Some(blocks) = checkpointed.filter(|blocks| options.checkpoint_activations.is_none() && blocks.0 > 0) {
+            chosen.push(format!("--checkpoint-activations {blocks}"));
+        }
+        if chosen.is_empty() {
+            return Ok(Some((offload, checkpointed, None)));
+        }
+        let without = need(&Options { offload: options.offload, ..options.clone() }, model, budget)?;
+        let there = match (taken.host, taken.disk) {
+            (0, 0) => String::new(),
+            (host, 0) => format!(", {} in the host's", format_bytes(host * taken.ranks)),
+            (_, disk) => format!(", {} below {}", format_bytes(disk * taken.ranks), options.swap_dir().display()),
+        };
+        let why = match limit {
+            Some(limit) if budget.holds(&without) => {
+                format!(", and activations may take {} on a rank", format_bytes(limit))
+            }
+            _ => budget.but(&without),
         };
         let notice = format!(
-            "In memory alone: {}{}.\nSo --offload {}: {} in memory, {there}.",
+            "In memory alone: {}{why}.\nSo {}: {} in memory{there}.",
             without.arithmetic(),
-            budget.but(&without),
-            option_name(chosen),
-            format_bytes(with.total())
+            chosen.join(" "),
+            format_bytes(taken.total())
         );
-        return Ok(Some((tier, Some(notice))));
+        return Ok(Some((offload, checkpointed, Some(notice))));
     }
     Ok(None)
 }

@@ -60,10 +60,10 @@ use std::process::ExitCode;
 pub use backend::BackendChoice;
 pub use fit::MemoryNeed;
 pub use options::{
-    DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
+    Blocks, DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
 };
 pub use order::Order;
-pub use profile::Profile;
+pub use profile::{Activations, Profile};
 pub use report::Summary;
 pub use rows::Rows;
 pub use task::{AnyTask, Measured, Result, Task, TaskOn, scalar};
@@ -137,7 +137,7 @@ impl Setup<'_> {
         if fitting(self.options, &candidate, self.budget)?.is_some() {
             return Ok(None);
         }
-        let need = need(self.options, self.options.offload, &candidate, self.budget)?;
+        let need = need(self.options, &candidate, self.budget)?;
         Ok(Some(format!("{}{}", need.arithmetic(), self.budget.but(&need))))
     }
 }

@@ -1,6 +1,8 @@
 //! The command line, as given.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use clap::{Args, FromArgMatches, ValueEnum};
 
@@ -109,6 +111,19 @@ pub struct Options {
     /// disk for cpu, which computes in the host's memory]
     #[arg(long, value_name = "WHERE")]
     pub offload_to: Option<OffloadTo>,
+    /// Activation checkpointing: drop what blocks (transformer layers) compute in the forward pass, and compute it again in the
+    /// backward pass; of all blocks, or of so many of the first [default: none, or the fewest that make the run fit into memory]
+    #[arg(
+        long,
+        value_name = "all|BLOCKS",
+        visible_alias = "gradient-checkpointing",
+        num_args = 0..=1,
+        default_missing_value = "all"
+    )]
+    pub checkpoint_activations: Option<Blocks>,
+    /// The same of the fewest blocks with which activations take no more than this on a rank, such as 2GiB
+    #[arg(long, value_name = "SIZE", conflicts_with = "checkpoint_activations")]
+    pub activation_memory: Option<String>,
     /// How ranks that are processes all-gather parameters: all together, in the order of the program, or each by reading the
     /// others' shards through the hosts' memory [default: collective with NCCL, one-sided without]
     #[arg(long, value_name = "HOW")]
@@ -169,6 +184,27 @@ pub struct Options {
     /// Print a machine-readable summary on standard output, and nothing else there; no bar, but lines as of --log-every
     #[arg(long)]
     pub json: bool,
+}
+
+/// How many of a model's first blocks are checkpointed; `usize::MAX` for all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Blocks(pub usize);
+
+impl FromStr for Blocks {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "all" => Ok(Self(usize::MAX)),
+            number => number.parse().map(Self).map_err(|_| "expected all, or a number of blocks"),
+        }
+    }
+}
+
+impl fmt::Display for Blocks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == usize::MAX { f.write_str("all") } else { write!(f, "{}", self.0) }
+    }
 }
 
 impl Default for Options {

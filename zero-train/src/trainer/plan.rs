@@ -84,9 +84,10 @@ impl Plan {
         };
         let candidate = Candidate { hidden_size: task.hidden_size(), profile: &taken };
         // What does not fit is told below.
-        let (offload, tier) = fitting(options, &candidate, budget)?.unwrap_or((options.offload, None));
+        let fitting = fitting(options, &candidate, budget)?;
+        let (offload, blocks, tier) = fitting.unwrap_or((options.offload, options.checkpoint_activations, None));
         let notice = [task.notice(), tier].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
-        let options = &Options { offload, ..options.clone() };
+        let options = &Options { offload, checkpoint_activations: blocks, ..options.clone() };
         let mut plan = zero_plan(options, task.hidden_size())?;
         plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
         plan.report.memory_breakdown |= options.memory_breakdown;
@@ -360,10 +361,12 @@ mod tests {
     use burn::tensor::Tensor;
 
     use super::*;
-    use crate::trainer::{FusedBackend, Rows};
+    use crate::trainer::{Activations, FusedBackend, Rows};
 
-    /// What it takes with 2048 tokens in a row does not fit without offload.
-    struct Wide;
+    /// It keeps 64 MiB a row, in so many blocks.
+    struct Wide {
+        blocks: usize,
+    }
 
     impl Task for Wide {
         type Model<B: FusedBackend> = Linear<B>;
@@ -390,12 +393,18 @@ mod tests {
         }
 
         fn profile(&self, micro_batch: usize) -> Option<Profile> {
-            let activation_bytes = (micro_batch * (64 << 20)) as u64;
+            let bytes = (micro_batch * (64 << 20)) as u64;
+            let activations = match self.blocks {
+                0 => Activations { rest: bytes, ..Activations::default() },
+                blocks => {
+                    Activations { blocks, block: bytes / blocks as u64, input: bytes / blocks as u64 / 16, rest: 0 }
+                }
+            };
             Some(Profile {
                 parameters: vec![32 << 20],
                 frozen: Vec::new(),
                 quantized: Vec::new(),
-                activation_bytes,
+                activations,
                 flops_per_row: 1.0,
             })
         }
@@ -404,7 +413,7 @@ mod tests {
     #[test]
     fn the_tier_is_chosen_for_the_rows_of_a_micro_batch() {
         let swap = tempfile::tempdir().unwrap();
-        let plan = |batch: usize, memory: u64| {
+        let plan = |blocks: usize, batch: usize, memory: u64| {
             let options = Options {
                 memory: Some(format!("{memory}B")),
                 swap: Some(swap.path().to_path_buf()),
@@ -413,11 +422,15 @@ mod tests {
                 ..Options::default()
             };
             let ranks = Ranks::threads();
-            Plan::new(&options, &Wide, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+            Plan::new(&options, &Wide { blocks }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
         };
-        let memory = plan(1, u64::MAX / 2).need.total();
-        assert!(plan(1, memory).notice.is_none());
-        let larger = plan(2, memory);
+        let memory = plan(0, 1, u64::MAX / 2).need.total();
+        assert!(plan(0, 1, memory).notice.is_none());
+        let larger = plan(0, 2, memory);
         assert!(larger.need.disk > 0 && larger.notice.unwrap().contains("--offload"));
+        // What can be computed again is dropped before state is offloaded, of no more blocks than it takes.
+        let larger = plan(4, 2, memory);
+        assert_eq!((larger.need.disk, larger.zero.checkpointed_blocks), (0, 3));
+        assert!(larger.need.total() <= memory && larger.notice.unwrap().contains("--checkpoint-activations 3"));
     }
 }

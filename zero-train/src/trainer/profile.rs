@@ -9,10 +9,40 @@ pub struct Profile {
     pub frozen: Vec<usize>,
     /// Elements and bytes of frozen ones that are held in 8 or 4 bit.
     pub quantized: Vec<[usize; 2]>,
-    /// Bytes that are kept for the backward pass of a micro-batch, in fp32, with the largest of what is made on the way.
-    pub activation_bytes: u64,
+    /// What a micro-batch keeps for its backward pass.
+    pub activations: Activations,
     /// Floating-point operations of a row, forward and backward.
     pub flops_per_row: f64,
+}
+
+/// Bytes that are kept for the backward pass of a micro-batch, in fp32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Activations {
+    /// Blocks that can be checkpointed ([`zero_ops::checkpoint_block`]).
+    pub blocks: usize,
+    /// What a block keeps, its input included.
+    pub block: u64,
+    /// A block's input: what it keeps if it is checkpointed.
+    pub input: u64,
+    /// What is kept besides, with the largest of what is made on the way.
+    pub rest: u64,
+}
+
+impl Activations {
+    /// The most that is there at once if so many of the first blocks are checkpointed: at the end of the forward pass, or when the
+    /// last block has been computed again.
+    pub fn bytes(&self, checkpointed: usize) -> u64 {
+        let checkpointed = checkpointed.min(self.blocks);
+        let inputs = checkpointed as u64 * self.input;
+        let kept = (self.blocks - checkpointed) as u64 * self.block;
+        let again = if checkpointed == 0 { 0 } else { self.block - self.input };
+        self.rest + inputs + kept.max(again)
+    }
+
+    /// The fewest blocks to checkpoint so that no more than `bytes` are there at once.
+    pub fn fewest(&self, bytes: u64) -> Option<usize> {
+        (0..=self.blocks).find(|&checkpointed| self.bytes(checkpointed) <= bytes)
+    }
 }
 
 impl Profile {

@@ -6,7 +6,7 @@ use zero_burn::optim::Rule;
 use zero_core::Stage;
 
 use super::backend::{BackendChoice, name};
-use super::options::{Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};
+use super::options::{Blocks, Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};
 use crate::TrainError;
 use crate::config::{
     Auto, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
@@ -147,6 +147,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
         builder = builder.offload_param(&there);
     }
     let mut plan = builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?;
+    plan.checkpointed_blocks = options.checkpoint_activations.map_or(0, |blocks| blocks.0);
     complete(&mut plan, hyper, options.steps);
     Ok(plan)
 }
@@ -199,7 +200,12 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     // As paths: `/nvme/` is `/nvme`.
     let given_swap = options.swap.as_ref().filter(|given| Some(*given) != swap);
     let shown = |path: &PathBuf| path.display().to_string();
+    let blocks = options.checkpoint_activations;
+    if plan.checkpointed_blocks == 0 {
+        plan.checkpointed_blocks = blocks.map_or(0, |blocks| blocks.0);
+    }
     let options = [
+        ("checkpoint-activations", text(blocks), Blocks(plan.checkpointed_blocks).to_string()),
         ("stage", text(options.stage), plan.stage.number().to_string()),
         ("offload", options.offload.map(name), kept.to_string()),
         ("offload-to", options.offload_to.map(name), to.to_string()),

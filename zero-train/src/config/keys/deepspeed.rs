@@ -112,6 +112,8 @@ pub(in crate::config) const DEEPSPEED: &[Key] = keys! {
         partition_activations = false, cpu_checkpointing = false, contiguous_memory_optimization = false,
         synchronize_checkpoint_boundary = false, profile = false => K::Bool, ACTIVATIONS;
         number_checkpoints = null => K::COUNT, ACTIVATIONS;
+        // Not DeepSpeed's: how many of the first.
+        blocks = null => K::COUNT, T::ACTED;
     }), T::ACTED;
     aio = null => K::section(keys! {
         block_size = 1048576, queue_depth = 8 => K::ONE_UP, T::ACTED;

@@ -15,6 +15,7 @@ fn the_shared_deepspeed_file() {
         max_reuse_distance: 1_000_000_000,
         param_persistence_threshold: 1000,
         check_replicas: 0,
+        checkpointed_blocks: 0,
         overlap_comm: Some(true),
         sync_each_batch: None,
         error_if_nonfinite: false,
@@ -223,6 +224,7 @@ fn stage_3_with_everything_on_nvme() {
         &on(2),
     )
     .unwrap();
+    assert_eq!(plan.checkpointed_blocks, usize::MAX);
     let nvme = OffloadDevice::Nvme { path: "/local_nvme".into() };
     assert_eq!(plan.offload_optimizer, Some(Offload::to(nvme.clone())));
     assert_eq!(

@@ -1,0 +1,109 @@
+//! Activation checkpointing as a model asks for it (Chen et al. 2016, <https://arxiv.org/abs/1604.06174>).
+
+use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn_backend::Backend;
+use burn_backend::tensor::{Device, FloatTensor};
+
+use crate::backend::FusedBackend;
+
+/// What a block gives: a tensor, or several.
+pub trait Outputs {
+    /// The backend of the tensors.
+    type Backend: FusedBackend;
+
+    /// Handles on its float tensors.
+    fn floats(&self) -> Vec<FloatTensor<Self::Backend>>;
+}
+
+impl<B: FusedBackend, const D: usize> Outputs for Tensor<B, D> {
+    type Backend = B;
+
+    fn floats(&self) -> Vec<FloatTensor<B>> {
+        match self.clone().into_primitive() {
+            TensorPrimitive::Float(tensor) => vec![tensor],
+            TensorPrimitive::QFloat(_) => Vec::new(),
+        }
+    }
+}
+
+impl<B: FusedBackend, const D: usize> Outputs for Tensor<B, D, Int> {
+    type Backend = B;
+
+    fn floats(&self) -> Vec<FloatTensor<B>> {
+        Vec::new()
+    }
+}
+
+impl<T: Outputs> Outputs for Vec<T> {
+    type Backend = T::Backend;
+
+    fn floats(&self) -> Vec<FloatTensor<T::Backend>> {
+        self.iter().flat_map(Outputs::floats).collect()
+    }
+}
+
+impl<T: Outputs> Outputs for Option<T> {
+    type Backend = T::Backend;
+
+    fn floats(&self) -> Vec<FloatTensor<T::Backend>> {
+        self.iter().flat_map(Outputs::floats).collect()
+    }
+}
+
+impl<T: Outputs, U: Outputs<Backend = T::Backend>> Outputs for (T, U) {
+    type Backend = T::Backend;
+
+    fn floats(&self) -> Vec<FloatTensor<T::Backend>> {
+        self.0.floats().into_iter().chain(self.1.floats()).collect()
+    }
+}
+
+/// `block(inputs)`, of which only the inputs and the outputs stay in memory: what it computes in between is dropped, and
+/// computed again when the backward pass asks for it. Dropout has the same masks, sharded parameters are gathered again, and the
+/// gradients have the same bits. It costs one more forward pass of the block.
+///
+/// `block` may use what it likes, such as the parameters of its module. Within a block a call does nothing of its own, and neither
+/// does one without autodiff, or on a backend that makes nothing again: those but `Zero<B>`.
+///
+/// ```
+/// # use burn_flex::Flex;
+/// # use burn_autodiff::Autodiff;
+/// # type B = Autodiff<Flex>;
+/// use burn::tensor::Tensor;
+///
+/// let x = Tensor::<B, 2>::ones([2, 3], &Default::default()).require_grad();
+/// let y = zero_ops::checkpoint(|x| x.exp().sin().exp(), x.clone());
+/// let gradients = y.sum().backward();
+/// assert!(x.grad(&gradients).is_some());
+/// ```
+pub fn checkpoint<I, O: Outputs>(block: impl FnOnce(I) -> O, inputs: I) -> O {
+    within(false, block, inputs)
+}
+
+/// As [`checkpoint`], if the run is so configured: what a model that others train calls around each of its layers, in their order.
+/// `zero_burn::config::ZeroConfig::checkpointed_blocks` says how many of the first are checkpointed; none by default.
+pub fn checkpoint_block<I, O: Outputs>(block: impl FnOnce(I) -> O, inputs: I) -> O {
+    within(true, block, inputs)
+}
+
+fn within<I, O: Outputs>(if_configured: bool, block: impl FnOnce(I) -> O, inputs: I) -> O {
+    let is_followed = O::Backend::ad_enabled(&Device::<O::Backend>::default());
+    if !is_followed || !O::Backend::begin_checkpoint(if_configured) {
+        return block(inputs);
+    }
+    let mut begun = Begun::<O> { outputs: Vec::new() };
+    let outputs = block(inputs);
+    begun.outputs = outputs.floats();
+    outputs
+}
+
+/// Ends the block, also one that panics.
+struct Begun<O: Outputs> {
+    outputs: Vec<FloatTensor<O::Backend>>,
+}
+
+impl<O: Outputs> Drop for Begun<O> {
+    fn drop(&mut self) {
+        O::Backend::end_checkpoint(std::mem::take(&mut self.outputs));
+    }
+}
