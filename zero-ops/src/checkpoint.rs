@@ -71,10 +71,9 @@ impl<T: Outputs, U: Outputs<Backend = T::Backend>> Outputs for (T, U) {
 /// # type B = Autodiff<Flex>;
 /// use burn::tensor::Tensor;
 ///
-/// let x = Tensor::<B, 2>::ones([2, 3], &Default::default()).require_grad();
-/// let y = zero_ops::checkpoint(|x| x.exp().sin().exp(), x.clone());
-/// let gradients = y.sum().backward();
-/// assert!(x.grad(&gradients).is_some());
+/// let x = Tensor::<B, 2>::ones([2, 3], &Default::default());
+/// let y = zero_ops::checkpoint(|x: Tensor<B, 2>| x.exp().sin().exp(), x);
+/// assert_eq!(y.dims(), [2, 3]);
 /// ```
 pub fn checkpoint<I, O: Outputs>(block: impl FnOnce(I) -> O, inputs: I) -> O {
     within(false, block, inputs)

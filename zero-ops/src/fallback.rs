@@ -330,16 +330,6 @@ fn dropped<B: Backend>(x: Tensor<B, 4>, options: AttentionOptions) -> Tensor<B, 
     x * shares.cast(dtype)
 }
 
-/// Whether keys are others than the queries' rows in number or width, or there is a window.
-#[cfg(feature = "cubecl")]
-pub(crate) fn is_more_than_square<B: Backend>(
-    q: &FloatTensor<B>,
-    k: &FloatTensor<B>,
-    options: AttentionOptions,
-) -> bool {
-    q.shape() != k.shape() || options.window.is_some()
-}
-
 /// The width of a head of these rows of queries.
 pub(crate) fn head_width<B: Backend>(q: &FloatTensor<B>, options: AttentionOptions) -> usize {
     q.shape()[1] / options.heads

@@ -367,7 +367,9 @@ fn macros_call_the_inner_operation_of_the_same_name() {
         for (name, methods) in implemented(of, &our_text(of.ours)).calls {
             let body = bodies.get(name.as_str()).unwrap_or_else(|| panic!("{name}! is not in ops/mod.rs"));
             assert_eq!(body.matches("fn $name(").count(), 1, "{name}!");
-            assert_eq!(body.matches("B::$name").count(), 1, "{name}!");
+            // What is recorded is called at once outside of a block, and by what a block keeps.
+            let calls = if name == "recorded" { 2 } else { 1 };
+            assert_eq!(body.matches("B::$name").count(), calls, "{name}!");
             assert!(methods.iter().all(|method| method.body.is_none()), "{name}! holds a written-out function");
         }
     }

@@ -144,12 +144,12 @@ fused_backends! {
     }
 
     fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
-        if fallback::shares_heads::<Self>(&q, &k) && options.window.is_none() {
+        if fallback::shares_heads::<Self>(&q, &k) {
             let (d, e) = (q.shape()[1], fallback::head_width::<Self>(&q, options));
             let [k, v] = [k, v].map(|x| fallback::with_all_heads::<Self>(x, d, e));
             return Self::attention_forward(q, k, v, mask, options);
         }
-        if !is_float(q.dtype()) || fallback::is_more_than_square::<Self>(&q, &k, options) {
+        if !is_float(q.dtype()) {
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
         }
         attention::forward([q, k, v], mask, options)
@@ -157,20 +157,20 @@ fused_backends! {
 
     fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
                           options: (AttentionOptions)) -> three_floats {
-        if fallback::shares_heads::<Self>(&q, &k) && options.window.is_none() {
+        if fallback::shares_heads::<Self>(&q, &k) {
             let (d, c, e) = (q.shape()[1], k.shape()[1], fallback::head_width::<Self>(&q, options));
             let [k, v] = [k, v].map(|x| fallback::with_all_heads::<Self>(x, d, e));
             let [dq, dk, dv] = Self::attention_backward(q, k, v, mask, out, lse, grad, options);
             return [dq, fallback::of_shared_heads::<Self>(dk, c, e), fallback::of_shared_heads::<Self>(dv, c, e)];
         }
-        if !is_float(q.dtype()) || fallback::is_more_than_square::<Self>(&q, &k, options) {
+        if !is_float(q.dtype()) {
             return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
         }
         attention::backward([q, k, v], mask, [out, lse, grad], options)
     }
 
     fn packed_attention_forward(qkv: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
-        if !is_float(qkv.dtype()) || options.window.is_some() {
+        if !is_float(qkv.dtype()) {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             return Self::attention_forward(q, k, v, mask, options);
         }
@@ -179,7 +179,7 @@ fused_backends! {
 
     fn packed_attention_backward(qkv: float, mask: opt_float, out: float, lse: float, grad: float,
                                  options: (AttentionOptions)) -> float {
-        if !is_float(qkv.dtype()) || options.window.is_some() {
+        if !is_float(qkv.dtype()) {
             let [q, k, v] = fallback::unpack::<Self>(qkv);
             let parts = Self::attention_backward(q, k, v, mask, out, lse, grad, options);
             return Self::float_cat(parts.to_vec(), 1);

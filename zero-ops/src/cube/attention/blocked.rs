@@ -1,6 +1,6 @@
 //! Attention by blocks of scores, whose products are Burn's.
 //!
-//! A block is the scores of some queries of some pairs of sequence and head, for all keys that these queries see. The
+//! A block is the scores of some queries of some pairs of sequence and head, for the keys that these queries see. The
 //! products' time is what tensor cores make of it; what else costs time is the scores' way to memory and back, for which a
 //! block is to stay in the device's second-level cache.
 
@@ -13,6 +13,7 @@ use burn_std::{DType, Metadata};
 use super::kernels::{accumulate, gathered, scatter};
 use super::softmax::{Block, gradients, probabilities};
 use super::{Inputs, Rows, Saved, Sizes, scratch};
+use crate::cube::rows::zeros;
 
 /// What the scores of a block may take, in bytes: about the second-level cache of an H200 (50 MB). Smaller blocks are more
 /// launches, larger ones go through memory.
@@ -54,11 +55,11 @@ impl Plan {
     /// Causal queries see the keys before them, so that blocks of a part of the queries save products: a quarter saves
     /// three eighths of them (all that there is to save is half), and smaller ones save little more.
     pub fn new(sizes: Sizes, bytes: usize, bytes_per_score: usize) -> Self {
-        let Sizes { pairs, t, causal, .. } = sizes;
+        let Sizes { pairs, t, s, causal, .. } = sizes;
         let wanted = if causal { t.div_ceil(4).next_multiple_of(LEAST_QUERIES) } else { t };
         let scores = bytes / bytes_per_score;
-        let queries = wanted.min(scores / t / LEAST_QUERIES * LEAST_QUERIES).max(LEAST_QUERIES).min(t);
-        Self { pairs: (scores / (queries * t)).clamp(1, pairs.min(MOST_PAIRS)), queries }
+        let queries = wanted.min(scores / s / LEAST_QUERIES * LEAST_QUERIES).max(LEAST_QUERIES).min(t);
+        Self { pairs: (scores / (queries * s)).clamp(1, pairs.min(MOST_PAIRS)), queries }
     }
 
     /// The blocks' pairs, and for each of these the blocks' queries, those with the most keys first.
@@ -68,8 +69,10 @@ impl Plan {
             let of_pairs = pairs.clone();
             let blocks = (0..sizes.t).step_by(self.queries).rev().map(move |first| {
                 let queries = first..(first + self.queries).min(sizes.t);
-                let keys = if sizes.causal { queries.end } else { sizes.t };
-                Block { pairs: of_pairs.clone(), queries, keys }
+                let end = if sizes.causal { queries.end } else { sizes.s };
+                // Views of keys begin where devices take a binding's beginning.
+                let unseen = sizes.window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
+                Block { pairs: of_pairs.clone(), queries, keys: unseen / LEAST_QUERIES * LEAST_QUERIES..end }
             });
             (pairs, blocks.collect())
         })
@@ -85,14 +88,14 @@ impl Blocked {
 
     pub fn forward<R: CubeRuntime>(self, inputs: &Inputs<R>, out: &CubeTensor<R>, lse: &CubeTensor<R>) {
         let sizes = inputs.sizes;
-        let out = Rows::new(out.clone());
+        let out = Rows::new(out.clone(), sizes.t);
         for (pairs, blocks) in self.plan(sizes, 1, inputs.dtype()).blocks(sizes) {
-            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.t, rows));
+            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.s, rows));
             for block in blocks {
                 let q = gathered(sizes, pairs.clone(), block.queries.clone(), &inputs.q);
-                let products = self.product(q, transposed(first_rows(&k, block.keys)));
+                let products = self.product(q, transposed(some_rows(&k, &block.keys)));
                 let probabilities = probabilities(inputs, &block, products, lse);
-                let of_block = self.product(probabilities, first_rows(&v, block.keys));
+                let of_block = self.product(probabilities, some_rows(&v, &block.keys));
                 scatter(sizes, pairs.clone(), block.queries, of_block, &out);
             }
         }
@@ -108,26 +111,33 @@ impl Blocked {
     ) {
         let sizes = inputs.sizes;
         for (pairs, blocks) in self.plan(sizes, 2, inputs.dtype()).blocks(sizes) {
-            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.t, rows));
+            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.s, rows));
             let mut sums: Option<[CubeTensor<R>; 2]> = None;
             for block in blocks {
                 let [q, grad] =
                     [&inputs.q, &saved.grad].map(|rows| gathered(sizes, pairs.clone(), block.queries.clone(), rows));
-                let products = self.product(q.clone(), transposed(first_rows(&k, block.keys)));
-                let d_probabilities = self.product(grad.clone(), transposed(first_rows(&v, block.keys)));
+                let products = self.product(q.clone(), transposed(some_rows(&k, &block.keys)));
+                let d_probabilities = self.product(grad.clone(), transposed(some_rows(&v, &block.keys)));
                 let [probabilities, d_products] =
                     gradients(inputs, &block, [products, d_probabilities], &saved.lse, along);
-                let of_q = self.product(d_products.clone(), first_rows(&k, block.keys));
+                let of_q = self.product(d_products.clone(), some_rows(&k, &block.keys));
                 scatter(sizes, pairs.clone(), block.queries, of_q, dq);
                 let parts = [self.product(transposed(d_products), q), self.product(transposed(probabilities), grad)];
                 match &sums {
-                    Some(sums) => sums.iter().zip(parts).for_each(|(sum, part)| accumulate(sum, part)),
-                    // The first block has all keys.
-                    None => sums = Some(parts),
+                    // The first block has all keys, but with a window.
+                    None if block.keys == (0..sizes.s) => sums = Some(parts),
+                    None => {
+                        let all = [(); 2].map(|()| zeros(&parts[0], [pairs.len(), sizes.s, sizes.e], DType::F32));
+                        all.iter().zip(parts).for_each(|(sum, part)| accumulate(sum, part, block.keys.start));
+                        sums = Some(all);
+                    }
+                    Some(sums) => {
+                        sums.iter().zip(parts).for_each(|(sum, part)| accumulate(sum, part, block.keys.start));
+                    }
                 }
             }
             for (sum, rows) in sums.into_iter().flatten().zip([dk, dv]) {
-                scatter(sizes, pairs.clone(), 0..sizes.t, sum, rows);
+                scatter(sizes, pairs.clone(), 0..sizes.s, sum, rows);
             }
         }
     }
@@ -142,11 +152,12 @@ impl Blocked {
     }
 }
 
-/// The first rows of each matrix, where they are.
-fn first_rows<R: CubeRuntime>(x: &CubeTensor<R>, count: usize) -> CubeTensor<R> {
+/// Some rows of each matrix, where they are.
+fn some_rows<R: CubeRuntime>(x: &CubeTensor<R>, rows: &std::ops::Range<usize>) -> CubeTensor<R> {
     let [pairs, _, columns] = x.shape().dims();
     let mut x = x.clone();
-    *x.meta = Metadata::new([pairs, count, columns], x.meta.strides().clone());
+    x.handle = x.handle.offset_start((rows.start * columns * x.dtype.size()) as u64);
+    *x.meta = Metadata::new([pairs, rows.len(), columns], x.meta.strides().clone());
     x
 }
 

@@ -45,7 +45,8 @@ impl Flash {
         let mma = MmaConfig { a_type: kind, b_type: kind, cd_type: sums, m: 16, n: 8, k: 16 };
         let matrices = &properties.features.matmul;
         let e = inputs.sizes.e;
-        let fits = matches!(inputs.dtype(), DType::BF16 | DType::F16)
+        let fits = inputs.sizes.is_square()
+            && matches!(inputs.dtype(), DType::BF16 | DType::F16)
             && matches!(e, 64 | 128)
             && matrices.mma.contains(&mma)
             && matrices.ldmatrix.contains(&kind);
@@ -74,7 +75,7 @@ impl Flash {
     pub fn forward<R: CubeRuntime>(self, inputs: &Inputs<R>, out: &CubeTensor<R>, lse: &CubeTensor<R>) {
         let (sizes, cut) = (inputs.sizes, self.forward);
         let blocks = sizes.t.div_ceil(cut.rows());
-        let out = Rows::new(out.clone());
+        let out = Rows::new(out.clone(), inputs.sizes.t);
         let like = &inputs.q.tensor;
         // SAFETY: a cube beyond the blocks of all pairs stops; rows of a sequence are read and written below `t`, columns below `e`.
         unsafe {

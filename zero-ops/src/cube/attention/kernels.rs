@@ -138,7 +138,7 @@ fn place_arg<R: CubeRuntime>(
         pairs.start,
         positions.start,
         positions.len(),
-        sizes.t,
+        rows.t,
         sizes.heads,
     )
 }
@@ -185,27 +185,34 @@ fn scatter_kernel<E: Float>(
     rows[to] = E::cast_from(from[i]);
 }
 
-/// `sums[p, i, c] += heads[p, i, c]` of `heads` `[pairs, count, e]` and `sums` `[pairs, t, e]`, both fp32.
-pub(super) fn accumulate<R: CubeRuntime>(sums: &CubeTensor<R>, heads: CubeTensor<R>) {
+/// `sums[p, first + i, c] += heads[p, i, c]` of `heads` `[pairs, count, e]` and `sums` `[pairs, s, e]`, both fp32.
+pub(super) fn accumulate<R: CubeRuntime>(sums: &CubeTensor<R>, heads: CubeTensor<R>, first: usize) {
     let [pairs, count, e] = heads.shape().dims();
-    let [_, t, _] = sums.shape().dims();
+    let [_, s, _] = sums.shape().dims();
     let total = pairs * count * e;
     let (cubes, dim) = each(sums, total);
-    // SAFETY: units beyond `total` stop; `count` is at most `t`.
+    // SAFETY: units beyond `total` stop; `first + count` is at most `s`.
     unsafe {
         launch! {
             accumulate_kernel on sums.client, (cubes, dim, address_type(&[sums, &heads])),
             [heads, sums.clone()],
-            total, count * e, t * e
+            total, count * e, s * e, first * e
         }
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn accumulate_kernel(from: &Array<f32>, sums: &mut Array<f32>, total: usize, of_pair: usize, of_sums: usize) {
+fn accumulate_kernel(
+    from: &Array<f32>,
+    sums: &mut Array<f32>,
+    total: usize,
+    of_pair: usize,
+    of_sums: usize,
+    first: usize,
+) {
     let i = ABSOLUTE_POS;
     if i >= total {
         terminate!();
     }
-    sums[i / of_pair * of_sums + i % of_pair] += from[i];
+    sums[i / of_pair * of_sums + first + i % of_pair] += from[i];
 }

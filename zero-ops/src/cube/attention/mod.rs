@@ -32,7 +32,7 @@ use crate::options::{AttentionDropout, AttentionOptions};
 /// `[b, h, t]`, which are fp32 whatever the type of the rows.
 ///
 /// `parts`: query, key and value `[n, d]`, or all three in one `[n, 3 d]`, of one type that is [a float's](super::tensor::is_float),
-/// their rows anywhere; `mask`: `[b, t]`, of any float type.
+/// their rows anywhere; `mask`: `[b, s]`, of any float type. Keys and values may have `s` rows a sequence where queries have `t`.
 pub(crate) fn forward<T: OnCube, const N: usize>(parts: [T; N], mask: Option<T>, options: AttentionOptions) -> (T, T) {
     let (shape, dtype) = (parts[0].shape(), parts[0].dtype());
     let lse = Shape::from([options.batch, options.heads, shape[0] / options.batch]);
@@ -62,7 +62,8 @@ pub(crate) fn backward<T: OnCube, const N: usize>(
     let made = T::run(name, given, promised, move |given| {
         let mut given = given.into_iter();
         let (parts, saved) = (first::<_, N>(&mut given), first(&mut given));
-        let (inputs, saved) = (Inputs::new(parts, given.next(), options), Saved::new(saved));
+        let inputs = Inputs::new(parts, given.next(), options);
+        let saved = Saved::new(saved, inputs.sizes);
         let way = Way::of(&inputs, &[&saved.grad]);
         backward_of::<_, N>(inputs, saved, way).into()
     });
@@ -89,18 +90,24 @@ struct Rows<R: CubeRuntime> {
     /// `[n, _]`; the elements of a row lie side by side.
     tensor: CubeTensor<R>,
     column: usize,
+    /// Rows of a sequence.
+    t: usize,
 }
 
 impl<R: CubeRuntime> Rows<R> {
-    fn new(x: CubeTensor<R>) -> Self {
-        Self { tensor: with_whole_rows(x), column: 0 }
+    fn new(x: CubeTensor<R>, t: usize) -> Self {
+        Self { tensor: with_whole_rows(x), column: 0, t }
     }
 }
 
 /// Those of queries, keys and values: a tensor for each, or side by side in one.
 fn three<R: CubeRuntime, const N: usize>(parts: [CubeTensor<R>; N], sizes: Sizes) -> [Rows<R>; 3] {
-    let parts = parts.map(Rows::new);
-    [0, 1, 2].map(|i| Rows { column: if N == 1 { i * sizes.width() } else { 0 }, ..parts[i * N / 3].clone() })
+    let parts = parts.map(|part| Rows::new(part, sizes.t));
+    [0, 1, 2].map(|i| Rows {
+        column: if N == 1 { i * sizes.width() } else { 0 },
+        t: if i == 0 { sizes.t } else { sizes.s },
+        ..parts[i * N / 3].clone()
+    })
 }
 
 /// The sizes of a problem.
@@ -111,16 +118,21 @@ struct Sizes {
     heads: usize,
     /// Rows of a sequence.
     t: usize,
+    /// Keys of a sequence: `t`, unless queries look at another text, and then none of them is causal.
+    s: usize,
     /// Width of a head.
     e: usize,
     causal: bool,
+    /// Keys that a causal query sees at most, itself included.
+    window: Option<usize>,
     scale: f32,
 }
 
 impl Sizes {
-    fn new(n: usize, d: usize, options: AttentionOptions) -> Self {
-        let AttentionOptions { batch, heads, causal, scale, .. } = options;
-        Self { pairs: batch * heads, heads, t: n / batch, e: d / heads, causal, scale: scale as f32 }
+    fn new(n: usize, keys: usize, d: usize, options: AttentionOptions) -> Self {
+        let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
+        let (t, s) = (n / batch, keys / batch);
+        Self { pairs: batch * heads, heads, t, s, e: d / heads, causal, window, scale: scale as f32 }
     }
 
     fn rows(&self) -> usize {
@@ -134,6 +146,11 @@ impl Sizes {
     fn is_empty(&self) -> bool {
         self.rows() == 0 || self.width() == 0
     }
+
+    /// Whether queries are of the keys' text, and causal ones see all before them.
+    fn is_square(&self) -> bool {
+        self.s == self.t && self.window.is_none()
+    }
 }
 
 /// What both passes read.
@@ -143,7 +160,7 @@ struct Inputs<R: CubeRuntime> {
     q: Rows<R>,
     k: Rows<R>,
     v: Rows<R>,
-    /// `[b, t]` in fp32, packed; if not `masked`, something to bind in its place that no kernel reads.
+    /// `[b, s]` in fp32, packed; if not `masked`, something to bind in its place that no kernel reads.
     mask: CubeTensor<R>,
     masked: bool,
     dropout: Option<AttentionDropout>,
@@ -151,8 +168,8 @@ struct Inputs<R: CubeRuntime> {
 
 impl<R: CubeRuntime> Inputs<R> {
     fn new<const N: usize>(parts: [CubeTensor<R>; N], mask: Option<CubeTensor<R>>, options: AttentionOptions) -> Self {
-        let [n, width] = parts[0].shape().dims();
-        let sizes = Sizes::new(n, width * N / 3, options);
+        let ([n, width], [keys, _]) = (parts[0].shape().dims(), parts[N / 2].shape().dims());
+        let sizes = Sizes::new(n, keys, width * N / 3, options);
         let [q, k, v] = three(parts, sizes);
         let masked = mask.is_some();
         let mask = mask.map_or_else(|| scratch(&q.tensor, &[1], DType::F32), full);
@@ -173,8 +190,8 @@ struct Saved<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Saved<R> {
-    fn new([out, lse, grad]: [CubeTensor<R>; 3]) -> Self {
-        Self { out: Rows::new(out), lse: full(lse), grad: Rows::new(grad) }
+    fn new([out, lse, grad]: [CubeTensor<R>; 3], sizes: Sizes) -> Self {
+        Self { out: Rows::new(out, sizes.t), lse: full(lse), grad: Rows::new(grad, sizes.t) }
     }
 }
 
@@ -199,8 +216,11 @@ fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, way: Way) -> [CubeTensor<R>; 2]
 
 fn backward_of<R: CubeRuntime, const N: usize>(inputs: Inputs<R>, saved: Saved<R>, way: Way) -> [CubeTensor<R>; N] {
     let sizes = inputs.sizes;
-    let shape = [sizes.rows(), sizes.width() * 3 / N];
-    let gradients = [(); N].map(|()| scratch(&inputs.q.tensor, &shape, inputs.dtype()));
+    let parts = [&inputs.q, &inputs.k, &inputs.v];
+    let gradients = std::array::from_fn(|i| {
+        let shape = [parts[i].tensor.meta.shape()[0], sizes.width() * 3 / N];
+        scratch(&inputs.q.tensor, &shape, inputs.dtype())
+    });
     if !sizes.is_empty() {
         let along = kernels::along(sizes, &saved.out, &saved.grad);
         let three = three(gradients.clone(), sizes);
@@ -254,7 +274,7 @@ mod compiled {
                 for way in flash.into_iter().chain([blocked]) {
                     let [out, lse] = forward_of(inputs.clone(), way);
                     check();
-                    let [_] = backward_of(inputs.clone(), Saved::new([out.clone(), lse, out]), way);
+                    let [_] = backward_of(inputs.clone(), Saved::new([out.clone(), lse, out], inputs.sizes), way);
                     check();
                 }
             }

@@ -8,7 +8,7 @@ use burn_std::DType;
 use cubecl::prelude::*;
 
 use super::dropped::{Dropped, dropped, share};
-use super::{Inputs, grid, scratch};
+use super::{Inputs, Sizes, grid, scratch};
 use crate::cube::many::array;
 use crate::cube::rows::address_type;
 use crate::cube::tensor::launch;
@@ -18,14 +18,13 @@ use crate::cube::tensor::launch;
 pub(super) struct Block {
     pub pairs: Range<usize>,
     pub queries: Range<usize>,
-    /// The keys `0..keys`.
-    pub keys: usize,
+    pub keys: Range<usize>,
 }
 
 impl Block {
     /// The shape of its scores, `[pairs, queries, keys]`.
     pub fn shape(&self) -> [usize; 3] {
-        [self.pairs.len(), self.queries.len(), self.keys]
+        [self.pairs.len(), self.queries.len(), self.keys.len()]
     }
 
     fn lines(&self) -> usize {
@@ -34,12 +33,26 @@ impl Block {
 
     /// A cube takes a line of scores. Its units are a power of two, which the tree of a sum needs.
     fn units(&self) -> usize {
-        self.keys.next_power_of_two().clamp(32, 256)
+        self.keys.len().next_power_of_two().clamp(32, 256)
     }
 
-    fn lines_arg<R: CubeRuntime>(&self, t: usize, heads: usize) -> LinesLaunch<R> {
+    fn lines_arg<R: CubeRuntime>(&self, sizes: Sizes) -> LinesLaunch<R> {
         let [_, queries, keys] = self.shape();
-        LinesLaunch::new(self.lines(), queries, keys, self.pairs.start, self.queries.start, t, heads)
+        let Sizes { t, s, heads, window, .. } = sizes;
+        // A window that hides nothing stands for none.
+        let window = window.unwrap_or(s);
+        LinesLaunch::new(
+            self.lines(),
+            queries,
+            keys,
+            self.pairs.start,
+            self.queries.start,
+            self.keys.start,
+            t,
+            s,
+            heads,
+            window,
+        )
     }
 }
 
@@ -52,8 +65,11 @@ struct Lines {
     keys: usize,
     first_pair: usize,
     first_query: usize,
+    first_key: usize,
     t: usize,
+    s: usize,
     heads: usize,
+    window: usize,
 }
 
 /// Probabilities of the products `q k^T` of a block, of the type of the inputs, and the logarithms of sums.
@@ -75,7 +91,7 @@ pub(super) fn probabilities<R: CubeRuntime>(
             probabilities_kernel on lse.client,
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products],
-            out_arg, array(lse), array(&mask), block.lines_arg(sizes.t, sizes.heads),
+            out_arg, array(lse), array(&mask), block.lines_arg(sizes),
             dropped(inputs.dropout), sizes.scale, units, sizes.causal, inputs.masked, inputs.dropout.is_some(), inputs.dtype().into()
         }
     }
@@ -102,7 +118,7 @@ pub(super) fn gradients<R: CubeRuntime>(
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products, gradients],
             probabilities_arg, d_products_arg, array(lse), array(along),
-            array(&mask), block.lines_arg(sizes.t, sizes.heads), dropped(inputs.dropout), sizes.scale, units, sizes.causal,
+            array(&mask), block.lines_arg(sizes), dropped(inputs.dropout), sizes.scale, units, sizes.causal,
             inputs.masked, inputs.dropout.is_some(), inputs.dtype().into()
         }
     }
@@ -119,14 +135,24 @@ fn in_place_of<R: CubeRuntime>(x: &CubeTensor<R>, position: usize, dtype: DType)
     }
 }
 
-/// How many keys a line's query sees.
+/// Behind the last of the block's keys that a line's query sees.
 #[cube]
 fn seen(block: &Lines, query: usize, #[comptime] causal: bool) -> usize {
     let mut seen = block.keys;
-    if causal && query + 1 < seen {
-        seen = query + 1;
+    if causal && query + 1 < block.first_key + seen {
+        seen = query + 1 - block.first_key;
     }
     seen
+}
+
+/// The first of the block's keys that it sees.
+#[cube]
+fn first_seen(block: &Lines, query: usize, #[comptime] causal: bool) -> usize {
+    let mut first = 0;
+    if causal && query + 1 > block.first_key + block.window {
+        first = query + 1 - block.first_key - block.window;
+    }
+    first
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -152,13 +178,14 @@ fn probabilities_kernel<E: Float>(
     let pair = block.first_pair + line / block.queries;
     let query = block.first_query + line % block.queries;
     let seen = seen(&block, query, causal);
+    let first = first_seen(&block, query, causal);
     let from = line * block.keys;
-    let of_mask = pair / block.heads * block.t;
+    let of_mask = pair / block.heads * block.s + block.first_key;
 
     // One pass for the largest score and the sum of exponentials below it, https://arxiv.org/abs/1805.02867.
     let mut largest = f32::new(comptime!(f32::MIN));
     let mut sum = f32::new(0.0);
-    let mut key = UNIT_POS as usize;
+    let mut key = first + UNIT_POS as usize;
     while key < seen {
         let mut score = products[from + key] * scale;
         if masked {
@@ -197,14 +224,14 @@ fn probabilities_kernel<E: Float>(
     let mut key = UNIT_POS as usize;
     while key < block.keys {
         let mut probability = f32::new(0.0);
-        if key < seen {
+        if key >= first && key < seen {
             let mut score = products[from + key] * scale;
             if masked {
                 score += mask[of_mask + key];
             }
             probability = (score - largest).exp() / sum;
             if comptime!(drops) {
-                probability *= share(&of_dropout, pair, query, key, block.t);
+                probability *= share(&of_dropout, pair, query, block.first_key + key, block.t);
             }
         }
         probabilities[from + key] = E::cast_from(probability);
@@ -237,8 +264,9 @@ fn gradients_kernel<E: Float>(
     let pair = block.first_pair + line / block.queries;
     let query = block.first_query + line % block.queries;
     let seen = seen(&block, query, causal);
+    let first = first_seen(&block, query, causal);
     let from = line * block.keys;
-    let of_mask = pair / block.heads * block.t;
+    let of_mask = pair / block.heads * block.s + block.first_key;
     let lse = lse[pair * block.t + query];
     let along = along[pair * block.t + query];
 
@@ -246,7 +274,7 @@ fn gradients_kernel<E: Float>(
     while key < block.keys {
         let mut probability = f32::new(0.0);
         let mut gradient = f32::new(0.0);
-        if key < seen {
+        if key >= first && key < seen {
             let mut score = products[from + key] * scale;
             if masked {
                 score += mask[of_mask + key];
@@ -254,7 +282,7 @@ fn gradients_kernel<E: Float>(
             probability = (score - lse).exp();
             let of_probability = gradients[from + key];
             if comptime!(drops) {
-                let share = share(&of_dropout, pair, query, key, block.t);
+                let share = share(&of_dropout, pair, query, block.first_key + key, block.t);
                 gradient = probability * (of_probability * share - along) * scale;
                 probability *= share;
             } else {

@@ -84,6 +84,9 @@ struct Case {
     causal: bool,
     masked: bool,
     drops: bool,
+    /// Rows of a sequence of another text.
+    keys: Option<usize>,
+    window: Option<usize>,
 }
 
 impl Case {
@@ -97,32 +100,40 @@ impl Case {
                 let choice = (at * few + i) * 5 % 32;
                 let bit = |bit: usize| choice >> bit & 1 == 1;
                 let (batch, heads) = (1 + usize::from(bit(0)), 1 + 2 * usize::from(bit(1)));
-                Self { batch, heads, t, e, causal: bit(2), masked: bit(3), drops: bit(4) }
+                Self { batch, heads, t, e, causal: bit(2), masked: bit(3), drops: bit(4), keys: None, window: None }
             })
         })
     }
 
     fn options(self) -> AttentionOptions {
-        let Self { batch, heads, e, causal, drops, .. } = self;
+        let Self { batch, heads, e, causal, drops, window, .. } = self;
         let dropout = drops.then_some(AttentionDropout { probability: 0.3, key: 0xfedc_ba98_7654_3210 });
-        AttentionOptions { batch, heads, causal, window: None, scale: 1.0 / (e as f64).sqrt(), dropout }
+        AttentionOptions { batch, heads, causal, window, scale: 1.0 / (e as f64).sqrt(), dropout }
     }
 
     fn shape(self) -> [usize; 2] {
         [self.batch * self.t, self.heads * self.e]
     }
 
+    fn keys(self) -> usize {
+        self.keys.unwrap_or(self.t)
+    }
+
+    fn shape_of_keys(self) -> [usize; 2] {
+        [self.batch * self.keys(), self.heads * self.e]
+    }
+
     /// Hides every third key but the first.
     fn mask(self) -> Option<Vec<f32>> {
-        let hidden = |i: usize| if i % self.t % 3 == 1 { -1e4 } else { 0.1 * (i % 5) as f32 };
-        self.masked.then(|| (0..self.batch * self.t).map(hidden).collect())
+        let hidden = |i: usize| if i % self.keys() % 3 == 1 { -1e4 } else { 0.1 * (i % 5) as f32 };
+        self.masked.then(|| (0..self.batch * self.keys()).map(hidden).collect())
     }
 }
 
 /// `q`, `k`, `v` and the gradient of the output.
 fn rows_of(case: Case) -> [Vec<f32>; 4] {
-    let [n, d] = case.shape();
-    [1, 2, 3, 4].map(|seed| noise(n * d, seed + 10 * n as u64))
+    let ([n, d], [m, _]) = (case.shape(), case.shape_of_keys());
+    [(1, n), (2, m), (3, m), (4, n)].map(|(seed, rows)| noise(rows * d, seed + 10 * n as u64))
 }
 
 /// Output, logarithms of sums, and the gradients.
@@ -133,10 +144,11 @@ fn expected(case: Case, rows: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Result
 }
 
 fn expected_in(dtype: FloatDType, case: Case, [q, k, v, grad]: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Results {
-    let shape = case.shape();
+    let (shape, of_keys) = (case.shape(), case.shape_of_keys());
     let on_flex = |x, shape| Flex::float_cast(on::<Flex, 2>(x, shape), dtype);
-    let [q, k, v, grad] = [q, k, v, grad].map(|x| on_flex(x, shape));
-    let mask = mask.as_ref().map(|mask| on_flex(mask, [case.batch, case.t]));
+    let [q, grad] = [q, grad].map(|x| on_flex(x, shape));
+    let [k, v] = [k, v].map(|x| on_flex(x, of_keys));
+    let mask = mask.as_ref().map(|mask| on_flex(mask, [case.batch, case.keys()]));
     let options = case.options();
     let (out, lse) = fallback::attention_forward::<Flex>(q.clone(), k.clone(), v.clone(), mask.clone(), options);
     let [dq, dk, dv] = fallback::attention_backward::<Flex>(q, k, v, mask, out.clone(), lse.clone(), grad, options);
@@ -152,13 +164,15 @@ fn separate(
     make: impl Fn(&[f32], [usize; 2]) -> Cube,
 ) -> Results {
     let shape = case.shape();
-    let [q, k, v, grad] = [0, 1, 2, 3].map(|i| make(&rows[i], shape));
-    let mask = mask.as_ref().map(|mask| make(mask, [case.batch, case.t]));
+    let [q, grad] = [0, 3].map(|i| make(&rows[i], shape));
+    let [k, v] = [1, 2].map(|i| make(&rows[i], case.shape_of_keys()));
+    let mask = mask.as_ref().map(|mask| make(mask, [case.batch, case.keys()]));
     let inputs = Inputs::new([q, k, v], mask, case.options());
     let [out, lse] = forward_of(inputs.clone(), way);
     assert_eq!((out.shape().dims(), lse.shape().dims()), (shape, [case.batch, case.heads, case.t]));
     assert_eq!(lse.dtype, DType::F32);
-    let [dq, dk, dv] = backward_of(inputs, Saved::new([out.clone(), lse.clone(), grad]), way);
+    let saved = Saved::new([out.clone(), lse.clone(), grad], inputs.sizes);
+    let [dq, dk, dv] = backward_of(inputs, saved, way);
     let [out, dq, dk, dv] = [out, dq, dk, dv].map(values::<Vulkan, 2>);
     [out, values::<Vulkan, 3>(lse), dq, dk, dv]
 }
@@ -177,7 +191,8 @@ fn joint(
     let mask = mask.as_ref().map(|mask| make(mask, [case.batch, case.t]));
     let inputs = Inputs::new([qkv], mask, case.options());
     let [out, lse] = forward_of(inputs.clone(), way);
-    let [d_qkv] = backward_of(inputs, Saved::new([out.clone(), lse.clone(), grad]), way);
+    let saved = Saved::new([out.clone(), lse.clone(), grad], inputs.sizes);
+    let [d_qkv] = backward_of(inputs, saved, way);
     assert_eq!(d_qkv.shape().dims(), [n, 3 * d]);
     let d_qkv = values::<Vulkan, 2>(d_qkv);
     let part = |i: usize| d_qkv.chunks(3 * d).flat_map(|row| row[i * d..][..d].to_vec()).collect();
@@ -219,6 +234,29 @@ fn blocks_agree_with_the_default_bodies() {
 fn small_blocks_agree_with_the_default_bodies() {
     for case in Case::some(4, WIDTHS).filter(|case| case.t > 64 && case.heads == 3) {
         agrees(SMALL_BLOCKS, case);
+    }
+}
+
+#[test]
+fn windows_agree_with_the_default_bodies() {
+    for (t, window) in [(2, 1), (17, 5), (100, 70), (257, 1), (257, 64), (257, 130)] {
+        for (way, masked) in [(BLOCKED, false), (SMALL_BLOCKS, true)] {
+            let window = Some(window);
+            agrees(way, Case { batch: 2, heads: 3, t, e: 8, causal: true, masked, drops: false, keys: None, window });
+        }
+    }
+}
+
+#[test]
+fn attention_across_texts_agrees_with_the_default_bodies() {
+    for (t, keys) in [(1, 17), (17, 1), (100, 257), (257, 100)] {
+        for (way, masked) in [(BLOCKED, true), (SMALL_BLOCKS, false), (SMALL_BLOCKS, true)] {
+            let keys = Some(keys);
+            let case = Case { batch: 2, heads: 3, t, e: 8, causal: false, masked, drops: false, keys, window: None };
+            let (rows, mask) = (rows_of(case), case.mask());
+            let expected = expected(case, &rows, &mask);
+            assert_close(&separate(way, case, &rows, &mask, pitched), &expected, (case, "across"));
+        }
     }
 }
 
@@ -269,7 +307,8 @@ fn tiles_lie_as_matrix_units_have_them() {
 
 #[test]
 fn two_runs_give_the_same_bits() {
-    let case = Case { batch: 2, heads: 3, t: 100, e: 48, causal: true, masked: true, drops: false };
+    let case =
+        Case { batch: 2, heads: 3, t: 100, e: 48, causal: true, masked: true, drops: false, keys: None, window: None };
     let (rows, mask) = (rows_of(case), case.mask());
     let expected = expected(case, &rows, &mask);
     for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1)] {
@@ -283,7 +322,8 @@ fn two_runs_give_the_same_bits() {
 #[test]
 fn a_mask_may_hide_everything() {
     for causal in [false, true] {
-        let case = Case { batch: 2, heads: 3, t: 100, e: 16, causal, masked: true, drops: false };
+        let case =
+            Case { batch: 2, heads: 3, t: 100, e: 16, causal, masked: true, drops: false, keys: None, window: None };
         let rows = rows_of(case);
         let mut mask = case.mask().expect("the case has a mask");
         mask[..case.t].fill(-1e9);
@@ -301,14 +341,16 @@ fn a_mask_may_hide_everything() {
 
 #[test]
 fn no_rows_are_no_work() {
-    let case = Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false, drops: false };
+    let case =
+        Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false, drops: false, keys: None, window: None };
     let rows = [const { Vec::new() }; 4];
     assert!(joint(BLOCKED, case, &rows, &None, plain).iter().all(Vec::is_empty));
 }
 
 #[test]
 fn the_functions_give_what_the_chosen_way_gives() {
-    let case = Case { batch: 2, heads: 3, t: 17, e: 40, causal: true, masked: true, drops: false };
+    let case =
+        Case { batch: 2, heads: 3, t: 17, e: 40, causal: true, masked: true, drops: false, keys: None, window: None };
     let (rows, mask) = (rows_of(case), case.mask());
     let (shape, options) = (case.shape(), case.options());
     let expected = expected(case, &rows, &mask);
@@ -331,7 +373,8 @@ fn the_functions_give_what_the_chosen_way_gives() {
 /// The scores of all pairs of rows are never in one tensor.
 #[test]
 fn no_tensor_holds_all_scores() {
-    let case = Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false, drops: false };
+    let case =
+        Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false, drops: false, keys: None, window: None };
     let (rows, scores) = (rows_of(case), case.batch * case.heads * case.t * case.t);
     LARGEST.with(|largest| largest.set(0));
     separate(SMALL_BLOCKS, case, &rows, &None, plain);
@@ -348,7 +391,7 @@ fn blocks_keep_to_their_budget() {
         for pairs in [1, 12, 200, 100_000] {
             for causal in [false, true] {
                 for bytes in [4, 6, 8, 12] {
-                    let sizes = Sizes { pairs, heads: 1, t, e: 64, causal, scale: 1.0 };
+                    let sizes = Sizes { pairs, heads: 1, t, s: t, e: 64, causal, window: None, scale: 1.0 };
                     let plan = Plan::new(sizes, budget, bytes);
                     let taken = plan.pairs * plan.queries * t * bytes;
                     let least = t.min(64) * t * bytes;
@@ -366,7 +409,8 @@ fn blocks_keep_to_their_budget() {
 /// Rows in 16 bit are computed in fp32 and rounded once.
 #[test]
 fn rows_in_16_bit_are_rounded_at_the_end() {
-    let case = Case { batch: 2, heads: 3, t: 40, e: 48, causal: true, masked: true, drops: false };
+    let case =
+        Case { batch: 2, heads: 3, t: 40, e: 48, causal: true, masked: true, drops: false, keys: None, window: None };
     let mask = case.mask();
     for (dtype, digits) in [(DType::F16, 11), (DType::BF16, 8)] {
         if !Vulkan::supports_dtype(&WgpuDevice::default(), dtype) {
