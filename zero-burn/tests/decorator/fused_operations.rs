@@ -3,11 +3,14 @@
 //! The reference is differentiated by Burn's autodiff alone. Here, not in zero-ops: with burn's `distributed` feature, which
 //! Cargo unifies over the workspace, a bare `Autodiff<Flex>` is no `AutodiffBackend` (ADR 3).
 
+use std::cell::RefCell;
+
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Bool, Distribution, FloatDType, Int, Tensor, TensorPrimitive, activation};
+use burn::tensor::{Bool, FloatDType, Int, Tensor, TensorData, TensorPrimitive, activation};
 use burn_flex::Flex;
 use zero_burn::Zero;
+use zero_core::random::Draws;
 use zero_ops::quantized::{Format, Quantized};
 use zero_ops::{AttentionOptions, FusedBackend, Gelu};
 
@@ -17,8 +20,30 @@ type I = Zero<Flex>;
 /// Largest difference allowed, relative to the largest value of the reference.
 const TOLERANCE: f32 = 1e-5;
 
+thread_local! {
+    /// A test has a thread of its own, so its numbers are the same in every run. (Those of the backend are shared by the
+    /// tests of a process; once in many runs a gradient of one element is nearly zero, and rounding all of it.)
+    static DRAWS: RefCell<Draws> = RefCell::new(Draws::new(1));
+}
+
+fn drawn<const D: usize>(shape: [usize; D], number: impl Fn(&mut Draws) -> f64) -> Tensor<I, D> {
+    let numbers: Vec<f32> =
+        DRAWS.with_borrow_mut(|draws| (0..shape.iter().product()).map(|_| number(draws) as f32).collect());
+    Tensor::from_data(TensorData::new(numbers, shape), &Default::default())
+}
+
+/// Between 0 and 1.
+fn uniform<const D: usize>(shape: [usize; D]) -> Tensor<I, D> {
+    drawn(shape, Draws::unit)
+}
+
+/// Nearly normal: a sum of twelve has a variance of 1.
+fn normal<const D: usize>(shape: [usize; D]) -> Tensor<I, D> {
+    drawn(shape, |draws| (0..12).map(|_| draws.unit()).sum::<f64>() - 6.0)
+}
+
 fn random<const D: usize>(shape: [usize; D]) -> Tensor<A, D> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Default::default()).require_grad()
+    Tensor::from_inner(normal(shape)).require_grad()
 }
 
 fn values<const D: usize>(x: Tensor<I, D>) -> Vec<f32> {
@@ -59,8 +84,7 @@ fn same_within<const D: usize>(
     leaves: &[(&str, &dyn Leaf)],
 ) {
     close(what, &values(got.clone().inner()), &values(expected.clone().inner()), tolerance);
-    let weights = Tensor::<I, D>::random(got.shape(), Distribution::Normal(0.0, 1.0), &Default::default());
-    let weights = Tensor::<A, D>::from_inner(weights);
+    let weights = Tensor::<A, D>::from_inner(normal(got.dims()));
     let got = (got * weights.clone()).sum().backward();
     let expected = (expected * weights).sum().backward();
     for (name, leaf) in leaves {
@@ -189,7 +213,7 @@ fn plain_attention(
 fn attention() {
     for (batch, t, heads, e) in [(1, 1, 1, 1), (2, 5, 3, 4), (1, 33, 2, 8), (2, 130, 2, 16), (1, 200, 1, 64)] {
         let (n, d) = (batch * t, heads * e);
-        let mask = Tensor::<I, 2>::random([batch, t], Distribution::Uniform(0.0, 1.0), &Default::default());
+        let mask = uniform([batch, t]);
         // Of a row that sees nothing, the two say different things: keep the first key visible.
         let mask = mask.slice_fill([0..batch, 0..1], 1.0);
         let mask = Tensor::<A, 2>::from_inner(mask.lower_elem(0.3).float() * -3e4);
@@ -223,7 +247,7 @@ fn attention_over_other_keys_than_the_queries_own() {
             (20, 3, false, None),
         ] {
             // Two keys are left at least: of one alone the gradient of the queries is zero, and rounding all of it.
-            let mask = Tensor::<I, 2>::random([batch, keys], Distribution::Uniform(0.0, 1.0), &Default::default());
+            let mask = uniform([batch, keys]);
             let mask =
                 Tensor::<A, 2>::from_inner(mask.slice_fill([0..batch, 0..2], 1.0).lower_elem(0.3).float() * -3e4);
             // Within a window a row may see hidden keys alone, of which the two say different things.
