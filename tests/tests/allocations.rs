@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::optim::{GradientsParams, Optimizer};
 use common::{B, Run, adamw, on_ranks};
-use zero_burn::config::ZeroConfig;
+use zero_burn::config::{Disk, Offload, Tier, ZeroConfig};
 use zero_burn::module::{collect_grads, mark, prepare};
 use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
@@ -104,24 +104,33 @@ fn an_allocator_counts_what_the_formulas_say() {
 /// several do not come to their peaks at once.
 fn activations_follow_theirs() {
     let (layers, width, seq, batch) = (12, 64, 128, 16);
-    let peak = |stage, blocks| {
-        let zero = ZeroConfig { checkpointed_blocks: blocks, ..ZeroConfig::new(stage) };
+    let swap = tempfile::tempdir().unwrap();
+    let peak = |stage, blocks, activations| {
+        let disk = Disk { path: swap.path().to_path_buf(), ..Disk::default() };
+        let offload = Offload { activations, disk, ..Offload::default() };
+        let zero = ZeroConfig { checkpointed_blocks: blocks, offload, ..ZeroConfig::new(stage) };
         let model = Gpt2Config { n_layer: layers, n_embd: width, n_positions: seq, ..Run::tiny(stage).model };
         measure(&Run { model, zero, ranks: 1, batch, seq, steps: 2 + MEASURED }, || Fused::<B>::new(Rule::adamw())).1
     };
     let bytes = |widths: usize| (4 * batch * seq * widths * width) as u64;
     let activations = Activations { blocks: layers, block: bytes(16), input: bytes(1), rest: 0 };
     for stage in [Stage::DataParallel, Stage::Parameters] {
-        let none = peak(stage, 0);
-        for blocks in [6, 11, 12] {
-            let saved = (none - peak(stage, blocks)) as f64;
-            let formula = (activations.bytes(0) - activations.bytes(blocks)) as f64;
-            let ratio = saved / formula;
-            println!("stage {stage}: {blocks} of {layers} blocks checkpointed save {ratio:.3} of the formula");
-            assert!(
-                (ratio - 1.0).abs() < 0.05,
-                "{blocks} blocks, stage {stage}: {saved} bytes saved, the formula says {formula}"
-            );
+        for tier in [Tier::Memory, Tier::Disk] {
+            // With the disk's buffers, if there is one.
+            let none = peak(stage, 0, tier);
+            for blocks in [6, 11, 12] {
+                let saved = (none - peak(stage, blocks, tier)) as f64;
+                let formula = (activations.bytes(0, false) - activations.bytes(blocks, tier == Tier::Disk)) as f64;
+                let ratio = saved / formula;
+                println!(
+                    "stage {stage}: {blocks} of {layers} blocks checkpointed, inputs in {tier:?}, save {ratio:.3} of the \
+                     formula"
+                );
+                assert!(
+                    (ratio - 1.0).abs() < 0.05,
+                    "{blocks} blocks, stage {stage}: {saved} bytes saved, the formula says {formula}"
+                );
+            }
         }
     }
 }

@@ -80,7 +80,10 @@ pub struct Offload {
     pub optimizer: Tier,
     /// Parameters, at stage 3. DeepSpeed's `offload_param`.
     pub parameters: Tier,
-    /// Pieces of fewer bytes stay where the backend computes: moving them would cost more than they take. Default 64 KiB.
+    /// Inputs of [checkpointed](ZeroConfig::checkpointed_blocks) blocks, but the first's, from the end of the block until the
+    /// backward pass comes to it. DeepSpeed's `cpu_checkpointing`.
+    pub activations: Tier,
+    /// What has fewer bytes stays where the backend computes: moving it would cost more than it takes. Default 64 KiB.
     pub min_bytes: usize,
     /// How the disk is used.
     pub disk: Disk,
@@ -88,13 +91,19 @@ pub struct Offload {
 
 impl Default for Offload {
     fn default() -> Self {
-        Self { optimizer: Tier::default(), parameters: Tier::default(), min_bytes: 64 << 10, disk: Disk::default() }
+        let [optimizer, parameters, activations] = [Tier::default(); 3];
+        Self { optimizer, parameters, activations, min_bytes: 64 << 10, disk: Disk::default() }
     }
 }
 
 impl Offload {
     /// Whether something is kept in this tier.
     pub fn uses(&self, tier: Tier) -> bool {
+        self.activations == tier || self.keeps_state(tier)
+    }
+
+    /// Whether model state is kept in this tier.
+    pub(crate) fn keeps_state(&self, tier: Tier) -> bool {
         [self.optimizer, self.parameters].contains(&tier)
     }
 }

@@ -15,6 +15,7 @@ use zero_core::collective::threads::alone;
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
 
+use crate::activations::Offloader;
 use crate::bulk::Bulk;
 use crate::cell::Cell;
 use crate::cell::rank::Rank;
@@ -37,6 +38,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) reducer: Option<Reducer<B>>,
     /// Updates of what lies in the host's memory or on a disk.
     pub(crate) updates: Option<Updates<B>>,
+    /// Moves inputs of checkpointed blocks out of memory and back.
+    pub(crate) offloader: Option<Arc<Offloader<B>>>,
     /// Blocking collectives of the rank's own thread; absent on a lone rank.
     main: Option<Arc<dyn Collective>>,
     pub(crate) draws: Draws,
@@ -83,6 +86,7 @@ impl<B: Backend> Drop for InstallGuard<B> {
         context.rank.end();
         drop(std::mem::take(&mut *context.step.foreign.lock()));
         context.gatherer.stop();
+        context.offloader.iter().for_each(|offloader| offloader.stop());
         context.updates.iter().for_each(Updates::stop);
         context.reducer.iter().for_each(Reducer::stop);
     }
@@ -124,6 +128,7 @@ impl<B: Backend> Context<B> {
             gatherer: Gatherer::new(rank.clone(), bulk.as_ref()),
             reducer: gradients.map(|comm| Reducer::new(comm, &rank.config, bulk)),
             updates: rank.updates_beside.then(|| Updates::new(rank.index)),
+            offloader: Offloader::new(&rank),
             main,
             draws: Draws::new(rank.config.seed),
             loaded: Mutex::default(),

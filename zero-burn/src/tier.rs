@@ -221,13 +221,28 @@ pub(crate) fn filled(
 
 /// The piece as a flat tensor.
 pub(crate) fn fetch<B: Backend>(stored: &Stored, dtype: DType, device: &B::Device, mover: &Mover) -> Shared<B> {
+    or_stop(fetch_shaped(stored, dtype, None, device, mover, For::Own))
+}
+
+/// The piece as a tensor of `shape`, or a flat one, for `who`.
+pub(crate) fn fetch_shaped<B: Backend>(
+    stored: &Stored,
+    dtype: DType,
+    shape: Option<Shape>,
+    device: &B::Device,
+    mover: &Mover,
+    who: For,
+) -> Result<Shared<B>, DiskError> {
     let data = match stored {
         Stored::Host(data) => data.clone(),
         Stored::Disk(on_disk) => {
             let elements = on_disk.region.bytes() / dtype.size();
-            filled(mover, elements, dtype, [elements], |bytes| or_stop(on_disk.read_into(bytes))).into()
+            let mut read = Ok(());
+            let data = filled(mover, elements, dtype, [elements], |bytes| read = on_disk.read_into(bytes));
+            read?;
+            data.into()
         }
     };
-    let shape = data.shape.clone();
-    mover.to_backend(data, shape, device, For::Own)
+    let shape = shape.unwrap_or_else(|| data.shape.clone());
+    Ok(mover.to_backend(data, shape, device, who))
 }

@@ -5,7 +5,7 @@ use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear, Linea
 use burn::tensor::activation::{relu, softmax};
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_flex::Flex;
-use zero_burn::config::Float;
+use zero_burn::config::{Disk, Float, Offload, Tier};
 use zero_burn::module::prepare;
 use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::rank_stats;
@@ -38,6 +38,29 @@ fn trained(run: &Run) -> (Vec<[u64; 2]>, u64) {
     });
     let bytes = of_ranks.iter().map(|(_, bytes)| bytes).sum();
     (of_ranks.into_iter().flat_map(|(bits, _)| bits).collect(), bytes)
+}
+
+/// What goes to a disk and comes back is what it was.
+#[test]
+fn no_bit_differs_of_inputs_on_a_disk() {
+    let swap = tempfile::tempdir().unwrap();
+    for (ranks, stage, dtype) in [
+        (1, Stage::DataParallel, Float::F32),
+        (2, Stage::Gradients, Float::Bf16),
+        (3, Stage::OptimizerState, Float::F32),
+        (3, Stage::Parameters, Float::Bf16),
+    ] {
+        let mut run = Run { ranks, steps: 3, ..Run::tiny(stage) };
+        run.model = Gpt2Config { n_layer: 5, resid_pdrop: 0.1, ..run.model };
+        run.zero.param_dtype = dtype;
+        let (plain, _) = trained(&run);
+        run.zero.checkpointed_blocks = 4;
+        let disk = Disk { path: swap.path().to_path_buf(), ..Disk::default() };
+        run.zero.offload = Offload { activations: Tier::Disk, min_bytes: 0, disk, ..Offload::default() };
+        let (bits, _) = trained(&run);
+        assert_eq!(bits, plain, "{ranks} ranks, stage {stage}, {dtype:?}");
+    }
+    assert_eq!(std::fs::read_dir(swap.path()).unwrap().count(), 0, "swap files are left");
 }
 
 #[test]

@@ -112,7 +112,7 @@ fn compare(name: &str, run: &Run, rule: Rule, accumulation: usize) -> usize {
     for (optimizer, parameters) in tiers(run.zero.stage) {
         let dir = tempfile::tempdir().unwrap();
         let (got, got_state, got_bytes) =
-            run_with(Offload { optimizer, parameters, min_bytes: 1, disk: disk(dir.path()) });
+            run_with(Offload { optimizer, parameters, min_bytes: 1, disk: disk(dir.path()), ..Offload::default() });
         let name = format!("{name}, {} rank(s), stage {}, {optimizer:?}, {parameters:?}", run.ranks, run.zero.stage);
         assert_eq!(got, losses, "{name}");
         assert!(got_state == state, "{name}: the state at the end differs");
@@ -163,7 +163,13 @@ fn checkpoints_go_from_tier_to_tier() {
     });
     let swap = tempfile::tempdir().unwrap();
     let saves = tempfile::tempdir().unwrap();
-    let offload = |tier| Offload { optimizer: tier, parameters: tier, min_bytes: 1, disk: disk(swap.path()) };
+    let offload = |tier| Offload {
+        optimizer: tier,
+        parameters: tier,
+        min_bytes: 1,
+        disk: disk(swap.path()),
+        ..Offload::default()
+    };
     for (from, to) in [(&memory, &both), (&both, &memory), (&both, &both)] {
         let mut run = from.0.clone();
         run.zero.offload = offload(from.1);
@@ -199,8 +205,13 @@ fn all_the_room_is_taken_before_the_first_step() {
         // Wider than what a file grows by at a time, so that a need for more would be seen.
         run.model.n_embd = 768;
         run.model.n_layer = 1;
-        run.zero.offload =
-            Offload { optimizer, parameters, min_bytes: 1, disk: Disk { buffer_bytes: 1 << 20, ..disk(dir.path()) } };
+        run.zero.offload = Offload {
+            optimizer,
+            parameters,
+            min_bytes: 1,
+            disk: Disk { buffer_bytes: 1 << 20, ..disk(dir.path()) },
+            ..Offload::default()
+        };
         on_ranks(run.ranks, &run.zero, |device| {
             let mut engine = engine(&run, Rule::adamw(), 1, &device);
             let begun = disk_bytes::<Flex>();
@@ -263,7 +274,8 @@ fn states_that_are_on_a_disk_for_a_while_are_updated_all_the_same() {
         run.zero.param_dtype = dtype;
         let own = tempfile::tempdir().unwrap();
         let (optimizer, parameters) = configured;
-        run.zero.offload = Offload { optimizer, parameters, min_bytes: 1, disk: disk(own.path()) };
+        run.zero.offload =
+            Offload { optimizer, parameters, min_bytes: 1, disk: disk(own.path()), ..Offload::default() };
         if configured == (Tier::Memory, Tier::Memory) {
             run.zero.offload = Offload::default();
         }
@@ -301,7 +313,7 @@ fn what_cannot_work_is_refused() {
         assert!(error.contains(expected), "{expected} in {error}");
     };
     let dir = tempfile::tempdir().unwrap();
-    let on = |optimizer, parameters, disk| Offload { optimizer, parameters, min_bytes: 1, disk };
+    let on = |optimizer, parameters, disk| Offload { optimizer, parameters, min_bytes: 1, disk, ..Offload::default() };
     refused(
         Stage::Gradients,
         on(Tier::Memory, Tier::Disk, disk(dir.path())),
@@ -355,7 +367,10 @@ fn weights_that_are_changed_between_steps_are_updated_from_the_disk_too() {
     let dir = tempfile::tempdir().unwrap();
     // As many buffers as two items have arrays on the disk, and little patience.
     let disk = Disk { buffer_count: 6, limit: std::time::Duration::from_secs(10), ..disk(dir.path()) };
-    assert_eq!(run_with(Offload { optimizer: Tier::Disk, parameters: Tier::Disk, min_bytes: 1, disk }), memory);
+    assert_eq!(
+        run_with(Offload { optimizer: Tier::Disk, parameters: Tier::Disk, min_bytes: 1, disk, ..Offload::default() }),
+        memory
+    );
 }
 
 /// Every weight so near to zero that the clamp has something to do in each step.
@@ -432,6 +447,7 @@ fn as_many_parameters_stay_in_memory_in_16_bit_as_in_32() {
             optimizer: Tier::Memory,
             min_bytes: 1,
             disk: Disk { max_in_memory, ..disk(dir.path()) },
+            ..Offload::default()
         };
         let resident = |max_in_memory| {
             run.zero.offload = fit(max_in_memory);

@@ -76,7 +76,8 @@ impl<B: Backend> Rank<B> {
         (disk, mover): (Option<Arc<SwapDisk>>, Mover),
         wire: Arc<WireCounter>,
     ) -> Arc<Self> {
-        let updates_beside = disk.is_some() || (config.offload.uses(Tier::Host) && !zero_ops::is_host::<B>());
+        let updates_beside = config.offload.keeps_state(Tier::Disk)
+            || (config.offload.keeps_state(Tier::Host) && !zero_ops::is_host::<B>());
         Arc::new(Self {
             index,
             world,
@@ -179,6 +180,17 @@ impl<B: Backend> Rank<B> {
             Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
             Kind::Gradient | Kind::Optimizer => offload.optimizer,
         };
+        self.home_of(tier)
+    }
+
+    /// Where an input of a checkpointed block of so many bytes is kept, if that is not with the backend.
+    pub(crate) fn activations_home(&self, bytes: usize) -> Option<Home<'_>> {
+        let is_large = bytes >= self.config.offload.min_bytes.max(1);
+        let home = self.home_of(self.config.offload.activations);
+        Some(home).filter(|home| is_large && !matches!(home, Home::Backend))
+    }
+
+    fn home_of(&self, tier: Tier) -> Home<'_> {
         match (tier, &self.disk) {
             (Tier::Disk, Some(disk)) => Home::Disk(disk),
             (Tier::Host, _) if !zero_ops::is_host::<B>() => Home::Host,

@@ -44,9 +44,13 @@ impl<B: FusedBackend> FusedBackend for Zero<B> {
     }
 
     fn begin_checkpoint(if_configured: bool) -> bool {
-        let begins = !activations::is_recording() && (!if_configured || Context::<B>::current().next_block());
+        if activations::is_recording() {
+            return false;
+        }
+        let context = Context::<B>::current();
+        let begins = !if_configured || context.next_block();
         if begins {
-            activations::begin::<B>();
+            activations::begin(context.offloader.clone());
         }
         begins
     }

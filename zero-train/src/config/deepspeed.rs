@@ -74,4 +74,9 @@ fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
             findings.conflict(&format!("{section}.ratio"), message);
         }
     }
+    let path = tree.at("activation_checkpointing.nvme_path").and_then(Node::as_text);
+    if let Some((first, path)) = folder.zip(path).filter(|(first, path)| first != path) {
+        let message = format!("{path} is another folder than model state's, {first}: a rank has one; give the same");
+        findings.conflict("activation_checkpointing.nvme_path", message);
+    }
 }

@@ -4,7 +4,7 @@ use indicatif::HumanCount;
 
 use super::auto::Filled;
 use super::optimizer::OptimizerPlan;
-use super::plan::{LossScale, OffloadDevice, Precision, ZeroPlan, float_name};
+use super::plan::{LossScale, Offload, OffloadDevice, Precision, ZeroPlan, float_name};
 use crate::loss_scale::DynamicLossScale;
 use crate::schedule::{OneCycle, Schedule, Warmup, at_least_two};
 
@@ -72,18 +72,19 @@ impl ZeroPlan {
                 number(some)
             )),
         }
-        for (what, offload) in [("optimizer state", &self.offload_optimizer), ("parameters", &self.offload_param)] {
-            if let Some(offload) = offload {
-                lines.push(match &offload.device {
-                    OffloadDevice::Cpu => {
-                        format!(
-                            "Offload: {what} in the host's memory, where the processor updates it; the cpu backend \
-                            computes there anyway, and nothing moves."
-                        )
-                    }
-                    OffloadDevice::Nvme { path } => format!("Offload: {what} on the disk, below {}.", path.display()),
-                });
-            }
+        let device = |offload: &Option<Offload>| offload.as_ref().map(|offload| offload.device.clone());
+        for (what, updated, device) in [
+            ("optimizer state", ", where the processor updates it", device(&self.offload_optimizer)),
+            ("parameters", ", where the processor updates it", device(&self.offload_param)),
+            ("inputs of checkpointed blocks", "", self.offload_activations.clone()),
+        ] {
+            lines.extend(device.map(|device| match device {
+                OffloadDevice::Cpu => format!(
+                    "Offload: {what} in the host's memory{updated}; the cpu backend computes there anyway, and nothing \
+                     moves."
+                ),
+                OffloadDevice::Nvme { path } => format!("Offload: {what} on the disk, below {}.", path.display()),
+            }));
         }
         lines.extend(self.warnings.iter().map(|warning| format!("Warning: {warning}.")));
         lines.join("\n")

@@ -68,6 +68,8 @@ pub struct ZeroPlan {
     pub offload_optimizer: Option<Offload>,
     /// Where parameters are kept when not on the device. Stage 3.
     pub offload_param: Option<Offload>,
+    /// Where inputs of checkpointed blocks are kept when not on the device.
+    pub offload_activations: Option<OffloadDevice>,
     /// Most elements of a stretch of an update from a disk.
     pub sub_group_size: usize,
     /// Sizes and parallelism of requests to a disk.
@@ -113,26 +115,36 @@ impl ZeroPlan {
         }
     }
 
+    /// The folder of the disk that something is offloaded to, if something is.
+    pub(crate) fn nvme_path(&self) -> Option<&PathBuf> {
+        let state = [&self.offload_optimizer, &self.offload_param].into_iter().flatten();
+        let mut devices = state.map(|offload| &offload.device).chain(&self.offload_activations);
+        devices.find_map(|device| match device {
+            OffloadDevice::Nvme { path } => Some(path),
+            OffloadDevice::Cpu => None,
+        })
+    }
+
     /// Where state is kept. On the CPU backend the device's memory and the host's are one.
     fn offload(&self) -> zero_burn::config::Offload {
-        let place = |offload: &Option<Offload>| match offload.as_ref().map(|offload| &offload.device) {
-            Some(OffloadDevice::Nvme { path }) => (Tier::Disk, Some(path.clone())),
-            Some(OffloadDevice::Cpu) => (Tier::Host, None),
-            None => (Tier::Memory, None),
+        let tier = |device: Option<&OffloadDevice>| match device {
+            Some(OffloadDevice::Nvme { .. }) => Tier::Disk,
+            Some(OffloadDevice::Cpu) => Tier::Host,
+            None => Tier::Memory,
         };
-        let (optimizer, path) = place(&self.offload_optimizer);
-        let (parameters, second_path) = place(&self.offload_param);
+        let state = |offload: &Option<Offload>| tier(offload.as_ref().map(|offload| &offload.device));
         let both = || [&self.offload_optimizer, &self.offload_param].into_iter().flatten();
         let parts = Disk::default();
         let buffer_count = both().zip([4, 1]).map(|(offload, arrays)| offload.buffer_count * arrays).max();
         let buffer_bytes = self.offload_param.as_ref().map_or(usize::MAX, |offload| offload.buffer_size * 4);
         let update = self.offload_optimizer.as_ref();
         zero_burn::config::Offload {
-            optimizer,
-            parameters,
+            optimizer: state(&self.offload_optimizer),
+            parameters: state(&self.offload_param),
+            activations: tier(self.offload_activations.as_ref()),
             min_bytes: zero_burn::config::Offload::default().min_bytes,
             disk: Disk {
-                path: path.or(second_path).unwrap_or_default(),
+                path: self.nvme_path().cloned().unwrap_or_default(),
                 pin_memory: both().any(|offload| offload.pin_memory),
                 aio: self.aio.clone(),
                 buffer_count: buffer_count.map_or(parts.buffer_count, |count| count.max(Disk::FEWEST_BUFFERS)),

@@ -53,8 +53,9 @@ impl Config {
         let (zero, watchdog) = (top.section("zero_optimization"), top.section("watchdog"));
         let optimizer = OptimizerPlan::read(&top);
         // A file asks for it by the section; DeepSpeed leaves the rest to the model, which is ours here.
+        let activations = top.section("activation_checkpointing");
         let checkpointed = top.given("activation_checkpointing").then(|| {
-            let blocks: Option<usize> = top.section("activation_checkpointing").get("blocks");
+            let blocks: Option<usize> = activations.get("blocks");
             blocks.unwrap_or(usize::MAX)
         });
         let sizes = batch_sizes(&top, auto);
@@ -89,6 +90,7 @@ impl Config {
             optimizer,
             offload_optimizer: offload(&zero.section("offload_optimizer"), false),
             offload_param: offload(&zero.section("offload_param"), true),
+            offload_activations: offload_activations(&activations),
             sub_group_size: zero.get("sub_group_size"),
             aio: aio(&top.section("aio")),
             report: Report {
@@ -110,11 +112,7 @@ impl Config {
 
     /// The folder of the disk that the file offloads to, if it does; a program measures its room before it plans.
     pub fn nvme_path(&self) -> Option<PathBuf> {
-        let plan = self.read(&Context::default()).0;
-        [plan.offload_optimizer, plan.offload_param].into_iter().flatten().find_map(|offload| match offload.device {
-            OffloadDevice::Nvme { path } => Some(path),
-            OffloadDevice::Cpu => None,
-        })
+        self.read(&Context::default()).0.nvme_path().cloned()
     }
 
     /// What the file says of waits, which a program may need before it knows its ranks.
@@ -207,6 +205,14 @@ fn offload(section: &Reader<'_>, of_parameters: bool) -> Option<Offload> {
         (offload.pipeline_read, offload.pipeline_write) = (section.get("pipeline_read"), section.get("pipeline_write"));
     }
     Some(offload)
+}
+
+fn offload_activations(section: &Reader<'_>) -> Option<OffloadDevice> {
+    let folder = section.get::<Option<PathBuf>>("nvme_path").filter(|path| !path.as_os_str().is_empty());
+    match folder {
+        Some(path) => Some(OffloadDevice::Nvme { path }),
+        None => section.get::<bool>("cpu_checkpointing").then_some(OffloadDevice::Cpu),
+    }
 }
 
 fn aio(section: &Reader<'_>) -> AioOptions {

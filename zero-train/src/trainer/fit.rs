@@ -9,7 +9,7 @@ use zero_core::estimate::{Precision, model_state};
 use zero_models::hf_export::parse_bytes;
 
 use super::backend::name as option_name;
-use super::options::Blocks;
+use super::options::{Blocks, Hyperparameters};
 use super::profile::Profile;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
@@ -55,23 +55,34 @@ impl MemoryNeed {
             }
             before - state.total()
         };
-        let disk = offloaded(|device| matches!(device, OffloadDevice::Nvme { .. }));
+        let mut disk = offloaded(|device| matches!(device, OffloadDevice::Nvme { .. }));
         let is_apart = backend != BackendChoice::Cpu;
-        let host = if is_apart { offloaded(|device| *device == OffloadDevice::Cpu) } else { 0 };
+        let mut host = if is_apart { offloaded(|device| *device == OffloadDevice::Cpu) } else { 0 };
+        let inputs = profile.activations.offloaded(plan.checkpointed_blocks);
+        let inputs_leave = match plan.offload_activations {
+            None => false,
+            Some(OffloadDevice::Cpu) => {
+                host += if is_apart { inputs } else { 0 };
+                is_apart
+            }
+            Some(OffloadDevice::Nvme { .. }) => {
+                disk += inputs;
+                true
+            }
+        };
         let largest = profile.largest();
         let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
         // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
         let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(profile.num_trained()));
-        let offloads = [&plan.offload_optimizer, &plan.offload_param];
-        if offloads.into_iter().flatten().any(|offload| matches!(offload.device, OffloadDevice::Nvme { .. })) {
+        if plan.nvme_path().is_some() {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
         }
         Self {
             state,
             working: working as u64,
-            activations: profile.activations.bytes(plan.checkpointed_blocks),
+            activations: profile.activations.bytes(plan.checkpointed_blocks, inputs_leave),
             ranks: ranks as u64,
             host,
             disk,
@@ -189,8 +200,8 @@ pub(super) struct Candidate<'a> {
     pub(super) profile: &'a dyn Fn(usize) -> Result<Profile, TrainError>,
 }
 
-/// What of a model is kept elsewhere, of how many blocks activations are dropped, and what is to be said about it.
-pub(super) type Fitting = (Option<OffloadChoice>, Option<Blocks>, Option<String>);
+/// Options with what was left to the plan, and what is to be said about it.
+pub(super) type Fitting = (Options, Option<String>);
 
 /// What a run of `model` needs with these options.
 pub(super) fn need(options: &Options, model: &Candidate<'_>, budget: &Budget) -> Result<MemoryNeed, TrainError> {
@@ -199,16 +210,18 @@ pub(super) fn need(options: &Options, model: &Candidate<'_>, budget: &Budget) ->
     Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
 }
 
-/// The fewest blocks to checkpoint with which activations take no more than `limit` on a rank, or with which a run fits.
-fn blocks(
-    options: &Options,
-    model: &Candidate<'_>,
-    budget: &Budget,
-    limit: Option<u64>,
-) -> Result<Option<Blocks>, TrainError> {
+/// The most that activations may take on a rank, if that is said.
+fn limit(options: &Options) -> Result<Option<u64>, TrainError> {
+    options.activation_memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
+        wrong("activation-memory", options.activation_memory.clone().unwrap_or_default(), error.to_string())
+    })
+}
+
+/// The fewest blocks to checkpoint with which activations take no more than is said, or with which a run fits.
+fn blocks(options: &Options, model: &Candidate<'_>, budget: &Budget) -> Result<Option<Blocks>, TrainError> {
     let plan = zero_plan(options, model.hidden_size)?;
     let activations = (model.profile)(plan.batch.micro)?.activations;
-    let most = match limit {
+    let most = match limit(options)? {
         Some(limit) => limit,
         None => {
             let need = need(options, model, budget)?;
@@ -217,17 +230,32 @@ fn blocks(
             rest / need.ranks
         }
     };
-    Ok(activations.fewest(most).map(Blocks))
+    Ok(activations.fewest(most, options.offload_activations).map(Blocks))
+}
+
+/// What `with` takes, if it fits; `is_free` to be so with the fewest blocks checkpointed.
+fn fit(
+    mut with: Options,
+    is_free: bool,
+    model: &Candidate<'_>,
+    budget: &Budget,
+) -> Result<Option<(Options, MemoryNeed)>, TrainError> {
+    if is_free || with.activation_memory.is_some() {
+        let Some(fewest) = blocks(&with, model, budget)? else { return Ok(None) };
+        with.checkpoint_activations = Some(fewest);
+    }
+    let taken = need(&with, model, budget)?;
+    Ok(budget.holds(&taken).then_some((with, taken)))
 }
 
 /// Without --offload and --config, the cheapest tier of memory and disk in which `model` fits; else what they say, if it fits.
-/// Where nothing is said of activations, they are dropped before more is offloaded: to compute once more costs a third of a
-/// step at most, and a disk often more.
-pub(super) fn fitting(
+/// Where nothing is said of activations, they are dropped before more is offloaded, and then what is kept of them is: to compute
+/// once more costs a third of a step at most, and to move state often more.
+pub(super) fn cheapest(
     options: &Options,
     model: &Candidate<'_>,
     budget: &Budget,
-) -> Result<Option<Fitting>, TrainError> {
+) -> Result<Option<(Options, MemoryNeed)>, TrainError> {
     let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
         (Some(given), _) => &[Some(given)],
         (None, Some(_)) => &[None],
@@ -237,41 +265,84 @@ pub(super) fn fitting(
             _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
         },
     };
-    let limit = options.activation_memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
-        wrong("activation-memory", options.activation_memory.clone().unwrap_or_default(), error.to_string())
-    })?;
-    let is_free = options.checkpoint_activations.is_none() && options.config.is_none();
-    for &tier in tiers {
-        let mut with = Options { offload: tier, ..options.clone() };
-        if limit.is_some() {
-            let fewest = blocks(&with, model, budget, limit)?;
-            with.checkpoint_activations = Some(fewest.ok_or_else(|| {
-                let expected = "expected more: with every block checkpointed they take more than this; use a smaller --batch \
-                                or row";
-                wrong("activation-memory", options.activation_memory.clone().unwrap_or_default(), expected)
-            })?);
+    let is_free = options.checkpoint_activations.is_none() && options.config.is_none() && !options.offload_activations;
+    let ways: &[(bool, bool)] = match is_free {
+        true => &[(false, false), (true, false), (true, true)],
+        false => &[(false, options.offload_activations)],
+    };
+    for &offload in tiers {
+        for &(is_free, offload_activations) in ways {
+            let with = Options { offload, offload_activations, ..options.clone() };
+            let fitting = fit(with, is_free, model, budget)?;
+            if fitting.is_some() {
+                return Ok(fitting);
+            }
         }
-        let mut taken = need(&with, model, budget)?;
-        if !budget.holds(&taken) && is_free && limit.is_none() {
-            let Some(fewest) = blocks(&with, model, budget, None)? else { continue };
-            with.checkpoint_activations = Some(fewest);
-            taken = need(&with, model, budget)?;
+    }
+    Ok(None)
+}
+
+/// The most rows of a micro-batch with which `model` fits, up to `most`; 1 if none do.
+fn largest_batch(options: &Options, model: &Candidate<'_>, budget: &Budget, most: usize) -> Result<usize, TrainError> {
+    let fits = |rows: usize| {
+        let hyper = Hyperparameters { batch: Some(rows), ..options.hyper.clone() };
+        Ok::<_, TrainError>(cheapest(&Options { hyper, ..options.clone() }, model, budget)?.is_some())
+    };
+    let (mut fitting, mut beyond) = (1, 2);
+    while beyond <= most && fits(beyond)? {
+        (fitting, beyond) = (beyond, beyond * 2);
+    }
+    beyond = beyond.min(most + 1);
+    while beyond - fitting > 1 {
+        let middle = fitting.midpoint(beyond);
+        if fits(middle)? { fitting = middle } else { beyond = middle }
+    }
+    Ok(fitting)
+}
+
+/// What is left to the plan: the rows of a micro-batch, of which there are `rows` a rank; what is offloaded; whose activations are
+/// dropped. As it was given if that does not fit.
+///
+/// # Errors
+///
+/// As of the plan; [`TrainError`] for activations that take more than was allowed.
+pub(super) fn fitting(
+    options: &Options,
+    model: &Candidate<'_>,
+    budget: &Budget,
+    rows: usize,
+) -> Result<Fitting, TrainError> {
+    let mut options = options.clone();
+    let mut said = Vec::new();
+    if options.auto_find_batch_size {
+        let batch = largest_batch(&options, model, budget, rows)?;
+        said.push(format!("The largest micro-batch that fits: --batch {batch}."));
+        options.hyper.batch = Some(batch);
+    }
+    let limit = limit(&options)?;
+    let Some((with, taken)) = cheapest(&options, model, budget)? else {
+        let last = Options { offload_activations: options.config.is_none(), ..options.clone() };
+        if limit.is_some() && blocks(&last, model, budget)?.is_none() {
+            let expected = "expected more: with every block checkpointed they take more than this; use a smaller --batch or \
+                            row";
+            return Err(wrong("activation-memory", options.activation_memory.unwrap_or_default(), expected));
         }
-        if !budget.holds(&taken) {
-            continue;
-        }
-        let (offload, checkpointed) = (with.offload, with.checkpoint_activations);
-        let mut chosen = Vec::new();
-        if let Some(offload) = offload.filter(|_| options.offload.is_none()) {
-            chosen.push(format!("--offload {}", option_name(offload)));
-        }
-        if let Some(blocks) = checkpointed.filter(|blocks| options.checkpoint_activations.is_none() && blocks.0 > 0) {
-            chosen.push(format!("--checkpoint-activations {blocks}"));
-        }
-        if chosen.is_empty() {
-            return Ok(Some((offload, checkpointed, None)));
-        }
-        let without = need(&Options { offload: options.offload, ..options.clone() }, model, budget)?;
+        return Ok((options, None));
+    };
+    let mut chosen = Vec::new();
+    if let Some(offload) = with.offload.filter(|_| options.offload.is_none()) {
+        chosen.push(format!("--offload {}", option_name(offload)));
+    }
+    if let Some(blocks) =
+        with.checkpoint_activations.filter(|blocks| options.checkpoint_activations.is_none() && blocks.0 > 0)
+    {
+        chosen.push(format!("--checkpoint-activations {blocks}"));
+    }
+    if with.offload_activations && !options.offload_activations {
+        chosen.push("--offload-activations".into());
+    }
+    if !chosen.is_empty() {
+        let without = need(&options, model, budget)?;
         let there = match (taken.host, taken.disk) {
             (0, 0) => String::new(),
             (host, 0) => format!(", {} in the host's", format_bytes(host * taken.ranks)),
@@ -283,13 +354,8 @@ pub(super) fn fitting(
             }
             _ => budget.but(&without),
         };
-        let notice = format!(
-            "In memory alone: {}{why}.\nSo {}: {} in memory{there}.",
-            without.arithmetic(),
-            chosen.join(" "),
-            format_bytes(taken.total())
-        );
-        return Ok(Some((offload, checkpointed, Some(notice))));
+        said.push(format!("In memory alone: {}{why}.", without.arithmetic()));
+        said.push(format!("So {}: {} in memory{there}.", chosen.join(" "), format_bytes(taken.total())));
     }
-    Ok(None)
+    Ok((with, Some(said.join("\n")).filter(|said| !said.is_empty())))
 }

@@ -77,7 +77,7 @@ use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
 use zero_core::offload::SwapDir;
 
-use self::fit::{Budget, Candidate, fitting, need};
+use self::fit::{Budget, Candidate, cheapest, need};
 use self::options::at_least_one;
 use self::plan::{Plan, as_launched};
 use self::ranks::{Ranks, Stopped, with_ranks};
@@ -134,7 +134,7 @@ impl Setup<'_> {
     pub fn misfit(&self, hidden_size: Option<usize>, profile: &dyn Fn(usize) -> Profile) -> Result<Option<String>> {
         let profile = |micro_batch: usize| Ok(profile(micro_batch));
         let candidate = Candidate { hidden_size, profile: &profile };
-        if fitting(self.options, &candidate, self.budget)?.is_some() {
+        if cheapest(self.options, &candidate, self.budget)?.is_some() {
             return Ok(None);
         }
         let need = need(self.options, &candidate, self.budget)?;

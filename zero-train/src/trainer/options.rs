@@ -124,6 +124,14 @@ pub struct Options {
     /// The same of the fewest blocks with which activations take no more than this on a rank, such as 2GiB
     #[arg(long, value_name = "SIZE", conflicts_with = "checkpoint_activations")]
     pub activation_memory: Option<String>,
+    /// Offload what checkpointed blocks keep, their inputs, until the backward pass comes to them, to where --offload-to says;
+    /// every block is checkpointed if nothing else is said [default: where that makes the run fit into memory]
+    #[arg(long)]
+    pub offload_activations: bool,
+    /// Take the most rows per rank and micro-batch with which the run fits into memory, by the plan's estimate; with what it may
+    /// checkpoint and offload
+    #[arg(long, conflicts_with = "batch")]
+    pub auto_find_batch_size: bool,
     /// How ranks that are processes all-gather parameters: all together, in the order of the program, or each by reading the
     /// others' shards through the hosts' memory [default: collective with NCCL, one-sided without]
     #[arg(long, value_name = "HOW")]

@@ -84,10 +84,9 @@ impl Plan {
         };
         let candidate = Candidate { hidden_size: task.hidden_size(), profile: &taken };
         // What does not fit is told below.
-        let fitting = fitting(options, &candidate, budget)?;
-        let (offload, blocks, tier) = fitting.unwrap_or((options.offload, options.checkpoint_activations, None));
-        let notice = [task.notice(), tier].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
-        let options = &Options { offload, checkpoint_activations: blocks, ..options.clone() };
+        let (options, chosen) = fitting(options, &candidate, budget, task.rows().max(1))?;
+        let notice = [task.notice(), chosen].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
+        let options = &options;
         let mut plan = zero_plan(options, task.hidden_size())?;
         plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
         plan.report.memory_breakdown |= options.memory_breakdown;
@@ -376,7 +375,7 @@ mod tests {
         }
 
         fn rows(&self) -> usize {
-            2
+            100
         }
 
         fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Linear<B>, TrainError> {
@@ -432,5 +431,36 @@ mod tests {
         let larger = plan(4, 2, memory);
         assert_eq!((larger.need.disk, larger.zero.checkpointed_blocks), (0, 3));
         assert!(larger.need.total() <= memory && larger.notice.unwrap().contains("--checkpoint-activations 3"));
+    }
+
+    #[test]
+    fn the_plan_finds_the_largest_micro_batch() {
+        let swap = tempfile::tempdir().unwrap();
+        let plan = |memory: u64, auto_find_batch_size: bool, offload_activations: bool| {
+            let options = Options {
+                memory: Some(format!("{memory}B")),
+                swap: Some(swap.path().to_path_buf()),
+                offload: Some(OffloadChoice::None),
+                auto_find_batch_size,
+                offload_activations,
+                ..Options::default()
+            };
+            let ranks = Ranks::threads();
+            Plan::new(&options, &Wide { blocks: 64 }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+        };
+        let one = plan(u64::MAX / 2, false, false).need.total();
+        let memory = one + (256 << 20);
+        let found = plan(memory, true, false);
+        let notice = found.notice.unwrap();
+        assert!(found.need.total() <= memory && found.plan.batch.micro > 2, "{notice}");
+        assert!(notice.contains(&format!("--batch {}", found.plan.batch.micro)), "{notice}");
+        // One row more does not fit, whatever is checkpointed and offloaded: a block that is computed again does not.
+        let rest = (memory - found.need.total()) / found.need.ranks;
+        assert!(rest < (64 << 20) / 64 * 2, "{rest} bytes are left");
+        assert!(notice.contains("--checkpoint-activations") && notice.contains("--offload-activations"), "{notice}");
+        assert_eq!(found.zero.offload.activations, Tier::Disk);
+        // Asked for without more, every block is checkpointed.
+        let asked = plan(u64::MAX / 2, false, true);
+        assert_eq!((asked.zero.checkpointed_blocks, asked.zero.offload.activations), (usize::MAX, Tier::Disk));
     }
 }

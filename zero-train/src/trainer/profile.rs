@@ -30,18 +30,24 @@ pub struct Activations {
 
 impl Activations {
     /// The most that is there at once if so many of the first blocks are checkpointed: at the end of the forward pass, or when the
-    /// last block has been computed again.
-    pub fn bytes(&self, checkpointed: usize) -> u64 {
+    /// last block has been computed again. Of inputs that are offloaded the first block's stays; with the last's, the one before it is
+    /// there.
+    pub fn bytes(&self, checkpointed: usize, is_offloaded: bool) -> u64 {
         let checkpointed = checkpointed.min(self.blocks);
-        let inputs = checkpointed as u64 * self.input;
+        let inputs = |here: usize| if is_offloaded { checkpointed.min(here) } else { checkpointed } as u64 * self.input;
         let kept = (self.blocks - checkpointed) as u64 * self.block;
         let again = if checkpointed == 0 { 0 } else { self.block - self.input };
-        self.rest + inputs + kept.max(again)
+        self.rest + (inputs(1) + kept).max(inputs(3) + again)
+    }
+
+    /// Bytes of inputs that are elsewhere at the end of the forward pass.
+    pub fn offloaded(&self, checkpointed: usize) -> u64 {
+        checkpointed.min(self.blocks).saturating_sub(1) as u64 * self.input
     }
 
     /// The fewest blocks to checkpoint so that no more than `bytes` are there at once.
-    pub fn fewest(&self, bytes: u64) -> Option<usize> {
-        (0..=self.blocks).find(|&checkpointed| self.bytes(checkpointed) <= bytes)
+    pub fn fewest(&self, bytes: u64, is_offloaded: bool) -> Option<usize> {
+        (0..=self.blocks).find(|&checkpointed| self.bytes(checkpointed, is_offloaded) <= bytes)
     }
 }
 

@@ -124,6 +124,13 @@ pub(super) fn offload_to(options: &Options) -> Result<OffloadTo, TrainError> {
     }
 }
 
+fn offload_device(options: &Options) -> Result<OffloadDevice, TrainError> {
+    Ok(match offload_to(options)? {
+        OffloadTo::Host => OffloadDevice::Cpu,
+        OffloadTo::Disk => OffloadDevice::Nvme { path: options.swap_dir().to_path_buf() },
+    })
+}
+
 fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     let stage = options.stage.unwrap_or(3);
     let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
@@ -135,10 +142,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
         .gradient_clipping(hyper.clip.unwrap_or(0.0))
         .precision(precision(hyper.dtype.unwrap_or(Dtype::Fp32)))
         .optimizer(optimizer);
-    let there = Offload::to(match offload_to(options)? {
-        OffloadTo::Host => OffloadDevice::Cpu,
-        OffloadTo::Disk => OffloadDevice::Nvme { path: options.swap_dir().to_path_buf() },
-    });
+    let there = Offload::to(offload_device(options)?);
     let choice = options.offload.unwrap_or(OffloadChoice::None);
     if choice != OffloadChoice::None {
         builder = builder.offload_optimizer(&there);
@@ -147,7 +151,11 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
         builder = builder.offload_param(&there);
     }
     let mut plan = builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?;
-    plan.checkpointed_blocks = options.checkpoint_activations.map_or(0, |blocks| blocks.0);
+    if options.offload_activations {
+        plan.offload_activations = Some(there.device);
+    }
+    let unless_said = if options.offload_activations { usize::MAX } else { 0 };
+    plan.checkpointed_blocks = options.checkpoint_activations.map_or(unless_said, |blocks| blocks.0);
     complete(&mut plan, hyper, options.steps);
     Ok(plan)
 }
@@ -192,7 +200,14 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
         (None, Some(offload)) => ("parameters", Some(&offload.device)),
         (Some(offload), Some(_)) => ("all", Some(&offload.device)),
     };
-    let (to, swap) = match device {
+    if options.offload_activations && plan.offload_activations.is_none() {
+        // With what the file offloads, if it offloads something.
+        plan.offload_activations = Some(match device {
+            Some(device) => device.clone(),
+            None => offload_device(options)?,
+        });
+    }
+    let (to, swap) = match device.or(plan.offload_activations.as_ref()) {
         None => ("nothing", None),
         Some(OffloadDevice::Cpu) => ("host", None),
         Some(OffloadDevice::Nvme { path }) => ("disk", Some(path)),
@@ -202,7 +217,8 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     let shown = |path: &PathBuf| path.display().to_string();
     let blocks = options.checkpoint_activations;
     if plan.checkpointed_blocks == 0 {
-        plan.checkpointed_blocks = blocks.map_or(0, |blocks| blocks.0);
+        let unless_said = if options.offload_activations { usize::MAX } else { 0 };
+        plan.checkpointed_blocks = blocks.map_or(unless_said, |blocks| blocks.0);
     }
     let options = [
         ("checkpoint-activations", text(blocks), Blocks(plan.checkpointed_blocks).to_string()),

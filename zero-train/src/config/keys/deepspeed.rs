@@ -109,11 +109,13 @@ pub(in crate::config) const DEEPSPEED: &[Key] = keys! {
     }), T::ACTED;
     // Memory, files.
     activation_checkpointing = null => K::section(keys! {
-        partition_activations = false, cpu_checkpointing = false, contiguous_memory_optimization = false,
+        partition_activations = false, contiguous_memory_optimization = false,
         synchronize_checkpoint_boundary = false, profile = false => K::Bool, ACTIVATIONS;
         number_checkpoints = null => K::COUNT, ACTIVATIONS;
-        // Not DeepSpeed's: how many of the first.
+        cpu_checkpointing = false => K::Bool, T::ACTED;
+        // Not DeepSpeed's: how many of the first, and a folder in place of the host's memory.
         blocks = null => K::COUNT, T::ACTED;
+        nvme_path = null => K::Text, T::ACTED;
     }), T::ACTED;
     aio = null => K::section(keys! {
         block_size = 1048576, queue_depth = 8 => K::ONE_UP, T::ACTED;

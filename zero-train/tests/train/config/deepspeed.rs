@@ -37,6 +37,7 @@ fn the_shared_deepspeed_file() {
             total_steps: 50,
         }),
         offload_optimizer: None,
+        offload_activations: None,
         offload_param: None,
         sub_group_size: 1_000_000_000,
         aio: zero_core::offload::AioOptions::default(),
@@ -224,7 +225,7 @@ fn stage_3_with_everything_on_nvme() {
         &on(2),
     )
     .unwrap();
-    assert_eq!(plan.checkpointed_blocks, usize::MAX);
+    assert_eq!((plan.checkpointed_blocks, plan.offload_activations.clone()), (usize::MAX, Some(OffloadDevice::Cpu)));
     let nvme = OffloadDevice::Nvme { path: "/local_nvme".into() };
     assert_eq!(plan.offload_optimizer, Some(Offload::to(nvme.clone())));
     assert_eq!(
@@ -243,7 +244,6 @@ fn stage_3_with_everything_on_nvme() {
     assert_eq!(plan.report.csv_monitor, None);
     insta::assert_snapshot!(warnings(&plan), @r#"
     activation_checkpointing.partition_activations: not acted on yet: activations are not checkpointed by the configuration yet
-    activation_checkpointing.cpu_checkpointing: not acted on yet: activations are not checkpointed by the configuration yet
     "#);
 }
 
@@ -409,6 +409,14 @@ fn one_folder_holds_what_is_on_a_disk() {
     let config = Config::from_text("ds.json", Format::Json, text).unwrap();
     assert_eq!(config.nvme_path(), Some("/a".into()));
     insta::assert_snapshot!(warnings(&config.resolve(&on(1)).unwrap()), @"zero_optimization.offload_param.nvme_path: has no effect: parameters lie in the optimizer state's folder, /a");
+    let activations = |path: &str| {
+        let more = format!(r#"}}, "activation_checkpointing": {{"nvme_path": "{path}"}}}}"#);
+        Config::from_text("ds.json", Format::Json, &text.replace("}}}", &format!("}}{more}")))
+    };
+    let plan = activations("/a").unwrap().resolve(&on(1)).unwrap();
+    assert_eq!(plan.offload_activations, Some(OffloadDevice::Nvme { path: "/a".into() }));
+    let error = activations("/c").unwrap_err().to_string();
+    assert!(error.contains("/c is another folder than model state's, /a"), "{error}");
     let cpu = text.replace("\"nvme\"", "\"cpu\"");
     assert_eq!(Config::from_text("ds.json", Format::Json, &cpu).unwrap().nvme_path(), None);
 }

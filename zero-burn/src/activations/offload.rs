@@ -1,0 +1,204 @@
+//! Inputs of checkpointed blocks outside of the backend's memory: in the host's, or on the disk (ZeRO's offload of activation
+//! checkpoints, Rajbhandari et al. 2020, section 6.1, <https://arxiv.org/abs/1910.02054>).
+//!
+//! Behind a block, what came into it from the block before is moved out by a thread of the rank, beside the next block. A backward
+//! pass comes to blocks in reverse: who loads an input has the one that left before it brought back beside what is computed.
+//! Nothing depends on that order: what is not there yet is waited for, or read by who wants it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Weak};
+
+use burn_backend::Backend;
+use burn_std::{DType, Shape};
+use parking_lot::{Condvar, Mutex};
+use zero_core::collective::threads::panic_reason;
+use zero_ops::Shared;
+
+use super::Float;
+use crate::cell::rank::Rank;
+use crate::mover::For;
+use crate::tier::{Stored, fetch_shaped};
+use crate::trouble::{or_stop, stop};
+use crate::worker::Worker;
+
+/// Where the tensor of a slot is.
+pub(super) enum Content<B: Backend> {
+    /// Nowhere: it can be made again.
+    Gone,
+    Here(Float<B>),
+    /// Here until the copy of it is there.
+    Leaving(Shared<B>),
+    Stored(Stored),
+    /// Here again, or after all.
+    Back(Shared<B>),
+}
+
+impl<B: Backend> Content<B> {
+    /// The tensor, if it is in the backend's memory; without leaving a handle if `is_last`.
+    pub(super) fn tensor(&mut self, is_last: bool) -> Option<Float<B>> {
+        if let Content::Leaving(shared) = self {
+            *self = Content::Back(shared.clone());
+        }
+        match self {
+            Content::Here(tensor) if !is_last => Some(tensor.clone()),
+            Content::Back(shared) if !is_last => Some(shared.tensor()),
+            Content::Here(_) | Content::Back(_) => match std::mem::replace(self, Content::Gone) {
+                Content::Here(tensor) => Some(tensor),
+                Content::Back(shared) => Some(shared.into_tensor()),
+                _ => None,
+            },
+            Content::Gone | Content::Leaving(_) | Content::Stored(_) => None,
+        }
+    }
+}
+
+/// Inputs that may be on their way out at once: more would be memory that a slow disk decides on.
+const MOST_LEAVING: usize = 2;
+
+/// What moves a rank's inputs of blocks.
+pub(crate) struct Offloader<B: Backend> {
+    moves: Arc<Moves<B>>,
+    worker: Worker<Job<B>>,
+}
+
+struct Moves<B: Backend> {
+    rank: Arc<Rank<B>>,
+    /// Those that have left, in their order, until they are loaded.
+    left: Mutex<Vec<Moved<B>>>,
+    /// How many are on their way out, and why one did not get there.
+    leaving: Mutex<(usize, Option<String>)>,
+    arrived: Condvar,
+}
+
+/// A tensor that is moved. The thread that moves it holds nothing of its block, whose tensors are of the rank's own thread.
+struct Moved<B: Backend> {
+    content: Weak<Mutex<Content<B>>>,
+    shape: Shape,
+    dtype: DType,
+    device: B::Device,
+}
+
+enum Job<B: Backend> {
+    Store(Weak<Mutex<Content<B>>>),
+    Fetch(Moved<B>),
+}
+
+impl<B: Backend> Offloader<B> {
+    /// For `rank`, if its inputs of blocks are to be anywhere else than with the backend.
+    pub(crate) fn new(rank: &Arc<Rank<B>>) -> Option<Arc<Self>> {
+        rank.activations_home(usize::MAX)?;
+        let (left, leaving, arrived) = (Mutex::default(), Mutex::default(), Condvar::new());
+        let moves = Arc::new(Moves { rank: rank.clone(), left, leaving, arrived });
+        Some(Arc::new(Self { moves, worker: Worker::new(format!("rank-{}-activations", rank.index)) }))
+    }
+
+    /// Ends the thread.
+    pub(crate) fn stop(&self) {
+        self.worker.stop();
+    }
+
+    /// Moves a tensor out that is here, if it is large enough. Waits while as many are on their way as may be.
+    pub(super) fn move_out(&self, content: &Arc<Mutex<Content<B>>>, shape: &Shape, dtype: DType, device: &B::Device) {
+        let moves = &self.moves;
+        if moves.rank.activations_home(shape.num_elements() * dtype.size()).is_none() {
+            return;
+        }
+        {
+            let mut content = content.lock();
+            match std::mem::replace(&mut *content, Content::Gone) {
+                Content::Here(tensor) => *content = Content::Leaving(Shared::new(tensor)),
+                // Something else has needed it once already.
+                other => return *content = other,
+            }
+        }
+        let mut leaving = moves.leaving.lock();
+        while leaving.0 >= MOST_LEAVING && leaving.1.is_none() {
+            if moves.arrived.wait_for(&mut leaving, moves.rank.deadline).timed_out() {
+                leaving.1.get_or_insert_with(|| format!("it took longer than {:?}", moves.rank.deadline));
+            }
+        }
+        if let Some(reason) = leaving.1.take() {
+            stop(format!("an activation checkpoint could not be offloaded: {reason}"));
+        }
+        leaving.0 += 1;
+        drop(leaving);
+        let weak = Arc::downgrade(content);
+        let moved = Moved { content: weak.clone(), shape: shape.clone(), dtype, device: device.clone() };
+        moves.left.lock().push(moved);
+        self.send(Job::Store(weak));
+    }
+
+    /// The tensor of `content`, which is stored, for the calling thread.
+    pub(super) fn fetch(&self, stored: &Stored, shape: &Shape, dtype: DType, device: &B::Device) -> Shared<B> {
+        or_stop(fetch_shaped(stored, dtype, Some(shape.clone()), device, &self.moves.rank.mover, For::Own))
+    }
+
+    /// One that has left is loaded: the one that left before it is brought back.
+    pub(super) fn is_loaded(&self, content: &Arc<Mutex<Content<B>>>) {
+        let mut left = self.moves.left.lock();
+        let is_it = |moved: &Moved<B>| std::ptr::eq(moved.content.as_ptr(), Arc::as_ptr(content));
+        let Some(place) = left.iter().rposition(is_it) else { return };
+        left.remove(place);
+        let is_held = |moved: &Moved<B>| moved.content.strong_count() > 0;
+        let before = left[..place].iter().rposition(is_held);
+        let wanted = before.map(|before| {
+            let Moved { content, shape, dtype, device } = &left[before];
+            Moved { content: content.clone(), shape: shape.clone(), dtype: *dtype, device: device.clone() }
+        });
+        // Those of passes that have ended.
+        left.retain(is_held);
+        drop(left);
+        wanted.into_iter().for_each(|wanted| self.send(Job::Fetch(wanted)));
+    }
+
+    fn send(&self, job: Job<B>) {
+        let moves = self.moves.clone();
+        self.worker.send(job, move |inbox| inbox.into_iter().for_each(|job| moves.serve(job)));
+    }
+}
+
+impl<B: Backend> Moves<B> {
+    fn serve(&self, job: Job<B>) {
+        let _span = tracing::trace_span!("move activations").entered();
+        match job {
+            Job::Store(content) => {
+                let done = catch_unwind(AssertUnwindSafe(|| self.store(&content)));
+                let failed = done.map_err(|panic| panic_reason(&*panic)).and_then(|done| done).err();
+                let mut leaving = self.leaving.lock();
+                leaving.0 -= 1;
+                leaving.1 = leaving.1.take().or(failed);
+                self.arrived.notify_all();
+            }
+            // What goes wrong goes wrong again for the thread that wants it.
+            Job::Fetch(moved) => drop(catch_unwind(AssertUnwindSafe(|| self.fetch(&moved)))),
+        }
+    }
+
+    fn store(&self, content: &Weak<Mutex<Content<B>>>) -> Result<(), String> {
+        let Some(content) = content.upgrade() else { return Ok(()) };
+        let leaving = match &*content.lock() {
+            Content::Leaving(shared) => shared.clone(),
+            _ => return Ok(()),
+        };
+        let bytes = leaving.shape().num_elements() * leaving.dtype().size();
+        let Some(home) = self.rank.activations_home(bytes) else { return Ok(()) };
+        let stored = Stored::of(home, leaving, &self.rank.mover).map_err(|error| error.to_string())?;
+        let mut content = content.lock();
+        if let (Content::Leaving(_), Ok(stored)) = (&*content, stored) {
+            *content = Content::Stored(stored);
+        }
+        Ok(())
+    }
+
+    fn fetch(&self, moved: &Moved<B>) {
+        let Some(content) = moved.content.upgrade() else { return };
+        // Held until it is there: who wants it waits here.
+        let mut content = content.lock();
+        let Moved { shape, dtype, device, .. } = moved;
+        if let Content::Stored(stored) = &*content
+            && let Ok(back) = fetch_shaped(stored, *dtype, Some(shape.clone()), device, &self.rank.mover, For::Beside)
+        {
+            *content = Content::Back(back);
+        }
+    }
+}
