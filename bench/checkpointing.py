@@ -4,7 +4,7 @@
   bench/checkpointing.py --venv DIR --zero target/release/zero [--model gpt2] [--seq 1024] [--batch 4] [--rounds 3] [--only ours]
 
 DIR is a virtual environment with torch and transformers. Both train GPT-2 without dropout, fp32, AdamW, in one process with two
-threads on the same random rows. Time is the median of a step after the first; memory the process's peak RSS. The peer is
+threads on the same random rows. What is offloaded goes to the disk of TMPDIR. Time is the median of a step after the first; memory the process's peak RSS. The peer is
 transformers' GPT2LMHeadModel with gradient_checkpointing_enable(use_reentrant=False) and PyTorch's fused attention (sdpa).
 """
 import argparse, json, os, random, statistics, subprocess, tempfile
@@ -47,13 +47,14 @@ parser.add_argument("--only", choices=["ours", "peer"])
 args = parser.parse_args()
 
 
-def ours(blocks):
+def ours(blocks, *more):
     with tempfile.TemporaryDirectory() as there:
         text = Path(there) / "text.txt"
         source = random.Random(0)
         text.write_text(" ".join(source.choice("the of and to in is was he for it".split()) for _ in range(3 * args.steps * args.seq * args.batch)))
         command = [args.zero, "train", "--model", args.model, "--data", text, "--seq", args.seq, "--batch", args.batch, "--steps", args.steps,
-                   "--ranks", 1, "--stage", 0, "--threads", 2, "--out", there, "--json", "--checkpoint-activations", blocks]
+                   "--ranks", 1, "--stage", 0, "--threads", 2, "--out", there, "--json",
+                   "--swap", there, "--checkpoint-activations", blocks, *more]
         done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
         steps = [json.loads(line) for line in (Path(there) / "metrics.jsonl").read_text().splitlines()]
         return [step["step_ms"] / 1e3 for step in steps], json.loads(done.stdout)["peak_rss_bytes"]
@@ -68,6 +69,7 @@ def peer(every):
 
 layers = SIZES[args.model][0]
 rows = {"ours, none": lambda: ours(0), f"ours, {layers // 2} blocks": lambda: ours(layers // 2), "ours, every block": lambda: ours("all"),
+        "ours, offloaded to a disk": lambda: ours("all", "--offload-activations"),
         "PyTorch, none": lambda: peer(0), "PyTorch, every block": lambda: peer(1)}
 rows = {name: run for name, run in rows.items() if not args.only or name.startswith("ours") == (args.only == "ours")}
 seen = {name: [] for name in rows}

@@ -3,12 +3,15 @@
 # prints each step's loss and time and the highest use of memory.
 #   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
 #   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 2e-6      MODEL may be a folder with a config.json
+#   bench/limited.sh 2048 tiled_linear 3 /mnt/fast            one linear layer of 4 GiB in 64 tiles (the example of that name)
 # The limit is a memory cgroup's (version 1 or 2), which takes root. Exit codes: the run's own; 2 without a cgroup.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 limit=${1:-6144} model=${2:-gpt2-xl} steps=${3:-5} swap=${4:-.}
 shift $(($# < 4 ? $# : 4))
-cargo build --release --quiet -p zero-examples --example gpt2_1_5b
+example=gpt2_1_5b
+[[ $model = tiled_linear ]] && example=tiled_linear
+cargo build --release --quiet -p zero-examples --example $example
 
 name=zero-limited-$$
 if [[ -d /sys/fs/cgroup/memory ]]; then
@@ -25,6 +28,7 @@ echo $((limit << 20)) >"$group/$most"
 status=0
 (
   echo $BASHPID >"$group/cgroup.procs"
+  [[ $example = tiled_linear ]] && exec target/release/examples/tiled_linear 32768 64 "$steps" "$swap"
   exec target/release/examples/gpt2_1_5b --model "$model" --seq 128 --batch 1 --ranks 2 --stage 3 --steps "$steps" \
     --offload all --swap "$swap" --out "$out" --json "$@" >"$out/summary.json"
 ) || status=$?
@@ -34,7 +38,7 @@ out, limit, peak = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 try:
     lines = open(f"{out}/metrics.jsonl").readlines()
 except FileNotFoundError:
-    sys.exit()  # refused before the first step, and said why
+    lines = []  # the example prints its own, or the run was refused, and said why
 for line in lines:
     step = json.loads(line)
     print(f"step {step['step']}: loss {step['loss']:.4f}, {step['step_ms'] / 1e3:.1f} s, "

@@ -113,15 +113,17 @@ fn masks_of_dropout_are_those_of_the_processor() {
 
 #[test]
 fn stages_give_the_same_bits_on_a_device() {
-    let run = |stage, blocks| {
+    let run = |stage, blocks, activations| {
         let mut run = Run { ranks: 2, steps: 6, ..Run::tiny(stage) };
         run.zero.checkpointed_blocks = blocks;
+        run.zero.offload = Offload { activations, min_bytes: 1, ..Offload::default() };
         train::<Vulkan>(&run)
     };
-    let reference = run(Stage::DataParallel, 0);
-    // The last with activations that are computed again.
-    for (stage, blocks) in Stage::ALL[1..].iter().zip([0, 0, usize::MAX]) {
-        let came = run(*stage, blocks);
+    let reference = run(Stage::DataParallel, 0, Tier::Memory);
+    // The last two with activations that are computed again, of inputs that were in the host's memory.
+    let activations = [(0, Tier::Memory), (usize::MAX, Tier::Host), (usize::MAX, Tier::Host)];
+    for (stage, (blocks, tier)) in Stage::ALL[1..].iter().zip(activations) {
+        let came = run(*stage, blocks, tier);
         let bits = |losses: &[f64]| losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&reference.losses), bits(&came.losses), "stage {stage}: {reference:?} against {came:?}");
     }

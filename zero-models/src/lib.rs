@@ -42,6 +42,7 @@ mod module_config;
 pub mod quantize;
 pub mod safetensors_file;
 mod suggest;
+mod tiled;
 
 pub use activation::Activation;
 pub use bart::{Bart, BartConfig};
@@ -54,3 +55,4 @@ pub use key_map::KeyMap;
 pub use llama::{Llama, LlamaConfig};
 pub use model_config::ModelConfig;
 pub use module_config::ModuleConfig;
+pub use tiled::TiledLinear;

@@ -11,4 +11,5 @@ mod learner;
 mod offload;
 mod pytorch_parity;
 mod stage_parity;
+mod tiling;
 mod wire_and_memory;

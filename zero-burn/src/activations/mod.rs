@@ -229,6 +229,7 @@ impl<B: Backend> Recording<B> {
 impl<B: Backend> Block<B> {
     /// Makes again what is held and gone.
     fn replay(&self) {
+        let _span = tracing::trace_span!("compute a block again").entered();
         let log = self.log.lock();
         let held: Vec<Option<Arc<Slot<B>>>> = log.made.iter().map(Weak::upgrade).collect();
         let is_gone = |slot: &Option<Arc<Slot<B>>>| slot.as_ref().is_some_and(|slot| slot.is_gone());

@@ -6,7 +6,8 @@ use crate::config::auto::Fill;
 use crate::config::node::Node;
 use crate::config::rule::{Fate as T, Gate, Key, Kind as K, keys};
 
-const ACTIVATIONS: T = T::not_yet("activations are not checkpointed by the configuration yet");
+/// What comes with one block of memory for all inputs of blocks.
+const CONTIGUOUS: T = T::no_effect("inputs of blocks have one size, and each takes the memory that another has left");
 const CLOCK: T = T::no_effect("throughput is always measured, at the end of a step");
 const COMPILER: T = T::no_effect("it compiles PyTorch's graphs");
 const LOW_PRECISION_MASTER: T = T::refused("master weights and optimizer states are always fp32; remove the key");
@@ -109,9 +110,12 @@ pub(in crate::config) const DEEPSPEED: &[Key] = keys! {
     }), T::ACTED;
     // Memory, files.
     activation_checkpointing = null => K::section(keys! {
-        partition_activations = false, contiguous_memory_optimization = false,
-        synchronize_checkpoint_boundary = false, profile = false => K::Bool, ACTIVATIONS;
-        number_checkpoints = null => K::COUNT, ACTIVATIONS;
+        partition_activations = false => K::Bool,
+            T::no_effect("it is for ranks that hold the same activations (model parallel); here each has its own rows");
+        contiguous_memory_optimization = false => K::Bool, CONTIGUOUS;
+        number_checkpoints = null => K::COUNT, CONTIGUOUS;
+        synchronize_checkpoint_boundary = false => K::Bool, T::no_effect("nothing waits at the end of a block");
+        profile = false => K::Bool, T::no_effect("--trace FILE has the time of each block that is computed again");
         cpu_checkpointing = false => K::Bool, T::ACTED;
         // Not DeepSpeed's: how many of the first, and a folder in place of the host's memory.
         blocks = null => K::COUNT, T::ACTED;

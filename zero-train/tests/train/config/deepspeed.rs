@@ -218,7 +218,9 @@ fn stage_3_with_everything_on_nvme() {
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": false, "buffer_count": 4},
                 "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_size": 1e9, "max_in_cpu": 1e9}},
             "aio": {"block_size": 1048576, "queue_depth": 16, "single_submit": false, "overlap_events": true},
-            "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true},
+            "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true,
+                "contiguous_memory_optimization": true, "number_checkpoints": 4, "synchronize_checkpoint_boundary": true,
+                "profile": true},
             "tensorboard": {"enabled": true, "output_path": "logs", "job_name": "run"},
             "csv_monitor": {"enabled": false, "job_name": "never"}
         }"#,
@@ -243,7 +245,11 @@ fn stage_3_with_everything_on_nvme() {
     assert_eq!(plan.report.tensorboard, Some(LogFiles { output_path: "logs".into(), job_name: "run".into() }));
     assert_eq!(plan.report.csv_monitor, None);
     insta::assert_snapshot!(warnings(&plan), @r#"
-    activation_checkpointing.partition_activations: not acted on yet: activations are not checkpointed by the configuration yet
+    activation_checkpointing.partition_activations: has no effect: it is for ranks that hold the same activations (model parallel); here each has its own rows
+    activation_checkpointing.contiguous_memory_optimization: has no effect: inputs of blocks have one size, and each takes the memory that another has left
+    activation_checkpointing.number_checkpoints: has no effect: inputs of blocks have one size, and each takes the memory that another has left
+    activation_checkpointing.synchronize_checkpoint_boundary: has no effect: nothing waits at the end of a block
+    activation_checkpointing.profile: has no effect: --trace FILE has the time of each block that is computed again
     "#);
 }
 
