@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use burn_std::DType;
-use zero_core::Stage;
 use zero_core::offload::{AioOptions, PipelineOptions};
+use zero_core::{Mesh, Stage};
 
 /// A type of floating-point numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -171,6 +171,10 @@ impl Disk {
 pub struct ZeroConfig {
     /// What is sharded.
     pub stage: Stage,
+    /// Among how many neighbouring ranks model state is sharded, those of one machine perhaps: every such group holds all of it,
+    /// parameters are gathered within the group, and gradients are added within it first and then across. Divides the number of
+    /// ranks. Default: all ranks. DeepSpeed's `mics_shard_size`, PyTorch's hybrid sharding.
+    pub shard_size: Option<usize>,
     /// Elements of one gradient bucket. Default 8,388,608 (32 MiB of fp32); DeepSpeed's `reduce_bucket_size`.
     pub reduce_bucket_size: usize,
     /// Elements of parameters gathered ahead of their use at stage 3, in the order recorded in the step before; 0 turns
@@ -230,6 +234,11 @@ impl ZeroConfig {
         (sent_as, 1.0 / divided, divided / world as f32)
     }
 
+    /// The groups of `world` ranks; `None` if they do not come out even.
+    pub fn mesh(&self, world: usize) -> Option<Mesh> {
+        Mesh::new(world, self.shard_size.unwrap_or(world))
+    }
+
     /// The defaults at `stage`.
     pub fn new(stage: Stage) -> Self {
         Self { stage, ..Self::default() }
@@ -239,8 +248,15 @@ impl ZeroConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError`]: a bucket without room for one element per rank, or a factor that is not above 0.
+    /// [`ConfigError`]: groups that the ranks cannot form, a bucket without room for one element per rank, or a factor that is not above 0.
     pub fn validate(&self, world: usize) -> Result<(), ConfigError> {
+        // Whoever launches refuses no ranks.
+        let Some(mesh) = self.mesh(world.max(1)) else {
+            return Err(ConfigError::Mesh { got: self.shard_size.unwrap_or(world), world });
+        };
+        if mesh.replicas() > 1 && self.gathers == Gathers::Collective {
+            return Err(ConfigError::MeshGathers { got: mesh.shards(), world });
+        }
         if self.reduce_bucket_size < world {
             return Err(ConfigError::Bucket { got: self.reduce_bucket_size, world });
         }
@@ -280,6 +296,7 @@ impl Default for ZeroConfig {
     fn default() -> Self {
         Self {
             stage: Stage::DataParallel,
+            shard_size: None,
             reduce_bucket_size: 1 << 23,
             prefetch_bucket_size: 50_000_000,
             max_live_parameters: 1_000_000_000,
@@ -302,6 +319,27 @@ impl Default for ZeroConfig {
 /// A setting that cannot work.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ConfigError {
+    /// Ranks that cannot form groups of this size.
+    #[error(
+        "shard_size is {got}, but there are {world} ranks: expected a number that divides them, or none for one group of all"
+    )]
+    Mesh {
+        /// The size given.
+        got: usize,
+        /// Number of ranks.
+        world: usize,
+    },
+    /// Several groups, which gather each by itself.
+    #[error(
+        "shard_size is {got} of {world} ranks, and gathers are to be collective, which they can only be by all ranks together: \
+         leave one of the two out"
+    )]
+    MeshGathers {
+        /// The size given.
+        got: usize,
+        /// Number of ranks.
+        world: usize,
+    },
     /// A gradient bucket that does not hold one element for each rank.
     #[error("reduce_bucket_size is {got}, but {world} ranks need at least {world} elements: raise reduce_bucket_size")]
     Bucket {

@@ -25,7 +25,7 @@ use crate::device::ZeroDevice;
 use crate::gather::{Gatherer, read_whole};
 use crate::mover::{For, Mover};
 use crate::random::{Draws, Stream};
-use crate::reduce::{Foreign, Outcome, Phase, Reducer};
+use crate::reduce::{Foreign, Means, Outcome, Phase, Reducer};
 use crate::tier::SwapDisk;
 use crate::trouble::{or_stop, raise, stop, stop_foreign};
 use crate::update::beside::Updates;
@@ -42,6 +42,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) offloader: Option<Arc<Offloader<B>>>,
     /// Blocking collectives of the rank's own thread; absent on a lone rank.
     main: Option<Arc<dyn Collective>>,
+    /// The same ranks in the order of their own pieces ([`Rank::owners`]), where that is another.
+    owners: Option<Arc<dyn Collective>>,
     pub(crate) draws: Draws,
     /// State that was loaded and is still there, by its content: what is equal is one cell.
     pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
@@ -101,7 +103,10 @@ impl<B: Backend> Context<B> {
         window: Window<Cell<B>>,
     ) -> Result<Arc<Self>, CommError> {
         let (index, world) = (comm.rank(), comm.world());
-        let bulk = match world > 1 && comm.in_process().is_none() {
+        let mesh = config.mesh(world).expect("it was validated");
+        let is_meshed = mesh.replicas() > 1;
+        // All ranks gather and reduce with one communicator of NCCL's: groups of them do so through the hosts' memory.
+        let bulk = match world > 1 && comm.in_process().is_none() && !is_meshed {
             true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers)?)),
             false => None,
         };
@@ -113,23 +118,28 @@ impl<B: Backend> Context<B> {
         let together = bulk.as_ref().is_some_and(|bulk| bulk.gathers());
         let (deadline, wire) = (comm.deadline(), comm.wire().clone());
         let rank = Rank::new((index, world), config, device, together, deadline, window, (disk, mover), wire);
-        let gradients = if world > 1 { Some(comm.duplicate("gradients")?) } else { None };
+        let gradients = match world > 1 {
+            true => Some(Means::new(comm.duplicate("gradients")?, mesh, &rank.config, bulk.clone())?),
+            false => None,
+        };
         let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
-        Ok(Self::build(rank, gradients.zip(main), bulk))
+        let owners = if is_meshed { Some(comm.split_by("owners", 0, mesh.place(index) as u64)?) } else { None };
+        Ok(Self::build(rank, gradients, (main, owners), bulk))
     }
 
     fn build(
         rank: Arc<Rank<B>>,
-        comms: Option<(Arc<dyn Collective>, Arc<dyn Collective>)>,
+        gradients: Option<Means>,
+        (main, owners): (Option<Arc<dyn Collective>>, Option<Arc<dyn Collective>>),
         bulk: Option<Arc<Bulk>>,
     ) -> Arc<Self> {
-        let (gradients, main) = comms.unzip();
         let context = Arc::new(Self {
             gatherer: Gatherer::new(rank.clone(), bulk.as_ref()),
-            reducer: gradients.map(|comm| Reducer::new(comm, &rank.config, bulk)),
+            reducer: gradients.map(Reducer::new),
             updates: rank.updates_beside.then(|| Updates::new(rank.index)),
             offloader: Offloader::new(&rank),
             main,
+            owners,
             draws: Draws::new(rank.config.seed),
             loaded: Mutex::default(),
             step: Step::default(),
@@ -153,7 +163,7 @@ impl<B: Backend> Context<B> {
                 let (config, window) = (ZeroConfig::default(), WindowHost::default().alone());
                 let (device, parts, wire) = (B::Device::default(), Default::default(), Arc::default());
                 let rank = Rank::new((0, 1), config, device, false, alone().deadline(), window, parts, wire);
-                Self::build(rank, None, None)
+                Self::build(rank, None, (None, None), None)
             });
             context.clone().downcast::<Self>().expect("contexts are stored under their own type")
         })
@@ -217,6 +227,8 @@ impl<B: Backend> Context<B> {
         bytes.truncate(partition.len(cell.place()) * size);
         bytes.resize(partition.stride() * size, 0);
         let mut whole = self.gather_bytes(bytes);
+        // Every group gathers the same: this rank takes its own group's.
+        whole.drain(..self.rank.mesh.replica(self.rank.index) * partition.world() * partition.stride() * size);
         whole.truncate(partition.numel() * size);
         B::float_from_data(TensorData::from_bytes_vec(whole, cell.shape.clone(), cell.dtype), &cell.device)
     }
@@ -357,12 +369,10 @@ impl<B: Backend> Context<B> {
 
     // ---- collectives of the rank's own thread ----
 
-    /// Reduces one number over the ranks, in rank order.
+    /// Reduces numbers over the ranks, in the order of their own pieces.
     pub(crate) fn reduce_scalars(&self, values: Vec<f64>, op: ReduceOp) -> Vec<f64> {
-        match &self.main {
-            None => values,
-            Some(main) => main.all_reduce(Buffer::F64(values), op).unwrap_or_else(|error| raise(error)).into_f64(),
-        }
+        let reduced = self.owners().all_reduce(Buffer::F64(values), op);
+        reduced.unwrap_or_else(|error| raise(error)).into_f64()
     }
 
     /// Gathers equally long byte strings in rank order.
@@ -384,6 +394,11 @@ impl<B: Backend> Context<B> {
     /// Rank 0's bytes on every rank.
     pub(crate) fn broadcast_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
         self.broadcast(Buffer::U8(bytes), 0).into_u8()
+    }
+
+    /// The ranks in the order of their own pieces, for collectives on the rank's own thread.
+    pub(crate) fn owners(&self) -> Arc<dyn Collective> {
+        self.owners.clone().unwrap_or_else(|| self.collective())
     }
 
     /// The ranks, for other collectives on the rank's own thread.

@@ -236,32 +236,32 @@ fn reduce_pieces<B: Backend>(
     }
 }
 
-/// `number` of each rank's piece that this rank holds: its own, or, at stage 0, every rank's, so that the same numbers are
-/// added in the same order at every stage. Ranks without elements are left out.
+/// `number` of each rank's own piece, with its place among them, of those that this rank holds: its own, or, at stage 0, every
+/// rank's, so that the same numbers are added in the same order at every stage. Ranks without elements are left out.
 fn piece_numbers<B: Backend>(
     cell: &Arc<Cell<B>>,
     number: impl Fn(B::FloatTensorPrimitive) -> f64,
 ) -> Vec<(usize, f64)> {
-    let rank = &cell.rank;
-    let pieces = Partition::new(cell.partition.numel(), rank.world);
+    let (owners, place) = cell.rank.owners(cell.partition.numel());
     if !cell.partition.is_whole() {
-        let mine = (pieces.len(rank.index) > 0).then(|| (rank.index, number(cell.local())));
-        return mine.into_iter().collect();
+        return own_piece(cell).map(|piece| (place, number(piece))).into_iter().collect();
     }
     let local = cell.local();
-    (0..pieces.world())
-        .filter(|&rank| pieces.len(rank) > 0)
-        .map(|rank| (rank, number(B::float_slice(local.clone(), &[Slice::from(pieces.range(rank))]))))
+    (0..owners.world())
+        .filter(|&place| owners.len(place) > 0)
+        .map(|place| (place, number(B::float_slice(local.clone(), &[Slice::from(owners.range(place))]))))
         .collect()
 }
 
-/// This rank's piece, also of a tensor that it holds whole. `None` if it has no elements.
+/// This rank's own piece of what it holds. `None` if it has no elements.
 pub(crate) fn own_piece<B: Backend>(cell: &Arc<Cell<B>>) -> Option<B::FloatTensorPrimitive> {
-    let rank = &cell.rank;
-    let range = Partition::new(cell.partition.numel(), rank.world).range(rank.index);
-    (!range.is_empty()).then(|| match cell.partition.is_whole() {
-        true => B::float_slice(cell.local(), &[Slice::from(range)]),
-        false => cell.local(),
+    let own = cell.own();
+    (!own.is_empty()).then(|| {
+        let local = cell.local();
+        match own.len() == local.shape().num_elements() {
+            true => local,
+            false => B::float_slice(local, &[Slice::from(own)]),
+        }
     })
 }
 

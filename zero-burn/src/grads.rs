@@ -10,7 +10,7 @@ use burn_backend::TensorData;
 use burn_backend::ops::FloatTensorOps;
 #[cfg(feature = "cubecl")]
 use burn_std::DType;
-use zero_core::{Partition, ReduceOp};
+use zero_core::ReduceOp;
 
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::{Cell, Kind};
@@ -69,7 +69,7 @@ pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
 /// gradients from [`collect_grads`](crate::module::collect_grads).
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
     let context = Context::<A::Base>::current();
-    let (world, index) = (context.rank.world, context.rank.index);
+    let (world, place) = (context.rank.world, context.rank.owners(0).1);
     // Per parameter one sum of squares for each rank's piece, zero where another rank computes it; pieces on a device, and their
     // places among these.
     let (mut pieces, mut on_device) = (Vec::new(), Vec::new());
@@ -80,12 +80,10 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         let ZeroTensor::Shard(Shard { cell, .. }) = gradient else {
             stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", meta.id))
         };
-        let own = pieces.len() + index;
+        let own = pieces.len() + place;
         pieces.resize(pieces.len() + world, 0.0);
         if let Some(data) = cell.stored().as_ref().and_then(Stored::host) {
-            let range = Partition::new(cell.partition.numel(), world).range(index);
-            let range = if cell.partition.is_whole() { range } else { 0..range.len() };
-            pieces[own] = sum_of_squares_on_host(data, range);
+            pieces[own] = sum_of_squares_on_host(data, cell.own());
         } else if let Some(piece) = own_piece(&cell) {
             match zero_ops::is_host::<A::Base>() {
                 true => pieces[own] = sum_of_squares::<A::Base>(piece),

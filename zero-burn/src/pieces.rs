@@ -1,7 +1,7 @@
 //! This rank's pieces of a module's parameters, as bytes in host memory: what checkpoints are made of.
 //!
-//! * Out ([`pieces`]): each parameter cut by `Partition::new(elements, ranks)` at every stage, so that what is saved does
-//!   not depend on the stage; where a rank holds a parameter whole, it gives the part that would be its own.
+//! * Out ([`pieces`]): each parameter cut by `Partition::new(elements, ranks)` at every stage and on every mesh, so that what is
+//!   saved depends on neither; where a rank holds more of a parameter, it gives the part that is its own.
 //! * In ([`load_pieces`]): the elements that this rank holds at its stage, read by their range.
 //! * Memory: one piece at a time is copied to the host, when it is asked for.
 //!
@@ -16,9 +16,9 @@ use burn::module::AutodiffModule;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
+use zero_core::Collective;
 use zero_core::checkpoint::ElementType;
 use zero_core::offload::DiskError;
-use zero_core::{Collective, Partition};
 
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::cell::Cell;
@@ -66,8 +66,8 @@ impl<B: Backend> ParamPiece<B> {
             Held::Dense(tensor) => {
                 let numel = self.meta.shape.iter().product();
                 let flat = B::float_reshape(tensor.clone(), Shape::new([numel]));
-                let rank = &Context::<B>::current().rank;
-                part::<B>(flat, Partition::new(numel, rank.world).range(rank.index))
+                let (owners, place) = Context::<B>::current().rank.owners(numel);
+                part::<B>(flat, owners.range(place))
             }
         }
     }
@@ -75,18 +75,12 @@ impl<B: Backend> ParamPiece<B> {
 
 /// This rank's elements by the cut that does not depend on the stage.
 pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
-    let range = Partition::new(cell.partition.numel(), cell.rank.world).range(cell.rank.index);
+    let own = cell.own();
     if let Some(Stored::Host(data)) = cell.stored() {
-        // Whole at stage 0 alone.
-        let start = if cell.partition.is_whole() { range.start } else { 0 };
         let bytes = cell.dtype.size();
-        return data.as_bytes()[start * bytes..(start + range.len()) * bytes].to_vec();
+        return data.as_bytes()[own.start * bytes..own.end * bytes].to_vec();
     }
-    match cell.partition.is_whole() {
-        _ if range.is_empty() => Vec::new(),
-        true => part::<B>(cell.local(), range),
-        false => part::<B>(cell.local(), 0..range.len()),
-    }
+    if own.is_empty() { Vec::new() } else { part::<B>(cell.local(), own) }
 }
 
 /// Elements `range` of a flat tensor.
@@ -270,9 +264,9 @@ pub fn disk_bytes<B: Backend>() -> u64 {
     Context::<B>::current().rank.disk.as_ref().map_or(0, |disk| disk.file.reserved_bytes())
 }
 
-/// The ranks, for blocking collectives on the rank's own thread.
+/// The ranks, for blocking collectives on the rank's own thread; in the order in which their pieces follow each other.
 pub fn collective<B: Backend>() -> Arc<dyn Collective> {
-    Context::<B>::current().collective()
+    Context::<B>::current().owners()
 }
 
 /// The random state of the current thread's rank over inner backend `B`.

@@ -202,6 +202,46 @@ fn without_dropout_other_numbers_of_ranks_go_on_within_rounding() {
 }
 
 #[test]
+fn every_mesh_goes_on_where_every_other_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    // Ranks, and how many of them hold a whole between them.
+    let shapes = [(4, 4), (4, 2), (4, 1), (6, 3), (6, 2), (1, 1)];
+    let run = |(ranks, shards), stage| {
+        let mut run = Run { ranks, ..Run::tiny(stage) };
+        run.zero.shard_size = Some(shards);
+        run
+    };
+    for (at, &shape) in shapes.iter().enumerate() {
+        let stage = Stage::ALL[1 + at % 3];
+        let source = run(shape, stage);
+        let dir = dir.path().join(at.to_string());
+        let (path, saved, unbroken) = on_ranks(source.ranks, &source.zero, |device| {
+            let mut engine = engine(&source, &device);
+            train(&source, &mut engine, 0..2, &device);
+            engine.save_async(&dir, 2, Map::new(), &SaveOptions::default()).unwrap();
+            let saved = state(&engine);
+            let next = train(&source, &mut engine, 2..5, &device);
+            (engine.wait_for_save().unwrap().expect("it was begun").path, saved, next)
+        })
+        .swap_remove(0);
+        for (to, &shape) in shapes.iter().enumerate() {
+            let run = run(shape, Stage::ALL[(at + to) % 4]);
+            let (loaded, losses) = on_ranks(run.ranks, &run.zero, |device| {
+                let mut engine = engine(&run, &device);
+                engine.load(&Checkpoint::open(&path).unwrap(), Parts::All).unwrap();
+                (state(&engine), train(&run, &mut engine, 2..5, &device))
+            })
+            .swap_remove(0);
+            let name = format!("{:?} to {shape:?}, stage {}", shapes[at], run.zero.stage);
+            let apart = worst(&losses, &unbroken);
+            println!("{name}: three losses within {apart:.1e} of the unbroken run's");
+            assert!(loaded == saved, "{name}: loaded state differs");
+            assert!(apart < if at == to { f64::MIN_POSITIVE } else { 2e-6 }, "{name}: {apart:e}");
+        }
+    }
+}
+
+#[test]
 fn a_save_beside_the_training_is_the_same_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let run = Run::tiny(Stage::Parameters);

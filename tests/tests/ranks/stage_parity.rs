@@ -4,8 +4,12 @@
 
 use crate::common;
 
-use common::{Run, gpt2_losses};
+use common::{Run, adamw, gpt2_losses, on_ranks, step};
+use zero_burn::config::{Disk, Offload, Tier};
+use zero_burn::module::prepare;
+use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
+use zero_models::Gpt2;
 
 const STEPS: usize = 50;
 
@@ -37,5 +41,54 @@ fn losses_of_one_two_and_four_ranks_agree_at_the_same_global_batch() {
         let worst = one.iter().zip(&many).map(|(a, b)| (a - b).abs() / a).fold(0.0, f64::max);
         println!("{ranks} ranks against 1: largest relative difference {worst:.2e} over {STEPS} steps");
         assert!(worst < 1e-5, "{worst}");
+    }
+}
+
+/// Losses and gradient norms with Burn's AdamW, or with the fused one.
+fn losses_and_norms(run: &Run, is_fused: bool) -> Vec<(f64, f64)> {
+    on_ranks(run.ranks, &run.zero, |device| {
+        let mut model = prepare::<common::B, _>(run.model.init(&device), &device);
+        let (mut burns, mut fused) = (adamw::<Gpt2<common::B>>(), Fused::new(Rule::adamw().with_weight_decay(0.01)));
+        let mut steps = Vec::new();
+        for s in 0..run.steps {
+            let loss = |model: &Gpt2<common::B>| model.loss(run.tokens(s, device.rank(), &device));
+            let (next, loss, norm) =
+                if is_fused { step(model, &mut fused, loss) } else { step(model, &mut burns, loss) };
+            steps.push((loss, norm));
+            model = next;
+        }
+        steps
+    })
+    .swap_remove(0)
+}
+
+#[test]
+fn meshes_train_as_the_flat_world_does() {
+    let swap = tempfile::tempdir().unwrap();
+    for (ranks, shards) in [(4, 4), (4, 2), (4, 1), (6, 3), (6, 2)] {
+        for is_fused in [false, true] {
+            let run = |stage| Run { ranks, steps: 10, ..Run::tiny(stage) };
+            let flat = losses_and_norms(&run(Stage::DataParallel), is_fused);
+            let mut first = None;
+            for stage in Stage::ALL {
+                let mut run = run(stage);
+                run.zero.shard_size = Some(shards);
+                if is_fused && stage == Stage::Parameters {
+                    let disk = Disk { path: swap.path().into(), ..Disk::default() };
+                    let (optimizer, parameters) = (Tier::Disk, Tier::Disk);
+                    run.zero.offload = Offload { optimizer, parameters, min_bytes: 1, disk, ..Offload::default() };
+                }
+                let on_mesh = losses_and_norms(&run, is_fused);
+                let apart = |a: &(f64, f64), b: &(f64, f64)| ((a.0 - b.0).abs() / a.0).max((a.1 - b.1).abs() / a.1);
+                let worst = flat.iter().zip(&on_mesh).map(|(a, b)| apart(a, b)).fold(0.0, f64::max);
+                let name = format!("{} x {shards} ranks, stage {stage}, fused {is_fused}", ranks / shards);
+                println!("{name}: losses and norms within {worst:.1e} of the flat world's");
+                assert!(worst < 1e-6, "{name}: {worst:e}");
+                // One group, or groups of one: sums have the order of the flat world's.
+                assert!(worst == 0.0 || ![1, ranks].contains(&shards), "{name}: {worst:e}");
+                let first = first.get_or_insert_with(|| on_mesh.clone());
+                assert_eq!(*first, on_mesh, "{name}");
+            }
+        }
     }
 }

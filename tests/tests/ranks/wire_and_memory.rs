@@ -26,19 +26,24 @@ fn run(stage: Stage, ranks: usize) -> Run {
 
 #[test]
 fn wire_bytes_follow_the_formula() {
-    for ranks in [2, 3, 4] {
+    for (ranks, shards) in [(2, 2), (3, 3), (4, 4), (4, 2), (4, 1)] {
         for stage in Stage::ALL {
-            let run = run(stage, ranks);
+            let mut run = run(stage, ranks);
+            run.zero.shard_size = Some(shards);
             let psi = run.model.num_params() as f64;
             let times = if stage == Stage::Parameters { 3.0 } else { 2.0 };
-            let formula = 4.0 * times * psi * (ranks - 1) as f64 / ranks as f64;
+            // Across groups what a rank keeps of its gradients is all-reduced.
+            let (groups, kept) = (ranks / shards, if stage == Stage::DataParallel { 1 } else { shards });
+            let received = |by: usize| (by - 1) as f64 / by as f64;
+            let formula = 4.0 * psi * (times * received(shards) + 2.0 / kept as f64 * received(groups));
             for (rank, stats) in gpt2_stats(&run).iter().enumerate() {
                 let ratio = stats.wire_bytes.total() as f64 / formula;
                 println!(
-                    "stage {stage}, rank {rank} of {ranks}: {} bytes a step, {ratio:.4} of {times} psi (N-1)/N",
+                    "stage {stage}, rank {rank} of {groups} x {shards}: {} bytes a step, {ratio:.4} of {times} psi (N-1)/N \
+                     within groups of N and an all-reduce across",
                     stats.wire_bytes.total()
                 );
-                assert!((ratio - 1.0).abs() < 0.01, "stage {stage}, rank {rank} of {ranks}: {ratio}");
+                assert!((ratio - 1.0).abs() < 0.01, "stage {stage}, rank {rank} of {groups} x {shards}: {ratio}");
             }
         }
     }
@@ -66,11 +71,12 @@ fn the_persistence_threshold_saves_one_gather_of_small_parameters() {
 
 #[test]
 fn model_state_follows_the_formula_and_gathers_are_bounded() {
-    for ranks in [1, 2, 4] {
+    for (ranks, shards) in [(1, 1), (2, 2), (4, 4), (4, 2)] {
         for stage in Stage::ALL {
-            let run = run(stage, ranks);
+            let mut run = run(stage, ranks);
+            run.zero.shard_size = Some(shards);
             let psi = run.model.num_params() as u64;
-            let formula = model_state(psi, stage, ranks as u64, Precision::FP32_ADAMW);
+            let formula = model_state(psi, stage, shards as u64, Precision::FP32_ADAMW);
             let bucket = 4 * run.zero.reduce_bucket_size as u64;
             for stats in gpt2_stats(&run) {
                 let state = stats.model_state_bytes;

@@ -8,6 +8,7 @@ pub(crate) mod rank;
 pub(crate) mod slot;
 mod state;
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -244,6 +245,13 @@ impl<B: Backend> Cell<B> {
     /// The rank of the piece within the partition (0 where one rank's piece is everything).
     pub(crate) fn place(&self) -> usize {
         self.rank.place(self.partition)
+    }
+
+    /// The elements of what is held here that are this rank's to count and to save: each of the tensor's is one rank's.
+    pub(crate) fn own(&self) -> Range<usize> {
+        let (owners, place) = self.rank.owners(self.partition.numel());
+        let (own, begin) = (owners.range(place), self.partition.range(self.place()).start);
+        own.start - begin..own.end - begin
     }
 
     fn gauge(&self, whole: bool) -> &Gauge {

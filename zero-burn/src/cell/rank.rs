@@ -9,9 +9,9 @@ use std::time::Duration;
 use burn_backend::Backend;
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
-use zero_core::Partition;
 use zero_core::accounting::WireCounter;
 use zero_core::window::{Key, Window};
+use zero_core::{Mesh, Partition};
 use zero_ops::Shared;
 
 use super::slot::{Parameters, Slot};
@@ -25,6 +25,8 @@ use crate::tier::{Home, SwapDisk};
 pub(crate) struct Rank<B: Backend> {
     pub(crate) index: usize,
     pub(crate) world: usize,
+    /// Which ranks hold model state between them.
+    pub(crate) mesh: Mesh,
     pub(crate) config: ZeroConfig,
     pub(crate) device: B::Device,
     /// Whether all ranks gather parameters together ([`crate::bulk`]).
@@ -76,11 +78,13 @@ impl<B: Backend> Rank<B> {
         (disk, mover): (Option<Arc<SwapDisk>>, Mover),
         wire: Arc<WireCounter>,
     ) -> Arc<Self> {
+        let mesh = config.mesh(world).expect("it was validated");
         let updates_beside = config.offload.keeps_state(Tier::Disk)
             || (config.offload.keeps_state(Tier::Host) && !zero_ops::is_host::<B>());
         Arc::new(Self {
             index,
             world,
+            mesh,
             config,
             device,
             gathers_together,
@@ -121,13 +125,20 @@ impl<B: Backend> Rank<B> {
 
     /// The cut of a tensor of `numel` elements by the policy of the stage.
     pub(crate) fn partition(&self, numel: usize) -> Partition {
-        let world = if self.config.stage.shards_optimizer() { self.world } else { 1 };
-        Partition::new(numel, world)
+        match self.config.stage.shards_optimizer() {
+            true => self.mesh.partition(numel),
+            false => Partition::new(numel, 1),
+        }
     }
 
     /// This rank's place in a partition: 0 where one rank's piece is everything.
     pub(crate) fn place(&self, partition: Partition) -> usize {
-        if partition.is_whole() { 0 } else { self.index }
+        if partition.is_whole() { 0 } else { self.mesh.shard(self.index) }
+    }
+
+    /// The cut by which all ranks count and save, at every stage, and this rank's place in it.
+    pub(crate) fn owners(&self, numel: usize) -> (Partition, usize) {
+        (Partition::new(numel, self.world), self.mesh.place(self.index))
     }
 
     /// Numbers a new parameter.

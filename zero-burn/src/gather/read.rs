@@ -20,7 +20,8 @@ const JOINING: Duration = Duration::from_secs(1);
 
 /// Reads all pieces and joins them, or borrows what another rank has joined.
 pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
-    let (rank, partition) = (&cell.rank, cell.partition);
+    let (rank, partition, place) = (&cell.rank, cell.partition, cell.place());
+    let peer_of = |owner| rank.mesh.peer(rank.index, owner);
     let key = cell.key.expect("only what has a name is read one-sidedly");
     let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     if rank.window.is_remote() {
@@ -28,10 +29,11 @@ pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTens
     }
     let mut cells: Vec<Option<Arc<Cell<B>>>> = Vec::with_capacity(partition.world());
     for owner in (0..partition.world()).filter(|&owner| partition.len(owner) > 0) {
-        if owner == rank.index {
+        if owner == place {
             cells.push(None);
         } else {
-            let peer = rank.window.read(owner, key, cell)?.here().expect("ranks of one process show what they have");
+            let peer =
+                rank.window.read(peer_of(owner), key, cell)?.here().expect("ranks of one process show what they have");
             if peer.shape != cell.shape || peer.dtype != cell.dtype {
                 return Err(CommError::Mismatch {
                     at: Called::new(
@@ -40,14 +42,14 @@ pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTens
                         rank.index,
                         format!("a gather of {cell} of {:?}", cell.dtype),
                     ),
-                    other_rank: owner,
+                    other_rank: peer_of(owner),
                     other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
                 });
             }
             cells.push(Some(peer));
         }
     }
-    let received = partition.numel() - partition.len(rank.index);
+    let received = partition.numel() - partition.len(place);
     rank.wire.add(WireKind::AllGather, received * cell.dtype.size());
     let cells = || cells.iter().map(|peer| peer.as_deref().unwrap_or(cell));
     let join = || {
@@ -75,20 +77,20 @@ pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTens
 
 /// Has the other processes' pieces sent to where they belong in the whole.
 fn of_processes<B: Backend>(cell: &Cell<B>, key: Key) -> Result<B::FloatTensorPrimitive, CommError> {
-    let (rank, partition, size) = (&cell.rank, cell.partition, cell.dtype.size());
+    let (rank, partition, size, place) = (&cell.rank, cell.partition, cell.dtype.size(), cell.place());
     let bytes = |owner: usize| {
         let range = partition.range(owner);
         range.start * size..range.end * size
     };
-    let others = (0..partition.world()).filter(|&owner| owner != rank.index);
-    let pieces: Vec<_> = others.map(|owner| (owner, bytes(owner))).collect();
-    let mine = bytes(rank.index);
+    let others = (0..partition.world()).filter(|&owner| owner != place);
+    let pieces: Vec<_> = others.map(|owner| (rank.mesh.peer(rank.index, owner), bytes(owner))).collect();
+    let mine = bytes(place);
     let own = (!mine.is_empty()).then(|| cell.data());
     let own = own.as_ref().map(|data| (mine.start, &data.as_bytes()[..mine.len()]));
     let dtype = on_the_wire(cell.dtype);
     let whole = Whole { dtype, elements: partition.numel(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
     let whole = rank.window.gather(whole, key, cell)?;
-    rank.wire.add(WireKind::AllGather, (partition.numel() - partition.len(rank.index)) * size);
+    rank.wire.add(WireKind::AllGather, (partition.numel() - partition.len(place)) * size);
     Ok(B::float_from_data(data(whole, cell.shape.clone()), &cell.device))
 }
 

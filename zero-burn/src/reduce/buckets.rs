@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use burn_backend::Backend;
-use zero_core::{CommError, Partition};
+use zero_core::CommError;
 use zero_ops::Shared;
 
 use super::{Incoming, Lanes, names};
@@ -112,8 +112,8 @@ impl<B: Backend, M: Medium<B>> Buckets<B, M> {
         let sizes = plan.iter().filter_map(|&index| rank.parameters.slot(index)).map(|slot| slot.partition.numel());
         let laid_out = sizes.filter(|&numel| !medium.goes_alone(numel));
         Self {
-            capacity: (elements / rank.world).max(1),
-            remaining: laid_out.map(|numel| Partition::new(numel, rank.world).stride()).sum(),
+            capacity: (elements / rank.mesh.shards()).max(1),
+            remaining: laid_out.map(|numel| rank.mesh.partition(numel).stride()).sum(),
             rank: rank.clone(),
             medium,
             row: 0,
@@ -199,9 +199,13 @@ impl<B: Backend, M: Medium<B>> Lanes<B> for Buckets<B, M> {
             return self.send_alone(gradient, cell, numel, counted);
         }
         self.counted += counted;
-        let layout = Partition::new(numel, self.rank.world);
+        let layout = self.rank.mesh.partition(numel);
         let (piece, columns) = (self.pieces.len(), layout.stride());
-        let len = if self.rank.config.stage.shards_optimizer() { layout.len(self.rank.index) } else { numel };
+        let len = if self.rank.config.stage.shards_optimizer() {
+            layout.len(self.rank.mesh.shard(self.rank.index))
+        } else {
+            numel
+        };
         self.pieces.push(Some(Reduced { cell, target: None, len, done: 0, columns }));
         if numel == 0 {
             self.complete(piece);

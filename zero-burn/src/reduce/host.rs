@@ -5,9 +5,10 @@ use std::sync::Arc;
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
 use zero_core::collective::Joined;
-use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request};
+use zero_core::{Buffer, CommError, Mesh, Pending, ReduceOp, Request};
 use zero_ops::Shared;
 
+use super::Hops;
 use super::buckets::{Medium, Reduced, Segment};
 use crate::cell::Cell;
 use crate::cell::rank::Rank;
@@ -17,7 +18,8 @@ use crate::values::{here, read};
 const ALONE: usize = 1 << 16;
 
 pub(super) struct Host {
-    comm: Arc<dyn Collective>,
+    hops: Hops,
+    mesh: Mesh,
     /// Whether each rank keeps a piece of the result, or all of it.
     shards: bool,
     /// What values are multiplied by before they are added, and their sum afterwards.
@@ -29,10 +31,11 @@ pub(super) struct Host {
 }
 
 impl Host {
-    pub(super) fn new<B: Backend>(comm: Arc<dyn Collective>, rank: &Rank<B>) -> Self {
+    pub(super) fn new<B: Backend>(hops: Hops, rank: &Rank<B>) -> Self {
         let (sent_as, before, after) = rank.config.reduction(rank.world, false);
         let shards = rank.config.stage.shards_optimizer();
-        Self { comm, shards, before, after, sent_as: sent_as.on_the_wire(), rows: Vec::new() }
+        let mesh = rank.mesh;
+        Self { hops, mesh, shards, before, after, sent_as: sent_as.on_the_wire(), rows: Vec::new() }
     }
 }
 
@@ -56,21 +59,20 @@ impl<B: Backend> Medium<B> for Host {
         read::<B>(gradient.into_tensor()).convert_dtype(DType::F32)
     }
 
-    /// Not where it is converted or divided first.
+    /// Not where it is converted or divided first, or has a second sum before it.
     fn goes_alone(&self, numel: usize) -> bool {
         let is_plain = self.sent_as == zero_core::collective::DType::F32 && self.before == 1.0;
-        is_plain && numel >= ALONE && numel.is_multiple_of(self.comm.world())
+        is_plain && self.hops.across.is_none() && numel >= ALONE && numel.is_multiple_of(self.mesh.shards())
     }
 
     fn add(&mut self, gradient: &Option<TensorData>, segment: Segment, row: usize) {
         let Segment { numel, from, columns, at, .. } = segment;
-        let world = self.comm.world();
         if self.rows.is_empty() {
-            self.rows = vec![0.0; row * world];
+            self.rows = vec![0.0; row * self.mesh.shards()];
         }
         let Some(gradient) = gradient else { return };
         let values = gradient.as_slice::<f32>().expect("it was converted");
-        for (rank, source) in parts(numel, world, from, columns).enumerate() {
+        for (rank, source) in parts(self.mesh, numel, from, columns).enumerate() {
             let at = rank * row + at;
             copy_scaled(&mut self.rows[at..at + source.len()], &values[source], self.before);
         }
@@ -82,7 +84,7 @@ impl<B: Backend> Medium<B> for Host {
             true => Request::ReduceScatter(rows, ReduceOp::Sum),
             false => Request::AllReduce(rows, ReduceOp::Sum),
         };
-        Ok(self.comm.start_for(request, name))
+        Ok(self.hops.within.start_for(request, name))
     }
 
     fn receive(
@@ -92,7 +94,12 @@ impl<B: Backend> Medium<B> for Host {
         segments: &[Segment],
         pieces: &mut [Option<Reduced<B, Vec<f32>>>],
     ) -> Result<(), CommError> {
-        let reduced = sent.wait()?.into_f32();
+        let mut reduced = sent.wait()?;
+        if let Some(across) = &self.hops.across {
+            let _span = tracing::trace_span!("reduce across groups", elements = reduced.len()).entered();
+            reduced = across.all_reduce(reduced, ReduceOp::Sum)?;
+        }
+        let reduced = reduced.into_f32();
         for &Segment { piece, numel, from, columns, at } in segments {
             let Reduced { target, len, .. } = pieces[piece].as_mut().expect("a piece is completed by its last segment");
             let target = target.get_or_insert_with(|| vec![0.0; (*len).max(1)]);
@@ -102,7 +109,7 @@ impl<B: Backend> Medium<B> for Host {
                 copy_scaled(&mut target[part], &reduced[source], self.after);
                 continue;
             }
-            for (rank, part) in parts(numel, self.comm.world(), from, columns).enumerate() {
+            for (rank, part) in parts(self.mesh, numel, from, columns).enumerate() {
                 let source = rank * row + at..rank * row + at + part.len();
                 copy_scaled(&mut target[part], &reduced[source], self.after);
             }
@@ -121,13 +128,13 @@ impl<B: Backend> Medium<B> for Host {
         let values = gradient.map(|values| values.into_vec::<f32>().expect("it was converted"));
         let values = Buffer::F32(values.unwrap_or_else(|| vec![0.0; numel]));
         if self.shards {
-            return Alone::Scattered(self.comm.start_for(Request::ReduceScatter(values, ReduceOp::Mean), name));
+            return Alone::Scattered(self.hops.within.start_for(Request::ReduceScatter(values, ReduceOp::Mean), name));
         }
         let (device, dtype) = (cell.device.clone(), cell.dtype);
         let join = move |pieces: &[Arc<Buffer>]| -> Joined {
             Arc::new(tensor::<B>(Buffer::join(pieces).into_f32(), dtype, &device))
         };
-        Alone::Shared(self.comm.start_shared(values, ReduceOp::Mean, name, Box::new(join)))
+        Alone::Shared(self.hops.within.start_shared(values, ReduceOp::Mean, name, Box::new(join)))
     }
 
     fn receive_alone(&mut self, sent: Alone, cell: &Cell<B>) -> Result<Shared<B>, CommError> {
@@ -146,10 +153,10 @@ impl<B: Backend> Medium<B> for Host {
     }
 }
 
-/// For each rank the elements of its row that are in columns `from` to `from + columns`.
-fn parts(numel: usize, world: usize, from: usize, columns: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let layout = Partition::new(numel, world);
-    (0..world).map(move |rank| {
+/// For each rank of a group the elements of its row that are in columns `from` to `from + columns`.
+fn parts(mesh: Mesh, numel: usize, from: usize, columns: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let layout = mesh.partition(numel);
+    (0..mesh.shards()).map(move |rank| {
         let owned = layout.range(rank);
         (owned.start + from).min(owned.end)..(owned.start + from + columns).min(owned.end)
     })

@@ -17,7 +17,8 @@
 //! its next one, [`Phase::Collect`], which is repeated until no rank is in a backward pass: every gradient is reduced
 //! exactly once, whatever each rank's graph held.
 //!
-//! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits.
+//! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits. Where groups of ranks hold a whole
+//! each, a bucket's sum within the group is added up across the groups, in their order.
 //!
 //! [`buckets`] lays gradients out, in the host's memory ([`host`]), whatever the engine, or on the device (`device`), when the ranks
 //! are processes, for NCCL or for one copy a bucket. [`tensors`] reduces them where they lie, on devices, when the ranks are
@@ -44,7 +45,7 @@ use burn_backend::Backend;
 use crossbeam_channel::{Sender, bounded};
 use parking_lot::Mutex;
 use zero_core::collective::threads::panic_reason;
-use zero_core::{Buffer, Called, Collective, CommError, ReduceOp, Stage};
+use zero_core::{Buffer, Called, Collective, CommError, Mesh, ReduceOp, Stage};
 use zero_ops::Shared;
 
 use crate::bulk::Bulk;
@@ -115,8 +116,10 @@ enum Serving<B: Backend> {
 
 /// By what the ranks reduce.
 #[derive(Clone)]
-struct Means {
+pub(crate) struct Means {
+    /// All ranks.
     comm: Arc<dyn Collective>,
+    hops: Hops,
     /// Between processes.
     #[cfg_attr(not(feature = "cubecl"), allow(dead_code))] // What lies in the host's memory goes by `comm`.
     bulk: Option<Arc<Bulk>>,
@@ -124,12 +127,38 @@ struct Means {
     stage: Stage,
 }
 
+/// The groups over which gradients are added, one after the other.
+#[derive(Clone)]
+struct Hops {
+    /// The ranks that hold a whole between them: each has a piece of their sum, or all of it.
+    within: Arc<dyn Collective>,
+    /// The ranks with the same piece in the other groups, if there are others.
+    across: Option<Arc<dyn Collective>>,
+}
+
+impl Means {
+    /// For the ranks of `comm`, which serves nothing else. A collective.
+    pub(crate) fn new(
+        comm: Arc<dyn Collective>,
+        mesh: Mesh,
+        config: &ZeroConfig,
+        bulk: Option<Arc<Bulk>>,
+    ) -> Result<Self, CommError> {
+        let hops = match mesh.replicas() {
+            1 => Hops { within: comm.clone(), across: None },
+            _ => Hops {
+                within: comm.split("gradients within", mesh.replica(comm.rank()) as u64)?,
+                across: Some(comm.split("gradients across", mesh.shard(comm.rank()) as u64)?),
+            },
+        };
+        Ok(Self { comm, hops, bulk, bucket_size: config.reduce_bucket_size, stage: config.stage })
+    }
+}
+
 impl<B: Backend> Reducer<B> {
-    pub(crate) fn new(comm: Arc<dyn Collective>, config: &ZeroConfig, bulk: Option<Arc<Bulk>>) -> Self {
-        let is_inline = bulk.as_ref().is_some_and(|bulk| bulk.gathers());
-        let (bucket_size, stage) = (config.reduce_bucket_size, config.stage);
-        let worker = Worker::new(format!("rank-{}-reducer", comm.rank()));
-        let means = Means { comm, bulk, bucket_size, stage };
+    pub(crate) fn new(means: Means) -> Self {
+        let is_inline = means.bulk.as_ref().is_some_and(|bulk| bulk.gathers());
+        let worker = Worker::new(format!("rank-{}-reducer", means.comm.rank()));
         let serving = match is_inline {
             true => Serving::Inline(Box::new(Mutex::new(Server::inline(means)))),
             false => Serving::Thread(worker, means),
@@ -365,15 +394,15 @@ impl<B: Backend> Server<B> {
 
     /// What reduces gradients of these tensors between these ranks.
     fn lanes(&self, rank: &Arc<Rank<B>>, plan: &[u64]) -> Box<dyn Lanes<B>> {
-        let Means { comm, bucket_size, stage, .. } = self.means.clone();
+        let Means { comm, hops, bucket_size, stage, .. } = self.means.clone();
         #[cfg(feature = "cubecl")]
         if let Some(bulk) = self.means.bulk.as_ref().filter(|_| zero_ops::is_cube::<B>()) {
             let medium = OnDevice::new(bulk.clone(), rank, self.settler.clone());
             return Box::new(Buckets::new(rank, medium, bucket_size.min(device::MOST), plan));
         }
-        match comm.in_process().is_some() && !zero_ops::is_host::<B>() {
+        match comm.in_process().is_some() && !zero_ops::is_host::<B>() && hops.across.is_none() {
             true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
-            false => Box::new(Buckets::new(rank, Host::new(comm, rank), bucket_size, plan)),
+            false => Box::new(Buckets::new(rank, Host::new(hops, rank), bucket_size, plan)),
         }
     }
 

@@ -22,7 +22,6 @@ use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use zero_core::Partition;
 use zero_core::offload::{Access, SwapBuffer};
 use zero_ops::Elements;
 
@@ -133,9 +132,7 @@ impl<B: Backend> Job<B> {
 
     /// The elements whose squares are this rank's to add: each of the parameter's is one rank's.
     pub(crate) fn counted(&self) -> Range<usize> {
-        let cell = &self.cells[self.cells.len() - 1];
-        let range = Partition::new(cell.partition.numel(), cell.rank.world).range(cell.rank.index);
-        if cell.partition.is_whole() { range } else { 0..range.len() }
+        self.cells[self.cells.len() - 1].own()
     }
 
     /// Updates elements `range`.

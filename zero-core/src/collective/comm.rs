@@ -216,11 +216,14 @@ impl<E: Engine> Collective for Comm<E> {
         Ok(self.child(label, 0, self.inner.group.members.clone()))
     }
 
-    fn split(&self, label: &str, color: u64) -> Result<Arc<dyn Collective>, CommError> {
-        let color_bytes = color.to_le_bytes();
-        let colors = self.all_gather(Buffer::U8(color_bytes.to_vec()))?.into_u8();
-        let same = colors.chunks_exact(8).zip(self.members()).filter(|(of, _)| **of == color_bytes);
-        Ok(self.child(label, color.wrapping_add(1), same.map(|(_, &rank)| rank).collect()))
+    fn split_by(&self, label: &str, color: u64, key: u64) -> Result<Arc<dyn Collective>, CommError> {
+        let mine = [color, key].map(u64::to_le_bytes).concat();
+        let all = self.all_gather(Buffer::U8(mine))?.into_u8();
+        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("words of 8 bytes"));
+        let ranks = all.chunks_exact(16).zip(self.members()).map(|(of, &rank)| (word(&of[..8]), word(&of[8..]), rank));
+        let mut same: Vec<(u64, usize)> = ranks.filter(|of| of.0 == color).map(|(_, key, rank)| (key, rank)).collect();
+        same.sort_by_key(|&(key, _)| key);
+        Ok(self.child(label, color.wrapping_add(1), same.into_iter().map(|(_, rank)| rank).collect()))
     }
 
     fn wire(&self) -> &Arc<WireCounter> {

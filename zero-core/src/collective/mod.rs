@@ -111,8 +111,14 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     /// A second group of the same ranks with its own order of operations. A collective.
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;
 
-    /// Groups of the ranks that pass the same `color`, in the order of their ranks. A collective.
-    fn split(&self, label: &str, color: u64) -> Result<Arc<dyn Collective>, CommError>;
+    /// Groups of the ranks that pass the same `color`, in the order of their `key`s, and where these are equal of their ranks. A
+    /// collective.
+    fn split_by(&self, label: &str, color: u64, key: u64) -> Result<Arc<dyn Collective>, CommError>;
+
+    /// [`Collective::split_by`] in the order of ranks.
+    fn split(&self, label: &str, color: u64) -> Result<Arc<dyn Collective>, CommError> {
+        self.split_by(label, color, 0)
+    }
 
     // ---- its run ----
 

@@ -58,6 +58,8 @@ impl ZeroPlanBuilder {
         accumulation: usize => "gradient_accumulation_steps";
         /// Elements of one gradient bucket.
         reduce_bucket_size: usize => REDUCE_BUCKET;
+        /// Among how many neighbouring ranks model state is sharded; each such group holds all of it.
+        shard_size: usize => "zero_optimization.mics_shard_size";
         /// Elements gathered ahead of their use. Stage 3.
         prefetch_bucket_size: usize => "zero_optimization.stage3_prefetch_bucket_size";
         /// Elements of gathered parameters that may be kept. Stage 3.

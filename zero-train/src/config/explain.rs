@@ -20,7 +20,12 @@ impl ZeroPlan {
         let size = |key, value| if open(key) { "\"auto\"".to_owned() } else { number(value) };
         let bucket = size("reduce_bucket_size", self.reduce_bucket_size);
         let mut lines = vec![
-            format!("ZeRO stage {} over {}: {}.", self.stage, count(self.world, "rank"), self.sharding()),
+            format!(
+                "ZeRO stage {} over {}: {}.",
+                self.stage,
+                count(self.world, "rank"),
+                self.sharding() + &self.groups()
+            ),
             format!(
                 "Batch: {} per rank × {} × {} = {} per optimizer step.",
                 count(self.batch.micro, "row"),
@@ -90,13 +95,19 @@ impl ZeroPlan {
         lines.join("\n")
     }
 
-    fn sharding(&self) -> &'static str {
-        match self.stage.number() {
+    fn groups(&self) -> String {
+        let groups = |size| format!(", within {} of {}", count(self.world / size, "group"), count(size, "rank"));
+        self.shard_size.map_or_else(String::new, groups)
+    }
+
+    fn sharding(&self) -> String {
+        let what = match self.stage.number() {
             0 => "nothing is sharded, every rank holds all model state (data parallel)",
             1 => "optimizer state is sharded, every rank holds all gradients and parameters",
             2 => "optimizer state and gradients are sharded, every rank holds all parameters",
             _ => "optimizer state, gradients and parameters are sharded",
-        }
+        };
+        what.into()
     }
 
     fn reduction(&self, bucket: &str) -> String {

@@ -24,6 +24,8 @@ pub struct ZeroPlan {
     pub stage: Stage,
     /// Number of ranks, at least 1.
     pub world: usize,
+    /// Among how many of them model state is sharded, which divides `world`; `None` is all.
+    pub shard_size: Option<usize>,
     /// How the rows of a step are split.
     pub batch: Batch,
     /// Elements of one gradient bucket, at least 1.
@@ -86,6 +88,11 @@ pub struct ZeroPlan {
 }
 
 impl ZeroPlan {
+    /// Ranks among which model state is sharded.
+    pub fn shards(&self) -> usize {
+        self.shard_size.unwrap_or(self.world)
+    }
+
     /// What the decorator is launched with. `seed` is of parameters and dropout.
     pub fn zero_config(&self, seed: u64) -> ZeroConfig {
         ZeroConfig {
@@ -93,6 +100,7 @@ impl ZeroPlan {
             check_replicas: self.check_replicas as u64,
             checkpointed_blocks: self.checkpointed_blocks,
             stage: self.stage,
+            shard_size: self.shard_size,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,
             max_live_parameters: self.max_live_parameters,

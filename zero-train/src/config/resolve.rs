@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::path::PathBuf;
 
+use zero_core::Mesh;
 use zero_core::offload::AioOptions;
 
 use super::auto::{Auto, Context, Filled};
@@ -69,6 +70,7 @@ impl Config {
         let plan = ZeroPlan {
             stage: self.stage,
             world,
+            shard_size: shard_size(&zero, world).filter(|_| self.stage.shards_optimizer()),
             batch,
             reduce_bucket_size: zero.get("reduce_bucket_size"),
             prefetch_bucket_size: zero.get("stage3_prefetch_bucket_size"),
@@ -233,6 +235,21 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
 }
 
 /// [`Batch::solve`], with the error reported where it arises.
+/// Ranks of a group, if there are several groups.
+fn shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
+    const KEY: &str = "mics_shard_size";
+    let given: i64 = zero.get(KEY);
+    let size = usize::try_from(given).ok().filter(|&size| size > 0)?;
+    if Mesh::new(world, size).is_none() {
+        zero.conflict(
+            KEY,
+            &format!("{size} does not divide {world} ranks: expected a number that does, or -1 for all"),
+        );
+        return None;
+    }
+    Some(size).filter(|&size| size < world)
+}
+
 fn batch(sizes: [Option<usize>; 3], world: usize, findings: &mut Findings) -> Batch {
     Batch::solve(sizes[0], sizes[1], sizes[2], world).unwrap_or_else(|error| {
         let path = if matches!(error, BatchError::Indivisible { .. } | BatchError::Contradiction { .. }) {

@@ -71,7 +71,7 @@ impl MemoryNeed {
             }
         };
         let largest = profile.largest();
-        let piece = if stage.shards_optimizer() { Partition::new(largest, ranks).stride() } else { largest };
+        let piece = if stage.shards_optimizer() { Partition::new(largest, plan.shards()).stride() } else { largest };
         // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
         let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(profile.num_trained()));
@@ -114,7 +114,7 @@ impl MemoryNeed {
 
 /// Bytes of one rank's model state by the ZeRO formula.
 pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
-    let (ranks, precision) = (plan.world as u64, precision(plan));
+    let (ranks, precision) = (plan.shards() as u64, precision(plan));
     let trained = model_state(profile.num_trained() as u64, plan.stage, ranks, precision);
     let frozen = profile.frozen_bytes(precision.parameter as usize, |_| true);
     let frozen = model_state(frozen, plan.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });

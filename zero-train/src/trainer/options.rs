@@ -103,6 +103,10 @@ pub struct Options {
     /// Write report.html, metrics.jsonl, events.jsonl and metrics.csv into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// Shard model state among so many neighbouring ranks, those of one machine perhaps, of which each group holds all of it
+    /// (hybrid sharding, MiCS): gathers stay within a group. Divides the number of ranks [default: all ranks]
+    #[arg(long, value_name = "RANKS")]
+    pub shard_size: Option<usize>,
     /// Offload model state: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the least
     /// that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]

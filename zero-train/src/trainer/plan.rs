@@ -177,17 +177,20 @@ impl Plan {
 
     /// Bytes that one rank receives in one step by the ZeRO formula. With `A` micro-batches gradients are reduced once at
     /// stages 0 and 1 and `A` times at 2 and 3; at stage 3 parameters are gathered twice in each, those below the
-    /// persistence threshold once. Frozen ones are gathered, and never reduced.
+    /// persistence threshold once. Frozen ones are gathered, and never reduced. Where groups hold all model state each, this is of
+    /// one group; and what a rank keeps of its gradients is added up across the groups.
     pub fn wire_bytes(&self) -> u64 {
         let profile = &self.model.profile;
         let threshold = self.zero.param_persistence_threshold;
         let psi = profile.num_trained() as u64;
         let frozen = profile.frozen_bytes(self.zero.param_dtype.size(), |numel| numel > threshold);
         let persistent: u64 = profile.parameters.iter().filter(|&&numel| numel <= threshold).sum::<usize>() as u64;
-        let (world, micro_batches) = (self.plan.world as u64, self.plan.batch.accumulation as u64);
+        let (shards, micro_batches) = (self.plan.shards() as u64, self.plan.batch.accumulation as u64);
+        let replicas = self.plan.world as u64 / shards;
         let parameter = self.zero.param_dtype.size() as u64;
         let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
-        let moved = match self.plan.stage {
+        let stage = self.plan.stage;
+        let moved = match stage {
             Stage::DataParallel => 2 * psi * gradient,
             Stage::OptimizerState => psi * (gradient + parameter),
             Stage::Gradients => psi * (micro_batches * gradient + parameter),
@@ -196,7 +199,9 @@ impl Plan {
                 micro_batches * (psi * gradient + 2 * frozen) + gathered * parameter
             }
         };
-        moved * (world - 1) / world
+        let kept = if stage.shards_optimizer() { psi / shards } else { psi };
+        let reductions = if stage.shards_gradients() { micro_batches } else { 1 };
+        moved * (shards - 1) / shards + 2 * reductions * kept * gradient * (replicas - 1) / replicas
     }
 }
 

@@ -150,6 +150,9 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if choice == OffloadChoice::All {
         builder = builder.offload_param(&there);
     }
+    if let Some(size) = options.shard_size {
+        builder = builder.shard_size(size);
+    }
     let mut plan = builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?;
     if options.offload_activations {
         plan.offload_activations = Some(there.device);
@@ -223,6 +226,7 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     let options = [
         ("checkpoint-activations", text(blocks), Blocks(plan.checkpointed_blocks).to_string()),
         ("stage", text(options.stage), plan.stage.number().to_string()),
+        ("shard-size", text(options.shard_size), plan.shards().to_string()),
         ("offload", options.offload.map(name), kept.to_string()),
         ("offload-to", options.offload_to.map(name), to.to_string()),
         ("swap", given_swap.map(shown), swap.map_or("nothing".to_string(), shown)),

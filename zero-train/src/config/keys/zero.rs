@@ -77,9 +77,9 @@ pub(in crate::config) const ZERO: &[Key] = keys! {
         err_beta = 0.8 => K::FRACTION, T::QUIET;
         reset_T = 1024 => K::ONE_UP, T::QUIET;
     }), QUANTIZED;
-    mics_shard_size = -1 => K::INT,
-        T::refused("MiCS is not available: states would be sharded over all ranks; remove the key");
-    mics_hierarchical_params_gather = false => K::Bool, T::no_effect("there is no MiCS");
+    mics_shard_size = -1 => K::INT, T::ACTED.since_stage(1);
+    mics_hierarchical_params_gather = false => K::Bool,
+        T::no_effect("a rank reads the shards of its group at once, within the node and across");
     zenflow = null => K::section(keys! {
         topk_ratio = 0.1, auto_ratio = 0.99, pt_reserved_cores_perc = 0.5 => K::FRACTION, T::QUIET;
         select_strategy = "auto" => K::OneOf("auto step epoch"), T::QUIET;

@@ -11,7 +11,7 @@ fn all_problems_are_reported_together() {
             "scheduler": {"type": "Cosine"},
             "bf16": {"enable": true}, "fp16": [],
             "zero_optimization": {"stage": 3, "stage3_max_live_params": 1e9, "overlap_comm": 1, "reduce_bucket_size": 0.5,
-                "zero_quantized_gradients": true, "mics_shard_size": 8, "zenflow": {"topk_ratio": 0.1},
+                "zero_quantized_gradients": true, "zenflow": {"topk_ratio": 0.1},
                 "offload_param": {"device": "disk"}}
         }"#,
         &on(2),
@@ -32,7 +32,6 @@ fn all_problems_are_reported_together() {
     ds.json: zero_optimization.overlap_comm: expected true or false, got 1
     ds.json: zero_optimization.reduce_bucket_size: expected a whole number of at least 1, got 0.5
     ds.json: zero_optimization.zero_quantized_gradients: true is not supported: quantised communication would change the numbers trained with; remove the key
-    ds.json: zero_optimization.mics_shard_size: 8 is not supported: MiCS is not available: states would be sharded over all ranks; remove the key
     ds.json: zero_optimization.zenflow: this section is not supported: ZenFlow applies most gradients late, which is another training; remove the section
     ds.json: zero_optimization.offload_param.device: expected one of none, cpu, nvme, got "disk"
     "#);
@@ -40,6 +39,25 @@ fn all_problems_are_reported_together() {
     let problem = error.problems().iter().find(|problem| problem.path == key).unwrap();
     assert!(matches!(&problem.kind, ProblemKind::UnknownKey { suggestion: Some(key), .. }
         if key == "train_micro_batch_size_per_gpu"));
+}
+
+#[test]
+fn groups_divide_the_ranks() {
+    let plan = |stage: u8, size: i64| {
+        let zero = format!(r#"{{"stage": {stage}, "mics_shard_size": {size}}}"#);
+        json(&format!(r#"{{"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {zero}}}"#), &on(4))
+    };
+    for stage in 1..4 {
+        let meshed = plan(stage, 2).unwrap();
+        assert_eq!((meshed.shard_size, meshed.zero_config(0).shard_size), (Some(2), Some(2)));
+        assert_eq!(warnings(&meshed), "");
+    }
+    // One group of all.
+    assert_eq!((plan(3, 4).unwrap().shard_size, plan(3, -1).unwrap().shard_size), (None, None));
+    assert!(plan(3, 2).unwrap().explain().contains("parameters are sharded, within 2 groups of 2 ranks."));
+    insta::assert_snapshot!(plan(3, 3).unwrap_err(), @"ds.json: zero_optimization.mics_shard_size: 3 does not divide 4 ranks: expected a number that does, or -1 for all");
+    insta::assert_snapshot!(warnings(&plan(0, 2).unwrap()), @"zero_optimization.mics_shard_size: has no effect at stage 0, only from stage 1");
+    assert_eq!(plan(0, 2).unwrap().shard_size, None);
 }
 
 #[test]
