@@ -6,6 +6,7 @@ use std::time::Duration;
 use burn_std::DType;
 use zero_core::offload::{AioOptions, PipelineOptions};
 use zero_core::{Mesh, Stage};
+use zero_ops::quantized::Format;
 
 /// A type of floating-point numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -200,6 +201,10 @@ pub struct ZeroConfig {
     /// What gradients are sent as; DeepSpeed's `communication_data_type`. Additions are in fp32, rounded once, but for NCCL's,
     /// which adds in the type that is sent and rounds at every step. Default: with NCCL fp32, otherwise as the parameter.
     pub communication_dtype: Option<Float>,
+    /// Whether gradients are sent in 8 or 4 bit, in blocks of 64 with a scale each: across groups of `shard_size` ranks or, if there is one group, within it.
+    /// Sums are in fp32; those across groups are quantised again on the way back. It changes what is trained: an error of up to half
+    /// a step of 1/127 ([`Format::Int8`]) or 1/7 ([`Format::Int4`]) of the largest of a block. Default: no. DeepSpeed's `zero_quantized_gradients`.
+    pub quantized_gradients: Option<Format>,
     /// Gradients are reduced beside the backward pass, as they come; otherwise after it, by `collect_grads`, which keeps
     /// them whole until then. Default true; DeepSpeed's `overlap_comm`.
     pub overlap_comm: bool,
@@ -239,6 +244,12 @@ impl ZeroConfig {
         Mesh::new(world, self.shard_size.unwrap_or(world))
     }
 
+    /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds over all ranks, in one hop, in the
+    /// types that it knows.
+    pub(crate) fn reduces_on_hosts(&self, mesh: Mesh) -> bool {
+        mesh.replicas() > 1 || self.quantized_gradients.is_some()
+    }
+
     /// The defaults at `stage`.
     pub fn new(stage: Stage) -> Self {
         Self { stage, ..Self::default() }
@@ -254,8 +265,8 @@ impl ZeroConfig {
         let Some(mesh) = self.mesh(world.max(1)) else {
             return Err(ConfigError::Mesh { got: self.shard_size.unwrap_or(world), world });
         };
-        if mesh.replicas() > 1 && self.gathers == Gathers::Collective {
-            return Err(ConfigError::MeshGathers { got: mesh.shards(), world });
+        if self.reduces_on_hosts(mesh) && self.gathers == Gathers::Collective {
+            return Err(ConfigError::CollectiveGathers);
         }
         if self.reduce_bucket_size < world {
             return Err(ConfigError::Bucket { got: self.reduce_bucket_size, world });
@@ -306,6 +317,7 @@ impl Default for ZeroConfig {
             param_dtype: Float::F32,
             gradient_dtype: None,
             communication_dtype: None,
+            quantized_gradients: None,
             overlap_comm: true,
             gradient_predivide_factor: 1.0,
             gathers: Gathers::default(),
@@ -329,17 +341,12 @@ pub enum ConfigError {
         /// Number of ranks.
         world: usize,
     },
-    /// Several groups, which gather each by itself.
+    /// Gathers of all ranks together beside what does not go by NCCL.
     #[error(
-        "shard_size is {got} of {world} ranks, and gathers are to be collective, which they can only be by all ranks together: \
-         leave one of the two out"
+        "gathers are to be collective, which they can only be of all ranks together and beside gradients as they are: leave out \
+         that, or shard_size and quantized_gradients"
     )]
-    MeshGathers {
-        /// The size given.
-        got: usize,
-        /// Number of ranks.
-        world: usize,
-    },
+    CollectiveGathers,
     /// A gradient bucket that does not hold one element for each rank.
     #[error("reduce_bucket_size is {got}, but {world} ranks need at least {world} elements: raise reduce_bucket_size")]
     Bucket {

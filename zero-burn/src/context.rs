@@ -105,8 +105,7 @@ impl<B: Backend> Context<B> {
         let (index, world) = (comm.rank(), comm.world());
         let mesh = config.mesh(world).expect("it was validated");
         let is_meshed = mesh.replicas() > 1;
-        // All ranks gather and reduce with one communicator of NCCL's: groups of them do so through the hosts' memory.
-        let bulk = match world > 1 && comm.in_process().is_none() && !is_meshed {
+        let bulk = match world > 1 && comm.in_process().is_none() && !config.reduces_on_hosts(mesh) {
             true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers)?)),
             false => None,
         };

@@ -1,4 +1,4 @@
-//! Weights of frozen layers in 8 or 4 bit, in blocks with a scale each.
+//! Numbers in 8 or 4 bit, in blocks with a scale each: weights of frozen layers, and what ranks send one another.
 //!
 //! A row of a weight `[d, f]` is cut into blocks of 64 elements, the last one filled up with zeros. A block is its scale (fp32,
 //! little-endian) and then its codes: a byte an element, or for 4 bit a byte for elements `i` (low half) and `i + 32`. So every
@@ -60,14 +60,40 @@ impl Format {
         }
     }
 
-    /// Numbers of 16 bit that a row of `width` elements takes.
-    pub fn words(self, width: usize) -> usize {
-        width.div_ceil(BLOCK) * self.block_bytes() / 2
+    /// Bytes of `numel` numbers in a row.
+    pub const fn bytes(self, numel: usize) -> usize {
+        numel.div_ceil(BLOCK) * self.block_bytes()
     }
 
-    /// Appends the block that stands for up to 64 numbers.
+    /// Numbers of 16 bit that a row of `width` elements takes.
+    pub fn words(self, width: usize) -> usize {
+        self.bytes(width) / 2
+    }
+
+    /// Appends the blocks that stand for `elements`.
+    pub fn encode_row(self, elements: &[f32], out: &mut Vec<u8>) {
+        elements.chunks(BLOCK).for_each(|block| self.encode(block, out));
+    }
+
+    /// Adds the numbers that `blocks` stand for to `sum`.
+    ///
+    /// # Panics
+    ///
+    /// When they are of another number of elements.
+    pub fn add_row(self, blocks: &[u8], sum: &mut [f32]) {
+        assert_eq!(blocks.len(), self.bytes(sum.len()), "bytes of {} numbers", sum.len());
+        let mut decoded = [0f32; BLOCK];
+        for (block, sum) in blocks.chunks_exact(self.block_bytes()).zip(sum.chunks_mut(BLOCK)) {
+            self.decode(block, &mut decoded);
+            sum.iter_mut().zip(&decoded).for_each(|(sum, decoded)| *sum += decoded);
+        }
+    }
+
+    /// Appends the block that stands for up to 64 numbers. With an infinity or a NaN among them it stands for NaN.
     fn encode(self, elements: &[f32], out: &mut Vec<u8>) {
-        let largest = elements.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+        // Magnitudes are in the order of their bits, and what is not finite is above all that is.
+        let largest = elements.iter().fold(0, |largest: u32, x| largest.max(x.abs().to_bits()));
+        let largest = Some(f32::from_bits(largest)).filter(|largest| largest.is_finite()).unwrap_or(f32::NAN);
         let steps = match self {
             Self::Int8 => 127.0,
             Self::Int4 => 7.0,
@@ -75,9 +101,12 @@ impl Format {
         };
         let scale = largest / steps;
         out.extend(scale.to_le_bytes());
-        // A scale of zero leaves nothing to divide.
-        let at = |i: usize| elements.get(i).filter(|_| scale > 0.0).map_or(0.0, |x| x / scale);
-        let step = |i: usize, most: f32| at(i).round_ties_even().clamp(-most, most) as i8;
+        let mut at = [0f32; BLOCK];
+        // A scale of zero, or NaN, leaves nothing to divide.
+        if scale > 0.0 {
+            at.iter_mut().zip(elements).for_each(|(at, x)| *at = x / scale);
+        }
+        let step = |i: usize, most: f32| nearest(at[i].clamp(-most, most));
         match self {
             Self::Int8 => out.extend((0..BLOCK).map(|i| step(i, 127.0) as u8)),
             Self::Int4 => {
@@ -86,7 +115,7 @@ impl Format {
             }
             Self::Nf4 => {
                 // The nearest: as many as there are middles between neighbours below the number.
-                let code = |i| NF4.windows(2).filter(|pair| at(i) > (pair[0] + pair[1]) / 2.0).count() as u8;
+                let code = |i| NF4.windows(2).filter(|pair| at[i] > (pair[0] + pair[1]) / 2.0).count() as u8;
                 out.extend((0..BLOCK / 2).map(|i| code(i) | code(i + BLOCK / 2) << 4));
             }
         }
@@ -122,6 +151,12 @@ impl Format {
             }
         }
     }
+}
+
+/// The nearest whole number of one of few digits, an even one where two are: what it is added to has no room for a fraction.
+fn nearest(value: f32) -> i8 {
+    const SHIFT: f32 = 12_582_912.0; // 1.5 * 2^23
+    ((value + SHIFT).to_bits() as i32 - SHIFT.to_bits() as i32) as i8
 }
 
 impl fmt::Display for Format {

@@ -10,6 +10,7 @@ use zero_burn::module::prepare;
 use zero_burn::optim::{Fused, Rule};
 use zero_core::Stage;
 use zero_models::Gpt2;
+use zero_ops::quantized::Format;
 
 const STEPS: usize = 50;
 
@@ -90,5 +91,35 @@ fn meshes_train_as_the_flat_world_does() {
                 assert_eq!(*first, on_mesh, "{name}");
             }
         }
+    }
+}
+
+#[test]
+fn quantized_gradients_have_the_same_bits_at_all_stages_and_move_the_loss_little() {
+    const STEPS: usize = 50;
+    for (ranks, shards, how, most) in
+        [(2, 2, Format::Int8, 0.01), (4, 2, Format::Int8, 0.01), (3, 1, Format::Int8, 0.01), (4, 2, Format::Int4, 0.05)]
+    {
+        let run = |stage| {
+            let mut run = Run { ranks, steps: STEPS, ..Run::tiny(stage) };
+            run.zero.shard_size = Some(shards);
+            run
+        };
+        let plain = losses_and_norms(&run(Stage::DataParallel), true);
+        let mut first = None;
+        for stage in Stage::ALL {
+            let mut run = run(stage);
+            run.zero.quantized_gradients = Some(how);
+            let losses = losses_and_norms(&run, true);
+            let first = first.get_or_insert_with(|| losses.clone());
+            assert_eq!(*first, losses, "{} x {shards}, stage {stage}, {how:?}", ranks / shards);
+        }
+        let (plain, with) = (plain[STEPS - 1].0, first.expect("there are stages")[STEPS - 1].0);
+        let apart = (with - plain).abs() / plain;
+        println!(
+            "{} x {shards} ranks, {how:?}: loss {with:.5} after {STEPS} steps, {apart:.1e} from {plain:.5}",
+            ranks / shards
+        );
+        assert!(apart > 0.0 && apart < most, "{how:?}: {with} against {plain}");
     }
 }

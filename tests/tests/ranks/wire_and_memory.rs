@@ -9,6 +9,7 @@ use zero_burn::config::ZeroConfig;
 use zero_core::Stage;
 use zero_core::estimate::{Precision, model_state};
 use zero_models::Gpt2Config;
+use zero_ops::quantized::Format;
 
 /// 1.2 M parameters of which no single one dominates, nothing persistent.
 fn run(stage: Stage, ranks: usize) -> Run {
@@ -46,6 +47,31 @@ fn wire_bytes_follow_the_formula() {
                 assert!((ratio - 1.0).abs() < 0.01, "stage {stage}, rank {rank} of {groups} x {shards}: {ratio}");
             }
         }
+    }
+}
+
+#[test]
+fn quantized_gradients_take_the_bytes_of_their_bits() {
+    for (shards, how) in [(4, Format::Int8), (2, Format::Int8), (2, Format::Int4)] {
+        let mut run = run(Stage::Gradients, 4);
+        run.zero.shard_size = Some(shards);
+        let gradients = |run: &Run| {
+            let wire = gpt2_stats(run)[0].wire_bytes;
+            // Parameters are all-gathered, and so is the sum across groups, where all-reduces are not quantised.
+            (wire.total() - wire.all_gather, wire.all_gather)
+        };
+        let (plain, gathered) = gradients(&run);
+        run.zero.quantized_gradients = Some(how);
+        let (quantized, with_sums) = gradients(&run);
+        // Across groups the sum goes back as it came: half of an all-reduce is a gather.
+        let (psi, is_meshed) = (run.model.num_params() as u64, shards < 4);
+        let part =
+            if is_meshed { how.bytes(psi as usize / 2) as u64 / 2 } else { how.bytes(psi as usize) as u64 * 3 / 4 };
+        let within = if is_meshed { 4 * psi / 2 } else { 0 };
+        println!("{} groups, {how:?}: {quantized} + {} bytes for {plain}", 4 / shards, with_sums - gathered);
+        assert!((quantized as f64 / (within + part) as f64 - 1.0).abs() < 0.02, "{quantized} for {}", within + part);
+        let back = if is_meshed { part } else { 0 };
+        assert!((with_sums - gathered).abs_diff(back) <= back / 50, "{with_sums} - {gathered} for {back}");
     }
 }
 

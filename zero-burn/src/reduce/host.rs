@@ -7,9 +7,10 @@ use burn_std::{DType, Shape};
 use zero_core::collective::Joined;
 use zero_core::{Buffer, CommError, Mesh, Pending, ReduceOp, Request};
 use zero_ops::Shared;
+use zero_ops::quantized::Format;
 
-use super::Hops;
 use super::buckets::{Medium, Reduced, Segment};
+use super::{Hops, quantized};
 use crate::cell::Cell;
 use crate::cell::rank::Rank;
 use crate::values::{here, read};
@@ -19,6 +20,7 @@ const ALONE: usize = 1 << 16;
 
 pub(super) struct Host {
     hops: Hops,
+    quantized: Option<Format>,
     mesh: Mesh,
     /// Whether each rank keeps a piece of the result, or all of it.
     shards: bool,
@@ -35,7 +37,26 @@ impl Host {
         let (sent_as, before, after) = rank.config.reduction(rank.world, false);
         let shards = rank.config.stage.shards_optimizer();
         let mesh = rank.mesh;
-        Self { hops, mesh, shards, before, after, sent_as: sent_as.on_the_wire(), rows: Vec::new() }
+        let quantized = rank.config.quantized_gradients;
+        Self { hops, quantized, mesh, shards, before, after, sent_as: sent_as.on_the_wire(), rows: Vec::new() }
+    }
+}
+
+impl Host {
+    /// How gradients are sent within a group: quantised where that is the only hop.
+    fn quantizes_within(&self) -> Option<Format> {
+        self.quantized.filter(|_| self.hops.across.is_none())
+    }
+
+    /// Adds up what a group has, `row` elements for each rank of which it is, across the groups.
+    fn across(&self, reduced: Buffer, row: usize) -> Result<Vec<f32>, CommError> {
+        let Some(across) = &self.hops.across else { return Ok(reduced.into_f32()) };
+        let _span = tracing::trace_span!("reduce across groups", elements = reduced.len()).entered();
+        let Some(how) = self.quantized else { return Ok(across.all_reduce(reduced, ReduceOp::Sum)?.into_f32()) };
+        let mut reduced = reduced.into_f32();
+        // Row by row, so that at every stage the same values share a scale.
+        reduced.chunks_mut(row).try_for_each(|row| quantized::all_reduce(how, &**across, row))?;
+        Ok(reduced)
     }
 }
 
@@ -59,10 +80,14 @@ impl<B: Backend> Medium<B> for Host {
         read::<B>(gradient.into_tensor()).convert_dtype(DType::F32)
     }
 
-    /// Not where it is converted or divided first, or has a second sum before it.
+    /// Not where it is converted, divided or quantised first, or has a second sum before it.
     fn goes_alone(&self, numel: usize) -> bool {
         let is_plain = self.sent_as == zero_core::collective::DType::F32 && self.before == 1.0;
-        is_plain && self.hops.across.is_none() && numel >= ALONE && numel.is_multiple_of(self.mesh.shards())
+        is_plain
+            && self.hops.across.is_none()
+            && self.quantized.is_none()
+            && numel >= ALONE
+            && numel.is_multiple_of(self.mesh.shards())
     }
 
     fn add(&mut self, gradient: &Option<TensorData>, segment: Segment, row: usize) {
@@ -79,10 +104,11 @@ impl<B: Backend> Medium<B> for Host {
     }
 
     fn send(&mut self, _row: usize, name: &str) -> Result<Pending, CommError> {
-        let rows = Buffer::from_f32(std::mem::take(&mut self.rows), self.sent_as);
-        let request = match self.shards {
-            true => Request::ReduceScatter(rows, ReduceOp::Sum),
-            false => Request::AllReduce(rows, ReduceOp::Sum),
+        let rows = std::mem::take(&mut self.rows);
+        let request = match (self.quantizes_within(), self.shards) {
+            (Some(how), _) => Request::AllToAll(quantized::encode(how, &rows, self.mesh.shards())),
+            (None, true) => Request::ReduceScatter(Buffer::from_f32(rows, self.sent_as), ReduceOp::Sum),
+            (None, false) => Request::AllReduce(Buffer::from_f32(rows, self.sent_as), ReduceOp::Sum),
         };
         Ok(self.hops.within.start_for(request, name))
     }
@@ -94,12 +120,14 @@ impl<B: Backend> Medium<B> for Host {
         segments: &[Segment],
         pieces: &mut [Option<Reduced<B, Vec<f32>>>],
     ) -> Result<(), CommError> {
-        let mut reduced = sent.wait()?;
-        if let Some(across) = &self.hops.across {
-            let _span = tracing::trace_span!("reduce across groups", elements = reduced.len()).entered();
-            reduced = across.all_reduce(reduced, ReduceOp::Sum)?;
-        }
-        let reduced = reduced.into_f32();
+        let reduced = match self.quantizes_within() {
+            None => self.across(sent.wait()?, row)?,
+            Some(how) => {
+                let sum = quantized::sum(how, sent.wait()?, row);
+                // As they are: the stages have the same bits.
+                if self.shards { sum } else { self.hops.within.all_gather(Buffer::F32(sum))?.into_f32() }
+            }
+        };
         for &Segment { piece, numel, from, columns, at } in segments {
             let Reduced { target, len, .. } = pieces[piece].as_mut().expect("a piece is completed by its last segment");
             let target = target.get_or_insert_with(|| vec![0.0; (*len).max(1)]);

@@ -32,6 +32,7 @@ mod buckets;
 #[cfg(feature = "cubecl")]
 mod device;
 mod host;
+mod quantized;
 mod tensors;
 
 use std::cmp::Reverse;
@@ -400,7 +401,7 @@ impl<B: Backend> Server<B> {
             let medium = OnDevice::new(bulk.clone(), rank, self.settler.clone());
             return Box::new(Buckets::new(rank, medium, bucket_size.min(device::MOST), plan));
         }
-        match comm.in_process().is_some() && !zero_ops::is_host::<B>() && hops.across.is_none() {
+        match comm.in_process().is_some() && !zero_ops::is_host::<B>() && !rank.config.reduces_on_hosts(rank.mesh) {
             true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
             false => Box::new(Buckets::new(rank, Host::new(hops, rank), bucket_size, plan)),
         }

@@ -60,6 +60,10 @@ impl ZeroPlanBuilder {
         reduce_bucket_size: usize => REDUCE_BUCKET;
         /// Among how many neighbouring ranks model state is sharded; each such group holds all of it.
         shard_size: usize => "zero_optimization.mics_shard_size";
+        /// Whether gradients are quantised on their way across groups of ranks, or within the one there is.
+        quantized_gradients: bool => "zero_optimization.zero_quantized_gradients";
+        /// To what: `int8`, the default, `int4` or `nf4`.
+        quantized_gradients_format: &str => "zero_optimization.zero_quantized_gradients_format";
         /// Elements gathered ahead of their use. Stage 3.
         prefetch_bucket_size: usize => "zero_optimization.stage3_prefetch_bucket_size";
         /// Elements of gathered parameters that may be kept. Stage 3.

@@ -112,6 +112,9 @@ impl ZeroPlan {
 
     fn reduction(&self, bucket: &str) -> String {
         let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", float_name(dtype)));
+        let quantized = self.quantized_gradients.map_or(String::new(), |how| {
+            format!(", in {how}{}", if self.shard_size.is_some() { " across groups" } else { "" })
+        });
         let overlap = match self.overlap_comm {
             Some(true) => ", overlapped with the backward pass",
             Some(false) => " after the backward pass",
@@ -122,7 +125,7 @@ impl ZeroPlan {
             true => ", with each micro-batch",
             false => ", once per optimizer step",
         };
-        format!("averaged over the ranks{dtype} in buckets of {bucket} elements{overlap}{often}")
+        format!("averaged over the ranks{dtype}{quantized} in buckets of {bucket} elements{overlap}{often}")
     }
 }
 

@@ -7,6 +7,7 @@ use zero_burn::config::{Disk, Float, Gathers, Tier, ZeroConfig};
 use zero_burn::optim::Rule;
 use zero_core::Stage;
 use zero_core::offload::AioOptions;
+use zero_ops::quantized::Format;
 
 use super::batch::Batch;
 use super::error::Warning;
@@ -60,6 +61,8 @@ pub struct ZeroPlan {
     pub precision: Precision,
     /// The type gradients are reduced in; `None` is their own.
     pub communication_data_type: Option<Float>,
+    /// How gradients are quantised on their way across groups of ranks, or within the one there is; `None` sends them as they are.
+    pub quantized_gradients: Option<Format>,
     /// The type gradients of micro-batches are added up in; `None` is their own.
     pub grad_accum_dtype: Option<Float>,
     /// The optimizer; `None` leaves it to the program.
@@ -101,6 +104,7 @@ impl ZeroPlan {
             checkpointed_blocks: self.checkpointed_blocks,
             stage: self.stage,
             shard_size: self.shard_size,
+            quantized_gradients: self.quantized_gradients,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,
             max_live_parameters: self.max_live_parameters,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use zero_core::Mesh;
 use zero_core::offload::AioOptions;
+use zero_ops::quantized::Format;
 
 use super::auto::{Auto, Context, Filled};
 use super::batch::{Batch, BatchError, GLOBAL, MICRO};
@@ -87,6 +88,7 @@ impl Config {
             gradient_predivide_factor: top.get("gradient_predivide_factor"),
             precision: precision(&top),
             communication_data_type: float_named(&top.get::<String>("communication_data_type")),
+            quantized_gradients: quantized_gradients(&zero),
             grad_accum_dtype: float_named(&top.section("data_types").get::<String>("grad_accum_dtype")),
             schedule: schedule::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,
@@ -235,6 +237,11 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
 }
 
 /// [`Batch::solve`], with the error reported where it arises.
+fn quantized_gradients(zero: &Reader<'_>) -> Option<Format> {
+    let format: String = zero.get("zero_quantized_gradients_format");
+    format.parse().ok().filter(|_| zero.get("zero_quantized_gradients"))
+}
+
 /// Ranks of a group, if there are several groups.
 fn shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
     const KEY: &str = "mics_shard_size";

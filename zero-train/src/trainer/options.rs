@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{Args, FromArgMatches, ValueEnum};
+use zero_ops::quantized::Format;
 
 use super::BackendChoice;
 use crate::TrainError;
@@ -107,6 +108,10 @@ pub struct Options {
     /// (hybrid sharding, MiCS): gathers stay within a group. Divides the number of ranks [default: all ranks]
     #[arg(long, value_name = "RANKS")]
     pub shard_size: Option<usize>,
+    /// Send gradients in 8 or 4 bit, with a scale for every 64 of them, int8, int4 or nf4: across the groups of --shard-size, or within
+    /// the one there is (ZeRO++'s quantised gradients). It changes what is trained a little [default: as they are]
+    #[arg(long, value_name = "FORMAT")]
+    pub quantized_gradients: Option<Format>,
     /// Offload model state: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the least
     /// that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]

@@ -190,18 +190,24 @@ impl Plan {
         let parameter = self.zero.param_dtype.size() as u64;
         let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
         let stage = self.plan.stage;
+        let sent = psi * gradient;
+        let quantized = self.zero.quantized_gradients.map(|how| how.bytes(psi as usize) as u64);
+        // The last hop is what is quantised.
+        let within = quantized.filter(|_| replicas == 1).unwrap_or(sent);
         let moved = match stage {
-            Stage::DataParallel => 2 * psi * gradient,
-            Stage::OptimizerState => psi * (gradient + parameter),
-            Stage::Gradients => psi * (micro_batches * gradient + parameter),
+            // All-gathered as they are added up, in fp32.
+            Stage::DataParallel if within != sent => within + 4 * psi,
+            Stage::DataParallel => 2 * sent,
+            Stage::OptimizerState => within + psi * parameter,
+            Stage::Gradients => micro_batches * within + psi * parameter,
             Stage::Parameters => {
                 let gathered = 2 * micro_batches * (psi - persistent) + persistent;
-                micro_batches * (psi * gradient + 2 * frozen) + gathered * parameter
+                micro_batches * (within + 2 * frozen) + gathered * parameter
             }
         };
-        let kept = if stage.shards_optimizer() { psi / shards } else { psi };
+        let kept = quantized.unwrap_or(sent) / if stage.shards_optimizer() { shards } else { 1 };
         let reductions = if stage.shards_gradients() { micro_batches } else { 1 };
-        moved * (shards - 1) / shards + 2 * reductions * kept * gradient * (replicas - 1) / replicas
+        moved * (shards - 1) / shards + 2 * reductions * kept * (replicas - 1) / replicas
     }
 }
 
@@ -297,7 +303,12 @@ impl core::fmt::Display for Plan {
         if self.backend != BackendChoice::Cpu {
             writeln!(f, "  backend        {}", option_name(self.backend))?;
         }
-        writeln!(f, "  ranks          {} at stage {}, {threads} compute thread(s) each", plan.world, plan.stage)?;
+        let groups = plan.shard_size.map_or(String::new(), |size| format!(" within groups of {size}"));
+        writeln!(
+            f,
+            "  ranks          {} at stage {}{groups}, {threads} compute thread(s) each",
+            plan.world, plan.stage
+        )?;
         let micro_batches = match plan.batch.accumulation {
             1 => String::new(),
             micro_batches => format!(" in each of {micro_batches} micro-batches"),

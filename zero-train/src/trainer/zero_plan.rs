@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use zero_burn::optim::Rule;
-use zero_core::Stage;
+use zero_core::{Mesh, Stage};
 
 use super::backend::{BackendChoice, name};
 use super::options::{Blocks, Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};
@@ -150,7 +150,14 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if choice == OffloadChoice::All {
         builder = builder.offload_param(&there);
     }
+    if let Some(format) = options.quantized_gradients {
+        builder = builder.quantized_gradients(true).quantized_gradients_format(&format.to_string());
+    }
     if let Some(size) = options.shard_size {
+        let ranks = options.ranks.unwrap_or(DEFAULT_RANKS);
+        if Mesh::new(ranks, size).is_none() {
+            return Err(wrong("shard-size", size, format!("expected a number that divides the {ranks} ranks")));
+        }
         builder = builder.shard_size(size);
     }
     let mut plan = builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?;
@@ -226,6 +233,11 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     let options = [
         ("checkpoint-activations", text(blocks), Blocks(plan.checkpointed_blocks).to_string()),
         ("stage", text(options.stage), plan.stage.number().to_string()),
+        (
+            "quantized-gradients",
+            text(options.quantized_gradients),
+            text(plan.quantized_gradients).unwrap_or("nothing".into()),
+        ),
         ("shard-size", text(options.shard_size), plan.shards().to_string()),
         ("offload", options.offload.map(name), kept.to_string()),
         ("offload-to", options.offload_to.map(name), to.to_string()),

@@ -8,7 +8,8 @@ const ALWAYS_BUCKETS: T = T::no_effect("gradients are always reduced through con
 const GATHERS: T = T::no_effect("the all-gather of parameters has no such setting");
 const PYTORCH: T = T::no_effect("it works around PyTorch");
 const FETCHES: T = T::not_yet("the all-gather of parameters has no such variant yet");
-const QUANTIZED: T = T::refused("quantised communication would change the numbers trained with; remove the key");
+const QUANTIZED: T =
+    T::refused("only gradients can be quantised (zero_quantized_gradients), without error feedback; remove the key");
 const SAVES: T = T::not_yet("checkpoints have no such option yet");
 const SUPER_OFFLOAD: T = T::no_effect("updates of offloaded state overlap with the next forward pass anyway");
 const LEAF: T = T::not_yet("modules are not gathered whole; parameters are gathered as they are used");
@@ -71,8 +72,9 @@ pub(in crate::config) const ZERO: &[Key] = keys! {
     // ZeRO++, MiCS, ZenFlow.
     zero_hpz_partition_size = 1 => K::COUNT,
         T::not_yet("there is no secondary partition: gathers reach over all ranks");
-    zero_quantized_weights = false, zero_quantized_nontrainable_weights = false, zero_quantized_gradients = false
-        => K::Bool, QUANTIZED;
+    zero_quantized_weights = false, zero_quantized_nontrainable_weights = false => K::Bool, QUANTIZED;
+    zero_quantized_gradients = false => K::Bool, T::ACTED;
+    zero_quantized_gradients_format = "int8" => K::OneOf("int8 int4 nf4"), T::ACTED;
     zeropp_loco_param = null => K::section(keys! {
         err_beta = 0.8 => K::FRACTION, T::QUIET;
         reset_T = 1024 => K::ONE_UP, T::QUIET;

@@ -1,5 +1,7 @@
 //! What is said of wrong and of old settings.
 
+use zero_ops::quantized::Format;
+
 use super::*;
 
 #[test]
@@ -11,7 +13,7 @@ fn all_problems_are_reported_together() {
             "scheduler": {"type": "Cosine"},
             "bf16": {"enable": true}, "fp16": [],
             "zero_optimization": {"stage": 3, "stage3_max_live_params": 1e9, "overlap_comm": 1, "reduce_bucket_size": 0.5,
-                "zero_quantized_gradients": true, "zenflow": {"topk_ratio": 0.1},
+                "zero_quantized_weights": true, "zenflow": {"topk_ratio": 0.1},
                 "offload_param": {"device": "disk"}}
         }"#,
         &on(2),
@@ -31,7 +33,7 @@ fn all_problems_are_reported_together() {
     ds.json: zero_optimization.stage3_max_live_params: unknown key; did you mean `stage3_max_live_parameters`?
     ds.json: zero_optimization.overlap_comm: expected true or false, got 1
     ds.json: zero_optimization.reduce_bucket_size: expected a whole number of at least 1, got 0.5
-    ds.json: zero_optimization.zero_quantized_gradients: true is not supported: quantised communication would change the numbers trained with; remove the key
+    ds.json: zero_optimization.zero_quantized_weights: true is not supported: only gradients can be quantised (zero_quantized_gradients), without error feedback; remove the key
     ds.json: zero_optimization.zenflow: this section is not supported: ZenFlow applies most gradients late, which is another training; remove the section
     ds.json: zero_optimization.offload_param.device: expected one of none, cpu, nvme, got "disk"
     "#);
@@ -58,6 +60,22 @@ fn groups_divide_the_ranks() {
     insta::assert_snapshot!(plan(3, 3).unwrap_err(), @"ds.json: zero_optimization.mics_shard_size: 3 does not divide 4 ranks: expected a number that does, or -1 for all");
     insta::assert_snapshot!(warnings(&plan(0, 2).unwrap()), @"zero_optimization.mics_shard_size: has no effect at stage 0, only from stage 1");
     assert_eq!(plan(0, 2).unwrap().shard_size, None);
+}
+
+#[test]
+fn gradients_are_quantized_to_what_the_key_says() {
+    let plan = |keys: &str| {
+        let zero = format!(r#"{{"stage": 2, {keys}}}"#);
+        json(&format!(r#"{{"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {zero}}}"#), &on(4))
+    };
+    let format = |keys| plan(keys).unwrap().zero_config(0).quantized_gradients;
+    assert_eq!(format(r#""zero_quantized_gradients": true"#), Some(Format::Int8));
+    let int4 = r#""zero_quantized_gradients": true, "zero_quantized_gradients_format": "int4""#;
+    assert_eq!(format(int4), Some(Format::Int4));
+    assert_eq!(format(r#""zero_quantized_gradients": false"#), None);
+    let explained = plan(r#""zero_quantized_gradients": true, "mics_shard_size": 2"#).unwrap().explain();
+    assert!(explained.contains("averaged over the ranks, in int8 across groups in buckets"), "{explained}");
+    insta::assert_snapshot!(plan(r#""zero_quantized_gradients_format": 5"#).unwrap_err(), @"ds.json: zero_optimization.zero_quantized_gradients_format: expected one of int8, int4, nf4, got 5");
 }
 
 #[test]

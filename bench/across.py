@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""What crosses a slow link, and what a step takes then: two "machines" with two ranks each, as network namespaces of this one, and
+between them a link that tc holds to a rate.
+
+  bench/across.py --zero target/release/zero [--model gpt2] [--seq 64] [--batch 1] [--steps 4] [--rounds 2] [--rate 1gbit]
+
+As root; takes iproute2. A run per row and round, in turn; bf16, stage 3, AdamW, random text. Bytes are those that the first machine's
+link has received, a step (kernel's count, so with headers and whatever else crosses), time the median of a step after the first.
+The machine's cores are shared by all four ranks: what a step computes is the same in all rows.
+"""
+import argparse, json, os, random, secrets, statistics, subprocess, sys, tempfile, time
+from pathlib import Path
+
+ROWS = [
+    ("all four ranks shard", []),
+    ("--shard-size 2", ["--shard-size", "2"]),
+    ("--shard-size 2 --quantized-gradients int8", ["--shard-size", "2", "--quantized-gradients", "int8"]),
+    ("--shard-size 2 --quantized-gradients int4", ["--shard-size", "2", "--quantized-gradients", "int4"]),
+]
+HOSTS = ["n0", "n1"]
+PREFIX = f"zero-across-{os.getpid()}-"
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--zero", type=Path, required=True)
+parser.add_argument("--model", default="gpt2")
+parser.add_argument("--seq", type=int, default=64)
+parser.add_argument("--batch", type=int, default=1)
+parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--rounds", type=int, default=2)
+parser.add_argument("--rate", default="1gbit")
+args = parser.parse_args()
+if os.geteuid() != 0:
+    sys.exit("error: network namespaces take root: run as root")
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True)
+
+
+def received():
+    return int(subprocess.check_output(["ip", "netns", "exec", PREFIX + "n0", "cat", "/sys/class/net/eth0/statistics/rx_bytes"]))
+
+
+def build():
+    for host in HOSTS:
+        ip("netns", "add", PREFIX + host)
+    ip("link", "add", "eth0", "netns", PREFIX + "n0", "type", "veth", "peer", "name", "eth0", "netns", PREFIX + "n1")
+    for number, host in enumerate(HOSTS, 1):
+        name = PREFIX + host
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", args.rate, "burst", "256k",
+                        "latency", "50ms"], check=True)
+
+
+def run(options, text, out):
+    world, local = 4, 2
+    shared = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": "29871",
+              "ZERO_SECRET": secrets.token_hex(32)}
+    command = [args.zero, "train", "--model", args.model, "--data", text, "--seq", args.seq, "--batch", args.batch, "--steps", args.steps,
+               "--stage", 3, "--dtype", "bf16", "--threads", 1, "--out", out, "--json", *options]
+    before, ranks = received(), []
+    for rank in range(world):
+        host = HOSTS[rank // local]
+        # A name of its own tells ranks which of them are neighbours.
+        on_host = ["ip", "netns", "exec", PREFIX + host, "unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % local)}
+        log = open(out / f"rank-{rank}.log", "w")
+        ranks.append(subprocess.Popen(on_host + list(map(str, command)), env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+    deadline = time.monotonic() + 1800
+    codes = [rank.wait(timeout=max(1, deadline - time.monotonic())) for rank in ranks]
+    if any(codes):
+        logs = "".join((out / f"rank-{rank}.log").read_text()[-600:] for rank in range(world))
+        sys.exit(f"error: ranks ended with {codes}: {logs}")
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    crossed = (received() - before) / len(steps)
+    return statistics.median(step["step_ms"] / 1e3 for step in steps[1:]), crossed, steps[-1]["loss"]
+
+
+try:
+    build()
+    seen = {name: [] for name, _ in ROWS}
+    with tempfile.TemporaryDirectory() as there:
+        text, source = Path(there) / "text.txt", random.Random(0)
+        text.write_text(" ".join(source.choice("the of and to in is was he for it".split()) for _ in range(16 * args.steps * args.seq * args.batch)))
+        for number in range(args.rounds):
+            for row, (name, options) in enumerate(ROWS):
+                out = Path(there) / f"{number}-{row}"
+                out.mkdir()
+                seen[name].append(run(options, text, out))
+    print(f"{args.model}, bf16, stage 3, 2 x 2 ranks, {args.batch} x {args.seq} tokens each, a link of {args.rate}, medians of {args.rounds} round(s)")
+    print("| | a step | of the first | across, a step | of the first | last loss |")
+    print("|---|---|---|---|---|---|")
+    first = None
+    for name, runs in seen.items():
+        seconds, crossed, loss = (statistics.median(values) for values in zip(*runs))
+        first = first or (seconds, crossed)
+        print(f"| {name} | {seconds:.2f} s | {seconds / first[0]:.2f} | {crossed / 1e6:.1f} MB | {crossed / first[1]:.3f} | {loss:.4f} |")
+finally:
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", PREFIX + host], check=False, stderr=subprocess.DEVNULL)
