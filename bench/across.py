@@ -63,8 +63,11 @@ def run(options, text, out):
     before, ranks = received(), []
     for rank in range(world):
         host = HOSTS[rank // local]
-        # A name of its own tells ranks which of them are neighbours.
-        on_host = ["ip", "netns", "exec", PREFIX + host, "unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
+        # A kernel's identity of its own tells ranks which of them are neighbours.
+        identity = out / f"{host}.id"
+        identity.write_text(f"{PREFIX}{host}\n")
+        here = f'mount --bind {identity} /proc/sys/kernel/random/boot_id; hostname {host}; exec "$@"'
+        on_host = ["ip", "netns", "exec", PREFIX + host, "unshare", "--uts", "--mount", "sh", "-ec", here, "sh"]
         env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % local)}
         log = open(out / f"rank-{rank}.log", "w")
         ranks.append(subprocess.Popen(on_host + list(map(str, command)), env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
@@ -75,7 +78,8 @@ def run(options, text, out):
         sys.exit(f"error: ranks ended with {codes}: {logs}")
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     crossed = (received() - before) / len(steps)
-    return statistics.median(step["step_ms"] / 1e3 for step in steps[1:]), crossed, steps[-1]["loss"]
+    counted = sum(rank["wire_bytes"]["from_other_machines"] for step in steps for rank in step["ranks"] if rank["rank"] < local) / len(steps)
+    return statistics.median(step["step_ms"] / 1e3 for step in steps[1:]), crossed, steps[-1]["loss"], counted
 
 
 try:
@@ -90,13 +94,13 @@ try:
                 out.mkdir()
                 seen[name].append(run(options, text, out))
     print(f"{args.model}, bf16, stage 3, 2 x 2 ranks, {args.batch} x {args.seq} tokens each, a link of {args.rate}, medians of {args.rounds} round(s)")
-    print("| | a step | of the first | across, a step | of the first | last loss |")
-    print("|---|---|---|---|---|---|")
+    print("| | a step | of the first | across, a step | of the first | by metrics.jsonl | last loss |")
+    print("|---|---|---|---|---|---|---|")
     first = None
     for name, runs in seen.items():
-        seconds, crossed, loss = (statistics.median(values) for values in zip(*runs))
+        seconds, crossed, loss, counted = (statistics.median(values) for values in zip(*runs))
         first = first or (seconds, crossed)
-        print(f"| {name} | {seconds:.2f} s | {seconds / first[0]:.2f} | {crossed / 1e6:.1f} MB | {crossed / first[1]:.3f} | {loss:.4f} |")
+        print(f"| {name} | {seconds:.2f} s | {seconds / first[0]:.2f} | {crossed / 1e6:.1f} MB | {crossed / first[1]:.3f} | {counted / 1e6:.1f} MB | {loss:.4f} |")
 finally:
     for host in HOSTS:
         subprocess.run(["ip", "netns", "del", PREFIX + host], check=False, stderr=subprocess.DEVNULL)

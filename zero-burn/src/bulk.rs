@@ -344,7 +344,7 @@ impl Nccl {
         let outputs: Vec<(Shape, DType)> = rows.iter().map(whole).collect();
         let bytes: usize = rows.iter().map(|row| row.shape().num_elements() * row.dtype().size()).sum();
         let begun = self.begin::<B>(rows, outputs, name, |input, output| DeviceRequest::AllGather { input, output })?;
-        group.wire().add(WireKind::AllGather, bytes * (world - 1));
+        group.count_received(WireKind::AllGather, bytes * (world - 1));
         Ok(begun)
     }
 
@@ -368,8 +368,8 @@ impl Nccl {
         let begun = begun.map_err(|mut bucket| bucket.swap_remove(0))?.swap_remove(0);
         let received = row * dtype.size() * (world - 1);
         match is_scattered {
-            true => group.wire().add(WireKind::ReduceScatter, received),
-            false => group.wire().add(WireKind::AllReduce, 2 * received),
+            true => group.count_received(WireKind::ReduceScatter, received),
+            false => group.count_received(WireKind::AllReduce, 2 * received),
         }
         Ok(begun)
     }

@@ -115,8 +115,7 @@ impl<B: Backend> Context<B> {
             false => Mover::default(),
         };
         let together = bulk.as_ref().is_some_and(|bulk| bulk.gathers());
-        let (deadline, wire) = (comm.deadline(), comm.wire().clone());
-        let rank = Rank::new((index, world), config, device, together, deadline, window, (disk, mover), wire);
+        let rank = Rank::new(&*comm, config, device, together, window, (disk, mover));
         let gradients = match world > 1 {
             true => Some(Means::new(comm.duplicate("gradients")?, mesh, &rank.config, bulk.clone())?),
             false => None,
@@ -160,8 +159,7 @@ impl<B: Backend> Context<B> {
             let mut lone = LONE.lock();
             let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
                 let (config, window) = (ZeroConfig::default(), WindowHost::default().alone());
-                let (device, parts, wire) = (B::Device::default(), Default::default(), Arc::default());
-                let rank = Rank::new((0, 1), config, device, false, alone().deadline(), window, parts, wire);
+                let rank = Rank::new(&*alone(), config, B::Device::default(), false, window, Default::default());
                 Self::build(rank, None, (None, None), None)
             });
             context.clone().downcast::<Self>().expect("contexts are stored under their own type")

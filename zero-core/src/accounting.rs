@@ -13,6 +13,9 @@ macro_rules! wire_kinds {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
         pub struct WireBytes {
             $(#[doc = $doc] pub $field: u64,)*
+            /// What of all these came from ranks on other machines.
+            #[serde(default)]
+            pub from_other_machines: u64,
         }
 
         impl WireBytes {
@@ -21,14 +24,15 @@ macro_rules! wire_kinds {
                 [$(self.$field),*].iter().sum()
             }
 
-            /// The count of each operation.
+            /// Every count.
             pub fn counts_mut(&mut self) -> impl Iterator<Item = &mut u64> {
-                [$(&mut self.$field),*].into_iter()
+                [$(&mut self.$field,)* &mut self.from_other_machines].into_iter()
             }
 
             /// What was moved since `earlier`.
             pub fn since(&self, earlier: &WireBytes) -> WireBytes {
-                WireBytes { $($field: self.$field - earlier.$field,)* }
+                let from_other_machines = self.from_other_machines - earlier.from_other_machines;
+                WireBytes { $($field: self.$field - earlier.$field,)* from_other_machines }
             }
         }
 
@@ -49,17 +53,29 @@ macro_rules! wire_kinds {
 
         /// One rank's running count of [`WireBytes`]; shared by all groups the rank belongs to.
         #[derive(Debug, Default)]
-        pub struct WireCounter([AtomicU64; [$(stringify!($kind)),*].len()]);
+        pub struct WireCounter {
+            by_kind: [AtomicU64; [$(stringify!($kind)),*].len()],
+            from_other_machines: AtomicU64,
+        }
 
         impl WireCounter {
             /// Adds `bytes` received. Relaxed: a statistic, it orders nothing.
             pub fn add(&self, kind: WireKind, bytes: usize) {
-                self.0[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+                self.by_kind[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+            }
+
+            /// Notes that so many of the bytes that were added came from other machines.
+            pub fn add_from_other_machines(&self, bytes: usize) {
+                self.from_other_machines.fetch_add(bytes as u64, Ordering::Relaxed);
             }
 
             /// The count so far.
             pub fn read(&self) -> WireBytes {
-                WireBytes { $($field: self.0[WireKind::$kind as usize].load(Ordering::Relaxed),)* }
+                let from_other_machines = self.from_other_machines.load(Ordering::Relaxed);
+                WireBytes {
+                    $($field: self.by_kind[WireKind::$kind as usize].load(Ordering::Relaxed),)*
+                    from_other_machines,
+                }
             }
         }
     };

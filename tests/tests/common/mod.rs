@@ -63,8 +63,10 @@ impl Run {
     }
 }
 
+/// One thread a rank, or as `ZERO_THREADS` says.
 pub fn launch_options() -> LaunchOptions {
-    LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(120), ..LaunchOptions::default() }
+    let threads_per_rank = std::env::var("ZERO_THREADS").map_or(1, |threads| threads.parse().expect("ZERO_THREADS"));
+    LaunchOptions { threads_per_rank, deadline: Duration::from_secs(120), ..LaunchOptions::default() }
 }
 
 /// Runs `body` on every rank.

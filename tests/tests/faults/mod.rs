@@ -36,8 +36,8 @@ const DEADLINE: Duration = Duration::from_secs(2);
 const FOUND_WITHIN: Duration = Duration::from_secs(2 + 10);
 /// Of a whole run.
 const LIMIT: Duration = Duration::from_secs(60);
-/// What a rank may have that the others have not: a wider model, a deeper one, another setting of the decorator, of the engine.
-const ODD: [&str; 4] = ["model", "depth", "bucket", "clipping"];
+/// What a rank may have that the others have not: a wider model, a deeper one, other settings of the decorator, one of the engine.
+const ODD: [&str; 5] = ["model", "depth", "bucket", "mesh", "clipping"];
 /// Long before it, the victim has had its trouble.
 const STEPS: usize = 40;
 
@@ -104,6 +104,11 @@ fn rank() {
     let (rank, world) = (place.rank, place.world);
     let odd = rank == fault.victim;
     let mut config = ZeroConfig::new(fault.stage);
+    // Four ranks are two groups that shard.
+    config.shard_size = (world == 4).then_some(2);
+    if odd && fault.kind == "mesh" {
+        config.shard_size = Some(1);
+    }
     if odd && fault.kind == "bucket" {
         config.reduce_bucket_size /= 2;
     }
@@ -172,7 +177,7 @@ fn train(fault: &Fault, device: &Device, folder: &Path) -> Result<(), String> {
 fn repeat(kind: &str, most_delay_us: u64, mut check: impl FnMut(&Launched, usize)) {
     let (mut slowest, begin, runs) = (Duration::ZERO, Instant::now(), runs());
     for run in 0..runs {
-        let ranks = if run % 3 == 2 { 3 } else { 2 };
+        let ranks = [2, 4, 3][run % 3];
         let (victim, step) = (chance(ranks as u64) as usize, 1 + chance(4) as usize);
         // "reduce" is a phase of its own where gradients are held back.
         let stage = if kind.ends_with("reduce") { run % 2 } else { run % 4 };

@@ -10,8 +10,9 @@ use burn_backend::Backend;
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::WireCounter;
+use zero_core::collective::launcher::Place;
 use zero_core::window::{Key, Window};
-use zero_core::{Mesh, Partition};
+use zero_core::{Collective, Mesh, Partition};
 use zero_ops::Shared;
 
 use super::slot::{Parameters, Slot};
@@ -41,6 +42,8 @@ pub(crate) struct Rank<B: Backend> {
     /// Where pieces lie that are not kept in memory.
     pub(crate) disk: Option<Arc<SwapDisk>>,
     pub(crate) wire: Arc<WireCounter>,
+    /// Where it is among the machines.
+    pub(crate) place: Place,
     pub(crate) gauges: Gauges,
     pub(crate) ahead: Ahead,
     pub(crate) parameters: Parameters<B>,
@@ -67,17 +70,15 @@ pub(crate) struct Ahead {
 }
 
 impl<B: Backend> Rank<B> {
-    #[allow(clippy::too_many_arguments)] // what is settled at the start
     pub(crate) fn new(
-        (index, world): (usize, usize),
+        comm: &dyn Collective,
         config: ZeroConfig,
         device: B::Device,
         gathers_together: bool,
-        deadline: Duration,
         window: Window<Cell<B>>,
         (disk, mover): (Option<Arc<SwapDisk>>, Mover),
-        wire: Arc<WireCounter>,
     ) -> Arc<Self> {
+        let (index, world) = (comm.rank(), comm.world());
         let mesh = config.mesh(world).expect("it was validated");
         let updates_beside = config.offload.keeps_state(Tier::Disk)
             || (config.offload.keeps_state(Tier::Host) && !zero_ops::is_host::<B>());
@@ -89,11 +90,12 @@ impl<B: Backend> Rank<B> {
             device,
             gathers_together,
             updates_beside,
-            deadline,
+            deadline: comm.deadline(),
             window,
             mover,
             disk,
-            wire,
+            wire: comm.wire().clone(),
+            place: comm.place().clone(),
             gauges: Gauges::default(),
             ahead: Ahead::default(),
             parameters: Parameters::default(),

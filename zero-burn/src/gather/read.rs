@@ -1,5 +1,6 @@
 //! Reading the other ranks' pieces where they lie: they take no part.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -91,6 +92,8 @@ fn of_processes<B: Backend>(cell: &Cell<B>, key: Key) -> Result<B::FloatTensorPr
     let whole = Whole { dtype, elements: partition.numel(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
     let whole = rank.window.gather(whole, key, cell)?;
     rank.wire.add(WireKind::AllGather, (partition.numel() - partition.len(place)) * size);
+    let from = |&(owner, ref bytes): &(usize, Range<usize>)| rank.place.from_other_machines(bytes.len(), &[owner]);
+    rank.wire.add_from_other_machines(pieces.iter().map(from).sum());
     Ok(B::float_from_data(data(whole, cell.shape.clone()), &cell.device))
 }
 

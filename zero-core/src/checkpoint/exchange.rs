@@ -87,6 +87,11 @@ impl<'c> Ranks<'c> {
         self.comm.deadline()
     }
 
+    /// This rank in the run.
+    pub(super) fn rank(&self) -> usize {
+        self.comm.place().rank
+    }
+
     /// How often the ranks tell each other how far they are.
     pub(super) fn every(&self) -> Duration {
         self.every
@@ -107,7 +112,7 @@ impl<'c> Ranks<'c> {
         let mine = serde_json::to_vec(&mine).expect("what ranks exchange has a JSON form");
         let all = gather_bytes(self.comm, mine, "").map_err(|error| self.comm_error(error))?;
         let (mut values, mut failed) = (Vec::with_capacity(all.len()), None);
-        for (rank, bytes) in all.iter().enumerate() {
+        for (&rank, bytes) in self.comm.members().iter().zip(&all) {
             match serde_json::from_slice(bytes).map_err(|error| error.to_string()) {
                 Ok(Outcome::Done(value)) => values.push(value),
                 Ok(Outcome::Stopped) => {}

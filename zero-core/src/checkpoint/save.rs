@@ -127,7 +127,7 @@ fn save_checked<'p>(
     let sorted: Vec<&TensorSpec> = order.iter().map(|&index| &tensors[index]).collect();
     let plan = checked.and_then(|()| plan(dir, step, &sorted, options));
     let mut ranks = Ranks::new(comm, Task::Save { step });
-    agree(&ranks.share(plan)?)?;
+    agree(&ranks.share(plan)?, comm.members())?;
 
     // Rank 0's, on its way between the threads that work on it.
     let staging = Arc::new(Mutex::new(None));
@@ -196,8 +196,9 @@ fn plan(dir: &Path, step: u64, tensors: &[&TensorSpec], options: &SaveOptions) -
     Ok(Plan { dir, step, options, tensors: by_name })
 }
 
-/// The first difference from rank 0, by name. Every rank has the same plans before it, and comes to the same end.
-fn agree(plans: &[Plan]) -> Result<(), CheckpointError> {
+/// The first difference from rank 0, by name. Every rank has the same plans before it, of the `ranks` in the run, and comes to the same
+/// end.
+fn agree(plans: &[Plan], ranks: &[usize]) -> Result<(), CheckpointError> {
     let whole = |plan: &Plan| {
         let (step, dir) = (format!("step {}", plan.step), format!("into {}", plan.dir));
         [("the step", step), ("the folder", dir), ("the options", plan.options.clone())]
@@ -206,7 +207,7 @@ fn agree(plans: &[Plan]) -> Result<(), CheckpointError> {
         tensor.map_or("no such tensor".to_string(), |(dtype, shape)| format!("{dtype} {shape:?}"))
     };
     let first = &plans[0];
-    for (rank, plan) in plans.iter().enumerate().skip(1) {
+    for (&rank, plan) in ranks.iter().zip(plans).skip(1) {
         for ((what, expected), (_, got)) in whole(first).into_iter().zip(whole(plan)) {
             if expected != got {
                 return Err(CheckpointError::Disagree { what: what.to_string(), rank, expected, got });
@@ -245,7 +246,7 @@ fn write(
     let (path, metadata) = (folder.join(rank_file(rank, world)), metadata(rank, world, step, id));
     let (chunks, inbox) = bounded::<(usize, Vec<u8>)>(CHUNKS);
     let (count, places) = (tensors.len(), own.clone());
-    let work = DiskWork::start(rank, path.clone(), move |progress| {
+    let work = DiskWork::start(ranks.rank(), path.clone(), move |progress| {
         let names: Vec<String> = header.iter().map(|(name, ..)| name.clone()).collect();
         let mut writer = SafetensorsWriter::create(&path, &metadata, header)?;
         let mut crc32c = vec![None; count];

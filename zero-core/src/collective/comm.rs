@@ -100,7 +100,12 @@ impl<E: Engine> Inner<E> {
             let op = Op { group, seq, words: &words(&request, what), phases };
             let result = perform(&self.engine, &op, request)?;
             if let Some((kind, bytes)) = moved.and_then(|moved| moved.received(group.me, group.world())) {
-                self.engine.state().wire.add(kind, bytes);
+                let RankState { wire, place, .. } = self.engine.state();
+                wire.add(kind, bytes);
+                // As many from each of the others, but for a broadcast, which is its root's.
+                let from =
+                    moved.and_then(|moved| moved.root).map_or(&group.members[..], |root| &group.members[root..=root]);
+                wire.add_from_other_machines(place.from_other_machines(bytes, from));
             }
             Ok(result)
         })

@@ -339,6 +339,16 @@ pub struct Place {
 }
 
 impl Place {
+    /// What of `bytes`, of which as many came from each of `ranks` but this one, came from other machines.
+    pub fn from_other_machines(&self, bytes: usize, ranks: &[usize]) -> usize {
+        let (mut others, mut elsewhere) = (0u128, 0u128);
+        for &rank in ranks.iter().filter(|&&rank| rank != self.rank) {
+            others += 1;
+            elsewhere += u128::from(self.node_of[rank] != self.node);
+        }
+        (bytes as u128 * elsewhere).checked_div(others).unwrap_or(0) as usize
+    }
+
     /// From each rank's *leader*, the lowest rank of its machine.
     pub(crate) fn from_leaders(rank: usize, leaders: &[usize]) -> Self {
         let nodes: BTreeSet<usize> = leaders.iter().copied().collect();
@@ -517,5 +527,8 @@ mod tests {
         assert_eq!(place.node_of, [0, 1, 0, 1, 2]);
         assert_eq!((place.of_node(), place.across_nodes()), (vec![1, 3], vec![2, 3]));
         assert_eq!(Place::from_leaders(0, &[0, 1, 0, 1, 4]).across_nodes(), [0, 1, 4]);
+        // Of four others three are elsewhere; of one root all or nothing, and of none nothing.
+        assert_eq!(place.from_other_machines(400, &[0, 1, 2, 3, 4]), 300);
+        assert_eq!([&[0][..], &[1], &[3], &[]].map(|from| place.from_other_machines(7, from)), [7, 0, 0, 0]);
     }
 }

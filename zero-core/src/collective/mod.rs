@@ -37,7 +37,7 @@ pub use first::{Failed, first_then};
 pub use progress::Pending;
 
 use crate::CommError;
-use crate::accounting::WireCounter;
+use crate::accounting::{WireCounter, WireKind};
 
 /// How values of several ranks become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -142,6 +142,12 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
 
     /// Bytes that this rank has received, over all groups of the run.
     fn wire(&self) -> &Arc<WireCounter>;
+
+    /// Counts `bytes` that have come from the group's other ranks, as many from each.
+    fn count_received(&self, kind: WireKind, bytes: usize) {
+        self.wire().add(kind, bytes);
+        self.wire().add_from_other_machines(self.place().from_other_machines(bytes, self.members()));
+    }
 
     // ---- collectives ----
 

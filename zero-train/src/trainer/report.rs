@@ -54,6 +54,8 @@ pub struct Summary {
     pub wire_bytes_per_step: u64,
     /// The same by the ZeRO formula; at stage 3 without what the persistence threshold saves.
     pub wire_bytes_per_step_formula: u64,
+    /// What of them came from ranks on other machines, of the rank that received most from there.
+    pub wire_bytes_per_step_from_other_machines: u64,
     /// Bytes of memory, in large blocks, that the steps after the second took from the system: 0 when every buffer of a
     /// step is one of the step before. Absent where the program's allocator does not count them.
     pub fresh_bytes_after_two_steps: Option<u64>,
@@ -101,6 +103,10 @@ impl Summary {
             gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
             wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),
             wire_bytes_per_step_formula: plan.wire_bytes(),
+            wire_bytes_per_step_from_other_machines: {
+                let received = last.ranks.iter().map(|rank| rank.wire_bytes.from_other_machines);
+                received.max().unwrap_or(0)
+            },
             // Of no steps, nothing is known.
             fresh_bytes_after_two_steps: steps
                 .get(2..)
@@ -146,6 +152,10 @@ impl core::fmt::Display for Summary {
         row(f, "  optimizer", state.optimizer, formula.optimizer)?;
         row(f, "  model state", state.total(), formula.total())?;
         row(f, "  wire, per step", self.wire_bytes_per_step, self.wire_bytes_per_step_formula)?;
+        if self.wire_bytes_per_step_from_other_machines > 0 {
+            let across = format_bytes(self.wire_bytes_per_step_from_other_machines);
+            writeln!(f, "  {:<28} {across:>12}", "  from other machines")?;
+        }
         let in_flight = format_bytes(self.gradients_in_flight_bytes_peak);
         writeln!(f, "  {:<28} {in_flight:>12}", "  gradients not reduced yet")?;
         writeln!(f, "  {:<28} {:>12}", "  gathered at one time", format_bytes(self.gathered_bytes_peak))?;
