@@ -3,6 +3,7 @@
 # prints each step's loss and time and the highest use of memory.
 #   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
 #   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 2e-6      MODEL may be a folder with a config.json
+#   bench/limited.sh 6144 gpt2-xl 1 /mnt/fast --seq 1024 --batch 8 --ranks 1 --memory 6GiB --lr 2e-6
 #   bench/limited.sh 2048 tiled_linear 3 /mnt/fast            one linear layer of 4 GiB in 64 tiles (the example of that name)
 # The limit is a memory cgroup's (version 1 or 2), which takes root. Exit codes: the run's own; 2 without a cgroup.
 set -euo pipefail
@@ -25,11 +26,18 @@ trap 'rm -rf "$out"; rmdir "$group" 2>/dev/null || true' EXIT
 echo $((limit << 20)) >"$group/$most"
 [[ $most = memory.max ]] && echo 0 >"$group/memory.swap.max" 2>/dev/null || true
 
+# What is not given.
+defaults=()
+for default in '--seq 128' '--batch 1' '--ranks 2'; do
+  read -ra words <<<"$default"
+  [[ " $* " = *" ${words[0]} "* ]] || defaults+=("${words[@]}")
+done
+
 status=0
 (
   echo $BASHPID >"$group/cgroup.procs"
   [[ $example = tiled_linear ]] && exec target/release/examples/tiled_linear 32768 64 "$steps" "$swap"
-  exec target/release/examples/gpt2_1_5b --model "$model" --seq 128 --batch 1 --ranks 2 --stage 3 --steps "$steps" \
+  exec target/release/examples/gpt2_1_5b --model "$model" "${defaults[@]}" --stage 3 --steps "$steps" \
     --offload all --swap "$swap" --out "$out" --json "$@" >"$out/summary.json"
 ) || status=$?
 python3 - "$out" "$limit" "$(cat "$group/$peak")" <<'PYTHON'

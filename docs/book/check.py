@@ -11,15 +11,15 @@ helps = [[zero, "--help"], *([zero, command, "--help"] for command in commands),
 known = {option for line in helps for option in re.findall(r"--[a-z0-9][\w-]*", subprocess.run(line, capture_output=True, text=True).stdout)}
 # Of other programs, with the place that has them.
 others = {
-    "cargo": "--release --example --workspace --bin --features --test --nocapture --manifest-path".split(),
+    "cargo": "--release --example --workspace --bin --features --test --nocapture --ignored --manifest-path".split(),
     "torchrun": "--nproc-per-node --no-python".split(),
     "srun": "--mpi --output".split(),
     "tensorboard": ["--logdir"],
     "transformers (a row that says what takes its place)": "--num_train_epochs --lr_scheduler_type --resume_from_checkpoint --save_total_limit --load_best_model_at_end --logging_steps --report_to".split(),
 }
-for script in ["bench/peer.sh", "bench/peer/run.py", "bench/gpu/parity.py", "bench/gpu/compare.py", "bench/gpu/compare.sh", "bench/gpu/README.md", "bench/generate.py"]:
+for script in ["bench/peer.sh", "bench/peer/run.py", "bench/gpu/parity.py", "bench/gpu/compare.py", "bench/gpu/compare.sh", "bench/gpu/README.md", "bench/generate.py", "bench/across.py"]:
     text = (repo / script).read_text()
-    others[script] = [option for option in "--rounds --steps --only --ours --backend --model --dtypes --batch --variants --limit-mib --new".split() if option in text]
+    others[script] = [option for option in "--rounds --zero --steps --only --ours --backend --model --dtypes --batch --variants --limit-mib --new".split() if option in text]
 foreign = {option: where for where, options in others.items() for option in options}
 
 def anchors(path):

@@ -122,13 +122,14 @@ impl<B: Backend> Context<B> {
         };
         let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
         let owners = if is_meshed { Some(comm.split_by("owners", 0, mesh.place(index) as u64)?) } else { None };
-        Ok(Self::build(rank, gradients, (main, owners), bulk))
+        Ok(Self::build(rank, gradients, main, owners, bulk))
     }
 
     fn build(
         rank: Arc<Rank<B>>,
         gradients: Option<Means>,
-        (main, owners): (Option<Arc<dyn Collective>>, Option<Arc<dyn Collective>>),
+        main: Option<Arc<dyn Collective>>,
+        owners: Option<Arc<dyn Collective>>,
         bulk: Option<Arc<Bulk>>,
     ) -> Arc<Self> {
         let context = Arc::new(Self {
@@ -160,7 +161,7 @@ impl<B: Backend> Context<B> {
             let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
                 let (config, window) = (ZeroConfig::default(), WindowHost::default().alone());
                 let rank = Rank::new(&*alone(), config, B::Device::default(), false, window, Default::default());
-                Self::build(rank, None, (None, None), None)
+                Self::build(rank, None, None, None, None)
             });
             context.clone().downcast::<Self>().expect("contexts are stored under their own type")
         })
@@ -366,10 +367,12 @@ impl<B: Backend> Context<B> {
 
     // ---- collectives of the rank's own thread ----
 
-    /// Reduces numbers over the ranks, in the order of their own pieces.
+    /// Reduces numbers over the ranks, in rank order.
     pub(crate) fn reduce_scalars(&self, values: Vec<f64>, op: ReduceOp) -> Vec<f64> {
-        let reduced = self.owners().all_reduce(Buffer::F64(values), op);
-        reduced.unwrap_or_else(|error| raise(error)).into_f64()
+        match &self.main {
+            None => values,
+            Some(main) => main.all_reduce(Buffer::F64(values), op).unwrap_or_else(|error| raise(error)).into_f64(),
+        }
     }
 
     /// Gathers equally long byte strings in rank order.
@@ -393,7 +396,8 @@ impl<B: Backend> Context<B> {
         self.broadcast(Buffer::U8(bytes), 0).into_u8()
     }
 
-    /// The ranks in the order of their own pieces, for collectives on the rank's own thread.
+    /// The ranks in the order of their own pieces, for checkpoints. What ranks do in a step goes by one group, so that one that does
+    /// something else is told at once.
     pub(crate) fn owners(&self) -> Arc<dyn Collective> {
         self.owners.clone().unwrap_or_else(|| self.collective())
     }

@@ -218,7 +218,7 @@ pub(crate) fn reduce<B: Backend>(
     }
 }
 
-/// Reduces each rank's piece with `f`, then the ranks' numbers in rank order.
+/// Reduces each rank's own piece with `f`, then the numbers in the order of the pieces.
 fn reduce_pieces<B: Backend>(
     cell: &Arc<Cell<B>>,
     op: ReduceOp,
@@ -226,14 +226,14 @@ fn reduce_pieces<B: Backend>(
     f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
 ) -> f64 {
     let number = |tensor| read::<B>(f(tensor)).iter::<f64>().next().expect("a full reduction gives one number");
-    let computed = piece_numbers(cell, number);
-    if cell.partition.is_whole() {
-        let combine = |a: f64, b: f64| if op == ReduceOp::Sum { a + b } else { a.max(b) };
-        computed.into_iter().map(|(_, number)| number).fold(neutral, combine)
-    } else {
-        let mine = computed.first().map_or(neutral, |&(_, number)| number);
-        Context::of(cell).reduce_scalars(vec![mine], op)[0]
+    let mut numbers = vec![neutral; cell.rank.world];
+    piece_numbers(cell, number).into_iter().for_each(|(place, number)| numbers[place] = number);
+    if !cell.partition.is_whole() {
+        // The neutral number changes no bit.
+        numbers = Context::of(cell).reduce_scalars(numbers, op);
     }
+    let combine = |a: f64, b: f64| if op == ReduceOp::Sum { a + b } else { a.max(b) };
+    numbers.into_iter().fold(neutral, combine)
 }
 
 /// `number` of each rank's own piece, with its place among them, of those that this rank holds: its own, or, at stage 0, every
