@@ -193,12 +193,12 @@ no_rank() { ! grep -q "^n[0-9] [0-9]* $zero train " <<<"$(processes)"; }
 is_sound() { timeout 20 "$zero" inspect "$1" >"$work/log" 2>&1; }
 are_recorded() { [[ -s $work/n0/flight/flight-rank-0.json && -s $work/n1/flight/flight-rank-1.json ]]; }
 
-# Bytes that each rank received in a run, by its own account.
+# Bytes that each rank received from other machines in a run, by its own account: here every other rank is one.
 accounts() {
   python3 - "$1/metrics.jsonl" <<'PYTHON'
 import json, sys
 steps = [json.loads(line)["ranks"] for line in open(sys.argv[1])]
-print(*(sum(sum(ranks[rank]["wire_bytes"].values()) for ranks in steps) for rank in range(len(steps[0]))))
+print(*(sum(ranks[rank]["wire_bytes"]["from_other_machines"] for ranks in steps) for rank in range(len(steps[0]))))
 PYTHON
 }
 
@@ -217,7 +217,7 @@ $ranks threads, bit by bit (last $(losses "$of/hosts" | tail -n 1 | sed 's/.*"lo
     same_losses "$of/threads" "$of/hosts"
   for account in $(accounts "$of/hosts"); do
     got=$(($(received "n$rank") - before[rank]))
-    check "  n$rank received $got bytes through its link; rank $rank counted $account" \
+    check "  n$rank received $got bytes through its link; rank $rank counted $account from other machines" \
       test "$got" -ge "$account" -a "$got" -le $((account + account / 20 + 1000000))
     rank=$((rank + 1))
   done
