@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROWS = [
     ("all four ranks shard", []),
+    ("--secondary-shard-size 2", ["--secondary-shard-size", "2"]),
     ("--shard-size 2", ["--shard-size", "2"]),
     ("--shard-size 2 --quantized-gradients int8", ["--shard-size", "2", "--quantized-gradients", "int8"]),
     ("--shard-size 2 --quantized-gradients int4", ["--shard-size", "2", "--quantized-gradients", "int4"]),

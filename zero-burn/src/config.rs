@@ -176,6 +176,11 @@ pub struct ZeroConfig {
     /// parameters are gathered within the group, and gradients are added within it first and then across. Divides the number of
     /// ranks. Default: all ranks. DeepSpeed's `mics_shard_size`, PyTorch's hybrid sharding.
     pub shard_size: Option<usize>,
+    /// Stage 3: groups of so many neighbouring ranks keep a second cut of each parameter among them, which serves their gathers. A
+    /// version crosses groups once, when it is made, however often it is gathered. State is cut over all ranks as before; the second
+    /// cut takes `1 / secondary_shard_size` of the parameters' bytes more. It changes no bit of what is trained. Default: none.
+    /// hpZ of ZeRO++ ([Wang et al. 2023](https://arxiv.org/abs/2306.10209)), DeepSpeed's `zero_hpz_partition_size`.
+    pub secondary_shard_size: Option<usize>,
     /// Elements of one gradient bucket. Default 8,388,608 (32 MiB of fp32); DeepSpeed's `reduce_bucket_size`.
     pub reduce_bucket_size: usize,
     /// Elements of parameters gathered ahead of their use at stage 3, in the order recorded in the step before; 0 turns
@@ -244,6 +249,16 @@ impl ZeroConfig {
         Mesh::new(world, self.shard_size.unwrap_or(world))
     }
 
+    /// The groups that keep a second cut of parameters, if it is another than that of model state.
+    pub(crate) fn secondary_mesh(&self, world: usize) -> Option<Mesh> {
+        Mesh::new(world, self.secondary_shard_size?).filter(|mesh| mesh.replicas() > 1)
+    }
+
+    /// How processes gather parameters: from a second cut each by itself.
+    pub(crate) fn gathers(&self, world: usize) -> Gathers {
+        if self.secondary_mesh(world).is_some() { Gathers::OneSided } else { self.gathers }
+    }
+
     /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds over all ranks, in one hop, in the
     /// types that it knows.
     pub(crate) fn reduces_on_hosts(&self, mesh: Mesh) -> bool {
@@ -265,7 +280,14 @@ impl ZeroConfig {
         let Some(mesh) = self.mesh(world.max(1)) else {
             return Err(ConfigError::Mesh { got: self.shard_size.unwrap_or(world), world });
         };
-        if self.reduces_on_hosts(mesh) && self.gathers == Gathers::Collective {
+        if let Some(size) = self.secondary_shard_size {
+            let is_alone = self.stage.shards_parameters() && self.shard_size.is_none();
+            if Mesh::new(world.max(1), size).is_none() || !is_alone {
+                return Err(ConfigError::SecondaryShards { got: size, world });
+            }
+        }
+        let is_one_sided = self.reduces_on_hosts(mesh) || self.secondary_mesh(world).is_some();
+        if is_one_sided && self.gathers == Gathers::Collective {
             return Err(ConfigError::CollectiveGathers);
         }
         if self.reduce_bucket_size < world {
@@ -308,6 +330,7 @@ impl Default for ZeroConfig {
         Self {
             stage: Stage::DataParallel,
             shard_size: None,
+            secondary_shard_size: None,
             reduce_bucket_size: 1 << 23,
             prefetch_bucket_size: 50_000_000,
             max_live_parameters: 1_000_000_000,
@@ -341,10 +364,21 @@ pub enum ConfigError {
         /// Number of ranks.
         world: usize,
     },
+    /// A second cut of parameters that ranks cannot hold.
+    #[error(
+        "secondary_shard_size is {got} with {world} ranks: expected a number that divides them, at stage 3 and without \
+         shard_size, which has gathers within groups by itself"
+    )]
+    SecondaryShards {
+        /// The size given.
+        got: usize,
+        /// Number of ranks.
+        world: usize,
+    },
     /// Gathers of all ranks together beside what does not go by NCCL.
     #[error(
         "gathers are to be collective, which they can only be of all ranks together and beside gradients as they are: leave out \
-         that, or shard_size and quantized_gradients"
+         that, or shard_size, secondary_shard_size and quantized_gradients"
     )]
     CollectiveGathers,
     /// A gradient bucket that does not hold one element for each rank.

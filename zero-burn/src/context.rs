@@ -106,7 +106,7 @@ impl<B: Backend> Context<B> {
         let mesh = config.mesh(world).expect("it was validated");
         let is_meshed = mesh.replicas() > 1;
         let bulk = match world > 1 && comm.in_process().is_none() && !config.reduces_on_hosts(mesh) {
-            true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers)?)),
+            true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers(world))?)),
             false => None,
         };
         let disk = config.offload.uses(Tier::Disk).then(|| or_stop(SwapDisk::open(index, &config.offload.disk)));
@@ -346,6 +346,7 @@ impl<B: Backend> Context<B> {
     /// Waits until every rank has come this far: what was loaded before is read by none any more.
     pub(crate) fn fence(&self, purpose: &'static str) {
         self.gatherer.begin_awaited();
+        self.gatherer.end_secondary();
         match (self.gatherer.together(), &self.main) {
             (Some(bulk), Some(main)) => {
                 let _span = tracing::trace_span!("wait for ranks", purpose).entered();

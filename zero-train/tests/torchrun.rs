@@ -87,6 +87,7 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
         (2, vec!["--stage", "3", "--dtype", "bf16"]),
         (2, vec!["--stage", "1", "--accumulation", "2"]),
         (4, vec!["--stage", "3", "--shard-size", "2"]),
+        (4, vec!["--stage", "3", "--secondary-shard-size", "2"]),
         // One process is what it is without a launcher, and has one rank unless it is told otherwise.
         (1, vec!["--stage", "1"]),
     ];

@@ -94,6 +94,26 @@ fn meshes_train_as_the_flat_world_does() {
     }
 }
 
+/// Of parameters that are gathered from a second cut, in memory and from a disk.
+#[test]
+fn a_second_cut_of_the_parameters_changes_no_bit() {
+    let swap = tempfile::tempdir().unwrap();
+    for (ranks, size) in [(4, 4), (4, 2), (4, 1), (6, 3), (6, 2)] {
+        for (is_fused, is_offloaded) in [(false, false), (true, false), (true, true)] {
+            let mut run = Run { ranks, steps: 10, ..Run::tiny(Stage::Parameters) };
+            if is_offloaded {
+                let disk = Disk { path: swap.path().into(), ..Disk::default() };
+                let (optimizer, parameters) = (Tier::Disk, Tier::Disk);
+                run.zero.offload = Offload { optimizer, parameters, min_bytes: 1, disk, ..Offload::default() };
+            }
+            let flat = losses_and_norms(&run, is_fused);
+            run.zero.secondary_shard_size = Some(size);
+            let cut_again = losses_and_norms(&run, is_fused);
+            assert_eq!(flat, cut_again, "{ranks} ranks, {size} in a group, fused {is_fused}, offloaded {is_offloaded}");
+        }
+    }
+}
+
 #[test]
 fn quantized_gradients_have_the_same_bits_at_all_stages_and_move_the_loss_little() {
     const STEPS: usize = 50;

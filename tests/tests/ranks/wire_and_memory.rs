@@ -50,6 +50,29 @@ fn wire_bytes_follow_the_formula() {
     }
 }
 
+/// A version crosses groups once, when its second cut is gathered: what a rank has of that by itself is no traffic.
+#[test]
+fn a_second_cut_takes_its_bytes_and_serves_every_gather() {
+    for (ranks, size) in [(4, 2), (4, 1), (6, 3)] {
+        let mut run = run(Stage::Parameters, ranks);
+        run.zero.secondary_shard_size = Some(size);
+        let stats = gpt2_stats(&run);
+        let psi = run.model.num_params() as f64;
+        let of_group = |rank: usize| rank % size == rank / (ranks / size);
+        let there = (0..ranks).filter(|&rank| of_group(rank)).count();
+        let received = |by: usize| (by - 1) as f64 / by as f64;
+        let filled = ranks as f64 / size as f64 - there as f64 / ranks as f64;
+        let formula = 4.0 * psi * (filled + ranks as f64 * (2.0 * received(size) + received(ranks)));
+        let ratio = stats.iter().map(|stats| stats.wire_bytes.total()).sum::<u64>() as f64 / formula;
+        println!("{ranks} ranks, {size} in a group: {ratio:.4} of the formula on the wire");
+        assert!((ratio - 1.0).abs() < 0.01, "{ranks} ranks, {size} in a group: {ratio}");
+        let state = stats[0].model_state_bytes.parameters as f64 / (4.0 * psi);
+        let expected = 1.0 / ranks as f64 + 1.0 / size as f64;
+        println!("  parameters {state:.4} of a whole model's for {expected:.4}");
+        assert!((state / expected - 1.0).abs() < 0.02, "{state} for {expected}");
+    }
+}
+
 #[test]
 fn quantized_gradients_take_the_bytes_of_their_bits() {
     for (shards, how) in [(4, Format::Int8), (2, Format::Int8), (2, Format::Int4)] {

@@ -10,8 +10,8 @@ mod state;
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
@@ -30,7 +30,7 @@ use crate::trouble::{or_stop, raise};
 use crate::values::{flat, read, tag};
 use patience::Patience;
 use rank::Rank;
-use slot::{Drawn, Slot};
+use slot::{Drawn, Names, Slot};
 pub(crate) use state::{Piece, State, Whole};
 
 /// What a cell's bytes are counted as.
@@ -66,6 +66,8 @@ pub(crate) struct Cell<B: Backend> {
     pub(crate) changed: Condvar,
     /// Held by the rank that joins the pieces, on the cell of the first rank that has one.
     pub(crate) joining: Mutex<()>,
+    /// Of a parameter's version: this rank's piece of the second cut, from which its group gathers.
+    pub(crate) secondary: OnceLock<Arc<Self>>,
     /// The whole that this rank joined or borrowed last, for the other ranks.
     pub(crate) lent: Mutex<Option<zero_ops::Lent>>,
 }
@@ -86,6 +88,8 @@ pub(crate) struct Template<B: Backend> {
 pub(crate) enum Origin {
     /// A parameter's birth or update.
     Version,
+    /// The second cut of a version, by that one's name.
+    Secondary(Key),
     /// Anything else, by its signature.
     Derived(u64),
     /// State that was loaded, by a hash of the whole: nothing else of it is the same on every rank, as each has a hash map
@@ -122,13 +126,14 @@ impl<B: Backend> Cell<B> {
     fn new(template: Template<B>, dtype: DType, state: State<B>) -> Arc<Self> {
         let Template { rank, slot, partition, shape, device, kind, origin } = template;
         let key = match (&slot, origin) {
+            (_, Origin::Secondary(version)) => Some(Names::secondary(version)),
             (_, Origin::Loaded(content)) => Some(Key { object: content | DERIVED, version: 0 }),
             (Some(slot), Origin::Version) => Some(slot.names.lock().version(slot.index)),
             (Some(slot), Origin::Derived(signature)) => Some(slot.names.lock().derived(slot.index, signature)),
             (None, _) => None,
         };
         let signature = match origin {
-            Origin::Version => VERSION_SIGNATURE,
+            Origin::Version | Origin::Secondary(_) => VERSION_SIGNATURE,
             Origin::Derived(signature) => signature,
             Origin::Loaded(_) => PRIOR_SIGNATURE,
         };
@@ -148,6 +153,7 @@ impl<B: Backend> Cell<B> {
             state: Mutex::new(state),
             changed: Condvar::new(),
             joining: Mutex::new(()),
+            secondary: OnceLock::new(),
             lent: Mutex::new(None),
         });
         {
@@ -159,6 +165,9 @@ impl<B: Backend> Cell<B> {
         }
         if let Some(slot) = cell.slot.as_ref().filter(|_| cell.is_version) {
             *slot.current.lock() = Arc::downgrade(&cell);
+            if cell.kind() == Kind::Parameter {
+                cell.begin_secondary();
+            }
             cell.rank.await_whole(&cell, slot.index);
         }
         cell
@@ -296,13 +305,28 @@ impl<B: Backend> Cell<B> {
     }
 
     /// Counts this cell as a parameter from now on, if it is the next version of one.
-    pub(crate) fn adopt(&self) {
+    pub(crate) fn adopt(self: &Arc<Self>) {
         if self.is_version && self.kind() != Kind::Parameter {
             let state = self.state.lock();
             self.count(&state, -1);
             self.kind.store(Kind::Parameter as u8, Ordering::Relaxed);
             self.count(&state, 1);
+            drop(state);
+            self.begin_secondary();
+            self.slot.iter().for_each(|slot| self.rank.await_whole(self, slot.index));
         }
+    }
+
+    /// Shows the other ranks that there will be a second cut of this version, if it is to have one.
+    fn begin_secondary(&self) {
+        let Some((key, partition)) = self.key.zip(self.rank.secondary(self.partition)) else { return };
+        let template = self.template(Kind::Parameter, Origin::Secondary(key));
+        let _ = self.secondary.set(Cell::pending(Template { partition, ..template }, self.dtype));
+    }
+
+    /// What is gathered where this version is used.
+    pub(crate) fn nearest(&self) -> &Self {
+        self.secondary.get().map_or(self, |secondary| secondary)
     }
 
     /// Ends *pending*: the piece, or why there is none.
@@ -580,6 +604,7 @@ impl<B: Backend> Cell<B> {
             state: Mutex::new(state),
             changed: Condvar::new(),
             joining: Mutex::new(()),
+            secondary: self.secondary.clone(),
             lent: Mutex::new(self.lent.lock().take()),
         });
         cell.count(&cell.state.lock(), 1);

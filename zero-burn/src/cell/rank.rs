@@ -28,6 +28,8 @@ pub(crate) struct Rank<B: Backend> {
     pub(crate) world: usize,
     /// Which ranks hold model state between them.
     pub(crate) mesh: Mesh,
+    /// Which ranks hold a second cut of parameters between them, if any do.
+    secondary: Option<Mesh>,
     pub(crate) config: ZeroConfig,
     pub(crate) device: B::Device,
     /// Whether all ranks gather parameters together ([`crate::bulk`]).
@@ -47,7 +49,7 @@ pub(crate) struct Rank<B: Backend> {
     pub(crate) gauges: Gauges,
     pub(crate) ahead: Ahead,
     pub(crate) parameters: Parameters<B>,
-    /// Versions of parameters that all ranks will gather, and keep, before any is used.
+    /// Versions of parameters that all ranks will gather, and keep, before any is used, or of which they gather a second cut.
     pub(crate) awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
     /// See [`Rank::retire`].
     retired: Mutex<Vec<Arc<Cell<B>>>>,
@@ -80,12 +82,14 @@ impl<B: Backend> Rank<B> {
     ) -> Arc<Self> {
         let (index, world) = (comm.rank(), comm.world());
         let mesh = config.mesh(world).expect("it was validated");
+        let secondary = config.secondary_mesh(world);
         let updates_beside = config.offload.keeps_state(Tier::Disk)
             || (config.offload.keeps_state(Tier::Host) && !zero_ops::is_host::<B>());
         Arc::new(Self {
             index,
             world,
             mesh,
+            secondary,
             config,
             device,
             gathers_together,
@@ -135,7 +139,19 @@ impl<B: Backend> Rank<B> {
 
     /// This rank's place in a partition: 0 where one rank's piece is everything.
     pub(crate) fn place(&self, partition: Partition) -> usize {
-        if partition.is_whole() { 0 } else { self.mesh.shard(self.index) }
+        if partition.is_whole() { 0 } else { self.mesh_of(partition).shard(self.index) }
+    }
+
+    /// The ranks among which `partition` cuts, from which this one gathers.
+    pub(crate) fn mesh_of(&self, partition: Partition) -> Mesh {
+        self.secondary.filter(|mesh| mesh.shards() == partition.world()).unwrap_or(self.mesh)
+    }
+
+    /// The second cut of a parameter that is cut by `partition`, if it has one: gathers of small ones are kept as they are.
+    pub(super) fn secondary(&self, partition: Partition) -> Option<Partition> {
+        let numel = partition.numel();
+        let is_gathered_often = numel > self.config.param_persistence_threshold && !partition.is_whole();
+        self.secondary.filter(|_| is_gathered_often).map(|mesh| mesh.partition(numel))
     }
 
     /// The cut by which all ranks count and save, at every stage, and this rank's place in it.
@@ -219,15 +235,15 @@ impl<B: Backend> Rank<B> {
         }
     }
 
-    /// A version of parameter `slot` is there: if its whole will be kept until the next one, all ranks gather it with the
-    /// others of its kind. The same versions on every rank: nothing here depends on what a rank has of them.
+    /// A version of parameter `slot` is there: it waits for its second cut to be gathered. If its whole will be kept until the
+    /// next one, all ranks gather it with the others of its kind. The same versions on every rank: nothing here depends on what a rank has of them.
     pub(super) fn await_whole(&self, cell: &Arc<Cell<B>>, slot: u64) {
         let config = &self.config;
         let is_kept = !config.stage.shards_parameters() || cell.partition.numel() <= config.param_persistence_threshold;
         // Updates beside the next forward pass end one by one: gathers wait for each as it is used.
         let is_late = config.offload.optimizer != Tier::Memory || config.offload.parameters != Tier::Memory;
         let is_cut = !cell.partition.is_whole() && !cell.partition.is_empty();
-        if self.gathers_together && is_kept && !is_late && is_cut {
+        if cell.secondary.get().is_some() || (self.gathers_together && is_kept && !is_late && is_cut) {
             self.awaited.lock().insert(slot, Arc::downgrade(cell));
         }
     }

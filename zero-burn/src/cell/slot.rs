@@ -65,6 +65,9 @@ pub(crate) struct Names {
     ordinals: HashMap<u64, u64>,
 }
 
+/// The bit of a name that sets a parameter's second cut apart from the parameter.
+const SECONDARY: u64 = 1 << 62;
+
 impl Names {
     /// The name of the next version of parameter `index`.
     pub(crate) fn version(&mut self, index: u64) -> Key {
@@ -78,6 +81,11 @@ impl Names {
         let ordinal = self.ordinals.entry(signature).or_insert(0);
         *ordinal += 1;
         Key { object: sign(&[index, signature, *ordinal]) | DERIVED, version: self.epoch }
+    }
+
+    /// The name of the second cut of a version.
+    pub(crate) fn secondary(version: Key) -> Key {
+        Key { object: version.object | SECONDARY, ..version }
     }
 
     pub(crate) fn epoch(&self) -> u64 {

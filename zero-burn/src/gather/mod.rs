@@ -12,6 +12,7 @@
 
 mod read;
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -20,7 +21,8 @@ use std::sync::{Arc, Weak};
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{Shape, Slice};
 use parking_lot::Mutex;
-use zero_core::CommError;
+use zero_core::collective::threads::panic_reason;
+use zero_core::{Called, CommError};
 
 use crate::bulk::{Begun, Bulk};
 use crate::cell::rank::Rank;
@@ -110,6 +112,10 @@ pub(crate) struct Gatherer<B: Backend> {
     trace: Mutex<Trace>,
     /// Parameters to be gathered ahead of their use.
     prefetch: Worker<Arc<Cell<B>>>,
+    /// Versions whose second cut is to be gathered.
+    seconds: Worker<Arc<Cell<B>>>,
+    /// Second cuts that are being gathered.
+    filling: Mutex<Vec<Weak<Cell<B>>>>,
 }
 
 impl<B: Backend> Gatherer<B> {
@@ -119,6 +125,8 @@ impl<B: Backend> Gatherer<B> {
             arriving: Mutex::default(),
             trace: Mutex::default(),
             prefetch: Worker::new(format!("rank-{}-prefetch", rank.index)),
+            seconds: Worker::new(format!("rank-{}-second-cut", rank.index)),
+            filling: Mutex::default(),
             rank,
         }
     }
@@ -131,6 +139,7 @@ impl<B: Backend> Gatherer<B> {
     /// Ends the rank's thread that gathers ahead.
     pub(crate) fn stop(&self) {
         self.prefetch.stop();
+        self.seconds.stop();
     }
 
     /// The whole of a version of parameter `slot`.
@@ -158,7 +167,7 @@ impl<B: Backend> Gatherer<B> {
             drop(state);
             let whole = match arriving {
                 Some(begun) => self.end(begun, cell),
-                None => read::whole(cell, For::Own).unwrap_or_else(|error| raise(error)),
+                None => read::whole(cell.nearest(), For::Own).unwrap_or_else(|error| raise(error)),
             };
             if !keep {
                 // This thread's, for this once; counted as one that is kept until it is taken would be.
@@ -296,7 +305,7 @@ impl<B: Backend> Gatherer<B> {
     /// before a parameter is used, before gradients are reduced, before a fence.
     pub(crate) fn begin_awaited(&self) {
         if self.together.is_none() {
-            return;
+            return self.begin_secondary();
         }
         let awaited = std::mem::take(&mut *self.rank.awaited.lock());
         // One that was dropped was replaced, on every rank.
@@ -308,6 +317,22 @@ impl<B: Backend> Gatherer<B> {
         let _span = tracing::trace_span!("gather", parameters = cells.len()).entered();
         self.begin(&cells);
         self.arriving.lock().extend(cells.iter().map(Arc::downgrade));
+    }
+
+    /// Begins to gather the second cuts that wait for it, beside the rank's own thread: what the others of its group read must not
+    /// wait for that one's next use of a parameter.
+    fn begin_secondary(&self) {
+        let awaited = std::mem::take(&mut *self.rank.awaited.lock());
+        for cell in awaited.into_values().filter_map(|cell| cell.upgrade()) {
+            self.filling.lock().extend(cell.secondary.get().map(Arc::downgrade));
+            self.seconds.send(cell, |inbox| inbox.into_iter().for_each(|cell| gather_secondary(&cell)));
+        }
+    }
+
+    /// Waits for the second cuts that are being gathered: what they are read from may be replaced next.
+    pub(crate) fn end_secondary(&self) {
+        let filling = std::mem::take(&mut *self.filling.lock());
+        filling.iter().filter_map(Weak::upgrade).for_each(|second| drop(second.settled()));
     }
 
     /// Ends the gathers that [`Gatherer::begin_awaited`] has begun: one of them is needed, and they come together.
@@ -367,7 +392,7 @@ impl<B: Backend> Gatherer<B> {
 /// Gathers a parameter on the prefetch thread.
 fn gather_ahead<B: Backend>(cell: &Cell<B>) {
     // An error or a panic (no memory) is left to the load, which meets it on the rank's own thread.
-    let whole = catch_unwind(AssertUnwindSafe(|| read::whole(cell, For::Beside))).ok().and_then(Result::ok);
+    let whole = catch_unwind(AssertUnwindSafe(|| read::whole(cell.nearest(), For::Beside))).ok().and_then(Result::ok);
     let whole = whole.map(|whole| cell.rank.share(whole));
     let mut state = cell.state.lock();
     cell.rank.ahead.in_flight.fetch_sub(cell.partition.numel(), Ordering::Relaxed);
@@ -377,6 +402,26 @@ fn gather_ahead<B: Backend>(cell: &Cell<B>) {
         None => cell.forget_whole(&mut state),
     }
     cell.changed.notify_all();
+}
+
+/// Gathers this rank's piece of a version's second cut.
+fn gather_secondary<B: Backend>(cell: &Cell<B>) {
+    let Some(second) = cell.secondary.get() else { return };
+    // An error of the pieces that it waits for comes as a panic.
+    let failed = |payload: Box<dyn Any + Send>| match payload.downcast::<CommError>() {
+        Ok(error) => *error,
+        Err(payload) => CommError::Device {
+            at: Called::new(
+                "window",
+                second.key.map_or(0, |key| key.object),
+                cell.rank.index,
+                format!("a gather of {cell}"),
+            ),
+            reason: panic_reason(&*payload).into(),
+        },
+    };
+    let gathered = catch_unwind(AssertUnwindSafe(|| read::secondary(cell, second))).map_err(failed).and_then(|it| it);
+    second.settle(gathered.map(|piece| cell.rank.share(piece)));
 }
 
 /// This rank's piece, as long as every rank's.

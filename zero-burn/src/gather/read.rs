@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn_backend::Backend;
+use burn_std::Shape;
 use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
-use zero_core::{Called, CommError};
+use zero_core::{Called, CommError, Partition};
 
 use crate::cell::Cell;
 use crate::mover::For;
@@ -21,50 +22,14 @@ const JOINING: Duration = Duration::from_secs(1);
 
 /// Reads all pieces and joins them, or borrows what another rank has joined.
 pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
-    let (rank, partition, place) = (&cell.rank, cell.partition, cell.place());
-    let peer_of = |owner| rank.mesh.peer(rank.index, owner);
-    let key = cell.key.expect("only what has a name is read one-sidedly");
-    let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
+    let (rank, partition) = (&cell.rank, cell.partition);
+    let all = 0..partition.world();
     if rank.window.is_remote() {
-        return of_processes(cell, key);
+        return Ok(B::float_reshape(of_processes(cell, all)?, cell.shape.clone()));
     }
-    let mut cells: Vec<Option<Arc<Cell<B>>>> = Vec::with_capacity(partition.world());
-    for owner in (0..partition.world()).filter(|&owner| partition.len(owner) > 0) {
-        if owner == place {
-            cells.push(None);
-        } else {
-            let peer =
-                rank.window.read(peer_of(owner), key, cell)?.here().expect("ranks of one process show what they have");
-            if peer.shape != cell.shape || peer.dtype != cell.dtype {
-                return Err(CommError::Mismatch {
-                    at: Called::new(
-                        "window",
-                        key.object,
-                        rank.index,
-                        format!("a gather of {cell} of {:?}", cell.dtype),
-                    ),
-                    other_rank: peer_of(owner),
-                    other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
-                });
-            }
-            cells.push(Some(peer));
-        }
-    }
-    let received = partition.numel() - partition.len(place);
-    rank.wire.add(WireKind::AllGather, received * cell.dtype.size());
-    let cells = || cells.iter().map(|peer| peer.as_deref().unwrap_or(cell));
-    let join = || {
-        if cells().any(|piece| piece.stored().is_some()) {
-            return join_stored(cell, cells(), who);
-        }
-        // Ranks of one process may have a device each.
-        let mut pieces: Vec<_> = cells().map(|piece| here::<B>(piece.local(), &cell.device)).collect();
-        let flat = match pieces.len() {
-            1 => pieces.swap_remove(0),
-            _ => B::float_cat(pieces, 0),
-        };
-        B::float_reshape(flat, cell.shape.clone())
-    };
+    let peers = of_threads(cell, all)?;
+    let cells = || peers.iter().map(|peer| peer.as_deref().unwrap_or(cell));
+    let join = || B::float_reshape(join(cell, &peers, who), cell.shape.clone());
     // At the other stages a whole is the parameter's home, of which each rank has its own.
     if !rank.config.stage.shards_parameters() || cells().any(|peer| peer.device != cell.device) {
         return Ok(join());
@@ -76,43 +41,116 @@ pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTens
     Ok(whole)
 }
 
-/// Has the other processes' pieces sent to where they belong in the whole.
-fn of_processes<B: Backend>(cell: &Cell<B>, key: Key) -> Result<B::FloatTensorPrimitive, CommError> {
-    let (rank, partition, size, place) = (&cell.rank, cell.partition, cell.dtype.size(), cell.place());
+/// Reads what `cell`'s piece of its second cut consists of.
+pub(super) fn secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommError> {
+    let range = second.partition.range(second.place());
+    if range.is_empty() {
+        return Ok(B::float_zeros(Shape::new([1]), &cell.device, cell.dtype.into()));
+    }
+    let stride = cell.partition.stride();
+    let owners = range.start / stride..range.end.div_ceil(stride);
+    match cell.rank.window.is_remote() {
+        true => of_processes(cell, owners),
+        false => Ok(join(cell, &of_threads(cell, owners)?, For::Beside)),
+    }
+}
+
+fn key<B: Backend>(cell: &Cell<B>) -> Key {
+    cell.key.expect("only what has a name is read one-sidedly")
+}
+
+/// The elements of the pieces of `owners`.
+fn range_of(partition: Partition, owners: &Range<usize>) -> Range<usize> {
+    partition.range(owners.start).start..partition.range(owners.end - 1).end
+}
+
+/// Counts the pieces of `owners` as received from ranks that have them, as if each rank had read its own.
+fn count<B: Backend>(cell: &Cell<B>, owners: Range<usize>) {
+    let (rank, partition) = (&cell.rank, cell.partition);
+    let mesh = rank.mesh_of(partition);
+    for owner in owners.filter(|&owner| owner != cell.place()) {
+        let bytes = partition.len(owner) * cell.dtype.size();
+        rank.wire.add(WireKind::AllGather, bytes);
+        rank.wire.add_from_other_machines(rank.place.from_other_machines(bytes, &[mesh.peer(rank.index, owner)]));
+    }
+}
+
+/// The cells of `owners` that own anything; `None` for this rank's own.
+fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Option<Arc<Cell<B>>>>, CommError> {
+    let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
+    let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
+    let peer = |owner| {
+        let index = rank.mesh_of(partition).peer(rank.index, owner);
+        let peer = rank.window.read(index, key, cell)?.here().expect("ranks of one process show what they have");
+        if peer.shape != cell.shape || peer.dtype != cell.dtype {
+            let op = format!("a gather of {cell} of {:?}", cell.dtype);
+            return Err(CommError::Mismatch {
+                at: Called::new("window", key.object, rank.index, op),
+                other_rank: index,
+                other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
+            });
+        }
+        Ok(peer)
+    };
+    count(cell, owners.clone());
+    let owning = owners.filter(|&owner| partition.len(owner) > 0);
+    owning.map(|owner| (owner != cell.place()).then(|| peer(owner)).transpose()).collect()
+}
+
+/// Joins consecutive pieces, flat; `None` is this rank's own.
+fn join<B: Backend>(cell: &Cell<B>, peers: &[Option<Arc<Cell<B>>>], who: For) -> B::FloatTensorPrimitive {
+    let cells = || peers.iter().map(|peer| peer.as_deref().unwrap_or(cell));
+    if cells().any(|piece| piece.stored().is_some()) {
+        return join_stored(cell, cells(), who);
+    }
+    // Ranks of one process may have a device each.
+    let mut pieces: Vec<_> = cells().map(|piece| here::<B>(piece.local(), &cell.device)).collect();
+    match pieces.len() {
+        1 => pieces.swap_remove(0),
+        _ => B::float_cat(pieces, 0),
+    }
+}
+
+/// Has the processes' pieces sent to where they belong in what they make, flat.
+fn of_processes<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<B::FloatTensorPrimitive, CommError> {
+    let (rank, partition, size, key) = (&cell.rank, cell.partition, cell.dtype.size(), key(cell));
+    let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
+    let all = range_of(partition, &owners);
     let bytes = |owner: usize| {
         let range = partition.range(owner);
-        range.start * size..range.end * size
+        (range.start - all.start) * size..(range.end - all.start) * size
     };
-    let others = (0..partition.world()).filter(|&owner| owner != place);
-    let pieces: Vec<_> = others.map(|owner| (rank.mesh.peer(rank.index, owner), bytes(owner))).collect();
-    let mine = bytes(place);
-    let own = (!mine.is_empty()).then(|| cell.data());
-    let own = own.as_ref().map(|data| (mine.start, &data.as_bytes()[..mine.len()]));
+    let mesh = rank.mesh_of(partition);
+    let (mine, others): (Vec<_>, Vec<_>) = owners.clone().partition(|&owner| owner == cell.place());
+    let pieces: Vec<_> = others.into_iter().map(|owner| (mesh.peer(rank.index, owner), bytes(owner))).collect();
+    let mine = mine.first().map(|&owner| bytes(owner)).filter(|mine| !mine.is_empty());
+    let own = mine.map(|mine| (mine, cell.data()));
+    let own = own.as_ref().map(|(mine, data)| (mine.start, &data.as_bytes()[..mine.len()]));
     let dtype = on_the_wire(cell.dtype);
-    let whole = Whole { dtype, elements: partition.numel(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
-    let whole = rank.window.gather(whole, key, cell)?;
-    rank.wire.add(WireKind::AllGather, (partition.numel() - partition.len(place)) * size);
-    let from = |&(owner, ref bytes): &(usize, Range<usize>)| rank.place.from_other_machines(bytes.len(), &[owner]);
-    rank.wire.add_from_other_machines(pieces.iter().map(from).sum());
-    Ok(B::float_from_data(data(whole, cell.shape.clone()), &cell.device))
+    let joined = Whole { dtype, elements: all.len(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
+    let joined = rank.window.gather(joined, key, cell)?;
+    count(cell, owners);
+    Ok(B::float_from_data(data(joined, Shape::new([all.len()])), &cell.device))
 }
 
 /// Joins pieces of which some are in the host's memory or on a disk, in one new array.
 fn join_stored<'c, B: Backend>(
     cell: &Cell<B>,
-    pieces: impl Iterator<Item = &'c Cell<B>>,
+    pieces: impl Iterator<Item = &'c Cell<B>> + Clone,
     who: For,
 ) -> B::FloatTensorPrimitive {
     let (size, mover) = (cell.dtype.size(), &cell.rank.mover);
-    let data = filled(mover, cell.partition.numel(), cell.dtype, cell.shape.clone(), |whole| {
-        for piece in pieces {
-            let range = cell.partition.range(piece.place());
-            let part = &mut whole[range.start * size..range.end * size];
+    let ranges: Vec<_> = pieces.clone().map(|piece| cell.partition.range(piece.place())).collect();
+    let (start, numel) = (ranges[0].start, ranges.iter().map(Range::len).sum());
+    let shape = Shape::new([numel]);
+    let data = filled(mover, numel, cell.dtype, shape.clone(), |joined| {
+        for (piece, range) in pieces.zip(ranges) {
+            let part = &mut joined[(range.start - start) * size..(range.end - start) * size];
             match piece.stored() {
                 Some(stored) => or_stop(stored.read_into(part)),
                 None => part.copy_from_slice(&read::<B>(piece.local()).as_bytes()[..part.len()]),
             }
         }
     });
-    mover.to_backend::<B>(data, cell.shape.clone(), &cell.device, who).into_tensor()
+    mover.to_backend::<B>(data, shape, &cell.device, who).into_tensor()
 }

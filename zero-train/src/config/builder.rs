@@ -60,6 +60,8 @@ impl ZeroPlanBuilder {
         reduce_bucket_size: usize => REDUCE_BUCKET;
         /// Among how many neighbouring ranks model state is sharded; each such group holds all of it.
         shard_size: usize => "zero_optimization.mics_shard_size";
+        /// Among how many neighbouring ranks a second cut of the parameters is kept, which serves their gathers. Stage 3.
+        secondary_shard_size: usize => "zero_optimization.zero_hpz_partition_size";
         /// Whether gradients are quantised on their way across groups of ranks, or within the one there is.
         quantized_gradients: bool => "zero_optimization.zero_quantized_gradients";
         /// To what: `int8`, the default, `int4` or `nf4`.

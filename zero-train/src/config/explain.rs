@@ -96,8 +96,12 @@ impl ZeroPlan {
     }
 
     fn groups(&self) -> String {
-        let groups = |size| format!(", within {} of {}", count(self.world / size, "group"), count(size, "rank"));
-        self.shard_size.map_or_else(String::new, groups)
+        let groups = |size| format!("within {} of {}", count(self.world / size, "group"), count(size, "rank"));
+        match (self.shard_size, self.secondary_shard_size) {
+            (Some(size), _) => format!(", {}", groups(size)),
+            (_, Some(size)) => format!("; a second cut of the parameters serves gathers {}", groups(size)),
+            _ => String::new(),
+        }
     }
 
     fn sharding(&self) -> String {

@@ -27,6 +27,8 @@ pub struct ZeroPlan {
     pub world: usize,
     /// Among how many of them model state is sharded, which divides `world`; `None` is all.
     pub shard_size: Option<usize>,
+    /// Among how many of them a second cut of the parameters is kept for gathers, which divides `world`; `None` is none. Stage 3.
+    pub secondary_shard_size: Option<usize>,
     /// How the rows of a step are split.
     pub batch: Batch,
     /// Elements of one gradient bucket, at least 1.
@@ -104,6 +106,7 @@ impl ZeroPlan {
             checkpointed_blocks: self.checkpointed_blocks,
             stage: self.stage,
             shard_size: self.shard_size,
+            secondary_shard_size: self.secondary_shard_size,
             quantized_gradients: self.quantized_gradients,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,

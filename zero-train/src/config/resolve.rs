@@ -72,6 +72,7 @@ impl Config {
             stage: self.stage,
             world,
             shard_size: shard_size(&zero, world).filter(|_| self.stage.shards_optimizer()),
+            secondary_shard_size: secondary_shard_size(&zero, world).filter(|_| self.stage.shards_parameters()),
             batch,
             reduce_bucket_size: zero.get("reduce_bucket_size"),
             prefetch_bucket_size: zero.get("stage3_prefetch_bucket_size"),
@@ -255,6 +256,27 @@ fn shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
         return None;
     }
     Some(size).filter(|&size| size < world)
+}
+
+/// Ranks of a group that keeps a second cut of the parameters, if there are several groups.
+fn secondary_shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
+    const KEY: &str = "zero_hpz_partition_size";
+    let size: usize = zero.get(KEY);
+    if size <= 1 || size == world {
+        return None;
+    }
+    if Mesh::new(world, size).is_none() {
+        zero.conflict(
+            KEY,
+            &format!("{size} does not divide {world} ranks: expected a number that does, or 1 for no second cut"),
+        );
+        return None;
+    }
+    if zero.get::<i64>("mics_shard_size") > 0 {
+        zero.conflict(KEY, "gathers stay within the groups of mics_shard_size: expected one of the two keys");
+        return None;
+    }
+    Some(size)
 }
 
 fn batch(sizes: [Option<usize>; 3], world: usize, findings: &mut Findings) -> Batch {

@@ -118,7 +118,14 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let trained = model_state(profile.num_trained() as u64, plan.stage, ranks, precision);
     let frozen = profile.frozen_bytes(precision.parameter as usize, |_| true);
     let frozen = model_state(frozen, plan.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
-    StateBytes { parameters: trained.parameters + frozen.parameters, ..trained }
+    // The second cut of all that is gathered often.
+    let second = plan.secondary_shard_size.map_or(0, |size| {
+        let threshold = plan.param_persistence_threshold;
+        let often =
+            profile.parameters.iter().filter(|&&numel| numel > threshold).sum::<usize>() as u64 * precision.parameter;
+        (often + profile.frozen_bytes(precision.parameter as usize, |numel| numel > threshold)) / size as u64
+    });
+    StateBytes { parameters: trained.parameters + frozen.parameters + second, ..trained }
 }
 
 /// Bytes per parameter of each kind of model state.

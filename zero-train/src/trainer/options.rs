@@ -108,6 +108,10 @@ pub struct Options {
     /// (hybrid sharding, MiCS): gathers stay within a group. Divides the number of ranks [default: all ranks]
     #[arg(long, value_name = "RANKS")]
     pub shard_size: Option<usize>,
+    /// Keep a second cut of the parameters among so many neighbouring ranks, those of one machine perhaps, which serves their
+    /// gathers (ZeRO++'s hpZ): parameters cross groups once a step. Divides the number of ranks; stage 3 [default: none]
+    #[arg(long, value_name = "RANKS")]
+    pub secondary_shard_size: Option<usize>,
     /// Send gradients in 8 or 4 bit, with a scale for every 64 of them, int8, int4 or nf4: across the groups of --shard-size, or within
     /// the one there is (ZeRO++'s quantised gradients). It changes what is trained a little [default: as they are]
     #[arg(long, value_name = "FORMAT")]

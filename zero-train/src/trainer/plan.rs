@@ -194,20 +194,29 @@ impl Plan {
         let quantized = self.zero.quantized_gradients.map(|how| how.bytes(psi as usize) as u64);
         // The last hop is what is quantised.
         let within = quantized.filter(|_| replicas == 1).unwrap_or(sent);
+        // From within groups, where there is a second cut; then a version crosses them once.
+        let often = 2 * micro_batches * ((psi - persistent) * parameter + frozen);
+        let (often, gathered) = match self.plan.secondary_shard_size.map(|size| size as u64) {
+            None => (often, 0),
+            Some(size) => {
+                let world = self.plan.world as u64;
+                let is_there = |rank: &u64| rank % size == rank * size / world;
+                let there = (0..world).filter(is_there).count() as u64;
+                let filled = (psi - persistent) * parameter;
+                (0, often * (size - 1) / size + filled / size - filled * there / (world * world))
+            }
+        };
         let moved = match stage {
             // All-gathered as they are added up, in fp32.
             Stage::DataParallel if within != sent => within + 4 * psi,
             Stage::DataParallel => 2 * sent,
             Stage::OptimizerState => within + psi * parameter,
             Stage::Gradients => micro_batches * within + psi * parameter,
-            Stage::Parameters => {
-                let gathered = 2 * micro_batches * (psi - persistent) + persistent;
-                micro_batches * (within + 2 * frozen) + gathered * parameter
-            }
+            Stage::Parameters => micro_batches * within + persistent * parameter + often,
         };
         let kept = quantized.unwrap_or(sent) / if stage.shards_optimizer() { shards } else { 1 };
         let reductions = if stage.shards_gradients() { micro_batches } else { 1 };
-        moved * (shards - 1) / shards + 2 * reductions * kept * (replicas - 1) / replicas
+        moved * (shards - 1) / shards + gathered + 2 * reductions * kept * (replicas - 1) / replicas
     }
 }
 
@@ -303,7 +312,11 @@ impl core::fmt::Display for Plan {
         if self.backend != BackendChoice::Cpu {
             writeln!(f, "  backend        {}", option_name(self.backend))?;
         }
-        let groups = plan.shard_size.map_or(String::new(), |size| format!(" within groups of {size}"));
+        let groups = match (plan.shard_size, plan.secondary_shard_size) {
+            (Some(size), _) => format!(" within groups of {size}"),
+            (_, Some(size)) => format!(", gathers within groups of {size}"),
+            _ => String::new(),
+        };
         writeln!(
             f,
             "  ranks          {} at stage {}{groups}, {threads} compute thread(s) each",

@@ -153,14 +153,24 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if let Some(format) = options.quantized_gradients {
         builder = builder.quantized_gradients(true).quantized_gradients_format(&format.to_string());
     }
-    if let Some(size) = options.shard_size {
-        let ranks = options.ranks.unwrap_or(DEFAULT_RANKS);
-        if Mesh::new(ranks, size).is_none() {
-            return Err(wrong("shard-size", size, format!("expected a number that divides the {ranks} ranks")));
+    let ranks = options.ranks.unwrap_or(DEFAULT_RANKS);
+    let groups_of = |option, size: Option<usize>| match size {
+        Some(size) if Mesh::new(ranks, size).is_none() => {
+            Err(wrong(option, size, format!("expected a number that divides the {ranks} ranks")))
         }
+        size => Ok(size),
+    };
+    if let Some(size) = groups_of("shard-size", options.shard_size)? {
         builder = builder.shard_size(size);
     }
-    let mut plan = builder.build(options.ranks.unwrap_or(DEFAULT_RANKS))?;
+    if let Some(size) = groups_of("secondary-shard-size", options.secondary_shard_size)? {
+        if options.shard_size.is_some() || !stage.shards_parameters() || size == 1 {
+            let expected = "expected 2 or more, at stage 3, and without --shard-size, within whose groups gathers stay by themselves";
+            return Err(wrong("secondary-shard-size", size, expected));
+        }
+        builder = builder.secondary_shard_size(size);
+    }
+    let mut plan = builder.build(ranks)?;
     if options.offload_activations {
         plan.offload_activations = Some(there.device);
     }
@@ -239,6 +249,11 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
             text(plan.quantized_gradients).unwrap_or("nothing".into()),
         ),
         ("shard-size", text(options.shard_size), plan.shards().to_string()),
+        (
+            "secondary-shard-size",
+            text(options.secondary_shard_size),
+            text(plan.secondary_shard_size).unwrap_or("nothing".into()),
+        ),
         ("offload", options.offload.map(name), kept.to_string()),
         ("offload-to", options.offload_to.map(name), to.to_string()),
         ("swap", given_swap.map(shown), swap.map_or("nothing".to_string(), shown)),

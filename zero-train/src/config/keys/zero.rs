@@ -70,8 +70,7 @@ pub(in crate::config) const ZERO: &[Key] = keys! {
     leaf_module = null => K::section(keys! { classes = [], names = [], name_suffixes = [] => K::Texts, LEAF; }),
         T::ACTED.since_stage(3);
     // ZeRO++, MiCS, ZenFlow.
-    zero_hpz_partition_size = 1 => K::COUNT,
-        T::not_yet("there is no secondary partition: gathers reach over all ranks");
+    zero_hpz_partition_size = 1 => K::COUNT, T::ACTED.since_stage(3);
     zero_quantized_weights = false, zero_quantized_nontrainable_weights = false => K::Bool, QUANTIZED;
     zero_quantized_gradients = false => K::Bool, T::ACTED;
     zero_quantized_gradients_format = "int8" => K::OneOf("int8 int4 nf4"), T::ACTED;

@@ -9,6 +9,7 @@ fn the_shared_deepspeed_file() {
         stage: Stage::Parameters,
         world: 2,
         shard_size: None,
+        secondary_shard_size: None,
         quantized_gradients: None,
         batch: Batch { global: 8, micro: 2, accumulation: 2 },
         reduce_bucket_size: 500_000,

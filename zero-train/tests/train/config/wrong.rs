@@ -63,6 +63,24 @@ fn groups_divide_the_ranks() {
 }
 
 #[test]
+fn a_second_cut_divides_the_ranks_of_stage_3() {
+    let plan = |stage: u8, keys: &str| {
+        let zero = format!(r#"{{"stage": {stage}, "zero_hpz_partition_size": {keys}}}"#);
+        json(&format!(r#"{{"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {zero}}}"#), &on(4))
+    };
+    let size = |stage, keys| plan(stage, keys).unwrap().zero_config(0).secondary_shard_size;
+    assert_eq!((size(3, "2"), size(3, "1"), size(3, "4"), size(2, "2")), (Some(2), None, None, None));
+    let explained = plan(3, "2").unwrap().explain();
+    assert!(
+        explained.contains("; a second cut of the parameters serves gathers within 2 groups of 2 ranks"),
+        "{explained}"
+    );
+    insta::assert_snapshot!(warnings(&plan(2, "2").unwrap()), @"zero_optimization.zero_hpz_partition_size: has no effect at stage 2, only from stage 3");
+    insta::assert_snapshot!(plan(3, "3").unwrap_err(), @"ds.json: zero_optimization.zero_hpz_partition_size: 3 does not divide 4 ranks: expected a number that does, or 1 for no second cut");
+    insta::assert_snapshot!(plan(3, r#"2, "mics_shard_size": 2"#).unwrap_err(), @"ds.json: zero_optimization.zero_hpz_partition_size: gathers stay within the groups of mics_shard_size: expected one of the two keys");
+}
+
+#[test]
 fn gradients_are_quantized_to_what_the_key_says() {
     let plan = |keys: &str| {
         let zero = format!(r#"{{"stage": 2, {keys}}}"#);
