@@ -38,6 +38,9 @@ pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Differenc
         let pairs = first.lines().chain(nothing()).zip(other.lines().chain(nothing())).take(places);
         if let Some((first, other)) = pairs.into_iter().find(|(first, other)| first != other) {
             let plain = |line: &str| line.trim().trim_end_matches(',').to_string();
+            // The first rank to end breaks off the others' operations: none does before all have what they need to say the
+            // same. A barrier that is broken off has been entered by all.
+            let _ = comm.execute(Request::Barrier("a difference of settings"));
             return Ok(Some(Difference { rank, first: plain(first), other: plain(other) }));
         }
     }
