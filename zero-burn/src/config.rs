@@ -210,6 +210,11 @@ pub struct ZeroConfig {
     /// Sums are in fp32; those across groups are quantised again on the way back. It changes what is trained: an error of up to half
     /// a step of 1/127 ([`Format::Int8`]) or 1/7 ([`Format::Int4`]) of the largest of a block. Default: no. DeepSpeed's `zero_quantized_gradients`.
     pub quantized_gradients: Option<Format>,
+    /// Whether parameters of more elements than `param_persistence_threshold` are gathered in 8 or 4 bit, in blocks of 64 with a scale
+    /// each: over all ranks, or for a second cut if there is one. Every rank computes with what the codes stand for; what is updated,
+    /// saved and read out has all digits. The codes of a rank's piece are kept beside it while it is in memory. A parameter that was
+    /// made in fp16 is gathered as it is: it may be quantised already. Stage 3 only. Default: no. DeepSpeed's `zero_quantized_weights`.
+    pub quantized_weights: Option<Format>,
     /// Gradients are reduced beside the backward pass, as they come; otherwise after it, by `collect_grads`, which keeps
     /// them whole until then. Default true; DeepSpeed's `overlap_comm`.
     pub overlap_comm: bool,
@@ -254,9 +259,13 @@ impl ZeroConfig {
         Mesh::new(world, self.secondary_shard_size?).filter(|mesh| mesh.replicas() > 1)
     }
 
-    /// How processes gather parameters: from a second cut each by itself.
+    /// How processes gather parameters: from a second cut, or quantised, each by itself.
     pub(crate) fn gathers(&self, world: usize) -> Gathers {
-        if self.secondary_mesh(world).is_some() { Gathers::OneSided } else { self.gathers }
+        if self.gathers_one_sided(world) { Gathers::OneSided } else { self.gathers }
+    }
+
+    fn gathers_one_sided(&self, world: usize) -> bool {
+        self.secondary_mesh(world).is_some() || self.quantized_weights.is_some()
     }
 
     /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds over all ranks, in one hop, in the
@@ -286,8 +295,10 @@ impl ZeroConfig {
                 return Err(ConfigError::SecondaryShards { got: size, world });
             }
         }
-        let is_one_sided = self.reduces_on_hosts(mesh) || self.secondary_mesh(world).is_some();
-        if is_one_sided && self.gathers == Gathers::Collective {
+        if self.quantized_weights.is_some() && !self.stage.shards_parameters() {
+            return Err(ConfigError::QuantizedWeights { stage: self.stage });
+        }
+        if (self.reduces_on_hosts(mesh) || self.gathers_one_sided(world)) && self.gathers == Gathers::Collective {
             return Err(ConfigError::CollectiveGathers);
         }
         if self.reduce_bucket_size < world {
@@ -341,6 +352,7 @@ impl Default for ZeroConfig {
             gradient_dtype: None,
             communication_dtype: None,
             quantized_gradients: None,
+            quantized_weights: None,
             overlap_comm: true,
             gradient_predivide_factor: 1.0,
             gathers: Gathers::default(),
@@ -375,10 +387,19 @@ pub enum ConfigError {
         /// Number of ranks.
         world: usize,
     },
+    /// Weights that are quantised where they are not gathered for each use.
+    #[error(
+        "quantized_weights is given at {stage}: only at stage 3 are parameters gathered where they are used; leave it out, or \
+         choose stage 3"
+    )]
+    QuantizedWeights {
+        /// The stage.
+        stage: Stage,
+    },
     /// Gathers of all ranks together beside what does not go by NCCL.
     #[error(
         "gathers are to be collective, which they can only be of all ranks together and beside gradients as they are: leave out \
-         that, or shard_size, secondary_shard_size and quantized_gradients"
+         that, or shard_size, secondary_shard_size, quantized_weights and quantized_gradients"
     )]
     CollectiveGathers,
     /// A gradient bucket that does not hold one element for each rank.

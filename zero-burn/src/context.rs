@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use zero_core::collective::threads::alone;
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
+use zero_ops::quantized::Format;
 
 use crate::activations::Offloader;
 use crate::bulk::Bulk;
@@ -22,7 +23,7 @@ use crate::cell::rank::Rank;
 use crate::config::{Tier, ZeroConfig};
 use crate::current::{CURRENT, Installed, PLACES, RUNNING};
 use crate::device::ZeroDevice;
-use crate::gather::{Gatherer, read_whole};
+use crate::gather::{Gatherer, read_exact};
 use crate::mover::{For, Mover};
 use crate::random::{Draws, Stream};
 use crate::reduce::{Foreign, Means, Outcome, Phase, Reducer};
@@ -194,6 +195,15 @@ impl<B: Backend> Context<B> {
     /// every rank must do so, as their owners wait until all have read. Only what was computed of loaded state before its first
     /// use has no name that other ranks know: it is gathered by a collective, in the same order on every rank.
     pub(crate) fn load(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
+        Self::gather(cell, cell.quantized())
+    }
+
+    /// As [`Context::load`], with all digits of what is quantised where it is used.
+    pub(crate) fn load_exact(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
+        Self::gather(cell, None)
+    }
+
+    fn gather(cell: &Arc<Cell<B>>, how: Option<Format>) -> B::FloatTensorPrimitive {
         let installed = Self::installed();
         if installed.as_ref().is_some_and(|installed| !Arc::ptr_eq(&installed.rank, &cell.rank)) {
             stop_foreign(&cell.shape);
@@ -207,9 +217,13 @@ impl<B: Backend> Context<B> {
         }
         let context = installed.unwrap_or_else(|| Self::of(cell));
         match (&cell.slot, cell.key) {
-            (Some(slot), _) if cell.is_version() => context.gatherer.load(cell, slot),
+            (Some(slot), _) if cell.is_version() && how == cell.quantized() => context.gatherer.load(cell, slot),
+            (Some(_), _) if cell.is_version() => {
+                cell.mark_loaded();
+                read_exact(cell, For::Own).unwrap_or_else(|error| raise(error))
+            }
             (_, Some(_)) => {
-                let whole = read_whole(cell, For::Own).unwrap_or_else(|error| raise(error));
+                let whole = read_exact(cell, For::Own).unwrap_or_else(|error| raise(error));
                 // Optimizers replace their state at once: not before every rank has read it.
                 context.barrier("after reading a gradient or optimizer state out");
                 whole

@@ -44,7 +44,7 @@ pub fn read<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, select: impl Fn(&
     let (mut found, mut done) = (Vec::new(), HashSet::new());
     walk::visit::<A, M>(module, |meta, tensor| {
         if let Some(tensor) = tensor.filter(|_| select(&meta) && done.insert(meta.id)) {
-            let values = read_data::<A::Base>(tensor.load()).iter::<f32>().collect();
+            let values = read_data::<A::Base>(tensor.load_exact()).iter::<f32>().collect();
             found.push(Gathered { meta, values });
         }
     });

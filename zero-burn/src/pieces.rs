@@ -124,7 +124,7 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
         let dtype = tensor.dtype();
         let held = match tensor {
             ZeroTensor::Shard(Shard { cell, views }) if views.is_empty() => Held::Cell(cell),
-            edited @ ZeroTensor::Shard(_) => Held::Dense(edited.load()),
+            edited @ ZeroTensor::Shard(_) => Held::Dense(edited.load_exact()),
             dense => Held::Dense(A::Base::float_from_data(from_rank_0(&context, dense), &context.rank.device)),
         };
         pieces.push(ParamPiece { meta, dtype, held });

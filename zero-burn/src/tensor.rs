@@ -52,13 +52,22 @@ impl<B: Backend> Shard<B> {
 impl<B: Backend> ZeroTensor<B> {
     /// The tensor as the inner backend knows it: a gather if it is sharded.
     pub(crate) fn load(self) -> B::FloatTensorPrimitive {
+        self.whole(Context::load)
+    }
+
+    /// As [`load`](Self::load), to be read out or saved: with all digits of a parameter that is quantised where it is used.
+    pub(crate) fn load_exact(self) -> B::FloatTensorPrimitive {
+        self.whole(Context::load_exact)
+    }
+
+    fn whole(self, gather: impl FnOnce(&Arc<Cell<B>>) -> B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
         asked::computed();
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor,
             ZeroTensor::Activation(activation) => activation.load(),
             ZeroTensor::Shard(Shard { cell, views }) => {
                 asked::used(cell.key);
-                views.apply(Context::load(&cell))
+                views.apply(gather(&cell))
             }
         }
     }

@@ -26,7 +26,7 @@ pub enum Exposure {
 
 /// A value whose bytes other processes may read.
 pub trait Expose {
-    /// The bytes as they are now. Called on a thread that serves the other ranks' reads: it may copy or read a disk, but
-    /// does not wait for anything that another rank does.
-    fn expose(&self) -> Exposure;
+    /// The bytes as they are now, as what `key` names of them. Called on a thread that serves the other ranks' reads: it may copy,
+    /// compute or read a disk, but does not wait for anything that another rank does.
+    fn expose(&self, key: Key) -> Exposure;
 }

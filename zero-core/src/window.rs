@@ -156,7 +156,7 @@ impl<T: Expose + Send + Sync + 'static> Window<T> {
                 Looked::Absent | Looked::Dropping => Found::Absent,
                 Looked::Gone => Found::Gone,
                 // The board is free while bytes are made.
-                Looked::Here(value) => Found::Here(value.expose()),
+                Looked::Here(value) => Found::Here(value.expose(key)),
             }
         };
         Self { rank, peers: Peers::Processes(Remote::join(comm, Box::new(lookup))), board }

@@ -81,11 +81,25 @@ impl Format {
     ///
     /// When they are of another number of elements.
     pub fn add_row(self, blocks: &[u8], sum: &mut [f32]) {
-        assert_eq!(blocks.len(), self.bytes(sum.len()), "bytes of {} numbers", sum.len());
+        self.each_block(blocks, sum, |sum, decoded| *sum += decoded);
+    }
+
+    /// Fills `out` with the numbers that `blocks` stand for.
+    ///
+    /// # Panics
+    ///
+    /// When they are of another number of elements.
+    pub fn decode_row(self, blocks: &[u8], out: &mut [f32]) {
+        self.each_block(blocks, out, |out, decoded| *out = decoded);
+    }
+
+    #[inline(always)]
+    fn each_block(self, blocks: &[u8], out: &mut [f32], put: impl Fn(&mut f32, f32)) {
+        assert_eq!(blocks.len(), self.bytes(out.len()), "bytes of {} numbers", out.len());
         let mut decoded = [0f32; BLOCK];
-        for (block, sum) in blocks.chunks_exact(self.block_bytes()).zip(sum.chunks_mut(BLOCK)) {
+        for (block, out) in blocks.chunks_exact(self.block_bytes()).zip(out.chunks_mut(BLOCK)) {
             self.decode(block, &mut decoded);
-            sum.iter_mut().zip(&decoded).for_each(|(sum, decoded)| *sum += decoded);
+            out.iter_mut().zip(decoded).for_each(|(out, decoded)| put(out, decoded));
         }
     }
 
@@ -211,14 +225,10 @@ impl Quantized {
 
     /// Elements of the weight from its quantised rows.
     pub(crate) fn decode(self, bytes: &[u8]) -> Vec<f32> {
-        let mut out = Vec::with_capacity(bytes.len());
-        let mut decoded = [0f32; BLOCK];
-        for row in bytes.chunks_exact(2 * self.format.words(self.width)) {
-            for (block, from) in row.chunks_exact(self.format.block_bytes()).zip((0..self.width).step_by(BLOCK)) {
-                self.format.decode(block, &mut decoded);
-                out.extend_from_slice(&decoded[..BLOCK.min(self.width - from)]);
-            }
-        }
+        let per_row = self.format.bytes(self.width);
+        let mut out = vec![0.0; bytes.len() / per_row * self.width];
+        let rows = bytes.chunks_exact(per_row).zip(out.chunks_exact_mut(self.width));
+        rows.for_each(|(blocks, row)| self.format.decode_row(blocks, row));
         out
     }
 }

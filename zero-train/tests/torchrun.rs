@@ -88,6 +88,8 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
         (2, vec!["--stage", "1", "--accumulation", "2"]),
         (4, vec!["--stage", "3", "--shard-size", "2"]),
         (4, vec!["--stage", "3", "--secondary-shard-size", "2"]),
+        (2, vec!["--stage", "3", "--quantized-weights", "int4", "--dtype", "bf16"]),
+        (4, vec!["--stage", "3", "--secondary-shard-size", "2", "--quantized-weights", "int8"]),
         // One process is what it is without a launcher, and has one rank unless it is told otherwise.
         (1, vec!["--stage", "1"]),
     ];

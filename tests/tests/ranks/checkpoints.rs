@@ -24,6 +24,7 @@ use zero_burn::stats::all_gather;
 use zero_core::Stage;
 use zero_core::checkpoint::{Check, Checkpoint, ElementType, SaveOptions, find_latest};
 use zero_models::hf_export::{ExportDtype, ExportOptions};
+use zero_models::quantize::Format;
 use zero_models::{Gpt2, Gpt2Config, ModelConfig};
 use zero_train::engine::{EngineConfig, EngineError, Parts, Step, ZeroEngine};
 use zero_train::export::export_checkpoint;
@@ -241,6 +242,43 @@ fn every_mesh_goes_on_where_every_other_stopped() {
             assert!(apart < if at == to { f64::MIN_POSITIVE } else { 2e-6 }, "{name}: {apart:e}");
         }
     }
+}
+
+/// Passes compute with what few bits stand for; what is read out and saved is the parameter.
+#[test]
+fn quantized_weights_are_saved_with_all_digits() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut run = Run { ranks: 4, ..Run::tiny(Stage::Parameters) };
+    let first = |run: &Run| {
+        on_ranks(run.ranks, &run.zero, |device| {
+            let engine = engine(run, &device);
+            let weight = engine.model().wte.val();
+            weight.into_data().into_vec::<f32>().unwrap()
+        })
+        .swap_remove(0)
+    };
+    let exact = first(&run);
+    run.zero.quantized_weights = Some(Format::Int4);
+    assert!(first(&run) == exact, "what was drawn");
+    let (path, saved, unbroken) = on_ranks(run.ranks, &run.zero, |device| {
+        let mut engine = engine(&run, &device);
+        train(&run, &mut engine, 0..2, &device);
+        let (path, saved) = (save(&engine, dir.path()), state(&engine));
+        (path, saved, train(&run, &mut engine, 2..5, &device))
+    })
+    .swap_remove(0);
+    let resumed = |run: &Run| {
+        on_ranks(run.ranks, &run.zero, |device| {
+            let mut engine = engine(run, &device);
+            engine.load(&Checkpoint::open(&path).unwrap(), Parts::All).unwrap();
+            (state(&engine), train(run, &mut engine, 2..5, &device))
+        })
+        .swap_remove(0)
+    };
+    assert!(resumed(&run) == (saved.clone(), unbroken.clone()));
+    run.zero.quantized_weights = None;
+    let (loaded, losses) = resumed(&run);
+    assert!(loaded == saved && losses != unbroken);
 }
 
 #[test]

@@ -143,3 +143,29 @@ fn quantized_gradients_have_the_same_bits_at_all_stages_and_move_the_loss_little
         assert!(apart > 0.0 && apart < most, "{how:?}: {with} against {plain}");
     }
 }
+
+/// Of weights that are gathered in few bits: however they are cut again or kept, passes compute with the same ones.
+#[test]
+fn quantized_weights_have_the_same_bits_with_a_second_cut_and_from_a_disk_and_move_the_loss_little() {
+    const STEPS: usize = 50;
+    let swap = tempfile::tempdir().unwrap();
+    for (ranks, how, most) in [(2, Format::Int8, 0.01), (4, Format::Int8, 0.01), (4, Format::Int4, 0.05)] {
+        let mut run = Run { ranks, steps: STEPS, ..Run::tiny(Stage::Parameters) };
+        let plain = losses_and_norms(&run, true);
+        run.zero.quantized_weights = Some(how);
+        let with = losses_and_norms(&run, true);
+        let (last, exact) = (with[STEPS - 1].0, plain[STEPS - 1].0);
+        let apart = (last - exact).abs() / exact;
+        println!("{ranks} ranks, {how:?}: loss {last:.5} after {STEPS} steps, {apart:.1e} from {exact:.5}");
+        assert!(apart > 0.0 && apart < most, "{how:?}: {last} against {exact}");
+        if ranks == 4 {
+            run.zero.secondary_shard_size = Some(2);
+            assert_eq!(with, losses_and_norms(&run, true), "{how:?}, a second cut");
+            run.zero.secondary_shard_size = None;
+        }
+        let disk = Disk { path: swap.path().into(), ..Disk::default() };
+        let (optimizer, parameters) = (Tier::Disk, Tier::Disk);
+        run.zero.offload = Offload { optimizer, parameters, min_bytes: 1, disk, ..Offload::default() };
+        assert_eq!(with, losses_and_norms(&run, true), "{how:?}, from a disk");
+    }
+}

@@ -73,6 +73,35 @@ fn a_second_cut_takes_its_bytes_and_serves_every_gather() {
     }
 }
 
+/// Gathered twice for every use, and once across groups for a second cut, which itself is exact.
+#[test]
+fn quantized_weights_take_the_bytes_of_their_bits() {
+    for (second, how) in [(None, Format::Int8), (None, Format::Int4), (Some(2), Format::Int8)] {
+        let mut run = run(Stage::Parameters, 4);
+        run.zero.secondary_shard_size = second;
+        let gathers = |run: &Run| -> (u64, u64) {
+            let stats = gpt2_stats(run);
+            let wire = stats.iter().map(|stats| stats.wire_bytes.all_gather).sum();
+            (wire, stats[0].model_state_bytes.parameters as u64)
+        };
+        let (plain, held) = gathers(&run);
+        run.zero.quantized_weights = Some(how);
+        let (quantized, with_codes) = gathers(&run);
+        let psi = run.model.num_params() as u64;
+        let codes = how.bytes(psi as usize) as u64;
+        // Of four ranks' in groups of two, each takes half of a version, but of what two of them have themselves.
+        let filled = |bytes: u64| (4 * bytes / 2) - 2 * bytes / 4;
+        let expected = match second {
+            None => 4 * 2 * codes * 3 / 4,
+            Some(_) => plain - filled(4 * psi) + filled(codes),
+        };
+        println!("{second:?}, {how:?}: {quantized} bytes for {expected}, {plain} as they are");
+        assert!((quantized as f64 / expected as f64 - 1.0).abs() < 0.02, "{quantized} for {expected}");
+        let beside = with_codes - held;
+        assert!((beside as f64 / (codes as f64 / 4.0) - 1.0).abs() < 0.05, "{beside} of codes for {}", codes / 4);
+    }
+}
+
 #[test]
 fn quantized_gradients_take_the_bytes_of_their_bits() {
     for (shards, how) in [(4, Format::Int8), (2, Format::Int8), (2, Format::Int4)] {

@@ -3,6 +3,7 @@
 //! A cell is written by its owner's thread or by the owner's reducer, update and prefetch threads, and read by other ranks
 //! through the window; its mutex gives the happens-before edge.
 
+pub(crate) mod codes;
 pub(crate) mod patience;
 pub(crate) mod rank;
 pub(crate) mod slot;
@@ -28,6 +29,7 @@ use crate::random::sign;
 use crate::tier::{Home, Stored, SwapDisk, fetch};
 use crate::trouble::{or_stop, raise};
 use crate::values::{flat, read, tag};
+use codes::Codes;
 use patience::Patience;
 use rank::Rank;
 use slot::{Drawn, Names, Slot};
@@ -68,6 +70,8 @@ pub(crate) struct Cell<B: Backend> {
     pub(crate) joining: Mutex<()>,
     /// Of a parameter's version: this rank's piece of the second cut, from which its group gathers.
     pub(crate) secondary: OnceLock<Arc<Self>>,
+    /// What the other ranks read of the piece, if it is quantised and stays in memory.
+    codes: OnceLock<Arc<Codes<B>>>,
     /// The whole that this rank joined or borrowed last, for the other ranks.
     pub(crate) lent: Mutex<Option<zero_ops::Lent>>,
 }
@@ -154,15 +158,14 @@ impl<B: Backend> Cell<B> {
             changed: Condvar::new(),
             joining: Mutex::new(()),
             secondary: OnceLock::new(),
+            codes: OnceLock::new(),
             lent: Mutex::new(None),
         });
         {
             let state = cell.state.lock();
             cell.count(&state, 1);
         }
-        if let Some(key) = cell.key {
-            cell.rank.window.publish(key, &cell);
-        }
+        cell.names().for_each(|key| cell.rank.window.publish(key, &cell));
         if let Some(slot) = cell.slot.as_ref().filter(|_| cell.is_version) {
             *slot.current.lock() = Arc::downgrade(&cell);
             if cell.kind() == Kind::Parameter {
@@ -220,6 +223,11 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn drawn(&self) -> Option<Drawn> {
         let is_first = self.is_version && self.key.is_some_and(|key| key.version == 1);
         self.slot.as_ref().filter(|_| is_first)?.drawn.get().copied()
+    }
+
+    /// Under which the other ranks read of this.
+    fn names(&self) -> impl Iterator<Item = Key> {
+        self.key.into_iter().chain(self.codes_key())
     }
 
     /// What this contributes to the signature of something derived from it now.
@@ -526,7 +534,7 @@ impl<B: Backend> Cell<B> {
 
 /// A piece's bytes, for ranks that are other processes. Called on the thread that serves them: it waits for nobody.
 impl<B: Backend> Expose for Cell<B> {
-    fn expose(&self) -> Exposure {
+    fn expose(&self, key: Key) -> Exposure {
         {
             let state = self.state.lock();
             match &state.piece {
@@ -537,14 +545,15 @@ impl<B: Backend> Expose for Cell<B> {
         }
         // What is settled stays settled, so that nothing below waits.
         let bytes = self.partition.len(self.place()) * self.dtype.size();
-        match catch_unwind(AssertUnwindSafe(|| self.data())) {
-            Ok(data) => {
+        let exposed = || match self.quantized().filter(|_| self.key != Some(key)) {
+            Some(how) => self.expose_codes(how),
+            None => {
                 let tag = tag(&self.shape, self.dtype);
-                Exposure::Ready { tag, bytes: Box::new(Exposed { data, bytes }) }
+                Exposure::Ready { tag, bytes: Box::new(Exposed { data: self.data(), bytes }) }
             }
-            // The disk's error, or no memory.
-            Err(payload) => Exposure::Failed(panic_reason(&*payload)),
-        }
+        };
+        // The disk's error, or no memory.
+        catch_unwind(AssertUnwindSafe(exposed)).unwrap_or_else(|payload| Exposure::Failed(panic_reason(&*payload)))
     }
 }
 
@@ -575,7 +584,7 @@ impl<B: Backend> Drop for Cell<B> {
         if wanted && readable && !self.retired && self.rank.running.load(Ordering::Relaxed) {
             self.rank.retire(self.retire(state));
         } else if self.is_version {
-            self.rank.window.retract(key);
+            self.names().for_each(|key| self.rank.window.retract(key));
         } else {
             self.rank.window.forget(key);
         }
@@ -605,12 +614,11 @@ impl<B: Backend> Cell<B> {
             changed: Condvar::new(),
             joining: Mutex::new(()),
             secondary: self.secondary.clone(),
+            codes: self.codes.clone(),
             lent: Mutex::new(self.lent.lock().take()),
         });
         cell.count(&cell.state.lock(), 1);
-        if let Some(key) = self.key {
-            self.rank.window.publish(key, &cell);
-        }
+        self.names().for_each(|key| self.rank.window.publish(key, &cell));
         cell
     }
 }

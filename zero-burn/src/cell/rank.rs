@@ -14,8 +14,9 @@ use zero_core::collective::launcher::Place;
 use zero_core::window::{Key, Window};
 use zero_core::{Collective, Mesh, Partition};
 use zero_ops::Shared;
+use zero_ops::quantized::Format;
 
-use super::slot::{Parameters, Slot};
+use super::slot::{Names, Parameters, Slot};
 use super::{Cell, Kind};
 use crate::config::{Tier, ZeroConfig};
 use crate::gauges::Gauges;
@@ -161,17 +162,33 @@ impl<B: Backend> Rank<B> {
 
     /// Numbers a new parameter.
     pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
+        // What is born in fp16 may be rows that are quantised already, whose numbers mean nothing.
+        let quantized = self.quantized(shape.num_elements(), dtype).filter(|_| dtype != DType::F16);
+        self.slot(shape, dtype, quantized)
+    }
+
+    fn slot(&self, shape: Shape, dtype: DType, quantized: Option<Format>) -> Arc<Slot<B>> {
         let partition = self.partition(shape.num_elements());
         let resident = self.parameters.is_resident(partition.stride(), self.config.offload.disk.max_in_memory);
-        self.parameters.number(shape, dtype, partition, resident)
+        self.parameters.number((shape, dtype), partition, resident, quantized)
+    }
+
+    /// How a parameter is gathered where it is used: small ones, whose wholes are kept, are gathered as they are.
+    fn quantized(&self, numel: usize, dtype: DType) -> Option<Format> {
+        let is_gathered_often = numel > self.config.param_persistence_threshold && self.mesh.shards() > 1;
+        let has_codes = matches!(dtype, DType::F16 | DType::BF16 | DType::F32);
+        self.config.quantized_weights.filter(|_| is_gathered_often && has_codes)
     }
 
     /// Numbers a parameter with the first values of another: one that takes its place, in another type, stays in memory if that
     /// did.
     pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
         let replaced = match dtype == slot.dtype {
-            true => self.new_slot(slot.shape.clone(), dtype),
-            false => self.parameters.number(slot.shape.clone(), dtype, slot.partition, slot.resident),
+            true => self.slot(slot.shape.clone(), dtype, slot.quantized),
+            false => {
+                let quantized = self.quantized(slot.partition.numel(), dtype);
+                self.parameters.number((slot.shape.clone(), dtype), slot.partition, slot.resident, quantized)
+            }
         };
         slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
         replaced
@@ -180,7 +197,8 @@ impl<B: Backend> Rank<B> {
     /// Forgets a parameter that is gone on all ranks.
     pub(crate) fn forget_slot(&self, index: u64) {
         self.parameters.forget(index);
-        self.window.forget(Key { object: index, version: 0 });
+        let key = Key { object: index, version: 0 };
+        [key, Names::codes(key)].into_iter().for_each(|key| self.window.forget(key));
     }
 
     /// Counts `bytes` of a gradient that the backward pass has given and that is neither in a bucket nor reduced yet.

@@ -10,6 +10,7 @@ use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::Partition;
 use zero_core::window::Key;
+use zero_ops::quantized::Format;
 
 use super::{Cell, DERIVED};
 use crate::random::{Stream, sign};
@@ -34,6 +35,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
     pub(crate) id: OnceLock<DistributedParamId>,
+    /// How it is gathered where it is used, if not as it is.
+    pub(crate) quantized: Option<Format>,
 }
 
 /// What a parameter's first values were drawn from.
@@ -67,6 +70,8 @@ pub(crate) struct Names {
 
 /// The bit of a name that sets a parameter's second cut apart from the parameter.
 const SECONDARY: u64 = 1 << 62;
+/// The one that sets the codes of its pieces apart.
+const CODES: u64 = 1 << 61;
 
 impl Names {
     /// The name of the next version of parameter `index`.
@@ -86,6 +91,11 @@ impl Names {
     /// The name of the second cut of a version.
     pub(crate) fn secondary(version: Key) -> Key {
         Key { object: version.object | SECONDARY, ..version }
+    }
+
+    /// The name of the codes of a version's pieces.
+    pub(crate) fn codes(version: Key) -> Key {
+        Key { object: version.object | CODES, ..version }
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -125,11 +135,18 @@ impl<B: Backend> Parameters<B> {
     }
 
     /// Numbers a parameter.
-    pub(crate) fn number(&self, shape: Shape, dtype: DType, partition: Partition, resident: bool) -> Arc<Slot<B>> {
+    pub(crate) fn number(
+        &self,
+        (shape, dtype): (Shape, DType),
+        partition: Partition,
+        resident: bool,
+        quantized: Option<Format>,
+    ) -> Arc<Slot<B>> {
         Arc::new(Slot {
             index: self.numbered.fetch_add(1, Ordering::Relaxed),
             partition,
             resident,
+            quantized,
             shape,
             dtype,
             place: AtomicU64::new(0),

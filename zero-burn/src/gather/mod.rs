@@ -32,7 +32,7 @@ use crate::mover::For;
 use crate::trouble::raise;
 use crate::worker::Worker;
 
-pub(crate) use read::whole as read_whole;
+pub(crate) use read::exact as read_exact;
 
 /// The order of gathers of the last step and the place in it.
 #[derive(Default)]
@@ -167,7 +167,7 @@ impl<B: Backend> Gatherer<B> {
             drop(state);
             let whole = match arriving {
                 Some(begun) => self.end(begun, cell),
-                None => read::whole(cell.nearest(), For::Own).unwrap_or_else(|error| raise(error)),
+                None => read::used(cell, For::Own).unwrap_or_else(|error| raise(error)),
             };
             if !keep {
                 // This thread's, for this once; counted as one that is kept until it is taken would be.
@@ -324,7 +324,9 @@ impl<B: Backend> Gatherer<B> {
     fn begin_secondary(&self) {
         let awaited = std::mem::take(&mut *self.rank.awaited.lock());
         for cell in awaited.into_values().filter_map(|cell| cell.upgrade()) {
-            self.filling.lock().extend(cell.secondary.get().map(Arc::downgrade));
+            let Some(second) = cell.secondary.get() else { continue };
+            read::count_secondary(&cell, second);
+            self.filling.lock().push(Arc::downgrade(second));
             self.seconds.send(cell, |inbox| inbox.into_iter().for_each(|cell| gather_secondary(&cell)));
         }
     }
@@ -392,7 +394,7 @@ impl<B: Backend> Gatherer<B> {
 /// Gathers a parameter on the prefetch thread.
 fn gather_ahead<B: Backend>(cell: &Cell<B>) {
     // An error or a panic (no memory) is left to the load, which meets it on the rank's own thread.
-    let whole = catch_unwind(AssertUnwindSafe(|| read::whole(cell.nearest(), For::Beside))).ok().and_then(Result::ok);
+    let whole = catch_unwind(AssertUnwindSafe(|| read::used(cell, For::Beside))).ok().and_then(Result::ok);
     let whole = whole.map(|whole| cell.rank.share(whole));
     let mut state = cell.state.lock();
     cell.rank.ahead.in_flight.fetch_sub(cell.partition.numel(), Ordering::Relaxed);

@@ -9,8 +9,11 @@ use burn_std::Shape;
 use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
 use zero_core::{Called, CommError, Partition};
+use zero_ops::quantized::Format;
 
 use crate::cell::Cell;
+use crate::cell::codes::decode;
+use crate::cell::slot::Names;
 use crate::mover::For;
 use crate::tier::filled;
 use crate::trouble::or_stop;
@@ -20,18 +23,31 @@ use crate::values::{data, here, on_the_wire, read, tag};
 /// run under autodiff's locks (ADR 2).
 const JOINING: Duration = Duration::from_secs(1);
 
+/// A parameter where it is used: from the nearest cut, and quantised if it is to be.
+pub(crate) fn used<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
+    let cell = cell.nearest();
+    whole(cell, cell.quantized(), who)
+}
+
+/// What is to have all its digits: read out, or saved.
+pub(crate) fn exact<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
+    whole(cell, None, who)
+}
+
 /// Reads all pieces and joins them, or borrows what another rank has joined.
-pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
+fn whole<B: Backend>(cell: &Cell<B>, how: Option<Format>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
     let (rank, partition) = (&cell.rank, cell.partition);
     let all = 0..partition.world();
+    count(cell, how, all.clone());
     if rank.window.is_remote() {
-        return Ok(B::float_reshape(of_processes(cell, all)?, cell.shape.clone()));
+        return Ok(B::float_reshape(of_processes(cell, how, all)?, cell.shape.clone()));
     }
-    let peers = of_threads(cell, all)?;
+    let peers = of_threads(cell, how, all)?;
     let cells = || peers.iter().map(|peer| peer.as_deref().unwrap_or(cell));
-    let join = || B::float_reshape(join(cell, &peers, who), cell.shape.clone());
-    // At the other stages a whole is the parameter's home, of which each rank has its own.
-    if !rank.config.stage.shards_parameters() || cells().any(|peer| peer.device != cell.device) {
+    let join = || B::float_reshape(join(cell, how, &peers, who), cell.shape.clone());
+    // At the other stages a whole is the parameter's home, of which each rank has its own. What is lent is as it is used.
+    let is_lent = rank.config.stage.shards_parameters() && how == cell.quantized();
+    if !is_lent || cells().any(|peer| peer.device != cell.device) {
         return Ok(join());
     }
     let _joining = cells().next().and_then(|first| first.joining.try_lock_for(JOINING));
@@ -41,22 +57,39 @@ pub(crate) fn whole<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTens
     Ok(whole)
 }
 
+/// Counts what `cell`'s piece of its second cut is read from: as the read is begun, so that it counts to the same step on every run.
+pub(super) fn count_secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) {
+    let range = second.partition.range(second.place());
+    if !range.is_empty() {
+        count(cell, cell.quantized(), owners(cell.partition, &range));
+    }
+}
+
 /// Reads what `cell`'s piece of its second cut consists of.
 pub(super) fn secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommError> {
     let range = second.partition.range(second.place());
     if range.is_empty() {
         return Ok(B::float_zeros(Shape::new([1]), &cell.device, cell.dtype.into()));
     }
-    let stride = cell.partition.stride();
-    let owners = range.start / stride..range.end.div_ceil(stride);
+    let owners = owners(cell.partition, &range);
     match cell.rank.window.is_remote() {
-        true => of_processes(cell, owners),
-        false => Ok(join(cell, &of_threads(cell, owners)?, For::Beside)),
+        true => of_processes(cell, cell.quantized(), owners),
+        false => Ok(join(cell, cell.quantized(), &of_threads(cell, cell.quantized(), owners)?, For::Beside)),
     }
 }
 
 fn key<B: Backend>(cell: &Cell<B>) -> Key {
     cell.key.expect("only what has a name is read one-sidedly")
+}
+
+/// Bytes of a piece of so many elements on its way.
+fn sent<B: Backend>(cell: &Cell<B>, how: Option<Format>, elements: usize) -> usize {
+    how.map_or(elements * cell.dtype.size(), |how| how.bytes(elements))
+}
+
+/// Whose pieces `range` consists of.
+fn owners(partition: Partition, range: &Range<usize>) -> Range<usize> {
+    range.start / partition.stride()..range.end.div_ceil(partition.stride())
 }
 
 /// The elements of the pieces of `owners`.
@@ -65,18 +98,22 @@ fn range_of(partition: Partition, owners: &Range<usize>) -> Range<usize> {
 }
 
 /// Counts the pieces of `owners` as received from ranks that have them, as if each rank had read its own.
-fn count<B: Backend>(cell: &Cell<B>, owners: Range<usize>) {
+fn count<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) {
     let (rank, partition) = (&cell.rank, cell.partition);
     let mesh = rank.mesh_of(partition);
     for owner in owners.filter(|&owner| owner != cell.place()) {
-        let bytes = partition.len(owner) * cell.dtype.size();
+        let bytes = sent(cell, how, partition.len(owner));
         rank.wire.add(WireKind::AllGather, bytes);
         rank.wire.add_from_other_machines(rank.place.from_other_machines(bytes, &[mesh.peer(rank.index, owner)]));
     }
 }
 
 /// The cells of `owners` that own anything; `None` for this rank's own.
-fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Option<Arc<Cell<B>>>>, CommError> {
+fn of_threads<B: Backend>(
+    cell: &Cell<B>,
+    how: Option<Format>,
+    owners: Range<usize>,
+) -> Result<Vec<Option<Arc<Cell<B>>>>, CommError> {
     let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
     let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     let peer = |owner| {
@@ -92,16 +129,20 @@ fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Op
         }
         Ok(peer)
     };
-    count(cell, owners.clone());
     let owning = owners.filter(|&owner| partition.len(owner) > 0);
     owning.map(|owner| (owner != cell.place()).then(|| peer(owner)).transpose()).collect()
 }
 
 /// Joins consecutive pieces, flat; `None` is this rank's own.
-fn join<B: Backend>(cell: &Cell<B>, peers: &[Option<Arc<Cell<B>>>], who: For) -> B::FloatTensorPrimitive {
+fn join<B: Backend>(
+    cell: &Cell<B>,
+    how: Option<Format>,
+    peers: &[Option<Arc<Cell<B>>>],
+    who: For,
+) -> B::FloatTensorPrimitive {
     let cells = || peers.iter().map(|peer| peer.as_deref().unwrap_or(cell));
-    if cells().any(|piece| piece.stored().is_some()) {
-        return join_stored(cell, cells(), who);
+    if how.is_some() || cells().any(|piece| piece.stored().is_some()) {
+        return join_stored(cell, how, cells(), who);
     }
     // Ranks of one process may have a device each.
     let mut pieces: Vec<_> = cells().map(|piece| here::<B>(piece.local(), &cell.device)).collect();
@@ -112,30 +153,59 @@ fn join<B: Backend>(cell: &Cell<B>, peers: &[Option<Arc<Cell<B>>>], who: For) ->
 }
 
 /// Has the processes' pieces sent to where they belong in what they make, flat.
-fn of_processes<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<B::FloatTensorPrimitive, CommError> {
-    let (rank, partition, size, key) = (&cell.rank, cell.partition, cell.dtype.size(), key(cell));
+fn of_processes<B: Backend>(
+    cell: &Cell<B>,
+    how: Option<Format>,
+    owners: Range<usize>,
+) -> Result<B::FloatTensorPrimitive, CommError> {
+    let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
     let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     let all = range_of(partition, &owners);
-    let bytes = |owner: usize| {
-        let range = partition.range(owner);
-        (range.start - all.start) * size..(range.end - all.start) * size
-    };
+    // Consecutive pieces; codes of each begin with a block of their own.
+    let mut end = 0;
+    let ends: Vec<Range<usize>> = owners
+        .clone()
+        .map(|owner| {
+            let begin = end;
+            end += sent(cell, how, partition.len(owner));
+            begin..end
+        })
+        .collect();
+    let first = owners.start;
+    let bytes = |owner: usize| ends[owner - first].clone();
     let mesh = rank.mesh_of(partition);
     let (mine, others): (Vec<_>, Vec<_>) = owners.clone().partition(|&owner| owner == cell.place());
     let pieces: Vec<_> = others.into_iter().map(|owner| (mesh.peer(rank.index, owner), bytes(owner))).collect();
     let mine = mine.first().map(|&owner| bytes(owner)).filter(|mine| !mine.is_empty());
-    let own = mine.map(|mine| (mine, cell.data()));
-    let own = own.as_ref().map(|(mine, data)| (mine.start, &data.as_bytes()[..mine.len()]));
-    let dtype = on_the_wire(cell.dtype);
-    let joined = Whole { dtype, elements: all.len(), tag: &tag(&cell.shape, cell.dtype), own, pieces: &pieces };
-    let joined = rank.window.gather(joined, key, cell)?;
-    count(cell, owners);
-    Ok(B::float_from_data(data(joined, Shape::new([all.len()])), &cell.device))
+    let shape = Shape::new([all.len()]);
+    let Some(how) = how else {
+        let own = mine.map(|mine| (mine, cell.data()));
+        let own = own.as_ref().map(|(mine, data)| (mine.start, &data.as_bytes()[..mine.len()]));
+        let (dtype, tag) = (on_the_wire(cell.dtype), tag(&cell.shape, cell.dtype));
+        let joined = Whole { dtype, elements: all.len(), tag: &tag, own, pieces: &pieces };
+        let joined = rank.window.gather(joined, key, cell)?;
+        return Ok(B::float_from_data(data(joined, shape), &cell.device));
+    };
+    let own = mine.map(|mine| (mine.start, cell.codes(how)));
+    let own = own.as_ref().map(|(begin, codes)| (*begin, (**codes).as_ref()));
+    let (dtype, tag) = (zero_core::collective::DType::U8, cell.codes_tag(how));
+    let codes = Whole { dtype, elements: end, tag: &tag, own, pieces: &pieces };
+    let codes = rank.window.gather(codes, Names::codes(key), cell)?.into_u8();
+    let size = cell.dtype.size();
+    let data = filled(&rank.mover, all.len(), cell.dtype, shape.clone(), |joined| {
+        for owner in owners {
+            let range = partition.range(owner);
+            let part = &mut joined[(range.start - all.start) * size..(range.end - all.start) * size];
+            decode(how, &codes[bytes(owner)], cell.dtype, part);
+        }
+    });
+    Ok(rank.mover.to_backend::<B>(data, shape, &cell.device, For::Beside).into_tensor())
 }
 
-/// Joins pieces of which some are in the host's memory or on a disk, in one new array.
+/// Joins pieces that are quantised, or of which some are in the host's memory or on a disk, in one new array.
 fn join_stored<'c, B: Backend>(
     cell: &Cell<B>,
+    how: Option<Format>,
     pieces: impl Iterator<Item = &'c Cell<B>> + Clone,
     who: For,
 ) -> B::FloatTensorPrimitive {
@@ -146,9 +216,10 @@ fn join_stored<'c, B: Backend>(
     let data = filled(mover, numel, cell.dtype, shape.clone(), |joined| {
         for (piece, range) in pieces.zip(ranges) {
             let part = &mut joined[(range.start - start) * size..(range.end - start) * size];
-            match piece.stored() {
-                Some(stored) => or_stop(stored.read_into(part)),
-                None => part.copy_from_slice(&read::<B>(piece.local()).as_bytes()[..part.len()]),
+            match (how, piece.stored()) {
+                (Some(how), _) => decode(how, (*piece.codes(how)).as_ref(), cell.dtype, part),
+                (None, Some(stored)) => or_stop(stored.read_into(part)),
+                (None, None) => part.copy_from_slice(&read::<B>(piece.local()).as_bytes()[..part.len()]),
             }
         }
     });

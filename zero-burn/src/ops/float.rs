@@ -189,7 +189,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
 
     /// The whole tensor. For a gradient or optimizer state this is a collective: every rank must call it.
     fn float_into_data(tensor: ty!(float)) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send {
-        B::float_into_data(tensor.load())
+        B::float_into_data(tensor.load_exact())
     }
 
     fn float_device(tensor: &ty!(float)) -> ty!(place) {

@@ -66,6 +66,10 @@ impl ZeroPlanBuilder {
         quantized_gradients: bool => "zero_optimization.zero_quantized_gradients";
         /// To what: `int8`, the default, `int4` or `nf4`.
         quantized_gradients_format: &str => "zero_optimization.zero_quantized_gradients_format";
+        /// Whether weights are quantised when they are gathered. Stage 3.
+        quantized_weights: bool => "zero_optimization.zero_quantized_weights";
+        /// To what: `int8`, the default, `int4` or `nf4`. Stage 3.
+        quantized_weights_format: &str => "zero_optimization.zero_quantized_weights_format";
         /// Elements gathered ahead of their use. Stage 3.
         prefetch_bucket_size: usize => "zero_optimization.stage3_prefetch_bucket_size";
         /// Elements of gathered parameters that may be kept. Stage 3.

@@ -97,11 +97,12 @@ impl ZeroPlan {
 
     fn groups(&self) -> String {
         let groups = |size| format!("within {} of {}", count(self.world / size, "group"), count(size, "rank"));
-        match (self.shard_size, self.secondary_shard_size) {
+        let cut = match (self.shard_size, self.secondary_shard_size) {
             (Some(size), _) => format!(", {}", groups(size)),
             (_, Some(size)) => format!("; a second cut of the parameters serves gathers {}", groups(size)),
             _ => String::new(),
-        }
+        };
+        cut + &self.quantized_weights.map_or(String::new(), |how| format!("; large weights are gathered in {how}"))
     }
 
     fn sharding(&self) -> String {

@@ -65,6 +65,8 @@ pub struct ZeroPlan {
     pub communication_data_type: Option<Float>,
     /// How gradients are quantised on their way across groups of ranks, or within the one there is; `None` sends them as they are.
     pub quantized_gradients: Option<Format>,
+    /// How weights are quantised when they are gathered; `None` gathers them as they are.
+    pub quantized_weights: Option<Format>,
     /// The type gradients of micro-batches are added up in; `None` is their own.
     pub grad_accum_dtype: Option<Float>,
     /// The optimizer; `None` leaves it to the program.
@@ -108,6 +110,7 @@ impl ZeroPlan {
             shard_size: self.shard_size,
             secondary_shard_size: self.secondary_shard_size,
             quantized_gradients: self.quantized_gradients,
+            quantized_weights: self.quantized_weights,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,
             max_live_parameters: self.max_live_parameters,

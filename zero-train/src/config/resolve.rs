@@ -89,7 +89,9 @@ impl Config {
             gradient_predivide_factor: top.get("gradient_predivide_factor"),
             precision: precision(&top),
             communication_data_type: float_named(&top.get::<String>("communication_data_type")),
-            quantized_gradients: quantized_gradients(&zero),
+            quantized_gradients: quantized(&zero, "zero_quantized_gradients", "zero_quantized_gradients_format"),
+            quantized_weights: quantized(&zero, "zero_quantized_weights", "zero_quantized_weights_format")
+                .filter(|_| self.stage.shards_parameters()),
             grad_accum_dtype: float_named(&top.section("data_types").get::<String>("grad_accum_dtype")),
             schedule: schedule::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,
@@ -238,9 +240,9 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
 }
 
 /// [`Batch::solve`], with the error reported where it arises.
-fn quantized_gradients(zero: &Reader<'_>) -> Option<Format> {
-    let format: String = zero.get("zero_quantized_gradients_format");
-    format.parse().ok().filter(|_| zero.get("zero_quantized_gradients"))
+fn quantized(zero: &Reader<'_>, key: &str, format: &str) -> Option<Format> {
+    let format: String = zero.get(format);
+    format.parse().ok().filter(|_| zero.get(key))
 }
 
 /// Ranks of a group, if there are several groups.

@@ -116,16 +116,22 @@ impl MemoryNeed {
 pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let (ranks, precision) = (plan.shards() as u64, precision(plan));
     let trained = model_state(profile.num_trained() as u64, plan.stage, ranks, precision);
-    let frozen = profile.frozen_bytes(precision.parameter as usize, |_| true);
+    let exactly = |numel: usize| numel * precision.parameter as usize;
+    let frozen = profile.frozen_bytes(exactly, |_| true);
     let frozen = model_state(frozen, plan.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
-    // The second cut of all that is gathered often.
-    let second = plan.secondary_shard_size.map_or(0, |size| {
-        let threshold = plan.param_persistence_threshold;
-        let often =
-            profile.parameters.iter().filter(|&&numel| numel > threshold).sum::<usize>() as u64 * precision.parameter;
-        (often + profile.frozen_bytes(precision.parameter as usize, |numel| numel > threshold)) / size as u64
+    // The second cut of all that is gathered often, and the codes of the first.
+    let is_large = |numel: usize| numel > plan.param_persistence_threshold;
+    let often = |bytes: &dyn Fn(usize) -> usize| {
+        let trained: usize = profile.parameters.iter().filter(|&&numel| is_large(numel)).map(|&numel| bytes(numel)).sum();
+        trained as u64 + profile.frozen_bytes(bytes, is_large)
+    };
+    let second = plan.secondary_shard_size.map_or(0, |size| often(&exactly) / size as u64);
+    let in_memory = plan.zero_config(0).offload.parameters != zero_burn::config::Tier::Disk;
+    let codes = plan.quantized_weights.filter(|_| in_memory && ranks > 1).map_or(0, |how| {
+        // But for rows that are quantised already.
+        (often(&|numel| how.bytes(numel)) - profile.frozen_bytes(|_| 0, is_large)) / ranks
     });
-    StateBytes { parameters: trained.parameters + frozen.parameters + second, ..trained }
+    StateBytes { parameters: trained.parameters + frozen.parameters + second + codes, ..trained }
 }
 
 /// Bytes per parameter of each kind of model state.

@@ -116,6 +116,10 @@ pub struct Options {
     /// the one there is (ZeRO++'s quantised gradients). It changes what is trained a little [default: as they are]
     #[arg(long, value_name = "FORMAT")]
     pub quantized_gradients: Option<Format>,
+    /// Gather weights in 8 or 4 bit, with a scale for every 64 of them, int8, int4 or nf4 (ZeRO++'s quantised weights): passes compute
+    /// with what they stand for, updates and checkpoints keep all digits. Stage 3 [default: as they are]
+    #[arg(long, value_name = "FORMAT")]
+    pub quantized_weights: Option<Format>,
     /// Offload model state: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the least
     /// that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]

@@ -183,36 +183,40 @@ impl Plan {
         let profile = &self.model.profile;
         let threshold = self.zero.param_persistence_threshold;
         let psi = profile.num_trained() as u64;
-        let frozen = profile.frozen_bytes(self.zero.param_dtype.size(), |numel| numel > threshold);
+        // What is gathered for each use is what may be quantised.
+        let parameter = self.zero.param_dtype.size();
+        let exactly = |numel: usize| numel * parameter;
+        let as_used = |numel: usize| self.zero.quantized_weights.map_or(exactly(numel), |how| how.bytes(numel));
+        let is_large = |numel: usize| numel > threshold;
+        let large = profile.parameters.iter().filter(|&&numel| is_large(numel));
+        let used = large.clone().map(|&numel| as_used(numel) as u64).sum::<u64>() + profile.frozen_bytes(as_used, is_large);
         let persistent: u64 = profile.parameters.iter().filter(|&&numel| numel <= threshold).sum::<usize>() as u64;
         let (shards, micro_batches) = (self.plan.shards() as u64, self.plan.batch.accumulation as u64);
         let replicas = self.plan.world as u64 / shards;
-        let parameter = self.zero.param_dtype.size() as u64;
         let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
         let stage = self.plan.stage;
         let sent = psi * gradient;
         let quantized = self.zero.quantized_gradients.map(|how| how.bytes(psi as usize) as u64);
         // The last hop is what is quantised.
         let within = quantized.filter(|_| replicas == 1).unwrap_or(sent);
-        // From within groups, where there is a second cut; then a version crosses them once.
-        let often = 2 * micro_batches * ((psi - persistent) * parameter + frozen);
+        // From within groups, where there is a second cut, which is not quantised; then a version crosses them once.
         let (often, gathered) = match self.plan.secondary_shard_size.map(|size| size as u64) {
-            None => (often, 0),
+            None => (2 * micro_batches * used, 0),
             Some(size) => {
                 let world = self.plan.world as u64;
                 let is_there = |rank: &u64| rank % size == rank * size / world;
                 let there = (0..world).filter(is_there).count() as u64;
-                let filled = (psi - persistent) * parameter;
-                (0, often * (size - 1) / size + filled / size - filled * there / (world * world))
+                let exact = exactly(large.sum::<usize>()) as u64 + profile.frozen_bytes(exactly, is_large);
+                (0, 2 * micro_batches * exact * (size - 1) / size + used / size - used * there / (world * world))
             }
         };
         let moved = match stage {
             // All-gathered as they are added up, in fp32.
             Stage::DataParallel if within != sent => within + 4 * psi,
             Stage::DataParallel => 2 * sent,
-            Stage::OptimizerState => within + psi * parameter,
-            Stage::Gradients => micro_batches * within + psi * parameter,
-            Stage::Parameters => micro_batches * within + persistent * parameter + often,
+            Stage::OptimizerState => within + exactly(psi as usize) as u64,
+            Stage::Gradients => micro_batches * within + exactly(psi as usize) as u64,
+            Stage::Parameters => micro_batches * within + exactly(persistent as usize) as u64 + often,
         };
         let kept = quantized.unwrap_or(sent) / if stage.shards_optimizer() { shards } else { 1 };
         let reductions = if stage.shards_gradients() { micro_batches } else { 1 };

@@ -66,7 +66,7 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     let optimizer = on_disk(offload.optimizer) * (16.0 + 4.0 * micro_batches + 4.0);
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
     let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
-    let frozen = on_disk(offload.parameters) * 2.0 * micro_batches * profile.frozen_bytes(4, |_| true) as f64;
+    let frozen = on_disk(offload.parameters) * 2.0 * micro_batches * profile.frozen_bytes(|numel| 4 * numel, |_| true) as f64;
     profile.num_trained() as f64 * (optimizer + parameters) + frozen
 }
 

@@ -62,13 +62,13 @@ impl Profile {
         self.parameters.iter().sum()
     }
 
-    /// Bytes of the frozen parameters of which `is_meant` says so, by their elements, where an element takes `size` bytes if it is not
-    /// quantised.
-    pub(super) fn frozen_bytes(&self, size: usize, is_meant: impl Fn(usize) -> bool) -> u64 {
+    /// Bytes of the frozen parameters of which `is_meant` says so, by their elements, where `bytes` gives those of so many elements that are
+    /// not quantised already.
+    pub(super) fn frozen_bytes(&self, bytes: impl Fn(usize) -> usize, is_meant: impl Fn(usize) -> bool) -> u64 {
         // Quantised rows are numbers of 16 bit to what shards and gathers them.
         let quantized = self.quantized.iter().filter(|[_, bytes]| is_meant(bytes / 2)).map(|[_, bytes]| bytes);
-        let whole = self.frozen.iter().filter(|elements| is_meant(**elements)).sum::<usize>() * size;
-        (whole + quantized.sum::<usize>()) as u64
+        let whole = self.frozen.iter().filter(|elements| is_meant(**elements)).map(|&elements| bytes(elements));
+        (whole.sum::<usize>() + quantized.sum::<usize>()) as u64
     }
 
     fn all(&self) -> impl Iterator<Item = usize> {

@@ -153,6 +153,12 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if let Some(format) = options.quantized_gradients {
         builder = builder.quantized_gradients(true).quantized_gradients_format(&format.to_string());
     }
+    if let Some(format) = options.quantized_weights {
+        if !stage.shards_parameters() {
+            return Err(wrong("quantized-weights", format, "expected --stage 3, where parameters are gathered for each use"));
+        }
+        builder = builder.quantized_weights(true).quantized_weights_format(&format.to_string());
+    }
     let ranks = options.ranks.unwrap_or(DEFAULT_RANKS);
     let groups_of = |option, size: Option<usize>| match size {
         Some(size) if Mesh::new(ranks, size).is_none() => {
@@ -247,6 +253,11 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
             "quantized-gradients",
             text(options.quantized_gradients),
             text(plan.quantized_gradients).unwrap_or("nothing".into()),
+        ),
+        (
+            "quantized-weights",
+            text(options.quantized_weights),
+            text(plan.quantized_weights).unwrap_or("nothing".into()),
         ),
         ("shard-size", text(options.shard_size), plan.shards().to_string()),
         (

@@ -20,7 +20,7 @@ pub fn write_inputs(dir: &Path) {
     });
     std::fs::create_dir(dir.join("model")).unwrap();
     std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
-    // So wide that its pieces are worth a disk.
+    // So wide that its pieces are worth a disk, and its weights are above the persistence threshold.
     let wide = json!({
         "model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 192, "n_layer": 1, "n_head": 4,
         "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0
@@ -46,7 +46,9 @@ pub fn trajectory(run: &Path) -> Vec<[String; 3]> {
 /// Adds a small training to a command, whose results go to `run`.
 pub fn small(command: &mut Command, inputs: &Path, run: &Path, options: &[&str]) {
     let at = |name: &str| inputs.join(name).into_os_string();
-    let model = if options.contains(&"--offload") { "wide" } else { "model" };
+    // What only becomes of large parameters.
+    let of_large = ["--offload", "--secondary-shard-size", "--quantized-weights"];
+    let model = if options.iter().any(|option| of_large.contains(option)) { "wide" } else { "model" };
     command.arg("--model").arg(at(model)).arg("--data").arg(at("rows.safetensors"));
     command.args(["--batch", "2", "--threads", "1", "--json", "--warmup", "2", "--clip", "1"]);
     command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);

@@ -13,7 +13,7 @@ fn all_problems_are_reported_together() {
             "scheduler": {"type": "Cosine"},
             "bf16": {"enable": true}, "fp16": [],
             "zero_optimization": {"stage": 3, "stage3_max_live_params": 1e9, "overlap_comm": 1, "reduce_bucket_size": 0.5,
-                "zero_quantized_weights": true, "zenflow": {"topk_ratio": 0.1},
+                "zero_quantized_nontrainable_weights": true, "zenflow": {"topk_ratio": 0.1},
                 "offload_param": {"device": "disk"}}
         }"#,
         &on(2),
@@ -33,7 +33,7 @@ fn all_problems_are_reported_together() {
     ds.json: zero_optimization.stage3_max_live_params: unknown key; did you mean `stage3_max_live_parameters`?
     ds.json: zero_optimization.overlap_comm: expected true or false, got 1
     ds.json: zero_optimization.reduce_bucket_size: expected a whole number of at least 1, got 0.5
-    ds.json: zero_optimization.zero_quantized_weights: true is not supported: only gradients can be quantised (zero_quantized_gradients), without error feedback; remove the key
+    ds.json: zero_optimization.zero_quantized_nontrainable_weights: true is not supported: frozen weights are not quantised apart from the others; take zero_quantized_weights for all, or --quantize for LoRA's base
     ds.json: zero_optimization.zenflow: this section is not supported: ZenFlow applies most gradients late, which is another training; remove the section
     ds.json: zero_optimization.offload_param.device: expected one of none, cpu, nvme, got "disk"
     "#);

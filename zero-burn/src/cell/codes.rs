@@ -1,0 +1,109 @@
+//! Versions of parameters that are gathered in 8 or 4 bit, as ZeRO++ does it (qwZ; Wang et al. 2023,
+//! <https://arxiv.org/abs/2306.10209>). Every rank computes with what the codes stand for, the owner of a piece too. The pieces
+//! themselves stay exact: they are what is updated, saved and read out.
+
+use std::sync::Arc;
+
+use burn_backend::Backend;
+use burn_std::DType;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use zero_core::window::{Exposure, Key};
+use zero_ops::quantized::{BLOCK, Format};
+
+use super::rank::Rank;
+use super::slot::Names;
+use super::Cell;
+use crate::tier::Home;
+use crate::values::tag;
+
+/// The codes of a piece, which count as part of the parameter.
+pub(crate) struct Codes<B: Backend> {
+    rank: Arc<Rank<B>>,
+    bytes: Vec<u8>,
+}
+
+impl<B: Backend> Codes<B> {
+    fn count(&self, sign: i64) {
+        self.rank.gauges.parameters.add(sign * self.bytes.len() as i64);
+    }
+}
+
+impl<B: Backend> AsRef<[u8]> for Codes<B> {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl<B: Backend> Drop for Codes<B> {
+    fn drop(&mut self) {
+        self.count(-1);
+    }
+}
+
+impl<B: Backend> Cell<B> {
+    /// How this is gathered where it is used, if not as it is.
+    pub(crate) fn quantized(&self) -> Option<Format> {
+        self.slot.as_ref().filter(|_| self.is_version)?.quantized
+    }
+
+    /// The name of the codes.
+    pub(super) fn codes_key(&self) -> Option<Key> {
+        self.quantized().and(self.key).map(Names::codes)
+    }
+
+    /// The codes of this rank's piece, once it is settled. They are kept with a piece that is in memory.
+    pub(crate) fn codes(&self, how: Format) -> Arc<Codes<B>> {
+        let encode = || {
+            let data = self.data().convert_dtype(DType::F32);
+            let values = data.as_slice::<f32>().expect("it was converted");
+            let values = &values[..self.partition.len(self.place())];
+            let mut bytes = Vec::with_capacity(how.bytes(values.len()));
+            how.encode_row(values, &mut bytes);
+            let codes = Codes { rank: self.rank.clone(), bytes };
+            codes.count(1);
+            Arc::new(codes)
+        };
+        match self.home() {
+            Home::Backend => self.codes.get_or_init(encode).clone(),
+            Home::Host | Home::Disk(_) => encode(),
+        }
+    }
+
+    /// The codes for ranks that are other processes.
+    pub(super) fn expose_codes(&self, how: Format) -> Exposure {
+        let codes = self.codes(how);
+        Exposure::Ready { tag: self.codes_tag(how), bytes: Box::new(Lent(codes)) }
+    }
+
+    /// What the codes are called between processes.
+    pub(crate) fn codes_tag(&self, how: Format) -> String {
+        format!("{how} for {}", tag(&self.shape, self.dtype))
+    }
+}
+
+/// Codes while they are sent.
+struct Lent<B: Backend>(Arc<Codes<B>>);
+
+impl<B: Backend> AsRef<[u8]> for Lent<B> {
+    fn as_ref(&self) -> &[u8] {
+        &self.0.bytes
+    }
+}
+
+/// Writes the numbers of type `dtype` that `codes` stand for.
+pub(crate) fn decode(how: Format, codes: &[u8], dtype: DType, out: &mut [u8]) {
+    /// Elements that are in a core's cache as fp32.
+    const AT_ONCE: usize = 64 * BLOCK;
+    let mut values = [0f32; AT_ONCE];
+    let size = dtype.size();
+    for (codes, out) in codes.chunks(how.bytes(AT_ONCE)).zip(out.chunks_mut(AT_ONCE * size)) {
+        let values = &mut values[..out.len() / size];
+        how.decode_row(codes, values);
+        match dtype {
+            DType::F16 => bytemuck::cast_slice_mut::<u8, f16>(out).convert_from_f32_slice(values),
+            DType::BF16 => bytemuck::cast_slice_mut::<u8, bf16>(out).convert_from_f32_slice(values),
+            _ => out.copy_from_slice(bytemuck::cast_slice(values)),
+        }
+    }
+}
