@@ -14,6 +14,9 @@ from pathlib import Path
 ROWS = [
     ("all four ranks shard", []),
     ("--secondary-shard-size 2", ["--secondary-shard-size", "2"]),
+    ("... --quantized-weights int8", ["--secondary-shard-size", "2", "--quantized-weights", "int8"]),
+    ("... and --quantized-gradients int8", ["--secondary-shard-size", "2", "--quantized-weights", "int8", "--quantized-gradients", "int8"]),
+    ("... and --quantized-gradients int4", ["--secondary-shard-size", "2", "--quantized-weights", "int8", "--quantized-gradients", "int4"]),
     ("--shard-size 2", ["--shard-size", "2"]),
     ("--shard-size 2 --quantized-gradients int8", ["--shard-size", "2", "--quantized-gradients", "int8"]),
     ("--shard-size 2 --quantized-gradients int4", ["--shard-size", "2", "--quantized-gradients", "int4"]),

@@ -84,6 +84,9 @@ pub struct Offload {
     /// Inputs of [checkpointed](ZeroConfig::checkpointed_blocks) blocks, but the first's, from the end of the block until the
     /// backward pass comes to it. DeepSpeed's `cpu_checkpointing`.
     pub activations: Tier,
+    /// The share of a module's trained parameters, by elements, whose optimizer state and reduced gradients are where `optimizer` says:
+    /// those at its end. The others' stay with the backend. Default 1; DeepSpeed's `ratio` (Twin-Flow).
+    pub ratio: f32,
     /// What has fewer bytes stays where the backend computes: moving it would cost more than it takes. Default 64 KiB.
     pub min_bytes: usize,
     /// How the disk is used.
@@ -93,7 +96,7 @@ pub struct Offload {
 impl Default for Offload {
     fn default() -> Self {
         let [optimizer, parameters, activations] = [Tier::default(); 3];
-        Self { optimizer, parameters, activations, min_bytes: 64 << 10, disk: Disk::default() }
+        Self { optimizer, parameters, activations, ratio: 1.0, min_bytes: 64 << 10, disk: Disk::default() }
     }
 }
 
@@ -259,6 +262,12 @@ impl ZeroConfig {
         Mesh::new(world, self.secondary_shard_size?).filter(|mesh| mesh.replicas() > 1)
     }
 
+    /// The groups in which gradients that all ranks share are added first: what crosses groups is less then, and is quantised. As they
+    /// are they go in one hop, whose sums have the order of ranks.
+    pub(crate) fn cut_on_the_way(&self, world: usize) -> Option<Mesh> {
+        self.secondary_mesh(world).filter(|_| self.quantized_gradients.is_some())
+    }
+
     /// How processes gather parameters: from a second cut, or quantised, each by itself.
     pub(crate) fn gathers(&self, world: usize) -> Gathers {
         if self.gathers_one_sided(world) { Gathers::OneSided } else { self.gathers }
@@ -320,6 +329,9 @@ impl ZeroConfig {
                 "optimizer",
                 "optimizer state can only be kept on a disk from stage 1 on, where it is sharded",
             );
+        }
+        if !(0.0..=1.0).contains(&offload.ratio) {
+            return refuse("ratio", "a share from 0 to 1 of the parameters whose optimizer state is offloaded");
         }
         if offload.uses(Tier::Disk) {
             if offload.disk.path.as_os_str().is_empty() {
@@ -429,6 +441,23 @@ pub enum ConfigError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_only_stage_3_has_is_refused_elsewhere_and_beside_collective_gathers() {
+        for stage in Stage::ALL {
+            let cut = ZeroConfig { secondary_shard_size: Some(2), ..ZeroConfig::new(stage) };
+            let quantized = ZeroConfig { quantized_weights: Some(Format::Int8), ..ZeroConfig::new(stage) };
+            for config in [cut, quantized] {
+                let told = config.validate(4).err().map(|error| error.to_string());
+                assert_eq!(told.is_none(), stage == Stage::Parameters, "{told:?}");
+                assert!(told.is_none_or(|told| told.contains("stage 3")));
+                let together = ZeroConfig { gathers: Gathers::Collective, ..config };
+                assert!(together.validate(4).is_err());
+            }
+        }
+        let error = ZeroConfig { secondary_shard_size: Some(3), ..ZeroConfig::new(Stage::Parameters) }.validate(4);
+        assert!(matches!(error, Err(ConfigError::SecondaryShards { got: 3, world: 4 })));
+    }
 
     #[test]
     fn sums_are_rounded_once_unless_asked_otherwise() {

@@ -61,6 +61,8 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
         drawn: Vec<(u64, u64)>,
         /// Parameters so far by identity and cell.
         seen: HashSet<(ParamId, Option<Key>)>,
+        /// Those that are trained.
+        trained: Vec<Arc<Slot<A::Base>>>,
         /// Parameters so far.
         places: u64,
         /// Of their numbers, shapes and types.
@@ -137,6 +139,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             let slot = cell.slot.clone().expect("a parameter's cell has a slot");
             if self.seen.insert((id, cell.key)) {
                 self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
+                self.trained.extend(tracked.then(|| slot.clone()));
             }
             self.places += 1;
             slot.place.store(self.places, Ordering::Relaxed);
@@ -158,11 +161,20 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     let context = Context::current();
     let (known, dropped) = context.rank.parameters.dropped();
     let buffers = buffers::<A, M>(&module);
-    let (drawn, seen, places, signature, prepared) = (Vec::new(), HashSet::new(), 0, 0, HashMap::new());
-    let mut mapper =
-        Prepare::<A> { context: context.clone(), device, buffers: &buffers, drawn, seen, places, signature, prepared };
+    let mut mapper = Prepare::<A> {
+        context: context.clone(),
+        device,
+        buffers: &buffers,
+        drawn: Vec::new(),
+        seen: HashSet::new(),
+        trained: Vec::new(),
+        places: 0,
+        signature: 0,
+        prepared: HashMap::new(),
+    };
     let module = module.map(&mut mapper);
-    let Prepare { places, drawn, signature, .. } = mapper;
+    let Prepare { places, drawn, trained, signature, .. } = mapper;
+    context.rank.keep_states(&trained);
     let signature = sign(&[signature, drawn.len() as u64]);
     let seeds = drawn.iter().fold(0, |seeds, &(seed, birth)| sign(&[seeds, seed, birth]));
     let all = context.gather_bytes([&sign(&[signature, seeds]).to_le_bytes()[..], &dropped].concat());

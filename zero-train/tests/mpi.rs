@@ -83,6 +83,10 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
     runs.push((4, vec!["--stage", "3", "--secondary-shard-size", "2"]));
     runs.push((2, vec!["--stage", "3", "--quantized-weights", "int4", "--dtype", "bf16"]));
     runs.push((4, vec!["--stage", "3", "--secondary-shard-size", "2", "--quantized-weights", "int8"]));
+    runs.push((
+        4,
+        vec!["--stage", "3", "--secondary-shard-size", "2", "--quantized-gradients", "int4", "--accumulation", "2"],
+    ));
     runs.push((2, vec!["--stage", "3", "--offload", "all", "--swap", &swap]));
     for (place, (ranks, options)) in runs.iter().enumerate() {
         let options: Vec<&str> = options.iter().copied().chain(["--steps", "4"]).collect();

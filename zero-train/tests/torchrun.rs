@@ -90,6 +90,10 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
         (4, vec!["--stage", "3", "--secondary-shard-size", "2"]),
         (2, vec!["--stage", "3", "--quantized-weights", "int4", "--dtype", "bf16"]),
         (4, vec!["--stage", "3", "--secondary-shard-size", "2", "--quantized-weights", "int8"]),
+        (
+            4,
+            vec!["--stage", "3", "--secondary-shard-size", "2", "--quantized-gradients", "int4", "--accumulation", "2"],
+        ),
         // One process is what it is without a launcher, and has one rank unless it is told otherwise.
         (1, vec!["--stage", "1"]),
     ];

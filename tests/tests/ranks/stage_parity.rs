@@ -169,3 +169,19 @@ fn quantized_weights_have_the_same_bits_with_a_second_cut_and_from_a_disk_and_mo
         assert_eq!(with, losses_and_norms(&run, true), "{how:?}, from a disk");
     }
 }
+
+/// They are added within groups, and then across.
+#[test]
+fn quantized_gradients_with_a_second_cut_move_the_loss_little() {
+    const STEPS: usize = 50;
+    for (ranks, size, how, most) in [(4, 2, Format::Int8, 0.01), (6, 3, Format::Int4, 0.05), (4, 1, Format::Int8, 0.01)]
+    {
+        let mut run = Run { ranks, steps: STEPS, ..Run::tiny(Stage::Parameters) };
+        let plain = losses_and_norms(&run, true)[STEPS - 1].0;
+        (run.zero.secondary_shard_size, run.zero.quantized_gradients) = (Some(size), Some(how));
+        let with = losses_and_norms(&run, true)[STEPS - 1].0;
+        let apart = (with - plain).abs() / plain;
+        println!("{ranks} / {size}, {how:?}: loss {with:.5} after {STEPS} steps, {apart:.1e} from {plain:.5}");
+        assert!(apart > 0.0 && apart < most, "{how:?}: {with} against {plain}");
+    }
+}

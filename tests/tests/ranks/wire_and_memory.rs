@@ -73,6 +73,25 @@ fn a_second_cut_takes_its_bytes_and_serves_every_gather() {
     }
 }
 
+/// Added within groups first, of which each rank has the sums for its like in all groups.
+#[test]
+fn quantized_gradients_cross_the_groups_of_a_second_cut_once() {
+    for (ranks, size, how) in [(4, 2, Format::Int8), (4, 2, Format::Int4), (6, 3, Format::Int4), (6, 2, Format::Int4)] {
+        let mut run = run(Stage::Parameters, ranks);
+        (run.zero.secondary_shard_size, run.zero.quantized_gradients) = (Some(size), Some(how));
+        let wire = gpt2_stats(&run)[0].wire_bytes;
+        let psi = run.model.num_params();
+        let within = 4 * psi * (size - 1) / size;
+        let across = how.bytes(psi) / size * (ranks / size - 1) / (ranks / size);
+        println!(
+            "{ranks} / {size}, {how:?}: {} bytes for {within} and {}, {across}",
+            wire.reduce_scatter, wire.all_to_all
+        );
+        assert!((wire.reduce_scatter as f64 / within as f64 - 1.0).abs() < 0.02);
+        assert!((wire.all_to_all as f64 / across as f64 - 1.0).abs() < 0.05);
+    }
+}
+
 /// Gathered twice for every use, and once across groups for a second cut, which itself is exact.
 #[test]
 fn quantized_weights_take_the_bytes_of_their_bits() {

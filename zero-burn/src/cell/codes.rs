@@ -11,9 +11,9 @@ use half::{bf16, f16};
 use zero_core::window::{Exposure, Key};
 use zero_ops::quantized::{BLOCK, Format};
 
+use super::Cell;
 use super::rank::Rank;
 use super::slot::Names;
-use super::Cell;
 use crate::tier::Home;
 use crate::values::tag;
 

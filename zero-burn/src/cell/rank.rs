@@ -225,9 +225,25 @@ impl<B: Backend> Rank<B> {
             // Whole gradients, which are on their way to be reduced, stay where the backward pass gave them.
             Kind::Gradient if offload.optimizer == Tier::Disk && !stage.shards_gradients() => Tier::Memory,
             Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
+            Kind::Gradient | Kind::Optimizer if slot.is_some_and(|slot| slot.state_stays.load(Ordering::Relaxed)) => {
+                Tier::Memory
+            }
             Kind::Gradient | Kind::Optimizer => offload.optimizer,
         };
         self.home_of(tier)
+    }
+
+    /// Chooses those of a module's trained parameters, in its order, whose optimizer state stays with the backend: the first that are
+    /// used are those that a forward pass after the update need not wait for, and whose gradients come last.
+    pub(crate) fn keep_states(&self, trained: &[Arc<Slot<B>>]) {
+        let elements = |slot: &Slot<B>| slot.partition.len(self.place(slot.partition));
+        let all: usize = trained.iter().map(|slot| elements(slot)).sum();
+        let mut room = ((1.0 - f64::from(self.config.offload.ratio)) * all as f64).round() as usize;
+        for slot in trained {
+            let stays = elements(slot) <= room;
+            room -= if stays { elements(slot) } else { 0 };
+            slot.state_stays.store(stays, Ordering::Relaxed);
+        }
     }
 
     /// Where an input of a checkpointed block of so many bytes is kept, if that is not with the backend.

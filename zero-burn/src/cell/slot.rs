@@ -1,7 +1,7 @@
 //! Parameters, as all ranks number and name them.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use burn_backend::distributed::DistributedParamId;
@@ -31,6 +31,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) names: Mutex<Names>,
     /// Whether the parameter stays in memory although others are on the disk.
     pub(crate) resident: bool,
+    /// Whether its optimizer state and reduced gradients stay with the backend although others' are elsewhere, as `prepare` has it.
+    pub(crate) state_stays: AtomicBool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
@@ -146,6 +148,7 @@ impl<B: Backend> Parameters<B> {
             index: self.numbered.fetch_add(1, Ordering::Relaxed),
             partition,
             resident,
+            state_stays: AtomicBool::new(false),
             quantized,
             shape,
             dtype,

@@ -42,7 +42,7 @@ fn whole<B: Backend>(cell: &Cell<B>, how: Option<Format>, who: For) -> Result<B:
     if rank.window.is_remote() {
         return Ok(B::float_reshape(of_processes(cell, how, all)?, cell.shape.clone()));
     }
-    let peers = of_threads(cell, how, all)?;
+    let peers = of_threads(cell, all)?;
     let cells = || peers.iter().map(|peer| peer.as_deref().unwrap_or(cell));
     let join = || B::float_reshape(join(cell, how, &peers, who), cell.shape.clone());
     // At the other stages a whole is the parameter's home, of which each rank has its own. What is lent is as it is used.
@@ -74,7 +74,7 @@ pub(super) fn secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) -> Result<
     let owners = owners(cell.partition, &range);
     match cell.rank.window.is_remote() {
         true => of_processes(cell, cell.quantized(), owners),
-        false => Ok(join(cell, cell.quantized(), &of_threads(cell, cell.quantized(), owners)?, For::Beside)),
+        false => Ok(join(cell, cell.quantized(), &of_threads(cell, owners)?, For::Beside)),
     }
 }
 
@@ -109,11 +109,7 @@ fn count<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) 
 }
 
 /// The cells of `owners` that own anything; `None` for this rank's own.
-fn of_threads<B: Backend>(
-    cell: &Cell<B>,
-    how: Option<Format>,
-    owners: Range<usize>,
-) -> Result<Vec<Option<Arc<Cell<B>>>>, CommError> {
+fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Option<Arc<Cell<B>>>>, CommError> {
     let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
     let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     let peer = |owner| {

@@ -124,6 +124,8 @@ impl<A: ZeroAutodiff> Fused<A> {
         self.latest.clear();
         // Updates that are run together, and those of here that another pass follows.
         let (mut here, mut beside, mut on_device) = (Vec::new(), Vec::new(), Vec::new());
+        // Those of here that are run once those beside have begun, so that the disk is busy meanwhile.
+        let mut later = Vec::new();
         let mut count = 0;
         let module = walk::map::<A, M, _>(
             module,
@@ -138,6 +140,7 @@ impl<A: ZeroAutodiff> Fused<A> {
                 let (place, job) = update.plan(self.state_of(meta.id));
                 let updated = job.version();
                 match place {
+                    Where::Here if context.updates.is_some() && !job.is_first_pass() => later.push(job),
                     Where::Here => here.extend(job.run()),
                     Where::Beside => beside.push(job),
                     Where::Device => on_device.push(job),
@@ -156,6 +159,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             let updates = context.updates.as_ref().expect("only what is kept elsewhere makes a job");
             updates.start(&context.rank, beside).unwrap_or_else(|error| raise(error));
         }
+        later.into_iter().for_each(|job: Job<_>| drop(job.run()));
         // Every rank comes here; later one may use a parameter alone. Ended at once, as pieces and wholes are there till then.
         context.gather_awaited();
         module

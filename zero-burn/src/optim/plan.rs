@@ -52,6 +52,8 @@ impl<B: Backend> Update<B> {
         let templates: Vec<Template<B>> = names.iter().chain([&MASTER]).map(template).collect();
         // One element of filler where the rank has none.
         let elements = parent.partition.len(parent.place()).max(1);
+        let slot = parent.slot.clone();
+        let disk = || rank.disk_for(Kind::Optimizer, elements * 4, slot.as_deref());
         drop(parent);
         let half = matches!(dtype, DType::F16 | DType::BF16);
         self.edit_master(state);
@@ -68,12 +70,17 @@ impl<B: Backend> Update<B> {
             Some(match place {
                 Where::Device => Array::Tensor(cell.into_local()),
                 Where::Here | Where::Beside => match cell.into_stored() {
+                    // As it was loaded, before it was known whose it is.
+                    Ok(Stored::Disk(stored)) if disk().is_none() => {
+                        let read = |bytes: &mut [u8]| or_stop(stored.read_into(bytes));
+                        Array::Memory(filled(&rank.mover, elements, DType::F32, [elements], read))
+                    }
                     Ok(stored) => Array::of(stored, &rank.mover),
                     Err(cell) => Array::Memory(host::<B>(cell.into_local())),
                 },
             })
         };
-        let fresh = || match rank.disk_for(Kind::Optimizer, elements * 4, None) {
+        let fresh = || match disk() {
             Some(disk) => Array::Disk { stored: or_stop(disk.reserve(elements * 4)), fresh: true },
             None => Array::Memory(TensorData::new(vec![0f32; elements], [elements])),
         };
@@ -88,17 +95,16 @@ impl<B: Backend> Update<B> {
         let (parameter, copy) = match half {
             false => (own, None),
             true => {
-                let master =
-                    master.unwrap_or_else(|| match (&own, rank.disk_for(Kind::Optimizer, elements * 4, None)) {
-                        (Array::Tensor(copy), _) => Array::Tensor(B::float_cast(copy.clone(), DType::F32.into())),
-                        (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
-                        (Array::Disk { stored, .. }, None) => {
-                            let read = |bytes: &mut [u8]| or_stop(stored.read_into(bytes));
-                            let copy = filled(&rank.mover, elements, dtype, [elements], read);
-                            Array::Memory(copy.convert_dtype(DType::F32))
-                        }
-                        (_, Some(_)) => fresh(),
-                    });
+                let master = master.unwrap_or_else(|| match (&own, disk()) {
+                    (Array::Tensor(copy), _) => Array::Tensor(B::float_cast(copy.clone(), DType::F32.into())),
+                    (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
+                    (Array::Disk { stored, .. }, None) => {
+                        let read = |bytes: &mut [u8]| or_stop(stored.read_into(bytes));
+                        let copy = filled(&rank.mover, elements, dtype, [elements], read);
+                        Array::Memory(copy.convert_dtype(DType::F32))
+                    }
+                    (_, Some(_)) => fresh(),
+                });
                 (master, Some((own, dtype)))
             }
         };
@@ -145,7 +151,7 @@ impl<B: Backend> Update<B> {
         let is_beside = !matches!(home(Kind::Optimizer, 4), Home::Backend)
             || matches!(home(Kind::Parameter, dtype.size()), Home::Disk(_))
             || [cell, &self.gradient.cell].into_iter().any(is_on_disk)
-            || state.cells.iter().any(|(_, cell)| cell.kept_elsewhere().is_some());
+            || state.cells.iter().any(|(_, cell)| matches!(cell.kept_elsewhere(), Some(Stored::Host(_))));
         if is_beside {
             return Where::Beside;
         }

@@ -22,6 +22,8 @@ pub(super) struct Host {
     hops: Hops,
     quantized: Option<Format>,
     mesh: Mesh,
+    /// The groups that have a piece of what is added on the way to all ranks, each for ranks of all groups.
+    on_the_way: Option<Mesh>,
     /// Whether each rank keeps a piece of the result, or all of it.
     shards: bool,
     /// What values are multiplied by before they are added, and their sum afterwards.
@@ -37,23 +39,31 @@ impl Host {
         let (sent_as, before, after) = rank.config.reduction(rank.world, false);
         let shards = rank.config.stage.shards_optimizer();
         let mesh = rank.mesh;
-        let quantized = rank.config.quantized_gradients;
-        Self { hops, quantized, mesh, shards, before, after, sent_as: sent_as.on_the_wire(), rows: Vec::new() }
+        let (quantized, on_the_way) = (rank.config.quantized_gradients, rank.config.cut_on_the_way(rank.world));
+        let sent_as = sent_as.on_the_wire();
+        Self { hops, quantized, mesh, on_the_way, shards, before, after, sent_as, rows: Vec::new() }
     }
-}
 
-impl Host {
+    /// Where the row for `rank` is: those that cross groups from one rank are together.
+    fn place_of_row(&self, rank: usize) -> usize {
+        self.on_the_way.map_or(rank, |mesh| mesh.shard(rank) * mesh.replicas() + mesh.replica(rank))
+    }
+
     /// How gradients are sent within a group: quantised where that is the only hop.
     fn quantizes_within(&self) -> Option<Format> {
         self.quantized.filter(|_| self.hops.across.is_none())
     }
 
     /// Adds up what a group has, `row` elements for each rank of which it is, across the groups.
+    /// Those on the way to several ranks are parted there.
     fn across(&self, reduced: Buffer, row: usize) -> Result<Vec<f32>, CommError> {
         let Some(across) = &self.hops.across else { return Ok(reduced.into_f32()) };
         let _span = tracing::trace_span!("reduce across groups", elements = reduced.len()).entered();
         let Some(how) = self.quantized else { return Ok(across.all_reduce(reduced, ReduceOp::Sum)?.into_f32()) };
         let mut reduced = reduced.into_f32();
+        if self.on_the_way.is_some() {
+            return Ok(quantized::sum(how, across.all_to_all(quantized::encode(how, &reduced, across.world()))?, row));
+        }
         // Row by row, so that at every stage the same values share a scale.
         reduced.chunks_mut(row).try_for_each(|row| quantized::all_reduce(how, &**across, row))?;
         Ok(reduced)
@@ -98,7 +108,7 @@ impl<B: Backend> Medium<B> for Host {
         let Some(gradient) = gradient else { return };
         let values = gradient.as_slice::<f32>().expect("it was converted");
         for (rank, source) in parts(self.mesh, numel, from, columns).enumerate() {
-            let at = rank * row + at;
+            let at = self.place_of_row(rank) * row + at;
             copy_scaled(&mut self.rows[at..at + source.len()], &values[source], self.before);
         }
     }

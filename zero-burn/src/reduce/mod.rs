@@ -145,6 +145,7 @@ impl Means {
         config: &ZeroConfig,
         bulk: Option<Arc<Bulk>>,
     ) -> Result<Self, CommError> {
+        let mesh = config.cut_on_the_way(comm.world()).unwrap_or(mesh);
         let hops = match mesh.replicas() {
             1 => Hops { within: comm.clone(), across: None },
             _ => Hops {

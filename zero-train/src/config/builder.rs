@@ -135,7 +135,11 @@ impl ZeroPlanBuilder {
 
     /// Where optimizer state is kept.
     pub fn offload_optimizer(self, value: &Offload) -> Self {
-        let own = [("pipeline_read", value.pipeline_read.into()), ("pipeline_write", value.pipeline_write.into())];
+        let own = [
+            ("ratio", value.ratio.into()),
+            ("pipeline_read", value.pipeline_read.into()),
+            ("pipeline_write", value.pipeline_write.into()),
+        ];
         self.offload("zero_optimization.offload_optimizer", value, own)
     }
 
@@ -166,7 +170,7 @@ impl ZeroPlanBuilder {
         Ok(plan)
     }
 
-    fn offload(self, section: &str, value: &Offload, own: [(&str, Node); 2]) -> Self {
+    fn offload(self, section: &str, value: &Offload, own: impl IntoIterator<Item = (&'static str, Node)>) -> Self {
         let (device, path) = match &value.device {
             OffloadDevice::Cpu => ("cpu", Node::Null),
             OffloadDevice::Nvme { path } => ("nvme", path.display().to_string().into()),

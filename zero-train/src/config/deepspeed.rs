@@ -69,10 +69,6 @@ fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
                 }
             }
         }
-        if offload.get("ratio").and_then(Node::as_f64).is_some_and(|ratio| ratio < 1.0) && !stage.shards_parameters() {
-            let message = format!("a part can only be offloaded at stage 3, and this is stage {stage}: remove the key");
-            findings.conflict(&format!("{section}.ratio"), message);
-        }
     }
     let path = tree.at("activation_checkpointing.nvme_path").and_then(Node::as_text);
     if let Some((first, path)) = folder.zip(path).filter(|(first, path)| first != path) {

@@ -160,6 +160,7 @@ impl ZeroPlan {
             optimizer: state(&self.offload_optimizer),
             parameters: state(&self.offload_param),
             activations: tier(self.offload_activations.as_ref()),
+            ratio: update.map_or(1.0, |offload| offload.ratio as f32),
             min_bytes: zero_burn::config::Offload::default().min_bytes,
             disk: Disk {
                 path: self.nvme_path().cloned().unwrap_or_default(),
@@ -294,6 +295,8 @@ pub struct Offload {
     pub buffer_count: usize,
     /// Most elements of a buffer of parameters.
     pub buffer_size: usize,
+    /// The share of optimizer state that is offloaded, by elements, of the parameters at the module's end.
+    pub ratio: f64,
     /// Elements of each rank's parameters that stay in memory all the same.
     pub max_in_cpu: usize,
     /// Whether an update reads ahead.
@@ -303,13 +306,14 @@ pub struct Offload {
 }
 
 impl Offload {
-    /// To `device`, with overlap, nothing pinned, and nothing staying in memory.
+    /// To `device`, all of it, with overlap and nothing pinned.
     pub fn to(device: OffloadDevice) -> Self {
         Self {
             device,
             pin_memory: false,
             buffer_count: 4,
             buffer_size: 100_000_000,
+            ratio: 1.0,
             max_in_cpu: 0,
             pipeline_read: true,
             pipeline_write: true,

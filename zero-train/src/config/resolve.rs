@@ -209,6 +209,7 @@ fn offload(section: &Reader<'_>, of_parameters: bool) -> Option<Offload> {
     if of_parameters {
         (offload.buffer_size, offload.max_in_cpu) = (section.get("buffer_size"), section.get("max_in_cpu"));
     } else {
+        offload.ratio = section.get("ratio");
         (offload.pipeline_read, offload.pipeline_write) = (section.get("pipeline_read"), section.get("pipeline_write"));
     }
     Some(offload)

@@ -15,7 +15,7 @@ use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};
 use crate::TrainError;
-use crate::config::{Config, Offload, OffloadDevice, ZeroPlan};
+use crate::config::{Config, OffloadDevice, ZeroPlan};
 use crate::error::wrong;
 use crate::memory::{available_bytes, format_bytes};
 
@@ -43,14 +43,14 @@ impl MemoryNeed {
         let mut state = state_of(profile, plan);
         // Takes out of `state` what is offloaded to where `is_there` says.
         let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
-            let there = |offload: &Option<Offload>| offload.as_ref().is_some_and(|offload| is_there(&offload.device));
             let before = state.total();
-            if there(&plan.offload_optimizer) {
-                state.optimizer = 0;
+            if let Some(offload) = plan.offload_optimizer.as_ref().filter(|offload| is_there(&offload.device)) {
+                let stays = |bytes: u64| ((1.0 - offload.ratio) * bytes as f64) as u64;
+                state.optimizer = stays(state.optimizer);
                 // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
-                state.gradients = if stage.shards_gradients() { 0 } else { state.gradients };
+                state.gradients = if stage.shards_gradients() { stays(state.gradients) } else { state.gradients };
             }
-            if there(&plan.offload_param) {
+            if plan.offload_param.as_ref().is_some_and(|offload| is_there(&offload.device)) {
                 state.parameters = 0;
             }
             before - state.total()
@@ -122,7 +122,8 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     // The second cut of all that is gathered often, and the codes of the first.
     let is_large = |numel: usize| numel > plan.param_persistence_threshold;
     let often = |bytes: &dyn Fn(usize) -> usize| {
-        let trained: usize = profile.parameters.iter().filter(|&&numel| is_large(numel)).map(|&numel| bytes(numel)).sum();
+        let trained: usize =
+            profile.parameters.iter().filter(|&&numel| is_large(numel)).map(|&numel| bytes(numel)).sum();
         trained as u64 + profile.frozen_bytes(bytes, is_large)
     };
     let second = plan.secondary_shard_size.map_or(0, |size| often(&exactly) / size as u64);
@@ -261,6 +262,25 @@ fn fit(
     Ok(budget.holds(&taken).then_some((with, taken)))
 }
 
+/// The same with as much of the optimizer's state in memory as there is room for: what moves is what a step waits for.
+fn least_offloaded(
+    with: Options,
+    taken: MemoryNeed,
+    model: &Candidate<'_>,
+    budget: &Budget,
+) -> Result<(Options, MemoryNeed), TrainError> {
+    /// Of the memory, which what is estimated may take beyond.
+    const SPARE: f64 = 0.05;
+    let Some(memory) = budget.memory else { return Ok((with, taken)) };
+    let all = need(&Options { offload_ratio: Some(0.0), ..with.clone() }, model, budget)?.total();
+    let room = memory as f64 * (1.0 - SPARE) - taken.total() as f64;
+    let stays = (room / (all - taken.total()) as f64).clamp(0.0, 1.0);
+    // In hundredths, as a user would write it.
+    let with = Options { offload_ratio: Some((100.0 * (1.0 - stays)).ceil() / 100.0), ..with };
+    let taken = need(&with, model, budget)?;
+    Ok((with, taken))
+}
+
 /// Without --offload and --config, the cheapest tier of memory and disk in which `model` fits; else what they say, if it fits.
 /// Where nothing is said of activations, they are dropped before more is offloaded, and then what is kept of them is: to compute
 /// once more costs a third of a step at most, and to move state often more.
@@ -286,10 +306,9 @@ pub(super) fn cheapest(
     for &offload in tiers {
         for &(is_free, offload_activations) in ways {
             let with = Options { offload, offload_activations, ..options.clone() };
-            let fitting = fit(with, is_free, model, budget)?;
-            if fitting.is_some() {
-                return Ok(fitting);
-            }
+            let Some((with, taken)) = fit(with, is_free, model, budget)? else { continue };
+            let is_left = options.offload.is_none() && offload.is_some() && options.offload_ratio.is_none();
+            return Ok(Some(if is_left { least_offloaded(with, taken, model, budget)? } else { (with, taken) }));
         }
     }
     Ok(None)
@@ -345,6 +364,9 @@ pub(super) fn fitting(
     let mut chosen = Vec::new();
     if let Some(offload) = with.offload.filter(|_| options.offload.is_none()) {
         chosen.push(format!("--offload {}", option_name(offload)));
+    }
+    if let Some(ratio) = with.offload_ratio.filter(|&ratio| options.offload_ratio.is_none() && ratio < 1.0) {
+        chosen.push(format!("--offload-ratio {ratio}"));
     }
     if let Some(blocks) =
         with.checkpoint_activations.filter(|blocks| options.checkpoint_activations.is_none() && blocks.0 > 0)

@@ -189,7 +189,8 @@ impl Plan {
         let as_used = |numel: usize| self.zero.quantized_weights.map_or(exactly(numel), |how| how.bytes(numel));
         let is_large = |numel: usize| numel > threshold;
         let large = profile.parameters.iter().filter(|&&numel| is_large(numel));
-        let used = large.clone().map(|&numel| as_used(numel) as u64).sum::<u64>() + profile.frozen_bytes(as_used, is_large);
+        let used =
+            large.clone().map(|&numel| as_used(numel) as u64).sum::<u64>() + profile.frozen_bytes(as_used, is_large);
         let persistent: u64 = profile.parameters.iter().filter(|&&numel| numel <= threshold).sum::<usize>() as u64;
         let (shards, micro_batches) = (self.plan.shards() as u64, self.plan.batch.accumulation as u64);
         let replicas = self.plan.world as u64 / shards;
@@ -210,6 +211,13 @@ impl Plan {
                 (0, 2 * micro_batches * exact * (size - 1) / size + used / size - used * there / (world * world))
             }
         };
+        // With a second cut gradients are quantised across its groups, after a sum within each.
+        if let (Some(size), Some(bytes)) = (self.plan.secondary_shard_size.map(|size| size as u64), quantized) {
+            let replicas = self.plan.world as u64 / size;
+            let gradients = sent * (size - 1) / size + bytes / size * (replicas - 1) / replicas;
+            let kept = exactly(persistent as usize) as u64 * (shards - 1) / shards;
+            return micro_batches * gradients + kept + gathered;
+        }
         let moved = match stage {
             // All-gathered as they are added up, in fp32.
             Stage::DataParallel if within != sent => within + 4 * psi,

@@ -63,10 +63,11 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     let micro_batches = plan.batch.accumulation as f64;
     let on_disk = |tier| f64::from(u8::from(tier == Tier::Disk));
     // Two moments, each read and written; a gradient written with each micro-batch and read once.
-    let optimizer = on_disk(offload.optimizer) * (16.0 + 4.0 * micro_batches + 4.0);
+    let optimizer = on_disk(offload.optimizer) * f64::from(offload.ratio) * (16.0 + 4.0 * micro_batches + 4.0);
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
     let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
-    let frozen = on_disk(offload.parameters) * 2.0 * micro_batches * profile.frozen_bytes(|numel| 4 * numel, |_| true) as f64;
+    let frozen =
+        on_disk(offload.parameters) * 2.0 * micro_batches * profile.frozen_bytes(|numel| 4 * numel, |_| true) as f64;
     profile.num_trained() as f64 * (optimizer + parameters) + frozen
 }
 

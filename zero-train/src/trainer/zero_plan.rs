@@ -144,8 +144,12 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
         .optimizer(optimizer);
     let there = Offload::to(offload_device(options)?);
     let choice = options.offload.unwrap_or(OffloadChoice::None);
+    if let Some(ratio) = options.offload_ratio.filter(|ratio| !(0.0..=1.0).contains(ratio)) {
+        return Err(wrong("offload-ratio", ratio, "expected a share from 0 to 1"));
+    }
     if choice != OffloadChoice::None {
-        builder = builder.offload_optimizer(&there);
+        let ratio = options.offload_ratio.unwrap_or(there.ratio);
+        builder = builder.offload_optimizer(&Offload { ratio, ..there.clone() });
     }
     if choice == OffloadChoice::All {
         builder = builder.offload_param(&there);
@@ -155,7 +159,11 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     }
     if let Some(format) = options.quantized_weights {
         if !stage.shards_parameters() {
-            return Err(wrong("quantized-weights", format, "expected --stage 3, where parameters are gathered for each use"));
+            return Err(wrong(
+                "quantized-weights",
+                format,
+                "expected --stage 3, where parameters are gathered for each use",
+            ));
         }
         builder = builder.quantized_weights(true).quantized_weights_format(&format.to_string());
     }
@@ -266,6 +274,11 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
             text(plan.secondary_shard_size).unwrap_or("nothing".into()),
         ),
         ("offload", options.offload.map(name), kept.to_string()),
+        (
+            "offload-ratio",
+            text(options.offload_ratio),
+            plan.offload_optimizer.as_ref().map_or(1.0, |offload| offload.ratio).to_string(),
+        ),
         ("offload-to", options.offload_to.map(name), to.to_string()),
         ("swap", given_swap.map(shown), swap.map_or("nothing".to_string(), shown)),
     ];

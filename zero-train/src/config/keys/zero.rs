@@ -8,8 +8,7 @@ const ALWAYS_BUCKETS: T = T::no_effect("gradients are always reduced through con
 const GATHERS: T = T::no_effect("the all-gather of parameters has no such setting");
 const PYTORCH: T = T::no_effect("it works around PyTorch");
 const FETCHES: T = T::not_yet("the all-gather of parameters has no such variant yet");
-const LOCO: T =
-    T::refused("gradients are quantised (zero_quantized_gradients) without error feedback; remove the key");
+const LOCO: T = T::refused("gradients are quantised (zero_quantized_gradients) without error feedback; remove the key");
 const NOT_TRAINED: T = T::refused(
     "frozen weights are not quantised apart from the others; take zero_quantized_weights for all, or --quantize for LoRA's base",
 );
@@ -43,7 +42,7 @@ pub(in crate::config) const ZERO: &[Key] = keys! {
         pipeline_read = true, pipeline_write = true => K::Bool, T::ACTED;
         fast_init = false => K::Bool,
             T::no_effect("optimizer state on a disk begins there, without being written first");
-        ratio = 1 => K::FRACTION, T::not_yet("optimizer state is offloaded as a whole");
+        ratio = 1 => K::FRACTION, T::ACTED;
         super_offload = false => K::Bool, SUPER_OFFLOAD;
         cpuadam_cores_perc = 0.8 => K::FRACTION, SUPER_OFFLOAD;
     }, Gate::Device), T::ACTED.since_stage(1);

@@ -97,6 +97,25 @@ fn gradients_are_quantized_to_what_the_key_says() {
 }
 
 #[test]
+fn weights_are_quantized_to_what_the_key_says_at_stage_3() {
+    let plan = |stage: usize, keys: &str| {
+        let zero = format!(r#"{{"stage": {stage}, {keys}}}"#);
+        json(&format!(r#"{{"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {zero}}}"#), &on(4))
+    };
+    let int4 = r#""zero_quantized_weights": true, "zero_quantized_weights_format": "int4""#;
+    let format = |stage, keys| plan(stage, keys).unwrap().zero_config(0).quantized_weights;
+    assert_eq!(format(3, int4), Some(Format::Int4));
+    assert_eq!(format(3, r#""zero_quantized_weights": true"#), Some(Format::Int8));
+    assert_eq!(format(3, r#""zero_quantized_weights": false"#), None);
+    let explained = plan(3, int4).unwrap().explain();
+    assert!(explained.contains("sharded; large weights are gathered in int4."), "{explained}");
+    // Where nothing is gathered for its use it is told to have no effect.
+    let early = plan(2, int4).unwrap();
+    assert_eq!(early.zero_config(0).quantized_weights, None);
+    assert!(early.explain().contains("zero_optimization.zero_quantized_weights"), "{}", early.explain());
+}
+
+#[test]
 fn features_that_would_change_training_are_refused() {
     let message = |text: &str| json(text, &on(2)).unwrap_err().to_string();
     for name in ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"] {
