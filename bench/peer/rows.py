@@ -32,10 +32,12 @@ class Run:
     ranks: int
     threads: int
     batch: int
+    dtype: str = "fp32"
 
     @property
     def name(self):
-        return f"{self.model} {self.ranks}x{self.threads} {self.who} stage {self.stage} batch {self.batch}"
+        dtype = "" if self.dtype == "fp32" else f" {self.dtype}"
+        return f"{self.model} {self.ranks}x{self.threads} {self.who} stage {self.stage} batch {self.batch}{dtype}"
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Row:
         return dict(asdict(self), left=self.left.name, right=self.right.name)
 
 
-def rows_of(model, batch_one, batch_two):
+def rows_of(model, batch_one, batch_two, dtype):
     """All rows of one model in groups whose runs take turns, with `batch_one` rows on the rank of a one-rank run and
-    `batch_two` on each rank of two."""
+    `batch_two` on each rank of two. In bf16 peers are torch's autocast, FSDP2's mixed precision and DeepSpeed's bf16 engine."""
     def single(who):
-        return Run(who, model, 0, 1, 2, batch_one)
+        return Run(who, model, 0, 1, 2, batch_one, dtype)
 
     def pair(who, stage):
-        return Run(who, model, stage, 2, 1, batch_two)
+        return Run(who, model, stage, 2, 1, batch_two, dtype)
 
     def against(peer, stage, floor, goal):
         name = f"{model}: 2 ranks x 1 thread, stage {stage}, {NAMES[peer]}"
@@ -84,10 +86,10 @@ def rows_of(model, batch_one, batch_two):
         groups[1].append(memory)
     if model == "A":
         for stage in (0, 3):
-            one = Run("ours", model, stage, 1, 2, SCALE_ROWS)
+            one = Run("ours", model, stage, 1, 2, SCALE_ROWS, dtype)
             groups.append([
                 Row(f"A: cost of scale, stage {stage}, {ranks} ranks", "scale",
-                    Run("ours", model, stage, ranks, 1, SCALE_ROWS // ranks), one, 1.1, 1.1)
+                    Run("ours", model, stage, ranks, 1, SCALE_ROWS // ranks, dtype), one, 1.1, 1.1)
                 for ranks in (2, 4, 8)
             ])
     return groups
@@ -98,11 +100,11 @@ ORDER = ["ddp 0", "deepspeed 0", "ours 0", "torch 0", "ours 3", "deepspeed 3", "
          "ours 2", "deepspeed 2", "fsdp2 2"]
 
 
-def select(models, batches, peers, only):
-    """Groups of (rows, runs in order) for the models, batches {model: (one rank, two ranks)}, peers and compiled pattern."""
+def select(models, batches, peers, only, dtype):
+    """Groups of (rows, runs in order) for the models, batches {model: (one rank, two ranks)}, peers, compiled pattern and type."""
     selected = []
     for model in models:
-        for group in rows_of(model, *batches[model]):
+        for group in rows_of(model, *batches[model], dtype):
             rows = [row for row in group if all(run.who in ("ours", *peers) for run in (row.left, row.right))
                     and (only is None or only.search(row.name))]
             runs = {run for row in rows for run in (row.left, row.right)}

@@ -76,6 +76,7 @@ def parse_arguments():
                         help="model A: rows per rank of two; one rank takes twice as many (default: 2)")
     parser.add_argument("--batch-b", type=at_least(1), default=1, metavar="N",
                         help="model B: rows per rank, of one as of two (default: 1)")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="what models compute in (default: fp32)")
     parser.add_argument("--out", type=Path, default=ROOT / "target/peer/results.jsonl", metavar="FILE",
                         help="results (default: target/peer/results.jsonl); an earlier file is kept as FILE.old")
     parser.add_argument("--timeout", type=at_least(1), default=1800, metavar="SECONDS",
@@ -162,12 +163,13 @@ def command_of(run, steps, warmup, folder):
     if run.who == "ours":
         return [OURS, "--model", MODELS[run.model].preset, "--data", folder / "tokens.safetensors", "--seq", SEQ,
                 "--batch", run.batch, "--steps", steps, "--ranks", run.ranks, "--threads", run.threads, "--stage",
-                run.stage, "--lr", "1e-4", "--decay-except", "nothing", "--out", folder / "out", "--json"]
+                run.stage, "--lr", "1e-4", "--decay-except", "nothing", "--dtype", run.dtype, "--out", folder / "out", "--json"]
     model = MODELS[run.model]
     engine = {"ddp": "torch"}.get(run.who, run.who)
     return [sys.executable, PEER, "--engine", engine, "--stage", run.stage, "--world", run.ranks, "--threads",
             run.threads, "--layers", model.layers, "--hidden", model.hidden, "--heads", model.heads, "--positions",
-            model.positions, "--seq", SEQ, "--batch", run.batch, "--steps", steps, "--warmup", warmup]
+            model.positions, "--seq", SEQ, "--batch", run.batch, "--steps", steps, "--warmup", warmup,
+            "--dtype", run.dtype]
 
 
 def watch(process, deadline, metrics):
@@ -279,7 +281,7 @@ def check_tools(runs):
 def main():
     args = parse_arguments()
     batches = {"A": (2 * args.batch_a, args.batch_a), "B": (args.batch_b, args.batch_b)}
-    groups = select(args.model, batches, args.peers, args.only)
+    groups = select(args.model, batches, args.peers, args.only, args.dtype)
     rows = [row for group, _ in groups for row in group]
     runs = [run for _, group in groups for run in group]
     if not rows:
@@ -292,6 +294,7 @@ def main():
     cpus = hold_to_two_cpus()
     check_tools(runs)
     header = dict(
+        dtype=args.dtype,
         kind="header", date=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
         machine=dict(cpu=cpu_model(), cpus=os.cpu_count(), used=",".join(map(str, cpus)), load=load),
         versions=versions(), seq=SEQ, steps=args.steps, warmup=min(WARMUP, args.steps - 1), rounds=args.rounds,

@@ -11,6 +11,8 @@
 //! - `B/s` are bytes of activations, each array that is read or written counted once. These arrays (0.75 MiB to 3 MiB)
 //!   stay in the caches from one iteration to the next: the number is no bandwidth of memory.
 //!
+//! `codec` is of arrays that no cache holds, 64 MiB of fp32, beside a copy of as much: its `B/s` are of memory, of fp32 and codes.
+//!
 //! Buffers are allocated and touched before the loop; only what a kernel allocates itself is in its time (the chunk of
 //! logits of `cross_entropy`, partial sums, lists of tasks). For one group: `... --bench fused -- attention`.
 
@@ -249,5 +251,39 @@ mod embedding {
     fn backward(bencher: Bencher) {
         let (ids, g, mut dtable) = (tokens(), numbers(N * D, 1), numbers(V * D, 2));
         bencher.counter(bytes(3, D)).bench_local(|| cpu::embedding::backward(&ids, &g, D, &mut dtable));
+    }
+}
+
+/// What ranks send one another in 8 or 4 bit ([`zero_ops::quantized`]).
+#[divan::bench_group]
+mod codec {
+    use super::*;
+    use zero_ops::quantized::Format;
+
+    /// Elements.
+    const LARGE: usize = 16 << 20;
+
+    #[divan::bench]
+    fn copy(bencher: Bencher) {
+        let (from, mut to) = (numbers(LARGE, 1), vec![0f32; LARGE]);
+        bencher.counter(BytesCount::of_many::<f32>(2 * LARGE)).bench_local(|| to.copy_from_slice(&from));
+    }
+
+    #[divan::bench(args = [Format::Int8, Format::Int4, Format::Nf4])]
+    fn encode(bencher: Bencher, how: Format) {
+        let (from, mut to) = (numbers(LARGE, 1), Vec::with_capacity(how.bytes(LARGE)));
+        let bytes = BytesCount::new(4 * LARGE + how.bytes(LARGE));
+        bencher.counter(bytes).bench_local(|| {
+            to.clear();
+            how.encode_row(&from, &mut to);
+        });
+    }
+
+    #[divan::bench(args = [Format::Int8, Format::Int4, Format::Nf4])]
+    fn decode(bencher: Bencher, how: Format) {
+        let (mut codes, mut to) = (Vec::new(), vec![0f32; LARGE]);
+        how.encode_row(&numbers(LARGE, 1), &mut codes);
+        let bytes = BytesCount::new(4 * LARGE + how.bytes(LARGE));
+        bencher.counter(bytes).bench_local(|| how.decode_row(&codes, &mut to));
     }
 }

@@ -112,8 +112,14 @@ fn compare(name: &str, run: &Run, rule: Rule, accumulation: usize) -> usize {
     let mut combinations = 0;
     for (optimizer, parameters, ratio) in tiers(run.zero.stage) {
         let dir = tempfile::tempdir().unwrap();
-        let (got, got_state, got_bytes) =
-            run_with(Offload { optimizer, parameters, ratio, min_bytes: 1, disk: disk(dir.path()), ..Offload::default() });
+        let (got, got_state, got_bytes) = run_with(Offload {
+            optimizer,
+            parameters,
+            ratio,
+            min_bytes: 1,
+            disk: disk(dir.path()),
+            ..Offload::default()
+        });
         let (ranks, stage) = (run.ranks, run.zero.stage);
         let name = format!("{name}, {ranks} rank(s), stage {stage}, {optimizer:?} ({ratio}), {parameters:?}");
         assert_eq!(got, losses, "{name}");

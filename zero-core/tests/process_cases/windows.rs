@@ -24,7 +24,7 @@ impl Piece {
 }
 
 impl Expose for Piece {
-    fn expose(&self) -> Exposure {
+    fn expose(&self, _key: Key) -> Exposure {
         if self.broken {
             return Exposure::Failed("its disk is gone".to_string());
         }

@@ -92,7 +92,8 @@ pub fn start(options: &ProcessOptions, start: &Start) -> Result<ProcessRun, Star
         Start::Job(job) => {
             let ProcessOptions { deadline, node_size, trusted_network, .. } = *options;
             let mut mesh = rendezvous::connect(job, deadline, node_size, trusted_network)?;
-            let warnings = warnings(job, &std::mem::take(&mut mesh.refused));
+            let mut warnings = warnings(job, &std::mem::take(&mut mesh.refused));
+            warnings.extend(beyond_sockets(&mesh.place));
             let mut run = over(options, job.rank, over_sockets(mesh))?;
             run.warnings = warnings.into();
             Ok(run)
@@ -115,6 +116,23 @@ fn warnings(job: &Rendezvous, refused: &[Refused]) -> Vec<String> {
         format!("{count} connection(s) to rank {rank}, {first} {from}, {were} refused: {reason}")
     }));
     all
+}
+
+/// The most ranks, and machines, that sockets are meant for: every rank is connected with every other, and speaks to each.
+const MOST_RANKS: usize = 64;
+const MOST_MACHINES: usize = 16;
+
+/// What to use in place of sockets, if there are more ranks than they are for.
+fn beyond_sockets(place: &Place) -> Option<String> {
+    let is_beyond = place.world > MOST_RANKS || place.nodes > MOST_MACHINES;
+    (place.rank == 0 && is_beyond).then(|| {
+        format!(
+            "{} ranks on {} machine(s) are connected by sockets, each with every other, which is meant for one machine or a first \
+             try, up to {MOST_RANKS} ranks or {MOST_MACHINES} machines: for more take MPI (a build with --features mpi, started by \
+             mpirun or srun), and with GPUs NCCL (--features cuda), whose payloads do not go by sockets",
+            place.world, place.nodes
+        )
+    })
 }
 
 fn over_sockets(mesh: Mesh) -> impl FnOnce() -> Result<(TcpLink, Place), LinkError> + Send {
@@ -392,4 +410,22 @@ where
     };
     let failed = run.close(Some(failure));
     Err(failed.expect_err("a run with a rank that failed has failed"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_ranks_than_sockets_are_for_are_told_what_to_take() {
+        let told = |rank, world, nodes| {
+            let node_of = (0..world).map(|rank| rank % nodes).collect();
+            beyond_sockets(&Place { rank, world, local_rank: 0, local_world: world / nodes, node: 0, nodes, node_of })
+        };
+        assert!(told(0, 64, 16).is_none() && told(1, 65, 1).is_none());
+        for (world, nodes) in [(65, 1), (34, 17)] {
+            let told = told(0, world, nodes).expect("it is beyond");
+            assert!(told.contains(&format!("{world} ranks on {nodes} machine")) && told.contains("mpirun"), "{told}");
+        }
+    }
 }

@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""The main job (GPT-2 1.5B, fp32, 2 ranks at stage 3) with all of the optimizer's state on a disk, and with as much of it in memory as
+there is room for: seconds a step, in turn.
+
+  bench/partial_offload.py --swap DIR [--rates 0,500] [--rounds 1] [--steps 4] [--model gpt2-xl] [--example BINARY] [options of the run]
+
+A rate holds the disk to so many MB/s in each direction, as root, by a control group (version 1 or 2); 0 leaves it as it is. The median
+is of the steps after the first, whose memory is fresh.
+"""
+import argparse, json, os, statistics, subprocess, sys, tempfile
+from pathlib import Path
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--swap", type=Path, required=True)
+parser.add_argument("--rates", default="0")
+parser.add_argument("--rounds", type=int, default=1)
+parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--model", default="gpt2-xl")
+parser.add_argument("--example", type=Path, default=Path("target/release/examples/gpt2_1_5b"))
+args, more = parser.parse_known_args()
+WAYS = {"all on the disk": ["--offload", "optimizer"], "as little as memory allows": []}
+
+
+class Throttle:
+    """A control group whose processes read and write so many bytes a second."""
+
+    def __init__(self, rate):
+        device = os.stat(args.swap).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        # The limit is of a whole disk.
+        whole = Path(f"/sys/dev/block/{number}/..").resolve() / "dev"
+        number = whole.read_text().strip() if whole.exists() else number
+        first = Path("/sys/fs/cgroup/blkio")
+        self.group = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"zero-partial-{os.getpid()}"
+        try:
+            self.group.mkdir()
+            if first.is_dir():
+                for way in ("read", "write"):
+                    (self.group / f"blkio.throttle.{way}_bps_device").write_text(f"{number} {rate}")
+            else:
+                (self.group / "io.max").write_text(f"{number} rbps={rate} wbps={rate}")
+        except OSError as error:
+            sys.exit(f"error: cannot hold the disk to a rate: {error}: run as root, or with --rates 0")
+
+    def join(self):
+        (self.group / "cgroup.procs").write_text(str(os.getpid()))
+
+    def end(self):
+        self.group.rmdir()
+
+
+def run(options, rate):
+    throttle = Throttle(rate) if rate else None
+    with tempfile.TemporaryDirectory() as out:
+        command = [args.example, "--model", args.model, "--steps", args.steps, "--swap", args.swap, "--out", out, "--json", *options, *more]
+        done = subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                              preexec_fn=throttle.join if throttle else None)
+        if throttle:
+            throttle.end()
+        if done.returncode:
+            sys.exit(f"error: the run ended with {done.returncode}: {done.stderr[-600:]}")
+        steps = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    later = steps[1:] or steps
+    rss = max(rank["peak_rss_bytes"] for rank in steps[-1]["ranks"])
+    return statistics.median(step["step_ms"] / 1e3 for step in later), statistics.median(step["forward_ms"] / 1e3 for step in later), rss, steps[-1]["loss"]
+
+
+for rate in map(int, args.rates.split(",")):
+    seen = {way: [] for way in WAYS}
+    for _ in range(args.rounds):
+        for way, options in WAYS.items():
+            seen[way].append(run(options, rate * 1_000_000))
+    print(f"{args.model}, disk " + (f"held to {rate} MB/s" if rate else "as it is") + f", medians of {args.rounds} round(s)")
+    print("| | a step | of the first | forward | peak RSS | last loss |")
+    print("|---|---|---|---|---|---|")
+    first = None
+    for way, runs in seen.items():
+        step, forward, rss = (statistics.median(run[place] for run in runs) for place in range(3))
+        first = first or step
+        print(f"| {way} | {step:.1f} s | {step / first:.2f} | {forward:.1f} s | {rss / 2**30:.1f} GiB | {runs[-1][3]:.6f} |")
