@@ -101,7 +101,7 @@ fn quantized_weights_take_the_bytes_of_their_bits() {
         let gathers = |run: &Run| -> (u64, u64) {
             let stats = gpt2_stats(run);
             let wire = stats.iter().map(|stats| stats.wire_bytes.all_gather).sum();
-            (wire, stats[0].model_state_bytes.parameters as u64)
+            (wire, stats[0].model_state_bytes.parameters)
         };
         let (plain, held) = gathers(&run);
         run.zero.quantized_weights = Some(how);
