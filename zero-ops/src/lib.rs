@@ -12,6 +12,9 @@
 //!
 //! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only.
 
+#[macro_use]
+mod vectorised;
+
 mod autodiff;
 mod backend;
 mod checkpoint;

@@ -70,9 +70,11 @@ impl Format {
         self.bytes(width) / 2
     }
 
-    /// Appends the blocks that stand for `elements`.
+    /// Appends the blocks that stand for `elements`. With an infinity or a NaN in a block it stands for NaN.
     pub fn encode_row(self, elements: &[f32], out: &mut Vec<u8>) {
-        elements.chunks(BLOCK).for_each(|block| self.encode(block, out));
+        let begin = out.len();
+        out.resize(begin + self.bytes(elements.len()), 0);
+        encode_row(self, elements, &mut out[begin..]);
     }
 
     /// Adds the numbers that `blocks` stand for to `sum`.
@@ -81,7 +83,8 @@ impl Format {
     ///
     /// When they are of another number of elements.
     pub fn add_row(self, blocks: &[u8], sum: &mut [f32]) {
-        self.each_block(blocks, sum, |sum, decoded| *sum += decoded);
+        assert_eq!(blocks.len(), self.bytes(sum.len()), "bytes of {} numbers", sum.len());
+        add_row(self, blocks, sum);
     }
 
     /// Fills `out` with the numbers that `blocks` stand for.
@@ -90,23 +93,53 @@ impl Format {
     ///
     /// When they are of another number of elements.
     pub fn decode_row(self, blocks: &[u8], out: &mut [f32]) {
-        self.each_block(blocks, out, |out, decoded| *out = decoded);
+        assert_eq!(blocks.len(), self.bytes(out.len()), "bytes of {} numbers", out.len());
+        decode_row(self, blocks, out);
     }
 
     #[inline(always)]
     fn each_block(self, blocks: &[u8], out: &mut [f32], put: impl Fn(&mut f32, f32)) {
-        assert_eq!(blocks.len(), self.bytes(out.len()), "bytes of {} numbers", out.len());
         let mut decoded = [0f32; BLOCK];
-        for (block, out) in blocks.chunks_exact(self.block_bytes()).zip(out.chunks_mut(BLOCK)) {
+        let mut blocks = blocks.chunks_exact(self.block_bytes());
+        // Of a length that the compiler knows.
+        let (whole, rest) = out.as_chunks_mut::<BLOCK>();
+        for (out, block) in whole.iter_mut().zip(&mut blocks) {
             self.decode(block, &mut decoded);
-            out.iter_mut().zip(decoded).for_each(|(out, decoded)| put(out, decoded));
+            for i in 0..BLOCK {
+                put(&mut out[i], decoded[i]);
+            }
+        }
+        if let Some(block) = blocks.next() {
+            self.decode(block, &mut decoded);
+            rest.iter_mut().zip(decoded).for_each(|(out, decoded)| put(out, decoded));
         }
     }
 
-    /// Appends the block that stands for up to 64 numbers. With an infinity or a NaN among them it stands for NaN.
-    fn encode(self, elements: &[f32], out: &mut Vec<u8>) {
+    #[inline(always)]
+    fn encode_blocks(self, elements: &[f32], out: &mut [u8]) {
+        let mut blocks = out.chunks_exact_mut(self.block_bytes());
+        let (whole, rest) = elements.as_chunks::<BLOCK>();
+        for (elements, block) in whole.iter().zip(&mut blocks) {
+            self.encode(elements, block);
+        }
+        if let Some(block) = blocks.next() {
+            let mut filled = [0f32; BLOCK];
+            filled[..rest.len()].copy_from_slice(rest);
+            self.encode(&filled, block);
+        }
+    }
+
+    /// Writes the block that stands for 64 numbers.
+    #[inline(always)]
+    fn encode(self, elements: &[f32; BLOCK], block: &mut [u8]) {
         // Magnitudes are in the order of their bits, and what is not finite is above all that is.
-        let largest = elements.iter().fold(0, |largest: u32, x| largest.max(x.abs().to_bits()));
+        let mut lanes = [0u32; 16];
+        for part in elements.as_chunks::<16>().0 {
+            for (lane, x) in lanes.iter_mut().zip(part) {
+                *lane = (*lane).max(x.abs().to_bits());
+            }
+        }
+        let largest = lanes.into_iter().fold(0, u32::max);
         let largest = Some(f32::from_bits(largest)).filter(|largest| largest.is_finite()).unwrap_or(f32::NAN);
         let steps = match self {
             Self::Int8 => 127.0,
@@ -114,23 +147,43 @@ impl Format {
             Self::Nf4 => 1.0,
         };
         let scale = largest / steps;
-        out.extend(scale.to_le_bytes());
-        let mut at = [0f32; BLOCK];
+        let (first, codes) = block.split_first_chunk_mut::<4>().expect("a block begins with its scale");
+        *first = scale.to_le_bytes();
         // A scale of zero, or NaN, leaves nothing to divide.
+        let mut at = [0f32; BLOCK];
         if scale > 0.0 {
-            at.iter_mut().zip(elements).for_each(|(at, x)| *at = x / scale);
+            for i in 0..BLOCK {
+                at[i] = elements[i] / scale;
+            }
         }
-        let step = |i: usize, most: f32| nearest(at[i].clamp(-most, most));
+        // Loops over arrays, which become vectors.
+        let mut code = [0u8; BLOCK];
         match self {
-            Self::Int8 => out.extend((0..BLOCK).map(|i| step(i, 127.0) as u8)),
+            Self::Int8 => {
+                for i in 0..BLOCK {
+                    code[i] = nearest(at[i], 127.0) as u8;
+                }
+                codes.copy_from_slice(&code);
+            }
             Self::Int4 => {
-                let code = |i| (step(i, 7.0) + 8) as u8;
-                out.extend((0..BLOCK / 2).map(|i| code(i) | code(i + BLOCK / 2) << 4));
+                for i in 0..BLOCK {
+                    code[i] = (nearest(at[i], 7.0) + 8) as u8;
+                }
+                halves(codes, &code);
             }
             Self::Nf4 => {
                 // The nearest: as many as there are middles between neighbours below the number.
-                let code = |i| NF4.windows(2).filter(|pair| at[i] > (pair[0] + pair[1]) / 2.0).count() as u8;
-                out.extend((0..BLOCK / 2).map(|i| code(i) | code(i + BLOCK / 2) << 4));
+                let mut below = [0u32; BLOCK];
+                for at_most in 1..NF4.len() {
+                    let middle = (NF4[at_most - 1] + NF4[at_most]) / 2.0;
+                    for i in 0..BLOCK {
+                        below[i] += u32::from(at[i] > middle);
+                    }
+                }
+                for i in 0..BLOCK {
+                    code[i] = below[i] as u8;
+                }
+                halves(codes, &code);
             }
         }
     }
@@ -167,10 +220,49 @@ impl Format {
     }
 }
 
-/// The nearest whole number of one of few digits, an even one where two are: what it is added to has no room for a fraction.
-fn nearest(value: f32) -> i8 {
+vectorised! {
+    fn encode_row<'a>(how: Format, elements: &'a [f32], out: &'a mut [u8]) {
+        match how {
+            Format::Int8 => Format::Int8.encode_blocks(elements, out),
+            Format::Int4 => Format::Int4.encode_blocks(elements, out),
+            Format::Nf4 => Format::Nf4.encode_blocks(elements, out),
+        }
+    }
+
+    fn decode_row<'a>(how: Format, blocks: &'a [u8], out: &'a mut [f32]) {
+        match how {
+            Format::Int8 => Format::Int8.each_block(blocks, out, |out, decoded| *out = decoded),
+            Format::Int4 => Format::Int4.each_block(blocks, out, |out, decoded| *out = decoded),
+            Format::Nf4 => Format::Nf4.each_block(blocks, out, |out, decoded| *out = decoded),
+        }
+    }
+
+    fn add_row<'a>(how: Format, blocks: &'a [u8], sum: &'a mut [f32]) {
+        match how {
+            Format::Int8 => Format::Int8.each_block(blocks, sum, |sum, decoded| *sum += decoded),
+            Format::Int4 => Format::Int4.each_block(blocks, sum, |sum, decoded| *sum += decoded),
+            Format::Nf4 => Format::Nf4.each_block(blocks, sum, |sum, decoded| *sum += decoded),
+        }
+    }
+}
+
+/// Codes of 4 bit, two a byte: of the first half and of the second.
+#[inline(always)]
+fn halves(out: &mut [u8], codes: &[u8; BLOCK]) {
+    let (low, high) = codes.split_at(BLOCK / 2);
+    let out = &mut out[..BLOCK / 2];
+    for i in 0..BLOCK / 2 {
+        out[i] = low[i] | high[i] << 4;
+    }
+}
+
+/// The nearest whole number between minus and plus `most`, an even one where two are: of few digits, so that what it is added to has no
+/// room for a fraction.
+#[inline(always)]
+fn nearest(value: f32, most: f32) -> i32 {
     const SHIFT: f32 = 12_582_912.0; // 1.5 * 2^23
-    ((value + SHIFT).to_bits() as i32 - SHIFT.to_bits() as i32) as i8
+    let value = value.max(-most).min(most);
+    (value + SHIFT).to_bits() as i32 - SHIFT.to_bits() as i32
 }
 
 impl fmt::Display for Format {
@@ -214,7 +306,7 @@ impl Quantized {
             let range = first(blocks.start)..end(last);
             let elements = elements(range.clone());
             for block in blocks.clone() {
-                self.format.encode(&elements[first(block) - range.start..end(block) - range.start], &mut bytes);
+                self.format.encode_row(&elements[first(block) - range.start..end(block) - range.start], &mut bytes);
             }
         }
         let from = 2 * (words.start - blocks.start * per_block);
