@@ -19,6 +19,7 @@ use zero_core::Stage;
 use zero_core::accounting::WireBytes;
 use zero_ops::FusedBackend;
 use zero_ops::devices::memory;
+use zero_ops::quantized::Format;
 use zero_train::engine::{EngineConfig, Step, ZeroEngine};
 use zero_train::loss_scale::{DynamicLossScale, LossScaler};
 
@@ -234,5 +235,27 @@ fn state_in_the_hosts_memory_leaves_the_device() {
         assert!(losses < 1e-6, "stage {stage}: {:?} against {:?}", kept.losses, moved.losses);
         // Two moments of 4 bytes a parameter and rank's share, and at stage 3 the parameters too.
         assert!(2 * after < *before, "stage {stage}: {after} bytes in use in place of {before}");
+        // A part of it.
+        run.zero.offload.ratio = 0.5;
+        let half = train::<Vulkan>(&run);
+        let (losses, between) = (largest_difference(&kept.losses, &half.losses), half.in_use.last().unwrap());
+        println!("  half of the optimizer's: losses {losses:.1e}, {between} bytes");
+        assert!(losses < 1e-6, "stage {stage}: {:?} against {:?}", kept.losses, half.losses);
+        assert!(after < between && between < before, "stage {stage}: {between} of {after} to {before}");
+    }
+}
+
+/// Decoded on the host, and made the device's. Weights that differ in their last digits may have other codes.
+#[test]
+fn quantized_weights_and_a_second_cut_are_those_of_the_processor() {
+    let mut run = Run { ranks: 4, steps: 8, ..Run::tiny(Stage::Parameters) };
+    run.zero.quantized_weights = Some(Format::Int8);
+    for size in [None, Some(2)] {
+        run.zero.secondary_shard_size = size;
+        let (host, device) = (train::<Flex>(&run), train::<Vulkan>(&run));
+        let losses = largest_difference(&host.losses, &device.losses);
+        println!("quantised weights, second cut {size:?}: losses {losses:.1e}");
+        assert!(losses < 1e-3, "{:?} against {:?}", host.losses, device.losses);
+        assert_eq!(host.wire, device.wire, "bytes received in a step");
     }
 }

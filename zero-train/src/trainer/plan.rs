@@ -467,7 +467,11 @@ mod tests {
         let memory = plan(0, 1, u64::MAX / 2).need.total();
         assert!(plan(0, 1, memory).notice.is_none());
         let larger = plan(0, 2, memory);
-        assert!(larger.need.disk > 0 && larger.notice.unwrap().contains("--offload"));
+        assert!(larger.need.disk > 0 && larger.notice.unwrap().contains("--offload optimizer --offload-ratio"));
+        // As little as memory allows, but for a twentieth and a hundredth of the state.
+        let (taken, ratio) = (larger.need.total(), larger.zero.offload.ratio);
+        assert!(taken <= memory / 20 * 19 && taken > memory / 10 * 9, "{taken} of {memory}");
+        assert!(0.0 < ratio && ratio < 1.0, "{ratio}");
         // What can be computed again is dropped before state is offloaded, of no more blocks than it takes.
         let larger = plan(4, 2, memory);
         assert_eq!((larger.need.disk, larger.zero.checkpointed_blocks), (0, 3));

@@ -147,6 +147,13 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if let Some(ratio) = options.offload_ratio.filter(|ratio| !(0.0..=1.0).contains(ratio)) {
         return Err(wrong("offload-ratio", ratio, "expected a share from 0 to 1"));
     }
+    if let Some(ratio) = options.offload_ratio.filter(|_| choice == OffloadChoice::None) {
+        return Err(wrong(
+            "offload-ratio",
+            ratio,
+            "expected with --offload optimizer or all, of whose optimizer state it is a share",
+        ));
+    }
     if choice != OffloadChoice::None {
         let ratio = options.offload_ratio.unwrap_or(there.ratio);
         builder = builder.offload_optimizer(&Offload { ratio, ..there.clone() });

@@ -445,6 +445,15 @@ fn offload_options_do_not_contradict_a_file() {
         assert_eq!(run.status.code(), Some(2), "{options:?}: {stderr}");
         assert!(stderr.contains(told) && stderr.contains("leave the option out, or change the file"), "{stderr}");
     }
+    for (options, told) in [
+        (&["--offload-ratio", "0.5"][..], "expected with --offload optimizer or all"),
+        (&["--offload", "optimizer", "--offload-ratio", "1.5"], "expected a share from 0 to 1"),
+        (&["--stage", "2", "--quantized-weights", "int8"], "expected --stage 3"),
+    ] {
+        let (run, _) = trains(dir.path(), &[&["--steps", "1"], options].concat());
+        let stderr = String::from_utf8(run.stderr).unwrap();
+        assert!(run.status.code() == Some(2) && stderr.contains(told), "{options:?}: {stderr}");
+    }
     // A folder that is not there is bad input.
     let absent = write("absent.json", r#", "offload_optimizer": {"device": "nvme", "nvme_path": "/absent/folder"}"#);
     let (run, _) = trains(dir.path(), &["--config", &absent, "--steps", "1"]);
