@@ -467,10 +467,13 @@ mod tests {
         let memory = plan(0, 1, u64::MAX / 2).need.total();
         assert!(plan(0, 1, memory).notice.is_none());
         let larger = plan(0, 2, memory);
-        assert!(larger.need.disk > 0 && larger.notice.unwrap().contains("--offload optimizer --offload-ratio"));
-        // As little as memory allows, but for a twentieth and a hundredth of the state.
-        let (taken, ratio) = (larger.need.total(), larger.zero.offload.ratio);
-        assert!(taken <= memory / 20 * 19 && taken > memory / 10 * 9, "{taken} of {memory}");
+        assert!(larger.need.disk > 0 && larger.notice.unwrap().contains("--offload"));
+        // As little as memory allows, but for a twentieth of it and a hundredth of the state.
+        let less = memory - (16 << 20);
+        let part = plan(0, 1, less);
+        let (taken, ratio, notice) = (part.need.total(), part.zero.offload.ratio, part.notice.unwrap());
+        assert!(notice.contains(&format!("--offload optimizer --offload-ratio {ratio}")), "{notice}");
+        assert!(taken <= less / 20 * 19 && taken > less / 10 * 9, "{taken} of {less}");
         assert!(0.0 < ratio && ratio < 1.0, "{ratio}");
         // What can be computed again is dropped before state is offloaded, of no more blocks than it takes.
         let larger = plan(4, 2, memory);
