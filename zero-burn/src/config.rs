@@ -209,7 +209,8 @@ pub struct ZeroConfig {
     /// What gradients are sent as; DeepSpeed's `communication_data_type`. Additions are in fp32, rounded once, but for NCCL's,
     /// which adds in the type that is sent and rounds at every step. Default: with NCCL fp32, otherwise as the parameter.
     pub communication_dtype: Option<Float>,
-    /// Whether gradients are sent in 8 or 4 bit, in blocks of 64 with a scale each: across groups of `shard_size` ranks or, if there is one group, within it.
+    /// Whether gradients are sent in 8 or 4 bit, in blocks of 64 with a scale each: across groups of `shard_size` ranks, across those of a second cut after
+    /// a sum within each, or, if there is one group, within it.
     /// Sums are in fp32; those across groups are quantised again on the way back. It changes what is trained: an error of up to half
     /// a step of 1/127 ([`Format::Int8`]) or 1/7 ([`Format::Int4`]) of the largest of a block. Default: no. DeepSpeed's `zero_quantized_gradients`.
     pub quantized_gradients: Option<Format>,

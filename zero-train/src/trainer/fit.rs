@@ -274,7 +274,7 @@ fn least_offloaded(
     let Some(memory) = budget.memory else { return Ok((with, taken)) };
     let all = need(&Options { offload_ratio: Some(0.0), ..with.clone() }, model, budget)?.total();
     let room = memory as f64 * (1.0 - SPARE) - taken.total() as f64;
-    let stays = (room / (all - taken.total()) as f64).clamp(0.0, 1.0);
+    let stays = (room / (all - taken.total()).max(1) as f64).clamp(0.0, 1.0);
     // In hundredths, as a user would write it.
     let with = Options { offload_ratio: Some((100.0 * (1.0 - stays)).ceil() / 100.0), ..with };
     let taken = need(&with, model, budget)?;
