@@ -13,23 +13,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
-use crate::collective::agree::gather_bytes;
+use crate::collective::agree;
 use crate::{Buffer, Collective, CommError};
 
 /// The longest that ranks are silent while they work.
 const LONGEST_SILENCE: Duration = Duration::from_secs(5);
-
-#[derive(Serialize, Deserialize)]
-enum Outcome<T> {
-    Done(T),
-    Failed(String),
-    /// Not done, because another rank has failed.
-    Stopped,
-}
 
 /// How far a rank is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,42 +89,63 @@ impl<'c> Ranks<'c> {
         self.every
     }
 
-    /// Gives every rank what each rank brought, in rank order, or the error of the first rank that failed, on all of them.
-    pub(super) fn share<T: Serialize + DeserializeOwned>(
+    /// This rank's own, once all ranks have theirs; or the error of the first rank that failed, on all of them.
+    pub(super) fn together<T>(&self, mine: Result<T, CheckpointError>) -> Result<T, CheckpointError> {
+        let (told, mine) = match mine {
+            Ok(value) => (None, Some(value)),
+            Err(error) => (Some(error.to_string()), None),
+        };
+        self.settled(told)?;
+        Ok(mine.expect("a rank that has not failed has its value"))
+    }
+
+    /// The error of the first rank that failed, on all ranks.
+    fn settled(&self, failed: Option<String>) -> Result<(), CheckpointError> {
+        match self.first_told(failed)? {
+            None => Ok(()),
+            Some((at, reason)) => Err(self.task.failed(self.comm.members()[at], self.comm.world(), reason)),
+        }
+    }
+
+    /// The first rank of the group that has something to tell, with what that is, on every rank.
+    pub(super) fn first_told(&self, mine: Option<String>) -> Result<Option<(usize, String)>, CheckpointError> {
+        agree::first_told(self.comm, mine, "").map_err(|error| self.comm_error(error))
+    }
+
+    /// The first rank of the group whose value is not rank 0's, with rank 0's and its, on every rank.
+    pub(super) fn first_unlike<T: Serialize + DeserializeOwned>(
         &self,
-        mine: Result<T, CheckpointError>,
-    ) -> Result<Vec<T>, CheckpointError> {
-        self.share_outcome(match mine {
-            Ok(value) => Outcome::Done(value),
-            Err(error) => Outcome::Failed(error.to_string()),
-        })
+        mine: &T,
+    ) -> Result<Option<(usize, T, T)>, CheckpointError> {
+        let unlike = agree::first_unlike(self.comm, json(mine), "").map_err(|error| self.comm_error(error))?;
+        unlike.map(|(rank, [first, other])| Ok((rank, self.value(&first)?, self.value(&other)?))).transpose()
     }
 
-    fn share_outcome<T: Serialize + DeserializeOwned>(&self, mine: Outcome<T>) -> Result<Vec<T>, CheckpointError> {
-        let mine = serde_json::to_vec(&mine).expect("what ranks exchange has a JSON form");
-        let all = gather_bytes(self.comm, mine, "").map_err(|error| self.comm_error(error))?;
-        let (mut values, mut failed) = (Vec::with_capacity(all.len()), None);
-        for (&rank, bytes) in self.comm.members().iter().zip(&all) {
-            match serde_json::from_slice(bytes).map_err(|error| error.to_string()) {
-                Ok(Outcome::Done(value)) => values.push(value),
-                Ok(Outcome::Stopped) => {}
-                Ok(Outcome::Failed(reason)) | Err(reason) => {
-                    failed.get_or_insert((rank, reason));
-                }
-            }
-        }
-        match failed {
-            None => Ok(values),
-            Some((rank, reason)) => Err(self.task.failed(rank, self.comm.world(), reason)),
-        }
+    /// Rank 0's value, on every rank.
+    pub(super) fn of_first<T: Serialize + DeserializeOwned>(&self, mine: &T) -> Result<T, CheckpointError> {
+        let all = agree::broadcast_bytes(self.comm, 0, json(mine), "").map_err(|error| self.comm_error(error))?;
+        self.value(&all)
     }
 
-    /// As [`Ranks::share`], of what a rank's work gives, for as long as that takes. A rank without work brings `idle`.
-    pub(super) fn share_work<T: Serialize + DeserializeOwned>(
+    /// Every rank's value, in rank order, on rank 0; nothing on the others.
+    pub(super) fn to_first<T: Serialize + DeserializeOwned>(&self, mine: &T) -> Result<Vec<T>, CheckpointError> {
+        let all = agree::gather_bytes(self.comm, json(mine), "").map_err(|error| self.comm_error(error))?;
+        all.iter().map(|bytes| self.value(bytes)).collect()
+    }
+
+    fn value<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, CheckpointError> {
+        let failed = |error: serde_json::Error| {
+            self.task.failed(self.rank(), self.comm.world(), format!("what another rank sent cannot be read: {error}"))
+        };
+        serde_json::from_slice(bytes).map_err(failed)
+    }
+
+    /// As [`Ranks::together`], of what a rank's work gives, for as long as that takes. A rank without work has `idle`.
+    pub(super) fn share_work<T>(
         &mut self,
         work: Option<Result<DiskWork<T>, CheckpointError>>,
         idle: impl FnOnce() -> T,
-    ) -> Result<Vec<T>, CheckpointError> {
+    ) -> Result<T, CheckpointError> {
         let (work, ended) = match work {
             None => (None, Some(Ok(idle()))),
             Some(Ok(work)) => (Some(work), None),
@@ -141,13 +154,13 @@ impl<'c> Ranks<'c> {
         self.finish(work, ended)
     }
 
-    /// Waits until all ranks' work has ended, or one's has failed, and shares what it gave. `ended` is this rank's outcome,
-    /// if it is known already.
-    pub(super) fn finish<T: Serialize + DeserializeOwned>(
+    /// Waits until all ranks' work has ended, or one's has failed: what this rank's gave, or the error. `ended` is this rank's
+    /// outcome, if it is known already.
+    pub(super) fn finish<T>(
         &mut self,
         mut work: Option<DiskWork<T>>,
         mut ended: Option<Result<T, CheckpointError>>,
-    ) -> Result<Vec<T>, CheckpointError> {
+    ) -> Result<T, CheckpointError> {
         while !self.failed {
             if let (None, Some(work)) = (&ended, &mut work) {
                 ended = work.wait(self.every, self.patience());
@@ -167,8 +180,8 @@ impl<'c> Ranks<'c> {
             work.end(self.every);
         }
         match ended {
-            Some(outcome) => self.share(outcome),
-            None => self.share_outcome(Outcome::Stopped),
+            Some(outcome) => self.together(outcome),
+            None => Err(self.settled(None).expect_err("work is broken off where another rank has failed")),
         }
     }
 
@@ -193,6 +206,10 @@ impl<'c> Ranks<'c> {
     fn comm_error(&self, source: CommError) -> CheckpointError {
         CheckpointError::Comm { doing: self.task.doing(), source: Box::new(source) }
     }
+}
+
+fn json(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("what ranks exchange has a JSON form")
 }
 
 /// Says that work gets on.
@@ -308,7 +325,7 @@ mod tests {
             }
             Ok(6)
         };
-        assert_eq!(shared(slow), ["Ok([5, 6])"; 2]);
+        assert_eq!(shared(slow), ["Ok(5)", "Ok(6)"]);
     }
 
     #[test]
@@ -326,7 +343,7 @@ mod tests {
             };
             // The group is as good as before.
             comm.barrier().map_err(|error| ranks.comm_error(error))?;
-            Ok(shared.map(|_: Vec<usize>| ()).unwrap_err().to_string())
+            Ok(shared.map(|_: usize| ()).unwrap_err().to_string())
         });
         for told in told.unwrap() {
             assert!(told.contains("saving step 7 failed on rank 1 of 2") && told.contains("no space"), "{told}");

@@ -52,7 +52,9 @@ pub fn find_latest_together(comm: &dyn Collective, dir: &Path, check: Check) -> 
                 Ok((names, problem.map(|error| error.to_string())))
             })
         });
-        let (names, problem) = ranks.borrow_mut().share_work(work, Default::default)?.swap_remove(0);
+        let mut ranks = ranks.borrow_mut();
+        let found: (Vec<String>, Option<String>) = ranks.share_work(work, Default::default)?;
+        let (names, problem) = ranks.of_first(&found)?;
         Ok((names, problem.map(|reason| CheckpointError::Told { rank: 0, reason })))
     };
     find(dir, shared, |path| problem_of(&mut ranks.borrow_mut(), comm, path, check))
@@ -87,8 +89,8 @@ fn problem_of(
         };
         Ok(problem.map(|error| error.to_string()))
     });
-    let all = ranks.share_work(Some(work), || None)?;
-    let told = all.iter().enumerate().find_map(|(rank, problem)| Some((rank, problem.clone()?)));
+    let problem = ranks.share_work(Some(work), || None)?;
+    let told = ranks.first_told(problem)?;
     // For when rank 0 prunes: together the ranks have read it all. A manifest that cannot be read now is read again then.
     if told.is_none()
         && check == Check::Contents

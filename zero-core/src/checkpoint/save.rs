@@ -127,7 +127,10 @@ fn save_checked<'p>(
     let sorted: Vec<&TensorSpec> = order.iter().map(|&index| &tensors[index]).collect();
     let plan = checked.and_then(|()| plan(dir, step, &sorted, options));
     let mut ranks = Ranks::new(comm, Task::Save { step });
-    agree(&ranks.share(plan)?, comm.members())?;
+    let plan = ranks.together(plan)?;
+    if let Some((other, first, got)) = ranks.first_unlike(&plan)? {
+        return Err(disagree(&first, comm.members()[other], &got));
+    }
 
     // Rank 0's, on its way between the threads that work on it.
     let staging = Arc::new(Mutex::new(None));
@@ -138,7 +141,8 @@ fn save_checked<'p>(
             Ok(staging.lock().insert(begun).id().to_string())
         })
     });
-    let id = ranks.share_work(begun, String::new)?.swap_remove(0);
+    let id = ranks.share_work(begun, String::new)?;
+    let id = ranks.of_first(&id)?;
 
     let folder = dir.join(Staging::folder_name(step, &id));
     let mut in_order = |place: usize| bytes(order[place]);
@@ -158,16 +162,17 @@ fn save_checked<'p>(
             return Err(error);
         }
     };
-    let bytes = written.iter().map(|file| file.bytes).sum();
+    let bytes: u64 = written.iter().map(|file| file.bytes).sum();
 
     let published = (rank == 0).then(|| {
         let (manifest, options) = (manifest(step, id, &sorted, &written, state), options.clone());
         DiskWork::start(rank, folder, move |progress| {
             let staging = staging.lock().take().expect("it was begun above, by this rank");
-            staging.publish(manifest, &options, progress)
+            Ok((bytes, staging.publish(manifest, &options, progress)?))
         })
     });
-    let Published { pruned, not_pruned } = ranks.share_work(published, Published::default)?.swap_remove(0);
+    let published = ranks.share_work(published, Default::default)?;
+    let (bytes, Published { pruned, not_pruned }) = ranks.of_first(&published)?;
     if rank == 0 {
         for reason in &not_pruned {
             tracing::warn!("an old checkpoint stays: {reason}");
@@ -196,9 +201,8 @@ fn plan(dir: &Path, step: u64, tensors: &[&TensorSpec], options: &SaveOptions) -
     Ok(Plan { dir, step, options, tensors: by_name })
 }
 
-/// The first difference from rank 0, by name. Every rank has the same plans before it, of the `ranks` in the run, and comes to the same
-/// end.
-fn agree(plans: &[Plan], ranks: &[usize]) -> Result<(), CheckpointError> {
+/// The first difference of a rank's plan from rank 0's, by name.
+fn disagree(first: &Plan, rank: usize, plan: &Plan) -> CheckpointError {
     let whole = |plan: &Plan| {
         let (step, dir) = (format!("step {}", plan.step), format!("into {}", plan.dir));
         [("the step", step), ("the folder", dir), ("the options", plan.options.clone())]
@@ -206,22 +210,17 @@ fn agree(plans: &[Plan], ranks: &[usize]) -> Result<(), CheckpointError> {
     let told = |tensor: Option<&(ElementType, Vec<usize>)>| {
         tensor.map_or("no such tensor".to_string(), |(dtype, shape)| format!("{dtype} {shape:?}"))
     };
-    let first = &plans[0];
-    for (&rank, plan) in ranks.iter().zip(plans).skip(1) {
-        for ((what, expected), (_, got)) in whole(first).into_iter().zip(whole(plan)) {
-            if expected != got {
-                return Err(CheckpointError::Disagree { what: what.to_string(), rank, expected, got });
-            }
-        }
-        for name in plan.tensors.keys().chain(first.tensors.keys()) {
-            let (expected, got) = (first.tensors.get(name), plan.tensors.get(name));
-            if expected != got {
-                let (what, expected, got) = (format!("tensor '{name}'"), told(expected), told(got));
-                return Err(CheckpointError::Disagree { what, rank, expected, got });
-            }
+    for ((what, expected), (_, got)) in whole(first).into_iter().zip(whole(plan)) {
+        if expected != got {
+            return CheckpointError::Disagree { what: what.to_string(), rank, expected, got };
         }
     }
-    Ok(())
+    let mut names = plan.tensors.keys().chain(first.tensors.keys());
+    let name = names.find(|name| first.tensors.get(*name) != plan.tensors.get(*name));
+    let name = name.expect("plans that are not alike differ in something");
+    let (what, expected, got) =
+        (format!("tensor '{name}'"), told(first.tensors.get(name)), told(plan.tensors.get(name)));
+    CheckpointError::Disagree { what, rank, expected, got }
 }
 
 fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, String> {
@@ -229,7 +228,8 @@ fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, 
     OWNER.map(String::from).into_iter().zip(values).collect()
 }
 
-/// Writes every rank's file. The pieces are made here, and written by a thread of the rank's.
+/// Writes this rank's file, while the others write theirs; on rank 0 gives what all have written. The pieces are made here, and
+/// written by a thread of the rank's.
 fn write(
     ranks: &mut Ranks<'_>,
     folder: &Path,
@@ -259,14 +259,14 @@ fn write(
     });
     let mut work = match work {
         Ok(work) => work,
-        Err(error) => return ranks.finish(None, Some(Err(error))),
+        Err(error) => return ranks.finish(None, Some(Err::<Written, _>(error))).map(|_| Vec::new()),
     };
     for (index, &place) in own.iter().enumerate() {
         let piece = match bytes(place).and_then(|piece| check_piece(tensors[place], elements(tensors[place]), piece)) {
             Ok(piece) => piece,
             Err(error) => {
                 drop(chunks);
-                return ranks.finish(Some(work), Some(Err(error)));
+                return ranks.finish(Some(work), Some(Err(error))).map(|_| Vec::new());
             }
         };
         for chunk in piece.chunks(CHUNK_BYTES) {
@@ -276,12 +276,14 @@ fn write(
                     Ok(()) => None,
                     Err(SendTimeoutError::Timeout(back)) => Some(back),
                     // The thread has failed.
-                    Err(SendTimeoutError::Disconnected(_)) => return ranks.finish(Some(work), None),
+                    Err(SendTimeoutError::Disconnected(_)) => {
+                        return ranks.finish(Some(work), None).map(|_| Vec::new());
+                    }
                 };
                 let ended = full.as_ref().and_then(|_| work.wait(Duration::ZERO, ranks.patience()));
                 if ended.is_some() || !ranks.go_on()? {
                     drop(chunks);
-                    return ranks.finish(Some(work), ended);
+                    return ranks.finish(Some(work), ended).map(|_| Vec::new());
                 }
                 match full {
                     Some(back) => chunk = back,
@@ -291,7 +293,8 @@ fn write(
         }
     }
     drop(chunks);
-    ranks.finish(Some(work), None)
+    let written = ranks.finish(Some(work), None)?;
+    ranks.to_first(&written)
 }
 
 fn check_piece<'p>(

@@ -1,5 +1,7 @@
 //! Ranks that say of themselves what must be the same on all, before they begin.
 
+use sha2::{Digest, Sha256};
+
 use super::{Buffer, Collective, Request};
 use crate::CommError;
 
@@ -28,33 +30,70 @@ pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Differenc
     if comm.world() == 1 {
         return Ok(None);
     }
-    let all = gather_bytes(comm, lines.join("\n").into_bytes(), "comparing settings")?;
-    let said = |rank: usize| String::from_utf8_lossy(&all[rank]).into_owned();
-    let first = said(0);
-    for rank in 1..comm.world() {
-        let other = said(rank);
-        let nothing = || std::iter::repeat("nothing more");
-        let places = first.lines().count().max(other.lines().count());
-        let pairs = first.lines().chain(nothing()).zip(other.lines().chain(nothing())).take(places);
-        if let Some((first, other)) = pairs.into_iter().find(|(first, other)| first != other) {
-            let plain = |line: &str| line.trim().trim_end_matches(',').to_string();
-            // The first rank to end breaks off the others' operations: none does before all have what they need to say the
-            // same. A barrier that is broken off has been entered by all.
-            let _ = comm.execute(Request::Barrier("a difference of settings"));
-            return Ok(Some(Difference { rank, first: plain(first), other: plain(other) }));
-        }
-    }
-    Ok(None)
+    // As they are compared: without a last line that is empty.
+    let mine = lines.join("\n").lines().collect::<Vec<_>>().join("\n");
+    let Some((rank, texts)) = first_unlike(comm, mine.into_bytes(), "comparing settings")? else { return Ok(None) };
+    let [first, other] = texts.map(|text| String::from_utf8_lossy(&text).into_owned());
+    let nothing = || std::iter::repeat("nothing more");
+    let places = first.lines().count().max(other.lines().count());
+    let mut pairs = first.lines().chain(nothing()).zip(other.lines().chain(nothing())).take(places);
+    let Some((first, other)) = pairs.find(|(first, other)| first != other) else { return Ok(None) };
+    let plain = |line: &str| line.trim().trim_end_matches(',').to_string();
+    // The first rank to end breaks off the others' operations: none does before all have what they need to say the same. A
+    // barrier that is broken off has been entered by all.
+    let _ = comm.execute(Request::Barrier("a difference of settings"));
+    Ok(Some(Difference { rank, first: plain(first), other: plain(other) }))
 }
 
-/// An all-gather of byte strings of different lengths: first the lengths, then the bytes, padded to the longest.
+/// The first rank whose bytes are not rank 0's, with rank 0's and its, on every rank. Where all are alike, only their digests
+/// are sent.
+pub(crate) fn first_unlike(
+    comm: &dyn Collective,
+    mine: Vec<u8>,
+    what: &str,
+) -> Result<Option<(usize, [Vec<u8>; 2])>, CommError> {
+    let digest = Buffer::U8(Sha256::digest(&mine).to_vec());
+    let all = comm.execute_for(Request::AllGather(digest), what)?.into_u8();
+    let (digests, _) = all.as_chunks::<32>();
+    let Some(rank) = digests.iter().position(|digest| *digest != digests[0]) else { return Ok(None) };
+    let first = broadcast_bytes(comm, 0, mine.clone(), what)?;
+    Ok(Some((rank, [first, broadcast_bytes(comm, rank, mine, what)?])))
+}
+
+/// The first rank that has something to tell, with what that is, on every rank.
+pub(crate) fn first_told(
+    comm: &dyn Collective,
+    mine: Option<String>,
+    what: &str,
+) -> Result<Option<(usize, String)>, CommError> {
+    let has = Buffer::U8(vec![mine.is_some().into()]);
+    let all = comm.execute_for(Request::AllGather(has), what)?.into_u8();
+    let Some(rank) = all.iter().position(|&has| has != 0) else { return Ok(None) };
+    let told = broadcast_bytes(comm, rank, mine.unwrap_or_default().into_bytes(), what)?;
+    Ok(Some((rank, String::from_utf8_lossy(&told).into_owned())))
+}
+
+/// Gives every rank the bytes of `root`; the others' may be of any length.
+pub(crate) fn broadcast_bytes(
+    comm: &dyn Collective,
+    root: usize,
+    mut mine: Vec<u8>,
+    what: &str,
+) -> Result<Vec<u8>, CommError> {
+    let broadcast = |bytes| comm.execute_for(Request::Broadcast(Buffer::U8(bytes), root), what).map(Buffer::into_u8);
+    let length = broadcast((mine.len() as u64).to_le_bytes().to_vec())?;
+    mine.resize(u64::from_le_bytes(length.try_into().expect("eight bytes were sent")) as usize, 0);
+    broadcast(mine)
+}
+
+/// Gives rank 0 the bytes of every rank, of any length, in rank order; the others nothing.
 pub(crate) fn gather_bytes(comm: &dyn Collective, mut mine: Vec<u8>, what: &str) -> Result<Vec<Vec<u8>>, CommError> {
-    let gather = |bytes: Vec<u8>| comm.execute_for(Request::AllGather(Buffer::U8(bytes)), what).map(Buffer::into_u8);
-    let lengths = gather((mine.len() as u64).to_le_bytes().to_vec())?;
+    let lengths = Buffer::U8((mine.len() as u64).to_le_bytes().to_vec());
+    let lengths = comm.execute_for(Request::AllGather(lengths), what)?.into_u8();
     let lengths = lengths.as_chunks::<8>().0.iter().map(|&length| u64::from_le_bytes(length) as usize);
     let longest = lengths.clone().max().unwrap_or(0).max(1);
     mine.resize(longest, 0);
-    let all = gather(mine)?;
+    let all = comm.execute_for(Request::Gather(Buffer::U8(mine), 0), what)?.into_u8();
     Ok(all.chunks_exact(longest).zip(lengths).map(|(bytes, length)| bytes[..length].to_vec()).collect())
 }
 

@@ -178,6 +178,11 @@ impl Buffer {
         each!(self, v => v.as_mut_ptr().cast())
     }
 
+    /// Moves all elements on by `by`, the last to the front.
+    pub(super) fn rotate_right(&mut self, by: usize) {
+        each!(self, v => v.rotate_right(by))
+    }
+
     /// Makes it `numel` elements long.
     ///
     /// # Safety

@@ -96,16 +96,14 @@ impl<E: Engine> Inner<E> {
             if let Some(wrong) = moved.and_then(|moved| moved.wrong(group.world())) {
                 return Err(group.at(seq, &name).shape(wrong));
             }
-            let phases = if matches!(request, Request::AllReduce(..)) { 2 } else { 1 };
-            let op = Op { group, seq, words: &words(&request, what), phases };
+            let op = Op { group, seq, words: &words(&request, what) };
             let result = perform(&self.engine, &op, request)?;
-            if let Some((kind, bytes)) = moved.and_then(|moved| moved.received(group.me, group.world())) {
-                let RankState { wire, place, .. } = self.engine.state();
-                wire.add(kind, bytes);
-                // As many from each of the others, but for a broadcast, which is its root's.
-                let from =
-                    moved.and_then(|moved| moved.root).map_or(&group.members[..], |root| &group.members[root..=root]);
-                wire.add_from_other_machines(place.from_other_machines(bytes, from));
+            if let Some(moved) = moved {
+                let (RankState { wire, place, .. }, world) = (self.engine.state(), group.world());
+                for (from, bytes) in moved.sources(group.me, world, moved.is_in_rounds(world)) {
+                    wire.add(moved.kind, bytes);
+                    wire.add_from_other_machines(place.from_other_machines(bytes, &[group.members[from]]));
+                }
             }
             Ok(result)
         })

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Collective;
-use super::agree::gather_bytes;
+use super::agree::first_told;
 use crate::CommError;
 
 /// Why a rank, this one or another, could not do its part.
@@ -64,14 +64,8 @@ fn failed<T, E: fmt::Display>(
     if comm.world() == 1 {
         return Ok(None);
     }
-    // A byte before it: an error may say nothing.
-    let told = match mine {
-        Some(Err(error)) => format!("!{error}").into_bytes(),
-        _ => Vec::new(),
-    };
-    let all = gather_bytes(comm, told, "making what the others find")?;
-    let first = all.iter().position(|told| !told.is_empty());
-    Ok(first.map(|rank| (rank, String::from_utf8_lossy(&all[rank][1..]).into_owned())))
+    let told = mine.and_then(|outcome| outcome.as_ref().err()).map(ToString::to_string);
+    first_told(comm, told, "making what the others find")
 }
 
 fn together<T, E>(mine: Option<Result<T, E>>, failed: Option<(usize, String)>) -> Result<T, Failed<E>> {

@@ -23,6 +23,7 @@ pub mod nccl;
 pub(crate) mod operation;
 pub mod process;
 mod progress;
+mod rounds;
 mod standing;
 pub mod threads;
 
@@ -61,6 +62,8 @@ pub enum Request {
     AllReduce(Buffer, ReduceOp),
     /// Gives every rank `root`'s buffer (the others pass one of the same length).
     Broadcast(Buffer, usize),
+    /// Concatenates the ranks' equally long buffers in rank order, for `root` alone; the others get nothing.
+    Gather(Buffer, usize),
     /// Gives rank `r` the `r`-th of `N` equal pieces of every rank's buffer, in rank order.
     AllToAll(Buffer),
     /// Returns when every rank has called it with the same purpose (empty, or what it is for).

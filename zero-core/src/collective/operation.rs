@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::flight::Opening;
-use super::{DType, ReduceOp, Request};
+use super::rounds;
+use super::{Buffer, DType, ReduceOp, Request};
 use crate::accounting::WireKind;
 use crate::random::{WEYL, mix};
 use crate::{Called, CommError, Partition};
@@ -52,9 +53,9 @@ impl Group {
         At { group: &self.label, seq, rank: self.rank(), op }
     }
 
-    /// What is recorded of operation `seq` that brings `bytes`.
-    pub(super) fn opening(&self, seq: u64, op: &str, bytes: usize, last: bool) -> Opening<'_> {
-        let (op, waiting_for) = (op.to_string(), self.peers().collect());
+    /// What is recorded of operation `seq` that brings `bytes` from other ranks.
+    pub(super) fn opening(&self, seq: u64, op: &str, bytes: usize, waiting_for: Vec<usize>, last: bool) -> Opening<'_> {
+        let op = op.to_string();
         Opening { group: &self.label, group_id: self.id, seq, op, bytes, one_sided: false, waiting_for, last }
     }
 }
@@ -65,8 +66,6 @@ pub struct Op<'a> {
     pub(super) seq: u64,
     /// What it is, with its size, in the words of errors and flight records; ranks whose words differ do not match.
     pub(super) words: &'a str,
-    /// Exchanges that it consists of: an all-reduce has two.
-    pub(super) phases: u8,
 }
 
 impl Op<'_> {
@@ -74,10 +73,30 @@ impl Op<'_> {
         self.group.at(self.seq, &self.words)
     }
 
-    /// What is recorded of its exchange `phase`, which brings `bytes`.
-    pub(super) fn opening(&self, phase: u8, bytes: usize) -> Opening<'_> {
-        self.group.opening(self.seq, self.words, bytes, phase + 1 == self.phases)
+    /// Whether what it gathers of `input` is small and comes in rounds.
+    pub(super) fn is_in_rounds(&self, input: &Buffer) -> bool {
+        rounds::are_for(self.group.world(), input.bytes() * self.group.world())
     }
+
+    /// What is recorded of one of its exchanges, which brings `bytes` from `peers`.
+    pub(super) fn opening(&self, bytes: usize, peers: Vec<usize>, step: Step) -> Opening<'_> {
+        self.group.opening(self.seq, self.words, bytes, peers, step.last)
+    }
+}
+
+/// An exchange of an operation that has one, or several one after the other.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Step {
+    pub(super) phase: u8,
+    /// Whether the operation ends with it.
+    pub(super) last: bool,
+    /// How many ranks may wait for one another before one of those that this rank waits for here comes to it.
+    pub(super) behind: u8,
+}
+
+impl Step {
+    /// The only one.
+    pub(super) const ONLY: Self = Self { phase: 0, last: true, behind: 0 };
 }
 
 /// Where a rank is, for its errors.
@@ -145,6 +164,7 @@ impl Moved {
             Request::ReduceScatter(input, op) => (WireKind::ReduceScatter, input, Some(*op), None),
             Request::AllReduce(input, op) => (WireKind::AllReduce, input, Some(*op), None),
             Request::Broadcast(buffer, root) => (WireKind::Broadcast, buffer, None, Some(*root)),
+            Request::Gather(shard, root) => (WireKind::Gather, shard, None, Some(*root)),
             Request::AllToAll(input) => (WireKind::AllToAll, input, None, None),
             Request::Barrier(_) => return None,
         };
@@ -157,7 +177,10 @@ impl Moved {
             (Some(ReduceOp::Sum), _) => " (sum)".to_string(),
             (Some(ReduceOp::Mean), _) => " (mean)".to_string(),
             (Some(ReduceOp::Max), _) => " (max)".to_string(),
-            (None, Some(root)) => format!(" from rank {root}"),
+            (None, Some(root)) => {
+                let way = if self.kind == WireKind::Gather { "to" } else { "from" };
+                format!(" {way} rank {root}")
+            }
             (None, None) => String::new(),
         };
         format!("{} of {} {}{more}", self.kind.name(), self.len, self.dtype.name())
@@ -177,19 +200,44 @@ impl Moved {
         }
     }
 
-    /// Bytes that rank `rank` of `world` receives, see [`crate::accounting::WireBytes`].
-    pub(super) fn received(&self, rank: usize, world: usize) -> Option<(WireKind, usize)> {
-        let (bytes, others) = (self.len * self.dtype.size(), world - 1);
-        let received = match self.kind {
-            WireKind::AllGather => bytes * others,
-            WireKind::ReduceScatter | WireKind::AllToAll => bytes / world * others,
-            WireKind::Broadcast => bytes,
-            // The others' parts of its stride, and their strides.
-            WireKind::AllReduce => {
-                let mine = Partition::new(self.len, world).len(rank);
-                self.dtype.size() * (mine * others + self.len - mine)
+    /// Who sends the rank at `place` of `world` how many bytes, see [`crate::accounting::WireBytes`]: each at once, or few what
+    /// they have heard, `in_rounds`.
+    pub(super) fn sources(&self, place: usize, world: usize, in_rounds: bool) -> Vec<(usize, usize)> {
+        let bytes = self.len * self.dtype.size();
+        let others = (0..world).filter(|&other| other != place);
+        match self.kind {
+            WireKind::AllGather | WireKind::AllReduce if in_rounds => {
+                let takes = rounds::gather(world, rounds::RADIX).into_iter().flatten();
+                takes.map(|take| ((place + take.distance) % world, bytes * take.parts.len())).collect()
             }
-        };
+            WireKind::Broadcast => {
+                let node = rounds::node(place, self.root.unwrap_or(0), world);
+                node.parent.map(|parent| (parent, bytes)).into_iter().collect()
+            }
+            WireKind::Gather => {
+                let root = self.root.unwrap_or(0);
+                let of = |child| (child, bytes * rounds::node(child, root, world).size);
+                rounds::node(place, root, world).children.into_iter().map(of).collect()
+            }
+            WireKind::AllGather => others.map(|other| (other, bytes)).collect(),
+            WireKind::ReduceScatter | WireKind::AllToAll => others.map(|other| (other, bytes / world)).collect(),
+            // Its part of this rank's stride, and its stride.
+            WireKind::AllReduce => {
+                let part = Partition::new(self.len, world);
+                others.map(|other| (other, (part.len(place) + part.len(other)) * self.dtype.size())).collect()
+            }
+        }
+    }
+
+    /// Whether the ranks speak to few others each, and hand on what they hear. Each then gets the inputs of an all-reduce whole.
+    pub(super) fn is_in_rounds(&self, world: usize) -> bool {
+        rounds::are_for(world, self.len * self.dtype.size() * world)
+    }
+
+    /// Bytes that rank `rank` of `world` receives from each at once, see [`crate::accounting::WireBytes`].
+    #[cfg(feature = "nccl")]
+    pub(super) fn received(&self, rank: usize, world: usize) -> Option<(WireKind, usize)> {
+        let received = self.sources(rank, world, false).into_iter().map(|(_, bytes)| bytes).sum();
         (self.root != Some(rank)).then_some((self.kind, received))
     }
 }

@@ -24,22 +24,28 @@ pub struct Trouble {
 #[derive(Debug)]
 struct State {
     trouble: Option<Trouble>,
-    /// In the order in which they ended: the first is what the others' ends may follow from.
+    /// Those that said so, in the order in which they ended: the first is what the others' ends may follow from.
     left: Vec<usize>,
-    /// Ranks that have ended after a failure.
-    done: Vec<bool>,
+    /// Whether all have.
+    all_left: bool,
+    /// Of the ranks that say so here, those that have ended after a failure.
+    done: Vec<usize>,
 }
 
 #[derive(Debug)]
 pub struct Standing {
+    world: usize,
+    /// The ranks that say here that they end.
+    near: Vec<usize>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 impl Standing {
-    pub(super) fn new(world: usize) -> Self {
-        let state = State { trouble: None, left: Vec::new(), done: vec![false; world] };
-        Self { state: Mutex::new(state), changed: Condvar::new() }
+    /// Of a run of `world` ranks, of which those that are `near` say here that they end.
+    pub(super) fn new(world: usize, near: impl IntoIterator<Item = usize>) -> Self {
+        let state = State { trouble: None, left: Vec::new(), all_left: false, done: Vec::new() };
+        Self { world, near: near.into_iter().collect(), state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// Whether this trouble is the first, which is kept.
@@ -64,19 +70,27 @@ impl Standing {
         let mut state = self.state.lock();
         if !state.left.contains(&peer) {
             state.left.push(peer);
+            state.all_left |= state.left.len() == self.world;
         }
         drop(state);
         self.changed.notify_all();
     }
 
+    /// Every rank takes part in nothing more.
+    pub(super) fn leave_all(&self) {
+        self.state.lock().all_left = true;
+        self.changed.notify_all();
+    }
+
     /// Whether `peer` has said that it takes part in nothing more.
     pub(super) fn has_left(&self, peer: usize) -> bool {
-        self.state.lock().left.contains(&peer)
+        let state = self.state.lock();
+        state.all_left || state.left.contains(&peer)
     }
 
     /// After a failure, `peer` may be ended.
     pub(super) fn note_done(&self, peer: usize) {
-        self.state.lock().done[peer] = true;
+        self.state.lock().done.push(peer);
         self.changed.notify_all();
     }
 
@@ -94,19 +108,24 @@ impl Standing {
         first.map_or(Ok(()), |first| Err(at.left(state.left[first])))
     }
 
-    /// Waits until every rank has left, the run has failed, or `within` has passed: then the ranks that have not left.
+    /// Waits until every rank has left, the run has failed, or `within` has passed: then ranks that have not left, near ones if
+    /// there are any.
     pub(super) fn wait_for_leavers(&self, within: Duration) -> Vec<usize> {
         self.wait_for(within, |state| {
-            if state.trouble.is_some() {
+            if state.trouble.is_some() || state.all_left {
                 return Vec::new();
             }
-            (0..state.done.len()).filter(|rank| !state.left.contains(rank)).collect()
+            let missing = |ranks: &mut dyn Iterator<Item = usize>| -> Vec<usize> {
+                ranks.filter(|rank| !state.left.contains(rank)).collect()
+            };
+            let near = missing(&mut self.near.iter().copied());
+            if near.is_empty() { missing(&mut (0..self.world)) } else { near }
         })
     }
 
-    /// After a failure: waits until every rank may be ended, or `within` has passed.
+    /// After a failure: waits until every rank that this one hears of may be ended, or `within` has passed.
     pub(super) fn wait_for_done(&self, within: Duration) {
-        self.wait_for(within, |state| (0..state.done.len()).filter(|&rank| !state.done[rank]).collect());
+        self.wait_for(within, |state| self.near.iter().copied().filter(|rank| !state.done.contains(rank)).collect());
     }
 
     fn wait_for(&self, within: Duration, missing: impl Fn(&State) -> Vec<usize>) -> Vec<usize> {

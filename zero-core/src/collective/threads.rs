@@ -19,7 +19,7 @@ use parking_lot::{Condvar, Mutex};
 use super::comm::{Engine, RankState};
 use super::flight::{Entry, Recorder};
 use super::launcher::Place;
-use super::operation::{Group, Op, labelled};
+use super::operation::{Group, Op, Step, labelled};
 use super::standing::{Standing, Trouble};
 use super::{Buffer, Collective, Comm, InProcess, Join, Joined, ReduceOp, Request};
 use crate::{CommError, LaunchError, Partition, RankFailure};
@@ -59,7 +59,7 @@ const POLL: Duration = Duration::from_millis(20);
 
 impl Run {
     fn new(world: usize, deadline: Duration, flight_dir: Option<&Path>) -> Arc<Self> {
-        let standing = Arc::new(Standing::new(world));
+        let standing = Arc::new(Standing::new(world, 0..world));
         let state = |rank: usize| RankState {
             place: Place::from_leaders(rank, &vec![0; world]),
             deadline,
@@ -97,12 +97,12 @@ pub struct ThreadRank {
 pub type ThreadComm = Comm<ThreadRank>;
 
 impl ThreadRank {
-    /// Lays `input`, of `bytes`, into the slot of the operation's exchange `phase` and returns all ranks' inputs once all have
+    /// Lays `input`, of `bytes`, into the slot of the operation's exchange `step` and returns all ranks' inputs once all have
     /// come.
-    fn meet(&self, op: &Op<'_>, phase: u8, input: Joined, bytes: usize) -> Result<Vec<Joined>, CommError> {
+    fn meet(&self, op: &Op<'_>, step: Step, input: Joined, bytes: usize) -> Result<Vec<Joined>, CommError> {
         let recorder = &self.state().recorder;
-        let entry = recorder.open(op.opening(phase, bytes));
-        let came = self.wait_for_all(op, phase, input, &entry);
+        let entry = recorder.open(op.opening(bytes, op.group.peers().collect(), step));
+        let came = self.wait_for_all(op, step.phase, input, &entry);
         recorder.close(&entry, came.as_ref().map(|_| ()).map_err(CommError::to_string));
         came
     }
@@ -155,21 +155,21 @@ impl ThreadRank {
     }
 
     /// All ranks' buffers.
-    fn gather(&self, op: &Op<'_>, phase: u8, input: Arc<Buffer>) -> Result<Vec<Arc<Buffer>>, CommError> {
+    fn gather(&self, op: &Op<'_>, step: Step, input: Arc<Buffer>) -> Result<Vec<Arc<Buffer>>, CommError> {
         let bytes = input.bytes();
         let buffer =
             |input: Joined| input.downcast().expect("ranks whose operations match bring the same kind of input");
-        Ok(self.meet(op, phase, input, bytes)?.into_iter().map(buffer).collect())
+        Ok(self.meet(op, step, input, bytes)?.into_iter().map(buffer).collect())
     }
 
     /// The pieces of the reduced buffer, in rank order. Each rank reduces its stride of the buffer, then all exchange
     /// them: the order of additions, and so every bit, is that of a reduce-scatter.
     fn all_reduce(&self, op: &Op<'_>, input: Buffer, reduce: ReduceOp) -> Result<Vec<Arc<Buffer>>, CommError> {
         let own = Partition::new(input.len(), op.group.world()).range(op.group.me);
-        let inputs = self.gather(op, 0, Arc::new(input))?;
+        let inputs = self.gather(op, Step { last: false, ..Step::ONLY }, Arc::new(input))?;
         let piece = Arc::new(Buffer::reduce_range(&inputs, own, reduce));
         drop(inputs);
-        self.gather(op, 1, piece)
+        self.gather(op, Step { phase: 1, ..Step::ONLY }, piece)
     }
 }
 
@@ -189,7 +189,7 @@ impl Engine for ThreadRank {
     fn perform(&self, op: &Op<'_>, request: Request) -> Result<Buffer, CommError> {
         let (world, me) = (op.group.world(), op.group.me);
         let own = |len: usize| me * len..(me + 1) * len;
-        let all = |input: Buffer| self.gather(op, 0, Arc::new(input));
+        let all = |input: Buffer| self.gather(op, Step::ONLY, Arc::new(input));
         Ok(match request {
             Request::Barrier(_) => {
                 all(Buffer::U8(Vec::new()))?;
@@ -205,6 +205,10 @@ impl Engine for ThreadRank {
             }
             Request::AllReduce(input, reduce) => Buffer::join(&self.all_reduce(op, input, reduce)?),
             Request::Broadcast(buffer, root) => (*all(buffer)?[root]).clone(),
+            Request::Gather(shard, root) => {
+                let len = if me == root { shard.len() } else { 0 };
+                Buffer::concat(&all(shard)?, 0..len)
+            }
             Request::AllToAll(input) => {
                 let own = own(input.len() / world);
                 Buffer::concat(&all(input)?, own)
@@ -239,8 +243,8 @@ impl InProcess for ThreadComm {
         let words = labelled(format!("exchange of {bytes} bytes"), what);
         self.in_order(move |inner| {
             inner.number("exchange", |seq| {
-                let op = Op { group: &inner.group, seq, words: &words, phases: 1 };
-                inner.engine.meet(&op, 0, item, bytes)
+                let op = Op { group: &inner.group, seq, words: &words };
+                inner.engine.meet(&op, Step::ONLY, item, bytes)
             })
         })
     }

@@ -104,7 +104,10 @@ fn requests(rank: usize, world: usize) -> Vec<Request> {
     for len in [0, 1, 2, 3, 7, 64, 1001, 5000] {
         for buffer in inputs(rank, len) {
             all.push(Request::AllGather(buffer.clone()));
-            all.extend((0..world).map(|root| Request::Broadcast(buffer.clone(), root)));
+            for root in [0, 1, world / 2, world - 1].into_iter().filter(|&root| root < world) {
+                all.push(Request::Broadcast(buffer.clone(), root));
+                all.push(Request::Gather(buffer.clone(), root));
+            }
             all.push(Request::AllReduce(buffer.clone(), ReduceOp::Max));
             if buffer.dtype().name() != "u8" {
                 all.push(Request::AllReduce(buffer.clone(), ReduceOp::Sum));
@@ -162,7 +165,8 @@ fn collectives(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
 
 #[test]
 fn collectives_have_the_bits_of_the_threads_engine() {
-    for ranks in 1..=4 {
+    // More than 8 speak in rounds, and by trees.
+    for ranks in [1, 2, 3, 4, 10] {
         launched("collectives", ranks).assert_ok();
     }
 }
@@ -300,7 +304,7 @@ fn mismatch(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
 
 #[test]
 fn all_ranks_see_both_sides_of_a_mismatch() {
-    for ranks in [2, 3, 4] {
+    for ranks in [2, 3, 4, 10] {
         let launched = launched("mismatch", ranks);
         assert_ne!(launched.code, Some(0));
         for rank in 0..ranks {
@@ -342,10 +346,12 @@ fn leave(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
 
 #[test]
 fn a_rank_that_returns_early_is_named() {
-    let launched = launched("leave", 3);
-    for rank in 0..3 {
-        let note = launched.note(rank);
-        assert!(note.contains("rank 1 has already ended"), "{note}");
+    for ranks in [3, 10] {
+        let launched = launched("leave", ranks);
+        for rank in 0..ranks {
+            let note = launched.note(rank);
+            assert!(note.contains("rank 1 has already ended"), "{note}");
+        }
     }
 }
 
@@ -364,12 +370,14 @@ fn abort(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
 
 #[test]
 fn an_abort_reaches_every_rank() {
-    let launched = launched("abort", 3);
-    assert_ne!(launched.code, Some(0));
-    for rank in 0..3 {
-        assert_eq!(launched.note(rank), "rank 1 of 3: the data ends here");
+    for ranks in [3, 10] {
+        let launched = launched("abort", ranks);
+        assert_ne!(launched.code, Some(0));
+        for rank in 0..ranks {
+            assert_eq!(launched.note(rank), format!("rank 1 of {ranks}: the data ends here"));
+        }
+        assert_eq!(launched.flights().len(), ranks);
     }
-    assert_eq!(launched.flights().len(), 3);
 }
 
 fn panics(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
@@ -414,6 +422,15 @@ fn a_deadline_leaves_records_that_name_the_late_rank() {
     assert_eq!((late.rank, late.seq, late.last_completed), (2, 3, Some(2)), "{report}");
     assert_eq!(late.waited_for_by, [0, 1], "{report}");
     println!("{report}");
+
+    // Ranks that wait for one that waits for it name it too, as the first to come to the deadline does.
+    let launched = self::launched("late", 10);
+    assert_eq!(launched.code, Some(code::WATCHDOG), "{}", launched.output);
+    for rank in 0..10 {
+        assert!(launched.note(rank).contains("for rank(s) [2]"), "{}", launched.note(rank));
+    }
+    let report = flight::merge(&launched.flights()).unwrap();
+    assert_eq!((report.late[0].rank, report.late[0].seq), (2, 3), "{report}");
 }
 
 fn signalled(run: &ProcessRun, folder: &Path) -> Result<(), CommError> {

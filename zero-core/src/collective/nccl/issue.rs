@@ -152,7 +152,7 @@ impl NcclComm {
             requests.iter().filter_map(|request| request.moved().received(core.group.me, core.group.world())).collect();
         let recorder = core.control.recorder();
         let bytes = received.iter().map(|(_, bytes)| bytes).sum();
-        let entry = recorder.open(core.group.opening(seq, &op, bytes, true));
+        let entry = recorder.open(core.group.opening(seq, &op, bytes, core.group.peers().collect(), true));
         // SAFETY: the caller's word.
         let issued = unsafe { self.inner.issue(requests, compute, at) };
         if let Err(error) = &issued {

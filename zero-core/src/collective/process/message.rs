@@ -49,6 +49,17 @@ pub(super) enum Answer<P> {
     Failed(String),
 }
 
+/// Ranks that take part in nothing more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Leavers {
+    /// The sender.
+    Sender,
+    /// All below the sender in the tree of the run's ranks, and itself.
+    Branch,
+    /// All of the run.
+    All,
+}
+
 #[derive(Debug, Clone)]
 pub(super) enum Message {
     /// The sender has come to an operation; what it contributes to the receiver.
@@ -59,8 +70,10 @@ pub(super) enum Message {
     Seen { id: u64, answer: Answer<Payload> },
     /// A rank has failed.
     Abort(Trouble),
-    /// The sender takes part in nothing more.
-    Bye,
+    /// So many take part in nothing more.
+    Bye(Leavers),
+    /// The sender has ended, and takes part in no operation of this group any more.
+    Absent { group: u64 },
     /// After a failure: the sender has said all that it has to say, and may be ended.
     Done,
 }
@@ -209,13 +222,15 @@ macro_rules! kinds {
 
 kinds!(Payload: 0 Inline(bytes); 1 Follows { bytes, tag };);
 kinds!(Answer<Payload>: 0 Ready { tag, payload }; 1 Gone; 2 Left; 3 Failed(reason););
+kinds!(Leavers: 0 Sender; 1 Branch; 2 All;);
 kinds!(Message:
     0 Arrived { slot, op, payload };
     1 Read { id, window, key };
     2 Seen { id, answer };
     3 Abort(trouble);
-    4 Bye;
+    4 Bye(leavers);
     5 Done;
+    6 Absent { group };
 );
 
 impl Message {
@@ -262,7 +277,10 @@ mod tests {
             Message::Seen { id: 1, answer: Answer::Failed("its disk".into()) },
             Message::Abort(Trouble { peer: 1, reason: "é".into(), cause: Some(cause) }),
             Message::Abort(Trouble { peer: 0, reason: "".into(), cause: None }),
-            Message::Bye,
+            Message::Bye(Leavers::Sender),
+            Message::Bye(Leavers::Branch),
+            Message::Bye(Leavers::All),
+            Message::Absent { group: u64::MAX },
             Message::Done,
         ]
     }

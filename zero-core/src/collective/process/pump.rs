@@ -8,23 +8,33 @@
 //!
 //! The link makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
 //! with naps that grow otherwise ([`nap`]); a command ends a nap at once.
+//!
+//! A rank speaks to all others only where it has something large for each. News of failures and ends goes to the ranks that are
+//! *near* ([`near`]), who pass on the first failure that they hear of; that all have ended is collected up a tree from its leaves,
+//! and told down it. So a rank of a thousand sends tens of messages.
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
 use super::super::DType;
 use super::super::landing::{Landing, chunks};
+use super::super::launcher::Place;
 use super::super::operation::At;
+use super::super::rounds::{self, Node};
+use super::super::standing::Trouble;
 use super::commands::{Asked, Command, Exchange, Exposed, Got, Job, Read, Share};
 use super::link::{Channel, Heard, Link, MAX_TAG};
-use super::message::{Answer, INLINE, Message, Payload, Slot};
+use super::message::{Answer, INLINE, Leavers, Message, Payload, Slot};
 use super::shared::Shared;
 use super::traffic::{For, Given, Held, Incoming, Outgoing, Underway, nap, take_ended};
 use crate::CommError;
 use crate::error::LinkError;
+
+/// The longest nap of a thread that its link wakes.
+const LONGEST_NAP: Duration = Duration::from_millis(100);
 
 /// An exchange under way.
 struct Active {
@@ -60,6 +70,12 @@ struct Early {
     payload: Payload,
 }
 
+/// The ranks that a rank tells of its failure and its end: those that it is connected with, or else those that it speaks to in
+/// gatherings of all.
+pub(super) fn near<L: Link>(&Place { rank, world, .. }: &Place) -> Vec<usize> {
+    if L::TELLS_ENDS { (0..world).filter(|&other| other != rank).collect() } else { rounds::neighbours(rank, world) }
+}
+
 pub(super) struct Pump<L: Link> {
     // Dropped before what it may still read and write.
     link: L,
@@ -71,15 +87,24 @@ pub(super) struct Pump<L: Link> {
     reads: HashMap<u64, Fetch>,
     underway: Underway<L::Ongoing>,
     next_tag: i32,
+    near: Vec<usize>,
+    /// This rank in the tree by which ends are collected.
+    tree: Node,
+    /// Children below which not all have ended.
+    branches: usize,
+    /// Ranks that have ended without coming to what others of this group came to.
+    absent: HashMap<u64, usize>,
     /// Ranks to which there is no connection any more.
     lost: Vec<bool>,
+    left: bool,
     aborted: bool,
     ending: Option<(bool, Instant)>,
 }
 
 impl<L: Link> Pump<L> {
     pub(super) fn new(link: L, shared: Arc<Shared>, inbox: Receiver<Command>, chunk: usize) -> Self {
-        let lost = vec![false; shared.state.place.world];
+        let place = &shared.state.place;
+        let (near, tree, lost) = (near::<L>(place), rounds::node(place.rank, 0, place.world), vec![false; place.world]);
         Self {
             link,
             shared,
@@ -90,7 +115,12 @@ impl<L: Link> Pump<L> {
             reads: HashMap::new(),
             underway: Underway::default(),
             next_tag: 0,
+            near,
+            branches: tree.children.len(),
+            tree,
+            absent: HashMap::new(),
             lost,
+            left: false,
             aborted: false,
             ending: None,
         }
@@ -117,7 +147,9 @@ impl<L: Link> Pump<L> {
                 return if finalize && sound { self.link.close().map(|()| true) } else { Ok(false) };
             }
             let nap = nap(active.elapsed(), self.moves(), self.expects());
-            if nap.is_zero() {
+            if L::WAKES {
+                std::thread::park_timeout(LONGEST_NAP);
+            } else if nap.is_zero() {
                 std::thread::yield_now();
             } else {
                 // A command that came since the last look has unparked this thread: then this returns at once.
@@ -192,21 +224,24 @@ impl<L: Link> Pump<L> {
                 self.say(to, &Message::Seen { id, answer })?;
             }
             Command::Abort => {
-                if let Some(trouble) = self.shared.state.standing.trouble()
-                    && !std::mem::replace(&mut self.aborted, true)
-                {
-                    self.say_all(&Message::Abort(trouble))?;
+                if let Some(trouble) = self.shared.state.standing.trouble() {
+                    self.abort(trouble)?;
                 }
                 self.stop_waits();
             }
             Command::Leave => {
-                self.say_all(&Message::Bye)?;
+                self.say_near(&Message::Bye(Leavers::Sender))?;
                 self.shared.state.standing.leave(self.shared.rank());
                 // The serving thread lives until this one has ended.
                 let _ = self.shared.jobs.send(Job::Left);
+                self.left = true;
+                for (Slot { group, .. }, early) in std::mem::take(&mut self.early) {
+                    early.iter().try_for_each(|early| self.say(early.from, &Message::Absent { group }))?;
+                }
+                self.end_branch()?;
             }
             Command::Done => {
-                self.say_all(&Message::Done)?;
+                self.say_near(&Message::Done)?;
                 self.shared.state.standing.note_done(self.shared.rank());
             }
             Command::Finish { finalize, within } => self.ending = Some((finalize, Instant::now() + within)),
@@ -220,6 +255,8 @@ impl<L: Link> Pump<L> {
                 let early = Early { from, op, payload };
                 match self.active.contains_key(&slot) {
                     true => self.meet(slot, early)?,
+                    // It waits for those to whom it speaks, or for others that do.
+                    false if self.left => self.say(from, &Message::Absent { group: slot.group })?,
                     false => self.early.entry(slot).or_default().push(early),
                 }
             }
@@ -228,24 +265,60 @@ impl<L: Link> Pump<L> {
             }
             Message::Seen { id, answer } => self.see(id, answer)?,
             Message::Abort(trouble) => {
+                self.abort(trouble.clone())?;
                 // What this rank was in is written down before it is ended by the news.
                 self.shared.note(trouble);
-                self.aborted = true;
                 self.stop_waits();
             }
             Message::Done => self.shared.state.standing.note_done(from),
-            Message::Bye => {
+            Message::Bye(Leavers::Sender) => {
                 self.shared.state.standing.leave(from);
-                let waiting: Vec<Slot> =
-                    self.active.iter().filter(|(_, of)| of.missing.contains(&from)).map(|(slot, _)| *slot).collect();
-                for slot in waiting {
-                    let exchange = self.active.remove(&slot).expect("the slot was just found").exchange;
-                    let error = self.shared.state.standing.check(exchange.at(self.shared.rank()), [from]);
-                    exchange.end(error);
-                }
+                self.end_exchanges(from, |_, active| active.missing.contains(&from));
+            }
+            Message::Bye(Leavers::Branch) => {
+                self.branches -= 1;
+                self.end_branch()?;
+            }
+            Message::Bye(Leavers::All) => self.all_left()?,
+            Message::Absent { group } => {
+                self.shared.state.standing.leave(from);
+                self.absent.entry(group).or_insert(from);
+                self.end_exchanges(from, |slot, _| slot.group == group);
             }
         }
         Ok(())
+    }
+
+    /// Passes on the first failure that this rank has, or hears of.
+    fn abort(&mut self, trouble: Trouble) -> Result<(), LinkError> {
+        if std::mem::replace(&mut self.aborted, true) {
+            return Ok(());
+        }
+        self.say_near(&Message::Abort(trouble))
+    }
+
+    /// Ends those exchanges for the end of a rank without which they cannot be completed.
+    fn end_exchanges(&mut self, left: usize, of: impl Fn(&Slot, &Active) -> bool) {
+        for (_, Active { exchange, .. }) in self.active.extract_if(|slot, active| of(slot, active)) {
+            let error = self.shared.state.standing.check(exchange.at(self.shared.rank()), [left]);
+            exchange.end(error);
+        }
+    }
+
+    /// Tells the tree when this rank, and all below it, have ended.
+    fn end_branch(&mut self) -> Result<(), LinkError> {
+        match self.tree.parent {
+            _ if !self.left || self.branches > 0 => Ok(()),
+            Some(parent) => self.say(parent, &Message::Bye(Leavers::Branch)),
+            None => self.all_left(),
+        }
+    }
+
+    /// All ranks have ended.
+    fn all_left(&mut self) -> Result<(), LinkError> {
+        self.shared.state.standing.leave_all();
+        let children = self.tree.children.clone();
+        children.into_iter().try_for_each(|child| self.say(child, &Message::Bye(Leavers::All)))
     }
 
     /// The connection to a rank has ended. After its goodbye that is what was to come, unless it owes this rank something.
@@ -266,6 +339,7 @@ impl<L: Link> Pump<L> {
         let early = self.early.remove(&slot).unwrap_or_default();
         let missing: Vec<usize> = exchange.receives.iter().map(|receive| receive.peer).collect();
         let absent = missing.iter().copied().filter(|&peer| early.iter().all(|early| early.from != peer));
+        let absent = absent.chain(self.absent.get(&slot.group).copied());
         let sound = self.shared.state.standing.check(exchange.at(self.shared.rank()), absent);
         if sound.is_err() {
             exchange.end(sound);
@@ -486,9 +560,8 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    fn say_all(&mut self, message: &Message) -> Result<(), LinkError> {
-        let rank = self.shared.rank();
-        (0..self.lost.len()).filter(|&to| to != rank).try_for_each(|to| self.say(to, message))
+    fn say_near(&mut self, message: &Message) -> Result<(), LinkError> {
+        (0..self.near.len()).try_for_each(|at| self.say(self.near[at], message))
     }
 
     /// Starts sending a payload; in how many pieces.

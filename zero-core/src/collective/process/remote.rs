@@ -135,7 +135,7 @@ impl Asking {
     /// The owner's tag, and the bytes unless they went elsewhere.
     pub(crate) fn wait(self) -> Result<(String, Option<Vec<u8>>), CommError> {
         let at = At { group: "window", seq: self.version, rank: self.shared.rank(), op: &self.op };
-        let Got { tag, bytes } = self.shared.await_reply(at, &self.result, self.begin, &self.entry)?;
+        let Got { tag, bytes } = self.shared.await_reply(at, &self.result, self.begin, (&self.entry, 0))?;
         let bytes = bytes.map(|landing| {
             let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
             // SAFETY: the read has ended well, so all bytes have come.

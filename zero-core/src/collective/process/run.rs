@@ -18,7 +18,7 @@ use super::super::{Collective, exit};
 use super::commands::{Command, Job};
 use super::link::tcp::TcpLink;
 use super::link::{Link, MAX_CHUNK};
-use super::pump::Pump;
+use super::pump::{Pump, near};
 use super::rank::{ProcessComm, ProcessRank};
 use super::rendezvous::{self, Mesh, Refused};
 use super::serve::serve;
@@ -164,7 +164,7 @@ fn over_mpi(options: &ProcessOptions, world: &World) -> Result<ProcessRun, Start
 }
 
 /// Starts rank `rank` over the link that `open` opens, on the thread that will use it.
-fn over<L: Link>(
+pub(super) fn over<L: Link>(
     options: &ProcessOptions,
     rank: usize,
     open: impl FnOnce() -> Result<(L, Place), LinkError> + Send + 'static,
@@ -185,7 +185,7 @@ fn over<L: Link>(
             }
         };
         let recorder = Recorder::new(place.rank, place.world, flight_dir);
-        let standing = Arc::new(Standing::new(place.world));
+        let standing = Arc::new(Standing::new(place.world, near::<L>(&place).into_iter().chain([place.rank])));
         let state = RankState { place, deadline, recorder, wire: Arc::default(), standing };
         let shared = Shared::new(state, commands, jobs);
         let _ = ready.send(Ok(shared.clone()));

@@ -90,18 +90,22 @@ impl Shared {
         self.pump.unpark();
     }
 
-    /// Waits for the communication thread's reply to what was begun at `begin`, and ends its record.
+    /// Waits for the communication thread's reply to what was begun at `begin`, and ends its record. Where the ranks that this one
+    /// waits for may themselves wait, `behind` others, theirs is the first word at the deadline.
     pub(super) fn await_reply<T>(
         &self,
         at: At<'_>,
         reply: &Receiver<Result<T, CommError>>,
         begin: Instant,
-        entry: &Entry,
+        (entry, behind): (&Entry, u8),
     ) -> Result<T, CommError> {
-        let outcome = match reply.recv_timeout(self.state.deadline.saturating_sub(begin.elapsed())) {
+        let deadline = self.state.deadline + self.state.deadline / 16 * u32::from(behind);
+        let outcome = match reply.recv_timeout(deadline.saturating_sub(begin.elapsed())) {
             Ok(outcome) => outcome,
             Err(RecvTimeoutError::Disconnected) => Err(self.stopped(at)),
             Err(RecvTimeoutError::Timeout) => {
+                let indirectly = format!("{} (its rank or one that this waits for)", at.op);
+                let at = if behind > 0 { At { op: &indirectly, ..at } } else { at };
                 let error = at.timeout(begin.elapsed(), entry.missing());
                 self.fail(&error.to_string(), Some(&error));
                 Err(error)

@@ -4,6 +4,8 @@
 //! go straight to the memory that the receiver has posted for their tag. Whatever carries them, memory belongs to the link
 //! from the call that names it until [`Link::test`] has said that it is done.
 
+#[cfg(test)]
+pub(super) mod memory;
 #[cfg(feature = "mpi")]
 pub(super) mod mpi;
 pub(super) mod tcp;
@@ -36,6 +38,12 @@ pub(super) enum Heard {
 pub(super) trait Link {
     /// A send or receive that the link has not finished with.
     type Ongoing;
+
+    /// Whether it is connected with every rank, and tells of each connection that ends ([`Heard::Lost`]).
+    const TELLS_ENDS: bool;
+
+    /// Whether it unparks its thread when something has come, which need not look for it then.
+    const WAKES: bool = false;
 
     /// Starts sending bytes. Pieces under one tag are received in the order in which they are sent.
     ///

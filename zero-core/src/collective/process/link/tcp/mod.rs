@@ -74,6 +74,8 @@ impl TcpLink {
 impl Link for TcpLink {
     type Ongoing = Ongoing;
 
+    const TELLS_ENDS: bool = true;
+
     unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Ongoing, LinkError> {
         let done = Ongoing::default();
         let piece = Span { bytes: bytes.as_ptr(), length: bytes.len(), done: done.clone() };

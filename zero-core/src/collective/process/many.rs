@@ -1,0 +1,192 @@
+//! What a rank of many says to the others: this engine with ranks that are threads, over [`MemoryLink`].
+//!
+//! `cargo test -p zero-core --release --lib a_thousand_ranks -- --ignored --nocapture` prints the table of ADR 23.
+
+use std::path::Path;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::super::launcher::Place;
+use super::link::memory::{Hub, MemoryLink, Said};
+use super::run::{ProcessOptions, over};
+use crate::checkpoint::{Check, Checkpoint, ElementType, Piece, SaveOptions, find_latest_together, piece_for, save};
+use crate::collective::agree;
+use crate::{Buffer, Collective, CommError, ReduceOp};
+
+/// What a phase took of the rank that it took most of.
+#[derive(Debug)]
+struct Cost {
+    phase: &'static str,
+    messages: usize,
+    peers: usize,
+    bytes: usize,
+    /// Processor time of all ranks by their number.
+    processor: Duration,
+    wall: Duration,
+}
+
+/// Processor time of this process so far.
+fn processor() -> Duration {
+    // SAFETY: a `rusage` of zeros is valid, and the call writes one.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+        usage
+    };
+    let of = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
+    of(usage.ru_utime) + of(usage.ru_stime)
+}
+
+/// Names of the checkpoint's tensors.
+const TENSORS: usize = 148;
+
+/// A rank's piece of each of a model's tensors.
+fn pieces(rank: usize, world: usize) -> Vec<Piece<'static>> {
+    let piece = |at: usize| {
+        let name = format!("transformer.h.{at}.mlp.c_fc.weight");
+        Piece::new(name, ElementType::F32, vec![world], ((at * rank) as f32).to_le_bytes().to_vec())
+    };
+    (0..TENSORS).map(piece).collect()
+}
+
+type Phase = (&'static str, fn(&dyn Collective, &Path) -> Result<(), CommError>);
+
+const PHASES: [Phase; 7] = [
+    ("a fence", |comm, _| comm.barrier()),
+    ("agreement on settings", |comm, _| {
+        let settings: Vec<String> = (0..60).map(|line| format!("a setting of number {line}: its value")).collect();
+        assert!(agree(comm, &settings)?.is_none());
+        Ok(())
+    }),
+    ("a norm", |comm, _| {
+        let sum = comm.all_reduce(Buffer::F32(vec![comm.rank() as f32]), ReduceOp::Sum)?.into_f32();
+        assert_eq!(sum, [(0..comm.world()).fold(0.0, |sum, rank| sum + rank as f32)]);
+        Ok(())
+    }),
+    ("a broadcast", |comm, _| {
+        let root = comm.world() / 3;
+        assert_eq!(comm.broadcast(Buffer::U8(vec![comm.rank() as u8]), root)?.into_u8(), [root as u8]);
+        Ok(())
+    }),
+    ("groups of 8, and one of each", |comm, _| {
+        let near = comm.split("machine", (comm.rank() / 8) as u64)?;
+        let far = comm.split("across", (comm.rank() % 8) as u64)?;
+        assert_eq!((near.world(), far.world()), (8, comm.world() / 8));
+        near.barrier().and_then(|()| far.barrier())
+    }),
+    ("save", |comm, folder| {
+        let pieces = pieces(comm.rank(), comm.world());
+        let saved = save(comm, folder, 7, &pieces, &Value::Null, &SaveOptions::default()).unwrap();
+        assert_eq!(saved.step, 7);
+        Ok(())
+    }),
+    ("resume", |comm, folder| {
+        let found = find_latest_together(comm, folder, Check::Contents).unwrap();
+        let checkpoint = Checkpoint::open_as_read(&found.checkpoint.unwrap()).unwrap();
+        for piece in pieces(comm.rank(), comm.world()) {
+            assert_eq!(piece_for(&checkpoint, &piece.name, comm.rank(), comm.world()).unwrap(), *piece.bytes);
+        }
+        Ok(())
+    }),
+];
+
+/// Runs every phase on `world` ranks, then one rank fails while the others wait.
+fn costs(world: usize) -> Vec<Cost> {
+    let (hub, meet, folder) = (Hub::new(world), Arc::new(Barrier::new(world)), tempfile::tempdir().unwrap());
+    let options = ProcessOptions { deadline: Duration::from_secs(120), ..ProcessOptions::default() };
+    let failing = world / 2;
+    let rank = |rank: usize| {
+        let (hub, of_link) = (&hub, hub.clone());
+        let open = move || {
+            let leaders: Vec<usize> = (0..world).map(|rank| rank - rank % 8).collect();
+            Ok((MemoryLink::open(of_link, rank), Place::from_leaders(rank, &leaders)))
+        };
+        let run = over(&options, rank, open).unwrap();
+        let comm = run.comm().clone();
+        let mut costs = Vec::new();
+        // Every rank is between two phases while one takes the counts.
+        let mut measure = |phase: &'static str, run: &mut dyn FnMut()| {
+            meet.wait();
+            if rank == 0 {
+                hub.take_said();
+            }
+            meet.wait();
+            let (begin, before) = (Instant::now(), processor());
+            run();
+            meet.wait();
+            if rank == 0 {
+                let (wall, processor) = (begin.elapsed(), (processor() - before) / world as u32);
+                let said = hub.take_said();
+                let most = |of: fn(&Said) -> usize| said.iter().map(of).max().unwrap_or(0);
+                let (messages, bytes) = (most(|said| said.messages), most(|said| said.bytes));
+                costs.push(Cost { phase, messages, peers: most(|said| said.peers.len()), bytes, processor, wall });
+            }
+        };
+        for (phase, body) in PHASES {
+            measure(phase, &mut || body(&*comm, folder.path()).unwrap());
+        }
+        let mut told = None;
+        measure("a rank fails", &mut || {
+            if rank == failing {
+                std::thread::sleep(Duration::from_millis(100));
+                comm.abort("a test's failure");
+            }
+            told = Some(comm.barrier().unwrap_err());
+        });
+        assert!(matches!(told, Some(CommError::PeerFailed { peer, .. }) if peer == failing), "{told:?}");
+        assert!(run.finish().is_err());
+        costs
+    };
+    let rank = &rank;
+    std::thread::scope(|scope| {
+        let spawn =
+            |at: usize| std::thread::Builder::new().stack_size(1 << 20).spawn_scoped(scope, move || rank(at)).unwrap();
+        let ranks: Vec<_> = (0..world).map(spawn).collect();
+        ranks.into_iter().flat_map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn show(world: usize, costs: &[Cost]) {
+    for Cost { phase, messages, peers, bytes, processor, wall } in costs {
+        println!("| {world} | {phase} | {messages} | {peers} | {bytes} | {processor:.1?} | {wall:.1?} |");
+    }
+}
+
+/// A rank's messages, and the ranks that it speaks to, are so many for each factor of 8 in ranks.
+fn check(world: usize, costs: &[Cost]) {
+    let rounds = (world as f64).log(8.0).ceil() as usize;
+    for Cost { phase, messages, peers, .. } in costs {
+        let operations = match *phase {
+            "a fence" | "a norm" | "a broadcast" => 1,
+            "agreement on settings" => 2,
+            "groups of 8, and one of each" => 4,
+            // What is told of how far ranks are, which takes as many as the disk takes time.
+            "save" | "resume" => 40,
+            _ => 2,
+        };
+        assert!(*messages <= operations * 14 * rounds, "{world} ranks, {phase}: {messages} messages");
+        assert!(*peers <= 2 * 14 * rounds, "{world} ranks, {phase}: {peers} peers");
+    }
+}
+
+#[test]
+fn ranks_speak_to_few() {
+    // Not a power of 8, and more than one.
+    for world in [64, 72] {
+        let costs = costs(world);
+        check(world, &costs);
+    }
+}
+
+#[test]
+#[ignore = "a minute of two processors"]
+fn a_thousand_ranks() {
+    println!("| ranks | | messages | to ranks | bytes | processor | all of them took |");
+    for world in [64, 256, 1024] {
+        let costs = costs(world);
+        show(world, &costs);
+        check(world, &costs);
+    }
+}
