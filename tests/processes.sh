@@ -3,7 +3,7 @@
 # BACKEND cuda (the default) or vulkan, RANKS 2, stages 0 to 3. The processes have torchrun's variables; nothing starts them but
 # this. Shown: losses beside ranks that are threads on the processor, bytes between ranks, and that ranks which gather together
 # (over NCCL where each has a GPU of its own) have the losses of ranks that do not. Exit codes: 0; 1 when something differs or
-# fails; 2 for bad arguments.
+# fails; 2 for bad arguments. ZERO_OPTIONS has more options for all of them, such as `--shard-size 2`.
 set -uo pipefail
 binary=${1:?tests/processes.sh BINARY [BACKEND [RANKS [STAGE...]]]} backend=${2:-cuda} ranks=${3:-2}
 [[ -x $binary ]] || { echo "error: $binary cannot be executed: build the example gpt2_1_5b" >&2; exit 2; }
@@ -34,7 +34,7 @@ start() {
 }
 
 for stage in "${stages[@]}"; do
-  arguments=(--model tiny --steps 4 --seq 32 --stage "$stage" --json)
+  arguments=(--model tiny --steps 4 --seq 32 --stage "$stage" --json ${ZERO_OPTIONS:-})
   "$binary" "${arguments[@]}" --ranks "$ranks" --out "$work/threads-$stage" >/dev/null || exit 1
   for gathers in one-sided collective; do
     # Stage 0 gathers nothing.

@@ -4,6 +4,8 @@
 //! which makes what follows come after it; between the two the device computes beside it, and the host waits for neither.
 //! Otherwise tensors are read, sent by the group of this module, and written back.
 //!
+//! On a mesh an operation is one of the rank's group, and a reduction goes on to the ranks with the same piece in the other groups.
+//!
 //! NCCL does not compare what ranks call. So every rank keeps a sign of all that it has called, and the ranks compare them
 //! before anything is updated ([`Bulk::compare`]): ranks that differ end with an error, not with wrong parameters.
 //! Ranks of which one does not come at all end at the deadline.
@@ -19,7 +21,7 @@ use parking_lot::Mutex;
 use zero_core::ReduceOp;
 #[cfg(feature = "cuda")]
 use zero_core::accounting::WireKind;
-use zero_core::{Buffer, Called, Collective, CommError, Pending, Request};
+use zero_core::{Buffer, Called, Collective, CommError, Mesh, Pending, Request};
 #[cfg(feature = "cuda")]
 use zero_ops::Shared;
 
@@ -31,9 +33,20 @@ use crate::values::{buffer, data, read};
 
 /// What moves tensors.
 pub(crate) struct Bulk {
+    /// Of all ranks.
     comm: Arc<dyn Collective>,
+    /// The ranks that hold a whole between them.
+    within: Group,
+    /// The ranks with the same piece in the other groups, if there are others.
+    #[cfg(feature = "cubecl")]
+    across: Option<Group>,
     gathers: bool,
     issued: Mutex<Issued>,
+}
+
+/// Ranks whose tensors move.
+struct Group {
+    comm: Arc<dyn Collective>,
     #[cfg(feature = "cuda")]
     nccl: Option<Nccl>,
 }
@@ -68,34 +81,55 @@ pub(crate) enum Begun<B: Backend> {
 const TOLD: usize = 192;
 
 impl Bulk {
-    /// For the ranks of `comm`, processes. A collective of the group.
+    /// For the ranks of `comm`, processes, which form `mesh`. A collective of the group.
     ///
     /// # Errors
     ///
     /// As any collective's.
     pub(crate) fn new<B: Backend>(
         comm: Arc<dyn Collective>,
+        mesh: Mesh,
         device: &B::Device,
         gathers: Gathers,
     ) -> Result<Self, CommError> {
+        let within = match mesh.replicas() {
+            1 => comm.clone(),
+            _ => comm.split("tensors within", mesh.replica(comm.rank()) as u64)?,
+        };
+        #[cfg(feature = "cubecl")]
+        let across = match mesh.replicas() {
+            1 => None,
+            _ => Some(comm.split("tensors across", mesh.shard(comm.rank()) as u64)?),
+        };
         #[cfg(not(feature = "cuda"))]
-        let _ = device;
+        let (_, on_device) = (device, false);
         #[cfg(feature = "cuda")]
-        let nccl = Nccl::new::<B>(&comm, device)?;
+        let mut nccl = {
+            let groups: Vec<_> = std::iter::once(&within).chain(&across).collect();
+            Nccl::of_all::<B>(&comm, &groups, device)?.unwrap_or_default()
+        };
         #[cfg(feature = "cuda")]
-        let on_device = nccl.is_some();
-        #[cfg(not(feature = "cuda"))]
-        let on_device = false;
+        let on_device = !nccl.is_empty();
         Ok(Self {
+            comm,
             gathers: match gathers {
                 Gathers::Auto => on_device,
                 Gathers::Collective => true,
                 Gathers::OneSided => false,
             },
-            comm,
             issued: Mutex::default(),
-            #[cfg(feature = "cuda")]
-            nccl,
+            // The last first.
+            #[cfg(feature = "cubecl")]
+            across: across.map(|comm| Group {
+                comm,
+                #[cfg(feature = "cuda")]
+                nccl: nccl.pop(),
+            }),
+            within: Group {
+                comm: within,
+                #[cfg(feature = "cuda")]
+                nccl: nccl.pop(),
+            },
         })
     }
 
@@ -108,13 +142,13 @@ impl Bulk {
     #[cfg(feature = "cubecl")]
     pub(crate) fn rounds_sums(&self) -> bool {
         #[cfg(feature = "cuda")]
-        return self.nccl.is_some();
+        return self.within.nccl.is_some();
         #[cfg(not(feature = "cuda"))]
         false
     }
 
-    /// Begins the sum over the ranks of `bucket` `[world, columns]`: this rank's row of it if it is scattered, or all rows;
-    /// flat.
+    /// Begins the sum over the group of `bucket` `[ranks of the group, columns]`: this rank's row of it if it is scattered, or all
+    /// rows; flat.
     #[cfg(feature = "cubecl")]
     pub(crate) fn begin_reduction<B: Backend>(
         &self,
@@ -124,20 +158,21 @@ impl Bulk {
     ) -> Result<Begun<B>, CommError> {
         self.check()?;
         self.note(if is_scattered { "reduce_scatter" } else { "all_reduce" }, name, [bucket.shape().num_elements()]);
-        #[cfg(feature = "cuda")]
-        let bucket = match &self.nccl {
-            Some(nccl) => match nccl.reduce::<B>(&self.comm, bucket, is_scattered, name) {
-                Ok(begun) => return Ok(begun),
-                Err(bucket) => bucket,
-            },
-            None => bucket,
-        };
-        let buffer = buffer(read::<B>(bucket));
-        let request = match is_scattered {
-            true => Request::ReduceScatter(buffer, ReduceOp::Sum),
-            false => Request::AllReduce(buffer, ReduceOp::Sum),
-        };
-        Ok(Begun::Host { pending: self.comm.start_for(request, name), _backend: std::marker::PhantomData })
+        Ok(self.within.reduce(bucket, is_scattered, name))
+    }
+
+    /// The sum over all ranks of what this rank has of its group's, flat, on `device`.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn end_reduction<B: Backend>(
+        &self,
+        begun: Begun<B>,
+        device: &B::Device,
+    ) -> Result<B::FloatTensorPrimitive, CommError> {
+        let sum = self.end(begun, device)?;
+        let Some(across) = &self.across else { return Ok(sum) };
+        const NAME: &str = "gradients of all groups";
+        self.note("all_reduce", NAME, [sum.shape().num_elements()]);
+        self.end(across.reduce(sum, false, NAME), device)
     }
 
     /// Begins to gather the ranks' `rows`, each as long on every rank, with NCCL in one operation; each has its name and the
@@ -151,26 +186,7 @@ impl Bulk {
         for (row, (name, shape)) in rows.iter().zip(&wholes) {
             self.note("all_gather", name, shape.as_slice().iter().copied().chain([row.dtype().size()]));
         }
-        let names: Vec<String> = wholes.into_iter().map(|(name, _)| name).collect();
-        #[cfg(feature = "cuda")]
-        let rows = match &self.nccl {
-            Some(nccl) => {
-                let name = match &names[..] {
-                    [first, .., last] => format!("{} gathers from {first} to {last}", names.len()),
-                    one => one.concat(),
-                };
-                match nccl.gather::<B>(&self.comm, rows, &name) {
-                    Ok(begun) => return Ok(begun),
-                    Err(rows) => rows,
-                }
-            }
-            None => rows,
-        };
-        let begin = |(row, name): (B::FloatTensorPrimitive, &String)| Begun::Host {
-            pending: self.comm.start_for(Request::AllGather(buffer(read::<B>(row))), name),
-            _backend: std::marker::PhantomData,
-        };
-        Ok(rows.into_iter().zip(&names).map(begin).collect())
+        Ok(self.within.gather(rows, wholes.into_iter().map(|(name, _)| name).collect()))
     }
 
     /// The result, flat, on `device`.
@@ -193,11 +209,11 @@ impl Bulk {
     /// Whether all that was begun has gone well so far.
     pub(crate) fn check(&self) -> Result<(), CommError> {
         #[cfg(feature = "cuda")]
-        if let Some(nccl) = &self.nccl {
+        for nccl in std::iter::once(&self.within).chain(&self.across).filter_map(|group| group.nccl.as_ref()) {
             if let Some(error) = nccl.error.lock().clone() {
                 return Err(error);
             }
-            return nccl.comm.health();
+            nccl.comm.health()?;
         }
         Ok(())
     }
@@ -250,19 +266,73 @@ impl Bulk {
     }
 }
 
+impl Group {
+    #[cfg(feature = "cubecl")]
+    fn reduce<B: Backend>(&self, bucket: B::FloatTensorPrimitive, is_scattered: bool, name: &str) -> Begun<B> {
+        #[cfg(feature = "cuda")]
+        let bucket = match &self.nccl {
+            Some(nccl) => match nccl.reduce::<B>(&self.comm, bucket, is_scattered, name) {
+                Ok(begun) => return begun,
+                Err(bucket) => bucket,
+            },
+            None => bucket,
+        };
+        let buffer = buffer(read::<B>(bucket));
+        let request = match is_scattered {
+            true => Request::ReduceScatter(buffer, ReduceOp::Sum),
+            false => Request::AllReduce(buffer, ReduceOp::Sum),
+        };
+        Begun::Host { pending: self.comm.start_for(request, name), _backend: std::marker::PhantomData }
+    }
+
+    fn gather<B: Backend>(&self, rows: Vec<B::FloatTensorPrimitive>, names: Vec<String>) -> Vec<Begun<B>> {
+        #[cfg(feature = "cuda")]
+        let rows = match &self.nccl {
+            Some(nccl) => {
+                let name = match &names[..] {
+                    [first, .., last] => format!("{} gathers from {first} to {last}", names.len()),
+                    one => one.concat(),
+                };
+                match nccl.gather::<B>(&self.comm, rows, &name) {
+                    Ok(begun) => return begun,
+                    Err(rows) => rows,
+                }
+            }
+            None => rows,
+        };
+        let begin = |(row, name): (B::FloatTensorPrimitive, &String)| Begun::Host {
+            pending: self.comm.start_for(Request::AllGather(buffer(read::<B>(row))), name),
+            _backend: std::marker::PhantomData,
+        };
+        rows.into_iter().zip(&names).map(begin).collect()
+    }
+}
+
 #[cfg(feature = "cuda")]
 impl Nccl {
-    /// NCCL between the ranks, if each has a GPU of its own and the library.
-    fn new<B: Backend>(comm: &Arc<dyn Collective>, device: &B::Device) -> Result<Option<Self>, CommError> {
-        use zero_core::collective::nccl::{NcclComm, NcclError, NcclOptions};
-
+    /// NCCL in each of `groups` of `comm`, if every rank has a GPU of its own there, and the library.
+    fn of_all<B: Backend>(
+        comm: &Arc<dyn Collective>,
+        groups: &[&Arc<dyn Collective>],
+        device: &B::Device,
+    ) -> Result<Option<Vec<Self>>, CommError> {
         let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) else { return Ok(None) };
-        // All or none: making a communicator is a collective.
-        let lacks = u8::from(!zero_core::collective::nccl::is_there());
-        if comm.all_reduce(Buffer::U8(vec![lacks]), ReduceOp::Max)?.into_u8() != [0] {
+        let lack = |lacks: bool| -> Result<bool, CommError> {
+            Ok(comm.all_reduce(Buffer::U8(vec![lacks.into()]), ReduceOp::Max)?.into_u8() != [0])
+        };
+        // All or none: making a communicator is a collective, and how sums are rounded is the same everywhere.
+        if lack(!zero_core::collective::nccl::is_there())? {
             tracing::warn!("NCCL was not found on every rank: tensors go through the hosts' memory");
             return Ok(None);
         }
+        let made = groups.iter().map(|group| Self::new(group, ordinal)).collect::<Result<Option<Vec<Self>>, _>>()?;
+        Ok(if lack(made.is_none())? { None } else { made })
+    }
+
+    /// NCCL between the ranks, if each has a GPU of its own.
+    fn new(comm: &Arc<dyn Collective>, ordinal: usize) -> Result<Option<Self>, CommError> {
+        use zero_core::collective::nccl::{NcclComm, NcclError, NcclOptions};
+
         let options = NcclOptions { deadline: comm.deadline(), ..NcclOptions::default() };
         match NcclComm::new(comm.duplicate("nccl")?, ordinal, &options) {
             Ok(comm) => Ok(Some(Self { comm: Arc::new(comm), error: Arc::default() })),
@@ -386,7 +456,10 @@ mod tests {
     fn ranks_that_call_something_else_are_told_so_before_an_update() {
         let told = run(2, &ThreadOptions::default(), |comm| -> Result<String, CommError> {
             let rank = comm.rank();
-            let bulk = Bulk::new::<Flex>(comm.duplicate("tensors")?, &Default::default(), Gathers::Collective)?;
+            let bulk = {
+                let mesh = Mesh::new(2, 2).unwrap();
+                Bulk::new::<Flex>(comm.duplicate("tensors")?, mesh, &Default::default(), Gathers::Collective)?
+            };
             bulk.note("all_gather", "parameter 1 [4, 4]", [4, 4]);
             bulk.compare(&*comm, "before an update")?;
             bulk.note("all_gather", &format!("parameter {} [4, 4]", 2 + rank), [4, 4]);

@@ -278,10 +278,9 @@ impl ZeroConfig {
         self.secondary_mesh(world).is_some() || self.quantized_weights.is_some()
     }
 
-    /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds over all ranks, in one hop, in the
-    /// types that it knows.
-    pub(crate) fn reduces_on_hosts(&self, mesh: Mesh) -> bool {
-        mesh.replicas() > 1 || self.quantized_gradients.is_some()
+    /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds in the types that it knows.
+    pub(crate) fn reduces_on_hosts(&self) -> bool {
+        self.quantized_gradients.is_some()
     }
 
     /// The defaults at `stage`.
@@ -296,9 +295,9 @@ impl ZeroConfig {
     /// [`ConfigError`]: groups that the ranks cannot form, a bucket without room for one element per rank, or a factor that is not above 0.
     pub fn validate(&self, world: usize) -> Result<(), ConfigError> {
         // Whoever launches refuses no ranks.
-        let Some(mesh) = self.mesh(world.max(1)) else {
+        if self.mesh(world.max(1)).is_none() {
             return Err(ConfigError::Mesh { got: self.shard_size.unwrap_or(world), world });
-        };
+        }
         if let Some(size) = self.secondary_shard_size {
             let is_alone = self.stage.shards_parameters() && self.shard_size.is_none();
             if Mesh::new(world.max(1), size).is_none() || !is_alone {
@@ -308,7 +307,7 @@ impl ZeroConfig {
         if self.quantized_weights.is_some() && !self.stage.shards_parameters() {
             return Err(ConfigError::QuantizedWeights { stage: self.stage });
         }
-        if (self.reduces_on_hosts(mesh) || self.gathers_one_sided(world)) && self.gathers == Gathers::Collective {
+        if (self.reduces_on_hosts() || self.gathers_one_sided(world)) && self.gathers == Gathers::Collective {
             return Err(ConfigError::CollectiveGathers);
         }
         if self.reduce_bucket_size < world {
@@ -411,8 +410,8 @@ pub enum ConfigError {
     },
     /// Gathers of all ranks together beside what does not go by NCCL.
     #[error(
-        "gathers are to be collective, which they can only be of all ranks together and beside gradients as they are: leave out \
-         that, or shard_size, secondary_shard_size, quantized_weights and quantized_gradients"
+        "gathers are to be collective, which they can only be of parameters and gradients as they are, within the groups that hold \
+         them: leave out that, or secondary_shard_size, quantized_weights and quantized_gradients"
     )]
     CollectiveGathers,
     /// A gradient bucket that does not hold one element for each rank.

@@ -106,8 +106,8 @@ impl<B: Backend> Context<B> {
         let (index, world) = (comm.rank(), comm.world());
         let mesh = config.mesh(world).expect("it was validated");
         let is_meshed = mesh.replicas() > 1;
-        let bulk = match world > 1 && comm.in_process().is_none() && !config.reduces_on_hosts(mesh) {
-            true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, &device, config.gathers(world))?)),
+        let bulk = match world > 1 && comm.in_process().is_none() && !config.reduces_on_hosts() {
+            true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, mesh, &device, config.gathers(world))?)),
             false => None,
         };
         let disk = config.offload.uses(Tier::Disk).then(|| or_stop(SwapDisk::open(index, &config.offload.disk)));

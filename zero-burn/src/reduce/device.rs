@@ -90,11 +90,11 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
     }
 
     fn send(&mut self, row: usize, name: &str) -> Result<Begun<B>, CommError> {
-        let (items, world) = (std::mem::take(&mut self.items), self.rank.world);
+        let (items, ranks) = (std::mem::take(&mut self.items), self.rank.mesh.shards());
         let bucket = match items.iter().all(|item| item.tensor.is_none()) {
-            true => B::float_zeros(Shape::new([world, row]), &self.rank.device, self.sent_as.into()),
+            true => B::float_zeros(Shape::new([ranks, row]), &self.rank.device, self.sent_as.into()),
             false => {
-                let packed = zero_ops::pack::<B>(items, world, self.sent_as, self.before);
+                let packed = zero_ops::pack::<B>(items, ranks, self.sent_as, self.before);
                 packed.unwrap_or_else(|_| stop(TOO_LARGE.into()))
             }
         };
@@ -108,14 +108,14 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
         segments: &[Segment],
         pieces: &mut [Option<Reduced<B, B::FloatTensorPrimitive>>],
     ) -> Result<(), CommError> {
-        let reduced = self.bulk.end::<B>(sent, &self.rank.device)?;
+        let reduced = self.bulk.end_reduction::<B>(sent, &self.rank.device)?;
         let mut items = Vec::with_capacity(segments.len());
         for &Segment { piece, from, columns, .. } in segments {
             let piece = pieces[piece].as_mut().expect("a piece is completed by its last segment");
             let (target, numel, dtype) = (piece.target.take(), piece.len, piece.cell.dtype);
             items.push(UnpackItem { target, numel, from, columns, dtype });
         }
-        let rows = if self.rank.config.stage.shards_optimizer() { 1 } else { self.rank.world };
+        let rows = if self.rank.config.stage.shards_optimizer() { 1 } else { self.rank.mesh.shards() };
         let unpacked = zero_ops::unpack::<B>(reduced, rows, items, self.after);
         let unpacked = unpacked.unwrap_or_else(|_| stop(TOO_LARGE.into()));
         for (segment, target) in segments.iter().zip(unpacked) {

@@ -402,7 +402,9 @@ impl<B: Backend> Server<B> {
             let medium = OnDevice::new(bulk.clone(), rank, self.settler.clone());
             return Box::new(Buckets::new(rank, medium, bucket_size.min(device::MOST), plan));
         }
-        match comm.in_process().is_some() && !zero_ops::is_host::<B>() && !rank.config.reduces_on_hosts(rank.mesh) {
+        // Threads exchange the handles of their tensors among all.
+        let is_flat = rank.mesh.replicas() == 1;
+        match comm.in_process().is_some() && !zero_ops::is_host::<B>() && is_flat && !rank.config.reduces_on_hosts() {
             true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
             false => Box::new(Buckets::new(rank, Host::new(hops, rank), bucket_size, plan)),
         }
