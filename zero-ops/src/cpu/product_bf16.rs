@@ -15,11 +15,19 @@
 //! keep denormals. The order of the additions depends on the depth alone, so an element has the same bits in a larger
 //! matrix, or in one that is stored otherwise.
 //!
+//! Where it has tiles too (AMX), `tdpbf16ps` adds for 32 neighbours in depth the products of the even ones, in order, and of the odd
+//! ones, then both sums, and these to what was summed before; denormals are zero as above. These bits too depend on the depth
+//! alone; they are others.
+//!
 //! Elsewhere the operands are widened and multiplied by `gemm`, which keeps denormals and adds in another order, that
 //! it chooses by the shapes; the two agree to f32 rounding, not to the bit.
 
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod blocks;
 #[cfg(target_arch = "x86_64")]
 mod pack;
 mod target;
@@ -112,10 +120,23 @@ pub fn multiply(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Par
         return;
     }
     #[cfg(target_arch = "x86_64")]
-    if let Some(kernel) = avx512::Kernel::detect() {
-        return kernel.multiply(target, a, b, threads);
+    if let Some(tiles) = amx::Amx::detect() {
+        return blocks::multiply(tiles, target, a, b, threads);
+    } else if let Some(tiles) = avx512::Avx512::detect() {
+        return blocks::multiply(tiles, target, a, b, threads);
     }
     widened::multiply(target, a, b, threads);
+}
+
+/// What this processor multiplies bfloat16 matrices by, in words for a plan.
+pub fn instructions() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    if amx::Amx::detect().is_some() {
+        return "AMX";
+    } else if avx512::Avx512::detect().is_some() {
+        return "AVX512_BF16";
+    }
+    "fp32, to which they are widened"
 }
 
 /// Runs `work` on every task: those of the pool where `threads` and the number of multiplications say so.

@@ -22,7 +22,7 @@ use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
 use crate::TrainError;
-use crate::config::{Warning, ZeroPlan};
+use crate::config::{Precision, Warning, ZeroPlan};
 use crate::data::wrong_data;
 use crate::engine::EngineError;
 use crate::error::wrong;
@@ -334,6 +334,9 @@ impl core::fmt::Display for Plan {
             "  ranks          {} at stage {}{groups}, {threads} compute thread(s) each",
             plan.world, plan.stage
         )?;
+        if self.backend == BackendChoice::Cpu && matches!(plan.precision, Precision::Bf16 { .. }) {
+            writeln!(f, "  products       of bf16 by {}", zero_ops::cpu::product_bf16::instructions())?;
+        }
         let micro_batches = match plan.batch.accumulation {
             1 => String::new(),
             micro_batches => format!(" in each of {micro_batches} micro-batches"),

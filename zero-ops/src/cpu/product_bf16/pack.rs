@@ -1,8 +1,9 @@
 //! Copies of an operand in the order that the kernel reads it.
 //!
 //! Both operands are lines along the depth: rows of the left matrix, and of the transpose of the right one. A panel is `W` lines; it
-//! holds, for each pair of neighbours in depth, that pair of every line, as one u32 whose low half comes first. Depth
-//! that is missing counts as zero; lines that are missing hold whatever was there, in columns that are dropped.
+//! holds, for each pair of neighbours in depth, that pair of every line, as one u32 whose low half comes first; or, for each 16
+//! pairs, these of every line. Depth that is missing counts as zero; lines that are missing hold whatever was there, in columns
+//! that are dropped.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -32,23 +33,30 @@ impl MatrixBf16<'_> {
         unsafe { self.data.as_ptr().add(line * self.row_stride + depth * self.column_stride).cast() }
     }
 
-    /// Packs `lines` over `depth` into `panels` of `W` lines, all of which it overwrites.
+    /// Packs `lines` over `depth` into `panels` of `W` lines and `pairs` pairs, all of which it overwrites. `BY_LINE`: 16 pairs of a
+    /// line lie side by side, otherwise a pair of all lines.
     ///
     /// # Panics
     ///
-    /// When `panels` has another length, or `W` is no multiple of half a tile.
+    /// When `panels` has another length, or `W` is no multiple of half a tile; `BY_LINE`, of a tile, as `pairs`.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    pub(super) fn pack<const W: usize>(&self, lines: Range<usize>, depth: Range<usize>, panels: &mut [u32]) {
+    pub(super) fn pack<const W: usize, const BY_LINE: bool>(
+        &self,
+        lines: Range<usize>,
+        depth: Range<usize>,
+        pairs: usize,
+        panels: &mut [u32],
+    ) {
         assert!(lines.end <= self.rows && depth.end <= self.columns, "{lines:?} and {depth:?} lie outside of {self:?}");
-        let pairs = depth.len().div_ceil(2);
-        let mut panels = Panels::<W>::new(panels, lines.len(), pairs);
+        assert!(pairs >= depth.len().div_ceil(2), "{pairs} pairs for a depth of {depth:?}");
+        let mut panels = Panels::<W, BY_LINE>::new(panels, lines.len(), pairs);
         for line in (0..lines.len()).step_by(TILE) {
             let count = TILE.min(lines.len() - line);
             if self.column_stride == 1 {
                 for pair in (0..pairs).step_by(TILE) {
-                    let width = (2 * TILE).min(depth.len() - 2 * pair);
+                    let width = (2 * TILE).min(depth.len().saturating_sub(2 * pair));
                     let mut tile = [_mm512_setzero_si512(); TILE];
-                    for (i, tile) in tile.iter_mut().enumerate().take(count) {
+                    for (i, tile) in tile.iter_mut().enumerate().take(if width > 0 { count } else { 0 }) {
                         // SAFETY: `width` elements from that one on are in the line, contiguous, and the mask leaves
                         // out all others.
                         *tile = unsafe {
@@ -58,8 +66,12 @@ impl MatrixBf16<'_> {
                             _mm512_maskz_loadu_epi16(u32::MAX >> (2 * TILE - width), from)
                         };
                     }
-                    for (i, lines) in transpose(tile).into_iter().enumerate().take(width.div_ceil(2)) {
-                        panels.store(line, pair + i, lines);
+                    if BY_LINE {
+                        panels.store_lines(line, pair, tile);
+                    } else {
+                        for (i, lines) in transpose(tile).into_iter().enumerate().take(pairs - pair) {
+                            panels.store(line, pair + i, lines);
+                        }
                     }
                 }
             }
@@ -67,59 +79,79 @@ impl MatrixBf16<'_> {
         if self.column_stride == 1 {
             return;
         }
-        for pair in 0..pairs {
-            let at = depth.start + 2 * pair;
-            let second = at + 1 < depth.end;
-            for line in (0..lines.len()).step_by(TILE) {
-                let count = TILE.min(lines.len() - line);
-                let first = lines.start + line;
-                let packed = if self.row_stride == 1 {
-                    let ahead = self
-                        .data
-                        .as_ptr()
-                        .wrapping_add((at + AHEAD).wrapping_mul(self.column_stride).wrapping_add(first));
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(self.column_stride).cast());
-                    let mask = u16::MAX >> (TILE - count);
-                    // SAFETY: `count` elements from that one on are in the matrix, contiguous at this depth, and the
-                    // mask leaves out all others; there is an odd neighbour unless the depth ends before it.
-                    let (even, odd) = unsafe {
-                        let even = _mm256_maskz_loadu_epi16(mask, self.pointer(first, at));
-                        let mask = if second { mask } else { 0 };
-                        (even, _mm256_maskz_loadu_epi16(mask, self.pointer(first, at + usize::from(second))))
-                    };
-                    let [even, odd] = [even, odd].map(|half| _mm512_cvtepu16_epi32(half));
-                    _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd))
-                } else {
-                    let mut packed = [0u32; TILE];
-                    for (i, packed) in packed.iter_mut().enumerate().take(count) {
-                        let odd = if second { self.at(first + i, at + 1) } else { 0 };
-                        *packed = self.at(first + i, at) | odd << 16;
+        if BY_LINE {
+            for pair in (0..pairs).step_by(TILE) {
+                for line in (0..lines.len()).step_by(TILE) {
+                    let mut tile = [_mm512_setzero_si512(); TILE];
+                    for (i, tile) in tile.iter_mut().enumerate() {
+                        *tile = self.pair_of_lines(&lines, line, &depth, pair + i);
                     }
-                    // SAFETY: the array is as large as what is read.
-                    unsafe { _mm512_loadu_si512(packed.as_ptr().cast()) }
-                };
-                panels.store(line, pair, packed);
+                    panels.store_lines(line, pair, transpose(tile));
+                }
+            }
+            return;
+        }
+        for pair in 0..pairs {
+            for line in (0..lines.len()).step_by(TILE) {
+                panels.store(line, pair, self.pair_of_lines(&lines, line, &depth, pair));
             }
         }
     }
+
+    /// A pair of up to [`TILE`] lines, from `line` of `lines` on; zeros behind `depth`.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    fn pair_of_lines(&self, lines: &Range<usize>, line: usize, depth: &Range<usize>, pair: usize) -> __m512i {
+        let at = depth.start + 2 * pair;
+        if at >= depth.end {
+            return _mm512_setzero_si512();
+        }
+        let second = at + 1 < depth.end;
+        let count = TILE.min(lines.len() - line);
+        let first = lines.start + line;
+        if self.row_stride == 1 {
+            let ahead =
+                self.data.as_ptr().wrapping_add((at + AHEAD).wrapping_mul(self.column_stride).wrapping_add(first));
+            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(self.column_stride).cast());
+            let mask = u16::MAX >> (TILE - count);
+            // SAFETY: `count` elements from that one on are in the matrix, contiguous at this depth, and the mask leaves out all
+            // others; there is an odd neighbour unless the depth ends before it.
+            let (even, odd) = unsafe {
+                let even = _mm256_maskz_loadu_epi16(mask, self.pointer(first, at));
+                let mask = if second { mask } else { 0 };
+                (even, _mm256_maskz_loadu_epi16(mask, self.pointer(first, at + usize::from(second))))
+            };
+            let [even, odd] = [even, odd].map(|half| _mm512_cvtepu16_epi32(half));
+            return _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
+        }
+        let mut packed = [0u32; TILE];
+        for (i, packed) in packed.iter_mut().enumerate().take(count) {
+            let odd = if second { self.at(first + i, at + 1) } else { 0 };
+            *packed = self.at(first + i, at) | odd << 16;
+        }
+        // SAFETY: the array is as large as what is read.
+        unsafe { _mm512_loadu_si512(packed.as_ptr().cast()) }
+    }
 }
 
-/// Elements of the panels for `lines` over `pairs`.
-pub(super) fn packed_len<const W: usize>(lines: usize, pairs: usize) -> usize {
-    lines.next_multiple_of(W) * pairs
+/// Elements of panels of `width` lines for `lines` over `pairs`.
+pub(super) fn packed_len(width: usize, lines: usize, pairs: usize) -> usize {
+    lines.next_multiple_of(width) * pairs
 }
 
 /// Panels being written.
-struct Panels<'a, const W: usize> {
+struct Panels<'a, const W: usize, const BY_LINE: bool> {
     data: &'a mut [u32],
     pairs: usize,
 }
 
-impl<'a, const W: usize> Panels<'a, W> {
+impl<'a, const W: usize, const BY_LINE: bool> Panels<'a, W, BY_LINE> {
     fn new(data: &'a mut [u32], lines: usize, pairs: usize) -> Self {
         const { assert!(W.is_multiple_of(TILE / 2), "half a tile of lines would lie in two panels") };
-        assert_eq!(data.len(), packed_len::<W>(lines, pairs), "panels of {lines} lines of {pairs} pairs");
+        const { assert!(!BY_LINE || W.is_multiple_of(TILE), "a tile of lines would lie in two panels") };
+        assert_eq!(data.len(), packed_len(W, lines, pairs), "panels of {lines} lines of {pairs} pairs");
+        assert!(!BY_LINE || pairs.is_multiple_of(TILE), "tiles of {TILE} pairs, of {pairs}");
         Self { data, pairs }
     }
 
@@ -135,6 +167,18 @@ impl<'a, const W: usize> Panels<'a, W> {
                 // SAFETY: the slice has the eight elements that are written.
                 unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), half) };
             }
+        }
+    }
+
+    /// Writes [`TILE`] pairs of as many lines, from `line` and `pair` on.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn store_lines(&mut self, line: usize, pair: usize, tile: [__m512i; TILE]) {
+        let at = (line / W * self.pairs + pair) * W + line % W * TILE;
+        let to = &mut self.data[at..at + TILE * TILE];
+        for (to, line) in to.as_chunks_mut::<TILE>().0.iter_mut().zip(tile) {
+            // SAFETY: the array has the sixteen elements that are written.
+            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), line) };
         }
     }
 }

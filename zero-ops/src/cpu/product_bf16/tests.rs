@@ -86,9 +86,81 @@ fn check(way: Multiply, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     }
 }
 
-fn both() -> [Multiply; 2] {
-    [detected, fallback]
+fn ways() -> Vec<Multiply> {
+    let mut all: Vec<Multiply> = vec![detected, fallback];
+    #[cfg(target_arch = "x86_64")]
+    all.extend(avx512::Avx512::detect().map(|_| -> [Multiply; 2] { [vectors, emulated] }).into_iter().flatten());
+    all
 }
+
+/// By `vdpbf16ps`.
+#[cfg(target_arch = "x86_64")]
+fn vectors(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+    by_tiles(avx512::Avx512::detect().expect("the caller has seen it"), out, a, b);
+}
+
+/// What `tdpbf16ps` computes, without it.
+#[cfg(target_arch = "x86_64")]
+fn emulated(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+    by_tiles(Emulated(avx512::Avx512::detect().expect("the caller has seen it")), out, a, b);
+}
+
+#[cfg(target_arch = "x86_64")]
+fn by_tiles<const R: usize, const C: usize>(
+    tiles: impl blocks::Tiles<R, C>,
+    out: Out<'_>,
+    a: MatrixBf16<'_>,
+    b: MatrixBf16<'_>,
+) {
+    let target = out.into_target(a.rows, b.columns);
+    if a.rows > 0 && b.columns > 0 {
+        blocks::multiply(tiles, target, a, b, gemm_threads());
+    }
+}
+
+/// Tiles of AMX in memory, on a processor that can pack them.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+struct Emulated(#[allow(dead_code)] avx512::Avx512); // Held, not read.
+
+#[cfg(target_arch = "x86_64")]
+impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
+    const UNIT: usize = amx::PAIRS;
+
+    fn pack_rows(self, from: MatrixBf16<'_>, lines: Span, depth: Span, pairs: usize, to: &mut [u32]) {
+        // SAFETY: this is made only where the processor has the features.
+        unsafe { from.pack::<{ amx::SIDE }, true>(lines, depth, pairs, to) }
+    }
+
+    fn pack_columns(self, from: MatrixBf16<'_>, lines: Span, depth: Span, pairs: usize, to: &mut [u32]) {
+        // SAFETY: as above.
+        unsafe { from.pack::<{ amx::SIDE }, false>(lines, depth, pairs, to) }
+    }
+
+    /// As Intel's Software Developer's Manual has it under TDPBF16PS, tile by tile.
+    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; amx::SIDE]; amx::SIDE]) {
+        const SQUARE: usize = amx::SIDE * amx::PAIRS;
+        let flush = |x: f32| if x.is_subnormal() { 0.0 } else { x };
+        let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(|bits| flush(f32::from_bits(bits)));
+        *sums = [[0.0; amx::SIDE]; amx::SIDE];
+        for (a, b) in a.as_chunks::<SQUARE>().0.iter().zip(b.as_chunks::<SQUARE>().0) {
+            for (row, sums) in sums.iter_mut().enumerate() {
+                for (column, sum) in sums.iter_mut().enumerate() {
+                    let mut both = [0f32; 2];
+                    for pair in 0..amx::PAIRS {
+                        let (a, b) = (halves(a[row * amx::PAIRS + pair]), halves(b[pair * amx::SIDE + column]));
+                        for (sum, (a, b)) in both.iter_mut().zip(a.into_iter().zip(b)) {
+                            *sum = flush(a.mul_add(b, *sum));
+                        }
+                    }
+                    *sum = flush(*sum + flush(both[0] + both[1]));
+                }
+            }
+        }
+    }
+}
+
+type Span = std::ops::Range<usize>;
 
 #[test]
 fn agrees_with_f64_for_odd_sizes_and_transposes() {
@@ -98,7 +170,7 @@ fn agrees_with_f64_for_odd_sizes_and_transposes() {
                 let (a, b) = (halves(n * k, 1), halves(k * m, 2));
                 for a in [MatrixBf16::new(&a, n, k), MatrixBf16::new(&a, k, n).transposed()] {
                     for b in [MatrixBf16::new(&b, k, m), MatrixBf16::new(&b, m, k).transposed()] {
-                        both().into_iter().for_each(|way| check(way, a, b));
+                        ways().into_iter().for_each(|way| check(way, a, b));
                     }
                 }
             }
@@ -127,7 +199,7 @@ fn agrees_with_f64_for_strided_views() {
             MatrixBf16::strided(&b, k, m, 0, 1),
             MatrixBf16::strided(&b, k, 1, 3, usize::MAX),
         ] {
-            both().into_iter().for_each(|way| check(way, a, b));
+            ways().into_iter().for_each(|way| check(way, a, b));
         }
     }
 }
@@ -136,10 +208,10 @@ fn agrees_with_f64_for_strided_views() {
 fn agrees_with_f64_over_several_parts_of_the_depth() {
     for (n, k, m) in [(9, 2049, 50), (50, 5001, 9), (3, 9001, 3)] {
         let (a, b) = (halves(n * k, 1), halves(k * m, 2));
-        both()
+        ways()
             .into_iter()
             .for_each(|way| check(way, MatrixBf16::new(&a, k, n).transposed(), MatrixBf16::new(&b, k, m)));
-        both()
+        ways()
             .into_iter()
             .for_each(|way| check(way, MatrixBf16::new(&a, n, k), MatrixBf16::new(&b, m, k).transposed()));
     }
@@ -160,7 +232,7 @@ fn blocks_meet_without_gaps() {
         let scaled: Vec<_> = u.iter().map(|u| u * sum).collect();
         let (expected, a, b) = (outer(&scaled, &v), narrow(&outer(&u, &s)), narrow(&outer(&t, &v)));
         let rounded = narrow(&expected);
-        for way in both() {
+        for way in ways() {
             let (mut out, mut halves) = (vec![f32::NAN; n * m], vec![bf16::NAN; n * m]);
             let (a, b) = (MatrixBf16::new(&a, n, k), MatrixBf16::new(&b, k, m));
             way(Out::F32 { data: &mut out, add: false }, a, b);
@@ -174,7 +246,7 @@ fn blocks_meet_without_gaps() {
 fn the_number_of_threads_changes_no_bit() {
     for (n, k, m) in [(129, 270, 1030), (1030, 270, 129), (65, 5000, 100)] {
         let (a, b, r) = (halves(n * k, 1), halves(k * m, 2), halves(n * m, 3));
-        for way in both() {
+        for way in ways() {
             let run = || {
                 let (mut out, mut rounded) = (vec![1.0; n * m], vec![bf16::NAN; n * m]);
                 let (a, b) = (MatrixBf16::new(&a, n, k), MatrixBf16::new(&b, k, m));
@@ -217,14 +289,16 @@ fn the_fallback_agrees_with_the_kernel() {
     let (n, k, m) = (77, 770, 131);
     let (a, b) = (halves(n * k, 1), halves(k * m, 2));
     let (a, b) = (MatrixBf16::new(&a, n, k), MatrixBf16::new(&b, m, k).transposed());
-    let [kernel, fallback] = both().map(|way| {
+    let product = |way: Multiply| {
         let mut out = vec![f32::NAN; n * m];
         way(Out::F32 { data: &mut out, add: false }, a, b);
         out
-    });
-    let sizes = reference(a, b).sizes;
-    for (i, (kernel, fallback)) in kernel.iter().zip(&fallback).enumerate() {
-        assert!(f64::from((kernel - fallback).abs()) <= 1e-6 * sizes[i], "[{i}]: {kernel} against {fallback}");
+    };
+    let (sizes, fallback) = (reference(a, b).sizes, product(fallback));
+    for way in ways() {
+        for (i, (kernel, fallback)) in product(way).iter().zip(&fallback).enumerate() {
+            assert!(f64::from((kernel - fallback).abs()) <= 1e-6 * sizes[i], "[{i}]: {kernel} against {fallback}");
+        }
     }
 }
 
@@ -234,7 +308,7 @@ fn rounds_once_to_nearest_even() {
     let step = 1.0 / 256.0;
     let a = [1.0, step, 2.0 * step].map(bf16::from_f32);
     let ones = [bf16::ONE; 3];
-    for way in both() {
+    for way in ways() {
         for (k, expected) in [(2, 1.0), (3, 1.0 + 4.0 * step)] {
             let mut out = [bf16::NAN];
             let (a, b) = (MatrixBf16::new(&a[..k], 1, k), MatrixBf16::new(&ones[..k], k, 1));
@@ -249,8 +323,36 @@ fn rounds_once_to_nearest_even() {
     }
 }
 
+/// What the module says of `tdpbf16ps`: the processor's, where there is one, has the bits of its description.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn tiles_add_even_and_odd_products_apart() {
+    if widened_only() {
+        return;
+    }
+    let product = |way: Multiply, a: &[bf16], b: &[bf16], (n, k, m): (usize, usize, usize)| {
+        let mut out = vec![f32::NAN; n * m];
+        way(Out::F32 { data: &mut out, add: false }, MatrixBf16::new(a, n, k), MatrixBf16::new(b, k, m));
+        out
+    };
+    let one = |a: &[f32]| {
+        let a: Vec<_> = a.iter().map(|x| bf16::from_f32(*x)).collect();
+        product(emulated, &a, &vec![bf16::ONE; a.len()], (1, a.len(), 1))[0]
+    };
+    let big = 2f32.powi(24);
+    // In order: 1 after 2^24 is lost, unless it is of the other kind.
+    assert_eq!([one(&[big, 0.0, 1.0, 0.0, -big]), one(&[big, 1.0, -big])], [0.0, 1.0]);
+    assert_eq!(one(&[f32::MIN_POSITIVE / 2.0]), 0.0, "a denormal input");
+    if amx::Amx::detect().is_some() {
+        let shape = (70, 3333, 90);
+        let (a, b) = (halves(shape.0 * shape.1, 1), halves(shape.1 * shape.2, 2));
+        assert_eq!(product(detected, &a, &b, shape), product(emulated, &a, &b, shape));
+    }
+}
+
 /// What the module says of `vdpbf16ps`.
 #[test]
+#[cfg(target_arch = "x86_64")]
 fn the_kernel_adds_the_odd_product_first_and_flushes_denormals() {
     if widened_only() {
         return;
@@ -259,7 +361,7 @@ fn the_kernel_adds_the_odd_product_first_and_flushes_denormals() {
         let [a, b] = [a, b].map(|x| x.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>());
         let mut out = [f32::NAN];
         let sum = Out::F32 { data: &mut out, add: false };
-        detected(sum, MatrixBf16::new(&a, 1, a.len()), MatrixBf16::new(&b, b.len(), 1));
+        vectors(sum, MatrixBf16::new(&a, 1, a.len()), MatrixBf16::new(&b, b.len(), 1));
         out[0]
     };
     let big = 2f32.powi(24);
@@ -275,7 +377,7 @@ fn the_kernel_adds_the_odd_product_first_and_flushes_denormals() {
 #[test]
 fn an_empty_depth_gives_what_the_product_begins_with() {
     let bias = halves(5, 1);
-    for way in both() {
+    for way in ways() {
         let (a, b) = (MatrixBf16::new(&[], 3, 0), MatrixBf16::new(&[], 0, 5));
         let (mut out, mut rounded) = (vec![f32::NAN; 15], vec![bf16::NAN; 15]);
         way(Out::F32 { data: &mut out, add: false }, a, b);
@@ -314,7 +416,7 @@ fn what_does_not_fit_is_named() {
 /// Whether this processor lacks the kernel's instructions.
 fn widened_only() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return avx512::Kernel::detect().is_none();
+    return avx512::Avx512::detect().is_none();
     #[cfg(not(target_arch = "x86_64"))]
     true
 }

@@ -1,0 +1,187 @@
+//! The kernel of `tdpbf16ps` (Intel AMX): four tiles of sums, two of rows and two of columns.
+//!
+//! The intrinsics are not stable, so the instructions are written out. What they compute is in Intel's Software Developer's Manual,
+//! volume 2, under their names; a test runs [`Tiles`] of the same layout that computes it without them.
+
+use std::arch::asm;
+use std::arch::x86_64::__cpuid_count;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use super::MatrixBf16;
+use super::avx512::Avx512;
+use super::blocks::Tiles;
+
+/// Rows and columns of the result: two tiles each way.
+pub(super) const SIDE: usize = 32;
+/// Pairs in depth of a tile.
+pub(super) const PAIRS: usize = 16;
+
+/// Leave to use the kernel: only [`Amx::detect`] gives one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Amx(());
+
+/// The form of the tiles: each of 16 rows of 64 bytes.
+#[repr(C, align(64))]
+struct Form {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    bytes_of_row: [u16; 16],
+    rows: [u8; 16],
+}
+
+static FORM: Form = {
+    let (mut bytes_of_row, mut rows, mut tile) = ([0; 16], [0; 16], 0);
+    while tile < 8 {
+        (bytes_of_row[tile], rows[tile]) = (64, 16);
+        tile += 1;
+    }
+    Form { palette: 1, start_row: 0, reserved: [0; 14], bytes_of_row, rows }
+};
+
+/// A thread's tiles, given back when it is dropped: the system need not keep them then when it changes threads.
+struct Begun;
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        // SAFETY: this thread has tiles (`Tiles::begin`), which nothing uses after it.
+        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
+    }
+}
+
+impl Amx {
+    /// The kernel, if this processor has its instructions, the system lets this process use them, and they give what they should.
+    pub(super) fn detect() -> Option<Self> {
+        static FOUND: OnceLock<Option<Amx>> = OnceLock::new();
+        *FOUND.get_or_init(|| {
+            (Avx512::detect().is_some() && has_tiles() && is_permitted() && Self(()).is_right()).then_some(Self(()))
+        })
+    }
+
+    /// Whether a small product, whose sums are exact, is right.
+    fn is_right(self) -> bool {
+        let number = |at: usize, of: usize| half::bf16::from_f32((at * of % 11) as f32 - 5.0);
+        let a: Vec<_> = (0..SIDE * 4 * PAIRS).map(|at| number(at, 3)).collect();
+        let b: Vec<_> = (0..SIDE * 4 * PAIRS).map(|at| number(at, 7)).collect();
+        let depth = 4 * PAIRS;
+        let (rows, columns) = (MatrixBf16::new(&a, SIDE, depth), MatrixBf16::new(&b, SIDE, depth));
+        let mut packed = [(); 2].map(|()| vec![0; SIDE * depth / 2]);
+        self.pack_rows(rows, 0..SIDE, 0..depth, depth / 2, &mut packed[0]);
+        self.pack_columns(columns, 0..SIDE, 0..depth, depth / 2, &mut packed[1]);
+        let mut sums = [[0f32; SIDE]; SIDE];
+        {
+            let _begun = self.begin();
+            // SAFETY: begun above.
+            unsafe { self.multiply(&packed[0], &packed[1], &mut sums) };
+        }
+        let line =
+            |of: &'_ [half::bf16], at: usize| of[at * depth..][..depth].iter().map(|x| x.to_f32()).collect::<Vec<_>>();
+        (0..SIDE * SIDE).all(|at| {
+            let (a, b) = (line(&a, at / SIDE), line(&b, at % SIDE));
+            sums[at / SIDE][at % SIDE] == a.iter().zip(&b).map(|(a, b)| a * b).sum::<f32>()
+        })
+    }
+}
+
+/// Whether the processor has tiles and their bfloat16 products, and the system keeps them when it changes threads.
+fn has_tiles() -> bool {
+    const BF16: u32 = 1 << 22;
+    const TILE: u32 = 1 << 24;
+    const TILE_STATE: u32 = 0b11 << 17;
+    // Leaf 7 is there where AVX-512 is.
+    let features = __cpuid_count(7, 0).edx;
+    let kept: u32;
+    // SAFETY: XCR0 may be read where AVX-512 can be used.
+    unsafe { asm!("xgetbv", in("ecx") 0, out("eax") kept, out("edx") _, options(nomem, nostack, preserves_flags)) };
+    features & (BF16 | TILE) == BF16 | TILE && kept & TILE_STATE == TILE_STATE
+}
+
+/// Asks the system for room for tiles: <https://docs.kernel.org/arch/x86/xstate.html>.
+#[cfg(target_os = "linux")]
+fn is_permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: the call gives this process leave, and changes nothing else.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_permitted() -> bool {
+    false
+}
+
+impl Tiles<SIDE, SIDE> for Amx {
+    const UNIT: usize = PAIRS;
+
+    fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
+        // SAFETY: an `Amx` is made only where the processor has the features.
+        unsafe { from.pack::<SIDE, true>(lines, depth, pairs, to) }
+    }
+
+    fn pack_columns(
+        self,
+        from: MatrixBf16<'_>,
+        lines: Range<usize>,
+        depth: Range<usize>,
+        pairs: usize,
+        to: &mut [u32],
+    ) {
+        // SAFETY: as above.
+        unsafe { from.pack::<SIDE, false>(lines, depth, pairs, to) }
+    }
+
+    fn begin(self) -> impl Sized {
+        // SAFETY: the form is 64 bytes that the processor knows; an `Amx` is made only where it may be used.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const FORM, options(readonly, nostack, preserves_flags)) };
+        Begun
+    }
+
+    #[inline(always)]
+    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; SIDE]; SIDE]) {
+        // Both panels have a square of `SIDE` lines and `PAIRS` pairs after the other.
+        let steps = a.len() / (SIDE * PAIRS);
+        assert!(a.len() == b.len() && a.len().is_multiple_of(SIDE * PAIRS), "panels of whole tiles");
+        // SAFETY: `steps` squares are read of each panel, and the sums are written, all as large as the tiles say; this thread
+        // has tiles of that form (the caller's word), and uses them for nothing else.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "test {steps}, {steps}",
+                "jz 3f",
+                "2:",
+                // Rows: 16 lines of 64 bytes, twice.
+                "tileloadd tmm4, [{a} + {row}]",
+                "tileloadd tmm5, [{a} + {row} + 1024]",
+                // Columns: 16 pairs of 32 columns, 64 bytes of each for a tile.
+                "tileloadd tmm6, [{b} + {pair}]",
+                "tileloadd tmm7, [{b} + {pair} + 64]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {a}, 2048",
+                "add {b}, 2048",
+                "dec {steps}",
+                "jnz 2b",
+                "3:",
+                "tilestored [{sums} + {pair}], tmm0",
+                "tilestored [{sums} + {pair} + 64], tmm1",
+                "tilestored [{sums} + {pair} + 2048], tmm2",
+                "tilestored [{sums} + {pair} + 2112], tmm3",
+                a = inout(reg) a.as_ptr() => _,
+                b = inout(reg) b.as_ptr() => _,
+                steps = inout(reg) steps => _,
+                sums = in(reg) sums.as_mut_ptr(),
+                row = in(reg) 64usize,
+                pair = in(reg) 128usize,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+    }
+}

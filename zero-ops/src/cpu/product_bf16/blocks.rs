@@ -1,0 +1,263 @@
+//! The product by a kernel for tiles: both operands packed, block by block.
+//!
+//! The operand of fewer lines is packed whole, a few MiB at a time, for all threads to read from the third-level cache.
+//! A task then packs a block of the other one into its core's second-level cache, and multiplies each panel of the
+//! first by each panel of its block, in registers.
+
+use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+use std::cell::Cell;
+use std::ops::Range;
+use std::thread::LocalKey;
+
+use gemm::Parallelism;
+
+use super::pack::packed_len;
+use super::target::Target;
+use super::{MatrixBf16, parts, spread};
+use crate::cpu::rows::SharedRows;
+
+/// Lanes of a vector.
+pub(super) const LANES: usize = 16;
+/// The greatest depth that sums stay in registers for, a multiple of every [`Tiles::UNIT`] of pairs. An element's bits depend on it.
+const DEPTH: usize = 3072;
+/// Bytes of the panels that the threads share: a part of a third-level cache.
+const SHARED_BYTES: usize = 4 << 20;
+/// Bytes of a task's panels: a part of a second-level cache.
+const OWN_BYTES: usize = 640 << 10;
+/// Lines of the longer operand in a block that needs partial sums.
+const PARTIAL_LINES: usize = 4096;
+/// Tasks for a thread to take, where there are enough lines.
+const TASKS_PER_THREAD: usize = 4;
+
+/// What multiplies a panel of `R` rows by a panel of `C` columns, in registers: leave to use it, which only a processor that has
+/// its instructions, and those of AVX512_BF16, gives.
+pub(super) trait Tiles<const R: usize, const C: usize>: Copy + Send + Sync {
+    /// The number of pairs in depth is a multiple of this; what is missing is zero.
+    const UNIT: usize;
+
+    /// Packs rows, as lines along the depth, in panels of `R`.
+    fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]);
+
+    /// Packs columns, as lines along the depth, in panels of `C`.
+    fn pack_columns(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]);
+
+    /// Before a thread's calls of [`Tiles::multiply`], and what is dropped behind them.
+    fn begin(self) -> impl Sized {}
+
+    /// The sums over the pairs of a panel of rows and one of columns.
+    ///
+    /// # Safety
+    ///
+    /// This thread holds what [`Tiles::begin`] gave.
+    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; C]; R]);
+}
+
+thread_local! {
+    /// Buffers of a thread, taken out while in use: it may run another task meanwhile.
+    static SHARED: Cell<Vec<CacheLine>> = const { Cell::new(Vec::new()) };
+    static OWN: Cell<Vec<CacheLine>> = const { Cell::new(Vec::new()) };
+}
+
+/// Sixteen elements, aligned as a vector.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct CacheLine([u32; LANES]);
+
+/// Which operand the shared panels are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shared {
+    Rows,
+    Columns,
+}
+
+impl Shared {
+    /// What is of rows and of columns as what is of the shared panels and of the others, or the other way round.
+    #[inline(always)]
+    fn order<T>(self, a: T, b: T) -> (T, T) {
+        match self {
+            Self::Rows => (a, b),
+            Self::Columns => (b, a),
+        }
+    }
+}
+
+/// `a * b` into `target`.
+pub(super) fn multiply<const R: usize, const C: usize, T: Tiles<R, C>>(
+    tiles: T,
+    target: Target<'_>,
+    a: MatrixBf16<'_>,
+    b: MatrixBf16<'_>,
+    threads: Parallelism,
+) {
+    let whole = a.columns;
+    let depths = whole.div_ceil(DEPTH).max(1);
+    let unit = 2 * T::UNIT;
+    let depth = whole.div_ceil(depths).next_multiple_of(unit).max(unit);
+    // Their rows are lines along the depth.
+    let (rows, columns) = (a, b.transposed());
+    let is_shared = if rows.rows <= columns.rows { Shared::Rows } else { Shared::Columns };
+    let (shared, own) = is_shared.order(rows, columns);
+    let most = (SHARED_BYTES / (2 * depth)).next_multiple_of(R * C);
+    for shared_lines in parts(shared.rows, most) {
+        for own_lines in parts(own.rows, if depths > 1 { PARTIAL_LINES } else { own.rows }) {
+            let (row, column) = is_shared.order(shared_lines.start, own_lines.start);
+            let target = target.part(row, column);
+            let mut partials = target.partials(shared_lines.len() * own_lines.len(), depths);
+            let (_, width) = is_shared.order(shared_lines.len(), own_lines.len());
+            let partials = SharedRows::new(&mut partials, width);
+            for part in 0..depths {
+                let depth = whole.min(part * depth)..whole.min((part + 1) * depth);
+                let (shared_lines, own_lines) = (shared_lines.clone(), own_lines.clone());
+                let target = target.over(partials, part, depths);
+                Block { tiles, target, is_shared, shared, shared_lines, own, own_lines, depth, threads }.multiply();
+            }
+        }
+    }
+}
+
+/// A product whose shared panels are in memory at once.
+struct Block<'a, T> {
+    tiles: T,
+    target: Target<'a>,
+    is_shared: Shared,
+    shared: MatrixBf16<'a>,
+    shared_lines: Range<usize>,
+    own: MatrixBf16<'a>,
+    own_lines: Range<usize>,
+    depth: Range<usize>,
+    threads: Parallelism,
+}
+
+impl<T> Block<'_, T> {
+    /// Multiplies panels of the shared lines by panels of the others.
+    fn multiply<const R: usize, const C: usize>(&self)
+    where
+        T: Tiles<R, C>,
+    {
+        let Self { tiles, target, is_shared, shared, own, threads, .. } = *self;
+        let (width_shared, width_own) = is_shared.order(R, C);
+        let pairs = self.depth.len().div_ceil(2).next_multiple_of(T::UNIT);
+        let pack = |from, is_rows: bool, lines, panels: &mut [u32]| match is_rows {
+            true => tiles.pack_rows(from, lines, self.depth.clone(), pairs, panels),
+            false => tiles.pack_columns(from, lines, self.depth.clone(), pairs, panels),
+        };
+        let shares_rows = is_shared == Shared::Rows;
+        let workers = match threads {
+            Parallelism::None => 1,
+            Parallelism::Rayon(_) => rayon::current_num_threads(),
+        };
+        let count = self.shared_lines.len();
+        with_buffer(&SHARED, packed_len(width_shared, count, pairs), |panels| {
+            let some = R * C / 8;
+            let tasks: Vec<_> =
+                parts(count, some).zip(panels.chunks_mut(packed_len(width_shared, some, pairs).max(1))).collect();
+            // An empty depth has empty panels, and nothing to pack.
+            spread(count * pairs, threads, tasks, |(lines, panels)| {
+                let lines = self.shared_lines.start + lines.start..self.shared_lines.start + lines.end;
+                pack(shared, shares_rows, lines, panels);
+            });
+            let panels = &*panels;
+
+            let count_own = self.own_lines.len();
+            let most = OWN_BYTES / (4 * width_own * pairs.max(1));
+            let some = width_own * panels_of_task(count_own.div_ceil(width_own), most, workers);
+            let tasks: Vec<_> = parts(count_own, some).collect();
+            spread(count * count_own * pairs, threads, tasks, |lines| {
+                let from = self.own_lines.start + lines.start..self.own_lines.start + lines.end;
+                with_buffer(&OWN, packed_len(width_own, lines.len(), pairs), |own_panels| {
+                    pack(own, !shares_rows, from, own_panels);
+                    let shared = Panels { data: panels, width: width_shared, first: 0, count };
+                    let own = Panels { data: own_panels, width: width_own, first: lines.start, count: lines.len() };
+                    // SAFETY: the lines of a task and all shared ones meet in elements that no other task has; they lie in the
+                    // target's matrix, which only this call knows. `tiles` are made only where the processor has the features.
+                    unsafe { multiply_panels(tiles, &target, is_shared, shared, own, pairs) };
+                });
+            });
+        });
+    }
+}
+
+/// How many panels a task takes: up to `most`, few enough for every worker to have some tasks, and of half that number
+/// or more what makes the busiest worker's share smallest.
+fn panels_of_task(panels: usize, most: usize, workers: usize) -> usize {
+    let most = most.min(panels.div_ceil(workers * TASKS_PER_THREAD)).max(1);
+    let share = |some: usize| panels.div_ceil(some).div_ceil(workers) * some;
+    (most.div_ceil(2)..=most).rev().min_by_key(|some| share(*some)).unwrap_or(most)
+}
+
+/// Packed lines, the number of their first one in the target, and how many they are.
+#[derive(Clone, Copy)]
+struct Panels<'a> {
+    data: &'a [u32],
+    /// Lines of a panel.
+    width: usize,
+    first: usize,
+    count: usize,
+}
+
+impl<'a> Panels<'a> {
+    /// One by one.
+    fn each(self, pairs: usize) -> impl Iterator<Item = Self> {
+        (0..self.count).step_by(self.width).map(move |line| Self {
+            data: &self.data[line * pairs..(line + self.width) * pairs],
+            first: self.first + line,
+            count: self.width.min(self.count - line),
+            ..self
+        })
+    }
+}
+
+/// Every shared panel by every panel of a task.
+///
+/// # Safety
+///
+/// Nothing else reads or writes the elements of the target where their lines meet, and they lie in its matrix. The processor has the
+/// features, as every [`Tiles`] says.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn multiply_panels<const R: usize, const C: usize, T: Tiles<R, C>>(
+    tiles: T,
+    target: &Target<'_>,
+    is_shared: Shared,
+    shared: Panels<'_>,
+    own: Panels<'_>,
+    pairs: usize,
+) {
+    let _begun = tiles.begin();
+    let mut sums = [[0f32; C]; R];
+    for shared in shared.each(pairs) {
+        for own in own.each(pairs) {
+            let (a, b) = is_shared.order(shared, own);
+            // What is written takes a while to arrive, about as long as the sums.
+            for row in 0..R {
+                for column in (0..C).step_by(LANES) {
+                    let address = target.address(a.first + row, b.first + column);
+                    _mm_prefetch::<_MM_HINT_ET0>(address);
+                }
+            }
+            // SAFETY: begun above.
+            unsafe { tiles.multiply(a.data, b.data, &mut sums) };
+            for (row, sums) in sums.iter_mut().enumerate().take(a.count) {
+                // SAFETY: the row and its columns are where these lines meet.
+                unsafe {
+                    if b.count == C {
+                        target.write(a.first + row, b.first, sums);
+                    } else {
+                        target.write(a.first + row, b.first, &mut sums[..b.count]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Hands `len` elements of a thread's buffer to `work`, whatever they hold.
+fn with_buffer(key: &'static LocalKey<Cell<Vec<CacheLine>>>, len: usize, work: impl FnOnce(&mut [u32])) {
+    let mut buffer = key.take();
+    let lines = len.div_ceil(LANES);
+    if buffer.len() < lines {
+        buffer.resize(lines, CacheLine([0; LANES]));
+    }
+    // SAFETY: a `CacheLine` is sixteen u32 without padding, and the buffer has at least as many as `len` needs.
+    work(unsafe { std::slice::from_raw_parts_mut(buffer.as_mut_ptr().cast(), len) });
+    key.set(buffer);
+}
