@@ -122,6 +122,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         let context = Context::<B>::current();
         let reduced = if context.is_holding_back() { None } else { context.end_reduction() };
         context.end_backward(reduced.map_or_else(Vec::new, |outcome| outcome.foreign));
+        context.end_waits();
     }
 
     /// A parameter's gradient is complete on this rank: it is handed to the reducer, and a shard that will hold the

@@ -246,8 +246,8 @@ impl Bulk {
         match all.chunks_exact(TOLD).position(|other| other[..16] != mine[..16]) {
             None => Ok(()),
             Some(other) => Err(CommError::Mismatch {
-                at: Called::new(self.comm.label(), here, self.comm.rank(), told(&mine)),
-                other_rank: other,
+                at: Called::new(self.comm.label(), here, self.comm.place().rank, told(&mine)),
+                other_rank: self.comm.members()[other],
                 other_op: format!(
                     "{} (ranks that do not use the same parameters in the same order need ZeroConfig::gathers = OneSided)",
                     told(&all[other * TOLD..][..TOLD])
@@ -343,7 +343,7 @@ impl Nccl {
                 Ok(None)
             }
             Err(error) => Err(CommError::Device {
-                at: Called::new(comm.label(), 0, comm.rank(), "making a communicator"),
+                at: Called::new(comm.label(), 0, comm.place().rank, "making a communicator"),
                 reason: error.to_string().into(),
             }),
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use burn_std::DType;
 use zero_core::offload::{AioOptions, PipelineOptions};
-use zero_core::{Mesh, Stage};
+use zero_core::{Axes, Mesh, Stage};
 use zero_ops::quantized::Format;
 
 /// A type of floating-point numbers.
@@ -175,6 +175,10 @@ impl Disk {
 pub struct ZeroConfig {
     /// What is sharded.
     pub stage: Stage,
+    /// The axes of a mesh of all ranks. ZeRO shards, adds and saves along `data` alone; ranks with different places on another axis have
+    /// models of their own, parts of one perhaps ([`parallel`](crate::parallel)), whose gradients have one norm. All that is said of
+    /// ranks here is of those along `data`. Default: none, all ranks are the data axis. PyTorch's `DeviceMesh`; DeepSpeed's `mpu`.
+    pub axes: Axes,
     /// Among how many neighbouring ranks model state is sharded, those of one machine perhaps: every such group holds all of it,
     /// parameters are gathered within the group, and gradients are added within it first and then across. Divides the number of
     /// ranks. Default: all ranks. DeepSpeed's `mics_shard_size`, PyTorch's hybrid sharding.
@@ -292,15 +296,18 @@ impl ZeroConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError`]: groups that the ranks cannot form, a bucket without room for one element per rank, or a factor that is not above 0.
+    /// [`ConfigError`]: axes or groups that the ranks cannot form, a bucket without room for one element per rank, or a factor that is not above 0.
     pub fn validate(&self, world: usize) -> Result<(), ConfigError> {
         // Whoever launches refuses no ranks.
-        if self.mesh(world.max(1)).is_none() {
+        let Some(world) = self.axes.data(world.max(1)) else {
+            return Err(ConfigError::Axes { got: self.axes.clone(), world });
+        };
+        if self.mesh(world).is_none() {
             return Err(ConfigError::Mesh { got: self.shard_size.unwrap_or(world), world });
         }
         if let Some(size) = self.secondary_shard_size {
             let is_alone = self.stage.shards_parameters() && self.shard_size.is_none();
-            if Mesh::new(world.max(1), size).is_none() || !is_alone {
+            if Mesh::new(world, size).is_none() || !is_alone {
                 return Err(ConfigError::SecondaryShards { got: size, world });
             }
         }
@@ -352,6 +359,7 @@ impl Default for ZeroConfig {
     fn default() -> Self {
         Self {
             stage: Stage::DataParallel,
+            axes: Axes::default(),
             shard_size: None,
             secondary_shard_size: None,
             reduce_bucket_size: 1 << 23,
@@ -378,6 +386,17 @@ impl Default for ZeroConfig {
 /// A setting that cannot work.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ConfigError {
+    /// Axes that are not those of so many ranks.
+    #[error(
+        "axes are {got}, but there are {world} ranks: expected one axis \"data\", others with names of their own of letters, digits \
+         and _, and numbers of ranks whose product is {world}"
+    )]
+    Axes {
+        /// The axes given.
+        got: Axes,
+        /// Number of ranks.
+        world: usize,
+    },
     /// Ranks that cannot form groups of this size.
     #[error(
         "shard_size is {got}, but there are {world} ranks: expected a number that divides them, or none for one group of all"
@@ -455,6 +474,15 @@ mod tests {
                 assert!(together.validate(4).is_err());
             }
         }
+        // Groups are of the ranks along the data axis.
+        let axes = Axes::new(&[("data", 2), ("tensor", 2)]);
+        let config = ZeroConfig { axes, ..ZeroConfig::new(Stage::Parameters) };
+        assert!(ZeroConfig { shard_size: Some(4), ..config.clone() }.validate(4).is_err());
+        assert_eq!(
+            config.validate(6).unwrap_err().to_string(),
+            "axes are data=2 x tensor=2, but there are 6 ranks: expected one axis \"data\", others with names of their own of \
+             letters, digits and _, and numbers of ranks whose product is 6"
+        );
         let error = ZeroConfig { secondary_shard_size: Some(3), ..ZeroConfig::new(Stage::Parameters) }.validate(4);
         assert!(matches!(error, Err(ConfigError::SecondaryShards { got: 3, world: 4 })));
     }

@@ -5,7 +5,7 @@
 //! serves where a tensor is born and where a dense tensor is asked for its device.
 
 use std::any::{Any, TypeId};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 
@@ -13,7 +13,7 @@ use burn_backend::{Backend, TensorData};
 use parking_lot::Mutex;
 use zero_core::collective::threads::alone;
 use zero_core::window::{Window, WindowHost};
-use zero_core::{Buffer, Collective, CommError, ReduceOp, Request};
+use zero_core::{Axes, Buffer, Collective, CommError, ReduceOp, Request};
 use zero_ops::quantized::Format;
 
 use crate::activations::Offloader;
@@ -43,12 +43,33 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) offloader: Option<Arc<Offloader<B>>>,
     /// Blocking collectives of the rank's own thread; absent on a lone rank.
     main: Option<Arc<dyn Collective>>,
+    /// Groups along the axes of a mesh, where there is another than the data axis.
+    groups: Option<Groups>,
     /// The same ranks in the order of their own pieces ([`Rank::owners`]), where that is another.
     owners: Option<Arc<dyn Collective>>,
     pub(crate) draws: Draws,
     /// State that was loaded and is still there, by its content: what is equal is one cell.
     pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
     step: Step<B>,
+}
+
+/// A rank's groups where its run has foreign axes.
+struct Groups {
+    run: Arc<dyn Collective>,
+    /// Along each axis, by its name.
+    along: HashMap<String, Arc<dyn Collective>>,
+    /// Along all axes but that of data: the parts of a model.
+    parts: Arc<dyn Collective>,
+}
+
+impl Groups {
+    /// A collective of `run`.
+    fn new(axes: &Axes, run: &dyn Collective) -> Result<Self, CommError> {
+        let split = |label: &str, names: &[&str]| run.split(label, axes.first(names, run.rank()) as u64);
+        let along = axes.names().map(|name| Ok((name.to_string(), split(name, &[name])?)));
+        let along = along.collect::<Result<_, CommError>>()?;
+        Ok(Self { along, parts: split("parts", &axes.foreign())?, run: run.duplicate("run")? })
+    }
 }
 
 /// Where a rank is in its step.
@@ -59,6 +80,8 @@ struct Step<B: Backend> {
     holding: AtomicBool,
     /// Blocks of the model that the pass under way has come to.
     blocks: AtomicUsize,
+    /// Groups that the rank has waited in within the pass under way, by their labels.
+    waits: Mutex<BTreeMap<String, Arc<dyn Collective>>>,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
     /// Updates so far whose fence has been passed.
@@ -70,8 +93,8 @@ struct Step<B: Backend> {
 impl<B: Backend> Default for Step<B> {
     fn default() -> Self {
         let [holding, fence_due] = [false; 2].map(AtomicBool::new);
-        let (foreign, checked) = (Mutex::default(), Mutex::default());
-        Self { foreign, holding, fence_due, updated: AtomicU64::new(0), checked, blocks: AtomicUsize::new(0) }
+        let (foreign, checked, waits) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { foreign, holding, waits, fence_due, updated: AtomicU64::new(0), checked, blocks: AtomicUsize::new(0) }
     }
 }
 
@@ -96,13 +119,18 @@ impl<B: Backend> Drop for InstallGuard<B> {
 }
 
 impl<B: Backend> Context<B> {
-    /// The context of one of several ranks. A collective: every rank calls it.
+    /// The context of one of several ranks, the members of `run`. A collective: every rank calls it.
     pub(crate) fn new(
         config: ZeroConfig,
         device: B::Device,
-        comm: Arc<dyn Collective>,
+        run: Arc<dyn Collective>,
         window: Window<Cell<B>>,
     ) -> Result<Arc<Self>, CommError> {
+        let is_flat = config.axes.foreign().is_empty();
+        let groups = if is_flat { None } else { Some(Groups::new(&config.axes, &*run)?) };
+        // From here on there are no other ranks than those along the data axis.
+        let comm = groups.as_ref().map_or(run, |groups| groups.along[Axes::DATA].clone());
+        let window = if is_flat { window } else { window.of_group(&*comm) };
         let (index, world) = (comm.rank(), comm.world());
         let mesh = config.mesh(world).expect("it was validated");
         let is_meshed = mesh.replicas() > 1;
@@ -110,7 +138,8 @@ impl<B: Backend> Context<B> {
             true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, mesh, &device, config.gathers(world))?)),
             false => None,
         };
-        let disk = config.offload.uses(Tier::Disk).then(|| or_stop(SwapDisk::open(index, &config.offload.disk)));
+        let disk =
+            config.offload.uses(Tier::Disk).then(|| or_stop(SwapDisk::open(comm.place().rank, &config.offload.disk)));
         let mover = match config.offload.uses(Tier::Host) || disk.is_some() {
             true => Mover::open::<B>(&device, comm.deadline()),
             false => Mover::default(),
@@ -123,7 +152,7 @@ impl<B: Backend> Context<B> {
         };
         let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
         let owners = if is_meshed { Some(comm.split_by("owners", 0, mesh.place(index) as u64)?) } else { None };
-        Ok(Self::build(rank, gradients, main, owners, bulk))
+        Ok(Self::build(rank, gradients, main, owners, groups, bulk))
     }
 
     fn build(
@@ -131,14 +160,16 @@ impl<B: Backend> Context<B> {
         gradients: Option<Means>,
         main: Option<Arc<dyn Collective>>,
         owners: Option<Arc<dyn Collective>>,
+        groups: Option<Groups>,
         bulk: Option<Arc<Bulk>>,
     ) -> Arc<Self> {
         let context = Arc::new(Self {
             gatherer: Gatherer::new(rank.clone(), bulk.as_ref()),
             reducer: gradients.map(Reducer::new),
-            updates: rank.updates_beside.then(|| Updates::new(rank.index)),
+            updates: rank.updates_beside.then(|| Updates::new(rank.place.rank)),
             offloader: Offloader::new(&rank),
             main,
+            groups,
             owners,
             draws: Draws::new(rank.config.seed),
             loaded: Mutex::default(),
@@ -162,7 +193,7 @@ impl<B: Backend> Context<B> {
             let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
                 let (config, window) = (ZeroConfig::default(), WindowHost::default().alone());
                 let rank = Rank::new(&*alone(), config, B::Device::default(), false, window, Default::default());
-                Self::build(rank, None, None, None, None)
+                Self::build(rank, None, None, None, None, None)
             });
             context.clone().downcast::<Self>().expect("contexts are stored under their own type")
         })
@@ -327,7 +358,7 @@ impl<B: Backend> Context<B> {
                 stop(format!(
                     "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
                      the gradients before the optimizer's step",
-                    self.rank.index,
+                    self.rank.place.rank,
                     self.rank.parameters.slot(slot).map_or_else(|| "a parameter".into(), |slot| slot.to_string())
                 ));
             }
@@ -420,6 +451,51 @@ impl<B: Backend> Context<B> {
     /// The ranks, for other collectives on the rank's own thread.
     pub(crate) fn collective(&self) -> Arc<dyn Collective> {
         self.main.clone().unwrap_or_else(alone)
+    }
+
+    /// The ranks of the run, those with places of their own on foreign axes included, for collectives on the rank's own thread.
+    pub(crate) fn everyone(&self) -> Arc<dyn Collective> {
+        self.groups.as_ref().map_or_else(|| self.collective(), |groups| groups.run.clone())
+    }
+
+    /// The ranks along an axis.
+    pub(crate) fn group(&self, axis: &str) -> Arc<dyn Collective> {
+        let is_data = axis == Axes::DATA;
+        match self.groups.as_ref().map(|groups| groups.along.get(axis)) {
+            Some(Some(group)) => group.clone(),
+            None if is_data => self.collective(),
+            _ => stop(format!(
+                "the mesh has no axis {axis:?}: expected one of {:?}, or name it in ZeroConfig::axes",
+                self.rank.config.axes.names().collect::<Vec<_>>()
+            )),
+        }
+    }
+
+    /// The sum over the parts of a model along foreign axes, in their order.
+    pub(crate) fn sum_over_parts(&self, value: f64) -> f64 {
+        let Some(Groups { parts, .. }) = &self.groups else { return value };
+        let sum = parts.all_reduce(Buffer::F64(vec![value]), ReduceOp::Sum);
+        sum.unwrap_or_else(|error| raise(error)).into_f64()[0]
+    }
+
+    /// Whether models have parts along foreign axes.
+    pub(crate) fn has_parts(&self) -> bool {
+        self.groups.is_some()
+    }
+
+    /// The rank is about to wait for others of `group` within a pass.
+    pub(crate) fn waits_in(&self, group: &Arc<dyn Collective>) {
+        if group.in_process().is_some() {
+            self.step.waits.lock().insert(group.label().to_string(), group.clone());
+        }
+    }
+
+    /// A backward pass has ended, and autodiff has released its locks: ranks that have waited for each other in it, and share
+    /// autodiff's locks, come out of it together.
+    pub(crate) fn end_waits(&self) {
+        for group in std::mem::take(&mut *self.step.waits.lock()).into_values() {
+            group.execute(Request::Barrier("the end of a backward pass")).unwrap_or_else(|error| raise(error));
+        }
     }
 
     // ---- random numbers ----

@@ -95,7 +95,7 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
                 }
                 _ => stop(format!(
                     "parameter {} is an ordinary tensor: call zero_burn::module::prepare on the model on rank {}",
-                    meta.id, context.rank.index
+                    meta.id, context.rank.place.rank
                 )),
             };
             let range = cell.partition.range(cell.place());

@@ -1,8 +1,9 @@
 //! What is done with reduced gradients: norms, factors, replacement.
 
 use std::collections::HashSet;
+use std::sync::atomic::Ordering;
 
-use burn::module::{AutodiffModule, ParamId};
+use burn::module::{AutodiffModule, Module, ParamId};
 use burn::optim::GradientsParams;
 #[cfg(feature = "cubecl")]
 use burn_backend::BackendTypes;
@@ -65,8 +66,25 @@ pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads
 }
 
-/// The L2 norm over all gradients of the module, the same on every rank and at every stage. Every rank must call it, on
-/// gradients from [`collect_grads`](crate::module::collect_grads).
+/// Says that the module's parameters are the same at every place on a foreign axis of the mesh, with the same gradients: a norm, or a bias
+/// that is added behind a sum over the axis. Norms count them once. Of prepared modules.
+///
+/// # Panics
+///
+/// With the launcher's error when the mesh has no such axis.
+pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
+    if Context::<A::Base>::current().group(axis).rank() == 0 {
+        return;
+    }
+    walk::visit::<A, M>(module, |_, tensor| {
+        if let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor {
+            cell.slot.iter().for_each(|slot| slot.is_counted.store(false, Ordering::Relaxed));
+        }
+    });
+}
+
+/// The L2 norm over all gradients of the module, the same on every rank and at every stage; over those of all its parts along foreign
+/// axes of a mesh, where what they share is to be [told](replicated_along). Every rank must call it, on gradients from [`collect_grads`](crate::module::collect_grads).
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
     let context = Context::<A::Base>::current();
     let (world, place) = (context.rank.world, context.rank.owners(0).1);
@@ -82,6 +100,9 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         };
         let own = pieces.len() + place;
         pieces.resize(pieces.len() + world, 0.0);
+        if cell.slot.as_ref().is_some_and(|slot| !slot.is_counted.load(Ordering::Relaxed)) {
+            return;
+        }
         if let Some(data) = cell.stored().as_ref().and_then(Stored::host) {
             pieces[own] = sum_of_squares_on_host(data, cell.own());
         } else if let Some(piece) = own_piece(&cell) {
@@ -97,7 +118,7 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
     }
     // Adding zeros changes no bit. At stage 0 too each rank squares its part only: gradients are the same on all.
     pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
-    pieces.iter().sum::<f64>().sqrt()
+    context.sum_over_parts(pieces.iter().sum()).sqrt()
 }
 
 /// The sums of squares of all gradients as their device makes them, not read: of a rank that is alone, and keeps everything there.
@@ -106,8 +127,9 @@ pub(crate) fn sums_on_device<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads: &GradientsParams,
     module: &M,
 ) -> Option<<A::Base as BackendTypes>::FloatTensorPrimitive> {
-    let rank = &Context::<A::Base>::current().rank;
-    if rank.world > 1 || rank.updates_beside || !zero_ops::is_cube::<A::Base>() {
+    let context = Context::<A::Base>::current();
+    let rank = &context.rank;
+    if context.has_parts() || rank.world > 1 || rank.updates_beside || !zero_ops::is_cube::<A::Base>() {
         return None;
     }
     let (mut pieces, mut done, mut is_there) = (Vec::new(), HashSet::new(), true);

@@ -57,6 +57,7 @@ pub mod module;
 mod mover;
 mod ops;
 pub mod optim;
+pub mod parallel;
 pub mod pieces;
 mod preparation;
 mod random;

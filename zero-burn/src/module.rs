@@ -22,7 +22,7 @@ use crate::birth::{Fill, parameter};
 use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
-pub use crate::grads::{first_nonfinite, grad_norm, scale_grads, set_gradient};
+pub use crate::grads::{first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::sign;
 use crate::reduce::Phase;
@@ -183,8 +183,13 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     let signatures = if is_alike { Vec::new() } else { context.gather_bytes(signature.to_le_bytes().to_vec()) };
     if let Some(other) = signatures.chunks_exact(8).position(|rank| rank != signature.to_le_bytes()) {
         raise(CommError::Mismatch {
-            at: Called::new("parameters", 0, context.rank.index, format!("prepare on a module of {places} parameters")),
-            other_rank: other,
+            at: Called::new(
+                "parameters",
+                0,
+                context.rank.place.rank,
+                format!("prepare on a module of {places} parameters"),
+            ),
+            other_rank: context.rank.window.in_run(other),
             other_op: "prepare on a module whose parameters have other shapes or were created in another order (build \
                        the same model on every rank, and touch none of its parameters before)"
                 .into(),

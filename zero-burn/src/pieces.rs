@@ -211,7 +211,7 @@ impl<B: Backend> Parked<B> {
     pub fn begin(settings: &Disk) -> Result<Self, DiskError> {
         let context = Context::<B>::current();
         context.fence("before states are offloaded");
-        Ok(Self { disk: SwapDisk::open(context.rank.index, settings)?, cells: Vec::new(), bytes: 0 })
+        Ok(Self { disk: SwapDisk::open(context.rank.place.rank, settings)?, cells: Vec::new(), bytes: 0 })
     }
 
     /// Moves the parameters of `module`.

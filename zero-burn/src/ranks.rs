@@ -24,13 +24,16 @@
 //! ```
 
 use std::fmt::Display;
+use std::path::{Path, PathBuf};
 
 use burn_backend::Backend;
 
+use zero_core::Request;
 use zero_core::collective::{self, Difference, Failed};
 
 use crate::config::ZeroConfig;
 use crate::context::Context;
+use crate::parallel::Group;
 use crate::trouble::raise;
 
 /// The configuration of the current thread's rank over inner backend `B`.
@@ -38,19 +41,39 @@ pub fn config<B: Backend>() -> ZeroConfig {
     Context::<B>::current().rank.config.clone()
 }
 
-/// This rank, from 0.
+/// This rank, from 0; of a mesh, along its data axis: ranks that differ there train on other rows and draw other numbers.
 pub fn process_index<B: Backend>() -> usize {
     Context::<B>::current().rank.index
 }
 
-/// Number of ranks.
+/// Number of ranks; of a mesh, along its data axis.
 pub fn num_processes<B: Backend>() -> usize {
     Context::<B>::current().rank.world
 }
 
-/// Whether this is rank 0, the one that prints and writes what all have.
+/// The ranks along an axis of the [mesh](ZeroConfig::axes): this one's place on it is its rank there. For collectives on the rank's own
+/// thread, which all of them call in the same order.
+///
+/// # Panics
+///
+/// With the launcher's error when the mesh has no such axis.
+pub fn group<B: Backend>(axis: &str) -> Group {
+    Context::<B>::current().group(axis)
+}
+
+/// Where in `dir` the checkpoints of this rank's model are: a folder for each part along foreign axes of the [mesh](ZeroConfig::axes), such as
+/// `tensor-1`; without any, `dir` itself. The engine saves there.
+pub fn folder<B: Backend>(dir: &Path) -> PathBuf {
+    let context = Context::<B>::current();
+    match &*context.rank.config.axes.folder(context.rank.place.rank) {
+        "" => dir.into(),
+        part => dir.join(part),
+    }
+}
+
+/// Whether this is the run's rank 0, the one that prints and writes what all have.
 pub fn is_main_process<B: Backend>() -> bool {
-    process_index::<B>() == 0
+    Context::<B>::current().rank.place.rank == 0
 }
 
 /// This rank among those of its machine, from 0.
@@ -65,13 +88,13 @@ pub fn is_local_main_process<B: Backend>() -> bool {
 
 /// Returns when every rank has called it. A collective.
 pub fn wait_for_everyone<B: Backend>() {
-    Context::<B>::current().barrier("wait_for_everyone");
+    barrier::<B>("wait_for_everyone");
 }
 
 /// Compares what ranks say of themselves, a line each: the first line in which one differs from rank 0, on every rank. For
 /// settings that must be the same. A collective.
 pub fn agree<B: Backend>(lines: &[String]) -> Option<Difference> {
-    collective::agree(&*Context::<B>::current().collective(), lines).unwrap_or_else(|error| raise(error))
+    collective::agree(&*Context::<B>::current().everyone(), lines).unwrap_or_else(|error| raise(error))
 }
 
 /// Runs `f` on rank 0, and then on the others: for what the first makes and the others find, such as a download or a cache. A
@@ -119,12 +142,16 @@ pub fn try_local_main_process_first<B: Backend, R, E: Display>(
 }
 
 fn try_first<B: Backend, R, E: Display>(is_first: bool, f: impl FnOnce() -> Result<R, E>) -> Result<R, Failed<E>> {
-    let collective = Context::<B>::current().collective();
+    let collective = Context::<B>::current().everyone();
     collective::first_then(&*collective, is_first, f).unwrap_or_else(|error| raise(error))
 }
 
+fn barrier<B: Backend>(purpose: &'static str) {
+    Context::<B>::current().everyone().execute(Request::Barrier(purpose)).unwrap_or_else(|error| raise(error));
+}
+
 fn first<B: Backend, R>(is_first: bool, f: impl FnOnce() -> R) -> R {
-    let wait = || Context::<B>::current().barrier("main_process_first");
+    let wait = || barrier::<B>("main_process_first");
     if is_first {
         let result = f();
         wait();

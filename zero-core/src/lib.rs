@@ -29,5 +29,5 @@ pub mod window;
 
 pub use collective::{Buffer, Collective, Pending, ReduceOp, Request};
 pub use error::{Called, CommError, LaunchError, LinkError, RankFailure, StartError};
-pub use partition::{Mesh, Partition};
+pub use partition::{Axes, Mesh, Partition};
 pub use stage::{InvalidStage, Stage};

@@ -140,10 +140,117 @@ impl Mesh {
     }
 }
 
+/// The ranks of a run by named axes, from the outermost to that of neighbours, as PyTorch's `DeviceMesh` has them. [`Axes::DATA`] is ZeRO's,
+/// and cut by [`Mesh`]; the others (tensor and pipeline parallelism) are *foreign*. No axes: all ranks are the data axis.
+///
+/// ```
+/// use zero_core::Axes;
+/// let axes = Axes::new(&[("data", 2), ("tensor", 3)]);
+/// assert_eq!((axes.data(6), axes.data(4)), (Some(2), None));
+/// assert_eq!((axes.coordinate("data", 4), axes.coordinate("tensor", 4)), (1, 1));
+/// // Rank 4 shares its place on the tensor axis with rank 1, whose group this is.
+/// assert_eq!(axes.first(&["data"], 4), 1);
+/// assert_eq!(axes.folder(4), "tensor-1");
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Axes(Vec<(String, usize)>);
+
+impl core::fmt::Display for Axes {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let axes: Vec<String> = self.0.iter().map(|(name, size)| format!("{name}={size}")).collect();
+        f.write_str(&axes.join(" x "))
+    }
+}
+
+impl Axes {
+    /// The axis of data parallelism.
+    pub const DATA: &str = "data";
+
+    /// Axes of these names and numbers of ranks.
+    pub fn new(axes: &[(&str, usize)]) -> Self {
+        Self(axes.iter().map(|&(name, size)| (name.to_string(), size)).collect())
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Names, from the outermost.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|(name, _)| name.as_str())
+    }
+
+    /// Those that are not ZeRO's.
+    pub fn foreign(&self) -> Vec<&str> {
+        self.names().filter(|&name| name != Self::DATA).collect()
+    }
+
+    /// Ranks on the data axis of a run of `world`; `None` if the axes do not have a data axis, names of their own and as many ranks.
+    pub fn data(&self, world: usize) -> Option<usize> {
+        let Some((_, data)) = self.0.iter().find(|(name, _)| name == Self::DATA) else {
+            return self.is_empty().then_some(world);
+        };
+        let is_named = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        let are_own = (0..self.0.len()).all(|at| self.0[..at].iter().all(|(name, _)| *name != self.0[at].0));
+        let ranks = self.0.iter().try_fold(1usize, |ranks, (_, size)| ranks.checked_mul(*size));
+        (self.names().all(is_named) && are_own && ranks == Some(world)).then_some(*data)
+    }
+
+    /// The size of an axis, and how many ranks there are from one place on it to the next.
+    fn stride(&self, name: &str) -> Option<(usize, usize)> {
+        let at = self.names().position(|axis| axis == name)?;
+        Some((self.0[at].1, self.0[at + 1..].iter().map(|(_, size)| size).product()))
+    }
+
+    /// The place of `rank` on an axis; 0 on one that is not there.
+    pub fn coordinate(&self, name: &str, rank: usize) -> usize {
+        self.stride(name).map_or(0, |(size, stride)| rank / stride % size)
+    }
+
+    /// The first of the ranks that differ from `rank` in their places on the axes `names` alone: it names their group.
+    pub fn first(&self, names: &[&str], rank: usize) -> usize {
+        let along = |name: &&str| self.stride(name).map_or(0, |(size, stride)| rank / stride % size * stride);
+        rank - names.iter().map(along).sum::<usize>()
+    }
+
+    /// A name for the model state of `rank`, which it shares along the data axis: `pipeline-0-tensor-1`; empty without foreign axes.
+    pub fn folder(&self, rank: usize) -> String {
+        let places = self.foreign().into_iter().map(|name| format!("{name}-{}", self.coordinate(name, rank)));
+        places.collect::<Vec<_>>().join("-")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// Along each axis every rank is in one group, whose members differ there alone.
+    #[test]
+    fn groups_of_axes_part_the_ranks() {
+        let axes = Axes::new(&[("pipeline", 2), ("data", 3), ("tensor", 4)]);
+        assert_eq!(axes.data(24), Some(3));
+        for (name, size) in [("pipeline", 2), ("data", 3), ("tensor", 4)] {
+            for rank in 0..24 {
+                let first = axes.first(&[name], rank);
+                let group: Vec<usize> = (0..24).filter(|&other| axes.first(&[name], other) == first).collect();
+                assert_eq!((group.len(), group[0]), (size, first));
+                let places: Vec<usize> = group.iter().map(|&rank| axes.coordinate(name, rank)).collect();
+                assert_eq!(places, (0..size).collect::<Vec<_>>());
+                for other in ["pipeline", "data", "tensor"].into_iter().filter(|&other| other != name) {
+                    assert!(group.iter().all(|&of| axes.coordinate(other, of) == axes.coordinate(other, rank)));
+                }
+            }
+        }
+        assert_eq!(axes.first(&axes.foreign(), 17), axes.coordinate("data", 17) * 4);
+        assert_eq!(axes.folder(17), "pipeline-1-tensor-1");
+        for wrong in
+            [&[("tensor", 4)][..], &[("data", 2), ("data", 2)], &[("data", 3), ("", 1)], &[("data", 2), ("a/b", 2)]]
+        {
+            assert_eq!(Axes::new(wrong).data(4), None, "{wrong:?}");
+        }
+    }
 
     proptest! {
         #[test]

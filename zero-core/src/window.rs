@@ -51,12 +51,12 @@ impl<T> Default for WindowHost<T> {
 impl<T> WindowHost<T> {
     /// The view of `comm`'s rank. Every rank of one run joins the same host.
     pub fn join(&self, comm: &ThreadComm) -> Window<T> {
-        Window { rank: comm.rank(), peers: Peers::Threads(comm.run().clone()), board: self.0.clone() }
+        Window { rank: comm.rank(), peers: Peers::Threads(comm.run().clone()), board: self.0.clone(), members: None }
     }
 
     /// The view of a lone rank, which never waits.
     pub fn alone(&self) -> Window<T> {
-        Window { rank: 0, peers: Peers::None, board: self.0.clone() }
+        Window { rank: 0, peers: Peers::None, board: self.0.clone(), members: None }
     }
 }
 
@@ -73,14 +73,18 @@ enum Peers {
 /// One rank's view of what all ranks have published.
 #[derive(Debug)]
 pub struct Window<T> {
+    /// In the run.
     rank: usize,
     peers: Peers,
     board: Arc<Board<T>>,
+    /// The ranks of the run that read here and are read, if these are not all.
+    members: Option<Arc<[usize]>>,
 }
 
 impl<T> Clone for Window<T> {
     fn clone(&self) -> Self {
-        Self { rank: self.rank, peers: self.peers.clone(), board: self.board.clone() }
+        let Self { rank, peers, board, members } = self;
+        Self { rank: *rank, peers: peers.clone(), board: board.clone(), members: members.clone() }
     }
 }
 
@@ -159,7 +163,7 @@ impl<T: Expose + Send + Sync + 'static> Window<T> {
                 Looked::Here(value) => Found::Here(value.expose(key)),
             }
         };
-        Self { rank, peers: Peers::Processes(Remote::join(comm, Box::new(lookup))), board }
+        Self { rank, peers: Peers::Processes(Remote::join(comm, Box::new(lookup))), board, members: None }
     }
 }
 
@@ -205,6 +209,17 @@ impl<T> Window<T> {
         }
     }
 
+    /// The view of the ranks of `group` alone, by their numbers there.
+    #[must_use]
+    pub fn of_group(self, group: &dyn Collective) -> Self {
+        Self { members: Some(group.members().into()), ..self }
+    }
+
+    /// The number in the run of a rank that has number `peer` here.
+    pub fn in_run(&self, peer: usize) -> usize {
+        self.members.as_ref().map_or(peer, |members| members[peer])
+    }
+
     /// Whether the other ranks are processes, of which reads give bytes.
     pub fn is_remote(&self) -> bool {
         match &self.peers {
@@ -241,6 +256,7 @@ impl<T> Window<T> {
 
     /// Begins a [`Window::read`].
     pub fn begin_read<'a>(&'a self, peer: usize, key: Key, what: &'a dyn core::fmt::Display) -> Reading<'a, T> {
+        let peer = self.in_run(peer);
         if let Peers::Processes(remote) = &self.peers
             && peer != self.rank
         {
@@ -312,7 +328,8 @@ impl<T: Expose> Window<T> {
         let Peers::Processes(remote) = &self.peers else {
             panic!("ranks that share memory read each other's pieces where they lie");
         };
-        remote.gather((dtype, elements), tag, own, pieces, key, &what.to_string())
+        let pieces: Vec<_> = pieces.iter().map(|(peer, range)| (self.in_run(*peer), range.clone())).collect();
+        remote.gather((dtype, elements), tag, own, &pieces, key, &what.to_string())
     }
 }
 

@@ -106,6 +106,11 @@ impl From<LaunchError<TrainError>> for TrainError {
                 RankFailure::Failed(error) => error,
                 other => of_ranks(&zero_core::LaunchError::Rank { rank, world, failure: Box::new(other) }),
             },
+            // What no rank was started for.
+            LaunchError::Config(_)
+            | LaunchError::Environment(_)
+            | LaunchError::WithoutMpi { .. }
+            | LaunchError::World { .. } => TrainError::Launch(error.to_string()),
             other => TrainError::Run(other.to_string()),
         }
     }

@@ -6,6 +6,7 @@ use std::fmt::Write;
 use zero_core::Stage;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
+use zero_ops::quantized::Format;
 
 use crate::memory::format_bytes;
 
@@ -116,9 +117,138 @@ pub fn table(rows: &[Estimate], ranks_here: u64, available: Option<u64>) -> Stri
     text
 }
 
+/// Bytes a second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Links {
+    /// Of a machine from the others, in each direction; its ranks share it.
+    pub across: f64,
+    /// Of a rank from the others of its machine.
+    pub within: f64,
+}
+
+/// A way to lay stage 3 over machines: bytes of one rank, a step of one micro-batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Laid {
+    /// Options of `zero train` besides `--stage 3`.
+    pub options: String,
+    /// Model state.
+    pub memory: u64,
+    /// Received from ranks of other machines.
+    pub across: u64,
+    /// Received from those of its own.
+    pub within: u64,
+    /// What both take, one after the other.
+    pub seconds: f64,
+}
+
+/// Every way to lay stage 3 over `nodes` machines with `here` ranks each: all ranks shard, with a second cut on each machine (hpZ), or
+/// only those of a machine (MiCS); as it is, with quantised gradients (qgZ), and with quantised weights (qwZ) too.
+pub fn layouts(parameters: u64, here: u64, nodes: u64, precision: Precision, links: Links) -> Vec<Laid> {
+    let (whole, sent) = (precision.parameter * parameters, precision.gradient * parameters);
+    let int8 = Format::Int8.bytes(parameters as usize) as u64;
+    // Of what all ranks have between them, a rank has this from other machines, and this from its own.
+    let of_all = |bytes: u64| (bytes * (nodes - 1) / nodes, bytes * (here - 1) / (here * nodes));
+    let of_machine = |bytes: u64| bytes * (here - 1) / here;
+    let mut laid = Vec::new();
+    for (option, shards) in [
+        (String::new(), here * nodes),
+        (format!("--secondary-shard-size {here}"), here * nodes),
+        (format!("--shard-size {here}"), here),
+    ] {
+        let (is_mics, is_hpz) = (shards == here, option.starts_with("--secondary"));
+        for (quantised, gradients, weights) in [
+            ("", None, None),
+            ("--quantized-gradients int8", Some(int8), None),
+            ("--quantized-gradients int8 --quantized-weights int8", Some(int8), Some(int8)),
+        ] {
+            let used = weights.unwrap_or(whole);
+            let (gathers_across, gathers_within) = match (is_mics, is_hpz) {
+                (true, _) => (0, 2 * of_machine(used)),
+                // A version crosses once, and is gathered twice from what has come.
+                (_, true) => (of_all(used).0 / here, 2 * of_machine(whole)),
+                _ => (of_all(2 * used).0, of_all(2 * used).1),
+            };
+            let (sums_across, sums_within) = match (is_mics, is_hpz, gradients) {
+                // What a rank keeps of a sum within its machine goes to the others and comes back.
+                (true, ..) => (2 * of_all(gradients.unwrap_or(sent) / here).0, of_machine(sent)),
+                (_, true, Some(bytes)) => (of_all(bytes / here).0, of_machine(sent)),
+                (.., gradients) => of_all(gradients.unwrap_or(sent)),
+            };
+            let codes = weights.map_or(0, |bytes| bytes / shards);
+            let memory = model_state(parameters, Stage::Parameters, shards, precision).total() + codes;
+            let memory = memory + if is_hpz { whole / here } else { 0 };
+            let (across, within) = (gathers_across + sums_across, gathers_within + sums_within);
+            let seconds = (across * here) as f64 / links.across + within as f64 / links.within;
+            let options =
+                [&*option, quantised].into_iter().filter(|words| !words.is_empty()).collect::<Vec<_>>().join(" ");
+            laid.push(Laid { options, memory, across, within, seconds });
+        }
+    }
+    laid
+}
+
+/// The table of [`layouts`], and of those that fit `memory` bytes of a rank the one that takes the least time: the first as training is
+/// without it, and the first of all.
+pub fn layouts_table(laid: &[Laid], memory: Option<u64>) -> String {
+    let mut text = format!(
+        "{:<74} {:>12} {:>12} {:>12} {:>8}",
+        "stage 3 on several machines, a rank and step", "memory", "across", "within", "seconds"
+    );
+    for Laid { options, memory, across, within, seconds } in laid {
+        let options = if options.is_empty() { "all ranks shard" } else { options };
+        let [memory, across, within] = [memory, across, within].map(|bytes| format_bytes(*bytes));
+        // Writing to a string cannot fail.
+        let _ = write!(text, "\n{options:<74} {memory:>12} {across:>12} {within:>12} {seconds:>8.3}");
+    }
+    let fits = laid.iter().filter(|laid| memory.is_none_or(|memory| laid.memory <= memory));
+    let least = |only_exact: bool| {
+        let fits = fits.clone().filter(|laid| !only_exact || !laid.options.contains("quantized"));
+        fits.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    };
+    let named = |laid: &Laid| format!("--stage 3 {}", laid.options).trim_end().to_string();
+    text += &match (least(true), least(false)) {
+        (None, _) => "\nNone fits a rank's memory: offload, or use more machines.".to_string(),
+        (Some(exact), Some(any)) if any.seconds < exact.seconds => format!(
+            "\nLeast time on the wire that fits: {} ({:.3} s); with another training, by a little: {} ({:.3} s).",
+            named(exact),
+            exact.seconds,
+            named(any),
+            any.seconds
+        ),
+        (Some(exact), _) => format!("\nLeast time on the wire that fits: {} ({:.3} s).", named(exact), exact.seconds),
+    };
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What the trainer's own plan says that a rank receives, which tests hold against what it does receive.
+    #[test]
+    fn layouts_receive_what_their_plans_say() {
+        let precision = Precision { parameter: 2, gradient: 2, optimizer: 12 };
+        let links = Links { across: 1e9, within: 1e10 };
+        let laid = layouts(1_000_000_000, 4, 2, precision, links);
+        let of = |options: &str| laid.iter().find(|laid| laid.options == options).unwrap().clone();
+        let (flat, hpz, mics) = (of(""), of("--secondary-shard-size 4"), of("--shard-size 4"));
+        // 2 GB of parameters, over 8 ranks, twice, and as many of gradients once.
+        assert_eq!((flat.across, flat.within), (3_000_000_000, 2_250_000_000));
+        assert_eq!((hpz.across, hpz.within), (250_000_000 + 1_000_000_000, 3_000_000_000 + 750_000_000));
+        assert_eq!((mics.across, mics.within), (500_000_000, 4_500_000_000));
+        assert_eq!((flat.memory, hpz.memory, mics.memory), (2_000_000_000, 2_500_000_000, 4_000_000_000));
+        assert_eq!(flat.seconds, 12.0 + 0.225);
+        assert_eq!(of("--shard-size 4 --quantized-gradients int8").across, 265_625_000);
+        assert!(layouts_table(&laid, None).contains("fits: --stage 3 --shard-size 4 (2.450 s); with another training"));
+        assert!(
+            layouts_table(&laid, Some(3_000_000_000)).contains("fits: --stage 3 --secondary-shard-size 4 (5.375 s)")
+        );
+        assert!(layouts_table(&laid, Some(2_000_000_000)).contains("fits: --stage 3 (12.225 s); with"));
+        assert!(layouts_table(&laid, Some(1)).ends_with("None fits a rank's memory: offload, or use more machines."));
+        // Slow memory, and a fast link between machines.
+        let laid = layouts(1_000_000_000, 4, 2, precision, Links { across: 1e12, within: 1e9 });
+        assert!(layouts_table(&laid, None).contains("fits: --stage 3 (2.262 s)"), "{}", layouts_table(&laid, None));
+    }
 
     #[test]
     fn the_least_on_a_disk_that_fits_is_named() {

@@ -89,7 +89,7 @@ impl<B: Backend> Offloader<B> {
         rank.activations_home(usize::MAX)?;
         let (left, leaving, arrived) = (Mutex::default(), Mutex::default(), Condvar::new());
         let moves = Arc::new(Moves { rank: rank.clone(), left, leaving, arrived });
-        Some(Arc::new(Self { moves, worker: Worker::new(format!("rank-{}-activations", rank.index)) }))
+        Some(Arc::new(Self { moves, worker: Worker::new(format!("rank-{}-activations", rank.place.rank)) }))
     }
 
     /// Ends the thread.

@@ -112,7 +112,7 @@ pub(crate) const DERIVED: u64 = 1 << 63;
 
 impl<B: Backend> core::fmt::Debug for Cell<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{:?} shard of {self} on rank {}", self.kind(), self.rank.index)
+        write!(f, "{:?} shard of {self} on rank {}", self.kind(), self.rank.place.rank)
     }
 }
 
@@ -344,7 +344,7 @@ impl<B: Backend> Cell<B> {
             Ok(Ok(Ok(stored))) => Piece::Stored(stored),
             Ok(Ok(Err(local))) => Piece::Tensor(local),
             Ok(Err(error)) => {
-                Piece::Failed(CommError::Disk { rank: self.rank.index, reason: error.to_string().into() })
+                Piece::Failed(CommError::Disk { rank: self.rank.place.rank, reason: error.to_string().into() })
             }
             Err(error) => Piece::Failed(error),
         });

@@ -43,9 +43,12 @@ impl Patience {
             return rank.window.check(what);
         }
         Err(CommError::Timeout {
-            at: Called::new("the rank's own threads", settles, rank.index, what),
+            at: Called::new("the rank's own threads", settles, rank.place.rank, what),
             waited_ms: self.begin.elapsed().as_millis() as u64,
-            missing: (0..rank.world).filter(|&other| other != rank.index || rank.world == 1).collect(),
+            missing: (0..rank.world)
+                .filter(|&other| other != rank.index || rank.world == 1)
+                .map(|other| rank.window.in_run(other))
+                .collect(),
         })
     }
 
@@ -63,7 +66,7 @@ impl Patience {
                 Err(RecvTimeoutError::Disconnected) => {
                     // Its own reason, if it has given one.
                     rank.window.check(&what)?;
-                    stop(format!("a thread of rank {} has ended without a result in {what}", rank.index))
+                    stop(format!("a thread of rank {} has ended without a result in {what}", rank.place.rank))
                 }
             }
         }

@@ -25,7 +25,9 @@ use crate::tier::{Home, SwapDisk};
 
 /// One rank, as all that belongs to it knows it. One field each: what is settled at the start first, then what changes.
 pub(crate) struct Rank<B: Backend> {
+    /// Among the ranks that share its model's state: along the data axis of a mesh. [`Rank::place`] has its number in the run.
     pub(crate) index: usize,
+    /// How many these are.
     pub(crate) world: usize,
     /// Which ranks hold model state between them.
     pub(crate) mesh: Mesh,
@@ -191,6 +193,7 @@ impl<B: Backend> Rank<B> {
             }
         };
         slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
+        replaced.is_counted.store(slot.is_counted.load(Ordering::Relaxed), Ordering::Relaxed);
         replaced
     }
 

@@ -33,6 +33,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) resident: bool,
     /// Whether its optimizer state and reduced gradients stay with the backend although others' are elsewhere, as `prepare` has it.
     pub(crate) state_stays: AtomicBool,
+    /// Whether this rank counts it in norms over a mesh's axes: one of those among which it is replicated does.
+    pub(crate) is_counted: AtomicBool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
@@ -149,6 +151,7 @@ impl<B: Backend> Parameters<B> {
             partition,
             resident,
             state_stays: AtomicBool::new(false),
+            is_counted: AtomicBool::new(true),
             quantized,
             shape,
             dtype,

@@ -124,8 +124,8 @@ impl<B: Backend> Gatherer<B> {
             together: bulk.filter(|_| rank.gathers_together).cloned(),
             arriving: Mutex::default(),
             trace: Mutex::default(),
-            prefetch: Worker::new(format!("rank-{}-prefetch", rank.index)),
-            seconds: Worker::new(format!("rank-{}-second-cut", rank.index)),
+            prefetch: Worker::new(format!("rank-{}-prefetch", rank.place.rank)),
+            seconds: Worker::new(format!("rank-{}-second-cut", rank.place.rank)),
             filling: Mutex::default(),
             rank,
         }
@@ -416,7 +416,7 @@ fn gather_secondary<B: Backend>(cell: &Cell<B>) {
             at: Called::new(
                 "window",
                 second.key.map_or(0, |key| key.object),
-                cell.rank.index,
+                cell.rank.place.rank,
                 format!("a gather of {cell}"),
             ),
             reason: panic_reason(&*payload).into(),

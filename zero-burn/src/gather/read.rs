@@ -104,7 +104,8 @@ fn count<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) 
     for owner in owners.filter(|&owner| owner != cell.place()) {
         let bytes = sent(cell, how, partition.len(owner));
         rank.wire.add(WireKind::AllGather, bytes);
-        rank.wire.add_from_other_machines(rank.place.from_other_machines(bytes, &[mesh.peer(rank.index, owner)]));
+        let peer = rank.window.in_run(mesh.peer(rank.index, owner));
+        rank.wire.add_from_other_machines(rank.place.from_other_machines(bytes, &[peer]));
     }
 }
 
@@ -118,8 +119,8 @@ fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Op
         if peer.shape != cell.shape || peer.dtype != cell.dtype {
             let op = format!("a gather of {cell} of {:?}", cell.dtype);
             return Err(CommError::Mismatch {
-                at: Called::new("window", key.object, rank.index, op),
-                other_rank: index,
+                at: Called::new("window", key.object, rank.place.rank, op),
+                other_rank: rank.window.in_run(index),
                 other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
             });
         }

@@ -334,6 +334,11 @@ fn first_passes<B: Backend>(
     on_device: Vec<Job<B>>,
     count: usize,
 ) -> (Vec<Job<B>>, Vec<Job<B>>) {
+    if context.has_parts() {
+        let found =
+            "a trust ratio (LAMB) is of a whole parameter, of which a rank of a mesh with foreign axes may have a part";
+        stop(format!("{found}: choose a rule without one, such as Rule::adamw, or a mesh of the data axis alone"));
+    }
     // They use the same arrays.
     context.wait_for_updates();
     let (first, mut beside): (Vec<_>, Vec<_>) = beside.into_iter().partition(Job::is_first_pass);

@@ -51,7 +51,7 @@ fn settle_beside<B: Backend>(inbox: Receiver<(Arc<Cell<B>>, Shared<B>)>) {
     for (cell, piece) in inbox {
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| cell.settle(Ok(piece)))) {
             cell.settle(Err(CommError::Device {
-                at: Called::new("gradients", 0, cell.rank.index, format!("moving a reduced gradient of {cell:?}")),
+                at: Called::new("gradients", 0, cell.rank.place.rank, format!("moving a reduced gradient of {cell:?}")),
                 reason: panic_reason(&*payload).into(),
             }));
         }

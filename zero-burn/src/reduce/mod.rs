@@ -160,7 +160,7 @@ impl Means {
 impl<B: Backend> Reducer<B> {
     pub(crate) fn new(means: Means) -> Self {
         let is_inline = means.bulk.as_ref().is_some_and(|bulk| bulk.gathers());
-        let worker = Worker::new(format!("rank-{}-reducer", means.comm.rank()));
+        let worker = Worker::new(format!("rank-{}-reducer", means.comm.place().rank));
         let serving = match is_inline {
             true => Serving::Inline(Box::new(Mutex::new(Server::inline(means)))),
             false => Serving::Thread(worker, means),
@@ -341,7 +341,7 @@ impl<B: Backend> Server<B> {
     /// For the rank's own thread.
     fn inline(means: Means) -> Self {
         #[cfg(feature = "cubecl")]
-        let settler = Some(Arc::new(Worker::new(format!("rank-{}-reducer", means.comm.rank()))));
+        let settler = Some(Arc::new(Worker::new(format!("rank-{}-reducer", means.comm.place().rank))));
         Self {
             #[cfg(feature = "cubecl")]
             settler,
@@ -466,7 +466,7 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
 
 fn stray(comm: &dyn Collective) -> CommError {
     CommError::Shape {
-        at: Called::new(comm.label(), 0, comm.rank(), "gradient"),
+        at: Called::new(comm.label(), 0, comm.place().rank, "gradient"),
         expected: "a gradient between the begin and the end of a backward pass".into(),
         got: "one outside".into(),
     }

@@ -144,7 +144,7 @@ pub(crate) fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Re
         halfway.extend(running.jobs.into_iter().flatten().filter_map(Job::end));
         Ok(halfway)
     }));
-    let reason = |reason: String| CommError::Disk { rank: rank.index, reason: reason.into() };
+    let reason = |reason: String| CommError::Disk { rank: rank.place.rank, reason: reason.into() };
     let error = match result {
         Ok(Ok(halfway)) => return Ok(halfway),
         Ok(Err(Failure::Comm(error))) => error,

@@ -32,9 +32,19 @@ const PLUGIN: &[(&str, &str)] = &[
 /// Any of these keys makes a file an Accelerate file.
 const MARKS: &str = "distributed_type compute_environment deepspeed_config num_processes num_machines mixed_precision";
 
-const SUPPORTED: &str = "DEEPSPEED, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type";
+const SUPPORTED: &str = "DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type";
 const DATA_PARALLEL: &str = "MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU \
     MULTI_NEURON";
+
+/// FSDP's strategies, by the numbers that Accelerate has for them from 1 on: the stage that shards the same, and whether that is within
+/// machines.
+const STRATEGIES: [(&str, usize, bool); 5] = [
+    ("FULL_SHARD", 3, false),
+    ("SHARD_GRAD_OP", 2, false),
+    ("NO_SHARD", 0, false),
+    ("HYBRID_SHARD", 3, true),
+    ("HYBRID_SHARD_ZERO2", 2, true),
+];
 
 pub(super) fn is_accelerate(node: &Node) -> bool {
     MARKS.split(' ').any(|mark| node.get(mark).is_some())
@@ -54,6 +64,7 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
         names.push((format!("zero_optimization.{section}"), file.to_owned(), shown));
     }
     names.push(("num_processes".to_owned(), file.to_owned(), "num_processes".to_owned()));
+    names.push(("zero_optimization.mics_shard_size".to_owned(), file.to_owned(), STRATEGY.to_owned()));
 
     let processes = at("num_processes").and_then(Node::as_usize);
     if processes == Some(0) {
@@ -98,11 +109,14 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     }
     if !deepspeed {
         tree.set("gradient_clipping", Node::Int(0));
-        if at("deepspeed_config").is_some_and(|plugin| !plugin.is_empty()) {
-            findings.warn("deepspeed_config", format!("has no effect: distributed_type is {kind}"));
+        other_plugin(at("deepspeed_config"), "deepspeed_config", &kind, findings);
+        match kind == "FSDP" {
+            true => fsdp(&at, processes, tree, findings),
+            false => other_plugin(at("fsdp_config"), "fsdp_config", &kind, findings),
         }
         return accelerate;
     }
+    other_plugin(at("fsdp_config"), "fsdp_config", &kind, findings);
     tree.set("gradient_clipping", "auto".into());
     tree.set("zero_optimization.stage", Node::Int(2));
     for (name, path) in PLUGIN {
@@ -121,7 +135,66 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     accelerate
 }
 
-/// Whether the type is DeepSpeed rather than plain data parallelism; reports any other.
+fn other_plugin(section: Option<&Node>, name: &str, kind: &str, findings: &mut Findings) {
+    if section.is_some_and(|section| !section.is_empty()) {
+        findings.warn(name, format!("has no effect: distributed_type is {kind}"));
+    }
+}
+
+const STRATEGY: &str = "fsdp_config.fsdp_sharding_strategy";
+
+/// What shards as PyTorch's FSDP would.
+fn fsdp<'n>(
+    at: &impl Fn(&str) -> Option<&'n Node>,
+    processes: Option<usize>,
+    tree: &mut Node,
+    findings: &mut Findings,
+) {
+    const RESHARD: &str = "fsdp_config.fsdp_reshard_after_forward";
+    let path = if at(STRATEGY).is_some() { STRATEGY } else { RESHARD };
+    let found = match at(path) {
+        None | Some(Node::Bool(true)) => Some(0),
+        Some(Node::Bool(false)) => Some(1),
+        Some(given) => STRATEGIES.iter().enumerate().position(|(at, (name, ..))| {
+            let word = given.as_text().unwrap_or_default();
+            given.as_usize().or(word.parse().ok()) == Some(at + 1) || word.eq_ignore_ascii_case(name)
+        }),
+    };
+    let Some(found) = found else {
+        let names = STRATEGIES.map(|(name, ..)| name).join(", ");
+        let got = at(path).map(Node::to_string).unwrap_or_default();
+        return findings.problem(path, ProblemKind::value(format!("one of {names}, or its number from 1 on"), got));
+    };
+    let (name, stage, within_machines) = STRATEGIES[found];
+    tree.set("zero_optimization.stage", stage.into());
+    let machines = at("num_machines").and_then(Node::as_usize).unwrap_or(1).max(1);
+    match processes {
+        Some(processes) if within_machines && processes.is_multiple_of(machines) => {
+            tree.set("zero_optimization.mics_shard_size", (processes / machines).into());
+        }
+        Some(processes) if within_machines => {
+            let message =
+                format!("{processes} ranks on {machines} machines: {name} shards within each, expected as many on all");
+            findings.conflict("num_processes", message);
+        }
+        None if within_machines => {
+            let what = format!("{name} shards within a machine; give the ranks of all, and num_machines");
+            findings.problem("num_processes", ProblemKind::Missing(what));
+        }
+        _ => {}
+    }
+    let is_on = |key: &str| at(&format!("fsdp_config.{key}")) == Some(&Node::Bool(true));
+    if is_on("fsdp_offload_params") {
+        // FSDP's offload takes gradients and the optimizer along.
+        let sections = ["offload_optimizer", "offload_param"].into_iter().take(if stage == 3 { 2 } else { 1 });
+        sections.for_each(|section| tree.set(&format!("zero_optimization.{section}.device"), "cpu".into()));
+    }
+    if is_on("fsdp_activation_checkpointing") {
+        tree.set("activation_checkpointing.cpu_checkpointing", false.into());
+    }
+}
+
+/// Whether the type is DeepSpeed rather than FSDP or plain data parallelism; reports any other.
 fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) -> bool {
     let refuse = |reason: &str, findings: &mut Findings| {
         findings.problem("distributed_type", ProblemKind::refused(kind, reason));
@@ -135,7 +208,7 @@ fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) ->
             }
         }
         "" => findings.problem("distributed_type", ProblemKind::Missing(format!("give {SUPPORTED}"))),
-        "FSDP" => refuse("write DEEPSPEED with zero_stage 3, which shards the same", findings),
+        "FSDP" => {}
         "XLA" | "TPU" => refuse("there are no TPUs here", findings),
         "MEGATRON_LM" => refuse("there is no tensor or pipeline parallelism; write DEEPSPEED", findings),
         kind if DATA_PARALLEL.split(' ').any(|known| known == kind) => {}

@@ -107,6 +107,7 @@ impl ZeroPlan {
             check_replicas: self.check_replicas as u64,
             checkpointed_blocks: self.checkpointed_blocks,
             stage: self.stage,
+            axes: Default::default(),
             shard_size: self.shard_size,
             secondary_shard_size: self.secondary_shard_size,
             quantized_gradients: self.quantized_gradients,

@@ -4,6 +4,7 @@
 //!   `optimizer.<path>.<state>` in fp32. Each rank writes what would be its own shard, at any stage.
 //! * State, under the key `engine`: updates and skipped ones, the loss scale with its history, each parameter's number of
 //!   updates, the random state of every rank. A program adds keys of its own, such as `model`, which `zero export` reads.
+//! * Where: in the folder given; on a mesh with foreign axes in one below it for each part of the model ([`folder`]).
 //! * Resuming: any number of ranks, any stage, any bucket sizes, fp32 or 16 bit. With the same number of ranks and the same
 //!   precision the next losses are those of an unbroken run, bit by bit; with another number of ranks parameters, moments and
 //!   step are, but dropout draws other numbers and sums over ranks have another order.
@@ -19,6 +20,7 @@ use zero_burn::config;
 use zero_burn::module::ZeroAutodiff;
 use zero_burn::optim::Fused;
 use zero_burn::pieces::{self, ParamPiece, RandomState};
+use zero_burn::ranks::{agree, folder};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::{
     AsyncSaver, Checkpoint, CheckpointError, ElementType, Piece, SaveOptions, Saved, Started, TensorEntry, TensorSpec,
@@ -105,7 +107,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let (parameters, specs, sources) = self.tensors()?;
         let state = self.saved_state(&parameters, extra)?;
         let mut bytes = |index: usize| Ok(Cow::Owned(self.bytes(&parameters, &sources[index])));
-        Ok(save_streamed(&*pieces::collective::<A::Base>(), dir, step, &specs, &mut bytes, &state, options)?)
+        let dir = folder::<A::Base>(dir);
+        Ok(save_streamed(&*pieces::collective::<A::Base>(), &dir, step, &specs, &mut bytes, &state, options)?)
     }
 
     /// As [`save`](Self::save), but returns when this rank's shards are copied; writing them overlaps with training. The
@@ -134,7 +137,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         });
         let copies: Vec<Piece<'static>> = copies.collect();
         let saver = self.saver.as_mut().expect("it was made above");
-        let mut started = saver.save(dir, step, copies, state, options.clone())?;
+        let mut started = saver.save(&folder::<A::Base>(dir), step, copies, state, options.clone())?;
         started.stall = begin.elapsed();
         started.previous = started.previous.or(previous);
         Ok(started)
@@ -178,9 +181,15 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let loaded = self.load_tensors(checkpoint, state.as_ref());
         // All ranks or none: one that goes on alone would train another model.
         let failed = all_gather::<A::Base>(&[f64::from(u8::from(loaded.is_err()))]);
+        // Parts of a model are saved apart: a save that was cut short may have left some of them a step behind.
+        let step = state.as_ref().map_or_else(String::new, |state| format!("the checkpoint of step {}", state.steps));
+        let difference = agree::<A::Base>(&[step]);
         loaded?;
         if let Some(rank) = failed.iter().position(|rank| rank[0] > 0.0) {
             return Err(EngineError::LoadFailed { rank, path: checkpoint.path().to_path_buf() });
+        }
+        if let Some(difference) = difference {
+            return Err(EngineError::Ranks(difference));
         }
         if let Some(state) = state {
             let random = pieces::random_state::<A::Base>();

@@ -154,7 +154,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             return;
         }
         self.warned = true;
-        if self.device.rank() == 0 {
+        if zero_burn::ranks::is_main_process::<A::Base>() {
             eprintln!(
                 "warning: the gradients of update {} hold an infinity or a NaN, and so do the parameters from here on; \
                  EngineConfig::skip_overflow skips such updates (bf16.check_grad_overflow in a file), error_if_nonfinite (watchdog.\

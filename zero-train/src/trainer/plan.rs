@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use zero_burn::config::{Gathers, Tier, ZeroConfig};
 use zero_burn::launch::LaunchOptions;
-use zero_core::Stage;
 use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest};
 use zero_core::collective::launcher::{World, launched_alone};
+use zero_core::{Mesh, Stage};
 
 use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
@@ -277,6 +277,26 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     // Each of several machines counts its own attempts, and their ranks look for a checkpoint together.
     let restarted = number(RESTARTS).is_some_and(|restarts| restarts > 0);
+    if restarted && let Some(world) = options.ranks {
+        // As many ranks as hold model state between them now, or more: so memory is enough still.
+        let even = |size: usize| (size.min(world)..=world).find(|&size| Mesh::new(world, size).is_some());
+        for (name, size) in
+            [("shard-size", &mut options.shard_size), ("secondary-shard-size", &mut options.secondary_shard_size)]
+        {
+            let (given, taken) = (*size, size.and_then(even));
+            if given == taken {
+                continue;
+            }
+            *size = taken.filter(|&size| size < world);
+            if ranks.is_main() {
+                let taken = size.map_or("all of them".into(), |size| size.to_string());
+                eprintln!(
+                    "--{name} {} does not divide the {world} ranks of this restart: {taken} it is",
+                    given.unwrap_or(0)
+                );
+            }
+        }
+    }
     if let Some(since) = ranks.least(restarted.then(|| number(LAUNCHED).unwrap_or(0)))?
         && let Some(save) = &options.save
         && options.resume.as_deref() != Some(Path::new("auto"))

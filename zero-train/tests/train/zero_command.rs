@@ -324,6 +324,10 @@ fn estimate_prints_every_stage() {
         refused(&["estimate", "--model", "gpt2", "--ranks", "3", "--nodes", "2"]).contains("multiple of the 2 nodes")
     );
     assert!(refused(&["estimate", "--model", "gtp2"]).contains("gpt2"));
+    // Meshes, by links: over two machines with two ranks each.
+    assert!(table.contains("\n--shard-size 2 --quantized-gradients int8 ") && table.contains("Least time on the wire"));
+    assert!(!prints(&["estimate", "--model", "gpt2", "--ranks", "4"]).contains("Least time on the wire"));
+    assert!(refused(&["estimate", "--model", "gpt2", "--link", "0"]).contains("expected Gbit/s above 0"));
 }
 
 #[test]

@@ -12,7 +12,7 @@ use zero_models::lora::merge;
 use zero_models::{KeyMap, ModelConfig};
 use zero_train::config::{Format, OffloadDevice, key_table};
 use zero_train::data::{Source, Tokenizer};
-use zero_train::estimate::{cheapest, estimates, table};
+use zero_train::estimate::{Links, cheapest, estimates, layouts, layouts_table, table};
 use zero_train::export::{export_checkpoint, merge_checkpoint};
 use zero_train::language::{self, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
@@ -237,9 +237,23 @@ pub struct EstimateArgs {
     /// Number of machines the ranks are spread over
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     nodes: usize,
+    /// With --nodes, what a machine receives from the others, in Gbit/s
+    #[arg(long, value_name = "GBITS", default_value = "100", value_parser = gbits)]
+    link: f64,
+    /// With --nodes, what a rank receives from the others of its machine, in Gbit/s
+    #[arg(long, value_name = "GBITS", default_value = "400", value_parser = gbits)]
+    local_link: f64,
     /// Precision: fp32, or 16 bit with fp32 master weights
     #[arg(long, default_value = "fp32", visible_alias = "mixed-precision")]
     dtype: Dtype,
+}
+
+/// Bytes a second.
+fn gbits(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(gbits) if gbits.is_finite() && gbits > 0.0 => Ok(gbits * 1e9 / 8.0),
+        _ => Err("expected Gbit/s above 0, such as 100".into()),
+    }
 }
 
 pub fn estimate(args: &EstimateArgs) -> Result<()> {
@@ -274,6 +288,11 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     println!("{}", table(&rows, here, memory));
     if let Some(memory) = memory {
         println!("{}", cheapest(&rows, here, memory));
+    }
+    if args.nodes > 1 && here > 1 {
+        let links = Links { across: args.link, within: args.local_link };
+        let laid = layouts(parameters, here, args.nodes as u64, precision, links);
+        println!("\n{}", layouts_table(&laid, memory.map(|memory| memory / here)));
     }
     Ok(())
 }

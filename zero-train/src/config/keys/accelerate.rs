@@ -33,7 +33,9 @@ pub(in crate::config) const ACCELERATE: &[Key] = keys! {
         T::renamed("mixed_precision", |on| Node::from(if *on == Node::Bool(true) { "fp16" } else { "no" }));
     // Accelerate writes -1 for "not said".
     num_processes = -1 => K::Int { min: -1, max: i64::MAX as i128 }, T::ACTED;
-    num_machines = 1, machine_rank = 0, main_process_port = null => K::COUNT, LAUNCHER;
+    // The launcher's too.
+    num_machines = 1 => K::COUNT, T::ACTED;
+    machine_rank = 0, main_process_port = null => K::COUNT, LAUNCHER;
     main_process_ip = null, rdzv_backend = "static" => K::Text, LAUNCHER;
     same_network = null => K::YesNo, T::QUIET;
     gpu_ids = "all" => K::Any, LAUNCHER;
@@ -44,12 +46,26 @@ pub(in crate::config) const ACCELERATE: &[Key] = keys! {
     downcast_bf16 = false, tpu_use_cluster = false, tpu_use_sudo = false => K::YesNo, TPU;
     dynamo_backend = "NO" => K::Text, DYNAMO;
     dynamo_config = null => K::Open(Gate::Given), DYNAMO;
-    fsdp_config = null, megatron_lm_config = null => K::Open(Gate::Given), OTHER_PLUGIN;
+    fsdp_config = null => K::section(keys! {
+        // A name or its number; version 2 has `fsdp_reshard_after_forward` in its place, which is true or false there.
+        fsdp_sharding_strategy = null, fsdp_reshard_after_forward = null => K::Any, T::ACTED;
+        fsdp_offload_params = false, fsdp_activation_checkpointing = false => K::YesNo, T::ACTED;
+        fsdp_version = 1 => K::ONE_UP, T::QUIET;
+        fsdp_auto_wrap_policy = null, fsdp_transformer_layer_cls_to_wrap = null, fsdp_backward_prefetch = null,
+        fsdp_backward_prefetch_policy = null, fsdp_state_dict_type = null => K::Text, T::QUIET;
+        fsdp_min_num_params = null => K::COUNT, T::QUIET;
+        fsdp_forward_prefetch = null, fsdp_cpu_ram_efficient_loading = null, fsdp_sync_module_states = null,
+        fsdp_use_orig_params = null, fsdp_limit_all_gathers = null => K::YesNo, T::QUIET;
+    }), T::ACTED;
+    megatron_lm_config = null => K::Open(Gate::Given), OTHER_PLUGIN;
     fp8_config = null => K::Open(Gate::Given), T::no_effect("it only tunes fp8");
     ipex_config = null => K::Open(Gate::Given), T::no_effect("it tunes Intel's PyTorch extension");
     mpirun_config = null => K::Open(Gate::Given), LAUNCHER;
     parallelism_config = null => K::Open(Gate::Given),
-        T::refused("all ranks are data parallel: there is no tensor, sequence or pipeline parallelism");
+        T::refused(
+            "the models of zero-train are data parallel; groups that shard and replicate are fsdp_sharding_strategy: HYBRID_SHARD, other \
+             axes are ZeroConfig::axes of a program's own",
+        );
     tpu_name = null, tpu_zone = null, command_file = null => K::Text, TPU;
     tpu_vm = [], tpu_env = [], commands = [] => K::Texts, TPU;
 };

@@ -157,12 +157,59 @@ fn other_distributed_types() {
     let one = Config::from_text("acc.yaml", Format::Yaml, "distributed_type: 'NO'\n").unwrap();
     assert_eq!(one.processes(), Some(1));
     let message = |kind: &str| yaml(&format!("distributed_type: {kind}\n"), &micro).unwrap_err().to_string();
-    insta::assert_snapshot!(message("FSDP"), @"acc.yaml: distributed_type: FSDP is not supported: write DEEPSPEED with zero_stage 3, which shards the same");
     insta::assert_snapshot!(message("MEGATRON_LM"), @"acc.yaml: distributed_type: MEGATRON_LM is not supported: there is no tensor or pipeline parallelism; write DEEPSPEED");
     insta::assert_snapshot!(message("XLA"), @"acc.yaml: distributed_type: XLA is not supported: there are no TPUs here");
-    insta::assert_snapshot!(message("MULTI_GPUS"), @r#"acc.yaml: distributed_type: expected DEEPSPEED, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type, got "MULTI_GPUS""#);
-    insta::assert_snapshot!(message(""), @"acc.yaml: distributed_type: missing: give DEEPSPEED, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type");
+    insta::assert_snapshot!(message("MULTI_GPUS"), @r#"acc.yaml: distributed_type: expected DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type, got "MULTI_GPUS""#);
+    insta::assert_snapshot!(message(""), @"acc.yaml: distributed_type: missing: give DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type");
     insta::assert_snapshot!(message("NO\nnum_processes: 2"), @"acc.yaml: num_processes: is 2, but distributed_type NO runs one process: change one of them");
+}
+
+#[test]
+fn strategies_of_fsdp_are_stages_and_groups() {
+    let micro = Context { auto: Auto { micro_batch: Some(2), ..Auto::default() }, ..Context::default() };
+    let read = |ranks: &str, keys: &str| {
+        let text = format!(
+            "distributed_type: FSDP\n{ranks}mixed_precision: bf16\nfsdp_config:\n  fsdp_version: 1\n  \
+             fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: GPT2Block\n  \
+             fsdp_backward_prefetch: BACKWARD_PRE\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n  \
+             fsdp_sync_module_states: true\n{keys}"
+        );
+        yaml(&text, &micro)
+    };
+    let two = "num_processes: 4\nnum_machines: 2\n";
+    for (strategy, number, stage, size) in [
+        ("FULL_SHARD", 1, 3, None),
+        ("SHARD_GRAD_OP", 2, 2, None),
+        ("NO_SHARD", 3, 0, None),
+        ("HYBRID_SHARD", 4, 3, Some(2)),
+        ("HYBRID_SHARD_ZERO2", 5, 2, Some(2)),
+    ] {
+        for word in [strategy.into(), strategy.to_lowercase(), number.to_string(), format!("'{number}'")] {
+            let plan = read(two, &format!("  fsdp_sharding_strategy: {word}\n")).unwrap();
+            assert_eq!((plan.stage.number(), plan.shard_size), (stage, size), "{word}");
+            assert_eq!((plan.warnings.len(), plan.gradient_clipping), (0, None), "{}", warnings(&plan));
+        }
+    }
+    // Version 2; no word at all; one machine, whose ranks are one group.
+    assert_eq!(read(two, "  fsdp_reshard_after_forward: false\n").unwrap().stage, Stage::Gradients);
+    assert_eq!(read(two, "").unwrap().stage, Stage::Parameters);
+    let one = read("num_processes: 4\n", "  fsdp_sharding_strategy: HYBRID_SHARD\n").unwrap();
+    assert_eq!((one.stage, one.shard_size), (Stage::Parameters, None));
+
+    let more = read(two, "  fsdp_offload_params: true\n  fsdp_activation_checkpointing: true\n").unwrap();
+    let cpu = |offload: &Option<Offload>| offload.as_ref().map(|offload| offload.device.clone());
+    assert_eq!(
+        (cpu(&more.offload_optimizer), cpu(&more.offload_param), more.checkpointed_blocks),
+        (Some(OffloadDevice::Cpu), Some(OffloadDevice::Cpu), usize::MAX)
+    );
+
+    let hybrid = "  fsdp_sharding_strategy: HYBRID_SHARD\n";
+    let told = |ranks, keys| read(ranks, keys).unwrap_err().to_string();
+    insta::assert_snapshot!(told(two, "  fsdp_sharding_strategy: HYBRID\n"), @r#"acc.yaml: fsdp_config.fsdp_sharding_strategy: expected one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or its number from 1 on, got "HYBRID""#);
+    insta::assert_snapshot!(told("num_processes: 5\nnum_machines: 2\n", hybrid), @"acc.yaml: num_processes: 5 ranks on 2 machines: HYBRID_SHARD shards within each, expected as many on all");
+    insta::assert_snapshot!(told("", hybrid), @"acc.yaml: num_processes: missing: HYBRID_SHARD shards within a machine; give the ranks of all, and num_machines");
+    let other = format!("distributed_type: DEEPSPEED\nfsdp_config:\n{hybrid}");
+    insta::assert_snapshot!(warnings(&yaml(&other, &micro).unwrap()), @"fsdp_config: has no effect: distributed_type is DEEPSPEED");
 }
 
 #[test]
