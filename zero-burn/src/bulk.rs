@@ -104,10 +104,7 @@ impl Bulk {
         #[cfg(not(feature = "cuda"))]
         let (_, on_device) = (device, false);
         #[cfg(feature = "cuda")]
-        let mut nccl = {
-            let groups: Vec<_> = std::iter::once(&within).chain(&across).collect();
-            Nccl::of_all::<B>(&comm, &groups, device)?.unwrap_or_default()
-        };
+        let mut nccl = Nccl::of_groups::<B>(&comm, mesh, device)?;
         #[cfg(feature = "cuda")]
         let on_device = !nccl.is_empty();
         Ok(Self {
@@ -310,43 +307,46 @@ impl Group {
 
 #[cfg(feature = "cuda")]
 impl Nccl {
-    /// NCCL in each of `groups` of `comm`, if every rank has a GPU of its own there, and the library.
-    fn of_all<B: Backend>(
+    /// NCCL within the rank's group of `mesh`, and across if there are others; none unless every rank of `comm` has a GPU of its own
+    /// and the library.
+    fn of_groups<B: Backend>(
         comm: &Arc<dyn Collective>,
-        groups: &[&Arc<dyn Collective>],
+        mesh: Mesh,
         device: &B::Device,
-    ) -> Result<Option<Vec<Self>>, CommError> {
-        let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) else { return Ok(None) };
-        let lack = |lacks: bool| -> Result<bool, CommError> {
-            Ok(comm.all_reduce(Buffer::U8(vec![lacks.into()]), ReduceOp::Max)?.into_u8() != [0])
-        };
-        // All or none: making a communicator is a collective, and how sums are rounded is the same everywhere.
-        if lack(!zero_core::collective::nccl::is_there())? {
-            tracing::warn!("NCCL was not found on every rank: tensors go through the hosts' memory");
-            return Ok(None);
-        }
-        let made = groups.iter().map(|group| Self::new(group, ordinal)).collect::<Result<Option<Vec<Self>>, _>>()?;
-        Ok(if lack(made.is_none())? { None } else { made })
-    }
-
-    /// NCCL between the ranks, if each has a GPU of its own.
-    fn new(comm: &Arc<dyn Collective>, ordinal: usize) -> Result<Option<Self>, CommError> {
+    ) -> Result<Vec<Self>, CommError> {
         use zero_core::collective::nccl::{NcclComm, NcclError, NcclOptions};
 
+        let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) else { return Ok(Vec::new()) };
+        // All or none: making a communicator is a collective, and how sums are rounded is the same everywhere.
+        let lacks = u8::from(!zero_core::collective::nccl::is_there());
+        if comm.all_reduce(Buffer::U8(vec![lacks]), ReduceOp::Max)?.into_u8() != [0] {
+            tracing::warn!("NCCL was not found on every rank: tensors go through the hosts' memory");
+            return Ok(Vec::new());
+        }
         let options = NcclOptions { deadline: comm.deadline(), ..NcclOptions::default() };
-        match NcclComm::new(comm.duplicate("nccl")?, ordinal, &options) {
-            Ok(comm) => Ok(Some(Self { comm: Arc::new(comm), error: Arc::default() })),
-            Err(NcclError::Comm(error)) => Err(error),
+        let all = match NcclComm::new(comm.duplicate("nccl")?, ordinal, &options) {
+            Ok(all) => all,
+            Err(NcclError::Comm(error)) => return Err(error),
             // Every rank comes to these by itself.
             Err(error @ (NcclError::Duplicate { .. } | NcclError::Versions { .. })) => {
                 tracing::warn!("tensors go through the hosts' memory: {error}");
-                Ok(None)
+                return Ok(Vec::new());
             }
-            Err(error) => Err(CommError::Device {
-                at: Called::new(comm.label(), 0, comm.place().rank, "making a communicator"),
-                reason: error.to_string().into(),
-            }),
-        }
+            Err(error) => {
+                return Err(CommError::Device {
+                    at: Called::new(comm.label(), 0, comm.place().rank, "making a communicator"),
+                    reason: error.to_string().into(),
+                });
+            }
+        };
+        let groups = match mesh.replicas() {
+            1 => vec![all],
+            _ => vec![
+                all.split("nccl within", mesh.replica(comm.rank()) as u64)?,
+                all.split("nccl across", mesh.shard(comm.rank()) as u64)?,
+            ],
+        };
+        Ok(groups.into_iter().map(|comm| Self { comm: Arc::new(comm), error: Arc::default() }).collect())
     }
 
     /// Begins one operation, which makes a tensor for each input; the inputs if they are not on CUDA.
@@ -436,10 +436,9 @@ impl Nccl {
         let output = (Shape::new([if is_scattered { row } else { elements }]), dtype);
         let begun = self.begin::<B>(vec![bucket], vec![output], name, request);
         let begun = begun.map_err(|mut bucket| bucket.swap_remove(0))?.swap_remove(0);
-        let received = row * dtype.size() * (world - 1);
         match is_scattered {
-            true => group.count_received(WireKind::ReduceScatter, received),
-            false => group.count_received(WireKind::AllReduce, 2 * received),
+            true => group.count_received(WireKind::ReduceScatter, row * dtype.size() * (world - 1)),
+            false => group.count_received(WireKind::AllReduce, 2 * elements * dtype.size() * (world - 1) / world),
         }
         Ok(begun)
     }

@@ -259,14 +259,14 @@ fn write(
     });
     let mut work = match work {
         Ok(work) => work,
-        Err(error) => return ranks.finish(None, Some(Err::<Written, _>(error))).map(|_| Vec::new()),
+        Err(error) => return Err(broken_off(ranks, None, Some(Err(error)))),
     };
     for (index, &place) in own.iter().enumerate() {
         let piece = match bytes(place).and_then(|piece| check_piece(tensors[place], elements(tensors[place]), piece)) {
             Ok(piece) => piece,
             Err(error) => {
                 drop(chunks);
-                return ranks.finish(Some(work), Some(Err(error))).map(|_| Vec::new());
+                return Err(broken_off(ranks, Some(work), Some(Err(error))));
             }
         };
         for chunk in piece.chunks(CHUNK_BYTES) {
@@ -277,13 +277,13 @@ fn write(
                     Err(SendTimeoutError::Timeout(back)) => Some(back),
                     // The thread has failed.
                     Err(SendTimeoutError::Disconnected(_)) => {
-                        return ranks.finish(Some(work), None).map(|_| Vec::new());
+                        return Err(broken_off(ranks, Some(work), None));
                     }
                 };
                 let ended = full.as_ref().and_then(|_| work.wait(Duration::ZERO, ranks.patience()));
                 if ended.is_some() || !ranks.go_on()? {
                     drop(chunks);
-                    return ranks.finish(Some(work), ended).map(|_| Vec::new());
+                    return Err(broken_off(ranks, Some(work), ended));
                 }
                 match full {
                     Some(back) => chunk = back,
@@ -295,6 +295,15 @@ fn write(
     drop(chunks);
     let written = ranks.finish(Some(work), None)?;
     ranks.to_first(&written)
+}
+
+/// Ends a save in which a rank, this one or another, has failed.
+fn broken_off(
+    ranks: &mut Ranks<'_>,
+    work: Option<DiskWork<Written>>,
+    ended: Option<Result<Written, CheckpointError>>,
+) -> CheckpointError {
+    ranks.finish(work, ended).expect_err("a rank has failed")
 }
 
 fn check_piece<'p>(

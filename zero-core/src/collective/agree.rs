@@ -30,8 +30,8 @@ pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Differenc
     if comm.world() == 1 {
         return Ok(None);
     }
-    // As they are compared: without a last line that is empty.
-    let mine = lines.join("\n").lines().collect::<Vec<_>>().join("\n");
+    // As they are compared: without empty lines at the end.
+    let mine = lines.join("\n").trim_end_matches('\n').to_string();
     let Some((rank, texts)) = first_unlike(comm, mine.into_bytes(), "comparing settings")? else { return Ok(None) };
     let [first, other] = texts.map(|text| String::from_utf8_lossy(&text).into_owned());
     let nothing = || std::iter::repeat("nothing more");

@@ -4,7 +4,7 @@
 //! takes from up to `RADIX - 1` others, at the distances `j * RADIX^k`, all that they have come to hold (Bruck et al.,
 //! "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", 1997). A broadcast goes down a
 //! tree in which a place's parent is that place without its lowest digit that is not 0. Groups of up to `RADIX` ranks have one
-//! round and a flat tree: each speaks to each.
+//! round, in which each speaks to each, and a flat tree.
 
 use std::ops::Range;
 

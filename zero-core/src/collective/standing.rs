@@ -28,8 +28,10 @@ struct State {
     left: Vec<usize>,
     /// Whether all have.
     all_left: bool,
-    /// Of the ranks that say so here, those that have ended after a failure.
+    /// Those that said that their processes may be ended after a failure.
     done: Vec<usize>,
+    /// Whether all may.
+    all_done: bool,
 }
 
 #[derive(Debug)]
@@ -44,7 +46,7 @@ pub struct Standing {
 impl Standing {
     /// Of a run of `world` ranks, of which those that are `near` say here that they end.
     pub(super) fn new(world: usize, near: impl IntoIterator<Item = usize>) -> Self {
-        let state = State { trouble: None, left: Vec::new(), all_left: false, done: Vec::new() };
+        let state = State { trouble: None, left: Vec::new(), all_left: false, done: Vec::new(), all_done: false };
         Self { world, near: near.into_iter().collect(), state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -90,7 +92,18 @@ impl Standing {
 
     /// After a failure, `peer` may be ended.
     pub(super) fn note_done(&self, peer: usize) {
-        self.state.lock().done.push(peer);
+        let mut state = self.state.lock();
+        if !state.done.contains(&peer) {
+            state.done.push(peer);
+            state.all_done |= state.done.len() == self.world;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// After a failure, every rank may be ended.
+    pub(super) fn note_all_done(&self) {
+        self.state.lock().all_done = true;
         self.changed.notify_all();
     }
 
@@ -112,20 +125,26 @@ impl Standing {
     /// there are any.
     pub(super) fn wait_for_leavers(&self, within: Duration) -> Vec<usize> {
         self.wait_for(within, |state| {
-            if state.trouble.is_some() || state.all_left {
+            if state.trouble.is_some() {
                 return Vec::new();
             }
             let missing = |ranks: &mut dyn Iterator<Item = usize>| -> Vec<usize> {
                 ranks.filter(|rank| !state.left.contains(rank)).collect()
             };
-            let near = missing(&mut self.near.iter().copied());
-            if near.is_empty() { missing(&mut (0..self.world)) } else { near }
+            // What the near ones have said is heard, whatever the tree has told: a link is ended with nothing on its way.
+            match missing(&mut self.near.iter().copied()) {
+                near if near.is_empty() && !state.all_left => missing(&mut (0..self.world)),
+                near => near,
+            }
         })
     }
 
-    /// After a failure: waits until every rank that this one hears of may be ended, or `within` has passed.
+    /// After a failure: waits until every rank may be ended, or `within` has passed.
     pub(super) fn wait_for_done(&self, within: Duration) {
-        self.wait_for(within, |state| self.near.iter().copied().filter(|rank| !state.done.contains(rank)).collect());
+        self.wait_for(within, |state| match state.all_done {
+            true => Vec::new(),
+            false => (0..self.world).filter(|rank| !state.done.contains(rank)).collect(),
+        });
     }
 
     fn wait_for(&self, within: Duration, missing: impl Fn(&State) -> Vec<usize>) -> Vec<usize> {

@@ -44,6 +44,7 @@ fn cases() -> Vec<(&'static str, ProcessOptions, Case)> {
         ("window tag", of(&options), window_tag),
         ("mismatch", of(&options), mismatch),
         ("skip", of(&options), skip),
+        ("skip broadcast", of(&options), skip_broadcast),
         ("leave", of(&options), leave),
         ("abort", of(&options), abort),
         ("panic", of(&options), panics),
@@ -333,6 +334,28 @@ fn a_skipped_collective_is_a_mismatch() {
     for rank in 0..3 {
         let note = launched.note(rank);
         assert!(note.contains("all_gather of 3 f32") && note.contains("all_reduce of 3 f64 (max)"), "{note}");
+    }
+}
+
+/// Whose phases are others than those of what comes in its place.
+fn skip_broadcast(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
+    let comm = run.comm();
+    comm.barrier()?;
+    if comm.rank() != 1 {
+        comm.broadcast(Buffer::F32(vec![1.0; 3]), 0)?;
+    }
+    comm.all_reduce(Buffer::F64(vec![1.0; 3]), ReduceOp::Max).map(|_| ())
+}
+
+#[test]
+fn a_skipped_broadcast_is_a_mismatch() {
+    for ranks in [3, 10] {
+        let launched = launched("skip broadcast", ranks);
+        assert!(launched.took < Duration::from_secs(10), "far from the deadline: {:?}", launched.took);
+        for rank in 0..ranks {
+            let note = launched.note(rank);
+            assert!(note.contains("broadcast of 3 f32") && note.contains("all_reduce of 3 f64 (max)"), "{note}");
+        }
     }
 }
 

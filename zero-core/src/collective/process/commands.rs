@@ -34,10 +34,10 @@ pub(super) struct Exchange {
     pub(super) input: Arc<Buffer>,
     /// Whether the input is to be free again when the exchange has ended.
     pub(super) until_sent: bool,
-    /// To every other rank of the group, be it nothing.
+    /// To other ranks of the group, be it nothing.
     pub(super) sends: Vec<Share>,
     pub(super) landing: Arc<Landing>,
-    /// From every other rank of the group, be it nothing.
+    /// From other ranks of the group, be it nothing.
     pub(super) receives: Vec<Share>,
     pub(super) entry: Arc<Entry>,
     pub(super) reply: Sender<Result<(), CommError>>,

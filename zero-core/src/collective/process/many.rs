@@ -1,6 +1,6 @@
 //! What a rank of many says to the others: this engine with ranks that are threads, over [`MemoryLink`].
 //!
-//! `cargo test -p zero-core --release --lib a_thousand_ranks -- --ignored --nocapture` prints the table of ADR 23.
+//! `cargo test -p zero-core --lib a_thousand_ranks -- --ignored --nocapture` prints the table of ADR 23.
 
 use std::path::Path;
 use std::sync::{Arc, Barrier};
@@ -106,9 +106,7 @@ fn costs(world: usize) -> Vec<Cost> {
         let run = over(&options, rank, open).unwrap();
         let comm = run.comm().clone();
         let mut costs = Vec::new();
-        // Every rank is between two phases while one takes the counts.
         let mut measure = |phase: &'static str, run: &mut dyn FnMut()| {
-            meet.wait();
             if rank == 0 {
                 hub.take_said();
             }
@@ -116,6 +114,7 @@ fn costs(world: usize) -> Vec<Cost> {
             let (begin, before) = (Instant::now(), processor());
             run();
             meet.wait();
+            // The others wait while one takes the counts.
             if rank == 0 {
                 let (wall, processor) = (begin.elapsed(), (processor() - before) / world as u32);
                 let said = hub.take_said();
@@ -123,6 +122,7 @@ fn costs(world: usize) -> Vec<Cost> {
                 let (messages, bytes) = (most(|said| said.messages), most(|said| said.bytes));
                 costs.push(Cost { phase, messages, peers: most(|said| said.peers.len()), bytes, processor, wall });
             }
+            meet.wait();
         };
         for (phase, body) in PHASES {
             measure(phase, &mut || body(&*comm, folder.path()).unwrap());

@@ -49,9 +49,18 @@ pub(super) enum Answer<P> {
     Failed(String),
 }
 
-/// Ranks that take part in nothing more.
+/// What a rank comes to at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Leavers {
+pub(super) enum End {
+    /// It takes part in nothing more.
+    Part,
+    /// After a failure: it has said all that it has to say, and its process may be ended.
+    Process,
+}
+
+/// Ranks that have come to an end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Who {
     /// The sender.
     Sender,
     /// All below the sender in the tree of the run's ranks, and itself.
@@ -70,12 +79,10 @@ pub(super) enum Message {
     Seen { id: u64, answer: Answer<Payload> },
     /// A rank has failed.
     Abort(Trouble),
-    /// So many take part in nothing more.
-    Bye(Leavers),
+    /// Ranks have ended.
+    Ended { end: End, who: Who },
     /// The sender has ended, and takes part in no operation of this group any more.
     Absent { group: u64 },
-    /// After a failure: the sender has said all that it has to say, and may be ended.
-    Done,
 }
 
 /// A message that cannot be read: the ranks run different builds.
@@ -222,15 +229,15 @@ macro_rules! kinds {
 
 kinds!(Payload: 0 Inline(bytes); 1 Follows { bytes, tag };);
 kinds!(Answer<Payload>: 0 Ready { tag, payload }; 1 Gone; 2 Left; 3 Failed(reason););
-kinds!(Leavers: 0 Sender; 1 Branch; 2 All;);
+kinds!(End: 0 Part; 1 Process;);
+kinds!(Who: 0 Sender; 1 Branch; 2 All;);
 kinds!(Message:
     0 Arrived { slot, op, payload };
     1 Read { id, window, key };
     2 Seen { id, answer };
     3 Abort(trouble);
-    4 Bye(leavers);
-    5 Done;
-    6 Absent { group };
+    4 Ended { end, who };
+    5 Absent { group };
 );
 
 impl Message {
@@ -277,11 +284,10 @@ mod tests {
             Message::Seen { id: 1, answer: Answer::Failed("its disk".into()) },
             Message::Abort(Trouble { peer: 1, reason: "é".into(), cause: Some(cause) }),
             Message::Abort(Trouble { peer: 0, reason: "".into(), cause: None }),
-            Message::Bye(Leavers::Sender),
-            Message::Bye(Leavers::Branch),
-            Message::Bye(Leavers::All),
+            Message::Ended { end: End::Part, who: Who::Sender },
+            Message::Ended { end: End::Part, who: Who::All },
+            Message::Ended { end: End::Process, who: Who::Branch },
             Message::Absent { group: u64::MAX },
-            Message::Done,
         ]
     }
 

@@ -1,7 +1,7 @@
 //! The communication thread (`rank-N-link`): it alone uses the link to the other ranks.
 //!
 //! It takes commands from the rank's other threads and messages from the other ranks, and brings them together. An
-//! exchange is *announced* to every other rank of its group by a control message, with its payload inside or on its way.
+//! exchange is *announced* to the ranks that it is with by a control message, with its payload inside or on its way.
 //! What another rank announces is *early* until this rank has come to the same operation; only then are its words
 //! compared and its payload's receive posted. Buffers belong to this thread for as long as the link may touch them, so that
 //! an operation that is given up leaves nothing dangling.
@@ -27,7 +27,7 @@ use super::super::rounds::{self, Node};
 use super::super::standing::Trouble;
 use super::commands::{Asked, Command, Exchange, Exposed, Got, Job, Read, Share};
 use super::link::{Channel, Heard, Link, MAX_TAG};
-use super::message::{Answer, INLINE, Leavers, Message, Payload, Slot};
+use super::message::{Answer, End, INLINE, Message, Payload, Slot, Who};
 use super::shared::Shared;
 use super::traffic::{For, Given, Held, Incoming, Outgoing, Underway, nap, take_ended};
 use crate::CommError;
@@ -45,6 +45,15 @@ struct Active {
     receiving: HashMap<usize, usize>,
     /// Pieces of the input that are to be sent before it ends.
     sending: usize,
+}
+
+/// Which ranks have come to an end, as the tree tells.
+#[derive(Clone, Copy)]
+struct Ends {
+    /// Whether this one has.
+    own: bool,
+    /// Children below which not all have.
+    branches: usize,
 }
 
 struct Fetch {
@@ -90,13 +99,12 @@ pub(super) struct Pump<L: Link> {
     near: Vec<usize>,
     /// This rank in the tree by which ends are collected.
     tree: Node,
-    /// Children below which not all have ended.
-    branches: usize,
+    /// By [`End`].
+    ends: [Ends; 2],
     /// Ranks that have ended without coming to what others of this group came to.
     absent: HashMap<u64, usize>,
     /// Ranks to which there is no connection any more.
     lost: Vec<bool>,
-    left: bool,
     aborted: bool,
     ending: Option<(bool, Instant)>,
 }
@@ -116,11 +124,10 @@ impl<L: Link> Pump<L> {
             underway: Underway::default(),
             next_tag: 0,
             near,
-            branches: tree.children.len(),
+            ends: [Ends { own: false, branches: tree.children.len() }; 2],
             tree,
             absent: HashMap::new(),
             lost,
-            left: false,
             aborted: false,
             ending: None,
         }
@@ -230,19 +237,17 @@ impl<L: Link> Pump<L> {
                 self.stop_waits();
             }
             Command::Leave => {
-                self.say_near(&Message::Bye(Leavers::Sender))?;
                 self.shared.state.standing.leave(self.shared.rank());
                 // The serving thread lives until this one has ended.
                 let _ = self.shared.jobs.send(Job::Left);
-                self.left = true;
                 for (Slot { group, .. }, early) in std::mem::take(&mut self.early) {
                     early.iter().try_for_each(|early| self.say(early.from, &Message::Absent { group }))?;
                 }
-                self.end_branch()?;
+                self.come_to(End::Part)?;
             }
             Command::Done => {
-                self.say_near(&Message::Done)?;
                 self.shared.state.standing.note_done(self.shared.rank());
+                self.come_to(End::Process)?;
             }
             Command::Finish { finalize, within } => self.ending = Some((finalize, Instant::now() + within)),
         }
@@ -256,8 +261,10 @@ impl<L: Link> Pump<L> {
                 match self.active.contains_key(&slot) {
                     true => self.meet(slot, early)?,
                     // It waits for those to whom it speaks, or for others that do.
-                    false if self.left => self.say(from, &Message::Absent { group: slot.group })?,
-                    false => self.early.entry(slot).or_default().push(early),
+                    false if self.ends[End::Part as usize].own => {
+                        self.say(from, &Message::Absent { group: slot.group })?
+                    }
+                    false => self.come_early(slot, early),
                 }
             }
             Message::Read { id, window, key } => {
@@ -270,16 +277,17 @@ impl<L: Link> Pump<L> {
                 self.shared.note(trouble);
                 self.stop_waits();
             }
-            Message::Done => self.shared.state.standing.note_done(from),
-            Message::Bye(Leavers::Sender) => {
+            Message::Ended { end: End::Process, who: Who::Sender } => self.shared.state.standing.note_done(from),
+            Message::Ended { end: End::Part, who: Who::Sender } => {
                 self.shared.state.standing.leave(from);
                 self.end_exchanges(from, |_, active| active.missing.contains(&from));
             }
-            Message::Bye(Leavers::Branch) => {
-                self.branches -= 1;
-                self.end_branch()?;
+            Message::Ended { end, who: Who::Branch } => {
+                let branches = &mut self.ends[end as usize].branches;
+                *branches = branches.saturating_sub(1);
+                self.end_branch(end)?;
             }
-            Message::Bye(Leavers::All) => self.all_left()?,
+            Message::Ended { end, who: Who::All } => self.all_ended(end)?,
             Message::Absent { group } => {
                 self.shared.state.standing.leave(from);
                 self.absent.entry(group).or_insert(from);
@@ -305,20 +313,51 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// Tells the tree when this rank, and all below it, have ended.
-    fn end_branch(&mut self) -> Result<(), LinkError> {
-        match self.tree.parent {
-            _ if !self.left || self.branches > 0 => Ok(()),
-            Some(parent) => self.say(parent, &Message::Bye(Leavers::Branch)),
-            None => self.all_left(),
+    /// This rank has come to an end.
+    fn come_to(&mut self, end: End) -> Result<(), LinkError> {
+        self.say_near(&Message::Ended { end, who: Who::Sender })?;
+        self.ends[end as usize].own = true;
+        self.end_branch(end)
+    }
+
+    /// Tells the tree when this rank, and all below it, have come to an end.
+    fn end_branch(&mut self, end: End) -> Result<(), LinkError> {
+        match (self.ends[end as usize], self.tree.parent) {
+            (Ends { own: true, branches: 0 }, Some(parent)) => {
+                self.say(parent, &Message::Ended { end, who: Who::Branch })
+            }
+            (Ends { own: true, branches: 0 }, None) => self.all_ended(end),
+            _ => Ok(()),
         }
     }
 
-    /// All ranks have ended.
-    fn all_left(&mut self) -> Result<(), LinkError> {
-        self.shared.state.standing.leave_all();
+    /// All ranks have come to an end.
+    fn all_ended(&mut self, end: End) -> Result<(), LinkError> {
+        match end {
+            End::Part => self.shared.state.standing.leave_all(),
+            End::Process => self.shared.state.standing.note_all_done(),
+        }
         let children = self.tree.children.clone();
-        children.into_iter().try_for_each(|child| self.say(child, &Message::Bye(Leavers::All)))
+        children.into_iter().try_for_each(|child| self.say(child, &Message::Ended { end, who: Who::All }))
+    }
+
+    /// Keeps what has been announced to this rank, unless that is in another operation of this number.
+    fn come_early(&mut self, slot: Slot, early: Early) {
+        let at = (slot.group, slot.seq);
+        let unlike = self.active.iter().find(|(of, active)| (of.group, of.seq) == at && active.exchange.op != early.op);
+        match unlike.map(|(of, _)| *of) {
+            Some(of) => self.mismatch(of, early.from, early.op),
+            None => self.early.entry(slot).or_default().push(early),
+        }
+    }
+
+    /// Ends an exchange, and the run, as another rank has come to another operation.
+    fn mismatch(&mut self, slot: Slot, from: usize, other_op: String) {
+        let exchange = self.active.remove(&slot).expect("the caller has found it").exchange;
+        let error = exchange.at(self.shared.rank()).mismatch(from, other_op);
+        self.shared.fail(&error.to_string(), Some(&error));
+        let first = self.shared.state.standing.check(exchange.at(self.shared.rank()), []);
+        exchange.end(first);
     }
 
     /// The connection to a rank has ended. After its goodbye that is what was to come, unless it owes this rank something.
@@ -356,7 +395,14 @@ impl<L: Link> Pump<L> {
             }
         }
         let sending = if exchange.until_sent { sending } else { 0 };
+        // The phases of one operation have its words: a broadcast meets another operation too.
+        let others = self.early.iter().filter(|(of, _)| (of.group, of.seq) == (slot.group, slot.seq));
+        let unlike = others.flat_map(|(_, early)| early).find(|early| early.op != exchange.op);
+        let unlike = unlike.map(|early| (early.from, early.op.clone()));
         self.active.insert(slot, Active { exchange, missing, receiving: HashMap::new(), sending });
+        if let Some((from, op)) = unlike {
+            self.mismatch(slot, from, op);
+        }
         for early in early {
             self.meet(slot, early)?;
         }
@@ -374,11 +420,7 @@ impl<L: Link> Pump<L> {
         let expected = receive.map_or(0, |receive| receive.bytes.len());
         if op != exchange.op || receive.is_none() || payload.bytes() != expected {
             let other_op = if op == exchange.op { format!("{op}, of {} bytes here", payload.bytes()) } else { op };
-            let error = exchange.at(self.shared.rank()).mismatch(from, other_op);
-            self.shared.fail(&error.to_string(), Some(&error));
-            let exchange = self.active.remove(&slot).expect("it was just found").exchange;
-            let first = self.shared.state.standing.check(exchange.at(self.shared.rank()), []);
-            exchange.end(first);
+            self.mismatch(slot, from, other_op);
             return Ok(());
         }
         let Share { bytes, .. } = receive.expect("checked above");

@@ -111,7 +111,8 @@ fn is_permitted() -> bool {
     false
 }
 
-impl Tiles<SIDE, SIDE> for Amx {
+// SAFETY: `detect` gives one only there.
+unsafe impl Tiles<SIDE, SIDE> for Amx {
     const UNIT: usize = PAIRS;
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {

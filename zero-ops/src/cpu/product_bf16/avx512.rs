@@ -27,7 +27,8 @@ impl Avx512 {
     }
 }
 
-impl Tiles<ROWS, COLUMNS> for Avx512 {
+// SAFETY: `detect` gives one only there.
+unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
     const UNIT: usize = 1;
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {

@@ -30,8 +30,12 @@ const PARTIAL_LINES: usize = 4096;
 const TASKS_PER_THREAD: usize = 4;
 
 /// What multiplies a panel of `R` rows by a panel of `C` columns, in registers: leave to use it, which only a processor that has
-/// its instructions, and those of AVX512_BF16, gives.
-pub(super) trait Tiles<const R: usize, const C: usize>: Copy + Send + Sync {
+/// its instructions gives.
+///
+/// # Safety
+///
+/// There is one only where the processor has the instructions of AVX512_BF16.
+pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Sync {
     /// The number of pairs in depth is a multiple of this; what is missing is zero.
     const UNIT: usize;
 

@@ -123,8 +123,9 @@ fn by_tiles<const R: usize, const C: usize>(
 #[derive(Clone, Copy)]
 struct Emulated(#[allow(dead_code)] avx512::Avx512); // Held, not read.
 
+// SAFETY: it holds an `Avx512`, which is made only there.
 #[cfg(target_arch = "x86_64")]
-impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
+unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
     const UNIT: usize = amx::PAIRS;
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Span, depth: Span, pairs: usize, to: &mut [u32]) {
