@@ -5,7 +5,7 @@
 use crate::common;
 
 use common::{Run, gpt2_stats};
-use zero_burn::config::ZeroConfig;
+use zero_burn::config::{ErrorFeedback, ZeroConfig};
 use zero_core::Stage;
 use zero_core::estimate::{Precision, model_state};
 use zero_models::Gpt2Config;
@@ -143,6 +143,28 @@ fn quantized_gradients_take_the_bytes_of_their_bits() {
         assert!((quantized as f64 / (within + part) as f64 - 1.0).abs() < 0.02, "{quantized} for {}", within + part);
         let back = if is_meshed { part } else { 0 };
         assert!((with_sums - gathered).abs_diff(back) <= back / 50, "{with_sums} - {gathered} for {back}");
+    }
+}
+
+/// In fp32, of all that a rank quantises.
+#[test]
+fn error_feedback_takes_the_bytes_of_what_it_keeps() {
+    for (stage, shards, second, part) in [
+        (Stage::DataParallel, None, None, 1),
+        (Stage::Parameters, None, None, 1),
+        (Stage::Gradients, Some(2), None, 2),
+        (Stage::DataParallel, Some(2), None, 1),
+        (Stage::Parameters, None, Some(2), 2),
+    ] {
+        let mut run = run(stage, 4);
+        (run.zero.shard_size, run.zero.secondary_shard_size) = (shards, second);
+        run.zero.quantized_gradients = Some(Format::Int4);
+        let gradients = |run: &Run| gpt2_stats(run)[0].model_state_bytes.gradients;
+        let without = gradients(&run);
+        run.zero.error_feedback = Some(ErrorFeedback::default());
+        let (kept, expected) = (gradients(&run) - without, 4 * run.model.num_params() as u64 / part);
+        println!("stage {stage}, {shards:?}, {second:?}: {kept} bytes for {expected}");
+        assert!((kept as f64 / expected as f64 - 1.0).abs() < 0.02, "{kept} for {expected}");
     }
 }
 

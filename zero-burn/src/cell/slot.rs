@@ -39,6 +39,17 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) id: OnceLock<DistributedParamId>,
     /// How it is gathered where it is used, if not as it is.
     pub(crate) quantized: Option<Format>,
+    /// What its gradients have lost.
+    pub(crate) residual: Mutex<Residual>,
+}
+
+/// What a parameter's gradients have lost where this rank quantised them, for error feedback: it is added to those that come next.
+#[derive(Default)]
+pub(crate) struct Residual {
+    /// In the order of the parameter's elements, whatever bucket they come in: rows of a piece each. Empty before the first.
+    pub(crate) values: Vec<f32>,
+    /// Reductions so far.
+    pub(crate) reductions: usize,
 }
 
 /// What a parameter's first values were drawn from.
@@ -150,6 +161,7 @@ impl<B: Backend> Parameters<B> {
             resident,
             state_stays: AtomicBool::new(false),
             quantized,
+            residual: Mutex::default(),
             shape,
             dtype,
             place: AtomicU64::new(0),
@@ -168,6 +180,11 @@ impl<B: Backend> Parameters<B> {
     /// The parameters that `prepare` has seen, in the order of their numbers.
     pub(crate) fn slots(&self) -> Vec<Arc<Slot<B>>> {
         self.slots.lock().values().cloned().collect()
+    }
+
+    /// Bytes that are kept for error feedback.
+    pub(crate) fn residual_bytes(&self) -> u64 {
+        self.slots().iter().map(|slot| size_of_val(&slot.residual.lock().values[..]) as u64).sum()
     }
 
     /// The version of parameter `index` that is in use.

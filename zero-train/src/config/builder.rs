@@ -1,6 +1,6 @@
 //! A plan in code: the same keys, checks and arithmetic as a file's.
 
-use zero_burn::config::Float;
+use zero_burn::config::{ErrorFeedback, Float};
 use zero_core::Stage;
 
 use super::auto::Context;
@@ -131,6 +131,13 @@ impl ZeroPlanBuilder {
                 fp32.set("fp16", Node::of(&settings)).set("fp16.enabled", true)
             }
         }
+    }
+
+    /// Whether what quantised gradients lose is added to those that come next.
+    pub fn error_feedback(self, value: ErrorFeedback) -> Self {
+        let ErrorFeedback { err_beta, reset_interval } = value;
+        let loco = [("err_beta", f64::from(err_beta).into()), ("reset_T", reset_interval.into())];
+        self.set("zero_optimization.zeropp_loco_param", Node::map(loco))
     }
 
     /// Where optimizer state is kept.

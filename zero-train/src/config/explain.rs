@@ -122,7 +122,9 @@ impl ZeroPlan {
     fn reduction(&self, bucket: &str) -> String {
         let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", float_name(dtype)));
         let quantized = self.quantized_gradients.map_or(String::new(), |how| {
-            format!(", in {how}{}", if self.shard_size.is_some() { " across groups" } else { "" })
+            let across = if self.shard_size.is_some() { " across groups" } else { "" };
+            let feedback = if self.error_feedback.is_some() { " with error feedback" } else { "" };
+            format!(", in {how}{across}{feedback}")
         });
         let overlap = match self.overlap_comm {
             Some(true) => ", overlapped with the backward pass",

@@ -16,7 +16,7 @@ use burn::module::{AutodiffModule, ParamId};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use zero_burn::config;
-use zero_burn::module::ZeroAutodiff;
+use zero_burn::module::{ZeroAutodiff, reset_error_feedback};
 use zero_burn::optim::Fused;
 use zero_burn::pieces::{self, ParamPiece, RandomState};
 use zero_burn::stats::all_gather;
@@ -182,6 +182,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if let Some(rank) = failed.iter().position(|rank| rank[0] > 0.0) {
             return Err(EngineError::LoadFailed { rank, path: checkpoint.path().to_path_buf() });
         }
+        reset_error_feedback::<A::Base>();
         if let Some(state) = state {
             let random = pieces::random_state::<A::Base>();
             let mine = state.random.draws.get(self.device.rank()).copied();

@@ -47,8 +47,11 @@ impl MemoryNeed {
             if let Some(offload) = plan.offload_optimizer.as_ref().filter(|offload| is_there(&offload.device)) {
                 let stays = |bytes: u64| ((1.0 - offload.ratio) * bytes as f64) as u64;
                 state.optimizer = stays(state.optimizer);
-                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
-                state.gradients = if stage.shards_gradients() { stays(state.gradients) } else { state.gradients };
+                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend. What error
+                // feedback keeps is in the host's memory always.
+                let kept = residuals(profile, plan);
+                let leave = stage.shards_gradients();
+                state.gradients = if leave { stays(state.gradients - kept) + kept } else { state.gradients };
             }
             if plan.offload_param.as_ref().is_some_and(|offload| is_there(&offload.device)) {
                 state.parameters = 0;
@@ -132,7 +135,21 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
         // But for rows that are quantised already.
         (often(&|numel| how.bytes(numel)) - profile.frozen_bytes(|_| 0, is_large)) / ranks
     });
-    StateBytes { parameters: trained.parameters + frozen.parameters + second + codes, ..trained }
+    StateBytes {
+        parameters: trained.parameters + frozen.parameters + second + codes,
+        gradients: trained.gradients + residuals(profile, plan),
+        ..trained
+    }
+}
+
+/// Bytes that error feedback keeps on one rank: in fp32, of all that the rank quantises of its own.
+fn residuals(profile: &Profile, plan: &ZeroPlan) -> u64 {
+    let added_before = match (plan.secondary_shard_size, plan.shard_size) {
+        (Some(size), _) => size,
+        (None, Some(size)) if plan.stage.shards_optimizer() => size,
+        _ => 1,
+    };
+    plan.error_feedback.map_or(0, |_| 4 * profile.num_trained().div_ceil(added_before) as u64)
 }
 
 /// Bytes per parameter of each kind of model state.

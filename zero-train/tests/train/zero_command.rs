@@ -449,6 +449,7 @@ fn offload_options_do_not_contradict_a_file() {
         (&["--offload-ratio", "0.5"][..], "expected with --offload optimizer or all"),
         (&["--offload", "optimizer", "--offload-ratio", "1.5"], "expected a share from 0 to 1"),
         (&["--stage", "2", "--quantized-weights", "int8"], "expected --stage 3"),
+        (&["--error-feedback"], "expected --quantized-gradients"),
     ] {
         let (run, _) = trains(dir.path(), &[&["--steps", "1"], options].concat());
         let stderr = String::from_utf8(run.stderr).unwrap();

@@ -11,6 +11,7 @@ fn the_shared_deepspeed_file() {
         shard_size: None,
         secondary_shard_size: None,
         quantized_gradients: None,
+        error_feedback: None,
         quantized_weights: None,
         batch: Batch { global: 8, micro: 2, accumulation: 2 },
         reduce_bucket_size: 500_000,

@@ -97,6 +97,29 @@ fn gradients_are_quantized_to_what_the_key_says() {
 }
 
 #[test]
+fn what_gradients_lose_is_fed_back_as_the_section_says() {
+    let plan = |keys: &str| {
+        let zero = format!(r#"{{"stage": 2, "zero_quantized_gradients": true, "zeropp_loco_param": {keys}}}"#);
+        json(&format!(r#"{{"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {zero}}}"#), &on(4))
+    };
+    let feedback = |keys| plan(keys).unwrap().zero_config(0).error_feedback;
+    let loco = |err_beta, reset_interval| Some(ErrorFeedback { err_beta, reset_interval });
+    assert_eq!((feedback("{}"), feedback("null")), (loco(0.8, 1024), None));
+    assert_eq!(feedback(r#"{"err_beta": 0.5, "reset_T": 7}"#), loco(0.5, 7));
+    let explained = plan("{}").unwrap().explain();
+    assert!(explained.contains("averaged over the ranks, in int8 with error feedback in buckets"), "{explained}");
+    let built = ZeroPlan::builder(Stage::Gradients).quantized_gradients(true);
+    let built = built.error_feedback(ErrorFeedback::default()).build(2).unwrap();
+    assert_eq!(built.error_feedback, loco(0.8, 1024));
+    insta::assert_snapshot!(plan(r#"{"err_beta": 1, "reset_T": 0}"#).unwrap_err(), @r"
+    ds.json: zero_optimization.zeropp_loco_param.err_beta: expected a number of at least 0 and below 1, got 1
+    ds.json: zero_optimization.zeropp_loco_param.reset_T: expected a whole number of at least 1, got 0
+    ");
+    let alone = r#"{"train_batch_size": 2, "zero_optimization": {"zeropp_loco_param": {}}}"#;
+    insta::assert_snapshot!(json(alone, &on(2)).unwrap_err(), @"ds.json: zero_optimization.zeropp_loco_param: it is of quantised gradients: expected zero_quantized_gradients with it, or neither");
+}
+
+#[test]
 fn weights_are_quantized_to_what_the_key_says_at_stage_3() {
     let plan = |stage: usize, keys: &str| {
         let zero = format!(r#"{{"stage": {stage}, {keys}}}"#);
