@@ -241,6 +241,9 @@ pub struct ZeroConfig {
     /// saved and read out has all digits. The codes of a rank's piece are kept beside it while it is in memory. A parameter that was
     /// made in fp16 is gathered as it is: it may be quantised already. Stage 3 only. Default: no. DeepSpeed's `zero_quantized_weights`.
     pub quantized_weights: Option<Format>,
+    /// The same of parameters that are frozen, as `prepare` finds them, whatever is done with those that are trained. Stage 3 only.
+    /// Default: as with the others. DeepSpeed's `zero_quantized_nontrainable_weights`.
+    pub quantized_nontrainable_weights: Option<Format>,
     /// Gradients are reduced beside the backward pass, as they come; otherwise after it, by `collect_grads`, which keeps
     /// them whole until then. Default true; DeepSpeed's `overlap_comm`.
     pub overlap_comm: bool,
@@ -297,7 +300,16 @@ impl ZeroConfig {
     }
 
     fn gathers_one_sided(&self, world: usize) -> bool {
-        self.secondary_mesh(world).is_some() || self.quantized_weights.is_some()
+        self.secondary_mesh(world).is_some() || self.quantizes_weights()
+    }
+
+    fn quantizes_weights(&self) -> bool {
+        self.quantized_weights.or(self.quantized_nontrainable_weights).is_some()
+    }
+
+    /// How large parameters are gathered where they are used: those that are trained, and those that are frozen.
+    pub fn weights(&self) -> [Option<Format>; 2] {
+        [self.quantized_weights, self.quantized_nontrainable_weights.or(self.quantized_weights)]
     }
 
     /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds over all ranks, in one hop, in the
@@ -327,7 +339,7 @@ impl ZeroConfig {
                 return Err(ConfigError::SecondaryShards { got: size, world });
             }
         }
-        if self.quantized_weights.is_some() && !self.stage.shards_parameters() {
+        if self.quantizes_weights() && !self.stage.shards_parameters() {
             return Err(ConfigError::QuantizedWeights { stage: self.stage });
         }
         if let Some(ErrorFeedback { err_beta, reset_interval }) = self.error_feedback
@@ -394,6 +406,7 @@ impl Default for ZeroConfig {
             quantized_gradients: None,
             error_feedback: None,
             quantized_weights: None,
+            quantized_nontrainable_weights: None,
             overlap_comm: true,
             gradient_predivide_factor: 1.0,
             gathers: Gathers::default(),
@@ -430,7 +443,7 @@ pub enum ConfigError {
     },
     /// Weights that are quantised where they are not gathered for each use.
     #[error(
-        "quantized_weights is given at {stage}: only at stage 3 are parameters gathered where they are used; leave it out, or \
+        "quantized_weights or quantized_nontrainable_weights is given at {stage}: only at stage 3 are parameters gathered where they are used; leave it out, or \
          choose stage 3"
     )]
     QuantizedWeights {
@@ -487,7 +500,8 @@ mod tests {
         for stage in Stage::ALL {
             let cut = ZeroConfig { secondary_shard_size: Some(2), ..ZeroConfig::new(stage) };
             let quantized = ZeroConfig { quantized_weights: Some(Format::Int8), ..ZeroConfig::new(stage) };
-            for config in [cut, quantized] {
+            let frozen = ZeroConfig { quantized_nontrainable_weights: Some(Format::Int8), ..ZeroConfig::new(stage) };
+            for config in [cut, quantized, frozen] {
                 let told = config.validate(4).err().map(|error| error.to_string());
                 assert_eq!(told.is_none(), stage == Stage::Parameters, "{told:?}");
                 assert!(told.is_none_or(|told| told.contains("stage 3")));

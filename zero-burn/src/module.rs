@@ -140,6 +140,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             if self.seen.insert((id, cell.key)) {
                 self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
                 self.trained.extend(tracked.then(|| slot.clone()));
+                slot.is_frozen.store(!tracked, Ordering::Relaxed);
             }
             self.places += 1;
             slot.place.store(self.places, Ordering::Relaxed);

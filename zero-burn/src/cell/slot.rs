@@ -37,8 +37,10 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
     pub(crate) id: OnceLock<DistributedParamId>,
-    /// How it is gathered where it is used, if not as it is.
-    pub(crate) quantized: Option<Format>,
+    /// How it is gathered where it is used, if not as it is: when it is trained, and when it is frozen.
+    pub(crate) formats: [Option<Format>; 2],
+    /// Which of both it is, as `prepare` has found it.
+    pub(crate) is_frozen: AtomicBool,
     /// What its gradients have lost.
     pub(crate) residual: Mutex<Residual>,
 }
@@ -116,6 +118,13 @@ impl Names {
     }
 }
 
+impl<B: Backend> Slot<B> {
+    /// How it is gathered where it is used, if not as it is.
+    pub(crate) fn quantized(&self) -> Option<Format> {
+        self.formats[usize::from(self.is_frozen.load(Ordering::Relaxed))]
+    }
+}
+
 impl<B: Backend> core::fmt::Display for Slot<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         write!(f, "parameter {} {:?}", self.index, self.shape.as_slice())
@@ -153,14 +162,15 @@ impl<B: Backend> Parameters<B> {
         (shape, dtype): (Shape, DType),
         partition: Partition,
         resident: bool,
-        quantized: Option<Format>,
+        formats: [Option<Format>; 2],
     ) -> Arc<Slot<B>> {
         Arc::new(Slot {
             index: self.numbered.fetch_add(1, Ordering::Relaxed),
             partition,
             resident,
             state_stays: AtomicBool::new(false),
-            quantized,
+            formats,
+            is_frozen: AtomicBool::new(false),
             residual: Mutex::default(),
             shape,
             dtype,

@@ -68,6 +68,8 @@ impl ZeroPlanBuilder {
         quantized_gradients_format: &str => "zero_optimization.zero_quantized_gradients_format";
         /// Whether weights are quantised when they are gathered. Stage 3.
         quantized_weights: bool => "zero_optimization.zero_quantized_weights";
+        /// Whether frozen weights are, whatever is done with the others. Stage 3.
+        quantized_nontrainable_weights: bool => "zero_optimization.zero_quantized_nontrainable_weights";
         /// To what: `int8`, the default, `int4` or `nf4`. Stage 3.
         quantized_weights_format: &str => "zero_optimization.zero_quantized_weights_format";
         /// Elements gathered ahead of their use. Stage 3.

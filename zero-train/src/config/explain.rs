@@ -106,7 +106,12 @@ impl ZeroPlan {
             (_, Some(size)) => format!("; a second cut of the parameters serves gathers {}", groups(size)),
             _ => String::new(),
         };
-        cut + &self.quantized_weights.map_or(String::new(), |how| format!("; large weights are gathered in {how}"))
+        let weights = match (self.quantized_weights, self.quantized_nontrainable_weights) {
+            (Some(how), _) => format!("; large weights are gathered in {how}"),
+            (_, Some(how)) => format!("; large frozen weights are gathered in {how}"),
+            _ => String::new(),
+        };
+        cut + &weights
     }
 
     fn sharding(&self) -> String {

@@ -69,6 +69,8 @@ pub struct ZeroPlan {
     pub error_feedback: Option<ErrorFeedback>,
     /// How weights are quantised when they are gathered; `None` gathers them as they are.
     pub quantized_weights: Option<Format>,
+    /// The same of frozen ones; `None` as the others.
+    pub quantized_nontrainable_weights: Option<Format>,
     /// The type gradients of micro-batches are added up in; `None` is their own.
     pub grad_accum_dtype: Option<Float>,
     /// The optimizer; `None` leaves it to the program.
@@ -114,6 +116,7 @@ impl ZeroPlan {
             quantized_gradients: self.quantized_gradients,
             error_feedback: self.error_feedback,
             quantized_weights: self.quantized_weights,
+            quantized_nontrainable_weights: self.quantized_nontrainable_weights,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,
             max_live_parameters: self.max_live_parameters,

@@ -69,6 +69,10 @@ impl Config {
                 top.filled(key, by, Some(Node::from(value)));
             }
         }
+        let weights = |key| {
+            let format = quantized(&zero, key, "zero_quantized_weights_format");
+            format.filter(|_| self.stage.shards_parameters())
+        };
         let plan = ZeroPlan {
             stage: self.stage,
             world,
@@ -92,8 +96,8 @@ impl Config {
             communication_data_type: float_named(&top.get::<String>("communication_data_type")),
             quantized_gradients: quantized(&zero, "zero_quantized_gradients", "zero_quantized_gradients_format"),
             error_feedback: error_feedback(&zero),
-            quantized_weights: quantized(&zero, "zero_quantized_weights", "zero_quantized_weights_format")
-                .filter(|_| self.stage.shards_parameters()),
+            quantized_weights: weights("zero_quantized_weights"),
+            quantized_nontrainable_weights: weights("zero_quantized_nontrainable_weights"),
             grad_accum_dtype: float_named(&top.section("data_types").get::<String>("grad_accum_dtype")),
             schedule: schedule::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,

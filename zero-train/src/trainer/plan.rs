@@ -186,11 +186,12 @@ impl Plan {
         // What is gathered for each use is what may be quantised.
         let parameter = self.zero.param_dtype.size();
         let exactly = |numel: usize| numel * parameter;
-        let as_used = |numel: usize| self.zero.quantized_weights.map_or(exactly(numel), |how| how.bytes(numel));
+        let [as_trained, as_frozen] =
+            self.zero.weights().map(|how| move |numel| how.map_or(exactly(numel), |how| how.bytes(numel)));
         let is_large = |numel: usize| numel > threshold;
         let large = profile.parameters.iter().filter(|&&numel| is_large(numel));
-        let used =
-            large.clone().map(|&numel| as_used(numel) as u64).sum::<u64>() + profile.frozen_bytes(as_used, is_large);
+        let used = large.clone().map(|&numel| as_trained(numel) as u64).sum::<u64>()
+            + profile.frozen_bytes(as_frozen, is_large);
         let persistent: u64 = profile.parameters.iter().filter(|&&numel| numel <= threshold).sum::<usize>() as u64;
         let (shards, micro_batches) = (self.plan.shards() as u64, self.plan.batch.accumulation as u64);
         let replicas = self.plan.world as u64 / shards;

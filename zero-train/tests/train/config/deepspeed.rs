@@ -13,6 +13,7 @@ fn the_shared_deepspeed_file() {
         quantized_gradients: None,
         error_feedback: None,
         quantized_weights: None,
+        quantized_nontrainable_weights: None,
         batch: Batch { global: 8, micro: 2, accumulation: 2 },
         reduce_bucket_size: 500_000,
         prefetch_bucket_size: 50_000,
