@@ -203,6 +203,30 @@ fn frozen_weights_alone_take_the_bytes_of_their_bits() {
     }
 }
 
+/// What quantised runs would have received is what others receive.
+#[test]
+fn uncompressed_bytes_are_those_of_a_run_without_quantisation() {
+    for (stage, shards, second) in [
+        (Stage::Gradients, None, None),
+        (Stage::Parameters, None, None),
+        (Stage::Parameters, Some(2), None),
+        (Stage::Parameters, None, Some(2)),
+    ] {
+        let mut run = run(stage, 4);
+        (run.zero.shard_size, run.zero.secondary_shard_size) = (shards, second);
+        let plain = gpt2_stats(&run)[0].wire_bytes;
+        assert_eq!((plain.total(), plain.all_gather), (plain.uncompressed.total(), plain.uncompressed.all_gather));
+        run.zero.quantized_gradients = Some(Format::Int4);
+        run.zero.quantized_weights = Some(Format::Int8).filter(|_| stage.shards_parameters());
+        let quantized = gpt2_stats(&run)[0].wire_bytes;
+        // Two hops of gradients, when they are quantised beside a second cut, bring as much as one over all ranks.
+        let (uncompressed, expected) = (quantized.uncompressed.total(), plain.total());
+        println!("stage {stage}, {shards:?}, {second:?}: {} sent, {uncompressed} for {expected}", quantized.total());
+        assert_eq!(uncompressed, expected);
+        assert!(10 * quantized.total() < 9 * uncompressed, "{} and {uncompressed}", quantized.total());
+    }
+}
+
 /// In fp32, of all that a rank quantises.
 #[test]
 fn error_feedback_takes_the_bytes_of_what_it_keeps() {

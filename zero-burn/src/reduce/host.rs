@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
+use zero_core::accounting::WireKind;
 use zero_core::collective::Joined;
-use zero_core::{Buffer, CommError, Mesh, Pending, ReduceOp, Request};
+use zero_core::{Buffer, Collective, CommError, Mesh, Pending, ReduceOp, Request};
 use zero_ops::Shared;
 use zero_ops::quantized::Format;
 
@@ -66,7 +67,7 @@ impl Host {
         let Some(how) = self.quantized else { return Ok(across.all_reduce(reduced, ReduceOp::Sum)?.into_f32()) };
         let mut reduced = reduced.into_f32();
         if self.on_the_way.is_some() {
-            let codes = self.encode(how, reduced, bucket);
+            let codes = self.encode(how, &**across, reduced, bucket);
             return Ok(quantized::sum(how, across.all_to_all(codes)?, bucket.row));
         }
         self.compensate(&mut reduced, bucket);
@@ -74,17 +75,24 @@ impl Host {
         let mut rows_lost = lost.chunks_mut(bucket.row);
         // Row by row, so that at every stage the same values share a scale.
         for row in reduced.chunks_mut(bucket.row) {
-            quantized::all_reduce(how, &**across, row, rows_lost.next())?;
+            quantized::all_reduce(how, &**across, row, rows_lost.next(), self.sent_as)?;
         }
         self.keep(&mut lost, bucket);
         Ok(reduced)
     }
 
-    /// The codes of each row of `values`, with what those before them have lost.
-    fn encode<B: Backend>(&self, how: Format, mut values: Vec<f32>, bucket: &Bucket<'_, B>) -> Buffer {
+    /// The codes of each row of `values`, for a rank of `comm` each, with what those before them have lost.
+    fn encode<B: Backend>(
+        &self,
+        how: Format,
+        comm: &dyn Collective,
+        mut values: Vec<f32>,
+        bucket: &Bucket<'_, B>,
+    ) -> Buffer {
         let rows = values.len() / bucket.row;
         self.compensate(&mut values, bucket);
         let codes = quantized::encode(how, &values, rows);
+        quantized::count(how, comm, WireKind::AllToAll, bucket.row, self.sent_as);
         if self.error_feedback.is_some() {
             quantized::subtract(how, &codes, &mut values, rows);
             self.keep(&mut values, bucket);
@@ -202,7 +210,9 @@ impl<B: Backend> Medium<B> for Host {
     ) -> Result<Pending, CommError> {
         let rows = std::mem::take(&mut self.rows);
         let request = match (self.quantizes_within(), self.shards) {
-            (Some(how), _) => Request::AllToAll(self.encode(how, rows, &Bucket { row, segments, pieces })),
+            (Some(how), _) => {
+                Request::AllToAll(self.encode(how, &*self.hops.within, rows, &Bucket { row, segments, pieces }))
+            }
             (None, true) => Request::ReduceScatter(Buffer::from_f32(rows, self.sent_as), ReduceOp::Sum),
             (None, false) => Request::AllReduce(Buffer::from_f32(rows, self.sent_as), ReduceOp::Sum),
         };

@@ -637,6 +637,9 @@ fn bytes_are_those_of_the_formulas() {
             assert!((got / formula - 1.0).abs() < 0.01, "stage {stage}{keys}: {got} bytes for {formula}");
         };
         near(&wire.into(), &summary["wire_bytes_per_step_formula"]);
+        let uncompressed = summary["wire_bytes_per_step_uncompressed"].as_u64().unwrap();
+        let sent = summary["wire_bytes_per_step"].as_u64().unwrap();
+        assert_eq!(uncompressed > sent, keys.contains("quantized"), "{keys}: {uncompressed}, and {sent} sent");
         // Those of micro-batches are added up beside those that come.
         if accumulation == 1 {
             let [held, formula] =
