@@ -7,13 +7,14 @@ use burn::module::{AutodiffModule, Module, ParamId};
 use burn::optim::GradientsParams;
 #[cfg(feature = "cubecl")]
 use burn_backend::BackendTypes;
-use burn_backend::TensorData;
 use burn_backend::ops::FloatTensorOps;
+use burn_backend::{Backend, TensorData};
 #[cfg(feature = "cubecl")]
 use burn_std::DType;
 use zero_core::ReduceOp;
 
 use crate::autodiff::ZeroAutodiff;
+use crate::cell::slot::Residual;
 use crate::cell::{Cell, Kind};
 use crate::context::Context;
 use crate::elementwise::own_piece;
@@ -81,6 +82,14 @@ pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
             cell.slot.iter().for_each(|slot| slot.is_counted.store(false, Ordering::Relaxed));
         }
     });
+}
+
+/// Has error feedback ([`ErrorFeedback`](crate::config::ErrorFeedback)) begin anew on this rank: after an update that was not made, or
+/// a change of the loss scale, what it keeps is of other gradients than those that come next. Every rank must call it, between passes.
+pub fn reset_error_feedback<B: Backend>() {
+    for slot in Context::<B>::current().rank.parameters.slots() {
+        *slot.residual.lock() = Residual::default();
+    }
 }
 
 /// The L2 norm over all gradients of the module, the same on every rank and at every stage; over those of all its parts along foreign

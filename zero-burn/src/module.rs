@@ -22,7 +22,7 @@ use crate::birth::{Fill, parameter};
 use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
-pub use crate::grads::{first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient};
+pub use crate::grads::{first_nonfinite, grad_norm, replicated_along, reset_error_feedback, scale_grads, set_gradient};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::sign;
 use crate::reduce::Phase;
@@ -140,6 +140,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             if self.seen.insert((id, cell.key)) {
                 self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
                 self.trained.extend(tracked.then(|| slot.clone()));
+                slot.is_frozen.store(!tracked, Ordering::Relaxed);
             }
             self.places += 1;
             slot.place.store(self.places, Ordering::Relaxed);

@@ -16,6 +16,22 @@ macro_rules! wire_kinds {
             /// What of all these came from ranks on other machines.
             #[serde(default)]
             pub from_other_machines: u64,
+            /// What each would have been had nothing been quantised.
+            #[serde(default)]
+            pub uncompressed: Uncompressed,
+        }
+
+        /// Bytes by operation as they would have been had nothing been quantised.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+        pub struct Uncompressed {
+            $(#[doc = $doc] pub $field: u64,)*
+        }
+
+        impl Uncompressed {
+            /// Sum over the operations.
+            pub fn total(&self) -> u64 {
+                [$(self.$field),*].iter().sum()
+            }
         }
 
         impl WireBytes {
@@ -26,13 +42,16 @@ macro_rules! wire_kinds {
 
             /// Every count.
             pub fn counts_mut(&mut self) -> impl Iterator<Item = &mut u64> {
-                [$(&mut self.$field,)* &mut self.from_other_machines].into_iter()
+                let uncompressed = &mut self.uncompressed;
+                let counts = [$(&mut self.$field,)* &mut self.from_other_machines, $(&mut uncompressed.$field),*];
+                counts.into_iter()
             }
 
             /// What was moved since `earlier`.
             pub fn since(&self, earlier: &WireBytes) -> WireBytes {
                 let from_other_machines = self.from_other_machines - earlier.from_other_machines;
-                WireBytes { $($field: self.$field - earlier.$field,)* from_other_machines }
+                let uncompressed = Uncompressed { $($field: self.uncompressed.$field - earlier.uncompressed.$field,)* };
+                WireBytes { $($field: self.$field - earlier.$field,)* from_other_machines, uncompressed }
             }
         }
 
@@ -55,6 +74,8 @@ macro_rules! wire_kinds {
         #[derive(Debug, Default)]
         pub struct WireCounter {
             by_kind: [AtomicU64; [$(stringify!($kind)),*].len()],
+            /// Beyond those: what quantising them has saved.
+            saved: [AtomicU64; [$(stringify!($kind)),*].len()],
             from_other_machines: AtomicU64,
         }
 
@@ -62,6 +83,12 @@ macro_rules! wire_kinds {
             /// Adds `bytes` received. Relaxed: a statistic, it orders nothing.
             pub fn add(&self, kind: WireKind, bytes: usize) {
                 self.by_kind[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+            }
+
+            /// Notes that what was added as `sent` bytes stands for so many.
+            pub fn add_uncompressed(&self, kind: WireKind, uncompressed: usize, sent: usize) {
+                // Codes of few numbers are longer: sums wrap, and are right.
+                self.saved[kind as usize].fetch_add((uncompressed as u64).wrapping_sub(sent as u64), Ordering::Relaxed);
             }
 
             /// Notes that so many of the bytes that were added came from other machines.
@@ -72,9 +99,13 @@ macro_rules! wire_kinds {
             /// The count so far.
             pub fn read(&self) -> WireBytes {
                 let from_other_machines = self.from_other_machines.load(Ordering::Relaxed);
+                let [by_kind, saved] = [&self.by_kind, &self.saved];
+                let sent = |kind: WireKind| by_kind[kind as usize].load(Ordering::Relaxed);
+                let uncompressed = |kind| sent(kind).wrapping_add(saved[kind as usize].load(Ordering::Relaxed));
                 WireBytes {
-                    $($field: self.by_kind[WireKind::$kind as usize].load(Ordering::Relaxed),)*
+                    $($field: sent(WireKind::$kind),)*
                     from_other_machines,
+                    uncompressed: Uncompressed { $($field: uncompressed(WireKind::$kind),)* },
                 }
             }
         }
@@ -162,5 +193,10 @@ mod tests {
         counter.add(WireKind::ReduceScatter, 5);
         let moved = counter.read().since(&before);
         assert_eq!((moved.all_gather, moved.reduce_scatter, moved.total()), (4, 5, 9));
+        counter.add_uncompressed(WireKind::AllGather, 16, 4);
+        counter.add_uncompressed(WireKind::ReduceScatter, 4, 5);
+        let moved = counter.read().since(&before);
+        assert_eq!((moved.all_gather, moved.uncompressed.all_gather), (4, 16));
+        assert_eq!((moved.uncompressed.reduce_scatter, moved.uncompressed.total()), (4, 20));
     }
 }

@@ -87,6 +87,7 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
         4,
         vec!["--stage", "3", "--secondary-shard-size", "2", "--quantized-gradients", "int4", "--accumulation", "2"],
     ));
+    runs.push((4, vec!["--stage", "2", "--shard-size", "2", "--quantized-gradients", "int4", "--error-feedback"]));
     runs.push((2, vec!["--stage", "3", "--offload", "all", "--swap", &swap]));
     for (place, (ranks, options)) in runs.iter().enumerate() {
         let options: Vec<&str> = options.iter().copied().chain(["--steps", "4"]).collect();

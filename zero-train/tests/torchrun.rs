@@ -94,6 +94,7 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
             4,
             vec!["--stage", "3", "--secondary-shard-size", "2", "--quantized-gradients", "int4", "--accumulation", "2"],
         ),
+        (4, vec!["--stage", "2", "--shard-size", "2", "--quantized-gradients", "int4", "--error-feedback"]),
         // One process is what it is without a launcher, and has one rank unless it is told otherwise.
         (1, vec!["--stage", "1"]),
     ];

@@ -4,10 +4,16 @@
 
 use crate::common;
 
-use common::{Run, gpt2_stats};
-use zero_burn::config::ZeroConfig;
-use zero_core::Stage;
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Tensor, TensorData};
+use burn_flex::Flex;
+use common::{B, Run, gpt2_stats, on_ranks};
+use zero_burn::config::{ErrorFeedback, ZeroConfig};
+use zero_burn::module::prepare;
+use zero_burn::stats::rank_stats;
 use zero_core::estimate::{Precision, model_state};
+use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
 use zero_ops::quantized::Format;
 
@@ -143,6 +149,103 @@ fn quantized_gradients_take_the_bytes_of_their_bits() {
         assert!((quantized as f64 / (within + part) as f64 - 1.0).abs() < 0.02, "{quantized} for {}", within + part);
         let back = if is_meshed { part } else { 0 };
         assert!((with_sums - gathered).abs_diff(back) <= back / 50, "{with_sums} - {gathered} for {back}");
+    }
+}
+
+/// What a frozen and a trained layer make of the same rows, and the bytes of their gathers on rank 0.
+fn frozen_beside_trained(config: &ZeroConfig, ranks: usize) -> ([Vec<f32>; 2], [u64; 2]) {
+    on_ranks(ranks, config, |device| {
+        let layer = || LinearConfig::new(64, 60).with_bias(false).init::<B>(&device);
+        let layers: (Linear<B>, Linear<B>) = prepare::<B, _>((layer().no_grad(), layer()), &device);
+        let rows: Vec<f32> = (0..128).map(|i| (i * i % 13) as f32 / 6.0 - 1.0).collect();
+        let rows = Tensor::<B, 2>::from_data(TensorData::new(rows, [2, 64]), &device);
+        let use_of = |layer: &Linear<B>| {
+            let before = rank_stats::<Flex>().wire_bytes.all_gather;
+            let made = layer.forward(rows.clone()).into_data().into_vec().unwrap();
+            (made, rank_stats::<Flex>().wire_bytes.all_gather - before)
+        };
+        let (frozen, trained) = (use_of(&layers.0), use_of(&layers.1));
+        ([frozen.0, trained.0], [frozen.1, trained.1])
+    })
+    .swap_remove(0)
+}
+
+/// What is trained is gathered with all its digits beside what is frozen, and the other way about as it is asked for.
+#[test]
+fn frozen_weights_alone_take_the_bytes_of_their_bits() {
+    for (ranks, second) in [(2, None), (3, None), (4, Some(2))] {
+        let run = |trained: Option<Format>, frozen: Option<Format>| {
+            let config = ZeroConfig {
+                param_persistence_threshold: 0,
+                secondary_shard_size: second,
+                quantized_weights: trained,
+                quantized_nontrainable_weights: frozen,
+                ..ZeroConfig::new(Stage::Parameters)
+            };
+            frozen_beside_trained(&config, ranks)
+        };
+        let ([frozen, trained], exact_bytes) = run(None, None);
+        for how in [Format::Int8, Format::Int4] {
+            let ([made, as_it_is], bytes) = run(None, Some(how));
+            assert_eq!(as_it_is, trained, "{ranks} ranks, {second:?}, {how}");
+            let off = made.iter().zip(&frozen).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off > 0.0 && off < 0.5, "{ranks} ranks, {second:?}, {how}: {off}");
+            assert_eq!(bytes[1], exact_bytes[1], "{ranks} ranks, {second:?}, {how}");
+            if second.is_none() {
+                let pieces = (1..ranks).map(|rank| Partition::new(64 * 60, ranks).len(rank));
+                assert_eq!(bytes[0], pieces.map(|numel| how.bytes(numel) as u64).sum::<u64>());
+            }
+            let ([both, other], _) = run(Some(how), None);
+            assert!(both == made && other != trained, "{ranks} ranks, {second:?}, {how}: all of them");
+            let ([frozen_so, trained_so], _) = run(Some(Format::Int8), Some(Format::Nf4));
+            assert!(frozen_so != both && trained_so != trained, "{ranks} ranks, {second:?}: each its own");
+        }
+    }
+}
+
+/// What quantised runs would have received is what others receive.
+#[test]
+fn uncompressed_bytes_are_those_of_a_run_without_quantisation() {
+    for (stage, shards, second) in [
+        (Stage::Gradients, None, None),
+        (Stage::Parameters, None, None),
+        (Stage::Parameters, Some(2), None),
+        (Stage::Parameters, None, Some(2)),
+    ] {
+        let mut run = run(stage, 4);
+        (run.zero.shard_size, run.zero.secondary_shard_size) = (shards, second);
+        let plain = gpt2_stats(&run)[0].wire_bytes;
+        assert_eq!((plain.total(), plain.all_gather), (plain.uncompressed.total(), plain.uncompressed.all_gather));
+        run.zero.quantized_gradients = Some(Format::Int4);
+        run.zero.quantized_weights = Some(Format::Int8).filter(|_| stage.shards_parameters());
+        let quantized = gpt2_stats(&run)[0].wire_bytes;
+        // Two hops of gradients, when they are quantised beside a second cut, bring as much as one over all ranks.
+        let (uncompressed, expected) = (quantized.uncompressed.total(), plain.total());
+        println!("stage {stage}, {shards:?}, {second:?}: {} sent, {uncompressed} for {expected}", quantized.total());
+        assert_eq!(uncompressed, expected);
+        assert!(10 * quantized.total() < 9 * uncompressed, "{} and {uncompressed}", quantized.total());
+    }
+}
+
+/// In fp32, of all that a rank quantises.
+#[test]
+fn error_feedback_takes_the_bytes_of_what_it_keeps() {
+    for (stage, shards, second, part) in [
+        (Stage::DataParallel, None, None, 1),
+        (Stage::Parameters, None, None, 1),
+        (Stage::Gradients, Some(2), None, 2),
+        (Stage::DataParallel, Some(2), None, 1),
+        (Stage::Parameters, None, Some(2), 2),
+    ] {
+        let mut run = run(stage, 4);
+        (run.zero.shard_size, run.zero.secondary_shard_size) = (shards, second);
+        run.zero.quantized_gradients = Some(Format::Int4);
+        let gradients = |run: &Run| gpt2_stats(run)[0].model_state_bytes.gradients;
+        let without = gradients(&run);
+        run.zero.error_feedback = Some(ErrorFeedback::default());
+        let (kept, expected) = (gradients(&run) - without, 4 * run.model.num_params() as u64 / part);
+        println!("stage {stage}, {shards:?}, {second:?}: {kept} bytes for {expected}");
+        assert!((kept as f64 / expected as f64 - 1.0).abs() < 0.02, "{kept} for {expected}");
     }
 }
 

@@ -44,12 +44,13 @@ impl<B: Backend> Drop for Codes<B> {
 impl<B: Backend> Cell<B> {
     /// How this is gathered where it is used, if not as it is.
     pub(crate) fn quantized(&self) -> Option<Format> {
-        self.slot.as_ref().filter(|_| self.is_version)?.quantized
+        self.slot.as_ref().filter(|_| self.is_version)?.quantized()
     }
 
-    /// The name of the codes.
+    /// The name of the codes: of what may come to be frozen from its birth on.
     pub(super) fn codes_key(&self) -> Option<Key> {
-        self.quantized().and(self.key).map(Names::codes)
+        let slot = self.slot.as_ref().filter(|_| self.is_version)?;
+        slot.formats.iter().flatten().next().and(self.key).map(Names::codes)
     }
 
     /// The codes of this rank's piece, once it is settled. They are kept with a piece that is in memory.

@@ -165,31 +165,31 @@ impl<B: Backend> Rank<B> {
     /// Numbers a new parameter.
     pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
         // What is born in fp16 may be rows that are quantised already, whose numbers mean nothing.
-        let quantized = self.quantized(shape.num_elements(), dtype).filter(|_| dtype != DType::F16);
-        self.slot(shape, dtype, quantized)
+        let formats = self.formats(shape.num_elements(), dtype).map(|how| how.filter(|_| dtype != DType::F16));
+        self.slot(shape, dtype, formats)
     }
 
-    fn slot(&self, shape: Shape, dtype: DType, quantized: Option<Format>) -> Arc<Slot<B>> {
+    fn slot(&self, shape: Shape, dtype: DType, formats: [Option<Format>; 2]) -> Arc<Slot<B>> {
         let partition = self.partition(shape.num_elements());
         let resident = self.parameters.is_resident(partition.stride(), self.config.offload.disk.max_in_memory);
-        self.parameters.number((shape, dtype), partition, resident, quantized)
+        self.parameters.number((shape, dtype), partition, resident, formats)
     }
 
     /// How a parameter is gathered where it is used: small ones, whose wholes are kept, are gathered as they are.
-    fn quantized(&self, numel: usize, dtype: DType) -> Option<Format> {
+    fn formats(&self, numel: usize, dtype: DType) -> [Option<Format>; 2] {
         let is_gathered_often = numel > self.config.param_persistence_threshold && self.mesh.shards() > 1;
         let has_codes = matches!(dtype, DType::F16 | DType::BF16 | DType::F32);
-        self.config.quantized_weights.filter(|_| is_gathered_often && has_codes)
+        self.config.weights().map(|how| how.filter(|_| is_gathered_often && has_codes))
     }
 
     /// Numbers a parameter with the first values of another: one that takes its place, in another type, stays in memory if that
     /// did.
     pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
         let replaced = match dtype == slot.dtype {
-            true => self.slot(slot.shape.clone(), dtype, slot.quantized),
+            true => self.slot(slot.shape.clone(), dtype, slot.formats),
             false => {
-                let quantized = self.quantized(slot.partition.numel(), dtype);
-                self.parameters.number((slot.shape.clone(), dtype), slot.partition, slot.resident, quantized)
+                let formats = self.formats(slot.partition.numel(), dtype);
+                self.parameters.number((slot.shape.clone(), dtype), slot.partition, slot.resident, formats)
             }
         };
         slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));

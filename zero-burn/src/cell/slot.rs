@@ -39,8 +39,21 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
     pub(crate) id: OnceLock<DistributedParamId>,
-    /// How it is gathered where it is used, if not as it is.
-    pub(crate) quantized: Option<Format>,
+    /// How it is gathered where it is used, if not as it is: when it is trained, and when it is frozen.
+    pub(crate) formats: [Option<Format>; 2],
+    /// Which of both it is, as `prepare` has found it.
+    pub(crate) is_frozen: AtomicBool,
+    /// What its gradients have lost.
+    pub(crate) residual: Mutex<Residual>,
+}
+
+/// What a parameter's gradients have lost where this rank quantised them, for error feedback: it is added to those that come next.
+#[derive(Default)]
+pub(crate) struct Residual {
+    /// In the order of the parameter's elements, whatever bucket they come in: rows of a piece each. Empty before the first.
+    pub(crate) values: Vec<f32>,
+    /// Reductions so far.
+    pub(crate) reductions: usize,
 }
 
 /// What a parameter's first values were drawn from.
@@ -107,6 +120,13 @@ impl Names {
     }
 }
 
+impl<B: Backend> Slot<B> {
+    /// How it is gathered where it is used, if not as it is.
+    pub(crate) fn quantized(&self) -> Option<Format> {
+        self.formats[usize::from(self.is_frozen.load(Ordering::Relaxed))]
+    }
+}
+
 impl<B: Backend> core::fmt::Display for Slot<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         write!(f, "parameter {} {:?}", self.index, self.shape.as_slice())
@@ -144,7 +164,7 @@ impl<B: Backend> Parameters<B> {
         (shape, dtype): (Shape, DType),
         partition: Partition,
         resident: bool,
-        quantized: Option<Format>,
+        formats: [Option<Format>; 2],
     ) -> Arc<Slot<B>> {
         Arc::new(Slot {
             index: self.numbered.fetch_add(1, Ordering::Relaxed),
@@ -152,7 +172,9 @@ impl<B: Backend> Parameters<B> {
             resident,
             state_stays: AtomicBool::new(false),
             is_counted: AtomicBool::new(true),
-            quantized,
+            formats,
+            is_frozen: AtomicBool::new(false),
+            residual: Mutex::default(),
             shape,
             dtype,
             place: AtomicU64::new(0),
@@ -171,6 +193,11 @@ impl<B: Backend> Parameters<B> {
     /// The parameters that `prepare` has seen, in the order of their numbers.
     pub(crate) fn slots(&self) -> Vec<Arc<Slot<B>>> {
         self.slots.lock().values().cloned().collect()
+    }
+
+    /// Bytes that are kept for error feedback.
+    pub(crate) fn residual_bytes(&self) -> u64 {
+        self.slots().iter().map(|slot| size_of_val(&slot.residual.lock().values[..]) as u64).sum()
     }
 
     /// The version of parameter `index` that is in use.

@@ -104,6 +104,7 @@ fn count<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) 
     for owner in owners.filter(|&owner| owner != cell.place()) {
         let bytes = sent(cell, how, partition.len(owner));
         rank.wire.add(WireKind::AllGather, bytes);
+        rank.wire.add_uncompressed(WireKind::AllGather, sent(cell, None, partition.len(owner)), bytes);
         let peer = rank.window.in_run(mesh.peer(rank.index, owner));
         rank.wire.add_from_other_machines(rank.place.from_other_machines(bytes, &[peer]));
     }

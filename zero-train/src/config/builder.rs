@@ -1,6 +1,6 @@
 //! A plan in code: the same keys, checks and arithmetic as a file's.
 
-use zero_burn::config::Float;
+use zero_burn::config::{ErrorFeedback, Float};
 use zero_core::Stage;
 
 use super::auto::Context;
@@ -68,6 +68,8 @@ impl ZeroPlanBuilder {
         quantized_gradients_format: &str => "zero_optimization.zero_quantized_gradients_format";
         /// Whether weights are quantised when they are gathered. Stage 3.
         quantized_weights: bool => "zero_optimization.zero_quantized_weights";
+        /// Whether frozen weights are, whatever is done with the others. Stage 3.
+        quantized_nontrainable_weights: bool => "zero_optimization.zero_quantized_nontrainable_weights";
         /// To what: `int8`, the default, `int4` or `nf4`. Stage 3.
         quantized_weights_format: &str => "zero_optimization.zero_quantized_weights_format";
         /// Elements gathered ahead of their use. Stage 3.
@@ -131,6 +133,13 @@ impl ZeroPlanBuilder {
                 fp32.set("fp16", Node::of(&settings)).set("fp16.enabled", true)
             }
         }
+    }
+
+    /// Whether what quantised gradients lose is added to those that come next.
+    pub fn error_feedback(self, value: ErrorFeedback) -> Self {
+        let ErrorFeedback { err_beta, reset_interval } = value;
+        let loco = [("err_beta", f64::from(err_beta).into()), ("reset_T", reset_interval.into())];
+        self.set("zero_optimization.zeropp_loco_param", Node::map(loco))
     }
 
     /// Where optimizer state is kept.

@@ -106,7 +106,12 @@ impl ZeroPlan {
             (_, Some(size)) => format!("; a second cut of the parameters serves gathers {}", groups(size)),
             _ => String::new(),
         };
-        cut + &self.quantized_weights.map_or(String::new(), |how| format!("; large weights are gathered in {how}"))
+        let weights = match (self.quantized_weights, self.quantized_nontrainable_weights) {
+            (Some(how), _) => format!("; large weights are gathered in {how}"),
+            (_, Some(how)) => format!("; large frozen weights are gathered in {how}"),
+            _ => String::new(),
+        };
+        cut + &weights
     }
 
     fn sharding(&self) -> String {
@@ -122,7 +127,9 @@ impl ZeroPlan {
     fn reduction(&self, bucket: &str) -> String {
         let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", float_name(dtype)));
         let quantized = self.quantized_gradients.map_or(String::new(), |how| {
-            format!(", in {how}{}", if self.shard_size.is_some() { " across groups" } else { "" })
+            let across = if self.shard_size.is_some() { " across groups" } else { "" };
+            let feedback = if self.error_feedback.is_some() { " with error feedback" } else { "" };
+            format!(", in {how}{across}{feedback}")
         });
         let overlap = match self.overlap_comm {
             Some(true) => ", overlapped with the backward pass",

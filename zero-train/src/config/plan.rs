@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use zero_burn::config::{Disk, Float, Gathers, Tier, ZeroConfig};
+use zero_burn::config::{Disk, ErrorFeedback, Float, Gathers, Tier, ZeroConfig};
 use zero_burn::optim::Rule;
 use zero_core::Stage;
 use zero_core::offload::AioOptions;
@@ -65,8 +65,12 @@ pub struct ZeroPlan {
     pub communication_data_type: Option<Float>,
     /// How gradients are quantised on their way across groups of ranks, or within the one there is; `None` sends them as they are.
     pub quantized_gradients: Option<Format>,
+    /// Whether what they lose by it is added to those that come next.
+    pub error_feedback: Option<ErrorFeedback>,
     /// How weights are quantised when they are gathered; `None` gathers them as they are.
     pub quantized_weights: Option<Format>,
+    /// The same of frozen ones; `None` as the others.
+    pub quantized_nontrainable_weights: Option<Format>,
     /// The type gradients of micro-batches are added up in; `None` is their own.
     pub grad_accum_dtype: Option<Float>,
     /// The optimizer; `None` leaves it to the program.
@@ -111,7 +115,9 @@ impl ZeroPlan {
             shard_size: self.shard_size,
             secondary_shard_size: self.secondary_shard_size,
             quantized_gradients: self.quantized_gradients,
+            error_feedback: self.error_feedback,
             quantized_weights: self.quantized_weights,
+            quantized_nontrainable_weights: self.quantized_nontrainable_weights,
             reduce_bucket_size: self.reduce_bucket_size,
             prefetch_bucket_size: self.prefetch_bucket_size,
             max_live_parameters: self.max_live_parameters,

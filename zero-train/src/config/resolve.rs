@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::path::PathBuf;
 
+use zero_burn::config::ErrorFeedback;
 use zero_core::Mesh;
 use zero_core::offload::AioOptions;
 use zero_ops::quantized::Format;
@@ -68,6 +69,10 @@ impl Config {
                 top.filled(key, by, Some(Node::from(value)));
             }
         }
+        let weights = |key| {
+            let format = quantized(&zero, key, "zero_quantized_weights_format");
+            format.filter(|_| self.stage.shards_parameters())
+        };
         let plan = ZeroPlan {
             stage: self.stage,
             world,
@@ -90,8 +95,9 @@ impl Config {
             precision: precision(&top),
             communication_data_type: float_named(&top.get::<String>("communication_data_type")),
             quantized_gradients: quantized(&zero, "zero_quantized_gradients", "zero_quantized_gradients_format"),
-            quantized_weights: quantized(&zero, "zero_quantized_weights", "zero_quantized_weights_format")
-                .filter(|_| self.stage.shards_parameters()),
+            error_feedback: error_feedback(&zero),
+            quantized_weights: weights("zero_quantized_weights"),
+            quantized_nontrainable_weights: weights("zero_quantized_nontrainable_weights"),
             grad_accum_dtype: float_named(&top.section("data_types").get::<String>("grad_accum_dtype")),
             schedule: schedule::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,
@@ -244,6 +250,19 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
 fn quantized(zero: &Reader<'_>, key: &str, format: &str) -> Option<Format> {
     let format: String = zero.get(format);
     format.parse().ok().filter(|_| zero.get(key))
+}
+
+fn error_feedback(zero: &Reader<'_>) -> Option<ErrorFeedback> {
+    const KEY: &str = "zeropp_loco_param";
+    if zero.absent(KEY) {
+        return None;
+    }
+    if !zero.get::<bool>("zero_quantized_gradients") {
+        zero.conflict(KEY, "it is of quantised gradients: expected zero_quantized_gradients with it, or neither");
+        return None;
+    }
+    let loco = zero.section(KEY);
+    Some(ErrorFeedback { err_beta: loco.get("err_beta"), reset_interval: loco.get("reset_T") })
 }
 
 /// Ranks of a group, if there are several groups.

@@ -17,7 +17,7 @@ use burn::module::{AutodiffModule, ParamId};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use zero_burn::config;
-use zero_burn::module::ZeroAutodiff;
+use zero_burn::module::{ZeroAutodiff, reset_error_feedback};
 use zero_burn::optim::Fused;
 use zero_burn::pieces::{self, ParamPiece, RandomState};
 use zero_burn::ranks::{agree, folder};
@@ -191,6 +191,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if let Some(difference) = difference {
             return Err(EngineError::Ranks(difference));
         }
+        reset_error_feedback::<A::Base>();
         if let Some(state) = state {
             let random = pieces::random_state::<A::Base>();
             let mine = state.random.draws.get(self.device.rank()).copied();

@@ -47,8 +47,11 @@ impl MemoryNeed {
             if let Some(offload) = plan.offload_optimizer.as_ref().filter(|offload| is_there(&offload.device)) {
                 let stays = |bytes: u64| ((1.0 - offload.ratio) * bytes as f64) as u64;
                 state.optimizer = stays(state.optimizer);
-                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
-                state.gradients = if stage.shards_gradients() { stays(state.gradients) } else { state.gradients };
+                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend. What error
+                // feedback keeps is in the host's memory always.
+                let kept = residuals(profile, plan);
+                let leave = stage.shards_gradients();
+                state.gradients = if leave { stays(state.gradients - kept) + kept } else { state.gradients };
             }
             if plan.offload_param.as_ref().is_some_and(|offload| is_there(&offload.device)) {
                 state.parameters = 0;
@@ -121,18 +124,33 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let frozen = model_state(frozen, plan.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
     // The second cut of all that is gathered often, and the codes of the first.
     let is_large = |numel: usize| numel > plan.param_persistence_threshold;
-    let often = |bytes: &dyn Fn(usize) -> usize| {
-        let trained: usize =
-            profile.parameters.iter().filter(|&&numel| is_large(numel)).map(|&numel| bytes(numel)).sum();
-        trained as u64 + profile.frozen_bytes(bytes, is_large)
+    let trained_bytes = |bytes: &dyn Fn(usize) -> usize| -> u64 {
+        profile.parameters.iter().filter(|&&numel| is_large(numel)).map(|&numel| bytes(numel) as u64).sum()
     };
-    let second = plan.secondary_shard_size.map_or(0, |size| often(&exactly) / size as u64);
+    let often = trained_bytes(&exactly) + profile.frozen_bytes(exactly, is_large);
+    let second = plan.secondary_shard_size.map_or(0, |size| often / size as u64);
     let in_memory = plan.zero_config(0).offload.parameters != zero_burn::config::Tier::Disk;
-    let codes = plan.quantized_weights.filter(|_| in_memory && ranks > 1).map_or(0, |how| {
-        // But for rows that are quantised already.
-        (often(&|numel| how.bytes(numel)) - profile.frozen_bytes(|_| 0, is_large)) / ranks
-    });
-    StateBytes { parameters: trained.parameters + frozen.parameters + second + codes, ..trained }
+    let [of_trained, of_frozen] =
+        plan.zero_config(0).weights().map(|how| move |numel| how.map_or(0, |how| how.bytes(numel)));
+    // But for rows that are quantised already.
+    let codes =
+        trained_bytes(&of_trained) + profile.frozen_bytes(of_frozen, is_large) - profile.frozen_bytes(|_| 0, is_large);
+    let codes = if in_memory && ranks > 1 { codes / ranks } else { 0 };
+    StateBytes {
+        parameters: trained.parameters + frozen.parameters + second + codes,
+        gradients: trained.gradients + residuals(profile, plan),
+        ..trained
+    }
+}
+
+/// Bytes that error feedback keeps on one rank: in fp32, of all that the rank quantises of its own.
+fn residuals(profile: &Profile, plan: &ZeroPlan) -> u64 {
+    let added_before = match (plan.secondary_shard_size, plan.shard_size) {
+        (Some(size), _) => size,
+        (None, Some(size)) if plan.stage.shards_optimizer() => size,
+        _ => 1,
+    };
+    plan.error_feedback.map_or(0, |_| 4 * profile.num_trained().div_ceil(added_before) as u64)
 }
 
 /// Bytes per parameter of each kind of model state.

@@ -175,60 +175,57 @@ impl Plan {
         state_of(&self.model.profile, &self.plan)
     }
 
-    /// Bytes that one rank receives in one step by the ZeRO formula. With `A` micro-batches gradients are reduced once at
-    /// stages 0 and 1 and `A` times at 2 and 3; at stage 3 parameters are gathered twice in each, those below the
-    /// persistence threshold once. Frozen ones are gathered, and never reduced. Where groups hold all model state each, this is of
-    /// one group; and what a rank keeps of its gradients is added up across the groups.
+    /// Bytes that one rank receives in one step by the ZeRO formula, a sum over hops. With `A` micro-batches gradients are reduced once at
+    /// stages 0 and 1 and `A` times at 2 and 3; at stage 3 parameters are gathered twice in each, those below the persistence threshold
+    /// once. Frozen ones are gathered, and never reduced. Where groups hold all model state each, gathers are within one, and what a rank
+    /// keeps of its gradients is added up across the groups.
     pub fn wire_bytes(&self) -> u64 {
-        let profile = &self.model.profile;
-        let threshold = self.zero.param_persistence_threshold;
-        let psi = profile.num_trained() as u64;
-        // What is gathered for each use is what may be quantised.
-        let parameter = self.zero.param_dtype.size();
-        let exactly = |numel: usize| numel * parameter;
-        let as_used = |numel: usize| self.zero.quantized_weights.map_or(exactly(numel), |how| how.bytes(numel));
-        let is_large = |numel: usize| numel > threshold;
-        let large = profile.parameters.iter().filter(|&&numel| is_large(numel));
-        let used =
-            large.clone().map(|&numel| as_used(numel) as u64).sum::<u64>() + profile.frozen_bytes(as_used, is_large);
-        let persistent: u64 = profile.parameters.iter().filter(|&&numel| numel <= threshold).sum::<usize>() as u64;
-        let (shards, micro_batches) = (self.plan.shards() as u64, self.plan.batch.accumulation as u64);
-        let replicas = self.plan.world as u64 / shards;
-        let gradient = self.zero.communication_dtype.unwrap_or(self.zero.param_dtype).size() as u64;
-        let stage = self.plan.stage;
-        let sent = psi * gradient;
-        let quantized = self.zero.quantized_gradients.map(|how| how.bytes(psi as usize) as u64);
-        // The last hop is what is quantised.
-        let within = quantized.filter(|_| replicas == 1).unwrap_or(sent);
-        // From within groups, where there is a second cut, which is not quantised; then a version crosses them once.
-        let (often, gathered) = match self.plan.secondary_shard_size.map(|size| size as u64) {
-            None => (2 * micro_batches * used, 0),
-            Some(size) => {
-                let world = self.plan.world as u64;
-                let is_there = |rank: &u64| rank % size == rank * size / world;
-                let there = (0..world).filter(is_there).count() as u64;
-                let exact = exactly(large.sum::<usize>()) as u64 + profile.frozen_bytes(exactly, is_large);
-                (0, 2 * micro_batches * exact * (size - 1) / size + used / size - used * there / (world * world))
-            }
-        };
-        // With a second cut gradients are quantised across its groups, after a sum within each.
-        if let (Some(size), Some(bytes)) = (self.plan.secondary_shard_size.map(|size| size as u64), quantized) {
-            let replicas = self.plan.world as u64 / size;
-            let gradients = sent * (size - 1) / size + bytes / size * (replicas - 1) / replicas;
-            let kept = exactly(persistent as usize) as u64 * (shards - 1) / shards;
-            return micro_batches * gradients + kept + gathered;
-        }
-        let moved = match stage {
-            // All-gathered as they are added up, in fp32.
-            Stage::DataParallel if within != sent => within + 4 * psi,
-            Stage::DataParallel => 2 * sent,
-            Stage::OptimizerState => within + exactly(psi as usize) as u64,
-            Stage::Gradients => micro_batches * within + exactly(psi as usize) as u64,
-            Stage::Parameters => micro_batches * within + exactly(persistent as usize) as u64 + often,
-        };
-        let kept = quantized.unwrap_or(sent) / if stage.shards_optimizer() { shards } else { 1 };
+        let (profile, zero, plan) = (&self.model.profile, &self.zero, &self.plan);
+        let (world, shards, micro_batches) = (plan.world as u64, plan.shards() as u64, plan.batch.accumulation as u64);
+        let (stage, second) = (plan.stage, plan.secondary_shard_size.map(|size| size as u64));
+        let mut received = 0;
+        // So often gathers or scatters bytes, of which each of so many ranks has a part.
+        let mut hop = |bytes: u64, ranks: u64, often: u64| received += often * (bytes * (ranks - 1) / ranks);
+
+        // Gradients are added within groups, then across; the last of both hops is what is quantised.
+        let psi = profile.num_trained();
+        let sent = (psi * zero.communication_dtype.unwrap_or(zero.param_dtype).size()) as u64;
+        let last = zero.quantized_gradients.map_or(sent, |how| how.bytes(psi) as u64);
+        let on_the_way = second.filter(|_| zero.quantized_gradients.is_some());
+        let within = on_the_way.unwrap_or(shards);
+        let across = world / within;
         let reductions = if stage.shards_gradients() { micro_batches } else { 1 };
-        moved * (shards - 1) / shards + gathered + 2 * reductions * kept * (replicas - 1) / replicas
+        let first = if across == 1 { last } else { sent };
+        hop(first, within, reductions);
+        if stage == Stage::DataParallel {
+            // Back to all ranks: quantised gradients as they were added up, in fp32.
+            hop(if first == sent { sent } else { 4 * psi as u64 }, within, 1);
+        }
+        let kept = last / if stage.shards_optimizer() { within } else { 1 };
+        // Back to all groups, which hold the same, but to the one owner that a second cut leaves.
+        hop(kept, across, reductions * if on_the_way.is_some() { 1 } else { 2 });
+
+        // Parameters: what is gathered for each use is what may be quantised.
+        let exactly = |numel: usize| numel * zero.param_dtype.size();
+        if !stage.shards_parameters() {
+            hop(exactly(psi) as u64, if stage.shards_optimizer() { shards } else { 1 }, 1);
+            return received;
+        }
+        let is_large = |numel: usize| numel > zero.param_persistence_threshold;
+        let (large, small): (Vec<usize>, Vec<usize>) = profile.parameters.iter().partition(|&&numel| is_large(numel));
+        let [trained, frozen] =
+            zero.weights().map(|how| move |numel| how.map_or(exactly(numel), |how| how.bytes(numel)));
+        let used =
+            large.iter().map(|&numel| trained(numel) as u64).sum::<u64>() + profile.frozen_bytes(frozen, is_large);
+        hop(exactly(small.iter().sum()) as u64, shards, 1);
+        let Some(size) = second else {
+            hop(used, shards, 2 * micro_batches);
+            return received;
+        };
+        // From within groups, as they are; a version crosses them once, but for what a rank has of it.
+        hop(exactly(large.iter().sum()) as u64 + profile.frozen_bytes(exactly, is_large), size, 2 * micro_batches);
+        let there = (0..world).filter(|rank| rank % size == rank * size / world).count() as u64;
+        received + used / size - used * there / (world * world)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The end of a run: measured figures beside the ZeRO formulas.
 
 use serde::{Deserialize, Serialize};
-use zero_core::accounting::StateBytes;
+use zero_core::accounting::{StateBytes, WireBytes};
 
 use super::plan::Plan;
 use super::train::Measured;
@@ -54,6 +54,8 @@ pub struct Summary {
     pub wire_bytes_per_step: u64,
     /// The same by the ZeRO formula; at stage 3 without what the persistence threshold saves.
     pub wire_bytes_per_step_formula: u64,
+    /// What they would have been had nothing been quantised, of the same rank.
+    pub wire_bytes_per_step_uncompressed: u64,
     /// What of them came from ranks on other machines, of the rank that received most from there.
     pub wire_bytes_per_step_from_other_machines: u64,
     /// Bytes of memory, in large blocks, that the steps after the second took from the system: 0 when every buffer of a
@@ -79,6 +81,7 @@ impl Summary {
             steps[usize::from(steps.len() > 1)..].iter().map(|step| step.tokens_per_second).collect();
         speeds.sort_by(f64::total_cmp);
         let state = last.ranks.iter().map(|rank| rank.model_state_bytes).max_by_key(StateBytes::total);
+        let wire = last.ranks.iter().map(|rank| rank.wire_bytes).max_by_key(WireBytes::total).unwrap_or_default();
         let most =
             |value: fn(&RankMetrics) -> u64| steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0);
         Self {
@@ -101,7 +104,8 @@ impl Summary {
             model_state_bytes_formula: plan.state_formula(),
             gradients_in_flight_bytes_peak: most(|rank| rank.gradients_in_flight_bytes_peak),
             gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
-            wire_bytes_per_step: last.ranks.iter().map(|rank| rank.wire_bytes.total()).max().unwrap_or(0),
+            wire_bytes_per_step: wire.total(),
+            wire_bytes_per_step_uncompressed: wire.uncompressed.total(),
             wire_bytes_per_step_formula: plan.wire_bytes(),
             wire_bytes_per_step_from_other_machines: {
                 let received = last.ranks.iter().map(|rank| rank.wire_bytes.from_other_machines);
@@ -152,6 +156,10 @@ impl core::fmt::Display for Summary {
         row(f, "  optimizer", state.optimizer, formula.optimizer)?;
         row(f, "  model state", state.total(), formula.total())?;
         row(f, "  wire, per step", self.wire_bytes_per_step, self.wire_bytes_per_step_formula)?;
+        if self.wire_bytes_per_step_uncompressed != self.wire_bytes_per_step {
+            let uncompressed = format_bytes(self.wire_bytes_per_step_uncompressed);
+            writeln!(f, "  {:<28} {uncompressed:>12}", "  without quantisation")?;
+        }
         if self.wire_bytes_per_step_from_other_machines > 0 {
             let across = format_bytes(self.wire_bytes_per_step_from_other_machines);
             writeln!(f, "  {:<28} {across:>12}", "  from other machines")?;

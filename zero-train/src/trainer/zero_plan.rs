@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use zero_burn::config::ErrorFeedback;
 use zero_burn::optim::Rule;
 use zero_core::{Mesh, Stage};
 
@@ -164,6 +165,12 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     if let Some(format) = options.quantized_gradients {
         builder = builder.quantized_gradients(true).quantized_gradients_format(&format.to_string());
     }
+    if options.error_feedback {
+        if options.quantized_gradients.is_none() {
+            return Err(wrong("error-feedback", true, "expected --quantized-gradients, whose errors it feeds back"));
+        }
+        builder = builder.error_feedback(ErrorFeedback::default());
+    }
     if let Some(format) = options.quantized_weights {
         if !stage.shards_parameters() {
             return Err(wrong(
@@ -269,6 +276,7 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
             text(options.quantized_gradients),
             text(plan.quantized_gradients).unwrap_or("nothing".into()),
         ),
+        ("error-feedback", options.error_feedback.then(|| true.to_string()), plan.error_feedback.is_some().to_string()),
         (
             "quantized-weights",
             text(options.quantized_weights),

@@ -74,6 +74,34 @@ fn stages_and_a_resume_give_the_same_bits_and_what_is_frozen_costs_nothing() {
 }
 
 #[test]
+fn frozen_weights_are_gathered_in_8_bit_where_the_file_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    base(dir.path());
+    let run = |name: &str, keys: &str| {
+        let zero = format!(
+            r#"{{"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0{keys}}}"#
+        );
+        let text =
+            format!(r#"{{"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1, "zero_optimization": {zero}}}"#);
+        std::fs::write(dir.path().join("ds.json"), text).unwrap();
+        let options = ["--config", "ds.json", "--ranks", "2", "--steps", "4"];
+        let summary = train(dir.path(), name, &[&LORA[..], &options].concat());
+        let number = |key: &str| summary[key].as_f64().unwrap();
+        let (wire, formula) = (number("wire_bytes_per_step"), number("wire_bytes_per_step_formula"));
+        println!("{name}: {wire} bytes for {formula}");
+        assert!((wire / formula - 1.0).abs() < 0.05, "{name}: {wire} bytes for {formula}");
+        let [held, expected] =
+            ["model_state_bytes", "model_state_bytes_formula"].map(|key| summary[key]["parameters"].as_f64().unwrap());
+        assert!((held / expected - 1.0).abs() < 0.05, "{name}: {held} bytes for {expected}");
+        (wire, number("loss_first"))
+    };
+    let (exact, loss) = run("exact", "");
+    let (quantized, with) = run("quantized", r#", "zero_quantized_nontrainable_weights": true"#);
+    assert!(quantized < 0.5 * exact, "{quantized} bytes, {exact} as they are");
+    assert!(with != loss && ((with - loss) / loss).abs() < 1e-2, "{with}, {loss} as they are");
+}
+
+#[test]
 fn an_adapter_alone_is_saved_and_exported_as_peft_reads_it_or_merged() {
     let dir = tempfile::tempdir().unwrap();
     base(dir.path());

@@ -453,6 +453,7 @@ fn offload_options_do_not_contradict_a_file() {
         (&["--offload-ratio", "0.5"][..], "expected with --offload optimizer or all"),
         (&["--offload", "optimizer", "--offload-ratio", "1.5"], "expected a share from 0 to 1"),
         (&["--stage", "2", "--quantized-weights", "int8"], "expected --stage 3"),
+        (&["--error-feedback"], "expected --quantized-gradients"),
     ] {
         let (run, _) = trains(dir.path(), &[&["--steps", "1"], options].concat());
         let stderr = String::from_utf8(run.stderr).unwrap();
@@ -585,5 +586,69 @@ fn launch_starts_a_job_again_that_failed_but_not_one_that_a_signal_has_ended() {
         launch.args(["--", "train", "--save"]).arg(dir.path()).assert().code(code);
         assert_eq!(std::fs::read_to_string(&calls).unwrap().lines().count(), expected, "exit code {code}");
         std::fs::remove_file(&calls).unwrap();
+    }
+}
+
+/// What a run receives in a step, and holds, beside the plan's formulas.
+#[test]
+fn bytes_are_those_of_the_formulas() {
+    let dir = tempfile::tempdir().unwrap();
+    let gradients = r#", "zero_quantized_gradients": true"#;
+    let loco = r#", "zero_quantized_gradients": true, "zeropp_loco_param": {}"#;
+    let cut = r#", "zero_hpz_partition_size": 2, "zero_quantized_gradients": true, "zeropp_loco_param": {}"#;
+    let weights =
+        r#", "zero_hpz_partition_size": 2, "zero_quantized_weights": true, "zero_quantized_weights_format": "int4""#;
+    let mics = r#", "mics_shard_size": 2, "zero_quantized_gradients": true, "zero_quantized_gradients_format": "int4""#;
+    let plain_cut = r#", "zero_hpz_partition_size": 2"#;
+    let runs = [
+        (0, 1, ""),
+        (0, 1, loco),
+        (1, 2, gradients),
+        (2, 2, loco),
+        (3, 2, ""),
+        (3, 1, gradients),
+        (2, 1, r#", "mics_shard_size": 2"#),
+        (2, 2, mics),
+        (3, 1, mics),
+        (3, 2, plain_cut),
+        (3, 2, cut),
+        (3, 1, weights),
+    ];
+    for (stage, accumulation, keys) in runs {
+        let zero = format!(
+            r#"{{"stage": {stage}, "stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 0, "reduce_bucket_size": 1e6{keys}}}"#
+        );
+        let text = format!(
+            r#"{{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": {accumulation}, "gradient_clipping": 0, "zero_optimization": {zero}}}"#
+        );
+        let file = dir.path().join("ds.json");
+        std::fs::write(&file, text).unwrap();
+        let (run, out) = trains(dir.path(), &["--config", file.to_str().unwrap(), "--ranks", "4", "--steps", "3"]);
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+        let metrics = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+        let last: serde_json::Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+        // Of a rank, on average: a second cut's pieces are partly there already on some.
+        let received = |operation: &str| {
+            let ranks = last["ranks"].as_array().unwrap().iter();
+            ranks.map(|rank| rank["wire_bytes"][operation].as_f64().unwrap()).sum::<f64>() / 4.0
+        };
+        let operations = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"];
+        let wire = operations.iter().map(|operation| received(operation)).sum::<f64>();
+        let summary: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap();
+        let near = |got: &serde_json::Value, formula: &serde_json::Value| {
+            let (got, formula) = (got.as_f64().unwrap(), formula.as_f64().unwrap());
+            println!("stage {stage}, {accumulation} micro-batches{keys}: {got} bytes for {formula}");
+            assert!((got / formula - 1.0).abs() < 0.01, "stage {stage}{keys}: {got} bytes for {formula}");
+        };
+        near(&wire.into(), &summary["wire_bytes_per_step_formula"]);
+        let uncompressed = summary["wire_bytes_per_step_uncompressed"].as_u64().unwrap();
+        let sent = summary["wire_bytes_per_step"].as_u64().unwrap();
+        assert_eq!(uncompressed > sent, keys.contains("quantized"), "{keys}: {uncompressed}, and {sent} sent");
+        // Those of micro-batches are added up beside those that come.
+        if accumulation == 1 {
+            let [held, formula] =
+                ["model_state_bytes", "model_state_bytes_formula"].map(|key| &summary[key]["gradients"]);
+            near(held, formula);
+        }
     }
 }

@@ -8,10 +8,6 @@ const ALWAYS_BUCKETS: T = T::no_effect("gradients are always reduced through con
 const GATHERS: T = T::no_effect("the all-gather of parameters has no such setting");
 const PYTORCH: T = T::no_effect("it works around PyTorch");
 const FETCHES: T = T::not_yet("the all-gather of parameters has no such variant yet");
-const LOCO: T = T::refused("gradients are quantised (zero_quantized_gradients) without error feedback; remove the key");
-const NOT_TRAINED: T = T::refused(
-    "frozen weights are not quantised apart from the others; take zero_quantized_weights for all, or --quantize for LoRA's base",
-);
 const SAVES: T = T::not_yet("checkpoints have no such option yet");
 const SUPER_OFFLOAD: T = T::no_effect("updates of offloaded state overlap with the next forward pass anyway");
 const LEAF: T = T::not_yet("modules are not gathered whole; parameters are gathered as they are used");
@@ -73,15 +69,14 @@ pub(in crate::config) const ZERO: &[Key] = keys! {
         T::ACTED.since_stage(3);
     // ZeRO++, MiCS, ZenFlow.
     zero_hpz_partition_size = 1 => K::COUNT, T::ACTED.since_stage(3);
-    zero_quantized_weights = false => K::Bool, T::ACTED.since_stage(3);
+    zero_quantized_weights = false, zero_quantized_nontrainable_weights = false => K::Bool, T::ACTED.since_stage(3);
     zero_quantized_weights_format = "int8" => K::OneOf("int8 int4 nf4"), T::ACTED.since_stage(3);
-    zero_quantized_nontrainable_weights = false => K::Bool, NOT_TRAINED;
     zero_quantized_gradients = false => K::Bool, T::ACTED;
     zero_quantized_gradients_format = "int8" => K::OneOf("int8 int4 nf4"), T::ACTED;
     zeropp_loco_param = null => K::section(keys! {
-        err_beta = 0.8 => K::FRACTION, T::QUIET;
-        reset_T = 1024 => K::ONE_UP, T::QUIET;
-    }), LOCO;
+        err_beta = 0.8 => K::Decay, T::ACTED;
+        reset_T = 1024 => K::ONE_UP, T::ACTED;
+    }), T::ACTED;
     mics_shard_size = -1 => K::INT, T::ACTED.since_stage(1);
     mics_hierarchical_params_gather = false => K::Bool,
         T::no_effect("a rank reads the shards of its group at once, within the node and across");

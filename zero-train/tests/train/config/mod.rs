@@ -7,6 +7,7 @@ mod wrong;
 
 use std::path::{Path, PathBuf};
 
+use zero_burn::config::ErrorFeedback;
 use zero_burn::optim::Rule;
 use zero_core::Stage;
 use zero_train::config::{

@@ -13,7 +13,7 @@ fn all_problems_are_reported_together() {
             "scheduler": {"type": "Cosine"},
             "bf16": {"enable": true}, "fp16": [],
             "zero_optimization": {"stage": 3, "stage3_max_live_params": 1e9, "overlap_comm": 1, "reduce_bucket_size": 0.5,
-                "zero_quantized_nontrainable_weights": true, "zenflow": {"topk_ratio": 0.1},
+                "zenflow": {"topk_ratio": 0.1},
                 "offload_param": {"device": "disk"}}
         }"#,
         &on(2),
@@ -33,7 +33,6 @@ fn all_problems_are_reported_together() {
     ds.json: zero_optimization.stage3_max_live_params: unknown key; did you mean `stage3_max_live_parameters`?
     ds.json: zero_optimization.overlap_comm: expected true or false, got 1
     ds.json: zero_optimization.reduce_bucket_size: expected a whole number of at least 1, got 0.5
-    ds.json: zero_optimization.zero_quantized_nontrainable_weights: true is not supported: frozen weights are not quantised apart from the others; take zero_quantized_weights for all, or --quantize for LoRA's base
     ds.json: zero_optimization.zenflow: this section is not supported: ZenFlow applies most gradients late, which is another training; remove the section
     ds.json: zero_optimization.offload_param.device: expected one of none, cpu, nvme, got "disk"
     "#);
@@ -97,6 +96,29 @@ fn gradients_are_quantized_to_what_the_key_says() {
 }
 
 #[test]
+fn what_gradients_lose_is_fed_back_as_the_section_says() {
+    let plan = |keys: &str| {
+        let zero = format!(r#"{{"stage": 2, "zero_quantized_gradients": true, "zeropp_loco_param": {keys}}}"#);
+        json(&format!(r#"{{"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {zero}}}"#), &on(4))
+    };
+    let feedback = |keys| plan(keys).unwrap().zero_config(0).error_feedback;
+    let loco = |err_beta, reset_interval| Some(ErrorFeedback { err_beta, reset_interval });
+    assert_eq!((feedback("{}"), feedback("null")), (loco(0.8, 1024), None));
+    assert_eq!(feedback(r#"{"err_beta": 0.5, "reset_T": 7}"#), loco(0.5, 7));
+    let explained = plan("{}").unwrap().explain();
+    assert!(explained.contains("averaged over the ranks, in int8 with error feedback in buckets"), "{explained}");
+    let built = ZeroPlan::builder(Stage::Gradients).quantized_gradients(true);
+    let built = built.error_feedback(ErrorFeedback::default()).build(2).unwrap();
+    assert_eq!(built.error_feedback, loco(0.8, 1024));
+    insta::assert_snapshot!(plan(r#"{"err_beta": 1, "reset_T": 0}"#).unwrap_err(), @r"
+    ds.json: zero_optimization.zeropp_loco_param.err_beta: expected a number of at least 0 and below 1, got 1
+    ds.json: zero_optimization.zeropp_loco_param.reset_T: expected a whole number of at least 1, got 0
+    ");
+    let alone = r#"{"train_batch_size": 2, "zero_optimization": {"zeropp_loco_param": {}}}"#;
+    insta::assert_snapshot!(json(alone, &on(2)).unwrap_err(), @"ds.json: zero_optimization.zeropp_loco_param: it is of quantised gradients: expected zero_quantized_gradients with it, or neither");
+}
+
+#[test]
 fn weights_are_quantized_to_what_the_key_says_at_stage_3() {
     let plan = |stage: usize, keys: &str| {
         let zero = format!(r#"{{"stage": {stage}, {keys}}}"#);
@@ -109,6 +131,13 @@ fn weights_are_quantized_to_what_the_key_says_at_stage_3() {
     assert_eq!(format(3, r#""zero_quantized_weights": false"#), None);
     let explained = plan(3, int4).unwrap().explain();
     assert!(explained.contains("sharded; large weights are gathered in int4."), "{explained}");
+    // Frozen ones, whatever is done with the others.
+    let frozen =
+        plan(3, r#""zero_quantized_nontrainable_weights": true, "zero_quantized_weights_format": "nf4""#).unwrap();
+    assert_eq!(frozen.zero_config(0).weights(), [None, Some(Format::Nf4)]);
+    assert!(frozen.explain().contains("; large frozen weights are gathered in nf4."), "{}", frozen.explain());
+    let built = ZeroPlan::builder(Stage::Parameters).quantized_nontrainable_weights(true).build(2).unwrap();
+    assert_eq!(built.zero_config(0).weights(), [None, Some(Format::Int8)]);
     // Where nothing is gathered for its use it is told to have no effect.
     let early = plan(2, int4).unwrap();
     assert_eq!(early.zero_config(0).quantized_weights, None);
