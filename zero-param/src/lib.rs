@@ -1,0 +1,37 @@
+//! ZeRO stages 0 to 3 for modules of Burn 0.22, whose backends are a closed set: there a backend cannot be wrapped, as `zero-burn`
+//! does it for 0.21, but a parameter can be reparameterized.
+//!
+//! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's part and gather the rest for each
+//!   use ([`shard()`]).
+//! * Memory: at stage 3 a rank holds its pieces, and a whole for as long as the operation that uses it. A backward pass gathers
+//!   again; a gradient is whole until its bucket is reduced.
+//! * Threads: a rank runs on one. Gathers read the other ranks' pieces without their taking part; gradients are reduced by a thread of
+//!   the group. No rank waits for another's forward or backward pass but for buckets under way.
+//! * Numbers: losses have the same bits at every stage, for the same number of ranks.
+//!
+//! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
+//! <https://arxiv.org/abs/1910.02054>.
+
+mod backend;
+mod checkpoint;
+mod clock;
+mod config;
+mod error;
+mod grads;
+mod layers;
+mod optim;
+mod ranks;
+mod reduce;
+mod shard;
+mod shared;
+mod slot;
+
+pub use checkpoint::Resumed;
+pub use config::{Float, ZeroConfig};
+pub use error::Error;
+pub use grads::Grads;
+pub use layers::{embedding, tied_head};
+pub use optim::{Optimizer, OptimizerConfig};
+pub use ranks::{Ranks, run_process, run_threads};
+pub use shard::{Gathered, Zero, shard};
+pub use slot::Uses;
