@@ -122,15 +122,15 @@ fn casts_are_kept() {
     );
 }
 
-/// 4. Steps of a backward pass run by depth, so what is near the leaves runs last, and its gradients wait.
+/// 4. Steps of a backward pass run by depth, so what is near the leaves runs last, and its gradients wait. Here weights are rows that
+///    are expanded: their gradients are as small as the rows, once the step of `expand` has run.
 fn gradients_wait() {
     let device = device();
     for layers in [2, 4, 8, 16] {
-        let weights: Vec<Tensor<2>> = (0..layers).map(|_| leaf(&device)).collect();
         let mut x = Tensor::<2>::ones([2, WIDTH], &device);
-        for weight in &weights {
-            // In place of `sum`, anything that makes a small gradient of a large one: a reduce-scatter.
-            x = x.matmul(weight.clone().mul_scalar(2.0)).tanh();
+        for _ in 0..layers {
+            let row = Tensor::<2>::full([1, WIDTH], 0.01, &device).require_grad();
+            x = x.matmul(row.expand([WIDTH, WIDTH])).tanh();
         }
         let loss = x.sum();
         let before = ALIVE.load(Relaxed);
@@ -144,7 +144,7 @@ fn gradients_wait() {
 fn frozen_weights_are_kept() {
     let device = device().gradient_checkpointing();
     let x = Tensor::<2>::ones([2, WIDTH], &device).require_grad();
-    let frozen = leaf(&device).detach();
+    let frozen = Tensor::<2>::full([WIDTH, WIDTH], 0.01, &device);
     let by_frozen = kept(|| x.clone().matmul(frozen.clone().mul_scalar(2.0)).sum());
     let trained = leaf(&device);
     let by_trained = kept(|| x.clone().matmul(trained.clone().mul_scalar(2.0)).sum());
@@ -167,22 +167,30 @@ fn views_keep_what_they_are_of() {
 ///    under the graph's lock and waits for the locator.
 fn deadlock() {
     let device = device();
-    let shared = Tensor::<1>::ones([8], &device).require_grad();
-    let threads: Vec<_> = (0..2)
-        .map(|_| {
-            let (shared, device) = (shared.clone(), device.clone());
-            std::thread::spawn(move || {
-                for _ in 0..20_000 {
-                    let own = Tensor::<1>::ones([8], &device).require_grad();
-                    drop((own * shared.clone()).sum().backward());
-                }
-            })
-        })
-        .collect();
     let begin = std::time::Instant::now();
-    while threads.iter().any(|thread| !thread.is_finished()) {
+    let threads = std::thread::spawn(move || {
+        for _ in 0..2_000 {
+            let shared = Tensor::<1>::ones([8], &device).require_grad();
+            std::thread::scope(|scope| {
+                for _ in 0..2 {
+                    let (shared, device) = (shared.clone(), &device);
+                    scope.spawn(move || {
+                        let mut own = Tensor::<1>::ones([8], device).require_grad();
+                        for _ in 0..50 {
+                            own = own.tanh();
+                        }
+                        for _ in 0..50 {
+                            own = (own * shared.clone()).tanh();
+                        }
+                        drop(own.sum().backward());
+                    });
+                }
+            });
+        }
+    });
+    while !threads.is_finished() {
         if begin.elapsed() > Duration::from_secs(20) {
-            println!("7. two threads that share a leaf: no end after 20 seconds");
+            println!("7. two threads that share a leaf stand still");
             std::process::exit(0);
         }
         std::thread::sleep(Duration::from_millis(10));

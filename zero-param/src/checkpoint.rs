@@ -18,8 +18,8 @@ use zero_core::checkpoint::{Checkpoint, ElementType, Piece, SaveOptions, Saved, 
 
 use crate::error::Error;
 use crate::optim::Optimizer;
-use crate::shard::Zero;
 use crate::slot::{Policy, Slot};
+use crate::zero::Zero;
 
 /// The version of the engine's state that is written, and the newest that is read.
 const STATE_VERSION: u64 = 1;

@@ -1,15 +1,17 @@
-//! Reduced gradients of a backward pass: of each parameter what this rank updates.
+//! A backward pass and its reduced gradients: of each parameter what this rank updates.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 use burn_optim::GradientsParams;
 use zero_core::{Buffer, ReduceOp};
 
+use crate::clock;
 use crate::error::Error;
-use crate::shard::Zero;
-use crate::slot::Policy;
+use crate::slot::{Policy, Slot};
+use crate::zero::Zero;
 
 /// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
 fn clip_factor(most: f64, norm: f64) -> f64 {
@@ -24,11 +26,37 @@ pub struct Grads {
     pieces: Vec<Option<Vec<f32>>>,
 }
 
-impl Grads {
-    pub(crate) fn new(zero: &Zero, pieces: Vec<Option<Vec<f32>>>) -> Self {
-        Self { zero: zero.clone(), pieces }
+impl Zero {
+    /// Runs `loss`, then its backward pass, in which gradients are reduced, and gives the loss's value and the gradients. A
+    /// collective; all other gradients that the loss's graph has are dropped.
+    ///
+    /// ```ignore
+    /// let (loss, grads) = zero.backward(|| model.loss(batch))?;
+    /// model = optimizer.step(1e-3, model, grads)?;
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]. A gather that fails inside of `loss` travels as a panic payload, which whoever runs the ranks catches.
+    pub fn backward<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Result<(Tensor<D>, Grads), Error> {
+        let reducer = self.shared.reducer();
+        reducer.begin();
+        let loss = {
+            let _ordered = clock::forward();
+            loss()
+        };
+        let value = loss.clone().inner();
+        drop(loss.backward());
+        drop(loss);
+        let means = reducer.finish()?;
+        for (slot, _) in self.slots.iter().zip(&means).filter(|(_, mean)| mean.is_some()) {
+            slot.count_reduced();
+        }
+        Ok((value, Grads { zero: self.clone(), pieces: means }))
     }
+}
 
+impl Grads {
     /// Adds those of another micro-batch. For a mean over `n` micro-batches divide each loss by `n`.
     pub fn add(&mut self, other: Grads) {
         for (sum, piece) in self.pieces.iter_mut().zip(other.pieces) {
@@ -52,7 +80,7 @@ impl Grads {
     /// [`Error::Comm`].
     pub fn norm(&self) -> Result<f64, Error> {
         let shared = &self.zero.shared;
-        let squares = |(slot, piece): (&std::sync::Arc<crate::slot::Slot>, &Option<Vec<f32>>)| {
+        let squares = |(slot, piece): (&Arc<Slot>, &Option<Vec<f32>>)| {
             let piece = piece.as_ref()?;
             let own = match slot.policy {
                 Policy::Replicated => slot.partition.range(shared.rank()),

@@ -9,7 +9,7 @@ use burn_optim::{
 
 use crate::error::Error;
 use crate::grads::Grads;
-use crate::shard::Zero;
+use crate::zero::Zero;
 
 /// The configuration of one of Burn's optimizers.
 pub trait OptimizerConfig {

@@ -1,6 +1,5 @@
 //! Running ranks, as threads of this process or this process as one of several, and what a rank knows of the others.
 
-use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,17 +10,10 @@ use zero_core::collective::threads::{self, ThreadOptions, panic_reason};
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError, LaunchError};
 
+use crate::current;
 use crate::error::raise;
-use crate::slot::{Piece, Slot};
-
-thread_local! {
-    static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
-}
-
-/// The rank that runs on this thread, if one does.
-pub(crate) fn current() -> Option<usize> {
-    CURRENT.get()
-}
+use crate::piece::Piece;
+use crate::slot::Slot;
 
 /// A rank's view of the others.
 #[derive(Debug)]
@@ -58,9 +50,9 @@ impl Ranks {
         body: impl FnOnce(&Self) -> Result<T, E>,
         wait_for_others: impl FnOnce() -> Result<(), CommError>,
     ) -> Result<T, E> {
-        CURRENT.set(Some(self.comm.rank()));
+        current::set(Some(self.comm.rank()));
         let result = catch_unwind(AssertUnwindSafe(|| body(self)));
-        CURRENT.set(None);
+        current::set(None);
         match result {
             Ok(Ok(value)) => {
                 wait_for_others().unwrap_or_else(|error| raise(error));

@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::tensor::{DType, TensorData};
 use half::bf16;
@@ -17,16 +18,24 @@ use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Req
 
 use crate::config::{Float, ZeroConfig};
 use crate::error::{raise, stop};
-use crate::slot::{Policy, Slot};
 
 /// Buckets that may be under way.
 const IN_FLIGHT: usize = 2;
 
+/// How long a backward pass waits for one of them. Bounded, and short: a rank that shares a leaf of its graph with this one waits for
+/// the graph's lock, under which this runs.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A parameter.
 #[derive(Debug)]
-struct Member {
-    path: String,
-    partition: Partition,
-    is_whole: bool,
+pub(crate) struct Member {
+    /// Its path in the module.
+    pub(crate) path: String,
+    pub(crate) partition: Partition,
+    /// Every rank updates all of it.
+    pub(crate) is_whole: bool,
+    /// It is expected to have a gradient.
+    pub(crate) train: bool,
 }
 
 /// Parameters that are reduced by one collective.
@@ -47,6 +56,8 @@ struct Pass {
     /// Buckets that are sent.
     sent: usize,
     in_flight: VecDeque<(Bucket, Pending)>,
+    /// A wait was in vain: the rest of the pass waits for nobody, and its gradients are whole for longer.
+    is_impatient: bool,
     reduced: Vec<Option<Vec<f32>>>,
 }
 
@@ -70,23 +81,17 @@ pub(crate) struct Reducer {
 }
 
 impl Reducer {
-    /// For `slots`, of which those that `train` are expected to have gradients. A collective.
+    /// For `members`. A collective.
     pub(crate) fn new(
         comm: &Arc<dyn Collective>,
         config: &ZeroConfig,
-        slots: &[Arc<Slot>],
-        train: Vec<bool>,
+        members: Vec<Member>,
     ) -> Result<Self, CommError> {
-        let member = |slot: &Arc<Slot>| Member {
-            path: slot.path.clone(),
-            partition: slot.partition,
-            is_whole: slot.policy == Policy::Replicated,
-        };
-        let members: Vec<Member> = slots.iter().map(member).collect();
         // Gradients are expected in the reverse of the module's order, until a pass has shown theirs.
-        let order: Vec<usize> = (0..slots.len()).rev().filter(|&index| train[index]).collect();
+        let order: Vec<usize> = (0..members.len()).rev().filter(|&index| members[index].train).collect();
         let buckets = bucketed(&members, &order, config.reduce_bucket_size);
-        let state = State { pass: Pass::default(), buckets, planned: train, is_settled: false };
+        let planned = members.iter().map(|member| member.train).collect();
+        let state = State { pass: Pass::default(), buckets, planned, is_settled: false };
         let lane = comm.duplicate("gradients")?;
         Ok(Self { comm: comm.clone(), lane, members, config: config.clone(), state: Mutex::new(state) })
     }
@@ -100,24 +105,25 @@ impl Reducer {
 
     /// Adds a use's gradient; `is_complete` if it was the parameter's last in this pass. Called by autodiff, under the lock of this
     /// rank's graph: may wait for buckets under way, for which the other ranks need nothing but their own graphs.
-    pub(crate) fn push(&self, slot: &Slot, gradient: TensorData, is_complete: bool) {
+    pub(crate) fn push(&self, index: usize, gradient: TensorData, is_complete: bool) {
         let mut state = self.state.lock();
         let State { pass, buckets, .. } = &mut *state;
         if !pass.is_running {
             stop(format!(
-                "{slot} got a gradient outside of `Zero::backward`, which would not be reduced: \
-                 call `zero.backward(|| loss)` in place of `loss.backward()`"
+                "parameter '{}' got a gradient outside of `Zero::backward`, which would not be reduced: \
+                 call `zero.backward(|| loss)` in place of `loss.backward()`",
+                self.members[index].path
             ));
         }
         let gradient = as_buffer(gradient, self.config.param_dtype);
-        let sum = match pass.gradients[slot.index].take() {
+        let sum = match pass.gradients[index].take() {
             None => {
-                pass.arrived.push(slot.index);
+                pass.arrived.push(index);
                 gradient
             }
             Some((before, _)) => sum(gradient, &before),
         };
-        pass.gradients[slot.index] = Some((sum, is_complete));
+        pass.gradients[index] = Some((sum, is_complete));
         // At stage 1 gradients are not sharded: they stay whole to the end of the pass.
         if self.config.stage == Stage::OptimizerState || self.comm.world() == 1 {
             return;
@@ -127,8 +133,15 @@ impl Reducer {
         {
             pass.sent += 1;
             self.send(pass, bucket.clone());
-            while pass.in_flight.len() > IN_FLIGHT {
-                self.receive(pass).unwrap_or_else(|error| raise(error));
+            while pass.in_flight.len() > IN_FLIGHT && !pass.is_impatient {
+                let (bucket, pending) = pass.in_flight.pop_front().expect("it is not empty");
+                match pending.wait_for(PATIENCE) {
+                    Ok(reduced) => self.receive(pass, &bucket, reduced.unwrap_or_else(|error| raise(error))),
+                    Err(pending) => {
+                        pass.in_flight.push_front((bucket, pending));
+                        pass.is_impatient = true;
+                    }
+                }
             }
         }
     }
@@ -151,13 +164,9 @@ impl Reducer {
         rest.extend(bucketed(&self.members, &unplanned, self.config.reduce_bucket_size));
         for bucket in rest.into_iter().filter(|bucket| !bucket.members.is_empty()) {
             self.send(&mut pass, bucket);
-            while pass.in_flight.len() > IN_FLIGHT {
-                self.receive(&mut pass)?;
-            }
+            self.receive_until(&mut pass, IN_FLIGHT)?;
         }
-        while !pass.in_flight.is_empty() {
-            self.receive(&mut pass)?;
-        }
+        self.receive_until(&mut pass, 0)?;
         if !state.is_settled || had != state.planned {
             // Rank 0's order of arrival; what only others had is last.
             let first = self.first_ranks_order(&pass.arrived)?;
@@ -256,22 +265,28 @@ impl Reducer {
         }
     }
 
-    /// Waits for the oldest bucket under way.
-    fn receive(&self, pass: &mut Pass) -> Result<(), CommError> {
-        let (bucket, pending) = pass.in_flight.pop_front().expect("the caller has looked");
-        let reduced = pending.wait()?.into_f32();
+    /// Waits until no more than `left` buckets are under way.
+    fn receive_until(&self, pass: &mut Pass, left: usize) -> Result<(), CommError> {
+        while pass.in_flight.len() > left {
+            let (bucket, pending) = pass.in_flight.pop_front().expect("it is not empty");
+            self.receive(pass, &bucket, pending.wait()?);
+        }
+        Ok(())
+    }
+
+    /// Takes a bucket's means apart.
+    fn receive(&self, pass: &mut Pass, bucket: &Bucket, reduced: Buffer) {
+        let mut reduced = reduced.into_f32();
         if let [index] = bucket.members[..] {
-            let mut piece = reduced;
-            piece.truncate(self.len(&bucket, index));
-            pass.reduced[index] = Some(piece);
-            return Ok(());
+            reduced.truncate(self.len(bucket, index));
+            pass.reduced[index] = Some(reduced);
+            return;
         }
         let mut begin = 0;
         for &index in &bucket.members {
-            pass.reduced[index] = Some(reduced[begin..begin + self.len(&bucket, index)].to_vec());
-            begin += self.columns(&bucket, index);
+            pass.reduced[index] = Some(reduced[begin..begin + self.len(bucket, index)].to_vec());
+            begin += self.columns(bucket, index);
         }
-        Ok(())
     }
 
     /// Elements that a parameter takes of a row.

@@ -1,23 +1,23 @@
-//! Sharding a module, and what is done with it as a whole.
+//! Sharding a module: each parameter is cut, and gathers itself from then on.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
+use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::tensor::{Tensor, TensorData};
 use zero_core::collective::agree;
-use zero_core::{Buffer, CommError, Partition, Request};
+use zero_core::{Buffer, Partition, Request};
 
+use crate::backend;
 use crate::config::ZeroConfig;
 use crate::error::Error;
-use crate::grads::Grads;
 use crate::ranks::Ranks;
-use crate::reduce::Reducer;
+use crate::reduce::{Member, Reducer};
 use crate::shared::Shared;
-use crate::slot::{Policy, Slot, Uses};
-use crate::{backend, clock};
+use crate::slot::{Policy, Slot};
+use crate::zero::Zero;
 
 /// What makes the whole of a parameter from the piece that the module holds.
 #[derive(Module, Debug)]
@@ -32,14 +32,6 @@ impl Reparameterization for Gathered {
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
         backend::gather(base, &self.slot)
     }
-}
-
-/// One rank's handle of a sharded module.
-#[derive(Debug, Clone)]
-pub struct Zero {
-    pub(crate) shared: Arc<Shared>,
-    pub(crate) slots: Arc<[Arc<Slot>]>,
-    pub(crate) ids: Arc<HashMap<ParamId, usize>>,
 }
 
 /// Shards `model` over `ranks`. A collective: all ranks pass modules of the same parameters, whose values become rank 0's.
@@ -73,7 +65,14 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
         return Err(error);
     }
     ranks.keep(&slots);
-    let reducer = Reducer::new(&shared.comm, config, &slots, train)?;
+    let member = |(slot, train): (&Arc<Slot>, bool)| Member {
+        path: slot.path.clone(),
+        partition: slot.partition,
+        is_whole: slot.policy == Policy::Replicated,
+        train,
+    };
+    let members = slots.iter().zip(train).map(member).collect();
+    let reducer = Reducer::new(&shared.comm, config, members)?;
     shared.reducer.set(reducer).expect("it is set here alone");
     let zero = Zero { shared, slots: slots.into(), ids: Arc::new(ids) };
     let model = zero.settle(model)?;
@@ -143,9 +142,8 @@ impl Cut<'_> {
     /// Rank 0's values of a tensor.
     fn values<const D: usize>(&self, path: &str, tensor: Tensor<D>) -> Result<Vec<f32>, Error> {
         let data = tensor.into_data();
-        let dtype = data.dtype();
-        let values: Vec<f32> =
-            data.try_into_vec().map_err(|_| Error::Dtype { path: path.into(), got: format!("{dtype:?}") })?;
+        let got = format!("{:?}", data.dtype());
+        let values = data.try_into_vec().map_err(|_| Error::Dtype { path: path.into(), got })?;
         let values = self.shared.comm.execute_for(Request::Broadcast(Buffer::F32(values), 0), path)?;
         Ok(values.into_f32())
     }
@@ -164,14 +162,14 @@ impl Reparameterizer for Cut<'_> {
         }
         let (id, tensor, mapper) = param.consume();
         let (device, train, whole) = (tensor.device(), tensor.is_require_grad(), tensor.shape());
-        let mut values = match self.values(path, tensor.clone()) {
+        let mut values = match self.values(path, tensor) {
             Ok(values) => values,
             Err(error) => {
+                // `shard` returns the error in the module's place.
                 self.born.borrow_mut().trouble = Some(error);
-                return (Param::from_mapped_value(id, tensor, mapper), None);
+                return (Param::from_mapped_value(id, Tensor::zeros([0; D], &device), mapper), None);
             }
         };
-        drop(tensor);
         let mut born = self.born.borrow_mut();
         let policy = self.policy(Partition::new(values.len(), self.shared.world()), D, train);
         let slot = Slot::new(born.slots.len(), path, whole, policy, &self.shared, self.ranks.next_object());
@@ -185,99 +183,5 @@ impl Reparameterizer for Cut<'_> {
         born.train.push(train);
         born.slots.push(slot.clone());
         (Param::from_mapped_value(id, base, mapper), Some(Gathered { slot }))
-    }
-}
-
-impl Zero {
-    /// Runs `loss`, then its backward pass, in which gradients are reduced, and gives the loss's value and the gradients. A
-    /// collective; all other gradients that the loss's graph has are dropped.
-    ///
-    /// ```ignore
-    /// let (loss, grads) = zero.backward(|| model.loss(batch))?;
-    /// model = optimizer.step(1e-3, model, grads)?;
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Comm`]. A gather that fails inside of `loss` travels as a panic payload, which whoever runs the ranks catches.
-    pub fn backward<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Result<(Tensor<D>, Grads), Error> {
-        let reducer = self.shared.reducer();
-        reducer.begin();
-        let loss = {
-            let _ordered = clock::forward();
-            loss()
-        };
-        let value = loss.clone().inner();
-        drop(loss.backward());
-        drop(loss);
-        let means = reducer.finish()?;
-        for (slot, _) in self.slots.iter().zip(&means).filter(|(_, mean)| mean.is_some()) {
-            slot.count_reduced();
-        }
-        Ok((value, Grads::new(self, means)))
-    }
-
-    /// Makes what the module holds known to the other ranks, where it was changed by something else than
-    /// [`Optimizer::step`](crate::Optimizer::step): a record that was loaded, say, of this rank's pieces. A collective.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Comm`].
-    pub fn settle<M: Module>(&self, model: M) -> Result<M, Error> {
-        self.fence()?;
-        Ok(self.publish(model))
-    }
-
-    /// Waits until no rank reads the versions that are replaced next.
-    pub(crate) fn fence(&self) -> Result<(), CommError> {
-        self.shared.comm.execute(Request::Barrier("an update")).map(drop)
-    }
-
-    /// Lets the others read what has changed, and keeps wholes where the stage does. Behind a fence.
-    pub(crate) fn publish<M: Module>(&self, model: M) -> M {
-        model.visit(&mut Publish(self));
-        match self.slots.iter().any(|slot| slot.policy == Policy::Kept) {
-            true => model.map(&mut Rebase(self)),
-            false => model,
-        }
-    }
-
-    /// How often a parameter was gathered and reduced; none if there is no such parameter.
-    pub fn uses(&self, path: &str) -> Option<Uses> {
-        self.slots.iter().find(|slot| slot.path == path).map(|slot| slot.uses())
-    }
-
-    /// The parameters' paths, in the module's order.
-    pub fn paths(&self) -> impl Iterator<Item = &str> {
-        self.slots.iter().map(|slot| &*slot.path)
-    }
-
-    fn slot(&self, id: ParamId) -> Option<&Arc<Slot>> {
-        self.ids.get(&id).map(|&index| &self.slots[index])
-    }
-}
-
-struct Publish<'a>(&'a Zero);
-
-impl ModuleVisitor for Publish<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(slot) = self.0.slot(param.id) {
-            backend::publish(param.base().without_autodiff(), slot);
-        }
-    }
-}
-
-struct Rebase<'a>(&'a Zero);
-
-impl ModuleMapper for Rebase<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(slot) = self.0.slot(param.id).filter(|slot| slot.policy == Policy::Kept) else { return param };
-        let (id, tensor, mapper) = param.consume();
-        let (train, strategy) = (tensor.is_require_grad(), tensor.gradient_checkpointing_strategy());
-        let mut base = backend::rebase(tensor.without_autodiff(), slot);
-        if let Some(strategy) = strategy {
-            base = base.autodiff().with_gradient_checkpointing_strategy(strategy).set_require_grad(train);
-        }
-        Param::from_mapped_value(id, base, mapper)
     }
 }

@@ -2,12 +2,15 @@
 
 use std::sync::{Arc, OnceLock};
 
+use burn::backend::Flex;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::DType;
 use zero_core::Collective;
 use zero_core::window::Window;
 
-use crate::config::ZeroConfig;
+use crate::config::{Float, ZeroConfig};
+use crate::piece::{Piece, Raw};
 use crate::reduce::Reducer;
-use crate::slot::Piece;
 
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -30,5 +33,13 @@ impl Shared {
 
     pub(crate) fn reducer(&self) -> &Reducer {
         self.reducer.get().expect("a model is used after it has been sharded")
+    }
+
+    /// A parameter as the model computes with it.
+    pub(crate) fn cast(&self, tensor: Raw) -> Raw {
+        match self.config.param_dtype {
+            Float::F32 => tensor,
+            Float::Bf16 => Flex::float_cast(tensor, DType::BF16.into()),
+        }
     }
 }

@@ -7,22 +7,19 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Flex, TensorMetadata};
-use burn::tensor::{DType, Shape, Slice, TensorData};
+use burn::tensor::{Shape, Slice, TensorData};
 use parking_lot::Mutex;
 use zero_core::accounting::WireKind;
-use zero_core::window::{Expose, Exposure, Key, Whole};
+use zero_core::window::{Key, Whole};
 use zero_core::{Buffer, CommError, Partition};
 
 use crate::config::Float;
+use crate::current;
 use crate::error::{raise, stop};
-use crate::ranks;
-use crate::reduce::Reducer;
+use crate::piece::{Piece, Raw, bytes, same, tag};
 use crate::shared::Shared;
-
-pub(crate) type Raw = FloatTensor<Flex>;
 
 /// What a rank holds of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,42 +41,6 @@ pub struct Uses {
     pub gathered_backward: usize,
     /// Reductions of its gradient.
     pub reduced: usize,
-}
-
-/// A version of this rank's piece.
-#[derive(Debug)]
-pub(crate) struct Piece {
-    /// As the optimizer updates it. The handle keeps its memory, so that no other tensor can be taken for it.
-    master: Raw,
-    /// As it is gathered; the master itself in fp32.
-    sent: Raw,
-}
-
-/// A piece's elements, lent while they are sent.
-struct Lent(Raw);
-
-/// The bytes of a tensor whose elements lie one after the other.
-fn bytes(tensor: &Raw) -> &[u8] {
-    let (begin, end) = tensor.layout().contiguous_offsets().expect("pieces are contiguous");
-    let size = tensor.dtype().size();
-    &tensor.bytes()[begin * size..end * size]
-}
-
-impl AsRef<[u8]> for Lent {
-    fn as_ref(&self) -> &[u8] {
-        bytes(&self.0)
-    }
-}
-
-impl Expose for Piece {
-    fn expose(&self, _: Key) -> Exposure {
-        Exposure::Ready { tag: tag(&self.sent), bytes: Box::new(Lent(self.sent.clone())) }
-    }
-}
-
-/// What every rank calls its piece of a parameter.
-fn tag(tensor: &Raw) -> String {
-    format!("{:?} piece", tensor.dtype())
 }
 
 #[derive(Debug, Default)]
@@ -130,7 +91,7 @@ impl Recorded {
         let slot = self.0.clone();
         drop(self);
         let complete = slot.recorded.load(Ordering::Relaxed) == 0;
-        slot.reducer().push(&slot, gradient, complete);
+        slot.shared.reducer().push(slot.index, gradient, complete);
     }
 }
 
@@ -198,10 +159,6 @@ impl Slot {
         self.state.lock().uses.reduced += 1;
     }
 
-    fn reducer(&self) -> &Reducer {
-        self.shared.reducer()
-    }
-
     fn key(&self, version: u64) -> Key {
         Key { object: self.object, version }
     }
@@ -260,7 +217,7 @@ impl Slot {
 
     fn whole(&self, base: &Raw, counted: impl Fn(&mut Uses) -> &mut usize) -> Raw {
         let rank = self.shared.rank();
-        if let Some(other) = ranks::current().filter(|&current| current != rank) {
+        if let Some(other) = current::rank().filter(|&current| current != rank) {
             stop(format!(
                 "{self} was sharded by rank {rank} and is used by rank {other}: the ranks' graphs would share leaves, and wait for \
                  one another; let each rank shard a model of its own, or a clone of one that is not sharded yet"
@@ -347,21 +304,5 @@ impl Slot {
             Float::F32 => joined!(F32),
             Float::Bf16 => joined!(Bf16),
         })
-    }
-}
-
-/// Whether two handles are of one tensor.
-fn same(a: &Raw, b: &Raw) -> bool {
-    let at = |tensor: &Raw| (tensor.bytes().as_ptr(), tensor.layout().start_offset(), tensor.shape().num_elements());
-    at(a) == at(b)
-}
-
-impl Shared {
-    /// A parameter as the model computes with it.
-    fn cast(&self, tensor: Raw) -> Raw {
-        match self.config.param_dtype {
-            Float::F32 => tensor,
-            Float::Bf16 => Flex::float_cast(tensor, DType::BF16.into()),
-        }
     }
 }

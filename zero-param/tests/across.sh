@@ -8,7 +8,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 on_0_21() { # STEPS FOLDER [options]
-  "$zero" train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks 2 --stage 2 \
+  "$zero" train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks 2 --stage 3 \
     --shuffle false --decay-except nothing --save "$work/$2" --save-every 3 --out "$work/$2-out" "${@:3}" >"$work/log" 2>&1 ||
     { cat "$work/log"; exit 1; }
   python3 -c 'import json, sys; [print(json.loads(line)["loss"]) for line in open(sys.argv[1])]' "$work/$2-out/metrics.jsonl"
@@ -39,7 +39,3 @@ echo 'from 0.22 to 0.21: three steps more'
 on_0_22 3 began --resume "$work/old/step-00000003"
 on_0_21 6 back --resume "$work/began/step-00000003" >"$work/back.losses"
 same "$work/back.losses" "$work/expected"
-echo 'begun on 0.22, and gone on with on 0.21'
-on_0_22 3 first >"$work/first.losses"
-on_0_21 6 second --resume "$work/first/step-00000003" >>"$work/first.losses"
-same "$work/first.losses" "$work/old.losses"

@@ -12,8 +12,8 @@ use burn_optim::{
     MuonConfig, RmsPropConfig, SgdConfig,
 };
 use common::{
-    Gpt, LR, Mlp, Net, ROWS, STEPS, Told, apart, config, device, filled, numbers, options, seed, train, train_plain,
-    train_threads, value, weights,
+    Gpt, LR, Mlp, Net, ROWS, STEPS, Told, apart, config, device, filled, numbers, options, seed, train, train_on,
+    train_plain, train_threads, value, weights,
 };
 use zero_core::Stage;
 use zero_param::{Error, Float, OptimizerConfig, Ranks, Uses, ZeroConfig, run_threads, shard};
@@ -231,6 +231,18 @@ fn a_frozen_layer_with_an_adapter_trains_the_adapter() {
     assert!(told[0].weights["down"] != before["down"] && told[0].weights["first"] != before["first"]);
     let uses = used::<Odd<LORA>>();
     assert_eq!(a_step(&uses, "second"), (1, 1, 0), "gathered again rather than kept, and never reduced");
+}
+
+#[test]
+fn burns_own_checkpointing_changes_no_bit() {
+    for stage in [Stage::Gradients, Stage::Parameters] {
+        let config = config(stage);
+        let told = run_threads(2, &options(), |ranks| {
+            let device = device().gradient_checkpointing();
+            train_on::<Gpt<2>>(device, ranks, &config, &SgdConfig::new()).map(|(told, _)| told)
+        });
+        assert!(told.unwrap() == train_threads::<Gpt<2>>(2, &config, &SgdConfig::new()), "stage {stage}");
+    }
 }
 
 #[test]

@@ -134,6 +134,21 @@ fn formula(stage: Stage, depth: usize, states: usize) -> usize {
     depth * (part(stage.shards_parameters()) + states * part(stage.shards_optimizer()))
 }
 
+/// Most wholes of both ranks while a module of 16 layers is sharded whose parameters were not made yet.
+fn at_birth() -> isize {
+    let most = run_threads(2, &options(), |ranks| {
+        ranks.comm().barrier()?;
+        MOST_WHOLES.store(WHOLES.load(Relaxed), Relaxed);
+        ranks.comm().barrier()?;
+        let (_net, _zero) = shard(Mlp::<WIDTH, 16>::lazy(&device()), ranks, &config(Stage::Parameters))?;
+        ranks.comm().barrier()?;
+        let most = MOST_WHOLES.load(Relaxed);
+        ranks.comm().barrier()?;
+        Ok::<_, Error>(most)
+    });
+    most.unwrap()[0]
+}
+
 #[test]
 fn memory_is_as_the_stage_has_it() {
     let sgd = SgdConfig::new();
@@ -145,6 +160,10 @@ fn memory_is_as_the_stage_has_it() {
         seen::<24>(Stage::Parameters, &sgd),
     ];
     println!("stage 3: {deep:#?}");
+    let most = at_birth();
+    println!("most wholes while 16 layers are born: {most}");
+    // Each rank: what it has made, what it has got from rank 0, and what makes random numbers on the way.
+    assert!(most <= 8, "{most} wholes at a time");
     for seen in &deep {
         assert_eq!((seen.resting, seen.between), (0, 0), "nothing is whole while nothing uses it");
         // A whole on each of two ranks.

@@ -60,9 +60,16 @@ pub struct Mlp<const WIDTH: usize, const DEPTH: usize> {
     layers: Vec<Linear>,
 }
 
+impl<const WIDTH: usize, const DEPTH: usize> Mlp<WIDTH, DEPTH> {
+    /// One whose parameters are made when they are first used.
+    pub fn lazy(device: &Device) -> Self {
+        Self { layers: (0..DEPTH).map(|_| LinearConfig::new(WIDTH, WIDTH).init(device)).collect() }
+    }
+}
+
 impl<const WIDTH: usize, const DEPTH: usize> Net for Mlp<WIDTH, DEPTH> {
     fn build(device: &Device) -> Self {
-        filled(Self { layers: (0..DEPTH).map(|_| LinearConfig::new(WIDTH, WIDTH).init(device)).collect() })
+        filled(Self::lazy(device))
     }
 
     fn loss(&self, seed: u64, device: &Device) -> Tensor<1> {
@@ -222,7 +229,15 @@ pub fn train<N: Net>(
     config: &ZeroConfig,
     optimizer: &impl OptimizerConfig,
 ) -> Result<(Told, Zero), Error> {
-    let device = device();
+    train_on::<N>(device(), ranks, config, optimizer)
+}
+
+pub fn train_on<N: Net>(
+    device: Device,
+    ranks: &Ranks,
+    config: &ZeroConfig,
+    optimizer: &impl OptimizerConfig,
+) -> Result<(Told, Zero), Error> {
     let (mut net, zero) = shard(N::build(&device), ranks, config)?;
     let mut optimizer = zero.optimizer(optimizer)?;
     let mut told = Told::default();
