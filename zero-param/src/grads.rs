@@ -28,12 +28,8 @@ pub struct Grads {
 
 impl Zero {
     /// Runs `loss`, then its backward pass, in which gradients are reduced, and gives the loss's value and the gradients. A
-    /// collective; all other gradients that the loss's graph has are dropped.
-    ///
-    /// ```ignore
-    /// let (loss, grads) = zero.backward(|| model.loss(batch))?;
-    /// model = optimizer.step(1e-3, model, grads)?;
-    /// ```
+    /// collective. Gradients of other leaves than parameters are dropped.
+    /// The order of the forward pass is that of the reductions, so gradients of what was computed before are reduced at the end.
     ///
     /// # Errors
     ///
@@ -58,7 +54,12 @@ impl Zero {
 
 impl Grads {
     /// Adds those of another micro-batch. For a mean over `n` micro-batches divide each loss by `n`.
+    ///
+    /// # Panics
+    ///
+    /// When they are of another sharded module.
     pub fn add(&mut self, other: Grads) {
+        assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "gradients of two modules do not add up");
         for (sum, piece) in self.pieces.iter_mut().zip(other.pieces) {
             match (sum.as_mut(), piece) {
                 (Some(sum), Some(piece)) => sum.iter_mut().zip(piece).for_each(|(a, b)| *a += b),

@@ -9,6 +9,29 @@
 //!   the group. No rank waits for another's forward or backward pass but for buckets under way.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //!
+//! ```
+//! use burn::tensor::{Device, Tensor};
+//! use burn_nn::LinearConfig;
+//! use burn_optim::AdamWConfig;
+//! use zero_core::{Stage, collective::threads::ThreadOptions};
+//! use zero_param::{Error, ZeroConfig, run_threads, shard};
+//!
+//! run_threads(2, &ThreadOptions::default(), |ranks| {
+//!     let device = Device::flex().autodiff();
+//!     let model = LinearConfig::new(512, 512).init(&device);
+//!     let (mut model, zero) = shard(model, ranks, &ZeroConfig::new(Stage::Parameters))?;
+//!     let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+//!     for _ in 0..10 {
+//!         let rows = Tensor::<2>::ones([8, 512], &device); // this rank's
+//!         let (loss, grads) = zero.backward(|| model.forward(rows).square().mean())?;
+//!         model = optimizer.step(1e-3, model, grads)?;
+//!         println!("{}", loss.into_scalar::<f32>());
+//!     }
+//!     Ok::<_, Error>(())
+//! })
+//! .unwrap();
+//! ```
+//!
 //! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
 //! <https://arxiv.org/abs/1910.02054>.
 
@@ -22,6 +45,7 @@ mod grads;
 mod layers;
 mod optim;
 mod piece;
+mod published;
 mod ranks;
 mod reduce;
 mod shard;

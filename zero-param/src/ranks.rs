@@ -4,7 +4,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
 use zero_core::collective::process::ProcessRun;
 use zero_core::collective::threads::{self, ThreadOptions, panic_reason};
 use zero_core::window::{Window, WindowHost};
@@ -13,7 +12,7 @@ use zero_core::{Collective, CommError, LaunchError};
 use crate::current;
 use crate::error::raise;
 use crate::piece::Piece;
-use crate::slot::Slot;
+use crate::published::Published;
 
 /// A rank's view of the others.
 #[derive(Debug)]
@@ -21,13 +20,12 @@ pub struct Ranks {
     pub(crate) comm: Arc<dyn Collective>,
     pub(crate) window: Window<Piece>,
     objects: AtomicU64,
-    /// What others may still read after this rank's body has ended.
-    published: Mutex<Vec<Arc<Slot>>>,
+    pub(crate) published: Arc<Published>,
 }
 
 impl Ranks {
     fn new(comm: Arc<dyn Collective>, window: Window<Piece>) -> Self {
-        Self { comm, window, objects: AtomicU64::new(0), published: Mutex::default() }
+        Self { comm, window, objects: AtomicU64::new(0), published: Arc::default() }
     }
 
     /// The group of all ranks.
@@ -38,10 +36,6 @@ impl Ranks {
     /// A number for what is published, alike on all ranks, which shard the same modules in the same order.
     pub(crate) fn next_object(&self) -> u64 {
         self.objects.fetch_add(1, Ordering::Relaxed)
-    }
-
-    pub(crate) fn keep(&self, slots: &[Arc<Slot>]) {
-        self.published.lock().extend_from_slice(slots);
     }
 
     /// Runs the rank's body. What it has published stays until the others have ended too.
@@ -67,6 +61,12 @@ impl Ranks {
                 resume_unwind(payload)
             }
         }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        self.published.clear();
     }
 }
 

@@ -51,6 +51,7 @@ struct Pass {
     is_running: bool,
     /// Sums over the uses so far, and whether that was the last.
     gradients: Vec<Option<(Buffer, bool)>>,
+    is_sent: Vec<bool>,
     /// In the order of their first use.
     arrived: Vec<usize>,
     /// Buckets that are sent.
@@ -98,9 +99,10 @@ impl Reducer {
 
     /// Begins a backward pass.
     pub(crate) fn begin(&self) {
-        let (gradients, reduced) =
-            (self.members.iter().map(|_| None).collect(), self.members.iter().map(|_| None).collect());
-        self.state.lock().pass = Pass { is_running: true, gradients, reduced, ..Pass::default() };
+        let count = self.members.len();
+        let gradients = std::iter::repeat_with(|| None).take(count).collect();
+        let (is_sent, reduced) = (vec![false; count], vec![None; count]);
+        self.state.lock().pass = Pass { is_running: true, gradients, is_sent, reduced, ..Pass::default() };
     }
 
     /// Adds a use's gradient; `is_complete` if it was the parameter's last in this pass. Called by autodiff, under the lock of this
@@ -112,6 +114,13 @@ impl Reducer {
             stop(format!(
                 "parameter '{}' got a gradient outside of `Zero::backward`, which would not be reduced: \
                  call `zero.backward(|| loss)` in place of `loss.backward()`",
+                self.members[index].path
+            ));
+        }
+        if pass.is_sent[index] {
+            stop(format!(
+                "parameter '{}' got a gradient after its last use in this pass: it was gathered while the backward pass ran, \
+                 which a layer of your own does; compute that in the forward pass",
                 self.members[index].path
             ));
         }
@@ -195,6 +204,7 @@ impl Reducer {
     /// Lays a bucket out and starts its collective.
     fn send(&self, pass: &mut Pass, bucket: Bucket) {
         let world = self.comm.world();
+        bucket.members.iter().for_each(|&index| pass.is_sent[index] = true);
         let mut taken = |index: usize| match pass.gradients[index].take() {
             Some((gradient, _)) => gradient,
             None => self.zeros(self.members[index].partition.numel()),

@@ -55,6 +55,7 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
     let shared = Arc::new(Shared {
         comm: ranks.comm.duplicate("model")?,
         window: ranks.window.clone(),
+        published: ranks.published.clone(),
         config: config.clone(),
         reducer: OnceLock::new(),
     });
@@ -64,7 +65,7 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
     if let Some(error) = trouble {
         return Err(error);
     }
-    ranks.keep(&slots);
+    ranks.published.keep(slots.iter().map(|slot| slot.clone() as _));
     let member = |(slot, train): (&Arc<Slot>, bool)| Member {
         path: slot.path.clone(),
         partition: slot.partition,

@@ -10,6 +10,7 @@ use zero_core::window::Window;
 
 use crate::config::{Float, ZeroConfig};
 use crate::piece::{Piece, Raw};
+use crate::published::Published;
 use crate::reduce::Reducer;
 
 #[derive(Debug)]
@@ -17,6 +18,7 @@ pub(crate) struct Shared {
     /// The group for what ranks do between passes.
     pub(crate) comm: Arc<dyn Collective>,
     pub(crate) window: Window<Piece>,
+    pub(crate) published: Arc<Published>,
     pub(crate) config: ZeroConfig,
     /// Known when all parameters are.
     pub(crate) reducer: OnceLock<Reducer>,

@@ -34,7 +34,8 @@ impl Zero {
 
     /// Waits until no rank reads the versions that are replaced next.
     pub(crate) fn fence(&self) -> Result<(), CommError> {
-        self.shared.comm.execute(Request::Barrier("an update")).map(drop)
+        let Shared { comm, published, .. } = &*self.shared;
+        published.behind(|| comm.execute(Request::Barrier("an update"))).map(drop)
     }
 
     /// Lets the others read what has changed, and keeps wholes where the stage does. Behind a fence.

@@ -344,6 +344,28 @@ fn a_model_from_before_a_step_is_refused() {
 }
 
 #[test]
+fn a_rank_that_fails_or_ends_is_named() {
+    let run = |then: fn() -> Result<(), Error>, steps: [usize; 2]| {
+        failure(|ranks| {
+            let (device, rank) = (device(), ranks.comm().rank());
+            let (mut net, zero) = shard(Mlp::<8, 2>::build(&device), ranks, &config(Stage::Parameters))?;
+            let mut optimizer = zero.optimizer(&SgdConfig::new())?;
+            for step in 0..steps[rank] {
+                let (_, grads) = zero.backward(|| net.loss(seed(step, rank), &device))?;
+                net = optimizer.step(LR, net, grads)?;
+            }
+            if rank == 1 { then() } else { Ok(()) }
+        })
+    };
+    let error = run(|| panic!("out of luck"), [4, 2]);
+    assert!(error.contains("rank 1") && error.contains("out of luck"), "{error}");
+    let error = run(|| Err(Error::State("its own error".into())), [4, 2]);
+    assert!(error.contains("rank 1") && error.contains("its own error"), "{error}");
+    let error = run(|| Ok(()), [4, 2]);
+    assert!(error.contains("rank 1 has already ended"), "{error}");
+}
+
+#[test]
 fn modules_that_cannot_be_sharded_are_told_why() {
     let error = failure(|ranks| {
         let adapted = Mlp::<8, 2>::build(&device()).apply_lora(Lora::new(2, 4.0));

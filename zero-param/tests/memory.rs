@@ -149,6 +149,35 @@ fn at_birth() -> isize {
     most.unwrap()[0]
 }
 
+/// Bytes that are left of a module and its optimizer when both were dropped, and another has been updated since.
+fn left_behind() -> isize {
+    let left = run_threads(2, &options(), |ranks| {
+        let device = device();
+        let config = config(Stage::Parameters);
+        let (mut other, zero) = shard(Mlp::<8, 1>::build(&device), ranks, &config)?;
+        let mut optimizer = zero.optimizer(&SgdConfig::new())?;
+        let mut step = |other| {
+            let (_, grads) = zero.backward(|| Net::loss(&other, 0, &device))?;
+            optimizer.step(1e-2, other, grads)
+        };
+        other = step(other)?;
+        ranks.comm().barrier()?;
+        let before = BYTES.load(Relaxed);
+        ranks.comm().barrier()?;
+        let (net, large) = shard(Mlp::<WIDTH, 8>::build(&device), ranks, &config)?;
+        let mut updated = large.optimizer(&AdamWConfig::new())?;
+        let (_, grads) = large.backward(|| net.loss(0, &device))?;
+        drop((updated.step(1e-2, net, grads)?, updated, large));
+        // What is dropped before a fence is let go of behind it.
+        step(other)?;
+        ranks.comm().barrier()?;
+        let left = BYTES.load(Relaxed) - before;
+        ranks.comm().barrier()?;
+        Ok::<_, Error>(left)
+    });
+    left.unwrap()[0]
+}
+
 #[test]
 fn memory_is_as_the_stage_has_it() {
     let sgd = SgdConfig::new();
@@ -176,6 +205,10 @@ fn memory_is_as_the_stage_has_it() {
     // What sees no order has all gradients wait: the count would show it.
     let unordered = run_threads(2, &options(), |ranks| steps::<16>(ranks, Stage::Parameters, &sgd, false)).unwrap();
     assert!(unordered[0].as_ref().unwrap().most_backward > 20, "{unordered:?}");
+
+    let left = left_behind();
+    println!("{left} bytes are left of a module that was dropped");
+    assert!(left < WHOLE as isize / 4, "{left} bytes are left of a module that was dropped");
 
     for stage in Stage::ALL {
         for (states, seen) in [(0, seen::<4>(stage, &sgd)), (2, seen::<4>(stage, &AdamWConfig::new()))] {

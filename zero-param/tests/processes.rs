@@ -82,7 +82,7 @@ fn train_processes(world: usize, stage: Stage) -> String {
 
 #[test]
 fn processes_train_as_threads_do() {
-    for world in [2, 3] {
+    for world in 2..=4 {
         let threads = bits(&train_threads::<Gpt<2>>(world, &config(Stage::DataParallel), &SgdConfig::new()));
         for stage in Stage::ALL {
             assert!(train_processes(world, stage) == threads, "{world} processes at stage {stage}");
