@@ -4,7 +4,7 @@
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
 use super::Buffer;
 use crate::CommError;
@@ -20,6 +20,14 @@ impl<T> Pending<T> {
     /// The wait is bounded: the operation itself fails at the group's deadline.
     pub fn wait(self) -> Result<T, CommError> {
         self.0.recv().expect("the progress thread answers every request before it ends")
+    }
+
+    /// As [`Pending::wait`], for no longer than `limit`: itself again when the result is not there by then.
+    pub fn wait_for(self, limit: Duration) -> Result<Result<T, CommError>, Self> {
+        match self.0.recv_timeout(limit) {
+            Err(RecvTimeoutError::Timeout) => Err(self),
+            answer => Ok(answer.expect("the progress thread answers every request before it ends")),
+        }
     }
 }
 

@@ -1,0 +1,255 @@
+//! Checkpoints in the format of `zero_train`: a run of the front for Burn 0.21 resumes here, and the other way round.
+//!
+//! * Tensors: `model.<path>`, and `optimizer.<path>.exp_avg` and `.exp_avg_sq` of AdamW and Adam, in fp32. Each rank writes
+//!   its elements by [`Partition`](zero_core::Partition), at any stage. Any number of ranks reads them back, at any stage.
+//! * State, under the key `engine`: updates, and how many each parameter has had. Dropout's random numbers are Burn's own here
+//!   and are not saved: in the format they stand as those of a run that has drawn none.
+//! * Memory: Burn gives an optimizer's state away as one record, so a save or load holds this rank's once more, or twice.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Bytes, DType, Shape, Tensor, TensorData};
+use burn_optim::OptimizerRecord;
+use burn_pack::{Reader, Scalar, Writer};
+use serde_json::{Map, Value, json};
+use zero_core::checkpoint::{Checkpoint, ElementType, Piece, SaveOptions, Saved, save};
+
+use crate::error::Error;
+use crate::optim::Optimizer;
+use crate::slot::{Policy, Slot};
+use crate::zero::Zero;
+
+/// The version of the engine's state that is written, and the newest that is read.
+const STATE_VERSION: u64 = 1;
+
+/// The key of the engine's state in a checkpoint's.
+const ENGINE: &str = "engine";
+
+/// Where Burn has a parameter's moments, and their names in a checkpoint.
+const MOMENTS: [(&str, &str); 2] = [("momentum.moment_1", "exp_avg"), ("momentum.moment_2", "exp_avg_sq")];
+const TIME: &str = "momentum.time";
+const RANK: &str = "__rank";
+
+/// What a checkpoint has given.
+pub struct Resumed<M> {
+    /// The module.
+    pub model: M,
+    /// Its optimizer.
+    pub optimizer: Optimizer,
+    /// Updates that were made before.
+    pub steps: usize,
+    /// What the program has saved beside.
+    pub extra: Map<String, Value>,
+}
+
+fn parameter_name(path: &str) -> String {
+    format!("model.{path}")
+}
+
+fn state_name(path: &str, name: &str) -> String {
+    format!("optimizer.{path}.{name}")
+}
+
+/// What an optimizer keeps of a parameter.
+struct Moments {
+    time: usize,
+    /// In the order of [`MOMENTS`].
+    values: [Bytes; 2],
+}
+
+impl Zero {
+    /// Saves model and optimizer after `steps` updates as the checkpoint of that step in `dir`, with `extra` beside them, and
+    /// returns when it is durable. A collective; nothing is gathered.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] for an optimizer other than AdamW and Adam, or one with AMSGrad; [`Error::Checkpoint`].
+    pub fn save<M: Module>(
+        &self,
+        model: &M,
+        optimizer: &Optimizer,
+        dir: &Path,
+        steps: usize,
+        mut extra: Map<String, Value>,
+        options: &SaveOptions,
+    ) -> Result<Saved, Error> {
+        let name = saved_name(optimizer)?;
+        let mut moments = moments(optimizer)?;
+        let mut held = Held { zero: self, values: Vec::new() };
+        model.visit(&mut held);
+        let (mut pieces, mut times) = (Vec::new(), BTreeMap::new());
+        for (slot, id, data) in &held.values {
+            let mut add = |name: String, bytes: &[u8]| {
+                pieces.push(Piece::new(name, ElementType::F32, slot.whole.to_vec(), self.own_bytes(slot, bytes)));
+            };
+            add(parameter_name(&slot.path), data.as_bytes());
+            if let Some(Moments { time, values }) = moments.remove(&id.val()) {
+                times.insert(&slot.path, time);
+                for ((_, name), bytes) in MOMENTS.iter().zip(&values) {
+                    add(state_name(&slot.path, name), bytes);
+                }
+            }
+        }
+        let config = &self.shared.config;
+        let state = json!({
+            "version": STATE_VERSION,
+            "steps": steps,
+            "skipped": 0,
+            "stage": config.stage.number(),
+            "param_dtype": format!("{:?}", config.param_dtype).to_uppercase(),
+            "loss_scaler": null,
+            "optimizer": { "name": name, "times": times },
+            "random": { "seed": 0, "draws": vec![0; self.shared.world()] },
+        });
+        extra.insert(ENGINE.into(), state);
+        Ok(save(&*self.shared.comm, dir, steps as u64, &pieces, &Value::Object(extra), options)?)
+    }
+
+    /// Loads what [`Zero::save`], or an engine of `zero_train`, has saved: at any number of ranks and stage. A collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mismatch`] when the checkpoint is of another model or optimizer; [`Error::Checkpoint`] for one that cannot be read.
+    pub fn load<M: Module>(
+        &self,
+        model: M,
+        optimizer: Optimizer,
+        checkpoint: &Checkpoint,
+    ) -> Result<Resumed<M>, Error> {
+        let mismatch = |what: String| Error::Mismatch { path: checkpoint.path().to_path_buf(), what };
+        let Value::Object(mut extra) = checkpoint.state()? else {
+            return Err(mismatch("its state is no object".into()));
+        };
+        let engine = extra.remove(ENGINE).ok_or_else(|| mismatch("it has no state of an engine".into()))?;
+        if engine["version"].as_u64().is_none_or(|version| version > STATE_VERSION) {
+            let what = format!(
+                "its state is of version {}, and {STATE_VERSION} is the newest that is read",
+                engine["version"]
+            );
+            return Err(mismatch(what));
+        }
+        let name = saved_name(&optimizer)?;
+        if engine["optimizer"]["name"] != *name {
+            return Err(mismatch(format!("it was trained with {}, not '{name}'", engine["optimizer"]["name"])));
+        }
+        for tensor in checkpoint.tensors().keys().filter_map(|tensor| tensor.strip_prefix("model.")) {
+            if !self.paths().any(|path| path == tensor) {
+                return Err(mismatch(format!(
+                    "its parameter '{tensor}' is not in this model: configure the same model"
+                )));
+            }
+        }
+        let mut values = HashMap::new();
+        let (mut tensors, mut scalars, mut paths) = (Vec::new(), Vec::new(), Vec::new());
+        for (&id, slot) in self.ids.iter().map(|(id, &index)| (id, &self.slots[index])) {
+            values.insert(id, self.read(checkpoint, slot, &parameter_name(&slot.path))?);
+            let Some(time) = engine["optimizer"]["times"][&slot.path].as_u64() else { continue };
+            let key = |leaf: &str| format!("{}.{leaf}", id.val());
+            for (leaf, name) in MOMENTS {
+                let bytes = Bytes::from_elems(self.read(checkpoint, slot, &state_name(&slot.path, name))?);
+                tensors.push(burn_pack::Tensor::new(key(leaf), DType::F32, slot.base.clone(), Some(id.val()), bytes));
+            }
+            scalars.push((key(TIME), Scalar::from(time as usize)));
+            scalars.push((key(RANK), Scalar::from(slot.base.num_dims())));
+            paths.push((id.val().to_string(), slot.path.clone()));
+        }
+        let mut record = Writer::new(tensors);
+        for (key, value) in scalars {
+            record = record.with_scalar(&key, value);
+        }
+        for (key, path) in paths {
+            record = record.with_metadata(&key, &path);
+        }
+        let bytes = record.into_bytes().map_err(|error| Error::State(error.to_string()))?;
+        let record = OptimizerRecord::from_bytes(bytes).map_err(|error| Error::State(error.to_string()))?;
+        let model = self.settle(model.map(&mut Load { zero: self, values }))?;
+        let steps = engine["steps"].as_u64().unwrap_or(0) as usize;
+        Ok(Resumed { model, optimizer: optimizer.with_record(record), steps, extra })
+    }
+
+    /// Of what this rank updates of a parameter, the part that it writes.
+    fn own_bytes(&self, slot: &Slot, bytes: &[u8]) -> Vec<u8> {
+        let own = slot.partition.range(self.shared.rank());
+        match slot.policy {
+            Policy::Replicated => bytes[own.start * size_of::<f32>()..own.end * size_of::<f32>()].to_vec(),
+            Policy::Kept | Policy::Sharded => bytes.to_vec(),
+        }
+    }
+
+    /// What this rank updates of a parameter, as it is saved under `name`.
+    fn read(&self, checkpoint: &Checkpoint, slot: &Slot, name: &str) -> Result<Vec<f32>, Error> {
+        let (tensor, expected) = (checkpoint.tensor(name)?, slot.whole.to_vec());
+        if (tensor.dtype, &tensor.shape) != (ElementType::F32, &expected) {
+            let what = format!("'{name}' is {} {:?} there, and F32 {expected:?} here", tensor.dtype, tensor.shape);
+            return Err(Error::Mismatch { path: checkpoint.path().to_path_buf(), what });
+        }
+        let bytes = checkpoint.read(name, slot.own())?;
+        Ok(bytes.as_chunks::<4>().0.iter().map(|float| f32::from_le_bytes(*float)).collect())
+    }
+}
+
+fn saved_name(optimizer: &Optimizer) -> Result<&'static str, Error> {
+    optimizer.saved_name.ok_or_else(|| {
+        Error::State("the state of this optimizer has no place in a checkpoint: use AdamW or Adam, or save `Optimizer::inner`'s record".into())
+    })
+}
+
+/// An optimizer's state by parameter.
+fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
+    let unknown =
+        |what: String| Error::State(format!("{what}, which a checkpoint has no place for: use AdamW without AMSGrad"));
+    let packed = |error: burn_pack::Error| Error::State(error.to_string());
+    let record = optimizer.inner().into_bytes().map_err(|error| Error::State(error.to_string()))?;
+    let reader = Reader::from_bytes(record).map_err(packed)?;
+    let scalars = reader.scalars().clone();
+    let mut found: HashMap<u64, [Option<Bytes>; 2]> = HashMap::new();
+    for tensor in reader.into_tensors().map_err(packed)? {
+        let (name, _, _, id, bytes) = tensor.into_parts().map_err(packed)?;
+        let place = id.and_then(|id| {
+            let leaf = name.strip_prefix(&format!("{id}."))?;
+            Some((id, MOMENTS.iter().position(|(burns, _)| *burns == leaf)?))
+        });
+        let (id, place) = place.ok_or_else(|| unknown(format!("the optimizer keeps '{name}'")))?;
+        found.entry(id).or_default()[place] = Some(bytes);
+    }
+    let mut all = HashMap::new();
+    for (id, values) in found {
+        let time = scalars.get(&format!("{id}.{TIME}")).and_then(|&time| usize::try_from(time).ok());
+        let ([Some(first), Some(second)], Some(time)) = (values, time) else {
+            return Err(unknown(format!("the optimizer keeps no moments and time for parameter {id}")));
+        };
+        all.insert(id, Moments { time, values: [first, second] });
+    }
+    Ok(all)
+}
+
+/// What the module holds, parameter by parameter.
+struct Held<'a> {
+    zero: &'a Zero,
+    values: Vec<(&'a Slot, ParamId, TensorData)>,
+}
+
+impl ModuleVisitor for Held<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(&index) = self.zero.ids.get(&param.id) {
+            self.values.push((&self.zero.slots[index], param.id, param.base().into_data()));
+        }
+    }
+}
+
+struct Load<'a> {
+    zero: &'a Zero,
+    values: HashMap<ParamId, Vec<f32>>,
+}
+
+impl ModuleMapper for Load<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(values) = self.values.remove(&param.id) else { return param };
+        let shape: Shape = self.zero.slots[self.zero.ids[&param.id]].base.clone();
+        let (id, tensor, mapper) = param.consume();
+        let loaded = Tensor::from_data(TensorData::new(values, shape), &tensor.device());
+        Param::from_mapped_value(id, loaded.set_require_grad(tensor.is_require_grad()), mapper)
+    }
+}

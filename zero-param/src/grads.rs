@@ -1,0 +1,144 @@
+//! A backward pass and its reduced gradients: of each parameter what this rank updates.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Tensor, TensorData};
+use burn_optim::GradientsParams;
+use zero_core::{Buffer, ReduceOp};
+
+use crate::clock;
+use crate::error::Error;
+use crate::slot::{Policy, Slot};
+use crate::zero::Zero;
+
+/// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
+fn clip_factor(most: f64, norm: f64) -> f64 {
+    (most / (norm + 1e-6)).min(1.0)
+}
+
+/// The means over the ranks of a backward pass's gradients, in fp32. Parameters that no rank has used have none.
+#[derive(Debug)]
+pub struct Grads {
+    zero: Zero,
+    /// By parameter.
+    pieces: Vec<Option<Vec<f32>>>,
+}
+
+impl Zero {
+    /// Runs `loss`, then its backward pass, in which gradients are reduced, and gives the loss's value and the gradients. A
+    /// collective. Gradients of other leaves than parameters are dropped.
+    /// The order of the forward pass is that of the reductions, so gradients of what was computed before are reduced at the end.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`]. A gather that fails inside of `loss` travels as a panic payload, which whoever runs the ranks catches.
+    pub fn backward<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Result<(Tensor<D>, Grads), Error> {
+        let reducer = self.shared.reducer();
+        reducer.begin();
+        let loss = {
+            let _ordered = clock::forward();
+            loss()
+        };
+        let value = loss.clone().inner();
+        drop(loss.backward());
+        drop(loss);
+        let means = reducer.finish()?;
+        for (slot, _) in self.slots.iter().zip(&means).filter(|(_, mean)| mean.is_some()) {
+            slot.count_reduced();
+        }
+        Ok((value, Grads { zero: self.clone(), pieces: means }))
+    }
+}
+
+impl Grads {
+    /// Adds those of another micro-batch. For a mean over `n` micro-batches divide each loss by `n`.
+    ///
+    /// # Panics
+    ///
+    /// When they are of another sharded module.
+    pub fn add(&mut self, other: Grads) {
+        assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "gradients of two modules do not add up");
+        for (sum, piece) in self.pieces.iter_mut().zip(other.pieces) {
+            match (sum.as_mut(), piece) {
+                (Some(sum), Some(piece)) => sum.iter_mut().zip(piece).for_each(|(a, b)| *a += b),
+                (None, piece) => *sum = piece,
+                (Some(_), None) => {}
+            }
+        }
+    }
+
+    /// Multiplies all by `factor`.
+    pub fn scale(&mut self, factor: f32) {
+        self.pieces.iter_mut().flatten().flatten().for_each(|x| *x *= factor);
+    }
+
+    /// The norm of all gradients of the module, in which each element counts once. A collective. The same bits at every stage.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`].
+    pub fn norm(&self) -> Result<f64, Error> {
+        let shared = &self.zero.shared;
+        let squares = |(slot, piece): (&Arc<Slot>, &Option<Vec<f32>>)| {
+            let piece = piece.as_ref()?;
+            let own = match slot.policy {
+                Policy::Replicated => slot.partition.range(shared.rank()),
+                Policy::Kept | Policy::Sharded => 0..piece.len(),
+            };
+            Some(piece[own].iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>())
+        };
+        let sum = self.zero.slots.iter().zip(&self.pieces).filter_map(squares).sum();
+        let sums = shared.comm.all_reduce(Buffer::F64(vec![sum]), ReduceOp::Sum)?.into_f64();
+        Ok(sums[0].sqrt())
+    }
+
+    /// Scales all so that their norm is at most `most`, and gives the norm that they had. A collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Comm`].
+    pub fn clip_norm(&mut self, most: f64) -> Result<f64, Error> {
+        let norm = self.norm()?;
+        let factor = clip_factor(most, norm);
+        // A norm that is not a number makes no factor below 1, and gradients stay as they are.
+        if factor < 1.0 {
+            self.scale(factor as f32);
+        }
+        Ok(norm)
+    }
+
+    /// What this rank has of a parameter's gradient, if it has one: its elements `[rank * ceil(n / ranks), ...)`, or all.
+    pub fn get(&self, path: &str) -> Option<&[f32]> {
+        let slot = self.zero.slots.iter().find(|slot| slot.path == path)?;
+        self.pieces[slot.index].as_deref()
+    }
+
+    /// As Burn's optimizers take them, in the shapes of the pieces.
+    pub(crate) fn into_burn<M: Module>(self, model: &M) -> Result<GradientsParams, Error> {
+        let mut feed = Feed { ids: &self.zero.ids, zero: &self.zero, pieces: self.pieces, fed: GradientsParams::new() };
+        model.visit(&mut feed);
+        match feed.pieces.iter().position(Option::is_some) {
+            Some(index) => Err(Error::Missing { path: self.zero.slots[index].path.clone() }),
+            None => Ok(feed.fed),
+        }
+    }
+}
+
+struct Feed<'a> {
+    ids: &'a HashMap<ParamId, usize>,
+    zero: &'a Zero,
+    pieces: Vec<Option<Vec<f32>>>,
+    fed: GradientsParams,
+}
+
+impl ModuleVisitor for Feed<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(&index) = self.ids.get(&param.id) else { return };
+        if let Some(piece) = self.pieces[index].take() {
+            let data = TensorData::new(piece, self.zero.slots[index].base.clone());
+            self.fed.register(param.id, Tensor::<D>::from_data(data, &param.base().device().without_autodiff()));
+        }
+    }
+}

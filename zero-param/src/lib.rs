@@ -1,0 +1,65 @@
+//! ZeRO stages 0 to 3 for modules of Burn 0.22, whose backends are a closed set: there a backend cannot be wrapped, as `zero-burn`
+//! does it for 0.21, but a parameter can be reparameterized.
+//!
+//! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's part and gather the rest for each
+//!   use ([`shard()`]).
+//! * Memory: at stage 3 a rank holds its pieces, and a whole for as long as the operation that uses it. A backward pass gathers
+//!   again; a gradient is whole until its bucket is reduced.
+//! * Threads: a rank runs on one. Gathers read the other ranks' pieces without their taking part; gradients are reduced by a thread of
+//!   the group. No rank waits for another's forward or backward pass but for buckets under way.
+//! * Numbers: losses have the same bits at every stage, for the same number of ranks.
+//!
+//! ```
+//! use burn::tensor::{Device, Tensor};
+//! use burn_nn::LinearConfig;
+//! use burn_optim::AdamWConfig;
+//! use zero_core::{Stage, collective::threads::ThreadOptions};
+//! use zero_param::{Error, ZeroConfig, run_threads, shard};
+//!
+//! run_threads(2, &ThreadOptions::default(), |ranks| {
+//!     let device = Device::flex().autodiff();
+//!     let model = LinearConfig::new(512, 512).init(&device);
+//!     let (mut model, zero) = shard(model, ranks, &ZeroConfig::new(Stage::Parameters))?;
+//!     let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+//!     for _ in 0..10 {
+//!         let rows = Tensor::<2>::ones([8, 512], &device); // this rank's
+//!         let (loss, grads) = zero.backward(|| model.forward(rows).square().mean())?;
+//!         model = optimizer.step(1e-3, model, grads)?;
+//!         println!("{}", loss.into_scalar::<f32>());
+//!     }
+//!     Ok::<_, Error>(())
+//! })
+//! .unwrap();
+//! ```
+//!
+//! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
+//! <https://arxiv.org/abs/1910.02054>.
+
+mod backend;
+mod checkpoint;
+mod clock;
+mod config;
+mod current;
+mod error;
+mod grads;
+mod layers;
+mod optim;
+mod piece;
+mod published;
+mod ranks;
+mod reduce;
+mod shard;
+mod shared;
+mod slot;
+mod zero;
+
+pub use checkpoint::Resumed;
+pub use config::{Float, ZeroConfig};
+pub use error::Error;
+pub use grads::Grads;
+pub use layers::{embedding, tied_head};
+pub use optim::{Optimizer, OptimizerConfig};
+pub use ranks::{Ranks, run_process, run_threads};
+pub use shard::{Gathered, shard};
+pub use slot::Uses;
+pub use zero::Zero;

@@ -1,0 +1,131 @@
+//! Burn's optimizers on pieces: those that compute each element by itself.
+
+use burn::module::Module;
+use burn_optim::grad_clipping::GradientClipping;
+use burn_optim::{
+    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, LBFGSConfig, LambConfig, LionConfig,
+    ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
+};
+
+use crate::error::Error;
+use crate::grads::Grads;
+use crate::zero::Zero;
+
+/// The configuration of one of Burn's optimizers.
+pub trait OptimizerConfig {
+    /// The optimizer, if it may work on pieces.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Optimizer`] if it needs whole parameters.
+    fn elementwise(&self) -> Result<ModuleOptimizer, Error>;
+
+    /// What checkpoints call it, if they have a place for its state.
+    fn saved_name(&self) -> Option<&'static str> {
+        None
+    }
+}
+
+macro_rules! elementwise {
+    ($($config:ident $name:expr;)*) => {$(
+        impl OptimizerConfig for $config {
+            fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+                Ok(self.init())
+            }
+            fn saved_name(&self) -> Option<&'static str> {
+                $name
+            }
+        }
+    )*};
+}
+
+macro_rules! refused {
+    ($($config:ident $optimizer:literal $reason:literal;)*) => {$(
+        impl OptimizerConfig for $config {
+            fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+                Err(Error::Optimizer { optimizer: $optimizer, reason: $reason })
+            }
+        }
+    )*};
+}
+
+elementwise! {
+    AdaGradConfig None;
+    AdamConfig Some("adam");
+    AdamWConfig Some("adamw");
+    AdanConfig None;
+    LionConfig None;
+    RmsPropConfig None;
+    SgdConfig None;
+}
+
+refused! {
+    AdafactorConfig "Adafactor" "keeps sums over rows and columns of a parameter";
+    LBFGSConfig "LBFGS" "takes products over all parameters";
+    LambConfig "Lamb" "takes norms of whole parameters";
+    MuonConfig "Muon" "makes whole gradients orthogonal";
+}
+
+/// An optimizer whose state is this rank's part.
+pub struct Optimizer {
+    inner: ModuleOptimizer,
+    zero: Zero,
+    pub(crate) saved_name: Option<&'static str>,
+}
+
+impl Zero {
+    /// An optimizer of the module's pieces.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Optimizer`] for one that needs whole parameters, and for one that clips by the norm of each parameter
+    /// ([`Grads::clip_norm`] clips by that of all).
+    ///
+    /// ```
+    /// # use burn_optim::{AdamWConfig, MuonConfig};
+    /// # use zero_param::OptimizerConfig;
+    /// assert!(AdamWConfig::new().elementwise().is_ok());
+    /// assert!(MuonConfig::new().elementwise().err().unwrap().to_string().contains("Muon"));
+    /// ```
+    pub fn optimizer(&self, config: &impl OptimizerConfig) -> Result<Optimizer, Error> {
+        let optimizer = self.optimizer_of(config.elementwise()?)?;
+        Ok(Optimizer { saved_name: config.saved_name(), ..optimizer })
+    }
+
+    /// As [`Zero::optimizer`], of one that was put together: of groups, or of a rule of one's own. The caller knows that it
+    /// computes each element by itself: another would compute on pieces as if they were parameters.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Optimizer`] where its first group clips by the norm of each parameter.
+    pub fn optimizer_of(&self, inner: ModuleOptimizer) -> Result<Optimizer, Error> {
+        if let Some(GradientClipping::Norm(_)) = inner.grad_clipping() {
+            let (optimizer, reason) = ("GradientClipping::Norm", "takes norms of whole gradients");
+            return Err(Error::Optimizer { optimizer, reason });
+        }
+        Ok(Optimizer { inner, zero: self.clone(), saved_name: None })
+    }
+}
+
+impl Optimizer {
+    /// Updates the module. A collective: behind it every rank reads what the others have updated.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Missing`] when `grads` are of parameters that `model` has not; [`Error::Comm`].
+    pub fn step<M: Module>(&mut self, lr: f64, model: M, grads: Grads) -> Result<M, Error> {
+        let grads = grads.into_burn(&model)?;
+        self.zero.fence()?;
+        let model = self.inner.step(lr, model, grads);
+        Ok(self.zero.publish(model))
+    }
+
+    pub(crate) fn with_record(self, record: OptimizerRecord) -> Self {
+        Self { inner: self.inner.load_record(record), ..self }
+    }
+
+    /// Burn's optimizer, whose records are of this rank's pieces.
+    pub fn inner(&self) -> &ModuleOptimizer {
+        &self.inner
+    }
+}

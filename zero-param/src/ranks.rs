@@ -1,0 +1,109 @@
+//! Running ranks, as threads of this process or this process as one of several, and what a rank knows of the others.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use zero_core::collective::process::ProcessRun;
+use zero_core::collective::threads::{self, ThreadOptions, panic_reason};
+use zero_core::window::{Window, WindowHost};
+use zero_core::{Collective, CommError, LaunchError};
+
+use crate::current;
+use crate::error::raise;
+use crate::piece::Piece;
+use crate::published::Published;
+
+/// A rank's view of the others.
+#[derive(Debug)]
+pub struct Ranks {
+    pub(crate) comm: Arc<dyn Collective>,
+    pub(crate) window: Window<Piece>,
+    objects: AtomicU64,
+    pub(crate) published: Arc<Published>,
+}
+
+impl Ranks {
+    fn new(comm: Arc<dyn Collective>, window: Window<Piece>) -> Self {
+        Self { comm, window, objects: AtomicU64::new(0), published: Arc::default() }
+    }
+
+    /// The group of all ranks.
+    pub fn comm(&self) -> &Arc<dyn Collective> {
+        &self.comm
+    }
+
+    /// A number for what is published, alike on all ranks, which shard the same modules in the same order.
+    pub(crate) fn next_object(&self) -> u64 {
+        self.objects.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Runs the rank's body. What it has published stays until the others have ended too.
+    fn run<T, E: core::fmt::Display>(
+        &self,
+        body: impl FnOnce(&Self) -> Result<T, E>,
+        wait_for_others: impl FnOnce() -> Result<(), CommError>,
+    ) -> Result<T, E> {
+        current::set(Some(self.comm.rank()));
+        let result = catch_unwind(AssertUnwindSafe(|| body(self)));
+        current::set(None);
+        match result {
+            Ok(Ok(value)) => {
+                wait_for_others().unwrap_or_else(|error| raise(error));
+                Ok(value)
+            }
+            Ok(Err(error)) => {
+                self.comm.abort(&error.to_string());
+                Err(error)
+            }
+            Err(payload) => {
+                self.comm.abort(&panic_reason(&*payload));
+                resume_unwind(payload)
+            }
+        }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        self.published.clear();
+    }
+}
+
+/// Runs `body` once per rank, each on a thread of this process, and returns the results in rank order.
+///
+/// Each rank makes its own model, or a clone of one that was made before, and shards it. Tensors that need gradients are not
+/// shared between ranks: Burn's autodiff would merge the ranks' graphs, and ranks would wait for one another's locks.
+///
+/// # Errors
+///
+/// The first rank's trouble, whether an error, a panic or a failed collective; all others are stopped.
+pub fn run_threads<T, E>(
+    world: usize,
+    options: &ThreadOptions,
+    body: impl Fn(&Ranks) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, LaunchError<E>>
+where
+    T: Send,
+    E: core::fmt::Display + core::fmt::Debug + Send,
+{
+    let host = WindowHost::default();
+    threads::run(world, options, |comm| {
+        let ranks = Ranks::new(comm.clone(), host.join(&comm));
+        ranks.run(&body, || comm.wait_for_others())
+    })
+}
+
+/// Runs `body` as the rank of this process, inside of [`zero_core::collective::process::run`].
+///
+/// # Errors
+///
+/// The body's own. Failed gathers travel as a panic payload that `process::run` knows.
+pub fn run_process<T, E: core::fmt::Display>(
+    run: &ProcessRun,
+    body: impl FnOnce(&Ranks) -> Result<T, E>,
+) -> Result<T, E> {
+    let comm = run.comm();
+    let ranks = Ranks::new(comm.clone(), Window::join_processes(comm));
+    ranks.run(body, || comm.wait_for_others())
+}

@@ -1,0 +1,356 @@
+//! Gradients of a backward pass, reduced in buckets as they are complete.
+//!
+//! * In: whole gradients, from the graph's last use of a parameter on. Out: means over the ranks, of what a rank updates.
+//! * Every rank contributes to the same buckets in the same order, whatever its graph held: to those that are full while the pass
+//!   runs as soon as they are, to the others at its end, when ranks have agreed which parameters have a gradient on any of them.
+//!   A rank that has none contributes zeros. Additions are in rank order, so a mean is the same at every stage.
+//! * Memory: a gradient is whole until its bucket is sent; two buckets may be under way. At stage 1 all wait for the end.
+//! * Threads: the caller's; the collectives run on the group's own.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use burn::tensor::{DType, TensorData};
+use half::bf16;
+use parking_lot::Mutex;
+use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request, Stage};
+
+use crate::config::{Float, ZeroConfig};
+use crate::error::{raise, stop};
+
+/// Buckets that may be under way.
+const IN_FLIGHT: usize = 2;
+
+/// How long a backward pass waits for one of them. Bounded, and short: a rank that shares a leaf of its graph with this one waits for
+/// the graph's lock, under which this runs.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A parameter.
+#[derive(Debug)]
+pub(crate) struct Member {
+    /// Its path in the module.
+    pub(crate) path: String,
+    pub(crate) partition: Partition,
+    /// Every rank updates all of it.
+    pub(crate) is_whole: bool,
+    /// It is expected to have a gradient.
+    pub(crate) train: bool,
+}
+
+/// Parameters that are reduced by one collective.
+#[derive(Debug, Clone)]
+struct Bucket {
+    members: Vec<usize>,
+    /// All-reduced, not reduce-scattered.
+    is_whole: bool,
+}
+
+#[derive(Debug, Default)]
+struct Pass {
+    is_running: bool,
+    /// Sums over the uses so far, and whether that was the last.
+    gradients: Vec<Option<(Buffer, bool)>>,
+    is_sent: Vec<bool>,
+    /// In the order of their first use.
+    arrived: Vec<usize>,
+    /// Buckets that are sent.
+    sent: usize,
+    in_flight: VecDeque<(Bucket, Pending)>,
+    /// A wait was in vain: the rest of the pass waits for nobody, and its gradients are whole for longer.
+    is_impatient: bool,
+    reduced: Vec<Option<Vec<f32>>>,
+}
+
+#[derive(Debug)]
+struct State {
+    pass: Pass,
+    buckets: Vec<Bucket>,
+    /// Which parameters `buckets` are made of, and whether in the order in which they arrive.
+    planned: Vec<bool>,
+    is_settled: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Reducer {
+    comm: Arc<dyn Collective>,
+    /// For buckets: another order of operations than that of the calls between passes.
+    lane: Arc<dyn Collective>,
+    members: Vec<Member>,
+    config: ZeroConfig,
+    state: Mutex<State>,
+}
+
+impl Reducer {
+    /// For `members`. A collective.
+    pub(crate) fn new(
+        comm: &Arc<dyn Collective>,
+        config: &ZeroConfig,
+        members: Vec<Member>,
+    ) -> Result<Self, CommError> {
+        // Gradients are expected in the reverse of the module's order, until a pass has shown theirs.
+        let order: Vec<usize> = (0..members.len()).rev().filter(|&index| members[index].train).collect();
+        let buckets = bucketed(&members, &order, config.reduce_bucket_size);
+        let planned = members.iter().map(|member| member.train).collect();
+        let state = State { pass: Pass::default(), buckets, planned, is_settled: false };
+        let lane = comm.duplicate("gradients")?;
+        Ok(Self { comm: comm.clone(), lane, members, config: config.clone(), state: Mutex::new(state) })
+    }
+
+    /// Begins a backward pass.
+    pub(crate) fn begin(&self) {
+        let count = self.members.len();
+        let gradients = std::iter::repeat_with(|| None).take(count).collect();
+        let (is_sent, reduced) = (vec![false; count], vec![None; count]);
+        self.state.lock().pass = Pass { is_running: true, gradients, is_sent, reduced, ..Pass::default() };
+    }
+
+    /// Adds a use's gradient; `is_complete` if it was the parameter's last in this pass. Called by autodiff, under the lock of this
+    /// rank's graph: may wait for buckets under way, for which the other ranks need nothing but their own graphs.
+    pub(crate) fn push(&self, index: usize, gradient: TensorData, is_complete: bool) {
+        let mut state = self.state.lock();
+        let State { pass, buckets, .. } = &mut *state;
+        if !pass.is_running {
+            stop(format!(
+                "parameter '{}' got a gradient outside of `Zero::backward`, which would not be reduced: \
+                 call `zero.backward(|| loss)` in place of `loss.backward()`",
+                self.members[index].path
+            ));
+        }
+        if pass.is_sent[index] {
+            stop(format!(
+                "parameter '{}' got a gradient after its last use in this pass: it was gathered while the backward pass ran, \
+                 which a layer of your own does; compute that in the forward pass",
+                self.members[index].path
+            ));
+        }
+        let gradient = as_buffer(gradient, self.config.param_dtype);
+        let sum = match pass.gradients[index].take() {
+            None => {
+                pass.arrived.push(index);
+                gradient
+            }
+            Some((before, _)) => sum(gradient, &before),
+        };
+        pass.gradients[index] = Some((sum, is_complete));
+        // At stage 1 gradients are not sharded: they stay whole to the end of the pass.
+        if self.config.stage == Stage::OptimizerState || self.comm.world() == 1 {
+            return;
+        }
+        while let Some(bucket) = buckets.get(pass.sent)
+            && bucket.members.iter().all(|&index| matches!(pass.gradients[index], Some((_, true))))
+        {
+            pass.sent += 1;
+            self.send(pass, bucket.clone());
+            while pass.in_flight.len() > IN_FLIGHT && !pass.is_impatient {
+                let (bucket, pending) = pass.in_flight.pop_front().expect("it is not empty");
+                match pending.wait_for(PATIENCE) {
+                    Ok(reduced) => self.receive(pass, &bucket, reduced.unwrap_or_else(|error| raise(error))),
+                    Err(pending) => {
+                        pass.in_flight.push_front((bucket, pending));
+                        pass.is_impatient = true;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends the pass: means over the ranks of the gradients that any rank had, by parameter. A collective, after which every
+    /// rank's backward pass is over.
+    pub(crate) fn finish(&self) -> Result<Vec<Option<Vec<f32>>>, CommError> {
+        let mut state = self.state.lock();
+        let mut pass = std::mem::take(&mut state.pass);
+        let mut flags = vec![0; self.members.len()];
+        pass.arrived.iter().for_each(|&index| flags[index] = 1);
+        let request = Request::AllReduce(Buffer::U8(flags), ReduceOp::Max);
+        let had: Vec<bool> =
+            self.comm.execute_for(request, "which gradients there are")?.into_u8().iter().map(|&any| any > 0).collect();
+        let mut rest: Vec<Bucket> = state.buckets[pass.sent..].to_vec();
+        for bucket in &mut rest {
+            bucket.members.retain(|&index| had[index]);
+        }
+        let unplanned: Vec<usize> = (0..had.len()).filter(|&index| had[index] && !state.planned[index]).collect();
+        rest.extend(bucketed(&self.members, &unplanned, self.config.reduce_bucket_size));
+        for bucket in rest.into_iter().filter(|bucket| !bucket.members.is_empty()) {
+            self.send(&mut pass, bucket);
+            self.receive_until(&mut pass, IN_FLIGHT)?;
+        }
+        self.receive_until(&mut pass, 0)?;
+        if !state.is_settled || had != state.planned {
+            // Rank 0's order of arrival; what only others had is last.
+            let first = self.first_ranks_order(&pass.arrived)?;
+            let others = (0..had.len()).filter(|index| had[*index] && !first.contains(index));
+            let order: Vec<usize> = first.iter().copied().chain(others).collect();
+            state.buckets = bucketed(&self.members, &order, self.config.reduce_bucket_size);
+            (state.planned, state.is_settled) = (had, true);
+        }
+        Ok(pass.reduced)
+    }
+
+    fn first_ranks_order(&self, arrived: &[usize]) -> Result<Vec<usize>, CommError> {
+        let none = u32::MAX.to_le_bytes();
+        let mut bytes: Vec<u8> = arrived.iter().flat_map(|&index| (index as u32).to_le_bytes()).collect();
+        bytes.resize(none.len() * self.members.len(), u8::MAX);
+        let bytes =
+            self.comm.execute_for(Request::Broadcast(Buffer::U8(bytes), 0), "the order of gradients")?.into_u8();
+        let (numbers, _) = bytes.as_chunks::<4>();
+        Ok(numbers
+            .iter()
+            .filter(|number| **number != none)
+            .map(|number| u32::from_le_bytes(*number) as usize)
+            .collect())
+    }
+
+    /// Lays a bucket out and starts its collective.
+    fn send(&self, pass: &mut Pass, bucket: Bucket) {
+        let world = self.comm.world();
+        bucket.members.iter().for_each(|&index| pass.is_sent[index] = true);
+        let mut taken = |index: usize| match pass.gradients[index].take() {
+            Some((gradient, _)) => gradient,
+            None => self.zeros(self.members[index].partition.numel()),
+        };
+        let alone = match bucket.members[..] {
+            [index] => Some(index),
+            _ => None,
+        };
+        let is_laid_out = |index: &usize| {
+            let partition = self.members[*index].partition;
+            bucket.is_whole || partition.stride() * world == partition.numel()
+        };
+        let buffer = match alone.filter(is_laid_out) {
+            Some(index) => taken(index),
+            None => {
+                let gradients: Vec<Buffer> = bucket.members.iter().map(|&index| taken(index)).collect();
+                self.laid_out(&bucket, &gradients)
+            }
+        };
+        let request = match bucket.is_whole {
+            true => Request::AllReduce(buffer, ReduceOp::Mean),
+            false => Request::ReduceScatter(buffer, ReduceOp::Mean),
+        };
+        let pending = self.lane.start_for(request, &self.name(&bucket));
+        pass.in_flight.push_back((bucket, pending));
+    }
+
+    /// What a bucket is called in errors: its first and last parameter.
+    fn name(&self, bucket: &Bucket) -> String {
+        let path = |index: usize| &self.members[index].path;
+        match bucket.members[..] {
+            [only] => path(only).clone(),
+            [first, .., last] => format!("{} to {}", path(first), path(last)),
+            [] => unreachable!("a bucket that is sent has members"),
+        }
+    }
+
+    fn zeros(&self, numel: usize) -> Buffer {
+        match self.config.param_dtype {
+            Float::F32 => Buffer::F32(vec![0.0; numel]),
+            Float::Bf16 => Buffer::Bf16(vec![bf16::ZERO; numel]),
+        }
+    }
+
+    /// Gradients one after the other, or, where they are scattered, a row for each rank: its pieces, each as long as the longest.
+    fn laid_out(&self, bucket: &Bucket, gradients: &[Buffer]) -> Buffer {
+        macro_rules! rows {
+            ($variant:ident, $zero:expr) => {{
+                let rows = if bucket.is_whole { 1 } else { self.comm.world() };
+                let columns = |index: &usize| self.columns(bucket, *index);
+                let mut out = Vec::with_capacity(rows * bucket.members.iter().map(columns).sum::<usize>());
+                for rank in 0..rows {
+                    for (&index, gradient) in bucket.members.iter().zip(gradients) {
+                        let Buffer::$variant(gradient) = gradient else { unreachable!("gradients have one type") };
+                        let partition = self.members[index].partition;
+                        let range = if bucket.is_whole { 0..partition.numel() } else { partition.range(rank) };
+                        let end = out.len() + self.columns(bucket, index);
+                        out.extend_from_slice(&gradient[range]);
+                        out.resize(end, $zero);
+                    }
+                }
+                Buffer::$variant(out)
+            }};
+        }
+        match self.config.param_dtype {
+            Float::F32 => rows!(F32, 0.0),
+            Float::Bf16 => rows!(Bf16, bf16::ZERO),
+        }
+    }
+
+    /// Waits until no more than `left` buckets are under way.
+    fn receive_until(&self, pass: &mut Pass, left: usize) -> Result<(), CommError> {
+        while pass.in_flight.len() > left {
+            let (bucket, pending) = pass.in_flight.pop_front().expect("it is not empty");
+            self.receive(pass, &bucket, pending.wait()?);
+        }
+        Ok(())
+    }
+
+    /// Takes a bucket's means apart.
+    fn receive(&self, pass: &mut Pass, bucket: &Bucket, reduced: Buffer) {
+        let mut reduced = reduced.into_f32();
+        if let [index] = bucket.members[..] {
+            reduced.truncate(self.len(bucket, index));
+            pass.reduced[index] = Some(reduced);
+            return;
+        }
+        let mut begin = 0;
+        for &index in &bucket.members {
+            pass.reduced[index] = Some(reduced[begin..begin + self.len(bucket, index)].to_vec());
+            begin += self.columns(bucket, index);
+        }
+    }
+
+    /// Elements that a parameter takes of a row.
+    fn columns(&self, bucket: &Bucket, index: usize) -> usize {
+        let partition = self.members[index].partition;
+        if bucket.is_whole { partition.numel() } else { partition.stride() }
+    }
+
+    /// Elements of a reduced gradient on this rank.
+    fn len(&self, bucket: &Bucket, index: usize) -> usize {
+        let partition = self.members[index].partition;
+        if bucket.is_whole { partition.numel() } else { partition.len(self.comm.rank()) }
+    }
+}
+
+/// Buckets of parameters in `order`, which are closed when they have `elements`. Whole and scattered ones fill side by side.
+fn bucketed(members: &[Member], order: &[usize], elements: usize) -> Vec<Bucket> {
+    let mut buckets = Vec::new();
+    let mut open = [false, true].map(|is_whole| (Bucket { members: Vec::new(), is_whole }, 0));
+    for &index in order {
+        let (bucket, filled) = &mut open[usize::from(members[index].is_whole)];
+        bucket.members.push(index);
+        *filled += members[index].partition.numel();
+        if *filled >= elements {
+            let empty = Bucket { members: Vec::new(), is_whole: bucket.is_whole };
+            buckets.push(std::mem::replace(bucket, empty));
+            *filled = 0;
+        }
+    }
+    buckets.extend(open.into_iter().map(|(bucket, _)| bucket).filter(|bucket| !bucket.members.is_empty()));
+    buckets
+}
+
+fn as_buffer(gradient: TensorData, dtype: Float) -> Buffer {
+    let got = gradient.dtype();
+    let values = match dtype {
+        Float::F32 if got == DType::F32 => gradient.try_into_vec().map(Buffer::F32),
+        Float::Bf16 if got == DType::BF16 => gradient.try_into_vec().map(Buffer::Bf16),
+        _ => unreachable!("the gradient of a {dtype:?} whole is {got:?}"),
+    };
+    values.expect("the elements are of the type that they say")
+}
+
+/// In the order of Burn's own sums of gradients: the later one first.
+fn sum(later: Buffer, before: &Buffer) -> Buffer {
+    match (later, before) {
+        (Buffer::F32(mut sum), Buffer::F32(before)) => {
+            sum.iter_mut().zip(before).for_each(|(a, b)| *a += b);
+            Buffer::F32(sum)
+        }
+        (Buffer::Bf16(mut sum), Buffer::Bf16(before)) => {
+            sum.iter_mut().zip(before).for_each(|(a, b)| *a += b);
+            Buffer::Bf16(sum)
+        }
+        _ => unreachable!("gradients have one type"),
+    }
+}

@@ -1,0 +1,308 @@
+//! A sharded parameter as one rank has it: its cut, this rank's piece as it is published, and how wholes are made of pieces.
+//!
+//! A version of a piece is published before any pass uses it and replaced only by the optimizer's step, behind a barrier: so a
+//! gather needs no other rank to take part (docs/adr/0002-one-sided-gathers.md).
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::backend::Flex;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{Shape, Slice, TensorData};
+use parking_lot::Mutex;
+use zero_core::accounting::WireKind;
+use zero_core::window::{Key, Whole};
+use zero_core::{Buffer, CommError, Partition};
+
+use crate::config::Float;
+use crate::current;
+use crate::error::{raise, stop};
+use crate::piece::{Piece, Raw, bytes, same, tag};
+use crate::shared::Shared;
+
+/// What a rank holds of a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Policy {
+    /// The whole; gradients are all-reduced.
+    Replicated,
+    /// A piece to update, and beside it the whole from one update to the next: stages 1 and 2.
+    Kept,
+    /// A piece; wholes are gathered for each use: stage 3.
+    Sharded,
+}
+
+/// How often a parameter was gathered and its gradient reduced, since it was sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Uses {
+    /// Wholes made of pieces in forward passes.
+    pub gathered_forward: usize,
+    /// Wholes made of pieces again in backward passes.
+    pub gathered_backward: usize,
+    /// Reductions of its gradient.
+    pub reduced: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    version: u64,
+    piece: Option<Arc<Piece>>,
+    /// Kept wholes, and what was cast of replicated ones.
+    whole: Option<Raw>,
+    uses: Uses,
+}
+
+/// A parameter of a sharded module.
+#[derive(Debug)]
+pub struct Slot {
+    pub(crate) index: usize,
+    pub(crate) path: String,
+    pub(crate) whole: Shape,
+    /// Of what this rank updates: the whole, or a row of its rank as long as the piece.
+    pub(crate) base: Shape,
+    pub(crate) partition: Partition,
+    pub(crate) policy: Policy,
+    pub(crate) shared: Arc<Shared>,
+    object: u64,
+    state: Mutex<State>,
+    /// Gathers that are recorded in graphs whose backward pass is still to come.
+    recorded: AtomicUsize,
+}
+
+impl core::fmt::Display for Slot {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "parameter '{}'", self.path)
+    }
+}
+
+/// A gather that autodiff has recorded.
+#[derive(Debug)]
+pub(crate) struct Recorded(Arc<Slot>);
+
+impl Recorded {
+    pub(crate) fn new(slot: &Arc<Slot>) -> Arc<Self> {
+        // Relaxed: a rank's graph is built and run by one thread at a time.
+        slot.recorded.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Self(slot.clone()))
+    }
+
+    /// Takes the gradient of this use, and reduces the sum when it was the parameter's last.
+    pub(crate) fn hand_over(self: Arc<Self>, gradient: TensorData) {
+        let slot = self.0.clone();
+        drop(self);
+        let complete = slot.recorded.load(Ordering::Relaxed) == 0;
+        slot.shared.reducer().push(slot.index, gradient, complete);
+    }
+}
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        self.0.recorded.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Slot {
+    pub(crate) fn new(
+        index: usize,
+        path: &str,
+        whole: Shape,
+        policy: Policy,
+        shared: &Arc<Shared>,
+        object: u64,
+    ) -> Self {
+        let partition = Partition::new(whole.num_elements(), shared.world());
+        let base = match policy {
+            Policy::Replicated => whole.clone(),
+            Policy::Kept | Policy::Sharded => {
+                let mut row = vec![1; whole.num_dims()];
+                row[whole.num_dims() - 1] = partition.len(shared.rank());
+                Shape::from(row)
+            }
+        };
+        let (path, shared) = (path.to_string(), shared.clone());
+        Self {
+            index,
+            path,
+            whole,
+            base,
+            partition,
+            policy,
+            shared,
+            object,
+            state: Mutex::default(),
+            recorded: AtomicUsize::new(0),
+        }
+    }
+
+    /// The elements of the whole that this rank updates.
+    pub(crate) fn own(&self) -> Range<usize> {
+        match self.policy {
+            Policy::Replicated => 0..self.partition.numel(),
+            Policy::Kept | Policy::Sharded => self.partition.range(self.shared.rank()),
+        }
+    }
+
+    /// Whether the whole is made for each use, so that a backward pass makes it again rather than keeping it.
+    pub(crate) fn is_made(&self) -> bool {
+        match self.policy {
+            Policy::Replicated => self.shared.config.param_dtype != Float::F32,
+            Policy::Kept => false,
+            Policy::Sharded => true,
+        }
+    }
+
+    pub(crate) fn uses(&self) -> Uses {
+        self.state.lock().uses
+    }
+
+    pub(crate) fn count_reduced(&self) {
+        self.state.lock().uses.reduced += 1;
+    }
+
+    fn key(&self, version: u64) -> Key {
+        Key { object: self.object, version }
+    }
+
+    /// Lets the other ranks read `base`, the next version of this rank's piece, unless it is the one that they read already.
+    pub(crate) fn publish(&self, base: &Raw) {
+        let mut state = self.state.lock();
+        if self.policy == Policy::Replicated || state.piece.as_ref().is_some_and(|piece| same(&piece.master, base)) {
+            return;
+        }
+        let version = state.piece.as_ref().map_or(0, |_| state.version + 1);
+        let piece = Arc::new(Piece { master: base.clone(), sent: self.shared.cast(base.clone()) });
+        self.shared.window.publish(self.key(version), &piece);
+        let next = State { version, piece: Some(piece), whole: None, uses: state.uses };
+        let before = std::mem::replace(&mut *state, next);
+        drop(state);
+        if let Some(piece) = before.piece {
+            drop(piece);
+            self.shared.window.retract(self.key(before.version));
+        }
+    }
+
+    /// Gathers a kept whole, and gives this rank's piece as a view of it, so that it is not held twice.
+    pub(crate) fn rebase(&self, base: Raw) -> Raw {
+        if self.policy != Policy::Kept || self.state.lock().whole.is_some() {
+            return base;
+        }
+        let whole = self.gather(&base);
+        let mut state = self.state.lock();
+        let rebased = match self.shared.config.param_dtype {
+            Float::Bf16 => base,
+            Float::F32 => {
+                let own = self.own();
+                let flat = Flex::float_reshape(whole.clone(), Shape::new([self.partition.numel()]));
+                let view = Flex::float_reshape(Flex::float_slice(flat, &[Slice::from(own)]), self.base.clone());
+                // The same version: who reads it meanwhile has the same values.
+                let piece = Arc::new(Piece { master: view.clone(), sent: view.clone() });
+                self.shared.window.publish(self.key(state.version), &piece);
+                state.piece = Some(piece);
+                view
+            }
+        };
+        state.whole = Some(whole);
+        rebased
+    }
+
+    /// The whole for a forward pass.
+    pub(crate) fn load(&self, base: &Raw) -> Raw {
+        self.whole(base, |uses| &mut uses.gathered_forward)
+    }
+
+    /// The whole again, for a backward pass.
+    pub(crate) fn load_again(&self, base: &Raw) -> Raw {
+        self.whole(base, |uses| &mut uses.gathered_backward)
+    }
+
+    fn whole(&self, base: &Raw, counted: impl Fn(&mut Uses) -> &mut usize) -> Raw {
+        let rank = self.shared.rank();
+        if let Some(other) = current::rank().filter(|&current| current != rank) {
+            stop(format!(
+                "{self} was sharded by rank {rank} and is used by rank {other}: the ranks' graphs would share leaves, and wait for \
+                 one another; let each rank shard a model of its own, or a clone of one that is not sharded yet"
+            ));
+        }
+        let state = self.state.lock();
+        match (self.policy, &state.whole) {
+            (Policy::Replicated, _) => {
+                drop(state);
+                self.shared.cast(base.clone())
+            }
+            (Policy::Kept, Some(whole)) => {
+                self.check(&state, base);
+                whole.clone()
+            }
+            _ => {
+                drop(state);
+                *counted(&mut self.state.lock().uses) += 1;
+                self.gather(base)
+            }
+        }
+    }
+
+    /// That `base` is what the other ranks read of this one.
+    fn check(&self, state: &State, base: &Raw) {
+        if !state.piece.as_ref().is_some_and(|piece| same(&piece.master, base)) {
+            stop(format!(
+                "{self} is not what the other ranks know: it was changed by something else than `Optimizer::step`, or is of a \
+                 model from before the last step; use the model that the step returned, or tell of the change by `Zero::settle`"
+            ));
+        }
+    }
+
+    fn gather(&self, base: &Raw) -> Raw {
+        let state = self.state.lock();
+        self.check(&state, base);
+        let (version, own) = (state.version, state.piece.clone().expect("it has been compared"));
+        drop(state);
+        let whole = self.join(&own, self.key(version)).unwrap_or_else(|error| raise(error));
+        let data = match whole {
+            Buffer::F32(values) => TensorData::new(values, self.whole.clone()),
+            Buffer::Bf16(values) => TensorData::new(values, self.whole.clone()),
+            other => unreachable!("pieces are not {}", other.dtype().name()),
+        };
+        Raw::from_data(data)
+    }
+
+    /// This rank's piece of a version and the others', one after the other.
+    fn join(&self, own: &Piece, key: Key) -> Result<Buffer, CommError> {
+        let Shared { window, comm, config, .. } = &*self.shared;
+        let (me, dtype) = (comm.rank(), config.param_dtype.on_the_wire());
+        let bytes_of = |rank: usize| {
+            let Range { start, end } = self.partition.range(rank);
+            start * dtype.size()..end * dtype.size()
+        };
+        let others: Vec<_> = (0..comm.world()).filter(|&rank| rank != me).map(|rank| (rank, bytes_of(rank))).collect();
+        for (rank, bytes) in &others {
+            comm.wire().add(WireKind::AllGather, bytes.len());
+            comm.wire().add_from_other_machines(comm.place().from_other_machines(bytes.len(), &[*rank]));
+        }
+        let sent = &own.sent;
+        if window.is_remote() {
+            let (elements, tag) = (self.partition.numel(), tag(sent));
+            let own = Some((bytes_of(me).start, bytes(sent)));
+            return window.gather(Whole { dtype, elements, tag: &tag, own, pieces: &others }, key, self);
+        }
+        let mut pieces = Vec::with_capacity(comm.world());
+        for rank in 0..comm.world() {
+            pieces.push(match rank == me {
+                true => sent.clone(),
+                false => window.read(rank, key, self)?.here().expect("the ranks share memory").sent.clone(),
+            });
+        }
+        macro_rules! joined {
+            ($variant:ident) => {{
+                let mut whole = Vec::with_capacity(self.partition.numel());
+                for piece in &pieces {
+                    whole.extend_from_slice(piece.as_slice().expect("pieces are contiguous, and of one type"));
+                }
+                Buffer::$variant(whole)
+            }};
+        }
+        Ok(match config.param_dtype {
+            Float::F32 => joined!(F32),
+            Float::Bf16 => joined!(Bf16),
+        })
+    }
+}

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# A run goes on from one front to the other, with the same bits of parameters and moments: across.sh ZERO GPT2, the binaries of
+# `zero` (Burn 0.21) and of zero-param's example (Burn 0.22).
+set -euo pipefail
+zero=$1 gpt2=$2
+fixture=$(cd "$(dirname "$0")/../../tests/fixtures/gpt2_tiny" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+on_0_21() { # STEPS FOLDER [options]
+  "$zero" train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks 2 --stage 3 \
+    --shuffle false --decay-except nothing --save "$work/$2" --save-every 3 --out "$work/$2-out" "${@:3}" >"$work/log" 2>&1 ||
+    { cat "$work/log"; exit 1; }
+  python3 -c 'import json, sys; [print(json.loads(line)["loss"]) for line in open(sys.argv[1])]' "$work/$2-out/metrics.jsonl"
+}
+on_0_22() { # STEPS FOLDER [options]
+  "$gpt2" --folder "$fixture" --stage 3 --ranks 2 --steps "$1" --save "$work/$2" "${@:3}"
+}
+same() { # FILE FILE
+  python3 - "$@" <<'PYTHON'
+import sys
+a, b = ([float(line) for line in open(file)] for file in sys.argv[1:])
+assert len(a) == len(b) and a, (a, b)
+worst = max(abs(x - y) / y for x, y in zip(a, b))
+assert worst < 1e-6, (worst, a, b)
+print(f"  {len(a)} losses, largest relative difference {worst:.1e}")
+PYTHON
+}
+
+on_0_21 6 old >"$work/old.losses"
+echo 'from 0.21 to 0.22 and back, without an update: every bit is the same'
+on_0_22 3 copy --resume "$work/old/step-00000003"
+"$zero" diff "$work/old/step-00000003" "$work/copy/step-00000003" --json >"$work/diff" || { cat "$work/diff"; exit 1; }
+echo 'from 0.21 to 0.22: three steps more'
+on_0_22 6 new --resume "$work/old/step-00000003" >"$work/new.losses"
+tail -n 3 "$work/old.losses" >"$work/expected"
+same "$work/new.losses" "$work/expected"
+echo 'from 0.22 to 0.21: three steps more'
+on_0_22 3 began --resume "$work/old/step-00000003"
+on_0_21 6 back --resume "$work/began/step-00000003" >"$work/back.losses"
+same "$work/back.losses" "$work/expected"

@@ -1,0 +1,226 @@
+//! What is whole, and how long: `cargo test --test memory`. One test, as it counts allocations of the process.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
+
+use burn::module::Module;
+use burn_optim::{AdamWConfig, SgdConfig};
+use common::{Mlp, Net, config, device, options, seed};
+use zero_core::Stage;
+use zero_param::{Error, OptimizerConfig, Ranks, run_threads, shard};
+
+const WIDTH: usize = 256;
+/// Bytes of one weight.
+const WHOLE: usize = WIDTH * WIDTH * 4;
+
+static WHOLES: AtomicIsize = AtomicIsize::new(0);
+static MOST_WHOLES: AtomicIsize = AtomicIsize::new(0);
+static BYTES: AtomicIsize = AtomicIsize::new(0);
+
+/// Counts bytes, and allocations of about a weight's size.
+struct Counting;
+
+fn count(bytes: usize, sign: isize) {
+    BYTES.fetch_add(sign * bytes as isize, Relaxed);
+    if (WHOLE..WHOLE + WHOLE / 16).contains(&bytes) {
+        MOST_WHOLES.fetch_max(WHOLES.fetch_add(sign, Relaxed) + sign, Relaxed);
+    }
+}
+
+// SAFETY: hands every call on to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size(), 1);
+        // SAFETY: the caller's word.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size(), 1);
+        // SAFETY: the caller's word.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        count(layout.size(), -1);
+        // SAFETY: the caller's word.
+        unsafe { System.dealloc(at, layout) }
+    }
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        count(layout.size(), -1);
+        count(bytes, 1);
+        // SAFETY: the caller's word.
+        unsafe { System.realloc(at, layout, bytes) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Of both ranks together.
+#[derive(Debug, PartialEq)]
+struct Seen {
+    /// Wholes between steps.
+    resting: isize,
+    /// Wholes between forward and backward pass.
+    between: isize,
+    most_forward: isize,
+    most_backward: isize,
+    /// Bytes of model and optimizer state between steps.
+    state: isize,
+}
+
+/// Three steps. `ordered` if the forward pass runs where `Zero::backward` sees it.
+fn steps<const DEPTH: usize>(
+    ranks: &Ranks,
+    stage: Stage,
+    optimizer: &impl OptimizerConfig,
+    ordered: bool,
+) -> Result<Option<Seen>, Error> {
+    let (device, rank) = (device(), ranks.comm().rank());
+    let wait = || ranks.comm().barrier();
+    // Matrix products keep workspace for each thread, which is no tensor.
+    let net = Mlp::<WIDTH, 2>::build(&device);
+    net.loss(0, &device).backward();
+    drop(net);
+    wait()?;
+    let before = BYTES.load(Relaxed);
+    wait()?;
+    let (mut net, zero) = shard(Mlp::<WIDTH, DEPTH>::build(&device), ranks, &config(stage))?;
+    let mut optimizer = zero.optimizer(optimizer)?;
+    let mut seen = None;
+    for number in 0..3 {
+        wait()?;
+        let resting = WHOLES.load(Relaxed);
+        MOST_WHOLES.store(resting, Relaxed);
+        wait()?;
+        let mut passes = (0, 0);
+        let mut forward = || {
+            let loss = net.loss(seed(number, rank), &device);
+            wait().unwrap();
+            passes = (WHOLES.load(Relaxed), MOST_WHOLES.load(Relaxed));
+            wait().unwrap();
+            MOST_WHOLES.store(passes.0, Relaxed);
+            wait().unwrap();
+            loss
+        };
+        let grads = match ordered {
+            true => zero.backward(forward)?.1,
+            false => {
+                let loss = forward();
+                zero.backward(|| loss)?.1
+            }
+        };
+        wait()?;
+        let most_backward = MOST_WHOLES.load(Relaxed);
+        net = optimizer.step(1e-2, net, grads)?;
+        wait()?;
+        let (between, most_forward) = passes;
+        let state = BYTES.load(Relaxed) - before;
+        seen = Some(Seen { resting, between, most_forward, most_backward, state });
+        wait()?;
+    }
+    drop(net.valid());
+    Ok(seen.filter(|_| rank == 0))
+}
+
+fn seen<const DEPTH: usize>(stage: Stage, optimizer: &(impl OptimizerConfig + Sync)) -> Seen {
+    run_threads(2, &options(), |ranks| steps::<DEPTH>(ranks, stage, optimizer, true)).unwrap().swap_remove(0).unwrap()
+}
+
+/// Bytes of a rank's state as the stage has it, without vectors: parameters, and `states` arrays of the optimizer.
+fn formula(stage: Stage, depth: usize, states: usize) -> usize {
+    let part = |sharded: bool| if sharded { WHOLE / 2 } else { WHOLE };
+    depth * (part(stage.shards_parameters()) + states * part(stage.shards_optimizer()))
+}
+
+/// Most wholes of both ranks while a module of 16 layers is sharded whose parameters were not made yet.
+fn at_birth() -> isize {
+    let most = run_threads(2, &options(), |ranks| {
+        ranks.comm().barrier()?;
+        MOST_WHOLES.store(WHOLES.load(Relaxed), Relaxed);
+        ranks.comm().barrier()?;
+        let (_net, _zero) = shard(Mlp::<WIDTH, 16>::lazy(&device()), ranks, &config(Stage::Parameters))?;
+        ranks.comm().barrier()?;
+        let most = MOST_WHOLES.load(Relaxed);
+        ranks.comm().barrier()?;
+        Ok::<_, Error>(most)
+    });
+    most.unwrap()[0]
+}
+
+/// Bytes that are left of a module and its optimizer when both were dropped, and another has been updated since.
+fn left_behind() -> isize {
+    let left = run_threads(2, &options(), |ranks| {
+        let device = device();
+        let config = config(Stage::Parameters);
+        let (mut other, zero) = shard(Mlp::<8, 1>::build(&device), ranks, &config)?;
+        let mut optimizer = zero.optimizer(&SgdConfig::new())?;
+        let mut step = |other| {
+            let (_, grads) = zero.backward(|| Net::loss(&other, 0, &device))?;
+            optimizer.step(1e-2, other, grads)
+        };
+        other = step(other)?;
+        ranks.comm().barrier()?;
+        let before = BYTES.load(Relaxed);
+        ranks.comm().barrier()?;
+        let (net, large) = shard(Mlp::<WIDTH, 8>::build(&device), ranks, &config)?;
+        let mut updated = large.optimizer(&AdamWConfig::new())?;
+        let (_, grads) = large.backward(|| net.loss(0, &device))?;
+        drop((updated.step(1e-2, net, grads)?, updated, large));
+        // What is dropped before a fence is let go of behind it.
+        step(other)?;
+        ranks.comm().barrier()?;
+        let left = BYTES.load(Relaxed) - before;
+        ranks.comm().barrier()?;
+        Ok::<_, Error>(left)
+    });
+    left.unwrap()[0]
+}
+
+#[test]
+fn memory_is_as_the_stage_has_it() {
+    let sgd = SgdConfig::new();
+    let deep = [
+        seen::<2>(Stage::Parameters, &sgd),
+        seen::<4>(Stage::Parameters, &sgd),
+        seen::<8>(Stage::Parameters, &sgd),
+        seen::<16>(Stage::Parameters, &sgd),
+        seen::<24>(Stage::Parameters, &sgd),
+    ];
+    println!("stage 3: {deep:#?}");
+    let most = at_birth();
+    println!("most wholes while 16 layers are born: {most}");
+    // Each rank: what it has made, what it has got from rank 0, and what makes random numbers on the way.
+    assert!(most <= 8, "{most} wholes at a time");
+    for seen in &deep {
+        assert_eq!((seen.resting, seen.between), (0, 0), "nothing is whole while nothing uses it");
+        // A whole on each of two ranks.
+        assert!(seen.most_forward <= 2, "{seen:?}");
+    }
+    // Of each rank: a whole that is used, its gradient, two buckets under way and one that is being laid out or received.
+    let most = deep.iter().map(|seen| seen.most_backward).max().unwrap();
+    assert!(most <= 10, "a backward pass holds no more with depth: {deep:?}");
+
+    // What sees no order has all gradients wait: the count would show it.
+    let unordered = run_threads(2, &options(), |ranks| steps::<16>(ranks, Stage::Parameters, &sgd, false)).unwrap();
+    assert!(unordered[0].as_ref().unwrap().most_backward > 20, "{unordered:?}");
+
+    let left = left_behind();
+    println!("{left} bytes are left of a module that was dropped");
+    assert!(left < WHOLE as isize / 4, "{left} bytes are left of a module that was dropped");
+
+    for stage in Stage::ALL {
+        for (states, seen) in [(0, seen::<4>(stage, &sgd)), (2, seen::<4>(stage, &AdamWConfig::new()))] {
+            let expected = 2 * formula(stage, 4, states) as isize;
+            let over = seen.state - expected;
+            println!("stage {stage}, {states} states: {} bytes, {over} above the formula", seen.state);
+            // Vectors with their state, graphs' leaves, names.
+            assert!(
+                (0..200_000).contains(&over),
+                "stage {stage}, {states} states: {} bytes, expected {expected}",
+                seen.state
+            );
+        }
+    }
+}
