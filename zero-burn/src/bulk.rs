@@ -169,7 +169,7 @@ impl Bulk {
         let Some(across) = &self.across else { return Ok(sum) };
         const NAME: &str = "gradients of all groups";
         self.note("all_reduce", NAME, [sum.shape().num_elements()]);
-        self.end(across.reduce(sum, false, NAME), device)
+        self.end(across.reduce::<B>(sum, false, NAME), device)
     }
 
     /// Begins to gather the ranks' `rows`, each as long on every rank, with NCCL in one operation; each has its name and the
