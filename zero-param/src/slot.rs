@@ -47,7 +47,7 @@ pub struct Uses {
 struct State {
     version: u64,
     piece: Option<Arc<Piece>>,
-    /// Kept wholes, and what was cast of replicated ones.
+    /// Of [`Policy::Kept`].
     whole: Option<Raw>,
     uses: Uses,
 }
