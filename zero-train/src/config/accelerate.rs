@@ -55,17 +55,6 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     // Stage 3: what depends on the stage is checked on DeepSpeed's keys.
     let yaml = walk(node, ACCELERATE, 3, findings);
     let at = |path: &str| yaml.at(path).filter(|value| **value != Node::Null);
-    let mut names: Vec<_> = PLUGIN
-        .iter()
-        .map(|(name, path)| ((*path).to_owned(), file.to_owned(), format!("deepspeed_config.{name}")))
-        .collect();
-    for section in ["offload_optimizer", "offload_param"] {
-        let shown = format!("deepspeed_config.{section}_device");
-        names.push((format!("zero_optimization.{section}"), file.to_owned(), shown));
-    }
-    names.push(("num_processes".to_owned(), file.to_owned(), "num_processes".to_owned()));
-    names.push(("zero_optimization.mics_shard_size".to_owned(), file.to_owned(), STRATEGY.to_owned()));
-
     let processes = at("num_processes").and_then(Node::as_usize);
     if processes == Some(0) {
         findings.problem("num_processes", ProblemKind::value("at least 1", 0));
@@ -73,6 +62,22 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     let kind = at("distributed_type").and_then(Node::as_text).unwrap_or_default().to_ascii_uppercase();
     let processes = processes.or((kind == "NO").then_some(1));
     let deepspeed = distributed(&kind, processes, findings);
+    let named = |path: &str, shown: &str| (path.to_owned(), file.to_owned(), shown.to_owned());
+    let mut names = vec![named("num_processes", "num_processes")];
+    if deepspeed {
+        names.extend(PLUGIN.iter().map(|(name, path)| named(path, &format!("deepspeed_config.{name}"))));
+        let sections = ["offload_optimizer", "offload_param"];
+        names.extend(sections.map(|section| {
+            named(&format!("zero_optimization.{section}"), &format!("deepspeed_config.{section}_device"))
+        }));
+    }
+    if kind == "FSDP" {
+        let strategy = strategy(&at);
+        names.extend(["stage", "mics_shard_size"].map(|key| named(&format!("zero_optimization.{key}"), strategy)));
+        names.extend(
+            ["offload_optimizer", "offload_param"].map(|key| named(&format!("zero_optimization.{key}"), OFFLOAD)),
+        );
+    }
     let deepspeed_file = at("deepspeed_config.deepspeed_config_file")
         .and_then(Node::as_text)
         .filter(|name| deepspeed && !is_none(name) && !name.is_empty())
@@ -141,7 +146,13 @@ fn other_plugin(section: Option<&Node>, name: &str, kind: &str, findings: &mut F
     }
 }
 
-const STRATEGY: &str = "fsdp_config.fsdp_sharding_strategy";
+const OFFLOAD: &str = "fsdp_config.fsdp_offload_params";
+
+/// The key that the strategy stands under.
+fn strategy<'n>(at: &impl Fn(&str) -> Option<&'n Node>) -> &'static str {
+    const STRATEGY: &str = "fsdp_config.fsdp_sharding_strategy";
+    if at(STRATEGY).is_some() { STRATEGY } else { "fsdp_config.fsdp_reshard_after_forward" }
+}
 
 /// What shards as PyTorch's FSDP would.
 fn fsdp<'n>(
@@ -150,8 +161,7 @@ fn fsdp<'n>(
     tree: &mut Node,
     findings: &mut Findings,
 ) {
-    const RESHARD: &str = "fsdp_config.fsdp_reshard_after_forward";
-    let path = if at(STRATEGY).is_some() { STRATEGY } else { RESHARD };
+    let path = strategy(at);
     let found = match at(path) {
         None | Some(Node::Bool(true)) => Some(0),
         Some(Node::Bool(false)) => Some(1),
@@ -167,6 +177,9 @@ fn fsdp<'n>(
     };
     let (name, stage, within_machines) = STRATEGIES[found];
     tree.set("zero_optimization.stage", stage.into());
+    if within_machines {
+        findings.warnings.retain(|warning| warning.path != "num_machines");
+    }
     let machines = at("num_machines").and_then(Node::as_usize).unwrap_or(1).max(1);
     match processes {
         Some(processes) if within_machines && processes.is_multiple_of(machines) => {
@@ -183,13 +196,13 @@ fn fsdp<'n>(
         }
         _ => {}
     }
-    let is_on = |key: &str| at(&format!("fsdp_config.{key}")) == Some(&Node::Bool(true));
-    if is_on("fsdp_offload_params") {
+    let is_on = |key: &str| at(key) == Some(&Node::Bool(true));
+    if is_on(OFFLOAD) {
         // FSDP's offload takes gradients and the optimizer along.
         let sections = ["offload_optimizer", "offload_param"].into_iter().take(if stage == 3 { 2 } else { 1 });
         sections.for_each(|section| tree.set(&format!("zero_optimization.{section}.device"), "cpu".into()));
     }
-    if is_on("fsdp_activation_checkpointing") {
+    if is_on("fsdp_config.fsdp_activation_checkpointing") {
         tree.set("activation_checkpointing.cpu_checkpointing", false.into());
     }
 }

@@ -33,8 +33,10 @@ pub(in crate::config) const ACCELERATE: &[Key] = keys! {
         T::renamed("mixed_precision", |on| Node::from(if *on == Node::Bool(true) { "fp16" } else { "no" }));
     // Accelerate writes -1 for "not said".
     num_processes = -1 => K::Int { min: -1, max: i64::MAX as i128 }, T::ACTED;
-    // The launcher's too.
-    num_machines = 1 => K::COUNT, T::ACTED;
+    num_machines = 1 => K::COUNT,
+        T::no_effect(
+            "the launcher decides this (`zero launch`, torchrun, mpirun), not the plan; only FSDP's HYBRID strategies read it",
+        );
     machine_rank = 0, main_process_port = null => K::COUNT, LAUNCHER;
     main_process_ip = null, rdzv_backend = "static" => K::Text, LAUNCHER;
     same_network = null => K::YesNo, T::QUIET;

@@ -176,6 +176,8 @@ fn strategies_of_fsdp_are_stages_and_groups() {
         );
         yaml(&text, &micro)
     };
+    const MACHINES: &str = "num_machines: has no effect: the launcher decides this (`zero launch`, torchrun, mpirun), not the plan; \
+        only FSDP's HYBRID strategies read it\n";
     let two = "num_processes: 4\nnum_machines: 2\n";
     for (strategy, number, stage, size) in [
         ("FULL_SHARD", 1, 3, None),
@@ -187,8 +189,14 @@ fn strategies_of_fsdp_are_stages_and_groups() {
         for word in [strategy.into(), strategy.to_lowercase(), number.to_string(), format!("'{number}'")] {
             let plan = read(two, &format!("  fsdp_sharding_strategy: {word}\n")).unwrap();
             assert_eq!((plan.stage.number(), plan.shard_size), (stage, size), "{word}");
-            assert_eq!((plan.warnings.len(), plan.gradient_clipping), (0, None), "{}", warnings(&plan));
+            // Nothing but a strategy within machines asks how many there are.
+            let told = if size.is_some() { "" } else { MACHINES };
+            assert_eq!((&*warnings(&plan), plan.gradient_clipping), (told, None), "{word}");
         }
+    }
+    for kind in ["DEEPSPEED", "MULTI_GPU"] {
+        let plan = yaml(&format!("distributed_type: {kind}\n{two}"), &micro).unwrap();
+        assert_eq!(warnings(&plan), MACHINES, "{kind}");
     }
     // Version 2; no word at all; one machine, whose ranks are one group.
     assert_eq!(read(two, "  fsdp_reshard_after_forward: false\n").unwrap().stage, Stage::Gradients);
@@ -208,6 +216,15 @@ fn strategies_of_fsdp_are_stages_and_groups() {
     insta::assert_snapshot!(told(two, "  fsdp_sharding_strategy: HYBRID\n"), @r#"acc.yaml: fsdp_config.fsdp_sharding_strategy: expected one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or its number from 1 on, got "HYBRID""#);
     insta::assert_snapshot!(told("num_processes: 5\nnum_machines: 2\n", hybrid), @"acc.yaml: num_processes: 5 ranks on 2 machines: HYBRID_SHARD shards within each, expected as many on all");
     insta::assert_snapshot!(told("", hybrid), @"acc.yaml: num_processes: missing: HYBRID_SHARD shards within a machine; give the ranks of all, and num_machines");
+    // Keys that the file has, not those that they are turned into.
+    let text = format!("distributed_type: FSDP\n{two}fsdp_config:\n  fsdp_reshard_after_forward: HYBRID_SHARD\n");
+    let five = yaml(&text, &Context { world: Some(5), ..micro.clone() }).unwrap_err().to_string();
+    insta::assert_snapshot!(five, @"
+    acc.yaml: num_processes: the file asks for a world of 4, but the program has 5: change one of them
+    acc.yaml: fsdp_config.fsdp_reshard_after_forward: 2 does not divide 5 ranks: expected a number that does, or -1 for all
+    ");
+    let none = "  fsdp_sharding_strategy: NO_SHARD\n  fsdp_offload_params: true\n";
+    insta::assert_snapshot!(warnings(&read("num_processes: 4\n", none).unwrap()), @"fsdp_config.fsdp_offload_params: has no effect at stage 0, only from stage 1");
     let other = format!("distributed_type: DEEPSPEED\nfsdp_config:\n{hybrid}");
     insta::assert_snapshot!(warnings(&yaml(&other, &micro).unwrap()), @"fsdp_config: has no effect: distributed_type is DEEPSPEED");
 }
