@@ -7,7 +7,9 @@
 
 use std::cell::Cell as StdCell;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::thread::LocalKey;
 
 use burn_backend::{Backend, Distribution, Scalar, TensorData};
 use burn_std::{DType, FloatDType, Shape};
@@ -35,6 +37,8 @@ pub(crate) enum Birth {
 
 thread_local! {
     static SCOPE: StdCell<Birth> = const { StdCell::new(Birth::Dense) };
+    /// The part of a whole that parameters are drawn for.
+    static PART: StdCell<Option<u64>> = const { StdCell::new(None) };
 }
 
 pub(crate) fn scope() -> Birth {
@@ -43,13 +47,22 @@ pub(crate) fn scope() -> Birth {
 
 /// Runs `f` with creating operations making `birth`.
 pub(crate) fn within<R>(birth: Birth, f: impl FnOnce() -> R) -> R {
-    struct Restore(Birth);
-    impl Drop for Restore {
+    during(&SCOPE, birth, f)
+}
+
+/// Runs `f` with parameters drawn for a part: other numbers than for another one.
+pub(crate) fn of_part<R>(part: u64, f: impl FnOnce() -> R) -> R {
+    during(&PART, Some(part), f)
+}
+
+fn during<T: Copy, R>(key: &'static LocalKey<StdCell<T>>, value: T, f: impl FnOnce() -> R) -> R {
+    struct Restore<T: Copy + 'static>(&'static LocalKey<StdCell<T>>, T);
+    impl<T: Copy> Drop for Restore<T> {
         fn drop(&mut self) {
-            SCOPE.set(self.0);
+            self.0.set(self.1);
         }
     }
-    let _restore = Restore(SCOPE.replace(birth));
+    let _restore = Restore(key, key.replace(value));
     f()
 }
 
@@ -183,7 +196,11 @@ pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell
     let fill = Fill::Random(drawn.distribution);
     let tensor = fill.make::<B>(Some(drawn.stream()), (partition, place), &cell.shape, cell.dtype, &cell.device);
     let template = cell.template(Kind::Parameter, Origin::Version);
-    if sharded { Cell::ready(template, tensor) } else { Cell::whole(template, tensor) }
+    let cell = if sharded { Cell::ready(template, tensor) } else { Cell::whole(template, tensor) };
+    if let (Some(slot), Some(key)) = (&cell.slot, cell.key) {
+        slot.drawn_version.store(key.version, Ordering::Relaxed);
+    }
+    cell
 }
 
 /// A new parameter: at stage 3 this rank's piece, at stages 1 and 2 the whole, at stage 0 the whole as the only piece.
@@ -196,7 +213,7 @@ pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::De
     let (seed, birth) = context.draws.next_birth();
     let stream = match &fill {
         Fill::Random(distribution) => {
-            let drawn = Drawn { seed, birth, distribution: *distribution };
+            let drawn = Drawn { seed, birth, part: PART.get(), distribution: *distribution };
             Some(slot.drawn.get_or_init(|| drawn).stream())
         }
         _ => None,

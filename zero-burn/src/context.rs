@@ -478,6 +478,11 @@ impl<B: Backend> Context<B> {
         sum.unwrap_or_else(|error| raise(error)).into_f64()[0]
     }
 
+    /// This rank's place among the parts of its model; 0 where there is one.
+    pub(crate) fn part(&self) -> usize {
+        self.groups.as_ref().map_or(0, |groups| groups.parts.rank())
+    }
+
     /// Whether models have parts along foreign axes.
     pub(crate) fn has_parts(&self) -> bool {
         self.groups.is_some()

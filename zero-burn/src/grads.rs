@@ -11,13 +11,15 @@ use burn_backend::TensorData;
 use burn_backend::ops::FloatTensorOps;
 #[cfg(feature = "cubecl")]
 use burn_std::DType;
-use zero_core::ReduceOp;
+use zero_core::{Axes, ReduceOp};
 
 use crate::autodiff::ZeroAutodiff;
+use crate::birth::of_part;
 use crate::cell::{Cell, Kind};
 use crate::context::Context;
 use crate::elementwise::own_piece;
 use crate::gathered::{ParamMeta, parameters};
+use crate::random::sign;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::Stored;
 use crate::trouble::stop;
@@ -83,6 +85,34 @@ pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
     });
 }
 
+/// Says that the module's parameters are parts of a whole that is cut over foreign axes of the mesh, and draws their first values: other ones
+/// at each place on these. Of modules just made, such as by `LinearConfig::init`, before `prepare` and any use. What is drawn without it is
+/// the same at every place.
+///
+/// # Panics
+///
+/// With the launcher's error when the mesh has no such axis, and when a parameter has been drawn before.
+pub fn cut_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
+    let context = Context::<A::Base>::current();
+    if axes.contains(&Axes::DATA) {
+        stop("cut_along: the data axis is ZeroConfig's to cut: expected other axes of the mesh".into());
+    }
+    let groups: Vec<_> = axes.iter().map(|axis| context.group(axis)).collect();
+    if groups.iter().all(|group| group.world() == 1) {
+        return;
+    }
+    let part = sign(&groups.iter().map(|group| group.rank() as u64).collect::<Vec<_>>());
+    // Burn's initializers draw when a parameter is first looked at.
+    let look = |meta: ParamMeta, tensor| {
+        let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor else { return };
+        if cell.drawn().is_some_and(|drawn| drawn.part != Some(part)) {
+            let path = meta.path;
+            stop(format!("parameter {path:?} was drawn before cut_along: call it on a module that was just made"));
+        }
+    };
+    of_part(part, || walk::visit::<A, M>(module, look));
+}
+
 /// The L2 norm over all gradients of the module, the same on every rank and at every stage; over those of all its parts along foreign
 /// axes of a mesh, where what they share is to be [told](replicated_along). Every rank must call it, on gradients from [`collect_grads`](crate::module::collect_grads).
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
@@ -93,7 +123,7 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
     let (mut pieces, mut on_device) = (Vec::new(), Vec::new());
     // A parameter may be in the module more than once, tied.
     let mut done = HashSet::new();
-    walk::visit::<A, M>(module, |meta, _| {
+    walk::visit::<A, M>(module, |meta, tensor| {
         let Some(gradient) = walk::gradient::<A>(grads, meta.id).filter(|_| done.insert(meta.id)) else { return };
         let ZeroTensor::Shard(Shard { cell, .. }) = gradient else {
             stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", meta.id))
@@ -102,6 +132,16 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         pieces.resize(pieces.len() + world, 0.0);
         if cell.slot.as_ref().is_some_and(|slot| !slot.is_counted.load(Ordering::Relaxed)) {
             return;
+        }
+        if context.part() > 0
+            && let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor
+            && cell.drawn().is_some_and(|drawn| drawn.part.is_none())
+        {
+            stop(format!(
+                "parameter {:?} was drawn the same at every place of the mesh {}: tell what it is, a part of a whole with \
+                 module::cut_along when it is made, or the same at every place with module::replicated_along",
+                meta.path, context.rank.config.axes
+            ));
         }
         if let Some(data) = cell.stored().as_ref().and_then(Stored::host) {
             pieces[own] = sum_of_squares_on_host(data, cell.own());

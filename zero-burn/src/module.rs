@@ -22,7 +22,7 @@ use crate::birth::{Fill, parameter};
 use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
-pub use crate::grads::{first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient};
+pub use crate::grads::{cut_along, first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::sign;
 use crate::reduce::Phase;

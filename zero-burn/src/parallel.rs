@@ -2,6 +2,9 @@
 //! ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053)), by which layers are cut over an axis
 //! (`examples/examples/tensor_parallel.rs`).
 //!
+//! Parameters are drawn the same at every place of such an axis: what is cut is made known by
+//! [`module::cut_along`](crate::module::cut_along), what is not by [`module::replicated_along`](crate::module::replicated_along).
+//!
 //! Both wait for the other ranks of their group within a pass, `f` under the lock of the rank's own graph. That is sound for ranks that
 //! are threads too: nobody takes that lock but this rank, and those that have ended a pass before (Burn's autodiff then looks at every
 //! graph of the process). So ranks that have waited for each other in a pass end it together ([`Context::end_waits`]), before one can

@@ -29,6 +29,7 @@ use std::path::{Path, PathBuf};
 use burn_backend::Backend;
 
 use zero_core::Request;
+use zero_core::checkpoint::{Check, CheckpointError, Found, Manifest, find_latest_together};
 use zero_core::collective::{self, Difference, Failed};
 
 use crate::config::ZeroConfig;
@@ -65,9 +66,39 @@ pub fn group<B: Backend>(axis: &str) -> Group {
 /// `tensor-1`; without any, `dir` itself. The engine saves there.
 pub fn folder<B: Backend>(dir: &Path) -> PathBuf {
     let context = Context::<B>::current();
-    match &*context.rank.config.axes.folder(context.rank.place.rank) {
+    folder_of(&context, context.rank.place.rank, dir)
+}
+
+fn folder_of<B: Backend>(context: &Context<B>, rank: usize, dir: &Path) -> PathBuf {
+    match &*context.rank.config.axes.folder(rank) {
         "" => dir.into(),
         part => dir.join(part),
+    }
+}
+
+/// The newest sound checkpoint of this rank's model in [`folder(dir)`](folder), of the same step for all parts of the model: what to resume
+/// from. The ranks of a part look together, as [`find_latest_together`] does. A collective.
+///
+/// # Errors
+///
+/// As [`find_latest_together`]; and [`CheckpointError::Unlike`] where parts have found different steps, or only some a checkpoint.
+pub fn find_latest<B: Backend>(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
+    let context = Context::<B>::current();
+    let found = find_latest_together(&*context.collective(), &folder::<B>(dir), check);
+    let step = |found: &Found| found.checkpoint.as_ref().map(|path| Manifest::read(path)).transpose();
+    let told = match found.as_ref().map(step) {
+        Ok(Ok(None)) => "no checkpoint".to_string(),
+        Ok(Ok(Some(manifest))) => format!("the checkpoint of step {}", manifest.step),
+        Ok(Err(error)) => error.to_string(),
+        Err(error) => error.to_string(),
+    };
+    match agree::<B>(&[told]) {
+        Some(unlike) if found.is_ok() => {
+            let shown = |told: String, rank| format!("{told} in {}", folder_of(&context, rank, dir).display());
+            let (first, other) = (shown(unlike.first, 0), shown(unlike.other, unlike.rank));
+            Err(CheckpointError::Unlike(Difference { first, other, ..unlike }))
+        }
+        _ => found,
     }
 }
 

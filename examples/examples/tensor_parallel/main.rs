@@ -20,7 +20,7 @@ use zero_burn::optim::{Fused, Rule};
 use zero_burn::parallel::{Group, GroupBackend};
 use zero_burn::stats::all_gather;
 use zero_burn::{Zero, ranks};
-use zero_core::checkpoint::{Check, Checkpoint, SaveOptions, find_latest};
+use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
 use zero_core::random::Draws;
 use zero_core::{Axes, Stage};
 use zero_train::engine::{EngineConfig, EngineError, Parts, Step, ZeroEngine};
@@ -103,7 +103,7 @@ fn run() -> Result<(), TrainError> {
             engine.model().blocks.iter().for_each(Mlp::tell_replicated);
             if let Some(save) = &save
                 && let Some(latest) =
-                    find_latest(&ranks::folder::<Flex>(save), Check::Contents).map_err(EngineError::from)?.checkpoint
+                    ranks::find_latest::<Flex>(save, Check::Contents).map_err(EngineError::from)?.checkpoint
             {
                 engine.load(&Checkpoint::open(&latest).map_err(EngineError::from)?, Parts::All)?;
             }

@@ -4,14 +4,15 @@ use std::path::Path;
 use std::time::Duration;
 
 use burn::module::{AutodiffModule, Module};
+use burn::nn::{Linear, LinearConfig};
 use burn::prelude::Backend;
 use burn::tensor::Tensor;
 use burn_flex::Flex;
 use zero_burn::config::{Disk, Offload, Tier, ZeroConfig};
-use zero_burn::launch::{LaunchOptions, launch};
-use zero_burn::module::{collect_grads, mark, prepare};
+use zero_burn::launch::{LaunchError, LaunchOptions, launch};
+use zero_burn::module::{collect_grads, cut_along, mark, prepare};
 use zero_burn::optim::{Fused, Rule};
-use zero_burn::parallel::{Group, GroupBackend};
+use zero_burn::parallel::{Group, GroupBackend, copy_to, reduce_from};
 use zero_burn::ranks;
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::{Check, Checkpoint, SaveOptions, find_latest};
@@ -167,7 +168,7 @@ fn save(dir: &Path, config: &ZeroConfig) -> Vec<(f64, f64)> {
 }
 
 fn resume(engine: &mut Engine, dir: &Path) -> Result<(), EngineError> {
-    let latest = find_latest(&ranks::folder::<Flex>(dir), Check::Contents)?.checkpoint.unwrap();
+    let latest = ranks::find_latest::<Flex>(dir, Check::Contents)?.checkpoint.unwrap();
     engine.load(&Checkpoint::open(&latest)?, Parts::All).map(|_| ())
 }
 
@@ -196,12 +197,113 @@ fn parts_are_saved_apart_and_resumed_on_another_data_axis_together() {
     std::fs::remove_dir_all(two.join("tensor-1")).unwrap();
     std::fs::rename(dir.path().join("one/tensor-1"), two.join("tensor-1")).unwrap();
     let config = mesh(&[("data", 2), (TENSOR, 2)], Stage::Parameters);
-    let told = on_ranks(4, &config, |device| resume(&mut engine(&device), &two).unwrap_err().to_string());
-    assert!(
-        told[3].contains("rank 0 has the checkpoint of step 2, rank 1 has the checkpoint of step 1"),
-        "{}",
-        told[3]
-    );
+    let all_told = |words: &[String], told: Vec<String>| {
+        assert!(told.iter().all(|told| words.iter().all(|word| told.contains(word))), "{words:?}: {told:?}");
+    };
+    let part = |part: &str| two.join(part).display().to_string();
+    let found = || on_ranks(4, &config, |_| ranks::find_latest::<Flex>(&two, Check::Sizes).unwrap_err().to_string());
+    let in_0 = format!("rank 0 has the checkpoint of step 2 in {}, ", part("tensor-0"));
+    all_told(&[in_0.clone(), format!("rank 1 has the checkpoint of step 1 in {}; ", part("tensor-1"))], found());
+    for parts in [Parts::All, Parts::Parameters] {
+        let told = on_ranks(4, &config, |device| {
+            let latest = find_latest(&ranks::folder::<Flex>(&two), Check::Contents).unwrap().checkpoint.unwrap();
+            engine(&device).load(&Checkpoint::open(&latest).unwrap(), parts).unwrap_err().to_string()
+        });
+        let words = "rank 0 has the checkpoint of step 2, rank 1 has the checkpoint of step 1; ";
+        all_told(&[words.into()], told);
+    }
+
+    // One part has none; and then none has.
+    std::fs::remove_dir_all(two.join("tensor-1")).unwrap();
+    all_told(&[in_0, format!("rank 1 has no checkpoint in {}; ", part("tensor-1"))], found());
+    std::fs::remove_dir_all(two.join("tensor-0")).unwrap();
+    on_ranks(4, &config, |_| assert!(ranks::find_latest::<Flex>(&two, Check::Sizes).unwrap().checkpoint.is_none()));
+}
+
+/// A rank that could not read its part is told by its number in the run.
+#[test]
+fn a_part_that_cannot_be_loaded_is_told_by_its_rank_in_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = mesh(&[("data", 2), (TENSOR, 2)], Stage::Parameters);
+    save(dir.path(), &config);
+    let told = on_ranks(4, &config, |device| {
+        let latest = ranks::find_latest::<Flex>(&dir.path().join("two"), Check::Sizes).unwrap().checkpoint.unwrap();
+        let checkpoint = Checkpoint::open(&latest).unwrap();
+        ranks::wait_for_everyone::<Flex>();
+        // Ranks 1 and 3 have this part; rank 3 reads its second half, in a file of its own.
+        if ranks::is_main_process::<Flex>() {
+            let name = latest.file_name().unwrap();
+            let file = dir.path().join("two/tensor-1").join(name).join("rank-00001-of-00002.safetensors");
+            std::fs::write(&file, "").unwrap();
+        }
+        ranks::wait_for_everyone::<Flex>();
+        engine(&device).load(&checkpoint, Parts::All).unwrap_err().to_string()
+    });
+    for rank in [0, 1, 2] {
+        assert!(told[rank].starts_with("rank 3 could not load its part of "), "{}", told[rank]);
+    }
+    assert!(told[3].contains("rank-00001-of-00002"), "{}", told[3]);
+}
+
+/// Layers of Burn's, cut as on paper: a part of the outputs, then of the inputs.
+#[derive(Module, Debug)]
+struct Layers<B: Backend> {
+    up: Linear<B>,
+    down: Linear<B>,
+}
+
+/// The first layer's weights on every rank, before a first update. `tell` sees the layers as they were made.
+fn drawn(config: &ZeroConfig, tell: impl Fn(&Layers<B>, &Device) + Sync) -> Result<Vec<Vec<f32>>, LaunchError<String>> {
+    launch::<Flex, _, String>(world(config), config, &Default::default(), |device| {
+        let group = ranks::group::<Flex>(TENSOR);
+        let layer = |inputs, outputs| LinearConfig::new(inputs, outputs).with_bias(false).init(&device);
+        let model = Layers { up: layer(WIDTH, WIDTH / 2), down: layer(WIDTH / 2, WIDTH) };
+        tell(&model, &device);
+        let mut engine =
+            ZeroEngine::<B, _, _>::initialize(model, Fused::new(Rule::adamw()), Default::default(), &device).unwrap();
+        let up = engine.model().up.weight.val().into_data().to_vec().unwrap();
+        let x = copy_to(rows(0, &device), &group);
+        let loss = engine
+            .forward(|model| reduce_from(model.down.forward(model.up.forward(x)), &group).powf_scalar(2.0).mean());
+        engine.backward(loss);
+        engine.step().unwrap();
+        Ok(up)
+    })
+}
+
+#[test]
+fn parts_are_drawn_apart_and_what_is_drawn_alike_is_told() {
+    for stage in Stage::ALL {
+        let config = mesh(&[("data", 2), (TENSOR, 2)], stage);
+        for seeds in [0, 1] {
+            let seed = |_: &Layers<B>, device: &Device| B::seed(device, seeds * device.rank() as u64);
+            let alike = drawn(&config, seed).unwrap_err().to_string();
+            assert!(
+                alike.contains(r#"parameter "up.weight" was drawn the same at every place of the mesh"#),
+                "{alike}"
+            );
+        }
+        // Ranks of a part have its numbers, whatever their seeds.
+        let own_seeds = |layers: &Layers<B>, device: &Device| {
+            B::seed(device, device.rank() as u64);
+            cut_along::<B, _>(layers, &[TENSOR]);
+        };
+        for parts in [drawn(&config, |layers, _| cut_along::<B, _>(layers, &[TENSOR])), drawn(&config, own_seeds)] {
+            let parts = parts.unwrap();
+            assert_eq!((&parts[0], &parts[1]), (&parts[2], &parts[3]), "{stage}");
+            let differ = parts[0].iter().zip(&parts[1]).filter(|(a, b)| a != b).count();
+            assert_eq!(differ, parts[0].len(), "{stage}");
+        }
+    }
+    let config = mesh(&[("data", 1), (TENSOR, 2)], Stage::Parameters);
+    let late = drawn(&config, |layers, _| {
+        let _ = layers.up.weight.val();
+        cut_along::<B, _>(layers, &[TENSOR]);
+    });
+    let late = late.unwrap_err().to_string();
+    assert!(late.contains(r#"parameter "up.weight" was drawn before cut_along"#), "{late}");
+    let data = drawn(&config, |layers, _| cut_along::<B, _>(layers, &["data"])).unwrap_err().to_string();
+    assert!(data.contains("the data axis is ZeroConfig's to cut"), "{data}");
 }
 
 /// Both forward passes before both backward passes: no sum of a forward pass keeps ranks together between these.

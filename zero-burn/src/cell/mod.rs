@@ -221,8 +221,9 @@ impl<B: Backend> Cell<B> {
 
     /// What this parameter's values were drawn from, if they still are what was drawn.
     pub(crate) fn drawn(&self) -> Option<Drawn> {
-        let is_first = self.is_version && self.key.is_some_and(|key| key.version == 1);
-        self.slot.as_ref().filter(|_| is_first)?.drawn.get().copied()
+        let slot = self.slot.as_ref().filter(|_| self.is_version)?;
+        let is_drawn = self.key.is_some_and(|key| key.version == slot.drawn_version.load(Ordering::Relaxed));
+        slot.drawn.get().copied().filter(|_| is_drawn)
     }
 
     /// Under which the other ranks read of this.

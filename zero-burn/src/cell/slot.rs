@@ -27,6 +27,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) place: AtomicU64,
     /// From what its first values were drawn.
     pub(crate) drawn: OnceLock<Drawn>,
+    /// The version that has these: the first, or the one that `prepare` has drawn again.
+    pub(crate) drawn_version: AtomicU64,
     /// Names of what belongs to this parameter.
     pub(crate) names: Mutex<Names>,
     /// Whether the parameter stays in memory although others are on the disk.
@@ -49,13 +51,16 @@ pub(crate) struct Drawn {
     pub(crate) seed: u64,
     /// Parameters born since that seed.
     pub(crate) birth: u64,
+    /// The part of a whole that it is, where places on foreign axes have others.
+    pub(crate) part: Option<u64>,
     pub(crate) distribution: Distribution,
 }
 
 impl Drawn {
-    /// The same numbers on every rank, for any number of ranks and any type.
+    /// The same numbers on every rank of the part, for any number of ranks and any type.
     pub(crate) fn stream(&self) -> Stream {
-        Stream::new(&[self.seed, u64::MAX, self.birth])
+        let words = [self.seed, u64::MAX, self.birth].into_iter().chain(self.part);
+        Stream::new(&words.collect::<Vec<_>>())
     }
 }
 
@@ -157,6 +162,7 @@ impl<B: Backend> Parameters<B> {
             dtype,
             place: AtomicU64::new(0),
             drawn: OnceLock::new(),
+            drawn_version: AtomicU64::new(1),
             names: Mutex::default(),
             current: Mutex::new(Weak::new()),
             id: OnceLock::new(),

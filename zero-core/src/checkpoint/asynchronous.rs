@@ -71,7 +71,8 @@ impl AsyncSaver {
             let outcome = catch_unwind(AssertUnwindSafe(|| save(&*group, &dir, step, &pieces, &state, &options)));
             outcome.unwrap_or_else(|payload| Err(stopped(&*group, "panicked", panic_reason(&*payload))))
         };
-        let thread = std::thread::Builder::new().name(format!("rank-{}-checkpoint", self.group.rank())).spawn(body);
+        let thread =
+            std::thread::Builder::new().name(format!("rank-{}-checkpoint", self.group.place().rank)).spawn(body);
         let thread = thread.map_err(|error| stopped(&*self.group, "could not be started", error.to_string()))?;
         self.in_flight = Some(thread);
         Ok(Started { stall: begin.elapsed(), waited, previous })
@@ -100,5 +101,5 @@ impl Drop for AsyncSaver {
 /// The error of this rank's thread, which ends the others' waits for it.
 fn stopped(group: &dyn Collective, what: &str, reason: String) -> CheckpointError {
     group.abort(&format!("the checkpoint thread {what}: {reason}"));
-    CheckpointError::Stopped { rank: group.rank(), reason }
+    CheckpointError::Stopped { rank: group.place().rank, reason }
 }

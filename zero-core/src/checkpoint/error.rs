@@ -116,13 +116,17 @@ pub enum CheckpointError {
         written_by: String,
     },
     /// Ranks called [`save`](super::save()) with different things.
-    #[error("ranks disagree on {what}: rank {rank} saves {got}, rank 0 saves {expected}; all ranks must save the same")]
+    #[error(
+        "ranks disagree on {what}: rank {rank} saves {got}, rank {first_rank} saves {expected}; all ranks must save the same"
+    )]
     Disagree {
         /// On what.
         what: String,
-        /// The first rank that differs from rank 0.
+        /// The first rank of those that save together.
+        first_rank: usize,
+        /// The first rank that differs from it.
         rank: usize,
-        /// Rank 0's.
+        /// The first rank's.
         expected: String,
         /// That rank's.
         got: String,
@@ -201,6 +205,12 @@ pub enum CheckpointError {
         /// Its error.
         reason: String,
     },
+    /// Ranks that resume together have found different checkpoints, such as parts of a model whose save was cut short.
+    #[error(
+        "ranks would resume from different checkpoints: rank 0 has {}, rank {} has {}; copy what is missing, or remove the \
+         steps that only some have", .0.first, .0.rank, .0.other
+    )]
+    Unlike(crate::collective::Difference),
     /// The ranks could not talk to each other.
     #[error("{doing}: {source}")]
     Comm {

@@ -46,6 +46,7 @@ impl Task {
         }
     }
 
+    /// `rank` and `world` are the run's.
     fn failed(&self, rank: usize, world: usize, reason: String) -> CheckpointError {
         match self {
             Self::Save { step } => CheckpointError::SaveFailed { step: *step, rank, world, reason },
@@ -103,22 +104,24 @@ impl<'c> Ranks<'c> {
     fn settled(&self, failed: Option<String>) -> Result<(), CheckpointError> {
         match self.first_told(failed)? {
             None => Ok(()),
-            Some((at, reason)) => Err(self.task.failed(self.comm.members()[at], self.comm.world(), reason)),
+            Some((rank, reason)) => Err(self.task.failed(rank, self.comm.place().world, reason)),
         }
     }
 
-    /// The first rank of the group that has something to tell, with what that is, on every rank.
+    /// The first rank that has something to tell, by its number in the run, with what that is, on every rank.
     pub(super) fn first_told(&self, mine: Option<String>) -> Result<Option<(usize, String)>, CheckpointError> {
-        agree::first_told(self.comm, mine, "").map_err(|error| self.comm_error(error))
+        let told = agree::first_told(self.comm, mine, "").map_err(|error| self.comm_error(error))?;
+        Ok(told.map(|(at, reason)| (self.comm.members()[at], reason)))
     }
 
-    /// The first rank of the group whose value is not rank 0's, with rank 0's and its, on every rank.
+    /// The first rank whose value is not the first one's, by its number in the run, with that value and its, on every rank.
     pub(super) fn first_unlike<T: Serialize + DeserializeOwned>(
         &self,
         mine: &T,
     ) -> Result<Option<(usize, T, T)>, CheckpointError> {
         let unlike = agree::first_unlike(self.comm, json(mine), "").map_err(|error| self.comm_error(error))?;
-        unlike.map(|(rank, [first, other])| Ok((rank, self.value(&first)?, self.value(&other)?))).transpose()
+        let in_run = |at: usize| self.comm.members()[at];
+        unlike.map(|(at, [first, other])| Ok((in_run(at), self.value(&first)?, self.value(&other)?))).transpose()
     }
 
     /// Rank 0's value, on every rank.
@@ -135,7 +138,11 @@ impl<'c> Ranks<'c> {
 
     fn value<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, CheckpointError> {
         let failed = |error: serde_json::Error| {
-            self.task.failed(self.rank(), self.comm.world(), format!("what another rank sent cannot be read: {error}"))
+            self.task.failed(
+                self.rank(),
+                self.comm.place().world,
+                format!("what another rank sent cannot be read: {error}"),
+            )
         };
         serde_json::from_slice(bytes).map_err(failed)
     }
@@ -348,6 +355,26 @@ mod tests {
         for told in told.unwrap() {
             assert!(told.contains("saving step 7 failed on rank 1 of 2") && told.contains("no space"), "{told}");
         }
+    }
+
+    #[test]
+    fn a_rank_of_a_group_is_told_by_its_number_in_the_run() {
+        run(4, &ThreadOptions { deadline: DEADLINE }, |comm| {
+            let group = comm.split("part", comm.rank() as u64 % 2)?;
+            let ranks = Ranks::new(&*group, Task::Save { step: 7 });
+            let error = CheckpointError::Stopped { rank: 3, reason: "no space".into() };
+            let told = ranks.together(if comm.rank() == 3 { Err(error) } else { Ok(()) }).map_err(|e| e.to_string());
+            let unlike = ranks.first_unlike(&(comm.rank() == 3)).unwrap();
+            match comm.rank() % 2 {
+                0 => assert_eq!((told, unlike), (Ok(()), None)),
+                _ => {
+                    assert!(told.unwrap_err().starts_with("saving step 7 failed on rank 3 of 4: "));
+                    assert_eq!(unlike, Some((3, false, true)));
+                }
+            }
+            Ok::<_, CommError>(())
+        })
+        .unwrap();
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub fn find_latest_together(comm: &dyn Collective, dir: &Path, check: Check) -> 
     let shared = |turn| {
         let work = (comm.rank() == 0).then(|| {
             let path = dir.to_path_buf();
-            DiskWork::start(0, path.clone(), move |_| {
+            DiskWork::start(comm.place().rank, path.clone(), move |_| {
                 let (names, problem) = candidates(&path, turn)?;
                 Ok((names, problem.map(|error| error.to_string())))
             })
@@ -55,7 +55,7 @@ pub fn find_latest_together(comm: &dyn Collective, dir: &Path, check: Check) -> 
         let mut ranks = ranks.borrow_mut();
         let found: (Vec<String>, Option<String>) = ranks.share_work(work, Default::default)?;
         let (names, problem) = ranks.of_first(&found)?;
-        Ok((names, problem.map(|reason| CheckpointError::Told { rank: 0, reason })))
+        Ok((names, problem.map(|reason| CheckpointError::Told { rank: comm.members()[0], reason })))
     };
     find(dir, shared, |path| problem_of(&mut ranks.borrow_mut(), comm, path, check))
 }
@@ -82,7 +82,7 @@ fn problem_of(
     check: Check,
 ) -> Result<Option<CheckpointError>, CheckpointError> {
     let (share, path) = ((comm.rank(), comm.world()), folder.to_path_buf());
-    let work = DiskWork::start(share.0, path.clone(), move |progress| {
+    let work = DiskWork::start(ranks.rank(), path.clone(), move |progress| {
         let problem = match Manifest::read(&path) {
             Ok(manifest) => sound::look(&path, &manifest, share, check, progress),
             Err(error) => Some(error),

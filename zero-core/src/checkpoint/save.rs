@@ -129,14 +129,14 @@ fn save_checked<'p>(
     let mut ranks = Ranks::new(comm, Task::Save { step });
     let plan = ranks.together(plan)?;
     if let Some((other, first, got)) = ranks.first_unlike(&plan)? {
-        return Err(disagree(&first, comm.members()[other], &got));
+        return Err(disagree(&first, (comm.members()[0], other), &got));
     }
 
     // Rank 0's, on its way between the threads that work on it.
     let staging = Arc::new(Mutex::new(None));
     let begun = (rank == 0).then(|| {
         let (staging, dir) = (staging.clone(), dir.to_path_buf());
-        DiskWork::start(rank, dir.clone(), move |progress| {
+        DiskWork::start(ranks.rank(), dir.clone(), move |progress| {
             let begun = Staging::begin(&dir, step, progress)?;
             Ok(staging.lock().insert(begun).id().to_string())
         })
@@ -155,7 +155,7 @@ fn save_checked<'p>(
                 Ok(())
             };
             if rank == 0
-                && let Ok(work) = DiskWork::start(rank, folder, remove)
+                && let Ok(work) = DiskWork::start(ranks.rank(), folder, remove)
             {
                 work.end(comm.deadline() / 2);
             }
@@ -166,7 +166,7 @@ fn save_checked<'p>(
 
     let published = (rank == 0).then(|| {
         let (manifest, options) = (manifest(step, id, &sorted, &written, state), options.clone());
-        DiskWork::start(rank, folder, move |progress| {
+        DiskWork::start(ranks.rank(), folder, move |progress| {
             let staging = staging.lock().take().expect("it was begun above, by this rank");
             Ok((bytes, staging.publish(manifest, &options, progress)?))
         })
@@ -202,7 +202,7 @@ fn plan(dir: &Path, step: u64, tensors: &[&TensorSpec], options: &SaveOptions) -
 }
 
 /// The first difference of a rank's plan from rank 0's, by name.
-fn disagree(first: &Plan, rank: usize, plan: &Plan) -> CheckpointError {
+fn disagree(first: &Plan, (first_rank, rank): (usize, usize), plan: &Plan) -> CheckpointError {
     let whole = |plan: &Plan| {
         let (step, dir) = (format!("step {}", plan.step), format!("into {}", plan.dir));
         [("the step", step), ("the folder", dir), ("the options", plan.options.clone())]
@@ -212,7 +212,7 @@ fn disagree(first: &Plan, rank: usize, plan: &Plan) -> CheckpointError {
     };
     for ((what, expected), (_, got)) in whole(first).into_iter().zip(whole(plan)) {
         if expected != got {
-            return CheckpointError::Disagree { what: what.to_string(), rank, expected, got };
+            return CheckpointError::Disagree { what: what.to_string(), first_rank, rank, expected, got };
         }
     }
     let mut names = plan.tensors.keys().chain(first.tensors.keys());
@@ -220,7 +220,7 @@ fn disagree(first: &Plan, rank: usize, plan: &Plan) -> CheckpointError {
     let name = name.expect("plans that are not alike differ in something");
     let (what, expected, got) =
         (format!("tensor '{name}'"), told(first.tensors.get(name)), told(plan.tensors.get(name)));
-    CheckpointError::Disagree { what, rank, expected, got }
+    CheckpointError::Disagree { what, first_rank, rank, expected, got }
 }
 
 fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, String> {

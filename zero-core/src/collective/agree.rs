@@ -45,13 +45,16 @@ pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Differenc
     Ok(Some(Difference { rank, first: plain(first), other: plain(other) }))
 }
 
+/// What two ranks say.
+type Pair = [Vec<u8>; 2];
+
 /// The first rank whose bytes are not rank 0's, with rank 0's and its, on every rank. Where all are alike, only their digests
 /// are sent.
 pub(crate) fn first_unlike(
     comm: &dyn Collective,
     mine: Vec<u8>,
     what: &str,
-) -> Result<Option<(usize, [Vec<u8>; 2])>, CommError> {
+) -> Result<Option<(usize, Pair)>, CommError> {
     let digest = Buffer::U8(Sha256::digest(&mine).to_vec());
     let all = comm.execute_for(Request::AllGather(digest), what)?.into_u8();
     let (digests, _) = all.as_chunks::<32>();

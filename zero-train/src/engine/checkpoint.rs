@@ -20,7 +20,7 @@ use zero_burn::config;
 use zero_burn::module::ZeroAutodiff;
 use zero_burn::optim::Fused;
 use zero_burn::pieces::{self, ParamPiece, RandomState};
-use zero_burn::ranks::{agree, folder};
+use zero_burn::ranks::{agree, folder, num_processes};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::{
     AsyncSaver, Checkpoint, CheckpointError, ElementType, Piece, SaveOptions, Saved, Started, TensorEntry, TensorSpec,
@@ -179,23 +179,25 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         };
         self.check(checkpoint, state.as_ref())?;
         let loaded = self.load_tensors(checkpoint, state.as_ref());
-        // All ranks or none: one that goes on alone would train another model.
-        let failed = all_gather::<A::Base>(&[f64::from(u8::from(loaded.is_err()))]);
-        // Parts of a model are saved apart: a save that was cut short may have left some of them a step behind.
-        let step = state.as_ref().map_or_else(String::new, |state| format!("the checkpoint of step {}", state.steps));
-        let difference = agree::<A::Base>(&[step]);
+        // All ranks or none: one that goes on alone would train another model. Parts of a model are saved apart: a save that was
+        // cut short may have left some of them a step behind.
+        const FAILED: &str = "failed";
+        let step = format!("the checkpoint of step {}", checkpoint.step());
+        let unlike = agree::<A::Base>(&[if loaded.is_ok() { step } else { FAILED.into() }]);
         loaded?;
-        if let Some(rank) = failed.iter().position(|rank| rank[0] > 0.0) {
-            return Err(EngineError::LoadFailed { rank, path: checkpoint.path().to_path_buf() });
-        }
-        if let Some(difference) = difference {
-            return Err(EngineError::Ranks(difference));
+        if let Some(unlike) = unlike {
+            let failed =
+                [(&unlike.first, 0), (&unlike.other, unlike.rank)].into_iter().find(|(told, _)| *told == FAILED);
+            return Err(match failed {
+                Some((_, rank)) => EngineError::LoadFailed { rank, path: checkpoint.path().to_path_buf() },
+                None => CheckpointError::Unlike(unlike).into(),
+            });
         }
         if let Some(state) = state {
             let random = pieces::random_state::<A::Base>();
             let mine = state.random.draws.get(self.device.rank()).copied();
             let most = state.random.draws.iter().copied().max().unwrap_or(random.draws);
-            let same_world = state.random.draws.len() == failed.len();
+            let same_world = state.random.draws.len() == num_processes::<A::Base>();
             let draws = mine.filter(|_| same_world).unwrap_or(most);
             let own = state.random.seeds.get(self.device.rank()).copied().filter(|_| same_world);
             let seed = own.unwrap_or(state.random.seed);

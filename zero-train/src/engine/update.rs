@@ -12,6 +12,7 @@ use burn::tensor::backend::Backend;
 use zero_burn::module::{ZeroAutodiff, first_nonfinite, grad_norm, mark};
 use zero_burn::optim::{Clip, Fused, Told};
 use zero_burn::stats::all_gather;
+use zero_core::Axes;
 
 use super::optimizer::EngineOptimizer;
 use super::{EngineError, Step, Update, ZeroEngine};
@@ -170,7 +171,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let is_odd = |loss: Tensor<A::InnerBackend, 1>| loss.into_data().iter::<f32>().any(|x| !x.is_finite());
         let odd = losses.into_iter().any(is_odd);
         let ranks = all_gather::<A::Base>(&[f64::from(u8::from(odd))]);
-        let rank = ranks.iter().position(|odd| odd[0] > 0.0);
+        let members = zero_burn::ranks::group::<A::Base>(Axes::DATA);
+        let rank = ranks.iter().position(|odd| odd[0] > 0.0).map(|at| members.members()[at]);
         EngineError::NotFinite { step: self.steps + 1, rank, parameter }
     }
 }
