@@ -7,7 +7,7 @@
 //!
 //! Both wait for the other ranks of their group within a pass, `f` under the lock of the rank's own graph. That is sound for ranks that
 //! are threads too: nobody takes that lock but this rank, and those that have ended a pass before (Burn's autodiff then looks at every
-//! graph of the process). So ranks that have waited for each other in a pass end it together ([`Context::end_waits`]), before one can
+//! graph of the process). So ranks that have waited for each other in a pass end it together (`Context::end_waits`), before one can
 //! begin the next.
 
 use std::sync::Arc;
