@@ -222,7 +222,9 @@ impl<B: Backend> Cell<B> {
     /// What this parameter's values were drawn from, if they still are what was drawn.
     pub(crate) fn drawn(&self) -> Option<Drawn> {
         let slot = self.slot.as_ref().filter(|_| self.is_version)?;
-        let is_drawn = self.key.is_some_and(|key| key.version == slot.drawn_version.load(Ordering::Relaxed));
+        // What has been drawn again is still held in other places of the module, by parameters that are one.
+        let is_drawn = |version| version == 1 || version == slot.drawn_version.load(Ordering::Relaxed);
+        let is_drawn = self.key.is_some_and(|key| is_drawn(key.version));
         slot.drawn.get().copied().filter(|_| is_drawn)
     }
 
