@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """What crosses a slow link, and what a step takes then: two "machines" with two ranks each, as network namespaces of this one, and
-between them a link that tc holds to a rate.
+between them a link that tc holds to a rate, and that takes a time each way.
 
-  bench/across.py --zero target/release/zero [--model gpt2] [--seq 64] [--batch 1] [--steps 4] [--rounds 2] [--rate 1gbit]
+  bench/across.py --zero target/release/zero [--model gpt2] [--seq 64] [--batch 1] [--steps 4] [--rounds 2] [--rate 1gbit] [--delay 0.2]
 
-As root; takes iproute2. A run per row and round, in turn; bf16, stage 3, AdamW, random text. Bytes are those that the first machine's
+As root; takes iproute2, and /dev/net/tun for the delay: frames of up to 64 KiB are read from one end, and written to the other when
+their time has come (kernels without netem have that too). A run per row and round, in turn; bf16, stage 3, AdamW, random text. Bytes are those that the first machine's
 link has received, a step (kernel's count, so with headers and whatever else crosses), time the median of a step after the first.
 The machine's cores are shared by all four ranks: what a step computes is the same in all rows.
 """
-import argparse, json, os, random, secrets, statistics, subprocess, sys, tempfile, time
+import argparse, collections, ctypes, errno, fcntl, json, os, random, secrets, select, signal, statistics, struct, subprocess, sys, tempfile, time
 from pathlib import Path
 
 ROWS = [
@@ -32,6 +33,8 @@ parser.add_argument("--batch", type=int, default=1)
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--rounds", type=int, default=2)
 parser.add_argument("--rate", default="1gbit")
+parser.add_argument("--delay", type=float, default=0.0, help="milliseconds, each way")
+parser.add_argument("--rows", help="only these, by number from 0: 0,1,5")
 args = parser.parse_args()
 if os.geteuid() != 0:
     sys.exit("error: network namespaces take root: run as root")
@@ -45,14 +48,62 @@ def received():
     return int(subprocess.check_output(["ip", "netns", "exec", PREFIX + "n0", "cat", "/sys/class/net/eth0/statistics/rx_bytes"]))
 
 
+def tap(host):
+    """An end of the link in the namespace of a host."""
+    with open(f"/var/run/netns/{PREFIX}{host}") as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"setns to {host}")
+    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    # IFF_TAP, IFF_NO_PI
+    fcntl.ioctl(end, 0x400454CA, struct.pack("16sH", b"eth0", 0x0002 | 0x1000))
+    return end
+
+
+def relay(ready):
+    """Hands frames from each end to the other, late."""
+    ends = [tap(host) for host in HOSTS]
+    os.write(ready, b".")
+    late = {end: collections.deque() for end in ends}
+    while True:
+        due = min((queue[0][0] for queue in late.values() if queue), default=None)
+        # A look in good time: select rounds up.
+        wait = None if due is None else max(0.0, due - time.monotonic() - 5e-5)
+        for end in select.select(ends, [], [], wait)[0]:
+            frame = os.read(end, 1 << 17)
+            late[ends[1] if end == ends[0] else ends[0]].append((time.monotonic() + args.delay / 1e3, frame))
+        for end, queue in late.items():
+            while queue and queue[0][0] <= time.monotonic():
+                frame = queue.popleft()[1]
+                try:
+                    os.write(end, frame)
+                except OSError as error:
+                    if error.errno not in (errno.EIO, errno.EAGAIN):  # That end is not up yet, or full.
+                        raise
+
+
 def build():
     for host in HOSTS:
         ip("netns", "add", PREFIX + host)
-    ip("link", "add", "eth0", "netns", PREFIX + "n0", "type", "veth", "peer", "name", "eth0", "netns", PREFIX + "n1")
+    if args.delay:
+        told, ready = os.pipe()
+        children.append(os.fork())
+        if not children[-1]:
+            try:
+                relay(ready)
+            except Exception as error:
+                print(f"error: the link has ended: {error}", file=sys.stderr)
+            os._exit(1)
+        os.close(ready)
+        if not os.read(told, 1):
+            sys.exit("error: no device that delays: is /dev/net/tun there?")
+    else:
+        ip("link", "add", "eth0", "netns", PREFIX + "n0", "type", "veth", "peer", "name", "eth0", "netns", PREFIX + "n1")
     for number, host in enumerate(HOSTS, 1):
         name = PREFIX + host
         ip("-n", name, "link", "set", "lo", "up")
         ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
+        if args.delay:
+            ip("-n", name, "link", "set", "eth0", "mtu", "65000")
         ip("-n", name, "link", "set", "eth0", "up")
         subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", args.rate, "burst", "256k",
                         "latency", "50ms"], check=True)
@@ -86,6 +137,9 @@ def run(options, text, out):
     return statistics.median(step["step_ms"] / 1e3 for step in steps[1:]), crossed, steps[-1]["loss"], counted
 
 
+children = []
+if args.rows:
+    ROWS = [ROWS[int(number)] for number in args.rows.split(",")]
 try:
     build()
     seen = {name: [] for name, _ in ROWS}
@@ -97,7 +151,7 @@ try:
                 out = Path(there) / f"{number}-{row}"
                 out.mkdir()
                 seen[name].append(run(options, text, out))
-    print(f"{args.model}, bf16, stage 3, 2 x 2 ranks, {args.batch} x {args.seq} tokens each, a link of {args.rate}, medians of {args.rounds} round(s)")
+    print(f"{args.model}, bf16, stage 3, 2 x 2 ranks, {args.batch} x {args.seq} tokens each, a link of {args.rate} and {args.delay} ms each way, medians of {args.rounds} round(s)")
     print("| | a step | of the first | across, a step | of the first | by metrics.jsonl | last loss |")
     print("|---|---|---|---|---|---|---|")
     first = None
@@ -106,5 +160,7 @@ try:
         first = first or (seconds, crossed)
         print(f"| {name} | {seconds:.2f} s | {seconds / first[0]:.2f} | {crossed / 1e6:.1f} MB | {crossed / first[1]:.3f} | {counted / 1e6:.1f} MB | {loss:.4f} |")
 finally:
+    for child in children:
+        os.kill(child, signal.SIGKILL)
     for host in HOSTS:
         subprocess.run(["ip", "netns", "del", PREFIX + host], check=False, stderr=subprocess.DEVNULL)

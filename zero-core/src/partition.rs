@@ -165,6 +165,9 @@ impl core::fmt::Display for Axes {
 impl Axes {
     /// The axis of data parallelism.
     pub const DATA: &str = "data";
+    /// The axis over which experts are cut. Its places train on rows of their own, as those on the data axis do; what all of them have
+    /// is averaged over both.
+    pub const EXPERT: &str = "expert";
 
     /// Axes of these names and numbers of ranks.
     pub fn new(axes: &[(&str, usize)]) -> Self {

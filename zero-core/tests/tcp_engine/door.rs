@@ -28,7 +28,7 @@ pub(super) fn hello(protocol: u32, world: u32, rank: u32) -> Vec<u8> {
 
 /// Joins a job without a secret as rank 1 of 3, up to the word that it has heard so; gives what rank 0 has welcomed it with.
 fn join_by_hand(port: u16) -> (TcpStream, Duration) {
-    let (mut stream, hello) = (reach(port), hello(4, 3, 1));
+    let (mut stream, hello) = (reach(port), hello(5, 3, 1));
     stream.write_all(&hello).unwrap();
     let mut challenge = [0; 36];
     stream.read_exact(&mut challenge).unwrap();
@@ -56,8 +56,8 @@ fn strangers_are_refused_and_the_job_goes_on() {
         });
         let silent = scope.spawn(move || stranger(port, b""));
         assert!(stranger(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").contains("does not speak this protocol"));
-        assert!(stranger(port, &hello(1, 3, 1)).contains("version 1 of the protocol, rank 0 version 4"));
-        assert!(stranger(port, &hello(4, 3, 3)).contains("RANK is 3, expected one from 1 to 2"));
+        assert!(stranger(port, &hello(1, 3, 1)).contains("version 1 of the protocol, rank 0 version 5"));
+        assert!(stranger(port, &hello(5, 3, 3)).contains("RANK is 3, expected one from 1 to 2"));
         let wrong = connect(&place(1, 5, port), &options(PATIENT)).unwrap_err().to_string();
         assert!(wrong.contains("its WORLD_SIZE is 5, rank 0's is 3"), "{wrong}");
         let one = scope.spawn(move || {
@@ -235,7 +235,7 @@ fn strangers_at_the_door_hold_up_nobody() {
     let come = AtomicUsize::new(0);
     let (come, begun) = (&come, &AtomicUsize::new(0));
     let right = {
-        let mut hello = hello(4, 3, 1);
+        let mut hello = hello(5, 3, 1);
         hello[20] = 1;
         hello[21..25].copy_from_slice(b"ours");
         hello

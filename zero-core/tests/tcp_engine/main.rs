@@ -237,7 +237,7 @@ fn ranks_that_do_not_find_each_other_say_so() {
     assert!(error.to_string().contains("check that rank 0 was started"), "{error}");
     std::thread::scope(|scope| {
         let one = scope.spawn(|| connect(&place(1, 3, port), &options(PATIENT)).unwrap_err());
-        let other = scope.spawn(|| stranger(port, &hello(4, 2, 1)));
+        let other = scope.spawn(|| stranger(port, &hello(5, 2, 1)));
         let error = connect(&place(0, 3, port), &options(Duration::from_secs(2))).unwrap_err();
         assert!(matches!(&error, RendezvousError::Missing { missing, .. } if *missing == [2]), "{error}");
         assert!(error.to_string().contains("its WORLD_SIZE is 2, rank 0's is 3"), "{error}");

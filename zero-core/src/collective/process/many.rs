@@ -1,6 +1,6 @@
-//! What a rank of many says to the others: this engine with ranks that are threads, over [`MemoryLink`].
+//! What a rank of many says to the others: this engine with ranks that are threads, over [`MemoryLink`] or sockets.
 //!
-//! `cargo test -p zero-core --lib a_thousand_ranks -- --ignored --nocapture` prints the table of ADR 23.
+//! `cargo test -p zero-core --lib a_thousand_ranks -- --ignored --nocapture` prints the tables of ADR 23.
 
 use std::path::Path;
 use std::sync::{Arc, Barrier};
@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::super::launcher::Place;
+use super::super::launcher::{Place, Rendezvous, Start};
 use super::link::memory::{Hub, MemoryLink, Said};
-use super::run::{ProcessOptions, over};
+use super::run::{ProcessOptions, ProcessRun, over, start};
 use crate::checkpoint::{Check, Checkpoint, ElementType, Piece, SaveOptions, find_latest_together, piece_for, save};
 use crate::collective::agree;
+use crate::window::{Expose, Exposure, Key, Seen, Window};
 use crate::{Buffer, Collective, CommError, ReduceOp};
 
 /// What a phase took of the rank that it took most of.
@@ -27,16 +28,19 @@ struct Cost {
     wall: Duration,
 }
 
-/// Processor time of this process so far.
-fn processor() -> Duration {
-    // SAFETY: a `rusage` of zeros is valid, and the call writes one.
-    let usage = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
-        usage
-    };
+/// Processor time of this process, and of those that it has waited for, so far.
+pub(super) fn processor() -> Duration {
     let of = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
-    of(usage.ru_utime) + of(usage.ru_stime)
+    let times = [libc::RUSAGE_SELF, libc::RUSAGE_CHILDREN].map(|who| {
+        // SAFETY: a `rusage` of zeros is valid, and the call writes one.
+        let usage = unsafe {
+            let mut usage: libc::rusage = std::mem::zeroed();
+            libc::getrusage(who, &raw mut usage);
+            usage
+        };
+        of(usage.ru_utime) + of(usage.ru_stime)
+    });
+    times.into_iter().sum()
 }
 
 /// Names of the checkpoint's tensors.
@@ -189,4 +193,77 @@ fn a_thousand_ranks() {
         show(world, &costs);
         check(world, &costs);
     }
+}
+
+/// What a rank publishes to be read.
+struct Published(Vec<u8>);
+
+impl Expose for Published {
+    fn expose(&self, _: Key) -> Exposure {
+        Exposure::Ready { tag: "u8".into(), bytes: Box::new(self.0.clone()) }
+    }
+}
+
+/// Ranks over sockets, threads of this process; each runs `body`.
+fn over_sockets<T: Send>(world: usize, body: impl Fn(usize, ProcessRun) -> T + Sync) -> Vec<T> {
+    let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = free.local_addr().unwrap().port();
+    drop(free);
+    let options = ProcessOptions { deadline: Duration::from_secs(60), ..ProcessOptions::default() };
+    let body = &body;
+    std::thread::scope(|scope| {
+        let spawn = |rank: usize| {
+            let job = Rendezvous { rank, world, host: "127.0.0.1".into(), port, ..Rendezvous::default() };
+            let options = &options;
+            scope.spawn(move || body(rank, start(options, &Start::Job(job)).unwrap()))
+        };
+        let ranks: Vec<_> = (0..world).map(spawn).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// More ranks than are neighbours: something large for each, which all connections are made for at once, from both ends; reads of
+/// what others publish, and groups of ranks that are no neighbours. All end well.
+#[test]
+fn ranks_that_are_no_neighbours_connect_when_they_speak() {
+    const WORLD: usize = 26;
+    over_sockets(WORLD, |rank, run| {
+        let comm = run.comm().clone();
+        let window: Window<Published> = Window::join_processes(&comm);
+        let key = Key { object: 0, version: 0 };
+        let value = Arc::new(Published(vec![rank as u8; 20_000]));
+        window.publish(key, &value);
+        // A group of 13 whose members are 2 apart, and one rank that reads before anything else was said to that peer.
+        let far = comm.split("every other", (rank % 2) as u64).unwrap();
+        let sum = far.all_reduce(Buffer::F32(vec![1.0; 30_000]), ReduceOp::Sum).unwrap().into_f32();
+        assert_eq!((sum.len(), sum[0]), (30_000, 13.0));
+        let peer = (rank + 12) % WORLD;
+        match window.read(peer, key, &"a value").unwrap() {
+            Seen::Bytes { bytes, .. } => assert_eq!(bytes, vec![peer as u8; 20_000]),
+            Seen::Here(_) => panic!("they are like processes"),
+        }
+        let parts = comm.all_gather(Buffer::F32(vec![rank as f32; 20_000])).unwrap().into_f32();
+        assert!(parts.iter().enumerate().all(|(at, &value)| value == (at / 20_000) as f32));
+        comm.barrier().unwrap();
+        drop(window);
+        drop((far, comm));
+        run.finish().unwrap();
+    });
+}
+
+/// A rank that ends without a word is named by all, by those to which it was no neighbour too.
+#[test]
+fn all_ranks_hear_of_one_that_fails_over_sockets() {
+    const WORLD: usize = 26;
+    over_sockets(WORLD, |rank, run| {
+        let comm = run.comm().clone();
+        // It may fail before the slowest has all that was sent.
+        let gathered = comm.all_gather(Buffer::F32(vec![rank as f32; 20_000]));
+        if rank == 5 {
+            comm.abort("a test's failure");
+        }
+        let error = gathered.and_then(|_| comm.barrier()).unwrap_err();
+        assert!(matches!(error, CommError::PeerFailed { peer: 5, .. }), "{error}");
+        assert!(run.finish().is_err());
+    });
 }

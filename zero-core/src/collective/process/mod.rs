@@ -10,8 +10,8 @@
 //!   becomes of the operation.
 //! * Threads: `rank-N-link` alone uses the link; `rank-N-window` answers reads; callers wait for them on channels, with the
 //!   run's deadline.
-//! * Trouble: a rank that fails tells all others. One that dies ends its connections, which all see at once (over MPI, at
-//!   the deadline, or by the launcher); a machine that is cut off is noticed by TCP's own keep-alive within half a minute; a
+//! * Trouble: a rank that fails tells all others. One that dies ends its connections, which those at the other ends see at once, and
+//!   tell the others (over MPI it is seen at the deadline, or by the launcher); a machine that is cut off is noticed by TCP's own keep-alive within half a minute; a
 //!   rank that does not come to an operation is named at the deadline.
 //!
 //! In groups of up to 8 ranks an operation exchanges a message between all pairs, so that each rank sees for itself who calls what. In

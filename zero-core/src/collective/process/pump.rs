@@ -8,10 +8,8 @@
 //!
 //! The link makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
 //! with naps that grow otherwise ([`nap`]); a command ends a nap at once.
-//!
-//! A rank speaks to all others only where it has something large for each. News of failures and ends goes to the ranks that are
-//! *near* ([`near`]), who pass on the first failure that they hear of; that all have ended is collected up a tree from its leaves,
-//! and told down it. So a rank of a thousand sends tens of messages.
+
+mod news;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,10 +19,8 @@ use crossbeam_channel::{Receiver, Sender};
 
 use super::super::DType;
 use super::super::landing::{Landing, chunks};
-use super::super::launcher::Place;
 use super::super::operation::At;
 use super::super::rounds::{self, Node};
-use super::super::standing::Trouble;
 use super::commands::{Asked, Command, Exchange, Exposed, Got, Job, Read, Share};
 use super::link::{Channel, Heard, Link, MAX_TAG};
 use super::message::{Answer, End, INLINE, Message, Payload, Slot, Who};
@@ -32,6 +28,7 @@ use super::shared::Shared;
 use super::traffic::{For, Given, Held, Incoming, Outgoing, Underway, nap, take_ended};
 use crate::CommError;
 use crate::error::LinkError;
+use news::Ends;
 
 /// The longest nap of a thread that its link wakes.
 const LONGEST_NAP: Duration = Duration::from_millis(100);
@@ -45,15 +42,6 @@ struct Active {
     receiving: HashMap<usize, usize>,
     /// Pieces of the input that are to be sent before it ends.
     sending: usize,
-}
-
-/// Which ranks have come to an end, as the tree tells.
-#[derive(Clone, Copy)]
-struct Ends {
-    /// Whether this one has.
-    own: bool,
-    /// Children below which not all have.
-    branches: usize,
 }
 
 struct Fetch {
@@ -79,12 +67,6 @@ struct Early {
     payload: Payload,
 }
 
-/// The ranks that a rank tells of its failure and its end: those that it is connected with, or else those that it speaks to in
-/// gatherings of all.
-pub(super) fn near<L: Link>(&Place { rank, world, .. }: &Place) -> Vec<usize> {
-    if L::TELLS_ENDS { (0..world).filter(|&other| other != rank).collect() } else { rounds::neighbours(rank, world) }
-}
-
 pub(super) struct Pump<L: Link> {
     // Dropped before what it may still read and write.
     link: L,
@@ -96,6 +78,8 @@ pub(super) struct Pump<L: Link> {
     reads: HashMap<u64, Fetch>,
     underway: Underway<L::Ongoing>,
     next_tag: i32,
+    /// The ranks that this one tells of its failure and its end: its neighbours, and those that the link was asked to connect with,
+    /// which would take the end of the connection for a failure.
     near: Vec<usize>,
     /// This rank in the tree by which ends are collected.
     tree: Node,
@@ -112,7 +96,11 @@ pub(super) struct Pump<L: Link> {
 impl<L: Link> Pump<L> {
     pub(super) fn new(link: L, shared: Arc<Shared>, inbox: Receiver<Command>, chunk: usize) -> Self {
         let place = &shared.state.place;
-        let (near, tree, lost) = (near::<L>(place), rounds::node(place.rank, 0, place.world), vec![false; place.world]);
+        let (near, tree, lost) = (
+            rounds::neighbours(place.rank, place.world),
+            rounds::node(place.rank, 0, place.world),
+            vec![false; place.world],
+        );
         Self {
             link,
             shared,
@@ -198,6 +186,7 @@ impl<L: Link> Pump<L> {
                     Ok(message) => self.hear(from, message)?,
                     Err(error) => self.shared.fail(&format!("rank {from} sent {error}"), None),
                 },
+                Heard::Connected { peer } => self.come_near(peer)?,
                 Heard::Lost { peer, reason } => self.lose(peer, &reason),
             }
             busy = true;
@@ -297,50 +286,6 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    /// Passes on the first failure that this rank has, or hears of.
-    fn abort(&mut self, trouble: Trouble) -> Result<(), LinkError> {
-        if std::mem::replace(&mut self.aborted, true) {
-            return Ok(());
-        }
-        self.say_near(&Message::Abort(trouble))
-    }
-
-    /// Ends those exchanges for the end of a rank without which they cannot be completed.
-    fn end_exchanges(&mut self, left: usize, of: impl Fn(&Slot, &Active) -> bool) {
-        for (_, Active { exchange, .. }) in self.active.extract_if(|slot, active| of(slot, active)) {
-            let error = self.shared.state.standing.check(exchange.at(self.shared.rank()), [left]);
-            exchange.end(error);
-        }
-    }
-
-    /// This rank has come to an end.
-    fn come_to(&mut self, end: End) -> Result<(), LinkError> {
-        self.say_near(&Message::Ended { end, who: Who::Sender })?;
-        self.ends[end as usize].own = true;
-        self.end_branch(end)
-    }
-
-    /// Tells the tree when this rank, and all below it, have come to an end.
-    fn end_branch(&mut self, end: End) -> Result<(), LinkError> {
-        match (self.ends[end as usize], self.tree.parent) {
-            (Ends { own: true, branches: 0 }, Some(parent)) => {
-                self.say(parent, &Message::Ended { end, who: Who::Branch })
-            }
-            (Ends { own: true, branches: 0 }, None) => self.all_ended(end),
-            _ => Ok(()),
-        }
-    }
-
-    /// All ranks have come to an end.
-    fn all_ended(&mut self, end: End) -> Result<(), LinkError> {
-        match end {
-            End::Part => self.shared.state.standing.leave_all(),
-            End::Process => self.shared.state.standing.note_all_done(),
-        }
-        let children = self.tree.children.clone();
-        children.into_iter().try_for_each(|child| self.say(child, &Message::Ended { end, who: Who::All }))
-    }
-
     /// Keeps what has been announced to this rank, unless that is in another operation of this number.
     fn come_early(&mut self, slot: Slot, early: Early) {
         let at = (slot.group, slot.seq);
@@ -358,18 +303,6 @@ impl<L: Link> Pump<L> {
         self.shared.fail(&error.to_string(), Some(&error));
         let first = self.shared.state.standing.check(exchange.at(self.shared.rank()), []);
         exchange.end(first);
-    }
-
-    /// The connection to a rank has ended. After its goodbye that is what was to come, unless it owes this rank something.
-    fn lose(&mut self, peer: usize, reason: &str) {
-        self.lost[peer] = true;
-        // It says nothing more.
-        self.shared.state.standing.note_done(peer);
-        let owes = self.reads.values().any(|fetch| fetch.read.peer == peer)
-            || self.active.values().any(|active| active.receiving.contains_key(&peer));
-        if owes || !self.shared.state.standing.has_left(peer) {
-            self.shared.blame(peer, reason);
-        }
     }
 
     /// Announces an exchange, and takes what has been announced for it.
@@ -600,10 +533,6 @@ impl<L: Link> Pump<L> {
         let what = Outgoing { held: Held::Message(bytes), to, slot: None };
         self.underway.outgoing.push(Given { ongoing, what });
         Ok(())
-    }
-
-    fn say_near(&mut self, message: &Message) -> Result<(), LinkError> {
-        (0..self.near.len()).try_for_each(|at| self.say(self.near[at], message))
     }
 
     /// Starts sending a payload; in how many pieces.

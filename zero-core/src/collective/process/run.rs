@@ -12,13 +12,14 @@ use super::super::comm::{Comm, RankState};
 use super::super::flight::Recorder;
 use super::super::launcher::{Place, Rendezvous, Start, World};
 use super::super::progress::joined;
+use super::super::rounds;
 use super::super::standing::{Standing, Trouble};
 use super::super::threads::{ThreadOptions, caught, panic_reason};
 use super::super::{Collective, exit};
 use super::commands::{Command, Job};
 use super::link::tcp::TcpLink;
 use super::link::{Link, MAX_CHUNK};
-use super::pump::{Pump, near};
+use super::pump::Pump;
 use super::rank::{ProcessComm, ProcessRank};
 use super::rendezvous::{self, Mesh, Refused};
 use super::serve::serve;
@@ -118,7 +119,7 @@ fn warnings(job: &Rendezvous, refused: &[Refused]) -> Vec<String> {
     all
 }
 
-/// The most ranks, and machines, that sockets are meant for: every rank is connected with every other, and speaks to each.
+/// The most ranks, and machines, that sockets are meant for: what is large goes from each rank to each, through one thread of each.
 const MOST_RANKS: usize = 64;
 const MOST_MACHINES: usize = 16;
 
@@ -127,7 +128,7 @@ fn beyond_sockets(place: &Place) -> Option<String> {
     let is_beyond = place.world > MOST_RANKS || place.nodes > MOST_MACHINES;
     (place.rank == 0 && is_beyond).then(|| {
         format!(
-            "{} ranks on {} machine(s) are connected by sockets, each with every other, which is meant for one machine or a first \
+            "{} ranks on {} machine(s) are connected by sockets, which are meant for one machine or a first \
              try, up to {MOST_RANKS} ranks or {MOST_MACHINES} machines: for more take MPI (a build with --features mpi, started by \
              mpirun or srun), and with GPUs NCCL (--features cuda), whose payloads do not go by sockets",
             place.world, place.nodes
@@ -136,7 +137,7 @@ fn beyond_sockets(place: &Place) -> Option<String> {
 }
 
 fn over_sockets(mesh: Mesh) -> impl FnOnce() -> Result<(TcpLink, Place), LinkError> + Send {
-    move || Ok((TcpLink::new(mesh.streams)?, mesh.place))
+    move || Ok((TcpLink::new(mesh.streams, mesh.dial)?, mesh.place))
 }
 
 #[cfg(not(feature = "mpi"))]
@@ -185,7 +186,8 @@ pub(super) fn over<L: Link>(
             }
         };
         let recorder = Recorder::new(place.rank, place.world, flight_dir);
-        let standing = Arc::new(Standing::new(place.world, near::<L>(&place).into_iter().chain([place.rank])));
+        let near = rounds::neighbours(place.rank, place.world).into_iter().chain([place.rank]);
+        let standing = Arc::new(Standing::new(place.world, near));
         let state = RankState { place, deadline, recorder, wire: Arc::default(), standing };
         let shared = Shared::new(state, commands, jobs);
         let _ = ready.send(Ok(shared.clone()));

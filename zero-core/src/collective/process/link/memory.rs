@@ -65,7 +65,6 @@ pub(in super::super) enum Ongoing {
 impl Link for MemoryLink {
     type Ongoing = Ongoing;
 
-    const TELLS_ENDS: bool = false;
     const WAKES: bool = true;
 
     unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Ongoing, LinkError> {

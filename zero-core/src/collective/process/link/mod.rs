@@ -30,6 +30,8 @@ pub(super) enum Channel {
 pub(super) enum Heard {
     /// A control message.
     Message { from: usize, bytes: Vec<u8> },
+    /// A connection with a rank that is no neighbour has been made, by whichever of the two. Its end will be told.
+    Connected { peer: usize },
     /// Nothing more comes from `peer`, or goes to it.
     Lost { peer: usize, reason: String },
 }
@@ -38,9 +40,6 @@ pub(super) enum Heard {
 pub(super) trait Link {
     /// A send or receive that the link has not finished with.
     type Ongoing;
-
-    /// Whether it is connected with every rank, and tells of each connection that ends ([`Heard::Lost`]).
-    const TELLS_ENDS: bool;
 
     /// Whether it unparks its thread when something has come, which need not look for it then.
     const WAKES: bool = false;

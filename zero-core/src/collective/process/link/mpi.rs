@@ -112,8 +112,6 @@ impl MpiLink {
 impl Link for MpiLink {
     type Ongoing = Ongoing;
 
-    const TELLS_ENDS: bool = false;
-
     unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Ongoing, LinkError> {
         let length = bytes.len();
         assert!(length <= MAX_CHUNK, "payloads are cut into messages that MPI can count");

@@ -4,7 +4,7 @@
 //! goes on. Strangers are kept in bounds: so many at a time may not have said yet who they are, for so long in all, in so few bytes.
 //! One thread looks at all of them; none can hold up another.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use hmac::Mac;
 
 use super::super::super::launcher::random;
 use super::error::Refused;
-use super::hello::{CODE, HEAD, HELLO, HELLO_LIMIT, JOB, JobKey, MAGIC, PROTOCOL, REASON, settle};
+use super::hello::{CODE, HEAD, HELLO, HELLO_LIMIT, JOB, JobKey, MAGIC, PROTOCOL, REASON, count, settle};
 
 /// Most connections at a time that have not said who they are. When more come, the oldest has to go, if it has had this long.
 const GUESTS: usize = 256;
@@ -26,9 +26,34 @@ pub(super) struct Expected<'a> {
     /// The rank that listens.
     pub(super) at: usize,
     pub(super) world: usize,
-    /// The ranks that are to come.
-    pub(super) ranks: core::ops::Range<usize>,
+    /// The ranks that may come.
+    pub(super) ranks: BTreeSet<usize>,
     pub(super) key: &'a JobKey,
+}
+
+/// What a door opens to.
+pub(super) trait Hall {
+    /// Whether this rank may come in now, or why not. It is let in then: [`Hall::arrive`] or [`Hall::leave`] follows.
+    fn admit(&mut self, rank: usize) -> Result<(), String>;
+
+    fn arrive(&mut self, rank: usize, stream: TcpStream);
+
+    /// A rank that was let in did not stay.
+    fn leave(&mut self, _rank: usize) {}
+}
+
+/// Those who have come, each once.
+impl Hall for BTreeMap<usize, TcpStream> {
+    fn admit(&mut self, rank: usize) -> Result<(), String> {
+        match self.get(&rank).is_some_and(|stream| !is_gone(stream)) {
+            true => Err(format!("its RANK is {rank}, and that rank has connected already; give each process its own")),
+            false => Ok(()),
+        }
+    }
+
+    fn arrive(&mut self, rank: usize, stream: TcpStream) {
+        self.insert(rank, stream);
+    }
 }
 
 /// Who was turned away: each reason once, with how many had it.
@@ -79,9 +104,7 @@ pub(super) fn receive(
     expected: &Expected<'_>,
     until: Instant,
 ) -> std::io::Result<(BTreeMap<usize, TcpStream>, Vec<Refused>)> {
-    let (mut joined, mut refused) = (BTreeMap::new(), Tally::default());
-    let mut guests: Vec<Guest> = Vec::new();
-    let mut starved: Option<Instant> = None;
+    let (mut joined, mut door) = (BTreeMap::new(), Door::default());
     while Instant::now() < until {
         if joined.len() == expected.ranks.len() {
             // One that has gone again has not come.
@@ -90,15 +113,44 @@ pub(super) fn receive(
                 break;
             }
         }
+        if !door.turn(listener, expected, until, &mut joined)? {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    Ok((joined, door.close(expected)))
+}
+
+/// Who stands at a door, and who was turned away from it.
+#[derive(Default)]
+pub(super) struct Door {
+    guests: Vec<Guest>,
+    refused: Tally,
+    starved: Option<Instant>,
+}
+
+impl Door {
+    /// Takes who has come, and hears what they say; whether there was anything.
+    ///
+    /// # Errors
+    ///
+    /// The system's, when it has given no descriptors for a while.
+    pub(super) fn turn(
+        &mut self,
+        listener: &TcpListener,
+        expected: &Expected<'_>,
+        until: Instant,
+        hall: &mut impl Hall,
+    ) -> std::io::Result<bool> {
+        let Self { guests, refused, starved } = self;
         let mut is_idle = true;
         for _ in 0..GUESTS {
             if guests.len() >= GUESTS {
-                let Some(at) = oldest(&guests, FAIR) else { break };
+                let Some(at) = oldest(guests, FAIR) else { break };
                 refused.add(guests.remove(at).from, "it had not said which rank it is, and others came");
             }
             match listener.accept() {
                 Ok((stream, from)) => {
-                    (is_idle, starved) = (false, None);
+                    (is_idle, *starved) = (false, None);
                     // Without that it would hold up the others.
                     if stream.set_nonblocking(true).is_ok() {
                         guests.push(Guest { stream, from, since: Instant::now(), said: Vec::new(), step: Step::Hello });
@@ -108,7 +160,7 @@ pub(super) fn receive(
                     if starved.get_or_insert_with(Instant::now).elapsed() > STARVED {
                         return Err(error);
                     }
-                    if let Some(at) = oldest(&guests, Duration::ZERO) {
+                    if let Some(at) = oldest(guests, Duration::ZERO) {
                         refused.add(guests.remove(at).from, &format!("no room for it: {error}; see ulimit -n"));
                     }
                     break;
@@ -121,16 +173,22 @@ pub(super) fn receive(
         while at < guests.len() {
             let welcomed: Vec<usize> = guests.iter().filter_map(Guest::welcomed).collect();
             let is_held = |rank: usize| welcomed.contains(&rank);
-            match guests[at].turn(expected, until, &mut joined, is_held) {
+            match guests[at].turn(expected, until, hall, is_held) {
                 Ok(None) => at += 1,
                 Ok(Some(rank)) => {
                     is_idle = false;
                     let Guest { stream, .. } = guests.swap_remove(at);
-                    joined.extend(settle(&stream).ok().map(|()| (rank, stream)));
+                    match settle(&stream) {
+                        Ok(()) => hall.arrive(rank, stream),
+                        Err(_) => hall.leave(rank),
+                    }
                 }
                 Err(reason) => {
                     is_idle = false;
                     let guest = guests.swap_remove(at);
+                    if let Some(rank) = guest.welcomed() {
+                        hall.leave(rank);
+                    }
                     // A rank may have been slow because its machine, or this one, was: it tries again unless it is told not to.
                     if guest.since.elapsed() <= HELLO_LIMIT {
                         guest.refuse(&reason);
@@ -139,17 +197,24 @@ pub(super) fn receive(
                 }
             }
         }
-        if is_idle {
-            std::thread::sleep(Duration::from_millis(1));
+        Ok(!is_idle)
+    }
+
+    /// Turns away who has not come in; tells of all who were turned away.
+    pub(super) fn close(mut self, expected: &Expected<'_>) -> Vec<Refused> {
+        for guest in self.guests {
+            self.refused.add(guest.from, "it had not said which rank it is when the others had");
         }
+        for Refused { from, reason, count } in &self.refused.0 {
+            tracing::warn!(%from, %reason, count, "connections to rank {} were refused", expected.at);
+        }
+        self.refused.0
     }
-    for guest in guests {
-        refused.add(guest.from, "it had not said which rank it is when the others had");
+
+    /// Whether somebody stands at the door.
+    pub(super) fn has_guests(&self) -> bool {
+        !self.guests.is_empty()
     }
-    for Refused { from, reason, count } in &refused.0 {
-        tracing::warn!(%from, %reason, count, "connections to rank {} were refused", expected.at);
-    }
-    Ok((joined, refused.0))
 }
 
 /// The place of the one that has waited longest, if that is longer than `than`; none that was let in.
@@ -178,7 +243,7 @@ impl Guest {
         &mut self,
         expected: &Expected<'_>,
         until: Instant,
-        joined: &mut BTreeMap<usize, TcpStream>,
+        hall: &mut impl Hall,
         is_held: impl Fn(usize) -> bool,
     ) -> Result<Option<usize>, String> {
         if self.since.elapsed() > HELLO_LIMIT {
@@ -219,16 +284,12 @@ impl Guest {
             if is_held(rank) {
                 return Ok(None);
             }
-            if joined.get(&rank).is_some_and(|stream| !is_gone(stream)) {
-                return Err(format!(
-                    "its RANK is {rank}, and that rank has connected already; give each process its own"
-                ));
-            }
+            hall.admit(rank)?;
+            self.step = Step::Heard(rank);
             let left = until.saturating_duration_since(Instant::now()).as_millis();
             let left = u32::try_from(left).unwrap_or(u32::MAX);
             let proof = expected.key.code("door", expected.at, hello, &number).finalize().into_bytes();
             self.say(&[&0_u32.to_le_bytes(), &left.to_le_bytes(), &proof])?;
-            self.step = Step::Heard(rank);
         }
         let Step::Heard(rank) = self.step else {
             unreachable!("a guest that has said hello has been asked for a proof")
@@ -259,6 +320,7 @@ impl Guest {
     /// What is said here fits the buffer of a connection to which little else was said.
     fn say(&self, parts: &[&[u8]]) -> Result<(), String> {
         let bytes = parts.concat();
+        count(bytes.len());
         match (&self.stream).write(&bytes) {
             Ok(all) if all == bytes.len() => Ok(()),
             Ok(_) => Err("it takes no answer".into()),
@@ -297,7 +359,10 @@ fn judge(hello: &[u8], expected: &Expected<'_>) -> Result<usize, String> {
     }
     match ranks.contains(&(rank as usize)) {
         true => Ok(rank as usize),
-        false => Err(format!("its RANK is {rank}, expected one from {} to {}", ranks.start, ranks.end - 1)),
+        false => {
+            let (first, last) = (ranks.first().unwrap_or(&0), ranks.last().unwrap_or(&0));
+            Err(format!("its RANK is {rank}, expected one from {first} to {last}"))
+        }
     }
 }
 
@@ -361,7 +426,7 @@ mod tests {
                 knock(("127.0.0.1", port), 0, (1, 2), &key, until).unwrap().0
             });
             let (joined, refused) =
-                receive(&listener, &Expected { at: 0, world: 2, ranks: 1..2, key: &key }, until).unwrap();
+                receive(&listener, &Expected { at: 0, world: 2, ranks: (1..2).collect(), key: &key }, until).unwrap();
             let live = live.join().unwrap();
             assert_eq!(joined[&1].peer_addr().unwrap(), live.local_addr().unwrap());
             assert!(refused.len() == 1 && refused[0].reason.contains("did not say which rank it is"), "{refused:?}");
@@ -384,7 +449,8 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(200));
                 (come(1), two)
             });
-            let (joined, _) = receive(&listener, &Expected { at: 0, world: 3, ranks: 1..3, key: &key }, until).unwrap();
+            let (joined, _) =
+                receive(&listener, &Expected { at: 0, world: 3, ranks: (1..3).collect(), key: &key }, until).unwrap();
             let (one, two) = ranks.join().unwrap();
             for (rank, stream) in [(1, one), (2, two)] {
                 assert_eq!(joined[&rank].peer_addr().unwrap(), stream.local_addr().unwrap());
@@ -413,7 +479,7 @@ mod tests {
                 stream.read(&mut [0; 16])
             });
             let (_, refused) =
-                receive(&listener, &Expected { at: 0, world: 2, ranks: 1..2, key: &key }, until).unwrap();
+                receive(&listener, &Expected { at: 0, world: 2, ranks: (1..2).collect(), key: &key }, until).unwrap();
             assert!(refused[0].reason.contains("within 5 s"), "{refused:?}");
             // It is not told to go away: a rank would try again.
             assert!(!matches!(slow.join().unwrap(), Ok(1..)));

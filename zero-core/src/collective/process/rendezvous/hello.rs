@@ -23,7 +23,7 @@ use super::super::super::launcher::{Rendezvous, random};
 /// What a rank's first bytes are.
 pub(super) const MAGIC: [u8; 8] = *b"zerorank";
 /// Raised when the messages change.
-pub(super) const PROTOCOL: u32 = 4;
+pub(super) const PROTOCOL: u32 = 5;
 /// Bytes until the protocol is known.
 pub(super) const HEAD: usize = 12;
 /// Bytes of a job's id.
@@ -151,13 +151,13 @@ fn introduce(
     hello.extend_from_slice(&key.job);
     hello.extend_from_slice(&random()?);
     settle(&stream)?;
-    stream.write_all(&hello)?;
+    send(&stream, &hello)?;
     if let Err(refusal) = answer(&mut stream, end)? {
         return Ok(Err(refusal));
     }
     let mut number = [0; CODE];
     read_all(&mut stream, &mut number, end)?;
-    stream.write_all(&key.code("rank", at, &hello, &number).finalize().into_bytes())?;
+    send(&stream, &key.code("rank", at, &hello, &number).finalize().into_bytes())?;
     if let Err(refusal) = answer(&mut stream, end)? {
         return Ok(Err(refusal));
     }
@@ -166,9 +166,27 @@ fn introduce(
     if key.code("door", at, &hello, &number).verify_slice(&welcome[4..]).is_err() {
         return Ok(Err("what listens there does not know this job's secret".into()));
     }
-    stream.write_all(&[1])?;
+    send(&stream, &[1])?;
     stream.set_read_timeout(None)?;
     Ok(Ok((stream, Duration::from_millis(u32::from_le_bytes([welcome[0], welcome[1], welcome[2], welcome[3]]).into()))))
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Messages and bytes that this thread has sent.
+    pub(super) static SENT: std::cell::Cell<[usize; 2]> = const { std::cell::Cell::new([0; 2]) };
+}
+
+/// Counts a message, for the test of how many there are.
+pub(super) fn count(bytes: usize) {
+    let _ = bytes;
+    #[cfg(test)]
+    SENT.set([SENT.get()[0] + 1, SENT.get()[1] + bytes]);
+}
+
+pub(super) fn send(mut stream: &TcpStream, bytes: &[u8]) -> std::io::Result<()> {
+    count(bytes.len());
+    stream.write_all(bytes)
 }
 
 /// Whether the door goes on; the inner error is why not.

@@ -54,7 +54,8 @@ enum Body {
 }
 
 pub(super) struct Connection {
-    stream: TcpStream,
+    /// None while it is being made.
+    stream: Option<TcpStream>,
     /// Control messages and clearances, which go first.
     first: VecDeque<Frame>,
     /// Pieces that have been cleared.
@@ -99,10 +100,10 @@ fn take<T>(queues: &mut HashMap<i32, VecDeque<T>>, tag: i32) -> Option<T> {
 }
 
 impl Connection {
-    pub(super) fn new(stream: TcpStream) -> Result<Self> {
-        stream.set_nonblocking(true)?;
-        Ok(Self {
-            stream,
+    /// One that is being made: what is said waits for [`Connection::connect`].
+    pub(super) fn pending() -> Self {
+        Self {
+            stream: None,
             first: VecDeque::new(),
             then: VecDeque::new(),
             offered: HashMap::new(),
@@ -114,7 +115,13 @@ impl Connection {
             end: 0,
             reading: None,
             posted: HashMap::new(),
-        })
+        }
+    }
+
+    pub(super) fn connect(&mut self, stream: TcpStream) -> Result<()> {
+        stream.set_nonblocking(true)?;
+        self.stream = Some(stream);
+        Ok(())
     }
 
     /// Sends a control message.
@@ -148,7 +155,7 @@ impl Connection {
 
     pub(super) fn shutdown(&self, how: Shutdown) {
         // It may have ended already.
-        let _ = self.stream.shutdown(how);
+        let _ = self.stream.as_ref().map(|stream| stream.shutdown(how));
     }
 
     /// Ends what was to be sent: nobody is there to receive it. What was to be received never comes.
@@ -166,20 +173,24 @@ impl Connection {
     ///
     /// Why nothing more will come.
     pub(super) fn turn(&mut self, hear: impl FnMut(Vec<u8>)) -> Result<()> {
+        // Taken and put back: a pending one has nothing to write to.
+        let Some(stream) = self.stream.take() else { return Ok(()) };
         if self.unwritable.is_none()
-            && let Err(error) = self.write()
+            && let Err(error) = self.write(&stream)
         {
             // The other end may have said why; its words are read to their end.
             self.give_up();
             self.unwritable = Some(error);
         }
-        self.read(hear).map_err(|end| match self.unwritable.take() {
+        let read = self.read(&stream, hear);
+        self.stream = Some(stream);
+        read.map_err(|end| match self.unwritable.take() {
             Some(error) if end.kind() == ErrorKind::UnexpectedEof => error,
             _ => end,
         })
     }
 
-    fn write(&mut self) -> Result<()> {
+    fn write(&mut self, stream: &TcpStream) -> Result<()> {
         let mut left = TURN;
         while left > 0 {
             let Some((frame, at)) = &mut self.writing else {
@@ -199,7 +210,7 @@ impl Connection {
                 Some(piece) => unsafe { std::slice::from_raw_parts(piece.bytes.add(in_piece), rest) },
                 None => &[],
             };
-            let sent = socket::write(&self.stream, [head, body])?;
+            let sent = socket::write(stream, [head, body])?;
             let Some(sent) = sent else { return Ok(()) };
             *at += sent;
             left = left.saturating_sub(sent);
@@ -213,7 +224,7 @@ impl Connection {
         Ok(())
     }
 
-    fn read(&mut self, mut hear: impl FnMut(Vec<u8>)) -> Result<()> {
+    fn read(&mut self, stream: &TcpStream, mut hear: impl FnMut(Vec<u8>)) -> Result<()> {
         let mut left = TURN;
         while left > 0 {
             let had = self.end - self.begin;
@@ -227,7 +238,7 @@ impl Connection {
                     self.open(kind, tag, usize::try_from(length).unwrap_or(usize::MAX))?;
                 }
                 None => {
-                    if !self.fill(&mut left)? {
+                    if !self.fill(stream, &mut left)? {
                         return Ok(());
                     }
                 }
@@ -238,7 +249,7 @@ impl Connection {
                     if bytes.len() == *length {
                         hear(std::mem::take(bytes));
                         self.reading = None;
-                    } else if !self.fill(&mut left)? {
+                    } else if !self.fill(stream, &mut left)? {
                         return Ok(());
                     }
                 }
@@ -256,7 +267,7 @@ impl Connection {
                         // SAFETY: as above.
                         let more = unsafe {
                             let to = post.to.add(*have);
-                            socket::read(&self.stream, to, (*length - *have).min(TURN))?
+                            socket::read(stream, to, (*length - *have).min(TURN))?
                         };
                         let Some(more) = more else { return Ok(()) };
                         *have += more;
@@ -273,7 +284,7 @@ impl Connection {
     }
 
     /// Reads ahead, and takes that off what is left of the turn; whether anything has come.
-    fn fill(&mut self, left: &mut usize) -> Result<bool> {
+    fn fill(&mut self, stream: &TcpStream, left: &mut usize) -> Result<bool> {
         if self.begin == self.end {
             (self.begin, self.end) = (0, 0);
         } else if self.end == AHEAD {
@@ -282,7 +293,7 @@ impl Connection {
         }
         let room = &mut self.ahead[self.end..];
         // SAFETY: the room is a part of this connection's own buffer.
-        let more = unsafe { socket::read(&self.stream, room.as_mut_ptr(), room.len())? };
+        let more = unsafe { socket::read(stream, room.as_mut_ptr(), room.len())? };
         self.end += more.unwrap_or(0);
         *left = left.saturating_sub(more.unwrap_or(0));
         Ok(more.is_some())

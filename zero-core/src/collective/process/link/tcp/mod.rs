@@ -1,4 +1,4 @@
-//! A link of sockets: one connection to each other rank, without blocking and without threads.
+//! A link of sockets: one connection to each rank that something is said to, without blocking.
 //!
 //! What goes over a connection are frames: a head of 16 bytes (kind, tag, length) and, but for `Clear`, that many bytes.
 //!
@@ -23,6 +23,7 @@ use std::net::{Shutdown, TcpStream};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use super::super::rendezvous::Dial;
 use super::{Channel, Heard, Link};
 use crate::error::LinkError;
 use connection::{Connection, Span};
@@ -40,33 +41,81 @@ impl Ongoing {
     }
 }
 
+/// What there is between this rank and another.
+enum Line {
+    /// Nothing yet; of this rank itself, nothing ever.
+    Absent,
+    /// A connection, which may still be in the making.
+    Open(Box<Connection>),
+    /// A connection that has ended.
+    Ended,
+}
+
 pub(in super::super) struct TcpLink {
-    /// By rank; none to this one, and to those whose connection has ended.
-    connections: Vec<Option<Connection>>,
+    /// By rank.
+    lines: Vec<Line>,
     heard: VecDeque<Heard>,
+    /// What connects with those to whom nothing has been said yet; none where all are connected.
+    dial: Option<Dial>,
 }
 
 impl TcpLink {
-    /// Over connections that are there, by rank.
-    pub(in super::super) fn new(streams: Vec<Option<TcpStream>>) -> Result<Self, LinkError> {
+    /// Over connections that are there, by rank, and more that `dial` will make.
+    pub(in super::super) fn new(streams: Vec<Option<TcpStream>>, dial: Option<Dial>) -> Result<Self, LinkError> {
         let failed = |error: io::Error| LinkError { call: "set_nonblocking", reason: error.to_string() };
-        let connect = |stream: Option<TcpStream>| stream.map(Connection::new).transpose().map_err(failed);
-        let connections = streams.into_iter().map(connect).collect::<Result<_, _>>()?;
-        Ok(Self { connections, heard: VecDeque::new() })
+        let open = |stream: Option<TcpStream>| {
+            let Some(stream) = stream else { return Ok(Line::Absent) };
+            let mut connection = Connection::pending();
+            connection.connect(stream).map(|()| Line::Open(connection.into())).map_err(failed)
+        };
+        Ok(Self { lines: streams.into_iter().map(open).collect::<Result<_, _>>()?, heard: VecDeque::new(), dial })
     }
 
     /// Writes and reads what can be now.
     fn progress(&mut self) {
-        for (peer, slot) in self.connections.iter_mut().enumerate() {
-            let Some(connection) = slot else { continue };
+        while let Some((peer, outcome)) = self.dial.as_ref().and_then(Dial::next) {
+            let connected = match (outcome, &mut self.lines[peer]) {
+                (_, Line::Ended) => continue,
+                (Err(reason), _) => Err(reason),
+                (Ok(stream), line) => {
+                    if matches!(line, Line::Absent) {
+                        *line = Line::Open(Connection::pending().into());
+                    }
+                    let Line::Open(connection) = line else { unreachable!("it is neither absent nor ended") };
+                    connection.connect(stream).map_err(|error| error.to_string())
+                }
+            };
+            match connected {
+                Ok(()) => self.heard.push_back(Heard::Connected { peer }),
+                Err(reason) => self.end(peer, reason),
+            }
+        }
+        for peer in 0..self.lines.len() {
+            let Line::Open(connection) = &mut self.lines[peer] else { continue };
             // What a peer has said before its end is heard first.
             let ended = connection.turn(|bytes| self.heard.push_back(Heard::Message { from: peer, bytes })).err();
             if let Some(end) = ended {
-                connection.give_up();
-                *slot = None;
-                let reason = format!("its connection ended: has its process, or its machine, ended? ({end})");
-                self.heard.push_back(Heard::Lost { peer, reason });
+                self.end(peer, format!("its connection ended: has its process, or its machine, ended? ({end})"));
             }
+        }
+    }
+
+    fn end(&mut self, peer: usize, reason: String) {
+        if let Line::Open(mut connection) = std::mem::replace(&mut self.lines[peer], Line::Ended) {
+            connection.give_up();
+        }
+        self.heard.push_back(Heard::Lost { peer, reason });
+    }
+
+    /// The connection with a rank, which is begun if there is none; none if it has ended.
+    fn line(&mut self, peer: usize) -> Option<&mut Connection> {
+        if let (Line::Absent, Some(dial)) = (&self.lines[peer], &self.dial) {
+            dial.to(peer);
+            self.lines[peer] = Line::Open(Connection::pending().into());
+        }
+        match &mut self.lines[peer] {
+            Line::Open(connection) => Some(connection),
+            Line::Absent | Line::Ended => None,
         }
     }
 }
@@ -74,12 +123,10 @@ impl TcpLink {
 impl Link for TcpLink {
     type Ongoing = Ongoing;
 
-    const TELLS_ENDS: bool = true;
-
     unsafe fn send(&mut self, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Result<Ongoing, LinkError> {
         let done = Ongoing::default();
         let piece = Span { bytes: bytes.as_ptr(), length: bytes.len(), done: done.clone() };
-        match (&mut self.connections[to], channel) {
+        match (self.line(to), channel) {
             // Nobody is there to receive it.
             (None, _) => done.end(piece.length),
             (Some(connection), Channel::Control) => connection.say(piece),
@@ -91,7 +138,7 @@ impl Link for TcpLink {
     unsafe fn receive(&mut self, from: usize, tag: i32, to: *mut u8, length: usize) -> Result<Ongoing, LinkError> {
         let done = Ongoing::default();
         // What a rank that has gone has not sent never comes.
-        if let Some(connection) = &mut self.connections[from] {
+        if let Some(connection) = self.line(from) {
             connection.post(tag, to, length, done.clone());
         }
         Ok(done)
@@ -112,10 +159,12 @@ impl Link for TcpLink {
     /// finds its last words refused.
     fn close(mut self) -> Result<(), LinkError> {
         let end = Instant::now() + CLOSE;
-        for connection in self.connections.iter().flatten() {
-            connection.shutdown(Shutdown::Write);
+        for line in &self.lines {
+            if let Line::Open(connection) = line {
+                connection.shutdown(Shutdown::Write);
+            }
         }
-        while self.connections.iter().any(Option::is_some) && Instant::now() < end {
+        while self.lines.iter().any(|line| matches!(line, Line::Open(_))) && Instant::now() < end {
             self.progress();
             self.heard.clear();
             std::thread::sleep(Duration::from_micros(200));

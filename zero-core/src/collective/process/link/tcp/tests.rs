@@ -8,12 +8,12 @@ fn pair() -> (TcpLink, TcpStream) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (here, _) = listener.accept().unwrap();
-    (TcpLink::new(vec![None, Some(here)]).unwrap(), there)
+    (TcpLink::new(vec![None, Some(here)], None).unwrap(), there)
 }
 
 fn links() -> (TcpLink, TcpLink) {
     let (a, there) = pair();
-    (a, TcpLink::new(vec![Some(there), None]).unwrap())
+    (a, TcpLink::new(vec![Some(there), None], None).unwrap())
 }
 
 /// Sends bytes that the caller keeps.
@@ -46,6 +46,7 @@ fn message(heard: Heard) -> Vec<u8> {
     match heard {
         Heard::Message { bytes, .. } => bytes,
         Heard::Lost { reason, .. } => panic!("{reason}"),
+        Heard::Connected { peer } => panic!("rank {peer} has connected"),
     }
 }
 

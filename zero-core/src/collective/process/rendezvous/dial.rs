@@ -1,0 +1,181 @@
+//! Connections that are made when they are first needed, between ranks that are not neighbours.
+//!
+//! A rank whose run has more ranks than it has neighbours keeps its door open (`rank-N-door`). Whoever has something to say to a
+//! rank that it is not connected with knocks there, on a thread of its own (`rank-N-dial`), as the link waits for nobody. Where
+//! two ranks do so at once, the higher one's connection is taken: it turns the lower one away, which lets it in.
+
+use std::collections::BTreeSet;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::door::{Door, Expected, Hall};
+use super::hello::{self, JobKey, Turned};
+
+/// How long a door sleeps if nobody comes, and with that a run's end may wait for it.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+/// How long one attempt to reach a rank goes on before it is looked at whether it has come by itself.
+const ATTEMPT: Duration = Duration::from_millis(500);
+
+/// A rank, and the connection with it or why there is none.
+type Fresh = (usize, Result<TcpStream, String>);
+
+#[derive(Default)]
+struct Lines {
+    /// Ranks that are connected, or that are being let in.
+    connected: BTreeSet<usize>,
+    /// Ranks at whose doors this one knocks.
+    dialing: BTreeSet<usize>,
+}
+
+/// Where every rank's door is, and who is connected.
+pub(super) struct Directory {
+    pub(super) rank: usize,
+    pub(super) key: JobKey,
+    /// By rank.
+    pub(super) doors: Vec<(String, u16)>,
+    /// How long it is tried to reach a rank.
+    pub(super) deadline: Duration,
+}
+
+struct Shared {
+    directory: Directory,
+    lines: Mutex<Lines>,
+    fresh: Sender<Fresh>,
+    ends: AtomicBool,
+}
+
+/// Connects this rank with others while the run goes on.
+pub(in super::super) struct Dial {
+    shared: Arc<Shared>,
+    fresh: Receiver<Fresh>,
+    door: Option<JoinHandle<()>>,
+}
+
+impl Dial {
+    /// Opens the door of a rank that is connected with some others already.
+    pub(super) fn open(
+        directory: Directory,
+        connected: impl Iterator<Item = usize>,
+        listener: TcpListener,
+    ) -> std::io::Result<Self> {
+        let (sender, fresh) = unbounded();
+        let lines = Lines { connected: connected.collect(), dialing: BTreeSet::new() };
+        let shared = Arc::new(Shared { directory, lines: lines.into(), fresh: sender, ends: AtomicBool::new(false) });
+        let at = shared.clone();
+        let name = format!("rank-{}-door", shared.directory.rank);
+        let door = Some(Builder::new().name(name).spawn(move || at.keep_door(&listener))?);
+        Ok(Self { shared, fresh, door })
+    }
+
+    /// Begins to connect with a rank: it comes by [`Dial::next`].
+    pub(in super::super) fn to(&self, peer: usize) {
+        let shared = self.shared.clone();
+        let name = format!("rank-{}-dial", shared.directory.rank);
+        if let Err(error) = Builder::new().name(name).spawn(move || shared.dial(peer)) {
+            let _ = self.shared.fresh.send((peer, Err(format!("no thread to connect with it: {error}"))));
+        }
+    }
+
+    /// A rank with which this one has been connected since, whoever began, or that could not be reached.
+    pub(in super::super) fn next(&self) -> Option<Fresh> {
+        self.fresh.try_recv().ok()
+    }
+}
+
+impl Drop for Dial {
+    fn drop(&mut self) {
+        // Relaxed: nothing else is told by it.
+        self.shared.ends.store(true, Ordering::Relaxed);
+        if let Some(door) = self.door.take() {
+            // One that has panicked has said so.
+            let _ = door.join();
+        }
+    }
+}
+
+impl Shared {
+    fn keep_door(&self, listener: &TcpListener) {
+        let Directory { rank, key, doors, deadline } = &self.directory;
+        let ranks = (0..doors.len()).filter(|other| other != rank).collect();
+        let expected = Expected { at: *rank, world: doors.len(), ranks, key };
+        let mut door = Door::default();
+        while !self.ends.load(Ordering::Relaxed) {
+            match door.turn(listener, &expected, Instant::now() + *deadline, &mut &*self) {
+                Ok(true) => {}
+                Ok(false) if door.has_guests() => std::thread::sleep(Duration::from_millis(1)),
+                Ok(false) => {
+                    // A signal, or a refusal, costs a look.
+                    let _ = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&LOOK));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "rank {rank} has no descriptors for those who connect");
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+        door.close(&expected);
+    }
+
+    fn dial(&self, peer: usize) {
+        let Directory { rank, key, doors, deadline } = &self.directory;
+        {
+            let mut lines = self.lines.lock();
+            if lines.connected.contains(&peer) || !lines.dialing.insert(peer) {
+                return;
+            }
+        }
+        let until = Instant::now() + *deadline;
+        let outcome = loop {
+            let (host, port) = &doors[peer];
+            let attempt = until.min(Instant::now() + ATTEMPT);
+            let knocked = hello::knock((host.as_str(), *port), peer, (*rank, doors.len()), key, attempt);
+            let (Turned::Away(reason) | Turned::Late(reason)) = match knocked {
+                Ok((stream, _)) => break Some(Ok(stream)),
+                Err(turned) => turned,
+            };
+            if self.lines.lock().connected.contains(&peer) {
+                break None;
+            }
+            if Instant::now() >= until || self.ends.load(Ordering::Relaxed) {
+                break Some(Err(format!("rank {rank} did not reach it at {host}:{port} ({reason})")));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        let mut lines = self.lines.lock();
+        lines.dialing.remove(&peer);
+        let Some(outcome) = outcome else { return };
+        if outcome.is_ok() {
+            lines.connected.insert(peer);
+        }
+        // A link that has ended needs none.
+        let _ = self.fresh.send((peer, outcome));
+    }
+}
+
+impl Hall for &Shared {
+    fn admit(&mut self, rank: usize) -> Result<(), String> {
+        let mut lines = self.lines.lock();
+        if lines.dialing.contains(&rank) && self.directory.rank > rank {
+            return Err("both connect at once, and the higher rank's connection is taken".into());
+        }
+        match lines.connected.insert(rank) {
+            true => Ok(()),
+            false => Err(format!("rank {rank} is connected already")),
+        }
+    }
+
+    fn arrive(&mut self, rank: usize, stream: TcpStream) {
+        let _ = self.fresh.send((rank, Ok(stream)));
+    }
+
+    fn leave(&mut self, rank: usize) {
+        self.lines.lock().connected.remove(&rank);
+    }
+}
