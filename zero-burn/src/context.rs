@@ -471,6 +471,17 @@ impl<B: Backend> Context<B> {
         }
     }
 
+    /// The places on the mesh's expert axis, which train on rows of their own, if it has one.
+    pub(crate) fn expert_places(&self) -> Option<&Arc<dyn Collective>> {
+        self.groups.as_ref()?.along.get(Axes::EXPERT)
+    }
+
+    /// This rank among those that train on rows of their own.
+    fn place_of_rows(&self) -> u64 {
+        let place = self.expert_places().map_or(0, |places| places.rank());
+        (self.rank.index + self.rank.world * place) as u64
+    }
+
     /// The sum over the parts of a model along foreign axes, in their order.
     pub(crate) fn sum_over_parts(&self, value: f64) -> f64 {
         let Some(Groups { parts, .. }) = &self.groups else { return value };
@@ -515,12 +526,12 @@ impl<B: Backend> Context<B> {
         let words = match running.map(|context| context.downcast::<Self>()) {
             Some(Ok(context)) => {
                 let (seed, draw) = context.draws.next_beside();
-                vec![seed, context.rank.index as u64, u64::MAX, draw]
+                vec![seed, context.place_of_rows(), u64::MAX, draw]
             }
             _ => {
                 let context = Self::current();
                 let (seed, draw) = context.draws.next();
-                vec![seed, context.rank.index as u64, draw]
+                vec![seed, context.place_of_rows(), draw]
             }
         };
         Stream::new(&words)

@@ -70,19 +70,19 @@ pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
 }
 
 /// Says that the module's parameters are the same at every place on a foreign axis of the mesh, with the same gradients: a norm, or a bias
-/// that is added behind a sum over the axis. Norms count them once. Of prepared modules.
+/// that is added behind a sum over the axis. Norms count them once. On an [expert axis](Axes::EXPERT), whose places train on rows of their
+/// own, they are all but the experts, and their gradients are averaged over it. Of prepared modules.
 ///
 /// # Panics
 ///
 /// With the launcher's error when the mesh has no such axis.
 pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
-    if Context::<A::Base>::current().group(axis).rank() == 0 {
-        return;
-    }
+    let is_counted = Context::<A::Base>::current().group(axis).rank() == 0;
     walk::visit::<A, M>(module, |_, tensor| {
-        if let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor {
-            cell.slot.iter().for_each(|slot| slot.is_counted.store(false, Ordering::Relaxed));
-        }
+        let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor else { return };
+        let Some(slot) = &cell.slot else { return };
+        slot.is_counted.fetch_and(is_counted, Ordering::Relaxed);
+        slot.is_averaged.fetch_or(axis == Axes::EXPERT, Ordering::Relaxed);
     });
 }
 

@@ -48,6 +48,7 @@ mod context;
 mod current;
 mod device;
 mod elementwise;
+mod experts;
 mod gather;
 pub mod gathered;
 mod gauges;

@@ -22,6 +22,7 @@ use crate::birth::{Fill, parameter};
 use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
+use crate::experts;
 pub use crate::grads::{
     cut_along, first_nonfinite, grad_norm, replicated_along, reset_error_feedback, scale_grads, set_gradient,
 };
@@ -321,7 +322,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
         if parameters.is_some_and(|parameters| !parameters.contains(&id)) {
             return;
         }
-        let Some(slot) = slot_of(&context, id, tensor.as_ref()) else { return };
+        let Some(slot) = walk::slot_of(&context, id, tensor.as_ref()) else { return };
         for cell in context.take_foreign(slot.index) {
             let tensor = ZeroTensor::Shard(Shard::new(cell));
             let sum = match walk::take_gradient::<A>(&mut grads, id) {
@@ -331,6 +332,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
             walk::put_gradient::<A>(&mut grads, id, sum);
         }
     });
+    experts::average::<A, M>(&context, &mut grads, module, |id| parameters.is_none_or(|meant| meant.contains(&id)));
     grads
 }
 
@@ -405,17 +407,6 @@ pub(crate) fn bytes_of<B: Backend>(gradient: &B::FloatTensorPrimitive) -> i64 {
 /// A parameter and its dense gradient.
 type Leftover<B> = (Arc<Slot<B>>, <B as BackendTypes>::FloatTensorPrimitive);
 
-/// What a prepared parameter is to the ranks: by its own tensor, as modules that were loaded from one record have the same
-/// identities.
-fn slot_of<B: Backend>(context: &Context<B>, id: ParamId, tensor: Option<&ZeroTensor<B>>) -> Option<Arc<Slot<B>>> {
-    let own = match tensor {
-        Some(ZeroTensor::Shard(shard)) if shard.is_parameter() => shard.cell.slot.clone(),
-        _ => None,
-    };
-    let known = || context.rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
-    own.filter(|slot| slot.id.get().is_some()).or_else(known)
-}
-
 /// Takes out the gradients that are still dense.
 fn leftovers<A: ZeroAutodiff, M: Module<A>>(
     grads: &mut GradientsParams,
@@ -429,7 +420,7 @@ fn leftovers<A: ZeroAutodiff, M: Module<A>>(
             Some(other) => return walk::put_gradient::<A>(grads, id, other),
             None => return,
         };
-        let Some(slot) = slot_of(context, id, tensor.as_ref()) else {
+        let Some(slot) = walk::slot_of(context, id, tensor.as_ref()) else {
             stop(format!(
                 "a gradient came for parameter {id} that zero_burn::module::prepare has not seen: call prepare on the \
                  whole model before its first forward pass"

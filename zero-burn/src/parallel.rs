@@ -1,11 +1,12 @@
 //! What the ranks along a foreign axis of a mesh do within a model: Megatron-LM's `f` and `g`
 //! ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053)), by which layers are cut over an axis
-//! (`examples/examples/tensor_parallel.rs`).
+//! (`examples/examples/tensor_parallel.rs`), and the exchange by which rows go to experts and come back
+//! ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)).
 //!
 //! Parameters are drawn the same at every place of such an axis: what is cut is made known by
 //! [`module::cut_along`](crate::module::cut_along), what is not by [`module::replicated_along`](crate::module::replicated_along).
 //!
-//! Both wait for the other ranks of their group within a pass, `f` under the lock of the rank's own graph. That is sound for ranks that
+//! All wait for the other ranks of their group within a pass, in the backward pass under the lock of the rank's own graph. That is sound for ranks that
 //! are threads too: nobody takes that lock but this rank, and those that have ended a pass before (Burn's autodiff then looks at every
 //! graph of the process). So ranks that have waited for each other in a pass end it together (`Context::end_waits`), before one can
 //! begin the next.
@@ -20,12 +21,12 @@ use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn_backend::Backend;
 use burn_backend::tensor::FloatTensor;
-use zero_core::{Collective, ReduceOp};
+use zero_core::{Buffer, Collective, CommError, ReduceOp};
 
 use crate::backend::Zero;
 use crate::context::Context;
 use crate::tensor::ZeroTensor;
-use crate::trouble::raise;
+use crate::trouble::{raise, stop};
 use crate::values::{buffer, data, read};
 
 /// A group of ranks, as [`ranks::group`](crate::ranks::group) gives it.
@@ -40,6 +41,20 @@ pub fn copy_to<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) 
 /// over the group: Megatron's `g`. Every rank of the group calls it, with as many elements.
 pub fn reduce_from<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
     in_group(x, group, B::reduce_from_group)
+}
+
+/// Row block `i` of `x` [R, ..] goes to place `i` of the group, R a multiple of its ranks; what comes is in the order of places. In the
+/// backward pass gradients go the same way back. To the experts of an [expert axis](zero_core::Axes::EXPERT), and home.
+///
+/// # Panics
+///
+/// With the launcher's error when the ranks do not divide R.
+pub fn all_to_all<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
+    let (rows, places) = (x.dims()[0], group.world());
+    if !rows.is_multiple_of(places) {
+        stop(format!("all_to_all: expected rows that the {places} ranks of {} divide, got {rows}", group.label()));
+    }
+    in_group(x, group, B::all_to_all_group)
 }
 
 fn in_group<B: GroupBackend, const D: usize>(
@@ -62,6 +77,10 @@ pub trait GroupBackend: Backend {
     /// See [`reduce_from`].
     #[doc(hidden)]
     fn reduce_from_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self>;
+
+    /// See [`all_to_all`].
+    #[doc(hidden)]
+    fn all_to_all_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self>;
 }
 
 impl<B: Backend> GroupBackend for Zero<B> {
@@ -70,22 +89,36 @@ impl<B: Backend> GroupBackend for Zero<B> {
     }
 
     fn reduce_from_group(x: ZeroTensor<B>, group: &Group) -> ZeroTensor<B> {
-        let group = group.clone();
-        ZeroTensor::ordinary([x], move |[x]| {
-            Context::<B>::current().waits_in(&group);
-            let (device, x) = (B::float_device(&x), read::<B>(x));
-            let shape = x.shape.clone();
-            let sum = group.all_reduce(buffer(x), ReduceOp::Sum).unwrap_or_else(|error| raise(error));
-            B::float_from_data(data(sum, shape), &device)
-        })
+        together(x, group, |group, x| group.all_reduce(x, ReduceOp::Sum))
+    }
+
+    fn all_to_all_group(x: ZeroTensor<B>, group: &Group) -> ZeroTensor<B> {
+        together(x, group, |group, x| group.all_to_all(x))
     }
 }
 
-/// The backward pass of either.
+/// What a collective makes of a tensor's values: as many.
+fn together<B: Backend>(
+    x: ZeroTensor<B>,
+    group: &Group,
+    run: fn(&dyn Collective, Buffer) -> Result<Buffer, CommError>,
+) -> ZeroTensor<B> {
+    let group = group.clone();
+    ZeroTensor::ordinary([x], move |[x]| {
+        Context::<B>::current().waits_in(&group);
+        let (device, x) = (B::float_device(&x), read::<B>(x));
+        let shape = x.shape.clone();
+        let result = run(&*group, buffer(x)).unwrap_or_else(|error| raise(error));
+        B::float_from_data(data(result, shape), &device)
+    })
+}
+
+/// The backward pass of each.
 #[derive(Debug)]
 enum Node {
     Copy,
     Reduce,
+    AllToAll,
 }
 
 impl<B: Backend> Backward<Zero<B>, 1> for Node {
@@ -95,6 +128,7 @@ impl<B: Backend> Backward<Zero<B>, 1> for Node {
         unary::<Zero<B>, _>(ops.parents, ops.node, grads, |grad| match self {
             Node::Copy => Zero::<B>::reduce_from_group(grad, &ops.state),
             Node::Reduce => grad,
+            Node::AllToAll => Zero::<B>::all_to_all_group(grad, &ops.state),
         });
     }
 }
@@ -107,6 +141,10 @@ impl<B: Backend, C: CheckpointStrategy> GroupBackend for Autodiff<Zero<B>, C> {
     fn reduce_from_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self> {
         tracked::<B, C>(Node::Reduce, x, group)
     }
+
+    fn all_to_all_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self> {
+        tracked::<B, C>(Node::AllToAll, x, group)
+    }
 }
 
 fn tracked<B: Backend, C: CheckpointStrategy>(
@@ -117,6 +155,7 @@ fn tracked<B: Backend, C: CheckpointStrategy>(
     let out = match node {
         Node::Copy => x.primitive,
         Node::Reduce => Zero::<B>::reduce_from_group(x.primitive, group),
+        Node::AllToAll => Zero::<B>::all_to_all_group(x.primitive, group),
     };
     match Backward::<Zero<B>, 1>::prepare::<C>(node, [x.node]).compute_bound().stateful() {
         OpsKind::Tracked(prepared) => prepared.finish(group.clone(), out),

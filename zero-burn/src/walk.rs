@@ -10,10 +10,13 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Int, Tensor, TensorPrimitive};
+use burn_backend::Backend;
 use burn_backend::distributed::DistributedParamId;
 
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::Cell;
+use crate::cell::slot::Slot;
+use crate::context::Context;
 use crate::tensor::ZeroTensor;
 
 /// A parameter of a module.
@@ -169,4 +172,19 @@ where
 
 fn meta<A: ZeroAutodiff, const D: usize>(id: ParamId, path: &[String], tensor: &Tensor<A, D>) -> ParamMeta {
     ParamMeta { id, path: path.join("."), shape: tensor.dims().to_vec(), trained: tensor.is_require_grad() }
+}
+
+/// What a prepared parameter is to the ranks: by its own tensor, as modules that were loaded from one record have the same
+/// identities.
+pub(crate) fn slot_of<B: Backend>(
+    context: &Context<B>,
+    id: ParamId,
+    tensor: Option<&ZeroTensor<B>>,
+) -> Option<Arc<Slot<B>>> {
+    let own = match tensor {
+        Some(ZeroTensor::Shard(shard)) if shard.is_parameter() => shard.cell.slot.clone(),
+        _ => None,
+    };
+    let known = || context.rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
+    own.filter(|slot| slot.id.get().is_some()).or_else(known)
 }

@@ -18,6 +18,7 @@ mod vectorised;
 mod autodiff;
 mod backend;
 mod checkpoint;
+mod codes;
 #[cfg(feature = "flex")]
 pub mod cpu;
 #[cfg(feature = "cubecl")]
@@ -36,6 +37,7 @@ mod shared;
 
 pub use backend::FusedBackend;
 pub use checkpoint::{Outputs, checkpoint, checkpoint_block};
+pub use codes::{from_codes, to_codes};
 #[cfg(feature = "flex")]
 pub use cpu::norm::Squares;
 #[cfg(feature = "cubecl")]

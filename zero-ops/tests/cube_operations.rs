@@ -15,7 +15,7 @@ use zero_ops::{FusedBackend, Gelu};
 mod llama;
 mod reference;
 mod shared;
-use llama::{dequantized_agrees, rms_norm_agrees, rotary_agrees, shared_heads_agree, swiglu_agrees};
+use llama::{dequantized_agrees, quantized_agrees, rms_norm_agrees, rotary_agrees, shared_heads_agree, swiglu_agrees};
 use reference::{Gradients, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward, linear};
 use shared::{assert_close, numbers};
 
@@ -443,7 +443,7 @@ macro_rules! suite {
         $(suite!(
             $name, $backend: layer_norm_agrees, gelu_agrees, linear_agrees, bias_gradient_agrees, cross_entropy_agrees,
             targets_out_of_range_are_told, no_rows_are_no_fault, bits_repeat, sixteen_bit_agrees, rms_norm_agrees, swiglu_agrees,
-            rotary_agrees, dequantized_agrees, shared_heads_agree,
+            rotary_agrees, dequantized_agrees, quantized_agrees, shared_heads_agree,
         );)*
     };
 }

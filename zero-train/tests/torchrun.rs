@@ -167,8 +167,10 @@ fn gathering_together_changes_no_bit() {
     runs.push((2, vec!["--stage", "2", "--dtype", "bf16", "--accumulation", "2"]));
     runs.push((2, vec!["--config", &lean, "--accumulation", "2"]));
     runs.push((2, vec!["--stage", "3", "--offload", "all", "--swap", &swap]));
+    runs.push((2, vec!["--config", &lean, "--quantized-weights", "int8"]));
     // Within groups, and across them.
     runs.extend(["1", "3"].map(|stage| (4, vec!["--stage", stage, "--shard-size", "2"])));
+    runs.push((4, vec!["--config", &lean, "--shard-size", "2", "--quantized-weights", "int4"]));
     for (place, (ranks, options)) in runs.iter().enumerate() {
         let options: Vec<&str> = options.iter().copied().chain(["--steps", "4"]).collect();
         let (ours, theirs) = (dir.path().join(format!("threads-{place}")), dir.path().join(format!("process-{place}")));

@@ -6,6 +6,7 @@ mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
 mod engine;
+mod experts;
 mod hugging_face;
 mod lamb;
 mod learner;

@@ -5,12 +5,12 @@
 
 pub(crate) mod codes;
 pub(crate) mod patience;
+mod published;
 pub(crate) mod rank;
 pub(crate) mod slot;
 mod state;
 
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -18,9 +18,8 @@ use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use zero_core::accounting::Gauge;
-use zero_core::collective::threads::panic_reason;
 use zero_core::offload::DiskError;
-use zero_core::window::{Expose, Exposure, Key};
+use zero_core::window::Key;
 use zero_core::{CommError, Partition};
 use zero_ops::Shared;
 
@@ -28,7 +27,7 @@ use crate::mover::For;
 use crate::random::sign;
 use crate::tier::{Home, Stored, SwapDisk, fetch};
 use crate::trouble::{or_stop, raise};
-use crate::values::{flat, read, tag};
+use crate::values::{flat, read};
 use codes::Codes;
 use patience::Patience;
 use rank::Rank;
@@ -532,97 +531,6 @@ impl<B: Backend> Cell<B> {
             }
             Err(cell) => cell.local(),
         }
-    }
-}
-
-/// A piece's bytes, for ranks that are other processes. Called on the thread that serves them: it waits for nobody.
-impl<B: Backend> Expose for Cell<B> {
-    fn expose(&self, key: Key) -> Exposure {
-        {
-            let state = self.state.lock();
-            match &state.piece {
-                Piece::Pending => return Exposure::Pending,
-                Piece::Failed(error) => return Exposure::Failed(error.to_string()),
-                _ => {}
-            }
-        }
-        // What is settled stays settled, so that nothing below waits.
-        let bytes = self.partition.len(self.place()) * self.dtype.size();
-        let exposed = || match self.quantized().filter(|_| self.key != Some(key)) {
-            Some(how) => self.expose_codes(how),
-            None => {
-                let tag = tag(&self.shape, self.dtype);
-                Exposure::Ready { tag, bytes: Box::new(Exposed { data: self.data(), bytes }) }
-            }
-        };
-        // The disk's error, or no memory.
-        catch_unwind(AssertUnwindSafe(exposed)).unwrap_or_else(|payload| Exposure::Failed(panic_reason(&*payload)))
-    }
-}
-
-/// The bytes of a piece, without filler.
-struct Exposed {
-    data: TensorData,
-    bytes: usize,
-}
-
-impl AsRef<[u8]> for Exposed {
-    fn as_ref(&self) -> &[u8] {
-        &self.data.as_bytes()[..self.bytes]
-    }
-}
-
-impl<B: Backend> Drop for Cell<B> {
-    fn drop(&mut self) {
-        let mut state = std::mem::replace(self.state.get_mut(), State::of(Piece::OfWhole));
-        self.count(&state, -1);
-        self.no_longer_ahead(&mut state);
-        let Some(key) = self.key else { return };
-        // A version that was loaded before the last fence and then replaced has been read by all ranks. One that was
-        // loaded since, or whose module was dropped, may still be read by a slower rank.
-        let is_last = |slot: &Arc<Slot<B>>| key.version == slot.names.lock().epoch();
-        let last = self.is_version && self.slot.as_ref().is_some_and(is_last);
-        let wanted = (last || self.may_be_read()) && !self.partition.is_whole();
-        let readable = state.has_piece() || matches!(state.whole, Whole::There(_));
-        if wanted && readable && !self.retired && self.rank.running.load(Ordering::Relaxed) {
-            self.rank.retire(self.retire(state));
-        } else if self.is_version {
-            self.names().for_each(|key| self.rank.window.retract(key));
-        } else {
-            self.rank.window.forget(key);
-        }
-    }
-}
-
-impl<B: Backend> Cell<B> {
-    /// A cell that goes on being readable under this one's name.
-    fn retire(&self, mut state: State<B>) -> Arc<Self> {
-        if !matches!(state.whole, Whole::There(_)) {
-            state.whole = Whole::Absent;
-        }
-        let cell = Arc::new(Self {
-            rank: self.rank.clone(),
-            slot: self.slot.clone(),
-            key: self.key,
-            signature: self.signature,
-            is_version: true,
-            partition: self.partition,
-            shape: self.shape.clone(),
-            dtype: self.dtype,
-            device: self.device.clone(),
-            kind: AtomicU8::new(self.kind() as u8),
-            retired: true,
-            loaded: AtomicU64::new(0),
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            joining: Mutex::new(()),
-            secondary: self.secondary.clone(),
-            codes: self.codes.clone(),
-            lent: Mutex::new(self.lent.lock().take()),
-        });
-        cell.count(&cell.state.lock(), 1);
-        self.names().for_each(|key| self.rank.window.publish(key, &cell));
-        cell
     }
 }
 

@@ -194,6 +194,7 @@ impl<B: Backend> Rank<B> {
         };
         slot.drawn.get().map(|drawn| replaced.drawn.set(*drawn));
         replaced.is_counted.store(slot.is_counted.load(Ordering::Relaxed), Ordering::Relaxed);
+        replaced.is_averaged.store(slot.is_averaged.load(Ordering::Relaxed), Ordering::Relaxed);
         replaced
     }
 

@@ -37,6 +37,8 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) state_stays: AtomicBool,
     /// Whether this rank counts it in norms over a mesh's axes: one of those among which it is replicated does.
     pub(crate) is_counted: AtomicBool,
+    /// Whether all places on the mesh's expert axis have it, and its gradients are averaged over the axis.
+    pub(crate) is_averaged: AtomicBool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
@@ -177,6 +179,7 @@ impl<B: Backend> Parameters<B> {
             resident,
             state_stays: AtomicBool::new(false),
             is_counted: AtomicBool::new(true),
+            is_averaged: AtomicBool::new(false),
             formats,
             is_frozen: AtomicBool::new(false),
             residual: Mutex::default(),

@@ -21,8 +21,11 @@ use std::sync::{Arc, Weak};
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{Shape, Slice};
 use parking_lot::Mutex;
+use zero_core::accounting::WireKind;
 use zero_core::collective::threads::panic_reason;
 use zero_core::{Called, CommError};
+use zero_ops::quantized::Quantized;
+use zero_ops::{from_codes, to_codes};
 
 use crate::bulk::{Begun, Bulk};
 use crate::cell::rank::Rank;
@@ -292,7 +295,15 @@ impl<B: Backend> Gatherer<B> {
     fn end(&self, begun: Begun<B>, cell: &Cell<B>) -> B::FloatTensorPrimitive {
         let bulk = self.together.as_ref().expect("only where ranks gather together is a gather begun");
         let flat = bulk.end::<B>(begun, &cell.device).unwrap_or_else(|error| raise(error));
-        let numel = cell.partition.numel();
+        let (numel, ranks, width) = (cell.partition.numel(), cell.partition.world(), cell.partition.stride());
+        let flat = match cell.quantized() {
+            Some(format) => {
+                let rows = B::float_reshape(flat, Shape::new([ranks, format.words(width)]));
+                let values = from_codes::<B>(rows, Quantized { format, width }, cell.dtype);
+                B::float_reshape(values, Shape::new([ranks * width]))
+            }
+            None => flat,
+        };
         // The last ranks' pieces may be shorter than the others'.
         let flat = match flat.shape().num_elements() {
             exactly if exactly == numel => flat,
@@ -426,8 +437,18 @@ fn gather_secondary<B: Backend>(cell: &Cell<B>) {
     second.settle(gathered.map(|piece| cell.rank.share(piece)));
 }
 
-/// This rank's piece, as long as every rank's.
+/// What this rank gives of a piece where it is used: the piece, or its codes, which every rank decodes, this one too.
 fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
+    let Some(format) = cell.quantized() else { return filled_row(cell) };
+    let (width, ranks) = (cell.partition.stride(), cell.partition.world());
+    let codes = to_codes::<B>(B::float_reshape(filled_row(cell), Shape::new([1, width])), format);
+    let (exact, sent) = (width * cell.dtype.size(), format.bytes(width));
+    cell.rank.wire.add_uncompressed(WireKind::AllGather, (ranks - 1) * exact, (ranks - 1) * sent);
+    B::float_reshape(codes, Shape::new([format.words(width)]))
+}
+
+/// This rank's piece, as long as every rank's.
+fn filled_row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     let (len, stride) = (cell.partition.len(cell.place()), cell.partition.stride());
     let local = cell.local();
     if len == stride && local.shape().num_elements() == stride {

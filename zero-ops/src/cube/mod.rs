@@ -21,7 +21,7 @@ mod many;
 pub(crate) mod norm;
 pub(crate) mod optim;
 pub(crate) mod pack;
-mod quantized;
+pub(crate) mod quantized;
 pub(crate) mod random;
 mod rotary;
 mod rows;
@@ -42,6 +42,11 @@ use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::Quantized;
 use rows::takes;
 use tensor::is_float;
+
+/// Whether tensors of `B` are CubeCL's, and kernels compute in `dtype`.
+pub(crate) fn computes<B: burn_backend::Backend>(dtype: DType) -> bool {
+    any::has_cube_tensors::<B>() && is_float(dtype)
+}
 
 /// The same bodies for the bare backend and for the one under fusion, whose tensors both are
 /// [`OnCube`](tensor::OnCube).

@@ -1,12 +1,14 @@
-//! Weights in 8 or 4 bit ([`crate::quantized`]), made into what they stand for.
+//! Rows in 8 or 4 bit ([`crate::quantized`]), made of numbers and into what they stand for.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
+use super::any::Body;
 use super::rows::{address_type, cubes, dims};
 use super::tensor::{OnCube, empty, launch, packed, run};
+use crate::kinds::STORED_AS;
 use crate::quantized::{BLOCK, Format, NF4, Quantized};
 
 /// Units of a cube.
@@ -97,6 +99,133 @@ fn made<R: CubeRuntime>(rows: CubeTensor<R>, how: Quantized, dtype: DType) -> Cu
     out
 }
 
+/// The code of a number in parts of its block's scale.
+#[cube]
+fn code_of(at: f32, #[comptime] eight: bool, #[comptime] normal: bool) -> u32 {
+    let mut code = 0u32;
+    if comptime!(normal) {
+        #[unroll]
+        for k in 1..16u32 {
+            let middle = comptime!((NF4[k as usize - 1] + NF4[k as usize]) / 2.0);
+            code += select(at > middle.runtime(), 1u32, 0u32);
+        }
+    } else {
+        // Of few digits, so that what it is added to has no room for a fraction: the nearest, an even one where two are.
+        let most = if comptime!(eight) { 127.0f32 } else { 7.0f32 };
+        let shifted = clamp(at, -most, most) + SHIFT.runtime();
+        let mask = if comptime!(eight) { 255u32 } else { 15u32 };
+        let from = if comptime!(eight) { 0u32 } else { 8u32 };
+        code = (u32::reinterpret(shifted) + from - SHIFT.comptime().to_bits()) & mask;
+    }
+    code
+}
+
+/// 1.5 * 2^23.
+const SHIFT: f32 = 12_582_912.0;
+/// The bits of an infinity: those of what is finite are below, in the order of magnitudes.
+const INFINITE: u32 = 0x7f80_0000;
+
+/// `x`: `[_, width]`; `rows`: words of 32 bit, blocks of `words` each. A unit makes a block.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn quantize_kernel<E: Float>(
+    x: &Array<E>,
+    rows: &mut Array<u32>,
+    blocks: usize,
+    blocks_per_row: usize,
+    width: usize,
+    #[comptime] words: usize,
+    #[comptime] eight: bool,
+    #[comptime] normal: bool,
+    #[define(E)] _dtype: StorageType,
+) {
+    let each = comptime!(words - 1);
+    let mut block = CUBE_POS * UNITS.comptime() + UNIT_POS as usize;
+    while block < blocks {
+        let column = block % blocks_per_row * BLOCK.comptime();
+        let start = block / blocks_per_row * width + column;
+        let length = min(width - column, BLOCK.comptime());
+        let mut largest = 0u32;
+        for i in 0..length {
+            largest = max(largest, u32::reinterpret(f32::cast_from(x[start + i])) & 0x7fff_ffffu32);
+        }
+        let steps = if comptime!(normal) {
+            1.0f32
+        } else if comptime!(eight) {
+            127.0f32
+        } else {
+            7.0f32
+        };
+        let not_finite = largest >= INFINITE.comptime();
+        let scale = f32::reinterpret(largest) / steps;
+        rows[block * words] = select(not_finite, 0x7fc0_0000u32, u32::reinterpret(scale));
+        // A scale of zero, or of no number, leaves nothing to divide.
+        let divides = !not_finite && scale > 0.0f32;
+        for word in 0..each {
+            let mut codes = 0u32;
+            #[unroll]
+            for i in 0..4u32 {
+                let at = word * 4 + comptime!(i as usize);
+                let mut value = 0.0f32;
+                if divides && at < length {
+                    value = f32::cast_from(x[start + at]) / scale;
+                }
+                codes |= code_of(value, eight, normal) << comptime!(8 * i);
+                if comptime!(!eight) {
+                    let above = at + comptime!(BLOCK / 2);
+                    let mut value = 0.0f32;
+                    if divides && above < length {
+                        value = f32::cast_from(x[start + above]) / scale;
+                    }
+                    codes |= code_of(value, eight, normal) << comptime!(8 * i + 4);
+                }
+            }
+            rows[block * words + 1 + word] = codes;
+        }
+        block += CUBE_COUNT * UNITS.comptime();
+    }
+}
+
+fn rows_of<R: CubeRuntime>(x: CubeTensor<R>, format: Format) -> CubeTensor<R> {
+    let [n, width] = dims(&x);
+    let out = empty(&x, [n, format.words(width)], STORED_AS);
+    if n * width == 0 {
+        return out;
+    }
+    let x = packed(x);
+    let blocks_per_row = width.div_ceil(BLOCK);
+    let (blocks, words) = (n * blocks_per_row, format.block_bytes() / 4);
+    let count = CubeCount::new_1d(cubes(blocks.div_ceil(UNITS)) as u32);
+    let (eight, normal, dtype) = (format == Format::Int8, format == Format::Nf4, x.dtype);
+    let address = address_type(&[&x, &out]);
+    // SAFETY: units read columns below `width` of rows below `n`, and write blocks below `blocks`, of which there are so many.
+    unsafe {
+        launch! {
+            quantize_kernel on x.client, (count, CubeDim::new_1d(UNITS as u32), address),
+            [x, out.clone()],
+            blocks, blocks_per_row, width, words, eight, normal, dtype.into()
+        }
+    }
+    out
+}
+
+/// [`to_codes`](crate::to_codes) on a device.
+pub(crate) struct Encode(pub(crate) Format);
+
+impl Body for Encode {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        inputs.into_iter().map(|x| rows_of(x, self.0)).collect()
+    }
+}
+
+/// [`from_codes`](crate::from_codes) on a device.
+pub(crate) struct Decode(pub(crate) Quantized, pub(crate) DType);
+
+impl Body for Decode {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        inputs.into_iter().map(|rows| made(rows, self.0, self.1)).collect()
+    }
+}
+
 /// [`dequantized`](crate::FusedBackend::dequantized).
 pub(crate) fn dequantized<T: OnCube>(rows: T, how: Quantized, dtype: DType) -> T {
     let outputs = [(Shape::from([rows.shape()[0], how.width]), dtype)];
@@ -108,7 +237,6 @@ pub(crate) fn dequantized<T: OnCube>(rows: T, how: Quantized, dtype: DType) -> T
 mod compiled {
     use super::*;
     use crate::cube::compiled::{TYPES, check, tensor};
-    use crate::kinds::STORED_AS;
 
     #[test]
     #[ignore = "bench/gpu/dry.sh kernels runs it"]
@@ -116,6 +244,7 @@ mod compiled {
         for (dtype, (_, format)) in TYPES.into_iter().flat_map(|dtype| Format::NAMES.map(|named| (dtype, named))) {
             let how = Quantized { format, width: 1600 };
             made(tensor([64, format.words(1600)], STORED_AS), how, dtype);
+            rows_of(tensor([64, 1600], dtype), format);
         }
         check();
     }

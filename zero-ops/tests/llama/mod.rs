@@ -126,6 +126,41 @@ pub fn shared_heads_agree<B: FusedBackend>() {
     }
 }
 
+/// As near to the numbers as the formats can be, with the processor's scales.
+pub fn quantized_agrees<B: FusedBackend>() {
+    for (name, format) in Format::NAMES {
+        let gap = match format {
+            Format::Int8 => 1.0 / 127.0,
+            Format::Int4 => 1.0 / 7.0,
+            Format::Nf4 => 1.0 - 0.696_192_8,
+        };
+        for (n, width) in [(1, 1), (3, 64), (5, 100), (300, 1600)] {
+            let elements = numbers(n * width, 13);
+            let made = zero_ops::to_codes::<B>(primitive(rows::<B>(&elements, [n, width])), format);
+            let how = Quantized { format, width };
+            let got = values::<B, 2>(zero_ops::from_codes::<B>(made, how, DType::F32));
+            for (x, got) in elements.chunks(width).zip(got.chunks(width)) {
+                for (x, got) in x.chunks(64).zip(got.chunks(64)) {
+                    let largest = x.iter().fold(0f64, |largest, x| largest.max(f64::from(x.abs())));
+                    for (x, got) in x.iter().zip(got) {
+                        let off = (f64::from(*x) - *got as f64).abs();
+                        assert!(off <= largest * (gap / 2.0 + 1e-6), "{name}: {x} became {got} of {largest}");
+                    }
+                }
+            }
+        }
+        // What is not finite makes its block NaN, and no other.
+        let mut elements = numbers(130, 14);
+        elements[70] = f32::INFINITY;
+        elements[129] = 0.0;
+        elements[128] = 0.0;
+        let made = zero_ops::to_codes::<B>(primitive(rows::<B>(&elements, [1, 130])), format);
+        let got = values::<B, 2>(zero_ops::from_codes::<B>(made, Quantized { format, width: 130 }, DType::F32));
+        assert!(got.iter().enumerate().all(|(at, got)| got.is_nan() == (64..128).contains(&at)), "{name}");
+        assert!(got[128..].iter().all(|got| *got == 0.0), "{name}");
+    }
+}
+
 /// As the processor's, bit by bit.
 pub fn dequantized_agrees<B: FusedBackend>() {
     for (name, format) in Format::NAMES {

@@ -1,0 +1,109 @@
+//! Gradients where a mesh has an expert axis ([`Axes::EXPERT`](zero_core::Axes::EXPERT)): its places train on rows of their own and have
+//! experts of their own, to which rows go by [`parallel::all_to_all`](crate::parallel::all_to_all). What they share is added up over
+//! the axis when gradients are collected, in buckets, after the reduction along `data`. What an expert has is of the rows of all
+//! places already. Either is then divided by the number of places.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use burn::module::{AutodiffModule, ParamId};
+use burn::optim::GradientsParams;
+use burn_backend::{Backend, TensorData};
+use burn_std::{DType, Shape};
+use zero_core::{Buffer, Collective, ReduceOp};
+
+use crate::autodiff::ZeroAutodiff;
+use crate::cell::Cell;
+use crate::cell::slot::Slot;
+use crate::context::Context;
+use crate::reduce::gradient_template;
+use crate::tensor::{Shard, ZeroTensor};
+use crate::trouble::raise;
+use crate::values::read;
+use crate::walk;
+
+/// The reduced gradient of a parameter, if this rank has one.
+struct Reduced<B: Backend> {
+    id: ParamId,
+    slot: Arc<Slot<B>>,
+    cell: Option<Arc<Cell<B>>>,
+}
+
+/// Averages the reduced gradients of a module's parameters, of those that `is_meant` if not all, over the expert axis. A collective.
+pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
+    context: &Context<A::Base>,
+    grads: &mut GradientsParams,
+    module: &M,
+    is_meant: impl Fn(ParamId) -> bool,
+) {
+    let Some(places) = context.expert_places() else { return };
+    // A parameter may be in the module more than once, tied.
+    let (mut done, mut shared) = (HashSet::new(), Vec::new());
+    walk::visit::<A, M>(module, |meta, tensor| {
+        let id = meta.id;
+        if !is_meant(id) || !done.insert(id) {
+            return;
+        }
+        let Some(slot) = walk::slot_of(context, id, tensor.as_ref()) else { return };
+        let cell = match walk::take_gradient::<A>(grads, id) {
+            Some(ZeroTensor::Shard(Shard { cell, .. })) => Some(cell),
+            Some(other) => return walk::put_gradient::<A>(grads, id, other),
+            None => None,
+        };
+        shared.push(Reduced { id, slot, cell });
+    });
+    let (shared, own): (Vec<_>, Vec<_>) =
+        shared.into_iter().partition(|reduced| reduced.slot.is_averaged.load(Ordering::Relaxed));
+    let mut put = |id, cell| walk::put_gradient::<A>(grads, id, ZeroTensor::Shard(Shard::new(cell)));
+    for (id, slot, cell) in own.into_iter().filter_map(|Reduced { id, slot, cell }| Some((id, slot, cell?))) {
+        let mut values = values_of(&cell);
+        values.iter_mut().for_each(|value| *value /= places.world() as f32);
+        put(id, with_values(context, &slot, values));
+    }
+    // Some places may have used a parameter that this one has not.
+    let has = shared.iter().map(|reduced| u8::from(reduced.cell.is_some())).collect();
+    let has = places.all_reduce(Buffer::U8(has), ReduceOp::Max).unwrap_or_else(|error| raise(error)).into_u8();
+    let mut shared = shared.into_iter().zip(has).filter_map(|(reduced, has)| (has == 1).then_some(reduced)).peekable();
+    while shared.peek().is_some() {
+        let (mut bucket, mut values) = (Vec::new(), Vec::new());
+        while let Some(Reduced { id, slot, cell }) =
+            shared.next_if(|_| values.len() < context.rank.config.reduce_bucket_size)
+        {
+            let len = slot.partition.len(context.rank.place(slot.partition));
+            match cell {
+                Some(cell) => values.extend(values_of(&cell)),
+                None => values.resize(values.len() + len, 0.0),
+            }
+            bucket.push((id, slot, len));
+        }
+        let mut sums = average_values(&**places, values).into_iter();
+        for (id, slot, len) in bucket {
+            put(id, with_values(context, &slot, sums.by_ref().take(len).collect()));
+        }
+    }
+}
+
+fn average_values(places: &dyn Collective, values: Vec<f32>) -> Vec<f32> {
+    let mean = places.all_reduce(Buffer::F32(values), ReduceOp::Mean);
+    mean.unwrap_or_else(|error| raise(error)).into_f32()
+}
+
+/// This rank's piece of a reduced gradient.
+fn values_of<B: Backend>(cell: &Cell<B>) -> Vec<f32> {
+    let mut values = read::<B>(cell.local()).convert_dtype(DType::F32).into_vec().expect("it was converted");
+    values.truncate(cell.partition.len(cell.place()));
+    values
+}
+
+/// The reduced gradient of a parameter with these values in this rank's piece.
+fn with_values<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, mut values: Vec<f32>) -> Arc<Cell<B>> {
+    if values.is_empty() {
+        // One element of filler where the rank has none.
+        values.push(0.0);
+    }
+    let (rank, shape) = (&context.rank, Shape::new([values.len()]));
+    let data = TensorData::new(values, shape).convert_dtype(rank.gradient_dtype(slot));
+    let piece = B::float_from_data(data, &rank.device);
+    Cell::ready(gradient_template(rank, slot, rank.device.clone()), piece)
+}
