@@ -5,9 +5,10 @@ there is room for: seconds a step, in turn.
   bench/partial_offload.py --swap DIR [--rates 0,500] [--rounds 1] [--steps 4] [--model gpt2-xl] [--example BINARY] [options of the run]
 
 A rate holds the disk to so many MB/s in each direction, as root, by a control group (version 1 or 2); 0 leaves it as it is. The median
-is of the steps after the first, whose memory is fresh.
+is of the steps after the first, whose memory is fresh. With a rate the disk's share is told: what went over it in those steps, in the
+direction that had more, of what could have.
 """
-import argparse, json, os, statistics, subprocess, sys, tempfile
+import argparse, json, os, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,6 +43,16 @@ class Throttle:
         except OSError as error:
             sys.exit(f"error: cannot hold the disk to a rate: {error}: run as root, or with --rates 0")
 
+    def moved(self):
+        """Bytes read and written so far."""
+        version_1 = self.group / "blkio.throttle.io_service_bytes"
+        text = (version_1 if version_1.exists() else self.group / "io.stat").read_text()
+        of = lambda words: sum(int(line.split()[-1]) for line in text.splitlines() if words in line)
+        if version_1.exists():
+            return [of(" Read "), of(" Write ")]
+        field = lambda name: sum(int(word.split("=")[1]) for word in text.split() if word.startswith(name + "="))
+        return [field("rbytes"), field("wbytes")]
+
     def join(self):
         (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
@@ -53,16 +64,26 @@ def run(options, rate):
     throttle = Throttle(rate) if rate else None
     with tempfile.TemporaryDirectory() as out:
         command = [args.example, "--model", args.model, "--steps", args.steps, "--swap", args.swap, "--out", out, "--json", *options, *more]
-        done = subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                              preexec_fn=throttle.join if throttle else None)
+        metrics, said = Path(out) / "metrics.jsonl", open(Path(out) / "stderr", "w+")
+        done = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=said,
+                                preexec_fn=throttle.join if throttle else None)
+        # When each step has ended, and what had gone over the disk by then.
+        seen = []
+        while done.poll() is None:
+            while throttle and metrics.exists() and metrics.read_text().count("\n") > len(seen):
+                seen.append((time.monotonic(), throttle.moved()))
+            time.sleep(0.05)
         if throttle:
             throttle.end()
         if done.returncode:
-            sys.exit(f"error: the run ended with {done.returncode}: {done.stderr[-600:]}")
-        steps = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    later = steps[1:] or steps
+            sys.exit(f"error: the run ended with {done.returncode}: {(Path(out) / 'stderr').read_text()[-600:]}")
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    later, share = steps[1:] or steps, 0.0
+    if len(seen) > 1:
+        (begin, first), (end, last) = seen[0], seen[-1]
+        share = max(b - a for a, b in zip(first, last)) / (rate * (end - begin))
     rss = max(rank["peak_rss_bytes"] for rank in steps[-1]["ranks"])
-    return statistics.median(step["step_ms"] / 1e3 for step in later), statistics.median(step["forward_ms"] / 1e3 for step in later), rss, steps[-1]["loss"]
+    return statistics.median(step["step_ms"] / 1e3 for step in later), statistics.median(step["forward_ms"] / 1e3 for step in later), rss, share, steps[-1]["loss"]
 
 
 for rate in map(int, args.rates.split(",")):
@@ -71,10 +92,10 @@ for rate in map(int, args.rates.split(",")):
         for way, options in WAYS.items():
             seen[way].append(run(options, rate * 1_000_000))
     print(f"{args.model}, disk " + (f"held to {rate} MB/s" if rate else "as it is") + f", medians of {args.rounds} round(s)")
-    print("| | a step | of the first | forward | peak RSS | last loss |")
-    print("|---|---|---|---|---|---|")
+    print("| | a step | of the first | forward | peak RSS | the disk's share | last loss |")
+    print("|---|---|---|---|---|---|---|")
     first = None
     for way, runs in seen.items():
-        step, forward, rss = (statistics.median(run[place] for run in runs) for place in range(3))
-        first = first or step
-        print(f"| {way} | {step:.1f} s | {step / first:.2f} | {forward:.1f} s | {rss / 2**30:.1f} GiB | {runs[-1][3]:.6f} |")
+        step, forward, rss, share = (statistics.median(run[place] for run in runs) for place in range(4))
+        first, shown = first or step, f"{share:.2f}" if rate else "-"
+        print(f"| {way} | {step:.1f} s | {step / first:.2f} | {forward:.1f} s | {rss / 2**30:.1f} GiB | {shown} | {runs[-1][4]:.6f} |")

@@ -522,7 +522,7 @@ mod tests {
             for config in [cut, quantized, frozen] {
                 let told = config.validate(4).err().map(|error| error.to_string());
                 assert_eq!(told.is_none(), stage == Stage::Parameters, "{told:?}");
-                assert!(told.is_none_or(|told| told.contains("stage 3")));
+                assert!(told.as_ref().is_none_or(|told| told.contains("stage 3")));
                 let is_refused = told.is_some() || config.secondary_shard_size.is_some();
                 let together = ZeroConfig { gathers: Gathers::Collective, ..config };
                 assert_eq!(together.validate(4).is_err(), is_refused);

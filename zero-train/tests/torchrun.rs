@@ -157,8 +157,14 @@ fn gathering_together_changes_no_bit() {
             "reduce_bucket_size": 2000
         }
     }"#;
-    std::fs::write(dir.path().join("lean.json"), lean).unwrap();
-    let lean = dir.path().join("lean.json").into_os_string().into_string().unwrap();
+    let file = |name: &str, more: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, lean.replace("\"stage\": 3", &format!("\"stage\": 3{more}"))).unwrap();
+        path.into_os_string().into_string().unwrap()
+    };
+    let codes = file("codes.json", ", \"zero_quantized_weights\": true");
+    let codes_in_groups = file("groups.json", ", \"zero_quantized_weights\": true, \"mics_shard_size\": 2");
+    let lean = file("lean.json", "");
     let mut runs: Vec<(usize, Vec<&str>)> = Vec::new();
     for ranks in [2, 3] {
         runs.extend(["0", "1", "2", "3"].map(|stage| (ranks, vec!["--stage", stage, "--eval", "6"])));
@@ -167,10 +173,10 @@ fn gathering_together_changes_no_bit() {
     runs.push((2, vec!["--stage", "2", "--dtype", "bf16", "--accumulation", "2"]));
     runs.push((2, vec!["--config", &lean, "--accumulation", "2"]));
     runs.push((2, vec!["--stage", "3", "--offload", "all", "--swap", &swap]));
-    runs.push((2, vec!["--config", &lean, "--quantized-weights", "int8"]));
+    runs.push((2, vec!["--config", &codes]));
     // Within groups, and across them.
     runs.extend(["1", "3"].map(|stage| (4, vec!["--stage", stage, "--shard-size", "2"])));
-    runs.push((4, vec!["--config", &lean, "--shard-size", "2", "--quantized-weights", "int4"]));
+    runs.push((4, vec!["--config", &codes_in_groups]));
     for (place, (ranks, options)) in runs.iter().enumerate() {
         let options: Vec<&str> = options.iter().copied().chain(["--steps", "4"]).collect();
         let (ours, theirs) = (dir.path().join(format!("threads-{place}")), dir.path().join(format!("process-{place}")));

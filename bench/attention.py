@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Forward and backward pass of causal attention on the CPU, ours beside PyTorch's scaled_dot_product_attention, in turn.
+
+  bench/attention.py --python VENV/bin/python [--tokens 256,1024,4096] [--batch 4] [--threads 2] [--rounds 3]
+
+fp32, 12 heads of 64, queries, keys and values side by side in one array as a GPT-2 block leaves them, and their gradients so too.
+Medians over rounds of each run's median; PYTHON has torch.
+"""
+import argparse, statistics, subprocess
+from pathlib import Path
+
+PEER = """
+import sys, time, statistics, torch, torch.nn.functional as F
+tokens, batch, threads, rounds = map(int, sys.argv[1:])
+torch.set_num_threads(threads)
+qkv, times = (torch.rand(batch, tokens, 3 * 768) - 0.5).requires_grad_(), []
+grad = torch.rand(batch, tokens, 768)
+for round in range(rounds + 2):
+    qkv.grad, begin = None, time.perf_counter()
+    q, k, v = (x.view(batch, tokens, 12, 64).transpose(1, 2) for x in qkv.split(768, dim=2))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out.transpose(1, 2).reshape(batch, tokens, 768).backward(grad)
+    times.append((time.perf_counter() - begin) * 1e3)
+print(statistics.median(times[2:]))
+"""
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--python", required=True)
+parser.add_argument("--tokens", default="256,1024,4096")
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--threads", type=int, default=2)
+parser.add_argument("--rounds", type=int, default=3)
+args = parser.parse_args()
+
+root = Path(__file__).resolve().parent.parent
+subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "zero-ops", "--example", "attention_rate"], cwd=root, check=True)
+own = root / "target/release/examples/attention_rate"
+print(f"| tokens, {args.batch} rows of them, {args.threads} thread(s) | ours, ms | PyTorch, ms | PyTorch / ours | least and greatest pair |")
+print("|---|---|---|---|---|")
+for tokens in map(int, args.tokens.split(",")):
+    words = list(map(str, [tokens, args.batch, args.threads, max(3, 9 * 1024 // tokens)]))
+    measure = lambda command: float(subprocess.check_output(command + words))
+    pairs = [(measure([own]), measure([args.python, "-c", PEER])) for _ in range(args.rounds)]
+    ours, theirs = (statistics.median(times) for times in zip(*pairs))
+    ratios = [b / a for a, b in pairs]
+    print(f"| {tokens} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} | {min(ratios):.2f} – {max(ratios):.2f} |", flush=True)
