@@ -269,11 +269,11 @@ silent_cut() {
   local ended
   fresh silent
   timeout -k 5 90 "$work/on" n0 mpirun --allow-run-as-root -n 2 --host "$(slots 2)" --bind-to none "${mpi[@]}" \
-    "$work/rank" "$zero" "${train[@]}" --steps 10000 --deadline $deadline --flight "$work/here/flight" --out "$out" \
-    >"$out/log" 2>&1 </dev/null &
+    "$work/rank" "$zero" "${train[@]}" --stage 3 --shard-size 1 --steps 10000 --deadline $deadline --flight "$work/here/flight" \
+    --out "$out" >"$out/log" 2>&1 </dev/null &
   job=$!
   cut_link swallow 4
-  ok "a link that swallows everything, cut after step $(steps "$out"), under mpirun"
+  ok "a link between groups that shard, which swallows everything, cut after step $(steps "$out"), under mpirun"
   watch_ranks
   if until_true 3 is_over; then
     ended="mpirun ended by itself"
