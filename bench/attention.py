@@ -33,7 +33,7 @@ parser.add_argument("--rounds", type=int, default=3)
 args = parser.parse_args()
 
 root = Path(__file__).resolve().parent.parent
-subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "zero-ops", "--example", "attention_rate"], cwd=root, check=True)
+subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "zero-kernels", "--example", "attention_rate"], cwd=root, check=True)
 own = root / "target/release/examples/attention_rate"
 print(f"| tokens, {args.batch} rows of them, {args.threads} thread(s) | ours, ms | PyTorch, ms | PyTorch / ours | least and greatest pair |")
 print("|---|---|---|---|---|")

@@ -16,7 +16,7 @@
 //! Buffers are allocated and touched before the loop; only what a kernel allocates itself is in its time (the chunk of
 //! logits of `cross_entropy`, partial sums, lists of tasks). For one group: `... --bench fused -- attention`.
 
-#[path = "../tests/shared/mod.rs"]
+#[path = "../../zero-kernels/tests/shared/mod.rs"]
 mod shared;
 
 use core::fmt;

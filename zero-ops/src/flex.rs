@@ -18,12 +18,14 @@ use bytemuck::Pod;
 use crate::backend::{FusedBackend, implement, ty};
 use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
-use crate::cpu::{Matrix, attention, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rotary, swiglu};
+use crate::cpu::{
+    Matrix, attention, buffer, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rotary, swiglu,
+};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::Quantized;
 
-pub use elements::{Elements, elements, is_host, sum_of_squares};
+pub use elements::{elements, is_host, sum_of_squares};
 pub use lent::Lent;
 
 /// Whether all tensors are of one type.
@@ -48,24 +50,6 @@ fn packed(x: FlexTensor) -> FlexTensor {
 /// The elements of a packed tensor.
 fn values<E: Element + Pod>(x: &FlexTensor) -> &[E] {
     x.as_slice().expect("a packed tensor is a slice of its elements")
-}
-
-/// A buffer that a kernel writes whole before it reads any of it: its numbers are what the memory happens to hold. Clearing it
-/// first would cost a pass over memory for each result of a step.
-fn buffer(len: usize) -> Vec<f32> {
-    #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
-    {
-        let mut buffer = Vec::<f32>::with_capacity(len);
-        // SAFETY: the assembly is empty and may be taken to have written any bits to the memory it is shown, which is this
-        // buffer's `len` elements: to the compiler they are initialised from here on, with what is there. Any bits are an f32.
-        unsafe {
-            core::arch::asm!("/* {} */", in(reg) buffer.as_mut_ptr(), options(nostack, preserves_flags));
-            buffer.set_len(len);
-        }
-        buffer
-    }
-    #[cfg(not(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri))))]
-    vec![0.0; len]
 }
 
 fn tensor<E: Element + Pod, const D: usize>(data: Vec<E>, shape: [usize; D]) -> FlexTensor {

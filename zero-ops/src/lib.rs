@@ -2,7 +2,7 @@
 //! pass written by hand, as an extension of Burn's backends.
 //!
 //! - [`FusedBackend`] is the extension. Every method has a body made of Burn's own operations, so that a backend needs
-//!   `impl FusedBackend for It {}` and no more; burn-flex has SIMD kernels (`cpu`), [`Autodiff`](burn_autodiff::Autodiff)
+//!   `impl FusedBackend for It {}` and no more; burn-flex has SIMD kernels ([`cpu`]), [`Autodiff`](burn_autodiff::Autodiff)
 //!   the backward passes.
 //! - The functions [`linear`], [`layer_norm`], [`rms_norm`], [`gelu`], [`swiglu`], [`rotary`], [`attention`],
 //!   [`packed_attention`], [`embedding`], [`linear_cross_entropy`] and [`quantized_linear`] are what a model calls.
@@ -12,15 +12,10 @@
 //!
 //! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only.
 
-#[macro_use]
-mod vectorised;
-
 mod autodiff;
 mod backend;
 mod checkpoint;
 mod codes;
-#[cfg(feature = "flex")]
-pub mod cpu;
 #[cfg(feature = "cubecl")]
 mod cube;
 #[cfg(feature = "cubecl")]
@@ -30,16 +25,11 @@ mod fallback;
 mod flex;
 mod functions;
 mod kinds;
-mod options;
-pub mod quantized;
-mod rule;
 mod shared;
 
 pub use backend::FusedBackend;
 pub use checkpoint::{Outputs, checkpoint, checkpoint_block};
 pub use codes::{from_codes, to_codes};
-#[cfg(feature = "flex")]
-pub use cpu::norm::Squares;
 #[cfg(feature = "cubecl")]
 pub use cube::any::has_cube_tensors as is_cube;
 #[cfg(feature = "cuda")]
@@ -55,11 +45,14 @@ pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 #[cfg(feature = "cubecl")]
 pub use cube::random::{bernoulli, draws_on};
 #[cfg(feature = "flex")]
-pub use flex::{Elements, Lent, elements, is_host, sum_of_squares};
+pub use flex::{Lent, elements, is_host, sum_of_squares};
 pub use functions::{
     attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
     quantized_linear, quantized_parameter, rms_norm, rotary, swiglu,
 };
-pub use options::{AttentionDropout, AttentionOptions, Clip, Gelu};
-pub use rule::Rule;
 pub use shared::Shared;
+pub use zero_kernels::cpu::norm::Squares;
+use zero_kernels::options;
+pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Clip, Gelu};
+pub use zero_kernels::update::Elements;
+pub use zero_kernels::{Rule, cpu, quantized, update};

@@ -14,6 +14,7 @@ use zero_ops::{FusedBackend, Gelu};
 
 mod llama;
 mod reference;
+#[path = "../../zero-kernels/tests/shared/mod.rs"]
 mod shared;
 use llama::{dequantized_agrees, quantized_agrees, rms_norm_agrees, rotary_agrees, shared_heads_agree, swiglu_agrees};
 use reference::{Gradients, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward, linear};

@@ -5,14 +5,13 @@ use std::sync::Arc;
 use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
 use burn_std::DType;
 use zero_ops::Rule;
+use zero_ops::update::{Kernel, Norms};
 
 use super::state::{MASTER, ParamState, mismatch};
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::tensor::Shard;
 use crate::tier::{Home, Stored, filled};
 use crate::trouble::{or_stop, stop};
-use crate::update::pass::Norms;
-use crate::update::rule::Kernel;
 use crate::update::{Array, Job};
 use crate::values::{flat, read};
 use crate::view::Extent;

@@ -3,10 +3,10 @@
 
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Slice};
+use zero_ops::update::Norms;
 use zero_ops::{GradScale, Squares, UpdateItem, Updated, fused_update};
 
 use super::norms::sums_of_squares;
-use super::pass::Norms;
 use super::{Array, Job};
 use crate::trouble::stop;
 

@@ -11,8 +11,6 @@ pub(crate) mod beside;
 #[cfg(feature = "cubecl")]
 pub(crate) mod device;
 pub(crate) mod norms;
-pub(crate) mod pass;
-pub(crate) mod rule;
 
 use std::ops::Range;
 use std::slice::IterMut;
@@ -24,12 +22,11 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use zero_core::offload::{Access, SwapBuffer};
 use zero_ops::Elements;
+use zero_ops::update::{Kernel, Norms, Stretch, Sweep, Target, run_stretch};
 
 use crate::cell::{Cell, Piece};
 use crate::mover::Mover;
 use crate::tier::{Home, OnDisk, Stored};
-use pass::{Norms, Stretch, Target, run_stretch};
-use rule::{Kernel, Sweep};
 
 /// Where one array of an update is.
 pub(crate) enum Array<B: Backend> {

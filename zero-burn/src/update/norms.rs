@@ -2,10 +2,10 @@
 
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::DType;
-use zero_ops::Squares;
+use zero_ops::update::Norms;
+use zero_ops::{Elements, Squares};
 
 use super::Job;
-use super::pass::{Norms, elements_of};
 use crate::values::read;
 
 pub(crate) fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
@@ -24,6 +24,16 @@ pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: std::ops::Range<u
     match data.dtype {
         DType::F32 | DType::F16 | DType::BF16 => elements_of(data).slice(range).sum_of_squares(),
         _ => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
+    }
+}
+
+/// Elements of data of 32 or 16 bit.
+fn elements_of(data: &TensorData) -> Elements<'_> {
+    const TYPES: &str = "callers pass data of 32 or 16 bit";
+    match data.dtype {
+        DType::F16 => Elements::F16(data.as_slice().expect(TYPES)),
+        DType::BF16 => Elements::Bf16(data.as_slice().expect(TYPES)),
+        _ => Elements::F32(data.as_slice().expect(TYPES)),
     }
 }
 

@@ -15,7 +15,8 @@ use cubecl::prelude::*;
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
 use super::many::{CHUNK, Layout, TAKES, UNITS, array, chunks, flat, launch_groups, overwritten, owned, width};
 use super::tensor::{empty, is_float, launch};
-use crate::rule::Rule;
+use zero_kernels::Rule;
+use zero_kernels::update::{Kernel, Sweep};
 
 /// Which of the kernels a rule is.
 fn kind(rule: &Rule) -> Kind {
@@ -42,6 +43,16 @@ pub struct Update {
     pub time: usize,
     /// Whether states begin with this step: they are not read.
     pub fresh: bool,
+}
+
+impl From<Kernel> for Update {
+    fn from(Kernel { rule, lr, time, fresh, pass }: Kernel) -> Self {
+        match pass {
+            // Plain descent along what the first pass gave.
+            Sweep::Second { trust } => Self { rule: Rule::sgd(), lr: lr * f64::from(trust), time, fresh: false },
+            Sweep::Only | Sweep::First => Self { rule, lr, time, fresh },
+        }
+    }
 }
 
 /// A parameter to be updated, all of equally many elements.

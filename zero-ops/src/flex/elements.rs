@@ -6,43 +6,12 @@ use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, DType};
 use burn_flex::FlexTensor;
 
-use crate::cpu::norm;
+use crate::update::Elements;
 
 /// The sum of the squares of a tensor of any backend, in one pass over it and without a copy, if it is burn-flex's, of 32 or
 /// 16 bit, and without gaps.
 pub fn sum_of_squares<B: Backend>(x: &FloatTensor<B>) -> Option<f64> {
     elements::<B>(x).map(Elements::sum_of_squares)
-}
-
-/// Elements of a tensor where they lie.
-#[derive(Debug, Clone, Copy)]
-pub enum Elements<'a> {
-    /// 32-bit floats.
-    F32(&'a [f32]),
-    /// IEEE half precision.
-    F16(&'a [half::f16]),
-    /// bfloat16.
-    Bf16(&'a [half::bf16]),
-}
-
-impl Elements<'_> {
-    /// The elements `range`.
-    pub fn slice(self, range: std::ops::Range<usize>) -> Self {
-        match self {
-            Elements::F32(x) => Elements::F32(&x[range]),
-            Elements::F16(x) => Elements::F16(&x[range]),
-            Elements::Bf16(x) => Elements::Bf16(&x[range]),
-        }
-    }
-
-    /// The sum of their squares, in one pass.
-    pub fn sum_of_squares(self) -> f64 {
-        match self {
-            Elements::F32(x) => norm::sum_of_squares(x),
-            Elements::F16(x) => norm::sum_of_squares_of(x),
-            Elements::Bf16(x) => norm::sum_of_squares_of(x),
-        }
-    }
 }
 
 /// Whether tensors of this backend lie in the host's memory as slices that this crate can read and write: burn-flex's do.

@@ -4,9 +4,9 @@ use burn_backend::DType;
 use burn_flex::{Flex, FlexTensor};
 use burn_std::FloatDType;
 
-use super::{are_f32, buffer, dims, packed, packed_of, tensor, values};
+use super::{are_f32, dims, packed, packed_of, tensor, values};
 use crate::FusedBackend;
-use crate::cpu::quantized;
+use crate::cpu::{buffer, quantized};
 use crate::fallback;
 use crate::kinds::STORED_AS;
 use crate::quantized::Quantized;

@@ -6,7 +6,7 @@
 
 mod norm;
 mod pack;
-#[path = "../shared/mod.rs"]
+#[path = "../../../zero-kernels/tests/shared/mod.rs"]
 mod shared;
 mod update;
 

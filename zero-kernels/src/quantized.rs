@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 pub const BLOCK: usize = 64;
 
 /// The codes of NF4, *QLoRA*, Dettmers et al. 2023, <https://arxiv.org/abs/2305.14314>, appendix E.
-pub(crate) const NF4: [f32; 16] = [
+pub const NF4: [f32; 16] = [
     -1.0,
     -0.696_192_8,
     -0.525_073_05,
@@ -316,7 +316,7 @@ impl Quantized {
     }
 
     /// Elements of the weight from its quantised rows.
-    pub(crate) fn decode(self, bytes: &[u8]) -> Vec<f32> {
+    pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
         let per_row = self.format.bytes(self.width);
         let mut out = vec![0.0; bytes.len() / per_row * self.width];
         let rows = bytes.chunks_exact(per_row).zip(out.chunks_exact_mut(self.width));

@@ -105,7 +105,7 @@ impl<'a> Out<'a> {
 /// # Example
 ///
 /// ```
-/// # use zero_ops::cpu::product_bf16::{MatrixBf16, Out, multiply};
+/// # use zero_kernels::cpu::product_bf16::{MatrixBf16, Out, multiply};
 /// # use half::bf16;
 /// let [x, w] = [[1.0, 2.0], [3.0, 4.0]].map(|row| row.map(bf16::from_f32));
 /// let mut out = [0.0];

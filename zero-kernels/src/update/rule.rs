@@ -1,38 +1,45 @@
 //! The kernels of update rules: one pass over parameter, gradient and state.
 
-use zero_ops::Rule;
+use crate::rule::Rule;
 
 /// A rule with the numbers of one step.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Kernel {
-    rule: Rule,
-    lr: f64,
+pub struct Kernel {
+    /// The rule.
+    pub rule: Rule,
+    /// The learning rate of the step.
+    pub lr: f64,
     /// Number of the step, from 1.
-    time: usize,
+    pub time: usize,
     /// State is not read: it begins with this step.
-    fresh: bool,
-    pub(crate) pass: Sweep,
+    pub fresh: bool,
+    /// What the next pass does.
+    pub pass: Sweep,
 }
 
 /// What a pass over memory does: a rule with a trust ratio takes two, as the ratio is of the whole parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Sweep {
+pub enum Sweep {
     /// All of it.
     Only,
     /// Moves the states on, and adds up squares.
     First,
     /// Takes a step of the trust ratio along what the states say.
-    Second { trust: f32 },
+    Second {
+        /// What the learning rate is multiplied by.
+        trust: f32,
+    },
 }
 
 impl Kernel {
-    pub(crate) fn new(rule: Rule, lr: f64, time: usize) -> Self {
+    /// Of the step of number `time`, from 1.
+    pub fn new(rule: Rule, lr: f64, time: usize) -> Self {
         let pass = if matches!(rule, Rule::Lamb { .. }) { Sweep::First } else { Sweep::Only };
         Self { rule, lr, time, fresh: time == 1, pass }
     }
 
     /// With the norms of the whole parameter and of its update, the second pass.
-    pub(crate) fn trust(&mut self, parameter: f64, update: f64) {
+    pub fn trust(&mut self, parameter: f64, update: f64) {
         let Rule::Lamb { max_coeff, min_coeff, .. } = self.rule else { return };
         let trust = match (parameter / update) as f32 {
             _ if parameter == 0.0 || update == 0.0 => 1.0,
@@ -46,7 +53,7 @@ impl Kernel {
 
     /// What LAMB's states `m` and `v` say that is to be taken from `p`, before the trust ratio.
     #[inline(always)]
-    pub(crate) fn direction(self, p: &[f32], m: &[f32], v: &[f32], u: &mut [f32]) {
+    pub fn direction(self, p: &[f32], m: &[f32], v: &[f32], u: &mut [f32]) {
         let Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, .. } = self.rule else { return };
         let adam = Adam::new(beta_1, beta_2, epsilon, bias_correction, self.time);
         for ((u, &p), (&m, &v)) in u.iter_mut().zip(p).zip(m.iter().zip(v)) {
@@ -56,7 +63,7 @@ impl Kernel {
 
     /// The second pass, along `u`.
     #[inline(always)]
-    pub(crate) fn step(self, trust: f32, p: &mut [f32], u: &[f32]) {
+    pub fn step(self, trust: f32, p: &mut [f32], u: &[f32]) {
         let lr = (self.lr * f64::from(trust)) as f32;
         for (p, &u) in p.iter_mut().zip(u) {
             *p -= u * lr;
@@ -67,7 +74,7 @@ impl Kernel {
     ///
     /// Every rule rounds operation by operation; AdamW in the order of Burn's, so that both give the same bits.
     #[inline(always)]
-    pub(crate) fn apply(self, p: &mut [f32], g: &[f32], a: &mut [f32], b: &mut [f32]) {
+    pub fn apply(self, p: &mut [f32], g: &[f32], a: &mut [f32], b: &mut [f32]) {
         let fresh = self.fresh;
         let lr = self.lr as f32;
         let decayed = |weight_decay: f32| (1.0 - self.lr * f64::from(weight_decay)) as f32;
@@ -124,18 +131,6 @@ impl Kernel {
                     *p -= g / (s.sqrt() + epsilon) * lr;
                 }
             }
-        }
-    }
-}
-
-/// The same for devices.
-#[cfg(feature = "cubecl")]
-impl From<Kernel> for zero_ops::Update {
-    fn from(Kernel { rule, lr, time, fresh, pass }: Kernel) -> Self {
-        match pass {
-            // Plain descent along what the first pass gave.
-            Sweep::Second { trust } => Self { rule: Rule::sgd(), lr: lr * f64::from(trust), time, fresh: false },
-            Sweep::Only | Sweep::First => Self { rule, lr, time, fresh },
         }
     }
 }

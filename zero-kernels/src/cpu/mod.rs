@@ -16,7 +16,7 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod norm;
-pub(crate) mod parallel;
+pub mod parallel;
 mod product;
 pub mod product_bf16;
 pub mod quantized;
@@ -29,6 +29,24 @@ pub mod swiglu;
 mod testing;
 
 pub use product::Matrix;
+
+/// A buffer that a kernel writes whole before it reads any of it: its numbers are what the memory happens to hold. Clearing it
+/// first would cost a pass over memory for each result of a step.
+pub fn buffer(len: usize) -> Vec<f32> {
+    #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
+    {
+        let mut buffer = Vec::<f32>::with_capacity(len);
+        // SAFETY: the assembly is empty and may be taken to have written any bits to the memory it is shown, which is this
+        // buffer's `len` elements: to the compiler they are initialised from here on, with what is there. Any bits are an f32.
+        unsafe {
+            core::arch::asm!("/* {} */", in(reg) buffer.as_mut_ptr(), options(nostack, preserves_flags));
+            buffer.set_len(len);
+        }
+        buffer
+    }
+    #[cfg(not(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri))))]
+    vec![0.0; len]
+}
 
 /// Panics unless an operand has as many elements as the others ask for.
 fn check(op: &str, name: &str, got: usize, expected: usize) {

@@ -1,11 +1,11 @@
-//! `cargo run --release -p zero-ops --example attention_rate -- [TOKENS [BATCH [THREADS [ROUNDS]]]]`
+//! `cargo run --release -p zero-kernels --example attention_rate -- [TOKENS [BATCH [THREADS [ROUNDS]]]]`
 //!
 //! The forward and the backward pass of causal attention on the CPU, fp32, 12 heads of 64: the median milliseconds of both together,
 //! after a warm-up. `bench/attention.py` runs it in turn with PyTorch's.
 
 use std::time::Instant;
 
-use zero_ops::cpu::attention::{Rows, RowsMut, Shape, backward, forward};
+use zero_kernels::cpu::attention::{Rows, RowsMut, Shape, backward, forward};
 
 const HEADS: usize = 12;
 const WIDTH: usize = 64;

@@ -28,7 +28,7 @@ pub struct AttentionOptions {
 }
 
 /// Dropout of attention's probabilities `[b, h, t, u]`: one is kept if the number that SplitMix64's finaliser makes of the key and of its
-/// place, row-major, says so, as [`FusedBackend::next_dropout_key`](crate::FusedBackend::next_dropout_key) tells; it is divided by the
+/// place, row-major, says so, as `FusedBackend::next_dropout_key` of `zero-ops` tells; it is divided by the
 /// probability of that.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDropout {
@@ -43,7 +43,7 @@ impl AttentionDropout {
     const STEPS: f64 = (1u64 << 24) as f64;
 
     /// Of the number of place `i`: SplitMix64's finaliser over a keyed Weyl sequence.
-    pub(crate) fn upper_24_bits(key: u64, i: u64) -> u64 {
+    pub fn upper_24_bits(key: u64, i: u64) -> u64 {
         let z = key.wrapping_add(i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -51,14 +51,14 @@ impl AttentionDropout {
     }
 
     /// What the probability of a place is multiplied by.
-    pub(crate) fn share(self, place: u64) -> f32 {
+    pub fn share(self, place: u64) -> f32 {
         let keep = 1.0 - self.probability;
         let is_kept = Self::upper_24_bits(self.key, place) < u64::from(Self::threshold(keep));
         if is_kept { (1.0 / keep) as f32 } else { 0.0 }
     }
 
     /// One is kept whose number has upper 24 bits below this: exactly as often as one of so many steps is below the probability.
-    pub(crate) fn threshold(probability: f64) -> u32 {
+    pub fn threshold(probability: f64) -> u32 {
         (probability * Self::STEPS).ceil() as u32
     }
 }

@@ -2,14 +2,13 @@
 
 use std::ops::Range;
 
-use burn_backend::TensorData;
-use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::elements::Elements;
 use super::rule::{Kernel, Sweep};
-use zero_ops::{Elements, Squares};
+use crate::cpu::norm::Squares;
 
 /// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
 const CHUNK: usize = 1 << 13;
@@ -18,51 +17,48 @@ const CHUNK: usize = 1 << 13;
 const SHORT: usize = 1 << 10;
 
 /// The 16-bit copy of a parameter, written.
-pub(crate) enum Target<'a> {
+pub enum Target<'a> {
+    /// IEEE half precision.
     F16(&'a mut [f16]),
+    /// bfloat16.
     Bf16(&'a mut [bf16]),
 }
 
 /// Sums of the squares of a parameter and of its update.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Norms {
-    pub(crate) parameter: Squares,
-    pub(crate) update: Squares,
+pub struct Norms {
+    /// Of the parameter.
+    pub parameter: Squares,
+    /// Of its update.
+    pub update: Squares,
 }
 
 impl Norms {
-    pub(crate) fn plus(self, other: Self) -> Self {
+    /// The sum.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
         Self { parameter: self.parameter.plus(other.parameter), update: self.update.plus(other.update) }
     }
 }
 
 /// The arrays of a stretch of the piece, equally long but for a gradient and states that the pass does not read, which are
 /// empty.
-pub(crate) struct Stretch<'a> {
-    pub(crate) p: &'a mut [f32],
-    pub(crate) g: Elements<'a>,
-    pub(crate) a: &'a mut [f32],
-    pub(crate) b: &'a mut [f32],
-    pub(crate) copy: Option<Target<'a>>,
-}
-
-/// Elements of data of 32 or 16 bit.
-///
-/// # Panics
-///
-/// When it is of another type.
-pub(crate) fn elements_of(data: &TensorData) -> Elements<'_> {
-    const TYPES: &str = "callers pass data of 32 or 16 bit";
-    match data.dtype {
-        DType::F16 => Elements::F16(data.as_slice().expect(TYPES)),
-        DType::BF16 => Elements::Bf16(data.as_slice().expect(TYPES)),
-        _ => Elements::F32(data.as_slice().expect(TYPES)),
-    }
+pub struct Stretch<'a> {
+    /// The parameter, or its master.
+    pub p: &'a mut [f32],
+    /// The gradient.
+    pub g: Elements<'a>,
+    /// The rule's first state.
+    pub a: &'a mut [f32],
+    /// Its second.
+    pub b: &'a mut [f32],
+    /// The parameter in 16 bit, written behind it.
+    pub copy: Option<Target<'a>>,
 }
 
 /// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool. A
 /// first pass gives the sums over the elements `counted`.
-pub(crate) fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Range<usize>) -> Norms {
+pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Range<usize>) -> Norms {
     let Stretch { p, g, a, b, copy } = stretch;
     let mut copies = copy.map(Target::chunks);
     let (mut g, mut a, mut b) = (chunks_of(g), a.chunks_mut(CHUNK), b.chunks_mut(CHUNK));

@@ -27,7 +27,7 @@ pub(super) fn rows_of_task(width: usize) -> usize {
 }
 
 /// gemm's word for the number of threads of this pool.
-pub(crate) fn gemm_threads() -> gemm::Parallelism {
+pub fn gemm_threads() -> gemm::Parallelism {
     match rayon::current_num_threads() {
         0 | 1 => gemm::Parallelism::None,
         threads => gemm::Parallelism::Rayon(threads),

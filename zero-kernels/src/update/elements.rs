@@ -1,0 +1,34 @@
+//! Numbers of 32 or 16 bit where they lie.
+
+use crate::cpu::norm;
+
+/// Elements of a tensor where they lie.
+#[derive(Debug, Clone, Copy)]
+pub enum Elements<'a> {
+    /// 32-bit floats.
+    F32(&'a [f32]),
+    /// IEEE half precision.
+    F16(&'a [half::f16]),
+    /// bfloat16.
+    Bf16(&'a [half::bf16]),
+}
+
+impl Elements<'_> {
+    /// The elements `range`.
+    pub fn slice(self, range: std::ops::Range<usize>) -> Self {
+        match self {
+            Elements::F32(x) => Elements::F32(&x[range]),
+            Elements::F16(x) => Elements::F16(&x[range]),
+            Elements::Bf16(x) => Elements::Bf16(&x[range]),
+        }
+    }
+
+    /// The sum of their squares, in one pass.
+    pub fn sum_of_squares(self) -> f64 {
+        match self {
+            Elements::F32(x) => norm::sum_of_squares(x),
+            Elements::F16(x) => norm::sum_of_squares_of(x),
+            Elements::Bf16(x) => norm::sum_of_squares_of(x),
+        }
+    }
+}

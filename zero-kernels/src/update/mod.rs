@@ -1,0 +1,9 @@
+//! Updates of parameters by their gradients: one pass over slices in the host's memory.
+
+mod elements;
+mod pass;
+mod rule;
+
+pub use elements::Elements;
+pub use pass::{Norms, Stretch, Target, run_stretch};
+pub use rule::{Kernel, Sweep};
