@@ -27,9 +27,8 @@ use zero_models::safetensors_file::Checkpoint;
 use zero_models::{Bart, BartConfig, CausalFamily, ModelConfig, ModelError, bart};
 use zero_ops::FusedBackend;
 
-use crate::TrainError;
-use crate::data::{Cutting, Tokenizer, wrong_data};
-use crate::error::wrong;
+use crate::data::{Cutting, Tokenizer};
+use crate::error::{Result, TrainError, io, wrong, wrong_data};
 use crate::export::export_checkpoint;
 use crate::trainer::{BackendChoice, Dtype, OffloadTo};
 
@@ -112,7 +111,7 @@ pub struct Options {
 /// # Errors
 ///
 /// [`TrainError`] for a folder, a prompt or an option that cannot be used.
-pub fn run(options: &Options) -> Result<(), TrainError> {
+pub fn run(options: &Options) -> Result<()> {
     options.backend.check()?;
     if options.ranks == 0 {
         return Err(wrong("ranks", 0, "expected at least 1"));
@@ -132,11 +131,7 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     let mut dir = if ["config.json", "adapter_config.json"].iter().any(|file| options.model.join(file).is_file()) {
         options.model.clone()
     } else {
-        let there = tempfile::tempdir_in(&options.swap).map_err(|source| TrainError::Io {
-            action: "write",
-            path: options.swap.clone(),
-            source,
-        })?;
+        let there = tempfile::tempdir_in(&options.swap).map_err(io("write", &options.swap))?;
         let dtype = match options.dtype {
             Dtype::Fp32 => ExportDtype::Fp32,
             Dtype::Fp16 => ExportDtype::Fp16,
@@ -303,7 +298,7 @@ fn run_on_model<W: Writer>(
     adapter: Option<&Path>,
     made_for_this: Option<TempDir>,
     writer: &W,
-) -> Result<(), TrainError> {
+) -> Result<()> {
     let folders = [dir];
     let cutting = Cutting {
         vocab_size: writer.vocabulary(),
@@ -314,8 +309,7 @@ fn run_on_model<W: Writer>(
     let tokenizer = Tokenizer::find(Path::new("the prompt"), &cutting)?;
     let mut texts = options.prompt.clone();
     if let Some(file) = &options.prompts {
-        let read = |source| TrainError::Io { action: "read", path: file.clone(), source };
-        texts.extend(std::fs::read_to_string(file).map_err(read)?.lines().map(str::to_string));
+        texts.extend(std::fs::read_to_string(file).map_err(io("read", file))?.lines().map(str::to_string));
     }
     let encode = |text: &String| {
         let ids = tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem))?;
@@ -362,7 +356,7 @@ impl<W: Writer> Job<'_, W> {
         self.prompts.len() == 1 && self.options.beams == 1 && !self.options.json
     }
 
-    fn sampling(&self) -> Result<Sampling, TrainError> {
+    fn sampling(&self) -> Result<Sampling> {
         let options = self.options;
         let named = |token: &String| {
             let known = self.tokenizer.id(token);
@@ -410,7 +404,7 @@ impl<W: Writer> Job<'_, W> {
     }
 
     /// The tokens that follow each prompt.
-    fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>, TrainError> {
+    fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>> {
         let (how, zero) = (self.sampling()?, self.zero());
         let ranks = self.options.ranks;
         let launched =
@@ -426,7 +420,7 @@ impl<W: Writer> Job<'_, W> {
         device: &ZeroDevice<I::Device>,
         how: &Sampling,
         made: &[Mutex<Vec<u32>>],
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         let model = self.writer.fresh::<Zero<I>>(device);
         let mut model = match self.options.quantize {
             Some(format) => {

@@ -8,9 +8,8 @@ use clap::{Args, FromArgMatches, ValueEnum};
 use zero_ops::quantized::Format;
 
 use super::BackendChoice;
-use crate::TrainError;
 use crate::config::MixedPrecision;
-use crate::error::wrong;
+use crate::error::{Result, wrong};
 
 /// What stands for `"auto"` in a configuration file, and without a file is used as it is.
 #[derive(Debug, Clone, Default, Args)]
@@ -256,7 +255,7 @@ impl Options {
 }
 
 /// Refuses options that are 0.
-pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<(), TrainError> {
+pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<()> {
     let zero = options.iter().find(|(_, value)| *value == Some(0));
     zero.map_or(Ok(()), |&(option, _)| Err(wrong(option, 0, "expected at least 1")))
 }
