@@ -47,7 +47,7 @@ mod tiled;
 pub use activation::Activation;
 pub use bart::{Bart, BartConfig};
 pub use bert::{Bert, BertBatch, BertConfig, BertHead, BertPredictions};
-pub use causal::{CausalFamily, CausalSizes};
+pub use causal::{CausalFamily, CausalSizes, TextFamily};
 pub use error::{ModelError, Result, ShapeMismatch, listed, names_differ};
 pub use gpt2::{Gpt2, Gpt2Config};
 pub use hf_params::{HfParam, ModelParam, load_module};

@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use serde_json::Value;
 use zero_models::CausalFamily;
-use zero_models::generate::{Sampling, generate};
+use zero_models::generate::{Sampling, alone};
 
 use super::start::Start;
 use super::{Options, Program, tokens};
@@ -135,7 +135,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         }
         let row = self.rows.tokens(&[self.rows.rows() - 1])?;
         let prompt: Vec<u32> = row[..room].iter().map(|&id| id as u32).collect();
-        let made = generate(model, std::slice::from_ref(&prompt), &how, device)?.concat();
+        let made = alone(|hooks| C::generate(model, std::slice::from_ref(&prompt), &how, device, hooks))?.concat();
         let [given, follows] = [&prompt[..], &made].map(|tokens| tokenizer.decode(tokens));
         Ok(Some(format!("after\n{given}\nthe model goes on\n{follows}")))
     }

@@ -4,7 +4,10 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use burn::tensor::FloatDType;
 use clap::{Args, FromArgMatches, ValueEnum};
+use zero_burn::config::Float;
+use zero_models::hf_export::ExportDtype;
 use zero_ops::quantized::Format;
 
 use super::BackendChoice;
@@ -334,6 +337,17 @@ pub enum Dtype {
     Fp16,
     /// bfloat16.
     Bf16,
+}
+
+impl Dtype {
+    /// The same type as an export, as ranks and as the backend call it.
+    pub(crate) fn types(self) -> (ExportDtype, Float, FloatDType) {
+        match self {
+            Self::Fp32 => (ExportDtype::Fp32, Float::F32, FloatDType::F32),
+            Self::Fp16 => (ExportDtype::Fp16, Float::F16, FloatDType::F16),
+            Self::Bf16 => (ExportDtype::Bf16, Float::Bf16, FloatDType::BF16),
+        }
+    }
 }
 
 impl From<Dtype> for MixedPrecision {
