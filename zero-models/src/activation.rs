@@ -3,8 +3,8 @@
 use burn::tensor::{Tensor, activation};
 use zero_ops::{FusedBackend, Gelu};
 
-use crate::ModelError;
 use crate::suggest::closest;
+use crate::{ModelError, Result};
 
 /// An activation function that Hugging Face's GPT-2 and BERT configurations name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ impl Activation {
     /// # Errors
     /// [`ModelError::Unsupported`] when the name is not one of `gelu_new`, `gelu_pytorch_tanh`, `gelu_fast`, `gelu`
     /// and `relu`.
-    pub fn from_hf_name(model: &'static str, key: &'static str, name: &str) -> Result<Self, ModelError> {
+    pub fn from_hf_name(model: &'static str, key: &'static str, name: &str) -> Result<Self> {
         if let Some(&(_, found)) = NAMES.iter().find(|(known, _)| *known == name) {
             return Ok(found);
         }

@@ -1,42 +1,24 @@
-//! What training and generation need of any family that predicts the next token.
+//! What generation needs of any family that makes text, and training of one that predicts the next token.
 
 use std::fmt::Debug;
 
 use burn::tensor::{Int, Tensor};
 use zero_ops::FusedBackend;
 
-use crate::generate::CausalLm;
+use crate::generate::{Hooks, Sampling, generate_with};
 use crate::lora::linear::Adaptable;
 use crate::safetensors_file::Checkpoint;
-use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, ModelError, gpt2, llama};
+use crate::{Bart, BartConfig, Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, Result, bart, gpt2, llama};
 
-/// A family of models that predict the next token, by its configuration.
-pub trait CausalFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
+/// A family of models that make text, by its configuration.
+pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
     /// The module.
-    type Model<B: FusedBackend>: Adaptable<B> + CausalLm<B>;
-
-    /// The names that [`preset`](Self::preset) knows, small to large.
-    const PRESETS: &'static [&'static str];
-
-    /// A configuration by name.
-    ///
-    /// # Errors
-    /// [`ModelError::UnknownPreset`], with the list of names.
-    fn preset(name: &str) -> Result<Self, ModelError>;
-
-    /// This family's configuration, if it is one.
-    fn of(config: ModelConfig) -> Option<Self>;
-
-    /// Whether a model can have these sizes.
-    ///
-    /// # Errors
-    /// [`ModelError::ConfigValue`] for the first field that is wrong.
-    fn validate(&self) -> Result<(), ModelError>;
+    type Model<B: FusedBackend>: Adaptable<B>;
 
     /// A model with fresh parameters.
     ///
     /// # Panics
-    /// If [`validate`](Self::validate) refuses the configuration.
+    /// If the configuration is refused by the family's `validate`.
     fn init<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
 
     /// The model with the weights of a Hugging Face folder.
@@ -47,7 +29,40 @@ pub trait CausalFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'stati
         model: Self::Model<B>,
         checkpoint: &Checkpoint,
         device: &B::Device,
-    ) -> Result<Self::Model<B>, ModelError>;
+    ) -> Result<Self::Model<B>>;
+
+    /// The tokens that the model makes of each prompt.
+    ///
+    /// # Errors
+    /// As [`generate_with`].
+    fn generate<B: FusedBackend>(
+        model: &Self::Model<B>,
+        prompts: &[Vec<u32>],
+        how: &Sampling,
+        device: &B::Device,
+        hooks: Hooks<'_>,
+    ) -> Result<Vec<Vec<u32>>>;
+}
+
+/// A family of models that predict the next token.
+pub trait CausalFamily: TextFamily {
+    /// The names that [`preset`](Self::preset) knows, small to large.
+    const PRESETS: &'static [&'static str];
+
+    /// A configuration by name.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`](crate::ModelError::UnknownPreset), with the list of names.
+    fn preset(name: &str) -> Result<Self>;
+
+    /// This family's configuration, if it is one.
+    fn of(config: ModelConfig) -> Option<Self>;
+
+    /// Whether a model can have these sizes.
+    ///
+    /// # Errors
+    /// [`ModelError::ConfigValue`](crate::ModelError::ConfigValue) for the first field that is wrong.
+    fn validate(&self) -> Result<()>;
 
     /// The mean loss `[1]` of predicting each token of rows `[b, t]` from those before it.
     ///
@@ -77,15 +92,44 @@ pub struct CausalSizes {
     pub kept: usize,
 }
 
-/// A family whose configuration, model and weights have functions of these names.
-macro_rules! causal_family {
-    ($config:ident, $model:ident, $family:ident, |$c:ident| $sizes:expr) => {
-        impl CausalFamily for $config {
+/// A family whose configuration, model and weights have functions of these names, with the function that makes text.
+macro_rules! text_family {
+    ($config:ident, $model:ident, $family:ident, $generate:path) => {
+        impl TextFamily for $config {
             type Model<B: FusedBackend> = $model<B>;
 
+            fn init<B: FusedBackend>(&self, device: &B::Device) -> $model<B> {
+                $config::init(self, device)
+            }
+
+            fn load<B: FusedBackend>(model: $model<B>, from: &Checkpoint, device: &B::Device) -> Result<$model<B>> {
+                $family::weights::load_from(model, from, device)
+            }
+
+            fn generate<B: FusedBackend>(
+                model: &$model<B>,
+                prompts: &[Vec<u32>],
+                how: &Sampling,
+                device: &B::Device,
+                hooks: Hooks<'_>,
+            ) -> Result<Vec<Vec<u32>>> {
+                $generate(model, prompts, how, device, hooks)
+            }
+        }
+    };
+}
+
+text_family!(BartConfig, Bart, bart, bart::generate_with);
+
+/// As [`text_family`], with what a configuration has of one that predicts the next token.
+macro_rules! causal_family {
+    ($config:ident, $model:ident, $family:ident, |$c:ident| $sizes:expr) => {
+        text_family!($config, $model, $family, generate_with);
+
+        impl CausalFamily for $config {
             const PRESETS: &'static [&'static str] = $config::PRESETS;
 
-            fn preset(name: &str) -> Result<Self, ModelError> {
+            fn preset(name: &str) -> Result<Self> {
                 $config::preset(name)
             }
 
@@ -93,20 +137,8 @@ macro_rules! causal_family {
                 if let ModelConfig::$model(config) = config { Some(config) } else { None }
             }
 
-            fn validate(&self) -> Result<(), ModelError> {
+            fn validate(&self) -> Result<()> {
                 $config::validate(self)
-            }
-
-            fn init<B: FusedBackend>(&self, device: &B::Device) -> $model<B> {
-                $config::init(self, device)
-            }
-
-            fn load<B: FusedBackend>(
-                model: $model<B>,
-                checkpoint: &Checkpoint,
-                device: &B::Device,
-            ) -> Result<$model<B>, ModelError> {
-                $family::weights::load_from(model, checkpoint, device)
             }
 
             fn loss<B: FusedBackend>(model: &$model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {

@@ -11,6 +11,9 @@ use crate::suggest::closest;
 /// Any error of the function that reads parameters.
 pub type ReadError = Box<dyn Error + Send + Sync>;
 
+/// Of reading a configuration or a checkpoint, or writing one.
+pub type Result<T, E = ModelError> = core::result::Result<T, E>;
+
 /// What can go wrong while reading a configuration or a checkpoint, or writing one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -299,8 +302,25 @@ pub(crate) fn io_at(action: &'static str, path: &Path) -> impl Fn(std::io::Error
     move |source| ModelError::Io { action, path: path.to_path_buf(), source }
 }
 
+/// Whether each value is right, with the name of its field, what it is, and what it may be: or the first that is wrong.
+pub(crate) fn check_each<'a>(
+    model: &'static str,
+    values: impl IntoIterator<Item = (bool, &'static str, String, &'a str)>,
+) -> Result<()> {
+    match values.into_iter().find(|(is_right, ..)| !is_right) {
+        Some((_, field, got, expected)) => {
+            Err(ModelError::ConfigValue { model, field, got, expected: expected.to_string() })
+        }
+        None => Ok(()),
+    }
+}
+
 /// A tensor whose shape is not the one that the model has.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "tensor \"{name}\" in {} has shape {got:?}, expected {expected:?}",
+    path.file_name().unwrap_or(path.as_os_str()).display()
+)]
 pub struct ShapeMismatch {
     /// The tensor, as the file names it.
     pub name: String,
@@ -312,18 +332,11 @@ pub struct ShapeMismatch {
     pub got: Vec<usize>,
 }
 
-impl fmt::Display for ShapeMismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, path, expected, got } = self;
-        let file = path.file_name().unwrap_or(path.as_os_str()).display();
-        write!(f, "tensor \"{name}\" in {file} has shape {got:?}, expected {expected:?}")
-    }
-}
-
 /// How many names a message lists before it says "and n more".
 const LISTED: usize = 10;
 
-fn listed<T: fmt::Display>(items: &[T]) -> String {
+/// Items with commas, and how many more there are behind the first 10.
+pub fn listed<T: fmt::Display>(items: &[T]) -> String {
     let mut text = items.iter().take(LISTED).map(T::to_string).collect::<Vec<_>>().join(", ");
     if items.len() > LISTED {
         text += &format!(" and {} more", items.len() - LISTED);
@@ -331,7 +344,8 @@ fn listed<T: fmt::Display>(items: &[T]) -> String {
     text
 }
 
-fn names_differ(missing: &[String], unexpected: &[String]) -> String {
+/// How many names are missing and how many unexpected, and which; nothing if none is.
+pub fn names_differ(missing: &[String], unexpected: &[String]) -> String {
     let parts = [(missing, "missing"), (unexpected, "unexpected")].into_iter().filter(|(names, _)| !names.is_empty());
     parts.map(|(names, what)| format!("{} {what}: {}", names.len(), listed(names))).collect::<Vec<_>>().join("; ")
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::ModelError;
-use crate::error::io_at;
+use crate::error::{check_each, io_at};
+use crate::{ModelError, Result};
 
 /// Makes a family's configuration of its table: the keys of `config.json` with Hugging Face's defaults for those that are
 /// absent. `activation` is the key that names the activation function; what is `refused` has no field, as nothing but the
@@ -76,7 +76,7 @@ macro_rules! hf_config {
         impl TryFrom<Keys> for $config {
             type Error = $crate::ModelError;
 
-            fn try_from(keys: Keys) -> Result<Self, $crate::ModelError> {
+            fn try_from(keys: Keys) -> $crate::Result<Self> {
                 $($crate::hf_config::check_model_type($model_type, keys.model_type)?;)?
                 $($crate::hf_config::check_implemented($family, stringify!($refused), keys.$refused, $implemented)?;)*
                 let config = Self {
@@ -101,7 +101,7 @@ macro_rules! hf_config {
             ///
             /// # Errors
             /// When it is not JSON, of another model, not a possible model, or asks for what is not implemented.
-            pub fn from_json(text: &str) -> Result<Self, $crate::ModelError> {
+            pub fn from_json(text: &str) -> $crate::Result<Self> {
                 $(let text = &$given(text)?;)?
                 let keys: Keys = serde_json::from_str(text)
                     .map_err(|source| $crate::ModelError::ConfigSyntax { model: $family, source })?;
@@ -112,7 +112,7 @@ macro_rules! hf_config {
             ///
             /// # Errors
             /// As [`from_json`](Self::from_json), and when the file cannot be read.
-            pub fn from_file(path: &std::path::Path) -> Result<Self, $crate::ModelError> {
+            pub fn from_file(path: &std::path::Path) -> $crate::Result<Self> {
                 $crate::hf_config::from_file(path, Self::from_json)
             }
 
@@ -149,17 +149,17 @@ pub(crate) fn find_preset<T: Copy>(
     presets: &[(&str, T)],
     names: &'static [&'static str],
     got: &str,
-) -> Result<T, ModelError> {
+) -> Result<T> {
     let found = presets.iter().find(|(name, _)| *name == got).map(|(_, preset)| *preset);
     found.ok_or_else(|| ModelError::UnknownPreset { model, got: got.to_string(), presets: names })
 }
 
-pub(crate) fn from_file<C>(path: &Path, from_json: fn(&str) -> Result<C, ModelError>) -> Result<C, ModelError> {
+pub(crate) fn from_file<C>(path: &Path, from_json: fn(&str) -> Result<C>) -> Result<C> {
     let text = std::fs::read_to_string(path).map_err(io_at("read", path))?;
     from_json(&text).map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })
 }
 
-pub(crate) fn check_model_type(expected: &'static str, got: String) -> Result<(), ModelError> {
+pub(crate) fn check_model_type(expected: &'static str, got: String) -> Result<()> {
     if got == expected { Ok(()) } else { Err(ModelError::ModelType { expected, got }) }
 }
 
@@ -169,7 +169,7 @@ pub(crate) fn check_implemented<T: PartialEq + Serialize>(
     key: &'static str,
     got: T,
     implemented: T,
-) -> Result<(), ModelError> {
+) -> Result<()> {
     if got == implemented {
         return Ok(());
     }
@@ -196,21 +196,14 @@ pub(crate) fn check_values(
     [(heads_field, heads), (width_field, width)]: [(&'static str, usize); 2],
     dropouts: &[(&'static str, f64)],
     above_0: &[(&'static str, f64)],
-) -> Result<(), ModelError> {
-    let wrong = |field, got: String, expected: &str| {
-        Err(ModelError::ConfigValue { model, field, got, expected: expected.to_string() })
-    };
-    if let Some(&(field, value)) = sizes.iter().find(|(_, value)| *value == 0) {
-        return wrong(field, value.to_string(), "at least 1");
-    }
-    if !width.is_multiple_of(heads) {
-        return wrong(heads_field, heads.to_string(), &format!("a divisor of {width_field} = {width}"));
-    }
-    if let Some(&(field, value)) = dropouts.iter().find(|(_, value)| !(0.0..1.0).contains(value)) {
-        return wrong(field, value.to_string(), "at least 0 and below 1");
-    }
-    if let Some(&(field, value)) = above_0.iter().find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
-        return wrong(field, value.to_string(), "above 0");
-    }
-    Ok(())
+) -> Result<()> {
+    let text = |value: &dyn ToString| value.to_string();
+    let sizes = sizes.iter().map(|(field, size)| (*size > 0, *field, text(size), "at least 1"));
+    check_each(model, sizes)?;
+    let divisor = format!("a divisor of {width_field} = {width}");
+    let heads = [(width.is_multiple_of(heads), heads_field, text(&heads), &*divisor)];
+    let below_1 = |p: &f64| (0.0..1.0).contains(p);
+    let dropouts = dropouts.iter().map(|(field, p)| (below_1(p), *field, text(p), "at least 0 and below 1"));
+    let above_0 = above_0.iter().map(|(field, x)| (x.is_finite() && *x > 0.0, *field, text(x), "above 0"));
+    check_each(model, heads.into_iter().chain(dropouts).chain(above_0))
 }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use zero_ops::FusedBackend;
 
 use crate::safetensors_file::{Checkpoint, StoredTensor};
-use crate::{KeyMap, ModelError, ShapeMismatch};
+use crate::{KeyMap, ModelError, Result, ShapeMismatch};
 
 /// A parameter of a model as Hugging Face knows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ pub(crate) trait Family: Sized + 'static {
     }
 
     /// Whether what is not loaded from a checkpoint is as the model takes it to be.
-    fn check(_checkpoint: &Checkpoint) -> Result<(), ModelError> {
+    fn check(_checkpoint: &Checkpoint) -> Result<()> {
         Ok(())
     }
 
@@ -179,19 +179,14 @@ pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
 
 /// The Hugging Face name of the parameter at a path of Burn's field names, and whether it is transposed there.
 fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
-    if let [layer @ .., adapter, field] = path
-        && adapter == "adapter"
-    {
-        let weight: Vec<String> = layer.iter().cloned().chain(["weight".to_string()]).collect();
-        let (name, _) = hf_name::<C>(&weight);
-        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field, false), true);
-    }
     if let [before @ .., adapter, field] = path
-        && let Some(table) = adapter.strip_suffix("_adapter")
+        && let Some(table) = adapter.strip_suffix("adapter")
     {
-        let table: Vec<String> = before.iter().cloned().chain([table.to_string()]).collect();
-        let (name, _) = hf_name::<C>(&table);
-        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field, true), true);
+        // Of the table that it is named by, or of the layer that it is in.
+        let (is_table, of) = (!table.is_empty(), if table.is_empty() { "weight" } else { table.trim_end_matches('_') });
+        let of: Vec<String> = before.iter().cloned().chain([of.to_string()]).collect();
+        let (name, _) = hf_name::<C>(&of);
+        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field, is_table), true);
     }
     let block = path.iter().find(|field| field.parse::<usize>().is_ok()).map_or("", String::as_str);
     let path = path.join(".");
@@ -228,7 +223,7 @@ pub fn load_module<B: FusedBackend, M: Module<B>>(
     dir: &Path,
     names: &KeyMap,
     device: &B::Device,
-) -> Result<M, ModelError> {
+) -> Result<M> {
     let checkpoint = Checkpoint::open(dir)?;
     let params = described(&module, &|path, dims| {
         let name = names.name(&path.join("."));
@@ -243,7 +238,7 @@ pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
     model: M,
     checkpoint: &Checkpoint,
     device: &B::Device,
-) -> Result<M, ModelError> {
+) -> Result<M> {
     let params = describe::<C, B>(&model);
     load_params(model, params, checkpoint, rules::<C>(), device)
 }
@@ -253,7 +248,7 @@ pub(crate) fn load_beneath_head<C: Family, B: FusedBackend, M: Module<B>>(
     model: M,
     checkpoint: &Checkpoint,
     device: &B::Device,
-) -> Result<(M, Vec<String>), ModelError> {
+) -> Result<(M, Vec<String>)> {
     let params = describe::<C, B>(&model);
     let fresh = params.iter().map(|param| param.name.clone()).filter(|name| {
         C::is_of_head(name) && !checkpoint.names().any(|stored| C::in_state_dict(stored).as_deref() == Some(name))
@@ -269,7 +264,7 @@ fn load_params<B: FusedBackend, M: Module<B>>(
     checkpoint: &Checkpoint,
     rules: Rules<'_>,
     device: &B::Device,
-) -> Result<M, ModelError> {
+) -> Result<M> {
     let transposed: Vec<bool> = params.iter().map(|param| param.transposed).collect();
     let named: Vec<_> = params.into_iter().map(|param| (param.name, param.shape)).collect();
     let sources = sources(&named, checkpoint, rules)?;
@@ -284,7 +279,7 @@ pub(crate) fn load_some<B: FusedBackend, M: Module<B>>(
     params: &[ModelParam],
     checkpoint: &Checkpoint,
     device: &B::Device,
-) -> Result<M, ModelError> {
+) -> Result<M> {
     let stored: BTreeMap<String, _> = stored(params.to_vec(), checkpoint, AS_NAMED)?
         .into_iter()
         .map(|(param, stored)| (param.path, (stored, param.transposed)))
@@ -299,7 +294,7 @@ pub(crate) fn stored<'a>(
     params: Vec<ModelParam>,
     checkpoint: &'a Checkpoint,
     rules: Rules<'_>,
-) -> Result<Vec<(ModelParam, StoredTensor<'a>)>, ModelError> {
+) -> Result<Vec<(ModelParam, StoredTensor<'a>)>> {
     let named: Vec<_> = params.iter().map(|param| (param.name.clone(), param.hf_shape())).collect();
     let sources = sources(&named, checkpoint, rules)?.into_iter().map(|stored| stored.expect("none may be missing"));
     Ok(params.into_iter().zip(sources).collect())
@@ -310,7 +305,7 @@ fn sources<'a>(
     params: &[(String, Vec<usize>)],
     checkpoint: &'a Checkpoint,
     rules: Rules<'_>,
-) -> Result<Vec<Option<StoredTensor<'a>>>, ModelError> {
+) -> Result<Vec<Option<StoredTensor<'a>>>> {
     (rules.check)(checkpoint)?;
     let sources = match_names(params, checkpoint, rules)?;
     check_shapes(params, &sources, checkpoint)?;
@@ -330,7 +325,7 @@ pub(crate) struct Rules<'a> {
     /// [`Family::is_of_head`]
     is_of_head: fn(&str) -> bool,
     /// [`Family::check`]
-    check: fn(&Checkpoint) -> Result<(), ModelError>,
+    check: fn(&Checkpoint) -> Result<()>,
     /// Whether a head may be missing.
     fresh_head: bool,
 }
@@ -355,7 +350,7 @@ fn match_names<'a>(
     params: &[(String, Vec<usize>)],
     checkpoint: &'a Checkpoint,
     rules: Rules<'_>,
-) -> Result<Sources<'a>, ModelError> {
+) -> Result<Sources<'a>> {
     let mut in_file: BTreeMap<String, StoredTensor<'a>> = BTreeMap::new();
     for name in checkpoint.names() {
         let Some(parameter) = (rules.in_state_dict)(name) else { continue };
@@ -393,11 +388,7 @@ fn match_names<'a>(
     })
 }
 
-fn check_shapes(
-    params: &[(String, Vec<usize>)],
-    sources: &Sources<'_>,
-    checkpoint: &Checkpoint,
-) -> Result<(), ModelError> {
+fn check_shapes(params: &[(String, Vec<usize>)], sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<()> {
     let mut mismatches = Vec::new();
     for ((_, shape), found) in params.iter().zip(sources) {
         for stored in found {
@@ -448,7 +439,7 @@ fn load_all<B: FusedBackend, M: Module<B>>(
     tensors: Vec<Option<(StoredTensor<'_>, bool)>>,
     checkpoint: &Checkpoint,
     device: &B::Device,
-) -> Result<M, ModelError> {
+) -> Result<M> {
     let mut load = Load::<B> { tensors: tensors.into_iter(), checkpoint, device, failed: None };
     let module = module.map(&mut load);
     load.failed.map_or(Ok(module), Err)
@@ -510,7 +501,7 @@ macro_rules! hf_weights {
         pub fn from_pretrained<B: zero_ops::FusedBackend>(
             dir: &std::path::Path,
             device: &B::Device,
-        ) -> Result<$model<B>, $crate::ModelError> {
+        ) -> $crate::Result<$model<B>> {
             let config = $config::from_file(&dir.join("config.json"))?;
             load(config.init(device), dir, device)
         }
@@ -527,7 +518,7 @@ macro_rules! hf_weights {
             model: $model<B>,
             dir: &std::path::Path,
             device: &B::Device,
-        ) -> Result<$model<B>, $crate::ModelError> {
+        ) -> $crate::Result<$model<B>> {
             load_from(model, &$crate::safetensors_file::Checkpoint::open(dir)?, device)
         }
 
@@ -539,7 +530,7 @@ macro_rules! hf_weights {
             model: $model<B>,
             checkpoint: &$crate::safetensors_file::Checkpoint,
             device: &B::Device,
-        ) -> Result<$model<B>, $crate::ModelError> {
+        ) -> $crate::Result<$model<B>> {
             $crate::hf_params::load_checked::<$config, B, _>(model, checkpoint, device)
         }
 

@@ -2,7 +2,7 @@
 
 use regex::Regex;
 
-use crate::ModelError;
+use crate::{ModelError, Result};
 
 /// Names of parameters in other programs' files.
 #[derive(Clone, Debug, Default)]
@@ -17,7 +17,7 @@ impl KeyMap {
     ///
     /// # Errors
     /// [`ModelError::KeyMap`] for a rule that is none.
-    pub fn new(rename: &[impl AsRef<str>], transpose: &[impl AsRef<str>]) -> Result<Self, ModelError> {
+    pub fn new(rename: &[impl AsRef<str>], transpose: &[impl AsRef<str>]) -> Result<Self> {
         let wrong = |rule: &str, problem: String| ModelError::KeyMap { rule: rule.to_string(), problem };
         let regex = |rule: &str, pattern: &str| Regex::new(pattern).map_err(|error| wrong(rule, error.to_string()));
         let rule = |rule: &str| {

@@ -4,13 +4,27 @@
 
 use burn::module::Param;
 use burn::nn::{Dropout, LayerNorm};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
 use zero_ops::FusedBackend;
 
 use crate::Activation;
 use crate::attention::is_active;
 use crate::lora::linear::Linear;
+
+/// Token ids, or what there is a number of for each: `[b, t]`.
+pub type Ids<B> = Tensor<B, 2, Int>;
+
+/// Whether a model with so many positions, which its configuration has as `field`, reads rows of `t` tokens.
+///
+/// # Panics
+/// If it does not.
+pub(crate) fn check_positions(t: usize, positions: usize, field: &str) {
+    assert!(
+        t <= positions,
+        "rows of {t} tokens, but the model has {positions} positions: shorten the rows or raise {field}"
+    );
+}
 
 /// Rows of `b` sequences, one after the other, as `[b, t, width]`.
 pub(crate) fn by_sequence<B: Backend>(x_nd: Tensor<B, 2>, [b, t]: [usize; 2]) -> Tensor<B, 3> {

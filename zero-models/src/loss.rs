@@ -9,6 +9,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{FloatDType, Int, Tensor, s};
 use zero_ops::{FusedBackend, linear_cross_entropy};
 
+use crate::layers::Ids;
+
 /// The label of a position that does not count.
 pub const IGNORED_LABEL: i32 = -100;
 
@@ -18,9 +20,9 @@ pub const IGNORED_LABEL: i32 = -100;
 /// # Panics
 /// If rows have fewer than 2 tokens, or labels another shape.
 pub(crate) fn next_token_loss<B: FusedBackend>(
-    input_ids_bt: Tensor<B, 2, Int>,
-    labels_bt: Tensor<B, 2, Int>,
-    model: impl FnOnce(Tensor<B, 2, Int>) -> (Tensor<B, 2>, Tensor<B, 2>),
+    input_ids_bt: Ids<B>,
+    labels_bt: Ids<B>,
+    model: impl FnOnce(Ids<B>) -> (Tensor<B, 2>, Tensor<B, 2>),
 ) -> Tensor<B, 1> {
     let [b, t] = input_ids_bt.dims();
     assert!(t >= 2, "a next-token loss needs rows of at least 2 tokens, got {t}");
@@ -31,6 +33,78 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
     let (hidden_nd, weight_vd) = model(input_ids_bt);
     linear_cross_entropy(hidden_nd, weight_vd, next_n, Some(IGNORED_LABEL.into()))
 }
+
+/// What a model offers that predicts the next token, of its `hidden_rows`, its `lm_head` and the table of its tokens.
+macro_rules! next_token_model {
+    ($model:ident, $table:ident) => {
+        impl<B: FusedBackend> $model<B> {
+            /// Logits of the token that comes next, at every position.
+            ///
+            /// # Shapes
+            /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
+            /// - returns `[b, t, v]`
+            ///
+            /// # Panics
+            /// If `t` is more than the model has positions.
+            pub fn forward(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 3> {
+                let sizes = input_ids_bt.dims();
+                $crate::layers::by_sequence(self.head(self.hidden_rows(input_ids_bt)), sizes)
+            }
+
+            /// What the head reads: the last norm's output.
+            ///
+            /// # Shapes
+            /// - `input_ids_bt`: `[b, t]`
+            /// - returns `[b, t, d]`
+            ///
+            /// # Panics
+            /// If `t` is more than the model has positions.
+            pub fn forward_hidden(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 3> {
+                let sizes = input_ids_bt.dims();
+                $crate::layers::by_sequence(self.hidden_rows(input_ids_bt), sizes)
+            }
+
+            /// The mean cross-entropy in nats of predicting each token of a row from those before it, over all `b * (t - 1)`
+            /// predictions. This is what Hugging Face computes with `labels=input_ids`.
+            ///
+            /// # Shapes
+            /// - `input_ids_bt`: `[b, t]`
+            /// - returns `[1]`
+            ///
+            /// # Panics
+            /// If `t` is below 2 or more than the model has positions.
+            pub fn loss(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 1> {
+                self.loss_with_labels(input_ids_bt.clone(), input_ids_bt)
+            }
+
+            /// As [`loss`](Self::loss) with other labels, of which those equal to
+            /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count. Labels are shifted here, as Hugging Face does: the
+            /// prediction at position `i` is compared with the label at `i + 1`.
+            ///
+            /// # Shapes
+            /// - `input_ids_bt`, `labels_bt`: `[b, t]`
+            /// - returns `[1]`
+            ///
+            /// # Panics
+            /// If `t` is below 2 or more than the model has positions, or if the shapes differ.
+            pub fn loss_with_labels(&self, input_ids_bt: $crate::Ids<B>, labels_bt: $crate::Ids<B>) -> Tensor<B, 1> {
+                let model = |ids_bt| (self.hidden_rows(ids_bt), self.head_weight());
+                $crate::loss::next_token_loss(input_ids_bt, labels_bt, model)
+            }
+
+            /// The weight of the head, `[v, d]`: the token embedding, or its own.
+            pub fn head_weight(&self) -> Tensor<B, 2> {
+                self.lm_head.as_ref().unwrap_or(&self.$table).val()
+            }
+
+            /// `[n, d]` to `[n, v]`.
+            fn head(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+                zero_ops::linear(hidden_nd, self.head_weight().transpose(), None, None)
+            }
+        }
+    };
+}
+pub(crate) use next_token_model;
 
 /// The mean of the cross-entropy in nats over the rows whose label is not [`IGNORED_LABEL`]; 0 if there are none.
 ///

@@ -12,7 +12,7 @@ use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
 use crate::error::io_at;
 use crate::hf_params::{AS_NAMED, parameters, rules, stored};
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
-use crate::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig};
+use crate::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig, Result};
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
 ///
@@ -46,7 +46,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// As [`Gpt2Config::from_file`] and its like; a file without `model_type` is taken for a GPT-2's.
-    pub fn from_file(path: &Path) -> Result<Self, ModelError> {
+    pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read(path).map_err(io_at("read", path))?;
         // Of what is no JSON, the family will tell.
         let keys: Value = serde_json::from_slice(&text).unwrap_or_default();
@@ -132,7 +132,7 @@ impl ModelConfig {
     }
 
     /// What PEFT adapts by default.
-    pub(crate) fn lora_targets(&self) -> Result<&'static [&'static str], ModelError> {
+    pub(crate) fn lora_targets(&self) -> Result<&'static [&'static str]> {
         match self {
             Self::Gpt2(_) => Ok(&["c_attn"]),
             Self::Bert(_) => Ok(&["query", "value"]),
@@ -176,10 +176,7 @@ impl ModelConfig {
     }
 
     /// The parameters, each with its tensor in the checkpoint.
-    pub(crate) fn stored<'a>(
-        &self,
-        checkpoint: &'a Checkpoint,
-    ) -> Result<Vec<(ModelParam, StoredTensor<'a>)>, ModelError> {
+    pub(crate) fn stored<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Vec<(ModelParam, StoredTensor<'a>)>> {
         let rules = match self {
             Self::Gpt2(_) => rules::<Gpt2Config>(),
             Self::Bert(_) => rules::<BertConfig>(),
@@ -211,41 +208,18 @@ impl ModelConfig {
     }
 }
 
-impl From<Gpt2Config> for ModelConfig {
-    fn from(config: Gpt2Config) -> Self {
-        Self::Gpt2(config)
-    }
+macro_rules! from_family {
+    ($($family:ident: $config:ty),*) => {$(
+        impl From<$config> for ModelConfig {
+            fn from(config: $config) -> Self {
+                Self::$family(config)
+            }
+        }
+    )*};
 }
 
-impl From<ModuleConfig> for ModelConfig {
-    fn from(module: ModuleConfig) -> Self {
-        Self::Module(module)
-    }
-}
-
-impl From<AdaptedModel> for ModelConfig {
-    fn from(adapted: AdaptedModel) -> Self {
-        Self::Adapted(adapted)
-    }
-}
-
-impl From<BertConfig> for ModelConfig {
-    fn from(config: BertConfig) -> Self {
-        Self::Bert(config)
-    }
-}
-
-impl From<BartConfig> for ModelConfig {
-    fn from(config: BartConfig) -> Self {
-        Self::Bart(config)
-    }
-}
-
-impl From<LlamaConfig> for ModelConfig {
-    fn from(config: LlamaConfig) -> Self {
-        Self::Llama(config)
-    }
-}
+from_family!(Gpt2: Gpt2Config, Bert: BertConfig, Llama: LlamaConfig, Bart: BartConfig);
+from_family!(Module: ModuleConfig, Adapted: AdaptedModel);
 
 #[cfg(test)]
 mod tests {

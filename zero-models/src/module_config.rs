@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::{KeyMap, ModelError, ModelParam};
+use crate::{KeyMap, ModelError, ModelParam, Result};
 
 /// A module of any family. It is data, so that a checkpoint which has it in its state is exported without the program that made it.
 ///
@@ -43,7 +43,7 @@ impl ModuleConfig {
     ///
     /// # Errors
     /// [`ModelError::KeyMap`] when two parameters come to one name.
-    pub fn renamed(mut self, map: &KeyMap) -> Result<Self, ModelError> {
+    pub fn renamed(mut self, map: &KeyMap) -> Result<Self> {
         let mut names = BTreeSet::new();
         for param in &mut self.parameters {
             param.name = map.name(&param.path);

@@ -11,7 +11,7 @@ use std::path::Path;
 use zero_ops::FusedBackend;
 pub use zero_ops::quantized::{Format, Quantized};
 
-use crate::ModelError;
+use crate::Result;
 use crate::lora::linear::Adaptable;
 use crate::safetensors_file::Checkpoint;
 
@@ -38,8 +38,8 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
     dir: &Path,
     format: Format,
     is_kept: impl Fn(&str) -> bool,
-    load: impl FnOnce(M, &Checkpoint) -> Result<M, ModelError>,
-) -> Result<M, ModelError> {
+    load: impl FnOnce(M, &Checkpoint) -> Result<M>,
+) -> Result<M> {
     let mut weights = HashSet::new();
     module.linears(&mut |path, layer| {
         if !is_kept(&path) {

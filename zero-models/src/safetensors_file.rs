@@ -19,8 +19,8 @@ use safetensors::tensor::{Dtype, Metadata, SafeTensorError};
 use serde::Deserialize;
 use zero_ops::quantized::Format;
 
-use crate::ModelError;
 use crate::error::io_at;
+use crate::{ModelError, Result};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
 /// What PEFT calls the file of an adapter.
@@ -64,7 +64,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// When there is no checkpoint, a file is cut short or malformed, or index and shards disagree.
-    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+    pub fn open(dir: &Path) -> Result<Self> {
         let index = dir.join(INDEX);
         if dir.join(SINGLE).is_file() {
             return Self::open_file(dir, SINGLE);
@@ -82,7 +82,7 @@ impl Checkpoint {
     }
 
     /// Opens one file in a folder.
-    pub(crate) fn open_file(dir: &Path, name: &str) -> Result<Self, ModelError> {
+    pub(crate) fn open_file(dir: &Path, name: &str) -> Result<Self> {
         let file = MappedFile::open(dir.join(name))?;
         let tensors = file.names().map(|tensor| (tensor, name.to_string())).collect();
         let files = BTreeMap::from([(name.to_string(), file)]);
@@ -117,7 +117,7 @@ impl StoredTensor<'_> {
     ///
     /// # Errors
     /// [`ModelError::TensorDtype`] when the elements are not 16, 32 or 64-bit floats.
-    pub fn check_dtype(&self) -> Result<(), ModelError> {
+    pub fn check_dtype(&self) -> Result<()> {
         match self.dtype {
             Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64 => Ok(()),
             got => Err(ModelError::TensorDtype { name: self.name.to_string(), path: self.path.to_path_buf(), got }),
@@ -133,7 +133,7 @@ impl StoredTensor<'_> {
     ///
     /// # Errors
     /// As [`check_dtype`](Self::check_dtype).
-    pub fn to_f32(&self) -> Result<Vec<f32>, ModelError> {
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
         self.elements(0..self.numel())
     }
 
@@ -144,7 +144,7 @@ impl StoredTensor<'_> {
     ///
     /// # Panics
     /// If the range reaches beyond the tensor.
-    pub fn elements(&self, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+    pub fn elements(&self, range: Range<usize>) -> Result<Vec<f32>> {
         self.convert(range, None)
     }
 
@@ -155,7 +155,7 @@ impl StoredTensor<'_> {
     ///
     /// # Panics
     /// If the tensor is no matrix, or the range reaches beyond it.
-    pub fn elements_transposed(&self, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+    pub fn elements_transposed(&self, range: Range<usize>) -> Result<Vec<f32>> {
         let &[rows, columns] = self.shape else {
             panic!("tensor \"{}\" of shape {:?} has no transpose", self.name, self.shape);
         };
@@ -163,7 +163,7 @@ impl StoredTensor<'_> {
     }
 
     /// `matrix`: the tensor's rows and columns if the elements are those of its transpose.
-    fn convert(&self, range: Range<usize>, matrix: Option<(usize, usize)>) -> Result<Vec<f32>, ModelError> {
+    fn convert(&self, range: Range<usize>, matrix: Option<(usize, usize)>) -> Result<Vec<f32>> {
         self.check_dtype()?;
         assert!(
             range.start <= range.end && range.end <= self.numel(),
@@ -237,7 +237,7 @@ struct MappedFile {
 }
 
 impl MappedFile {
-    fn open(path: PathBuf) -> Result<Self, ModelError> {
+    fn open(path: PathBuf) -> Result<Self> {
         let file = File::open(&path).map_err(io_at("open", &path))?;
         let got_bytes = file.metadata().map_err(io_at("open", &path))?.len();
         if got_bytes == 0 {
@@ -274,7 +274,7 @@ impl MappedFile {
 ///
 /// Not by `SafeTensors::read_metadata`: safetensors 0.7.0 adds up the sizes of header and tensors without a check, and a
 /// header of tensors that end just below 2^64 makes it panic where overflows are checked.
-fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata), ModelError> {
+fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata)> {
     let got_bytes = file.len() as u64;
     let short = |expected_bytes| ModelError::Truncated { path: path.to_path_buf(), expected_bytes, got_bytes };
     let malformed = |source: SafeTensorError| ModelError::Format {
@@ -304,7 +304,7 @@ fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata), ModelError
 type Shards = (BTreeMap<String, MappedFile>, BTreeMap<String, String>);
 
 /// The shards by name, and the name of each tensor's.
-fn open_shards(dir: &Path, index: &Path) -> Result<Shards, ModelError> {
+fn open_shards(dir: &Path, index: &Path) -> Result<Shards> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use zero_burn::launch::LaunchError;
@@ -12,6 +12,9 @@ use zero_core::{CommError, RankFailure};
 use zero_models::ModelError;
 
 use crate::engine::EngineError;
+
+/// Of what can go wrong in a run.
+pub type Result<T, E = TrainError> = core::result::Result<T, E>;
 
 /// Why training cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -83,6 +86,17 @@ pub(crate) fn wrong(option: &'static str, got: impl ToString, expected: impl Int
     TrainError::Option { option, got: got.to_string(), expected: expected.into() }
 }
 
+/// A file with the wrong content: what is wrong, what was expected, and what to change.
+pub(crate) fn wrong_data(path: &Path, problem: impl Into<String>) -> TrainError {
+    TrainError::Data { path: path.to_path_buf(), problem: problem.into() }
+}
+
+/// What makes an error of the system this crate's.
+pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> TrainError + use<> {
+    let path = path.to_path_buf();
+    move |source| TrainError::Io { action, path: path.clone(), source }
+}
+
 /// A launch's error that no rank's body gave.
 pub(crate) fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
     match error {
@@ -145,25 +159,24 @@ impl TrainError {
     /// another rank, 128 and the number of the signal for a run that one ended, 1 for a run that failed in another way, for which it
     /// may be started again.
     pub fn exit_code(&self) -> u8 {
+        const LATE: u8 = zero_core::collective::exit::code::WATCHDOG as u8;
         match self {
             TrainError::Signal { code, .. } => *code,
             _ if self.is_of_a_device() => 1,
-            TrainError::Late(_) => zero_core::collective::exit::code::WATCHDOG as u8,
-            TrainError::Engine(EngineError::Checkpoint(CheckpointError::Comm { source, .. }))
-                if matches!(**source, zero_core::CommError::Timeout { .. } | zero_core::CommError::Stalled { .. }) =>
-            {
-                zero_core::collective::exit::code::WATCHDOG as u8
+            TrainError::Late(_) => LATE,
+            TrainError::Engine(EngineError::Checkpoint(CheckpointError::Comm { source, .. })) if is_late(source) => {
+                LATE
             }
-            TrainError::Engine(EngineError::Disk(
-                DiskError::Truncated { .. } | DiskError::Deadline { .. } | DiskError::Stopped { .. },
-            )) => 1,
             TrainError::Run(_)
             | TrainError::Engine(
-                EngineError::LossScale(_) | EngineError::LoadFailed { .. } | EngineError::NotFinite { .. },
+                EngineError::LossScale(_)
+                | EngineError::LoadFailed { .. }
+                | EngineError::NotFinite { .. }
+                | EngineError::Disk(DiskError::Truncated { .. } | DiskError::Deadline { .. } | DiskError::Stopped { .. })
+                | EngineError::Checkpoint(
+                    CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },
+                ),
             ) => 1,
-            TrainError::Engine(EngineError::Checkpoint(
-                CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },
-            )) => 1,
             _ => 2,
         }
     }
@@ -172,32 +185,29 @@ impl TrainError {
     /// disk, a network or a limit has failed it, which may pass.
     fn is_of_a_device(&self) -> bool {
         use io::ErrorKind as Kind;
-        let mut cause: Option<&(dyn Error + 'static)> = Some(self);
-        while let Some(error) = cause {
-            if let Some(error) = error.downcast_ref::<io::Error>() {
-                return !matches!(
-                    error.kind(),
-                    Kind::NotFound
-                        | Kind::PermissionDenied
-                        | Kind::AlreadyExists
-                        | Kind::NotADirectory
-                        | Kind::IsADirectory
-                        | Kind::DirectoryNotEmpty
-                        | Kind::ReadOnlyFilesystem
-                        | Kind::InvalidInput
-                        | Kind::InvalidData
-                        | Kind::InvalidFilename
-                        | Kind::ArgumentListTooLong
-                        | Kind::UnexpectedEof
-                        | Kind::Unsupported
-                        | Kind::FileTooLarge
-                        | Kind::CrossesDevices
-                        | Kind::NotSeekable
-                ) && error.raw_os_error() != Some(TOO_MANY_LINKS);
-            }
-            cause = error.source();
-        }
-        false
+        let first: &(dyn Error + 'static) = self;
+        let mut causes = std::iter::successors(Some(first), |&error| error.source());
+        causes.find_map(|error| error.downcast_ref::<io::Error>()).is_some_and(|error| {
+            !matches!(
+                error.kind(),
+                Kind::NotFound
+                    | Kind::PermissionDenied
+                    | Kind::AlreadyExists
+                    | Kind::NotADirectory
+                    | Kind::IsADirectory
+                    | Kind::DirectoryNotEmpty
+                    | Kind::ReadOnlyFilesystem
+                    | Kind::InvalidInput
+                    | Kind::InvalidData
+                    | Kind::InvalidFilename
+                    | Kind::ArgumentListTooLong
+                    | Kind::UnexpectedEof
+                    | Kind::Unsupported
+                    | Kind::FileTooLarge
+                    | Kind::CrossesDevices
+                    | Kind::NotSeekable
+            ) && error.raw_os_error() != Some(TOO_MANY_LINKS)
+        })
     }
 }
 
@@ -206,16 +216,8 @@ const TOO_MANY_LINKS: i32 = 40;
 
 /// An error with its causes, which some errors tell themselves, on one line.
 pub fn told_once(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let more = cause.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        source = cause.source();
-    }
-    text
+    let causes = std::iter::successors(error.source(), |&cause| cause.source()).map(ToString::to_string);
+    causes.fold(error.to_string(), |text, more| if text.contains(&more) { text } else { format!("{text}: {more}") })
 }
 
 #[cfg(test)]

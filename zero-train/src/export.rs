@@ -7,7 +7,6 @@
 //! * Threads: all on the caller's.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -16,7 +15,7 @@ use serde_json::Value;
 use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
 use zero_models::hf_export::{ExportOptions, Exported, export};
 use zero_models::lora::merge_with;
-use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig};
+use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig, listed, names_differ};
 
 /// What names of parameters begin with in a checkpoint.
 const PREFIX: &str = "model.";
@@ -223,15 +222,8 @@ fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> 
         }
     }
     let unexpected: Vec<String> = unexpected.into_iter().map(str::to_string).collect();
-    let mut problems = Vec::new();
-    for (what, names) in [("missing", &missing), ("unexpected", &unexpected)] {
-        if !names.is_empty() {
-            problems.push(format!("{} {what}: {}", names.len(), listed(names)));
-        }
-    }
-    if !differing.is_empty() {
-        problems.push(listed(&differing));
-    }
+    let all = [names_differ(&missing, &unexpected), listed(&differing)];
+    let problems: Vec<String> = all.into_iter().filter(|problem| !problem.is_empty()).collect();
     match problems.is_empty() {
         true => Ok(()),
         false => Err(problems.join("; ")),
@@ -267,17 +259,6 @@ fn elements(checkpoint: &Checkpoint, tensor: &str, range: Range<usize>) -> Resul
         begin += part.len();
     }
     Ok(values)
-}
-
-/// How many names a message lists before it says "and n more".
-const LISTED: usize = 10;
-
-fn listed(items: &[String]) -> String {
-    let mut text = items.iter().take(LISTED).cloned().collect::<Vec<_>>().join(", ");
-    if items.len() > LISTED {
-        write!(text, " and {} more", items.len() - LISTED).expect("a string takes what is written");
-    }
-    text
 }
 
 fn reasons(skipped: &Skipped) -> String {

@@ -9,27 +9,25 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use burn::tensor::FloatDType;
 use clap::Args;
 use serde_json::json;
 use tempfile::TempDir;
-use zero_burn::config::{Float, Tier, ZeroConfig};
+use zero_burn::config::{Tier, ZeroConfig};
 use zero_burn::launch::{LaunchOptions, launch};
 use zero_burn::module::end_pass;
 use zero_burn::stats::all_gather;
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
-use zero_models::generate::{Hooks, Sampling, generate_with};
-use zero_models::hf_export::{ExportDtype, ExportOptions};
-use zero_models::lora::{self, Adaptable};
+use zero_models::generate::{Hooks, Sampling};
+use zero_models::hf_export::ExportOptions;
+use zero_models::lora;
 use zero_models::quantize::{self, Format};
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bart, BartConfig, CausalFamily, ModelConfig, ModelError, bart};
+use zero_models::{ModelConfig, TextFamily};
 use zero_ops::FusedBackend;
 
-use crate::TrainError;
-use crate::data::{Cutting, Tokenizer, wrong_data};
-use crate::error::wrong;
+use crate::data::{Cutting, Tokenizer};
+use crate::error::{Result, TrainError, io, wrong, wrong_data};
 use crate::export::export_checkpoint;
 use crate::trainer::{BackendChoice, Dtype, OffloadTo};
 
@@ -112,7 +110,7 @@ pub struct Options {
 /// # Errors
 ///
 /// [`TrainError`] for a folder, a prompt or an option that cannot be used.
-pub fn run(options: &Options) -> Result<(), TrainError> {
+pub fn run(options: &Options) -> Result<()> {
     options.backend.check()?;
     if options.ranks == 0 {
         return Err(wrong("ranks", 0, "expected at least 1"));
@@ -132,17 +130,9 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     let mut dir = if ["config.json", "adapter_config.json"].iter().any(|file| options.model.join(file).is_file()) {
         options.model.clone()
     } else {
-        let there = tempfile::tempdir_in(&options.swap).map_err(|source| TrainError::Io {
-            action: "write",
-            path: options.swap.clone(),
-            source,
-        })?;
-        let dtype = match options.dtype {
-            Dtype::Fp32 => ExportDtype::Fp32,
-            Dtype::Fp16 => ExportDtype::Fp16,
-            Dtype::Bf16 => ExportDtype::Bf16,
-        };
+        let there = tempfile::tempdir_in(&options.swap).map_err(io("write", &options.swap))?;
         let dir = there.path().join("model");
+        let (dtype, ..) = options.dtype.types();
         let export = ExportOptions { dtype, ..ExportOptions::default() };
         export_checkpoint(&options.model, &dir, &export, None).map_err(|error| {
             wrong_data(&options.model, format!("has no config.json, and is no checkpoint: {error}"))
@@ -162,9 +152,9 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     }
     let adapter = adapter.as_deref();
     match ModelConfig::from_file(&dir.join("config.json"))? {
-        ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &GoesOn(config)),
-        ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &GoesOn(config)),
-        ModelConfig::Bart(config) => run_on_model(options, &dir, adapter, exported, &config),
+        ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
+        ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
+        ModelConfig::Bart(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
         _ => {
             let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART";
             Err(wrong("model", options.model.display(), expected))
@@ -172,170 +162,47 @@ pub fn run(options: &Options) -> Result<(), TrainError> {
     }
 }
 
-/// What making text needs of a family.
-trait Writer: Sync {
-    type Model<B: FusedBackend>: Adaptable<B>;
-
-    /// Whether the text that is made goes on with the prompt.
-    const GOES_ON: bool;
-
-    fn config(&self) -> ModelConfig;
-
-    fn vocabulary(&self) -> usize;
-
-    fn fresh<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
-
-    /// The model with the weights of a folder.
-    fn load<B: FusedBackend>(
-        model: Self::Model<B>,
-        from: &Checkpoint,
-        device: &B::Device,
-    ) -> Result<Self::Model<B>, ModelError>;
-
-    /// A prompt as the model reads it.
-    fn marked(&self, prompt: Vec<u32>, tokenizer: &Tokenizer) -> Vec<u32>;
-
-    /// How text is made where no option says.
-    fn sampling(&self, tokenizer: &Tokenizer) -> Sampling;
-
-    fn make<B: FusedBackend>(
-        model: &Self::Model<B>,
-        prompts: &[Vec<u32>],
-        how: &Sampling,
-        device: &B::Device,
-        hooks: Hooks<'_>,
-    ) -> Result<Vec<Vec<u32>>, ModelError>;
-}
-
-/// A family that predicts the next token.
-struct GoesOn<C>(C);
-
-impl<C: CausalFamily> Writer for GoesOn<C> {
-    type Model<B: FusedBackend> = C::Model<B>;
-
-    const GOES_ON: bool = true;
-
-    fn config(&self) -> ModelConfig {
-        self.0.clone().into()
-    }
-
-    fn vocabulary(&self) -> usize {
-        self.0.sizes().vocabulary
-    }
-
-    fn fresh<B: FusedBackend>(&self, device: &B::Device) -> C::Model<B> {
-        self.0.init(device)
-    }
-
-    fn load<B: FusedBackend>(
-        model: C::Model<B>,
-        from: &Checkpoint,
-        device: &B::Device,
-    ) -> Result<C::Model<B>, ModelError> {
-        C::load(model, from, device)
-    }
-
-    fn marked(&self, prompt: Vec<u32>, _: &Tokenizer) -> Vec<u32> {
-        prompt
-    }
-
-    fn sampling(&self, tokenizer: &Tokenizer) -> Sampling {
-        Sampling { stop: tokenizer.end().into_iter().collect(), ..Sampling::default() }
-    }
-
-    fn make<B: FusedBackend>(
-        model: &C::Model<B>,
-        prompts: &[Vec<u32>],
-        how: &Sampling,
-        device: &B::Device,
-        hooks: Hooks<'_>,
-    ) -> Result<Vec<Vec<u32>>, ModelError> {
-        generate_with(model, prompts, how, device, hooks)
-    }
-}
-
-impl Writer for BartConfig {
-    type Model<B: FusedBackend> = Bart<B>;
-
-    const GOES_ON: bool = false;
-
-    fn config(&self) -> ModelConfig {
-        self.clone().into()
-    }
-
-    fn vocabulary(&self) -> usize {
-        self.vocab_size
-    }
-
-    fn fresh<B: FusedBackend>(&self, device: &B::Device) -> Bart<B> {
-        self.init(device)
-    }
-
-    fn load<B: FusedBackend>(model: Bart<B>, from: &Checkpoint, device: &B::Device) -> Result<Bart<B>, ModelError> {
-        bart::weights::load_from(model, from, device)
-    }
-
-    /// As in training.
-    fn marked(&self, prompt: Vec<u32>, tokenizer: &Tokenizer) -> Vec<u32> {
-        tokenizer.begin().into_iter().chain(prompt).chain([self.eos_token_id]).collect()
-    }
-
-    fn sampling(&self, _: &Tokenizer) -> Sampling {
-        let default = BartConfig::sampling(self);
-        Sampling { max_new_tokens: default.max_new_tokens.min(self.max_position_embeddings - 1), ..default }
-    }
-
-    fn make<B: FusedBackend>(
-        model: &Bart<B>,
-        prompts: &[Vec<u32>],
-        how: &Sampling,
-        device: &B::Device,
-        hooks: Hooks<'_>,
-    ) -> Result<Vec<Vec<u32>>, ModelError> {
-        bart::generate_with(model, prompts, how, device, hooks)
-    }
-}
-
 /// As [`run`], with the model in the folder `dir` and what was trained beside it; one may lie in a folder that was made for this.
-fn run_on_model<W: Writer>(
+fn run_on_model<F: TextFamily>(
     options: &Options,
     dir: &Path,
     adapter: Option<&Path>,
     made_for_this: Option<TempDir>,
-    writer: &W,
-) -> Result<(), TrainError> {
+    family: &F,
+    vocab_size: usize,
+) -> Result<()> {
     let folders = [dir];
-    let cutting = Cutting {
-        vocab_size: writer.vocabulary(),
-        tokenizer: options.tokenizer.as_deref(),
-        folders: &folders,
-        ..Cutting::default()
-    };
+    let cutting =
+        Cutting { vocab_size, tokenizer: options.tokenizer.as_deref(), folders: &folders, ..Cutting::default() };
     let tokenizer = Tokenizer::find(Path::new("the prompt"), &cutting)?;
+    let config: ModelConfig = family.clone().into();
     let mut texts = options.prompt.clone();
     if let Some(file) = &options.prompts {
-        let read = |source| TrainError::Io { action: "read", path: file.clone(), source };
-        texts.extend(std::fs::read_to_string(file).map_err(read)?.lines().map(str::to_string));
+        texts.extend(std::fs::read_to_string(file).map_err(io("read", file))?.lines().map(str::to_string));
     }
     let encode = |text: &String| {
         let ids = tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem))?;
-        Ok::<_, TrainError>(writer.marked(ids, &tokenizer))
+        Ok::<_, TrainError>(match &config {
+            // As in training.
+            ModelConfig::Bart(bart) => tokenizer.begin().into_iter().chain(ids).chain([bart.eos_token_id]).collect(),
+            _ => ids,
+        })
     };
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
-    let job = Job { options, dir, adapter, writer, tokenizer: &tokenizer, prompts: &prompts };
+    let job = Job { options, dir, adapter, family, config: &config, tokenizer: &tokenizer, prompts: &prompts };
     let run_on = match options.backend {
         #[cfg(feature = "cuda")]
-        BackendChoice::Cuda => Job::<W>::run::<burn_cuda::Cuda>,
+        BackendChoice::Cuda => Job::<F>::run::<burn_cuda::Cuda>,
         #[cfg(feature = "vulkan")]
-        BackendChoice::Vulkan => Job::<W>::run::<burn_wgpu::Vulkan>,
-        _ => Job::<W>::run::<burn_flex::Flex>,
+        BackendChoice::Vulkan => Job::<F>::run::<burn_wgpu::Vulkan>,
+        _ => Job::<F>::run::<burn_flex::Flex>,
     };
     let made = run_on(&job)?;
     drop(made_for_this);
     let streamed = job.streams();
     for ((prompt, tokens), text) in prompts.iter().zip(&made).zip(&texts) {
-        let all = if W::GOES_ON { tokenizer.decode(&[&prompt[..], tokens].concat()) } else { tokenizer.decode(tokens) };
-        let begins = if W::GOES_ON { text.as_str() } else { "" };
+        let (prompt, begins) = if job.goes_on() { (&prompt[..], text.as_str()) } else { (&[][..], "") };
+        let all = tokenizer.decode(&[prompt, tokens].concat());
         let follows = all.strip_prefix(begins).unwrap_or(&all);
         if options.json {
             println!("{}", json!({ "prompt": text, "text": follows, "tokens": tokens }));
@@ -346,30 +213,41 @@ fn run_on_model<W: Writer>(
     Ok(())
 }
 
-struct Job<'a, W> {
+struct Job<'a, F> {
     options: &'a Options,
     dir: &'a Path,
     /// What was trained beside the weights in `dir`.
     adapter: Option<&'a Path>,
-    writer: &'a W,
+    family: &'a F,
+    config: &'a ModelConfig,
     tokenizer: &'a Tokenizer,
     prompts: &'a [Vec<u32>],
 }
 
-impl<W: Writer> Job<'_, W> {
+impl<F: TextFamily> Job<'_, F> {
+    /// Whether the text that is made goes on with the prompt.
+    fn goes_on(&self) -> bool {
+        !matches!(self.config, ModelConfig::Bart(_))
+    }
+
     /// Whether tokens are printed as they come.
     fn streams(&self) -> bool {
         self.prompts.len() == 1 && self.options.beams == 1 && !self.options.json
     }
 
-    fn sampling(&self) -> Result<Sampling, TrainError> {
+    fn sampling(&self) -> Result<Sampling> {
         let options = self.options;
         let named = |token: &String| {
-            let known = self.tokenizer.id(token);
-            known
-                .ok_or_else(|| wrong("stop", token, "expected a token of the model's tokenizer, such as <|endoftext|>"))
+            let expected = "expected a token of the model's tokenizer, such as <|endoftext|>";
+            self.tokenizer.id(token).ok_or_else(|| wrong("stop", token, expected))
         };
-        let default = self.writer.sampling(self.tokenizer);
+        let default = match self.config {
+            ModelConfig::Bart(bart) => {
+                let default = bart.sampling();
+                Sampling { max_new_tokens: default.max_new_tokens.min(bart.max_position_embeddings - 1), ..default }
+            }
+            _ => Sampling { stop: self.tokenizer.end().into_iter().collect(), ..Sampling::default() },
+        };
         let stop = match options.stop.len() {
             0 => default.stop,
             _ => options.stop.iter().map(named).collect::<Result<_, _>>()?,
@@ -384,22 +262,14 @@ impl<W: Writer> Job<'_, W> {
             seed: options.seed,
             beams: options.beams,
             length_penalty: options.length_penalty,
-            cache_dtype: options.kv_cache_dtype.map(|dtype| match dtype {
-                Dtype::Fp32 => FloatDType::F32,
-                Dtype::Fp16 => FloatDType::F16,
-                Dtype::Bf16 => FloatDType::BF16,
-            }),
+            cache_dtype: options.kv_cache_dtype.map(|dtype| dtype.types().2),
             ..default
         })
     }
 
     fn zero(&self) -> ZeroConfig {
         let mut zero = ZeroConfig::new(Stage::Parameters);
-        zero.param_dtype = match self.options.dtype {
-            Dtype::Fp32 => Float::F32,
-            Dtype::Fp16 => Float::F16,
-            Dtype::Bf16 => Float::Bf16,
-        };
+        (_, zero.param_dtype, _) = self.options.dtype.types();
         zero.offload.parameters = match self.options.offload {
             None => Tier::default(),
             Some(OffloadTo::Host) => Tier::Host,
@@ -410,7 +280,7 @@ impl<W: Writer> Job<'_, W> {
     }
 
     /// The tokens that follow each prompt.
-    fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>, TrainError> {
+    fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>> {
         let (how, zero) = (self.sampling()?, self.zero());
         let ranks = self.options.ranks;
         let launched =
@@ -426,23 +296,23 @@ impl<W: Writer> Job<'_, W> {
         device: &ZeroDevice<I::Device>,
         how: &Sampling,
         made: &[Mutex<Vec<u32>>],
-    ) -> Result<(), TrainError> {
-        let model = self.writer.fresh::<Zero<I>>(device);
+    ) -> Result<()> {
+        let model = self.family.init::<Zero<I>>(device);
         let mut model = match self.options.quantize {
             Some(format) => {
-                quantize::load(model, self.dir, format, |_| false, |model, from| W::load(model, from, device))?
+                quantize::load(model, self.dir, format, |_| false, |model, from| F::load(model, from, device))?
             }
-            None => W::load(model, &Checkpoint::open(self.dir)?, device)?,
+            None => F::load(model, &Checkpoint::open(self.dir)?, device)?,
         };
         if let Some(adapter) = self.adapter {
-            model = lora::load(model, &self.writer.config(), adapter, device)?;
+            model = lora::load(model, self.config, adapter, device)?;
         }
         let mine: Vec<usize> = (device.rank()..self.prompts.len()).step_by(self.options.ranks).collect();
         // In place of prompts that only other ranks have.
         let rows = if mine.is_empty() { &[0][..] } else { &mine };
         let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
-        let mut shown =
-            self.streams().then(|| Shown::new(self.tokenizer, if W::GOES_ON { &self.prompts[0] } else { &[] }));
+        let begins = if self.goes_on() { &self.prompts[0][..] } else { &[] };
+        let mut shown = self.streams().then(|| Shown::new(self.tokenizer, begins));
         let mut token = |_: usize, token: u32| {
             if let Some(shown) = shown.as_mut().filter(|_| device.rank() == 0) {
                 shown.add(token);
@@ -454,7 +324,7 @@ impl<W: Writer> Job<'_, W> {
             all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0)
         };
         let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
-        let texts = W::make(&model, &prompts, how, device, hooks)?;
+        let texts = F::generate(&model, &prompts, how, device, hooks)?;
         for (&row, text) in mine.iter().zip(texts) {
             *made[row].lock().expect("no other rank has this row") = text;
         }

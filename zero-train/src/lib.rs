@@ -28,4 +28,4 @@ mod signals;
 pub mod trainer;
 pub mod wizard;
 
-pub use error::{TrainError, exit, told_once};
+pub use error::{Result, TrainError, exit, told_once};

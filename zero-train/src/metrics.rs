@@ -135,6 +135,12 @@ pub enum EventKind {
     Fail,
 }
 
+impl Event {
+    pub(crate) fn new(kind: EventKind, step: usize, text: String) -> Self {
+        Self { step, kind, text, ..Self::default() }
+    }
+}
+
 impl EpochMetrics {
     pub(crate) fn new(epoch: usize, step: usize, loss: f64, eval: Option<Evaluated>) -> Self {
         let eval_loss = eval.as_ref().map(|eval| eval[0].1);

@@ -2,7 +2,7 @@
 
 use crate::generate::Sampling;
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
-use crate::{Activation, ModelError};
+use crate::{Activation, ModelError, Result};
 
 hf_config! {
     /// The configuration of a BART.
@@ -81,7 +81,7 @@ impl BartConfig {
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
-    pub fn preset(name: &str) -> Result<Self, ModelError> {
+    pub fn preset(name: &str) -> Result<Self> {
         let [layers, d_model, heads, ffn, max_position_embeddings] =
             find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
         Ok(Self {
@@ -102,7 +102,7 @@ impl BartConfig {
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong.
-    pub fn validate(&self) -> Result<(), ModelError> {
+    pub fn validate(&self) -> Result<()> {
         let [words, width, positions] = named!(self: vocab_size, d_model, max_position_embeddings);
         let encoder = named!(self: encoder_attention_heads, encoder_layers, encoder_ffn_dim);
         let decoder = named!(self: decoder_attention_heads, decoder_layers, decoder_ffn_dim);

@@ -12,8 +12,8 @@ use burn::tensor::{Int, Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear, linear_cross_entropy};
 
 use crate::attention::{Masks, attend, is_active};
-use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Linear};
+use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, dense_onto, normed};
+use crate::lora::linear::{Adaptable, Linear, each_field};
 use crate::loss::IGNORED_LABEL;
 use crate::{Activation, BartConfig, init};
 
@@ -92,9 +92,7 @@ impl BartConfig {
     /// # Panics
     /// If [`validate`](Self::validate) refuses the configuration.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Bart<B> {
-        if let Err(error) = self.validate() {
-            panic!("{error}");
-        }
+        self.validate().unwrap_or_else(|error| panic!("{error}"));
         let encoder = [self.encoder_layers, self.encoder_attention_heads, self.encoder_ffn_dim];
         let decoder = [self.decoder_layers, self.decoder_attention_heads, self.decoder_ffn_dim];
         Bart {
@@ -149,28 +147,23 @@ pub(super) struct Read<B: FusedBackend> {
     /// `[m, d]`
     pub(super) rows_md: Tensor<B, 2>,
     /// 1 at tokens and 0 at padding, `[b, u]`, if there is any.
-    pub(super) mask_bu: Option<Tensor<B, 2, Int>>,
+    pub(super) mask_bu: Option<Ids<B>>,
 }
 
 impl<B: FusedBackend> Bart<B> {
     /// Logits of the token that comes next, at every position of the decoder.
     ///
     /// # Shapes
-    /// - `input_ids_bu`: `[b, u]`, each id in `0..vocab_size`
-    /// - `attention_mask_bu`: `[b, u]`, 1 at tokens and 0 at padding; `None` if there is no padding
-    /// - `decoder_input_ids_bt`: `[b, t]`
+    /// - `ids_bu`: `[b, u]`, each id in `0..vocab_size`
+    /// - `mask_bu`: `[b, u]`, 1 at tokens and 0 at padding; `None` if there is no padding
+    /// - `decoder_ids_bt`: `[b, t]`
     /// - returns `[b, t, v]`
     ///
     /// # Panics
     /// If `t` or `u` is more than `max_position_embeddings`.
-    pub fn forward(
-        &self,
-        input_ids_bu: Tensor<B, 2, Int>,
-        attention_mask_bu: Option<Tensor<B, 2, Int>>,
-        decoder_input_ids_bt: Tensor<B, 2, Int>,
-    ) -> Tensor<B, 3> {
-        let sizes = decoder_input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bu, attention_mask_bu, decoder_input_ids_bt);
+    pub fn forward(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, decoder_ids_bt: Ids<B>) -> Tensor<B, 3> {
+        let sizes = decoder_ids_bt.dims();
+        let hidden_nd = self.hidden_rows(ids_bu, mask_bu, decoder_ids_bt);
         by_sequence(self.logits(hidden_nd), sizes)
     }
 
@@ -179,26 +172,21 @@ impl<B: FusedBackend> Bart<B> {
     /// embedding is trained, which transformers leave as it is.
     ///
     /// # Shapes
-    /// - `input_ids_bu`, `attention_mask_bu`: as for [`forward`](Self::forward)
+    /// - `ids_bu`, `mask_bu`: as for [`forward`](Self::forward)
     /// - `labels_bt`: `[b, t]`
     /// - returns `[1]`
     ///
     /// # Panics
     /// If `t` or `u` is more than `max_position_embeddings`.
-    pub fn loss(
-        &self,
-        input_ids_bu: Tensor<B, 2, Int>,
-        attention_mask_bu: Option<Tensor<B, 2, Int>>,
-        labels_bt: Tensor<B, 2, Int>,
-    ) -> Tensor<B, 1> {
+    pub fn loss(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, labels_bt: Ids<B>) -> Tensor<B, 1> {
         let [b, t] = labels_bt.dims();
-        let decoder_input_ids_bt = self.decoder_inputs(labels_bt.clone());
-        let hidden_nd = self.hidden_rows(input_ids_bu, attention_mask_bu, decoder_input_ids_bt);
+        let decoder_ids_bt = self.decoder_inputs(labels_bt.clone());
+        let hidden_nd = self.hidden_rows(ids_bu, mask_bu, decoder_ids_bt);
         linear_cross_entropy(hidden_nd, self.shared.val(), labels_bt.reshape([b * t]), Some(IGNORED_LABEL.into()))
     }
 
     /// What the decoder reads to predict these labels `[b, t]`: the start token and all labels but the last.
-    pub fn decoder_inputs(&self, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 2, Int> {
+    pub fn decoder_inputs(&self, labels_bt: Ids<B>) -> Ids<B> {
         let [_, t] = labels_bt.dims();
         let ignored = labels_bt.clone().equal_elem(IGNORED_LABEL);
         let labels_bt = labels_bt.mask_fill(ignored, self.pad_token as i32);
@@ -206,16 +194,11 @@ impl<B: FusedBackend> Bart<B> {
         Tensor::cat(vec![start_b1, labels_bt.slice(s![.., 0..t - 1])], 1)
     }
 
-    fn hidden_rows(
-        &self,
-        input_ids_bu: Tensor<B, 2, Int>,
-        attention_mask_bu: Option<Tensor<B, 2, Int>>,
-        decoder_input_ids_bt: Tensor<B, 2, Int>,
-    ) -> Tensor<B, 2> {
-        let [b, _] = decoder_input_ids_bt.dims();
-        assert!(input_ids_bu.dims()[0] == b, "as many texts must be read as are made");
-        let Read { rows_md, mask_bu } = self.read(input_ids_bu, attention_mask_bu);
-        let mut x_nd = self.embed(&self.decoder, decoder_input_ids_bt);
+    fn hidden_rows(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, decoder_ids_bt: Ids<B>) -> Tensor<B, 2> {
+        let [b, _] = decoder_ids_bt.dims();
+        assert!(ids_bu.dims()[0] == b, "as many texts must be read as are made");
+        let Read { rows_md, mask_bu } = self.read(ids_bu, mask_bu);
+        let mut x_nd = self.embed(&self.decoder, decoder_ids_bt);
         let (own, across) = (Masks::none(), Masks::padding(mask_bu, &x_nd));
         for layer in &self.decoder.layers {
             let forward = |x_nd| {
@@ -230,7 +213,7 @@ impl<B: FusedBackend> Bart<B> {
     }
 
     /// Reads texts.
-    pub(super) fn read(&self, ids_bu: Tensor<B, 2, Int>, mask_bu: Option<Tensor<B, 2, Int>>) -> Read<B> {
+    pub(super) fn read(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>) -> Read<B> {
         let [b, _] = ids_bu.dims();
         let mut x_md = self.embed(&self.encoder, ids_bu);
         let masks = Masks::padding(mask_bu.clone(), &x_md);
@@ -246,15 +229,11 @@ impl<B: FusedBackend> Bart<B> {
     }
 
     /// Rows `[n, d]` of texts that begin here.
-    fn embed(&self, stack: &BartStack<B>, ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+    fn embed(&self, stack: &BartStack<B>, ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = ids_bt.dims();
         let table = stack.embed_positions.val();
         let [rows, d] = table.dims();
-        assert!(
-            t + OFFSET <= rows,
-            "rows of {t} tokens, but the model has {} positions: shorten the rows or raise max_position_embeddings",
-            rows - OFFSET
-        );
+        check_positions(t, rows - OFFSET, "max_position_embeddings");
         let tokens = self.tokens(ids_bt.reshape([b * t])).reshape([b, t * d]);
         let positions = table.slice(s![OFFSET..OFFSET + t, ..]).reshape([1, t * d]);
         stack.norm((tokens + positions).reshape([b * t, d]))
@@ -329,15 +308,10 @@ impl<B: Backend> Adaptable<B> for Bart<B> {
                 let attentions =
                     [("self_attn", Some(&mut layer.self_attn)), ("encoder_attn", layer.encoder_attn.as_mut())];
                 for (name, attn) in attentions {
-                    let Some(BartAttention { q_proj, k_proj, v_proj, out_proj, .. }) = attn else { continue };
-                    for (field, linear) in
-                        [("q_proj", q_proj), ("k_proj", k_proj), ("v_proj", v_proj), ("out_proj", out_proj)]
-                    {
-                        each(format!("{part}.layers.{i}.{name}.{field}"), linear);
-                    }
+                    let (path, Some(attn)) = (format!("{part}.layers.{i}.{name}"), attn) else { continue };
+                    each_field!(each, path, attn.q_proj, attn.k_proj, attn.v_proj, attn.out_proj);
                 }
-                each(format!("{part}.layers.{i}.fc1"), &mut layer.fc1);
-                each(format!("{part}.layers.{i}.fc2"), &mut layer.fc2);
+                each_field!(each, format!("{part}.layers.{i}"), layer.fc1, layer.fc2);
             }
         }
     }

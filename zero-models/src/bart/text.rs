@@ -5,7 +5,7 @@ use zero_ops::{FusedBackend, embedding};
 
 use super::Bart;
 use super::model::{OFFSET, Read};
-use crate::ModelError;
+use crate::Result;
 use crate::generate::{self, CausalLm, Hooks, KvCache, Sampling};
 
 /// The tokens that are made of each text; [`BartConfig::sampling`](super::BartConfig::sampling) says how by default. Beside
@@ -19,9 +19,8 @@ pub fn generate<B: FusedBackend>(
     texts: &[Vec<u32>],
     how: &Sampling,
     device: &B::Device,
-) -> Result<Vec<Vec<u32>>, ModelError> {
-    let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut |needs| needs, number: &|row| row };
-    generate_with(model, texts, how, device, hooks)
+) -> Result<Vec<Vec<u32>>> {
+    generate::alone(|hooks| generate_with(model, texts, how, device, hooks))
 }
 
 /// As [`generate()`], with [`Hooks`].
@@ -34,7 +33,7 @@ pub fn generate_with<B: FusedBackend>(
     how: &Sampling,
     device: &B::Device,
     hooks: Hooks<'_>,
-) -> Result<Vec<Vec<u32>>, ModelError> {
+) -> Result<Vec<Vec<u32>>> {
     let (positions, vocabulary) =
         (model.encoder.embed_positions.lazy_shape()[0] - OFFSET, model.shared.lazy_shape()[0]);
     generate::check(texts, 0, positions, vocabulary)?;

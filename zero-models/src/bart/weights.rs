@@ -8,10 +8,10 @@
 //! zero in every published BART, checked to be, and not written, as transformers take an absent one for zero.
 
 use super::{Bart, BartConfig};
-use crate::ModelError;
 use crate::hf_params::Kind::{Linear, Norm, Table};
 use crate::hf_params::{Family, Layer, hf_weights, layer};
 use crate::safetensors_file::Checkpoint;
+use crate::{ModelError, Result};
 
 const PREFIX: &str = "model.";
 const SHARED: &str = "model.shared.weight";
@@ -66,7 +66,7 @@ impl Family for BartConfig {
         true
     }
 
-    fn check(checkpoint: &Checkpoint) -> Result<(), ModelError> {
+    fn check(checkpoint: &Checkpoint) -> Result<()> {
         let Some(bias) = checkpoint.get(HEAD_BIAS) else { return Ok(()) };
         bias.check_dtype()?;
         if bias.to_f32()?.iter().all(|&x| x == 0.0) {

@@ -3,19 +3,20 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
+use crate::layers::Ids;
 use crate::loss::{IGNORED_LABEL, cross_entropy_with_ignored};
 
 /// One batch of pre-training data. Shape suffixes: `b` batch, `t` positions, `m` chosen positions.
 #[derive(Clone, Debug)]
 pub struct BertBatch<B: Backend> {
     /// Token ids, some of them replaced by the mask token, `[b, t]`.
-    pub input_ids_bt: Tensor<B, 2, Int>,
+    pub input_ids_bt: Ids<B>,
     /// 0 in the first segment and 1 in the second, `[b, t]`.
-    pub token_type_ids_bt: Tensor<B, 2, Int>,
+    pub token_type_ids_bt: Ids<B>,
     /// 1 at tokens and 0 at padding, `[b, t]`; `None` if there is no padding.
-    pub attention_mask_bt: Option<Tensor<B, 2, Int>>,
+    pub attention_mask_bt: Option<Ids<B>>,
     /// The id to predict, or [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL), `[b, t]`.
-    pub labels_bt: Tensor<B, 2, Int>,
+    pub labels_bt: Ids<B>,
     /// 0 if the second segment follows the first, 1 if not, `[b]`.
     pub next_sentence_labels_b: Tensor<B, 1, Int>,
     /// Which of the `b * t` positions the prediction head runs at, `[m]`; all of them if `None`.
@@ -26,17 +27,12 @@ impl<B: Backend> BertBatch<B> {
     /// A batch that predicts at every position and has no padding.
     ///
     /// # Shapes
-    /// - `input_ids_bt`, `token_type_ids_bt`, `labels_bt`: `[b, t]`
+    /// - `ids_bt`, `types_bt` (of segments), `labels_bt`: `[b, t]`
     /// - `next_sentence_labels_b`: `[b]`
-    pub fn new(
-        input_ids_bt: Tensor<B, 2, Int>,
-        token_type_ids_bt: Tensor<B, 2, Int>,
-        labels_bt: Tensor<B, 2, Int>,
-        next_sentence_labels_b: Tensor<B, 1, Int>,
-    ) -> Self {
+    pub fn new(ids_bt: Ids<B>, types_bt: Ids<B>, labels_bt: Ids<B>, next_sentence_labels_b: Tensor<B, 1, Int>) -> Self {
         Self {
-            input_ids_bt,
-            token_type_ids_bt,
+            input_ids_bt: ids_bt,
+            token_type_ids_bt: types_bt,
             attention_mask_bt: None,
             labels_bt,
             next_sentence_labels_b,
@@ -45,7 +41,7 @@ impl<B: Backend> BertBatch<B> {
     }
 
     /// Marks padding: 1 at tokens and 0 at padding, `[b, t]`.
-    pub fn with_attention_mask(mut self, attention_mask_bt: Tensor<B, 2, Int>) -> Self {
+    pub fn with_attention_mask(mut self, attention_mask_bt: Ids<B>) -> Self {
         self.attention_mask_bt = Some(attention_mask_bt);
         self
     }

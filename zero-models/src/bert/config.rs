@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
-use crate::{Activation, ModelError};
+use crate::{Activation, ModelError, Result};
 
 hf_config! {
     /// The configuration of a BERT.
@@ -138,7 +138,7 @@ impl BertConfig {
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
-    pub fn preset(name: &str) -> Result<Self, ModelError> {
+    pub fn preset(name: &str) -> Result<Self> {
         let [num_hidden_layers, hidden_size, num_attention_heads] =
             find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
         Ok(Self {
@@ -156,7 +156,7 @@ impl BertConfig {
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong.
-    pub fn validate(&self) -> Result<(), ModelError> {
+    pub fn validate(&self) -> Result<()> {
         let [vocabulary, width, layers, heads] =
             named!(self: vocab_size, hidden_size, num_hidden_layers, num_attention_heads);
         let [inner, positions, types] = named!(self: intermediate_size, max_position_embeddings, type_vocab_size);

@@ -8,13 +8,13 @@
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, s};
+use burn::tensor::{Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear};
 
 use crate::attention::{Masks, attend};
 use crate::hf_params::Family;
-use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
+use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, dense_onto, normed};
+use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
 use crate::{Activation, BertBatch, BertConfig, BertPredictions, init};
 
 /// A BERT with the heads that its [`BertHead`](crate::BertHead) names.
@@ -96,9 +96,7 @@ impl BertConfig {
     /// # Panics
     /// If [`validate`](Self::validate) refuses the configuration.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Bert<B> {
-        if let Err(error) = self.validate() {
-            panic!("{error}");
-        }
+        self.validate().unwrap_or_else(|error| panic!("{error}"));
         let (v, d, std) = (self.vocab_size, self.hidden_size, self.initializer_range);
         Bert {
             embeddings: BertEmbeddings {
@@ -149,21 +147,16 @@ impl<B: FusedBackend> Bert<B> {
     /// Logits of the token at every position, and of whether the second segment follows the first.
     ///
     /// # Shapes
-    /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
-    /// - `token_type_ids_bt`: `[b, t]`, each id in `0..type_vocab_size`
-    /// - `attention_mask_bt`: `[b, t]`, 1 at tokens and 0 at padding; `None` if there is no padding
+    /// - `ids_bt`: `[b, t]`, each id in `0..vocab_size`
+    /// - `types_bt`, of segments: `[b, t]`, each id in `0..type_vocab_size`
+    /// - `mask_bt`: `[b, t]`, 1 at tokens and 0 at padding; `None` if there is no padding
     /// - returns `[b, t, v]` and `[b, 2]`
     ///
     /// # Panics
     /// If `t` is more than `max_position_embeddings`, or the model has not the heads of pre-training.
-    pub fn forward(
-        &self,
-        input_ids_bt: Tensor<B, 2, Int>,
-        token_type_ids_bt: Tensor<B, 2, Int>,
-        attention_mask_bt: Option<Tensor<B, 2, Int>>,
-    ) -> (Tensor<B, 3>, Tensor<B, 2>) {
-        let [b, t] = input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
+    pub fn forward(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> (Tensor<B, 3>, Tensor<B, 2>) {
+        let [b, t] = ids_bt.dims();
+        let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
         let relation_b2 = self.relation_logits(hidden_nd.clone(), b);
         (by_sequence(self.prediction_logits(hidden_nd), [b, t]), relation_b2)
     }
@@ -172,28 +165,18 @@ impl<B: FusedBackend> Bert<B> {
     ///
     /// # Panics
     /// If `t` is more than `max_position_embeddings`.
-    pub fn forward_hidden(
-        &self,
-        input_ids_bt: Tensor<B, 2, Int>,
-        token_type_ids_bt: Tensor<B, 2, Int>,
-        attention_mask_bt: Option<Tensor<B, 2, Int>>,
-    ) -> Tensor<B, 3> {
-        let sizes = input_ids_bt.dims();
-        by_sequence(self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt), sizes)
+    pub fn forward_hidden(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 3> {
+        let sizes = ids_bt.dims();
+        by_sequence(self.hidden_rows(ids_bt, types_bt, mask_bt), sizes)
     }
 
     /// Logits of the token at every position; shapes as for [`forward`](Self::forward), returns `[b, t, v]`.
     ///
     /// # Panics
     /// If `t` is more than `max_position_embeddings`, or the model has no head for masked tokens.
-    pub fn predict_tokens(
-        &self,
-        input_ids_bt: Tensor<B, 2, Int>,
-        token_type_ids_bt: Tensor<B, 2, Int>,
-        attention_mask_bt: Option<Tensor<B, 2, Int>>,
-    ) -> Tensor<B, 3> {
-        let sizes = input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
+    pub fn predict_tokens(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 3> {
+        let sizes = ids_bt.dims();
+        let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
         by_sequence(self.prediction_logits(hidden_nd), sizes)
     }
 
@@ -201,14 +184,9 @@ impl<B: FusedBackend> Bert<B> {
     ///
     /// # Panics
     /// If `t` is more than `max_position_embeddings`, or the model has no classifier.
-    pub fn classify(
-        &self,
-        input_ids_bt: Tensor<B, 2, Int>,
-        token_type_ids_bt: Tensor<B, 2, Int>,
-        attention_mask_bt: Option<Tensor<B, 2, Int>>,
-    ) -> Tensor<B, 2> {
-        let [b, _] = input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bt, token_type_ids_bt, attention_mask_bt);
+    pub fn classify(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 2> {
+        let [b, _] = ids_bt.dims();
+        let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
         let pooled_bd = self.classifier_dropout.forward(self.pooled(hidden_nd, b));
         dense(of_head(&self.classifier, "a classifier"), pooled_bd)
     }
@@ -234,13 +212,9 @@ impl<B: FusedBackend> Bert<B> {
             Some(rows_m) => (hidden_nd.select(0, rows_m.clone()), labels_n.select(0, rows_m)),
             None => (hidden_nd, labels_n),
         };
-        let next_sentence_labels_b = batch.next_sentence_labels_b;
-        BertPredictions {
-            token_logits_mv: self.prediction_logits(hidden_md),
-            labels_m,
-            relation_logits_b2,
-            next_sentence_labels_b,
-        }
+        let (token_logits_mv, next_sentence_labels_b) =
+            (self.prediction_logits(hidden_md), batch.next_sentence_labels_b);
+        BertPredictions { token_logits_mv, labels_m, relation_logits_b2, next_sentence_labels_b }
     }
 
     /// The weight of the prediction head, `[v, d]`: the word embedding, or its own.
@@ -248,15 +222,10 @@ impl<B: FusedBackend> Bert<B> {
         self.decoder.as_ref().unwrap_or(&self.embeddings.word_embeddings).val()
     }
 
-    fn hidden_rows(
-        &self,
-        input_ids_bt: Tensor<B, 2, Int>,
-        token_type_ids_bt: Tensor<B, 2, Int>,
-        attention_mask_bt: Option<Tensor<B, 2, Int>>,
-    ) -> Tensor<B, 2> {
-        let [b, _] = input_ids_bt.dims();
-        let mut x_nd = self.embeddings.forward(input_ids_bt, token_type_ids_bt);
-        let masks = Masks::padding(attention_mask_bt, &x_nd);
+    fn hidden_rows(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 2> {
+        let [b, _] = ids_bt.dims();
+        let mut x_nd = self.embeddings.forward(ids_bt, types_bt);
+        let masks = Masks::padding(mask_bt, &x_nd);
         for layer in &self.layers {
             x_nd = checkpoint_block(|x_nd| layer.forward(x_nd, &masks, b), x_nd);
         }
@@ -291,13 +260,9 @@ fn of_head<'a, T>(part: &'a Option<T>, what: &str) -> &'a T {
 impl<B: Backend> Adaptable<B> for Bert<B> {
     fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
         for (i, layer) in self.layers.iter_mut().enumerate() {
-            let BertLayer { query, key, value, attention_output, intermediate, output, .. } = layer;
-            each(format!("layers.{i}.query"), query);
-            each(format!("layers.{i}.key"), key);
-            each(format!("layers.{i}.value"), value);
-            each(format!("layers.{i}.attention_output"), attention_output);
-            each(format!("layers.{i}.intermediate"), intermediate);
-            each(format!("layers.{i}.output"), output);
+            let path = format!("layers.{i}");
+            each_field!(each, path, layer.query, layer.key, layer.value, layer.attention_output);
+            each_field!(each, path, layer.intermediate, layer.output);
         }
         let Self { pooler, transform, seq_relationship, classifier, .. } = self;
         let heads = [("pooler", pooler), ("transform", transform), ("seq_relationship", seq_relationship)];
@@ -316,24 +281,20 @@ impl<B: FusedBackend> BertEmbeddings<B> {
     /// Embeds tokens.
     ///
     /// # Shapes
-    /// - `input_ids_bt`, `token_type_ids_bt`: `[b, t]`
+    /// - `ids_bt`, `types_bt`: `[b, t]`
     /// - returns `[n, d]`
     ///
     /// # Panics
     /// If `t` is more than `max_position_embeddings`.
-    pub fn forward(&self, input_ids_bt: Tensor<B, 2, Int>, token_type_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
-        let [b, t] = input_ids_bt.dims();
+    pub fn forward(&self, ids_bt: Ids<B>, types_bt: Ids<B>) -> Tensor<B, 2> {
+        let [b, t] = ids_bt.dims();
         let position_table = self.position_embeddings.val();
         let [longest, d] = position_table.dims();
-        assert!(
-            t <= longest,
-            "rows of {t} tokens, but the model has {longest} positions: shorten the rows or raise \
-             max_position_embeddings"
-        );
-        let rows_of = |table, ids_bt: Tensor<B, 2, Int>| embedding(table, ids_bt.reshape([b * t])).reshape([b, t * d]);
-        let words = rows(&self.word_embeddings, &self.word_embeddings_adapter, input_ids_bt.reshape([b * t]));
+        check_positions(t, longest, "max_position_embeddings");
+        let rows_of = |table, ids_bt: Ids<B>| embedding(table, ids_bt.reshape([b * t])).reshape([b, t * d]);
+        let words = rows(&self.word_embeddings, &self.word_embeddings_adapter, ids_bt.reshape([b * t]));
         let words = words.reshape([b, t * d]);
-        let types = rows_of(self.token_type_embeddings.val(), token_type_ids_bt);
+        let types = rows_of(self.token_type_embeddings.val(), types_bt);
         let positions = position_table.slice(s![0..t, ..]).reshape([1, t * d]);
         let x_nd = (words + types + positions).reshape([b * t, d]);
         self.dropout.forward(normed(&self.norm, self.layer_norm_eps, x_nd))

@@ -28,7 +28,7 @@ pub fn load_beneath_head<B: zero_ops::FusedBackend>(
     model: Bert<B>,
     checkpoint: &crate::safetensors_file::Checkpoint,
     device: &B::Device,
-) -> Result<(Bert<B>, Vec<String>), crate::ModelError> {
+) -> crate::Result<(Bert<B>, Vec<String>)> {
     crate::hf_params::load_beneath_head::<BertConfig, B, _>(model, checkpoint, device)
 }
 

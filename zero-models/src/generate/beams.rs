@@ -4,7 +4,6 @@ use zero_ops::FusedBackend;
 
 use super::choose::{force, penalise};
 use super::{CausalLm, Hooks, Pass, Sampling};
-use crate::ModelError;
 
 /// A text and its score.
 #[derive(Debug, Clone)]
@@ -22,51 +21,50 @@ struct Search {
     open: bool,
 }
 
-pub(super) fn search<B: FusedBackend, M: CausalLm<B>>(
-    mut pass: Pass<'_, B, M>,
-    mut logits: Vec<f32>,
-    prompts: &[Vec<u32>],
-    how: &Sampling,
-    hooks: Hooks<'_>,
-) -> Result<Vec<Vec<u32>>, ModelError> {
-    let beams = how.beams;
-    let width = logits.len() / prompts.len();
-    let begin = |prompt: &Vec<u32>| Search {
-        running: vec![Beam { tokens: prompt.clone(), score: 0.0 }],
-        ended: Vec::new(),
-        open: true,
-    };
-    let mut searches: Vec<Search> = prompts.iter().map(begin).collect();
-    // Rows of `logits`: one for each running text, for each prompt as many as for the others.
-    let mut rows = 1;
-    for made in 1..=how.max_new_tokens {
-        let mut from = Vec::with_capacity(prompts.len() * beams);
-        let mut next = Vec::with_capacity(prompts.len() * beams);
-        for (i, (search, prompt)) in searches.iter_mut().zip(prompts).enumerate() {
-            let own = &mut logits[i * rows * width..][..rows * width];
-            let parents = if search.open { search.step(own, width, prompt.len(), made, how) } else { vec![0; beams] };
-            from.extend(parents.iter().map(|parent| i * rows + parent));
-            // A prompt that has ended reads something all the same.
-            let last = |beam: usize| search.running.get(beam).map_or(0, |beam| beam.tokens[beam.tokens.len() - 1]);
-            next.extend((0..beams).map(|beam| last(beam) as i32));
+impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
+    pub(super) fn search(mut self, mut logits: Vec<f32>, hooks: Hooks<'_>) -> Vec<Vec<u32>> {
+        let (prompts, how) = (self.prompts, self.how);
+        let beams = how.beams;
+        let width = logits.len() / prompts.len();
+        let begin = |prompt: &Vec<u32>| Search {
+            running: vec![Beam { tokens: prompt.clone(), score: 0.0 }],
+            ended: Vec::new(),
+            open: true,
+        };
+        let mut searches: Vec<Search> = prompts.iter().map(begin).collect();
+        // Rows of `logits`: one for each running text, for each prompt as many as for the others.
+        let mut rows = 1;
+        for made in 1..=how.max_new_tokens {
+            let mut from = Vec::with_capacity(prompts.len() * beams);
+            let mut next = Vec::with_capacity(prompts.len() * beams);
+            for (i, (search, prompt)) in searches.iter_mut().zip(prompts).enumerate() {
+                let own = &mut logits[i * rows * width..][..rows * width];
+                let parents =
+                    if search.open { search.step(own, width, prompt.len(), made, how) } else { vec![0; beams] };
+                from.extend(parents.iter().map(|parent| i * rows + parent));
+                // A prompt that has ended reads something all the same.
+                let last = |beam: usize| search.running.get(beam).map_or(0, |beam| beam.tokens[beam.tokens.len() - 1]);
+                next.extend((0..beams).map(|beam| last(beam) as i32));
+            }
+            let needs = made < how.max_new_tokens && searches.iter().any(|search| search.open);
+            if !(hooks.goes_on)(needs) {
+                break;
+            }
+            self.cache.take(&from, self.device);
+            rows = beams;
+            logits = self.read(next, from.len());
         }
-        let needs = made < how.max_new_tokens && searches.iter().any(|search| search.open);
-        if !(hooks.goes_on)(needs) {
-            break;
+        let mut texts = Vec::with_capacity(prompts.len());
+        for (row, (search, prompt)) in searches.iter().zip(prompts).enumerate() {
+            // The last step has ended every text that ran.
+            let best = search.ended.first().map_or(&prompt[..], |best| &best.tokens);
+            let text: Vec<u32> =
+                best[prompt.len()..].iter().copied().filter(|token| !how.stop.contains(token)).collect();
+            text.iter().for_each(|&token| (hooks.token)(row, token));
+            texts.push(text);
         }
-        pass.cache.take(&from, pass.device);
-        rows = beams;
-        logits = pass.read(next, from.len());
+        texts
     }
-    let mut texts = Vec::with_capacity(prompts.len());
-    for (row, (search, prompt)) in searches.iter().zip(prompts).enumerate() {
-        // The last step has ended every text that ran.
-        let best = search.ended.first().map_or(&prompt[..], |best| &best.tokens);
-        let text: Vec<u32> = best[prompt.len()..].iter().copied().filter(|token| !how.stop.contains(token)).collect();
-        text.iter().for_each(|&token| (hooks.token)(row, token));
-        texts.push(text);
-    }
-    Ok(texts)
 }
 
 impl Search {

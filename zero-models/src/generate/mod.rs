@@ -16,7 +16,8 @@ use zero_ops::FusedBackend;
 
 pub use cache::KvCache;
 
-use crate::ModelError;
+use crate::error::check_each;
+use crate::{ModelError, Result};
 
 /// A model that predicts the next token.
 pub trait CausalLm<B: FusedBackend> {
@@ -101,14 +102,13 @@ pub fn generate<B: FusedBackend, M: CausalLm<B>>(
     prompts: &[Vec<u32>],
     how: &Sampling,
     device: &B::Device,
-) -> Result<Vec<Vec<u32>>, ModelError> {
-    generate_with(
-        model,
-        prompts,
-        how,
-        device,
-        Hooks { token: &mut |_, _| (), goes_on: &mut |needs| needs, number: &|row| row },
-    )
+) -> Result<Vec<Vec<u32>>> {
+    alone(|hooks| generate_with(model, prompts, how, device, hooks))
+}
+
+/// Makes text with [`Hooks`] that tell nobody, for one rank.
+pub fn alone<R>(make: impl FnOnce(Hooks<'_>) -> R) -> R {
+    make(Hooks { token: &mut |_, _| (), goes_on: &mut |needs| needs, number: &|row| row })
 }
 
 /// As [`generate`], with [`Hooks`].
@@ -121,7 +121,7 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
     how: &Sampling,
     device: &B::Device,
     hooks: Hooks<'_>,
-) -> Result<Vec<Vec<u32>>, ModelError> {
+) -> Result<Vec<Vec<u32>>> {
     how.check()?;
     check(prompts, how.max_new_tokens, model.positions(), model.vocabulary())?;
     let Some(longest) = prompts.iter().map(Vec::len).max() else { return Ok(Vec::new()) };
@@ -133,17 +133,17 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
             std::iter::repeat_n(prompt[0], padding).chain(prompt.iter().copied()).map(|id| id as i32)
         })
         .collect();
-    let mut pass = Pass { model, device, cache: KvCache::new(padding, longest + how.max_new_tokens, how.cache_dtype) };
+    let cache = KvCache::new(padding, longest + how.max_new_tokens, how.cache_dtype);
+    let mut pass = Pass { model, prompts, how, device, cache };
     let logits = pass.read(filled, prompts.len());
-    match how.beams {
-        1 => one_by_one(pass, logits, prompts, how, hooks),
-        _ => beams::search(pass, logits, prompts, how, hooks),
-    }
+    Ok(if how.beams == 1 { pass.one_by_one(logits, hooks) } else { pass.search(logits, hooks) })
 }
 
 /// A model with what it has read.
 struct Pass<'a, B: FusedBackend, M> {
     model: &'a M,
+    prompts: &'a [Vec<u32>],
+    how: &'a Sampling,
     device: &'a B::Device,
     cache: KvCache<B>,
 }
@@ -156,79 +156,60 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
         let logits = self.model.next_logits(ids, &mut self.cache);
         logits.into_data().convert::<f32>().into_vec().expect("logits are converted to this type")
     }
-}
 
-fn one_by_one<B: FusedBackend, M: CausalLm<B>>(
-    mut pass: Pass<'_, B, M>,
-    mut logits: Vec<f32>,
-    prompts: &[Vec<u32>],
-    how: &Sampling,
-    hooks: Hooks<'_>,
-) -> Result<Vec<Vec<u32>>, ModelError> {
-    let rows = prompts.len();
-    let mut texts = prompts.to_vec();
-    let mut draws: Vec<Draws> = (0..rows).map(|row| Draws::new(how.seed).fork((hooks.number)(row) as u64)).collect();
-    let mut open = vec![true; rows];
-    for made in 1..=how.max_new_tokens {
-        let width = logits.len() / rows;
-        let mut next = vec![0; rows];
-        for (row, logits) in logits.chunks_exact_mut(width).enumerate() {
-            if !open[row] {
-                continue;
+    fn one_by_one(mut self, mut logits: Vec<f32>, hooks: Hooks<'_>) -> Vec<Vec<u32>> {
+        let (prompts, how) = (self.prompts, self.how);
+        let rows = prompts.len();
+        let mut texts = prompts.to_vec();
+        let mut draws: Vec<Draws> =
+            (0..rows).map(|row| Draws::new(how.seed).fork((hooks.number)(row) as u64)).collect();
+        let mut open = vec![true; rows];
+        for made in 1..=how.max_new_tokens {
+            let width = logits.len() / rows;
+            let mut next = vec![0; rows];
+            for (row, logits) in logits.chunks_exact_mut(width).enumerate() {
+                if !open[row] {
+                    continue;
+                }
+                let token = choose::choose(logits, &texts[row], made, how, &mut draws[row]) as u32;
+                next[row] = token as i32;
+                open[row] = !how.stop.contains(&token);
+                if open[row] {
+                    texts[row].push(token);
+                    (hooks.token)(row, token);
+                }
             }
-            let token = choose::choose(logits, &texts[row], made, how, &mut draws[row]) as u32;
-            next[row] = token as i32;
-            open[row] = !how.stop.contains(&token);
-            if open[row] {
-                texts[row].push(token);
-                (hooks.token)(row, token);
+            // A row that has ended reads something all the same.
+            let needs = made < how.max_new_tokens && open.contains(&true);
+            if !(hooks.goes_on)(needs) {
+                break;
             }
+            logits = self.read(next, rows);
         }
-        // A row that has ended reads something all the same.
-        let needs = made < how.max_new_tokens && open.contains(&true);
-        if !(hooks.goes_on)(needs) {
-            break;
-        }
-        logits = pass.read(next, rows);
+        texts.into_iter().zip(prompts).map(|(text, prompt)| text[prompt.len()..].to_vec()).collect()
     }
-    Ok(texts.into_iter().zip(prompts).map(|(text, prompt)| text[prompt.len()..].to_vec()).collect())
 }
 
 impl Sampling {
-    fn check(&self) -> Result<(), ModelError> {
-        let wrong = |field: &'static str, got: String, expected: &str| {
-            Err(ModelError::ConfigValue { model: "sampling", field, got, expected: expected.to_string() })
-        };
-        if self.max_new_tokens == 0 {
-            return wrong("max_new_tokens", "0".into(), "at least 1");
-        }
-        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
-            return wrong("temperature", self.temperature.to_string(), "0 (the most likely token) or above");
-        }
-        if self.top_k == Some(0) {
-            return wrong("top_k", "0".into(), "at least 1, or none");
-        }
-        if let Some(p) = self.top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
-            return wrong("top_p", p.to_string(), "above 0, at most 1");
-        }
-        if !(self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0) {
-            return wrong("repetition_penalty", self.repetition_penalty.to_string(), "above 0");
-        }
-        if self.beams == 0 {
-            return wrong("beams", "0".into(), "at least 1");
-        }
-        if self.beams > 1 && self.temperature != 0.0 {
-            return wrong("beams", self.beams.to_string(), "1, or a temperature of 0: beam search draws nothing");
-        }
-        if !self.length_penalty.is_finite() {
-            return wrong("length_penalty", self.length_penalty.to_string(), "a number");
-        }
-        Ok(())
+    fn check(&self) -> Result<()> {
+        let Self { max_new_tokens: most, temperature: t, repetition_penalty: again, length_penalty: power, .. } = *self;
+        let (p, beams, draws_nothing) = (self.top_p.unwrap_or(1.0), self.beams, self.beams <= 1 || t == 0.0);
+        let values = [
+            (most > 0, "max_new_tokens", most.to_string(), "at least 1"),
+            (t.is_finite() && t >= 0.0, "temperature", t.to_string(), "0 (the most likely token) or above"),
+            (self.top_k != Some(0), "top_k", "0".into(), "at least 1, or none"),
+            (p > 0.0 && p <= 1.0, "top_p", p.to_string(), "above 0, at most 1"),
+            (again.is_finite() && again > 0.0, "repetition_penalty", again.to_string(), "above 0"),
+            (beams > 0, "beams", beams.to_string(), "at least 1"),
+            (draws_nothing, "beams", beams.to_string(), "1, or a temperature of 0: beam search draws nothing"),
+            (power.is_finite(), "length_penalty", power.to_string(), "a number"),
+        ];
+        check_each("sampling", values)
     }
 }
 
 /// Whether a model with so many positions and tokens can go on with these prompts by `new` tokens.
-pub(crate) fn check(prompts: &[Vec<u32>], new: usize, positions: usize, vocabulary: usize) -> Result<(), ModelError> {
+pub(crate) fn check(prompts: &[Vec<u32>], new: usize, positions: usize, vocabulary: usize) -> Result<()> {
     for (row, prompt) in prompts.iter().enumerate() {
         let problem = |problem: String| Err(ModelError::Prompt { row, problem });
         if prompt.is_empty() {

@@ -2,7 +2,7 @@
 //! floating-point operations.
 
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
-use crate::{Activation, ModelError};
+use crate::{Activation, Result};
 
 hf_config! {
     /// The configuration of a GPT-2.
@@ -77,8 +77,8 @@ impl Gpt2Config {
     /// from a `config.json` is taken as it stands there.
     ///
     /// # Errors
-    /// [`ModelError::UnknownPreset`], with the list of names.
-    pub fn preset(name: &str) -> Result<Self, ModelError> {
+    /// [`ModelError::UnknownPreset`](crate::ModelError::UnknownPreset), with the list of names.
+    pub fn preset(name: &str) -> Result<Self> {
         let [n_layer, n_embd, n_head, n_positions] = find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
         let [embd_pdrop, resid_pdrop, attn_pdrop] = [0.0; 3];
         Ok(Self { n_layer, n_embd, n_head, n_positions, embd_pdrop, resid_pdrop, attn_pdrop, ..Self::published() })
@@ -87,8 +87,8 @@ impl Gpt2Config {
     /// Whether a model can have these sizes.
     ///
     /// # Errors
-    /// [`ModelError::ConfigValue`] for the first field that is wrong.
-    pub fn validate(&self) -> Result<(), ModelError> {
+    /// [`ModelError::ConfigValue`](crate::ModelError::ConfigValue) for the first field that is wrong.
+    pub fn validate(&self) -> Result<()> {
         let [vocabulary, positions, width, blocks, heads] =
             named!(self: vocab_size, n_positions, n_embd, n_layer, n_head);
         check_values(

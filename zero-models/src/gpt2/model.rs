@@ -9,14 +9,14 @@
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear};
+use burn::tensor::{Tensor, s};
+use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding};
 
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
-use crate::layers::{by_sequence, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
-use crate::loss::next_token_loss;
+use crate::layers::{Ids, check_positions, dense, dense_activated, dense_onto, normed};
+use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
+use crate::loss::next_token_model;
 use crate::{Activation, Gpt2Config, init};
 
 /// A GPT-2 with its language-model head. Fields are named as in Hugging Face's `GPT2LMHeadModel`.
@@ -83,9 +83,7 @@ impl Gpt2Config {
     /// # Panics
     /// If [`validate`](Self::validate) refuses the configuration.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Gpt2<B> {
-        if let Err(error) = self.validate() {
-            panic!("{error}");
-        }
+        self.validate().unwrap_or_else(|error| panic!("{error}"));
         let (v, d, std) = (self.vocab_size, self.n_embd, self.initializer_range);
         Gpt2 {
             wte: init::normal([v, d], std, device),
@@ -124,74 +122,14 @@ impl Gpt2Config {
     }
 }
 
+next_token_model!(Gpt2, wte);
+
 impl<B: FusedBackend> Gpt2<B> {
-    /// Logits of the token that comes next, at every position.
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
-    /// - returns `[b, t, v]`
-    ///
-    /// # Panics
-    /// If `t` is more than `n_positions`.
-    pub fn forward(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        let sizes = input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bt);
-        by_sequence(linear(hidden_nd, self.head_weight().transpose(), None, None), sizes)
-    }
-
-    /// What the head reads: the last layer norm's output.
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`: `[b, t]`
-    /// - returns `[b, t, d]`
-    ///
-    /// # Panics
-    /// If `t` is more than `n_positions`.
-    pub fn forward_hidden(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        let sizes = input_ids_bt.dims();
-        by_sequence(self.hidden_rows(input_ids_bt), sizes)
-    }
-
-    /// The mean cross-entropy in nats of predicting each token of a row from those before it, over all `b * (t - 1)`
-    /// predictions. This is what Hugging Face computes with `labels=input_ids`.
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`: `[b, t]`
-    /// - returns `[1]`
-    ///
-    /// # Panics
-    /// If `t` is below 2 or more than `n_positions`.
-    pub fn loss(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-        self.loss_with_labels(input_ids_bt.clone(), input_ids_bt)
-    }
-
-    /// As [`loss`](Self::loss) with other labels, of which those equal to
-    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count. Labels are shifted here, as Hugging Face does: the
-    /// prediction at position `i` is compared with the label at `i + 1`.
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`, `labels_bt`: `[b, t]`
-    /// - returns `[1]`
-    ///
-    /// # Panics
-    /// If `t` is below 2 or more than `n_positions`, or if the shapes differ.
-    pub fn loss_with_labels(&self, input_ids_bt: Tensor<B, 2, Int>, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-        next_token_loss(input_ids_bt, labels_bt, |ids_bt| (self.hidden_rows(ids_bt), self.head_weight()))
-    }
-
-    /// The weight of the head, `[v, d]`: the token embedding, or its own.
-    pub fn head_weight(&self) -> Tensor<B, 2> {
-        self.lm_head.as_ref().unwrap_or(&self.wte).val()
-    }
-
-    fn hidden_rows(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+    fn hidden_rows(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         let wpe = self.wpe.val();
         let [n_positions, d] = wpe.dims();
-        assert!(
-            t <= n_positions,
-            "rows of {t} tokens, but the model has {n_positions} positions: shorten the rows or raise n_positions"
-        );
+        check_positions(t, n_positions, "n_positions");
         let tokens = rows(&self.wte, &self.wte_adapter, input_ids_bt.reshape([b * t])).reshape([b, t * d]);
         let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
@@ -213,7 +151,8 @@ impl<B: FusedBackend> Gpt2Block<B> {
         let epsilon = self.layer_norm_epsilon;
         let mixed_nd = mix(&self.attn, normed(&self.ln_1, epsilon, x_nd.clone()));
         let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, &self.resid_dropout, x_nd);
-        let wide_nf = self.mlp.widen(normed(&self.ln_2, epsilon, x_nd.clone()));
+        let normed_nd = normed(&self.ln_2, epsilon, x_nd.clone());
+        let wide_nf = dense_activated(&self.mlp.c_fc, self.mlp.activation, normed_nd);
         dense_onto(&self.mlp.c_proj, wide_nf, &self.resid_dropout, x_nd)
     }
 }
@@ -230,19 +169,11 @@ impl<B: FusedBackend> Gpt2Attention<B> {
     }
 }
 
-impl<B: FusedBackend> Gpt2Mlp<B> {
-    /// The first half of the layer, `[n, d]` to `[n, inner_width]`; `c_proj` is left to the caller.
-    fn widen(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-        dense_activated(&self.c_fc, self.activation, x_nd)
-    }
-}
-
 impl<B: Backend> Adaptable<B> for Gpt2<B> {
     fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
         for (i, Gpt2Block { attn, mlp, .. }) in self.h.iter_mut().enumerate() {
-            let layers = [("attn.c_attn", &mut attn.c_attn), ("attn.c_proj", &mut attn.c_proj)];
-            let layers = layers.into_iter().chain([("mlp.c_fc", &mut mlp.c_fc), ("mlp.c_proj", &mut mlp.c_proj)]);
-            layers.for_each(|(name, layer)| each(format!("h.{i}.{name}"), layer));
+            each_field!(each, format!("h.{i}.attn"), attn.c_attn, attn.c_proj);
+            each_field!(each, format!("h.{i}.mlp"), mlp.c_fc, mlp.c_proj);
         }
     }
 
@@ -260,7 +191,7 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
         self.wte.lazy_shape()[0]
     }
 
-    fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
+    fn next_logits(&self, input_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         let positions: Vec<i32> = cache.numbers(t).collect();
         let positions_n = Tensor::from_ints(&*positions, &input_ids_bt.device());
@@ -275,6 +206,6 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
         }
         cache.advance(t);
         let last_bd = x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d]);
-        linear(normed(&self.ln_f, self.layer_norm_epsilon, last_bd), self.head_weight().transpose(), None, None)
+        self.head(normed(&self.ln_f, self.layer_norm_epsilon, last_bd))
     }
 }

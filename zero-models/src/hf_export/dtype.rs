@@ -7,7 +7,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use zero_core::checkpoint::ElementType;
 
-use crate::ModelError;
+use crate::{ModelError, Result};
 
 /// The type of the elements of an exported checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,29 +24,27 @@ impl ExportDtype {
     /// Every type.
     pub const ALL: [Self; 3] = [Self::Bf16, Self::Fp16, Self::Fp32];
 
-    /// The type's name in `config.json`.
-    pub fn torch_name(self) -> &'static str {
+    /// The type of elements, its names here and in `config.json`, and the types with a wider range, for a message.
+    fn facts(self) -> (ElementType, [&'static str; 3]) {
         match self {
-            Self::Fp32 => "float32",
-            Self::Fp16 => "float16",
-            Self::Bf16 => "bfloat16",
+            Self::Fp32 => (ElementType::F32, ["fp32", "float32", "fp32"]),
+            Self::Fp16 => (ElementType::F16, ["fp16", "float16", "bf16 or fp32"]),
+            Self::Bf16 => (ElementType::Bf16, ["bf16", "bfloat16", "fp32"]),
         }
     }
 
+    /// The type's name in `config.json`.
+    pub fn torch_name(self) -> &'static str {
+        self.facts().1[1]
+    }
+
     pub(super) fn element(self) -> ElementType {
-        match self {
-            Self::Fp32 => ElementType::F32,
-            Self::Fp16 => ElementType::F16,
-            Self::Bf16 => ElementType::Bf16,
-        }
+        self.facts().0
     }
 
     /// The types with a wider range, for a message.
     pub(super) fn wider(self) -> &'static str {
-        match self {
-            Self::Fp16 => "bf16 or fp32",
-            Self::Bf16 | Self::Fp32 => "fp32",
-        }
+        self.facts().1[2]
     }
 
     /// The elements' bytes, little-endian, rounded to the nearest, ties to even; or the first number that would become an
@@ -79,18 +77,14 @@ impl ExportDtype {
 
 impl fmt::Display for ExportDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Fp32 => "fp32",
-            Self::Fp16 => "fp16",
-            Self::Bf16 => "bf16",
-        })
+        f.write_str(self.facts().1[0])
     }
 }
 
 impl FromStr for ExportDtype {
     type Err = ModelError;
 
-    fn from_str(text: &str) -> Result<Self, ModelError> {
+    fn from_str(text: &str) -> Result<Self> {
         let found = Self::ALL.into_iter().find(|dtype| dtype.to_string() == text);
         found.ok_or_else(|| ModelError::ExportSetting {
             setting: "element type",

@@ -37,7 +37,7 @@ use zero_core::checkpoint::{CheckpointError, Header, NewFolder, SafetensorsWrite
 pub use crate::error::ReadError;
 use crate::error::io_at;
 use crate::safetensors_file::{INDEX, transposed};
-use crate::{ModelConfig, ModelError, ModelParam};
+use crate::{ModelConfig, ModelError, ModelParam, Result};
 
 pub use dtype::ExportDtype;
 pub use shards::parse_bytes;
@@ -93,7 +93,7 @@ pub fn export(
     out: &Path,
     options: &ExportOptions,
     mut read: impl FnMut(&ModelParam, Range<usize>) -> Result<Vec<f32>, ReadError>,
-) -> Result<Exported, ModelError> {
+) -> Result<Exported> {
     let parameters = config.parameters();
     let tensors = tensors(config, &parameters, options.dtype);
     // PEFT knows one file.
@@ -118,12 +118,7 @@ pub fn export(
 
 type Read<'a> = dyn FnMut(&ModelParam, Range<usize>) -> Result<Vec<f32>, ReadError> + 'a;
 
-fn write_file(
-    path: &Path,
-    tensors: &[Tensor<'_>],
-    options: &ExportOptions,
-    read: &mut Read<'_>,
-) -> Result<(), ModelError> {
+fn write_file(path: &Path, tensors: &[Tensor<'_>], options: &ExportOptions, read: &mut Read<'_>) -> Result<()> {
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let dtype = options.dtype.element();
     let announced = tensors.iter().map(|tensor| (tensor.name.to_string(), dtype, tensor.param.hf_shape())).collect();
@@ -140,9 +135,9 @@ fn write_tensor(
     tensor: &Tensor<'_>,
     options: &ExportOptions,
     read: &mut Read<'_>,
-) -> Result<(), ModelError> {
+) -> Result<()> {
     let (param, numel) = (tensor.param, tensor.param.numel());
-    let mut put = |values: &[f32]| -> Result<(), ModelError> {
+    let mut put = |values: &[f32]| -> Result<()> {
         for part in values.chunks(PART_ELEMS) {
             let bytes = options.dtype.encode(part).map_err(|value| ModelError::Overflow {
                 name: tensor.name.to_string(),
@@ -176,7 +171,7 @@ fn ranges(numel: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
     (0..numel).step_by(most).map(move |begin| begin..numel.min(begin + most))
 }
 
-fn read_checked(read: &mut Read<'_>, param: &ModelParam, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+fn read_checked(read: &mut Read<'_>, param: &ModelParam, range: Range<usize>) -> Result<Vec<f32>> {
     let expected = range.len();
     let values = read(param, range).map_err(|source| ModelError::Read { path: param.path.clone(), source })?;
     match values.len() {
@@ -186,7 +181,7 @@ fn read_checked(read: &mut Read<'_>, param: &ModelParam, range: Range<usize>) ->
 }
 
 /// Whether the file on the disk has the tensors that it was to have. Its length has been checked already.
-fn check_file(path: &Path, tensors: &[Tensor<'_>], dtype: ExportDtype) -> Result<(), ModelError> {
+fn check_file(path: &Path, tensors: &[Tensor<'_>], dtype: ExportDtype) -> Result<()> {
     let file = File::open(path).map_err(io_at("open", path))?;
     let header = Header::read(&file, path)?;
     for tensor in tensors {

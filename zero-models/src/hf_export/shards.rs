@@ -1,6 +1,6 @@
 //! Which tensor comes into which file.
 
-use crate::{ModelConfig, ModelError, ModelParam};
+use crate::{ModelConfig, ModelError, ModelParam, Result};
 
 use super::ExportDtype;
 
@@ -55,7 +55,7 @@ pub(super) fn shard_name(single: &str, index: usize, count: usize) -> String {
 ///
 /// # Errors
 /// [`ModelError::ExportSetting`] for anything else, and for nothing.
-pub fn parse_bytes(text: &str) -> Result<u64, ModelError> {
+pub fn parse_bytes(text: &str) -> Result<u64> {
     const UNITS: [(&str, u64); 9] = [
         ("kb", 1000),
         ("mb", 1000u64.pow(2)),

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::RopeScaling;
-use crate::ModelError;
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
+use crate::{ModelError, Result};
 
 /// Which of the models that differ in little, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,7 +99,7 @@ impl LlamaConfig {
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
-    pub fn preset(name: &str) -> Result<Self, ModelError> {
+    pub fn preset(name: &str) -> Result<Self> {
         let (model_type, sizes, rope_theta) = find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
         let [
             vocab_size,
@@ -139,7 +139,7 @@ impl LlamaConfig {
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong, [`ModelError::Unsupported`] for a window in some layers only.
-    pub fn validate(&self) -> Result<(), ModelError> {
+    pub fn validate(&self) -> Result<()> {
         let [vocabulary, width, inner, layers, heads, kv_heads, positions] = named!(self:
             vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
             num_key_value_heads, max_position_embeddings);
@@ -229,7 +229,7 @@ impl LlamaConfig {
 
 /// A `config.json` of any of the models and of any year, with the keys of [`LlamaConfig`]: what is absent where the models'
 /// defaults differ, and what newer files put elsewhere.
-fn complete(text: &str) -> Result<String, ModelError> {
+fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: LlamaConfig::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
     let defaults: &[(&str, Value)] = &match keys.get("model_type").and_then(Value::as_str) {

@@ -7,15 +7,15 @@
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, linear};
+use burn::tensor::{Tensor, s};
+use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block};
 
 use super::rotary::Angles;
 use crate::attention::{Masks, attend};
 use crate::generate::{CausalLm, KvCache};
-use crate::layers::{by_sequence, dense, dense_onto, scaled};
-use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
-use crate::loss::next_token_loss;
+use crate::layers::{Ids, check_positions, dense, dense_onto, scaled};
+use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
+use crate::loss::next_token_model;
 use crate::{LlamaConfig, init};
 
 /// A Llama, a Mistral or a Qwen2 with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
@@ -86,9 +86,7 @@ impl LlamaConfig {
     /// # Panics
     /// If [`validate`](Self::validate) refuses the configuration.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Llama<B> {
-        if let Err(error) = self.validate() {
-            panic!("{error}");
-        }
+        self.validate().unwrap_or_else(|error| panic!("{error}"));
         let (v, d, std) = (self.vocab_size, self.hidden_size, self.initializer_range);
         Llama {
             embed_tokens: init::normal([v, d], std, device),
@@ -128,73 +126,12 @@ impl LlamaConfig {
     }
 }
 
+next_token_model!(Llama, embed_tokens);
+
 impl<B: FusedBackend> Llama<B> {
-    /// Logits of the token that comes next, at every position.
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
-    /// - returns `[b, t, v]`
-    ///
-    /// # Panics
-    /// If `t` is more than `max_position_embeddings`.
-    pub fn forward(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        let sizes = input_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(input_ids_bt);
-        by_sequence(linear(hidden_nd, self.head_weight().transpose(), None, None), sizes)
-    }
-
-    /// What the head reads: the last norm's output.
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`: `[b, t]`
-    /// - returns `[b, t, d]`
-    ///
-    /// # Panics
-    /// If `t` is more than `max_position_embeddings`.
-    pub fn forward_hidden(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        let sizes = input_ids_bt.dims();
-        by_sequence(self.hidden_rows(input_ids_bt), sizes)
-    }
-
-    /// The mean cross-entropy in nats of predicting each token of a row from those before it, as
-    /// [`Gpt2::loss`](crate::Gpt2::loss).
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`: `[b, t]`
-    /// - returns `[1]`
-    ///
-    /// # Panics
-    /// If `t` is below 2 or more than `max_position_embeddings`.
-    pub fn loss(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-        self.loss_with_labels(input_ids_bt.clone(), input_ids_bt)
-    }
-
-    /// As [`loss`](Self::loss) with other labels, of which those equal to
-    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count, as
-    /// [`Gpt2::loss_with_labels`](crate::Gpt2::loss_with_labels).
-    ///
-    /// # Shapes
-    /// - `input_ids_bt`, `labels_bt`: `[b, t]`
-    /// - returns `[1]`
-    ///
-    /// # Panics
-    /// If `t` is below 2 or more than `max_position_embeddings`, or if the shapes differ.
-    pub fn loss_with_labels(&self, input_ids_bt: Tensor<B, 2, Int>, labels_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-        next_token_loss(input_ids_bt, labels_bt, |ids_bt| (self.hidden_rows(ids_bt), self.head_weight()))
-    }
-
-    /// The weight of the head, `[v, d]`: the token embedding, or its own.
-    pub fn head_weight(&self) -> Tensor<B, 2> {
-        self.lm_head.as_ref().unwrap_or(&self.embed_tokens).val()
-    }
-
-    fn hidden_rows(&self, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+    fn hidden_rows(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
-        assert!(
-            t <= self.positions,
-            "rows of {t} tokens, but the model has {} positions: shorten the rows or raise max_position_embeddings",
-            self.positions
-        );
+        check_positions(t, self.positions, "max_position_embeddings");
         let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
         let (angles, masks) = (Angles::new(&self.speeds, 0..t as i32, &x_nd), Masks::none());
         for layer in &self.layers {
@@ -239,12 +176,8 @@ impl<B: FusedBackend> LlamaAttention<B> {
 impl<B: Backend> Adaptable<B> for Llama<B> {
     fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
         for (i, LlamaLayer { self_attn: attn, mlp, .. }) in self.layers.iter_mut().enumerate() {
-            let projections = [&mut attn.q_proj, &mut attn.k_proj, &mut attn.v_proj, &mut attn.o_proj];
-            let names = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|name| format!("layers.{i}.self_attn.{name}"));
-            names.into_iter().zip(projections).for_each(|(path, layer)| each(path, layer));
-            let projections = [&mut mlp.gate_proj, &mut mlp.up_proj, &mut mlp.down_proj];
-            let names = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("layers.{i}.mlp.{name}"));
-            names.into_iter().zip(projections).for_each(|(path, layer)| each(path, layer));
+            each_field!(each, format!("layers.{i}.self_attn"), attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj);
+            each_field!(each, format!("layers.{i}.mlp"), mlp.gate_proj, mlp.up_proj, mlp.down_proj);
         }
     }
 
@@ -262,7 +195,7 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
         self.embed_tokens.lazy_shape()[0]
     }
 
-    fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
+    fn next_logits(&self, input_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
         let [_, d] = x_nd.dims();
@@ -272,6 +205,6 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
         }
         cache.advance(t);
         let last_bd = x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d]);
-        linear(scaled(&self.norm, self.rms_norm_eps, last_bd), self.head_weight().transpose(), None, None)
+        self.head(scaled(&self.norm, self.rms_norm_eps, last_bd))
     }
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::ModelError;
-use crate::error::io_at;
+use crate::error::{check_each, io_at};
+use crate::{ModelError, Result};
 
 /// The file of PEFT that describes an adapter.
 pub(crate) const CONFIG: &str = "adapter_config.json";
@@ -93,7 +93,7 @@ impl LoraConfig {
     ///
     /// # Errors
     /// When there is none, or it asks for what would give other results.
-    pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
+    pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG);
         let text = std::fs::read_to_string(&path).map_err(io_at("read", &path))?;
         let read = || {
@@ -107,20 +107,14 @@ impl LoraConfig {
         read().map_err(|error| ModelError::InFile { path: path.clone(), error: Box::new(error) })
     }
 
-    pub(crate) fn check(&self) -> Result<(), ModelError> {
-        let wrong = |field, got: String, expected: &str| {
-            Err(ModelError::ConfigValue { model: "LoRA", field, got, expected: expected.to_string() })
-        };
-        if self.r == 0 {
-            return wrong("r", "0".into(), "at least 1");
-        }
-        if !self.lora_alpha.is_finite() {
-            return wrong("lora_alpha", self.lora_alpha.to_string(), "a number");
-        }
-        if !(0.0..1.0).contains(&self.lora_dropout) {
-            return wrong("lora_dropout", self.lora_dropout.to_string(), "at least 0 and below 1");
-        }
-        Ok(())
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { r, lora_alpha: alpha, lora_dropout: p, .. } = *self;
+        let values = [
+            (r > 0, "r", r.to_string(), "at least 1"),
+            (alpha.is_finite(), "lora_alpha", alpha.to_string(), "a number"),
+            ((0.0..1.0).contains(&p), "lora_dropout", p.to_string(), "at least 0 and below 1"),
+        ];
+        check_each("LoRA", values)
     }
 }
 
@@ -150,7 +144,7 @@ const KEYS: [&str; 21] = [
 ];
 
 /// Refuses all other keys that are not empty: they would give other results.
-fn check_implemented(keys: &Map<String, Value>) -> Result<(), ModelError> {
+fn check_implemented(keys: &Map<String, Value>) -> Result<()> {
     let implemented = |key: &str, value: &Value| match (key, value) {
         ("peft_type", value) => value == "LORA",
         ("bias", value) => value == "none",

@@ -1,7 +1,7 @@
 //! Adapters in folders: PEFT's `adapter_config.json` with `adapter_model.safetensors`, and weights that they are added to.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use zero_ops::FusedBackend;
 
@@ -9,7 +9,7 @@ use super::{Adaptable, AdaptedModel, LoraConfig, adapt};
 use crate::hf_export::{ExportOptions, Exported, export};
 use crate::hf_params::load_some;
 use crate::safetensors_file::{ADAPTER, Checkpoint};
-use crate::{ModelConfig, ModelError, ModelParam};
+use crate::{ModelConfig, ModelError, ModelParam, Result};
 
 /// Adds the adapter in the folder `dir`, with its values, to a module that `model` describes, and freezes all else. Over a
 /// backend that shards parameters each rank reads its own part.
@@ -21,24 +21,23 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
     model: &ModelConfig,
     dir: &Path,
     device: &B::Device,
-) -> Result<M, ModelError> {
-    let lora = LoraConfig::from_dir(dir)?;
-    let adapted = AdaptedModel::new(model.clone(), lora.clone(), None).map_err(|error| for_another(dir, error))?;
-    let checkpoint = open(dir)?;
-    let adapted = ModelConfig::from(adapted);
-    adapted.stored(&checkpoint).map_err(|error| for_another(dir, error))?;
-    let module = adapt(module, model, &lora, device)?;
+) -> Result<M> {
+    let (adapted, checkpoint) = open(dir, model.clone(), None)?;
+    let module = adapt(module, model, &adapted.lora, device)?;
     load_some(module, &adapted.parameters(), &checkpoint, device)
 }
 
-fn open(dir: &Path) -> Result<Checkpoint, ModelError> {
-    Checkpoint::open_file(dir, ADAPTER)
-}
-
-fn for_another(dir: &Path, error: ModelError) -> ModelError {
-    let problem =
-        format!("the adapter in {} is for another model: {error}; give the base that it was made for", dir.display());
-    ModelError::Adapter { problem }
+/// The adapter in a folder, of such a model with its weights in another folder.
+fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(AdaptedModel, Checkpoint)> {
+    let for_another = |error| {
+        let dir = dir.display();
+        let problem = format!("the adapter in {dir} is for another model: {error}; give the base that it was made for");
+        ModelError::Adapter { problem }
+    };
+    let adapted = AdaptedModel::new(model, LoraConfig::from_dir(dir)?, weights).map_err(for_another)?;
+    let checkpoint = Checkpoint::open_file(dir, ADAPTER)?;
+    ModelConfig::from(adapted.clone()).stored(&checkpoint).map_err(for_another)?;
+    Ok((adapted, checkpoint))
 }
 
 /// Adds what an adapter has learned to the weights in the folder `base`, and writes a folder of the base's family, which needs no
@@ -48,12 +47,9 @@ fn for_another(dir: &Path, error: ModelError) -> ModelError {
 ///
 /// # Errors
 /// As [`load`] and [`export`].
-pub fn merge(base: &Path, adapter: &Path, out: &Path, options: &ExportOptions) -> Result<Exported, ModelError> {
+pub fn merge(base: &Path, adapter: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
     let model = ModelConfig::from_file(&base.join("config.json"))?;
-    let adapted = AdaptedModel::new(model, LoraConfig::from_dir(adapter)?, Some(base.to_path_buf()))
-        .map_err(|error| for_another(adapter, error))?;
-    let checkpoint = open(adapter)?;
-    ModelConfig::from(adapted.clone()).stored(&checkpoint).map_err(|error| for_another(adapter, error))?;
+    let (adapted, checkpoint) = open(adapter, model, Some(base.to_path_buf()))?;
     let read = |param: &ModelParam| {
         let stored = checkpoint.get(&param.name).expect("it was checked to be there");
         if param.transposed { stored.elements_transposed(0..stored.numel()) } else { stored.to_f32() }
@@ -70,8 +66,8 @@ pub fn merge_with(
     base: &Path,
     out: &Path,
     options: &ExportOptions,
-    mut read: impl FnMut(&ModelParam) -> Result<Vec<f32>, ModelError>,
-) -> Result<Exported, ModelError> {
+    mut read: impl FnMut(&ModelParam) -> Result<Vec<f32>>,
+) -> Result<Exported> {
     if let Some((table, true)) = adapted.base.adaptable_table()
         && adapted.parameters().iter().any(|param| param.path == format!("{table}_adapter.a"))
     {

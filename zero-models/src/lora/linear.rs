@@ -110,6 +110,14 @@ impl<B: Backend, const D: usize> Rows<B> for Tensor<B, D> {
     }
 }
 
+/// Calls `$each` with the path of these fields below `$path`, and the fields.
+macro_rules! each_field {
+    ($each:ident, $path:expr, $($of:ident.$field:ident),*) => {
+        $($each(format!("{}.{}", $path, stringify!($field)), &mut $of.$field);)*
+    };
+}
+pub(crate) use each_field;
+
 /// What is called with a table's path, its sizes, and where its adapter is kept.
 pub type EachTable<'a, B> = dyn FnMut(&str, [usize; 2], &mut Option<Adapter<B>>) + 'a;
 

@@ -37,7 +37,7 @@ pub(crate) use self::config::{CONFIG, peft_name};
 pub use self::files::{load, merge, merge_with};
 pub use self::linear::{Adaptable, Adapter, EachTable, Linear};
 pub use crate::model_config::AdaptedModel;
-use crate::{ModelConfig, ModelError};
+use crate::{ModelConfig, ModelError, Result};
 
 /// Adds a fresh adapter to every layer that `lora` names, `A` uniform as PEFT draws it and `B` zero, and freezes all else but
 /// [`LoraConfig::modules_to_save`]. `model` describes the module; weights are loaded before.
@@ -49,7 +49,7 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
     model: &ModelConfig,
     lora: &LoraConfig,
     device: &B::Device,
-) -> Result<M, ModelError> {
+) -> Result<M> {
     let adapted = AdaptedModel::new(model.clone(), lora.clone(), None)?;
     let paths = adapted.layers()?;
     let trained = adapted.parameters();

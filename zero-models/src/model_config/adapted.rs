@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::ModelConfig;
 use crate::error::did_you_mean;
 use crate::lora::config::{ALL, LoraConfig, PREFIX, REGEX, peft_name};
-use crate::{ModelError, ModelParam};
+use crate::{ModelError, ModelParam, Result};
 
 /// A layer that is adapted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl AdaptedModel {
     ///
     /// # Errors
     /// [`ModelError::Adapter`] when a name that `lora` asks for is no layer's, and for values that are none.
-    pub fn new(base: ModelConfig, lora: LoraConfig, weights: Option<PathBuf>) -> Result<Self, ModelError> {
+    pub fn new(base: ModelConfig, lora: LoraConfig, weights: Option<PathBuf>) -> Result<Self> {
         lora.check()?;
         let adapted = Self { base: Box::new(base), weights, lora };
         adapted.layers()?;
@@ -56,7 +56,7 @@ impl AdaptedModel {
     }
 
     /// The layers that are adapted.
-    pub(crate) fn layers(&self) -> Result<Vec<Layer>, ModelError> {
+    pub(crate) fn layers(&self) -> Result<Vec<Layer>> {
         let targets: Vec<String> = match &*self.lora.target_modules {
             [] => self.base.lora_targets()?.iter().map(ToString::to_string).collect(),
             targets => targets.to_vec(),
@@ -93,7 +93,7 @@ impl AdaptedModel {
     }
 
     /// The parameters of [`LoraConfig::modules_to_save`].
-    fn saved(&self) -> Result<Vec<ModelParam>, ModelError> {
+    fn saved(&self) -> Result<Vec<ModelParam>> {
         let parameters = self.base.parameters();
         let module =
             |param: &ModelParam| param.name.rsplit_once('.').map_or(String::new(), |(module, _)| module.to_string());

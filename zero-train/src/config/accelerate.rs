@@ -29,6 +29,9 @@ const PLUGIN: &[(&str, &str)] = &[
     ("zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
 ];
 
+/// DeepSpeed's sections of what is offloaded.
+const SECTIONS: [&str; 2] = ["offload_optimizer", "offload_param"];
+
 /// Any of these keys makes a file an Accelerate file.
 const MARKS: &str = "distributed_type compute_environment deepspeed_config num_processes num_machines mixed_precision";
 
@@ -63,20 +66,16 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     let processes = processes.or((kind == "NO").then_some(1));
     let deepspeed = distributed(&kind, processes, findings);
     let named = |path: &str, shown: &str| (path.to_owned(), file.to_owned(), shown.to_owned());
+    let of_zero = |key: &str, shown: &str| named(&format!("zero_optimization.{key}"), shown);
     let mut names = vec![named("num_processes", "num_processes")];
     if deepspeed {
         names.extend(PLUGIN.iter().map(|(name, path)| named(path, &format!("deepspeed_config.{name}"))));
-        let sections = ["offload_optimizer", "offload_param"];
-        names.extend(sections.map(|section| {
-            named(&format!("zero_optimization.{section}"), &format!("deepspeed_config.{section}_device"))
-        }));
+        names.extend(SECTIONS.map(|section| of_zero(section, &format!("deepspeed_config.{section}_device"))));
     }
     if kind == "FSDP" {
         let strategy = strategy(&at);
-        names.extend(["stage", "mics_shard_size"].map(|key| named(&format!("zero_optimization.{key}"), strategy)));
-        names.extend(
-            ["offload_optimizer", "offload_param"].map(|key| named(&format!("zero_optimization.{key}"), OFFLOAD)),
-        );
+        names.extend(["stage", "mics_shard_size"].map(|key| of_zero(key, strategy)));
+        names.extend(SECTIONS.map(|section| of_zero(section, OFFLOAD)));
     }
     let deepspeed_file = at("deepspeed_config.deepspeed_config_file")
         .and_then(Node::as_text)
@@ -106,9 +105,9 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     }
 
     let tree = &mut accelerate.tree;
-    tree.set("train_batch_size", "auto".into());
-    tree.set("train_micro_batch_size_per_gpu", "auto".into());
-    tree.set("gradient_accumulation_steps", "auto".into());
+    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+        .into_iter()
+        .for_each(|key| tree.set(key, "auto".into()));
     if let Some(section) = precision {
         tree.set(&format!("{section}.enabled"), true.into());
     }
@@ -199,7 +198,7 @@ fn fsdp<'n>(
     let is_on = |key: &str| at(key) == Some(&Node::Bool(true));
     if is_on(OFFLOAD) {
         // FSDP's offload takes gradients and the optimizer along.
-        let sections = ["offload_optimizer", "offload_param"].into_iter().take(if stage == 3 { 2 } else { 1 });
+        let sections = SECTIONS.into_iter().take(if stage == 3 { 2 } else { 1 });
         sections.for_each(|section| tree.set(&format!("zero_optimization.{section}.device"), "cpu".into()));
     }
     if is_on("fsdp_config.fsdp_activation_checkpointing") {
@@ -232,14 +231,9 @@ fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) ->
 
 /// The section that `mixed_precision` enables.
 fn precision(value: Option<&Node>, findings: &mut Findings) -> Option<&'static str> {
-    match value.and_then(Node::as_text).unwrap_or_default().to_ascii_lowercase().as_str() {
-        "fp16" => Some("fp16"),
-        "bf16" => Some("bf16"),
-        "fp8" => {
-            let refused = ProblemKind::refused("fp8", "fp8 does not exist here; write bf16");
-            findings.problem("mixed_precision", refused);
-            None
-        }
-        _ => None,
+    let word = value.and_then(Node::as_text).unwrap_or_default().to_ascii_lowercase();
+    if word == "fp8" {
+        findings.problem("mixed_precision", ProblemKind::refused("fp8", "fp8 does not exist here; write bf16"));
     }
+    ["fp16", "bf16"].into_iter().find(|known| *known == word)
 }

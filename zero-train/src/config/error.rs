@@ -1,6 +1,5 @@
 //! What can be wrong with a configuration, and what is worth a warning.
 
-use std::fmt;
 use std::path::PathBuf;
 
 use super::auto::Filled;
@@ -127,18 +126,13 @@ fn hint(suggestion: Option<&str>, known: &[&str]) -> String {
 }
 
 /// Something accepted that does not do what it says.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{path}: {message}")]
 pub struct Warning {
     /// The dotted path of the key.
     pub path: String,
     /// What happens instead, and why.
     pub message: String,
-}
-
-impl fmt::Display for Warning {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.path, self.message)
-    }
 }
 
 /// More than anyone reads; a file with so many is not a configuration.

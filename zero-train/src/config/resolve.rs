@@ -57,10 +57,8 @@ impl Config {
         let optimizer = OptimizerPlan::read(&top);
         // A file asks for it by the section; DeepSpeed leaves the rest to the model, which is ours here.
         let activations = top.section("activation_checkpointing");
-        let checkpointed = top.given("activation_checkpointing").then(|| {
-            let blocks: Option<usize> = activations.get("blocks");
-            blocks.unwrap_or(usize::MAX)
-        });
+        let blocks = || activations.get::<Option<usize>>("blocks").unwrap_or(usize::MAX);
+        let checkpointed = top.given("activation_checkpointing").then(blocks);
         let sizes = batch_sizes(&top, auto);
         let batch = batch(sizes, world, &mut findings.borrow_mut());
         let by = ["--batch x --accumulation x ranks", "--batch", "--accumulation"];
@@ -69,10 +67,8 @@ impl Config {
                 top.filled(key, by, Some(Node::from(value)));
             }
         }
-        let weights = |key| {
-            let format = quantized(&zero, key, "zero_quantized_weights_format");
-            format.filter(|_| self.stage.shards_parameters())
-        };
+        let format = "zero_quantized_weights_format";
+        let weights = |key| quantized(&zero, key, format).filter(|_| self.stage.shards_parameters());
         let plan = ZeroPlan {
             stage: self.stage,
             world,
@@ -268,30 +264,25 @@ fn error_feedback(zero: &Reader<'_>) -> Option<ErrorFeedback> {
 /// Ranks of a group, if there are several groups.
 fn shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
     const KEY: &str = "mics_shard_size";
-    let given: i64 = zero.get(KEY);
-    let size = usize::try_from(given).ok().filter(|&size| size > 0)?;
-    if Mesh::new(world, size).is_none() {
-        zero.conflict(
-            KEY,
-            &format!("{size} does not divide {world} ranks: expected a number that does, or -1 for all"),
-        );
-        return None;
+    let size = usize::try_from(zero.get::<i64>(KEY)).ok().filter(|&size| size > 0)?;
+    (divides(zero, KEY, size, world, "-1 for all") && size < world).then_some(size)
+}
+
+/// Whether groups of `size` ranks are all the ranks; reports it otherwise.
+fn divides(zero: &Reader<'_>, key: &str, size: usize, world: usize, otherwise: &str) -> bool {
+    let divides = Mesh::new(world, size).is_some();
+    if !divides {
+        let expected = format!("expected a number that does, or {otherwise}");
+        zero.conflict(key, &format!("{size} does not divide {world} ranks: {expected}"));
     }
-    Some(size).filter(|&size| size < world)
+    divides
 }
 
 /// Ranks of a group that keeps a second cut of the parameters, if there are several groups.
 fn secondary_shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
     const KEY: &str = "zero_hpz_partition_size";
     let size: usize = zero.get(KEY);
-    if size <= 1 || size == world {
-        return None;
-    }
-    if Mesh::new(world, size).is_none() {
-        zero.conflict(
-            KEY,
-            &format!("{size} does not divide {world} ranks: expected a number that does, or 1 for no second cut"),
-        );
+    if size <= 1 || size == world || !divides(zero, KEY, size, world, "1 for no second cut") {
         return None;
     }
     if zero.get::<i64>("mics_shard_size") > 0 {
@@ -303,12 +294,8 @@ fn secondary_shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
 
 fn batch(sizes: [Option<usize>; 3], world: usize, findings: &mut Findings) -> Batch {
     Batch::solve(sizes[0], sizes[1], sizes[2], world).unwrap_or_else(|error| {
-        let path = if matches!(error, BatchError::Indivisible { .. } | BatchError::Contradiction { .. }) {
-            GLOBAL
-        } else {
-            MICRO
-        };
-        findings.problem(path, error);
+        let is_of_all = matches!(error, BatchError::Indivisible { .. } | BatchError::Contradiction { .. });
+        findings.problem(if is_of_all { GLOBAL } else { MICRO }, error);
         Batch { global: world, micro: 1, accumulation: 1 }
     })
 }

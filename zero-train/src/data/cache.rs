@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
+use super::Cutting;
 use super::documents::{self, DataFile};
 use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
-use super::{Cutting, io, wrong_data};
-use crate::TrainError;
+use crate::error::{Result, io, wrong_data};
 
 /// Of the files' format and of how text is cut.
 const VERSION: u32 = 1;
@@ -36,7 +36,7 @@ pub(super) fn open(
     files: &[DataFile],
     cutting: &Cutting<'_>,
     tokenizer: &Tokenizer,
-) -> Result<TokenFile, TrainError> {
+) -> Result<TokenFile> {
     let folder = match cutting.cache {
         Some(folder) => folder.to_path_buf(),
         None => default_folder(source)?,
@@ -75,7 +75,7 @@ pub(super) fn open(
     TokenFile::open(&path)
 }
 
-fn default_folder(source: &Path) -> Result<PathBuf, TrainError> {
+fn default_folder(source: &Path) -> Result<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
     cache.map(|cache| cache.join("zero")).ok_or_else(|| {
@@ -86,7 +86,7 @@ fn default_folder(source: &Path) -> Result<PathBuf, TrainError> {
 }
 
 /// Waits for the lock while its holder writes.
-fn lock(made: &File, path: &Path) -> Result<(), TrainError> {
+fn lock(made: &File, path: &Path) -> Result<()> {
     let (mut size, mut since) = (0, Instant::now());
     while let Err(error) = flock(made, FlockOperation::NonBlockingLockExclusive) {
         if error != rustix::io::Errno::WOULDBLOCK {
@@ -105,13 +105,7 @@ fn lock(made: &File, path: &Path) -> Result<(), TrainError> {
     Ok(())
 }
 
-fn make(
-    made: File,
-    path: &Path,
-    files: &[DataFile],
-    cutting: &Cutting<'_>,
-    tokenizer: &Tokenizer,
-) -> Result<(), TrainError> {
+fn make(made: File, path: &Path, files: &[DataFile], cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<()> {
     let bytes: u64 = files.iter().map(|file| file.bytes).sum();
     eprintln!(
         "cutting {} of text into tokens, once, into {}",

@@ -13,8 +13,7 @@ use rayon::prelude::*;
 use serde_json::Value;
 
 use super::tokenizer::Tokenizer;
-use super::{io, wrong_data};
-use crate::TrainError;
+use crate::error::{Result, io, wrong_data};
 
 /// Bytes of text that are cut by all threads at a time.
 const PART: usize = 4 << 20;
@@ -39,7 +38,7 @@ enum DataKind {
 }
 
 /// The file, or the files of a folder by their names.
-pub(super) fn files(path: &Path) -> Result<Vec<DataFile>, TrainError> {
+pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
     let meta = std::fs::metadata(path).map_err(io("read", path))?;
     let mut paths = vec![path.to_path_buf()];
     if meta.is_dir() {
@@ -78,8 +77,8 @@ pub(super) fn encode(
     files: &[DataFile],
     field: Option<&str>,
     tokenizer: &Tokenizer,
-    mut out: impl FnMut(&[u32]) -> Result<(), TrainError>,
-) -> Result<(), TrainError> {
+    mut out: impl FnMut(&[u32]) -> Result<()>,
+) -> Result<()> {
     let packs = files.len() > 1 || files[0].kind != DataKind::Text;
     let end = match tokenizer.end() {
         Some(end) if packs => Some(end),
@@ -93,7 +92,7 @@ pub(super) fn encode(
     for file in files {
         let mut part: Vec<String> = Vec::new();
         let mut bytes = 0;
-        let mut flush = |part: &mut Vec<String>| -> Result<(), TrainError> {
+        let mut flush = |part: &mut Vec<String>| -> Result<()> {
             let cut: Result<Vec<Vec<u32>>, String> = part.par_iter().map(|text| tokenizer.encode(text)).collect();
             for mut ids in cut.map_err(|problem| wrong_data(&file.path, problem))? {
                 // A text is one document, of which these are parts. No sentences are no document.
@@ -120,12 +119,12 @@ pub(super) fn encode(
     Ok(())
 }
 
-type Each<'a> = &'a mut dyn FnMut(String) -> Result<(), TrainError>;
+type Each<'a> = &'a mut dyn FnMut(String) -> Result<()>;
 
 /// The values of a row, in the order of the fields; one is `None` only where its field says that it may.
 pub(super) type RowOf = Vec<Option<String>>;
 
-type EachRow<'a> = &'a mut dyn FnMut(RowOf) -> Result<(), TrainError>;
+type EachRow<'a> = &'a mut dyn FnMut(RowOf) -> Result<()>;
 
 /// What a field holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,7 +146,7 @@ pub(super) struct FieldOf<'a> {
 }
 
 /// Gives `each` the documents of a file; a text in parts that are cut as the whole would be.
-pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Result<(), TrainError> {
+pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Result<()> {
     if file.kind == DataKind::Text {
         return text_parts(&file.path, each);
     }
@@ -156,7 +155,7 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
 }
 
 /// These fields of every row of a file, or of the files of a folder.
-pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<RowOf>, TrainError> {
+pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<RowOf>> {
     let mut read = Vec::new();
     for file in files(path)? {
         rows(&file, fields, &mut |row| {
@@ -171,7 +170,7 @@ pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<RowOf
 }
 
 /// Gives `each` these fields of every row.
-pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
+pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     match file.kind {
         DataKind::Text => Err(wrong_data(&file.path, "is text: expected .jsonl or .parquet, with a label in each row")),
         DataKind::JsonLines => json_lines(&file.path, fields, each),
@@ -179,7 +178,7 @@ pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -
     }
 }
 
-fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
+fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     let mut lines = BufReader::new(File::open(path).map_err(io("read", path))?);
     let mut line = Vec::new();
     let mut labelled = false;
@@ -197,22 +196,19 @@ fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<
         })?;
         let mut row = Vec::with_capacity(fields.len());
         for FieldOf { name, option, holds } in fields {
-            match value.get_mut(*name).map(Value::take) {
-                Some(Value::String(text)) => row.push(Some(text)),
+            row.push(match value.get_mut(*name).map(Value::take) {
+                Some(Value::String(text)) => Some(text),
                 Some(found @ (Value::Number(_) | Value::Bool(_))) if *holds != Holds::Text && !found.is_f64() => {
-                    row.push(Some(found.to_string()))
+                    Some(found.to_string())
                 }
-                None | Some(Value::Null) if *holds == Holds::LabelOrNothing && labelled => row.push(None),
+                None | Some(Value::Null) if *holds == Holds::LabelOrNothing && labelled => None,
                 found => {
                     let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
-                    let keys =
-                        value.as_object().map(|object| object.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
-                    return Err(problem(format!(
-                        "its \"{name}\" {got}: expected {}; name another key with --{option} (there are {keys:?})",
-                        expected(*holds)
-                    )));
+                    let keys: Vec<_> = value.as_object().into_iter().flat_map(|object| object.keys()).collect();
+                    let other = format!("name another key with --{option} (there are {keys:?})");
+                    return Err(problem(format!("its \"{name}\" {got}: expected {}; {other}", expected(*holds))));
                 }
-            }
+            });
         }
         labelled = true;
         each(row)?;
@@ -235,7 +231,7 @@ fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<(), TrainError> {
+fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     let bad =
         |error: parquet::errors::ParquetError| wrong_data(path, format!("is no Parquet that can be read ({error})"));
     let reader = SerializedFileReader::new(File::open(path).map_err(io("read", path))?).map_err(bad)?;
@@ -258,26 +254,25 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
         let found = row.map_err(bad)?.into_columns();
         let mut row = Vec::with_capacity(fields.len());
         for FieldOf { name, holds, .. } in fields {
-            match found.iter().find(|(column, _)| column == name) {
-                Some((_, Field::Str(text))) => row.push(Some(text.clone())),
-                Some((_, Field::Null)) if *holds == Holds::LabelOrNothing && number > 0 => row.push(None),
-                Some((_, Field::Null)) | None => {
-                    let problem = format!("row {number}: its \"{name}\" is null: expected {}", expected(*holds));
+            let field = found.iter().find(|(column, _)| column == name).map_or(&Field::Null, |(_, field)| field);
+            row.push(match field {
+                Field::Str(text) => Some(text.clone()),
+                Field::Null if *holds == Holds::LabelOrNothing && number > 0 => None,
+                value
+                    if *holds != Holds::Text && !matches!(value, Field::Null | Field::Float(_) | Field::Double(_)) =>
+                {
+                    Some(value.to_string())
+                }
+                other => {
+                    let got = match other {
+                        Field::Null => "null".into(),
+                        Field::Float(_) | Field::Double(_) => "a number with a fraction".into(),
+                        value => value.to_string(),
+                    };
+                    let problem = format!("row {number}: its \"{name}\" is {got}: expected {}", expected(*holds));
                     return Err(wrong_data(path, problem));
                 }
-                Some((_, Field::Float(_) | Field::Double(_))) => {
-                    let problem = format!(
-                        "row {number}: its \"{name}\" is a number with a fraction: expected {}",
-                        expected(*holds)
-                    );
-                    return Err(wrong_data(path, problem));
-                }
-                Some((_, value)) if *holds != Holds::Text => row.push(Some(value.to_string())),
-                Some((_, value)) => {
-                    let problem = format!("row {number}: its \"{name}\" is {value}: expected a text");
-                    return Err(wrong_data(path, problem));
-                }
-            }
+            });
         }
         each(row)?;
     }
@@ -290,7 +285,7 @@ fn is_bytes(column: &Type) -> bool {
 
 /// Cuts after line ends that no run of blanks goes across: there the tokens of the whole are those of its parts, with GPT-2's
 /// tokenizer and all that look for words first.
-fn text_parts(path: &Path, each: Each<'_>) -> Result<(), TrainError> {
+fn text_parts(path: &Path, each: Each<'_>) -> Result<()> {
     let mut file = File::open(path).map_err(io("read", path))?;
     let (mut text, mut begin) = (Vec::new(), 0);
     loop {

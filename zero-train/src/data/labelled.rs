@@ -10,12 +10,11 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
+use super::Cutting;
 use super::documents::{self, FieldOf, Holds};
 use super::tokenizer::Tokenizer;
 use super::wordpiece::SPECIAL;
-use super::{Cutting, wrong_data};
-use crate::TrainError;
-use crate::error::wrong;
+use crate::error::{Result, wrong_data};
 
 /// Which fields of a row are what.
 #[derive(Debug, Clone, Copy)]
@@ -67,33 +66,25 @@ impl LabelledTexts {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when a file cannot be read or used; for a tokenizer that is not as BERT's; for labels that are no class.
+    /// [`TrainError`](crate::TrainError) when a file cannot be read or used; for a tokenizer that is not as BERT's; for labels that are no class.
     pub fn load(
         path: &Path,
         fields: Fields<'_>,
         cutting: &Cutting<'_>,
         tokenizer: &Tokenizer,
         (known, fresh): (&[String], bool),
-    ) -> Result<Self, TrainError> {
-        let seq = cutting.seq.unwrap_or(super::DEFAULT_SEQ.min(cutting.n_positions));
+    ) -> Result<Self> {
         let marks = 2 + usize::from(fields.second.is_some());
-        if !(marks + 2..=cutting.n_positions).contains(&seq) {
-            let expected = format!("expected {} to {}, the positions of the model", marks + 2, cutting.n_positions);
-            return Err(wrong("seq", seq, expected));
-        }
+        let seq = cutting.row_length(marks + 2)?;
         let special = SPECIAL.map(|token| tokenizer.id(token).map(|id| id as i32));
         let [Some(pad), _, Some(cls), Some(sep), _] = special else {
             let problem = format!("is for a tokenizer as BERT's, with {}", SPECIAL.join(", "));
             return Err(wrong_data(path, problem));
         };
-        let asked: Vec<FieldOf<'_>> = [
-            Some(FieldOf { name: fields.label, option: "label-field", holds: Holds::Label }),
-            Some(FieldOf { name: fields.text, option: "text-field", holds: Holds::Text }),
-            fields.second.map(|name| FieldOf { name, option: "second-field", holds: Holds::Text }),
-        ]
-        .into_iter()
-        .flatten()
-        .collect();
+        let text = |name, option| FieldOf { name, option, holds: Holds::Text };
+        let label = FieldOf { name: fields.label, option: "label-field", holds: Holds::Label };
+        let mut asked = vec![label, text(fields.text, "text-field")];
+        asked.extend(fields.second.map(|name| text(name, "second-field")));
         // None of these may be missing.
         let whole = |row: documents::RowOf| row.into_iter().flatten().collect();
         let read: Vec<Vec<String>> = documents::read_rows(path, &asked)?.into_iter().map(whole).collect();

@@ -17,14 +17,14 @@ mod tokens;
 mod vocabulary;
 mod wordpiece;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::TokenRows;
 pub use self::text_pairs::{TextPairBatch, TextPairs};
 pub use self::tokenizer::Tokenizer;
-use crate::TrainError;
+use crate::error::{Result, wrong};
 
 /// Where rows come from.
 #[derive(Debug, Clone)]
@@ -57,6 +57,17 @@ pub struct Cutting<'a> {
     pub cache: Option<&'a Path>,
 }
 
+impl Cutting<'_> {
+    /// Tokens of a row, or the most of one: at least `least`, at most as many as the model has positions.
+    fn row_length(&self, least: usize) -> Result<usize> {
+        let seq = self.seq.unwrap_or(DEFAULT_SEQ.min(self.n_positions));
+        if (least..=self.n_positions).contains(&seq) {
+            return Ok(seq);
+        }
+        Err(wrong("seq", seq, format!("expected {least} to {}, the positions of the model", self.n_positions)))
+    }
+}
+
 /// Tokens of a row where nothing says.
 pub const DEFAULT_SEQ: usize = 128;
 
@@ -73,8 +84,8 @@ impl Source<'_> {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when there is such a file and it cannot be read.
-    pub fn row_length(&self) -> Result<Option<usize>, TrainError> {
+    /// [`TrainError`](crate::TrainError) when there is such a file and it cannot be read.
+    pub fn row_length(&self) -> Result<Option<usize>> {
         match self {
             Source::File(path) if is_tokens(path) => Ok(token_file::TokenFile::open(path)?.row_length()),
             _ => Ok(None),
@@ -84,15 +95,4 @@ impl Source<'_> {
 
 fn is_tokens(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == "safetensors")
-}
-
-/// A file with the wrong content: what is wrong, what was expected, and what to change.
-pub(crate) fn wrong_data(path: &Path, problem: impl Into<String>) -> TrainError {
-    TrainError::Data { path: path.to_path_buf(), problem: problem.into() }
-}
-
-/// What makes an error of the system this crate's.
-fn io(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> TrainError + use<> {
-    let path: PathBuf = path.to_path_buf();
-    move |source| TrainError::Io { action, path: path.clone(), source }
 }

@@ -14,9 +14,8 @@ use zero_core::random::Draws;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
 use super::wordpiece::SPECIAL;
-use super::{Cutting, Source, is_tokens, wrong_data};
-use crate::TrainError;
-use crate::error::wrong;
+use super::{Cutting, Source, is_tokens};
+use crate::error::{Result, wrong_data};
 
 /// `[CLS]` and two `[SEP]`.
 const MARKS: usize = 3;
@@ -77,19 +76,15 @@ impl SentencePairs {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when a file cannot be read or is too short; for a tokenizer that is not the model's, or not as BERT's.
-    pub fn load(source: &Source<'_>, cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<Self, TrainError> {
+    /// [`TrainError`](crate::TrainError) when a file cannot be read or is too short; for a tokenizer that is not the model's, or not as BERT's.
+    pub fn load(source: &Source<'_>, cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<Self> {
         let problem = |problem: String| Err(wrong_data(source.path(), problem));
         if matches!(source, Source::File(path) if is_tokens(path)) {
             return problem(
                 "is a file of token ids: expected text, in which sentences and documents can be told apart".into(),
             );
         }
-        let seq = cutting.seq.unwrap_or(super::DEFAULT_SEQ.min(cutting.n_positions));
-        if !(MARKS + 2..=cutting.n_positions).contains(&seq) {
-            let expected = format!("expected {} to {}, the positions of the model", MARKS + 2, cutting.n_positions);
-            return Err(wrong("seq", seq, expected));
-        }
+        let seq = cutting.row_length(MARKS + 2)?;
         let tokens = Tokens::cut(source, cutting, tokenizer)?;
         let [pad, _, cls, sep, mask] = SPECIAL.map(|token| tokenizer.id(token).map_or(-1, |id| id as i32));
         let special = Special { pad, cls, sep, mask };
@@ -123,7 +118,7 @@ impl SentencePairs {
     /// # Errors
     ///
     /// When the file cannot be read.
-    pub fn checksum(&self, rows: Range<usize>) -> Result<u32, TrainError> {
+    pub fn checksum(&self, rows: Range<usize>) -> Result<u32> {
         let width = self.seq - MARKS;
         self.tokens.checksum((rows.start * width, rows.end * width), self.seq)
     }
@@ -140,7 +135,7 @@ impl SentencePairs {
         seeds: &[u64],
         others: impl Fn(usize) -> Range<usize>,
         masking: Masking,
-    ) -> Result<PairBatch, TrainError> {
+    ) -> Result<PairBatch> {
         let mut batch = PairBatch::default();
         for (&row, &seed) in rows.iter().zip(seeds) {
             self.add(&mut batch, row, others(row), masking, &mut Draws::new(seed))?;
@@ -155,7 +150,7 @@ impl SentencePairs {
         others: Range<usize>,
         masking: Masking,
         draws: &mut Draws,
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         let room = self.seq - MARKS;
         let room = if draws.unit() < SHORT { 2 + draws.below(room - 1) } else { room };
         let sentences = self.sentences(row, room, draws)?;
@@ -196,7 +191,7 @@ impl SentencePairs {
 
     /// Sentences of one document that come one after the other, of at least `room` tokens if it has as many, from a random one
     /// on that begins in the part of the stream that is this row's.
-    fn sentences(&self, row: usize, room: usize, draws: &mut Draws) -> Result<Vec<Vec<i32>>, TrainError> {
+    fn sentences(&self, row: usize, room: usize, draws: &mut Draws) -> Result<Vec<Vec<i32>>> {
         let (width, sep) = (self.seq - MARKS, self.special.sep);
         // Of many blanks, a row may have no sentence.
         for row in (row..self.rows).chain(0..row) {

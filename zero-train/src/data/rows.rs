@@ -6,9 +6,8 @@ use std::path::Path;
 use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
-use super::{Cutting, DEFAULT_SEQ, Source, is_tokens, wrong_data};
-use crate::TrainError;
-use crate::error::wrong;
+use super::{Cutting, DEFAULT_SEQ, Source, is_tokens};
+use crate::error::{Result, wrong, wrong_data};
 
 /// Rows of token ids, all of one length.
 #[derive(Debug)]
@@ -25,9 +24,9 @@ impl TokenRows {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when a file cannot be read, holds too few tokens or a token outside of the vocabulary, or does not fit the
+    /// [`TrainError`](crate::TrainError) when a file cannot be read, holds too few tokens or a token outside of the vocabulary, or does not fit the
     /// row length; for a tokenizer that is not the model's.
-    pub fn load(source: &Source<'_>, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
+    pub fn load(source: &Source<'_>, cutting: &Cutting<'_>) -> Result<Self> {
         if let Source::File(path) = *source
             && is_tokens(path)
         {
@@ -38,7 +37,7 @@ impl TokenRows {
         Ok(Self { tokenizer: Some(tokenizer), ..rows })
     }
 
-    fn cut(path: &Path, tokens: Tokens, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
+    fn cut(path: &Path, tokens: Tokens, cutting: &Cutting<'_>) -> Result<Self> {
         let Cutting { vocab_size, n_positions, .. } = *cutting;
         let problem = |problem: String| wrong_data(path, problem);
         let (found, own) = (tokens.len(), tokens.row_length());
@@ -84,7 +83,7 @@ impl TokenRows {
     /// # Errors
     ///
     /// When the file cannot be read.
-    pub fn checksum(&self, rows: Range<usize>) -> Result<u32, TrainError> {
+    pub fn checksum(&self, rows: Range<usize>) -> Result<u32> {
         self.tokens.checksum((rows.start * self.seq, rows.end * self.seq), self.seq)
     }
 
@@ -108,7 +107,7 @@ impl TokenRows {
     /// # Errors
     ///
     /// When the file cannot be read.
-    pub fn tokens(&self, rows: &[usize]) -> Result<Vec<i32>, TrainError> {
+    pub fn tokens(&self, rows: &[usize]) -> Result<Vec<i32>> {
         let mut tokens = vec![0; rows.len() * self.seq];
         for (row, to) in rows.iter().zip(tokens.chunks_exact_mut(self.seq)) {
             self.tokens.read(row * self.seq, to)?;

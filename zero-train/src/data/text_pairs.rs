@@ -8,12 +8,11 @@ use std::path::Path;
 
 use rayon::prelude::*;
 
+use super::Cutting;
 use super::documents::{self, FieldOf, Holds, RowOf};
 use super::labelled::Fields;
 use super::tokenizer::Tokenizer;
-use super::{Cutting, wrong_data};
-use crate::TrainError;
-use crate::error::wrong;
+use crate::error::{Result, wrong_data};
 
 /// Texts to be read, and to be made of these.
 #[derive(Debug)]
@@ -62,19 +61,15 @@ impl TextPairs {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when a file cannot be read or used, and for a text to be made that is longer than the model's positions.
+    /// [`TrainError`](crate::TrainError) when a file cannot be read or used, and for a text to be made that is longer than the model's positions.
     pub fn load(
         path: &Path,
         fields: Fields<'_>,
         cutting: &Cutting<'_>,
         tokenizer: Tokenizer,
         [pad, end]: [u32; 2],
-    ) -> Result<Self, TrainError> {
-        let seq = cutting.seq.unwrap_or(super::DEFAULT_SEQ.min(cutting.n_positions));
-        if !(3..=cutting.n_positions).contains(&seq) {
-            let expected = format!("expected 3 to {}, the positions of the model", cutting.n_positions);
-            return Err(wrong("seq", seq, expected));
-        }
+    ) -> Result<Self> {
+        let seq = cutting.row_length(3)?;
         let begin = tokenizer.begin();
         let fields = [
             FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },

@@ -7,11 +7,9 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use crate::error::{Result, io, wrong_data};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
-
-use super::{io, wrong_data};
-use crate::TrainError;
 
 /// Bytes of ids that are read at a time when all are looked at.
 const PART: usize = 1 << 20;
@@ -28,7 +26,7 @@ pub(super) struct TokenFile {
 }
 
 impl TokenFile {
-    pub(super) fn open(path: &Path) -> Result<Self, TrainError> {
+    pub(super) fn open(path: &Path) -> Result<Self> {
         let problem = |problem: String| wrong_data(path, problem);
         let file = File::open(path).map_err(io("read", path))?;
         // SAFETY: of the map only the header is read, once, here; a file that another program shortens meanwhile ends this one
@@ -76,7 +74,7 @@ impl TokenFile {
     }
 
     /// The ids from `first` on, as many as `ids` has. One that no `i32` holds is -1, which no vocabulary has.
-    pub(super) fn read(&self, first: usize, ids: &mut [i32]) -> Result<(), TrainError> {
+    pub(super) fn read(&self, first: usize, ids: &mut [i32]) -> Result<()> {
         let width = self.width();
         let mut bytes = vec![0; ids.len() * width];
         let at = self.begin + (first * width) as u64;
@@ -93,11 +91,10 @@ impl TokenFile {
     }
 
     /// Gives ids `first..last` to `each`, a part at a time, with the place of its first.
-    pub(super) fn scan(
-        &self,
-        (first, last): (usize, usize),
-        mut each: impl FnMut(usize, &[i32]) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
+    pub(super) fn scan<F>(&self, (first, last): (usize, usize), mut each: F) -> Result<()>
+    where
+        F: FnMut(usize, &[i32]) -> Result<()>,
+    {
         let mut part = vec![0; (PART / self.width()).min(last - first)];
         for begin in (first..last).step_by(part.len().max(1)) {
             let part = &mut part[..(PART / self.width()).min(last - begin)];

@@ -10,10 +10,9 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use unicode_segmentation::UnicodeSegmentation;
 
+use super::Cutting;
 use super::wordpiece::{self, GOES_ON, SPECIAL};
-use super::{Cutting, io, wrong_data};
-use crate::TrainError;
-use crate::error::wrong;
+use crate::error::{Result, io, wrong, wrong_data};
 
 /// GPT-2's tokens, the end of a text included.
 const GPT2_TOKENS: usize = 50257;
@@ -53,8 +52,8 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when a file cannot be used, or the model does not know all its tokens.
-    pub fn find(text: &Path, cutting: &Cutting<'_>) -> Result<Self, TrainError> {
+    /// [`TrainError`](crate::TrainError) when a file cannot be used, or the model does not know all its tokens.
+    pub fn find(text: &Path, cutting: &Cutting<'_>) -> Result<Self> {
         let (found, whose) = match cutting.tokenizer {
             Some(given) => match Self::read(given)? {
                 Some(found) => (Some(found), given),
@@ -65,10 +64,7 @@ impl Tokenizer {
             },
             None => {
                 let read = cutting.folders.iter().map(|folder| Ok((Self::read(folder)?, *folder)));
-                read.collect::<Result<Vec<_>, TrainError>>()?
-                    .into_iter()
-                    .find(|(found, _)| found.is_some())
-                    .unwrap_or((None, text))
+                read.collect::<Result<Vec<_>>>()?.into_iter().find(|(found, _)| found.is_some()).unwrap_or((None, text))
             }
         };
         let ids = "or cut the text with the model's own tokenizer and give the ids: --data FILE.safetensors with an int tensor \
@@ -113,7 +109,7 @@ impl Tokenizer {
     }
 
     /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
-    pub(super) fn for_sentences(mut self, path: &Path) -> Result<Self, TrainError> {
+    pub(super) fn for_sentences(mut self, path: &Path) -> Result<Self> {
         for token in SPECIAL {
             if self.id(token).is_none() {
                 let problem =
@@ -129,8 +125,8 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when they cannot be written, or are there.
-    pub fn save(&self, dir: &Path) -> Result<(), TrainError> {
+    /// [`TrainError`](crate::TrainError) when they cannot be written, or are there.
+    pub fn save(&self, dir: &Path) -> Result<()> {
         let Kind::File(tokenizer) = &self.kind else { unreachable!("GPT-2's tokenizer is never made") };
         std::fs::create_dir_all(dir).map_err(io("create", dir))?;
         let mut vocabulary: Vec<(String, u32)> = tokenizer.get_vocab(true).into_iter().collect();
@@ -174,7 +170,7 @@ impl Tokenizer {
     }
 
     /// The tokenizer in a file or folder, if there is one.
-    fn read(path: &Path) -> Result<Option<Self>, TrainError> {
+    fn read(path: &Path) -> Result<Option<Self>> {
         let in_folder = |file: &str| Some(path.join(file)).filter(|path| path.is_file());
         let json = if path.is_file() { Some(path.to_path_buf()) } else { in_folder("tokenizer.json") };
         let vocabulary = in_folder("vocab.txt");
@@ -282,7 +278,7 @@ impl Tokenizer {
 }
 
 /// What `tokenizer_config.json` beside the tokenizer says, or the first of the usual ones that it has.
-fn end_of_text(file: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u32>, TrainError> {
+fn end_of_text(file: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u32>> {
     let config: PathBuf = file.with_file_name("tokenizer_config.json");
     if config.is_file() {
         let bytes = std::fs::read(&config).map_err(io("read", &config))?;

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
-use super::{Cutting, Source, cache, documents, wrong_data};
-use crate::TrainError;
+use super::{Cutting, Source, cache, documents};
+use crate::error::{Result, wrong_data};
 
 /// A text of up to so many bytes is cut in memory: that takes seconds, and its tokens take as much memory as it does.
 const SMALL: u64 = 16 << 20;
@@ -18,7 +18,7 @@ pub(super) enum Tokens {
 
 impl Tokens {
     /// What `tokenizer` makes of the documents of a source of text.
-    pub(super) fn cut(source: &Source<'_>, cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<Self, TrainError> {
+    pub(super) fn cut(source: &Source<'_>, cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<Self> {
         let narrow = |ids: &[u32]| ids.iter().map(|&id| id as i32).collect::<Vec<_>>();
         match *source {
             Source::Text(text, name) => {
@@ -57,7 +57,7 @@ impl Tokens {
     }
 
     /// The ids from `first` on, as many as `to` has.
-    pub(super) fn read(&self, first: usize, to: &mut [i32]) -> Result<(), TrainError> {
+    pub(super) fn read(&self, first: usize, to: &mut [i32]) -> Result<()> {
         match self {
             Self::Memory(ids) => to.copy_from_slice(&ids[first..][..to.len()]),
             Self::File(file) => file.read(first, to)?,
@@ -66,11 +66,10 @@ impl Tokens {
     }
 
     /// Gives ids `first..last` to `each`, a part at a time, with the place of its first.
-    pub(super) fn scan(
-        &self,
-        (first, last): (usize, usize),
-        mut each: impl FnMut(usize, &[i32]) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
+    pub(super) fn scan<F>(&self, (first, last): (usize, usize), mut each: F) -> Result<()>
+    where
+        F: FnMut(usize, &[i32]) -> Result<()>,
+    {
         match self {
             Self::Memory(ids) => each(first, &ids[first..last]),
             Self::File(file) => file.scan((first, last), each),
@@ -78,7 +77,7 @@ impl Tokens {
     }
 
     /// Of ids `first..last` and the length of rows, to tell data from other data.
-    pub(super) fn checksum(&self, range: (usize, usize), seq: usize) -> Result<u32, TrainError> {
+    pub(super) fn checksum(&self, range: (usize, usize), seq: usize) -> Result<u32> {
         let mut sum = crc32c::crc32c(&seq.to_le_bytes());
         self.scan(range, |_, ids| {
             sum = crc32c::crc32c_append(sum, bytemuck::cast_slice(ids));

@@ -10,8 +10,8 @@ use tokenizers::{AddedToken, NormalizedString, OffsetReferential, OffsetType};
 
 use super::tokenizer::Tokenizer;
 use super::wordpiece::{self, SPECIAL};
-use super::{Source, documents, wrong_data};
-use crate::TrainError;
+use super::{Source, documents};
+use crate::error::{Result, wrong_data};
 
 /// The least number of times that two parts stand together to become one.
 const OFTEN: u64 = 2;
@@ -22,20 +22,15 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] when they cannot be read, or have more letters than that.
-    pub fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool) -> Result<Self, TrainError> {
+    /// [`TrainError`](crate::TrainError) when they cannot be read, or have more letters than that.
+    pub fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool) -> Result<Self> {
         let tokenizer = learn(source, field, size, lowercase)?;
         let text = tokenizer.to_string(false).expect("a tokenizer is numbers and texts");
         Self::new(tokenizer, crc32c::crc32c(text.as_bytes()), None).for_sentences(source.path())
     }
 }
 
-fn learn(
-    source: &Source<'_>,
-    field: Option<&str>,
-    size: usize,
-    lowercase: bool,
-) -> Result<tokenizers::Tokenizer, TrainError> {
+fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool) -> Result<tokenizers::Tokenizer> {
     let bad = |error: tokenizers::Error| wrong_data(source.path(), format!("gives no vocabulary: {error}"));
     let mut trainer = WordPieceTrainer::builder().min_frequency(OFTEN).vocab_size(0).show_progress(false).build();
     let normalizer = BertNormalizer::new(true, true, None, lowercase);
@@ -94,6 +89,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::TrainError;
     use crate::data::Cutting;
 
     const TEXT: &str = "Who would be so mocked with glory?\nMock me not, mocking mockers!\n\nSo be it.\n";

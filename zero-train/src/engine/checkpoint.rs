@@ -28,7 +28,7 @@ use zero_core::checkpoint::{
 };
 
 use super::state::MASTER;
-use super::{EngineError, EngineOptimizer, ZeroEngine};
+use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
 use crate::loss_scale::LossScaler;
 
 /// The version of [`EngineState`] that is written, and the newest that is read.
@@ -97,13 +97,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// [`EngineError::Order`] between the micro-batches of an update, whose gradients a checkpoint does not hold;
     /// [`EngineError::CannotSave`] for an optimizer or a module that cannot be saved; [`EngineError::Checkpoint`].
-    pub fn save(
-        &self,
-        dir: &Path,
-        step: u64,
-        extra: Map<String, Value>,
-        options: &SaveOptions,
-    ) -> Result<Saved, EngineError> {
+    pub fn save(&self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Saved> {
         let (parameters, specs, sources) = self.tensors()?;
         let state = self.saved_state(&parameters, extra)?;
         let mut bytes = |index: usize| Ok(Cow::Owned(self.bytes(&parameters, &sources[index])));
@@ -123,7 +117,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         step: u64,
         extra: Map<String, Value>,
         options: &SaveOptions,
-    ) -> Result<Started, EngineError> {
+    ) -> Result<Started> {
         // Its copy is given back before the next one is made.
         let previous = self.wait_for_save()?;
         let (parameters, specs, sources) = self.tensors()?;
@@ -148,7 +142,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// Those of that save.
-    pub fn wait_for_save(&mut self) -> Result<Option<Saved>, EngineError> {
+    pub fn wait_for_save(&mut self) -> Result<Option<Saved>> {
         match &mut self.saver {
             Some(saver) => Ok(saver.wait()?),
             None => Ok(None),
@@ -163,7 +157,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// [`EngineError::Mismatch`] when the checkpoint is of another model or optimizer, before anything is changed;
     /// [`EngineError::Checkpoint`] for one that cannot be read, and [`EngineError::LoadFailed`] on the other ranks: then
     /// the engine is of no use any more.
-    pub fn load(&mut self, checkpoint: &Checkpoint, parts: Parts) -> Result<Map<String, Value>, EngineError> {
+    pub fn load(&mut self, checkpoint: &Checkpoint, parts: Parts) -> Result<Map<String, Value>> {
         if self.micro_batches > 0 {
             return Err(EngineError::Order(
                 "load was called between the micro-batches of an update: call it before forward, or after step",
@@ -214,7 +208,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// Parameters, and what is to be saved of them and of the optimizer.
     #[allow(clippy::type_complexity)] // three lists for the two callers above
-    fn tensors(&self) -> Result<(Vec<ParamPiece<A::Base>>, Vec<TensorSpec>, Vec<Source>), EngineError> {
+    fn tensors(&self) -> Result<(Vec<ParamPiece<A::Base>>, Vec<TensorSpec>, Vec<Source>)> {
         if self.micro_batches > 0 {
             return Err(EngineError::Order(
                 "save was called between the micro-batches of an update, whose gradients a checkpoint does not hold: call \
@@ -251,7 +245,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok((parameters, specs, sources))
     }
 
-    fn saved_optimizer(&self) -> Result<&Fused<A>, EngineError> {
+    fn saved_optimizer(&self) -> Result<&Fused<A>> {
         self.optimizer.fused().ok_or_else(|| {
             EngineError::CannotSave(format!(
                 "the state of {} cannot be reached shard by shard: use zero_burn::optim::Fused, or save the records of \
@@ -271,11 +265,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    fn saved_state(
-        &self,
-        parameters: &[ParamPiece<A::Base>],
-        mut extra: Map<String, Value>,
-    ) -> Result<Value, EngineError> {
+    fn saved_state(&self, parameters: &[ParamPiece<A::Base>], mut extra: Map<String, Value>) -> Result<Value> {
         if extra.contains_key(ENGINE) {
             return Err(EngineError::CannotSave(format!(
                 "the program's state has the key {ENGINE:?}, which is the engine's own: use another"
@@ -309,7 +299,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 
     /// Whether the checkpoint is of this model and this optimizer.
-    fn check(&self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<(), EngineError> {
+    fn check(&self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<()> {
         let path = checkpoint.path();
         let mismatch = |what: String| Err(EngineError::Mismatch { path: path.to_path_buf(), what });
         let saved = checkpoint.tensors();
@@ -379,7 +369,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(())
     }
 
-    fn load_tensors(&mut self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<(), EngineError> {
+    fn load_tensors(&mut self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<()> {
         let model = self.model.take().expect("the module is absent only inside of step");
         let (model, loaded) = pieces::load_pieces::<A, M, CheckpointError>(model, |meta, range| {
             let name = parameter_name(&meta.path);
@@ -440,7 +430,7 @@ fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c Te
     states.filter(|(name, _)| !name.contains('.')).collect()
 }
 
-fn engine_state(checkpoint: &Checkpoint, state: Option<Value>) -> Result<EngineState, EngineError> {
+fn engine_state(checkpoint: &Checkpoint, state: Option<Value>) -> Result<EngineState> {
     let mismatch = |what: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what };
     let Some(state) = state else {
         return Err(mismatch("it has no state of an engine: it was not saved by ZeroEngine::save".into()));

@@ -6,6 +6,9 @@ use zero_core::checkpoint::CheckpointError;
 
 use crate::loss_scale::LossScaleError;
 
+/// Of what an engine does.
+pub type Result<T, E = EngineError> = core::result::Result<T, E>;
+
 /// Why the engine cannot do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {

@@ -13,7 +13,7 @@ use zero_burn::stats::all_gather;
 use zero_models::hf_export::{ExportOptions, Exported, ReadError, export};
 use zero_models::{ModelConfig, ModelError, ModelParam, ModuleConfig};
 
-use super::{EngineError, EngineOptimizer, ZeroEngine};
+use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
 
 /// In place of a parameter's number: rank 0 has ended, well or badly.
 const DONE: f64 = -1.0;
@@ -34,12 +34,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// [`EngineError::Export`] on rank 0, with nothing left behind, and [`EngineError::ExportFailed`] on the others;
     /// [`EngineError::UnknownParameter`] if the engine's module has not the parameters of `model`.
-    pub fn export(
-        &self,
-        model: &ModelConfig,
-        out: &Path,
-        options: &ExportOptions,
-    ) -> Result<Option<Exported>, EngineError> {
+    pub fn export(&self, model: &ModelConfig, out: &Path, options: &ExportOptions) -> Result<Option<Exported>> {
         let parameters = model.parameters();
         for parameter in &parameters {
             // On every rank alike, before anything is written.

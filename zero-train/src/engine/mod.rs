@@ -42,7 +42,7 @@ use burn::module::AutodiffModule;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Tensor;
 pub use checkpoint::Parts;
-pub use error::EngineError;
+pub use error::{EngineError, Result};
 pub use optimizer::EngineOptimizer;
 use zero_burn::config::{Float, Tier};
 use zero_burn::gathered::parameters;
@@ -201,12 +201,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// [`EngineError::Setting`] and [`EngineError::NoMasters`]; [`EngineError::Disk`] when a disk has no room for the state that
     /// is to be kept there.
-    pub fn initialize(
-        model: M,
-        mut optimizer: O,
-        config: EngineConfig,
-        device: &A::Device,
-    ) -> Result<Self, EngineError> {
+    pub fn initialize(model: M, mut optimizer: O, config: EngineConfig, device: &A::Device) -> Result<Self> {
         if config.accumulation == 0 {
             return Err(setting("accumulation", 0, "expected at least 1 micro-batch per update"));
         }
@@ -426,7 +421,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// [`EngineError::Order`] before a backward pass, or where gradients are still unreduced;
     /// [`EngineError::LossScale`] when a dynamic loss scale cannot get smaller; [`EngineError::NotFinite`].
-    pub fn step(&mut self) -> Result<Step, EngineError> {
+    pub fn step(&mut self) -> Result<Step> {
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step was called before backward: call forward and backward first"));
         }
@@ -448,7 +443,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// As [`step`](Self::step).
-    pub fn step_now(&mut self) -> Result<Step, EngineError> {
+    pub fn step_now(&mut self) -> Result<Step> {
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step_now was called before backward: call forward and backward first"));
         }

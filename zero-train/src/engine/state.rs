@@ -9,7 +9,7 @@ use zero_burn::gathered::{self, Edits, Gathered, ParamMeta, parameters};
 use zero_burn::module::{ZeroAutodiff, set_gradient};
 use zero_burn::pieces::Parked;
 
-use super::{EngineError, EngineOptimizer, ZeroEngine};
+use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
 
 /// The optimizer's name for the fp32 master of a parameter in 16 bit.
 pub(super) const MASTER: &str = "fp32_param";
@@ -55,7 +55,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// [`EngineError::Order`] between micro-batches or when they are offloaded already; [`EngineError::Disk`].
-    pub fn offload_states(&mut self, disk: &Disk) -> Result<u64, EngineError> {
+    pub fn offload_states(&mut self, disk: &Disk) -> Result<u64> {
         if self.micro_batches > 0 || self.parked.is_some() {
             return Err(EngineError::Order(
                 "offload_states was called between the micro-batches of an update, or twice: call it after step, and \
@@ -98,7 +98,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// [`EngineError::UnknownParameter`].
-    pub fn full_parameter(&self, path: &str) -> Result<Gathered, EngineError> {
+    pub fn full_parameter(&self, path: &str) -> Result<Gathered> {
         let meta = self.meta(path)?;
         Ok(match self.state(meta.id, MASTER) {
             Some(values) => Gathered { values, meta },
@@ -114,7 +114,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// [`EngineError::UnknownParameter`] and [`EngineError::Size`].
-    pub fn set_full_parameter(&mut self, path: &str, values: &[f32]) -> Result<(), EngineError> {
+    pub fn set_full_parameter(&mut self, path: &str, values: &[f32]) -> Result<()> {
         let meta = self.meta(path)?;
         check_size(&meta, values)?;
         self.write(0, vec![Gathered { meta, values: values.to_vec() }]);
@@ -128,7 +128,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// [`EngineError::UnknownParameter`]; [`EngineError::NoState`] where there is none.
-    pub fn full_gradient(&mut self, path: &str) -> Result<Gathered, EngineError> {
+    pub fn full_gradient(&mut self, path: &str) -> Result<Gathered> {
         struct Read<'a> {
             grads: &'a GradientsParams,
             id: ParamId,
@@ -151,10 +151,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let values = read.values;
         self.accumulator.accumulate(model, grads);
         let scale = self.loss_scale() as f32;
-        match values {
-            Some(values) => Ok(Gathered { meta, values: values.into_iter().map(|value| value / scale).collect() }),
-            None => Err(no_gradient(&meta)),
-        }
+        let values = values.ok_or_else(|| no_gradient(&meta))?;
+        Ok(Gathered { meta, values: values.into_iter().map(|value| value / scale).collect() })
     }
 
     /// Sets a reduced gradient to `values`, the same on every rank; on the scale of [`full_gradient`](Self::full_gradient).
@@ -162,7 +160,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// As [`full_gradient`](Self::full_gradient), and [`EngineError::Size`].
-    pub fn set_full_gradient(&mut self, path: &str, values: &[f32]) -> Result<(), EngineError> {
+    pub fn set_full_gradient(&mut self, path: &str, values: &[f32]) -> Result<()> {
         let meta = self.meta(path)?;
         check_size(&meta, values)?;
         let scale = self.loss_scale() as f32;
@@ -180,12 +178,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// [`EngineError::UnknownParameter`]; [`EngineError::NoState`] before the parameter's first update, for a name that the
     /// optimizer does not know, and for Burn's optimizers.
-    pub fn full_optimizer_state(&self, path: &str, name: &str) -> Result<Gathered, EngineError> {
+    pub fn full_optimizer_state(&self, path: &str, name: &str) -> Result<Gathered> {
         let meta = self.meta(path)?;
-        match self.state(meta.id, name) {
-            Some(values) => Ok(Gathered { values, meta }),
-            None => Err(no_state(&meta, name)),
-        }
+        let values = self.state(meta.id, name).ok_or_else(|| no_state(&meta, name))?;
+        Ok(Gathered { values, meta })
     }
 
     /// Sets a state of the optimizer for a parameter to `values`, the same on every rank.
@@ -193,7 +189,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// As [`full_optimizer_state`](Self::full_optimizer_state), and [`EngineError::Size`].
-    pub fn set_full_optimizer_state(&mut self, path: &str, name: &str, values: &[f32]) -> Result<(), EngineError> {
+    pub fn set_full_optimizer_state(&mut self, path: &str, name: &str, values: &[f32]) -> Result<()> {
         if name == MASTER {
             return self.set_full_parameter(path, values);
         }
@@ -210,50 +206,36 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.optimizer.fused_mut().is_some_and(|fused| fused.set_state(id, name, values))
     }
 
-    pub(super) fn meta(&self, path: &str) -> Result<ParamMeta, EngineError> {
+    pub(super) fn meta(&self, path: &str) -> Result<ParamMeta> {
         let all = self.parameters();
-        let close = || {
-            let distance = |meta: &ParamMeta| strsim::levenshtein(&meta.path, path);
-            all.iter()
-                .min_by_key(|meta| distance(meta))
-                .filter(|meta| distance(meta) <= 4)
-                .map(|meta| meta.path.clone())
-        };
-        match all.iter().find(|meta| meta.path == path) {
-            Some(meta) => Ok(meta.clone()),
-            None => Err(EngineError::UnknownParameter { path: path.into(), hint: close() }),
-        }
+        let found = all.iter().find(|meta| meta.path == path).cloned();
+        found.ok_or_else(|| {
+            let distance = |meta: &&ParamMeta| strsim::levenshtein(&meta.path, path);
+            let close = all.iter().min_by_key(distance).filter(|meta| distance(meta) <= 4);
+            EngineError::UnknownParameter { path: path.into(), hint: close.map(|meta| meta.path.clone()) }
+        })
     }
 }
 
-fn check_size(meta: &ParamMeta, values: &[f32]) -> Result<(), EngineError> {
+fn check_size(meta: &ParamMeta, values: &[f32]) -> Result<()> {
     let expected = meta.shape.iter().product();
-    match values.len() {
-        got if got == expected => Ok(()),
-        got => Err(EngineError::Size { path: meta.path.clone(), expected, got }),
-    }
+    let got = values.len();
+    if got == expected { Ok(()) } else { Err(EngineError::Size { path: meta.path.clone(), expected, got }) }
 }
-
-/// Why a frozen parameter has neither gradient nor state.
-const FROZEN: &str = "it is frozen (require_grad is false): full_parameter gives its values";
 
 fn no_gradient(meta: &ParamMeta) -> EngineError {
-    let why = match meta.trained {
-        true => {
-            "it is there between the update's last backward and its step; a parameter that no rank has used has none"
-        }
-        false => FROZEN,
-    };
-    EngineError::NoState { path: meta.path.clone(), what: "reduced gradient".into(), why }
+    let why = "it is there between the update's last backward and its step; a parameter that no rank has used has none";
+    no(meta, "reduced gradient".into(), why)
 }
 
 fn no_state(meta: &ParamMeta, name: &str) -> EngineError {
-    let why = match meta.trained {
-        true => {
-            "state begins with the parameter's first update, and only the fused optimizers give access to it, by the names \
-             of zero_burn::optim::Rule::state_names"
-        }
-        false => FROZEN,
-    };
-    EngineError::NoState { path: meta.path.clone(), what: format!("optimizer state {name:?}"), why }
+    let why = "state begins with the parameter's first update, and only the fused optimizers give access to it, by the names \
+               of zero_burn::optim::Rule::state_names";
+    no(meta, format!("optimizer state {name:?}"), why)
+}
+
+/// A parameter has none of `what`; `why` where it is trained.
+fn no(meta: &ParamMeta, what: String, why: &'static str) -> EngineError {
+    const FROZEN: &str = "it is frozen (require_grad is false): full_parameter gives its values";
+    EngineError::NoState { path: meta.path.clone(), what, why: if meta.trained { why } else { FROZEN } }
 }

@@ -8,14 +8,14 @@ use std::time::Instant;
 use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+use burn::tensor::backend::{AutodiffBackend, Backend};
 use zero_burn::module::{ZeroAutodiff, first_nonfinite, grad_norm, mark, reset_error_feedback};
 use zero_burn::optim::{Clip, Fused, Told};
 use zero_burn::stats::all_gather;
 use zero_core::Axes;
 
 use super::optimizer::EngineOptimizer;
-use super::{EngineError, Step, Update, ZeroEngine};
+use super::{EngineError, Result, Step, Update, ZeroEngine};
 use crate::schedule::ONE_CYCLE_BETA2;
 
 /// Losses of micro-batches, on their way to the host.
@@ -23,6 +23,9 @@ pub(super) enum Losses<B: Backend> {
     Unread(Vec<Tensor<B, 1>>),
     Read(Vec<f64>),
 }
+
+/// What an update is made of: the module, its gradients, and the losses of its micro-batches.
+type Given<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::InnerBackend, 1>>);
 
 /// What an update came to.
 struct Made<M> {
@@ -46,7 +49,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    pub(super) fn update(&mut self) -> Result<Step, EngineError> {
+    pub(super) fn update(&mut self) -> Result<Step> {
         if self.unreduced {
             return Err(EngineError::Order(
                 "the update's last backward pass was inside of no_sync, so that its gradients are not reduced: leave \
@@ -64,10 +67,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             set_momentum(fused, momentum);
         }
         let losses = std::mem::take(&mut self.losses);
-        let Made { model, norm: grad_norm, is_made } = match self.leave_to_device(lr, model, grads, losses) {
-            Ok(made) => made,
-            Err((model, grads, losses)) => self.update_knowing(lr, model, grads, losses)?,
-        };
+        let made = self.leave_to_device(lr, (model, grads, losses));
+        let Made { model, norm: grad_norm, is_made } = made.or_else(|given| self.update_knowing(lr, given))?;
         if is_made {
             // Counts the new versions as parameters.
             mark::<A, M>(&model);
@@ -100,14 +101,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 
     /// An update whose norm is read after it, with the losses; or the arguments.
-    #[allow(clippy::type_complexity)] // The arguments given back.
-    fn leave_to_device(
-        &mut self,
-        lr: f64,
-        model: M,
-        grads: GradientsParams,
-        losses: Vec<Tensor<A::InnerBackend, 1>>,
-    ) -> Result<Made<M>, (M, GradientsParams, Vec<Tensor<A::InnerBackend, 1>>)> {
+    fn leave_to_device(&mut self, lr: f64, (model, grads, losses): Given<A, M>) -> Result<Made<M>, Given<A, M>> {
         let (loss_scale, skips) = (self.loss_scale(), self.skips());
         let clip = Clip { most: self.config.clipping, loss_scale, skips };
         // Which gradient is not finite can be told as long as there is one.
@@ -129,13 +123,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 
     /// An update whose norm is known before it.
-    fn update_knowing(
-        &mut self,
-        lr: f64,
-        model: M,
-        grads: GradientsParams,
-        losses: Vec<Tensor<A::InnerBackend, 1>>,
-    ) -> Result<Made<M>, EngineError> {
+    fn update_knowing(&mut self, lr: f64, (model, grads, losses): Given<A, M>) -> Result<Made<M>> {
         let loss_scale = self.loss_scale();
         let norm = grad_norm::<A, M>(&grads, &model) / loss_scale;
         let overflow = !norm.is_finite();

@@ -1,7 +1,9 @@
 //! What differs between the states of two checkpoints, place by place.
 
+use std::collections::BTreeSet;
+
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 /// A place at which two states differ. An absent value is one that the state does not have.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -38,7 +40,7 @@ fn compare(path: &mut String, a: Option<&Value>, b: Option<&Value>, found: &mut 
     let depth = path.len();
     match (a, b) {
         (Some(Value::Object(a)), Some(Value::Object(b))) => {
-            for key in keys(a, b) {
+            for key in a.keys().chain(b.keys()).collect::<BTreeSet<_>>() {
                 push_key(path, key);
                 compare(path, a.get(key), b.get(key), found);
                 path.truncate(depth);
@@ -54,14 +56,6 @@ fn compare(path: &mut String, a: Option<&Value>, b: Option<&Value>, found: &mut 
         _ if a == b => {}
         _ => found.push(StateDifference { path: path.clone(), a: a.cloned(), b: b.cloned() }),
     }
-}
-
-/// The keys of both, each once, sorted.
-fn keys<'a>(a: &'a Map<String, Value>, b: &'a Map<String, Value>) -> Vec<&'a str> {
-    let mut keys: Vec<&str> = a.keys().chain(b.keys()).map(String::as_str).collect();
-    keys.sort_unstable();
-    keys.dedup();
-    keys
 }
 
 fn push_key(path: &mut String, key: &str) {

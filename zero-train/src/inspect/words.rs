@@ -36,7 +36,42 @@ impl Use {
         export: Result<ModelConfig, ExportError>,
         sound: bool,
     ) -> Self {
-        let resume = resume(engine, parameters, optimizer, has_trainer, sound);
+        // By whom, or why by nobody.
+        let resume = || -> Result<String, String> {
+            let reader = "zero_core::checkpoint::Checkpoint reads its tensors at any number of ranks";
+            let Some(engine) = engine else {
+                return Err(format!("not by the engine, which did not save it: its state has no \"engine\"; {reader}"));
+            };
+            match engine.version {
+                Some(ENGINE_VERSION) => {}
+                Some(version) => {
+                    return Err(format!(
+                        "not by this version, which reads engine state of version {ENGINE_VERSION}: this is version {version}; \
+                         use the version that saved it"
+                    ));
+                }
+                None => return Err(format!("not by the engine: its \"engine\" state names no version; {reader}")),
+            }
+            if parameters.tensors == 0 {
+                return Err("not by the engine: it has no tensor `model.…`".to_string());
+            }
+            if !sound {
+                return Err("by nobody while it is damaged".to_string());
+            }
+            let mut words = "at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit".to_string();
+            match &optimizer.name {
+                Some(name) => words += &format!(", with {name}"),
+                None => words += ", with the optimizer that saved it",
+            }
+            if optimizer.all.tensors == 0 {
+                words += "; there is no optimizer state, which starts from zero";
+            }
+            if !has_trainer {
+                words += "; by your program's ZeroEngine::load: there is no \"trainer\" state, which `zero train --resume` needs";
+            }
+            Ok(words)
+        };
+        let resume = resume();
         let export = match export {
             Ok(_) if !sound => Err("`zero export` refuses it while it is damaged".to_string()),
             Ok(model) => Ok(match model.architecture() {
@@ -53,49 +88,6 @@ impl Use {
             export: export.unwrap_or_else(|why_not| why_not),
         }
     }
-}
-
-/// By whom, or why by nobody.
-fn resume(
-    engine: Option<&EngineFacts>,
-    parameters: &Group,
-    optimizer: &OptimizerFacts,
-    has_trainer: bool,
-    sound: bool,
-) -> Result<String, String> {
-    let reader = "zero_core::checkpoint::Checkpoint reads its tensors at any number of ranks";
-    let Some(engine) = engine else {
-        return Err(format!("not by the engine, which did not save it: its state has no \"engine\"; {reader}"));
-    };
-    match engine.version {
-        Some(ENGINE_VERSION) => {}
-        Some(version) => {
-            return Err(format!(
-                "not by this version, which reads engine state of version {ENGINE_VERSION}: this is version {version}; \
-                 use the version that saved it"
-            ));
-        }
-        None => return Err(format!("not by the engine: its \"engine\" state names no version; {reader}")),
-    }
-    if parameters.tensors == 0 {
-        return Err("not by the engine: it has no tensor `model.…`".to_string());
-    }
-    if !sound {
-        return Err("by nobody while it is damaged".to_string());
-    }
-    let mut words = "at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit".to_string();
-    match &optimizer.name {
-        Some(name) => words += &format!(", with {name}"),
-        None => words += ", with the optimizer that saved it",
-    }
-    if optimizer.all.tensors == 0 {
-        words += "; there is no optimizer state, which starts from zero";
-    }
-    if !has_trainer {
-        words +=
-            "; by your program's ZeroEngine::load: there is no \"trainer\" state, which `zero train --resume` needs";
-    }
-    Ok(words)
 }
 
 fn bit_for_bit(ranks: usize, engine: Option<&EngineFacts>) -> String {

@@ -3,16 +3,15 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor};
 use serde_json::{Value, json};
 use zero_models::bert::weights;
 use zero_models::{Bert, BertBatch, BertConfig, BertHead, BertPredictions, ModelConfig};
 
 use super::start::Start;
-use super::{Options, Program};
-use crate::TrainError;
+use super::{Options, Program, tokens};
 use crate::data::{Cutting, Masking, SentencePairs, Source, Tokenizer};
-use crate::error::wrong;
+use crate::error::{Result, wrong};
 use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
 
 /// Tokens of a vocabulary that is learned from a program's own text.
@@ -36,8 +35,8 @@ impl BertTask {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] for what the options name and cannot be used.
-    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self, TrainError> {
+    /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
+    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
         let (name, mut config) = match options.chosen()? {
             Some((name, ModelConfig::Bert(config))) => (name, BertConfig { head: BertHead::PreTraining, ..config }),
@@ -68,17 +67,10 @@ impl BertTask {
         Ok(Self { name, config, start, pairs, masking, trained })
     }
 
-    fn predict<B: FusedBackend>(
-        &self,
-        model: &Bert<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<BertPredictions<B>, TrainError> {
+    fn predict<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<BertPredictions<B>> {
         let split = |row: usize| if row < self.trained { 0..self.trained } else { self.trained..self.pairs.rows() };
         let batch = self.pairs.batch(rows, rows.seeds(), split, self.masking)?;
-        let tokens = |ids: Vec<i32>| -> Tensor<B, 2, Int> {
-            Tensor::from_data(TensorData::new(ids, [rows.len(), self.pairs.seq()]), device)
-        };
+        let tokens = |ids| tokens::<B>(ids, self.pairs.seq(), device);
         let list = |ids: Vec<i32>| Tensor::<B, 1, Int>::from_ints(&*ids, device);
         let related = list(batch.next_sentence_labels);
         let [ids, types, labels] = [batch.input_ids, batch.token_type_ids, batch.labels].map(tokens);
@@ -92,61 +84,30 @@ impl BertTask {
 impl Task for BertTask {
     type Model<B: FusedBackend> = Bert<B>;
 
-    fn name(&self) -> String {
-        self.name.clone()
-    }
+    told_by_fields!(pairs);
 
-    fn rows(&self) -> usize {
-        self.pairs.rows()
-    }
-
-    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>, TrainError> {
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>> {
         self.start.model(self.config.init(device), weights::load_from, device)
     }
 
-    fn loss<B: FusedBackend>(
-        &self,
-        model: &Bert<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Tensor<B, 1>, TrainError> {
+    fn loss<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         Ok(self.predict(model, rows, device)?.loss())
     }
 
-    fn evaluate<B: FusedBackend>(
-        &self,
-        model: &Bert<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Measured, TrainError> {
+    fn evaluate<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let predicted = self.predict(model, rows, device)?;
-        let [tokens, sentences] = {
-            let both: Vec<f64> = predicted.clone().accuracies().into_data().iter().collect();
-            [both[0], both[1]]
-        };
+        let right: Vec<f64> = predicted.clone().accuracies().into_data().iter().collect();
         let loss = scalar(predicted.loss());
-        Ok(vec![("loss", loss), ("masked_accuracy", tokens), ("next_sentence_accuracy", sentences)])
+        Ok(vec![("loss", loss), ("masked_accuracy", right[0]), ("next_sentence_accuracy", right[1])])
     }
 
-    fn tokens_per_row(&self) -> Option<usize> {
-        Some(self.pairs.seq())
-    }
-
-    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>, TrainError> {
+    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
         Ok(Some(self.pairs.checksum(rows)?))
-    }
-
-    fn hidden_size(&self) -> Option<usize> {
-        Some(self.config.hidden_size)
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
         let predicted = self.masking.probability;
         Some(self.start.profile(profile(&self.config, micro_batch, self.pairs.seq(), predicted)))
-    }
-
-    fn model_config(&self) -> Option<ModelConfig> {
-        Some(self.start.config(self.config.clone().into()))
     }
 
     fn settings(&self) -> Value {
@@ -166,16 +127,11 @@ pub(super) fn profile(config: &BertConfig, micro_batch: usize, seq: usize, predi
     let bytes = |floats: f64| (4.0 * floats * (micro_batch * seq) as f64) as u64;
     // The head does not run at every token.
     let flops = config.flops_per_token(seq) as f64 - 6.0 * (1.0 - predicted) * width * (width + words);
-    Profile {
-        parameters: config.parameter_shapes().iter().map(|(_, shape)| shape.iter().product()).collect(),
-        frozen: Vec::new(),
-        quantized: Vec::new(),
-        activations: Activations {
-            blocks: config.num_hidden_layers,
-            block: bytes(per_layer),
-            input: bytes(width),
-            rest: bytes(predicted * (3.0 * width + 2.0 * words)),
-        },
-        flops_per_row: flops * seq as f64,
-    }
+    let activations = Activations {
+        blocks: config.num_hidden_layers,
+        block: bytes(per_layer),
+        input: bytes(width),
+        rest: bytes(predicted * (3.0 * width + 2.0 * words)),
+    };
+    Profile::of_all(&config.clone().into(), activations, flops * seq as f64)
 }

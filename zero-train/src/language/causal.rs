@@ -2,16 +2,15 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 use serde_json::Value;
-use zero_models::generate::{Sampling, generate};
-use zero_models::{CausalFamily, ModelConfig, ModelParam};
+use zero_models::CausalFamily;
+use zero_models::generate::{Sampling, alone};
 
 use super::start::Start;
-use super::{Options, Program};
-use crate::TrainError;
+use super::{Options, Program, tokens};
 use crate::data::{DEFAULT_SEQ, TokenRows};
-use crate::error::wrong;
+use crate::error::{Result, TrainError, wrong};
 use crate::trainer::{Activations, FusedBackend, Profile, Rows, Setup, Task};
 
 /// A model of a family that predicts the next token, and the rows that it is trained on.
@@ -31,7 +30,7 @@ impl<C: CausalFamily> CausalTask<C> {
     /// # Errors
     ///
     /// [`TrainError`] for what the options name and cannot be used.
-    pub fn new(options: &Options, program: &Program<'_>, setup: &Setup<'_>) -> Result<Self, TrainError> {
+    pub fn new(options: &Options, program: &Program<'_>, setup: &Setup<'_>) -> Result<Self> {
         let source = options.source(program);
         let seq = options.seq.or(source.row_length()?).unwrap_or(DEFAULT_SEQ);
         let (name, config, notice) = match options.chosen()? {
@@ -60,7 +59,7 @@ fn fitting<C: CausalFamily>(
     seq: usize,
     asked: Option<usize>,
     setup: &Setup<'_>,
-) -> Result<(String, C, Option<String>), TrainError> {
+) -> Result<(String, C, Option<String>)> {
     let misfit = |model: &C| {
         let profile = |micro_batch: usize| profile(model, micro_batch, seq.min(model.sizes().positions));
         setup.misfit(Some(model.sizes().width), &profile)
@@ -87,44 +86,26 @@ fn profile<C: CausalFamily>(model: &C, micro_batch: usize, seq: usize) -> Profil
     let (tokens, sizes) = ((micro_batch * seq) as u64, model.sizes());
     // Logits are made for a few rows at a time.
     let logits = 2 * tokens.min(256) * sizes.vocabulary as u64;
-    let config: ModelConfig = model.clone().into();
-    Profile {
-        parameters: config.parameters().iter().map(ModelParam::numel).collect(),
-        frozen: Vec::new(),
-        quantized: Vec::new(),
-        activations: Activations {
-            blocks: sizes.layers,
-            block: 4 * tokens * sizes.kept as u64,
-            input: 4 * tokens * sizes.width as u64,
-            rest: 4 * logits,
-        },
-        flops_per_row: model.flops_per_token(seq) as f64 * seq as f64,
-    }
+    let activations = Activations {
+        blocks: sizes.layers,
+        block: 4 * tokens * sizes.kept as u64,
+        input: 4 * tokens * sizes.width as u64,
+        rest: 4 * logits,
+    };
+    Profile::of_all(&model.clone().into(), activations, model.flops_per_token(seq) as f64 * seq as f64)
 }
 
 impl<C: CausalFamily> Task for CausalTask<C> {
     type Model<B: FusedBackend> = C::Model<B>;
 
-    fn name(&self) -> String {
-        self.name.clone()
-    }
+    told_by_fields!(rows);
 
-    fn rows(&self) -> usize {
-        self.rows.rows()
-    }
-
-    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>, TrainError> {
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>> {
         self.start.model(self.config.init(device), C::load, device)
     }
 
-    fn loss<B: FusedBackend>(
-        &self,
-        model: &C::Model<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Tensor<B, 1>, TrainError> {
-        let data = TensorData::new(self.rows.tokens(rows)?, [rows.len(), self.rows.seq()]);
-        Ok(C::loss(model, Tensor::from_data(data, device)))
+    fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
+        Ok(C::loss(model, tokens(self.rows.tokens(rows)?, self.rows.seq(), device)))
     }
 
     /// Text is read in its own order.
@@ -132,32 +113,20 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         false
     }
 
-    fn tokens_per_row(&self) -> Option<usize> {
-        Some(self.rows.seq())
-    }
-
     fn has_perplexity(&self) -> bool {
         true
     }
 
-    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>, TrainError> {
+    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
         Ok(Some(self.rows.checksum(rows)?))
-    }
-
-    fn hidden_size(&self) -> Option<usize> {
-        Some(self.config.sizes().width)
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
         Some(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
     }
 
-    fn model_config(&self) -> Option<ModelConfig> {
-        Some(self.start.config(self.config.clone().into()))
-    }
-
     /// What follows the beginning of the last row.
-    fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>, TrainError> {
+    fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>> {
         let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };
         let how = Sampling { max_new_tokens: 32, temperature: 0.8, top_k: Some(40), ..Sampling::default() };
         let room = self.config.sizes().positions.saturating_sub(how.max_new_tokens).min(self.rows.seq()).min(16);
@@ -166,7 +135,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         }
         let row = self.rows.tokens(&[self.rows.rows() - 1])?;
         let prompt: Vec<u32> = row[..room].iter().map(|&id| id as u32).collect();
-        let made = generate(model, std::slice::from_ref(&prompt), &how, device)?.concat();
+        let made = alone(|hooks| C::generate(model, std::slice::from_ref(&prompt), &how, device, hooks))?.concat();
         let [given, follows] = [&prompt[..], &made].map(|tokens| tokenizer.decode(tokens));
         Ok(Some(format!("after\n{given}\nthe model goes on\n{follows}")))
     }

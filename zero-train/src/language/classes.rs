@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::Tensor;
 use serde_json::{Value, json};
 use zero_models::bert::weights;
 use zero_models::loss::cross_entropy_with_ignored;
@@ -11,10 +11,9 @@ use zero_models::{Bert, BertConfig, BertHead, ModelConfig};
 
 use super::bert::profile;
 use super::start::Start;
-use super::{Options, Program};
-use crate::TrainError;
-use crate::data::{Fields, LabelledBatch, LabelledTexts, Tokenizer};
-use crate::error::wrong;
+use super::{Options, Program, tokens};
+use crate::data::{LabelledBatch, LabelledTexts, Tokenizer};
+use crate::error::{Result, wrong};
 use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
 
 /// A BERT with a classifier, and the texts that it learns to tell.
@@ -33,8 +32,8 @@ impl ClassesTask {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] for what the options name and cannot be used.
-    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self, TrainError> {
+    /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
+    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
         let (name, config) = match options.chosen()? {
             Some((name, ModelConfig::Bert(config))) => (name, config),
@@ -53,12 +52,7 @@ impl ClassesTask {
             Some(dir) => Checkpoint::open(dir)?.get("classifier.weight").is_some(),
             None => false,
         };
-        let fields = Fields {
-            text: options.text_field.as_deref().unwrap_or("text"),
-            second: options.second_field.as_deref(),
-            label: options.label_field.as_deref().unwrap_or("label"),
-        };
-        let texts = LabelledTexts::load(path, fields, &cutting, &tokenizer, (known, !has_head))?;
+        let texts = LabelledTexts::load(path, options.fields(), &cutting, &tokenizer, (known, !has_head))?;
         let config = BertConfig { head: BertHead::Classes(texts.classes().to_vec()), ..config };
         let heads = if has_head { &[][..] } else { &["classifier", "pooler"] };
         let start = Start::new(options, config.clone().into(), heads)?;
@@ -79,9 +73,7 @@ impl ClassesTask {
         device: &B::Device,
     ) -> (Tensor<B, 2>, LabelledBatch) {
         let batch = self.texts.batch(rows);
-        let tokens = |ids: &Vec<i32>| -> Tensor<B, 2, Int> {
-            Tensor::from_data(TensorData::new(ids.clone(), [rows.len(), batch.width]), device)
-        };
+        let tokens = |ids: &Vec<i32>| tokens::<B>(ids.clone(), batch.width, device);
         let [ids, types, mask] = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(tokens);
         (model.classify(ids, types, Some(mask)), batch)
     }
@@ -95,36 +87,20 @@ impl ClassesTask {
 impl Task for ClassesTask {
     type Model<B: FusedBackend> = Bert<B>;
 
-    fn name(&self) -> String {
-        self.name.clone()
-    }
+    told_by_fields!(texts);
 
-    fn rows(&self) -> usize {
-        self.texts.rows()
-    }
-
-    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>, TrainError> {
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>> {
         let load = |model, from: &_, device: &_| Ok(weights::load_beneath_head(model, from, device)?.0);
         self.start.model(self.config.init(device), load, device)
     }
 
-    fn loss<B: FusedBackend>(
-        &self,
-        model: &Bert<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Tensor<B, 1>, TrainError> {
+    fn loss<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         let (logits, batch) = self.classify(model, rows, device);
         Ok(cross_entropy_with_ignored(logits, Tensor::from_ints(&*batch.classes, device)))
     }
 
     /// The loss, and by class the parts of rows that are of it and were told so, that were told so, and that are of it.
-    fn evaluate<B: FusedBackend>(
-        &self,
-        model: &Bert<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Measured, TrainError> {
+    fn evaluate<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let (logits, batch) = self.classify(model, rows, device);
         let loss = scalar(cross_entropy_with_ignored(logits.clone(), Tensor::from_ints(&*batch.classes, device)));
         let classes = self.texts.classes().len();
@@ -154,12 +130,7 @@ impl Task for ClassesTask {
         Some(vec![("loss", means[0]), ("accuracy", accuracy), ("f1", f1)])
     }
 
-    fn predict<B: FusedBackend>(
-        &self,
-        model: &Bert<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Option<Vec<Value>>, TrainError> {
+    fn predict<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Option<Vec<Value>>> {
         let (logits, batch) = self.classify(model, rows, device);
         let name = |class: usize| &self.texts.classes()[class];
         let told = Self::chosen(logits).into_iter().zip(batch.classes).zip(rows);
@@ -167,24 +138,12 @@ impl Task for ClassesTask {
         Ok(Some(told.map(line).collect()))
     }
 
-    fn tokens_per_row(&self) -> Option<usize> {
-        Some(self.texts.seq())
-    }
-
-    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>, TrainError> {
+    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
         Ok(Some(self.texts.checksum(rows)))
-    }
-
-    fn hidden_size(&self) -> Option<usize> {
-        Some(self.config.hidden_size)
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
         Some(self.start.profile(profile(&self.config, micro_batch, self.texts.seq(), 0.0)))
-    }
-
-    fn model_config(&self) -> Option<ModelConfig> {
-        Some(self.start.config(self.config.clone().into()))
     }
 
     fn settings(&self) -> Value {

@@ -1,5 +1,30 @@
 //! The command that trains a language model: its options, and which [`Task`](crate::trainer::Task) they ask for.
 
+/// What a task says of its model and data, by its fields `name`, `config` and `start`, and that of the data.
+macro_rules! told_by_fields {
+    ($data:ident) => {
+        fn name(&self) -> String {
+            self.name.clone()
+        }
+
+        fn rows(&self) -> usize {
+            self.$data.rows()
+        }
+
+        fn tokens_per_row(&self) -> Option<usize> {
+            Some(self.$data.seq())
+        }
+
+        fn hidden_size(&self) -> Option<usize> {
+            self.model_config()?.hidden_size()
+        }
+
+        fn model_config(&self) -> Option<zero_models::ModelConfig> {
+            Some(self.start.config(self.config.clone().into()))
+        }
+    };
+}
+
 mod bert;
 mod causal;
 mod classes;
@@ -9,18 +34,19 @@ mod start;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use burn::tensor::{Tensor, TensorData};
 use clap::{Args, FromArgMatches, ValueEnum};
 use zero_core::alloc::PageKeeper;
-use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
+use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, Ids, LlamaConfig, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
 pub use self::causal::CausalTask;
 pub use self::classes::ClassesTask;
 pub use self::seq2seq::Seq2SeqTask;
 pub use self::start::LoraOptions;
-use crate::TrainError;
-use crate::data::{Cutting, Source};
-use crate::trainer::{self, Trainer};
+use crate::Result;
+use crate::data::{Cutting, Fields, Source};
+use crate::trainer::{self, FusedBackend, Trainer};
 
 /// What a language model learns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -125,7 +151,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
 
 impl Options {
     /// The model that they name, with its name.
-    pub(crate) fn chosen(&self) -> Result<Option<(String, ModelConfig)>, TrainError> {
+    pub(crate) fn chosen(&self) -> Result<Option<(String, ModelConfig)>> {
         Ok(match (&self.model, &self.weights) {
             (Some(name), _) => Some((name.clone(), model(name)?)),
             (None, Some(dir)) => Some((dir.display().to_string(), ModelConfig::from_file(&dir.join("config.json"))?)),
@@ -164,6 +190,14 @@ impl Options {
         [self.weights.as_deref(), self.model.as_deref().map(Path::new)].into_iter().flatten().collect()
     }
 
+    pub(crate) fn fields(&self) -> Fields<'_> {
+        Fields {
+            text: self.text_field.as_deref().unwrap_or("text"),
+            second: self.second_field.as_deref(),
+            label: self.label_field.as_deref().unwrap_or("label"),
+        }
+    }
+
     pub(crate) fn cutting<'a>(&'a self, vocab_size: usize, n_positions: usize, folders: &'a [&'a Path]) -> Cutting<'a> {
         Cutting {
             seq: self.seq,
@@ -178,22 +212,24 @@ impl Options {
     }
 }
 
+/// Numbers of each token of rows of so many.
+fn tokens<B: FusedBackend>(numbers: Vec<i32>, width: usize, device: &B::Device) -> Ids<B> {
+    let rows = numbers.len() / width.max(1);
+    Tensor::from_data(TensorData::new(numbers, [rows, width]), device)
+}
+
 /// A model by the name of a preset, or by a folder with its `config.json`.
 ///
 /// # Errors
 ///
 /// [`ModelError`] when there is no such preset, or the file is wrong.
 pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
-    let folder = Path::new(name);
-    if folder.is_dir() {
-        ModelConfig::from_file(&folder.join("config.json"))
-    } else if name.starts_with("bert") {
-        BertConfig::preset(name).map(ModelConfig::from)
-    } else if name.starts_with("bart") {
-        BartConfig::preset(name).map(ModelConfig::from)
-    } else if ["llama", "mistral", "qwen"].iter().any(|kin| name.starts_with(kin)) {
-        LlamaConfig::preset(name).map(ModelConfig::from)
-    } else {
-        Gpt2Config::preset(name).map(ModelConfig::from)
-    }
+    let begins = |kin: &[&str]| kin.iter().any(|kin| name.starts_with(kin));
+    Ok(match Path::new(name) {
+        folder if folder.is_dir() => ModelConfig::from_file(&folder.join("config.json"))?,
+        _ if begins(&["bert"]) => BertConfig::preset(name)?.into(),
+        _ if begins(&["bart"]) => BartConfig::preset(name)?.into(),
+        _ if begins(&["llama", "mistral", "qwen"]) => LlamaConfig::preset(name)?.into(),
+        _ => Gpt2Config::preset(name)?.into(),
+    })
 }

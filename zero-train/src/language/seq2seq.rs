@@ -2,17 +2,16 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::Tensor;
 use serde_json::{Value, json};
 use zero_models::bart::{generate_with, weights};
 use zero_models::generate::{Hooks, Sampling};
-use zero_models::{Bart, BartConfig, ModelConfig, ModelParam};
+use zero_models::{Bart, BartConfig, ModelConfig};
 
 use super::start::Start;
-use super::{Options, Program};
-use crate::TrainError;
-use crate::data::{Fields, TextPairs, Tokenizer};
-use crate::error::wrong;
+use super::{Options, Program, tokens};
+use crate::data::{TextPairs, Tokenizer};
+use crate::error::{Result, wrong};
 use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
 
 /// A BART, and the texts that it learns to make.
@@ -29,8 +28,8 @@ impl Seq2SeqTask {
     ///
     /// # Errors
     ///
-    /// [`TrainError`] for what the options name and cannot be used.
-    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self, TrainError> {
+    /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
+    pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         let default = if BartConfig::PRESETS.contains(&program.model) { program.model } else { "bart-base" };
         let (name, config) = match options.chosen()? {
             Some((name, ModelConfig::Bart(config))) => (name, config),
@@ -45,33 +44,21 @@ impl Seq2SeqTask {
         let folders = options.folders();
         let cutting = options.cutting(config.vocab_size, config.max_position_embeddings, &folders);
         let tokenizer = Tokenizer::find(path, &cutting)?;
-        let fields = Fields {
-            text: options.text_field.as_deref().unwrap_or("text"),
-            second: None,
-            label: options.label_field.as_deref().unwrap_or("label"),
-        };
-        let texts = TextPairs::load(path, fields, &cutting, tokenizer, [config.pad_token_id, config.eos_token_id])?;
+        let ends = [config.pad_token_id, config.eos_token_id];
+        let texts = TextPairs::load(path, options.fields(), &cutting, tokenizer, ends)?;
         let start = Start::new(options, config.clone().into(), &[])?;
         Ok(Self { name, config, start, texts })
     }
 
     fn loss_of<B: FusedBackend>(&self, model: &Bart<B>, rows: &[usize], device: &B::Device) -> Tensor<B, 1> {
         let batch = self.texts.batch(rows);
-        let tokens = |ids: Vec<i32>, width: usize| -> Tensor<B, 2, Int> {
-            Tensor::from_data(TensorData::new(ids, [rows.len(), width]), device)
-        };
-        let mask = tokens(batch.attention_mask, batch.width);
-        model.loss(tokens(batch.input_ids, batch.width), Some(mask), tokens(batch.labels, batch.target_width))
+        let [ids, mask] = [batch.input_ids, batch.attention_mask].map(|ids| tokens::<B>(ids, batch.width, device));
+        model.loss(ids, Some(mask), tokens(batch.labels, batch.target_width, device))
     }
 
     /// What the model makes of these rows, greedily. It is used as often whatever it makes, so that ranks which gather together
     /// never wait for one that has ended early.
-    fn made<B: FusedBackend>(
-        &self,
-        model: &Bart<B>,
-        rows: &[usize],
-        device: &B::Device,
-    ) -> Result<Vec<String>, TrainError> {
+    fn made<B: FusedBackend>(&self, model: &Bart<B>, rows: &[usize], device: &B::Device) -> Result<Vec<String>> {
         let texts: Vec<Vec<u32>> = rows.iter().map(|&row| self.texts.source(row)).collect();
         let room = self.config.max_position_embeddings - 1;
         let how = Sampling { max_new_tokens: self.texts.longest_target().min(room), ..self.config.sampling() };
@@ -84,77 +71,46 @@ impl Seq2SeqTask {
 impl Task for Seq2SeqTask {
     type Model<B: FusedBackend> = Bart<B>;
 
-    fn name(&self) -> String {
-        self.name.clone()
-    }
-
-    fn rows(&self) -> usize {
-        self.texts.rows()
-    }
+    told_by_fields!(texts);
 
     fn unlabelled(&self) -> usize {
         self.texts.unlabelled()
     }
 
-    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bart<B>, TrainError> {
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bart<B>> {
         self.start.model(self.config.init(device), weights::load_from, device)
     }
 
-    fn loss<B: FusedBackend>(
-        &self,
-        model: &Bart<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Tensor<B, 1>, TrainError> {
+    fn loss<B: FusedBackend>(&self, model: &Bart<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         Ok(self.loss_of(model, rows, device))
     }
 
     /// The loss, and the part of the rows of which the model makes the very text that is wanted.
-    fn evaluate<B: FusedBackend>(
-        &self,
-        model: &Bart<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Measured, TrainError> {
+    fn evaluate<B: FusedBackend>(&self, model: &Bart<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let loss = scalar(self.loss_of(model, rows, device));
         let made = self.made(model, rows, device)?;
         let right = made.iter().zip(rows).filter(|(made, row)| self.texts.decoded_target(**row) == Some(made)).count();
         Ok(vec![("loss", loss), ("accuracy", right as f64 / rows.len() as f64)])
     }
 
-    fn predict<B: FusedBackend>(
-        &self,
-        model: &Bart<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Option<Vec<Value>>, TrainError> {
+    fn predict<B: FusedBackend>(&self, model: &Bart<B>, rows: &Rows, device: &B::Device) -> Result<Option<Vec<Value>>> {
         let made = self.made(model, rows, device)?.into_iter().zip(rows);
         let line =
             |(made, &row): (String, &usize)| json!({ "row": row, "label": self.texts.target(row), "prediction": made });
         Ok(Some(made.map(line).collect()))
     }
 
-    fn tokens_per_row(&self) -> Option<usize> {
-        Some(self.texts.seq())
-    }
-
     fn has_perplexity(&self) -> bool {
         true
     }
 
-    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>, TrainError> {
+    fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
         Ok(Some(self.texts.checksum(rows)))
-    }
-
-    fn hidden_size(&self) -> Option<usize> {
-        Some(self.config.d_model)
     }
 
     /// For rows of which text and target are as long as they may be.
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
         let config = &self.config;
-        let parameters: Vec<usize> =
-            ModelConfig::from(config.clone()).parameters().iter().map(ModelParam::numel).collect();
         let (width, seq, target) = (config.d_model, self.texts.seq(), self.texts.longest_target());
         // Floats that are kept per token and layer, in widths: as BERT's, and as many again for attention to the text.
         let [encoder, decoder] =
@@ -168,22 +124,13 @@ impl Task for Seq2SeqTask {
             layers * (4 * attentions * width * width + 2 * width * inner)
         };
         let products = weights(encoder, 1) * seq + weights(decoder, 2) * target + config.vocab_size * width * target;
-        Some(self.start.profile(Profile {
-            parameters,
-            frozen: Vec::new(),
-            quantized: Vec::new(),
-            activations: Activations {
-                blocks: encoder.0 + decoder.0,
-                block: bytes((read + made) / (encoder.0 + decoder.0).max(1)),
-                input: bytes((encoder.0 * seq + decoder.0 * target) * width / (encoder.0 + decoder.0).max(1)),
-                rest: bytes(logits),
-            },
-            flops_per_row: 6.0 * products as f64,
-        }))
-    }
-
-    fn model_config(&self) -> Option<ModelConfig> {
-        Some(self.start.config(self.config.clone().into()))
+        let activations = Activations {
+            blocks: encoder.0 + decoder.0,
+            block: bytes((read + made) / (encoder.0 + decoder.0).max(1)),
+            input: bytes((encoder.0 * seq + decoder.0 * target) * width / (encoder.0 + decoder.0).max(1)),
+            rest: bytes(logits),
+        };
+        Some(self.start.profile(Profile::of_all(&config.clone().into(), activations, 6.0 * products as f64)))
     }
 
     fn settings(&self) -> Value {

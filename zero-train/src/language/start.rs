@@ -11,8 +11,7 @@ use zero_models::{ModelConfig, ModelError, ModelParam};
 use zero_ops::FusedBackend;
 
 use super::Options;
-use crate::TrainError;
-use crate::error::wrong;
+use crate::error::{Result, wrong};
 use crate::trainer::Profile;
 
 /// Options of LoRA: an adapter is trained, and the model stays as it is.
@@ -60,7 +59,7 @@ pub(super) struct Start {
 impl Start {
     /// What the options say for a model of this configuration. `heads` are modules that an adapter does not stand in for, as they
     /// are fresh.
-    pub(super) fn new(options: &Options, model: ModelConfig, heads: &[&str]) -> Result<Self, TrainError> {
+    pub(super) fn new(options: &Options, model: ModelConfig, heads: &[&str]) -> Result<Self> {
         let (weights, given) = (options.weights.clone(), &options.lora);
         let lora = match (&given.adapter, given.lora_r) {
             (Some(dir), _) => Some(LoraConfig::from_dir(dir)?),
@@ -80,23 +79,15 @@ impl Start {
         };
         let quantize = given.quantize;
         let Some(lora) = lora else {
-            return match quantize {
-                None => Ok(Self { weights, adapted: None, adapter: None, quantize }),
-                Some(format) => Err(wrong(
-                    "quantize",
-                    format,
-                    "expected --lora-r or --adapter beside it: quantised weights are not trained",
-                )),
-            };
+            let expected = "expected --lora-r or --adapter beside it: quantised weights are not trained";
+            let start = Self { weights, adapted: None, adapter: None, quantize };
+            return quantize.map_or(Ok(start), |format| Err(wrong("quantize", format, expected)));
         };
         let Some(base) = weights.clone() else {
             let option = if given.adapter.is_some() { "adapter" } else { "lora-r" };
             let got = given.adapter.as_ref().map_or(lora.r.to_string(), |dir| dir.display().to_string());
-            return Err(wrong(
-                option,
-                got,
-                "expected --weights DIR beside it: an adapter adds to weights that were trained",
-            ));
+            let expected = "expected --weights DIR beside it: an adapter adds to weights that were trained";
+            return Err(wrong(option, got, expected));
         };
         let adapted = AdaptedModel::new(model, lora, Some(base))?;
         Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone(), quantize })
@@ -108,7 +99,7 @@ impl Start {
         fresh: M,
         load: impl FnOnce(M, &Checkpoint, &B::Device) -> Result<M, ModelError>,
         device: &B::Device,
-    ) -> Result<M, TrainError> {
+    ) -> Result<M> {
         let model = match (&self.weights, self.quantize) {
             (Some(dir), Some(format)) => {
                 let is_kept = |path: &str| !self.is_quantized(&format!("{path}.weight"));

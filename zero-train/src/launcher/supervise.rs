@@ -95,7 +95,7 @@ pub fn supervise(processes: &[Process], limits: Limits, asked: &Asked) -> Result
     let mut handed_on = false;
     loop {
         let exits = running.exits().map_err(io("wait for", program))?;
-        began |= has_begun(status.path());
+        began |= !files(status.path(), "began").is_empty();
         first = first.or(exits.into_iter().find(|&code| code != 0));
         if running.0.is_empty() {
             return Ok(Attempt { code: first.unwrap_or(0), failures: words(status.path()), began, ended: None });
@@ -153,19 +153,11 @@ struct Running(Vec<(Child, bool)>);
 impl Running {
     /// The exit codes of those that have ended since the last look.
     fn exits(&mut self) -> std::io::Result<Vec<i32>> {
-        let (mut codes, mut failed) = (Vec::new(), None);
-        self.0.retain_mut(|(child, _)| match child.try_wait() {
-            Ok(Some(exit)) => {
-                codes.push(code(exit));
-                false
-            }
-            Ok(None) => true,
-            Err(error) => {
-                failed = Some(error);
-                true
-            }
-        });
-        failed.map_or(Ok(codes), Err)
+        let exits: Result<Vec<_>, _> = self.0.iter_mut().map(|(child, _)| child.try_wait()).collect();
+        let exits = exits?;
+        let mut ended = exits.iter().map(Option::is_some);
+        self.0.retain(|_| ended.next() == Some(false));
+        Ok(exits.into_iter().flatten().map(code).collect())
     }
 
     fn hand_on(&self, signal: Signal) -> std::io::Result<()> {
@@ -215,10 +207,6 @@ fn words(dir: &Path) -> Vec<Word> {
         Some(Word { code: code.parse().ok()?, reason: reason.to_string() })
     };
     files(dir, "txt").iter().filter_map(read).collect()
-}
-
-fn has_begun(dir: &Path) -> bool {
-    !files(dir, "began").is_empty()
 }
 
 fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {

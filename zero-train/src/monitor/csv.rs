@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::iter::once;
 use std::path::{Path, PathBuf};
 
-use super::{MonitorError, io_error};
+use super::{MonitorError, Result, io_error};
 
 /// Appends rows to one CSV file.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl CsvMonitor {
     ///
     /// [`MonitorError::Name`] if `name` is no plain file name; [`MonitorError::Header`] if the file's first line names
     /// other columns (the file is left as it was); [`MonitorError::Io`].
-    pub fn open(dir: &Path, name: &str, columns: &[&str]) -> Result<Self, MonitorError> {
+    pub fn open(dir: &Path, name: &str, columns: &[&str]) -> Result<Self> {
         let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | '_');
         if !name.chars().all(plain) || name.trim_matches('.').is_empty() {
             return Err(MonitorError::Name { got: name.to_string() });
@@ -59,7 +59,7 @@ impl CsvMonitor {
     /// # Errors
     ///
     /// [`MonitorError::Io`].
-    pub fn cut_after(&mut self, step: usize) -> Result<(), MonitorError> {
+    pub fn cut_after(&mut self, step: usize) -> Result<()> {
         self.file.seek(SeekFrom::Start(0)).map_err(io_error("read", &self.path))?;
         let (mut lines, mut line) = (BufReader::new(&self.file), Vec::new());
         let (mut at, mut keep) = (0, 0);
@@ -85,7 +85,7 @@ impl CsvMonitor {
     /// # Errors
     ///
     /// [`MonitorError::Column`] for a value without a column (nothing is written); [`MonitorError::Io`].
-    pub fn write(&mut self, step: usize, values: &[(&str, f64)]) -> Result<(), MonitorError> {
+    pub fn write(&mut self, step: usize, values: &[(&str, f64)]) -> Result<()> {
         let mut cells = vec![String::new(); self.columns.len()];
         for &(name, value) in values {
             let Some(at) = self.columns.iter().position(|column| column == name) else {
@@ -105,7 +105,7 @@ impl CsvMonitor {
 }
 
 /// The position after the last whole line of a file that begins with `header`; 0 for a file to be begun.
-fn rows_end(file: &mut File, path: &Path, header: &str) -> Result<u64, MonitorError> {
+fn rows_end(file: &mut File, path: &Path, header: &str) -> Result<u64> {
     // Two bytes more than the header show whether a line end follows it, "\n" or "\r\n".
     let mut start = Vec::new();
     file.take(header.len() as u64 + 2).read_to_end(&mut start).map_err(io_error("read", path))?;

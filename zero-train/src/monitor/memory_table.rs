@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::MonitorError;
+use super::{MonitorError, Result};
 use crate::memory::{peak_rss_bytes, rss_bytes};
 
 /// Time between two looks.
@@ -123,7 +123,7 @@ impl MemoryTracker {
     /// # Errors
     ///
     /// [`MonitorError::Sampler`] if the thread cannot be started.
-    pub fn begin(phase: Phase, bytes_in_use: impl Fn() -> Option<u64> + Send + 'static) -> Result<Self, MonitorError> {
+    pub fn begin(phase: Phase, bytes_in_use: impl Fn() -> Option<u64> + Send + 'static) -> Result<Self> {
         let look = move || [rss_bytes(), bytes_in_use()];
         let (high_water_before, before) = (peak_rss_bytes(), look());
         let (stop, stopped) = mpsc::channel();
@@ -139,7 +139,7 @@ impl MemoryTracker {
     /// # Errors
     ///
     /// [`MonitorError::Sampler`] if the device's function panicked.
-    pub fn end(mut self) -> Result<MemoryReport, MonitorError> {
+    pub fn end(mut self) -> Result<MemoryReport> {
         let panicked = || MonitorError::Sampler { problem: "the device's function panicked".to_string() };
         let (end, mut peak) = self.join().ok_or_else(panicked)?;
         let high_water = peak_rss_bytes();

@@ -21,6 +21,9 @@ pub(crate) use report::write_whole;
 pub use report::{RunFacts, RunReport, RunState, page, write_page};
 pub use tensorboard::TensorBoardMonitor;
 
+/// Of what a monitor does.
+pub type Result<T, E = MonitorError> = core::result::Result<T, E>;
+
 /// Why a monitor cannot go on. None of these needs to end a run.
 #[derive(Debug, thiserror::Error)]
 pub enum MonitorError {

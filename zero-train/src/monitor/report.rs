@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use zero_core::accounting::{StateBytes, WireBytes};
 
-use super::{MonitorError, io_error};
+use super::{MonitorError, Result, io_error};
 use crate::metrics::{Event, EventKind, JsonLines, RankMetrics, StepMetrics};
 
 const PAGE: &str = include_str!("report.html");
@@ -179,7 +179,7 @@ impl RunReport {
     /// # Errors
     ///
     /// [`MonitorError::Io`]; [`MonitorError::NoRun`] when the folder has no `run.json` that can be read.
-    pub fn read(folder: &Path) -> Result<Self, MonitorError> {
+    pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("run.json");
         let no_run = |problem: String| MonitorError::NoRun { path: folder.to_path_buf(), problem };
         let facts = std::fs::read(&path).map_err(|error| no_run(format!("cannot read {}: {error}", path.display())))?;
@@ -332,12 +332,12 @@ pub fn page(runs: &[RunReport]) -> String {
 /// # Errors
 ///
 /// [`MonitorError::Io`], which leaves the earlier page as it was.
-pub fn write_page(path: &Path, runs: &[RunReport]) -> Result<(), MonitorError> {
+pub fn write_page(path: &Path, runs: &[RunReport]) -> Result<()> {
     write_whole(path, page(runs).as_bytes())
 }
 
 /// Writes a file in place of an earlier one; after an error that is as it was. The folder must be there.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), MonitorError> {
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // What an ordinary new file may be used for (less the process's mask); temporary files are private otherwise.
     let readable = Permissions::from_mode(0o666);

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use super::{MonitorError, io_error};
+use super::{Result, io_error};
 
 /// The protobuf wire types used here.
 #[derive(Clone, Copy)]
@@ -50,8 +50,8 @@ impl TensorBoardMonitor {
     ///
     /// # Errors
     ///
-    /// [`MonitorError::Io`].
-    pub fn create(dir: &Path) -> Result<Self, MonitorError> {
+    /// [`MonitorError::Io`](crate::monitor::MonitorError::Io).
+    pub fn create(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).map_err(io_error("create", dir))?;
         let now = since_epoch();
         let base = format!("events.out.tfevents.{:010}.{}.{}", now.as_secs(), host_name(), process::id());
@@ -66,8 +66,8 @@ impl TensorBoardMonitor {
     ///
     /// # Errors
     ///
-    /// [`MonitorError::Io`].
-    pub fn write(&mut self, step: usize, values: &[(&str, f64)]) -> Result<(), MonitorError> {
+    /// [`MonitorError::Io`](crate::monitor::MonitorError::Io).
+    pub fn write(&mut self, step: usize, values: &[(&str, f64)]) -> Result<()> {
         self.append(&scalars_event(since_epoch().as_secs_f64(), step, values))
     }
 
@@ -76,13 +76,13 @@ impl TensorBoardMonitor {
         &self.path
     }
 
-    fn append(&mut self, payload: &[u8]) -> Result<(), MonitorError> {
+    fn append(&mut self, payload: &[u8]) -> Result<()> {
         self.file.write_all(&framed(payload)).map_err(io_error("write", &self.path))
     }
 }
 
 /// A file of its own even for two monitors of one process in one second.
-fn create_new(dir: &Path, base: &str) -> Result<(File, PathBuf), MonitorError> {
+fn create_new(dir: &Path, base: &str) -> Result<(File, PathBuf)> {
     for number in 0_u32.. {
         let path = dir.join(format!("{base}.{number}"));
         match OpenOptions::new().append(true).create_new(true).open(&path) {

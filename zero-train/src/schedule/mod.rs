@@ -161,21 +161,15 @@ impl Schedule {
     pub fn lr(&self, step: usize) -> f64 {
         match *self {
             Schedule::Constant(lr) => lr,
-            Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind } => match step.checked_sub(1) {
-                None => min_lr,
-                Some(iteration) => {
-                    let gamma = kind.ratio(iteration, warmup_steps).unwrap_or(1.0);
-                    min_lr + (max_lr - min_lr) * gamma
-                }
-            },
-            Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind, total_steps } => match step.checked_sub(1) {
-                None => min_lr,
-                Some(iteration) => {
-                    let decay = || decay_ratio(iteration, at_least_two(warmup_steps), total_steps);
-                    let gamma = kind.ratio(iteration, warmup_steps).unwrap_or_else(decay);
-                    min_lr + (max_lr - min_lr) * gamma
-                }
-            },
+            Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind } => {
+                let Some(iteration) = step.checked_sub(1) else { return min_lr };
+                min_lr + (max_lr - min_lr) * kind.ratio(iteration, warmup_steps).unwrap_or(1.0)
+            }
+            Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind, total_steps } => {
+                let Some(iteration) = step.checked_sub(1) else { return min_lr };
+                let decay = || decay_ratio(iteration, at_least_two(warmup_steps), total_steps);
+                min_lr + (max_lr - min_lr) * kind.ratio(iteration, warmup_steps).unwrap_or_else(decay)
+            }
             Schedule::WarmupCosineLr { base_lr, total_steps, warmup_min_ratio, warmup_steps, cos_min_ratio, kind } => {
                 let Some(iteration) = step.checked_sub(1) else { return 0.0 };
                 let ratio = match kind.ratio(iteration, warmup_steps) {

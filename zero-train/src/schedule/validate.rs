@@ -1,6 +1,6 @@
 //! Checking a schedule before it is used: every message names the key of the configuration file and what to set it to.
 
-use super::{Schedule, at_least_two};
+use super::{CycleMomentum, Schedule, at_least_two};
 
 /// Why a schedule cannot be used. Keys are DeepSpeed's, as in the configuration file.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -49,85 +49,58 @@ impl Schedule {
     /// [`ScheduleError::Value`] for a parameter that is negative, not a number, or zero where it divides;
     /// [`ScheduleError::TotalBelowWarmup`], checked last, for a warm-up longer than the schedule.
     pub fn validate(&self) -> Result<(), ScheduleError> {
-        let check = Check { schedule: self.name() };
+        let schedule = self.name();
+        let is_rate = |rate: f64| rate.is_finite() && rate >= 0.0;
+        let rate = |key, got: f64| (is_rate(got), key, got, "a finite number, 0 or more");
+        let beta = |key, got: f64| ((0.0..1.0).contains(&got), key, got, "a number from 0 up to, but not including, 1");
+        let count = |key, got: usize| (got > 0, key, got as f64, "a whole number, 1 or more");
+        // The steps of a schedule, and those of its warm-up.
+        let mut steps = None;
+        let mut values = Vec::new();
         match *self {
-            Schedule::Constant(lr) => check.rate("lr", lr),
-            Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind: _ } => {
-                check.rate("warmup_min_lr", min_lr)?;
-                check.rate("warmup_max_lr", max_lr)?;
-                check.count("warmup_num_steps", warmup_steps)
+            Schedule::Constant(lr) | Schedule::Decay { lr, .. } => values.push(rate("lr", lr)),
+            Schedule::WarmupLr { min_lr, max_lr, warmup_steps, .. } => {
+                values.extend([rate("warmup_min_lr", min_lr), rate("warmup_max_lr", max_lr)]);
+                values.push(count("warmup_num_steps", warmup_steps));
             }
-            Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind: _, total_steps } => {
-                check.rate("warmup_min_lr", min_lr)?;
-                check.rate("warmup_max_lr", max_lr)?;
-                check.count("warmup_num_steps", warmup_steps)?;
-                check.total(total_steps, warmup_steps)
+            Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, total_steps, .. } => {
+                values.extend([rate("warmup_min_lr", min_lr), rate("warmup_max_lr", max_lr)]);
+                values.push(count("warmup_num_steps", warmup_steps));
+                steps = Some((total_steps, warmup_steps));
             }
             Schedule::WarmupCosineLr {
-                base_lr,
-                total_steps,
-                warmup_min_ratio,
-                warmup_steps,
-                cos_min_ratio,
-                kind: _,
+                base_lr, total_steps, warmup_min_ratio, warmup_steps, cos_min_ratio, ..
             } => {
-                check.rate("lr", base_lr)?;
-                check.rate("warmup_min_ratio", warmup_min_ratio)?;
-                check.rate("cos_min_ratio", cos_min_ratio)?;
-                check.count("warmup_num_steps", warmup_steps)?;
-                check.total(total_steps, warmup_steps)
+                let ratios = [("warmup_min_ratio", warmup_min_ratio), ("cos_min_ratio", cos_min_ratio)];
+                values.extend([("lr", base_lr)].into_iter().chain(ratios).map(|(key, got)| rate(key, got)));
+                values.push(count("warmup_num_steps", warmup_steps));
+                steps = Some((total_steps, warmup_steps));
             }
-            Schedule::Decay { lr, .. } => check.rate("lr", lr),
             Schedule::OneCycle(ref cycle) => {
-                check.rate("cycle_min_lr", cycle.cycle_min_lr)?;
-                check.rate("cycle_max_lr", cycle.cycle_max_lr)?;
-                check.rate("decay_lr_rate", cycle.decay_lr_rate)?;
-                check.count("cycle_first_step_size", cycle.first_step_size)?;
-                if let Some(momentum) = cycle.momentum {
-                    check.beta("cycle_min_mom", momentum.min_mom)?;
-                    check.beta("cycle_max_mom", momentum.max_mom)?;
-                    let rate = momentum.decay_mom_rate;
-                    check.that(rate.is_finite(), "decay_mom_rate", rate, "a finite number")?;
-                }
-                Ok(())
+                values.extend([rate("cycle_min_lr", cycle.cycle_min_lr), rate("cycle_max_lr", cycle.cycle_max_lr)]);
+                values.push(rate("decay_lr_rate", cycle.decay_lr_rate));
+                values.push(count("cycle_first_step_size", cycle.first_step_size));
+                values.extend(cycle.momentum.into_iter().flat_map(
+                    |CycleMomentum { min_mom, max_mom, decay_mom_rate }| {
+                        let decay = (decay_mom_rate.is_finite(), "decay_mom_rate", decay_mom_rate, "a finite number");
+                        [beta("cycle_min_mom", min_mom), beta("cycle_max_mom", max_mom), decay]
+                    },
+                ));
             }
-            Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase: _ } => {
-                check.rate("lr_range_test_min_lr", min_lr)?;
-                check.count("lr_range_test_step_size", step_size)?;
-                check.rate("lr_range_test_step_rate", step_rate)
+            Schedule::LrRangeTest { min_lr, step_size, step_rate, .. } => {
+                values.extend([rate("lr_range_test_min_lr", min_lr), count("lr_range_test_step_size", step_size)]);
+                values.push(rate("lr_range_test_step_rate", step_rate));
             }
         }
-    }
-}
-
-/// The checks of [`Schedule::validate`], which name the schedule.
-struct Check {
-    schedule: &'static str,
-}
-
-impl Check {
-    fn that(&self, ok: bool, key: &'static str, got: f64, expected: &'static str) -> Result<(), ScheduleError> {
-        if ok { Ok(()) } else { Err(ScheduleError::Value { schedule: self.schedule, key, got, expected }) }
-    }
-
-    fn rate(&self, key: &'static str, got: f64) -> Result<(), ScheduleError> {
-        self.that(got.is_finite() && got >= 0.0, key, got, "a finite number, 0 or more")
-    }
-
-    fn beta(&self, key: &'static str, got: f64) -> Result<(), ScheduleError> {
-        self.that((0.0..1.0).contains(&got), key, got, "a number from 0 up to, but not including, 1")
-    }
-
-    fn count(&self, key: &'static str, got: usize) -> Result<(), ScheduleError> {
-        self.that(got > 0, key, got as f64, "a whole number, 1 or more")
-    }
-
-    fn total(&self, total_steps: usize, warmup_steps: usize) -> Result<(), ScheduleError> {
-        let warmup_steps = at_least_two(warmup_steps);
-        if total_steps >= warmup_steps {
-            return Ok(());
+        if let Some((_, key, got, expected)) = values.into_iter().find(|(is_right, ..)| !is_right) {
+            return Err(ScheduleError::Value { schedule, key, got, expected });
         }
-        Err(ScheduleError::TotalBelowWarmup { schedule: self.schedule, total_steps, warmup_steps })
+        match steps.map(|(total, warmup)| (total, at_least_two(warmup))) {
+            Some((total_steps, warmup_steps)) if total_steps < warmup_steps => {
+                Err(ScheduleError::TotalBelowWarmup { schedule, total_steps, warmup_steps })
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -1,9 +1,7 @@
 //! Where ranks compute: the choice of a backend, and whether this machine has it.
 
+use crate::error::{Result, wrong};
 use clap::ValueEnum;
-
-use crate::TrainError;
-use crate::error::wrong;
 
 /// Where ranks compute.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -28,7 +26,7 @@ impl BackendChoice {
     /// # Errors
     ///
     /// What is missing, and what to do.
-    pub(crate) fn check(self) -> Result<(), TrainError> {
+    pub(crate) fn check(self) -> Result<()> {
         let missing = match self {
             BackendChoice::Cpu => None,
             #[cfg(feature = "cuda")]

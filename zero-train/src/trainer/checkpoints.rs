@@ -11,10 +11,9 @@ use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
 use super::facts::{Data, Model};
 use super::options::{Options, at_least_one};
 use super::ranks::Ranks;
-use crate::TrainError;
 use crate::config::ZeroPlan;
 use crate::engine::EngineError;
-use crate::error::wrong;
+use crate::error::{Result, io, wrong};
 use crate::metrics::{EpochMetrics, Evaluated};
 
 /// The key of the trainer's state in a checkpoint's.
@@ -140,7 +139,7 @@ pub(super) struct Best {
 }
 
 impl Checkpoints {
-    pub(super) fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self, TrainError> {
+    pub(super) fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self> {
         at_least_one(&[("save-every", options.save_every), ("keep-last", options.keep_last)])?;
         let mut checkpoints = Self {
             dir: options.save.clone(),
@@ -174,7 +173,7 @@ impl Checkpoints {
     }
 
     /// The newest sound checkpoint in `dir`, every byte of it verified, by one rank.
-    fn latest(&mut self, dir: &Path, ranks: &Ranks<'_>) -> Result<Option<Arc<Checkpoint>>, TrainError> {
+    fn latest(&mut self, dir: &Path, ranks: &Ranks<'_>) -> Result<Option<Arc<Checkpoint>>> {
         let found = ranks.find_latest(dir, Check::Contents)?;
         for (path, reason) in found.skipped {
             self.warnings.push(format!("checkpoint {} is skipped: {reason}", path.display()));
@@ -184,10 +183,10 @@ impl Checkpoints {
     }
 
     /// Makes the folder, and sees that it can be written to, before the first step rather than after the hundredth.
-    pub(super) fn prepare(&self) -> Result<(), TrainError> {
+    pub(super) fn prepare(&self) -> Result<()> {
         let Some(dir) = &self.dir else { return Ok(()) };
-        let io = |source| TrainError::Io { action: "save checkpoints into", path: dir.clone(), source };
-        std::fs::create_dir_all(dir).map_err(io)?;
+        let io = io("save checkpoints into", dir);
+        std::fs::create_dir_all(dir).map_err(&io)?;
         tempfile::tempfile_in(dir).map_err(io)?;
         Ok(())
     }
@@ -229,7 +228,7 @@ impl TrainerState {
     }
 
     /// The state in what the engine has loaded.
-    pub(super) fn loaded(state: &Map<String, Value>, checkpoint: &Checkpoint) -> Result<Self, TrainError> {
+    pub(super) fn loaded(state: &Map<String, Value>, checkpoint: &Checkpoint) -> Result<Self> {
         let what = |problem: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what: problem };
         let none = "it has no state of this command: it was saved by another program; load it with ZeroEngine::load";
         let own = state.get(TRAINER).ok_or_else(|| what(none.into()))?;

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use super::profile::{Activations, Profile};
 use super::rows::Rows;
 use super::task::Task;
-use crate::TrainError;
+use crate::Result;
 
 /// Autodiff keeps what the backward pass will need.
 type Counting = Autodiff<BackendRouter<Counter>>;
@@ -30,7 +30,7 @@ const PASSES: f64 = 3.0;
 ///
 /// # Errors
 /// As [`Task::model`] and [`Task::loss`].
-pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile, TrainError> {
+pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile> {
     if let Some(told) = task.profile(micro_batch) {
         return Ok(told);
     }
@@ -284,6 +284,7 @@ mod tests {
     use burn::nn::{Linear, LinearConfig};
 
     use super::*;
+    use crate::TrainError;
     use crate::trainer::FusedBackend;
 
     #[derive(Module, Debug)]

@@ -9,9 +9,7 @@ use super::options::Options;
 use super::order::Order;
 use super::profile::Profile;
 use super::task::Task;
-use crate::TrainError;
-use crate::data::wrong_data;
-use crate::error::wrong;
+use crate::error::{Result, wrong, wrong_data};
 
 /// What a [`Task`] says of its model.
 pub(super) struct Model {
@@ -38,7 +36,7 @@ pub(super) struct Data {
 }
 
 impl Data {
-    pub(super) fn new<T: Task>(task: &T, options: &Options) -> Result<Self, TrainError> {
+    pub(super) fn new<T: Task>(task: &T, options: &Options) -> Result<Self> {
         let (unlabelled, held_out) = (task.unlabelled(), options.eval.unwrap_or(task.held_out()));
         let all = task.rows() - unlabelled;
         if all == 0 {

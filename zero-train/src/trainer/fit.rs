@@ -14,9 +14,8 @@ use super::profile::Profile;
 use super::ranks::Ranks;
 use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};
-use crate::TrainError;
 use crate::config::{Config, OffloadDevice, ZeroPlan};
-use crate::error::wrong;
+use crate::error::{Result, wrong};
 use crate::memory::{available_bytes, format_bytes};
 
 /// Bytes that a run will take at its peak, by kind; an estimate except for model state, which is exact.
@@ -176,13 +175,10 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    pub(super) fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self, TrainError> {
+    pub(super) fn new(options: &Options, ranks: &Ranks<'_>) -> Result<Self> {
         // Where state will lie: what the file says, or --swap.
         let nvme_path = options.config.as_deref().map(Config::from_file).transpose()?.and_then(|file| file.nvme_path());
-        let limit = options.memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
-            let got = options.memory.clone().unwrap_or_default();
-            wrong("memory", got, error.to_string())
-        })?;
+        let limit = size("memory", &options.memory)?;
         let available = match options.backend {
             BackendChoice::Cpu => available_bytes(),
             device => device.memory(),
@@ -226,189 +222,180 @@ fn free_disk(folder: &Path) -> Option<u64> {
     zero_core::offload::free_bytes(existing).ok()
 }
 
-/// A model whose needs are asked for: its width, and what it takes by the rows of a micro-batch.
+/// A model whose needs are asked for: its width, what it takes by the rows of a micro-batch, and what there is.
 pub(super) struct Candidate<'a> {
     pub(super) hidden_size: Option<usize>,
-    pub(super) profile: &'a dyn Fn(usize) -> Result<Profile, TrainError>,
+    pub(super) profile: &'a dyn Fn(usize) -> Result<Profile>,
+    pub(super) budget: &'a Budget,
 }
 
 /// Options with what was left to the plan, and what is to be said about it.
 pub(super) type Fitting = (Options, Option<String>);
 
-/// What a run of `model` needs with these options.
-pub(super) fn need(options: &Options, model: &Candidate<'_>, budget: &Budget) -> Result<MemoryNeed, TrainError> {
-    let plan = zero_plan(options, model.hidden_size)?;
-    let need = MemoryNeed::new(&(model.profile)(plan.batch.micro)?, &plan, options.backend);
-    Ok(need.with_ranks_here(budget.ranks_here.unwrap_or(plan.world)))
+/// Options, and what a run with them takes.
+type Taken = (Options, MemoryNeed);
+
+/// A size that an option of this name gives, if it does.
+fn size(option: &'static str, given: &Option<String>) -> Result<Option<u64>> {
+    let read = |given: &String| parse_bytes(given).map_err(|error| wrong(option, given, error.to_string()));
+    given.as_ref().map(read).transpose()
 }
 
 /// The most that activations may take on a rank, if that is said.
-fn limit(options: &Options) -> Result<Option<u64>, TrainError> {
-    options.activation_memory.as_deref().map(parse_bytes).transpose().map_err(|error| {
-        wrong("activation-memory", options.activation_memory.clone().unwrap_or_default(), error.to_string())
-    })
+fn limit(options: &Options) -> Result<Option<u64>> {
+    size("activation-memory", &options.activation_memory)
 }
 
-/// The fewest blocks to checkpoint with which activations take no more than is said, or with which a run fits.
-fn blocks(options: &Options, model: &Candidate<'_>, budget: &Budget) -> Result<Option<Blocks>, TrainError> {
-    let plan = zero_plan(options, model.hidden_size)?;
-    let activations = (model.profile)(plan.batch.micro)?.activations;
-    let most = match limit(options)? {
-        Some(limit) => limit,
-        None => {
-            let need = need(options, model, budget)?;
-            let others = need.total() - need.activations * need.ranks;
-            let Some(rest) = budget.memory.and_then(|memory| memory.checked_sub(others)) else { return Ok(None) };
-            rest / need.ranks
-        }
-    };
-    Ok(activations.fewest(most, options.offload_activations).map(Blocks))
-}
+impl Candidate<'_> {
+    /// What a run needs with these options.
+    pub(super) fn need(&self, options: &Options) -> Result<MemoryNeed> {
+        let plan = zero_plan(options, self.hidden_size)?;
+        let need = MemoryNeed::new(&(self.profile)(plan.batch.micro)?, &plan, options.backend);
+        Ok(need.with_ranks_here(self.budget.ranks_here.unwrap_or(plan.world)))
+    }
 
-/// What `with` takes, if it fits; `is_free` to be so with the fewest blocks checkpointed.
-fn fit(
-    mut with: Options,
-    is_free: bool,
-    model: &Candidate<'_>,
-    budget: &Budget,
-) -> Result<Option<(Options, MemoryNeed)>, TrainError> {
-    if is_free || with.activation_memory.is_some() {
-        let Some(fewest) = blocks(&with, model, budget)? else { return Ok(None) };
-        with.checkpoint_activations = Some(fewest);
-    }
-    let taken = need(&with, model, budget)?;
-    Ok(budget.holds(&taken).then_some((with, taken)))
-}
-
-/// The same with as much of the optimizer's state in memory as there is room for: what moves is what a step waits for.
-fn least_offloaded(
-    with: Options,
-    taken: MemoryNeed,
-    model: &Candidate<'_>,
-    budget: &Budget,
-) -> Result<(Options, MemoryNeed), TrainError> {
-    /// Of the memory, which what is estimated may take beyond.
-    const SPARE: f64 = 0.05;
-    let Some(memory) = budget.memory else { return Ok((with, taken)) };
-    let all = need(&Options { offload_ratio: Some(0.0), ..with.clone() }, model, budget)?.total();
-    let room = memory as f64 * (1.0 - SPARE) - taken.total() as f64;
-    let stays = (room / (all - taken.total()).max(1) as f64).clamp(0.0, 1.0);
-    // In hundredths, as a user would write it.
-    let with = Options { offload_ratio: Some((100.0 * (1.0 - stays)).ceil() / 100.0), ..with };
-    let taken = need(&with, model, budget)?;
-    Ok((with, taken))
-}
-
-/// Without --offload and --config, the cheapest tier of memory and disk in which `model` fits; else what they say, if it fits.
-/// Where nothing is said of activations, they are dropped before more is offloaded, and then what is kept of them is: to compute
-/// once more costs a third of a step at most, and to move state often more.
-pub(super) fn cheapest(
-    options: &Options,
-    model: &Candidate<'_>,
-    budget: &Budget,
-) -> Result<Option<(Options, MemoryNeed)>, TrainError> {
-    let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
-        (Some(given), _) => &[Some(given)],
-        (None, Some(_)) => &[None],
-        (None, None) => match options.stage.unwrap_or(3) {
-            0 => &[None],
-            1 | 2 => &[None, Some(OffloadChoice::Optimizer)],
-            _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
-        },
-    };
-    let is_free = options.checkpoint_activations.is_none() && options.config.is_none() && !options.offload_activations;
-    let ways: &[(bool, bool)] = match is_free {
-        true => &[(false, false), (true, false), (true, true)],
-        false => &[(false, options.offload_activations)],
-    };
-    for &offload in tiers {
-        for &(is_free, offload_activations) in ways {
-            let with = Options { offload, offload_activations, ..options.clone() };
-            let Some((with, taken)) = fit(with, is_free, model, budget)? else { continue };
-            let is_left = options.offload.is_none() && offload.is_some() && options.offload_ratio.is_none();
-            return Ok(Some(if is_left { least_offloaded(with, taken, model, budget)? } else { (with, taken) }));
-        }
-    }
-    Ok(None)
-}
-
-/// The most rows of a micro-batch with which `model` fits, up to `most`; 1 if none do.
-fn largest_batch(options: &Options, model: &Candidate<'_>, budget: &Budget, most: usize) -> Result<usize, TrainError> {
-    let fits = |rows: usize| {
-        let hyper = Hyperparameters { batch: Some(rows), ..options.hyper.clone() };
-        Ok::<_, TrainError>(cheapest(&Options { hyper, ..options.clone() }, model, budget)?.is_some())
-    };
-    let (mut fitting, mut beyond) = (1, 2);
-    while beyond <= most && fits(beyond)? {
-        (fitting, beyond) = (beyond, beyond * 2);
-    }
-    beyond = beyond.min(most + 1);
-    while beyond - fitting > 1 {
-        let middle = fitting.midpoint(beyond);
-        if fits(middle)? { fitting = middle } else { beyond = middle }
-    }
-    Ok(fitting)
-}
-
-/// What is left to the plan: the rows of a micro-batch, of which there are `rows` a rank; what is offloaded; whose activations are
-/// dropped. As it was given if that does not fit.
-///
-/// # Errors
-///
-/// As of the plan; [`TrainError`] for activations that take more than was allowed.
-pub(super) fn fitting(
-    options: &Options,
-    model: &Candidate<'_>,
-    budget: &Budget,
-    rows: usize,
-) -> Result<Fitting, TrainError> {
-    let mut options = options.clone();
-    let mut said = Vec::new();
-    if options.auto_find_batch_size {
-        let batch = largest_batch(&options, model, budget, rows)?;
-        said.push(format!("The largest micro-batch that fits: --batch {batch}."));
-        options.hyper.batch = Some(batch);
-    }
-    let limit = limit(&options)?;
-    let Some((with, taken)) = cheapest(&options, model, budget)? else {
-        let last = Options { offload_activations: options.config.is_none(), ..options.clone() };
-        if limit.is_some() && blocks(&last, model, budget)?.is_none() {
-            let expected = "expected more: with every block checkpointed they take more than this; use a smaller --batch or \
-                            row";
-            return Err(wrong("activation-memory", options.activation_memory.unwrap_or_default(), expected));
-        }
-        return Ok((options, None));
-    };
-    let mut chosen = Vec::new();
-    if let Some(offload) = with.offload.filter(|_| options.offload.is_none()) {
-        chosen.push(format!("--offload {}", option_name(offload)));
-    }
-    if let Some(ratio) = with.offload_ratio.filter(|&ratio| options.offload_ratio.is_none() && ratio < 1.0) {
-        chosen.push(format!("--offload-ratio {ratio}"));
-    }
-    if let Some(blocks) =
-        with.checkpoint_activations.filter(|blocks| options.checkpoint_activations.is_none() && blocks.0 > 0)
-    {
-        chosen.push(format!("--checkpoint-activations {blocks}"));
-    }
-    if with.offload_activations && !options.offload_activations {
-        chosen.push("--offload-activations".into());
-    }
-    if !chosen.is_empty() {
-        let without = need(&options, model, budget)?;
-        let there = match (taken.host, taken.disk) {
-            (0, 0) => String::new(),
-            (host, 0) => format!(", {} in the host's", format_bytes(host * taken.ranks)),
-            (_, disk) => format!(", {} below {}", format_bytes(disk * taken.ranks), options.swap_dir().display()),
-        };
-        let why = match limit {
-            Some(limit) if budget.holds(&without) => {
-                format!(", and activations may take {} on a rank", format_bytes(limit))
+    /// The fewest blocks to checkpoint with which activations take no more than is said, or with which a run fits.
+    fn blocks(&self, options: &Options) -> Result<Option<Blocks>> {
+        let plan = zero_plan(options, self.hidden_size)?;
+        let activations = (self.profile)(plan.batch.micro)?.activations;
+        let most = match limit(options)? {
+            Some(limit) => limit,
+            None => {
+                let need = self.need(options)?;
+                let others = need.total() - need.activations * need.ranks;
+                let rest = self.budget.memory.and_then(|memory| memory.checked_sub(others));
+                let Some(rest) = rest else { return Ok(None) };
+                rest / need.ranks
             }
-            _ => budget.but(&without),
         };
-        said.push(format!("In memory alone: {}{why}.", without.arithmetic()));
-        said.push(format!("So {}: {} in memory{there}.", chosen.join(" "), format_bytes(taken.total())));
+        Ok(activations.fewest(most, options.offload_activations).map(Blocks))
     }
-    Ok((with, Some(said.join("\n")).filter(|said| !said.is_empty())))
+
+    /// What `with` takes, if it fits; `is_free` to be so with the fewest blocks checkpointed.
+    fn fit(&self, mut with: Options, is_free: bool) -> Result<Option<Taken>> {
+        if is_free || with.activation_memory.is_some() {
+            let Some(fewest) = self.blocks(&with)? else { return Ok(None) };
+            with.checkpoint_activations = Some(fewest);
+        }
+        let taken = self.need(&with)?;
+        Ok(self.budget.holds(&taken).then_some((with, taken)))
+    }
+
+    /// The same with as much of the optimizer's state in memory as there is room for: what moves is what a step waits for.
+    fn least_offloaded(&self, (with, taken): Taken) -> Result<Taken> {
+        /// Of the memory, which what is estimated may take beyond.
+        const SPARE: f64 = 0.05;
+        let Some(memory) = self.budget.memory else { return Ok((with, taken)) };
+        let all = self.need(&Options { offload_ratio: Some(0.0), ..with.clone() })?.total();
+        let room = memory as f64 * (1.0 - SPARE) - taken.total() as f64;
+        let stays = (room / (all - taken.total()).max(1) as f64).clamp(0.0, 1.0);
+        // In hundredths, as a user would write it.
+        let with = Options { offload_ratio: Some((100.0 * (1.0 - stays)).ceil() / 100.0), ..with };
+        let taken = self.need(&with)?;
+        Ok((with, taken))
+    }
+
+    /// Without --offload and --config, the cheapest tier of memory and disk in which the model fits; else what they say, if it fits.
+    /// Where nothing is said of activations, they are dropped before more is offloaded, and then what is kept of them is: to compute
+    /// once more costs a third of a step at most, and to move state often more.
+    pub(super) fn cheapest(&self, options: &Options) -> Result<Option<Taken>> {
+        let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
+            (Some(given), _) => &[Some(given)],
+            (None, Some(_)) => &[None],
+            (None, None) => match options.stage.unwrap_or(3) {
+                0 => &[None],
+                1 | 2 => &[None, Some(OffloadChoice::Optimizer)],
+                _ => &[None, Some(OffloadChoice::Optimizer), Some(OffloadChoice::All)],
+            },
+        };
+        let Options { checkpoint_activations, config, offload_activations, .. } = options;
+        let is_free = checkpoint_activations.is_none() && config.is_none() && !offload_activations;
+        let ways: &[(bool, bool)] = match is_free {
+            true => &[(false, false), (true, false), (true, true)],
+            false => &[(false, *offload_activations)],
+        };
+        for &offload in tiers {
+            for &(is_free, offload_activations) in ways {
+                let with = Options { offload, offload_activations, ..options.clone() };
+                let Some(taken) = self.fit(with, is_free)? else { continue };
+                let is_left = options.offload.is_none() && offload.is_some() && options.offload_ratio.is_none();
+                return Ok(Some(if is_left { self.least_offloaded(taken)? } else { taken }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The most rows of a micro-batch with which the model fits, up to `most`; 1 if none do.
+    fn largest_batch(&self, options: &Options, most: usize) -> Result<usize> {
+        let fits = |rows: usize| -> Result<bool> {
+            let hyper = Hyperparameters { batch: Some(rows), ..options.hyper.clone() };
+            Ok(self.cheapest(&Options { hyper, ..options.clone() })?.is_some())
+        };
+        let (mut fitting, mut beyond) = (1, 2);
+        while beyond <= most && fits(beyond)? {
+            (fitting, beyond) = (beyond, beyond * 2);
+        }
+        beyond = beyond.min(most + 1);
+        while beyond - fitting > 1 {
+            let middle = fitting.midpoint(beyond);
+            if fits(middle)? { fitting = middle } else { beyond = middle }
+        }
+        Ok(fitting)
+    }
+
+    /// What is left to the plan: the rows of a micro-batch, of which there are `rows` a rank; what is offloaded; whose activations are
+    /// dropped. As it was given if that does not fit.
+    ///
+    /// # Errors
+    ///
+    /// As of the plan; [`TrainError`](crate::TrainError) for activations that take more than was allowed.
+    pub(super) fn fitting(&self, options: &Options, rows: usize) -> Result<Fitting> {
+        let mut options = options.clone();
+        let mut said = Vec::new();
+        if options.auto_find_batch_size {
+            let batch = self.largest_batch(&options, rows)?;
+            said.push(format!("The largest micro-batch that fits: --batch {batch}."));
+            options.hyper.batch = Some(batch);
+        }
+        let limit = limit(&options)?;
+        let Some((with, taken)) = self.cheapest(&options)? else {
+            let last = Options { offload_activations: options.config.is_none(), ..options.clone() };
+            if limit.is_some() && self.blocks(&last)?.is_none() {
+                let expected = "expected more: with every block checkpointed they take more than this; use a smaller --batch or \
+                                row";
+                return Err(wrong("activation-memory", options.activation_memory.unwrap_or_default(), expected));
+            }
+            return Ok((options, None));
+        };
+        let offload = with.offload.filter(|_| options.offload.is_none());
+        let ratio = with.offload_ratio.filter(|&ratio| options.offload_ratio.is_none() && ratio < 1.0);
+        let blocks = with.checkpoint_activations.filter(|of| options.checkpoint_activations.is_none() && of.0 > 0);
+        let activations = with.offload_activations && !options.offload_activations;
+        let chosen: Vec<String> = [
+            offload.map(|offload| format!("--offload {}", option_name(offload))),
+            ratio.map(|ratio| format!("--offload-ratio {ratio}")),
+            blocks.map(|blocks| format!("--checkpoint-activations {blocks}")),
+            activations.then(|| "--offload-activations".into()),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        if !chosen.is_empty() {
+            let without = self.need(&options)?;
+            let there = match (taken.host, taken.disk) {
+                (0, 0) => String::new(),
+                (host, 0) => format!(", {} in the host's", format_bytes(host * taken.ranks)),
+                (_, disk) => format!(", {} below {}", format_bytes(disk * taken.ranks), options.swap_dir().display()),
+            };
+            let why = match limit {
+                Some(limit) if self.budget.holds(&without) => {
+                    format!(", and activations may take {} on a rank", format_bytes(limit))
+                }
+                _ => self.budget.but(&without),
+            };
+            said.push(format!("In memory alone: {}{why}.", without.arithmetic()));
+            said.push(format!("So {}: {} in memory{there}.", chosen.join(" "), format_bytes(taken.total())));
+        }
+        Ok((with, Some(said.join("\n")).filter(|said| !said.is_empty())))
+    }
 }

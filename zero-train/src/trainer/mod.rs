@@ -66,7 +66,7 @@ pub use order::Order;
 pub use profile::{Activations, Profile};
 pub use report::Summary;
 pub use rows::Rows;
-pub use task::{AnyTask, Measured, Result, Task, TaskOn, scalar};
+pub use task::{AnyTask, Measured, Task, TaskOn, scalar};
 pub use zero_ops::FusedBackend;
 pub use zero_plan::outline;
 
@@ -77,10 +77,11 @@ use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
 use zero_core::offload::SwapDir;
 
-use self::fit::{Budget, Candidate, cheapest, need};
+use self::fit::{Budget, Candidate};
 use self::options::at_least_one;
 use self::plan::{Plan, as_launched};
 use self::ranks::{Ranks, Stopped, with_ranks};
+pub use crate::Result;
 use crate::TrainError;
 use crate::engine::EngineError;
 use crate::error::told_once;
@@ -133,11 +134,11 @@ impl Setup<'_> {
     /// [`TrainError`] for options that are wrong.
     pub fn misfit(&self, hidden_size: Option<usize>, profile: &dyn Fn(usize) -> Profile) -> Result<Option<String>> {
         let profile = |micro_batch: usize| Ok(profile(micro_batch));
-        let candidate = Candidate { hidden_size, profile: &profile };
-        if cheapest(self.options, &candidate, self.budget)?.is_some() {
+        let candidate = Candidate { hidden_size, profile: &profile, budget: self.budget };
+        if candidate.cheapest(self.options)?.is_some() {
             return Ok(None);
         }
-        let need = need(self.options, &candidate, self.budget)?;
+        let need = candidate.need(self.options)?;
         Ok(Some(format!("{}{}", need.arithmetic(), self.budget.but(&need))))
     }
 }
@@ -233,8 +234,7 @@ impl<'a> Trainer<'a> {
     ) -> Result<Ended> {
         let Options { steps, threads, log_every, eval_every, .. } = *self.options;
         let counts = [("threads", threads), ("log-every", log_every), ("eval-every", eval_every)];
-        at_least_one(&[("steps", Some(steps))])?;
-        at_least_one(&counts)?;
+        at_least_one(&[&[("steps", Some(steps))], &counts[..]].concat())?;
         ranks.quieten(self.options.out.as_deref())?;
         let options = &as_launched(self.options, ranks)?;
         options.backend.check()?;
@@ -247,11 +247,8 @@ impl<'a> Trainer<'a> {
         if !options.json {
             tell(&plan);
         }
-        for warning in
-            plan.plan.warnings.iter().map(|warning| warning.to_string()).chain(plan.checkpoints.warnings.clone())
-        {
-            eprintln!("warning: {warning}");
-        }
+        let warnings = plan.plan.warnings.iter().map(ToString::to_string).chain(plan.checkpoints.warnings.clone());
+        warnings.for_each(|warning| eprintln!("warning: {warning}"));
         if options.dry_run {
             return Ok(Ended { summary: None, signal: None });
         }
@@ -277,10 +274,9 @@ impl<'a> Trainer<'a> {
             return Ok(Ended { summary: None, signal });
         }
         let summary = Summary::new(&plan, &measured);
-        if options.json {
-            tell(&serde_json::to_string(&summary).expect("a summary is plain numbers and names"));
-        } else {
-            tell(&summary);
+        match options.json {
+            true => tell(&serde_json::to_string(&summary).expect("a summary is plain numbers and names")),
+            false => tell(&summary),
         }
         Ok(Ended { summary: Some(summary), signal })
     }
@@ -302,10 +298,10 @@ fn tell(line: &dyn core::fmt::Display) {
 
 fn ended_by(signal: Signal, step: usize, plan: &Plan) -> TrainError {
     let kept = match &plan.checkpoints.dir {
-        Some(dir) => format!(
-            "the checkpoint of this step is in {}: the same command resumes there with --resume auto",
-            dir.display()
-        ),
+        Some(dir) => {
+            let dir = dir.display();
+            format!("the checkpoint of this step is in {dir}: the same command resumes there with --resume auto")
+        }
         None => "no checkpoint was saved; --save DIR saves one".to_string(),
     };
     let told = format!("{} ended the run after step {step} of {}; {kept}", signal.name(), plan.steps);

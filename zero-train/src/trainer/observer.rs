@@ -6,8 +6,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use indicatif::{FormattedDuration, ProgressBar, ProgressStyle};
 
 use super::plan::Plan;
-use crate::TrainError;
-use crate::config::{LogFiles, Report};
+use crate::Result;
+use crate::config::LogFiles;
 use crate::engine::Step;
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, Event, EventKind, JsonLines, SaveMetrics, StepMetrics};
@@ -29,19 +29,11 @@ const LINE_TIME: Duration = Duration::from_secs(10);
 const PAGE_TIME: Duration = Duration::from_secs(5);
 
 // One for each thing that a step is shown on.
-pub(super) struct Observer {
+pub(super) struct Observer<'a> {
+    plan: &'a Plan,
     bar: ProgressBar,
-    /// Of the run.
-    steps: usize,
     lines: Lines,
-    unit: &'static str,
-    has_perplexity: bool,
-    report: Report,
-    /// Nothing but the summary on standard output.
-    quiet: bool,
     out: Option<Out>,
-    /// Where checkpoints are saved.
-    checkpoints: Option<PathBuf>,
     csv: Vec<CsvMonitor>,
     tensorboard: Option<TensorBoardMonitor>,
     shown: RunReport,
@@ -116,9 +108,9 @@ impl Breakdown {
     }
 }
 
-impl Observer {
-    pub(super) fn new(plan: &Plan) -> Result<Self, TrainError> {
-        let report = plan.plan.report.clone();
+impl<'a> Observer<'a> {
+    pub(super) fn new(plan: &'a Plan) -> Result<Self> {
+        let report = &plan.plan.report;
         let done = plan.checkpoints.resumed_steps();
         let name = format!("{}, {} ranks, stage {}", plan.model.name, plan.plan.world, plan.plan.stage);
         let facts = RunFacts {
@@ -164,24 +156,13 @@ impl Observer {
         bar.set_position(done as u64);
         bar.set_message("building the model");
         bar.enable_steady_tick(Duration::from_millis(500));
+        let (every, alone, now) = (report.steps_per_print, bar.is_hidden(), Instant::now());
         let mut observer = Self {
-            steps: plan.steps,
-            lines: Lines {
-                every: report.steps_per_print,
-                alone: bar.is_hidden(),
-                first: None,
-                last: Instant::now(),
-                tokens: 0,
-                time: Duration::ZERO,
-            },
-            unit: plan.data.unit(),
-            has_perplexity: plan.data.has_perplexity,
+            plan,
+            lines: Lines { every, alone, first: None, last: now, tokens: 0, time: Duration::ZERO },
             bar,
             breakdown: Breakdown::default(),
-            report,
-            quiet: !plan.progress,
             out,
-            checkpoints: plan.checkpoints.dir.clone(),
             csv,
             tensorboard: tensorboard.transpose()?,
             shown,
@@ -190,22 +171,15 @@ impl Observer {
             skipped: 0,
         };
         if done > 0 {
-            observer.note(EventKind::Resume, done, &format!("resumed after step {done}"), Vec::new(), 0.0)?;
+            observer.note(Event::new(EventKind::Resume, done, format!("resumed after step {done}")))?;
         }
         Ok(observer)
     }
 
     /// Records what happens besides steps.
-    fn note(
-        &mut self,
-        kind: EventKind,
-        step: usize,
-        text: &str,
-        values: Evaluated,
-        seconds: f64,
-    ) -> Result<(), MonitorError> {
+    fn note(&mut self, event: Event) -> Result<(), MonitorError> {
         let unix_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
-        let event = Event { step, kind, text: text.to_string(), values, seconds, unix_ms };
+        let event = Event { unix_ms, ..event };
         if let Some(out) = &mut self.out {
             out.events.write(&event)?;
         }
@@ -214,21 +188,22 @@ impl Observer {
     }
 
     /// A warning for a person, which is recorded too.
-    pub(super) fn warn(&mut self, step: usize, warning: &str) -> Result<(), TrainError> {
+    pub(super) fn warn(&mut self, step: usize, warning: &str) -> Result<()> {
         self.say(&format!("warning: {warning}"));
-        Ok(self.note(EventKind::Warning, step, warning, Vec::new(), 0.0)?)
+        Ok(self.note(Event::new(EventKind::Warning, step, warning.into()))?)
     }
 
     /// A checkpoint was saved.
-    pub(super) fn save(&mut self, save: &SaveMetrics) -> Result<(), TrainError> {
+    pub(super) fn save(&mut self, save: &SaveMetrics) -> Result<()> {
         let text = save.to_string();
         self.say(&text);
-        Ok(self.note(EventKind::Save, save.step, &text, Vec::new(), save.stall_seconds)?)
+        let seconds = save.stall_seconds;
+        Ok(self.note(Event { seconds, ..Event::new(EventKind::Save, save.step, text) })?)
     }
 
     /// A line for a person: on standard output, or with `--json` on standard error.
     pub(super) fn say(&self, line: &str) {
-        if self.quiet {
+        if !self.plan.progress {
             eprintln!("{line}");
         } else {
             self.bar.suspend(|| super::tell(&line));
@@ -244,19 +219,15 @@ impl Observer {
     }
 
     /// A phase begins; the one before it ends. `device` tells the bytes in use of a device that has memory of its own.
-    pub(super) fn begin(
-        &mut self,
-        phase: Phase,
-        device: impl Fn() -> Option<u64> + Send + 'static,
-    ) -> Result<(), TrainError> {
+    pub(super) fn begin(&mut self, phase: Phase, device: impl Fn() -> Option<u64> + Send + 'static) -> Result<()> {
         self.end_phase()?;
-        if self.report.memory_breakdown {
+        if self.plan.plan.report.memory_breakdown {
             self.tracker = Some(MemoryTracker::begin(phase, device)?);
         }
         Ok(())
     }
 
-    fn end_phase(&mut self) -> Result<(), TrainError> {
+    fn end_phase(&mut self) -> Result<()> {
         if let Some(tracker) = self.tracker.take() {
             let table = tracker.end()?;
             self.say(&table.to_string());
@@ -266,16 +237,12 @@ impl Observer {
     }
 
     /// A step has ended, the `last` of the run or not.
-    pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, last: bool) -> Result<(), TrainError> {
+    pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, last: bool) -> Result<()> {
         let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
-        self.bar.set_message(format!(
-            "loss {}  {speed:.0} {}/s  peak memory {}{}",
-            figure(metrics.loss),
-            self.unit,
-            format_bytes(memory),
-            if self.skipped > 0 { format!("  {} skipped", self.skipped) } else { String::new() }
-        ));
+        let (loss, unit, memory) = (figure(metrics.loss), self.plan.data.unit(), format_bytes(memory));
+        let skipped = if self.skipped > 0 { format!("  {} skipped", self.skipped) } else { String::new() };
+        self.bar.set_message(format!("loss {loss}  {speed:.0} {unit}/s  peak memory {memory}{skipped}"));
         self.bar.inc(1);
         if let Step::Skipped { loss_scale, next_loss_scale, skipped } = outcome {
             self.skipped = *skipped;
@@ -288,11 +255,11 @@ impl Observer {
                 metrics.step
             );
             self.say(&text);
-            self.note(EventKind::Skip, metrics.step, &text, Vec::new(), 0.0)?;
+            self.note(Event::new(EventKind::Skip, metrics.step, text))?;
         }
         self.line(metrics, last);
-        if self.report.wall_clock_breakdown {
-            let mean = self.breakdown.add(metrics, self.report.steps_per_print.unwrap_or(1));
+        if self.plan.plan.report.wall_clock_breakdown {
+            let mean = self.breakdown.add(metrics, self.plan.plan.report.steps_per_print.unwrap_or(1));
             mean.into_iter().for_each(|line| self.say(&line));
         }
 
@@ -329,48 +296,41 @@ impl Observer {
             0 => metrics.step_ms / 1e3,
             steps => since.elapsed().as_secs_f64() / steps as f64,
         };
-        let left = Duration::from_secs_f64(each * self.steps.saturating_sub(metrics.step) as f64);
-        let StepMetrics { step, loss, lr, grad_norm, .. } = metrics;
-        self.log(&format!(
-            "step {step}/{}: loss {}, lr {lr:.3e}, grad norm {}, {speed:.0} {}/s{}, ETA {}",
-            self.steps,
-            figure(*loss),
-            figure(*grad_norm),
-            self.unit,
-            mfu.unwrap_or_default(),
-            FormattedDuration(left)
-        ));
+        let left = Duration::from_secs_f64(each * self.plan.steps.saturating_sub(metrics.step) as f64);
+        let StepMetrics { step, lr, .. } = metrics;
+        let [loss, norm] = [metrics.loss, metrics.grad_norm].map(figure);
+        let (steps, unit, mfu, left) =
+            (self.plan.steps, self.plan.data.unit(), mfu.unwrap_or_default(), FormattedDuration(left));
+        let speed = format!("{speed:.0} {unit}/s{mfu}, ETA {left}");
+        self.log(&format!("step {step}/{steps}: loss {loss}, lr {lr:.3e}, grad norm {norm}, {speed}"));
         (self.lines.last, self.lines.tokens, self.lines.time) = (Instant::now(), 0, Duration::ZERO);
     }
 
     /// A pass over the data has ended; its metrics are told what memory it took.
-    pub(super) fn epoch(&mut self, metrics: &mut EpochMetrics) -> Result<(), TrainError> {
+    pub(super) fn epoch(&mut self, metrics: &mut EpochMetrics) -> Result<()> {
         metrics.memory = std::mem::take(&mut self.memory);
         let EpochMetrics { epoch, step, loss, .. } = metrics;
-        let perplexity = if self.has_perplexity { format!(", perplexity {:.2}", loss.exp()) } else { String::new() };
+        let perplexity =
+            if self.plan.data.has_perplexity { format!(", perplexity {:.2}", loss.exp()) } else { String::new() };
         let eval = metrics.eval.as_ref().map(|eval| format!("; held out: {}", self.named(eval)));
         let (loss_text, eval) = (figure(*loss), eval.unwrap_or_default());
         let text = format!("epoch {epoch} (to step {step}): loss {loss_text}{perplexity}{eval}");
         self.say(&text);
-        Ok(self.note(EventKind::Epoch, *step, &text, vec![("loss".into(), *loss)], 0.0)?)
+        let values = vec![("loss".into(), *loss)];
+        Ok(self.note(Event { values, ..Event::new(EventKind::Epoch, *step, text) })?)
     }
 
     /// Rows that are held out have been measured; `said` if nothing else will say it.
-    pub(super) fn evaluation(
-        &mut self,
-        step: usize,
-        evaluated: &Evaluated,
-        seconds: f64,
-        said: bool,
-    ) -> Result<(), TrainError> {
+    pub(super) fn evaluation(&mut self, step: usize, evaluated: &Evaluated, seconds: f64, said: bool) -> Result<()> {
         let text = format!("step {step}: held out: {}", self.named(evaluated));
         if said {
             self.say(&text);
         }
-        self.note(EventKind::Evaluation, step, &text, evaluated.clone(), seconds)?;
+        self.note(Event { values: evaluated.clone(), seconds, ..Event::new(EventKind::Evaluation, step, text) })?;
         if let Some(tensorboard) = &mut self.tensorboard {
             let values = evaluated.iter().map(|(name, value)| (format!("eval_{name}"), *value));
-            let perplexity = self.has_perplexity.then(|| ("eval_perplexity".to_string(), evaluated[0].1.exp()));
+            let perplexity =
+                self.plan.data.has_perplexity.then(|| ("eval_perplexity".to_string(), evaluated[0].1.exp()));
             let values: Vec<_> = values.chain(perplexity).collect();
             let values: Vec<_> = values.iter().map(|(name, value)| (name.as_str(), *value)).collect();
             tensorboard.write(step, &values)?;
@@ -380,37 +340,36 @@ impl Observer {
 
     fn named(&self, evaluated: &Evaluated) -> String {
         let mut values: Vec<_> = evaluated.iter().map(|(name, value)| format!("{name} {}", figure(*value))).collect();
-        if self.has_perplexity {
+        if self.plan.data.has_perplexity {
             values.insert(1, format!("perplexity {:.2}", evaluated[0].1.exp()));
         }
         values.join(", ")
     }
 
     /// The last phase ends, by all steps or by a signal; the report is complete.
-    pub(super) fn end(&mut self, step: usize, signal: Option<Signal>) -> Result<(), TrainError> {
+    pub(super) fn end(&mut self, step: usize, signal: Option<Signal>) -> Result<()> {
         self.end_phase()?;
         let (kind, text) = match signal {
             None => (EventKind::End, "all steps are done".to_string()),
             Some(signal) => (EventKind::Stop, format!("ended by {}", signal.name())),
         };
-        self.note(kind, step, &text, Vec::new(), 0.0)?;
+        self.note(Event::new(kind, step, text))?;
         if let Some(out) = &mut self.out {
             out.write_page(&self.shown)?;
         }
-        if !self.quiet {
+        if self.plan.progress {
             let curve = Some(self.shown.curve()).filter(|curve| !curve.is_empty());
             let report = self.out.as_ref().map(|out| format!("report: {}", out.dir.join("report.html").display()));
-            let saved = self
-                .checkpoints
-                .as_ref()
-                .map(|dir| format!("checkpoints: {} (--resume auto goes on from the newest)", dir.display()));
+            let dir = self.plan.checkpoints.dir.as_ref();
+            let newest = "(--resume auto goes on from the newest)";
+            let saved = dir.map(|dir| format!("checkpoints: {} {newest}", dir.display()));
             [curve, report, saved].into_iter().flatten().for_each(|line| self.say(&line));
         }
         Ok(())
     }
 }
 
-impl Drop for Observer {
+impl Drop for Observer<'_> {
     /// A run that has failed leaves its report too.
     fn drop(&mut self) {
         // Clearing moves it to its end.
@@ -419,7 +378,7 @@ impl Drop for Observer {
         if self.shown.state != RunState::Running || self.lines.first.is_none() {
             return;
         }
-        let noted = self.note(EventKind::Fail, step, "an error has ended the run", Vec::new(), 0.0);
+        let noted = self.note(Event::new(EventKind::Fail, step, "an error has ended the run".into()));
         let written = noted.and_then(|()| self.out.as_mut().map_or(Ok(()), |out| out.write_page(&self.shown)));
         if let Err(error) = written {
             self.log(&format!("warning: {error}"));

@@ -4,13 +4,15 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use burn::tensor::FloatDType;
 use clap::{Args, FromArgMatches, ValueEnum};
+use zero_burn::config::Float;
+use zero_models::hf_export::ExportDtype;
 use zero_ops::quantized::Format;
 
 use super::BackendChoice;
-use crate::TrainError;
 use crate::config::MixedPrecision;
-use crate::error::wrong;
+use crate::error::{Result, wrong};
 
 /// What stands for `"auto"` in a configuration file, and without a file is used as it is.
 #[derive(Debug, Clone, Default, Args)]
@@ -256,7 +258,7 @@ impl Options {
 }
 
 /// Refuses options that are 0.
-pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<(), TrainError> {
+pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<()> {
     let zero = options.iter().find(|(_, value)| *value == Some(0));
     zero.map_or(Ok(()), |&(option, _)| Err(wrong(option, 0, "expected at least 1")))
 }
@@ -335,6 +337,17 @@ pub enum Dtype {
     Fp16,
     /// bfloat16.
     Bf16,
+}
+
+impl Dtype {
+    /// The same type as an export, as ranks and as the backend call it.
+    pub(crate) fn types(self) -> (ExportDtype, Float, FloatDType) {
+        match self {
+            Self::Fp32 => (ExportDtype::Fp32, Float::F32, FloatDType::F32),
+            Self::Fp16 => (ExportDtype::Fp16, Float::F16, FloatDType::F16),
+            Self::Bf16 => (ExportDtype::Bf16, Float::Bf16, FloatDType::BF16),
+        }
+    }
 }
 
 impl From<Dtype> for MixedPrecision {

@@ -15,17 +15,15 @@ use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
 use super::count::profile;
 use super::facts::{Data, Model};
-use super::fit::{Budget, Candidate, MemoryNeed, fitting, state_of};
+use super::fit::{Budget, Candidate, MemoryNeed, state_of};
 use super::predict::Prediction;
 use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
-use crate::TrainError;
 use crate::config::{Precision, Warning, ZeroPlan};
-use crate::data::wrong_data;
 use crate::engine::EngineError;
-use crate::error::wrong;
+use crate::error::{Result, TrainError, wrong, wrong_data};
 use crate::launcher::{LAUNCHED, RESTARTS};
 use crate::memory::format_bytes;
 
@@ -66,15 +64,10 @@ impl Plan {
     /// # Errors
     ///
     /// [`TrainError`], the first thing that is wrong.
-    pub(super) fn new<T: Task>(
-        options: &Options,
-        task: &T,
-        budget: &Budget,
-        here: &Ranks<'_>,
-    ) -> Result<Self, TrainError> {
+    pub(super) fn new<T: Task>(options: &Options, task: &T, budget: &Budget, here: &Ranks<'_>) -> Result<Self> {
         // Of each micro-batch once: every tier is asked for.
         let known: RefCell<HashMap<usize, Profile>> = RefCell::default();
-        let taken = |micro_batch: usize| -> Result<Profile, TrainError> {
+        let taken = |micro_batch: usize| -> Result<Profile> {
             if let Some(profile) = known.borrow().get(&micro_batch) {
                 return Ok(profile.clone());
             }
@@ -82,9 +75,9 @@ impl Plan {
             known.borrow_mut().insert(micro_batch, counted.clone());
             Ok(counted)
         };
-        let candidate = Candidate { hidden_size: task.hidden_size(), profile: &taken };
+        let candidate = Candidate { hidden_size: task.hidden_size(), profile: &taken, budget };
         // What does not fit is told below.
-        let (options, chosen) = fitting(options, &candidate, budget, task.rows().max(1))?;
+        let (options, chosen) = candidate.fitting(options, task.rows().max(1))?;
         let notice = [task.notice(), chosen].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
         let options = &options;
         let mut plan = zero_plan(options, task.hidden_size())?;
@@ -230,7 +223,7 @@ impl Plan {
 }
 
 /// The file for predictions, which is written at the end: what would fail then is looked for now.
-fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>, TrainError> {
+fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>> {
     let Some(path) = &options.predictions else { return Ok(None) };
     if data.held_out + data.unlabelled == 0 {
         return Err(wrong("predictions", path.display(), "expected rows that are held out: --eval ROWS"));
@@ -243,22 +236,21 @@ fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>, TrainE
 }
 
 /// How parameters are gathered.
-fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers, TrainError> {
-    match (options.gathers, ranks.world()) {
-        (None, _) => Ok(Gathers::Auto),
-        (Some(_), None) => {
-            let expected = "expected ranks that are processes (mpirun, torchrun): ranks that are threads read each other's \
-                            shards in memory; leave it out";
-            Err(wrong("gathers", "given", expected))
-        }
-        (Some(GathersChoice::Collective), Some(_)) => Ok(Gathers::Collective),
-        (Some(GathersChoice::OneSided), Some(_)) => Ok(Gathers::OneSided),
+fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers> {
+    if options.gathers.is_some() && ranks.world().is_none() {
+        let expected = "expected ranks that are processes (mpirun, torchrun): ranks that are threads read each other's \
+                        shards in memory; leave it out";
+        return Err(wrong("gathers", "given", expected));
     }
+    Ok(options.gathers.map_or(Gathers::Auto, |choice| match choice {
+        GathersChoice::Collective => Gathers::Collective,
+        GathersChoice::OneSided => Gathers::OneSided,
+    }))
 }
 
 /// The options as the launcher has them too: the number of ranks is the number of its processes, and after a restart training
 /// goes on from the last checkpoint that the job has saved.
-pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options, TrainError> {
+pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options> {
     let mut options = options.clone();
     if let Some(World { world, variable, .. }) = ranks.world() {
         if let Some(asked) = options.ranks.filter(|asked| asked != world) {
@@ -286,11 +278,8 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
             }
             *size = taken.filter(|&size| size < world);
             if ranks.is_main() {
-                let taken = size.map_or("all of them".into(), |size| size.to_string());
-                eprintln!(
-                    "--{name} {} does not divide the {world} ranks of this restart: {taken} it is",
-                    given.unwrap_or(0)
-                );
+                let (given, taken) = (given.unwrap_or(0), size.map_or("all of them".into(), |size| size.to_string()));
+                eprintln!("--{name} {given} does not divide the {world} ranks of this restart: {taken} it is");
             }
         }
     }

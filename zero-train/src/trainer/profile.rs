@@ -1,5 +1,7 @@
 //! What a model takes.
 
+use zero_models::{ModelConfig, ModelParam};
+
 /// What a plan needs to know of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Profile {
@@ -52,6 +54,12 @@ impl Activations {
 }
 
 impl Profile {
+    /// Of a model that is trained whole.
+    pub(crate) fn of_all(model: &ModelConfig, activations: Activations, flops_per_row: f64) -> Self {
+        let parameters = model.parameters().iter().map(ModelParam::numel).collect();
+        Self { parameters, frozen: Vec::new(), quantized: Vec::new(), activations, flops_per_row }
+    }
+
     /// Elements of all parameters.
     pub fn num_params(&self) -> usize {
         self.all().sum()

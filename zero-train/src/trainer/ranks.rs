@@ -17,10 +17,9 @@ use zero_core::{Buffer, Collective, CommError, RankFailure, StartError};
 use zero_ops::FusedBackend;
 
 use super::Options;
-use crate::TrainError;
 use crate::config::{Config, Watchdog};
 use crate::engine::EngineError;
-use crate::error::{is_late, of_ranks, wrong};
+use crate::error::{Result, TrainError, io, is_late, of_ranks, wrong};
 use crate::launcher::say_begun;
 
 /// The longest that a rank waits for another.
@@ -58,10 +57,7 @@ impl From<TrainError> for Stopped {
 /// # Errors
 ///
 /// The body's, another rank's, or those of ranks that cannot be connected.
-pub(super) fn with_ranks<T>(
-    options: &Options,
-    body: impl Fn(&Ranks<'_>) -> Result<T, TrainError>,
-) -> Result<T, Stopped> {
+pub(super) fn with_ranks<T>(options: &Options, body: impl Fn(&Ranks<'_>) -> Result<T>) -> Result<T, Stopped> {
     let start = Start::from_environment().map_err(|error| TrainError::Launch(error.to_string()))?;
     let Some(world) = start.world() else { return Ok(body(&Ranks { launched: None, process: None })?) };
     let launch = launch_options(options)?;
@@ -86,7 +82,7 @@ pub(super) fn with_ranks<T>(
 }
 
 /// Threads, deadline and flight records of the ranks.
-pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions, TrainError> {
+pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions> {
     let watchdog = match &options.config {
         Some(path) => Config::from_file(path)?.watchdog(),
         None => Watchdog::default(),
@@ -149,7 +145,7 @@ impl Ranks<'_> {
     }
 
     /// The least that a rank has of something, so that all of them decide alike; none if no rank knows.
-    pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>, TrainError> {
+    pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>> {
         let Some(process) = self.process else { return Ok(value) };
         let mine = value.unwrap_or(u64::MAX).to_le_bytes().to_vec();
         let all = process.comm().all_gather(Buffer::U8(mine)).map_err(of_comm)?.into_u8();
@@ -158,7 +154,7 @@ impl Ranks<'_> {
     }
 
     /// The newest sound checkpoint in `dir`; every rank looks at its share of the files.
-    pub(super) fn find_latest(&self, dir: &Path, check: Check) -> Result<Found, TrainError> {
+    pub(super) fn find_latest(&self, dir: &Path, check: Check) -> Result<Found> {
         let found = match self.process {
             Some(process) => find_latest_together(&**process.comm(), dir, check),
             None => find_latest(dir, check),
@@ -167,7 +163,7 @@ impl Ranks<'_> {
     }
 
     /// Opens the checkpoint at `path`; every rank looks at its share of the files.
-    pub(super) fn open(&self, path: &Path) -> Result<Checkpoint, TrainError> {
+    pub(super) fn open(&self, path: &Path) -> Result<Checkpoint> {
         let opened = match self.process {
             Some(process) => check_together(&**process.comm(), path, Check::Sizes)
                 .and_then(|problem| problem.map_or_else(|| Checkpoint::open_as_read(path), Err)),
@@ -177,17 +173,14 @@ impl Ranks<'_> {
     }
 
     /// Ends all ranks, before anything is trained, when one of them has another `line` than rank 0.
-    pub(super) fn agree(&self, lines: &[String]) -> Result<(), TrainError> {
+    pub(super) fn agree(&self, lines: &[String]) -> Result<()> {
         let Some(process) = self.process else { return Ok(()) };
         let compared = zero_core::collective::agree(&**process.comm(), lines).map_err(of_comm)?;
         compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())))
     }
 
     /// As [`Setup::local_main_process_first`](super::Setup::local_main_process_first).
-    pub(super) fn local_main_process_first<T>(
-        &self,
-        f: impl FnOnce() -> Result<T, TrainError>,
-    ) -> Result<T, TrainError> {
+    pub(super) fn local_main_process_first<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let Some(process) = self.process else { return f() };
         let comm = &**process.comm();
         first_then(comm, comm.local_rank() == 0, f).map_err(of_comm)?.map_err(|failed| match failed {
@@ -201,8 +194,8 @@ impl Ranks<'_> {
         &self,
         world: usize,
         (zero, launch): (&ZeroConfig, &LaunchOptions),
-        body: impl Fn(&ZeroDevice<<I as BackendTypes>::Device>) -> Result<T, TrainError> + Sync,
-    ) -> Result<T, TrainError> {
+        body: impl Fn(&ZeroDevice<<I as BackendTypes>::Device>) -> Result<T> + Sync,
+    ) -> Result<T> {
         if let Some(process) = self.process {
             return launch::launch_on::<I, _, TrainError>(process, zero, launch, |device| body(&device));
         }
@@ -212,7 +205,7 @@ impl Ranks<'_> {
 
     /// What other ranks than the first print goes to a file of the rank's own: where the launcher has made one (`srun
     /// --output=rank-%t.log`), there; otherwise in `out`, or nowhere.
-    pub(super) fn quieten(&self, out: Option<&Path>) -> Result<(), TrainError> {
+    pub(super) fn quieten(&self, out: Option<&Path>) -> Result<()> {
         let Some(World { rank, variable, .. }) = self.launched.as_ref().filter(|_| !self.is_main()) else {
             return Ok(());
         };
@@ -226,13 +219,12 @@ impl Ranks<'_> {
             None => Path::new("/dev/null").to_path_buf(),
             Some(out) => {
                 let logs = out.join("logs");
-                let io = |source| TrainError::Io { action: "create", path: logs.clone(), source };
-                std::fs::create_dir_all(&logs).map_err(io)?;
+                std::fs::create_dir_all(&logs).map_err(io("create", &logs))?;
                 logs.join(format!("rank-{rank:05}.log"))
             }
         };
-        let io = |source| TrainError::Io { action: "write", path: path.clone(), source };
-        let file = std::fs::OpenOptions::new().create(true).append(true).open(&path).map_err(io)?;
+        let io = io("write", &path);
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(&path).map_err(&io)?;
         rustix::stdio::dup2_stdout(&file).map_err(|error| io(error.into()))?;
         if out.is_some() {
             // Without a folder for it, trouble is still told.

@@ -128,53 +128,60 @@ impl Summary {
 impl core::fmt::Display for Summary {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         let (state, formula) = (self.model_state_bytes, self.model_state_bytes_formula);
-        let row = |f: &mut core::fmt::Formatter<'_>, name: &str, measured: u64, formula: u64| {
+        let bytes = |f: &mut core::fmt::Formatter<'_>, name: &str, measured: u64, formula: u64| {
             let ratio = if formula == 0 { String::new() } else { format!("{:.3}", measured as f64 / formula as f64) };
             writeln!(f, "  {name:<28} {:>12} {:>12} {ratio:>8}", format_bytes(measured), format_bytes(formula))
         };
-        writeln!(f, "  {:<28} {:>12} {:>12}", "", "first", "last")?;
-        writeln!(f, "  {:<28} {:>12.4} {:>12.4}", "loss", self.loss_first, self.loss_last)?;
-        if self.has_perplexity {
-            let perplexity = [self.loss_first.exp(), self.loss_last.exp()];
-            writeln!(f, "  {:<28} {:>12.2} {:>12.2}", "perplexity", perplexity[0], perplexity[1])?;
+        // Rows that are told where there is something to tell.
+        let rows = |f: &mut core::fmt::Formatter<'_>, rows: &[(bool, &str, String)]| {
+            let mut told = rows.iter().filter(|(is_told, ..)| *is_told);
+            told.try_for_each(|(_, name, figures)| writeln!(f, "  {name:<28} {figures}"))
+        };
+        let [first, last] = [self.loss_first, self.loss_last];
+        let eval = self.epochs.last().and_then(|epoch| epoch.eval.as_deref()).unwrap_or_default();
+        let of_perplexity = |loss: f64| format!("{:>12.2}", loss.exp());
+        rows(
+            f,
+            &[
+                (true, "", format!("{:>12} {:>12}", "first", "last")),
+                (true, "loss", format!("{first:>12.4} {last:>12.4}")),
+                (self.has_perplexity, "perplexity", [first, last].map(of_perplexity).join(" ")),
+            ],
+        )?;
+        for (name, value) in eval {
+            rows(f, &[(true, &format!("held-out {name}"), format!("{:>12} {value:>12.4}", ""))])?;
         }
-        if let Some(eval) = self.epochs.last().and_then(|epoch| epoch.eval.as_ref()) {
-            for (name, value) in eval {
-                writeln!(f, "  {:<28} {:>12} {value:>12.4}", format!("held-out {name}"), "")?;
-            }
-            if self.has_perplexity {
-                writeln!(f, "  {:<28} {:>12} {:>12.2}", "held-out perplexity", "", eval[0].1.exp())?;
-            }
-        }
-        if self.skipped > 0 {
-            writeln!(f, "  {:<28} {:>12} {:>12}", "skipped updates", "", self.skipped)?;
-        }
-        writeln!(f, "  {:<28} {:>12.1}", format!("{} per second", self.unit), self.tokens_per_second)?;
-        writeln!(f, "  {:<28} {:>12} {:>12} {:>8}", "bytes per rank", "measured", "formula", "ratio")?;
-        row(f, "  parameters", state.parameters, formula.parameters)?;
-        row(f, "  gradients (peak)", state.gradients, formula.gradients)?;
-        row(f, "  optimizer", state.optimizer, formula.optimizer)?;
-        row(f, "  model state", state.total(), formula.total())?;
-        row(f, "  wire, per step", self.wire_bytes_per_step, self.wire_bytes_per_step_formula)?;
-        if self.wire_bytes_per_step_uncompressed != self.wire_bytes_per_step {
-            let uncompressed = format_bytes(self.wire_bytes_per_step_uncompressed);
-            writeln!(f, "  {:<28} {uncompressed:>12}", "  without quantisation")?;
-        }
-        if self.wire_bytes_per_step_from_other_machines > 0 {
-            let across = format_bytes(self.wire_bytes_per_step_from_other_machines);
-            writeln!(f, "  {:<28} {across:>12}", "  from other machines")?;
-        }
-        let in_flight = format_bytes(self.gradients_in_flight_bytes_peak);
-        writeln!(f, "  {:<28} {in_flight:>12}", "  gradients not reduced yet")?;
-        writeln!(f, "  {:<28} {:>12}", "  gathered at one time", format_bytes(self.gathered_bytes_peak))?;
-        if self.checkpoints > 0 {
-            let stall = self.checkpoint_stall_seconds / self.checkpoints as f64;
-            writeln!(f, "  {:<28} {:>12} {stall:>12.2} s stall each", "checkpoints", self.checkpoints)?;
-        }
-        if let Some(fresh) = self.fresh_bytes_after_two_steps {
-            writeln!(f, "  {:<28} {:>12}", "fresh memory after step 2", format_bytes(fresh))?;
-        }
-        write!(f, "  {:<28} {:>12}", "peak memory of the process", format_bytes(self.peak_rss_bytes))?;
+        let held_out = eval.first().map_or(String::new(), |(_, loss)| format!("{:>12} {}", "", of_perplexity(*loss)));
+        rows(
+            f,
+            &[
+                (self.has_perplexity && !eval.is_empty(), "held-out perplexity", held_out),
+                (self.skipped > 0, "skipped updates", format!("{:>12} {:>12}", "", self.skipped)),
+                (true, &format!("{} per second", self.unit), format!("{:>12.1}", self.tokens_per_second)),
+                (true, "bytes per rank", format!("{:>12} {:>12} {:>8}", "measured", "formula", "ratio")),
+            ],
+        )?;
+        bytes(f, "  parameters", state.parameters, formula.parameters)?;
+        bytes(f, "  gradients (peak)", state.gradients, formula.gradients)?;
+        bytes(f, "  optimizer", state.optimizer, formula.optimizer)?;
+        bytes(f, "  model state", state.total(), formula.total())?;
+        let (wire, uncompressed) = (self.wire_bytes_per_step, self.wire_bytes_per_step_uncompressed);
+        bytes(f, "  wire, per step", wire, self.wire_bytes_per_step_formula)?;
+        let (across, fresh) = (self.wire_bytes_per_step_from_other_machines, self.fresh_bytes_after_two_steps);
+        let size = |bytes: u64| format!("{:>12}", format_bytes(bytes));
+        let stall = self.checkpoint_stall_seconds / self.checkpoints as f64;
+        rows(
+            f,
+            &[
+                (uncompressed != wire, "  without quantisation", size(uncompressed)),
+                (across > 0, "  from other machines", size(across)),
+                (true, "  gradients not reduced yet", size(self.gradients_in_flight_bytes_peak)),
+                (true, "  gathered at one time", size(self.gathered_bytes_peak)),
+                (self.checkpoints > 0, "checkpoints", format!("{:>12} {stall:>12.2} s stall each", self.checkpoints)),
+                (fresh.is_some(), "fresh memory after step 2", size(fresh.unwrap_or(0))),
+            ],
+        )?;
+        write!(f, "  {:<28} {}", "peak memory of the process", size(self.peak_rss_bytes))?;
         if let Some(sample) = &self.sample {
             write!(f, "\n\n{sample}")?;
         }

@@ -13,10 +13,7 @@ use zero_ops::FusedBackend;
 
 use super::profile::Profile;
 use super::rows::Rows;
-use crate::TrainError;
-
-/// Of what can go wrong in a run.
-pub type Result<T> = core::result::Result<T, TrainError>;
+use crate::Result;
 
 /// Means over some rows, by name; the loss is the first.
 pub type Measured = Vec<(&'static str, f64)>;

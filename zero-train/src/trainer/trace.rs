@@ -10,12 +10,11 @@ use std::path::Path;
 use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
 use tracing_subscriber::layer::SubscriberExt;
 
-use crate::TrainError;
+use crate::error::{Result, TrainError, io};
 
 /// Records until the guard is dropped, which completes the file.
-pub(super) fn begin(path: &Path) -> Result<FlushGuard, TrainError> {
-    let file =
-        File::create(path).map_err(|source| TrainError::Io { action: "create", path: path.to_path_buf(), source })?;
+pub(super) fn begin(path: &Path) -> Result<FlushGuard> {
+    let file = File::create(path).map_err(io("create", path))?;
     let (layer, guard) = ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build();
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer)).map_err(|_| {
         TrainError::Run("--trace cannot record: this program already has a tracing subscriber; use that one".into())

@@ -23,11 +23,9 @@ use super::observer::Observer;
 use super::plan::Plan;
 use super::ranks::Ranks;
 use super::{AnyTask, BackendChoice, DecayExcept, Rows, Task, TaskOn};
-use crate::TrainError;
 use crate::config::Precision;
-use crate::data::wrong_data;
 use crate::engine::{EngineConfig, Parts, Step, ZeroEngine};
-use crate::error::wrong;
+use crate::error::{Result, TrainError, wrong, wrong_data};
 use crate::memory::peak_rss_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::{Phase, write_whole};
@@ -64,7 +62,7 @@ pub(super) fn train<T: AnyTask>(
     plan: &Plan,
     ranks: &Ranks<'_>,
     allocator: Option<&PageKeeper>,
-) -> Result<Measured, TrainError> {
+) -> Result<Measured> {
     plan.checkpoints.prepare()?;
     if let Some(out) = plan.save_16bit.as_ref().filter(|out| out.exists()) {
         let problem =
@@ -103,9 +101,9 @@ fn run_ranks<I: FusedBackend, T: TaskOn<I>>(
     task: &T,
     plan: &Plan,
     ranks: &Ranks<'_>,
-    observer: Option<&Mutex<Observer>>,
+    observer: Option<&Mutex<Observer<'_>>>,
     allocator: Option<&PageKeeper>,
-) -> Result<Measured, TrainError> {
+) -> Result<Measured> {
     ranks.launch::<I, _>(plan.plan.world, (&plan.zero, &plan.launch), |device| {
         run_rank::<I, T>(task, plan, device, observer, allocator)
     })
@@ -115,12 +113,12 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
     task: &T,
     plan: &Plan,
     device: &Device<I>,
-    observer: Option<&Mutex<Observer>>,
+    observer: Option<&Mutex<Observer<'_>>>,
     allocator: Option<&PageKeeper>,
-) -> Result<Measured, TrainError> {
+) -> Result<Measured> {
     let rank = device.rank();
     // Rank 0 alone prints and writes.
-    let observe = |what: &mut dyn FnMut(&mut Observer) -> Result<(), TrainError>| match observer {
+    let observe = |what: &mut dyn FnMut(&mut Observer<'_>) -> Result<()>| match observer {
         Some(observer) if rank == 0 => what(&mut observer.lock().expect("the observer is used by rank 0 alone")),
         _ => Ok(()),
     };
@@ -253,7 +251,7 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         let ended = state.epoch.add(metrics.loss, batch.global, order.rows);
         // At most once a step.
         let mut evaluated: Option<Evaluated> = None;
-        let mut evaluate = |engine: &Engine<I, T>, said: bool| -> Result<Option<Evaluated>, TrainError> {
+        let mut evaluate = |engine: &Engine<I, T>, said: bool| -> Result<Option<Evaluated>> {
             if evaluated.is_none() && plan.data.held_out > 0 {
                 phase(Phase::Eval)?;
                 let begin = Instant::now();
@@ -345,7 +343,7 @@ fn optimizer<A: ZeroAutodiff>(plan: &Plan) -> Fused<A> {
 fn begin<I: FusedBackend, T: TaskOn<I>>(
     plan: &Plan,
     engine: &mut Engine<I, T>,
-) -> Result<(TrainerState, Option<String>), TrainError> {
+) -> Result<(TrainerState, Option<String>)> {
     let data = DataPosition::first(&plan.data);
     let Some(checkpoint) = &plan.checkpoints.resume else {
         return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, None));
@@ -365,7 +363,7 @@ fn save<I: FusedBackend, T: TaskOn<I>>(
     engine: &mut Engine<I, T>,
     dir: &Path,
     state: &TrainerState,
-) -> Result<SaveMetrics, TrainError> {
+) -> Result<SaveMetrics> {
     let (step, options) = (state.step as u64, plan.checkpoints.options(state.best));
     let extra = state.saved(&plan.model, &plan.plan);
     let begin = Instant::now();
@@ -414,7 +412,7 @@ fn evaluate<I: FusedBackend, T: TaskOn<I>>(
     engine: &Engine<I, T>,
     plan: &Plan,
     device: &Device<I>,
-) -> Result<Evaluated, TrainError> {
+) -> Result<Evaluated> {
     let mut sums: Vec<(&str, f64)> = Vec::new();
     let held_out = plan.data.order.rows..plan.data.order.rows + plan.data.held_out;
     each_of(held_out, plan, device.rank(), |rows, counted| {
@@ -441,8 +439,8 @@ fn each_of(
     others: Range<usize>,
     plan: &Plan,
     rank: usize,
-    mut each: impl FnMut(&Rows, usize) -> Result<(), TrainError>,
-) -> Result<(), TrainError> {
+    mut each: impl FnMut(&Rows, usize) -> Result<()>,
+) -> Result<()> {
     let (world, batch) = (plan.plan.world, plan.plan.batch.micro);
     let share = |rank: usize| others.len() / world + usize::from(rank < others.len() % world);
     let begin = others.start + (0..rank).map(share).sum::<usize>();

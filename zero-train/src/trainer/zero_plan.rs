@@ -8,11 +8,10 @@ use zero_core::{Mesh, Stage};
 
 use super::backend::{BackendChoice, name};
 use super::options::{Blocks, Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};
-use crate::TrainError;
 use crate::config::{
     Auto, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
 };
-use crate::error::wrong;
+use crate::error::{Result, wrong};
 use crate::loss_scale::DynamicLossScale;
 use crate::schedule::{Schedule, Warmup};
 
@@ -20,7 +19,7 @@ const DEFAULT_RANKS: usize = 2;
 const DEFAULT_LR: f64 = 1e-3;
 
 /// The plan for a model of this width.
-pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result<ZeroPlan, TrainError> {
+pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result<ZeroPlan> {
     check(&options.hyper, options.steps, options.ranks)?;
     match &options.config {
         Some(path) => from_config(options, path, hidden_size),
@@ -33,14 +32,14 @@ pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result
 ///
 /// # Errors
 ///
-/// [`TrainError`], as for a run.
+/// [`TrainError`](crate::TrainError), as for a run.
 pub fn outline(
     file: &Path,
     hyper: &Hyperparameters,
     steps: usize,
     ranks: Option<usize>,
     hidden_size: Option<usize>,
-) -> Result<(ZeroPlan, Vec<Filled>), TrainError> {
+) -> Result<(ZeroPlan, Vec<Filled>)> {
     check(hyper, steps, ranks)?;
     let auto = auto(hyper, steps, hidden_size);
     let (mut plan, filled) = Config::from_file(file)?.outline(&Context { world: ranks, auto })?;
@@ -49,7 +48,7 @@ pub fn outline(
     Ok((plan, filled))
 }
 
-fn check(options: &Hyperparameters, steps: usize, ranks: Option<usize>) -> Result<(), TrainError> {
+fn check(options: &Hyperparameters, steps: usize, ranks: Option<usize>) -> Result<()> {
     at_least_one(&[("ranks", ranks), ("batch", options.batch), ("accumulation", options.accumulation)])?;
     let Hyperparameters { lr, eps, weight_decay, clip, .. } = *options;
     for (option, value) in [("lr", lr), ("eps", eps), ("weight-decay", weight_decay), ("clip", clip)] {
@@ -70,18 +69,14 @@ fn check(options: &Hyperparameters, steps: usize, ranks: Option<usize>) -> Resul
 }
 
 /// AdamW's learning rate, betas, epsilon and weight decay.
-fn adamw_values(options: &Hyperparameters) -> (f64, f64, f64, f64, f64) {
-    (
-        options.lr.unwrap_or(DEFAULT_LR),
-        options.beta1.unwrap_or(0.9),
-        options.beta2.unwrap_or(0.999),
-        options.eps.unwrap_or(1e-8),
-        options.weight_decay.unwrap_or(0.01),
-    )
+fn adamw_values(options: &Hyperparameters) -> [f64; 5] {
+    let Hyperparameters { lr, beta1, beta2, eps, weight_decay, .. } = *options;
+    let given = [(lr, DEFAULT_LR), (beta1, 0.9), (beta2, 0.999), (eps, 1e-8), (weight_decay, 0.01)];
+    given.map(|(given, default)| given.unwrap_or(default))
 }
 
 fn adamw(options: &Hyperparameters) -> OptimizerPlan {
-    let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
+    let [lr, beta_1, beta_2, epsilon, weight_decay] = adamw_values(options);
     let [beta_1, beta_2, epsilon, weight_decay] = [beta_1, beta_2, epsilon, weight_decay].map(|value| value as f32);
     OptimizerPlan { lr, rule: Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction: true } }
 }
@@ -111,8 +106,8 @@ fn precision(dtype: Dtype) -> Precision {
 ///
 /// # Errors
 ///
-/// [`TrainError`] for the host's memory where the backend computes in it.
-pub(super) fn offload_to(options: &Options) -> Result<OffloadTo, TrainError> {
+/// [`TrainError`](crate::TrainError) for the host's memory where the backend computes in it.
+pub(super) fn offload_to(options: &Options) -> Result<OffloadTo> {
     match (options.offload_to, options.backend) {
         (Some(OffloadTo::Host), BackendChoice::Cpu) => {
             let expected = "expected disk: the cpu backend computes in the host's memory, so nothing would move; or use \
@@ -125,14 +120,14 @@ pub(super) fn offload_to(options: &Options) -> Result<OffloadTo, TrainError> {
     }
 }
 
-fn offload_device(options: &Options) -> Result<OffloadDevice, TrainError> {
+fn offload_device(options: &Options) -> Result<OffloadDevice> {
     Ok(match offload_to(options)? {
         OffloadTo::Host => OffloadDevice::Cpu,
         OffloadTo::Disk => OffloadDevice::Nvme { path: options.swap_dir().to_path_buf() },
     })
 }
 
-fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
+fn from_options(options: &Options) -> Result<ZeroPlan> {
     let stage = options.stage.unwrap_or(3);
     let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
     let hyper = &options.hyper;
@@ -149,11 +144,8 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
         return Err(wrong("offload-ratio", ratio, "expected a share from 0 to 1"));
     }
     if let Some(ratio) = options.offload_ratio.filter(|_| choice == OffloadChoice::None) {
-        return Err(wrong(
-            "offload-ratio",
-            ratio,
-            "expected with --offload optimizer or all, of whose optimizer state it is a share",
-        ));
+        let expected = "expected with --offload optimizer or all, of whose optimizer state it is a share";
+        return Err(wrong("offload-ratio", ratio, expected));
     }
     if choice != OffloadChoice::None {
         let ratio = options.offload_ratio.unwrap_or(there.ratio);
@@ -173,11 +165,8 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
     }
     if let Some(format) = options.quantized_weights {
         if !stage.shards_parameters() {
-            return Err(wrong(
-                "quantized-weights",
-                format,
-                "expected --stage 3, where parameters are gathered for each use",
-            ));
+            let expected = "expected --stage 3, where parameters are gathered for each use";
+            return Err(wrong("quantized-weights", format, expected));
         }
         builder = builder.quantized_weights(true).quantized_weights_format(&format.to_string());
     }
@@ -210,7 +199,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan, TrainError> {
 
 /// Values for "auto".
 fn auto(options: &Hyperparameters, steps: usize, hidden_size: Option<usize>) -> Auto {
-    let (lr, beta_1, beta_2, epsilon, weight_decay) = adamw_values(options);
+    let [lr, beta_1, beta_2, epsilon, weight_decay] = adamw_values(options);
     Auto {
         hidden_size,
         micro_batch: Some(options.batch.unwrap_or(1)),
@@ -236,7 +225,7 @@ fn complete(plan: &mut ZeroPlan, options: &Hyperparameters, steps: usize) {
     }
 }
 
-fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Result<ZeroPlan, TrainError> {
+fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Result<ZeroPlan> {
     let config = Config::from_file(path)?;
     let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
     let mut plan = config.resolve(&Context { world, auto: auto(&options.hyper, options.steps, hidden_size) })?;
@@ -263,6 +252,8 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     // As paths: `/nvme/` is `/nvme`.
     let given_swap = options.swap.as_ref().filter(|given| Some(*given) != swap);
     let shown = |path: &PathBuf| path.display().to_string();
+    let or_nothing = |said: Option<String>| said.unwrap_or("nothing".into());
+    let ratio = plan.offload_optimizer.as_ref().map_or(1.0, |offload| offload.ratio);
     let blocks = options.checkpoint_activations;
     if plan.checkpointed_blocks == 0 {
         let unless_said = if options.offload_activations { usize::MAX } else { 0 };
@@ -271,38 +262,22 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     let options = [
         ("checkpoint-activations", text(blocks), Blocks(plan.checkpointed_blocks).to_string()),
         ("stage", text(options.stage), plan.stage.number().to_string()),
-        (
-            "quantized-gradients",
-            text(options.quantized_gradients),
-            text(plan.quantized_gradients).unwrap_or("nothing".into()),
-        ),
+        ("quantized-gradients", text(options.quantized_gradients), or_nothing(text(plan.quantized_gradients))),
         ("error-feedback", options.error_feedback.then(|| true.to_string()), plan.error_feedback.is_some().to_string()),
-        (
-            "quantized-weights",
-            text(options.quantized_weights),
-            text(plan.quantized_weights).unwrap_or("nothing".into()),
-        ),
+        ("quantized-weights", text(options.quantized_weights), or_nothing(text(plan.quantized_weights))),
         ("shard-size", text(options.shard_size), plan.shards().to_string()),
-        (
-            "secondary-shard-size",
-            text(options.secondary_shard_size),
-            text(plan.secondary_shard_size).unwrap_or("nothing".into()),
-        ),
+        ("secondary-shard-size", text(options.secondary_shard_size), or_nothing(text(plan.secondary_shard_size))),
         ("offload", options.offload.map(name), kept.to_string()),
-        (
-            "offload-ratio",
-            text(options.offload_ratio),
-            plan.offload_optimizer.as_ref().map_or(1.0, |offload| offload.ratio).to_string(),
-        ),
+        ("offload-ratio", text(options.offload_ratio), ratio.to_string()),
         ("offload-to", options.offload_to.map(name), to.to_string()),
-        ("swap", given_swap.map(shown), swap.map_or("nothing".to_string(), shown)),
+        ("swap", given_swap.map(shown), or_nothing(swap.map(shown))),
     ];
     agree(path, options)?;
     Ok(plan)
 }
 
 /// Hyperparameters that say something else than the file.
-fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Result<(), TrainError> {
+fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Result<()> {
     let optimizer = plan.optimizer.unwrap_or_else(|| adamw(options));
     let (betas, epsilon) = optimizer.hyperparameters();
     // A rule has them in 32 bit.
@@ -345,10 +320,7 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
 }
 
 /// Options with what is given, if it is, and what the file says.
-fn agree(
-    path: &Path,
-    options: impl IntoIterator<Item = (&'static str, Option<String>, String)>,
-) -> Result<(), TrainError> {
+fn agree(path: &Path, options: impl IntoIterator<Item = (&'static str, Option<String>, String)>) -> Result<()> {
     for (option, given, planned) in options {
         if let Some(given) = given.filter(|given| *given != planned) {
             let expected = format!("{} says {planned}; leave the option out, or change the file", path.display());

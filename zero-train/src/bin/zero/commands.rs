@@ -4,7 +4,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
@@ -100,15 +100,12 @@ impl ConfigArgs {
     /// The defaults with what flags say.
     fn answers(&self) -> Result<Answers> {
         let mut answers = Answers::default();
-        if let Some(stage) = self.stage {
-            answers.stage = stage;
-        }
+        answers.stage = self.stage.unwrap_or(answers.stage);
         answers.processes = self.ranks.unwrap_or(answers.processes);
         answers.accumulation = self.accumulation.unwrap_or(answers.accumulation);
         answers.clipping = self.clip.filter(|&clip| clip != 0.0);
-        if let Some(clip) = self.clip.filter(|clip| !(clip.is_finite() && *clip >= 0.0)) {
-            bail!("--clip {clip}: expected a norm above 0, or 0 for no clipping");
-        }
+        let clip = self.clip.unwrap_or(0.0);
+        ensure!(clip.is_finite() && clip >= 0.0, "--clip {clip}: expected a norm above 0, or 0 for no clipping");
         let place = |device: Option<Device>, flag: &str, least: u8| -> Result<Option<OffloadDevice>> {
             let place = match (device, &self.nvme_path) {
                 (None | Some(Device::None), _) => return Ok(None),
@@ -116,9 +113,8 @@ impl ConfigArgs {
                 (Some(Device::Nvme), Some(path)) => OffloadDevice::Nvme { path: path.clone() },
                 (Some(Device::Nvme), None) => bail!("--{flag} nvme: say in which folder with --nvme-path DIR"),
             };
-            if answers.stage < least {
-                bail!("--{flag}: expected stage {least} or above, this is stage {}: raise --stage", answers.stage);
-            }
+            let stage = answers.stage;
+            ensure!(stage >= least, "--{flag}: expected stage {least} or above, this is stage {stage}: raise --stage");
             Ok(Some(place))
         };
         answers.offload_optimizer = place(self.offload_optimizer, "offload-optimizer", 1)?;
@@ -204,9 +200,8 @@ pub fn check(args: &CheckArgs) -> Result<()> {
         println!("Values of \"auto\" in `zero train`, and the option that sets each:");
         let values: Vec<String> =
             filled.iter().map(|filled| filled.value.as_ref().map_or("?".into(), |value| value.to_string())).collect();
-        let widest = |lengths: &mut dyn Iterator<Item = usize>| lengths.max().unwrap_or(0);
-        let key = widest(&mut filled.iter().map(|filled| filled.path.len()));
-        let value = widest(&mut values.iter().map(String::len));
+        let key = filled.iter().map(|filled| filled.path.len()).max().unwrap_or(0);
+        let value = values.iter().map(String::len).max().unwrap_or(0);
         for (filled, shown) in filled.iter().zip(&values) {
             println!("  {:key$}  {shown:value$}  {}", filled.path, filled.by);
         }
@@ -257,9 +252,8 @@ fn gbits(text: &str) -> Result<f64, String> {
 }
 
 pub fn estimate(args: &EstimateArgs) -> Result<()> {
-    if !args.ranks.is_multiple_of(args.nodes) {
-        bail!("--ranks {}: expected a multiple of the {} nodes", args.ranks, args.nodes);
-    }
+    let (ranks, nodes) = (args.ranks, args.nodes);
+    ensure!(ranks.is_multiple_of(nodes), "--ranks {ranks}: expected a multiple of the {nodes} nodes");
     let (name, parameters, largest) = match (&args.model, args.parameters) {
         (_, Some(parameters)) => {
             ("a model".to_string(), parameters, args.largest.unwrap_or(parameters / 50).min(parameters))
@@ -271,14 +265,11 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
             (name, sizes.iter().sum(), sizes.into_iter().max().unwrap_or(0))
         }
     };
-    let precision = match args.dtype {
-        Dtype::Fp32 => Bytes::FP32_ADAMW,
-        Dtype::Fp16 | Dtype::Bf16 => Bytes::MIXED_ADAMW,
-    };
-    let here = (args.ranks / args.nodes) as u64;
-    let rows = estimates(parameters, largest, args.ranks as u64, precision);
+    let precision = if args.dtype == Dtype::Fp32 { Bytes::FP32_ADAMW } else { Bytes::MIXED_ADAMW };
+    let here = (ranks / nodes) as u64;
+    let rows = estimates(parameters, largest, ranks as u64, precision);
     let available = available_bytes();
-    println!("{name}: {parameters} parameters, AdamW, {} ranks, {here} on this machine", args.ranks);
+    println!("{name}: {parameters} parameters, AdamW, {ranks} ranks, {here} on this machine");
     let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), format_bytes);
     match args.memory {
         Some(_) => println!("memory to fit into: {} (available here: {})\n", bytes(args.memory), bytes(available)),
@@ -289,9 +280,9 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     if let Some(memory) = memory {
         println!("{}", cheapest(&rows, here, memory));
     }
-    if args.nodes > 1 && here > 1 {
+    if nodes > 1 && here > 1 {
         let links = Links { across: args.link, within: args.local_link };
-        let laid = layouts(parameters, here, args.nodes as u64, precision, links);
+        let laid = layouts(parameters, here, nodes as u64, precision, links);
         println!("\n{}", layouts_table(&laid, memory.map(|memory| memory / here)));
     }
     Ok(())

@@ -17,8 +17,7 @@ const ADAM: &[Key] = keys! {
     betas = [0.9, 0.999] => K::Betas, T::ACTED.auto(Fill::Betas);
     eps = 1e-8 => K::POSITIVE, T::ACTED.auto(Fill::Epsilon);
     weight_decay = 0 => K::POSITIVE, T::ACTED.auto(Fill::WeightDecay);
-    adam_w_mode = true, torch_adam = false => K::Bool, T::ACTED;
-    bias_correction = true => K::Bool, T::ACTED;
+    adam_w_mode = true, torch_adam = false, bias_correction = true => K::Bool, T::ACTED;
     amsgrad = false => K::Bool, NO_SUCH_RULE;
     capturable = false => K::Bool, KERNEL;
     fp32_optimizer_states = true => K::Bool, STATE;
