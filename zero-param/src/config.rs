@@ -29,6 +29,9 @@ pub struct ZeroConfig {
     pub stage: Stage,
     /// Elements of one gradient bucket. A parameter of as many or more has a bucket of its own. Default 8,388,608.
     pub reduce_bucket_size: usize,
+    /// A parameter of at most this many elements is gathered ahead of its use at stage 3, in the order of the pass before; 0 turns that
+    /// off. Default 50,000,000.
+    pub prefetch_bucket_size: usize,
     /// Parameters of at most this many elements, and vectors of any length, stay whole on every rank, optimizer state included.
     /// Default 100,000.
     pub param_persistence_threshold: usize,
@@ -39,7 +42,13 @@ pub struct ZeroConfig {
 impl ZeroConfig {
     /// The defaults at `stage`.
     pub fn new(stage: Stage) -> Self {
-        Self { stage, reduce_bucket_size: 8 << 20, param_persistence_threshold: 100_000, param_dtype: Float::F32 }
+        Self {
+            stage,
+            reduce_bucket_size: 8 << 20,
+            prefetch_bucket_size: 50_000_000,
+            param_persistence_threshold: 100_000,
+            param_dtype: Float::F32,
+        }
     }
 }
 

@@ -37,6 +37,7 @@ impl Zero {
     pub fn backward<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Result<(Tensor<D>, Grads), Error> {
         let reducer = self.shared.reducer();
         reducer.begin();
+        self.shared.ahead.begin_pass();
         let loss = {
             let _ordered = clock::forward();
             loss()
@@ -44,6 +45,7 @@ impl Zero {
         let value = loss.clone().inner();
         drop(loss.backward());
         drop(loss);
+        self.shared.ahead.end_pass();
         let means = reducer.finish()?;
         for (slot, _) in self.slots.iter().zip(&means).filter(|(_, mean)| mean.is_some()) {
             slot.count_reduced();
@@ -113,6 +115,11 @@ impl Grads {
     pub fn get(&self, path: &str) -> Option<&[f32]> {
         let slot = self.zero.slots.iter().find(|slot| slot.path == path)?;
         self.pieces[slot.index].as_deref()
+    }
+
+    /// The parameters that have one, on any rank.
+    pub(crate) fn updated(&self) -> impl Iterator<Item = usize> {
+        (0..self.pieces.len()).filter(|&index| self.pieces[index].is_some())
     }
 
     /// As Burn's optimizers take them, in the shapes of the pieces.

@@ -6,10 +6,12 @@
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};
 
+use crate::fused::rows;
+
 /// Rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`.
 pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     let [batch, length] = ids.dims();
-    let rows = weight.val().select(0, ids.reshape([batch * length]));
+    let rows = rows(weight.val(), ids.reshape([batch * length]));
     let [_, width] = rows.dims();
     rows.reshape([batch, length, width])
 }

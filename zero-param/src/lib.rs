@@ -7,6 +7,8 @@
 //!   again; a gradient is whole until its bucket is reduced.
 //! * Threads: a rank runs on one. Gathers read the other ranks' pieces without their taking part; gradients are reduced by a thread of
 //!   the group. No rank waits for another's forward or backward pass but for buckets under way.
+//! * Speed: layers of Burn work as they are; [`linear`], [`layer_norm`], [`gelu`], [`packed_attention`], [`linear_cross_entropy`] and
+//!   [`embedding()`] are kernels. AdamW is one pass. A rank that is a thread computes on its share of the processors.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //!
 //! ```
@@ -35,12 +37,15 @@
 //! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
 //! <https://arxiv.org/abs/1910.02054>.
 
+mod adamw;
+mod ahead;
 mod backend;
 mod checkpoint;
 mod clock;
 mod config;
 mod current;
 mod error;
+mod fused;
 mod grads;
 mod layers;
 mod optim;
@@ -56,6 +61,7 @@ mod zero;
 pub use checkpoint::Resumed;
 pub use config::{Float, ZeroConfig};
 pub use error::Error;
+pub use fused::{gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
 pub use grads::Grads;
 pub use layers::{embedding, tied_head};
 pub use optim::{Optimizer, OptimizerConfig};
@@ -63,3 +69,4 @@ pub use ranks::{Ranks, run_process, run_threads};
 pub use shard::{Gathered, shard};
 pub use slot::Uses;
 pub use zero::Zero;
+pub use zero_kernels::options::{AttentionOptions, Gelu};

@@ -7,6 +7,7 @@ use burn_optim::{
     ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
 };
 
+use crate::adamw::FusedAdamW;
 use crate::error::Error;
 use crate::grads::Grads;
 use crate::zero::Zero;
@@ -39,6 +40,15 @@ macro_rules! elementwise {
     )*};
 }
 
+impl OptimizerConfig for AdamWConfig {
+    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+        Ok(FusedAdamW::of(self).map_or_else(|| self.init(), ModuleOptimizer::from))
+    }
+    fn saved_name(&self) -> Option<&'static str> {
+        Some("adamw")
+    }
+}
+
 macro_rules! refused {
     ($($config:ident $optimizer:literal $reason:literal;)*) => {$(
         impl OptimizerConfig for $config {
@@ -52,7 +62,6 @@ macro_rules! refused {
 elementwise! {
     AdaGradConfig None;
     AdamConfig Some("adam");
-    AdamWConfig Some("adamw");
     AdanConfig None;
     LionConfig None;
     RmsPropConfig None;
@@ -114,8 +123,10 @@ impl Optimizer {
     ///
     /// [`Error::Missing`] when `grads` are of parameters that `model` has not; [`Error::Comm`].
     pub fn step<M: Module>(&mut self, lr: f64, model: M, grads: Grads) -> Result<M, Error> {
+        let updated: Vec<usize> = grads.updated().collect();
         let grads = grads.into_burn(&model)?;
         self.zero.fence()?;
+        updated.into_iter().for_each(|index| self.zero.slots[index].withdraw());
         let model = self.inner.step(lr, model, grads);
         Ok(self.zero.publish(model))
     }

@@ -1,7 +1,12 @@
 //! A version of a rank's piece of a parameter, as the other ranks read it.
 
+use std::sync::{Arc, Weak};
+
+use burn::backend::flex::Layout;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata};
+use burn::tensor::{Bytes, Shape};
+use parking_lot::Mutex;
 use zero_core::window::{Expose, Exposure, Key};
 
 pub(crate) type Raw = FloatTensor<Flex>;
@@ -13,6 +18,27 @@ pub(crate) struct Piece {
     pub(crate) master: Raw,
     /// As it is gathered; the master itself in fp32.
     pub(crate) sent: Raw,
+    /// The whole that this rank has gathered, for as long as something uses it: ranks of one process borrow it.
+    lent: Mutex<Weak<Bytes>>,
+    /// Who joins pieces holds the first rank's, so that the others find a whole.
+    pub(crate) joining: Mutex<()>,
+}
+
+impl Piece {
+    pub(crate) fn new(master: Raw, sent: Raw) -> Self {
+        Self { master, sent, lent: Mutex::default(), joining: Mutex::default() }
+    }
+
+    /// Lends `whole` while it is used anywhere. Nobody writes to it meanwhile: Flex computes in place where it holds the one strong
+    /// handle, and takes the memory away from weak ones when it does (`Arc::make_mut`), which voids the loan.
+    pub(crate) fn lend(&self, whole: &Raw) {
+        *self.lent.lock() = Arc::downgrade(&whole.data_arc());
+    }
+
+    /// What is lent of this piece's whole.
+    pub(crate) fn borrow(&self, shape: &Shape) -> Option<Raw> {
+        Some(Raw::from_arc(self.lent.lock().upgrade()?, Layout::contiguous(shape.clone()), self.sent.dtype()))
+    }
 }
 
 /// A piece's elements, lent while they are sent.

@@ -38,15 +38,27 @@ impl Ranks {
         self.objects.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Runs the rank's body. What it has published stays until the others have ended too.
-    fn run<T, E: core::fmt::Display>(
+    /// Runs the rank's body, on a pool of the rank's share of this machine's processors. What it has published stays until the others
+    /// have ended too.
+    fn run<T: Send, E: core::fmt::Display + Send>(
         &self,
-        body: impl FnOnce(&Self) -> Result<T, E>,
+        body: impl FnOnce(&Self) -> Result<T, E> + Send,
         wait_for_others: impl FnOnce() -> Result<(), CommError>,
     ) -> Result<T, E> {
-        current::set(Some(self.comm.rank()));
-        let result = catch_unwind(AssertUnwindSafe(|| body(self)));
-        current::set(None);
+        let (rank, local) = (self.comm.rank(), self.comm.place().of_node().len());
+        let threads = (std::thread::available_parallelism().map_or(1, usize::from) / local.max(1)).max(1);
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
+        let body = || {
+            current::set(Some(rank));
+            let result = catch_unwind(AssertUnwindSafe(|| body(self)));
+            current::set(None);
+            result
+        };
+        let result = pool
+            .build_scoped(|thread| thread.run(), |pool| pool.install(body))
+            .unwrap_or_else(|error| panic!("the operating system gave no {threads} compute thread(s): {error}"));
         match result {
             Ok(Ok(value)) => {
                 wait_for_others().unwrap_or_else(|error| raise(error));
@@ -99,9 +111,9 @@ where
 /// # Errors
 ///
 /// The body's own. Failed gathers travel as a panic payload that `process::run` knows.
-pub fn run_process<T, E: core::fmt::Display>(
+pub fn run_process<T: Send, E: core::fmt::Display + Send>(
     run: &ProcessRun,
-    body: impl FnOnce(&Ranks) -> Result<T, E>,
+    body: impl FnOnce(&Ranks) -> Result<T, E> + Send,
 ) -> Result<T, E> {
     let comm = run.comm();
     let ranks = Ranks::new(comm.clone(), Window::join_processes(comm));

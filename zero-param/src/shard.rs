@@ -10,6 +10,7 @@ use burn::tensor::{Tensor, TensorData};
 use zero_core::collective::agree;
 use zero_core::{Buffer, Partition, Request};
 
+use crate::ahead::Ahead;
 use crate::backend;
 use crate::config::ZeroConfig;
 use crate::error::Error;
@@ -57,6 +58,7 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
         window: ranks.window.clone(),
         published: ranks.published.clone(),
         config: config.clone(),
+        ahead: Ahead::default(),
         reducer: OnceLock::new(),
     });
     let born = Rc::new(RefCell::new(Born::default()));

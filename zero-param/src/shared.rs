@@ -8,6 +8,7 @@ use burn::tensor::DType;
 use zero_core::Collective;
 use zero_core::window::Window;
 
+use crate::ahead::Ahead;
 use crate::config::{Float, ZeroConfig};
 use crate::piece::{Piece, Raw};
 use crate::published::Published;
@@ -20,6 +21,7 @@ pub(crate) struct Shared {
     pub(crate) window: Window<Piece>,
     pub(crate) published: Arc<Published>,
     pub(crate) config: ZeroConfig,
+    pub(crate) ahead: Ahead,
     /// Known when all parameters are.
     pub(crate) reducer: OnceLock<Reducer>,
 }

@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
@@ -15,11 +16,15 @@ use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
 use zero_core::{Buffer, CommError, Partition};
 
+use crate::ahead::Planned;
 use crate::config::Float;
 use crate::current;
 use crate::error::{raise, stop};
 use crate::piece::{Piece, Raw, bytes, same, tag};
 use crate::shared::Shared;
+
+/// How long a rank waits for another that joins the same pieces, before it does so itself: longer than copies take.
+const JOINING: Duration = Duration::from_secs(1);
 
 /// What a rank holds of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +44,8 @@ pub struct Uses {
     pub gathered_forward: usize,
     /// Wholes made of pieces again in backward passes.
     pub gathered_backward: usize,
+    /// Of both, those that were begun ahead of their use.
+    pub gathered_ahead: usize,
     /// Reductions of its gradient.
     pub reduced: usize,
 }
@@ -98,6 +105,20 @@ impl Recorded {
 impl Drop for Recorded {
     fn drop(&mut self) {
         self.0.recorded.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Planned for Slot {
+    fn begin_ahead(self: Arc<Self>) {
+        let shared = self.shared.clone();
+        let at_most = shared.config.prefetch_bucket_size;
+        let state = self.state.lock();
+        let Some(own) = state.piece.clone().filter(|_| self.partition.numel() <= at_most) else {
+            return;
+        };
+        let key = self.key(state.version);
+        drop(state);
+        shared.ahead.begin(shared.rank(), key, move || self.join(&own, key));
     }
 }
 
@@ -169,8 +190,8 @@ impl Slot {
         if self.policy == Policy::Replicated || state.piece.as_ref().is_some_and(|piece| same(&piece.master, base)) {
             return;
         }
-        let version = state.piece.as_ref().map_or(0, |_| state.version + 1);
-        let piece = Arc::new(Piece { master: base.clone(), sent: self.shared.cast(base.clone()) });
+        let version = state.version + u64::from(state.piece.is_some());
+        let piece = Arc::new(Piece::new(base.clone(), self.shared.cast(base.clone())));
         self.shared.window.publish(self.key(version), &piece);
         let next = State { version, piece: Some(piece), whole: None, uses: state.uses };
         let before = std::mem::replace(&mut *state, next);
@@ -178,6 +199,18 @@ impl Slot {
         if let Some(piece) = before.piece {
             drop(piece);
             self.shared.window.retract(self.key(before.version));
+        }
+    }
+
+    /// Takes back what the other ranks have read, so that an update may write over it. Behind a fence.
+    pub(crate) fn withdraw(&self) {
+        let mut state = self.state.lock();
+        state.whole = None;
+        if state.piece.take().is_some() {
+            let key = self.key(state.version);
+            state.version += 1;
+            drop(state);
+            self.shared.window.retract(key);
         }
     }
 
@@ -195,7 +228,7 @@ impl Slot {
                 let flat = Flex::float_reshape(whole.clone(), Shape::new([self.partition.numel()]));
                 let view = Flex::float_reshape(Flex::float_slice(flat, &[Slice::from(own)]), self.base.clone());
                 // The same version: who reads it meanwhile has the same values.
-                let piece = Arc::new(Piece { master: view.clone(), sent: view.clone() });
+                let piece = Arc::new(Piece::new(view.clone(), view.clone()));
                 self.shared.window.publish(self.key(state.version), &piece);
                 state.piece = Some(piece);
                 view
@@ -206,16 +239,16 @@ impl Slot {
     }
 
     /// The whole for a forward pass.
-    pub(crate) fn load(&self, base: &Raw) -> Raw {
+    pub(crate) fn load(self: &Arc<Self>, base: &Raw) -> Raw {
         self.whole(base, |uses| &mut uses.gathered_forward)
     }
 
     /// The whole again, for a backward pass.
-    pub(crate) fn load_again(&self, base: &Raw) -> Raw {
+    pub(crate) fn load_again(self: &Arc<Self>, base: &Raw) -> Raw {
         self.whole(base, |uses| &mut uses.gathered_backward)
     }
 
-    fn whole(&self, base: &Raw, counted: impl Fn(&mut Uses) -> &mut usize) -> Raw {
+    fn whole(self: &Arc<Self>, base: &Raw, counted: impl Fn(&mut Uses) -> &mut usize) -> Raw {
         let rank = self.shared.rank();
         if let Some(other) = current::rank().filter(|&current| current != rank) {
             stop(format!(
@@ -236,7 +269,7 @@ impl Slot {
             _ => {
                 drop(state);
                 *counted(&mut self.state.lock().uses) += 1;
-                self.gather(base)
+                self.gather_in_order(base)
             }
         }
     }
@@ -251,12 +284,35 @@ impl Slot {
         }
     }
 
+    /// The whole, which may have been begun, and the beginning of the next.
+    fn gather_in_order(self: &Arc<Self>, base: &Raw) -> Raw {
+        let Shared { ahead, window, .. } = &*self.shared;
+        if !window.is_remote() {
+            return self.gather(base);
+        }
+        let next = ahead.record(Arc::downgrade(self) as _);
+        let begun = ahead.take(self.published(base).1);
+        self.state.lock().uses.gathered_ahead += usize::from(begun.is_some());
+        let whole = begun.unwrap_or_else(|| self.gather(base));
+        if let Some(next) = next {
+            next.begin_ahead();
+        }
+        whole
+    }
+
     fn gather(&self, base: &Raw) -> Raw {
+        let (own, key) = self.published(base);
+        self.join(&own, key).unwrap_or_else(|error| raise(error))
+    }
+
+    /// The version that the other ranks read, which is `base`.
+    fn published(&self, base: &Raw) -> (Arc<Piece>, Key) {
         let state = self.state.lock();
         self.check(&state, base);
-        let (version, own) = (state.version, state.piece.clone().expect("it has been compared"));
-        drop(state);
-        let whole = self.join(&own, self.key(version)).unwrap_or_else(|error| raise(error));
+        (state.piece.clone().expect("it has been compared"), self.key(state.version))
+    }
+
+    fn tensor(&self, whole: Buffer) -> Raw {
         let data = match whole {
             Buffer::F32(values) => TensorData::new(values, self.whole.clone()),
             Buffer::Bf16(values) => TensorData::new(values, self.whole.clone()),
@@ -265,8 +321,8 @@ impl Slot {
         Raw::from_data(data)
     }
 
-    /// This rank's piece of a version and the others', one after the other.
-    fn join(&self, own: &Piece, key: Key) -> Result<Buffer, CommError> {
+    /// This rank's piece of a version and the others', one after the other, or what another rank of the process has joined.
+    fn join(&self, own: &Arc<Piece>, key: Key) -> Result<Raw, CommError> {
         let Shared { window, comm, config, .. } = &*self.shared;
         let (me, dtype) = (comm.rank(), config.param_dtype.on_the_wire());
         let bytes_of = |rank: usize| {
@@ -282,27 +338,39 @@ impl Slot {
         if window.is_remote() {
             let (elements, tag) = (self.partition.numel(), tag(sent));
             let own = Some((bytes_of(me).start, bytes(sent)));
-            return window.gather(Whole { dtype, elements, tag: &tag, own, pieces: &others }, key, self);
+            let whole = Whole { dtype, elements, tag: &tag, own, pieces: &others };
+            return window.gather(whole, key, self).map(|whole| self.tensor(whole));
         }
         let mut pieces = Vec::with_capacity(comm.world());
         for rank in 0..comm.world() {
             pieces.push(match rank == me {
-                true => sent.clone(),
-                false => window.read(rank, key, self)?.here().expect("the ranks share memory").sent.clone(),
+                true => own.clone(),
+                false => window.read(rank, key, self)?.here().expect("the ranks share memory"),
             });
+        }
+        // A whole that is kept is a rank's own: its piece is a part of it.
+        let is_lent = self.policy == Policy::Sharded;
+        let _joining = is_lent.then(|| pieces[0].joining.try_lock_for(JOINING)).flatten();
+        if let Some(whole) = pieces.iter().filter(|_| is_lent).find_map(|piece| piece.borrow(&self.whole)) {
+            own.lend(&whole);
+            return Ok(whole);
         }
         macro_rules! joined {
             ($variant:ident) => {{
                 let mut whole = Vec::with_capacity(self.partition.numel());
                 for piece in &pieces {
-                    whole.extend_from_slice(piece.as_slice().expect("pieces are contiguous, and of one type"));
+                    whole.extend_from_slice(piece.sent.as_slice().expect("pieces are contiguous, and of one type"));
                 }
                 Buffer::$variant(whole)
             }};
         }
-        Ok(match config.param_dtype {
+        let whole = self.tensor(match config.param_dtype {
             Float::F32 => joined!(F32),
             Float::Bf16 => joined!(Bf16),
-        })
+        });
+        if is_lent {
+            own.lend(&whole);
+        }
+        Ok(whole)
     }
 }

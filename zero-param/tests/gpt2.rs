@@ -44,6 +44,13 @@ fn train(stage: Stage, steps: usize) -> Vec<(f64, f64)> {
             told.push((mean, grads.norm()?));
             model = optimizer.step(1e-3, model, grads)?;
         }
+        if stage == Stage::Parameters {
+            // The table's rows and the head's gradients are made in the forward pass, a layer's product in both.
+            let gathered = |path: &str| zero.uses(path).map(|uses| [uses.gathered_forward, uses.gathered_backward]);
+            assert_eq!(gathered("wte"), Some([2 * steps, 0]));
+            assert_eq!(gathered("h.0.mlp.c_fc.weight"), Some([steps, steps]));
+            assert_eq!(zero.uses("wte").map(|uses| uses.reduced), Some(steps));
+        }
         Ok::<_, Error>(told)
     });
     told.unwrap().swap_remove(0)

@@ -186,7 +186,8 @@ fn used<N: Net>() -> Vec<(String, Uses)> {
 
 /// Uses of a path a step; the last pass besides is forward, and reads the weights out.
 fn a_step(uses: &[(String, Uses)], path: &str) -> (usize, usize, usize) {
-    let Uses { gathered_forward, gathered_backward, reduced } = uses.iter().find(|(found, _)| found == path).unwrap().1;
+    let Uses { gathered_forward, gathered_backward, reduced, .. } =
+        uses.iter().find(|(found, _)| found == path).unwrap().1;
     let each = |count: usize| {
         assert_eq!(count % STEPS, 0, "{path}: {uses:?}");
         count / STEPS

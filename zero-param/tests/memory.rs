@@ -70,6 +70,12 @@ struct Seen {
     state: isize,
 }
 
+/// Matrix products keep workspace for each thread, which is no tensor.
+fn warm_up() {
+    let device = device();
+    Mlp::<WIDTH, 2>::build(&device).loss(0, &device).backward();
+}
+
 /// Three steps. `ordered` if the forward pass runs where `Zero::backward` sees it.
 fn steps<const DEPTH: usize>(
     ranks: &Ranks,
@@ -79,10 +85,7 @@ fn steps<const DEPTH: usize>(
 ) -> Result<Option<Seen>, Error> {
     let (device, rank) = (device(), ranks.comm().rank());
     let wait = || ranks.comm().barrier();
-    // Matrix products keep workspace for each thread, which is no tensor.
-    let net = Mlp::<WIDTH, 2>::build(&device);
-    net.loss(0, &device).backward();
-    drop(net);
+    warm_up();
     wait()?;
     let before = BYTES.load(Relaxed);
     wait()?;
@@ -149,9 +152,26 @@ fn at_birth() -> isize {
     most.unwrap()[0]
 }
 
+/// Wholes of both ranks while each has the one weight of a module gathered.
+fn in_use_at_a_time() -> isize {
+    let seen = run_threads(2, &options(), |ranks| {
+        let (net, _zero) = shard(Mlp::<WIDTH, 1>::build(&device()), ranks, &config(Stage::Parameters))?;
+        ranks.comm().barrier()?;
+        let before = WHOLES.load(Relaxed);
+        ranks.comm().barrier()?;
+        let _held = net.valid().materialize();
+        ranks.comm().barrier()?;
+        let wholes = WHOLES.load(Relaxed) - before;
+        ranks.comm().barrier()?;
+        Ok::<_, Error>(wholes)
+    });
+    seen.unwrap()[0]
+}
+
 /// Bytes that are left of a module and its optimizer when both were dropped, and another has been updated since.
 fn left_behind() -> isize {
     let left = run_threads(2, &options(), |ranks| {
+        warm_up();
         let device = device();
         let config = config(Stage::Parameters);
         let (mut other, zero) = shard(Mlp::<8, 1>::build(&device), ranks, &config)?;
@@ -205,6 +225,8 @@ fn memory_is_as_the_stage_has_it() {
     // What sees no order has all gradients wait: the count would show it.
     let unordered = run_threads(2, &options(), |ranks| steps::<16>(ranks, Stage::Parameters, &sgd, false)).unwrap();
     assert!(unordered[0].as_ref().unwrap().most_backward > 20, "{unordered:?}");
+
+    assert_eq!(in_use_at_a_time(), 1, "ranks of a process borrow the whole that one of them has joined");
 
     let left = left_behind();
     println!("{left} bytes are left of a module that was dropped");

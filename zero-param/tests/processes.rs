@@ -6,11 +6,11 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use burn_optim::SgdConfig;
-use common::{Gpt, Told, config, train, train_threads};
+use common::{Gpt, STEPS, Told, config, train, train_threads};
 use zero_core::Stage;
 use zero_core::collective::launcher::Start;
 use zero_core::collective::process::{ProcessOptions, run};
-use zero_param::{Error, run_process};
+use zero_param::{Error, Uses, Zero, run_process};
 
 const FOLDER: &str = "ZERO_PARAM_TEST_FOLDER";
 const STAGE: &str = "ZERO_PARAM_TEST_STAGE";
@@ -35,7 +35,10 @@ fn rank() {
     let options = ProcessOptions { deadline: Duration::from_secs(60), ..ProcessOptions::default() };
     let result = run(&options, &start, |run| -> Result<(), Error> {
         run_process(run, |ranks| {
-            let (told, _) = train::<Gpt<2>>(ranks, &config(stage), &SgdConfig::new())?;
+            let (told, zero) = train::<Gpt<2>>(ranks, &config(stage), &SgdConfig::new())?;
+            if stage == Stage::Parameters {
+                assert_all_are_gathered_ahead(&zero);
+            }
             let file = std::path::Path::new(&folder).join(format!("rank-{}", ranks.comm().rank()));
             std::fs::write(file, bits(&[told])).unwrap();
             Ok(())
@@ -45,6 +48,17 @@ fn rank() {
         eprintln!("{failed}");
         failed.end_process();
     }
+}
+
+/// From the second pass on, all gathers but a pass's first.
+fn assert_all_are_gathered_ahead(zero: &Zero) {
+    let uses: Vec<Uses> = zero.paths().map(|path| zero.uses(path).unwrap()).collect();
+    let sum = |count: fn(&Uses) -> usize| uses.iter().map(count).sum::<usize>();
+    // In the end weights are read out.
+    let read_out = sum(|uses| uses.gathered_forward.min(1));
+    let in_a_pass = (sum(|uses| uses.gathered_forward + uses.gathered_backward) - read_out) / STEPS;
+    assert!(in_a_pass > 10, "{uses:?}");
+    assert_eq!(sum(|uses| uses.gathered_ahead), (STEPS - 1) * (in_a_pass - 1), "{uses:?}");
 }
 
 fn train_processes(world: usize, stage: Stage) -> String {

@@ -2,19 +2,22 @@
 //!
 //! `cargo run --release --example gpt2 -- --folder ../tests/fixtures/gpt2_tiny --stage 3 --ranks 2 --steps 20`
 //!
-//! `--save DIR` saves a checkpoint in the end, and `--resume DIR/step-...` goes on from one, also from one of `zero train`. With
+//! `--batch` are the rows of a step, over all ranks. `--save DIR` saves a checkpoint in the end, and `--resume DIR/step-...` goes on from one, also from one of `zero train`. With
 //! torchrun's variables each process is a rank.
 
 mod model;
 
+use std::alloc::System;
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_optim::AdamWConfig;
 use model::Config;
 use safetensors::SafeTensors;
 use serde_json::Map;
+use zero_core::alloc::PageKeeper;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
 use zero_core::collective::launcher::Start;
 use zero_core::collective::process;
@@ -22,14 +25,17 @@ use zero_core::collective::threads::ThreadOptions;
 use zero_core::{Buffer, ReduceOp, Stage};
 use zero_param::{Error, Ranks, Resumed, ZeroConfig, run_process, run_threads, shard};
 
-/// Rows of a step, over all ranks.
-const ROWS: usize = 4;
+/// A step finds the pages of the one before.
+#[global_allocator]
+static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
 struct Options {
     folder: PathBuf,
     stage: Stage,
     ranks: usize,
     steps: usize,
+    /// Rows of a step, over all ranks.
+    batch: usize,
     save: Option<PathBuf>,
     resume: Option<PathBuf>,
 }
@@ -46,6 +52,7 @@ impl Options {
             stage: given.remove("--stage").unwrap_or("3").parse::<u8>()?.try_into()?,
             ranks: given.remove("--ranks").unwrap_or("2").parse()?,
             steps: given.remove("--steps").unwrap_or("20").parse()?,
+            batch: given.remove("--batch").unwrap_or("4").parse()?,
             save: given.remove("--save").map(PathBuf::from),
             resume: given.remove("--resume").map(PathBuf::from),
         };
@@ -63,7 +70,7 @@ fn train(ranks: &Ranks, options: &Options) -> Result<(), Error> {
     let rows = file.tensor("input_ids").expect("it has ids");
     let ids: Vec<i32> = rows.data().as_chunks::<8>().0.iter().map(|id| i64::from_le_bytes(*id) as i32).collect();
     let (count, width) = (rows.shape()[0], rows.shape()[1]);
-    let (rank, own) = (ranks.comm().rank(), ROWS / ranks.comm().world());
+    let (rank, own) = (ranks.comm().rank(), options.batch / ranks.comm().world());
 
     let (mut model, zero) = shard(Config::load(&options.folder, &device), ranks, &ZeroConfig::new(options.stage))?;
     let mut optimizer = zero.optimizer(&AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01))?;
@@ -72,8 +79,12 @@ fn train(ranks: &Ranks, options: &Options) -> Result<(), Error> {
         let resumed = zero.load(model, optimizer, &Checkpoint::open(folder)?)?;
         Resumed { model, optimizer, steps: begin, extra } = resumed;
     }
+    // What was read from files is another phase than training.
+    ALLOCATOR.trim();
+    let mut seconds = Vec::new();
     for step in begin..options.steps {
-        let rows = (0..own).map(|row| (ROWS * step + rank * own + row) % count);
+        let begin = Instant::now();
+        let rows = (0..own).map(|row| (options.batch * step + rank * own + row) % count);
         let batch: Vec<i32> = rows.flat_map(|row| ids[row * width..][..width].iter().copied()).collect();
         let batch = Tensor::<2, Int>::from_data(TensorData::new(batch, [own, width]), &device);
         let (loss, grads) = zero.backward(|| model.loss(batch))?;
@@ -83,6 +94,11 @@ fn train(ranks: &Ranks, options: &Options) -> Result<(), Error> {
         if rank == 0 {
             println!("{loss}");
         }
+        seconds.push(begin.elapsed().as_secs_f64());
+    }
+    seconds.sort_by(f64::total_cmp);
+    if let Some(median) = seconds.get(seconds.len() / 2).filter(|_| rank == 0) {
+        eprintln!("{:.1} tokens/s by the median step", (options.batch * width) as f64 / median);
     }
     if let Some(dir) = &options.save {
         zero.save(&model, &optimizer, dir, options.steps.max(begin), extra, &SaveOptions::default())?;

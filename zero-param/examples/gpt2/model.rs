@@ -1,18 +1,18 @@
 //! GPT-2 on Burn 0.22, with the parameters of `zero_models::Gpt2`: the same paths, shapes and values, so that either reads the other's
 //! checkpoints, and Hugging Face's.
 //!
-//! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows.
+//! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows,
+//! `f` inner width.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::activation::{gelu_approximate, log_softmax, softmax};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use safetensors::SafeTensors;
 use serde::Deserialize;
-use zero_param::{embedding, tied_head};
+use zero_param::{AttentionOptions, Gelu, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
 
 /// What `config.json` says.
 #[derive(Debug, Clone, Deserialize)]
@@ -32,6 +32,8 @@ pub struct Gpt2 {
     wpe: Param<Tensor<2>>,
     h: Vec<Block>,
     ln_f: LayerNorm,
+    /// Burn's norms keep theirs to themselves.
+    epsilon: f64,
 }
 
 #[derive(Module, Debug)]
@@ -40,6 +42,7 @@ struct Block {
     attn: Attention,
     ln_2: LayerNorm,
     mlp: Mlp,
+    epsilon: f64,
 }
 
 #[derive(Module, Debug)]
@@ -66,12 +69,14 @@ impl Config {
             attn: Attention { c_attn: linear(d, 3 * d), c_proj: linear(d, d), heads: self.n_head },
             ln_2: norm(),
             mlp: Mlp { c_fc: linear(d, 4 * d), c_proj: linear(4 * d, d) },
+            epsilon: self.layer_norm_epsilon,
         };
         Gpt2 {
             wte: table(self.vocab_size),
             wpe: table(self.n_positions),
             h: (0..self.n_layer).map(block).collect(),
             ln_f: norm(),
+            epsilon: self.layer_norm_epsilon,
         }
     }
 
@@ -118,37 +123,48 @@ impl Gpt2 {
         let [b, t] = ids_bt.dims();
         let device = ids_bt.device();
         let places_1t = Tensor::<1, Int>::arange(0..t as i64, &device).reshape([1, t]);
-        let mut x_btd = embedding(&self.wte, ids_bt.clone()) + embedding(&self.wpe, places_1t);
+        let x_btd = embedding(&self.wte, ids_bt.clone()) + embedding(&self.wpe, places_1t);
+        let [_, _, d] = x_btd.dims();
+        let mut x_nd = x_btd.reshape([b * t, d]);
         for block in &self.h {
-            x_btd = block.forward(x_btd);
+            x_nd = block.forward(x_nd, b);
         }
-        let logits_btv = tied_head(self.ln_f.forward(x_btd), &self.wte);
-        let [_, _, v] = logits_btv.dims();
-        let predicted_nv = logits_btv.slice([0..b, 0..t - 1]).reshape([b * (t - 1), v]);
-        let next_n1 = ids_bt.slice([0..b, 1..t]).reshape([b * (t - 1), 1]);
-        log_softmax(predicted_nv, 1).gather(1, next_n1).mean().neg()
+        // The last position of a row predicts nothing: ignoring it costs less than copying all others.
+        let nothing_b1 = Tensor::full([b, 1], IGNORED, &device);
+        let next_n = Tensor::cat(vec![ids_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
+        linear_cross_entropy(norm(&self.ln_f, self.epsilon, x_nd), self.wte.val(), next_n, Some(IGNORED))
     }
 }
 
+/// The label of a position that does not count.
+const IGNORED: i64 = -100;
+
+fn norm(norm: &LayerNorm, epsilon: f64, x_nd: Tensor<2>) -> Tensor<2> {
+    layer_norm(x_nd, norm.gamma.val(), norm.beta.as_ref().map(Param::val), epsilon)
+}
+
+/// `layer` of rows, added to `residual_nf` if there is one.
+fn dense(layer: &Linear, x_nd: Tensor<2>, residual_nf: Option<Tensor<2>>) -> Tensor<2> {
+    linear(x_nd, layer.weight.val(), layer.bias.as_ref().map(Param::val), residual_nf)
+}
+
 impl Block {
-    fn forward(&self, x_btd: Tensor<3>) -> Tensor<3> {
-        let x_btd = x_btd.clone() + self.attn.forward(self.ln_1.forward(x_btd));
-        let wide = gelu_approximate(self.mlp.c_fc.forward(self.ln_2.forward(x_btd.clone())));
-        x_btd + self.mlp.c_proj.forward(wide)
+    fn forward(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
+        let mixed_nd = self.attn.mix(norm(&self.ln_1, self.epsilon, x_nd.clone()), batch);
+        let x_nd = dense(&self.attn.c_proj, mixed_nd, Some(x_nd));
+        let Mlp { c_fc, c_proj } = &self.mlp;
+        // The bias is added where the activation reads.
+        let wide_nf = linear(norm(&self.ln_2, self.epsilon, x_nd.clone()), c_fc.weight.val(), None, None);
+        dense(c_proj, gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val)), Some(x_nd))
     }
 }
 
 impl Attention {
-    fn forward(&self, x_btd: Tensor<3>) -> Tensor<3> {
-        let [b, t, d] = x_btd.dims();
-        let width = d / self.heads;
-        let by_head = |part: Tensor<3>| part.reshape([b, t, self.heads, width]).swap_dims(1, 2);
-        let [q, k, v] =
-            <[_; 3]>::try_from(self.c_attn.forward(x_btd.clone()).chunk(3, 2)).expect("three thirds").map(by_head);
-        let mask: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { f32::NEG_INFINITY } else { 0.0 }).collect();
-        let mask = Tensor::<4>::from_data(TensorData::new(mask, [1, 1, t, t]), &x_btd.device());
-        let scores = q.matmul(k.transpose()) / (width as f32).sqrt() + mask;
-        let mixed = softmax(scores, 3).matmul(v).swap_dims(1, 2).reshape([b, t, d]);
-        self.c_proj.forward(mixed)
+    fn mix(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
+        let [_, d] = x_nd.dims();
+        let heads = self.heads;
+        let scale = ((d / heads) as f64).sqrt().recip();
+        let options = AttentionOptions { batch, heads, causal: true, window: None, scale, dropout: None };
+        packed_attention(dense(&self.c_attn, x_nd, None), options)
     }
 }

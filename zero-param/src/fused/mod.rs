@@ -1,0 +1,144 @@
+//! Operations of transformers that are worth more than a chain of Burn's: the kernels of `zero-kernels`, as operations that autodiff
+//! knows. They have the names and shapes that they have in `zero-ops`.
+//!
+//! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only. Operands in 16 bit are computed in
+//! fp32 and rounded once, at the end.
+
+mod backend;
+mod flex;
+
+use std::sync::Arc;
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Dispatch, TensorMetadata};
+use burn::tensor::{DType, Int, Tensor};
+use zero_kernels::options::{AttentionOptions, Gelu};
+
+use backend::{FusedBackend, Operands};
+use flex::Op;
+
+type Any = FloatTensor<Dispatch>;
+
+/// Runs an operation of up to four operands.
+fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
+    let dtype = operands[0].dtype();
+    let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    assert!(known, "{}: an operand is {dtype:?}; cast it to 32 or 16 bit", op.name());
+    for other in &operands {
+        assert_eq!(other.dtype(), dtype, "{}: operands differ in type; cast one of them", op.name());
+    }
+    let operands = match <[Any; 1]>::try_from(operands).map_err(<[Any; 2]>::try_from) {
+        Ok([a]) => Operands::One(a),
+        Err(Ok([a, b])) => Operands::Two(a, b),
+        Err(Err(operands)) => match <[Any; 3]>::try_from(operands).map_err(<[Any; 4]>::try_from) {
+            Ok([a, b, c]) => Operands::Three(a, b, c),
+            Err(Ok([a, b, c, d])) => Operands::Four(a, b, c, d),
+            Err(Err(operands)) => unreachable!("no operation has {} operands", operands.len()),
+        },
+    };
+    Tensor::from_dispatch(<Dispatch as FusedBackend>::fused(operands, op))
+}
+
+/// `x weight + bias + residual`: the residual connection costs nothing beside the product.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`
+/// - returns `[n, f]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn linear(x: Tensor<2>, weight: Tensor<2>, bias: Option<Tensor<1>>, residual: Option<Tensor<2>>) -> Tensor<2> {
+    let op = Op::Linear { bias: bias.is_some() };
+    let mut operands = vec![x.into_dispatch(), weight.into_dispatch()];
+    operands.extend(bias.map(Tensor::into_dispatch));
+    operands.extend(residual.map(Tensor::into_dispatch));
+    run(op, operands)
+}
+
+/// Layer norm of rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the
+/// biased variance.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `gamma`, `beta`: `[d]`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn layer_norm(x: Tensor<2>, gamma: Tensor<1>, beta: Option<Tensor<1>>, epsilon: f64) -> Tensor<2> {
+    let mut operands = vec![x.into_dispatch(), gamma.into_dispatch()];
+    operands.extend(beta.map(Tensor::into_dispatch));
+    run(Op::LayerNorm { epsilon: epsilon as f32 }, operands)
+}
+
+/// `gelu(x + bias)`, <https://arxiv.org/abs/1606.08415>.
+///
+/// # Shapes
+/// - `x`: `[n, f]`, `bias`: `[f]`
+/// - returns `[n, f]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
+    let mut operands = vec![x.into_dispatch()];
+    operands.extend(bias.map(Tensor::into_dispatch));
+    run(Op::Gelu(kind), operands)
+}
+
+/// Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without holding the scores of all pairs,
+/// <https://arxiv.org/abs/2307.08691>, of rows that hold query, key and value side by side.
+///
+/// # Shapes
+/// - `qkv`: `[n, 3 d]`, sequence after sequence; head `i` is columns `i * d / heads ..` of each part
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit, or with dropout, which these kernels have not.
+pub fn packed_attention(qkv: Tensor<2>, options: AttentionOptions) -> Tensor<2> {
+    let AttentionOptions { batch, heads, dropout, .. } = options;
+    let [n, width] = qkv.dims();
+    assert!(dropout.is_none(), "attention: its probabilities are not dropped here; pass `dropout: None`");
+    assert!(batch > 0 && n.is_multiple_of(batch), "attention: {n} rows are no {batch} sequences of one length");
+    assert!(
+        heads > 0 && width.is_multiple_of(3 * heads),
+        "attention: rows of {width} columns hold no three parts of {heads} heads"
+    );
+    run(Op::Attention(options), vec![qkv.into_dispatch()])
+}
+
+/// The rows of a table.
+///
+/// # Shapes
+/// - `table`: `[v, d]`, `ids`: `[n]`, each in `0..v`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If an id is out of range.
+pub(crate) fn rows(table: Tensor<2>, ids: Tensor<1, Int>) -> Tensor<2> {
+    let [rows, _] = table.dims();
+    run(Op::Embedding { ids: numbers(ids), rows }, vec![table.into_dispatch()])
+}
+
+/// The mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not
+/// `ignored`; 0 if there are none.
+///
+/// Logits are made for some rows at a time and never held for all. Under autodiff the gradients are made beside them, in
+/// the forward pass, and only scaled in the backward pass: a sharded weight is gathered once.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `weight`: `[v, d]`, `targets`: `[n]`, each in `0..v` or `ignored`
+/// - returns `[1]`, in fp32
+///
+/// # Panics
+/// If the shapes do not fit, the operands differ in type, or a target is out of range.
+pub fn linear_cross_entropy(
+    x: Tensor<2>,
+    weight: Tensor<2>,
+    targets: Tensor<1, Int>,
+    ignored: Option<i64>,
+) -> Tensor<1> {
+    run(Op::CrossEntropy { targets: numbers(targets), ignored }, vec![x.into_dispatch(), weight.into_dispatch()])
+}
+
+fn numbers(ids: Tensor<1, Int>) -> Arc<[i64]> {
+    ids.into_data().iter::<i64>().collect()
+}
