@@ -1,7 +1,7 @@
 """GPT-2 with random weights as a Hugging Face folder, without dropout: what the benchmarks here load where no weights are at hand."""
 import os, subprocess
 
-SIZES = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
+SIZES = {"mini": (6, 384, 6), "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
 MAKE = """
 import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel
