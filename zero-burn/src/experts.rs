@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 
 use burn::module::{AutodiffModule, ParamId};
 use burn::optim::GradientsParams;
+use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
 use zero_core::{Buffer, Collective, ReduceOp};
@@ -55,11 +56,11 @@ pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
     });
     let (shared, own): (Vec<_>, Vec<_>) =
         shared.into_iter().partition(|reduced| reduced.slot.is_averaged.load(Ordering::Relaxed));
-    let mut put = |id, cell| walk::put_gradient::<A>(grads, id, ZeroTensor::Shard(Shard::new(cell)));
-    for (id, slot, cell) in own.into_iter().filter_map(|Reduced { id, slot, cell }| Some((id, slot, cell?))) {
-        let mut values = values_of(&cell);
-        values.iter_mut().for_each(|value| *value /= places.world() as f32);
-        put(id, with_values(context, &slot, values));
+    for Reduced { id, cell, .. } in own {
+        let Some(cell) = cell else { continue };
+        let tensor = ZeroTensor::Shard(Shard::new(cell));
+        let mean = A::InnerBackend::float_div_scalar(tensor, (places.world() as f32).into());
+        walk::put_gradient::<A>(grads, id, mean);
     }
     // Some places may have used a parameter that this one has not.
     let has = shared.iter().map(|reduced| u8::from(reduced.cell.is_some())).collect();
@@ -79,7 +80,8 @@ pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
         }
         let mut sums = average_values(&**places, values).into_iter();
         for (id, slot, len) in bucket {
-            put(id, with_values(context, &slot, sums.by_ref().take(len).collect()));
+            let cell = with_values(context, &slot, sums.by_ref().take(len).collect());
+            walk::put_gradient::<A>(grads, id, ZeroTensor::Shard(Shard::new(cell)));
         }
     }
 }
