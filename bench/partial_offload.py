@@ -5,8 +5,9 @@ there is room for: seconds a step, in turn.
   bench/partial_offload.py --swap DIR [--rates 0,500] [--rounds 1] [--steps 4] [--model gpt2-xl] [--example BINARY] [options of the run]
 
 A rate holds the disk to so many MB/s in each direction, as root, by a control group (version 1 or 2); 0 leaves it as it is. The median
-is of the steps after the first, whose memory is fresh. With a rate the disk's share is told: what went over it in those steps, in the
-direction that had more, of what could have.
+is of the steps after the first, whose memory is fresh. With a rate the disk's share of those steps is told: of the time, in which a
+direction is at its rate (of each quarter of a second what went in the direction that had more, of what could have), and of what could
+have gone in the direction that had more on the whole.
 """
 import argparse, json, os, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -67,23 +68,30 @@ def run(options, rate):
         metrics, said = Path(out) / "metrics.jsonl", open(Path(out) / "stderr", "w+")
         done = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=said,
                                 preexec_fn=throttle.join if throttle else None)
-        # When each step has ended, and what had gone over the disk by then.
-        seen = []
+        # When each step has ended, and what had gone over the disk by then; the same of each quarter of a second.
+        seen, looks = [], []
         while done.poll() is None:
-            while throttle and metrics.exists() and metrics.read_text().count("\n") > len(seen):
-                seen.append((time.monotonic(), throttle.moved()))
-            time.sleep(0.05)
+            if throttle:
+                looks.append((time.monotonic(), throttle.moved()))
+                while metrics.exists() and metrics.read_text().count("\n") > len(seen):
+                    seen.append(looks[-1])
+            time.sleep(0.25)
         if throttle:
             throttle.end()
         if done.returncode:
             sys.exit(f"error: the run ended with {done.returncode}: {(Path(out) / 'stderr').read_text()[-600:]}")
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    later, share = steps[1:] or steps, 0.0
+    later, share, busy = steps[1:] or steps, 0.0, 0.0
     if len(seen) > 1:
         (begin, first), (end, last) = seen[0], seen[-1]
-        share = max(b - a for a, b in zip(first, last)) / (rate * (end - begin))
+        most = lambda before, after: max(b - a for a, b in zip(before, after))
+        share = most(first, last) / (rate * (end - begin))
+        within = [look for look in looks if begin <= look[0] <= end]
+        # A little more may go in one look and less in the next.
+        at_rate = (min(most(a, b), rate * (to - since)) for (since, a), (to, b) in zip(within, within[1:]))
+        busy = sum(at_rate) / (rate * (end - begin))
     rss = max(rank["peak_rss_bytes"] for rank in steps[-1]["ranks"])
-    return statistics.median(step["step_ms"] / 1e3 for step in later), statistics.median(step["forward_ms"] / 1e3 for step in later), rss, share, steps[-1]["loss"]
+    return statistics.median(step["step_ms"] / 1e3 for step in later), statistics.median(step["forward_ms"] / 1e3 for step in later), rss, busy, share, steps[-1]["loss"]
 
 
 for rate in map(int, args.rates.split(",")):
@@ -92,10 +100,10 @@ for rate in map(int, args.rates.split(",")):
         for way, options in WAYS.items():
             seen[way].append(run(options, rate * 1_000_000))
     print(f"{args.model}, disk " + (f"held to {rate} MB/s" if rate else "as it is") + f", medians of {args.rounds} round(s)")
-    print("| | a step | of the first | forward | peak RSS | the disk's share | last loss |")
-    print("|---|---|---|---|---|---|---|")
+    print("| | a step | of the first | forward | peak RSS | the disk is busy | its direction that has more | last loss |")
+    print("|---|---|---|---|---|---|---|---|")
     first = None
     for way, runs in seen.items():
-        step, forward, rss, share = (statistics.median(run[place] for run in runs) for place in range(4))
-        first, shown = first or step, f"{share:.2f}" if rate else "-"
+        step, forward, rss, *shares = (statistics.median(run[place] for run in runs) for place in range(5))
+        first, shown = first or step, " | ".join(f"{share:.2f}" if rate else "-" for share in shares)
         print(f"| {way} | {step:.1f} s | {step / first:.2f} | {forward:.1f} s | {rss / 2**30:.1f} GiB | {shown} | {runs[-1][4]:.6f} |")

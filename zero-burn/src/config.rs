@@ -84,8 +84,9 @@ pub struct Offload {
     /// Inputs of [checkpointed](ZeroConfig::checkpointed_blocks) blocks, but the first's, from the end of the block until the
     /// backward pass comes to it. DeepSpeed's `cpu_checkpointing`.
     pub activations: Tier,
-    /// The share of a module's trained parameters, by elements, whose optimizer state and reduced gradients are where `optimizer` says:
-    /// those at its end. The others' stay with the backend. Default 1; DeepSpeed's `ratio` (Twin-Flow).
+    /// The share of a module's optimizer state and reduced gradients, by bytes of AdamW's, that is where `optimizer` says: those of the
+    /// parameters at its end. The others' stay with the backend; where there is a disk, gradients before state, as these would be
+    /// written while nothing is read. Default 1; DeepSpeed's `ratio` (Twin-Flow).
     pub ratio: f32,
     /// What has fewer bytes stays where the backend computes: moving it would cost more than it takes. Default 64 KiB.
     pub min_bytes: usize,
@@ -270,6 +271,21 @@ pub struct ZeroConfig {
 }
 
 impl ZeroConfig {
+    /// The shares of reduced gradients and of optimizer state that are offloaded, by [`Offload::ratio`].
+    pub fn offloaded_shares(&self) -> [f64; 2] {
+        let ratio = f64::from(self.offload.ratio);
+        match self.offload.optimizer {
+            Tier::Disk if self.stage.shards_gradients() => {}
+            Tier::Disk => return [0.0, ratio],
+            Tier::Memory | Tier::Host => return [ratio; 2],
+        }
+        // Bytes of a parameter: its gradient, two moments, and a master of 16 bit.
+        let gradient = self.gradient_dtype.unwrap_or(self.param_dtype).size() as f64;
+        let state = if self.param_dtype == Float::F32 { 8.0 } else { 12.0 };
+        let stays = (1.0 - ratio) * (gradient + state);
+        [1.0 - (stays / gradient).min(1.0), 1.0 - (stays - gradient).max(0.0) / state]
+    }
+
     /// How gradients of `world` ranks are added up: what they are sent as, what they are multiplied by before, and the sum
     /// after. `rounds_sums`: by NCCL, which rounds at every step to what is sent.
     pub(crate) fn reduction(&self, world: usize, rounds_sums: bool) -> (Float, f32, f32) {
@@ -377,7 +393,7 @@ impl ZeroConfig {
             );
         }
         if !(0.0..=1.0).contains(&offload.ratio) {
-            return refuse("ratio", "a share from 0 to 1 of the parameters whose optimizer state is offloaded");
+            return refuse("ratio", "a share from 0 to 1 of optimizer state and gradients");
         }
         if offload.uses(Tier::Disk) {
             if offload.disk.path.as_os_str().is_empty() {

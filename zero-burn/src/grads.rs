@@ -24,7 +24,8 @@ use crate::random::sign;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::Stored;
 use crate::trouble::stop;
-use crate::update::norms::{sum_of_squares, sum_of_squares_on_host, sums_of_squares};
+use crate::update::norms::{sum_of_squares, sums_of_squares};
+use crate::values::sum_of_squares_on_host;
 use crate::walk;
 
 /// Puts `values`, whole and flat and the same on every rank, in the place of a parameter's reduced gradient; `false` if
@@ -152,8 +153,11 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
                 meta.path, context.rank.config.axes
             ));
         }
-        if let Some(data) = cell.stored().as_ref().and_then(Stored::host) {
+        let stored = cell.stored();
+        if let Some(data) = stored.as_ref().and_then(Stored::host) {
             pieces[own] = sum_of_squares_on_host(data, cell.own());
+        } else if let Some(squares) = stored.as_ref().and_then(Stored::squares) {
+            pieces[own] = squares;
         } else if let Some(piece) = own_piece(&cell) {
             match zero_ops::is_host::<A::Base>() {
                 true => pieces[own] = sum_of_squares::<A::Base>(piece),

@@ -5,6 +5,7 @@
 //! its pieces, can share the pool.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn_backend::{Backend, TensorData};
@@ -19,6 +20,7 @@ use zero_ops::Shared;
 use crate::config::Disk;
 use crate::mover::{For, Mover};
 use crate::trouble::{or_stop, stop};
+use crate::values::elements_of;
 
 /// This rank's file, and the buffers that move its data.
 pub(crate) struct SwapDisk {
@@ -45,14 +47,18 @@ impl SwapDisk {
 
     /// Place for a piece of `bytes`; what it holds is not defined until it is written.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: usize) -> Result<Arc<OnDisk>, DiskError> {
-        Ok(Arc::new(OnDisk { region: self.file.alloc(bytes)?, disk: self.clone() }))
+        self.place(bytes, None)
     }
 
-    /// Writes a piece.
-    pub(crate) fn store(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<OnDisk>, DiskError> {
-        let stored = self.reserve(bytes.len())?;
+    /// Writes a piece, whose elements' squares have been added up or not.
+    pub(crate) fn store(self: &Arc<Self>, bytes: &[u8], squares: Option<f64>) -> Result<Arc<OnDisk>, DiskError> {
+        let stored = self.place(bytes.len(), squares)?;
         stored.write(bytes)?;
         Ok(stored)
+    }
+
+    fn place(self: &Arc<Self>, bytes: usize, squares: Option<f64>) -> Result<Arc<OnDisk>, DiskError> {
+        Ok(Arc::new(OnDisk { region: self.file.alloc(bytes)?, disk: self.clone(), squares }))
     }
 }
 
@@ -74,16 +80,21 @@ pub(crate) enum Stored {
 }
 
 impl Stored {
-    /// Moves a piece out of the backend's memory.
+    /// Moves a piece out of the backend's memory. The squares of elements `counted` are added up before it goes to a disk.
     pub(crate) fn of<B: Backend>(
         home: Home<'_>,
         piece: Shared<B>,
         mover: &Mover,
+        counted: Option<Range<usize>>,
     ) -> Result<Result<Self, Shared<B>>, DiskError> {
         Ok(match home {
             Home::Backend => Err(piece),
             Home::Host => Ok(Stored::Host(Arc::new(mover.to_host(piece)))),
-            Home::Disk(disk) => Ok(Stored::Disk(disk.store(mover.to_host(piece).as_bytes())?)),
+            Home::Disk(disk) => {
+                let data = mover.to_host(piece);
+                let squares = counted.and_then(|range| Some(elements_of(&data)?.slice(range).sum_of_squares()));
+                Ok(Stored::Disk(disk.store(data.as_bytes(), squares)?))
+            }
         })
     }
 
@@ -95,6 +106,14 @@ impl Stored {
                 Ok(())
             }
             Stored::Disk(on_disk) => on_disk.read_into(out),
+        }
+    }
+
+    /// The sum of squares that was taken when it was moved to a disk.
+    pub(crate) fn squares(&self) -> Option<f64> {
+        match self {
+            Stored::Host(_) => None,
+            Stored::Disk(on_disk) => on_disk.squares,
         }
     }
 
@@ -111,6 +130,9 @@ impl Stored {
 pub(crate) struct OnDisk {
     region: Region,
     pub(crate) disk: Arc<SwapDisk>,
+    /// Of a gradient, the sum of squares of the elements that count for its norm: to read them for it would take as long as to write
+    /// them did.
+    pub(crate) squares: Option<f64>,
 }
 
 impl OnDisk {

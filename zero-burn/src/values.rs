@@ -1,11 +1,14 @@
 //! Values on their way between a backend, the host's memory and other ranks.
 
+use std::ops::Range;
+
 #[cfg(feature = "cubecl")]
 use burn_backend::ops::TransactionPrimitive;
 use burn_backend::{Backend, TensorData};
 use burn_std::reader::try_read_sync;
 use burn_std::{DType, Shape};
 use zero_core::Buffer;
+use zero_ops::Elements;
 
 use crate::trouble::stop;
 
@@ -76,4 +79,22 @@ pub(crate) fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
         DType::F64 => zero_core::collective::DType::F64,
         other => stop(format!("a tensor of type {other:?} cannot be sent to other processes: expected floats")),
     }
+}
+
+/// The sum of squares of elements `range` of data in the host's memory.
+pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: Range<usize>) -> f64 {
+    match elements_of(data) {
+        Some(elements) => elements.slice(range).sum_of_squares(),
+        None => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
+    }
+}
+
+/// Elements of data of 32 or 16 bit.
+pub(crate) fn elements_of(data: &TensorData) -> Option<Elements<'_>> {
+    Some(match data.dtype {
+        DType::F32 => Elements::F32(data.as_slice().ok()?),
+        DType::F16 => Elements::F16(data.as_slice().ok()?),
+        DType::BF16 => Elements::Bf16(data.as_slice().ok()?),
+        _ => return None,
+    })
 }

@@ -12,7 +12,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use common::{B, Device, Run, launch_options, on_ranks};
 use serde_json::Map;
-use zero_burn::config::{Disk, Float, Offload, Tier};
+use zero_burn::config::{Disk, Float, Offload, Tier, ZeroConfig};
 use zero_burn::launch::launch;
 use zero_burn::module::{collect_grads, mark, prepare};
 use zero_burn::optim::{Fused, Rule};
@@ -80,11 +80,11 @@ fn disk(path: &Path) -> Disk {
     Disk { path: path.into(), aio, buffer_count: 7, buffer_bytes: 64 << 10, ..Disk::default() }
 }
 
-/// Of optimizer state and of parameters, and how much of the first is there.
+/// Of optimizer state with gradients and of parameters, and how much of the first is there.
 fn tiers(stage: Stage) -> Vec<(Tier, Tier, f32)> {
     let mut tiers = vec![(Tier::Disk, Tier::Memory, 1.0), (Tier::Disk, Tier::Memory, 0.4)];
     if stage.shards_parameters() {
-        tiers.extend([(Tier::Memory, Tier::Disk, 1.0), (Tier::Disk, Tier::Disk, 1.0), (Tier::Disk, Tier::Disk, 0.6)]);
+        tiers.extend([(Tier::Memory, Tier::Disk, 1.0), (Tier::Disk, Tier::Disk, 1.0), (Tier::Disk, Tier::Disk, 0.8)]);
     }
     tiers
 }
@@ -112,24 +112,23 @@ fn compare(name: &str, run: &Run, rule: Rule, accumulation: usize) -> usize {
     let mut combinations = 0;
     for (optimizer, parameters, ratio) in tiers(run.zero.stage) {
         let dir = tempfile::tempdir().unwrap();
-        let (got, got_state, got_bytes) = run_with(Offload {
-            optimizer,
-            parameters,
-            ratio,
-            min_bytes: 1,
-            disk: disk(dir.path()),
-            ..Offload::default()
-        });
+        let disk = disk(dir.path());
+        let offload = Offload { optimizer, parameters, ratio, min_bytes: 1, disk, ..Offload::default() };
+        let leaves = ZeroConfig { offload: offload.clone(), ..run.zero.clone() }.offloaded_shares();
+        let (got, got_state, got_bytes) = run_with(offload);
         let (ranks, stage) = (run.ranks, run.zero.stage);
         let name = format!("{name}, {ranks} rank(s), stage {stage}, {optimizer:?} ({ratio}), {parameters:?}");
         assert_eq!(got, losses, "{name}");
         assert!(got_state == state, "{name}: the state at the end differs");
         if optimizer == Tier::Disk {
-            let stays = f64::from(1.0 - ratio) * bytes.optimizer as f64;
-            let part = got_bytes.optimizer as f64 / stays.max(1.0);
-            println!("{name}: {part:.3} of what stays is in memory");
-            // Whole parameters stay, of which the largest is a sixth of the model.
-            assert!(part <= 1.0 && (ratio == 1.0 || stays == 0.0 || part > 0.8), "{name}: optimizer state in memory");
+            let kinds =
+                [("gradients", got_bytes.gradients, bytes.gradients), ("state", got_bytes.optimizer, bytes.optimizer)];
+            for ((kind, here, all), leaves) in kinds.into_iter().zip(leaves) {
+                let (share, stays) = (here as f64 / all.max(1) as f64, 1.0 - leaves);
+                println!("{name}: {share:.3} of {kind} in memory, of {stays:.3} that may stay");
+                // Whole parameters stay, of which the largest is a sixth of the model.
+                assert!(all == 0 || (share <= stays + 1e-6 && share > stays - 0.2), "{name}: {kind} in memory");
+            }
         }
         if parameters == Tier::Disk {
             assert_eq!(got_bytes.parameters, 0, "{name}: parameters in memory");

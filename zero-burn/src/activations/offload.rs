@@ -182,7 +182,7 @@ impl<B: Backend> Moves<B> {
         };
         let bytes = leaving.shape().num_elements() * leaving.dtype().size();
         let Some(home) = self.rank.activations_home(bytes) else { return Ok(()) };
-        let stored = Stored::of(home, leaving, &self.rank.mover).map_err(|error| error.to_string())?;
+        let stored = Stored::of(home, leaving, &self.rank.mover, None).map_err(|error| error.to_string())?;
         let mut content = content.lock();
         if let (Content::Leaving(_), Ok(stored)) = (&*content, stored) {
             *content = Content::Stored(stored);

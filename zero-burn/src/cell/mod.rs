@@ -183,10 +183,13 @@ impl<B: Backend> Cell<B> {
         let bytes = template.partition.len(rank.place(template.partition)) * dtype.size();
         let piece = match rank.home(kind, bytes, template.slot.as_deref()) {
             Home::Backend => Piece::Tensor(rank.share(local)),
-            home => match or_stop(Stored::of(home, Shared::not(local), &rank.mover)) {
-                Ok(stored) => Piece::Stored(stored),
-                Err(local) => Piece::Tensor(local),
-            },
+            home => {
+                match or_stop(Stored::of(home, Shared::not(local), &rank.mover, rank.counted(kind, template.partition)))
+                {
+                    Ok(stored) => Piece::Stored(stored),
+                    Err(local) => Piece::Tensor(local),
+                }
+            }
         };
         Self::new(template, dtype, State::of(piece))
     }
@@ -268,9 +271,7 @@ impl<B: Backend> Cell<B> {
 
     /// The elements of what is held here that are this rank's to count and to save: each of the tensor's is one rank's.
     pub(crate) fn own(&self) -> Range<usize> {
-        let (owners, place) = self.rank.owners(self.partition.numel());
-        let (own, begin) = (owners.range(place), self.partition.range(self.place()).start);
-        own.start - begin..own.end - begin
+        self.rank.own(self.partition)
     }
 
     fn gauge(&self, whole: bool) -> &Gauge {
@@ -342,7 +343,8 @@ impl<B: Backend> Cell<B> {
     /// Ends *pending*: the piece, or why there is none.
     pub(crate) fn settle(&self, result: Result<Shared<B>, CommError>) {
         // Before the lock: it takes a while.
-        self.settle_as(match result.map(|local| Stored::of(self.home(), local, &self.rank.mover)) {
+        let counted = self.rank.counted(self.kind(), self.partition);
+        self.settle_as(match result.map(|local| Stored::of(self.home(), local, &self.rank.mover, counted)) {
             Ok(Ok(Ok(stored))) => Piece::Stored(stored),
             Ok(Ok(Err(local))) => Piece::Tensor(local),
             Ok(Err(error)) => {
@@ -388,7 +390,7 @@ impl<B: Backend> Cell<B> {
     pub(crate) fn park(&self, disk: &Arc<SwapDisk>) -> Result<bool, DiskError> {
         let is_moved = self.partition.len(self.place()) > 0 && self.settled().stored().is_none();
         let parked = match is_moved {
-            true => Some(Piece::Stored(Stored::Disk(disk.store(read::<B>(self.local()).as_bytes())?))),
+            true => Some(Piece::Stored(Stored::Disk(disk.store(read::<B>(self.local()).as_bytes(), None)?))),
             // What is gathered goes on every rank, whatever it has of it itself: they gather it together later.
             false if !self.settled().has_piece() => Some(Piece::Tensor(self.rank.share(self.local()))),
             false => None,
@@ -439,7 +441,7 @@ impl<B: Backend> Cell<B> {
             Stored::Disk(on_disk) => {
                 let mut bytes = vec![0; on_disk.region().bytes()];
                 or_stop(on_disk.read_into(&mut bytes));
-                Stored::Disk(or_stop(on_disk.disk.store(&bytes)))
+                Stored::Disk(or_stop(on_disk.disk.store(&bytes, on_disk.squares)))
             }
         })
     }

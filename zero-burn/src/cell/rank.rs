@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -162,6 +163,18 @@ impl<B: Backend> Rank<B> {
         (Partition::new(numel, self.world), self.mesh.place(self.index))
     }
 
+    /// The elements of its piece of a tensor that are this rank's to count and to save.
+    pub(super) fn own(&self, partition: Partition) -> Range<usize> {
+        let (owners, place) = self.owners(partition.numel());
+        let (own, begin) = (owners.range(place), partition.range(self.place(partition)).start);
+        own.start - begin..own.end - begin
+    }
+
+    /// Those whose squares are wanted once it is there.
+    pub(super) fn counted(&self, kind: Kind, partition: Partition) -> Option<Range<usize>> {
+        (kind == Kind::Gradient).then(|| self.own(partition))
+    }
+
     /// Numbers a new parameter.
     pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
         // What is born in fp16 may be rows that are quantised already, whose numbers mean nothing.
@@ -229,24 +242,26 @@ impl<B: Backend> Rank<B> {
             // Whole gradients, which are on their way to be reduced, stay where the backward pass gave them.
             Kind::Gradient if offload.optimizer == Tier::Disk && !stage.shards_gradients() => Tier::Memory,
             Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
-            Kind::Gradient | Kind::Optimizer if slot.is_some_and(|slot| slot.state_stays.load(Ordering::Relaxed)) => {
-                Tier::Memory
-            }
+            Kind::Gradient if slot.is_some_and(|slot| slot.gradient_stays.load(Ordering::Relaxed)) => Tier::Memory,
+            Kind::Optimizer if slot.is_some_and(|slot| slot.state_stays.load(Ordering::Relaxed)) => Tier::Memory,
             Kind::Gradient | Kind::Optimizer => offload.optimizer,
         };
         self.home_of(tier)
     }
 
-    /// Chooses those of a module's trained parameters, in its order, whose optimizer state stays with the backend: the first that are
-    /// used are those that a forward pass after the update need not wait for, and whose gradients come last.
+    /// Chooses those of a module's trained parameters, in its order, whose gradients and optimizer state stay with the backend: the first
+    /// that are used are those that a forward pass after the update need not wait for, and whose gradients come last.
     pub(crate) fn keep_states(&self, trained: &[Arc<Slot<B>>]) {
         let elements = |slot: &Slot<B>| slot.partition.len(self.place(slot.partition));
         let all: usize = trained.iter().map(|slot| elements(slot)).sum();
-        let mut room = ((1.0 - f64::from(self.config.offload.ratio)) * all as f64).round() as usize;
-        for slot in trained {
-            let stays = elements(slot) <= room;
-            room -= if stays { elements(slot) } else { 0 };
-            slot.state_stays.store(stays, Ordering::Relaxed);
+        let marks: [fn(&Slot<B>) -> &AtomicBool; 2] = [|slot| &slot.gradient_stays, |slot| &slot.state_stays];
+        for (leaves, mark) in self.config.offloaded_shares().into_iter().zip(marks) {
+            let mut room = ((1.0 - leaves) * all as f64).round() as usize;
+            for slot in trained {
+                let stays = elements(slot) <= room;
+                room -= if stays { elements(slot) } else { 0 };
+                mark(slot).store(stays, Ordering::Relaxed);
+            }
         }
     }
 

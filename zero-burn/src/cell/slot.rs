@@ -33,8 +33,10 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) names: Mutex<Names>,
     /// Whether the parameter stays in memory although others are on the disk.
     pub(crate) resident: bool,
-    /// Whether its optimizer state and reduced gradients stay with the backend although others' are elsewhere, as `prepare` has it.
+    /// Whether its optimizer state stays with the backend although others' is elsewhere, as `prepare` has it.
     pub(crate) state_stays: AtomicBool,
+    /// Whether its reduced gradient does.
+    pub(crate) gradient_stays: AtomicBool,
     /// Whether this rank counts it in norms over a mesh's axes: one of those among which it is replicated does.
     pub(crate) is_counted: AtomicBool,
     /// Whether all places on the mesh's expert axis have it, and its gradients are averaged over the axis.
@@ -178,6 +180,7 @@ impl<B: Backend> Parameters<B> {
             partition,
             resident,
             state_stays: AtomicBool::new(false),
+            gradient_stays: AtomicBool::new(false),
             is_counted: AtomicBool::new(true),
             is_averaged: AtomicBool::new(false),
             formats,

@@ -2,9 +2,9 @@
 //! that reads, computes and writes back stretches of their arrays beside one another, in a few buffers of constant size. What
 //! lies in the host's memory: one after another, in place.
 //!
-//! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its
-//! parameter's last stretch is there: who reads it earlier waits. Updates are in place, on the disk too, after the fence
-//! that keeps fast ranks from replacing what slow ranks still read.
+//! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its parameter's last
+//! stretch is there, computed if the cell is the parameter in memory and written otherwise: who reads it earlier waits. Updates are
+//! in place, on the disk too, after the fence that keeps fast ranks from replacing what slow ranks still read.
 //!
 //! A first pass of two runs in the same way on the rank's own thread: the step waits for what it gives.
 
@@ -108,7 +108,12 @@ impl<B: Backend> Work<Failure> for Running<'_, B> {
     fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), Failure> {
         self.rank.window.check(&"an update from the disk").map_err(Failure::Comm)?;
         let (job, range) = self.layout.places[index].clone();
-        self.jobs[job].as_mut().expect("a job ends after its last item").compute(range, buffers);
+        let job = self.jobs[job].as_mut().expect("a job ends after its last item");
+        let end = range.end;
+        job.compute(range, buffers);
+        if end == job.elements {
+            job.settle_version();
+        }
         Ok(())
     }
 

@@ -52,7 +52,6 @@ impl<B: Backend> Array<B> {
     }
 
     /// What is there, and nothing in its place.
-    #[cfg(feature = "cubecl")]
     fn take(&mut self) -> Self {
         std::mem::replace(self, Array::Memory(TensorData::new(Vec::<f32>::new(), [0])))
     }
@@ -170,6 +169,19 @@ impl<B: Backend> Job<B> {
         self.norms = self.norms.plus(norms);
     }
 
+    /// After its last element, before its arrays on the disk have been written: who waits for the parameter's next version has it, if
+    /// it stays in memory.
+    fn settle_version(&mut self) {
+        let is_first_pass = self.is_first_pass();
+        let array = self.copy.as_mut().map_or(&mut self.parameter, |(copy, _)| copy);
+        if array.elements().is_some()
+            && !is_first_pass
+            && let Some(cell) = self.cells.pop_if(|cell| !matches!(cell.home(), Home::Disk(_)))
+        {
+            settle_one(&cell, array.take());
+        }
+    }
+
     /// After its last element: the job again, if a second pass is to come.
     pub(crate) fn end(mut self) -> Option<Self> {
         if !self.is_first_pass() {
@@ -210,18 +222,20 @@ impl<B: Backend> Job<B> {
     }
 
     pub(crate) fn settle(self) {
-        for (cell, array) in self.results() {
-            match array {
-                Array::Tensor(_) => unreachable!("what is written is on the host"),
-                Array::Memory(data) => cell.settle_data(data.convert_dtype(cell.dtype)),
-                Array::Disk { stored, .. } => cell.settle_as(Piece::Stored(Stored::Disk(stored))),
-            }
-        }
+        self.results().for_each(|(cell, array)| settle_one(&cell, array));
     }
 
     /// The parameter's next version.
     pub(crate) fn version(&self) -> Arc<Cell<B>> {
         self.cells.last().expect("the parameter's next version is its last").clone()
+    }
+}
+
+fn settle_one<B: Backend>(cell: &Cell<B>, array: Array<B>) {
+    match array {
+        Array::Tensor(_) => unreachable!("what is written is on the host"),
+        Array::Memory(data) => cell.settle_data(data.convert_dtype(cell.dtype)),
+        Array::Disk { stored, .. } => cell.settle_as(Piece::Stored(Stored::Disk(stored))),
     }
 }
 

@@ -1,9 +1,11 @@
 //! Sums of squares wherever the elements are: of gradients, and of parameters and their updates.
 
-use burn_backend::{Backend, TensorData, TensorMetadata};
+#[cfg(feature = "cubecl")]
+use burn_backend::TensorData;
+use burn_backend::{Backend, TensorMetadata};
 use burn_std::DType;
+use zero_ops::Squares;
 use zero_ops::update::Norms;
-use zero_ops::{Elements, Squares};
 
 use super::Job;
 use crate::values::read;
@@ -17,24 +19,6 @@ pub(crate) fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
     let x = if x.dtype().size() < 4 { B::float_cast(x, DType::F32.into()) } else { x };
     let sum = B::float_sum(B::float_mul(x.clone(), x));
     read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
-}
-
-/// The same of elements in the host's memory.
-pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: std::ops::Range<usize>) -> f64 {
-    match data.dtype {
-        DType::F32 | DType::F16 | DType::BF16 => elements_of(data).slice(range).sum_of_squares(),
-        _ => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
-    }
-}
-
-/// Elements of data of 32 or 16 bit.
-fn elements_of(data: &TensorData) -> Elements<'_> {
-    const TYPES: &str = "callers pass data of 32 or 16 bit";
-    match data.dtype {
-        DType::F16 => Elements::F16(data.as_slice().expect(TYPES)),
-        DType::BF16 => Elements::Bf16(data.as_slice().expect(TYPES)),
-        _ => Elements::F32(data.as_slice().expect(TYPES)),
-    }
 }
 
 /// The same of several tensors, read from their device at once where CubeCL computes.

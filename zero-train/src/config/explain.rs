@@ -80,7 +80,7 @@ impl ZeroPlan {
         let device = |offload: &Option<Offload>| offload.as_ref().map(|offload| offload.device.clone());
         let of_state = match self.offload_optimizer.as_ref().map_or(1.0, |offload| offload.ratio) {
             1.0 => "optimizer state".to_owned(),
-            ratio => format!("{ratio} of the optimizer state"),
+            ratio => format!("{ratio} of optimizer state and gradients"),
         };
         for (what, updated, device) in [
             (&of_state[..], ", where the processor updates it", device(&self.offload_optimizer)),

@@ -302,7 +302,7 @@ pub struct Offload {
     pub buffer_count: usize,
     /// Most elements of a buffer of parameters.
     pub buffer_size: usize,
-    /// The share of optimizer state that is offloaded, by elements, of the parameters at the module's end.
+    /// The share of optimizer state and gradients that is offloaded, by bytes: see `zero_burn::config::Offload::ratio`.
     pub ratio: f64,
     /// Elements of each rank's parameters that stay in memory all the same.
     pub max_in_cpu: usize,

@@ -43,14 +43,16 @@ impl MemoryNeed {
         // Takes out of `state` what is offloaded to where `is_there` says.
         let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
             let before = state.total();
-            if let Some(offload) = plan.offload_optimizer.as_ref().filter(|offload| is_there(&offload.device)) {
-                let stays = |bytes: u64| ((1.0 - offload.ratio) * bytes as f64) as u64;
-                state.optimizer = stays(state.optimizer);
+            if plan.offload_optimizer.as_ref().is_some_and(|offload| is_there(&offload.device)) {
+                let [of_gradients, of_state] = plan.zero_config(0).offloaded_shares();
+                let stays = |leaves: f64, bytes: u64| ((1.0 - leaves) * bytes as f64) as u64;
+                state.optimizer = stays(of_state, state.optimizer);
                 // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend. What error
                 // feedback keeps is in the host's memory always.
                 let kept = residuals(profile, plan);
                 let leave = stage.shards_gradients();
-                state.gradients = if leave { stays(state.gradients - kept) + kept } else { state.gradients };
+                state.gradients =
+                    if leave { stays(of_gradients, state.gradients - kept) + kept } else { state.gradients };
             }
             if plan.offload_param.as_ref().is_some_and(|offload| is_there(&offload.device)) {
                 state.parameters = 0;
@@ -286,11 +288,15 @@ impl Candidate<'_> {
         /// Of the memory, which what is estimated may take beyond.
         const SPARE: f64 = 0.05;
         let Some(memory) = self.budget.memory else { return Ok((with, taken)) };
-        let all = self.need(&Options { offload_ratio: Some(0.0), ..with.clone() })?.total();
-        let room = memory as f64 * (1.0 - SPARE) - taken.total() as f64;
-        let stays = (room / (all - taken.total()).max(1) as f64).clamp(0.0, 1.0);
+        let most = (memory as f64 * (1.0 - SPARE)) as u64;
         // In hundredths, as a user would write it.
-        let with = Options { offload_ratio: Some((100.0 * (1.0 - stays)).ceil() / 100.0), ..with };
+        let leaves = |hundredths: u8| Options { offload_ratio: Some(f64::from(hundredths) / 100.0), ..with.clone() };
+        let (mut fewest, mut enough) = (0_u8, 100_u8);
+        while fewest < enough {
+            let middle = fewest.midpoint(enough);
+            if self.need(&leaves(middle))?.total() <= most { enough = middle } else { fewest = middle + 1 }
+        }
+        let with = leaves(enough);
         let taken = self.need(&with)?;
         Ok((with, taken))
     }

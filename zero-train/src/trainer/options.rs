@@ -130,8 +130,8 @@ pub struct Options {
     /// that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]
     pub offload: Option<OffloadChoice>,
-    /// The share of the optimizer's state that is offloaded, from 0 to 1; the rest stays where the model computes [default: all of it
-    /// with --offload, as little as memory allows without]
+    /// The share of the optimizer's state and gradients that is offloaded, from 0 to 1; the rest stays where the model computes, gradients
+    /// first if the others go to a disk [default: all of it with --offload, as little as memory allows without]
     #[arg(long, value_name = "SHARE")]
     pub offload_ratio: Option<f64>,
     /// Where to: the host's memory, where the processor updates it, or a disk [default: host for --backend cuda and vulkan,

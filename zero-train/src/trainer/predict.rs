@@ -59,11 +59,12 @@ impl core::fmt::Display for Prediction {
 
 /// Bytes that all ranks together read and write in a step.
 fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
-    let offload = plan.zero_config(0).offload;
+    let config = plan.zero_config(0);
+    let ([of_gradients, of_state], offload) = (config.offloaded_shares(), config.offload);
     let micro_batches = plan.batch.accumulation as f64;
     let on_disk = |tier| f64::from(u8::from(tier == Tier::Disk));
     // Two moments, each read and written; a gradient written with each micro-batch and read once.
-    let optimizer = on_disk(offload.optimizer) * f64::from(offload.ratio) * (16.0 + 4.0 * micro_batches + 4.0);
+    let optimizer = on_disk(offload.optimizer) * (16.0 * of_state + (4.0 * micro_batches + 4.0) * of_gradients);
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
     let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
     let frozen =
