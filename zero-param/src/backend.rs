@@ -18,6 +18,7 @@ use burn::backend::{Autodiff, AutodiffBackend, Backend, Dispatch, Flex, backend_
 use burn::tensor::{Tensor, TensorData};
 
 use crate::clock;
+use crate::fused::Op;
 use crate::slot::{Recorded, Slot};
 
 /// What a backend does for sharded parameters. `piece` is what the rank updates of a parameter.
@@ -27,6 +28,8 @@ pub(crate) trait ZeroBackend: Backend {
     fn gather(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self>;
     /// The whole once more, in a backward pass.
     fn gather_again(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self>;
+    /// Rows of the whole, which is not kept, and whose gradient is handed over as that of these rows.
+    fn rows(piece: FloatTensor<Self>, slot: Arc<Slot>, ids: Arc<[i64]>) -> FloatTensor<Self>;
     /// The piece, which the other ranks may read from now on.
     fn publish(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self>;
     /// The piece, as a view of the whole where that is kept.
@@ -51,6 +54,10 @@ impl ZeroBackend for Flex {
     fn gather_again(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         slot.load_again(&piece)
     }
+    fn rows(piece: FloatTensor<Self>, slot: Arc<Slot>, ids: Arc<[i64]>) -> FloatTensor<Self> {
+        let rows = slot.whole[0];
+        Op::Embedding { ids, rows }.forward(vec![slot.load(&piece)], &[false]).0
+    }
     fn publish(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         slot.publish(&piece);
         piece
@@ -64,13 +71,13 @@ impl ZeroBackend for Flex {
 struct Gather<B>(PhantomData<B>);
 
 impl<B: Local, const N: usize> Backward<B, N> for Gather<B> {
-    /// None where no gradient is wanted.
-    type State = Option<Arc<Recorded>>;
+    /// None where no gradient is wanted; the rows that were read, if not the whole was.
+    type State = (Option<Arc<Recorded>>, Option<Arc<[i64]>>);
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
         let gradient = grads.consume::<B>(&ops.node);
-        if let Some(recorded) = ops.state {
-            recorded.hand_over(B::read(gradient));
+        if let (Some(recorded), rows) = ops.state {
+            recorded.hand_over(B::read(gradient), rows);
         }
     }
 }
@@ -122,7 +129,7 @@ impl<B: ZeroBackend + Local, C: CheckpointStrategy> ZeroBackend for Autodiff<B, 
                 };
                 let whole = B::gather(piece.into_primitive(), slot);
                 match op.stateful() {
-                    OpsKind::Tracked(op) => op.finish(recorded, whole),
+                    OpsKind::Tracked(op) => op.finish((recorded, None), whole),
                     OpsKind::UnTracked(op) => op.finish(whole),
                 }
             }};
@@ -135,6 +142,27 @@ impl<B: ZeroBackend + Local, C: CheckpointStrategy> ZeroBackend for Autodiff<B, 
     fn gather_again(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         Self::from_inner(B::gather_again(piece.into_primitive(), slot))
     }
+    fn rows(piece: FloatTensor<Self>, slot: Arc<Slot>, ids: Arc<[i64]>) -> FloatTensor<Self> {
+        if !piece.is_tracked() {
+            return Self::from_inner(B::rows(piece.into_primitive(), slot, ids));
+        }
+        let recorded = Recorded::new(&slot);
+        macro_rules! record {
+            ($($parent:expr),*) => {{
+                let op = Gather::<B>(PhantomData).prepare::<BalancedCheckpointing>([$($parent.node()),*]);
+                let op = op.compute_bound().stateful();
+                let rows = B::rows(piece.into_primitive(), slot, ids.clone());
+                match op {
+                    OpsKind::Tracked(op) => op.finish((Some(recorded), Some(ids)), rows),
+                    OpsKind::UnTracked(op) => op.finish(rows),
+                }
+            }};
+        }
+        match clock::tick::<B>(piece.primitive()) {
+            Some(token) => record!(piece, token),
+            None => record!(piece),
+        }
+    }
     fn publish(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         Self::from_inner(B::publish(piece.into_primitive(), slot))
     }
@@ -146,6 +174,11 @@ impl<B: ZeroBackend + Local, C: CheckpointStrategy> ZeroBackend for Autodiff<B, 
 /// The whole of a parameter whose base is `piece`.
 pub(crate) fn gather<const D: usize>(piece: Tensor<D>, slot: &Arc<Slot>) -> Tensor<D> {
     Tensor::from_dispatch(<Dispatch as ZeroBackend>::gather(piece.into_dispatch(), slot.clone()))
+}
+
+/// Rows of the whole of a table whose base is `piece`.
+pub(crate) fn rows(piece: Tensor<2>, slot: &Arc<Slot>, ids: Arc<[i64]>) -> Tensor<2> {
+    Tensor::from_dispatch(<Dispatch as ZeroBackend>::rows(piece.into_dispatch(), slot.clone(), ids))
 }
 
 /// Lets the other ranks read `piece`, which has no autodiff.

@@ -35,16 +35,23 @@ impl Zero {
     ///
     /// [`Error::Comm`]. A gather that fails inside of `loss` travels as a panic payload, which whoever runs the ranks catches.
     pub fn backward<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Result<(Tensor<D>, Grads), Error> {
+        self.pass(|| {
+            let loss = {
+                let _ordered = clock::forward();
+                loss()
+            };
+            let value = loss.clone().inner();
+            drop(loss.backward());
+            value
+        })
+    }
+
+    /// Runs `both`, a forward and its backward pass, and gives what it gives and the gradients.
+    pub(crate) fn pass<T>(&self, both: impl FnOnce() -> T) -> Result<(T, Grads), Error> {
         let reducer = self.shared.reducer();
         reducer.begin();
         self.shared.ahead.begin_pass();
-        let loss = {
-            let _ordered = clock::forward();
-            loss()
-        };
-        let value = loss.clone().inner();
-        drop(loss.backward());
-        drop(loss);
+        let value = both();
         self.shared.ahead.end_pass();
         let means = reducer.finish()?;
         for (slot, _) in self.slots.iter().zip(&means).filter(|(_, mean)| mean.is_some()) {

@@ -6,12 +6,22 @@
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};
 
-use crate::fused::rows;
+use crate::backend;
+use crate::config::Float;
+use crate::fused::{numbers, rows};
+use crate::shard::Gathered;
 
 /// Rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`.
 pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     let [batch, length] = ids.dims();
-    let rows = rows(weight.val(), ids.reshape([batch * length]));
+    let ids = ids.reshape([batch * length]);
+    let rows = match weight.reparameterization::<Gathered>() {
+        // Gradients in 16 bit are rounded as wholes.
+        Some(Gathered { slot, .. }) if slot.shared.config.param_dtype == Float::F32 => {
+            backend::rows(weight.base(), slot, numbers(ids))
+        }
+        _ => rows(weight.val(), ids),
+    };
     let [_, width] = rows.dims();
     rows.reshape([batch, length, width])
 }

@@ -10,6 +10,7 @@
 //! * Speed: layers of Burn work as they are; [`linear`], [`layer_norm`], [`gelu`], [`packed_attention`], [`linear_cross_entropy`] and
 //!   [`embedding()`] are kernels. AdamW is one pass. A rank that is a thread computes on its share of the processors.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
+//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};
@@ -56,6 +57,8 @@ mod reduce;
 mod shard;
 mod shared;
 mod slot;
+#[cfg(feature = "train")]
+mod strategy;
 mod zero;
 
 pub use checkpoint::Resumed;
@@ -68,5 +71,7 @@ pub use optim::{Optimizer, OptimizerConfig};
 pub use ranks::{Ranks, run_process, run_threads};
 pub use shard::{Gathered, shard};
 pub use slot::Uses;
+#[cfg(feature = "train")]
+pub use strategy::ZeroStrategy;
 pub use zero::Zero;
 pub use zero_kernels::options::{AttentionOptions, Gelu};

@@ -2,9 +2,10 @@
 
 use burn::module::Module;
 use burn_optim::grad_clipping::GradientClipping;
+use burn_optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_optim::{
-    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, LBFGSConfig, LambConfig, LionConfig,
-    ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
+    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, LBFGSConfig, LambConfig,
+    LionConfig, ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
 };
 
 use crate::adamw::FusedAdamW;
@@ -122,12 +123,22 @@ impl Optimizer {
     /// # Errors
     ///
     /// [`Error::Missing`] when `grads` are of parameters that `model` has not; [`Error::Comm`].
-    pub fn step<M: Module>(&mut self, lr: f64, model: M, grads: Grads) -> Result<M, Error> {
+    pub fn step<M: Module>(&mut self, lr: impl Into<ModuleLearningRate>, model: M, grads: Grads) -> Result<M, Error> {
+        self.step_by(model, grads, |optimizer, model, grads| optimizer.step(lr, model, grads))
+    }
+
+    /// As [`Optimizer::step`], where `update` calls Burn's optimizer.
+    pub(crate) fn step_by<M: Module>(
+        &mut self,
+        model: M,
+        grads: Grads,
+        update: impl FnOnce(&mut ModuleOptimizer, M, GradientsParams) -> M,
+    ) -> Result<M, Error> {
         let updated: Vec<usize> = grads.updated().collect();
         let grads = grads.into_burn(&model)?;
         self.zero.fence()?;
         updated.into_iter().for_each(|index| self.zero.slots[index].withdraw());
-        let model = self.inner.step(lr, model, grads);
+        let model = update(&mut self.inner, model, grads);
         Ok(self.zero.publish(model))
     }
 

@@ -15,6 +15,7 @@ use burn::tensor::{DType, TensorData};
 use half::bf16;
 use parking_lot::Mutex;
 use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request, Stage};
+use zero_kernels::cpu::embedding;
 
 use crate::config::{Float, ZeroConfig};
 use crate::error::{raise, stop};
@@ -105,9 +106,9 @@ impl Reducer {
         self.state.lock().pass = Pass { is_running: true, gradients, is_sent, reduced, ..Pass::default() };
     }
 
-    /// Adds a use's gradient; `is_complete` if it was the parameter's last in this pass. Called by autodiff, under the lock of this
+    /// Adds a use's gradient, or that of the `rows` of a table which it read; `is_complete` if it was the parameter's last in this pass. Called by autodiff, under the lock of this
     /// rank's graph: may wait for buckets under way, for which the other ranks need nothing but their own graphs.
-    pub(crate) fn push(&self, index: usize, gradient: TensorData, is_complete: bool) {
+    pub(crate) fn push(&self, index: usize, gradient: TensorData, rows: Option<Arc<[i64]>>, is_complete: bool) {
         let mut state = self.state.lock();
         let State { pass, buckets, .. } = &mut *state;
         if !pass.is_running {
@@ -125,12 +126,14 @@ impl Reducer {
             ));
         }
         let gradient = as_buffer(gradient, self.config.param_dtype);
-        let sum = match pass.gradients[index].take() {
-            None => {
-                pass.arrived.push(index);
-                gradient
-            }
-            Some((before, _)) => sum(gradient, &before),
+        let before = pass.gradients[index].take().map(|(before, _)| before);
+        if before.is_none() {
+            pass.arrived.push(index);
+        }
+        let sum = match (rows, before) {
+            (Some(rows), before) => sum_rows(&rows, gradient, before, self.members[index].partition.numel()),
+            (None, Some(before)) => sum(gradient, &before),
+            (None, None) => gradient,
         };
         pass.gradients[index] = Some((sum, is_complete));
         // At stage 1 gradients are not sharded: they stay whole to the end of the pass.
@@ -345,6 +348,30 @@ fn as_buffer(gradient: TensorData, dtype: Float) -> Buffer {
         _ => unreachable!("the gradient of a {dtype:?} whole is {got:?}"),
     };
     values.expect("the elements are of the type that they say")
+}
+
+/// The gradient of rows that were read of a table of `numel` elements, with what there was before, in place: of a tied embedding
+/// that is the head's, and a table of its own would be as large again.
+fn sum_rows(ids: &[i64], gradient: Buffer, before: Option<Buffer>, numel: usize) -> Buffer {
+    let gradient = gradient.into_f32();
+    let width = gradient.len() / ids.len().max(1);
+    let Some(before) = before else {
+        let mut table = vec![0.0; numel];
+        embedding::backward(ids, &gradient, width, &mut table);
+        return Buffer::F32(table);
+    };
+    let mut table = before.into_f32();
+    let mut read = ids.to_vec();
+    read.sort_unstable();
+    read.dedup();
+    let place = |id: &i64| read.binary_search(id).expect("it is one of them") as i64;
+    let places: Vec<i64> = ids.iter().map(place).collect();
+    let mut sums = vec![0.0; read.len() * width];
+    embedding::backward(&places, &gradient, width, &mut sums);
+    for (&id, later) in read.iter().zip(sums.chunks_exact(width.max(1))) {
+        table[id as usize * width..][..width].iter_mut().zip(later).for_each(|(before, later)| *before += later);
+    }
+    Buffer::F32(table)
 }
 
 /// In the order of Burn's own sums of gradients: the later one first.

@@ -24,7 +24,7 @@ use crate::zero::Zero;
 #[derive(Module, Debug)]
 pub struct Gathered {
     #[module(skip)]
-    slot: Arc<Slot>,
+    pub(crate) slot: Arc<Slot>,
 }
 
 impl Reparameterization for Gathered {

@@ -93,12 +93,12 @@ impl Recorded {
         Arc::new(Self(slot.clone()))
     }
 
-    /// Takes the gradient of this use, and reduces the sum when it was the parameter's last.
-    pub(crate) fn hand_over(self: Arc<Self>, gradient: TensorData) {
+    /// Takes the gradient of this use, or of the `rows` that it read, and reduces the sum when it was the parameter's last.
+    pub(crate) fn hand_over(self: Arc<Self>, gradient: TensorData, rows: Option<Arc<[i64]>>) {
         let slot = self.0.clone();
         drop(self);
         let complete = slot.recorded.load(Ordering::Relaxed) == 0;
-        slot.shared.reducer().push(slot.index, gradient, complete);
+        slot.shared.reducer().push(slot.index, gradient, rows, complete);
     }
 }
 

@@ -5,11 +5,12 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
 
-use burn::module::Module;
+use burn::module::{Module, Param};
+use burn::tensor::{Int, Tensor};
 use burn_optim::{AdamWConfig, SgdConfig};
 use common::{Mlp, Net, config, device, options, seed};
 use zero_core::Stage;
-use zero_param::{Error, OptimizerConfig, Ranks, run_threads, shard};
+use zero_param::{Error, OptimizerConfig, Ranks, embedding, linear_cross_entropy, run_threads, shard};
 
 const WIDTH: usize = 256;
 /// Bytes of one weight.
@@ -198,6 +199,35 @@ fn left_behind() -> isize {
     left.unwrap()[0]
 }
 
+/// A table that is read at both ends of a model.
+#[derive(Module, Debug)]
+struct Tied {
+    table: Param<Tensor<2>>,
+}
+
+/// Wholes that a backward pass over a tied table adds, on one rank that keeps the table.
+fn of_a_tied_table() -> isize {
+    let seen = run_threads(1, &options(), |ranks| {
+        let device = device();
+        let table = Param::from_tensor(Tensor::zeros([WIDTH, WIDTH], &device));
+        let (net, zero) = shard(Tied { table }, ranks, &config(Stage::DataParallel))?;
+        let mut added = 0;
+        for _ in 0..2 {
+            let before = WHOLES.load(Relaxed);
+            zero.backward(|| {
+                let ids = || Tensor::<1, Int>::from_data([3, 1, 3], &device);
+                let x = embedding(&net.table, ids().reshape([1, 3])).reshape([3, WIDTH]);
+                let loss = linear_cross_entropy(x, net.table.val(), ids(), None);
+                MOST_WHOLES.store(WHOLES.load(Relaxed), Relaxed);
+                loss
+            })?;
+            added = MOST_WHOLES.load(Relaxed) - before;
+        }
+        Ok::<_, Error>(added)
+    });
+    seen.unwrap()[0]
+}
+
 #[test]
 fn memory_is_as_the_stage_has_it() {
     let sgd = SgdConfig::new();
@@ -227,6 +257,8 @@ fn memory_is_as_the_stage_has_it() {
     assert!(unordered[0].as_ref().unwrap().most_backward > 20, "{unordered:?}");
 
     assert_eq!(in_use_at_a_time(), 1, "ranks of a process borrow the whole that one of them has joined");
+
+    assert_eq!(of_a_tied_table(), 1, "the head's gradient, to which the embedding's is added");
 
     let left = left_behind();
     println!("{left} bytes are left of a module that was dropped");

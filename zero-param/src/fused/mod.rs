@@ -15,7 +15,7 @@ use burn::tensor::{DType, Int, Tensor};
 use zero_kernels::options::{AttentionOptions, Gelu};
 
 use backend::{FusedBackend, Operands};
-use flex::Op;
+pub(crate) use flex::Op;
 
 type Any = FloatTensor<Dispatch>;
 
@@ -139,6 +139,6 @@ pub fn linear_cross_entropy(
     run(Op::CrossEntropy { targets: numbers(targets), ignored }, vec![x.into_dispatch(), weight.into_dispatch()])
 }
 
-fn numbers(ids: Tensor<1, Int>) -> Arc<[i64]> {
+pub(crate) fn numbers(ids: Tensor<1, Int>) -> Arc<[i64]> {
     ids.into_data().iter::<i64>().collect()
 }
