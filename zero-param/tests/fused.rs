@@ -74,6 +74,14 @@ fn linear_is_burns() {
     assert_close("with both", &got, &told((&x, &w, &b), |x, w, b| x.clone() + burns(x, w, Some(b))));
     let got = told((&x, &w, &b), |x, w, _| linear(x.clone(), w, None, Some(x)));
     assert_close("with a residual", &got, &told((&x, &w, &b), |x, w, _| x.clone() + burns(x, w, None)));
+    // Sequences.
+    let (w, long) = (leaf(2, [D, F]), |x: Tensor<2>, width: usize| x.reshape([2, N / 2, width]));
+    let residual = || leaf(6, [N, F]).detach();
+    let got = told((&x, &w, &leaf(3, [F])), |x, w, b| {
+        linear(long(x, D), w, Some(b), Some(long(residual(), F))).reshape([N, F])
+    });
+    assert_close("sequences", &got, &told((&x, &w, &leaf(3, [F])), |x, w, b| residual() + burns(x, w, Some(b))));
+    let w = leaf(4, [D, D]);
     // Frozen operands have no gradient, and their partners theirs.
     let got = told((&x, &w, &b), |x, w, b| linear(x, w.detach(), Some(b.detach()), None));
     assert_close("frozen weight", &got, &told((&x, &w, &b), |x, w, b| burns(x, w.detach(), Some(b.detach()))));

@@ -6,13 +6,14 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
 
 use burn::module::{Module, Param};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Device, Int, Tensor};
+use burn_nn::Linear;
 use burn_optim::{AdamWConfig, SgdConfig};
 use common::{Mlp, Net, config, device, options, seed};
 use zero_core::Stage;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
-use zero_param::{Error, OptimizerConfig, Ranks, embedding, linear_cross_entropy, run_threads, shard};
+use zero_param::{Error, OptimizerConfig, Ranks, embedding, linear, linear_cross_entropy, run_threads, shard};
 
 const WIDTH: usize = 256;
 /// Bytes of one weight.
@@ -233,6 +234,27 @@ fn of_a_tied_table() -> isize {
     seen.unwrap()[0]
 }
 
+/// Wholes of both ranks that are kept for the backward pass of four layers on sequences.
+fn kept_of_sequences(device: Device, forward: fn(&Linear, Tensor<3>) -> Tensor<3>) -> isize {
+    let kept = run_threads(2, &options(), |ranks| {
+        let (net, zero) = shard(Mlp::<WIDTH, 4>::build(&device), ranks, &config(Stage::Parameters))?;
+        ranks.comm().barrier()?;
+        let before = WHOLES.load(Relaxed);
+        ranks.comm().barrier()?;
+        let mut kept = 0;
+        zero.backward(|| {
+            let x = Tensor::<3>::ones([2, 32, WIDTH], &device);
+            let out = net.layers.iter().fold(x, |x, layer| forward(layer, x));
+            ranks.comm().barrier().unwrap();
+            kept = WHOLES.load(Relaxed) - before;
+            ranks.comm().barrier().unwrap();
+            out.mean()
+        })?;
+        Ok::<_, Error>(kept)
+    });
+    kept.unwrap()[0]
+}
+
 #[test]
 fn memory_is_as_the_stage_has_it() {
     let sgd = SgdConfig::new();
@@ -264,6 +286,12 @@ fn memory_is_as_the_stage_has_it() {
     assert_eq!(in_use_at_a_time(), 1, "ranks of a process borrow the whole that one of them has joined");
 
     assert_eq!(of_a_tied_table(), 1, "the head's gradient, to which the embedding's is added");
+
+    let ours = |layer: &Linear, x| linear(x, layer.weight.val(), layer.bias.as_ref().map(Param::val), None);
+    assert_eq!(kept_of_sequences(device(), ours), 0);
+    assert_eq!(kept_of_sequences(device().gradient_checkpointing(), |layer, x| layer.forward(x)), 0);
+    let burns = kept_of_sequences(device(), |layer, x| layer.forward(x));
+    assert!(burns >= 3, "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for");
 
     let left = left_behind();
     println!("{left} bytes are left of a module that was dropped");

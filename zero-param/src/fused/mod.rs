@@ -41,18 +41,36 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
 
 /// `x weight + bias + residual`: the residual connection costs nothing beside the product.
 ///
+/// On sequences `[b, t, d]` it keeps no weight from the forward pass to the backward pass, as Burn's own does, which multiplies by a
+/// view of it.
+///
 /// # Shapes
-/// - `x`: `[n, d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`
-/// - returns `[n, f]`
+/// - `x`: `[.., d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[.., f]`
+/// - returns `[.., f]`
 ///
 /// # Panics
 /// If the shapes do not fit, or the operands differ in type.
-pub fn linear(x: Tensor<2>, weight: Tensor<2>, bias: Option<Tensor<1>>, residual: Option<Tensor<2>>) -> Tensor<2> {
+pub fn linear<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+    residual: Option<Tensor<D>>,
+) -> Tensor<D> {
     let op = Op::Linear { bias: bias.is_some() };
-    let mut operands = vec![x.into_dispatch(), weight.into_dispatch()];
+    let mut shape = x.dims();
+    shape[D - 1] = weight.dims()[1];
+    let mut operands = vec![as_rows(x), weight.into_dispatch()];
     operands.extend(bias.map(Tensor::into_dispatch));
-    operands.extend(residual.map(Tensor::into_dispatch));
-    run(op, operands)
+    operands.extend(residual.map(as_rows));
+    let out: Tensor<2> = run(op, operands);
+    if D == 2 { Tensor::from_dispatch(out.into_dispatch()) } else { out.reshape(shape) }
+}
+
+/// `[.., d]` as `[n, d]`.
+fn as_rows<const D: usize>(x: Tensor<D>) -> Any {
+    let shape = x.dims();
+    let n = shape[..D - 1].iter().product();
+    if D == 2 { x.into_dispatch() } else { x.reshape([n, shape[D - 1]]).into_dispatch() }
 }
 
 /// Layer norm of rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the
