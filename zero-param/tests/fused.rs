@@ -8,7 +8,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_optim::{AdamWConfig, ModuleOptimizer};
 use common::{Gpt, device, numbers, train_plain};
 use zero_param::{
-    AttentionOptions, Gelu, OptimizerConfig, embedding, gelu, layer_norm, linear, linear_cross_entropy,
+    AttentionOptions, Gelu, OptimizerConfig, attention, embedding, gelu, layer_norm, linear, linear_cross_entropy,
     packed_attention,
 };
 
@@ -117,7 +117,7 @@ fn attention_is_burns() {
     for causal in [true, false] {
         // Two sequences.
         let (t, width) = (N / 2, D / HEADS);
-        let burns = |qkv: Tensor<2>| {
+        let burns = |qkv: Tensor<2>, keys: Option<Tensor<2>>| {
             let part = |at: usize| {
                 let part = qkv.clone().slice([0..N, at * D..(at + 1) * D]);
                 part.reshape([2, t, HEADS, width]).swap_dims(1, 2)
@@ -125,13 +125,27 @@ fn attention_is_burns() {
             let hidden = |at: usize| causal && at % t > at / t;
             let mask: Vec<f32> = (0..t * t).map(|at| if hidden(at) { f32::NEG_INFINITY } else { 0.0 }).collect();
             let mask = Tensor::<4>::from_data(TensorData::new(mask, [1, 1, t, t]), &device());
+            let mask = keys.into_iter().fold(mask, |mask, keys| mask + keys.reshape([2, 1, 1, t]));
             let scores = part(0).matmul(part(1).transpose()) / (width as f32).sqrt() + mask;
             softmax(scores, 3).matmul(part(2)).swap_dims(1, 2).reshape([N, D])
         };
         let scale = (width as f64).sqrt().recip();
         let options = AttentionOptions { batch: 2, heads: HEADS, causal, window: None, scale, dropout: None };
-        let got = told((&qkv, &qkv, &b), |qkv, _, _| packed_attention(qkv, options));
-        assert_close("attention", &got, &told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv)));
+        for hidden in [None, Some(1)] {
+            // The second key of the second sequence.
+            let mask = hidden.map(|key| {
+                let mask: Vec<f32> = (0..N).map(|at| if at == t + key { -3e4 } else { 0.0 }).collect();
+                Tensor::<2>::from_data(TensorData::new(mask, [2, t]), &device())
+            });
+            let expected = told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv, mask.clone()));
+            let got = told((&qkv, &qkv, &b), |qkv, _, _| packed_attention(qkv, mask.clone(), options));
+            assert_close("packed attention", &got, &expected);
+            let got = told((&qkv, &qkv, &b), |qkv, _, _| {
+                let [q, k, v] = [0, 1, 2].map(|at| qkv.clone().slice([0..N, at * D..(at + 1) * D]));
+                attention(q, k, v, mask.clone(), options)
+            });
+            assert_close("attention", &got, &expected);
+        }
     }
 }
 

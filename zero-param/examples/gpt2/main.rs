@@ -6,6 +6,8 @@
 //! torchrun's variables each process is a rank.
 
 mod model;
+#[path = "../shared/mod.rs"]
+mod shared;
 
 use std::alloc::System;
 use std::collections::HashMap;
