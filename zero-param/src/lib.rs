@@ -4,7 +4,7 @@
 //! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's part and gather the rest for each
 //!   use ([`shard()`]).
 //! * Memory: at stage 3 a rank holds its pieces, and a whole for as long as the operation that uses it. A backward pass gathers
-//!   again; a gradient is whole until its bucket is reduced.
+//!   again; a gradient is whole until its bucket is reduced. Burn's `Linear` keeps the whole of sequences `[b, t, d]`: take [`linear`].
 //! * Threads: a rank runs on one. Gathers read the other ranks' pieces without their taking part; gradients are reduced by a thread of
 //!   the group. No rank waits for another's forward or backward pass but for buckets under way.
 //! * Speed: layers of Burn work as they are; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
