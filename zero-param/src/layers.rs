@@ -1,7 +1,8 @@
 //! Layers in place of Burn's, which keep no whole parameter from a forward pass to its backward pass.
 //!
 //! Burn's `Embedding` saves its weight, and a head that is tied to one by `weight.transpose()` saves that view: right, but the
-//! whole stays in memory. Layers that Burn builds of vectors (norms, biases) need nothing: vectors are whole on every rank.
+//! whole stays in memory. So it is with `Linear` on sequences, in whose place there is [`linear`](crate::linear). Layers that Burn
+//! builds of vectors (norms, biases) need nothing: vectors are whole on every rank.
 
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};

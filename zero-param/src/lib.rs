@@ -4,10 +4,10 @@
 //! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's part and gather the rest for each
 //!   use ([`shard()`]).
 //! * Memory: at stage 3 a rank holds its pieces, and a whole for as long as the operation that uses it. A backward pass gathers
-//!   again; a gradient is whole until its bucket is reduced.
+//!   again; a gradient is whole until its bucket is reduced. Burn's `Linear` keeps the whole of sequences `[b, t, d]`: take [`linear`].
 //! * Threads: a rank runs on one. Gathers read the other ranks' pieces without their taking part; gradients are reduced by a thread of
 //!   the group. No rank waits for another's forward or backward pass but for buckets under way.
-//! * Speed: layers of Burn work as they are; [`linear`], [`layer_norm`], [`gelu`], [`packed_attention`], [`linear_cross_entropy`] and
+//! * Speed: layers of Burn work as they are; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
 //!   [`embedding()`] are kernels. AdamW is one pass. A rank that is a thread computes on its share of the processors.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train.
@@ -64,7 +64,7 @@ mod zero;
 pub use checkpoint::Resumed;
 pub use config::{Float, ZeroConfig};
 pub use error::Error;
-pub use fused::{gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
+pub use fused::{attention, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
 pub use grads::Grads;
 pub use layers::{embedding, tied_head};
 pub use optim::{Optimizer, OptimizerConfig};

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A run goes on from one front to the other, with the same bits of parameters and moments: across.sh ZERO GPT2, the binaries of
-# `zero` (Burn 0.21) and of zero-param's example (Burn 0.22).
+# Both fronts have the same losses on 1 to 4 ranks at all stages, and a run goes on from one to the other, with the same bits of
+# parameters and moments: across.sh ZERO GPT2, the binaries of `zero` (Burn 0.21) and of zero-param's example (Burn 0.22).
 set -euo pipefail
 zero=$1 gpt2=$2
 fixture=$(cd "$(dirname "$0")/../../tests/fixtures/gpt2_tiny" && pwd)
@@ -8,13 +8,14 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 on_0_21() { # STEPS FOLDER [options]
-  "$zero" train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks 2 --stage 3 \
+  "$zero" train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks "$ranks" --stage "$stage" \
     --shuffle false --decay-except nothing --save "$work/$2" --save-every 3 --out "$work/$2-out" "${@:3}" >"$work/log" 2>&1 ||
     { cat "$work/log"; exit 1; }
   python3 -c 'import json, sys; [print(json.loads(line)["loss"]) for line in open(sys.argv[1])]' "$work/$2-out/metrics.jsonl"
 }
 on_0_22() { # STEPS FOLDER [options]
-  "$gpt2" --folder "$fixture" --stage 3 --ranks 2 --steps "$1" --save "$work/$2" "${@:3}"
+  "$gpt2" --folder "$fixture" --stage "$stage" --ranks "$ranks" --batch $((2 * ranks)) --steps "$1" --save "$work/$2" \
+    --persistence-threshold 0 "${@:3}" # All but vectors are cut.
 }
 same() { # FILE FILE
   python3 - "$@" <<'PYTHON'
@@ -27,6 +28,16 @@ print(f"  {len(a)} losses, largest relative difference {worst:.1e}")
 PYTHON
 }
 
+for ranks in 1 2 3 4; do
+  for stage in 0 1 2 3; do
+    echo "$ranks rank(s), stage $stage"
+    on_0_21 6 "$ranks-$stage-old" >"$work/old.losses"
+    on_0_22 6 "$ranks-$stage-new" >"$work/new.losses"
+    same "$work/new.losses" "$work/old.losses"
+  done
+done
+
+ranks=2 stage=3
 on_0_21 6 old >"$work/old.losses"
 echo 'from 0.21 to 0.22 and back, without an update: every bit is the same'
 on_0_22 3 copy --resume "$work/old/step-00000003"

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_optim::{AdamWConfig, ModuleOptimizer};
 use common::{Gpt, device, numbers, train_plain};
 use zero_param::{
-    AttentionOptions, Gelu, OptimizerConfig, embedding, gelu, layer_norm, linear, linear_cross_entropy,
+    AttentionOptions, Gelu, OptimizerConfig, attention, embedding, gelu, layer_norm, linear, linear_cross_entropy,
     packed_attention,
 };
 
@@ -74,6 +74,14 @@ fn linear_is_burns() {
     assert_close("with both", &got, &told((&x, &w, &b), |x, w, b| x.clone() + burns(x, w, Some(b))));
     let got = told((&x, &w, &b), |x, w, _| linear(x.clone(), w, None, Some(x)));
     assert_close("with a residual", &got, &told((&x, &w, &b), |x, w, _| x.clone() + burns(x, w, None)));
+    // Sequences.
+    let (w, long) = (leaf(2, [D, F]), |x: Tensor<2>, width: usize| x.reshape([2, N / 2, width]));
+    let residual = || leaf(6, [N, F]).detach();
+    let got = told((&x, &w, &leaf(3, [F])), |x, w, b| {
+        linear(long(x, D), w, Some(b), Some(long(residual(), F))).reshape([N, F])
+    });
+    assert_close("sequences", &got, &told((&x, &w, &leaf(3, [F])), |x, w, b| residual() + burns(x, w, Some(b))));
+    let w = leaf(4, [D, D]);
     // Frozen operands have no gradient, and their partners theirs.
     let got = told((&x, &w, &b), |x, w, b| linear(x, w.detach(), Some(b.detach()), None));
     assert_close("frozen weight", &got, &told((&x, &w, &b), |x, w, b| burns(x, w.detach(), Some(b.detach()))));
@@ -109,7 +117,7 @@ fn attention_is_burns() {
     for causal in [true, false] {
         // Two sequences.
         let (t, width) = (N / 2, D / HEADS);
-        let burns = |qkv: Tensor<2>| {
+        let burns = |qkv: Tensor<2>, keys: Option<Tensor<2>>| {
             let part = |at: usize| {
                 let part = qkv.clone().slice([0..N, at * D..(at + 1) * D]);
                 part.reshape([2, t, HEADS, width]).swap_dims(1, 2)
@@ -117,13 +125,27 @@ fn attention_is_burns() {
             let hidden = |at: usize| causal && at % t > at / t;
             let mask: Vec<f32> = (0..t * t).map(|at| if hidden(at) { f32::NEG_INFINITY } else { 0.0 }).collect();
             let mask = Tensor::<4>::from_data(TensorData::new(mask, [1, 1, t, t]), &device());
+            let mask = keys.into_iter().fold(mask, |mask, keys| mask + keys.reshape([2, 1, 1, t]));
             let scores = part(0).matmul(part(1).transpose()) / (width as f32).sqrt() + mask;
             softmax(scores, 3).matmul(part(2)).swap_dims(1, 2).reshape([N, D])
         };
         let scale = (width as f64).sqrt().recip();
         let options = AttentionOptions { batch: 2, heads: HEADS, causal, window: None, scale, dropout: None };
-        let got = told((&qkv, &qkv, &b), |qkv, _, _| packed_attention(qkv, options));
-        assert_close("attention", &got, &told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv)));
+        for hidden in [None, Some(1)] {
+            // The second key of the second sequence.
+            let mask = hidden.map(|key| {
+                let mask: Vec<f32> = (0..N).map(|at| if at == t + key { -3e4 } else { 0.0 }).collect();
+                Tensor::<2>::from_data(TensorData::new(mask, [2, t]), &device())
+            });
+            let expected = told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv, mask.clone()));
+            let got = told((&qkv, &qkv, &b), |qkv, _, _| packed_attention(qkv, mask.clone(), options));
+            assert_close("packed attention", &got, &expected);
+            let got = told((&qkv, &qkv, &b), |qkv, _, _| {
+                let [q, k, v] = [0, 1, 2].map(|at| qkv.clone().slice([0..N, at * D..(at + 1) * D]));
+                attention(q, k, v, mask.clone(), options)
+            });
+            assert_close("attention", &got, &expected);
+        }
     }
 }
 

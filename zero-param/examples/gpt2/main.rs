@@ -2,10 +2,13 @@
 //!
 //! `cargo run --release --example gpt2 -- --folder ../tests/fixtures/gpt2_tiny --stage 3 --ranks 2 --steps 20`
 //!
-//! `--batch` are the rows of a step, over all ranks. `--save DIR` saves a checkpoint in the end, and `--resume DIR/step-...` goes on from one, also from one of `zero train`. With
-//! torchrun's variables each process is a rank.
+//! `--batch` are the rows of a step, over all ranks. Parameters of up to `--persistence-threshold` elements stay whole.
+//! `--save DIR` saves a checkpoint in the end, and `--resume DIR/step-...` goes on from one, also from one of `zero train`. With torchrun's
+//! variables each process is a rank.
 
 mod model;
+#[path = "../shared/mod.rs"]
+mod shared;
 
 use std::alloc::System;
 use std::collections::HashMap;
@@ -36,6 +39,7 @@ struct Options {
     steps: usize,
     /// Rows of a step, over all ranks.
     batch: usize,
+    persistence_threshold: Option<usize>,
     save: Option<PathBuf>,
     resume: Option<PathBuf>,
 }
@@ -53,6 +57,7 @@ impl Options {
             ranks: given.remove("--ranks").unwrap_or("2").parse()?,
             steps: given.remove("--steps").unwrap_or("20").parse()?,
             batch: given.remove("--batch").unwrap_or("4").parse()?,
+            persistence_threshold: given.remove("--persistence-threshold").map(str::parse).transpose()?,
             save: given.remove("--save").map(PathBuf::from),
             resume: given.remove("--resume").map(PathBuf::from),
         };
@@ -72,7 +77,9 @@ fn train(ranks: &Ranks, options: &Options) -> Result<(), Error> {
     let (count, width) = (rows.shape()[0], rows.shape()[1]);
     let (rank, own) = (ranks.comm().rank(), options.batch / ranks.comm().world());
 
-    let (mut model, zero) = shard(Config::load(&options.folder, &device), ranks, &ZeroConfig::new(options.stage))?;
+    let mut config = ZeroConfig::new(options.stage);
+    config.param_persistence_threshold = options.persistence_threshold.unwrap_or(config.param_persistence_threshold);
+    let (mut model, zero) = shard(Config::load(&options.folder, &device), ranks, &config)?;
     let mut optimizer = zero.optimizer(&AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01))?;
     let (mut begin, mut extra) = (0, Map::new());
     if let Some(folder) = &options.resume {

@@ -4,15 +4,15 @@
 //! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows,
 //! `f` inner width.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use safetensors::SafeTensors;
 use serde::Deserialize;
-use zero_param::{AttentionOptions, Gelu, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
+use zero_param::{AttentionOptions, Gelu, embedding, gelu, linear, linear_cross_entropy, packed_attention};
+
+use crate::shared::{self, dense, norm};
 
 /// What `config.json` says.
 #[derive(Debug, Clone, Deserialize)]
@@ -80,40 +80,13 @@ impl Config {
         }
     }
 
-    /// The model in a folder of Hugging Face's. A program's own error handling goes where this panics.
+    /// The model in a folder of Hugging Face's.
     pub fn load(folder: &Path, device: &Device) -> Gpt2 {
-        let config: Config = serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
-        let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
-        let file = SafeTensors::deserialize(&bytes).unwrap();
-        let floats = |data: &[u8]| data.as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
-        let tensors = file.iter().map(|(name, view)| (name.to_string(), floats(view.data()))).collect();
-        config.init(device).map(&mut Fill { path: Vec::new(), tensors })
-    }
-}
-
-/// Gives each parameter the values that Hugging Face has under its name.
-struct Fill {
-    path: Vec<String>,
-    tensors: BTreeMap<String, Vec<f32>>,
-}
-
-impl ModuleMapper for Fill {
-    fn enter_module(&mut self, name: &str, _: &str) {
-        self.path.push(name.into());
-    }
-
-    fn exit_module(&mut self, _: &str, _: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let path = self.path.join(".").replace("gamma", "weight").replace("beta", "bias");
-        let is_table = path == "wte" || path == "wpe";
-        let name = format!("transformer.{path}{}", if is_table { ".weight" } else { "" });
-        let values = self.tensors.remove(&name).unwrap_or_else(|| panic!("{name} is not in the file"));
-        let (id, tensor, mapper) = param.consume();
-        let loaded = Tensor::from_data(TensorData::new(values, tensor.shape()), &tensor.device());
-        Param::from_mapped_value(id, loaded.set_require_grad(tensor.is_require_grad()), mapper)
+        let config: Config = shared::config(folder);
+        shared::load(config.init(device), folder, |path| {
+            let is_table = path == "wte" || path == "wpe";
+            (format!("transformer.{path}{}", if is_table { ".weight" } else { "" }), false)
+        })
     }
 }
 
@@ -139,15 +112,6 @@ impl Gpt2 {
 /// The label of a position that does not count.
 const IGNORED: i64 = -100;
 
-fn norm(norm: &LayerNorm, epsilon: f64, x_nd: Tensor<2>) -> Tensor<2> {
-    layer_norm(x_nd, norm.gamma.val(), norm.beta.as_ref().map(Param::val), epsilon)
-}
-
-/// `layer` of rows, added to `residual_nf` if there is one.
-fn dense(layer: &Linear, x_nd: Tensor<2>, residual_nf: Option<Tensor<2>>) -> Tensor<2> {
-    linear(x_nd, layer.weight.val(), layer.bias.as_ref().map(Param::val), residual_nf)
-}
-
 impl Block {
     fn forward(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
         let mixed_nd = self.attn.mix(norm(&self.ln_1, self.epsilon, x_nd.clone()), batch);
@@ -165,6 +129,6 @@ impl Attention {
         let heads = self.heads;
         let scale = ((d / heads) as f64).sqrt().recip();
         let options = AttentionOptions { batch, heads, causal: true, window: None, scale, dropout: None };
-        packed_attention(dense(&self.c_attn, x_nd, None), options)
+        packed_attention(dense(&self.c_attn, x_nd, None), None, options)
     }
 }

@@ -20,8 +20,8 @@ pub(crate) enum Op {
     LayerNorm { epsilon: f32 },
     /// Of x, bias if there is one.
     Gelu(Gelu),
-    /// Of packed rows.
-    Attention(AttentionOptions),
+    /// Of packed rows, or of queries, keys and values. What is added to the scores of keys, if anything is.
+    Attention { options: AttentionOptions, mask: Option<Arc<[f32]>> },
     /// Of a table of so many rows.
     Embedding { ids: Arc<[i64]>, rows: usize },
     /// Of x, weight.
@@ -64,7 +64,7 @@ impl Op {
             Op::Linear { .. } => "linear",
             Op::LayerNorm { .. } => "layer norm",
             Op::Gelu(_) => "gelu",
-            Op::Attention(_) => "attention",
+            Op::Attention { .. } => "attention",
             Op::Embedding { .. } => "embedding",
             Op::CrossEntropy { .. } => "cross-entropy",
         }
@@ -75,7 +75,7 @@ impl Op {
         match (self, index) {
             (Op::Linear { .. }, 0) => wanted[1],
             (Op::Linear { .. }, 1) => wanted[0],
-            (Op::LayerNorm { .. }, 0 | 1) | (Op::Gelu(_) | Op::Attention(_), _) => true,
+            (Op::LayerNorm { .. }, 0 | 1) | (Op::Gelu(_) | Op::Attention { .. }, _) => true,
             _ => false,
         }
     }
@@ -89,7 +89,7 @@ impl Op {
             return (out, kept);
         }
         let out = narrow(out, dtype);
-        if let Op::Attention(_) = self {
+        if let Op::Attention { .. } = self {
             kept.push(out.clone());
         }
         (out, kept)
@@ -119,12 +119,13 @@ impl Op {
                 gelu::forward(*kind, values(&x[0]), optional(1), &mut out);
                 (tensor(out, [n, f]), Vec::new())
             }
-            Op::Attention(options) => {
-                let [n, width] = dims(&x[0]);
-                let (shape, [q, k, v]) = heads(&x[0], options);
-                let (mut out, mut lse) = (buffer(n * width / 3), buffer(n * shape.heads));
-                attention::forward(shape, q, k, v, None, &mut out, &mut lse);
-                (tensor(out, [n, width / 3]), vec![tensor(lse, [shape.batch, shape.heads, shape.queries])])
+            Op::Attention { options, mask } => {
+                let [n, _] = dims(&x[0]);
+                let (shape, [q, k, v]) = heads(&x.iter().collect::<Vec<_>>(), options);
+                let d = shape.heads * shape.head_width;
+                let (mut out, mut lse) = (buffer(n * d), buffer(n * shape.heads));
+                attention::forward(shape, q, k, v, mask.as_deref(), &mut out, &mut lse);
+                (tensor(out, [n, d]), vec![tensor(lse, [shape.batch, shape.heads, shape.queries])])
             }
             Op::Embedding { ids, .. } => {
                 let ([_, d], n) = (dims(&x[0]), ids.len());
@@ -217,14 +218,19 @@ impl Op {
                 gelu::backward(*kind, values(operand(0)), bias, g, &mut dx, d_bias.as_deref_mut());
                 vec![Some(tensor(dx, [n, f])), d_bias.map(|d_bias| tensor(d_bias, [f]))]
             }
-            Op::Attention(options) => {
+            Op::Attention { options, mask } => {
                 let [n, width] = dims(operand(0));
-                let (shape, [q, k, v]) = heads(operand(0), options);
+                let parts: Vec<_> = (0..read.len()).map(operand).collect();
+                let (shape, [q, k, v]) = heads(&parts, options);
                 let [lse, out] = [0, 1].map(|index| values(&kept[index]));
-                let mut d_packed = buffer(n * width);
-                let [dq, dk, dv] = RowsMut::split_qkv(&mut d_packed, width / 3);
-                attention::backward(shape, q, k, v, None, out, lse, g, dq, dk, dv);
-                vec![Some(tensor(d_packed, [n, width]))]
+                let mut gradients: Vec<_> = parts.iter().map(|_| buffer(n * width)).collect();
+                let [dq, dk, dv] = match &mut gradients[..] {
+                    [packed] => RowsMut::split_qkv(packed, width / 3),
+                    [dq, dk, dv] => [dq, dk, dv].map(|part| RowsMut::new(part, width)),
+                    _ => unreachable!("packed rows are one part, others three"),
+                };
+                attention::backward(shape, q, k, v, mask.as_deref(), out, lse, g, dq, dk, dv);
+                gradients.into_iter().map(|part| Some(tensor(part, [n, width]))).collect()
             }
             Op::Embedding { ids, rows } => {
                 let [_, d] = dims(&gradient);
@@ -242,11 +248,11 @@ impl Op {
     }
 }
 
-/// The sizes, and where queries, keys and values lie in packed rows.
-fn heads<'a>(packed: &'a FlexTensor, options: &AttentionOptions) -> (attention::Shape, [Rows<'a>; 3]) {
+/// The sizes, and where queries, keys and values lie: in packed rows, or each by itself.
+fn heads<'a>(parts: &[&'a FlexTensor], options: &AttentionOptions) -> (attention::Shape, [Rows<'a>; 3]) {
     let AttentionOptions { batch, heads, causal, window, scale, .. } = *options;
-    let [n, width] = dims(packed);
-    let (d, length) = (width / 3, n / batch);
+    let [n, width] = dims(parts[0]);
+    let (d, length) = (if parts.len() == 1 { width / 3 } else { width }, n / batch);
     let shape = attention::Shape {
         batch,
         heads,
@@ -258,6 +264,10 @@ fn heads<'a>(packed: &'a FlexTensor, options: &AttentionOptions) -> (attention::
         window: window.filter(|&window| window < length),
         scale: scale as f32,
     };
-    let part = |index: usize| Rows { data: values(packed).get(index * d..).unwrap_or_default(), stride: width };
+    let data = |index: usize| match parts {
+        [packed] => values(packed).get(index * d..).unwrap_or_default(),
+        parts => values(parts[index]),
+    };
+    let part = |index: usize| Rows { data: data(index), stride: width };
     (shape, [0, 1, 2].map(part))
 }

@@ -41,18 +41,36 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
 
 /// `x weight + bias + residual`: the residual connection costs nothing beside the product.
 ///
+/// On sequences `[b, t, d]` it keeps no weight from the forward pass to the backward pass, as Burn's own does, which multiplies by a
+/// view of it.
+///
 /// # Shapes
-/// - `x`: `[n, d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`
-/// - returns `[n, f]`
+/// - `x`: `[.., d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[.., f]`
+/// - returns `[.., f]`
 ///
 /// # Panics
 /// If the shapes do not fit, or the operands differ in type.
-pub fn linear(x: Tensor<2>, weight: Tensor<2>, bias: Option<Tensor<1>>, residual: Option<Tensor<2>>) -> Tensor<2> {
+pub fn linear<const D: usize>(
+    x: Tensor<D>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+    residual: Option<Tensor<D>>,
+) -> Tensor<D> {
     let op = Op::Linear { bias: bias.is_some() };
-    let mut operands = vec![x.into_dispatch(), weight.into_dispatch()];
+    let mut shape = x.dims();
+    shape[D - 1] = weight.dims()[1];
+    let mut operands = vec![as_rows(x), weight.into_dispatch()];
     operands.extend(bias.map(Tensor::into_dispatch));
-    operands.extend(residual.map(Tensor::into_dispatch));
-    run(op, operands)
+    operands.extend(residual.map(as_rows));
+    let out: Tensor<2> = run(op, operands);
+    if D == 2 { Tensor::from_dispatch(out.into_dispatch()) } else { out.reshape(shape) }
+}
+
+/// `[.., d]` as `[n, d]`.
+fn as_rows<const D: usize>(x: Tensor<D>) -> Any {
+    let shape = x.dims();
+    let n = shape[..D - 1].iter().product();
+    if D == 2 { x.into_dispatch() } else { x.reshape([n, shape[D - 1]]).into_dispatch() }
 }
 
 /// Layer norm of rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the
@@ -85,24 +103,52 @@ pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
 }
 
 /// Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without holding the scores of all pairs,
-/// <https://arxiv.org/abs/2307.08691>, of rows that hold query, key and value side by side.
+/// <https://arxiv.org/abs/2307.08691>.
 ///
 /// # Shapes
-/// - `qkv`: `[n, 3 d]`, sequence after sequence; head `i` is columns `i * d / heads ..` of each part
+/// - `q`, `k`, `v`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
+/// - `mask`: `[batch, n / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. No gradient flows
+///   into it.
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit, or with dropout, which these kernels have not.
-pub fn packed_attention(qkv: Tensor<2>, options: AttentionOptions) -> Tensor<2> {
-    let AttentionOptions { batch, heads, dropout, .. } = options;
+/// If the shapes do not fit, the operands differ in type, or with dropout, which these kernels have not.
+pub fn attention(
+    q: Tensor<2>,
+    k: Tensor<2>,
+    v: Tensor<2>,
+    mask: Option<Tensor<2>>,
+    options: AttentionOptions,
+) -> Tensor<2> {
+    let sizes = q.dims();
+    assert_eq!([k.dims(), v.dims()], [sizes; 2], "attention: keys and values must have the shape of the queries");
+    let op = attention_of(sizes, mask, options);
+    run(op, [q, k, v].map(Tensor::into_dispatch).into())
+}
+
+/// As [`attention`] of rows that hold query, key and value side by side.
+///
+/// # Shapes
+/// - `qkv`: `[n, 3 d]`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// As [`attention`].
+pub fn packed_attention(qkv: Tensor<2>, mask: Option<Tensor<2>>, options: AttentionOptions) -> Tensor<2> {
     let [n, width] = qkv.dims();
+    assert!(width.is_multiple_of(3), "attention: rows of {width} columns hold no three parts");
+    run(attention_of([n, width / 3], mask, options), vec![qkv.into_dispatch()])
+}
+
+fn attention_of([n, d]: [usize; 2], mask: Option<Tensor<2>>, options: AttentionOptions) -> Op {
+    let AttentionOptions { batch, heads, dropout, .. } = options;
     assert!(dropout.is_none(), "attention: its probabilities are not dropped here; pass `dropout: None`");
     assert!(batch > 0 && n.is_multiple_of(batch), "attention: {n} rows are no {batch} sequences of one length");
-    assert!(
-        heads > 0 && width.is_multiple_of(3 * heads),
-        "attention: rows of {width} columns hold no three parts of {heads} heads"
-    );
-    run(Op::Attention(options), vec![qkv.into_dispatch()])
+    assert!(heads > 0 && d.is_multiple_of(heads), "attention: {d} columns are no {heads} heads of one width");
+    if let Some(mask) = &mask {
+        assert_eq!(mask.dims(), [batch, n / batch], "attention: the mask must be [batch, positions]");
+    }
+    Op::Attention { options, mask: mask.map(|mask| mask.into_data().iter::<f32>().collect()) }
 }
 
 /// The rows of a table.

@@ -57,7 +57,7 @@ pub const ROWS: usize = 4;
 /// Layers of `WIDTH` squared, of `DEPTH`.
 #[derive(Module, Debug)]
 pub struct Mlp<const WIDTH: usize, const DEPTH: usize> {
-    layers: Vec<Linear>,
+    pub layers: Vec<Linear>,
 }
 
 impl<const WIDTH: usize, const DEPTH: usize> Mlp<WIDTH, DEPTH> {

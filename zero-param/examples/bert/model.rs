@@ -1,0 +1,206 @@
+//! BERT for pre-training on Burn 0.22, with the parameters of `zero_models::Bert`: the same paths, shapes and values, which
+//! Hugging Face's files give. Its head is tied.
+//!
+//! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows,
+//! `f` inner width.
+
+use std::path::Path;
+
+use burn::module::{Module, Param};
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{Device, Int, Tensor};
+use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use serde::Deserialize;
+use zero_param::{AttentionOptions, Gelu, attention, embedding, gelu, linear, tied_head};
+
+use crate::shared::{self, dense, norm};
+
+/// What `config.json` says.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Config {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    pub intermediate_size: usize,
+    pub max_position_embeddings: usize,
+    pub type_vocab_size: usize,
+    pub layer_norm_eps: f64,
+}
+
+#[derive(Module, Debug)]
+pub struct Bert {
+    embeddings: Embeddings,
+    layers: Vec<Layer>,
+    pooler: Linear,
+    transform: Linear,
+    transform_norm: LayerNorm,
+    prediction_bias: Param<Tensor<1>>,
+    seq_relationship: Linear,
+    /// Burn's norms keep theirs to themselves.
+    epsilon: f64,
+}
+
+#[derive(Module, Debug)]
+struct Embeddings {
+    word_embeddings: Param<Tensor<2>>,
+    position_embeddings: Param<Tensor<2>>,
+    token_type_embeddings: Param<Tensor<2>>,
+    norm: LayerNorm,
+}
+
+#[derive(Module, Debug)]
+struct Layer {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    attention_output: Linear,
+    attention_norm: LayerNorm,
+    intermediate: Linear,
+    output: Linear,
+    output_norm: LayerNorm,
+    heads: usize,
+    epsilon: f64,
+}
+
+/// What the model learns from.
+pub struct Batch {
+    /// Token ids, some of them replaced by the mask token, `[b, t]`.
+    pub ids_bt: Tensor<2, Int>,
+    /// 0 in the first segment and 1 in the second, `[b, t]`.
+    pub types_bt: Tensor<2, Int>,
+    /// 1 at tokens and 0 at padding, `[b, t]`.
+    pub mask_bt: Tensor<2, Int>,
+    /// The id to predict, or a negative number, `[b, t]`.
+    pub labels_bt: Tensor<2, Int>,
+    /// 0 if the second segment follows the first, 1 if not, `[b]`.
+    pub follows_b: Tensor<1, Int>,
+}
+
+/// What is added to the score of a key that is padding.
+const MASKED: f32 = -3.0e4;
+
+impl Config {
+    pub fn init(&self, device: &Device) -> Bert {
+        let (d, f) = (self.hidden_size, self.intermediate_size);
+        let dense = |from, to| LinearConfig::new(from, to).init(device);
+        let norm = || LayerNormConfig::new(d).with_epsilon(self.layer_norm_eps).init(device);
+        let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
+        let layer = |_| Layer {
+            query: dense(d, d),
+            key: dense(d, d),
+            value: dense(d, d),
+            attention_output: dense(d, d),
+            attention_norm: norm(),
+            intermediate: dense(d, f),
+            output: dense(f, d),
+            output_norm: norm(),
+            heads: self.num_attention_heads,
+            epsilon: self.layer_norm_eps,
+        };
+        Bert {
+            embeddings: Embeddings {
+                word_embeddings: table(self.vocab_size),
+                position_embeddings: table(self.max_position_embeddings),
+                token_type_embeddings: table(self.type_vocab_size),
+                norm: norm(),
+            },
+            layers: (0..self.num_hidden_layers).map(layer).collect(),
+            pooler: dense(d, d),
+            transform: dense(d, d),
+            transform_norm: norm(),
+            prediction_bias: Param::from_tensor(Tensor::zeros([self.vocab_size], device)),
+            seq_relationship: dense(d, 2),
+            epsilon: self.layer_norm_eps,
+        }
+    }
+
+    /// The model in a folder of Hugging Face's.
+    pub fn load(folder: &Path, device: &Device) -> Bert {
+        let config: Config = shared::config(folder);
+        shared::load(config.init(device), folder, name_of)
+    }
+}
+
+/// Hugging Face's name of a parameter, and whether it lies transposed there.
+fn name_of(path: &str) -> (String, bool) {
+    let (layer, field) = match path.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
+        Some((index, field)) => (format!("bert.encoder.layer.{index}."), field),
+        None => (String::new(), path),
+    };
+    let (module, kind) = field.rsplit_once('.').unwrap_or((field, ""));
+    let there = match (module, kind) {
+        ("embeddings", table) => return (format!("bert.embeddings.{table}.weight"), false),
+        ("prediction_bias", _) => return ("cls.predictions.bias".into(), false),
+        ("embeddings.norm", _) => "bert.embeddings.LayerNorm",
+        ("query" | "key" | "value", _) => &format!("attention.self.{module}"),
+        ("attention_output", _) => "attention.output.dense",
+        ("attention_norm", _) => "attention.output.LayerNorm",
+        ("intermediate", _) => "intermediate.dense",
+        ("output", _) => "output.dense",
+        ("output_norm", _) => "output.LayerNorm",
+        ("pooler", _) => "bert.pooler.dense",
+        ("transform", _) => "cls.predictions.transform.dense",
+        ("transform_norm", _) => "cls.predictions.transform.LayerNorm",
+        _ => "cls.seq_relationship",
+    };
+    (format!("{layer}{there}.{kind}"), kind == "weight" && !module.ends_with("norm"))
+}
+
+impl Bert {
+    /// The mean cross-entropy in nats over the labelled tokens, plus that of whether segments follow one another.
+    pub fn loss(&self, batch: Batch) -> Tensor<1> {
+        let [b, t] = batch.ids_bt.dims();
+        let mut x_nd = self.embeddings.forward(batch.ids_bt, batch.types_bt, self.epsilon);
+        let mask_bt = (batch.mask_bt.float() - 1.0) * -MASKED;
+        for layer in &self.layers {
+            x_nd = layer.forward(x_nd, mask_bt.clone());
+        }
+        let [_, d] = x_nd.dims();
+        let first_bd = x_nd.clone().reshape([b, t, d]).narrow(1, 0, 1).reshape([b, d]);
+        let follows_b2 = dense(&self.seq_relationship, dense(&self.pooler, first_bd, None).tanh(), None);
+
+        let wide_nd = linear(x_nd, self.transform.weight.val(), None, None);
+        let x_nd = gelu(Gelu::Erf, wide_nd, self.transform.bias.as_ref().map(Param::val));
+        let x_1nd = norm(&self.transform_norm, self.epsilon, x_nd).unsqueeze::<3>();
+        let logits_nv = tied_head(x_1nd, &self.embeddings.word_embeddings).squeeze_dim::<2>(0)
+            + self.prediction_bias.val().unsqueeze::<2>();
+        cross_entropy(logits_nv, batch.labels_bt.reshape([b * t])) + cross_entropy(follows_b2, batch.follows_b)
+    }
+}
+
+/// Over the rows whose label is not negative; 0 if there are none.
+fn cross_entropy(logits_nv: Tensor<2>, labels_n: Tensor<1, Int>) -> Tensor<1> {
+    let [n] = labels_n.dims();
+    let labelled_n = labels_n.clone().greater_equal_elem(0).float();
+    let logs_n = log_softmax(logits_nv, 1).gather(1, labels_n.clamp_min(0).reshape([n, 1])).reshape([n]);
+    (logs_n * labelled_n.clone()).sum().neg() / labelled_n.sum().clamp_min(1.0)
+}
+
+impl Embeddings {
+    fn forward(&self, ids_bt: Tensor<2, Int>, types_bt: Tensor<2, Int>, epsilon: f64) -> Tensor<2> {
+        let [b, t] = ids_bt.dims();
+        let places_1t = Tensor::<1, Int>::arange(0..t as i64, &ids_bt.device()).reshape([1, t]);
+        let x_btd = embedding(&self.word_embeddings, ids_bt)
+            + embedding(&self.token_type_embeddings, types_bt)
+            + embedding(&self.position_embeddings, places_1t);
+        let [_, _, d] = x_btd.dims();
+        norm(&self.norm, epsilon, x_btd.reshape([b * t, d]))
+    }
+}
+
+impl Layer {
+    fn forward(&self, x_nd: Tensor<2>, mask_bt: Tensor<2>) -> Tensor<2> {
+        let ([_, d], [batch, _], heads) = (x_nd.dims(), mask_bt.dims(), self.heads);
+        let scale = ((d / heads) as f64).sqrt().recip();
+        let options = AttentionOptions { batch, heads, causal: false, window: None, scale, dropout: None };
+        let [q, k, v] = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone(), None));
+        let mixed_nd = attention(q, k, v, Some(mask_bt), options);
+        let sum_nd = dense(&self.attention_output, mixed_nd, Some(x_nd));
+        let x_nd = norm(&self.attention_norm, self.epsilon, sum_nd);
+        // The bias is added where the activation reads.
+        let wide_nf = linear(x_nd.clone(), self.intermediate.weight.val(), None, None);
+        let wide_nf = gelu(Gelu::Erf, wide_nf, self.intermediate.bias.as_ref().map(Param::val));
+        norm(&self.output_norm, self.epsilon, dense(&self.output, wide_nf, Some(x_nd)))
+    }
+}
