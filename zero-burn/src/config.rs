@@ -85,7 +85,7 @@ pub struct Offload {
     /// backward pass comes to it. DeepSpeed's `cpu_checkpointing`.
     pub activations: Tier,
     /// The share of a module's optimizer state and reduced gradients, by bytes of AdamW's, that is where `optimizer` says: those of the
-    /// parameters at its end. The others' stay with the backend; where there is a disk, gradients before state, as these would be
+    /// parameters at its end. The others' stay with the backend; where there is a disk, gradients before state, as gradients are
     /// written while nothing is read. Default 1; DeepSpeed's `ratio` (Twin-Flow).
     pub ratio: f32,
     /// What has fewer bytes stays where the backend computes: moving it would cost more than it takes. Default 64 KiB.

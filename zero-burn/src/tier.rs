@@ -80,7 +80,8 @@ pub(crate) enum Stored {
 }
 
 impl Stored {
-    /// Moves a piece out of the backend's memory. The squares of elements `counted` are added up before it goes to a disk.
+    /// Moves a piece out of the backend's memory. The squares of elements `counted` are added up before it goes to a disk, of 32 and 16
+    /// bit: others are added up by the backend, in its order, when they are asked for.
     pub(crate) fn of<B: Backend>(
         home: Home<'_>,
         piece: Shared<B>,

@@ -24,12 +24,11 @@ use crate::slot::{Recorded, Slot};
 /// What a backend does for sharded parameters. `piece` is what the rank updates of a parameter.
 #[backend_extension(Flex, Autodiff)]
 pub(crate) trait ZeroBackend: Backend {
-    /// The whole, of [`Slot::whole`]'s shape.
-    fn gather(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self>;
+    /// The whole, of [`Slot::whole`]'s shape; or these rows of it, whose gradient is handed over as that of rows, and for which the whole
+    /// is not kept.
+    fn gather(piece: FloatTensor<Self>, slot: Arc<Slot>, rows: Option<Arc<[i64]>>) -> FloatTensor<Self>;
     /// The whole once more, in a backward pass.
     fn gather_again(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self>;
-    /// Rows of the whole, which is not kept, and whose gradient is handed over as that of these rows.
-    fn rows(piece: FloatTensor<Self>, slot: Arc<Slot>, ids: Arc<[i64]>) -> FloatTensor<Self>;
     /// The piece, which the other ranks may read from now on.
     fn publish(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self>;
     /// The piece, as a view of the whole where that is kept.
@@ -48,15 +47,15 @@ impl Local for Flex {
 }
 
 impl ZeroBackend for Flex {
-    fn gather(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
-        slot.load(&piece)
+    fn gather(piece: FloatTensor<Self>, slot: Arc<Slot>, rows: Option<Arc<[i64]>>) -> FloatTensor<Self> {
+        let whole = slot.load(&piece);
+        match rows {
+            None => whole,
+            Some(ids) => Op::Embedding { ids, rows: slot.whole[0] }.forward(vec![whole], &[false]).0,
+        }
     }
     fn gather_again(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         slot.load_again(&piece)
-    }
-    fn rows(piece: FloatTensor<Self>, slot: Arc<Slot>, ids: Arc<[i64]>) -> FloatTensor<Self> {
-        let rows = slot.whole[0];
-        Op::Embedding { ids, rows }.forward(vec![slot.load(&piece)], &[false]).0
     }
     fn publish(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         slot.publish(&piece);
@@ -102,10 +101,12 @@ impl<B: ZeroBackend> RetroForward for GatherAgain<B> {
 }
 
 impl<B: ZeroBackend + Local, C: CheckpointStrategy> ZeroBackend for Autodiff<B, C> {
-    fn gather(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
+    fn gather(piece: FloatTensor<Self>, slot: Arc<Slot>, rows: Option<Arc<[i64]>>) -> FloatTensor<Self> {
         let wanted = piece.is_tracked();
-        if !wanted && !slot.is_made() {
-            return Self::from_inner(B::gather(piece.into_primitive(), slot));
+        // Of rows a backward pass needs nothing but their numbers.
+        let is_again = slot.is_made() && rows.is_none();
+        if !wanted && !is_again {
+            return Self::from_inner(B::gather(piece.into_primitive(), slot, rows));
         }
         // An untracked parent would have the whole saved, so a frozen piece is a leaf whose gradient is dropped.
         let piece = match wanted {
@@ -123,13 +124,13 @@ impl<B: ZeroBackend + Local, C: CheckpointStrategy> ZeroBackend for Autodiff<B, 
         macro_rules! record {
             ($($parent:expr),*) => {{
                 let op = Gather::<B>(PhantomData).prepare::<BalancedCheckpointing>([$($parent.node()),*]);
-                let op = match slot.is_made() {
+                let op = match is_again {
                     true => op.memory_bound().retro_forward(again).parents([$(&$parent),*]),
                     false => op.compute_bound(),
                 };
-                let whole = B::gather(piece.into_primitive(), slot);
+                let whole = B::gather(piece.into_primitive(), slot, rows.clone());
                 match op.stateful() {
-                    OpsKind::Tracked(op) => op.finish((recorded, None), whole),
+                    OpsKind::Tracked(op) => op.finish((recorded, rows), whole),
                     OpsKind::UnTracked(op) => op.finish(whole),
                 }
             }};
@@ -142,27 +143,6 @@ impl<B: ZeroBackend + Local, C: CheckpointStrategy> ZeroBackend for Autodiff<B, 
     fn gather_again(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         Self::from_inner(B::gather_again(piece.into_primitive(), slot))
     }
-    fn rows(piece: FloatTensor<Self>, slot: Arc<Slot>, ids: Arc<[i64]>) -> FloatTensor<Self> {
-        if !piece.is_tracked() {
-            return Self::from_inner(B::rows(piece.into_primitive(), slot, ids));
-        }
-        let recorded = Recorded::new(&slot);
-        macro_rules! record {
-            ($($parent:expr),*) => {{
-                let op = Gather::<B>(PhantomData).prepare::<BalancedCheckpointing>([$($parent.node()),*]);
-                let op = op.compute_bound().stateful();
-                let rows = B::rows(piece.into_primitive(), slot, ids.clone());
-                match op {
-                    OpsKind::Tracked(op) => op.finish((Some(recorded), Some(ids)), rows),
-                    OpsKind::UnTracked(op) => op.finish(rows),
-                }
-            }};
-        }
-        match clock::tick::<B>(piece.primitive()) {
-            Some(token) => record!(piece, token),
-            None => record!(piece),
-        }
-    }
     fn publish(piece: FloatTensor<Self>, slot: Arc<Slot>) -> FloatTensor<Self> {
         Self::from_inner(B::publish(piece.into_primitive(), slot))
     }
@@ -171,14 +151,9 @@ impl<B: ZeroBackend + Local, C: CheckpointStrategy> ZeroBackend for Autodiff<B, 
     }
 }
 
-/// The whole of a parameter whose base is `piece`.
-pub(crate) fn gather<const D: usize>(piece: Tensor<D>, slot: &Arc<Slot>) -> Tensor<D> {
-    Tensor::from_dispatch(<Dispatch as ZeroBackend>::gather(piece.into_dispatch(), slot.clone()))
-}
-
-/// Rows of the whole of a table whose base is `piece`.
-pub(crate) fn rows(piece: Tensor<2>, slot: &Arc<Slot>, ids: Arc<[i64]>) -> Tensor<2> {
-    Tensor::from_dispatch(<Dispatch as ZeroBackend>::rows(piece.into_dispatch(), slot.clone(), ids))
+/// The whole of a parameter whose base is `piece`, or rows of it.
+pub(crate) fn gather<const D: usize>(piece: Tensor<D>, slot: &Arc<Slot>, rows: Option<Arc<[i64]>>) -> Tensor<D> {
+    Tensor::from_dispatch(<Dispatch as ZeroBackend>::gather(piece.into_dispatch(), slot.clone(), rows))
 }
 
 /// Lets the other ranks read `piece`, which has no autodiff.

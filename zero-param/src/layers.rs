@@ -19,7 +19,7 @@ pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     let rows = match weight.reparameterization::<Gathered>() {
         // Gradients in 16 bit are rounded as wholes.
         Some(Gathered { slot, .. }) if slot.shared.config.param_dtype == Float::F32 => {
-            backend::rows(weight.base(), slot, numbers(ids))
+            backend::gather(weight.base(), slot, Some(numbers(ids)))
         }
         _ => rows(weight.val(), ids),
     };

@@ -106,8 +106,9 @@ impl Reducer {
         self.state.lock().pass = Pass { is_running: true, gradients, is_sent, reduced, ..Pass::default() };
     }
 
-    /// Adds a use's gradient, or that of the `rows` of a table which it read; `is_complete` if it was the parameter's last in this pass. Called by autodiff, under the lock of this
-    /// rank's graph: may wait for buckets under way, for which the other ranks need nothing but their own graphs.
+    /// Adds a use's gradient, or that of the `rows` of a table which it read; `is_complete` if it was the parameter's last in this pass.
+    /// Called by autodiff, under the lock of this rank's graph: may wait for buckets under way, for which the other ranks need nothing
+    /// but their own graphs.
     pub(crate) fn push(&self, index: usize, gradient: TensorData, rows: Option<Arc<[i64]>>, is_complete: bool) {
         let mut state = self.state.lock();
         let State { pass, buckets, .. } = &mut *state;

@@ -31,7 +31,7 @@ impl Reparameterization for Gathered {
     const NAME: &'static str = "zero";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        backend::gather(base, &self.slot)
+        backend::gather(base, &self.slot, None)
     }
 }
 

@@ -197,11 +197,8 @@ impl<M: LearnerModel, O: OptimizerConfig> Training<'_, M, O> {
                     }
                     micro += 1;
                     if micro == self.accumulation {
-                        learner.lr_step();
-                        let lr = learner.lr_current();
                         let grads = sum.take().expect("it has been added to");
-                        model =
-                            optimizer.step_by(model, grads, |inner, model, grads| model.optimize(inner, lr, grads))?;
+                        model = update(&mut learner, &mut optimizer, model, grads)?;
                         micro = 0;
                     }
                     iteration += comm.world();

@@ -82,10 +82,10 @@ fn train<M: Module>(
     told.unwrap().swap_remove(0)
 }
 
-/// How often a parameter was gathered a step, forward and backward.
-fn gathered(zero: &Zero, path: &str) -> [usize; 2] {
+/// How often a parameter was gathered a step, forward and backward, and reduced.
+fn uses(zero: &Zero, path: &str) -> [usize; 3] {
     let uses = zero.uses(path).unwrap();
-    [uses.gathered_forward, uses.gathered_backward].map(|count| {
+    [uses.gathered_forward, uses.gathered_backward, uses.reduced].map(|count| {
         assert!(count.is_multiple_of(STEPS), "{path}: {uses:?}");
         count / STEPS
     })
@@ -121,8 +121,8 @@ fn gpt2_trains_as_in_pytorch_and_on_burn_0_21() {
     let loss = |model: &gpt2::Gpt2, first, device: &Device| model.loss(ids.from(first, device));
     let at_the_end = |zero: &Zero| {
         // The table's rows and the head's gradients are made in the forward pass, a layer's product in both.
-        assert_eq!(gathered(zero, "wte"), [2, 0]);
-        assert_eq!(gathered(zero, "h.0.mlp.c_fc.weight"), [1, 1]);
+        assert_eq!(uses(zero, "wte"), [2, 0, 1]);
+        assert_eq!(uses(zero, "h.0.mlp.c_fc.weight"), [1, 1, 1]);
     };
     compare(&references, |stage| train(stage, &load, &loss, &at_the_end));
 }
@@ -142,9 +142,9 @@ fn bert_trains_as_in_pytorch() {
     };
     let at_the_end = |zero: &Zero| {
         // A head with a bias of its own makes no gradients in the forward pass.
-        assert_eq!(gathered(zero, "embeddings.word_embeddings"), [2, 1]);
-        assert_eq!(gathered(zero, "embeddings.token_type_embeddings"), [1, 0]);
-        assert_eq!(gathered(zero, "layers.0.query.weight"), [1, 1]);
+        assert_eq!(uses(zero, "embeddings.word_embeddings"), [2, 1, 1]);
+        assert_eq!(uses(zero, "embeddings.token_type_embeddings"), [1, 0, 1]);
+        assert_eq!(uses(zero, "layers.0.query.weight"), [1, 1, 1]);
     };
     let reference = [("PyTorch", folder.join("reference.json"))];
     compare(&reference, |stage| train(stage, &load, &loss, &at_the_end));

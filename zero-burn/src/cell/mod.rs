@@ -181,15 +181,13 @@ impl<B: Backend> Cell<B> {
         let kind = if template.origin == Origin::Version { Kind::Parameter } else { template.kind };
         let rank = &template.rank;
         let bytes = template.partition.len(rank.place(template.partition)) * dtype.size();
+        let counted = rank.counted(kind, template.partition);
         let piece = match rank.home(kind, bytes, template.slot.as_deref()) {
             Home::Backend => Piece::Tensor(rank.share(local)),
-            home => {
-                match or_stop(Stored::of(home, Shared::not(local), &rank.mover, rank.counted(kind, template.partition)))
-                {
-                    Ok(stored) => Piece::Stored(stored),
-                    Err(local) => Piece::Tensor(local),
-                }
-            }
+            home => match or_stop(Stored::of(home, Shared::not(local), &rank.mover, counted)) {
+                Ok(stored) => Piece::Stored(stored),
+                Err(local) => Piece::Tensor(local),
+            },
         };
         Self::new(template, dtype, State::of(piece))
     }
