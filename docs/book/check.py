@@ -20,7 +20,7 @@ others = {
 }
 for script in ["bench/peer.sh", "bench/peer/run.py", "bench/gpu/parity.py", "bench/gpu/compare.py", "bench/gpu/compare.sh", "bench/gpu/README.md", "bench/generate.py", "bench/across.py"]:
     text = (repo / script).read_text()
-    others[script] = [option for option in "--rounds --zero --steps --only --ours --backend --model --dtypes --batch --variants --limit-mib --new --delay".split() if option in text]
+    others[script] = [option for option in "--rounds --zero --steps --only --ours --backend --model --dtypes --batch --variants --limit-mib --new --delay --rates".split() if option in text]
 foreign = {option: where for where, options in others.items() for option in options}
 
 def anchors(path):
