@@ -18,7 +18,7 @@ others = {
     "tensorboard": ["--logdir"],
     "transformers (a row that says what takes its place)": "--num_train_epochs --lr_scheduler_type --resume_from_checkpoint --save_total_limit --load_best_model_at_end --logging_steps --report_to".split(),
 }
-for script in ["bench/peer.sh", "bench/peer/run.py", "bench/gpu/parity.py", "bench/gpu/compare.py", "bench/gpu/compare.sh", "bench/gpu/README.md", "bench/generate.py", "bench/across.py"]:
+for script in ["bench/peer.sh", "bench/peer/run.py", "bench/gpu/parity.py", "bench/gpu/compare.py", "bench/gpu/compare.sh", "bench/gpu/README.md", "bench/generate.py", "bench/across.py", "bench/partial_offload.py"]:
     text = (repo / script).read_text()
     others[script] = [option for option in "--rounds --zero --steps --only --ours --backend --model --dtypes --batch --variants --limit-mib --new --delay --rates".split() if option in text]
 foreign = {option: where for where, options in others.items() for option in options}
