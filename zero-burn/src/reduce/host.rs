@@ -8,6 +8,7 @@ use zero_core::accounting::WireKind;
 use zero_core::collective::Joined;
 use zero_core::{Buffer, Collective, CommError, Mesh, Pending, ReduceOp, Request};
 use zero_ops::Shared;
+use zero_ops::cpu::half::Half;
 use zero_ops::quantized::Format;
 
 use super::buckets::{Medium, Reduced, Segment};
@@ -16,7 +17,7 @@ use crate::cell::Cell;
 use crate::cell::rank::Rank;
 use crate::cell::slot::Slot;
 use crate::config::ErrorFeedback;
-use crate::values::{here, read};
+use crate::values::{buffer, data, elements_of, here, on_the_wire, read};
 
 /// Elements from which a gradient goes alone: 256 KiB, beyond which a request's own cost is nothing.
 const ALONE: usize = 1 << 16;
@@ -52,6 +53,15 @@ impl Host {
     /// Where the row for `rank` is: those that cross groups from one rank are together.
     fn place_of_row(&self, rank: usize) -> usize {
         self.on_the_way.map_or(rank, |mesh| mesh.shard(rank) * mesh.replicas() + mesh.replica(rank))
+    }
+
+    /// How a gradient that goes alone is added up, and what the result is multiplied by: a sum of 16 bit is rounded before, as that
+    /// of a bucket.
+    fn alone(&self) -> (ReduceOp, f32) {
+        match self.sent_as {
+            zero_core::collective::DType::F32 => (ReduceOp::Mean, 1.0),
+            _ => (ReduceOp::Sum, self.after),
+        }
     }
 
     /// How gradients are sent within a group: quantised where that is the only hop.
@@ -175,13 +185,13 @@ impl<B: Backend> Medium<B> for Host {
     const HOLDS: bool = false;
 
     fn take(&self, gradient: Shared<B>) -> TensorData {
-        read::<B>(gradient.into_tensor()).convert_dtype(DType::F32)
+        let data = read::<B>(gradient.into_tensor());
+        if elements_of(&data).is_some() { data } else { data.convert_dtype(DType::F32) }
     }
 
-    /// Not where it is converted, divided or quantised first, or has a second sum before it.
+    /// Not where it is divided or quantised first, or has a second sum before it.
     fn goes_alone(&self, numel: usize) -> bool {
-        let is_plain = self.sent_as == zero_core::collective::DType::F32 && self.before == 1.0;
-        is_plain
+        self.before == 1.0
             && self.hops.across.is_none()
             && self.quantized.is_none()
             && numel >= ALONE
@@ -194,10 +204,12 @@ impl<B: Backend> Medium<B> for Host {
             self.rows = vec![0.0; row * self.mesh.shards()];
         }
         let Some(gradient) = gradient else { return };
-        let values = gradient.as_slice::<f32>().expect("it was converted");
+        let values = elements_of(gradient).expect("it was converted");
         for (rank, source) in parts(self.mesh, numel, from, columns).enumerate() {
             let at = self.place_of_row(rank) * row + at;
-            copy_scaled(&mut self.rows[at..at + source.len()], &values[source], self.before);
+            let target = &mut self.rows[at..at + source.len()];
+            values.slice(source).widen_into(target);
+            scale(target, self.before);
         }
     }
 
@@ -240,12 +252,14 @@ impl<B: Backend> Medium<B> for Host {
             if self.shards {
                 let part = from.min(*len)..(from + columns).min(*len);
                 let source = at..at + part.len();
-                copy_scaled(&mut target[part], &reduced[source], self.after);
+                target[part.clone()].copy_from_slice(&reduced[source]);
+                scale(&mut target[part], self.after);
                 continue;
             }
             for (rank, part) in parts(self.mesh, numel, from, columns).enumerate() {
                 let source = rank * row + at..rank * row + at + part.len();
-                copy_scaled(&mut target[part], &reduced[source], self.after);
+                target[part.clone()].copy_from_slice(&reduced[source]);
+                scale(&mut target[part], self.after);
             }
         }
         Ok(())
@@ -254,26 +268,28 @@ impl<B: Backend> Medium<B> for Host {
     fn settle(&self, piece: Reduced<B, Vec<f32>>) {
         // One element of filler where the rank has none.
         let values = piece.target.unwrap_or_else(|| vec![0.0; piece.len.max(1)]);
-        let settled = tensor::<B>(values, piece.cell.dtype, &piece.cell.device);
+        let settled = tensor::<B>(Buffer::F32(values), 1.0, piece.cell.dtype, &piece.cell.device);
         piece.cell.settle(Ok(Shared::new(settled)));
     }
 
     fn send_alone(&mut self, gradient: Option<TensorData>, numel: usize, name: &str, cell: &Cell<B>) -> Alone {
-        let values = gradient.map(|values| values.into_vec::<f32>().expect("it was converted"));
-        let values = Buffer::F32(values.unwrap_or_else(|| vec![0.0; numel]));
+        let values = gradient.map_or_else(|| Buffer::F32(vec![0.0; numel]), buffer);
+        let values =
+            if values.dtype() == self.sent_as { values } else { Buffer::from_f32(values.into_f32(), self.sent_as) };
+        let (op, after) = self.alone();
         if self.shards {
-            return Alone::Scattered(self.hops.within.start_for(Request::ReduceScatter(values, ReduceOp::Mean), name));
+            return Alone::Scattered(self.hops.within.start_for(Request::ReduceScatter(values, op), name));
         }
         let (device, dtype) = (cell.device.clone(), cell.dtype);
         let join = move |pieces: &[Arc<Buffer>]| -> Joined {
-            Arc::new(tensor::<B>(Buffer::join(pieces).into_f32(), dtype, &device))
+            Arc::new(tensor::<B>(Buffer::join(pieces), after, dtype, &device))
         };
-        Alone::Shared(self.hops.within.start_shared(values, ReduceOp::Mean, name, Box::new(join)))
+        Alone::Shared(self.hops.within.start_shared(values, op, name, Box::new(join)))
     }
 
     fn receive_alone(&mut self, sent: Alone, cell: &Cell<B>) -> Result<Shared<B>, CommError> {
         Ok(Shared::new(match sent {
-            Alone::Scattered(pending) => tensor::<B>(pending.wait()?.into_f32(), cell.dtype, &cell.device),
+            Alone::Scattered(pending) => tensor::<B>(pending.wait()?, self.alone().1, cell.dtype, &cell.device),
             Alone::Shared(pending) => {
                 let joined = pending.wait()?.downcast::<B::FloatTensorPrimitive>();
                 let whole = (*joined.expect("every rank joins to a tensor of the one inner backend")).clone();
@@ -296,20 +312,39 @@ fn parts(mesh: Mesh, numel: usize, from: usize, columns: usize) -> impl Iterator
     })
 }
 
-/// A flat tensor of `values`, as `dtype`.
-fn tensor<B: Backend>(values: Vec<f32>, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
-    let len = values.len();
-    let mut data = TensorData::new(values, Shape::new([len]));
-    if dtype != DType::F32 {
-        data = data.convert_dtype(dtype);
+/// A flat tensor of `values` times `factor`, as `dtype`.
+fn tensor<B: Backend>(mut values: Buffer, factor: f32, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
+    match (&mut values, dtype) {
+        (Buffer::F16(values), DType::F16) => scale_halves(values, factor),
+        (Buffer::Bf16(values), DType::BF16) => scale_halves(values, factor),
+        _ => {
+            let mut wide = values.into_f32();
+            scale(&mut wide, factor);
+            values = match dtype {
+                DType::F64 => Buffer::F64(wide.into_iter().map(f64::from).collect()),
+                _ => Buffer::from_f32(wide, on_the_wire(dtype)),
+            };
+        }
     }
-    B::float_from_data(data, device)
+    let len = Shape::new([values.len()]);
+    B::float_from_data(data(values, len), device)
 }
 
-fn copy_scaled(target: &mut [f32], source: &[f32], scale: f32) {
-    if scale == 1.0 {
-        target.copy_from_slice(source);
+fn scale(values: &mut [f32], factor: f32) {
+    if factor != 1.0 {
+        values.iter_mut().for_each(|value| *value *= factor);
+    }
+}
+
+fn scale_halves<H: Half>(values: &mut [H], factor: f32) {
+    if factor == 1.0 {
         return;
     }
-    target.iter_mut().zip(source).for_each(|(t, s)| *t = s * scale);
+    let mut wide = [0.0; 1 << 10];
+    for values in values.chunks_mut(wide.len()) {
+        let wide = &mut wide[..values.len()];
+        H::widen(values, wide);
+        scale(wide, factor);
+        H::narrow(wide, values);
+    }
 }

@@ -116,8 +116,8 @@ impl Buffer {
     pub fn into_f32(self) -> Vec<f32> {
         match self {
             Buffer::F32(v) => v,
-            Buffer::F16(v) => v.to_f32_vec(),
-            Buffer::Bf16(v) => v.to_f32_vec(),
+            Buffer::F16(v) => widened(&v),
+            Buffer::Bf16(v) => widened(&v),
             other => other.panic("an f32"),
         }
     }
@@ -148,16 +148,8 @@ impl Buffer {
     pub fn from_f32(values: Vec<f32>, dtype: DType) -> Self {
         match dtype {
             DType::F32 => Buffer::F32(values),
-            DType::F16 => {
-                let mut out = vec![f16::ZERO; values.len()];
-                out.convert_from_f32_slice(&values);
-                Buffer::F16(out)
-            }
-            DType::Bf16 => {
-                let mut out = vec![bf16::ZERO; values.len()];
-                out.convert_from_f32_slice(&values);
-                Buffer::Bf16(out)
-            }
+            DType::F16 => Buffer::F16(narrowed(&values)),
+            DType::Bf16 => Buffer::Bf16(narrowed(&values)),
             DType::F64 | DType::U8 => panic!("floats are not sent as {}", dtype.name()),
         }
     }
@@ -211,20 +203,25 @@ impl Buffer {
 
     /// As [`Buffer::reduce_range`], of `len` elements that begin at an offset of each input's own.
     pub(super) fn reduce_parts(inputs: &[(&Buffer, usize)], len: usize, op: ReduceOp) -> Buffer {
+        macro_rules! parts {
+            ($variant:ident) => {
+                inputs.iter().map(|input| match input {
+                    (Buffer::$variant(v), begin) => &v[*begin..begin + len],
+                    _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
+                })
+            };
+        }
         macro_rules! reduce {
             ($variant:ident, $max:expr, $mean:expr) => {{
-                let of = |i: usize| match inputs[i] {
-                    (Buffer::$variant(v), begin) => &v[begin..begin + len],
-                    _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
-                };
+                let parts: Vec<_> = parts!($variant).collect();
                 let mut out = Vec::with_capacity(len);
                 // Block by block, so that all but one pass over a block find it in the cache.
                 for begin in (0..len).step_by(BLOCK) {
                     let block = begin..len.min(begin + BLOCK);
-                    out.extend_from_slice(&of(0)[block.clone()]);
+                    out.extend_from_slice(&parts[0][block.clone()]);
                     let sum = &mut out[block.clone()];
-                    for i in 1..inputs.len() {
-                        let other = &of(i)[block.clone()];
+                    for part in &parts[1..] {
+                        let other = &part[block.clone()];
                         match op {
                             ReduceOp::Sum | ReduceOp::Mean => sum.iter_mut().zip(other).for_each(|(a, b)| *a += *b),
                             ReduceOp::Max => sum.iter_mut().zip(other).for_each(|(a, b)| *a = $max(*a, *b)),
@@ -241,28 +238,10 @@ impl Buffer {
         match inputs[0].0 {
             Buffer::F32(_) => reduce!(F32, f32::max, |a: f32| a * (1.0 / world as f32)),
             Buffer::F64(_) => reduce!(F64, f64::max, |a: f64| a * (1.0 / world as f64)),
-            Buffer::F16(_) | Buffer::Bf16(_) => Self::reduce_halves(inputs, len, op),
+            Buffer::F16(_) => Buffer::F16(reduce_halves(&parts!(F16).collect::<Vec<_>>(), op)),
+            Buffer::Bf16(_) => Buffer::Bf16(reduce_halves(&parts!(Bf16).collect::<Vec<_>>(), op)),
             Buffer::U8(_) => reduce!(U8, u8::max, |a: u8| a),
         }
-    }
-
-    fn reduce_halves(inputs: &[(&Buffer, usize)], len: usize, op: ReduceOp) -> Buffer {
-        let of = |i: usize| match inputs[i] {
-            (Buffer::F16(v), begin) => v[begin..begin + len].to_f32_vec(),
-            (Buffer::Bf16(v), begin) => v[begin..begin + len].to_f32_vec(),
-            _ => unreachable!("the rendezvous has checked that all ranks sent one type"),
-        };
-        let mut out = of(0);
-        for i in 1..inputs.len() {
-            match op {
-                ReduceOp::Sum | ReduceOp::Mean => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a += b),
-                ReduceOp::Max => out.iter_mut().zip(of(i)).for_each(|(a, b)| *a = a.max(b)),
-            }
-        }
-        if op == ReduceOp::Mean {
-            out.iter_mut().for_each(|a| *a *= 1.0 / inputs.len() as f32);
-        }
-        Self::from_f32(out, inputs[0].0.dtype())
     }
 
     /// The concatenation of elements `range` of every input.
@@ -294,4 +273,79 @@ impl Buffer {
         }
         out
     }
+}
+
+/// Floats of 16 bit, which are added in f32.
+trait Half: Copy {
+    const ZERO: Self;
+    fn widen(from: &[Self], to: &mut [f32]);
+    fn narrow(from: &[f32], to: &mut [Self]);
+}
+
+impl Half for f16 {
+    const ZERO: Self = f16::ZERO;
+
+    fn widen(from: &[Self], to: &mut [f32]) {
+        from.convert_to_f32_slice(to);
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        to.convert_from_f32_slice(from);
+    }
+}
+
+impl Half for bf16 {
+    const ZERO: Self = bf16::ZERO;
+
+    fn widen(from: &[Self], to: &mut [f32]) {
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = f32::from_bits(u32::from(from.to_bits()) << 16));
+    }
+
+    /// To nearest even. The compiler vectorises this, not the branches of [`bf16::from_f32`].
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            let bits = from.to_bits();
+            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+            let quiet = (bits >> 16) | 0x40;
+            *to = bf16::from_bits(if from.is_nan() { quiet } else { rounded } as u16);
+        }
+    }
+}
+
+fn widened<H: Half>(from: &[H]) -> Vec<f32> {
+    let mut to = vec![0.0; from.len()];
+    H::widen(from, &mut to);
+    to
+}
+
+fn narrowed<H: Half>(from: &[f32]) -> Vec<H> {
+    let mut to = vec![H::ZERO; from.len()];
+    H::narrow(from, &mut to);
+    to
+}
+
+/// Equally long slices, reduced in their order and rounded at the end.
+fn reduce_halves<H: Half>(inputs: &[&[H]], op: ReduceOp) -> Vec<H> {
+    let len = inputs[0].len();
+    let mut out = Vec::with_capacity(len);
+    let [mut sums, mut others] = [[0f32; BLOCK]; 2];
+    for begin in (0..len).step_by(BLOCK) {
+        let block = begin..len.min(begin + BLOCK);
+        let (sums, others) = (&mut sums[..block.len()], &mut others[..block.len()]);
+        H::widen(&inputs[0][block.clone()], sums);
+        for input in &inputs[1..] {
+            H::widen(&input[block.clone()], others);
+            let pairs = sums.iter_mut().zip(&*others);
+            match op {
+                ReduceOp::Sum | ReduceOp::Mean => pairs.for_each(|(a, b)| *a += b),
+                ReduceOp::Max => pairs.for_each(|(a, b)| *a = a.max(*b)),
+            }
+        }
+        if op == ReduceOp::Mean {
+            sums.iter_mut().for_each(|a| *a *= 1.0 / inputs.len() as f32);
+        }
+        out.resize(block.end, H::ZERO);
+        H::narrow(sums, &mut out[block]);
+    }
+    out
 }

@@ -3,21 +3,15 @@
 //! Rows are taken some at a time: their logits, the softmax in their place, and the products that the gradients are
 //! sums of. The buffer of one such chunk is all that is allocated, for the length of a call.
 
-use std::borrow::Cow;
-
 use half::bf16;
 
 use super::check_rows;
-use super::half::narrowed;
+use super::half::Half;
 use super::math::exp;
 use super::parallel::{gemm_threads, spread};
 use super::product::{Matrix, Write, multiply};
 use super::product_bf16::{self, MatrixBf16, Out};
 use super::reduce::{largest, replace_and_sum, sum_over};
-
-/// Logits that a chunk has at most, unless that were too few rows: 32 MiB. Twice that was 7 % faster for 255 rows and a
-/// vocabulary of 50257, half of it 14 % slower.
-const CHUNK: usize = 8 << 20;
 
 /// Rows that a chunk has at least: each reads the weights twice and their gradient once more.
 const LEAST_ROWS: usize = 64;
@@ -53,7 +47,7 @@ pub fn forward_backward<T: Operand>(
     ignored: Option<i64>,
     grads: Option<(&mut [f32], &mut [f32])>,
 ) -> f32 {
-    let rows = (CHUNK / shape.vocabulary.max(1)).max(LEAST_ROWS);
+    let rows = (T::CHUNK / shape.vocabulary.max(1)).max(LEAST_ROWS);
     by_chunks(rows, shape, x, w, targets, ignored, grads)
 }
 
@@ -62,28 +56,58 @@ pub trait Operand: Copy {
     /// `a b`, added to `out` or in its place.
     #[doc(hidden)]
     fn product(out: &mut [f32], write: Write, a: Matrix<'_, Self>, b: Matrix<'_, Self>);
-    /// Numbers as operands.
+    /// Logits that a chunk has at most, unless that were too few rows.
     #[doc(hidden)]
-    fn rounded(numbers: &[f32]) -> Cow<'_, [Self]>;
+    const CHUNK: usize;
+    /// Makes operands of numbers, in their place: the first of the row's memory.
+    #[doc(hidden)]
+    fn round(row: &mut [f32]);
+    /// Rows of `columns` numbers, of which [`Operand::round`] has made operands.
+    #[doc(hidden)]
+    fn rounded(rows: &[f32], columns: usize) -> Matrix<'_, Self>;
 }
 
 impl Operand for f32 {
+    // 32 MiB. Twice that was 7 % faster for 255 rows and a vocabulary of 50257, half of it 14 % slower.
+    const CHUNK: usize = 8 << 20;
+
     fn product(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
         multiply(out, write, a, b, 1.0, gemm_threads());
     }
 
-    fn rounded(numbers: &[f32]) -> Cow<'_, [f32]> {
-        Cow::Borrowed(numbers)
+    fn round(_: &mut [f32]) {}
+
+    fn rounded(rows: &[f32], columns: usize) -> Matrix<'_> {
+        Matrix::new(rows, rows.len() / columns, columns)
     }
 }
 
 impl Operand for bf16 {
+    // 52 MiB: 256 rows and a vocabulary of 50257. Each chunk reads and writes the gradient of the weights, which takes longer than
+    // its products.
+    const CHUNK: usize = 13 << 20;
+
     fn product(out: &mut [f32], write: Write, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
         product_bf16::multiply(Out::F32 { data: out, add: write == Write::Add }, a, b, gemm_threads());
     }
 
-    fn rounded(numbers: &[f32]) -> Cow<'_, [bf16]> {
-        Cow::Owned(narrowed(numbers))
+    fn round(row: &mut [f32]) {
+        let mut rounded = [bf16::ZERO; 256];
+        for begin in (0..row.len()).step_by(rounded.len()) {
+            let block = begin..row.len().min(begin + rounded.len());
+            let rounded = &mut rounded[..block.len()];
+            Half::narrow(&row[block], rounded);
+            // SAFETY: the row has twice the bytes that its numbers have when rounded, and those that are overwritten have been read.
+            unsafe {
+                row.as_mut_ptr().cast::<bf16>().add(begin).copy_from_nonoverlapping(rounded.as_ptr(), rounded.len())
+            };
+        }
+    }
+
+    fn rounded(rows: &[f32], columns: usize) -> MatrixBf16<'_> {
+        // SAFETY: a number has the memory of two operands and a stricter alignment, and every pattern of bits is an operand.
+        let halves = unsafe { std::slice::from_raw_parts(rows.as_ptr().cast::<bf16>(), 2 * rows.len()) };
+        MatrixBf16::strided(halves, rows.len() / columns, columns, 2 * columns, 1)
     }
 }
 
@@ -131,10 +155,9 @@ fn by_chunks<T: Operand>(
         let logits = &mut logits[..here * v];
         let x = Matrix::new(&x[first * d..end * d], here, d);
         T::product(logits, Write::Over, x, w.transposed());
-        softmax(logits, &targets[first..end], ignored, &mut losses[first..end], share);
+        softmax::<T>(logits, &targets[first..end], ignored, &mut losses[first..end], share);
         if let Some((dx, dw)) = &mut grads {
-            let p = T::rounded(logits);
-            let p = Matrix::new(&p, here, v);
+            let p = T::rounded(logits, v);
             T::product(&mut dx[first * d..end * d], Write::Over, p, w);
             if !dw.is_empty() {
                 T::product(dw, Write::first(first == 0), p.transposed(), x);
@@ -144,13 +167,22 @@ fn by_chunks<T: Operand>(
     (losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / count as f64) as f32
 }
 
-/// Writes the rows' losses and, given the `share` of a row in the mean, the gradient of the mean over their logits.
-fn softmax(logits: &mut [f32], targets: &[i64], ignored: Option<i64>, losses: &mut [f32], share: Option<f32>) {
+/// Writes the rows' losses and, given the `share` of a row in the mean, the gradient of the mean over their logits, as operands.
+fn softmax<T: Operand>(
+    logits: &mut [f32],
+    targets: &[i64],
+    ignored: Option<i64>,
+    losses: &mut [f32],
+    share: Option<f32>,
+) {
     let elements = logits.len();
     let tasks: Vec<_> = (logits.chunks_mut(elements / targets.len()).zip(targets).zip(losses)).collect();
     spread(elements, tasks, |((logits, target), loss)| {
         let target = (Some(*target) != ignored).then_some(*target as usize);
         softmax_of_row(logits, target, loss, share);
+        if share.is_some() {
+            T::round(logits);
+        }
     });
 }
 
@@ -183,7 +215,7 @@ vectorised! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::half::widened;
+    use crate::cpu::half::{narrowed, widened};
     use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
 
     const IGNORED: Option<i64> = Some(-100);

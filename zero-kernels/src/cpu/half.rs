@@ -50,15 +50,19 @@ vectorised! {
     }
 
     fn narrow_bf16<'a>(from: &'a [f32], to: &'a mut [bf16]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            let bits = from.to_bits();
-            // Half of the last place that stays, less one where that place is even.
-            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-            // A quiet NaN: rounding could carry one into an infinity.
-            let nan = (bits >> 16) | 0x40;
-            *to = bf16::from_bits(if from.is_nan() { nan } else { rounded } as u16);
-        }
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = nearest(*from));
     }
+}
+
+/// As [`bf16::from_f32`], without its branches: loops of it are vectorised.
+#[inline(always)]
+pub(super) fn nearest(value: f32) -> bf16 {
+    let bits = value.to_bits();
+    // Half of the last place that stays, less one where that place is even.
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    // A quiet NaN: rounding could carry one into an infinity.
+    let nan = (bits >> 16) | 0x40;
+    bf16::from_bits(if value.is_nan() { nan } else { rounded } as u16)
 }
 
 /// Converts `from` into a new vector.

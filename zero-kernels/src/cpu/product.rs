@@ -1,6 +1,9 @@
 //! Products of strided matrices, over the `gemm` crate.
 
 use gemm::Parallelism;
+use rayon::prelude::*;
+
+use super::rows::SharedRows;
 
 /// A strided view of a matrix, such as a transpose that was never copied.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +69,21 @@ impl<'a, T> Matrix<'a, T> {
     }
 }
 
+/// Columns that a thread takes at least. With fewer gemm may part the depth otherwise, which bits depend on.
+const LEAST_COLUMNS: usize = 96;
+
+/// Columns of a vector: parts begin at a multiple.
+const VECTOR: usize = 16;
+
+/// Multiplications from which columns are parted.
+const WORTH_SPREADING: usize = 1 << 21;
+
 impl Matrix<'_> {
+    /// Some of its columns.
+    fn columns_from(self, first: usize, columns: usize) -> Self {
+        Self { data: &self.data[first * self.column_stride..], columns, ..self }
+    }
+
     /// Whether its columns are contiguous and a multiple of 4 KiB apart.
     pub(super) fn has_columns_pages_apart(&self) -> bool {
         self.row_stride == 1 && self.column_stride.is_multiple_of(1 << 10)
@@ -115,6 +132,27 @@ pub(super) unsafe fn multiply_into(
     threads: Parallelism,
 ) {
     assert_eq!(a.columns, b.rows, "the width of the left matrix is not the height of the right one");
+    if let Parallelism::Rayon(threads) = threads
+        && b.column_stride != 1
+    {
+        // gemm copies them, and a few hundred of them on one thread.
+        let parts = threads.min(b.columns / LEAST_COLUMNS);
+        if parts > 1 && a.rows * b.columns * a.columns >= WORTH_SPREADING {
+            // SAFETY: the caller's word; it is used in this call alone.
+            let out = unsafe { SharedRows::from_raw(out, stride) };
+            let begin = |part: usize| {
+                if part < parts { (part * b.columns / parts).next_multiple_of(VECTOR) } else { b.columns }
+            };
+            (0..parts).into_par_iter().for_each(|part| {
+                let first = begin(part);
+                let (out, _) = out.part(0, first).raw_parts();
+                let columns = b.columns_from(first, begin(part + 1) - first);
+                // SAFETY: the caller's word; parts of the columns do not overlap.
+                unsafe { multiply_into(out, stride, write, a, columns, scale, Parallelism::None) }
+            });
+            return;
+        }
+    }
     let [stride, a_rs, a_cs, b_rs, b_cs] =
         [stride, a.row_stride, a.column_stride, b.row_stride, b.column_stride].map(|stride| stride as isize);
     // SAFETY: a view's elements lie in its slice, which its constructors checked; the caller vouches for `out`, which

@@ -24,6 +24,15 @@ impl<'a, T> SharedRows<'a, T> {
         Self { first: data.as_mut_ptr(), stride, borrow: PhantomData }
     }
 
+    /// Rows that start `stride` elements apart from `first` on.
+    ///
+    /// # Safety
+    ///
+    /// Nothing else reads or writes what is written through it, while it is used.
+    pub(super) unsafe fn from_raw(first: *mut T, stride: usize) -> Self {
+        Self { first, stride, borrow: PhantomData }
+    }
+
     /// The part from (`row`, `column`) on.
     pub(super) fn part(self, row: usize, column: usize) -> Self {
         Self { first: self.first.wrapping_add(row * self.stride + column), ..self }

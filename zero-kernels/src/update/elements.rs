@@ -1,5 +1,6 @@
 //! Numbers of 32 or 16 bit where they lie.
 
+use crate::cpu::half::Half;
 use crate::cpu::norm;
 
 /// Elements of a tensor where they lie.
@@ -20,6 +21,15 @@ impl Elements<'_> {
             Elements::F32(x) => Elements::F32(&x[range]),
             Elements::F16(x) => Elements::F16(&x[range]),
             Elements::Bf16(x) => Elements::Bf16(&x[range]),
+        }
+    }
+
+    /// Copies them to `to`, which is as long.
+    pub fn widen_into(self, to: &mut [f32]) {
+        match self {
+            Elements::F32(x) => to.copy_from_slice(x),
+            Elements::F16(x) => Half::widen(x, to),
+            Elements::Bf16(x) => Half::widen(x, to),
         }
     }
 

@@ -73,7 +73,7 @@ impl Amx {
         {
             let _begun = self.begin();
             // SAFETY: begun above.
-            unsafe { self.multiply(&packed[0], &packed[1], &mut sums) };
+            unsafe { self.multiply(&packed[0], &packed[1], &mut sums, false) };
         }
         let line =
             |of: &'_ [half::bf16], at: usize| of[at * depth..][..depth].iter().map(|x| x.to_f32()).collect::<Vec<_>>();
@@ -114,6 +114,8 @@ fn is_permitted() -> bool {
 // SAFETY: `detect` gives one only there.
 unsafe impl Tiles<SIDE, SIDE> for Amx {
     const UNIT: usize = PAIRS;
+    // A panel of rows and one of columns, of 16 KiB each, with the sums: a first-level cache.
+    const AT_ONCE: usize = 8 * PAIRS;
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
         // SAFETY: an `Amx` is made only where the processor has the features.
@@ -139,7 +141,7 @@ unsafe impl Tiles<SIDE, SIDE> for Amx {
     }
 
     #[inline(always)]
-    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; SIDE]; SIDE]) {
+    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; SIDE]; SIDE], add: bool) {
         // Both panels have a square of `SIDE` lines and `PAIRS` pairs after the other.
         let steps = a.len() / (SIDE * PAIRS);
         assert!(a.len() == b.len() && a.len().is_multiple_of(SIDE * PAIRS), "panels of whole tiles");
@@ -147,22 +149,31 @@ unsafe impl Tiles<SIDE, SIDE> for Amx {
         // has tiles of that form (the caller's word), and uses them for nothing else.
         unsafe {
             asm!(
+                "test {add:e}, {add:e}",
+                "jnz 4f",
                 "tilezero tmm0",
                 "tilezero tmm1",
                 "tilezero tmm2",
                 "tilezero tmm3",
+                "jmp 5f",
+                "4:",
+                "tileloadd tmm0, [{sums} + {pair}]",
+                "tileloadd tmm1, [{sums} + {pair} + 64]",
+                "tileloadd tmm2, [{sums} + {pair} + 2048]",
+                "tileloadd tmm3, [{sums} + {pair} + 2112]",
+                "5:",
                 "test {steps}, {steps}",
                 "jz 3f",
                 "2:",
-                // Rows: 16 lines of 64 bytes, twice.
+                // Rows: 16 lines of 64 bytes, twice. Columns: 16 pairs of 32 columns, 64 bytes of each for a tile. What can be
+                // multiplied is, before the next tile is loaded: that takes as long.
                 "tileloadd tmm4, [{a} + {row}]",
-                "tileloadd tmm5, [{a} + {row} + 1024]",
-                // Columns: 16 pairs of 32 columns, 64 bytes of each for a tile.
                 "tileloadd tmm6, [{b} + {pair}]",
-                "tileloadd tmm7, [{b} + {pair} + 64]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{a} + {row} + 1024]",
                 "tdpbf16ps tmm2, tmm5, tmm6",
+                "tileloadd tmm7, [{b} + {pair} + 64]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
                 "tdpbf16ps tmm3, tmm5, tmm7",
                 "add {a}, 2048",
                 "add {b}, 2048",
@@ -177,6 +188,7 @@ unsafe impl Tiles<SIDE, SIDE> for Amx {
                 b = inout(reg) b.as_ptr() => _,
                 steps = inout(reg) steps => _,
                 sums = in(reg) sums.as_mut_ptr(),
+                add = in(reg) u32::from(add),
                 row = in(reg) 64usize,
                 pair = in(reg) 128usize,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,

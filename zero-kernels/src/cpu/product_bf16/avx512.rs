@@ -30,6 +30,8 @@ impl Avx512 {
 // SAFETY: `detect` gives one only there.
 unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
     const UNIT: usize = 1;
+    // Panels of rows are a quarter of AMX's: deeper ones fit the first-level cache.
+    const AT_ONCE: usize = usize::MAX;
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
         // SAFETY: an `Avx512` is made only where the processor has the features.
@@ -49,7 +51,8 @@ unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; COLUMNS]; ROWS]) {
+    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; COLUMNS]; ROWS], add: bool) {
+        debug_assert!(!add, "depth is never parted here");
         // SAFETY: as above.
         unsafe { multiply_tile(a, b, sums) }
     }

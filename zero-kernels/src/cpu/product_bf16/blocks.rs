@@ -4,7 +4,6 @@
 //! A task then packs a block of the other one into its core's second-level cache, and multiplies each panel of the
 //! first by each panel of its block, in registers.
 
-use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
 use std::cell::Cell;
 use std::ops::Range;
 use std::thread::LocalKey;
@@ -26,6 +25,8 @@ const SHARED_BYTES: usize = 4 << 20;
 const OWN_BYTES: usize = 640 << 10;
 /// Lines of the longer operand in a block that needs partial sums.
 const PARTIAL_LINES: usize = 4096;
+/// Shared panels that are multiplied by all of a task's before the next pairs in depth are.
+const GROUP: usize = 4;
 /// Tasks for a thread to take, where there are enough lines.
 const TASKS_PER_THREAD: usize = 4;
 
@@ -39,6 +40,9 @@ pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Syn
     /// The number of pairs in depth is a multiple of this; what is missing is zero.
     const UNIT: usize;
 
+    /// Pairs in depth that are multiplied at once, a multiple of the unit: what the first-level cache has room for of two panels.
+    const AT_ONCE: usize;
+
     /// Packs rows, as lines along the depth, in panels of `R`.
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]);
 
@@ -48,12 +52,12 @@ pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Syn
     /// Before a thread's calls of [`Tiles::multiply`], and what is dropped behind them.
     fn begin(self) -> impl Sized {}
 
-    /// The sums over the pairs of a panel of rows and one of columns.
+    /// The sums over the pairs of a panel of rows and one of columns, after those that `sums` holds if they are added to.
     ///
     /// # Safety
     ///
     /// This thread holds what [`Tiles::begin`] gave.
-    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; C]; R]);
+    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; C]; R], add: bool);
 }
 
 thread_local! {
@@ -166,15 +170,20 @@ impl<T> Block<'_, T> {
             let most = OWN_BYTES / (4 * width_own * pairs.max(1));
             let some = width_own * panels_of_task(count_own.div_ceil(width_own), most, workers);
             let tasks: Vec<_> = parts(count_own, some).collect();
+            let at_once = pairs_at_once(pairs, T::AT_ONCE, T::UNIT);
             spread(count * count_own * pairs, threads, tasks, |lines| {
                 let from = self.own_lines.start + lines.start..self.own_lines.start + lines.end;
-                with_buffer(&OWN, packed_len(width_own, lines.len(), pairs), |own_panels| {
+                let packed = packed_len(width_own, lines.len(), pairs);
+                let squares = if at_once < pairs { GROUP * lines.len().div_ceil(width_own) } else { 1 };
+                with_buffer(&OWN, packed.next_multiple_of(LANES) + squares * R * C, |buffer| {
+                    let (own_panels, sums) = buffer.split_at_mut(packed.next_multiple_of(LANES));
+                    let own_panels = &mut own_panels[..packed];
                     pack(own, !shares_rows, from, own_panels);
                     let shared = Panels { data: panels, width: width_shared, first: 0, count };
                     let own = Panels { data: own_panels, width: width_own, first: lines.start, count: lines.len() };
                     // SAFETY: the lines of a task and all shared ones meet in elements that no other task has; they lie in the
                     // target's matrix, which only this call knows. `tiles` are made only where the processor has the features.
-                    unsafe { multiply_panels(tiles, &target, is_shared, shared, own, pairs) };
+                    unsafe { multiply_panels(tiles, &target, is_shared, shared, own, [pairs, at_once], sums) };
                 });
             });
         });
@@ -189,6 +198,14 @@ fn panels_of_task(panels: usize, most: usize, workers: usize) -> usize {
     (most.div_ceil(2)..=most).rev().min_by_key(|some| share(*some)).unwrap_or(most)
 }
 
+/// How many pairs in depth are multiplied at once, of `pairs`: equal parts, and one where it would be half again as many at most.
+fn pairs_at_once(pairs: usize, most: usize, unit: usize) -> usize {
+    if pairs / 3 <= most / 2 {
+        return pairs.max(1);
+    }
+    pairs.div_ceil(pairs.div_ceil(most)).next_multiple_of(unit)
+}
+
 /// Packed lines, the number of their first one in the target, and how many they are.
 #[derive(Clone, Copy)]
 struct Panels<'a> {
@@ -200,12 +217,17 @@ struct Panels<'a> {
 }
 
 impl<'a> Panels<'a> {
-    /// One by one.
-    fn each(self, pairs: usize) -> impl Iterator<Item = Self> {
-        (0..self.count).step_by(self.width).map(move |line| Self {
-            data: &self.data[line * pairs..(line + self.width) * pairs],
+    /// The pairs `depth` of one panel.
+    fn part(self, depth: &Range<usize>) -> &'a [u32] {
+        &self.data[depth.start * self.width..depth.end * self.width]
+    }
+
+    /// Some `lines`, a multiple of the width, at a time.
+    fn each(self, lines: usize, pairs: usize) -> impl Iterator<Item = Self> {
+        (0..self.count).step_by(lines).map(move |line| Self {
+            data: &self.data[line * pairs..self.data.len().min((line + lines) * pairs)],
             first: self.first + line,
-            count: self.width.min(self.count - line),
+            count: lines.min(self.count - line),
             ..self
         })
     }
@@ -224,29 +246,39 @@ unsafe fn multiply_panels<const R: usize, const C: usize, T: Tiles<R, C>>(
     is_shared: Shared,
     shared: Panels<'_>,
     own: Panels<'_>,
-    pairs: usize,
+    [pairs, at_once]: [usize; 2],
+    sums: &mut [u32],
 ) {
     let _begun = tiles.begin();
-    let mut sums = [[0f32; C]; R];
-    for shared in shared.each(pairs) {
-        for own in own.each(pairs) {
-            let (a, b) = is_shared.order(shared, own);
-            // What is written takes a while to arrive, about as long as the sums.
-            for row in 0..R {
-                for column in (0..C).step_by(LANES) {
-                    let address = target.address(a.first + row, b.first + column);
-                    _mm_prefetch::<_MM_HINT_ET0>(address);
-                }
-            }
-            // SAFETY: begun above.
-            unsafe { tiles.multiply(a.data, b.data, &mut sums) };
-            for (row, sums) in sums.iter_mut().enumerate().take(a.count) {
-                // SAFETY: the row and its columns are where these lines meet.
-                unsafe {
-                    if b.count == C {
-                        target.write(a.first + row, b.first, sums);
-                    } else {
-                        target.write(a.first + row, b.first, &mut sums[..b.count]);
+    // SAFETY: every pattern of bits is a float.
+    let (_, sums, _) = unsafe { sums.align_to_mut::<[[f32; C]; R]>() };
+    let own_panels = own.count.div_ceil(own.width);
+    for group in shared.each(GROUP * shared.width, pairs) {
+        for begin in (0..pairs.max(1)).step_by(at_once) {
+            let depth = begin..pairs.min(begin + at_once);
+            for (i, shared) in group.each(shared.width, pairs).enumerate() {
+                for (j, own) in own.each(own.width, pairs).enumerate() {
+                    let (a, b) = is_shared.order(shared, own);
+                    let is_last = depth.end == pairs;
+                    if is_last {
+                        // What is written takes a while to arrive, about as long as the sums.
+                        target.prefetch(a.first, b.first, R, C);
+                    }
+                    let sums = &mut sums[if at_once < pairs { i * own_panels + j } else { 0 }];
+                    // SAFETY: begun above.
+                    unsafe { tiles.multiply(a.part(&depth), b.part(&depth), sums, begin > 0) };
+                    if !is_last {
+                        continue;
+                    }
+                    for (row, sums) in sums.iter_mut().enumerate().take(a.count) {
+                        // SAFETY: the row and its columns are where these lines meet.
+                        unsafe {
+                            if b.count == C {
+                                target.write(a.first + row, b.first, sums);
+                            } else {
+                                target.write(a.first + row, b.first, &mut sums[..b.count]);
+                            }
+                        }
                     }
                 }
             }

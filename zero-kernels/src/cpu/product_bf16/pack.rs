@@ -91,10 +91,45 @@ impl MatrixBf16<'_> {
             }
             return;
         }
+        // Lines that two whole vectors of pairs are made of at a time.
+        let twice = if self.row_stride == 1 && W.is_multiple_of(2 * TILE) { lines.len() / (2 * TILE) } else { 0 };
         for pair in 0..pairs {
-            for line in (0..lines.len()).step_by(TILE) {
+            for line in (0..twice).map(|two| two * 2 * TILE) {
+                let [first, second] = self.pair_of_twice(lines.start + line, &depth, pair);
+                panels.store(line, pair, first);
+                panels.store(line + TILE, pair, second);
+            }
+            for line in (twice * 2 * TILE..lines.len()).step_by(TILE) {
                 panels.store(line, pair, self.pair_of_lines(&lines, line, &depth, pair));
             }
+        }
+    }
+
+    /// A pair of twice [`TILE`] lines, which are contiguous, from `first` on; zeros behind `depth`.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    fn pair_of_twice(&self, first: usize, depth: &Range<usize>, pair: usize) -> [__m512i; 2] {
+        let at = depth.start + 2 * pair;
+        self.fetch_ahead(first, at);
+        let [even, odd] = [at, at + 1].map(|at| {
+            if at >= depth.end {
+                return _mm512_setzero_si512();
+            }
+            // SAFETY: so many elements from that one on are in the matrix, contiguous at this depth.
+            let lines = unsafe { _mm512_loadu_si512(self.pointer(first, at).cast()) };
+            // What is interleaved takes four lines of each quarter of a register.
+            _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), lines)
+        });
+        [_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd)]
+    }
+
+    /// Asks for the pair of lines that comes [`AHEAD`] after `at`.
+    #[inline(always)]
+    fn fetch_ahead(&self, first: usize, at: usize) {
+        let ahead = self.data.as_ptr().wrapping_add((at + AHEAD).wrapping_mul(self.column_stride).wrapping_add(first));
+        for ahead in [ahead, ahead.wrapping_add(self.column_stride)] {
+            // SAFETY: every x86-64 has the instruction, which takes any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.cast()) };
         }
     }
 
@@ -110,10 +145,7 @@ impl MatrixBf16<'_> {
         let count = TILE.min(lines.len() - line);
         let first = lines.start + line;
         if self.row_stride == 1 {
-            let ahead =
-                self.data.as_ptr().wrapping_add((at + AHEAD).wrapping_mul(self.column_stride).wrapping_add(first));
-            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(self.column_stride).cast());
+            self.fetch_ahead(first, at);
             let mask = u16::MAX >> (TILE - count);
             // SAFETY: `count` elements from that one on are in the matrix, contiguous at this depth, and the mask leaves out all
             // others; there is an odd neighbour unless the depth ends before it.
@@ -159,6 +191,13 @@ impl<'a, const W: usize, const BY_LINE: bool> Panels<'a, W, BY_LINE> {
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn store(&mut self, line: usize, pair: usize, lines: __m512i) {
+        if W.is_multiple_of(TILE) {
+            let at = (line / W * self.pairs + pair) * W + line % W;
+            let to = &mut self.data[at..at + TILE];
+            // SAFETY: the slice has the sixteen elements that are written.
+            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), lines) };
+            return;
+        }
         let halves = [_mm512_castsi512_si256(lines), _mm512_extracti64x4_epi64::<1>(lines)];
         for (i, half) in halves.into_iter().enumerate() {
             let line = line + i * TILE / 2;

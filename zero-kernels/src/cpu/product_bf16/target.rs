@@ -3,6 +3,7 @@
 use half::bf16;
 
 use super::Begin;
+use crate::cpu::half::nearest;
 use crate::cpu::rows::SharedRows;
 
 /// What becomes of sums.
@@ -44,12 +45,27 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// The address of an element, to fetch ahead; it need not exist.
+    /// Asks for `rows` of `columns` from an element on, which need not exist, ahead of [`Target::write`].
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(super) fn address(&self, row: usize, column: usize) -> *const i8 {
-        match self {
-            Self::F32 { out, .. } => out.part(row, column).raw_parts().0.cast(),
-            Self::Bf16 { out, .. } => out.part(row, column).raw_parts().0.cast(),
+    pub(super) fn prefetch(&self, row: usize, column: usize, rows: usize, columns: usize) {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        let ((first, stride), size): ((*const i8, _), _) = match self {
+            Self::F32 { out, .. } => {
+                let (first, stride) = out.part(row, column).raw_parts();
+                ((first.cast(), stride), size_of::<f32>())
+            }
+            Self::Bf16 { out, .. } => {
+                let (first, stride) = out.part(row, column).raw_parts();
+                ((first.cast(), stride), size_of::<bf16>())
+            }
+        };
+        for row in 0..rows {
+            // The last one lies in a line of its own where rows are not aligned.
+            for byte in (0..columns * size).step_by(64).chain([columns * size - 1]) {
+                // SAFETY: every x86-64 has the instruction, which takes any address.
+                unsafe { _mm_prefetch::<_MM_HINT_ET0>(first.wrapping_add(row * stride * size + byte)) };
+            }
         }
     }
 
@@ -85,7 +101,7 @@ impl<'a> Target<'a> {
                 }
                 // SAFETY: the caller's promise.
                 let out = unsafe { out.slice(row, column, width) };
-                out.iter_mut().zip(sums).for_each(|(out, sum)| *out = bf16::from_f32(*sum));
+                out.iter_mut().zip(sums).for_each(|(out, sum)| *out = nearest(*sum));
             }
         }
     }

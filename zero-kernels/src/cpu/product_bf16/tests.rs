@@ -127,6 +127,7 @@ struct Emulated(#[allow(dead_code)] avx512::Avx512); // Held, not read.
 #[cfg(target_arch = "x86_64")]
 unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
     const UNIT: usize = amx::PAIRS;
+    const AT_ONCE: usize = 8 * amx::PAIRS;
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Span, depth: Span, pairs: usize, to: &mut [u32]) {
         // SAFETY: this is made only where the processor has the features.
@@ -139,11 +140,13 @@ unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
     }
 
     /// As Intel's Software Developer's Manual has it under TDPBF16PS, tile by tile.
-    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; amx::SIDE]; amx::SIDE]) {
+    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; amx::SIDE]; amx::SIDE], add: bool) {
         const SQUARE: usize = amx::SIDE * amx::PAIRS;
         let flush = |x: f32| if x.is_subnormal() { 0.0 } else { x };
         let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(|bits| flush(f32::from_bits(bits)));
-        *sums = [[0.0; amx::SIDE]; amx::SIDE];
+        if !add {
+            *sums = [[0.0; amx::SIDE]; amx::SIDE];
+        }
         for (a, b) in a.as_chunks::<SQUARE>().0.iter().zip(b.as_chunks::<SQUARE>().0) {
             for (row, sums) in sums.iter_mut().enumerate() {
                 for (column, sum) in sums.iter_mut().enumerate() {
