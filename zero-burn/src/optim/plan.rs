@@ -177,8 +177,11 @@ fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B>
         Err(parameter) => {
             let piece = parameter.into_piece();
             // A copy in 16 bit is written over from its master: there is no need to wait for its values.
-            let unread = is_copy.then(|| rank.mover.array(piece.shape().num_elements(), dtype)).flatten();
-            Array::Memory(unread.unwrap_or_else(|| narrow_or_f32(flat(read::<B>(piece)))))
+            let numel = piece.shape().num_elements();
+            Array::Memory(match is_copy {
+                true => filled(&rank.mover, numel, dtype, [numel], |_| {}),
+                false => narrow_or_f32(flat(read::<B>(piece))),
+            })
         }
     }
 }
