@@ -349,3 +349,30 @@ fn reduce_halves<H: Half>(inputs: &[&[H]], op: ReduceOp) -> Vec<H> {
     }
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_rounded_as_single_numbers_are() {
+        let values: Vec<f32> = (0..=u32::MAX).step_by(0x1003).map(f32::from_bits).collect();
+        let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        let single = |round: fn(f32) -> f32| bits(values.iter().map(|value| round(*value)).collect());
+        let sent = |dtype| bits(Buffer::from_f32(values.clone(), dtype).into_f32());
+        assert!(sent(DType::Bf16) == single(|value| bf16::from_f32(value).to_f32()));
+        assert!(sent(DType::F16) == single(|value| f16::from_f32(value).to_f32()));
+    }
+
+    #[test]
+    fn halves_are_added_in_f32_and_rounded_once() {
+        // More than a block; 1 + 1/256 + 1/256 is 1 if it is rounded on the way.
+        let of = |value: f32| Buffer::Bf16(vec![bf16::from_f32(value); BLOCK + 3]);
+        let inputs = [of(1.0), of(1.0 / 256.0), of(1.0 / 256.0)];
+        let parts: Vec<_> = inputs.iter().map(|input| (input, 1)).collect();
+        for (op, expected) in [(ReduceOp::Sum, 1.0078125), (ReduceOp::Max, 1.0), (ReduceOp::Mean, 0.3359375)] {
+            let reduced = Buffer::reduce_parts(&parts, BLOCK + 2, op);
+            assert_eq!(reduced.into_f32(), vec![expected; BLOCK + 2], "{op:?}");
+        }
+    }
+}
