@@ -42,6 +42,14 @@ pub(crate) fn flat(mut data: TensorData) -> TensorData {
     data
 }
 
+/// As f32, unless it is in 16 bit.
+pub(crate) fn narrow_or_f32(data: TensorData) -> TensorData {
+    match data.dtype {
+        DType::F16 | DType::BF16 => data,
+        _ => data.convert_dtype(DType::F32),
+    }
+}
+
 /// What has come, in its shape.
 pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
     match buffer {

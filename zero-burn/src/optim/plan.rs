@@ -13,7 +13,7 @@ use crate::tensor::Shard;
 use crate::tier::{Home, Stored, filled};
 use crate::trouble::{or_stop, stop};
 use crate::update::{Array, Job};
-use crate::values::{flat, read};
+use crate::values::{flat, narrow_or_f32, read};
 use crate::view::Extent;
 
 /// Where an update runs.
@@ -226,12 +226,4 @@ fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>
 /// A piece in host memory, as f32, in place if this is its only handle, flat.
 fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive) -> TensorData {
     flat(read::<B>(piece)).convert_dtype(DType::F32)
-}
-
-/// As f32, unless it is in 16 bit.
-fn narrow_or_f32(data: TensorData) -> TensorData {
-    match data.dtype {
-        DType::F16 | DType::BF16 => data,
-        _ => data.convert_dtype(DType::F32),
-    }
 }

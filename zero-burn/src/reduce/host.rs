@@ -17,7 +17,7 @@ use crate::cell::Cell;
 use crate::cell::rank::Rank;
 use crate::cell::slot::Slot;
 use crate::config::ErrorFeedback;
-use crate::values::{buffer, data, elements_of, here, on_the_wire, read};
+use crate::values::{buffer, data, elements_of, here, narrow_or_f32, on_the_wire, read};
 
 /// Elements from which a gradient goes alone: 256 KiB, beyond which a request's own cost is nothing.
 const ALONE: usize = 1 << 16;
@@ -185,8 +185,7 @@ impl<B: Backend> Medium<B> for Host {
     const HOLDS: bool = false;
 
     fn take(&self, gradient: Shared<B>) -> TensorData {
-        let data = read::<B>(gradient.into_tensor());
-        if elements_of(&data).is_some() { data } else { data.convert_dtype(DType::F32) }
+        narrow_or_f32(read::<B>(gradient.into_tensor()))
     }
 
     /// Not where it is divided or quantised first, or has a second sum before it.
@@ -252,14 +251,12 @@ impl<B: Backend> Medium<B> for Host {
             if self.shards {
                 let part = from.min(*len)..(from + columns).min(*len);
                 let source = at..at + part.len();
-                target[part.clone()].copy_from_slice(&reduced[source]);
-                scale(&mut target[part], self.after);
+                copy_scaled(&mut target[part], &reduced[source], self.after);
                 continue;
             }
             for (rank, part) in parts(self.mesh, numel, from, columns).enumerate() {
                 let source = rank * row + at..rank * row + at + part.len();
-                target[part.clone()].copy_from_slice(&reduced[source]);
-                scale(&mut target[part], self.after);
+                copy_scaled(&mut target[part], &reduced[source], self.after);
             }
         }
         Ok(())
@@ -328,6 +325,14 @@ fn tensor<B: Backend>(mut values: Buffer, factor: f32, dtype: DType, device: &B:
     }
     let len = Shape::new([values.len()]);
     B::float_from_data(data(values, len), device)
+}
+
+fn copy_scaled(target: &mut [f32], source: &[f32], factor: f32) {
+    if factor == 1.0 {
+        target.copy_from_slice(source);
+        return;
+    }
+    target.iter_mut().zip(source).for_each(|(target, source)| *target = source * factor);
 }
 
 fn scale(values: &mut [f32], factor: f32) {
