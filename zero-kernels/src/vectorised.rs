@@ -5,15 +5,15 @@
 macro_rules! vectorised {
     (@) => { () };
     (@ $out:ty) => { $out };
-    ($($(#[$meta:meta])* $vis:vis fn $name:ident<$a:lifetime>($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? $body:block)*) => {$(
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident<$a:lifetime $(, $t:ident: $bound:path)?>($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? $body:block)*) => {$(
         $(#[$meta])*
         #[allow(clippy::needless_lifetimes)]
-        $vis fn $name<$a>($($arg: $type),*) $(-> $out)? {
-            struct Call<$a> {
+        $vis fn $name<$a $(, $t: $bound)?>($($arg: $type),*) $(-> $out)? {
+            struct Call<$a $(, $t: $bound)?> {
                 $($arg: $type),*
             }
 
-            impl<$a> pulp::NullaryFnOnce for Call<$a> {
+            impl<$a $(, $t: $bound)?> pulp::NullaryFnOnce for Call<$a $(, $t)?> {
                 type Output = vectorised!(@ $($out)?);
 
                 #[inline(always)]

@@ -5,6 +5,7 @@
 
 mod bf16;
 mod elements;
+mod gelu;
 mod lent;
 mod quantized;
 
@@ -18,9 +19,7 @@ use bytemuck::Pod;
 use crate::backend::{FusedBackend, implement, ty};
 use crate::cpu::attention::{Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
-use crate::cpu::{
-    Matrix, attention, buffer, cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, rotary, swiglu,
-};
+use crate::cpu::{Matrix, attention, buffer, cross_entropy, embedding, layer_norm, linear, rms_norm, rotary, swiglu};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::Quantized;
@@ -309,34 +308,28 @@ implement! {
 
     fn fused_gelu(kind: (Gelu), x: float, bias: opt_float) -> float {
         let _span = tracing::trace_span!("gelu").entered();
-        if let Some(dtype) = sixteen_bit(&x) {
-            return narrow(Self::fused_gelu(kind, widen(x), bias.map(widen)), dtype);
+        match x.dtype() {
+            DType::F16 => narrow(Self::fused_gelu(kind, widen(x), bias.map(widen)), DType::F16),
+            DType::BF16 => gelu::forward::<half::bf16>(kind, x, bias.map(widen)),
+            _ if are_f32([&x].into_iter().chain(&bias)) => gelu::forward::<f32>(kind, x, bias),
+            _ => fallback::fused_gelu::<Self>(kind, x, bias),
         }
-        if !are_f32([&x].into_iter().chain(&bias)) {
-            return fallback::fused_gelu::<Self>(kind, x, bias);
-        }
-        let (x, bias) = (packed(x), bias.map(packed));
-        let [n, f] = dims(&x);
-        let mut out = buffer(n * f);
-        gelu::forward(kind, values(&x), bias.as_ref().map(values), &mut out);
-        tensor(out, [n, f])
     }
 
     fn gelu_backward_fused(kind: (Gelu), x: float, bias: opt_float, grad: float) -> float_opt_float {
         let _span = tracing::trace_span!("gelu: gradient").entered();
-        if let Some(dtype) = sixteen_bit(&grad) {
-            let (dx, d_bias) = Self::gelu_backward_fused(kind, widen(x), bias.map(widen), widen(grad));
-            return (narrow(dx, dtype), d_bias.map(|d_bias| narrow(d_bias, dtype)));
+        match grad.dtype() {
+            DType::BF16 if are(DType::BF16, [&x]) => {
+                let (dx, d_bias) = gelu::backward::<half::bf16>(kind, x, bias.map(widen), grad);
+                (dx, d_bias.map(|d_bias| narrow(d_bias, DType::BF16)))
+            }
+            dtype @ (DType::BF16 | DType::F16) => {
+                let (dx, d_bias) = Self::gelu_backward_fused(kind, widen(x), bias.map(widen), widen(grad));
+                (narrow(dx, dtype), d_bias.map(|d_bias| narrow(d_bias, dtype)))
+            }
+            _ if are_f32([&x, &grad].into_iter().chain(&bias)) => gelu::backward::<f32>(kind, x, bias, grad),
+            _ => fallback::gelu_backward_fused::<Self>(kind, x, bias, grad),
         }
-        if !are_f32([&x, &grad].into_iter().chain(&bias)) {
-            return fallback::gelu_backward_fused::<Self>(kind, x, bias, grad);
-        }
-        let (x, bias, grad) = (packed(x), bias.map(packed), packed(grad));
-        let [n, f] = dims(&x);
-        let mut dx = buffer(n * f);
-        let mut d_bias = bias.as_ref().map(|_| buffer(f));
-        gelu::backward(kind, values(&x), bias.as_ref().map(values), values(&grad), &mut dx, d_bias.as_deref_mut());
-        (tensor(dx, [n, f]), d_bias.map(|d_bias| tensor(d_bias, [f])))
     }
 
     fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
@@ -420,7 +413,7 @@ implement! {
     fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float {
         let _span = tracing::trace_span!("scale").entered();
         // The usual factor: nothing was done to the loss.
-        let unscaled = are_f32([&factor]) && factor.to_contiguous().as_slice::<f32>() == Some(&[1.0]);
+        let unscaled = widen(factor.clone()).to_contiguous().as_slice::<f32>() == Some(&[1.0]);
         let own = x.dtype().into();
         let x = if unscaled { x } else { fallback::scaled_by::<Self>(x, factor, own) };
         match dtype {

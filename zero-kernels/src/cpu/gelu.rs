@@ -3,6 +3,7 @@
 use crate::options::Gelu;
 
 use super::check;
+use super::half::Number;
 use super::math::{erf, exp};
 use super::parallel::{BLOCK, rows_of_task, spread};
 use super::reduce::add_partials;
@@ -11,12 +12,12 @@ use super::reduce::add_partials;
 ///
 /// # Shapes
 ///
-/// `x`, `out`: `[n, f]`; `bias`: `[f]`.
+/// `x`, `out`: `[n, f]`; `bias`: `[f]`. In bfloat16 each element of `out` is rounded once.
 ///
 /// # Panics
 ///
 /// When the lengths do not fit together.
-pub fn forward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+pub fn forward<T: Number>(kind: Gelu, x: &[T], bias: Option<&[f32]>, out: &mut [T]) {
     check("gelu", "out", out.len(), x.len());
     if x.is_empty() {
         return;
@@ -33,12 +34,19 @@ pub fn forward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
 ///
 /// # Shapes
 ///
-/// `x`, `g`, `dx`: `[n, f]`; `bias`, `dbias`: `[f]`.
+/// `x`, `g`, `dx`: `[n, f]`; `bias`, `dbias`: `[f]`. `dbias` adds up what `dx` holds, in bfloat16 as it is rounded.
 ///
 /// # Panics
 ///
 /// When the lengths do not fit together.
-pub fn backward(kind: Gelu, x: &[f32], bias: Option<&[f32]>, g: &[f32], dx: &mut [f32], dbias: Option<&mut [f32]>) {
+pub fn backward<T: Number>(
+    kind: Gelu,
+    x: &[T],
+    bias: Option<&[f32]>,
+    g: &[T],
+    dx: &mut [T],
+    dbias: Option<&mut [f32]>,
+) {
     check("gelu", "g", g.len(), x.len());
     check("gelu", "dx", dx.len(), x.len());
     let given = bias.map(<[f32]>::len).or(dbias.as_ref().map(|dbias| dbias.len()));
@@ -68,7 +76,7 @@ fn check_rows(len: usize, f: usize, biased: bool) {
 
 vectorised! {
     /// Without a bias the last row may be shorter.
-    fn forward_rows<'a>(kind: Gelu, x: &'a [f32], bias: Option<&'a [f32]>, f: usize, out: &'a mut [f32]) {
+    fn forward_rows<'a, T: Number>(kind: Gelu, x: &'a [T], bias: Option<&'a [f32]>, f: usize, out: &'a mut [T]) {
         // A function of its own type for each formula, so that each gets a loop without a choice in it.
         match kind {
             Gelu::Tanh => values(x, bias, f, out, |x| x.max(-LIMIT) * tanh_share(x.clamp(-LIMIT, LIMIT))),
@@ -77,13 +85,13 @@ vectorised! {
     }
 
     /// `dbias` is the block's partial sum, zero at first, empty if it is not asked for.
-    fn backward_block<'a>(
+    fn backward_block<'a, T: Number>(
         kind: Gelu,
-        x: &'a [f32],
+        x: &'a [T],
         bias: Option<&'a [f32]>,
         f: usize,
-        g: &'a [f32],
-        dx: &'a mut [f32],
+        g: &'a [T],
+        dx: &'a mut [T],
         dbias: &'a mut [f32],
     ) {
         match kind {
@@ -94,17 +102,17 @@ vectorised! {
 }
 
 #[inline(always)]
-fn values(x: &[f32], bias: Option<&[f32]>, f: usize, out: &mut [f32], gelu: impl Fn(f32) -> f32) {
+fn values<T: Number>(x: &[T], bias: Option<&[f32]>, f: usize, out: &mut [T], gelu: impl Fn(f32) -> f32) {
     for (x, out) in x.chunks(f).zip(out.chunks_mut(f)) {
         match bias {
             Some(bias) => {
                 for ((x, bias), out) in x.iter().zip(bias).zip(out) {
-                    *out = gelu(x + bias);
+                    *out = T::store(gelu(x.load() + bias));
                 }
             }
             None => {
                 for (x, out) in x.iter().zip(out) {
-                    *out = gelu(*x);
+                    *out = T::store(gelu(x.load()));
                 }
             }
         }
@@ -112,12 +120,12 @@ fn values(x: &[f32], bias: Option<&[f32]>, f: usize, out: &mut [f32], gelu: impl
 }
 
 #[inline(always)]
-fn slopes(
-    x: &[f32],
+fn slopes<T: Number>(
+    x: &[T],
     bias: Option<&[f32]>,
     f: usize,
-    g: &[f32],
-    dx: &mut [f32],
+    g: &[T],
+    dx: &mut [T],
     dbias: &mut [f32],
     slope: impl Fn(f32) -> f32,
 ) {
@@ -125,17 +133,17 @@ fn slopes(
         match bias {
             Some(bias) => {
                 for (((x, bias), g), dx) in x.iter().zip(bias).zip(g).zip(dx.iter_mut()) {
-                    *dx = g * slope(x + bias);
+                    *dx = T::store(g.load() * slope(x.load() + bias));
                 }
             }
             None => {
                 for ((x, g), dx) in x.iter().zip(g).zip(dx.iter_mut()) {
-                    *dx = g * slope(*x);
+                    *dx = T::store(g.load() * slope(x.load()));
                 }
             }
         }
         for (dbias, dx) in dbias.iter_mut().zip(dx) {
-            *dbias += *dx;
+            *dbias += dx.load();
         }
     }
 }
@@ -176,6 +184,8 @@ fn erf_slope(x: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
     use crate::cpu::testing::{self, assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
 
@@ -276,6 +286,26 @@ mod tests {
             backward(Gelu::Erf, &x, Some(&bias), &g, &mut dx, Some(&mut dbias));
             [out, dx, dbias].concat()
         });
+    }
+
+    #[test]
+    fn in_bfloat16_results_are_those_of_fp32_rounded_once() {
+        let (n, f) = (65, 100);
+        let [x, g] = [1, 4].map(|seed| numbers(n * f, seed).into_iter().map(bf16::from_f32).collect::<Vec<_>>());
+        let bias = numbers(f, 2);
+        let [x32, g32] = [&x, &g].map(|half| half.iter().map(|half| half.to_f32()).collect::<Vec<_>>());
+        for kind in KINDS {
+            let (mut out, mut dx, mut dbias) = (vec![bf16::NAN; n * f], vec![bf16::NAN; n * f], vec![f32::NAN; f]);
+            forward(kind, &x, Some(&bias), &mut out);
+            backward(kind, &x, Some(&bias), &g, &mut dx, Some(&mut dbias));
+            let (mut out32, mut dx32) = (vec![f32::NAN; n * f], vec![f32::NAN; n * f]);
+            forward(kind, &x32, Some(&bias), &mut out32);
+            backward(kind, &x32, Some(&bias), &g32, &mut dx32, None);
+            let rounded = |values: &[f32]| values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>();
+            assert_eq!((&out, &dx), (&rounded(&out32), &rounded(&dx32)), "{kind:?}");
+            let sums: Vec<f64> = (0..f).map(|j| (0..n).map(|i| dx[i * f + j].to_f64()).sum()).collect();
+            assert_close("dbias", &dbias, &sums, 1e-5);
+        }
     }
 
     #[test]

@@ -4,23 +4,77 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::parallel::{TASK, spread};
+use super::{buffer, buffer_of};
+
+/// A float, of which memory that was never written holds one.
+///
+/// # Safety
+///
+/// Any bits are one.
+pub unsafe trait Plain: Copy + Send + Sync + 'static {
+    /// Zero.
+    #[doc(hidden)]
+    const ZERO: Self;
+}
+
+// SAFETY: any bits are a float of 32 bit.
+unsafe impl Plain for f32 {
+    const ZERO: Self = 0.0;
+}
+
+// SAFETY: any bits are a bfloat16.
+unsafe impl Plain for bf16 {
+    const ZERO: Self = bf16::ZERO;
+}
+
+// SAFETY: any bits are a float of half precision.
+unsafe impl Plain for f16 {
+    const ZERO: Self = f16::ZERO;
+}
+
+/// A float that loops read and write one by one, computing in fp32, and are vectorised all the same. So is f16 not.
+pub trait Number: Plain {
+    /// In fp32.
+    fn load(self) -> f32;
+    /// Rounded to nearest even.
+    fn store(value: f32) -> Self;
+}
+
+impl Number for f32 {
+    #[inline(always)]
+    fn load(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn store(value: f32) -> Self {
+        value
+    }
+}
+
+impl Number for bf16 {
+    #[inline(always)]
+    fn load(self) -> f32 {
+        wide(self)
+    }
+
+    #[inline(always)]
+    fn store(value: f32) -> Self {
+        nearest(value)
+    }
+}
 
 /// A 16-bit float.
-pub trait Half: Copy + Send + Sync + 'static {
+pub trait Half: Plain {
     /// Converts equally long slices.
     #[doc(hidden)]
     fn widen(from: &[Self], to: &mut [f32]);
     /// Converts equally long slices, rounding to nearest even.
     #[doc(hidden)]
     fn narrow(from: &[f32], to: &mut [Self]);
-    /// Zero.
-    #[doc(hidden)]
-    const ZERO: Self;
 }
 
 impl Half for bf16 {
-    const ZERO: Self = bf16::ZERO;
-
     fn widen(from: &[Self], to: &mut [f32]) {
         widen_bf16(from, to);
     }
@@ -31,8 +85,6 @@ impl Half for bf16 {
 }
 
 impl Half for f16 {
-    const ZERO: Self = f16::ZERO;
-
     fn widen(from: &[Self], to: &mut [f32]) {
         from.convert_to_f32_slice(to);
     }
@@ -44,9 +96,7 @@ impl Half for f16 {
 
 vectorised! {
     fn widen_bf16<'a>(from: &'a [bf16], to: &'a mut [f32]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = f32::from_bits(u32::from(from.to_bits()) << 16);
-        }
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = wide(*from));
     }
 
     fn narrow_bf16<'a>(from: &'a [f32], to: &'a mut [bf16]) {
@@ -54,9 +104,15 @@ vectorised! {
     }
 }
 
+/// As [`bf16::to_f32`], without its branches.
+#[inline(always)]
+pub(crate) fn wide(value: bf16) -> f32 {
+    f32::from_bits(u32::from(value.to_bits()) << 16)
+}
+
 /// As [`bf16::from_f32`], without its branches: loops of it are vectorised.
 #[inline(always)]
-pub(super) fn nearest(value: f32) -> bf16 {
+pub(crate) fn nearest(value: f32) -> bf16 {
     let bits = value.to_bits();
     // Half of the last place that stays, less one where that place is even.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -67,7 +123,7 @@ pub(super) fn nearest(value: f32) -> bf16 {
 
 /// Converts `from` into a new vector.
 pub fn widened<H: Half>(from: &[H]) -> Vec<f32> {
-    let mut to = vec![0.0; from.len()];
+    let mut to = buffer(from.len());
     let tasks = from.chunks(TASK).zip(to.chunks_mut(TASK)).collect();
     spread(from.len(), tasks, |(from, to)| H::widen(from, to));
     to
@@ -86,7 +142,7 @@ pub fn narrow_into<H: Half>(from: &[f32], to: &mut [H]) {
 
 /// Converts `from` into a new vector, rounding to nearest even.
 pub fn narrowed<H: Half>(from: &[f32]) -> Vec<H> {
-    let mut to = vec![H::ZERO; from.len()];
+    let mut to = buffer_of(from.len());
     narrow_into(from, &mut to);
     to
 }

@@ -33,11 +33,17 @@ pub use product::Matrix;
 /// A buffer that a kernel writes whole before it reads any of it: its numbers are what the memory happens to hold. Clearing it
 /// first would cost a pass over memory for each result of a step.
 pub fn buffer(len: usize) -> Vec<f32> {
+    buffer_of(len)
+}
+
+/// As [`buffer`], of floats of 32 or 16 bit.
+pub fn buffer_of<T: half::Plain>(len: usize) -> Vec<T> {
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
     {
-        let mut buffer = Vec::<f32>::with_capacity(len);
+        let mut buffer = Vec::<T>::with_capacity(len);
         // SAFETY: the assembly is empty and may be taken to have written any bits to the memory it is shown, which is this
-        // buffer's `len` elements: to the compiler they are initialised from here on, with what is there. Any bits are an f32.
+        // buffer's `len` elements: to the compiler they are initialised from here on, with what is there. Any bits are one,
+        // as the trait promises.
         unsafe {
             core::arch::asm!("/* {} */", in(reg) buffer.as_mut_ptr(), options(nostack, preserves_flags));
             buffer.set_len(len);
@@ -45,7 +51,7 @@ pub fn buffer(len: usize) -> Vec<f32> {
         buffer
     }
     #[cfg(not(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri))))]
-    vec![0.0; len]
+    vec![T::ZERO; len]
 }
 
 /// Panics unless an operand has as many elements as the others ask for.

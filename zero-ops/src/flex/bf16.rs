@@ -5,12 +5,13 @@ use burn_flex::FlexTensor;
 use half::bf16;
 
 use super::{are, matrix, packed_of, tensor, values};
+use crate::cpu::buffer_of;
 use crate::cpu::parallel::gemm_threads;
 use crate::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
 
 fn product(a: MatrixBf16<'_>, b: MatrixBf16<'_>, begin: Option<Begin<'_>>) -> FlexTensor {
     let shape = [a.rows(), b.columns()];
-    let mut out = vec![bf16::ZERO; shape[0] * shape[1]];
+    let mut out = buffer_of::<bf16>(shape[0] * shape[1]);
     multiply(Out::Bf16 { data: &mut out, begin }, a, b, gemm_threads());
     tensor(out, shape)
 }
