@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The main job (GPT-2 1.5B, fp32, 2 ranks at stage 3) with all of the optimizer's state on a disk, and with as much of it in memory as
-there is room for: seconds a step, in turn.
+there is room for, in fp32 and with moments in bf16: seconds a step, in turn.
 
   bench/partial_offload.py --swap DIR [--rates 0,500] [--rounds 1] [--steps 4] [--model gpt2-xl] [--example BINARY] [options of the run]
 
@@ -20,7 +20,11 @@ parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--model", default="gpt2-xl")
 parser.add_argument("--example", type=Path, default=Path("target/release/examples/gpt2_1_5b"))
 args, more = parser.parse_known_args()
-WAYS = {"all on the disk": ["--offload", "optimizer"], "as little as memory allows": []}
+WAYS = {
+    "all on the disk": ["--offload", "optimizer"],
+    "as little as memory allows": [],
+    "the same, with moments in bf16": ["--bf16-optimizer-states"],
+}
 
 
 class Throttle:
@@ -106,4 +110,4 @@ for rate in map(int, args.rates.split(",")):
     for way, runs in seen.items():
         step, forward, rss, *shares = (statistics.median(run[place] for run in runs) for place in range(5))
         first, shown = first or step, " | ".join(f"{share:.2f}" if rate else "-" for share in shares)
-        print(f"| {way} | {step:.1f} s | {step / first:.2f} | {forward:.1f} s | {rss / 2**30:.1f} GiB | {shown} | {runs[-1][4]:.6f} |")
+        print(f"| {way} | {step:.1f} s | {step / first:.2f} | {forward:.1f} s | {rss / 2**30:.1f} GiB | {shown} | {runs[-1][5]:.6f} |")

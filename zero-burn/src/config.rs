@@ -231,6 +231,11 @@ pub struct ZeroConfig {
     pub param_dtype: Float,
     /// What reduced gradients are kept as, and added up as over micro-batches. Default: as the parameter.
     pub gradient_dtype: Option<Float>,
+    /// Whether [`Fused`](crate::optim::Fused) keeps the moments of its rules in bf16, computed in fp32 and rounded up or down by chance,
+    /// the same however a parameter is cut. It halves their bytes in memory, on a disk and on their way to it, and changes what is
+    /// trained; masters stay in fp32, and so do checkpoints. Only where the processor updates them. Default false; DeepSpeed's
+    /// `bf16_optimizer_states`.
+    pub bf16_optimizer_states: bool,
     /// What gradients are sent as; DeepSpeed's `communication_data_type`. Additions are in fp32, rounded once, but for NCCL's,
     /// which adds in the type that is sent and rounds at every step. Default: with NCCL fp32, otherwise as the parameter.
     pub communication_dtype: Option<Float>,
@@ -281,9 +286,21 @@ impl ZeroConfig {
         }
         // Bytes of a parameter: its gradient, two moments, and a master of 16 bit.
         let gradient = self.gradient_dtype.unwrap_or(self.param_dtype).size() as f64;
-        let state = if self.param_dtype == Float::F32 { 8.0 } else { 12.0 };
+        let state = self.optimizer_arrays(2).sum::<usize>() as f64;
         let stays = (1.0 - ratio) * (gradient + state);
         [1.0 - (stays / gradient).min(1.0), 1.0 - (stays - gradient).max(0.0) / state]
+    }
+
+    /// The type of optimizer state but for masters.
+    pub(crate) fn optimizer_state_dtype(&self) -> Float {
+        if self.bf16_optimizer_states { Float::Bf16 } else { Float::F32 }
+    }
+
+    /// Bytes that [`Fused`](crate::optim::Fused) keeps of each element of a parameter: those of so many states, and of the master of 16
+    /// bit.
+    pub fn optimizer_arrays(&self, states: usize) -> impl Iterator<Item = usize> {
+        let master = (self.param_dtype != Float::F32).then_some(4);
+        std::iter::repeat_n(self.optimizer_state_dtype().size(), states).chain(master)
     }
 
     /// How gradients of `world` ranks are added up: what they are sent as, what they are multiplied by before, and the sum
@@ -425,6 +442,7 @@ impl Default for ZeroConfig {
             seed: 0,
             param_dtype: Float::F32,
             gradient_dtype: None,
+            bf16_optimizer_states: false,
             communication_dtype: None,
             quantized_gradients: None,
             error_feedback: None,
@@ -515,6 +533,12 @@ pub enum ConfigError {
         /// The factor given.
         got: f32,
     },
+    /// State in bf16 on a device, whose kernels have it in fp32.
+    #[error(
+        "bf16_optimizer_states is set, but a device updates its state in fp32: offload the optimizer's state, so that the processor \
+         updates it, or leave it out"
+    )]
+    StatesOnDevice,
     /// State cannot be kept where it is asked to be.
     #[error("offload.{key}: {expected}")]
     Offload {

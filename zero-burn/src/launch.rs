@@ -15,7 +15,7 @@ use zero_core::window::{Window, WindowHost};
 use zero_core::{Buffer, Collective, CommError, StartError};
 
 use crate::cell::Cell;
-use crate::config::{ConfigError, ZeroConfig};
+use crate::config::{ConfigError, Tier, ZeroConfig};
 use crate::context::Context;
 use crate::device::ZeroDevice;
 use crate::trouble::raise;
@@ -167,6 +167,9 @@ where
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
     config.validate(world)?;
+    if config.bf16_optimizer_states && config.offload.optimizer == Tier::Memory && !zero_ops::is_host::<B>() {
+        return Err(ConfigError::StatesOnDevice.into());
+    }
     let start = Start::from_environment()?;
     if let Some(started) = start.world() {
         if started.world != world {

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor};
 use burn_optim::{AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
 use serde_json::Value;
 use zero_kernels::Rule;
-use zero_kernels::update::{Elements, Kernel, Stretch, run_stretch};
+use zero_kernels::update::{Elements, Kernel, State, Stretch, run_stretch};
 
 use crate::piece::Raw;
 
@@ -80,9 +80,10 @@ impl UpdateBackend for Flex {
         let stretch = Stretch {
             p: elements(&mut parameter),
             g: Elements::F32(gradient.as_slice().expect("it is contiguous, and a piece's gradient is fp32")),
-            a: elements(&mut first),
-            b: elements(&mut second),
+            a: State::F32(elements(&mut first)),
+            b: State::F32(elements(&mut second)),
             copy: None,
+            first: 0,
         };
         run_stretch(kernel, 1.0, stretch, 0..0);
         (parameter, first, second)

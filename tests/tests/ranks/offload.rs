@@ -169,9 +169,59 @@ fn masters_on_the_disk_give_the_same_bits_in_16_bit() {
 }
 
 #[test]
+fn moments_in_bf16_give_the_same_bits_wherever_they_are() {
+    for (stage, dtype, rule) in [
+        (Stage::OptimizerState, Float::F32, Rule::adamw()),
+        (Stage::Gradients, Float::Bf16, Rule::adamw()),
+        (Stage::Parameters, Float::F32, Rule::lamb().with_weight_decay(0.01)),
+        (Stage::Parameters, Float::Bf16, Rule::lion()),
+    ] {
+        let mut run = run_of(stage, 2);
+        (run.zero.param_dtype, run.zero.bf16_optimizer_states) = (dtype, true);
+        run.zero.gradient_dtype = Some(Float::F32);
+        compare("moments in bf16", &run, rule, 1);
+    }
+}
+
+#[test]
+fn moments_in_bf16_do_not_depend_on_the_stage_and_take_half_the_bytes() {
+    let run_with = |stage, ranks, dtype, bf16_optimizer_states| {
+        let mut run = run_of(stage, ranks);
+        (run.zero.param_dtype, run.zero.bf16_optimizer_states) = (dtype, bf16_optimizer_states);
+        let numel = run.model.num_params() as u64;
+        let trained = on_ranks(ranks, &run.zero, |device| {
+            let mut engine = engine(&run, Rule::adamw(), 1, &device);
+            let losses = train(&run, &mut engine, 0..STEPS, 1, &device);
+            (losses, bits(&engine), rank_stats::<Flex>().model_state_bytes.optimizer)
+        });
+        let bytes: u64 = trained.iter().map(|(.., bytes)| bytes).sum();
+        let (losses, bits, _) = trained.into_iter().next().unwrap();
+        (losses, bits, bytes / if stage.shards_optimizer() { 1 } else { ranks as u64 } / numel)
+    };
+    for (ranks, dtype, master) in [(1, Float::F32, 0), (2, Float::F32, 0), (3, Float::Bf16, 4)] {
+        let [(losses, bits, bytes), others @ ..] = Stage::ALL.map(|stage| run_with(stage, ranks, dtype, true));
+        assert_eq!(bytes, 4 + master);
+        assert!(others.iter().all(|other| *other == (losses.clone(), bits.clone(), bytes)), "{ranks} ranks, {dtype:?}");
+        let (exact, exact_bits, exact_bytes) = run_with(Stage::Parameters, ranks, dtype, false);
+        assert_eq!(exact_bytes, 8 + master);
+        assert!(exact_bits != bits, "rounding shows");
+        let apart = losses.iter().zip(&exact).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
+        println!("{ranks} rank(s), {dtype:?}: losses are up to {apart:.1e} from those with moments in fp32");
+        assert!(apart < 1e-3, "{losses:?}, with moments in fp32 {exact:?}");
+    }
+}
+
+#[test]
 fn checkpoints_go_from_tier_to_tier() {
+    for bf16_optimizer_states in [false, true] {
+        go_from_tier_to_tier(bf16_optimizer_states);
+    }
+}
+
+fn go_from_tier_to_tier(bf16_optimizer_states: bool) {
     let [memory, both] = [Tier::Memory, Tier::Disk].map(|tier| {
-        let run = run_of(Stage::Parameters, 2);
+        let mut run = run_of(Stage::Parameters, 2);
+        run.zero.bf16_optimizer_states = bf16_optimizer_states;
         (run, tier)
     });
     let swap = tempfile::tempdir().unwrap();
@@ -207,14 +257,15 @@ fn checkpoints_go_from_tier_to_tier() {
 
 #[test]
 fn all_the_room_is_taken_before_the_first_step() {
-    for (optimizer, parameters, dtype) in [
-        (Tier::Disk, Tier::Disk, Float::F32),
-        (Tier::Disk, Tier::Memory, Float::F32),
-        (Tier::Disk, Tier::Disk, Float::Bf16),
+    for (optimizer, parameters, dtype, bf16_optimizer_states) in [
+        (Tier::Disk, Tier::Disk, Float::F32, false),
+        (Tier::Disk, Tier::Memory, Float::F32, true),
+        (Tier::Disk, Tier::Disk, Float::Bf16, false),
+        (Tier::Disk, Tier::Disk, Float::Bf16, true),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let mut run = run_of(Stage::Parameters, 2);
-        run.zero.param_dtype = dtype;
+        (run.zero.param_dtype, run.zero.bf16_optimizer_states) = (dtype, bf16_optimizer_states);
         // Wider than what a file grows by at a time, so that a need for more would be seen.
         run.model.n_embd = 768;
         run.model.n_layer = 1;

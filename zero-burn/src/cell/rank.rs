@@ -225,6 +225,11 @@ impl<B: Backend> Rank<B> {
         gauge.add(bytes);
     }
 
+    /// The type of optimizer state but for masters.
+    pub(crate) fn state_dtype(&self) -> DType {
+        self.config.optimizer_state_dtype().dtype()
+    }
+
     /// The type of reduced gradients of a parameter.
     pub(crate) fn gradient_dtype(&self, slot: &Slot<B>) -> DType {
         self.config.gradient_dtype.map_or(slot.dtype, crate::config::Float::dtype)

@@ -8,7 +8,8 @@ use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer
 use burn::tensor::Tensor;
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::{Backend, BackendTypes, TensorData};
-use burn_std::Shape;
+use burn_std::{DType, Shape};
+use half::bf16;
 
 use zero_core::offload::DiskError;
 use zero_ops::Rule;
@@ -207,7 +208,15 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// This rank's part of a state, fp32 and little-endian, cut as [`pieces`](crate::pieces) are. Nothing is gathered.
     pub fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
         let state = &self.states[*self.index.get(&id)?];
-        state.cells.iter().find(|(known, _)| known == name).map(|(_, cell)| cell_bytes(cell))
+        let (_, cell) = state.cells.iter().find(|(known, _)| known == name)?;
+        let bytes = cell_bytes(cell);
+        Some(match cell.dtype {
+            DType::BF16 => {
+                let numbers = bytes.chunks_exact(2).map(|bytes| bf16::from_le_bytes([bytes[0], bytes[1]]));
+                numbers.flat_map(|number| number.to_f32().to_le_bytes()).collect()
+            }
+            _ => bytes,
+        })
     }
 
     /// Makes `states` all that is known of a parameter of `numel` elements that has been updated `time` times: for each
@@ -372,7 +381,8 @@ fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, mut held: Vec
     // One element of filler where it holds none, as everywhere.
     held.resize(held.len().max(1), 0.0);
     let len = held.len();
-    let local = B::float_from_data(TensorData::new(held, [len]), &device);
+    let dtype = if name == MASTER { DType::F32 } else { rank.state_dtype() };
+    let local = B::float_from_data(TensorData::new(held, [len]).convert_dtype(dtype), &device);
     let slot = rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));
     Cell::ready(Template { rank, slot, partition, shape, device, kind: Kind::Optimizer, origin }, local)

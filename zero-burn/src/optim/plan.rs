@@ -52,11 +52,13 @@ impl<B: Backend> Update<B> {
         // One element of filler where the rank has none.
         let elements = parent.partition.len(parent.place()).max(1);
         let slot = parent.slot.clone();
-        let disk = || rank.disk_for(Kind::Optimizer, elements * 4, slot.as_deref());
+        let disk = |dtype: DType| rank.disk_for(Kind::Optimizer, elements * dtype.size(), slot.as_deref());
+        let first = parent.partition.range(parent.place()).start;
         drop(parent);
         let half = matches!(dtype, DType::F16 | DType::BF16);
         self.edit_master(state);
         let place = self.place(state, elements);
+        let state_dtype = rank.state_dtype();
         let complete = names.iter().all(|name| state.cells.iter().any(|(known, _)| known == name));
         // Also when the rule has changed since: state that it does not know is dropped, what is missing begins anew.
         state.time = if complete { state.time + 1 } else { 1 };
@@ -64,37 +66,42 @@ impl<B: Backend> Update<B> {
 
         let mut held = std::mem::take(&mut state.cells);
         // Where a state is that may be there already.
-        let mut taken = |name: &str| {
+        let mut taken = |name: &str, dtype: DType| {
             let cell = held.swap_remove(held.iter().position(|(known, _)| known == name)?).1;
+            let kept_as = cell.dtype;
             Some(match place {
                 Where::Device => Array::Tensor(cell.into_local()),
                 Where::Here | Where::Beside => match cell.into_stored() {
                     // As it was loaded, before it was known whose it is.
-                    Ok(Stored::Disk(stored)) if disk().is_none() => {
+                    Ok(Stored::Disk(stored)) if disk(dtype).is_none() || kept_as != dtype => {
                         let read = |bytes: &mut [u8]| or_stop(stored.read_into(bytes));
-                        Array::Memory(filled(&rank.mover, elements, DType::F32, [elements], read))
+                        let data = filled(&rank.mover, elements, kept_as, [elements], read);
+                        Array::Memory(data.convert_dtype(dtype))
+                    }
+                    Ok(Stored::Host(data)) if kept_as != dtype => {
+                        Array::Memory(TensorData::clone(&data).convert_dtype(dtype))
                     }
                     Ok(stored) => Array::of(stored, &rank.mover),
-                    Err(cell) => Array::Memory(host::<B>(cell.into_local())),
+                    Err(cell) => Array::Memory(host::<B>(cell.into_local(), dtype)),
                 },
             })
         };
-        let fresh = || match disk() {
-            Some(disk) => Array::Disk { stored: or_stop(disk.reserve(elements * 4)), fresh: true },
-            None => Array::Memory(TensorData::new(vec![0f32; elements], [elements])),
+        let fresh = |dtype: DType| match disk(dtype) {
+            Some(disk) => Array::Disk { stored: or_stop(disk.reserve(elements * dtype.size())), fresh: true },
+            None => Array::Memory(TensorData::full_dtype([elements], 0.0_f32, dtype)),
         };
-        let states: Vec<Option<Array<B>>> = names.iter().map(|name| taken(name)).collect();
+        let states: Vec<Option<Array<B>>> = names.iter().map(|name| taken(name, state_dtype)).collect();
         let states = match place {
             // All of them, or the kernel makes them.
             Where::Device if !complete => Vec::new(),
-            _ => states.into_iter().map(|state| state.unwrap_or_else(fresh)).collect(),
+            _ => states.into_iter().map(|state| state.unwrap_or_else(|| fresh(state_dtype))).collect(),
         };
-        let master = taken(MASTER);
+        let master = taken(MASTER, DType::F32);
         let own = own(self.parameter, place, half && master.is_some());
         let (parameter, copy) = match half {
             false => (own, None),
             true => {
-                let master = master.unwrap_or_else(|| match (&own, disk()) {
+                let master = master.unwrap_or_else(|| match (&own, disk(DType::F32)) {
                     (Array::Tensor(copy), _) => Array::Tensor(B::float_cast(copy.clone(), DType::F32.into())),
                     (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
                     (Array::Disk { stored, .. }, None) => {
@@ -102,7 +109,7 @@ impl<B: Backend> Update<B> {
                         let copy = filled(&rank.mover, elements, dtype, [elements], read);
                         Array::Memory(copy.convert_dtype(DType::F32))
                     }
-                    (_, Some(_)) => fresh(),
+                    (_, Some(_)) => fresh(DType::F32),
                 });
                 (master, Some((own, dtype)))
             }
@@ -116,13 +123,30 @@ impl<B: Backend> Update<B> {
         }
         // Always in this order: names of cells count on it.
         let kept = names.iter().copied().chain(half.then_some(MASTER));
-        let cells = kept.zip(templates).map(|(name, template)| (name.to_string(), Cell::pending(template, DType::F32)));
-        state.cells = cells.collect();
+        let pending = |(name, template): (&str, _)| {
+            let dtype = if name == MASTER { DType::F32 } else { state_dtype };
+            (name.to_string(), Cell::pending(template, dtype))
+        };
+        state.cells = kept.zip(templates).map(pending).collect();
         let version = Cell::pending(updated, dtype);
         let cells = state.cells.iter().map(|(_, cell)| cell.clone()).chain([version]).collect();
         let (gradient, norms) = (Some(gradient), Norms::default());
         let (scale, number) = (self.scale, self.number);
-        (place, Job { kernel, scale, elements, parameter, gradient, states, copy, cells, number, norms })
+        let job = Job {
+            kernel,
+            scale,
+            elements,
+            first,
+            parameter,
+            gradient,
+            states,
+            state_dtype,
+            copy,
+            cells,
+            number,
+            norms,
+        };
+        (place, job)
     }
 
     /// Makes of the fp32 master what it is to be before the update.
@@ -146,8 +170,9 @@ impl<B: Backend> Update<B> {
     fn place(&self, state: &ParamState<B>, elements: usize) -> Where {
         let (cell, dtype) = (&self.parameter.cell, self.parameter.cell.dtype);
         let home = |kind, size| cell.rank.home(kind, elements * size, cell.slot.as_deref());
+        let of_state = if dtype == DType::F32 { cell.rank.state_dtype().size() } else { 4 };
         let is_on_disk = |cell: &Arc<Cell<B>>| matches!(cell.kept_elsewhere(), Some(Stored::Disk(_)));
-        let is_beside = !matches!(home(Kind::Optimizer, 4), Home::Backend)
+        let is_beside = !matches!(home(Kind::Optimizer, of_state), Home::Backend)
             || matches!(home(Kind::Parameter, dtype.size()), Home::Disk(_))
             || [cell, &self.gradient.cell].into_iter().any(is_on_disk)
             || state.cells.iter().any(|(_, cell)| matches!(cell.kept_elsewhere(), Some(Stored::Host(_))));
@@ -155,7 +180,10 @@ impl<B: Backend> Update<B> {
             return Where::Beside;
         }
         #[cfg(feature = "cubecl")]
-        if zero_ops::is_cube::<B>() && matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        if zero_ops::is_cube::<B>()
+            && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+            && cell.rank.state_dtype() == DType::F32
+        {
             return Where::Device;
         }
         Where::Here
@@ -223,7 +251,7 @@ fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>
     Cell::ready(template, piece)
 }
 
-/// A piece in host memory, as f32, in place if this is its only handle, flat.
-fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive) -> TensorData {
-    flat(read::<B>(piece)).convert_dtype(DType::F32)
+/// A piece in host memory, in place if this is its only handle and of the type, flat.
+fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive, dtype: DType) -> TensorData {
+    flat(read::<B>(piece)).convert_dtype(dtype)
 }

@@ -35,7 +35,8 @@ pub struct StateRecord<B: burn::tensor::backend::Backend> {
     pub time: usize,
     /// Names of the tensors.
     pub names: Vec<String>,
-    /// fp32, `[elements of the parameter]` each.
+    /// `[elements of the parameter]` each, in fp32, or in bf16 with
+    /// [`bf16_optimizer_states`](crate::ZeroConfig::bf16_optimizer_states).
     pub tensors: Vec<Tensor<B, 1>>,
 }
 

@@ -22,7 +22,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use zero_core::offload::{Access, SwapBuffer};
 use zero_ops::Elements;
-use zero_ops::update::{Kernel, Norms, Stretch, Sweep, Target, run_stretch};
+use zero_ops::update::{Kernel, Norms, State, Stretch, Sweep, Target, run_stretch};
 
 use crate::cell::{Cell, Piece};
 use crate::mover::Mover;
@@ -76,12 +76,16 @@ pub(crate) struct Job<B: Backend> {
     pub(crate) kernel: Kernel,
     pub(crate) scale: f32,
     pub(crate) elements: usize,
+    /// The place of the first in the parameter.
+    pub(crate) first: usize,
     /// The fp32 parameter or its master, which is made of `copy` if it is fresh.
     pub(crate) parameter: Array<B>,
     /// None in a second pass; of one on a device the update that the first pass gave.
     pub(crate) gradient: Option<(Array<B>, DType)>,
     /// In the order of the rule's names; zero where fresh.
     pub(crate) states: Vec<Array<B>>,
+    /// Of all states.
+    pub(crate) state_dtype: DType,
     /// The parameter in 16 bit.
     pub(crate) copy: Option<(Array<B>, DType)>,
     /// What comes of it, pending: the states, the master if there is a copy, the parameter's next version.
@@ -103,7 +107,7 @@ impl<B: Backend> Job<B> {
         };
         let mut arrays = vec![(&self.parameter, 4, updated(&self.parameter, is_first))];
         arrays.extend(self.gradient.iter().map(|(home, dtype)| (home, dtype.size(), Access::Read)));
-        arrays.extend(self.states.iter().map(|home| (home, 4, updated(home, is_second))));
+        arrays.extend(self.states.iter().map(|home| (home, self.state_dtype.size(), updated(home, is_second))));
         if let Some((home, dtype)) = self.copy.as_ref().filter(|_| self.takes_copy()) {
             // It is written over, unless the master is made of it.
             let access = if self.parameter.is_fresh() { Access::Update } else { Access::Write };
@@ -144,13 +148,9 @@ impl<B: Backend> Job<B> {
             Some((home, DType::BF16)) => Elements::Bf16(halves(home, &mut buffers, &range)),
             Some((home, _)) => Elements::F32(floats(home, &mut buffers, &range)),
         };
-        let mut states = self.states.iter_mut().map(|home| {
-            let fresh = home.is_fresh();
-            let values = floats(home, &mut buffers, &range);
-            if fresh {
-                values.fill(0.0);
-            }
-            values
+        let mut states = self.states.iter_mut().map(|home| match (home.is_fresh(), self.state_dtype) {
+            (fresh, DType::BF16) => State::Bf16(begun(halves::<B, bf16>(home, &mut buffers, &range), fresh)),
+            (fresh, _) => State::F32(begun(floats(home, &mut buffers, &range), fresh)),
         });
         let (a, b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
         drop(states);
@@ -165,7 +165,8 @@ impl<B: Backend> Job<B> {
                 None => unreachable!("a parameter without a copy has values"),
             }
         }
-        let norms = run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy }, counted);
+        let first = self.first + range.start;
+        let norms = run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy, first }, counted);
         self.norms = self.norms.plus(norms);
     }
 
@@ -261,6 +262,14 @@ fn halves<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Element
         Array::Disk { .. } => buffer(buffers).view_mut::<T>(),
         Array::Tensor(_) => unreachable!("what is computed on is on the host"),
     }
+}
+
+/// State as it is, or as it begins.
+fn begun<T: Default + Clone>(values: &mut [T], fresh: bool) -> &mut [T] {
+    if fresh {
+        values.fill(T::default());
+    }
+    values
 }
 
 fn buffer<'a>(buffers: &mut IterMut<'a, SwapBuffer>) -> &'a mut SwapBuffer {

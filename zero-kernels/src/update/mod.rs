@@ -3,7 +3,9 @@
 mod elements;
 mod pass;
 mod rule;
+mod state;
 
 pub use elements::Elements;
 pub use pass::{Norms, Stretch, Target, run_stretch};
 pub use rule::{Kernel, Sweep};
+pub use state::State;

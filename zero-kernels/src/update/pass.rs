@@ -8,6 +8,8 @@ use rayon::prelude::*;
 
 use super::elements::Elements;
 use super::rule::{Kernel, Sweep};
+use super::state::{State, round_both, widened};
+use crate::cpu::half::{nearest, wide};
 use crate::cpu::norm::Squares;
 
 /// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
@@ -49,19 +51,21 @@ pub struct Stretch<'a> {
     /// The gradient.
     pub g: Elements<'a>,
     /// The rule's first state.
-    pub a: &'a mut [f32],
+    pub a: State<'a>,
     /// Its second.
-    pub b: &'a mut [f32],
+    pub b: State<'a>,
     /// The parameter in 16 bit, written behind it.
     pub copy: Option<Target<'a>>,
+    /// The place of the first element in its parameter: how states in bfloat16 are rounded follows from it.
+    pub first: usize,
 }
 
 /// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool. A
 /// first pass gives the sums over the elements `counted`.
 pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Range<usize>) -> Norms {
-    let Stretch { p, g, a, b, copy } = stretch;
+    let Stretch { p, g, a, b, copy, first } = stretch;
     let mut copies = copy.map(Target::chunks);
-    let (mut g, mut a, mut b) = (chunks_of(g), a.chunks_mut(CHUNK), b.chunks_mut(CHUNK));
+    let (mut g, mut a, mut b) = (chunks_of(g), a.chunks(CHUNK), b.chunks(CHUNK));
     let chunks: Vec<(Stretch<'_>, Range<usize>)> = p
         .chunks_mut(CHUNK)
         .enumerate()
@@ -69,7 +73,8 @@ pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Ra
             let counted = part(&counted, index * CHUNK, p.len());
             let g = g.next().unwrap_or(Elements::F32(&[]));
             let (a, b) = (a.next().unwrap_or_default(), b.next().unwrap_or_default());
-            (Stretch { p, g, a, b, copy: copies.as_mut().and_then(Iterator::next) }, counted)
+            let copy = copies.as_mut().and_then(Iterator::next);
+            (Stretch { p, g, a, b, copy, first: first + index * CHUNK }, counted)
         })
         .collect();
     let arch = pulp::Arch::new();
@@ -103,7 +108,29 @@ impl pulp::NullaryFnOnce for Task<'_> {
 
 #[inline(always)]
 fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) -> Norms {
-    let Stretch { p, g, a, b, copy } = chunk;
+    let Stretch { p, g, a, b, copy, first } = chunk;
+    match (a, b) {
+        (State::F32(a), State::F32(b)) => in_fp32(kernel, scale, (p, g, a, b), None, first, copy, counted),
+        (a, b) => {
+            let (a, b, mut wide) = (a.halves(), b.halves(), [[0f32; CHUNK]; 2]);
+            let [wide_a, wide_b] = &mut wide;
+            let arrays = (p, g, widened(a, wide_a), widened(b, wide_b));
+            in_fp32(kernel, scale, arrays, Some((a, b)), first, copy, counted)
+        }
+    }
+}
+
+/// A pass over a parameter, its gradient and its states, which are rounded to where they are kept once they have moved on.
+#[inline(always)]
+fn in_fp32(
+    kernel: Kernel,
+    scale: f32,
+    (p, g, a, b): (&mut [f32], Elements<'_>, &mut [f32], &mut [f32]),
+    kept: Option<(&mut [bf16], &mut [bf16])>,
+    first: usize,
+    copy: Option<Target<'_>>,
+    counted: Range<usize>,
+) -> Norms {
     match (kernel.pass, g) {
         (Sweep::Second { .. }, _) => {}
         (_, Elements::F32(g)) if scale == 1.0 => kernel.apply(p, g, a, b),
@@ -112,6 +139,11 @@ fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) ->
             let mut converted = [0f32; CHUNK];
             kernel.apply(p, scaled_into(other, &mut converted, scale), a, b);
         }
+    }
+    if let Some((kept_a, kept_b)) = kept
+        && !matches!(kernel.pass, Sweep::Second { .. })
+    {
+        round_both((kept_a, a), (kept_b, b), first, kernel.time);
     }
     if kernel.pass != Sweep::Only {
         let (mut norms, mut along) = (Norms::default(), [0f32; SHORT]);
@@ -133,7 +165,7 @@ fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) ->
     match copy {
         None => {}
         Some(Target::F16(out)) => out.convert_from_f32_slice(p),
-        Some(Target::Bf16(out)) => out.convert_from_f32_slice(p),
+        Some(Target::Bf16(out)) => out.iter_mut().zip(p).for_each(|(out, p)| *out = nearest(*p)),
     }
     Norms::default()
 }
@@ -157,7 +189,7 @@ fn chunks_of<'a>(all: Elements<'a>) -> Box<dyn Iterator<Item = Elements<'a>> + '
 
 /// A chunk of a gradient in fp32, multiplied by `scale`.
 #[inline(always)]
-fn scaled_into<'a>(chunk: Elements<'_>, buffer: &'a mut [f32; CHUNK], scale: f32) -> &'a [f32] {
+fn scaled_into<'a>(chunk: Elements<'_>, buffer: &'a mut [f32], scale: f32) -> &'a [f32] {
     let len = match chunk {
         Elements::F32(g) => {
             buffer[..g.len()].copy_from_slice(g);
@@ -168,7 +200,7 @@ fn scaled_into<'a>(chunk: Elements<'_>, buffer: &'a mut [f32; CHUNK], scale: f32
             g.len()
         }
         Elements::Bf16(g) => {
-            g.convert_to_f32_slice(&mut buffer[..g.len()]);
+            buffer.iter_mut().zip(g).for_each(|(to, g)| *to = wide(*g));
             g.len()
         }
     };

@@ -102,6 +102,8 @@ impl ZeroPlanBuilder {
         communication_data_type: Float => "communication_data_type";
         /// The type gradients of micro-batches are added up in.
         grad_accum_dtype: Float => "data_types.grad_accum_dtype";
+        /// Whether the optimizer keeps its moments in bf16. Of [`precision`](Self::precision) and this, this comes second.
+        bf16_optimizer_states: bool => "bf16.bf16_optimizer_states";
         /// The optimizer.
         optimizer: OptimizerPlan => "optimizer";
         /// The learning-rate schedule.

@@ -35,8 +35,9 @@ impl ZeroPlan {
             ),
             format!("Precision: {}.", precision(self.precision)),
             format!(
-                "Optimizer: {}.",
-                self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), OptimizerPlan::describe)
+                "Optimizer: {}{}.",
+                self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), OptimizerPlan::describe),
+                if self.bf16_optimizer_states { ", moments in bf16" } else { "" }
             ),
             format!(
                 "Learning rate: {}.",

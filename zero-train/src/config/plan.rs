@@ -73,6 +73,8 @@ pub struct ZeroPlan {
     pub quantized_nontrainable_weights: Option<Format>,
     /// The type gradients of micro-batches are added up in; `None` is their own.
     pub grad_accum_dtype: Option<Float>,
+    /// Whether the optimizer keeps its moments in bf16. It changes what is trained.
+    pub bf16_optimizer_states: bool,
     /// The optimizer; `None` leaves it to the program.
     pub optimizer: Option<OptimizerPlan>,
     /// The learning-rate schedule, with the steps of its warm-up as written; `None` leaves it to the program.
@@ -130,6 +132,7 @@ impl ZeroPlan {
                 Precision::Fp16 { .. } => Float::F16,
             },
             gradient_dtype: self.grad_accum_dtype,
+            bf16_optimizer_states: self.bf16_optimizer_states,
             communication_dtype: self.communication_data_type,
             overlap_comm: self.overlap_comm.unwrap_or(true),
             offload: self.offload(),

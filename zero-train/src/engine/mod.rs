@@ -230,6 +230,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                     "this optimizer's momentum cannot be changed: use zero_burn::optim::Fused, or cycle_momentum false";
                 return Err(setting("cycle_momentum", true, expected));
             }
+            None if settings.bf16_optimizer_states => {
+                let expected =
+                    "the state of Burn's optimizers has the type of the parameters: use zero_burn::optim::Fused";
+                return Err(setting("bf16_optimizer_states", true, expected));
+            }
             None if settings.param_dtype != Float::F32 => {
                 return Err(EngineError::NoMasters { optimizer: std::any::type_name::<O>() });
             }
@@ -247,10 +252,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let model = prepare::<A, M>(model, device);
         if settings.offload.optimizer == Tier::Disk {
             // Parameters have their place already. All of the rest before the first step: states, masters, gradients.
-            let half = settings.param_dtype != Float::F32;
             let gradient = settings.gradient_dtype.unwrap_or(settings.param_dtype).size();
             let states = optimizer.fused().map_or(0, |fused| fused.rule().states());
-            let mut arrays = vec![4; states + usize::from(half)];
+            let mut arrays: Vec<usize> = settings.optimizer_arrays(states).collect();
             arrays.extend(settings.stage.shards_gradients().then_some(gradient));
             let trained = parameters::<A, M>(&model).into_iter().filter(|meta| meta.trained);
             let elements = trained.map(|meta| held_range::<A::Base>(meta.shape.iter().product()).len());

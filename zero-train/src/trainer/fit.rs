@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use zero_burn::config::Float;
 use zero_core::Partition;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
@@ -157,11 +156,10 @@ fn residuals(profile: &Profile, plan: &ZeroPlan) -> u64 {
 /// Bytes per parameter of each kind of model state.
 fn precision(plan: &ZeroPlan) -> Precision {
     let config = plan.zero_config(0);
-    let (parameter, names) = (config.param_dtype.size() as u64, plan.rule().state_names().len() as u64);
     Precision {
-        parameter,
+        parameter: config.param_dtype.size() as u64,
         gradient: config.gradient_dtype.unwrap_or(config.param_dtype).size() as u64,
-        optimizer: 4 * (names + u64::from(config.param_dtype != Float::F32)),
+        optimizer: config.optimizer_arrays(plan.rule().states()).sum::<usize>() as u64,
     }
 }
 

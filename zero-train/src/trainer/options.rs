@@ -126,6 +126,10 @@ pub struct Options {
     /// with what they stand for, updates and checkpoints keep all digits. Stage 3 [default: as they are]
     #[arg(long, value_name = "FORMAT")]
     pub quantized_weights: Option<Format>,
+    /// Keep the optimizer's moments in bf16, rounded up or down by chance, in half the bytes of memory or disk: it changes what is trained
+    /// a little; masters and checkpoints stay in fp32
+    #[arg(long)]
+    pub bf16_optimizer_states: bool,
     /// Offload model state: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the least
     /// that makes the run fit into memory]
     #[arg(long, value_name = "WHAT")]

@@ -137,6 +137,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
         .accumulation(hyper.accumulation.unwrap_or(1))
         .gradient_clipping(hyper.clip.unwrap_or(0.0))
         .precision(precision(hyper.dtype.unwrap_or(Dtype::Fp32)))
+        .bf16_optimizer_states(options.bf16_optimizer_states)
         .optimizer(optimizer);
     let there = Offload::to(offload_device(options)?);
     let choice = options.offload.unwrap_or(OffloadChoice::None);
@@ -265,6 +266,11 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
         ("quantized-gradients", text(options.quantized_gradients), or_nothing(text(plan.quantized_gradients))),
         ("error-feedback", options.error_feedback.then(|| true.to_string()), plan.error_feedback.is_some().to_string()),
         ("quantized-weights", text(options.quantized_weights), or_nothing(text(plan.quantized_weights))),
+        (
+            "bf16-optimizer-states",
+            options.bf16_optimizer_states.then(|| true.to_string()),
+            plan.bf16_optimizer_states.to_string(),
+        ),
         ("shard-size", text(options.shard_size), plan.shards().to_string()),
         ("secondary-shard-size", text(options.secondary_shard_size), or_nothing(text(plan.secondary_shard_size))),
         ("offload", options.offload.map(name), kept.to_string()),

@@ -10,7 +10,9 @@ use crate::config::rule::{Fate as T, Gate, Key, Kind as K, keys};
 const CONTIGUOUS: T = T::no_effect("inputs of blocks have one size, and each takes the memory that another has left");
 const CLOCK: T = T::no_effect("throughput is always measured, at the end of a step");
 const COMPILER: T = T::no_effect("it compiles PyTorch's graphs");
-const LOW_PRECISION_MASTER: T = T::refused("master weights and optimizer states are always fp32; remove the key");
+const LOW_PRECISION_MASTER: T = T::refused(
+    "master weights are always fp32; remove the key, or take `bf16_optimizer_states` of the section `bf16` for the moments",
+);
 const NO_LOGGER: T = T::not_yet("there is no such log yet; use tensorboard or csv_monitor");
 const NO_PIPELINE: T = T::no_effect("there are no pipeline stages");
 const SAVES: T = T::not_yet("checkpoints have no such option yet");
@@ -24,7 +26,8 @@ const BF16: &[Key] = keys! {
     enabled = false => K::Bool, T::ACTED.auto(Fill::Bf16);
     check_grad_overflow = true => K::Bool, T::ACTED;
     immediate_grad_update = false => K::Bool, T::no_effect("gradients are added up as they arrive");
-    bf16_master_weights_and_grads = false, bf16_optimizer_states = false => K::Bool, LOW_PRECISION_MASTER;
+    bf16_master_weights_and_grads = false => K::Bool, LOW_PRECISION_MASTER;
+    bf16_optimizer_states = false => K::Bool, T::ACTED;
 };
 
 /// All keys of the top level.

@@ -4,7 +4,7 @@ use crate::config::auto::Fill;
 use crate::config::rule::{Fate as T, Key, Kind as K, Tagged, keys};
 
 const KERNEL: T = T::no_effect("it chooses among PyTorch's kernels");
-const STATE: T = T::refused("the optimizer's state is always fp32; remove the key");
+const STATE: T = T::refused("moments are in fp32, or in bf16 by `bf16.bf16_optimizer_states`; remove the key");
 const NO_SUCH_RULE: T = T::refused("the optimizer has no such variant; remove the key");
 const FREED: T = T::no_effect("gradients are always freed");
 const CLIPS: T = T::refused("clipping is the top-level key `gradient_clipping`; move the value there");

@@ -31,6 +31,7 @@ fn the_shared_deepspeed_file() {
         precision: Precision::Fp32,
         communication_data_type: None,
         grad_accum_dtype: None,
+        bf16_optimizer_states: false,
         optimizer: Some(OptimizerPlan {
             lr: 1e-3,
             rule: Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true },

@@ -96,6 +96,24 @@ fn gradients_are_quantized_to_what_the_key_says() {
 }
 
 #[test]
+fn moments_are_in_bf16_if_the_file_says_so() {
+    let plan =
+        |bf16: &str| json(&format!(r#"{{"train_batch_size": 2, "gradient_clipping": 0, "bf16": {bf16}}}"#), &on(2));
+    let states = |bf16: &str| plan(bf16).unwrap().zero_config(0).bf16_optimizer_states;
+    assert_eq!((states("{}"), states(r#"{"enabled": true}"#)), (false, false));
+    // Whatever the parameters' type is.
+    for enabled in [true, false] {
+        let bf16 = format!(r#"{{"enabled": {enabled}, "bf16_optimizer_states": true}}"#);
+        assert!(states(&bf16));
+        assert!(plan(&bf16).unwrap().explain().contains(", moments in bf16."));
+    }
+    let built =
+        ZeroPlan::builder(Stage::Parameters).precision(Precision::Fp32).bf16_optimizer_states(true).build(2).unwrap();
+    assert!(built.bf16_optimizer_states);
+    insta::assert_snapshot!(plan(r#"{"bf16_master_weights_and_grads": true}"#).unwrap_err(), @"ds.json: bf16.bf16_master_weights_and_grads: true is not supported: master weights are always fp32; remove the key, or take `bf16_optimizer_states` of the section `bf16` for the moments");
+}
+
+#[test]
 fn what_gradients_lose_is_fed_back_as_the_section_says() {
     let plan = |keys: &str| {
         let zero = format!(r#"{{"stage": 2, "zero_quantized_gradients": true, "zeropp_loco_param": {keys}}}"#);

@@ -1,0 +1,174 @@
+//! State of update rules, in fp32 or in bfloat16.
+//!
+//! In bfloat16 it is rounded up or down by chance, in proportion to what is lost: to the nearest number a mean that decays by a
+//! thousandth a step would never move, as the numbers lie four thousandths and more apart. The chance is a hash of the step and of the
+//! element's place in its parameter, so that it is the same however a parameter is cut, and in a run that is resumed.
+
+use half::bf16;
+
+use crate::cpu::half::wide;
+
+/// A state of a stretch of a parameter, written in place.
+#[derive(Debug)]
+pub enum State<'a> {
+    /// As it is computed.
+    F32(&'a mut [f32]),
+    /// In half the bytes, computed in fp32.
+    Bf16(&'a mut [bf16]),
+}
+
+impl Default for State<'_> {
+    fn default() -> Self {
+        State::F32(&mut [])
+    }
+}
+
+impl<'a> State<'a> {
+    pub(super) fn chunks(self, len: usize) -> Box<dyn Iterator<Item = State<'a>> + 'a> {
+        match self {
+            State::F32(all) => Box::new(all.chunks_mut(len).map(State::F32)),
+            State::Bf16(all) => Box::new(all.chunks_mut(len).map(State::Bf16)),
+        }
+    }
+
+    /// Its elements in bfloat16, none if it is in fp32.
+    pub(super) fn halves(self) -> &'a mut [bf16] {
+        match self {
+            State::F32(_) => &mut [],
+            State::Bf16(values) => values,
+        }
+    }
+}
+
+/// In fp32, in the buffer.
+#[inline(always)]
+pub(super) fn widened<'a>(values: &[bf16], buffer: &'a mut [f32]) -> &'a mut [f32] {
+    let values_wide = &mut buffer[..values.len()];
+    values_wide.iter_mut().zip(values).for_each(|(to, value)| *to = wide(*value));
+    values_wide
+}
+
+/// Rounds two states of a rule, of which the second may be empty, and makes of what was rounded what was kept. `first` is the place of the
+/// first element in its parameter.
+#[inline(always)]
+pub(super) fn round_both(
+    (a, wide_a): (&mut [bf16], &mut [f32]),
+    (b, wide_b): (&mut [bf16], &mut [f32]),
+    first: usize,
+    time: usize,
+) {
+    let (first, step) = (first as u32, (time as u32).wrapping_mul(0x9e37_79b9));
+    let chance = |index: usize| hash(first.wrapping_add(index as u32) ^ step);
+    if b.is_empty() {
+        for (index, (a, wide)) in a.iter_mut().zip(wide_a).enumerate() {
+            *a = keep(wide, chance(index) & 0xffff);
+        }
+        return;
+    }
+    for (index, ((a, wide_a), (b, wide_b))) in a.iter_mut().zip(wide_a).zip(b.iter_mut().zip(wide_b)).enumerate() {
+        let chance = chance(index);
+        *a = keep(wide_a, chance & 0xffff);
+        *b = keep(wide_b, chance >> 16);
+    }
+}
+
+#[inline(always)]
+fn keep(value: &mut f32, chance: u32) -> bf16 {
+    let rounded = round(*value, chance);
+    *value = wide(rounded);
+    rounded
+}
+
+/// The number next to `value` towards zero if what is cut off and `chance`, below 2^16, do not add up to one in the last place,
+/// otherwise the one beyond.
+#[inline(always)]
+fn round(value: f32, chance: u32) -> bf16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(chance) >> 16;
+    // What is no number stays none, whatever is cut off.
+    let kept = if value.is_nan() { bits >> 16 | 0x40 } else { rounded };
+    bf16::from_bits(kept as u16)
+}
+
+/// All bits of `x` in each of the result's, by two multiplications: of those of <https://github.com/skeeto/hash-prospector> the one of
+/// least bias.
+#[inline(always)]
+fn hash(mut x: u32) -> u32 {
+    x = (x ^ x >> 16).wrapping_mul(0x21f0_aaad);
+    x = (x ^ x >> 15).wrapping_mul(0xd35a_2d97);
+    x ^ x >> 15
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rule::Rule;
+    use crate::update::{Elements, Kernel, Stretch, run_stretch};
+
+    #[test]
+    fn rounding_is_to_a_neighbour_and_right_in_the_mean() {
+        for value in [1.0_f32, 1.001, 3.1e-5, -2.7e-9, 1e-39, 0.0] {
+            let below = bf16::from_bits((value.to_bits() >> 16) as u16).to_f32();
+            let above = bf16::from_bits((value.to_bits() >> 16) as u16 + 1).to_f32();
+            let mut sum = 0.0_f64;
+            for chance in 0..1 << 16 {
+                let rounded = round(value, chance).to_f32();
+                assert!(rounded == below || rounded == above && value != below, "{value} -> {rounded}");
+                sum += f64::from(rounded);
+            }
+            let (mean, gap) = (sum / 65536.0, f64::from((above - below).abs()));
+            assert!((mean - f64::from(value)).abs() <= gap / 65536.0, "{value}: {mean}");
+        }
+        assert_eq!(round(f32::INFINITY, 0xffff), bf16::INFINITY);
+        for chance in [0, 0xffff] {
+            assert!(round(f32::from_bits(0x7f80_0001), chance).is_nan());
+            assert!(round(-f32::NAN, chance).is_nan());
+        }
+    }
+
+    /// `steps` of AdamW with states in bfloat16, the parameter cut into stretches of `cut` elements.
+    fn moments(gradient: &[f32], steps: usize, cut: usize) -> (Vec<f32>, Vec<bf16>, Vec<bf16>) {
+        let numel = gradient.len();
+        let (mut p, mut m, mut v) = (vec![1.0; numel], vec![bf16::ZERO; numel], vec![bf16::ZERO; numel]);
+        for time in 1..=steps {
+            let kernel = Kernel::new(Rule::adamw(), 1e-3, time);
+            for first in (0..numel).step_by(cut) {
+                let range = first..numel.min(first + cut);
+                let stretch = Stretch {
+                    p: &mut p[range.clone()],
+                    g: Elements::F32(&gradient[range.clone()]),
+                    a: State::Bf16(&mut m[range.clone()]),
+                    b: State::Bf16(&mut v[range]),
+                    copy: None,
+                    first,
+                };
+                run_stretch(kernel, 1.0, stretch, 0..0);
+            }
+        }
+        (p, m, v)
+    }
+
+    #[test]
+    fn the_cut_of_a_parameter_changes_no_bit() {
+        let gradient: Vec<f32> = (0..20_000).map(|i| ((i * 37 % 1001) as f32 - 500.0) * 1e-4).collect();
+        let whole = moments(&gradient, 3, gradient.len());
+        assert_eq!(moments(&gradient, 3, 7_001), whole);
+        assert_eq!(moments(&gradient, 3, 24), whole);
+    }
+
+    #[test]
+    fn slow_means_move() {
+        // Squares of 1e-2 at first, then of 1e-3: 300 steps decay the mean of squares to 0.741 of what it was.
+        let numel = 4096;
+        let (mut p, mut m, mut v) = (vec![0.0; numel], vec![bf16::ZERO; numel], vec![bf16::from_f32(1e-4); numel]);
+        for time in 2..302 {
+            let (a, b) = (State::Bf16(&mut m), State::Bf16(&mut v));
+            let g = vec![1e-3; numel];
+            let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, first: 0 };
+            run_stretch(Kernel::new(Rule::adamw(), 1e-3, time), 1.0, stretch, 0..0);
+        }
+        let mean = v.iter().map(|v| f64::from(v.to_f32())).sum::<f64>() / numel as f64;
+        let expected = (0..300).fold(f64::from(bf16::from_f32(1e-4).to_f32()), |v, _| v * 0.999 + 1e-6 * 0.001);
+        assert!((mean / expected - 1.0).abs() < 2e-3, "{mean}, exactly {expected}");
+    }
+}
