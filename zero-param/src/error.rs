@@ -49,14 +49,14 @@ pub enum Error {
         name: String,
     },
     /// An optimizer that needs whole parameters.
-    #[error(
-        "{optimizer} {reason}, which pieces of parameters cannot give: use AdamW, Adam, Sgd, AdaGrad, RmsProp, Lion or Adan"
-    )]
+    #[error("{optimizer} {reason}, which pieces of parameters cannot give: {instead}")]
     Optimizer {
         /// Its name.
         optimizer: &'static str,
         /// What it does.
         reason: &'static str,
+        /// What to do in its place.
+        instead: &'static str,
     },
     /// A checkpoint cannot be written or read.
     #[error(transparent)]

@@ -54,7 +54,8 @@ macro_rules! refused {
     ($($config:ident $optimizer:literal $reason:literal;)*) => {$(
         impl OptimizerConfig for $config {
             fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
-                Err(Error::Optimizer { optimizer: $optimizer, reason: $reason })
+                let instead = "use AdamW, Adam, Sgd, AdaGrad, RmsProp, Lion or Adan";
+                Err(Error::Optimizer { optimizer: $optimizer, reason: $reason, instead })
             }
         }
     )*};
@@ -75,6 +76,8 @@ refused! {
     LambConfig "Lamb" "takes norms of whole parameters";
     MuonConfig "Muon" "makes whole gradients orthogonal";
 }
+
+const CLIP: &str = "clip by the norm of all gradients, with Grads::clip_norm";
 
 /// An optimizer whose state is this rank's part.
 pub struct Optimizer {
@@ -98,8 +101,12 @@ impl Zero {
     /// assert!(MuonConfig::new().elementwise().err().unwrap().to_string().contains("Muon"));
     /// ```
     pub fn optimizer(&self, config: &impl OptimizerConfig) -> Result<Optimizer, Error> {
-        let optimizer = self.optimizer_of(config.elementwise()?)?;
-        Ok(Optimizer { saved_name: config.saved_name(), ..optimizer })
+        let inner = config.elementwise()?;
+        if let Some(GradientClipping::Norm(_)) = inner.grad_clipping() {
+            let (optimizer, reason) = ("GradientClipping::Norm", "takes norms of whole gradients");
+            return Err(Error::Optimizer { optimizer, reason, instead: CLIP });
+        }
+        Ok(Optimizer { inner, zero: self.clone(), saved_name: config.saved_name() })
     }
 
     /// As [`Zero::optimizer`], of one that was put together: of groups, or of a rule of one's own. The caller knows that it
@@ -107,11 +114,12 @@ impl Zero {
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`] where its first group clips by the norm of each parameter.
+    /// [`Error::Optimizer`] where a group of it clips: Burn tells how the first group does, and of the others only that one of them does,
+    /// perhaps by norms of whole gradients.
     pub fn optimizer_of(&self, inner: ModuleOptimizer) -> Result<Optimizer, Error> {
-        if let Some(GradientClipping::Norm(_)) = inner.grad_clipping() {
-            let (optimizer, reason) = ("GradientClipping::Norm", "takes norms of whole gradients");
-            return Err(Error::Optimizer { optimizer, reason });
+        if inner.has_gradient_clipping() {
+            let reason = "may take norms of whole gradients, as only that of an optimizer without groups can be seen";
+            return Err(Error::Optimizer { optimizer: "the clipping of an optimizer's group", reason, instead: CLIP });
         }
         Ok(Optimizer { inner, zero: self.clone(), saved_name: None })
     }

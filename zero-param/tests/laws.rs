@@ -2,7 +2,7 @@
 
 mod common;
 
-use burn::module::{Lora, Module, Param};
+use burn::module::{Lora, Module, Param, ParamGroup};
 use burn::tensor::module::linear;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_nn::{RmsNorm, RmsNormConfig};
@@ -73,7 +73,16 @@ fn optimizers_of_whole_parameters_are_refused_by_name() {
         let (_, zero) = shard(Mlp::<8, 1>::build(&device()), ranks, &config(Stage::Parameters))?;
         let norm = SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Norm(1.0)));
         let error = zero.optimizer(&norm).err().expect("it is refused").to_string();
-        assert!(error.contains("GradientClipping::Norm"), "{error}");
+        assert!(error.contains("GradientClipping::Norm") && error.contains("clip_norm"), "{error}");
+        // Burn shows that of the first group alone.
+        let sgd = SgdConfig::new();
+        let grouped = |clipping: Option<GradientClippingConfig>| {
+            let clipping = clipping.map(|clipping| clipping.init());
+            sgd.init().with_group(ParamGroup::from_path("bias"), sgd.build(), clipping)
+        };
+        assert!(zero.optimizer_of(grouped(None)).is_ok());
+        let error = zero.optimizer_of(grouped(Some(GradientClippingConfig::Norm(1.0)))).err().expect("it is refused");
+        assert!(error.to_string().starts_with("the clipping of an optimizer's group"), "{error}");
         Ok::<_, Error>(())
     })
     .unwrap();
