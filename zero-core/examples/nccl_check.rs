@@ -10,6 +10,9 @@
 //! all is well, with 1 when a check has failed, with 2 when something has to be set up differently, and with 75 when another
 //! rank is in trouble.
 
+#[path = "../tests/nccl_common/numbers.rs"]
+mod numbers;
+
 use std::ffi::c_void;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -17,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
-use half::{bf16, f16};
+use numbers::{bytes_of, numbers_of, reduced, values};
 use zero_core::collective::DType;
 use zero_core::collective::nccl::{
     Compute, DevicePending, DeviceRequest, DeviceSlice, NcclComm, NcclError, NcclOptions,
@@ -65,35 +68,18 @@ impl Memory {
 
     fn of(values: &[f64], dtype: DType) -> Result<Self, End> {
         let memory = Self::new(values.len(), dtype)?;
-        let bytes: Vec<u8> = values
-            .iter()
-            .flat_map(|&value| match dtype {
-                DType::F32 => (value as f32).to_ne_bytes().to_vec(),
-                DType::F64 => value.to_ne_bytes().to_vec(),
-                DType::F16 => f16::from_f64(value).to_ne_bytes().to_vec(),
-                DType::Bf16 => bf16::from_f64(value).to_ne_bytes().to_vec(),
-                DType::U8 => vec![value as u8],
-            })
-            .collect();
+        let bytes = bytes_of(values, dtype);
         // SAFETY: as many bytes as the memory has.
         let code = unsafe { sys::cuMemcpyHtoD_v2(memory.0.pointer, bytes.as_ptr().cast(), bytes.len()) };
         cuda("cuMemcpyHtoD", code).map(|()| memory)
     }
 
     fn read(&self) -> Result<Vec<f64>, End> {
-        let dtype = self.0.dtype;
         let mut bytes = vec![0_u8; self.0.bytes()];
         // SAFETY: as many bytes as the memory has.
         let code = unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.0.pointer, bytes.len()) };
         cuda("cuMemcpyDtoH", code)?;
-        let value = |at: &[u8]| match (dtype, at) {
-            (DType::F32, &[a, b, c, d]) => f32::from_ne_bytes([a, b, c, d]).into(),
-            (DType::F16, &[a, b]) => f16::from_ne_bytes([a, b]).into(),
-            (DType::Bf16, &[a, b]) => bf16::from_ne_bytes([a, b]).into(),
-            (DType::U8, &[a]) => a.into(),
-            (_, bytes) => bytes.try_into().map_or(f64::NAN, f64::from_ne_bytes),
-        };
-        Ok(bytes.chunks_exact(dtype.size()).map(value).collect())
+        Ok(numbers_of(&bytes, self.0.dtype))
     }
 }
 
@@ -139,22 +125,6 @@ impl Stream {
         // SAFETY: the stream is alive.
         cuda("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.0) })
     }
-}
-
-fn values(rank: usize, len: usize) -> Vec<f64> {
-    (0..len).map(|i| ((i * 7 + rank * 5) % 13) as f64).collect()
-}
-
-/// All ranks' `values` reduced; these whole numbers, and means of them over 2, 4 or 8 ranks, every type has exactly.
-fn reduced(world: usize, len: usize, op: ReduceOp) -> Vec<f64> {
-    let all: Vec<Vec<f64>> = (0..world).map(|rank| values(rank, len)).collect();
-    let at = |i: usize| all.iter().map(move |values| values[i]);
-    let one = |i: usize| match op {
-        ReduceOp::Sum => at(i).sum(),
-        ReduceOp::Mean => at(i).sum::<f64>() / world as f64,
-        ReduceOp::Max => at(i).fold(0.0, f64::max),
-    };
-    (0..len).map(one).collect()
 }
 
 fn close(got: &[f64], expected: &[f64], dtype: DType) -> bool {

@@ -26,7 +26,7 @@ use std::path::Path;
 
 use common::{save_specs, small_specs};
 use counting::{Counting, Taken, taken};
-use mutate::{Random, mutate, on};
+use mutate::{Random, mutate, mutate_file, on};
 use tally::{ACCEPTED, SMALL, Tally, outcome};
 use zero_core::checkpoint::{Checkpoint, CheckpointError, Header, Manifest, SafetensorsWriter, SaveOptions, verify};
 
@@ -146,24 +146,6 @@ fn read_header(path: &Path, bytes: &[u8]) -> (Result<Header, CheckpointError>, T
     put(path, bytes);
     let file = File::open(path).unwrap();
     taken(|| Header::read(&file, path))
-}
-
-/// Changes a safetensors file: mostly its header, whose length is then right or, rarely, not.
-fn mutate_file(random: &mut Random, file: &mut Vec<u8>) {
-    match random.below(8) {
-        0 => {
-            let length = random.next() >> random.below(64);
-            file[..8].copy_from_slice(&length.to_le_bytes());
-        }
-        1 => file.truncate(random.below(file.len())),
-        2 => mutate(random, file),
-        _ => {
-            let (mut json, data_bytes) = header_of(file);
-            let data = file.split_off(file.len() - data_bytes as usize);
-            mutate(random, &mut json);
-            *file = [&(json.len() as u64).to_le_bytes()[..], &json, &data].concat();
-        }
-    }
 }
 
 #[test]

@@ -38,6 +38,8 @@
 
 mod asynchronous;
 mod disk;
+#[cfg(test)]
+mod edits;
 mod element;
 mod error;
 mod exchange;

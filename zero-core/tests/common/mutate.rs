@@ -119,6 +119,25 @@ pub fn mutate(random: &mut Random, bytes: &mut Vec<u8>) {
     }
 }
 
+/// Changes a safetensors file: mostly its header, whose length is then right or, rarely, not.
+pub fn mutate_file(random: &mut Random, file: &mut Vec<u8>) {
+    let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    match random.below(8) {
+        0 => {
+            let length = random.next() >> random.below(64);
+            file[..8].copy_from_slice(&length.to_le_bytes());
+        }
+        1 => file.truncate(random.below(file.len())),
+        2 => mutate(random, file),
+        _ => {
+            let data = file.split_off(8 + header);
+            let mut json = file.split_off(8);
+            mutate(random, &mut json);
+            *file = [&(json.len() as u64).to_le_bytes()[..], &json, &data].concat();
+        }
+    }
+}
+
 /// Puts another number in the place of the first from `at` on.
 fn replace_number(random: &mut Random, bytes: &mut Vec<u8>, at: usize) {
     let Some(start) = bytes[at..].iter().position(u8::is_ascii_digit).map(|skip| at + skip) else { return };

@@ -1,6 +1,7 @@
 //! Runs cases of a test binary as ranks, each a process, on the software driver and NCCL of `tests/cuda_shim`; and memory and
 //! streams of that driver.
 
+pub mod numbers;
 #[path = "../common/port.rs"]
 mod port;
 
@@ -12,7 +13,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
-use half::{bf16, f16};
+use numbers::{bytes_of, numbers_of};
 use zero_core::collective::DType;
 use zero_core::collective::nccl::DeviceSlice;
 
@@ -175,34 +176,17 @@ impl Memory {
     /// Small whole numbers, which every type has.
     pub fn of(values: &[f64], dtype: DType) -> Self {
         let memory = Self::new(values.len(), dtype);
-        let bytes: Vec<u8> = values
-            .iter()
-            .flat_map(|&value| match dtype {
-                DType::F32 => (value as f32).to_ne_bytes().to_vec(),
-                DType::F64 => value.to_ne_bytes().to_vec(),
-                DType::F16 => f16::from_f64(value).to_ne_bytes().to_vec(),
-                DType::Bf16 => bf16::from_f64(value).to_ne_bytes().to_vec(),
-                DType::U8 => vec![value as u8],
-            })
-            .collect();
+        let bytes = bytes_of(values, dtype);
         // SAFETY: as many bytes as the memory has.
         ok(unsafe { sys::cuMemcpyHtoD_v2(memory.0.pointer, bytes.as_ptr().cast(), bytes.len()) });
         memory
     }
 
     pub fn read(&self) -> Vec<f64> {
-        let dtype = self.0.dtype;
         let mut bytes = vec![0_u8; self.0.bytes()];
         // SAFETY: as many bytes as the memory has.
         ok(unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.0.pointer, bytes.len()) });
-        let value = |at: &[u8]| match dtype {
-            DType::F32 => f32::from_ne_bytes(at.try_into().unwrap()).into(),
-            DType::F64 => f64::from_ne_bytes(at.try_into().unwrap()),
-            DType::F16 => f16::from_ne_bytes(at.try_into().unwrap()).into(),
-            DType::Bf16 => bf16::from_ne_bytes(at.try_into().unwrap()).into(),
-            DType::U8 => at[0].into(),
-        };
-        bytes.chunks_exact(dtype.size()).map(value).collect()
+        numbers_of(&bytes, self.0.dtype)
     }
 }
 

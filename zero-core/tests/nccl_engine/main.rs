@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use nccl_common::numbers::{reduced, values};
 use nccl_common::{Compute, Launched, Memory, Shim, launch, note, rank_of};
 use zero_core::collective::nccl::{self, DevicePending, DeviceRequest, DeviceSlice, NcclComm, NcclError, NcclOptions};
 use zero_core::collective::threads::{ThreadOptions, run as run_threads};
@@ -137,21 +138,6 @@ unsafe fn broadcast(comm: &NcclComm, buffer: DeviceSlice, root: usize, what: &st
 }
 
 // ---- results ----
-
-fn values(rank: usize, len: usize) -> Vec<f64> {
-    (0..len).map(|i| ((i * 7 + rank * 5) % 13) as f64).collect()
-}
-
-fn reduced(world: usize, len: usize, op: ReduceOp) -> Vec<f64> {
-    let all: Vec<Vec<f64>> = (0..world).map(|rank| values(rank, len)).collect();
-    let at = |i: usize| all.iter().map(move |values| values[i]);
-    let one = |i: usize| match op {
-        ReduceOp::Sum => at(i).sum(),
-        ReduceOp::Mean => at(i).sum::<f64>() / world as f64,
-        ReduceOp::Max => at(i).fold(0.0, f64::max),
-    };
-    (0..len).map(one).collect()
-}
 
 /// Every collective, type and reduction; results, counts, and errors of size that leave the communicator as it was.
 fn collectives(comm: &NcclComm, _: &Path) -> Result<(), CommError> {

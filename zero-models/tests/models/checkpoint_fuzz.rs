@@ -10,7 +10,7 @@ use std::fs;
 use std::io::Write;
 use std::path::Path;
 
-use mutate::{Random, mutate, on};
+use mutate::{Random, mutate, mutate_file, on};
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use zero_models::ModelError;
 use zero_models::safetensors_file::Checkpoint;
@@ -78,25 +78,6 @@ impl Tally {
 /// A file of this header with `data` behind it.
 fn with_header(json: &[u8], data: &[u8]) -> Vec<u8> {
     [&(json.len() as u64).to_le_bytes()[..], json, data].concat()
-}
-
-/// Changes a file: mostly its header, whose length is then right or, rarely, not.
-fn mutate_file(random: &mut Random, file: &mut Vec<u8>) {
-    let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
-    match random.below(8) {
-        0 => {
-            let length = random.next() >> random.below(64);
-            file[..8].copy_from_slice(&length.to_le_bytes());
-        }
-        1 => file.truncate(random.below(file.len())),
-        2 => mutate(random, file),
-        _ => {
-            let data = file.split_off(8 + header);
-            let mut json = file.split_off(8);
-            mutate(random, &mut json);
-            *file = with_header(&json, &data);
-        }
-    }
 }
 
 #[test]
