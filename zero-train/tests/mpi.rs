@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Said, ended_after, signal, small, trajectory, wire, write_inputs};
+use common::{Said, assert_same_run, ended_after, inputs_and_swap, signal, small, trajectory, write_inputs};
 use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
@@ -66,10 +66,7 @@ fn text(output: &Output) -> String {
 
 #[test]
 fn processes_compute_what_threads_compute_bit_by_bit() {
-    let dir = tempfile::tempdir().unwrap();
-    write_inputs(dir.path());
-    std::fs::create_dir(dir.path().join("swap")).unwrap();
-    let swap = dir.path().join("swap").into_os_string().into_string().unwrap();
+    let (dir, swap) = inputs_and_swap();
     let mut runs: Vec<(usize, Vec<&str>)> = Vec::new();
     for ranks in 1..=4 {
         for stage in ["0", "1", "2", "3"] {
@@ -98,11 +95,7 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
             assert_eq!(options.len(), 4);
         }
         processes(*ranks, dir.path(), &theirs, &options);
-        assert_eq!(trajectory(&theirs).len(), 4);
-        assert_eq!(trajectory(&theirs), trajectory(&ours), "{ranks} ranks, {options:?}");
-        let (here, there) = (wire(&ours), wire(&theirs));
-        assert!(here.len() == 4 * ranks && here.iter().all(Value::is_object), "{here:?}");
-        assert_eq!(there, here, "bytes received, {ranks} ranks, {options:?}");
+        assert_same_run(*ranks, &options, &ours, &theirs);
         let (ours, theirs) = (ours.join("checkpoints/step-00000004"), theirs.join("checkpoints/step-00000004"));
         let diff = finish(Command::new(ZERO).arg("diff").arg(ours).arg(theirs));
         good(&diff);

@@ -11,7 +11,9 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Said, ended_after, signal, small, texts, trajectory, wire, write_inputs};
+use common::{
+    Said, assert_same_run, ended_after, inputs_and_swap, signal, small, texts, trajectory, wire, write_inputs,
+};
 use port::free_port;
 use serde_json::Value;
 
@@ -103,11 +105,7 @@ fn processes_compute_what_threads_compute_bit_by_bit() {
         let (ours, theirs) = (dir.path().join(format!("threads-{place}")), dir.path().join(format!("process-{place}")));
         threads(ranks, dir.path(), &ours, &options);
         good(&processes(ranks, dir.path(), &theirs, &options));
-        assert_eq!(trajectory(&theirs).len(), 4);
-        assert_eq!(trajectory(&theirs), trajectory(&ours), "{ranks} ranks, {options:?}");
-        let (here, there) = (wire(&ours), wire(&theirs));
-        assert!(here.len() == 4 * ranks && here.iter().all(Value::is_object), "{here:?}");
-        assert_eq!(there, here, "bytes received, {ranks} ranks, {options:?}");
+        assert_same_run(ranks, &options, &ours, &theirs);
         let (ours, theirs) = (ours.join("checkpoints/step-00000004"), theirs.join("checkpoints/step-00000004"));
         good(&finish(vec![begin(Command::new(ZERO).arg("diff").arg(ours).arg(theirs))]));
     }
@@ -145,10 +143,7 @@ fn processes_look_at_checkpoints_together_and_go_on() {
 
 #[test]
 fn gathering_together_changes_no_bit() {
-    let dir = tempfile::tempdir().unwrap();
-    write_inputs(dir.path());
-    std::fs::create_dir(dir.path().join("swap")).unwrap();
-    let swap = dir.path().join("swap").into_os_string().into_string().unwrap();
+    let (dir, swap) = inputs_and_swap();
     // Nothing persists, and little is gathered ahead: every load is a gather of its own.
     let lean = r#"{
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",

@@ -9,22 +9,12 @@ use std::path::Path;
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 use burn_flex::Flex;
+use common::small::{bert as bert_config, gpt2 as gpt2_config};
 use common::{Entry, file_bytes, state_dict, write_index, write_sharded, write_single};
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bert, BertConfig, Gpt2, Gpt2Config, ModelError, bert, gpt2};
-
-fn gpt2_config() -> Gpt2Config {
-    Gpt2Config {
-        vocab_size: 23,
-        n_positions: 8,
-        n_embd: 12,
-        n_layer: 2,
-        n_head: 3,
-        ..Gpt2Config::preset("tiny").unwrap()
-    }
-}
+use zero_models::{Bert, Gpt2, Gpt2Config, ModelError, bert, gpt2};
 
 fn fresh() -> Gpt2<Flex> {
     gpt2_config().init(&Default::default())
@@ -176,17 +166,6 @@ fn a_pretrained_folder_is_config_and_weights() {
     std::fs::write(dir.path().join("config.json"), r#"{"model_type": "bert"}"#).unwrap();
     let error = gpt2::weights::from_pretrained::<Flex>(dir.path(), &Default::default());
     assert_contains(&error.unwrap_err().to_string(), &["config.json", "expected \"gpt2\""]);
-}
-
-fn bert_config() -> BertConfig {
-    BertConfig {
-        vocab_size: 23,
-        hidden_size: 12,
-        num_attention_heads: 3,
-        intermediate_size: 20,
-        max_position_embeddings: 8,
-        ..BertConfig::preset("bert-tiny").unwrap()
-    }
 }
 
 fn bert_logits(model: &Bert<Flex>) -> Vec<f32> {

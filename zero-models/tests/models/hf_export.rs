@@ -12,7 +12,8 @@ use std::path::Path;
 
 use burn::module::Module;
 use burn_flex::Flex;
-use common::{by_path, noisy};
+use common::noisy;
+use common::small::{self, by_path};
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
@@ -24,28 +25,11 @@ use zero_models::{
 };
 
 fn gpt2_config(tied: bool) -> Gpt2Config {
-    Gpt2Config {
-        vocab_size: 23,
-        n_positions: 8,
-        n_embd: 12,
-        n_layer: 2,
-        n_head: 3,
-        n_inner: Some(20),
-        tie_word_embeddings: tied,
-        ..Gpt2Config::preset("tiny").unwrap()
-    }
+    Gpt2Config { n_inner: Some(20), tie_word_embeddings: tied, ..small::gpt2() }
 }
 
 fn bert_config(tied: bool) -> BertConfig {
-    BertConfig {
-        vocab_size: 23,
-        hidden_size: 12,
-        num_attention_heads: 3,
-        intermediate_size: 20,
-        max_position_embeddings: 8,
-        tie_word_embeddings: tied,
-        ..BertConfig::preset("bert-tiny").unwrap()
-    }
+    BertConfig { tie_word_embeddings: tied, ..small::bert() }
 }
 
 fn llama_config() -> LlamaConfig {

@@ -5,7 +5,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::tensor::{Tensor, s};
 use burn_flex::Flex;
 use serde_json::{Value, json};
@@ -14,6 +14,7 @@ use zero_models::lora::{AdaptedModel, LoraConfig, adapt, load, merge, merge_with
 use zero_models::safetensors_file::Checkpoint;
 use zero_models::{Bert, BertConfig, BertHead, Gpt2, Gpt2Config, Llama, ModelConfig, bert, gpt2, llama};
 
+use crate::common::small;
 use crate::hf_parity::{first_rows, fixture};
 
 /// The last one's table of embeddings is adapted too.
@@ -98,22 +99,7 @@ fn adapters_of_peft_make_the_same_logits_beside_the_weights_and_merged_into_them
 
 /// Elements of a module's parameters, by path.
 fn by_path<M: Module<Flex>>(module: &M) -> HashMap<String, Vec<f32>> {
-    #[derive(Default)]
-    struct Values(Vec<String>, HashMap<String, Vec<f32>>);
-    impl ModuleVisitor<Flex> for Values {
-        fn enter_module(&mut self, name: &str, _: &str) {
-            self.0.push(name.into());
-        }
-        fn exit_module(&mut self, _: &str, _: &str) {
-            self.0.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Flex, D>>) {
-            self.1.insert(self.0.join("."), param.val().into_data().to_vec().unwrap());
-        }
-    }
-    let mut values = Values::default();
-    module.visit(&mut values);
-    values.1
+    small::by_path(module).into_iter().collect()
 }
 
 #[test]

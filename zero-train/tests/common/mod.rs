@@ -32,6 +32,15 @@ pub fn write_inputs(dir: &Path) {
     safetensors::serialize_to_file([("input_ids", rows)], None, &dir.join("rows.safetensors")).unwrap();
 }
 
+/// A folder of [`write_inputs`], and another in it for what is offloaded.
+pub fn inputs_and_swap() -> (tempfile::TempDir, String) {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    let swap = dir.path().join("swap");
+    std::fs::create_dir(&swap).unwrap();
+    (dir, swap.into_os_string().into_string().unwrap())
+}
+
 /// Step, loss and gradient norm of every line.
 pub fn trajectory(run: &Path) -> Vec<[String; 3]> {
     let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
@@ -41,6 +50,29 @@ pub fn trajectory(run: &Path) -> Vec<[String; 3]> {
         ["step", "loss", "grad_norm"].map(|key| metrics[key].to_string())
     };
     text.lines().map(of).collect()
+}
+
+/// With 1 to 3 ranks, each stage that stops after `part` of `steps` and goes on has the trajectory of stage 0 that does not stop. `train`
+/// is given a run's name, which begins with `name`, and options. Returns what stage 0 said, for each number of ranks.
+pub fn assert_stages_agree(
+    dir: &Path,
+    name: &str,
+    [part, steps]: [&str; 2],
+    train: impl Fn(&str, &[&str]) -> Value,
+) -> [Value; 3] {
+    ["1", "2", "3"].map(|ranks| {
+        let whole = format!("{name}{ranks}-0");
+        let said = train(&whole, &["--ranks", ranks, "--stage", "0", "--steps", steps]);
+        let expected = trajectory(&dir.join(&whole));
+        assert_eq!(expected.len().to_string(), steps);
+        for stage in ["1", "2", "3"] {
+            let run = format!("{name}{ranks}-{stage}");
+            train(&run, &["--ranks", ranks, "--stage", stage, "--steps", part]);
+            train(&run, &["--ranks", ranks, "--stage", stage, "--steps", steps, "--resume", "auto"]);
+            assert_eq!(trajectory(&dir.join(&run)), expected, "{ranks} ranks at stage {stage}, {run}");
+        }
+        said
+    })
 }
 
 /// Adds a small training to a command, whose results go to `run`.
@@ -63,6 +95,15 @@ pub fn wire(run: &Path) -> Vec<Value> {
             step["ranks"].as_array().unwrap().iter().map(|rank| rank["wire_bytes"].clone()).collect::<Vec<_>>()
         })
         .collect()
+}
+
+/// Of 4 steps, with these ranks and options: both have one trajectory, and their ranks received as many bytes.
+pub fn assert_same_run(ranks: usize, options: &[&str], ours: &Path, theirs: &Path) {
+    assert_eq!(trajectory(theirs).len(), 4);
+    assert_eq!(trajectory(theirs), trajectory(ours), "{ranks} ranks, {options:?}");
+    let (here, there) = (wire(ours), wire(theirs));
+    assert!(here.len() == 4 * ranks && here.iter().all(Value::is_object), "{here:?}");
+    assert_eq!(there, here, "bytes received, {ranks} ranks, {options:?}");
 }
 
 /// What a process writes to its standard error, as it comes.

@@ -1,40 +1,21 @@
 //! Sharded checkpoints as the engine writes them, of models whose every element follows from path and place.
 #![allow(dead_code)] // each test uses its part
 
+#[path = "../../../zero-models/tests/models/common/small.rs"]
+mod small;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{Tensor, bf16, f16};
+use burn::tensor::{bf16, f16};
 use burn_flex::Flex;
 use serde_json::{Value, json};
+pub use small::*;
 use zero_core::checkpoint::{CheckpointError, ElementType, Piece, SaveOptions, save};
 use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
 use zero_core::{Collective, Partition};
-use zero_models::{BertConfig, Gpt2Config, ModelConfig, bert, gpt2, llama};
-
-pub fn gpt2() -> Gpt2Config {
-    Gpt2Config {
-        vocab_size: 23,
-        n_positions: 8,
-        n_embd: 12,
-        n_layer: 2,
-        n_head: 3,
-        ..Gpt2Config::preset("tiny").unwrap()
-    }
-}
-
-pub fn bert() -> BertConfig {
-    BertConfig {
-        vocab_size: 23,
-        hidden_size: 12,
-        num_attention_heads: 3,
-        intermediate_size: 20,
-        max_position_embeddings: 8,
-        ..BertConfig::preset("bert-tiny").unwrap()
-    }
-}
+use zero_models::{ModelConfig, bert, gpt2, llama};
 
 /// A tensor of a checkpoint, whole.
 #[derive(Clone)]
@@ -114,28 +95,4 @@ pub fn loaded(config: &ModelConfig, dir: &Path) -> Vec<(String, Vec<f32>)> {
         }
         _ => unreachable!("the tests have none"),
     }
-}
-
-fn by_path<M: Module<Flex>>(model: &M) -> Vec<(String, Vec<f32>)> {
-    #[derive(Default)]
-    struct Values {
-        path: Vec<String>,
-        found: Vec<(String, Vec<f32>)>,
-    }
-    impl ModuleVisitor<Flex> for Values {
-        fn enter_module(&mut self, name: &str, _container_type: &str) {
-            self.path.push(name.to_string());
-        }
-
-        fn exit_module(&mut self, _name: &str, _container_type: &str) {
-            self.path.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Flex, D>>) {
-            self.found.push((self.path.join("."), param.val().into_data().to_vec().unwrap()));
-        }
-    }
-    let mut values = Values::default();
-    model.visit(&mut values);
-    values.found
 }

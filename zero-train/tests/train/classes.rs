@@ -7,8 +7,8 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::common::assert_stages_agree;
 use crate::common::texts::{self, json_lines, ok, refused};
-use crate::common::trajectory;
 
 fn inputs(dir: &Path) {
     texts::labelled(dir);
@@ -28,18 +28,7 @@ fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
 fn stages_and_a_resume_give_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     inputs(dir.path());
-    for ranks in ["1", "2", "3"] {
-        let whole = format!("{ranks}-0");
-        train(dir.path(), &whole, &["--ranks", ranks, "--stage", "0", "--steps", "8"]);
-        let expected = trajectory(&dir.path().join(&whole));
-        assert_eq!(expected.len(), 8);
-        for stage in ["1", "2", "3"] {
-            let run = format!("{ranks}-{stage}");
-            train(dir.path(), &run, &["--ranks", ranks, "--stage", stage, "--steps", "5"]);
-            train(dir.path(), &run, &["--ranks", ranks, "--stage", stage, "--steps", "8", "--resume", "auto"]);
-            assert_eq!(trajectory(&dir.path().join(&run)), expected, "{ranks} ranks at stage {stage}");
-        }
-    }
+    assert_stages_agree(dir.path(), "", ["5", "8"], |run, options| train(dir.path(), run, options));
 }
 
 /// Accuracy and F1 of the last evaluation, and of the predictions, counted here.

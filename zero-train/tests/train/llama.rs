@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::common::texts::zero;
-use crate::common::{trajectory, write_inputs};
+use crate::common::{assert_stages_agree, write_inputs};
 
 fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
     let (out, save) = (format!("{run}/out"), format!("{run}/checkpoints"));
@@ -27,19 +27,9 @@ fn stages_and_a_resume_give_the_same_bits_and_an_export_goes_on() {
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1
     });
     std::fs::write(dir.join("model/config.json"), config.to_string()).unwrap();
-    for ranks in ["1", "2", "3"] {
-        let whole = format!("{ranks}-0");
-        train(dir, &whole, &["--model", "model", "--ranks", ranks, "--stage", "0", "--steps", "6"]);
-        let expected = trajectory(&dir.join(&whole));
-        assert_eq!(expected.len(), 6);
-        for stage in ["1", "2", "3"] {
-            let run = format!("{ranks}-{stage}");
-            let options = ["--model", "model", "--ranks", ranks, "--stage", stage];
-            train(dir, &run, &[&options[..], &["--steps", "4"]].concat());
-            train(dir, &run, &[&options[..], &["--steps", "6", "--resume", "auto"]].concat());
-            assert_eq!(trajectory(&dir.join(&run)), expected, "{ranks} ranks at stage {stage}");
-        }
-    }
+    assert_stages_agree(dir, "", ["4", "6"], |run, options| {
+        train(dir, run, &[&["--model", "model"][..], options].concat())
+    });
     let ran = zero(&["export", "3-3/checkpoints", "hf", "--dtype", "fp32"], dir);
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
     let config = std::fs::read_to_string(dir.join("hf/config.json")).unwrap();

@@ -1,6 +1,8 @@
 //! Checkpoints as Hugging Face writes them, made from a model: in go a module and its names, out come files.
 #![allow(dead_code)] // each test uses its part
 
+pub mod small;
+
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -70,31 +72,6 @@ pub fn noisy<M: Module<Flex>>(model: M) -> M {
         }
     }
     model.map(&mut Noise)
-}
-
-/// The parameters' elements by their path in the module, in visiting order.
-pub fn by_path<M: Module<Flex>>(model: &M) -> Vec<(String, Vec<f32>)> {
-    #[derive(Default)]
-    struct Values {
-        path: Vec<String>,
-        found: Vec<(String, Vec<f32>)>,
-    }
-    impl ModuleVisitor<Flex> for Values {
-        fn enter_module(&mut self, name: &str, _container_type: &str) {
-            self.path.push(name.to_string());
-        }
-
-        fn exit_module(&mut self, _name: &str, _container_type: &str) {
-            self.path.pop();
-        }
-
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Flex, D>>) {
-            self.found.push((self.path.join("."), param.val().into_data().to_vec().unwrap()));
-        }
-    }
-    let mut values = Values::default();
-    model.visit(&mut values);
-    values.found
 }
 
 /// The bytes of a safetensors file.
