@@ -1,5 +1,6 @@
 //! Running ranks: as threads of this process, or this process as one of the ranks that a launcher has started.
 
+use std::fmt::{Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -101,7 +102,7 @@ fn allowed_processors() -> Vec<u8> {
 
 /// Why a launch failed.
 #[derive(Debug, thiserror::Error)]
-pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
+pub enum LaunchError<E: Display + Debug> {
     /// The configuration cannot work.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -155,17 +156,12 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
 /// # Errors
 ///
 /// [`LaunchError`]: the first rank's trouble, whether an error, a panic or a failed collective; all others are stopped.
-pub fn launch<B, T, E>(
+pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     world: usize,
     config: &ZeroConfig,
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
-) -> Result<Vec<T>, LaunchError<E>>
-where
-    B: Backend,
-    T: Send,
-    E: core::fmt::Display + core::fmt::Debug + Send,
-{
+) -> Result<Vec<T>, LaunchError<E>> {
     config.validate(world)?;
     if config.bf16_optimizer_states && config.offload.optimizer == Tier::Memory && !zero_ops::is_host::<B>() {
         return Err(ConfigError::StatesOnDevice.into());
@@ -196,32 +192,22 @@ where
 /// # Errors
 ///
 /// [`LaunchError`].
-pub fn launch_auto<B, T, E>(
+pub fn launch_auto<B: Backend, T: Send, E: Display + Debug + Send>(
     world: usize,
     config: &ZeroConfig,
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
-) -> Result<Vec<T>, LaunchError<E>>
-where
-    B: Backend,
-    T: Send,
-    E: core::fmt::Display + core::fmt::Debug + Send,
-{
+) -> Result<Vec<T>, LaunchError<E>> {
     let started = Start::from_environment()?.world().map(|started| started.world);
     launch::<B, T, E>(started.unwrap_or(world), config, options, body)
 }
 
-fn as_process<B, T, E>(
+fn as_process<B: Backend, T: Send, E: Display + Debug + Send>(
     config: &ZeroConfig,
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
     start: &Start,
-) -> Result<Vec<T>, LaunchError<E>>
-where
-    B: Backend,
-    T: Send,
-    E: core::fmt::Display + core::fmt::Debug + Send,
-{
+) -> Result<Vec<T>, LaunchError<E>> {
     match process::run(&options.process(), start, |run| launch_on::<B, T, E>(run, config, options, &body)) {
         Ok(result) => Ok(vec![result]),
         Err(failed) => Err(match &failed.error {
@@ -240,17 +226,12 @@ where
 /// # Errors
 ///
 /// The body's own. All other trouble travels as a panic payload that [`process::run`] knows.
-pub fn launch_on<B, T, E>(
+pub fn launch_on<B: Backend, T: Send, E: Display + Debug + Send>(
     run: &ProcessRun,
     config: &ZeroConfig,
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
-) -> Result<T, E>
-where
-    B: Backend,
-    T: Send,
-    E: core::fmt::Display + core::fmt::Debug + Send,
-{
+) -> Result<T, E> {
     let comm = run.comm();
     let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
     // Threads have one configuration; processes may be different programs. Where a rank keeps what is on a disk is its own.
@@ -279,17 +260,12 @@ fn device_of<B: Backend>(local_rank: usize) -> B::Device {
 }
 
 /// One rank, on a pool of its own. `wait_for_others` keeps what the others still read until they have ended too.
-fn run_rank<B, T, E>(
+fn run_rank<B: Backend, T: Send, E: Display + Debug + Send>(
     config: &ZeroConfig,
     threads: usize,
     (comm, window, wait_for_others): (Arc<dyn Collective>, Window<Cell<B>>, impl Fn() -> Result<(), CommError> + Sync),
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
-) -> Result<T, E>
-where
-    B: Backend,
-    T: Send,
-    E: core::fmt::Display + core::fmt::Debug + Send,
-{
+) -> Result<T, E> {
     let (rank, stream) = (comm.rank(), StreamId::current());
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)

@@ -16,22 +16,24 @@ fn built(device: &Device) -> Net<Ad> {
     model
 }
 
+/// The loss after two steps.
+fn trained(mut model: Net<Ad>, prepared: bool, device: &Device) -> f32 {
+    if prepared {
+        model = prepare::<Ad, _>(model, device);
+    }
+    let mut optimizer = SgdConfig::new().init();
+    for n in 0..2 {
+        model = step(model, &mut optimizer, device, n);
+    }
+    model.loss(batch(device, 9), true).into_scalar()
+}
+
 #[test]
 fn a_model_that_was_built_outside_of_the_launch() {
     for prepared in [true, false] {
         let run = |stage| {
             let outside = built(&Device::default());
-            outcome(2, config(stage), FAR, move |device| {
-                let mut model = outside.clone();
-                if prepared {
-                    model = prepare::<Ad, _>(model, &device);
-                }
-                let mut optimizer = SgdConfig::new().init();
-                for n in 0..2 {
-                    model = step(model, &mut optimizer, &device, n);
-                }
-                Ok(model.loss(batch(&device, 9), true).into_scalar())
-            })
+            outcome(2, config(stage), FAR, move |device| Ok(trained(outside.clone(), prepared, &device)))
         };
         assert_noticed("a model from outside", run, SOON, &["built outside of this launch", "inside of the function"]);
     }
@@ -48,15 +50,7 @@ fn a_model_of_another_launch() {
                 });
                 let built = Mutex::new(built.unwrap().into_iter().map(Some).collect::<Vec<_>>());
                 outcome(2, config(stage), FAR, move |device| {
-                    let mut model = built.lock().unwrap()[device.rank()].take().unwrap();
-                    if prepared {
-                        model = prepare::<Ad, _>(model, &device);
-                    }
-                    let mut optimizer = SgdConfig::new().init();
-                    for n in 0..2 {
-                        model = step(model, &mut optimizer, &device, n);
-                    }
-                    Ok(model.loss(batch(&device, 9), true).into_scalar())
+                    Ok(trained(built.lock().unwrap()[device.rank()].take().unwrap(), prepared, &device))
                 })
             };
             assert_noticed("a model of another launch", run, SOON, &["built outside of this launch"]);
