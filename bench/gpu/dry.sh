@@ -54,7 +54,7 @@ kernels() {
   rm -rf "$work/kernels"
   # One thread compiles for a device: two processes use two cores.
   local jobs=() job tests some=(cube::optim::compiled cube::pack::compiled)
-  for tests in "${some[*]}" "::compiled::compiled ${some[*]/#/--skip }"; do
+  for tests in "${some[*]}" "::compiled ${some[*]/#/--skip }"; do
     job=$work/kernels/${#jobs[@]}
     mkdir -p "$job"
     # shellcheck disable=SC2086

@@ -37,7 +37,7 @@ pub const NF4: [f32; 16] = [
 ];
 
 /// What a weight's elements become.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     /// 255 steps of one size between minus and plus the largest of the block: 8.5 bit an element.

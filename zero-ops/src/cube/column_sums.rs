@@ -5,53 +5,47 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
-use super::many::shaped;
+use super::many::{array, shaped};
 use super::rows::{
-    Blocks, HEIGHT, STRIP, address_type, dims, over_height, stride, vector_size, with_whole_rows, zeros,
+    Blocks, Extent, HEIGHT, STRIP, Strided, address_type, dims, over_height, own, read, strided, vector_size,
+    with_whole_rows, zeros,
 };
 use super::tensor::{OnCube, empty, launch, run};
 
 /// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn column_sums_kernel<E: Float, O: Float, N: Size>(
-    x: &Array<Vector<E, N>>,
+    x: &Strided<E, N>,
     out: &mut Array<Vector<O, N>>,
-    stride: usize,
-    rows: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    extent: Extent,
     #[define(E, O)] _dtypes: [StorageType; 2],
 ) {
     let mut shared = SharedMemory::<Vector<f32, N>>::new(STRIP * HEIGHT);
-    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let first = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(first + rows_per_block, rows);
+    let (column, first, end) = own(&extent);
     let mut sum = Vector::<f32, N>::new(0.0f32);
-    if column < vectors {
-        let mut row = first + UNIT_POS_Y as usize;
+    if column < extent.vectors {
+        let mut row = first;
         while row < end {
-            sum += Vector::cast_from(x[row * stride + column]);
+            sum += read::<E, N>(x, row, column);
             row += HEIGHT.comptime();
         }
     }
     let sum = over_height::<N>(&mut shared, sum);
-    if UNIT_POS_Y == 0 && column < vectors {
-        out[CUBE_POS_Y as usize * vectors + column] = Vector::cast_from(sum);
+    if UNIT_POS_Y == 0 && column < extent.vectors {
+        out[CUBE_POS_Y as usize * extent.vectors + column] = Vector::cast_from(sum);
     }
 }
 
 fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> CubeTensor<R> {
-    let [rows, d] = dims(&x);
+    let d = dims(&x)[1];
     let out = empty(&x, [blocks.blocks, d], dtype);
     let size = vector_size(&[&x, &out]);
     let (address, types) = (address_type(&[&x, &out]), [x.dtype.into(), dtype.into()]);
-    let stride = stride(&x, size);
-    // SAFETY: units read rows below `rows` and vectors below `d / size` of `x`, and write those of `blocks` rows.
+    // SAFETY: units read the rows of `blocks` and vectors below `d / size` of `x`, and write those of `blocks` rows.
     unsafe {
         launch! {
-            column_sums_kernel on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
-            [x, out.clone()],
-            stride, rows, d / size, blocks.rows_per_block, types
+            column_sums_kernel on x.client, (blocks.count(d / size), Blocks::dim(), address, size), [],
+            strided(x, size), array(&out), blocks.extent(d / size), types
         }
     }
     out
@@ -84,20 +78,17 @@ pub(crate) fn bias_backward<T: OnCube>(grad: T) -> T {
     sums
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
+    use crate::cube::compiled::{cases, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (dtype, d) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|d| (dtype, d))) {
-            // In one stage, and in two.
-            for n in [8, 4096] {
-                column_sums(tensor([n, d], dtype));
-            }
+    for (dtype, d) in cases() {
+        // In one stage, and in two.
+        for n in [8, 4096] {
+            column_sums(tensor([n, d], dtype));
         }
-        check();
     }
+    check();
 }

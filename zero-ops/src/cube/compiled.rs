@@ -12,6 +12,11 @@ pub(super) const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Rows that are read by vectors of 4 elements, of 2, and of 1.
 pub(super) const WIDTHS: [usize; 3] = [1600, 1602, 1601];
 
+/// All types with all widths.
+pub(super) fn cases() -> impl Iterator<Item = (DType, usize)> {
+    TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|width| (dtype, width)))
+}
+
 /// Elements that are not there, of a driver that executes nothing.
 pub(super) fn tensor<const D: usize>(shape: [usize; D], dtype: DType) -> CubeTensor<CudaRuntime> {
     let client = CudaRuntime::client(&Default::default());

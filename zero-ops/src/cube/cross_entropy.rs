@@ -16,7 +16,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Metadata, Shape};
 use cubecl::prelude::*;
 
-use super::rows::{Blocks, address_type, cubes, dims, stride, units, vector_size, with_whole_rows, zeros};
+use super::many::array;
+use super::rows::{Blocks, address_type, cubes, dims, stride, strided, units, vector_size, with_whole_rows, zeros};
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 use kernels::{count_kernel, mean_kernel, padded_kernel, place_kernel, rows_kernel};
 
@@ -172,13 +173,11 @@ impl<R: CubeRuntime> Call<R> {
         let [rows, d] = dims(&part);
         let size = vector_size(&[&part, out]);
         let (blocks, address) = (Blocks::new(rows, d), address_type(&[&part, out]));
-        let stride = stride(&part, size);
         // SAFETY: units read rows below `rows` of `part`, and write as many of `out` from `first` on, which there are.
         unsafe {
             launch! {
-                place_kernel on part.client, (blocks.count(d / size), Blocks::dim(), address, size),
-                [part, self.counted.clone(), out.clone()],
-                stride, first, rows, d / size, blocks.rows_per_block, self.scale, is_added
+                place_kernel on part.client, (blocks.count(d / size), Blocks::dim(), address, size), [],
+                strided(part, size), array(&self.counted), array(out), first, blocks.extent(d / size), self.scale, is_added
             }
         }
     }
@@ -192,13 +191,12 @@ fn padded<R: CubeRuntime>(x: CubeTensor<R>, rows: usize) -> CubeTensor<R> {
     }
     let out = empty(&x, [rows, d], dtype);
     let size = vector_size(&[&x, &out]);
-    let (blocks, address, stride) = (Blocks::new(rows, d), address_type(&[&x, &out]), stride(&x, size));
+    let (blocks, address) = (Blocks::new(rows, d), address_type(&[&x, &out]));
     // SAFETY: units read rows below `given` of `x`, and write those below `rows` of `out`.
     unsafe {
         launch! {
-            padded_kernel on x.client, (blocks.count(d / size), Blocks::dim(), address, size),
-            [x, out.clone()],
-            stride, given, rows, d / size, blocks.rows_per_block, dtype.into()
+            padded_kernel on x.client, (blocks.count(d / size), Blocks::dim(), address, size), [],
+            strided(x, size), array(&out), given, blocks.extent(d / size), dtype.into()
         }
     }
     out
@@ -315,6 +313,33 @@ fn with_gradients<T: OnCube, const OUTPUTS: usize>(
     made.try_into().unwrap_or_else(|_| unreachable!("as many outputs were promised"))
 }
 
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
+    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+
+    let [n, v] = [1024, 50257];
+    for dtype in TYPES {
+        for ids in [DType::I32, DType::I64] {
+            for ignored in [None, Some(-1)] {
+                let call = Call::new(tensor([n, 64], dtype), tensor([v, 64], dtype), tensor([n], ids), ignored);
+                let logits = tensor([n, dims(&call.weight)[0]], dtype);
+                call.losses(&logits, 0, false);
+                call.losses(&logits, 0, true);
+                mean(call.losses.clone(), call.counted.clone());
+                for d in WIDTHS {
+                    padded(tensor([v, d], dtype), 50304);
+                    let [part, out] = [(); 2].map(|()| tensor([n, d], DType::F32));
+                    call.place(part.clone(), &out, 0, false);
+                    call.place(part, &out, 0, true);
+                }
+            }
+        }
+    }
+    check();
+}
+
 #[cfg(all(test, feature = "vulkan"))]
 mod tests {
     use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
@@ -369,35 +394,5 @@ mod tests {
             close("dx of a frozen weight", &values::<2>(frozen[1].clone()), &expected_dx);
             close("loss alone", &values::<1>(super::loss(given(), Some(-1), bytes)), &expected_loss);
         }
-    }
-}
-
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
-
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        let [n, v] = [1024, 50257];
-        for dtype in TYPES {
-            for ids in [DType::I32, DType::I64] {
-                for ignored in [None, Some(-1)] {
-                    let call = Call::new(tensor([n, 64], dtype), tensor([v, 64], dtype), tensor([n], ids), ignored);
-                    let logits = tensor([n, dims(&call.weight)[0]], dtype);
-                    call.losses(&logits, 0, false);
-                    call.losses(&logits, 0, true);
-                    mean(call.losses.clone(), call.counted.clone());
-                    for d in WIDTHS {
-                        padded(tensor([v, d], dtype), 50304);
-                        let [part, out] = [(); 2].map(|()| tensor([n, d], DType::F32));
-                        call.place(part.clone(), &out, 0, false);
-                        call.place(part, &out, 0, true);
-                    }
-                }
-            }
-        }
-        check();
     }
 }

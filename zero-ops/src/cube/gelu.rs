@@ -10,8 +10,10 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::column_sums::total;
+use super::many::array;
 use super::rows::{
-    Blocks, HEIGHT, STRIP, address_type, dims, over_height, stride, vector_size, with_whole_rows, zeros,
+    Blocks, Extent, HEIGHT, STRIP, Strided, address_type, dims, over_height, own, read, read_if, strided, vector_size,
+    with_whole_rows, zeros,
 };
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 use crate::options::Gelu;
@@ -62,29 +64,21 @@ fn derivative<N: Size>(x: Vector<f32, N>, #[comptime] tanh: bool) -> Vector<f32,
 /// `x`: `[n, f]`, `bias`: `[f]`, `out`: `[n, f]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gelu_kernel<E: Float, N: Size>(
-    x: &Array<Vector<E, N>>,
+    x: &Strided<E, N>,
     bias: &Array<Vector<E, N>>,
     out: &mut Array<Vector<E, N>>,
-    stride: usize,
-    rows: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    extent: Extent,
     #[comptime] has_bias: bool,
     #[comptime] tanh: bool,
     #[define(E)] _dtype: StorageType,
 ) {
-    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let first = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(first + rows_per_block, rows);
-    if column < vectors {
-        let mut shift = Vector::<f32, N>::new(0.0f32);
-        if comptime!(has_bias) {
-            shift = Vector::cast_from(bias[column]);
-        }
-        let mut row = first + UNIT_POS_Y as usize;
+    let (column, first, end) = own(&extent);
+    if column < extent.vectors {
+        let shift = read_if::<E, N>(bias, column, has_bias);
+        let mut row = first;
         while row < end {
-            let x = Vector::<f32, N>::cast_from(x[row * stride + column]) + shift;
-            out[row * vectors + column] = Vector::cast_from(value::<N>(x, tanh));
+            let x = read::<E, N>(x, row, column) + shift;
+            out[row * extent.vectors + column] = Vector::cast_from(value::<N>(x, tanh));
             row += HEIGHT.comptime();
         }
     }
@@ -93,44 +87,35 @@ fn gelu_kernel<E: Float, N: Size>(
 /// `x`, `grad`: `[n, f]`, `bias`: `[f]`, `dx`: `[n, f]`, `partial`: the bias' gradient by blocks of rows, `[blocks, f]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gelu_gradients_kernel<E: Float, N: Size>(
-    x: &Array<Vector<E, N>>,
+    x: &Strided<E, N>,
     bias: &Array<Vector<E, N>>,
-    grad: &Array<Vector<E, N>>,
+    grad: &Strided<E, N>,
     dx: &mut Array<Vector<E, N>>,
     partial: &mut Array<Vector<f32, N>>,
-    x_stride: usize,
-    grad_stride: usize,
-    rows: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    extent: Extent,
     #[comptime] has_bias: bool,
     #[comptime] tanh: bool,
     #[define(E)] _dtype: StorageType,
 ) {
-    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let first = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(first + rows_per_block, rows);
+    let (column, first, end) = own(&extent);
     let mut sum = Vector::<f32, N>::new(0.0f32);
-    if column < vectors {
-        let mut shift = Vector::<f32, N>::new(0.0f32);
-        if comptime!(has_bias) {
-            shift = Vector::cast_from(bias[column]);
-        }
-        let mut row = first + UNIT_POS_Y as usize;
+    if column < extent.vectors {
+        let shift = read_if::<E, N>(bias, column, has_bias);
+        let mut row = first;
         while row < end {
-            let x = Vector::<f32, N>::cast_from(x[row * x_stride + column]) + shift;
-            let grad = Vector::<f32, N>::cast_from(grad[row * grad_stride + column]);
+            let x = read::<E, N>(x, row, column) + shift;
+            let grad = read::<E, N>(grad, row, column);
             let d = grad * derivative::<N>(x, tanh);
             sum += d;
-            dx[row * vectors + column] = Vector::cast_from(d);
+            dx[row * extent.vectors + column] = Vector::cast_from(d);
             row += HEIGHT.comptime();
         }
     }
     if comptime!(has_bias) {
         let mut shared = SharedMemory::<Vector<f32, N>>::new(STRIP * HEIGHT);
         let sum = over_height::<N>(&mut shared, sum);
-        if UNIT_POS_Y == 0 && column < vectors {
-            partial[CUBE_POS_Y as usize * vectors + column] = sum;
+        if UNIT_POS_Y == 0 && column < extent.vectors {
+            partial[CUBE_POS_Y as usize * extent.vectors + column] = sum;
         }
     }
 }
@@ -147,13 +132,12 @@ fn forward<R: CubeRuntime>(kind: Gelu, x: CubeTensor<R>, bias: Option<CubeTensor
     let bias = bias.map_or_else(|| x.clone(), packed);
     let size = vector_size(&[&x, &bias, &out]);
     let (blocks, dtype) = (Blocks::new(n, f), x.dtype.into());
-    let (address, stride) = (address_type(&[&x, &bias, &out]), stride(&x, size));
+    let address = address_type(&[&x, &bias, &out]);
     // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
     unsafe {
         launch! {
-            gelu_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
-            [x, bias, out.clone()],
-            stride, n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype
+            gelu_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size), [],
+            strided(x, size), array(&bias), array(&out), blocks.extent(f / size), has_bias, kind == Gelu::Tanh, dtype
         }
     }
     out
@@ -178,13 +162,12 @@ fn backward<R: CubeRuntime>(
     let partial = empty(&x, [if has_bias { blocks.blocks } else { 1 }, f], DType::F32);
     let size = vector_size(&[&x, &bias, &grad, &dx, &partial]);
     let address = address_type(&[&x, &bias, &grad, &dx, &partial]);
-    let (x_stride, grad_stride) = (stride(&x, size), stride(&grad, size));
     // SAFETY: units read and write rows below `n` and vectors below `f / size`, and those of `blocks` partial rows.
     unsafe {
         launch! {
-            gelu_gradients_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size),
-            [x, bias, grad, dx.clone(), partial.clone()],
-            x_stride, grad_stride, n, f / size, blocks.rows_per_block, has_bias, kind == Gelu::Tanh, dtype.into()
+            gelu_gradients_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size), [],
+            strided(x, size), array(&bias), strided(grad, size), array(&dx), array(&partial),
+            blocks.extent(f / size), has_bias, kind == Gelu::Tanh, dtype.into()
         }
     }
     (dx, has_bias.then(|| total(partial, dtype)))
@@ -212,24 +195,21 @@ pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: 
     (made.next().expect("an output was promised"), made.next())
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
+    use crate::cube::compiled::{cases, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (dtype, f) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|f| (dtype, f))) {
-            for kind in [Gelu::Tanh, Gelu::Erf] {
-                for has_bias in [false, true] {
-                    let [x, grad] = [(); 2].map(|()| tensor([4096, f], dtype));
-                    let bias = has_bias.then(|| tensor([f], dtype));
-                    forward(kind, x.clone(), bias.clone());
-                    backward(kind, x, bias, grad);
-                }
+    for (dtype, f) in cases() {
+        for kind in [Gelu::Tanh, Gelu::Erf] {
+            for has_bias in [false, true] {
+                let [x, grad] = [(); 2].map(|()| tensor([4096, f], dtype));
+                let bias = has_bias.then(|| tensor([f], dtype));
+                forward(kind, x.clone(), bias.clone());
+                backward(kind, x, bias, grad);
             }
         }
-        check();
     }
+    check();
 }

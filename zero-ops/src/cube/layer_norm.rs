@@ -12,7 +12,11 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::column_sums::total;
-use super::rows::{across, address_type, cubes, dims, over_cube, stride, units, vector_size, with_whole_rows, zeros};
+use super::many::array;
+use super::rows::{
+    Blocks, Extent, Strided, across, address_type, cubes, dims, over_cube, read, strided, units, vector_size,
+    with_whole_rows, zeros,
+};
 use super::tensor::{OnCube, empty, launch, packed, run};
 
 /// Elements that a unit keeps in registers at most.
@@ -25,7 +29,7 @@ const UNITS: usize = 512;
 const BLOCKS: usize = 1024;
 
 /// How a cube has a row.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Plan {
     units: usize,
     /// Vectors of a unit at most.
@@ -43,37 +47,34 @@ fn plan<R: CubeRuntime>(client: &ComputeClient<R>, d: usize, size: usize) -> Pla
 /// `x`: `[n, d]`, `gamma`, `beta`: `[d]`; `out`: `[n, d]`, `mean`, `rstd`: `[n]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn layer_norm_kernel<E: Float, N: Size>(
-    x: &Array<Vector<E, N>>,
+    x: &Strided<E, N>,
     gamma: &Array<Vector<E, N>>,
     beta: &Array<Vector<E, N>>,
     out: &mut Array<Vector<E, N>>,
     mean: &mut Array<f32>,
     rstd: &mut Array<f32>,
-    stride: usize,
     rows: usize,
     vectors: usize,
     epsilon: f32,
     #[comptime] has_beta: bool,
     #[comptime] centred: bool,
-    #[comptime] units: usize,
-    #[comptime] each: usize,
-    #[comptime] kept: bool,
+    #[comptime] plan: Plan,
     #[define(E)] _dtype: StorageType,
 ) {
+    let units = comptime!(plan.units);
     let mut shared = SharedMemory::<f32>::new(2 * units);
-    let mut own = Array::<Vector<f32, N>>::new(comptime!(if kept { each } else { 1 }));
+    let mut own = Array::<Vector<f32, N>>::new(comptime!(if plan.kept { plan.each } else { 1 }));
     let me = UNIT_POS as usize;
     let d = f32::cast_from(vectors * N::value());
     let mut row = CUBE_POS;
     while row < rows {
-        let start = row * stride;
         let mut sum = 0.0f32;
-        #[unroll(kept)]
-        for i in 0..each {
+        #[unroll(plan.kept)]
+        for i in 0..comptime!(plan.each) {
             let column = me + i * units;
             if column < vectors {
-                let value = Vector::<f32, N>::cast_from(x[start + column]);
-                if comptime!(kept) {
+                let value = read::<E, N>(x, row, column);
+                if comptime!(plan.kept) {
                     own[i] = value;
                 }
                 sum += across::<N>(value);
@@ -86,11 +87,11 @@ fn layer_norm_kernel<E: Float, N: Size>(
         }
 
         let mut squares = 0.0f32;
-        #[unroll(kept)]
-        for i in 0..each {
+        #[unroll(plan.kept)]
+        for i in 0..comptime!(plan.each) {
             let column = me + i * units;
             if column < vectors {
-                let value = if comptime!(kept) { own[i] } else { Vector::<f32, N>::cast_from(x[start + column]) };
+                let value = if comptime!(plan.kept) { own[i] } else { read::<E, N>(x, row, column) };
                 let centred = value - Vector::new(middle);
                 squares += across::<N>(centred * centred);
             }
@@ -98,11 +99,11 @@ fn layer_norm_kernel<E: Float, N: Size>(
         let (squares, _) = over_cube(&mut shared, squares, 0.0f32, units);
         let scale = 1.0f32 / (squares / d + epsilon).sqrt();
 
-        #[unroll(kept)]
-        for i in 0..each {
+        #[unroll(plan.kept)]
+        for i in 0..comptime!(plan.each) {
             let column = me + i * units;
             if column < vectors {
-                let value = if comptime!(kept) { own[i] } else { Vector::<f32, N>::cast_from(x[start + column]) };
+                let value = if comptime!(plan.kept) { own[i] } else { read::<E, N>(x, row, column) };
                 let normed = (value - Vector::new(middle)) * Vector::new(scale);
                 let mut result = normed * Vector::cast_from(gamma[column]);
                 if comptime!(has_beta) {
@@ -127,52 +128,47 @@ fn layer_norm_kernel<E: Float, N: Size>(
 /// A cube has the rows of a block one after another, and a unit the same columns of each: what it adds up is its own.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn layer_norm_gradients_kernel<E: Float, N: Size>(
-    x: &Array<Vector<E, N>>,
+    x: &Strided<E, N>,
     gamma: &Array<Vector<E, N>>,
     mean: &Array<f32>,
     rstd: &Array<f32>,
-    grad: &Array<Vector<E, N>>,
+    grad: &Strided<E, N>,
     dx: &mut Array<Vector<E, N>>,
     d_gamma: &mut Array<Vector<f32, N>>,
     d_beta: &mut Array<Vector<f32, N>>,
-    x_stride: usize,
-    grad_stride: usize,
-    rows: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    extent: Extent,
     #[comptime] centred: bool,
-    #[comptime] units: usize,
-    #[comptime] each: usize,
-    #[comptime] kept: bool,
+    #[comptime] plan: Plan,
     #[define(E)] _dtype: StorageType,
 ) {
+    let units = comptime!(plan.units);
     let mut shared = SharedMemory::<f32>::new(2 * units);
-    let in_registers = comptime!(if kept { each } else { 1 });
+    let in_registers = comptime!(if plan.kept { plan.each } else { 1 });
     let mut own_normed = Array::<Vector<f32, N>>::new(in_registers);
     let mut own_grad = Array::<Vector<f32, N>>::new(in_registers);
     let mut sum_gamma = Array::<Vector<f32, N>>::new(in_registers);
     let mut sum_beta = Array::<Vector<f32, N>>::new(in_registers);
     let me = UNIT_POS as usize;
-    let d = f32::cast_from(vectors * N::value());
+    let d = f32::cast_from(extent.vectors * N::value());
     let zero = Vector::<f32, N>::new(0.0f32);
-    let block = CUBE_POS * vectors;
-    #[unroll(kept)]
-    for i in 0..each {
+    let block = CUBE_POS * extent.vectors;
+    #[unroll(plan.kept)]
+    for i in 0..comptime!(plan.each) {
         let column = me + i * units;
-        if comptime!(kept) {
+        if comptime!(plan.kept) {
             sum_gamma[i] = zero;
             if comptime!(centred) {
                 sum_beta[i] = zero;
             }
-        } else if column < vectors {
+        } else if column < extent.vectors {
             d_gamma[block + column] = zero;
             if comptime!(centred) {
                 d_beta[block + column] = zero;
             }
         }
     }
-    let mut row = CUBE_POS * rows_per_block;
-    let end = min(row + rows_per_block, rows);
+    let mut row = CUBE_POS * extent.rows_per_block;
+    let end = min(row + extent.rows_per_block, extent.rows);
     while row < end {
         let scale = rstd[row];
         let mut middle = 0.0f32;
@@ -181,19 +177,19 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
         }
         let mut sum = 0.0f32;
         let mut along = 0.0f32;
-        #[unroll(kept)]
-        for i in 0..each {
+        #[unroll(plan.kept)]
+        for i in 0..comptime!(plan.each) {
             let column = me + i * units;
-            if column < vectors {
-                let value = Vector::<f32, N>::cast_from(x[row * x_stride + column]);
+            if column < extent.vectors {
+                let value = read::<E, N>(x, row, column);
                 let normed = (value - Vector::new(middle)) * Vector::new(scale);
-                let grad = Vector::<f32, N>::cast_from(grad[row * grad_stride + column]);
+                let grad = read::<E, N>(grad, row, column);
                 let inner = grad * Vector::cast_from(gamma[column]);
                 if comptime!(centred) {
                     sum += across::<N>(inner);
                 }
                 along += across::<N>(inner * normed);
-                if comptime!(kept) {
+                if comptime!(plan.kept) {
                     sum_gamma[i] += grad * normed;
                     if comptime!(centred) {
                         sum_beta[i] += grad;
@@ -210,36 +206,36 @@ fn layer_norm_gradients_kernel<E: Float, N: Size>(
         }
         let (sum, along) = over_cube(&mut shared, sum, along, units);
         let (sum, along) = (Vector::<f32, N>::new(sum / d), Vector::<f32, N>::new(along / d));
-        #[unroll(kept)]
-        for i in 0..each {
+        #[unroll(plan.kept)]
+        for i in 0..comptime!(plan.each) {
             let column = me + i * units;
-            if column < vectors {
-                let normed = if comptime!(kept) {
+            if column < extent.vectors {
+                let normed = if comptime!(plan.kept) {
                     own_normed[i]
                 } else {
-                    let value = Vector::<f32, N>::cast_from(x[row * x_stride + column]);
+                    let value = read::<E, N>(x, row, column);
                     (value - Vector::new(middle)) * Vector::new(scale)
                 };
-                let inner = if comptime!(kept) {
+                let inner = if comptime!(plan.kept) {
                     own_grad[i]
                 } else {
-                    Vector::<f32, N>::cast_from(grad[row * grad_stride + column]) * Vector::cast_from(gamma[column])
+                    read::<E, N>(grad, row, column) * Vector::cast_from(gamma[column])
                 };
                 let mut value = inner - normed * along;
                 if comptime!(centred) {
                     value = inner - sum - normed * along;
                 }
                 value *= Vector::new(scale);
-                dx[row * vectors + column] = Vector::cast_from(value);
+                dx[row * extent.vectors + column] = Vector::cast_from(value);
             }
         }
         row += 1;
     }
-    if comptime!(kept) {
+    if comptime!(plan.kept) {
         #[unroll]
-        for i in 0..each {
+        for i in 0..comptime!(plan.each) {
             let column = me + i * units;
-            if column < vectors {
+            if column < extent.vectors {
                 d_gamma[block + column] = sum_gamma[i];
                 if comptime!(centred) {
                     d_beta[block + column] = sum_beta[i];
@@ -272,14 +268,14 @@ fn forward<R: CubeRuntime>(
     // Where there is none, the kernel is given something to not read.
     let beta = beta.map_or_else(|| gamma.clone(), packed);
     let size = vector_size(&[&x, &gamma, &beta, &out]);
-    let Plan { units, each, kept } = plan(&x.client, d, size);
-    let (address, stride) = (address_type(&[&x, &gamma, &beta, &out]), stride(&x, size));
+    let plan = plan(&x.client, d, size);
+    let address = address_type(&[&x, &gamma, &beta, &out]);
     // SAFETY: units read and write rows below `n` and vectors below `d / size`; all operands have so many.
     unsafe {
         launch! {
-            layer_norm_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(units as u32), address, size),
-            [x, gamma, beta, out.clone(), mean.clone(), rstd.clone()],
-            stride, n, d / size, epsilon as f32, has_beta, centred, units, each, kept, dtype.into()
+            layer_norm_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(plan.units as u32), address, size), [],
+            strided(x, size), array(&gamma), array(&beta), array(&out), array(&mean), array(&rstd),
+            n, d / size, epsilon as f32, has_beta, centred, plan, dtype.into()
         }
     }
     [out, mean, rstd]
@@ -294,20 +290,19 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5], ce
     }
     let [x, grad] = [x, grad].map(with_whole_rows);
     let [gamma, mean, rstd] = [gamma, mean, rstd].map(packed);
-    let rows_per_block = n.div_ceil(BLOCKS).max(4);
-    let blocks = n.div_ceil(rows_per_block);
-    let d_gamma = empty(&x, [blocks, d], DType::F32);
-    let d_beta = if centred { empty(&x, [blocks, d], DType::F32) } else { d_gamma.clone() };
+    let blocks = Blocks::of(n, n.div_ceil(BLOCKS).max(4));
+    let d_gamma = empty(&x, [blocks.blocks, d], DType::F32);
+    let d_beta = if centred { empty(&x, [blocks.blocks, d], DType::F32) } else { d_gamma.clone() };
     let operands = [&x, &gamma, &grad, &dx, &d_gamma, &d_beta];
     let (size, address) = (vector_size(&operands), address_type(&operands));
-    let Plan { units, each, kept } = plan(&x.client, d, size);
-    let (x_stride, grad_stride) = (stride(&x, size), stride(&grad, size));
+    let plan = plan(&x.client, d, size);
     // SAFETY: units read and write rows below `n` and vectors below `d / size`, and those of `blocks` partial rows.
     unsafe {
         launch! {
-            layer_norm_gradients_kernel on x.client, (cube_count(blocks), CubeDim::new_1d(units as u32), address, size),
-            [x, gamma, mean, rstd, grad, dx.clone(), d_gamma.clone(), d_beta.clone()],
-            x_stride, grad_stride, n, d / size, rows_per_block, centred, units, each, kept, dtype.into()
+            layer_norm_gradients_kernel on x.client,
+            (cube_count(blocks.blocks), CubeDim::new_1d(plan.units as u32), address, size), [],
+            strided(x, size), array(&gamma), array(&mean), array(&rstd), strided(grad, size), array(&dx),
+            array(&d_gamma), array(&d_beta), blocks.extent(d / size), centred, plan, dtype.into()
         }
     }
     let d_beta = if centred { total(d_beta, dtype) } else { zeros(&dx, [0], dtype) };
@@ -351,26 +346,23 @@ pub(crate) fn rms_norm_backward<T: OnCube>(x: T, gamma: T, rrms: T, grad: T) -> 
     .into()
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
     use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for dtype in TYPES {
-            // Also a row that registers do not hold.
-            for d in WIDTHS.into_iter().chain([768, 9000]) {
-                let [x, grad] = [(); 2].map(|()| tensor([4096, d], dtype));
-                let [gamma, beta] = [(); 2].map(|()| tensor([d], dtype));
-                let [_, _, rrms] = forward(x.clone(), gamma.clone(), None, 1e-5, false);
-                backward([x.clone(), gamma.clone(), rrms.clone(), rrms, grad.clone()], false);
-                forward(x.clone(), gamma.clone(), None, 1e-5, true);
-                let [_, mean, rstd] = forward(x.clone(), gamma.clone(), Some(beta), 1e-5, true);
-                backward([x, gamma, mean, rstd, grad], true);
-            }
+    for dtype in TYPES {
+        // Also a row that registers do not hold.
+        for d in WIDTHS.into_iter().chain([768, 9000]) {
+            let [x, grad] = [(); 2].map(|()| tensor([4096, d], dtype));
+            let [gamma, beta] = [(); 2].map(|()| tensor([d], dtype));
+            let [_, _, rrms] = forward(x.clone(), gamma.clone(), None, 1e-5, false);
+            backward([x.clone(), gamma.clone(), rrms.clone(), rrms, grad.clone()], false);
+            forward(x.clone(), gamma.clone(), None, 1e-5, true);
+            let [_, mean, rstd] = forward(x.clone(), gamma.clone(), Some(beta), 1e-5, true);
+            backward([x, gamma, mean, rstd, grad], true);
         }
-        check();
     }
+    check();
 }

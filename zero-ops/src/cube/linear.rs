@@ -10,7 +10,10 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::Shape;
 use cubecl::prelude::*;
 
-use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, stride, vector_size, with_whole_rows, zeros};
+use super::rows::{
+    Blocks, Extent, HEIGHT, Strided, address_type, dims, own, read, read_if, strided, vector_size, with_whole_rows,
+    zeros,
+};
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 
 /// `out`: `[n, f]`, the product, to which `bias` `[f]` and `residual` `[n, f]` are added.
@@ -18,29 +21,21 @@ use super::tensor::{OnCube, empty, first, launch, packed, run};
 fn add_to_product_kernel<E: Float, N: Size>(
     out: &mut Array<Vector<E, N>>,
     bias: &Array<Vector<E, N>>,
-    residual: &Array<Vector<E, N>>,
-    stride: usize,
-    rows: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    residual: &Strided<E, N>,
+    extent: Extent,
     #[comptime] has_bias: bool,
     #[comptime] has_residual: bool,
     #[define(E)] _dtype: StorageType,
 ) {
-    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let first = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(first + rows_per_block, rows);
-    if column < vectors {
-        let mut shift = Vector::<f32, N>::new(0.0f32);
-        if comptime!(has_bias) {
-            shift = Vector::cast_from(bias[column]);
-        }
-        let mut row = first + UNIT_POS_Y as usize;
+    let (column, first, end) = own(&extent);
+    if column < extent.vectors {
+        let shift = read_if::<E, N>(bias, column, has_bias);
+        let mut row = first;
         while row < end {
-            let at = row * vectors + column;
+            let at = row * extent.vectors + column;
             let mut sum = Vector::<f32, N>::cast_from(out[at]) + shift;
             if comptime!(has_residual) {
-                sum += Vector::<f32, N>::cast_from(residual[row * stride + column]);
+                sum += read::<E, N>(residual, row, column);
             }
             out[at] = Vector::cast_from(sum);
             row += HEIGHT.comptime();
@@ -76,13 +71,13 @@ fn added<R: CubeRuntime>(
     let [bias, residual] = [bias.map(packed), residual.map(with_whole_rows)].map(|x| x.unwrap_or_else(|| out.clone()));
     let size = vector_size(&[&out, &bias, &residual]);
     let (blocks, dtype) = (Blocks::new(n, f), out.dtype.into());
-    let (address, stride) = (address_type(&[&out, &residual]), stride(&residual, size));
+    let address = address_type(&[&out, &residual]);
     // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
     unsafe {
         launch! {
             add_to_product_kernel on out.client, (blocks.count(f / size), Blocks::dim(), address, size),
-            [out.clone(), bias, residual],
-            stride, n, f / size, blocks.rows_per_block, has_bias, has_residual, dtype
+            [out.clone(), bias],
+            strided(residual, size), blocks.extent(f / size), has_bias, has_residual, dtype
         }
     }
     out
@@ -119,21 +114,18 @@ pub(crate) fn weight_backward<T: OnCube>(x: T, grad: T) -> T {
     d_weight
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
+    use crate::cube::compiled::{cases, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (dtype, f) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|f| (dtype, f))) {
-            for (has_bias, has_residual) in [(true, false), (false, true), (true, true)] {
-                let bias = has_bias.then(|| tensor([f], dtype));
-                let residual = has_residual.then(|| tensor([4096, f], dtype));
-                added(tensor([4096, f], dtype), bias, residual);
-            }
+    for (dtype, f) in cases() {
+        for (has_bias, has_residual) in [(true, false), (false, true), (true, true)] {
+            let bias = has_bias.then(|| tensor([f], dtype));
+            let residual = has_residual.then(|| tensor([4096, f], dtype));
+            added(tensor([4096, f], dtype), bias, residual);
         }
-        check();
     }
+    check();
 }

@@ -81,6 +81,13 @@ pub(super) fn grid<R: CubeRuntime>(client: &ComputeClient<R>, cubes: usize) -> (
     (cubecl::calculate_cube_count_elemwise(client, cubes * UNITS as usize, dim), dim)
 }
 
+/// Whether the cube is one of item `i`'s, where the cubes of each end at `ends`, and which of these.
+#[cube]
+pub(super) fn cube_of(ends: &Sequence<usize>, #[comptime] i: usize) -> (bool, usize) {
+    let begin = if comptime!(i > 0) { *ends.index(comptime!(i - 1)) } else { 0usize.runtime() };
+    (CUBE_POS >= begin && CUBE_POS < *ends.index(i), CUBE_POS - begin)
+}
+
 /// A tensor of one axis with the elements of `x` in row-major order; a copy only if they do not lie so.
 pub(super) fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let elements = x.meta.num_elements();

@@ -12,7 +12,7 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
-use super::many::{Layout, UNITS, array, flat, grid, launch_groups, width};
+use super::many::{Layout, UNITS, array, cube_of, flat, grid, launch_groups, width};
 use super::tensor::{empty, is_float, launch};
 
 /// Vectors that a unit adds.
@@ -121,18 +121,16 @@ fn squares_kernel<G: Float, N: Size>(
     partial: &mut Array<f32>,
     #[define(G)] _type: StorageType,
 ) {
-    let cube = CUBE_POS;
     let mut squares = Vector::<f32, N>::new(0.0);
     let mut others = Vector::<f32, N>::new(0.0);
     let mut place = 0usize;
-    let mut begin = 0usize;
     #[unroll]
     for i in 0..comptime![tensors.len()] {
-        let end = *ends.index(i);
-        if cube >= begin && cube < end {
+        let (is_own, cube) = cube_of(ends, i);
+        if is_own {
             let x_all = tensors.index(i);
-            place = *firsts.index(i) + cube - begin;
-            let first_at = (cube - begin) * CHUNK as usize + UNIT_POS as usize;
+            place = *firsts.index(i) + cube;
+            let first_at = cube * CHUNK as usize + UNIT_POS as usize;
             for k in 0..ADDS as usize {
                 let at = first_at + k * UNITS as usize;
                 if at < x_all.len() {
@@ -145,7 +143,6 @@ fn squares_kernel<G: Float, N: Size>(
                 }
             }
         }
-        begin = end;
     }
     let mut square = 0.0f32;
     let mut other = 0.0f32;
@@ -156,7 +153,7 @@ fn squares_kernel<G: Float, N: Size>(
     }
     let square = cube_sum(square);
     let other = cube_sum(other);
-    if UNIT_POS == 0 && cube < begin {
+    if UNIT_POS == 0 && CUBE_POS < *ends.index(comptime![ends.len() - 1]) {
         partial[place] = square;
         partial[total + place] = other;
     }
@@ -187,20 +184,17 @@ fn total_kernel(partial: &Array<f32>, offsets: &Array<u32>, out: &mut Array<f32>
     }
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
+    use crate::cube::compiled::{cases, check, tensor};
     use crate::cube::many::GROUP;
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (dtype, d) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|d| (dtype, d))) {
-            for tensors in [1, GROUP] {
-                SumsOfSquares.run((0..tensors).map(|_| tensor([3, d], dtype)).collect());
-            }
+    for (dtype, d) in cases() {
+        for tensors in [1, GROUP] {
+            SumsOfSquares.run((0..tensors).map(|_| tensor([3, d], dtype)).collect());
         }
-        check();
     }
+    check();
 }

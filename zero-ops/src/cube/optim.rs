@@ -13,7 +13,9 @@ use burn_std::DType;
 use cubecl::prelude::*;
 
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
-use super::many::{CHUNK, Layout, TAKES, UNITS, array, chunks, flat, launch_groups, overwritten, owned, width};
+use super::many::{
+    CHUNK, Layout, TAKES, UNITS, array, chunks, cube_of, flat, launch_groups, overwritten, owned, width,
+};
 use super::tensor::{empty, is_float, launch};
 use zero_kernels::Rule;
 use zero_kernels::update::{Kernel, Sweep};
@@ -409,12 +411,10 @@ fn update_kernel<G: Float, C: Float, N: Size>(
     #[comptime] kind: Kind,
     #[define(G, C)] _types: [StorageType; 2],
 ) {
-    let cube = CUBE_POS;
-    let mut begin = 0usize;
     #[unroll]
     for i in 0..comptime![parameters.len()] {
-        let end = *ends.index(i);
-        if cube >= begin && cube < end {
+        let (is_own, cube) = cube_of(ends, i);
+        if is_own {
             let n = numbers.index(i);
             let z = n.minus_zero;
             let mut scale = n.scale;
@@ -426,7 +426,7 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                     len = 0usize;
                 }
             }
-            let first_at = (cube - begin) * CHUNK as usize + UNIT_POS as usize;
+            let first_at = cube * CHUNK as usize + UNIT_POS as usize;
             for k in 0..TAKES as usize {
                 let at = first_at + k * UNITS as usize;
                 if at < len {
@@ -451,19 +451,13 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                             let g = g + times(p, n.weight_decay, z);
                             p - times(g, n.lr, z)
                         }
-                        Kind::Momentum => {
+                        Kind::Momentum | Kind::Nesterov => {
                             let g = g + times(p, n.weight_decay, z);
                             let states = firsts.index_mut(i);
                             let m = times(old(states, at, n.fresh), n.beta_1, z) + g;
                             states[at] = m;
-                            p - times(m, n.lr, z)
-                        }
-                        Kind::Nesterov => {
-                            let g = g + times(p, n.weight_decay, z);
-                            let states = firsts.index_mut(i);
-                            let m = times(old(states, at, n.fresh), n.beta_1, z) + g;
-                            states[at] = m;
-                            p - times(g + times(m, n.beta_1, z), n.lr, z)
+                            let along = if comptime![kind == Kind::Nesterov] { g + times(m, n.beta_1, z) } else { m };
+                            p - times(along, n.lr, z)
                         }
                         Kind::Lion => {
                             let states = firsts.index_mut(i);
@@ -490,50 +484,45 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                 }
             }
         }
-        begin = end;
     }
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
     use crate::cube::compiled::{TYPES, check, tensor};
     use crate::cube::many::GROUP;
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        let [beta_1, beta_2, epsilon, weight_decay, momentum] = [0.9, 0.999, 1e-8, 0.01, 0.9];
-        let bias_correction = true;
-        let rules = [
-            Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction },
-            Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction },
-            Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, max_coeff: 10.0, min_coeff: 0.01 },
-            Rule::Sgd { momentum: 0.0, nesterov: false, weight_decay },
-            Rule::Sgd { momentum, nesterov: false, weight_decay },
-            Rule::Sgd { momentum, nesterov: true, weight_decay },
-            Rule::Lion { beta_1, beta_2, weight_decay },
-            Rule::Adagrad { epsilon, weight_decay },
-        ];
-        let factor = tensor([1], DType::F32);
-        let run = |rule: Rule, gradient, copy: Option<DType>, numel, items, factor| {
-            let item = |_| Tensors {
-                update: Update { rule, lr: 0.1, time: 1, fresh: false },
-                parameter: tensor([numel], DType::F32),
-                gradient: tensor([numel], gradient),
-                states: (0..rule.states()).map(|_| tensor([numel], DType::F32)).collect(),
-                copy: copy.map(|copy| tensor([numel], copy)),
-            };
-            launch(&(0..items).map(item).collect::<Vec<_>>(), 1.0, factor);
+    let [beta_1, beta_2, epsilon, weight_decay, momentum] = [0.9, 0.999, 1e-8, 0.01, 0.9];
+    let bias_correction = true;
+    let rules = [
+        Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction },
+        Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction },
+        Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, max_coeff: 10.0, min_coeff: 0.01 },
+        Rule::Sgd { momentum: 0.0, nesterov: false, weight_decay },
+        Rule::Sgd { momentum, nesterov: false, weight_decay },
+        Rule::Sgd { momentum, nesterov: true, weight_decay },
+        Rule::Lion { beta_1, beta_2, weight_decay },
+        Rule::Adagrad { epsilon, weight_decay },
+    ];
+    let factor = tensor([1], DType::F32);
+    let run = |rule: Rule, gradient, copy: Option<DType>, numel, items, factor| {
+        let item = |_| Tensors {
+            update: Update { rule, lr: 0.1, time: 1, fresh: false },
+            parameter: tensor([numel], DType::F32),
+            gradient: tensor([numel], gradient),
+            states: (0..rule.states()).map(|_| tensor([numel], DType::F32)).collect(),
+            copy: copy.map(|copy| tensor([numel], copy)),
         };
-        for (gradient, copy) in
-            TYPES.into_iter().flat_map(|g| [None, Some(DType::F16), Some(DType::BF16)].map(|c| (g, c)))
-        {
-            rules.iter().for_each(|rule| run(*rule, gradient, copy, 4096, 1, None));
-            // A group as large as they come, and elements one by one.
-            run(rules[0], gradient, copy, 4096, GROUP, Some(&factor));
-            run(rules[0], gradient, copy, 4097, 1, Some(&factor));
-        }
-        check();
+        launch(&(0..items).map(item).collect::<Vec<_>>(), 1.0, factor);
+    };
+    for (gradient, copy) in TYPES.into_iter().flat_map(|g| [None, Some(DType::F16), Some(DType::BF16)].map(|c| (g, c)))
+    {
+        rules.iter().for_each(|rule| run(*rule, gradient, copy, 4096, 1, None));
+        // A group as large as they come, and elements one by one.
+        run(rules[0], gradient, copy, 4096, GROUP, Some(&factor));
+        run(rules[0], gradient, copy, 4097, 1, Some(&factor));
     }
+    check();
 }

@@ -15,7 +15,7 @@ use burn_std::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
-use super::many::{CHUNK, Layout, TAKES, UNITS, WIDE, array, chunks, flat, launch_groups, owned, width};
+use super::many::{CHUNK, Layout, TAKES, UNITS, WIDE, array, chunks, cube_of, flat, launch_groups, owned, width};
 use super::tensor::{empty, is_float, launch};
 
 /// Columns of a bucket: those after the item's before it.
@@ -378,10 +378,12 @@ impl Body for SumParts {
     }
 }
 
-/// The smaller of two counts.
+/// Of a cube among those of a cut: its row, the first column of a unit, and where the row's elements end.
 #[cube]
-fn smaller(a: usize, b: usize) -> usize {
-    select(a < b, a, b)
+fn of_cube(cut: &Segment, cube: usize) -> (usize, usize, usize) {
+    let rank = cube / cut.cubes;
+    let stop = (rank + 1) * cut.stride;
+    (rank, cube % cut.cubes * CHUNK as usize + UNIT_POS as usize, select(stop < cut.numel, stop, cut.numel))
 }
 
 #[cube(launch_unchecked)]
@@ -394,17 +396,13 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
     factor: f32,
     #[define(I, O)] _types: [StorageType; 2],
 ) {
-    let cube = CUBE_POS;
-    let mut begin = 0usize;
     #[unroll]
     for i in 0..comptime![tensors.len()] {
-        let end = *ends.index(i);
-        if cube >= begin && cube < end {
+        let (is_own, cube) = cube_of(ends, i);
+        if is_own {
             let x = tensors.index(i);
             let cut = segments.index(i);
-            let rank = (cube - begin) / cut.cubes;
-            let first = (cube - begin) % cut.cubes * CHUNK as usize + UNIT_POS as usize;
-            let stop = smaller((rank + 1) * cut.stride, cut.numel);
+            let (rank, first, stop) = of_cube(cut, cube);
             for k in 0..TAKES as usize {
                 let column = first + k * UNITS as usize;
                 if column < cut.columns {
@@ -417,7 +415,6 @@ fn pack_kernel<I: Float, O: Float, N: Size>(
                 }
             }
         }
-        begin = end;
     }
 }
 
@@ -431,17 +428,13 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
     factor: f32,
     #[define(I, O)] _types: [StorageType; 2],
 ) {
-    let cube = CUBE_POS;
-    let mut begin = 0usize;
     #[unroll]
     for i in 0..comptime![tensors.len()] {
-        let end = *ends.index(i);
-        if cube >= begin && cube < end {
+        let (is_own, cube) = cube_of(ends, i);
+        if is_own {
             let x = tensors.index_mut(i);
             let cut = segments.index(i);
-            let rank = (cube - begin) / cut.cubes;
-            let first = (cube - begin) % cut.cubes * CHUNK as usize + UNIT_POS as usize;
-            let stop = smaller((rank + 1) * cut.stride, cut.numel);
+            let (rank, first, stop) = of_cube(cut, cube);
             for k in 0..TAKES as usize {
                 let column = first + k * UNITS as usize;
                 let at = rank * cut.stride + cut.from + column;
@@ -451,7 +444,6 @@ fn unpack_kernel<I: Float, O: Float, N: Size>(
                 }
             }
         }
-        begin = end;
     }
 }
 
@@ -465,15 +457,13 @@ fn sum_kernel<I: Float, O: Float, N: Size>(
     #[comptime] count: usize,
     #[define(I, O)] _types: [StorageType; 2],
 ) {
-    let cube = CUBE_POS;
-    let mut begin = 0usize;
     #[unroll]
     for i in 0..comptime![sums.len()] {
-        let end = *ends.index(i);
-        if cube >= begin && cube < end {
+        let (is_own, cube) = cube_of(ends, i);
+        if is_own {
             let out = sums.index_mut(i);
             let start = *starts.index(i);
-            let first = (cube - begin) * CHUNK as usize + UNIT_POS as usize;
+            let first = cube * CHUNK as usize + UNIT_POS as usize;
             for k in 0..TAKES as usize {
                 let at = first + k * UNITS as usize;
                 if at < out.len() {
@@ -486,33 +476,29 @@ fn sum_kernel<I: Float, O: Float, N: Size>(
                 }
             }
         }
-        begin = end;
     }
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
     use crate::cube::compiled::{TYPES, check, tensor};
     use crate::cube::many::GROUP;
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (from, to) in TYPES.into_iter().flat_map(|from| TYPES.map(|to| (from, to))) {
-            for (numel, tensors) in [(4096, GROUP), (4099, 1)] {
-                let (world, stride) = (4, usize::div_ceil(numel, 4));
-                let many = |dtype| (0..tensors).map(|_| tensor([numel], dtype)).collect::<Vec<_>>();
-                let cut = |i| Cut::new(numel, world, 0, i * stride, stride);
-                let (columns, factor) = (tensors * stride, 0.5);
-                let cuts = (0..tensors).map(|i| (cut(i), true)).collect();
-                let bucket = Pack { cuts, world, columns, dtype: to, factor }.run(many(from));
-                let cuts = (0..tensors).map(|i| (cut(i), from, false)).collect();
-                Unpack { cuts, world, columns, factor }.run(bucket);
-                let plans = vec![(2, 0..numel, to)];
-                SumParts { plans, scale: factor }.run((0..2).map(|_| tensor([numel], from)).collect());
-            }
+    for (from, to) in TYPES.into_iter().flat_map(|from| TYPES.map(|to| (from, to))) {
+        for (numel, tensors) in [(4096, GROUP), (4099, 1)] {
+            let (world, stride) = (4, usize::div_ceil(numel, 4));
+            let many = |dtype| (0..tensors).map(|_| tensor([numel], dtype)).collect::<Vec<_>>();
+            let cut = |i| Cut::new(numel, world, 0, i * stride, stride);
+            let (columns, factor) = (tensors * stride, 0.5);
+            let cuts = (0..tensors).map(|i| (cut(i), true)).collect();
+            let bucket = Pack { cuts, world, columns, dtype: to, factor }.run(many(from));
+            let cuts = (0..tensors).map(|i| (cut(i), from, false)).collect();
+            Unpack { cuts, world, columns, factor }.run(bucket);
+            let plans = vec![(2, 0..numel, to)];
+            SumParts { plans, scale: factor }.run((0..2).map(|_| tensor([numel], from)).collect());
         }
-        check();
     }
+    check();
 }

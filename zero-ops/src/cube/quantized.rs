@@ -16,9 +16,9 @@ const UNITS: usize = 256;
 
 /// The number that a code of 4 bit stands for, in parts of the scale.
 #[cube]
-fn of_four_bits(code: u32, #[comptime] normal: bool) -> f32 {
+fn of_four_bits(code: u32, #[comptime] format: Format) -> f32 {
     let mut value = 0.0f32;
-    if comptime!(normal) {
+    if comptime!(format == Format::Nf4) {
         #[unroll]
         for k in 0..16u32 {
             let at = comptime!(NF4[k as usize]);
@@ -38,11 +38,10 @@ fn dequantize_kernel<E: Float>(
     blocks: usize,
     blocks_per_row: usize,
     width: usize,
-    #[comptime] words: usize,
-    #[comptime] eight: bool,
-    #[comptime] normal: bool,
+    #[comptime] format: Format,
     #[define(E)] _dtype: StorageType,
 ) {
+    let words = comptime!(format.block_bytes() / 4);
     let each = comptime!(words - 1);
     let mut unit = CUBE_POS * UNITS.comptime() + UNIT_POS as usize;
     while unit < blocks * each {
@@ -55,7 +54,7 @@ fn dequantize_kernel<E: Float>(
         for i in 0..4u32 {
             let byte = (codes >> comptime!(8 * i)) & 255u32;
             let at = column + word * 4 + comptime!(i as usize);
-            if comptime!(eight) {
+            if comptime!(format == Format::Int8) {
                 if at < width {
                     // The sign of 8 bit.
                     let value = f32::cast_from(byte) - select(byte > 127u32, 256.0f32, 0.0f32);
@@ -63,16 +62,21 @@ fn dequantize_kernel<E: Float>(
                 }
             } else {
                 if at < width {
-                    out[start + at] = E::cast_from(of_four_bits(byte & 15u32, normal) * scale);
+                    out[start + at] = E::cast_from(of_four_bits(byte & 15u32, format) * scale);
                 }
                 let above = at + comptime!(BLOCK / 2);
                 if above < width {
-                    out[start + above] = E::cast_from(of_four_bits(byte >> 4u32, normal) * scale);
+                    out[start + above] = E::cast_from(of_four_bits(byte >> 4u32, format) * scale);
                 }
             }
         }
         unit += CUBE_COUNT * UNITS.comptime();
     }
+}
+
+/// As many units, or each takes several.
+fn units(wanted: usize) -> (CubeCount, CubeDim) {
+    (CubeCount::new_1d(cubes(wanted.div_ceil(UNITS)) as u32), CubeDim::new_1d(UNITS as u32))
 }
 
 fn made<R: CubeRuntime>(rows: CubeTensor<R>, how: Quantized, dtype: DType) -> CubeTensor<R> {
@@ -82,18 +86,16 @@ fn made<R: CubeRuntime>(rows: CubeTensor<R>, how: Quantized, dtype: DType) -> Cu
         return out;
     }
     let rows = packed(rows);
-    let blocks_per_row = width.div_ceil(BLOCK);
-    let (blocks, words) = (d * blocks_per_row, how.format.block_bytes() / 4);
-    let count = CubeCount::new_1d(cubes((blocks * (words - 1)).div_ceil(UNITS)) as u32);
-    let (eight, normal) = (how.format == Format::Int8, how.format == Format::Nf4);
+    let (per_row, words) = (width.div_ceil(BLOCK), how.format.block_bytes() / 4);
+    let (count, dim) = units(d * per_row * (words - 1));
     let address = address_type(&[&rows, &out]);
-    // SAFETY: units read blocks below `blocks`, of which there are so many, and write columns below `width` of rows below `d`. The
-    // 16-bit numbers that rows are held as mean nothing: they are read by 32 bit, and blocks are multiples of that.
+    // SAFETY: units read the blocks of `d` rows, and write columns below `width` of rows below `d`. The 16-bit numbers that
+    // rows are held as mean nothing: they are read by 32 bit, and blocks are multiples of that.
     unsafe {
         launch! {
-            dequantize_kernel on rows.client, (count, CubeDim::new_1d(UNITS as u32), address),
+            dequantize_kernel on rows.client, (count, dim, address),
             [rows, out.clone()],
-            blocks, blocks_per_row, width, words, eight, normal, dtype.into()
+            d * per_row, per_row, width, how.format, dtype.into()
         }
     }
     out
@@ -101,9 +103,9 @@ fn made<R: CubeRuntime>(rows: CubeTensor<R>, how: Quantized, dtype: DType) -> Cu
 
 /// The code of a number in parts of its block's scale.
 #[cube]
-fn code_of(at: f32, #[comptime] eight: bool, #[comptime] normal: bool) -> u32 {
+fn code_of(at: f32, #[comptime] format: Format) -> u32 {
     let mut code = 0u32;
-    if comptime!(normal) {
+    if comptime!(format == Format::Nf4) {
         #[unroll]
         for k in 1..16u32 {
             let middle = comptime!((NF4[k as usize - 1] + NF4[k as usize]) / 2.0);
@@ -111,10 +113,10 @@ fn code_of(at: f32, #[comptime] eight: bool, #[comptime] normal: bool) -> u32 {
         }
     } else {
         // Of few digits, so that what it is added to has no room for a fraction: the nearest, an even one where two are.
-        let most = if comptime!(eight) { 127.0f32 } else { 7.0f32 };
+        let most = if comptime!(format == Format::Int8) { 127.0f32 } else { 7.0f32 };
         let shifted = clamp(at, -most, most) + SHIFT.runtime();
-        let mask = if comptime!(eight) { 255u32 } else { 15u32 };
-        let from = if comptime!(eight) { 0u32 } else { 8u32 };
+        let mask = if comptime!(format == Format::Int8) { 255u32 } else { 15u32 };
+        let from = if comptime!(format == Format::Int8) { 0u32 } else { 8u32 };
         code = (u32::reinterpret(shifted) + from - SHIFT.comptime().to_bits()) & mask;
     }
     code
@@ -133,12 +135,9 @@ fn quantize_kernel<E: Float>(
     blocks: usize,
     blocks_per_row: usize,
     width: usize,
-    #[comptime] words: usize,
-    #[comptime] eight: bool,
-    #[comptime] normal: bool,
+    #[comptime] format: Format,
     #[define(E)] _dtype: StorageType,
 ) {
-    let each = comptime!(words - 1);
     let mut block = CUBE_POS * UNITS.comptime() + UNIT_POS as usize;
     while block < blocks {
         let column = block % blocks_per_row * BLOCK.comptime();
@@ -148,19 +147,18 @@ fn quantize_kernel<E: Float>(
         for i in 0..length {
             largest = max(largest, u32::reinterpret(f32::cast_from(x[start + i])) & 0x7fff_ffffu32);
         }
-        let steps = if comptime!(normal) {
-            1.0f32
-        } else if comptime!(eight) {
-            127.0f32
-        } else {
-            7.0f32
+        let steps = match format {
+            Format::Int8 => 127.0f32,
+            Format::Int4 => 7.0f32,
+            Format::Nf4 => 1.0f32,
         };
         let not_finite = largest >= INFINITE.comptime();
         let scale = f32::reinterpret(largest) / steps;
+        let words = comptime!(format.block_bytes() / 4);
         rows[block * words] = select(not_finite, 0x7fc0_0000u32, u32::reinterpret(scale));
         // A scale of zero, or of no number, leaves nothing to divide.
         let divides = !not_finite && scale > 0.0f32;
-        for word in 0..each {
+        for word in 0..comptime!(words - 1) {
             let mut codes = 0u32;
             #[unroll]
             for i in 0..4u32 {
@@ -169,14 +167,14 @@ fn quantize_kernel<E: Float>(
                 if divides && at < length {
                     value = f32::cast_from(x[start + at]) / scale;
                 }
-                codes |= code_of(value, eight, normal) << comptime!(8 * i);
-                if comptime!(!eight) {
+                codes |= code_of(value, format) << comptime!(8 * i);
+                if comptime!(format != Format::Int8) {
                     let above = at + comptime!(BLOCK / 2);
                     let mut value = 0.0f32;
                     if divides && above < length {
                         value = f32::cast_from(x[start + above]) / scale;
                     }
-                    codes |= code_of(value, eight, normal) << comptime!(8 * i + 4);
+                    codes |= code_of(value, format) << comptime!(8 * i + 4);
                 }
             }
             rows[block * words + 1 + word] = codes;
@@ -191,18 +189,14 @@ fn rows_of<R: CubeRuntime>(x: CubeTensor<R>, format: Format) -> CubeTensor<R> {
     if n * width == 0 {
         return out;
     }
-    let x = packed(x);
-    let blocks_per_row = width.div_ceil(BLOCK);
-    let (blocks, words) = (n * blocks_per_row, format.block_bytes() / 4);
-    let count = CubeCount::new_1d(cubes(blocks.div_ceil(UNITS)) as u32);
-    let (eight, normal, dtype) = (format == Format::Int8, format == Format::Nf4, x.dtype);
-    let address = address_type(&[&x, &out]);
-    // SAFETY: units read columns below `width` of rows below `n`, and write blocks below `blocks`, of which there are so many.
+    let (dtype, x, per_row) = (x.dtype, packed(x), width.div_ceil(BLOCK));
+    let ((count, dim), address) = (units(n * per_row), address_type(&[&x, &out]));
+    // SAFETY: units read columns below `width` of rows below `n`, and write the blocks of as many rows.
     unsafe {
         launch! {
-            quantize_kernel on x.client, (count, CubeDim::new_1d(UNITS as u32), address),
+            quantize_kernel on x.client, (count, dim, address),
             [x, out.clone()],
-            blocks, blocks_per_row, width, words, eight, normal, dtype.into()
+            n * per_row, per_row, width, format, dtype.into()
         }
     }
     out
@@ -233,19 +227,16 @@ pub(crate) fn dequantized<T: OnCube>(rows: T, how: Quantized, dtype: DType) -> T
     out
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
     use crate::cube::compiled::{TYPES, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (dtype, (_, format)) in TYPES.into_iter().flat_map(|dtype| Format::NAMES.map(|named| (dtype, named))) {
-            let how = Quantized { format, width: 1600 };
-            made(tensor([64, format.words(1600)], STORED_AS), how, dtype);
-            rows_of(tensor([64, 1600], dtype), format);
-        }
-        check();
+    for (dtype, (_, format)) in TYPES.into_iter().flat_map(|dtype| Format::NAMES.map(|named| (dtype, named))) {
+        let how = Quantized { format, width: 1600 };
+        made(tensor([64, format.words(1600)], STORED_AS), how, dtype);
+        rows_of(tensor([64, 1600], dtype), format);
     }
+    check();
 }

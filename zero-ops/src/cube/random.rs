@@ -108,6 +108,19 @@ pub fn bernoulli<B: Backend>(
     born::<B>(device, &Bernoulli { key, probability, shape, dtype })
 }
 
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
+    use crate::cube::compiled::{TYPES, check};
+
+    for dtype in TYPES {
+        let drawn = Bernoulli { key: 7, probability: 0.9, shape: Shape::from([1024, 1600]), dtype };
+        assert!(drawn.make::<cubecl::cuda::CudaRuntime>(&Default::default()).is_some());
+    }
+    check();
+}
+
 #[cfg(all(test, feature = "vulkan"))]
 mod tests {
     use burn::tensor::{Tensor, TensorPrimitive};
@@ -132,21 +145,5 @@ mod tests {
                 assert_eq!(made, f32::from(u8::from(unit < probability)), "element {i} of {key}, {probability}");
             }
         }
-    }
-}
-
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
-    use crate::cube::compiled::{TYPES, check};
-
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for dtype in TYPES {
-            let drawn = Bernoulli { key: 7, probability: 0.9, shape: Shape::from([1024, 1600]), dtype };
-            assert!(drawn.make::<cubecl::cuda::CudaRuntime>(&Default::default()).is_some());
-        }
-        check();
     }
 }

@@ -6,42 +6,40 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, stride, vector_size, with_whole_rows};
+use super::many::array;
+use super::rows::{
+    Blocks, Extent, HEIGHT, Strided, address_type, dims, own, read, strided, vector_size, with_whole_rows,
+};
 use super::tensor::{OnCube, empty, launch, packed, run};
 
 /// `x`, `out`: `[n, d]`; `cos`, `sin`: `[t, e / 2]`. A unit has vectors of a head's first half and those of its second.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn rotary_kernel<E: Float, N: Size>(
-    x: &Array<Vector<E, N>>,
+    x: &Strided<E, N>,
     cos: &Array<Vector<E, N>>,
     sin: &Array<Vector<E, N>>,
     out: &mut Array<Vector<E, N>>,
-    stride: usize,
-    rows: usize,
-    pairs: usize,
+    extent: Extent,
     half: usize,
     positions: usize,
-    rows_per_block: usize,
     #[comptime] back: bool,
     #[define(E)] _dtype: StorageType,
 ) {
-    let pair = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let first = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(first + rows_per_block, rows);
-    if pair < pairs {
+    let (pair, first, end) = own(&extent);
+    if pair < extent.vectors {
         let within = pair % half;
         let column = pair / half * (half + half) + within;
-        let mut row = first + UNIT_POS_Y as usize;
+        let mut row = first;
         while row < end {
-            let a = Vector::<f32, N>::cast_from(x[row * stride + column]);
-            let b = Vector::<f32, N>::cast_from(x[row * stride + column + half]);
+            let a = read::<E, N>(x, row, column);
+            let b = read::<E, N>(x, row, column + half);
             let angle = row % positions * half + within;
             let cos = Vector::<f32, N>::cast_from(cos[angle]);
             let mut sin = Vector::<f32, N>::cast_from(sin[angle]);
             if comptime!(back) {
                 sin = Vector::new(0.0f32) - sin;
             }
-            let at = row * (pairs + pairs) + column;
+            let at = row * (extent.vectors + extent.vectors) + column;
             out[at] = Vector::cast_from(a * cos - b * sin);
             out[at + half] = Vector::cast_from(b * cos + a * sin);
             row += HEIGHT.comptime();
@@ -59,15 +57,14 @@ fn turned<R: CubeRuntime>([x, cos, sin]: [CubeTensor<R>; 3], back: bool) -> Cube
     let [cos, sin] = [cos, sin].map(packed);
     let operands = [&x, &cos, &sin, &out];
     let (size, address) = (vector_size(&operands), address_type(&operands));
-    let (blocks, dtype, stride) = (Blocks::new(n, d / 2), x.dtype.into(), stride(&x, size));
+    let (blocks, dtype) = (Blocks::new(n, d / 2), x.dtype.into());
     let [pairs, half] = [d / 2, half].map(|elements| elements / size);
     // SAFETY: units read and write rows below `n` and vectors below `d / size`, by pairs; angles have `positions` rows of `half`
     // vectors.
     unsafe {
         launch! {
-            rotary_kernel on x.client, (blocks.count(pairs), Blocks::dim(), address, size),
-            [x, cos, sin, out.clone()],
-            stride, n, pairs, half, positions, blocks.rows_per_block, back, dtype
+            rotary_kernel on x.client, (blocks.count(pairs), Blocks::dim(), address, size), [],
+            strided(x, size), array(&cos), array(&sin), array(&out), blocks.extent(pairs), half, positions, back, dtype
         }
     }
     out
@@ -80,20 +77,17 @@ pub(crate) fn rotary<T: OnCube>(x: T, cos: T, sin: T, back: bool) -> T {
     out
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
     use crate::cube::compiled::{TYPES, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (dtype, half) in TYPES.into_iter().flat_map(|dtype| [1, 2, 64].map(|half| (dtype, half))) {
-            let angles = || tensor([64, half], dtype);
-            for back in [false, true] {
-                turned([tensor([4096, 8 * half], dtype), angles(), angles()], back);
-            }
+    for (dtype, half) in TYPES.into_iter().flat_map(|dtype| [1, 2, 64].map(|half| (dtype, half))) {
+        let angles = || tensor([64, half], dtype);
+        for back in [false, true] {
+            turned([tensor([4096, 8 * half], dtype), angles(), angles()], back);
         }
-        check();
     }
+    check();
 }

@@ -81,7 +81,8 @@ pub(super) fn cubes(items: usize) -> usize {
 #[derive(Clone, Copy)]
 pub(super) struct Blocks {
     pub blocks: usize,
-    pub rows_per_block: usize,
+    rows: usize,
+    rows_per_block: usize,
 }
 
 impl Blocks {
@@ -93,9 +94,9 @@ impl Blocks {
     }
 
     /// Blocks of so many rows, and at least one.
-    fn of(rows: usize, rows_per_block: usize) -> Self {
+    pub fn of(rows: usize, rows_per_block: usize) -> Self {
         let rows_per_block = rows_per_block.max(1);
-        Self { blocks: rows.div_ceil(rows_per_block).max(1), rows_per_block }
+        Self { blocks: rows.div_ceil(rows_per_block).max(1), rows, rows_per_block }
     }
 
     /// One block of all rows.
@@ -112,6 +113,60 @@ impl Blocks {
     pub fn dim() -> CubeDim {
         CubeDim::new_2d(STRIP as u32, HEIGHT as u32)
     }
+
+    /// For a kernel, of rows of so many vectors.
+    pub fn extent<R: CubeRuntime>(&self, vectors: usize) -> ExtentLaunch<R> {
+        ExtentLaunch::new(self.rows, vectors, self.rows_per_block)
+    }
+}
+
+/// [`Blocks`] in a kernel.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Extent {
+    pub rows: usize,
+    pub vectors: usize,
+    pub rows_per_block: usize,
+}
+
+/// A unit's column of vectors, the first of its rows, which are [`HEIGHT`] apart, and where they end.
+#[cube]
+pub(super) fn own(extent: &Extent) -> (usize, usize, usize) {
+    let first = CUBE_POS_Y as usize * extent.rows_per_block;
+    let end = min(first + extent.rows_per_block, extent.rows);
+    (CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize, first + UNIT_POS_Y as usize, end)
+}
+
+/// Rows of vectors in a kernel.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Strided<E: Float, N: Size> {
+    pub vectors: Array<Vector<E, N>>,
+    /// Vectors from one row to the next.
+    pub stride: usize,
+}
+
+/// Rows in vectors of `size` elements.
+pub(super) fn strided<E: Float, N: Size, R: CubeRuntime>(x: CubeTensor<R>, size: usize) -> StridedLaunch<E, N, R> {
+    let stride = stride(&x, size);
+    StridedLaunch::new(x.into_array_arg(), stride)
+}
+
+#[cube]
+pub(super) fn read<E: Float, N: Size>(rows: &Strided<E, N>, row: usize, column: usize) -> Vector<f32, N> {
+    Vector::cast_from(rows.vectors[row * rows.stride + column])
+}
+
+/// A vector of `from`, or zeros if there is nothing to read.
+#[cube]
+pub(super) fn read_if<E: Float, N: Size>(
+    from: &Array<Vector<E, N>>,
+    at: usize,
+    #[comptime] is_there: bool,
+) -> Vector<f32, N> {
+    let mut value = Vector::<f32, N>::new(0.0f32);
+    if comptime!(is_there) {
+        value = Vector::cast_from(from[at]);
+    }
+    value
 }
 
 /// Zeros beside `like`: what a sum over no rows is.

@@ -6,7 +6,10 @@ use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-use super::rows::{Blocks, HEIGHT, STRIP, address_type, dims, stride, vector_size, with_whole_rows};
+use super::many::array;
+use super::rows::{
+    Blocks, Extent, HEIGHT, Strided, address_type, dims, own, read, strided, vector_size, with_whole_rows,
+};
 use super::tensor::{OnCube, empty, launch, run};
 
 /// `1 / (1 + exp(-x))`
@@ -21,36 +24,29 @@ fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
 /// `gate`, `up`, `out`: `[n, f]`. With `grad`, the gradients `d_gate` in place of `out`, and `d_up`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn swiglu_kernel<E: Float, N: Size>(
-    gate: &Array<Vector<E, N>>,
-    up: &Array<Vector<E, N>>,
-    grad: &Array<Vector<E, N>>,
+    gate: &Strided<E, N>,
+    up: &Strided<E, N>,
+    grad: &Strided<E, N>,
     out: &mut Array<Vector<E, N>>,
     d_up: &mut Array<Vector<E, N>>,
-    gate_stride: usize,
-    up_stride: usize,
-    grad_stride: usize,
-    rows: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    extent: Extent,
     #[comptime] backward: bool,
     #[define(E)] _dtype: StorageType,
 ) {
-    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let first = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(first + rows_per_block, rows);
-    if column < vectors {
-        let mut row = first + UNIT_POS_Y as usize;
+    let (column, first, end) = own(&extent);
+    if column < extent.vectors {
+        let mut row = first;
         while row < end {
-            let gate = Vector::<f32, N>::cast_from(gate[row * gate_stride + column]);
-            let up = Vector::<f32, N>::cast_from(up[row * up_stride + column]);
+            let gate = read::<E, N>(gate, row, column);
+            let up = read::<E, N>(up, row, column);
             let share = sigmoid::<N>(gate);
             let silu = gate * share;
             if comptime!(backward) {
-                let grad = Vector::<f32, N>::cast_from(grad[row * grad_stride + column]);
-                out[row * vectors + column] = Vector::cast_from(grad * up * (share + silu - silu * share));
-                d_up[row * vectors + column] = Vector::cast_from(grad * silu);
+                let grad = read::<E, N>(grad, row, column);
+                out[row * extent.vectors + column] = Vector::cast_from(grad * up * (share + silu - silu * share));
+                d_up[row * extent.vectors + column] = Vector::cast_from(grad * silu);
             } else {
-                out[row * vectors + column] = Vector::cast_from(silu * up);
+                out[row * extent.vectors + column] = Vector::cast_from(silu * up);
             }
             row += HEIGHT.comptime();
         }
@@ -71,13 +67,12 @@ fn computed<R: CubeRuntime>([gate, up]: [CubeTensor<R>; 2], grad: Option<CubeTen
     let operands = [&gate, &up, &grad, &out];
     let (size, address) = (vector_size(&operands), address_type(&operands));
     let (blocks, dtype) = (Blocks::new(n, f), gate.dtype.into());
-    let [gate_stride, up_stride, grad_stride] = [&gate, &up, &grad].map(|x| stride(x, size));
     // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
     unsafe {
         launch! {
-            swiglu_kernel on gate.client, (blocks.count(f / size), Blocks::dim(), address, size),
-            [gate, up, grad, out, d_up],
-            gate_stride, up_stride, grad_stride, n, f / size, blocks.rows_per_block, backward, dtype
+            swiglu_kernel on gate.client, (blocks.count(f / size), Blocks::dim(), address, size), [],
+            strided(gate, size), strided(up, size), strided(grad, size), array(&out), array(&d_up),
+            blocks.extent(f / size), backward, dtype
         }
     }
     made.truncate(2);
@@ -102,19 +97,16 @@ pub(crate) fn swiglu_backward<T: OnCube>(gate: T, up: T, grad: T) -> (T, T) {
     .into()
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
+    use crate::cube::compiled::{cases, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        for (dtype, f) in TYPES.into_iter().flat_map(|dtype| WIDTHS.map(|f| (dtype, f))) {
-            let [gate, up, grad] = [(); 3].map(|()| tensor([4096, f], dtype));
-            computed([gate.clone(), up.clone()], None);
-            computed([gate, up], Some(grad));
-        }
-        check();
+    for (dtype, f) in cases() {
+        let [gate, up, grad] = [(); 3].map(|()| tensor([4096, f], dtype));
+        computed([gate.clone(), up.clone()], None);
+        computed([gate, up], Some(grad));
     }
+    check();
 }

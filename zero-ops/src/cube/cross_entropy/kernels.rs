@@ -4,7 +4,7 @@
 
 use cubecl::prelude::*;
 
-use crate::cube::rows::{HEIGHT, STRIP, over_cube};
+use crate::cube::rows::{Extent, HEIGHT, Strided, over_cube, own, read};
 
 /// Lower than every logit, and finite.
 const LOWEST: f32 = f32::MIN;
@@ -180,26 +180,21 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
 /// that added to it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn place_kernel<N: Size>(
-    part: &Array<Vector<f32, N>>,
+    part: &Strided<f32, N>,
     counted: &Array<f32>,
     out: &mut Array<Vector<f32, N>>,
-    stride: usize,
     first: usize,
-    rows: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    extent: Extent,
     scale: f32,
     #[comptime] is_added: bool,
 ) {
-    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let begin = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(begin + rows_per_block, rows);
+    let (column, begin, end) = own(&extent);
     let factor = Vector::<f32, N>::new(1.0f32 / (counted[0] * scale));
-    if column < vectors {
-        let mut row = begin + UNIT_POS_Y as usize;
+    if column < extent.vectors {
+        let mut row = begin;
         while row < end {
-            let at = (first + row) * vectors + column;
-            let value = part[row * stride + column] * factor;
+            let at = (first + row) * extent.vectors + column;
+            let value = read::<f32, N>(part, row, column) * factor;
             if comptime!(is_added) {
                 out[at] += value;
             } else {
@@ -213,26 +208,21 @@ pub(super) fn place_kernel<N: Size>(
 /// `out`: `[padded, d]`, the rows of `x` `[rows, d]` and zeros behind them.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn padded_kernel<E: Float, N: Size>(
-    x: &Array<Vector<E, N>>,
+    x: &Strided<E, N>,
     out: &mut Array<Vector<E, N>>,
-    stride: usize,
     rows: usize,
-    padded: usize,
-    vectors: usize,
-    rows_per_block: usize,
+    extent: Extent,
     #[define(E)] _dtype: StorageType,
 ) {
-    let column = CUBE_POS_X as usize * STRIP.comptime() + UNIT_POS_X as usize;
-    let begin = CUBE_POS_Y as usize * rows_per_block;
-    let end = min(begin + rows_per_block, padded);
-    if column < vectors {
-        let mut row = begin + UNIT_POS_Y as usize;
+    let (column, begin, end) = own(&extent);
+    if column < extent.vectors {
+        let mut row = begin;
         while row < end {
             let mut value = Vector::<E, N>::cast_from(0.0f32);
             if row < rows {
-                value = x[row * stride + column];
+                value = x.vectors[row * x.stride + column];
             }
-            out[row * vectors + column] = value;
+            out[row * extent.vectors + column] = value;
             row += HEIGHT.comptime();
         }
     }
