@@ -10,7 +10,7 @@ use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Metadata};
 
-use super::kernels::{accumulate, gathered, scatter};
+use super::kernels::{Part, accumulate, gathered, scatter};
 use super::softmax::{Block, gradients, probabilities};
 use super::{Inputs, Rows, Saved, Sizes, scratch};
 use crate::cube::rows::zeros;
@@ -90,38 +90,33 @@ impl Blocked {
         let sizes = inputs.sizes;
         let out = Rows::new(out.clone(), sizes.t);
         for (pairs, blocks) in self.plan(sizes, 1, inputs.dtype()).blocks(sizes) {
-            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.s, rows));
+            let part = |positions| Part { sizes, pairs: pairs.clone(), positions };
+            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(&part(0..sizes.s), rows));
             for block in blocks {
-                let q = gathered(sizes, pairs.clone(), block.queries.clone(), &inputs.q);
+                let queries = part(block.queries.clone());
+                let q = gathered(&queries, &inputs.q);
                 let products = self.product(q, transposed(some_rows(&k, &block.keys)));
                 let probabilities = probabilities(inputs, &block, products, lse);
                 let of_block = self.product(probabilities, some_rows(&v, &block.keys));
-                scatter(sizes, pairs.clone(), block.queries, of_block, &out);
+                scatter(&queries, of_block, &out);
             }
         }
     }
 
-    /// `along`: as [`along`](super::kernels::along) makes it.
-    pub fn backward<R: CubeRuntime>(
-        self,
-        inputs: &Inputs<R>,
-        saved: &Saved<R>,
-        along: &CubeTensor<R>,
-        [dq, dk, dv]: &[Rows<R>; 3],
-    ) {
+    pub fn backward<R: CubeRuntime>(self, inputs: &Inputs<R>, saved: &Saved<R>, [dq, dk, dv]: &[Rows<R>; 3]) {
         let sizes = inputs.sizes;
         for (pairs, blocks) in self.plan(sizes, 2, inputs.dtype()).blocks(sizes) {
-            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(sizes, pairs.clone(), 0..sizes.s, rows));
+            let part = |positions| Part { sizes, pairs: pairs.clone(), positions };
+            let [k, v] = [&inputs.k, &inputs.v].map(|rows| gathered(&part(0..sizes.s), rows));
             let mut sums: Option<[CubeTensor<R>; 2]> = None;
             for block in blocks {
-                let [q, grad] =
-                    [&inputs.q, &saved.grad].map(|rows| gathered(sizes, pairs.clone(), block.queries.clone(), rows));
+                let queries = part(block.queries.clone());
+                let [q, grad] = [&inputs.q, &saved.grad].map(|rows| gathered(&queries, rows));
                 let products = self.product(q.clone(), transposed(some_rows(&k, &block.keys)));
                 let d_probabilities = self.product(grad.clone(), transposed(some_rows(&v, &block.keys)));
-                let [probabilities, d_products] =
-                    gradients(inputs, &block, [products, d_probabilities], &saved.lse, along);
+                let [probabilities, d_products] = gradients(inputs, &block, [products, d_probabilities], saved);
                 let of_q = self.product(d_products.clone(), some_rows(&k, &block.keys));
-                scatter(sizes, pairs.clone(), block.queries, of_q, dq);
+                scatter(&queries, of_q, dq);
                 let parts = [self.product(transposed(d_products), q), self.product(transposed(probabilities), grad)];
                 match &sums {
                     // The first block has all keys, but with a window.
@@ -137,7 +132,7 @@ impl Blocked {
                 }
             }
             for (sum, rows) in sums.into_iter().flatten().zip([dk, dv]) {
-                scatter(sizes, pairs.clone(), 0..sizes.s, sum, rows);
+                scatter(&part(0..sizes.s), sum, rows);
             }
         }
     }

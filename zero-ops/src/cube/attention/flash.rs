@@ -13,12 +13,13 @@ use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-use self::kernels::{forward_kernel, keys_kernel, lie, problem, queries_kernel};
+use self::kernels::{forward_kernel, heads, keys_kernel, problem, queries_kernel};
 use super::dropped::dropped;
 use super::tiles::Cut;
 use super::{Inputs, Rows, Saved, grid};
 use crate::cube::many::array;
 use crate::cube::rows::address_type;
+use crate::cube::tensor::launch;
 
 /// Elements that a unit copies at a time, where there are matrix units: 16 bytes.
 const WIDE: usize = 8;
@@ -73,110 +74,38 @@ impl Flash {
     }
 
     pub fn forward<R: CubeRuntime>(self, inputs: &Inputs<R>, out: &CubeTensor<R>, lse: &CubeTensor<R>) {
-        let (sizes, cut) = (inputs.sizes, self.forward);
-        let blocks = sizes.t.div_ceil(cut.rows());
-        let out = Rows::new(out.clone(), inputs.sizes.t);
-        let like = &inputs.q.tensor;
+        let Inputs { sizes, q, k, v, mask, .. } = inputs;
+        let (blocks, out) = (sizes.t.div_ceil(self.forward.rows()), Rows::new(out.clone(), sizes.t));
+        let address = address_type(&[&q.tensor, &k.tensor, &v.tensor, &out.tensor, lse]);
         // SAFETY: a cube beyond the blocks of all pairs stops; rows of a sequence are read and written below `t`, columns below `e`.
         unsafe {
-            forward_kernel::launch_unchecked(
-                &like.client,
-                grid(blocks * sizes.pairs),
-                cut.cube_dim(),
-                address_type(&[like, &inputs.k.tensor, &inputs.v.tensor, &out.tensor, lse]),
-                self.wide,
-                array(like),
-                array(&inputs.k.tensor),
-                array(&inputs.v.tensor),
-                array(&inputs.mask),
-                array(&out.tensor),
-                array(lse),
-                lie(&inputs.q),
-                lie(&inputs.k),
-                lie(&inputs.v),
-                lie(&out),
-                problem(sizes, blocks),
-                dropped(inputs.dropout),
-                sizes.causal,
-                inputs.masked,
-                inputs.dropout.is_some(),
-                cut,
-                inputs.dtype().into(),
-            );
+            launch! {
+                forward_kernel on lse.client,
+                (grid(blocks * sizes.pairs), self.forward.cube_dim(), address, self.wide), [],
+                heads(q), heads(k), heads(v), array(mask), heads(&out), array(lse), problem(*sizes, blocks),
+                dropped(inputs.dropout), inputs.variant(), self.forward, inputs.dtype().into()
+            }
         }
     }
 
-    /// `along`: as [`along`](super::kernels::along) makes it.
-    pub fn backward<R: CubeRuntime>(
-        self,
-        inputs: &Inputs<R>,
-        saved: &Saved<R>,
-        along: &CubeTensor<R>,
-        [dq, dk, dv]: &[Rows<R>; 3],
-    ) {
-        let sizes = inputs.sizes;
-        let like = &inputs.q.tensor;
-        let all = [like, &inputs.k.tensor, &inputs.v.tensor, &saved.grad.tensor, &dq.tensor, &saved.lse];
-        let blocks = sizes.t.div_ceil(self.keys.rows());
+    pub fn backward<R: CubeRuntime>(self, inputs: &Inputs<R>, saved: &Saved<R>, [dq, dk, dv]: &[Rows<R>; 3]) {
+        let (Inputs { sizes, q, k, v, mask, .. }, Saved { lse, grad, along }) = (inputs, saved);
+        let address = address_type(&[&q.tensor, &k.tensor, &v.tensor, &grad.tensor, &dq.tensor, lse]);
+        let [of_keys, of_queries] = [self.keys, self.queries].map(|cut| sizes.t.div_ceil(cut.rows()));
         // SAFETY: as for the forward pass; of one tensor that has all three gradients each kernel writes columns of its own.
         unsafe {
-            keys_kernel::launch_unchecked(
-                &like.client,
-                grid(blocks * sizes.pairs),
-                self.keys.cube_dim(),
-                address_type(&all),
-                self.wide,
-                array(like),
-                array(&inputs.k.tensor),
-                array(&inputs.v.tensor),
-                array(&inputs.mask),
-                array(&saved.grad.tensor),
-                array(&saved.lse),
-                array(along),
-                array(&dk.tensor),
-                array(&dv.tensor),
-                lie(&inputs.q),
-                lie(&inputs.k),
-                lie(&inputs.v),
-                lie(&saved.grad),
-                lie(dk),
-                lie(dv),
-                problem(sizes, blocks),
-                dropped(inputs.dropout),
-                sizes.causal,
-                inputs.masked,
-                inputs.dropout.is_some(),
-                self.keys,
-                inputs.dtype().into(),
-            );
-            let blocks = sizes.t.div_ceil(self.queries.rows());
-            queries_kernel::launch_unchecked(
-                &like.client,
-                grid(blocks * sizes.pairs),
-                self.queries.cube_dim(),
-                address_type(&all),
-                self.wide,
-                array(like),
-                array(&inputs.k.tensor),
-                array(&inputs.v.tensor),
-                array(&inputs.mask),
-                array(&saved.grad.tensor),
-                array(&saved.lse),
-                array(along),
-                array(&dq.tensor),
-                lie(&inputs.q),
-                lie(&inputs.k),
-                lie(&inputs.v),
-                lie(&saved.grad),
-                lie(dq),
-                problem(sizes, blocks),
-                dropped(inputs.dropout),
-                sizes.causal,
-                inputs.masked,
-                inputs.dropout.is_some(),
-                self.queries,
-                inputs.dtype().into(),
-            );
+            launch! {
+                keys_kernel on lse.client,
+                (grid(of_keys * sizes.pairs), self.keys.cube_dim(), address, self.wide), [],
+                heads(q), heads(k), heads(v), array(mask), heads(grad), array(lse), array(along), heads(dk), heads(dv),
+                problem(*sizes, of_keys), dropped(inputs.dropout), inputs.variant(), self.keys, inputs.dtype().into()
+            }
+            launch! {
+                queries_kernel on lse.client,
+                (grid(of_queries * sizes.pairs), self.queries.cube_dim(), address, self.wide), [],
+                heads(q), heads(k), heads(v), array(mask), heads(grad), array(lse), array(along), heads(dq),
+                problem(*sizes, of_queries), dropped(inputs.dropout), inputs.variant(), self.queries, inputs.dtype().into()
+            }
         }
     }
 }

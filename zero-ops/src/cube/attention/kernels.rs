@@ -71,14 +71,9 @@ fn along_kernel<E: Float>(
 ///
 /// Burn's products copy a matrix whose heads are nearer to each other than its rows, each time that they meet it; one copy
 /// of a block for all its products is the least, and rows may begin at any column.
-pub(super) fn gathered<R: CubeRuntime>(
-    sizes: Sizes,
-    pairs: Range<usize>,
-    positions: Range<usize>,
-    rows: &Rows<R>,
-) -> CubeTensor<R> {
+pub(super) fn gathered<R: CubeRuntime>(part: &Part, rows: &Rows<R>) -> CubeTensor<R> {
     let like = &rows.tensor;
-    let heads = scratch(like, &[pairs.len(), positions.len(), sizes.e], like.dtype);
+    let heads = scratch(like, &[part.pairs.len(), part.positions.len(), part.sizes.e], like.dtype);
     let total = heads.meta.num_elements();
     let (count, dim) = each(like, total);
     // SAFETY: units beyond `total` stop; the others write element `i` of `heads` and read one of a row of these pairs.
@@ -86,36 +81,47 @@ pub(super) fn gathered<R: CubeRuntime>(
         launch! {
             gather_kernel on like.client, (count, dim, address_type(&[like, &heads])),
             [like.clone(), heads.clone()],
-            total, place_arg(sizes, pairs, positions, rows), sizes.e, like.dtype.into()
+            part.place(total, rows), like.dtype.into()
         }
     }
     heads
 }
 
 /// Stores fp32 heads `[pairs, positions, e]` to their rows: what [`gathered`] does, back.
-pub(super) fn scatter<R: CubeRuntime>(
-    sizes: Sizes,
-    pairs: Range<usize>,
-    positions: Range<usize>,
-    heads: CubeTensor<R>,
-    rows: &Rows<R>,
-) {
+pub(super) fn scatter<R: CubeRuntime>(part: &Part, heads: CubeTensor<R>, rows: &Rows<R>) {
     let into = &rows.tensor;
-    let total = pairs.len() * positions.len() * sizes.e;
+    let total = heads.meta.num_elements();
     let (count, dim) = each(into, total);
     // SAFETY: units beyond `total` stop; the others read element `i` of `heads` and write one of a row of these pairs.
     unsafe {
         launch! {
             scatter_kernel on into.client, (count, dim, address_type(&[into, &heads])),
             [heads, into.clone()],
-            total, place_arg(sizes, pairs, positions, rows), sizes.e, into.dtype.into()
+            part.place(total, rows), into.dtype.into()
         }
+    }
+}
+
+/// Some positions of some pairs.
+pub(super) struct Part {
+    pub sizes: Sizes,
+    pub pairs: Range<usize>,
+    pub positions: Range<usize>,
+}
+
+impl Part {
+    fn place<R: CubeRuntime>(&self, total: usize, rows: &Rows<R>) -> PlaceLaunch<R> {
+        let Self { sizes, pairs, positions } = self;
+        let (stride, first) = (stride(&rows.tensor, 1), positions.start);
+        PlaceLaunch::new(total, stride, rows.column, pairs.start, first, positions.len(), rows.t, sizes.heads, sizes.e)
     }
 }
 
 /// Where heads `[pairs, count, e]` lie among rows.
 #[derive(CubeType, CubeLaunch)]
 struct Place {
+    /// Elements of the heads.
+    total: usize,
     stride: usize,
     column: usize,
     first_pair: usize,
@@ -124,28 +130,14 @@ struct Place {
     count: usize,
     t: usize,
     heads: usize,
-}
-
-fn place_arg<R: CubeRuntime>(
-    sizes: Sizes,
-    pairs: Range<usize>,
-    positions: Range<usize>,
-    rows: &Rows<R>,
-) -> PlaceLaunch<R> {
-    PlaceLaunch::new(
-        stride(&rows.tensor, 1),
-        rows.column,
-        pairs.start,
-        positions.start,
-        positions.len(),
-        rows.t,
-        sizes.heads,
-    )
+    #[cube(comptime)]
+    e: usize,
 }
 
 /// Where element `i` of the heads lies.
 #[cube]
-fn at(place: &Place, i: usize, #[comptime] e: usize) -> usize {
+fn at(place: &Place, i: usize) -> usize {
+    let e = comptime!(place.e);
     let line = i / e;
     let pair = place.first_pair + line / place.count;
     let row = pair / place.heads * place.t + place.first + line % place.count;
@@ -153,35 +145,21 @@ fn at(place: &Place, i: usize, #[comptime] e: usize) -> usize {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn gather_kernel<E: Float>(
-    rows: &Array<E>,
-    into: &mut Array<E>,
-    total: usize,
-    place: Place,
-    #[comptime] e: usize,
-    #[define(E)] _dtype: StorageType,
-) {
+fn gather_kernel<E: Float>(rows: &Array<E>, into: &mut Array<E>, place: Place, #[define(E)] _dtype: StorageType) {
     let i = ABSOLUTE_POS;
-    if i >= total {
+    if i >= place.total {
         terminate!();
     }
-    into[i] = rows[at(&place, i, e)];
+    into[i] = rows[at(&place, i)];
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn scatter_kernel<E: Float>(
-    from: &Array<f32>,
-    rows: &mut Array<E>,
-    total: usize,
-    place: Place,
-    #[comptime] e: usize,
-    #[define(E)] _dtype: StorageType,
-) {
+fn scatter_kernel<E: Float>(from: &Array<f32>, rows: &mut Array<E>, place: Place, #[define(E)] _dtype: StorageType) {
     let i = ABSOLUTE_POS;
-    if i >= total {
+    if i >= place.total {
         terminate!();
     }
-    let to = at(&place, i, e);
+    let to = at(&place, i);
     rows[to] = E::cast_from(from[i]);
 }
 
@@ -189,29 +167,21 @@ fn scatter_kernel<E: Float>(
 pub(super) fn accumulate<R: CubeRuntime>(sums: &CubeTensor<R>, heads: CubeTensor<R>, first: usize) {
     let [pairs, count, e] = heads.shape().dims();
     let [_, s, _] = sums.shape().dims();
-    let total = pairs * count * e;
-    let (cubes, dim) = each(sums, total);
-    // SAFETY: units beyond `total` stop; `first + count` is at most `s`.
+    let (cubes, dim) = each(sums, pairs * count * e);
+    // SAFETY: units beyond the heads' elements stop; `first + count` is at most `s`.
     unsafe {
         launch! {
             accumulate_kernel on sums.client, (cubes, dim, address_type(&[sums, &heads])),
             [heads, sums.clone()],
-            total, count * e, s * e, first * e
+            count * e, s * e, first * e
         }
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn accumulate_kernel(
-    from: &Array<f32>,
-    sums: &mut Array<f32>,
-    total: usize,
-    of_pair: usize,
-    of_sums: usize,
-    first: usize,
-) {
+fn accumulate_kernel(from: &Array<f32>, sums: &mut Array<f32>, of_pair: usize, of_sums: usize, first: usize) {
     let i = ABSOLUTE_POS;
-    if i >= total {
+    if i >= from.len() {
         terminate!();
     }
     sums[i / of_pair * of_sums + first + i % of_pair] += from[i];

@@ -179,19 +179,34 @@ impl<R: CubeRuntime> Inputs<R> {
     fn dtype(&self) -> DType {
         self.q.tensor.dtype
     }
+
+    fn variant(&self) -> Variant {
+        Variant { causal: self.sizes.causal, masked: self.masked, drops: self.dropout.is_some() }
+    }
+}
+
+/// What kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Variant {
+    causal: bool,
+    masked: bool,
+    drops: bool,
 }
 
 /// What the backward pass reads beside the inputs.
 struct Saved<R: CubeRuntime> {
-    out: Rows<R>,
     /// `[b, h, t]` in fp32, packed.
     lse: CubeTensor<R>,
     grad: Rows<R>,
+    /// As [`along`](kernels::along) makes it.
+    along: CubeTensor<R>,
 }
 
 impl<R: CubeRuntime> Saved<R> {
     fn new([out, lse, grad]: [CubeTensor<R>; 3], sizes: Sizes) -> Self {
-        Self { out: Rows::new(out, sizes.t), lse: full(lse), grad: Rows::new(grad, sizes.t) }
+        let (lse, [out, grad]) = (full(lse), [out, grad].map(|x| Rows::new(x, sizes.t)));
+        let along = if sizes.is_empty() { lse.clone() } else { kernels::along(sizes, &out, &grad) };
+        Self { lse, grad, along }
     }
 }
 
@@ -222,11 +237,10 @@ fn backward_of<R: CubeRuntime, const N: usize>(inputs: Inputs<R>, saved: Saved<R
         scratch(&inputs.q.tensor, &shape, inputs.dtype())
     });
     if !sizes.is_empty() {
-        let along = kernels::along(sizes, &saved.out, &saved.grad);
         let three = three(gradients.clone(), sizes);
         match way {
-            Way::Flash(flash) => flash.backward(&inputs, &saved, &along, &three),
-            Way::Blocked(blocked) => blocked.backward(&inputs, &saved, &along, &three),
+            Way::Flash(flash) => flash.backward(&inputs, &saved, &three),
+            Way::Blocked(blocked) => blocked.backward(&inputs, &saved, &three),
         }
     }
     gradients
@@ -246,37 +260,29 @@ fn grid(cubes: usize) -> CubeCount {
     CubeCount::Static(x as u32, cubes.div_ceil(x).max(1) as u32, 1)
 }
 
-#[cfg(all(test, feature = "cuda"))]
-mod compiled {
-    use super::*;
+#[test]
+#[cfg(feature = "cuda")]
+#[ignore = "bench/gpu/dry.sh kernels runs it"]
+fn compiled() {
     use crate::cube::compiled::{TYPES, check, tensor};
 
-    #[test]
-    #[ignore = "bench/gpu/dry.sh kernels runs it"]
-    fn compiled() {
-        let [t, heads] = [512, 2];
-        let blocked = Way::Blocked(Blocked { budget_bytes: 1 << 20, tuned: false });
-        for (dtype, e) in TYPES.into_iter().flat_map(|dtype| [64, 128].map(|e| (dtype, e))) {
-            let some = Some(AttentionDropout { probability: 0.1, key: 1 << 40 });
-            let cases = [
-                (false, false, None),
-                (false, true, some),
-                (true, false, None),
-                (true, false, some),
-                (true, true, None),
-            ];
-            for (causal, masked, dropout) in cases {
-                let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125, dropout };
-                let mask = masked.then(|| tensor([1, t], DType::F32));
-                let inputs = Inputs::new([tensor([t, 3 * heads * e], dtype)], mask, options);
-                let flash = Flash::on(&inputs, &[]).map(Way::Flash);
-                assert_eq!(flash.is_some(), dtype != DType::F32, "16 bit on matrix units");
-                for way in flash.into_iter().chain([blocked]) {
-                    let [out, lse] = forward_of(inputs.clone(), way);
-                    check();
-                    let [_] = backward_of(inputs.clone(), Saved::new([out.clone(), lse, out], inputs.sizes), way);
-                    check();
-                }
+    let [t, heads] = [512, 2];
+    let blocked = Way::Blocked(Blocked { budget_bytes: 1 << 20, tuned: false });
+    for (dtype, e) in TYPES.into_iter().flat_map(|dtype| [64, 128].map(|e| (dtype, e))) {
+        let some = Some(AttentionDropout { probability: 0.1, key: 1 << 40 });
+        let cases =
+            [(false, false, None), (false, true, some), (true, false, None), (true, false, some), (true, true, None)];
+        for (causal, masked, dropout) in cases {
+            let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125, dropout };
+            let mask = masked.then(|| tensor([1, t], DType::F32));
+            let inputs = Inputs::new([tensor([t, 3 * heads * e], dtype)], mask, options);
+            let flash = Flash::on(&inputs, &[]).map(Way::Flash);
+            assert_eq!(flash.is_some(), dtype != DType::F32, "16 bit on matrix units");
+            for way in flash.into_iter().chain([blocked]) {
+                let [out, lse] = forward_of(inputs.clone(), way);
+                check();
+                let [_] = backward_of(inputs.clone(), Saved::new([out.clone(), lse, out], inputs.sizes), way);
+                check();
             }
         }
     }

@@ -8,7 +8,7 @@ use burn_std::DType;
 use cubecl::prelude::*;
 
 use super::dropped::{Dropped, dropped, share};
-use super::{Inputs, Sizes, grid, scratch};
+use super::{Inputs, Saved, Sizes, Variant, grid, scratch};
 use crate::cube::many::array;
 use crate::cube::rows::address_type;
 use crate::cube::tensor::launch;
@@ -38,7 +38,7 @@ impl Block {
 
     fn lines_arg<R: CubeRuntime>(&self, sizes: Sizes) -> LinesLaunch<R> {
         let [_, queries, keys] = self.shape();
-        let Sizes { t, s, heads, window, .. } = sizes;
+        let Sizes { t, s, heads, window, scale, .. } = sizes;
         // A window that hides nothing stands for none.
         let window = window.unwrap_or(s);
         LinesLaunch::new(
@@ -52,6 +52,7 @@ impl Block {
             s,
             heads,
             window,
+            scale,
         )
     }
 }
@@ -70,6 +71,7 @@ struct Lines {
     s: usize,
     heads: usize,
     window: usize,
+    scale: f32,
 }
 
 /// Probabilities of the products `q k^T` of a block, of the type of the inputs, and the logarithms of sums.
@@ -92,7 +94,7 @@ pub(super) fn probabilities<R: CubeRuntime>(
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products],
             out_arg, array(lse), array(&mask), block.lines_arg(sizes),
-            dropped(inputs.dropout), sizes.scale, units, sizes.causal, inputs.masked, inputs.dropout.is_some(), inputs.dtype().into()
+            dropped(inputs.dropout), units, inputs.variant(), inputs.dtype().into()
         }
     }
     out
@@ -104,8 +106,7 @@ pub(super) fn gradients<R: CubeRuntime>(
     inputs: &Inputs<R>,
     block: &Block,
     [products, gradients]: [CubeTensor<R>; 2],
-    lse: &CubeTensor<R>,
-    along: &CubeTensor<R>,
+    Saved { lse, along, .. }: &Saved<R>,
 ) -> [CubeTensor<R>; 2] {
     let (sizes, units) = (inputs.sizes, block.units());
     let mask = inputs.mask.clone();
@@ -118,8 +119,8 @@ pub(super) fn gradients<R: CubeRuntime>(
             (grid(block.lines()), CubeDim::new_1d(units as u32), address_type(&[&products, lse, &mask])),
             [products, gradients],
             probabilities_arg, d_products_arg, array(lse), array(along),
-            array(&mask), block.lines_arg(sizes), dropped(inputs.dropout), sizes.scale, units, sizes.causal,
-            inputs.masked, inputs.dropout.is_some(), inputs.dtype().into()
+            array(&mask), block.lines_arg(sizes), dropped(inputs.dropout), units, inputs.variant(),
+            inputs.dtype().into()
         }
     }
     [probabilities, d_products]
@@ -135,24 +136,35 @@ fn in_place_of<R: CubeRuntime>(x: &CubeTensor<R>, position: usize, dtype: DType)
     }
 }
 
-/// Behind the last of the block's keys that a line's query sees.
+/// A line of scores in a kernel.
+#[derive(CubeType)]
+struct Line {
+    pair: usize,
+    query: usize,
+    /// The first of the block's keys that the query sees.
+    first: usize,
+    /// Behind the last of them.
+    seen: usize,
+    /// Where its scores begin.
+    from: usize,
+    /// Where its keys' mask begins.
+    of_mask: usize,
+}
+
 #[cube]
-fn seen(block: &Lines, query: usize, #[comptime] causal: bool) -> usize {
+fn line(block: &Lines, #[comptime] causal: bool) -> Line {
+    let pair = block.first_pair + CUBE_POS / block.queries;
+    let query = block.first_query + CUBE_POS % block.queries;
     let mut seen = block.keys;
     if causal && query + 1 < block.first_key + seen {
         seen = query + 1 - block.first_key;
     }
-    seen
-}
-
-/// The first of the block's keys that it sees.
-#[cube]
-fn first_seen(block: &Lines, query: usize, #[comptime] causal: bool) -> usize {
     let mut first = 0;
     if causal && query + 1 > block.first_key + block.window {
         first = query + 1 - block.first_key - block.window;
     }
-    first
+    let of_mask = pair / block.heads * block.s + block.first_key;
+    Line { pair, query, first, seen, from: CUBE_POS * block.keys, of_mask }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -163,33 +175,24 @@ fn probabilities_kernel<E: Float>(
     mask: &Array<f32>,
     block: Lines,
     of_dropout: Dropped,
-    scale: f32,
     #[comptime] units: usize,
-    #[comptime] causal: bool,
-    #[comptime] masked: bool,
-    #[comptime] drops: bool,
+    #[comptime] variant: Variant,
     #[define(E)] _dtype: StorageType,
 ) {
-    let line = CUBE_POS;
-    if line >= block.lines {
+    if CUBE_POS >= block.lines {
         terminate!();
     }
     let unit = UNIT_POS as usize;
-    let pair = block.first_pair + line / block.queries;
-    let query = block.first_query + line % block.queries;
-    let seen = seen(&block, query, causal);
-    let first = first_seen(&block, query, causal);
-    let from = line * block.keys;
-    let of_mask = pair / block.heads * block.s + block.first_key;
+    let line = line(&block, comptime!(variant.causal));
 
     // One pass for the largest score and the sum of exponentials below it, https://arxiv.org/abs/1805.02867.
     let mut largest = f32::new(comptime!(f32::MIN));
     let mut sum = f32::new(0.0);
-    let mut key = first + UNIT_POS as usize;
-    while key < seen {
-        let mut score = products[from + key] * scale;
-        if masked {
-            score += mask[of_mask + key];
+    let mut key = line.first + UNIT_POS as usize;
+    while key < line.seen {
+        let mut score = products[line.from + key] * block.scale;
+        if comptime!(variant.masked) {
+            score += mask[line.of_mask + key];
         }
         if score > largest {
             sum = sum * (largest - score).exp() + 1.0;
@@ -218,23 +221,23 @@ fn probabilities_kernel<E: Float>(
     let largest = all_largest[0];
     let sum = sums[0];
     if unit == 0 {
-        lse[pair * block.t + query] = sum.ln() + largest;
+        lse[line.pair * block.t + line.query] = sum.ln() + largest;
     }
 
     let mut key = UNIT_POS as usize;
     while key < block.keys {
         let mut probability = f32::new(0.0);
-        if key >= first && key < seen {
-            let mut score = products[from + key] * scale;
-            if masked {
-                score += mask[of_mask + key];
+        if key >= line.first && key < line.seen {
+            let mut score = products[line.from + key] * block.scale;
+            if comptime!(variant.masked) {
+                score += mask[line.of_mask + key];
             }
             probability = (score - largest).exp() / sum;
-            if comptime!(drops) {
-                probability *= share(&of_dropout, pair, query, block.first_key + key, block.t);
+            if comptime!(variant.drops) {
+                probability *= share(&of_dropout, line.pair, line.query, block.first_key + key, block.t);
             }
         }
-        probabilities[from + key] = E::cast_from(probability);
+        probabilities[line.from + key] = E::cast_from(probability);
         key += units;
     }
 }
@@ -250,47 +253,38 @@ fn gradients_kernel<E: Float>(
     mask: &Array<f32>,
     block: Lines,
     of_dropout: Dropped,
-    scale: f32,
     #[comptime] units: usize,
-    #[comptime] causal: bool,
-    #[comptime] masked: bool,
-    #[comptime] drops: bool,
+    #[comptime] variant: Variant,
     #[define(E)] _dtype: StorageType,
 ) {
-    let line = CUBE_POS;
-    if line >= block.lines {
+    if CUBE_POS >= block.lines {
         terminate!();
     }
-    let pair = block.first_pair + line / block.queries;
-    let query = block.first_query + line % block.queries;
-    let seen = seen(&block, query, causal);
-    let first = first_seen(&block, query, causal);
-    let from = line * block.keys;
-    let of_mask = pair / block.heads * block.s + block.first_key;
-    let lse = lse[pair * block.t + query];
-    let along = along[pair * block.t + query];
+    let line = line(&block, comptime!(variant.causal));
+    let lse = lse[line.pair * block.t + line.query];
+    let along = along[line.pair * block.t + line.query];
 
     let mut key = UNIT_POS as usize;
     while key < block.keys {
         let mut probability = f32::new(0.0);
         let mut gradient = f32::new(0.0);
-        if key >= first && key < seen {
-            let mut score = products[from + key] * scale;
-            if masked {
-                score += mask[of_mask + key];
+        if key >= line.first && key < line.seen {
+            let mut score = products[line.from + key] * block.scale;
+            if comptime!(variant.masked) {
+                score += mask[line.of_mask + key];
             }
             probability = (score - lse).exp();
-            let of_probability = gradients[from + key];
-            if comptime!(drops) {
-                let share = share(&of_dropout, pair, query, block.first_key + key, block.t);
-                gradient = probability * (of_probability * share - along) * scale;
+            let of_probability = gradients[line.from + key];
+            if comptime!(variant.drops) {
+                let share = share(&of_dropout, line.pair, line.query, block.first_key + key, block.t);
+                gradient = probability * (of_probability * share - along) * block.scale;
                 probability *= share;
             } else {
-                gradient = probability * (of_probability - along) * scale;
+                gradient = probability * (of_probability - along) * block.scale;
             }
         }
-        probabilities[from + key] = E::cast_from(probability);
-        d_products[from + key] = E::cast_from(gradient);
+        probabilities[line.from + key] = E::cast_from(probability);
+        d_products[line.from + key] = E::cast_from(gradient);
         key += units;
     }
 }

@@ -130,20 +130,30 @@ impl Case {
     }
 }
 
-/// `q`, `k`, `v` and the gradient of the output.
-fn rows_of(case: Case) -> [Vec<f32>; 4] {
-    let ([n, d], [m, _]) = (case.shape(), case.shape_of_keys());
-    [(1, n), (2, m), (3, m), (4, n)].map(|(seed, rows)| noise(rows * d, seed + 10 * n as u64))
+/// What a case is given.
+struct Given {
+    case: Case,
+    /// `q`, `k`, `v` and the gradient of the output.
+    rows: [Vec<f32>; 4],
+    mask: Option<Vec<f32>>,
+}
+
+impl From<Case> for Given {
+    fn from(case: Case) -> Self {
+        let ([n, d], [m, _]) = (case.shape(), case.shape_of_keys());
+        let rows = [(1, n), (2, m), (3, m), (4, n)].map(|(seed, rows)| noise(rows * d, seed + 10 * n as u64));
+        Self { case, rows, mask: case.mask() }
+    }
 }
 
 /// Output, logarithms of sums, and the gradients.
 type Results = [Vec<f32>; 5];
 
-fn expected(case: Case, rows: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Results {
-    expected_in(FloatDType::F64, case, rows, mask)
+fn expected(given: &Given) -> Results {
+    expected_in(FloatDType::F64, given)
 }
 
-fn expected_in(dtype: FloatDType, case: Case, [q, k, v, grad]: &[Vec<f32>; 4], mask: &Option<Vec<f32>>) -> Results {
+fn expected_in(dtype: FloatDType, Given { case, rows: [q, k, v, grad], mask }: &Given) -> Results {
     let (shape, of_keys) = (case.shape(), case.shape_of_keys());
     let on_flex = |x, shape| Flex::float_cast(on::<Flex, 2>(x, shape), dtype);
     let [q, grad] = [q, grad].map(|x| on_flex(x, shape));
@@ -156,13 +166,7 @@ fn expected_in(dtype: FloatDType, case: Case, [q, k, v, grad]: &[Vec<f32>; 4], m
     [out, values::<Flex, 3>(lse), dq, dk, dv]
 }
 
-fn separate(
-    way: Way,
-    case: Case,
-    rows: &[Vec<f32>; 4],
-    mask: &Option<Vec<f32>>,
-    make: impl Fn(&[f32], [usize; 2]) -> Cube,
-) -> Results {
+fn separate(way: Way, Given { case, rows, mask }: &Given, make: impl Fn(&[f32], [usize; 2]) -> Cube) -> Results {
     let shape = case.shape();
     let [q, grad] = [0, 3].map(|i| make(&rows[i], shape));
     let [k, v] = [1, 2].map(|i| make(&rows[i], case.shape_of_keys()));
@@ -177,13 +181,7 @@ fn separate(
     [out, values::<Vulkan, 3>(lse), dq, dk, dv]
 }
 
-fn joint(
-    way: Way,
-    case: Case,
-    rows: &[Vec<f32>; 4],
-    mask: &Option<Vec<f32>>,
-    make: impl Fn(&[f32], [usize; 2]) -> Cube,
-) -> Results {
+fn joint(way: Way, Given { case, rows, mask }: &Given, make: impl Fn(&[f32], [usize; 2]) -> Cube) -> Results {
     let [n, d] = case.shape();
     let row = |row: usize| [0, 1, 2].map(|i| rows[i][row * d..][..d].to_vec()).concat();
     let qkv = make(&(0..n).flat_map(row).collect::<Vec<f32>>(), [n, 3 * d]);
@@ -217,10 +215,10 @@ fn plain(values: &[f32], shape: [usize; 2]) -> Cube {
 }
 
 fn agrees(way: Way, case: Case) {
-    let (rows, mask) = (rows_of(case), case.mask());
-    let expected = expected(case, &rows, &mask);
-    assert_close(&separate(way, case, &rows, &mask, pitched), &expected, (case, "pitched"));
-    assert_close(&joint(way, case, &rows, &mask, plain), &expected, (case, "packed"));
+    let given = case.into();
+    let expected = expected(&given);
+    assert_close(&separate(way, &given, pitched), &expected, (case, "pitched"));
+    assert_close(&joint(way, &given, plain), &expected, (case, "packed"));
 }
 
 #[test]
@@ -253,9 +251,8 @@ fn attention_across_texts_agrees_with_the_default_bodies() {
         for (way, masked) in [(BLOCKED, true), (SMALL_BLOCKS, false), (SMALL_BLOCKS, true)] {
             let keys = Some(keys);
             let case = Case { batch: 2, heads: 3, t, e: 8, causal: false, masked, drops: false, keys, window: None };
-            let (rows, mask) = (rows_of(case), case.mask());
-            let expected = expected(case, &rows, &mask);
-            assert_close(&separate(way, case, &rows, &mask, pitched), &expected, (case, "across"));
+            let given = case.into();
+            assert_close(&separate(way, &given, pitched), &expected(&given), (case, "across"));
         }
     }
 }
@@ -309,10 +306,10 @@ fn tiles_lie_as_matrix_units_have_them() {
 fn two_runs_give_the_same_bits() {
     let case =
         Case { batch: 2, heads: 3, t: 100, e: 48, causal: true, masked: true, drops: false, keys: None, window: None };
-    let (rows, mask) = (rows_of(case), case.mask());
-    let expected = expected(case, &rows, &mask);
+    let given = case.into();
+    let expected = expected(&given);
     for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1)] {
-        let [first, second] = [(); 2].map(|()| joint(way, case, &rows, &mask, plain));
+        let [first, second] = [(); 2].map(|()| joint(way, &given, plain));
         assert_eq!(first, second, "{way:?}");
         assert_close(&first, &expected, way);
     }
@@ -324,12 +321,11 @@ fn a_mask_may_hide_everything() {
     for causal in [false, true] {
         let case =
             Case { batch: 2, heads: 3, t: 100, e: 16, causal, masked: true, drops: false, keys: None, window: None };
-        let rows = rows_of(case);
-        let mut mask = case.mask().expect("the case has a mask");
-        mask[..case.t].fill(-1e9);
-        let expected = expected_in(FloatDType::F32, case, &rows, &Some(mask.clone()));
+        let mut given = Given::from(case);
+        given.mask.as_mut().expect("the case has a mask")[..case.t].fill(-1e9);
+        let expected = expected_in(FloatDType::F32, &given);
         for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 2)] {
-            let actual = joint(way, case, &rows, &Some(mask.clone()), plain);
+            let actual = joint(way, &given, plain);
             assert!(actual.iter().flatten().all(|x| x.is_finite()), "{way:?} {causal}");
             // The default bodies score keys of the future above a mask as low as this one.
             if !causal {
@@ -343,19 +339,17 @@ fn a_mask_may_hide_everything() {
 fn no_rows_are_no_work() {
     let case =
         Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false, drops: false, keys: None, window: None };
-    let rows = [const { Vec::new() }; 4];
-    assert!(joint(BLOCKED, case, &rows, &None, plain).iter().all(Vec::is_empty));
+    assert!(joint(BLOCKED, &case.into(), plain).iter().all(Vec::is_empty));
 }
 
 #[test]
 fn the_functions_give_what_the_chosen_way_gives() {
     let case =
         Case { batch: 2, heads: 3, t: 17, e: 40, causal: true, masked: true, drops: false, keys: None, window: None };
-    let (rows, mask) = (rows_of(case), case.mask());
-    let (shape, options) = (case.shape(), case.options());
-    let expected = expected(case, &rows, &mask);
-    let [q, k, v, grad] = [0, 1, 2, 3].map(|i| plain(&rows[i], shape));
-    let mask = mask.map(|mask| plain(&mask, [case.batch, case.t]));
+    let (shape, options, given) = (case.shape(), case.options(), case.into());
+    let expected = expected(&given);
+    let [q, k, v, grad] = given.rows.map(|rows| plain(&rows, shape));
+    let mask = given.mask.map(|mask| plain(&mask, [case.batch, case.t]));
     let parts = [q.clone(), k.clone(), v.clone()];
     let (out, lse) = forward(parts.clone(), mask.clone(), options);
     let [dq, dk, dv] = backward(parts, mask.clone(), [out.clone(), lse.clone(), grad.clone()], options);
@@ -375,9 +369,9 @@ fn the_functions_give_what_the_chosen_way_gives() {
 fn no_tensor_holds_all_scores() {
     let case =
         Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false, drops: false, keys: None, window: None };
-    let (rows, scores) = (rows_of(case), case.batch * case.heads * case.t * case.t);
+    let (given, scores) = (case.into(), case.batch * case.heads * case.t * case.t);
     LARGEST.with(|largest| largest.set(0));
-    separate(SMALL_BLOCKS, case, &rows, &None, plain);
+    separate(SMALL_BLOCKS, &given, plain);
     let largest = LARGEST.with(Cell::get);
     let inputs = case.t * case.heads * case.e;
     assert!((inputs..=inputs.max(64 * case.t)).contains(&largest), "{largest} of {scores}");
@@ -411,17 +405,17 @@ fn blocks_keep_to_their_budget() {
 fn rows_in_16_bit_are_rounded_at_the_end() {
     let case =
         Case { batch: 2, heads: 3, t: 40, e: 48, causal: true, masked: true, drops: false, keys: None, window: None };
-    let mask = case.mask();
     for (dtype, digits) in [(DType::F16, 11), (DType::BF16, 8)] {
         if !Vulkan::supports_dtype(&WgpuDevice::default(), dtype) {
             println!("skipped: the device has no {dtype:?}");
             continue;
         }
         let round = |x: &[f32], shape| Vulkan::float_cast(plain(x, shape), dtype.into());
-        let rows = rows_of(case).map(|x| values::<Vulkan, 2>(round(&x, case.shape())));
-        let expected = expected(case, &rows, &mask);
+        let mut given = Given::from(case);
+        given.rows = given.rows.map(|x| values::<Vulkan, 2>(round(&x, case.shape())));
+        let expected = expected(&given);
         for way in [BLOCKED, in_loops(case.e, 1)] {
-            let actual = joint(way, case, &rows, &mask, round);
+            let actual = joint(way, &given, round);
             for (actual, expected) in actual.iter().zip(&expected) {
                 let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
                 // Probabilities and their gradients are rounded too where a product takes them.

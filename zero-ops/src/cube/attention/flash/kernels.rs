@@ -7,23 +7,25 @@ use cubecl::prelude::*;
 
 use crate::cube::attention::dropped::{Dropped, share};
 use crate::cube::attention::tiles::{Cut, Two, left, multiply, no_sums, over_row, rounded, stage};
-use crate::cube::attention::{Rows, Sizes};
+use crate::cube::attention::{Rows, Sizes, Variant};
+use crate::cube::many::array;
 use crate::cube::rows::stride;
 
 /// Added in place of a score that is not to be seen.
 const HIDDEN: f32 = f32::MIN;
 
-/// Where rows lie.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(super) struct Lie {
+/// Rows, and where their heads lie.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct Heads<E: Float, N: Size> {
+    rows: Array<Vector<E, N>>,
     /// Elements from row to row.
     stride: usize,
     /// Where the first head begins in a row.
     column: usize,
 }
 
-pub(super) fn lie<R: CubeRuntime>(rows: &Rows<R>) -> LieLaunch<R> {
-    LieLaunch::new(stride(&rows.tensor, 1), rows.column)
+pub(super) fn heads<E: Float, N: Size, R: CubeRuntime>(rows: &Rows<R>) -> HeadsLaunch<E, N, R> {
+    HeadsLaunch::new(array(&rows.tensor), stride(&rows.tensor, 1), rows.column)
 }
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -42,15 +44,14 @@ pub(super) fn problem<R: CubeRuntime>(sizes: Sizes, blocks: usize) -> ProblemLau
 
 /// Where row 0 of a pair's head begins, in elements.
 #[cube]
-fn head(lie: &Lie, problem: &Problem, pair: usize, #[comptime] cut: Cut) -> usize {
-    pair / problem.heads * problem.t * lie.stride + lie.column + pair % problem.heads * comptime!(cut.e).runtime()
+fn head<E: Float, N: Size>(heads: &Heads<E, N>, problem: &Problem, pair: usize, #[comptime] cut: Cut) -> usize {
+    pair / problem.heads * problem.t * heads.stride + heads.column + pair % problem.heads * comptime!(cut.e).runtime()
 }
 
 /// Copies rows of a head to the cube's memory.
 #[cube]
 fn stage_head<E: Float, N: Size>(
-    rows: &Array<Vector<E, N>>,
-    lie: &Lie,
+    heads: &Heads<E, N>,
     problem: &Problem,
     pair: usize,
     first: usize,
@@ -58,8 +59,8 @@ fn stage_head<E: Float, N: Size>(
     #[comptime] count: usize,
     #[comptime] cut: Cut,
 ) {
-    let at = head(lie, problem, pair, cut) / N::value();
-    stage::<E, N>(rows, at, lie.stride / N::value(), first, problem.t, into, count, cut);
+    let at = head::<E, N>(heads, problem, pair, cut) / N::value();
+    stage::<E, N>(&heads.rows, at, heads.stride / N::value(), first, problem.t, into, count, cut);
 }
 
 /// Copies numbers of a sequence's rows, those from `first`, to the cube's memory; 0 where there are no rows.
@@ -88,15 +89,14 @@ fn stage_numbers(
 fn store<E: Float>(
     sums: &Array<Vector<f32, Two>>,
     factors: &Array<f32>,
-    rows: &mut Array<Vector<E, Two>>,
-    lie: &Lie,
+    heads: &mut Heads<E, Two>,
     problem: &Problem,
     pair: usize,
     first: usize,
     #[comptime] cut: Cut,
 ) {
     let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
-    let at = head(lie, problem, pair, cut);
+    let at = head::<E, Two>(heads, problem, pair, cut);
     let tiles = comptime!(cut.e / 8);
     #[unroll(cut.matrices)]
     for m in 0..comptime!(cut.tall) {
@@ -107,7 +107,7 @@ fn store<E: Float>(
                 #[unroll(cut.matrices)]
                 for n in 0..tiles {
                     let value = sums[2 * (m * tiles + n) + i] * Vector::new(factors[2 * m + i]);
-                    rows[(at + row * lie.stride + 8 * n + 2 * p) / 2] = Vector::cast_from(value);
+                    heads.rows[(at + row * heads.stride + 8 * n + 2 * p) / 2] = Vector::cast_from(value);
                 }
             }
         }
@@ -117,21 +117,15 @@ fn store<E: Float>(
 /// `out` `[n, d]` and `lse` `[b, h, t]`. A cube takes queries.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
 pub(super) fn forward_kernel<E: Float, N: Size>(
-    q: &Array<Vector<E, N>>,
-    k: &Array<Vector<E, N>>,
-    v: &Array<Vector<E, N>>,
+    q: &Heads<E, N>,
+    k: &Heads<E, N>,
+    v: &Heads<E, N>,
     mask: &Array<f32>,
-    out: &mut Array<Vector<E, Two>>,
+    out: &mut Heads<E, Two>,
     lse: &mut Array<f32>,
-    of_q: Lie,
-    of_k: Lie,
-    of_v: Lie,
-    of_out: Lie,
     problem: Problem,
     of_dropout: Dropped,
-    #[comptime] causal: bool,
-    #[comptime] masked: bool,
-    #[comptime] drops: bool,
+    #[comptime] variant: Variant,
     #[comptime] cut: Cut,
     #[define(E)] _dtype: StorageType,
 ) {
@@ -149,12 +143,12 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
 
     let width = N::value().comptime();
     let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
-    let mut shared_mask = SharedMemory::<f32>::new(comptime!(if masked { cut.others } else { 1 }));
+    let mut shared_mask = SharedMemory::<f32>::new(comptime!(if variant.masked { cut.others } else { 1 }));
     let mut queries = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
     let mut keys = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
     let mut values = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
 
-    stage_head::<E, N>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
     let mut sums = no_sums(comptime!(cut.e / 8), cut);
     let mut largest = Array::<f32>::new(comptime!(2 * cut.tall));
     let mut weights = Array::<f32>::new(comptime!(2 * cut.tall));
@@ -165,16 +159,16 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
     }
 
     let mut end = t;
-    if comptime!(causal) {
+    if comptime!(variant.causal) {
         end = min(t, first + comptime!(cut.rows()));
     }
     let mut from = 0usize;
     while from < end {
         // All have read the rows before.
         sync_cube();
-        stage_head::<E, N>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
-        stage_head::<E, N>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
-        if comptime!(masked) {
+        stage_head::<E, N>(k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
+        stage_head::<E, N>(v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
+        if comptime!(variant.masked) {
             stage_numbers(mask, pair / problem.heads * t, from, t, &mut shared_mask, comptime!(cut.others));
         }
         sync_cube();
@@ -190,7 +184,7 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
             #[unroll(cut.matrices)]
             for i in 0..2usize {
                 let mut seen = t;
-                if comptime!(causal) {
+                if comptime!(variant.causal) {
                     seen = min(t, first + of_plane + 16 * m + 8 * i + g + 1);
                 }
                 let row = 2 * m + i;
@@ -202,7 +196,7 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
                     #[unroll]
                     for c in 0..2usize {
                         let key = 8 * n + 2 * p + c;
-                        if comptime!(masked) {
+                        if comptime!(variant.masked) {
                             both[c] += shared_mask[key];
                         }
                         both[c] = select(from + key < seen, both[c], HIDDEN.comptime().runtime());
@@ -219,7 +213,7 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
                     let at = 2 * (m * tiles + n) + i;
                     let mut both = (scores[at] - Vector::new(top)).exp();
                     weight += both[0] + both[1];
-                    if comptime!(drops) {
+                    if comptime!(variant.drops) {
                         let query = first + of_plane + 16 * m + 8 * i + g;
                         #[unroll]
                         for c in 0..2usize {
@@ -263,7 +257,7 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
             lse[pair * t + query] = weight.ln() + largest[row];
         }
     }
-    store::<E>(&sums, &weights, out, &of_out, &problem, pair, first + of_plane, cut);
+    store::<E>(&sums, &weights, out, &problem, pair, first + of_plane, cut);
 }
 
 /// Of scores `q k^T` and gradients of probabilities `dO v^T` the probabilities and the gradients of the scores, in their places.
@@ -281,26 +275,18 @@ fn gradients(score: f32, gradient: f32, lse: f32, along: f32, seen: bool, scale:
 /// `dk` and `dv` `[n, d]`. A cube takes keys, and its rows of tiles are keys: all scores are transposed.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
 pub(super) fn keys_kernel<E: Float, N: Size>(
-    q: &Array<Vector<E, N>>,
-    k: &Array<Vector<E, N>>,
-    v: &Array<Vector<E, N>>,
+    q: &Heads<E, N>,
+    k: &Heads<E, N>,
+    v: &Heads<E, N>,
     mask: &Array<f32>,
-    grad: &Array<Vector<E, N>>,
+    grad: &Heads<E, N>,
     lse: &Array<f32>,
     along: &Array<f32>,
-    dk: &mut Array<Vector<E, Two>>,
-    dv: &mut Array<Vector<E, Two>>,
-    of_q: Lie,
-    of_k: Lie,
-    of_v: Lie,
-    of_grad: Lie,
-    of_dk: Lie,
-    of_dv: Lie,
+    dk: &mut Heads<E, Two>,
+    dv: &mut Heads<E, Two>,
     problem: Problem,
     of_dropout: Dropped,
-    #[comptime] causal: bool,
-    #[comptime] masked: bool,
-    #[comptime] drops: bool,
+    #[comptime] variant: Variant,
     #[comptime] cut: Cut,
     #[define(E)] _dtype: StorageType,
 ) {
@@ -325,13 +311,13 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
     let mut queries = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
     let mut grads = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
 
-    stage_head::<E, N>(k, &of_k, &problem, pair, first, &mut keys, comptime!(cut.rows()), cut);
-    stage_head::<E, N>(v, &of_v, &problem, pair, first, &mut values, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(k, &problem, pair, first, &mut keys, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(v, &problem, pair, first, &mut values, comptime!(cut.rows()), cut);
     let mut biases = Array::<f32>::new(comptime!(2 * cut.tall));
     #[unroll(cut.matrices)]
     for row in 0..comptime!(2 * cut.tall) {
         biases[row] = 0.0f32;
-        if comptime!(masked) {
+        if comptime!(variant.masked) {
             let key = first + of_plane + 8 * row + g;
             if key < t {
                 biases[row] = mask[pair / problem.heads * t + key];
@@ -342,15 +328,15 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
     let mut d_keys = no_sums(comptime!(cut.e / 8), cut);
     let mut d_values = no_sums(comptime!(cut.e / 8), cut);
     let mut from = 0usize;
-    if comptime!(causal) {
+    if comptime!(variant.causal) {
         // Queries before the first key see none.
         from = first / comptime!(cut.others) * comptime!(cut.others);
     }
     while from < t {
         // All have read the rows before.
         sync_cube();
-        stage_head::<E, N>(q, &of_q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
-        stage_head::<E, N>(grad, &of_grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
+        stage_head::<E, N>(q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
+        stage_head::<E, N>(grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
         stage_numbers(lse, pair * t, from, t, &mut shared_lse, comptime!(cut.others));
         stage_numbers(along, pair * t, from, t, &mut shared_along, comptime!(cut.others));
         sync_cube();
@@ -378,19 +364,19 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
                     for c in 0..2usize {
                         let query = 8 * n + 2 * p + c;
                         let mut seen = from + query < t;
-                        if comptime!(causal) {
+                        if comptime!(variant.causal) {
                             seen = seen && key <= from + query;
                         }
                         let score = both[c] * problem.scale + biases[2 * m + i];
                         let mut share_of = 1.0f32;
-                        if comptime!(drops) {
+                        if comptime!(variant.drops) {
                             share_of = share(&of_dropout, pair, from + query, key, t);
                             d_both[c] *= share_of;
                         }
                         let (probability, d_score) =
                             gradients(score, d_both[c], shared_lse[query], shared_along[query], seen, problem.scale);
                         both[c] = probability;
-                        if comptime!(drops) {
+                        if comptime!(variant.drops) {
                             both[c] *= share_of;
                         }
                         d_both[c] = d_score;
@@ -416,31 +402,24 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
     for row in 0..comptime!(2 * cut.tall) {
         ones[row] = 1.0f32;
     }
-    store::<E>(&d_keys, &ones, dk, &of_dk, &problem, pair, first + of_plane, cut);
-    store::<E>(&d_values, &ones, dv, &of_dv, &problem, pair, first + of_plane, cut);
+    store::<E>(&d_keys, &ones, dk, &problem, pair, first + of_plane, cut);
+    store::<E>(&d_values, &ones, dv, &problem, pair, first + of_plane, cut);
 }
 
 /// `dq` `[n, d]`. A cube takes queries.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
 pub(super) fn queries_kernel<E: Float, N: Size>(
-    q: &Array<Vector<E, N>>,
-    k: &Array<Vector<E, N>>,
-    v: &Array<Vector<E, N>>,
+    q: &Heads<E, N>,
+    k: &Heads<E, N>,
+    v: &Heads<E, N>,
     mask: &Array<f32>,
-    grad: &Array<Vector<E, N>>,
+    grad: &Heads<E, N>,
     lse: &Array<f32>,
     along: &Array<f32>,
-    dq: &mut Array<Vector<E, Two>>,
-    of_q: Lie,
-    of_k: Lie,
-    of_v: Lie,
-    of_grad: Lie,
-    of_dq: Lie,
+    dq: &mut Heads<E, Two>,
     problem: Problem,
     of_dropout: Dropped,
-    #[comptime] causal: bool,
-    #[comptime] masked: bool,
-    #[comptime] drops: bool,
+    #[comptime] variant: Variant,
     #[comptime] cut: Cut,
     #[define(E)] _dtype: StorageType,
 ) {
@@ -458,14 +437,14 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
 
     let width = N::value().comptime();
     let mut exchange = SharedMemory::<f32>::new(comptime!(cut.exchanged()));
-    let mut shared_mask = SharedMemory::<f32>::new(comptime!(if masked { cut.others } else { 1 }));
+    let mut shared_mask = SharedMemory::<f32>::new(comptime!(if variant.masked { cut.others } else { 1 }));
     let mut queries = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
     let mut grads = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.rows()) / width));
     let mut keys = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
     let mut values = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
 
-    stage_head::<E, N>(q, &of_q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
-    stage_head::<E, N>(grad, &of_grad, &problem, pair, first, &mut grads, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(q, &problem, pair, first, &mut queries, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(grad, &problem, pair, first, &mut grads, comptime!(cut.rows()), cut);
     let mut lses = Array::<f32>::new(comptime!(2 * cut.tall));
     let mut alongs = Array::<f32>::new(comptime!(2 * cut.tall));
     let mut ones = Array::<f32>::new(comptime!(2 * cut.tall));
@@ -479,16 +458,16 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
 
     let mut d_queries = no_sums(comptime!(cut.e / 8), cut);
     let mut end = t;
-    if comptime!(causal) {
+    if comptime!(variant.causal) {
         end = min(t, first + comptime!(cut.rows()));
     }
     let mut from = 0usize;
     while from < end {
         // All have read the rows before.
         sync_cube();
-        stage_head::<E, N>(k, &of_k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
-        stage_head::<E, N>(v, &of_v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
-        if comptime!(masked) {
+        stage_head::<E, N>(k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
+        stage_head::<E, N>(v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
+        if comptime!(variant.masked) {
             stage_numbers(mask, pair / problem.heads * t, from, t, &mut shared_mask, comptime!(cut.others));
         }
         sync_cube();
@@ -509,7 +488,7 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
                 #[unroll(cut.matrices)]
                 for i in 0..2usize {
                     let mut end = t;
-                    if comptime!(causal) {
+                    if comptime!(variant.causal) {
                         end = min(t, first + of_plane + 16 * m + 8 * i + g + 1);
                     }
                     let at = 2 * (m * tiles + n) + i;
@@ -519,12 +498,12 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
                     for c in 0..2usize {
                         let key = 8 * n + 2 * p + c;
                         let mut score = both[c] * problem.scale;
-                        if comptime!(masked) {
+                        if comptime!(variant.masked) {
                             score += shared_mask[key];
                         }
                         let seen = from + key < end;
                         let mut d_probability = d_both[c];
-                        if comptime!(drops) {
+                        if comptime!(variant.drops) {
                             let query = first + of_plane + 16 * m + 8 * i + g;
                             d_probability *= share(&of_dropout, pair, query, from + key, t);
                         }
@@ -553,7 +532,7 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
         }
         from += comptime!(cut.others);
     }
-    store::<E>(&d_queries, &ones, dq, &of_dq, &problem, pair, first + of_plane, cut);
+    store::<E>(&d_queries, &ones, dq, &problem, pair, first + of_plane, cut);
 }
 
 /// Exponentials by the hardware's, whose error is below that of 16 bit; of loops, whose results are compared in fp32, exact ones.
