@@ -32,7 +32,7 @@ unsafe impl Plain for f16 {
     const ZERO: Self = f16::ZERO;
 }
 
-/// A float that loops read and write one by one, computing in fp32, and are vectorised all the same. So is f16 not.
+/// A float that loops read and write one by one and compute with in fp32, so that the compiler vectorises them; for f16 it does not.
 pub trait Number: Plain {
     /// In fp32.
     fn load(self) -> f32;
