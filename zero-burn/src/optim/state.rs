@@ -36,7 +36,7 @@ pub struct StateRecord<B: burn::tensor::backend::Backend> {
     /// Names of the tensors.
     pub names: Vec<String>,
     /// `[elements of the parameter]` each, in fp32, or in bf16 with
-    /// [`bf16_optimizer_states`](crate::ZeroConfig::bf16_optimizer_states).
+    /// [`bf16_optimizer_states`](crate::config::ZeroConfig::bf16_optimizer_states).
     pub tensors: Vec<Tensor<B, 1>>,
 }
 
