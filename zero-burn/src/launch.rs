@@ -163,9 +163,7 @@ pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, LaunchError<E>> {
     config.validate(world)?;
-    if config.bf16_optimizer_states && config.offload.optimizer == Tier::Memory && !zero_ops::is_host::<B>() {
-        return Err(ConfigError::StatesOnDevice.into());
-    }
+    check_states::<B>(config)?;
     let start = Start::from_environment()?;
     if let Some(started) = start.world() {
         if started.world != world {
@@ -202,6 +200,12 @@ pub fn launch_auto<B: Backend, T: Send, E: Display + Debug + Send>(
     launch::<B, T, E>(started.unwrap_or(world), config, options, body)
 }
 
+/// Refuses optimizer state that no kernel of the backend updates.
+fn check_states<B: Backend>(config: &ZeroConfig) -> Result<(), ConfigError> {
+    let stays = config.offload.optimizer == Tier::Memory && !zero_ops::is_host::<B>();
+    if config.bf16_optimizer_states && stays { Err(ConfigError::StatesOnDevice) } else { Ok(()) }
+}
+
 fn as_process<B: Backend, T: Send, E: Display + Debug + Send>(
     config: &ZeroConfig,
     options: &LaunchOptions,
@@ -234,6 +238,9 @@ pub fn launch_on<B: Backend, T: Send, E: Display + Debug + Send>(
 ) -> Result<T, E> {
     let comm = run.comm();
     let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
+    if let Err(error) = check_states::<B>(config) {
+        resume_unwind(Box::new(Stopped(error.to_string())));
+    }
     // Threads have one configuration; processes may be different programs. Where a rank keeps what is on a disk is its own.
     let mut compared = config.clone();
     compared.offload.disk = Default::default();
