@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Ours and its peers (torch, torch DDP, DeepSpeed, FSDP2) on the same work on two CPUs, in turn (A B A B ...), as tables:
 # tokens/s and peak memory, their ratios with the floors and goals, and the cost of more ranks.
-#   bench/peer.sh [--venv DIR] [--no-build] [OPTIONS]         all rows: about an hour; --list shows them, --help all options
+#   bench/peer.sh [--venv DIR] [--no-build] [OPTIONS]         all rows: about two hours; --list shows them, --help all options
 #   bench/peer.sh --model A --only 'torch$' --rounds 1        a quick look
 #   bench/peer.sh --table FILE                                prints the tables of an earlier run's results again
 # The peers are installed once (4 GB) from bench/peer/requirements.lock into DIR, default $ZERO_PEERS_VENV or
@@ -9,10 +9,12 @@
 # a run, in target/peer/results.jsonl (--out). Exit codes: 0, 1 if a run failed, 2 for bad arguments or missing tools.
 #
 # What is the same for all: GPT-2 of the same size with tied embeddings, dropout 0; fp32; AdamW of the same settings; rows
-# of 256 random tokens, all positions through the head; batch per rank, ranks, compute threads per rank; the two CPUs.
+# of 256 random tokens (1,024 where said), all positions through the head; batch per rank, ranks, compute threads per rank; the two CPUs.
 # - torch: sdpa attention, fused AdamW, OMP and MKL threads as said; DDP with gradients as views of its buckets.
 # - DeepSpeed: DeepSpeedCPUAdam, its default bucket sizes. It builds its shared-memory op, but only inference uses that:
 #   training reduces and gathers through gloo.
+# - With state on a disk (the temporary folder's; its asynchronous I/O wants libaio-dev and is compiled in its first run, for minutes) it is all of the state. Its `ratio`
+#   is for the host's memory alone, where its ranks and ours compute here: beside it ours have half of the state on the disk.
 # - FSDP2: one shard group a block and one for the rest; at stage 2 parameters stay whole from forward to backward.
 # - Ranks of peers are processes that talk through gloo over loopback; ours are threads of one process. That is a
 #   difference of design that the comparison is about.

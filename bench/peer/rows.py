@@ -21,6 +21,12 @@ class Model:
 
 MODELS = {"A": Model("mini", 6, 384, 6, 256), "B": Model("gpt2", 12, 768, 12, 1024)}
 
+# How much of the optimizer's state is offloaded: by ours, always to a disk (its ranks compute in the host's memory), and DeepSpeed's word.
+OFFLOAD = {
+    "all on a disk": ("1", dict(device="nvme")),
+    "half offloaded": ("0.5", dict(device="cpu", ratio=0.5)),
+}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -33,11 +39,13 @@ class Run:
     threads: int
     batch: int
     dtype: str = "fp32"
+    seq: int = SEQ
+    offload: str = ""  # what of the optimizer's state, a key of OFFLOAD
 
     @property
     def name(self):
-        dtype = "" if self.dtype == "fp32" else f" {self.dtype}"
-        return f"{self.model} {self.ranks}x{self.threads} {self.who} stage {self.stage} batch {self.batch}{dtype}"
+        more = [f"{self.seq} tokens"] * (self.seq != SEQ) + [self.dtype] * (self.dtype != "fp32") + [self.offload] * bool(self.offload)
+        return " ".join([f"{self.model} {self.ranks}x{self.threads} {self.who} stage {self.stage} batch {self.batch}", *more])
 
 
 @dataclass(frozen=True)
@@ -58,32 +66,40 @@ class Row:
 def rows_of(model, batch_one, batch_two, dtype):
     """All rows of one model in groups whose runs take turns, with `batch_one` rows on the rank of a one-rank run and
     `batch_two` on each rank of two. In bf16 peers are torch's autocast, FSDP2's mixed precision and DeepSpeed's bf16 engine."""
-    def single(who):
-        return Run(who, model, 0, 1, 2, batch_one, dtype)
+    def single(who, batch=batch_one, **more):
+        return Run(who, model, 0, 1, 2, batch, dtype, **more)
 
-    def pair(who, stage):
-        return Run(who, model, stage, 2, 1, batch_two, dtype)
+    def pair(who, stage, batch=batch_two, **more):
+        return Run(who, model, stage, 2, 1, batch, dtype, **more)
 
-    def against(peer, stage, floor, goal):
-        name = f"{model}: 2 ranks x 1 thread, stage {stage}, {NAMES[peer]}"
-        return Row(name, "speed", pair("ours", stage), pair(peer, stage), floor, goal)
+    def alone(what="", **more):
+        return Row(f"{model}: 1 rank x 2 threads, {what}torch", "speed", single("ours", **more), single("torch", **more), 1.1, 1.3)
+
+    def against(peer, stage, floor, goal, what="", **more):
+        name = f"{model}: 2 ranks x 1 thread, stage {stage}, {what}{NAMES[peer]}"
+        return Row(name, "speed", pair("ours", stage, **more), pair(peer, stage, **more), floor, goal)
 
     groups = [
-        [Row(f"{model}: 1 rank x 2 threads, torch", "speed", single("ours"), single("torch"), 1.0, 1.3)],
+        [alone()],
         [
             against("deepspeed", 0, 1.1, 1.4),
             against("ddp", 0, 1.1, 1.4),
             Row(f"{model}: 2 ranks x 1 thread, stage 3 to stage 0 of ours", "speed", pair("ours", 3), pair("ours", 0),
                 0.95, 0.98),
-            against("deepspeed", 3, 1.5, 2.0),
-            against("fsdp2", 3, 1.5, 2.0),
+            against("deepspeed", 3, 1.8, 2.5),
+            against("fsdp2", 3, 1.8, 2.5),
         ],
         [against("deepspeed", 1, 1.5, 2.0)],
         [against("deepspeed", 2, 1.5, 2.0), against("fsdp2", 2, 1.5, 2.0)],
+        [alone("8 rows, ", batch=8)],
+        [against(peer, 3, 1.8, 2.5, "4 rows a rank, ", batch=4) for peer in ("deepspeed", "fsdp2")],
     ]
     if model == "B":
         memory = Row("B: memory, 2 ranks, stage 3, DeepSpeed", "memory", pair("ours", 3), pair("deepspeed", 3), 0.5, 0.35)
         groups[1].append(memory)
+        groups.append([alone("1,024 tokens, ", batch=1, seq=1024)])
+        groups.append([against(peer, 3, 1.8, 2.5, "1,024 tokens, ", batch=1, seq=1024) for peer in ("deepspeed", "fsdp2")])
+        groups += [[against("deepspeed", 3, 1.5, 2.0, f"{what}, ", offload=what)] for what in OFFLOAD]
     if model == "A":
         for stage in (0, 3):
             one = Run("ours", model, stage, 1, 2, SCALE_ROWS, dtype)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import table
-from rows import MODELS, PEERS, SCALE_ROWS, SEQ, select
+from rows import MODELS, OFFLOAD, PEERS, SCALE_ROWS, SEQ, select
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "target/release/examples/gpt2_1_5b"
@@ -149,27 +149,31 @@ def status_mib(pid, key):
 
 # --- one run ---------------------------------------------------------------------------------------------------------
 
-def random_rows(path, rows):
-    """A safetensors file with `input_ids` of random tokens, the same ones each time."""
+def random_rows(path, rows, seq):
+    """A safetensors file with `input_ids` of `rows` x `seq` random tokens, the same ones each time."""
     source = random.Random(0)
-    data = array.array("H", (source.randrange(VOCABULARY) for _ in range(rows * SEQ))).tobytes()
-    tensor = {"dtype": "U16", "shape": [rows, SEQ], "data_offsets": [0, len(data)]}
+    data = array.array("H", (source.randrange(VOCABULARY) for _ in range(rows * seq))).tobytes()
+    tensor = {"dtype": "U16", "shape": [rows, seq], "data_offsets": [0, len(data)]}
     header = json.dumps({"input_ids": tensor}).encode()
     header += b" " * (-len(header) % 8)
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
 def command_of(run, steps, warmup, folder):
+    share, deepspeed = OFFLOAD.get(run.offload, ("", {}))
     if run.who == "ours":
-        return [OURS, "--model", MODELS[run.model].preset, "--data", folder / "tokens.safetensors", "--seq", SEQ,
+        offload = ["--offload", "optimizer", "--offload-ratio", share, "--swap", folder] if share else []
+        return [OURS, "--model", MODELS[run.model].preset, "--data", folder / "tokens.safetensors", "--seq", run.seq,
                 "--batch", run.batch, "--steps", steps, "--ranks", run.ranks, "--threads", run.threads, "--stage",
-                run.stage, "--lr", "1e-4", "--decay-except", "nothing", "--dtype", run.dtype, "--out", folder / "out", "--json"]
+                run.stage, "--lr", "1e-4", "--decay-except", "nothing", "--dtype", run.dtype, "--out", folder / "out", "--json", *offload]
     model = MODELS[run.model]
     engine = {"ddp": "torch"}.get(run.who, run.who)
+    if deepspeed.get("device") == "nvme":
+        deepspeed = dict(deepspeed, nvme_path=str(folder))
     return [sys.executable, PEER, "--engine", engine, "--stage", run.stage, "--world", run.ranks, "--threads",
             run.threads, "--layers", model.layers, "--hidden", model.hidden, "--heads", model.heads, "--positions",
-            model.positions, "--seq", SEQ, "--batch", run.batch, "--steps", steps, "--warmup", warmup,
-            "--dtype", run.dtype]
+            model.positions, "--seq", run.seq, "--batch", run.batch, "--steps", steps, "--warmup", warmup,
+            "--dtype", run.dtype, "--ds", json.dumps(dict(offload_optimizer=deepspeed) if deepspeed else {})]
 
 
 def watch(process, deadline, metrics):
@@ -216,7 +220,7 @@ def make(run, steps, timeout, cpus):
     warmup = min(WARMUP, steps - 1)
     with tempfile.TemporaryDirectory(prefix="zero_peer_") as name:
         folder = Path(name)
-        random_rows(folder / "tokens.safetensors", max(SCALE_ROWS, run.ranks * run.batch) * steps)
+        random_rows(folder / "tokens.safetensors", max(SCALE_ROWS, run.ranks * run.batch) * steps, run.seq)
         command = [str(part) for part in command_of(run, steps, warmup, folder)]
         metrics = folder / "out/metrics.jsonl"
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:

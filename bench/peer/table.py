@@ -97,7 +97,7 @@ def print_header(header):
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     print(f"{header['date']}, {machine['cpu']}, {machine['cpus']} CPUs, runs held to CPUs {machine['used']}, "
           f"load average at the start {machine['load']}\n{versions}")
-    print(f"{header.get('dtype', 'fp32')}, AdamW, dropout 0, {header['seq']} random tokens a row, {header['steps']} steps a run, the first "
+    print(f"{header.get('dtype', 'fp32')}, AdamW, dropout 0, {header['seq']} random tokens a row if not said, {header['steps']} steps a run, the first "
           f"{header['warmup']} do not count, {header['rounds']} rounds\n")
 
 
