@@ -19,14 +19,13 @@
 //! ones, then both sums, and these to what was summed before; denormals are zero as above. These bits too depend on the depth
 //! alone; they are others.
 //!
-//! Elsewhere the operands are widened and multiplied by `gemm`, which keeps denormals and adds in another order, that
-//! it chooses by the shapes; the two agree to f32 rounding, not to the bit.
+//! Elsewhere pairs are widened in registers, and multiplied and added in the order of `vdpbf16ps`: the bits are its, but for denormals,
+//! which are kept.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-#[cfg(target_arch = "x86_64")]
 mod blocks;
 #[cfg(target_arch = "x86_64")]
 mod pack;
@@ -125,7 +124,7 @@ pub fn multiply(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Par
     } else if let Some(tiles) = avx512::Avx512::detect() {
         return blocks::multiply(tiles, target, a, b, threads);
     }
-    widened::multiply(target, a, b, threads);
+    widened::multiply(pulp::Arch::new(), target, a, b, threads);
 }
 
 /// What this processor multiplies bfloat16 matrices by, in words for a plan.

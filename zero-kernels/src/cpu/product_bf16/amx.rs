@@ -8,9 +8,12 @@ use std::arch::x86_64::__cpuid_count;
 use std::ops::Range;
 use std::sync::OnceLock;
 
+use pulp::NullaryFnOnce;
+
 use super::MatrixBf16;
 use super::avx512::Avx512;
 use super::blocks::Tiles;
+use super::pack::run_in_avx512;
 
 /// Rows and columns of the result: two tiles each way.
 pub(super) const SIDE: usize = 32;
@@ -116,6 +119,11 @@ unsafe impl Tiles<SIDE, SIDE> for Amx {
     const UNIT: usize = PAIRS;
     // A panel of rows and one of columns, of 16 KiB each, with the sums: a first-level cache.
     const AT_ONCE: usize = 8 * PAIRS;
+
+    fn run(self, work: impl NullaryFnOnce<Output = ()>) {
+        // SAFETY: this is made only where the processor has the features.
+        unsafe { run_in_avx512(work) };
+    }
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
         // SAFETY: an `Amx` is made only where the processor has the features.

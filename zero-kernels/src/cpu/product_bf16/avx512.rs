@@ -3,8 +3,11 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use pulp::NullaryFnOnce;
+
 use super::MatrixBf16;
 use super::blocks::{LANES, Tiles};
+use super::pack::run_in_avx512;
 
 /// Rows of a tile of the result, and vectors of its columns: 24 sums in registers are enough to hide an addition's
 /// latency, and leave room for what is multiplied.
@@ -32,6 +35,11 @@ unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
     const UNIT: usize = 1;
     // Panels of rows are a quarter of AMX's: deeper ones fit the first-level cache.
     const AT_ONCE: usize = usize::MAX;
+
+    fn run(self, work: impl NullaryFnOnce<Output = ()>) {
+        // SAFETY: this is made only where the processor has the features.
+        unsafe { run_in_avx512(work) };
+    }
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
         // SAFETY: an `Avx512` is made only where the processor has the features.

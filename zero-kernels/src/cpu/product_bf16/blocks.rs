@@ -9,8 +9,8 @@ use std::ops::Range;
 use std::thread::LocalKey;
 
 use gemm::Parallelism;
+use pulp::NullaryFnOnce;
 
-use super::pack::packed_len;
 use super::target::Target;
 use super::{MatrixBf16, parts, spread};
 use crate::cpu::rows::SharedRows;
@@ -27,6 +27,8 @@ const OWN_BYTES: usize = 640 << 10;
 const PARTIAL_LINES: usize = 4096;
 /// Shared panels that are multiplied by all of a task's before the next pairs in depth are.
 const GROUP: usize = 4;
+/// Lines of a task that packs shared ones, where a panel has no more.
+const PACKED_LINES: usize = 64;
 /// Tasks for a thread to take, where there are enough lines.
 const TASKS_PER_THREAD: usize = 4;
 
@@ -35,13 +37,19 @@ const TASKS_PER_THREAD: usize = 4;
 ///
 /// # Safety
 ///
-/// There is one only where the processor has the instructions of AVX512_BF16.
+/// There is one only where the processor has the instructions that it uses.
 pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Sync {
     /// The number of pairs in depth is a multiple of this; what is missing is zero.
     const UNIT: usize;
 
     /// Pairs in depth that are multiplied at once, a multiple of the unit: what the first-level cache has room for of two panels.
     const AT_ONCE: usize;
+
+    /// Elements of packed rows that a pair takes.
+    const ROW_WORDS: usize = 1;
+
+    /// Runs `work`, inlined, compiled for the processor's instructions.
+    fn run(self, work: impl NullaryFnOnce<Output = ()>);
 
     /// Packs rows, as lines along the depth, in panels of `R`.
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]);
@@ -144,6 +152,7 @@ impl<T> Block<'_, T> {
     {
         let Self { tiles, target, is_shared, shared, own, threads, .. } = *self;
         let (width_shared, width_own) = is_shared.order(R, C);
+        let (words_shared, words_own) = is_shared.order(T::ROW_WORDS, 1);
         let pairs = self.depth.len().div_ceil(2).next_multiple_of(T::UNIT);
         let pack = |from, is_rows: bool, lines, panels: &mut [u32]| match is_rows {
             true => tiles.pack_rows(from, lines, self.depth.clone(), pairs, panels),
@@ -155,10 +164,11 @@ impl<T> Block<'_, T> {
             Parallelism::Rayon(_) => rayon::current_num_threads(),
         };
         let count = self.shared_lines.len();
-        with_buffer(&SHARED, packed_len(width_shared, count, pairs), |panels| {
-            let some = R * C / 8;
-            let tasks: Vec<_> =
-                parts(count, some).zip(panels.chunks_mut(packed_len(width_shared, some, pairs).max(1))).collect();
+        let packed_shared = |lines: usize| lines.next_multiple_of(width_shared) * words_shared * pairs;
+        let packed_own = |lines: usize| lines.next_multiple_of(width_own) * words_own * pairs;
+        with_buffer(&SHARED, packed_shared(count), |panels| {
+            let some = width_shared * (PACKED_LINES / width_shared).max(1);
+            let tasks: Vec<_> = parts(count, some).zip(panels.chunks_mut(packed_shared(some).max(1))).collect();
             // An empty depth has empty panels, and nothing to pack.
             spread(count * pairs, threads, tasks, |(lines, panels)| {
                 let lines = self.shared_lines.start + lines.start..self.shared_lines.start + lines.end;
@@ -167,23 +177,29 @@ impl<T> Block<'_, T> {
             let panels = &*panels;
 
             let count_own = self.own_lines.len();
-            let most = OWN_BYTES / (4 * width_own * pairs.max(1));
+            let most = OWN_BYTES / (4 * words_own * width_own * pairs.max(1));
             let some = width_own * panels_of_task(count_own.div_ceil(width_own), most, workers);
             let tasks: Vec<_> = parts(count_own, some).collect();
             let at_once = pairs_at_once(pairs, T::AT_ONCE, T::UNIT);
             spread(count * count_own * pairs, threads, tasks, |lines| {
                 let from = self.own_lines.start + lines.start..self.own_lines.start + lines.end;
-                let packed = packed_len(width_own, lines.len(), pairs);
+                let packed = packed_own(lines.len());
                 let squares = if at_once < pairs { GROUP * lines.len().div_ceil(width_own) } else { 1 };
                 with_buffer(&OWN, packed.next_multiple_of(LANES) + squares * R * C, |buffer| {
                     let (own_panels, sums) = buffer.split_at_mut(packed.next_multiple_of(LANES));
                     let own_panels = &mut own_panels[..packed];
                     pack(own, !shares_rows, from, own_panels);
-                    let shared = Panels { data: panels, width: width_shared, first: 0, count };
-                    let own = Panels { data: own_panels, width: width_own, first: lines.start, count: lines.len() };
-                    // SAFETY: the lines of a task and all shared ones meet in elements that no other task has; they lie in the
-                    // target's matrix, which only this call knows. `tiles` are made only where the processor has the features.
-                    unsafe { multiply_panels(tiles, &target, is_shared, shared, own, [pairs, at_once], sums) };
+                    let shared = Panels { data: panels, width: width_shared, words: words_shared, first: 0, count };
+                    let own = Panels {
+                        data: own_panels,
+                        width: width_own,
+                        words: words_own,
+                        first: lines.start,
+                        count: lines.len(),
+                    };
+                    // Its lines and all shared ones meet in elements of the target's matrix that no other task has and only
+                    // this call knows.
+                    tiles.run(Square { tiles, target, is_shared, shared, own, depth: [pairs, at_once], sums });
                 });
             });
         });
@@ -212,6 +228,8 @@ struct Panels<'a> {
     data: &'a [u32],
     /// Lines of a panel.
     width: usize,
+    /// Elements of a pair.
+    words: usize,
     first: usize,
     count: usize,
 }
@@ -219,52 +237,75 @@ struct Panels<'a> {
 impl<'a> Panels<'a> {
     /// The pairs `depth` of one panel.
     fn part(self, depth: &Range<usize>) -> &'a [u32] {
-        &self.data[depth.start * self.width..depth.end * self.width]
+        let pair = self.width * self.words;
+        &self.data[depth.start * pair..depth.end * pair]
+    }
+
+    /// `lines` of them from number `first` on, multiples of the width but at the end.
+    fn some(self, first: usize, lines: usize, pairs: usize) -> Self {
+        let of_line = pairs * self.words;
+        Self {
+            data: &self.data[first * of_line..self.data.len().min((first + lines) * of_line)],
+            first: self.first + first,
+            count: lines.min(self.count - first),
+            ..self
+        }
+    }
+
+    /// One panel.
+    fn panel(self, number: usize, pairs: usize) -> Self {
+        self.some(number * self.width, self.width, pairs)
     }
 
     /// Some `lines`, a multiple of the width, at a time.
     fn each(self, lines: usize, pairs: usize) -> impl Iterator<Item = Self> {
-        (0..self.count).step_by(lines).map(move |line| Self {
-            data: &self.data[line * pairs..self.data.len().min((line + lines) * pairs)],
-            first: self.first + line,
-            count: lines.min(self.count - line),
-            ..self
-        })
+        (0..self.count).step_by(lines).map(move |line| self.some(line, lines, pairs))
     }
 }
 
-/// Every shared panel by every panel of a task.
-///
-/// # Safety
-///
-/// Nothing else reads or writes the elements of the target where their lines meet, and they lie in its matrix. The processor has the
-/// features, as every [`Tiles`] says.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn multiply_panels<const R: usize, const C: usize, T: Tiles<R, C>>(
+/// Every shared panel by every panel of a task. Nothing else reads or writes the elements of the target where their lines meet, and
+/// they lie in its matrix.
+struct Square<'a, T, const R: usize, const C: usize> {
     tiles: T,
-    target: &Target<'_>,
+    target: Target<'a>,
     is_shared: Shared,
-    shared: Panels<'_>,
-    own: Panels<'_>,
-    [pairs, at_once]: [usize; 2],
-    sums: &mut [u32],
-) {
-    let _begun = tiles.begin();
-    // SAFETY: every pattern of bits is a float.
-    let (_, sums, _) = unsafe { sums.align_to_mut::<[[f32; C]; R]>() };
-    let own_panels = own.count.div_ceil(own.width);
-    for group in shared.each(GROUP * shared.width, pairs) {
-        for begin in (0..pairs.max(1)).step_by(at_once) {
-            let depth = begin..pairs.min(begin + at_once);
-            for (i, shared) in group.each(shared.width, pairs).enumerate() {
-                for (j, own) in own.each(own.width, pairs).enumerate() {
-                    let (a, b) = is_shared.order(shared, own);
-                    let is_last = depth.end == pairs;
+    shared: Panels<'a>,
+    own: Panels<'a>,
+    /// Pairs, and how many at once.
+    depth: [usize; 2],
+    sums: &'a mut [u32],
+}
+
+impl<const R: usize, const C: usize, T: Tiles<R, C>> NullaryFnOnce for Square<'_, T, R, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self { tiles, target, is_shared, shared, own, depth: [pairs, at_once], sums } = self;
+        let _begun = tiles.begin();
+        // SAFETY: every pattern of bits is a float.
+        let (_, sums, _) = unsafe { sums.align_to_mut::<[[f32; C]; R]>() };
+        let is_parted = at_once < pairs;
+        let own_panels = own.count.div_ceil(own.width);
+        for group in shared.each(GROUP * shared.width, pairs) {
+            let group_panels = group.count.div_ceil(group.width);
+            for begin in (0..pairs.max(1)).step_by(at_once) {
+                let depth = begin..pairs.min(begin + at_once);
+                let is_last = depth.end == pairs;
+                for at in 0..group_panels * own_panels {
+                    // A part of a shared panel stays in the first-level cache. A whole one might not, and neighbours in the target are
+                    // better written one after the other.
+                    let (i, j) = if is_parted {
+                        (at / own_panels, at % own_panels)
+                    } else {
+                        (at % group_panels, at / group_panels)
+                    };
+                    let (a, b) = is_shared.order(group.panel(i, pairs), own.panel(j, pairs));
                     if is_last {
                         // What is written takes a while to arrive, about as long as the sums.
                         target.prefetch(a.first, b.first, R, C);
                     }
-                    let sums = &mut sums[if at_once < pairs { i * own_panels + j } else { 0 }];
+                    let sums = &mut sums[if is_parted { at } else { 0 }];
                     // SAFETY: begun above.
                     unsafe { tiles.multiply(a.part(&depth), b.part(&depth), sums, begin > 0) };
                     if !is_last {

@@ -8,6 +8,8 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use pulp::NullaryFnOnce;
+
 use super::MatrixBf16;
 
 /// Lines and pairs of a tile that is transposed in registers.
@@ -15,6 +17,12 @@ const TILE: usize = 16;
 /// How far ahead lines that are contiguous across the depth are fetched: the processor foresees no jump from depth to
 /// depth.
 const AHEAD: usize = 16;
+
+/// Runs `work`, inlined, compiled for what packing and the kernels need.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+pub(super) fn run_in_avx512(work: impl NullaryFnOnce<Output = ()>) {
+    work.call();
+}
 
 /// An operand as lines along the depth, which are its rows.
 impl MatrixBf16<'_> {
@@ -167,11 +175,6 @@ impl MatrixBf16<'_> {
     }
 }
 
-/// Elements of panels of `width` lines for `lines` over `pairs`.
-pub(super) fn packed_len(width: usize, lines: usize, pairs: usize) -> usize {
-    lines.next_multiple_of(width) * pairs
-}
-
 /// Panels being written.
 struct Panels<'a, const W: usize, const BY_LINE: bool> {
     data: &'a mut [u32],
@@ -182,7 +185,7 @@ impl<'a, const W: usize, const BY_LINE: bool> Panels<'a, W, BY_LINE> {
     fn new(data: &'a mut [u32], lines: usize, pairs: usize) -> Self {
         const { assert!(W.is_multiple_of(TILE / 2), "half a tile of lines would lie in two panels") };
         const { assert!(!BY_LINE || W.is_multiple_of(TILE), "a tile of lines would lie in two panels") };
-        assert_eq!(data.len(), packed_len(W, lines, pairs), "panels of {lines} lines of {pairs} pairs");
+        assert_eq!(data.len(), lines.next_multiple_of(W) * pairs, "panels of {lines} lines of {pairs} pairs");
         assert!(!BY_LINE || pairs.is_multiple_of(TILE), "tiles of {TILE} pairs, of {pairs}");
         Self { data, pairs }
     }

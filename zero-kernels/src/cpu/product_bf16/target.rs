@@ -45,10 +45,12 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Asks for `rows` of `columns` from an element on, which need not exist, ahead of [`Target::write`].
-    #[cfg(target_arch = "x86_64")]
+    /// Asks for `rows` of `columns` from an element on, which need not exist, ahead of [`Target::write`],
+    /// where a processor can be asked.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize, column: usize, rows: usize, columns: usize) {
+        #[cfg(target_arch = "x86_64")]
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
         let ((first, stride), size): ((*const i8, _), _) = match self {
             Self::F32 { out, .. } => {
@@ -60,6 +62,7 @@ impl<'a> Target<'a> {
                 ((first.cast(), stride), size_of::<bf16>())
             }
         };
+        #[cfg(target_arch = "x86_64")]
         for row in 0..rows {
             // The last one lies in a line of its own where rows are not aligned.
             for byte in (0..columns * size).step_by(64).chain([columns * size - 1]) {

@@ -15,8 +15,27 @@ fn detected(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     multiply(out, a, b, gemm_threads());
 }
 
+/// With pairs that are widened, by the best vectors there are.
 fn fallback(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
-    widened::multiply(out.into_target(a.rows, b.columns), a, b, gemm_threads());
+    widened_in(pulp::Arch::new(), out, a, b);
+}
+
+/// By none.
+fn scalar(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+    widened_in(pulp::Arch::Scalar, out, a, b);
+}
+
+/// By half of AVX-512's, where there is AVX2.
+#[cfg(target_arch = "x86_64")]
+fn avx2(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+    widened_in(pulp::x86::V3::try_new().map_or(pulp::Arch::Scalar, pulp::Arch::V3), out, a, b);
+}
+
+fn widened_in(vectors: pulp::Arch, out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+    let target = out.into_target(a.rows, b.columns);
+    if a.rows > 0 && b.columns > 0 {
+        widened::multiply(vectors, target, a, b, gemm_threads());
+    }
 }
 
 /// The elements of a product in f64, and the sums of the absolute values of their terms.
@@ -87,7 +106,9 @@ fn check(way: Multiply, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
 }
 
 fn ways() -> Vec<Multiply> {
-    let mut all: Vec<Multiply> = vec![detected, fallback];
+    let mut all: Vec<Multiply> = vec![detected, fallback, scalar];
+    #[cfg(target_arch = "x86_64")]
+    all.push(avx2);
     #[cfg(target_arch = "x86_64")]
     all.extend(avx512::Avx512::detect().map(|_| -> [Multiply; 2] { [vectors, emulated] }).into_iter().flatten());
     all
@@ -128,6 +149,10 @@ struct Emulated(#[allow(dead_code)] avx512::Avx512); // Held, not read.
 unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
     const UNIT: usize = amx::PAIRS;
     const AT_ONCE: usize = 8 * amx::PAIRS;
+
+    fn run(self, work: impl pulp::NullaryFnOnce<Output = ()>) {
+        work.call();
+    }
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Span, depth: Span, pairs: usize, to: &mut [u32]) {
         // SAFETY: this is made only where the processor has the features.
@@ -279,9 +304,6 @@ fn the_other_sizes_and_the_strides_change_no_bit() {
     };
     let whole = product(a, b);
     assert_eq!(whole, product(a, turned.transposed()));
-    if widened_only() {
-        return; // gemm chooses its order by the shape.
-    }
     let narrow = product(a, MatrixBf16::strided(&b.data[61..], k, 7, m, 1));
     for i in 0..n {
         assert_eq!(narrow[i * 7..][..7], whole[i * m + 61..][..7]);
@@ -289,7 +311,7 @@ fn the_other_sizes_and_the_strides_change_no_bit() {
 }
 
 #[test]
-fn the_fallback_agrees_with_the_kernel() {
+fn all_ways_agree_and_all_but_tiles_to_the_bit() {
     let (n, k, m) = (77, 770, 131);
     let (a, b) = (halves(n * k, 1), halves(k * m, 2));
     let (a, b) = (MatrixBf16::new(&a, n, k), MatrixBf16::new(&b, m, k).transposed());
@@ -299,6 +321,13 @@ fn the_fallback_agrees_with_the_kernel() {
         out
     };
     let (sizes, fallback) = (reference(a, b).sizes, product(fallback));
+    assert_eq!(product(scalar), fallback);
+    #[cfg(target_arch = "x86_64")]
+    assert_eq!(product(avx2), fallback);
+    #[cfg(target_arch = "x86_64")]
+    if !widened_only() {
+        assert_eq!(product(vectors), fallback);
+    }
     for way in ways() {
         for (i, (kernel, fallback)) in product(way).iter().zip(&fallback).enumerate() {
             assert!(f64::from((kernel - fallback).abs()) <= 1e-6 * sizes[i], "[{i}]: {kernel} against {fallback}");
@@ -418,9 +447,7 @@ fn what_does_not_fit_is_named() {
 }
 
 /// Whether this processor lacks the kernel's instructions.
+#[cfg(target_arch = "x86_64")]
 fn widened_only() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return avx512::Avx512::detect().is_none();
-    #[cfg(not(target_arch = "x86_64"))]
-    true
+    avx512::Avx512::detect().is_none()
 }

@@ -1,70 +1,160 @@
-//! The product where the processor has no instruction for it: block by block, widened to f32 and multiplied by `gemm`.
+//! The kernel where the processor has no instruction for it: pairs are widened in registers and multiplied in f32.
+//!
+//! A product of two bfloat16 is exact in f32, so whether a multiplication and an addition are one instruction or two changes no bit.
 
+use std::iter::repeat;
 use std::ops::Range;
 
 use gemm::Parallelism;
+use half::bf16;
+use pulp::{Arch, NullaryFnOnce, Scalar, Simd, WithSimd};
 
+use super::MatrixBf16;
+use super::blocks::{self, Tiles};
 use super::target::Target;
-use super::{MatrixBf16, parts, spread};
-use crate::cpu::product::{Matrix, Write, multiply_into};
 
-/// Rows, columns and depth of a block: three of them widened are 12 MiB.
-const BLOCK: usize = 1024;
+/// `a * b` into `target` by `vectors`: as many sums as hide an addition's latency and leave registers for what is multiplied.
+pub(super) fn multiply(vectors: Arch, target: Target<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Parallelism) {
+    match vectors {
+        #[cfg(target_arch = "x86_64")]
+        Arch::V4(simd) => blocks::multiply::<8, 48, _>(Widened::<_, 3>(simd), target, a, b, threads),
+        #[cfg(target_arch = "x86_64")]
+        Arch::V3(simd) => blocks::multiply::<6, 16, _>(Widened::<_, 2>(simd), target, a, b, threads),
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon(simd) => blocks::multiply::<6, 16, _>(Widened::<_, 4>(simd), target, a, b, threads),
+        _ => blocks::multiply::<2, 4, _>(Widened::<_, 4>(Scalar), target, a, b, threads),
+    }
+}
 
-/// `a * b` into `target`.
-pub(super) fn multiply(target: Target<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Parallelism) {
-    let depth_parts = a.columns.div_ceil(BLOCK).max(1);
-    let (mut wide_a, mut wide_b, mut sums) = (Vec::new(), Vec::new(), Vec::new());
-    for rows in parts(a.rows, BLOCK) {
-        for columns in parts(b.columns, BLOCK) {
-            let (n, m) = (rows.len(), columns.len());
-            let target = target.part(rows.start, columns.start);
-            let (out, stride, add) = match target {
-                Target::F32 { out, add } => (out.raw_parts().0, out.raw_parts().1, add),
-                Target::Bf16 { .. } => {
-                    sums.resize(n * m, 0f32);
-                    (sums.as_mut_ptr(), m, false)
+/// Tiles of `V` vectors of columns.
+#[derive(Clone, Copy)]
+struct Widened<S, const V: usize>(S);
+
+// SAFETY: pulp gives an `S` only where the processor has its instructions.
+unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C> for Widened<S, V> {
+    const UNIT: usize = 1;
+    const AT_ONCE: usize = usize::MAX;
+    // Rows are few, and each of their elements is multiplied by a vector: they are packed as the f32 that the processor spreads.
+    const ROW_WORDS: usize = 2;
+
+    fn run(self, work: impl NullaryFnOnce<Output = ()>) {
+        self.0.vectorize(InVectors(work));
+    }
+
+    fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
+        Tiles::<R, C>::run(self, Pack::<R, 2> { from, lines, depth, pairs, to });
+    }
+
+    fn pack_columns(
+        self,
+        from: MatrixBf16<'_>,
+        lines: Range<usize>,
+        depth: Range<usize>,
+        pairs: usize,
+        to: &mut [u32],
+    ) {
+        Tiles::<R, C>::run(self, Pack::<C, 1> { from, lines, depth, pairs, to });
+    }
+
+    #[inline(always)]
+    unsafe fn multiply(self, a: &[u32], b: &[u32], out: &mut [[f32; C]; R], add: bool) {
+        debug_assert!(!add, "depth is never parted here");
+        const { assert!(C == V * S::F32_LANES, "a tile's columns are its vectors'") };
+        let simd = self.0;
+        let (high, half) = (simd.splat_u32s(0xffff_0000), simd.splat_u32s(16));
+        let mut sums = [[simd.splat_f32s(0.0); V]; R];
+        for (a, b) in a.chunks_exact(2 * R).zip(b.as_chunks::<C>().0) {
+            let b = S::as_simd_u32s(b).0;
+            for (rows, is_odd) in [(&a[..R], true), (&a[R..], false)] {
+                let mut columns = [simd.splat_f32s(0.0); V];
+                for (column, b) in columns.iter_mut().zip(b) {
+                    let bits = if is_odd { simd.and_u32s(*b, high) } else { simd.wrapping_dyn_shl_u32s(*b, half) };
+                    *column = simd.transmute_f32s_u32s(bits);
                 }
-            };
-            for part in 0..depth_parts {
-                let depth = part * BLOCK..a.columns.min((part + 1) * BLOCK);
-                let a = widen(a, rows.clone(), depth.clone(), &mut wide_a, threads);
-                let b = widen(b, depth, columns.clone(), &mut wide_b, threads);
-                // SAFETY: the block lies in the target's matrix, or in `sums`, which is as large; both are borrowed by
-                // this function alone.
-                unsafe { multiply_into(out, stride, Write::first(!add && part == 0), a, b, 1.0, threads) };
+                for (sums, row) in sums.iter_mut().zip(rows) {
+                    let row = simd.splat_f32s(f32::from_bits(*row));
+                    for (sum, column) in sums.iter_mut().zip(columns) {
+                        *sum = simd.mul_add_e_f32s(row, column, *sum);
+                    }
+                }
             }
-            if let Target::Bf16 { .. } = target {
-                let rows: Vec<_> = sums[..n * m].chunks_exact_mut(m).enumerate().collect();
-                // SAFETY: every row is written by one task, and only this function knows the target.
-                spread(n * m, threads, rows, |(row, sums)| unsafe { target.write(row, 0, sums) });
-            }
+        }
+        for (out, sums) in out.iter_mut().zip(sums) {
+            S::as_mut_simd_f32s(out).0.copy_from_slice(&sums);
         }
     }
 }
 
-/// A block of `from` in f32, in `buffer`, its contiguous dimension kept.
-fn widen<'a>(
-    from: MatrixBf16<'_>,
-    rows: Range<usize>,
-    columns: Range<usize>,
-    buffer: &'a mut Vec<f32>,
-    threads: Parallelism,
-) -> Matrix<'a> {
-    if from.row_stride == 1 && from.column_stride != 1 {
-        return widen(from.transposed(), columns, rows, buffer, threads).transposed();
+/// Work that is compiled for vectors and asks nothing of them.
+struct InVectors<W>(W);
+
+impl<W: NullaryFnOnce<Output = ()>> WithSimd for InVectors<W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.0.call();
     }
-    let (n, m) = (rows.len(), columns.len());
-    buffer.resize(n * m, 0.0);
-    let lines: Vec<_> = buffer.chunks_exact_mut(m.max(1)).enumerate().collect();
-    spread(n * m, threads, lines, |(row, line)| {
-        let begin = (rows.start + row) * from.row_stride + columns.start * from.column_stride;
-        if from.column_stride == 1 {
-            line.iter_mut().zip(&from.data[begin..]).for_each(|(wide, value)| *wide = value.to_f32());
-        } else {
-            let at = |column| from.data[begin + column * from.column_stride];
-            line.iter_mut().enumerate().for_each(|(column, wide)| *wide = at(column).to_f32());
+}
+
+/// Pairs that are packed at a time: what is written of them stays in a first-level cache, line by line.
+const BLOCK: usize = 128;
+
+/// Packs `lines` over `depth` into panels of `W` lines and `pairs` pairs. A pair takes `WORDS` elements of a line: one with the odd one above,
+/// or both widened, the odd ones of all lines first.
+struct Pack<'a, const W: usize, const WORDS: usize> {
+    from: MatrixBf16<'a>,
+    lines: Range<usize>,
+    depth: Range<usize>,
+    pairs: usize,
+    to: &'a mut [u32],
+}
+
+impl<const W: usize, const WORDS: usize> NullaryFnOnce for Pack<'_, W, WORDS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let Self { from, lines, depth, pairs, to } = self;
+        let bits = |half: &bf16| u32::from(half.to_bits());
+        let put = |to: &mut [u32], line: usize, [even, odd]: [u32; 2]| {
+            if WORDS == 1 {
+                to[line] = even | odd << 16;
+            } else {
+                (to[line], to[W + line]) = (odd << 16, even << 16);
+            }
+        };
+        for (panel, first) in to.chunks_exact_mut((W * WORDS * pairs).max(1)).zip(lines.clone().step_by(W)) {
+            let count = W.min(lines.end - first);
+            for (block, to) in panel.chunks_mut(W * WORDS * BLOCK).enumerate() {
+                let begin = depth.end.min(depth.start + 2 * block * BLOCK);
+                let depth = begin..depth.end.min(begin + 2 * BLOCK);
+                let at = |line: usize, depth: usize| (first + line) * from.row_stride + depth * from.column_stride;
+                if from.column_stride == 1 && !depth.is_empty() {
+                    for line in 0..count {
+                        let (twos, last) = from.data[at(line, depth.start)..][..depth.len()].as_chunks::<2>();
+                        let last = last.iter().map(|even| [bits(even), 0]).chain(repeat([0; 2]));
+                        let both = twos.iter().map(|[even, odd]| [bits(even), bits(odd)]).chain(last);
+                        to.chunks_exact_mut(W * WORDS).zip(both).for_each(|(to, both)| put(to, line, both));
+                    }
+                    continue;
+                }
+                for (pair, to) in to.chunks_exact_mut(W * WORDS).enumerate() {
+                    let here = depth.start + 2 * pair;
+                    let of = |depth: usize| from.data[at(0, depth)..].first_chunk::<W>();
+                    if here + 1 < depth.end
+                        && from.row_stride == 1
+                        && let (true, Some(even), Some(odd)) = (count == W, of(here), of(here + 1))
+                    {
+                        (0..W).for_each(|line| put(to, line, [bits(&even[line]), bits(&odd[line])]));
+                        continue;
+                    }
+                    for line in 0..count {
+                        let of = |here: usize| if here < depth.end { bits(&from.data[at(line, here)]) } else { 0 };
+                        put(to, line, [here, here + 1].map(of));
+                    }
+                }
+            }
         }
-    });
-    Matrix::new(buffer, n, m)
+    }
 }
