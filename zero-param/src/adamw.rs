@@ -1,9 +1,10 @@
-//! AdamW over a piece in one pass: the kernel of the other front, with the bits, the state and the records of Burn's own.
+//! AdamW over a piece in one pass: the kernel of the other front, with the bits, the state and the records of Burn's own, which steps
+//! what is on another device.
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, Dispatch, Flex, backend_extension};
+use burn::backend::{Backend, Dispatch, DispatchDevice, Flex, backend_extension};
 use burn::tensor::{Device, Tensor};
-use burn_optim::{AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
+use burn_optim::{AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
 use serde_json::Value;
 use zero_kernels::Rule;
 use zero_kernels::update::{Elements, Kernel, State, Stretch, run_stretch};
@@ -11,7 +12,7 @@ use zero_kernels::update::{Elements, Kernel, State, Stretch, run_stretch};
 use crate::piece::Raw;
 
 #[derive(Clone)]
-pub(crate) struct FusedAdamW(Rule);
+pub(crate) struct FusedAdamW(Rule, AdamW);
 
 impl FusedAdamW {
     /// The optimizer that `config` describes; none if it asks for more than the pass does.
@@ -23,13 +24,14 @@ impl FusedAdamW {
         if !["cautious_weight_decay", "amsgrad", "grad_clipping"].into_iter().all(is_plain) {
             return None;
         }
-        Some(Self(Rule::AdamW {
+        let rule = Rule::AdamW {
             beta_1: number("beta_1")?,
             beta_2: number("beta_2")?,
             epsilon: number("epsilon")?,
             weight_decay: number("weight_decay")?,
             bias_correction: true,
-        }))
+        };
+        Some(Self(rule, config.build()))
     }
 }
 
@@ -43,6 +45,9 @@ impl Optimizer for FusedAdamW {
         grad: Tensor<D>,
         state: Option<AdamWState<D>>,
     ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        if !matches!(tensor.device().as_dispatch(), DispatchDevice::Flex(_)) {
+            return self.1.step(lr, tensor, grad, state);
+        }
         let momentum = state.map(|state| state.momentum).unwrap_or_else(|| {
             let zeros = || Tensor::zeros(tensor.shape(), &tensor.device());
             AdaptiveMomentumState { time: 0, moment_1: zeros(), moment_2: zeros(), max_moment_2: None }
