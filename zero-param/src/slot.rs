@@ -172,6 +172,15 @@ impl Slot {
         }
     }
 
+    /// Of what this rank updates, the elements that it alone counts, as it alone saves them.
+    pub(crate) fn counted(&self) -> Range<usize> {
+        let own = self.partition.range(self.shared.rank());
+        match self.policy {
+            Policy::Replicated => own,
+            Policy::Kept | Policy::Sharded => 0..own.len(),
+        }
+    }
+
     /// Whether the whole is made for each use, so that a backward pass makes it again rather than keeping it.
     pub(crate) fn is_made(&self) -> bool {
         match self.policy {
