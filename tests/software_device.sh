@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Kernels, and GPT-2 with several ranks, on Mesa's software device (Debian: mesa-vulkan-drivers): `tests/software_device.sh`.
 # Further: `tests/software_device.sh laws`, the decorator's laws, which take longest; `tests/software_device.sh processes`, ranks
-# that are processes, at all stages or at those that follow (ZERO_RANKS many; ZERO_OPTIONS has more options of theirs). The time goes
-# into compiling kernels.
+# that are processes, at all stages or at those that follow (ZERO_RANKS many; ZERO_OPTIONS has more options of theirs);
+# `tests/software_device.sh param`, the front for Burn 0.22. The time goes into compiling kernels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 drivers=(/usr/share/vulkan/icd.d/lvp_icd.*.json)
@@ -34,5 +34,6 @@ processes)
   tests/processes.sh target/devices/examples/gpt2_1_5b vulkan "${ZERO_RANKS:-2}" "${@:2}"
   ;;
 laws) cargo test "${build[@]}" --test laws_vulkan -- --test-threads 1 ;;
-*) echo 'usage: tests/software_device.sh [laws|processes [STAGE...]]' >&2; exit 2 ;;
+param) cd zero-param && cargo test --features wgpu --test device -- --test-threads 1 --nocapture ;;
+*) echo 'usage: tests/software_device.sh [laws|param|processes [STAGE...]]' >&2; exit 2 ;;
 esac

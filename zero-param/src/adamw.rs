@@ -1,35 +1,38 @@
-//! AdamW over a piece in one pass: the kernel of the other front, with the bits, the state and the records of Burn's own.
+//! AdamW over a piece in one pass: the kernel of the other front, with the bits, the state and the records of Burn's own, which steps
+//! what is on another device.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, Dispatch, Flex, backend_extension};
+use std::ops::Range;
+
+use burn::backend::DispatchDevice;
 use burn::tensor::{Device, Tensor};
-use burn_optim::{AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
+use burn_optim::{AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
+use serde::Serialize;
 use serde_json::Value;
 use zero_kernels::Rule;
-use zero_kernels::update::{Elements, Kernel, State, Stretch, run_stretch};
+use zero_kernels::update::{Elements, Kernel, Norms, State, Stretch, run_stretch};
 
+use crate::device::{held, hold};
 use crate::piece::Raw;
 
 #[derive(Clone)]
-pub(crate) struct FusedAdamW(Rule);
+pub(crate) struct FusedAdamW(Rule, AdamW);
 
 impl FusedAdamW {
     /// The optimizer that `config` describes; none if it asks for more than the pass does.
     pub(crate) fn of(config: &AdamWConfig) -> Option<Self> {
-        // Its fields are private, but it is saved as what it is.
-        let fields = serde_json::to_value(config).ok()?;
-        let number = |name: &str| fields[name].as_f64().map(|number| number as f32);
+        let fields = fields(config);
         let is_plain = |name: &str| matches!(fields[name], Value::Null | Value::Bool(false));
         if !["cautious_weight_decay", "amsgrad", "grad_clipping"].into_iter().all(is_plain) {
             return None;
         }
-        Some(Self(Rule::AdamW {
-            beta_1: number("beta_1")?,
-            beta_2: number("beta_2")?,
-            epsilon: number("epsilon")?,
-            weight_decay: number("weight_decay")?,
+        let rule = Rule::AdamW {
+            beta_1: number(&fields, "beta_1")?,
+            beta_2: number(&fields, "beta_2")?,
+            epsilon: number(&fields, "epsilon")?,
+            weight_decay: number(&fields, "weight_decay")?,
             bias_correction: true,
-        }))
+        };
+        Some(Self(rule, config.build()))
     }
 }
 
@@ -43,15 +46,16 @@ impl Optimizer for FusedAdamW {
         grad: Tensor<D>,
         state: Option<AdamWState<D>>,
     ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        if !matches!(tensor.device().as_dispatch(), DispatchDevice::Flex(_)) {
+            return self.1.step(lr, tensor, grad, state);
+        }
         let momentum = state.map(|state| state.momentum).unwrap_or_else(|| {
             let zeros = || Tensor::zeros(tensor.shape(), &tensor.device());
             AdaptiveMomentumState { time: 0, moment_1: zeros(), moment_2: zeros(), max_moment_2: None }
         });
         let AdaptiveMomentumState { time, moment_1, moment_2, .. } = momentum;
         let kernel = Kernel::new(self.0, lr, time + 1);
-        let [tensor, grad, m, v] = [tensor, grad, moment_1, moment_2].map(Tensor::into_dispatch);
-        let (tensor, m, v) = <Dispatch as UpdateBackend>::update(tensor, grad, m, v, kernel);
-        let [tensor, moment_1, moment_2] = [tensor, m, v].map(Tensor::from_dispatch);
+        let (tensor, [moment_1, moment_2], _) = update(tensor, Some(grad), [moment_1, moment_2], kernel, 0..0);
         let momentum = AdaptiveMomentumState { time: time + 1, moment_1, moment_2, max_moment_2: None };
         (tensor, Some(AdamWState { momentum }))
     }
@@ -62,32 +66,37 @@ impl Optimizer for FusedAdamW {
     }
 }
 
-#[backend_extension(Flex)]
-trait UpdateBackend: Backend {
-    /// The next parameter, and the states; in place where nobody else holds them.
-    fn update(
-        parameter: FloatTensor<Self>,
-        gradient: FloatTensor<Self>,
-        first: FloatTensor<Self>,
-        second: FloatTensor<Self>,
-        kernel: Kernel,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+/// The fields of one of Burn's configurations. They are private, but it is saved as what it is.
+pub(crate) fn fields(config: &impl Serialize) -> Value {
+    serde_json::to_value(config).unwrap_or_default()
 }
 
-impl UpdateBackend for Flex {
-    fn update(mut parameter: Raw, gradient: Raw, mut first: Raw, mut second: Raw, kernel: Kernel) -> (Raw, Raw, Raw) {
-        let gradient = gradient.to_contiguous();
-        let stretch = Stretch {
-            p: elements(&mut parameter),
-            g: Elements::F32(gradient.as_slice().expect("it is contiguous, and a piece's gradient is fp32")),
-            a: State::F32(elements(&mut first)),
-            b: State::F32(elements(&mut second)),
-            copy: None,
-            first: 0,
-        };
-        run_stretch(kernel, 1.0, stretch, 0..0);
-        (parameter, first, second)
-    }
+pub(crate) fn number(fields: &Value, name: &str) -> Option<f32> {
+    fields[name].as_f64().map(|number| number as f32)
+}
+
+/// A pass of `kernel` over pieces, in place where nobody else holds them: the next parameter and states, and the sums over the elements
+/// `counted` that a first pass gives.
+pub(crate) fn update<const D: usize>(
+    parameter: Tensor<D>,
+    gradient: Option<Tensor<D>>,
+    states: [Tensor<D>; 2],
+    kernel: Kernel,
+    counted: Range<usize>,
+) -> (Tensor<D>, [Tensor<D>; 2], Norms) {
+    let (mut parameter, [mut a, mut b]) = (held(parameter), states.map(held));
+    let gradient = gradient.map(|gradient| held(gradient).to_contiguous());
+    let expected = "it is contiguous, and a piece's gradient is fp32";
+    let stretch = Stretch {
+        p: elements(&mut parameter),
+        g: Elements::F32(gradient.as_ref().map_or(&[], |gradient| gradient.as_slice().expect(expected))),
+        a: State::F32(elements(&mut a)),
+        b: State::F32(elements(&mut b)),
+        copy: None,
+        first: 0,
+    };
+    let norms = run_stretch(kernel, 1.0, stretch, counted);
+    (hold(parameter), [a, b].map(hold), norms)
 }
 
 /// The elements of a piece, to be written: it is copied where it is held elsewhere too.

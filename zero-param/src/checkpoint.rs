@@ -1,6 +1,6 @@
 //! Checkpoints in the format of `zero_train`: a run of the front for Burn 0.21 resumes here, and the other way round.
 //!
-//! * Tensors: `model.<path>`, and `optimizer.<path>.exp_avg` and `.exp_avg_sq` of AdamW and Adam, in fp32. Each rank writes
+//! * Tensors: `model.<path>`, and `optimizer.<path>.exp_avg` and `.exp_avg_sq` of AdamW, Adam and LAMB, in fp32. Each rank writes
 //!   its elements by [`Partition`](zero_core::Partition), at any stage. Any number of ranks reads them back, at any stage.
 //! * State, under the key `engine`: updates, and how many each parameter has had. Dropout's random numbers are Burn's own here
 //!   and are not saved: in the format they stand as those of a run that has drawn none.
@@ -18,7 +18,7 @@ use zero_core::checkpoint::{Checkpoint, ElementType, Piece, SaveOptions, Saved, 
 
 use crate::error::Error;
 use crate::optim::Optimizer;
-use crate::slot::{Policy, Slot};
+use crate::slot::Slot;
 use crate::zero::Zero;
 
 /// The version of the engine's state that is written, and the newest that is read.
@@ -27,9 +27,11 @@ const STATE_VERSION: u64 = 1;
 /// The key of the engine's state in a checkpoint's.
 const ENGINE: &str = "engine";
 
-/// Where Burn has a parameter's moments, and their names in a checkpoint.
-const MOMENTS: [(&str, &str); 2] = [("momentum.moment_1", "exp_avg"), ("momentum.moment_2", "exp_avg_sq")];
-const TIME: &str = "momentum.time";
+/// What Burn calls a parameter's moments, and their names in a checkpoint.
+const MOMENTS: [(&str, &str); 2] = [("moment_1", "exp_avg"), ("moment_2", "exp_avg_sq")];
+const TIME: &str = "time";
+/// Where Burn has both, but for LAMB's.
+const PLACE: &str = "momentum.";
 const RANK: &str = "__rank";
 
 /// What a checkpoint has given.
@@ -65,7 +67,7 @@ impl Zero {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] for an optimizer other than AdamW and Adam, or one with AMSGrad; [`Error::Checkpoint`].
+    /// [`Error::State`] for an optimizer other than AdamW, Adam and LAMB, or one with AMSGrad; [`Error::Checkpoint`].
     pub fn save<M: Module>(
         &self,
         model: &M,
@@ -82,7 +84,7 @@ impl Zero {
         let (mut pieces, mut times) = (Vec::new(), BTreeMap::new());
         for (slot, id, data) in &held.values {
             let mut add = |name: String, bytes: &[u8]| {
-                pieces.push(Piece::new(name, ElementType::F32, slot.whole.to_vec(), self.own_bytes(slot, bytes)));
+                pieces.push(Piece::new(name, ElementType::F32, slot.whole.to_vec(), Self::own_bytes(slot, bytes)));
             };
             add(parameter_name(&slot.path), data.as_bytes());
             if let Some(Moments { time, values }) = moments.remove(&id.val()) {
@@ -146,13 +148,14 @@ impl Zero {
         for (&id, slot) in self.ids.iter().map(|(id, &index)| (id, &self.slots[index])) {
             values.insert(id, self.read(checkpoint, slot, &parameter_name(&slot.path))?);
             let Some(time) = engine["optimizer"]["times"][&slot.path].as_u64() else { continue };
-            let key = |leaf: &str| format!("{}.{leaf}", id.val());
+            let place = if name == "lamb" { "" } else { PLACE };
+            let key = |leaf: &str| format!("{}.{place}{leaf}", id.val());
             for (leaf, name) in MOMENTS {
                 let bytes = Bytes::from_elems(self.read(checkpoint, slot, &state_name(&slot.path, name))?);
                 tensors.push(burn_pack::Tensor::new(key(leaf), DType::F32, slot.base.clone(), Some(id.val()), bytes));
             }
             scalars.push((key(TIME), Scalar::from(time as usize)));
-            scalars.push((key(RANK), Scalar::from(slot.base.num_dims())));
+            scalars.push((format!("{}.{RANK}", id.val()), Scalar::from(slot.base.num_dims())));
             paths.push((id.val().to_string(), slot.path.clone()));
         }
         let mut record = Writer::new(tensors);
@@ -170,12 +173,9 @@ impl Zero {
     }
 
     /// Of what this rank updates of a parameter, the part that it writes.
-    fn own_bytes(&self, slot: &Slot, bytes: &[u8]) -> Vec<u8> {
-        let own = slot.partition.range(self.shared.rank());
-        match slot.policy {
-            Policy::Replicated => bytes[own.start * size_of::<f32>()..own.end * size_of::<f32>()].to_vec(),
-            Policy::Kept | Policy::Sharded => bytes.to_vec(),
-        }
+    fn own_bytes(slot: &Slot, bytes: &[u8]) -> Vec<u8> {
+        let own = slot.counted();
+        bytes[own.start * size_of::<f32>()..own.end * size_of::<f32>()].to_vec()
     }
 
     /// What this rank updates of a parameter, as it is saved under `name`.
@@ -192,7 +192,7 @@ impl Zero {
 
 fn saved_name(optimizer: &Optimizer) -> Result<&'static str, Error> {
     optimizer.saved_name.ok_or_else(|| {
-        Error::State("the state of this optimizer has no place in a checkpoint: use AdamW or Adam, or save `Optimizer::inner`'s record".into())
+        Error::State("the state of this optimizer has no place in a checkpoint: use AdamW, Adam or LAMB, or save `Optimizer::inner`'s record".into())
     })
 }
 
@@ -209,6 +209,7 @@ fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
         let (name, _, _, id, bytes) = tensor.into_parts().map_err(packed)?;
         let place = id.and_then(|id| {
             let leaf = name.strip_prefix(&format!("{id}."))?;
+            let leaf = leaf.strip_prefix(PLACE).unwrap_or(leaf);
             Some((id, MOMENTS.iter().position(|(burns, _)| *burns == leaf)?))
         });
         let (id, place) = place.ok_or_else(|| unknown(format!("the optimizer keeps '{name}'")))?;
@@ -216,7 +217,8 @@ fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
     }
     let mut all = HashMap::new();
     for (id, values) in found {
-        let time = scalars.get(&format!("{id}.{TIME}")).and_then(|&time| usize::try_from(time).ok());
+        let time = [PLACE, ""].iter().find_map(|place| scalars.get(&format!("{id}.{place}{TIME}")));
+        let time = time.and_then(|&time| usize::try_from(time).ok());
         let ([Some(first), Some(second)], Some(time)) = (values, time) else {
             return Err(unknown(format!("the optimizer keeps no moments and time for parameter {id}")));
         };

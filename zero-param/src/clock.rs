@@ -9,7 +9,6 @@
 //! another's nodes too, which makes it longer than need be. The chain is of one pass: a graph that outlives it, of another
 //! loss, has none of its nodes.
 
-use std::any::Any;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,7 +19,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, AutodiffBackend, Backend, TensorMetadata};
+use burn::backend::{Autodiff, AutodiffBackend, Flex};
 use burn::tensor::{DType, Shape};
 
 /// A longer chain would cost more than it saves.
@@ -29,14 +28,16 @@ const LONGEST: u64 = 1 << 20;
 /// Empty nodes that all passes of the process have made. Relaxed: an estimate, it orders nothing.
 static TICKS: AtomicU64 = AtomicU64::new(0);
 
+type Token = FloatTensor<Autodiff<Flex>>;
+
 thread_local! {
     static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
 }
 
 #[derive(Default)]
 struct Pass {
-    /// The end of the chain, a tensor of the backend that the pass is on.
-    token: Option<Box<dyn Any>>,
+    /// The end of the chain, in the host's memory wherever the pass is.
+    token: Option<Token>,
     length: u64,
     /// What nodes were numbered, less empty ones, at the first gather.
     begin: u64,
@@ -66,22 +67,21 @@ fn nodes() -> u64 {
 #[derive(Debug)]
 struct Tick;
 
-impl<B: Backend> Backward<B, 1> for Tick {
+impl Backward<Flex, 1> for Tick {
     type State = ();
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
 
-/// A token as deep as what the pass has recorded, on `like`'s device; none outside of a pass.
-pub(crate) fn tick<B: Backend>(like: &FloatTensor<B>) -> Option<FloatTensor<Autodiff<B>>> {
+/// A token as deep as what the pass has recorded; none outside of a pass.
+pub(crate) fn tick() -> Option<Token> {
     PASS.with_borrow_mut(|pass| {
         let pass = pass.as_mut()?;
-        let known = pass.token.take().and_then(|token| token.downcast::<FloatTensor<Autodiff<B>>>().ok());
-        let mut token = match known {
-            Some(token) => *token,
+        let mut token = match pass.token.take() {
+            Some(token) => token,
             None => {
                 (pass.begin, pass.length) = (nodes(), 0);
-                let scalar = B::float_zeros(Shape::new([1]), &like.device(), DType::F32.into());
-                Autodiff::<B>::float_set_require_grad(Autodiff::<B>::from_inner(scalar), true)
+                let scalar = Flex::float_zeros(Shape::new([1]), &Default::default(), DType::F32.into());
+                Autodiff::<Flex>::float_set_require_grad(Autodiff::<Flex>::from_inner(scalar), true)
             }
         };
         let depth = nodes().saturating_sub(pass.begin).min(LONGEST);
@@ -91,7 +91,7 @@ pub(crate) fn tick<B: Backend>(like: &FloatTensor<B>) -> Option<FloatTensor<Auto
             TICKS.fetch_add(1, Ordering::Relaxed);
             pass.length += 1;
         }
-        pass.token = Some(Box::new(token.clone()));
+        pass.token = Some(token.clone());
         Some(token)
     })
 }

@@ -26,6 +26,18 @@ pub enum Error {
         /// Its type.
         got: String,
     },
+    /// A parameter on a device that cannot be served.
+    #[error("parameter '{path}' is on {device}, {reason}: {instead}")]
+    Device {
+        /// The parameter.
+        path: String,
+        /// Where it is.
+        device: String,
+        /// What is wrong with it.
+        reason: &'static str,
+        /// What to do in its place.
+        instead: &'static str,
+    },
     /// Two places of the module have one parameter.
     #[error(
         "parameters '{first}' and '{second}' have one id, so Burn's optimizers would update only the first: \

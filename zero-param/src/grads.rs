@@ -10,7 +10,7 @@ use zero_core::{Buffer, ReduceOp};
 
 use crate::clock;
 use crate::error::Error;
-use crate::slot::{Policy, Slot};
+use crate::slot::Slot;
 use crate::zero::Zero;
 
 /// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
@@ -91,12 +91,7 @@ impl Grads {
     pub fn norm(&self) -> Result<f64, Error> {
         let shared = &self.zero.shared;
         let squares = |(slot, piece): (&Arc<Slot>, &Option<Vec<f32>>)| {
-            let piece = piece.as_ref()?;
-            let own = match slot.policy {
-                Policy::Replicated => slot.partition.range(shared.rank()),
-                Policy::Kept | Policy::Sharded => 0..piece.len(),
-            };
-            Some(piece[own].iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>())
+            Some(piece.as_ref()?[slot.counted()].iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>())
         };
         let sum = self.zero.slots.iter().zip(&self.pieces).filter_map(squares).sum();
         let sums = shared.comm.all_reduce(Buffer::F64(vec![sum]), ReduceOp::Sum)?.into_f64();
@@ -153,6 +148,27 @@ impl ModuleVisitor for Feed<'_> {
         if let Some(piece) = self.pieces[index].take() {
             let data = TensorData::new(piece, self.zero.slots[index].base.clone());
             self.fed.register(param.id, Tensor::<D>::from_data(data, &param.base().device().without_autodiff()));
+        }
+    }
+}
+
+/// Gradients of no meaning of the parameters `updated`: Burn's optimizers visit what has one.
+pub(crate) fn mark<M: Module>(model: &M, updated: Vec<usize>, zero: &Zero) -> GradientsParams {
+    let mut marks = Mark { ids: &zero.ids, updated, marks: GradientsParams::new() };
+    model.visit(&mut marks);
+    marks.marks
+}
+
+struct Mark<'a> {
+    ids: &'a HashMap<ParamId, usize>,
+    updated: Vec<usize>,
+    marks: GradientsParams,
+}
+
+impl ModuleVisitor for Mark<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.ids.get(&param.id).is_some_and(|index| self.updated.contains(index)) {
+            self.marks.register(param.id, Tensor::<D>::zeros([1; D], &param.base().device().without_autodiff()));
         }
     }
 }

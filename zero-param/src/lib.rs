@@ -10,6 +10,8 @@
 //! * Speed: layers of Burn work as they are; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
 //!   [`embedding()`] are kernels. AdamW is one pass. A rank that is a thread computes on its share of the processors.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
+//! * Devices: what is sharded stays in the host's memory. With the features `cuda`, `vulkan` and `wgpu` the model may compute
+//!   elsewhere: a whole goes there for its use, a gradient comes back.
 //! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train.
 //!
 //! ```
@@ -45,9 +47,11 @@ mod checkpoint;
 mod clock;
 mod config;
 mod current;
+mod device;
 mod error;
 mod fused;
 mod grads;
+mod lamb;
 mod layers;
 mod optim;
 mod piece;
@@ -66,6 +70,7 @@ pub use config::{Float, ZeroConfig};
 pub use error::Error;
 pub use fused::{attention, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
 pub use grads::Grads;
+pub use lamb::BoundedLamb;
 pub use layers::{embedding, tied_head};
 pub use optim::{Optimizer, OptimizerConfig};
 pub use ranks::{Ranks, run_process, run_threads};

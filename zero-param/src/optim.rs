@@ -1,16 +1,18 @@
-//! Burn's optimizers on pieces: those that compute each element by itself.
+//! Burn's optimizers on pieces: those that compute each element by itself, and LAMB.
 
 use burn::module::Module;
 use burn_optim::grad_clipping::GradientClipping;
 use burn_optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_optim::{
-    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, LBFGSConfig, LambConfig,
-    LionConfig, ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
+    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, LBFGSConfig, LionConfig,
+    ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
 };
 
 use crate::adamw::FusedAdamW;
 use crate::error::Error;
-use crate::grads::Grads;
+use crate::grads::{Grads, mark};
+use crate::lamb::Lamb;
+use crate::slot::Slot;
 use crate::zero::Zero;
 
 /// The configuration of one of Burn's optimizers.
@@ -25,6 +27,18 @@ pub trait OptimizerConfig {
     /// What checkpoints call it, if they have a place for its state.
     fn saved_name(&self) -> Option<&'static str> {
         None
+    }
+
+    /// One that steps pieces by norms over all ranks, and what it does so with.
+    #[doc(hidden)]
+    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
+        None
+    }
+
+    /// The optimizer of whole parameters that a learner of burn-train has of it.
+    #[doc(hidden)]
+    fn of_wholes(&self) -> Result<ModuleOptimizer, Error> {
+        self.elementwise()
     }
 }
 
@@ -54,7 +68,7 @@ macro_rules! refused {
     ($($config:ident $optimizer:literal $reason:literal;)*) => {$(
         impl OptimizerConfig for $config {
             fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
-                let instead = "use AdamW, Adam, Sgd, AdaGrad, RmsProp, Lion or Adan";
+                let instead = "use AdamW, Adam, Sgd, AdaGrad, RmsProp, Lion, Adan or Lamb";
                 Err(Error::Optimizer { optimizer: $optimizer, reason: $reason, instead })
             }
         }
@@ -73,7 +87,6 @@ elementwise! {
 refused! {
     AdafactorConfig "Adafactor" "keeps sums over rows and columns of a parameter";
     LBFGSConfig "LBFGS" "takes products over all parameters";
-    LambConfig "Lamb" "takes norms of whole parameters";
     MuonConfig "Muon" "makes whole gradients orthogonal";
 }
 
@@ -83,6 +96,7 @@ const CLIP: &str = "clip by the norm of all gradients, with Grads::clip_norm";
 pub struct Optimizer {
     inner: ModuleOptimizer,
     zero: Zero,
+    lamb: Option<Lamb>,
     pub(crate) saved_name: Option<&'static str>,
 }
 
@@ -101,12 +115,15 @@ impl Zero {
     /// assert!(MuonConfig::new().elementwise().err().unwrap().to_string().contains("Muon"));
     /// ```
     pub fn optimizer(&self, config: &impl OptimizerConfig) -> Result<Optimizer, Error> {
-        let inner = config.elementwise()?;
+        let (inner, lamb) = match config.by_norms() {
+            Some((inner, lamb)) => (inner, Some(lamb)),
+            None => (config.elementwise()?, None),
+        };
         if let Some(GradientClipping::Norm(_)) = inner.grad_clipping() {
             let (optimizer, reason) = ("GradientClipping::Norm", "takes norms of whole gradients");
             return Err(Error::Optimizer { optimizer, reason, instead: CLIP });
         }
-        Ok(Optimizer { inner, zero: self.clone(), saved_name: config.saved_name() })
+        Ok(Optimizer { inner, zero: self.clone(), lamb, saved_name: config.saved_name() })
     }
 
     /// As [`Zero::optimizer`], of one that was put together: of groups, or of a rule of one's own. The caller knows that it
@@ -121,7 +138,7 @@ impl Zero {
             let reason = "may take norms of whole gradients, as only that of an optimizer without groups can be seen";
             return Err(Error::Optimizer { optimizer: "the clipping of an optimizer's group", reason, instead: CLIP });
         }
-        Ok(Optimizer { inner, zero: self.clone(), saved_name: None })
+        Ok(Optimizer { inner, zero: self.clone(), lamb: None, saved_name: None })
     }
 }
 
@@ -132,7 +149,8 @@ impl Optimizer {
     ///
     /// [`Error::Missing`] when `grads` are of parameters that `model` has not; [`Error::Comm`].
     pub fn step<M: Module>(&mut self, lr: impl Into<ModuleLearningRate>, model: M, grads: Grads) -> Result<M, Error> {
-        self.step_by(model, grads, |optimizer, model, grads| optimizer.step(lr, model, grads))
+        let lr = lr.into();
+        self.step_by(model, grads, |optimizer, model, grads| optimizer.step(lr.clone(), model, grads))
     }
 
     /// As [`Optimizer::step`], where `update` calls Burn's optimizer.
@@ -140,13 +158,22 @@ impl Optimizer {
         &mut self,
         model: M,
         grads: Grads,
-        update: impl FnOnce(&mut ModuleOptimizer, M, GradientsParams) -> M,
+        update: impl Fn(&mut ModuleOptimizer, M, GradientsParams) -> M,
     ) -> Result<M, Error> {
         let updated: Vec<usize> = grads.updated().collect();
         let grads = grads.into_burn(&model)?;
         self.zero.fence()?;
-        updated.into_iter().for_each(|index| self.zero.slots[index].withdraw());
-        let model = update(&mut self.inner, model, grads);
+        let updated = updated.iter().map(|&index| &*self.zero.slots[index]);
+        updated.clone().for_each(Slot::withdraw);
+        if let Some(lamb) = &self.lamb {
+            lamb.begin(updated.clone().map(Slot::counted));
+        }
+        let mut model = update(&mut self.inner, model, grads);
+        if let Some(lamb) = &self.lamb {
+            lamb.exchange(&*self.zero.shared.comm)?;
+            let marks = mark(&model, updated.map(|slot| slot.index).collect(), &self.zero);
+            model = update(&mut self.inner, model, marks);
+        }
         Ok(self.zero.publish(model))
     }
 

@@ -6,13 +6,14 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use zero_core::collective::agree;
 use zero_core::{Buffer, Partition, Request};
 
 use crate::ahead::Ahead;
 use crate::backend;
 use crate::config::ZeroConfig;
+use crate::device;
 use crate::error::Error;
 use crate::ranks::Ranks;
 use crate::reduce::{Member, Reducer};
@@ -165,23 +166,27 @@ impl Reparameterizer for Cut<'_> {
         }
         let (id, tensor, mapper) = param.consume();
         let (device, train, whole) = (tensor.device(), tensor.is_require_grad(), tensor.shape());
-        let mut values = match self.values(path, tensor) {
+        let home = Device::flex().with_autodiff_context_from(&device);
+        let device = device.without_autodiff();
+        let checked = device::check(path, &device, self.shared.config.param_dtype);
+        let mut values = match checked.and_then(|()| self.values(path, tensor)) {
             Ok(values) => values,
             Err(error) => {
                 // `shard` returns the error in the module's place.
                 self.born.borrow_mut().trouble = Some(error);
-                return (Param::from_mapped_value(id, Tensor::zeros([0; D], &device), mapper), None);
+                return (Param::from_mapped_value(id, Tensor::zeros([0; D], &home), mapper), None);
             }
         };
         let mut born = self.born.borrow_mut();
         let policy = self.policy(Partition::new(values.len(), self.shared.world()), D, train);
-        let slot = Slot::new(born.slots.len(), path, whole, policy, &self.shared, self.ranks.next_object());
+        let object = self.ranks.next_object();
+        let slot = Slot::new(born.slots.len(), path, whole, policy, device, &self.shared, object);
         let slot = Arc::new(slot);
         if policy != Policy::Replicated {
             // A copy: a view would keep the whole.
             values = values[slot.own()].to_vec();
         }
-        let base = Tensor::<D>::from_data(TensorData::new(values, slot.base.clone()), &device).set_require_grad(train);
+        let base = Tensor::<D>::from_data(TensorData::new(values, slot.base.clone()), &home).set_require_grad(train);
         born.ids.insert(id, slot.index);
         born.train.push(train);
         born.slots.push(slot.clone());

@@ -3,14 +3,16 @@
 //! A version of a piece is published before any pass uses it and replaced only by the optimizer's step, behind a barrier: so a
 //! gather needs no other rank to take part (docs/adr/0002-one-sided-gathers.md).
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{Shape, Slice, TensorData};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{DispatchDevice, Flex};
+use burn::tensor::{Device, Shape, Slice, TensorData};
 use parking_lot::Mutex;
 use zero_core::accounting::WireKind;
 use zero_core::window::{Key, Whole};
@@ -19,6 +21,7 @@ use zero_core::{Buffer, CommError, Partition};
 use crate::ahead::Planned;
 use crate::config::Float;
 use crate::current;
+use crate::device::Target;
 use crate::error::{raise, stop};
 use crate::piece::{Piece, Raw, bytes, same, tag};
 use crate::shared::Shared;
@@ -54,8 +57,10 @@ pub struct Uses {
 struct State {
     version: u64,
     piece: Option<Arc<Piece>>,
-    /// Of [`Policy::Kept`].
+    /// Of [`Policy::Kept`], where the model computes in the host's memory.
     whole: Option<Raw>,
+    /// What is whole from one update to the next, on the device, and what it was made of: a backend's tensor.
+    uploaded: Option<(Raw, Box<dyn Any + Send>)>,
     uses: Uses,
 }
 
@@ -69,6 +74,8 @@ pub struct Slot {
     pub(crate) base: Shape,
     pub(crate) partition: Partition,
     pub(crate) policy: Policy,
+    /// Where the model computes.
+    pub(crate) device: Device,
     pub(crate) shared: Arc<Shared>,
     object: u64,
     state: Mutex<State>,
@@ -128,6 +135,7 @@ impl Slot {
         path: &str,
         whole: Shape,
         policy: Policy,
+        device: Device,
         shared: &Arc<Shared>,
         object: u64,
     ) -> Self {
@@ -148,6 +156,7 @@ impl Slot {
             base,
             partition,
             policy,
+            device,
             shared,
             object,
             state: Mutex::default(),
@@ -160,6 +169,15 @@ impl Slot {
         match self.policy {
             Policy::Replicated => 0..self.partition.numel(),
             Policy::Kept | Policy::Sharded => self.partition.range(self.shared.rank()),
+        }
+    }
+
+    /// Of what this rank updates, the elements that it alone counts, as it alone saves them.
+    pub(crate) fn counted(&self) -> Range<usize> {
+        let own = self.partition.range(self.shared.rank());
+        match self.policy {
+            Policy::Replicated => own,
+            Policy::Kept | Policy::Sharded => 0..own.len(),
         }
     }
 
@@ -180,6 +198,11 @@ impl Slot {
         self.state.lock().uses.reduced += 1;
     }
 
+    fn count_gathered(&self, again: bool) {
+        let uses = &mut self.state.lock().uses;
+        *if again { &mut uses.gathered_backward } else { &mut uses.gathered_forward } += 1;
+    }
+
     fn key(&self, version: u64) -> Key {
         Key { object: self.object, version }
     }
@@ -193,7 +216,7 @@ impl Slot {
         let version = state.version + u64::from(state.piece.is_some());
         let piece = Arc::new(Piece::new(base.clone(), self.shared.cast(base.clone())));
         self.shared.window.publish(self.key(version), &piece);
-        let next = State { version, piece: Some(piece), whole: None, uses: state.uses };
+        let next = State { version, piece: Some(piece), whole: None, uploaded: None, uses: state.uses };
         let before = std::mem::replace(&mut *state, next);
         drop(state);
         if let Some(piece) = before.piece {
@@ -205,7 +228,7 @@ impl Slot {
     /// Takes back what the other ranks have read, so that an update may write over it. Behind a fence.
     pub(crate) fn withdraw(&self) {
         let mut state = self.state.lock();
-        state.whole = None;
+        (state.whole, state.uploaded) = (None, None);
         if state.piece.take().is_some() {
             let key = self.key(state.version);
             state.version += 1;
@@ -216,7 +239,7 @@ impl Slot {
 
     /// Gathers a kept whole, and gives this rank's piece as a view of it, so that it is not held twice.
     pub(crate) fn rebase(&self, base: Raw) -> Raw {
-        if self.policy != Policy::Kept || self.state.lock().whole.is_some() {
+        if self.policy != Policy::Kept || !self.computes_here() || self.state.lock().whole.is_some() {
             return base;
         }
         let whole = self.gather(&base);
@@ -238,17 +261,12 @@ impl Slot {
         rebased
     }
 
-    /// The whole for a forward pass.
-    pub(crate) fn load(self: &Arc<Self>, base: &Raw) -> Raw {
-        self.whole(base, |uses| &mut uses.gathered_forward)
+    fn computes_here(&self) -> bool {
+        matches!(self.device.as_dispatch(), DispatchDevice::Flex(_))
     }
 
-    /// The whole again, for a backward pass.
-    pub(crate) fn load_again(self: &Arc<Self>, base: &Raw) -> Raw {
-        self.whole(base, |uses| &mut uses.gathered_backward)
-    }
-
-    fn whole(self: &Arc<Self>, base: &Raw, counted: impl Fn(&mut Uses) -> &mut usize) -> Raw {
+    /// The whole on `device`, for a forward pass or once more for a backward pass.
+    pub(crate) fn load<B: Target>(self: &Arc<Self>, base: &Raw, device: &B::Device, again: bool) -> FloatTensor<B> {
         let rank = self.shared.rank();
         if let Some(other) = current::rank().filter(|&current| current != rank) {
             stop(format!(
@@ -256,6 +274,21 @@ impl Slot {
                  one another; let each rank shard a model of its own, or a clone of one that is not sharded yet"
             ));
         }
+        let is_kept = self.policy != Policy::Sharded && !B::IS_HOST;
+        if is_kept
+            && let Some((of, whole)) = &self.state.lock().uploaded
+            && same(of, base)
+        {
+            return whole.downcast_ref::<FloatTensor<B>>().expect("a parameter has one device").clone();
+        }
+        let whole = B::put(self.whole(base, again), device);
+        if is_kept {
+            self.state.lock().uploaded = Some((base.clone(), Box::new(whole.clone())));
+        }
+        whole
+    }
+
+    fn whole(self: &Arc<Self>, base: &Raw, again: bool) -> Raw {
         let state = self.state.lock();
         match (self.policy, &state.whole) {
             (Policy::Replicated, _) => {
@@ -268,7 +301,7 @@ impl Slot {
             }
             _ => {
                 drop(state);
-                *counted(&mut self.state.lock().uses) += 1;
+                self.count_gathered(again);
                 self.gather_in_order(base)
             }
         }
@@ -348,8 +381,8 @@ impl Slot {
                 false => window.read(rank, key, self)?.here().expect("the ranks share memory"),
             });
         }
-        // A whole that is kept is a rank's own: its piece is a part of it.
-        let is_lent = self.policy == Policy::Sharded;
+        // A whole that is kept is a rank's own: its piece is a part of it. One that goes to a device is given away.
+        let is_lent = self.policy == Policy::Sharded && self.computes_here();
         let _joining = is_lent.then(|| pieces[0].joining.try_lock_for(JOINING)).flatten();
         if let Some(whole) = pieces.iter().filter(|_| is_lent).find_map(|piece| piece.borrow(&self.whole)) {
             own.lend(&whole);

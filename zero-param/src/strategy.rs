@@ -271,7 +271,7 @@ fn update<M: LearnerModel>(
 ) -> Result<M, Error> {
     learner.lr_step();
     let lr = learner.lr_current();
-    optimizer.step_by(model, grads, |inner, model, grads| model.optimize(inner, lr, grads))
+    optimizer.step_by(model, grads, |inner, model, grads| model.optimize(inner, lr.clone(), grads))
 }
 
 fn fail(interrupter: &Interrupter, message: String) {
@@ -281,7 +281,7 @@ fn fail(interrupter: &Interrupter, message: String) {
 
 /// That the learner's optimizer, which a strategy can use and not see, does to the smallest parameter what `named` does.
 fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerConfig) -> Result<(), String> {
-    let mut optimizer = named.elementwise().map_err(|error| error.to_string())?;
+    let mut optimizer = named.of_wholes().map_err(|error| error.to_string())?;
     let mut learner = learner.clone();
     let mut smallest = Smallest { found: None, values: Vec::new() };
     learner.model().visit(&mut smallest);

@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 use zero_core::{CommError, Request};
 
-use crate::backend;
+use crate::device::{held, hold};
 use crate::error::Error;
 use crate::shared::Shared;
 use crate::slot::{Policy, Slot, Uses};
@@ -67,7 +67,7 @@ struct Publish<'a>(&'a Zero);
 impl ModuleVisitor for Publish<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(slot) = self.0.slot(param.id) {
-            backend::publish(param.base().without_autodiff(), slot);
+            slot.publish(&held(param.base()));
         }
     }
 }
@@ -79,7 +79,7 @@ impl ModuleMapper for Rebase<'_> {
         let Some(slot) = self.0.slot(param.id).filter(|slot| slot.policy == Policy::Kept) else { return param };
         let (id, tensor, mapper) = param.consume();
         let (train, strategy) = (tensor.is_require_grad(), tensor.gradient_checkpointing_strategy());
-        let mut base = backend::rebase(tensor.without_autodiff(), slot);
+        let mut base = hold(slot.rebase(held(tensor)));
         if let Some(strategy) = strategy {
             base = base.autodiff().with_gradient_checkpointing_strategy(strategy).set_require_grad(train);
         }

@@ -11,7 +11,7 @@ use burn::module::Module;
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
-use burn_optim::{AdamWConfig, ModuleOptimizer, MuonConfig, SgdConfig};
+use burn_optim::{AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig};
 use burn_train::metric::LossMetric;
 use burn_train::metric::store::EventStoreClient;
 use burn_train::{
@@ -192,6 +192,16 @@ fn a_learner_trains_as_on_one_device() {
         assert!(weights(&result.model.train()).values().zip(whole_weights.values()).all(pairs), "stage {stage}");
         assert_eq!(&losses, first.get_or_insert_with(|| losses.clone()), "the bits of stage {stage}");
     }
+
+    // LAMB goes through the module twice, and its ratios are of wholes.
+    let lamb = LambConfig::new().with_weight_decay(0.1);
+    let (_, result) = learn(interleaved(2, BATCH), 2 * BATCH, lamb.init(), None, |training| training);
+    let whole = weights(&result.model.train());
+    let strategy = || Some(ZeroStrategy::new(2, config(Stage::Parameters), lamb.clone()).into());
+    let (_, result) = learn(all.clone(), BATCH, lamb.init(), strategy(), |training| training);
+    assert!(result.error.is_none(), "{}", result.error.unwrap());
+    let trained = weights(&result.model.train());
+    assert!(trained.values().flatten().zip(whole.values().flatten()).all(|(&a, &b)| close(a, b)), "LAMB");
 
     // Micro-batches, of which the last update has fewer; ranks whose parts differ in length.
     let odd: Vec<u64> = (0..20).collect();

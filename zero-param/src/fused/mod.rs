@@ -2,10 +2,11 @@
 //! knows. They have the names and shapes that they have in `zero-ops`.
 //!
 //! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only. Operands in 16 bit are computed in
-//! fp32 and rounded once, at the end.
+//! fp32 and rounded once, at the end. On other devices than the host they are Burn's own operations (`plain.rs`).
 
 mod backend;
 mod flex;
+mod plain;
 
 use std::sync::Arc;
 
@@ -13,6 +14,8 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Dispatch, TensorMetadata};
 use burn::tensor::{DType, Int, Tensor};
 use zero_kernels::options::{AttentionOptions, Gelu};
+
+use crate::device::is_host;
 
 use backend::{FusedBackend, Operands};
 pub(crate) use flex::Op;
@@ -26,6 +29,9 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
     assert!(known, "{}: an operand is {dtype:?}; cast it to 32 or 16 bit", op.name());
     for other in &operands {
         assert_eq!(other.dtype(), dtype, "{}: operands differ in type; cast one of them", op.name());
+    }
+    if !is_host(&operands[0]) {
+        return Tensor::from_dispatch(plain::run(op, operands));
     }
     let operands = match <[Any; 1]>::try_from(operands).map_err(<[Any; 2]>::try_from) {
         Ok([a]) => Operands::One(a),

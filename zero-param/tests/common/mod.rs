@@ -1,6 +1,8 @@
 //! Models, batches and training runs that laws are told of.
 #![allow(dead_code)] // Each binary uses some.
 
+pub mod processes;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -1,0 +1,95 @@
+//! Devices on which a model computes, and what crosses between there and the host's memory, where all that is sharded stays.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{
+    Backend, BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice, DispatchTensor, DispatchTensorKind,
+    Flex, read_sync,
+};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+use crate::config::Float;
+use crate::error::{Error, stop};
+use crate::piece::Raw;
+
+/// A backend that computes with wholes.
+pub(crate) trait Target: Backend {
+    /// Whether its tensors are in the host's memory.
+    const IS_HOST: bool = false;
+
+    /// A whole where it is computed with.
+    fn put(whole: Raw, device: &Self::Device) -> FloatTensor<Self> {
+        Self::float_from_data(whole.into_data(), device)
+    }
+
+    /// A gradient's elements. Waits for the device.
+    fn read(gradient: FloatTensor<Self>) -> TensorData {
+        read_sync(Self::float_into_data(gradient))
+            .unwrap_or_else(|error| stop(format!("reading a gradient from its device failed: {error}")))
+    }
+}
+
+impl Target for Flex {
+    const IS_HOST: bool = true;
+
+    fn put(whole: Raw, _: &Self::Device) -> Raw {
+        whole
+    }
+}
+
+#[cfg(feature = "cube")]
+impl Target for burn::backend::Cube {}
+
+/// That a parameter may be on `device`.
+pub(crate) fn check(path: &str, device: &Device, float: Float) -> Result<(), Error> {
+    let trouble = |reason, instead| {
+        Err(Error::Device { path: path.into(), device: format!("{:?}", device.as_dispatch()), reason, instead })
+    };
+    match device.as_dispatch() {
+        DispatchDevice::Flex(_) => {}
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => {}
+        #[allow(unreachable_patterns)] // Which there are is the program's to say, by Burn's features.
+        _ => {
+            let instead =
+                "make the model on Device::flex(), or enable the feature `cuda`, `vulkan` or `wgpu` of zero-param";
+            return trouble("for which zero-param is not built", instead);
+        }
+    }
+    match float {
+        Float::Bf16 if !device.supports_dtype(DType::BF16) => {
+            trouble("which does not compute in bf16", "pass Float::F32 as ZeroConfig::param_dtype")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether `tensor` is in the host's memory.
+pub(crate) fn is_host(tensor: &FloatTensor<Dispatch>) -> bool {
+    match &tensor.kind {
+        DispatchTensorKind::Flex(_) => true,
+        DispatchTensorKind::Autodiff(inner) => matches!(**inner, DispatchTensorKind::Flex(_)),
+        #[allow(unreachable_patterns)]
+        _ => false,
+    }
+}
+
+/// What a module holds of a parameter, without autodiff.
+pub(crate) fn held<const D: usize>(piece: Tensor<D>) -> Raw {
+    match piece.without_autodiff().into_dispatch().kind {
+        DispatchTensorKind::Flex(piece) => piece.float(),
+        _ => moved(),
+    }
+}
+
+/// [`held`] back.
+pub(crate) fn hold<const D: usize>(piece: Raw) -> Tensor<D> {
+    let kind = DispatchTensorKind::Flex(BackendTensor::Float(piece));
+    Tensor::from_dispatch(DispatchTensor { kind, autodiff: DispatchAutodiffContext::Disabled })
+}
+
+pub(crate) fn moved() -> ! {
+    stop(
+        "a sharded parameter was moved to a device, and pieces stay in the host's memory: make the model on its device, then shard it"
+            .into(),
+    )
+}

@@ -1,0 +1,109 @@
+//! The operations by Burn's own, on devices for which there are no kernels here: all in fp32, and rounded once at the end.
+
+use std::f64::consts::FRAC_1_SQRT_2;
+
+use burn::backend::TensorMetadata;
+use burn::tensor::activation::{gelu_approximate, log_softmax, softmax};
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use zero_kernels::options::{AttentionOptions, Gelu};
+
+use super::{Any, Op};
+
+/// What is added to the score of a key that a row does not see: far below what masks add.
+const UNSEEN: f32 = -6.5e4;
+
+pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
+    let dtype = operands[0].dtype();
+    let mut operands = operands.into_iter();
+    let mut next = || operands.next();
+    let mut first = || rows(next().expect("an operation has operands"));
+    let out = match op {
+        Op::Linear { bias } => {
+            let out = first().matmul(first());
+            let out = if bias { out + column(next().expect("it is there")) } else { out };
+            next().map(rows).into_iter().fold(out, |out, residual| out + residual)
+        }
+        Op::LayerNorm { epsilon } => {
+            let (x, gamma) = (first(), column(next().expect("it is there")));
+            let (variance, mean) = x.clone().var_mean_bias(1);
+            let out = (x - mean) / (variance + epsilon).sqrt() * gamma;
+            next().map(column).into_iter().fold(out, |out, beta| out + beta)
+        }
+        Op::Gelu(kind) => {
+            let x = first();
+            let x = next().map(column).into_iter().fold(x, |x, bias| x + bias);
+            match kind {
+                // Not Burn's, whose gradient is that of the other formula on most devices.
+                Gelu::Erf => x.clone() * ((x * FRAC_1_SQRT_2).erf() + 1.0) * 0.5,
+                Gelu::Tanh => gelu_approximate(x),
+            }
+        }
+        Op::Attention { options, mask } => {
+            let q = first();
+            let [n, width] = q.dims();
+            let parts = match next() {
+                Some(k) => [q, rows(k), rows(next().expect("values go with keys"))],
+                None => [0, 1, 2].map(|at| q.clone().slice([0..n, at * width / 3..(at + 1) * width / 3])),
+            };
+            attention(parts, options, mask.as_deref())
+        }
+        Op::Embedding { ids, rows } => {
+            let table = first();
+            check("embedding", &ids, rows);
+            let ids = Tensor::<1, Int>::from_data(TensorData::new(ids.to_vec(), [ids.len()]), &table.device());
+            table.select(0, ids)
+        }
+        Op::CrossEntropy { targets, ignored } => {
+            return cross_entropy(first(), first(), &targets, ignored).into_dispatch();
+        }
+    };
+    out.cast(dtype).into_dispatch()
+}
+
+fn rows(x: Any) -> Tensor<2> {
+    Tensor::<2>::from_dispatch(x).cast(DType::F32)
+}
+
+/// A vector, for each row.
+fn column(x: Any) -> Tensor<2> {
+    Tensor::<1>::from_dispatch(x).cast(DType::F32).unsqueeze()
+}
+
+fn check(name: &str, ids: &[i64], count: usize) {
+    let wrong = ids.iter().find(|id| usize::try_from(**id).map_or(true, |id| id >= count));
+    assert!(wrong.is_none(), "{name}: {wrong:?} is not in 0..{count}");
+}
+
+fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f32]>) -> Tensor<2> {
+    let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
+    let [n, d] = parts[0].dims();
+    let (t, device) = (n / batch, parts[0].device());
+    let [q, k, v] = parts.map(|part| part.reshape([batch, t, heads, d / heads]).swap_dims(1, 2));
+    let mut scores = (q * scale).matmul(k.transpose());
+    if let Some(mask) = mask {
+        scores = scores + Tensor::from_data(TensorData::new(mask.to_vec(), [batch, 1, 1, t]), &device);
+    }
+    if causal {
+        let sees = |at: usize| {
+            let (row, key) = (at / t, at % t);
+            key <= row && window.is_none_or(|window| row - key < window)
+        };
+        let seen: Vec<f32> = (0..t * t).map(|at| if sees(at) { 0.0 } else { UNSEEN }).collect();
+        scores = scores + Tensor::from_data(TensorData::new(seen, [1, 1, t, t]), &device);
+    }
+    softmax(scores, 3).matmul(v).swap_dims(1, 2).reshape([n, d])
+}
+
+fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], ignored: Option<i64>) -> Tensor<1> {
+    let (device, [vocabulary, _], n) = (x.device(), weight.dims(), targets.len());
+    let counts = |target: &i64| ignored != Some(*target);
+    let read: Vec<i64> = targets.iter().map(|target| if counts(target) { *target } else { 0 }).collect();
+    check("cross-entropy", &read, vocabulary);
+    let counted = targets.iter().filter(|target| counts(target)).count().max(1) as f32;
+    let shares: Vec<f32> = targets.iter().map(|target| if counts(target) { -1.0 / counted } else { 0.0 }).collect();
+    let read = Tensor::<2, Int>::from_data(TensorData::new(read, [n, 1]), &device);
+    let shares = Tensor::<2>::from_data(TensorData::new(shares, [n, 1]), &device);
+    // As (w xᵀ)ᵀ: a view of a gathered weight would keep the whole.
+    let logits = weight.matmul(x.transpose()).transpose();
+    (log_softmax(logits, 1).gather(1, read) * shares).sum()
+}

@@ -1,0 +1,187 @@
+//! LAMB over pieces: the kernel of the other front. A trust ratio is of a whole parameter, so a step goes through the module twice: first
+//! moments move on and give sums of squares, which ranks exchange for all parameters at once, then parameters do.
+
+use std::collections::VecDeque;
+use std::ops::{Range, RangeInclusive};
+use std::sync::Arc;
+
+use burn::tensor::{Device, Tensor};
+use burn_optim::grad_clipping::GradientClippingConfig;
+use burn_optim::{LambConfig, LambState, ModuleOptimizer, Optimizer};
+use parking_lot::Mutex;
+use zero_core::{Buffer, Collective, CommError};
+use zero_kernels::Rule;
+use zero_kernels::cpu::norm::Squares;
+use zero_kernels::update::{Kernel, Norms};
+
+use crate::adamw::{fields, number, update};
+use crate::error::{Error, stop};
+use crate::optim::OptimizerConfig;
+
+/// LAMB whose trust ratios are held between bounds, as DeepSpeed and the front for Burn 0.21 hold them. Burn's [`LambConfig`] has none.
+#[derive(Debug, Clone)]
+pub struct BoundedLamb {
+    /// All else.
+    pub lamb: LambConfig,
+    /// The smallest and the largest ratio. DeepSpeed's are 0.01 and 10.
+    pub ratios: RangeInclusive<f32>,
+}
+
+impl OptimizerConfig for BoundedLamb {
+    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+        let instead = "pass its configuration to Zero::optimizer, which adds them up over ranks, or use AdamW";
+        Err(Error::Optimizer { optimizer: "Lamb", reason: "takes norms of whole parameters", instead })
+    }
+
+    fn saved_name(&self) -> Option<&'static str> {
+        Some("lamb")
+    }
+
+    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
+        let fields = fields(&self.lamb);
+        let rule = Rule::Lamb {
+            beta_1: number(&fields, "beta_1")?,
+            beta_2: number(&fields, "beta_2")?,
+            epsilon: number(&fields, "epsilon")?,
+            weight_decay: number(&fields, "weight_decay")?,
+            bias_correction: true,
+            min_coeff: *self.ratios.start(),
+            max_coeff: *self.ratios.end(),
+        };
+        let lamb = Lamb { rule, pass: Arc::default() };
+        let optimizer = ModuleOptimizer::from(lamb.clone());
+        let clipping =
+            serde_json::from_value::<Option<GradientClippingConfig>>(fields["grad_clipping"].clone()).ok()?;
+        Some((
+            clipping.into_iter().fold(optimizer, |optimizer, clipping| optimizer.with_grad_clipping(clipping.init())),
+            lamb,
+        ))
+    }
+}
+
+impl OptimizerConfig for LambConfig {
+    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+        if has_trust_ratio(self) { unbounded(self).elementwise() } else { Ok(self.init()) }
+    }
+
+    fn saved_name(&self) -> Option<&'static str> {
+        has_trust_ratio(self).then_some("lamb")
+    }
+
+    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
+        unbounded(self).by_norms().filter(|_| has_trust_ratio(self))
+    }
+
+    fn of_wholes(&self) -> Result<ModuleOptimizer, Error> {
+        Ok(self.init())
+    }
+}
+
+fn has_trust_ratio(config: &LambConfig) -> bool {
+    fields(config)["use_trust_ratio"] != false
+}
+
+fn unbounded(config: &LambConfig) -> BoundedLamb {
+    BoundedLamb { lamb: config.clone(), ratios: 0.0..=f32::INFINITY }
+}
+
+/// What steps pieces, and what of it all parameters have in common.
+#[derive(Debug, Clone)]
+pub struct Lamb {
+    rule: Rule,
+    pass: Arc<Mutex<Pass>>,
+}
+
+/// Of the parameters that are still to come, in the module's order.
+#[derive(Debug)]
+enum Pass {
+    /// The elements that no other rank counts; and what of parameters that have come.
+    First(VecDeque<Range<usize>>, Vec<Norms>),
+    /// Sums of all ranks.
+    Second(VecDeque<Norms>),
+}
+
+impl Default for Pass {
+    fn default() -> Self {
+        Self::First(VecDeque::new(), Vec::new())
+    }
+}
+
+impl Lamb {
+    /// Before the first time through the parameters that are updated.
+    pub(crate) fn begin(&self, counted: impl Iterator<Item = Range<usize>>) {
+        *self.pass.lock() = Pass::First(counted.collect(), Vec::new());
+    }
+
+    /// Between both. A collective: sums are added in the order of ranks.
+    pub(crate) fn exchange(&self, comm: &dyn Collective) -> Result<(), CommError> {
+        let mut pass = self.pass.lock();
+        let Pass::First(_, norms) = &*pass else { return Ok(()) };
+        let count = norms.len();
+        let numbers = |Norms { parameter, update }: &Norms| [parameter.high, parameter.low, update.high, update.low];
+        let own = norms.iter().flat_map(numbers).collect();
+        let all = comm.all_gather(Buffer::F64(own))?.into_f64();
+        let norms = |index: usize| {
+            let of = |rank: &[f64]| {
+                let squares = |at: usize| Squares { high: rank[4 * index + at], low: rank[4 * index + at + 1] };
+                Norms { parameter: squares(0), update: squares(2) }
+            };
+            all.chunks_exact(4 * count).map(of).fold(Norms::default(), Norms::plus)
+        };
+        *pass = Pass::Second((0..count).map(norms).collect());
+        Ok(())
+    }
+}
+
+/// Of the parameter that comes.
+fn next<T>(expected: &mut VecDeque<T>) -> T {
+    expected.pop_front().unwrap_or_else(|| {
+        stop(
+            "LAMB was stepped by something else than `Optimizer::step`, which knows what is whole: use that, and in a \
+             `TrainStep::optimize` of your own step the optimizer once"
+                .into(),
+        )
+    })
+}
+
+impl Optimizer for Lamb {
+    type State<const D: usize> = LambState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<LambState<D>>,
+    ) -> (Tensor<D>, Option<LambState<D>>) {
+        let LambState { mut time, moment_1, moment_2 } = state.unwrap_or_else(|| {
+            let zeros = || Tensor::zeros(tensor.shape(), &tensor.device());
+            LambState { time: 0, moment_1: zeros(), moment_2: zeros() }
+        });
+        let states = [moment_1, moment_2];
+        let (tensor, [moment_1, moment_2]) = match &mut *self.pass.lock() {
+            Pass::First(counted, norms) => {
+                time += 1;
+                let counted = next(counted);
+                let kernel = Kernel::new(self.rule, lr, time);
+                let (tensor, states, sums) = update(tensor, Some(grad), states, kernel, counted);
+                norms.push(sums);
+                (tensor, states)
+            }
+            Pass::Second(norms) => {
+                let Norms { parameter, update: along } = next(norms);
+                let mut kernel = Kernel::new(self.rule, lr, time);
+                kernel.trust(parameter.value().sqrt(), along.value().sqrt());
+                let (tensor, states, _) = update(tensor, None, states, kernel, 0..0);
+                (tensor, states)
+            }
+        };
+        (tensor, Some(LambState { time, moment_1, moment_2 }))
+    }
+
+    fn to_device<const D: usize>(mut state: LambState<D>, device: &Device) -> LambState<D> {
+        state.moment_1 = state.moment_1.to_device(device);
+        state.moment_2 = state.moment_2.to_device(device);
+        state
+    }
+}
