@@ -19,8 +19,8 @@
 //! ones, then both sums, and these to what was summed before; denormals are zero as above. These bits too depend on the depth
 //! alone; they are others.
 //!
-//! Elsewhere pairs are widened in registers, and multiplied and added in the order of `vdpbf16ps`: the bits are its, but for denormals,
-//! which are kept.
+//! Elsewhere operands are widened as they are packed, and multiplied and added in the order of `vdpbf16ps`: the bits are its, but for
+//! denormals, which are kept.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

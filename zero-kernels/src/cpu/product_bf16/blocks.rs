@@ -45,8 +45,8 @@ pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Syn
     /// Pairs in depth that are multiplied at once, a multiple of the unit: what the first-level cache has room for of two panels.
     const AT_ONCE: usize;
 
-    /// Elements of packed rows that a pair takes.
-    const ROW_WORDS: usize = 1;
+    /// Elements of a panel that a pair takes.
+    const WORDS: usize = 1;
 
     /// Runs `work`, inlined, compiled for the processor's instructions.
     fn run(self, work: impl NullaryFnOnce<Output = ()>);
@@ -113,7 +113,7 @@ pub(super) fn multiply<const R: usize, const C: usize, T: Tiles<R, C>>(
     let (rows, columns) = (a, b.transposed());
     let is_shared = if rows.rows <= columns.rows { Shared::Rows } else { Shared::Columns };
     let (shared, own) = is_shared.order(rows, columns);
-    let most = (SHARED_BYTES / (2 * depth)).next_multiple_of(R * C);
+    let most = (SHARED_BYTES / (2 * T::WORDS * depth)).next_multiple_of(R * C);
     for shared_lines in parts(shared.rows, most) {
         for own_lines in parts(own.rows, if depths > 1 { PARTIAL_LINES } else { own.rows }) {
             let (row, column) = is_shared.order(shared_lines.start, own_lines.start);
@@ -152,7 +152,6 @@ impl<T> Block<'_, T> {
     {
         let Self { tiles, target, is_shared, shared, own, threads, .. } = *self;
         let (width_shared, width_own) = is_shared.order(R, C);
-        let (words_shared, words_own) = is_shared.order(T::ROW_WORDS, 1);
         let pairs = self.depth.len().div_ceil(2).next_multiple_of(T::UNIT);
         let pack = |from, is_rows: bool, lines, panels: &mut [u32]| match is_rows {
             true => tiles.pack_rows(from, lines, self.depth.clone(), pairs, panels),
@@ -164,8 +163,8 @@ impl<T> Block<'_, T> {
             Parallelism::Rayon(_) => rayon::current_num_threads(),
         };
         let count = self.shared_lines.len();
-        let packed_shared = |lines: usize| lines.next_multiple_of(width_shared) * words_shared * pairs;
-        let packed_own = |lines: usize| lines.next_multiple_of(width_own) * words_own * pairs;
+        let packed_shared = |lines: usize| lines.next_multiple_of(width_shared) * T::WORDS * pairs;
+        let packed_own = |lines: usize| lines.next_multiple_of(width_own) * T::WORDS * pairs;
         with_buffer(&SHARED, packed_shared(count), |panels| {
             let some = width_shared * (PACKED_LINES / width_shared).max(1);
             let tasks: Vec<_> = parts(count, some).zip(panels.chunks_mut(packed_shared(some).max(1))).collect();
@@ -177,7 +176,7 @@ impl<T> Block<'_, T> {
             let panels = &*panels;
 
             let count_own = self.own_lines.len();
-            let most = OWN_BYTES / (4 * words_own * width_own * pairs.max(1));
+            let most = OWN_BYTES / (4 * T::WORDS * width_own * pairs.max(1));
             let some = width_own * panels_of_task(count_own.div_ceil(width_own), most, workers);
             let tasks: Vec<_> = parts(count_own, some).collect();
             let at_once = pairs_at_once(pairs, T::AT_ONCE, T::UNIT);
@@ -189,11 +188,11 @@ impl<T> Block<'_, T> {
                     let (own_panels, sums) = buffer.split_at_mut(packed.next_multiple_of(LANES));
                     let own_panels = &mut own_panels[..packed];
                     pack(own, !shares_rows, from, own_panels);
-                    let shared = Panels { data: panels, width: width_shared, words: words_shared, first: 0, count };
+                    let shared = Panels { data: panels, width: width_shared, words: T::WORDS, first: 0, count };
                     let own = Panels {
                         data: own_panels,
                         width: width_own,
-                        words: words_own,
+                        words: T::WORDS,
                         first: lines.start,
                         count: lines.len(),
                     };

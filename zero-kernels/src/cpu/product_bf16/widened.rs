@@ -1,4 +1,4 @@
-//! The kernel where the processor has no instruction for it: pairs are widened in registers and multiplied in f32.
+//! The kernel where the processor has no instruction for it: operands are widened as they are packed, and multiplied in f32.
 //!
 //! A product of two bfloat16 is exact in f32, so whether a multiplication and an addition are one instruction or two changes no bit.
 
@@ -34,15 +34,14 @@ struct Widened<S, const V: usize>(S);
 unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C> for Widened<S, V> {
     const UNIT: usize = 1;
     const AT_ONCE: usize = usize::MAX;
-    // Rows are few, and each of their elements is multiplied by a vector: they are packed as the f32 that the processor spreads.
-    const ROW_WORDS: usize = 2;
+    const WORDS: usize = 2;
 
     fn run(self, work: impl NullaryFnOnce<Output = ()>) {
         self.0.vectorize(InVectors(work));
     }
 
     fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
-        Tiles::<R, C>::run(self, Pack::<R, 2> { from, lines, depth, pairs, to });
+        Tiles::<R, C>::run(self, Pack::<R> { from, lines, depth, pairs, to });
     }
 
     fn pack_columns(
@@ -53,7 +52,7 @@ unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C>
         pairs: usize,
         to: &mut [u32],
     ) {
-        Tiles::<R, C>::run(self, Pack::<C, 1> { from, lines, depth, pairs, to });
+        Tiles::<R, C>::run(self, Pack::<C> { from, lines, depth, pairs, to });
     }
 
     #[inline(always)]
@@ -61,21 +60,14 @@ unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C>
         debug_assert!(!add, "depth is never parted here");
         const { assert!(C == V * S::F32_LANES, "a tile's columns are its vectors'") };
         let simd = self.0;
-        let (high, half) = (simd.splat_u32s(0xffff_0000), simd.splat_u32s(16));
         let mut sums = [[simd.splat_f32s(0.0); V]; R];
-        for (a, b) in a.chunks_exact(2 * R).zip(b.as_chunks::<C>().0) {
-            let b = S::as_simd_u32s(b).0;
-            for (rows, is_odd) in [(&a[..R], true), (&a[R..], false)] {
-                let mut columns = [simd.splat_f32s(0.0); V];
-                for (column, b) in columns.iter_mut().zip(b) {
-                    let bits = if is_odd { simd.and_u32s(*b, high) } else { simd.wrapping_dyn_shl_u32s(*b, half) };
-                    *column = simd.transmute_f32s_u32s(bits);
-                }
-                for (sums, row) in sums.iter_mut().zip(rows) {
-                    let row = simd.splat_f32s(f32::from_bits(*row));
-                    for (sum, column) in sums.iter_mut().zip(columns) {
-                        *sum = simd.mul_add_e_f32s(row, column, *sum);
-                    }
+        // One after the other, first the odd one of a pair.
+        for (rows, columns) in a.as_chunks::<R>().0.iter().zip(b.as_chunks::<C>().0) {
+            let columns = S::as_simd_u32s(columns).0;
+            for (sums, row) in sums.iter_mut().zip(rows) {
+                let row = simd.splat_f32s(f32::from_bits(*row));
+                for (sum, column) in sums.iter_mut().zip(columns) {
+                    *sum = simd.mul_add_e_f32s(row, simd.transmute_f32s_u32s(*column), *sum);
                 }
             }
         }
@@ -100,9 +92,8 @@ impl<W: NullaryFnOnce<Output = ()>> WithSimd for InVectors<W> {
 /// Pairs that are packed at a time: what is written of them stays in a first-level cache, line by line.
 const BLOCK: usize = 128;
 
-/// Packs `lines` over `depth` into panels of `W` lines and `pairs` pairs. A pair takes `WORDS` elements of a line: one with the odd one above,
-/// or both widened, the odd ones of all lines first.
-struct Pack<'a, const W: usize, const WORDS: usize> {
+/// Packs `lines` over `depth` into panels of `W` lines and `pairs` pairs, widened: of each pair the odd ones of all lines, then the even ones.
+struct Pack<'a, const W: usize> {
     from: MatrixBf16<'a>,
     lines: Range<usize>,
     depth: Range<usize>,
@@ -110,23 +101,18 @@ struct Pack<'a, const W: usize, const WORDS: usize> {
     to: &'a mut [u32],
 }
 
-impl<const W: usize, const WORDS: usize> NullaryFnOnce for Pack<'_, W, WORDS> {
+impl<const W: usize> NullaryFnOnce for Pack<'_, W> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
         let Self { from, lines, depth, pairs, to } = self;
         let bits = |half: &bf16| u32::from(half.to_bits());
-        let put = |to: &mut [u32], line: usize, [even, odd]: [u32; 2]| {
-            if WORDS == 1 {
-                to[line] = even | odd << 16;
-            } else {
-                (to[line], to[W + line]) = (odd << 16, even << 16);
-            }
-        };
-        for (panel, first) in to.chunks_exact_mut((W * WORDS * pairs).max(1)).zip(lines.clone().step_by(W)) {
+        let put =
+            |to: &mut [u32], line: usize, [even, odd]: [u32; 2]| (to[line], to[W + line]) = (odd << 16, even << 16);
+        for (panel, first) in to.chunks_exact_mut((2 * W * pairs).max(1)).zip(lines.clone().step_by(W)) {
             let count = W.min(lines.end - first);
-            for (block, to) in panel.chunks_mut(W * WORDS * BLOCK).enumerate() {
+            for (block, to) in panel.chunks_mut(2 * W * BLOCK).enumerate() {
                 let begin = depth.end.min(depth.start + 2 * block * BLOCK);
                 let depth = begin..depth.end.min(begin + 2 * BLOCK);
                 let at = |line: usize, depth: usize| (first + line) * from.row_stride + depth * from.column_stride;
@@ -135,11 +121,11 @@ impl<const W: usize, const WORDS: usize> NullaryFnOnce for Pack<'_, W, WORDS> {
                         let (twos, last) = from.data[at(line, depth.start)..][..depth.len()].as_chunks::<2>();
                         let last = last.iter().map(|even| [bits(even), 0]).chain(repeat([0; 2]));
                         let both = twos.iter().map(|[even, odd]| [bits(even), bits(odd)]).chain(last);
-                        to.chunks_exact_mut(W * WORDS).zip(both).for_each(|(to, both)| put(to, line, both));
+                        to.chunks_exact_mut(2 * W).zip(both).for_each(|(to, both)| put(to, line, both));
                     }
                     continue;
                 }
-                for (pair, to) in to.chunks_exact_mut(W * WORDS).enumerate() {
+                for (pair, to) in to.chunks_exact_mut(2 * W).enumerate() {
                     let here = depth.start + 2 * pair;
                     let of = |depth: usize| from.data[at(0, depth)..].first_chunk::<W>();
                     if here + 1 < depth.end
