@@ -50,7 +50,9 @@ fn a_model_of_another_launch() {
                 });
                 let built = Mutex::new(built.unwrap().into_iter().map(Some).collect::<Vec<_>>());
                 outcome(2, config(stage), FAR, move |device| {
-                    Ok(trained(built.lock().unwrap()[device.rank()].take().unwrap(), prepared, &device))
+                    // On its own line, so that the lock is not held while a rank fails.
+                    let model = built.lock().unwrap()[device.rank()].take().unwrap();
+                    Ok(trained(model, prepared, &device))
                 })
             };
             assert_noticed("a model of another launch", run, SOON, &["built outside of this launch"]);

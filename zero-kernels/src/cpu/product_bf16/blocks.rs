@@ -163,8 +163,9 @@ impl<T> Block<'_, T> {
             Parallelism::Rayon(_) => rayon::current_num_threads(),
         };
         let count = self.shared_lines.len();
-        let packed_shared = |lines: usize| lines.next_multiple_of(width_shared) * T::WORDS * pairs;
-        let packed_own = |lines: usize| lines.next_multiple_of(width_own) * T::WORDS * pairs;
+        let words = |pairs: usize| T::WORDS * pairs;
+        let packed_shared = |lines: usize| lines.next_multiple_of(width_shared) * words(pairs);
+        let packed_own = |lines: usize| lines.next_multiple_of(width_own) * words(pairs);
         with_buffer(&SHARED, packed_shared(count), |panels| {
             let some = width_shared * (PACKED_LINES / width_shared).max(1);
             let tasks: Vec<_> = parts(count, some).zip(panels.chunks_mut(packed_shared(some).max(1))).collect();
@@ -176,7 +177,7 @@ impl<T> Block<'_, T> {
             let panels = &*panels;
 
             let count_own = self.own_lines.len();
-            let most = OWN_BYTES / (4 * T::WORDS * width_own * pairs.max(1));
+            let most = OWN_BYTES / (4 * width_own * words(pairs.max(1)));
             let some = width_own * panels_of_task(count_own.div_ceil(width_own), most, workers);
             let tasks: Vec<_> = parts(count_own, some).collect();
             let at_once = pairs_at_once(pairs, T::AT_ONCE, T::UNIT);
@@ -188,17 +189,19 @@ impl<T> Block<'_, T> {
                     let (own_panels, sums) = buffer.split_at_mut(packed.next_multiple_of(LANES));
                     let own_panels = &mut own_panels[..packed];
                     pack(own, !shares_rows, from, own_panels);
-                    let shared = Panels { data: panels, width: width_shared, words: T::WORDS, first: 0, count };
-                    let own = Panels {
-                        data: own_panels,
-                        width: width_own,
-                        words: T::WORDS,
-                        first: lines.start,
-                        count: lines.len(),
-                    };
+                    let shared = Panels { data: panels, width: width_shared, first: 0, count };
+                    let own = Panels { data: own_panels, width: width_own, first: lines.start, count: lines.len() };
                     // Its lines and all shared ones meet in elements of the target's matrix that no other task has and only
                     // this call knows.
-                    tiles.run(Square { tiles, target, is_shared, shared, own, depth: [pairs, at_once], sums });
+                    tiles.run(Square {
+                        tiles,
+                        target,
+                        is_shared,
+                        shared,
+                        own,
+                        depth: [words(pairs), words(at_once)],
+                        sums,
+                    });
                 });
             });
         });
@@ -227,24 +230,20 @@ struct Panels<'a> {
     data: &'a [u32],
     /// Lines of a panel.
     width: usize,
-    /// Elements of a pair.
-    words: usize,
     first: usize,
     count: usize,
 }
 
 impl<'a> Panels<'a> {
-    /// The pairs `depth` of one panel.
+    /// A part of the depth of one panel.
     fn part(self, depth: &Range<usize>) -> &'a [u32] {
-        let pair = self.width * self.words;
-        &self.data[depth.start * pair..depth.end * pair]
+        &self.data[depth.start * self.width..depth.end * self.width]
     }
 
     /// `lines` of them from number `first` on, multiples of the width but at the end.
-    fn some(self, first: usize, lines: usize, pairs: usize) -> Self {
-        let of_line = pairs * self.words;
+    fn some(self, first: usize, lines: usize, depth: usize) -> Self {
         Self {
-            data: &self.data[first * of_line..self.data.len().min((first + lines) * of_line)],
+            data: &self.data[first * depth..self.data.len().min((first + lines) * depth)],
             first: self.first + first,
             count: lines.min(self.count - first),
             ..self
@@ -252,13 +251,13 @@ impl<'a> Panels<'a> {
     }
 
     /// One panel.
-    fn panel(self, number: usize, pairs: usize) -> Self {
-        self.some(number * self.width, self.width, pairs)
+    fn panel(self, number: usize, depth: usize) -> Self {
+        self.some(number * self.width, self.width, depth)
     }
 
     /// Some `lines`, a multiple of the width, at a time.
-    fn each(self, lines: usize, pairs: usize) -> impl Iterator<Item = Self> {
-        (0..self.count).step_by(lines).map(move |line| self.some(line, lines, pairs))
+    fn each(self, lines: usize, depth: usize) -> impl Iterator<Item = Self> {
+        (0..self.count).step_by(lines).map(move |line| self.some(line, lines, depth))
     }
 }
 
@@ -270,7 +269,7 @@ struct Square<'a, T, const R: usize, const C: usize> {
     is_shared: Shared,
     shared: Panels<'a>,
     own: Panels<'a>,
-    /// Pairs, and how many at once.
+    /// Elements of a line, and how many of them at once.
     depth: [usize; 2],
     sums: &'a mut [u32],
 }
@@ -280,17 +279,17 @@ impl<const R: usize, const C: usize, T: Tiles<R, C>> NullaryFnOnce for Square<'_
 
     #[inline(always)]
     fn call(self) {
-        let Self { tiles, target, is_shared, shared, own, depth: [pairs, at_once], sums } = self;
+        let Self { tiles, target, is_shared, shared, own, depth: [whole, at_once], sums } = self;
         let _begun = tiles.begin();
         // SAFETY: every pattern of bits is a float.
         let (_, sums, _) = unsafe { sums.align_to_mut::<[[f32; C]; R]>() };
-        let is_parted = at_once < pairs;
+        let is_parted = at_once < whole;
         let own_panels = own.count.div_ceil(own.width);
-        for group in shared.each(GROUP * shared.width, pairs) {
+        for group in shared.each(GROUP * shared.width, whole) {
             let group_panels = group.count.div_ceil(group.width);
-            for begin in (0..pairs.max(1)).step_by(at_once) {
-                let depth = begin..pairs.min(begin + at_once);
-                let is_last = depth.end == pairs;
+            for begin in (0..whole.max(1)).step_by(at_once) {
+                let depth = begin..whole.min(begin + at_once);
+                let is_last = depth.end == whole;
                 for at in 0..group_panels * own_panels {
                     // A part of a shared panel stays in the first-level cache. A whole one might not, and neighbours in the target are
                     // better written one after the other.
@@ -299,7 +298,7 @@ impl<const R: usize, const C: usize, T: Tiles<R, C>> NullaryFnOnce for Square<'_
                     } else {
                         (at % group_panels, at / group_panels)
                     };
-                    let (a, b) = is_shared.order(group.panel(i, pairs), own.panel(j, pairs));
+                    let (a, b) = is_shared.order(group.panel(i, whole), own.panel(j, whole));
                     if is_last {
                         // What is written takes a while to arrive, about as long as the sums.
                         target.prefetch(a.first, b.first, R, C);
