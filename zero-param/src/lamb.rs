@@ -2,88 +2,19 @@
 //! moments move on and give sums of squares, which ranks exchange for all parameters at once, then parameters do.
 
 use std::collections::VecDeque;
-use std::ops::{Range, RangeInclusive};
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::{Device, Tensor};
-use burn_optim::grad_clipping::GradientClippingConfig;
-use burn_optim::{LambConfig, LambState, ModuleOptimizer, Optimizer};
+use burn_optim::{LambState, Optimizer};
 use parking_lot::Mutex;
 use zero_core::{Buffer, Collective, CommError};
 use zero_kernels::Rule;
 use zero_kernels::cpu::norm::Squares;
 use zero_kernels::update::{Kernel, Norms};
 
-use crate::adamw::{fields, number, update};
-use crate::error::{Error, stop};
-use crate::optim::OptimizerConfig;
-
-/// LAMB whose trust ratios are held between bounds, as DeepSpeed and the front for Burn 0.21 hold them. Burn's [`LambConfig`] has none.
-#[derive(Debug, Clone)]
-pub struct BoundedLamb {
-    /// All else.
-    pub lamb: LambConfig,
-    /// The smallest and the largest ratio. DeepSpeed's are 0.01 and 10.
-    pub ratios: RangeInclusive<f32>,
-}
-
-impl OptimizerConfig for BoundedLamb {
-    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
-        let instead = "pass its configuration to Zero::optimizer, which adds them up over ranks, or use AdamW";
-        Err(Error::Optimizer { optimizer: "Lamb", reason: "takes norms of whole parameters", instead })
-    }
-
-    fn saved_name(&self) -> Option<&'static str> {
-        Some("lamb")
-    }
-
-    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
-        let fields = fields(&self.lamb);
-        let rule = Rule::Lamb {
-            beta_1: number(&fields, "beta_1")?,
-            beta_2: number(&fields, "beta_2")?,
-            epsilon: number(&fields, "epsilon")?,
-            weight_decay: number(&fields, "weight_decay")?,
-            bias_correction: true,
-            min_coeff: *self.ratios.start(),
-            max_coeff: *self.ratios.end(),
-        };
-        let lamb = Lamb { rule, pass: Arc::default() };
-        let optimizer = ModuleOptimizer::from(lamb.clone());
-        let clipping =
-            serde_json::from_value::<Option<GradientClippingConfig>>(fields["grad_clipping"].clone()).ok()?;
-        Some((
-            clipping.into_iter().fold(optimizer, |optimizer, clipping| optimizer.with_grad_clipping(clipping.init())),
-            lamb,
-        ))
-    }
-}
-
-impl OptimizerConfig for LambConfig {
-    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
-        if has_trust_ratio(self) { unbounded(self).elementwise() } else { Ok(self.init()) }
-    }
-
-    fn saved_name(&self) -> Option<&'static str> {
-        has_trust_ratio(self).then_some("lamb")
-    }
-
-    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
-        unbounded(self).by_norms().filter(|_| has_trust_ratio(self))
-    }
-
-    fn of_wholes(&self) -> Result<ModuleOptimizer, Error> {
-        Ok(self.init())
-    }
-}
-
-fn has_trust_ratio(config: &LambConfig) -> bool {
-    fields(config)["use_trust_ratio"] != false
-}
-
-fn unbounded(config: &LambConfig) -> BoundedLamb {
-    BoundedLamb { lamb: config.clone(), ratios: 0.0..=f32::INFINITY }
-}
+use crate::adamw::update;
+use crate::error::stop;
 
 /// What steps pieces, and what of it all parameters have in common.
 #[derive(Debug, Clone)]
@@ -108,6 +39,10 @@ impl Default for Pass {
 }
 
 impl Lamb {
+    pub(crate) fn new(rule: Rule) -> Self {
+        Self { rule, pass: Arc::default() }
+    }
+
     /// Before the first time through the parameters that are updated.
     pub(crate) fn begin(&self, counted: impl Iterator<Item = Range<usize>>) {
         *self.pass.lock() = Pass::First(counted.collect(), Vec::new());

@@ -1,14 +1,17 @@
 //! Burn's optimizers on pieces: those that compute each element by itself, and LAMB.
 
+use std::ops::RangeInclusive;
+
 use burn::module::Module;
-use burn_optim::grad_clipping::GradientClipping;
+use burn_optim::grad_clipping::{GradientClipping, GradientClippingConfig};
 use burn_optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_optim::{
-    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, LBFGSConfig, LionConfig,
-    ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
+    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, LBFGSConfig, LambConfig,
+    LionConfig, ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
 };
+use zero_kernels::Rule;
 
-use crate::adamw::FusedAdamW;
+use crate::adamw::{FusedAdamW, fields, number};
 use crate::error::Error;
 use crate::grads::{Grads, mark};
 use crate::lamb::Lamb;
@@ -88,6 +91,73 @@ refused! {
     AdafactorConfig "Adafactor" "keeps sums over rows and columns of a parameter";
     LBFGSConfig "LBFGS" "takes products over all parameters";
     MuonConfig "Muon" "makes whole gradients orthogonal";
+}
+
+/// LAMB whose trust ratios are held between bounds, as DeepSpeed and the front for Burn 0.21 hold them. Burn's [`LambConfig`] has none.
+#[derive(Debug, Clone)]
+pub struct BoundedLamb {
+    /// All else.
+    pub lamb: LambConfig,
+    /// The smallest and the largest ratio. DeepSpeed's are 0.01 and 10.
+    pub ratios: RangeInclusive<f32>,
+}
+
+impl OptimizerConfig for BoundedLamb {
+    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+        let instead = "pass its configuration to Zero::optimizer, which adds them up over ranks, or use AdamW";
+        Err(Error::Optimizer { optimizer: "Lamb", reason: "takes norms of whole parameters", instead })
+    }
+
+    fn saved_name(&self) -> Option<&'static str> {
+        Some("lamb")
+    }
+
+    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
+        let fields = fields(&self.lamb);
+        let rule = Rule::Lamb {
+            beta_1: number(&fields, "beta_1")?,
+            beta_2: number(&fields, "beta_2")?,
+            epsilon: number(&fields, "epsilon")?,
+            weight_decay: number(&fields, "weight_decay")?,
+            bias_correction: true,
+            min_coeff: *self.ratios.start(),
+            max_coeff: *self.ratios.end(),
+        };
+        let lamb = Lamb::new(rule);
+        let optimizer = ModuleOptimizer::from(lamb.clone());
+        let clipping =
+            serde_json::from_value::<Option<GradientClippingConfig>>(fields["grad_clipping"].clone()).ok()?;
+        Some((
+            clipping.into_iter().fold(optimizer, |optimizer, clipping| optimizer.with_grad_clipping(clipping.init())),
+            lamb,
+        ))
+    }
+}
+
+impl OptimizerConfig for LambConfig {
+    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+        if has_trust_ratio(self) { unbounded(self).elementwise() } else { Ok(self.init()) }
+    }
+
+    fn saved_name(&self) -> Option<&'static str> {
+        has_trust_ratio(self).then_some("lamb")
+    }
+
+    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
+        unbounded(self).by_norms().filter(|_| has_trust_ratio(self))
+    }
+
+    fn of_wholes(&self) -> Result<ModuleOptimizer, Error> {
+        Ok(self.init())
+    }
+}
+
+fn has_trust_ratio(config: &LambConfig) -> bool {
+    fields(config)["use_trust_ratio"] != false
+}
+
+fn unbounded(config: &LambConfig) -> BoundedLamb {
+    BoundedLamb { lamb: config.clone(), ratios: 0.0..=f32::INFINITY }
 }
 
 const CLIP: &str = "clip by the norm of all gradients, with Grads::clip_norm";
