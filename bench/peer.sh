@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Ours and its peers (torch, torch DDP, DeepSpeed, FSDP2) on the same work on two CPUs, in turn (A B A B ...), as tables:
 # tokens/s and peak memory, their ratios with the floors and goals, and the cost of more ranks.
-#   bench/peer.sh [--venv DIR] [--no-build] [OPTIONS]         all rows: about two hours; --list shows them, --help all options
+#   bench/peer.sh [--venv DIR] [--no-build] [OPTIONS]         all rows: hours; --list shows them, --help all options
 #   bench/peer.sh --model A --only 'torch$' --rounds 1        a quick look
 #   bench/peer.sh --table FILE                                prints the tables of an earlier run's results again
 # The peers are installed once (4 GB) from bench/peer/requirements.lock into DIR, default $ZERO_PEERS_VENV or
