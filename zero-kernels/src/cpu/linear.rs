@@ -90,35 +90,49 @@ pub fn backward_bias(g: &[f32], db: &mut [f32]) {
 }
 
 thread_local! {
-    /// The buffer of [`multiply_rows`], taken out while in use: its thread may run another task meanwhile.
+    /// The buffer of [`multiply_turned`], taken out while in use: its thread may run another task meanwhile.
     static TURNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// `a * b` into `out`, by way of its transpose where that is faster.
+/// `a * b` into `out`, by way of its transpose where that is faster: with the same bits, as gemm parts the depth by its length alone.
 ///
-/// gemm copies the right matrix of a row-major result, across its columns. Where those are what is contiguous, and a
-/// multiple of a page apart, what it reads together shares a few sets of the cache. Of the transposed product it copies
-/// the other matrix, so with few rows of `a` that and turning the result take a quarter less time. The choice depends
-/// on the shapes alone.
+/// gemm copies the right matrix of a row-major result, across its columns. Where those are what is contiguous, that takes as long as half of the
+/// product with a hundred rows of `a`. Of the transposed product it copies the other matrix, and this one it reads as it lies. With more rows that
+/// gains where columns are a multiple of a page apart: what is read together shares a few sets of the cache then.
 fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     let (n, k, m) = (a.rows(), a.columns(), b.columns());
     if n == 1 && a.column_stride == 1 && [b.row_stride, b.column_stride].contains(&1) {
         multiply_row(out, write, &a.data[..k], b);
         return;
     }
-    if !b.has_columns_pages_apart() || n < TILE || 2 * n > m || k < m {
+    let gains = b.row_stride == 1 && (n <= FEW_ROWS || b.has_columns_pages_apart() && 2 * n <= m && m <= k);
+    if gains && n.min(m) >= TILE {
+        multiply_turned(out, write, a, b);
+    } else {
         multiply(out, write, a, b, 1.0, gemm_threads());
-        return;
     }
+}
+
+/// [`multiply`] by way of the transpose.
+fn multiply_turned(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
+    let (n, m) = (a.rows(), b.columns());
     let mut turned = TURNED.take();
     if turned.len() < n * m {
         turned.resize(n * m, 0.0);
     }
-    multiply(&mut turned[..n * m], Write::Over, b.transposed(), a.transposed(), 1.0, gemm_threads());
-    let tasks: Vec<_> = out.chunks_mut(TILE * m).enumerate().collect();
-    let from = &turned[..n * m];
-    spread(n * m, tasks, |(block, out)| turn(from, n, block * TILE, m, write, out));
+    let there = &mut turned[..n * m];
+    if write == Write::Add {
+        turn_rows(out, n, m, there);
+    }
+    multiply(there, write, b.transposed(), a.transposed(), 1.0, gemm_threads());
+    turn_rows(there, m, n, out);
     TURNED.set(turned);
+}
+
+/// The transpose of `from`, `[n, m]`, into `out`.
+fn turn_rows(from: &[f32], n: usize, m: usize, out: &mut [f32]) {
+    let tasks: Vec<_> = out.chunks_mut(TILE * n).enumerate().collect();
+    spread(n * m, tasks, |(block, out)| turn(from, m, block * TILE, n, out));
 }
 
 /// `x * b` into `out`, or added to it. gemm goes through a matrix for one row on one thread, an element at a time.
@@ -179,12 +193,15 @@ vectorised! {
     }
 }
 
+/// Rows up to which a product is turned wherever columns of its right matrix are contiguous.
+const FEW_ROWS: usize = 256;
+
 /// Rows, and columns, of a tile of [`turn`]: a cache line of each.
 const TILE: usize = 16;
 
 vectorised! {
     /// Up to [`TILE`] rows of `out` (`[n, m]`) from number `first` on, from columns of `from` (`[m, n]`).
-    fn turn<'a>(from: &'a [f32], n: usize, first: usize, m: usize, add: Write, out: &'a mut [f32]) {
+    fn turn<'a>(from: &'a [f32], n: usize, first: usize, m: usize, out: &'a mut [f32]) {
         let rows = out.len() / m;
         for column in (0..m).step_by(TILE) {
             let width = TILE.min(m - column);
@@ -196,11 +213,7 @@ vectorised! {
                 }
             }
             for (out, tile) in out.chunks_exact_mut(m).zip(&tile) {
-                let out = &mut out[column..column + width];
-                match add {
-                    Write::Over => out.copy_from_slice(&tile[..width]),
-                    Write::Add => out.iter_mut().zip(tile).for_each(|(out, value)| *out += value),
-                }
+                out[column..column + width].copy_from_slice(&tile[..width]);
             }
         }
     }
@@ -311,6 +324,29 @@ mod tests {
                 backward_bias(&g, &mut db);
                 [out, dx, dw, db].concat()
             });
+        }
+    }
+
+    #[test]
+    fn a_product_that_is_turned_has_the_same_bits() {
+        // gemm parts a depth of more than 512.
+        for (n, k, m) in
+            [(16, 1100, 16), (17, 40, 530), (100, 1600, 96), (256, 2, 70), (40, 530, 17), (300, 1100, 1024)]
+        {
+            let (a, b, begin) = (numbers(n * k, 1), numbers(k * m, 2), numbers(n * m, 3));
+            let (a, b) = (Matrix::new(&a, n, k), Matrix::new(&b, m, k).transposed());
+            for write in [Write::Over, Write::Add] {
+                let bits = |work: fn(&mut [f32], Write, Matrix<'_>, Matrix<'_>)| {
+                    let out = same_bits(|| {
+                        let mut out = begin.clone();
+                        work(&mut out, write, a, b);
+                        out
+                    });
+                    out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                };
+                let direct = bits(|out, write, a, b| multiply(out, write, a, b, 1.0, gemm_threads()));
+                assert_eq!(bits(multiply_turned), direct, "{n} x {k} x {m}, {write:?}");
+            }
         }
     }
 
