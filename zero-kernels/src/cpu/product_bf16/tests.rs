@@ -106,13 +106,17 @@ fn check(way: Multiply, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
 }
 
 fn ways() -> Vec<Multiply> {
-    let mut all: Vec<Multiply> = vec![detected, fallback, scalar];
+    let all: Vec<Multiply> = vec![detected, fallback, scalar];
     #[cfg(target_arch = "x86_64")]
-    all.push(avx2);
-    #[cfg(target_arch = "x86_64")]
-    all.extend(avx512::Avx512::detect().map(|_| -> [Multiply; 2] { [vectors, emulated] }).into_iter().flatten());
+    let all = {
+        let with = avx512::Avx512::detect().map(|_| -> [Multiply; 2] { [vectors, emulated] });
+        all.into_iter().chain([avx2 as Multiply]).chain(with.into_iter().flatten()).collect()
+    };
     all
 }
+
+#[cfg(target_arch = "x86_64")]
+type Span = std::ops::Range<usize>;
 
 /// By `vdpbf16ps`.
 #[cfg(target_arch = "x86_64")]
@@ -188,8 +192,6 @@ unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
         }
     }
 }
-
-type Span = std::ops::Range<usize>;
 
 #[test]
 fn agrees_with_f64_for_odd_sizes_and_transposes() {
