@@ -31,6 +31,7 @@ use crate::random::sign;
 use crate::reduce::Phase;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::{raise, stop, stop_foreign};
+use crate::values::of_type;
 use crate::walk::{self, ParamMeta, below, leaf};
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
@@ -226,11 +227,10 @@ fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType
         ..cell.template(Kind::Parameter, Origin::Version)
     };
     let whole = cell.settled().whole.tensor();
-    let cast = |tensor| if dtype == cell.dtype { tensor } else { B::float_cast(tensor, dtype.into()) };
     Shard::new(match whole {
         // Where parameters are not sharded.
-        Some(whole) => Cell::whole(template, cast(whole)),
-        None => Cell::ready(template, cast(cell.local())),
+        Some(whole) => Cell::whole(template, of_type::<B>(whole, dtype)),
+        None => Cell::ready(template, of_type::<B>(cell.local(), dtype)),
     })
 }
 
