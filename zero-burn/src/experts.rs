@@ -12,7 +12,7 @@ use burn::optim::GradientsParams;
 use burn_backend::Backend;
 use burn_backend::ops::FloatTensorOps;
 use burn_std::DType;
-use zero_core::{Buffer, Collective, ReduceOp};
+use zero_core::{Buffer, ReduceOp};
 
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::Cell;
@@ -78,17 +78,13 @@ pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
             }
             bucket.push((id, slot, len));
         }
-        let mut sums = average_values(&**places, values).into_iter();
+        let means = places.all_reduce(Buffer::F32(values), ReduceOp::Mean).unwrap_or_else(|error| raise(error));
+        let mut means = means.into_f32().into_iter();
         for (id, slot, len) in bucket {
-            let cell = with_values(context, &slot, sums.by_ref().take(len).collect());
+            let cell = with_values(context, &slot, means.by_ref().take(len).collect());
             walk::put_gradient::<A>(grads, id, ZeroTensor::Shard(Shard::new(cell)));
         }
     }
-}
-
-fn average_values(places: &dyn Collective, values: Vec<f32>) -> Vec<f32> {
-    let mean = places.all_reduce(Buffer::F32(values), ReduceOp::Mean);
-    mean.unwrap_or_else(|error| raise(error)).into_f32()
 }
 
 /// This rank's piece of a reduced gradient.
