@@ -361,14 +361,8 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
     /// Runs `loss`'s backward pass without reductions and adds its gradients. The module's parameters must be marked
     /// again ([`mark`]) before the next forward pass. Ranks may differ in how many passes they hold.
     pub fn backward<M: AutodiffModule<A>>(&mut self, loss: Tensor<A, 1>, module: &M) {
-        struct Release<B: Backend>(Arc<Context<B>>);
-        impl<B: Backend> Drop for Release<B> {
-            fn drop(&mut self) {
-                self.0.hold_back(false);
-            }
-        }
         self.context.hold_back(true);
-        let release = Release(self.context.clone());
+        let release = scopeguard::guard(&self.context, |context| context.hold_back(false));
         let mut grads = GradientsParams::from_grads(loss.backward(), module);
         drop(release);
         for (slot, gradient) in leftovers::<A, M>(&mut grads, &self.context, module) {
