@@ -20,7 +20,7 @@ use crate::device::ZeroDevice;
 use crate::reduce::{Phase, gradient_template};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
-use crate::values::read;
+use crate::values::{of_type, read};
 
 /// Any Burn backend `B`, with ZeRO.
 ///
@@ -188,8 +188,7 @@ pub(crate) fn reduce_in_place<B: Backend>(context: &Context<B>, slot: &Arc<Slot<
         }
         None => {
             let flat = slice_piece::<B>(gradient.clone().load(), slot.partition, 0);
-            let flat = if flat.dtype() == dtype { flat } else { B::float_cast(flat, dtype.into()) };
-            *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, flat)));
+            *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, of_type::<B>(flat, dtype))));
         }
     }
 }

@@ -56,13 +56,7 @@ pub(crate) fn of_part<R>(part: u64, f: impl FnOnce() -> R) -> R {
 }
 
 fn during<T: Copy, R>(key: &'static LocalKey<StdCell<T>>, value: T, f: impl FnOnce() -> R) -> R {
-    struct Restore<T: Copy + 'static>(&'static LocalKey<StdCell<T>>, T);
-    impl<T: Copy> Drop for Restore<T> {
-        fn drop(&mut self) {
-            self.0.set(self.1);
-        }
-    }
-    let _restore = Restore(key, key.replace(value));
+    let _restore = scopeguard::guard(key.replace(value), |before| key.set(before));
     f()
 }
 

@@ -23,10 +23,7 @@ pub enum Float {
 impl Float {
     /// Bytes of one number.
     pub fn size(self) -> usize {
-        match self {
-            Float::F32 => 4,
-            Float::F16 | Float::Bf16 => 2,
-        }
+        self.dtype().size()
     }
 
     pub(crate) fn dtype(self) -> DType {
@@ -34,14 +31,6 @@ impl Float {
             Float::F32 => DType::F32,
             Float::F16 => DType::F16,
             Float::Bf16 => DType::BF16,
-        }
-    }
-
-    pub(crate) fn on_the_wire(self) -> zero_core::collective::DType {
-        match self {
-            Float::F32 => zero_core::collective::DType::F32,
-            Float::F16 => zero_core::collective::DType::F16,
-            Float::Bf16 => zero_core::collective::DType::Bf16,
         }
     }
 }

@@ -20,7 +20,7 @@ use crate::cell::{Cell, Kind, Origin};
 use crate::context::Context;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
-use crate::values::read;
+use crate::values::{of_type, part, read};
 use crate::view::{Extent, Views};
 
 /// An elementwise operation of one tensor. It commutes with views: of a parameter it is recorded, of any other piece it
@@ -102,20 +102,13 @@ pub(crate) fn binary<B: Backend>(
             ZeroTensor::Shard(Shard::new(Cell::ready(template, f(x, y))))
         }
         (ZeroTensor::Shard(a), ZeroTensor::Replicated(b)) if is_single(&b) => {
-            let b = B::float_reshape(b, Shape::new([1]));
             unary(op, ZeroTensor::Shard(a), move |x| {
-                let ones = Shape::from(vec![1; x.shape().num_dims()]);
-                let b = of_type_of::<B>(&x, B::float_reshape(b.clone(), ones));
+                let b = single_beside::<B>(&x, &b);
                 f(x, b)
             })
         }
         (ZeroTensor::Replicated(a), ZeroTensor::Shard(b)) if is_single(&a) => {
-            let a = B::float_reshape(a, Shape::new([1]));
-            unary(op, ZeroTensor::Shard(b), move |y| {
-                let ones = Shape::from(vec![1; y.shape().num_dims()]);
-                let a = of_type_of::<B>(&y, B::float_reshape(a.clone(), ones));
-                f(a, y)
-            })
+            unary(op, ZeroTensor::Shard(b), move |y| f(single_beside::<B>(&y, &a), y))
         }
         (ZeroTensor::Replicated(a), ZeroTensor::Replicated(b)) => ZeroTensor::Replicated(f(a, b)),
         (lhs, rhs) => {
@@ -125,9 +118,10 @@ pub(crate) fn binary<B: Backend>(
     }
 }
 
-/// `single` in the type of `x`: what is recorded of a parameter in 16 bit is done to its fp32 master too.
-fn of_type_of<B: Backend>(x: &B::FloatTensorPrimitive, single: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
-    if single.dtype() == x.dtype() { single } else { B::float_cast(single, x.dtype().into()) }
+/// `single` in the type of `x` and of as many dimensions: what is recorded of a parameter in 16 bit is done to its fp32 master too.
+fn single_beside<B: Backend>(x: &B::FloatTensorPrimitive, single: &B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
+    let ones = Shape::from(vec![1; x.shape().num_dims()]);
+    of_type::<B>(B::float_reshape(single.clone(), ones), x.dtype())
 }
 
 /// The operation that accumulates gradients.
@@ -249,20 +243,14 @@ fn piece_numbers<B: Backend>(
     let local = cell.local();
     (0..owners.world())
         .filter(|&place| owners.len(place) > 0)
-        .map(|place| (place, number(B::float_slice(local.clone(), &[Slice::from(owners.range(place))]))))
+        .map(|place| (place, number(part::<B>(local.clone(), owners.range(place)))))
         .collect()
 }
 
 /// This rank's own piece of what it holds. `None` if it has no elements.
 pub(crate) fn own_piece<B: Backend>(cell: &Arc<Cell<B>>) -> Option<B::FloatTensorPrimitive> {
     let own = cell.own();
-    (!own.is_empty()).then(|| {
-        let local = cell.local();
-        match own.len() == local.shape().num_elements() {
-            true => local,
-            false => B::float_slice(local, &[Slice::from(own)]),
-        }
-    })
+    (!own.is_empty()).then(|| part::<B>(cell.local(), own))
 }
 
 fn replicated<B: Backend>(cell: &Cell<B>, value: f64) -> ZeroTensor<B> {

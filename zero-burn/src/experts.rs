@@ -9,10 +9,10 @@ use std::sync::atomic::Ordering;
 
 use burn::module::{AutodiffModule, ParamId};
 use burn::optim::GradientsParams;
+use burn_backend::Backend;
 use burn_backend::ops::FloatTensorOps;
-use burn_backend::{Backend, TensorData};
-use burn_std::{DType, Shape};
-use zero_core::{Buffer, Collective, ReduceOp};
+use burn_std::DType;
+use zero_core::{Buffer, ReduceOp};
 
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::Cell;
@@ -21,7 +21,7 @@ use crate::context::Context;
 use crate::reduce::gradient_template;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::raise;
-use crate::values::read;
+use crate::values::{piece, read};
 use crate::walk;
 
 /// The reduced gradient of a parameter, if this rank has one.
@@ -78,17 +78,13 @@ pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
             }
             bucket.push((id, slot, len));
         }
-        let mut sums = average_values(&**places, values).into_iter();
+        let means = places.all_reduce(Buffer::F32(values), ReduceOp::Mean).unwrap_or_else(|error| raise(error));
+        let mut means = means.into_f32().into_iter();
         for (id, slot, len) in bucket {
-            let cell = with_values(context, &slot, sums.by_ref().take(len).collect());
+            let cell = with_values(context, &slot, means.by_ref().take(len).collect());
             walk::put_gradient::<A>(grads, id, ZeroTensor::Shard(Shard::new(cell)));
         }
     }
-}
-
-fn average_values(places: &dyn Collective, values: Vec<f32>) -> Vec<f32> {
-    let mean = places.all_reduce(Buffer::F32(values), ReduceOp::Mean);
-    mean.unwrap_or_else(|error| raise(error)).into_f32()
 }
 
 /// This rank's piece of a reduced gradient.
@@ -99,13 +95,8 @@ fn values_of<B: Backend>(cell: &Cell<B>) -> Vec<f32> {
 }
 
 /// The reduced gradient of a parameter with these values in this rank's piece.
-fn with_values<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, mut values: Vec<f32>) -> Arc<Cell<B>> {
-    if values.is_empty() {
-        // One element of filler where the rank has none.
-        values.push(0.0);
-    }
-    let (rank, shape) = (&context.rank, Shape::new([values.len()]));
-    let data = TensorData::new(values, shape).convert_dtype(rank.gradient_dtype(slot));
-    let piece = B::float_from_data(data, &rank.device);
+fn with_values<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, values: Vec<f32>) -> Arc<Cell<B>> {
+    let rank = &context.rank;
+    let piece = B::float_from_data(piece(values).convert_dtype(rank.gradient_dtype(slot)), &rank.device);
     Cell::ready(gradient_template(rank, slot, rank.device.clone()), piece)
 }

@@ -15,7 +15,7 @@ use crate::preparation::{end_forward, in_place_of};
 use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
-use crate::values::read as read_data;
+use crate::values::{piece, read as read_data};
 use crate::walk;
 pub use crate::walk::ParamMeta;
 
@@ -98,10 +98,7 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
                     meta.id, context.rank.place.rank
                 )),
             };
-            let range = cell.partition.range(cell.place());
-            let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
-            let len = piece.len();
-            next_version(&cell, TensorData::new(piece, [len]))
+            next_version(&cell, piece(values[cell.partition.range(cell.place())].to_vec()))
         },
     );
     context.fence("after parameters are replaced");

@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 
 use burn::module::{AutodiffModule, Module, ParamId};
 use burn::optim::GradientsParams;
+use burn_backend::Backend;
 #[cfg(feature = "cubecl")]
 use burn_backend::BackendTypes;
 use burn_backend::ops::FloatTensorOps;
-use burn_backend::{Backend, TensorData};
 #[cfg(feature = "cubecl")]
 use burn_std::DType;
 use zero_core::{Axes, ReduceOp};
@@ -25,7 +25,7 @@ use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::Stored;
 use crate::trouble::stop;
 use crate::update::norms::{sum_of_squares, sums_of_squares};
-use crate::values::sum_of_squares_on_host;
+use crate::values::{piece, sum_of_squares_on_host};
 use crate::walk;
 
 /// Puts `values`, whole and flat and the same on every rank, in the place of a parameter's reduced gradient; `false` if
@@ -41,10 +41,7 @@ pub fn set_gradient<A: ZeroAutodiff, M: AutodiffModule<A>>(
     if !is_here || cell.partition.numel() != values.len() {
         return false;
     }
-    let range = cell.partition.range(cell.place());
-    let piece = if range.is_empty() { vec![0.0] } else { values[range].to_vec() };
-    let len = piece.len();
-    let data = TensorData::new(piece, [len]).convert_dtype(cell.dtype);
+    let data = piece(values[cell.partition.range(cell.place())].to_vec()).convert_dtype(cell.dtype);
     let origin = Cell::derivation("set_gradient", &[&cell]);
     let piece = A::Base::float_from_data(data, &cell.device);
     let cell = Cell::ready(cell.template(Kind::Gradient, origin), piece);

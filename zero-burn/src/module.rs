@@ -31,6 +31,7 @@ use crate::random::sign;
 use crate::reduce::Phase;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::{raise, stop, stop_foreign};
+use crate::values::of_type;
 use crate::walk::{self, ParamMeta, below, leaf};
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
@@ -226,11 +227,10 @@ fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType
         ..cell.template(Kind::Parameter, Origin::Version)
     };
     let whole = cell.settled().whole.tensor();
-    let cast = |tensor| if dtype == cell.dtype { tensor } else { B::float_cast(tensor, dtype.into()) };
     Shard::new(match whole {
         // Where parameters are not sharded.
-        Some(whole) => Cell::whole(template, cast(whole)),
-        None => Cell::ready(template, cast(cell.local())),
+        Some(whole) => Cell::whole(template, of_type::<B>(whole, dtype)),
+        None => Cell::ready(template, of_type::<B>(cell.local(), dtype)),
     })
 }
 
@@ -361,14 +361,8 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
     /// Runs `loss`'s backward pass without reductions and adds its gradients. The module's parameters must be marked
     /// again ([`mark`]) before the next forward pass. Ranks may differ in how many passes they hold.
     pub fn backward<M: AutodiffModule<A>>(&mut self, loss: Tensor<A, 1>, module: &M) {
-        struct Release<B: Backend>(Arc<Context<B>>);
-        impl<B: Backend> Drop for Release<B> {
-            fn drop(&mut self) {
-                self.0.hold_back(false);
-            }
-        }
         self.context.hold_back(true);
-        let release = Release(self.context.clone());
+        let release = scopeguard::guard(&self.context, |context| context.hold_back(false));
         let mut grads = GradientsParams::from_grads(loss.backward(), module);
         drop(release);
         for (slot, gradient) in leftovers::<A, M>(&mut grads, &self.context, module) {

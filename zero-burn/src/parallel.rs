@@ -34,13 +34,13 @@ pub type Group = Arc<dyn Collective>;
 
 /// `x` as it is; in the backward pass the sum of the group's gradients. Before a layer whose outputs are cut over the group: Megatron's `f`.
 pub fn copy_to<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
-    in_group(x, group, B::copy_to_group)
+    in_group(x, group, Exchange::Copy)
 }
 
 /// The sum of the group's `x`, in the order of its ranks; in the backward pass the gradient as it is. After a layer whose inputs are cut
 /// over the group: Megatron's `g`. Every rank of the group calls it, with as many elements.
 pub fn reduce_from<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
-    in_group(x, group, B::reduce_from_group)
+    in_group(x, group, Exchange::Reduce)
 }
 
 /// Row block `i` of `x` [R, ..] goes to place `i` of the group, R a multiple of its ranks; what comes is in the order of places. In the
@@ -54,46 +54,42 @@ pub fn all_to_all<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Grou
     if !rows.is_multiple_of(places) {
         stop(format!("all_to_all: expected rows that the {places} ranks of {} divide, got {rows}", group.label()));
     }
-    in_group(x, group, B::all_to_all_group)
+    in_group(x, group, Exchange::AllToAll)
 }
 
-fn in_group<B: GroupBackend, const D: usize>(
-    x: Tensor<B, D>,
-    group: &Group,
-    run: impl FnOnce(FloatTensor<B>, &Group) -> FloatTensor<B>,
-) -> Tensor<B, D> {
-    match x.into_primitive() {
-        TensorPrimitive::Float(x) if group.world() > 1 => Tensor::from_primitive(TensorPrimitive::Float(run(x, group))),
-        other => Tensor::from_primitive(other),
-    }
+fn in_group<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group, exchange: Exchange) -> Tensor<B, D> {
+    Tensor::from_primitive(match x.into_primitive() {
+        TensorPrimitive::Float(x) if group.world() > 1 => TensorPrimitive::Float(B::in_group(x, group, exchange)),
+        other => other,
+    })
+}
+
+/// What ranks do together.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy)]
+pub enum Exchange {
+    /// See [`copy_to`].
+    Copy,
+    /// See [`reduce_from`].
+    Reduce,
+    /// See [`all_to_all`].
+    AllToAll,
 }
 
 /// [`Zero`], with and without autodiff.
 pub trait GroupBackend: Backend {
-    /// See [`copy_to`].
+    /// What comes of `x`, in a group of several ranks.
     #[doc(hidden)]
-    fn copy_to_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self>;
-
-    /// See [`reduce_from`].
-    #[doc(hidden)]
-    fn reduce_from_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self>;
-
-    /// See [`all_to_all`].
-    #[doc(hidden)]
-    fn all_to_all_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self>;
+    fn in_group(x: FloatTensor<Self>, group: &Group, exchange: Exchange) -> FloatTensor<Self>;
 }
 
 impl<B: Backend> GroupBackend for Zero<B> {
-    fn copy_to_group(x: ZeroTensor<B>, _group: &Group) -> ZeroTensor<B> {
-        x
-    }
-
-    fn reduce_from_group(x: ZeroTensor<B>, group: &Group) -> ZeroTensor<B> {
-        together(x, group, |group, x| group.all_reduce(x, ReduceOp::Sum))
-    }
-
-    fn all_to_all_group(x: ZeroTensor<B>, group: &Group) -> ZeroTensor<B> {
-        together(x, group, |group, x| group.all_to_all(x))
+    fn in_group(x: ZeroTensor<B>, group: &Group, exchange: Exchange) -> ZeroTensor<B> {
+        match exchange {
+            Exchange::Copy => x,
+            Exchange::Reduce => together(x, group, |group, x| group.all_reduce(x, ReduceOp::Sum)),
+            Exchange::AllToAll => together(x, group, |group, x| group.all_to_all(x)),
+        }
     }
 }
 
@@ -113,52 +109,25 @@ fn together<B: Backend>(
     })
 }
 
-/// The backward pass of each.
-#[derive(Debug)]
-enum Node {
-    Copy,
-    Reduce,
-    AllToAll,
-}
-
-impl<B: Backend> Backward<Zero<B>, 1> for Node {
+impl<B: Backend> Backward<Zero<B>, 1> for Exchange {
     type State = Group;
 
     fn backward(self, ops: Ops<Group, 1>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
-        unary::<Zero<B>, _>(ops.parents, ops.node, grads, |grad| match self {
-            Node::Copy => Zero::<B>::reduce_from_group(grad, &ops.state),
-            Node::Reduce => grad,
-            Node::AllToAll => Zero::<B>::all_to_all_group(grad, &ops.state),
-        });
+        let back = match self {
+            Exchange::Copy => Exchange::Reduce,
+            Exchange::Reduce => Exchange::Copy,
+            Exchange::AllToAll => Exchange::AllToAll,
+        };
+        unary::<Zero<B>, _>(ops.parents, ops.node, grads, |grad| Zero::<B>::in_group(grad, &ops.state, back));
     }
 }
 
 impl<B: Backend, C: CheckpointStrategy> GroupBackend for Autodiff<Zero<B>, C> {
-    fn copy_to_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self> {
-        tracked::<B, C>(Node::Copy, x, group)
-    }
-
-    fn reduce_from_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self> {
-        tracked::<B, C>(Node::Reduce, x, group)
-    }
-
-    fn all_to_all_group(x: FloatTensor<Self>, group: &Group) -> FloatTensor<Self> {
-        tracked::<B, C>(Node::AllToAll, x, group)
-    }
-}
-
-fn tracked<B: Backend, C: CheckpointStrategy>(
-    node: Node,
-    x: FloatTensor<Autodiff<Zero<B>, C>>,
-    group: &Group,
-) -> FloatTensor<Autodiff<Zero<B>, C>> {
-    let out = match node {
-        Node::Copy => x.primitive,
-        Node::Reduce => Zero::<B>::reduce_from_group(x.primitive, group),
-        Node::AllToAll => Zero::<B>::all_to_all_group(x.primitive, group),
-    };
-    match Backward::<Zero<B>, 1>::prepare::<C>(node, [x.node]).compute_bound().stateful() {
-        OpsKind::Tracked(prepared) => prepared.finish(group.clone(), out),
-        OpsKind::UnTracked(prepared) => prepared.finish(out),
+    fn in_group(x: FloatTensor<Self>, group: &Group, exchange: Exchange) -> FloatTensor<Self> {
+        let out = Zero::<B>::in_group(x.primitive, group, exchange);
+        match Backward::<Zero<B>, 1>::prepare::<C>(exchange, [x.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish(group.clone(), out),
+            OpsKind::UnTracked(prepared) => prepared.finish(out),
+        }
     }
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 use burn::module::AutodiffModule;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, TensorData, TensorMetadata};
-use burn_std::{DType, Shape, Slice};
+use burn_std::{DType, Shape};
 use zero_core::Collective;
 use zero_core::checkpoint::ElementType;
 use zero_core::offload::DiskError;
@@ -30,7 +30,7 @@ pub use crate::random::RandomState;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::tier::{Stored, SwapDisk};
 use crate::trouble::stop;
-use crate::values::read;
+use crate::values::{part, read};
 use crate::walk::{self, ParamMeta};
 
 /// A parameter of a module, and where this rank has its piece. It keeps the parameter's version alive.
@@ -67,7 +67,7 @@ impl<B: Backend> ParamPiece<B> {
                 let numel = self.meta.shape.iter().product();
                 let flat = B::float_reshape(tensor.clone(), Shape::new([numel]));
                 let (owners, place) = Context::<B>::current().rank.owners(numel);
-                part::<B>(flat, owners.range(place))
+                bytes::<B>(flat, owners.range(place))
             }
         }
     }
@@ -80,17 +80,15 @@ pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
         let bytes = cell.dtype.size();
         return data.as_bytes()[own.start * bytes..own.end * bytes].to_vec();
     }
-    if own.is_empty() { Vec::new() } else { part::<B>(cell.local(), own) }
+    if own.is_empty() { Vec::new() } else { bytes::<B>(cell.local(), own) }
 }
 
 /// Elements `range` of a flat tensor.
-fn part<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> Vec<u8> {
+fn bytes<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> Vec<u8> {
     if range.is_empty() {
         return Vec::new();
     }
-    let whole = range.len() == flat.shape().num_elements();
-    let tensor = if whole { flat } else { B::float_slice(flat, &[Slice::from(range)]) };
-    read::<B>(tensor).as_bytes().to_vec()
+    read::<B>(part::<B>(flat, range)).as_bytes().to_vec()
 }
 
 fn element_type(dtype: DType) -> ElementType {
@@ -104,13 +102,7 @@ fn element_type(dtype: DType) -> ElementType {
 }
 
 fn dtype(element: ElementType) -> Option<DType> {
-    Some(match element {
-        ElementType::F64 => DType::F64,
-        ElementType::F32 => DType::F32,
-        ElementType::F16 => DType::F16,
-        ElementType::Bf16 => DType::BF16,
-        _ => return None,
-    })
+    [DType::F64, DType::F32, DType::F16, DType::BF16].into_iter().find(|&dtype| element_type(dtype) == element)
 }
 
 /// The module's float parameters in the order of its fields, and the paths of those that are of no float type. Every rank

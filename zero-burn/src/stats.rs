@@ -3,7 +3,7 @@
 use burn_backend::Backend;
 use serde::{Deserialize, Serialize};
 use zero_core::Buffer;
-use zero_core::accounting::{StateBytes, WireBytes};
+use zero_core::accounting::{Gauge, StateBytes, WireBytes};
 
 use crate::context::Context;
 use crate::trouble::raise;
@@ -49,11 +49,10 @@ pub fn host_bytes<B: Backend>() -> u64 {
 
 /// Starts a new measuring period for peaks.
 pub fn reset_peaks<B: Backend>() {
-    let context = Context::<B>::current();
-    context.rank.gauges.parameters.reset_peak();
-    context.rank.gauges.gathered.reset_peak();
-    context.rank.gauges.gradients.reset_peak();
-    context.rank.gauges.in_flight.reset_peak();
+    let gauges = &Context::<B>::current().rank.gauges;
+    [&gauges.parameters, &gauges.gathered, &gauges.gradients, &gauges.in_flight]
+        .into_iter()
+        .for_each(Gauge::reset_peak);
 }
 
 /// Every rank's `bytes`, however many, in rank order, on every rank. A collective.

@@ -10,7 +10,6 @@ use std::sync::Arc;
 
 use burn_backend::{Backend, TensorData};
 use burn_std::{DType, Shape};
-use half::{bf16, f16};
 use zero_core::offload::{
     BufferPool, DiskError, PoolOptions, Region, SwapBuffer, SwapDir, SwapFile, SwapFileOptions, Ticket,
 };
@@ -218,25 +217,10 @@ pub(crate) fn filled(
         return data;
     }
     match dtype {
-        DType::F32 => {
-            let mut values = vec![0f32; elements];
-            fill(bytemuck::cast_slice_mut(&mut values));
-            TensorData::new(values, shape)
-        }
-        DType::F64 => {
-            let mut values = vec![0f64; elements];
-            fill(bytemuck::cast_slice_mut(&mut values));
-            TensorData::new(values, shape)
-        }
-        DType::F16 => {
-            let mut values = vec![f16::ZERO; elements];
-            fill(bytemuck::cast_slice_mut(&mut values));
-            TensorData::new(values, shape)
-        }
-        DType::BF16 => {
-            let mut values = vec![bf16::ZERO; elements];
-            fill(bytemuck::cast_slice_mut(&mut values));
-            TensorData::new(values, shape)
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => {
+            let mut data = TensorData::full_dtype(shape, 0.0_f32, dtype);
+            fill(&mut data.bytes);
+            data
         }
         other => stop(format!("a shard of type {other:?} cannot be kept on a disk: expected floats")),
     }

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 #[cfg(feature = "cubecl")]
 use burn_backend::ops::TransactionPrimitive;
-use burn_backend::{Backend, TensorData};
+use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::reader::try_read_sync;
-use burn_std::{DType, Shape};
+use burn_std::{DType, Shape, Slice};
 use zero_core::Buffer;
 use zero_ops::Elements;
 
@@ -15,6 +15,26 @@ use crate::trouble::stop;
 /// `x` on `device`.
 pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -> B::FloatTensorPrimitive {
     if B::float_device(&x) == *device { x } else { B::float_to_device(x, device) }
+}
+
+/// `x` in this type.
+pub(crate) fn of_type<B: Backend>(x: B::FloatTensorPrimitive, dtype: DType) -> B::FloatTensorPrimitive {
+    if x.dtype() == dtype { x } else { B::float_cast(x, dtype.into()) }
+}
+
+/// Elements `range` of a flat tensor.
+pub(crate) fn part<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> B::FloatTensorPrimitive {
+    match range.len() == flat.shape().num_elements() {
+        true => flat,
+        false => B::float_slice(flat, &[Slice::from(range)]),
+    }
+}
+
+/// The values of a rank's piece: one of filler where it has none, as everywhere.
+pub(crate) fn piece(mut values: Vec<f32>) -> TensorData {
+    values.resize(values.len().max(1), 0.0);
+    let len = values.len();
+    TensorData::new(values, [len])
 }
 
 /// A tensor without elements: created from data, as not every backend slices or reshapes to nothing.

@@ -7,6 +7,8 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use zero_ops::FusedBackend;
 
+use crate::lora::linear::over_rows;
+
 /// A linear layer `[.., d_in]` to `[.., d_out]` whose weight is cut along `d_out` into parameters of their own. At stage 3 each is
 /// gathered for its part of the result and dropped before the next, forward and backward, and its gradient is reduced and moved out
 /// before the next one's is made: a layer larger than memory trains with state on a disk (`zero_burn::config::Offload`), on two ranks
@@ -68,13 +70,11 @@ impl<B: FusedBackend> TiledLinear<B> {
     ///
     /// If the last dimension is not `d_in`.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        let mut shape = x.dims();
-        let rows = x.reshape([shape[..D - 1].iter().product(), shape[D - 1]]);
-        let part = |tile: &Linear<B>| {
-            zero_ops::linear(rows.clone(), tile.weight.val(), tile.bias.as_ref().map(Param::val), None)
-        };
-        let out = Tensor::cat(self.tiles.iter().map(part).collect(), 1);
-        shape[D - 1] = out.dims()[1];
-        out.reshape(shape)
+        over_rows(x, |x_nd| {
+            let part = |tile: &Linear<B>| {
+                zero_ops::linear(x_nd.clone(), tile.weight.val(), tile.bias.as_ref().map(Param::val), None)
+            };
+            Tensor::cat(self.tiles.iter().map(part).collect(), 1)
+        })
     }
 }

@@ -90,19 +90,9 @@ fn within<I, O: Outputs>(if_configured: bool, block: impl FnOnce(I) -> O, inputs
     if !is_followed || !O::Backend::begin_checkpoint(if_configured) {
         return block(inputs);
     }
-    let mut begun = Begun::<O> { outputs: Vec::new() };
+    // Ends the block, also one that panics.
+    let mut begun = scopeguard::guard(Vec::new(), O::Backend::end_checkpoint);
     let outputs = block(inputs);
-    begun.outputs = outputs.floats();
+    *begun = outputs.floats();
     outputs
-}
-
-/// Ends the block, also one that panics.
-struct Begun<O: Outputs> {
-    outputs: Vec<FloatTensor<O::Backend>>,
-}
-
-impl<O: Outputs> Drop for Begun<O> {
-    fn drop(&mut self) {
-        O::Backend::end_checkpoint(std::mem::take(&mut self.outputs));
-    }
 }

@@ -20,18 +20,12 @@ use crate::values::tag;
 /// The codes of a piece, which count as part of the parameter.
 pub(crate) struct Codes<B: Backend> {
     rank: Arc<Rank<B>>,
-    bytes: Vec<u8>,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl<B: Backend> Codes<B> {
     fn count(&self, sign: i64) {
         self.rank.gauges.parameters.add(sign * self.bytes.len() as i64);
-    }
-}
-
-impl<B: Backend> AsRef<[u8]> for Codes<B> {
-    fn as_ref(&self) -> &[u8] {
-        &self.bytes
     }
 }
 

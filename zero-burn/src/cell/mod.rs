@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use burn_backend::{Backend, TensorData, TensorMetadata};
-use burn_std::{DType, Shape, Slice};
+use burn_std::{DType, Shape};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use zero_core::accounting::Gauge;
 use zero_core::offload::DiskError;
@@ -27,7 +27,7 @@ use crate::mover::For;
 use crate::random::sign;
 use crate::tier::{Home, Stored, SwapDisk, fetch};
 use crate::trouble::{or_stop, raise};
-use crate::values::{flat, read};
+use crate::values::{flat, part, read};
 use codes::Codes;
 use patience::Patience;
 use rank::Rank;
@@ -544,9 +544,5 @@ pub(crate) fn slice_piece<B: Backend>(
     if range.is_empty() {
         return B::float_zeros(Shape::new([1]), &B::float_device(&whole), whole.dtype().into());
     }
-    let flat = B::float_reshape(whole, Shape::new([partition.numel()]));
-    if range.len() == partition.numel() {
-        return flat;
-    }
-    B::float_slice(flat, &[Slice::from(range)])
+    part::<B>(B::float_reshape(whole, Shape::new([partition.numel()])), range)
 }

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use burn_backend::{Backend, TensorMetadata};
-use burn_std::{Shape, Slice};
+use burn_std::Shape;
 use parking_lot::Mutex;
 use zero_core::accounting::WireKind;
 use zero_core::collective::threads::panic_reason;
@@ -33,6 +33,7 @@ use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Piece, State, Whole};
 use crate::mover::For;
 use crate::trouble::raise;
+use crate::values::part;
 use crate::worker::Worker;
 
 pub(crate) use read::exact as read_exact;
@@ -305,11 +306,7 @@ impl<B: Backend> Gatherer<B> {
             None => flat,
         };
         // The last ranks' pieces may be shorter than the others'.
-        let flat = match flat.shape().num_elements() {
-            exactly if exactly == numel => flat,
-            _ => B::float_slice(flat, &[Slice::from(0..numel)]),
-        };
-        B::float_reshape(flat, cell.shape.clone())
+        B::float_reshape(part::<B>(flat, 0..numel), cell.shape.clone())
     }
 
     /// Begins to gather what waits for it ([`Rank::awaited`]), in few operations. Called where every rank comes: after an update,
@@ -457,7 +454,7 @@ fn filled_row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     let filler = B::float_zeros(Shape::new([stride - len]), &cell.device, cell.dtype.into());
     match len {
         0 => filler,
-        _ => B::float_cat(vec![B::float_slice(local, &[Slice::from(0..len)]), filler], 0),
+        _ => B::float_cat(vec![part::<B>(local, 0..len), filler], 0),
     }
 }
 

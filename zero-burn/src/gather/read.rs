@@ -185,7 +185,7 @@ fn of_processes<B: Backend>(
         return Ok(B::float_from_data(data(joined, shape), &cell.device));
     };
     let own = mine.map(|mine| (mine.start, cell.codes(how)));
-    let own = own.as_ref().map(|(begin, codes)| (*begin, (**codes).as_ref()));
+    let own = own.as_ref().map(|(begin, codes)| (*begin, &codes.bytes[..]));
     let (dtype, tag) = (zero_core::collective::DType::U8, cell.codes_tag(how));
     let codes = Whole { dtype, elements: end, tag: &tag, own, pieces: &pieces };
     let codes = rank.window.gather(codes, Names::codes(key), cell)?.into_u8();
@@ -215,7 +215,7 @@ fn join_stored<'c, B: Backend>(
         for (piece, range) in pieces.zip(ranges) {
             let part = &mut joined[(range.start - start) * size..(range.end - start) * size];
             match (how, piece.stored()) {
-                (Some(how), _) => decode(how, (*piece.codes(how)).as_ref(), cell.dtype, part),
+                (Some(how), _) => decode(how, &piece.codes(how).bytes, cell.dtype, part),
                 (None, Some(stored)) => or_stop(stored.read_into(part)),
                 (None, None) => part.copy_from_slice(&read::<B>(piece.local()).as_bytes()[..part.len()]),
             }

@@ -13,6 +13,20 @@ use crate::elementwise;
 
 use super::*;
 
+/// A tensor of one value, as `make` makes it where it is no parameter.
+fn filled<B: Backend>(
+    value: Scalar,
+    shape: Shape,
+    device: &B::Device,
+    dtype: FloatDType,
+    make: impl Fn(Shape, &B::Device, FloatDType) -> B::FloatTensorPrimitive + Send + Sync + 'static,
+) -> ZeroTensor<B> {
+    create(Fill::Value(value), shape.clone(), device, dtype, |_| {
+        let device = device.clone();
+        ZeroTensor::ordinary([], move |[]| make(shape.clone(), &device, dtype))
+    })
+}
+
 #[deny(clippy::missing_trait_methods)]
 impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
     /// A flat piece is given as a column: burn-flex 0.21 takes two handles on one flat tensor, as its square multiplies, for
@@ -156,35 +170,21 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
     }
 
     fn float_zeros(shape: Shape, device: ty!(device), dtype: FloatDType) -> ty!(float) {
-        let inner = device.inner();
-        create(Fill::Value(0f32.into()), shape.clone(), inner, dtype, |_| {
-            let inner = inner.clone();
-            ZeroTensor::ordinary([], move |[]| B::float_zeros(shape.clone(), &inner, dtype))
-        })
+        filled(0f32.into(), shape, device.inner(), dtype, B::float_zeros)
     }
 
     fn float_ones(shape: Shape, device: ty!(device), dtype: FloatDType) -> ty!(float) {
-        let inner = device.inner();
-        create(Fill::Value(1f32.into()), shape.clone(), inner, dtype, |_| {
-            let inner = inner.clone();
-            ZeroTensor::ordinary([], move |[]| B::float_ones(shape.clone(), &inner, dtype))
-        })
+        filled(1f32.into(), shape, device.inner(), dtype, B::float_ones)
     }
 
     fn float_full(shape: Shape, fill_value: Scalar, device: ty!(device), dtype: FloatDType) -> ty!(float) {
-        let inner = device.inner();
-        create(Fill::Value(fill_value), shape.clone(), inner, dtype, |_| {
-            let inner = inner.clone();
-            ZeroTensor::ordinary([], move |[]| B::float_full(shape.clone(), fill_value, &inner, dtype))
+        filled(fill_value, shape, device.inner(), dtype, move |shape, inner, dtype| {
+            B::float_full(shape, fill_value, inner, dtype)
         })
     }
 
     fn float_empty(shape: Shape, device: ty!(device), dtype: FloatDType) -> ty!(float) {
-        let inner = device.inner();
-        create(Fill::Value(0f32.into()), shape.clone(), inner, dtype, |_| {
-            let inner = inner.clone();
-            ZeroTensor::ordinary([], move |[]| B::float_empty(shape.clone(), &inner, dtype))
-        })
+        filled(0f32.into(), shape, device.inner(), dtype, B::float_empty)
     }
 
     /// The whole tensor. For a gradient or optimizer state this is a collective: every rank must call it.

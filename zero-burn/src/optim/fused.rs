@@ -7,7 +7,7 @@ use burn::module::{AutodiffModule, ParamId};
 use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer};
 use burn::tensor::Tensor;
 use burn_backend::distributed::DistributedParamId;
-use burn_backend::{Backend, BackendTypes, TensorData};
+use burn_backend::{Backend, BackendTypes};
 use burn_std::{DType, Shape};
 use half::bf16;
 
@@ -27,6 +27,7 @@ use crate::trouble::{raise, stop};
 use crate::update::Job;
 use crate::update::beside::run_jobs;
 use crate::update::norms::{own_sums, trust};
+use crate::values::piece;
 use crate::walk;
 
 /// What is known of a parameter when it is put into a group.
@@ -375,14 +376,11 @@ fn run_on_device<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPri
 }
 
 /// State `name` of parameter `id` that comes from elsewhere than from an update: this rank's elements of it.
-fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, mut held: Vec<f32>) -> Arc<Cell<B>> {
+fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, held: Vec<f32>) -> Arc<Cell<B>> {
     let rank = Context::<B>::current().rank.clone();
     let (partition, device) = (rank.partition(shape.num_elements()), rank.device.clone());
-    // One element of filler where it holds none, as everywhere.
-    held.resize(held.len().max(1), 0.0);
-    let len = held.len();
     let dtype = if name == MASTER { DType::F32 } else { rank.state_dtype() };
-    let local = B::float_from_data(TensorData::new(held, [len]).convert_dtype(dtype), &device);
+    let local = B::float_from_data(piece(held).convert_dtype(dtype), &device);
     let slot = rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));
     Cell::ready(Template { rank, slot, partition, shape, device, kind: Kind::Optimizer, origin }, local)

@@ -13,7 +13,7 @@ use crate::tensor::Shard;
 use crate::tier::{Home, Stored, filled};
 use crate::trouble::{or_stop, stop};
 use crate::update::{Array, Job};
-use crate::values::{flat, narrow_or_f32, read};
+use crate::values::{flat, narrow_or_f32, of_type, read};
 use crate::view::Extent;
 
 /// Where an update runs.
@@ -234,8 +234,7 @@ fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
     let piece = gradient.into_piece();
     let dtype = if is_plain(piece.dtype()) { piece.dtype() } else { DType::F32 };
     let array = match place {
-        Where::Device if piece.dtype() != dtype => Array::Tensor(B::float_cast(piece, dtype.into())),
-        Where::Device => Array::Tensor(piece),
+        Where::Device => Array::Tensor(of_type::<B>(piece, dtype)),
         _ if zero_ops::elements::<B>(&piece).is_some() => Array::Tensor(piece),
         _ => Array::Memory(narrow_or_f32(flat(read::<B>(piece)))),
     };
@@ -247,8 +246,7 @@ fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>
     let template = master.template(Kind::Optimizer, Cell::derivation("edit", &[&master]));
     let piece =
         parameter.views.apply_maps(master.into_local(), Extent::Piece(template.partition, parameter.cell.place()));
-    let piece = if piece.dtype() == DType::F32 { piece } else { B::float_cast(piece, DType::F32.into()) };
-    Cell::ready(template, piece)
+    Cell::ready(template, of_type::<B>(piece, DType::F32))
 }
 
 /// A piece in host memory, in place if this is its only handle and of the type, flat.

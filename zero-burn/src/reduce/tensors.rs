@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use burn_backend::{Backend, TensorMetadata};
-use burn_std::{DType, Shape, Slice};
+use burn_backend::Backend;
+use burn_std::{DType, Shape};
 use zero_core::accounting::WireKind;
 use zero_core::collective::Joined;
 use zero_core::{Collective, CommError, Partition, Stage};
@@ -15,7 +15,7 @@ use zero_ops::Shared;
 
 use super::{Incoming, Lanes, names};
 use crate::cell::rank::Rank;
-use crate::values::here;
+use crate::values::{here, of_type, part};
 
 /// Gradients, or sums of them, that a rank hands to the others; absent where it has none.
 type Handed<B> = Vec<Option<Shared<B>>>;
@@ -177,18 +177,14 @@ impl<B: Backend> Tensors<B> {
         if range.is_empty() {
             return B::float_zeros(Shape::new([1]), device, dtype.into());
         }
-        let sent = |x: B::FloatTensorPrimitive| cast::<B>(cast::<B>(x, self.sent_as), DType::F32);
+        let sent = |x: B::FloatTensorPrimitive| of_type::<B>(of_type::<B>(x, self.sent_as), DType::F32);
         let addend = |gradient: &Shared<B>| {
             let flat = B::float_reshape(gradient.tensor(), Shape::new([numel]));
-            let piece = match range.len() == numel {
-                true => flat,
-                false => B::float_slice(flat, &[Slice::from(range.clone())]),
-            };
-            sent(scaled::<B>(here::<B>(piece, device), self.before))
+            sent(scaled::<B>(here::<B>(part::<B>(flat, range.clone()), device), self.before))
         };
         let sum = gradients.flatten().map(addend).reduce(|sum, next| B::float_add(sum, next));
         let sum = sum.expect("a parameter is reduced when at least one rank has a gradient of it");
-        cast::<B>(scaled::<B>(sent(sum), self.after), dtype)
+        of_type::<B>(scaled::<B>(sent(sum), self.after), dtype)
     }
 }
 
@@ -211,11 +207,7 @@ impl<B: Backend> Lanes<B> for Tensors<B> {
     }
 }
 
-fn cast<B: Backend>(x: B::FloatTensorPrimitive, dtype: DType) -> B::FloatTensorPrimitive {
-    if x.dtype() == dtype { x } else { B::float_cast(x, dtype.into()) }
-}
-
 /// In fp32, times `factor`.
 fn scaled<B: Backend>(x: B::FloatTensorPrimitive, factor: f32) -> B::FloatTensorPrimitive {
-    if factor == 1.0 { x } else { B::float_mul_scalar(cast::<B>(x, DType::F32), factor.into()) }
+    if factor == 1.0 { x } else { B::float_mul_scalar(of_type::<B>(x, DType::F32), factor.into()) }
 }

@@ -1,14 +1,15 @@
 //! Updates on devices: a step's arrays stay where they lie and are updated in few launches, in place where nobody else holds
 //! them.
 
-use burn_backend::{Backend, TensorMetadata};
-use burn_std::{DType, Slice};
+use burn_backend::Backend;
+use burn_std::DType;
 use zero_ops::update::Norms;
 use zero_ops::{GradScale, Squares, UpdateItem, Updated, fused_update};
 
 use super::norms::sums_of_squares;
 use super::{Array, Job};
 use crate::trouble::stop;
+use crate::values::part;
 
 /// Runs a pass of a step's updates and gives those that another follows. Nothing is waited for, but for the sums of a first pass.
 /// Gradients are multiplied by `factor`, if it is given in place of the jobs' scale.
@@ -64,9 +65,7 @@ fn measure<B: Backend>(jobs: &mut [Job<B>]) {
     for job in jobs.iter().filter(|job| !job.counted().is_empty()) {
         for array in [&job.parameter].into_iter().chain(job.gradient.as_ref().map(|(direction, _)| direction)) {
             let Array::Tensor(tensor) = array else { unreachable!("it was made on the device") };
-            let is_all = job.counted().len() == tensor.shape().num_elements();
-            let slice = || B::float_slice(tensor.clone(), &[Slice::from(job.counted())]);
-            parts.push(if is_all { tensor.clone() } else { slice() });
+            parts.push(part::<B>(tensor.clone(), job.counted()));
         }
     }
     let sums = sums_of_squares::<B>(parts);

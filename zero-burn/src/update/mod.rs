@@ -19,7 +19,6 @@ use std::sync::Arc;
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use zero_core::offload::{Access, SwapBuffer};
 use zero_ops::Elements;
 use zero_ops::update::{Kernel, Norms, State, Stretch, Sweep, Target, run_stretch};
@@ -140,23 +139,23 @@ impl<B: Backend> Job<B> {
         let mut buffers = buffers.iter_mut();
         let (fresh, takes_copy, counted) = (self.parameter.is_fresh(), self.takes_copy(), self.counted());
         let counted = counted.start.saturating_sub(range.start)..counted.end.saturating_sub(range.start);
-        let p = floats(&mut self.parameter, &mut buffers, &range);
+        let p = numbers(&mut self.parameter, &mut buffers, &range);
         let g = match &mut self.gradient {
             None => Elements::F32(&[]),
             Some((Array::Tensor(g), _)) => zero_ops::elements::<B>(g).expect("it was looked at").slice(range.clone()),
-            Some((home, DType::F16)) => Elements::F16(halves(home, &mut buffers, &range)),
-            Some((home, DType::BF16)) => Elements::Bf16(halves(home, &mut buffers, &range)),
-            Some((home, _)) => Elements::F32(floats(home, &mut buffers, &range)),
+            Some((home, DType::F16)) => Elements::F16(numbers(home, &mut buffers, &range)),
+            Some((home, DType::BF16)) => Elements::Bf16(numbers(home, &mut buffers, &range)),
+            Some((home, _)) => Elements::F32(numbers(home, &mut buffers, &range)),
         };
         let mut states = self.states.iter_mut().map(|home| match (home.is_fresh(), self.state_dtype) {
-            (fresh, DType::BF16) => State::Bf16(begun(halves::<B, bf16>(home, &mut buffers, &range), fresh)),
-            (fresh, _) => State::F32(begun(floats(home, &mut buffers, &range), fresh)),
+            (fresh, DType::BF16) => State::Bf16(begun(numbers(home, &mut buffers, &range), fresh)),
+            (fresh, _) => State::F32(begun(numbers(home, &mut buffers, &range), fresh)),
         });
         let (a, b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
         drop(states);
         let copy = self.copy.as_mut().filter(|_| takes_copy).map(|(home, dtype)| match dtype {
-            DType::F16 => Target::F16(halves::<B, f16>(home, &mut buffers, &range)),
-            _ => Target::Bf16(halves::<B, bf16>(home, &mut buffers, &range)),
+            DType::F16 => Target::F16(numbers(home, &mut buffers, &range)),
+            _ => Target::Bf16(numbers(home, &mut buffers, &range)),
         });
         if fresh {
             match &copy {
@@ -240,26 +239,17 @@ fn settle_one<B: Backend>(cell: &Cell<B>, array: Array<B>) {
     }
 }
 
-fn floats<'a, B: Backend>(
-    home: &'a mut Array<B>,
-    buffers: &mut IterMut<'a, SwapBuffer>,
-    range: &Range<usize>,
-) -> &'a mut [f32] {
-    match home {
-        Array::Memory(data) => &mut data.as_mut_slice::<f32>().expect("fp32, by its job")[range.clone()],
-        Array::Disk { .. } => buffer(buffers).view_mut::<f32>(),
-        Array::Tensor(_) => unreachable!("what is computed on is on the host"),
-    }
-}
-
-fn halves<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Element>(
+fn numbers<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Element>(
     home: &'a mut Array<B>,
     buffers: &mut IterMut<'a, SwapBuffer>,
     range: &Range<usize>,
 ) -> &'a mut [T] {
     match home {
-        Array::Memory(data) => &mut data.as_mut_slice::<T>().expect("16 bit, by its job")[range.clone()],
-        Array::Disk { .. } => buffer(buffers).view_mut::<T>(),
+        Array::Memory(data) => &mut data.as_mut_slice::<T>().expect("of this type, by its job")[range.clone()],
+        Array::Disk { .. } => {
+            let buffer = buffers.next().expect("the pipeline gives a buffer for each array on the disk");
+            buffer.view_mut::<T>()
+        }
         Array::Tensor(_) => unreachable!("what is computed on is on the host"),
     }
 }
@@ -270,8 +260,4 @@ fn begun<T: Default + Clone>(values: &mut [T], fresh: bool) -> &mut [T] {
         values.fill(T::default());
     }
     values
-}
-
-fn buffer<'a>(buffers: &mut IterMut<'a, SwapBuffer>) -> &'a mut SwapBuffer {
-    buffers.next().expect("the pipeline gives a buffer for each array on the disk")
 }

@@ -27,10 +27,7 @@ pub struct Found {
 pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
     let look = |path: &Path| match check {
         Check::Sizes => Checkpoint::open(path).err(),
-        Check::Contents => match Manifest::read(path) {
-            Ok(manifest) => sound::look(path, &manifest, (0, 1), check, &Heartbeat::default()),
-            Err(error) => Some(error),
-        },
+        Check::Contents => look_at(path, (0, 1), check, &Heartbeat::default()),
     };
     find(dir, |turn| candidates(dir, turn), |path| Ok(look(path)))
 }
@@ -83,11 +80,7 @@ fn problem_of(
 ) -> Result<Option<CheckpointError>, CheckpointError> {
     let (share, path) = ((comm.rank(), comm.world()), folder.to_path_buf());
     let work = DiskWork::start(ranks.rank(), path.clone(), move |progress| {
-        let problem = match Manifest::read(&path) {
-            Ok(manifest) => sound::look(&path, &manifest, share, check, progress),
-            Err(error) => Some(error),
-        };
-        Ok(problem.map(|error| error.to_string()))
+        Ok(look_at(&path, share, check, progress).map(|error| error.to_string()))
     });
     let problem = ranks.share_work(Some(work), || None)?;
     let told = ranks.first_told(problem)?;
@@ -100,6 +93,14 @@ fn problem_of(
         sound::remember(folder, &manifest, None);
     }
     Ok(told.map(|(rank, reason)| CheckpointError::Told { rank, reason }))
+}
+
+/// What is wrong with a checkpoint, as far as a share of its files tells.
+fn look_at(path: &Path, share: (usize, usize), check: Check, progress: &Heartbeat) -> Option<CheckpointError> {
+    match Manifest::read(path) {
+        Ok(manifest) => sound::look(path, &manifest, share, check, progress),
+        Err(error) => Some(error),
+    }
 }
 
 /// What is tried first, and what if that is not sound.

@@ -276,15 +276,12 @@ impl Buffer {
 }
 
 /// Floats of 16 bit, which are added in f32.
-trait Half: Copy {
-    const ZERO: Self;
+trait Half: Copy + Default {
     fn widen(from: &[Self], to: &mut [f32]);
     fn narrow(from: &[f32], to: &mut [Self]);
 }
 
 impl Half for f16 {
-    const ZERO: Self = f16::ZERO;
-
     fn widen(from: &[Self], to: &mut [f32]) {
         from.convert_to_f32_slice(to);
     }
@@ -295,8 +292,6 @@ impl Half for f16 {
 }
 
 impl Half for bf16 {
-    const ZERO: Self = bf16::ZERO;
-
     fn widen(from: &[Self], to: &mut [f32]) {
         to.iter_mut().zip(from).for_each(|(to, from)| *to = f32::from_bits(u32::from(from.to_bits()) << 16));
     }
@@ -319,7 +314,7 @@ fn widened<H: Half>(from: &[H]) -> Vec<f32> {
 }
 
 fn narrowed<H: Half>(from: &[f32]) -> Vec<H> {
-    let mut to = vec![H::ZERO; from.len()];
+    let mut to = vec![H::default(); from.len()];
     H::narrow(from, &mut to);
     to
 }
@@ -344,7 +339,7 @@ fn reduce_halves<H: Half>(inputs: &[&[H]], op: ReduceOp) -> Vec<H> {
         if op == ReduceOp::Mean {
             sums.iter_mut().for_each(|a| *a *= 1.0 / inputs.len() as f32);
         }
-        out.resize(block.end, H::ZERO);
+        out.resize(block.end, H::default());
         H::narrow(sums, &mut out[block]);
     }
     out

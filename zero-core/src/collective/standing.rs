@@ -21,17 +21,31 @@ pub struct Trouble {
     pub(super) cause: Option<CommError>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     trouble: Option<Trouble>,
-    /// Those that said so, in the order in which they ended: the first is what the others' ends may follow from.
-    left: Vec<usize>,
+    /// That they take part in nothing more: the first that ended is what the others' ends may follow from.
+    left: Said,
+    /// That their processes may be ended after a failure.
+    done: Said,
+}
+
+/// Which ranks have said something.
+#[derive(Debug, Default)]
+struct Said {
+    /// In the order in which they did.
+    by: Vec<usize>,
     /// Whether all have.
-    all_left: bool,
-    /// Those that said that their processes may be ended after a failure.
-    done: Vec<usize>,
-    /// Whether all may.
-    all_done: bool,
+    all: bool,
+}
+
+impl Said {
+    fn note(&mut self, rank: usize, world: usize) {
+        if !self.by.contains(&rank) {
+            self.by.push(rank);
+            self.all |= self.by.len() == world;
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -46,8 +60,7 @@ pub struct Standing {
 impl Standing {
     /// Of a run of `world` ranks, of which those that are `near` say here that they end.
     pub(super) fn new(world: usize, near: impl IntoIterator<Item = usize>) -> Self {
-        let state = State { trouble: None, left: Vec::new(), all_left: false, done: Vec::new(), all_done: false };
-        Self { world, near: near.into_iter().collect(), state: Mutex::new(state), changed: Condvar::new() }
+        Self { world, near: near.into_iter().collect(), state: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Whether this trouble is the first, which is kept.
@@ -69,41 +82,32 @@ impl Standing {
 
     /// `peer` takes part in nothing more.
     pub(super) fn leave(&self, peer: usize) {
-        let mut state = self.state.lock();
-        if !state.left.contains(&peer) {
-            state.left.push(peer);
-            state.all_left |= state.left.len() == self.world;
-        }
-        drop(state);
-        self.changed.notify_all();
+        self.tell(|state| state.left.note(peer, self.world));
     }
 
     /// Every rank takes part in nothing more.
     pub(super) fn leave_all(&self) {
-        self.state.lock().all_left = true;
-        self.changed.notify_all();
+        self.tell(|state| state.left.all = true);
     }
 
     /// Whether `peer` has said that it takes part in nothing more.
     pub(super) fn has_left(&self, peer: usize) -> bool {
         let state = self.state.lock();
-        state.all_left || state.left.contains(&peer)
+        state.left.all || state.left.by.contains(&peer)
     }
 
     /// After a failure, `peer` may be ended.
     pub(super) fn note_done(&self, peer: usize) {
-        let mut state = self.state.lock();
-        if !state.done.contains(&peer) {
-            state.done.push(peer);
-            state.all_done |= state.done.len() == self.world;
-        }
-        drop(state);
-        self.changed.notify_all();
+        self.tell(|state| state.done.note(peer, self.world));
     }
 
     /// After a failure, every rank may be ended.
     pub(super) fn note_all_done(&self) {
-        self.state.lock().all_done = true;
+        self.tell(|state| state.done.all = true);
+    }
+
+    fn tell(&self, note: impl FnOnce(&mut State)) {
+        note(&mut self.state.lock());
         self.changed.notify_all();
     }
 
@@ -117,8 +121,8 @@ impl Standing {
                 _ => at.failed(*peer, reason.clone()),
             });
         }
-        let first = missing.into_iter().filter_map(|peer| state.left.iter().position(|&left| left == peer)).min();
-        first.map_or(Ok(()), |first| Err(at.left(state.left[first])))
+        let first = missing.into_iter().filter_map(|peer| state.left.by.iter().position(|&left| left == peer)).min();
+        first.map_or(Ok(()), |first| Err(at.left(state.left.by[first])))
     }
 
     /// Waits until every rank has left, the run has failed, or `within` has passed: then ranks that have not left, near ones if
@@ -129,11 +133,11 @@ impl Standing {
                 return Vec::new();
             }
             let missing = |ranks: &mut dyn Iterator<Item = usize>| -> Vec<usize> {
-                ranks.filter(|rank| !state.left.contains(rank)).collect()
+                ranks.filter(|rank| !state.left.by.contains(rank)).collect()
             };
             // What the near ones have said is heard, whatever the tree has told: a link is ended with nothing on its way.
             match missing(&mut self.near.iter().copied()) {
-                near if near.is_empty() && !state.all_left => missing(&mut (0..self.world)),
+                near if near.is_empty() && !state.left.all => missing(&mut (0..self.world)),
                 near => near,
             }
         })
@@ -141,9 +145,9 @@ impl Standing {
 
     /// After a failure: waits until every rank may be ended, or `within` has passed.
     pub(super) fn wait_for_done(&self, within: Duration) {
-        self.wait_for(within, |state| match state.all_done {
+        self.wait_for(within, |state| match state.done.all {
             true => Vec::new(),
-            false => (0..self.world).filter(|rank| !state.done.contains(rank)).collect(),
+            false => (0..self.world).filter(|rank| !state.done.by.contains(rank)).collect(),
         });
     }
 

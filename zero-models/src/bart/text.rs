@@ -1,6 +1,6 @@
 //! Text that a BART makes of others: these are read once, then it goes on token by token, as by [`crate::generate`].
 
-use burn::tensor::{Int, Tensor, TensorData, s};
+use burn::tensor::{Int, Tensor, TensorData};
 use zero_ops::{FusedBackend, embedding};
 
 use super::Bart;
@@ -71,7 +71,6 @@ impl<B: FusedBackend> CausalLm<B> for Reader<'_, B> {
         let positions_n = Tensor::from_ints(&*positions, &input_ids_bt.device());
         let tokens_nd = self.model.tokens(input_ids_bt.reshape([b * t]));
         let mut x_nd = decoder.norm(tokens_nd + embedding(decoder.embed_positions.val(), positions_n));
-        let [_, d] = x_nd.dims();
         if cache.is_empty() {
             cache.hide_across(self.read.mask_bu.clone(), &x_nd);
         }
@@ -86,7 +85,6 @@ impl<B: FusedBackend> CausalLm<B> for Reader<'_, B> {
                 }
             });
         }
-        cache.advance(t);
-        self.model.logits(x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d]))
+        self.model.logits(cache.end(x_nd, b))
     }
 }

@@ -165,9 +165,12 @@ impl<B: FusedBackend> KvCache<B> {
         zero_ops::attention(q_nd, k_mc, v_mc, hidden_bu, options)
     }
 
-    /// All layers have read `t` more positions.
-    pub(crate) fn advance(&mut self, t: usize) {
+    /// All layers have read these positions of `b` texts: what came of the last of each.
+    pub(crate) fn end(&mut self, x_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
+        let [n, d] = x_nd.dims();
+        let t = n / b;
         self.length += t;
+        x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d])
     }
 
     /// Takes other rows in place of its own: row `i` goes on from what row `rows[i]` has read.

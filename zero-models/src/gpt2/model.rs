@@ -197,15 +197,12 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
         let positions_n = Tensor::from_ints(&*positions, &input_ids_bt.device());
         let tokens_nd = rows(&self.wte, &self.wte_adapter, input_ids_bt.reshape([b * t]));
         let mut x_nd = tokens_nd + embedding(self.wpe.val(), positions_n);
-        let [_, d] = x_nd.dims();
         for (layer, block) in self.h.iter().enumerate() {
             x_nd = block.forward(x_nd, |attn, x_nd| {
                 let parts = dense(&attn.c_attn, x_nd).chunk(3, 1).try_into().expect("three thirds");
                 cache.attend(layer, parts, attn.options(b))
             });
         }
-        cache.advance(t);
-        let last_bd = x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d]);
-        self.head(normed(&self.ln_f, self.layer_norm_epsilon, last_bd))
+        self.head(normed(&self.ln_f, self.layer_norm_epsilon, cache.end(x_nd, b)))
     }
 }

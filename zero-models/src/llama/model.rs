@@ -6,8 +6,8 @@
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block};
 
 use super::rotary::Angles;
@@ -198,13 +198,10 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
     fn next_logits(&self, input_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
-        let [_, d] = x_nd.dims();
         let angles = Angles::new(&self.speeds, cache.numbers(t), &x_nd);
         for (number, layer) in self.layers.iter().enumerate() {
             x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b)));
         }
-        cache.advance(t);
-        let last_bd = x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d]);
-        self.head(scaled(&self.norm, self.rms_norm_eps, last_bd))
+        self.head(scaled(&self.norm, self.rms_norm_eps, cache.end(x_nd, b)))
     }
 }

@@ -57,12 +57,7 @@ impl<B: Backend> Linear<B> {
 impl<B: FusedBackend> Linear<B> {
     /// The layer of `[.., d_in]`; returns `[.., d_out]`.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        let mut shape = x.dims();
-        let rows = x.flatten_rows();
-        let bias = self.bias.as_ref().map(|bias| bias.val());
-        let out = self.product(rows, bias, None);
-        shape[D - 1] = out.dims()[1];
-        out.reshape(shape)
+        over_rows(x, |x_nd| self.product(x_nd, self.bias.as_ref().map(Param::val), None))
     }
 
     /// `x W + bias + residual`, and the adapter's part.
@@ -97,17 +92,15 @@ pub(crate) fn rows<B: FusedBackend>(
     zero_ops::linear(low_nr, adapter.b.val(), None, Some(rows_nd))
 }
 
-/// Tensors as rows.
-trait Rows<B: Backend> {
-    fn flatten_rows(self) -> Tensor<B, 2>;
-}
-
-impl<B: Backend, const D: usize> Rows<B> for Tensor<B, D> {
-    fn flatten_rows(self) -> Tensor<B, 2> {
-        let width = self.dims()[D - 1];
-        let rows = self.dims().iter().product::<usize>() / width.max(1);
-        self.reshape([rows, width])
-    }
+/// What a layer of rows makes of `x` `[.., d_in]`: `[.., d_out]`.
+pub(crate) fn over_rows<B: Backend, const D: usize>(
+    x: Tensor<B, D>,
+    layer: impl FnOnce(Tensor<B, 2>) -> Tensor<B, 2>,
+) -> Tensor<B, D> {
+    let mut shape = x.dims();
+    let out = layer(x.reshape([shape[..D - 1].iter().product(), shape[D - 1]]));
+    shape[D - 1] = out.dims()[1];
+    out.reshape(shape)
 }
 
 /// Calls `$each` with the path of these fields below `$path`, and the fields.

@@ -81,14 +81,8 @@ fn factor_kernel(
     }
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{check, tensor};
-
+compiled! {
     for (most, skips) in [(None, true), (Some(1.0), false), (Some(1.0), true)] {
         Clip { most, loss_scale: 1.0, skips }.run(vec![tensor([600], DType::F32)]);
     }
-    check();
 }

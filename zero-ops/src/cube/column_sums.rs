@@ -78,17 +78,11 @@ pub(crate) fn bias_backward<T: OnCube>(grad: T) -> T {
     sums
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{cases, check, tensor};
-
+compiled! {
     for (dtype, d) in cases() {
         // In one stage, and in two.
         for n in [8, 4096] {
             column_sums(tensor([n, d], dtype));
         }
     }
-    check();
 }

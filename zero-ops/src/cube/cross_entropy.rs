@@ -313,12 +313,7 @@ fn with_gradients<T: OnCube, const OUTPUTS: usize>(
     made.try_into().unwrap_or_else(|_| unreachable!("as many outputs were promised"))
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
-
+compiled! {
     let [n, v] = [1024, 50257];
     for dtype in TYPES {
         for ids in [DType::I32, DType::I64] {
@@ -337,7 +332,6 @@ fn compiled() {
             }
         }
     }
-    check();
 }
 
 #[cfg(all(test, feature = "vulkan"))]

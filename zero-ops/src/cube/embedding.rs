@@ -154,20 +154,14 @@ pub(crate) fn embedding_backward<T: OnCube>(ids: T, grad: T, rows: usize) -> T {
     made
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
+compiled! {
     use burn_std::DType;
-
-    use crate::cube::compiled::{cases, check, tensor};
 
     for (dtype, d) in cases() {
         for ids in [DType::I32, DType::I64] {
             gradient(tensor([1024], ids), tensor([1024, d], dtype), 50257);
         }
     }
-    check();
 }
 
 #[cfg(all(test, feature = "vulkan"))]

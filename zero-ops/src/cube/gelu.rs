@@ -195,12 +195,7 @@ pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: 
     (made.next().expect("an output was promised"), made.next())
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{cases, check, tensor};
-
+compiled! {
     for (dtype, f) in cases() {
         for kind in [Gelu::Tanh, Gelu::Erf] {
             for has_bias in [false, true] {
@@ -211,5 +206,4 @@ fn compiled() {
             }
         }
     }
-    check();
 }

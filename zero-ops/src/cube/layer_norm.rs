@@ -346,12 +346,7 @@ pub(crate) fn rms_norm_backward<T: OnCube>(x: T, gamma: T, rrms: T, grad: T) -> 
     .into()
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{TYPES, WIDTHS, check, tensor};
-
+compiled! {
     for dtype in TYPES {
         // Also a row that registers do not hold.
         for d in WIDTHS.into_iter().chain([768, 9000]) {
@@ -364,5 +359,4 @@ fn compiled() {
             backward([x, gamma, mean, rstd, grad], true);
         }
     }
-    check();
 }

@@ -114,12 +114,7 @@ pub(crate) fn weight_backward<T: OnCube>(x: T, grad: T) -> T {
     d_weight
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{cases, check, tensor};
-
+compiled! {
     for (dtype, f) in cases() {
         for (has_bias, has_residual) in [(true, false), (false, true), (true, true)] {
             let bias = has_bias.then(|| tensor([f], dtype));
@@ -127,5 +122,4 @@ fn compiled() {
             added(tensor([4096, f], dtype), bias, residual);
         }
     }
-    check();
 }

@@ -6,6 +6,20 @@
 //! Kernels compute in fp32 whatever their operands are stored in (fp32, fp16, bfloat16), and round once. They use no
 //! atomics: every sum has one order of additions, so a step gives the same bits each time on one device.
 
+/// The test that compiles a file's kernels, see `compiled.rs`.
+macro_rules! compiled {
+    ($($launches:tt)*) => {
+        #[test]
+        #[cfg(feature = "cuda")]
+        #[ignore = "bench/gpu/dry.sh kernels runs it"]
+        fn compiled() {
+            use crate::cube::compiled::*;
+            $($launches)*
+            check();
+        }
+    };
+}
+
 pub(crate) mod any;
 mod attention;
 pub(crate) mod clip;

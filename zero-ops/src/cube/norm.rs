@@ -184,11 +184,7 @@ fn total_kernel(partial: &Array<f32>, offsets: &Array<u32>, out: &mut Array<f32>
     }
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{cases, check, tensor};
+compiled! {
     use crate::cube::many::GROUP;
 
     for (dtype, d) in cases() {
@@ -196,5 +192,4 @@ fn compiled() {
             SumsOfSquares.run((0..tensors).map(|_| tensor([3, d], dtype)).collect());
         }
     }
-    check();
 }

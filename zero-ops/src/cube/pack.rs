@@ -479,11 +479,7 @@ fn sum_kernel<I: Float, O: Float, N: Size>(
     }
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{TYPES, check, tensor};
+compiled! {
     use crate::cube::many::GROUP;
 
     for (from, to) in TYPES.into_iter().flat_map(|from| TYPES.map(|to| (from, to))) {
@@ -500,5 +496,4 @@ fn compiled() {
             SumParts { plans, scale: factor }.run((0..2).map(|_| tensor([numel], from)).collect());
         }
     }
-    check();
 }

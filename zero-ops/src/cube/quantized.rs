@@ -227,16 +227,10 @@ pub(crate) fn dequantized<T: OnCube>(rows: T, how: Quantized, dtype: DType) -> T
     out
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{TYPES, check, tensor};
-
+compiled! {
     for (dtype, (_, format)) in TYPES.into_iter().flat_map(|dtype| Format::NAMES.map(|named| (dtype, named))) {
         let how = Quantized { format, width: 1600 };
         made(tensor([64, format.words(1600)], STORED_AS), how, dtype);
         rows_of(tensor([64, 1600], dtype), format);
     }
-    check();
 }

@@ -108,17 +108,11 @@ pub fn bernoulli<B: Backend>(
     born::<B>(device, &Bernoulli { key, probability, shape, dtype })
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{TYPES, check};
-
+compiled! {
     for dtype in TYPES {
         let drawn = Bernoulli { key: 7, probability: 0.9, shape: Shape::from([1024, 1600]), dtype };
         assert!(drawn.make::<cubecl::cuda::CudaRuntime>(&Default::default()).is_some());
     }
-    check();
 }
 
 #[cfg(all(test, feature = "vulkan"))]

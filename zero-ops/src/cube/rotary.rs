@@ -77,17 +77,11 @@ pub(crate) fn rotary<T: OnCube>(x: T, cos: T, sin: T, back: bool) -> T {
     out
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{TYPES, check, tensor};
-
+compiled! {
     for (dtype, half) in TYPES.into_iter().flat_map(|dtype| [1, 2, 64].map(|half| (dtype, half))) {
         let angles = || tensor([64, half], dtype);
         for back in [false, true] {
             turned([tensor([4096, 8 * half], dtype), angles(), angles()], back);
         }
     }
-    check();
 }

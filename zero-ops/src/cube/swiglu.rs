@@ -97,16 +97,10 @@ pub(crate) fn swiglu_backward<T: OnCube>(gate: T, up: T, grad: T) -> (T, T) {
     .into()
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{cases, check, tensor};
-
+compiled! {
     for (dtype, f) in cases() {
         let [gate, up, grad] = [(); 3].map(|()| tensor([4096, f], dtype));
         computed([gate.clone(), up.clone()], None);
         computed([gate, up], Some(grad));
     }
-    check();
 }

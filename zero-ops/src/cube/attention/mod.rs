@@ -260,12 +260,7 @@ fn grid(cubes: usize) -> CubeCount {
     CubeCount::Static(x as u32, cubes.div_ceil(x).max(1) as u32, 1)
 }
 
-#[test]
-#[cfg(feature = "cuda")]
-#[ignore = "bench/gpu/dry.sh kernels runs it"]
-fn compiled() {
-    use crate::cube::compiled::{TYPES, check, tensor};
-
+compiled! {
     let [t, heads] = [512, 2];
     let blocked = Way::Blocked(Blocked { budget_bytes: 1 << 20, tuned: false });
     for (dtype, e) in TYPES.into_iter().flat_map(|dtype| [64, 128].map(|e| (dtype, e))) {
