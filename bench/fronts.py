@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The front for Burn 0.22 beside that for 0.21: the same GPT-2, rows and AdamW, in turn (old new old new ...), as a table.
 
-  cargo build --release -p zero-examples --example gpt2_1_5b && (cd zero-param && cargo build --release --example gpt2)
+  cargo build --release -p zero-examples --example gpt2_1_5b && (cd zero-param && cargo build --release --features trainer --example gpt2)
   bench/fronts.py --python PYTHON [--model mini] [--work 1:0:4 2:3:4] [--rounds 3]
 
 PYTHON has torch and transformers; it makes the weights once, into --dir. Work is ranks:stage:rows of a step over all ranks; rows
@@ -50,7 +50,7 @@ def run(command, lines):
     return [at for at, _ in told], usage.ru_maxrss / 1024, [line for _, line in told]
 
 
-def old(ranks, stage, batch):
+def losses(program, ranks, stage, batch):
     with tempfile.TemporaryDirectory() as out:
         metrics = Path(out) / "metrics.jsonl"
 
@@ -67,23 +67,16 @@ def old(ranks, stage, batch):
                     return
 
         at, memory, told = run([
-            args.old, "--weights", folder, "--data", folder / "batches.safetensors", "--batch", batch // ranks, "--steps", args.steps,
+            program, "--weights", folder, "--data", folder / "batches.safetensors", "--batch", batch // ranks, "--steps", args.steps,
             "--ranks", ranks, "--threads", 2 // ranks, "--stage", stage, "--lr", "1e-3", "--decay-except", "nothing", "--shuffle", "false",
             "--out", out, "--json"], lines)
     return at, memory, [json.loads(line)["loss"] for line in told]
 
 
-def new(ranks, stage, batch):
-    at, memory, told = run([
-        args.new, "--folder", folder, "--batch", batch, "--steps", args.steps, "--ranks", ranks, "--stage", stage],
-        lambda child: child.stdout)
-    return at, memory, [float(line) for line in told]
-
-
-def measure(front, work):
-    at, memory, losses = front(*work)
+def measure(program, work):
+    at, memory, told = losses(program, *work)
     steps = [after - before for before, after in zip(at, at[1:])][WARMUP - 1:]
-    return work[2] * SEQ / statistics.median(steps), memory, losses
+    return work[2] * SEQ / statistics.median(steps), memory, told
 
 
 rows()
@@ -91,7 +84,7 @@ print("| work | 0.22, tokens/s | 0.21, tokens/s | ratio | least and greatest pai
 print("|---|---|---|---|---|---|---|---|---|")
 for text in args.work:
     work = tuple(map(int, re.fullmatch(r"(\d+):(\d+):(\d+)", text).groups()))
-    pairs = [(measure(old, work), measure(new, work)) for _ in range(args.rounds)]
+    pairs = [(measure(args.old, work), measure(args.new, work)) for _ in range(args.rounds)]
     apart = max(abs(a - b) / b for o, n in pairs for a, b in zip(n[2], o[2], strict=True))
     apart < 1e-6 or sys.exit(f"error: the losses of {text} are {apart:.1e} apart")
     speeds = sorted(n[0] / o[0] for o, n in pairs)

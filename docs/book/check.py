@@ -13,7 +13,6 @@ known = {option for line in helps for option in re.findall(r"--[a-z0-9][\w-]*", 
 others = {
     "cargo": "--release --example --workspace --bin --features --test --nocapture --ignored --manifest-path".split(),
     "torchrun": "--nproc-per-node --no-python".split(),
-    "zero-param/examples/gpt2": ["--folder"],
     "srun": "--mpi --output".split(),
     "tensorboard": ["--logdir"],
     "transformers (a row that says what takes its place)": "--num_train_epochs --lr_scheduler_type --resume_from_checkpoint --save_total_limit --load_best_model_at_end --logging_steps --report_to".split(),

@@ -19,7 +19,7 @@ use crate::asked::computed;
 use crate::cell::slot::Drawn;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
-use crate::random::{Stream, sign, sign_bytes};
+use crate::random::{Sample, Stream, sign, sign_bytes};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
 use crate::values::empty;

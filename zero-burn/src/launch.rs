@@ -2,103 +2,23 @@
 
 use std::fmt::{Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use burn_backend::{Backend, DeviceId, StreamId};
 use burn_std::device::Device;
 use zero_core::collective::agree;
+pub use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::launcher::{EnvironmentError, Start};
-use zero_core::collective::process::{self, Failed, ProcessComm, ProcessOptions, ProcessRun};
+use zero_core::collective::process::{self, Failed, ProcessRun};
 use zero_core::collective::threads::{Stopped, ThreadOptions, panic_reason, run_recorded};
 use zero_core::window::{Window, WindowHost};
-use zero_core::{Buffer, Collective, CommError, StartError};
+use zero_core::{Collective, CommError, StartError};
 
 use crate::cell::Cell;
 use crate::config::{ConfigError, Tier, ZeroConfig};
 use crate::context::Context;
 use crate::device::ZeroDevice;
 use crate::trouble::raise;
-
-/// How ranks are run.
-#[derive(Debug, Clone)]
-pub struct LaunchOptions {
-    /// Compute threads of each rank; 0 shares the machine's cores evenly among the ranks.
-    pub threads_per_rank: usize,
-    /// The longest that any wait for another rank may take.
-    pub deadline: Duration,
-    /// Where ranks leave their flight records, their last operations, when a deadline passes or a rank fails.
-    pub flight_dir: Option<PathBuf>,
-    /// Whether ranks that are processes and have no secret (`ZERO_SECRET`) may meet at an address that other machines reach,
-    /// because nobody else is on their network; `ZERO_TRUSTED_NETWORK=1` says so too.
-    pub trusted_network: bool,
-}
-
-impl Default for LaunchOptions {
-    fn default() -> Self {
-        let deadline = ThreadOptions::default().deadline;
-        Self { threads_per_rank: 0, deadline, flight_dir: None, trusted_network: false }
-    }
-}
-
-impl LaunchOptions {
-    /// Compute threads of each of `world` ranks.
-    pub fn threads(&self, world: usize) -> usize {
-        match self.threads_per_rank {
-            0 => (std::thread::available_parallelism().map_or(1, usize::from) / world.max(1)).max(1),
-            threads => threads,
-        }
-    }
-
-    /// Compute threads of a process that is a rank. One that its launcher has bound to processors of its own has those;
-    /// otherwise the ranks of a machine share what they may use. A collective.
-    ///
-    /// # Errors
-    ///
-    /// As any collective's.
-    pub fn threads_of(&self, comm: &ProcessComm) -> Result<usize, CommError> {
-        let mut mask = allowed_processors();
-        mask.resize(MASK, 0);
-        let masks = comm.all_gather(Buffer::U8(mask))?.into_u8();
-        let local: Vec<&[u8]> = comm.place().of_node().into_iter().map(|rank| &masks[rank * MASK..][..MASK]).collect();
-        let shared = (0..MASK).any(|byte| {
-            local
-                .iter()
-                .fold((0u8, false), |(seen, twice), mask| (seen | mask[byte], twice || seen & mask[byte] != 0))
-                .1
-        });
-        let known = local.iter().all(|mask| mask.iter().any(|&byte| byte != 0));
-        Ok(match self.threads_per_rank {
-            0 if known && !shared => std::thread::available_parallelism().map_or(1, usize::from),
-            _ => self.threads(local.len()),
-        })
-    }
-
-    /// The same for the engine of processes.
-    pub fn process(&self) -> ProcessOptions {
-        let Self { deadline, flight_dir, trusted_network, .. } = self.clone();
-        ProcessOptions { deadline, flight_dir, trusted_network, ..ProcessOptions::default() }
-    }
-}
-
-/// Bytes of a set of processors, a bit each.
-const MASK: usize = 1024;
-
-/// The processors that this process may use, a bit each; none if the system does not say.
-fn allowed_processors() -> Vec<u8> {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();
-    let mut mask = vec![0; MASK];
-    for part in list.trim().split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (Ok(first), Ok(last)) = (first.parse::<usize>(), last.parse::<usize>()) else { continue };
-        for processor in (first..=last).filter(|processor| processor / 8 < MASK) {
-            mask[processor / 8] |= 1 << (processor % 8);
-        }
-    }
-    mask
-}
 
 /// Why a launch failed.
 #[derive(Debug, thiserror::Error)]

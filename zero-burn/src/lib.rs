@@ -43,7 +43,6 @@ mod backend;
 mod birth;
 mod bulk;
 mod cell;
-pub mod config;
 mod context;
 mod current;
 mod device;
@@ -79,3 +78,5 @@ pub use backend::Zero;
 pub use birth::load_state;
 pub use device::ZeroDevice;
 pub use tensor::ZeroTensor;
+#[doc(inline)]
+pub use zero_core::config;

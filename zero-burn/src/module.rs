@@ -31,7 +31,7 @@ use crate::random::sign;
 use crate::reduce::Phase;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::{raise, stop, stop_foreign};
-use crate::values::of_type;
+use crate::values::{dtype_of, of_type};
 use crate::walk::{self, ParamMeta, below, leaf};
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
@@ -77,7 +77,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
 
     impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-            let wanted = self.context.rank.config.param_dtype.dtype();
+            let wanted = dtype_of(self.context.rank.config.param_dtype);
             if !A::Base::supports_dtype(self.device.inner(), wanted) {
                 let backend = A::Base::name(self.device.inner());
                 stop(format!(

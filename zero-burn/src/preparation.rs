@@ -17,6 +17,7 @@ use crate::cell::slot::Drawn;
 use crate::context::Context;
 use crate::random::words;
 use crate::tensor::{Shard, ZeroTensor};
+use crate::values::dtype_of;
 use crate::walk;
 
 /// Gives the parameters that were drawn, and are as they were born, the values that rank 0's seed gives. Every rank calls it, with
@@ -51,7 +52,7 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
 /// A layer's state as each rank begins with it: rank 0's, whole.
 pub(crate) fn buffer<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &B::Device) -> ZeroTensor<B> {
     let data = from_rank_0(context, tensor);
-    let wanted = context.rank.config.param_dtype.dtype();
+    let wanted = dtype_of(context.rank.config.param_dtype);
     let data = if data.dtype == DType::F32 { data.convert_dtype(wanted) } else { data };
     ZeroTensor::Dense(B::float_from_data(data, device))
 }

@@ -1,8 +1,5 @@
-//! Counter-based random numbers: element `i` of a draw depends on the seed, the draw's stream and `i` alone.
-//!
-//! So each rank can draw only its shard of a parameter, and what is drawn does not depend on the number of ranks. The
-//! mixer is SplitMix64's finalizer (Steele, Lea, Flood 2014, <https://doi.org/10.1145/2714064.2660195>) over a keyed
-//! Weyl sequence; normals are Box-Muller pairs.
+//! Random tensors: element `i` of a draw depends on the seed, the draw's stream and `i` alone ([`Stream`]), so that each rank can draw
+//! only its shard of a parameter.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,12 +8,8 @@ use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use serde::{Deserialize, Serialize};
+pub(crate) use zero_core::random::{Stream, sign};
 use zero_core::random::{WEYL, mix};
-
-/// A hash of `words` that depends on their order.
-pub(crate) fn sign(words: &[u64]) -> u64 {
-    words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
-}
 
 /// A hash of `bytes`.
 pub(crate) fn sign_bytes(bytes: &[u8]) -> u64 {
@@ -30,69 +23,37 @@ pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.as_chunks::<8>().0.iter().map(|&word| u64::from_le_bytes(word))
 }
 
-/// A stream of random numbers addressed by position.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Stream(u64);
-
-impl Stream {
-    /// The stream of `words` (such as seed, rank, draw number).
-    pub(crate) fn new(words: &[u64]) -> Self {
-        Self(sign(words))
+/// Elements `range` of a draw from `distribution`, in the type `T`.
+fn sample<T>(stream: Stream, range: Range<usize>, distribution: Distribution, from: impl Fn(f64) -> T) -> Vec<T> {
+    // 24 bits, so that an f32 never rounds up to the excluded upper end of [0, 1).
+    let unit24 = |i: usize| (stream.bits(i as u64) >> 40) as f64 * (1.0 / (1u64 << 24) as f64);
+    let scaled = |low: f64, high: f64| range.clone().map(|i| from(low + (high - low) * unit24(i))).collect::<Vec<T>>();
+    match distribution {
+        Distribution::Default => scaled(0.0, 1.0),
+        Distribution::Uniform(low, high) => scaled(low, high),
+        Distribution::Bernoulli(p) => range.map(|i| from(if unit24(i) < p { 1.0 } else { 0.0 })).collect(),
+        Distribution::Normal(mean, std) => stream.normals(range, mean, std, from),
     }
+}
 
-    /// What its numbers are made of, with their places.
-    pub(crate) fn key(self) -> u64 {
-        self.0
-    }
-
-    fn bits(self, i: u64) -> u64 {
-        mix(self.0.wrapping_add(i.wrapping_add(1).wrapping_mul(WEYL)))
-    }
-
-    /// Uniform in [0, 1) with 53 bits.
-    fn unit(self, i: u64) -> f64 {
-        (self.bits(i) >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
-    }
-
-    /// The pair of standard normals of positions `2 pair` and `2 pair + 1`.
-    fn normals(self, pair: u64) -> (f64, f64) {
-        // 1 - u lies in (0, 1], so that the logarithm is finite.
-        let radius = (-2.0 * (1.0 - self.unit(2 * pair)).ln()).sqrt();
-        let (sin, cos) = (std::f64::consts::TAU * self.unit(2 * pair + 1)).sin_cos();
-        (radius * cos, radius * sin)
-    }
-
-    /// Elements `range` of a draw from `distribution`, in the type `T`.
-    fn sample<T>(self, range: Range<usize>, distribution: Distribution, from: impl Fn(f64) -> T) -> Vec<T> {
-        // 24 bits, so that an f32 never rounds up to the excluded upper end of [0, 1).
-        let unit24 = |i: usize| (self.bits(i as u64) >> 40) as f64 * (1.0 / (1u64 << 24) as f64);
-        let scaled =
-            |low: f64, high: f64| range.clone().map(|i| from(low + (high - low) * unit24(i))).collect::<Vec<T>>();
-        match distribution {
-            Distribution::Default => scaled(0.0, 1.0),
-            Distribution::Uniform(low, high) => scaled(low, high),
-            Distribution::Bernoulli(p) => range.map(|i| from(if unit24(i) < p { 1.0 } else { 0.0 })).collect(),
-            Distribution::Normal(mean, std) => {
-                let mut out = Vec::with_capacity(range.len());
-                let mut i = range.start;
-                while i < range.end {
-                    let (even, odd) = self.normals(i as u64 / 2);
-                    if i.is_multiple_of(2) {
-                        out.push(from(mean + std * even));
-                        i += 1;
-                    }
-                    if i < range.end {
-                        out.push(from(mean + std * odd));
-                        i += 1;
-                    }
-                }
-                out
-            }
-        }
-    }
-
+/// What is drawn from a stream.
+pub(crate) trait Sample {
     /// Elements `range` of a draw as data of `shape` (whose size is the range's) and `dtype`.
-    pub(crate) fn data(
+    fn data(self, range: Range<usize>, distribution: Distribution, shape: impl Into<Shape>, dtype: DType)
+    -> TensorData;
+
+    /// A whole draw as a tensor. Masks of dropout are made on devices; all else is drawn here, as devices round otherwise.
+    fn tensor<B: Backend>(
+        self,
+        shape: Shape,
+        distribution: Distribution,
+        dtype: DType,
+        device: &B::Device,
+    ) -> FloatTensor<B>;
+}
+
+impl Sample for Stream {
+    fn data(
         self,
         range: Range<usize>,
         distribution: Distribution,
@@ -100,18 +61,15 @@ impl Stream {
         dtype: DType,
     ) -> TensorData {
         match dtype {
-            DType::F32 => TensorData::new(self.sample(range, distribution, |x| x as f32), shape),
-            DType::F64 => TensorData::new(self.sample(range, distribution, |x| x), shape),
-            DType::I64 => TensorData::new(self.sample(range, distribution, |x| x as i64), shape),
-            DType::I32 => TensorData::new(self.sample(range, distribution, |x| x as i32), shape),
-            other => TensorData::new(self.sample(range, distribution, |x| x as f32), shape).convert_dtype(other),
+            DType::F32 => TensorData::new(sample(self, range, distribution, |x| x as f32), shape),
+            DType::F64 => TensorData::new(sample(self, range, distribution, |x| x), shape),
+            DType::I64 => TensorData::new(sample(self, range, distribution, |x| x as i64), shape),
+            DType::I32 => TensorData::new(sample(self, range, distribution, |x| x as i32), shape),
+            other => TensorData::new(sample(self, range, distribution, |x| x as f32), shape).convert_dtype(other),
         }
     }
-}
 
-impl Stream {
-    /// A whole draw as a tensor. Masks of dropout are made on devices; all else is drawn here, as devices round otherwise.
-    pub(crate) fn tensor<B: Backend>(
+    fn tensor<B: Backend>(
         self,
         shape: Shape,
         distribution: Distribution,
@@ -120,7 +78,7 @@ impl Stream {
     ) -> FloatTensor<B> {
         #[cfg(feature = "cubecl")]
         if let Distribution::Bernoulli(p) = distribution
-            && let Some(made) = zero_ops::bernoulli::<B>(self.0, p, shape.clone(), dtype, device)
+            && let Some(made) = zero_ops::bernoulli::<B>(self.key(), p, shape.clone(), dtype, device)
         {
             return made;
         }

@@ -8,6 +8,7 @@ use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::reader::try_read_sync;
 use burn_std::{DType, Shape, Slice};
 use zero_core::Buffer;
+use zero_core::config::Float;
 use zero_ops::Elements;
 
 use crate::trouble::stop;
@@ -90,6 +91,15 @@ pub(crate) fn buffer(data: TensorData) -> Buffer {
         DType::F16 => Buffer::F16(data.into_vec().expect(TYPES)),
         DType::BF16 => Buffer::Bf16(data.into_vec().expect(TYPES)),
         other => stop(format!("a tensor of {other:?} cannot be sent: expected floats")),
+    }
+}
+
+/// The type as tensors know it.
+pub(crate) fn dtype_of(float: Float) -> DType {
+    match float {
+        Float::F32 => DType::F32,
+        Float::F16 => DType::F16,
+        Float::Bf16 => DType::BF16,
     }
 }
 

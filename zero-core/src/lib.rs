@@ -1,7 +1,7 @@
 //! What ZeRO is made of, without a tensor library: flat partitions, collectives and the engines that run ranks as
 //! threads of one process or, with the feature `mpi`, as processes, collectives on the memory of GPUs with the feature
 //! `nccl`, a one-sided window for gathers, exact byte accounting, memory estimates, sharded checkpoints,
-//! state on a disk, and an allocator that keeps a step's pages.
+//! state on a disk, the settings of it all, and an allocator that keeps a step's pages.
 //!
 //! * In: plain buffers ([`Buffer`]) and handles of any type ([`window::Window`]).
 //! * Out: reduced or gathered buffers, or a [`CommError`] that names rank, group, operation and sequence number.
@@ -15,6 +15,7 @@ pub mod accounting;
 pub mod alloc;
 pub mod checkpoint;
 pub mod collective;
+pub mod config;
 #[cfg(feature = "nccl")]
 pub mod copies;
 mod error;

@@ -1,6 +1,8 @@
 //! Random numbers that are a function of their seed and nothing else, the same in every version and on every machine:
 //! SplitMix64 (Steele, Lea, Flood 2014, <https://doi.org/10.1145/2714064.2660195>).
 
+use std::ops::Range;
+
 /// What the generator's state grows by, which numbers draws that are addressed by position.
 pub const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -47,6 +49,70 @@ impl Draws {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last + 1));
         }
+    }
+}
+
+/// A hash of `words` that depends on their order.
+pub fn sign(words: &[u64]) -> u64 {
+    words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
+}
+
+/// A stream of random numbers addressed by position: number `i` depends on the stream and `i` alone, so that each rank can draw only its
+/// part, and what is drawn does not depend on the number of ranks. Normals are Box-Muller pairs.
+#[derive(Debug, Clone, Copy)]
+pub struct Stream(u64);
+
+impl Stream {
+    /// The stream of `words` (such as seed, rank, draw number).
+    pub fn new(words: &[u64]) -> Self {
+        Self(sign(words))
+    }
+
+    /// What its numbers are made of, with their places.
+    pub fn key(self) -> u64 {
+        self.0
+    }
+
+    /// 64 random bits of a place.
+    pub fn bits(self, i: u64) -> u64 {
+        mix(self.0.wrapping_add(i.wrapping_add(1).wrapping_mul(WEYL)))
+    }
+
+    /// Uniform in [0, 1) with 53 bits.
+    pub fn unit(self, i: u64) -> f64 {
+        (self.bits(i) >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+    }
+
+    /// The pair of standard normals of positions `2 pair` and `2 pair + 1`.
+    fn pair(self, pair: u64) -> (f64, f64) {
+        // 1 - u lies in (0, 1], so that the logarithm is finite.
+        let radius = (-2.0 * (1.0 - self.unit(2 * pair)).ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * self.unit(2 * pair + 1)).sin_cos();
+        (radius * cos, radius * sin)
+    }
+
+    /// That of the first values of a parameter, the `birth`-th that is made with this seed.
+    pub fn of_parameter(seed: u64, birth: u64, part: Option<u64>) -> Self {
+        let words = [seed, u64::MAX, birth].into_iter().chain(part);
+        Self::new(&words.collect::<Vec<_>>())
+    }
+
+    /// Numbers `range` of a draw from a normal distribution.
+    pub fn normals<T>(self, range: Range<usize>, mean: f64, std: f64, from: impl Fn(f64) -> T) -> Vec<T> {
+        let mut out = Vec::with_capacity(range.len());
+        let mut i = range.start;
+        while i < range.end {
+            let (even, odd) = self.pair(i as u64 / 2);
+            if i.is_multiple_of(2) {
+                out.push(from(mean + std * even));
+                i += 1;
+            }
+            if i < range.end {
+                out.push(from(mean + std * odd));
+                i += 1;
+            }
+        }
+        out
     }
 }
 

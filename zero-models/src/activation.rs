@@ -1,6 +1,8 @@
 //! The activation functions of the feed-forward layers: in goes a Hugging Face name, out comes a function on tensors.
 
+#[cfg(feature = "burn")]
 use burn::tensor::{Tensor, activation};
+#[cfg(feature = "burn")]
 use zero_ops::{FusedBackend, Gelu};
 
 use crate::suggest::closest;
@@ -50,7 +52,10 @@ impl Activation {
     pub fn hf_name(self) -> &'static str {
         NAMES.iter().find(|(_, known)| *known == self).expect("every function has a name").0
     }
+}
 
+#[cfg(feature = "burn")]
+impl Activation {
     /// Applies the function to every element of rows `[n, f]`.
     pub fn forward<B: FusedBackend>(self, x_nf: Tensor<B, 2>) -> Tensor<B, 2> {
         self.forward_with_bias(x_nf, None)

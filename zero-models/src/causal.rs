@@ -2,29 +2,39 @@
 
 use std::fmt::Debug;
 
+#[cfg(feature = "burn")]
 use burn::tensor::{Int, Tensor};
+#[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
+#[cfg(feature = "burn")]
 use crate::generate::{Hooks, Sampling, generate_with};
+#[cfg(feature = "burn")]
 use crate::lora::linear::Adaptable;
+#[cfg(feature = "burn")]
 use crate::safetensors_file::Checkpoint;
-use crate::{Bart, BartConfig, Gpt2, Gpt2Config, Llama, LlamaConfig, ModelConfig, Result, bart, gpt2, llama};
+#[cfg(feature = "burn")]
+use crate::{Bart, Gpt2, Llama, bart, gpt2, llama};
+use crate::{BartConfig, Gpt2Config, LlamaConfig, ModelConfig, Result};
 
 /// A family of models that make text, by its configuration.
 pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
     /// The module.
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend>: Adaptable<B>;
 
     /// A model with fresh parameters.
     ///
     /// # Panics
     /// If the configuration is refused by the family's `validate`.
+    #[cfg(feature = "burn")]
     fn init<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
 
     /// The model with the weights of a Hugging Face folder.
     ///
     /// # Errors
     /// As [`gpt2::weights::load_from`].
+    #[cfg(feature = "burn")]
     fn load<B: FusedBackend>(
         model: Self::Model<B>,
         checkpoint: &Checkpoint,
@@ -35,6 +45,7 @@ pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static 
     ///
     /// # Errors
     /// As [`generate_with`].
+    #[cfg(feature = "burn")]
     fn generate<B: FusedBackend>(
         model: &Self::Model<B>,
         prompts: &[Vec<u32>],
@@ -68,6 +79,7 @@ pub trait CausalFamily: TextFamily {
     ///
     /// # Panics
     /// If rows have fewer than 2 tokens, or more than the model has positions.
+    #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(model: &Self::Model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1>;
 
     /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
@@ -96,16 +108,20 @@ pub struct CausalSizes {
 macro_rules! text_family {
     ($config:ident, $model:ident, $family:ident, $generate:path) => {
         impl TextFamily for $config {
+            #[cfg(feature = "burn")]
             type Model<B: FusedBackend> = $model<B>;
 
+            #[cfg(feature = "burn")]
             fn init<B: FusedBackend>(&self, device: &B::Device) -> $model<B> {
                 $config::init(self, device)
             }
 
+            #[cfg(feature = "burn")]
             fn load<B: FusedBackend>(model: $model<B>, from: &Checkpoint, device: &B::Device) -> Result<$model<B>> {
                 $family::weights::load_from(model, from, device)
             }
 
+            #[cfg(feature = "burn")]
             fn generate<B: FusedBackend>(
                 model: &$model<B>,
                 prompts: &[Vec<u32>],
@@ -141,6 +157,7 @@ macro_rules! causal_family {
                 $config::validate(self)
             }
 
+            #[cfg(feature = "burn")]
             fn loss<B: FusedBackend>(model: &$model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
                 model.loss(input_ids_bt)
             }

@@ -1,33 +1,15 @@
-//! Hugging Face names of a module's parameters, and loading by them.
+//! Hugging Face names of a model's parameters, and tensors by them.
 //!
-//! In go a module, the table of its [`Family`] and a checkpoint; out comes the module with loaded parameters. Names,
-//! shapes and element types of everything are checked before the first tensor is loaded. Then one parameter at a time
-//! is created on the device by [`zero_ops::parameter_from`]: of a sharded parameter a rank converts its piece.
+//! In go the table of a [`Family`] and a checkpoint; out come its parameters with their tensors. Names, shapes and element types of
+//! everything are checked before the first tensor is read.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 use serde::{Deserialize, Serialize};
-use zero_ops::FusedBackend;
+use zero_core::random::Stream;
 
 use crate::safetensors_file::{Checkpoint, StoredTensor};
-use crate::{KeyMap, ModelError, Result, ShapeMismatch};
-
-/// A parameter of a model as Hugging Face knows it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HfParam {
-    /// Burn's id of the parameter.
-    pub id: ParamId,
-    /// Its name in the `state_dict` of the Hugging Face model.
-    pub name: String,
-    /// Its shape there.
-    pub shape: Vec<usize>,
-    /// Whether it is stored there transposed: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
-    pub transposed: bool,
-}
+use crate::{ModelError, Result, ShapeMismatch};
 
 /// A parameter by its place in the module and its place in a Hugging Face checkpoint: known from a configuration alone,
 /// without a module.
@@ -136,12 +118,12 @@ pub(crate) const fn layer<C>(
 
 impl<C> Layer<C> {
     /// Whether the layer's matrix is stored transposed.
-    fn is_transposed(&self) -> bool {
+    pub(crate) fn is_transposed(&self) -> bool {
         matches!(self.kind, Kind::Linear | Kind::Weight)
     }
 
     /// The parameters' paths and names in a block, and whether they are matrices.
-    fn parameters(&self, block: &str) -> impl Iterator<Item = (String, String, bool)> {
+    pub(crate) fn parameters(&self, block: &str) -> impl Iterator<Item = (String, String, bool)> {
         let fields: &[_] = match self.kind {
             Kind::Table | Kind::Head => &[("", ".weight", true)],
             Kind::Bias => &[("", ".bias", false)],
@@ -177,116 +159,22 @@ pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
     found
 }
 
-/// The Hugging Face name of the parameter at a path of Burn's field names, and whether it is transposed there.
-fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
-    if let [before @ .., adapter, field] = path
-        && let Some(table) = adapter.strip_suffix("adapter")
-    {
-        // Of the table that it is named by, or of the layer that it is in.
-        let (is_table, of) = (!table.is_empty(), if table.is_empty() { "weight" } else { table.trim_end_matches('_') });
-        let of: Vec<String> = before.iter().cloned().chain([of.to_string()]).collect();
-        let (name, _) = hf_name::<C>(&of);
-        return (crate::lora::peft_name(name.trim_end_matches(".weight"), field, is_table), true);
+/// The parameters with the values that a module on ranks with this seed begins with: weights are drawn by the parameter's number, with
+/// the deviation that `std` says of a path, factors of norms are one, and biases zero.
+pub(crate) fn fresh<C: Family>(
+    config: &C,
+    seed: u64,
+    std: impl Fn(&str) -> f64,
+    each: &mut dyn FnMut(ModelParam, Vec<f32>),
+) {
+    for (param, birth) in parameters(config).into_iter().zip(0..) {
+        let (stream, all) = (Stream::of_parameter(seed, birth, None), 0..param.numel());
+        let values = match param.shape.len() {
+            1 => vec![if param.path.ends_with("gamma") { 1.0 } else { 0.0 }; all.len()],
+            _ => stream.normals(all, 0.0, std(&param.path), |x| x as f32),
+        };
+        each(param, values);
     }
-    let block = path.iter().find(|field| field.parse::<usize>().is_ok()).map_or("", String::as_str);
-    let path = path.join(".");
-    for layer in C::LAYERS {
-        if let Some((_, name, matrix)) = layer.parameters(block).find(|(at, ..)| *at == path) {
-            return (name, matrix && layer.is_transposed());
-        }
-    }
-    unreachable!("no parameter of the family is at {path}")
-}
-
-/// The parameters in the order in which the module visits them. No lazy parameter is allocated.
-pub(crate) fn describe<C: Family, B: Backend>(model: &impl Module<B>) -> Vec<HfParam> {
-    described(model, &|path, _| hf_name::<C>(path))
-}
-
-fn described<B: Backend>(model: &impl Module<B>, name: Name<'_>) -> Vec<HfParam> {
-    let mut visitor = Describe { name, path: Vec::new(), found: Vec::new() };
-    model.visit(&mut visitor);
-    visitor.found
-}
-
-/// The name of the parameter at a path of the module with so many dimensions, and whether it is transposed.
-type Name<'a> = &'a dyn Fn(&[String], usize) -> (String, bool);
-
-/// Loads every parameter of any module from a folder with safetensors files (`model.safetensors`, or shards with an index), of
-/// another family than this crate has. `names` gives each its name there, from its path in the module; all tensors must be
-/// parameters. Over a backend that shards parameters each rank reads its own part.
-///
-/// # Errors
-/// As [`gpt2::weights::load`](crate::gpt2::weights::load).
-pub fn load_module<B: FusedBackend, M: Module<B>>(
-    module: M,
-    dir: &Path,
-    names: &KeyMap,
-    device: &B::Device,
-) -> Result<M> {
-    let checkpoint = Checkpoint::open(dir)?;
-    let params = described(&module, &|path, dims| {
-        let name = names.name(&path.join("."));
-        let transposed = dims == 2 && names.transposes(&name);
-        (name, transposed)
-    });
-    load_params(module, params, &checkpoint, AS_NAMED, device)
-}
-
-/// Loads every parameter of the model from the checkpoint.
-pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
-    model: M,
-    checkpoint: &Checkpoint,
-    device: &B::Device,
-) -> Result<M> {
-    let params = describe::<C, B>(&model);
-    load_params(model, params, checkpoint, rules::<C>(), device)
-}
-
-/// As [`load_checked`]; parameters of a head that the checkpoint has not stay as they are, and are named.
-pub(crate) fn load_beneath_head<C: Family, B: FusedBackend, M: Module<B>>(
-    model: M,
-    checkpoint: &Checkpoint,
-    device: &B::Device,
-) -> Result<(M, Vec<String>)> {
-    let params = describe::<C, B>(&model);
-    let fresh = params.iter().map(|param| param.name.clone()).filter(|name| {
-        C::is_of_head(name) && !checkpoint.names().any(|stored| C::in_state_dict(stored).as_deref() == Some(name))
-    });
-    let fresh: Vec<String> = fresh.collect();
-    let rules = Rules { fresh_head: true, ..rules::<C>() };
-    Ok((load_params(model, params, checkpoint, rules, device)?, fresh))
-}
-
-fn load_params<B: FusedBackend, M: Module<B>>(
-    model: M,
-    params: Vec<HfParam>,
-    checkpoint: &Checkpoint,
-    rules: Rules<'_>,
-    device: &B::Device,
-) -> Result<M> {
-    let transposed: Vec<bool> = params.iter().map(|param| param.transposed).collect();
-    let named: Vec<_> = params.into_iter().map(|param| (param.name, param.shape)).collect();
-    let sources = sources(&named, checkpoint, rules)?;
-    let tensors: Vec<_> =
-        sources.into_iter().zip(transposed).map(|(stored, transposed)| Some((stored?, transposed))).collect();
-    load_all(model, tensors, checkpoint, device)
-}
-
-/// Loads these parameters alone, each under its own name, and leaves the others.
-pub(crate) fn load_some<B: FusedBackend, M: Module<B>>(
-    module: M,
-    params: &[ModelParam],
-    checkpoint: &Checkpoint,
-    device: &B::Device,
-) -> Result<M> {
-    let stored: BTreeMap<String, _> = stored(params.to_vec(), checkpoint, AS_NAMED)?
-        .into_iter()
-        .map(|(param, stored)| (param.path, (stored, param.transposed)))
-        .collect();
-    let paths = described(&module, &|path, _| (path.join("."), false));
-    let tensors: Vec<_> = paths.iter().map(|param| stored.get(&param.name).copied()).collect();
-    load_all(module, tensors, checkpoint, device)
 }
 
 /// Parameters with their tensors in a checkpoint.
@@ -301,7 +189,7 @@ pub(crate) fn stored<'a>(
 }
 
 /// Of each parameter, by name and shape, its tensor, if it is not one that may be missing.
-fn sources<'a>(
+pub(crate) fn sources<'a>(
     params: &[(String, Vec<usize>)],
     checkpoint: &'a Checkpoint,
     rules: Rules<'_>,
@@ -319,15 +207,15 @@ type Sources<'a> = Vec<Vec<StoredTensor<'a>>>;
 #[derive(Clone, Copy)]
 pub(crate) struct Rules<'a> {
     /// [`Family::in_state_dict`]
-    in_state_dict: &'a dyn Fn(&str) -> Option<String>,
+    pub(crate) in_state_dict: &'a dyn Fn(&str) -> Option<String>,
     /// [`Family::REPEATS`]
-    repeats: &'a [(&'a str, &'a str)],
+    pub(crate) repeats: &'a [(&'a str, &'a str)],
     /// [`Family::is_of_head`]
-    is_of_head: fn(&str) -> bool,
+    pub(crate) is_of_head: fn(&str) -> bool,
     /// [`Family::check`]
-    check: fn(&Checkpoint) -> Result<()>,
+    pub(crate) check: fn(&Checkpoint) -> Result<()>,
     /// Whether a head may be missing.
-    fresh_head: bool,
+    pub(crate) fresh_head: bool,
 }
 
 /// Tensors under the names of parameters.
@@ -408,146 +296,3 @@ fn check_shapes(params: &[(String, Vec<usize>)], sources: &Sources<'_>, checkpoi
     }
     Err(ModelError::TensorShapes { dir: checkpoint.dir().to_path_buf(), mismatches })
 }
-
-struct Describe<'a> {
-    name: Name<'a>,
-    path: Vec<String>,
-    found: Vec<HfParam>,
-}
-
-impl<B: Backend> ModuleVisitor<B> for Describe<'_> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_string());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let (name, transposed) = (self.name)(&self.path, D);
-        let mut shape = param.lazy_shape().dims::<D>().to_vec();
-        if transposed {
-            shape.reverse();
-        }
-        self.found.push(HfParam { id: param.id, name, shape, transposed });
-    }
-}
-
-fn load_all<B: FusedBackend, M: Module<B>>(
-    module: M,
-    tensors: Vec<Option<(StoredTensor<'_>, bool)>>,
-    checkpoint: &Checkpoint,
-    device: &B::Device,
-) -> Result<M> {
-    let mut load = Load::<B> { tensors: tensors.into_iter(), checkpoint, device, failed: None };
-    let module = module.map(&mut load);
-    load.failed.map_or(Ok(module), Err)
-}
-
-struct Load<'a, B: Backend> {
-    /// Of each parameter, in visiting order, and whether it is transposed; `None` for one that stays.
-    tensors: std::vec::IntoIter<Option<(StoredTensor<'a>, bool)>>,
-    checkpoint: &'a Checkpoint,
-    device: &'a B::Device,
-    failed: Option<ModelError>,
-}
-
-impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let Some((stored, transposed)) = self.tensors.next().expect("a module maps the parameters that it visits")
-        else {
-            return param;
-        };
-        let mut shape: [usize; D] = stored.shape.try_into().expect("shapes were checked");
-        if transposed {
-            shape.reverse();
-        }
-        let (device, id) = (self.device, param.id);
-        let elements = |range| {
-            let elements = if transposed { stored.elements_transposed(range) } else { stored.elements(range) };
-            elements.expect("element types were checked")
-        };
-        let quantized = self.checkpoint.quantized.as_ref().filter(|(_, weights)| weights.contains(&id));
-        if let (Some((format, _)), Ok(shape)) = (quantized, <[usize; 2]>::try_from(&shape[..])) {
-            let mut finite = true;
-            let rows = zero_ops::quantized_parameter::<B>(shape, *format, device, |range| {
-                let elements = elements(range);
-                finite &= elements.iter().all(|x| x.is_finite());
-                elements
-            });
-            if !finite {
-                let (name, path) = (stored.name.to_string(), stored.path.to_path_buf());
-                self.failed.get_or_insert(ModelError::NotFinite { name, path });
-            }
-            let rows: Tensor<B, D> = Tensor::from_primitive(rows.into_primitive());
-            return Param::initialized(id, rows.set_require_grad(false));
-        }
-        let tensor = zero_ops::parameter_from::<B, D>(shape, device, elements);
-        let configured_for = param.lazy_device();
-        // Keeps the id, and whether the parameter is trained, without drawing the values it would start from.
-        let loaded = param.transform_for_load(tensor, id);
-        if configured_for == *device { loaded } else { loaded.fork(device) }
-    }
-}
-
-/// What a module `weights` offers for its family's model, whose class in transformers is `$class`.
-macro_rules! hf_weights {
-    ($model:ident, $config:ident, $class:literal) => {
-        /// Loads the model that lies in a folder, its `config.json` and its weights.
-        ///
-        /// # Errors
-        #[doc = concat!("As [`", stringify!($config), "::from_file`] and [`load`].")]
-        pub fn from_pretrained<B: zero_ops::FusedBackend>(
-            dir: &std::path::Path,
-            device: &B::Device,
-        ) -> $crate::Result<$model<B>> {
-            let config = $config::from_file(&dir.join("config.json"))?;
-            load(config.init(device), dir, device)
-        }
-
-        /// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded,
-        /// each rank converts the elements of its own pieces only; every rank must read the same checkpoint.
-        ///
-        /// The parameters keep their ids, and whether they are trained.
-        ///
-        /// # Errors
-        /// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
-        /// checked before the first tensor is loaded.
-        pub fn load<B: zero_ops::FusedBackend>(
-            model: $model<B>,
-            dir: &std::path::Path,
-            device: &B::Device,
-        ) -> $crate::Result<$model<B>> {
-            load_from(model, &$crate::safetensors_file::Checkpoint::open(dir)?, device)
-        }
-
-        /// As [`load`], from a checkpoint that is open already.
-        ///
-        /// # Errors
-        /// When its names, shapes or element types are not the model's.
-        pub fn load_from<B: zero_ops::FusedBackend>(
-            model: $model<B>,
-            checkpoint: &$crate::safetensors_file::Checkpoint,
-            device: &B::Device,
-        ) -> $crate::Result<$model<B>> {
-            $crate::hf_params::load_checked::<$config, B, _>(model, checkpoint, device)
-        }
-
-        #[doc = concat!("Every parameter with its name in the `state_dict` of `", $class, "`, in visiting order.")]
-        pub fn hf_names<B: burn::tensor::backend::Backend>(model: &$model<B>) -> Vec<(burn::module::ParamId, String)> {
-            hf_params(model).into_iter().map(|param| (param.id, param.name)).collect()
-        }
-
-        #[doc = concat!("Every parameter as the `state_dict` of `", $class, "` has it, in visiting order.")]
-        pub fn hf_params<B: burn::tensor::backend::Backend>(model: &$model<B>) -> Vec<$crate::HfParam> {
-            $crate::hf_params::describe::<$config, B>(model)
-        }
-
-        /// The parameters of a model of this configuration, in visiting order, without a model.
-        pub fn parameters(config: &$config) -> Vec<$crate::ModelParam> {
-            $crate::hf_params::parameters(config)
-        }
-    };
-}
-pub(crate) use hf_weights;

@@ -7,6 +7,9 @@
 //! checkpoints that Hugging Face publishes; [`generate`] makes text. [`hf_export`] writes such a checkpoint, from a configuration and whoever can
 //! read parameters by name. Everything runs on the caller's thread.
 //!
+//! Without the feature `burn` there are no modules: configurations, names and files alone, which any version of Burn can fill modules from
+//! ([`ModelConfig::read`]).
+//!
 //! ```
 //! use burn::tensor::{Int, Tensor};
 //! use burn_flex::Flex;
@@ -21,39 +24,59 @@
 //! ```
 
 mod activation;
+#[cfg(feature = "burn")]
 mod attention;
 pub mod bart;
 pub mod bert;
 mod causal;
 mod error;
+#[cfg(feature = "burn")]
 pub mod generate;
 pub mod gpt2;
 mod hf_config;
 pub mod hf_export;
+#[cfg(feature = "burn")]
+mod hf_load;
 mod hf_params;
+#[cfg(feature = "burn")]
 mod init;
 mod key_map;
+#[cfg(feature = "burn")]
 mod layers;
 pub mod llama;
 pub mod lora;
 pub mod loss;
 mod model_config;
 mod module_config;
+#[cfg(feature = "burn")]
 pub mod quantize;
 pub mod safetensors_file;
 mod suggest;
+#[cfg(feature = "burn")]
 mod tiled;
 
 pub use activation::Activation;
-pub use bart::{Bart, BartConfig};
-pub use bert::{Bert, BertBatch, BertConfig, BertHead, BertPredictions};
+#[cfg(feature = "burn")]
+pub use bart::Bart;
+pub use bart::BartConfig;
+#[cfg(feature = "burn")]
+pub use bert::{Bert, BertBatch, BertPredictions};
+pub use bert::{BertConfig, BertHead};
 pub use causal::{CausalFamily, CausalSizes, TextFamily};
 pub use error::{ModelError, Result, ShapeMismatch, listed, names_differ};
-pub use gpt2::{Gpt2, Gpt2Config};
-pub use hf_params::{HfParam, ModelParam, load_module};
+#[cfg(feature = "burn")]
+pub use gpt2::Gpt2;
+pub use gpt2::Gpt2Config;
+#[cfg(feature = "burn")]
+pub use hf_load::{HfParam, load_module};
+pub use hf_params::ModelParam;
 pub use key_map::KeyMap;
+#[cfg(feature = "burn")]
 pub use layers::Ids;
-pub use llama::{Llama, LlamaConfig};
+#[cfg(feature = "burn")]
+pub use llama::Llama;
+pub use llama::LlamaConfig;
 pub use model_config::ModelConfig;
 pub use module_config::ModuleConfig;
+#[cfg(feature = "burn")]
 pub use tiled::TiledLinear;

@@ -5,10 +5,14 @@
 //!
 //! Shape suffixes: `n` rows, `v` vocabulary.
 
+#[cfg(feature = "burn")]
 use burn::tensor::backend::Backend;
+#[cfg(feature = "burn")]
 use burn::tensor::{FloatDType, Int, Tensor, s};
+#[cfg(feature = "burn")]
 use zero_ops::{FusedBackend, linear_cross_entropy};
 
+#[cfg(feature = "burn")]
 use crate::layers::Ids;
 
 /// The label of a position that does not count.
@@ -19,6 +23,7 @@ pub const IGNORED_LABEL: i32 = -100;
 ///
 /// # Panics
 /// If rows have fewer than 2 tokens, or labels another shape.
+#[cfg(feature = "burn")]
 pub(crate) fn next_token_loss<B: FusedBackend>(
     input_ids_bt: Ids<B>,
     labels_bt: Ids<B>,
@@ -35,6 +40,7 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
 }
 
 /// What a model offers that predicts the next token, of its `hidden_rows`, its `lm_head` and the table of its tokens.
+#[cfg(feature = "burn")]
 macro_rules! next_token_model {
     ($model:ident, $table:ident) => {
         impl<B: FusedBackend> $model<B> {
@@ -104,6 +110,7 @@ macro_rules! next_token_model {
         }
     };
 }
+#[cfg(feature = "burn")]
 pub(crate) use next_token_model;
 
 /// The mean of the cross-entropy in nats over the rows whose label is not [`IGNORED_LABEL`]; 0 if there are none.
@@ -112,6 +119,7 @@ pub(crate) use next_token_model;
 /// - `logits_nv`: `[n, v]`
 /// - `labels_n`: `[n]`, each in `0..v` or [`IGNORED_LABEL`]
 /// - returns `[1]`
+#[cfg(feature = "burn")]
 pub fn cross_entropy_with_ignored<B: Backend>(logits_nv: Tensor<B, 2>, labels_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
     let ignored_n = labels_n.clone().equal_elem(IGNORED_LABEL);
     let targets_n = labels_n.mask_fill(ignored_n.clone(), 0);
@@ -122,6 +130,7 @@ pub fn cross_entropy_with_ignored<B: Backend>(logits_nv: Tensor<B, 2>, labels_n:
 
 /// The cross-entropy of each row, `[n]`. Of logits in 16 bit it is computed in fp32: a mean over thousands of rows needs
 /// more digits than they have.
+#[cfg(feature = "burn")]
 fn row_losses<B: Backend>(logits_nv: Tensor<B, 2>, targets_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
     let [n, _] = logits_nv.dims();
     let logits_nv = if logits_nv.dtype().size() < 4 { logits_nv.cast(FloatDType::F32) } else { logits_nv };

@@ -187,6 +187,20 @@ impl ModelConfig {
         stored(self.parameters(), checkpoint, rules)
     }
 
+    /// The parameters in a folder, in the order in which a module visits them, each with its elements as the module has them. Names,
+    /// shapes and types are checked before `each` is given the first.
+    ///
+    /// # Errors
+    /// When the checkpoint cannot be read, or is of another model.
+    pub fn read(&self, dir: &Path, mut each: impl FnMut(ModelParam, Vec<f32>)) -> Result<()> {
+        for (param, stored) in self.stored(&Checkpoint::open(dir)?)? {
+            let all = 0..stored.numel();
+            let values = if param.transposed { stored.elements_transposed(all) } else { stored.elements(all) };
+            each(param, values?);
+        }
+        Ok(())
+    }
+
     /// The keys of Hugging Face's `config.json`; null if there are none.
     pub(crate) fn to_hf(&self) -> Value {
         match self {

@@ -45,7 +45,7 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
         if !is_kept(&path) {
             let [_, width] = layer.weight.lazy_shape().dims();
             layer.quantized = Some(Quantized { format, width });
-            weights.insert(layer.weight.id);
+            weights.insert(layer.weight.id.val());
         }
     });
     let mut module = load(module, &Checkpoint::open(dir)?.quantized_as(format, weights))?;

@@ -12,12 +12,11 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use burn::module::ParamId;
 use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError};
 use serde::Deserialize;
-use zero_ops::quantized::Format;
+use zero_kernels::quantized::Format;
 
 use crate::error::io_at;
 use crate::{ModelError, Result};
@@ -41,7 +40,8 @@ pub struct Checkpoint {
     /// A count and nothing else: it guards no memory, so it is relaxed.
     converted_bytes: AtomicU64,
     /// Parameters that are to be loaded in fewer bits ([`crate::quantize`]).
-    pub(crate) quantized: Option<(Format, HashSet<ParamId>)>,
+    #[cfg_attr(not(feature = "burn"), allow(dead_code))] // Read by modules.
+    pub(crate) quantized: Option<(Format, HashSet<u64>)>,
 }
 
 /// One tensor of a [`Checkpoint`], not yet read.
@@ -77,7 +77,8 @@ impl Checkpoint {
     }
 
     /// The same, of which the weights of these parameters are loaded in `format`.
-    pub(crate) fn quantized_as(self, format: Format, weights: HashSet<ParamId>) -> Self {
+    #[cfg(feature = "burn")]
+    pub(crate) fn quantized_as(self, format: Format, weights: HashSet<u64>) -> Self {
         Self { quantized: Some((format, weights)), ..self }
     }
 

@@ -36,6 +36,14 @@ impl FusedAdamW {
     }
 }
 
+#[cfg(feature = "trainer")]
+impl FusedAdamW {
+    /// The optimizer of a rule of AdamW's.
+    pub(crate) fn by(rule: Rule) -> Self {
+        Self(rule, AdamWConfig::new().build())
+    }
+}
+
 impl Optimizer for FusedAdamW {
     type State<const D: usize> = AdamWState<D>;
 

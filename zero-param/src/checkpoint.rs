@@ -42,6 +42,8 @@ pub struct Resumed<M> {
     pub optimizer: Optimizer,
     /// Updates that were made before.
     pub steps: usize,
+    /// Steps that made none, as their gradients were not finite.
+    pub skipped: usize,
     /// What the program has saved beside.
     pub extra: Map<String, Value>,
 }
@@ -74,6 +76,18 @@ impl Zero {
         optimizer: &Optimizer,
         dir: &Path,
         steps: usize,
+        extra: Map<String, Value>,
+        options: &SaveOptions,
+    ) -> Result<Saved, Error> {
+        self.save_behind((model, optimizer), dir, (steps as u64, [steps, 0]), extra, options)
+    }
+
+    /// The same after a step, with so many updates and so many steps that made none behind it.
+    pub(crate) fn save_behind<M: Module>(
+        &self,
+        (model, optimizer): (&M, &Optimizer),
+        dir: &Path,
+        (step, [steps, skipped]): (u64, [usize; 2]),
         mut extra: Map<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
@@ -98,7 +112,7 @@ impl Zero {
         let state = json!({
             "version": STATE_VERSION,
             "steps": steps,
-            "skipped": 0,
+            "skipped": skipped,
             "stage": config.stage.number(),
             "param_dtype": format!("{:?}", config.param_dtype).to_uppercase(),
             "loss_scaler": null,
@@ -106,7 +120,7 @@ impl Zero {
             "random": { "seed": 0, "draws": vec![0; self.shared.world()] },
         });
         extra.insert(ENGINE.into(), state);
-        Ok(save(&*self.shared.comm, dir, steps as u64, &pieces, &Value::Object(extra), options)?)
+        Ok(save(&*self.shared.comm, dir, step, &pieces, &Value::Object(extra), options)?)
     }
 
     /// Loads what [`Zero::save`], or an engine of `zero_train`, has saved: at any number of ranks and stage. A collective.
@@ -168,8 +182,8 @@ impl Zero {
         let bytes = record.into_bytes().map_err(|error| Error::State(error.to_string()))?;
         let record = OptimizerRecord::from_bytes(bytes).map_err(|error| Error::State(error.to_string()))?;
         let model = self.settle(model.map(&mut Load { zero: self, values }))?;
-        let steps = engine["steps"].as_u64().unwrap_or(0) as usize;
-        Ok(Resumed { model, optimizer: optimizer.with_record(record), steps, extra })
+        let [steps, skipped] = ["steps", "skipped"].map(|name| engine[name].as_u64().unwrap_or(0) as usize);
+        Ok(Resumed { model, optimizer: optimizer.with_record(record), steps, skipped, extra })
     }
 
     /// Of what this rank updates of a parameter, the part that it writes.

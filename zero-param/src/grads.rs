@@ -105,12 +105,31 @@ impl Grads {
     /// [`Error::Comm`].
     pub fn clip_norm(&mut self, most: f64) -> Result<f64, Error> {
         let norm = self.norm()?;
+        self.clip(most, norm);
+        Ok(norm)
+    }
+
+    /// The same where their norm is known; what they were multiplied by.
+    pub(crate) fn clip(&mut self, most: f64, norm: f64) -> f64 {
         let factor = clip_factor(most, norm);
         // A norm that is not a number makes no factor below 1, and gradients stay as they are.
         if factor < 1.0 {
             self.scale(factor as f32);
         }
-        Ok(norm)
+        factor
+    }
+
+    /// Bytes that this rank holds of them.
+    #[cfg(feature = "trainer")]
+    pub(crate) fn bytes(&self) -> u64 {
+        self.pieces.iter().flatten().map(|piece| size_of_val(&piece[..]) as u64).sum()
+    }
+
+    /// The first parameter, in the module's order, with an element here that is an infinity or not a number.
+    #[cfg(feature = "trainer")]
+    pub(crate) fn first_odd(&self) -> Option<usize> {
+        let odd = |piece: &Option<Vec<f32>>| piece.iter().flatten().any(|x| !x.is_finite());
+        self.pieces.iter().position(odd)
     }
 
     /// What this rank has of a parameter's gradient, if it has one: its elements `[rank * ceil(n / ranks), ...)`, or all.

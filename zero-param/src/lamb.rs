@@ -43,6 +43,12 @@ impl Lamb {
         Self { rule, pass: Arc::default() }
     }
 
+    /// What steps other parameters of the same module by another rule.
+    #[cfg(feature = "trainer")]
+    pub(crate) fn beside(&self, rule: Rule) -> Self {
+        Self { rule, pass: self.pass.clone() }
+    }
+
     /// Before the first time through the parameters that are updated.
     pub(crate) fn begin(&self, counted: impl Iterator<Item = Range<usize>>) {
         *self.pass.lock() = Pass::First(counted.collect(), Vec::new());

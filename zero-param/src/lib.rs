@@ -12,7 +12,7 @@
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //! * Devices: what is sharded stays in the host's memory. With the features `cuda`, `vulkan` and `wgpu` the model may compute
 //!   elsewhere: a whole goes there for its use, a gradient comes back.
-//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train.
+//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train; `trainer` has the trainer of `zero-train`.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};
@@ -63,6 +63,8 @@ mod shared;
 mod slot;
 #[cfg(feature = "train")]
 mod strategy;
+#[cfg(feature = "trainer")]
+pub mod trainer;
 mod zero;
 
 pub use checkpoint::Resumed;
@@ -72,7 +74,7 @@ pub use fused::{attention, gelu, layer_norm, linear, linear_cross_entropy, packe
 pub use grads::Grads;
 pub use layers::{embedding, tied_head};
 pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
-pub use ranks::{Ranks, run_process, run_threads};
+pub use ranks::{Ranks, run_process, run_process_as, run_threads};
 pub use shard::{Gathered, shard};
 pub use slot::Uses;
 #[cfg(feature = "train")]

@@ -3,6 +3,8 @@
 use std::ops::RangeInclusive;
 
 use burn::module::Module;
+#[cfg(feature = "trainer")]
+use burn::module::ParamGroup;
 use burn_optim::grad_clipping::{GradientClipping, GradientClippingConfig};
 use burn_optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_optim::{
@@ -209,6 +211,36 @@ impl Zero {
             return Err(Error::Optimizer { optimizer: "the clipping of an optimizer's group", reason, instead: CLIP });
         }
         Ok(Optimizer { inner, zero: self.clone(), lamb: None, saved_name: None })
+    }
+}
+
+#[cfg(feature = "trainer")]
+impl Zero {
+    /// The optimizer of a rule that both fronts have; parameters that `decays` says no of, by path and shape, have no weight decay.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Optimizer`] for other rules than AdamW and LAMB.
+    pub(crate) fn optimizer_by(&self, rule: Rule, decays: impl Fn(&str, &[usize]) -> bool) -> Result<Optimizer, Error> {
+        let spared = self.slots.iter().filter(|slot| !decays(&slot.path, &slot.whole.to_vec()));
+        let spared = ParamGroup::from_paths(spared.map(|slot| slot.path.clone()).collect());
+        let plain = rule.with_weight_decay(0.0);
+        let (inner, lamb) = match rule {
+            Rule::AdamW { .. } => {
+                let inner = ModuleOptimizer::from(FusedAdamW::by(rule));
+                (inner.with_group(spared, FusedAdamW::by(plain), None), None)
+            }
+            Rule::Lamb { .. } => {
+                let lamb = Lamb::new(rule);
+                let inner = ModuleOptimizer::from(lamb.clone());
+                (inner.with_group(spared, lamb.beside(plain), None), Some(lamb))
+            }
+            _ => {
+                let (reason, instead) = ("has no kernel over pieces on this front", "use AdamW or LAMB");
+                return Err(Error::Optimizer { optimizer: rule.name(), reason, instead });
+            }
+        };
+        Ok(Optimizer { inner, zero: self.clone(), lamb, saved_name: Some(rule.name()) })
     }
 }
 

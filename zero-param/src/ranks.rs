@@ -4,8 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::process::ProcessRun;
-use zero_core::collective::threads::{self, ThreadOptions, panic_reason};
+use zero_core::collective::threads::{ThreadOptions, panic_reason, run_recorded};
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError, LaunchError};
 
@@ -38,15 +39,15 @@ impl Ranks {
         self.objects.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Runs the rank's body, on a pool of the rank's share of this machine's processors. What it has published stays until the others
+    /// Runs the rank's body, on a pool of so many threads. What it has published stays until the others
     /// have ended too.
     fn run<T: Send, E: core::fmt::Display + Send>(
         &self,
+        threads: usize,
         body: impl FnOnce(&Self) -> Result<T, E> + Send,
         wait_for_others: impl FnOnce() -> Result<(), CommError>,
     ) -> Result<T, E> {
-        let (rank, local) = (self.comm.rank(), self.comm.place().of_node().len());
-        let threads = (std::thread::available_parallelism().map_or(1, usize::from) / local.max(1)).max(1);
+        let rank = self.comm.rank();
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
@@ -92,17 +93,18 @@ impl Drop for Ranks {
 /// The first rank's trouble, whether an error, a panic or a failed collective; all others are stopped.
 pub fn run_threads<T, E>(
     world: usize,
-    options: &ThreadOptions,
+    options: impl Into<LaunchOptions>,
     body: impl Fn(&Ranks) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, LaunchError<E>>
 where
     T: Send,
     E: core::fmt::Display + core::fmt::Debug + Send,
 {
-    let host = WindowHost::default();
-    threads::run(world, options, |comm| {
+    let (host, options) = (WindowHost::default(), options.into());
+    let deadline = ThreadOptions { deadline: options.deadline };
+    run_recorded(world, &deadline, options.flight_dir.as_deref(), |comm| {
         let ranks = Ranks::new(comm.clone(), host.join(&comm));
-        ranks.run(&body, || comm.wait_for_others())
+        ranks.run(options.threads(world), &body, || comm.wait_for_others())
     })
 }
 
@@ -115,7 +117,21 @@ pub fn run_process<T: Send, E: core::fmt::Display + Send>(
     run: &ProcessRun,
     body: impl FnOnce(&Ranks) -> Result<T, E> + Send,
 ) -> Result<T, E> {
+    run_process_as(run, &LaunchOptions::default(), body)
+}
+
+/// As [`run_process`], with as many threads as the options say.
+///
+/// # Errors
+///
+/// As [`run_process`].
+pub fn run_process_as<T: Send, E: core::fmt::Display + Send>(
+    run: &ProcessRun,
+    options: &LaunchOptions,
+    body: impl FnOnce(&Ranks) -> Result<T, E> + Send,
+) -> Result<T, E> {
     let comm = run.comm();
+    let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
     let ranks = Ranks::new(comm.clone(), Window::join_processes(comm));
-    ranks.run(body, || comm.wait_for_others())
+    ranks.run(threads, body, || comm.wait_for_others())
 }

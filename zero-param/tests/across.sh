@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
-# Both fronts have the same losses on 1 to 4 ranks at all stages, and a run goes on from one to the other, with the same bits of
-# parameters and moments: across.sh ZERO GPT2, the binaries of `zero` (Burn 0.21) and of zero-param's example (Burn 0.22).
+# Both fronts do the same by the same options and files: losses on 1 to 4 ranks at all stages, schedules, clipping, micro-batches and
+# evaluation. And a run goes on from one to the other, with the same bits of parameters and moments: across.sh ZERO EXAMPLES, the binary
+# of `zero` (Burn 0.21) and the folder of zero-param's examples (Burn 0.22).
 set -euo pipefail
-zero=$1 gpt2=$2
+zero=$(realpath "$1") examples=$(realpath "$2")
 fixture=$(cd "$(dirname "$0")/../../tests/fixtures/gpt2_tiny" && pwd)
+data=$fixture/batches.safetensors text=$(realpath "$(dirname "$0")/../../examples/data/tinyshakespeare.txt")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+old=("$zero" train) new=("$examples/gpt2") new_bert=("$examples/bert")
 
-on_0_21() { # STEPS FOLDER [options]
-  "$zero" train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks "$ranks" --stage "$stage" \
-    --shuffle false --decay-except nothing --save "$work/$2" --save-every 3 --out "$work/$2-out" "${@:3}" >"$work/log" 2>&1 ||
-    { cat "$work/log"; exit 1; }
-  python3 -c 'import json, sys; [print(json.loads(line)["loss"]) for line in open(sys.argv[1])]' "$work/$2-out/metrics.jsonl"
+on() { # FRONT STEPS FOLDER [options]: losses of a run that saves
+  local -n front=$1
+  local file=(--config "$work/${config:-cut}.json")
+  [[ ${config:-} != none ]] || file=()
+  # All but vectors are cut.
+  echo '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": '"$stage"', "stage3_param_persistence_threshold": 0}}' \
+    >"$work/cut.json"
+  "${launch[@]}" "${front[@]}" --data "$data" "${file[@]}" --steps "$2" --batch 2 \
+    --ranks "$ranks" --stage "$stage" --save "$work/$3" --save-every 3 --out "$work/$3-out" "${@:4}" \
+    >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
+  values "$work/$3-out/metrics.jsonl" loss
 }
-on_0_22() { # STEPS FOLDER [options]
-  "$gpt2" --folder "$fixture" --stage "$stage" --ranks "$ranks" --batch $((2 * ranks)) --steps "$1" --save "$work/$2" \
-    --persistence-threshold 0 "${@:3}" # All but vectors are cut.
+values() { # FILE KEY: of each line that has it
+  python3 -c 'import json, sys; [print(line[sys.argv[2]]) for line in map(json.loads, open(sys.argv[1])) if line.get(sys.argv[2])]' "$@"
 }
 same() { # FILE FILE
   python3 - "$@" <<'PYTHON'
@@ -24,29 +32,92 @@ a, b = ([float(line) for line in open(file)] for file in sys.argv[1:])
 assert len(a) == len(b) and a, (a, b)
 worst = max(abs(x - y) / y for x, y in zip(a, b))
 assert worst < 1e-6, (worst, a, b)
-print(f"  {len(a)} losses, largest relative difference {worst:.1e}")
+print(f"  {len(a)} values, largest relative difference {worst:.1e}")
 PYTHON
 }
+launch=() weights=(--weights "$fixture" --decay-except nothing --shuffle false)
 
 for ranks in 1 2 3 4; do
   for stage in 0 1 2 3; do
     echo "$ranks rank(s), stage $stage"
-    on_0_21 6 "$ranks-$stage-old" >"$work/old.losses"
-    on_0_22 6 "$ranks-$stage-new" >"$work/new.losses"
+    on old 6 "$ranks-$stage-old" "${weights[@]}" >"$work/old.losses"
+    on new 6 "$ranks-$stage-new" "${weights[@]}" >"$work/new.losses"
     same "$work/new.losses" "$work/old.losses"
   done
 done
 
 ranks=2 stage=3
-on_0_21 6 old >"$work/old.losses"
+on old 6 old "${weights[@]}" >"$work/old.losses"
 echo 'from 0.21 to 0.22 and back, without an update: every bit is the same'
-on_0_22 3 copy --resume "$work/old/step-00000003"
+"$examples/copy" "$fixture" "$work/old/step-00000003" "$work/copy"
 "$zero" diff "$work/old/step-00000003" "$work/copy/step-00000003" --json >"$work/diff" || { cat "$work/diff"; exit 1; }
 echo 'from 0.21 to 0.22: three steps more'
-on_0_22 6 new --resume "$work/old/step-00000003" >"$work/new.losses"
+on new 6 new "${weights[@]}" --resume "$work/old/step-00000003" >"$work/new.losses"
 tail -n 3 "$work/old.losses" >"$work/expected"
 same "$work/new.losses" "$work/expected"
 echo 'from 0.22 to 0.21: three steps more'
-on_0_22 3 began --resume "$work/old/step-00000003"
-on_0_21 6 back --resume "$work/began/step-00000003" >"$work/back.losses"
+on new 3 began "${weights[@]}" >/dev/null
+on old 6 back "${weights[@]}" --resume "$work/began/step-00000003" >"$work/back.losses"
 same "$work/back.losses" "$work/expected"
+
+echo 'fresh weights, micro-batches, a schedule, clipping, decay, shuffled rows, rows held out'
+by_options=(--model tiny --seed 7 --shuffle --accumulation 3 --schedule cosine --warmup 2 --lr 3e-3 --clip 0.5 --weight-decay 0.1
+  --beta2 0.95 --eval 5 --eval-every 2)
+for front in old new; do
+  config=none on $front 8 "options-$front" "${by_options[@]}" >"$work/$front.losses"
+  for key in grad_norm lr; do values "$work/options-$front-out/metrics.jsonl" $key >>"$work/$front.losses"; done
+  python3 - "$work/options-$front-out/events.jsonl" >>"$work/$front.losses" <<'PYTHON'
+import json, sys
+for event in map(json.loads, open(sys.argv[1])):
+    for name, value in event.get("values", []):
+        print(value)
+PYTHON
+done
+same "$work/new.losses" "$work/old.losses"
+
+echo 'LAMB, a schedule and a 16-bit model by a file of DeepSpeed'
+cat >"$work/file.json" <<'JSON'
+{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+ "optimizer": {"type": "Lamb", "params": {"lr": 2e-3, "eps": 1e-8, "weight_decay": 0.1}},
+ "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 2e-3, "total_num_steps": 8}},
+ "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": true}}
+JSON
+for front in old new; do
+  config=file on $front 6 "file-$front" "${weights[@]}" >"$work/$front.losses"
+done
+same "$work/new.losses" "$work/old.losses"
+python3 - "$work"/file-{old,new}-out/16bit-model-00000006/model.safetensors <<'PYTHON'
+import json, sys
+headers = []
+for path in sys.argv[1:]:
+    data = open(path, "rb").read()
+    headers.append((json.loads(data[8:8 + int.from_bytes(data[:8], "little")]), len(data)))
+assert headers[0] == headers[1], headers
+PYTHON
+
+echo 'ranks that are processes: the bits of threads, and a run that goes on'
+on new 6 threads "${weights[@]}" >"$work/threads.losses"
+launch=("$zero" launch --sockets --ranks "$ranks" --)
+on new 3 processes "${weights[@]}" >"$work/processes.losses"
+on new 6 processes "${weights[@]}" --resume auto >"$work/processes.losses"
+diff "$work/processes.losses" "$work/threads.losses"
+
+echo 'BERT on text, from fresh weights, and on from one front to the other'
+launch=() data=$text
+"$zero" tokenizer "$work/words" --data "$text" --vocab-size 500 >/dev/null
+bert=(--model bert-tiny --task bert-pretraining --tokenizer "$work/words" --seq 32 --seed 3 --accumulation 2)
+config=none on old 6 old-bert "${bert[@]}" >"$work/old.losses"
+config=none on new_bert 6 new-bert "${bert[@]}" >"$work/new.losses"
+same "$work/new.losses" "$work/old.losses"
+config=none on new_bert 6 new-bert "${bert[@]}" --resume "$work/old-bert/step-00000003" >"$work/new.losses"
+tail -n 3 "$work/old.losses" >"$work/expected"
+tail -n 3 "$work/new.losses" >"$work/on.losses"
+same "$work/on.losses" "$work/expected"
+
+echo 'what this front has not is named'
+for refused in '--offload optimizer' '--dtype fp16' '--quantized-weights int8' '--shard-size 1' '--save-async' '--checkpoint-activations'; do
+  # shellcheck disable=SC2086
+  ! "${new[@]}" --weights "$fixture" --data "$data" --steps 3 --save "$work/refused" $refused >"$work/log" 2>&1 ||
+    { echo "$refused was not refused"; exit 1; }
+  grep -q 'front for Burn 0.22 has no' "$work/log" || { cat "$work/log"; exit 1; }
+done

@@ -17,6 +17,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use zero_core::collective::threads::ThreadOptions;
 use zero_core::{Buffer, ReduceOp, Stage};
+use zero_models::{BertConfig, Gpt2Config, ModelError};
 use zero_param::{Error, Zero, ZeroConfig, run_threads, shard};
 
 const RANKS: usize = 2;
@@ -117,7 +118,11 @@ fn gpt2_trains_as_in_pytorch_and_on_burn_0_21() {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gpt2_tiny_on_0_21.json");
     let references = [("PyTorch", folder.join("reference.json")), ("the front for Burn 0.21", own)];
     let ids = Rows::read(&folder, "input_ids");
-    let load = |device: &Device| gpt2::Config::load(&folder, device);
+    let config = Gpt2Config::from_file(&folder.join("config.json")).unwrap();
+    let load = |device: &Device| {
+        let model = gpt2::init(&config, device).unwrap();
+        shared::begin::<_, ModelError>(model, &config.clone().into(), Some(&folder), |_| {}).unwrap()
+    };
     let loss = |model: &gpt2::Gpt2, first, device: &Device| model.loss(ids.from(first, device));
     let at_the_end = |zero: &Zero| {
         // The table's rows and the head's gradients are made in the forward pass, a layer's product in both.
@@ -133,7 +138,11 @@ fn bert_trains_as_in_pytorch() {
     let [ids, types, mask, labels, follows] =
         ["input_ids", "token_type_ids", "attention_mask", "labels", "next_sentence_label"]
             .map(|name| Rows::read(&folder, name));
-    let load = |device: &Device| bert::Config::load(&folder, device);
+    let config = BertConfig::from_file(&folder.join("config.json")).unwrap();
+    let load = |device: &Device| {
+        let model = bert::Bert::new(&config, device).unwrap();
+        shared::begin::<_, ModelError>(model, &config.clone().into(), Some(&folder), |_| {}).unwrap()
+    };
     let loss = |model: &bert::Bert, first, device: &Device| {
         let of = |rows: &Rows| rows.from(first, device);
         let (ids_bt, types_bt, mask_bt) = (of(&ids), of(&types), of(&mask));

@@ -5,13 +5,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+#[cfg(feature = "burn")]
 use zero_burn::launch::LaunchError;
 use zero_core::checkpoint::CheckpointError;
 use zero_core::offload::DiskError;
 use zero_core::{CommError, RankFailure};
 use zero_models::ModelError;
 
-use crate::engine::EngineError;
+use crate::step::EngineError;
 
 /// Of what can go wrong in a run.
 pub type Result<T, E = TrainError> = core::result::Result<T, E>;
@@ -113,13 +114,30 @@ pub(crate) fn is_late(error: &CommError) -> bool {
     matches!(error, CommError::Timeout { .. } | CommError::Stalled { .. })
 }
 
-impl From<LaunchError<TrainError>> for TrainError {
-    fn from(error: LaunchError<TrainError>) -> Self {
+impl From<zero_core::LaunchError<TrainError>> for TrainError {
+    fn from(error: zero_core::LaunchError<TrainError>) -> Self {
         match error {
-            LaunchError::Run(zero_core::LaunchError::Rank { rank, world, failure }) => match *failure {
+            zero_core::LaunchError::Rank { rank, world, failure } => match *failure {
                 RankFailure::Failed(error) => error,
                 other => of_ranks(&zero_core::LaunchError::Rank { rank, world, failure: Box::new(other) }),
             },
+            other => of_ranks(&other),
+        }
+    }
+}
+
+/// A collective's error, where no rank is known to have failed.
+impl From<CommError> for TrainError {
+    fn from(error: CommError) -> Self {
+        if is_late(&error) { Self::Late(error.to_string()) } else { Self::Run(error.to_string()) }
+    }
+}
+
+#[cfg(feature = "burn")]
+impl From<LaunchError<TrainError>> for TrainError {
+    fn from(error: LaunchError<TrainError>) -> Self {
+        match error {
+            LaunchError::Run(error) => error.into(),
             // What no rank was started for.
             LaunchError::Config(_)
             | LaunchError::Environment(_)

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use zero_core::Stage;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
-use zero_ops::quantized::Format;
+use zero_kernels::quantized::Format;
 
 use crate::memory::format_bytes;
 

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{bf16, f16};
+use half::{bf16, f16};
 use serde_json::Value;
 use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
 use zero_models::hf_export::{ExportOptions, Exported, export};

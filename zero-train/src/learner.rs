@@ -52,10 +52,10 @@ use burn::train::{
     SupervisedLearningStrategy, SupervisedTraining, SupervisedTrainingEventProcessor, TrainLoader, TrainStep,
     TrainingBackend, TrainingComponents, TrainingItem, TrainingModel, TrainingStrategy, ValidLoader,
 };
-use zero_burn::config::Float;
 use zero_burn::gathered::parameters;
 use zero_burn::module::{ZeroAutodiff, collect_grads, grad_norm, mark, prepare, scale_grads};
 use zero_burn::optim::Fused;
+use zero_core::config::Float;
 
 pub use self::across::{AcrossRanks, Ranks};
 use self::checkpoints::Checkpoints;

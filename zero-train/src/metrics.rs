@@ -5,10 +5,8 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::backend::Backend;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use zero_burn::stats::all_gather;
 use zero_core::accounting::{StateBytes, WireBytes};
 
 use crate::memory::format_bytes;
@@ -197,15 +195,18 @@ pub(crate) struct RankReport {
 
 impl RankReport {
     /// Every rank's, in rank order. They travel as floats, which hold counts below 2^53 without loss.
-    pub(crate) fn of_all_ranks<B: Backend>(mut self) -> Vec<Self> {
+    pub(crate) fn of_all_ranks(
+        mut self,
+        all_gather: impl FnOnce(&[f64]) -> crate::Result<Vec<Vec<f64>>>,
+    ) -> crate::Result<Vec<Self>> {
         let counts: Vec<f64> = self.metrics.counts().map(|count| *count as f64).collect();
-        let all = all_gather::<B>(&[&[self.loss, self.signal][..], &counts].concat());
+        let all = all_gather(&[&[self.loss, self.signal][..], &counts].concat())?;
         let read = |(rank, values): (usize, &Vec<f64>)| {
             let mut metrics = RankMetrics { rank, ..RankMetrics::default() };
             metrics.counts().zip(&values[2..]).for_each(|(count, &value)| *count = value as u64);
             Self { loss: values[0], signal: values[1], metrics }
         };
-        all.iter().enumerate().map(read).collect()
+        Ok(all.iter().enumerate().map(read).collect())
     }
 }
 

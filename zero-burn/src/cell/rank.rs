@@ -23,6 +23,7 @@ use crate::config::{Tier, ZeroConfig};
 use crate::gauges::Gauges;
 use crate::mover::Mover;
 use crate::tier::{Home, SwapDisk};
+use crate::values::dtype_of;
 
 /// One rank, as all that belongs to it knows it. One field each: what is settled at the start first, then what changes.
 pub(crate) struct Rank<B: Backend> {
@@ -227,12 +228,12 @@ impl<B: Backend> Rank<B> {
 
     /// The type of optimizer state but for masters.
     pub(crate) fn state_dtype(&self) -> DType {
-        self.config.optimizer_state_dtype().dtype()
+        dtype_of(self.config.optimizer_state_dtype())
     }
 
     /// The type of reduced gradients of a parameter.
     pub(crate) fn gradient_dtype(&self, slot: &Slot<B>) -> DType {
-        self.config.gradient_dtype.map_or(slot.dtype, crate::config::Float::dtype)
+        self.config.gradient_dtype.map_or(slot.dtype, dtype_of)
     }
 
     /// Where pieces of this kind and size are kept.

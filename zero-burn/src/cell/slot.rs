@@ -76,8 +76,7 @@ pub(crate) struct Drawn {
 impl Drawn {
     /// The same numbers on every rank of the part, for any number of ranks and any type.
     pub(crate) fn stream(&self) -> Stream {
-        let words = [self.seed, u64::MAX, self.birth].into_iter().chain(self.part);
-        Stream::new(&words.collect::<Vec<_>>())
+        Stream::of_parameter(self.seed, self.birth, self.part)
     }
 }
 

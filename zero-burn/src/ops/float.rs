@@ -10,6 +10,7 @@ use zero_core::ReduceOp;
 use crate::birth::{Fill, create};
 use crate::context::Context;
 use crate::elementwise;
+use crate::random::Sample;
 
 use super::*;
 

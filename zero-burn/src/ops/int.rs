@@ -8,6 +8,7 @@ use burn_backend::{Distribution, ExecutionError, Scalar, TensorData};
 use burn_std::{BoolDType, FloatDType, IntDType, Shape, Slice};
 
 use crate::context::Context;
+use crate::random::Sample;
 
 use super::*;
 

@@ -19,6 +19,7 @@ use crate::cell::patience::Patience;
 use crate::cell::rank::Rank;
 use crate::tier::Home;
 use crate::trouble::{raise, stop};
+use crate::values::dtype_of;
 use crate::worker::Worker;
 
 /// What kernels do not take, of the floats on a device that come here.
@@ -61,7 +62,7 @@ fn settle_beside<B: Backend>(inbox: Receiver<(Arc<Cell<B>>, Shared<B>)>) {
 impl<B: Backend> OnDevice<B> {
     pub(super) fn new(bulk: Arc<Bulk>, rank: &Arc<Rank<B>>, settler: Option<Arc<Settler<B>>>) -> Self {
         let (sent_as, before, after) = rank.config.reduction(rank.world, bulk.rounds_sums());
-        Self { rank: rank.clone(), bulk, before, after, sent_as: sent_as.dtype(), items: Vec::new(), settler }
+        Self { rank: rank.clone(), bulk, before, after, sent_as: dtype_of(sent_as), items: Vec::new(), settler }
     }
 }
 

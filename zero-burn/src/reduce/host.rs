@@ -45,7 +45,7 @@ impl Host {
         let shards = rank.config.stage.shards_optimizer();
         let mesh = rank.mesh;
         let (quantized, on_the_way) = (rank.config.quantized_gradients, rank.config.cut_on_the_way(rank.world));
-        let sent_as = on_the_wire(sent_as.dtype());
+        let sent_as = sent_as.on_the_wire();
         let error_feedback = rank.config.error_feedback;
         Self { hops, quantized, error_feedback, mesh, on_the_way, shards, before, after, sent_as, rows: Vec::new() }
     }

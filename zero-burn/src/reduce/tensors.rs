@@ -15,7 +15,7 @@ use zero_ops::Shared;
 
 use super::{Incoming, Lanes, names};
 use crate::cell::rank::Rank;
-use crate::values::{here, of_type, part};
+use crate::values::{dtype_of, here, of_type, part};
 
 /// Gradients, or sums of them, that a rank hands to the others; absent where it has none.
 type Handed<B> = Vec<Option<Shared<B>>>;
@@ -47,7 +47,7 @@ impl<B: Backend> Tensors<B> {
         Self {
             before,
             after,
-            sent_as: sent_as.dtype(),
+            sent_as: dtype_of(sent_as),
             capacity: bucket_size.max(1),
             rank: rank.clone(),
             comm,

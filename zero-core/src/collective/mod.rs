@@ -16,6 +16,7 @@ pub mod exit;
 mod first;
 pub mod flight;
 mod landing;
+pub mod launch;
 pub mod launcher;
 mod machine;
 #[cfg(feature = "nccl")]

@@ -1,8 +1,12 @@
 //! The sizes of a BART: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts and shapes.
 
+#[cfg(feature = "burn")]
 use crate::generate::Sampling;
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
 use crate::{Activation, ModelError, Result};
+
+/// Rows of a table of positions before the first position's.
+pub(super) const OFFSET: usize = 2;
 
 hf_config! {
     /// The configuration of a BART.
@@ -123,6 +127,7 @@ impl BartConfig {
     }
 
     /// How text is made greedily: where it ends, and what it must begin and end with.
+    #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         Sampling {
             stop: vec![self.eos_token_id],

@@ -11,14 +11,13 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear, linear_cross_entropy};
 
+use super::config::OFFSET;
 use crate::attention::{Masks, attend, is_active};
 use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, dense_onto, normed};
 use crate::lora::linear::{Adaptable, Linear, each_field};
 use crate::loss::IGNORED_LABEL;
 use crate::{Activation, BartConfig, init};
 
-/// Rows of a table of positions before the first position's.
-pub(super) const OFFSET: usize = 2;
 /// torch's, which Hugging Face leaves as it is.
 const EPSILON: f64 = 1e-5;
 

@@ -4,7 +4,8 @@ use burn::tensor::{Int, Tensor, TensorData};
 use zero_ops::{FusedBackend, embedding};
 
 use super::Bart;
-use super::model::{OFFSET, Read};
+use super::config::OFFSET;
+use super::model::Read;
 use crate::Result;
 use crate::generate::{self, CausalLm, Hooks, KvCache, Sampling};
 

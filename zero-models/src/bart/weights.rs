@@ -7,9 +7,13 @@
 //! checked to have its shape, and stand in if it is absent. Nor is `final_logits_bias`, which transformers do not train: it is
 //! zero in every published BART, checked to be, and not written, as transformers take an absent one for zero.
 
-use super::{Bart, BartConfig};
+#[cfg(feature = "burn")]
+use super::Bart;
+use super::BartConfig;
+#[cfg(feature = "burn")]
+use crate::hf_load::hf_weights;
 use crate::hf_params::Kind::{Linear, Norm, Table};
-use crate::hf_params::{Family, Layer, hf_weights, layer};
+use crate::hf_params::{Family, Layer, layer};
 use crate::safetensors_file::Checkpoint;
 use crate::{ModelError, Result};
 
@@ -18,12 +22,13 @@ const SHARED: &str = "model.shared.weight";
 const HEAD: &str = "lm_head.weight";
 const HEAD_BIAS: &str = "final_logits_bias";
 
+#[cfg(feature = "burn")]
 hf_weights!(Bart, BartConfig, "BartForConditionalGeneration");
 
 /// From the width of the model to the same: most layers.
 const WIDTH: fn(&BartConfig) -> [usize; 2] = |c| [c.d_model; 2];
 /// As Hugging Face, two more than there are: once, padding was counted.
-const POSITIONS: fn(&BartConfig) -> [usize; 2] = |c| [c.max_position_embeddings + super::model::OFFSET, c.d_model];
+const POSITIONS: fn(&BartConfig) -> [usize; 2] = |c| [c.max_position_embeddings + super::config::OFFSET, c.d_model];
 
 macro_rules! stacks {
     ($(($part:literal, $ffn:ident, [$($attention:literal),*]))*) => {

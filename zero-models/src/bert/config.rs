@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
-use crate::{Activation, ModelError, Result};
+use crate::hf_params::fresh;
+use crate::{Activation, ModelError, ModelParam, Result};
 
 hf_config! {
     /// The configuration of a BERT.
@@ -150,6 +151,12 @@ impl BertConfig {
             attention_probs_dropout_prob: 0.0,
             ..Self::published()
         })
+    }
+
+    /// The parameters, in the order in which a module visits them, each with the values that it begins with: those of
+    /// `BertConfig::init` on ranks with this seed.
+    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
+        fresh(self, seed, |_| self.initializer_range, &mut each);
     }
 
     /// Whether a model can have these sizes.

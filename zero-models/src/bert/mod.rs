@@ -4,11 +4,15 @@
 //! their loss. [`BertConfig`] is a preset or a Hugging Face `config.json`, [`Bert`] the module that it initialises, and
 //! [`weights`] fills it from a Hugging Face checkpoint.
 
+#[cfg(feature = "burn")]
 mod batch;
 mod config;
+#[cfg(feature = "burn")]
 mod model;
 pub mod weights;
 
+#[cfg(feature = "burn")]
 pub use batch::{BertBatch, BertPredictions};
 pub use config::{BertConfig, BertHead};
+#[cfg(feature = "burn")]
 pub use model::{Bert, BertEmbeddings, BertLayer};

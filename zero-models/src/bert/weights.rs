@@ -8,15 +8,20 @@
 //! `cls.predictions.decoder.weight`: it is the word embedding a second time, which Hugging Face also overwrites with
 //! the embedding after loading. Second names are checked to have the right shape, and stand in if the first is absent.
 
-use super::{Bert, BertConfig, BertHead};
+#[cfg(feature = "burn")]
+use super::Bert;
+use super::{BertConfig, BertHead};
+#[cfg(feature = "burn")]
+use crate::hf_load::hf_weights;
 use crate::hf_params::Kind::{Bias, Head, Linear, Norm, Table};
-use crate::hf_params::{Family, Layer, hf_weights, layer};
+use crate::hf_params::{Family, Layer, layer};
 
 const PREFIX: &str = "bert.";
 const DECODER: &str = "cls.predictions.decoder.weight";
 pub(crate) const PREDICTION_BIAS: &str = "cls.predictions.bias";
 pub(crate) const DECODER_BIAS: &str = "cls.predictions.decoder.bias";
 
+#[cfg(feature = "burn")]
 hf_weights!(Bert, BertConfig, "BertForPreTraining");
 
 /// As [`load_from`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
@@ -24,12 +29,13 @@ hf_weights!(Bert, BertConfig, "BertForPreTraining");
 ///
 /// # Errors
 /// As [`load`].
+#[cfg(feature = "burn")]
 pub fn load_beneath_head<B: zero_ops::FusedBackend>(
     model: Bert<B>,
     checkpoint: &crate::safetensors_file::Checkpoint,
     device: &B::Device,
 ) -> crate::Result<(Bert<B>, Vec<String>)> {
-    crate::hf_params::load_beneath_head::<BertConfig, B, _>(model, checkpoint, device)
+    crate::hf_load::load_beneath_head::<BertConfig, B, _>(model, checkpoint, device)
 }
 
 impl BertConfig {

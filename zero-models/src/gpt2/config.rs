@@ -2,7 +2,8 @@
 //! floating-point operations.
 
 use crate::hf_config::{check_values, find_preset, hf_config, named, names};
-use crate::{Activation, Result};
+use crate::hf_params::fresh;
+use crate::{Activation, ModelParam, Result};
 
 hf_config! {
     /// The configuration of a GPT-2.
@@ -82,6 +83,21 @@ impl Gpt2Config {
         let [n_layer, n_embd, n_head, n_positions] = find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
         let [embd_pdrop, resid_pdrop, attn_pdrop] = [0.0; 3];
         Ok(Self { n_layer, n_embd, n_head, n_positions, embd_pdrop, resid_pdrop, attn_pdrop, ..Self::published() })
+    }
+
+    /// The deviation of projections back into the residual stream, of which a block has two.
+    pub(crate) fn residual_std(&self) -> f64 {
+        self.initializer_range / (2.0 * self.n_layer as f64).sqrt()
+    }
+
+    /// The parameters, in the order in which a module visits them, each with the values that it begins with: those of
+    /// `Gpt2Config::init` on ranks with this seed.
+    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
+        let std = |path: &str| match path.ends_with("c_proj.weight") {
+            true => self.residual_std(),
+            false => self.initializer_range,
+        };
+        fresh(self, seed, std, &mut each);
     }
 
     /// Whether a model can have these sizes.

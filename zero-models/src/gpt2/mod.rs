@@ -4,8 +4,10 @@
 //! `config.json`, [`Gpt2`] the module that it initialises, and [`weights`] fills it from a Hugging Face checkpoint.
 
 mod config;
+#[cfg(feature = "burn")]
 mod model;
 pub mod weights;
 
 pub use config::Gpt2Config;
+#[cfg(feature = "burn")]
 pub use model::{Gpt2, Gpt2Attention, Gpt2Block, Gpt2Mlp};

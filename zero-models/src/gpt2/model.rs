@@ -99,7 +99,7 @@ impl Gpt2Config {
 
     fn init_block<B: Backend>(&self, device: &B::Device) -> Gpt2Block<B> {
         let (d, f, std) = (self.n_embd, self.inner_width(), self.initializer_range);
-        let residual_std = std / (2.0 * self.n_layer as f64).sqrt();
+        let residual_std = self.residual_std();
         let head_width = (d / self.n_head) as f64;
         Gpt2Block {
             ln_1: init::norm(d, self.layer_norm_epsilon, device),

@@ -7,13 +7,18 @@
 //! tied head, `lm_head.weight`: it is the token embedding a second time, which Hugging Face also overwrites with the
 //! embedding after loading. It is checked to have that shape, and stands in if the embedding itself is absent.
 
-use super::{Gpt2, Gpt2Config};
+#[cfg(feature = "burn")]
+use super::Gpt2;
+use super::Gpt2Config;
+#[cfg(feature = "burn")]
+use crate::hf_load::hf_weights;
 use crate::hf_params::Kind::{Conv1d, Head, Norm, Table};
-use crate::hf_params::{Family, Layer, hf_weights, layer};
+use crate::hf_params::{Family, Layer, layer};
 
 const PREFIX: &str = "transformer.";
 const HEAD: &str = "lm_head.weight";
 
+#[cfg(feature = "burn")]
 hf_weights!(Gpt2, Gpt2Config, "GPT2LMHeadModel");
 
 impl Family for Gpt2Config {

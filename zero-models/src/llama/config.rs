@@ -295,6 +295,7 @@ fn complete(text: &str) -> Result<String> {
     Ok(Value::from(keys).to_string())
 }
 
+#[cfg(feature = "burn")]
 impl LlamaConfig {
     /// By how much the angle of each pair of a head's elements grows from a position to the next.
     pub(super) fn speeds(&self) -> Vec<f32> {

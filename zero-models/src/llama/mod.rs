@@ -5,10 +5,14 @@
 //! [`Llama`] the module that it initialises, and [`weights`] fills it from a Hugging Face checkpoint.
 
 mod config;
+#[cfg(feature = "burn")]
 mod model;
+#[cfg(feature = "burn")]
 mod rotary;
+mod scaling;
 pub mod weights;
 
 pub use config::{LlamaConfig, LlamaKind};
+#[cfg(feature = "burn")]
 pub use model::{Llama, LlamaAttention, LlamaLayer, LlamaMlp};
-pub use rotary::RopeScaling;
+pub use scaling::RopeScaling;

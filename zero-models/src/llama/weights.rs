@@ -8,13 +8,18 @@
 //! `lm_head.weight`: it is the token embedding a second time. It is checked to have that shape, and stands in if the embedding
 //! itself is absent.
 
-use super::{Llama, LlamaConfig};
+#[cfg(feature = "burn")]
+use super::Llama;
+use super::LlamaConfig;
+#[cfg(feature = "burn")]
+use crate::hf_load::hf_weights;
 use crate::hf_params::Kind::{Bias, Head, Scale, Table, Weight};
-use crate::hf_params::{Family, Layer, hf_weights, layer};
+use crate::hf_params::{Family, Layer, layer};
 
 const PREFIX: &str = "model.";
 const HEAD: &str = "lm_head.weight";
 
+#[cfg(feature = "burn")]
 hf_weights!(Llama, LlamaConfig, "LlamaForCausalLM");
 
 const WORDS: fn(&LlamaConfig) -> [usize; 2] = |c| [c.vocab_size, c.hidden_size];

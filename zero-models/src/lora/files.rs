@@ -3,11 +3,15 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+#[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
-use super::{Adaptable, AdaptedModel, LoraConfig, adapt};
+#[cfg(feature = "burn")]
+use super::{Adaptable, adapt};
+use super::{AdaptedModel, LoraConfig};
 use crate::hf_export::{ExportOptions, Exported, export};
-use crate::hf_params::load_some;
+#[cfg(feature = "burn")]
+use crate::hf_load::load_some;
 use crate::safetensors_file::{ADAPTER, Checkpoint};
 use crate::{ModelConfig, ModelError, ModelParam, Result};
 
@@ -16,6 +20,7 @@ use crate::{ModelConfig, ModelError, ModelParam, Result};
 ///
 /// # Errors
 /// When there is no adapter in the folder, or it is one for another model. All of that is checked before a tensor is loaded.
+#[cfg(feature = "burn")]
 pub fn load<B: FusedBackend, M: Adaptable<B>>(
     module: M,
     model: &ModelConfig,

@@ -25,18 +25,27 @@
 
 pub(crate) mod config;
 mod files;
+#[cfg(feature = "burn")]
 pub(crate) mod linear;
 
+#[cfg(feature = "burn")]
 use burn::module::{Initializer, ModuleMapper, Param};
+#[cfg(feature = "burn")]
 use burn::tensor::Tensor;
+#[cfg(feature = "burn")]
 use burn::tensor::backend::Backend;
+#[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
+pub(crate) use self::config::CONFIG;
 pub use self::config::LoraConfig;
-pub(crate) use self::config::{CONFIG, peft_name};
-pub use self::files::{load, merge, merge_with};
+#[cfg(feature = "burn")]
+pub use self::files::load;
+pub use self::files::{merge, merge_with};
+#[cfg(feature = "burn")]
 pub use self::linear::{Adaptable, Adapter, EachTable, Linear};
 pub use crate::model_config::AdaptedModel;
+#[cfg(feature = "burn")]
 use crate::{ModelConfig, ModelError, Result};
 
 /// Adds a fresh adapter to every layer that `lora` names, `A` uniform as PEFT draws it and `B` zero, and freezes all else but
@@ -44,6 +53,7 @@ use crate::{ModelConfig, ModelError, Result};
 ///
 /// # Errors
 /// [`ModelError::Adapter`] when a name that is asked for is no layer's, or a value is none.
+#[cfg(feature = "burn")]
 pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
     mut module: M,
     model: &ModelConfig,
@@ -84,11 +94,13 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
 }
 
 /// Sets which parameters are trained, by their paths.
+#[cfg(feature = "burn")]
 struct Freeze<'a> {
     path: Vec<String>,
     trained: &'a dyn Fn(&str) -> bool,
 }
 
+#[cfg(feature = "burn")]
 impl<B: Backend> ModuleMapper<B> for Freeze<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_string());

@@ -4,29 +4,14 @@
 //! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows,
 //! `f` inner width.
 
-use std::path::Path;
-
 use burn::module::{Module, Param};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use serde::Deserialize;
+use zero_models::{Activation, BertConfig, ModelError};
 use zero_param::{AttentionOptions, Gelu, attention, embedding, gelu, linear, tied_head};
 
 use crate::shared::{self, dense, norm};
-
-/// What `config.json` says.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Config {
-    pub vocab_size: usize,
-    pub hidden_size: usize,
-    pub num_hidden_layers: usize,
-    pub num_attention_heads: usize,
-    pub intermediate_size: usize,
-    pub max_position_embeddings: usize,
-    pub type_vocab_size: usize,
-    pub layer_norm_eps: f64,
-}
 
 #[derive(Module, Debug)]
 pub struct Bert {
@@ -80,11 +65,22 @@ pub struct Batch {
 /// What is added to the score of a key that is padding.
 const MASKED: f32 = -3.0e4;
 
-impl Config {
-    pub fn init(&self, device: &Device) -> Bert {
-        let (d, f) = (self.hidden_size, self.intermediate_size);
+impl Bert {
+    /// A BERT of this configuration, without its values.
+    ///
+    /// # Errors
+    ///
+    /// Of a configuration that asks for more than this model has.
+    pub fn new(config: &BertConfig, device: &Device) -> Result<Self, ModelError> {
+        let has = [
+            ("*_dropout_prob", config.hidden_dropout_prob + config.attention_probs_dropout_prob == 0.0, "0"),
+            ("tie_word_embeddings", config.tie_word_embeddings, "true"),
+            ("hidden_act", config.hidden_act == Activation::GeluErf, "gelu"),
+        ];
+        shared::check("BERT on Burn 0.22", &has)?;
+        let (d, f) = (config.hidden_size, config.intermediate_size);
         let dense = |from, to| LinearConfig::new(from, to).init(device);
-        let norm = || LayerNormConfig::new(d).with_epsilon(self.layer_norm_eps).init(device);
+        let norm = || LayerNormConfig::new(d).with_epsilon(config.layer_norm_eps).init(device);
         let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
         let layer = |_| Layer {
             query: dense(d, d),
@@ -95,59 +91,26 @@ impl Config {
             intermediate: dense(d, f),
             output: dense(f, d),
             output_norm: norm(),
-            heads: self.num_attention_heads,
-            epsilon: self.layer_norm_eps,
+            heads: config.num_attention_heads,
+            epsilon: config.layer_norm_eps,
         };
-        Bert {
+        Ok(Self {
             embeddings: Embeddings {
-                word_embeddings: table(self.vocab_size),
-                position_embeddings: table(self.max_position_embeddings),
-                token_type_embeddings: table(self.type_vocab_size),
+                word_embeddings: table(config.vocab_size),
+                position_embeddings: table(config.max_position_embeddings),
+                token_type_embeddings: table(config.type_vocab_size),
                 norm: norm(),
             },
-            layers: (0..self.num_hidden_layers).map(layer).collect(),
+            layers: (0..config.num_hidden_layers).map(layer).collect(),
             pooler: dense(d, d),
             transform: dense(d, d),
             transform_norm: norm(),
-            prediction_bias: Param::from_tensor(Tensor::zeros([self.vocab_size], device)),
+            prediction_bias: Param::from_tensor(Tensor::zeros([config.vocab_size], device)),
             seq_relationship: dense(d, 2),
-            epsilon: self.layer_norm_eps,
-        }
+            epsilon: config.layer_norm_eps,
+        })
     }
 
-    /// The model in a folder of Hugging Face's.
-    pub fn load(folder: &Path, device: &Device) -> Bert {
-        let config: Config = shared::config(folder);
-        shared::load(config.init(device), folder, name_of)
-    }
-}
-
-/// Hugging Face's name of a parameter, and whether it lies transposed there.
-fn name_of(path: &str) -> (String, bool) {
-    let (layer, field) = match path.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
-        Some((index, field)) => (format!("bert.encoder.layer.{index}."), field),
-        None => (String::new(), path),
-    };
-    let (module, kind) = field.rsplit_once('.').unwrap_or((field, ""));
-    let there = match (module, kind) {
-        ("embeddings", table) => return (format!("bert.embeddings.{table}.weight"), false),
-        ("prediction_bias", _) => return ("cls.predictions.bias".into(), false),
-        ("embeddings.norm", _) => "bert.embeddings.LayerNorm",
-        ("query" | "key" | "value", _) => &format!("attention.self.{module}"),
-        ("attention_output", _) => "attention.output.dense",
-        ("attention_norm", _) => "attention.output.LayerNorm",
-        ("intermediate", _) => "intermediate.dense",
-        ("output", _) => "output.dense",
-        ("output_norm", _) => "output.LayerNorm",
-        ("pooler", _) => "bert.pooler.dense",
-        ("transform", _) => "cls.predictions.transform.dense",
-        ("transform_norm", _) => "cls.predictions.transform.LayerNorm",
-        _ => "cls.seq_relationship",
-    };
-    (format!("{layer}{there}.{kind}"), kind == "weight" && !module.ends_with("norm"))
-}
-
-impl Bert {
     /// The mean cross-entropy in nats over the labelled tokens, plus that of whether segments follow one another.
     pub fn loss(&self, batch: Batch) -> Tensor<1> {
         let [b, t] = batch.ids_bt.dims();

@@ -4,26 +4,13 @@
 //! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows,
 //! `f` inner width.
 
-use std::path::Path;
-
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use serde::Deserialize;
+use zero_models::{Activation, Gpt2Config, ModelError};
 use zero_param::{AttentionOptions, Gelu, embedding, gelu, linear, linear_cross_entropy, packed_attention};
 
 use crate::shared::{self, dense, norm};
-
-/// What `config.json` says.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Config {
-    pub vocab_size: usize,
-    pub n_positions: usize,
-    pub n_embd: usize,
-    pub n_layer: usize,
-    pub n_head: usize,
-    pub layer_norm_epsilon: f64,
-}
 
 /// A GPT-2 whose head is its token embedding.
 #[derive(Module, Debug)]
@@ -58,36 +45,38 @@ struct Mlp {
     c_proj: Linear,
 }
 
-impl Config {
-    pub fn init(&self, device: &Device) -> Gpt2 {
-        let d = self.n_embd;
-        let linear = |from, to| LinearConfig::new(from, to).init(device);
-        let norm = || LayerNormConfig::new(d).with_epsilon(self.layer_norm_epsilon).init(device);
-        let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
-        let block = |_| Block {
-            ln_1: norm(),
-            attn: Attention { c_attn: linear(d, 3 * d), c_proj: linear(d, d), heads: self.n_head },
-            ln_2: norm(),
-            mlp: Mlp { c_fc: linear(d, 4 * d), c_proj: linear(4 * d, d) },
-            epsilon: self.layer_norm_epsilon,
-        };
-        Gpt2 {
-            wte: table(self.vocab_size),
-            wpe: table(self.n_positions),
-            h: (0..self.n_layer).map(block).collect(),
-            ln_f: norm(),
-            epsilon: self.layer_norm_epsilon,
-        }
-    }
-
-    /// The model in a folder of Hugging Face's.
-    pub fn load(folder: &Path, device: &Device) -> Gpt2 {
-        let config: Config = shared::config(folder);
-        shared::load(config.init(device), folder, |path| {
-            let is_table = path == "wte" || path == "wpe";
-            (format!("transformer.{path}{}", if is_table { ".weight" } else { "" }), false)
-        })
-    }
+/// A GPT-2 of this configuration, without its values.
+///
+/// # Errors
+///
+/// Of a configuration that asks for more than this model has.
+pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
+    let dropout = [config.embd_pdrop, config.resid_pdrop, config.attn_pdrop];
+    let has = [
+        ("*_pdrop", dropout == [0.0; 3], "0"),
+        ("tie_word_embeddings", config.tie_word_embeddings, "true"),
+        ("scale_attn_weights", config.scale_attn_weights, "true"),
+        ("activation_function", config.activation == Activation::GeluTanh, "gelu_new"),
+    ];
+    shared::check("GPT-2 on Burn 0.22", &has)?;
+    let (d, f, epsilon) = (config.n_embd, config.inner_width(), config.layer_norm_epsilon);
+    let linear = |from, to| LinearConfig::new(from, to).init(device);
+    let norm = || LayerNormConfig::new(d).with_epsilon(epsilon).init(device);
+    let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
+    let block = |_| Block {
+        ln_1: norm(),
+        attn: Attention { c_attn: linear(d, 3 * d), c_proj: linear(d, d), heads: config.n_head },
+        ln_2: norm(),
+        mlp: Mlp { c_fc: linear(d, f), c_proj: linear(f, d) },
+        epsilon,
+    };
+    Ok(Gpt2 {
+        wte: table(config.vocab_size),
+        wpe: table(config.n_positions),
+        h: (0..config.n_layer).map(block).collect(),
+        ln_f: norm(),
+        epsilon,
+    })
 }
 
 impl Gpt2 {

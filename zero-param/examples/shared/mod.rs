@@ -1,4 +1,4 @@
-//! What the models have in common: parameters of Hugging Face's files, and layers by fused operations.
+//! What the models have in common: parameters by their paths, and layers by fused operations.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,29 +6,37 @@ use std::path::Path;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Tensor, TensorData};
 use burn_nn::{LayerNorm, Linear};
-use safetensors::SafeTensors;
-use serde::de::DeserializeOwned;
+use zero_models::{ModelConfig, ModelError, ModelParam};
 use zero_param::{layer_norm, linear};
 
-/// `config.json` of a folder. A program's own error handling goes where this and [`load`] panic.
-pub fn config<C: DeserializeOwned>(folder: &Path) -> C {
-    serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap()
+/// A model of this configuration with the values in a folder of Hugging Face's, or without one with those that `fresh` tells.
+pub fn begin<M: Module, E: From<ModelError>>(
+    model: M,
+    config: &ModelConfig,
+    folder: Option<&Path>,
+    fresh: impl FnOnce(&mut dyn FnMut(ModelParam, Vec<f32>)),
+) -> Result<M, E> {
+    let mut values = BTreeMap::new();
+    let mut each = |param: ModelParam, of| drop(values.insert(param.path, of));
+    match folder {
+        Some(folder) => config.read(folder, &mut each)?,
+        None => fresh(&mut each),
+    }
+    Ok(model.map(&mut Fill { path: Vec::new(), values }))
 }
 
-/// Gives each parameter of `model` the values of a folder's file. `name_of` tells the name there of a path, whose norms have `weight`
-/// and `bias` already, and whether the matrix lies transposed.
-pub fn load<M: Module>(model: M, folder: &Path, name_of: fn(&str) -> (String, bool)) -> M {
-    let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let floats = |data: &[u8]| data.as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
-    let tensors = file.iter().map(|(name, view)| (name.to_string(), floats(view.data()))).collect();
-    model.map(&mut Fill { path: Vec::new(), tensors, name_of })
+/// Refuses the first key of a configuration that is not what a model supports.
+pub fn check(model: &'static str, keys: &[(&'static str, bool, &str)]) -> Result<(), ModelError> {
+    let other = keys.iter().find(|(_, is_so, _)| !is_so);
+    other.map_or(Ok(()), |&(key, _, supported)| {
+        let (got, supported) = ("another value".into(), supported.into());
+        Err(ModelError::Unsupported { model, key, got, supported })
+    })
 }
 
 struct Fill {
     path: Vec<String>,
-    tensors: BTreeMap<String, Vec<f32>>,
-    name_of: fn(&str) -> (String, bool),
+    values: BTreeMap<String, Vec<f32>>,
 }
 
 impl ModuleMapper for Fill {
@@ -41,20 +49,12 @@ impl ModuleMapper for Fill {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let path = self.path.join(".").replace("gamma", "weight").replace("beta", "bias");
-        let (name, is_transposed) = (self.name_of)(&path);
-        let values = self.tensors.remove(&name).unwrap_or_else(|| panic!("{name} is not in the file"));
+        let path = self.path.join(".");
+        let values = self.values.remove(&path).unwrap_or_else(|| panic!("there are no values of {path}"));
         let (id, tensor, mapper) = param.consume();
-        let (mut shape, device, train) = (tensor.dims(), tensor.device(), tensor.is_require_grad());
-        let loaded = match is_transposed {
-            true => {
-                shape.reverse();
-                // Read back, so that the parameter is no view.
-                Tensor::<D>::from_data(TensorData::new(values, shape), &device).inner().transpose().into_data()
-            }
-            false => TensorData::new(values, shape),
-        };
-        Param::from_mapped_value(id, Tensor::from_data(loaded, &device).set_require_grad(train), mapper)
+        let (shape, device, train) = (tensor.shape(), tensor.device(), tensor.is_require_grad());
+        let filled = Tensor::from_data(TensorData::new(values, shape), &device);
+        Param::from_mapped_value(id, filled.set_require_grad(train), mapper)
     }
 }
 

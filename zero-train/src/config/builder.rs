@@ -1,7 +1,7 @@
 //! A plan in code: the same keys, checks and arithmetic as a file's.
 
-use zero_burn::config::{ErrorFeedback, Float};
 use zero_core::Stage;
+use zero_core::config::{ErrorFeedback, Float};
 
 use super::auto::Context;
 use super::error::ConfigError;

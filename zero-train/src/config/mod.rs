@@ -41,4 +41,4 @@ pub use node::Node;
 pub use optimizer::OptimizerPlan;
 pub use plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
 pub use table::key_table;
-pub use zero_burn::config::Float;
+pub use zero_core::config::Float;

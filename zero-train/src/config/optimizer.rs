@@ -1,6 +1,6 @@
 //! The optimizers, with DeepSpeed's names and defaults.
 
-use zero_burn::optim::Rule;
+use zero_kernels::Rule;
 
 use super::node::Node;
 use super::reader::Reader;

@@ -3,19 +3,19 @@
 
 use std::path::PathBuf;
 
-use zero_burn::config::{Disk, ErrorFeedback, Float, Gathers, Tier, ZeroConfig};
-use zero_burn::optim::Rule;
 use zero_core::Stage;
+use zero_core::config::{Disk, ErrorFeedback, Float, Gathers, Tier, ZeroConfig};
 use zero_core::offload::AioOptions;
-use zero_ops::quantized::Format;
+use zero_kernels::Rule;
+use zero_kernels::quantized::Format;
 
 use super::batch::Batch;
 use super::error::Warning;
 use super::node::Node;
 use super::optimizer::OptimizerPlan;
-use crate::engine::{EngineConfig, EngineError};
 use crate::loss_scale::{DynamicLossScale, LossScaler};
 use crate::schedule::{Schedule, at_least_two};
+use crate::step::{EngineConfig, EngineError};
 
 /// How to train: what is sharded over how many ranks, in which precision, with which optimizer and schedule.
 // A field for each setting that a file can have.
@@ -154,7 +154,7 @@ impl ZeroPlan {
     }
 
     /// Where state is kept. On the CPU backend the device's memory and the host's are one.
-    fn offload(&self) -> zero_burn::config::Offload {
+    fn offload(&self) -> zero_core::config::Offload {
         let tier = |device: Option<&OffloadDevice>| match device {
             Some(OffloadDevice::Nvme { .. }) => Tier::Disk,
             Some(OffloadDevice::Cpu) => Tier::Host,
@@ -166,12 +166,12 @@ impl ZeroPlan {
         let buffer_count = both().zip([4, 1]).map(|(offload, arrays)| offload.buffer_count * arrays).max();
         let buffer_bytes = self.offload_param.as_ref().map_or(usize::MAX, |offload| offload.buffer_size * 4);
         let update = self.offload_optimizer.as_ref();
-        zero_burn::config::Offload {
+        zero_core::config::Offload {
             optimizer: state(&self.offload_optimizer),
             parameters: state(&self.offload_param),
             activations: tier(self.offload_activations.as_ref()),
             ratio: update.map_or(1.0, |offload| offload.ratio as f32),
-            min_bytes: zero_burn::config::Offload::default().min_bytes,
+            min_bytes: zero_core::config::Offload::default().min_bytes,
             disk: Disk {
                 path: self.nvme_path().cloned().unwrap_or_default(),
                 pin_memory: both().any(|offload| offload.pin_memory),

@@ -3,10 +3,10 @@
 use std::cell::RefCell;
 use std::path::PathBuf;
 
-use zero_burn::config::ErrorFeedback;
 use zero_core::Mesh;
+use zero_core::config::ErrorFeedback;
 use zero_core::offload::AioOptions;
-use zero_ops::quantized::Format;
+use zero_kernels::quantized::Format;
 
 use super::auto::{Auto, Context, Filled};
 use super::batch::{Batch, BatchError, GLOBAL, MICRO};

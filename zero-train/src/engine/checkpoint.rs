@@ -16,7 +16,6 @@ use std::path::Path;
 use burn::module::{AutodiffModule, ParamId};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use zero_burn::config;
 use zero_burn::module::{ZeroAutodiff, reset_error_feedback};
 use zero_burn::optim::Fused;
 use zero_burn::pieces::{self, ParamPiece, RandomState};
@@ -26,6 +25,7 @@ use zero_core::checkpoint::{
     AsyncSaver, Checkpoint, CheckpointError, ElementType, Piece, SaveOptions, Saved, Started, TensorEntry, TensorSpec,
     save_streamed,
 };
+use zero_core::config;
 
 use super::state::MASTER;
 use super::{EngineError, EngineOptimizer, Result, ZeroEngine};

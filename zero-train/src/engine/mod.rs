@@ -30,112 +30,32 @@
 //! ```
 
 mod checkpoint;
-mod error;
 mod export;
 mod optimizer;
 mod state;
 mod update;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn::module::AutodiffModule;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Tensor;
 pub use checkpoint::Parts;
-pub use error::{EngineError, Result};
 pub use optimizer::EngineOptimizer;
-use zero_burn::config::{Float, Tier};
 use zero_burn::gathered::parameters;
 use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, mark, prepare};
 use zero_burn::pieces::{Parked, held_range, reserve_on_disk};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
+use zero_core::config::{Float, Tier};
 
 use crate::loss_scale::LossScaler;
-use crate::schedule::Schedule;
+pub use crate::step::{EngineConfig, EngineError, Result, Step, Times, Update};
 pub(crate) use update::clip_factor;
 use update::{Losses, set_momentum};
 
 /// What a disk's places are multiples of, in bytes, with the disks there are.
 const BLOCK: usize = 4096;
-
-/// How an engine steps.
-#[derive(Debug, Clone)]
-pub struct EngineConfig {
-    /// Micro-batches per update. Their losses are averaged.
-    pub accumulation: usize,
-    /// Whether gradients are reduced with each micro-batch, into this rank's shard at stages 2 and 3; otherwise they are
-    /// summed on the rank, whole and in fp32, and reduced once, at the last. What is not set is true at stages 2 and 3, for
-    /// memory, and false at 0 and 1, for fewer bytes on the wire: sums in another order, which differ in their last bits.
-    /// With either value all stages give the same bits. Accelerate's `sync_each_batch`.
-    pub sync_each_batch: Option<bool>,
-    /// Gradients are scaled down so that their L2 norm over all parameters and ranks is at most this.
-    pub clipping: Option<f64>,
-    /// Learning rate by update.
-    pub schedule: Schedule,
-    /// What the loss is multiplied by, for fp16.
-    pub loss_scale: Option<LossScaler>,
-    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all. Always so with a loss scale.
-    pub skip_overflow: bool,
-    /// An update whose gradients hold an infinity or a NaN is an error ([`EngineError::NotFinite`]) on all ranks, and is not
-    /// made. PyTorch's `error_if_nonfinite`. Without this and without `skip_overflow` it is made, and rank 0 warns once.
-    pub error_if_nonfinite: bool,
-    /// Checkpoints hold what is trained, and not the parameters that are frozen, which the program has from elsewhere: an
-    /// adapter alone. DeepSpeed's `exclude_frozen_parameters`.
-    pub exclude_frozen_parameters: bool,
-}
-
-impl Default for EngineConfig {
-    /// One micro-batch, no clipping, learning rate 1e-3, no loss scale.
-    fn default() -> Self {
-        Self {
-            accumulation: 1,
-            sync_each_batch: None,
-            clipping: None,
-            schedule: Schedule::Constant(1e-3),
-            loss_scale: None,
-            skip_overflow: false,
-            error_if_nonfinite: false,
-            exclude_frozen_parameters: false,
-        }
-    }
-}
-
-/// What a call of [`ZeroEngine::step`] came to.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Step {
-    /// More micro-batches belong to the update.
-    Accumulating {
-        /// Micro-batches so far.
-        micro_batches: usize,
-    },
-    /// The parameters have been updated.
-    Updated(Update),
-    /// The gradients held an infinity or a NaN on some rank: nothing has been updated.
-    Skipped {
-        /// The loss scale that overflowed.
-        loss_scale: f64,
-        /// The loss scale from here on.
-        next_loss_scale: f64,
-        /// Skipped updates so far.
-        skipped: usize,
-    },
-}
-
-/// An update of the parameters.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
-    /// Number of the update, from 1.
-    pub step: usize,
-    /// Learning rate used.
-    pub lr: f64,
-    /// L2 norm of the averaged gradient over all parameters, before clipping.
-    pub grad_norm: f64,
-    /// What gradients were multiplied by to clip them; 1 if they were not.
-    pub clip_factor: f64,
-    /// The loss scale used.
-    pub loss_scale: f64,
-}
 
 /// What a rank does in a micro-batch, see [`ZeroEngine::turn`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,17 +66,6 @@ pub enum Turn<T> {
     Idle,
     /// No rank has data left.
     End,
-}
-
-/// Seconds spent since the last [`ZeroEngine::take_times`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Times {
-    /// In [`ZeroEngine::forward`].
-    pub forward: Duration,
-    /// In [`ZeroEngine::backward`], reductions beside it included.
-    pub backward: Duration,
-    /// In [`ZeroEngine::step`].
-    pub step: Duration,
 }
 
 /// A module in training.

@@ -4,10 +4,10 @@
 use burn::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
-use zero_burn::config::{Disk, Float};
 use zero_burn::gathered::{self, Edits, Gathered, ParamMeta, parameters};
 use zero_burn::module::{ZeroAutodiff, set_gradient};
 use zero_burn::pieces::Parked;
+use zero_core::config::{Disk, Float};
 
 use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
 
@@ -230,7 +230,7 @@ fn no_gradient(meta: &ParamMeta) -> EngineError {
 
 fn no_state(meta: &ParamMeta, name: &str) -> EngineError {
     let why = "state begins with the parameter's first update, and only the fused optimizers give access to it, by the names \
-               of zero_burn::optim::Rule::state_names";
+               of zero_kernels::Rule::state_names";
     no(meta, format!("optimizer state {name:?}"), why)
 }
 

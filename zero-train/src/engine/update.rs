@@ -17,6 +17,7 @@ use zero_core::Axes;
 use super::optimizer::EngineOptimizer;
 use super::{EngineError, Result, Step, Update, ZeroEngine};
 use crate::schedule::ONE_CYCLE_BETA2;
+use crate::step::told_not_finite;
 
 /// Losses of micro-batches, on their way to the host.
 pub(super) enum Losses<B: Backend> {
@@ -148,12 +149,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         self.warned = true;
         if zero_burn::ranks::is_main_process::<A::Base>() {
-            eprintln!(
-                "warning: the gradients of update {} hold an infinity or a NaN, and so do the parameters from here on; \
-                 EngineConfig::skip_overflow skips such updates (bf16.check_grad_overflow in a file), error_if_nonfinite (watchdog.\
-                 error_if_nonfinite) stops at the first",
-                self.steps
-            );
+            eprintln!("warning: {}", told_not_finite(self.steps));
         }
     }
 

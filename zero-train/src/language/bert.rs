@@ -2,17 +2,26 @@
 //! [`Task`] of the [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
+use std::path::Path;
 
+#[cfg(feature = "burn")]
 use burn::tensor::{Int, Tensor};
 use serde_json::{Value, json};
+#[cfg(feature = "burn")]
 use zero_models::bert::weights;
-use zero_models::{Bert, BertBatch, BertConfig, BertHead, BertPredictions, ModelConfig};
+#[cfg(feature = "burn")]
+use zero_models::{Bert, BertBatch, BertPredictions};
+use zero_models::{BertConfig, BertHead, ModelConfig};
 
 use super::start::Start;
-use super::{Options, Program, tokens};
-use crate::data::{Cutting, Masking, SentencePairs, Source, Tokenizer};
+#[cfg(feature = "burn")]
+use super::tokens;
+use super::{Options, Program};
+use crate::data::{Cutting, Masking, PairBatch, SentencePairs, Source, Tokenizer};
 use crate::error::{Result, wrong};
-use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
+use crate::trainer::{Activations, Profile, Rows, Task};
+#[cfg(feature = "burn")]
+use crate::trainer::{FusedBackend, Measured, scalar};
 
 /// Tokens of a vocabulary that is learned from a program's own text.
 const LEARNED: usize = 8192;
@@ -67,10 +76,30 @@ impl BertTask {
         Ok(Self { name, config, start, pairs, masking, trained })
     }
 
-    fn predict<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<BertPredictions<B>> {
+    /// The model.
+    pub fn config(&self) -> &BertConfig {
+        &self.config
+    }
+
+    /// The folder of weights to start from, if it does not start fresh.
+    pub fn weights(&self) -> Option<&Path> {
+        self.start.weights()
+    }
+
+    /// These rows, masked by their seeds, each of so many tokens.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError`](crate::TrainError) for a text that cannot be read any more.
+    pub fn batch(&self, rows: &Rows) -> Result<(PairBatch, usize)> {
         let split = |row: usize| if row < self.trained { 0..self.trained } else { self.trained..self.pairs.rows() };
-        let batch = self.pairs.batch(rows, rows.seeds(), split, self.masking)?;
-        let tokens = |ids| tokens::<B>(ids, self.pairs.seq(), device);
+        Ok((self.pairs.batch(rows, rows.seeds(), split, self.masking)?, self.pairs.seq()))
+    }
+
+    #[cfg(feature = "burn")]
+    fn predict<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<BertPredictions<B>> {
+        let (batch, seq) = self.batch(rows)?;
+        let tokens = |ids| tokens::<B>(ids, seq, device);
         let list = |ids: Vec<i32>| Tensor::<B, 1, Int>::from_ints(&*ids, device);
         let related = list(batch.next_sentence_labels);
         let [ids, types, labels] = [batch.input_ids, batch.token_type_ids, batch.labels].map(tokens);
@@ -82,18 +111,22 @@ impl BertTask {
 }
 
 impl Task for BertTask {
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend> = Bert<B>;
 
     told_by_fields!(pairs);
 
+    #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>> {
         self.start.model(self.config.init(device), weights::load_from, device)
     }
 
+    #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         Ok(self.predict(model, rows, device)?.loss())
     }
 
+    #[cfg(feature = "burn")]
     fn evaluate<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let predicted = self.predict(model, rows, device)?;
         let right: Vec<f64> = predicted.clone().accuracies().into_data().iter().collect();

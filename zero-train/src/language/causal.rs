@@ -1,17 +1,24 @@
 //! Training of a GPT-2 or a Llama to predict the next token: a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
+use std::path::Path;
 
+#[cfg(feature = "burn")]
 use burn::tensor::Tensor;
 use serde_json::Value;
 use zero_models::CausalFamily;
+#[cfg(feature = "burn")]
 use zero_models::generate::{Sampling, alone};
 
 use super::start::Start;
-use super::{Options, Program, tokens};
+#[cfg(feature = "burn")]
+use super::tokens;
+use super::{Options, Program};
 use crate::data::{DEFAULT_SEQ, TokenRows};
 use crate::error::{Result, TrainError, wrong};
-use crate::trainer::{Activations, FusedBackend, Profile, Rows, Setup, Task};
+use crate::trainer::{Activations, Profile, Setup, Task};
+#[cfg(feature = "burn")]
+use crate::trainer::{FusedBackend, Rows};
 
 /// A model of a family that predicts the next token, and the rows that it is trained on.
 pub struct CausalTask<C> {
@@ -50,6 +57,21 @@ impl<C: CausalFamily> CausalTask<C> {
         let rows = TokenRows::load(&source, &options.cutting(sizes.vocabulary, sizes.positions, &folders))?;
         let start = Start::new(options, config.clone().into(), &[])?;
         Ok(Self { name, config, start, rows, notice })
+    }
+
+    /// The model.
+    pub fn config(&self) -> &C {
+        &self.config
+    }
+
+    /// The rows of tokens.
+    pub fn rows(&self) -> &TokenRows {
+        &self.rows
+    }
+
+    /// The folder of weights to start from, if it does not start fresh.
+    pub fn weights(&self) -> Option<&Path> {
+        self.start.weights()
     }
 }
 
@@ -96,14 +118,17 @@ fn profile<C: CausalFamily>(model: &C, micro_batch: usize, seq: usize) -> Profil
 }
 
 impl<C: CausalFamily> Task for CausalTask<C> {
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend> = C::Model<B>;
 
     told_by_fields!(rows);
 
+    #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>> {
         self.start.model(self.config.init(device), C::load, device)
     }
 
+    #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         Ok(C::loss(model, tokens(self.rows.tokens(rows)?, self.rows.seq(), device)))
     }
@@ -126,6 +151,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
     }
 
     /// What follows the beginning of the last row.
+    #[cfg(feature = "burn")]
     fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>> {
         let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };
         let how = Sampling { max_new_tokens: 32, temperature: 0.8, top_k: Some(40), ..Sampling::default() };

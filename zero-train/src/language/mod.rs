@@ -27,26 +27,38 @@ macro_rules! told_by_fields {
 
 mod bert;
 mod causal;
+#[cfg(feature = "burn")]
 mod classes;
+#[cfg(feature = "burn")]
 mod seq2seq;
 mod start;
 
 use std::path::{Path, PathBuf};
+#[cfg(feature = "burn")]
 use std::process::ExitCode;
 
+#[cfg(feature = "burn")]
 use burn::tensor::{Tensor, TensorData};
 use clap::{Args, FromArgMatches, ValueEnum};
 use zero_core::alloc::PageKeeper;
-use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, Ids, LlamaConfig, ModelConfig, ModelError};
+#[cfg(feature = "burn")]
+use zero_models::Ids;
+use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
 pub use self::causal::CausalTask;
+#[cfg(feature = "burn")]
 pub use self::classes::ClassesTask;
+#[cfg(feature = "burn")]
 pub use self::seq2seq::Seq2SeqTask;
 pub use self::start::LoraOptions;
 use crate::Result;
-use crate::data::{Cutting, Fields, Source};
-use crate::trainer::{self, FusedBackend, Trainer};
+#[cfg(feature = "burn")]
+use crate::data::Fields;
+use crate::data::{Cutting, Source};
+use crate::trainer;
+#[cfg(feature = "burn")]
+use crate::trainer::{FusedBackend, Trainer};
 
 /// What a language model learns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -135,6 +147,7 @@ pub struct Program<'a> {
 }
 
 /// Runs the whole command, as [`Trainer::main`].
+#[cfg(feature = "burn")]
 pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     let trainer = Trainer::new(&options.train);
     let trainer = program.allocator.map_or(trainer, |allocator| trainer.allocator(allocator));
@@ -159,8 +172,8 @@ impl Options {
         })
     }
 
-    /// Of a model that cannot be read, the task will tell.
-    fn task_for(&self, program: &Program<'_>) -> TaskChoice {
+    /// What the model learns. Of a model that cannot be read, the task will tell.
+    pub fn task_for(&self, program: &Program<'_>) -> TaskChoice {
         self.task.unwrap_or_else(|| match self.chosen() {
             Ok(Some((_, ModelConfig::Bert(config)))) if matches!(config.head, BertHead::Classes(_)) => {
                 TaskChoice::TextClassification
@@ -173,6 +186,7 @@ impl Options {
         })
     }
 
+    #[cfg(feature = "burn")]
     fn is_llama(&self, program: &Program<'_>) -> bool {
         match self.chosen() {
             Ok(Some((_, config))) => matches!(config, ModelConfig::Llama(_)),
@@ -190,6 +204,7 @@ impl Options {
         [self.weights.as_deref(), self.model.as_deref().map(Path::new)].into_iter().flatten().collect()
     }
 
+    #[cfg(feature = "burn")]
     pub(crate) fn fields(&self) -> Fields<'_> {
         Fields {
             text: self.text_field.as_deref().unwrap_or("text"),
@@ -213,6 +228,7 @@ impl Options {
 }
 
 /// Numbers of each token of rows of so many.
+#[cfg(feature = "burn")]
 fn tokens<B: FusedBackend>(numbers: Vec<i32>, width: usize, device: &B::Device) -> Ids<B> {
     let rows = numbers.len() / width.max(1);
     Tensor::from_data(TensorData::new(numbers, [rows, width]), device)

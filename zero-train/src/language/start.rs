@@ -1,13 +1,21 @@
 //! What a language model starts from: fresh, from weights, and what LoRA adds.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::{Value, json};
-use zero_models::lora::{self, Adaptable, AdaptedModel, LoraConfig};
-use zero_models::quantize::{self, Format};
+use zero_kernels::quantized::Format;
+#[cfg(feature = "burn")]
+use zero_models::ModelError;
+#[cfg(feature = "burn")]
+use zero_models::lora::{self, Adaptable};
+use zero_models::lora::{AdaptedModel, LoraConfig};
+#[cfg(feature = "burn")]
+use zero_models::quantize;
+#[cfg(feature = "burn")]
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{ModelConfig, ModelError, ModelParam};
+use zero_models::{ModelConfig, ModelParam};
+#[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
 use super::Options;
@@ -51,6 +59,7 @@ pub(super) struct Start {
     weights: Option<PathBuf>,
     adapted: Option<AdaptedModel>,
     /// The folder that the adapter comes from, if it is not fresh.
+    #[cfg_attr(not(feature = "burn"), allow(dead_code))] // Read where models are made.
     adapter: Option<PathBuf>,
     /// What linear layers that stay as they are become.
     quantize: Option<Format>,
@@ -94,6 +103,7 @@ impl Start {
     }
 
     /// The model with the parameters to start from. `load` loads weights.
+    #[cfg(feature = "burn")]
     pub(super) fn model<B: FusedBackend, M: Adaptable<B>>(
         &self,
         fresh: M,
@@ -113,6 +123,11 @@ impl Start {
             (Some(adapted), None) => lora::adapt(model, &adapted.base, &adapted.lora, device)?,
             (None, _) => model,
         })
+    }
+
+    /// The folder of weights, if there is one.
+    pub(super) fn weights(&self) -> Option<&Path> {
+        self.weights.as_deref()
     }
 
     /// What is trained, for checkpoints and exports.

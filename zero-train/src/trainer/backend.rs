@@ -1,5 +1,6 @@
 //! Where ranks compute: the choice of a backend, and whether this machine has it.
 
+#[cfg(feature = "burn")]
 use crate::error::{Result, wrong};
 use clap::ValueEnum;
 
@@ -26,6 +27,7 @@ impl BackendChoice {
     /// # Errors
     ///
     /// What is missing, and what to do.
+    #[cfg(feature = "burn")]
     pub(crate) fn check(self) -> Result<()> {
         let missing = match self {
             BackendChoice::Cpu => None,

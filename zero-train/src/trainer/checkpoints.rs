@@ -12,9 +12,9 @@ use super::facts::{Data, Model};
 use super::options::{Options, at_least_one};
 use super::ranks::Ranks;
 use crate::config::ZeroPlan;
-use crate::engine::EngineError;
 use crate::error::{Result, io, wrong};
 use crate::metrics::{EpochMetrics, Evaluated};
+use crate::step::EngineError;
 
 /// The key of the trainer's state in a checkpoint's.
 const TRAINER: &str = "trainer";

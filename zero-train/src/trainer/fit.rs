@@ -129,7 +129,7 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     };
     let often = trained_bytes(&exactly) + profile.frozen_bytes(exactly, is_large);
     let second = plan.secondary_shard_size.map_or(0, |size| often / size as u64);
-    let in_memory = plan.zero_config(0).offload.parameters != zero_burn::config::Tier::Disk;
+    let in_memory = plan.zero_config(0).offload.parameters != zero_core::config::Tier::Disk;
     let [of_trained, of_frozen] =
         plan.zero_config(0).weights().map(|how| move |numel| how.map_or(0, |how| how.bytes(numel)));
     // But for rows that are quantised already.

@@ -35,10 +35,14 @@
 //! ```
 
 mod backend;
+#[cfg(feature = "burn")]
+mod burn;
 mod checkpoints;
+#[cfg(feature = "burn")]
 mod count;
 mod facts;
 mod fit;
+mod front;
 mod observer;
 mod options;
 mod order;
@@ -58,7 +62,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 pub use backend::BackendChoice;
+#[cfg(feature = "burn")]
+pub use burn::Burn021;
 pub use fit::MemoryNeed;
+pub use front::{Front, MemoryProbe, Run, Trainee};
 pub use options::{
     Blocks, DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
 };
@@ -66,15 +73,19 @@ pub use order::Order;
 pub use profile::{Activations, Profile};
 pub use report::Summary;
 pub use rows::Rows;
-pub use task::{AnyTask, Measured, Task, TaskOn, scalar};
+#[cfg(feature = "burn")]
+pub use task::{AnyTask, TaskOn, scalar};
+pub use task::{Measured, Task};
+#[cfg(feature = "burn")]
 pub use zero_ops::FusedBackend;
 pub use zero_plan::outline;
 
+#[cfg(feature = "burn")]
 use clap::Parser;
-use zero_burn::config::Tier;
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
+use zero_core::config::Tier;
 use zero_core::offload::SwapDir;
 
 use self::fit::{Budget, Candidate};
@@ -83,19 +94,21 @@ use self::plan::{Plan, as_launched};
 use self::ranks::{Ranks, Stopped, with_ranks};
 pub use crate::Result;
 use crate::TrainError;
-use crate::engine::EngineError;
 use crate::error::told_once;
 use crate::launcher::write_status;
 use crate::signals::Signal;
+use crate::step::EngineError;
 
 /// Trains a [`Task`] as its [`Options`] say, on ranks that are threads of this process or the processes that a launcher
 /// started.
 #[derive(Debug, Clone, Copy)]
-pub struct Trainer<'a> {
+pub struct Trainer<'a, F> {
+    front: F,
     options: &'a Options,
     allocator: Option<&'a PageKeeper>,
 }
 
+#[cfg(feature = "burn")]
 /// Trains `task` as the command line says: the main function of a program without options of its own.
 pub fn main<T: AnyTask>(task: &T) -> ExitCode {
     /// Train with ZeRO.
@@ -143,10 +156,18 @@ impl Setup<'_> {
     }
 }
 
-impl<'a> Trainer<'a> {
-    /// By these options.
+#[cfg(feature = "burn")]
+impl<'a> Trainer<'a, Burn021> {
+    /// By these options, on Burn 0.21.
     pub fn new(options: &'a Options) -> Self {
-        Self { options, allocator: None }
+        Self::on(Burn021, options)
+    }
+}
+
+impl<'a, F> Trainer<'a, F> {
+    /// By these options, on another front.
+    pub fn on(front: F, options: &'a Options) -> Self {
+        Self { front, options, allocator: None }
     }
 
     /// With the program's allocator, if it is one that counts: memory that a step takes afresh is then part of its metrics.
@@ -157,21 +178,30 @@ impl<'a> Trainer<'a> {
 
     /// Trains and turns the outcome into an exit code: 0, 2 for bad input, 1 for a run that failed, 128 and the signal's number
     /// for one that SIGINT, SIGTERM or SIGUSR1 has ended. The error, if any, is printed once, on standard error.
-    pub fn main<T: AnyTask>(self, task: &T) -> ExitCode {
+    pub fn main<T: Task>(self, task: &T) -> ExitCode
+    where
+        F: Front<T>,
+    {
         self.exit(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
     }
 
     /// As [`main`](Self::main), with a task that is made once the options have been looked at.
-    pub fn main_with<T: AnyTask>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> ExitCode {
+    pub fn main_with<T: Task>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> ExitCode
+    where
+        F: Front<T>,
+    {
         self.exit(|ranks| self.run_on::<T, T>(ranks, &task))
     }
 
     /// As [`main_with`](Self::main_with); `then` is called on rank 0 when all steps are done, with the summary if some were left to do.
-    pub fn main_then<T: AnyTask>(
+    pub fn main_then<T: Task>(
         self,
         task: impl Fn(&Setup<'_>) -> Result<T>,
         then: impl Fn(Option<&Summary>) -> Result<()>,
-    ) -> ExitCode {
+    ) -> ExitCode
+    where
+        F: Front<T>,
+    {
         self.exit(|ranks| {
             let ended = self.run_on::<T, T>(ranks, &task)?;
             if ended.signal.is_none() && ranks.is_main() && !self.options.dry_run {
@@ -188,7 +218,10 @@ impl<'a> Trainer<'a> {
     ///
     /// [`TrainError`]; [`TrainError::Signal`] when SIGINT, SIGTERM or SIGUSR1 has ended the run, which has then saved what it was
     /// to save. While it trains, the process handles these.
-    pub fn run<T: AnyTask>(self, task: &T) -> Result<Option<Summary>> {
+    pub fn run<T: Task>(self, task: &T) -> Result<Option<Summary>>
+    where
+        F: Front<T>,
+    {
         self.run_as(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
     }
 
@@ -197,16 +230,19 @@ impl<'a> Trainer<'a> {
     /// # Errors
     ///
     /// As [`run`](Self::run).
-    pub fn run_with<T: AnyTask>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> Result<Option<Summary>> {
+    pub fn run_with<T: Task>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> Result<Option<Summary>>
+    where
+        F: Front<T>,
+    {
         self.run_as(|ranks| self.run_on::<T, T>(ranks, &task))
     }
 
-    fn run_as(self, body: impl Fn(&Ranks<'_>) -> Result<Ended>) -> Result<Option<Summary>> {
+    fn run_as(&self, body: impl Fn(&Ranks<'_>) -> Result<Ended>) -> Result<Option<Summary>> {
         let ended = with_ranks(self.options, body).map_err(|stopped| stopped.error)?;
         ended.signal.map_or(Ok(ended.summary), Err)
     }
 
-    fn exit(self, body: impl Fn(&Ranks<'_>) -> Result<Ended>) -> ExitCode {
+    fn exit(&self, body: impl Fn(&Ranks<'_>) -> Result<Ended>) -> ExitCode {
         let launched = started();
         let (stopped, label): (Stopped, _) = match with_ranks(self.options, body) {
             Ok(Ended { signal: None, .. }) => return ExitCode::SUCCESS,
@@ -227,20 +263,20 @@ impl<'a> Trainer<'a> {
         ExitCode::from(code)
     }
 
-    fn run_on<T: AnyTask, H: Borrow<T>>(
-        self,
-        ranks: &Ranks<'_>,
-        task: impl Fn(&Setup<'_>) -> Result<H>,
-    ) -> Result<Ended> {
+    fn run_on<T: Task, H: Borrow<T>>(&self, ranks: &Ranks<'_>, task: impl Fn(&Setup<'_>) -> Result<H>) -> Result<Ended>
+    where
+        F: Front<T>,
+    {
         let Options { steps, threads, log_every, eval_every, .. } = *self.options;
         let counts = [("threads", threads), ("log-every", log_every), ("eval-every", eval_every)];
         at_least_one(&[&[("steps", Some(steps))], &counts[..]].concat())?;
         ranks.quieten(self.options.out.as_deref())?;
         let options = &as_launched(self.options, ranks)?;
-        options.backend.check()?;
+        self.front.has(options.backend)?;
         let budget = &Budget::new(options, ranks)?;
         let task = task(&Setup { options, budget, ranks })?;
-        let mut plan = Plan::new(options, task.borrow(), budget, ranks)?;
+        let mut plan = Plan::new(options, (&self.front, task.borrow()), budget, ranks)?;
+        let unheeded = self.front.check(&plan.run(ranks)?)?;
         ranks.agree(&plan.fingerprint())?;
         let trace = options.trace.as_deref().filter(|_| ranks.is_main());
         let _trace = trace.map(trace::begin).transpose()?;
@@ -248,6 +284,7 @@ impl<'a> Trainer<'a> {
             tell(&plan);
         }
         let warnings = plan.plan.warnings.iter().map(ToString::to_string).chain(plan.checkpoints.warnings.clone());
+        let warnings = warnings.chain(unheeded);
         warnings.for_each(|warning| eprintln!("warning: {warning}"));
         if options.dry_run {
             return Ok(Ended { summary: None, signal: None });
@@ -268,7 +305,7 @@ impl<'a> Trainer<'a> {
             }
             return Ok(Ended { summary: None, signal: None });
         }
-        let measured = train::train(task.borrow(), &plan, ranks, self.allocator)?;
+        let measured = train::train(&self.front, task.borrow(), &plan, ranks, self.allocator)?;
         let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.len(), &plan));
         if !ranks.is_main() || measured.steps.is_empty() {
             return Ok(Ended { summary: None, signal });

@@ -8,7 +8,6 @@ use indicatif::{FormattedDuration, ProgressBar, ProgressStyle};
 use super::plan::Plan;
 use crate::Result;
 use crate::config::LogFiles;
-use crate::engine::Step;
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, Event, EventKind, JsonLines, SaveMetrics, StepMetrics};
 use crate::monitor::{
@@ -16,6 +15,7 @@ use crate::monitor::{
     io_error, write_page,
 };
 use crate::signals::Signal;
+use crate::step::Step;
 
 /// Columns of `metrics.csv`, and names of the scalars in TensorBoard.
 const COLUMNS: [&str; 8] =

@@ -4,11 +4,14 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+#[cfg(feature = "burn")]
 use burn::tensor::FloatDType;
 use clap::{Args, FromArgMatches, ValueEnum};
-use zero_burn::config::Float;
+#[cfg(feature = "burn")]
+use zero_core::config::Float;
+use zero_kernels::quantized::Format;
+#[cfg(feature = "burn")]
 use zero_models::hf_export::ExportDtype;
-use zero_ops::quantized::Format;
 
 use super::BackendChoice;
 use crate::config::MixedPrecision;
@@ -292,7 +295,7 @@ pub enum DecayExcept {
 
 impl DecayExcept {
     /// Whether the parameter at `path` of the module is decayed.
-    pub(super) fn decays(self, path: &str, shape: &[usize]) -> bool {
+    pub fn decays(self, path: &str, shape: &[usize]) -> bool {
         let is_embedding = || path.split('.').any(|name| ["wte", "wpe"].contains(&name) || name.contains("embed"));
         match self {
             Self::Nothing => true,
@@ -343,6 +346,7 @@ pub enum Dtype {
     Bf16,
 }
 
+#[cfg(feature = "burn")]
 impl Dtype {
     /// The same type as an export, as ranks and as the backend call it.
     pub(crate) fn types(self) -> (ExportDtype, Float, FloatDType) {

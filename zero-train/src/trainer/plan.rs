@@ -4,28 +4,29 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use zero_burn::config::{Gathers, Tier, ZeroConfig};
-use zero_burn::launch::LaunchOptions;
 use zero_core::accounting::StateBytes;
 use zero_core::checkpoint::{Check, Manifest};
+use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::launcher::{World, launched_alone};
+use zero_core::config::{Gathers, Tier, ZeroConfig};
 use zero_core::{Mesh, Stage};
+use zero_models::ModelConfig;
 
 use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
-use super::count::profile;
 use super::facts::{Data, Model};
 use super::fit::{Budget, Candidate, MemoryNeed, state_of};
+use super::front::{Front, Run};
 use super::predict::Prediction;
 use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
 use crate::config::{Precision, Warning, ZeroPlan};
-use crate::engine::EngineError;
 use crate::error::{Result, TrainError, wrong, wrong_data};
 use crate::launcher::{LAUNCHED, RESTARTS};
 use crate::memory::format_bytes;
+use crate::step::{EngineConfig, EngineError};
 
 /// What will be trained, on what, how.
 // What all ranks compare before they train, a field for each line of it.
@@ -64,14 +65,19 @@ impl Plan {
     /// # Errors
     ///
     /// [`TrainError`], the first thing that is wrong.
-    pub(super) fn new<T: Task>(options: &Options, task: &T, budget: &Budget, here: &Ranks<'_>) -> Result<Self> {
+    pub(super) fn new<T: Task>(
+        options: &Options,
+        (front, task): (&impl Front<T>, &T),
+        budget: &Budget,
+        here: &Ranks<'_>,
+    ) -> Result<Self> {
         // Of each micro-batch once: every tier is asked for.
         let known: RefCell<HashMap<usize, Profile>> = RefCell::default();
         let taken = |micro_batch: usize| -> Result<Profile> {
             if let Some(profile) = known.borrow().get(&micro_batch) {
                 return Ok(profile.clone());
             }
-            let counted = profile(task, micro_batch)?;
+            let counted = front.profile(task, micro_batch)?;
             known.borrow_mut().insert(micro_batch, counted.clone());
             Ok(counted)
         };
@@ -130,6 +136,22 @@ impl Plan {
             progress: !options.json,
             need,
             notice,
+        })
+    }
+
+    /// What a front is told of it.
+    pub(super) fn run<'a>(&'a self, ranks: &'a Ranks<'_>) -> Result<Run<'a>> {
+        // The base is where its weights are.
+        let exclude_frozen_parameters = matches!(self.model.config, Some(ModelConfig::Adapted(_)));
+        Ok(Run {
+            plan: &self.plan,
+            zero: &self.zero,
+            engine: EngineConfig { exclude_frozen_parameters, ..self.plan.engine_config()? },
+            decay_except: self.decay_except,
+            backend: self.backend,
+            launch: &self.launch,
+            saves_beside: self.checkpoints.beside,
+            process: ranks.process(),
         })
     }
 
@@ -341,7 +363,7 @@ impl core::fmt::Display for Plan {
             plan.world, plan.stage
         )?;
         if self.backend == BackendChoice::Cpu && matches!(plan.precision, Precision::Bf16 { .. }) {
-            writeln!(f, "  products       of bf16 by {}", zero_ops::cpu::product_bf16::instructions())?;
+            writeln!(f, "  products       of bf16 by {}", zero_kernels::cpu::product_bf16::instructions())?;
         }
         let micro_batches = match plan.batch.accumulation {
             1 => String::new(),
@@ -404,13 +426,13 @@ impl core::fmt::Display for Plan {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "burn"))]
 mod tests {
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::Tensor;
 
     use super::*;
-    use crate::trainer::{Activations, FusedBackend, Rows};
+    use crate::trainer::{Activations, Burn021, FusedBackend, Rows};
 
     /// It keeps 64 MiB a row, in so many blocks.
     struct Wide {
@@ -471,7 +493,7 @@ mod tests {
                 ..Options::default()
             };
             let ranks = Ranks::threads();
-            Plan::new(&options, &Wide { blocks }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+            Plan::new(&options, (&Burn021, &Wide { blocks }), &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
         };
         let memory = plan(0, 1, u64::MAX / 2).need.total();
         assert!(plan(0, 1, memory).notice.is_none());
@@ -503,7 +525,8 @@ mod tests {
                 ..Options::default()
             };
             let ranks = Ranks::threads();
-            Plan::new(&options, &Wide { blocks: 64 }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+            Plan::new(&options, (&Burn021, &Wide { blocks: 64 }), &Budget::new(&options, &ranks).unwrap(), &ranks)
+                .unwrap()
         };
         let one = plan(u64::MAX / 2, false, false).need.total();
         let memory = one + (256 << 20);

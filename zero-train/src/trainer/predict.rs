@@ -3,10 +3,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use burn::tensor::{Distribution, Tensor};
-use burn_flex::Flex;
-use zero_burn::config::Tier;
+use zero_core::config::Tier;
 use zero_core::offload::{BufferPool, DiskError, PoolOptions, SwapDir, SwapFileOptions, Ticket};
+use zero_kernels::cpu::{Matrix, linear};
 
 use super::{MemoryNeed, Profile};
 use crate::config::ZeroPlan;
@@ -74,12 +73,11 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
 
 /// Floating-point operations a second of a product on all cores.
 fn product_rate() -> f64 {
-    let device = Default::default();
-    let random = |shape| Tensor::<Flex, 2>::random(shape, Distribution::Uniform(-1.0, 1.0), &device);
-    let (a, b) = (random([512, 1024]), random([1024, 2048]));
+    let (a, b) = (vec![0.5; 512 * 1024], vec![0.5; 1024 * 2048]);
+    let mut product = vec![0.0; 512 * 2048];
     let seconds = (0..4).map(|_| {
         let begin = Instant::now();
-        let _ = a.clone().matmul(b.clone()).into_data();
+        linear::forward(&a, Matrix::new(&b, 1024, 2048), None, None, &mut product);
         begin.elapsed().as_secs_f64()
     });
     2.0 * (512 * 1024 * 2048) as f64 / seconds.fold(f64::INFINITY, f64::min)

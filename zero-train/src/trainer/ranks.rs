@@ -5,22 +5,18 @@ use std::cell::Cell;
 use std::path::Path;
 use std::time::Duration;
 
-use burn::tensor::backend::BackendTypes;
-use zero_burn::config::ZeroConfig;
-use zero_burn::launch::{LaunchError, LaunchOptions};
-use zero_burn::{ZeroDevice, launch};
 use zero_core::checkpoint::{Check, Checkpoint, Found, check_together, find_latest, find_latest_together};
+use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::launcher::{Start, World};
 use zero_core::collective::process::{self, ProcessRun};
 use zero_core::collective::{Failed, first_then};
-use zero_core::{Buffer, Collective, CommError, RankFailure, StartError};
-use zero_ops::FusedBackend;
+use zero_core::{Buffer, Collective, RankFailure, StartError};
 
 use super::Options;
 use crate::config::{Config, Watchdog};
-use crate::engine::EngineError;
-use crate::error::{Result, TrainError, io, is_late, of_ranks, wrong};
+use crate::error::{Result, TrainError, io, of_ranks, wrong};
 use crate::launcher::say_begun;
+use crate::step::EngineError;
 
 /// The longest that a rank waits for another.
 const DEADLINE: Duration = Duration::from_secs(600);
@@ -109,12 +105,10 @@ fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
     }
     if let zero_core::LaunchError::Start(start) = error {
         return match &**start {
-            StartError::WithoutMpi { rank, world, variable } => {
-                let (rank, world) = (*rank, *world);
-                TrainError::Launch(LaunchError::<TrainError>::WithoutMpi { rank, world, variable }.to_string())
-            }
             StartError::Rendezvous(error) if error.may_pass() => TrainError::Late(error.to_string()),
-            StartError::Rendezvous(error) => TrainError::Launch(error.to_string()),
+            error @ (StartError::Rendezvous(_) | StartError::WithoutMpi { .. }) => {
+                TrainError::Launch(error.to_string())
+            }
             other => TrainError::Run(other.to_string()),
         };
     }
@@ -126,6 +120,11 @@ impl Ranks<'_> {
     #[cfg(test)]
     pub(super) fn threads() -> Self {
         Ranks { launched: None, process: None }
+    }
+
+    /// This process among those of the launcher.
+    pub(super) fn process(&self) -> Option<&ProcessRun> {
+        self.process
     }
 
     /// The number that the launcher gives, if there is one.
@@ -148,7 +147,7 @@ impl Ranks<'_> {
     pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>> {
         let Some(process) = self.process else { return Ok(value) };
         let mine = value.unwrap_or(u64::MAX).to_le_bytes().to_vec();
-        let all = process.comm().all_gather(Buffer::U8(mine)).map_err(of_comm)?.into_u8();
+        let all = process.comm().all_gather(Buffer::U8(mine))?.into_u8();
         let all = all.as_chunks::<8>().0.iter().map(|&bytes| u64::from_le_bytes(bytes));
         Ok(all.min().filter(|&least| least != u64::MAX))
     }
@@ -175,7 +174,7 @@ impl Ranks<'_> {
     /// Ends all ranks, before anything is trained, when one of them has another `line` than rank 0.
     pub(super) fn agree(&self, lines: &[String]) -> Result<()> {
         let Some(process) = self.process else { return Ok(()) };
-        let compared = zero_core::collective::agree(&**process.comm(), lines).map_err(of_comm)?;
+        let compared = zero_core::collective::agree(&**process.comm(), lines)?;
         compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())))
     }
 
@@ -183,24 +182,10 @@ impl Ranks<'_> {
     pub(super) fn local_main_process_first<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let Some(process) = self.process else { return f() };
         let comm = &**process.comm();
-        first_then(comm, comm.local_rank() == 0, f).map_err(of_comm)?.map_err(|failed| match failed {
+        first_then(comm, comm.local_rank() == 0, f)?.map_err(|failed| match failed {
             Failed::Here(error) => error,
             failed => TrainError::Run(failed.to_string()),
         })
-    }
-
-    /// Runs every rank of this process on backend `I`; the first one's result.
-    pub(super) fn launch<I: FusedBackend, T: Send>(
-        &self,
-        world: usize,
-        (zero, launch): (&ZeroConfig, &LaunchOptions),
-        body: impl Fn(&ZeroDevice<<I as BackendTypes>::Device>) -> Result<T> + Sync,
-    ) -> Result<T> {
-        if let Some(process) = self.process {
-            return launch::launch_on::<I, _, TrainError>(process, zero, launch, |device| body(&device));
-        }
-        let mut results = launch::launch::<I, _, TrainError>(world, zero, launch, |device| body(&device))?;
-        Ok(results.swap_remove(0))
     }
 
     /// What other ranks than the first print goes to a file of the rank's own: where the launcher has made one (`srun
@@ -232,9 +217,4 @@ impl Ranks<'_> {
         }
         Ok(())
     }
-}
-
-/// A collective's error, outside of training.
-fn of_comm(error: CommError) -> TrainError {
-    if is_late(&error) { TrainError::Late(error.to_string()) } else { TrainError::Run(error.to_string()) }
 }

@@ -2,28 +2,37 @@
 
 use std::ops::Range;
 
+#[cfg(feature = "burn")]
 use burn::backend::Autodiff;
+#[cfg(feature = "burn")]
 use burn::module::{AutodiffModule, Module};
+#[cfg(feature = "burn")]
 use burn::tensor::Tensor;
+#[cfg(feature = "burn")]
 use burn_flex::Flex;
 use serde_json::Value;
+#[cfg(feature = "burn")]
 use zero_burn::Zero;
 use zero_models::ModelConfig;
+#[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
 use super::profile::Profile;
+#[cfg(feature = "burn")]
 use super::rows::Rows;
 use crate::Result;
 
 /// Means over some rows, by name; the loss is the first.
 pub type Measured = Vec<(&'static str, f64)>;
 
-/// What a [`Trainer`](super::Trainer) trains. Three functions and a type say what that is; all others have a default.
+/// What a [`Trainer`](super::Trainer) trains. Three functions and a type say what that is; all others have a default. Without the
+/// feature `burn` a task is what there is to know of model and data, and another front adds what it trains.
 ///
 /// The model is a Burn module over any backend; it names no rank. `rows` are numbers of training examples: every rank is
 /// given its own of each micro-batch. All that they need lies in `self`, which ranks that are threads share.
 pub trait Task: Sync {
     /// The model. `type Model<B: FusedBackend> = Net<B>;` for a `Net` that derives Burn's `Module`.
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend>: Module<B>;
 
     /// How many examples there are, with those that are held out and those without a label.
@@ -33,6 +42,7 @@ pub trait Task: Sync {
     ///
     /// # Errors
     /// Of weights that are read.
+    #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Self::Model<B>>;
 
     /// The mean loss `[1]` of these examples. It is called for training, and by [`evaluate`](Self::evaluate). What is random
@@ -40,6 +50,7 @@ pub trait Task: Sync {
     ///
     /// # Errors
     /// Of data that cannot be read.
+    #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>>;
 
     /// What is measured on examples that are held out: means over these, by name. The first is the loss, by which the best
@@ -47,6 +58,7 @@ pub trait Task: Sync {
     ///
     /// # Errors
     /// As [`loss`](Self::loss).
+    #[cfg(feature = "burn")]
     fn evaluate<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         Ok(vec![("loss", scalar(self.loss(model, rows, device)?))])
     }
@@ -63,6 +75,7 @@ pub trait Task: Sync {
     ///
     /// # Errors
     /// As [`loss`](Self::loss).
+    #[cfg(feature = "burn")]
     fn predict<B: FusedBackend>(
         &self,
         model: &Self::Model<B>,
@@ -136,6 +149,7 @@ pub trait Task: Sync {
     ///
     /// # Errors
     /// As [`loss`](Self::loss).
+    #[cfg(feature = "burn")]
     fn sample<B: FusedBackend>(&self, model: &Self::Model<B>, device: &B::Device) -> Result<Option<String>> {
         let _ = (model, device);
         Ok(None)
@@ -154,11 +168,13 @@ pub trait Task: Sync {
 
 /// A task whose model can be trained on ranks that compute on backend `I`; follows from [`Task`] for every model that derives
 /// Burn's `Module`.
+#[cfg(feature = "burn")]
 pub trait TaskOn<I: FusedBackend>:
     Task<Model<Autodiff<Zero<I>>>: AutodiffModule<Autodiff<Zero<I>>, InnerModule = <Self as Task>::Model<Zero<I>>>>
 {
 }
 
+#[cfg(feature = "burn")]
 impl<I, T> TaskOn<I> for T
 where
     I: FusedBackend,
@@ -167,10 +183,13 @@ where
 }
 
 /// A task that can be trained on every backend of this program; follows from [`Task`] as [`TaskOn`] does.
+#[cfg(feature = "burn")]
 pub trait AnyTask: TaskOn<Flex> + devices::Cuda + devices::Vulkan {}
+#[cfg(feature = "burn")]
 impl<T: TaskOn<Flex> + devices::Cuda + devices::Vulkan> AnyTask for T {}
 
 /// Nothing, where the program is built without the feature.
+#[cfg(feature = "burn")]
 mod devices {
     macro_rules! on_device {
         ($name:ident, $feature:literal, $backend:ty) => {
@@ -189,6 +208,7 @@ mod devices {
 }
 
 /// The value of a tensor with one element.
+#[cfg(feature = "burn")]
 pub fn scalar<B: FusedBackend>(tensor: Tensor<B, 1>) -> f64 {
     tensor.into_data().iter::<f64>().sum()
 }

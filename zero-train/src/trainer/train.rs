@@ -5,35 +5,23 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::Instant;
 
-use burn::backend::Autodiff;
-use burn::tensor::StreamId;
-use burn::tensor::backend::BackendTypes;
-use zero_burn::module::ZeroAutodiff;
-use zero_burn::optim::Fused;
-use zero_burn::stats::{all_gather, all_gather_bytes, rank_stats, reset_peaks};
-use zero_burn::{Zero, ZeroDevice};
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::started;
-use zero_models::ModelConfig;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
-use zero_ops::FusedBackend;
 
 use super::checkpoints::{Best, DataPosition, EpochState, TrainerState};
+use super::front::{Front, Trainee};
 use super::observer::Observer;
 use super::plan::Plan;
 use super::ranks::Ranks;
-use super::{AnyTask, BackendChoice, DecayExcept, Rows, Task, TaskOn};
+use super::{BackendChoice, Rows, Task};
 use crate::config::Precision;
-use crate::engine::{EngineConfig, Parts, Step, ZeroEngine};
 use crate::error::{Result, TrainError, wrong, wrong_data};
 use crate::memory::peak_rss_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::{Phase, write_whole};
 use crate::signals::{Signal, Watch};
-
-type Trained<I> = Autodiff<Zero<I>>;
-type Engine<I, T> = ZeroEngine<Trained<I>, <T as Task>::Model<Trained<I>>, Fused<Trained<I>>>;
-type Device<I> = ZeroDevice<<I as BackendTypes>::Device>;
+use crate::step::Step;
 
 /// The step after which memory is expected not to grow.
 const SETTLED: usize = 2;
@@ -57,7 +45,8 @@ pub(super) struct Measured {
 /// Trains by the plan; returns every step's metrics.
 ///
 /// `allocator` is the process's.
-pub(super) fn train<T: AnyTask>(
+pub(super) fn train<T: Task, F: Front<T>>(
+    front: &F,
     task: &T,
     plan: &Plan,
     ranks: &Ranks<'_>,
@@ -72,93 +61,54 @@ pub(super) fn train<T: AnyTask>(
     let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
     let watch = Watch::begin(ranks.is_main());
     let _watch = watch.map_err(|error| TrainError::Run(format!("no handler of signals can be set: {error}")))?;
-    #[cfg(any(feature = "cuda", feature = "vulkan"))]
-    zero_ops::devices::watch();
-    let train_on = match plan.backend {
-        #[cfg(feature = "cuda")]
-        BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda, T>,
-        #[cfg(feature = "vulkan")]
-        BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan, T>,
-        _ => run_ranks::<burn_flex::Flex, T>,
-    };
-    let trained = train_on(task, plan, ranks, observer.as_ref(), allocator);
-    // What a rank says of it is what came of it.
-    device_failure().map_or(trained, Err)
+    let run = plan.run(ranks)?;
+    front.launch(task, &run, |trainee| run_rank(task, trainee, plan, observer.as_ref(), allocator))
 }
 
-/// What has failed on a device while the run went on.
-fn device_failure() -> Option<TrainError> {
-    #[cfg(any(feature = "cuda", feature = "vulkan"))]
-    if let Some(told) = zero_ops::devices::failure() {
-        let is_memory = told.contains(zero_ops::devices::OUT_OF_MEMORY);
-        let error = if is_memory { TrainError::Memory } else { TrainError::Run };
-        return Some(error(told.to_string()));
-    }
-    None
-}
-
-fn run_ranks<I: FusedBackend, T: TaskOn<I>>(
-    task: &T,
+fn run_rank(
+    task: &impl Task,
+    trainee: &mut dyn Trainee,
     plan: &Plan,
-    ranks: &Ranks<'_>,
     observer: Option<&Mutex<Observer<'_>>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured> {
-    ranks.launch::<I, _>(plan.plan.world, (&plan.zero, &plan.launch), |device| {
-        run_rank::<I, T>(task, plan, device, observer, allocator)
-    })
-}
-
-fn run_rank<I: FusedBackend, T: TaskOn<I>>(
-    task: &T,
-    plan: &Plan,
-    device: &Device<I>,
-    observer: Option<&Mutex<Observer<'_>>>,
-    allocator: Option<&PageKeeper>,
-) -> Result<Measured> {
-    let rank = device.rank();
+    let rank = trainee.rank();
     // Rank 0 alone prints and writes.
     let observe = |what: &mut dyn FnMut(&mut Observer<'_>) -> Result<()>| match observer {
         Some(observer) if rank == 0 => what(&mut observer.lock().expect("the observer is used by rank 0 alone")),
         _ => Ok(()),
     };
-    let model = task.model::<Trained<I>>(device)?;
-    let config = EngineConfig {
-        // The base is where its weights are.
-        exclude_frozen_parameters: matches!(plan.model.config, Some(ModelConfig::Adapted(_))),
-        ..plan.plan.engine_config()?
-    };
-    let mut engine = ZeroEngine::initialize(model, optimizer(plan), config, device)?;
     let say = |line: &str| {
         observe(&mut |observer| {
             observer.say(line);
             Ok(())
         })
     };
-    let (mut state, warning) = begin::<I, T>(plan, &mut engine)?;
+    let (mut state, warning) = begin(plan, trainee)?;
     if let Some(warning) = warning {
         observe(&mut |observer| observer.warn(state.step, &warning))?;
     }
-    let phase = |phase: Phase| {
-        // The table is sampled from another thread, and is of what this one's stream holds.
-        let (device, stream) = (device.clone(), StreamId::current());
-        let in_use = move || stream.executes(|| device_memory::<I>(&device)).map(|(in_use, _)| in_use);
-        observe(&mut |observer| observer.begin(phase, in_use.clone()))
+    // The table is sampled from another thread.
+    let phase = |trainee: &dyn Trainee, phase: Phase| {
+        observe(&mut |observer| {
+            let probe = trainee.memory_probe();
+            observer.begin(phase, move || probe().map(|(in_use, _)| in_use))
+        })
     };
-    let peak_flops = peak_flops::<I>(plan, device);
-    phase(Phase::Train)?;
+    let peak_flops = trainee.peak_flops();
+    phase(trainee, Phase::Train)?;
 
     let (world, batch) = (plan.plan.world, plan.plan.batch);
     let order = plan.data.order;
     if plan.data.held_out + plan.data.unlabelled > 0 {
         // An evaluation that fails is to be found before an epoch of training, not after.
         let first = Rows::from(&[order.rows][..]);
-        if plan.data.held_out > 0 && engine.evaluate(|model| task.evaluate(model, &first, device))?.is_empty() {
+        if plan.data.held_out > 0 && trainee.evaluate(&first)?.is_empty() {
             let told = "the task's `evaluate` measured nothing: expected the loss first, and what else there is";
             return Err(TrainError::Run(told.into()));
         }
         if let Some(path) = &plan.predictions
-            && engine.evaluate(|model| task.predict(model, &first, device))?.is_none()
+            && trainee.predict(&first)?.is_none()
         {
             let expected = "expected a task that says something of single rows, as text-classification does";
             return Err(wrong("predictions", path.display(), expected));
@@ -175,35 +125,29 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
     let mut fresh_before = fresh_bytes();
     for step in state.step..plan.steps {
         let begin = Instant::now();
-        reset_peaks::<I>();
-        let wire_before = rank_stats::<I>().wire_bytes;
+        trainee.reset_peaks();
+        let wire_before = trainee.metrics().wire_bytes;
         let mut outcome = Step::Accumulating { micro_batches: 0 };
-        let lr = engine.lr();
-        let loss_scale = engine.loss_scale();
+        let lr = trainee.lr();
+        let loss_scale = trainee.loss_scale();
         for micro in 0..batch.accumulation {
             let first = state.data.used + (micro * world + rank) * batch.micro;
             let rows = order.rows(first, batch.micro, plan.zero.seed);
-            let loss = engine.forward(|model| task.loss(model, &rows, device))?;
-            engine.backward(loss);
-            outcome = engine.step()?;
+            outcome = trainee.micro_batch(&rows)?;
         }
         // Once a device has been given all of the step: a wait between its passes would leave it without work.
-        let loss_sum = engine.losses().iter().sum::<f64>();
-        if let Some(failure) = device_failure() {
-            return Err(failure);
-        }
+        let loss_sum = trainee.losses()?.iter().sum::<f64>();
         let elapsed = begin.elapsed();
-        let stats = rank_stats::<I>();
+        let mine = trainee.metrics();
         let mine = RankMetrics {
             rank,
-            model_state_bytes: stats.model_state_bytes,
-            gradients_in_flight_bytes_peak: stats.gradients_in_flight_peak,
-            gathered_bytes_peak: stats.gathered_bytes_peak,
-            wire_bytes: stats.wire_bytes.since(&wire_before),
+            wire_bytes: mine.wire_bytes.since(&wire_before),
             peak_rss_bytes: peak_rss_bytes().unwrap_or(0),
+            ..mine
         };
         let loss = loss_sum / batch.accumulation as f64;
-        let reports = RankReport { loss, signal: Signal::asked(), metrics: mine }.of_all_ranks::<I>();
+        let report = RankReport { loss, signal: Signal::asked(), metrics: mine };
+        let reports = report.of_all_ranks(|values| trainee.all_gather(values))?;
         // The same on every rank. A run that has all its steps behind it has ended by itself.
         let signal = Signal::of_ranks(reports.iter().map(|report| report.signal)).filter(|_| step + 1 < plan.steps);
         let last = step + 1 == plan.steps || signal.is_some();
@@ -212,8 +156,8 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         }
         // All ranks', up to about here: one may have begun its next step.
         let fresh_after = fresh_bytes();
-        let (device_bytes_in_use, device_bytes_reserved) = device_memory::<I>(device).unzip();
-        let times = engine.take_times();
+        let (device_bytes_in_use, device_bytes_reserved) = (trainee.memory_probe())().unzip();
+        let times = trainee.take_times();
         let metrics = StepMetrics {
             step: step + 1,
             loss: reports.iter().map(|report| report.loss).sum::<f64>() / world as f64,
@@ -251,15 +195,15 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         let ended = state.epoch.add(metrics.loss, batch.global, order.rows);
         // At most once a step.
         let mut evaluated: Option<Evaluated> = None;
-        let mut evaluate = |engine: &Engine<I, T>, said: bool| -> Result<Option<Evaluated>> {
+        let mut evaluate = |trainee: &dyn Trainee, said: bool| -> Result<Option<Evaluated>> {
             if evaluated.is_none() && plan.data.held_out > 0 {
-                phase(Phase::Eval)?;
+                phase(trainee, Phase::Eval)?;
                 let begin = Instant::now();
-                let values = evaluate::<I, T>(task, engine, plan, device)?;
+                let values = evaluate_all(task, trainee, plan)?;
                 let seconds = begin.elapsed().as_secs_f64();
                 observe(&mut |observer| observer.evaluation(step + 1, &values, seconds, said))?;
                 evaluated = Some(values);
-                phase(Phase::Train)?;
+                phase(trainee, Phase::Train)?;
             }
             Ok(evaluated.clone())
         };
@@ -267,12 +211,12 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         // There may be little time to save in.
         let stays = signal.is_none();
         if stays && plan.eval_every.is_some_and(|every| state.step.is_multiple_of(every)) {
-            evaluate(&engine, true)?;
+            evaluate(trainee, true)?;
         }
         if ended || (last && stays && plan.data.held_out > 0) {
-            let evaluated = if stays { evaluate(&engine, false)? } else { None };
+            let evaluated = if stays { evaluate(trainee, false)? } else { None };
             if evaluated.is_none() {
-                phase(Phase::Train)?;
+                phase(trainee, Phase::Train)?;
             }
             let mut metrics = state.epoch.end(order.rows, step + 1, evaluated);
             observe(&mut |observer| observer.epoch(&mut metrics))?;
@@ -280,14 +224,14 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
         }
         if let Some(dir) = plan.checkpoints.due(step + 1, last) {
             if plan.checkpoints.keep_best && stays {
-                let evaluated = evaluate(&engine, true)?.map(|evaluated| evaluated[0].1);
+                let evaluated = evaluate(trainee, true)?.map(|evaluated| evaluated[0].1);
                 let loss = evaluated.unwrap_or(since_save.0 / since_save.1 as f64);
                 if state.best.is_none_or(|best| loss < best.loss) {
                     state.best = Some(Best { step: step as u64 + 1, loss });
                 }
             }
             since_save = (0.0, 0);
-            let save = save::<I, T>(plan, &mut engine, dir, &state)?;
+            let save = save(plan, trainee, dir, &state)?;
             observe(&mut |observer| observer.save(&save))?;
             measured.saves.push(save);
         }
@@ -296,26 +240,26 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
             break;
         }
     }
-    if let Some(saved) = engine.wait_for_save()? {
-        say(&format!("checkpoint {} is written", saved.path.display()))?;
+    if let Some(saved) = trainee.wait_for_save()? {
+        say(&format!("checkpoint {} is written", saved.display()))?;
     }
     if let Some(out) = plan.save_16bit.as_ref().filter(|_| state.step == plan.steps) {
         // Whole 16-bit weights; every rank takes part.
         let fp16 = matches!(plan.plan.precision, Precision::Fp16 { .. });
         let dtype = if fp16 { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
-        let config = plan.model.config.clone().unwrap_or_else(|| engine.module_config().into());
-        engine.export(&config, out, &ExportOptions { dtype, ..ExportOptions::default() })?;
+        let options = ExportOptions { dtype, ..ExportOptions::default() };
+        trainee.export(plan.model.config.as_ref(), out, &options)?;
         say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
     }
     if let Some(path) = plan.predictions.as_ref().filter(|_| measured.signal.is_none()) {
         let mut lines = Vec::new();
         let others = order.rows..order.rows + plan.data.held_out + plan.data.unlabelled;
         each_of(others, plan, rank, |rows, counted| {
-            let told = engine.evaluate(|model| task.predict(model, rows, device))?.unwrap_or_default();
+            let told = trainee.predict(rows)?.unwrap_or_default();
             told.iter().take(counted).for_each(|line| lines.extend(format!("{line}\n").bytes()));
             Ok(())
         })?;
-        let all = all_gather_bytes::<I>(lines).concat();
+        let all = trainee.all_gather_bytes(lines)?.concat();
         if rank == 0 {
             write_whole(path, &all)?;
             say(&format!("predictions are in {}", path.display()))?;
@@ -323,32 +267,19 @@ fn run_rank<I: FusedBackend, T: TaskOn<I>>(
     }
     // For a person. On a device it would tune products of shapes that no training has.
     if plan.progress && measured.signal.is_none() && plan.backend == BackendChoice::Cpu {
-        measured.sample = engine.evaluate(|model| task.sample(model, device))?;
+        measured.sample = trainee.sample()?;
     }
     observe(&mut |observer| observer.end(state.step, measured.signal))?;
     Ok(measured)
 }
 
-/// The plan's rule, without decay for what is to have none.
-fn optimizer<A: ZeroAutodiff>(plan: &Plan) -> Fused<A> {
-    let (rule, except) = (plan.plan.rule(), plan.decay_except);
-    let fused = Fused::new(rule);
-    match rule.weight_decay() == 0.0 || except == DecayExcept::Nothing {
-        true => fused,
-        false => fused.with_group(rule.with_weight_decay(0.0), 1.0, move |info| !except.decays(info.path, info.shape)),
-    }
-}
-
 /// The state to begin with: of nothing, or of the checkpoint, into which the engine is put. Also what is to be told.
-fn begin<I: FusedBackend, T: TaskOn<I>>(
-    plan: &Plan,
-    engine: &mut Engine<I, T>,
-) -> Result<(TrainerState, Option<String>)> {
+fn begin(plan: &Plan, trainee: &mut dyn Trainee) -> Result<(TrainerState, Option<String>)> {
     let data = DataPosition::first(&plan.data);
     let Some(checkpoint) = &plan.checkpoints.resume else {
         return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, None));
     };
-    let loaded = engine.load(checkpoint, Parts::All)?;
+    let loaded = trainee.load(checkpoint)?;
     let mut state = TrainerState::loaded(&loaded, checkpoint)?;
     let warning = state.data.differs_from(&data);
     if warning.is_some() {
@@ -358,65 +289,21 @@ fn begin<I: FusedBackend, T: TaskOn<I>>(
     Ok((state, warning))
 }
 
-fn save<I: FusedBackend, T: TaskOn<I>>(
-    plan: &Plan,
-    engine: &mut Engine<I, T>,
-    dir: &Path,
-    state: &TrainerState,
-) -> Result<SaveMetrics> {
+fn save(plan: &Plan, trainee: &mut dyn Trainee, dir: &Path, state: &TrainerState) -> Result<SaveMetrics> {
     let (step, options) = (state.step as u64, plan.checkpoints.options(state.best));
     let extra = state.saved(&plan.model, &plan.plan);
     let begin = Instant::now();
-    let bytes = match plan.checkpoints.beside {
-        true => engine.save_async(dir, step, extra, &options).map(|_| None)?,
-        false => Some(engine.save(dir, step, extra, &options)?.bytes),
-    };
+    let bytes = trainee.save(dir, step, extra, &options)?;
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
-}
-
-/// Bytes in use and bytes reserved of a device that has memory of its own.
-fn device_memory<I: FusedBackend>(device: &Device<I>) -> Option<(u64, u64)> {
-    #[cfg(any(feature = "cuda", feature = "vulkan"))]
-    return zero_ops::devices::memory::<I>(device.inner()).map(|memory| (memory.in_use, memory.reserved));
-    #[cfg(not(any(feature = "cuda", feature = "vulkan")))]
-    {
-        let _ = device;
-        None
-    }
-}
-
-/// Floating-point operations a second that the run's devices can do at most in the type that it computes in, if that is known.
-fn peak_flops<I: FusedBackend>(plan: &Plan, device: &Device<I>) -> Option<f64> {
-    #[cfg(feature = "cuda")]
-    {
-        let name = zero_ops::devices::cuda_name::<I>(device.inner())?;
-        let half = plan.zero.param_dtype != zero_burn::config::Float::F32;
-        // Threads share the GPUs that the process sees, processes have one each.
-        let gpus = match started() {
-            Some(_) => plan.plan.world,
-            None => plan.plan.world.min(zero_ops::devices::cuda().ok()?.len()),
-        };
-        crate::monitor::peak_flops(&name, half).map(|peak| peak * gpus as f64)
-    }
-    #[cfg(not(feature = "cuda"))]
-    {
-        let _ = (plan, device);
-        None
-    }
 }
 
 /// What the task measures of all rows that are held out. All ranks evaluate equally often, for they may have to gather parameters
 /// together.
-fn evaluate<I: FusedBackend, T: TaskOn<I>>(
-    task: &T,
-    engine: &Engine<I, T>,
-    plan: &Plan,
-    device: &Device<I>,
-) -> Result<Evaluated> {
+fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<Evaluated> {
     let mut sums: Vec<(&str, f64)> = Vec::new();
     let held_out = plan.data.order.rows..plan.data.order.rows + plan.data.held_out;
-    each_of(held_out, plan, device.rank(), |rows, counted| {
-        let values = engine.evaluate(|model| task.evaluate(model, rows, device))?;
+    each_of(held_out, plan, trainee.rank(), |rows, counted| {
+        let values = trainee.evaluate(rows)?;
         sums.resize(values.len(), ("", 0.0));
         for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {
             (*sum, *total) = (name, *total + value * counted as f64);
@@ -424,7 +311,7 @@ fn evaluate<I: FusedBackend, T: TaskOn<I>>(
         Ok(())
     })?;
     let totals: Vec<f64> = sums.iter().map(|(_, total)| *total).collect();
-    let totals = all_gather::<I>(&totals);
+    let totals = trainee.all_gather(&totals)?;
     let mean = |i: usize| totals.iter().map(|rank| rank[i]).sum::<f64>() / plan.data.held_out as f64;
     let means: Vec<f64> = (0..sums.len()).map(mean).collect();
     let told =

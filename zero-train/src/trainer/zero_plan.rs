@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use zero_burn::config::ErrorFeedback;
-use zero_burn::optim::Rule;
+use zero_core::config::ErrorFeedback;
 use zero_core::{Mesh, Stage};
+use zero_kernels::Rule;
 
 use super::backend::{BackendChoice, name};
 use super::options::{Blocks, Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};

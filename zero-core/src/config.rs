@@ -1,12 +1,12 @@
-//! Settings of [`Zero`](crate::Zero), validated once before ranks start.
+//! Settings of a sharded model, validated once before ranks start: `zero-burn` does all of them.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use burn_std::DType;
-use zero_core::offload::{AioOptions, PipelineOptions};
-use zero_core::{Axes, Mesh, Stage};
-use zero_ops::quantized::Format;
+use zero_kernels::quantized::Format;
+
+use crate::offload::{AioOptions, PipelineOptions};
+use crate::{Axes, Mesh, Stage};
 
 /// A type of floating-point numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -23,14 +23,15 @@ pub enum Float {
 impl Float {
     /// Bytes of one number.
     pub fn size(self) -> usize {
-        self.dtype().size()
+        self.on_the_wire().size()
     }
 
-    pub(crate) fn dtype(self) -> DType {
+    /// What collectives call it.
+    pub fn on_the_wire(self) -> crate::collective::DType {
         match self {
-            Float::F32 => DType::F32,
-            Float::F16 => DType::F16,
-            Float::Bf16 => DType::BF16,
+            Float::F32 => crate::collective::DType::F32,
+            Float::F16 => crate::collective::DType::F16,
+            Float::Bf16 => crate::collective::DType::Bf16,
         }
     }
 }
@@ -55,7 +56,7 @@ pub enum Gathers {
     Auto,
     /// By all ranks together, in the order of the program, without copies through the host with NCCL. Every rank must use the
     /// same parameters in the same order; what differs is an error before anything is updated, or at the deadline. One rank
-    /// alone can use a module (to evaluate, to generate) at stages 0 to 2, between updates of [`Fused`](crate::optim::Fused)
+    /// alone can use a module (to evaluate, to generate) at stages 0 to 2, between updates of `Fused`
     /// whose state is on the device; with state offloaded, at stage 3, and with Burn's optimizers it cannot.
     Collective,
     /// Each rank reads the others' pieces when it needs them, through the hosts' memory: ranks may use different parameters.
@@ -97,7 +98,7 @@ impl Offload {
     }
 
     /// Whether model state is kept in this tier.
-    pub(crate) fn keeps_state(&self, tier: Tier) -> bool {
+    pub fn keeps_state(&self, tier: Tier) -> bool {
         [self.optimizer, self.parameters].contains(&tier)
     }
 }
@@ -153,7 +154,8 @@ impl Disk {
     /// Two stretches of the shortest length, in bytes of fp32.
     pub const SMALLEST_BUFFER: usize = 64 << 10;
 
-    pub(crate) fn pipeline(&self) -> PipelineOptions {
+    /// What stretches of an update overlap with.
+    pub fn pipeline(&self) -> PipelineOptions {
         let Self { pipeline_read, pipeline_write, limit, .. } = *self;
         PipelineOptions { pipeline_read, pipeline_write, limit }
     }
@@ -186,7 +188,7 @@ pub struct ZeroConfig {
     /// What is sharded.
     pub stage: Stage,
     /// The axes of a mesh of all ranks. ZeRO shards, adds and saves along `data` alone; ranks with different places on another axis have
-    /// models of their own, parts of one perhaps ([`parallel`](crate::parallel)), whose gradients have one norm. All that is said of
+    /// models of their own, parts of one perhaps (`parallel`), whose gradients have one norm. All that is said of
     /// ranks here is of those along `data`. Default: none, all ranks are the data axis. PyTorch's `DeviceMesh`; DeepSpeed's `mpu`.
     pub axes: Axes,
     /// Among how many neighbouring ranks model state is sharded, those of one machine perhaps: every such group holds all of it,
@@ -216,11 +218,11 @@ pub struct ZeroConfig {
     /// Seed of parameters and of dropout, the same on every rank.
     pub seed: u64,
     /// What `prepare` makes of fp32 parameters, and what is gathered. In 16 bit the model computes in 16 bit, and
-    /// [`Fused`](crate::optim::Fused) keeps an fp32 master of each parameter. Default fp32.
+    /// `Fused` keeps an fp32 master of each parameter. Default fp32.
     pub param_dtype: Float,
     /// What reduced gradients are kept as, and added up as over micro-batches. Default: as the parameter.
     pub gradient_dtype: Option<Float>,
-    /// Whether [`Fused`](crate::optim::Fused) keeps the moments of its rules in bf16, computed in fp32 and rounded up or down by chance,
+    /// Whether `Fused` keeps the moments of its rules in bf16, computed in fp32 and rounded up or down by chance,
     /// the same however a parameter is cut. It halves their bytes in memory, on a disk and on their way to it, and changes what is
     /// trained; masters stay in fp32, and so do checkpoints. Only where the processor updates them. Default false; DeepSpeed's
     /// `bf16_optimizer_states`.
@@ -256,7 +258,7 @@ pub struct ZeroConfig {
     /// hand since the last. One that differs, as it was changed on one rank alone, is an error on all ranks that names parameter,
     /// rank and update. A check reads those parameters once. Default 0: never.
     pub check_replicas: u64,
-    /// How many of a model's first blocks are [checkpointed](zero_ops::checkpoint_block): their activations are dropped in the
+    /// How many of a model's first blocks are checkpointed (`checkpoint_block`): their activations are dropped in the
     /// forward pass and computed again in the backward pass, parameters gathered again. The last blocks cost least to keep: the
     /// backward pass is done with them before it comes to the others. Default 0; `usize::MAX` for all.
     pub checkpointed_blocks: usize,
@@ -281,11 +283,11 @@ impl ZeroConfig {
     }
 
     /// The type of optimizer state but for masters.
-    pub(crate) fn optimizer_state_dtype(&self) -> Float {
+    pub fn optimizer_state_dtype(&self) -> Float {
         if self.bf16_optimizer_states { Float::Bf16 } else { Float::F32 }
     }
 
-    /// Bytes that [`Fused`](crate::optim::Fused) keeps of each element of a parameter: those of so many states, and of the master of 16
+    /// Bytes that `Fused` keeps of each element of a parameter: those of so many states, and of the master of 16
     /// bit.
     pub fn optimizer_arrays(&self, states: usize) -> impl Iterator<Item = usize> {
         let master = (self.param_dtype != Float::F32).then_some(4);
@@ -294,7 +296,7 @@ impl ZeroConfig {
 
     /// How gradients of `world` ranks are added up: what they are sent as, what they are multiplied by before, and the sum
     /// after. `rounds_sums`: by NCCL, which rounds at every step to what is sent.
-    pub(crate) fn reduction(&self, world: usize, rounds_sums: bool) -> (Float, f32, f32) {
+    pub fn reduction(&self, world: usize, rounds_sums: bool) -> (Float, f32, f32) {
         let (sent_as, divided) = match (self.communication_dtype, rounds_sums) {
             (None, true) => (Float::F32, self.gradient_predivide_factor),
             // A sum of more ranks would overflow sooner.
@@ -310,18 +312,18 @@ impl ZeroConfig {
     }
 
     /// The groups that keep a second cut of parameters, if it is another than that of model state.
-    pub(crate) fn secondary_mesh(&self, world: usize) -> Option<Mesh> {
+    pub fn secondary_mesh(&self, world: usize) -> Option<Mesh> {
         Mesh::new(world, self.secondary_shard_size?).filter(|mesh| mesh.replicas() > 1)
     }
 
     /// The groups in which gradients that all ranks share are added first: what crosses groups is less then, and is quantised. As they
     /// are they go in one hop, whose sums have the order of ranks.
-    pub(crate) fn cut_on_the_way(&self, world: usize) -> Option<Mesh> {
+    pub fn cut_on_the_way(&self, world: usize) -> Option<Mesh> {
         self.secondary_mesh(world).filter(|_| self.quantized_gradients.is_some())
     }
 
     /// How processes gather parameters: from a second cut, or quantised, each by itself.
-    pub(crate) fn gathers(&self, world: usize) -> Gathers {
+    pub fn gathers(&self, world: usize) -> Gathers {
         if self.gathers_one_sided(world) { Gathers::OneSided } else { self.gathers }
     }
 
@@ -339,7 +341,7 @@ impl ZeroConfig {
     }
 
     /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds in the types that it knows.
-    pub(crate) fn reduces_on_hosts(&self) -> bool {
+    pub fn reduces_on_hosts(&self) -> bool {
         self.quantized_gradients.is_some()
     }
 

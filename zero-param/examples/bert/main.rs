@@ -1,0 +1,58 @@
+//! Pre-trains a BERT on Burn 0.22 by the options, files and data of `zero train`, over ranks that are threads or processes:
+//!
+//! `cargo run --release --features trainer --example bert -- --model bert-tiny --data ../examples/data/tinyshakespeare.txt --tokenizer DIR`
+//!
+//! `--help` lists the options, of which this front refuses by name what it has not. `--resume` goes on from a checkpoint of either front.
+
+mod model;
+#[path = "../shared/mod.rs"]
+mod shared;
+
+use std::alloc::System;
+use std::process::ExitCode;
+
+use burn::tensor::{Tensor, TensorData};
+use clap::Parser;
+use model::{Batch, Bert};
+use zero_core::alloc::PageKeeper;
+use zero_param::trainer::Burn022;
+use zero_train::data::Source;
+use zero_train::language::{BertTask, Options, Program};
+use zero_train::trainer::Trainer;
+
+/// A step finds the pages of the one before.
+#[global_allocator]
+static ALLOCATOR: PageKeeper = PageKeeper::new(System);
+
+/// Pre-train a BERT with ZeRO on Burn 0.22.
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    options: Options,
+}
+
+fn main() -> ExitCode {
+    let options = Line::parse().options;
+    let program = Program { model: "bert-tiny", data: Source::Text("", "no data"), allocator: Some(&ALLOCATOR) };
+    let front = Burn022::new(
+        |task: &BertTask, seed, device| {
+            let config = task.config();
+            let model = Bert::new(config, device)?;
+            shared::begin(model, &config.clone().into(), task.weights(), |each| config.fresh(seed, each))
+        },
+        |task, model: &Bert, rows, device| {
+            let (batch, seq) = task.batch(rows)?;
+            let of = |numbers| Tensor::from_data(TensorData::new(numbers, [rows.len(), seq]), device);
+            let follows_b = TensorData::new(batch.next_sentence_labels, [rows.len()]);
+            Ok(model.loss(Batch {
+                ids_bt: of(batch.input_ids),
+                types_bt: of(batch.token_type_ids),
+                mask_bt: of(batch.attention_mask),
+                labels_bt: of(batch.labels),
+                follows_b: Tensor::from_data(follows_b, device),
+            }))
+        },
+    );
+    let trainer = Trainer::on(front, &options.train).allocator(&ALLOCATOR);
+    trainer.main_with(|_| BertTask::new(&options, &program))
+}

@@ -1,0 +1,35 @@
+//! Loads a checkpoint of a GPT-2 into its shards, and saves these again: `cargo run --example copy -- MODEL CHECKPOINT OUT`.
+//!
+//! MODEL is a folder of Hugging Face's with `config.json`. Nothing is updated: `tests/across.sh` compares the bits.
+
+// Nothing is trained.
+#[allow(dead_code)]
+#[path = "gpt2/model.rs"]
+mod model;
+#[allow(dead_code)]
+mod shared;
+
+use std::path::PathBuf;
+
+use burn::tensor::Device;
+use burn_optim::AdamWConfig;
+use zero_core::Stage;
+use zero_core::checkpoint::{Checkpoint, SaveOptions};
+use zero_core::collective::threads::ThreadOptions;
+use zero_models::Gpt2Config;
+use zero_param::{Error, ZeroConfig, run_threads, shard};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let paths: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
+    let [folder, from, to] = &paths[..] else { return Err("expected MODEL CHECKPOINT OUT".into()) };
+    let config = Gpt2Config::from_file(&folder.join("config.json"))?;
+    let model = model::init(&config, &Device::flex().autodiff())?;
+    let settings = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(Stage::Parameters) };
+    run_threads(2, &ThreadOptions::default(), |ranks| {
+        let (model, zero) = shard(model.clone(), ranks, &settings)?;
+        let loaded = zero.load(model, zero.optimizer(&AdamWConfig::new())?, &Checkpoint::open(from)?)?;
+        zero.save(&loaded.model, &loaded.optimizer, to, loaded.steps, loaded.extra, &SaveOptions::default())?;
+        Ok::<_, Error>(())
+    })?;
+    Ok(())
+}

@@ -1,0 +1,450 @@
+//! The trainer of `zero-train` on Burn 0.22: its options and configuration files, its data and schedules, checkpoints, metrics and
+//! reports, with a model that is written for this Burn.
+//!
+//! * In: what makes a model and what its loss is ([`Burn022`]), a task of `zero-train` that knows data and sizes, its options. Out: what
+//!   `zero train` writes.
+//! * A configuration may ask for what this front has not: that is an error that names it, before anything is trained. What has no
+//!   effect here and changes no number is a warning.
+//! * Memory: between micro-batches a rank holds its pieces of the gradients' sum.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Tensor};
+use serde_json::{Map, Value};
+use zero_core::accounting::StateBytes;
+use zero_core::checkpoint::{Checkpoint, SaveOptions};
+use zero_core::config::{self, Gathers};
+use zero_core::{Buffer, Collective};
+use zero_models::hf_export::{ExportOptions, export};
+use zero_models::{ModelConfig, ModuleConfig};
+use zero_train::config::ZeroPlan;
+use zero_train::metrics::RankMetrics;
+use zero_train::step::{EngineError, Step, Times, Update, told_not_finite};
+use zero_train::trainer::{BackendChoice, Front, Measured, Profile, Rows, Run, Task, Trainee};
+use zero_train::{Result, TrainError};
+
+use crate::checkpoint::Resumed;
+use crate::clock;
+use crate::config::{Float, ZeroConfig};
+use crate::error::Error;
+use crate::grads::Grads;
+use crate::optim::Optimizer;
+use crate::ranks::{Ranks, run_process_as, run_threads};
+use crate::shard::shard;
+use crate::slot::{Policy, Slot};
+use crate::zero::Zero;
+
+type Make<T, M> = dyn Fn(&T, u64, &Device) -> Result<M> + Send + Sync;
+type Loss<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync;
+
+/// Trains tasks `T` with models `M` of Burn 0.22, for `zero_train::trainer::Trainer::on`.
+pub struct Burn022<T, M> {
+    model: Arc<Make<T, M>>,
+    loss: Arc<Loss<T, M>>,
+}
+
+impl<T, M> Burn022<T, M> {
+    /// `model` makes a task's model with its first values, by the run's seed; `loss` is the mean loss `[1]` of some of its rows, with
+    /// autodiff and without.
+    pub fn new(
+        model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,
+        loss: impl Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync + 'static,
+    ) -> Self {
+        Self { model: Arc::new(model), loss: Arc::new(loss) }
+    }
+}
+
+fn refused(what: impl core::fmt::Display) -> TrainError {
+    TrainError::Run(format!("{what}: the front for Burn 0.22 has no such thing; leave it out, or train on Burn 0.21"))
+}
+
+/// What this front makes of the settings, and which of them it does not heed.
+fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
+    let like = config::ZeroConfig::new(zero.stage);
+    let wanted = [
+        ("several axes of ranks", zero.axes == like.axes),
+        ("a mesh (shard_size)", zero.shard_size.is_none()),
+        ("a second cut (secondary_shard_size)", zero.secondary_shard_size.is_none()),
+        ("quantised gradients", zero.quantized_gradients.is_none()),
+        ("quantised weights", zero.weights() == [None; 2]),
+        ("optimizer state in bf16", !zero.bf16_optimizer_states),
+        ("a check of replicas", zero.check_replicas == 0),
+        ("activation checkpointing", zero.checkpointed_blocks == 0),
+        ("offloaded state", !zero.offload.uses(config::Tier::Disk) && !zero.offload.uses(config::Tier::Host)),
+        ("collective gathers", zero.gathers != Gathers::Collective),
+    ];
+    if let Some((what, _)) = wanted.iter().find(|(_, is_so)| !is_so) {
+        return Err(refused(what));
+    }
+    let param_dtype = match zero.param_dtype {
+        config::Float::F32 => Float::F32,
+        config::Float::Bf16 => Float::Bf16,
+        config::Float::F16 => return Err(refused("fp16")),
+    };
+    let sent_as = |dtype: Option<config::Float>| dtype.is_none_or(|dtype| dtype == zero.param_dtype);
+    if !sent_as(zero.communication_dtype) {
+        return Err(refused("a type of their own for gradients on the wire (communication_data_type)"));
+    }
+    let unheeded = [
+        ("overlap_comm", zero.overlap_comm != like.overlap_comm),
+        ("stage3_max_live_parameters", zero.max_live_parameters != like.max_live_parameters),
+        ("stage3_max_reuse_distance", zero.max_reuse_distance != like.max_reuse_distance),
+        ("gradient_predivide_factor", zero.gradient_predivide_factor != like.gradient_predivide_factor),
+        ("a type for sums of gradients", zero.gradient_dtype.is_some_and(|dtype| dtype != config::Float::F32)),
+    ];
+    let unheeded = unheeded.iter().filter(|(_, is_given)| *is_given);
+    let unheeded = unheeded.map(|(what, _)| format!("{what} has no effect on the front for Burn 0.22")).collect();
+    let settings = ZeroConfig {
+        stage: zero.stage,
+        reduce_bucket_size: zero.reduce_bucket_size,
+        prefetch_bucket_size: zero.prefetch_bucket_size,
+        param_persistence_threshold: zero.param_persistence_threshold,
+        param_dtype,
+    };
+    Ok((settings, unheeded))
+}
+
+/// What an update cannot be made of.
+fn check_steps(run: &Run<'_>, plan: &ZeroPlan) -> Result<()> {
+    if run.saves_beside {
+        return Err(refused("--save-async"));
+    }
+    if run.engine.sync_each_batch == Some(false) {
+        return Err(refused("sync_each_batch false"));
+    }
+    if run.engine.exclude_frozen_parameters {
+        return Err(refused("LoRA"));
+    }
+    if run.engine.schedule.momentum(0).is_some() {
+        return Err(refused("a schedule of momenta (cycle_momentum)"));
+    }
+    match plan.rule() {
+        zero_kernels::Rule::AdamW { .. } | zero_kernels::Rule::Lamb { .. } => Ok(()),
+        rule => Err(refused(format!("optimizer {}", rule.name()))),
+    }
+}
+
+impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
+    fn has(&self, backend: BackendChoice) -> Result<()> {
+        match backend {
+            BackendChoice::Cpu => Ok(()),
+            _ => Err(refused("a trainer on devices")),
+        }
+    }
+
+    fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
+        let unknown = "the task does not say what it takes (Task::profile), and nothing counts it on Burn 0.22";
+        task.profile(micro_batch).ok_or_else(|| TrainError::Run(unknown.into()))
+    }
+
+    fn check(&self, run: &Run<'_>) -> Result<Vec<String>> {
+        check_steps(run, run.plan)?;
+        Ok(settings(run.zero)?.1)
+    }
+
+    fn launch<R: Send>(
+        &self,
+        task: &T,
+        run: &Run<'_>,
+        body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
+    ) -> Result<R> {
+        let (settings, _) = settings(run.zero)?;
+        let rank = |ranks: &Ranks| {
+            let device = Device::flex().autodiff();
+            let model = (self.model)(task, run.zero.seed, &device)?;
+            let (model, zero) = shard(model, ranks, &settings).map_err(told)?;
+            let optimizer =
+                zero.optimizer_by(run.plan.rule(), |path, shape| run.decay_except.decays(path, shape)).map_err(told)?;
+            let (front, held) = (self, Some((model, optimizer)));
+            body(&mut OnRank {
+                front,
+                task,
+                run,
+                comm: ranks.comm().clone(),
+                zero,
+                held,
+                device,
+                sum: None,
+                micro_batches: 0,
+                losses: Vec::new(),
+                done: [0; 2],
+                warned: false,
+                gradient_bytes: 0,
+                times: Times::default(),
+            })
+        };
+        match run.process {
+            Some(process) => run_process_as(process, run.launch, rank),
+            None => Ok(run_threads(run.plan.world, run.launch.clone(), rank)?.swap_remove(0)),
+        }
+    }
+}
+
+/// An error of this crate as the trainer's, by whose kind it ends.
+fn told(error: Error) -> TrainError {
+    match error {
+        Error::Comm(error) => error.into(),
+        Error::Different(error) => EngineError::Ranks(error).into(),
+        Error::Checkpoint(error) => EngineError::Checkpoint(error).into(),
+        Error::Mismatch { path, what } => EngineError::Mismatch { path, what }.into(),
+        other => TrainError::Run(other.to_string()),
+    }
+}
+
+/// A sharded model with its optimizer, and where a rank is in its step.
+struct OnRank<'a, T, M> {
+    front: &'a Burn022<T, M>,
+    task: &'a T,
+    run: &'a Run<'a>,
+    comm: Arc<dyn Collective>,
+    zero: Zero,
+    /// Absent only while an update replaces them.
+    held: Option<(M, Optimizer)>,
+    device: Device,
+    /// Of the micro-batches so far.
+    sum: Option<Grads>,
+    micro_batches: usize,
+    /// Of the micro-batches of this step, or of the last.
+    losses: Vec<f64>,
+    /// Updates, and steps that made none.
+    done: [usize; 2],
+    /// Whether it has been told that an update was not finite.
+    warned: bool,
+    /// Of the last step.
+    gradient_bytes: u64,
+    times: Times,
+}
+
+impl<T: Task, M: Module> OnRank<'_, T, M> {
+    fn model(&self) -> &M {
+        &self.held.as_ref().expect("it is absent only inside of an update").0
+    }
+
+    /// The model without autodiff, for `f`.
+    fn evaluated(&self, rows: &Rows) -> Result<f64> {
+        let device = self.device.clone().without_autodiff();
+        let loss = (self.front.loss)(self.task, &self.model().valid(), rows, &device)?;
+        Ok(loss.into_scalar::<f64>())
+    }
+
+    /// Ends a step whose gradients have come together.
+    fn update(&mut self, mut grads: Grads) -> Result<Step> {
+        let engine = &self.run.engine;
+        let norm = grads.norm().map_err(told)?;
+        self.gradient_bytes = grads.bytes();
+        if !norm.is_finite() && engine.error_if_nonfinite {
+            return Err(self.not_finite(&grads)?.into());
+        }
+        if !norm.is_finite() && engine.skip_overflow {
+            self.done[1] += 1;
+            return Ok(Step::Skipped { loss_scale: 1.0, next_loss_scale: 1.0, skipped: self.done[1] });
+        }
+        let clip_factor = engine.clipping.map_or(1.0, |most| grads.clip(most, norm));
+        let lr = self.lr();
+        let (model, mut optimizer) = self.held.take().expect("it is absent only inside of an update");
+        let model = optimizer.step(lr, model, grads).map_err(told)?;
+        self.held = Some((model, optimizer));
+        self.done[0] += 1;
+        if !norm.is_finite() && !std::mem::replace(&mut self.warned, true) && self.rank() == 0 {
+            eprintln!("warning: {}", told_not_finite(self.done[0]));
+        }
+        Ok(Step::Updated(Update { step: self.done[0], lr, grad_norm: norm, clip_factor, loss_scale: 1.0 }))
+    }
+
+    /// What is wrong with an update that is not finite: the first loss, by rank, and the first gradient, by parameter.
+    fn not_finite(&self, grads: &Grads) -> Result<EngineError> {
+        let odd = self.losses.iter().any(|loss| !loss.is_finite());
+        let parameter = grads.first_odd().map_or(f64::INFINITY, |index| index as f64);
+        let all = self.all_gather(&[f64::from(u8::from(odd)), parameter])?;
+        let first = all.iter().map(|rank| rank[1]).fold(f64::INFINITY, f64::min);
+        Ok(EngineError::NotFinite {
+            step: self.done[0] + 1,
+            rank: all.iter().position(|rank| rank[0] > 0.0),
+            parameter: first.is_finite().then(|| self.zero.slots[first as usize].path.clone()),
+        })
+    }
+}
+
+impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
+    fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn all_gather(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+        let all = self.comm.all_gather(Buffer::F64(values.to_vec()))?.into_f64();
+        Ok(match values.len() {
+            0 => vec![Vec::new(); self.comm.world()],
+            len => all.chunks_exact(len).map(<[f64]>::to_vec).collect(),
+        })
+    }
+
+    fn all_gather_bytes(&self, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let lengths: Vec<usize> = self.all_gather(&[bytes.len() as f64])?.iter().map(|rank| rank[0] as usize).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0).max(1);
+        bytes.resize(longest, 0);
+        let all = self.comm.all_gather(Buffer::U8(bytes))?.into_u8();
+        Ok(all.chunks_exact(longest).zip(lengths).map(|(rank, length)| rank[..length].to_vec()).collect())
+    }
+
+    fn micro_batch(&mut self, rows: &Rows) -> Result<Step> {
+        let batches = self.run.engine.accumulation;
+        if self.micro_batches == 0 {
+            self.losses.clear();
+        }
+        let (begin, mut forward) = (Instant::now(), None);
+        let model = self.model();
+        let (loss, grads) = self
+            .zero
+            .pass(|| {
+                let loss = {
+                    let _ordered = clock::forward();
+                    (self.front.loss)(self.task, model, rows, &self.device)
+                };
+                forward = Some(begin.elapsed());
+                loss.map(|loss| {
+                    let value = loss.clone().inner();
+                    drop((loss / batches as f64).backward());
+                    value
+                })
+            })
+            .map_err(told)?;
+        let forward = forward.unwrap_or_default();
+        self.times.forward += forward;
+        self.times.backward += begin.elapsed().saturating_sub(forward);
+        self.losses.push(loss?.into_scalar::<f64>());
+        let sum = match self.sum.take() {
+            Some(mut sum) => {
+                sum.add(grads);
+                sum
+            }
+            None => grads,
+        };
+        self.micro_batches += 1;
+        if self.micro_batches < batches {
+            self.sum = Some(sum);
+            return Ok(Step::Accumulating { micro_batches: self.micro_batches });
+        }
+        self.micro_batches = 0;
+        let begin = Instant::now();
+        let step = self.update(sum);
+        self.times.step += begin.elapsed();
+        step
+    }
+
+    fn losses(&mut self) -> Result<Vec<f64>> {
+        Ok(self.losses.clone())
+    }
+
+    fn lr(&self) -> f64 {
+        self.run.engine.schedule.lr(self.done[0])
+    }
+
+    fn loss_scale(&self) -> f64 {
+        1.0
+    }
+
+    fn take_times(&mut self) -> Times {
+        std::mem::take(&mut self.times)
+    }
+
+    fn evaluate(&self, rows: &Rows) -> Result<Measured> {
+        Ok(vec![("loss", self.evaluated(rows)?)])
+    }
+
+    fn predict(&self, _: &Rows) -> Result<Option<Vec<Value>>> {
+        Ok(None)
+    }
+
+    fn sample(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    fn load(&mut self, checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
+        let (model, optimizer) = self.held.take().expect("it is absent only inside of an update");
+        let Resumed { model, optimizer, steps, skipped, extra } =
+            self.zero.load(model, optimizer, checkpoint).map_err(told)?;
+        self.held = Some((model, optimizer));
+        self.done = [steps, skipped];
+        Ok(extra)
+    }
+
+    fn save(&mut self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Option<u64>> {
+        let (model, optimizer) = self.held.as_ref().expect("it is absent only inside of an update");
+        let saved = self.zero.save_behind((model, optimizer), dir, (step, self.done), extra, options).map_err(told)?;
+        Ok(Some(saved.bytes))
+    }
+
+    fn wait_for_save(&mut self) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
+
+    fn export(&self, config: Option<&ModelConfig>, out: &Path, options: &ExportOptions) -> Result<()> {
+        // Gathers are one-sided: rank 0 reads the others' pieces, and they wait until it is done.
+        let written = (self.rank() == 0).then(|| {
+            let mut whole = Whole::default();
+            self.model().valid().materialize().visit(&mut whole);
+            let shapes = whole.values.iter().map(|(path, (shape, _))| (path.clone(), shape.clone()));
+            let config = config.cloned().unwrap_or_else(|| ModuleConfig::new(shapes).into());
+            export(&config, out, options, |parameter, range| {
+                let missing = || format!("the model has no parameter {}", parameter.path);
+                let (_, values) = whole.values.get(&parameter.path).ok_or_else(missing)?;
+                Ok(values[range].to_vec())
+            })
+        });
+        let failed = written.as_ref().is_some_and(Result::is_err);
+        let all = self.all_gather(&[f64::from(u8::from(failed))])?;
+        match written {
+            Some(written) => Ok(written.map(drop).map_err(EngineError::Export)?),
+            None if all[0][0] > 0.0 => Err(EngineError::ExportFailed { out: out.to_path_buf() }.into()),
+            None => Ok(()),
+        }
+    }
+
+    fn reset_peaks(&self) {}
+
+    fn metrics(&self) -> RankMetrics {
+        // A piece that is kept with its whole is a view of it.
+        let held = |slot: &Arc<Slot>| match slot.policy {
+            Policy::Kept => slot.partition.numel(),
+            Policy::Replicated | Policy::Sharded => slot.own().len(),
+        };
+        let elements: usize = self.zero.slots.iter().map(held).sum();
+        RankMetrics {
+            model_state_bytes: StateBytes {
+                parameters: (elements * size_of::<f32>()) as u64,
+                gradients: self.gradient_bytes,
+                // Of what has had gradients, as long as they.
+                optimizer: self.run.plan.rule().states() as u64 * self.gradient_bytes,
+            },
+            wire_bytes: self.comm.wire().read(),
+            ..RankMetrics::default()
+        }
+    }
+}
+
+/// Whole parameters by path.
+#[derive(Default)]
+struct Whole {
+    path: Vec<String>,
+    values: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
+}
+
+impl ModuleVisitor for Whole {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.into());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let whole = param.val();
+        let (shape, values) = (whole.dims().to_vec(), whole.into_data().iter::<f32>().collect());
+        self.values.insert(self.path.join("."), (shape, values));
+    }
+}

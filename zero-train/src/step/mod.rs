@@ -1,0 +1,108 @@
+//! A step of any engine: how it is made, what it comes to, what can be wrong.
+
+mod error;
+
+use std::time::Duration;
+
+pub use error::{EngineError, Result};
+
+use crate::loss_scale::LossScaler;
+use crate::schedule::Schedule;
+
+/// How an engine steps.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Micro-batches per update. Their losses are averaged.
+    pub accumulation: usize,
+    /// Whether gradients are reduced with each micro-batch, into this rank's shard at stages 2 and 3; otherwise they are
+    /// summed on the rank, whole and in fp32, and reduced once, at the last. What is not set is true at stages 2 and 3, for
+    /// memory, and false at 0 and 1, for fewer bytes on the wire: sums in another order, which differ in their last bits.
+    /// With either value all stages give the same bits. Accelerate's `sync_each_batch`.
+    pub sync_each_batch: Option<bool>,
+    /// Gradients are scaled down so that their L2 norm over all parameters and ranks is at most this.
+    pub clipping: Option<f64>,
+    /// Learning rate by update.
+    pub schedule: Schedule,
+    /// What the loss is multiplied by, for fp16.
+    pub loss_scale: Option<LossScaler>,
+    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all. Always so with a loss scale.
+    pub skip_overflow: bool,
+    /// An update whose gradients hold an infinity or a NaN is an error ([`EngineError::NotFinite`]) on all ranks, and is not
+    /// made. PyTorch's `error_if_nonfinite`. Without this and without `skip_overflow` it is made, and rank 0 warns once.
+    pub error_if_nonfinite: bool,
+    /// Checkpoints hold what is trained, and not the parameters that are frozen, which the program has from elsewhere: an
+    /// adapter alone. DeepSpeed's `exclude_frozen_parameters`.
+    pub exclude_frozen_parameters: bool,
+}
+
+impl Default for EngineConfig {
+    /// One micro-batch, no clipping, learning rate 1e-3, no loss scale.
+    fn default() -> Self {
+        Self {
+            accumulation: 1,
+            sync_each_batch: None,
+            clipping: None,
+            schedule: Schedule::Constant(1e-3),
+            loss_scale: None,
+            skip_overflow: false,
+            error_if_nonfinite: false,
+            exclude_frozen_parameters: false,
+        }
+    }
+}
+
+/// What a call for a step came to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Step {
+    /// More micro-batches belong to the update.
+    Accumulating {
+        /// Micro-batches so far.
+        micro_batches: usize,
+    },
+    /// The parameters have been updated.
+    Updated(Update),
+    /// The gradients held an infinity or a NaN on some rank: nothing has been updated.
+    Skipped {
+        /// The loss scale that overflowed.
+        loss_scale: f64,
+        /// The loss scale from here on.
+        next_loss_scale: f64,
+        /// Skipped updates so far.
+        skipped: usize,
+    },
+}
+
+/// An update of the parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// Number of the update, from 1.
+    pub step: usize,
+    /// Learning rate used.
+    pub lr: f64,
+    /// L2 norm of the averaged gradient over all parameters, before clipping.
+    pub grad_norm: f64,
+    /// What gradients were multiplied by to clip them; 1 if they were not.
+    pub clip_factor: f64,
+    /// The loss scale used.
+    pub loss_scale: f64,
+}
+
+/// What is told once of an update that is made with gradients that are not finite.
+pub fn told_not_finite(step: usize) -> String {
+    format!(
+        "the gradients of update {step} hold an infinity or a NaN, and so do the parameters from here on; \
+         EngineConfig::skip_overflow skips such updates (bf16.check_grad_overflow in a file), error_if_nonfinite (watchdog.\
+         error_if_nonfinite) stops at the first"
+    )
+}
+
+/// Seconds spent since the last call for them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Times {
+    /// In forward passes.
+    pub forward: Duration,
+    /// In backward passes, reductions beside it included.
+    pub backward: Duration,
+    /// In updates.
+    pub step: Duration,
+}

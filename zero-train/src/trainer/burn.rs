@@ -1,0 +1,242 @@
+//! The front for Burn 0.21: `Zero<B>`, and the engine on it.
+
+use std::path::{Path, PathBuf};
+
+use burn::backend::Autodiff;
+use burn::tensor::StreamId;
+use burn::tensor::backend::BackendTypes;
+use serde_json::{Map, Value};
+use zero_burn::launch;
+use zero_burn::module::ZeroAutodiff;
+use zero_burn::optim::Fused;
+use zero_burn::stats::{all_gather, all_gather_bytes, rank_stats, reset_peaks};
+use zero_burn::{Zero, ZeroDevice};
+use zero_core::checkpoint::{Checkpoint, SaveOptions};
+#[cfg(feature = "cuda")]
+use zero_core::collective::launcher::started;
+use zero_models::ModelConfig;
+use zero_models::hf_export::ExportOptions;
+use zero_ops::FusedBackend;
+
+use super::count;
+use super::front::{Front, MemoryProbe, Run, Trainee};
+use super::profile::Profile;
+use super::rows::Rows;
+use super::task::{AnyTask, Measured, Task, TaskOn};
+use super::{BackendChoice, DecayExcept};
+use crate::engine::{Parts, Step, Times, ZeroEngine};
+use crate::error::{Result, TrainError};
+use crate::metrics::RankMetrics;
+
+/// Trains on Burn 0.21, for whose backends tasks write their models.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Burn021;
+
+type Trained<I> = Autodiff<Zero<I>>;
+type Device<I> = ZeroDevice<<I as BackendTypes>::Device>;
+
+impl<T: AnyTask> Front<T> for Burn021 {
+    fn has(&self, backend: BackendChoice) -> Result<()> {
+        backend.check()
+    }
+
+    fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
+        count::profile(task, micro_batch)
+    }
+
+    fn check(&self, _: &Run<'_>) -> Result<Vec<String>> {
+        Ok(Vec::new())
+    }
+
+    fn launch<R: Send>(
+        &self,
+        task: &T,
+        run: &Run<'_>,
+        body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
+    ) -> Result<R> {
+        #[cfg(any(feature = "cuda", feature = "vulkan"))]
+        zero_ops::devices::watch();
+        let trained = match run.backend {
+            #[cfg(feature = "cuda")]
+            BackendChoice::Cuda => run_ranks::<burn_cuda::Cuda, T, R>(task, run, body),
+            #[cfg(feature = "vulkan")]
+            BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan, T, R>(task, run, body),
+            _ => run_ranks::<burn_flex::Flex, T, R>(task, run, body),
+        };
+        // What a rank says of it is what came of it.
+        device_failure().map_or(trained, Err)
+    }
+}
+
+fn run_ranks<I: FusedBackend, T: TaskOn<I>, R: Send>(
+    task: &T,
+    run: &Run<'_>,
+    body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
+) -> Result<R> {
+    let rank = |device: Device<I>| {
+        let model = task.model::<Trained<I>>(&device)?;
+        let engine = ZeroEngine::initialize(model, optimizer(run), run.engine.clone(), &device)?;
+        body(&mut OnRank::<I, T> { task, engine, device, run })
+    };
+    if let Some(process) = run.process {
+        return launch::launch_on::<I, _, TrainError>(process, run.zero, run.launch, rank);
+    }
+    let mut results = launch::launch::<I, _, TrainError>(run.plan.world, run.zero, run.launch, rank)?;
+    Ok(results.swap_remove(0))
+}
+
+/// What has failed on a device while the run went on.
+fn device_failure() -> Option<TrainError> {
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    if let Some(told) = zero_ops::devices::failure() {
+        let is_memory = told.contains(zero_ops::devices::OUT_OF_MEMORY);
+        let error = if is_memory { TrainError::Memory } else { TrainError::Run };
+        return Some(error(told.to_string()));
+    }
+    None
+}
+
+/// An engine, with what it is trained on.
+struct OnRank<'a, I: FusedBackend, T: TaskOn<I>> {
+    task: &'a T,
+    engine: ZeroEngine<Trained<I>, <T as Task>::Model<Trained<I>>, Fused<Trained<I>>>,
+    device: Device<I>,
+    run: &'a Run<'a>,
+}
+
+impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
+    fn rank(&self) -> usize {
+        self.device.rank()
+    }
+
+    fn all_gather(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+        Ok(all_gather::<I>(values))
+    }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        Ok(all_gather_bytes::<I>(bytes))
+    }
+
+    fn micro_batch(&mut self, rows: &Rows) -> Result<Step> {
+        let loss = self.engine.forward(|model| self.task.loss(model, rows, &self.device))?;
+        self.engine.backward(loss);
+        Ok(self.engine.step()?)
+    }
+
+    fn losses(&mut self) -> Result<Vec<f64>> {
+        // Once a device has been given all of the step: a wait between its passes would leave it without work.
+        let losses = self.engine.losses().to_vec();
+        device_failure().map_or(Ok(losses), Err)
+    }
+
+    fn lr(&self) -> f64 {
+        self.engine.lr()
+    }
+
+    fn loss_scale(&self) -> f64 {
+        self.engine.loss_scale()
+    }
+
+    fn take_times(&mut self) -> Times {
+        self.engine.take_times()
+    }
+
+    fn evaluate(&self, rows: &Rows) -> Result<Measured> {
+        self.engine.evaluate(|model| self.task.evaluate(model, rows, &self.device))
+    }
+
+    fn predict(&self, rows: &Rows) -> Result<Option<Vec<Value>>> {
+        self.engine.evaluate(|model| self.task.predict(model, rows, &self.device))
+    }
+
+    fn sample(&self) -> Result<Option<String>> {
+        self.engine.evaluate(|model| self.task.sample(model, &self.device))
+    }
+
+    fn load(&mut self, checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
+        Ok(self.engine.load(checkpoint, Parts::All)?)
+    }
+
+    fn save(&mut self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Option<u64>> {
+        Ok(match self.run.saves_beside {
+            true => self.engine.save_async(dir, step, extra, options).map(|_| None)?,
+            false => Some(self.engine.save(dir, step, extra, options)?.bytes),
+        })
+    }
+
+    fn wait_for_save(&mut self) -> Result<Option<PathBuf>> {
+        Ok(self.engine.wait_for_save()?.map(|saved| saved.path))
+    }
+
+    fn export(&self, config: Option<&ModelConfig>, out: &Path, options: &ExportOptions) -> Result<()> {
+        let config = config.cloned().unwrap_or_else(|| self.engine.module_config().into());
+        self.engine.export(&config, out, options)?;
+        Ok(())
+    }
+
+    fn reset_peaks(&self) {
+        reset_peaks::<I>();
+    }
+
+    fn metrics(&self) -> RankMetrics {
+        let stats = rank_stats::<I>();
+        RankMetrics {
+            model_state_bytes: stats.model_state_bytes,
+            gradients_in_flight_bytes_peak: stats.gradients_in_flight_peak,
+            gathered_bytes_peak: stats.gathered_bytes_peak,
+            wire_bytes: stats.wire_bytes,
+            ..RankMetrics::default()
+        }
+    }
+
+    fn memory_probe(&self) -> MemoryProbe {
+        // What this thread's stream holds.
+        let (device, stream) = (self.device.clone(), StreamId::current());
+        Box::new(move || stream.executes(|| device_memory::<I>(&device)))
+    }
+
+    fn peak_flops(&self) -> Option<f64> {
+        peak_flops::<I>(self.run, &self.device)
+    }
+}
+
+/// The plan's rule, without decay for what is to have none.
+fn optimizer<A: ZeroAutodiff>(run: &Run<'_>) -> Fused<A> {
+    let (rule, except) = (run.plan.rule(), run.decay_except);
+    let fused = Fused::new(rule);
+    match rule.weight_decay() == 0.0 || except == DecayExcept::Nothing {
+        true => fused,
+        false => fused.with_group(rule.with_weight_decay(0.0), 1.0, move |info| !except.decays(info.path, info.shape)),
+    }
+}
+
+/// Bytes in use and bytes reserved of a device that has memory of its own.
+fn device_memory<I: FusedBackend>(device: &Device<I>) -> Option<(u64, u64)> {
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    return zero_ops::devices::memory::<I>(device.inner()).map(|memory| (memory.in_use, memory.reserved));
+    #[cfg(not(any(feature = "cuda", feature = "vulkan")))]
+    {
+        let _ = device;
+        None
+    }
+}
+
+/// Floating-point operations a second that the run's devices can do at most in the type that it computes in, if that is known.
+fn peak_flops<I: FusedBackend>(run: &Run<'_>, device: &Device<I>) -> Option<f64> {
+    #[cfg(feature = "cuda")]
+    {
+        let name = zero_ops::devices::cuda_name::<I>(device.inner())?;
+        let half = run.zero.param_dtype != zero_core::config::Float::F32;
+        // Threads share the GPUs that the process sees, processes have one each.
+        let gpus = match started() {
+            Some(_) => run.plan.world,
+            None => run.plan.world.min(zero_ops::devices::cuda().ok()?.len()),
+        };
+        crate::monitor::peak_flops(&name, half).map(|peak| peak * gpus as f64)
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (run, device);
+        None
+    }
+}
