@@ -1,21 +1,35 @@
 #!/usr/bin/env bash
-# Both fronts have the same losses on 1 to 4 ranks at all stages, and a run goes on from one to the other, with the same bits of
-# parameters and moments: across.sh ZERO GPT2, the binaries of `zero` (Burn 0.21) and of zero-param's example (Burn 0.22).
+# Both fronts have the same losses on 1 to 4 ranks, threads and processes, at all stages: bit by bit within a front, within 1e-6 from
+# one to the other. And a run goes on from one to the other, with the same bits of parameters and moments: across.sh ZERO GPT2, the
+# binaries of `zero` (Burn 0.21) and of zero-param's example (Burn 0.22).
 set -euo pipefail
-zero=$1 gpt2=$2
+zero=$(realpath "$1") gpt2=$(realpath "$2")
 fixture=$(cd "$(dirname "$0")/../../tests/fixtures/gpt2_tiny" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
+ranks_are=threads
+of_0_21() { # The arguments of `zero`, whose `train` is a program as well.
+  case $ranks_are in
+  threads) "$zero" "$@" ;;
+  processes) "$zero" launch --sockets --ranks "$ranks" -- "$@" ;;
+  esac
+}
+of_0_22() {
+  case $ranks_are in
+  threads) "$gpt2" "$@" ;;
+  processes) "$zero" launch --sockets --ranks "$ranks" -- "$gpt2" "$@" ;;
+  esac
+}
 on_0_21() { # STEPS FOLDER [options]
-  "$zero" train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks "$ranks" --stage "$stage" \
+  of_0_21 train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks "$ranks" --stage "$stage" \
     --shuffle false --decay-except nothing --save "$work/$2" --save-every 3 --out "$work/$2-out" "${@:3}" >"$work/log" 2>&1 ||
-    { cat "$work/log"; exit 1; }
+    { cat "$work/log" >&2; exit 1; }
   python3 -c 'import json, sys; [print(json.loads(line)["loss"]) for line in open(sys.argv[1])]' "$work/$2-out/metrics.jsonl"
 }
 on_0_22() { # STEPS FOLDER [options]
-  "$gpt2" --folder "$fixture" --stage "$stage" --ranks "$ranks" --batch $((2 * ranks)) --steps "$1" --save "$work/$2" \
-    --persistence-threshold 0 "${@:3}" # All but vectors are cut.
+  of_0_22 --folder "$fixture" --stage "$stage" --ranks "$ranks" --batch $((2 * ranks)) --steps "$1" --save "$work/$2" \
+    --persistence-threshold 0 "${@:3}" 2>"$work/log" || { cat "$work/log" >&2; exit 1; } # All but vectors are cut.
 }
 same() { # FILE FILE
   python3 - "$@" <<'PYTHON'
@@ -29,13 +43,22 @@ PYTHON
 }
 
 for ranks in 1 2 3 4; do
-  for stage in 0 1 2 3; do
-    echo "$ranks rank(s), stage $stage"
-    on_0_21 6 "$ranks-$stage-old" >"$work/old.losses"
-    on_0_22 6 "$ranks-$stage-new" >"$work/new.losses"
-    same "$work/new.losses" "$work/old.losses"
+  echo "$ranks rank(s), all stages"
+  for ranks_are in threads processes; do
+    [ "$ranks $ranks_are" != '1 processes' ] || continue # That is alone too.
+    for stage in 0 1 2 3; do
+      name=$ranks-$ranks_are-$stage
+      on_0_21 6 "$name-old" >"$work/$name-old.losses"
+      on_0_22 6 "$name-new" >"$work/$name-new.losses"
+      for front in old new; do
+        diff "$work/$ranks-threads-0-$front.losses" "$work/$name-$front.losses" ||
+          { echo "$ranks $ranks_are at stage $stage: other bits than threads at stage 0 ($front)"; exit 1; }
+      done
+    done
   done
+  same "$work/$ranks-threads-0-new.losses" "$work/$ranks-threads-0-old.losses"
 done
+ranks_are=threads
 
 ranks=2 stage=3
 on_0_21 6 old >"$work/old.losses"
