@@ -5,6 +5,7 @@
 set -euo pipefail
 zero=$(realpath "$1") gpt2=$(realpath "$2")
 fixture=$(cd "$(dirname "$0")/../../tests/fixtures/gpt2_tiny" && pwd)
+model=$fixture
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -22,13 +23,13 @@ of_0_22() {
   esac
 }
 on_0_21() { # STEPS FOLDER [options]
-  of_0_21 train --weights "$fixture" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks "$ranks" --stage "$stage" \
+  of_0_21 train --weights "$model" --data "$fixture/batches.safetensors" --steps "$1" --batch 2 --ranks "$ranks" --stage "$stage" \
     --shuffle false --decay-except nothing --save "$work/$2" --save-every 3 --out "$work/$2-out" "${@:3}" >"$work/log" 2>&1 ||
     { cat "$work/log" >&2; exit 1; }
   python3 -c 'import json, sys; [print(json.loads(line)["loss"]) for line in open(sys.argv[1])]' "$work/$2-out/metrics.jsonl"
 }
 on_0_22() { # STEPS FOLDER [options]
-  of_0_22 --folder "$fixture" --stage "$stage" --ranks "$ranks" --batch $((2 * ranks)) --steps "$1" --save "$work/$2" \
+  of_0_22 --folder "$model" --stage "$stage" --ranks "$ranks" --batch $((2 * ranks)) --steps "$1" --save "$work/$2" \
     --persistence-threshold 0 "${@:3}" 2>"$work/log" || { cat "$work/log" >&2; exit 1; } # All but vectors are cut.
 }
 same() { # FILE FILE
@@ -58,18 +59,26 @@ for ranks in 1 2 3 4; do
   done
   same "$work/$ranks-threads-0-new.losses" "$work/$ranks-threads-0-old.losses"
 done
-ranks_are=threads
+ranks_are=threads ranks=2 stage=3
 
-ranks=2 stage=3
-on_0_21 6 old >"$work/old.losses"
-echo 'from 0.21 to 0.22 and back, without an update: every bit is the same'
-on_0_22 3 copy --resume "$work/old/step-00000003"
-"$zero" diff "$work/old/step-00000003" "$work/copy/step-00000003" --json >"$work/diff" || { cat "$work/diff"; exit 1; }
-echo 'from 0.21 to 0.22: three steps more'
-on_0_22 6 new --resume "$work/old/step-00000003" >"$work/new.losses"
-tail -n 3 "$work/old.losses" >"$work/expected"
-same "$work/new.losses" "$work/expected"
-echo 'from 0.22 to 0.21: three steps more'
-on_0_22 3 began --resume "$work/old/step-00000003"
-on_0_21 6 back --resume "$work/began/step-00000003" >"$work/back.losses"
-same "$work/back.losses" "$work/expected"
+goes_on() { # NAME OPTIONS-OF-0.21 OPTIONS-OF-0.22
+  local name=$1 saved=$work/$1-old/step-00000003 old new
+  read -ra old <<<"$2"
+  read -ra new <<<"$3"
+  on_0_21 6 "$name-old" "${old[@]}" >"$work/old.losses"
+  tail -n 3 "$work/old.losses" >"$work/expected"
+  echo "$name: from 0.21 to 0.22 and back, without an update: every bit is the same"
+  on_0_22 3 "$name-copy" --resume "$saved" "${new[@]}"
+  "$zero" diff "$saved" "$work/$name-copy/step-00000003" --json >"$work/diff" || { cat "$work/diff"; exit 1; }
+  echo "$name: three steps more, on 0.22 and back on 0.21"
+  on_0_22 6 "$name-new" --resume "$saved" "${new[@]}" >"$work/new.losses"
+  same "$work/new.losses" "$work/expected"
+  on_0_21 6 "$name-back" --resume "$work/$name-copy/step-00000003" "${old[@]}" >"$work/back.losses"
+  same "$work/back.losses" "$work/expected"
+}
+goes_on AdamW '' ''
+cat >"$work/lamb.json" <<'JSON'
+{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}, "gradient_clipping": 0,
+ "optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}}}
+JSON
+goes_on LAMB "--config $work/lamb.json" '--optimizer lamb'

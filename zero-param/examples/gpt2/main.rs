@@ -3,6 +3,7 @@
 //! `cargo run --release --example gpt2 -- --folder ../tests/fixtures/gpt2_tiny --stage 3 --ranks 2 --steps 20`
 //!
 //! `--batch` are the rows of a step, over all ranks. Parameters of up to `--persistence-threshold` elements stay whole.
+//! `--optimizer lamb` takes the place of AdamW, with DeepSpeed's bounds.
 //! `--save DIR` saves a checkpoint in the end, and `--resume DIR/step-...` goes on from one, also from one of `zero train`. With torchrun's
 //! variables each process is a rank.
 
@@ -16,7 +17,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_optim::AdamWConfig;
+use burn_optim::{AdamWConfig, LambConfig};
 use model::Config;
 use safetensors::SafeTensors;
 use serde_json::Map;
@@ -26,7 +27,7 @@ use zero_core::collective::launcher::Start;
 use zero_core::collective::process;
 use zero_core::collective::threads::ThreadOptions;
 use zero_core::{Buffer, ReduceOp, Stage};
-use zero_param::{Error, Ranks, Resumed, ZeroConfig, run_process, run_threads, shard};
+use zero_param::{BoundedLamb, Error, Ranks, Resumed, ZeroConfig, run_process, run_threads, shard};
 
 /// A step finds the pages of the one before.
 #[global_allocator]
@@ -40,6 +41,7 @@ struct Options {
     /// Rows of a step, over all ranks.
     batch: usize,
     persistence_threshold: Option<usize>,
+    is_lamb: bool,
     save: Option<PathBuf>,
     resume: Option<PathBuf>,
 }
@@ -58,6 +60,11 @@ impl Options {
             steps: given.remove("--steps").unwrap_or("20").parse()?,
             batch: given.remove("--batch").unwrap_or("4").parse()?,
             persistence_threshold: given.remove("--persistence-threshold").map(str::parse).transpose()?,
+            is_lamb: match given.remove("--optimizer").unwrap_or("adamw") {
+                "adamw" => false,
+                "lamb" => true,
+                other => return Err(format!("--optimizer {other}: expected adamw or lamb").into()),
+            },
             save: given.remove("--save").map(PathBuf::from),
             resume: given.remove("--resume").map(PathBuf::from),
         };
@@ -80,7 +87,11 @@ fn train(ranks: &Ranks, options: &Options) -> Result<(), Error> {
     let mut config = ZeroConfig::new(options.stage);
     config.param_persistence_threshold = options.persistence_threshold.unwrap_or(config.param_persistence_threshold);
     let (mut model, zero) = shard(Config::load(&options.folder, &device), ranks, &config)?;
-    let mut optimizer = zero.optimizer(&AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01))?;
+    let lamb = LambConfig::new().with_epsilon(1e-8).with_weight_decay(0.01);
+    let mut optimizer = match options.is_lamb {
+        true => zero.optimizer(&BoundedLamb { lamb, ratios: 0.01..=10.0 })?,
+        false => zero.optimizer(&AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01))?,
+    };
     let (mut begin, mut extra) = (0, Map::new());
     if let Some(folder) = &options.resume {
         let resumed = zero.load(model, optimizer, &Checkpoint::open(folder)?)?;
