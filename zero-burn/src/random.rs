@@ -11,12 +11,8 @@ use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use serde::{Deserialize, Serialize};
+pub(crate) use zero_core::random::sign;
 use zero_core::random::{WEYL, mix};
-
-/// A hash of `words` that depends on their order.
-pub(crate) fn sign(words: &[u64]) -> u64 {
-    words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
-}
 
 /// A hash of `bytes`.
 pub(crate) fn sign_bytes(bytes: &[u8]) -> u64 {

@@ -11,6 +11,11 @@ pub fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// A hash of `words` that depends on their order: the key of a draw whose numbers are addressed by position.
+pub fn sign(words: &[u64]) -> u64 {
+    words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
+}
+
 /// A stream of random numbers.
 #[derive(Debug, Clone)]
 pub struct Draws(u64);

@@ -82,3 +82,8 @@ cat >"$work/lamb.json" <<'JSON'
  "optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}}}
 JSON
 goes_on LAMB "--config $work/lamb.json" '--optimizer lamb'
+# Masks are the same: they follow from seed, rank and draw.
+model=$work/dropping
+cp -r "$fixture" "$model"
+sed -i 's/_pdrop": 0.0/_pdrop": 0.1/' "$model/config.json"
+goes_on dropout '' ''

@@ -117,7 +117,7 @@ fn gpt2_trains_as_in_pytorch_and_on_burn_0_21() {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gpt2_tiny_on_0_21.json");
     let references = [("PyTorch", folder.join("reference.json")), ("the front for Burn 0.21", own)];
     let ids = Rows::read(&folder, "input_ids");
-    let load = |device: &Device| gpt2::Config::load(&folder, device);
+    let load = |device: &Device| gpt2::Config::load(&folder, None, device);
     let loss = |model: &gpt2::Gpt2, first, device: &Device| model.loss(ids.from(first, device));
     let at_the_end = |zero: &Zero| {
         // The table's rows and the head's gradients are made in the forward pass, a layer's product in both.

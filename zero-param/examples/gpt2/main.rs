@@ -2,8 +2,8 @@
 //!
 //! `cargo run --release --example gpt2 -- --folder ../tests/fixtures/gpt2_tiny --stage 3 --ranks 2 --steps 20`
 //!
-//! `--batch` are the rows of a step, over all ranks. Parameters of up to `--persistence-threshold` elements stay whole.
-//! `--optimizer lamb` takes the place of AdamW, with DeepSpeed's bounds.
+//! `--batch` are the rows of a step, over all ranks. Parameters of up to `--persistence-threshold` elements stay whole. `--dropout P` takes the
+//! place of what `config.json` says. `--optimizer lamb` takes that of AdamW, with DeepSpeed's bounds.
 //! `--save DIR` saves a checkpoint in the end, and `--resume DIR/step-...` goes on from one, also from one of `zero train`. With torchrun's
 //! variables each process is a rank.
 
@@ -41,6 +41,7 @@ struct Options {
     /// Rows of a step, over all ranks.
     batch: usize,
     persistence_threshold: Option<usize>,
+    dropout: Option<f64>,
     is_lamb: bool,
     save: Option<PathBuf>,
     resume: Option<PathBuf>,
@@ -60,6 +61,7 @@ impl Options {
             steps: given.remove("--steps").unwrap_or("20").parse()?,
             batch: given.remove("--batch").unwrap_or("4").parse()?,
             persistence_threshold: given.remove("--persistence-threshold").map(str::parse).transpose()?,
+            dropout: given.remove("--dropout").map(str::parse).transpose()?,
             is_lamb: match given.remove("--optimizer").unwrap_or("adamw") {
                 "adamw" => false,
                 "lamb" => true,
@@ -86,7 +88,7 @@ fn train(ranks: &Ranks, options: &Options) -> Result<(), Error> {
 
     let mut config = ZeroConfig::new(options.stage);
     config.param_persistence_threshold = options.persistence_threshold.unwrap_or(config.param_persistence_threshold);
-    let (mut model, zero) = shard(Config::load(&options.folder, &device), ranks, &config)?;
+    let (mut model, zero) = shard(Config::load(&options.folder, options.dropout, &device), ranks, &config)?;
     let lamb = LambConfig::new().with_epsilon(1e-8).with_weight_decay(0.01);
     let mut optimizer = match options.is_lamb {
         true => zero.optimizer(&BoundedLamb { lamb, ratios: 0.01..=10.0 })?,

@@ -1,11 +1,12 @@
-//! The operations by Burn's own, on devices for which there are no kernels here: all in fp32, and rounded once at the end.
+//! The operations by Burn's own, where there are no kernels here: on devices, and of attention that drops probabilities. All in fp32, and
+//! rounded once at the end.
 
 use std::f64::consts::FRAC_1_SQRT_2;
 
 use burn::backend::TensorMetadata;
 use burn::tensor::activation::{gelu_approximate, log_softmax, softmax};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
-use zero_kernels::options::{AttentionOptions, Gelu};
+use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
 use super::{Any, Op};
 
@@ -53,6 +54,7 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
         Op::CrossEntropy { targets, ignored } => {
             return cross_entropy(first(), first(), &targets, ignored).into_dispatch();
         }
+        Op::Dropout(dropout) => dropped(first(), dropout),
     };
     out.cast(dtype).into_dispatch()
 }
@@ -72,7 +74,7 @@ fn check(name: &str, ids: &[i64], count: usize) {
 }
 
 fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f32]>) -> Tensor<2> {
-    let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
+    let AttentionOptions { batch, heads, causal, window, scale, dropout } = options;
     let [n, d] = parts[0].dims();
     let (t, device) = (n / batch, parts[0].device());
     let [q, k, v] = parts.map(|part| part.reshape([batch, t, heads, d / heads]).swap_dims(1, 2));
@@ -88,7 +90,16 @@ fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f3
         });
         scores = scores + seen.unsqueeze();
     }
-    softmax(scores, 3).matmul(v).swap_dims(1, 2).reshape([n, d])
+    let probabilities = softmax(scores, 3);
+    let probabilities = dropout.into_iter().fold(probabilities, dropped);
+    probabilities.matmul(v).swap_dims(1, 2).reshape([n, d])
+}
+
+/// The mask is the host's, and goes up.
+fn dropped<const D: usize>(x: Tensor<D>, dropout: AttentionDropout) -> Tensor<D> {
+    let shares: Vec<f32> = (0..x.shape().num_elements() as u64).map(|place| dropout.share(place)).collect();
+    let shares = Tensor::from_data(TensorData::new(shares, x.shape()), &x.device());
+    x * shares
 }
 
 fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], ignored: Option<i64>) -> Tensor<1> {
