@@ -12,7 +12,7 @@
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //! * Devices: what is sharded stays in the host's memory. With the features `cuda`, `vulkan` and `wgpu` the model may compute
 //!   elsewhere: a whole goes there for its use, a gradient comes back.
-//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train.
+//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train. With `mpi` [`run_process`] takes ranks of mpirun or srun too.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};

@@ -1,4 +1,5 @@
-//! Ranks that are processes, over sockets: `cargo test --test processes`. The binary starts itself once a rank.
+//! Ranks that are processes, over sockets: `cargo test --test processes`; with `--features mpi` also those of mpirun. The binary starts
+//! itself once a rank.
 
 mod common;
 
@@ -41,5 +42,14 @@ fn processes_train_as_threads_do() {
         for stage in Stage::ALL {
             assert!(train_processes(world, stage) == threads, "{world} processes at stage {stage}");
         }
+    }
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn ranks_of_mpirun_train_as_threads_do() {
+    let threads = bits(&train_threads::<Net>(3, &config(Stage::DataParallel), &SgdConfig::new()));
+    for stage in Stage::ALL {
+        assert!(common::processes::train_under_mpirun(3, stage) == threads, "stage {stage}");
     }
 }
