@@ -13,6 +13,11 @@ pub fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// A hash of `words` that depends on their order: the key of a draw whose numbers are addressed by position.
+pub fn sign(words: &[u64]) -> u64 {
+    words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
+}
+
 /// A stream of random numbers.
 #[derive(Debug, Clone)]
 pub struct Draws(u64);
@@ -50,11 +55,6 @@ impl Draws {
             items.swap(last, self.below(last + 1));
         }
     }
-}
-
-/// A hash of `words` that depends on their order.
-pub fn sign(words: &[u64]) -> u64 {
-    words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
 }
 
 /// A stream of random numbers addressed by position: number `i` depends on the stream and `i` alone, so that each rank can draw only its

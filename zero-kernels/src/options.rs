@@ -27,8 +27,8 @@ pub struct AttentionOptions {
     pub dropout: Option<AttentionDropout>,
 }
 
-/// Dropout of attention's probabilities `[b, h, t, u]`: one is kept if the number that SplitMix64's finaliser makes of the key and of its
-/// place, row-major, says so, as `FusedBackend::next_dropout_key` of `zero-ops` tells; it is divided by the
+/// Dropout of attention's probabilities `[b, h, t, u]`, or of any tensor's elements: one is kept if the number that SplitMix64's finaliser
+/// makes of the key and of its place, row-major, says so, as `FusedBackend::next_dropout_key` of `zero-ops` tells; it is divided by the
 /// probability of that.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDropout {

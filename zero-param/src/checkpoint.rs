@@ -2,8 +2,8 @@
 //!
 //! * Tensors: `model.<path>`, and `optimizer.<path>.exp_avg` and `.exp_avg_sq` of AdamW, Adam and LAMB, in fp32. Each rank writes
 //!   its elements by [`Partition`](zero_core::Partition), at any stage. Any number of ranks reads them back, at any stage.
-//! * State, under the key `engine`: updates, and how many each parameter has had. Dropout's random numbers are Burn's own here
-//!   and are not saved: in the format they stand as those of a run that has drawn none.
+//! * State, under the key `engine`: updates, how many each parameter has had, and what dropout has drawn on each rank. On another number
+//!   of ranks dropout draws other numbers.
 //! * Memory: Burn gives an optimizer's state away as one record, so a save or load holds this rank's once more, or twice.
 
 use std::collections::{BTreeMap, HashMap};
@@ -14,10 +14,12 @@ use burn::tensor::{Bytes, DType, Shape, Tensor, TensorData};
 use burn_optim::OptimizerRecord;
 use burn_pack::{Reader, Scalar, Writer};
 use serde_json::{Map, Value, json};
+use zero_core::Buffer;
 use zero_core::checkpoint::{Checkpoint, ElementType, Piece, SaveOptions, Saved, save};
 
 use crate::error::Error;
 use crate::optim::Optimizer;
+use crate::random::State;
 use crate::slot::Slot;
 use crate::zero::Zero;
 
@@ -108,7 +110,7 @@ impl Zero {
                 }
             }
         }
-        let config = &self.shared.config;
+        let (config, random) = (&self.shared.config, self.random()?);
         let state = json!({
             "version": STATE_VERSION,
             "steps": steps,
@@ -117,7 +119,7 @@ impl Zero {
             "param_dtype": format!("{:?}", config.param_dtype).to_uppercase(),
             "loss_scaler": null,
             "optimizer": { "name": name, "times": times },
-            "random": { "seed": 0, "draws": vec![0; self.shared.world()] },
+            "random": random,
         });
         extra.insert(ENGINE.into(), state);
         Ok(save(&*self.shared.comm, dir, step, &pieces, &Value::Object(extra), options)?)
@@ -182,8 +184,37 @@ impl Zero {
         let bytes = record.into_bytes().map_err(|error| Error::State(error.to_string()))?;
         let record = OptimizerRecord::from_bytes(bytes).map_err(|error| Error::State(error.to_string()))?;
         let model = self.settle(model.map(&mut Load { zero: self, values }))?;
+        self.set_random(&engine["random"]);
         let [steps, skipped] = ["steps", "skipped"].map(|name| engine[name].as_u64().unwrap_or(0) as usize);
         Ok(Resumed { model, optimizer: optimizer.with_record(record), steps, skipped, extra })
+    }
+
+    /// The random states of all ranks. A collective.
+    fn random(&self) -> Result<Value, Error> {
+        let State { seed, draws } = self.shared.draws.state();
+        let own = [seed, draws].iter().flat_map(|number| number.to_le_bytes()).collect();
+        let all = self.shared.comm.all_gather(Buffer::U8(own))?.into_u8();
+        let numbers = all.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number));
+        let [seeds, draws] = [0, 1].map(|at| numbers.clone().skip(at).step_by(2).collect::<Vec<_>>());
+        let mut random = json!({ "seed": seeds[0], "draws": draws });
+        // As the other front has it, whose ranks may be seeded each.
+        if seeds.iter().any(|seed| *seed != seeds[0]) {
+            random["seeds"] = json!(seeds);
+        }
+        Ok(random)
+    }
+
+    /// On as many ranks as were saved, this rank's; on others none that has been used.
+    fn set_random(&self, saved: &Value) {
+        let numbers = |key: &str| saved[key].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
+        let [draws, seeds]: [Vec<u64>; 2] = ["draws", "seeds"].map(numbers);
+        let (rank, same_world) = (self.shared.rank(), draws.len() == self.shared.world());
+        let own = |of: &[u64]| of.get(rank).copied().filter(|_| same_world);
+        let State { seed, draws: none } = self.shared.draws.state();
+        self.shared.draws.set_state(State {
+            seed: own(&seeds).or(saved["seed"].as_u64()).unwrap_or(seed),
+            draws: own(&draws).or(draws.iter().copied().max()).unwrap_or(none),
+        });
     }
 
     /// Of what this rank updates of a parameter, the part that it writes.

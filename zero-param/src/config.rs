@@ -37,6 +37,8 @@ pub struct ZeroConfig {
     pub param_persistence_threshold: usize,
     /// What parameters are gathered as, and gradients are sent as. Default fp32.
     pub param_dtype: Float,
+    /// Of the random numbers of [`dropout`](crate::dropout), which differ from rank to rank. Default 0.
+    pub seed: u64,
 }
 
 impl ZeroConfig {
@@ -48,6 +50,7 @@ impl ZeroConfig {
             prefetch_bucket_size: 50_000_000,
             param_persistence_threshold: 100_000,
             param_dtype: Float::F32,
+            seed: 0,
         }
     }
 }

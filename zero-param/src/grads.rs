@@ -10,6 +10,7 @@ use zero_core::{Buffer, ReduceOp};
 
 use crate::clock;
 use crate::error::Error;
+use crate::random;
 use crate::slot::Slot;
 use crate::zero::Zero;
 
@@ -51,7 +52,10 @@ impl Zero {
         let reducer = self.shared.reducer();
         reducer.begin();
         self.shared.ahead.begin_pass();
-        let value = both();
+        let value = {
+            let _drawn = random::during(&self.shared.draws);
+            both()
+        };
         self.shared.ahead.end_pass();
         let means = reducer.finish()?;
         for (slot, _) in self.slots.iter().zip(&means).filter(|(_, mean)| mean.is_some()) {

@@ -12,7 +12,8 @@
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //! * Devices: what is sharded stays in the host's memory. With the features `cuda`, `vulkan` and `wgpu` the model may compute
 //!   elsewhere: a whole goes there for its use, a gradient comes back.
-//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train; `trainer` has the trainer of `zero-train`.
+//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train; `trainer` has the trainer of `zero-train`. With `mpi`
+//!   [`run_process`] takes ranks of mpirun or srun too.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};
@@ -56,6 +57,7 @@ mod layers;
 mod optim;
 mod piece;
 mod published;
+mod random;
 mod ranks;
 mod reduce;
 mod shard;
@@ -70,14 +72,15 @@ mod zero;
 pub use checkpoint::Resumed;
 pub use config::{Float, ZeroConfig};
 pub use error::Error;
-pub use fused::{attention, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
+pub use fused::{attention, dropout, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
 pub use grads::Grads;
 pub use layers::{embedding, tied_head};
 pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
+pub use random::draw_dropout;
 pub use ranks::{Ranks, run_process, run_process_as, run_threads};
 pub use shard::{Gathered, shard};
 pub use slot::Uses;
 #[cfg(feature = "train")]
 pub use strategy::ZeroStrategy;
 pub use zero::Zero;
-pub use zero_kernels::options::{AttentionOptions, Gelu};
+pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};

@@ -164,6 +164,12 @@ fn unbounded(config: &LambConfig) -> BoundedLamb {
 
 const CLIP: &str = "clip by the norm of all gradients, with Grads::clip_norm";
 
+/// What clips, and why not.
+const OF_A_GROUP: (&str, &str) = (
+    "the clipping of an optimizer's group",
+    "may take norms of whole gradients, as only that of an optimizer without groups can be seen",
+);
+
 /// An optimizer whose state is this rank's part.
 pub struct Optimizer {
     inner: ModuleOptimizer,
@@ -191,8 +197,13 @@ impl Zero {
             Some((inner, lamb)) => (inner, Some(lamb)),
             None => (config.elementwise()?, None),
         };
-        if let Some(GradientClipping::Norm(_)) = inner.grad_clipping() {
-            let (optimizer, reason) = ("GradientClipping::Norm", "takes norms of whole gradients");
+        let clips = match inner.grad_clipping() {
+            Some(GradientClipping::Norm(_)) => Some(("GradientClipping::Norm", "takes norms of whole gradients")),
+            // A configuration of one's own, of groups.
+            None if inner.has_gradient_clipping() => Some(OF_A_GROUP),
+            _ => None,
+        };
+        if let Some((optimizer, reason)) = clips {
             return Err(Error::Optimizer { optimizer, reason, instead: CLIP });
         }
         Ok(Optimizer { inner, zero: self.clone(), lamb, saved_name: config.saved_name() })
@@ -207,8 +218,8 @@ impl Zero {
     /// perhaps by norms of whole gradients.
     pub fn optimizer_of(&self, inner: ModuleOptimizer) -> Result<Optimizer, Error> {
         if inner.has_gradient_clipping() {
-            let reason = "may take norms of whole gradients, as only that of an optimizer without groups can be seen";
-            return Err(Error::Optimizer { optimizer: "the clipping of an optimizer's group", reason, instead: CLIP });
+            let (optimizer, reason) = OF_A_GROUP;
+            return Err(Error::Optimizer { optimizer, reason, instead: CLIP });
         }
         Ok(Optimizer { inner, zero: self.clone(), lamb: None, saved_name: None })
     }

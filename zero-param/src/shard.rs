@@ -15,6 +15,7 @@ use crate::backend;
 use crate::config::ZeroConfig;
 use crate::device;
 use crate::error::Error;
+use crate::random::Draws;
 use crate::ranks::Ranks;
 use crate::reduce::{Member, Reducer};
 use crate::shared::Shared;
@@ -60,6 +61,7 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
         published: ranks.published.clone(),
         config: config.clone(),
         ahead: Ahead::default(),
+        draws: Draws::new(config.seed, ranks.comm.rank()),
         reducer: OnceLock::new(),
     });
     let born = Rc::new(RefCell::new(Born::default()));

@@ -12,6 +12,7 @@ use crate::ahead::Ahead;
 use crate::config::{Float, ZeroConfig};
 use crate::piece::{Piece, Raw};
 use crate::published::Published;
+use crate::random::Draws;
 use crate::reduce::Reducer;
 
 #[derive(Debug)]
@@ -22,6 +23,7 @@ pub(crate) struct Shared {
     pub(crate) published: Arc<Published>,
     pub(crate) config: ZeroConfig,
     pub(crate) ahead: Ahead,
+    pub(crate) draws: Arc<Draws>,
     /// Known when all parameters are.
     pub(crate) reducer: OnceLock<Reducer>,
 }

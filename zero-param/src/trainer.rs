@@ -104,6 +104,7 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
         prefetch_bucket_size: zero.prefetch_bucket_size,
         param_persistence_threshold: zero.param_persistence_threshold,
         param_dtype,
+        seed: zero.seed,
     };
     Ok((settings, unheeded))
 }

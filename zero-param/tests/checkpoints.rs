@@ -14,12 +14,16 @@ use zero_param::{Error, OptimizerConfig, Ranks, run_threads, shard};
 const FIRST: usize = 3;
 const STEPS: usize = 6;
 
-type Net1 = Gpt<1>;
-
 /// Losses from `from` on, and the weights in the end. Saves after `FIRST` steps, or resumes from there.
-fn run(ranks: &Ranks, stage: Stage, dir: &Path, resume: bool, config_of: &impl OptimizerConfig) -> Result<Told, Error> {
+fn run<N: Net>(
+    ranks: &Ranks,
+    stage: Stage,
+    dir: &Path,
+    resume: bool,
+    config_of: &impl OptimizerConfig,
+) -> Result<Told, Error> {
     let device = device();
-    let (mut net, zero) = shard(Net1::build(&device), ranks, &config(stage))?;
+    let (mut net, zero) = shard(N::build(&device), ranks, &config(stage))?;
     let mut optimizer = zero.optimizer(config_of)?;
     let mut from = 0;
     if resume {
@@ -44,13 +48,15 @@ fn run(ranks: &Ranks, stage: Stage, dir: &Path, resume: bool, config_of: &impl O
 
 #[test]
 fn a_run_resumes_at_any_stage_with_the_same_bits() {
-    resumes(&AdamWConfig::new(), "adamw");
-    resumes(&LambConfig::new(), "lamb");
+    resumes::<Gpt<1>>(&AdamWConfig::new(), "adamw");
+    resumes::<Gpt<1>>(&LambConfig::new(), "lamb");
+    // Its random numbers go on.
+    resumes::<Gpt<1, 20>>(&AdamWConfig::new(), "adamw");
 }
 
-fn resumes(config_of: &(impl OptimizerConfig + Sync), name: &str) {
+fn resumes<N: Net>(config_of: &(impl OptimizerConfig + Sync), name: &str) {
     let dir = tempfile::tempdir().unwrap();
-    let run = |ranks: &Ranks, stage, resume| run(ranks, stage, dir.path(), resume, config_of);
+    let run = |ranks: &Ranks, stage, resume| run::<N>(ranks, stage, dir.path(), resume, config_of);
     let whole = run_threads(2, &options(), |ranks| run(ranks, Stage::Parameters, false)).unwrap();
     let saved = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
     // As the other front names them.
@@ -71,14 +77,14 @@ fn resumes(config_of: &(impl OptimizerConfig + Sync), name: &str) {
 fn another_optimizer_or_model_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let adamw = AdamWConfig::new();
-    run_threads(1, &options(), |ranks| run(ranks, Stage::Parameters, dir.path(), false, &adamw)).unwrap();
+    run_threads(1, &options(), |ranks| run::<Gpt<1>>(ranks, Stage::Parameters, dir.path(), false, &adamw)).unwrap();
     run_threads(1, &options(), |ranks| {
         let found = Checkpoint::open(&dir.path().join("step-00000003"))?;
         let (net, zero) = shard(Gpt::<2>::build(&device()), ranks, &config(Stage::Parameters))?;
         let optimizer = zero.optimizer(&AdamWConfig::new())?;
         let error = zero.load(net, optimizer, &found).err().expect("it has one block").to_string();
         assert!(error.contains("blocks.1"), "{error}");
-        let (net, zero) = shard(Net1::build(&device()), ranks, &config(Stage::Parameters))?;
+        let (net, zero) = shard(Gpt::<1>::build(&device()), ranks, &config(Stage::Parameters))?;
         let optimizer = zero.optimizer(&SgdConfig::new())?;
         let error = zero.load(net, optimizer, &found).err().expect("it has no place for that state").to_string();
         assert!(error.contains("AdamW"), "{error}");

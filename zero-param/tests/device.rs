@@ -4,16 +4,19 @@ mod common;
 
 use burn::module::Module;
 use burn::tensor::{DType, Device, DeviceKind, Int, Tensor, TensorData};
-use burn_optim::AdamWConfig;
+use burn_optim::{AdamWConfig, LambConfig};
 use common::processes::{be_a_rank, bits, train_processes};
-use common::{Gpt, Net, Told, apart, config, filled, numbers, options, train_on};
+use common::{Gpt, Net as _, Told, apart, config, filled, numbers, options, train_on};
 use zero_core::Stage;
 use zero_param::{
-    AttentionOptions, Error, Float, Gelu, Uses, ZeroConfig, attention, embedding, gelu, layer_norm, linear,
-    linear_cross_entropy, packed_attention, run_threads, shard,
+    AttentionDropout, AttentionOptions, Error, Float, Gelu, OptimizerConfig, Uses, ZeroConfig, attention, embedding,
+    gelu, layer_norm, linear, linear_cross_entropy, packed_attention, run_threads, shard,
 };
 
 const RANKS: usize = 2;
+
+/// With dropout, whose masks are the host's.
+type Net = Gpt<2, 10>;
 
 /// What numbers on a device may be from those on the host, relative to those above 1.
 const TOLERANCE: f64 = 1e-4;
@@ -23,9 +26,9 @@ fn device() -> Device {
 }
 
 /// What ranks that are threads tell of a GPT-2 on `device`, and how often its parameters were gathered.
-fn trained(device: &Device, stage: Stage) -> Vec<(Told, Vec<Uses>)> {
+fn trained(device: &Device, stage: Stage, optimizer: &(impl OptimizerConfig + Sync)) -> Vec<(Told, Vec<Uses>)> {
     let trained = run_threads(RANKS, &options(), |ranks| {
-        let (told, zero) = train_on::<Gpt<2>>(device.clone(), ranks, &config(stage), &AdamWConfig::new())?;
+        let (told, zero) = train_on::<Net>(device.clone(), ranks, &config(stage), optimizer)?;
         let uses = zero.paths().map(|path| zero.uses(path).unwrap()).collect();
         Ok::<_, Error>((told, uses))
     });
@@ -34,9 +37,19 @@ fn trained(device: &Device, stage: Stage) -> Vec<(Told, Vec<Uses>)> {
 
 #[test]
 fn a_gpt2_on_a_device_trains_alike_at_all_stages() {
-    let first = trained(&device(), Stage::DataParallel);
+    trains_alike(&AdamWConfig::new());
+}
+
+#[test]
+fn lamb_trains_a_gpt2_on_a_device_alike_at_all_stages() {
+    trains_alike(&LambConfig::new());
+}
+
+fn trains_alike(optimizer: &(impl OptimizerConfig + Sync)) {
+    let first = trained(&device(), Stage::DataParallel, optimizer);
     for stage in Stage::ALL {
-        let (here, there) = (trained(&Device::flex().autodiff(), stage), trained(&device(), stage));
+        let (here, there) =
+            (trained(&Device::flex().autodiff(), stage, optimizer), trained(&device(), stage, optimizer));
         for (rank, (on_device, on_host)) in there.iter().zip(&here).enumerate() {
             let apart = apart(&on_device.0, &on_host.0);
             println!("stage {stage}, rank {rank}: {apart:e} from the host's");
@@ -53,14 +66,15 @@ fn a_gpt2_on_a_device_trains_alike_at_all_stages() {
 #[test]
 fn rank() {
     be_a_rank(|ranks, stage| {
-        train_on::<Gpt<2>>(device(), ranks, &config(stage), &AdamWConfig::new()).map(|(told, _)| told)
+        train_on::<Net>(device(), ranks, &config(stage), &AdamWConfig::new()).map(|(told, _)| told)
     });
 }
 
 #[test]
 fn processes_train_on_a_device_as_threads_do() {
     for stage in Stage::ALL {
-        let threads: Vec<Told> = trained(&device(), stage).into_iter().map(|(told, _)| told).collect();
+        let threads: Vec<Told> =
+            trained(&device(), stage, &AdamWConfig::new()).into_iter().map(|(told, _)| told).collect();
         assert!(train_processes(RANKS, stage) == bits(&threads), "stage {stage}");
     }
 }
@@ -94,8 +108,9 @@ fn operations(device: &Device) -> Vec<Vec<f32>> {
     let qkv = linear(x.clone(), packing, Some(vector(packed)), None);
     let options = AttentionOptions { batch, heads, causal: true, window: Some(2), scale: 0.5, dropout: None };
     let seen = packed_attention(qkv.clone(), None, options);
+    let dropout = Some(AttentionDropout { probability: 0.3, key: 5 });
     let [q, k, v] = [0, 1, 2].map(|at| qkv.clone().slice([0..n, at * d..(at + 1) * d]));
-    let all = attention(q, k, v, Some(mask), AttentionOptions { causal: false, window: None, ..options });
+    let all = attention(q, k, v, Some(mask), AttentionOptions { causal: false, window: None, dropout, ..options });
     let x = linear(gelu(Gelu::Tanh, seen, Some(vector(bias))), out, None, Some(x)) + gelu(Gelu::Erf, all, None);
     let loss = linear_cross_entropy(x, table, targets, Some(IGNORED));
     let grads = loss.backward();

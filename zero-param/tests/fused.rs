@@ -8,8 +8,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_optim::{AdamWConfig, ModuleOptimizer};
 use common::{Gpt, device, numbers, train_plain};
 use zero_param::{
-    AttentionOptions, Gelu, OptimizerConfig, attention, embedding, gelu, layer_norm, linear, linear_cross_entropy,
-    packed_attention,
+    AttentionDropout, AttentionOptions, Gelu, OptimizerConfig, attention, embedding, gelu, layer_norm, linear,
+    linear_cross_entropy, packed_attention,
 };
 
 const N: usize = 6;
@@ -117,7 +117,7 @@ fn attention_is_burns() {
     for causal in [true, false] {
         // Two sequences.
         let (t, width) = (N / 2, D / HEADS);
-        let burns = |qkv: Tensor<2>, keys: Option<Tensor<2>>| {
+        let burns = |qkv: Tensor<2>, keys: Option<Tensor<2>>, dropout: Option<AttentionDropout>| {
             let part = |at: usize| {
                 let part = qkv.clone().slice([0..N, at * D..(at + 1) * D]);
                 part.reshape([2, t, HEADS, width]).swap_dims(1, 2)
@@ -127,17 +127,22 @@ fn attention_is_burns() {
             let mask = Tensor::<4>::from_data(TensorData::new(mask, [1, 1, t, t]), &device());
             let mask = keys.into_iter().fold(mask, |mask, keys| mask + keys.reshape([2, 1, 1, t]));
             let scores = part(0).matmul(part(1).transpose()) / (width as f32).sqrt() + mask;
-            softmax(scores, 3).matmul(part(2)).swap_dims(1, 2).reshape([N, D])
+            let share = |place| dropout.map_or(1.0, |dropout| dropout.share(place as u64));
+            let shares: Vec<f32> = (0..2 * HEADS * t * t).map(share).collect();
+            let shares = Tensor::<4>::from_data(TensorData::new(shares, [2, HEADS, t, t]), &device());
+            (softmax(scores, 3) * shares).matmul(part(2)).swap_dims(1, 2).reshape([N, D])
         };
         let scale = (width as f64).sqrt().recip();
         let options = AttentionOptions { batch: 2, heads: HEADS, causal, window: None, scale, dropout: None };
-        for hidden in [None, Some(1)] {
+        let drops = Some(AttentionDropout { probability: 0.3, key: 5 });
+        for (hidden, dropout) in [(None, None), (Some(1), None), (Some(1), drops)] {
+            let options = AttentionOptions { dropout, ..options };
             // The second key of the second sequence.
             let mask = hidden.map(|key| {
                 let mask: Vec<f32> = (0..N).map(|at| if at == t + key { -3e4 } else { 0.0 }).collect();
                 Tensor::<2>::from_data(TensorData::new(mask, [2, t]), &device())
             });
-            let expected = told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv, mask.clone()));
+            let expected = told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv, mask.clone(), dropout));
             let got = told((&qkv, &qkv, &b), |qkv, _, _| packed_attention(qkv, mask.clone(), options));
             assert_close("packed attention", &got, &expected);
             let got = told((&qkv, &qkv, &b), |qkv, _, _| {

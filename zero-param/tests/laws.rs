@@ -9,7 +9,7 @@ use burn_nn::{RmsNorm, RmsNormConfig};
 use burn_optim::grad_clipping::GradientClippingConfig;
 use burn_optim::{
     AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, LBFGSConfig, LambConfig, LionConfig,
-    MuonConfig, RmsPropConfig, SgdConfig,
+    ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
 };
 use common::{
     Gpt, LR, Mlp, Net, ROWS, STEPS, Told, apart, config, device, filled, numbers, options, seed, train, train_on,
@@ -59,6 +59,15 @@ fn each_elementwise_optimizer_trains_alike_at_all_stages() {
     stages_agree::<Gpt<1>>(2..=2, &AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(1e-3))));
 }
 
+/// A program's own.
+struct Own(ModuleOptimizer);
+
+impl OptimizerConfig for Own {
+    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
+        Ok(self.0.clone())
+    }
+}
+
 #[test]
 fn optimizers_of_whole_parameters_are_refused_by_name() {
     fn refused(config: &impl OptimizerConfig, name: &str) {
@@ -81,8 +90,11 @@ fn optimizers_of_whole_parameters_are_refused_by_name() {
             sgd.init().with_group(ParamGroup::from_path("bias"), sgd.build(), clipping)
         };
         assert!(zero.optimizer_of(grouped(None)).is_ok());
-        let error = zero.optimizer_of(grouped(Some(GradientClippingConfig::Norm(1.0)))).err().expect("it is refused");
-        assert!(error.to_string().starts_with("the clipping of an optimizer's group"), "{error}");
+        let clipped = || grouped(Some(GradientClippingConfig::Norm(1.0)));
+        for refused in [zero.optimizer_of(clipped()), zero.optimizer(&Own(clipped()))] {
+            let error = refused.err().expect("it is refused").to_string();
+            assert!(error.starts_with("the clipping of an optimizer's group"), "{error}");
+        }
         Ok::<_, Error>(())
     })
     .unwrap();

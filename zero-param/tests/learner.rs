@@ -4,6 +4,7 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
 use burn::data::dataset::InMemDataset;
@@ -32,6 +33,9 @@ type Losses = BTreeMap<(bool, u64), Vec<f32>>;
 
 /// Where models of this process leave them: the one test here takes them run by run.
 static LOSSES: Mutex<Losses> = Mutex::new(Losses::new());
+
+/// The item at the head of the batch with which a model panics.
+static CURSED: AtomicU64 = AtomicU64::new(u64::MAX);
 
 #[derive(Debug, Clone)]
 struct Batch {
@@ -69,6 +73,7 @@ impl Net {
     }
 
     fn output(&self, Batch { first, x, y }: Batch, is_training: bool) -> RegressionOutput {
+        assert!(first != CURSED.load(Ordering::Relaxed), "out of luck");
         let output = self.second.forward(relu(self.first.forward(x)));
         let loss = (output.clone() - y.clone()).square().mean();
         let value = loss.clone().into_data().iter::<f32>().next().unwrap();
@@ -224,6 +229,16 @@ fn a_learner_trains_as_on_one_device() {
     };
     let (losses, result) = learn(all.clone(), BATCH, adamw().init(), zero(2, Stage::Parameters), stopped);
     assert!(losses.is_empty() && result.interrupted.is_some(), "no step");
+
+    // A panic on rank 1, in training and in validation, is the run's error.
+    for cursed in [16, 104] {
+        CURSED.store(cursed, Ordering::Relaxed);
+        let (_, result) = learn(all.clone(), BATCH, adamw().init(), zero(2, Stage::Parameters), |training| training);
+        let told = result.error.expect("it has panicked").to_string();
+        assert!(told.contains("rank 1") && told.contains("out of luck"), "{told}");
+        assert_eq!(weights(&result.model.train()), weights(&Net::new()), "the module that came in");
+    }
+    CURSED.store(u64::MAX, Ordering::Relaxed);
 
     // What is refused, before a step is made.
     let named = |optimizer: &dyn Fn() -> Option<TrainingStrategy<Net>>, inner: ModuleOptimizer| {

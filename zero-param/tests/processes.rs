@@ -1,4 +1,5 @@
-//! Ranks that are processes, over sockets: `cargo test --test processes`. The binary starts itself once a rank.
+//! Ranks that are processes, over sockets: `cargo test --test processes`; with `--features mpi` also those of mpirun. The binary starts
+//! itself once a rank.
 
 mod common;
 
@@ -8,11 +9,14 @@ use common::{Gpt, STEPS, config, train, train_threads};
 use zero_core::Stage;
 use zero_param::{Uses, Zero};
 
+/// With dropout, whose masks are a rank's wherever it runs.
+type Net = Gpt<2, 10>;
+
 /// Not a test by itself: what a rank does.
 #[test]
 fn rank() {
     be_a_rank(|ranks, stage| {
-        let (told, zero) = train::<Gpt<2>>(ranks, &config(stage), &SgdConfig::new())?;
+        let (told, zero) = train::<Net>(ranks, &config(stage), &SgdConfig::new())?;
         if stage == Stage::Parameters {
             assert_all_are_gathered_ahead(&zero);
         }
@@ -34,9 +38,18 @@ fn assert_all_are_gathered_ahead(zero: &Zero) {
 #[test]
 fn processes_train_as_threads_do() {
     for world in 2..=4 {
-        let threads = bits(&train_threads::<Gpt<2>>(world, &config(Stage::DataParallel), &SgdConfig::new()));
+        let threads = bits(&train_threads::<Net>(world, &config(Stage::DataParallel), &SgdConfig::new()));
         for stage in Stage::ALL {
             assert!(train_processes(world, stage) == threads, "{world} processes at stage {stage}");
         }
+    }
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn ranks_of_mpirun_train_as_threads_do() {
+    let threads = bits(&train_threads::<Net>(3, &config(Stage::DataParallel), &SgdConfig::new()));
+    for stage in Stage::ALL {
+        assert!(common::processes::train_under_mpirun(3, stage) == threads, "stage {stage}");
     }
 }

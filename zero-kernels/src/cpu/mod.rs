@@ -9,6 +9,7 @@
 
 pub mod attention;
 pub mod cross_entropy;
+pub mod dropout;
 pub mod embedding;
 pub mod gelu;
 pub mod half;

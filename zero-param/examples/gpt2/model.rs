@@ -8,7 +8,9 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use zero_models::{Activation, Gpt2Config, ModelError};
-use zero_param::{AttentionOptions, Gelu, embedding, gelu, linear, linear_cross_entropy, packed_attention};
+use zero_param::{
+    AttentionOptions, Gelu, draw_dropout, dropout, embedding, gelu, linear, linear_cross_entropy, packed_attention,
+};
 
 use crate::shared::{self, dense, norm};
 
@@ -21,6 +23,7 @@ pub struct Gpt2 {
     ln_f: LayerNorm,
     /// Burn's norms keep theirs to themselves.
     epsilon: f64,
+    embd_pdrop: f64,
 }
 
 #[derive(Module, Debug)]
@@ -30,6 +33,7 @@ struct Block {
     ln_2: LayerNorm,
     mlp: Mlp,
     epsilon: f64,
+    resid_pdrop: f64,
 }
 
 #[derive(Module, Debug)]
@@ -37,6 +41,7 @@ struct Attention {
     c_attn: Linear,
     c_proj: Linear,
     heads: usize,
+    attn_pdrop: f64,
 }
 
 #[derive(Module, Debug)]
@@ -51,9 +56,7 @@ struct Mlp {
 ///
 /// Of a configuration that asks for more than this model has.
 pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
-    let dropout = [config.embd_pdrop, config.resid_pdrop, config.attn_pdrop];
     let has = [
-        ("*_pdrop", dropout == [0.0; 3], "0"),
         ("tie_word_embeddings", config.tie_word_embeddings, "true"),
         ("scale_attn_weights", config.scale_attn_weights, "true"),
         ("activation_function", config.activation == Activation::GeluTanh, "gelu_new"),
@@ -65,10 +68,16 @@ pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
     let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
     let block = |_| Block {
         ln_1: norm(),
-        attn: Attention { c_attn: linear(d, 3 * d), c_proj: linear(d, d), heads: config.n_head },
+        attn: Attention {
+            c_attn: linear(d, 3 * d),
+            c_proj: linear(d, d),
+            heads: config.n_head,
+            attn_pdrop: config.attn_pdrop,
+        },
         ln_2: norm(),
         mlp: Mlp { c_fc: linear(d, f), c_proj: linear(f, d) },
         epsilon,
+        resid_pdrop: config.resid_pdrop,
     };
     Ok(Gpt2 {
         wte: table(config.vocab_size),
@@ -76,6 +85,7 @@ pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
         h: (0..config.n_layer).map(block).collect(),
         ln_f: norm(),
         epsilon,
+        embd_pdrop: config.embd_pdrop,
     })
 }
 
@@ -87,7 +97,7 @@ impl Gpt2 {
         let places_1t = Tensor::<1, Int>::arange(0..t as i64, &device).reshape([1, t]);
         let x_btd = embedding(&self.wte, ids_bt.clone()) + embedding(&self.wpe, places_1t);
         let [_, _, d] = x_btd.dims();
-        let mut x_nd = x_btd.reshape([b * t, d]);
+        let mut x_nd = dropout(x_btd.reshape([b * t, d]), self.embd_pdrop);
         for block in &self.h {
             x_nd = block.forward(x_nd, b);
         }
@@ -104,11 +114,19 @@ const IGNORED: i64 = -100;
 impl Block {
     fn forward(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
         let mixed_nd = self.attn.mix(norm(&self.ln_1, self.epsilon, x_nd.clone()), batch);
-        let x_nd = dense(&self.attn.c_proj, mixed_nd, Some(x_nd));
+        let x_nd = self.onto(&self.attn.c_proj, mixed_nd, x_nd);
         let Mlp { c_fc, c_proj } = &self.mlp;
         // The bias is added where the activation reads.
         let wide_nf = linear(norm(&self.ln_2, self.epsilon, x_nd.clone()), c_fc.weight.val(), None, None);
-        dense(c_proj, gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val)), Some(x_nd))
+        self.onto(c_proj, gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val)), x_nd)
+    }
+
+    /// `layer` of rows, dropped out, added to `residual_nd`.
+    fn onto(&self, layer: &Linear, x_nf: Tensor<2>, residual_nd: Tensor<2>) -> Tensor<2> {
+        match self.resid_pdrop {
+            0.0 => dense(layer, x_nf, Some(residual_nd)),
+            probability => residual_nd + dropout(dense(layer, x_nf, None), probability),
+        }
     }
 }
 
@@ -117,7 +135,8 @@ impl Attention {
         let [_, d] = x_nd.dims();
         let heads = self.heads;
         let scale = ((d / heads) as f64).sqrt().recip();
-        let options = AttentionOptions { batch, heads, causal: true, window: None, scale, dropout: None };
+        let dropout = draw_dropout(self.attn_pdrop, &x_nd.device());
+        let options = AttentionOptions { batch, heads, causal: true, window: None, scale, dropout };
         packed_attention(dense(&self.c_attn, x_nd, None), None, options)
     }
 }

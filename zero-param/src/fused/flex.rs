@@ -8,8 +8,8 @@ use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{Bytes, DType, Shape};
 use zero_kernels::cpu::attention::{self, Rows, RowsMut};
-use zero_kernels::cpu::{Matrix, buffer, cross_entropy, embedding, gelu, layer_norm, linear};
-use zero_kernels::options::{AttentionOptions, Gelu};
+use zero_kernels::cpu::{Matrix, buffer, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
+use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
 /// An operation with all that it is told beside its operands.
 #[derive(Debug, Clone)]
@@ -26,6 +26,8 @@ pub(crate) enum Op {
     Embedding { ids: Arc<[i64]>, rows: usize },
     /// Of x, weight.
     CrossEntropy { targets: Arc<[i64]>, ignored: Option<i64> },
+    /// Of x.
+    Dropout(AttentionDropout),
 }
 
 /// In row-major order without gaps; a copy only if it is not.
@@ -67,6 +69,7 @@ impl Op {
             Op::Attention { .. } => "attention",
             Op::Embedding { .. } => "embedding",
             Op::CrossEntropy { .. } => "cross-entropy",
+            Op::Dropout(_) => "dropout",
         }
     }
 
@@ -148,6 +151,7 @@ impl Op {
                 let loss = cross_entropy::forward_backward(shape, x, w, targets, *ignored, gradients);
                 (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])])
             }
+            Op::Dropout(dropout) => (dropped(*dropout, &x[0]), Vec::new()),
         }
     }
 
@@ -244,8 +248,16 @@ impl Op {
                 let scaled = |x| if factor == 1.0 { x } else { Flex::float_mul_scalar(x, factor.into()) };
                 kept.into_iter().map(|made| Some(scaled(made))).collect()
             }
+            Op::Dropout(dropout) => vec![Some(dropped(*dropout, &gradient))],
         }
     }
+}
+
+fn dropped(dropout: AttentionDropout, x: &FlexTensor) -> FlexTensor {
+    let [n, d] = dims(x);
+    let mut out = buffer(n * d);
+    dropout::apply(dropout, values(x), &mut out);
+    tensor(out, [n, d])
 }
 
 /// The sizes, and where queries, keys and values lie: in packed rows, or each by itself.

@@ -16,6 +16,7 @@ use burn::tensor::{DType, Int, Tensor};
 use zero_kernels::options::{AttentionOptions, Gelu};
 
 use crate::device::is_host;
+use crate::random::draw_dropout;
 
 use backend::{FusedBackend, Operands};
 pub(crate) use flex::Op;
@@ -30,7 +31,9 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
     for other in &operands {
         assert_eq!(other.dtype(), dtype, "{}: operands differ in type; cast one of them", op.name());
     }
-    if !is_host(&operands[0]) {
+    // No kernel of the host drops attention's probabilities.
+    let has_kernel = !matches!(&op, Op::Attention { options, .. } if options.dropout.is_some());
+    if !(has_kernel && is_host(&operands[0])) {
         return Tensor::from_dispatch(plain::run(op, operands));
     }
     let operands = match <[Any; 1]>::try_from(operands).map_err(<[Any; 2]>::try_from) {
@@ -109,7 +112,7 @@ pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
 }
 
 /// Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without holding the scores of all pairs,
-/// <https://arxiv.org/abs/2307.08691>.
+/// <https://arxiv.org/abs/2307.08691>. With dropout of probabilities ([`draw_dropout`]) it is Burn's own operations, which hold them.
 ///
 /// # Shapes
 /// - `q`, `k`, `v`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
@@ -118,7 +121,7 @@ pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit, the operands differ in type, or with dropout, which these kernels have not.
+/// If the shapes do not fit, or the operands differ in type.
 pub fn attention(
     q: Tensor<2>,
     k: Tensor<2>,
@@ -147,14 +150,26 @@ pub fn packed_attention(qkv: Tensor<2>, mask: Option<Tensor<2>>, options: Attent
 }
 
 fn attention_of([n, d]: [usize; 2], mask: Option<Tensor<2>>, options: AttentionOptions) -> Op {
-    let AttentionOptions { batch, heads, dropout, .. } = options;
-    assert!(dropout.is_none(), "attention: its probabilities are not dropped here; pass `dropout: None`");
+    let AttentionOptions { batch, heads, .. } = options;
     assert!(batch > 0 && n.is_multiple_of(batch), "attention: {n} rows are no {batch} sequences of one length");
     assert!(heads > 0 && d.is_multiple_of(heads), "attention: {d} columns are no {heads} heads of one width");
     if let Some(mask) = &mask {
         assert_eq!(mask.dims(), [batch, n / batch], "attention: the mask must be [batch, positions]");
     }
     Op::Attention { options, mask: mask.map(|mask| mask.into_data().iter::<f32>().collect()) }
+}
+
+/// Drops elements with a probability while a model is trained, and divides the others by that of being kept,
+/// <https://jmlr.org/papers/v15/srivastava14a.html>. What is dropped follows from [`ZeroConfig::seed`](crate::ZeroConfig::seed), the rank and
+/// how much the rank has drawn before, which checkpoints hold: the losses of all stages have the same bits, and a resumed run goes
+/// on with those of one that was not interrupted. (Burn's `Dropout` draws from one generator of the process, in whatever order ranks come.)
+///
+/// # Panics
+/// As [`draw_dropout`].
+pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
+    let Some(drawn) = draw_dropout(probability, &x.device()) else { return x };
+    let shape = x.dims();
+    run::<2>(Op::Dropout(drawn), vec![as_rows(x)]).reshape(shape)
 }
 
 /// The rows of a table.

@@ -1,16 +1,14 @@
-//! The operations by Burn's own, on devices for which there are no kernels here: all in fp32, and rounded once at the end.
+//! The operations by Burn's own, where there are no kernels here: on devices, and of attention that drops probabilities. All in fp32, and
+//! rounded once at the end.
 
 use std::f64::consts::FRAC_1_SQRT_2;
 
 use burn::backend::TensorMetadata;
 use burn::tensor::activation::{gelu_approximate, log_softmax, softmax};
-use burn::tensor::{DType, Int, Tensor, TensorData};
-use zero_kernels::options::{AttentionOptions, Gelu};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
 use super::{Any, Op};
-
-/// What is added to the score of a key that a row does not see: far below what masks add.
-const UNSEEN: f32 = -6.5e4;
 
 pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
     let dtype = operands[0].dtype();
@@ -56,6 +54,7 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
         Op::CrossEntropy { targets, ignored } => {
             return cross_entropy(first(), first(), &targets, ignored).into_dispatch();
         }
+        Op::Dropout(dropout) => dropped(first(), dropout),
     };
     out.cast(dtype).into_dispatch()
 }
@@ -75,7 +74,7 @@ fn check(name: &str, ids: &[i64], count: usize) {
 }
 
 fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f32]>) -> Tensor<2> {
-    let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
+    let AttentionOptions { batch, heads, causal, window, scale, dropout } = options;
     let [n, d] = parts[0].dims();
     let (t, device) = (n / batch, parts[0].device());
     let [q, k, v] = parts.map(|part| part.reshape([batch, t, heads, d / heads]).swap_dims(1, 2));
@@ -84,14 +83,23 @@ fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f3
         scores = scores + Tensor::from_data(TensorData::new(mask.to_vec(), [batch, 1, 1, t]), &device);
     }
     if causal {
-        let sees = |at: usize| {
-            let (row, key) = (at / t, at % t);
-            key <= row && window.is_none_or(|window| row - key < window)
-        };
-        let seen: Vec<f32> = (0..t * t).map(|at| if sees(at) { 0.0 } else { UNSEEN }).collect();
-        scores = scores + Tensor::from_data(TensorData::new(seen, [1, 1, t, t]), &device);
+        let hide = |scores: Tensor<2>, keys| scores.mask_fill(keys, f32::NEG_INFINITY);
+        let seen = hide(Tensor::zeros([t, t], &device), Tensor::<2, Bool>::tril_mask([t, t], 0, &device));
+        let seen = window.into_iter().fold(seen, |seen, window| {
+            hide(seen, Tensor::<2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device))
+        });
+        scores = scores + seen.unsqueeze();
     }
-    softmax(scores, 3).matmul(v).swap_dims(1, 2).reshape([n, d])
+    let probabilities = softmax(scores, 3);
+    let probabilities = dropout.into_iter().fold(probabilities, dropped);
+    probabilities.matmul(v).swap_dims(1, 2).reshape([n, d])
+}
+
+/// The mask is the host's, and goes up.
+fn dropped<const D: usize>(x: Tensor<D>, dropout: AttentionDropout) -> Tensor<D> {
+    let shares: Vec<f32> = (0..x.shape().num_elements() as u64).map(|place| dropout.share(place)).collect();
+    let shares = Tensor::from_data(TensorData::new(shares, x.shape()), &x.device());
+    x * shares
 }
 
 fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], ignored: Option<i64>) -> Tensor<1> {
@@ -106,4 +114,34 @@ fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], ignored: Opti
     // As (w xᵀ)ᵀ: a view of a gathered weight would keep the whole.
     let logits = weight.matmul(x.transpose()).transpose();
     (log_softmax(logits, 1).gather(1, read) * shares).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+    use crate::fused::packed_attention;
+
+    #[test]
+    fn rows_whose_keys_are_all_masked_see_no_others() {
+        let (batch, t, heads, width) = (2, 4, 2, 3);
+        let (n, d) = (batch * t, heads * width);
+        let values: Vec<f32> = (0..n * 3 * d).map(|at| ((at * 37) % 61) as f32 / 31.0 - 1.0).collect();
+        let qkv = || Tensor::<2>::from_data(TensorData::new(values.clone(), [n, 3 * d]), &Device::flex());
+        // All that the first rows of the second sequence see.
+        for masked in [-3e4, -1e9] {
+            let mask: Vec<f32> = (0..n).map(|at| if (t..t + 2).contains(&at) { masked } else { 0.0 }).collect();
+            for window in [None, Some(2)] {
+                let options = AttentionOptions { batch, heads, causal: true, window, scale: 0.5, dropout: None };
+                let op = Op::Attention { options, mask: Some(mask.clone().into()) };
+                let plain = Tensor::<2>::from_dispatch(run(op, vec![qkv().into_dispatch()]));
+                let mask = Tensor::from_data(TensorData::new(mask.clone(), [batch, t]), &Device::flex());
+                let kernel = packed_attention(qkv(), Some(mask), options);
+                let apart = (plain - kernel).abs().max().into_scalar::<f32>();
+                // Scores as low as the mask have few digits left.
+                assert!(apart < 1e-5, "masked by {masked}, {window:?}: {apart}");
+            }
+        }
+    }
 }

@@ -13,7 +13,7 @@ use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn_optim::{GradientsParams, ModuleOptimizer};
 use zero_core::Stage;
 use zero_core::collective::threads::ThreadOptions;
-use zero_param::{Error, OptimizerConfig, Ranks, Zero, ZeroConfig, embedding, run_threads, shard, tied_head};
+use zero_param::{Error, OptimizerConfig, Ranks, Zero, ZeroConfig, dropout, embedding, run_threads, shard, tied_head};
 
 /// Numbers in [-1, 1) that are the same in every run.
 pub fn numbers(seed: u64) -> impl FnMut() -> f32 {
@@ -119,7 +119,7 @@ impl Block {
         }
     }
 
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, x: Tensor<3>, dropped: f64) -> Tensor<3> {
         let [batch, length, width] = x.dims();
         let qkv = self.attn.forward(self.ln_1.forward(x.clone()));
         let mut heads =
@@ -129,22 +129,22 @@ impl Block {
             (0..length * length).map(|at| if at % length > at / length { -1e9 } else { 0.0 }).collect();
         let mask = Tensor::<4>::from_data(TensorData::new(mask, [1, 1, length, length]), &x.device());
         let scores = q.matmul(k.transpose()) / ((width / HEADS) as f32).sqrt() + mask;
-        let mixed = softmax(scores, 3).matmul(v).swap_dims(1, 2).reshape([batch, length, width]);
-        let x = x + self.proj.forward(mixed);
-        x.clone() + self.out.forward(gelu(self.fc.forward(self.ln_2.forward(x))))
+        let mixed = dropout(softmax(scores, 3), dropped).matmul(v).swap_dims(1, 2).reshape([batch, length, width]);
+        let x = x + dropout(self.proj.forward(mixed), dropped);
+        x.clone() + dropout(self.out.forward(gelu(self.fc.forward(self.ln_2.forward(x)))), dropped)
     }
 }
 
-/// A small GPT-2, whose head is its embedding.
+/// A small GPT-2, whose head is its embedding, with a dropout of so many hundredths.
 #[derive(Module, Debug)]
-pub struct Gpt<const DEPTH: usize> {
+pub struct Gpt<const DEPTH: usize, const DROPPED: usize = 0> {
     wte: Param<Tensor<2>>,
     wpe: Param<Tensor<2>>,
     blocks: Vec<Block>,
     ln_f: LayerNorm,
 }
 
-impl<const DEPTH: usize> Net for Gpt<DEPTH> {
+impl<const DEPTH: usize, const DROPPED: usize> Net for Gpt<DEPTH, DROPPED> {
     fn build(device: &Device) -> Self {
         let table = |rows| Param::from_tensor(Tensor::zeros([rows, WIDTH], device));
         filled(Self {
@@ -164,9 +164,10 @@ impl<const DEPTH: usize> Net for Gpt<DEPTH> {
         let (ids, targets) = (ids(), ids());
         let places =
             Tensor::<2, Int>::from_data(TensorData::new((0..LENGTH as i32).collect::<Vec<_>>(), [1, LENGTH]), device);
-        let mut x = embedding(&self.wte, ids) + embedding(&self.wpe, places);
+        let dropped = DROPPED as f64 / 100.0;
+        let mut x = dropout(embedding(&self.wte, ids) + embedding(&self.wpe, places), dropped);
         for block in &self.blocks {
-            x = block.forward(x);
+            x = block.forward(x, dropped);
         }
         let logits = tied_head(self.ln_f.forward(x), &self.wte);
         let likelihoods = log_softmax(logits.reshape([ROWS * LENGTH, VOCABULARY]), 1);

@@ -45,26 +45,35 @@ pub fn be_a_rank(body: impl FnOnce(&Ranks, Stage) -> Result<Told, Error> + Send)
     }
 }
 
-/// The [`bits`] of what ranks have told.
+/// The [`bits`] of what ranks have told that meet over sockets.
 pub fn train_processes(world: usize, stage: Stage) -> String {
-    let folder = tempfile::tempdir().unwrap();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let start = |rank: usize| {
-        Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "rank", "--nocapture", "--test-threads", "1"])
-            .env(FOLDER, folder.path())
-            .env(STAGE, stage.to_string())
-            .envs(
-                [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)]
-                    .map(|(name, number)| (name, number.to_string())),
-            )
-            .envs([("MASTER_ADDR", "localhost"), ("MASTER_PORT", &port.to_string())])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap()
+    let rank = |rank: usize| {
+        let numbers = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", world)];
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.envs(numbers.map(|(name, number)| (name, number.to_string())));
+        command.envs([("MASTER_ADDR", "localhost"), ("MASTER_PORT", &port.to_string())]);
+        command
     };
-    let mut children: Vec<_> = (0..world).map(start).collect();
+    told((0..world).map(rank).collect(), world, stage)
+}
+
+/// As [`train_processes`], of ranks that mpirun starts.
+pub fn train_under_mpirun(world: usize, stage: Stage) -> String {
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &world.to_string()]);
+    command.arg(std::env::current_exe().unwrap());
+    told(vec![command], world, stage)
+}
+
+fn told(commands: Vec<Command>, world: usize, stage: Stage) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let start = |mut command: Command| {
+        command.args(["--exact", "rank", "--nocapture", "--test-threads", "1"]);
+        command.env(FOLDER, folder.path()).env(STAGE, stage.to_string());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap()
+    };
+    let mut children: Vec<_> = commands.into_iter().map(start).collect();
     let end = Instant::now() + Duration::from_secs(120);
     let mut ended = 0;
     while ended < children.len() && Instant::now() < end {
