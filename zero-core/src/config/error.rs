@@ -1,0 +1,94 @@
+//! What settings cannot be.
+
+use crate::{Axes, Stage};
+
+/// A setting that cannot work.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ConfigError {
+    /// Axes that are not those of so many ranks.
+    #[error(
+        "axes are {got}, but there are {world} ranks: expected one axis \"data\", others with names of their own of letters, digits \
+         and _, and numbers of ranks whose product is {world}"
+    )]
+    Axes {
+        /// The axes given.
+        got: Axes,
+        /// Number of ranks.
+        world: usize,
+    },
+    /// Ranks that cannot form groups of this size.
+    #[error(
+        "shard_size is {got}, but there are {world} ranks: expected a number that divides them, or none for one group of all"
+    )]
+    Mesh {
+        /// The size given.
+        got: usize,
+        /// Number of ranks.
+        world: usize,
+    },
+    /// A second cut of parameters that ranks cannot hold.
+    #[error(
+        "secondary_shard_size is {got} with {world} ranks: expected a number that divides them, at stage 3 and without \
+         shard_size, which has gathers within groups by itself"
+    )]
+    SecondaryShards {
+        /// The size given.
+        got: usize,
+        /// Number of ranks.
+        world: usize,
+    },
+    /// Weights that are quantised where they are not gathered for each use.
+    #[error(
+        "quantized_weights or quantized_nontrainable_weights is given at {stage}: only at stage 3 are parameters gathered where they are used; leave it out, or \
+         choose stage 3"
+    )]
+    QuantizedWeights {
+        /// The stage.
+        stage: Stage,
+    },
+    /// Error feedback that does nothing.
+    #[error(
+        "error_feedback has err_beta {err_beta} and reset_interval {reset_interval}: expected err_beta from 0 to less than 1, \
+         reset_interval of at least 1, and quantized_gradients, whose errors it feeds back"
+    )]
+    ErrorFeedback {
+        /// The factor given.
+        err_beta: f32,
+        /// The interval given.
+        reset_interval: usize,
+    },
+    /// Gathers of all ranks together beside what does not go by NCCL.
+    #[error(
+        "gathers are to be collective, which they can only be within the groups that hold parameters, and beside gradients as they \
+         are: leave out that, or secondary_shard_size and quantized_gradients"
+    )]
+    CollectiveGathers,
+    /// A gradient bucket that does not hold one element for each rank.
+    #[error("reduce_bucket_size is {got}, but {world} ranks need at least {world} elements: raise reduce_bucket_size")]
+    Bucket {
+        /// The size given.
+        got: usize,
+        /// Number of ranks.
+        world: usize,
+    },
+    /// A factor that gradients cannot be divided by.
+    #[error("gradient_predivide_factor is {got}: expected a number above 0, 1 for no division before the addition")]
+    Predivide {
+        /// The factor given.
+        got: f32,
+    },
+    /// State in bf16 on a device, whose kernels have it in fp32.
+    #[error(
+        "bf16_optimizer_states is set, but a device updates its state in fp32: offload the optimizer's state, so that the processor \
+         updates it, or leave it out"
+    )]
+    StatesOnDevice,
+    /// State cannot be kept where it is asked to be.
+    #[error("offload.{key}: {expected}")]
+    Offload {
+        /// The setting.
+        key: &'static str,
+        /// What is expected.
+        expected: &'static str,
+    },
+}
