@@ -58,9 +58,13 @@ impl<T, M> Burn022<T, M> {
     }
 }
 
-fn refused(what: impl core::fmt::Display) -> TrainError {
-    TrainError::Run(format!("{what}: the front for Burn 0.22 has no such thing; leave it out, or train on Burn 0.21"))
+fn refused(key: &'static str, got: impl ToString) -> TrainError {
+    let expected = "the front for Burn 0.22 has no such thing; leave it out, or train on Burn 0.21".into();
+    EngineError::Setting { key, got: got.to_string(), expected }.into()
 }
+
+/// In place of a value.
+const ASKED: &str = "asked for";
 
 /// What this front makes of the settings, and which of them it does not heed.
 fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
@@ -74,20 +78,20 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
         ("optimizer state in bf16", !zero.bf16_optimizer_states),
         ("a check of replicas", zero.check_replicas == 0),
         ("activation checkpointing", zero.checkpointed_blocks == 0),
-        ("offloaded state", !zero.offload.uses(config::Tier::Disk) && !zero.offload.uses(config::Tier::Host)),
+        ("offload of state", !zero.offload.uses(config::Tier::Disk) && !zero.offload.uses(config::Tier::Host)),
         ("collective gathers", zero.gathers != Gathers::Collective),
     ];
     if let Some((what, _)) = wanted.iter().find(|(_, is_so)| !is_so) {
-        return Err(refused(what));
+        return Err(refused(what, ASKED));
     }
     let param_dtype = match zero.param_dtype {
         config::Float::F32 => Float::F32,
         config::Float::Bf16 => Float::Bf16,
-        config::Float::F16 => return Err(refused("fp16")),
+        config::Float::F16 => return Err(refused("the precision", "fp16")),
     };
     let sent_as = |dtype: Option<config::Float>| dtype.is_none_or(|dtype| dtype == zero.param_dtype);
     if !sent_as(zero.communication_dtype) {
-        return Err(refused("a type of their own for gradients on the wire (communication_data_type)"));
+        return Err(refused("a type of their own for gradients on the wire (communication_data_type)", ASKED));
     }
     let unheeded = [
         ("overlap_comm", zero.overlap_comm != like.overlap_comm),
@@ -112,20 +116,20 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
 /// What an update cannot be made of.
 fn check_steps(run: &Run<'_>, plan: &ZeroPlan) -> Result<()> {
     if run.saves_beside {
-        return Err(refused("--save-async"));
+        return Err(refused("--save-async", ASKED));
     }
     if run.engine.sync_each_batch == Some(false) {
-        return Err(refused("sync_each_batch false"));
+        return Err(refused("sync_each_batch", false));
     }
     if run.engine.exclude_frozen_parameters {
-        return Err(refused("LoRA"));
+        return Err(refused("LoRA", ASKED));
     }
     if run.engine.schedule.momentum(0).is_some() {
-        return Err(refused("a schedule of momenta (cycle_momentum)"));
+        return Err(refused("a schedule of momenta (cycle_momentum)", ASKED));
     }
     match plan.rule() {
         zero_kernels::Rule::AdamW { .. } | zero_kernels::Rule::Lamb { .. } => Ok(()),
-        rule => Err(refused(format!("optimizer {}", rule.name()))),
+        rule => Err(refused("the optimizer", rule.name())),
     }
 }
 
@@ -133,13 +137,14 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
     fn has(&self, backend: BackendChoice) -> Result<()> {
         match backend {
             BackendChoice::Cpu => Ok(()),
-            _ => Err(refused("a trainer on devices")),
+            _ => Err(refused("a trainer on devices", ASKED)),
         }
     }
 
     fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
-        let unknown = "the task does not say what it takes (Task::profile), and nothing counts it on Burn 0.22";
-        task.profile(micro_batch).ok_or_else(|| TrainError::Run(unknown.into()))
+        let expected = "nothing counts on Burn 0.22 what a model takes: say it";
+        let unknown = || EngineError::Setting { key: "Task::profile", got: "none".into(), expected: expected.into() };
+        Ok(task.profile(micro_batch).ok_or_else(unknown)?)
     }
 
     fn check(&self, run: &Run<'_>) -> Result<Vec<String>> {

@@ -33,6 +33,7 @@ use crate::metrics::RankMetrics;
 pub struct Burn021;
 
 type Trained<I> = Autodiff<Zero<I>>;
+type Engine<I, T> = ZeroEngine<Trained<I>, <T as Task>::Model<Trained<I>>, Fused<Trained<I>>>;
 type Device<I> = ZeroDevice<<I as BackendTypes>::Device>;
 
 impl<T: AnyTask> Front<T> for Burn021 {
@@ -99,7 +100,7 @@ fn device_failure() -> Option<TrainError> {
 /// An engine, with what it is trained on.
 struct OnRank<'a, I: FusedBackend, T: TaskOn<I>> {
     task: &'a T,
-    engine: ZeroEngine<Trained<I>, <T as Task>::Model<Trained<I>>, Fused<Trained<I>>>,
+    engine: Engine<I, T>,
     device: Device<I>,
     run: &'a Run<'a>,
 }
