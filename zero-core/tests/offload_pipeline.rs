@@ -55,6 +55,8 @@ struct Fill<'a> {
     regions: &'a [Region],
     computed: usize,
     written: Vec<(usize, usize)>,
+    /// What needs no disk and is yet to be done.
+    others: usize,
 }
 
 impl Work<DiskError> for Fill<'_> {
@@ -62,6 +64,12 @@ impl Work<DiskError> for Fill<'_> {
         buffers[0].view_mut::<f32>().fill(index as f32);
         self.computed += 1;
         Ok(())
+    }
+
+    fn meanwhile(&mut self) -> Result<bool, DiskError> {
+        let left = self.others > 0;
+        self.others -= usize::from(left);
+        Ok(left)
     }
 
     fn written(&mut self, index: usize) {
@@ -78,12 +86,18 @@ fn what_is_written_is_told_in_order_while_the_rest_goes_on() {
             let (pool, look) = (pool(3, ELEMS * 4), pool(1, ELEMS * 4));
             let regions = regions(&setup.file, 20);
             let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Write)])).collect();
-            let mut work = Fill { file: &setup.file, look: &look, regions: &regions, computed: 0, written: Vec::new() };
+            let (computed, written, others) = (0, Vec::new(), 9);
+            let mut work = Fill { file: &setup.file, look: &look, regions: &regions, computed, written, others };
             pipeline_with(&setup.file, &pool, &items, &options, &mut work).unwrap();
             let indices: Vec<usize> = work.written.iter().map(|(index, _)| *index).collect();
             assert_eq!(indices, (0..20).collect::<Vec<_>>(), "{way}");
             // Three buffers: when the fourth item is computed, the first has been written.
             assert!(work.written.iter().all(|(index, computed)| *computed <= index + 3), "{way}: {:?}", work.written);
+            assert_eq!(work.others, 0, "{way}");
+            let (computed, written, others) = (0, Vec::new(), 2);
+            let mut work = Fill { file: &setup.file, look: &look, regions: &regions, computed, written, others };
+            pipeline_with(&setup.file, &pool, &[], &options, &mut work).unwrap();
+            assert_eq!(work.others, 0, "without items, {way}");
         }
     }
 }

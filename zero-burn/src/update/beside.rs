@@ -1,6 +1,6 @@
 //! Updates of what is not kept with the backend, on the processor. What lies on a disk: all parameters of a step in one pipeline
 //! that reads, computes and writes back stretches of their arrays beside one another, in a few buffers of constant size. What
-//! lies in the host's memory: one after another, in place.
+//! lies in the host's memory: one after another, in place, while the disk is waited for.
 //!
 //! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its parameter's last
 //! stretch is there, computed if the cell is the parameter in memory and written otherwise: who reads it earlier waits. Updates are
@@ -8,6 +8,7 @@
 //!
 //! A first pass of two runs in the same way on the rank's own thread: the step waits for what it gives.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -30,6 +31,7 @@ use crate::worker::Worker;
 const GRAIN: usize = 8 << 10;
 
 /// Stretches of all jobs, in order.
+#[derive(Default)]
 struct Layout {
     items: Vec<Item>,
     /// Of each item, the job and the elements.
@@ -42,7 +44,7 @@ impl Layout {
     fn new<B: Backend>(disk: &SwapDisk, jobs: &[Job<B>]) -> Self {
         let most = disk.settings.sub_group_size.min(disk.pool.buffer_bytes() / 4) / GRAIN * GRAIN;
         let stretch = most.max(GRAIN);
-        let mut layout = Self { items: Vec::new(), places: Vec::new(), ends: Vec::with_capacity(jobs.len()) };
+        let mut layout = Self::default();
         for (job_index, job) in jobs.iter().enumerate() {
             let arrays = job.arrays();
             let mut regions: Vec<_> = arrays
@@ -85,6 +87,9 @@ impl From<DiskError> for Failure {
 /// Jobs under way. One that has ended gives its cells what they wait for.
 struct Running<'a, B: Backend> {
     layout: &'a Layout,
+    /// Those whose arrays are all in memory, and those of them that another pass follows.
+    in_memory: VecDeque<Job<B>>,
+    halfway: Vec<Job<B>>,
     jobs: Vec<Option<Job<B>>>,
     /// Jobs that have ended.
     ended: usize,
@@ -117,20 +122,17 @@ impl<B: Backend> Work<Failure> for Running<'_, B> {
         Ok(())
     }
 
+    fn meanwhile(&mut self) -> Result<bool, Failure> {
+        let Some(job) = self.in_memory.pop_front() else { return Ok(false) };
+        self.rank.window.check(&"an update in the host's memory").map_err(Failure::Comm)?;
+        let _span = tracing::trace_span!("update in host memory", elements = job.elements).entered();
+        self.halfway.extend(job.run());
+        Ok(true)
+    }
+
     fn written(&mut self, index: usize) {
         self.settle_up_to(index + 1);
     }
-}
-
-/// Runs updates whose arrays are all in memory.
-fn run_in_memory<B: Backend>(jobs: Vec<Job<B>>, rank: &Rank<B>) -> Result<Vec<Job<B>>, Failure> {
-    let mut halfway = Vec::new();
-    for job in jobs {
-        rank.window.check(&"an update in the host's memory").map_err(Failure::Comm)?;
-        let _span = tracing::trace_span!("update in host memory", elements = job.elements).entered();
-        halfway.extend(job.run());
-    }
-    Ok(halfway)
 }
 
 /// Runs a pass of each update; gives those that another follows.
@@ -138,13 +140,19 @@ pub(crate) fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Re
     let cells: Vec<_> = jobs.iter().flat_map(|job| job.cells.iter().cloned()).collect();
     let result = catch_unwind(AssertUnwindSafe(|| {
         let (in_memory, jobs): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_in_memory);
-        let mut halfway = run_in_memory(in_memory, rank)?;
-        let Some(disk) = rank.disk.as_deref().filter(|_| !jobs.is_empty()) else { return Ok(halfway) };
-        let layout = Layout::new(disk, &jobs);
-        let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
-        let mut running =
-            Running { layout: &layout, jobs: jobs.into_iter().map(Some).collect(), ended: 0, rank: rank.clone() };
-        pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running)?;
+        let (in_memory, halfway) = (in_memory.into(), Vec::new());
+        let disk = rank.disk.as_deref().filter(|_| !jobs.is_empty());
+        let layout = disk.map_or_else(Layout::default, |disk| Layout::new(disk, &jobs));
+        let jobs = jobs.into_iter().map(Some).collect();
+        let mut running = Running { layout: &layout, in_memory, halfway, jobs, ended: 0, rank: rank.clone() };
+        match disk {
+            None => while running.meanwhile()? {},
+            Some(disk) => {
+                let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
+                pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running)?;
+            }
+        }
+        let mut halfway = running.halfway;
         // Those without elements have no items, and others waited for the buffers.
         halfway.extend(running.jobs.into_iter().flatten().filter_map(Job::end));
         Ok(halfway)

@@ -83,6 +83,15 @@ pub trait Work<E> {
     /// Whatever ends the pipeline.
     fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), E>;
 
+    /// Does a part of what needs no disk, while the disk is waited for; `false` if nothing of it is left. It is called until then.
+    ///
+    /// # Errors
+    ///
+    /// Whatever ends the pipeline.
+    fn meanwhile(&mut self) -> Result<bool, E> {
+        Ok(false)
+    }
+
     /// Item `index`, and all before it, is on the disk as far as the kernel knows.
     fn written(&mut self, _index: usize) {}
 }
@@ -129,10 +138,14 @@ pub fn pipeline_with<E: From<DiskError>>(
         Flow { file, pool, items, options, next: 0, ahead, behind, written, report: PipelineReport::default() };
     let start = Instant::now();
     for (index, item) in items.iter().enumerate() {
-        run.read_ahead(index)?;
+        run.read_ahead(index, false)?;
+        while !run.is_read() && work.meanwhile()? {
+            run.read_ahead(index, false)?;
+        }
+        run.read_ahead(index, true)?;
         let mut buffers = run.finish_reads()?;
         // While this one is computed on, buffers that have come free meanwhile can be filled.
-        run.read_ahead(index)?;
+        run.read_ahead(index, true)?;
         while let Some(written) = run.written.pop_front() {
             work.written(written);
         }
@@ -141,6 +154,7 @@ pub fn pipeline_with<E: From<DiskError>>(
         run.report.computing += begin.elapsed();
         run.write_behind(index, item, buffers)?;
     }
+    while work.meanwhile()? {}
     loop {
         while let Some(written) = run.written.pop_front() {
             work.written(written);
@@ -176,8 +190,9 @@ enum Loading {
 }
 
 impl Flow<'_> {
-    /// Submits the reads of `current`, if they have not been, and of as many items after it as there are buffers for.
-    fn read_ahead(&mut self, current: usize) -> Result<(), DiskError> {
+    /// Submits the reads of `current`, if they have not been, and of as many items after it as there are buffers for. Those of `current`
+    /// are waited for if it `waits`.
+    fn read_ahead(&mut self, current: usize, waits: bool) -> Result<(), DiskError> {
         while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(Ticket::is_done)) {
             self.finish_oldest_write()?;
         }
@@ -187,7 +202,7 @@ impl Flow<'_> {
             let buffers = if self.must_wait(index, current) { None } else { self.pool.try_take_many(parts.len()) };
             let buffers = match buffers {
                 Some(buffers) => buffers,
-                None if index > current => break,
+                None if index > current || !waits => break,
                 None if self.finish_oldest_write()? => continue,
                 // Others have them.
                 None => {
@@ -221,6 +236,12 @@ impl Flow<'_> {
         earlier
             .flat_map(|earlier| &self.items[earlier].parts)
             .any(|written| written.access != Access::Read && parts().any(|part| part.region.overlaps(&written.region)))
+    }
+
+    /// Whether [`Flow::finish_reads`] would return at once.
+    fn is_read(&self) -> bool {
+        let is_done = |part: &Loading| !matches!(part, Loading::Reading(ticket) if !ticket.is_done());
+        self.ahead.front().is_some_and(|parts| parts.iter().all(is_done))
     }
 
     /// Waits for the reads of the item that comes next.
