@@ -8,13 +8,15 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn_backend::{Backend, TensorData};
+use burn_backend::{Backend, Element, TensorData};
 use burn_std::{DType, Shape};
+use half::{bf16, f16};
 use zero_core::offload::{
     BufferPool, DiskError, PoolOptions, Region, SwapBuffer, SwapDir, SwapFile, SwapFileOptions, Ticket,
 };
 
 use zero_ops::Shared;
+use zero_ops::cpu::buffer_of;
 
 use crate::config::Disk;
 use crate::mover::{For, Mover};
@@ -203,7 +205,7 @@ impl Drop for OnDisk {
     }
 }
 
-/// `elements` numbers of type `dtype`, filled by `fill`, for `mover` to move.
+/// `elements` numbers of type `dtype`, all of them written by `fill` (or by who comes next: nothing is cleared for them), for `mover` to move.
 pub(crate) fn filled(
     mover: &Mover,
     elements: usize,
@@ -216,12 +218,19 @@ pub(crate) fn filled(
         data.shape = shape.into();
         return data;
     }
+    fn of<E: Element + bytemuck::Pod>(
+        mut values: Vec<E>,
+        shape: impl Into<Shape>,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> TensorData {
+        fill(bytemuck::cast_slice_mut(&mut values));
+        TensorData::new(values, shape)
+    }
     match dtype {
-        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => {
-            let mut data = TensorData::full_dtype(shape, 0.0_f32, dtype);
-            fill(&mut data.bytes);
-            data
-        }
+        DType::F32 => of(buffer_of::<f32>(elements), shape, fill),
+        DType::F64 => of(vec![0f64; elements], shape, fill),
+        DType::F16 => of(buffer_of::<f16>(elements), shape, fill),
+        DType::BF16 => of(buffer_of::<bf16>(elements), shape, fill),
         other => stop(format!("a shard of type {other:?} cannot be kept on a disk: expected floats")),
     }
 }

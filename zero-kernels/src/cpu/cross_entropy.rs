@@ -5,13 +5,14 @@
 
 use half::bf16;
 
-use super::check_rows;
 use super::half::Half;
+use super::linear::multiply_rows;
 use super::math::exp;
 use super::parallel::{gemm_threads, spread};
-use super::product::{Matrix, Write, multiply};
+use super::product::{Matrix, Write};
 use super::product_bf16::{self, MatrixBf16, Out};
 use super::reduce::{largest, replace_and_sum, sum_over};
+use super::{buffer, check_rows};
 
 /// Rows that a chunk has at least: each reads the weights twice and their gradient once more.
 const LEAST_ROWS: usize = 64;
@@ -72,7 +73,7 @@ impl Operand for f32 {
     const CHUNK: usize = 8 << 20;
 
     fn product(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
-        multiply(out, write, a, b, 1.0, gemm_threads());
+        multiply_rows(out, write, a, b);
     }
 
     fn round(_: &mut [f32]) {}
@@ -145,7 +146,7 @@ fn by_chunks<T: Operand>(
     // Equal chunks rather than a small last one, which the products would be slow for.
     let chunks = n.div_ceil(rows);
     let rows = n.div_ceil(chunks);
-    let mut logits = vec![0f32; rows * v];
+    let mut logits = buffer(rows * v);
     let mut losses = vec![0f32; n];
     let w = Matrix::new(w, v, d);
     let share = grads.is_some().then_some(1.0 / count as f32);

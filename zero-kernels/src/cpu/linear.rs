@@ -2,12 +2,10 @@
 //!
 //! gemm adds to what its destination holds, so bias and residual are what the result begins with.
 
-use std::cell::Cell;
-
-use super::check_rows;
 use super::parallel::{BLOCK, gemm_threads, rows_of_task, spread};
 use super::product::{Matrix, Write, multiply};
 use super::reduce::{add, add_partials};
+use super::{buffer, check_rows};
 
 /// `x * w + bias + residual`.
 ///
@@ -89,17 +87,12 @@ pub fn backward_bias(g: &[f32], db: &mut [f32]) {
     add_partials(&partials, db);
 }
 
-thread_local! {
-    /// The buffer of [`multiply_turned`], taken out while in use: its thread may run another task meanwhile.
-    static TURNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-}
-
 /// `a * b` into `out`, by way of its transpose where that is faster: with the same bits, as gemm parts the depth by its length alone.
 ///
 /// gemm copies the right matrix of a row-major result, across its columns. Where those are what is contiguous, that takes as long as half of the
 /// product with a hundred rows of `a`. Of the transposed product it copies the other matrix, and this one it reads as it lies. With more rows that
 /// gains where columns are a multiple of a page apart: what is read together shares a few sets of the cache then.
-fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
+pub(super) fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     let (n, k, m) = (a.rows(), a.columns(), b.columns());
     if n == 1 && a.column_stride == 1 && [b.row_stride, b.column_stride].contains(&1) {
         multiply_row(out, write, &a.data[..k], b);
@@ -116,17 +109,12 @@ fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
 /// [`multiply`] by way of the transpose.
 fn multiply_turned(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     let (n, m) = (a.rows(), b.columns());
-    let mut turned = TURNED.take();
-    if turned.len() < n * m {
-        turned.resize(n * m, 0.0);
-    }
-    let there = &mut turned[..n * m];
+    let mut turned = buffer(n * m);
     if write == Write::Add {
-        turn_rows(out, n, m, there);
+        turn_rows(out, n, m, &mut turned);
     }
-    multiply(there, write, b.transposed(), a.transposed(), 1.0, gemm_threads());
-    turn_rows(there, m, n, out);
-    TURNED.set(turned);
+    multiply(&mut turned, write, b.transposed(), a.transposed(), 1.0, gemm_threads());
+    turn_rows(&turned, m, n, out);
 }
 
 /// The transpose of `from`, `[n, m]`, into `out`.
