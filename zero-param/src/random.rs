@@ -49,18 +49,17 @@ thread_local! {
     static PASS: RefCell<Option<Arc<Draws>>> = const { RefCell::new(None) };
 }
 
-/// A pass on this thread, until it is dropped.
-pub(crate) struct During(());
+/// A pass on this thread, until it is dropped; with the one that it is within.
+pub(crate) struct During(Option<Arc<Draws>>);
 
 /// Begins a pass that draws from `draws`.
 pub(crate) fn during(draws: &Arc<Draws>) -> During {
-    PASS.set(Some(draws.clone()));
-    During(())
+    During(PASS.replace(Some(draws.clone())))
 }
 
 impl Drop for During {
     fn drop(&mut self) {
-        PASS.set(None);
+        PASS.set(self.0.take());
     }
 }
 

@@ -4,7 +4,7 @@
 //! * In: what makes a model and what its loss is ([`Burn022`]), a task of `zero-train` that knows data and sizes, its options. Out: what
 //!   `zero train` writes.
 //! * A configuration may ask for what this front has not: that is an error that names it, before anything is trained. What has no
-//!   effect here and changes no number is a warning.
+//!   effect here is a warning.
 //! * Memory: between micro-batches a rank holds its pieces of the gradients' sum.
 
 use std::collections::BTreeMap;
@@ -98,7 +98,10 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
         ("stage3_max_live_parameters", zero.max_live_parameters != like.max_live_parameters),
         ("stage3_max_reuse_distance", zero.max_reuse_distance != like.max_reuse_distance),
         ("gradient_predivide_factor", zero.gradient_predivide_factor != like.gradient_predivide_factor),
-        ("a type for sums of gradients", zero.gradient_dtype.is_some_and(|dtype| dtype != config::Float::F32)),
+        (
+            "a type of sums of gradients other than fp32",
+            zero.gradient_dtype.unwrap_or(zero.param_dtype) != config::Float::F32,
+        ),
     ];
     let unheeded = unheeded.iter().filter(|(_, is_given)| *is_given);
     let unheeded = unheeded.map(|(what, _)| format!("{what} has no effect on the front for Burn 0.22")).collect();

@@ -207,10 +207,7 @@ fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B>
             // A copy in 16 bit is written over from its master: there is no need to wait for its values.
             let numel = piece.shape().num_elements();
             Array::Memory(match is_copy {
-                // One element may be filler, which no update writes.
-                true => filled(&rank.mover, numel, dtype, [numel], |bytes| {
-                    bytes.iter_mut().take(dtype.size()).for_each(|byte| *byte = 0)
-                }),
+                true => filled(&rank.mover, numel, dtype, [numel], |_| {}),
                 false => narrow_or_f32(flat(read::<B>(piece))),
             })
         }

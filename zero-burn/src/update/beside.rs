@@ -1,6 +1,6 @@
 //! Updates of what is not kept with the backend, on the processor. What lies on a disk: all parameters of a step in one pipeline
 //! that reads, computes and writes back stretches of their arrays beside one another, in a few buffers of constant size. What
-//! lies in the host's memory: one after another, in place, while the disk is waited for.
+//! lies in the host's memory: one after another, in place, between those stretches and while the disk is waited for.
 //!
 //! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its parameter's last
 //! stretch is there, computed if the cell is the parameter in memory and written otherwise: who reads it earlier waits. Updates are

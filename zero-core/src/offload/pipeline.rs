@@ -83,7 +83,8 @@ pub trait Work<E> {
     /// Whatever ends the pipeline.
     fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), E>;
 
-    /// Does a part of what needs no disk, while the disk is waited for; `false` if nothing of it is left. It is called until then.
+    /// Does a part of what needs no disk; `false` if nothing of it is left. It is called once before each item at least, as often as there
+    /// is time while the disk is waited for, and until nothing is left.
     ///
     /// # Errors
     ///
@@ -139,30 +140,32 @@ pub fn pipeline_with<E: From<DiskError>>(
     let start = Instant::now();
     for (index, item) in items.iter().enumerate() {
         run.read_ahead(index, false)?;
-        while !run.is_read() && work.meanwhile()? {
+        loop {
+            let is_more = work.meanwhile()?;
             run.read_ahead(index, false)?;
+            run.tell(work);
+            if !is_more || run.is_read() {
+                break;
+            }
         }
         run.read_ahead(index, true)?;
         let mut buffers = run.finish_reads()?;
         // While this one is computed on, buffers that have come free meanwhile can be filled.
         run.read_ahead(index, true)?;
-        while let Some(written) = run.written.pop_front() {
-            work.written(written);
-        }
+        run.tell(work);
         let begin = Instant::now();
         work.compute(index, &mut buffers)?;
         run.report.computing += begin.elapsed();
         run.write_behind(index, item, buffers)?;
     }
-    while work.meanwhile()? {}
-    loop {
-        while let Some(written) = run.written.pop_front() {
-            work.written(written);
-        }
-        if !run.finish_oldest_write()? {
-            break;
-        }
+    while work.meanwhile()? {
+        run.finish_done_writes()?;
+        run.tell(work);
     }
+    while run.finish_oldest_write()? {
+        run.tell(work);
+    }
+    run.tell(work);
     run.report.elapsed = start.elapsed();
     Ok(run.report)
 }
@@ -193,9 +196,7 @@ impl Flow<'_> {
     /// Submits the reads of `current`, if they have not been, and of as many items after it as there are buffers for. Those of `current`
     /// are waited for if it `waits`.
     fn read_ahead(&mut self, current: usize, waits: bool) -> Result<(), DiskError> {
-        while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(Ticket::is_done)) {
-            self.finish_oldest_write()?;
-        }
+        self.finish_done_writes()?;
         while self.next < self.items.len() && (self.next <= current || self.options.pipeline_read) {
             let (items, index) = (self.items, self.next);
             let parts = &items[index].parts;
@@ -270,6 +271,19 @@ impl Flow<'_> {
             while self.finish_oldest_write()? {}
         }
         Ok(())
+    }
+
+    /// Takes the buffers of writes that have ended.
+    fn finish_done_writes(&mut self) -> Result<(), DiskError> {
+        while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(Ticket::is_done)) {
+            self.finish_oldest_write()?;
+        }
+        Ok(())
+    }
+
+    /// Tells what has been written since.
+    fn tell<E>(&mut self, work: &mut impl Work<E>) {
+        self.written.drain(..).for_each(|written| work.written(written));
     }
 
     /// Waits for the writes of the oldest item; false if there are none.
