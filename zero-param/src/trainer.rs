@@ -21,7 +21,6 @@ use zero_core::config::{self, Gathers};
 use zero_core::{Buffer, Collective};
 use zero_models::hf_export::{ExportOptions, export};
 use zero_models::{ModelConfig, ModuleConfig};
-use zero_train::config::ZeroPlan;
 use zero_train::metrics::RankMetrics;
 use zero_train::step::{EngineError, Step, Times, Update, told_not_finite};
 use zero_train::trainer::{BackendChoice, Front, Measured, Profile, Rows, Run, Task, Trainee};
@@ -117,7 +116,7 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
 }
 
 /// What an update cannot be made of.
-fn check_steps(run: &Run<'_>, plan: &ZeroPlan) -> Result<()> {
+fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.saves_beside {
         return Err(refused("--save-async", ASKED));
     }
@@ -130,7 +129,7 @@ fn check_steps(run: &Run<'_>, plan: &ZeroPlan) -> Result<()> {
     if run.engine.schedule.momentum(0).is_some() {
         return Err(refused("a schedule of momenta (cycle_momentum)", ASKED));
     }
-    match plan.rule() {
+    match run.plan.rule() {
         zero_kernels::Rule::AdamW { .. } | zero_kernels::Rule::Lamb { .. } => Ok(()),
         rule => Err(refused("the optimizer", rule.name())),
     }
@@ -151,7 +150,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
     }
 
     fn check(&self, run: &Run<'_>) -> Result<Vec<String>> {
-        check_steps(run, run.plan)?;
+        check_steps(run)?;
         Ok(settings(run.zero)?.1)
     }
 
