@@ -33,7 +33,7 @@ processes)
   cargo build "${build[@]}" --example gpt2_1_5b
   tests/processes.sh target/devices/examples/gpt2_1_5b vulkan "${ZERO_RANKS:-2}" "${@:2}"
   ;;
-laws) cargo test "${build[@]}" --test laws_vulkan -- --test-threads 1 ;;
+laws) cargo test "${build[@]}" --test laws_device -- --test-threads 1 ;;
 param) cd zero-param && cargo test --features wgpu --test device -- --test-threads 1 --nocapture ;;
 *) echo 'usage: tests/software_device.sh [laws|param|processes [STAGE...]]' >&2; exit 2 ;;
 esac

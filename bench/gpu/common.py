@@ -32,6 +32,8 @@ BACKENDS = ("cuda", "vulkan", "cpu")
 # NVIDIA's data sheet of the H100 SXM, whose arithmetic the H200 shares: dense bf16.
 PEAK_TFLOPS = 989.4
 MIB = 2**20
+# Ends what other threads wait for.
+STOP = threading.Event()
 
 
 class BadInput(Exception):
@@ -53,6 +55,7 @@ def run(main):
         print(f"error: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
+        STOP.set()
         code = 130
     except BrokenPipeError:
         sys.stdout = None
@@ -284,7 +287,7 @@ def watched(command, timeout, look=None, env=None):
             while process.poll() is None:
                 if look:
                     look()
-                if time.monotonic() - begin > timeout:
+                if STOP.is_set() or time.monotonic() - begin > timeout:
                     late = True
                     break
                 time.sleep(0.003)
@@ -367,14 +370,14 @@ def ours(binary, options, timeout, env=None):
 
 
 def between(result, warmup):
-    """Milliseconds from the end of a step to the end of the next, for the steps after `warmup`: by the stamps of the
-    lines where at least half of them were seen, else the steps' own `step_ms`. And which of the two."""
+    """Milliseconds of a step, of those after `warmup`, and how they were found: from the end of one to the end of the last by the
+    stamps of their lines, or the median of the steps' own `step_ms` where too few lines were seen. (A kernel stamps files every few
+    milliseconds, so that a median of differences would be one of few numbers.)"""
     stamps, steps = result["stamps"], result["steps"]
-    seen = [(stamps[i] - stamps[i - 1]) * 1e3 for i in range(max(warmup, 1) + 1, len(steps) + 1)
-            if i in stamps and i - 1 in stamps]
-    if 2 * len(seen) >= len(steps) - warmup:
-        return seen, "between lines"
-    return [step["step_ms"] for step in steps[warmup:]], "own timer"
+    seen = [i for i in stamps if i > warmup]
+    if seen and 2 * (max(seen) - min(seen)) >= len(steps) - warmup > 1:
+        return (stamps[max(seen)] - stamps[min(seen)]) * 1e3 / (max(seen) - min(seen)), "between lines"
+    return statistics.median(step["step_ms"] for step in steps[warmup:]), "own timer"
 
 
 def device_bytes(step, key):

@@ -9,8 +9,8 @@ is in torch_gpt2.py: `autocast` (a) and `master` (b), each also with torch.compi
 block). The ratio that counts has the faster of (a) and (b) below it; a compiled one is told beside it.
 What ours does more: the gradient's norm, the check for overflow, and the loss read by the host, in every step.
 
-Speed: the median step after the warm-up. Ours is the time between two lines of metrics.jsonl, by the kernel's stamps, which
-has everything that a step does and waits for; PyTorch's is that between two events on the GPU (on a CPU, the host's clock).
+Speed: of the steps after the warm-up. Ours is the mean time between lines of metrics.jsonl, by the kernel's stamps, which
+has everything that a step does and waits for; PyTorch's is the median between two events on the GPU (on a CPU, the host's clock).
 A ratio is that of two runs next to each other; which one goes first changes with the round. After the first round only the
 fastest of (a), (b) and the fastest of all go on, unless --all-rounds.
 Memory: `taken` is what the driver says is taken of the GPU, by contexts and libraries too, at most in the run (ours) or at
@@ -93,12 +93,12 @@ def run_ours(args, binary, begin):
     if "error" in result:
         return result
     steps, summary = result.pop("steps"), result.pop("summary")
-    times, how = common.between({"steps": steps, "stamps": result.pop("stamps")}, args.warmup)
-    median, own = statistics.median(times), statistics.median(step["step_ms"] for step in steps[args.warmup:])
+    took, how = common.between({"steps": steps, "stamps": result.pop("stamps")}, args.warmup)
+    own = statistics.median(step["step_ms"] for step in steps[args.warmup:])
     reserved = [common.device_bytes(step, "reserved") for step in steps]
     in_use = [common.device_bytes(step, "in_use") for step in steps]
     result.update(
-        step_ms=median, tokens_per_second=steps[0]["tokens"] / median * 1e3, timed_by=how, own_step_ms=own,
+        step_ms=took, tokens_per_second=steps[0]["tokens"] / took * 1e3, timed_by=how, own_step_ms=own,
         all_step_ms=[step["step_ms"] for step in steps], losses=[step["loss"] for step in steps],
         parameters=summary["parameters"], tokens=steps[0]["tokens"],
         taken_bytes=max((value for value in reserved if value is not None), default=None),

@@ -14,6 +14,7 @@ bounds, failed or was not run; 2 for bad arguments.
 import argparse
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import common
 from common import BACKENDS, PRESETS, BadInput, Record, at_least, listed, markdown
@@ -37,6 +38,7 @@ def parse_arguments():
     parser.add_argument("--bf16-bound", type=float, default=1e-2, help="default: 1e-2")
     parser.add_argument("--timeout", type=at_least(1), default=180, metavar="SECONDS", help="of one run (default: 180)")
     parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="end by then; what was not run fails")
+    parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, all on the one device (default: 1)")
     parser.add_argument("--out", metavar="FILE", help="every run as a JSON line")
     args = parser.parse_args()
     if args.seq > PRESETS[args.model][3]:
@@ -50,12 +52,13 @@ class Runs:
     def __init__(self, args, binary, record):
         self.args, self.binary, self.record = args, binary, record
         self.begin, self.known = time.monotonic(), {}
+        self.pool = ThreadPoolExecutor(args.jobs)
 
-    def losses(self, backend, dtype, stage, ranks):
-        """(losses, None), or (None, why there are none)."""
+    def ask(self, backend, dtype, stage, ranks):
+        """A future of (losses, None), or of (None, why there are none)."""
         key = (backend, dtype, stage, ranks)
         if key not in self.known:
-            self.known[key] = self._make(*key)
+            self.known[key] = self.pool.submit(self._make, *key)
         return self.known[key]
 
     def _make(self, backend, dtype, stage, ranks):
@@ -93,30 +96,27 @@ def main():
     print(f"--backend {args.backend} against --backend cpu: {args.model}, {args.steps} steps, {args.batch} rows of {args.seq} per "
           f"rank, lr {args.lr}\nGPU: {machine['gpu']}\nours {common.commit()} (binary {common.digest(args.ours)})\n")
     rows, worst, failed = [], {}, 0
-    for dtype in args.dtypes:
-        for ranks in args.ranks:
-            for stage in args.stages:
-                case = f"{dtype}, stage {stage}, {ranks} rank{'s' if ranks > 1 else ''}"
-                begin = time.monotonic()
-                reference, why = runs.losses("cpu", "fp32", stage, ranks)
-                why = why and f"the CPU's run: {why}"
-                losses = None
-                if reference:
-                    losses, why = runs.losses(args.backend, dtype, stage, ranks)
-                if not losses:
-                    failed += 1
-                    rows.append([case, "–", "–", "–", f"{bounds[dtype]:g}", f"✗ {why}"])
-                    print(f"{case}: ✗ {why}", flush=True)
-                    continue
-                found = differences(losses, reference)
-                most = max(found)
-                holds = most <= bounds[dtype]
-                failed += not holds
-                rows.append([case, f"{losses[0]:.6f} ({found[0]:.1e})", f"{losses[-1]:.6f} ({found[-1]:.1e})",
-                             f"{most:.1e} in step {found.index(most) + 1}", f"{bounds[dtype]:g}", "✓" if holds else "✗"])
-                print(f"{case}: {most:.1e} {'✓' if holds else '✗'} ({time.monotonic() - begin:.0f} s)", flush=True)
-                if dtype not in worst or most > worst[dtype][0]:
-                    worst[dtype] = (most, case, losses, reference, found)
+    cases = [(dtype, ranks, stage) for dtype in args.dtypes for ranks in args.ranks for stage in args.stages]
+    asked = [(runs.ask("cpu", "fp32", stage, ranks), runs.ask(args.backend, dtype, stage, ranks))
+             for dtype, ranks, stage in cases]
+    for (dtype, ranks, stage), (of_cpu, of_device) in zip(cases, asked):
+        case = f"{dtype}, stage {stage}, {ranks} rank{'s' if ranks > 1 else ''}"
+        (reference, why), (losses, of_its_own) = of_cpu.result(), of_device.result()
+        why = of_its_own or why and f"the CPU's run: {why}"
+        if why:
+            failed += 1
+            rows.append([case, "–", "–", "–", f"{bounds[dtype]:g}", f"✗ {why}"])
+            print(f"{case}: ✗ {why}", flush=True)
+            continue
+        found = differences(losses, reference)
+        most = max(found)
+        holds = most <= bounds[dtype]
+        failed += not holds
+        rows.append([case, f"{losses[0]:.6f} ({found[0]:.1e})", f"{losses[-1]:.6f} ({found[-1]:.1e})",
+                     f"{most:.1e} in step {found.index(most) + 1}", f"{bounds[dtype]:g}", "✓" if holds else "✗"])
+        print(f"{case}: {most:.1e} {'✓' if holds else '✗'}", flush=True)
+        if dtype not in worst or most > worst[dtype][0]:
+            worst[dtype] = (most, case, losses, reference, found)
     print()
     markdown(["run", "first loss (difference)", "last loss", "largest relative difference", "bound", "holds"], rows)
     for _, case, losses, reference, found in worst.values():

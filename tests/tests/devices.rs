@@ -1,14 +1,19 @@
 //! GPT-2 on a device against the same on the processor: losses, bytes between ranks, stages, memory.
 //!
 //! `cargo test -p zero-tests --features vulkan --test devices -- --nocapture` prints the figures. The device is whatever the
-//! Vulkan driver shows; Mesa's lavapipe is one in software.
+//! Vulkan driver shows; Mesa's lavapipe is one in software. With `--features cuda` alone it is an NVIDIA GPU.
+
+#![cfg(any(feature = "vulkan", feature = "cuda"))]
 
 mod common;
 
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
+#[cfg(not(feature = "vulkan"))]
+use burn_cuda::Cuda as Device;
 use burn_flex::Flex;
-use burn_wgpu::Vulkan;
+#[cfg(feature = "vulkan")]
+use burn_wgpu::Vulkan as Device;
 use common::{Run, launch_options};
 use zero_burn::config::{Offload, Tier};
 use zero_burn::launch::launch;
@@ -86,7 +91,7 @@ fn losses_norms_and_bytes_are_those_of_the_processor() {
     for ranks in 1..=3 {
         for stage in Stage::ALL {
             let run = Run { ranks, steps: 8, ..Run::tiny(stage) };
-            let (host, device) = (train::<Flex>(&run), train::<Vulkan>(&run));
+            let (host, device) = (train::<Flex>(&run), train::<Device>(&run));
             let losses = largest_difference(&host.losses, &device.losses);
             let norms = largest_difference(&host.norms, &device.norms);
             println!("{ranks} rank(s), stage {stage}: losses {losses:.1e}, gradient norms {norms:.1e}");
@@ -103,7 +108,7 @@ fn losses_norms_and_bytes_are_those_of_the_processor() {
 fn masks_of_dropout_are_those_of_the_processor() {
     let mut run = Run { ranks: 2, steps: 6, ..Run::tiny(Stage::Parameters) };
     (run.model.attn_pdrop, run.model.resid_pdrop, run.model.embd_pdrop) = (0.3, 0.2, 0.1);
-    let (host, device) = (train::<Flex>(&run), train::<Vulkan>(&run));
+    let (host, device) = (train::<Flex>(&run), train::<Device>(&run));
     let without = train::<Flex>(&Run { ranks: 2, steps: 6, ..Run::tiny(Stage::Parameters) });
     let (losses, effect) =
         (largest_difference(&host.losses, &device.losses), largest_difference(&host.losses, &without.losses));
@@ -118,7 +123,7 @@ fn stages_give_the_same_bits_on_a_device() {
         let mut run = Run { ranks: 2, steps: 6, ..Run::tiny(stage) };
         run.zero.checkpointed_blocks = blocks;
         run.zero.offload = Offload { activations, min_bytes: 1, ..Offload::default() };
-        train::<Vulkan>(&run)
+        train::<Device>(&run)
     };
     let reference = run(Stage::DataParallel, 0, Tier::Memory);
     // The last two with activations that are computed again, of inputs that were in the host's memory.
@@ -141,7 +146,7 @@ fn lamb_beside_adamw_is_the_processors_with_the_same_bits_at_all_stages() {
     let mut bits = None;
     for stage in Stage::ALL {
         let run = Run { ranks: 3, steps: 8, ..Run::tiny(stage) };
-        let (host, device) = (train_by::<Flex>(&run, lamb::<Flex>), train_by::<Vulkan>(&run, lamb::<Vulkan>));
+        let (host, device) = (train_by::<Flex>(&run, lamb::<Flex>), train_by::<Device>(&run, lamb::<Device>));
         let losses = largest_difference(&host.losses, &device.losses);
         println!("LAMB, stage {stage}: losses {losses:.1e}");
         assert!(losses < 1e-4, "stage {stage}: {:?} against {:?}", host.losses, device.losses);
@@ -190,16 +195,16 @@ fn with_an_odd_loss<I: FusedBackend>(odd: Option<usize>, scaled: bool) -> Vec<[f
 /// The host learns after an update whether a device has made it; then it is as if it had not been tried, the first one too.
 #[test]
 fn what_a_device_leaves_out_changes_no_bit() {
-    let plain = with_an_odd_loss::<Vulkan>(None, false);
+    let plain = with_an_odd_loss::<Device>(None, false);
     assert!(plain.iter().any(|[_, norm, clip, _]| *clip < 1.0 && *norm > 0.5), "something is clipped: {plain:?}");
     for odd in [0, 3] {
-        let mut came = with_an_odd_loss::<Vulkan>(Some(odd), false);
+        let mut came = with_an_odd_loss::<Device>(Some(odd), false);
         assert_eq!(came.remove(odd)[0], f64::INFINITY);
         let bits = |all: &[[f64; 4]]| all.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&plain), bits(&came), "a step left out before step {odd}: {plain:?}, {came:?}");
     }
     // With a loss scale, which is halved by it, against the processor.
-    let (device, host) = (with_an_odd_loss::<Vulkan>(Some(2), true), with_an_odd_loss::<Flex>(Some(2), true));
+    let (device, host) = (with_an_odd_loss::<Device>(Some(2), true), with_an_odd_loss::<Flex>(Some(2), true));
     assert_eq!(device[2], [f64::INFINITY, 0.0, 64.0, 32.0]);
     assert_eq!(device[2], host[2]);
     for (step, (device, host)) in device.iter().zip(&host).enumerate().filter(|(step, _)| *step != 2) {
@@ -211,7 +216,7 @@ fn what_a_device_leaves_out_changes_no_bit() {
 #[test]
 fn memory_does_not_grow_from_step_to_step() {
     for stage in Stage::ALL {
-        let came = train::<Vulkan>(&Run { ranks: 2, steps: 50, ..Run::tiny(stage) });
+        let came = train::<Device>(&Run { ranks: 2, steps: 50, ..Run::tiny(stage) });
         println!("stage {stage}: bytes in use {:?}", came.in_use);
         assert_eq!(came.in_use.len(), 50, "the device tells");
         // By the third step all that is kept from step to step is there. Ranks drift apart by a gradient or so.
@@ -226,9 +231,9 @@ fn state_in_the_hosts_memory_leaves_the_device() {
     let offload = |optimizer, parameters| Offload { optimizer, parameters, min_bytes: 1, ..Offload::default() };
     for (stage, parameters) in [(Stage::Gradients, Tier::Memory), (Stage::Parameters, Tier::Host)] {
         let mut run = Run { ranks: 2, steps: 6, ..Run::tiny(stage) };
-        let kept = train::<Vulkan>(&run);
+        let kept = train::<Device>(&run);
         run.zero.offload = offload(Tier::Host, parameters);
-        let moved = train::<Vulkan>(&run);
+        let moved = train::<Device>(&run);
         let losses = largest_difference(&kept.losses, &moved.losses);
         let (before, after) = (kept.in_use.last().unwrap(), moved.in_use.last().unwrap());
         println!("stage {stage}, {parameters:?}: losses {losses:.1e}, {before} bytes on the device, then {after}");
@@ -237,7 +242,7 @@ fn state_in_the_hosts_memory_leaves_the_device() {
         assert!(2 * after < *before, "stage {stage}: {after} bytes in use in place of {before}");
         // A part of it.
         run.zero.offload.ratio = 0.5;
-        let half = train::<Vulkan>(&run);
+        let half = train::<Device>(&run);
         let (losses, between) = (largest_difference(&kept.losses, &half.losses), half.in_use.last().unwrap());
         println!("  half of the optimizer's: losses {losses:.1e}, {between} bytes");
         assert!(losses < 1e-6, "stage {stage}: {:?} against {:?}", kept.losses, half.losses);
@@ -252,7 +257,7 @@ fn quantized_weights_and_a_second_cut_are_those_of_the_processor() {
     run.zero.quantized_weights = Some(Format::Int8);
     for size in [None, Some(2)] {
         run.zero.secondary_shard_size = size;
-        let (host, device) = (train::<Flex>(&run), train::<Vulkan>(&run));
+        let (host, device) = (train::<Flex>(&run), train::<Device>(&run));
         let losses = largest_difference(&host.losses, &device.losses);
         println!("quantised weights, second cut {size:?}: losses {losses:.1e}");
         assert!(losses < 1e-3, "{:?} against {:?}", host.losses, device.losses);

@@ -24,7 +24,12 @@ pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
 }
 
 /// Elements `range` of a draw from `distribution`, in the type `T`.
-fn sample<T>(stream: Stream, range: Range<usize>, distribution: Distribution, from: impl Fn(f64) -> T) -> Vec<T> {
+fn sample<T: Copy + Default + Send>(
+    stream: Stream,
+    range: Range<usize>,
+    distribution: Distribution,
+    from: impl Fn(f64) -> T + Sync,
+) -> Vec<T> {
     // 24 bits, so that an f32 never rounds up to the excluded upper end of [0, 1).
     let unit24 = |i: usize| (stream.bits(i as u64) >> 40) as f64 * (1.0 / (1u64 << 24) as f64);
     let scaled = |low: f64, high: f64| range.clone().map(|i| from(low + (high - low) * unit24(i))).collect::<Vec<T>>();

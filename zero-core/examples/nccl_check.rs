@@ -127,7 +127,8 @@ impl Stream {
     }
 }
 
-fn close(got: &[f64], expected: &[f64], dtype: DType) -> bool {
+/// Where two lists part, in words; nothing if they do not.
+fn apart(got: &[f64], expected: &[f64], dtype: DType) -> String {
     let tolerance = match dtype {
         DType::F64 | DType::U8 => 1e-12,
         DType::F32 => 1e-6,
@@ -135,7 +136,10 @@ fn close(got: &[f64], expected: &[f64], dtype: DType) -> bool {
         DType::Bf16 => 2e-2,
     };
     let near = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * b.abs().max(1.0);
-    got.len() == expected.len() && got.iter().zip(expected).all(near)
+    match got.iter().zip(expected).position(|pair| !near(pair)) {
+        Some(at) => format!(": element {at} of {} is {}, expected {}", got.len(), got[at], expected[at]),
+        None => String::new(),
+    }
 }
 
 /// Prints on rank 0, and keeps whether all has been well.
@@ -193,9 +197,12 @@ fn results(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
             // SAFETY: as above.
             unsafe { comm.submit(&requests, Compute::Context, "") }?.wait()?;
             let expected = reduced(world, len * world, op);
-            let good = close(&part.read()?, &expected[rank * len..(rank + 1) * len], dtype)
-                && close(&whole.read()?, &reduced(world, len, op), dtype);
-            report.line(comm, &name("reduce_scatter, all_reduce"), good, &format!("{op:?}, one launch"))?;
+            let differences = [
+                apart(&part.read()?, &expected[rank * len..(rank + 1) * len], dtype),
+                apart(&whole.read()?, &reduced(world, len, op), dtype),
+            ];
+            let detail = format!("{op:?}, one launch{}", differences.concat());
+            report.line(comm, &name("reduce_scatter, all_reduce"), differences.concat().is_empty(), &detail)?;
         }
     }
     Ok(())

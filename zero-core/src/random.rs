@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 /// What the generator's state grows by, which numbers draws that are addressed by position.
 pub const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -97,28 +99,51 @@ impl Stream {
         Self::new(&words.collect::<Vec<_>>())
     }
 
-    /// Numbers `range` of a draw from a normal distribution.
-    pub fn normals<T>(self, range: Range<usize>, mean: f64, std: f64, from: impl Fn(f64) -> T) -> Vec<T> {
-        let mut out = Vec::with_capacity(range.len());
-        let mut i = range.start;
-        while i < range.end {
-            let (even, odd) = self.pair(i as u64 / 2);
-            if i.is_multiple_of(2) {
-                out.push(from(mean + std * even));
-                i += 1;
+    /// Numbers `range` of a draw from a normal distribution, by all threads of the caller's pool.
+    pub fn normals<T: Copy + Default + Send>(
+        self,
+        range: Range<usize>,
+        mean: f64,
+        std: f64,
+        from: impl Fn(f64) -> T + Sync,
+    ) -> Vec<T> {
+        const CHUNK: usize = 1 << 14;
+        let mut all = vec![T::default(); range.len()];
+        all.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
+            let first = range.start + chunk * CHUNK;
+            let mut at = 0;
+            while at < out.len() {
+                let i = first + at;
+                let (even, odd) = self.pair(i as u64 / 2);
+                if i.is_multiple_of(2) {
+                    out[at] = from(mean + std * even);
+                    at += 1;
+                }
+                if at < out.len() {
+                    out[at] = from(mean + std * odd);
+                    at += 1;
+                }
             }
-            if i < range.end {
-                out.push(from(mean + std * odd));
-                i += 1;
-            }
-        }
-        out
+        });
+        all
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_of_a_draw_are_those_of_the_whole() {
+        let stream = Stream::new(&[1, 2]);
+        let draw = |range| stream.normals(range, 1.0, 2.0, |x| x);
+        let all = draw(0..50_000);
+        for range in [0..1, 1..2, 3..40_000, 16_383..16_385, 49_999..50_000] {
+            assert_eq!(draw(range.clone()), all[range]);
+        }
+        let one: Vec<f64> = (0..50_000).flat_map(|i| draw(i..i + 1)).collect();
+        assert_eq!(one, all);
+    }
 
     #[test]
     fn draws_are_those_of_the_reference() {

@@ -1,26 +1,26 @@
-//! The CubeCL kernels against plain loops in f64, on a Vulkan device, for the bare backend and for the one under fusion.
+//! The CubeCL kernels against plain loops in f64, on a device (`../src/cube/tested.rs`), for the bare backend and for the one under fusion.
 //!
 //! Without a GPU the device is Mesa's lavapipe:
 //! `VK_ICD_FILENAMES=/usr/share/vulkan/icd.d/lvp_icd.x86_64.json cargo test -p zero-ops --features vulkan --test cube_operations`
+
+#![cfg(any(feature = "vulkan", feature = "cuda"))]
 
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use burn_autodiff::Autodiff;
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
-use burn_cubecl::CubeBackend;
 use burn_std::{DType, FloatDType};
-use burn_wgpu::{Vulkan, WgpuRuntime};
 use zero_ops::{FusedBackend, Gelu};
 
 mod llama;
 mod reference;
 #[path = "../../zero-kernels/tests/shared/mod.rs"]
 mod shared;
+#[path = "../src/cube/tested.rs"]
+mod tested;
 use llama::{dequantized_agrees, quantized_agrees, rms_norm_agrees, rotary_agrees, shared_heads_agree, swiglu_agrees};
 use reference::{Gradients, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward, linear};
 use shared::{assert_close, numbers};
-
-type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
 
 /// Widths that vectors and cubes divide and that they do not, to one that no cube keeps in registers.
 const WIDTHS: [usize; 8] = [1, 2, 3, 5, 64, 1600, 5000, 9000];
@@ -32,10 +32,7 @@ fn device<B: Backend>() -> B::Device {
         let device = B::Device::default();
         Tensor::<B, 1>::zeros([1], &device).into_data()
     });
-    assert!(
-        found.is_ok(),
-        "no Vulkan device was found: install Mesa's lavapipe and name its driver in VK_ICD_FILENAMES"
-    );
+    assert!(found.is_ok(), "no device was found: install Mesa's lavapipe and name its driver in VK_ICD_FILENAMES");
     device
 }
 
@@ -69,7 +66,9 @@ fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
 
 fn values<B: Backend, const D: usize>(x: FloatTensor<B>) -> Vec<f32> {
     let x: Tensor<B, D> = Tensor::from_primitive(TensorPrimitive::Float(x));
-    x.into_data().convert::<f32>().to_vec().unwrap()
+    let data = x.into_data().convert::<f32>();
+    // No bytes have no alignment.
+    if data.num_elements() == 0 { Vec::new() } else { data.to_vec().unwrap() }
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -153,7 +152,7 @@ fn gelu_agrees<B: FusedBackend>() {
     }
 }
 
-/// A few shapes, as each product is tuned: of vectors of 4 elements, and of 1.
+/// Of vectors of 4 elements, and of 1.
 fn linear_agrees<B: FusedBackend>() {
     for [n, d, f] in [[33, 16, 24], [70, 5, 7]] {
         let (x, weight, grad) = (numbers(n * d, 30), numbers(d * f, 31), numbers(n * f, 32));
@@ -220,10 +219,9 @@ fn check_cross_entropy<B: FusedBackend>(
     assert_close(what, &values::<B, 2>(dx), &expected.dx, 1e-5);
 }
 
-/// Few shapes: Burn tunes its product for each, which takes a software device many seconds. (For `[6, 8]` by `[8, 5003]` what it
-/// settles on there, cubek 0.2 on lavapipe, is wrong in all rows but the last.)
+/// Few shapes, for a software device.
 fn cross_entropy_agrees<B: FusedBackend>() {
-    for [n, d, v] in [[7, 5, 3], [33, 16, 257], [7, 16, 5003]] {
+    for [n, d, v] in [[7, 5, 3], [33, 16, 257], [6, 8, 5003], [7, 16, 5003]] {
         let x = numbers(n * d, 9);
         let weight: Vec<f32> = numbers(v * d, 10).iter().map(|weight| 2.0 * weight).collect();
         let (on_device, weight_on_device) = (rows::<B>(&x, [n, d]), rows::<B>(&weight, [v, d]));
@@ -449,4 +447,4 @@ macro_rules! suite {
     };
 }
 
-suite!(bare: super::Plain, under_fusion: super::Vulkan);
+suite!(bare: crate::tested::Plain, under_fusion: crate::tested::Fused);

@@ -1,9 +1,13 @@
-//! A model on another device than what is sharded of it: `../tests/software_device.sh param`, on Mesa's software device.
+//! A model on another device than what is sharded of it: `../tests/software_device.sh param`, on Mesa's software device. With the
+//! feature `cuda` alone it is an NVIDIA GPU.
+#![cfg(any(feature = "wgpu", feature = "cuda"))]
 
 mod common;
 
 use burn::module::Module;
-use burn::tensor::{DType, Device, DeviceKind, Int, Tensor, TensorData};
+#[cfg(feature = "wgpu")]
+use burn::tensor::DeviceKind;
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_optim::{AdamWConfig, LambConfig};
 use common::processes::{be_a_rank, bits, train_processes};
 use common::{Gpt, Net as _, Told, apart, config, filled, numbers, options, train_on};
@@ -22,7 +26,11 @@ type Net = Gpt<2, 10>;
 const TOLERANCE: f64 = 1e-4;
 
 fn device() -> Device {
-    Device::wgpu(DeviceKind::DefaultDevice).autodiff()
+    #[cfg(feature = "wgpu")]
+    let device = Device::wgpu(DeviceKind::DefaultDevice);
+    #[cfg(not(feature = "wgpu"))]
+    let device = Device::cuda(0);
+    device.autodiff()
 }
 
 /// What ranks that are threads tell of a GPT-2 on `device`, and how often its parameters were gathered.

@@ -34,6 +34,8 @@ def ours():
     found = set()
     for path in (ROOT / "zero-ops/src/cube").rglob("*.rs"):
         found.update(re.findall(r"#\[cube\(launch_unchecked[^]]*\)\]\s*(?:pub\S* )?fn (\w+)", path.read_text()))
+    for path in (ROOT / "zero-ops/src/cube").rglob("*.cu"):
+        found.update(re.findall(r"__launch_bounds__\([^)]*\) (\w+)\(", path.read_text()))
     return found
 
 

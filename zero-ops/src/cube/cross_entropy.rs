@@ -1,6 +1,6 @@
 //! Cross-entropy of a linear layer's rows, whose logits exist for some rows at a time.
 //!
-//! For each chunk of rows: its logits by Burn's product, one kernel that makes each row's loss and puts the logits'
+//! For each chunk of rows: its logits by a product, one kernel that makes each row's loss and puts the logits'
 //! gradient in the logits' place, and two products of that gradient, for `x` and for `weight`. Of operands in 16 bit the
 //! logits and their gradient are in 16 bit, as the product of such tensors is everywhere; the exponentials, the sums and
 //! what is made of the gradient are in fp32. The mean's divisor is applied to the products, from a number that stays on the
@@ -9,7 +9,6 @@
 mod kernels;
 
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::kernel::{cast, slice};
 use burn_cubecl::ops::permute;
 use burn_cubecl::tensor::CubeTensor;
@@ -17,6 +16,7 @@ use burn_std::{DType, Metadata, Shape};
 use cubecl::prelude::*;
 
 use super::many::array;
+use super::product::product;
 use super::rows::{Blocks, address_type, cubes, dims, stride, strided, units, vector_size, with_whole_rows, zeros};
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 use kernels::{count_kernel, mean_kernel, padded_kernel, place_kernel, rows_kernel};
@@ -132,7 +132,7 @@ impl<R: CubeRuntime> Call<R> {
         let ([rows, _], [columns, _], dtype) = (dims(&x), dims(&self.weight), x.dtype);
         let logits = empty(&x, [rows, columns], dtype);
         let by = permute(self.weight.clone(), &[1, 0]);
-        product(x, by, Some(logits), dtype)
+        product(x, by, logits)
     }
 
     /// The losses of the rows from `first`, and the gradient of `logits` in their place if it is wanted.
@@ -163,7 +163,7 @@ impl<R: CubeRuntime> Call<R> {
         for range in [0..whole, whole..v].into_iter().filter(|range| !range.is_empty()) {
             let lhs = permute(view(d_logits, range.start, [rows, range.len()]), &[1, 0]);
             let out = view(&part, range.start * d, [range.len(), d]);
-            product(lhs, x.clone(), Some(out), DType::F32);
+            product(lhs, x.clone(), out);
         }
         part
     }
@@ -209,15 +209,6 @@ fn view<R: CubeRuntime>(x: &CubeTensor<R>, first: usize, shape: [usize; 2]) -> C
     CubeTensor::new(x.client.clone(), handle, meta, x.device.clone(), x.dtype)
 }
 
-fn product<R: CubeRuntime>(
-    lhs: CubeTensor<R>,
-    rhs: CubeTensor<R>,
-    out: Option<CubeTensor<R>>,
-    dtype: DType,
-) -> CubeTensor<R> {
-    matmul(lhs, rhs, out, MatmulStrategy::default(), dtype).expect("rows fit the weight, which was checked")
-}
-
 /// Ranges of `each` of `n` rows.
 fn chunks(n: usize, each: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..n).step_by(each).map(move |first| first..n.min(first + each))
@@ -259,7 +250,8 @@ fn loss_with_gradients<R: CubeRuntime>(
         let logits = call.logits(x.clone());
         call.losses(&logits, range.start, true);
         let d_logits = logits;
-        call.place(product(d_logits.clone(), call.weight.clone(), None, DType::F32), &dx, range.start, false);
+        let part = empty(&x, [range.len(), d], DType::F32);
+        call.place(product(d_logits.clone(), call.weight.clone(), part), &dx, range.start, false);
         if let Some(d_weight) = &d_weight {
             let part = call.weight_gradient(&d_logits, &x);
             call.place(part, d_weight, 0, range.start > 0);
@@ -334,21 +326,18 @@ compiled! {
     }
 }
 
-#[cfg(all(test, feature = "vulkan"))]
+#[cfg(all(test, any(feature = "vulkan", feature = "cuda")))]
 mod tests {
     use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
-    use burn_cubecl::CubeBackend;
-    use burn_wgpu::WgpuRuntime;
 
     use super::*;
+    use crate::cube::tested::{Plain, TestRuntime};
 
-    type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
-
-    fn rows(values: Vec<f32>, shape: [usize; 2]) -> CubeTensor<WgpuRuntime> {
+    fn rows(values: Vec<f32>, shape: [usize; 2]) -> CubeTensor<TestRuntime> {
         Tensor::<Plain, 2>::from_data(TensorData::new(values, shape), &Default::default()).into_primitive().tensor()
     }
 
-    fn values<const D: usize>(x: CubeTensor<WgpuRuntime>) -> Vec<f32> {
+    fn values<const D: usize>(x: CubeTensor<TestRuntime>) -> Vec<f32> {
         Tensor::<Plain, D>::from_primitive(TensorPrimitive::Float(x)).into_data().to_vec().unwrap()
     }
 

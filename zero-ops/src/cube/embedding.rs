@@ -164,15 +164,12 @@ compiled! {
     }
 }
 
-#[cfg(all(test, feature = "vulkan"))]
+#[cfg(all(test, any(feature = "vulkan", feature = "cuda")))]
 mod tests {
     use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
-    use burn_cubecl::CubeBackend;
-    use burn_wgpu::WgpuRuntime;
 
     use super::*;
-
-    type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
+    use crate::cube::tested::{Plain, TestRuntime};
 
     /// An id of nearly all places, more than are listed at a time; ids of a few, of none, and what is no row.
     #[test]
@@ -190,7 +187,7 @@ mod tests {
             }
             let ids = Tensor::<Plain, 1, Int>::from_data(TensorData::new(ids, [n]), &Default::default());
             let grad = Tensor::<Plain, 2>::from_data(TensorData::new(values, [n, d]), &Default::default());
-            let made: CubeTensor<WgpuRuntime> =
+            let made: CubeTensor<TestRuntime> =
                 embedding_backward(ids.into_primitive(), grad.into_primitive().tensor(), v);
             let made = Tensor::<Plain, 2>::from_primitive(TensorPrimitive::Float(made));
             let made: Vec<f32> = made.into_data().to_vec().unwrap();

@@ -1,15 +1,16 @@
-//! Products of linear layers by Burn's tuner, in memory without gaps, and one kernel for bias and residual.
+//! Products of linear layers, in memory without gaps, with bias and residual: in the product's kernel where it takes them, else by one of
+//! their own.
 //!
-//! Burn's fusion would join bias and residual to the product by a tuner of its own, which does not know the Hopper products (TMA);
+//! Burn's fusion would join bias and residual to the product by a tuner of its own, which knows fewer kernels (ADR 20);
 //! and what it gives out has gaps behind its rows, which an update and a norm of whole tensors copy away.
 
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::ops::permute;
 use burn_cubecl::tensor::CubeTensor;
 use burn_std::Shape;
 use cubecl::prelude::*;
 
+use super::product::{Added, on_matrix_units, product};
 use super::rows::{
     Blocks, Extent, HEIGHT, Strided, address_type, dims, own, read, read_if, strided, vector_size, with_whole_rows,
     zeros,
@@ -44,13 +45,13 @@ fn add_to_product_kernel<E: Float, N: Size>(
 }
 
 /// Of matrices of one type, in memory without gaps.
-fn product<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
+fn matrices<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
     let ([n, inner], [_, f], dtype) = (dims(&lhs), dims(&rhs), lhs.dtype);
     if n * f * inner == 0 {
         return zeros(&lhs, [n, f], dtype);
     }
     let out = empty(&lhs, [n, f], dtype);
-    matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype).expect("a product of matrices of one type is set up")
+    product(lhs, rhs, out)
 }
 
 fn transposed<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
@@ -58,17 +59,13 @@ fn transposed<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
 }
 
 /// A product with bias and residual, in its place.
-fn added<R: CubeRuntime>(
-    out: CubeTensor<R>,
-    bias: Option<CubeTensor<R>>,
-    residual: Option<CubeTensor<R>>,
-) -> CubeTensor<R> {
+fn add<R: CubeRuntime>(out: CubeTensor<R>, Added { bias, residual }: Added<R>) -> CubeTensor<R> {
     let ([n, f], has_bias, has_residual) = (dims(&out), bias.is_some(), residual.is_some());
     if n * f == 0 || !(has_bias || has_residual) {
         return out;
     }
     // Where there is none, the kernel is given something to not read.
-    let [bias, residual] = [bias.map(packed), residual.map(with_whole_rows)].map(|x| x.unwrap_or_else(|| out.clone()));
+    let [bias, residual] = [bias, residual].map(|x| x.unwrap_or_else(|| out.clone()));
     let size = vector_size(&[&out, &bias, &residual]);
     let (blocks, dtype) = (Blocks::new(n, f), out.dtype.into());
     let address = address_type(&[&out, &residual]);
@@ -92,7 +89,13 @@ pub(crate) fn linear<T: OnCube>(x: T, weight: T, bias: Option<T>, residual: Opti
         let mut given = given.into_iter().peekable();
         let [x, weight] = first(&mut given);
         let [bias, residual] = [has_bias, has_residual].map(|is_given| given.next_if(|_| is_given));
-        vec![added(product(x, weight), bias, residual)]
+        let added = Added { bias: bias.map(packed), residual: residual.map(with_whole_rows) };
+        if x.meta.num_elements() * weight.meta.num_elements() == 0 {
+            return vec![add(matrices(x, weight), added)];
+        }
+        let out = empty(&x, [dims(&x)[0], dims(&weight)[1]], x.dtype);
+        let is_made = on_matrix_units(&x, &weight, &out, &added);
+        vec![if is_made { out } else { add(product(x, weight, out), added) }]
     });
     made.into_iter().next().expect("an output was promised")
 }
@@ -101,7 +104,7 @@ pub(crate) fn linear<T: OnCube>(x: T, weight: T, bias: Option<T>, residual: Opti
 pub(crate) fn x_backward<T: OnCube>(weight: T, grad: T) -> T {
     let outputs = [(Shape::from([grad.shape()[0], weight.shape()[0]]), grad.dtype())];
     let [dx] = run("linear: gradient of rows", [weight, grad], None, outputs, |[weight, grad], _| {
-        [product(grad, transposed(weight))]
+        [matrices(grad, transposed(weight))]
     });
     dx
 }
@@ -110,7 +113,7 @@ pub(crate) fn x_backward<T: OnCube>(weight: T, grad: T) -> T {
 pub(crate) fn weight_backward<T: OnCube>(x: T, grad: T) -> T {
     let outputs = [(Shape::from([x.shape()[1], grad.shape()[1]]), grad.dtype())];
     let [d_weight] =
-        run("linear: gradient of weight", [x, grad], None, outputs, |[x, grad], _| [product(transposed(x), grad)]);
+        run("linear: gradient of weight", [x, grad], None, outputs, |[x, grad], _| [matrices(transposed(x), grad)]);
     d_weight
 }
 
@@ -119,7 +122,7 @@ compiled! {
         for (has_bias, has_residual) in [(true, false), (false, true), (true, true)] {
             let bias = has_bias.then(|| tensor([f], dtype));
             let residual = has_residual.then(|| tensor([4096, f], dtype));
-            added(tensor([4096, f], dtype), bias, residual);
+            add(tensor([4096, f], dtype), Added { bias, residual });
         }
     }
 }

@@ -35,12 +35,15 @@ mod many;
 pub(crate) mod norm;
 pub(crate) mod optim;
 pub(crate) mod pack;
+mod product;
 pub(crate) mod quantized;
 pub(crate) mod random;
 mod rotary;
 mod rows;
 mod swiglu;
 mod tensor;
+#[cfg(all(test, any(feature = "vulkan", feature = "cuda")))]
+mod tested;
 
 use burn_backend::TensorMetadata;
 use burn_backend::ops::{FloatTensorOps, ModuleOps};

@@ -115,15 +115,12 @@ compiled! {
     }
 }
 
-#[cfg(all(test, feature = "vulkan"))]
+#[cfg(all(test, any(feature = "vulkan", feature = "cuda")))]
 mod tests {
     use burn::tensor::{Tensor, TensorPrimitive};
-    use burn_cubecl::CubeBackend;
-    use burn_wgpu::WgpuRuntime;
 
     use super::*;
-
-    type Plain = CubeBackend<WgpuRuntime, f32, i32, u8>;
+    use crate::cube::tested::Plain;
 
     /// Also a probability that is a number of steps, and the two at the ends.
     #[test]

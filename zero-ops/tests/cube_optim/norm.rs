@@ -1,10 +1,9 @@
 //! Sums of squares and counts of what is not finite.
 
 use burn_backend::{Backend, DType, TensorMetadata};
-use burn_wgpu::Vulkan;
 use zero_ops::{Clip, clip_factor, sums_of_squares};
 
-use crate::{Plain, numbers, rounded, supports, tensor, values};
+use crate::{Fused, Plain, numbers, rounded, supports, tensor, values};
 
 const LENGTHS: [usize; 12] = [1, 2, 3, 4, 31, 1000, 4097, 16_384, 16_388, 70_001, 0, 300_000];
 
@@ -40,14 +39,14 @@ fn sums_are_exact() {
     for count in [1, 12, 40] {
         exact::<Plain>(count, DType::F32);
     }
-    exact::<Vulkan>(13, DType::F32);
+    exact::<Fused>(13, DType::F32);
 }
 
 #[test]
 fn sums_in_16_bit_are_exact() {
     for dtype in [DType::F16, DType::BF16] {
         exact::<Plain>(13, dtype);
-        exact::<Vulkan>(13, dtype);
+        exact::<Fused>(13, dtype);
     }
 }
 
@@ -85,7 +84,7 @@ fn whatever_is_not_finite_is_counted() {
 #[test]
 fn whatever_is_finite_is_not_counted() {
     let x = vec![f32::MAX, f32::MIN, f32::MIN_POSITIVE, 0.0, -0.0, 1e-45, 1e19];
-    let sums = values::<Vulkan>(sums_of_squares::<Vulkan>(&[tensor::<Vulkan>(x, DType::F32)]).unwrap());
+    let sums = values::<Fused>(sums_of_squares::<Fused>(&[tensor::<Fused>(x, DType::F32)]).unwrap());
     assert_eq!(sums[1], 0.0);
 }
 

@@ -2,10 +2,9 @@
 
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, DType, TensorMetadata};
-use burn_wgpu::Vulkan;
 use zero_ops::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 
-use crate::{Plain, assert_panics, numbers, rounded, supports, tensor, values};
+use crate::{Fused, Plain, assert_panics, numbers, rounded, supports, tensor, values};
 
 const LENGTHS: [usize; 10] = [1, 2, 3, 31, 1000, 4097, 70_001, 65_536, 8, 4096];
 
@@ -109,8 +108,8 @@ fn every_world_and_number_of_tensors() {
         there_and_back::<Plain>(world, 10, DType::F32, DType::F32);
     }
     there_and_back::<Plain>(3, 40, DType::F32, DType::F32);
-    there_and_back::<Vulkan>(4, 17, DType::F32, DType::F32);
-    there_and_back::<Vulkan>(2, 1, DType::F32, DType::F32);
+    there_and_back::<Fused>(4, 17, DType::F32, DType::F32);
+    there_and_back::<Fused>(2, 1, DType::F32, DType::F32);
 }
 
 #[test]
@@ -119,7 +118,7 @@ fn in_16_bit() {
         if supports::<Plain>(dtype) {
             there_and_back::<Plain>(3, 11, DType::F32, dtype);
             there_and_back::<Plain>(4, 11, dtype, dtype);
-            there_and_back::<Vulkan>(2, 11, dtype, DType::F32);
+            there_and_back::<Fused>(2, 11, dtype, DType::F32);
         }
     }
 }
@@ -132,8 +131,8 @@ fn multiples_of_four() {
         Source { values: Some(numbers(numel, i as u64)), numel, from: 0, columns: numel / 4 }
     };
     let sources: Vec<Source> = (0..20).map(source).collect();
-    let bucket = packed::<Vulkan>(&sources, 4, DType::F32, DType::F32, 3.0);
-    assert_eq!(values::<Vulkan>(bucket), reference(&sources, 4, 3.0));
+    let bucket = packed::<Fused>(&sources, 4, DType::F32, DType::F32, 3.0);
+    assert_eq!(values::<Fused>(bucket), reference(&sources, 4, 3.0));
 }
 
 /// A tensor in three buckets, with another's columns before and after; targets are written in turn and in place.
@@ -167,12 +166,12 @@ fn a_tensor_that_spans_buckets() {
 
 #[test]
 fn a_target_that_others_hold_is_not_changed() {
-    let held = tensor::<Vulkan>(vec![1.0; 100], DType::F32);
+    let held = tensor::<Fused>(vec![1.0; 100], DType::F32);
     let item = UnpackItem { target: Some(held.clone()), numel: 100, from: 0, columns: 100, dtype: DType::F32 };
-    let bucket = tensor::<Vulkan>(vec![2.0; 100], DType::F32);
-    let made = unpack::<Vulkan>(bucket, 1, vec![item], 1.0).ok().unwrap().pop().unwrap();
-    assert_eq!(values::<Vulkan>(held), vec![1.0; 100]);
-    assert_eq!(values::<Vulkan>(made), vec![2.0; 100]);
+    let bucket = tensor::<Fused>(vec![2.0; 100], DType::F32);
+    let made = unpack::<Fused>(bucket, 1, vec![item], 1.0).ok().unwrap().pop().unwrap();
+    assert_eq!(values::<Fused>(held), vec![1.0; 100]);
+    assert_eq!(values::<Fused>(made), vec![2.0; 100]);
 }
 
 fn sums<B: Backend>(parts: usize, dtype: DType) {
@@ -212,7 +211,7 @@ fn parts_are_added_in_the_order_of_ranks() {
     for parts in [1, 2, 3, 5, 8] {
         sums::<Plain>(parts, DType::F32);
     }
-    sums::<Vulkan>(4, DType::F32);
+    sums::<Fused>(4, DType::F32);
     sums::<Plain>(3, DType::F16);
     sums::<Plain>(3, DType::BF16);
 }

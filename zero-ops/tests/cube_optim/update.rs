@@ -2,10 +2,9 @@
 
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, DType, TensorMetadata};
-use burn_wgpu::{Vulkan, WgpuRuntime};
 use zero_ops::{GradScale, Rule, Update, UpdateItem, Updated, fused_update};
 
-use crate::{Plain, assert_panics, device, numbers, rounded, supports, tensor, values};
+use crate::{Fused, Plain, TestRuntime, assert_panics, device, numbers, rounded, supports, tensor, values};
 
 /// One step by the formulas, each operation rounded to fp32. Of LAMB `p` becomes the direction.
 fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut [Vec<f32>]) {
@@ -181,7 +180,7 @@ fn every_rule_at_every_length() {
 
 #[test]
 fn every_rule_at_every_length_with_fusion() {
-    all_rules_and_lengths::<Vulkan>();
+    all_rules_and_lengths::<Fused>();
 }
 
 /// From 1 to 40 items, of several rules in one call: groups of every size.
@@ -192,7 +191,7 @@ fn few_and_many_items() {
             let rule = if count == 40 { RULES[i % RULES.len()] } else { RULES[0] };
             Mirror::new(LENGTHS[i % 6] + i / 6, i as u64, rule, DType::F32, None)
         });
-        steps::<Vulkan>(items.collect(), 0.5, count % 2 == 0);
+        steps::<Fused>(items.collect(), 0.5, count % 2 == 0);
     }
 }
 
@@ -209,13 +208,13 @@ fn in_16_bit<B: Backend>(dtype: DType) {
 #[test]
 fn gradients_and_copies_in_f16() {
     in_16_bit::<Plain>(DType::F16);
-    in_16_bit::<Vulkan>(DType::F16);
+    in_16_bit::<Fused>(DType::F16);
 }
 
 #[test]
 fn gradients_and_copies_in_bf16() {
     in_16_bit::<Plain>(DType::BF16);
-    in_16_bit::<Vulkan>(DType::BF16);
+    in_16_bit::<Fused>(DType::BF16);
 }
 
 fn item<B: Backend>(len: usize, fresh: bool) -> UpdateItem<FloatTensor<B>> {
@@ -252,7 +251,7 @@ fn shared_tensors_stay<B: Backend>() {
 #[test]
 fn what_others_hold_is_not_changed() {
     shared_tensors_stay::<Plain>();
-    shared_tensors_stay::<Vulkan>();
+    shared_tensors_stay::<Fused>();
 }
 
 #[test]
@@ -277,19 +276,19 @@ fn what_nobody_else_holds_is_updated_in_place() {
 #[test]
 fn in_place_with_fusion_too() {
     let in_use = || {
-        <Vulkan as Backend>::sync(&device::<Vulkan>()).unwrap();
-        let client = <WgpuRuntime as burn_cubecl::cubecl::Runtime>::client(&device::<Vulkan>());
+        <Fused as Backend>::sync(&device::<Fused>()).unwrap();
+        let client = <TestRuntime as burn_cubecl::cubecl::Runtime>::client(&device::<Fused>());
         client.memory_usage().unwrap().bytes_in_use
     };
     const LEN: usize = 1 << 20;
-    let mut given = item::<Vulkan>(LEN, false);
+    let mut given = item::<Fused>(LEN, false);
     let gradient = given.gradient.clone();
     let before = in_use();
     assert!(before >= 4 * 4 * LEN as u64, "{before} bytes are in use on this thread's stream");
     for _ in 0..3 {
         let update = given.update;
         let [Updated { parameter, states, copy, .. }] =
-            fused_update::<Vulkan>(vec![given], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
+            fused_update::<Fused>(vec![given], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
         given = UpdateItem { update, parameter, gradient: gradient.clone(), states, copy };
         assert!(in_use() <= before + 4 * LEN as u64 / 2, "no tensor was made: {} bytes, {before} before", in_use());
     }
@@ -319,7 +318,7 @@ fn nothing_is_updated<B: Backend>(copy: Option<DType>) {
 #[test]
 fn a_factor_of_no_update_leaves_everything() {
     nothing_is_updated::<Plain>(None);
-    nothing_is_updated::<Vulkan>(supports::<Vulkan>(DType::F16).then_some(DType::F16));
+    nothing_is_updated::<Fused>(supports::<Fused>(DType::F16).then_some(DType::F16));
 }
 
 #[test]

@@ -52,8 +52,8 @@ pub(crate) fn checked(call: &'static str, code: CUresult) -> Result<(), NcclErro
     Err(NcclError::Call { call, reason: format!("{code:?}: {meaning}") })
 }
 
-/// Finds the driver and starts it.
-fn driver() -> Result<(), NcclError> {
+/// Finds the driver and starts it; false where it shows no device.
+fn driver() -> Result<bool, NcclError> {
     // SAFETY: loads NVIDIA's driver library, whose initialisers may run on any thread.
     if !unsafe { sys::is_culib_present() } {
         return Err(NcclError::Library {
@@ -67,7 +67,10 @@ fn driver() -> Result<(), NcclError> {
         return Err(NcclError::Symbol { library: "libcuda", symbol, needed: "the driver of CUDA 11.4" });
     }
     // SAFETY: may be called any number of times.
-    checked("cuInit", unsafe { sys::cuInit(0) })
+    match unsafe { sys::cuInit(0) } {
+        sys::CUresult::CUDA_ERROR_NO_DEVICE => Ok(false),
+        code => checked("cuInit", code).map(|()| true),
+    }
 }
 
 /// Number of devices that this process sees.
@@ -76,7 +79,9 @@ fn driver() -> Result<(), NcclError> {
 ///
 /// [`NcclError`] without a driver.
 pub fn device_count() -> Result<usize, NcclError> {
-    driver()?;
+    if !driver()? {
+        return Ok(0);
+    }
     let mut count = 0;
     // SAFETY: the pointer is to a local.
     checked("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;

@@ -79,6 +79,7 @@ impl Inner {
     /// The communicator is alive and locked; the slices are as [`NcclComm::submit`] says.
     unsafe fn launch(&self, comm: ncclComm_t, requests: &[DeviceRequest]) -> Result<(), NcclError> {
         let (library, stream) = (self.core.library, self.core.stream.raw().cast::<c_void>());
+        let reduction = |op| reduction(op, self.core.group.world());
         // SAFETY: the caller's word; sizes have been checked. A group that was begun is ended in every case.
         unsafe {
             library.check("ncclGroupStart", (library.group_start)())?;

@@ -191,8 +191,11 @@ pub(super) fn data_type(dtype: DType) -> ncclDataType_t {
     }
 }
 
-pub(super) fn reduction(op: ReduceOp) -> ncclRedOp_t {
+/// Of so many ranks.
+pub(super) fn reduction(op: ReduceOp, world: usize) -> ncclRedOp_t {
     match op {
+        // The mean of one rank leaves out the last elements where four do not divide their number (fp32, the NCCL of PyTorch 2.11, on an H200).
+        ReduceOp::Mean if world == 1 => ncclRedOp_t::ncclSum,
         ReduceOp::Sum => ncclRedOp_t::ncclSum,
         ReduceOp::Mean => ncclRedOp_t::ncclAvg,
         ReduceOp::Max => ncclRedOp_t::ncclMax,

@@ -6,13 +6,13 @@
 
 use burn_backend::TensorMetadata;
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::tensor::CubeTensor;
 use burn_std::{DType, Metadata};
 
 use super::kernels::{Part, accumulate, gathered, scatter};
 use super::softmax::{Block, gradients, probabilities};
 use super::{Inputs, Rows, Saved, Sizes, scratch};
+use crate::cube::product::product;
 use crate::cube::rows::zeros;
 
 /// What the scores of a block may take, in bytes: about the second-level cache of an H200 (50 MB). Smaller blocks are more
@@ -30,15 +30,11 @@ const MOST_PAIRS: usize = 32768;
 pub(super) struct Blocked {
     /// What the scores of a block may take, in bytes.
     pub budget_bytes: usize,
-    /// Whether Burn tunes the products. If not, it takes what it believes the best.
-    pub tuned: bool,
 }
 
-impl Blocked {
-    /// For a device. Where there are no matrix instructions there is nothing to choose from that tuning would be worth.
-    pub fn on<R: CubeRuntime>(tensor: &CubeTensor<R>) -> Self {
-        let matrices = &tensor.client.properties().features.matmul;
-        Self { budget_bytes: BUDGET_BYTES, tuned: !matrices.cmma.is_empty() || !matrices.mma.is_empty() }
+impl Default for Blocked {
+    fn default() -> Self {
+        Self { budget_bytes: BUDGET_BYTES }
     }
 }
 
@@ -95,9 +91,9 @@ impl Blocked {
             for block in blocks {
                 let queries = part(block.queries.clone());
                 let q = gathered(&queries, &inputs.q);
-                let products = self.product(q, transposed(some_rows(&k, &block.keys)));
+                let products = product_of(q, transposed(some_rows(&k, &block.keys)));
                 let probabilities = probabilities(inputs, &block, products, lse);
-                let of_block = self.product(probabilities, some_rows(&v, &block.keys));
+                let of_block = product_of(probabilities, some_rows(&v, &block.keys));
                 scatter(&queries, of_block, &out);
             }
         }
@@ -112,12 +108,12 @@ impl Blocked {
             for block in blocks {
                 let queries = part(block.queries.clone());
                 let [q, grad] = [&inputs.q, &saved.grad].map(|rows| gathered(&queries, rows));
-                let products = self.product(q.clone(), transposed(some_rows(&k, &block.keys)));
-                let d_probabilities = self.product(grad.clone(), transposed(some_rows(&v, &block.keys)));
+                let products = product_of(q.clone(), transposed(some_rows(&k, &block.keys)));
+                let d_probabilities = product_of(grad.clone(), transposed(some_rows(&v, &block.keys)));
                 let [probabilities, d_products] = gradients(inputs, &block, [products, d_probabilities], saved);
-                let of_q = self.product(d_products.clone(), some_rows(&k, &block.keys));
+                let of_q = product_of(d_products.clone(), some_rows(&k, &block.keys));
                 scatter(&queries, of_q, dq);
-                let parts = [self.product(transposed(d_products), q), self.product(transposed(probabilities), grad)];
+                let parts = [product_of(transposed(d_products), q), product_of(transposed(probabilities), grad)];
                 match &sums {
                     // The first block has all keys, but with a window.
                     None if block.keys == (0..sizes.s) => sums = Some(parts),
@@ -136,15 +132,14 @@ impl Blocked {
             }
         }
     }
+}
 
-    /// A product of each pair's matrices, in fp32 whatever these are.
-    fn product<R: CubeRuntime>(self, lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
-        let [pairs, rows, _] = lhs.shape().dims();
-        let [_, _, columns] = rhs.shape().dims();
-        let out = scratch(&lhs, &[pairs, rows, columns], DType::F32);
-        let strategy = if self.tuned { MatmulStrategy::default() } else { MatmulStrategy::Cube };
-        matmul(lhs, rhs, Some(out), strategy, DType::F32).expect("a product of matrices of one type is set up")
-    }
+/// A product of each pair's matrices, in fp32 whatever these are.
+fn product_of<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
+    let [pairs, rows, _] = lhs.shape().dims();
+    let [_, _, columns] = rhs.shape().dims();
+    let out = scratch(&lhs, &[pairs, rows, columns], DType::F32);
+    product(lhs, rhs, out)
 }
 
 /// Some rows of each matrix, where they are.

@@ -1,0 +1,301 @@
+//! Products on the matrix units of NVIDIA's Hopper GPUs (`wgmma`), with a vector and a matrix added before the sums are rounded.
+//!
+//! CubeCL 0.10 and the kernels that Burn chooses from have the instructions of the generation before, which reach a fifth of these
+//! units' rate (ADR 26). The kernel is CUDA C++ in `hopper.cu`, given to CubeCL as one that is compiled elsewhere: CubeCL compiles,
+//! caches, orders and launches it as its own.
+
+use std::any::Any;
+
+use burn_cubecl::CubeRuntime;
+use burn_cubecl::tensor::CubeTensor;
+use burn_std::{DType, Metadata, Shape, Strides};
+use cubecl::cuda::{CudaCompiler, CudaRuntime};
+use cubecl::prelude::*;
+use cubecl::server::{KernelArguments, MetadataBindingInfo, TensorMapBinding, TensorMapMeta};
+use cubecl::{CompilationError, Compiler, CubeTask};
+use cubecl_cpp::shared::SharedMemory;
+use cudarc::driver::{result, sys};
+
+use super::Added;
+use crate::cube::rows::dims;
+
+type Tensor = CubeTensor<CudaRuntime>;
+
+const SOURCE: &str = include_str!("hopper.cu");
+const TEXT: u64 = hash(SOURCE) ^ hash(include_str!("hopper.rs"));
+
+/// Rows of a tile, and elements that are multiplied at a time.
+const ROWS: usize = 128;
+const DEPTH: usize = 64;
+/// What a cube may have of a Hopper GPU's shared memory, and where groups of rows begin in it.
+const SHARED_BYTES: usize = 227 << 10;
+const ALIGNMENT: usize = 1024;
+/// Of a warpgroup that copies and two that multiply.
+const UNITS: u32 = 384;
+/// Elements of 16 bytes, by which the kernel and the tensor memory accelerator read and write.
+const WIDE: usize = 8;
+/// The side of a box of 128 bytes.
+const BOX: usize = 64;
+
+/// What a kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Variant {
+    /// Of a tile.
+    columns: usize,
+    bf16: bool,
+    /// Whether the left matrix is a transpose, whose columns lie side by side.
+    a_down: bool,
+    /// Whether the right one is none, and its rows lie side by side.
+    b_across: bool,
+    out_fp32: bool,
+    bias: bool,
+    residual: bool,
+    /// Of the text and of what is set above it, so that a cache on disk does not answer with what an older one was compiled to.
+    text: u64,
+}
+
+impl Variant {
+    /// Bytes that the product's tile is stored from.
+    fn stored(self) -> usize {
+        if self.out_fp32 { 0 } else { ROWS * self.columns * 2 }
+    }
+
+    /// Bytes of a tile of both sides, and of two barriers.
+    fn stage(self) -> usize {
+        (ROWS + self.columns) * DEPTH * 2 + 16
+    }
+
+    /// As many as a cube's memory has room for.
+    fn stages(self) -> usize {
+        (SHARED_BYTES - ALIGNMENT - self.stored()) / self.stage()
+    }
+
+    fn shared_bytes(self) -> usize {
+        ALIGNMENT + self.stages() * self.stage() + self.stored()
+    }
+
+    fn source(self) -> String {
+        let Self { columns, a_down, b_across, out_fp32, bias, residual, .. } = self;
+        let flag = u8::from;
+        let [a_down, b_across, out_fp32, bias, residual] = [a_down, b_across, out_fp32, bias, residual].map(flag);
+        let (element, name) = if self.bf16 { ("__nv_bfloat16", "bf16") } else { ("__half", "f16") };
+        let sums = columns / 2;
+        let listed = |one: &dyn Fn(usize) -> String| (0..sums).map(one).collect::<Vec<_>>().join(", ");
+        let (operands, in_and_out) = (listed(&|i| format!("%{i}")), listed(&|i| format!("\"+f\"(sums[{i}])")));
+        let [a, b, more] = [0, 1, 2].map(|i| sums + i);
+        format!(
+            "#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define ELEMENT {element}
+#define COLUMNS {columns}
+#define STAGES {}
+#define A_DOWN {a_down}
+#define B_ACROSS {b_across}
+#define OUT_FP32 {out_fp32}
+#define BIAS {bias}
+#define RESIDUAL {residual}
+#define MULTIPLY \"{{\\n.reg .pred more;\\nsetp.ne.b32 more, %{more}, 0;\\n\" \\
+    \"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{name}.{name} {{{operands}}}, %{a}, %{b}, more, 1, 1, {a_down}, {b_across};\\n}}\"
+#define SUMS_IN_AND_OUT {in_and_out}
+{SOURCE}",
+            self.stages()
+        )
+    }
+}
+
+/// FNV-1a.
+const fn hash(text: &str) -> u64 {
+    let (bytes, mut sum, mut i) = (text.as_bytes(), 0xcbf2_9ce4_8422_2325_u64, 0);
+    while i < bytes.len() {
+        sum = (sum ^ bytes[i] as u64).wrapping_mul(0x0100_0000_01b3);
+        i += 1;
+    }
+    sum
+}
+
+struct HopperProduct(Variant);
+
+impl KernelMetadata for HopperProduct {
+    fn id(&self) -> KernelId {
+        KernelId::new::<Self>().cube_dim(CubeDim::new_1d(UNITS)).info(self.0)
+    }
+
+    fn address_type(&self) -> StorageType {
+        AddressType::U32.unsigned_type()
+    }
+}
+
+impl CubeTask<CudaCompiler> for HopperProduct {
+    fn compile(
+        &self,
+        compiler: &mut CudaCompiler,
+        options: &<CudaCompiler as Compiler>::CompilationOptions,
+        mode: ExecutionMode,
+        address_type: StorageType,
+    ) -> Result<CompiledKernel<CudaCompiler>, CompilationError> {
+        let cube_dim = CubeDim::new_1d(UNITS);
+        // A kernel of CubeCL's that does nothing, from which it takes how much shared memory to ask for.
+        let nothing = KernelDefinition {
+            buffers: Vec::new(),
+            tensor_maps: Vec::new(),
+            scalars: Vec::new(),
+            cube_dim,
+            body: Scope::root(false),
+            options: KernelOptions::default(),
+        };
+        let mut repr = compiler.compile(nothing, options, mode, address_type)?;
+        let item = repr.body.address_type;
+        let length = self.0.shared_bytes().div_ceil(item.size());
+        repr.body.shared_memories.push(SharedMemory::new_array(0, item, length, 16));
+        Ok(CompiledKernel {
+            entrypoint_name: "hopper_product".into(),
+            debug_name: Some("hopper_product"),
+            source: self.0.source(),
+            repr: Some(repr),
+            cube_dim,
+            debug_info: None,
+        })
+    }
+}
+
+/// A matrix as the accelerator reads it.
+#[derive(Clone, Copy)]
+struct Stored {
+    /// Rows and columns of the memory, not of the matrix.
+    shape: [usize; 2],
+    stride: usize,
+    /// Whether the matrix is the memory's transpose.
+    across: bool,
+}
+
+/// How a matrix lies, if the kernel can read it: one side contiguous, the other at multiples of 16 bytes.
+fn stored(x: &Tensor) -> Option<Stored> {
+    let ([n, m], strides) = (dims(x), x.meta.strides());
+    let (across, [rows, columns], stride) = match [strides[0], strides[1]] {
+        [stride, 1] => (false, [n, m], stride),
+        [1, stride] => (true, [m, n], stride),
+        _ => return None,
+    };
+    // A single row may say anything of the next.
+    let stride = if rows == 1 { columns.next_multiple_of(WIDE) } else { stride };
+    (stride.is_multiple_of(WIDE) && stride >= columns && is_wide(x)).then_some(Stored {
+        shape: [rows, columns],
+        stride,
+        across,
+    })
+}
+
+/// Whether memory begins at 16 bytes; allocations do.
+fn is_wide(x: &Tensor) -> bool {
+    x.handle.offset_start.unwrap_or(0).is_multiple_of(16)
+}
+
+/// Whether rows can be read and written by 16 bytes.
+fn has_wide_rows(x: &Tensor) -> bool {
+    let [n, columns] = dims(x);
+    let stride = x.meta.strides()[0];
+    x.meta.strides()[1] == 1 && is_wide(x) && columns.is_multiple_of(WIDE) && (n == 1 || stride.is_multiple_of(WIDE))
+}
+
+/// Whether this is a GPU of compute capability 9, the only one with these instructions.
+fn is_hopper(x: &Tensor) -> bool {
+    const MAJOR: sys::CUdevice_attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    let major = result::device::get(x.device.index as i32).and_then(|device| {
+        // SAFETY: a device of the driver's.
+        unsafe { result::device::get_attribute(device, MAJOR) }
+    });
+    major.is_ok_and(|major| major == 9)
+}
+
+/// Columns of tiles by which the units are busy most of the time. Narrow tiles read more of the memory for a product: the second
+/// numbers are what a column costs (`bench/gpu/products.py`, H200).
+fn columns_of_tiles([rows, columns]: [usize; 2], processors: usize) -> usize {
+    let time = |of_tile: usize, cost: usize| {
+        let tiles = rows.div_ceil(ROWS) * columns.div_ceil(of_tile);
+        tiles.div_ceil(processors) * of_tile * cost
+    };
+    let widths = [(256, 20), (192, 21), (128, 23)];
+    widths.into_iter().min_by_key(|(of_tile, cost)| time(*of_tile, *cost)).map_or(256, |(of_tile, _)| of_tile)
+}
+
+/// Boxes of so many rows by [`BOX`], stored or read where they are in the matrix.
+fn map(x: &Tensor, of: Stored, rows_of_box: usize) -> TensorMapBinding {
+    let map = TensorMapMeta {
+        format: TensorMapFormat::Tiled(TiledArgs { tile_size: Shape::from([rows_of_box, BOX]) }),
+        metadata: Metadata::new(Shape::from(of.shape), Strides::from(&[of.stride, 1][..])),
+        elem_stride: Strides::from(&[1, 1][..]),
+        interleave: TensorMapInterleave::None,
+        swizzle: TensorMapSwizzle::B128,
+        prefetch: TensorMapPrefetch::B256,
+        oob_fill: OobFill::Zero,
+        storage_ty: x.dtype.into(),
+    };
+    TensorMapBinding { binding: x.handle.clone().binding(), map }
+}
+
+fn tensor<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<&Tensor> {
+    (x as &dyn Any).downcast_ref()
+}
+
+/// Makes `out` of `lhs`, `rhs` and what is added, if the device has the units and the memory lies so that they can be used.
+pub(super) fn product<R: CubeRuntime>(
+    lhs: &CubeTensor<R>,
+    rhs: &CubeTensor<R>,
+    out: &CubeTensor<R>,
+    added: &Added<R>,
+) -> bool {
+    let Some([lhs, rhs, out]) = tensor(lhs).zip(tensor(rhs)).zip(tensor(out)).map(|((a, b), c)| [a, b, c]) else {
+        return false;
+    };
+    let [bias, residual] = [&added.bias, &added.residual].map(|x| x.as_ref().and_then(tensor));
+    let dtype = lhs.dtype;
+    let is_empty = [lhs, rhs].iter().any(|x| x.meta.num_elements() == 0);
+    let is_16_bit = matches!(dtype, DType::BF16 | DType::F16) && rhs.dtype == dtype;
+    let fits = [lhs, rhs, out].iter().all(|x| x.meta.shape().num_dims() == 2)
+        && is_16_bit
+        && !is_empty
+        && (out.dtype == dtype || out.dtype == DType::F32)
+        && has_wide_rows(out)
+        && bias.is_none_or(|bias| bias.dtype == dtype && bias.is_contiguous() && is_wide(bias))
+        && residual.is_none_or(|residual| residual.dtype == dtype && out.dtype == dtype && has_wide_rows(residual))
+        && is_hopper(out);
+    let matrices = || stored(lhs).zip(stored(rhs)).zip(stored(out));
+    let Some(((a, b), c)) = fits.then(matrices).flatten().filter(|(_, c)| !c.across) else { return false };
+
+    let ([rows, columns], [_, depth]) = (dims(out), dims(lhs));
+    let processors = out.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+    let of_tile = columns_of_tiles([rows, columns], processors);
+    let variant = Variant {
+        columns: of_tile,
+        bf16: dtype == DType::BF16,
+        a_down: a.across,
+        b_across: !b.across,
+        out_fp32: out.dtype == DType::F32,
+        bias: bias.is_some(),
+        residual: residual.is_some(),
+        text: TEXT,
+    };
+    let tiles = rows.div_ceil(ROWS) * columns.div_ceil(of_tile);
+    let stride = |x: &Tensor| x.meta.strides()[0] as u64;
+    let data = vec![rows as u64, columns as u64, depth as u64, stride(out), residual.map_or(0, stride)];
+    // The matrices once more: buffers of other streams are waited for, those of maps are not.
+    let buffers = [lhs, rhs, out, bias.unwrap_or(out), residual.unwrap_or(out)].map(|x| x.handle.clone().binding());
+    let [of_a, of_b] = [
+        map(lhs, a, if variant.a_down { BOX } else { ROWS }),
+        map(rhs, b, if variant.b_across { BOX } else { of_tile }),
+    ];
+    // In fp32 a box would be wider than the accelerator's, and the units store: the kernel has a map that it does not use.
+    let of_c = if variant.out_fp32 { map(lhs, a, BOX) } else { map(out, c, BOX) };
+    let arguments = KernelArguments {
+        buffers: buffers.into(),
+        info: MetadataBindingInfo { dynamic_metadata_offset: data.len(), data },
+        tensor_maps: vec![of_a, of_b, of_c],
+    };
+    // SAFETY: the accelerator reads what the maps have and zeros beyond it; the kernel stores and reads what is added below `rows`
+    // and `columns` alone, which both have; every wait is for a copy or a product that was asked for before.
+    unsafe {
+        let count = CubeCount::new_1d(tiles.min(processors) as u32);
+        out.client.launch_unchecked(Box::new(HopperProduct(variant)), count, arguments);
+    }
+    true
+}

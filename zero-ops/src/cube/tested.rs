@@ -1,0 +1,15 @@
+//! The device of the kernels' tests: a Vulkan one, which may be in software, or, built with the feature `cuda` and without
+//! `vulkan`, an NVIDIA GPU.
+
+use burn_cubecl::CubeBackend;
+
+#[cfg(not(feature = "vulkan"))]
+pub use cubecl::cuda::CudaRuntime as TestRuntime;
+#[cfg(feature = "vulkan")]
+pub use cubecl::wgpu::WgpuRuntime as TestRuntime;
+
+/// Without fusion.
+pub type Plain = CubeBackend<TestRuntime, f32, i32, u8>;
+/// With it.
+#[allow(dead_code)]
+pub type Fused = burn_fusion::Fusion<Plain>;
