@@ -11,6 +11,7 @@ use crate::birth::{Fill, create};
 use crate::context::Context;
 use crate::elementwise;
 use crate::random::Sample;
+use crate::values::empty;
 
 use super::*;
 
@@ -24,7 +25,11 @@ fn filled<B: Backend>(
 ) -> ZeroTensor<B> {
     create(Fill::Value(value), shape.clone(), device, dtype, |_| {
         let device = device.clone();
-        ZeroTensor::ordinary([], move |[]| make(shape.clone(), &device, dtype))
+        // Of nothing too: Burn's fusion launches a kernel of no cubes for it, which CUDA refuses.
+        ZeroTensor::ordinary([], move |[]| match shape.num_elements() {
+            0 => empty::<B>(&shape, dtype.into(), &device),
+            _ => make(shape.clone(), &device, dtype),
+        })
     })
 }
 
