@@ -3,8 +3,6 @@
 //! `cargo test -p zero-tests --features vulkan --test devices -- --nocapture` prints the figures. The device is whatever the
 //! Vulkan driver shows; Mesa's lavapipe is one in software. With `--features cuda` alone it is an NVIDIA GPU.
 
-#![cfg(any(feature = "vulkan", feature = "cuda"))]
-
 mod common;
 
 use burn::backend::Autodiff;

@@ -136,6 +136,9 @@ fn apart(got: &[f64], expected: &[f64], dtype: DType) -> String {
         DType::Bf16 => 2e-2,
     };
     let near = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * b.abs().max(1.0);
+    if got.len() != expected.len() {
+        return format!(": {} elements, expected {}", got.len(), expected.len());
+    }
     match got.iter().zip(expected).position(|pair| !near(pair)) {
         Some(at) => format!(": element {at} of {} is {}, expected {}", got.len(), got[at], expected[at]),
         None => String::new(),

@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_std::Shape;
 use cubecl::prelude::*;
 
-use super::product::{Added, on_matrix_units, product};
+use super::product::{Added, elsewhere, on_matrix_units, product};
 use super::rows::{
     Blocks, Extent, HEIGHT, Strided, address_type, dims, own, read, read_if, strided, vector_size, with_whole_rows,
     zeros,
@@ -95,7 +95,7 @@ pub(crate) fn linear<T: OnCube>(x: T, weight: T, bias: Option<T>, residual: Opti
         }
         let out = empty(&x, [dims(&x)[0], dims(&weight)[1]], x.dtype);
         let is_made = on_matrix_units(&x, &weight, &out, &added);
-        vec![if is_made { out } else { add(product(x, weight, out), added) }]
+        vec![if is_made { out } else { add(elsewhere(x, weight, out), added) }]
     });
     made.into_iter().next().expect("an output was promised")
 }

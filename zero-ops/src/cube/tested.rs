@@ -11,5 +11,5 @@ pub use cubecl::wgpu::WgpuRuntime as TestRuntime;
 /// Without fusion.
 pub type Plain = CubeBackend<TestRuntime, f32, i32, u8>;
 /// With it.
-#[allow(dead_code)]
+#[allow(dead_code)] // Not all tests that have this file use it.
 pub type Fused = burn_fusion::Fusion<Plain>;

@@ -28,9 +28,11 @@ pub(crate) struct Added<R: CubeRuntime> {
 /// bits; elsewhere Burn's, of a tuner's choice (which takes minutes the first time) for one pair.
 pub(crate) fn product<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let nothing = Added { bias: None, residual: None };
-    if on_matrix_units(&lhs, &rhs, &out, &nothing) {
-        return out;
-    }
+    if on_matrix_units(&lhs, &rhs, &out, &nothing) { out } else { elsewhere(lhs, rhs, out) }
+}
+
+/// What [`product`] is where [`on_matrix_units`] says no.
+pub(crate) fn elsewhere<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let shape = lhs.meta.shape();
     let (is_one, depth, dtype) = (shape.num_dims() == 2, shape[shape.num_dims() - 1], out.dtype);
     if lhs.dtype != DType::F32 && is_one && depth.is_multiple_of(TUNED_DEPTHS) {
