@@ -34,6 +34,23 @@ processes)
   tests/processes.sh target/devices/examples/gpt2_1_5b vulkan "${ZERO_RANKS:-2}" "${@:2}"
   ;;
 laws) cargo test "${build[@]}" --test laws_device -- --test-threads 1 ;;
-param) cd zero-param && cargo test --features wgpu --test device -- --test-threads 1 --nocapture ;;
+param)
+  cd zero-param
+  build=(--features wgpu,trainer)
+  cargo test "${build[@]}" --test device -- --test-threads 1 --nocapture
+  out=$(mktemp -d)
+  trap 'rm -rf "$out"' EXIT
+  for backend in cpu vulkan; do
+    cargo run --quiet "${build[@]}" --example gpt2 -- --weights ../tests/fixtures/gpt2_tiny --data ../tests/fixtures/gpt2_tiny/batches.safetensors \
+      --backend $backend --ranks 2 --stage 3 --batch 2 --steps 4 --out "$out/$backend"
+  done
+  python3 - "$out"/{cpu,vulkan}/metrics.jsonl <<'PYTHON'
+import json, sys
+host, device = ([json.loads(line)["loss"] for line in open(file)] for file in sys.argv[1:])
+worst = max(abs(a - b) / abs(a) for a, b in zip(host, device, strict=True))
+print(f"the trainer: {len(host)} losses on the device within {worst:.1e} of the host's")
+assert len(host) == 4 and worst < 1e-4, (host, device)
+PYTHON
+  ;;
 *) echo 'usage: tests/software_device.sh [laws|param|processes [STAGE...]]' >&2; exit 2 ;;
 esac

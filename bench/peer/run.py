@@ -22,8 +22,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "gpu")]
 import table
+from common import at_least, listed
 from rows import MODELS, OFFLOAD, PEERS, SCALE_ROWS, SEQ, select
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,24 +34,6 @@ VOCABULARY = 50257
 WARMUP = 2
 CPUS = 2
 TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def listed(allowed):
-    def parse(text):
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        wrong = [name for name in names if name not in allowed]
-        if wrong or not names:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(allowed)}, with commas")
-        return names
-    return parse
-
-
-def at_least(least):
-    def parse(text):
-        if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a number from {least}")
-        return int(text)
-    return parse
 
 
 def pattern(text):

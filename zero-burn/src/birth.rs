@@ -19,7 +19,7 @@ use crate::asked::computed;
 use crate::cell::slot::Drawn;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
-use crate::random::{Sample, Stream, sign, sign_bytes};
+use crate::random::{self, Stream, sign, sign_bytes};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
 use crate::values::empty;
@@ -135,7 +135,7 @@ impl Fill<'_> {
             }
             Fill::Random(distribution) => {
                 let stream = stream.expect("only parameters are drawn");
-                let data = stream.data(range, distribution, shape, dtype);
+                let data = random::data(stream, range, distribution, shape, dtype);
                 B::float_from_data(data, device)
             }
             Fill::Value(value) => B::float_full(shape, value, device, dtype.into()),

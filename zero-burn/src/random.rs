@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 pub(crate) use zero_core::random::{Stream, sign};
 use zero_core::random::{WEYL, mix};
@@ -23,72 +24,64 @@ pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.as_chunks::<8>().0.iter().map(|&word| u64::from_le_bytes(word))
 }
 
+/// Elements that are worth a task of their own.
+const TASK: usize = 1 << 14;
+
 /// Elements `range` of a draw from `distribution`, in the type `T`.
 fn sample<T: Copy + Default + Send>(
     stream: Stream,
     range: Range<usize>,
     distribution: Distribution,
-    from: impl Fn(f64) -> T + Sync,
+    from: impl Fn(f64) -> T + Sync + Send,
 ) -> Vec<T> {
     // 24 bits, so that an f32 never rounds up to the excluded upper end of [0, 1).
     let unit24 = |i: usize| (stream.bits(i as u64) >> 40) as f64 * (1.0 / (1u64 << 24) as f64);
-    let scaled = |low: f64, high: f64| range.clone().map(|i| from(low + (high - low) * unit24(i))).collect::<Vec<T>>();
+    let scaled = |low: f64, high: f64| each(range.clone(), |i| from(low + (high - low) * unit24(i)));
     match distribution {
         Distribution::Default => scaled(0.0, 1.0),
         Distribution::Uniform(low, high) => scaled(low, high),
-        Distribution::Bernoulli(p) => range.map(|i| from(if unit24(i) < p { 1.0 } else { 0.0 })).collect(),
+        Distribution::Bernoulli(p) => each(range, |i| from(if unit24(i) < p { 1.0 } else { 0.0 })),
         Distribution::Normal(mean, std) => stream.normals(range, mean, std, from),
     }
 }
 
-/// What is drawn from a stream.
-pub(crate) trait Sample {
-    /// Elements `range` of a draw as data of `shape` (whose size is the range's) and `dtype`.
-    fn data(self, range: Range<usize>, distribution: Distribution, shape: impl Into<Shape>, dtype: DType)
-    -> TensorData;
-
-    /// A whole draw as a tensor. Masks of dropout are made on devices; all else is drawn here, as devices round otherwise.
-    fn tensor<B: Backend>(
-        self,
-        shape: Shape,
-        distribution: Distribution,
-        dtype: DType,
-        device: &B::Device,
-    ) -> FloatTensor<B>;
+/// By the threads of this rank's pool.
+fn each<T: Send>(range: Range<usize>, element: impl Fn(usize) -> T + Sync + Send) -> Vec<T> {
+    range.into_par_iter().with_min_len(TASK).map(element).collect()
 }
 
-impl Sample for Stream {
-    fn data(
-        self,
-        range: Range<usize>,
-        distribution: Distribution,
-        shape: impl Into<Shape>,
-        dtype: DType,
-    ) -> TensorData {
-        match dtype {
-            DType::F32 => TensorData::new(sample(self, range, distribution, |x| x as f32), shape),
-            DType::F64 => TensorData::new(sample(self, range, distribution, |x| x), shape),
-            DType::I64 => TensorData::new(sample(self, range, distribution, |x| x as i64), shape),
-            DType::I32 => TensorData::new(sample(self, range, distribution, |x| x as i32), shape),
-            other => TensorData::new(sample(self, range, distribution, |x| x as f32), shape).convert_dtype(other),
-        }
+/// Elements `range` of a draw from `stream` as data of `shape` (whose size is the range's) and `dtype`.
+pub(crate) fn data(
+    stream: Stream,
+    range: Range<usize>,
+    distribution: Distribution,
+    shape: impl Into<Shape>,
+    dtype: DType,
+) -> TensorData {
+    match dtype {
+        DType::F32 => TensorData::new(sample(stream, range, distribution, |x| x as f32), shape),
+        DType::F64 => TensorData::new(sample(stream, range, distribution, |x| x), shape),
+        DType::I64 => TensorData::new(sample(stream, range, distribution, |x| x as i64), shape),
+        DType::I32 => TensorData::new(sample(stream, range, distribution, |x| x as i32), shape),
+        other => TensorData::new(sample(stream, range, distribution, |x| x as f32), shape).convert_dtype(other),
     }
+}
 
-    fn tensor<B: Backend>(
-        self,
-        shape: Shape,
-        distribution: Distribution,
-        dtype: DType,
-        device: &B::Device,
-    ) -> FloatTensor<B> {
-        #[cfg(feature = "cubecl")]
-        if let Distribution::Bernoulli(p) = distribution
-            && let Some(made) = zero_ops::bernoulli::<B>(self.key(), p, shape.clone(), dtype, device)
-        {
-            return made;
-        }
-        B::float_from_data(self.data(0..shape.num_elements(), distribution, shape, dtype), device)
+/// A whole draw as a tensor. Masks of dropout are made on devices; all else is drawn here, as devices round otherwise.
+pub(crate) fn tensor<B: Backend>(
+    stream: Stream,
+    shape: Shape,
+    distribution: Distribution,
+    dtype: DType,
+    device: &B::Device,
+) -> FloatTensor<B> {
+    #[cfg(feature = "cubecl")]
+    if let Distribution::Bernoulli(p) = distribution
+        && let Some(made) = zero_ops::bernoulli::<B>(stream.key(), p, shape.clone(), dtype, device)
+    {
+        return made;
     }
+    B::float_from_data(data(stream, 0..shape.num_elements(), distribution, shape, dtype), device)
 }
 
 /// What this rank's random numbers (dropout, noise) resume from.
@@ -156,7 +149,7 @@ mod tests {
 
     fn values(range: Range<usize>, distribution: Distribution) -> Vec<f64> {
         let len = range.len();
-        Stream::new(&[1, 2]).data(range, distribution, [len], DType::F64).to_vec().unwrap()
+        data(Stream::new(&[1, 2]), range, distribution, [len], DType::F64).to_vec().unwrap()
     }
 
     #[test]

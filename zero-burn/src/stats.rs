@@ -2,7 +2,6 @@
 
 use burn_backend::Backend;
 use serde::{Deserialize, Serialize};
-use zero_core::Buffer;
 use zero_core::accounting::{Gauge, StateBytes, WireBytes};
 
 use crate::context::Context;
@@ -56,26 +55,13 @@ pub fn reset_peaks<B: Backend>() {
 }
 
 /// Every rank's `bytes`, however many, in rank order, on every rank. A collective.
-pub fn all_gather_bytes<B: Backend>(mut bytes: Vec<u8>) -> Vec<Vec<u8>> {
-    let lengths: Vec<usize> = all_gather::<B>(&[bytes.len() as f64]).iter().map(|rank| rank[0] as usize).collect();
-    let longest = lengths.iter().copied().max().unwrap_or(0);
-    if longest == 0 {
-        return vec![Vec::new(); lengths.len()];
-    }
-    bytes.resize(longest, 0);
-    let all = Context::<B>::current().gather_bytes(bytes);
-    all.chunks_exact(longest).zip(lengths).map(|(rank, length)| rank[..length].to_vec()).collect()
+pub fn all_gather_bytes<B: Backend>(bytes: Vec<u8>) -> Vec<Vec<u8>> {
+    Context::<B>::current().collective().all_gather_bytes(bytes).unwrap_or_else(|error| raise(error))
 }
 
 /// Every rank's `values`, in rank order, on every rank. A collective; it moves 8 bytes a value and rank.
 ///
 /// All ranks pass equally many values.
 pub fn all_gather<B: Backend>(values: &[f64]) -> Vec<Vec<f64>> {
-    let context = Context::<B>::current();
-    let all = context.collective().all_gather(Buffer::F64(values.to_vec()));
-    let all = all.unwrap_or_else(|error| raise(error)).into_f64();
-    match values.len() {
-        0 => vec![Vec::new(); context.rank.world],
-        len => all.chunks_exact(len).map(<[f64]>::to_vec).collect(),
-    }
+    Context::<B>::current().collective().all_gather_values(values).unwrap_or_else(|error| raise(error))
 }

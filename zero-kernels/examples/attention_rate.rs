@@ -6,7 +6,7 @@
 mod shared;
 
 use shared::{arguments, median, numbers, pool};
-use zero_kernels::cpu::attention::{Rows, RowsMut, Shape, backward, forward};
+use zero_kernels::cpu::attention::{Inputs, Results, Rows, RowsMut, Shape, backward, forward};
 
 const HEADS: usize = 12;
 const WIDTH: usize = 64;
@@ -32,9 +32,9 @@ fn main() {
     let (mut out, mut lse) = (vec![0.0; rows * d], vec![0.0; batch * HEADS * tokens]);
     let mut dqkv = vec![0.0; 3 * rows * d];
     let seconds = median(&pool(threads), rounds, &mut || {
-        forward(shape, q, k, v, None, &mut out, &mut lse);
-        let [dq, dk, dv] = RowsMut::split_qkv(&mut dqkv, d);
-        backward(shape, q, k, v, None, &out, &lse, &grad, dq, dk, dv);
+        let inputs = Inputs { shape, q, k, v, key_mask: None };
+        forward(inputs, &mut out, &mut lse);
+        backward(inputs, Results { out: &out, lse: &lse, g: &grad }, RowsMut::split_qkv(&mut dqkv, d));
     });
     println!("{}", seconds * 1e3);
 }

@@ -167,7 +167,7 @@ mod gelu {
 /// Causal, over queries, keys and values that lie side by side in one buffer, as a GPT-2 block leaves them.
 #[divan::bench_group(min_time = 0.2, max_time = 1)]
 mod attention {
-    use zero_ops::cpu::attention::{Rows, RowsMut, Shape};
+    use zero_ops::cpu::attention::{Inputs, Results, Rows, RowsMut, Shape};
 
     use super::*;
 
@@ -178,8 +178,9 @@ mod attention {
         Shape { batch: 1, heads, kv_heads: heads, head_width, queries: N, keys: N, causal: true, window: None, scale }
     }
 
-    fn split(qkv: &[f32]) -> [Rows<'_>; 3] {
-        [0, 1, 2].map(|part| Rows { data: &qkv[part * D..], stride: 3 * D })
+    fn inputs(qkv: &[f32]) -> Inputs<'_> {
+        let [q, k, v] = [0, 1, 2].map(|part| Rows { data: &qkv[part * D..], stride: 3 * D });
+        Inputs { shape: shape(), q, k, v, key_mask: None }
     }
 
     /// Multiplications of queries with the keys that they see, over all heads.
@@ -189,23 +190,21 @@ mod attention {
     #[divan::bench]
     fn forward(bencher: Bencher) {
         let qkv = numbers(3 * N * D, 1);
-        let [q, k, v] = split(&qkv);
         let (mut out, mut lse) = (vec![0.0; N * D], vec![0.0; HEADS * N]);
         bencher
             .counter(flop(2, MULTIPLICATIONS))
-            .bench_local(|| cpu::attention::forward(shape(), q, k, v, None, &mut out, &mut lse));
+            .bench_local(|| cpu::attention::forward(inputs(&qkv), &mut out, &mut lse));
     }
 
     /// Five products: scores again, their gradients, and those of queries, keys and values.
     #[divan::bench]
     fn backward(bencher: Bencher) {
         let (qkv, g) = (numbers(3 * N * D, 1), numbers(N * D, 2));
-        let [q, k, v] = split(&qkv);
         let (mut out, mut lse, mut dqkv) = (vec![0.0; N * D], vec![0.0; HEADS * N], vec![0.0; 3 * N * D]);
-        cpu::attention::forward(shape(), q, k, v, None, &mut out, &mut lse);
+        cpu::attention::forward(inputs(&qkv), &mut out, &mut lse);
+        let results = Results { out: &out, lse: &lse, g: &g };
         bencher.counter(flop(5, MULTIPLICATIONS)).bench_local(|| {
-            let [dq, dk, dv] = RowsMut::split_qkv(&mut dqkv, D);
-            cpu::attention::backward(shape(), q, k, v, None, &out, &lse, &g, dq, dk, dv);
+            cpu::attention::backward(inputs(&qkv), results, RowsMut::split_qkv(&mut dqkv, D));
         });
     }
 }

@@ -17,7 +17,7 @@ use burn_std::{Bytes, FloatDType, IntDType, Shape};
 use bytemuck::Pod;
 
 use crate::backend::{FusedBackend, implement, ty};
-use crate::cpu::attention::{Rows, RowsMut};
+use crate::cpu::attention::{Inputs, Results, Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
 use crate::cpu::{Matrix, attention, buffer, cross_entropy, embedding, layer_norm, linear, rms_norm, rotary, swiglu};
 use crate::fallback;
@@ -494,10 +494,11 @@ fn attention_forward<const N: usize>(
         return fallback::attention_forward::<Flex>(q, k, v, mask, options);
     }
     let (parts, mask) = (parts.map(with_heads::<N>()), mask.map(packed));
-    let (shape, [q, k, v]) = heads(&parts, options);
+    let inputs = inputs(&parts, mask.as_ref().map(values), options);
+    let shape = inputs.shape;
     let (n, d) = (shape.batch * shape.queries, shape.heads * shape.head_width);
     let (mut out, mut lse) = (buffer(n * d), buffer(n * shape.heads));
-    attention::forward(shape, q, k, v, mask.as_ref().map(values), &mut out, &mut lse);
+    attention::forward(inputs, &mut out, &mut lse);
     (tensor(out, [n, d]), tensor(lse, [shape.batch, shape.heads, shape.queries]))
 }
 
@@ -521,17 +522,17 @@ fn attention_backward<const N: usize>(
         return gradients.try_into().unwrap_or_else(|_| unreachable!("packed rows are one part, others three"));
     }
     let (parts, mask, saved) = (parts.map(with_heads::<N>()), mask.map(packed), saved.map(packed));
-    let (shape, [q, k, v]) = heads(&parts, options);
+    let inputs = inputs(&parts, mask.as_ref().map(values), options);
     let sizes = parts.each_ref().map(dims::<2>);
-    let [d, c] = [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_width);
+    let [d, c] = [inputs.shape.heads, inputs.shape.kv_heads].map(|heads| heads * inputs.shape.head_width);
     let mut gradients = sizes.map(|[rows, width]| buffer(rows * width));
-    let [dq, dk, dv] = match &mut gradients[..] {
+    let grads = match &mut gradients[..] {
         [packed] => RowsMut::split_qkv(packed, d),
         [dq, dk, dv] => [RowsMut::new(dq, d), RowsMut::new(dk, c), RowsMut::new(dv, c)],
         _ => unreachable!("packed rows are one part, others three"),
     };
-    let (mask, [out, lse, grad]) = (mask.as_ref().map(values), saved.each_ref().map(values));
-    attention::backward(shape, q, k, v, mask, out, lse, grad, dq, dk, dv);
+    let [out, lse, g] = saved.each_ref().map(values);
+    attention::backward(inputs, Results { out, lse, g }, grads);
     let mut sizes = sizes.into_iter();
     gradients.map(|gradient| tensor(gradient, sizes.next().expect("each part has a gradient")))
 }
@@ -547,7 +548,11 @@ fn with_heads<const N: usize>() -> fn(FlexTensor) -> FlexTensor {
 }
 
 /// The sizes, and where queries, keys and values lie.
-fn heads<const N: usize>(parts: &[FlexTensor; N], options: AttentionOptions) -> (attention::Shape, [Rows<'_>; 3]) {
+fn inputs<'a, const N: usize>(
+    parts: &'a [FlexTensor; N],
+    key_mask: Option<&'a [f32]>,
+    options: AttentionOptions,
+) -> Inputs<'a> {
     let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
     let [n, width] = dims(&parts[0]);
     let d = if N == 1 { width / 3 } else { width };
@@ -565,7 +570,7 @@ fn heads<const N: usize>(parts: &[FlexTensor; N], options: AttentionOptions) -> 
         window,
         scale: scale as f32,
     };
-    let rows = [0, 1, 2].map(|i| {
+    let [q, k, v] = [0, 1, 2].map(|i| {
         if N == 1 {
             return Rows { data: values::<f32>(&parts[0]).get(i * d..).unwrap_or_default(), stride: width };
         }
@@ -573,5 +578,5 @@ fn heads<const N: usize>(parts: &[FlexTensor; N], options: AttentionOptions) -> 
         let stride = usize::try_from(layout.strides()[0]).expect("rows run forwards");
         Rows { data: parts[i].storage().get(layout.start_offset()..).unwrap_or_default(), stride }
     });
-    (shape, rows)
+    Inputs { shape, q, k, v, key_mask }
 }

@@ -81,18 +81,18 @@ impl Zero {
         extra: Map<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
-        self.save_behind((model, optimizer), dir, (steps as u64, [steps, 0]), extra, options)
+        let (pieces, state) = self.pieces((model, optimizer), [steps, 0], extra)?;
+        Ok(save(&*self.shared.comm, dir, steps as u64, &pieces, &state, options)?)
     }
 
-    /// The same after a step, with so many updates and so many steps that made none behind it.
-    pub(crate) fn save_behind<M: Module>(
+    /// What this rank writes of a checkpoint after so many updates and so many steps that made none, and the state beside it. A
+    /// collective.
+    pub(crate) fn pieces<M: Module>(
         &self,
         (model, optimizer): (&M, &Optimizer),
-        dir: &Path,
-        (step, [steps, skipped]): (u64, [usize; 2]),
+        [steps, skipped]: [usize; 2],
         mut extra: Map<String, Value>,
-        options: &SaveOptions,
-    ) -> Result<Saved, Error> {
+    ) -> Result<(Vec<Piece<'static>>, Value), Error> {
         let name = saved_name(optimizer)?;
         let mut moments = moments(optimizer)?;
         let mut held = Held { zero: self, values: Vec::new() };
@@ -122,7 +122,7 @@ impl Zero {
             "random": random,
         });
         extra.insert(ENGINE.into(), state);
-        Ok(save(&*self.shared.comm, dir, step, &pieces, &Value::Object(extra), options)?)
+        Ok((pieces, Value::Object(extra)))
     }
 
     /// Loads what [`Zero::save`], or an engine of `zero_train`, has saved: at any number of ranks and stage. A collective.

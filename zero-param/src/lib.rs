@@ -77,7 +77,7 @@ pub use grads::Grads;
 pub use layers::{embedding, tied_head};
 pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
 pub use random::draw_dropout;
-pub use ranks::{Ranks, run_process, run_process_as, run_threads};
+pub use ranks::{Ranks, run_process, run_threads};
 pub use shard::{Gathered, shard};
 pub use slot::Uses;
 #[cfg(feature = "train")]

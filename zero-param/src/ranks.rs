@@ -108,29 +108,17 @@ where
     })
 }
 
-/// Runs `body` as the rank of this process, inside of [`zero_core::collective::process::run`].
+/// Runs `body` as the rank of this process, inside of [`zero_core::collective::process::run`]. Of the options its threads are heeded here.
 ///
 /// # Errors
 ///
 /// The body's own. Failed gathers travel as a panic payload that `process::run` knows.
 pub fn run_process<T: Send, E: core::fmt::Display + Send>(
     run: &ProcessRun,
+    options: impl Into<LaunchOptions>,
     body: impl FnOnce(&Ranks) -> Result<T, E> + Send,
 ) -> Result<T, E> {
-    run_process_as(run, &LaunchOptions::default(), body)
-}
-
-/// As [`run_process`], with as many threads as the options say.
-///
-/// # Errors
-///
-/// As [`run_process`].
-pub fn run_process_as<T: Send, E: core::fmt::Display + Send>(
-    run: &ProcessRun,
-    options: &LaunchOptions,
-    body: impl FnOnce(&Ranks) -> Result<T, E> + Send,
-) -> Result<T, E> {
-    let comm = run.comm();
+    let (comm, options) = (run.comm(), options.into());
     let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
     let ranks = Ranks::new(comm.clone(), Window::join_processes(comm));
     ranks.run(threads, body, || comm.wait_for_others())

@@ -13,12 +13,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use burn::module::{Module, ModuleVisitor, Param};
+#[cfg(feature = "cube")]
+use burn::tensor::DeviceType;
 use burn::tensor::{Device, Tensor};
 use serde_json::{Map, Value};
+use zero_core::Collective;
 use zero_core::accounting::StateBytes;
-use zero_core::checkpoint::{Checkpoint, SaveOptions};
+use zero_core::checkpoint::{AsyncSaver, Checkpoint, SaveOptions, save};
 use zero_core::config::{self, Gathers};
-use zero_core::{Buffer, Collective};
 use zero_models::hf_export::{ExportOptions, export};
 use zero_models::{ModelConfig, ModuleConfig};
 use zero_train::metrics::RankMetrics;
@@ -32,18 +34,20 @@ use crate::config::{Float, ZeroConfig};
 use crate::error::Error;
 use crate::grads::Grads;
 use crate::optim::Optimizer;
-use crate::ranks::{Ranks, run_process_as, run_threads};
+use crate::ranks::{Ranks, run_process, run_threads};
 use crate::shard::shard;
 use crate::slot::{Policy, Slot};
 use crate::zero::Zero;
 
 type Make<T, M> = dyn Fn(&T, u64, &Device) -> Result<M> + Send + Sync;
 type Loss<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync;
+type Evaluate<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync;
 
 /// Trains tasks `T` with models `M` of Burn 0.22, for `zero_train::trainer::Trainer::on`.
 pub struct Burn022<T, M> {
     model: Arc<Make<T, M>>,
     loss: Arc<Loss<T, M>>,
+    evaluate: Option<Arc<Evaluate<T, M>>>,
 }
 
 impl<T, M> Burn022<T, M> {
@@ -53,7 +57,16 @@ impl<T, M> Burn022<T, M> {
         model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,
         loss: impl Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync + 'static,
     ) -> Self {
-        Self { model: Arc::new(model), loss: Arc::new(loss) }
+        Self { model: Arc::new(model), loss: Arc::new(loss), evaluate: None }
+    }
+
+    /// What is measured of rows that are held out, means by name, in place of the loss alone, which is the first.
+    #[must_use]
+    pub fn evaluated_by(
+        self,
+        evaluate: impl Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync + 'static,
+    ) -> Self {
+        Self { evaluate: Some(Arc::new(evaluate)), ..self }
     }
 }
 
@@ -115,11 +128,36 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
     Ok((settings, unheeded))
 }
 
+fn no_device(backend: BackendChoice, expected: &str) -> TrainError {
+    let got = format!("{backend:?}").to_lowercase();
+    TrainError::Option { option: "backend", got, expected: expected.into() }
+}
+
+/// The devices of this machine on which ranks may compute.
+fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    let kind = match backend {
+        BackendChoice::Cpu => return Ok(vec![Device::flex()]),
+        #[cfg(feature = "cuda")]
+        BackendChoice::Cuda => DeviceType::Cuda,
+        #[cfg(feature = "wgpu")]
+        BackendChoice::Vulkan => DeviceType::Wgpu,
+        #[allow(unreachable_patterns)] // Reached by what the features leave out.
+        _ => {
+            return Err(no_device(backend, "this program was built without it: build it with the feature of its name"));
+        }
+    };
+    #[cfg(feature = "cube")]
+    match Device::enumerate(kind).into_vec() {
+        none if none.is_empty() => {
+            Err(no_device(backend, "no such device, or no driver of it, was found on this machine"))
+        }
+        devices => Ok(devices),
+    }
+}
+
 /// What an update cannot be made of.
 fn check_steps(run: &Run<'_>) -> Result<()> {
-    if run.saves_beside {
-        return Err(refused("--save-async", ASKED));
-    }
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));
     }
@@ -137,10 +175,7 @@ fn check_steps(run: &Run<'_>) -> Result<()> {
 
 impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
     fn has(&self, backend: BackendChoice) -> Result<()> {
-        match backend {
-            BackendChoice::Cpu => Ok(()),
-            _ => Err(refused("a trainer on devices", ASKED)),
-        }
+        devices(backend).map(drop)
     }
 
     fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
@@ -160,9 +195,10 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
         run: &Run<'_>,
         body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
     ) -> Result<R> {
-        let (settings, _) = settings(run.zero)?;
+        let ((settings, _), devices) = (settings(run.zero)?, devices(run.backend)?);
         let rank = |ranks: &Ranks| {
-            let device = Device::flex().autodiff();
+            // Ranks of a machine take its devices in turn.
+            let device = devices[ranks.comm().local_rank() % devices.len()].clone().autodiff();
             let model = (self.model)(task, run.zero.seed, &device)?;
             let (model, zero) = shard(model, ranks, &settings).map_err(told)?;
             let optimizer =
@@ -173,6 +209,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
                 task,
                 run,
                 comm: ranks.comm().clone(),
+                saver: None,
                 zero,
                 held,
                 device,
@@ -186,7 +223,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
             })
         };
         match run.process {
-            Some(process) => run_process_as(process, run.launch, rank),
+            Some(process) => run_process(process, run.launch.clone(), rank),
             None => Ok(run_threads(run.plan.world, run.launch.clone(), rank)?.swap_remove(0)),
         }
     }
@@ -209,6 +246,8 @@ struct OnRank<'a, T, M> {
     task: &'a T,
     run: &'a Run<'a>,
     comm: Arc<dyn Collective>,
+    /// Of what is saved beside the training.
+    saver: Option<AsyncSaver>,
     zero: Zero,
     /// Absent only while an update replaces them.
     held: Option<(M, Optimizer)>,
@@ -230,13 +269,6 @@ struct OnRank<'a, T, M> {
 impl<T: Task, M: Module> OnRank<'_, T, M> {
     fn model(&self) -> &M {
         &self.held.as_ref().expect("it is absent only inside of an update").0
-    }
-
-    /// The model without autodiff, for `f`.
-    fn evaluated(&self, rows: &Rows) -> Result<f64> {
-        let device = self.device.clone().without_autodiff();
-        let loss = (self.front.loss)(self.task, &self.model().valid(), rows, &device)?;
-        Ok(loss.into_scalar::<f64>())
     }
 
     /// Ends a step whose gradients have come together.
@@ -283,19 +315,11 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
     }
 
     fn all_gather(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
-        let all = self.comm.all_gather(Buffer::F64(values.to_vec()))?.into_f64();
-        Ok(match values.len() {
-            0 => vec![Vec::new(); self.comm.world()],
-            len => all.chunks_exact(len).map(<[f64]>::to_vec).collect(),
-        })
+        Ok(self.comm.all_gather_values(values)?)
     }
 
-    fn all_gather_bytes(&self, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let lengths: Vec<usize> = self.all_gather(&[bytes.len() as f64])?.iter().map(|rank| rank[0] as usize).collect();
-        let longest = lengths.iter().copied().max().unwrap_or(0).max(1);
-        bytes.resize(longest, 0);
-        let all = self.comm.all_gather(Buffer::U8(bytes))?.into_u8();
-        Ok(all.chunks_exact(longest).zip(lengths).map(|(rank, length)| rank[..length].to_vec()).collect())
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        Ok(self.comm.all_gather_bytes(bytes)?)
     }
 
     fn micro_batch(&mut self, rows: &Rows) -> Result<Step> {
@@ -360,7 +384,11 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
     }
 
     fn evaluate(&self, rows: &Rows) -> Result<Measured> {
-        Ok(vec![("loss", self.evaluated(rows)?)])
+        let (model, device) = (self.model().valid(), self.device.clone().without_autodiff());
+        match &self.front.evaluate {
+            Some(evaluate) => evaluate(self.task, &model, rows, &device),
+            None => Ok(vec![("loss", (self.front.loss)(self.task, &model, rows, &device)?.into_scalar::<f64>())]),
+        }
     }
 
     fn predict(&self, _: &Rows) -> Result<Option<Vec<Value>>> {
@@ -382,12 +410,22 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
 
     fn save(&mut self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Option<u64>> {
         let (model, optimizer) = self.held.as_ref().expect("it is absent only inside of an update");
-        let saved = self.zero.save_behind((model, optimizer), dir, (step, self.done), extra, options).map_err(told)?;
-        Ok(Some(saved.bytes))
+        let (pieces, state) = self.zero.pieces((model, optimizer), self.done, extra).map_err(told)?;
+        if !self.run.saves_beside {
+            let saved = save(&*self.comm, dir, step, &pieces, &state, options);
+            return Ok(Some(saved.map_err(EngineError::Checkpoint)?.bytes));
+        }
+        let saver = match &mut self.saver {
+            Some(saver) => saver,
+            none => none.insert(AsyncSaver::new(&*self.comm).map_err(EngineError::Checkpoint)?),
+        };
+        saver.save(dir, step, pieces, state, options.clone()).map_err(EngineError::Checkpoint)?;
+        Ok(None)
     }
 
     fn wait_for_save(&mut self) -> Result<Option<PathBuf>> {
-        Ok(None)
+        let Some(saver) = &mut self.saver else { return Ok(None) };
+        Ok(saver.wait().map_err(EngineError::Checkpoint)?.map(|saved| saved.path))
     }
 
     fn export(&self, config: Option<&ModelConfig>, out: &Path, options: &ExportOptions) -> Result<()> {

@@ -25,6 +25,10 @@ on() { # FRONT STEPS FOLDER [options]: losses of a run that saves
 values() { # FILE KEY: of each line that has it
   python3 -c 'import json, sys; [print(line[sys.argv[2]]) for line in map(json.loads, open(sys.argv[1])) if line.get(sys.argv[2]) is not None]' "$@"
 }
+evaluated() { # FOLDER: what was measured of rows held out
+  python3 -c 'import json, sys; [print(value) for event in map(json.loads, open(sys.argv[1])) for _, value in event.get("values", [])]' \
+    "$work/$1-out/events.jsonl"
+}
 same() { # FILE FILE
   python3 - "$@" <<'PYTHON'
 import sys
@@ -78,7 +82,7 @@ echo 'AdamW: from 0.21 to 0.22 and back, without an update: every bit is the sam
 cp -r "$fixture" "$work/dropping"
 sed -i 's/_pdrop": 0.0/_pdrop": 0.1/' "$work/dropping/config.json"
 weights=(--weights "$work/dropping" --decay-except nothing --shuffle false)
-goes_on dropout
+goes_on dropout --save-async # Beside the training.
 weights=(--weights "$fixture" --decay-except nothing --shuffle false)
 
 echo 'fresh weights, micro-batches, a schedule, clipping, decay, shuffled rows, rows held out'
@@ -87,12 +91,7 @@ by_options=(--model tiny --seed 7 --shuffle --accumulation 3 --schedule cosine -
 for front in old new; do
   config=none on $front 8 "options-$front" "${by_options[@]}" >"$work/$front.losses"
   for key in grad_norm lr; do values "$work/options-$front-out/metrics.jsonl" $key >>"$work/$front.losses"; done
-  python3 - "$work/options-$front-out/events.jsonl" >>"$work/$front.losses" <<'PYTHON'
-import json, sys
-for event in map(json.loads, open(sys.argv[1])):
-    for name, value in event.get("values", []):
-        print(value)
-PYTHON
+  evaluated "options-$front" >>"$work/$front.losses"
 done
 same "$work/new.losses" "$work/old.losses"
 
@@ -124,21 +123,24 @@ on new 3 processes "${weights[@]}" >"$work/processes.losses"
 on new 6 processes "${weights[@]}" --resume auto >"$work/processes.losses"
 diff "$work/processes.losses" "$work/threads.losses"
 
-echo 'BERT on text, from fresh weights, and on from one front to the other'
+echo 'BERT on text, from fresh weights with dropout, what it predicts, and on from one front to the other'
 launch=() data=$text
 "$zero" tokenizer "$work/words" --data "$text" --vocab-size 500 >/dev/null
-bert=(--model bert-tiny --task bert-pretraining --tokenizer "$work/words" --seq 32 --seed 3 --accumulation 2)
+mkdir "$work/bert"
+sed 's/_prob": 0.0/_prob": 0.1/; s/"vocab_size": .*/"vocab_size": 500/' "$fixture/../bert_tiny/config.json" >"$work/bert/config.json"
+bert=(--model "$work/bert" --task bert-pretraining --tokenizer "$work/words" --seq 32 --seed 3 --accumulation 2 --eval 8 --eval-every 3)
 config=none on old 6 old-bert "${bert[@]}" >"$work/old.losses"
 config=none on new_bert 6 new-bert "${bert[@]}" >"$work/new.losses"
+for front in old new; do evaluated "$front-bert" >>"$work/$front.losses"; done
 same "$work/new.losses" "$work/old.losses"
 config=none on new_bert 6 new-bert "${bert[@]}" --resume "$work/old-bert/step-00000003" >"$work/new.losses"
-tail -n 3 "$work/old.losses" >"$work/expected"
+values "$work/old-bert-out/metrics.jsonl" loss | tail -n 3 >"$work/expected"
 tail -n 3 "$work/new.losses" >"$work/on.losses"
 same "$work/on.losses" "$work/expected"
 
 echo 'what this front has not is named'
 data=$fixture/batches.safetensors
-for refused in '--offload optimizer' '--dtype fp16' '--quantized-weights int8' '--shard-size 1' '--save-async' '--checkpoint-activations'; do
+for refused in '--offload optimizer' '--dtype fp16' '--quantized-weights int8' '--shard-size 1' '--checkpoint-activations'; do
   # shellcheck disable=SC2086
   code=0
   "${new[@]}" --weights "$fixture" --data "$data" --steps 3 --save "$work/refused" $refused >"$work/log" 2>&1 || code=$?

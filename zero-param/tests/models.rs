@@ -143,12 +143,21 @@ fn bert_trains_as_in_pytorch() {
         let model = bert::Bert::new(&config, device).unwrap();
         shared::begin::<_, ModelError>(model, &config.clone().into(), Some(&folder), |_| {}).unwrap()
     };
-    let loss = |model: &bert::Bert, first, device: &Device| {
+    let batch = |first, device: &Device| {
         let of = |rows: &Rows| rows.from(first, device);
         let (ids_bt, types_bt, mask_bt) = (of(&ids), of(&types), of(&mask));
-        let follows_b = of(&follows).reshape([BATCH]);
-        model.loss(bert::Batch { ids_bt, types_bt, mask_bt, labels_bt: of(&labels), follows_b })
+        let [labels_m, follows_b] = [&labels, &follows].map(|rows| of(rows).reshape([-1]));
+        let predicted_m = Tensor::arange(0..labels_m.dims()[0] as i64, device);
+        bert::Batch { ids_bt, types_bt, mask_bt, predicted_m, labels_m, follows_b }
     };
+    let loss = |model: &bert::Bert, first, device: &Device| model.loss(batch(first, device));
+    let device = Device::flex();
+    let [measured, tokens, pairs] = load(&device).measure(batch(0, &device));
+    assert_eq!(measured as f32, loss(&load(&device), 0, &device).into_scalar::<f32>());
+    let labelled = batch(0, &device).labels_m.greater_equal_elem(0).int().sum().into_scalar::<f64>();
+    for (part, of) in [(tokens, labelled), (pairs, BATCH as f64)] {
+        assert!((0.0..=1.0).contains(&part) && (part * of - (part * of).round()).abs() < 1e-5, "{part} of {of}");
+    }
     let at_the_end = |zero: &Zero| {
         // A head with a bias of its own makes no gradients in the forward pass.
         assert_eq!(uses(zero, "embeddings.word_embeddings"), [2, 1, 1]);

@@ -10,7 +10,7 @@ use zero_core::ReduceOp;
 use crate::birth::{Fill, create};
 use crate::context::Context;
 use crate::elementwise;
-use crate::random::Sample;
+use crate::random;
 use crate::values::empty;
 
 use super::*;
@@ -171,7 +171,9 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         create(Fill::Random(distribution), shape.clone(), inner, dtype, |_| {
             // The inner generator is one per process, and ranks would race for its numbers.
             let (drawn, inner) = (Context::<B>::draw(device), inner.clone());
-            ZeroTensor::ordinary([], move |[]| drawn.tensor::<B>(shape.clone(), distribution, dtype.into(), &inner))
+            ZeroTensor::ordinary([], move |[]| {
+                random::tensor::<B>(drawn, shape.clone(), distribution, dtype.into(), &inner)
+            })
         })
     }
 

@@ -8,7 +8,7 @@ use burn_backend::{Distribution, ExecutionError, Scalar, TensorData};
 use burn_std::{BoolDType, FloatDType, IntDType, Shape, Slice};
 
 use crate::context::Context;
-use crate::random::Sample;
+use crate::random;
 
 use super::*;
 
@@ -125,7 +125,7 @@ impl<B: Backend> IntTensorOps<Self> for Zero<B> {
 
     fn int_random(shape: Shape, distribution: Distribution, device: ty!(device), dtype: IntDType) -> ty!(int) {
         let elements = 0..shape.num_elements();
-        let data = Context::<B>::draw(device).data(elements, distribution, shape, dtype.into());
+        let data = random::data(Context::<B>::draw(device), elements, distribution, shape, dtype.into());
         B::int_from_data(data, device.inner())
     }
 }

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use zero_kernels::cpu::half::Half;
 
 use super::ReduceOp;
 
@@ -275,38 +275,6 @@ impl Buffer {
     }
 }
 
-/// Floats of 16 bit, which are added in f32.
-trait Half: Copy + Default {
-    fn widen(from: &[Self], to: &mut [f32]);
-    fn narrow(from: &[f32], to: &mut [Self]);
-}
-
-impl Half for f16 {
-    fn widen(from: &[Self], to: &mut [f32]) {
-        from.convert_to_f32_slice(to);
-    }
-
-    fn narrow(from: &[f32], to: &mut [Self]) {
-        to.convert_from_f32_slice(from);
-    }
-}
-
-impl Half for bf16 {
-    fn widen(from: &[Self], to: &mut [f32]) {
-        to.iter_mut().zip(from).for_each(|(to, from)| *to = f32::from_bits(u32::from(from.to_bits()) << 16));
-    }
-
-    /// To nearest even. The compiler vectorises this, not the branches of [`bf16::from_f32`].
-    fn narrow(from: &[f32], to: &mut [Self]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            let bits = from.to_bits();
-            let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-            let quiet = (bits >> 16) | 0x40;
-            *to = bf16::from_bits(if from.is_nan() { quiet } else { rounded } as u16);
-        }
-    }
-}
-
 fn widened<H: Half>(from: &[H]) -> Vec<f32> {
     let mut to = vec![0.0; from.len()];
     H::widen(from, &mut to);
@@ -314,7 +282,7 @@ fn widened<H: Half>(from: &[H]) -> Vec<f32> {
 }
 
 fn narrowed<H: Half>(from: &[f32]) -> Vec<H> {
-    let mut to = vec![H::default(); from.len()];
+    let mut to = vec![H::ZERO; from.len()];
     H::narrow(from, &mut to);
     to
 }
@@ -339,7 +307,7 @@ fn reduce_halves<H: Half>(inputs: &[&[H]], op: ReduceOp) -> Vec<H> {
         if op == ReduceOp::Mean {
             sums.iter_mut().for_each(|a| *a *= 1.0 / inputs.len() as f32);
         }
-        out.resize(block.end, H::default());
+        out.resize(block.end, H::ZERO);
         H::narrow(sums, &mut out[block]);
     }
     out

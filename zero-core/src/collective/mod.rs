@@ -189,6 +189,35 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
         self.execute(Request::AllGather(shard))
     }
 
+    /// Every rank's `values`, equally many, in rank order. A collective; it moves 8 bytes a value and rank.
+    ///
+    /// # Errors
+    ///
+    /// As any collective's.
+    fn all_gather_values(&self, values: &[f64]) -> Result<Vec<Vec<f64>>, CommError> {
+        let all = self.all_gather(Buffer::F64(values.to_vec()))?.into_f64();
+        Ok(match values.len() {
+            0 => vec![Vec::new(); self.world()],
+            len => all.chunks_exact(len).map(<[f64]>::to_vec).collect(),
+        })
+    }
+
+    /// Every rank's `bytes`, however many, in rank order. Two collectives.
+    ///
+    /// # Errors
+    ///
+    /// As any collective's.
+    fn all_gather_bytes(&self, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        let lengths = self.all_gather_values(&[bytes.len() as f64])?.concat();
+        let longest = lengths.iter().map(|&length| length as usize).max().unwrap_or(0);
+        if longest == 0 {
+            return Ok(vec![bytes; lengths.len()]);
+        }
+        bytes.resize(longest, 0);
+        let all = self.all_gather(Buffer::U8(bytes))?.into_u8();
+        Ok(all.chunks_exact(longest).zip(lengths).map(|(rank, length)| rank[..length as usize].to_vec()).collect())
+    }
+
     /// See [`Request::ReduceScatter`].
     fn reduce_scatter(&self, input: Buffer, op: ReduceOp) -> Result<Buffer, CommError> {
         self.execute(Request::ReduceScatter(input, op))

@@ -53,49 +53,22 @@ pub struct Shape {
 ///
 /// # Shapes
 ///
-/// `q`: `[batch * queries, d]`, `k`, `v`: `[batch * keys, c]`, strided; `key_mask`: `[batch, keys]`; `out`:
-/// `[batch * queries, d]`; `lse`: `[batch, heads, queries]`.
+/// `out`: `[batch * queries, d]`; `lse`: `[batch, heads, queries]`.
 ///
 /// # Panics
 ///
 /// When the lengths do not fit together, there are no keys, or `causal` with `queries` other than `keys`.
-pub fn forward(
-    shape: Shape,
-    q: Rows<'_>,
-    k: Rows<'_>,
-    v: Rows<'_>,
-    key_mask: Option<&[f32]>,
-    out: &mut [f32],
-    lse: &mut [f32],
-) {
-    forward_in(BLOCKS, Inputs { shape, q, k, v, key_mask }, out, lse);
+pub fn forward(inputs: Inputs<'_>, out: &mut [f32], lse: &mut [f32]) {
+    forward_in(BLOCKS, inputs, out, lse);
 }
 
-/// The gradients of [`forward`] for the gradient `g` of its result.
-///
-/// # Shapes
-///
-/// As of [`forward`], which wrote `out` and `lse`; `g` is as `out`, `dq`, `dk` and `dv` are as `q`, `k` and `v` but may
-/// have other strides. They are overwritten.
+/// The gradients of [`forward`] for `q`, `k` and `v`, of their shapes but with strides of their own. They are overwritten.
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together, there are no keys, or `causal` with `queries` other than `keys`.
-#[allow(clippy::too_many_arguments)] // What the operation reads and writes, each once.
-pub fn backward(
-    shape: Shape,
-    q: Rows<'_>,
-    k: Rows<'_>,
-    v: Rows<'_>,
-    key_mask: Option<&[f32]>,
-    out: &[f32],
-    lse: &[f32],
-    g: &[f32],
-    dq: RowsMut<'_>,
-    dk: RowsMut<'_>,
-    dv: RowsMut<'_>,
-) {
-    backward_in(BLOCKS, Inputs { shape, q, k, v, key_mask }, Results { out, lse, g }, [dq, dk, dv]);
+/// As of [`forward`].
+pub fn backward(inputs: Inputs<'_>, results: Results<'_>, grads: [RowsMut<'_>; 3]) {
+    backward_in(BLOCKS, inputs, results, grads);
 }
 
 /// Queries and keys that are taken at a time.
@@ -126,12 +99,17 @@ fn with_scratch(len: usize, work: impl FnOnce(&mut [f32])) {
 
 /// What both directions read.
 #[derive(Clone, Copy)]
-struct Inputs<'a> {
-    shape: Shape,
-    q: Rows<'a>,
-    k: Rows<'a>,
-    v: Rows<'a>,
-    key_mask: Option<&'a [f32]>,
+pub struct Inputs<'a> {
+    /// Sizes.
+    pub shape: Shape,
+    /// `[batch * queries, d]`, strided.
+    pub q: Rows<'a>,
+    /// `[batch * keys, c]`, strided.
+    pub k: Rows<'a>,
+    /// `[batch * keys, c]`, strided.
+    pub v: Rows<'a>,
+    /// `[batch, keys]`.
+    pub key_mask: Option<&'a [f32]>,
 }
 
 impl<'a> Inputs<'a> {
@@ -218,10 +196,13 @@ impl<'a> Inputs<'a> {
 
 /// What backward reads besides.
 #[derive(Clone, Copy)]
-struct Results<'a> {
-    out: &'a [f32],
-    lse: &'a [f32],
-    g: &'a [f32],
+pub struct Results<'a> {
+    /// As [`forward`] wrote it.
+    pub out: &'a [f32],
+    /// As [`forward`] wrote it.
+    pub lse: &'a [f32],
+    /// The gradient of `out`, of its shape.
+    pub g: &'a [f32],
 }
 
 /// Panics unless `rows` rows of `d` elements lie within `len`, `stride` apart, and beside each other in `width`.

@@ -1,7 +1,7 @@
 //! Rows of a table by number, and the scatter-add of their gradients.
 
 use super::check_rows;
-use super::half::Half;
+use super::half::{Half, Plain};
 use super::parallel::{rows_of_task, spread};
 use super::reduce::add;
 
@@ -14,7 +14,7 @@ use super::reduce::add;
 /// # Panics
 ///
 /// When the lengths do not fit together, or an id is outside of `0..v`.
-pub fn forward(table: &[f32], ids: &[i64], out: &mut [f32]) {
+pub fn forward<T: Plain>(table: &[T], ids: &[i64], out: &mut [T]) {
     if ids.is_empty() {
         assert!(out.is_empty(), "embedding: `out` has {} elements, expected none for no ids", out.len());
         return;

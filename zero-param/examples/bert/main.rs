@@ -11,14 +11,14 @@ mod shared;
 use std::alloc::System;
 use std::process::ExitCode;
 
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use clap::Parser;
 use model::{Batch, Bert};
 use zero_core::alloc::PageKeeper;
 use zero_param::trainer::Burn022;
 use zero_train::data::Source;
 use zero_train::language::{BertTask, Options, Program};
-use zero_train::trainer::Trainer;
+use zero_train::trainer::{Rows, Trainer};
 
 /// A step finds the pages of the one before.
 #[global_allocator]
@@ -40,19 +40,27 @@ fn main() -> ExitCode {
             let model = Bert::new(config, device)?;
             shared::begin(model, &config.clone().into(), task.weights(), |each| config.fresh(seed, each))
         },
-        |task, model: &Bert, rows, device| {
-            let (batch, seq) = task.batch(rows)?;
-            let of = |numbers| Tensor::from_data(TensorData::new(numbers, [rows.len(), seq]), device);
-            let follows_b = TensorData::new(batch.next_sentence_labels, [rows.len()]);
-            Ok(model.loss(Batch {
-                ids_bt: of(batch.input_ids),
-                types_bt: of(batch.token_type_ids),
-                mask_bt: of(batch.attention_mask),
-                labels_bt: of(batch.labels),
-                follows_b: Tensor::from_data(follows_b, device),
-            }))
-        },
-    );
+        |task, model: &Bert, rows, device| Ok(model.loss(batch(task, rows, device)?)),
+    )
+    .evaluated_by(|task, model, rows, device| {
+        let [loss, tokens, pairs] = model.measure(batch(task, rows, device)?);
+        Ok(vec![("loss", loss), ("masked_accuracy", tokens), ("next_sentence_accuracy", pairs)])
+    });
     let trainer = Trainer::on(front, &options.train).allocator(&ALLOCATOR);
     trainer.main_with(|_| BertTask::new(&options, &program))
+}
+
+fn batch(task: &BertTask, rows: &Rows, device: &Device) -> zero_train::Result<Batch> {
+    let (batch, seq) = task.batch(rows)?;
+    let of = |numbers| Tensor::from_data(TensorData::new(numbers, [rows.len(), seq]), device);
+    let list = |numbers: Vec<i32>| Tensor::from_data(TensorData::from(&*numbers), device);
+    let labels = batch.predicted_positions.iter().map(|&row| batch.labels[row as usize]).collect();
+    Ok(Batch {
+        ids_bt: of(batch.input_ids),
+        types_bt: of(batch.token_type_ids),
+        mask_bt: of(batch.attention_mask),
+        predicted_m: list(batch.predicted_positions),
+        labels_m: list(labels),
+        follows_b: list(batch.next_sentence_labels),
+    })
 }

@@ -1,17 +1,17 @@
 //! BERT for pre-training on Burn 0.22, with the parameters of `zero_models::Bert`: the same paths, shapes and values, which
 //! Hugging Face's files give. Its head is tied.
 //!
-//! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows,
-//! `f` inner width.
+//! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `m` rows of them
+//! that are predicted, `f` inner width.
 
 use burn::module::{Module, Param};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use zero_models::{Activation, BertConfig, ModelError};
-use zero_param::{AttentionOptions, Gelu, attention, embedding, gelu, linear, tied_head};
+use zero_param::{AttentionOptions, Gelu, attention, draw_dropout, dropout, embedding, gelu, linear, tied_head};
 
-use crate::shared::{self, dense, norm};
+use crate::shared::{self, dense, dense_onto, norm};
 
 #[derive(Module, Debug)]
 pub struct Bert {
@@ -32,6 +32,7 @@ struct Embeddings {
     position_embeddings: Param<Tensor<2>>,
     token_type_embeddings: Param<Tensor<2>>,
     norm: LayerNorm,
+    dropout: f64,
 }
 
 #[derive(Module, Debug)]
@@ -46,6 +47,8 @@ struct Layer {
     output_norm: LayerNorm,
     heads: usize,
     epsilon: f64,
+    hidden_dropout: f64,
+    attention_dropout: f64,
 }
 
 /// What the model learns from.
@@ -56,8 +59,10 @@ pub struct Batch {
     pub types_bt: Tensor<2, Int>,
     /// 1 at tokens and 0 at padding, `[b, t]`.
     pub mask_bt: Tensor<2, Int>,
-    /// The id to predict, or a negative number, `[b, t]`.
-    pub labels_bt: Tensor<2, Int>,
+    /// Which of the `n` rows are predicted, `[m]`.
+    pub predicted_m: Tensor<1, Int>,
+    /// The ids to predict there, or a negative number, `[m]`.
+    pub labels_m: Tensor<1, Int>,
     /// 0 if the second segment follows the first, 1 if not, `[b]`.
     pub follows_b: Tensor<1, Int>,
 }
@@ -73,7 +78,6 @@ impl Bert {
     /// Of a configuration that asks for more than this model has.
     pub fn new(config: &BertConfig, device: &Device) -> Result<Self, ModelError> {
         let has = [
-            ("*_dropout_prob", config.hidden_dropout_prob + config.attention_probs_dropout_prob == 0.0, "0"),
             ("tie_word_embeddings", config.tie_word_embeddings, "true"),
             ("hidden_act", config.hidden_act == Activation::GeluErf, "gelu"),
         ];
@@ -93,6 +97,8 @@ impl Bert {
             output_norm: norm(),
             heads: config.num_attention_heads,
             epsilon: config.layer_norm_eps,
+            hidden_dropout: config.hidden_dropout_prob,
+            attention_dropout: config.attention_probs_dropout_prob,
         };
         Ok(Self {
             embeddings: Embeddings {
@@ -100,6 +106,7 @@ impl Bert {
                 position_embeddings: table(config.max_position_embeddings),
                 token_type_embeddings: table(config.type_vocab_size),
                 norm: norm(),
+                dropout: config.hidden_dropout_prob,
             },
             layers: (0..config.num_hidden_layers).map(layer).collect(),
             pooler: dense(d, d),
@@ -113,6 +120,24 @@ impl Bert {
 
     /// The mean cross-entropy in nats over the labelled tokens, plus that of whether segments follow one another.
     pub fn loss(&self, batch: Batch) -> Tensor<1> {
+        self.predict(batch)
+            .into_iter()
+            .map(|(logits, labels)| cross_entropy(logits, labels))
+            .reduce(|a, b| a + b)
+            .expect("two")
+    }
+
+    /// The loss, and the parts of the labelled tokens and of the pairs of segments that are predicted right.
+    pub fn measure(&self, batch: Batch) -> [f64; 3] {
+        let [tokens, pairs] = self.predict(batch);
+        let rights =
+            [&tokens, &pairs].map(|(logits, labels)| accuracy(logits.clone(), labels.clone()).into_scalar::<f64>());
+        let loss = [tokens, pairs].map(|(logits, labels)| cross_entropy(logits, labels).into_scalar::<f64>());
+        [loss[0] + loss[1], rights[0], rights[1]]
+    }
+
+    /// Logits `[m, v]` of tokens and `[b, 2]` of whether segments follow one another, each with its labels.
+    fn predict(&self, batch: Batch) -> [(Tensor<2>, Tensor<1, Int>); 2] {
         let [b, t] = batch.ids_bt.dims();
         let mut x_nd = self.embeddings.forward(batch.ids_bt, batch.types_bt, self.epsilon);
         let mask_bt = (batch.mask_bt.float() - 1.0) * -MASKED;
@@ -123,12 +148,12 @@ impl Bert {
         let first_bd = x_nd.clone().reshape([b, t, d]).narrow(1, 0, 1).reshape([b, d]);
         let follows_b2 = dense(&self.seq_relationship, dense(&self.pooler, first_bd, None).tanh(), None);
 
-        let wide_nd = linear(x_nd, self.transform.weight.val(), None, None);
-        let x_nd = gelu(Gelu::Erf, wide_nd, self.transform.bias.as_ref().map(Param::val));
-        let x_1nd = norm(&self.transform_norm, self.epsilon, x_nd).unsqueeze::<3>();
-        let logits_nv = tied_head(x_1nd, &self.embeddings.word_embeddings).squeeze_dim::<2>(0)
+        let wide_md = linear(x_nd.select(0, batch.predicted_m), self.transform.weight.val(), None, None);
+        let x_md = gelu(Gelu::Erf, wide_md, self.transform.bias.as_ref().map(Param::val));
+        let x_1md = norm(&self.transform_norm, self.epsilon, x_md).unsqueeze::<3>();
+        let logits_mv = tied_head(x_1md, &self.embeddings.word_embeddings).squeeze_dim::<2>(0)
             + self.prediction_bias.val().unsqueeze::<2>();
-        cross_entropy(logits_nv, batch.labels_bt.reshape([b * t])) + cross_entropy(follows_b2, batch.follows_b)
+        [(logits_mv, batch.labels_m), (follows_b2, batch.follows_b)]
     }
 }
 
@@ -140,6 +165,13 @@ fn cross_entropy(logits_nv: Tensor<2>, labels_n: Tensor<1, Int>) -> Tensor<1> {
     (logs_n * labelled_n.clone()).sum().neg() / labelled_n.sum().clamp_min(1.0)
 }
 
+/// The part of the rows whose label is not negative that are predicted right; 0 if there are none.
+fn accuracy(logits_nv: Tensor<2>, labels_n: Tensor<1, Int>) -> Tensor<1> {
+    let labelled = labels_n.clone().greater_equal_elem(0).float().sum();
+    let right_n = logits_nv.argmax(1).flatten::<1>(0, 1).equal(labels_n);
+    right_n.float().sum() / labelled.clamp_min(1.0)
+}
+
 impl Embeddings {
     fn forward(&self, ids_bt: Tensor<2, Int>, types_bt: Tensor<2, Int>, epsilon: f64) -> Tensor<2> {
         let [b, t] = ids_bt.dims();
@@ -148,7 +180,7 @@ impl Embeddings {
             + embedding(&self.token_type_embeddings, types_bt)
             + embedding(&self.position_embeddings, places_1t);
         let [_, _, d] = x_btd.dims();
-        norm(&self.norm, epsilon, x_btd.reshape([b * t, d]))
+        dropout(norm(&self.norm, epsilon, x_btd.reshape([b * t, d])), self.dropout)
     }
 }
 
@@ -156,14 +188,15 @@ impl Layer {
     fn forward(&self, x_nd: Tensor<2>, mask_bt: Tensor<2>) -> Tensor<2> {
         let ([_, d], [batch, _], heads) = (x_nd.dims(), mask_bt.dims(), self.heads);
         let scale = ((d / heads) as f64).sqrt().recip();
-        let options = AttentionOptions { batch, heads, causal: false, window: None, scale, dropout: None };
         let [q, k, v] = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone(), None));
+        let dropout = draw_dropout(self.attention_dropout, &x_nd.device());
+        let options = AttentionOptions { batch, heads, causal: false, window: None, scale, dropout };
         let mixed_nd = attention(q, k, v, Some(mask_bt), options);
-        let sum_nd = dense(&self.attention_output, mixed_nd, Some(x_nd));
+        let sum_nd = dense_onto(&self.attention_output, mixed_nd, self.hidden_dropout, x_nd);
         let x_nd = norm(&self.attention_norm, self.epsilon, sum_nd);
         // The bias is added where the activation reads.
         let wide_nf = linear(x_nd.clone(), self.intermediate.weight.val(), None, None);
         let wide_nf = gelu(Gelu::Erf, wide_nf, self.intermediate.bias.as_ref().map(Param::val));
-        norm(&self.output_norm, self.epsilon, dense(&self.output, wide_nf, Some(x_nd)))
+        norm(&self.output_norm, self.epsilon, dense_onto(&self.output, wide_nf, self.hidden_dropout, x_nd))
     }
 }

@@ -12,7 +12,7 @@ use zero_param::{
     AttentionOptions, Gelu, draw_dropout, dropout, embedding, gelu, linear, linear_cross_entropy, packed_attention,
 };
 
-use crate::shared::{self, dense, norm};
+use crate::shared::{self, dense, dense_onto, norm};
 
 /// A GPT-2 whose head is its token embedding.
 #[derive(Module, Debug)]
@@ -114,19 +114,12 @@ const IGNORED: i64 = -100;
 impl Block {
     fn forward(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
         let mixed_nd = self.attn.mix(norm(&self.ln_1, self.epsilon, x_nd.clone()), batch);
-        let x_nd = self.onto(&self.attn.c_proj, mixed_nd, x_nd);
+        let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, self.resid_pdrop, x_nd);
         let Mlp { c_fc, c_proj } = &self.mlp;
         // The bias is added where the activation reads.
         let wide_nf = linear(norm(&self.ln_2, self.epsilon, x_nd.clone()), c_fc.weight.val(), None, None);
-        self.onto(c_proj, gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val)), x_nd)
-    }
-
-    /// `layer` of rows, dropped out, added to `residual_nd`.
-    fn onto(&self, layer: &Linear, x_nf: Tensor<2>, residual_nd: Tensor<2>) -> Tensor<2> {
-        match self.resid_pdrop {
-            0.0 => dense(layer, x_nf, Some(residual_nd)),
-            probability => residual_nd + dropout(dense(layer, x_nf, None), probability),
-        }
+        let wide_nf = gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val));
+        dense_onto(c_proj, wide_nf, self.resid_pdrop, x_nd)
     }
 }
 

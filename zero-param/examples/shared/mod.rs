@@ -7,7 +7,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Tensor, TensorData};
 use burn_nn::{LayerNorm, Linear};
 use zero_models::{ModelConfig, ModelError, ModelParam};
-use zero_param::{layer_norm, linear};
+use zero_param::{dropout, layer_norm, linear};
 
 /// A model of this configuration with the values in a folder of Hugging Face's, or without one with those that `fresh` tells.
 pub fn begin<M: Module, E: From<ModelError>>(
@@ -65,4 +65,12 @@ pub fn norm(norm: &LayerNorm, epsilon: f64, x_nd: Tensor<2>) -> Tensor<2> {
 /// `layer` of rows, added to `residual_nf` if there is one.
 pub fn dense(layer: &Linear, x_nd: Tensor<2>, residual_nf: Option<Tensor<2>>) -> Tensor<2> {
     linear(x_nd, layer.weight.val(), layer.bias.as_ref().map(Param::val), residual_nf)
+}
+
+/// `layer` of rows, of which elements are dropped with `probability`, added to `residual_nf`.
+pub fn dense_onto(layer: &Linear, x_nd: Tensor<2>, probability: f64, residual_nf: Tensor<2>) -> Tensor<2> {
+    match probability {
+        0.0 => dense(layer, x_nd, Some(residual_nf)),
+        _ => residual_nf + dropout(dense(layer, x_nd, None), probability),
+    }
 }

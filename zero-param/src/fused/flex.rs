@@ -1,4 +1,5 @@
-//! The kernels on Flex's tensors: each operation forward and backward.
+//! The kernels on Flex's tensors: each operation forward and backward. What is a product, GELU and a row of a table are computed in
+//! bfloat16 as they are; all else in 16 bit is widened.
 
 use std::sync::Arc;
 
@@ -6,9 +7,14 @@ use burn::backend::Flex;
 use burn::backend::TensorMetadata;
 use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{Bytes, DType, Shape};
-use zero_kernels::cpu::attention::{self, Rows, RowsMut};
-use zero_kernels::cpu::{Matrix, buffer, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
+use burn::tensor::{Bytes, DType, Element, Shape};
+use bytemuck::Pod;
+use half::{bf16, f16};
+use zero_kernels::cpu::attention::{self, Inputs, Results, Rows, RowsMut};
+use zero_kernels::cpu::half::{Half, Number, Plain, narrowed, widened};
+use zero_kernels::cpu::parallel::gemm_threads;
+use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
+use zero_kernels::cpu::{Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
 /// An operation with all that it is told beside its operands.
@@ -31,33 +37,108 @@ pub(crate) enum Op {
 }
 
 /// In row-major order without gaps; a copy only if it is not.
-fn packed(x: FlexTensor) -> FlexTensor {
-    if x.as_slice::<f32>().is_some() { x } else { x.to_contiguous() }
+fn packed_of<E: Element + Pod>(x: FlexTensor) -> FlexTensor {
+    if x.as_slice::<E>().is_some() { x } else { x.to_contiguous() }
 }
 
-fn values(x: &FlexTensor) -> &[f32] {
+fn packed(x: FlexTensor) -> FlexTensor {
+    packed_of::<f32>(x)
+}
+
+fn values<E: Element + Pod>(x: &FlexTensor) -> &[E] {
     x.as_slice().expect("it was packed")
 }
 
-fn tensor<const D: usize>(data: Vec<f32>, shape: [usize; D]) -> FlexTensor {
-    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(Shape::from(shape)), DType::F32)
+fn tensor<E: Element + Pod>(data: Vec<E>, shape: impl Into<Shape>) -> FlexTensor {
+    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(shape.into()), E::dtype())
 }
 
 fn dims<const D: usize>(x: &FlexTensor) -> [usize; D] {
     x.shape().dims()
 }
 
-fn matrix(x: &FlexTensor) -> Matrix<'_> {
+fn matrix<E: Element + Pod>(x: &FlexTensor) -> Matrix<'_, E> {
     let [rows, columns] = dims(x);
     Matrix::new(values(x), rows, columns)
 }
 
 fn widen(x: FlexTensor) -> FlexTensor {
-    packed(if x.dtype() == DType::F32 { x } else { Flex::float_cast(x, DType::F32.into()) })
+    fn of<H: Half + Element + Pod>(x: FlexTensor) -> FlexTensor {
+        let x = packed_of::<H>(x);
+        tensor(widened(values::<H>(&x)), x.shape())
+    }
+    match x.dtype() {
+        DType::BF16 => of::<bf16>(x),
+        DType::F16 => of::<f16>(x),
+        _ => packed(x),
+    }
 }
 
+/// Of a tensor in fp32.
 fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
-    if x.dtype() == dtype { x } else { Flex::float_cast(x, dtype.into()) }
+    match dtype {
+        DType::BF16 => tensor(narrowed::<bf16>(values(&x)), x.shape()),
+        DType::F16 => tensor(narrowed::<f16>(values(&x)), x.shape()),
+        _ => x,
+    }
+}
+
+fn product(a: MatrixBf16<'_>, b: MatrixBf16<'_>, begin: Option<Begin<'_>>) -> FlexTensor {
+    let shape = [a.rows(), b.columns()];
+    let mut out = buffer_of::<bf16>(shape[0] * shape[1]);
+    multiply(Out::Bf16 { data: &mut out, begin }, a, b, gemm_threads());
+    tensor(out, shape)
+}
+
+/// Of a bias in fp32.
+fn gelu_of<T: Number + Element + Pod>(kind: Gelu, x: &FlexTensor, bias: Option<&[f32]>) -> FlexTensor {
+    let [n, f] = dims(x);
+    let mut out = buffer_of::<T>(n * f);
+    gelu::forward(kind, values::<T>(x), bias, &mut out);
+    tensor(out, [n, f])
+}
+
+/// The gradients of x and, in fp32, of the bias.
+fn gelu_backward_of<T: Number + Element + Pod>(
+    kind: Gelu,
+    x: &FlexTensor,
+    bias: Option<&[f32]>,
+    gradient: &FlexTensor,
+) -> [Option<FlexTensor>; 2] {
+    let [n, f] = dims(gradient);
+    let mut dx = buffer_of::<T>(n * f);
+    let mut d_bias = bias.map(|_| buffer(f));
+    gelu::backward(kind, values::<T>(x), bias, values(gradient), &mut dx, d_bias.as_deref_mut());
+    [Some(tensor(dx, [n, f])), d_bias.map(|d_bias| tensor(d_bias, [f]))]
+}
+
+fn rows_of<T: Plain + Element + Pod>(table: &FlexTensor, ids: &[i64]) -> FlexTensor {
+    let ([_, d], n) = (dims(table), ids.len());
+    let mut out = buffer_of::<T>(n * d);
+    embedding::forward(values(table), ids, &mut out);
+    tensor(out, [n, d])
+}
+
+/// The loss and, if any is wanted, the gradients of x and of the weight, in fp32.
+fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
+    x: &FlexTensor,
+    weight: &FlexTensor,
+    targets: &[i64],
+    ignored: Option<i64>,
+    wanted: &[bool],
+) -> (FlexTensor, Vec<FlexTensor>) {
+    let ([rows, width], [vocabulary, _]) = (dims(x), dims(weight));
+    let shape = cross_entropy::Shape { rows, width, vocabulary };
+    let (x, weight) = (values::<T>(x), values(weight));
+    if !wanted.contains(&true) {
+        let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, None);
+        return (tensor(vec![loss], [1]), Vec::new());
+    }
+    // A frozen weight has none.
+    let vocabulary = if wanted[1] { vocabulary } else { 0 };
+    let (mut dx, mut dw) = (buffer(rows * width), buffer(vocabulary * width));
+    let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, Some((&mut dx, &mut dw)));
+    (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])])
 }
 
 impl Op {
@@ -86,6 +167,9 @@ impl Op {
     /// The result, and what is kept of it for a backward pass that makes the gradients of operands that are `wanted`.
     pub(crate) fn forward(&self, operands: Vec<FlexTensor>, wanted: &[bool]) -> (FlexTensor, Vec<FlexTensor>) {
         let dtype = operands[0].dtype();
+        if dtype == DType::BF16 && self.is_in_bf16() {
+            return self.forward_in_bf16(operands.into_iter().map(packed_of::<bf16>).collect(), wanted);
+        }
         let operands: Vec<FlexTensor> = operands.into_iter().map(widen).collect();
         let (out, mut kept) = self.forward_in_32(&operands, wanted);
         if let Op::CrossEntropy { .. } = self {
@@ -96,6 +180,28 @@ impl Op {
             kept.push(out.clone());
         }
         (out, kept)
+    }
+
+    /// Whether operands in bfloat16 are not widened.
+    fn is_in_bf16(&self) -> bool {
+        matches!(self, Op::Linear { .. } | Op::Gelu(_) | Op::Embedding { .. } | Op::CrossEntropy { .. })
+    }
+
+    fn forward_in_bf16(&self, x: Vec<FlexTensor>, wanted: &[bool]) -> (FlexTensor, Vec<FlexTensor>) {
+        match self {
+            Op::Linear { bias } => {
+                let residual = x.get(2 + usize::from(*bias)).map(values);
+                let bias = x.get(2).filter(|_| *bias).map(values);
+                (product(matrix(&x[0]), matrix(&x[1]), Some(Begin { bias, residual })), Vec::new())
+            }
+            Op::Gelu(kind) => {
+                let bias = x.get(1).cloned().map(widen);
+                (gelu_of::<bf16>(*kind, &x[0], bias.as_ref().map(values)), Vec::new())
+            }
+            Op::Embedding { ids, .. } => (rows_of::<bf16>(&x[0], ids), Vec::new()),
+            Op::CrossEntropy { targets, ignored } => cross_entropy_of::<bf16>(&x[0], &x[1], targets, *ignored, wanted),
+            other => unreachable!("{} is widened", other.name()),
+        }
     }
 
     fn forward_in_32(&self, x: &[FlexTensor], wanted: &[bool]) -> (FlexTensor, Vec<FlexTensor>) {
@@ -116,41 +222,19 @@ impl Op {
                 layer_norm::forward(x, gamma, optional(2), *epsilon, &mut out, &mut mean, &mut rstd);
                 (tensor(out, [n, d]), vec![tensor(mean, [n]), tensor(rstd, [n])])
             }
-            Op::Gelu(kind) => {
-                let [n, f] = dims(&x[0]);
-                let mut out = buffer(n * f);
-                gelu::forward(*kind, values(&x[0]), optional(1), &mut out);
-                (tensor(out, [n, f]), Vec::new())
-            }
+            Op::Gelu(kind) => (gelu_of::<f32>(*kind, &x[0], optional(1)), Vec::new()),
             Op::Attention { options, mask } => {
                 let [n, _] = dims(&x[0]);
-                let (shape, [q, k, v]) = heads(&x.iter().collect::<Vec<_>>(), options);
+                let parts: Vec<_> = x.iter().collect();
+                let inputs = inputs(&parts, mask.as_deref(), options);
+                let shape = inputs.shape;
                 let d = shape.heads * shape.head_width;
                 let (mut out, mut lse) = (buffer(n * d), buffer(n * shape.heads));
-                attention::forward(shape, q, k, v, mask.as_deref(), &mut out, &mut lse);
+                attention::forward(inputs, &mut out, &mut lse);
                 (tensor(out, [n, d]), vec![tensor(lse, [shape.batch, shape.heads, shape.queries])])
             }
-            Op::Embedding { ids, .. } => {
-                let ([_, d], n) = (dims(&x[0]), ids.len());
-                let mut out = buffer(n * d);
-                embedding::forward(values(&x[0]), ids, &mut out);
-                (tensor(out, [n, d]), Vec::new())
-            }
-            Op::CrossEntropy { targets, ignored } => {
-                let ([rows, width], [vocabulary, _]) = (dims(&x[0]), dims(&x[1]));
-                let shape = cross_entropy::Shape { rows, width, vocabulary };
-                let [x, w] = [0, 1].map(|index| values(&x[index]));
-                if !wanted.contains(&true) {
-                    let loss = cross_entropy::forward_backward(shape, x, w, targets, *ignored, None);
-                    return (tensor(vec![loss], [1]), Vec::new());
-                }
-                // A frozen weight has none.
-                let vocabulary = if wanted[1] { vocabulary } else { 0 };
-                let (mut dx, mut dw) = (buffer(rows * width), buffer(vocabulary * width));
-                let gradients = Some((&mut dx[..], &mut dw[..]));
-                let loss = cross_entropy::forward_backward(shape, x, w, targets, *ignored, gradients);
-                (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])])
-            }
+            Op::Embedding { ids, .. } => (rows_of::<f32>(&x[0], ids), Vec::new()),
+            Op::CrossEntropy { targets, ignored } => cross_entropy_of::<f32>(&x[0], &x[1], targets, *ignored, wanted),
             Op::Dropout(dropout) => (dropped(*dropout, &x[0]), Vec::new()),
         }
     }
@@ -164,10 +248,46 @@ impl Op {
         dtype: DType,
         wanted: &[bool],
     ) -> Vec<Option<FlexTensor>> {
+        if dtype == DType::BF16
+            && let Some(gradients) = self.backward_in_bf16(&read, &gradient, wanted)
+        {
+            return gradients;
+        }
         let read = read.into_iter().map(|operand| operand.map(widen)).collect();
         let kept = kept.into_iter().map(widen).collect();
         let gradients = self.backward_in_32(read, kept, widen(gradient), wanted);
         gradients.into_iter().map(|gradient| gradient.map(|gradient| narrow(gradient, dtype))).collect()
+    }
+
+    /// Where operands are not widened and the gradients are not made yet.
+    fn backward_in_bf16(
+        &self,
+        read: &[Option<FlexTensor>],
+        gradient: &FlexTensor,
+        wanted: &[bool],
+    ) -> Option<Vec<Option<FlexTensor>>> {
+        let operand = |index: usize| read[index].clone().map(packed_of::<bf16>).expect("it is read");
+        let g = packed_of::<bf16>(gradient.clone());
+        let rounded = |gradient: FlexTensor| narrow(gradient, DType::BF16);
+        match self {
+            Op::Linear { bias } => {
+                let dw = wanted[1].then(|| product(matrix(&operand(0)).transposed(), matrix(&g), None));
+                let dx = wanted[0].then(|| product(matrix(&g), matrix(&operand(1)).transposed(), None));
+                let mut gradients = vec![dx, dw];
+                if *bias {
+                    gradients.push(wanted[2].then(|| rounded(sum_of_rows(&widen(g.clone())))));
+                }
+                // Of the residual, if there is one.
+                gradients.push(Some(g));
+                Some(gradients)
+            }
+            Op::Gelu(kind) => {
+                let bias = read.get(1).map(|_| widen(operand(1)));
+                let [dx, d_bias] = gelu_backward_of::<bf16>(*kind, &operand(0), bias.as_ref().map(values), &g);
+                Some(vec![dx, d_bias.map(rounded)])
+            }
+            _ => None,
+        }
     }
 
     fn backward_in_32(
@@ -196,11 +316,7 @@ impl Op {
                 });
                 let mut gradients = vec![dx, dw];
                 if *bias {
-                    gradients.push(wanted[2].then(|| {
-                        let mut db = buffer(m);
-                        linear::backward_bias(g, &mut db);
-                        tensor(db, [m])
-                    }));
+                    gradients.push(wanted[2].then(|| sum_of_rows(&gradient)));
                 }
                 // Of the residual, if there is one.
                 gradients.push(Some(gradient));
@@ -215,25 +331,21 @@ impl Op {
                 vec![Some(tensor(dx, [n, d])), Some(tensor(d_gamma, [d])), Some(tensor(d_beta, [d]))]
             }
             Op::Gelu(kind) => {
-                let [n, f] = dims(&gradient);
                 let bias = read.get(1).map(|_| values(operand(1)));
-                let mut dx = buffer(n * f);
-                let mut d_bias = bias.map(|_| buffer(f));
-                gelu::backward(*kind, values(operand(0)), bias, g, &mut dx, d_bias.as_deref_mut());
-                vec![Some(tensor(dx, [n, f])), d_bias.map(|d_bias| tensor(d_bias, [f]))]
+                gelu_backward_of::<f32>(*kind, operand(0), bias, &gradient).into()
             }
             Op::Attention { options, mask } => {
                 let [n, width] = dims(operand(0));
                 let parts: Vec<_> = (0..read.len()).map(operand).collect();
-                let (shape, [q, k, v]) = heads(&parts, options);
+                let inputs = inputs(&parts, mask.as_deref(), options);
                 let [lse, out] = [0, 1].map(|index| values(&kept[index]));
                 let mut gradients: Vec<_> = parts.iter().map(|_| buffer(n * width)).collect();
-                let [dq, dk, dv] = match &mut gradients[..] {
+                let grads = match &mut gradients[..] {
                     [packed] => RowsMut::split_qkv(packed, width / 3),
                     [dq, dk, dv] => [dq, dk, dv].map(|part| RowsMut::new(part, width)),
                     _ => unreachable!("packed rows are one part, others three"),
                 };
-                attention::backward(shape, q, k, v, mask.as_deref(), out, lse, g, dq, dk, dv);
+                attention::backward(inputs, Results { out, lse, g }, grads);
                 gradients.into_iter().map(|part| Some(tensor(part, [n, width]))).collect()
             }
             Op::Embedding { ids, rows } => {
@@ -253,6 +365,13 @@ impl Op {
     }
 }
 
+fn sum_of_rows(x: &FlexTensor) -> FlexTensor {
+    let [_, m] = dims(x);
+    let mut sum = buffer(m);
+    linear::backward_bias(values(x), &mut sum);
+    tensor(sum, [m])
+}
+
 fn dropped(dropout: AttentionDropout, x: &FlexTensor) -> FlexTensor {
     let [n, d] = dims(x);
     let mut out = buffer(n * d);
@@ -261,7 +380,7 @@ fn dropped(dropout: AttentionDropout, x: &FlexTensor) -> FlexTensor {
 }
 
 /// The sizes, and where queries, keys and values lie: in packed rows, or each by itself.
-fn heads<'a>(parts: &[&'a FlexTensor], options: &AttentionOptions) -> (attention::Shape, [Rows<'a>; 3]) {
+fn inputs<'a>(parts: &[&'a FlexTensor], key_mask: Option<&'a [f32]>, options: &AttentionOptions) -> Inputs<'a> {
     let AttentionOptions { batch, heads, causal, window, scale, .. } = *options;
     let [n, width] = dims(parts[0]);
     let (d, length) = (if parts.len() == 1 { width / 3 } else { width }, n / batch);
@@ -280,6 +399,6 @@ fn heads<'a>(parts: &[&'a FlexTensor], options: &AttentionOptions) -> (attention
         [packed] => values(packed).get(index * d..).unwrap_or_default(),
         parts => values(parts[index]),
     };
-    let part = |index: usize| Rows { data: data(index), stride: width };
-    (shape, [0, 1, 2].map(part))
+    let [q, k, v] = [0, 1, 2].map(|index| Rows { data: data(index), stride: width });
+    Inputs { shape, q, k, v, key_mask }
 }

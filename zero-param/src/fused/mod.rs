@@ -1,7 +1,7 @@
 //! Operations of transformers that are worth more than a chain of Burn's: the kernels of `zero-kernels`, as operations that autodiff
 //! knows. They have the names and shapes that they have in `zero-ops`.
 //!
-//! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only. Operands in 16 bit are computed in
+//! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only. Operands in 16 bit are added up in
 //! fp32 and rounded once, at the end. On other devices than the host they are Burn's own operations (`plain.rs`).
 
 mod backend;

@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use zero_core::Stage;
+use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::launcher::Start;
 use zero_core::collective::process::{ProcessOptions, run};
 use zero_param::{Error, Ranks, run_process};
@@ -32,7 +33,7 @@ pub fn be_a_rank(body: impl FnOnce(&Ranks, Stage) -> Result<Told, Error> + Send)
     let start = Start::from_environment().unwrap();
     let options = ProcessOptions { deadline: Duration::from_secs(60), ..ProcessOptions::default() };
     let result = run(&options, &start, |run| -> Result<(), Error> {
-        run_process(run, |ranks| {
+        run_process(run, LaunchOptions::default(), |ranks| {
             let told = body(ranks, stage)?;
             let file = Path::new(&folder).join(format!("rank-{}", ranks.comm().rank()));
             std::fs::write(file, bits(&[told])).unwrap();

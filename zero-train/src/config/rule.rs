@@ -233,6 +233,7 @@ impl Kind {
             Kind::Int { min, .. } if min > i128::from(i64::MIN) => format!("a whole number of at least {min}"),
             Kind::Int { .. } => "a whole number".to_owned(),
             Kind::Num { min, max } if max < f64::MAX => format!("a number from {min} to {max}"),
+            Kind::Num { min: f64::MIN_POSITIVE, .. } => "a number above 0".to_owned(),
             Kind::Num { min, .. } if min > f64::MIN => format!("a number of at least {min}"),
             Kind::Num { .. } => "a number".to_owned(),
             Kind::Decay => "a number of at least 0 and below 1".to_owned(),

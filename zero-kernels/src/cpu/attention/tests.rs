@@ -135,9 +135,9 @@ fn interleaved_rows_are_read_and_written_in_place() {
     let (qkv, g) = (numbers(n * 3 * d, 1), numbers(n * d, 2));
     let [q, k, v] = [0, 1, 2].map(|part| Rows { data: &qkv[part * d..], stride: 3 * d });
     let (mut out, mut lse, mut grad) = (vec![f32::NAN; n * d], vec![f32::NAN; n * 3], vec![f32::NAN; n * 3 * d]);
-    forward(shape, q, k, v, None, &mut out, &mut lse);
-    let [dq, dk, dv] = RowsMut::split_qkv(&mut grad, d);
-    backward(shape, q, k, v, None, &out, &lse, &g, dq, dk, dv);
+    let inputs = Inputs { shape, q, k, v, key_mask: None };
+    forward(inputs, &mut out, &mut lse);
+    backward(inputs, Results { out: &out, lse: &lse, g: &g }, RowsMut::split_qkv(&mut grad, d));
     let apart = |all: &[f32], part: usize| -> Vec<f32> {
         all.chunks(3 * d).flat_map(|row| row[part * d..(part + 1) * d].to_vec()).collect()
     };
@@ -204,7 +204,7 @@ fn shapes_that_do_not_fit_are_named() {
     let run = |shape: Shape, k: usize, stride: usize, mask: usize, lse: usize| {
         let (k, mask) = (vec![0.0; k], vec![0.0; mask]);
         let (q, k) = (Rows { data: &[0.0; 4], stride: 2 }, Rows { data: &k, stride });
-        forward(shape, q, k, k, Some(&mask), &mut [0.0; 4], &mut vec![0.0; lse]);
+        forward(Inputs { shape, q, k, v: k, key_mask: Some(&mask) }, &mut [0.0; 4], &mut vec![0.0; lse]);
     };
     assert_panics(&["causal with 2 queries and 3 keys"], || run(Shape { keys: 3, ..shape }, 6, 2, 3, 2));
     assert_panics(&["`k` has 3 elements, expected 2 rows of stride 2"], || run(shape, 3, 2, 2, 2));
@@ -224,7 +224,8 @@ fn shapes_that_do_not_fit_are_named() {
         let rows = Rows { data: &a, stride: 2 };
         let (mut dq, mut dv) = ([0.0; 4], [0.0; 4]);
         let [dq, dv] = [&mut dq, &mut dv].map(|grad| RowsMut::new(grad, 2));
-        backward(shape, rows, rows, rows, None, &b, &[0.0; 2], &b, dq, RowsMut::new(dk, 2), dv);
+        let inputs = Inputs { shape, q: rows, k: rows, v: rows, key_mask: None };
+        backward(inputs, Results { out: &b, lse: &[0.0; 2], g: &b }, [dq, RowsMut::new(dk, 2), dv]);
     };
     assert_panics(&["`dk` has 3 elements"], || short(&mut [0.0; 3]));
 }

@@ -5,14 +5,13 @@
 
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
-use std::ops::Range;
 use std::sync::OnceLock;
 
 use pulp::NullaryFnOnce;
 
 use super::MatrixBf16;
 use super::avx512::Avx512;
-use super::blocks::Tiles;
+use super::blocks::{Strip, Tiles};
 use super::pack::run_in_avx512;
 
 /// Rows and columns of the result: two tiles each way.
@@ -70,8 +69,10 @@ impl Amx {
         let depth = 4 * PAIRS;
         let (rows, columns) = (MatrixBf16::new(&a, SIDE, depth), MatrixBf16::new(&b, SIDE, depth));
         let mut packed = [(); 2].map(|()| vec![0; SIDE * depth / 2]);
-        self.pack_rows(rows, 0..SIDE, 0..depth, depth / 2, &mut packed[0]);
-        self.pack_columns(columns, 0..SIDE, 0..depth, depth / 2, &mut packed[1]);
+        for (from, is_rows) in [(rows, true), (columns, false)] {
+            let strip = Strip { from, is_rows, lines: 0..SIDE, depth: 0..depth, pairs: depth / 2 };
+            self.pack(strip, &mut packed[usize::from(!is_rows)]);
+        }
         let mut sums = [[0f32; SIDE]; SIDE];
         {
             let _begun = self.begin();
@@ -125,21 +126,15 @@ unsafe impl Tiles<SIDE, SIDE> for Amx {
         unsafe { run_in_avx512(work) };
     }
 
-    fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
+    fn pack(self, strip: Strip<'_>, to: &mut [u32]) {
+        let Strip { from, is_rows, lines, depth, pairs } = strip;
         // SAFETY: an `Amx` is made only where the processor has the features.
-        unsafe { from.pack::<SIDE, true>(lines, depth, pairs, to) }
-    }
-
-    fn pack_columns(
-        self,
-        from: MatrixBf16<'_>,
-        lines: Range<usize>,
-        depth: Range<usize>,
-        pairs: usize,
-        to: &mut [u32],
-    ) {
-        // SAFETY: as above.
-        unsafe { from.pack::<SIDE, false>(lines, depth, pairs, to) }
+        unsafe {
+            match is_rows {
+                true => from.pack::<SIDE, true>(lines, depth, pairs, to),
+                false => from.pack::<SIDE, false>(lines, depth, pairs, to),
+            }
+        }
     }
 
     fn begin(self) -> impl Sized {

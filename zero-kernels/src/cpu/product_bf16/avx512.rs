@@ -1,12 +1,10 @@
 //! The kernel of `vdpbf16ps`.
 
 use std::arch::x86_64::*;
-use std::ops::Range;
 
 use pulp::NullaryFnOnce;
 
-use super::MatrixBf16;
-use super::blocks::{LANES, Tiles};
+use super::blocks::{LANES, Strip, Tiles};
 use super::pack::run_in_avx512;
 
 /// Rows of a tile of the result, and vectors of its columns: 24 sums in registers are enough to hide an addition's
@@ -41,21 +39,15 @@ unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
         unsafe { run_in_avx512(work) };
     }
 
-    fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
+    fn pack(self, strip: Strip<'_>, to: &mut [u32]) {
+        let Strip { from, is_rows, lines, depth, pairs } = strip;
         // SAFETY: an `Avx512` is made only where the processor has the features.
-        unsafe { from.pack::<ROWS, false>(lines, depth, pairs, to) }
-    }
-
-    fn pack_columns(
-        self,
-        from: MatrixBf16<'_>,
-        lines: Range<usize>,
-        depth: Range<usize>,
-        pairs: usize,
-        to: &mut [u32],
-    ) {
-        // SAFETY: as above.
-        unsafe { from.pack::<COLUMNS, false>(lines, depth, pairs, to) }
+        unsafe {
+            match is_rows {
+                true => from.pack::<ROWS, false>(lines, depth, pairs, to),
+                false => from.pack::<COLUMNS, false>(lines, depth, pairs, to),
+            }
+        }
     }
 
     #[inline(always)]

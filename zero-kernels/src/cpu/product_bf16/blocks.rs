@@ -32,6 +32,16 @@ const PACKED_LINES: usize = 64;
 /// Tasks for a thread to take, where there are enough lines.
 const TASKS_PER_THREAD: usize = 4;
 
+/// Lines along the depth: rows of the left operand, or columns of the right one.
+pub(super) struct Strip<'a> {
+    pub(super) from: MatrixBf16<'a>,
+    pub(super) is_rows: bool,
+    pub(super) lines: Range<usize>,
+    pub(super) depth: Range<usize>,
+    /// Of depth, with filler.
+    pub(super) pairs: usize,
+}
+
 /// What multiplies a panel of `R` rows by a panel of `C` columns, in registers: leave to use it, which only a processor that has
 /// its instructions gives.
 ///
@@ -51,11 +61,8 @@ pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Syn
     /// Runs `work`, inlined, compiled for the processor's instructions.
     fn run(self, work: impl NullaryFnOnce<Output = ()>);
 
-    /// Packs rows, as lines along the depth, in panels of `R`.
-    fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]);
-
-    /// Packs columns, as lines along the depth, in panels of `C`.
-    fn pack_columns(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]);
+    /// Packs lines in panels of `R` rows or `C` columns.
+    fn pack(self, strip: Strip<'_>, to: &mut [u32]);
 
     /// Before a thread's calls of [`Tiles::multiply`], and what is dropped behind them.
     fn begin(self) -> impl Sized {}
@@ -153,9 +160,8 @@ impl<T> Block<'_, T> {
         let Self { tiles, target, is_shared, shared, own, threads, .. } = *self;
         let (width_shared, width_own) = is_shared.order(R, C);
         let pairs = self.depth.len().div_ceil(2).next_multiple_of(T::UNIT);
-        let pack = |from, is_rows: bool, lines, panels: &mut [u32]| match is_rows {
-            true => tiles.pack_rows(from, lines, self.depth.clone(), pairs, panels),
-            false => tiles.pack_columns(from, lines, self.depth.clone(), pairs, panels),
+        let pack = |from, is_rows, lines, panels: &mut [u32]| {
+            tiles.pack(Strip { from, is_rows, lines, depth: self.depth.clone(), pairs }, panels);
         };
         let shares_rows = is_shared == Shared::Rows;
         let workers = match threads {

@@ -115,9 +115,6 @@ fn ways() -> Vec<Multiply> {
     all
 }
 
-#[cfg(target_arch = "x86_64")]
-type Span = std::ops::Range<usize>;
-
 /// By `vdpbf16ps`.
 #[cfg(target_arch = "x86_64")]
 fn vectors(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
@@ -158,14 +155,15 @@ unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
         work.call();
     }
 
-    fn pack_rows(self, from: MatrixBf16<'_>, lines: Span, depth: Span, pairs: usize, to: &mut [u32]) {
+    fn pack(self, strip: blocks::Strip<'_>, to: &mut [u32]) {
+        let blocks::Strip { from, is_rows, lines, depth, pairs } = strip;
         // SAFETY: this is made only where the processor has the features.
-        unsafe { from.pack::<{ amx::SIDE }, true>(lines, depth, pairs, to) }
-    }
-
-    fn pack_columns(self, from: MatrixBf16<'_>, lines: Span, depth: Span, pairs: usize, to: &mut [u32]) {
-        // SAFETY: as above.
-        unsafe { from.pack::<{ amx::SIDE }, false>(lines, depth, pairs, to) }
+        unsafe {
+            match is_rows {
+                true => from.pack::<{ amx::SIDE }, true>(lines, depth, pairs, to),
+                false => from.pack::<{ amx::SIDE }, false>(lines, depth, pairs, to),
+            }
+        }
     }
 
     /// As Intel's Software Developer's Manual has it under TDPBF16PS, tile by tile.

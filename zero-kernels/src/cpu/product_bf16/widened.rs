@@ -3,14 +3,13 @@
 //! A product of two bfloat16 is exact in f32, so whether a multiplication and an addition are one instruction or two changes no bit.
 
 use std::iter::repeat;
-use std::ops::Range;
 
 use gemm::Parallelism;
 use half::bf16;
 use pulp::{Arch, NullaryFnOnce, Scalar, Simd, WithSimd};
 
 use super::MatrixBf16;
-use super::blocks::{self, Tiles};
+use super::blocks::{self, Strip, Tiles};
 use super::target::Target;
 
 /// `a * b` into `target` by `vectors`: as many sums as hide an addition's latency and leave registers for what is multiplied.
@@ -40,19 +39,11 @@ unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C>
         self.0.vectorize(InVectors(work));
     }
 
-    fn pack_rows(self, from: MatrixBf16<'_>, lines: Range<usize>, depth: Range<usize>, pairs: usize, to: &mut [u32]) {
-        Tiles::<R, C>::run(self, Pack::<R> { from, lines, depth, pairs, to });
-    }
-
-    fn pack_columns(
-        self,
-        from: MatrixBf16<'_>,
-        lines: Range<usize>,
-        depth: Range<usize>,
-        pairs: usize,
-        to: &mut [u32],
-    ) {
-        Tiles::<R, C>::run(self, Pack::<C> { from, lines, depth, pairs, to });
+    fn pack(self, strip: Strip<'_>, to: &mut [u32]) {
+        match strip.is_rows {
+            true => Tiles::<R, C>::run(self, Pack::<R>(strip, to)),
+            false => Tiles::<R, C>::run(self, Pack::<C>(strip, to)),
+        }
     }
 
     #[inline(always)]
@@ -92,21 +83,15 @@ impl<W: NullaryFnOnce<Output = ()>> WithSimd for InVectors<W> {
 /// Pairs that are packed at a time: what is written of them stays in a first-level cache, line by line.
 const BLOCK: usize = 128;
 
-/// Packs `lines` over `depth` into panels of `W` lines and `pairs` pairs, widened: of each pair the odd ones of all lines, then the even ones.
-struct Pack<'a, const W: usize> {
-    from: MatrixBf16<'a>,
-    lines: Range<usize>,
-    depth: Range<usize>,
-    pairs: usize,
-    to: &'a mut [u32],
-}
+/// Packs lines into panels of `W`, widened: of each pair the odd ones of all lines, then the even ones.
+struct Pack<'a, const W: usize>(Strip<'a>, &'a mut [u32]);
 
 impl<const W: usize> NullaryFnOnce for Pack<'_, W> {
     type Output = ();
 
     #[inline(always)]
     fn call(self) {
-        let Self { from, lines, depth, pairs, to } = self;
+        let Self(Strip { from, lines, depth, pairs, .. }, to) = self;
         let bits = |half: &bf16| u32::from(half.to_bits());
         let put =
             |to: &mut [u32], line: usize, [even, odd]: [u32; 2]| (to[line], to[W + line]) = (odd << 16, even << 16);
