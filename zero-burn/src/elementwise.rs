@@ -59,7 +59,7 @@ pub(crate) fn cast<B: Backend>(tensor: ZeroTensor<B>, dtype: FloatDType) -> Zero
     if tensor.dtype() == dtype.into() {
         return tensor;
     }
-    match unary("float_cast", tensor, move |x| B::float_cast(x, dtype)) {
+    match unary("float_cast", tensor, move |x| zero_ops::cast::<B>(x, dtype)) {
         ZeroTensor::Shard(Shard { cell, views }) => {
             ZeroTensor::Shard(Shard { cell, views: views.with_dtype(dtype.into()) })
         }

@@ -20,7 +20,7 @@ pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -
 
 /// `x` in this type.
 pub(crate) fn of_type<B: Backend>(x: B::FloatTensorPrimitive, dtype: DType) -> B::FloatTensorPrimitive {
-    if x.dtype() == dtype { x } else { B::float_cast(x, dtype.into()) }
+    if x.dtype() == dtype { x } else { zero_ops::cast::<B>(x, dtype.into()) }
 }
 
 /// Elements `range` of a flat tensor.

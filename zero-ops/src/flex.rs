@@ -24,7 +24,7 @@ use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::Quantized;
 
-pub use elements::{elements, is_host, sum_of_squares};
+pub use elements::{cast, elements, is_host, sum_of_squares};
 pub use lent::Lent;
 
 /// Whether all tensors are of one type.

@@ -45,7 +45,7 @@ pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 #[cfg(feature = "cubecl")]
 pub use cube::random::{bernoulli, draws_on};
 #[cfg(feature = "flex")]
-pub use flex::{Lent, elements, is_host, sum_of_squares};
+pub use flex::{Lent, cast, elements, is_host, sum_of_squares};
 pub use functions::{
     attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, parameter_from,
     quantized_linear, quantized_parameter, rms_norm, rotary, swiglu,

@@ -95,6 +95,17 @@ for front in old new; do
 done
 same "$work/new.losses" "$work/old.losses"
 
+echo 'bfloat16: the same bits forward; masters and sums of gradients differ'
+for front in old new; do config=none on $front 6 "bf16-$front" "${weights[@]}" --dtype bf16 >"$work/$front.losses"; done
+diff <(head -n 1 "$work/old.losses") <(head -n 1 "$work/new.losses")
+python3 - "$work"/{old,new}.losses <<'PYTHON'
+import sys
+old, new = ([float(line) for line in open(file)] for file in sys.argv[1:])
+worst = max(abs(a - b) / b for a, b in zip(new, old, strict=True))
+print(f"  {len(old)} values, largest relative difference {worst:.1e}")
+assert len(old) == 6 and worst < 2e-3, (old, new)
+PYTHON
+
 echo 'LAMB, a schedule and a 16-bit model by a file of DeepSpeed'
 cat >"$work/file.json" <<'JSON'
 {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,

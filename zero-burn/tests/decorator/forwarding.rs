@@ -48,10 +48,11 @@ const KEPT_DEFAULTS: [(&str, &str); 2] =
     [("comm_device", "the default asks our own float_device"), ("float_from_ref", "the default clones our own handle")];
 
 /// Written-out functions that hand `B`'s operation of the same name over in `crate::elementwise`.
-const DELEGATED: [&str; 4] = ["float_cast", "float_mask_where", "float_mask_fill", "float_sum"];
+const DELEGATED: [&str; 3] = ["float_mask_where", "float_mask_fill", "float_sum"];
 
 /// Written-out functions that never call `B`'s operation of the same name, and why.
-const INTERCEPTED: [(&str, &str); 9] = [
+const INTERCEPTED: [(&str, &str); 10] = [
+    ("float_cast", "by zero_ops::cast, which rounds to nearest even where burn-flex does not, and is B's elsewhere"),
     ("float_random", "drawn by the rank's own generator: B's is one per process and ranks would race for it"),
     ("int_random", "as float_random"),
     ("start_communication_server", "Burn's server is not used"),
