@@ -61,6 +61,11 @@ impl Partition {
         self.range(rank).len()
     }
 
+    /// Whether all pieces are equally long.
+    pub fn is_even(&self) -> bool {
+        self.stride() * self.world == self.numel
+    }
+
     /// Whether there is nothing to own.
     pub fn is_empty(&self) -> bool {
         self.numel == 0

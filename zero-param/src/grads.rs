@@ -6,13 +6,18 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 use burn_optim::GradientsParams;
+use rayon::prelude::*;
 use zero_core::{Buffer, ReduceOp};
+use zero_kernels::cpu::norm::sum_of_squares;
 
 use crate::clock;
 use crate::error::Error;
 use crate::random;
 use crate::slot::Slot;
 use crate::zero::Zero;
+
+/// Elements that are worth a task of their own.
+const TASK: usize = 1 << 16;
 
 /// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
 fn clip_factor(most: f64, norm: f64) -> f64 {
@@ -75,7 +80,10 @@ impl Grads {
         assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "gradients of two modules do not add up");
         for (sum, piece) in self.pieces.iter_mut().zip(other.pieces) {
             match (sum.as_mut(), piece) {
-                (Some(sum), Some(piece)) => sum.iter_mut().zip(piece).for_each(|(a, b)| *a += b),
+                (Some(sum), Some(piece)) => sum
+                    .par_chunks_mut(TASK)
+                    .zip(piece.par_chunks(TASK))
+                    .for_each(|(sum, piece)| sum.iter_mut().zip(piece).for_each(|(a, b)| *a += b)),
                 (None, piece) => *sum = piece,
                 (Some(_), None) => {}
             }
@@ -84,7 +92,9 @@ impl Grads {
 
     /// Multiplies all by `factor`.
     pub fn scale(&mut self, factor: f32) {
-        self.pieces.iter_mut().flatten().flatten().for_each(|x| *x *= factor);
+        for piece in self.pieces.iter_mut().flatten() {
+            piece.par_chunks_mut(TASK).for_each(|part| part.iter_mut().for_each(|x| *x *= factor));
+        }
     }
 
     /// The norm of all gradients of the module, in which each element counts once. A collective. The same bits at every stage.
@@ -94,9 +104,8 @@ impl Grads {
     /// [`Error::Comm`].
     pub fn norm(&self) -> Result<f64, Error> {
         let shared = &self.zero.shared;
-        let squares = |(slot, piece): (&Arc<Slot>, &Option<Vec<f32>>)| {
-            Some(piece.as_ref()?[slot.counted()].iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>())
-        };
+        let squares =
+            |(slot, piece): (&Arc<Slot>, &Option<Vec<f32>>)| Some(sum_of_squares(&piece.as_ref()?[slot.counted()]));
         let sum = self.zero.slots.iter().zip(&self.pieces).filter_map(squares).sum();
         let sums = shared.comm.all_reduce(Buffer::F64(vec![sum]), ReduceOp::Sum)?.into_f64();
         Ok(sums[0].sqrt())

@@ -8,7 +8,6 @@ use burn::module::Param;
 use burn::tensor::{Int, Tensor};
 
 use crate::backend;
-use crate::config::Float;
 use crate::fused::{numbers, rows};
 use crate::shard::Gathered;
 
@@ -17,11 +16,8 @@ pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     let [batch, length] = ids.dims();
     let ids = ids.reshape([batch * length]);
     let rows = match weight.reparameterization::<Gathered>() {
-        // Gradients in 16 bit are rounded as wholes.
-        Some(Gathered { slot, .. }) if slot.shared.config.param_dtype == Float::F32 => {
-            backend::gather(weight.base(), slot, Some(numbers(ids)))
-        }
-        _ => rows(weight.val(), ids),
+        Some(Gathered { slot, .. }) => backend::gather(weight.base(), slot, Some(numbers(ids))),
+        None => rows(weight.val(), ids),
     };
     let [_, width] = rows.dims();
     rows.reshape([batch, length, width])

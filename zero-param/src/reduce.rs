@@ -4,7 +4,7 @@
 //! * Every rank contributes to the same buckets in the same order, whatever its graph held: to those that are full while the pass
 //!   runs as soon as they are, to the others at its end, when ranks have agreed which parameters have a gradient on any of them.
 //!   A rank that has none contributes zeros. Additions are in rank order, so a mean is the same at every stage.
-//! * Memory: a gradient is whole until its bucket is sent; two buckets may be under way. At stage 1 all wait for the end.
+//! * Memory: a gradient is whole until its bucket is sent; as much as two buckets may be under way. At stage 1 all wait for the end.
 //! * Threads: the caller's; the collectives run on the group's own.
 
 use std::collections::VecDeque;
@@ -16,12 +16,16 @@ use half::bf16;
 use parking_lot::Mutex;
 use zero_core::{Buffer, Collective, CommError, Partition, Pending, ReduceOp, Request, Stage};
 use zero_kernels::cpu::embedding;
+use zero_kernels::cpu::half::widened;
 
 use crate::config::{Float, ZeroConfig};
 use crate::error::{raise, stop};
 
-/// Buckets that may be under way.
+/// Buckets, or as many elements in smaller ones, that may be under way.
 const IN_FLIGHT: usize = 2;
+
+/// Elements of a large gradient.
+const ALONE: usize = 1 << 16;
 
 /// How long a backward pass waits for one of them. Bounded, and short: a rank that shares a leaf of its graph with this one waits for
 /// the graph's lock, under which this runs.
@@ -132,7 +136,10 @@ impl Reducer {
             pass.arrived.push(index);
         }
         let sum = match (rows, before) {
-            (Some(rows), before) => sum_rows(&rows, gradient, before, self.members[index].partition.numel()),
+            (Some(rows), before) => {
+                let before = before.unwrap_or_else(|| self.zeros(self.members[index].partition.numel()));
+                sum_rows(&rows, gradient, before)
+            }
             (None, Some(before)) => sum(gradient, &before),
             (None, None) => gradient,
         };
@@ -146,7 +153,7 @@ impl Reducer {
         {
             pass.sent += 1;
             self.send(pass, bucket.clone());
-            while pass.in_flight.len() > IN_FLIGHT && !pass.is_impatient {
+            while self.is_ahead(pass) && !pass.is_impatient {
                 let (bucket, pending) = pass.in_flight.pop_front().expect("it is not empty");
                 match pending.wait_for(PATIENCE) {
                     Ok(reduced) => self.receive(pass, &bucket, reduced.unwrap_or_else(|error| raise(error))),
@@ -167,7 +174,7 @@ impl Reducer {
         if self.comm.world() == 1 {
             // Means already: laying out buckets would copy every gradient twice.
             for &index in &pass.arrived {
-                pass.reduced[index] = pass.gradients[index].take().map(|(gradient, _)| gradient.into_f32());
+                pass.reduced[index] = pass.gradients[index].take().map(|(gradient, _)| in_32(gradient));
             }
             return Ok(pass.reduced);
         }
@@ -184,9 +191,13 @@ impl Reducer {
         rest.extend(bucketed(&self.members, &unplanned, self.config.reduce_bucket_size));
         for bucket in rest.into_iter().filter(|bucket| !bucket.members.is_empty()) {
             self.send(&mut pass, bucket);
-            self.receive_until(&mut pass, IN_FLIGHT)?;
+            while self.is_ahead(&pass) {
+                self.receive_oldest(&mut pass)?;
+            }
         }
-        self.receive_until(&mut pass, 0)?;
+        while !pass.in_flight.is_empty() {
+            self.receive_oldest(&mut pass)?;
+        }
         if !state.is_settled || had != state.planned {
             // Rank 0's order of arrival; what only others had is last.
             let first = self.first_ranks_order(&pass.arrived)?;
@@ -214,7 +225,6 @@ impl Reducer {
 
     /// Lays a bucket out and starts its collective.
     fn send(&self, pass: &mut Pass, bucket: Bucket) {
-        let world = self.comm.world();
         bucket.members.iter().for_each(|&index| pass.is_sent[index] = true);
         let mut taken = |index: usize| match pass.gradients[index].take() {
             Some((gradient, _)) => gradient,
@@ -224,10 +234,7 @@ impl Reducer {
             [index] => Some(index),
             _ => None,
         };
-        let is_laid_out = |index: &usize| {
-            let partition = self.members[*index].partition;
-            bucket.is_whole || partition.stride() * world == partition.numel()
-        };
+        let is_laid_out = |index: &usize| bucket.is_whole || self.members[*index].partition.is_even();
         let buffer = match alone.filter(is_laid_out) {
             Some(index) => taken(index),
             None => {
@@ -286,18 +293,23 @@ impl Reducer {
         }
     }
 
-    /// Waits until no more than `left` buckets are under way.
-    fn receive_until(&self, pass: &mut Pass, left: usize) -> Result<(), CommError> {
-        while pass.in_flight.len() > left {
-            let (bucket, pending) = pass.in_flight.pop_front().expect("it is not empty");
-            self.receive(pass, &bucket, pending.wait()?);
-        }
+    /// Whether more is under way than may be.
+    fn is_ahead(&self, pass: &Pass) -> bool {
+        let members = pass.in_flight.iter().flat_map(|(bucket, _)| &bucket.members);
+        let elements: usize = members.map(|&index| self.members[index].partition.numel()).sum();
+        pass.in_flight.len() > IN_FLIGHT && elements > IN_FLIGHT * self.config.reduce_bucket_size
+    }
+
+    /// Waits for what has been under way longest.
+    fn receive_oldest(&self, pass: &mut Pass) -> Result<(), CommError> {
+        let (bucket, pending) = pass.in_flight.pop_front().expect("something is under way");
+        self.receive(pass, &bucket, pending.wait()?);
         Ok(())
     }
 
     /// Takes a bucket's means apart.
     fn receive(&self, pass: &mut Pass, bucket: &Bucket, reduced: Buffer) {
-        let mut reduced = reduced.into_f32();
+        let mut reduced = in_32(reduced);
         if let [index] = bucket.members[..] {
             reduced.truncate(self.len(bucket, index));
             pass.reduced[index] = Some(reduced);
@@ -324,13 +336,19 @@ impl Reducer {
 }
 
 /// Buckets of parameters in `order`, which are closed when they have `elements`. Whole and scattered ones fill side by side.
+/// A large one that is cut evenly goes alone: it is laid out as it is.
 fn bucketed(members: &[Member], order: &[usize], elements: usize) -> Vec<Bucket> {
     let mut buckets = Vec::new();
     let mut open = [false, true].map(|is_whole| (Bucket { members: Vec::new(), is_whole }, 0));
     for &index in order {
-        let (bucket, filled) = &mut open[usize::from(members[index].is_whole)];
+        let Member { partition, is_whole, .. } = members[index];
+        if partition.numel() >= ALONE && !is_whole && partition.is_even() {
+            buckets.push(Bucket { members: vec![index], is_whole });
+            continue;
+        }
+        let (bucket, filled) = &mut open[usize::from(is_whole)];
         bucket.members.push(index);
-        *filled += members[index].partition.numel();
+        *filled += partition.numel();
         if *filled >= elements {
             let empty = Bucket { members: Vec::new(), is_whole: bucket.is_whole };
             buckets.push(std::mem::replace(bucket, empty));
@@ -351,17 +369,19 @@ fn as_buffer(gradient: TensorData, dtype: Float) -> Buffer {
     values.expect("the elements are of the type that they say")
 }
 
-/// The gradient of rows that were read of a table of `numel` elements, with what there was before, in place: of a tied embedding
-/// that is the head's, and a table of its own would be as large again.
-fn sum_rows(ids: &[i64], gradient: Buffer, before: Option<Buffer>, numel: usize) -> Buffer {
-    let gradient = gradient.into_f32();
+/// By the threads of this rank's pool.
+fn in_32(gradient: Buffer) -> Vec<f32> {
+    match gradient {
+        Buffer::Bf16(values) => widened(&values),
+        other => other.into_f32(),
+    }
+}
+
+/// Adds the gradient of rows that were read of a table to what there was before, in place: of a tied embedding that is the head's, and a
+/// table of its own would be as large again.
+fn sum_rows(ids: &[i64], gradient: Buffer, before: Buffer) -> Buffer {
+    let gradient = in_32(gradient);
     let width = gradient.len() / ids.len().max(1);
-    let Some(before) = before else {
-        let mut table = vec![0.0; numel];
-        embedding::backward(ids, &gradient, width, &mut table);
-        return Buffer::F32(table);
-    };
-    let mut table = before.into_f32();
     let mut read = ids.to_vec();
     read.sort_unstable();
     read.dedup();
@@ -369,10 +389,21 @@ fn sum_rows(ids: &[i64], gradient: Buffer, before: Option<Buffer>, numel: usize)
     let places: Vec<i64> = ids.iter().map(place).collect();
     let mut sums = vec![0.0; read.len() * width];
     embedding::backward(&places, &gradient, width, &mut sums);
-    for (&id, later) in read.iter().zip(sums.chunks_exact(width.max(1))) {
-        table[id as usize * width..][..width].iter_mut().zip(later).for_each(|(before, later)| *before += later);
+    macro_rules! added {
+        ($variant:ident, $table:ident, $of:expr) => {{
+            for (&id, later) in read.iter().zip(sums.chunks_exact(width.max(1))) {
+                let row = &mut $table[id as usize * width..][..width];
+                row.iter_mut().zip(later).for_each(|(before, &later)| *before += $of(later));
+            }
+            Buffer::$variant($table)
+        }};
     }
-    Buffer::F32(table)
+    match before {
+        Buffer::F32(mut table) => added!(F32, table, |x: f32| x),
+        // Each sum is rounded: as a table of its own would be.
+        Buffer::Bf16(mut table) => added!(Bf16, table, bf16::from_f32),
+        _ => unreachable!("gradients are of these types"),
+    }
 }
 
 /// In the order of Burn's own sums of gradients: the later one first.

@@ -2,14 +2,13 @@
 
 use std::sync::{Arc, OnceLock};
 
-use burn::backend::Flex;
-use burn::backend::ops::FloatTensorOps;
 use burn::tensor::DType;
 use zero_core::Collective;
 use zero_core::window::Window;
 
 use crate::ahead::Ahead;
 use crate::config::{Float, ZeroConfig};
+use crate::fused::{narrow, packed};
 use crate::piece::{Piece, Raw};
 use crate::published::Published;
 use crate::random::Draws;
@@ -45,7 +44,7 @@ impl Shared {
     pub(crate) fn cast(&self, tensor: Raw) -> Raw {
         match self.config.param_dtype {
             Float::F32 => tensor,
-            Float::Bf16 => Flex::float_cast(tensor, DType::BF16.into()),
+            Float::Bf16 => narrow(packed(tensor), DType::BF16),
         }
     }
 }

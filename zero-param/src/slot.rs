@@ -59,8 +59,8 @@ struct State {
     piece: Option<Arc<Piece>>,
     /// Of [`Policy::Kept`], where the model computes in the host's memory.
     whole: Option<Raw>,
-    /// What is whole from one update to the next, on the device, and what it was made of: a backend's tensor.
-    uploaded: Option<(Raw, Box<dyn Any + Send>)>,
+    /// What is whole from one update to the next, in the model's type and on its device, and what it was made of: a backend's tensor.
+    made: Option<(Raw, Box<dyn Any + Send>)>,
     uses: Uses,
 }
 
@@ -183,11 +183,7 @@ impl Slot {
 
     /// Whether the whole is made for each use, so that a backward pass makes it again rather than keeping it.
     pub(crate) fn is_made(&self) -> bool {
-        match self.policy {
-            Policy::Replicated => self.shared.config.param_dtype != Float::F32,
-            Policy::Kept => false,
-            Policy::Sharded => true,
-        }
+        self.policy == Policy::Sharded
     }
 
     pub(crate) fn uses(&self) -> Uses {
@@ -216,7 +212,7 @@ impl Slot {
         let version = state.version + u64::from(state.piece.is_some());
         let piece = Arc::new(Piece::new(base.clone(), self.shared.cast(base.clone())));
         self.shared.window.publish(self.key(version), &piece);
-        let next = State { version, piece: Some(piece), whole: None, uploaded: None, uses: state.uses };
+        let next = State { version, piece: Some(piece), whole: None, made: None, uses: state.uses };
         let before = std::mem::replace(&mut *state, next);
         drop(state);
         if let Some(piece) = before.piece {
@@ -228,7 +224,7 @@ impl Slot {
     /// Takes back what the other ranks have read, so that an update may write over it. Behind a fence.
     pub(crate) fn withdraw(&self) {
         let mut state = self.state.lock();
-        (state.whole, state.uploaded) = (None, None);
+        (state.whole, state.made) = (None, None);
         if state.piece.take().is_some() {
             let key = self.key(state.version);
             state.version += 1;
@@ -274,16 +270,21 @@ impl Slot {
                  one another; let each rank shard a model of its own, or a clone of one that is not sharded yet"
             ));
         }
-        let is_kept = self.policy != Policy::Sharded && !B::IS_HOST;
+        // In the host's memory what is not cast is the parameter itself, or kept since it was gathered.
+        let is_kept = match self.policy {
+            Policy::Sharded => false,
+            Policy::Kept => !B::IS_HOST,
+            Policy::Replicated => !B::IS_HOST || self.shared.config.param_dtype != Float::F32,
+        };
         if is_kept
-            && let Some((of, whole)) = &self.state.lock().uploaded
+            && let Some((of, whole)) = &self.state.lock().made
             && same(of, base)
         {
             return whole.downcast_ref::<FloatTensor<B>>().expect("a parameter has one device").clone();
         }
         let whole = B::put(self.whole(base, again), device);
         if is_kept {
-            self.state.lock().uploaded = Some((base.clone(), Box::new(whole.clone())));
+            self.state.lock().made = Some((base.clone(), Box::new(whole.clone())));
         }
         whole
     }

@@ -41,7 +41,7 @@ fn packed_of<E: Element + Pod>(x: FlexTensor) -> FlexTensor {
     if x.as_slice::<E>().is_some() { x } else { x.to_contiguous() }
 }
 
-fn packed(x: FlexTensor) -> FlexTensor {
+pub(crate) fn packed(x: FlexTensor) -> FlexTensor {
     packed_of::<f32>(x)
 }
 
@@ -75,7 +75,7 @@ fn widen(x: FlexTensor) -> FlexTensor {
 }
 
 /// Of a tensor in fp32.
-fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
+pub(crate) fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
     match dtype {
         DType::BF16 => tensor(narrowed::<bf16>(values(&x)), x.shape()),
         DType::F16 => tensor(narrowed::<f16>(values(&x)), x.shape()),
@@ -285,6 +285,12 @@ impl Op {
                 let bias = read.get(1).map(|_| widen(operand(1)));
                 let [dx, d_bias] = gelu_backward_of::<bf16>(*kind, &operand(0), bias.as_ref().map(values), &g);
                 Some(vec![dx, d_bias.map(rounded)])
+            }
+            Op::Embedding { ids, rows } => {
+                let ([_, d], g) = (dims(&g), widen(g));
+                let mut table = vec![bf16::ZERO; rows * d];
+                embedding::backward_of(ids, values(&g), d, &mut table);
+                Some(vec![Some(tensor(table, [*rows, d]))])
             }
             _ => None,
         }
