@@ -27,7 +27,8 @@ impl Float {
 pub struct ZeroConfig {
     /// What is sharded.
     pub stage: Stage,
-    /// Elements of one gradient bucket. A parameter of as many or more has a bucket of its own. Default 8,388,608.
+    /// Elements of one gradient bucket. A parameter of as many or more has a bucket of its own, and so has one of 65,536 or more that is
+    /// cut evenly over the ranks: it is reduced as it lies. Default 8,388,608.
     pub reduce_bucket_size: usize,
     /// A parameter of at most this many elements is gathered ahead of its use at stage 3, in the order of the pass before; 0 turns that
     /// off. Default 50,000,000.

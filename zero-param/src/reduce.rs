@@ -297,7 +297,7 @@ impl Reducer {
     fn is_ahead(&self, pass: &Pass) -> bool {
         let members = pass.in_flight.iter().flat_map(|(bucket, _)| &bucket.members);
         let elements: usize = members.map(|&index| self.members[index].partition.numel()).sum();
-        pass.in_flight.len() > IN_FLIGHT && elements > IN_FLIGHT * self.config.reduce_bucket_size
+        pass.in_flight.len() > IN_FLIGHT && elements > self.config.reduce_bucket_size.saturating_mul(IN_FLIGHT)
     }
 
     /// Waits for what has been under way longest.
@@ -342,7 +342,7 @@ fn bucketed(members: &[Member], order: &[usize], elements: usize) -> Vec<Bucket>
     let mut open = [false, true].map(|is_whole| (Bucket { members: Vec::new(), is_whole }, 0));
     for &index in order {
         let Member { partition, is_whole, .. } = members[index];
-        if partition.numel() >= ALONE && !is_whole && partition.is_even() {
+        if partition.numel() >= ALONE.min(elements) && !is_whole && partition.is_even() {
             buckets.push(Bucket { members: vec![index], is_whole });
             continue;
         }

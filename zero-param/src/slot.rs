@@ -274,7 +274,7 @@ impl Slot {
         let is_kept = match self.policy {
             Policy::Sharded => false,
             Policy::Kept => !B::IS_HOST,
-            Policy::Replicated => !B::IS_HOST || self.shared.config.param_dtype != Float::F32,
+            Policy::Replicated => !B::IS_HOST || self.computes_here() && self.shared.config.param_dtype != Float::F32,
         };
         if is_kept
             && let Some((of, whole)) = &self.state.lock().made

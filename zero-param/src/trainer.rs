@@ -13,9 +13,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use burn::module::{Module, ModuleVisitor, Param};
+#[cfg(feature = "wgpu")]
+use burn::tensor::DeviceKind;
 #[cfg(feature = "cube")]
 use burn::tensor::DeviceType;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use serde_json::{Map, Value};
 use zero_core::Collective;
 use zero_core::accounting::StateBytes;
@@ -133,26 +135,26 @@ fn no_device(backend: BackendChoice, expected: &str) -> TrainError {
     TrainError::Option { option: "backend", got, expected: expected.into() }
 }
 
-/// The devices of this machine on which ranks may compute.
+/// The devices of this machine on which ranks may compute: each NVIDIA GPU; of others the one that wgpu takes by itself, as it lists what
+/// computes on the processor too.
 fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-    let kind = match backend {
-        BackendChoice::Cpu => return Ok(vec![Device::flex()]),
+    let devices = match backend {
+        BackendChoice::Cpu => vec![Device::flex()],
         #[cfg(feature = "cuda")]
-        BackendChoice::Cuda => DeviceType::Cuda,
+        BackendChoice::Cuda => Device::enumerate(DeviceType::Cuda).into_vec(),
         #[cfg(feature = "wgpu")]
-        BackendChoice::Vulkan => DeviceType::Wgpu,
+        BackendChoice::Vulkan => match Device::enumerate(DeviceType::Wgpu).into_vec() {
+            none if none.is_empty() => none,
+            _ => vec![Device::wgpu(DeviceKind::DefaultDevice)],
+        },
         #[allow(unreachable_patterns)] // Reached by what the features leave out.
         _ => {
             return Err(no_device(backend, "this program was built without it: build it with the feature of its name"));
         }
     };
-    #[cfg(feature = "cube")]
-    match Device::enumerate(kind).into_vec() {
-        none if none.is_empty() => {
-            Err(no_device(backend, "no such device, or no driver of it, was found on this machine"))
-        }
-        devices => Ok(devices),
+    match devices.is_empty() {
+        true => Err(no_device(backend, "no such device, or no driver of it, was found on this machine")),
+        false => Ok(devices),
     }
 }
 
@@ -186,7 +188,13 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
 
     fn check(&self, run: &Run<'_>) -> Result<Vec<String>> {
         check_steps(run)?;
-        Ok(settings(run.zero)?.1)
+        let (settings, unheeded) = settings(run.zero)?;
+        let has_bf16 = |device: &Device| device.supports_dtype(DType::BF16);
+        if settings.param_dtype == Float::Bf16 && !devices(run.backend)?.iter().all(has_bf16) {
+            let expected = "the device does not compute in bf16; leave it out".into();
+            return Err(TrainError::Option { option: "dtype", got: "bf16".into(), expected });
+        }
+        Ok(unheeded)
     }
 
     fn launch<R: Send>(
@@ -409,6 +417,10 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
     }
 
     fn save(&mut self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Option<u64>> {
+        // The one before holds a copy of what it writes.
+        if let Some(saver) = &mut self.saver {
+            saver.wait().map_err(EngineError::Checkpoint)?;
+        }
         let (model, optimizer) = self.held.as_ref().expect("it is absent only inside of an update");
         let (pieces, state) = self.zero.pieces((model, optimizer), self.done, extra).map_err(told)?;
         if !self.run.saves_beside {
@@ -453,15 +465,21 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
     fn reset_peaks(&self) {}
 
     fn metrics(&self) -> RankMetrics {
-        // A piece that is kept with its whole is a view of it.
-        let held = |slot: &Arc<Slot>| match slot.policy {
-            Policy::Kept => slot.partition.numel(),
-            Policy::Replicated | Policy::Sharded => slot.own().len(),
+        let in_16 = self.zero.shared.config.param_dtype != Float::F32;
+        let held = |slot: &Arc<Slot>| {
+            let (own, whole) = (slot.own().len(), slot.partition.numel());
+            match slot.policy {
+                // A piece that is kept with its whole is a view of it.
+                Policy::Kept if !in_16 => 4 * whole,
+                // Masters, what is gathered of them, and what was.
+                Policy::Kept => 4 * own + 2 * own + 2 * whole,
+                Policy::Replicated | Policy::Sharded => (if in_16 { 6 } else { 4 }) * own,
+            }
         };
-        let elements: usize = self.zero.slots.iter().map(held).sum();
+        let bytes: usize = self.zero.slots.iter().map(held).sum();
         RankMetrics {
             model_state_bytes: StateBytes {
-                parameters: (elements * size_of::<f32>()) as u64,
+                parameters: bytes as u64,
                 gradients: self.gradient_bytes,
                 // Of what has had gradients, as long as they.
                 optimizer: self.run.plan.rule().states() as u64 * self.gradient_bytes,

@@ -202,7 +202,7 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
         })
     }
 
-    /// Every rank's `bytes`, however many, in rank order. Two collectives.
+    /// Every rank's `bytes`, however many, in rank order. A collective, and a second one if there are any.
     ///
     /// # Errors
     ///

@@ -6,7 +6,7 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::activation::log_softmax;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use zero_models::{Activation, BertConfig, ModelError};
 use zero_param::{AttentionOptions, Gelu, attention, draw_dropout, dropout, embedding, gelu, linear, tied_head};
@@ -136,7 +136,7 @@ impl Bert {
         [loss[0] + loss[1], rights[0], rights[1]]
     }
 
-    /// Logits `[m, v]` of tokens and `[b, 2]` of whether segments follow one another, each with its labels.
+    /// Logits in fp32, `[m, v]` of tokens and `[b, 2]` of whether segments follow one another, each with its labels.
     fn predict(&self, batch: Batch) -> [(Tensor<2>, Tensor<1, Int>); 2] {
         let [b, t] = batch.ids_bt.dims();
         let mut x_nd = self.embeddings.forward(batch.ids_bt, batch.types_bt, self.epsilon);
@@ -154,6 +154,7 @@ impl Bert {
         let logits_mv = tied_head(x_1md, &self.embeddings.word_embeddings).squeeze_dim::<2>(0)
             + self.prediction_bias.val().unsqueeze::<2>();
         [(logits_mv, batch.labels_m), (follows_b2, batch.follows_b)]
+            .map(|(logits, labels)| (logits.cast(DType::F32), labels))
     }
 }
 

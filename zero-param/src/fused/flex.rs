@@ -248,10 +248,9 @@ impl Op {
         dtype: DType,
         wanted: &[bool],
     ) -> Vec<Option<FlexTensor>> {
-        if dtype == DType::BF16
-            && let Some(gradients) = self.backward_in_bf16(&read, &gradient, wanted)
-        {
-            return gradients;
+        // The gradients of cross-entropy are made already.
+        if dtype == DType::BF16 && self.is_in_bf16() && !matches!(self, Op::CrossEntropy { .. }) {
+            return self.backward_in_bf16(&read, gradient, wanted);
         }
         let read = read.into_iter().map(|operand| operand.map(widen)).collect();
         let kept = kept.into_iter().map(widen).collect();
@@ -259,15 +258,14 @@ impl Op {
         gradients.into_iter().map(|gradient| gradient.map(|gradient| narrow(gradient, dtype))).collect()
     }
 
-    /// Where operands are not widened and the gradients are not made yet.
     fn backward_in_bf16(
         &self,
         read: &[Option<FlexTensor>],
-        gradient: &FlexTensor,
+        gradient: FlexTensor,
         wanted: &[bool],
-    ) -> Option<Vec<Option<FlexTensor>>> {
+    ) -> Vec<Option<FlexTensor>> {
         let operand = |index: usize| read[index].clone().map(packed_of::<bf16>).expect("it is read");
-        let g = packed_of::<bf16>(gradient.clone());
+        let g = packed_of::<bf16>(gradient);
         let rounded = |gradient: FlexTensor| narrow(gradient, DType::BF16);
         match self {
             Op::Linear { bias } => {
@@ -279,20 +277,20 @@ impl Op {
                 }
                 // Of the residual, if there is one.
                 gradients.push(Some(g));
-                Some(gradients)
+                gradients
             }
             Op::Gelu(kind) => {
                 let bias = read.get(1).map(|_| widen(operand(1)));
                 let [dx, d_bias] = gelu_backward_of::<bf16>(*kind, &operand(0), bias.as_ref().map(values), &g);
-                Some(vec![dx, d_bias.map(rounded)])
+                vec![dx, d_bias.map(rounded)]
             }
             Op::Embedding { ids, rows } => {
                 let ([_, d], g) = (dims(&g), widen(g));
                 let mut table = vec![bf16::ZERO; rows * d];
                 embedding::backward_of(ids, values(&g), d, &mut table);
-                Some(vec![Some(tensor(table, [*rows, d]))])
+                vec![Some(tensor(table, [*rows, d]))]
             }
-            _ => None,
+            other => unreachable!("{} is widened, or made already", other.name()),
         }
     }
 
