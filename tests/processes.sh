@@ -3,7 +3,8 @@
 # BACKEND cuda (the default) or vulkan, RANKS 2, stages 0 to 3. The processes have torchrun's variables; nothing starts them but
 # this. Shown: losses beside ranks that are threads on the processor, bytes between ranks, and that ranks which gather together
 # (over NCCL where each has a GPU of its own) have the losses of ranks that do not. Exit codes: 0; 1 when something differs or
-# fails; 2 for bad arguments. ZERO_OPTIONS has more options for all of them, such as `--shard-size 2`.
+# fails; 2 for bad arguments. ZERO_OPTIONS has more options for all of them, such as `--shard-size 2`. ZERO_HOSTIDS=1 gives each rank a
+# NCCL_HOSTID of its own, so that NCCL takes ranks that share a GPU (for tests: NCCL does not support it).
 set -uo pipefail
 binary=${1:?tests/processes.sh BINARY [BACKEND [RANKS [STAGE...]]]} backend=${2:-cuda} ranks=${3:-2}
 [[ -x $binary ]] || { echo "error: $binary cannot be executed: build the example gpt2_1_5b" >&2; exit 2; }
@@ -19,7 +20,7 @@ start() {
   local name=$1 port=$((20000 + RANDOM % 20000)) rank pids=() failed=0
   shift
   for ((rank = 0; rank < ranks; rank++)); do
-    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$port \
+    env ${ZERO_HOSTIDS:+NCCL_HOSTID=rank-$rank} RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$port \
       "$binary" "$@" --out "$work/$name" >"$work/$name.$rank" 2>&1 &
     pids+=($!)
   done

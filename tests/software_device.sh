@@ -24,7 +24,7 @@ case ${1:-} in
   cargo test "${build[@]}" --test devices -- --nocapture >"$log" 2>&1 &
   devices=$!
   kernels=0
-  { cargo test "${build[@]}" --test cube_operations --test cube_optim && cargo test "${build[@]}" --lib -- cube::; } || kernels=$?
+  { cargo test "${build[@]}" --test cube_operations --test cube_optim && cargo test "${build[@]}" --lib -- cube:: devices::; } || kernels=$?
   wait "$devices" || { cat "$log"; exit 1; }
   cat "$log"
   exit "$kernels"

@@ -405,15 +405,25 @@ def or_dash(value, form="{}"):
     return "–" if value is None else form.format(value)
 
 
+def json_lines(path):
+    """The lines of a `Record`."""
+    try:
+        return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadInput(f"{path} has a line that is no JSON ({error}): expected what --out wrote") from None
+
+
 class Record:
     """A file of JSON lines, written as they come; nothing without a path."""
 
-    def __init__(self, path):
+    def __init__(self, path, append=False):
         self.file = None
         if path:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-                self.file = open(path, "w")
+                self.file = open(path, "a" if append else "w")
             except OSError as error:
                 raise BadInput(f"cannot write {path}: {error.strerror}") from None
 

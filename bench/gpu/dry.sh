@@ -3,7 +3,8 @@
 # nothing (dry/driver.c) checks and counts it. The compiler is fetched from PyPI once, to the target directory.
 #   bench/gpu/dry.sh kernels [--accept]  compiles every kernel of ours, and compares what each takes with dry/kernels.txt
 #   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B, also -dropout; 124m; xl), counts what a step asks of the GPU,
-#                                        and compares with bounds (dry/steps.py). STUB=: Burn's products are compiled too
+#                                        and compares with bounds (dry/steps.py). STUB=: Burn's products are compiled too.
+#                                        --start: times the first step too, with and without kept kernels. PROGRAM=FILE: of this build
 #   bench/gpu/dry.sh run COMMAND...      any program there; DRY_OUT and other settings as in dry/driver.c
 # --accept writes down what came instead of comparing. Exit codes: 0; 1 when something differs or failed; 2 for bad arguments.
 set -euo pipefail
@@ -42,6 +43,8 @@ library() {
 run() {
   prepare
   export CUDA_PATH LD_LIBRARY_PATH=$work/lib:$CUDA_PATH/lib DRY_PTX=${DRY_PTX:-$work/ptx} RUST_MIN_STACK=67108864
+  # Kernels without a body, or that are broken, must not be found by other runs of the program.
+  export XDG_CACHE_HOME=${XDG_CACHE_HOME:-$work/cache/${DRY_STUB:-}${DRY_BREAK:-}}
   [[ -z ${DRY_OUT:-} ]] || cd "$DRY_OUT"
   exec "$@"
 }
@@ -71,8 +74,8 @@ kernels() {
 # Burn's products, of which tuning compiles hundreds, get no body unless STUB is empty.
 steps() {
   prepare
-  cargo build "${devices[@]}" --example gpt2_1_5b --quiet
-  local program=$target/devices/examples/gpt2_1_5b told code=0
+  local program=${PROGRAM:-$target/devices/examples/gpt2_1_5b} told code=0
+  [[ -n ${PROGRAM:-} ]] || cargo build "${devices[@]}" --example gpt2_1_5b --quiet
   told=$(DRY_DEVICES=0 "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 2>&1) || code=$?
   if [[ $code != 2 || $told != *'the NVIDIA driver shows no GPU'* ]]; then
     echo "a driver without a GPU: expected exit code 2 and that it shows none, got $code: $told"
@@ -95,12 +98,19 @@ steps() {
   local variable
   for variable in DRY_BREAK DRY_REFUSE; do
     code=0
-    told=$(env $variable=gelu_kernel DRY_STUB=matmul_ "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 3 --out "$work/steps/none" 2>&1 >/dev/null) || code=$?
+    told=$(env $variable=gelu_kernel DRY_STUB=matmul_ "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 3 --no-kernel-cache --out "$work/steps/none" 2>&1 >/dev/null) || code=$?
     if [[ $code != 1 || $(grep -c 'could not be compiled for the device' <<<"$told") != 1 || $(wc -l <<<"$told") -gt 2 ]]; then
       echo "a kernel that does not compile ($variable): expected exit code 1 and one message that names it, got $code: $told"
       exit 1
     fi
   done
+  # Two threads over two GPUs: refused, and what to do instead.
+  code=0
+  told=$(DRY_DEVICES=2 "$here/dry.sh" run "$program" --backend cuda --model tiny --ranks 2 --steps 1 --out "$work/steps/none" 2>&1) || code=$?
+  if [[ $code != 2 || $told != *'2 ranks that are threads of one process cannot use 2 NVIDIA GPUs: start one process for each GPU'* ]]; then
+    echo "threads on several GPUs: expected exit code 2 and what to do instead, got $code: $told"
+    exit 1
+  fi
   DRY_STUB=${STUB-matmul_} python3 "$here/dry/steps.py" --run "$here/dry.sh run" --program "$program" --work "$work/steps" "$@"
 }
 

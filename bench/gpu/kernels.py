@@ -154,9 +154,13 @@ def short(name, most=90):
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def print_tables(kernels, how, top):
+def print_tables(kernels, how, top, step_ms):
     total = sum(time for _, _, time, _ in kernels)
-    print(f"{how}; {sum(count for _, count, _, _ in kernels):.0f} launches and {total / 1e6:.2f} ms of kernels a step\n")
+    print(f"{how}; {sum(count for _, count, _, _ in kernels):.0f} launches and {total / 1e6:.2f} ms of kernels a step")
+    if step_ms:
+        idle = step_ms - total / 1e6
+        print(f"a step without a profiler takes {step_ms:.2f} ms: {idle:.2f} ms ({idle / step_ms:.1%}) more than its kernels")
+    print()
     percent = lambda means, key: or_dash(means.get(key), "{:.0f}")
     markdown(["kernel", "launches", "ms a step", "share", "µs each", "compute, %", "memory, %", "DRAM, %", "occupancy, %"], [
         [short(name), f"{count:.0f}", f"{time / 1e6:.3f}", f"{100 * time / total:.1f} %", f"{time / count / 1e3:.1f}",
@@ -185,6 +189,7 @@ def main():
     source.add_argument("--cubecl", metavar="FILE")
     parser.add_argument("--steps", type=at_least(1), required=True, help="steps that were profiled")
     parser.add_argument("--top", type=at_least(1), default=25, help="kernels in the table (default: 25)")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes without a profiler, to tell how long the GPU is idle")
     args = parser.parse_args()
     path = args.ncu or args.nsys or args.cubecl
     try:
@@ -200,7 +205,7 @@ def main():
     if not kernels:
         print(f"error: no kernel's time is in {path}", file=sys.stderr)
         return 1
-    print_tables(kernels, how, args.top)
+    print_tables(kernels, how, args.top, args.step_ms)
     return 0
 
 

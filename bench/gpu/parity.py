@@ -14,7 +14,7 @@ bounds, failed or was not run; 2 for bad arguments.
 import argparse
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import common
 from common import BACKENDS, PRESETS, BadInput, Record, at_least, listed, markdown
@@ -40,6 +40,8 @@ def parse_arguments():
     parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="end by then; what was not run fails")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, all on the one device (default: 1)")
     parser.add_argument("--out", metavar="FILE", help="every run as a JSON line")
+    parser.add_argument("--cpu-from", metavar="FILE", help="take the CPU's losses from the --out of a run with the same options, where there are "
+                        "some, in place of running them")
     args = parser.parse_args()
     if args.seq > PRESETS[args.model][3]:
         raise BadInput(f"--seq {args.seq} is more than {args.model}'s {PRESETS[args.model][3]} positions")
@@ -53,6 +55,18 @@ class Runs:
         self.args, self.binary, self.record = args, binary, record
         self.begin, self.known = time.monotonic(), {}
         self.pool = ThreadPoolExecutor(args.jobs)
+        for line in common.json_lines(args.cpu_from) if args.cpu_from else []:
+            if line.get("options") == self._options(line["backend"], line["dtype"], line["stage"], line["ranks"]) and line["backend"] == "cpu":
+                known = Future()
+                known.set_result((line["losses"], None))
+                self.known[tuple(line[key] for key in ("backend", "dtype", "stage", "ranks"))] = known
+
+    def _options(self, backend, dtype, stage, ranks):
+        args = self.args
+        options = ["--backend", backend, "--model", args.model, "--stage", stage, "--ranks", ranks, "--batch", args.batch,
+                   "--accumulation", args.accumulation, "--seq", args.seq, "--steps", args.steps, "--dtype", dtype, "--lr",
+                   args.lr, "--seed", 0, "--offload", "none"]
+        return options + (["--data", args.data] if args.data else [])
 
     def ask(self, backend, dtype, stage, ranks):
         """A future of (losses, None), or of (None, why there are none)."""
@@ -65,18 +79,14 @@ class Runs:
         args = self.args
         if args.budget and time.monotonic() - self.begin > args.budget:
             return None, f"not run: --budget {args.budget} s is spent"
-        options = ["--backend", backend, "--model", args.model, "--stage", stage, "--ranks", ranks, "--batch", args.batch,
-                   "--accumulation", args.accumulation, "--seq", args.seq, "--steps", args.steps, "--dtype", dtype, "--lr",
-                   args.lr, "--seed", 0, "--offload", "none"]
-        if args.data:
-            options += ["--data", args.data]
+        options = self._options(backend, dtype, stage, ranks)
         result = common.ours(self.binary, options, common.time_left(args, self.begin))
         line = {"backend": backend, "dtype": dtype, "stage": stage, "ranks": ranks}
         if "error" in result:
             self.record.write({**line, "error": result["error"], "command": result["command"]})
             return None, result["error"]
         losses = [step["loss"] for step in result["steps"]]
-        self.record.write({**line, "wall_s": result["wall_s"], "losses": losses})
+        self.record.write({**line, "options": options, "wall_s": result["wall_s"], "losses": losses})
         if len(losses) != args.steps:
             return None, f"{len(losses)} steps in metrics.jsonl, {args.steps} expected"
         return losses, None

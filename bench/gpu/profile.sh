@@ -3,7 +3,7 @@
 #   bench/gpu/profile.sh BINARY OUT [ROWS.safetensors]
 # The model has GPT-2 1.5B's width, heads and vocabulary but LAYERS blocks (default 4), so that ncu, which runs a kernel several
 # times, sees whole steps in a minute or two: shapes are those of the whole model, shares of the head and of its blocks are not.
-# From the environment: LAYERS, BATCH (8), STEPS (3), STAGE (0), DTYPE (bf16), MAX launches that ncu looks at (6000), LIMIT
+# From the environment: LAYERS, WIDTH and HEADS (1600, 25), BATCH (8), STEPS (3), STAGE (0), DTYPE (bf16), MAX launches that ncu looks at (6000), LIMIT
 # seconds of each attempt (240), TOOLS in the order they are tried ("ncu nsys cubecl").
 # - ncu: times and speed of light. Where it is refused the counters, nsys, and then CubeCL's own timer: times only.
 # Clocks are left alone (--clock-control none). Exit codes: 0; 1 when no tool gave anything; 2 for bad arguments.
@@ -14,12 +14,12 @@ if (($# < 2)); then
   exit 2
 fi
 binary=$1 out=$2 rows=${3:-}
-layers=${LAYERS:-4} batch=${BATCH:-8} steps=${STEPS:-3} stage=${STAGE:-0} dtype=${DTYPE:-bf16} most=${MAX:-6000} limit=${LIMIT:-240}
+layers=${LAYERS:-4} width=${WIDTH:-1600} heads=${HEADS:-25} batch=${BATCH:-8} steps=${STEPS:-3} stage=${STAGE:-0} dtype=${DTYPE:-bf16} most=${MAX:-6000} limit=${LIMIT:-240}
 backend=${BACKEND:-cuda}
 [[ -x $binary ]] || { echo "error: $binary cannot be executed: build it (bench/gpu/README.md)" >&2; exit 2; }
 [[ -z $rows || -f $rows ]] || { echo "error: $rows is not there: make it with bench/gpu/make_rows.py" >&2; exit 2; }
-for number in "$layers" "$batch" "$steps" "$most" "$limit"; do
-  [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "error: '$number': LAYERS, BATCH, STEPS, MAX and LIMIT are numbers from 1" >&2; exit 2; }
+for number in "$layers" "$width" "$heads" "$batch" "$steps" "$most" "$limit"; do
+  [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "error: '$number': LAYERS, WIDTH, HEADS, BATCH, STEPS, MAX and LIMIT are numbers from 1" >&2; exit 2; }
 done
 # shellcheck source=bench/gpu/env.sh
 . "$here/env.sh"
@@ -29,7 +29,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/model"
 cat >"$work/model/config.json" <<JSON
-{"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 1600, "n_layer": $layers, "n_head": 25,
+{"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": $width, "n_layer": $layers, "n_head": $heads,
  "activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "layer_norm_epsilon": 1e-5}
 JSON
 command=("$binary" --backend "$backend" --model "$work/model" --ranks 1 --stage "$stage" --batch "$batch" --dtype "$dtype" --offload none --json)
@@ -40,7 +40,7 @@ else
 fi
 
 {
-  echo "width 1600, 25 heads, $layers blocks, batch $batch, stage $stage, $dtype, --backend $backend"
+  echo "width $width, $heads heads, $layers blocks, batch $batch, stage $stage, $dtype, --backend $backend"
   gpu_environment
 } >"$out/kernels.txt"
 # Once without a profiler: tunes and compiles what the next runs find in the cache, and is the time to compare with.
@@ -48,11 +48,11 @@ if ! timeout -k 5 "$limit" "${command[@]}" --steps 8 --out "$work/plain" >"$work
   echo "error: the run without a profiler failed: $(tail -n 3 "$work/plain.err")" | tee -a "$out/kernels.txt" >&2
   exit 1
 fi
-"${PYTHON:-python3}" - "$work/plain/metrics.jsonl" <<'PYTHON' >>"$out/kernels.txt"
+step_ms=$("${PYTHON:-python3}" - "$work/plain/metrics.jsonl" <<'PYTHON'
 import json, statistics, sys
-steps = [json.loads(line)["step_ms"] for line in open(sys.argv[1])]
-print(f"without a profiler a step takes {statistics.median(steps[3:]):.2f} ms (the first one {steps[0]:.0f} ms)\n")
+print(statistics.median([json.loads(line)["step_ms"] for line in open(sys.argv[1])][3:]))
 PYTHON
+)
 
 metrics=gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed
 metrics+=,gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed,dram__throughput.avg.pct_of_peak_sustained_elapsed
@@ -64,7 +64,7 @@ with_ncu() {
     --launch-count "$most" --kill yes --log-file "$work/ncu.csv" "$@" "${command[@]}" --steps "$steps" >"$work/ncu.out" 2>&1
   local code=$?
   cp "$work/ncu.csv" "$out/ncu.csv" 2>/dev/null
-  "$PYTHON" "$here/kernels.py" --ncu "$work/ncu.csv" --steps "$steps" >"$work/tables" 2>"$work/tables.err" && return
+  "$PYTHON" "$here/kernels.py" --ncu "$work/ncu.csv" --steps "$steps" --step-ms "$step_ms" >"$work/tables" 2>"$work/tables.err" && return
   echo "ncu ($ncu), exit code $code: $(grep -hE '==(ERROR|WARNING)==' "$work/ncu.csv" "$work/ncu.out" 2>/dev/null | tail -n 3)" \
     "$(tail -n 1 "$work/tables.err")"
   grep -qhE 'ERR_NVGPUCTRPERM' "$work/ncu.csv" "$work/ncu.out" 2>/dev/null &&
@@ -84,7 +84,7 @@ try_nsys() {
   [[ -n $nsys ]] || { echo "nsys is missing: looked in PATH, CUDA_PATH, /usr/local/cuda* and /opt/nvidia"; return 1; }
   timeout -k 5 "$limit" "$nsys" profile -t cuda -s none --cpuctxsw=none -f true -o "$work/nsys" "${command[@]}" --steps "$steps" >"$work/nsys.out" 2>&1
   timeout -k 5 120 "$nsys" stats --report cuda_gpu_kern_sum --format csv "$work/nsys.nsys-rep" >"$work/nsys.csv" 2>>"$work/nsys.out"
-  "$PYTHON" "$here/kernels.py" --nsys "$work/nsys.csv" --steps "$steps" >"$work/tables" 2>/dev/null && return
+  "$PYTHON" "$here/kernels.py" --nsys "$work/nsys.csv" --steps "$steps" --step-ms "$step_ms" >"$work/tables" 2>/dev/null && return
   echo "nsys ($nsys) gave nothing: $(tail -n 2 "$work/nsys.out")"
   return 1
 }
@@ -92,9 +92,8 @@ try_nsys() {
 # CubeCL reads cubecl.toml in the current folder. It waits for every kernel, so its times are of kernels run one by one.
 try_cubecl() {
   mkdir -p "$work/cubecl"
-  local config=${CUBECL_CONFIG:-}
   {
-    [[ -f ${config:-cubecl.toml} ]] && cat "${config:-cubecl.toml}"
+    [[ -f cubecl.toml ]] && cat cubecl.toml
     printf '[profiling.logger]\nlevel = "medium"\nfile = "%s"\nappend = false\n' "$work/cubecl/log"
   } >"$work/cubecl/cubecl.toml"
   (cd "$work/cubecl" && timeout -k 5 "$limit" "${command[@]}" --steps "$steps" >"$work/cubecl.out" 2>&1)

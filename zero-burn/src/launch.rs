@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use burn_backend::{Backend, DeviceId, StreamId};
+use burn_std::DType;
 use burn_std::device::Device;
 use zero_core::collective::agree;
 pub use zero_core::collective::launch::LaunchOptions;
@@ -83,7 +84,6 @@ pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, LaunchError<E>> {
     config.validate(world)?;
-    check_states::<B>(config)?;
     let start = Start::from_environment()?;
     if let Some(started) = start.world() {
         if started.world != world {
@@ -91,6 +91,10 @@ pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
         }
         return as_process::<B, T, E>(config, options, body, &start);
     }
+    // Before anything asks CubeCL for a device.
+    cache_kernels::<B>(options);
+    check_devices::<B>(world)?;
+    check_states::<B>(config)?;
     let threads = options.threads(world);
     let windows = WindowHost::default();
     // On devices the operations of all ranks and of all their threads are one stream: CubeCL 0.10 does not order what one
@@ -120,10 +124,43 @@ pub fn launch_auto<B: Backend, T: Send, E: Display + Debug + Send>(
     launch::<B, T, E>(started.unwrap_or(world), config, options, body)
 }
 
-/// Refuses optimizer state that no kernel of the backend updates.
+/// Refuses optimizer state in bf16 on a device that has none.
 fn check_states<B: Backend>(config: &ZeroConfig) -> Result<(), ConfigError> {
-    let stays = config.offload.optimizer == Tier::Memory && !zero_ops::is_host::<B>();
-    if config.bf16_optimizer_states && stays { Err(ConfigError::StatesOnDevice) } else { Ok(()) }
+    let stays = config.bf16_optimizer_states && config.offload.optimizer == Tier::Memory && !zero_ops::is_host::<B>();
+    if stays && !B::supports_dtype(&B::Device::default(), DType::BF16) {
+        return Err(ConfigError::StatesOnDevice);
+    }
+    Ok(())
+}
+
+/// Refuses ranks of one process on several NVIDIA GPUs: CubeCL 0.10 copies from device to device by NCCL calls in an order that two
+/// threads do not agree on, and lets the source's memory be used again before the copy.
+fn check_devices<B: Backend>(ranks: usize) -> Result<(), ConfigError> {
+    #[cfg(feature = "cuda")]
+    {
+        let first = B::Device::default();
+        let gpus = B::device_count(first.to_id().type_id);
+        if ranks > 1 && gpus > 1 && zero_ops::devices::cuda_ordinal::<B>(&first).is_some() {
+            return Err(ConfigError::ThreadsOnGpus { ranks, gpus });
+        }
+    }
+    let _ = ranks;
+    Ok(())
+}
+
+/// Has this process keep the kernels that it compiles for CUDA devices.
+fn cache_kernels<B: Backend>(options: &LaunchOptions) {
+    #[cfg(feature = "cuda")]
+    if options.kernel_cache
+        && zero_ops::devices::cuda_ordinal::<B>(&B::Device::default()).is_some()
+        && let Err(why) = zero_ops::devices::cache_kernels()
+    {
+        eprintln!(
+            "warning: compiled kernels are not kept ({why}): every start compiles them again; set XDG_CACHE_HOME to a folder that can \
+             be written, or say --no-kernel-cache (LaunchOptions::kernel_cache)"
+        );
+    }
+    let _ = options;
 }
 
 fn as_process<B: Backend, T: Send, E: Display + Debug + Send>(
@@ -158,6 +195,7 @@ pub fn launch_on<B: Backend, T: Send, E: Display + Debug + Send>(
 ) -> Result<T, E> {
     let comm = run.comm();
     let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
+    cache_kernels::<B>(options);
     if let Err(error) = check_states::<B>(config) {
         resume_unwind(Box::new(Stopped(error.to_string())));
     }

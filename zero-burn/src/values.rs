@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-#[cfg(feature = "cubecl")]
-use burn_backend::ops::TransactionPrimitive;
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::reader::try_read_sync;
 use burn_std::{DType, Shape, Slice};
@@ -47,14 +45,6 @@ pub(crate) fn empty<B: Backend>(shape: &Shape, dtype: DType, device: &B::Device)
 pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
     let data = try_read_sync(B::float_into_data(tensor)).expect("the inner backend reads synchronously");
     data.unwrap_or_else(|error| panic!("reading a tensor from the device failed: {error}"))
-}
-
-/// The same of several, in one wait.
-#[cfg(feature = "cubecl")]
-pub(crate) fn read_many<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<TensorData> {
-    let all = TransactionPrimitive::new(tensors, Vec::new(), Vec::new(), Vec::new());
-    let data = try_read_sync(B::tr_execute(all)).expect("the inner backend reads synchronously");
-    data.unwrap_or_else(|error| panic!("reading tensors from the device failed: {error}")).read_floats
 }
 
 /// Flat.

@@ -1,11 +1,18 @@
 //! Devices: whether they can be had, asked before anything is computed on them, since CubeCL panics where a driver is
 //! missing; and their memory.
 
+#[cfg(feature = "cuda")]
+mod kernel_cache;
+
 use std::any::Any;
 use std::panic::{set_hook, take_hook};
 use std::sync::{Once, OnceLock};
 
 use burn_backend::Backend;
+#[cfg(feature = "cuda")]
+use cudarc::driver::{DriverError, result, sys::CUdevice_attribute};
+#[cfg(feature = "cuda")]
+pub use kernel_cache::cache_kernels;
 
 /// Memory of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,10 +54,16 @@ pub fn cuda_ordinal<B: Backend>(device: &B::Device) -> Option<usize> {
 /// What the driver calls a device of `B`, if it is an NVIDIA GPU.
 #[cfg(feature = "cuda")]
 pub fn cuda_name<B: Backend>(device: &B::Device) -> Option<String> {
-    use cudarc::driver::result;
-
     let device = result::device::get(i32::try_from(cuda_ordinal::<B>(device)?).ok()?).ok()?;
     result::device::get_name(device).ok()
+}
+
+/// An attribute of an NVIDIA GPU.
+#[cfg(feature = "cuda")]
+pub(crate) fn attribute(ordinal: i32, attribute: CUdevice_attribute) -> Result<i32, DriverError> {
+    let device = result::device::get(ordinal)?;
+    // SAFETY: a device of the driver's.
+    unsafe { result::device::get_attribute(device, attribute) }
 }
 
 fn usage<R: cubecl::Runtime>(device: &R::Device) -> Option<DeviceMemory> {
@@ -61,8 +74,6 @@ fn usage<R: cubecl::Runtime>(device: &R::Device) -> Option<DeviceMemory> {
 /// What the driver says is taken of a GPU, by whomever.
 #[cfg(feature = "cuda")]
 fn cuda_memory_in_use(ordinal: usize) -> Option<u64> {
-    use cudarc::driver::result;
-
     let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
     // SAFETY: the device is the driver's own, and its primary context is retained by CubeCL, which computes there, for as
     // long as the process lives; making it current is what CubeCL does on the threads that it uses.

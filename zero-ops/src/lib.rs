@@ -35,6 +35,8 @@ pub use cube::any::has_cube_tensors as is_cube;
 #[cfg(feature = "cuda")]
 pub use cube::any::{CudaSpan, End, OnCuda, begin_on_cuda};
 #[cfg(feature = "cubecl")]
+pub use cube::any::{Read, begin_read, send};
+#[cfg(feature = "cubecl")]
 pub use cube::clip::clip_factor;
 #[cfg(feature = "cubecl")]
 pub use cube::norm::sums_of_squares;
@@ -42,6 +44,8 @@ pub use cube::norm::sums_of_squares;
 pub use cube::optim::{GradScale, Update, UpdateItem, Updated, fused_update};
 #[cfg(feature = "cubecl")]
 pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
+#[cfg(feature = "cubecl")]
+pub use cube::product::matmul;
 #[cfg(feature = "cubecl")]
 pub use cube::random::{bernoulli, draws_on};
 #[cfg(feature = "flex")]

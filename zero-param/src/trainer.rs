@@ -224,6 +224,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
                 sum: None,
                 micro_batches: 0,
                 losses: Vec::new(),
+                step: None,
                 done: [0; 2],
                 warned: false,
                 gradient_bytes: 0,
@@ -265,6 +266,8 @@ struct OnRank<'a, T, M> {
     micro_batches: usize,
     /// Of the micro-batches of this step, or of the last.
     losses: Vec<f64>,
+    /// The last step's result.
+    step: Option<Step>,
     /// Updates, and steps that made none.
     done: [usize; 2],
     /// Whether it has been told that an update was not finite.
@@ -330,7 +333,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
         Ok(self.comm.all_gather_bytes(bytes)?)
     }
 
-    fn micro_batch(&mut self, rows: &Rows) -> Result<Step> {
+    fn micro_batch(&mut self, rows: &Rows) -> Result<()> {
         let batches = self.run.engine.accumulation;
         if self.micro_batches == 0 {
             self.losses.clear();
@@ -366,17 +369,19 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
         self.micro_batches += 1;
         if self.micro_batches < batches {
             self.sum = Some(sum);
-            return Ok(Step::Accumulating { micro_batches: self.micro_batches });
+            return Ok(());
         }
         self.micro_batches = 0;
         let begin = Instant::now();
         let step = self.update(sum);
         self.times.step += begin.elapsed();
-        step
+        self.step = Some(step?);
+        Ok(())
     }
 
-    fn losses(&mut self) -> Result<Vec<f64>> {
-        Ok(self.losses.clone())
+    fn result(&mut self) -> Result<(Step, Vec<f64>)> {
+        let step = self.step.take().expect("a step was made before its result is asked for");
+        Ok((step, self.losses.clone()))
     }
 
     fn lr(&self) -> f64 {

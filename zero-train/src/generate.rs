@@ -79,6 +79,9 @@ pub struct Options {
     /// Where ranks compute: cpu, cuda or vulkan
     #[arg(long, value_name = "BACKEND", default_value = "cpu")]
     pub backend: BackendChoice,
+    /// Compile CUDA kernels anew, and do not keep them in the user's cache folder
+    #[arg(long)]
+    pub no_kernel_cache: bool,
     /// Type of the parameters
     #[arg(long, default_value = "fp32")]
     pub dtype: Dtype,
@@ -283,8 +286,11 @@ impl<F: TextFamily> Job<'_, F> {
     fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>> {
         let (how, zero) = (self.sampling()?, self.zero());
         let ranks = self.options.ranks;
-        let launched =
-            LaunchOptions { threads_per_rank: self.options.threads.unwrap_or(0), ..LaunchOptions::default() };
+        let launched = LaunchOptions {
+            threads_per_rank: self.options.threads.unwrap_or(0),
+            kernel_cache: !self.options.no_kernel_cache,
+            ..LaunchOptions::default()
+        };
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
         let made: Vec<Mutex<Vec<u32>>> = self.prompts.iter().map(|_| Mutex::default()).collect();
         launch::<I, _, TrainError>(ranks, &zero, &launched, |device| self.run_rank::<I>(&device, &how, &made))?;

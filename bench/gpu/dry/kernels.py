@@ -35,8 +35,13 @@ def ours():
     for path in (ROOT / "zero-ops/src/cube").rglob("*.rs"):
         found.update(re.findall(r"#\[cube\(launch_unchecked[^]]*\)\]\s*(?:pub\S* )?fn (\w+)", path.read_text()))
     for path in (ROOT / "zero-ops/src/cube").rglob("*.cu"):
-        found.update(re.findall(r"__launch_bounds__\([^)]*\) (\w+)\(", path.read_text()))
+        # Its variants have names of their own, which begin with this.
+        found.update(re.findall(r"^//\s+NAME\s+(\w+?)_\.\.\.", path.read_text(), re.MULTILINE))
     return found
+
+
+# What follows a kernel's name: types and widths of CubeCL's, or the variant.
+BEHIND = r"(_[a-z]_|_\d|$)"
 
 
 def assembled(ptxas, path):
@@ -73,7 +78,7 @@ def main():
     for folder in args.folders:
         told = json.loads((folder / "driver.json").read_text())
         faults += told["faults"]
-        of_ours = (f for f in told["functions"] if re.match("(" + "|".join(names) + r")(_[a-z]_|$)", f["name"]))
+        of_ours = (f for f in told["functions"] if re.match("(" + "|".join(names) + ")" + BEHIND, f["name"]))
         kernels += [(f["name"], f["threads"], f["shared"], folder / f"{f['module']:03}.ptx") for f in of_ours]
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda kernel: assembled(args.ptxas, kernel[3]), kernels))
@@ -86,7 +91,7 @@ def main():
             wrong.append(f"{name} spills {spills} bytes of registers to memory ({path}): it keeps too much at a time")
         if dynamic + static > SHARED:
             wrong.append(f"{name} takes {dynamic + static} bytes of shared memory, a block has {SHARED} ({path})")
-    missing = [name for name in sorted(names) if not any(re.match(rf"{name}(_[a-z]_|$)", made) for made in table)]
+    missing = [name for name in sorted(names) if not any(re.match(name + BEHIND, made) for made in table)]
     wrong += [f"{name} was not compiled: launch it in its file's test `compiled`" for name in missing]
 
     head = f"{'kernel, types, width':44} variants threads registers shared spilled local\n"

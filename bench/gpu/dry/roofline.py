@@ -25,9 +25,11 @@ def kinds(layers, d, heads, t, rows):
     linear = sum(3 * 2 * (n * a + a * b + n * b) for a, b in products)
     # A causal product of scores or values; each has half of its operations.
     half = n * t * d
+    # Chunks of at most 1 GiB of logits, as on a device of more than 40 GiB; each adds a gradient of the weight to that of those before.
+    chunks = -(-2 * n * v // 2**30)
     # Logits are written, read twice and overwritten by the loss, and read by two products, whose fp32 results are put in their places.
     logits = 2 * n * v
-    head = 3 * logits + 3 * (x + 2 * v * d) + 4 * (n * d + v * d)
+    head = 3 * logits + 3 * (x + 2 * v * d) + 4 * (n * d + chunks * v * d)
     return [
         ("linear layers, 3 products each", r"matmul|hopper_product", layers * 72 * n * d * d + 6 * n * v * d, layers * (linear + 2 * x) + head),
         ("attention", r"forward_kernel", layers * 2 * half, layers * 4 * x),
@@ -42,7 +44,7 @@ def kinds(layers, d, heads, t, rows):
         ("sums of gradients (Burn's)", r"kernel_binop|copy_kernel", 0, (2 * layers + 1) * 3 * x),
         ("gradients of biases", r"column_sums", 0, layers * 5 * x),
         ("loss and gradient of logits", r"rows_kernel", 0, 3 * logits),
-        ("gradients of the head in place", r"place_kernel", 0, 8 * n * d + 12 * v * d),
+        ("gradients of the head in place", r"place_kernel", 0, 8 * n * d + (12 * chunks - 4) * v * d),
         ("embedding, both ways", r"embedding|select", 0, 4 * x + 4 * v * d),
         ("norm", r"squares_kernel|total_kernel", 0, 2 * parameters),
         ("update", r"update_kernel", 0, 28 * parameters),

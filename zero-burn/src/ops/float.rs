@@ -33,6 +33,17 @@ fn filled<B: Backend>(
     })
 }
 
+/// On CubeCL's backends by our products: Burn's tuner takes minutes, rounds fp32 to tf32, and has kernels that read beyond their
+/// operands (ADR 26).
+fn matmul<B: Backend>(lhs: B::FloatTensorPrimitive, rhs: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
+    #[cfg(feature = "cubecl")]
+    let (lhs, rhs) = match zero_ops::matmul::<B>(lhs, rhs) {
+        Ok(made) => return made,
+        Err(given) => given,
+    };
+    B::float_matmul(lhs, rhs)
+}
+
 #[deny(clippy::missing_trait_methods)]
 impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
     /// A flat piece is given as a column: burn-flex 0.21 takes two handles on one flat tensor, as its square multiplies, for
@@ -99,7 +110,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
 
     recorded! {
         fn float_repeat_dim(tensor: float, dim: (usize), times: (usize)) -> float;
-        fn float_matmul(lhs: float, rhs: float) -> float;
+        fn float_matmul(lhs: float, rhs: float) -> float = matmul::<B>;
         fn float_cross(lhs: float, rhs: float, dim: (usize)) -> float;
         fn float_flip(tensor: float, axes: (&[usize])) -> float;
         fn float_gather(dim: (usize), tensor: float, indices: int) -> float;

@@ -179,16 +179,17 @@ macro_rules! forward {
     };
 }
 
-/// As `forward!`, of operations of a forward pass: within a checkpointed block their results can be made again.
+/// As `forward!`, of operations of a forward pass: within a checkpointed block their results can be made again. `= function`: by this in
+/// place of the inner backend's.
 macro_rules! recorded {
-    ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt;)*) => {
+    ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(= $by:path)?;)*) => {
         $(#[allow(unused_variables, clippy::clone_on_copy)] // Of some kinds.
         fn $name($($arg: ty!($kind)),*) -> ty!($ret) {
             let Some(mut recording) = Recording::begin() else {
-                return result!($ret, B::$name($(operand!($kind, $arg)),*), ZeroTensor::Dense);
+                return result!($ret, called!($name $(, $by)?)($(operand!($kind, $arg)),*), ZeroTensor::Dense);
             };
             $(let $arg = keep!($kind, $arg, recording);)*
-            let run = move |floats: &mut Operands<B>| B::$name($(again!($kind, $arg, floats)),*);
+            let run = move |floats: &mut Operands<B>| called!($name $(, $by)?)($(again!($kind, $arg, floats)),*);
             let (made, mut floats) = (run(&mut recording.operands()), Vec::new());
             // Their places are taken in order, as they are when it runs again.
             let made = result!($ret, made, |float| floats.push(float));
@@ -199,6 +200,16 @@ macro_rules! recorded {
             }));
             result!($ret, made, |()| ZeroTensor::Activation(handles.next().expect("as many as were made")))
         })*
+    };
+}
+
+/// The function that an operation calls.
+macro_rules! called {
+    ($name:ident) => {
+        B::$name
+    };
+    ($name:ident, $by:path) => {
+        $by
     };
 }
 
@@ -220,7 +231,7 @@ macro_rules! binary {
     };
 }
 
-use {again, binary, forward, keep, operand, recorded, result, ty, unary};
+use {again, binary, called, forward, keep, operand, recorded, result, ty, unary};
 
 fn primitive_to_inner<B: Backend>(primitive: TensorPrimitive<Zero<B>>) -> TensorPrimitive<B> {
     match primitive {

@@ -1,24 +1,28 @@
-//! Clipped updates of what is on one device, which the host has made without knowing the gradients' norm: it reads that with other
-//! numbers of the step, once the device has been given all of it.
+//! Clipped updates of what is on one device, which makes the factor of the gradients by itself. The host reads the norm and other
+//! numbers of the step in one wait, behind which the device still has the update to make.
 
 use burn::module::AutodiffModule;
 use burn::optim::{GradientsParams, LearningRate};
 use burn::tensor::Tensor;
 #[cfg(feature = "cubecl")]
 use burn::tensor::TensorPrimitive;
-use burn_backend::Backend;
 use zero_ops::Clip;
 
 use super::fused::Fused;
 use crate::autodiff::ZeroAutodiff;
+#[cfg(feature = "cubecl")]
+use crate::context::Context;
 
-/// What is yet to be read of a step.
-#[cfg_attr(not(feature = "cubecl"), allow(dead_code))] // Without a device there is none.
-pub struct Late<B: Backend> {
-    /// As the device makes them, with the number of elements that are not finite.
-    sums: B::FloatTensorPrimitive,
-    /// What gradients were multiplied by, if that is not 1: NaN where nothing was updated.
-    factor: Option<B::FloatTensorPrimitive>,
+/// A step that a device has been given, with its numbers on their way to the host. [`Fused::told`] waits for them.
+pub struct Late {
+    #[cfg(feature = "cubecl")]
+    read: zero_ops::Read,
+    /// Whether a factor was made, which is NaN where nothing was updated.
+    #[cfg(feature = "cubecl")]
+    has_factor: bool,
+    /// Without a device there is none.
+    #[cfg(not(feature = "cubecl"))]
+    none: std::convert::Infallible,
 }
 
 /// What was read of a step.
@@ -34,8 +38,8 @@ pub struct Told {
 
 impl<A: ZeroAutodiff> Fused<A> {
     /// As [`step_scaled`](Fused::step_scaled) with the factor that `clip` makes of the gradients' norm, where that can be left to their
-    /// device: one rank, all of whose parameters and state are on it, and rules without a trust ratio. The host waits for nothing. A
-    /// step that [`Clip::skips`] has left out must be [told](Fused::told) before the next.
+    /// device: one rank, all of whose parameters and state are on it, and rules without a trust ratio. The host waits for nothing.
+    /// The step must be [told](Fused::told) before the next, with the values of `others`.
     ///
     /// # Errors
     ///
@@ -47,31 +51,35 @@ impl<A: ZeroAutodiff> Fused<A> {
         clip: Clip,
         module: M,
         grads: GradientsParams,
-    ) -> Result<(M, Late<A::Base>), (M, GradientsParams)> {
+        others: &[Tensor<A::InnerBackend, 1>],
+    ) -> Result<(M, Late), (M, GradientsParams)> {
         #[cfg(feature = "cubecl")]
         if let Some(sums) = self.has_one_pass().then(|| crate::grads::sums_on_device::<A, M>(&grads, &module)).flatten()
         {
             let is_plain = clip == Clip { most: None, loss_scale: 1.0, skips: false };
             let factor = (!is_plain).then(|| zero_ops::clip_factor::<A::Base>(sums.clone(), clip));
-            let module = self.step_by(lr, 1.0, factor.clone(), module, grads);
-            return Ok((module, Late { sums, factor }));
-        }
-        let _ = (lr, clip);
-        Err((module, grads))
-    }
-
-    /// Reads what the last step came to, together with `others`, in one wait.
-    pub fn told(&mut self, late: Late<A::Base>, others: Vec<Tensor<A::InnerBackend, 1>>) -> Told {
-        #[cfg(feature = "cubecl")]
-        {
-            let Late { sums, factor } = late;
-            let has_factor = factor.is_some();
-            let others = others.into_iter().map(|tensor| match tensor.into_primitive() {
+            let others = others.iter().map(|tensor| match tensor.clone().into_primitive() {
                 TensorPrimitive::Float(tensor) => tensor.load(),
                 TensorPrimitive::QFloat(_) => unreachable!("a tensor of floats"),
             });
-            let all = [sums].into_iter().chain(factor).chain(others).collect();
-            let mut read = crate::values::read_many::<A::Base>(all).into_iter();
+            let has_factor = factor.is_some();
+            let all = [sums].into_iter().chain(factor.clone()).chain(others).collect();
+            // Before the update, which the device still has to make when the numbers have come.
+            let read = zero_ops::begin_read::<A::Base>(all);
+            let module = self.step_by(lr, 1.0, factor, module, grads);
+            zero_ops::send::<A::Base>(&Context::<A::Base>::current().rank.device);
+            return Ok((module, Late { read, has_factor }));
+        }
+        let _ = (lr, clip, others);
+        Err((module, grads))
+    }
+
+    /// Waits for the numbers of a step.
+    pub fn told(&mut self, late: Late) -> Told {
+        #[cfg(feature = "cubecl")]
+        {
+            let Late { read, has_factor } = late;
+            let mut read = read.wait().into_iter();
             let sums = crate::update::norms::of_device(&read.next().expect("the sums come first"));
             let factor = if has_factor { read.next() } else { None };
             let is_made = factor.is_none_or(|factor| factor.iter::<f32>().all(|factor| !factor.is_nan()));
@@ -82,6 +90,6 @@ impl<A: ZeroAutodiff> Fused<A> {
             Told { norm: sums.into_iter().sum::<f64>().sqrt(), is_made, others }
         }
         #[cfg(not(feature = "cubecl"))]
-        unreachable!("{} numbers beside a step of a device, of which there is none", (late, others).1.len())
+        match late.none {}
     }
 }

@@ -70,7 +70,8 @@ impl<B: Backend> Update<B> {
             let cell = held.swap_remove(held.iter().position(|(known, _)| known == name)?).1;
             let kept_as = cell.dtype;
             Some(match place {
-                Where::Device => Array::Tensor(cell.into_local()),
+                // One that was loaded is in fp32.
+                Where::Device => Array::Tensor(of_type::<B>(cell.into_local(), dtype)),
                 Where::Here | Where::Beside => match cell.into_stored() {
                     // As it was loaded, before it was known whose it is.
                     Ok(Stored::Disk(stored)) if disk(dtype).is_none() || kept_as != dtype => {
@@ -180,10 +181,7 @@ impl<B: Backend> Update<B> {
             return Where::Beside;
         }
         #[cfg(feature = "cubecl")]
-        if zero_ops::is_cube::<B>()
-            && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
-            && cell.rank.state_dtype() == DType::F32
-        {
+        if zero_ops::is_cube::<B>() && matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
             return Where::Device;
         }
         Where::Here

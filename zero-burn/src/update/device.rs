@@ -30,6 +30,8 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
             parameter: tensor(job.parameter.take()),
             gradient: tensor(gradient),
             // They were moved on.
+            state_dtype: job.state_dtype,
+            first: job.first,
             states: if is_second { Vec::new() } else { job.states.drain(..).map(tensor).collect() },
             copy: job.copy.take_if(|_| !is_first).map(|(copy, _)| tensor(copy)),
         }

@@ -369,11 +369,19 @@ fn macros_call_the_inner_operation_of_the_same_name() {
             let body = bodies.get(name.as_str()).unwrap_or_else(|| panic!("{name}! is not in ops/mod.rs"));
             assert_eq!(body.matches("fn $name(").count(), 1, "{name}!");
             // What is recorded is called at once outside of a block, and by what a block keeps.
-            let calls = if name == "recorded" { 2 } else { 1 };
-            assert_eq!(body.matches("B::$name").count(), calls, "{name}!");
+            let (call, calls) = if name == "recorded" { ("called!($name $(, $by)?)", 2) } else { ("B::$name", 1) };
+            assert_eq!(body.matches(call).count(), calls, "{name}!");
             assert!(methods.iter().all(|method| method.body.is_none()), "{name}! holds a written-out function");
         }
     }
+    assert_eq!(bodies["called"].matches("B::$name").count(), 1, "called!");
+    // By another function than the inner backend's: products alone, which ask it where the tensors are not CubeCL's.
+    let others: usize = TRAITS.iter().map(|of| our_text(of.ours).matches("::<B>;\n").count()).sum();
+    let float = our_text("ops/float.rs");
+    assert_eq!(
+        (others, float.matches(" = matmul::<B>;").count(), float.matches("B::float_matmul(lhs, rhs)").count()),
+        (1, 1, 1)
+    );
 }
 
 #[test]

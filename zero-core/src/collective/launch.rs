@@ -20,12 +20,14 @@ pub struct LaunchOptions {
     /// Whether ranks that are processes and have no secret (`ZERO_SECRET`) may meet at an address that other machines reach,
     /// because nobody else is on their network; `ZERO_TRUSTED_NETWORK=1` says so too.
     pub trusted_network: bool,
+    /// Keep compiled kernels of CUDA devices in the user's cache folder (`zero_ops::devices::cache_kernels`).
+    pub kernel_cache: bool,
 }
 
 impl Default for LaunchOptions {
     fn default() -> Self {
         let deadline = ThreadOptions::default().deadline;
-        Self { threads_per_rank: 0, deadline, flight_dir: None, trusted_network: false }
+        Self { threads_per_rank: 0, deadline, flight_dir: None, trusted_network: false, kernel_cache: true }
     }
 }
 

@@ -77,12 +77,23 @@ pub enum ConfigError {
         /// The factor given.
         got: f32,
     },
-    /// State in bf16 on a device, whose kernels have it in fp32.
+    /// State in bf16 on a device that has no bf16.
     #[error(
-        "bf16_optimizer_states is set, but a device updates its state in fp32: offload the optimizer's state, so that the processor \
-         updates it, or leave it out"
+        "bf16_optimizer_states is set, but this device cannot store bf16: offload the optimizer's state, so that the CPU updates it, or \
+         leave it out"
     )]
     StatesOnDevice,
+    /// Ranks of one process that would use several GPUs, which CubeCL 0.10 cannot copy between from threads that run at once.
+    #[error(
+        "{ranks} ranks that are threads of one process cannot use {gpus} NVIDIA GPUs: start one process for each GPU (`zero launch \
+         --ranks {gpus} -- COMMAND`, or torchrun), or let all ranks share one GPU (set CUDA_VISIBLE_DEVICES=0)"
+    )]
+    ThreadsOnGpus {
+        /// Number of ranks.
+        ranks: usize,
+        /// Number of GPUs that the process sees.
+        gpus: usize,
+    },
     /// State cannot be kept where it is asked to be.
     #[error("offload.{key}: {expected}")]
     Offload {

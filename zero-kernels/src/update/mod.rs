@@ -8,4 +8,4 @@ mod state;
 pub use elements::Elements;
 pub use pass::{Norms, Stretch, Target, run_stretch};
 pub use rule::{Kernel, Sweep};
-pub use state::State;
+pub use state::{State, step_key};

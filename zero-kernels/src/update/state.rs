@@ -48,6 +48,12 @@ pub(super) fn widened<'a>(values: &[bf16], buffer: &'a mut [f32]) -> &'a mut [f3
     values_wide
 }
 
+/// What of the number of the step goes into the chance by which states are rounded.
+#[inline(always)]
+pub fn step_key(time: usize) -> u32 {
+    (time as u32).wrapping_mul(0x9e37_79b9)
+}
+
 /// Rounds two states of a rule, of which the second may be empty, and makes of what was rounded what was kept. `first` is the place of the
 /// first element in its parameter.
 #[inline(always)]
@@ -57,7 +63,7 @@ pub(super) fn round_both(
     first: usize,
     time: usize,
 ) {
-    let (first, step) = (first as u32, (time as u32).wrapping_mul(0x9e37_79b9));
+    let (first, step) = (first as u32, step_key(time));
     let chance = |index: usize| hash(first.wrapping_add(index as u32) ^ step);
     if b.is_empty() {
         for (index, (a, wide)) in a.iter_mut().zip(wide_a).enumerate() {

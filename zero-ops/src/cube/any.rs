@@ -4,7 +4,7 @@
 use std::any::{Any, TypeId};
 
 use burn_backend::tensor::FloatTensor;
-use burn_backend::{Backend, TensorMetadata};
+use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_cubecl::CubeRuntime;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 use burn_cubecl::fusion::FusionCubeRuntime;
@@ -98,6 +98,76 @@ pub(crate) fn born<B: Backend>(device: &B::Device, what: &impl Born) -> Option<F
             None
         }
     )
+}
+
+/// Values on their way from a device to the host, see [`begin_read`].
+pub struct Read(Box<dyn FnOnce() -> Result<Vec<TensorData>, String> + Send>);
+
+impl Read {
+    /// Waits for the values, in the order of the tensors.
+    ///
+    /// # Panics
+    ///
+    /// When the device has failed.
+    pub fn wait(self) -> Vec<TensorData> {
+        (self.0)().unwrap_or_else(|error| panic!("reading tensors from the device failed: {error}"))
+    }
+}
+
+/// Begins to copy tensors to the host behind all that the device has been given, without waiting for it.
+///
+/// # Panics
+///
+/// When [`has_cube_tensors`] is false, or there is no tensor.
+pub fn begin_read<B: Backend>(tensors: Vec<FloatTensor<B>>) -> Read {
+    on_the_tensor_of!(
+        FloatTensor<B>,
+        T => read_of(T::into_memory(same::<Vec<FloatTensor<B>>, Vec<T>>(tensors))),
+        panic!("callers have asked whether the backend's tensors are CubeCL's")
+    )
+}
+
+/// Sends all that the calling thread has given a device of `B` to it, without waiting for the device. Burn's fusion would send it when
+/// something is asked for.
+pub fn send<B: Backend>(device: &B::Device) {
+    let device: &dyn Any = device;
+    on_the_tensor_of!(
+        FloatTensor<B>,
+        T => device.downcast_ref().into_iter().for_each(T::send),
+        ()
+    );
+}
+
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+fn read_of<R: CubeRuntime>(tensors: Vec<CubeTensor<R>>) -> Read {
+    use std::future::poll_fn;
+    use std::task::{Context, Poll, Waker};
+
+    use cubecl::server::CopyDescriptor;
+
+    let tensors: Vec<_> = tensors.into_iter().map(super::tensor::packed).collect();
+    let client = tensors.first().expect("there is a tensor to read").client.clone();
+    let descriptor = |x: &CubeTensor<R>| {
+        let (shape, strides) = (x.meta.shape().clone(), x.meta.strides().clone());
+        CopyDescriptor::new(x.handle.clone().binding(), shape, strides, x.elem_size())
+    };
+    let descriptors = tensors.iter().map(descriptor).collect();
+    // The call gives the device the copies, and what it returns borrows the client. CUDA's waits for them when it is first polled, so it
+    // is not before the second time that this is.
+    let mut copies = Box::pin(async move {
+        let copies = client.read_tensor_async(descriptors);
+        let mut is_first = true;
+        poll_fn(|_| if std::mem::take(&mut is_first) { Poll::Pending } else { Poll::Ready(()) }).await;
+        copies.await
+    });
+    let is_begun = copies.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending();
+    debug_assert!(is_begun, "nothing is read in the first poll");
+    let about: Vec<(Shape, DType)> = tensors.iter().map(|x| (x.shape(), x.dtype)).collect();
+    Read(Box::new(move || {
+        let copied = cubecl::reader::read_sync(copies).map_err(|error| format!("{error:?}"))?;
+        let data = copied.into_iter().zip(about);
+        Ok(data.map(|(bytes, (shape, dtype))| TensorData::from_bytes(bytes, shape, dtype)).collect())
+    }))
 }
 
 /// What is asked of a device on any runtime.

@@ -21,8 +21,25 @@ use super::rows::{Blocks, address_type, cubes, dims, stride, strided, units, vec
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 use kernels::{count_kernel, mean_kernel, padded_kernel, place_kernel, rows_kernel};
 
-/// What the logits of a chunk take at most.
-const LOGITS_BYTES: usize = 256 << 20;
+/// Bytes that the logits of a chunk take at most: on a device of less than 10 GiB, and of more than 40 GiB. Each chunk more reads and
+/// writes the weight's gradient in fp32 once more.
+const LOGITS_BYTES: [usize; 2] = [256 << 20, 1 << 30];
+
+/// The bytes for this device: a tenth of its largest allocation, which CubeCL makes a quarter of a GPU's memory.
+fn logits_bytes<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
+    let largest = x.client.properties().memory.max_page_size;
+    usize::try_from(largest / 10).unwrap_or(usize::MAX).clamp(LOGITS_BYTES[0], LOGITS_BYTES[1])
+}
+
+/// Memory for a chunk's logits. One of more than [`LOGITS_BYTES`]`[0]` is kept from one step to the next: CubeCL would make it a part of
+/// a page of a sixteenth of the device.
+fn logits_memory<R: CubeRuntime>(like: &CubeTensor<R>, shape: [usize; 2], dtype: DType) -> CubeTensor<R> {
+    if shape[0] * shape[1] * dtype.size() <= LOGITS_BYTES[0] {
+        return empty(like, shape, dtype);
+    }
+    let kept = like.client.memory_persistent_allocation((), |()| empty(like, shape, dtype));
+    kept.expect("a hint to the allocator does not fail")
+}
 
 /// Chunks are a multiple of this many rows where they can be: products like it, and no slice then needs a copy.
 const ROWS: usize = 256;
@@ -130,7 +147,7 @@ impl<R: CubeRuntime> Call<R> {
     /// `[rows, v]` with columns behind them.
     fn logits(&self, x: CubeTensor<R>) -> CubeTensor<R> {
         let ([rows, _], [columns, _], dtype) = (dims(&x), dims(&self.weight), x.dtype);
-        let logits = empty(&x, [rows, columns], dtype);
+        let logits = logits_memory(&x, [rows, columns], dtype);
         let by = permute(self.weight.clone(), &[1, 0]);
         product(x, by, logits)
     }
@@ -217,13 +234,14 @@ fn chunks(n: usize, each: usize) -> impl Iterator<Item = std::ops::Range<usize>>
 fn loss<R: CubeRuntime>(
     [x, weight, targets]: [CubeTensor<R>; 3],
     ignored: Option<i64>,
-    logits_bytes: usize,
+    most: Option<usize>,
 ) -> CubeTensor<R> {
     if dims(&x)[0] == 0 {
         return zeros(&x, [1], DType::F32);
     }
+    let most = most.unwrap_or_else(|| logits_bytes(&x));
     let call = Call::new(x, weight, targets, ignored);
-    for range in chunks(dims(&call.x)[0], call.rows_per_chunk(logits_bytes)) {
+    for range in chunks(dims(&call.x)[0], call.rows_per_chunk(most)) {
         let logits = call.logits(call.rows(range.clone()));
         call.losses(&logits, range.start, false);
     }
@@ -234,7 +252,7 @@ fn loss<R: CubeRuntime>(
 fn loss_with_gradients<R: CubeRuntime>(
     [x, weight, targets]: [CubeTensor<R>; 3],
     ignored: Option<i64>,
-    logits_bytes: usize,
+    most: Option<usize>,
     of_weight: bool,
 ) -> Vec<CubeTensor<R>> {
     let ([n, d], [v, _]) = (dims(&x), dims(&weight));
@@ -244,8 +262,9 @@ fn loss_with_gradients<R: CubeRuntime>(
         return [zeros(&x, [1], DType::F32), dx].into_iter().chain(d_weight).collect();
     }
     let d_weight = of_weight.then(|| empty(&x, [v, d], DType::F32));
+    let most = most.unwrap_or_else(|| logits_bytes(&x));
     let call = Call::new(x, weight, targets, ignored);
-    for range in chunks(n, call.rows_per_chunk(logits_bytes)) {
+    for range in chunks(n, call.rows_per_chunk(most)) {
         let x = call.rows(range.clone());
         let logits = call.logits(x.clone());
         call.losses(&logits, range.start, true);
@@ -263,7 +282,7 @@ fn loss_with_gradients<R: CubeRuntime>(
 /// [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
 pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, ignored: Option<i64>) -> T {
     let outputs = [(Shape::from([1]), DType::F32)];
-    let body = move |inputs, _| [loss(inputs, ignored, LOGITS_BYTES)];
+    let body = move |inputs, _| [loss(inputs, ignored, None)];
     let [loss] = run("cross-entropy", [x, weight, targets], None, outputs, body);
     loss
 }
@@ -300,7 +319,7 @@ fn with_gradients<T: OnCube, const OUTPUTS: usize>(
     let shapes = [Shape::from([1]), operands[0].shape(), operands[1].shape()];
     let promised = shapes.into_iter().take(OUTPUTS).map(|shape| (shape, DType::F32)).collect();
     let made = T::run("cross-entropy with gradients", operands.into(), promised, move |given| {
-        loss_with_gradients(first(&mut given.into_iter()), ignored, LOGITS_BYTES, of_weight)
+        loss_with_gradients(first(&mut given.into_iter()), ignored, None, of_weight)
     });
     made.try_into().unwrap_or_else(|_| unreachable!("as many outputs were promised"))
 }
@@ -356,7 +375,7 @@ mod tests {
             let x = rows((0..n * d).map(number).collect(), [n, d]);
             [x, rows((7..7 + v * d).map(number).collect(), [v, d]), ids.into_primitive()]
         };
-        let one = loss_with_gradients(given(), Some(-1), LOGITS_BYTES, true);
+        let one = loss_with_gradients(given(), Some(-1), None, true);
         let [expected_loss, expected_dx, expected_d_weight] =
             [values::<1>(one[0].clone()), values::<2>(one[1].clone()), values::<2>(one[2].clone())];
         assert!(expected_loss[0] > 1.0 && expected_dx.iter().any(|value| value.abs() > 1e-5));
@@ -367,15 +386,15 @@ mod tests {
         };
         for chunk in [1, 100, 256, 300] {
             let bytes = chunk * v.next_multiple_of(ROW_BYTES / 4) * 4;
-            let made = loss_with_gradients(given(), Some(-1), bytes, true);
+            let made = loss_with_gradients(given(), Some(-1), Some(bytes), true);
             close("loss", &values::<1>(made[0].clone()), &expected_loss);
             close("dx", &values::<2>(made[1].clone()), &expected_dx);
             close("d weight", &values::<2>(made[2].clone()), &expected_d_weight);
-            let frozen = loss_with_gradients(given(), Some(-1), bytes, false);
+            let frozen = loss_with_gradients(given(), Some(-1), Some(bytes), false);
             assert_eq!(frozen.len(), 2, "a frozen weight has no gradient");
             close("loss of a frozen weight", &values::<1>(frozen[0].clone()), &expected_loss);
             close("dx of a frozen weight", &values::<2>(frozen[1].clone()), &expected_dx);
-            close("loss alone", &values::<1>(super::loss(given(), Some(-1), bytes)), &expected_loss);
+            close("loss alone", &values::<1>(super::loss(given(), Some(-1), Some(bytes))), &expected_loss);
         }
     }
 }

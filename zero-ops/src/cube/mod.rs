@@ -35,7 +35,7 @@ mod many;
 pub(crate) mod norm;
 pub(crate) mod optim;
 pub(crate) mod pack;
-mod product;
+pub(crate) mod product;
 pub(crate) mod quantized;
 pub(crate) mod random;
 mod rotary;

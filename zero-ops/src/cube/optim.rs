@@ -18,7 +18,7 @@ use super::many::{
 };
 use super::tensor::{empty, is_float, launch};
 use zero_kernels::Rule;
-use zero_kernels::update::{Kernel, Sweep};
+use zero_kernels::update::{Kernel, Sweep, step_key};
 
 /// Which of the kernels a rule is.
 fn kind(rule: &Rule) -> Kind {
@@ -66,8 +66,13 @@ pub struct UpdateItem<T> {
     pub parameter: T,
     /// The gradient, in fp32 or 16 bit.
     pub gradient: T,
-    /// The rule's states in fp32; none if they begin with this step.
+    /// The rule's states; none if they begin with this step.
     pub states: Vec<T>,
+    /// What states are kept as: fp32, or bfloat16, rounded up or down by chance as on the CPU
+    /// ([`State::Bf16`](zero_kernels::update::State)).
+    pub state_dtype: DType,
+    /// The place of the first element in its parameter, from which the chance follows.
+    pub first: usize,
     /// A tensor of 16 bit that the updated parameter is also written to, its elements not read. None of LAMB.
     pub copy: Option<T>,
 }
@@ -130,14 +135,14 @@ pub fn fused_update<B: Backend>(
     let mut plans = Vec::with_capacity(items.len());
     let mut inputs = Vec::new();
     let mut outputs = Vec::new();
-    for UpdateItem { update, parameter, gradient, states, copy } in items {
+    for UpdateItem { update, parameter, gradient, states, state_dtype, first, copy } in items {
         let shape = parameter.shape();
         let directed = matches!(update.rule, Rule::Lamb { .. });
-        plans.push(Plan { update, made: states.is_empty(), copied: copy.is_some(), directed });
+        plans.push(Plan { update, made: states.is_empty(), state_dtype, first, copied: copy.is_some(), directed });
         outputs.push((shape.clone(), DType::F32));
         match states.is_empty() {
-            true => outputs.extend((0..update.rule.states()).map(|_| (shape.clone(), DType::F32))),
-            false => outputs.extend(states.iter().map(|state| (state.shape(), DType::F32))),
+            true => outputs.extend((0..update.rule.states()).map(|_| (shape.clone(), state_dtype))),
+            false => outputs.extend(states.iter().map(|state| (state.shape(), state_dtype))),
         }
         outputs.extend(copy.iter().map(|copy| (copy.shape(), copy.dtype())));
         outputs.extend(directed.then_some((shape, DType::F32)));
@@ -160,13 +165,18 @@ pub fn fused_update<B: Backend>(
 
 /// Whether the kernel reads and writes these types.
 fn is_taken<T: TensorMetadata>(item: &UpdateItem<T>) -> bool {
-    let of_32_bit = [&item.parameter].into_iter().chain(&item.states).all(|x| x.dtype() == DType::F32);
+    let states = matches!(item.state_dtype, DType::F32 | DType::BF16)
+        && item.states.iter().all(|state| state.dtype() == item.state_dtype);
     let copy = item.copy.as_ref().is_none_or(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16));
-    of_32_bit && copy && is_float(item.gradient.dtype()) && is_countable(elements(&item.parameter))
+    item.parameter.dtype() == DType::F32
+        && states
+        && copy
+        && is_float(item.gradient.dtype())
+        && is_countable(elements(&item.parameter))
 }
 
 fn check<T: TensorMetadata>(item: &UpdateItem<T>) {
-    let UpdateItem { update, parameter, gradient, states, copy } = item;
+    let UpdateItem { update, parameter, gradient, states, copy, .. } = item;
     let expected = update.rule.states();
     assert!(
         states.len() == expected || (states.is_empty() && update.fresh),
@@ -189,6 +199,8 @@ struct Plan {
     update: Update,
     /// Whether its states are made here.
     made: bool,
+    state_dtype: DType,
+    first: usize,
     copied: bool,
     /// Whether its update is made, and not the parameter.
     directed: bool,
@@ -206,6 +218,9 @@ struct Tensors<R: CubeRuntime> {
     parameter: CubeTensor<R>,
     gradient: CubeTensor<R>,
     states: Vec<CubeTensor<R>>,
+    /// Whether states are rounded to bfloat16 by chance.
+    rounds: bool,
+    first: usize,
     /// The copy, or the direction.
     copy: Option<CubeTensor<R>>,
 }
@@ -216,6 +231,8 @@ impl<R: CubeRuntime> Tensors<R> {
         Family {
             kind: kind(&self.update.rule),
             gradient: self.gradient.dtype,
+            state: self.states.first().map_or(DType::F32, |state| state.dtype),
+            rounds: self.rounds,
             copy: self.copy.as_ref().map(|copy| copy.dtype),
             width: width([&self.parameter, &self.gradient].into_iter().chain(&self.states).chain(&self.copy)),
         }
@@ -226,6 +243,8 @@ impl<R: CubeRuntime> Tensors<R> {
 struct Family {
     kind: Kind,
     gradient: DType,
+    state: DType,
+    rounds: bool,
     copy: Option<DType>,
     width: usize,
 }
@@ -238,7 +257,7 @@ impl Body for FusedUpdate {
             let mut next = || flat(inputs.next().expect("as many tensors as were given"));
             let (parameter, gradient) = (owned(next()), next());
             let states = (0..plan.update.rule.states()).map(|_| match plan.made {
-                true => empty(&parameter, parameter.meta.shape().clone(), DType::F32),
+                true => empty(&parameter, parameter.meta.shape().clone(), plan.state_dtype),
                 // What is not read need not be copied.
                 false if plan.update.fresh => overwritten(next()),
                 false => owned(next()),
@@ -249,7 +268,8 @@ impl Body for FusedUpdate {
                 // Where the factor may be that of no update, what is there stays.
                 false => plan.copied.then(|| if self.number.is_some() { overwritten(next()) } else { owned(next()) }),
             };
-            items.push(Tensors { update: plan.update, parameter, gradient, states, copy });
+            let (rounds, first) = (plan.state_dtype == DType::BF16, plan.first);
+            items.push(Tensors { update: plan.update, parameter, gradient, states, rounds, first, copy });
         }
         let factor = match self.number {
             Some(_) => None,
@@ -270,7 +290,8 @@ fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&Cub
         |item| 2 + item.states.len() + usize::from(item.copy.is_some()),
         |family, item| chunks(item.parameter.meta.num_elements() / family.width),
         |family, group, Layout { count, dim, ends }| {
-            let types: [StorageType; 2] = [family.gradient.into(), family.copy.unwrap_or(DType::F32).into()];
+            let types: [StorageType; 3] =
+                [family.gradient.into(), family.copy.unwrap_or(DType::F32).into(), family.state.into()];
             // SAFETY: a unit reads and writes below the arrays' length, which `check` has found to be one for all of an item,
             // and its loops end with the chunk.
             unsafe {
@@ -282,7 +303,7 @@ fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&Cub
                     group.iter().filter_map(|item| item.states.get(1)).map(array).collect(),
                     group.iter().filter_map(|item| item.copy.as_ref()).map(array).collect(),
                     factor.into_iter().map(array).collect(),
-                    group.iter().map(|item| numbers(&item.update, number)).collect(), ends, family.kind, types
+                    group.iter().map(|item| numbers(item, number)).collect(), ends, family.kind, family.rounds, types
                 }
             }
         },
@@ -290,7 +311,8 @@ fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&Cub
 }
 
 /// The numbers of a step as the kernel reads them; those that its rule has not are 0.
-fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
+fn numbers<R: CubeRuntime>(item: &Tensors<R>, scale: f32) -> NumbersLaunch<R> {
+    let update = &item.update;
     let (beta_1, beta_2, epsilon, weight_decay, bias_correction) = match update.rule {
         Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction }
         | Rule::Adam { beta_1, beta_2, epsilon, weight_decay, bias_correction }
@@ -318,6 +340,8 @@ fn numbers<R: CubeRuntime>(update: &Update, scale: f32) -> NumbersLaunch<R> {
         epsilon,
         -0.0,
         u32::from(update.fresh),
+        item.first as u32,
+        step_key(update.time),
     )
 }
 
@@ -353,6 +377,10 @@ struct Numbers {
     epsilon: f32,
     minus_zero: f32,
     fresh: u32,
+    /// The place of the first element.
+    first: u32,
+    /// Of the number of the step.
+    step: u32,
 }
 
 /// A product that is rounded whatever is done with it next; see the module's head.
@@ -363,28 +391,79 @@ fn times<N: Size>(a: Vector<f32, N>, b: f32, minus_zero: f32) -> Vector<f32, N> 
 
 /// A state, or 0 if it begins with this step. What is in memory then may be anything.
 #[cube]
-fn old<N: Size>(state: &Array<Vector<f32, N>>, at: usize, fresh: u32) -> Vector<f32, N> {
+fn old<S: Float, N: Size>(state: &Array<Vector<S, N>>, at: usize, fresh: u32) -> Vector<f32, N> {
     let mut old = Vector::<f32, N>::new(0.0);
     if fresh == 0 {
-        old = state[at];
+        old = Vector::cast_from(state[at]);
     }
     old
 }
 
+/// The bits of chance for elements from the vector `at` on: those of `zero_kernels::update::State`.
+#[cube]
+fn chances<N: Size>(at: usize, n: &Numbers, #[comptime] rounds: bool) -> Vector<u32, N> {
+    let mut chance = Vector::<u32, N>::new(0u32);
+    if comptime![rounds] {
+        let lanes = N::value();
+        let mut place = Vector::<u32, N>::new(0u32);
+        #[unroll]
+        for lane in 0..lanes {
+            place[lane] = n.first + u32::cast_from(at * lanes + lane);
+        }
+        let x = place ^ Vector::new(n.step);
+        let x = (x ^ (x >> Vector::new(16u32))) * Vector::new(0x21f0_aaadu32);
+        let x = (x ^ (x >> Vector::new(15u32))) * Vector::new(0xd35a_2d97u32);
+        chance = x ^ (x >> Vector::new(15u32));
+    }
+    chance
+}
+
+/// A state as it is kept: in fp32, or a number that bfloat16 has.
+#[cube]
+fn kept<N: Size>(x: Vector<f32, N>, chance: Vector<u32, N>, #[comptime] rounds: bool) -> Vector<f32, N> {
+    let mut kept = x;
+    if comptime![rounds] {
+        let upper = Vector::<u32, N>::new(0xffff_0000u32);
+        let bits = Vector::<u32, N>::reinterpret(x);
+        let rounded = (bits + chance) & upper;
+        // What is no number stays none, whatever is cut off.
+        let none = (bits & upper) | Vector::new(0x0040_0000u32);
+        let is_none = (bits & Vector::new(0x7fff_ffffu32)).greater_than(Vector::new(0x7f80_0000u32));
+        kept = Vector::<f32, N>::reinterpret(select_many(is_none, none, rounded));
+    }
+    kept
+}
+
+/// A rule's only state as it is kept.
+#[cube]
+fn one<N: Size>(x: Vector<f32, N>, at: usize, n: &Numbers, #[comptime] rounds: bool) -> Vector<f32, N> {
+    kept(x, chances(at, n, rounds) & Vector::new(0xffffu32), rounds)
+}
+
 /// Moves both means on and gives the direction of the step.
 #[cube]
-fn adam<N: Size>(
+fn adam<S: Float, N: Size>(
     g: Vector<f32, N>,
-    first: &mut Array<Vector<f32, N>>,
-    second: &mut Array<Vector<f32, N>>,
+    first: &mut Array<Vector<S, N>>,
+    second: &mut Array<Vector<S, N>>,
     at: usize,
     n: &Numbers,
+    #[comptime] rounds: bool,
+    #[comptime] of_kept: bool,
 ) -> Vector<f32, N> {
     let z = n.minus_zero;
-    let m = times(old(first, at, n.fresh), n.beta_1, z) + times(g, n.rest_1, z);
-    let v = times(old(second, at, n.fresh), n.beta_2, z) + times(g * g, n.rest_2, z);
-    first[at] = m;
-    second[at] = v;
+    let mut m = times(old(first, at, n.fresh), n.beta_1, z) + times(g, n.rest_1, z);
+    let mut v = times(old(second, at, n.fresh), n.beta_2, z) + times(g * g, n.rest_2, z);
+    let chance = chances(at, n, rounds);
+    let (kept_m, kept_v) =
+        (kept(m, chance & Vector::new(0xffffu32), rounds), kept(v, chance >> Vector::new(16u32), rounds));
+    first[at] = Vector::cast_from(kept_m);
+    second[at] = Vector::cast_from(kept_v);
+    // LAMB's second pass on the CPU has only what is kept.
+    if comptime![of_kept] {
+        m = kept_m;
+        v = kept_v;
+    }
     let root = Vector::sqrt(v / Vector::new(n.correction_2));
     (m / Vector::new(n.correction_1)) / (root + Vector::new(n.epsilon))
 }
@@ -399,17 +478,18 @@ fn sign<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
 }
 
 #[cube(launch_unchecked)]
-fn update_kernel<G: Float, C: Float, N: Size>(
+fn update_kernel<G: Float, C: Float, S: Float, N: Size>(
     parameters: &mut Sequence<Array<Vector<f32, N>>>,
     gradients: &Sequence<Array<Vector<G, N>>>,
-    firsts: &mut Sequence<Array<Vector<f32, N>>>,
-    seconds: &mut Sequence<Array<Vector<f32, N>>>,
+    firsts: &mut Sequence<Array<Vector<S, N>>>,
+    seconds: &mut Sequence<Array<Vector<S, N>>>,
     copies: &mut Sequence<Array<Vector<C, N>>>,
     factor: &Sequence<Array<f32>>,
     numbers: &Sequence<Numbers>,
     ends: &Sequence<usize>,
     #[comptime] kind: Kind,
-    #[define(G, C)] _types: [StorageType; 2],
+    #[comptime] rounds: bool,
+    #[define(G, C, S)] _types: [StorageType; 3],
 ) {
     #[unroll]
     for i in 0..comptime![parameters.len()] {
@@ -434,17 +514,17 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                     let p = p_all[at];
                     let new = match kind {
                         Kind::AdamW => {
-                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n);
+                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n, rounds, false);
                             times(p, n.keep, z) - times(delta, n.lr, z)
                         }
                         Kind::Adam => {
                             let g = g + times(p, n.weight_decay, z);
-                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n);
+                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n, rounds, false);
                             p - times(delta, n.lr, z)
                         }
                         // What is to be taken from the parameter.
                         Kind::Lamb => {
-                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n);
+                            let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n, rounds, true);
                             delta + times(p, n.weight_decay, z)
                         }
                         Kind::Sgd => {
@@ -455,7 +535,7 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                             let g = g + times(p, n.weight_decay, z);
                             let states = firsts.index_mut(i);
                             let m = times(old(states, at, n.fresh), n.beta_1, z) + g;
-                            states[at] = m;
+                            states[at] = Vector::cast_from(one(m, at, n, rounds));
                             let along = if comptime![kind == Kind::Nesterov] { g + times(m, n.beta_1, z) } else { m };
                             p - times(along, n.lr, z)
                         }
@@ -463,7 +543,8 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                             let states = firsts.index_mut(i);
                             let m = old(states, at, n.fresh);
                             let towards = times(m, n.beta_1, z) + times(g, n.rest_1, z);
-                            states[at] = times(m, n.beta_2, z) + times(g, n.rest_2, z);
+                            let new = times(m, n.beta_2, z) + times(g, n.rest_2, z);
+                            states[at] = Vector::cast_from(one(new, at, n, rounds));
                             times(p, n.keep, z) - times(sign(towards), n.lr, z)
                         }
                         Kind::Adagrad => {
@@ -471,7 +552,7 @@ fn update_kernel<G: Float, C: Float, N: Size>(
                             let states = firsts.index_mut(i);
                             let square = fma(g, g, Vector::new(z));
                             let s = old(states, at, n.fresh) + square;
-                            states[at] = s;
+                            states[at] = Vector::cast_from(one(s, at, n, rounds));
                             p - times(g / (Vector::sqrt(s) + Vector::new(n.epsilon)), n.lr, z)
                         }
                     };
@@ -503,21 +584,85 @@ compiled! {
         Rule::Adagrad { epsilon, weight_decay },
     ];
     let factor = tensor([1], DType::F32);
-    let run = |rule: Rule, gradient, copy: Option<DType>, numel, items, factor| {
+    let run = |rule: Rule, gradient, copy: Option<DType>, numel, items, factor, state| {
         let item = |_| Tensors {
             update: Update { rule, lr: 0.1, time: 1, fresh: false },
             parameter: tensor([numel], DType::F32),
             gradient: tensor([numel], gradient),
-            states: (0..rule.states()).map(|_| tensor([numel], DType::F32)).collect(),
+            states: (0..rule.states()).map(|_| tensor([numel], state)).collect(),
+            rounds: state == DType::BF16,
+            first: 0,
             copy: copy.map(|copy| tensor([numel], copy)),
         };
         launch(&(0..items).map(item).collect::<Vec<_>>(), 1.0, factor);
     };
     for (gradient, copy) in TYPES.into_iter().flat_map(|g| [None, Some(DType::F16), Some(DType::BF16)].map(|c| (g, c)))
     {
-        rules.iter().for_each(|rule| run(*rule, gradient, copy, 4096, 1, None));
+        rules.iter().for_each(|rule| run(*rule, gradient, copy, 4096, 1, None, DType::F32));
         // A group as large as they come, and elements one by one.
-        run(rules[0], gradient, copy, 4096, GROUP, Some(&factor));
-        run(rules[0], gradient, copy, 4097, 1, Some(&factor));
+        run(rules[0], gradient, copy, 4096, GROUP, Some(&factor), DType::F32);
+        run(rules[0], gradient, copy, 4097, 1, Some(&factor), DType::F32);
+    }
+    for gradient in TYPES {
+        rules.iter().for_each(|rule| run(*rule, gradient, None, 4096, 1, None, DType::BF16));
+        run(rules[0], gradient, Some(DType::BF16), 4096, GROUP, Some(&factor), DType::BF16);
+    }
+}
+
+#[cfg(all(test, any(feature = "vulkan", feature = "cuda")))]
+mod tests {
+    use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+    use half::bf16;
+    use zero_kernels::update::{Elements, State, Stretch, run_stretch};
+
+    use super::*;
+    use crate::cube::tested::{Plain, TestRuntime};
+
+    fn on(values: &[f32]) -> CubeTensor<TestRuntime> {
+        let data = TensorData::new(values.to_vec(), [values.len()]);
+        Tensor::<Plain, 1>::from_data(data, &Default::default()).into_primitive().tensor()
+    }
+
+    fn values(x: &CubeTensor<TestRuntime>) -> Vec<f32> {
+        Tensor::<Plain, 1>::from_primitive(TensorPrimitive::Float(x.clone())).into_data().to_vec().unwrap()
+    }
+
+    /// States that are rounded by chance have the CPU's bits. In fp32 here, so that a device without bfloat16 shows it.
+    #[test]
+    fn rounding_by_chance_is_the_cpus() {
+        let rules = [Rule::adamw(), Rule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.1 }];
+        for (rule, len) in rules.into_iter().flat_map(|rule| [4096, 4097].map(|len| (rule, len))) {
+            let number = |i: usize| ((i * 7919 % 10_007) as f32 - 5000.0) * 1e-4;
+            let (mut p, first) = ((0..len).map(number).collect::<Vec<_>>(), 12_345);
+            let mut kept: Vec<Vec<bf16>> = vec![vec![bf16::ZERO; len]; rule.states()];
+            let (mut parameter, mut states) = (on(&p), vec![on(&vec![0.0; len]); rule.states()]);
+            for time in 1..=3 {
+                let g: Vec<f32> = (0..len).map(|i| number(i + time * 31)).collect();
+                let update = Update { rule, lr: 1e-3, time, fresh: time == 1 };
+                let states_now = states.drain(..).map(owned).collect();
+                let item = Tensors {
+                    update,
+                    parameter: owned(parameter),
+                    gradient: on(&g),
+                    states: states_now,
+                    rounds: true,
+                    first,
+                    copy: None,
+                };
+                let items = [item];
+                launch(&items, 1.0, None);
+                let [item] = items;
+                (parameter, states) = (item.parameter, item.states);
+                let mut halves = kept.iter_mut().map(|kept| State::Bf16(kept));
+                let (a, b) = (halves.next().unwrap(), halves.next().unwrap_or(State::Bf16(&mut [])));
+                let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, first };
+                run_stretch(Kernel::new(rule, 1e-3, time), 1.0, stretch, 0..0);
+                for (state, kept) in states.iter().zip(&kept) {
+                    let kept: Vec<f32> = kept.iter().map(|kept| kept.to_f32()).collect();
+                    assert!(values(state) == kept, "states of step {time} of {rule:?}, {len} elements");
+                }
+                p = values(&parameter);
+            }
+        }
     }
 }

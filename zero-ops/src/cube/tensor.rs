@@ -42,6 +42,9 @@ pub(crate) trait OnCube: TensorMetadata + Clone + Sized + 'static {
         body: impl Fn(Vec<CubeTensor<Self::Runtime>>) -> Vec<CubeTensor<Self::Runtime>> + Send + Sync + 'static,
     ) -> Vec<Self>;
 
+    /// Sends all that the thread's stream has been given to the device, which is not waited for.
+    fn send(device: &<Self::Runtime as cubecl::Runtime>::Device);
+
     /// Sends all that makes these tensors to the device, and gives the memory that they will be in.
     fn into_memory(tensors: Vec<Self>) -> Vec<CubeTensor<Self::Runtime>>;
 
@@ -86,6 +89,8 @@ impl<R: CubeRuntime> OnCube for CubeTensor<R> {
         made
     }
 
+    fn send(_device: &R::Device) {}
+
     fn into_memory(tensors: Vec<Self>) -> Vec<Self> {
         if let Some(first) = tensors.first() {
             // What is told here is not told again by a read.
@@ -126,6 +131,10 @@ impl<R: CubeRuntime> OnCube for FusionTensor<FusionCubeRuntime<R>> {
                 handles.register_float_tensor::<Plain<R>>(&output.id, made);
             }
         })
+    }
+
+    fn send(device: &R::Device) {
+        GlobalFusionClient::<FusionCubeRuntime<R>>::load(device).sync(|| ());
     }
 
     fn into_memory(tensors: Vec<Self>) -> Vec<CubeTensor<R>> {

@@ -125,7 +125,8 @@ fn steps<B: Backend>(mut all: Vec<Mirror<B>>, scale: f32, by_tensor: bool) {
             let g = rounded(&numbers(mirror.p.len(), (100 * time + i) as u64), mirror.gradient);
             let gradient = tensor::<B>(g.clone(), mirror.gradient);
             let Updated { parameter, states, copy, .. } = mirror.on_device.take().unwrap();
-            items.push(UpdateItem { update, parameter, gradient, states, copy });
+            let (state_dtype, first) = (DType::F32, 0);
+            items.push(UpdateItem { update, parameter, gradient, states, state_dtype, first, copy });
             reference(update, scale, &mut mirror.p, &g, &mut mirror.states);
         }
         let scale = match by_tensor {
@@ -220,6 +221,8 @@ fn gradients_and_copies_in_bf16() {
 fn item<B: Backend>(len: usize, fresh: bool) -> UpdateItem<FloatTensor<B>> {
     let of = |seed| tensor::<B>(numbers(len, seed), DType::F32);
     UpdateItem {
+        state_dtype: DType::F32,
+        first: 0,
         update: Update { rule: RULES[0], lr: 0.1, time: 3, fresh },
         parameter: of(1),
         gradient: of(2),
@@ -289,7 +292,8 @@ fn in_place_with_fusion_too() {
         let update = given.update;
         let [Updated { parameter, states, copy, .. }] =
             fused_update::<Fused>(vec![given], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
-        given = UpdateItem { update, parameter, gradient: gradient.clone(), states, copy };
+        let (state_dtype, first) = (DType::F32, 0);
+        given = UpdateItem { update, parameter, gradient: gradient.clone(), states, state_dtype, first, copy };
         assert!(in_use() <= before + 4 * LEN as u64 / 2, "no tensor was made: {} bytes, {before} before", in_use());
     }
 }

@@ -52,7 +52,7 @@ use zero_core::config::{Float, Tier};
 use crate::loss_scale::LossScaler;
 pub use crate::step::{EngineConfig, EngineError, Result, Step, Times, Update};
 pub(crate) use update::clip_factor;
-use update::{Losses, set_momentum};
+use update::{Given, Losses, set_momentum};
 
 /// What a disk's places are multiples of, in bytes, with the disks there are.
 const BLOCK: usize = 4096;
@@ -92,6 +92,8 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     losses: Vec<Tensor<A::InnerBackend, 1>>,
     /// Those of the last update.
     last_losses: Losses<A::InnerBackend>,
+    /// An update that a device has been given, until its result is read.
+    given: Option<Given>,
     /// Whether it has been told that an update was not finite.
     warned: bool,
     steps: usize,
@@ -186,6 +188,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             unreduced: false,
             losses: Vec::new(),
             last_losses: Losses::Read(Vec::new()),
+            given: None,
             warned: false,
             steps: 0,
             skipped: 0,
@@ -335,6 +338,23 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// [`EngineError::Order`] before a backward pass, or where gradients are still unreduced;
     /// [`EngineError::LossScale`] when a dynamic loss scale cannot get smaller; [`EngineError::NotFinite`].
     pub fn step(&mut self) -> Result<Step> {
+        match self.step_ahead()? {
+            Some(step) => Ok(step),
+            None => self.settle(),
+        }
+    }
+
+    /// As [`step`](Self::step), but where one device makes the whole update, returns `None` once it has been given it, without a wait.
+    /// [`settle`](Self::settle) gives the result, and must be called before the next forward pass. Between the two a program can do
+    /// what would else leave the device without work, such as writing metrics.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn step_ahead(&mut self) -> Result<Option<Step>> {
+        if self.is_ahead() {
+            return Err(EngineError::Order("the last update's result has not been read: call settle after step_ahead"));
+        }
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step was called before backward: call forward and backward first"));
         }
@@ -345,7 +365,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             ));
         }
         if self.micro_batches < self.config.accumulation {
-            return Ok(Step::Accumulating { micro_batches: self.micro_batches });
+            return Ok(Some(Step::Accumulating { micro_batches: self.micro_batches }));
         }
         self.update()
     }
@@ -363,7 +383,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if self.unreduced && !self.in_no_sync {
             self.reduce_held();
         }
-        self.update()
+        match self.update()? {
+            Some(step) => Ok(step),
+            None => self.settle(),
+        }
     }
 
     /// The trained module and its optimizer.

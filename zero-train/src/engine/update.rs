@@ -1,7 +1,7 @@
 //! The end of an update: the gradients' norm, what is made of it, and the optimizer's step.
 //!
-//! Where the optimizer can leave the norm to the device that has everything ([`Fused::step_clipped`]), the host reads it after the
-//! step, in one wait with the losses. Elsewhere it knows the norm before.
+//! Where the optimizer can leave the norm to the device that has everything ([`Fused::step_clipped`]), the host reads it in one wait
+//! with the losses, while the device makes the update. Elsewhere it knows the norm before the update.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use zero_burn::module::{ZeroAutodiff, first_nonfinite, grad_norm, mark, reset_error_feedback};
-use zero_burn::optim::{Clip, Fused, Told};
+use zero_burn::optim::{Clip, Fused, Late, Told};
 use zero_burn::stats::all_gather;
 use zero_core::Axes;
 
@@ -26,14 +26,19 @@ pub(super) enum Losses<B: Backend> {
 }
 
 /// What an update is made of: the module, its gradients, and the losses of its micro-batches.
-type Given<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::InnerBackend, 1>>);
+type Parts<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::InnerBackend, 1>>);
 
-/// What an update came to.
-struct Made<M> {
-    model: M,
-    norm: f64,
-    /// Whether the parameters are others now.
-    is_made: bool,
+/// What an update is made with.
+#[derive(Clone, Copy)]
+struct Begun {
+    lr: f64,
+    loss_scale: f64,
+}
+
+/// An update that a device has been given, and whose norm and losses are on their way.
+pub(super) struct Given {
+    begun: Begun,
+    late: Late,
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
@@ -50,7 +55,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    pub(super) fn update(&mut self) -> Result<Step> {
+    /// `None` where a device has been given the update.
+    pub(super) fn update(&mut self) -> Result<Option<Step>> {
         if self.unreduced {
             return Err(EngineError::Order(
                 "the update's last backward pass was inside of no_sync, so that its gradients are not reduced: leave \
@@ -61,23 +67,55 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let begin = Instant::now();
         self.micro_batches = 0;
         let grads = self.accumulator.grads();
-        let loss_scale = self.loss_scale();
         let model = self.model.take().expect("the module is absent only inside of step");
-        let lr = self.lr();
+        let begun = Begun { lr: self.lr(), loss_scale: self.loss_scale() };
         if let (Some(momentum), Some(fused)) = (self.config.schedule.momentum(self.steps), self.optimizer.fused_mut()) {
             set_momentum(fused, momentum);
         }
         let losses = std::mem::take(&mut self.losses);
-        let made = self.leave_to_device(lr, (model, grads, losses));
-        let Made { model, norm: grad_norm, is_made } = made.or_else(|given| self.update_knowing(lr, given))?;
-        if is_made {
-            // Counts the new versions as parameters.
-            mark::<A, M>(&model);
-            self.unmarked = false;
-            self.steps += 1;
-        }
-        self.model = Some(model);
+        let step = match self.leave_to_device(begun, (model, grads, losses)) {
+            Ok(()) => None,
+            Err(parts) => Some(self.update_knowing(begun, parts)?),
+        };
         self.times.step += begin.elapsed();
+        Ok(step)
+    }
+
+    /// Whether [`step_ahead`](Self::step_ahead) has left an update to a device, whose result is not read.
+    pub fn is_ahead(&self) -> bool {
+        self.given.is_some()
+    }
+
+    /// Waits for the result of an update that [`step_ahead`](Self::step_ahead) has left to a device, but not for the update itself.
+    /// The losses are [`losses`](Self::losses) then.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Order`] where there is none; [`EngineError::LossScale`] as of [`step`](Self::step).
+    pub fn settle(&mut self) -> Result<Step> {
+        let Some(Given { begun, late }) = self.given.take() else {
+            return Err(EngineError::Order("settle was called, and step_ahead has left no update to a device"));
+        };
+        let begin = Instant::now();
+        let fused = self.optimizer.fused_mut().expect("a fused optimizer has left it to the device");
+        let Told { norm, is_made, others } = fused.told(late);
+        self.last_losses = Losses::Read(others);
+        let step = self.ended(begun, norm / begun.loss_scale, is_made);
+        self.times.step += begin.elapsed();
+        step
+    }
+
+    /// Takes the module of new versions, whose passes need marks.
+    fn replace(&mut self, model: M) {
+        // Counts the new versions as parameters.
+        mark::<A, M>(&model);
+        self.unmarked = false;
+        self.model = Some(model);
+    }
+
+    /// What is done once an update's norm is known.
+    fn ended(&mut self, Begun { lr, loss_scale }: Begun, grad_norm: f64, is_made: bool) -> Result<Step> {
+        self.steps += usize::from(is_made);
         // The same on every rank: the norm is.
         if let Some(scaler) = &mut self.config.loss_scale {
             scaler.update(!is_made)?;
@@ -101,32 +139,26 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.config.loss_scale.is_some() || self.config.skip_overflow
     }
 
-    /// An update whose norm is read after it, with the losses; or the arguments.
-    fn leave_to_device(&mut self, lr: f64, (model, grads, losses): Given<A, M>) -> Result<Made<M>, Given<A, M>> {
-        let (loss_scale, skips) = (self.loss_scale(), self.skips());
-        let clip = Clip { most: self.config.clipping, loss_scale, skips };
+    /// An update whose norm a device makes; or the arguments.
+    fn leave_to_device(&mut self, begun: Begun, (model, grads, losses): Parts<A, M>) -> Result<(), Parts<A, M>> {
+        let clip = Clip { most: self.config.clipping, loss_scale: begun.loss_scale, skips: self.skips() };
         // Which gradient is not finite can be told as long as there is one.
         let fused = if self.config.error_if_nonfinite { None } else { self.optimizer.fused_mut() };
         let Some(fused) = fused else { return Err((model, grads, losses)) };
-        match fused.step_clipped(lr, clip, model, grads) {
+        match fused.step_clipped(begun.lr, clip, model, grads, &losses) {
             Ok((model, late)) => {
-                let Told { norm, is_made, others } = fused.told(late, losses);
-                self.last_losses = Losses::Read(others);
-                if !is_made {
-                    // New versions all the same, of the old values.
-                    mark::<A, M>(&model);
-                    self.unmarked = false;
-                }
-                Ok(Made { model, norm: norm / loss_scale, is_made })
+                // Where it is left out there are new versions all the same, of the old values.
+                self.replace(model);
+                self.given = Some(Given { begun, late });
+                Ok(())
             }
             Err((model, grads)) => Err((model, grads, losses)),
         }
     }
 
     /// An update whose norm is known before it.
-    fn update_knowing(&mut self, lr: f64, (model, grads, losses): Given<A, M>) -> Result<Made<M>> {
-        let loss_scale = self.loss_scale();
-        let norm = grad_norm::<A, M>(&grads, &model) / loss_scale;
+    fn update_knowing(&mut self, begun: Begun, (model, grads, losses): Parts<A, M>) -> Result<Step> {
+        let norm = grad_norm::<A, M>(&grads, &model) / begun.loss_scale;
         let overflow = !norm.is_finite();
         if overflow && self.config.error_if_nonfinite {
             let parameter = first_nonfinite::<A, M>(&grads, &model).map(|meta| meta.path);
@@ -135,11 +167,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         self.last_losses = Losses::Unread(losses);
         if overflow && self.skips() {
-            return Ok(Made { model, norm, is_made: false });
+            self.model = Some(model);
+            return self.ended(begun, norm, false);
         }
         let clip_factor = self.config.clipping.map_or(1.0, |most| clip_factor(most, norm));
-        let model = self.optimizer.step_scaled(lr, (clip_factor / loss_scale) as f32, model, grads);
-        Ok(Made { model, norm, is_made: true })
+        let scale = (clip_factor / begun.loss_scale) as f32;
+        let model = self.optimizer.step_scaled(begun.lr, scale, model, grads);
+        self.replace(model);
+        self.ended(begun, norm, true)
     }
 
     /// Says that parameters are not finite from here on.

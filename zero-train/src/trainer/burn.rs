@@ -77,7 +77,7 @@ fn run_ranks<I: FusedBackend, T: TaskOn<I>, R: Send>(
     let rank = |device: Device<I>| {
         let model = task.model::<Trained<I>>(&device)?;
         let engine = ZeroEngine::initialize(model, optimizer(run), run.engine.clone(), &device)?;
-        body(&mut OnRank::<I, T> { task, engine, device, run })
+        body(&mut OnRank::<I, T> { task, engine, device, run, step: None })
     };
     if let Some(process) = run.process {
         return launch::launch_on::<I, _, TrainError>(process, run.zero, run.launch, rank);
@@ -103,6 +103,8 @@ struct OnRank<'a, I: FusedBackend, T: TaskOn<I>> {
     engine: Engine<I, T>,
     device: Device<I>,
     run: &'a Run<'a>,
+    /// The last step's result, unless a device has yet to give it.
+    step: Option<Step>,
 }
 
 impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
@@ -118,16 +120,25 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
         Ok(all_gather_bytes::<I>(bytes))
     }
 
-    fn micro_batch(&mut self, rows: &Rows) -> Result<Step> {
+    fn micro_batch(&mut self, rows: &Rows) -> Result<()> {
         let loss = self.engine.forward(|model| self.task.loss(model, rows, &self.device))?;
         self.engine.backward(loss);
-        Ok(self.engine.step()?)
+        self.step = self.engine.step_ahead()?;
+        Ok(())
     }
 
-    fn losses(&mut self) -> Result<Vec<f64>> {
+    fn is_on_device(&self) -> bool {
+        self.engine.is_ahead()
+    }
+
+    fn result(&mut self) -> Result<(Step, Vec<f64>)> {
         // Once a device has been given all of the step: a wait between its passes would leave it without work.
+        let step = match self.step.take() {
+            Some(step) => step,
+            None => self.engine.settle()?,
+        };
         let losses = self.engine.losses().to_vec();
-        device_failure().map_or(Ok(losses), Err)
+        device_failure().map_or(Ok((step, losses)), Err)
     }
 
     fn lr(&self) -> f64 {

@@ -115,12 +115,21 @@ impl EpochState {
         Self { number: 1, seen: 0, loss_sum: 0.0, steps: 0 }
     }
 
-    /// Counts a step on `used` of the data's rows; whether the pass has ended with it.
-    pub(super) fn add(&mut self, loss: f64, used: usize, rows: usize) -> bool {
+    /// Counts a step on `used` of the data's rows.
+    pub(super) fn add(&mut self, loss: f64, used: usize) {
         self.seen += used;
         self.loss_sum += loss;
         self.steps += 1;
+    }
+
+    /// Whether all of the data's rows have been seen.
+    pub(super) fn has_ended(&self, rows: usize) -> bool {
         self.seen >= rows
+    }
+
+    /// Whether the pass ends with a step on `used` more rows.
+    pub(super) fn ends_with(&self, used: usize, rows: usize) -> bool {
+        self.seen + used >= rows
     }
 
     /// The next pass begins.

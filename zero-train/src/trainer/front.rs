@@ -95,13 +95,18 @@ pub trait Trainee {
     ///
     /// # Errors
     /// Of data, and of an update that cannot be made.
-    fn micro_batch(&mut self, rows: &Rows) -> Result<Step>;
+    fn micro_batch(&mut self, rows: &Rows) -> Result<()>;
 
-    /// This rank's losses of the last step's micro-batches; waits for a device.
+    /// Whether a device has been given all of the step and computes it: the time for what need not be done before the next step.
+    fn is_on_device(&self) -> bool {
+        false
+    }
+
+    /// The result of the step, and this rank's losses of its micro-batches; waits for a device.
     ///
     /// # Errors
     /// Of a device that has failed.
-    fn losses(&mut self) -> Result<Vec<f64>>;
+    fn result(&mut self) -> Result<(Step, Vec<f64>)>;
 
     /// The learning rate of the next update.
     fn lr(&self) -> f64;

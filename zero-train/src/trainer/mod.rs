@@ -55,6 +55,7 @@ mod rows;
 mod task;
 mod trace;
 mod train;
+mod training;
 mod zero_plan;
 
 use std::borrow::Borrow;

@@ -65,6 +65,9 @@ pub struct Options {
     /// Where ranks compute: cpu, cuda (ranks share the GPUs) or vulkan; the program needs the feature of that name
     #[arg(long, value_name = "BACKEND", default_value = "cpu")]
     pub backend: BackendChoice,
+    /// Compile CUDA kernels anew, and do not keep them in the user's cache folder (XDG_CACHE_HOME or ~/.cache, in zero/kernels)
+    #[arg(long)]
+    pub no_kernel_cache: bool,
     /// A DeepSpeed JSON or an Accelerate YAML; other options fill its "auto" values and must not contradict it
     #[arg(long, value_name = "FILE", visible_alias = "config-file")]
     pub config: Option<PathBuf>,

@@ -93,7 +93,8 @@ pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions> {
     let flight_dir =
         options.flight.clone().or(watchdog.flight_dir).or_else(|| options.out.as_ref().map(|out| out.join("flight")));
     let (threads_per_rank, trusted_network) = (options.threads.unwrap_or(0), options.trusted_network);
-    Ok(LaunchOptions { threads_per_rank, deadline, flight_dir, trusted_network })
+    let kernel_cache = !options.no_kernel_cache;
+    Ok(LaunchOptions { threads_per_rank, deadline, flight_dir, trusted_network, kernel_cache })
 }
 
 /// A launch's error as this crate's.

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use zero_core::accounting::{StateBytes, WireBytes};
 
 use super::plan::Plan;
-use super::train::Measured;
+use super::training::Measured;
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, RankMetrics};
 

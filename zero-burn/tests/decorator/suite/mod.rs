@@ -29,7 +29,11 @@ pub fn ranks<B: Backend, T: Send>(
     config: &ZeroConfig,
     body: impl Fn(ZeroDevice<B::Device>) -> T + Sync,
 ) -> Vec<T> {
-    let options = LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(60), ..LaunchOptions::default() };
+    // A device compiles kernels while the other ranks wait.
+    let seconds =
+        std::env::var("ZERO_DEADLINE").map_or(60, |seconds| seconds.parse().expect("ZERO_DEADLINE is seconds"));
+    let options =
+        LaunchOptions { threads_per_rank: 1, deadline: Duration::from_secs(seconds), ..LaunchOptions::default() };
     launch::<B, T, String>(world, config, &options, |device| Ok(body(device))).unwrap_or_else(|error| panic!("{error}"))
 }
 

@@ -32,13 +32,24 @@ const IDENTITY: usize = 512;
 
 impl Identity {
     fn of_this_process(device: &Device, nccl: u32) -> Self {
-        Self { machine: Machine::here(), bus: device.bus.clone(), nccl }
+        Self { machine: on_host(Machine::here(), std::env::var("NCCL_HOSTID").ok()), bus: device.bus.clone(), nccl }
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec(self).expect("texts and numbers can be written as JSON");
         bytes.resize(IDENTITY, b' ');
         bytes
+    }
+}
+
+/// The machine as NCCL knows it: `NCCL_HOSTID` makes of processes with different values ranks of different hosts, which may share a
+/// GPU and talk over sockets.
+fn on_host(machine: Machine, host_id: Option<String>) -> Machine {
+    match host_id.filter(|host_id| !host_id.is_empty()) {
+        Some(host_id) => {
+            Machine { id: format!("{}/{}", machine.id, host_id.chars().take(64).collect::<String>()), ..machine }
+        }
+        None => machine,
     }
 }
 
@@ -233,5 +244,20 @@ mod tests {
         let error = compare(&[a, identity("a", "0:2", 21_805)]).unwrap_err().to_string();
         assert_eq!(error, "rank 1 has NCCL 2.18.5, but rank 0 has 2.23.4: install the same version for all ranks");
         assert_eq!(b.encode().len(), IDENTITY);
+    }
+
+    /// As NCCL has it: <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-hostid>.
+    #[test]
+    fn host_ids_make_hosts_of_processes_on_one_machine() {
+        let of = |host_id: Option<&str>| {
+            let mut identity = identity("a", "0:1", 22_304);
+            identity.machine = on_host(identity.machine, host_id.map(String::from));
+            identity
+        };
+        assert!(compare(&[of(None), of(Some(""))]).is_err());
+        assert!(compare(&[of(Some("rank-0")), of(Some("rank-0"))]).is_err());
+        compare(&[of(Some("rank-0")), of(Some("rank-1")), of(None)]).unwrap();
+        assert_eq!(of(Some(&"x".repeat(1000))).encode().len(), IDENTITY);
+        assert!(serde_json::from_slice::<Identity>(&of(Some(&"x".repeat(1000))).encode()).is_ok());
     }
 }

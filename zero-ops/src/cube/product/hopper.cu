@@ -1,5 +1,6 @@
 // A product of 16-bit matrices on the matrix units of Hopper GPUs (`wgmma`), which CubeCL's language does not have: compiled by
 // CubeCL's way to NVRTC, see `hopper.rs`, which sets above this text
+//   NAME       hopper_product_... and what is said of this variant below
 //   ELEMENT    __nv_bfloat16 or __half
 //   COLUMNS    of a tile, a multiple of 64 of at most 256
 //   STAGES     tiles of A and B for which there is memory
@@ -86,7 +87,7 @@ __device__ __forceinline__ unsigned narrowed(float2 x) {
     return *(unsigned*)pair;
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) hopper_product(
+extern "C" __global__ void __launch_bounds__(384, 1) NAME(
     const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map c, const void*, const void*, const void*,
     const void*, const void*, void* out, const ELEMENT* bias, const ELEMENT* residual, const __grid_constant__ Info info
 ) {

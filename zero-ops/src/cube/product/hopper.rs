@@ -14,10 +14,11 @@ use cubecl::prelude::*;
 use cubecl::server::{KernelArguments, MetadataBindingInfo, TensorMapBinding, TensorMapMeta};
 use cubecl::{CompilationError, Compiler, CubeTask};
 use cubecl_cpp::shared::SharedMemory;
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys::CUdevice_attribute;
 
 use super::Added;
 use crate::cube::rows::dims;
+use crate::devices::attribute;
 
 type Tensor = CubeTensor<CudaRuntime>;
 
@@ -74,6 +75,16 @@ impl Variant {
         ALIGNMENT + self.stages() * self.stage() + self.stored()
     }
 
+    /// The kernel's name, by which a profile tells its variants apart: which side is transposed as in BLAS, `n` or `t` each.
+    fn name(self) -> String {
+        let Self { columns, bf16, a_down, b_across, out_fp32, bias, residual, .. } = self;
+        let [a, b] = [a_down, !b_across].map(|transposed| if transposed { 't' } else { 'n' });
+        let element = if bf16 { "bf16" } else { "f16" };
+        let more = [(out_fp32, "_fp32"), (bias, "_bias"), (residual, "_residual")];
+        let more: String = more.into_iter().filter_map(|(is, name)| is.then_some(name)).collect();
+        format!("hopper_product_{columns}_{element}_{a}{b}{more}")
+    }
+
     fn source(self) -> String {
         let Self { columns, a_down, b_across, out_fp32, bias, residual, .. } = self;
         let flag = u8::from;
@@ -86,6 +97,7 @@ impl Variant {
         format!(
             "#include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#define NAME {}
 #define ELEMENT {element}
 #define COLUMNS {columns}
 #define STAGES {}
@@ -98,6 +110,7 @@ impl Variant {
     \"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{name}.{name} {{{operands}}}, %{a}, %{b}, more, 1, 1, {a_down}, {b_across};\\n}}\"
 #define SUMS_IN_AND_OUT {in_and_out}
 {SOURCE}",
+            self.name(),
             self.stages()
         )
     }
@@ -148,7 +161,7 @@ impl CubeTask<CudaCompiler> for HopperProduct {
         let length = self.0.shared_bytes().div_ceil(item.size());
         repr.body.shared_memories.push(SharedMemory::new_array(0, item, length, 16));
         Ok(CompiledKernel {
-            entrypoint_name: "hopper_product".into(),
+            entrypoint_name: self.0.name(),
             debug_name: Some("hopper_product"),
             source: self.0.source(),
             repr: Some(repr),
@@ -198,13 +211,13 @@ fn has_wide_rows(x: &Tensor) -> bool {
 }
 
 /// Whether this is a GPU of compute capability 9, the only one with these instructions.
+pub(super) fn is_here<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+    tensor(x).is_some_and(is_hopper)
+}
+
 fn is_hopper(x: &Tensor) -> bool {
-    const MAJOR: sys::CUdevice_attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-    let major = result::device::get(x.device.index as i32).and_then(|device| {
-        // SAFETY: a device of the driver's.
-        unsafe { result::device::get_attribute(device, MAJOR) }
-    });
-    major.is_ok_and(|major| major == 9)
+    const MAJOR: CUdevice_attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    attribute(x.device.index as i32, MAJOR).is_ok_and(|major| major == 9)
 }
 
 /// Columns of tiles by which the units are busy most of the time. Narrow tiles read more of the memory for a product: the second

@@ -3,13 +3,20 @@
 #[cfg(feature = "cuda")]
 mod hopper;
 
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, TensorMetadata};
 use burn_cubecl::CubeRuntime;
-use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
+use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul as tuned_matmul};
 use burn_cubecl::tensor::CubeTensor;
-use burn_std::DType;
+use burn_std::{DType, Metadata, Shape, Strides};
 use cubek::matmul::definition::{MatmulElems, MatmulGlobalElems};
 use cubek::matmul::launch::{Strategy, launch_ref};
 use cubek::std::InputBinding;
+
+use super::any::{self, Body};
+use super::many::shaped;
+use super::rows::zeros;
+use super::tensor::{empty, packed};
 
 /// Depths of which the tuner's kernels divide every multiple into an even number of steps. Those with two buffers assume one (cubek 0.2):
 /// where theirs is odd and divides the depth they read beyond the operands (`[300, 200]` by `[200, 136]` in fp32, seen on an H200).
@@ -25,7 +32,7 @@ pub(crate) struct Added<R: CubeRuntime> {
 
 /// Of matrices `[n, k]` and `[k, m]` of one type, or of some pairs of such, into `out`: in 16 bit on a Hopper GPU the one of
 /// [`hopper`]; in fp32 a product in fp32, as PyTorch has it by default, where Burn's tuner takes matrix units that round to tf32's 11
-/// bits; elsewhere Burn's, of a tuner's choice (which takes minutes the first time) for one pair.
+/// bits; on other devices in 16 bit Burn's, of a tuner's choice (which takes minutes the first time) for one pair.
 pub(crate) fn product<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let nothing = Added { bias: None, residual: None };
     if on_matrix_units(&lhs, &rhs, &out, &nothing) { out } else { elsewhere(lhs, rhs, out) }
@@ -35,8 +42,8 @@ pub(crate) fn product<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, ou
 pub(crate) fn elsewhere<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let shape = lhs.meta.shape();
     let (is_one, depth, dtype) = (shape.num_dims() == 2, shape[shape.num_dims() - 1], out.dtype);
-    if lhs.dtype != DType::F32 && is_one && depth.is_multiple_of(TUNED_DEPTHS) {
-        let made = matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype);
+    if lhs.dtype != DType::F32 && is_one && depth.is_multiple_of(TUNED_DEPTHS) && !has_matrix_units(&out) {
+        let made = tuned_matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype);
         return made.expect("a product of matrices of one type is set up");
     }
     plain(lhs, rhs, out)
@@ -58,6 +65,17 @@ pub(crate) fn on_matrix_units<R: CubeRuntime>(
     }
 }
 
+/// Whether the device has a kernel of ours, so that nothing is tuned there: what that kernel does not take is small or rare.
+fn has_matrix_units<R: CubeRuntime>(out: &CubeTensor<R>) -> bool {
+    #[cfg(feature = "cuda")]
+    return hopper::is_here(out);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = out;
+        false
+    }
+}
+
 /// By kernels with one buffer: on matrix units those in 16 bit, and in fp32 by units that multiply and add in fp32.
 fn plain<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let [of_lhs, of_rhs, of_out] = [&lhs, &rhs, &out].map(|x| x.dtype.into());
@@ -71,6 +89,58 @@ fn plain<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor
     });
     assert!(launched, "the plain product takes all shapes");
     out
+}
+
+/// Multiplies matrices by the products of this crate, as Burn's `Tensor::matmul`: in fp32 without tf32, and on Hopper GPUs untuned.
+///
+/// # Shapes
+/// - `lhs`: `[.., n, k]`, `rhs`: `[.., k, m]`; of the dimensions before, each is the other's or 1
+/// - returns `[.., n, m]`
+///
+/// # Errors
+/// Returns the arguments where the backend's tensors are not CubeCL's, or are of other types than kernels compute in.
+pub fn matmul<B: Backend>(
+    lhs: FloatTensor<B>,
+    rhs: FloatTensor<B>,
+) -> Result<FloatTensor<B>, (FloatTensor<B>, FloatTensor<B>)> {
+    if !super::computes::<B>(lhs.dtype()) || lhs.dtype() != rhs.dtype() {
+        return Err((lhs, rhs));
+    }
+    let (of_lhs, of_rhs, dtype) = (lhs.shape(), rhs.shape(), lhs.dtype());
+    let last = of_lhs.num_dims() - 1;
+    // Of one element each dimension is repeated.
+    let mut shape = of_lhs.clone();
+    (0..last - 1).filter(|&dim| of_lhs[dim] == 1).for_each(|dim| shape[dim] = of_rhs[dim]);
+    shape[last] = of_rhs[last];
+    let mut made = any::run::<B>("matmul", vec![lhs, rhs], vec![(shape.clone(), dtype)], Matmul(shape));
+    Ok(made.swap_remove(0))
+}
+
+/// Of the product's shape.
+struct Matmul(Shape);
+
+impl Body for Matmul {
+    fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
+        let [lhs, rhs] = inputs.try_into().unwrap_or_else(|_| unreachable!("two tensors were given"));
+        let (shape, dtype, last) = (&self.0, lhs.dtype, self.0.num_dims() - 1);
+        let [elements, depth] = [shape.num_elements(), lhs.meta.shape()[last]];
+        if elements * depth == 0 {
+            return vec![zeros(&lhs, shape.clone(), dtype)];
+        }
+        if last > 1 && (0..last - 1).all(|dim| rhs.meta.shape()[dim] == 1) {
+            // One matrix on the right, as of a linear layer: all rows on the left are one matrix.
+            let columns = shape[last];
+            let rows = elements / columns;
+            let strides = rhs.meta.strides();
+            let meta = Metadata::new(Shape::from([depth, columns]), Strides::from(&strides[last - 1..]));
+            let rhs = CubeTensor::new(rhs.client.clone(), rhs.handle.clone(), meta, rhs.device.clone(), dtype);
+            let lhs = shaped(packed(lhs), Shape::from([rows, depth]));
+            let out = empty(&lhs, [rows, columns], dtype);
+            return vec![product(lhs, rhs, out)];
+        }
+        let out = empty(&lhs, shape.clone(), dtype);
+        vec![product(lhs, rhs, out)]
+    }
 }
 
 compiled! {
@@ -160,6 +230,46 @@ mod tests {
                     } else {
                         println!("nothing is added in a product of {dtype:?}");
                     }
+                }
+            }
+        }
+    }
+
+    /// As Burn's `Tensor::matmul`: batches, dimensions of one that are repeated on either side, views, and nothing.
+    #[test]
+    fn batches_agree_with_loops() {
+        let device = Default::default();
+        let tensor = |shape: [usize; 4], seed: usize| {
+            let values = numbers(shape.iter().product(), seed);
+            Tensor::<Plain, 4>::from_data(TensorData::new(values, shape), &device)
+        };
+        for (lhs, rhs) in [
+            ([2, 3, 5, 7], [2, 3, 7, 6]),
+            ([2, 3, 5, 7], [1, 1, 7, 6]),
+            ([2, 3, 5, 7], [2, 1, 7, 6]),
+            ([1, 3, 5, 7], [2, 1, 7, 6]),
+            ([2, 3, 1, 8], [2, 3, 8, 9]),
+            ([2, 3, 0, 8], [2, 3, 8, 9]),
+            ([2, 3, 4, 0], [2, 3, 0, 9]),
+        ] {
+            for is_turned in [false, true] {
+                let turned = |x: Tensor<Plain, 4>| if is_turned { x.swap_dims(2, 3) } else { x };
+                let stored = |[a, b, n, m]: [usize; 4]| if is_turned { [a, b, m, n] } else { [a, b, n, m] };
+                let (a, b) = (turned(tensor(stored(lhs), 1)), turned(tensor(stored(rhs), 2)));
+                let made = matmul::<Plain>(a.clone().into_primitive().tensor(), b.clone().into_primitive().tensor());
+                let made = made.unwrap_or_else(|_| panic!("the tensors are CubeCL's"));
+                let made = Tensor::<Plain, 4>::from_primitive(TensorPrimitive::Float(made));
+                let shape = [lhs[0].max(rhs[0]), lhs[1].max(rhs[1]), lhs[2], rhs[3]];
+                assert_eq!(made.dims(), shape);
+                let [a, b, made] = [a, b, made].map(|x| x.into_data().to_vec::<f32>().unwrap());
+                let at = |of: [usize; 4], [i, j, n, m]: [usize; 4]| {
+                    ((i % of[0] * of[1] + j % of[1]) * of[2] + n) * of[3] + m
+                };
+                for (place, made) in made.into_iter().enumerate() {
+                    let [m, n] = [place % shape[3], place / shape[3] % shape[2]];
+                    let [j, i] = [place / (shape[3] * shape[2]) % shape[1], place / (shape[3] * shape[2] * shape[1])];
+                    let sum: f32 = (0..lhs[3]).map(|k| a[at(lhs, [i, j, n, k])] * b[at(rhs, [i, j, k, m])]).sum();
+                    assert_eq!(made, sum, "{lhs:?} by {rhs:?}, element {place}");
                 }
             }
         }
