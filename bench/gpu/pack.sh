@@ -72,5 +72,5 @@ say "archive"
 tar -C "$bin" -c . | xz -T2 -6 --lzma2=preset=6,dict=192MiB >"$archive"
 tar -tvJf "$archive" | awk '{ printf "%10.1f MiB  %s\n", $3 / 1048576, $6 }' | sort -rn | head -n 30
 bytes=$(stat -c %s "$archive")
-printf 'target/gpu-bin.tar.xz: %.1f MiB, of programs built in all in %s s\n' "$(bc <<<"scale=3; $bytes / 1048576")" "$SECONDS"
+printf 'target/gpu-bin.tar.xz: %.1f MiB, of programs built in all in %s s\n' "$(awk "BEGIN { print $bytes / 1048576 }")" "$SECONDS"
 ((bytes <= most)) || { echo "error: the archive is larger than 50 MiB: leave out t_laws_device for this slot" >&2; exit 1; }
